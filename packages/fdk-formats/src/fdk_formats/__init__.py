@@ -1,0 +1,8 @@
+"""Formats of weights in 1 to 8 bits: codebooks, quantisers, packing, layers, files, reference."""
+
+from fdk_formats.format import Format
+from fdk_formats.packing import pack, unpack
+from fdk_formats.tensor import QuantisedTensor
+
+__version__ = "0.1.0"
+__all__ = ["Format", "QuantisedTensor", "pack", "unpack"]

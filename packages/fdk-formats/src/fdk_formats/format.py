@@ -1,0 +1,183 @@
+"""A format: how the weights of a linear layer are turned into codes, scales and a codebook."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+BITS = range(1, 9)
+MIN_GROUP_SIZE = 16
+
+# The codebooks by name, with the widths each exists in. `affine` has no codebook: its grid is
+# (code - zero_point) * scale. `kmeans` is fitted to the tensor, `custom` is the caller's table.
+CODEBOOK_BITS: dict[str, Collection[int]] = {
+    "int": BITS,
+    "uniform": BITS,
+    "nf": BITS,
+    "sf": BITS,
+    "fp": (4,),
+    "crd_normal": BITS,
+    "crd_laplace": BITS,
+    "crd_student": BITS,
+    "ternary": (2,),
+    "binary": (1,),
+    "kmeans": BITS,
+    "custom": BITS,
+    "affine": BITS,
+}
+CODEBOOK_SCALE_RULES = ("absmax", "absmean", "rms", "signmax", "search")
+AFFINE_SCALE_RULES = ("minmax", "search")
+SCALE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e8m0": 8}
+ZERO_POINT_TOKENS = {"zint": "int", "zfloat": "float"}
+GRAMMAR = (
+    "<codebook><bits>-<g16, g32, ... or row>[-<scale rule>][-<scale dtype>][-zint], "
+    "for example kmeans4-g64, int1-g64-absmean, nf4-row-fp16, affine4-g128-zint"
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way of storing a weight ``W`` of shape ``[n, k]`` in a few bits.
+
+        codebook formats  W_hat[i, j] = codebook[code[i, j]] * scale[i, j // G]
+        affine formats    W_hat[i, j] = (code[i, j] - zero_point[i, j // G]) * scale[i, j // G]
+
+    Attributes:
+        codebook: a name of ``CODEBOOK_BITS``.
+        bits: width of a code, 1 to 8.
+        group_size: weights along k that share a scale (G above); None for the whole row.
+        scale_rule: how a scale is chosen. None asks for the default: ``absmean`` up to 2 bits,
+            ``absmax`` above, ``minmax`` for affine.
+        scale_dtype: ``bf16``, ``fp16``, ``fp32``, or ``e8m0`` (a power of two in one byte).
+        zero_point: ``float`` (held like a scale) or ``int`` (one byte) for affine formats.
+
+    ``str(format)`` is the short form, and ``Format.parse`` reads it back: see ``GRAMMAR``.
+    """
+
+    codebook: str
+    bits: int
+    group_size: int | None = 64
+    scale_rule: str | None = None
+    scale_dtype: str = "bf16"
+    zero_point: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.codebook not in CODEBOOK_BITS:
+            raise ValueError(f"format: codebook must be one of {_names()}, got {self.codebook!r}")
+        widths = CODEBOOK_BITS[self.codebook]
+        if type(self.bits) is not int or self.bits not in widths:
+            wanted = "1 to 8" if widths is BITS else " or ".join(map(str, widths))
+            raise ValueError(f"format: {self.codebook} takes {wanted} bits, got {self.bits!r}")
+        size = self.group_size
+        if size is not None and (type(size) is not int or size < MIN_GROUP_SIZE):
+            raise ValueError(
+                f"format: group_size must be at least {MIN_GROUP_SIZE}, or None for whole rows, "
+                f"got {size!r}"
+            )
+        if self.scale_rule is None:
+            rule = "minmax" if self.is_affine else "absmean" if self.bits <= 2 else "absmax"
+            object.__setattr__(self, "scale_rule", rule)
+        rules = AFFINE_SCALE_RULES if self.is_affine else CODEBOOK_SCALE_RULES
+        if self.scale_rule not in rules:
+            raise ValueError(
+                f"format: {self.codebook} takes a scale rule of {', '.join(rules)}, "
+                f"got {self.scale_rule!r}"
+            )
+        if self.scale_dtype not in SCALE_BITS:
+            raise ValueError(
+                f"format: scale_dtype must be one of {', '.join(SCALE_BITS)}, "
+                f"got {self.scale_dtype!r}"
+            )
+        if self.scale_rule == "signmax" and self.scale_dtype == "e8m0":
+            raise ValueError("format: signmax needs a signed scale, and e8m0 holds no sign")
+        if self.is_affine and self.zero_point is None:
+            object.__setattr__(self, "zero_point", "float")
+        if self.zero_point not in (("float", "int") if self.is_affine else (None,)):
+            wanted = "float or int" if self.is_affine else "None"
+            raise ValueError(
+                f"format: zero_point of {self.codebook} must be {wanted}, got {self.zero_point!r}"
+            )
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether the grid is (code - zero_point) * scale rather than a codebook."""
+        return self.codebook == "affine"
+
+    @classmethod
+    def parse(cls, text: "str | Format") -> "Format":
+        """Reads the short form, ``GRAMMAR``; a ``Format`` is returned as it is.
+
+        Raises:
+            ValueError: for text that is not a format, naming the part that was not understood.
+        """
+        if isinstance(text, Format):
+            return text
+        if not isinstance(text, str):
+            raise TypeError(f"format: wanted a string or a Format, got {type(text).__name__}")
+        head, *parts = text.split("-")
+        match = re.fullmatch(r"([a-z_]+)([0-9]+)", head)
+        if not match:
+            raise ValueError(f"format: {text!r} does not start with <codebook><bits>: {GRAMMAR}")
+        fields: dict[str, int | str | None] = {}
+        for part in parts:
+            name, value = _parse_part(text, part)
+            if name in fields:
+                raise ValueError(f"format: {text!r} names its {name} twice")
+            fields[name] = value
+        if "group_size" not in fields:
+            raise ValueError(f"format: {text!r} names no group size: {GRAMMAR}")
+        return cls(codebook=match[1], bits=int(match[2]), **fields)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        parts = [f"{self.codebook}{self.bits}"]
+        parts.append("row" if self.group_size is None else f"g{self.group_size}")
+        plain = Format(codebook=self.codebook, bits=self.bits)
+        if self.scale_rule != plain.scale_rule:
+            parts.append(str(self.scale_rule))
+        if self.scale_dtype != plain.scale_dtype:
+            parts.append(self.scale_dtype)
+        if self.zero_point == "int":
+            parts.append("zint")
+        return "-".join(parts)
+
+    def group_size_for(self, k: int) -> int:
+        """The group size of a row of ``k`` weights.
+
+        Raises:
+            ValueError: where ``k`` is not a positive multiple of the group size.
+        """
+        size = k if self.group_size is None else self.group_size
+        if k < 1 or k % size:
+            raise ValueError(f"{self}: k must be a positive multiple of {size}, got k={k}")
+        return size
+
+    def bits_per_weight(self, k: int) -> float:
+        """Bits that a weight of a row of ``k`` takes: its code and its share of scale and zero."""
+        per_group = SCALE_BITS[self.scale_dtype]
+        if self.zero_point == "float":
+            per_group += zero_point_bits(self.scale_dtype)
+        elif self.zero_point == "int":
+            per_group += 8
+        return self.bits + per_group / self.group_size_for(k)
+
+
+def zero_point_bits(scale_dtype: str) -> int:
+    """Bits of a float zero point: those of the scale, and bf16 where that is a power of two."""
+    return 16 if scale_dtype == "e8m0" else SCALE_BITS[scale_dtype]
+
+
+def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
+    if part == "row":
+        return "group_size", None
+    if match := re.fullmatch(r"g([0-9]+)", part):
+        return "group_size", int(match[1])
+    if part in CODEBOOK_SCALE_RULES + AFFINE_SCALE_RULES:
+        return "scale_rule", part
+    if part in SCALE_BITS:
+        return "scale_dtype", part
+    if part in ZERO_POINT_TOKENS:
+        return "zero_point", ZERO_POINT_TOKENS[part]
+    raise ValueError(f"format: {part!r} in {text!r} is not understood: {GRAMMAR}")
+
+
+def _names() -> str:
+    return ", ".join(CODEBOOK_BITS)

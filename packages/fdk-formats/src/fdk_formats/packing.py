@@ -1,0 +1,109 @@
+"""Canonical packing: every row a dense bit stream, the first code in the most significant bits."""
+
+import torch
+from torch import Tensor
+
+# Rows are packed in pieces of about this many codes, so that temporaries stay small.
+CODES_PER_CHUNK = 1 << 20
+
+
+def packed_width(bits: int, k: int) -> int:
+    """Bytes that a row of ``k`` codes takes: ceil(k * bits / 8)."""
+    return (k * bits + 7) // 8
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Packs ``codes :: [..., k, integer]`` to ``[..., ceil(k * bits / 8), uint8]``.
+
+    Codes [3, 0, 1, 2] at 2 bits are the byte 0b11_00_01_10. Bits after the last code are zero.
+
+    Raises:
+        ValueError: for bits outside 1 to 8, or a code outside 0 to 2^bits - 1.
+        TypeError: for codes of no integer dtype.
+    """
+    _check_bits("pack", bits)
+    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype == torch.bool:
+        raise TypeError(f"pack: codes must be integers, got {codes.dtype}")
+    if codes.ndim < 1:
+        raise ValueError("pack: codes must have at least one dimension, got a scalar")
+    if codes.numel():
+        lo, hi = (int(v) for v in torch.aminmax(codes))
+        if lo < 0 or hi >= 1 << bits:
+            raise ValueError(
+                f"pack: codes of {bits} bits must be in 0 to {(1 << bits) - 1}, got {lo} to {hi}"
+            )
+    *lead, k = codes.shape
+    packed = codes.new_empty((*lead, packed_width(bits, k)), dtype=torch.uint8)
+    if packed.numel() == 0:
+        return packed
+    rows, out = codes.reshape(-1, k), packed.view(-1, packed.shape[-1])
+    step = max(1, CODES_PER_CHUNK // k)
+    for start in range(0, len(rows), step):
+        out[start : start + step] = _pack_rows(rows[start : start + step], bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
+    """Unpacks ``packed :: [..., ceil(k * bits / 8), uint8]`` to codes ``[..., k, uint8]``.
+
+    Raises:
+        ValueError: for bits outside 1 to 8, or a last dimension that does not fit k.
+        TypeError: where ``packed`` is not uint8.
+    """
+    _check_bits("unpack", bits)
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"unpack: packed must be uint8, got {packed.dtype}")
+    if k < 0 or packed.ndim < 1 or packed.shape[-1] != packed_width(bits, k):
+        raise ValueError(
+            f"unpack: {k} codes of {bits} bits take [..., {packed_width(bits, k)}] bytes, "
+            f"got {list(packed.shape)}"
+        )
+    codes = packed.new_empty((*packed.shape[:-1], k))
+    if codes.numel() == 0:
+        return codes
+    rows, out = packed.reshape(-1, packed.shape[-1]), codes.view(-1, k)
+    step = max(1, CODES_PER_CHUNK // k)
+    for start in range(0, len(rows), step):
+        out[start : start + step] = _unpack_rows(rows[start : start + step], bits, k)
+    return codes
+
+
+def _check_bits(caller: str, bits: int) -> None:
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise ValueError(f"{caller}: bits must be 1 to 8, got {bits!r}")
+
+
+def _word(bits: int) -> tuple[int, int]:
+    """Codes and bytes of the smallest whole word: 8/bits codes in a byte, or 8 codes in `bits`."""
+    return (8 // bits, 1) if bits in (1, 2, 4, 8) else (8, bits)
+
+
+def _pack_rows(codes: Tensor, bits: int) -> Tensor:
+    n, k = codes.shape
+    per_word, word_bytes = _word(bits)
+    dtype = torch.uint8 if word_bytes == 1 else torch.int64
+    codes = torch.nn.functional.pad(codes.to(dtype), (0, -k % per_word)).view(n, -1, per_word)
+    word = codes[..., 0].clone()
+    for i in range(1, per_word):
+        word <<= bits
+        word |= codes[..., i]
+    if word_bytes == 1:
+        return word
+    shifts = torch.arange(8 * (word_bytes - 1), -1, -8, device=codes.device)
+    out = (word[..., None] >> shifts).to(torch.uint8).view(n, -1)  # to uint8 keeps the low byte
+    return out[:, : packed_width(bits, k)]
+
+
+def _unpack_rows(packed: Tensor, bits: int, k: int) -> Tensor:
+    n, width = packed.shape
+    per_word, word_bytes = _word(bits)
+    if word_bytes == 1:
+        word = packed
+    else:
+        packed = torch.nn.functional.pad(packed, (0, -width % word_bytes)).view(n, -1, word_bytes)
+        word = packed[..., 0].to(torch.int64)
+        for i in range(1, word_bytes):
+            word = word << 8 | packed[..., i]
+    shifts = range(bits * (per_word - 1), -1, -bits)
+    codes = torch.stack([(word >> s & (1 << bits) - 1).to(torch.uint8) for s in shifts], dim=-1)
+    return codes.view(n, -1)[:, :k]

@@ -110,11 +110,12 @@ class QuantisedTensor:
         out = torch.empty((n, k), dtype=dtype, device=self.device)
         step = max(1, CODES_PER_CHUNK // k)
         for start in range(0, n, step):
-            rows = slice(start, start + step)
-            out[rows] = self._dequantise_rows(rows, dtype)
+            out[start : start + step] = self.rows(start, start + step, dtype)
         return out
 
-    def _dequantise_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
+    def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Rows ``start`` to ``stop`` of ``dequantise(dtype)``."""
+        rows = slice(start, stop)
         codes = unpack(self.packed[rows], self.format.bits, self.shape[1])
         codes = codes.view(len(codes), -1, self.group_size)  # [rows, k/G, G]
         scale = decode_scale(self.scale[rows])[..., None]  # [rows, k/G, 1]

@@ -1,0 +1,174 @@
+"""QuantisedLinear: a linear layer whose weight is stored in a few bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdk_formats.backends import Problem, select
+from fdk_formats.format import Format
+from fdk_formats.quantise import quantise
+from fdk_formats.tensor import QuantisedTensor
+
+
+class QuantisedWeight(nn.Module):
+    """A quantised weight in the layout of a backend, applied to activations.
+
+    Its ``state_dict`` holds the canonical tensors of ``QuantisedTensor`` whatever the backend, so
+    that a file never depends on one. Moving it to another device, or to another activation dtype,
+    chooses the backend anew and packs again.
+
+    Args:
+        q: the weight.
+        backend: ``auto`` or a backend's name, see ``select``.
+        dtype: of the activations.
+    """
+
+    def __init__(self, q: QuantisedTensor, *, backend: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.backend = backend
+        # Of the weight it was quantised from, where that is known: see ``report``.
+        self.relative_error: float | None = None
+        self._pack(q, dtype)
+
+    def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
+        chosen = select(Problem(q.format, *q.shape, dtype, q.device), self.backend)
+        self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device
+        self.backend_name = chosen.name
+        self.layout = chosen.pack(q, dtype=dtype)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ W_hat.T + bias``."""
+        y: Tensor = self.layout(x, bias)
+        return y
+
+    def unpack(self) -> QuantisedTensor:
+        """The weight in canonical form."""
+        q: QuantisedTensor = self.layout.unpack()
+        return q
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedWeight":
+        # nn.Module would cast scales with the activations; only the device is for us to follow.
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        if (probe.dtype, probe.device) != (self.dtype, self.device):
+            self._pack(self.unpack().to(probe.device), probe.dtype)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self.unpack().tensors().items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        mine = self.unpack().tensors()
+        found = {name: state_dict[prefix + name] for name in mine if prefix + name in state_dict}
+        missing_keys += [prefix + name for name in mine if name not in found]
+        unexpected_keys += [
+            key
+            for key in state_dict
+            if key.startswith(prefix) and key.removeprefix(prefix) not in mine
+        ]
+        if len(found) < len(mine):
+            return
+        try:
+            q = QuantisedTensor(self.format, self.shape, **found)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
+            return
+        self._pack(q.to(self.device), self.dtype)
+        self.relative_error = None
+
+    def extra_repr(self) -> str:
+        """Format, shape and the backend in use."""
+        return f"{self.format}, shape={list(self.shape)}, backend={self.backend_name}"
+
+
+class QuantisedLinear(nn.Module):
+    """``y = x @ W_hat.T + bias`` with ``W_hat :: [n, k]`` stored in 1 to 8 bits.
+
+    Takes ``x :: [..., k]`` of its own dtype (under autocast, of any) and returns ``[..., n]``. The
+    gradient reaches x and bias; the quantised weight is constant. ``state_dict`` holds
+    ``weight.packed``, ``weight.scale``, ``weight.codebook`` or ``weight.zero_point``, and ``bias``.
+
+    Args:
+        weight: the quantised weight; share one between layers to tie them.
+        bias: ``[n]`` or None.
+    """
+
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(
+                f"QuantisedLinear: bias must be [{self.out_features}], got {list(bias.shape)}"
+            )
+        self.weight = weight
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
+            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=not frozen)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, format: Format | str, backend: str = "auto"
+    ) -> "QuantisedLinear":
+        """A quantised copy of a linear layer, on its device and for activations of its dtype.
+
+        Raises:
+            NoBackendError: where no backend takes it, with every reason.
+        """
+        q = quantise(linear.weight.detach(), format)
+        return cls.from_quantised(q, linear.bias, backend=backend, dtype=linear.weight.dtype)
+
+    @classmethod
+    def from_quantised(
+        cls,
+        q: QuantisedTensor,
+        bias: Tensor | None = None,
+        *,
+        backend: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "QuantisedLinear":
+        """A layer over an already quantised weight, for activations of ``dtype``."""
+        layer = cls(QuantisedWeight(q, backend=backend, dtype=dtype), bias)
+        if layer.bias is not None:
+            layer.bias.data = layer.bias.data.to(q.device, dtype)
+        return layer
+
+    @property
+    def format(self) -> Format:
+        """The format of the weight."""
+        return self.weight.format
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x :: [..., k]`` to ``[..., n]``.
+
+        Raises:
+            TypeError: where x is not of the layer's dtype, outside autocast.
+            ValueError: where x is not ``[..., k]`` or is on another device.
+        """
+        dtype, bias = self.weight.dtype, self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        elif x.dtype != dtype:
+            raise TypeError(
+                f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}; "
+                f"convert either with .to()"
+            )
+        y: Tensor = self.weight(x, bias)
+        return y
+
+    def extra_repr(self) -> str:
+        """Sizes as nn.Linear prints them."""
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"

@@ -1,0 +1,159 @@
+"""quantise_model: a copy of a model whose linear layers are quantised."""
+
+import copy
+import logging
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from fdk_formats.backends import NoBackendError, Problem, select
+from fdk_formats.format import Format
+from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.quantise import quantise
+from fdk_formats.report import model_report, relative_error
+
+# The output head: few weights, much of the loss. The original keeps it in 16 bits too.
+DEFAULT_SKIP = r"(^|\.)lm_head$"
+
+logger = logging.getLogger(__name__)
+
+
+def quantise_model(
+    model: nn.Module,
+    format: Format | str,
+    skip: str | Sequence[str] = DEFAULT_SKIP,
+    overrides: Mapping[str, Format | str | None] | None = None,
+    backend: str = "auto",
+    *,
+    importance: Mapping[str, Tensor] | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """A copy of ``model`` with its ``nn.Linear`` layers quantised; the source is left untouched.
+
+    Tied weights stay tied: linear layers that share a weight share the quantised one, and a linear
+    layer whose weight something else uses too (an embedding) is left as it is. Subclasses of
+    ``nn.Linear`` are left as they are: their owners may reach for ``.weight``. ``model_report``
+    tells of the result; what was left and why is logged at level INFO.
+
+    Args:
+        model: any module, a single ``nn.Linear`` included.
+        format: of every layer that no override names.
+        skip: regular expressions searched in the dotted name of a layer; a match is left as it is.
+        overrides: regular expression to format, or to None to leave the layer; the first match of
+            a name wins.
+        backend: see ``select``.
+        importance: per layer name, see ``quantise``.
+        progress: show a bar on a terminal.
+
+    Raises:
+        ValueError: where a layer does not fit its format, or a name of ``importance`` or a pattern
+            of ``overrides`` fits no layer; nothing has been quantised then.
+        NoBackendError: where no backend takes a layer, likewise.
+    """
+    default = Format.parse(format)
+    chosen = {
+        re.compile(pattern): None if wanted is None else Format.parse(wanted)
+        for pattern, wanted in (overrides or {}).items()
+    }
+    skips = [re.compile(pattern) for pattern in ([skip] if isinstance(skip, str) else skip)]
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    _check_names(linears, chosen, importance or {})
+
+    formats: dict[str, Format] = {}
+    for name in linears:
+        if any(pattern.search(name) for pattern in skips):
+            logger.info("left %s: skip", name)
+            continue
+        matches = [wanted for pattern, wanted in chosen.items() if pattern.search(name)]
+        wanted = matches[0] if matches else default
+        if wanted is None:
+            logger.info("left %s: override", name)
+        else:
+            formats[name] = wanted
+    for name, owner in _tied_elsewhere(model, formats).items():
+        logger.info("left %s: tied to %s", name, owner)
+        del formats[name]
+    for name, wanted in formats.items():
+        _check_layer(name, linears[name], wanted, backend)
+
+    weights: dict[tuple[int, Format], QuantisedWeight] = {}
+    memo: dict[int, nn.Module] = {}
+    for name in _progress(formats) if progress else formats:
+        linear, wanted = linears[name], formats[name]
+        key = (id(linear.weight), wanted)
+        if key not in weights:
+            source = linear.weight.detach()
+            q = quantise(source, wanted, importance=(importance or {}).get(name))
+            weights[key] = QuantisedWeight(q, backend=backend, dtype=source.dtype)
+            weights[key].relative_error = relative_error(source, q)
+        layer = QuantisedLinear(weights[key], linear.bias)
+        memo[id(linear)] = layer.train(linear.training)
+    # deepcopy takes what its memo holds instead of a copy: the quantised layer for the linear one.
+    result: nn.Module = copy.deepcopy(model, memo)  # type: ignore[arg-type]
+    logger.info("%s", model_report(result))
+    return result
+
+
+def _check_names(
+    linears: Mapping[str, nn.Linear],
+    overrides: Mapping[re.Pattern[str], Format | None],
+    importance: Mapping[str, Tensor],
+) -> None:
+    for pattern in overrides:
+        if not any(pattern.search(name) for name in linears):
+            raise ValueError(
+                f"quantise_model: override {pattern.pattern!r} fits no linear layer of "
+                f"{', '.join(linears) or 'the model, which has none'}"
+            )
+    if unknown := importance.keys() - linears.keys():
+        raise ValueError(
+            f"quantise_model: importance names {', '.join(sorted(unknown))}, "
+            f"wanted names of {', '.join(linears)}"
+        )
+
+
+def _check_layer(name: str, linear: nn.Linear, format: Format, backend: str) -> None:
+    n, k = linear.weight.shape
+    weight = linear.weight
+    try:
+        format.group_size_for(k)
+        select(Problem(format, n, k, weight.dtype, weight.device), backend)
+    except ValueError as error:
+        raise ValueError(f"quantise_model: layer {name}: {error}; skip or override it") from None
+    except NoBackendError as error:
+        raise NoBackendError(f"quantise_model: layer {name}: {error}") from None
+
+
+def _tied_elsewhere(model: nn.Module, formats: Mapping[str, Format]) -> dict[str, str]:
+    """Layers whose weight is also a parameter of something that is not quantised alike."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    # named_modules gives a module once, named_parameters under each of its names.
+    names = {id(module): name for name, module in model.named_modules()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tied = {}
+    for name in formats:
+        for owner in owners[id(modules[name].weight)]:
+            parent, _, attribute = owner.rpartition(".")
+            first_name = names[id(modules[parent])]
+            if attribute != "weight" or formats.get(first_name) != formats[name]:
+                tied[name] = owner
+                break
+    return tied
+
+
+def _progress(names: Iterable[str]) -> Iterator[str]:
+    """The names, with a bar on a terminal: tqdm's where it is installed."""
+    names = list(names)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for done, name in enumerate(names):
+            if sys.stderr.isatty():
+                print(f"\rquantise {done + 1}/{len(names)}", end="", file=sys.stderr, flush=True)
+            yield name
+        return
+    yield from tqdm(names, desc="quantise", unit="layer", disable=None)

@@ -1,0 +1,114 @@
+"""The convention of fdk's torch ops: one functional op per packed layout, and its gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+Kernel = Callable[..., Tensor]
+
+
+def define_linear_op(
+    library: Library,
+    name: str,
+    *,
+    layout: str,
+    forward: Kernel,
+    grad_x: Kernel,
+    dispatch_keys: Sequence[str],
+) -> Callable[..., Tensor]:
+    """Defines ``y = x @ W_hat.T + bias`` over one packed layout, with fake and gradient.
+
+    Two ops come to be, in the namespace of ``library``:
+
+        <name>(Tensor x, <layout>, Tensor? bias, int n, int k) -> Tensor
+        <name>_grad_x(Tensor grad_y, <layout>, int n, int k) -> Tensor
+
+    with ``x :: [..., k]``, ``bias :: [n]``, ``y, grad_y :: [..., n]``. Both are functional. The
+    gradient reaches x and bias; the layout's tensors are kept for it as they are, no copy.
+
+    Args:
+        library: made by the caller, ``Library("fdk_cpu", "FRAGMENT")``.
+        name: of the op, ``lut_linear``.
+        layout: the layout's arguments as schema text, tensors first: ``"Tensor packed, Tensor
+            scale, int bits"``. The first is a tensor on the layout's device.
+        forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``, with m > 0, x contiguous.
+        grad_x: ``(grad_y :: [m, n], *layout, n, k) -> [m, k]``, likewise.
+        dispatch_keys: where the kernels run: ``("CUDA",)``.
+
+    Returns:
+        The op, ``torch.ops.<namespace>.<name>``.
+    """
+    qualified = f"{library.ns}::{name}"
+    library.define(f"{name}(Tensor x, {layout}, Tensor? bias, int n, int k) -> Tensor")
+    library.define(f"{name}_grad_x(Tensor grad_y, {layout}, int n, int k) -> Tensor")
+    grad_op = getattr(getattr(torch.ops, library.ns), f"{name}_grad_x").default
+
+    def check(x: Tensor, first: Tensor, bias: Tensor | None, n: int, k: int) -> None:
+        if x.ndim < 1 or x.shape[-1] != k:
+            raise ValueError(f"{name}: x must be [..., {k}], got {list(x.shape)}")
+        if x.device != first.device:
+            raise ValueError(f"{name}: x must be on {first.device}, got {x.device}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name}: x must be floating, got {x.dtype}")
+        if bias is not None and (bias.shape != (n,) or bias.dtype != x.dtype):
+            raise ValueError(
+                f"{name}: bias must be {x.dtype} [{n}], got {bias.dtype} {list(bias.shape)}"
+            )
+        if bias is not None and bias.device != x.device:
+            raise ValueError(f"{name}: bias must be on {x.device}, got {bias.device}")
+
+    def run(x: Tensor, *args: Any) -> Tensor:
+        *_, bias, n, k = args
+        check(x, args[0], bias, n, k)
+        rows = x.reshape(-1, k).contiguous()
+        if rows.shape[0] == 0:
+            return x.new_empty((*x.shape[:-1], n))
+        return forward(rows, *args).view(*x.shape[:-1], n)
+
+    def run_grad_x(grad_y: Tensor, *args: Any) -> Tensor:
+        *_, n, k = args
+        if grad_y.ndim < 1 or grad_y.shape[-1] != n:
+            raise ValueError(f"{name}: grad_y must be [..., {n}], got {list(grad_y.shape)}")
+        rows = grad_y.reshape(-1, n).contiguous()
+        if rows.shape[0] == 0:
+            return grad_y.new_empty((*grad_y.shape[:-1], k))
+        return grad_x(rows, *args).view(*grad_y.shape[:-1], k)
+
+    def fake(x: Tensor, *args: Any) -> Tensor:
+        *_, bias, n, k = args
+        check(x, args[0], bias, n, k)
+        return x.new_empty((*x.shape[:-1], n))
+
+    def fake_grad_x(grad_y: Tensor, *args: Any) -> Tensor:
+        return grad_y.new_empty((*grad_y.shape[:-1], args[-1]))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *layout_args, bias, n, k = inputs
+        tensors = [arg for arg in layout_args if isinstance(arg, Tensor)]
+        ctx.save_for_backward(*tensors)
+        # None in a tensor's place marks where the saved ones go back.
+        ctx.layout_args = [None if isinstance(arg, Tensor) else (arg,) for arg in layout_args]
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.n, ctx.k = n, k
+
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        layout_args = [next(saved) if arg is None else arg[0] for arg in ctx.layout_args]
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = grad_op(grad_y, *layout_args, ctx.n, ctx.k)
+        if ctx.needs_input_grad[-3]:
+            dbias = grad_y.reshape(-1, ctx.n).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, *[None] * len(layout_args), dbias, None, None
+
+    for key in dispatch_keys:
+        library.impl(name, run, key)
+        library.impl(f"{name}_grad_x", run_grad_x, key)
+    torch.library.register_fake(qualified, fake, lib=library)
+    torch.library.register_fake(f"{qualified}_grad_x", fake_grad_x, lib=library)
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+    op: Callable[..., Tensor] = getattr(getattr(torch.ops, library.ns), name).default
+    return op

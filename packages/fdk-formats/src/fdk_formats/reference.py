@@ -1,0 +1,104 @@
+"""The reference backend: dequantise, then multiply. Every other backend is tested against it."""
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from fdk_formats.backends import Layout, Problem, register
+from fdk_formats.format import Format
+from fdk_formats.ops import define_linear_op
+from fdk_formats.tensor import QuantisedTensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def reference_linear(
+    x: Tensor,  # [m, k, dtype]
+    packed: Tensor,  # the tensors of QuantisedTensor
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    format: str,
+    bias: Tensor | None,  # [n, dtype]
+    n: int,
+    k: int,
+) -> Tensor:
+    """``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
+    q = QuantisedTensor(Format.parse(format), (n, k), packed, scale, codebook, zero_point)
+    return torch.nn.functional.linear(x, q.dequantise(x.dtype), bias)
+
+
+def reference_grad_x(
+    grad_y: Tensor,  # [m, n, dtype]
+    packed: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+) -> Tensor:
+    """``dy @ W_hat``, ``[m, k, dtype]``."""
+    q = QuantisedTensor(Format.parse(format), (n, k), packed, scale, codebook, zero_point)
+    return grad_y @ q.dequantise(grad_y.dtype)
+
+
+_library = Library("fdk_formats", "FRAGMENT")
+_op = define_linear_op(
+    _library,
+    "reference_linear",
+    layout="Tensor packed, Tensor scale, Tensor? codebook, Tensor? zero_point, str format",
+    forward=reference_linear,
+    grad_x=reference_grad_x,
+    dispatch_keys=("CompositeExplicitAutograd",),
+)
+
+
+class ReferenceLayout(Layout):
+    """The canonical tensors as they are."""
+
+    packed: Tensor
+    scale: Tensor
+    codebook: Tensor | None
+    zero_point: Tensor | None
+
+    def __init__(self, q: QuantisedTensor) -> None:
+        super().__init__()
+        self.format, self.shape = q.format, q.shape
+        for name in ("packed", "scale", "codebook", "zero_point"):
+            self.register_buffer(name, getattr(q, name), persistent=False)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``Layout``."""
+        n, k = self.shape
+        return _op(
+            x, self.packed, self.scale, self.codebook, self.zero_point, str(self.format), bias, n, k
+        )
+
+    def unpack(self) -> QuantisedTensor:
+        """See ``Layout``."""
+        tensors = (self.packed, self.scale, self.codebook, self.zero_point)
+        return QuantisedTensor(self.format, self.shape, *tensors)
+
+
+class ReferenceBackend:
+    """Takes every format on every device, slowly."""
+
+    name = "reference"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """See ``Backend``."""
+        if problem.dtype not in DTYPES:
+            return f"needs activations of {', '.join(map(str, DTYPES))}, got {problem.dtype}"
+        return None
+
+    def priority(self, problem: Problem) -> int:
+        """See ``Backend``."""
+        return 0
+
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        """See ``Backend``."""
+        return ReferenceLayout(q)
+
+
+register(ReferenceBackend(), by_name_only=True)

@@ -1,0 +1,30 @@
+"""The conformance kit: the same tests for every backend. See docs/backends.md."""
+
+from fdk_formats.testing.cases import Case, cases, random_quantised
+from fdk_formats.testing.conformance import (
+    check_backend,
+    check_bad_input,
+    check_decode,
+    check_golden,
+    check_numerics,
+    layout_digest,
+    nrmse,
+    poisoned,
+)
+from fdk_formats.testing.golden import golden_codes, golden_packed
+
+__all__ = [
+    "Case",
+    "cases",
+    "check_backend",
+    "check_bad_input",
+    "check_decode",
+    "check_golden",
+    "check_numerics",
+    "golden_codes",
+    "golden_packed",
+    "layout_digest",
+    "nrmse",
+    "poisoned",
+    "random_quantised",
+]

@@ -1,0 +1,177 @@
+"""What every backend must pass: exact decode, numerics, golden bytes, bad input."""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fdk_formats.backends import Backend, Layout
+from fdk_formats.packing import pack
+from fdk_formats.testing.cases import Case
+from fdk_formats.testing.golden import golden_codes, golden_packed
+
+# One-hot calls a case makes at most; each covers m columns.
+DECODE_CALLS = 24
+
+
+def check_backend(backend: Backend, case: Case) -> None:
+    """All four groups on one case.
+
+    Raises:
+        AssertionError: naming what differs.
+    """
+    reason = backend.unsupported(case.problem)
+    assert reason is None, f"{backend.name} does not take {case.problem}: {reason}"
+    check_decode(backend, case)
+    check_numerics(backend, case)
+    check_golden(backend, case)
+    check_bad_input(backend, case)
+
+
+def check_decode(backend: Backend, case: Case) -> None:
+    """With one-hot x, the output is the dequantised weight bit for bit."""
+    q = case.quantised()
+    layout = backend.pack(q, dtype=case.dtype)
+    expected = q.dequantise(case.dtype).T  # [k, n]
+    starts = list(range(0, case.k, case.m))
+    if len(starts) > DECODE_CALLS:  # both ends and a sample between them
+        inner = torch.randperm(len(starts) - 2, generator=torch.Generator().manual_seed(case.seed))
+        starts = [starts[i] for i in (0, *(inner[: DECODE_CALLS - 2] + 1).tolist(), -1)]
+    for start in starts:
+        columns = [min(start + i, case.k - 1) for i in range(case.m)]
+        x = torch.zeros(case.m, case.k, dtype=case.dtype, device=case.device)
+        x[range(case.m), columns] = 1
+        with poisoned():
+            y = layout(x)
+        wrong = (y != expected[columns]).nonzero()
+        assert len(wrong) == 0, (
+            f"decode {case}: {len(wrong)} weights differ; first at row {wrong[0, 1]}, "
+            f"column {columns[wrong[0, 0]]}: wanted {expected[columns][tuple(wrong[0])]}, "
+            f"got {y[tuple(wrong[0])]}"
+        )
+
+
+def check_numerics(backend: Backend, case: Case) -> None:
+    """y, dx and dbias are no further from the fp64 oracle than twice torch in the same dtype."""
+    q = case.quantised()
+    layout = backend.pack(q, dtype=case.dtype)
+    W_hat = q.dequantise(case.dtype)
+    x, bias, grad_y = case.random(case.m, case.k), case.random(case.n), case.random(case.m, case.n)
+    ours, torchs = [], []
+    for out, function in (
+        (ours, lambda x, bias: layout(x, bias)),
+        (torchs, lambda x, bias: linear(x, W_hat, bias)),
+    ):
+        leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
+        with poisoned():
+            y = function(*leaves)
+            y.backward(grad_y)
+        out += [y.detach(), leaves[0].grad, leaves[1].grad]
+    oracles = (
+        linear(x.double(), W_hat.double(), bias.double()),
+        grad_y.double() @ W_hat.double(),
+        grad_y.double().sum(0),
+    )
+    for name, y, torch_y, oracle in zip(("y", "dx", "dbias"), ours, torchs, oracles, strict=True):
+        assert y.dtype == case.dtype, f"{name} of {case}: wanted {case.dtype}, got {y.dtype}"
+        error, allowed = nrmse(y, oracle), 2 * nrmse(torch_y, oracle)
+        assert error <= allowed, f"{name} of {case}: error {error:.3e}, allowed {allowed:.3e}"
+    with poisoned():
+        assert torch.equal(layout(x, bias), ours[0]), f"{case}: a second run gives another answer"
+        stack = x.expand(2, 1, *x.shape)
+        stacked = layout(stack, bias)
+    assert stacked.shape == (2, 1, case.m, case.n), f"{case}: got shape {list(stacked.shape)}"
+    # 2 m rows may take another kernel than m: the bits may differ, the bound holds.
+    oracle = oracles[0].expand(stacked.shape)
+    torch_y = linear(stack.reshape(-1, case.k), W_hat, bias).view(stacked.shape)
+    error, allowed = nrmse(stacked, oracle), 2 * nrmse(torch_y, oracle)
+    assert error <= allowed, f"stacked y of {case}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def check_golden(backend: Backend, case: Case) -> None:
+    """Unpacking a layout gives back each byte; canonical packing gives the stored bytes."""
+    q = case.quantised()
+    unpacked = backend.pack(q, dtype=case.dtype).unpack()
+    assert (unpacked.format, unpacked.shape) == (q.format, q.shape)
+    for name, tensor in q.tensors().items():
+        assert torch.equal(unpacked.tensors()[name], tensor), f"{case}: {name} comes back changed"
+    bits = case.format.bits
+    codes = golden_codes(bits).to(case.device)
+    assert torch.equal(pack(codes, bits).cpu(), golden_packed(bits)), f"golden bytes, {bits} bits"
+
+
+def check_bad_input(backend: Backend, case: Case) -> None:
+    """Bad input gives a clear error or the right answer."""
+    q = case.quantised()
+    layout = backend.pack(q, dtype=case.dtype)
+    x, bias = case.random(case.m, case.k), case.random(case.n)
+    with poisoned():
+        _expect_error(case, "k + 1 columns", lambda: layout(case.random(case.m, case.k + 1)))
+        _expect_error(case, "a scalar", lambda: layout(x[0, 0]))
+        _expect_error(case, "integers", lambda: layout(x.to(torch.int64)))
+        _expect_error(case, "another device", lambda: layout(x.to("meta")))
+        _expect_error(case, "a long bias", lambda: layout(x, case.random(case.n + 1)))
+        _expect_error(case, "a bias of another dtype", lambda: layout(x, bias.to(torch.int32)))
+        y = layout(x)
+        assert layout(x[:0]).shape == (0, case.n), f"{case}: an empty batch"
+        assert torch.equal(layout(x[0]), layout(x[:1])[0]), f"{case}: a single row without batch"
+        strided = case.random(case.m, 2 * case.k)[:, ::2].copy_(x)
+        assert torch.equal(layout(strided), y), f"{case}: x that is not contiguous"
+        # What is not finite stays in its own row of y, and a NaN scale in its own column.
+        spoilt = x.clone()
+        spoilt[-1, 0] = math.nan
+        rows = layout(spoilt)
+    assert rows[-1].isnan().all(), f"{case}: NaN in x is lost"
+    assert torch.equal(rows[:-1], y[:-1]), f"{case}: NaN in a row of x reaches other rows of y"
+    if q.scale.is_floating_point():
+        q.scale[0, 0] = math.nan
+        with poisoned():
+            y = backend.pack(q, dtype=case.dtype)(x)
+        assert y[:, 0].isnan().all(), f"{case}: a NaN scale is lost"
+        assert not y[:, 1:].isnan().any(), f"{case}: a NaN scale reaches other outputs"
+
+
+def layout_digest(layout: Layout) -> dict[str, str]:
+    """SHA-256 of each buffer's bytes, for a backend to hold its own layout to."""
+    return {
+        name: hashlib.sha256(
+            buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, buffer in layout.named_buffers()
+    }
+
+
+def nrmse(value: Tensor, oracle: Tensor) -> float:
+    """``||value - oracle|| / ||oracle||``; infinite where value is not finite."""
+    error = (value.double() - oracle).norm() / oracle.norm()
+    return float(error) if error.isfinite() else math.inf
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within, torch fills what it allocates with NaN, so that an unwritten output is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        # What fills memory also warns of ops (cuBLAS) that are not known to be deterministic.
+        warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def _expect_error(case: Case, what: str, call: Callable[[], Tensor]) -> None:
+    message = None
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        message = str(error)
+    assert message is not None, f"{case}: {what} is taken without an error"
+    assert message, f"{case}: the error for {what} says nothing"

@@ -1,0 +1,114 @@
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fdk_formats import Format, NoBackendError, Problem, QuantisedTensor, backends, register, select
+from fdk_formats import backends as backends_module
+from fdk_formats.backends import Backend, Layout, reasons_against
+from fdk_formats.reference import ReferenceBackend, ReferenceLayout
+
+
+class Wide:
+    """Takes k in multiples of 128, and is the better the wider."""
+
+    def __init__(self, name: str, priority: int) -> None:
+        self.name, self.level = name, priority
+
+    def unsupported(self, problem: Problem) -> str | None:
+        return f"needs k % 128 == 0, got k={problem.k}" if problem.k % 128 else None
+
+    def priority(self, problem: Problem) -> int:
+        return self.level
+
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        return ReferenceLayout(q)
+
+
+def problem(k: int) -> Problem:
+    return Problem(Format.parse("nf4-g64"), 8, k, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The reference alone, whatever is installed; what a test registers goes with it."""
+    monkeypatch.setattr(backends_module, "_registry", {"reference": ReferenceBackend()})
+    monkeypatch.setattr(backends_module, "_by_name_only", {"reference"})
+    monkeypatch.setattr(backends_module, "KNOWN_PACKAGES", ())
+    monkeypatch.setattr(backends_module, "ENTRY_POINT_GROUP", "fdk_formats.no_such_group")
+    backends_module._discover.cache_clear()
+    yield
+    backends_module._discover.cache_clear()
+
+
+def test_auto_picks_the_highest_priority_that_takes_it() -> None:
+    register(Wide("slow", 1))
+    register(Wide("fast", 2))
+    assert select(problem(128)).name == "fast"
+    assert select(problem(128), "slow").name == "slow"
+    assert isinstance(select(problem(128)), Backend)
+
+
+def test_reference_is_chosen_by_name_only() -> None:
+    assert select(problem(192), "reference").name == "reference"
+    with pytest.raises(NoBackendError, match='reference: chosen by name only: backend="reference"'):
+        select(problem(192))
+
+
+def test_every_reason_is_told() -> None:
+    register(Wide("a", 1))
+    register(Wide("b", 2))
+    with pytest.raises(NoBackendError) as caught:
+        select(problem(192))
+    message = str(caught.value)
+    assert "no backend takes nf4-g64 [n=8, k=192] with bfloat16 activations on cpu" in message
+    assert "\n  a: needs k % 128 == 0, got k=192" in message
+    assert "\n  b: needs k % 128 == 0, got k=192" in message
+    assert reasons_against(problem(128)) == {
+        "reference": 'chosen by name only: backend="reference"',
+        "a": None,
+        "b": None,
+    }
+
+
+def test_a_named_backend_says_why_not() -> None:
+    register(Wide("a", 1))
+    with pytest.raises(NoBackendError, match="backend a does not take .*: needs k % 128 == 0"):
+        select(problem(192), "a")
+    with pytest.raises(ValueError, match="wanted auto or one of reference, a, got 'c'"):
+        select(problem(128), "c")
+    whole = Problem(Format.parse("nf4-g64"), 8, 64, torch.int8, torch.device("cpu"))
+    with pytest.raises(NoBackendError, match=r"got torch\.int8"):
+        select(whole, "reference")
+
+
+def test_register_replaces_and_moves_between_auto_and_by_name() -> None:
+    register(Wide("a", 1), by_name_only=True)
+    with pytest.raises(NoBackendError):
+        select(problem(128))
+    again = Wide("a", 1)
+    register(again)
+    assert select(problem(128)) is again
+    assert list(backends()) == ["reference", "a"]
+
+
+def test_packages_are_discovered_and_broken_ones_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fdk_test_broken.py").write_text("raise OSError('no driver')\n")
+    (tmp_path / "fdk_test_works.py").write_text(
+        "import fdk_formats.backends as b\n"
+        "from fdk_formats.reference import ReferenceBackend\n"
+        "class Works(ReferenceBackend):\n    name = 'works'\n"
+        "b.register(Works())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = ("fdk_test_broken", "fdk_test_works", "fdk_test_absent")
+    monkeypatch.setattr(backends_module, "KNOWN_PACKAGES", known)
+    assert select(problem(64)).name == "works"
+    with pytest.raises(ValueError, match="fdk_test_broken: failed to import: OSError: no driver"):
+        select(problem(64), "absent")
+    for name in known:
+        sys.modules.pop(name, None)

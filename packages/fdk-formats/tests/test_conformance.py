@@ -1,0 +1,128 @@
+"""The conformance kit on the reference backend, and on backends broken on purpose."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fdk_formats import Format, QuantisedTensor
+from fdk_formats.backends import Layout
+from fdk_formats.reference import ReferenceBackend, ReferenceLayout
+from fdk_formats.testing import (
+    Case,
+    cases,
+    check_backend,
+    check_bad_input,
+    check_decode,
+    check_golden,
+    check_numerics,
+    layout_digest,
+    nrmse,
+    poisoned,
+)
+
+CASE = Case(Format("custom", 3, 16), m=3, n=37, k=48, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_reference(case: Case) -> None:
+    check_backend(ReferenceBackend(), case)
+
+
+def test_cases_cover_what_the_kit_promises() -> None:
+    seen = list(cases())
+    formats = {case.format for case in seen}
+    grid = {(f.bits, f.codebook, f.group_size) for f in formats}
+    assert len(grid) == 8 * 2 * 5
+    assert {f.scale_dtype for f in formats} == {"bf16", "fp16", "fp32", "e8m0"}
+    assert {f.zero_point for f in formats} == {None, "float", "int"}
+    assert len({str(case) for case in seen}) == len(seen)
+    for case in seen[:: len(seen) // 16]:
+        q = case.quantised()
+        assert q.codes().unique().numel() == 1 << case.format.bits
+        assert (q.scale == 0).sum() == 1
+
+
+def broken(change: object) -> ReferenceBackend:
+    """A reference backend whose layout's forward is changed."""
+
+    class Broken(ReferenceLayout):
+        def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return change(super().forward, x, bias)  # type: ignore[operator,no-any-return]
+
+    class BrokenBackend(ReferenceBackend):
+        def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+            return Broken(q)
+
+    return BrokenBackend()
+
+
+def unwritten(forward: object, x: Tensor, bias: Tensor | None) -> Tensor:
+    y = forward(x, bias)  # type: ignore[operator]
+    out = torch.empty_like(y)
+    out[..., :-1] = y[..., :-1]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "message"),
+    [
+        (lambda f, x, b: f(x, b) * (1 + 2**-7), check_decode, "weights differ; first at row"),
+        (unwritten, check_decode, "got nan"),
+        (lambda f, x, b: f(x, b) + 0.01 * f(x, b).roll(1), check_numerics, "y of .* error"),
+        (lambda f, x, b: f(x, b).float(), check_numerics, "y of .* wanted torch.bfloat16"),
+        (lambda f, x, b: f(x.detach(), b) + x.sum(), check_numerics, "of .* error"),
+        (lambda f, x, b: f(x + torch.rand(()), b), check_numerics, "of .* error"),
+        (lambda f, x, b: f(x.nan_to_num(), b), check_bad_input, "NaN in x is lost"),
+        (lambda f, x, b: f(x[..., : CASE.k], b), check_bad_input, "k \\+ 1 columns is taken"),
+        (lambda f, x, b: f(x.to(torch.bfloat16), b), check_bad_input, "integers is taken"),
+        (lambda f, x, b: f(x, None), check_bad_input, "a long bias is taken"),
+        (lambda f, x, b: f(x, b).nan_to_num(), check_bad_input, "NaN in x is lost"),
+    ],
+)
+def test_the_kit_catches(change: object, check: object, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(broken(change), CASE)  # type: ignore[operator]
+
+
+def test_the_kit_catches_bytes_that_change() -> None:
+    class Lossy(ReferenceLayout):
+        def unpack(self) -> QuantisedTensor:
+            q = super().unpack()
+            return replace(q, scale=q.scale + 1)
+
+    class LossyBackend(ReferenceBackend):
+        def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+            return Lossy(q)
+
+    with pytest.raises(AssertionError, match="scale comes back changed"):
+        check_golden(LossyBackend(), CASE)
+
+
+def test_the_kit_names_a_case_that_is_not_taken() -> None:
+    with pytest.raises(AssertionError, match="reference does not take .*int8"):
+        check_backend(ReferenceBackend(), replace(CASE, dtype=torch.int8))
+
+
+def test_layout_digest() -> None:
+    q = CASE.quantised()
+    digest = layout_digest(ReferenceLayout(q))
+    assert list(digest) == ["packed", "scale", "codebook"]
+    assert digest == layout_digest(ReferenceLayout(CASE.quantised()))
+    q.packed[0, 0] ^= 1
+    changed = layout_digest(ReferenceLayout(q))
+    assert {name for name in digest if digest[name] != changed[name]} == {"packed"}
+
+
+def test_nrmse() -> None:
+    oracle = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert nrmse(torch.tensor([3.0, 4.5]), oracle) == pytest.approx(0.1)
+    assert nrmse(torch.tensor([3.0, math.nan]), oracle) == math.inf
+
+
+def test_poisoned() -> None:
+    with poisoned():
+        assert torch.empty(1000).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()

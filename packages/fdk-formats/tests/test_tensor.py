@@ -1,0 +1,116 @@
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+from fdk_formats import Format, QuantisedTensor, pack
+from fdk_formats.packing import CODES_PER_CHUNK
+from fdk_formats.scales import decode_scale
+from fdk_formats.testing import random_quantised
+
+CODEBOOK = torch.tensor([-1.0, -0.25, 0.5, 1.0])
+
+
+def small(**changes: object) -> QuantisedTensor:
+    codes = torch.tensor([[0, 1, 2, 3] * 8, [3] * 32])
+    fields = {
+        "format": Format("custom", 2, 16),
+        "shape": (2, 32),
+        "packed": pack(codes, 2),
+        "scale": torch.tensor([[1.0, 2.0], [0.5, 0.0]], dtype=torch.bfloat16),
+        "codebook": CODEBOOK,
+    }
+    return QuantisedTensor(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_dequantise_codebook() -> None:
+    W_hat = small().dequantise()
+    assert W_hat.dtype == torch.float32
+    assert W_hat[0, :16].tolist() == [-1.0, -0.25, 0.5, 1.0] * 4
+    assert W_hat[0, 16:].tolist() == [-2.0, -0.5, 1.0, 2.0] * 4
+    assert W_hat[1].tolist() == [0.5] * 16 + [0.0] * 16
+
+
+def test_dequantise_affine() -> None:
+    q = QuantisedTensor(
+        format=Format("affine", 3, None, zero_point="float"),
+        shape=(1, 8),
+        packed=pack(torch.arange(8)[None], 3),
+        scale=torch.tensor([[0.5]], dtype=torch.bfloat16),
+        codebook=None,
+        zero_point=torch.tensor([[2.5]], dtype=torch.bfloat16),
+    )
+    assert q.dequantise().tolist() == [[-1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75, 2.25]]
+
+
+def test_dequantise_rounds_the_codebook_then_the_product() -> None:
+    codebook = torch.tensor([-1.0, 1 / 3, 0.5, 1.0])
+    scale = torch.full((2, 2), 0.7, dtype=torch.bfloat16)
+    value = small(codebook=codebook, scale=scale).dequantise(torch.bfloat16)[0, 1]
+    third, scale_value = codebook[1].to(torch.bfloat16), scale[0, 0]
+    assert value == (third.double() * scale_value.double()).to(torch.bfloat16)
+    assert value == third * scale_value  # what a bf16 multiply in a kernel gives
+
+
+def test_e8m0_scales_are_powers_of_two_and_zero() -> None:
+    stored = torch.tensor([[127, 130], [120, 0]], dtype=torch.uint8)
+    assert decode_scale(stored).tolist() == [[1.0, 8.0], [2**-7, 0.0]]
+    q = small(format=Format("custom", 2, 16, scale_dtype="e8m0"), scale=stored)
+    assert q.dequantise()[0, 16:20].tolist() == [-8.0, -2.0, 4.0, 8.0]
+    assert q.dequantise()[1, 16:].abs().max() == 0
+
+
+def test_dequantise_in_chunks() -> None:
+    q = random_quantised(Format("custom", 3, 32), n=CODES_PER_CHUNK // 96 + 5, k=96)
+    W_hat = q.dequantise(torch.bfloat16)
+    for row in (0, CODES_PER_CHUNK // 96 - 1, CODES_PER_CHUNK // 96, q.shape[0] - 1):
+        assert torch.equal(W_hat[row : row + 1], q.rows(row, row + 1, torch.bfloat16))
+
+
+def test_sizes() -> None:
+    q = small()
+    assert q.nbytes == 16 + 8 + 16  # 64 codes of 2 bits, 4 bf16 scales, 4 float32 entries
+    assert q.bits_per_weight == 2 + 16 / 16
+    assert q.group_size == 16
+    assert q.codes().tolist() == [[0, 1, 2, 3] * 8, [3] * 32]
+    assert list(q.tensors()) == ["packed", "scale", "codebook"]
+
+
+def test_to_and_frozen() -> None:
+    q = small()
+    moved = q.to("meta")
+    assert moved.device.type == "meta"
+    assert q.device.type == "cpu"
+    with pytest.raises(FrozenInstanceError):
+        q.scale = moved.scale  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"packed": torch.zeros(2, 9, dtype=torch.uint8)}, ValueError, r"must be \[2, 8\], got"),
+        ({"packed": torch.zeros(2, 8)}, TypeError, r"packed must be torch\.uint8, got"),
+        ({"packed": None}, TypeError, "packed must be a tensor, got NoneType"),
+        ({"scale": torch.ones(2, 2)}, TypeError, r"scale must be torch\.bfloat16"),
+        ({"scale": torch.ones(2, 1).bfloat16()}, ValueError, r"scale of a \[2, 32\] weight must"),
+        ({"scale": torch.ones(2, 2).bfloat16().to("meta")}, ValueError, "scale must be on cpu"),
+        ({"codebook": torch.ones(3)}, ValueError, r"codebook of a .* must be \[4\], got \[3\]"),
+        ({"codebook": None}, TypeError, "codebook must be a tensor"),
+        ({"zero_point": torch.ones(2, 2)}, ValueError, "takes no zero_point"),
+        ({"shape": (2, 40)}, ValueError, "k must be a positive multiple of 16, got k=40"),
+        ({"format": Format("affine", 2, 16)}, TypeError, "zero_point must be a tensor"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        small(**changes)
+
+
+def test_affine_takes_no_codebook() -> None:
+    q = random_quantised(Format("affine", 4, 16, zero_point="int"), n=2, k=32)
+    assert q.zero_point is not None
+    assert q.zero_point.dtype == torch.uint8
+    with pytest.raises(ValueError, match="takes no codebook"):
+        replace(q, codebook=torch.ones(16))

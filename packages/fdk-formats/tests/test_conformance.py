@@ -26,7 +26,7 @@ from fdk_formats.testing import (
 CASE = Case(Format("custom", 3, 16), m=3, n=37, k=48, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_reference(case: Case) -> None:
     check_backend(ReferenceBackend(), case)
 
@@ -102,7 +102,7 @@ def test_the_kit_catches_bytes_that_change() -> None:
 
 
 def test_the_kit_names_a_case_that_is_not_taken() -> None:
-    with pytest.raises(AssertionError, match="reference does not take .*int8"):
+    with pytest.raises(AssertionError, match=r"reference does not take .*int8"):
         check_backend(ReferenceBackend(), replace(CASE, dtype=torch.int8))
 
 

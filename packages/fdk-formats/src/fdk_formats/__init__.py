@@ -1,18 +1,47 @@
 """Formats of weights in 1 to 8 bits: codebooks, quantisers, packing, layers, files, reference."""
 
-from fdk_formats import reference as _reference  # registers its backend
+import fdk_formats.reference  # noqa: F401  registers its backend
 from fdk_formats.backends import (
     Backend,
     Layout,
     NoBackendError,
     Problem,
-    backends,
+    all_backends,
     reasons_against,
     register,
     select,
 )
+from fdk_formats.fake import fake_quantise
 from fdk_formats.format import Format
+from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.model import quantise_model
 from fdk_formats.packing import pack, unpack
+from fdk_formats.quantise import fit_codebook, quantise
+from fdk_formats.report import LayerReport, ModelReport, model_report, relative_error
 from fdk_formats.tensor import QuantisedTensor
 
 __version__ = "0.1.0"
+__all__ = [
+    "Backend",
+    "Format",
+    "LayerReport",
+    "Layout",
+    "ModelReport",
+    "NoBackendError",
+    "Problem",
+    "QuantisedLinear",
+    "QuantisedTensor",
+    "QuantisedWeight",
+    "all_backends",
+    "fake_quantise",
+    "fit_codebook",
+    "model_report",
+    "pack",
+    "quantise",
+    "quantise_model",
+    "reasons_against",
+    "register",
+    "relative_error",
+    "select",
+    "unpack",
+]

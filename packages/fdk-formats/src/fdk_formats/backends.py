@@ -91,7 +91,7 @@ def register(backend: Backend, *, by_name_only: bool = False) -> None:
     (_by_name_only.add if by_name_only else _by_name_only.discard)(backend.name)
 
 
-def backends() -> dict[str, Backend]:
+def all_backends() -> dict[str, Backend]:
     """Every backend by name, those of installed packages included."""
     _discover()
     return dict(_registry)
@@ -104,7 +104,7 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
         NoBackendError: where none takes it, with the reason of each.
         ValueError: for a name that no backend has.
     """
-    known = backends()
+    known = all_backends()
     if backend != "auto":
         if backend not in known:
             raise ValueError(
@@ -127,7 +127,7 @@ def reasons_against(problem: Problem) -> dict[str, str | None]:
         name: f'chosen by name only: backend="{name}"'
         if name in _by_name_only
         else backend.unsupported(problem)
-        for name, backend in backends().items()
+        for name, backend in all_backends().items()
     }
 
 

@@ -31,7 +31,9 @@ def fake_quantise(
         importance: see ``quantise``.
     """
     table = None if codebook is None else codebook.sort().values
-    result: Tensor = _FakeQuantise.apply(weight, table, Format.parse(format), importance)
+    result: Tensor = _FakeQuantise.apply(  # type: ignore[no-untyped-call]
+        weight, table, Format.parse(format), importance
+    )
     return result
 
 
@@ -53,7 +55,7 @@ class _FakeQuantise(torch.autograd.Function):
         return q.dequantise(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_codebook = None
         if ctx.q is not None:
             q: QuantisedTensor = ctx.q

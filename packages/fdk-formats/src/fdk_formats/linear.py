@@ -112,10 +112,7 @@ class QuantisedLinear(nn.Module):
                 f"QuantisedLinear: bias must be [{self.out_features}], got {list(bias.shape)}"
             )
         self.weight = weight
-        self.bias: nn.Parameter | None = None
-        if bias is not None:
-            frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
-            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=not frozen)
+        self.bias = None if bias is None else _parameter(bias)
 
     @classmethod
     def from_linear(
@@ -139,10 +136,8 @@ class QuantisedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> "QuantisedLinear":
         """A layer over an already quantised weight, for activations of ``dtype``."""
-        layer = cls(QuantisedWeight(q, backend=backend, dtype=dtype), bias)
-        if layer.bias is not None:
-            layer.bias.data = layer.bias.data.to(q.device, dtype)
-        return layer
+        weight = QuantisedWeight(q, backend=backend, dtype=dtype)
+        return cls(weight, None if bias is None else _parameter(bias, q.device, dtype))
 
     @property
     def format(self) -> Format:
@@ -156,7 +151,8 @@ class QuantisedLinear(nn.Module):
             TypeError: where x is not of the layer's dtype, outside autocast.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
-        dtype, bias = self.weight.dtype, self.bias
+        dtype = self.weight.dtype
+        bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
@@ -172,3 +168,12 @@ class QuantisedLinear(nn.Module):
         """Sizes as nn.Linear prints them."""
         has_bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+
+
+def _parameter(
+    bias: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """A copy of a bias; a frozen parameter stays frozen."""
+    frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
+    copy = bias.detach().to(device, dtype, copy=True)
+    return nn.Parameter(copy, requires_grad=not frozen)

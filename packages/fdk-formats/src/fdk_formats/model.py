@@ -91,7 +91,7 @@ def quantise_model(
         layer = QuantisedLinear(weights[key], linear.bias)
         memo[id(linear)] = layer.train(linear.training)
     # deepcopy takes what its memo holds instead of a copy: the quantised layer for the linear one.
-    result: nn.Module = copy.deepcopy(model, memo)  # type: ignore[arg-type]
+    result: nn.Module = copy.deepcopy(model, memo)
     logger.info("%s", model_report(result))
     return result
 
@@ -149,7 +149,7 @@ def _progress(names: Iterable[str]) -> Iterator[str]:
     """The names, with a bar on a terminal: tqdm's where it is installed."""
     names = list(names)
     try:
-        from tqdm import tqdm
+        from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
         for done, name in enumerate(names):
             if sys.stderr.isatty():

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
-from fdk_formats.groups import Chunk, GroupedWeight, check_finite
-from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale, statistic
+from fdk_formats.groups import GroupedWeight
 
 # Up to this many midpoints, comparing with each beats a binary search (see `nearest`).
 MAX_COMPARED = 15

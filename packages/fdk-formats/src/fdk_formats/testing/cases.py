@@ -87,13 +87,13 @@ def cases(
 def random_quantised(format: Format, n: int, k: int, *, seed: int = 0) -> QuantisedTensor:
     """A weight of random codes, scales, zero points and codebook; one of its groups is all zero.
 
-    Codes are uniform, so that every entry is used. Scales lie around 1 / sqrt(k), half of them
+    Every code is used, where there are as many weights. Scales lie around 1 / sqrt(k), half of them
     negative where the format can hold that (``signmax``).
     """
     generator = torch.Generator().manual_seed(seed)
     groups = k // format.group_size_for(k)
     levels = 1 << format.bits
-    codes = torch.randint(levels, (n, k), generator=generator)
+    codes = (torch.randperm(n * k, generator=generator) % levels).view(n, k)
     if format.scale_dtype == "e8m0":
         exponent = 127 - int(math.log2(k) / 2)
         scale = torch.randint(exponent - 2, exponent + 2, (n, groups), generator=generator)

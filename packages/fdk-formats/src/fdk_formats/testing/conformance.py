@@ -62,7 +62,8 @@ def check_numerics(backend: Backend, case: Case) -> None:
     layout = backend.pack(q, dtype=case.dtype)
     W_hat = q.dequantise(case.dtype)
     x, bias, grad_y = case.random(case.m, case.k), case.random(case.n), case.random(case.m, case.n)
-    ours, torchs = [], []
+    ours: list[Tensor] = []
+    torchs: list[Tensor] = []
     for out, function in (
         (ours, lambda x, bias: layout(x, bias)),
         (torchs, lambda x, bias: linear(x, W_hat, bias)),
@@ -70,8 +71,7 @@ def check_numerics(backend: Backend, case: Case) -> None:
         leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
         with poisoned():
             y = function(*leaves)
-            y.backward(grad_y)
-        out += [y.detach(), leaves[0].grad, leaves[1].grad]
+        out += [y.detach(), *torch.autograd.grad(y, leaves, grad_y)]
     oracles = (
         linear(x.double(), W_hat.double(), bias.double()),
         grad_y.double() @ W_hat.double(),

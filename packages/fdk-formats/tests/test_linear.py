@@ -1,0 +1,234 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fdk_formats import (
+    Format,
+    NoBackendError,
+    Problem,
+    QuantisedLinear,
+    QuantisedTensor,
+    backends,
+    quantise,
+    register,
+)
+from fdk_formats.backends import Layout
+from fdk_formats.reference import ReferenceBackend, ReferenceLayout
+from fdk_formats.testing import nrmse, random_quantised
+
+
+def linear(n: int = 24, k: int = 64, *, bias: bool = True, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(k, n, bias=bias)
+
+
+def layer(format: str = "kmeans4-g32", **kwargs: object) -> QuantisedLinear:
+    return QuantisedLinear.from_linear(linear(), format, backend="reference", **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_linear(bias: bool, dtype: torch.dtype) -> None:
+    source = linear(bias=bias).to(dtype)
+    quantised = QuantisedLinear.from_linear(source, "nf4-g64", backend="reference")
+    x = torch.randn(2, 3, 64, dtype=dtype)
+    W_hat = quantise(source.weight, "nf4-g64").dequantise(dtype)
+    assert torch.equal(quantised(x), nn.functional.linear(x, W_hat, source.bias))
+    assert quantised(x[0, 0]).shape == (24,)
+    assert quantised(x[:0]).shape == (0, 3, 24)
+    assert (quantised.in_features, quantised.out_features) == (64, 24)
+    assert quantised.format == Format.parse("nf4-g64")
+
+
+def test_from_quantised_casts_the_bias() -> None:
+    q = random_quantised(Format("affine", 5, 16), n=8, k=32)
+    quantised = QuantisedLinear.from_quantised(q, torch.ones(8), backend="reference")
+    assert quantised.bias is not None
+    assert quantised.bias.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"bias must be \[8\], got \[9\]"):
+        QuantisedLinear.from_quantised(q, torch.ones(9), backend="reference")
+
+
+def test_a_frozen_bias_stays_frozen() -> None:
+    source = linear()
+    source.bias.requires_grad_(False)
+    quantised = QuantisedLinear.from_linear(source, "nf4-g64", backend="reference")
+    assert quantised.bias is not None
+    assert not quantised.bias.requires_grad
+    assert quantised.bias.data_ptr() != source.bias.data_ptr()
+
+
+def test_gradient_reaches_x_and_bias() -> None:
+    quantised = layer()
+    x = torch.randn(5, 64, dtype=torch.float32, requires_grad=True)
+    grad_y = torch.randn(5, 24)
+    quantised(x).backward(grad_y)
+    W_hat = quantised.weight.unpack().dequantise(torch.float64)
+    assert x.grad is not None
+    assert nrmse(x.grad, grad_y.double() @ W_hat) < 1e-6
+    assert quantised.bias is not None
+    assert quantised.bias.grad is not None
+    assert nrmse(quantised.bias.grad, grad_y.double().sum(0)) < 1e-6
+    assert [name for name, _ in quantised.named_parameters()] == ["bias"]
+
+
+def test_state_dict_is_canonical_and_comes_back() -> None:
+    source = layer()
+    state = source.state_dict()
+    assert sorted(state) == ["bias", "weight.codebook", "weight.packed", "weight.scale"]
+    q = quantise(linear().weight, "kmeans4-g32")
+    assert torch.equal(state["weight.packed"], q.packed)
+    other = QuantisedLinear.from_linear(linear(seed=1), "kmeans4-g32", backend="reference")
+    x = torch.randn(3, 64)
+    assert not torch.equal(other(x), source(x))
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    assert torch.equal(other(x), source(x))
+
+
+def test_load_state_dict_refuses() -> None:
+    quantised, state = layer(), layer().state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight\.scale"):
+        quantised.load_state_dict({k: v for k, v in state.items() if k != "weight.scale"})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*weight\.other"):
+        quantised.load_state_dict(state | {"weight.other": torch.ones(1)})
+    wrong = state | {"weight.packed": state["weight.packed"][:, :-1]}
+    with pytest.raises(RuntimeError, match=r"weight: kmeans4-g32: packed of a \[24, 64\] weight"):
+        quantised.load_state_dict(wrong)
+
+
+def test_moves_and_casts_keep_the_weight() -> None:
+    quantised = layer()
+    before = quantised.weight.unpack()
+    half = copy.deepcopy(quantised).to(torch.bfloat16)
+    assert half.bias is not None
+    assert half.bias.dtype == half.weight.dtype == torch.bfloat16
+    for name, tensor in half.weight.unpack().tensors().items():
+        assert torch.equal(tensor, before.tensors()[name])  # the same dtype and bytes
+    assert half(torch.ones(1, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert quantised.weight.dtype == torch.float32
+    assert copy.deepcopy(quantised).to("meta").weight.unpack().device.type == "meta"
+    again = pickle.loads(pickle.dumps(quantised))
+    x = torch.randn(2, 64)
+    assert torch.equal(again(x), quantised(x))
+
+
+class CpuOnly(ReferenceBackend):
+    """Lays the weight out transposed, on the CPU alone."""
+
+    name = "cpu_only"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        return None if problem.device.type == "cpu" else f"needs the CPU, got {problem.device}"
+
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        return ReferenceLayout(q)
+
+
+class Anywhere(ReferenceBackend):
+    name = "anywhere"
+
+    def priority(self, problem: Problem) -> int:
+        return -1
+
+
+@pytest.fixture
+def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_registry", dict(backends.all_backends()))
+    register(CpuOnly())
+    register(Anywhere())
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_a_move_chooses_the_backend_anew() -> None:
+    monkey = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="cpu_only")
+    with pytest.raises(NoBackendError, match=r"cpu_only does not take .*: needs the CPU, got meta"):
+        monkey.to("meta")
+    auto = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="anywhere")
+    assert auto.to("meta").weight.backend_name == "anywhere"
+
+
+def test_wrong_input() -> None:
+    quantised = layer()
+    with pytest.raises(TypeError, match=r"x must be torch\.float32, the dtype of the layer, got"):
+        quantised(torch.ones(1, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., 64\], got \[1, 65\]"):
+        quantised(torch.ones(1, 65))
+    with pytest.raises(ValueError, match="x must be on cpu, got meta"):
+        quantised(torch.ones(1, 64, device="meta"))
+
+
+def test_autocast() -> None:
+    quantised = layer()
+    x = torch.randn(3, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = quantised(x)
+    assert y.dtype == torch.bfloat16
+    W_hat = quantised.weight.unpack().dequantise(torch.bfloat16)
+    assert quantised.bias is not None
+    expected = nn.functional.linear(x.bfloat16(), W_hat, quantised.bias.bfloat16())
+    assert torch.equal(y, expected)
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def test_tied_layers_share_one_weight_through_a_move() -> None:
+    weight = layer().weight
+    model = nn.ModuleList([QuantisedLinear(weight), QuantisedLinear(weight)])
+    model.to(torch.bfloat16)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_repr() -> None:
+    text = repr(layer())
+    assert "in_features=64, out_features=24, bias=True" in text
+    assert "kmeans4-g32, shape=[24, 64], backend=reference" in text
+
+
+# torch.compile traces without a C++ compiler under aot_eager, and that is where breaks would show.
+def test_compile_fullgraph_without_recompiling_over_m() -> None:
+    quantised = layer("affine3-g16")
+    compiled = torch.compile(quantised, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for m in (2, 3, 17):
+            x = torch.randn(m, 64, requires_grad=True)
+            y = compiled(x)
+            assert torch.equal(y, quantised(x))
+            y.sum().backward()
+            assert x.grad is not None
+
+
+def test_export() -> None:
+    quantised = layer()
+    x = torch.randn(4, 64)
+    m = torch.export.Dim("m", min=2)
+    program = torch.export.export(quantised, (x,), dynamic_shapes=({0: m},))
+    wide = torch.randn(9, 64)
+    assert torch.equal(program.module()(wide), quantised(wide))
+    ops = {str(node.target) for node in program.graph.nodes}
+    assert "fdk_formats.reference_linear.default" in ops
+    assert program.module()(x).shape == (4, 24)
+
+
+def test_opcheck() -> None:
+    q = random_quantised(Format("custom", 3, 16), n=5, k=48)
+    bias: Tensor | None
+    for m, dtype, bias in (
+        (3, torch.float32, torch.randn(5, requires_grad=True)),
+        (1, torch.float64, None),
+    ):
+        x = torch.randn(m, 48, dtype=dtype, requires_grad=True)
+        args = (x, q.packed, q.scale, q.codebook, q.zero_point, str(q.format), bias, 5, 48)
+        torch.library.opcheck(torch.ops.fdk_formats.reference_linear.default, args)
+        grad_y = torch.randn(m, 5, dtype=dtype)
+        args = (grad_y, q.packed, q.scale, q.codebook, q.zero_point, str(q.format), 5, 48)
+        torch.library.opcheck(torch.ops.fdk_formats.reference_linear_grad_x.default, args)

@@ -1,0 +1,217 @@
+import logging
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fdk_formats import (
+    Format,
+    NoBackendError,
+    QuantisedLinear,
+    model_report,
+    quantise,
+    quantise_model,
+    relative_error,
+)
+
+
+class Block(nn.Module):
+    """A llama in miniature: an embedding, a head tied to it, and an inverse-frequency buffer."""
+
+    inv_freq: Tensor
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 32)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32, bias=False)
+        self.norm = nn.LayerNorm(32)
+        self.lm_head = nn.Linear(32, 20, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+        self.register_buffer("inv_freq", torch.arange(4, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        x = self.norm(x + self.down(torch.relu(self.up(x))))
+        y: Tensor = self.lm_head(x)
+        return y
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def quantised(model: nn.Module, format: str = "kmeans4-g32", **kwargs: object) -> nn.Module:
+    return quantise_model(model, format, backend="reference", progress=False, **kwargs)  # type: ignore[arg-type]
+
+
+def test_quantise_model_replaces_linears_and_nothing_else() -> None:
+    source = Block().to(torch.bfloat16)
+    source.inv_freq = source.inv_freq.double()
+    state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    result = quantised(source)
+    assert isinstance(result.up, QuantisedLinear)
+    assert isinstance(result.down, QuantisedLinear)
+    assert type(result.lm_head) is nn.Linear  # skipped by default
+    assert result.inv_freq.dtype == torch.float64
+    assert result.inv_freq.data_ptr() != source.inv_freq.data_ptr()
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(tensor, state[name])
+    expected = Block().to(torch.bfloat16)
+    for name in ("up", "down"):
+        weight = getattr(source, name).weight
+        W_hat = quantise(weight, "kmeans4-g32").dequantise(torch.bfloat16)
+        getattr(expected, name).weight.data.copy_(W_hat)
+    assert torch.equal(result(IDS), expected(IDS))
+
+
+def test_a_single_linear() -> None:
+    result = quantised(nn.Linear(32, 8), "nf4-g32")
+    assert isinstance(result, QuantisedLinear)
+
+
+def test_skip_and_overrides() -> None:
+    result = quantised(
+        Block(), skip=["^up$"], overrides={"lm_head": "int8-g16", "head": "nf4-g32", "down": None}
+    )
+    assert type(result.up) is nn.Linear
+    assert type(result.down) is nn.Linear
+    assert result.lm_head.format == Format.parse("int8-g16")
+    assert type(quantised(Block(), skip=()).lm_head) is QuantisedLinear
+
+
+def test_tied_linears_share_the_quantised_weight() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    result = quantised(model)
+    assert result[0].weight is result[1].weight
+    assert result[0].bias is not result[1].bias
+    assert len(model_report(result).layers) == 1
+    result.load_state_dict(result.state_dict())
+    # formats that differ would untie them: both are left
+    other = quantised(model, overrides={"1": "nf4-g32"})
+    assert type(other[0]) is nn.Linear
+    assert other[0].weight is other[1].weight
+
+
+def test_a_module_under_two_names_is_quantised_once() -> None:
+    shared = nn.Linear(32, 32)
+    result = quantised(nn.Sequential(shared, nn.ReLU(), shared))
+    assert isinstance(result[0], QuantisedLinear)
+    assert result[0] is result[2]
+
+
+def test_a_head_tied_to_the_embedding_stays_tied() -> None:
+    result = quantised(Block(tied=True), skip=())
+    assert type(result.lm_head) is nn.Linear
+    assert result.lm_head.weight is result.embed.weight
+    assert isinstance(result.up, QuantisedLinear)
+
+
+def test_what_was_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="fdk_formats"):
+        quantised(Block(tied=True), skip="^up$", overrides={"down": None})
+    messages = [record.message for record in caplog.records]
+    assert "left up: skip" in messages
+    assert "left down: override" in messages
+    assert "left lm_head: tied to embed.weight" in messages
+
+
+def test_subclasses_of_linear_are_left() -> None:
+    attention = nn.MultiheadAttention(32, 2)  # reaches for out_proj.weight itself
+    result = quantised(nn.Sequential(attention, nn.Linear(32, 32)))
+    assert isinstance(result[1], QuantisedLinear)
+    x = torch.randn(3, 1, 32)
+    assert torch.equal(result[0](x, x, x)[0], attention(x, x, x)[0])
+
+
+def test_mode_and_hooks_of_the_source_are_not_shared() -> None:
+    source = Block().eval()
+    calls = []
+    source.register_forward_hook(lambda *_: calls.append(1))
+    result = quantised(source)
+    assert not result.up.training
+    result(IDS)
+    result._forward_hooks.clear()
+    source(IDS)
+    assert len(calls) == 2
+
+
+def test_errors_come_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("quantised before all layers were checked")
+
+    monkeypatch.setattr("fdk_formats.model.quantise", never)
+    with pytest.raises(ValueError, match="layer up: kmeans4-g64: k must be a positive multiple"):
+        quantised(Block(), "kmeans4-g64")
+    with pytest.raises(NoBackendError, match="layer up: no backend takes kmeans4-g32"):
+        quantise_model(Block().to("meta"), "kmeans4-g32")
+    with pytest.raises(ValueError, match="override 'attention' fits no linear layer of up, down"):
+        quantised(Block(), overrides={"attention": None})
+    with pytest.raises(ValueError, match="importance names left, right, wanted names of up, down"):
+        quantised(Block(), importance={"left": torch.ones(32), "right": torch.ones(32)})
+    with pytest.raises(ValueError, match="does not start with"):
+        quantised(Block(), "four bits")
+
+
+def test_importance_reaches_its_layer() -> None:
+    importance = torch.zeros(32)
+    importance[:16] = 1
+    plain, weighed = (
+        quantised(Block(), "kmeans2-g32", importance=given) for given in (None, {"up": importance})
+    )
+    assert not torch.equal(plain.up.weight.unpack().codebook, weighed.up.weight.unpack().codebook)
+    assert torch.equal(plain.down.weight.unpack().packed, weighed.down.weight.unpack().packed)
+
+
+def test_report() -> None:
+    model = Block().to(torch.bfloat16)
+    report = model_report(quantised(model, overrides={"down": "int8-g16"}))
+    up, down = report.layers
+    assert (up.name, down.name) == ("up", "down")
+    assert (up.shape, up.backend) == ((64, 32), "reference")
+    assert up.bits_per_weight == 4.5  # 4 + 16/32
+    assert up.bytes_before == 64 * 32 * 2
+    assert up.bytes_after == 64 * 16 + 64 * 2 + 16 * 4  # codes, scales, codebook
+    assert down.bits_per_weight == 9  # 8 + 16/16
+    assert report.bits_per_weight == 6.75
+    assert report.left == ("lm_head",)
+    assert up.relative_error == relative_error(
+        model.up.weight, quantise(model.up.weight, "kmeans4-g32")
+    )
+    assert up.relative_error is not None
+    assert 0.05 < up.relative_error < 0.12
+    text = str(report)
+    assert "lm_head" in text
+    total = up.bytes_after + down.bytes_after
+    assert f"2 layers, 6.750 bits per weight, 8192 -> {total} bytes" in text
+
+
+def test_relative_error() -> None:
+    weight = torch.tensor([[3.0] * 16 + [4.0] * 16])
+    q = quantise(weight, "binary1-g16-absmax")  # each group is one magnitude: exact
+    assert relative_error(weight, q) == 0
+    other = torch.tensor([[3.0] * 16 + [5.0] * 16])  # off by 1 in half of the weights
+    assert relative_error(other, q) == pytest.approx((16 / (16 * 9 + 16 * 25)) ** 0.5)
+    assert relative_error(torch.zeros(1, 32), quantise(torch.zeros(1, 32), "nf4-g16")) == 0
+    with pytest.raises(ValueError, match=r"weight must be \(1, 32\), got \[2, 16\]"):
+        relative_error(weight.view(2, 16), q)
+
+
+@pytest.mark.parametrize("with_tqdm", [True, False])
+def test_progress(
+    with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_a_terminal: Callable[[], bool] = lambda: True  # noqa: E731
+    monkeypatch.setattr(sys.stderr, "isatty", is_a_terminal, raising=False)
+    if with_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    quantise_model(Block(), "nf4-g32", backend="reference")
+    assert "2/2" in capsys.readouterr().err
+    quantise_model(Block(), "nf4-g32", backend="reference", progress=False)
+    assert capsys.readouterr().err == ""

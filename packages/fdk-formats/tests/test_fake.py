@@ -27,7 +27,7 @@ def test_gradient_to_the_codebook() -> None:
     weight = torch.tensor([[2.0] * 12 + [-2.0] * 4 + [4.0] * 15 + [0.1]])
     codebook = torch.tensor([1.0, 0.0, 0.5, -1.0], requires_grad=True)  # need not be sorted
     grad = torch.ones(1, 32)
-    fake_quantise(weight, "custom2-g16", codebook).backward(grad)
+    fake_quantise(weight, "custom2-g16-absmax", codebook).backward(grad)
     assert codebook.grad is not None
     # 1.0: 12 weights of scale 2, 15 of scale 4; 0.0: one of scale 4; -1.0: 4 of scale 2
     assert codebook.grad.tolist() == [12 * 2 + 15 * 4, 4.0, 0.0, 4 * 2.0]

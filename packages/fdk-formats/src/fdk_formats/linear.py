@@ -153,8 +153,9 @@ class QuantisedLinear(nn.Module):
         """
         dtype = self.weight.dtype
         bias: Tensor | None = self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         elif x.dtype != dtype:
             raise TypeError(

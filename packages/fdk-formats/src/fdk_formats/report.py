@@ -11,6 +11,7 @@ from fdk_formats.packing import CODES_PER_CHUNK
 from fdk_formats.tensor import QuantisedTensor
 
 
+@torch.no_grad()
 def relative_error(weight: Tensor, q: QuantisedTensor) -> float:
     """Relative RMS error ``||W - W_hat|| / ||W||`` of a quantised weight; 0 for an exact one.
 

@@ -173,7 +173,7 @@ def _flatten(stored: Mapping[str, QuantisedTensor | Tensor]) -> dict[str, Tensor
         if isinstance(value, Tensor):
             parts = {name: value}
         else:
-            _check_values(f"save: {name}", value)
+            check_values(f"save: {name}", value)
             parts = {f"{name}.{part}": tensor for part, tensor in value.tensors().items()}
         for part, tensor in parts.items():
             _check_free(part, entries)
@@ -289,7 +289,7 @@ def _load_weight(
         weight = QuantisedTensor(format=format, shape=shape, **tensors)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name}: {error}") from error
-    _check_values(f"{path}: {name}", weight)
+    check_values(f"{path}: {name}", weight)
     return weight, set(parts.values())
 
 
@@ -333,8 +333,12 @@ def _resolve_aliases(
 # Both
 
 
-def _check_values(where: str, weight: QuantisedTensor) -> None:
-    """What a backend may rely on without looking: an ascending codebook and finite scales."""
+def check_values(where: str, weight: QuantisedTensor) -> None:
+    """What a backend may rely on without looking: an ascending codebook and finite scales.
+
+    Raises:
+        ValueError: where that is not so; the message begins with ``where``.
+    """
     for part in ("scale", "zero_point"):
         stored = getattr(weight, part)
         if stored is None or (part == "zero_point" and weight.format.zero_point == "int"):

@@ -88,10 +88,10 @@ def affine_weight(
 
         codes      :: [n, k, uint8]
         scale      :: [n, k/G, bf16 | fp16 | fp32]
-        zero_point :: [n, k/G, any integer dtype | bf16 | fp16 | fp32]
+        zero_point :: [n, k/G, int32 of 0 to 256 | uint8 | bf16 | fp16 | fp32]
 
-    An integer zero point of 0 to 255 takes a byte. One that is larger takes the scale's dtype
-    where that holds it, and a float one of another dtype than the scale makes both float32.
+    Integer zero points of 0 to 255 take a byte; with a 256 among them they take the scale's
+    dtype. Float ones of another dtype than the scale make both float32.
 
     Raises:
         ValueError: for shapes or a group size that no format takes, or values that are not finite.
@@ -100,13 +100,11 @@ def affine_weight(
         if zero_point.dtype != scale.dtype:
             scale, zero_point = scale.float(), zero_point.float()
         kind = "float"
-    elif bool(((zero_point >= 0) & (zero_point <= MAX_INT_ZERO_POINT)).all()):
+    elif bool((zero_point <= MAX_INT_ZERO_POINT).all()):
         zero_point, kind = zero_point.to(torch.uint8), "int"
     else:
-        exact = zero_point.to(scale.dtype)
-        if not torch.equal(exact.to(torch.int64), zero_point.to(torch.int64)):
-            scale, exact = scale.float(), zero_point.float()
-        zero_point, kind = exact, "float"
+        assert bool((zero_point <= 256).all()), "codes have 8 bits: all scale dtypes hold 256"
+        zero_point, kind = zero_point.to(scale.dtype), "float"
     format = Format(
         codebook="affine",
         bits=bits,

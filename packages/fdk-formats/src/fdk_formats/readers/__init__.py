@@ -1,0 +1,26 @@
+"""Readers of the layouts that other projects store, one module each. See docs/files.md.
+
+``read_*`` takes tensors as the project holds them, ``load_*`` a folder as it publishes one. What
+they return dequantises to the project's own weights exactly; what cannot be held is refused.
+"""
+
+from fdk_formats.readers.awq import load_awq, read_awq
+from fdk_formats.readers.bitsandbytes import load_bitsandbytes, read_bitsandbytes
+from fdk_formats.readers.dequant_gemm import read_dequant_gemm
+from fdk_formats.readers.gptq import load_gptq, read_gptq
+from fdk_formats.readers.hqq import load_hqq, read_hqq
+from fdk_formats.readers.one_bit_wonder import load_one_bit_wonder, read_one_bit_wonder
+
+__all__ = [
+    "load_awq",
+    "load_bitsandbytes",
+    "load_gptq",
+    "load_hqq",
+    "load_one_bit_wonder",
+    "read_awq",
+    "read_bitsandbytes",
+    "read_dequant_gemm",
+    "read_gptq",
+    "read_hqq",
+    "read_one_bit_wonder",
+]

@@ -1,0 +1,176 @@
+"""bitsandbytes 4-bit state: NF4 or FP4 codes of the flattened weight, absmax nested or not."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdk_formats.files import check_values
+from fdk_formats.format import Format
+from fdk_formats.packing import pack, unpack
+from fdk_formats.readers.checkpoint import Checkpoint
+from fdk_formats.readers.common import check_float, check_tensor
+from fdk_formats.tensor import QuantisedTensor
+
+BITS = 4
+# bitsandbytes' NF4 is our nf4. Its FP4 has a subnormal that e2m1 has not (1/192 of the largest),
+# so that its table is no named codebook of ours.
+CODEBOOKS = {"nf4": "nf", "fp4": "custom"}
+STATE_KEY = "quant_state.bitsandbytes__"
+
+
+def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
+    """One 4-bit weight of bitsandbytes: ``W_hat = quant_map[code] * absmax``, in blocks along k.
+
+        weight :: [n*k/2, 1, uint8]   first code in the high nibble; another dtype of quant_storage
+                                      is read as its bytes
+
+    ``state`` is the weight's ``bitsandbytes.functional.QuantState``, or a mapping with the keys of
+    the state_dict: ``absmax``, ``quant_map``, ``quant_state.bitsandbytes__nf4`` (or ``__fp4``) and
+    for nested absmax ``nested_absmax`` and ``nested_quant_map``. Nested absmax is worked out in
+    float32 as bitsandbytes does. Codes are renumbered where the table does not ascend (FP4).
+
+    Raises:
+        TypeError, ValueError: for entries that are missing or not as documented; blocks that
+            cross from one row into the next (k is no multiple of the block size).
+    """
+    entries = dict(state) if isinstance(state, Mapping) else _entries_of(state)
+    info = _info(entries)
+    kind, block_size = info.get("quant_type"), info.get("blocksize")
+    if kind not in CODEBOOKS:
+        raise ValueError(f"bitsandbytes: quant_type must be nf4 or fp4, got {kind!r}")
+    n, k = _shape(info.get("shape"))
+    if type(block_size) is not int or block_size < 1 or k % block_size:
+        raise ValueError(
+            f"bitsandbytes: blocks of {block_size!r} over the flattened weight cross its rows of "
+            f"k={k}, and a group here is within a row: k must be a multiple of the block size"
+        )
+    absmax = _absmax(entries, info, n * k // block_size)
+    table = check_tensor(
+        "bitsandbytes: quant_map", _entry(entries, "quant_map"), torch.float32, shape=(16,)
+    )
+    codebook, order = table.sort(stable=True)
+    quantised = QuantisedTensor(
+        format=Format(
+            codebook=CODEBOOKS[kind],
+            bits=BITS,
+            group_size=block_size,
+            scale_rule="absmax",
+            scale_dtype="fp32",
+        ),
+        shape=(n, k),
+        packed=_renumber(_bytes(weight, n, k), order),
+        scale=absmax.view(n, -1),
+        codebook=codebook,
+    )
+    check_values("bitsandbytes", quantised)
+    return quantised
+
+
+def load_bitsandbytes(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tensor]:
+    """A folder of 4-bit weights saved by bitsandbytes or transformers, other tensors as they are.
+
+    Raises:
+        FileNotFoundError, ValueError: for a file or tensor that is missing or not as
+            ``read_bitsandbytes`` wants it. The 8-bit weights of bitsandbytes are not read.
+    """
+
+    def read(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
+        names = [name for name in tensors if name.startswith("weight.")]
+        state = {name.removeprefix("weight."): tensors[name] for name in names}
+        return read_bitsandbytes(tensors["weight"], state)
+
+    return Checkpoint(folder).read_weights(".weight.quant_map", read)
+
+
+def _entries_of(state: object) -> dict[str, Any]:
+    """The same entries from a QuantState (whose own ``as_dict`` gives these names)."""
+    as_dict = getattr(state, "as_dict", None)
+    if as_dict is None:
+        raise TypeError(
+            "bitsandbytes: state must be a QuantState or a mapping of its state_dict, "
+            f"got {type(state).__name__}"
+        )
+    entries: dict[str, Any] = as_dict(packed=False)
+    return entries
+
+
+def _info(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is no tensor: JSON in a uint8 tensor, or the entries themselves."""
+    packed = [name for name in entries if name.startswith(STATE_KEY)]
+    if not packed:
+        if "quant_type" in entries:
+            return entries
+        raise ValueError(f"bitsandbytes: needs {STATE_KEY}nf4 or __fp4, got {', '.join(entries)}")
+    name = packed[0]
+    text = check_tensor(f"bitsandbytes: {name}", entries[name], torch.uint8, shape=(None,))
+    try:
+        info = json.loads(bytes(text.tolist()))
+    except ValueError as error:
+        raise ValueError(f"bitsandbytes: {name} is no JSON: {error}") from error
+    if not isinstance(info, dict):
+        raise ValueError(f"bitsandbytes: {name} must be a JSON object, got {info!r}")
+    return info
+
+
+def _entry(entries: Mapping[str, Any], name: str) -> Any:
+    if name not in entries:
+        raise ValueError(f"bitsandbytes: needs {name}, got {', '.join(entries)}")
+    return entries[name]
+
+
+def _shape(shape: Any) -> tuple[int, int]:
+    sizes = list(shape) if isinstance(shape, list | tuple) else []
+    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"bitsandbytes: shape must be two positive sizes, got {shape!r}")
+    return sizes[0], sizes[1]
+
+
+def _absmax(entries: Mapping[str, Any], info: Mapping[str, Any], blocks: int) -> Tensor:
+    absmax = _entry(entries, "absmax")
+    if "nested_absmax" not in entries:
+        return check_float("bitsandbytes: absmax", absmax, shape=(blocks,)).float()
+    absmax = check_tensor("bitsandbytes: absmax", absmax, torch.uint8, shape=(blocks,))
+    size, offset = info.get("nested_blocksize"), info.get("nested_offset")
+    if type(size) is not int or size < 1 or not isinstance(offset, int | float):
+        raise ValueError(
+            "bitsandbytes: nested absmax needs nested_blocksize and nested_offset, "
+            f"got {size!r} and {offset!r}"
+        )
+    outer = check_tensor(
+        "bitsandbytes: nested_absmax",
+        entries["nested_absmax"],
+        torch.float32,
+        shape=(-(-blocks // size),),
+    )
+    table = check_tensor(
+        "bitsandbytes: nested_quant_map",
+        _entry(entries, "nested_quant_map"),
+        torch.float32,
+        shape=(256,),
+    )
+    values = table[absmax.to(torch.int32)] * outer.repeat_interleave(size)[:blocks]
+    return values + torch.tensor(offset, dtype=torch.float32, device=values.device)
+
+
+def _bytes(weight: Tensor, n: int, k: int) -> Tensor:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"bitsandbytes: weight must be a tensor, got {type(weight).__name__}")
+    flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.numel() * 2 != n * k:
+        raise ValueError(
+            f"bitsandbytes: weight of shape {[n, k]} must be {n * k // 2} bytes, got {flat.numel()}"
+        )
+    return flat.view(n, -1)
+
+
+def _renumber(packed: Tensor, order: Tensor) -> Tensor:
+    """Codes as places in the sorted table: a byte of two codes is looked up as a whole."""
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    pairs = torch.arange(256, device=packed.device, dtype=torch.uint8)[:, None]
+    pairs = pack(rank.to(packed.device)[unpack(pairs, BITS, 2).to(torch.int64)], BITS)  # [256, 1]
+    return pairs.view(-1)[packed.to(torch.int32)]

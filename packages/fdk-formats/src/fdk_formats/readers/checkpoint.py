@@ -1,0 +1,130 @@
+"""A folder of safetensors files as other projects publish one: tensors by name, read when asked."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fdk_formats.tensor import QuantisedTensor
+
+INDEX = "model.safetensors.index.json"
+
+Reader = Callable[[Mapping[str, Tensor]], QuantisedTensor]
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of every ``*.safetensors`` in a folder, each read from disk when it is asked for.
+
+    Raises:
+        FileNotFoundError: for no folder, no safetensors file in it, or a file that its index
+            names and that is not there.
+        ValueError: for a file that is damaged, or a tensor that two files hold.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        paths = sorted(self.folder.glob("*.safetensors"))
+        index = self.config(INDEX)
+        listed = set(index.get("weight_map", {}).values())
+        missing = listed - {path.name for path in paths}
+        if missing or not paths:
+            what = ", ".join(sorted(missing)) or "*.safetensors"
+            raise FileNotFoundError(f"{self.folder}: no {what} in this folder")
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            for name in self._names(path):
+                if name in self._paths:
+                    raise ValueError(f"{name} is both in {self._paths[name]} and in {path}")
+                self._paths[name] = path
+
+    def _names(self, path: Path) -> list[str]:
+        try:
+            with safe_open(path, framework="pt") as file:
+                return list(file.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{path}: truncated or no safetensors file: {error}") from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._paths[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def config(self, name: str, key: str | None = None) -> dict[str, Any]:
+        """A JSON file of the folder, or what it has under ``key``; empty where it has none.
+
+        Raises:
+            ValueError: where the file holds no JSON object.
+        """
+        path = self.folder / name
+        if not path.exists():
+            return {}
+        try:
+            value = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: no JSON: {error}") from error
+        if isinstance(value, dict) and key is not None:
+            value = value.get(key, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: wanted a JSON object, got {type(value).__name__}")
+        return value
+
+    def read_weights(self, marker: str, read: Reader) -> dict[str, QuantisedTensor | Tensor]:
+        """Every weight that ``read`` makes, and the other tensors as they are.
+
+        A name ``x`` + ``marker`` tells of a weight. ``read`` gets all tensors whose names begin
+        with ``x.``, under the rest of their names; those it uses (by asking for them) are
+        replaced by the weight, which is called ``x.weight``. A tensor it did not ask for (a bias)
+        stays.
+
+        Raises:
+            ValueError: where there is no weight, and for what ``read`` refuses, naming the weight.
+        """
+        prefixes = [name.removesuffix(marker) for name in self if name.endswith(marker)]
+        if not prefixes:
+            raise ValueError(f"{self.folder}: no tensor is called <name>{marker}")
+        weights: dict[str, QuantisedTensor | Tensor] = {}
+        used: set[str] = set()
+        for prefix in prefixes:
+            part = _Part(self, f"{prefix}.")
+            try:
+                weights[f"{prefix}.weight"] = read(part)
+            except KeyError as error:
+                raise ValueError(
+                    f"{self.folder}: {prefix} needs the tensor {prefix}.{error.args[0]}: missing"
+                ) from error
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{self.folder}: {prefix}: {error}") from error
+            used |= part.used
+        return weights | {name: self[name] for name in self if name not in used}
+
+
+class _Part(Mapping[str, Tensor]):
+    """The tensors of a checkpoint below a prefix; remembers which were asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.checkpoint, self.prefix = checkpoint, prefix
+        self.used: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        full_name = self.prefix + name
+        if full_name not in self.checkpoint._paths:
+            raise KeyError(name)
+        self.used.add(full_name)
+        return self.checkpoint[full_name]
+
+    def __iter__(self) -> Iterator[str]:
+        names = (name for name in self.checkpoint if name.startswith(self.prefix))
+        return (name.removeprefix(self.prefix) for name in names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

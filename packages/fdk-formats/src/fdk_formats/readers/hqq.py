@@ -1,0 +1,122 @@
+"""HQQ tensors: codes packed in blocks of rows, float scale and zero point."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fdk_formats.readers.checkpoint import Checkpoint
+from fdk_formats.readers.common import affine_weight, check_float, check_tensor
+from fdk_formats.tensor import QuantisedTensor
+
+# Packing name: bits of a code, codes of a word, dtype of a word. The first block of rows is in the
+# most significant of the bits used (a 3bit_32 word uses 30 of its 32).
+PACKINGS = {
+    "8bit_u8": (8, 1, torch.uint8),
+    "4bit_u8": (4, 2, torch.uint8),
+    "3bit_32": (3, 10, torch.int32),
+    "2bit_u8": (2, 4, torch.uint8),
+    "1bit_u8": (1, 8, torch.uint8),
+}
+# Meta entries that HQQ's safetensors encoding holds as scalars.
+NUMBERS = ("nbits", "group_size", "axis", "quant_scale", "quant_zero")
+
+
+def read_hqq(W_q: Tensor, meta: Mapping[str, Any]) -> QuantisedTensor:  # noqa: N803
+    """One weight as an ``HQQLinear`` holds it: ``W_hat = (code - zero) * scale``.
+
+        W_q   :: [ceil(n*k/G / E), G, uint8 | int32]   E codes a word; row r of the word's block e
+                                                       is row e * ceil(n*k/G / E) + r of the codes
+        meta  :: nbits, group_size (G, or None for rows), shape (n, k), axis, packing, and
+        scale :: [n*k/G, 1, bf16 | fp16 | fp32] and zero likewise, in meta
+
+    HQQ rounds ``code - zero`` to its compute dtype before the product; ``dequantise`` does not, so
+    the two agree exactly in float32 and to rounding below it.
+
+    Raises:
+        TypeError, ValueError: for a missing entry, dtypes and shapes that are not as above;
+            ``axis`` 0 (its groups run along n, ours along k); scale or zero that are quantised
+            themselves; groups that do not divide k; a packing that is not known.
+    """
+    shape, axis = _entry(meta, "shape"), _entry(meta, "axis")
+    if len(shape) != 2:
+        raise ValueError(f"HQQ: shape must be two sizes, got {list(shape)}")
+    n, k = (int(size) for size in shape)
+    if axis != 1:
+        raise ValueError(
+            f"HQQ: axis must be 1, got {axis}: at axis 0 a group runs along n (the outputs), and "
+            "the groups of every format here run along k"
+        )
+    for name in ("scale", "zero"):
+        if meta.get(f"quant_{name}"):
+            raise ValueError(f"HQQ: {name} is quantised itself (quant_{name}): not read")
+    group_size = meta.get("group_size") or k
+    if k < 1 or k % group_size:
+        raise ValueError(f"HQQ: group_size must divide k={k}, got {group_size}")
+    rows = n * (k // group_size)
+    scale = check_float("HQQ: scale", _entry(meta, "scale"), shape=(rows, 1))
+    zero = check_float("HQQ: zero", _entry(meta, "zero"), shape=(rows, 1))
+    codes = _unpack(W_q, _entry(meta, "packing"), rows, group_size)
+    return affine_weight(
+        "HQQ",
+        codes.view(n, k),
+        bits=_bits(meta),
+        group_size=group_size if meta.get("group_size") else None,
+        scale=scale.view(n, -1),
+        zero_point=zero.view(n, -1),
+    )
+
+
+def load_hqq(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tensor]:
+    """An HQQ folder of safetensors: ``<name>.weight`` for each weight, other tensors as they are.
+
+    HQQ keeps its meta beside ``W_q`` as tensors: numbers as scalars, text as its characters'
+    codes. Its older ``qmodel.pt`` is a pickle, which can run code: it is not read.
+
+    Raises:
+        FileNotFoundError, ValueError: for a file or tensor that is missing or not as ``read_hqq``
+            wants it.
+    """
+    return Checkpoint(folder).read_weights(".W_q", _read_state)
+
+
+def _read_state(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
+    # Asking for all but the bias: meta that is not used here goes with the weight, not beside it.
+    meta: dict[str, Any] = {
+        name: tensors[name] for name in tensors if "." not in name and name != "bias"
+    }
+    for name in ("W_q", "shape", "packing"):
+        meta[name] = tensors[name]
+    meta["shape"] = meta["shape"].tolist()
+    meta["packing"] = bytes(meta["packing"].tolist()).decode("ascii", errors="replace")
+    meta |= {name: meta[name].item() for name in NUMBERS if name in meta}
+    return read_hqq(meta["W_q"], meta)
+
+
+def _entry(meta: Mapping[str, Any], name: str) -> Any:
+    if name not in meta:
+        raise ValueError(f"HQQ: meta must have {name}, got {', '.join(map(str, meta))}")
+    return meta[name]
+
+
+def _bits(meta: Mapping[str, Any]) -> int:
+    """Bits of a code; 5 and 6 are packed as 8, and 1.58 (ternary) as 2."""
+    packing, nbits = meta["packing"], meta.get("nbits")
+    if packing == "8bit_u8" and nbits in (5, 6, 7):
+        return int(nbits)
+    return PACKINGS[packing][0]
+
+
+def _unpack(W_q: Tensor, packing: str, rows: int, group_size: int) -> Tensor:  # noqa: N803
+    if packing not in PACKINGS:
+        raise ValueError(f"HQQ: packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
+    bits, per_word, dtype = PACKINGS[packing]
+    if isinstance(W_q, Tensor) and W_q.is_floating_point():
+        W_q = W_q.detach().view(dtype)  # view_as_float: the same bytes under a float dtype
+    block = -(-rows // per_word)
+    words = check_tensor(f"HQQ: W_q ({packing})", W_q, dtype, shape=(block, group_size))
+    shifts = range(bits * (per_word - 1), -1, -bits)
+    codes = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in shifts]
+    return torch.cat(codes)[:rows]

@@ -1,0 +1,421 @@
+"""Our file: the bytes of one by hand, every format bit for bit, and each way to be damaged."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from fdk_formats.files import load, load_metadata, save
+from fdk_formats.format import Format
+from fdk_formats.packing import pack
+from fdk_formats.scales import SCALE_DTYPES
+from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
+
+FORMATS = [
+    *(f"custom{bits}-g16" for bits in range(1, 9)),
+    *(f"custom{bits}-row-fp16-search" for bits in (3, 8)),
+    *(f"affine{bits}-g32-fp16" for bits in range(1, 9)),
+    *(f"affine{bits}-row-fp32-zint" for bits in range(1, 9)),
+    "custom5-g16-e8m0",
+    "affine4-g16-e8m0",
+    "affine4-g16-e8m0-zint",
+    "nf4-g64-fp32",
+]
+
+
+def make_weight(text, n=3, k=192, seed=0):
+    """A weight of random codes, scales and table: whatever its format can hold."""
+    generator = torch.Generator().manual_seed(seed)
+    format = Format.parse(text)
+    groups = (n, k // format.group_size_for(k))
+    codes = torch.randint(1 << format.bits, (n, k), generator=generator)
+    scale = torch.rand(groups, generator=generator) - 0.5
+    scale_dtype = SCALE_DTYPES[format.scale_dtype]
+    if format.scale_dtype == "e8m0":
+        scale = torch.randint(0, 255, groups, generator=generator)
+    grid = {}
+    if format.is_affine:
+        zero = torch.rand(groups, generator=generator) * 15
+        grid["zero_point"] = zero.to(zero_point_dtype(format))
+    else:
+        grid["codebook"] = torch.randn(1 << format.bits, generator=generator).sort().values
+    return QuantisedTensor(
+        format=format,
+        shape=(n, k),
+        packed=pack(codes, format.bits),
+        scale=scale.to(scale_dtype),
+        **grid,
+    )
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert raw(a) == raw(b)
+        return
+    assert a.format == b.format
+    assert a.shape == b.shape
+    assert a.tensors().keys() == b.tensors().keys()
+    for name, tensor in a.tensors().items():
+        assert_same(tensor, b.tensors()[name])
+
+
+def raw(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_round_trip(path, text):
+    weight = make_weight(text)
+    save(path, {"layer.weight": weight})
+    (name, back), *rest = load(path).items()
+    assert name == "layer.weight"
+    assert not rest
+    assert_same(back, weight)
+
+
+def test_round_trip_of_plain_tensors(path):
+    torch.manual_seed(0)
+    tensors = {
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "bias": torch.nn.Parameter(torch.randn(5)),
+        "transposed": torch.randn(3, 5, dtype=torch.bfloat16).T,
+        "strided": torch.arange(20, dtype=torch.int16)[::3],
+        "mask": torch.tensor([True, False, True]),
+        "nan": torch.tensor([math.nan, math.inf, -0.0], dtype=torch.float16),
+        "fp8": torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    }
+    save(path, tensors)
+    back = load(path)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_same(back[name], tensor.detach())
+
+
+def test_golden_file(path):
+    """The bytes, by hand: codes 3 0 1 2 four times are the byte 0xC6 four times."""
+    weight = QuantisedTensor(
+        format=Format.parse("custom2-g16"),
+        shape=(1, 16),
+        packed=pack(torch.tensor([[3, 0, 1, 2] * 4]), 2),
+        scale=torch.tensor([[1.0]], dtype=torch.bfloat16),
+        codebook=torch.tensor([-1.0, 0.0, 1.0, 2.0]),
+    )
+    save(path, {"w": weight, "b": torch.tensor([7], dtype=torch.uint8)}, metadata={"by": "hand"})
+    header = (
+        '{"__metadata__":{"by":"hand",'
+        '"fdk.aliases":"{}",'
+        '"fdk.version":"1",'
+        '"fdk.weights":"{\\"w\\": {\\"format\\": \\"custom2-g16\\", \\"shape\\": [1, 16]}}"},'
+        '"w.codebook":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+        '"w.scale":{"dtype":"BF16","shape":[1,1],"data_offsets":[16,18]},'
+        '"b":{"dtype":"U8","shape":[1],"data_offsets":[18,19]},'
+        '"w.packed":{"dtype":"U8","shape":[1,4],"data_offsets":[19,23]}}'
+    )
+    header += " " * (-len(header) % 8)
+    data = bytes.fromhex("000080bf 00000000 0000803f 00000040 803f 07 c6c6c6c6")
+    assert path.read_bytes() == len(header).to_bytes(8, "little") + header.encode() + data
+    assert load_metadata(path) == {"by": "hand"}
+
+
+def test_file_is_safetensors(path):
+    from safetensors.torch import load_file
+
+    weight = make_weight("affine3-g16")
+    save(path, {"w": weight})
+    back = load_file(path)
+    assert back.keys() == {"w.packed", "w.scale", "w.zero_point"}
+    for part, tensor in weight.tensors().items():
+        assert_same(back[f"w.{part}"], tensor)
+
+
+def test_tied_names_come_back_tied(path):
+    weight, table = make_weight("custom4-g64"), torch.randn(4, 6)
+    again = QuantisedTensor(format=weight.format, shape=weight.shape, **weight.tensors())
+    tied = {"head": weight, "embed": again, "a": table, "b": table.view(4, 6), "t": table.T}
+    save(path, tied)
+    back = load(path)
+    assert back["embed"] is back["head"]
+    assert back["b"] is back["a"]
+    assert back["t"] is not back["a"]  # the same memory, read in another order
+    for name, value in tied.items():
+        assert_same(back[name], value)
+
+
+def test_overlapping_memory_is_saved_apart(path):
+    base = torch.arange(10.0)
+    tensors = {"all": base, "head": base[:4], "tail": base[2:]}
+    save(path, tensors)
+    back = load(path)
+    for name, tensor in tensors.items():
+        assert_same(back[name], tensor)
+
+
+def test_empty_tensors_are_not_tied(path):
+    save(path, {"a": torch.empty(0, 2), "b": torch.empty(0, 3)})
+    assert [list(t.shape) for t in load(path).values()] == [[0, 2], [0, 3]]
+
+
+def test_loaded_tensors_do_not_write_to_the_file(path):
+    save(path, {"a": torch.zeros(4)})
+    load(path)["a"].fill_(1)
+    assert load(path)["a"].tolist() == [0, 0, 0, 0]
+
+
+def test_same_tensors_give_same_bytes(path):
+    tensors = {"w": make_weight("custom3-g16"), "b": torch.randn(3)}
+    save(path, tensors, metadata={"one": "1", "two": "2"})
+    first = path.read_bytes()
+    save(path, tensors, metadata={"two": "2", "one": "1"})
+    assert path.read_bytes() == first
+
+
+def test_plain_tensor_may_be_called_like_a_part_of_no_weight(path):
+    save(path, {"x.packed": torch.ones(3)})
+    assert load(path)["x.packed"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("part", ["packed", "scale", "codebook"])
+@pytest.mark.parametrize("first", [True, False])
+def test_name_collision(path, part, first):
+    named = [("x", make_weight("custom4-g64")), (f"x.{part}", torch.ones(3))]
+    with pytest.raises(ValueError, match=rf"save: x\.{part} is taken twice"):
+        save(path, dict(named if first else reversed(named)))
+    assert not path.exists()
+
+
+def test_alias_collision(path):
+    tensor = torch.ones(2)
+    with pytest.raises(ValueError, match=r"save: x\.scale is taken twice"):
+        save(path, {"a": tensor, "x.scale": tensor, "x": make_weight("custom4-g64")})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0], "x must be a QuantisedTensor or a tensor, got list"),
+        (torch.ones(2, dtype=torch.complex64), r"x must be one of .*, got torch\.complex64"),
+        (torch.eye(2).to_sparse(), "x must be a dense tensor with data, got torch.sparse_coo"),
+        (torch.empty(2, device="meta"), "x must be a dense tensor with data, got .* on meta"),
+    ],
+    ids=["list", "complex", "sparse", "meta"],
+)
+def test_value_that_cannot_be_saved(path, value, message):
+    with pytest.raises(TypeError, match=message):
+        save(path, {"x": value})
+
+
+@pytest.mark.parametrize("name", ["", "__metadata__", 3])
+def test_bad_name(path, name):
+    with pytest.raises(ValueError, match="a name must be a string that is not empty"):
+        save(path, {name: torch.ones(1)})
+
+
+def test_bad_metadata(path):
+    with pytest.raises(TypeError, match="metadata must be strings, got 'epoch': 3"):
+        save(path, {}, metadata={"epoch": 3})
+    with pytest.raises(ValueError, match=r"keys with 'fdk\.' are ours, got 'fdk\.version'"):
+        save(path, {}, metadata={"fdk.version": "9"})
+
+
+def test_failed_save_leaves_the_old_file_and_no_other(path, monkeypatch):
+    save(path, {"a": torch.ones(2)})
+
+    def full(_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        save(path, {"a": torch.zeros(2)})
+    assert os.listdir(path.parent) == [path.name]
+    assert load(path)["a"].tolist() == [1, 1]
+
+
+def test_save_into_no_folder(path):
+    with pytest.raises(FileNotFoundError):
+        save(path.parent / "nowhere" / "x", {"a": torch.ones(2)})
+
+
+def test_save_through_a_link(path):
+    link = path.parent / "link"
+    save(path, {"a": torch.ones(2)})
+    link.symlink_to(path)
+    save(link, {"a": torch.zeros(2)})
+    assert link.is_symlink()
+    assert load(path)["a"].tolist() == [0, 0]
+
+
+def test_pickle_is_refused_and_not_run(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    path.write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    with pytest.raises(ValueError, match="truncated or no safetensors file"):
+        load(path)
+    assert os.listdir() == [path.name]
+
+
+# Damage: a sound file is saved, its header or its tensors are changed, and load must say what.
+
+
+def read_parts(path):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def write_parts(path, header, data):
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def damage_metadata(path, **changes):
+    header, data = read_parts(path)
+    for key, value in changes.items():
+        metadata = header["__metadata__"]
+        metadata.pop(f"fdk.{key}")
+        if value is not None:
+            metadata[f"fdk.{key}"] = value if isinstance(value, str) else json.dumps(value)
+    write_parts(path, header, data)
+
+
+def weights(format="custom4-g64", shape=(3, 192)):
+    return {"w": {"format": format, "shape": shape}}
+
+
+@pytest.fixture
+def saved(path):
+    save(path, {"w": make_weight("custom4-g64"), "b": torch.ones(3)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": None}, r"not a file of fdk: no fdk\.version"),
+        ({"version": "2"}, r"fdk\.version must be 1, got 2"),
+        ({"weights": None}, r"damaged metadata: fdk\.weights is missing"),
+        ({"weights": "{"}, r"damaged metadata: fdk\.weights is no JSON"),
+        ({"weights": "[" * 100_000}, r"damaged metadata: fdk\.weights is no JSON"),
+        ({"weights": []}, r"fdk\.weights must be an object, got \[\]"),
+        ({"weights": {"w": {}}}, r"w must have a format and a shape, got \{\}"),
+        ({"weights": {"w": 3}}, "w must have a format and a shape, got 3"),
+        ({"weights": weights("kmeans9-g64")}, "w: format: kmeans takes 1 to 8 bits, got 9"),
+        ({"weights": weights("zip4-g64")}, "w: format: codebook must be one of .*, got 'zip'"),
+        ({"weights": weights(4)}, "w: format: wanted a string or a Format, got int"),
+        ({"weights": weights(shape=[3])}, r"shape of w must be two positive .*, got \[3\]"),
+        ({"weights": weights(shape=[3, -192])}, r"two positive integers, got \[3, -192\]"),
+        ({"weights": weights(shape=[3, 192.0])}, r"two positive integers, got \[3, 192\.0\]"),
+        ({"weights": weights(shape=[True, 192])}, r"two positive integers, got \[True, 192\]"),
+        ({"weights": weights(shape="ab")}, "two positive integers, got 'ab'"),
+        ({"weights": weights(shape=[3, 100])}, "k must be a positive multiple of 64, got k=100"),
+        (
+            {"weights": weights(shape=[3, 1 << 62])},
+            r"w: .*packed of a \[3, \d+\] weight must be \[3, \d+\], got \[3, 96\]",
+        ),
+        ({"weights": weights("custom5-g64")}, r"packed .* must be \[3, 120\], got \[3, 96\]"),
+        ({"weights": weights("custom4-g64-fp16")}, r"scale must be .*float16, got .*bfloat16"),
+        ({"weights": weights("affine4-g64")}, r"w \(affine4-g64\) needs .* w\.zero_point: missing"),
+        ({"weights": {"v": weights()["w"]}}, r"v \(custom4-g64\) needs the tensor v\.packed"),
+        ({"aliases": None}, r"fdk\.aliases is missing"),
+        ({"aliases": {"c": "nothing"}}, "c must be a further name of a tensor .*, got 'nothing'"),
+        ({"aliases": {"c": "d", "d": "b"}}, "c must be a further name of a tensor .*, got 'd'"),
+        ({"aliases": {"b": "w"}}, "b must be a further name"),
+        ({"aliases": {"c": 3}}, "c must be a further name of a tensor in the file, got 3"),
+    ],
+)
+def test_damaged_metadata(saved, changes, message):
+    damage_metadata(saved, **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load(saved)
+    assert str(saved) in str(error.value)
+
+
+def test_weight_and_plain_tensor_of_one_name(path):
+    save(path, {"w": make_weight("custom4-g64"), "v": torch.ones(3)})
+    header, data = read_parts(path)
+    header["w"] = header.pop("v")
+    write_parts(path, header, data)
+    with pytest.raises(ValueError, match="w is both a weight and a plain tensor"):
+        load(path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 40, -1])
+def test_truncated_file(saved, keep):
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="truncated or no safetensors file") as error:
+        load(saved)
+    assert str(saved) in str(error.value)
+
+
+def test_every_truncation_and_flipped_header_byte_is_an_error_or_sound(path):
+    """No cut loads, and no changed byte of the header escapes as another kind of error."""
+    weight = make_weight("custom1-g16", n=1, k=16)
+    save(path, {"w": weight})
+    data = path.read_bytes()
+    header = int.from_bytes(data[:8], "little") + 8
+    for keep in range(len(data)):
+        path.write_bytes(data[:keep])
+        with pytest.raises(ValueError, match="truncated"):
+            load(path)
+    caught = 0
+    for at in range(header):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        try:
+            load(path)
+        except ValueError:
+            caught += 1
+    assert caught > 0.8 * header
+
+
+def test_missing_file(path):
+    with pytest.raises(FileNotFoundError):
+        load(path)
+
+
+def test_dtype_of_a_part_changed(saved):
+    header, data = read_parts(saved)
+    header["w.packed"]["dtype"] = "I8"
+    write_parts(saved, header, data)
+    with pytest.raises(ValueError, match=r"w: .*packed must be torch\.uint8, got torch\.int8"):
+        load(saved)
+
+
+BAD_VALUES = [
+    ("custom4-g64", "scale", math.nan, "scale must be finite, got 1 that are not"),
+    ("custom4-g64-fp16", "scale", -math.inf, "scale must be finite, got 1 that are not"),
+    ("custom4-g64-e8m0", "scale", 255, "scale must be finite, got 1 that are not"),
+    ("affine4-g64", "zero_point", math.inf, "zero_point must be finite, got 1 that are not"),
+    ("custom4-g64", "codebook", math.nan, "codebook must be finite and ascend"),
+    ("custom4-g64", "codebook", math.inf, "codebook must be finite and ascend"),
+    ("custom4-g64", "codebook", 100.0, "codebook must be finite and ascend"),
+]
+
+
+@pytest.mark.parametrize(("text", "part", "value", "message"), BAD_VALUES)
+def test_bad_values(path, text, part, value, message):
+    weight = make_weight(text)
+    save(path, {"w": weight})
+    header, data = read_parts(path)
+    tensor = getattr(weight, part).clone()
+    tensor.view(-1)[0] = value
+    start, end = header[f"w.{part}"]["data_offsets"]
+    write_parts(path, header, data[:start] + bytes(raw(tensor)) + data[end:])
+    with pytest.raises(ValueError, match=f"w: {message}"):
+        load(path)
+    with pytest.raises(ValueError, match=f"save: w: {message}"):
+        save(path, {"w": QuantisedTensor(**vars(weight) | {part: tensor})})
+
+
+def test_repeated_codebook_entries_are_allowed(path):
+    weight = make_weight("custom2-g64")
+    weight.codebook.copy_(torch.tensor([-1.0, 0.0, 0.0, 1.0]))
+    save(path, {"w": weight})
+    assert_same(load(path)["w"], weight)

@@ -1,0 +1,185 @@
+"""HQQ tensors against a packer written from the layout."""
+
+import pytest
+import torch
+from fdk_formats.format import Format
+from fdk_formats.readers import load_hqq, read_hqq
+from safetensors.torch import save_file
+
+# nbits, packing, dtype of a word, codes of a word, bits of a code in it
+CASES = [
+    (8, "8bit_u8", torch.uint8, 1, 8),
+    (6, "8bit_u8", torch.uint8, 1, 8),
+    (5, "8bit_u8", torch.uint8, 1, 8),
+    (4, "4bit_u8", torch.uint8, 2, 4),
+    (3, "3bit_32", torch.int32, 10, 3),
+    (2, "2bit_u8", torch.uint8, 4, 2),
+    (1, "1bit_u8", torch.uint8, 8, 1),
+]
+IDS = [f"{case[0]}bit" for case in CASES]
+
+
+def pack_blocks(codes, dtype, per_word, bits):
+    """Rows of codes in ``per_word`` blocks, the first in the highest bits; zero rows at the end."""
+    block = -(-len(codes) // per_word)
+    words = torch.zeros(block, codes.shape[1], dtype=torch.int64)
+    for row in range(len(codes)):
+        place, at = divmod(row, block)
+        words[at] += codes[row] * 2 ** (bits * (per_word - 1 - place))
+    return words.to(dtype)
+
+
+def make(case, n=8, k=128, group=64, dtype=torch.float16, zero_dtype=None):
+    nbits, packing, word, per_word, bits = case
+    torch.manual_seed(nbits)
+    size = group or k
+    rows = n * k // size
+    codes = torch.randint(1 << nbits, (rows, size))
+    meta = {
+        "nbits": nbits,
+        "group_size": group,
+        "shape": torch.Size([n, k]),
+        "scale": (torch.rand(rows, 1) + 0.1).to(dtype),
+        "zero": (torch.rand(rows, 1) * (1 << nbits)).to(zero_dtype or dtype),
+        "axis": 1,
+        "packing": packing,
+        "quant_scale": False,
+        "quant_zero": False,
+    }
+    return codes, pack_blocks(codes, word, per_word, bits), meta
+
+
+def dequantise(codes, meta):
+    """HQQ's formula in float32."""
+    weight = (codes.float() - meta["zero"].float()) * meta["scale"].float()
+    return weight.reshape(meta["shape"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("group", [16, 64, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_read(case, group, dtype):
+    codes, words, meta = make(case, group=group, dtype=dtype)
+    weight = read_hqq(words, meta)
+    names = {torch.float16: "-fp16", torch.bfloat16: "", torch.float32: "-fp32"}
+    size = f"g{group}" if group else "row"
+    assert weight.format == Format.parse(f"affine{case[0]}-{size}{names[dtype]}")
+    assert torch.equal(weight.codes().long(), codes.view(8, 128))
+    wanted = dequantise(codes, meta)
+    assert torch.equal(weight.dequantise(), wanted)
+    assert torch.equal(weight.dequantise(torch.bfloat16), wanted.to(torch.bfloat16))
+
+
+def test_three_bit_rows_that_fill_no_word():
+    """7 x 2 groups are 14 rows of codes: two words of ten blocks, six of them empty rows."""
+    codes, words, meta = make(CASES[4], n=7)
+    assert words.shape == (2, 64)
+    assert torch.equal(read_hqq(words, meta).dequantise(), dequantise(codes, meta))
+
+
+def test_read_by_hand():
+    """Two rows of one group each at 4 bits: the first row is in the high nibbles."""
+    meta = {
+        "nbits": 4,
+        "group_size": 16,
+        "shape": (2, 16),
+        "scale": torch.tensor([[2.0], [4.0]]),
+        "zero": torch.tensor([[0.5], [1.0]]),
+        "axis": 1,
+        "packing": "4bit_u8",
+    }
+    weight = read_hqq(torch.full((1, 16), 0x3A, dtype=torch.uint8), meta)
+    assert weight.dequantise()[:, 0].tolist() == [(3 - 0.5) * 2, (10 - 1) * 4]
+
+
+def test_ternary_packed_as_two_bits():
+    codes, words, meta = make(CASES[5])
+    weight = read_hqq(words, meta | {"nbits": 1.58})
+    assert weight.format.bits == 2
+    assert torch.equal(weight.dequantise(), dequantise(codes, meta))
+
+
+def test_words_under_a_float_dtype():
+    """view_as_float: the same bytes, called float16."""
+    codes, words, meta = make(CASES[3])
+    weight = read_hqq(words.view(torch.float16), meta)
+    assert torch.equal(weight.dequantise(), dequantise(codes, meta))
+
+
+def test_scale_and_zero_of_two_dtypes():
+    """Neither is rounded to the other's dtype."""
+    codes, words, meta = make(CASES[3], dtype=torch.float16, zero_dtype=torch.bfloat16)
+    weight = read_hqq(words, meta)
+    assert weight.format == Format.parse("affine4-g64-fp32")
+    assert torch.equal(weight.dequantise(), dequantise(codes, meta))
+
+
+def encode(value):
+    """HQQ's safetensors encoding of what is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, str):
+        return torch.tensor([ord(letter) for letter in value], dtype=torch.uint8)
+    if isinstance(value, torch.Size):
+        return torch.tensor(value)
+    return torch.tensor(int(value), dtype=torch.int32)
+
+
+def test_load_folder(tmp_path):
+    tensors, wanted = {}, {}
+    for name, case in [("q", CASES[3]), ("k", CASES[4])]:
+        codes, words, meta = make(case)
+        state = {"W_q": words, **meta, "compute_dtype": "torch.float16", "bias": torch.ones(8)}
+        tensors |= {f"{name}.{key}": encode(value) for key, value in state.items()}
+        wanted[f"{name}.weight"] = dequantise(codes, meta)
+    save_file(tensors | {"norm.weight": torch.ones(2)}, tmp_path / "qmodel.safetensors")
+    loaded = load_hqq(tmp_path)
+    assert loaded.keys() == {"q.weight", "k.weight", "q.bias", "k.bias", "norm.weight"}
+    for name, value in wanted.items():
+        assert torch.equal(loaded[name].dequantise(), value)
+
+
+def test_load_folder_without_a_shape(tmp_path):
+    _, words, meta = make(CASES[3])
+    del meta["shape"]
+    state = {f"q.{key}": encode(value) for key, value in meta.items()}
+    save_file(state | {"q.W_q": words}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"q needs the tensor q\.shape: missing"):
+        load_hqq(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"axis": 0}, "axis must be 1, got 0: .* a group runs along n"),
+        ({"quant_zero": True}, "zero is quantised itself"),
+        ({"quant_scale": True}, "scale is quantised itself"),
+        ({"packing": "4bit_32"}, "packing must be one of .*, got '4bit_32'"),
+        ({"packing": "2bit_u8"}, r"W_q \(2bit_u8\) must be \[4, 64\], got \[8, 64\]"),
+        ({"packing": "3bit_32"}, r"W_q \(3bit_32\) must be torch\.int32, got torch\.uint8"),
+        ({"shape": (8, 96)}, "group_size must divide k=96, got 64"),
+        ({"shape": (8, 16, 8)}, r"shape must be two sizes, got \[8, 16, 8\]"),
+        ({"scale": torch.ones(16)}, r"scale must be \[16, 1\], got \[16\]"),
+        ({"zero": torch.ones(8, 1)}, r"zero must be \[16, 1\], got \[8, 1\]"),
+        ({"zero": torch.full((16, 1), torch.inf)}, "HQQ: zero_point must be finite, got 16"),
+        ({"scale": 0.5}, "scale must be a tensor, got float"),
+    ],
+)
+def test_bad_meta(change, message):
+    _, words, meta = make(CASES[3])
+    with pytest.raises((TypeError, ValueError), match=message):
+        read_hqq(words, meta | change)
+
+
+def test_missing_meta():
+    _, words, meta = make(CASES[3])
+    for name in ("shape", "axis", "scale", "zero", "packing"):
+        less = {key: value for key, value in meta.items() if key != name}
+        with pytest.raises(ValueError, match=rf"meta must have {name}, got nbits"):
+            read_hqq(words, less)
+
+
+def test_codes_beyond_nbits():
+    _, words, meta = make(CASES[0])
+    with pytest.raises(ValueError, match=r"codes of 5 bits must be in 0 to 31, got \d+ to \d+"):
+        read_hqq(words, meta | {"nbits": 5})

@@ -1,0 +1,86 @@
+"""The seam behind the blockwise ops: four flat functions for each type of device."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Quantise8bit(Protocol):
+    """See ``Kernels.quantise_8bit``."""
+
+    def __call__(self, flat: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Dequantise8bit(Protocol):
+    """See ``Kernels.dequantise_8bit``."""
+
+    def __call__(
+        self, packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, dtype: torch.dtype
+    ) -> Tensor: ...
+
+
+class Quantise4bit(Protocol):
+    """See ``Kernels.quantise_4bit``."""
+
+    def __call__(self, flat: Tensor, kind: str, block_size: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Dequantise4bit(Protocol):
+    """See ``Kernels.dequantise_4bit``."""
+
+    def __call__(
+        self,
+        packed: Tensor,
+        absmax: Tensor,
+        code: Tensor,
+        block_size: int,
+        numel: int,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The work of the blockwise ops on checked, contiguous, one-dimensional tensors.
+
+        flat   :: [n, float32 | float16 | bfloat16]
+        code   :: [256, float32] ascending, or [16, float32] in the order of the 4-bit codes
+        absmax :: [ceil(n / block_size), float32]
+        packed :: [n, uint8] at 8 bits, [ceil(n/2), uint8] at 4 (first code in the high bits)
+
+    All tensors lie on one device, and n may be 0. A NaN or infinity in ``flat`` must come out as a
+    NaN or infinity in its block's absmax: the op raises there, and the codes do not matter. Every
+    implementation gives the bytes of ``TORCH_KERNELS``:
+    ``fdk_formats.testing.blockwise.check_kernels`` compares them.
+    """
+
+    quantise_8bit: Quantise8bit
+    dequantise_8bit: Dequantise8bit
+    quantise_4bit: Quantise4bit
+    dequantise_4bit: Dequantise4bit
+
+
+_REGISTERED: dict[str, Kernels] = {}
+
+
+def register_kernels(device_type: str, kernels: Kernels) -> None:
+    """Makes the blockwise ops use ``kernels`` for tensors of ``device_type`` (``cpu``, ``cuda``).
+
+    The latest call counts; registering ``TORCH_KERNELS`` is how to go back.
+
+    Raises:
+        TypeError: where ``kernels`` is no ``Kernels``.
+        RuntimeError: where torch knows no such type of device.
+    """
+    if not isinstance(kernels, Kernels):
+        raise TypeError(f"register_kernels: wanted a Kernels, got {type(kernels).__name__}")
+    _REGISTERED[torch.device(device_type).type] = kernels
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The kernels registered for the type of ``device``, or the torch ones."""
+    from fdk_formats.blockwise.torch_kernels import TORCH_KERNELS
+
+    return _REGISTERED.get(device.type, TORCH_KERNELS)

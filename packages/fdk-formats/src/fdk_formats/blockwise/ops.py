@@ -1,0 +1,212 @@
+"""Quantising and dequantising in blocks: the checks, and the absmax that is itself quantised."""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from fdk_formats.blockwise.blocks import (
+    NestedAbsmax,
+    QuantisedBlocks,
+    check_block_size,
+    check_dtype,
+)
+from fdk_formats.blockwise.codebooks import CODES_8BIT, KINDS_4BIT, dynamic_map, four_bit_code
+from fdk_formats.blockwise.kernels import kernels_for
+
+# bitsandbytes stores the absmax of a 4-bit tensor in blocks of this size, whatever its own blocks.
+NESTED_BLOCK_SIZE_4BIT = 256
+
+
+def quantise_blockwise(
+    tensor: Tensor,
+    code: Tensor | None = None,
+    block_size: int = 4096,
+    nested: bool = False,
+) -> QuantisedBlocks:
+    """Quantises a tensor, in row-major order, to 8-bit codes of the nearest entries of ``code``.
+
+    The same bytes as ``bitsandbytes.functional.quantize_blockwise`` gives on its torch backend;
+    ``docs/blockwise.md`` says where its other backends differ from that one. A tie goes to the
+    lower entry, and a block of zeros decodes to zeros.
+
+    Args:
+        tensor: float32, float16 or bfloat16, any shape. One that is not contiguous is copied once;
+            beyond that and the result, a few chunks of 2^16 elements are all the memory used.
+        code: 256 ascending float values (an entry may repeat), ``dynamic_map()`` by default.
+        block_size: elements that share an absmax, a power of two from 32 to 4096.
+        nested: whether the absmax is stored in 8 bits too, in blocks of ``block_size``.
+
+    Raises:
+        ValueError: for a NaN or infinity in the tensor, a block size that is none, or a code that
+            is not 256 finite ascending values.
+        TypeError: for a tensor of another dtype.
+    """
+    caller = "quantise_blockwise"
+    _check_input(caller, tensor, block_size)
+    code = dynamic_map() if code is None else _checked_code(caller, code)
+    code = code.to(tensor.device)
+    kernels = kernels_for(tensor.device)
+    packed, absmax = kernels.quantise_8bit(_flatten(tensor), code, block_size)
+    _check_finite(caller, absmax, block_size)
+    stored, state = _nest(absmax, block_size) if nested else (absmax, None)
+    return QuantisedBlocks(
+        packed=packed.view(tensor.shape),
+        absmax=stored,
+        code=code.clone(),
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        block_size=block_size,
+        kind="8bit",
+        nested=state,
+    )
+
+
+def quantise_4bit(
+    tensor: Tensor, block_size: int = 64, kind: str = "nf4", nested: bool = False
+) -> QuantisedBlocks:
+    """Quantises a tensor, in row-major order, to two codes a byte of NF4 or FP4.
+
+    The same bytes as ``bitsandbytes.functional.quantize_4bit`` gives on its torch backend, which
+    is the one it uses on a CPU; ``docs/blockwise.md`` says where its CUDA kernels differ.
+
+    Args:
+        tensor: float32, float16 or bfloat16, any shape. One that is not contiguous is copied once;
+            beyond that and the result, a few chunks of 2^16 elements are all the memory used.
+        block_size: elements that share an absmax, a power of two from 32 to 4096.
+        kind: ``nf4`` or ``fp4``.
+        nested: whether the absmax is stored in 8 bits too, in blocks of 256.
+
+    Raises:
+        ValueError: for a NaN or infinity in the tensor, a block size or a kind that is none.
+        TypeError: for a tensor of another dtype.
+    """
+    caller = "quantise_4bit"
+    _check_input(caller, tensor, block_size)
+    if kind not in KINDS_4BIT:
+        raise ValueError(f"{caller}: kind must be one of {', '.join(KINDS_4BIT)}, got {kind!r}")
+    kernels = kernels_for(tensor.device)
+    packed, absmax = kernels.quantise_4bit(_flatten(tensor), kind, block_size)
+    _check_finite(caller, absmax, block_size)
+    stored, state = _nest(absmax, NESTED_BLOCK_SIZE_4BIT) if nested else (absmax, None)
+    return QuantisedBlocks(
+        packed=packed.view(-1, 1),
+        absmax=stored,
+        code=four_bit_code(kind).to(tensor.device, copy=True),
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        block_size=block_size,
+        kind=kind,
+        nested=state,
+    )
+
+
+def dequantise_blockwise(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor that 8-bit codes stand for: one float32 product each, rounded to ``dtype``.
+
+    Args:
+        q: from ``quantise_blockwise``, or put together from a file.
+        dtype: float32, float16 or bfloat16; that of the original by default.
+
+    Raises:
+        ValueError: where ``q`` is 4-bit.
+        TypeError: for another dtype, or where ``q`` is no ``QuantisedBlocks``.
+    """
+    dtype = _checked_output("dequantise_blockwise", q, dtype, ("8bit",))
+    flat = kernels_for(q.packed.device).dequantise_8bit(
+        _flatten(q.packed), _decoded_absmax(q), q.code.contiguous(), q.block_size, dtype
+    )
+    return flat.view(q.shape)
+
+
+def dequantise_4bit(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor that 4-bit codes stand for: one float32 product each, rounded to ``dtype``.
+
+    Args:
+        q: from ``quantise_4bit``, or put together from a file.
+        dtype: float32, float16 or bfloat16; that of the original by default.
+
+    Raises:
+        ValueError: where ``q`` is 8-bit.
+        TypeError: for another dtype, or where ``q`` is no ``QuantisedBlocks``.
+    """
+    dtype = _checked_output("dequantise_4bit", q, dtype, KINDS_4BIT)
+    flat = kernels_for(q.packed.device).dequantise_4bit(
+        _flatten(q.packed), _decoded_absmax(q), q.code.contiguous(), q.block_size, q.numel, dtype
+    )
+    return flat.view(q.shape)
+
+
+def _nest(absmax: Tensor, block_size: int) -> tuple[Tensor, NestedAbsmax]:
+    """Quantises an absmax, less its mean, to the signed dynamic map."""
+    # The mean of no blocks would be a NaN, which no one asked for.
+    offset = absmax.mean() if len(absmax) else absmax.new_zeros(())
+    code = dynamic_map().to(absmax.device, copy=True)
+    kernels = kernels_for(absmax.device)
+    stored, largest = kernels.quantise_8bit(absmax - offset, code, block_size)
+    return stored, NestedAbsmax(absmax=largest, code=code, offset=offset, block_size=block_size)
+
+
+def _decoded_absmax(q: QuantisedBlocks) -> Tensor:
+    """The absmax of each block, ``[ceil(n / block_size), float32]``."""
+    if q.nested is None:
+        return q.absmax.contiguous()
+    absmax = kernels_for(q.absmax.device).dequantise_8bit(
+        q.absmax.contiguous(),
+        q.nested.absmax.contiguous(),
+        q.nested.code.contiguous(),
+        q.nested.block_size,
+        torch.float32,
+    )
+    return absmax + q.nested.offset
+
+
+def _flatten(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)
+
+
+def _check_input(caller: str, tensor: Tensor, block_size: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{caller}: wanted a tensor, got {type(tensor).__name__}")
+    check_dtype(caller, tensor.dtype)
+    check_block_size(caller, block_size)
+
+
+def _checked_code(caller: str, code: Tensor) -> Tensor:
+    if not isinstance(code, Tensor) or not code.is_floating_point():
+        got = code.dtype if isinstance(code, Tensor) else type(code).__name__
+        raise TypeError(f"{caller}: code must be a tensor of floats, got {got}")
+    if code.shape != (CODES_8BIT,):
+        raise ValueError(f"{caller}: code must be [{CODES_8BIT}], got {list(code.shape)}")
+    code = code.detach().to(torch.float32)
+    if not torch.all(torch.isfinite(code)):
+        raise ValueError(f"{caller}: code must be finite, got a NaN or an infinity")
+    falls = torch.nonzero(code[1:] < code[:-1])
+    if len(falls):
+        at = int(falls[0])
+        raise ValueError(
+            f"{caller}: code must be ascending, got {code[at]} before {code[at + 1]} at {at}"
+        )
+    return code
+
+
+def _check_finite(caller: str, absmax: Tensor, block_size: int) -> None:
+    """One pass over the absmax, a block's worth cheaper than one over the tensor."""
+    if len(absmax) and not isfinite(absmax.amax().item()):
+        block = int(torch.nonzero(~torch.isfinite(absmax))[0])
+        raise ValueError(
+            f"{caller}: values must be finite, got a NaN or an infinity in elements "
+            f"{block * block_size} to {(block + 1) * block_size - 1}"
+        )
+
+
+def _checked_output(
+    caller: str, q: QuantisedBlocks, dtype: torch.dtype | None, kinds: tuple[str, ...]
+) -> torch.dtype:
+    if not isinstance(q, QuantisedBlocks):
+        raise TypeError(f"{caller}: wanted a QuantisedBlocks, got {type(q).__name__}")
+    if q.kind not in kinds:
+        raise ValueError(f"{caller}: kind must be {' or '.join(kinds)}, got {q.kind}")
+    dtype = q.dtype if dtype is None else dtype
+    check_dtype(caller, dtype)
+    return dtype

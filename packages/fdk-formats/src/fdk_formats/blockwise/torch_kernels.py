@@ -1,0 +1,191 @@
+"""The blockwise kernels in torch: any device, a chunk of temporaries, and the reference bytes.
+
+The arithmetic follows bitsandbytes 0.50.2's torch backend step for step, because every rounding
+shows in the bytes: a whole block is multiplied by the reciprocal of its absmax, a short last block
+is divided by it, and only the short block's absmax is raised to 1e-38.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
+from fdk_formats.blockwise.kernels import Kernels
+
+# Small enough that a chunk's temporaries stay in a core's cache, large enough that both threads
+# get work from each op: see docs/blockwise.md for the times.
+CHUNK = 1 << 16
+SMALLEST_ABSMAX = 1e-38
+
+
+def quantise_8bit(flat: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """See ``Kernels.quantise_8bit``."""
+    search = _search(code, tuple(range(len(code))), flat.device)
+    packed = torch.empty_like(flat, dtype=torch.uint8)
+    absmax = _empty_absmax(flat, block_size)
+    for start, scaled in _scaled_chunks(flat, absmax, block_size):
+        packed[start : start + len(scaled)] = search(scaled)
+    return packed, absmax
+
+
+def quantise_4bit(flat: Tensor, kind: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """See ``Kernels.quantise_4bit``; an odd n leaves the code of 0.0 in the last low bits."""
+    search = _search(four_bit_code(kind), ascending_codes(kind), flat.device)
+    packed = flat.new_empty((len(flat) + 1) // 2, dtype=torch.uint8)
+    absmax = _empty_absmax(flat, block_size)
+    for start, scaled in _scaled_chunks(flat, absmax, block_size):
+        codes = search(torch.nn.functional.pad(scaled, (0, 1)) if len(scaled) % 2 else scaled)
+        out = packed[start // 2 : start // 2 + len(codes) // 2]
+        torch.add(codes[1::2], codes[::2], alpha=16, out=out)
+    return packed, absmax
+
+
+def dequantise_8bit(
+    packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, dtype: torch.dtype
+) -> Tensor:
+    """See ``Kernels.dequantise_8bit``."""
+    out = torch.empty_like(packed, dtype=dtype)
+    for start in range(0, len(packed), CHUNK):
+        values = code.index_select(0, packed[start : start + CHUNK].to(torch.int32))
+        _write_scaled(out, start, values, absmax, block_size)
+    return out
+
+
+def dequantise_4bit(
+    packed: Tensor,
+    absmax: Tensor,
+    code: Tensor,
+    block_size: int,
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """See ``Kernels.dequantise_4bit``."""
+    # One gather a byte: the two float32 values of each byte travel as one int64.
+    pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)  # [256, 2]
+    pairs = pairs.view(torch.int64).view(-1)  # [256]
+    out = packed.new_empty(numel, dtype=dtype)
+    for start in range(0, numel, CHUNK):
+        chunk = packed[start // 2 : (start + CHUNK) // 2].to(torch.int32)
+        values = pairs.index_select(0, chunk).view(torch.float32)[: numel - start]
+        _write_scaled(out, start, values, absmax, block_size)
+    return out
+
+
+TORCH_KERNELS = Kernels(
+    quantise_8bit=quantise_8bit,
+    dequantise_8bit=dequantise_8bit,
+    quantise_4bit=quantise_4bit,
+    dequantise_4bit=dequantise_4bit,
+)
+
+
+def _empty_absmax(flat: Tensor, block_size: int) -> Tensor:
+    return flat.new_empty(-(-len(flat) // block_size), dtype=torch.float32)
+
+
+def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tuple[int, Tensor]]:
+    """Fills ``absmax`` and yields a start and ``flat[start:...] / absmax`` in float32, in order."""
+    whole = len(flat) - len(flat) % block_size
+    for start in range(0, whole, CHUNK):
+        stop = min(start + CHUNK, whole)
+        blocks = flat[start:stop].to(torch.float32).view(-1, block_size)
+        largest = absmax[start // block_size : stop // block_size]
+        torch.amax(blocks.abs(), dim=1, out=largest)
+        inverse = 1.0 / largest.clamp(min=SMALLEST_ABSMAX)
+        yield start, (blocks * inverse[:, None]).view(-1)
+    if whole < len(flat):
+        tail = flat[whole:].to(torch.float32)
+        absmax[-1] = tail.abs().amax().clamp(min=SMALLEST_ABSMAX)
+        yield whole, tail / absmax[-1]
+
+
+def _write_scaled(out: Tensor, start: int, values: Tensor, absmax: Tensor, block_size: int) -> None:
+    """``out[start:...] = values * absmax`` of each block; ``start`` begins a block."""
+    whole = len(values) - len(values) % block_size
+    first, last = start // block_size, (start + whole) // block_size
+    values[:whole].view(-1, block_size).mul_(absmax[first:last, None])
+    if whole < len(values):
+        values[whole:].mul_(absmax[last])
+    out[start : start + len(values)] = values
+
+
+class _Search:
+    """From float32 values to the codes of the nearest entries; a tie goes to the lower entry.
+
+    A binary search costs about 10 ns a value on a CPU, for its branches cannot be predicted, and
+    gathers cost about 0.5. So the upper half of a float's bits is a key: for the tables in use all
+    values with one key have at most one midpoint between them, and one comparison with it decides.
+
+        thresholds :: [2^16, float32]      the midpoint within a key's values, or infinity
+        codes      :: [2^17, uint8]        the codes below and above it
+    """
+
+    def __init__(self, thresholds: Tensor, codes: Tensor) -> None:
+        self.thresholds = thresholds
+        self.codes = codes
+
+    def __call__(self, scaled: Tensor) -> Tensor:
+        keys = scaled.view(torch.int32) >> 16  # sign-extended: -2^15 to 2^15 - 1
+        keys += 1 << 15
+        above = scaled > self.thresholds.index_select(0, keys)
+        keys <<= 1
+        keys += above
+        return self.codes.index_select(0, keys)
+
+
+class _BinarySearch:
+    """The same codes by ``torch.bucketize``: any table, any device."""
+
+    def __init__(self, bounds: Tensor, order: Tensor) -> None:
+        self.bounds = bounds
+        self.order = order
+
+    def __call__(self, scaled: Tensor) -> Tensor:
+        entries = torch.bucketize(scaled, self.bounds, out_int32=True)
+        return self.order.index_select(0, entries)
+
+
+def _search(code: Tensor, order: tuple[int, ...], device: torch.device) -> _Search | _BinarySearch:
+    if device.type == "cpu":
+        return _cpu_search(tuple(code.tolist()), order)
+    return _binary_search(code.to(device), order)
+
+
+def _binary_search(code: Tensor, order: tuple[int, ...]) -> _BinarySearch:
+    ranks = torch.tensor(order, dtype=torch.uint8, device=code.device)
+    return _BinarySearch(_bounds(code.index_select(0, ranks.to(torch.int32))), ranks)
+
+
+@lru_cache(maxsize=32)
+def _cpu_search(code: tuple[float, ...], order: tuple[int, ...]) -> _Search | _BinarySearch:
+    binary = _binary_search(torch.tensor(code, dtype=torch.float32), order)
+    keys = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    nearest_zero = (keys << 16).view(torch.float32)
+    furthest = (keys << 16 | 0xFFFF).view(torch.float32)
+    negative = keys < 0
+    least = torch.where(negative, furthest, nearest_zero).nan_to_num(posinf=None)
+    most = torch.where(negative, nearest_zero, furthest).nan_to_num(posinf=None)
+    # Midpoints below the least value of a key, below its greatest, and the first and last of
+    # those between the two.
+    below = torch.bucketize(least, binary.bounds, out_int32=True)
+    above = torch.bucketize(most, binary.bounds, out_int32=True)
+    bounds = torch.cat((binary.bounds, torch.tensor([torch.inf])))
+    first, last = bounds[below], bounds[(above - 1).clamp(min=0)]
+    if torch.any((above > below) & (first != last)):
+        return binary
+    thresholds = torch.where(above > below, first, torch.inf)
+    codes = binary.order[torch.stack((below, above), dim=1).view(-1)]
+    return _Search(thresholds, codes)
+
+
+def _bounds(code: Tensor) -> Tensor:
+    """The midpoints of an ascending table, for values that rounding may put just beyond 1.
+
+    Those count as 1 (or -1): a midpoint that 1 does not pass is out of reach, and one that -1
+    passes is always passed.
+    """
+    bounds = (code[:-1] + code[1:]) / 2
+    bounds = torch.where(bounds >= 1, torch.inf, bounds)
+    return torch.where(bounds < -1, -torch.inf, bounds)

@@ -9,6 +9,8 @@ SCALE_DTYPES = {
     "fp32": torch.float32,
     "e8m0": torch.uint8,
 }
+# The mantissa field of sqrt(2) as a float32: above it a value is nearer, in log, to the next power.
+SQRT2_MANTISSA = 0x3504F3
 
 
 def decode_scale(scale: Tensor) -> Tensor:
@@ -20,3 +22,63 @@ def decode_scale(scale: Tensor) -> Tensor:
     if scale.dtype == torch.uint8:
         return (scale.to(torch.int32) << 23).view(torch.float32)
     return scale.to(torch.float32)
+
+
+def encode_scale(scale: Tensor, scale_dtype: str, *, round_up: bool = False) -> Tensor:
+    """Stores float32 scales as ``scale_dtype``; ``decode_scale`` gives the rounded values.
+
+    bf16 and fp16 round to nearest, ties to even. e8m0 rounds to the power of two that is nearest
+    in log, or to the next one up with ``round_up`` (then nothing that the scale covers is
+    clipped); what is smaller than 2^-126 and not zero becomes 2^-126.
+
+    Raises:
+        ValueError: where a scale is too large for its dtype, or negative for e8m0.
+    """
+    assert scale.dtype == torch.float32
+    if scale_dtype == "e8m0":
+        stored, over = _encode_e8m0(scale, round_up)
+    else:
+        stored = scale.to(SCALE_DTYPES[scale_dtype])
+        over = ~torch.isfinite(stored)
+    if over.any():
+        limit = 2.0**127 if scale_dtype == "e8m0" else torch.finfo(stored.dtype).max
+        raise ValueError(
+            f"scale: {scale_dtype} holds up to {limit:g}, got {scale[over][0].item():g}; "
+            "bf16 or fp32 scales hold more"
+        )
+    return stored
+
+
+def _encode_e8m0(scale: Tensor, round_up: bool) -> tuple[Tensor, Tensor]:
+    if (scale < 0).any():
+        raise ValueError(f"scale: e8m0 holds no sign, got {scale.min().item():g}")
+    word = scale.view(torch.int32)
+    exponent, mantissa = word >> 23, word & 0x7FFFFF
+    exponent = exponent + (mantissa > (0 if round_up else SQRT2_MANTISSA))
+    exponent = torch.where(scale > 0, exponent.clamp(min=1), 0)
+    return exponent.to(torch.uint8), exponent > 254
+
+
+def statistic(groups: Tensor, rule: str) -> Tensor:
+    """The statistic of each group, float32 ``[...]`` of float32 ``groups :: [..., G]``.
+
+    ``absmax``: the largest magnitude. ``signmax``: the value of largest magnitude, sign and all,
+    the positive one of a tie. ``absmean`` and ``rms``: the mean magnitude and the root of the mean
+    square, summed in float64, which is exact (whatever the order) for bf16 and fp16 weights,
+    and rounded to float32 once at the end.
+    """
+    if rule == "absmax":
+        return groups.abs().amax(-1)
+    if rule == "signmax":
+        lo, hi = groups.amin(-1), groups.amax(-1)
+        return torch.where(hi >= -lo, hi, lo)
+    size = groups.shape[-1]
+    if rule == "absmean":
+        return (groups.abs().sum(-1, dtype=torch.float64) / size).to(torch.float32)
+    assert rule == "rms"
+    return (groups.to(torch.float64).square().sum(-1) / size).sqrt().to(torch.float32)
+
+
+def divide(groups: Tensor, scale: Tensor) -> Tensor:
+    """``groups :: [..., G]`` over the decoded ``scale :: [...]``, zero where the scale is zero."""
+    return groups / torch.where(scale == 0, torch.inf, scale)[..., None]

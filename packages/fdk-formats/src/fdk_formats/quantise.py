@@ -1,0 +1,178 @@
+"""Quantising a weight: scales from its groups, a codebook, and the nearest code of every weight."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fdk_formats.affine import quantise_affine
+from fdk_formats.codebooks import TABLES, named_codebook
+from fdk_formats.format import Format
+from fdk_formats.groups import GroupedWeight, check_finite, group_weight
+from fdk_formats.histogram import weighted_points
+from fdk_formats.kmeans import optimal_centroids
+from fdk_formats.packing import pack, packed_width
+from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale, statistic
+from fdk_formats.search import nearest, search_scales
+from fdk_formats.tensor import QuantisedTensor
+
+# With `search` and `kmeans`, how often scales and codebook are fitted to each other.
+SEARCH_ROUNDS = 3
+
+
+def quantise(
+    weight: Tensor,
+    format: Format | str,
+    *,
+    importance: Tensor | None = None,
+    codebook: Tensor | None = None,
+    weight_by_scale: bool = True,
+) -> QuantisedTensor:
+    """Quantises ``weight :: [n, k, floating]`` to the nearest values of a format.
+
+    The scale of a group is its statistic over the unit of the codebook, rounded to the format's
+    scale dtype; with ``v = w / scale``, one float32 division by the rounded scale, the code is the
+    number of midpoints ``(c[j] + c[j+1]) / 2`` (float32) below v, so that a tie goes to the lower
+    code. A group of zeros has scale 0 and comes back as exact zeros.
+
+    Args:
+        weight: on any device; a chunk of it at a time is held in float32.
+        format: what to store, for example ``"kmeans4-g64"``.
+        importance: ``[k]`` or ``[n, k]``, not negative: how much the squared error of a weight
+            counts (a diagonal Fisher, or the second moments of the inputs). The k-means and
+            ``search`` use it; the other formats leave no choice to weigh.
+        codebook: ``[2^b]`` ascending values in units of the scale: the table of ``custom``, or one
+            fitted before for ``kmeans`` (frozen during training).
+        weight_by_scale: whether the k-means minimises the error of the weight itself, or, if
+            False, that of weight over scale, in which every group counts the same.
+
+    Raises:
+        ValueError: where weight, importance or codebook do not fit the format or are not finite,
+            or a scale overflows its dtype.
+        TypeError: for tensors of a wrong dtype.
+    """
+    format = Format.parse(format)
+    source = group_weight(weight, format, importance)
+    table = _check_codebook(codebook, format, source)
+    if format.is_affine:
+        return quantise_affine(source, format)
+    table, scale = _fit(source, format, table, weight_by_scale)
+    return QuantisedTensor(
+        format=format,
+        shape=(weight.shape[0], weight.shape[1]),
+        packed=_pack_nearest(source, format, table, scale),
+        scale=scale,
+        codebook=table,
+    )
+
+
+def fit_codebook(
+    weight: Tensor,
+    format: Format | str,
+    *,
+    importance: Tensor | None = None,
+    weight_by_scale: bool = True,
+) -> Tensor:
+    """The codebook ``[2^b, float32]`` that ``quantise`` would use: fitted for ``kmeans``.
+
+    Arguments and errors are those of ``quantise``. To train with a frozen codebook, hand it back:
+    ``quantise(weight, format, codebook=...)``.
+    """
+    format = Format.parse(format)
+    source = group_weight(weight, format, importance)
+    if format.is_affine:
+        raise ValueError(f"fit_codebook: {format} has no codebook")
+    table = _check_codebook(None, format, source)
+    return _fit(source, format, table, weight_by_scale)[0]
+
+
+def _check_codebook(table: Tensor | None, format: Format, source: GroupedWeight) -> Tensor | None:
+    """The caller's codebook as float32, checked against the format."""
+    if table is None:
+        if format.codebook == "custom":
+            raise ValueError(f"quantise: {format} needs codebook=, {1 << format.bits} values")
+        return None
+    if format.codebook not in ("custom", "kmeans"):
+        raise ValueError(f"quantise: {format} takes no codebook, only custom and kmeans do")
+    if not isinstance(table, Tensor) or not table.dtype.is_floating_point:
+        got = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        raise TypeError(f"quantise: codebook must be a floating tensor, got {got}")
+    if tuple(table.shape) != (1 << format.bits,):
+        raise ValueError(
+            f"quantise: codebook of {format} must be [{1 << format.bits}], got {list(table.shape)}"
+        )
+    table = table.detach().to(source.weight.device, torch.float32)
+    if not torch.isfinite(table).all() or (table.diff() < 0).any():
+        raise ValueError(
+            f"quantise: codebook must be finite and ascending, got {table.tolist()[:8]}..."
+        )
+    return table
+
+
+def _fit(
+    source: GroupedWeight, format: Format, table: Tensor | None, weight_by_scale: bool
+) -> tuple[Tensor, Tensor]:
+    """The codebook and the stored scales ``[n, k/G]``."""
+    searching = format.scale_rule == "search"
+    unit = 1.0
+    fitted = table is None and format.codebook == "kmeans"
+    if table is None and not fitted:
+        named = named_codebook(format, source.weight.shape[1])
+        table, unit = named.tensor(source.weight.device), named.unit
+    scale = _statistic_scales(source, format, unit)
+    if fitted:
+        table = _fit_kmeans(source, format, scale, weight_by_scale)
+    assert table is not None
+    if searching:
+        scale = search_scales(source, format, table, unit, None)
+    if fitted and searching:
+        for _ in range(SEARCH_ROUNDS - 1):
+            table = _fit_kmeans(source, format, scale, weight_by_scale)
+            scale = search_scales(source, format, table, unit, scale)
+    return table, scale
+
+
+def _statistic_scales(source: GroupedWeight, format: Format, unit: float) -> Tensor:
+    """Scales from each group alone; ``search`` starts from the largest magnitude."""
+    rule = "absmax" if format.scale_rule == "search" else str(format.scale_rule)
+    dtype = SCALE_DTYPES[format.scale_dtype]
+    scale = torch.empty(source.shape, dtype=dtype, device=source.weight.device)
+    for chunk in source.chunks():
+        value = statistic(chunk.groups, rule)
+        check_finite(chunk, value)
+        scale[chunk.rows] = encode_scale(
+            value / unit, format.scale_dtype, round_up=rule == "absmax"
+        )
+    return scale
+
+
+def _fit_kmeans(
+    source: GroupedWeight, format: Format, scale: Tensor, weight_by_scale: bool
+) -> Tensor:
+    """The k-means codebook of weight over scale, on the device of the weight."""
+
+    def samples() -> Iterator[tuple[Tensor, Tensor]]:
+        for chunk in source.chunks():
+            decoded = decode_scale(scale[chunk.rows])
+            mass = decoded.to(torch.float64).square() if weight_by_scale else decoded != 0
+            mass = mass.to(torch.float64)[..., None].expand(chunk.groups.shape)
+            if chunk.importance is not None:
+                mass = mass * chunk.importance
+            yield divide(chunk.groups, decoded), mass.contiguous()
+
+    peak = max((value.abs().max().item() for value, _ in samples()), default=0.0)
+    guess = np.array(TABLES["uniform"](format.bits))
+    centroids = optimal_centroids(weighted_points(samples, peak), 1 << format.bits, guess)
+    return torch.from_numpy(centroids.astype(np.float32)).to(scale.device)
+
+
+def _pack_nearest(source: GroupedWeight, format: Format, table: Tensor, scale: Tensor) -> Tensor:
+    n, k = source.weight.shape
+    packed = torch.empty(
+        (n, packed_width(format.bits, k)), dtype=torch.uint8, device=source.weight.device
+    )
+    for chunk in source.chunks():
+        codes = nearest(divide(chunk.groups, decode_scale(scale[chunk.rows])), table)
+        packed[chunk.rows] = pack(codes.flatten(1), format.bits)
+    return packed

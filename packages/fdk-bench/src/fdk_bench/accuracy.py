@@ -185,23 +185,23 @@ def measure(
     )
 
 
-def with_weights(subject: Subject, W_hat: Mapping[str, Tensor]) -> Embedder:
+def with_weights(subject: Subject, weights: Mapping[str, Tensor]) -> Embedder:
     """The model with other weights in its quantised layers; the model itself stays as it is."""
-    weights = {f"{name}.weight": weight for name, weight in W_hat.items()}
+    replaced = {f"{name}.weight": weight for name, weight in weights.items()}
 
     def run(**inputs: Tensor) -> object:
         # Untied: a weight that an embedding shares is quantised in the linear layer alone.
-        return functional_call(subject.model.module, weights, kwargs=inputs, tie_weights=False)
+        return functional_call(subject.model.module, replaced, kwargs=inputs, tie_weights=False)
 
     return run
 
 
-def weight_error(subject: Subject, W_hat: Mapping[str, Tensor]) -> float:
+def weight_error(subject: Subject, weights: Mapping[str, Tensor]) -> float:
     """Root of (sum of (W_hat - W)^2 over sum of W^2), over all layers."""
     error = total = 0.0
     for name, linear in subject.layers.items():
         weight = linear.weight.detach().double()
-        error += (W_hat[name].double() - weight).square().sum().item()
+        error += (weights[name].double() - weight).square().sum().item()
         total += weight.square().sum().item()
     return float((error / total) ** 0.5)
 

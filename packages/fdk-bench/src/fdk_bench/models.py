@@ -69,7 +69,7 @@ def load_model(folder: Path | None = None) -> TextModel:
     with _offline():
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             module = transformers.AutoModel.from_pretrained(

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from fdk_bench.accuracy import BASELINE, AccuracyRow
 
@@ -22,7 +22,7 @@ STYLES = (
     ("#56B4E9", "P", (0, (1, 1))),
 )
 GREY = "#555555"
-TICKS = (1, 2, 3, 4, 6, 8, 16)
+TICKS = (1, 1.25, 2.25, 3.25, 4.25, 8.25, 16)
 SMALLEST_LOSS = 1e-7  # of a cosine computed in float32
 
 
@@ -38,8 +38,7 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
     measured = [row for row in rows if row.values is not None]
     if not measured:
         raise ValueError("plot_accuracy: wanted at least one measured row, got none")
-    settings = {"font.size": 10, "svg.fonttype": "none", "axes.axisbelow": True}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context({"font.size": 10, "svg.fonttype": "none", "axes.axisbelow": True}):
         figure = Figure(figsize=(13, 4.8), layout="constrained")
         left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 3))
         _draw_curves(left, measured, 0, "relative weight error (RMS)")
@@ -90,7 +89,9 @@ def _draw_ranking(axes: Axes, rows: Sequence[AccuracyRow]) -> None:
     axes.plot(errors, range(len(ranked)), "o", color="black", markersize=5)
     axes.set_yticks(range(len(ranked)), [_ranked_label(row) for row in ranked])
     axes.set_xlim(0, 1.12 * max(errors))
-    axes.set_xlabel(f"relative weight error (RMS), {width}-bit formats")
+    axes.set_title(f"{width}-bit formats (bits per weight)", fontsize=10)
+    axes.set_xlabel("relative weight error (RMS)")
+    axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.grid(color="#DDDDDD", axis="x")
 
 

@@ -6,23 +6,17 @@ from rich.table import Table
 
 from fdk_bench.accuracy import AccuracyRow, AccuracyValues, Comparison
 
-HEADINGS = (
-    "format",
-    "bits/weight",
-    "file MB",
-    "weight error",
-    "cosine mean",
-    "cosine min",
-    "seconds",
-)
+HEADINGS = ("format", "bits/weight", "file MB", "weight error", "cosine mean", "min", "seconds")
 
 
 def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
     """One line per format; a line between widths; the error in place of a failed row's values."""
     table = Table(caption=_caption(rows), caption_justify="left", title_justify="left")
-    table.add_column(HEADINGS[0], no_wrap=True)
+    table.add_column(HEADINGS[0], no_wrap=True, min_width=18)
     for heading in HEADINGS[1:]:
-        table.add_column(heading, justify="right", no_wrap=True)
+        # Two lines each, so that the table fits 80 columns.
+        heading = heading.replace("/", "/ ").replace(" ", "\n")
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
     width = None
     for row in rows:
         if row.values is None:

@@ -58,8 +58,9 @@ def accuracy(
 ) -> None:
     """Quantise a trained model's linear layers; print what each format costs and loses.
 
-    Writes accuracy.jsonl, accuracy.md, accuracy.png and accuracy.svg. Ctrl-C keeps what was
-    measured. Exit code: 0 all measured, 1 a format failed, 2 bad usage, 130 interrupted.
+    Writes accuracy.jsonl, .md, .png and .svg. Ctrl-C keeps what was measured.
+
+    Exit code: 0 all measured, 1 a format failed, 2 bad usage, 130 interrupted.
     """
     from rich.console import Console
 
@@ -133,7 +134,7 @@ def _read_sentences(path: Path | None) -> tuple[str, ...]:
 def _measure(
     subject: "Subject", names: list[str], path: Path, json_lines: bool
 ) -> tuple[list["AccuracyRow"], bool]:
-    """Measures, writing each row as soon as it is there; returns the rows and whether Ctrl-C came."""
+    """Measures, writing each row at once; returns the rows and whether Ctrl-C came."""
     import torch
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn

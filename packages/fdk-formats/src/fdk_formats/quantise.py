@@ -125,11 +125,10 @@ def _fit(
         table = _fit_kmeans(source, format, scale, weight_by_scale)
     assert table is not None
     if searching:
-        scale = search_scales(source, format, table, unit, None)
-    if fitted and searching:
-        for _ in range(SEARCH_ROUNDS - 1):
-            table = _fit_kmeans(source, format, scale, weight_by_scale)
-            scale = search_scales(source, format, table, unit, scale)
+        scale = search_scales(source, format, table, unit, scale)
+    for _ in range(SEARCH_ROUNDS if searching and fitted else 0):
+        table = _fit_kmeans(source, format, scale, weight_by_scale)
+        scale = search_scales(source, format, table, unit, scale)
     return table, scale
 
 

@@ -41,12 +41,16 @@ def encode_scale(scale: Tensor, scale_dtype: str, *, round_up: bool = False) -> 
         stored = scale.to(SCALE_DTYPES[scale_dtype])
         over = ~torch.isfinite(stored)
     if over.any():
-        limit = 2.0**127 if scale_dtype == "e8m0" else torch.finfo(stored.dtype).max
         raise ValueError(
-            f"scale: {scale_dtype} holds up to {limit:g}, got {scale[over][0].item():g}; "
-            "bf16 or fp32 scales hold more"
+            f"scale: {scale_dtype} holds up to {largest_scale(scale_dtype):g}, "
+            f"got {scale[over][0].item():g}"
         )
     return stored
+
+
+def largest_scale(scale_dtype: str) -> float:
+    """The largest scale that a dtype holds."""
+    return 2.0**127 if scale_dtype == "e8m0" else torch.finfo(SCALE_DTYPES[scale_dtype]).max
 
 
 def _encode_e8m0(scale: Tensor, round_up: bool) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,21 @@
-"""The nearest code of a value, and the scale of least squared error of a group."""
+"""The nearest code of a value, and the scale of least squared error of each group."""
 
 import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
-from fdk_formats.groups import Chunk, GroupedWeight, check_finite
-from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale, statistic
+from fdk_formats.groups import GroupedWeight
+from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 
-# Up to this many midpoints, comparing with each beats a binary search (see `nearest`).
+# Up to this many midpoints, comparing with each is as fast as a binary search or faster (2 cores,
+# 4096 x 4096: 4 bits 0.10 s against 0.17 s; at 5 bits even).
 MAX_COMPARED = 15
+# Candidates: the largest magnitude maps to the unit, to a little less (the first), or is clipped,
+# down to CLIP of the rms, where one bit has its optimum.
+CANDIDATES = 16
+WIDEN = 1.1
+CLIP = 0.7
+REFITS = 3
 
 
 def nearest(value: Tensor, table: Tensor) -> Tensor:
@@ -23,6 +30,76 @@ def nearest(value: Tensor, table: Tensor) -> Tensor:
 
 
 def search_scales(
-    source: GroupedWeight, format: Format, table: Tensor, unit: float, start: Tensor | None
+    source: GroupedWeight, format: Format, table: Tensor, unit: float, start: Tensor
 ) -> Tensor:
-    raise NotImplementedError
+    """Stored scales ``[n, k/G]`` of lower squared error than ``start``, or the same.
+
+    Each group tries a geometric grid of scales and then, with the codes of the best, the scale of
+    least squares, a few times over. Every candidate is rounded to its dtype before it is judged,
+    and taken only where it is better.
+    """
+    best = start.clone()
+    for chunk in source.chunks():
+        group = _GroupError(chunk.groups, chunk.importance, table)
+        search = _Best(group, format.scale_dtype, best[chunk.rows])
+        for candidate in clipped(chunk.groups):
+            search.offer(candidate / unit)
+        for _ in range(REFITS):
+            search.offer(group.least_squares(search.scale))
+        best[chunk.rows] = search.scale
+    return best
+
+
+def clipped(groups: Tensor) -> list[Tensor]:
+    """Magnitudes to map to the end of the grid, from over the largest to under the rms."""
+    top, low = statistic(groups, "absmax") * WIDEN, statistic(groups, "rms") * CLIP
+    ratio = divide(low[..., None], top)[..., 0]
+    return [top * ratio ** (i / (CANDIDATES - 1)) for i in range(CANDIDATES)]
+
+
+class _Best:
+    """The best stored scale of each group so far, and its error."""
+
+    def __init__(self, group: "_GroupError", scale_dtype: str, start: Tensor) -> None:
+        self.group, self.scale_dtype = group, scale_dtype
+        self.scale, self.error = start, group.of(start)
+
+    def offer(self, scale: Tensor) -> None:
+        limit = largest_scale(self.scale_dtype)
+        low = 0.0 if self.scale_dtype == "e8m0" else -limit
+        stored = encode_scale(scale.clamp(low, limit), self.scale_dtype)
+        error = self.group.of(stored)
+        better = error < self.error
+        self.scale = torch.where(better, stored, self.scale)
+        self.error = torch.where(better, error, self.error)
+
+
+class _GroupError:
+    """The squared error of groups at a scale, relative to their largest magnitude.
+
+    Relative, so that squares neither overflow nor underflow float32.
+    """
+
+    def __init__(self, groups: Tensor, importance: Tensor | None, table: Tensor) -> None:
+        self.table, self.importance = table, importance
+        self.peak = statistic(groups, "absmax")
+        self.value = divide(groups, self.peak)
+
+    def of(self, stored: Tensor) -> Tensor:
+        """The error of each group, ``[rows, k/G]``."""
+        ratio, decoded = self._decoded(stored)
+        return self._sum((self.value - decoded * ratio[..., None]).square_())
+
+    def least_squares(self, stored: Tensor) -> Tensor:
+        """The scale of least error under the codes that ``stored`` gives."""
+        _, decoded = self._decoded(stored)
+        product, square = self._sum(self.value * decoded), self._sum(decoded.square())
+        return divide(product[..., None], square)[..., 0] * self.peak
+
+    def _decoded(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = divide(decode_scale(stored)[..., None], self.peak)[..., 0]
+        codes = nearest(divide(self.value, ratio), self.table)
+        return ratio, self.table[codes.to(torch.int32)]
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return (values if self.importance is None else values * self.importance).sum(-1)

@@ -1,0 +1,33 @@
+"""The command line ``fdk-bench``: one module of ``commands`` for each subcommand."""
+
+import typer
+
+from fdk_bench import __version__
+from fdk_bench.commands.accuracy import accuracy
+
+app = typer.Typer(
+    name="fdk-bench",
+    help="Measures and compares fdk: linear layers with weights stored in 1 to 8 bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fdk-bench {__version__}")
+        raise typer.Exit()
+
+
+# A callback also keeps `accuracy` a subcommand while it is the only one.
+@app.callback()
+def main(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", callback=_print_version, is_eager=True
+    ),
+) -> None:
+    """Measures and compares fdk: linear layers with weights stored in 1 to 8 bits."""
+
+
+app.command()(accuracy)

@@ -1,0 +1,117 @@
+"""Plots of results: PNG and SVG, readable in print and for colour-blind readers."""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from fdk_bench.accuracy import BASELINE, AccuracyRow
+
+# Okabe and Ito's colours, each with a marker and a dash of its own: the plot is read without them.
+STYLES = (
+    ("#0072B2", "o", "-"),
+    ("#D55E00", "s", "--"),
+    ("#009E73", "^", "-."),
+    ("#CC79A7", "D", ":"),
+    ("#E69F00", "v", (0, (5, 1, 1, 1))),
+    ("#56B4E9", "P", (0, (1, 1))),
+)
+GREY = "#555555"
+TICKS = (1, 1.25, 2.25, 3.25, 4.25, 8.25, 16)
+SMALLEST_LOSS = 1e-7  # of a cosine computed in float32
+
+
+def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
+    """Draws error against bits to ``path`` with the suffixes .png and .svg; returns both.
+
+    Left: weight error. Middle: loss of the output, 1 - mean cosine. Right: the formats of the
+    width that most rows have, by weight error, since their points fall on each other on the left.
+
+    Raises:
+        ValueError: where no row was measured.
+    """
+    measured = [row for row in rows if row.values is not None]
+    if not measured:
+        raise ValueError("plot_accuracy: wanted at least one measured row, got none")
+    with matplotlib.rc_context({"font.size": 10, "svg.fonttype": "none", "axes.axisbelow": True}):
+        figure = Figure(figsize=(13, 4.8), layout="constrained")
+        left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 3))
+        _draw_curves(left, measured, 0, "relative weight error (RMS)")
+        _draw_curves(middle, measured, 1, "loss of the output (1 - mean cosine)")
+        _draw_ranking(right, measured)
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+        case = measured[0].case
+        figure.suptitle(f"{case.model}: what a format of few bits loses", fontsize=12)
+        paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+        for target in paths:
+            figure.savefig(target, dpi=160)
+    return paths
+
+
+def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str) -> None:
+    styles = cycle(STYLES)
+    lone: list[tuple[float, float]] = []
+    for name, points in _series(rows, which):
+        if name == BASELINE:
+            axes.plot(*points[0], "*", color="black", markersize=10, label="bf16 weights")
+        elif len(points) == 1:
+            lone += points
+        else:
+            colour, marker, dash = next(styles)
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, color=colour, marker=marker, linestyle=dash, markersize=6, label=name)
+    if lone:
+        x, y = zip(*lone, strict=True)
+        axes.plot(x, y, "x", color=GREY, markersize=6, zorder=1, label="formats of one width")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(TICKS))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.set_xlabel("bits per weight (scales included)")
+    axes.set_ylabel(label)
+    axes.grid(color="#DDDDDD")
+
+
+def _draw_ranking(axes: Axes, rows: Sequence[AccuracyRow]) -> None:
+    widths = [int(bits) for row in rows if (bits := _point(row, 0)[0]) < 16] or [16]
+    width = max(sorted(widths, reverse=True), key=widths.count)
+    ranked = [row for row in rows if int(_point(row, 0)[0]) == width]
+    ranked.sort(key=lambda row: _point(row, 0)[1], reverse=True)
+    errors = [_point(row, 0)[1] for row in ranked]
+    axes.hlines(range(len(ranked)), 0, errors, color="#BBBBBB", linewidth=1)
+    axes.plot(errors, range(len(ranked)), "o", color="black", markersize=5)
+    axes.set_yticks(range(len(ranked)), [_ranked_label(row) for row in ranked])
+    axes.set_xlim(0, 1.12 * max(errors))
+    axes.set_title(f"{width}-bit formats (bits per weight)", fontsize=10)
+    axes.set_xlabel("relative weight error (RMS)")
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.grid(color="#DDDDDD", axis="x")
+
+
+def _ranked_label(row: AccuracyRow) -> str:
+    return f"{row.case.format}  ({_point(row, 0)[0]:.2f})"
+
+
+def _series(
+    rows: Sequence[AccuracyRow], which: int
+) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+    """Formats that differ in nothing but their width, in the order of their first rows."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        name = re.sub(r"^([a-z_]+)\d(?=-)", r"\1", row.case.format)
+        series.setdefault(name, []).append(_point(row, which))
+    for name, points in series.items():
+        yield name, sorted(points)
+
+
+def _point(row: AccuracyRow, which: int) -> tuple[float, float]:
+    assert row.values is not None
+    loss = max(SMALLEST_LOSS, 1 - row.values.cosine_mean)
+    return row.values.bits_per_weight, (row.values.weight_error, loss)[which]

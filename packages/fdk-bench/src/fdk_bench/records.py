@@ -1,0 +1,105 @@
+"""Rows of a benchmark and the facts about machine, versions and command that make them whole."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+Case = TypeVar("Case")
+Values = TypeVar("Values")
+
+
+@dataclass(frozen=True)
+class Row(Generic[Case, Values]):
+    """One case of a benchmark and what was measured; a case that failed has an error instead.
+
+    ``case`` and ``values`` are frozen dataclasses of plain numbers and strings.
+    """
+
+    case: Case
+    values: Values | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.values is None) != (self.error is None), "a row has values or an error"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is the same for every row of a run."""
+
+    benchmark: str
+    started: str
+    command: str
+    commit: str | None
+    device: str
+    threads: int
+    platform: str
+    versions: Mapping[str, str]
+
+
+def gather_facts(
+    benchmark: str, *, device: str, threads: int, modules: tuple[str, ...] = ()
+) -> Facts:
+    """The facts of this process; ``modules`` are the imported modules whose versions matter."""
+    versions = {"python": platform.python_version()}
+    versions |= {name: _version(name) for name in ("fdk_bench", "fdk_formats", *modules)}
+    return Facts(
+        benchmark=benchmark,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["fdk-bench", *sys.argv[1:]]),
+        commit=source_commit(),
+        device=device,
+        threads=threads,
+        platform=platform.platform(),
+        versions=versions,
+    )
+
+
+def to_record(row: Row[Any, Any], facts: Facts) -> dict[str, Any]:
+    """A whole row as JSON takes it: ``case``, ``values`` and ``error``, then the facts."""
+    return {"benchmark": facts.benchmark, **asdict(row), **asdict(facts)}
+
+
+def to_json(row: Row[Any, Any], facts: Facts) -> str:
+    """A whole row as one line of JSONL, without its newline."""
+    return json.dumps(to_record(row, facts), allow_nan=False, ensure_ascii=False)
+
+
+def source_commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The commit of the checkout that ``folder`` is tracked in, ``-dirty`` added; else None.
+
+    A package installed under somebody else's checkout is not tracked there: None, not their commit.
+    """
+    try:
+        _git(folder, "ls-files", "--error-unmatch", ".")
+        return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _version(module: str) -> str:
+    # From the module, not from package metadata: fdk also runs from PYTHONPATH alone.
+    return str(getattr(sys.modules.get(module), "__version__", "not imported"))

@@ -11,10 +11,19 @@ from fdk_formats.backends import (
     register,
     select,
 )
+from fdk_formats.blockwise import (
+    QuantisedBlocks,
+    dequantise_4bit,
+    dequantise_blockwise,
+    quantise_4bit,
+    quantise_blockwise,
+)
 from fdk_formats.fake import fake_quantise
+from fdk_formats.files import load, save
 from fdk_formats.format import Format
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.model import quantise_model
+from fdk_formats.model_files import load_model, save_model
 from fdk_formats.packing import pack, unpack
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.report import LayerReport, ModelReport, model_report, relative_error
@@ -29,19 +38,28 @@ __all__ = [
     "ModelReport",
     "NoBackendError",
     "Problem",
+    "QuantisedBlocks",
     "QuantisedLinear",
     "QuantisedTensor",
     "QuantisedWeight",
     "all_backends",
+    "dequantise_4bit",
+    "dequantise_blockwise",
     "fake_quantise",
     "fit_codebook",
+    "load",
+    "load_model",
     "model_report",
     "pack",
     "quantise",
+    "quantise_4bit",
+    "quantise_blockwise",
     "quantise_model",
     "reasons_against",
     "register",
     "relative_error",
+    "save",
+    "save_model",
     "select",
     "unpack",
 ]

@@ -1,0 +1,128 @@
+"""Whole models in one file: save_model writes one that quantise_model made, load_model reads it."""
+
+import copy
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fdk_formats.files import load, save
+from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.tensor import QuantisedTensor
+
+
+def save_model(
+    path: str | os.PathLike[str], model: nn.Module, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes every quantised weight and every other tensor of a model's ``state_dict``.
+
+    A quantised layer ``x`` is stored as the weight ``x.weight`` and the tensor ``x.bias``,
+    whatever its backend; tied weights are stored once. See ``save``.
+    """
+    quantised: dict[QuantisedWeight, QuantisedTensor] = {}
+    tensors: dict[str, QuantisedTensor | Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantisedWeight):
+            if module not in quantised:
+                quantised[module] = module.unpack()
+            tensors[name] = quantised[module]
+    for name, value in model.state_dict().items():
+        if name.rpartition(".")[0] not in tensors:
+            tensors[name] = value
+    save(path, tensors, metadata=metadata)
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    backend: str = "auto",
+    *,
+    device: torch.device | str | int | None = None,
+) -> nn.Module:
+    """A copy of ``model`` with the quantised layers and all tensors of a file.
+
+    Args:
+        path: of a file that ``save_model`` wrote.
+        model: of the same architecture, not quantised; may be on the meta device, which costs no
+            memory. It is left untouched.
+        backend: see ``select``.
+        device: of the result; None for that of the model, and the CPU for a model on meta.
+
+    Raises:
+        ValueError: where the file is damaged (see ``load``), or does not fit the model: the
+            message names the tensors that are missing, unexpected or of another shape.
+        NoBackendError: where no backend takes a layer.
+    """
+    if device is None:
+        first = next(model.parameters(), None)
+        device = "cpu" if first is None or first.device.type == "meta" else first.device
+    tensors = load(path, device=device)
+    plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    weights: dict[int, QuantisedWeight] = {}
+    memo: dict[int, nn.Module] = {}
+    for name, q in tensors.items():
+        if isinstance(q, Tensor):
+            continue
+        linear = _linear(path, model, name, q)
+        if id(q) not in weights:
+            weights[id(q)] = QuantisedWeight(q, backend=backend, dtype=linear.weight.dtype)
+        # The bias is a placeholder: load_state_dict fills it with the other tensors.
+        layer = QuantisedLinear(weights[id(q)], linear.bias)
+        memo[id(linear)] = layer.train(linear.training)
+    result: nn.Module = copy.deepcopy(model, memo)
+    ties = _ties(result)
+    _load_plain(path, result, plain, {name for name in tensors if name not in plain})
+    for first_name, *names in ties:
+        parameter = result.get_parameter(first_name)
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            setattr(result.get_submodule(parent), attribute, parameter)
+    return result.to(device)
+
+
+def _linear(
+    path: str | os.PathLike[str], model: nn.Module, name: str, q: QuantisedTensor
+) -> nn.Linear:
+    parent = name.removesuffix(".weight") if name != "weight" else ""
+    try:
+        module = model.get_submodule(parent)
+    except AttributeError:
+        raise ValueError(f"{path}: {name}: the model has no layer {parent!r}") from None
+    if not isinstance(module, nn.Linear) or module.weight.shape != q.shape:
+        shape = list(module.weight.shape) if isinstance(module, nn.Linear) else ""
+        raise ValueError(
+            f"{path}: {name} needs a Linear of weight {list(q.shape)}, "
+            f"the model has {type(module).__name__} {shape}"
+        )
+    return module
+
+
+def _load_plain(
+    path: str | os.PathLike[str], model: nn.Module, plain: dict[str, Tensor], quantised: set[str]
+) -> None:
+    try:
+        # assign: a model on meta has nothing to copy into
+        keys = model.load_state_dict(plain, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{path}: does not fit the model: {error}") from None
+    missing = [key for key in keys.missing_keys if key.rpartition(".")[0] not in quantised]
+    if missing or keys.unexpected_keys:
+        raise ValueError(
+            f"{path}: does not fit the model: missing {', '.join(missing) or 'nothing'}; "
+            f"unexpected {', '.join(keys.unexpected_keys) or 'nothing'}"
+        )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if left := [name for name, tensor in tensors if tensor.device.type == "meta"]:
+        raise ValueError(
+            f"{path}: holds no {', '.join(left)}, which the model has on the meta device only; "
+            f"build the model on a real one"
+        )
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same, which assigning each would untie."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]

@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fdk_formats import (
+    QuantisedLinear,
+    load,
+    load_model,
+    quantise,
+    quantise_model,
+    save,
+    save_model,
+)
+
+
+class Net(nn.Module):
+    """Two linear layers that share a weight, a head tied to the embedding, a buffer."""
+
+    def __init__(self, k: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, k)
+        self.first = nn.Linear(k, k)
+        self.second = nn.Linear(k, k, bias=False)
+        self.second.weight = self.first.weight
+        self.lm_head = nn.Linear(k, 20, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor([3]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.lm_head(self.second(torch.relu(self.first(self.embed(ids)))))
+        return y
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def net(seed: int = 0, k: int = 32) -> Net:
+    torch.manual_seed(seed)
+    return Net(k)
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    return quantise_model(model, "kmeans4-g32", backend="reference", progress=False)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_model(tmp_path / "net.safetensors", quantised(net()), metadata={"made": "here"})
+    return tmp_path / "net.safetensors"
+
+
+def test_the_file_is_canonical(path: Path) -> None:
+    tensors = load(path)
+    expected = ["embed.weight", "first.bias", "first.weight", "lm_head.weight", "second.weight"]
+    assert sorted(tensors) == [*expected, "steps"]
+    q = quantise(net().first.weight, "kmeans4-g32")
+    assert torch.equal(tensors["first.weight"].packed, q.packed)
+    assert tensors["first.weight"] is tensors["second.weight"]
+    assert tensors["embed.weight"] is tensors["lm_head.weight"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_load_model(path: Path, device: str) -> None:
+    with torch.device(device):
+        skeleton = net(seed=1)
+    model = load_model(path, skeleton, backend="reference")
+    assert torch.equal(model(IDS), quantised(net())(IDS))
+    assert isinstance(model.first, QuantisedLinear)
+    assert model.first.weight is model.second.weight
+    assert model.lm_head.weight is model.embed.weight
+    assert model.steps.tolist() == [3]
+    assert type(skeleton.first) is nn.Linear
+    assert skeleton.embed.weight.device.type == device
+
+
+def test_a_single_layer(tmp_path: Path) -> None:
+    source = QuantisedLinear.from_linear(nn.Linear(32, 8), "nf4-g16", backend="reference")
+    save_model(tmp_path / "layer", source)
+    layer = load_model(tmp_path / "layer", nn.Linear(32, 8), backend="reference")
+    x = torch.randn(3, 32)
+    assert torch.equal(layer(x), source(x))
+
+
+def test_what_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"needs a Linear of weight \[32, 32\], .*\[64, 64\]"
+    ):
+        load_model(path, net(k=64), backend="reference")
+    with pytest.raises(ValueError, match=r"first\.weight: the model has no layer 'first'"):
+        load_model(path, nn.Module(), backend="reference")
+    other = net()
+    other.extra = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"missing extra\.weight, extra\.bias; unexpected nothing"):
+        load_model(path, other, backend="reference")
+    save(tmp_path / "more", load(path) | {"surplus": torch.ones(1)})
+    with pytest.raises(ValueError, match="missing nothing; unexpected surplus"):
+        load_model(tmp_path / "more", net(), backend="reference")
+    save(tmp_path / "steps", load(path) | {"steps": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"(?s)does not fit the model: .*size mismatch for steps"):
+        load_model(tmp_path / "steps", net(), backend="reference")
+
+
+def test_a_buffer_that_no_file_holds_cannot_come_from_meta(path: Path) -> None:
+    with torch.device("meta"):
+        skeleton = net()
+        skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    with pytest.raises(ValueError, match="holds no inv_freq, which the model has on the meta"):
+        load_model(path, skeleton, backend="reference")

@@ -78,31 +78,33 @@ class _AffineFit:
 
     def minmax(self) -> _Grid:
         """The grid over the whole range."""
-        return self._grid(self.lo, self.hi, round_up=True)
+        return self._grid(self.lo, self.hi)
 
     def search(self) -> _Grid:
         """The grid of least squared error that was found."""
         self.value = divide(self.groups, self.peak[..., None])
-        mean = self.groups.mean(-1)
+        mean = self.value.mean(-1) * self.peak
         best = self.minmax()
         error = self._error(best)
         half = torch.maximum(self.hi - mean, mean - self.lo)
         for reach in clipped(self.groups - mean[..., None]):
             share = divide(reach, half)
             lo, hi = mean + (self.lo - mean) * share, mean + (self.hi - mean) * share
-            best, error = self._better(self._grid(lo, hi), best, error)
+            best, error = self._better(self._grid(lo, hi, clipping=True), best, error)
         for _ in range(REFITS):
             best, error = self._better(self._least_squares(best), best, error)
         return best
 
-    def _grid(self, lo: Tensor, hi: Tensor, round_up: bool = False) -> _Grid:
+    def _grid(self, lo: Tensor, hi: Tensor, clipping: bool = False) -> _Grid:
         if self.format.zero_point == "int":
             lo, hi = lo.clamp(max=0), hi.clamp(min=0)
         scale = (hi - lo) / self.top
         if self.format.zero_point == "float":
             limit = ZERO_LIMIT[self.format.scale_dtype]
             scale = torch.maximum(scale, torch.maximum(-lo, hi) / limit)
-        stored = encode_scale(scale, self.format.scale_dtype, round_up=round_up)
+        if clipping:
+            scale = scale.clamp(max=largest_scale(self.format.scale_dtype))
+        stored = encode_scale(scale, self.format.scale_dtype, round_up=not clipping)
         zero = divide(-lo, decode_scale(stored))
         if self.format.zero_point == "int":
             zero = zero.round().clamp(0, self.top)

@@ -107,9 +107,9 @@ def best_partition(mass: Array, moment: Array, count: int) -> Indices:
     """Borders ``[count + 1]`` of the partition of a line into intervals of least squared error.
 
     ``mass`` and ``moment`` are prefix sums, ``[atoms + 1]`` with a leading zero. Dynamic
-    programming over the number of intervals; the best last border never moves left when an atom is added, so
-    each layer is filled by divide and conquer in O(atoms log atoms) (Wu 1991; Grønlund et al.
-    2017), here all nodes of one depth at a time.
+    programming over the number of intervals; the best last border never moves left when an atom
+    is added, so each layer is filled by divide and conquer in O(atoms log atoms) (Wu 1991;
+    Grønlund et al. 2017), here all nodes of one depth at a time.
     """
     atoms = len(mass) - 1
     assert atoms > count

@@ -53,6 +53,7 @@ def search_scales(
 def clipped(groups: Tensor) -> list[Tensor]:
     """Magnitudes to map to the end of the grid, from over the largest to under the rms."""
     top, low = statistic(groups, "absmax") * WIDEN, statistic(groups, "rms") * CLIP
+    top = top.clamp(max=torch.finfo(torch.float32).max)
     ratio = divide(low, top)
     return [top * ratio ** (i / (CANDIDATES - 1)) for i in range(CANDIDATES)]
 

@@ -3,8 +3,9 @@
 from importlib import metadata
 from pathlib import Path
 
-import fdk_cpu
 import pytest
+
+import fdk_cpu
 
 
 def test_offers_nothing_yet():

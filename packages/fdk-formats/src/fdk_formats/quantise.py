@@ -158,7 +158,7 @@ def _fit_kmeans(
             mass = mass.to(torch.float64)[..., None].expand(chunk.groups.shape)
             if chunk.importance is not None:
                 mass = mass * chunk.importance
-            yield divide(chunk.groups, decoded), mass.contiguous()
+            yield divide(chunk.groups, decoded[..., None]), mass.contiguous()
 
     peak = max((value.abs().max().item() for value, _ in samples()), default=0.0)
     guess = np.array(TABLES["uniform"](format.bits))
@@ -172,6 +172,6 @@ def _pack_nearest(source: GroupedWeight, format: Format, table: Tensor, scale: T
         (n, packed_width(format.bits, k)), dtype=torch.uint8, device=source.weight.device
     )
     for chunk in source.chunks():
-        codes = nearest(divide(chunk.groups, decode_scale(scale[chunk.rows])), table)
+        codes = nearest(divide(chunk.groups, decode_scale(scale[chunk.rows])[..., None]), table)
         packed[chunk.rows] = pack(codes.flatten(1), format.bits)
     return packed

@@ -53,7 +53,8 @@ def search_scales(
 def clipped(groups: Tensor) -> list[Tensor]:
     """Magnitudes to map to the end of the grid, from over the largest to under the rms."""
     top, low = statistic(groups, "absmax") * WIDEN, statistic(groups, "rms") * CLIP
-    ratio = divide(low[..., None], top)[..., 0]
+    top = top.clamp(max=torch.finfo(torch.float32).max)
+    ratio = divide(low, top)
     return [top * ratio ** (i / (CANDIDATES - 1)) for i in range(CANDIDATES)]
 
 
@@ -83,21 +84,21 @@ class _GroupError:
     def __init__(self, groups: Tensor, importance: Tensor | None, table: Tensor) -> None:
         self.table, self.importance = table, importance
         self.peak = statistic(groups, "absmax")
-        self.value = divide(groups, self.peak)
+        self.value = divide(groups, self.peak[..., None])
 
     def of(self, stored: Tensor) -> Tensor:
         """The error of each group, ``[rows, k/G]``."""
         ratio, decoded = self._decoded(stored)
-        return self._sum((self.value - decoded * ratio[..., None]).square_())
+        return self._sum((self.value - decoded * ratio).square_())
 
     def least_squares(self, stored: Tensor) -> Tensor:
         """The scale of least error under the codes that ``stored`` gives."""
         _, decoded = self._decoded(stored)
         product, square = self._sum(self.value * decoded), self._sum(decoded.square())
-        return divide(product[..., None], square)[..., 0] * self.peak
+        return divide(product, square) * self.peak
 
     def _decoded(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        ratio = divide(decode_scale(stored)[..., None], self.peak)[..., 0]
+        ratio = divide(decode_scale(stored), self.peak)[..., None]
         codes = nearest(divide(self.value, ratio), self.table)
         return ratio, self.table[codes.to(torch.int32)]
 

@@ -16,7 +16,7 @@ from fdk_formats.blockwise.kernels import Kernels
 
 # Small enough that a chunk's temporaries stay in a core's cache, large enough that both threads
 # get work from each op: see docs/blockwise.md for the times.
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 SMALLEST_ABSMAX = 1e-38
 
 

@@ -1,0 +1,1 @@
+"""Checks that every backend runs against the reference."""

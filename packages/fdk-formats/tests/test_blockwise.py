@@ -211,8 +211,10 @@ def test_search_is_that_of_the_midpoints(code, by_key):
     assert isinstance(search, torch_kernels._Search) == by_key
     values = torch.cat((beside_midpoints(code), normal(50_000).clamp(-1, 1), torch.zeros(1)))
     wanted = torch.bucketize(values, (code[:-1] + code[1:]) / 2).to(torch.uint8)
-    assert torch.equal(search(values), wanted)
-    assert torch.equal(torch_kernels._binary_search(code, order)(values), wanted)
+    for any_search in (search, torch_kernels._binary_search(code, order)):
+        got = torch.empty_like(wanted)
+        any_search(values, out=got)
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -221,7 +223,10 @@ def test_binary_search_of_other_devices_gives_the_same_codes(kind):
     values = torch.cat((beside_midpoints(code.sort().values), normal(50_000).clamp(-1, 1)))
     by_key = torch_kernels._cpu_search(tuple(code.tolist()), order)
     assert isinstance(by_key, torch_kernels._Search)
-    assert torch.equal(torch_kernels._binary_search(code, order)(values), by_key(values))
+    one, other = (torch.empty_like(values, dtype=torch.uint8) for _ in range(2))
+    by_key(values, out=one)
+    torch_kernels._binary_search(code, order)(values, out=other)
+    assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------------------------------- seam

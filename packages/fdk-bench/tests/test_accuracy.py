@@ -225,6 +225,12 @@ def test_padding_changes_nothing(subject):
     torch.testing.assert_close(subject.embeddings, alone, rtol=1e-5, atol=1e-5)
 
 
+def test_long_sentences_are_cut_to_the_positions_of_the_model(subject):
+    long = ["cat " * 32, "cat " * 40]  # the model has 32 positions, and no token is special
+    short, cut = embed(subject.model, subject.model.module, long)
+    assert torch.equal(short, cut)
+
+
 def test_decoder(tmp_path):
     from transformers import LlamaConfig, LlamaModel
 
@@ -339,7 +345,7 @@ def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
         (["--backend", "absent"], "wanted one of auto, "),
         (["--model", "no-such-folder"], "found none"),
         (["--sentences", "no-such-file"], "no-such-file"),
-        (["--threads", "0"], "0 is not in the range"),
+        (["--threads", "0"], "--threads"),
     ],
 )
 def test_bad_usage(arguments, said, tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tens
             list(sentences[start : start + SENTENCES_PER_BATCH]),
             padding=True,
             truncation=True,
-            max_length=MAX_TOKENS,
+            max_length=max_tokens(model),
             return_tensors="pt",
         )
         with torch.inference_mode():
@@ -101,6 +101,12 @@ def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tens
         mask = batch["attention_mask"][..., None].to(hidden.dtype)
         parts.append((hidden * mask).sum(1) / mask.sum(1))
     return torch.cat(parts)
+
+
+def max_tokens(model: TextModel) -> int:
+    """Tokens that a sentence is cut to: ``MAX_TOKENS``, or fewer where the model has no more."""
+    positions = getattr(model.module.config, "max_position_embeddings", None) or MAX_TOKENS
+    return min(MAX_TOKENS, int(positions), int(model.tokenizer.model_max_length))
 
 
 def _prepare_padding(name: str, tokenizer: Any) -> None:

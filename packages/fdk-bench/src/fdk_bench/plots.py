@@ -55,6 +55,8 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
 
 
 def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     styles = cycle(STYLES)
     lone: list[tuple[float, float]] = []
     for name, points in _series(rows, which):
@@ -69,8 +71,6 @@ def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str
     if lone:
         x, y = zip(*lone, strict=True)
         axes.plot(x, y, "x", color=GREY, markersize=6, zorder=1, label="formats of one width")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator(BIT_TICKS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))

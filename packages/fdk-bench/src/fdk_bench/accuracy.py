@@ -24,10 +24,18 @@ DEFAULT_SKIP = "pooler"  # its output is no part of a mean-pooled embedding
 DEFAULT_FORMATS = (
     BASELINE,
     *("kmeans8", "int8", "uniform8", "affine8"),
-    *("kmeans4-search", "kmeans4", "kmeans4-g32", "kmeans4-row", "int4", "uniform4"),
+    *(
+        "kmeans4-search",
+        "kmeans4",
+        "kmeans4-g32",
+        "kmeans4-row",
+        "int4",
+        "uniform4",
+        "uniform4-search",
+    ),
     *("nf4", "sf4", "fp4", "crd_normal4", "affine4"),
     *("kmeans3", "int3", "uniform3"),
-    *("kmeans2-search", "kmeans2", "int2", "uniform2"),
+    *("kmeans2-search", "kmeans2", "int2", "uniform2", "uniform2-search"),
     *("kmeans1", "int1", "uniform1"),
 )
 # The widths at which k-means must beat the uniform grid, and the codebooks that are such a grid.

@@ -45,7 +45,7 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
         _draw_curves(middle, measured, 1, "loss of the output (1 - mean cosine)")
         _draw_ranking(right, measured)
         handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
         case = measured[0].case
         figure.suptitle(f"{case.model}: what a format of few bits loses", fontsize=12)
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
@@ -67,7 +67,20 @@ def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str
         else:
             colour, marker, dash = next(styles)
             x, y = zip(*points, strict=True)
-            axes.plot(x, y, color=colour, marker=marker, linestyle=dash, markersize=6, label=name)
+            # Two points are joined by no line: it would cross widths that were not measured.
+            dash = dash if len(points) > 2 else "none"
+            # Open markers, for formats of one width lie on each other.
+            axes.plot(
+                x,
+                y,
+                color=colour,
+                marker=marker,
+                linestyle=dash,
+                markersize=8,
+                markerfacecolor="none",
+                markeredgewidth=1.4,
+                label=name,
+            )
     if lone:
         x, y = zip(*lone, strict=True)
         axes.plot(x, y, "x", color=GREY, markersize=6, zorder=1, label="formats of one width")

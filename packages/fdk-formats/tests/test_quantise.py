@@ -9,9 +9,9 @@ import pytest
 import torch
 from fdk_formats import Format, QuantisedTensor, groups
 from fdk_formats.codebooks import named_codebook
+from fdk_formats.nearest import Nearest
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.scales import decode_scale
-from fdk_formats.search import nearest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -110,13 +110,27 @@ def test_nearest_is_the_nearest_and_the_lower_of_a_tie(
     values: list[int], points: list[int]
 ) -> None:
     table = torch.tensor(sorted(values), dtype=torch.float32)
-    codes = nearest(torch.tensor(points) / 2, table)
+    codes = Nearest(table).codes(torch.tensor(points) / 2)
     assert codes.dtype == torch.uint8
     for point, code in zip(points, codes.tolist(), strict=True):
         distance = (table - point / 2).abs()
         assert distance[code] == distance.min()
         closest = table[distance == distance.min()]
         assert table[code] == closest.min()
+
+
+@pytest.mark.parametrize("spread", [1e-38, 1e-6, 1.0, 1e5, 1e37])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_nearest_counts_midpoints_at_every_spread(bits: int, spread: float) -> None:
+    # Cubes: near zero the entries are so close that cells of any number hold several.
+    table = normal(1, 1 << bits, seed=bits)[0].pow(3).sort().values * spread
+    middle = (table[1:] + table[:-1]) / 2
+    around = torch.stack([middle, middle.nextafter(middle + 1), middle.nextafter(middle - 1)])
+    value = torch.cat([around.view(-1), normal(1, 999)[0] * spread, torch.tensor([0.0, 3e38])])
+    wanted = (value[:, None] > middle).sum(-1)
+    nearest = Nearest(table)
+    assert torch.equal(nearest.codes(value), wanted.to(torch.uint8))
+    assert torch.equal(nearest.values(value.view(1, -1)), table[wanted].view(1, -1))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -435,6 +449,7 @@ def test_quantise_of_no_rows() -> None:
 
 MEMORY = """
 import sys, torch
+from fdk_formats.nearest import Nearest
 from fdk_formats.quantise import quantise
 
 def peak():  # VmHWM: the most this process has held at once

@@ -1,32 +1,19 @@
-"""The nearest code of a value, and the scale of least squared error of each group."""
+"""The scale of least squared error of each group."""
 
 import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.groups import GroupedWeight
+from fdk_formats.nearest import Nearest
 from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 
-# Up to this many midpoints, comparing with each is as fast as a binary search or faster (2 cores,
-# 4096 x 4096: 4 bits 0.10 s against 0.17 s; at 5 bits even).
-MAX_COMPARED = 15
 # Candidates: the largest magnitude maps to the unit, to a little less (the first), or is clipped,
 # down to CLIP of the rms, where one bit has its optimum.
 CANDIDATES = 16
 WIDEN = 1.1
 CLIP = 0.7
 REFITS = 3
-
-
-def nearest(value: Tensor, table: Tensor) -> Tensor:
-    """The codes, uint8, of float32 values: how many midpoints of the table are below each."""
-    middle = (table[1:] + table[:-1]) / 2
-    if len(middle) > MAX_COMPARED:
-        return torch.bucketize(value, middle, out_int32=True).to(torch.uint8)
-    codes = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
-    for border in middle:
-        codes += value > border
-    return codes
 
 
 def search_scales(
@@ -38,9 +25,9 @@ def search_scales(
     least squares, a few times over. Every candidate is rounded to its dtype before it is judged,
     and taken only where it is better.
     """
-    best = start.clone()
+    best, nearest = start.clone(), Nearest(table)
     for chunk in source.chunks():
-        group = _GroupError(chunk.groups, chunk.importance, table)
+        group = _GroupError(chunk.groups, chunk.importance, nearest)
         search = _Best(group, format.scale_dtype, best[chunk.rows])
         for candidate in clipped(chunk.groups):
             search.offer(candidate / unit)
@@ -81,8 +68,8 @@ class _GroupError:
     Relative, so that squares neither overflow nor underflow float32.
     """
 
-    def __init__(self, groups: Tensor, importance: Tensor | None, table: Tensor) -> None:
-        self.table, self.importance = table, importance
+    def __init__(self, groups: Tensor, importance: Tensor | None, nearest: Nearest) -> None:
+        self.nearest, self.importance = nearest, importance
         self.peak = statistic(groups, "absmax")
         self.value = divide(groups, self.peak[..., None])
 
@@ -99,8 +86,7 @@ class _GroupError:
 
     def _decoded(self, stored: Tensor) -> tuple[Tensor, Tensor]:
         ratio = divide(decode_scale(stored), self.peak)[..., None]
-        codes = nearest(divide(self.value, ratio), self.table)
-        return ratio, self.table[codes.to(torch.int32)]
+        return ratio, self.nearest.values(divide(self.value, ratio))
 
     def _sum(self, values: Tensor) -> Tensor:
         return (values if self.importance is None else values * self.importance).sum(-1)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import torch
+
 from fdk_formats import quantise
 
 TEXT = (Path(__file__).parent.parent / "docs/formats.md").read_text()

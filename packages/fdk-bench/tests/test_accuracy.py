@@ -6,9 +6,12 @@ import math
 import subprocess
 import sys
 
-import fdk_formats
 import pytest
 import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fdk_formats
 from fdk_bench.accuracy import (
     BASELINE,
     DEFAULT_FORMATS,
@@ -26,8 +29,6 @@ from fdk_bench.cli import app
 from fdk_bench.models import ModelError, TextModel, embed, load_model
 from fdk_bench.records import Row
 from fdk_bench.sentences import SENTENCES
-from torch import nn
-from typer.testing import CliRunner
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "from", "home")
 TEXT = ("the cat sat", "dogs ran far from the cat", "home", "a mat and a cat and a home on a mat")

@@ -1,11 +1,12 @@
 """The plot and the tables, drawn from rows made by hand."""
 
 import pytest
+from matplotlib.image import imread
+
 from fdk_bench.accuracy import AccuracyCase, AccuracyValues, Comparison
 from fdk_bench.plots import plot_accuracy
 from fdk_bench.records import Row
 from fdk_bench.tables import accuracy_markdown, comparison_lines
-from matplotlib.image import imread
 
 
 def row(format, bits, error, cosine=0.95):

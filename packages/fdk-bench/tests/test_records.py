@@ -4,8 +4,9 @@ import json
 import subprocess
 from dataclasses import dataclass
 
-import fdk_bench
 import pytest
+
+import fdk_bench
 from fdk_bench.records import Row, cpu_name, gather_facts, source_commit, to_json
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import bitsandbytes
 import torch
+from torch import Tensor
+
 from fdk_formats.blockwise import (
     QuantisedBlocks,
     dequantise_4bit,
@@ -30,7 +32,6 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
-from torch import Tensor
 
 Run = Callable[[], object]
 TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)

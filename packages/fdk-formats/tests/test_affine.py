@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from fdk_formats import Format, QuantisedTensor
 from fdk_formats.affine import nearest_affine
 from fdk_formats.quantise import quantise
 from fdk_formats.scales import decode_scale
-from torch import Tensor
 
 KINDS = ["", "-zint"]
 

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from fdk_formats.blockwise import (
     FP4_CODE,
     NF4_CODE,

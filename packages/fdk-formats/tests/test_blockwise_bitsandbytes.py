@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.backends.default import ops as default_ops
+
 from fdk_formats.blockwise import (
     NestedAbsmax,
     QuantisedBlocks,

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fdk_formats.blockwise.torch_kernels import CHUNK
 
 # The peak of the process while the op runs, above what it held before and what the op returns.

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from fdk_formats.codebooks import named_codebook, student_cdf, student_quantile
-from fdk_formats.format import CODEBOOK_BITS, Format
 from numpy.testing import assert_allclose
 from scipy import stats
+
+from fdk_formats.codebooks import named_codebook, student_cdf, student_quantile
+from fdk_formats.format import CODEBOOK_BITS, Format
 
 FIXED = [
     f"{name}{bits}"

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from fdk_formats.histogram import FEW, Array, Points, weighted_points
-from fdk_formats.kmeans import best_partition, optimal_centroids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+
+from fdk_formats.histogram import FEW, Array, Points, weighted_points
+from fdk_formats.kmeans import best_partition, optimal_centroids
 
 
 def uniform(count: int) -> Array:

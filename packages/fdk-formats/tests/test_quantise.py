@@ -7,14 +7,15 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
 from fdk_formats import Format, QuantisedTensor, groups
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.nearest import Nearest
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.scales import decode_scale
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 NAMES = ["int3", "uniform5", "nf4", "sf3", "fp4", "crd_student2", "ternary2", "binary1", "kmeans3"]
 RULES = ["absmax", "absmean", "rms", "signmax", "search"]

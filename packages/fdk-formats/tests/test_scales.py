@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import fdk_formats
 import torch
-from fdk_formats import Format, NoBackendError, QuantisedLinear, QuantisedTensor
 from torch import Tensor, nn
 
+import fdk_formats
 from fdk_bench.models import TextModel, embed
 from fdk_bench.records import Row
+from fdk_formats import Format, NoBackendError, QuantisedLinear, QuantisedTensor
 
 # Weights rounded to bf16: what a 16-bit model costs and loses.
 BASELINE = "bf16"

@@ -97,10 +97,10 @@ def _prepare(
     _check_pattern(skip)
     lines = _read_sentences(sentences)
     import torch  # here and not above, so that `fdk-bench --help` does not wait for it
-    from fdk_formats import all_backends
 
     from fdk_bench.accuracy import DEFAULT_FORMATS, DEFAULT_SKIP, parse_formats, prepare
     from fdk_bench.models import ModelError, load_model
+    from fdk_formats import all_backends
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -14,8 +14,8 @@ from torch import Tensor
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
-# Temporaries take up to 36 bytes an element: 18 MiB. Chunks of 2^17 took the same time on an idle
-# machine and lost on a busy one, where each op waits for its slower thread: docs/blockwise.md.
+# Temporaries take up to 36 bytes an element: 18 MiB. Smaller chunks lost on a busy machine,
+# where each op waits for its slower thread: docs/blockwise.md.
 CHUNK = 1 << 19
 SMALLEST_ABSMAX = 1e-38
 

@@ -44,6 +44,8 @@ def test_plot_names_series_and_formats(tmp_path):
     for name in ("kmeans-g64", "crd_normal4-g64", "bf16 weights", "4-bit formats", "tiny"):
         assert name in text
     assert "affine4" not in text
+    # Tick labels are written from the bottom up, and the smallest error is at the top.
+    assert text.index("crd_normal4-g64") < text.index("kmeans4-g64")
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[1:2]], ids=["baseline", "one"])

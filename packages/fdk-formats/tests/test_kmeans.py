@@ -95,7 +95,7 @@ def shapes(n: int) -> dict[str, Array]:
 @pytest.mark.parametrize("count", [2, 4, 16, 64, 256])
 def test_optimal_centroids_reach_the_optimum(name: str, count: int) -> None:
     # More points than atoms, so that atoms hold several; the partition of all points is exact.
-    values = shapes(12800)[name]
+    values = shapes(6400)[name]
     points = points_of(values)
     centroids = optimal_centroids(points, count, uniform(count))
     assert (np.diff(centroids) >= 0).all()

@@ -448,6 +448,24 @@ def test_quantise_of_no_rows() -> None:
         assert q.dequantise().shape == (0, 32)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    "format",
+    ["nf4-g64", "kmeans3-g32", "int3-g16-search-e8m0", "fp4-g32-signmax", "affine4-g64-search"],
+)
+def test_quantise_on_a_gpu(format: str) -> None:
+    weight, importance = student(96, 128), torch.rand(128, generator=torch.manual_seed(0))
+    q = quantise(weight.cuda(), format, importance=importance.cuda())
+    assert all(t.is_cuda for t in q.tensors().values())
+    wanted = quantise(weight, format, importance=importance)
+    if "kmeans" not in format and "search" not in format:
+        assert same(q.to("cpu"), wanted)
+    # Sums round in another order: a fitted codebook or scale may differ in its last bit.
+    errors = [squared_error(weight, x, importance) for x in (q.to("cpu"), wanted)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-4)
+
+
 MEMORY = """
 import sys, torch
 from fdk_formats.nearest import Nearest
@@ -459,9 +477,7 @@ def peak():  # VmHWM: the most this process has held at once
 
 torch.set_num_threads(2)
 quantise(torch.randn(256, 4096).bfloat16(), sys.argv[1])  # what first use loads is not counted
-weight = torch.empty(4096, 4096, dtype=torch.bfloat16)
-for rows in weight.split(256):
-    rows.copy_(torch.randn(256, 4096))
+weight = torch.randn(256, 4096).bfloat16().repeat(16, 1)
 before = peak()
 q = quantise(weight, sys.argv[1])
 print(peak() - before)
@@ -469,7 +485,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
-@pytest.mark.parametrize("format", ["nf4-g64", "kmeans4-g64", "kmeans8-g64", "affine4-g64-search"])
+@pytest.mark.parametrize("format", ["nf4-g64", "kmeans8-g64"])
 def test_quantise_needs_little_memory(format: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", MEMORY, format], capture_output=True, text=True, check=True

@@ -14,8 +14,8 @@ from torch import Tensor
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
-# Temporaries take up to 36 bytes an element: 18 MiB. Chunks of 2^17 took the same time on an idle
-# machine and lost on a busy one, where each op waits for its slower thread: docs/blockwise.md.
+# Temporaries take up to 36 bytes an element: 18 MiB. Smaller chunks lost on a busy machine,
+# where each op waits for its slower thread: docs/blockwise.md.
 CHUNK = 1 << 19
 SMALLEST_ABSMAX = 1e-38
 
@@ -49,13 +49,14 @@ def dequantise_8bit(
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
     out = torch.empty_like(packed, dtype=dtype)
+    index = packed.new_empty(min(CHUNK, len(packed)), dtype=torch.int32)
+    scratch = out if dtype == torch.float32 else torch.empty_like(index, dtype=torch.float32)
     for start in range(0, len(packed), CHUNK):
-        chunk = out[start : start + CHUNK]
-        values = _float32_like(chunk)
-        index = packed[start : start + CHUNK].to(torch.int32)
-        torch.index_select(code, 0, index, out=values)
+        codes, chunk = packed[start : start + CHUNK], out[start : start + CHUNK]
+        values = chunk if scratch is out else scratch[: len(codes)]
+        torch.index_select(code, 0, index[: len(codes)].copy_(codes), out=values)
         _scale(values, absmax[start // block_size :], block_size)
-        if values is not chunk:
+        if scratch is not out:
             chunk.copy_(values)
     return out
 
@@ -73,10 +74,13 @@ def dequantise_4bit(
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)  # [256, 2]
     pairs = pairs.view(torch.int64).view(-1)  # [256]
     out = packed.new_empty(numel, dtype=dtype)
+    index = packed.new_empty(min(CHUNK // 2, len(packed)), dtype=torch.int32)
+    scratch = torch.empty_like(index, dtype=torch.int64)
     for start in range(0, numel, CHUNK):
-        chunk = out[start : start + CHUNK]
-        index = packed[start // 2 : (start + CHUNK) // 2].to(torch.int32)
-        values = pairs.index_select(0, index).view(torch.float32)[: len(chunk)]
+        codes, chunk = packed[start // 2 : (start + CHUNK) // 2], out[start : start + CHUNK]
+        both = scratch[: len(codes)]
+        torch.index_select(pairs, 0, index[: len(codes)].copy_(codes), out=both)
+        values = both.view(torch.float32)[: len(chunk)]
         _scale(values, absmax[start // block_size :], block_size)
         chunk.copy_(values)
     return out
@@ -111,10 +115,6 @@ def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tu
         tail = flat[whole:].to(torch.float32)
         absmax[-1] = tail.abs().amax().clamp(min=SMALLEST_ABSMAX)
         yield whole, tail / absmax[-1]
-
-
-def _float32_like(chunk: Tensor) -> Tensor:
-    return chunk if chunk.dtype == torch.float32 else torch.empty_like(chunk, dtype=torch.float32)
 
 
 def _scale(values: Tensor, absmax: Tensor, block_size: int) -> None:

@@ -7,11 +7,9 @@ CPU library and its CUDA kernels are compared too, wherever they mean the same t
 import inspect
 from pathlib import Path
 
-import bitsandbytes
 import numpy as np
 import pytest
 import torch
-from bitsandbytes.backends.default import ops as default_ops
 
 from fdk_formats.blockwise import (
     NestedAbsmax,
@@ -24,6 +22,9 @@ from fdk_formats.blockwise import (
     quantise_blockwise,
 )
 from fdk_formats.testing.blockwise import beside_midpoints
+
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes, the oracle, is missing")
+default_ops = pytest.importorskip("bitsandbytes.backends.default.ops")
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -110,6 +110,19 @@ def test_optimal_centroids_reach_the_optimum(name: str, count: int) -> None:
     assert cost(points, centroids) <= best * 1.001
 
 
+def test_optimal_centroids_with_a_thin_tail() -> None:
+    # Lone points of the tail must not be merged in pairs when atoms are shared out.
+    points, count = points_of(shapes(12800)["normal"]), 256
+    mass = np.concatenate([[0], np.cumsum(points.mass)])
+    moment = np.concatenate([[0], np.cumsum(points.mass * points.position)])
+    borders = best_partition(mass, moment, count)
+    best = np.diff(moment[borders]) / np.diff(mass[borders])
+    found = optimal_centroids(points, count, uniform(count))
+    assert cost(points, found) <= cost(points, best) * 1.001
+    # The optimum as a guess is better than what the atoms lead to, and is kept.
+    assert cost(points, optimal_centroids(points, count, best)) <= cost(points, best) * (1 + 1e-9)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(-1000, 1000), min_size=3, max_size=60), st.integers(1, 4))
 def test_optimal_centroids_of_few_points(data: list[int], bits: int) -> None:

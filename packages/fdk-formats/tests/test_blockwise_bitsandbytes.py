@@ -121,11 +121,11 @@ def test_midpoints_and_their_neighbours_are_the_torch_backend():
 @pytest.mark.parametrize("size", [1, 64, 65, 16_384, 100_001])
 def test_nested_is_the_torch_backend(size, dtype, monkeypatch):
     # bitsandbytes' own two functions, with the op below them sent to the torch backend.
-    def quantize_blockwise(x, code, block_size):
+    def redirected(x, code, block_size):
         return torch_backend("quantize_blockwise", x, code, block_size)
 
     x = awkward(size, dtype)
-    monkeypatch.setattr(torch.ops.bitsandbytes.quantize_blockwise, "default", quantize_blockwise)
+    monkeypatch.setattr(torch.ops.bitsandbytes.quantize_blockwise, "default", redirected)
     for kind in ("nf4", "fp4"):
         packed, state = bitsandbytes.functional.quantize_4bit(
             x, quant_type=kind, compress_statistics=True

@@ -423,3 +423,12 @@ def test_repeated_codebook_entries_are_allowed(path):
     weight.codebook.copy_(torch.tensor([-1.0, 0.0, 0.0, 1.0]))
     save(path, {"w": weight})
     assert_same(load(path)["w"], weight)
+
+
+def test_save_replaces_the_file_and_never_writes_into_it(tmp_path):
+    path, old = tmp_path / "weights", tmp_path / "old"
+    save(path, {"x": torch.zeros(4)})
+    os.link(path, old)  # what a reader that has the file open goes on seeing
+    save(path, {"x": torch.ones(4)})
+    assert load(old)["x"].tolist() == [0, 0, 0, 0]
+    assert load(path)["x"].tolist() == [1, 1, 1, 1]

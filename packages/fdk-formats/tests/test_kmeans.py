@@ -145,6 +145,16 @@ def test_optimal_centroids_never_worse_than_the_guess() -> None:
     assert cost(points, optimal_centroids(points, 16, wild)) <= cost(points, guess)
 
 
+@pytest.mark.parametrize("count", [16, 64])
+def test_optimal_centroids_are_the_means_of_their_clusters(count: int) -> None:
+    """What Lloyd's iterations settle: the partition's borders alone are those of atoms."""
+    values = np.sort(np.random.default_rng(0).normal(size=40_000))
+    centroids = optimal_centroids(points_of(values), count, uniform(count))
+    codes = np.searchsorted((centroids[1:] + centroids[:-1]) / 2, values)
+    means = np.bincount(codes, weights=values) / np.bincount(codes)
+    assert_allclose(centroids, means, rtol=1e-9)
+
+
 def test_optimal_centroids_by_hand() -> None:
     points = Points(np.array([0.0, 1.0, 10.0, 12.0]), np.array([1.0, 3.0, 1.0, 1.0]))
     assert_allclose(optimal_centroids(points, 2, uniform(2)), [0.75, 11.0])

@@ -46,6 +46,15 @@ def test_gradient_to_the_codebook_is_that_of_indexing() -> None:
     torch.testing.assert_close(codebook.grad, table.grad)
 
 
+def test_gradient_of_a_transposed_use() -> None:
+    weight, codebook = torch.randn(4, 32), torch.linspace(-1, 1, 4, requires_grad=True)
+    factor = torch.randn(32, 4)
+    (fake_quantise(weight, "custom2-g16", codebook).T * factor).sum().backward()
+    transposed, codebook.grad = codebook.grad, None
+    (fake_quantise(weight, "custom2-g16", codebook) * factor.T).sum().backward()
+    torch.testing.assert_close(transposed, codebook.grad)
+
+
 def test_training_a_layer_and_its_codebook_lowers_the_loss() -> None:
     torch.manual_seed(0)
     x, target = torch.randn(256, 32), torch.randn(256, 8)

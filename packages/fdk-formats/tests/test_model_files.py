@@ -100,6 +100,26 @@ def test_what_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "steps", net(), backend="reference")
 
 
+def test_buffers_that_state_dict_leaves_out_are_kept(tmp_path: Path) -> None:
+    source = net()
+    source.register_buffer("inv_freq", torch.tensor([1.0, 0.5]), persistent=False)
+    save_model(tmp_path / "net", quantised(source))
+    with torch.device("meta"):
+        skeleton = net()
+        skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    model = load_model(tmp_path / "net", skeleton, backend="reference")
+    assert model.inv_freq.tolist() == [1.0, 0.5]
+    assert "inv_freq" not in model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_has_the_dtype_of_the_model(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_model(tmp_path / "net", quantised(net().to(torch.bfloat16)))
+    model = load_model(tmp_path / "net", net().to(dtype), backend="reference")
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model(IDS).dtype == dtype
+
+
 def test_a_buffer_that_no_file_holds_cannot_come_from_meta(path: Path) -> None:
     with torch.device("meta"):
         skeleton = net()

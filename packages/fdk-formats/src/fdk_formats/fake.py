@@ -59,8 +59,8 @@ class _FakeQuantise(torch.autograd.Function):
         grad_codebook = None
         if ctx.q is not None:
             q: QuantisedTensor = ctx.q
-            scaled = grad.view(q.shape[0], -1, q.group_size) * decode_scale(q.scale)[..., None]
+            scaled = grad.reshape(q.shape[0], -1, q.group_size) * decode_scale(q.scale)[..., None]
             sums = torch.zeros(1 << q.format.bits, dtype=torch.float32, device=grad.device)
-            sums.index_add_(0, q.codes().view(-1).to(torch.int32), scaled.view(-1).float())
+            sums.index_add_(0, q.codes().view(-1).to(torch.int32), scaled.reshape(-1).float())
             grad_codebook = sums.to(ctx.codebook_dtype)
         return grad, grad_codebook, None, None

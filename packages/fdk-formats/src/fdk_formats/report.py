@@ -52,10 +52,17 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All quantised layers of a model, and the names of the linear layers that are not."""
+    """All quantised layers of a model, and what is not quantised.
+
+    Attributes:
+        layers: in the order of the model.
+        left: names of linear layers that are not quantised.
+        other_bytes: of all parameters, biases included, that are not quantised.
+    """
 
     layers: tuple[LayerReport, ...]
     left: tuple[str, ...]
+    other_bytes: int
 
     @property
     def bytes_before(self) -> int:
@@ -86,7 +93,8 @@ class ModelReport:
         lines += [f"{name:40} not quantised" for name in self.left]
         lines.append(
             f"{len(self.layers)} layers, {self.bits_per_weight:.3f} bits per weight, "
-            f"{self.bytes_before} -> {self.bytes_after} bytes"
+            f"{self.bytes_before} -> {self.bytes_after} bytes; {self.other_bytes} bytes of other "
+            f"parameters"
         )
         return "\n".join(lines)
 
@@ -114,4 +122,5 @@ def model_report(model: nn.Module) -> ModelReport:
                 relative_error=weight.relative_error,
             )
         )
-    return ModelReport(tuple(layers), tuple(left))
+    other_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return ModelReport(tuple(layers), tuple(left), other_bytes)

@@ -57,8 +57,8 @@ def save(
     stored once and come back as one object. ``metadata`` holds the caller's own strings.
 
     Raises:
-        TypeError: for tensors that are no mapping, a value that is no tensor, a dtype or layout that safetensors does not
-            hold, or metadata that is not strings.
+        TypeError: for tensors that are no mapping, a value that is no tensor, a dtype or layout
+            that safetensors does not hold, or metadata that is not strings.
         ValueError: for a name that is taken by a part of a weight, a metadata key of ours, or a
             weight whose codebook is not ascending or whose scales are not finite.
     """

@@ -73,6 +73,13 @@ def test_training_a_layer_and_its_codebook_lowers_the_loss() -> None:
     assert not torch.equal(codebook.detach(), torch.tensor([-1.0, -0.3, 0.3, 1.0]))
 
 
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="fake_quantise: weight must be a tensor, got NoneType"):
+        fake_quantise(None, "nf4-g64")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fake_quantise: codebook must be a tensor, got list"):
+        fake_quantise(torch.ones(1, 16), "custom1-g16", [0.0, 1.0])  # type: ignore[arg-type]
+
+
 def test_fixed_codebooks_take_no_other() -> None:
     with pytest.raises(ValueError, match="codebook"):
         fake_quantise(torch.randn(4, 64), "nf4-g64", torch.linspace(-1, 1, 16))

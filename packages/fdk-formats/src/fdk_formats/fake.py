@@ -29,7 +29,14 @@ def fake_quantise(
         codebook: ``[2^bits]``, for ``kmeans`` and ``custom`` formats; need not be sorted. Without
             one, ``kmeans`` is fitted anew at each call.
         importance: see ``quantise``.
+
+    Raises:
+        TypeError: for a weight or a codebook that is no tensor; the rest is as for ``quantise``.
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"fake_quantise: weight must be a tensor, got {type(weight).__name__}")
+    if codebook is not None and not isinstance(codebook, Tensor):
+        raise TypeError(f"fake_quantise: codebook must be a tensor, got {type(codebook).__name__}")
     table = None if codebook is None else codebook.sort().values
     result: Tensor = _FakeQuantise.apply(  # type: ignore[no-untyped-call]
         weight, table, Format.parse(format), importance

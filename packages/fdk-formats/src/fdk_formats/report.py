@@ -15,8 +15,16 @@ from fdk_formats.tensor import QuantisedTensor
 def relative_error(weight: Tensor, q: QuantisedTensor) -> float:
     """Relative RMS error ``||W - W_hat|| / ||W||`` of a quantised weight; 0 for an exact one.
 
-    Both are taken in float32, row by row in chunks, and the squares summed in float64.
+    ``W_hat`` is that of float32; the difference and the squares are taken in float64, in chunks of
+    rows.
+
+    Raises:
+        ValueError, TypeError: where ``weight`` is no tensor of the shape of ``q``.
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"relative_error: weight must be a tensor, got {type(weight).__name__}")
+    if not isinstance(q, QuantisedTensor):
+        raise TypeError(f"relative_error: q must be a QuantisedTensor, got {type(q).__name__}")
     if weight.shape != q.shape:
         raise ValueError(f"relative_error: weight must be {q.shape}, got {list(weight.shape)}")
     step = max(1, CODES_PER_CHUNK // q.shape[1])
@@ -100,7 +108,13 @@ class ModelReport:
 
 
 def model_report(model: nn.Module) -> ModelReport:
-    """Reports on a model that ``quantise_model`` or ``load_model`` made."""
+    """Reports on a model that ``quantise_model`` or ``load_model`` made.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_report: model must be an nn.Module, got {type(model).__name__}")
     layers, left, seen = [], [], set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -181,6 +181,8 @@ def test_a_move_chooses_the_backend_anew() -> None:
 
 
 def test_wrong_input() -> None:
+    with pytest.raises(TypeError, match=r"wanted a torch\.nn\.Linear, got Tensor"):
+        QuantisedLinear.from_linear(torch.ones(3, 64), "nf4-g64")  # type: ignore[arg-type]
     quantised = layer()
     with pytest.raises(TypeError, match=r"x must be torch\.float32, the dtype of the layer, got"):
         quantised(torch.ones(1, 64, dtype=torch.bfloat16))

@@ -163,6 +163,16 @@ def test_errors_come_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
         quantised(Block(), "four bits")
 
 
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="model must be a module, got Tensor"):
+        quantised(torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"skip must be regular expressions, got '\('"):
+        quantised(Block(), skip="(")
+    with pytest.raises(ValueError, match="overrides must be regular expressions, got 3"):
+        quantised(Block(), overrides={3: None})
+    assert isinstance(quantised(Block(), skip=None).lm_head, QuantisedLinear)
+
+
 def test_errors_name_the_layer() -> None:
     model = Block()
     model.down.weight.data[3, 4] = torch.nan

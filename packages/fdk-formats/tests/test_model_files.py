@@ -83,6 +83,11 @@ def test_a_single_layer(tmp_path: Path) -> None:
     assert torch.equal(layer(x), source(x))
 
 
+def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="model must be a module, got Tensor"):
+        save_model(tmp_path / "x", torch.ones(3))  # type: ignore[arg-type]
+
+
 def test_what_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs a Linear of weight \[32, 32\], .*\[64, 64\]"):
         load_model(path, net(k=64), backend="reference")

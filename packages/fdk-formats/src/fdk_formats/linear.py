@@ -138,6 +138,9 @@ class QuantisedLinear(nn.Module):
         Raises:
             NoBackendError: where no backend takes it, with every reason.
         """
+        if not isinstance(linear, nn.Linear):
+            got = type(linear).__name__
+            raise TypeError(f"QuantisedLinear.from_linear: wanted a torch.nn.Linear, got {got}")
         q = quantise(linear.weight.detach(), format)
         return cls.from_quantised(q, linear.bias, backend=backend, dtype=linear.weight.dtype)
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def quantise_model(
     model: nn.Module,
     format: Format | str,
-    skip: str | Sequence[str] = DEFAULT_SKIP,
+    skip: str | Sequence[str] | None = DEFAULT_SKIP,
     overrides: Mapping[str, Format | str | None] | None = None,
     backend: str = "auto",
     *,
@@ -53,6 +53,7 @@ def quantise_model(
         model: any module, a single ``nn.Linear`` included.
         format: of every layer that no override names.
         skip: regular expressions searched in the dotted name of a layer; a match is left as it is.
+            None or an empty list skips none.
         overrides: regular expression to format, or to None to leave the layer; the first match of
             a name wins, over ``skip`` too.
         backend: see ``select``.
@@ -65,12 +66,14 @@ def quantise_model(
             NaN or infinity. The message names the layer.
         NoBackendError: where no backend takes a layer.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantise_model: model must be a module, got {type(model).__name__}")
     default = Format.parse(format)
     chosen = {
-        re.compile(pattern): None if wanted is None else Format.parse(wanted)
+        _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
         for pattern, wanted in (overrides or {}).items()
     }
-    skips = [re.compile(pattern) for pattern in ([skip] if isinstance(skip, str) else skip)]
+    skips = [_pattern("skip", text) for text in ([skip] if isinstance(skip, str) else skip or ())]
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     _check_overrides(linears, chosen)
     formats = _choose_formats(linears, default, skips, chosen)
@@ -105,6 +108,15 @@ def quantise_model(
     result: nn.Module = copy.deepcopy(model, memo)
     logger.info("%s", model_report(result))
     return result
+
+
+def _pattern(argument: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"quantise_model: {argument} must be regular expressions, got {text!r}: {error}"
+        ) from None
 
 
 def _quantise_layer(

@@ -20,6 +20,8 @@ def save_model(
     A quantised layer ``x`` is stored as the weight ``x.weight`` and the tensor ``x.bias``,
     whatever its backend; tied weights are stored once. See ``save``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save_model: model must be a module, got {type(model).__name__}")
     modules = dict(model.named_modules(remove_duplicate=False))
     weights = {name: m for name, m in modules.items() if isinstance(m, QuantisedWeight)}
     unpacked = {weight: weight.unpack() for weight in set(weights.values())}

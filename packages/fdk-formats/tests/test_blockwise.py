@@ -177,6 +177,22 @@ def test_results_do_not_depend_on_the_chunk(monkeypatch):
     assert torch.equal(dequantise_blockwise(got[1]), backs[1])
 
 
+def test_the_default_device_does_not_matter():
+    x = normal(3, 100)
+    wanted = [quantise_4bit(x), quantise_4bit(x, kind="fp4"), quantise_blockwise(x, nested=True)]
+    for table in (dynamic_map, four_bit_code, torch_kernels._cpu_search):
+        table.cache_clear()
+    with torch.device("meta"):  # the tables are built, and kept, here
+        got = [quantise_4bit(x), quantise_4bit(x, kind="fp4"), quantise_blockwise(x, nested=True)]
+        backs = [dequantise_4bit(got[0]), dequantise_4bit(got[1]), dequantise_blockwise(got[2])]
+    for one, other in zip(wanted, got, strict=True):
+        assert torch.equal(one.packed, other.packed)
+        assert torch.equal(one.code, other.code)
+    assert torch.equal(dequantise_4bit(wanted[0]), backs[0])
+    assert torch.equal(dequantise_4bit(wanted[1]), backs[1])
+    assert torch.equal(dequantise_blockwise(wanted[2]), backs[2])
+
+
 def test_the_shared_tables_cannot_be_changed_through_a_result():
     before = dynamic_map().clone()
     quantise_blockwise(normal(10)).code.zero_()

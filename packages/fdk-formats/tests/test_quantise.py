@@ -215,6 +215,17 @@ def test_quantise_is_the_same_in_any_chunks_and_threads(
     assert torch.equal(small.scale, wanted.scale)
 
 
+@pytest.mark.parametrize("rows", [0, 24])
+@pytest.mark.parametrize(
+    "format", ["kmeans4-g16", "kmeans3-g16-search", "nf3-g48-signmax", "affine3-g16-search"]
+)
+def test_quantise_ignores_the_default_device(format: str, rows: int) -> None:
+    weight = student(24, 48)[:rows]
+    wanted = quantise(weight, format)
+    with torch.device("meta"):
+        assert same(quantise(weight, format), wanted)
+
+
 @pytest.fixture(scope="module")
 def million() -> dict[str, Tensor]:
     return {"normal": normal(15625, 64), "student": student(15625, 64)}

@@ -59,12 +59,12 @@ def dynamic_map(signed: bool = True) -> Tensor:
     values = [0.0, 1.0]
     for decade in range(7):
         steps = 2 ** (decade if signed else decade + 1)
-        edges = torch.linspace(0.1, 1, steps + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, steps + 1, dtype=torch.float32, device="cpu")
         middles = (10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         values += middles
         if signed:
             values += [-value for value in middles]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 @lru_cache
@@ -73,7 +73,8 @@ def four_bit_code(kind: str) -> Tensor:
 
     The tensor is shared: clone it to change it.
     """
-    return torch.tensor(NF4_CODE if kind == "nf4" else FP4_CODE, dtype=torch.float32)
+    values = NF4_CODE if kind == "nf4" else FP4_CODE
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def ascending_codes(kind: str) -> tuple[int, ...]:

@@ -175,8 +175,8 @@ def _binary_search(code: Tensor, order: tuple[int, ...]) -> _BinarySearch:
 
 @lru_cache(maxsize=32)
 def _cpu_search(code: tuple[float, ...], order: tuple[int, ...]) -> _Search | _BinarySearch:
-    binary = _binary_search(torch.tensor(code, dtype=torch.float32), order)
-    keys = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    binary = _binary_search(torch.tensor(code, dtype=torch.float32, device="cpu"), order)
+    keys = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu")
     nearest_zero = (keys << 16).view(torch.float32)
     furthest = (keys << 16 | 0xFFFF).view(torch.float32)
     negative = keys < 0
@@ -186,7 +186,7 @@ def _cpu_search(code: tuple[float, ...], order: tuple[int, ...]) -> _Search | _B
     # those between the two.
     below = torch.bucketize(least, binary.bounds, out_int32=True)
     above = torch.bucketize(most, binary.bounds, out_int32=True)
-    bounds = torch.cat((binary.bounds, torch.tensor([torch.inf])))
+    bounds = torch.cat((binary.bounds, binary.bounds.new_tensor([torch.inf])))
     first, last = bounds[below], bounds[(above - 1).clamp(min=0)]
     if torch.any((above > below) & (first != last)):
         return binary

@@ -215,6 +215,23 @@ def test_quantise_is_the_same_in_any_chunks_and_threads(
     assert torch.equal(small.scale, wanted.scale)
 
 
+@pytest.mark.parametrize(
+    "format", ["kmeans4-row-search-fp32", "affine4-row-search-fp32", "int3-row-rms-fp32"]
+)
+def test_one_long_group_is_the_same_with_any_threads(format: str) -> None:
+    # torch splits a sum that gives a single number among its threads.
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found += [[quantise(student(1, 1 << 17, seed=s), format) for s in range(3)]]
+    finally:
+        torch.set_num_threads(threads)
+    for others in found[1:]:
+        assert all(same(a, b) for a, b in zip(found[0], others, strict=True))
+
+
 @pytest.mark.parametrize("rows", [0, 24])
 @pytest.mark.parametrize(
     "format", ["kmeans4-g16", "kmeans3-g16-search", "nf3-g48-signmax", "affine3-g16-search"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
-from fdk_formats.groups import GroupedWeight
+from fdk_formats.groups import GroupedWeight, weighted_sum
 from fdk_formats.nearest import Nearest
 from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 
@@ -89,4 +89,4 @@ class _GroupError:
         return ratio, self.nearest.values(divide(self.value, ratio))
 
     def _sum(self, values: Tensor) -> Tensor:
-        return (values if self.importance is None else values * self.importance).sum(-1)
+        return weighted_sum(values, self.importance)

@@ -4,6 +4,7 @@ Arguments after `--` go to pytest: `uv run nox -s test-formats -- -k packing`.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -18,6 +19,7 @@ nox.options.sessions = [
     "types",
     "test-formats",
     "test-cpu",
+    "test-arm",
     "test-cuda",
     "test-bench",
     "docs",
@@ -33,6 +35,8 @@ ENV = {
     "GOMP_SPINCOUNT": "0",
 }
 RESULTS = Path("out/bench")
+# Without bf16 and SVE; with SVE and without bf16; with all that the emulator has.
+ARM_CPUS = ("cortex-a76", "a64fx", "max")
 
 
 @nox.session
@@ -61,6 +65,29 @@ def test_formats(session: nox.Session) -> None:
 def test_cpu(session: nox.Session) -> None:
     """The tests of fdk-cpu."""
     test(session, "fdk-cpu")
+
+
+@nox.session(name="test-arm")
+def test_arm(session: nox.Session) -> None:
+    """The C++ test of fdk-cpu, built for ARM and run by an emulator; skips without the two."""
+    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
+    if missing := [tool for tool in (compiler, emulator) if shutil.which(tool) is None]:
+        session.skip(f"needs {', '.join(missing)}: apt-get install g++-{compiler[:-4]} qemu-user")
+    build = "build/arm"
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_SYSTEM_NAME": "Linux",
+        "CMAKE_SYSTEM_PROCESSOR": "aarch64",
+        "CMAKE_CXX_COMPILER": compiler,
+        "CMAKE_EXE_LINKER_FLAGS": "-static",
+        "FDK_CPU_PYTHON": "OFF",
+        "FDK_CPU_TESTS": "ON",
+    }
+    defines = [f"-D{name}={value}" for name, value in options.items()]
+    run(session, "cmake", "-S", "packages/fdk-cpu", "-B", build, *defines)
+    run(session, "cmake", "--build", build, "--parallel", "2")
+    for cpu in ARM_CPUS:
+        run(session, emulator, "-cpu", cpu, f"{build}/fdk_native_test", "2")
 
 
 @nox.session(name="test-cuda")

@@ -1,3 +1,26 @@
-"""Linear layers with 1- to 8-bit weights on x86 and ARM CPUs."""
+"""Linear layers with 1- to 8-bit weights on x86 and ARM CPUs.
+
+Importing this registers the backend ``cpu`` of ``fdk_formats``, which ``backend="auto"`` picks for
+tensors on the CPU.
+"""
+
+from fdk_cpu.backend import CpuBackend, CpuLayout
+from fdk_cpu.runtime import (
+    instruction_set,
+    instruction_sets,
+    num_threads,
+    set_instruction_set,
+    set_num_threads,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CpuBackend",
+    "CpuLayout",
+    "instruction_set",
+    "instruction_sets",
+    "num_threads",
+    "set_instruction_set",
+    "set_num_threads",
+]

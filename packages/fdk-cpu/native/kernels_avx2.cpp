@@ -17,6 +17,7 @@ struct Avx2 {
   static FDK_INLINE void store(float* p, Float v) { _mm256_storeu_ps(p, v); }
   static FDK_INLINE Float set1(float v) { return _mm256_set1_ps(v); }
   static FDK_INLINE Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  static FDK_INLINE Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
   static FDK_INLINE Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static FDK_INLINE Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
   static FDK_INLINE Float two_groups(float a, float) { return _mm256_set1_ps(a); }

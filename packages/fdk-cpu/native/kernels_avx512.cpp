@@ -51,6 +51,7 @@ struct Avx512 {
   static FDK_INLINE void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
   static FDK_INLINE Float set1(float v) { return _mm512_set1_ps(v); }
   static FDK_INLINE Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static FDK_INLINE Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
   static FDK_INLINE Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static FDK_INLINE Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
   static FDK_INLINE float sum(Float v) { return _mm512_reduce_add_ps(v); }

@@ -259,7 +259,7 @@ void panel_rows(const PanelTask& task, std::size_t row) {
   float* y = task.y + row * task.panel;
   __m512 sums[kRows][kVectors];
   for (int r = 0; r < kRows; r++) {
-    for (int v = 0; v < kVectors; v++) sums[r][v] = _mm512_loadu_ps(y + r * task.panel + v * 16);
+    for (int v = 0; v < kVectors; v++) sums[r][v] = _mm512_setzero_ps();
   }
   for (std::size_t i = 0; i < task.depth; i += 2, x += 2 * task.panel) {
     __m512bh lane[kVectors];
@@ -272,7 +272,10 @@ void panel_rows(const PanelTask& task, std::size_t row) {
     }
   }
   for (int r = 0; r < kRows; r++) {
-    for (int v = 0; v < kVectors; v++) _mm512_storeu_ps(y + r * task.panel + v * 16, sums[r][v]);
+    for (int v = 0; v < kVectors; v++) {
+      float* to = y + r * task.panel + v * 16;
+      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sums[r][v]));
+    }
   }
 }
 

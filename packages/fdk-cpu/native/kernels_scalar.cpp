@@ -95,22 +95,24 @@ void panel_product(const PanelTask& task) {
   const float* w = static_cast<const float*>(task.w);
   const float* x = static_cast<const float*>(task.x);
   for (std::size_t row = 0; row < task.rows; row++) {
-    for (std::size_t i = 0; i < task.depth; i++) {
-      for (std::size_t m = 0; m < task.panel; m++) {
-        task.y[row * task.panel + m] += w[row * task.stride + i] * x[i * task.panel + m];
+    for (std::size_t m = 0; m < task.panel; m++) {
+      double sum = 0;
+      for (std::size_t i = 0; i < task.depth; i++) {
+        sum += double(w[row * task.stride + i]) * double(x[i * task.panel + m]);
       }
+      task.y[row * task.panel + m] += float(sum);
     }
   }
 }
 
 void grad_product(const GradTask& task) {
   for (std::size_t m = 0; m < task.m; m++) {
+    double sums[kTileK] = {};
     for (std::size_t row = 0; row < task.rows; row++) {
-      const float grad = task.grad[m * task.grad_stride + row];
-      for (std::size_t i = 0; i < kTileK; i++) {
-        task.out[m * task.out_stride + i] += grad * task.w[row * kTileK + i];
-      }
+      const double grad = task.grad[m * task.grad_stride + row];
+      for (std::size_t i = 0; i < kTileK; i++) sums[i] += grad * double(task.w[row * kTileK + i]);
     }
+    for (std::size_t i = 0; i < kTileK; i++) task.out[m * task.out_stride + i] += float(sums[i]);
   }
 }
 

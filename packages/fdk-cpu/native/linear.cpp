@@ -253,6 +253,16 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
   });
 }
 
+// W_hat as the reference has it, rounded to the dtype of the activations: a row of two values
+// (1 bit, one scale) would otherwise err the same way in every product.
+void round_to(Activation type, float* values, std::size_t count) {
+  if (type == Activation::bf16) {
+    for (std::size_t i = 0; i < count; i++) values[i] = from_bf16(to_bf16(values[i]));
+  } else if (type == Activation::fp16) {
+    for (std::size_t i = 0; i < count; i++) values[i] = from_fp16(to_fp16(values[i]));
+  }
+}
+
 void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kernels, Activation type,
                const void* grad_y, std::size_t m, void* grad_x, std::size_t threads) {
   const Layout& layout = packed.layout;
@@ -275,6 +285,7 @@ void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kerne
           kernels.decode(w, (first + r) / kTileRows, tile, tile + 1, block.get() + r * kTileK,
                          kTileK);
         }
+        round_to(type, block.get(), rows * kTileK);
         kernels.grad_product(
             GradTask{block.get(), rows, staged.get() + first, m, stride, sums.get(), kTileK});
       }

@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "layout.h"
 #include "linear.h"
+#include "memory.h"
 
 namespace py = pybind11;
 
@@ -140,6 +141,19 @@ py::tuple layout_sizes(std::size_t n, std::size_t k, std::size_t group, int bits
   return py::make_tuple(layout.code_bytes(), layout.scales());
 }
 
+std::uint64_t read_sum(const py::tuple& data, std::size_t threads) {
+  const Bytes bytes = bytes_of(data);
+  const py::gil_scoped_release release;
+  return fdk::read_sum(bytes.as<std::uint8_t>(), bytes.size, threads);
+}
+
+void copy_memory(const py::tuple& from, const py::tuple& to, std::size_t threads) {
+  const Bytes in = bytes_of(from), out = bytes_of(to);
+  expect("the copy", out, in.size);
+  const py::gil_scoped_release release;
+  fdk::copy_memory(in.as<std::uint8_t>(), out.as<std::uint8_t>(), in.size, threads);
+}
+
 py::list instruction_sets() {
   py::list names;
   for (int i = 0; i < fdk::kIsas; i++) {
@@ -154,6 +168,8 @@ PYBIND11_MODULE(_native, module) {
   module.def("layout_sizes", layout_sizes);
   module.def("convert_codes", convert_codes);
   module.def("convert_groups", convert_groups);
+  module.def("read_sum", read_sum);
+  module.def("copy_memory", copy_memory);
   module.def("instruction_sets", instruction_sets);
   module.def("instruction_set", [] { return fdk::name_of(fdk::current_isa()); });
   module.def("set_instruction_set", [](const std::string& name) { fdk::set_isa(name.c_str()); });

@@ -179,6 +179,8 @@ void decode_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::s
   });
 }
 
+// Blocks are summed by themselves and then added: the error grows with the blocks of a row and the
+// length of one, not with their product.
 // y[row][panel] += w[row][depth] * x[depth][panel] for kRows rows of w and kVectors vectors of x.
 template <class V, int kRows, int kVectors>
 void panel_rows(const PanelTask& task, std::size_t row) {
@@ -188,7 +190,7 @@ void panel_rows(const PanelTask& task, std::size_t row) {
   float* y = task.y + row * task.panel;
   Float sums[kRows][kVectors];
   for (int r = 0; r < kRows; r++) {
-    for (int v = 0; v < kVectors; v++) sums[r][v] = V::load(y + r * task.panel + v * V::kLanes);
+    for (int v = 0; v < kVectors; v++) sums[r][v] = V::zero();
   }
   for (std::size_t i = 0; i < task.depth; i++, x += task.panel) {
     Float lane[kVectors];
@@ -199,7 +201,10 @@ void panel_rows(const PanelTask& task, std::size_t row) {
     }
   }
   for (int r = 0; r < kRows; r++) {
-    for (int v = 0; v < kVectors; v++) V::store(y + r * task.panel + v * V::kLanes, sums[r][v]);
+    for (int v = 0; v < kVectors; v++) {
+      float* to = y + r * task.panel + v * V::kLanes;
+      V::store(to, V::add(V::load(to), sums[r][v]));
+    }
   }
 }
 
@@ -226,9 +231,7 @@ void grad_block(const GradTask& task, std::size_t m, std::size_t column) {
   float* out = task.out + m * task.out_stride + column;
   Float sums[kM][kVectors];
   for (int i = 0; i < kM; i++) {
-    for (int v = 0; v < kVectors; v++) {
-      sums[i][v] = V::load(out + std::size_t(i) * task.out_stride + v * V::kLanes);
-    }
+    for (int v = 0; v < kVectors; v++) sums[i][v] = V::zero();
   }
   const float* w = task.w + column;
   const float* grad = task.grad + m * task.grad_stride;
@@ -242,7 +245,8 @@ void grad_block(const GradTask& task, std::size_t m, std::size_t column) {
   }
   for (int i = 0; i < kM; i++) {
     for (int v = 0; v < kVectors; v++) {
-      V::store(out + std::size_t(i) * task.out_stride + v * V::kLanes, sums[i][v]);
+      float* to = out + std::size_t(i) * task.out_stride + v * V::kLanes;
+      V::store(to, V::add(V::load(to), sums[i][v]));
     }
   }
 }

@@ -5,6 +5,7 @@ tensors on the CPU.
 """
 
 from fdk_cpu.backend import CpuBackend, CpuLayout
+from fdk_cpu.memory import copy_memory, read_sum
 from fdk_cpu.runtime import (
     instruction_set,
     instruction_sets,
@@ -18,9 +19,11 @@ __version__ = "0.1.0"
 __all__ = [
     "CpuBackend",
     "CpuLayout",
+    "copy_memory",
     "instruction_set",
     "instruction_sets",
     "num_threads",
+    "read_sum",
     "set_instruction_set",
     "set_num_threads",
 ]

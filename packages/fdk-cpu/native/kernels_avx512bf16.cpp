@@ -135,6 +135,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   const Table16<kBits> table(w.table);
   const std::uint16_t* x[kM];  // past the last row it is repeated, and the result dropped
   const float* x_sums[kM];
+  FDK_UNROLL
   for (int m = 0; m < kM; m++) {
     const std::size_t row = std::size_t(m) < task.m ? std::size_t(m) : task.m - 1;
     x[m] = static_cast<const std::uint16_t*>(task.x) + row * w.tiles * kTileK;
@@ -143,6 +144,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   for (std::size_t stripe = begin; stripe < end; stripe++) {
     __m512 sums[kTileRows][kM];
     for (std::size_t r = 0; r < kTileRows; r++) {
+      FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r][m] = _mm512_setzero_ps();
     }
     for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
@@ -157,9 +159,11 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
         const Values<kBits> values(codes, r, table);
         unroll<kSteps / kRun>([&](auto run) FDK_LAMBDA {
           __m512 part[kM];
+          FDK_UNROLL
           for (int m = 0; m < kM; m++) part[m] = _mm512_setzero_ps();
           unroll<kRun>([&](auto i) FDK_LAMBDA {
             constexpr int s = run.value * kRun + i.value;
+            FDK_UNROLL
             for (int m = 0; m < kM; m++) {
               const __m512i activations = _mm512_loadu_si512(x[m] + tile * kTileK + s * kStep);
               part[m] = _mm512_dpbf16_ps(part[m], as_bf16(activations), as_bf16(values.v[s]));
@@ -170,6 +174,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
             }
           });
           const __m512 scale = group_at<kGroups, run.value * kRun>(scales, r);
+          FDK_UNROLL
           for (int m = 0; m < kM; m++) sums[r][m] = _mm512_fmadd_ps(part[m], scale, sums[r][m]);
         });
       };
@@ -224,6 +229,11 @@ void decode_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::s
     alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
     load_groups<kGroups, false>(w, slot, scales);
     if (affine) load_groups<kGroups, true>(w, slot, zeros);
+    // The block after this one, which other stripes' blocks come before.
+    for (std::size_t i = 0; i < tile_bytes(kBits); i += 64) {
+      const std::uint8_t* next = codes + (end - begin) * tile_bytes(kBits) + i;
+      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+    }
     for (std::size_t r = 0; r < kTileRows; r++) {
       std::uint16_t* to = out + r * stride + (tile - begin) * kTileK;
       const Values<kBits> values(codes, r, table);
@@ -258,20 +268,27 @@ void panel_rows(const PanelTask& task, std::size_t row) {
   const std::uint16_t* x = static_cast<const std::uint16_t*>(task.x);
   float* y = task.y + row * task.panel;
   __m512 sums[kRows][kVectors];
+  FDK_UNROLL
   for (int r = 0; r < kRows; r++) {
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) sums[r][v] = _mm512_setzero_ps();
   }
   for (std::size_t i = 0; i < task.depth; i += 2, x += 2 * task.panel) {
     __m512bh lane[kVectors];
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) lane[v] = as_bf16(_mm512_loadu_si512(x + v * 32));
+    FDK_UNROLL
     for (int r = 0; r < kRows; r++) {
       const __m512i pair = _mm512_broadcastd_epi32(_mm_loadu_si32(w + r * task.stride + i));
+      FDK_UNROLL
       for (int v = 0; v < kVectors; v++) {
         sums[r][v] = _mm512_dpbf16_ps(sums[r][v], lane[v], as_bf16(pair));
       }
     }
   }
+  FDK_UNROLL
   for (int r = 0; r < kRows; r++) {
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) {
       float* to = y + r * task.panel + v * 16;
       _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sums[r][v]));

@@ -15,7 +15,7 @@ namespace {
 
 // Rows of x up to which the gemv kernels decode the weight anew for every kMaxGemvRows of them;
 // beyond, tiles are dequantised once and multiplied with panels of x.
-constexpr std::size_t kGemvLimit = 8;
+constexpr std::size_t kGemvLimit = 12;
 // Positions and rows of the dequantised block that panels meet: 48 x 512 in bf16 is 48 KiB, within
 // the L2 of any core, and one panel of x 32 KiB.
 constexpr std::size_t kBlockTiles = 4;

@@ -16,6 +16,9 @@ namespace {
 
 #define FDK_INLINE inline __attribute__((always_inline))
 #define FDK_LAMBDA __attribute__((always_inline))
+// Loops over registers: left rolled, they index an array in memory (m = 2, 4 bits: 4.5 ms against
+// 0.6).
+#define FDK_UNROLL _Pragma("GCC unroll 16")
 
 template <int N>
 struct Int {
@@ -111,6 +114,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   const Weight& w = *task.weight;
   const typename V::template Table<kBits> table(w.table);
   const float* rows[kM];  // of x; past the last it is repeated, and the result dropped
+  FDK_UNROLL
   for (int m = 0; m < kM; m++) {
     const std::size_t row = std::size_t(m) < task.m ? std::size_t(m) : task.m - 1;
     rows[m] = static_cast<const float*>(task.x) + row * w.tiles * kTileK;
@@ -118,6 +122,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   for (std::size_t stripe = begin; stripe < end; stripe++) {
     Float sums[kTileRows][kM];
     for (std::size_t r = 0; r < kTileRows; r++) {
+      FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r][m] = V::zero();
     }
     for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
@@ -130,16 +135,19 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
         const typename V::template Codes<kBits> q(codes, r);
         unroll<R::kCount>([&](auto run) FDK_LAMBDA {
           Float part[kM];
+          FDK_UNROLL
           for (int m = 0; m < kM; m++) part[m] = V::zero();
           unroll<R::kVectors>([&](auto i) FDK_LAMBDA {
             constexpr int v = run.value * R::kVectors + i.value;
             Float value = V::template value<v>(q, table);
             if constexpr (kAffine) value = V::sub(value, R::template at<run.value>(zeros, r));
+            FDK_UNROLL
             for (int m = 0; m < kM; m++) {
               part[m] = V::fma(value, V::load(rows[m] + tile * kTileK + v * V::kLanes), part[m]);
             }
           });
           const Float scale = R::template at<run.value>(scales, r);
+          FDK_UNROLL
           for (int m = 0; m < kM; m++) sums[r][m] = V::fma(part[m], scale, sums[r][m]);
         });
       }
@@ -163,6 +171,10 @@ void decode_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::s
     alignas(64) float scales[kRuns<kG16> * kTileRows], zeros[kRuns<kG16> * kTileRows];
     load_scales<V, kG16>(w, slot, scales);
     load_zeros<V, kG16>(w, slot, zeros);
+    // The block after this one, which other stripes' blocks come before.
+    for (std::size_t i = 0; i < tile_bytes(kBits); i += 64) {
+      V::prefetch(codes + (end - begin) * tile_bytes(kBits) + i);
+    }
     for (std::size_t r = 0; r < kTileRows; r++) {
       float* to = out + r * stride + (tile - begin) * kTileK;
       const typename V::template Codes<kBits> q(codes, r);
@@ -189,18 +201,25 @@ void panel_rows(const PanelTask& task, std::size_t row) {
   const float* x = static_cast<const float*>(task.x);
   float* y = task.y + row * task.panel;
   Float sums[kRows][kVectors];
+  FDK_UNROLL
   for (int r = 0; r < kRows; r++) {
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) sums[r][v] = V::zero();
   }
   for (std::size_t i = 0; i < task.depth; i++, x += task.panel) {
     Float lane[kVectors];
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) lane[v] = V::load(x + v * V::kLanes);
+    FDK_UNROLL
     for (int r = 0; r < kRows; r++) {
       const Float value = V::set1(w[r * task.stride + i]);
+      FDK_UNROLL
       for (int v = 0; v < kVectors; v++) sums[r][v] = V::fma(value, lane[v], sums[r][v]);
     }
   }
+  FDK_UNROLL
   for (int r = 0; r < kRows; r++) {
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) {
       float* to = y + r * task.panel + v * V::kLanes;
       V::store(to, V::add(V::load(to), sums[r][v]));
@@ -230,20 +249,27 @@ void grad_block(const GradTask& task, std::size_t m, std::size_t column) {
   using Float = typename V::Float;
   float* out = task.out + m * task.out_stride + column;
   Float sums[kM][kVectors];
+  FDK_UNROLL
   for (int i = 0; i < kM; i++) {
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) sums[i][v] = V::zero();
   }
   const float* w = task.w + column;
   const float* grad = task.grad + m * task.grad_stride;
   for (std::size_t row = 0; row < task.rows; row++, w += kTileK) {
     Float lane[kVectors];
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) lane[v] = V::load(w + v * V::kLanes);
+    FDK_UNROLL
     for (int i = 0; i < kM; i++) {
       const Float value = V::set1(grad[std::size_t(i) * task.grad_stride + row]);
+      FDK_UNROLL
       for (int v = 0; v < kVectors; v++) sums[i][v] = V::fma(value, lane[v], sums[i][v]);
     }
   }
+  FDK_UNROLL
   for (int i = 0; i < kM; i++) {
+    FDK_UNROLL
     for (int v = 0; v < kVectors; v++) {
       float* to = out + std::size_t(i) * task.out_stride + v * V::kLanes;
       V::store(to, V::add(V::load(to), sums[i][v]));

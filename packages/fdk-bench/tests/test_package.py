@@ -3,8 +3,9 @@
 from importlib import metadata
 from pathlib import Path
 
-import fdk_bench
 import pytest
+
+import fdk_bench
 
 
 def requirements(extra):

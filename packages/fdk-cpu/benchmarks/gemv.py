@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import fdk_cpu
 import torch
-from fdk_formats import Format
-from fdk_formats.testing import nrmse, random_quantised
 from torch import Tensor
 from torch.nn.functional import linear
+
+import fdk_cpu
+from fdk_formats import Format
+from fdk_formats.testing import nrmse, random_quantised
 
 # More than the last-level cache of any machine this is run on, shared with others or not.
 ROTATED_BYTES = 192 << 20

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-import fdk_cpu
 import pytest
 import torch
+
+import fdk_cpu
 from fdk_formats import Format
 from fdk_formats.testing import (
     Case,

@@ -3,8 +3,9 @@
 from importlib import metadata
 from pathlib import Path
 
-import fdk_cuda
 import pytest
+
+import fdk_cuda
 
 
 def test_offers_nothing_yet():

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+
 from fdk_formats.files import load, load_metadata, save
 from fdk_formats.format import Format
 from fdk_formats.packing import pack

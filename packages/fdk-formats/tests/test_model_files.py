@@ -84,9 +84,7 @@ def test_a_single_layer(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"needs a Linear of weight \[32, 32\], .*\[64, 64\]"
-    ):
+    with pytest.raises(ValueError, match=r"needs a Linear of weight \[32, 32\], .*\[64, 64\]"):
         load_model(path, net(k=64), backend="reference")
     with pytest.raises(ValueError, match=r"first\.weight: the model has no layer 'first'"):
         load_model(path, nn.Module(), backend="reference")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from fdk_formats.format import Format
 from fdk_formats.readers import load_awq, read_awq
-from safetensors.torch import save_file
 
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 

@@ -3,9 +3,10 @@
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from fdk_formats.format import Format
 from fdk_formats.readers import load_bitsandbytes, read_bitsandbytes
-from safetensors.torch import save_file
 
 N, K = 6, 256
 

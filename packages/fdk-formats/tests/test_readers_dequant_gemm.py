@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fdk_formats.format import Format
 from fdk_formats.readers import read_dequant_gemm
 

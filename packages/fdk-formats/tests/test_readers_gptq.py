@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from fdk_formats.format import Format
 from fdk_formats.readers import load_gptq, read_gptq
-from safetensors.torch import save_file
 
 # AutoGPTQ's three-word pattern of 3-bit codes: word, shift and how far down the code is moved
 # first. Codes 10 and 21 are in two words each.

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from fdk_formats.format import Format
 from fdk_formats.readers import load_hqq, read_hqq
-from safetensors.torch import save_file
 
 # nbits, packing, dtype of a word, codes of a word, bits of a code in it
 CASES = [

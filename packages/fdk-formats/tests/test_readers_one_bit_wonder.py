@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from fdk_formats.format import Format
 from fdk_formats.readers import load_one_bit_wonder, read_one_bit_wonder
-from safetensors.torch import save_file
 
 RULES = {1: "absmean", 2: "absmean", 4: "absmax", 8: "rms"}
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import fdk_formats
 import torch
-from fdk_formats import Format, QuantisedTensor
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import fdk_formats
 from fdk_bench.models import Embedder, TextModel, embed
 from fdk_bench.records import Row
+from fdk_formats import Format, QuantisedTensor
 
 # Weights rounded to bf16: what a 16-bit model costs and loses.
 BASELINE = "bf16"

@@ -37,7 +37,14 @@ def convert_codes(
     /,
 ) -> None: ...
 def convert_groups(
-    n: int, k: int, group_size: int, item: int, canonical: Bytes, laid_out: Bytes, to_layout: bool, /
+    n: int,
+    k: int,
+    group_size: int,
+    item: int,
+    canonical: Bytes,
+    laid_out: Bytes,
+    to_layout: bool,
+    /,
 ) -> None: ...
 def read_sum(data: Bytes, threads: int, /) -> int: ...
 def copy_memory(from_: Bytes, to: Bytes, threads: int, /) -> None: ...

@@ -1,13 +1,13 @@
 """The backend ``cpu``: every format on CPU tensors, from one packed layout."""
 
 import torch
-from fdk_formats.backends import Layout, Problem, register
-from fdk_formats.tensor import QuantisedTensor
 from torch import Tensor
 
 from fdk_cpu import _native
 from fdk_cpu.linear import ACTIVATIONS, lut_linear_op
 from fdk_cpu.runtime import num_threads
+from fdk_formats.backends import Layout, Problem, register
+from fdk_formats.tensor import QuantisedTensor
 
 
 class CpuLayout(Layout):

@@ -1,12 +1,12 @@
 """The op ``torch.ops.fdk_cpu.lut_linear``: a linear layer over the packed layout, for every m."""
 
 import torch
-from fdk_formats.ops import define_linear_op
 from torch import Tensor
 from torch.library import Library
 
 from fdk_cpu import _native
 from fdk_cpu.runtime import num_threads
+from fdk_formats.ops import define_linear_op
 
 ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # uint8 is e8m0 for a scale and an integer for a zero point.

@@ -1,20 +1,21 @@
 """Formats against weight error and against the change in a trained model's output."""
 
+import copy
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import fdk_formats
-from fdk_bench.models import Embedder, TextModel, embed
+from fdk_bench.models import TextModel, embed
 from fdk_bench.records import Row
-from fdk_formats import Format, QuantisedTensor
+from fdk_formats import Format, NoBackendError, QuantisedLinear, QuantisedTensor
 
 # Weights rounded to bf16: what a 16-bit model costs and loses.
 BASELINE = "bf16"
@@ -23,10 +24,18 @@ DEFAULT_SKIP = "pooler"  # its output is no part of a mean-pooled embedding
 DEFAULT_FORMATS = (
     BASELINE,
     *("kmeans8", "int8", "uniform8", "affine8"),
-    *("kmeans4-search", "kmeans4", "kmeans4-g32", "kmeans4-row", "int4", "uniform4"),
+    *(
+        "kmeans4-search",
+        "kmeans4",
+        "kmeans4-g32",
+        "kmeans4-row",
+        "int4",
+        "uniform4",
+        "uniform4-search",
+    ),
     *("nf4", "sf4", "fp4", "crd_normal4", "affine4"),
     *("kmeans3", "int3", "uniform3"),
-    *("kmeans2-search", "kmeans2", "int2", "uniform2"),
+    *("kmeans2-search", "kmeans2", "int2", "uniform2", "uniform2-search"),
     *("kmeans1", "int1", "uniform1"),
 )
 # The widths at which k-means must beat the uniform grid, and the codebooks that are such a grid.
@@ -40,6 +49,7 @@ class AccuracyCase:
 
     format: str
     model: str
+    backend: str
     skip: str
     sentences: int
 
@@ -58,6 +68,7 @@ class AccuracyValues:
         cosine_mean: cosine similarity of quantised and original embedding, mean over sentences.
         cosine_min: the same for the sentence that changed most.
         seconds: time to quantise.
+        backends: names of the backends that computed the embeddings; ``torch`` for the baseline.
     """
 
     layers: int
@@ -69,6 +80,7 @@ class AccuracyValues:
     cosine_mean: float
     cosine_min: float
     seconds: float
+    backends: str
 
 
 AccuracyRow = Row[AccuracyCase, AccuracyValues]
@@ -112,7 +124,10 @@ def parse_formats(texts: Sequence[str], group_size: str = "64") -> list[str]:
     for text in texts:
         named = any(re.fullmatch(r"row|g\d+", part) for part in text.split("-"))
         full = text if named or text == BASELINE else f"{text}-{suffix}"
-        formats.append(BASELINE if full == BASELINE else str(Format.parse(full)))
+        try:
+            formats.append(BASELINE if full == BASELINE else str(Format.parse(full)))
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
     return list(dict.fromkeys(formats))
 
 
@@ -136,16 +151,19 @@ def prepare(model: TextModel, sentences: Sequence[str], skip: str = DEFAULT_SKIP
 
 
 def measure_formats(
-    subject: Subject, formats: Sequence[str], on_layer: Callable[[str], None] = lambda name: None
+    subject: Subject,
+    formats: Sequence[str],
+    backend: str = "auto",
+    on_layer: Callable[[str], None] = lambda name: None,
 ) -> Iterator[AccuracyRow]:
     """Measures one format after another; one that fails is a row with its error.
 
     ``on_layer`` is called with the format after each layer that was quantised.
     """
     for name in formats:
-        case = AccuracyCase(name, subject.model.name, subject.skip, len(subject.sentences))
+        case = AccuracyCase(name, subject.model.name, backend, subject.skip, len(subject.sentences))
         try:
-            values = measure(subject, name, lambda name=name: on_layer(name))  # type: ignore[misc]
+            values = measure(subject, name, backend, partial(on_layer, name))
         except Exception as error:  # whatever a format or a backend raises: the run goes on
             yield Row(case, error=f"{type(error).__name__}: {error}")
         else:
@@ -153,7 +171,10 @@ def measure_formats(
 
 
 def measure(
-    subject: Subject, format: str, on_layer: Callable[[], None] = lambda: None
+    subject: Subject,
+    format: str,
+    backend: str = "auto",
+    on_layer: Callable[[], None] = lambda: None,
 ) -> AccuracyValues:
     """Quantises every layer to ``format`` and measures what that costs and loses."""
     start = time.perf_counter()
@@ -166,9 +187,9 @@ def measure(
             stored[name] = fdk_formats.quantise(weight, format)
         on_layer()
     seconds = time.perf_counter() - start
-    W_hat = {name: _values(weight) for name, weight in stored.items()}
+    layers = {n: layer_of(w, subject.layers[n], backend) for n, w in stored.items()}
     cosines = torch.cosine_similarity(
-        embed(subject.model, with_weights(subject, W_hat), subject.sentences).double(),
+        embed(subject.model, with_layers(subject, layers), subject.sentences).double(),
         subject.embeddings.double(),
     )
     weights = sum(linear.weight.numel() for linear in subject.layers.values())
@@ -178,31 +199,49 @@ def measure(
         bits_per_weight=sum(_bits(weight) for weight in stored.values()) / weights,
         nbytes=sum(weight.nbytes for weight in stored.values()),
         file_bytes=file_bytes(stored),
-        weight_error=weight_error(subject, W_hat),
+        weight_error=weight_error(subject, stored),
         cosine_mean=cosines.mean().item(),
         cosine_min=cosines.min().item(),
         seconds=seconds,
+        backends=", ".join(sorted({_backend_name(layer) for layer in layers.values()})),
     )
 
 
-def with_weights(subject: Subject, weights: Mapping[str, Tensor]) -> Embedder:
-    """The model with other weights in its quantised layers; the model itself stays as it is."""
-    replaced = {f"{name}.weight": weight for name, weight in weights.items()}
-
-    def run(**inputs: Tensor) -> object:
-        # Untied: a weight that an embedding shares is quantised in the linear layer alone.
-        return functional_call(subject.model.module, replaced, kwargs=inputs, tie_weights=False)
-
-    return run
+def with_layers(subject: Subject, layers: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of the model with other layers in place; every other tensor is shared, not copied."""
+    module = subject.model.module
+    # deepcopy takes what its memo holds instead of a copy.
+    memo: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    memo |= {id(subject.layers[name]): layer for name, layer in layers.items()}
+    return copy.deepcopy(module, memo)
 
 
-def weight_error(subject: Subject, weights: Mapping[str, Tensor]) -> float:
+def layer_of(weight: QuantisedTensor | Tensor, linear: nn.Linear, backend: str) -> nn.Module:
+    """A layer with the bias of ``linear`` and the stored weight, float32 in and out.
+
+    ``auto`` is the backend that fdk_formats picks, and the reference where none takes the layer.
+    """
+    if isinstance(weight, Tensor):
+        rounded = copy.deepcopy(linear)
+        rounded.weight = nn.Parameter(weight.float(), requires_grad=False)
+        return rounded
+    build = partial(QuantisedLinear.from_quantised, weight, linear.bias, dtype=torch.float32)
+    try:
+        return build(backend=backend)
+    except NoBackendError:
+        if backend != "auto":
+            raise
+        return build(backend="reference")
+
+
+def weight_error(subject: Subject, stored: Mapping[str, QuantisedTensor | Tensor]) -> float:
     """Root of (sum of (W_hat - W)^2 over sum of W^2), over all layers."""
     error = total = 0.0
-    for name, linear in subject.layers.items():
-        weight = linear.weight.detach().double()
-        error += (weights[name].double() - weight).square().sum().item()
-        total += weight.square().sum().item()
+    for name, weight in stored.items():
+        W = subject.layers[name].weight.detach().double()
+        W_hat = weight.dequantise() if isinstance(weight, QuantisedTensor) else weight
+        error += (W_hat.double() - W).square().sum().item()
+        total += W.square().sum().item()
     return float((error / total) ** 0.5)
 
 
@@ -232,8 +271,8 @@ def compare_kmeans(rows: Sequence[AccuracyRow]) -> list[Comparison]:
     return comparisons
 
 
-def _values(weight: QuantisedTensor | Tensor) -> Tensor:
-    return weight.dequantise() if isinstance(weight, QuantisedTensor) else weight.float()
+def _backend_name(layer: nn.Module) -> str:
+    return layer.weight.backend_name if isinstance(layer, QuantisedLinear) else "torch"
 
 
 def _bits(weight: QuantisedTensor | Tensor) -> float:

@@ -25,7 +25,13 @@ nox.options.sessions = [
 ]
 
 UV = os.environ.get("UV", "uv")  # `uv run` names itself here, and need not be on PATH
-ENV = {"PYTHONDONTWRITEBYTECODE": ""}  # a start of torch without bytecode takes 2.9 s, with 1.4 s
+ENV = {
+    # A start of torch takes 2.9 s without bytecode and 1.4 s with it.
+    "PYTHONDONTWRITEBYTECODE": "",
+    # Threads of OpenMP that wait sleep, for spinning ones starve the others where the cores are
+    # shared: 96 conformance tests took 58 and 82 s spinning, 15 s sleeping (2 cores, load 8).
+    "GOMP_SPINCOUNT": "0",
+}
 RESULTS = Path("out/bench")
 
 

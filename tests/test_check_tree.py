@@ -9,6 +9,8 @@ from check_tree import problems
 HOME = "/" + "home/ada/fdk"
 INDEX = "https:" + "//pypi.example/" + "simple/"
 INDEX_SETTING = "index" + '-url = "https:' + '//pypi.example/packages"'
+LARGE = bytes((1 << 20) + 1)
+LONG = "\n" * 501
 
 
 @pytest.fixture
@@ -33,9 +35,9 @@ def tree(tmp_path):
         ("a.txt", "<" * 7 + " HEAD", "a.txt:1: holds a merge conflict"),
         ("uv.lock", "", "uv.lock:1: is generated"),
         ("a/b.so", b"\0", "a/b.so:1: is generated"),
-        ("a.bin", bytes((1 << 20) + 1), "a.bin:1: holds 1048577 bytes"),
-        ("a.py", "\n" * 501, "a.py:1: has 501 lines"),
-        ("a.cu", "\n" * 501, "a.cu:1: has 501 lines"),
+        pytest.param("a.bin", LARGE, "a.bin:1: holds 1048577 bytes", id="large"),
+        pytest.param("a.py", LONG, "a.py:1: has 501 lines", id="long-python"),
+        pytest.param("a.cu", LONG, "a.cu:1: has 501 lines", id="long-cuda"),
         ("a.py", "def quantize(): ...", "a.py:1: quantize is our own name: spell it quantise"),
         ("a.py", "class A:\n    Quantizer = 1", "a.py:2: Quantizer is our own name"),
         ("a.py", "def f(do_quantize): ...", "a.py:1: do_quantize is our own name"),
@@ -56,8 +58,8 @@ def test_problems(tree, name, content, found):
     ("name", "content"),
     [
         ("a.py", "from bitsandbytes.functional import quantize_4bit\nx = quantize_4bit(bits=4)"),
-        ("a.py", "\n" * 500),
-        ("a.md", "\n" * 501),
+        pytest.param("a.py", LONG[1:], id="long-enough"),
+        pytest.param("a.md", LONG, id="long-prose"),
         ("a.md", "See https://example.org/home/simple.html and docs/work/."),
         ("test_a.py", "pytest.skip('needs a GPU')\nassert f()"),
         ("a.bin", b"\0\xff"),

@@ -8,6 +8,7 @@ from check_wheels import content_problems, foreign_files, write_pins
 WHOLE = {
     "fdk_a/__init__.py": "",
     "fdk_a/b/c.py": "",
+    "fdk_a/b/data.json": "",
     "fdk_a/py.typed": "",
     "fdk_a-1.dist-info/licenses/LICENSE": "",
 }
@@ -26,10 +27,13 @@ def root(tmp_path):
     (source / "b").mkdir(parents=True)
     (source / "__init__.py").touch()
     (source / "b" / "c.py").touch()
+    (source / "b" / "data.json").touch()
+    (source / "__pycache__").mkdir()
+    (source / "__pycache__" / "c.pyc").touch()
     return tmp_path
 
 
-@pytest.mark.parametrize("missing", ["fdk_a/b/c.py", "fdk_a/py.typed"])
+@pytest.mark.parametrize("missing", ["fdk_a/b/c.py", "fdk_a/b/data.json", "fdk_a/py.typed"])
 def test_content_problems_sees_what_is_missing(tmp_path, root, missing):
     files = {name: content for name, content in WHOLE.items() if name != missing}
     wheel = write_wheel(tmp_path / "a.whl", files)

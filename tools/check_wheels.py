@@ -87,9 +87,8 @@ def content_problems(wheel: Path, module: str, root: Path) -> Iterator[str]:
     """What a wheel lacks, or holds and should not."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        for needed in (f"{module}/__init__.py", f"{module}/py.typed"):
-            if needed not in names:
-                yield f"lacks {needed}"
+        if f"{module}/py.typed" not in names:
+            yield f"lacks {module}/py.typed"
         if not any(".dist-info/" in name and name.endswith("/LICENSE") for name in names):
             yield "lacks its LICENSE"
         for name in names:
@@ -97,10 +96,11 @@ def content_problems(wheel: Path, module: str, root: Path) -> Iterator[str]:
                 yield f"holds {name}, outside {module}"
             if str(root).encode() in archive.read(name):
                 yield f"holds the path of the checkout in {name}"
-        packed = {name for name in names if name.startswith(f"{module}/")}
     source = root / "packages" / module.replace("_", "-") / "src"
-    in_tree = {str(path.relative_to(source)) for path in source.glob(f"{module}/**/*.py")}
-    yield from (f"lacks {name}" for name in sorted(in_tree - packed))
+    for path in sorted(source.glob(f"{module}/**/*")):
+        name = path.relative_to(source).as_posix()
+        if path.is_file() and "__pycache__" not in name and name not in names:
+            yield f"lacks {name}"
 
 
 def install(package: str, pins: Pins) -> Path:
@@ -145,7 +145,7 @@ def run_tests(package: str, module: str, site: Path, scratch: Path) -> None:
     python = site.parents[2] / "bin" / "python"
     from_site = f"import {module} as m; assert m.__file__.startswith({str(site)!r}), m.__file__"
     run(python, "-c", from_site, cwd=folder)
-    run(python, "-m", "pytest", tests, cwd=folder)
+    run(python, "-m", "pytest", "--maxfail=10", tests, cwd=folder)
 
 
 def run(*command: object, cwd: Path = ROOT) -> None:

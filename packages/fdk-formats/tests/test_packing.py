@@ -77,6 +77,14 @@ def test_pack_takes_any_integer_strided_and_of_any_rank() -> None:
     assert torch.equal(unpack(packed.transpose(0, 1), 3, 13), codes.transpose(0, 1))
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_pack_takes_transposed_codes(bits: int) -> None:
+    codes = torch.randint(1 << bits, (16, 24), dtype=torch.uint8)
+    packed = pack(codes.T, bits)
+    assert torch.equal(packed, pack(codes.T.contiguous(), bits))
+    assert torch.equal(unpack(packed.T.contiguous().T, bits, 16), codes.T)
+
+
 @pytest.mark.parametrize("bits", [0, 9, -1, 2.0, True])
 def test_bits_are_checked(bits: int) -> None:
     with pytest.raises(ValueError, match=f"pack: bits must be 1 to 8, got {bits}"):

@@ -43,13 +43,15 @@ def test_dequantise_affine() -> None:
     assert q.dequantise().tolist() == [[-1.25, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75, 2.25]]
 
 
-def test_dequantise_rounds_the_codebook_then_the_product() -> None:
-    codebook = torch.tensor([-1.0, 1 / 3, 0.5, 1.0])
-    scale = torch.full((2, 2), 0.7, dtype=torch.bfloat16)
-    value = small(codebook=codebook, scale=scale).dequantise(torch.bfloat16)[0, 1]
-    third, scale_value = codebook[1].to(torch.bfloat16), scale[0, 0]
-    assert value == (third.double() * scale_value.double()).to(torch.bfloat16)
-    assert value == third * scale_value  # what a bf16 multiply in a kernel gives
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantise_rounds_the_codebook_then_the_product(dtype: torch.dtype) -> None:
+    q = random_quantised(Format("custom", 6, 16), n=8, k=64)
+    assert q.codebook is not None
+    scale = q.scale.double().repeat_interleave(16, dim=1)
+    rounded = q.codebook.to(dtype).double()[q.codes().int()] * scale
+    assert torch.equal(q.dequantise(dtype), rounded.to(dtype))
+    unrounded = q.codebook.double()[q.codes().int()] * scale
+    assert not torch.equal(q.dequantise(dtype), unrounded.to(dtype))
 
 
 def test_e8m0_scales_are_powers_of_two_and_zero() -> None:

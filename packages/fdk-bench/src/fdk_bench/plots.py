@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from fdk_bench.accuracy import BASELINE, AccuracyRow
 
@@ -22,7 +22,7 @@ STYLES = (
     ("#56B4E9", "P", (0, (1, 1))),
 )
 GREY = "#555555"
-TICKS = (1, 1.25, 2.25, 3.25, 4.25, 8.25, 16)
+BIT_TICKS = (1, 2, 3, 4, 6, 8, 16)
 SMALLEST_LOSS = 1e-7  # of a cosine computed in float32
 
 
@@ -45,7 +45,7 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
         _draw_curves(middle, measured, 1, "loss of the output (1 - mean cosine)")
         _draw_ranking(right, measured)
         handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
         case = measured[0].case
         figure.suptitle(f"{case.model}: what a format of few bits loses", fontsize=12)
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
@@ -55,6 +55,8 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
 
 
 def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     styles = cycle(STYLES)
     lone: list[tuple[float, float]] = []
     for name, points in _series(rows, which):
@@ -65,16 +67,31 @@ def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str
         else:
             colour, marker, dash = next(styles)
             x, y = zip(*points, strict=True)
-            axes.plot(x, y, color=colour, marker=marker, linestyle=dash, markersize=6, label=name)
+            # Two points are joined by no line: it would cross widths that were not measured.
+            dash = dash if len(points) > 2 else "none"
+            # Open markers, for formats of one width lie on each other.
+            axes.plot(
+                x,
+                y,
+                color=colour,
+                marker=marker,
+                linestyle=dash,
+                markersize=8,
+                markerfacecolor="none",
+                markeredgewidth=1.4,
+                label=name,
+            )
     if lone:
         x, y = zip(*lone, strict=True)
         axes.plot(x, y, "x", color=GREY, markersize=6, zorder=1, label="formats of one width")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(TICKS))
+    axes.xaxis.set_major_locator(FixedLocator(BIT_TICKS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.set_xlabel("bits per weight (scales included)")
+    if which == 0:  # spans too few decades for labels at powers of ten alone
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(label)
     axes.grid(color="#DDDDDD")
 

@@ -41,8 +41,8 @@ def quantise_affine(source: GroupedWeight, format: Format) -> QuantisedTensor:
     ones (as HQQ has them, Badri and Shaji 2023) take the range as it is. ``search`` shrinks the
     range step by step and refits scale and zero point by least squares, where that is better.
 
-    The code is ``ceil(w / scale + zero_point - 1/2)``, each step in float32, cut to 0 to 2^b - 1: the
-    nearest, the lower one of a tie.
+    The code is ``ceil(w / scale + zero_point - 1/2)``, each step in float32, cut to 0 to 2^b - 1:
+    the nearest, the lower one of a tie.
     """
     n, k = source.weight.shape
     device = source.weight.device
@@ -62,7 +62,7 @@ def quantise_affine(source: GroupedWeight, format: Format) -> QuantisedTensor:
 
 def nearest_affine(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """The codes, uint8, of ``groups :: [..., G]`` under decoded ``scale`` and ``zero :: [...]``."""
-    value = divide(groups, scale).add_(zero[..., None])
+    value = divide(groups, scale[..., None]).add_(zero[..., None])
     return value.sub_(0.5).ceil_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
 
 
@@ -78,37 +78,37 @@ class _AffineFit:
 
     def minmax(self) -> _Grid:
         """The grid over the whole range."""
-        return self._grid(self.lo, self.hi, round_up=True)
+        return self._grid(self.lo, self.hi)
 
     def search(self) -> _Grid:
         """The grid of least squared error that was found."""
-        self.value = divide(self.groups, self.peak)
-        mean = self.groups.mean(-1)
+        self.value = divide(self.groups, self.peak[..., None])
+        mean = self.value.mean(-1) * self.peak
         best = self.minmax()
         error = self._error(best)
         half = torch.maximum(self.hi - mean, mean - self.lo)
         for reach in clipped(self.groups - mean[..., None]):
-            share = divide(reach[..., None], half)[..., 0]
+            share = divide(reach, half)
             lo, hi = mean + (self.lo - mean) * share, mean + (self.hi - mean) * share
-            best, error = self._better(self._grid(lo, hi), best, error)
+            best, error = self._better(self._grid(lo, hi, clipping=True), best, error)
         for _ in range(REFITS):
             best, error = self._better(self._least_squares(best), best, error)
         return best
 
-    def _grid(self, lo: Tensor, hi: Tensor, round_up: bool = False) -> _Grid:
+    def _grid(self, lo: Tensor, hi: Tensor, clipping: bool = False) -> _Grid:
         if self.format.zero_point == "int":
             lo, hi = lo.clamp(max=0), hi.clamp(min=0)
         scale = (hi - lo) / self.top
         if self.format.zero_point == "float":
             limit = ZERO_LIMIT[self.format.scale_dtype]
             scale = torch.maximum(scale, torch.maximum(-lo, hi) / limit)
-        stored = encode_scale(scale, self.format.scale_dtype, round_up=round_up)
-        return _Grid(stored, self._store_zero(divide(-lo[..., None], decode_scale(stored))[..., 0]))
-
-    def _store_zero(self, zero: Tensor) -> Tensor:
+        if clipping:
+            scale = scale.clamp(max=largest_scale(self.format.scale_dtype))
+        stored = encode_scale(scale, self.format.scale_dtype, round_up=not clipping)
+        zero = divide(-lo, decode_scale(stored))
         if self.format.zero_point == "int":
             zero = zero.round().clamp(0, self.top)
-        return zero.to(zero_point_dtype(self.format))
+        return _Grid(stored, zero.to(zero_point_dtype(self.format)))
 
     def _better(self, grid: _Grid, best: _Grid, error: Tensor) -> tuple[_Grid, Tensor]:
         found = self._error(grid)
@@ -117,24 +117,26 @@ class _AffineFit:
 
     def _least_squares(self, grid: _Grid) -> _Grid:
         """The grid of least error under the codes that a grid gives."""
-        ratio, zero, codes = self._codes(grid)
-        if self.format.zero_point == "float":
-            weight = self._sum(torch.ones_like(codes))
-            centre = (self._sum(codes) / weight)[..., None]
-            mean = (self._sum(self.value) / weight)[..., None]
-        else:
-            centre, mean = zero[..., None], torch.zeros_like(zero)[..., None]
-        product = self._sum((codes - centre) * (self.value - mean))
-        square = self._sum((codes - centre).square())
-        fitted = divide(product[..., None], square)[..., 0] * self.peak
-        fitted = fitted.clamp(0, largest_scale(self.format.scale_dtype))
-        stored = encode_scale(fitted, self.format.scale_dtype)
+        _, _, codes = self._codes(grid)
+        weight = self._sum(torch.ones_like(codes))
+        centre, mean = divide(self._sum(codes), weight), divide(self._sum(self.value), weight)
+        ratio = self._slope(codes, centre, mean)
         if self.format.zero_point == "int":
-            return _Grid(stored, grid.zero)
-        ratio = decode_scale(stored) / self.peak
-        limit = ZERO_LIMIT[self.format.scale_dtype]
-        zero = centre[..., 0] - divide(mean, ratio)[..., 0]
-        return _Grid(stored, self._store_zero(zero.clamp(-limit, limit)))
+            zero = (centre - divide(mean, ratio)).round().clamp(0, self.top)
+            ratio = self._slope(codes, zero, torch.zeros_like(zero))
+        limit = largest_scale(self.format.scale_dtype)
+        stored = encode_scale((ratio * self.peak).clamp(0, limit), self.format.scale_dtype)
+        if self.format.zero_point == "float":
+            limit = ZERO_LIMIT[self.format.scale_dtype]
+            ratio = divide(decode_scale(stored), self.peak)
+            zero = (centre - divide(mean, ratio)).clamp(-limit, limit)
+        return _Grid(stored, zero.to(zero_point_dtype(self.format)))
+
+    def _slope(self, codes: Tensor, centre: Tensor, mean: Tensor) -> Tensor:
+        """The slope of the least-squares line from codes to values, through (centre, mean)."""
+        offset = codes - centre[..., None]
+        product = self._sum(offset * (self.value - mean[..., None]))
+        return divide(product, self._sum(offset.square_()))
 
     def _error(self, grid: _Grid) -> Tensor:
         ratio, zero, codes = self._codes(grid)
@@ -142,7 +144,7 @@ class _AffineFit:
 
     def _codes(self, grid: _Grid) -> tuple[Tensor, Tensor, Tensor]:
         """Scales relative to the peak, zero points and codes of a grid, all float32."""
-        ratio = divide(decode_scale(grid.scale)[..., None], self.peak)[..., 0]
+        ratio = divide(decode_scale(grid.scale), self.peak)
         zero = grid.zero.to(torch.float32)
         codes = nearest_affine(self.value, ratio, zero, self.format.bits)
         return ratio, zero, codes.to(torch.float32)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from statistics import NormalDist
 
@@ -211,9 +212,16 @@ def _laplace_quantile(scale: float) -> Callable[[float], float]:
 _STUDENT_RMS = math.sqrt(STUDENT_DOF / (STUDENT_DOF - 2))
 
 
+@cache
 def _student_absmax(group_size: int) -> float:
-    """The median of the maximum: P(|t| < m)^G = 1/2."""
-    return student_quantile((1 + 0.5 ** (1 / group_size)) / 2) / _STUDENT_RMS
+    """The mean of the maximum, whose distribution is P(|t| < m)^G, over evenly spaced quantiles.
+
+    Of a million values at G = 64 and 4 bits, error 0.1021 with the mean, 0.1029 with the median.
+    """
+    count = 256
+    levels = ((i + 0.5) / count for i in range(count))
+    maxima = (student_quantile((1 + level ** (1 / group_size)) / 2) for level in levels)
+    return sum(maxima) / count / _STUDENT_RMS
 
 
 # Cube roots: of a Normal, one of scale sqrt(3); of a Laplace, one three times as wide; of

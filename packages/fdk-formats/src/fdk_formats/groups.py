@@ -59,7 +59,7 @@ class GroupedWeight:
         return self._grouped(part.to(torch.float64) / self.importance_peak)
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        return rows.to(torch.float32).reshape(len(rows), -1, self.group_size)
+        return rows.to(torch.float32).contiguous().view(len(rows), -1, self.group_size)
 
 
 def group_weight(weight: Tensor, format: Format, importance: Tensor | None) -> GroupedWeight:

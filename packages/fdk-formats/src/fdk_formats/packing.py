@@ -90,7 +90,7 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     if word_bytes == 1:
         return word
     shifts = torch.arange(8 * (word_bytes - 1), -1, -8, device=codes.device)
-    out = (word[..., None] >> shifts).to(torch.uint8).view(n, -1)  # to uint8 keeps the low byte
+    out = (word[..., None] >> shifts).to(torch.uint8).reshape(n, -1)  # to uint8 keeps the low byte
     return out[:, : packed_width(bits, k)]
 
 

@@ -12,9 +12,10 @@ from fdk_formats.format import Format
 from fdk_formats.groups import GroupedWeight, check_finite, group_weight
 from fdk_formats.histogram import weighted_points
 from fdk_formats.kmeans import optimal_centroids
+from fdk_formats.nearest import Nearest
 from fdk_formats.packing import pack, packed_width
 from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale, statistic
-from fdk_formats.search import nearest, search_scales
+from fdk_formats.search import search_scales
 from fdk_formats.tensor import QuantisedTensor
 
 # With `search` and `kmeans`, how often scales and codebook are fitted to each other.
@@ -158,7 +159,7 @@ def _fit_kmeans(
             mass = mass.to(torch.float64)[..., None].expand(chunk.groups.shape)
             if chunk.importance is not None:
                 mass = mass * chunk.importance
-            yield divide(chunk.groups, decoded), mass.contiguous()
+            yield divide(chunk.groups, decoded[..., None]), mass.contiguous()
 
     peak = max((value.abs().max().item() for value, _ in samples()), default=0.0)
     guess = np.array(TABLES["uniform"](format.bits))
@@ -168,10 +169,11 @@ def _fit_kmeans(
 
 def _pack_nearest(source: GroupedWeight, format: Format, table: Tensor, scale: Tensor) -> Tensor:
     n, k = source.weight.shape
+    nearest = Nearest(table)
     packed = torch.empty(
         (n, packed_width(format.bits, k)), dtype=torch.uint8, device=source.weight.device
     )
     for chunk in source.chunks():
-        codes = nearest(divide(chunk.groups, decode_scale(scale[chunk.rows])), table)
-        packed[chunk.rows] = pack(codes.flatten(1), format.bits)
+        value = divide(chunk.groups, decode_scale(scale[chunk.rows])[..., None])
+        packed[chunk.rows] = pack(nearest.codes(value).flatten(1), format.bits)
     return packed

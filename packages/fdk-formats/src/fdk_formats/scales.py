@@ -83,6 +83,6 @@ def statistic(groups: Tensor, rule: str) -> Tensor:
     return (groups.to(torch.float64).square().sum(-1) / size).sqrt().to(torch.float32)
 
 
-def divide(groups: Tensor, scale: Tensor) -> Tensor:
-    """``groups :: [..., G]`` over the decoded ``scale :: [...]``, zero where the scale is zero."""
-    return groups / torch.where(scale == 0, torch.inf, scale)[..., None]
+def divide(value: Tensor, by: Tensor) -> Tensor:
+    """The float32 quotient of two tensors that broadcast, zero where the divisor is zero."""
+    return value / torch.where(by == 0, torch.inf, by)

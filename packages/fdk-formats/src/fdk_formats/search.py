@@ -1,32 +1,19 @@
-"""The nearest code of a value, and the scale of least squared error of each group."""
+"""The scale of least squared error of each group."""
 
 import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.groups import GroupedWeight
+from fdk_formats.nearest import Nearest
 from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 
-# Up to this many midpoints, comparing with each is as fast as a binary search or faster (2 cores,
-# 4096 x 4096: 4 bits 0.10 s against 0.17 s; at 5 bits even).
-MAX_COMPARED = 15
 # Candidates: the largest magnitude maps to the unit, to a little less (the first), or is clipped,
 # down to CLIP of the rms, where one bit has its optimum.
 CANDIDATES = 16
 WIDEN = 1.1
 CLIP = 0.7
 REFITS = 3
-
-
-def nearest(value: Tensor, table: Tensor) -> Tensor:
-    """The codes, uint8, of float32 values: how many midpoints of the table are below each."""
-    middle = (table[1:] + table[:-1]) / 2
-    if len(middle) > MAX_COMPARED:
-        return torch.bucketize(value, middle, out_int32=True).to(torch.uint8)
-    codes = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
-    for border in middle:
-        codes += value > border
-    return codes
 
 
 def search_scales(
@@ -38,9 +25,9 @@ def search_scales(
     least squares, a few times over. Every candidate is rounded to its dtype before it is judged,
     and taken only where it is better.
     """
-    best = start.clone()
+    best, nearest = start.clone(), Nearest(table)
     for chunk in source.chunks():
-        group = _GroupError(chunk.groups, chunk.importance, table)
+        group = _GroupError(chunk.groups, chunk.importance, nearest)
         search = _Best(group, format.scale_dtype, best[chunk.rows])
         for candidate in clipped(chunk.groups):
             search.offer(candidate / unit)
@@ -53,7 +40,8 @@ def search_scales(
 def clipped(groups: Tensor) -> list[Tensor]:
     """Magnitudes to map to the end of the grid, from over the largest to under the rms."""
     top, low = statistic(groups, "absmax") * WIDEN, statistic(groups, "rms") * CLIP
-    ratio = divide(low[..., None], top)[..., 0]
+    top = top.clamp(max=torch.finfo(torch.float32).max)
+    ratio = divide(low, top)
     return [top * ratio ** (i / (CANDIDATES - 1)) for i in range(CANDIDATES)]
 
 
@@ -80,26 +68,25 @@ class _GroupError:
     Relative, so that squares neither overflow nor underflow float32.
     """
 
-    def __init__(self, groups: Tensor, importance: Tensor | None, table: Tensor) -> None:
-        self.table, self.importance = table, importance
+    def __init__(self, groups: Tensor, importance: Tensor | None, nearest: Nearest) -> None:
+        self.nearest, self.importance = nearest, importance
         self.peak = statistic(groups, "absmax")
-        self.value = divide(groups, self.peak)
+        self.value = divide(groups, self.peak[..., None])
 
     def of(self, stored: Tensor) -> Tensor:
         """The error of each group, ``[rows, k/G]``."""
         ratio, decoded = self._decoded(stored)
-        return self._sum((self.value - decoded * ratio[..., None]).square_())
+        return self._sum((self.value - decoded * ratio).square_())
 
     def least_squares(self, stored: Tensor) -> Tensor:
         """The scale of least error under the codes that ``stored`` gives."""
         _, decoded = self._decoded(stored)
         product, square = self._sum(self.value * decoded), self._sum(decoded.square())
-        return divide(product[..., None], square)[..., 0] * self.peak
+        return divide(product, square) * self.peak
 
     def _decoded(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        ratio = divide(decode_scale(stored)[..., None], self.peak)[..., 0]
-        codes = nearest(divide(self.value, ratio), self.table)
-        return ratio, self.table[codes.to(torch.int32)]
+        ratio = divide(decode_scale(stored), self.peak)[..., None]
+        return ratio, self.nearest.values(divide(self.value, ratio))
 
     def _sum(self, values: Tensor) -> Tensor:
         return (values if self.importance is None else values * self.importance).sum(-1)

@@ -120,7 +120,8 @@ class QuantisedTensor:
         codes = codes.view(len(codes), -1, self.group_size)  # [rows, k/G, G]
         scale = decode_scale(self.scale[rows])[..., None]  # [rows, k/G, 1]
         if self.codebook is not None:
-            values = self.codebook.to(dtype).to(torch.float32)[codes.to(torch.int32)]
+            table = self.codebook.to(dtype).to(torch.float32)
+            values = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
         else:
             assert self.zero_point is not None
             values = codes.to(torch.float32) - self.zero_point[rows].to(torch.float32)[..., None]

@@ -44,6 +44,13 @@ def accuracy(
             "output the embeddings do not use."
         ),
     ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Backend that computes the embeddings. auto: the one fdk_formats picks for each "
+            "layer, and its reference where none takes the layer."
+        ),
+    ] = "auto",
     sentences: Annotated[
         Path | None,
         typer.Option(help="Text file, one sentence a line. Default: 32 sentences of our own."),
@@ -65,10 +72,10 @@ def accuracy(
     from rich.console import Console
 
     console = Console(stderr=json_lines)
-    subject, names = _prepare(model, formats, group_size, skip, sentences, threads)
+    subject, names = _prepare(model, formats, group_size, backend, skip, sentences, threads)
     folder = output or Path("out") / f"accuracy-{datetime.now():%Y-%m-%dT%H-%M-%S}"
     folder.mkdir(parents=True, exist_ok=True)
-    rows, interrupted = _measure(subject, names, folder / "accuracy.jsonl", json_lines)
+    rows, interrupted = _measure(subject, names, backend, folder / "accuracy.jsonl", json_lines)
     _show(rows, folder, console)
     if interrupted:
         console.print(f"Interrupted after {len(rows)} of {len(names)} formats.")
@@ -81,6 +88,7 @@ def _prepare(
     model: Path | None,
     formats: list[str] | None,
     group_size: str,
+    backend: str,
     skip: str | None,
     sentences: Path | None,
     threads: int | None,
@@ -92,9 +100,12 @@ def _prepare(
 
     from fdk_bench.accuracy import DEFAULT_FORMATS, DEFAULT_SKIP, parse_formats, prepare
     from fdk_bench.models import ModelError, load_model
+    from fdk_formats import all_backends
 
     if threads is not None:
         torch.set_num_threads(threads)
+    if backend not in (known := ("auto", *all_backends())):
+        raise typer.BadParameter(f"--backend: wanted one of {', '.join(known)}, got {backend!r}")
     asked = [name.strip() for text in formats or () for name in text.split(",")]
     try:
         names = parse_formats(asked or DEFAULT_FORMATS, group_size)
@@ -132,7 +143,7 @@ def _read_sentences(path: Path | None) -> tuple[str, ...]:
 
 
 def _measure(
-    subject: "Subject", names: list[str], path: Path, json_lines: bool
+    subject: "Subject", names: list[str], backend: str, path: Path, json_lines: bool
 ) -> tuple[list["AccuracyRow"], bool]:
     """Measures, writing each row at once; returns the rows and whether Ctrl-C came."""
     import torch
@@ -159,7 +170,7 @@ def _measure(
             progress.update(task, advance=1, description=name)
 
         try:
-            for row in measure_formats(subject, names, on_layer):
+            for row in measure_formats(subject, names, backend, on_layer):
                 rows.append(row)
                 line = to_json(row, facts)
                 print(line, file=file, flush=True)

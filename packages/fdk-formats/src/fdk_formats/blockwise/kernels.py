@@ -1,44 +1,19 @@
 """The seam behind the blockwise ops: four flat functions for each type of device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Quantise8bit(Protocol):
-    """See ``Kernels.quantise_8bit``."""
-
-    def __call__(self, flat: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]: ...
-
-
-class Dequantise8bit(Protocol):
-    """See ``Kernels.dequantise_8bit``."""
-
-    def __call__(
-        self, packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, dtype: torch.dtype
-    ) -> Tensor: ...
-
-
-class Quantise4bit(Protocol):
-    """See ``Kernels.quantise_4bit``."""
-
-    def __call__(self, flat: Tensor, kind: str, block_size: int) -> tuple[Tensor, Tensor]: ...
-
-
-class Dequantise4bit(Protocol):
-    """See ``Kernels.dequantise_4bit``."""
-
-    def __call__(
-        self,
-        packed: Tensor,
-        absmax: Tensor,
-        code: Tensor,
-        block_size: int,
-        numel: int,
-        dtype: torch.dtype,
-    ) -> Tensor: ...
+# (flat, code, block_size) -> (packed, absmax)
+Quantise8bit = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+# (packed, absmax, code, block_size, dtype) -> flat
+Dequantise8bit = Callable[[Tensor, Tensor, Tensor, int, torch.dtype], Tensor]
+# (flat, kind, block_size) -> (packed, absmax)
+Quantise4bit = Callable[[Tensor, str, int], tuple[Tensor, Tensor]]
+# (packed, absmax, code, block_size, numel, dtype) -> flat
+Dequantise4bit = Callable[[Tensor, Tensor, Tensor, int, int, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)

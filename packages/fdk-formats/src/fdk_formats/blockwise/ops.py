@@ -32,7 +32,7 @@ def quantise_blockwise(
 
     Args:
         tensor: float32, float16 or bfloat16, any shape. One that is not contiguous is copied once;
-            beyond that and the result, a few chunks of 2^16 elements are all the memory used.
+            beyond that and the result, about 18 MiB of temporaries are all the memory used.
         code: 256 ascending float values (an entry may repeat), ``dynamic_map()`` by default.
         block_size: elements that share an absmax, a power of two from 32 to 4096.
         nested: whether the absmax is stored in 8 bits too, in blocks of ``block_size``.
@@ -72,7 +72,7 @@ def quantise_4bit(
 
     Args:
         tensor: float32, float16 or bfloat16, any shape. One that is not contiguous is copied once;
-            beyond that and the result, a few chunks of 2^16 elements are all the memory used.
+            beyond that and the result, about 18 MiB of temporaries are all the memory used.
         block_size: elements that share an absmax, a power of two from 32 to 4096.
         kind: ``nf4`` or ``fp4``.
         nested: whether the absmax is stored in 8 bits too, in blocks of 256.

@@ -14,9 +14,9 @@ from torch import Tensor
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
-# Small enough that a chunk's temporaries stay in a core's cache, large enough that both threads
-# get work from each op: see docs/blockwise.md for the times.
-CHUNK = 1 << 16
+# Temporaries take up to 36 bytes an element: 18 MiB. Smaller chunks lost on a busy machine,
+# where each op waits for its slower thread: docs/blockwise.md.
+CHUNK = 1 << 19
 SMALLEST_ABSMAX = 1e-38
 
 
@@ -26,7 +26,7 @@ def quantise_8bit(flat: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, 
     packed = torch.empty_like(flat, dtype=torch.uint8)
     absmax = _empty_absmax(flat, block_size)
     for start, scaled in _scaled_chunks(flat, absmax, block_size):
-        packed[start : start + len(scaled)] = search(scaled)
+        search(scaled, out=packed[start : start + len(scaled)])
     return packed, absmax
 
 
@@ -36,7 +36,9 @@ def quantise_4bit(flat: Tensor, kind: str, block_size: int) -> tuple[Tensor, Ten
     packed = flat.new_empty((len(flat) + 1) // 2, dtype=torch.uint8)
     absmax = _empty_absmax(flat, block_size)
     for start, scaled in _scaled_chunks(flat, absmax, block_size):
-        codes = search(torch.nn.functional.pad(scaled, (0, 1)) if len(scaled) % 2 else scaled)
+        scaled = torch.nn.functional.pad(scaled, (0, 1)) if len(scaled) % 2 else scaled
+        codes = torch.empty_like(scaled, dtype=torch.uint8)
+        search(scaled, out=codes)
         out = packed[start // 2 : start // 2 + len(codes) // 2]
         torch.add(codes[1::2], codes[::2], alpha=16, out=out)
     return packed, absmax
@@ -47,9 +49,15 @@ def dequantise_8bit(
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
     out = torch.empty_like(packed, dtype=dtype)
+    index = packed.new_empty(min(CHUNK, len(packed)), dtype=torch.int32)
+    scratch = out if dtype == torch.float32 else torch.empty_like(index, dtype=torch.float32)
     for start in range(0, len(packed), CHUNK):
-        values = code.index_select(0, packed[start : start + CHUNK].to(torch.int32))
-        _write_scaled(out, start, values, absmax, block_size)
+        codes, chunk = packed[start : start + CHUNK], out[start : start + CHUNK]
+        values = chunk if scratch is out else scratch[: len(codes)]
+        torch.index_select(code, 0, index[: len(codes)].copy_(codes), out=values)
+        _scale(values, absmax[start // block_size :], block_size)
+        if scratch is not out:
+            chunk.copy_(values)
     return out
 
 
@@ -66,10 +74,15 @@ def dequantise_4bit(
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)  # [256, 2]
     pairs = pairs.view(torch.int64).view(-1)  # [256]
     out = packed.new_empty(numel, dtype=dtype)
+    index = packed.new_empty(min(CHUNK // 2, len(packed)), dtype=torch.int32)
+    scratch = torch.empty_like(index, dtype=torch.int64)
     for start in range(0, numel, CHUNK):
-        chunk = packed[start // 2 : (start + CHUNK) // 2].to(torch.int32)
-        values = pairs.index_select(0, chunk).view(torch.float32)[: numel - start]
-        _write_scaled(out, start, values, absmax, block_size)
+        codes, chunk = packed[start // 2 : (start + CHUNK) // 2], out[start : start + CHUNK]
+        both = scratch[: len(codes)]
+        torch.index_select(pairs, 0, index[: len(codes)].copy_(codes), out=both)
+        values = both.view(torch.float32)[: len(chunk)]
+        _scale(values, absmax[start // block_size :], block_size)
+        chunk.copy_(values)
     return out
 
 
@@ -92,23 +105,25 @@ def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tu
         stop = min(start + CHUNK, whole)
         blocks = flat[start:stop].to(torch.float32).view(-1, block_size)
         largest = absmax[start // block_size : stop // block_size]
-        torch.amax(blocks.abs(), dim=1, out=largest)
+        scratch = blocks.abs()
+        torch.amax(scratch, dim=1, out=largest)
         inverse = 1.0 / largest.clamp(min=SMALLEST_ABSMAX)
-        yield start, (blocks * inverse[:, None]).view(-1)
+        torch.mul(blocks, inverse[:, None], out=scratch)
+        del blocks
+        yield start, scratch.view(-1)
     if whole < len(flat):
         tail = flat[whole:].to(torch.float32)
         absmax[-1] = tail.abs().amax().clamp(min=SMALLEST_ABSMAX)
         yield whole, tail / absmax[-1]
 
 
-def _write_scaled(out: Tensor, start: int, values: Tensor, absmax: Tensor, block_size: int) -> None:
-    """``out[start:...] = values * absmax`` of each block; ``start`` begins a block."""
+def _scale(values: Tensor, absmax: Tensor, block_size: int) -> None:
+    """Multiplies the values, which begin a block, by the absmax of each block."""
     whole = len(values) - len(values) % block_size
-    first, last = start // block_size, (start + whole) // block_size
-    values[:whole].view(-1, block_size).mul_(absmax[first:last, None])
+    blocks = whole // block_size
+    values[:whole].view(-1, block_size).mul_(absmax[:blocks, None])
     if whole < len(values):
-        values[whole:].mul_(absmax[last])
-    out[start : start + len(values)] = values
+        values[whole:].mul_(absmax[blocks])
 
 
 class _Search:
@@ -126,13 +141,13 @@ class _Search:
         self.thresholds = thresholds
         self.codes = codes
 
-    def __call__(self, scaled: Tensor) -> Tensor:
+    def __call__(self, scaled: Tensor, *, out: Tensor) -> None:
         keys = scaled.view(torch.int32) >> 16  # sign-extended: -2^15 to 2^15 - 1
         keys += 1 << 15
         above = scaled > self.thresholds.index_select(0, keys)
         keys <<= 1
         keys += above
-        return self.codes.index_select(0, keys)
+        torch.index_select(self.codes, 0, keys, out=out)
 
 
 class _BinarySearch:
@@ -142,9 +157,9 @@ class _BinarySearch:
         self.bounds = bounds
         self.order = order
 
-    def __call__(self, scaled: Tensor) -> Tensor:
+    def __call__(self, scaled: Tensor, *, out: Tensor) -> None:
         entries = torch.bucketize(scaled, self.bounds, out_int32=True)
-        return self.order.index_select(0, entries)
+        torch.index_select(self.order, 0, entries, out=out)
 
 
 def _search(code: Tensor, order: tuple[int, ...], device: torch.device) -> _Search | _BinarySearch:

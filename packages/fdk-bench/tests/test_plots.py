@@ -1,0 +1,77 @@
+"""The plot and the tables, drawn from rows made by hand."""
+
+import pytest
+from matplotlib.image import imread
+
+from fdk_bench.accuracy import AccuracyCase, AccuracyValues, Comparison
+from fdk_bench.plots import plot_accuracy
+from fdk_bench.records import Row
+from fdk_bench.tables import accuracy_markdown, comparison_lines
+
+
+def row(format, bits, error, cosine=0.95):
+    values = AccuracyValues(
+        layers=2,
+        weights=1_000_000,
+        bits_per_weight=bits,
+        nbytes=1000,
+        file_bytes=1_234_567,
+        weight_error=error,
+        cosine_mean=cosine,
+        cosine_min=cosine - 0.1,
+        seconds=1.26,
+        backends="reference",
+    )
+    return Row(AccuracyCase(format, "tiny", "auto", "", 32), values)
+
+
+ROWS = [
+    row("bf16", 16.0, 0.0017, 1.0),
+    row("kmeans4-g64", 4.25, 0.09),
+    row("kmeans2-g64", 2.25, 0.36, 0.5),
+    row("crd_normal4-g64", 4.25, 0.095),
+    Row(AccuracyCase("affine4-g64", "tiny", "auto", "", 32), error="no"),
+]
+
+
+def test_plot_names_series_and_formats(tmp_path):
+    png, svg = plot_accuracy(ROWS, tmp_path / "accuracy")
+    assert (png.name, svg.name) == ("accuracy.png", "accuracy.svg")
+    image = imread(png)
+    assert image.shape[1] > 1000
+    assert image[..., :3].std() > 0.05  # something is drawn
+    text = svg.read_text()
+    for name in ("kmeans-g64", "crd_normal4-g64", "bf16 weights", "4-bit formats", "tiny"):
+        assert name in text
+    assert "affine4" not in text
+    # Tick labels are written from the bottom up, and the smallest error is at the top.
+    assert text.index("crd_normal4-g64") < text.index("kmeans4-g64")
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS[1:2]], ids=["baseline", "one"])
+def test_plot_of_one_row(rows, tmp_path):
+    png, _ = plot_accuracy(rows, tmp_path / "accuracy")
+    assert png.stat().st_size > 10_000
+
+
+def test_plot_of_nothing(tmp_path):
+    with pytest.raises(ValueError, match="at least one measured row, got none"):
+        plot_accuracy(ROWS[-1:], tmp_path / "accuracy")
+
+
+def test_markdown():
+    lines = accuracy_markdown(ROWS).splitlines()
+    assert lines[3] == "| `kmeans4-g64` | 4.250 | 1.23 | 0.0900 | 0.95000 | 0.85000 | 1.3 |"
+    assert len(lines) == 8  # two of heading, four measured, an empty one, the caption
+    assert "1.00 million weights" in lines[-1]
+
+
+def test_comparison_lines():
+    won = Comparison(4, "kmeans4-g64", 0.09, "int4-g64", 0.12)
+    lost = Comparison(3, "kmeans3-g64", 0.21, "uniform3-g64", 0.2)
+    first, *rest = comparison_lines([won, lost])
+    assert "does NOT beat it with kmeans3-g64" in first
+    assert rest[0] == "  4 bits: kmeans4-g64 0.0900, int4-g64 0.1200 (-25.0 %)"
+    assert rest[1] == "  3 bits: kmeans3-g64 0.2100, uniform3-g64 0.2000 (+5.0 %)"
+    assert "beats it in every pair" in comparison_lines([won])[0]
+    assert "was not compared" in comparison_lines([])[0]

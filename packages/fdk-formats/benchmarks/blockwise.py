@@ -1,0 +1,196 @@
+"""Time and peak memory of the blockwise ops beside bitsandbytes' own, in one run.
+
+    OMP_PROC_BIND=true python packages/fdk-formats/benchmarks/blockwise.py
+    ... --shapes 28672x8192 --repeats 3
+
+Contenders: this package; `bnb torch`, bitsandbytes' torch backend, which is also the oracle (it
+dequantises through torch.compile where there is a C++ compiler); `bnb C++`, its CPU library, which
+has no 4-bit quantiser. Repeats are interleaved, so that another load on the machine meets all of
+them. Every contender's answer is compared with the oracle's before it is timed, and a wrong one
+ends the run: the 8-bit codes of the CPU library are the one exception, and the table says how many
+differ (docs/blockwise.md says why). Peak memory is what the process grew by during one call, the
+result included; it needs Linux.
+"""
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import bitsandbytes
+import torch
+from torch import Tensor
+
+from fdk_formats.blockwise import (
+    QuantisedBlocks,
+    dequantise_4bit,
+    dequantise_blockwise,
+    dynamic_map,
+    quantise_4bit,
+    quantise_blockwise,
+)
+
+Run = Callable[[], object]
+TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+SHAPES = "1024x4096,4096x4096,8192x7168"
+BLOCK_SIZE_4BIT = 64
+BLOCK_SIZE_8BIT = 256
+# Of the codes of normal values, the share that the CPU library may give another entry.
+COARSE_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one tensor: contenders by name, and how to read an answer as plain tensors."""
+
+    name: str
+    contenders: dict[str, Run]
+    answer: Callable[[object], tuple[Tensor, ...]]
+
+
+def main() -> None:
+    """Prints a table of every op and shape."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default=SHAPES, help=f"comma-separated, default {SHAPES}")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(
+        f"torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, "
+        f"{arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}, "
+        f"best and median of {arguments.repeats}"
+    )
+    print(f"{'shape':>12} {'op':24} {'contender':10} {'best ms':>9} {'median':>9} {'peak MB':>9}")
+    for shape in arguments.shapes.split(","):
+        for case in cases(tuple(int(size) for size in shape.split("x"))):
+            report(shape, case, arguments.repeats)
+
+
+def cases(shape: tuple[int, ...]) -> Iterator[Case]:
+    """The ops on a normal tensor of this shape."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    code = dynamic_map()
+    yield Case(
+        "quantise 8-bit fp32",
+        {
+            "fdk": lambda: quantise_blockwise(x, block_size=BLOCK_SIZE_8BIT),
+            "bnb torch": lambda: torch_backend("quantize_blockwise", x, code, BLOCK_SIZE_8BIT),
+            "bnb C++": lambda: cpu_library("quantize_blockwise", x, code, BLOCK_SIZE_8BIT),
+        },
+        codes_and_absmax,
+    )
+    q = quantise_blockwise(x, block_size=BLOCK_SIZE_8BIT)
+    parts = q.packed, q.absmax, q.code, BLOCK_SIZE_8BIT, torch.float32
+    yield Case(
+        "dequantise 8-bit fp32",
+        {
+            "fdk": lambda: dequantise_blockwise(q),
+            "bnb torch": lambda: torch_backend("dequantize_blockwise", *parts),
+            "bnb C++": lambda: cpu_library("dequantize_blockwise", *parts),
+        },
+        lambda out: (out,),
+    )
+    halves = x.to(torch.bfloat16)
+    yield from (four_bit_quantise(halves, kind) for kind in ("nf4", "fp4"))
+    q4 = quantise_4bit(halves, BLOCK_SIZE_4BIT)
+    parts4 = q4.packed, q4.absmax, BLOCK_SIZE_4BIT, "nf4", shape, torch.bfloat16
+    yield Case(
+        "dequantise nf4 bf16",
+        {
+            "fdk": lambda: dequantise_4bit(q4),
+            "bnb torch": lambda: torch_backend("dequantize_4bit", *parts4),
+            "bnb C++": lambda: cpu_library("dequantize_4bit", *parts4),
+        },
+        lambda out: (out,),
+    )
+
+
+def four_bit_quantise(x: Tensor, kind: str) -> Case:
+    """Quantising to NF4 or FP4, of which bitsandbytes has one CPU implementation."""
+    arguments = x, BLOCK_SIZE_4BIT, kind, torch.uint8
+    return Case(
+        f"quantise {kind} bf16",
+        {
+            "fdk": lambda: quantise_4bit(x, BLOCK_SIZE_4BIT, kind),
+            "bnb torch": lambda: torch_backend("quantize_4bit", *arguments),
+        },
+        codes_and_absmax,
+    )
+
+
+def torch_backend(name: str, *arguments: object) -> object:
+    """An op of bitsandbytes on its torch backend."""
+    return getattr(torch.ops.bitsandbytes, name).default.redispatch(TORCH_BACKEND, *arguments)
+
+
+def cpu_library(name: str, *arguments: object) -> object:
+    """An op of bitsandbytes as it runs on a CPU tensor."""
+    return getattr(torch.ops.bitsandbytes, name).default(*arguments)
+
+
+def codes_and_absmax(answer: object) -> tuple[Tensor, ...]:
+    """The tensors of a ``QuantisedBlocks``, or bitsandbytes' pair of them."""
+    if isinstance(answer, QuantisedBlocks):
+        return answer.packed, answer.absmax
+    return answer
+
+
+def report(shape: str, case: Case, repeats: int) -> None:
+    """Checks every contender, then prints a line for each."""
+    notes = {name: check(case, name) for name in case.contenders}
+    peaks = {name: peak_memory(run) for name, run in case.contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in case.contenders}
+    for _ in range(repeats):
+        for name, run in case.contenders.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    for name, taken in times.items():
+        print(
+            f"{shape:>12} {case.name:24} {name:10} {min(taken):9.1f} "
+            f"{statistics.median(taken):9.1f} {peaks[name]:>9} {notes[name]}".rstrip(),
+            flush=True,
+        )
+
+
+def check(case: Case, name: str) -> str:
+    """Compares an answer with the oracle's, and says what is different by nature.
+
+    Raises:
+        SystemExit: for a wrong answer.
+    """
+    wanted = case.answer(case.contenders["bnb torch"]())
+    got = case.answer(case.contenders[name]())
+    share = [(one != other).float().mean().item() for one, other in zip(got, wanted, strict=True)]
+    coarse = name == "bnb C++" and case.name.startswith("quantise 8-bit")
+    if coarse and share[0] < COARSE_SHARE and share[1] == 0:
+        return f"({share[0]:.2%} of its codes are not the nearest)"
+    if any(share):
+        raise SystemExit(f"{case.name}: {name} is wrong in {share} of its elements; not timed")
+    return ""
+
+
+def peak_memory(run: Run) -> str:
+    """MB that the process grows by during one call."""
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return "-"
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed must not serve this one unseen
+    reset.write_text("5")
+    before = status_kib("VmRSS")
+    run()
+    return f"{(status_kib('VmHWM') - before) * 1024 / 1e6:.0f}"
+
+
+def status_kib(name: str) -> int:
+    """A line of /proc/self/status, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+if __name__ == "__main__":
+    main()

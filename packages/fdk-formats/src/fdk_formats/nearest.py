@@ -1,0 +1,80 @@
+"""The nearest code of a value."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The range of the midpoints is cut into cells: enough that none holds two midpoints, and as few as
+# possible, for the cache. Codebooks that need more are searched.
+CELLS = (1 << 12, 1 << 15, 1 << 18)
+
+
+class Nearest:
+    """The nearest codes, uint8, of float32 values: how many midpoints of a table are below each.
+
+    A tie goes to the lower code. With all midpoints in cells of their own, the cell of a value
+    tells the code but for one comparison, which is far faster than a binary search (2 cores,
+    2^24 values, both on a busy machine: 0.04 s against 0.9 s at 4 bits and 2.0 s at 8).
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+        self.middle = (table[1:] + table[:-1]) / 2
+        self.cells = next(filter(None, (_cells(self.middle, count) for count in CELLS)), None)
+
+    def codes(self, value: Tensor) -> Tensor:
+        """The codes, in the shape of the values."""
+        if self.cells is None:
+            return torch.bucketize(value, self.middle, out_int32=True).to(torch.uint8)
+        flat = value.reshape(-1)
+        cell = self.cells.of(flat)
+        codes = self.cells.below.index_select(0, cell)
+        codes += flat > self.cells.border.index_select(0, cell)
+        return codes.view(value.shape)
+
+    def values(self, value: Tensor) -> Tensor:
+        """The entries of the table at the codes, float32."""
+        codes = self.codes(value).view(-1).to(torch.int32)
+        return self.table.index_select(0, codes).view(value.shape)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Cells that hold at most one midpoint each.
+
+    The cell of a value never falls as the value rises, however its arithmetic rounds. So the
+    midpoints of lower cells are below the value and those of higher cells are not, and only the
+    one in the same cell must be compared with: the count is exact.
+
+        below  :: [cells, uint8]     midpoints in lower cells
+        border :: [cells, float32]   the midpoint in the cell, or infinity
+    """
+
+    low: float
+    step: float
+    below: Tensor
+    border: Tensor
+
+    def of(self, value: Tensor) -> Tensor:
+        return _cell(value, self.low, self.step, len(self.below))
+
+
+def _cell(value: Tensor, low: float, step: float, count: int) -> Tensor:
+    return (value - low).mul_(step).clamp_(0, count - 1).to(torch.int32)
+
+
+def _cells(middle: Tensor, count: int) -> _Cells | None:
+    """The cells, or None where two midpoints share one or the range is out of all proportion."""
+    low, high = middle[0].item(), middle[-1].item()
+    span = high - low if len(middle) > 1 else 1.0
+    if not 1e-30 < span < 1e30:
+        return None
+    step = (count - 1) / span
+    cell = _cell(middle, low, step, count)
+    held = torch.bincount(cell, minlength=count)
+    if held.max() > 1:
+        return None
+    border = torch.full((count,), torch.inf, device=middle.device)
+    border[cell] = middle
+    return _Cells(low, step, (held.cumsum(0) - held).to(torch.uint8), border)

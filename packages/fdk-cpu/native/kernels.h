@@ -28,7 +28,9 @@ struct Weight {
 inline constexpr std::size_t kMaxGemvRows = 4;
 
 //   x      :: [m][tiles * kTileK]   float32 or bf16, in the kernel's order
-//   x_sums :: [m][tiles][sums_per_tile][16]   see bf16 kernels; null for others
+//   x_sums :: [m][tiles][4][16]   for the zero points of bf16 kernels, null for others: sums of pairs
+//             of x over each run of 32-position steps that share a group, at the run's first step;
+//             a run is one step unless m = 1
 //   y      :: [m][y_stride]         float32, at least 4 * stripes a row
 struct GemvTask {
   const Weight* weight;

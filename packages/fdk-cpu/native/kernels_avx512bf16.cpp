@@ -167,7 +167,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
             for (int m = 0; m < kM; m++) {
               const __m512i activations = _mm512_loadu_si512(x[m] + tile * kTileK + s * kStep);
               part[m] = _mm512_dpbf16_ps(part[m], as_bf16(activations), as_bf16(values.v[s]));
-              if constexpr (kAffine) {
+              if constexpr (kAffine && i.value == 0) {
                 const __m512 sum = _mm512_loadu_ps(x_sums[m] + (tile * kTileK + s * kStep) / 2);
                 part[m] = _mm512_fnmadd_ps(group_at<kGroups, s>(zeros, r), sum, part[m]);
               }

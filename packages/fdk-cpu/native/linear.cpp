@@ -119,9 +119,18 @@ void stage_rows(const Layout& layout, const std::vector<std::uint32_t>& columns,
   }
 }
 
-// Sums of pairs of x, [m][positions / 2]: what the bf16 kernels subtract zero points with.
-void sum_pairs(const std::uint16_t* x, std::size_t count, float* out) {
-  for (std::size_t i = 0; i < count; i += 2) out[i / 2] = from_bf16(x[i]) + from_bf16(x[i + 1]);
+// Positions of a step of the bf16 kernels, and its sums of pairs.
+constexpr std::size_t kStep = 32, kPairs = kStep / 2;
+
+// GemvTask::x_sums of x :: [count], for runs of `run` steps.
+void sum_pairs(const std::uint16_t* x, std::size_t count, std::size_t run, float* out) {
+  for (std::size_t step = 0; step < count / kStep; step++) {
+    float* sums = out + step / run * run * kPairs;
+    for (std::size_t i = 0; i < kPairs; i++) {
+      const float sum = from_bf16(x[step * kStep + 2 * i]) + from_bf16(x[step * kStep + 2 * i + 1]);
+      sums[i] = step % run == 0 ? sum : sums[i] + sum;
+    }
+  }
 }
 
 void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
@@ -143,7 +152,12 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
   if (needs_sums) {
-    sum_pairs(reinterpret_cast<const std::uint16_t*>(from), m * positions, sums.get());
+    for (std::size_t row = 0; row < m; row += kMaxGemvRows) {
+      const std::size_t rows = std::min(kMaxGemvRows, m - row);
+      const std::size_t steps = kTileK / kStep / w.groups_per_tile;
+      sum_pairs(reinterpret_cast<const std::uint16_t*>(from) + row * positions, rows * positions,
+                rows == 1 && steps > 1 ? steps : 1, sums.get() + row * positions / 2);
+    }
   }
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);

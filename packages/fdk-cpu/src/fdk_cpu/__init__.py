@@ -4,6 +4,14 @@ Importing this registers the backend ``cpu`` of ``fdk_formats``, which ``backend
 tensors on the CPU.
 """
 
+try:
+    from fdk_cpu import _native as _native
+except ImportError as error:
+    raise ImportError(
+        "fdk_cpu: the compiled module _native is missing or does not load here "
+        f"({error}); install a wheel, or build the package with pip and a C++20 compiler"
+    ) from error
+
 from fdk_cpu.backend import CpuBackend, CpuLayout
 from fdk_cpu.memory import copy_memory, read_sum
 from fdk_cpu.runtime import (

@@ -38,12 +38,13 @@ class Row:
 def ours(format: Format, n: int, k: int, x: Tensor) -> Row:
     """The kernel of fdk-cpu, by its op."""
     q = random_quantised(format, n, k)
-    layout = fdk_cpu.CpuBackend().pack(q, dtype=x.dtype)
+    backend = fdk_cpu.CpuBackend()
+    layout = backend.pack(q, dtype=x.dtype)
     nbytes = sum(b.nbytes for b in layout.buffers())
     expected = linear(x.double(), q.dequantise(x.dtype).double())
     if (error := nrmse(layout(x), expected)) > MAX_ERROR[x.dtype]:
         raise SystemExit(f"{format}: the answer is wrong, nrmse {error:.2e}; not timed")
-    layouts = [layout, *(copy.deepcopy(layout) for _ in range(copies_of(nbytes) - 1))]
+    layouts = [layout, *(backend.pack(q, dtype=x.dtype) for _ in range(copies_of(nbytes) - 1))]
     return Row(f"fdk-cpu {format}", nbytes, [lambda w=w: w(x) for w in layouts])
 
 

@@ -97,7 +97,9 @@ def main() -> None:
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each row of a table")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the time")
     args = parser.parse_args()
+    seconds = args.seconds / 5 if args.quick else args.seconds
     fdk_cpu.set_instruction_set(args.isa)
     torch.manual_seed(0)
     for n in args.n:
@@ -111,7 +113,7 @@ def main() -> None:
         for threads in args.threads:
             torch.set_num_threads(threads)
             with torch.inference_mode():
-                table(rows, args.seconds, f"n = k = {n}, m = {args.m}, {threads} threads")
+                table(rows, seconds, f"n = k = {n}, m = {args.m}, {threads} threads")
 
 
 def read_bandwidth(memory: Tensor, turn: int) -> float:

@@ -8,7 +8,7 @@
 namespace fdk {
 namespace {
 
-constexpr const char* kNames[kIsas] = {"scalar", "avx2", "avx512", "avx512bf16"};
+constexpr const char* kNames[kIsas] = {"scalar", "neon", "avx2", "avx512", "avx512bf16"};
 
 Isa best() {
   for (int i = kIsas - 1; i > 0; i--) {
@@ -42,7 +42,10 @@ const char* name_of(Isa isa) { return kNames[int(isa)]; }
 
 bool supported(Isa isa) {
   if (isa == Isa::scalar) return true;
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+  return isa == Isa::neon;  // part of the architecture
+#elif defined(__x86_64__)
+  if (isa == Isa::neon) return false;
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
@@ -72,7 +75,10 @@ void set_isa(const char* name) {
   current.store(int(text == "auto" ? best() : parse(text, "set_isa")), std::memory_order_relaxed);
 }
 
-const Kernels& float_kernels_for(Isa isa) {
+const Kernels& float_kernels_for([[maybe_unused]] Isa isa) {
+#if defined(__aarch64__)
+  if (isa == Isa::neon) return kNeon;
+#endif
 #if defined(__x86_64__)
   if (isa >= Isa::avx512) return kAvx512;
   if (isa == Isa::avx2) return kAvx2;
@@ -80,7 +86,7 @@ const Kernels& float_kernels_for(Isa isa) {
   return kScalar;
 }
 
-const Kernels& kernels_for(Isa isa, Activation activation) {
+const Kernels& kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
 #if defined(__x86_64__)
   if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kAvx512Bf16;
 #endif

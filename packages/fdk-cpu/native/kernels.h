@@ -86,14 +86,17 @@ struct Kernels {
 };
 
 extern const Kernels kScalar;
+#if defined(__aarch64__)
+extern const Kernels kNeon;
+#endif
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
 #endif
 
-enum class Isa : int { scalar, avx2, avx512, avx512bf16 };
-inline constexpr int kIsas = 4;
+enum class Isa : int { scalar, neon, avx2, avx512, avx512bf16 };
+inline constexpr int kIsas = 5;
 
 const char* name_of(Isa isa);
 // Whether this machine runs it.

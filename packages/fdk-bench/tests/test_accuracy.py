@@ -26,7 +26,7 @@ from fdk_bench.accuracy import (
     weight_error,
 )
 from fdk_bench.cli import app
-from fdk_bench.models import ModelError, TextModel, embed, load_model
+from fdk_bench.models import ModelError, TextModel, embed, load_text_model
 from fdk_bench.records import Row
 from fdk_bench.sentences import SENTENCES
 
@@ -69,7 +69,7 @@ def bert_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def subject(bert_folder):
-    return prepare(load_model(bert_folder), TEXT)
+    return prepare(load_text_model(bert_folder), TEXT)
 
 
 def run(*arguments):
@@ -118,7 +118,7 @@ def test_baseline(subject):
 
 
 def test_output_is_that_of_dequantised_weights(subject, bert_folder):
-    other = load_model(bert_folder)
+    other = load_text_model(bert_folder)
     for name, linear in other.module.named_modules():
         if name in subject.layers:
             q = fdk_formats.quantise(linear.weight.detach(), "kmeans2-g32")
@@ -170,7 +170,7 @@ def test_failing_format_is_a_row(subject):
 
 
 def test_skip(bert_folder):
-    model = load_model(bert_folder)
+    model = load_text_model(bert_folder)
     assert len(prepare(model, TEXT, "").layers) == 13
     assert all("pooler" not in name for name in prepare(model, TEXT).layers)
     with pytest.raises(ValueError, match=r"has 13 and skip='\.' leaves none"):
@@ -246,7 +246,7 @@ def test_decoder(tmp_path):
     )
     LlamaModel(config).save_pretrained(tmp_path)
     write_tokenizer(tmp_path, eos_token="[EOS]")  # and no pad token
-    subject = prepare(load_model(tmp_path), TEXT)
+    subject = prepare(load_text_model(tmp_path), TEXT)
     alone = torch.cat([embed(subject.model, subject.model.module, [s]) for s in TEXT])
     torch.testing.assert_close(subject.embeddings, alone, rtol=1e-5, atol=1e-5)
     assert measure(subject, "int8-g64").layers == 7
@@ -256,23 +256,23 @@ def test_no_tokenizer(bert_folder, tmp_path):
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((bert_folder / file).read_bytes())
     with pytest.raises(ModelError, match=r"wanted a tokenizer .* found config.json, model.safe"):
-        load_model(tmp_path)
+        load_text_model(tmp_path)
 
 
 def test_no_model(tmp_path):
     with pytest.raises(
         ModelError, match=r"wanted a folder with config\.json, found an empty folder"
     ):
-        load_model(tmp_path)
+        load_text_model(tmp_path)
     with pytest.raises(ModelError, match="wanted the folder of a Hugging Face model, found none"):
-        load_model(tmp_path / "absent")
+        load_text_model(tmp_path / "absent")
 
 
 def test_no_weights(bert_folder, tmp_path):
     for file in ("config.json", "tokenizer.json"):
         (tmp_path / file).write_bytes((bert_folder / file).read_bytes())
     with pytest.raises(ModelError, match="transformers could not load it"):
-        load_model(tmp_path)
+        load_text_model(tmp_path)
 
 
 # Command line
@@ -398,7 +398,7 @@ def test_embeddings_are_those_of_sentence_transformers():
     expected = torch.tensor(
         [[-0.036944, 0.037105, 0.024162, 0.053213], [-0.004654, 0.012734, -0.0171, 0.028383]]
     )
-    model = load_model()
+    model = load_text_model()
     found = embed(model, model.module, SENTENCES[:2])
     found = torch.nn.functional.normalize(found, dim=-1)[:, :4]
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
@@ -407,7 +407,7 @@ def test_embeddings_are_those_of_sentence_transformers():
 @needs_encoder
 def test_kmeans_beats_uniform_on_real_weights():
     first_layer = r"pooler|layer\.[1-5]"  # the others left as they are, for time
-    subject = prepare(load_model(), SENTENCES, skip=first_layer)
+    subject = prepare(load_text_model(), SENTENCES, skip=first_layer)
     kmeans, uniform = (measure(subject, f"{book}4-g64") for book in ("kmeans", "uniform"))
     assert kmeans.layers == 6
     assert kmeans.weights == 4 * 384 * 384 + 2 * 384 * 1536

@@ -17,7 +17,7 @@ def requirements(extra):
 
 
 @pytest.mark.parametrize(("extra", "package"), [("cpu", "fdk-cpu"), ("cuda", "fdk-cuda")])
-def test_back_ends_are_extras(extra, package):
+def test_backends_are_extras(extra, package):
     wanted = [line for line in requirements(f'extra == "{extra}"') if line.startswith(package)]
     assert wanted == [f"{package}<0.2,>=0.1"]
 

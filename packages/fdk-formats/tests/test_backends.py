@@ -102,6 +102,15 @@ def test_register_replaces_and_moves_between_auto_and_by_name() -> None:
     assert list(all_backends()) == ["reference", "a"]
 
 
+def test_register_checks_what_it_gets() -> None:
+    message = "register: a backend has name, unsupported, priority and pack, got object"
+    with pytest.raises(TypeError, match=message):
+        register(object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a name of its own, got 'auto'"):
+        register(Wide("auto", 1))
+    assert list(all_backends()) == ["reference"]
+
+
 def test_packages_are_discovered_and_broken_ones_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

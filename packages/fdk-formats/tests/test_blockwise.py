@@ -335,6 +335,13 @@ def test_tensor_of_another_type():
             quantise([1.0])
 
 
+def test_tensor_on_meta():
+    for quantise in (quantise_4bit, quantise_blockwise):
+        message = f"{quantise.__name__}: needs values, got a tensor on meta"
+        with pytest.raises(ValueError, match=message):
+            quantise(torch.empty(64, device="meta"))
+
+
 @pytest.mark.parametrize(
     ("code", "error", "match"),
     [

@@ -46,6 +46,15 @@ def test_gradient_to_the_codebook_is_that_of_indexing() -> None:
     torch.testing.assert_close(codebook.grad, table.grad)
 
 
+def test_gradient_of_a_transposed_use() -> None:
+    weight, codebook = torch.randn(4, 32), torch.linspace(-1, 1, 4, requires_grad=True)
+    factor = torch.randn(32, 4)
+    (fake_quantise(weight, "custom2-g16", codebook).T * factor).sum().backward()
+    transposed, codebook.grad = codebook.grad, None
+    (fake_quantise(weight, "custom2-g16", codebook) * factor.T).sum().backward()
+    torch.testing.assert_close(transposed, codebook.grad)
+
+
 def test_training_a_layer_and_its_codebook_lowers_the_loss() -> None:
     torch.manual_seed(0)
     x, target = torch.randn(256, 32), torch.randn(256, 8)
@@ -62,6 +71,13 @@ def test_training_a_layer_and_its_codebook_lowers_the_loss() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.95 * losses[0]
     assert not torch.equal(codebook.detach(), torch.tensor([-1.0, -0.3, 0.3, 1.0]))
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="fake_quantise: weight must be a tensor, got NoneType"):
+        fake_quantise(None, "nf4-g64")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fake_quantise: codebook must be a tensor, got list"):
+        fake_quantise(torch.ones(1, 16), "custom1-g16", [0.0, 1.0])  # type: ignore[arg-type]
 
 
 def test_fixed_codebooks_take_no_other() -> None:

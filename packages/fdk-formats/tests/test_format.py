@@ -114,6 +114,8 @@ def test_bits_per_weight(text: str, k: int, expected: float) -> None:
 def test_group_size_for() -> None:
     assert Format.parse("nf4-row").group_size_for(100) == 100
     assert Format.parse("nf4-g32").group_size_for(96) == 32
-    for format, k in (("nf4-g32", 100), ("nf4-g32", 0), ("nf4-g64", 32), ("nf4-row", 0)):
-        with pytest.raises(ValueError, match=f"k must be a positive multiple of .*, got k={k}"):
+    for format, size, k in (("nf4-g32", 32, 100), ("nf4-g32", 32, 0), ("nf4-g64", 64, 32)):
+        with pytest.raises(ValueError, match=f"k must be a positive multiple of {size}, got k={k}"):
             Format.parse(format).group_size_for(k)
+    with pytest.raises(ValueError, match="nf4-row: k must be at least 1, got k=0"):
+        Format.parse("nf4-row").group_size_for(0)

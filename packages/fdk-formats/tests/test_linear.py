@@ -76,6 +76,26 @@ def test_gradient_reaches_x_and_bias() -> None:
     assert [name for name, _ in quantised.named_parameters()] == ["bias"]
 
 
+def test_gradient_of_float64_is_float64() -> None:
+    q = random_quantised(Format("custom", 3, 16), n=5, k=48)
+    quantised = QuantisedLinear.from_quantised(
+        q, torch.zeros(5), backend="reference", dtype=torch.float64
+    )
+    grad_y = torch.randn(1000, 5, dtype=torch.float64)
+    quantised(torch.randn(1000, 48, dtype=torch.float64)).backward(grad_y)
+    assert quantised.bias is not None
+    assert quantised.bias.grad is not None
+    assert nrmse(quantised.bias.grad, grad_y.sum(0)) < 1e-14
+
+
+def test_second_derivative() -> None:
+    q = random_quantised(Format("custom", 3, 16), n=5, k=48)
+    quantised = QuantisedLinear.from_quantised(q, backend="reference", dtype=torch.float64)
+    x = torch.randn(3, 48, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(quantised, (x,))
+    assert torch.autograd.gradgradcheck(quantised, (x,))
+
+
 def test_state_dict_is_canonical_and_comes_back() -> None:
     source = layer()
     state = source.state_dict()
@@ -101,6 +121,12 @@ def test_load_state_dict_refuses() -> None:
     wrong = state | {"weight.packed": state["weight.packed"][:, :-1]}
     with pytest.raises(RuntimeError, match=r"weight: kmeans4-g32: packed of a \[24, 64\] weight"):
         quantised.load_state_dict(wrong)
+    falling = state | {"weight.codebook": state["weight.codebook"].flip(0)}
+    with pytest.raises(RuntimeError, match="weight: codebook must be finite and ascend"):
+        quantised.load_state_dict(falling)
+    quantised.load_state_dict(state)
+    state["weight.packed"].zero_()  # what was loaded is a copy
+    assert quantised.weight.unpack().packed.any()
 
 
 def test_moves_and_casts_keep_the_weight() -> None:
@@ -155,6 +181,8 @@ def test_a_move_chooses_the_backend_anew() -> None:
 
 
 def test_wrong_input() -> None:
+    with pytest.raises(TypeError, match=r"wanted a torch\.nn\.Linear, got Tensor"):
+        QuantisedLinear.from_linear(torch.ones(3, 64), "nf4-g64")  # type: ignore[arg-type]
     quantised = layer()
     with pytest.raises(TypeError, match=r"x must be torch\.float32, the dtype of the layer, got"):
         quantised(torch.ones(1, 64, dtype=torch.bfloat16))
@@ -164,16 +192,14 @@ def test_wrong_input() -> None:
         quantised(torch.ones(1, 64, device="meta"))
 
 
-def test_autocast() -> None:
-    quantised = layer()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype: torch.dtype) -> None:
+    quantised = layer().to(dtype)
     x = torch.randn(3, 64, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = quantised(x)
-    assert y.dtype == torch.bfloat16
-    W_hat = quantised.weight.unpack().dequantise(torch.bfloat16)
-    assert quantised.bias is not None
-    expected = nn.functional.linear(x.bfloat16(), W_hat, quantised.bias.bfloat16())
-    assert torch.equal(y, expected)
+    assert y.dtype == dtype
+    assert torch.equal(y, quantised(x.to(dtype)))
     y.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
@@ -185,6 +211,12 @@ def test_tied_layers_share_one_weight_through_a_move() -> None:
     model.to(torch.bfloat16)
     assert model[0].weight is model[1].weight
     assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_share_memory() -> None:
+    quantised = layer().share_memory()
+    assert quantised.weight.unpack().packed.is_shared()
+    assert quantised.weight.unpack().scale.is_shared()
 
 
 def test_repr() -> None:

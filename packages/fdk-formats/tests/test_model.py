@@ -15,6 +15,7 @@ from fdk_formats import (
     quantise_model,
     relative_error,
 )
+from fdk_formats.testing import nrmse
 
 
 class Block(nn.Module):
@@ -81,6 +82,7 @@ def test_skip_and_overrides() -> None:
     assert type(result.down) is nn.Linear
     assert result.lm_head.format == Format.parse("int8-g16")
     assert type(quantised(Block(), skip=()).lm_head) is QuantisedLinear
+    assert quantised(Block(), overrides={"lm_head": "nf4-g32"}).lm_head.format.codebook == "nf"
 
 
 def test_tied_linears_share_the_quantised_weight() -> None:
@@ -92,7 +94,8 @@ def test_tied_linears_share_the_quantised_weight() -> None:
     assert len(model_report(result).layers) == 1
     result.load_state_dict(result.state_dict())
     # formats that differ would untie them: both are left
-    other = quantised(model, overrides={"1": "nf4-g32"})
+    with pytest.warns(UserWarning, match="nothing to quantise"):
+        other = quantised(model, overrides={"1": "nf4-g32"})
     assert type(other[0]) is nn.Linear
     assert other[0].weight is other[1].weight
 
@@ -112,7 +115,10 @@ def test_a_head_tied_to_the_embedding_stays_tied() -> None:
 
 
 def test_what_was_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="fdk_formats"):
+    with (
+        caplog.at_level(logging.INFO, logger="fdk_formats"),
+        pytest.warns(UserWarning, match="nothing to quantise"),
+    ):
         quantised(Block(tied=True), skip="^up$", overrides={"down": None})
     messages = [record.message for record in caplog.records]
     assert "left up: skip" in messages
@@ -151,10 +157,69 @@ def test_errors_come_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
         quantise_model(Block().to("meta"), "kmeans4-g32")
     with pytest.raises(ValueError, match="override 'attention' fits no linear layer of up, down"):
         quantised(Block(), overrides={"attention": None})
-    with pytest.raises(ValueError, match="importance names left, right, wanted names of up, down"):
-        quantised(Block(), importance={"left": torch.ones(32), "right": torch.ones(32)})
+    with pytest.raises(ValueError, match=r"importance names left, lm_head, wanted .*: up, d"):
+        quantised(Block(), importance={"left": torch.ones(32), "lm_head": torch.ones(32)})
     with pytest.raises(ValueError, match="does not start with"):
         quantised(Block(), "four bits")
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="model must be a module, got Tensor"):
+        quantised(torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"skip must be regular expressions, got '\('"):
+        quantised(Block(), skip="(")
+    with pytest.raises(ValueError, match="overrides must be regular expressions, got 3"):
+        quantised(Block(), overrides={3: None})
+    assert isinstance(quantised(Block(), skip=None).lm_head, QuantisedLinear)
+
+
+def test_errors_name_the_layer() -> None:
+    model = Block()
+    model.down.weight.data[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"layer down: quantise: weight must be .* at row 3"):
+        quantised(model)
+    with pytest.raises(ValueError, match="layer up: quantise: importance must be"):
+        quantised(Block(), importance={"up": torch.ones(5)})
+
+
+def test_a_model_with_nothing_to_quantise_warns() -> None:
+    with pytest.warns(UserWarning, match="nothing to quantise: 3 linear layers, all left"):
+        quantised(Block(), skip=".*")
+
+
+def test_hooks_of_a_layer_go_with_it_and_shared_biases_stay_shared() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].bias = model[0].bias
+    calls: list[str] = []
+    model[0].register_forward_hook(lambda *_: calls.append("after"))
+    model[0].register_forward_pre_hook(lambda *_, **__: calls.append("before"), with_kwargs=True)
+    result = quantised(model)
+    result(torch.ones(1, 32))
+    assert calls == ["before", "after"]
+    assert result[0].bias is result[1].bias
+    result[0]._forward_hooks.clear()
+    assert len(model[0]._forward_hooks) == 1
+
+
+def test_importances_of_tied_layers_add_up() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    one, two = torch.rand(32), torch.rand(32)
+    result = quantised(model, "kmeans2-g32", importance={"0": one, "1": two})
+    expected = quantise(model[0].weight, "kmeans2-g32", importance=one + two)
+    assert torch.equal(result[0].weight.unpack().codebook, expected.codebook)
+
+
+def test_a_transformer_encoder_leaves_its_fused_path() -> None:
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True).eval()
+    result = quantised(encoder, "int8-g32")
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():  # where torch would hand .weight to one fused kernel
+        y, expected = result(x), encoder(x)
+    assert isinstance(result.linear1, QuantisedLinear)
+    assert nrmse(y, expected.double()) < 0.02
 
 
 def test_importance_reaches_its_layer() -> None:
@@ -179,6 +244,8 @@ def test_report() -> None:
     assert down.bits_per_weight == 9  # 8 + 16/16
     assert report.bits_per_weight == 6.75
     assert report.left == ("lm_head",)
+    # embedding and head 20 x 32 each, bias of up 64, norm 2 x 32, all bf16
+    assert report.other_bytes == 2 * (20 * 32 * 2 + 64 + 64)
     assert up.relative_error == relative_error(
         model.up.weight, quantise(model.up.weight, "kmeans4-g32")
     )

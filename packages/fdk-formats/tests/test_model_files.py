@@ -83,6 +83,11 @@ def test_a_single_layer(tmp_path: Path) -> None:
     assert torch.equal(layer(x), source(x))
 
 
+def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="model must be a module, got Tensor"):
+        save_model(tmp_path / "x", torch.ones(3))  # type: ignore[arg-type]
+
+
 def test_what_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs a Linear of weight \[32, 32\], .*\[64, 64\]"):
         load_model(path, net(k=64), backend="reference")
@@ -98,6 +103,26 @@ def test_what_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
     save(tmp_path / "steps", load(path) | {"steps": torch.ones(2)})
     with pytest.raises(ValueError, match=r"(?s)does not fit the model: .*size mismatch for steps"):
         load_model(tmp_path / "steps", net(), backend="reference")
+
+
+def test_buffers_that_state_dict_leaves_out_are_kept(tmp_path: Path) -> None:
+    source = net()
+    source.register_buffer("inv_freq", torch.tensor([1.0, 0.5]), persistent=False)
+    save_model(tmp_path / "net", quantised(source))
+    with torch.device("meta"):
+        skeleton = net()
+        skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    model = load_model(tmp_path / "net", skeleton, backend="reference")
+    assert model.inv_freq.tolist() == [1.0, 0.5]
+    assert "inv_freq" not in model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_has_the_dtype_of_the_model(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_model(tmp_path / "net", quantised(net().to(torch.bfloat16)))
+    model = load_model(tmp_path / "net", net().to(dtype), backend="reference")
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model(IDS).dtype == dtype
 
 
 def test_a_buffer_that_no_file_holds_cannot_come_from_meta(path: Path) -> None:

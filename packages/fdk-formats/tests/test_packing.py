@@ -98,10 +98,13 @@ def test_pack_refuses() -> None:
         pack(torch.tensor([0, 4]), 2)
     with pytest.raises(ValueError, match="must be in 0 to 3, got -1 to 0"):
         pack(torch.tensor([0, -1]), 2)
-    with pytest.raises(TypeError, match=r"codes must be integers, got torch\.float32"):
-        pack(torch.zeros(4), 2)
-    with pytest.raises(TypeError, match=r"codes must be integers, got torch\.bool"):
-        pack(torch.zeros(4, dtype=torch.bool), 1)
+    for dtype in (torch.float32, torch.complex64, torch.bool, torch.uint16, torch.uint64):
+        with pytest.raises(TypeError, match=f"codes must be uint8 or int8 to int64, got {dtype}"):
+            pack(torch.zeros(4, dtype=dtype), 1)
+    with pytest.raises(TypeError, match="pack: codes must be a tensor, got list"):
+        pack([1, 2], 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pack: needs values, got a tensor on meta"):
+        pack(torch.zeros(4, dtype=torch.uint8, device="meta"), 2)
     with pytest.raises(ValueError, match="at least one dimension"):
         pack(torch.tensor(1), 2)
 
@@ -114,3 +117,7 @@ def test_unpack_refuses() -> None:
         unpack(packed, 3, -1)
     with pytest.raises(TypeError, match=r"packed must be uint8, got torch\.int8"):
         unpack(packed.to(torch.int8), 3, 8)
+    with pytest.raises(TypeError, match="unpack: packed must be a tensor, got list"):
+        unpack([1], 4, 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"unpack: k must be an integer, got 8\.0"):
+        unpack(packed, 3, 8.0)  # type: ignore[arg-type]

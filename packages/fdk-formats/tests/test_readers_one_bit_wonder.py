@@ -121,6 +121,20 @@ def test_folder_with_missing_shard(tmp_path):
         load_one_bit_wonder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (["q.scales"], "weight_map: wanted a JSON object, got list"),
+        ({"q.scales": ["model-1.safetensors"]}, "weight_map must hold names of files, got list"),
+    ],
+)
+def test_folder_with_a_damaged_index(tmp_path, weight_map, message):
+    index = save_folder(tmp_path) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: {message}"):
+        load_one_bit_wonder(tmp_path)
+
+
 def test_folder_without_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in this folder"):
         load_one_bit_wonder(tmp_path)

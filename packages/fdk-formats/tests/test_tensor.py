@@ -100,6 +100,10 @@ def test_to_and_frozen() -> None:
         ({"codebook": None}, TypeError, "codebook must be a tensor"),
         ({"zero_point": torch.ones(2, 2)}, ValueError, "takes no zero_point"),
         ({"shape": (2, 40)}, ValueError, "k must be a positive multiple of 16, got k=40"),
+        ({"shape": (64,)}, ValueError, r"shape must be two integers \(n, k\), got \(64,\)"),
+        ({"shape": (2, 32.0)}, ValueError, r"shape must be two integers .*, got \(2, 32\.0\)"),
+        ({"shape": [2, 32]}, ValueError, r"shape must be two integers .*, got \[2, 32\]"),
+        ({"format": "custom2-g16"}, TypeError, "format must be a Format, got 'custom2-g16'"),
         ({"format": Format("affine", 2, 16)}, TypeError, "zero_point must be a tensor"),
     ],
 )
@@ -108,6 +112,23 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         small(**changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.complex64, None])
+def test_dequantise_to_what_is_not_floating(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"dequantise: dtype must be a floating .*, got '?{dtype}"):
+        small().dequantise(dtype)
+    with pytest.raises(TypeError, match=f"rows: dtype must be a floating .*, got '?{dtype}"):
+        small().rows(0, 1, dtype)
+
+
+def test_parts_that_need_a_gradient() -> None:
+    scale = small().scale.requires_grad_()
+    q = small(scale=scale, shape=torch.Size((2, 32)))
+    q.dequantise().sum().backward()
+    assert scale.grad is not None
+    # Each group's gradient is the sum of its entries: 4 * (-1 - 0.25 + 0.5 + 1), or 16 * 1.
+    assert scale.grad.tolist() == [[1.0, 1.0], [16.0, 16.0]]
 
 
 def test_affine_takes_no_codebook() -> None:

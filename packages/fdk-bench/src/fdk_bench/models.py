@@ -45,7 +45,7 @@ def packaged_model_folder() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def load_model(folder: Path | None = None) -> TextModel:
+def load_text_model(folder: Path | None = None) -> TextModel:
     """Loads a Hugging Face model folder, or the packaged encoder where none is given.
 
     Nothing is ever fetched: the folder must hold configuration, weights and tokenizer.

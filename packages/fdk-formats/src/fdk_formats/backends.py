@@ -86,7 +86,18 @@ def register(backend: Backend, *, by_name_only: bool = False) -> None:
 
     Args:
         by_name_only: ``auto`` never picks it.
+
+    Raises:
+        TypeError: for what is no ``Backend``.
+        ValueError: for the name ``auto``, which asks ``select`` to choose.
     """
+    if not isinstance(backend, Backend):
+        raise TypeError(
+            "register: a backend has name, unsupported, priority and pack, "
+            f"got {type(backend).__name__}"
+        )
+    if backend.name == "auto":
+        raise ValueError("register: a backend needs a name of its own, got 'auto'")
     _registry[backend.name] = backend
     (_by_name_only.add if by_name_only else _by_name_only.discard)(backend.name)
 

@@ -29,7 +29,14 @@ def fake_quantise(
         codebook: ``[2^bits]``, for ``kmeans`` and ``custom`` formats; need not be sorted. Without
             one, ``kmeans`` is fitted anew at each call.
         importance: see ``quantise``.
+
+    Raises:
+        TypeError: for a weight or a codebook that is no tensor; the rest is as for ``quantise``.
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"fake_quantise: weight must be a tensor, got {type(weight).__name__}")
+    if codebook is not None and not isinstance(codebook, Tensor):
+        raise TypeError(f"fake_quantise: codebook must be a tensor, got {type(codebook).__name__}")
     table = None if codebook is None else codebook.sort().values
     result: Tensor = _FakeQuantise.apply(  # type: ignore[no-untyped-call]
         weight, table, Format.parse(format), importance
@@ -59,8 +66,8 @@ class _FakeQuantise(torch.autograd.Function):
         grad_codebook = None
         if ctx.q is not None:
             q: QuantisedTensor = ctx.q
-            scaled = grad.view(q.shape[0], -1, q.group_size) * decode_scale(q.scale)[..., None]
+            scaled = grad.reshape(q.shape[0], -1, q.group_size) * decode_scale(q.scale)[..., None]
             sums = torch.zeros(1 << q.format.bits, dtype=torch.float32, device=grad.device)
-            sums.index_add_(0, q.codes().view(-1).to(torch.int32), scaled.view(-1).float())
+            sums.index_add_(0, q.codes().view(-1).to(torch.int32), scaled.reshape(-1).float())
             grad_codebook = sums.to(ctx.codebook_dtype)
         return grad, grad_codebook, None, None

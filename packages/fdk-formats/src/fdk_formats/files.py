@@ -27,7 +27,7 @@ ALIASES_KEY = "fdk.aliases"
 RESERVED_PREFIX = "fdk."
 
 # safetensors' names of dtypes; a tensor of another dtype is refused.
-DTYPE_NAMES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -57,11 +57,13 @@ def save(
     stored once and come back as one object. ``metadata`` holds the caller's own strings.
 
     Raises:
-        TypeError: for a value that is no tensor, a dtype or layout that safetensors does not
-            hold, or metadata that is not strings.
+        TypeError: for tensors that are no mapping, a value that is no tensor, a dtype or layout
+            that safetensors does not hold, or metadata that is not strings.
         ValueError: for a name that is taken by a part of a weight, a metadata key of ours, or a
             weight whose codebook is not ascending or whose scales are not finite.
     """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"save: wanted a mapping of names to tensors, got {type(tensors).__name__}")
     target = Path(os.path.realpath(path))
     stored, aliases = _split_aliases(tensors)
     entries = _flatten(stored)
@@ -94,6 +96,7 @@ def load(
             whose tensors are missing, of a wrong size or dtype, or of impossible values; the
             message names the file, the tensor, what was wanted and what came.
         FileNotFoundError: where there is no file.
+        IsADirectoryError: where there is a folder.
     """
     with _opened(path) as file:
         metadata = _our_metadata(path, file)
@@ -155,8 +158,8 @@ def _memory_key(name: str, value: QuantisedTensor | Tensor) -> object:
         raise TypeError(
             f"save: {name} must be a QuantisedTensor or a tensor, got {type(value).__name__}"
         )
-    if value.dtype not in DTYPE_NAMES:
-        wanted = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+    if value.dtype not in SAFETENSORS_DTYPES:
+        wanted = ", ".join(str(dtype) for dtype in SAFETENSORS_DTYPES)
         raise TypeError(f"save: {name} must be one of {wanted}, got {value.dtype}")
     if value.layout != torch.strided or value.device.type == "meta":
         raise TypeError(
@@ -208,7 +211,7 @@ def _write(file: IO[bytes], entries: Mapping[str, Tensor], metadata: Mapping[str
         tensor, start = entries[name], end
         end += tensor.nbytes
         header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -240,6 +243,8 @@ def _written_beside(target: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path}: wanted a file, got a folder")
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             yield file
@@ -305,11 +310,11 @@ def _parse_entry(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name}: {error}") from error
     shape = entry["shape"]
-    whole = isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
-    if not whole or len(shape) != 2:
+    whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not whole or len(shape) != 2 or shape[1] == 0:
         raise ValueError(
-            f"{path}: damaged metadata: the shape of {name} must be two positive integers, "
-            f"got {shape!r}"
+            f"{path}: damaged metadata: the shape of {name} must be two integers, n of 0 or more "
+            f"and k of 1 or more, got {shape!r}"
         )
     return format, (shape[0], shape[1])
 

@@ -143,11 +143,14 @@ class Format:
         """The group size of a row of ``k`` weights.
 
         Raises:
-            ValueError: where ``k`` is not a positive multiple of the group size.
+            ValueError: where ``k`` is not a positive multiple of the group size, or of whole rows
+                not at least 1.
         """
         size = k if self.group_size is None else self.group_size
         if k < 1 or k % size:
-            raise ValueError(f"{self}: k must be a positive multiple of {size}, got k={k}")
+            whole = self.group_size is None
+            wanted = "at least 1" if whole else f"a positive multiple of {size}"
+            raise ValueError(f"{self}: k must be {wanted}, got k={k}")
         return size
 
     def bits_per_weight(self, k: int) -> float:

@@ -67,7 +67,7 @@ def group_weight(weight: Tensor, format: Format, importance: Tensor | None) -> G
 
     Raises:
         ValueError, TypeError: for a weight that is no floating ``[n, k]`` or does not fit the group
-            size, an importance of another shape or device, negative, or all zero.
+            size or is on meta, an importance of another shape or device, negative, or all zero.
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"quantise: weight must be a tensor, got {type(weight).__name__}")
@@ -75,10 +75,14 @@ def group_weight(weight: Tensor, format: Format, importance: Tensor | None) -> G
         raise TypeError(f"quantise: weight must be floating, got {weight.dtype}")
     if weight.ndim != 2:
         raise ValueError(f"quantise: weight must be [n, k], got {list(weight.shape)}")
+    if weight.is_meta:
+        raise ValueError("quantise: weight needs values, got a tensor on meta")
     weight = weight.detach()
     group_size = format.group_size_for(weight.shape[1])
     if importance is None:
         return GroupedWeight(weight, group_size)
+    if not isinstance(importance, Tensor):
+        raise TypeError(f"quantise: importance must be a tensor, got {type(importance).__name__}")
     importance = importance.detach()
     return GroupedWeight(weight, group_size, importance, _importance_peak(importance, weight))
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats.backends import Problem, select
+from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedTensor
@@ -53,7 +54,17 @@ class QuantisedWeight(nn.Module):
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         if (probe.dtype, probe.device) != (self.dtype, self.device):
             self._pack(self.unpack().to(probe.device), probe.dtype)
+        else:  # what changes neither, such as share_memory
+            self.layout._apply(  # type: ignore[no-untyped-call]
+                lambda t: changed if (changed := fn(t)).dtype == t.dtype else t
+            )
         return self
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        # nn.TransformerEncoderLayer hands .weight of its layers to a fused kernel unless one of
+        # them overrides torch functions: this one does, and so it calls the layers.
+        return NotImplemented
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name, tensor in self.unpack().tensors().items():
@@ -80,7 +91,10 @@ class QuantisedWeight(nn.Module):
         if len(found) < len(mine):
             return
         try:
-            q = QuantisedTensor(self.format, self.shape, **found)
+            # Copied, as nn.Module does: the caller may go on to change its tensors.
+            copied = {name: tensor.detach().clone() for name, tensor in found.items()}
+            q = QuantisedTensor(self.format, self.shape, **copied)
+            check_values(prefix.removesuffix("."), q)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
             return
@@ -95,9 +109,10 @@ class QuantisedWeight(nn.Module):
 class QuantisedLinear(nn.Module):
     """``y = x @ W_hat.T + bias`` with ``W_hat :: [n, k]`` stored in 1 to 8 bits.
 
-    Takes ``x :: [..., k]`` of its own dtype (under autocast, of any) and returns ``[..., n]``. The
-    gradient reaches x and bias; the quantised weight is constant. ``state_dict`` holds
-    ``weight.packed``, ``weight.scale``, ``weight.codebook`` or ``weight.zero_point``, and ``bias``.
+    Takes ``x :: [..., k]`` of its own dtype and returns ``[..., n]``. Under autocast x is cast to
+    that dtype, the one its backend was chosen for, whatever autocast's own. The gradient reaches x
+    and bias; the quantised weight is constant. ``state_dict`` holds ``weight.packed``,
+    ``weight.scale``, ``weight.codebook`` or ``weight.zero_point``, and ``bias``.
 
     Args:
         weight: the quantised weight; share one between layers to tie them.
@@ -123,6 +138,9 @@ class QuantisedLinear(nn.Module):
         Raises:
             NoBackendError: where no backend takes it, with every reason.
         """
+        if not isinstance(linear, nn.Linear):
+            got = type(linear).__name__
+            raise TypeError(f"QuantisedLinear.from_linear: wanted a torch.nn.Linear, got {got}")
         q = quantise(linear.weight.detach(), format)
         return cls.from_quantised(q, linear.bias, backend=backend, dtype=linear.weight.dtype)
 
@@ -151,18 +169,16 @@ class QuantisedLinear(nn.Module):
             TypeError: where x is not of the layer's dtype, outside autocast.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
-        dtype = self.weight.dtype
-        bias: Tensor | None = self.bias
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        elif x.dtype != dtype:
-            raise TypeError(
-                f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}; "
-                f"convert either with .to()"
-            )
-        y: Tensor = self.weight(x, bias)
+        dtype, device = self.weight.dtype, x.device.type
+        if x.dtype != dtype:
+            # torch asked about autocast on meta raises.
+            if device == "meta" or not torch.is_autocast_enabled(device):
+                raise TypeError(
+                    f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}; "
+                    f"convert either with .to()"
+                )
+            x = x.to(dtype)
+        y: Tensor = self.weight(x, self.bias)
         return y
 
     def extra_repr(self) -> str:

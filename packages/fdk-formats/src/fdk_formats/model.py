@@ -4,6 +4,7 @@ import copy
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -17,13 +18,24 @@ from fdk_formats.report import model_report, relative_error
 # The output head: few weights, much of the loss. The original keeps it in 16 bits too.
 DEFAULT_SKIP = r"(^|\.)lm_head$"
 
+# What torch calls around forward and backward; a layer's own hooks go with it.
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
 logger = logging.getLogger(__name__)
 
 
 def quantise_model(
     model: nn.Module,
     format: Format | str,
-    skip: str | Sequence[str] = DEFAULT_SKIP,
+    skip: str | Sequence[str] | None = DEFAULT_SKIP,
     overrides: Mapping[str, Format | str | None] | None = None,
     backend: str = "auto",
     *,
@@ -41,65 +53,87 @@ def quantise_model(
         model: any module, a single ``nn.Linear`` included.
         format: of every layer that no override names.
         skip: regular expressions searched in the dotted name of a layer; a match is left as it is.
+            None or an empty list skips none.
         overrides: regular expression to format, or to None to leave the layer; the first match of
-            a name wins.
+            a name wins, over ``skip`` too.
         backend: see ``select``.
-        importance: per layer name, see ``quantise``.
+        importance: per layer name, see ``quantise``; that of layers that share a weight adds up.
         progress: show a bar on a terminal.
 
     Raises:
         ValueError: where a layer does not fit its format, or a name of ``importance`` or a pattern
-            of ``overrides`` fits no layer; nothing has been quantised then.
-        NoBackendError: where no backend takes a layer, likewise.
+            of ``overrides`` fits no layer (nothing has been quantised then), or a weight holds
+            NaN or infinity. The message names the layer.
+        NoBackendError: where no backend takes a layer.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantise_model: model must be a module, got {type(model).__name__}")
     default = Format.parse(format)
     chosen = {
-        re.compile(pattern): None if wanted is None else Format.parse(wanted)
+        _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
         for pattern, wanted in (overrides or {}).items()
     }
-    skips = [re.compile(pattern) for pattern in ([skip] if isinstance(skip, str) else skip)]
+    skips = [_pattern("skip", text) for text in ([skip] if isinstance(skip, str) else skip or ())]
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    _check_names(linears, chosen, importance or {})
-
-    formats: dict[str, Format] = {}
-    for name in linears:
-        if any(pattern.search(name) for pattern in skips):
-            logger.info("left %s: skip", name)
-            continue
-        matches = [wanted for pattern, wanted in chosen.items() if pattern.search(name)]
-        wanted = matches[0] if matches else default
-        if wanted is None:
-            logger.info("left %s: override", name)
-        else:
-            formats[name] = wanted
+    _check_overrides(linears, chosen)
+    formats = _choose_formats(linears, default, skips, chosen)
     for name, owner in _tied_elsewhere(model, formats).items():
         logger.info("left %s: tied to %s", name, owner)
         del formats[name]
+    if not formats:
+        warnings.warn(
+            f"quantise_model: nothing to quantise: {len(linears)} linear layers, all left",
+            stacklevel=2,
+        )
     for name, wanted in formats.items():
         _check_layer(name, linears[name], wanted, backend)
+    importances = _importances(linears, formats, importance or {})
 
-    weights: dict[tuple[int, Format], QuantisedWeight] = {}
-    memo: dict[int, nn.Module] = {}
-    for name in _progress(formats) if progress else formats:
-        linear, wanted = linears[name], formats[name]
-        key = (id(linear.weight), wanted)
-        if key not in weights:
-            source = linear.weight.detach()
-            q = quantise(source, wanted, importance=(importance or {}).get(name))
-            weights[key] = QuantisedWeight(q, backend=backend, dtype=source.dtype)
-            weights[key].relative_error = relative_error(source, q)
-        layer = QuantisedLinear(weights[key], linear.bias)
-        memo[id(linear)] = layer.train(linear.training)
+    weights: dict[int, QuantisedWeight] = {}
     # deepcopy takes what its memo holds instead of a copy: the quantised layer for the linear one.
+    memo: dict[int, object] = {}
+    for name in _progress(formats) if progress else formats:
+        linear = linears[name]
+        key = id(linear.weight)
+        if key not in weights:
+            weights[key] = _quantise_layer(
+                name, linear, formats[name], backend, importances.get(key)
+            )
+        layer = QuantisedLinear(weights[key], linear.bias)
+        if linear.bias is not None:  # a bias that something shares stays shared
+            layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
+        for hooks in HOOKS:
+            setattr(layer, hooks, copy.copy(getattr(linear, hooks)))
+        memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     logger.info("%s", model_report(result))
     return result
 
 
-def _check_names(
-    linears: Mapping[str, nn.Linear],
-    overrides: Mapping[re.Pattern[str], Format | None],
-    importance: Mapping[str, Tensor],
+def _pattern(argument: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"quantise_model: {argument} must be regular expressions, got {text!r}: {error}"
+        ) from None
+
+
+def _quantise_layer(
+    name: str, linear: nn.Linear, format: Format, backend: str, importance: Tensor | None
+) -> QuantisedWeight:
+    source = linear.weight.detach()
+    try:
+        q = quantise(source, format, importance=importance)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"quantise_model: layer {name}: {error}") from None
+    weight = QuantisedWeight(q, backend=backend, dtype=source.dtype)
+    weight.relative_error = relative_error(source, q)
+    return weight
+
+
+def _check_overrides(
+    linears: Mapping[str, nn.Linear], overrides: Mapping[re.Pattern[str], Format | None]
 ) -> None:
     for pattern in overrides:
         if not any(pattern.search(name) for name in linears):
@@ -107,11 +141,43 @@ def _check_names(
                 f"quantise_model: override {pattern.pattern!r} fits no linear layer of "
                 f"{', '.join(linears) or 'the model, which has none'}"
             )
-    if unknown := importance.keys() - linears.keys():
+
+
+def _choose_formats(
+    linears: Iterable[str],
+    default: Format,
+    skips: Sequence[re.Pattern[str]],
+    overrides: Mapping[re.Pattern[str], Format | None],
+) -> dict[str, Format]:
+    """The format of each layer that is to be quantised. An override speaks before a skip."""
+    formats = {}
+    for name in linears:
+        matches = [wanted for pattern, wanted in overrides.items() if pattern.search(name)]
+        if not matches and any(pattern.search(name) for pattern in skips):
+            logger.info("left %s: skip", name)
+            continue
+        wanted = matches[0] if matches else default
+        if wanted is None:
+            logger.info("left %s: override", name)
+        else:
+            formats[name] = wanted
+    return formats
+
+
+def _importances(
+    linears: Mapping[str, nn.Linear], formats: Mapping[str, Format], given: Mapping[str, Tensor]
+) -> dict[int, Tensor]:
+    """Importance by id of the weight; those of layers that share a weight add up."""
+    if unknown := given.keys() - formats.keys():
         raise ValueError(
             f"quantise_model: importance names {', '.join(sorted(unknown))}, "
-            f"wanted names of {', '.join(linears)}"
+            f"wanted names of layers to quantise: {', '.join(formats)}"
         )
+    importances: dict[int, Tensor] = {}
+    for name, importance in given.items():
+        key = id(linears[name].weight)
+        importances[key] = importances[key] + importance if key in importances else importance
+    return importances
 
 
 def _check_layer(name: str, linear: nn.Linear, format: Format, backend: str) -> None:
@@ -155,5 +221,7 @@ def _progress(names: Iterable[str]) -> Iterator[str]:
             if sys.stderr.isatty():
                 print(f"\rquantise {done + 1}/{len(names)}", end="", file=sys.stderr, flush=True)
             yield name
+        if names and sys.stderr.isatty():
+            print(file=sys.stderr)
         return
     yield from tqdm(names, desc="quantise", unit="layer", disable=None)

@@ -15,21 +15,22 @@ from fdk_formats.tensor import QuantisedTensor
 def save_model(
     path: str | os.PathLike[str], model: nn.Module, *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes every quantised weight and every other tensor of a model's ``state_dict``.
+    """Writes every quantised weight, every other tensor of a model's ``state_dict``, all buffers.
 
     A quantised layer ``x`` is stored as the weight ``x.weight`` and the tensor ``x.bias``,
     whatever its backend; tied weights are stored once. See ``save``.
     """
-    quantised: dict[QuantisedWeight, QuantisedTensor] = {}
-    tensors: dict[str, QuantisedTensor | Tensor] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, QuantisedWeight):
-            if module not in quantised:
-                quantised[module] = module.unpack()
-            tensors[name] = quantised[module]
-    for name, value in model.state_dict().items():
-        if name.rpartition(".")[0] not in tensors:
-            tensors[name] = value
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save_model: model must be a module, got {type(model).__name__}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    weights = {name: m for name, m in modules.items() if isinstance(m, QuantisedWeight)}
+    unpacked = {weight: weight.unpack() for weight in set(weights.values())}
+    tensors: dict[str, QuantisedTensor | Tensor] = {n: unpacked[w] for n, w in weights.items()}
+    parts = tuple(f"{name}." for name in weights)
+    # Buffers that state_dict leaves out (rotary frequencies) too: a model on meta has no others.
+    for name, value in [*model.state_dict().items(), *model.named_buffers(remove_duplicate=False)]:
+        if not name.startswith(parts):
+            tensors.setdefault(name, value)
     save(path, tensors, metadata=metadata)
 
 
@@ -44,8 +45,8 @@ def load_model(
 
     Args:
         path: of a file that ``save_model`` wrote.
-        model: of the same architecture, not quantised; may be on the meta device, which costs no
-            memory. It is left untouched.
+        model: of the same architecture, not quantised, in the dtype that the result is to have.
+            May be on the meta device, which costs no memory. It is left untouched.
         backend: see ``select``.
         device: of the result; None for that of the model, and the CPU for a model on meta.
 
@@ -72,7 +73,7 @@ def load_model(
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
-    _load_plain(path, result, plain, {name for name in tensors if name not in plain})
+    _load_plain(path, result, _as_in(result, plain), tensors.keys() - plain.keys())
     for first_name, *names in ties:
         parameter = result.get_parameter(first_name)
         for name in names:
@@ -98,9 +99,22 @@ def _linear(
     return module
 
 
+def _as_in(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, floating parameters in the model's dtype; buffers keep that of the file."""
+    dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: tensor.to(dtypes[name]) if name in dtypes and tensor.is_floating_point() else tensor
+        for name, tensor in plain.items()
+    }
+
+
 def _load_plain(
     path: str | os.PathLike[str], model: nn.Module, plain: dict[str, Tensor], quantised: set[str]
 ) -> None:
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name in (buffers & plain.keys()) - model.state_dict().keys():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, plain.pop(name))
     try:
         # assign: a model on meta has nothing to copy into
         keys = model.load_state_dict(plain, strict=False, assign=True)

@@ -1,6 +1,7 @@
 """The convention of fdk's torch ops: one functional op per packed layout, and its gradient."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.library import Library
 
 Kernel = Callable[..., Tensor]
+PLAIN = nullcontext()
 
 
 def define_linear_op(
@@ -66,7 +68,8 @@ def define_linear_op(
         rows = x.reshape(-1, k).contiguous()
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], n))
-        return forward(rows, *args).view(*x.shape[:-1], n)
+        with _no_autocast(x.device.type):
+            return forward(rows, *args).view(*x.shape[:-1], n)
 
     def run_grad_x(grad_y: Tensor, *args: Any) -> Tensor:
         *_, n, k = args
@@ -75,7 +78,8 @@ def define_linear_op(
         rows = grad_y.reshape(-1, n).contiguous()
         if rows.shape[0] == 0:
             return grad_y.new_empty((*grad_y.shape[:-1], k))
-        return grad_x(rows, *args).view(*grad_y.shape[:-1], k)
+        with _no_autocast(grad_y.device.type):
+            return grad_x(rows, *args).view(*grad_y.shape[:-1], k)
 
     def fake(x: Tensor, *args: Any) -> Tensor:
         *_, bias, n, k = args
@@ -87,22 +91,27 @@ def define_linear_op(
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, *layout_args, bias, n, k = inputs
-        tensors = [arg for arg in layout_args if isinstance(arg, Tensor)]
-        ctx.save_for_backward(*tensors)
-        # None in a tensor's place marks where the saved ones go back.
-        ctx.layout_args = [None if isinstance(arg, Tensor) else (arg,) for arg in layout_args]
+        _keep_layout(ctx, layout_args, n, k)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.n, ctx.k = n, k
 
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        layout_args = [next(saved) if arg is None else arg[0] for arg in ctx.layout_args]
+        layout_args = _kept_layout(ctx)
         dx = dbias = None
         if ctx.needs_input_grad[0]:
             dx = grad_op(grad_y, *layout_args, ctx.n, ctx.k)
         if ctx.needs_input_grad[-3]:
-            dbias = grad_y.reshape(-1, ctx.n).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            wide = torch.promote_types(grad_y.dtype, torch.float32)
+            dbias = grad_y.reshape(-1, ctx.n).sum(0, dtype=wide).to(ctx.bias_dtype)
         return dx, *[None] * len(layout_args), dbias, None, None
+
+    def setup_context_grad_x(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *layout_args, n, k = inputs
+        _keep_layout(ctx, layout_args, n, k)
+
+    def backward_grad_x(ctx: Any, grad_dx: Tensor) -> tuple[Tensor | None, ...]:
+        layout_args = _kept_layout(ctx)
+        dgrad_y = op(grad_dx, *layout_args, None, ctx.n, ctx.k)
+        return dgrad_y, *[None] * len(layout_args), None, None
 
     for key in dispatch_keys:
         library.impl(name, run, key)
@@ -110,5 +119,25 @@ def define_linear_op(
     torch.library.register_fake(qualified, fake, lib=library)
     torch.library.register_fake(f"{qualified}_grad_x", fake_grad_x, lib=library)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+    torch.library.register_autograd(
+        f"{qualified}_grad_x", backward_grad_x, setup_context=setup_context_grad_x, lib=library
+    )
     op: Callable[..., Tensor] = getattr(getattr(torch.ops, library.ns), name).default
     return op
+
+
+def _no_autocast(device: str) -> AbstractContextManager[object]:
+    """Kernels get x as it is; torch functions within them must not cast it again."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else PLAIN
+
+
+def _keep_layout(ctx: Any, layout_args: Sequence[Any], n: int, k: int) -> None:
+    ctx.save_for_backward(*(arg for arg in layout_args if isinstance(arg, Tensor)))
+    # None in a tensor's place marks where the saved ones go back.
+    ctx.layout_args = [None if isinstance(arg, Tensor) else (arg,) for arg in layout_args]
+    ctx.n, ctx.k = n, k
+
+
+def _kept_layout(ctx: Any) -> list[Any]:
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if arg is None else arg[0] for arg in ctx.layout_args]

@@ -5,6 +5,8 @@ from torch import Tensor
 
 # Rows are packed in pieces of about this many codes, so that temporaries stay small.
 CODES_PER_CHUNK = 1 << 20
+# torch knows wider unsigned integers too, but takes no minimum of them.
+CODE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def packed_width(bits: int, k: int) -> int:
@@ -18,12 +20,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     Codes [3, 0, 1, 2] at 2 bits are the byte 0b11_00_01_10. Bits after the last code are zero.
 
     Raises:
-        ValueError: for bits outside 1 to 8, or a code outside 0 to 2^bits - 1.
-        TypeError: for codes of no integer dtype.
+        ValueError: for bits outside 1 to 8, a code outside 0 to 2^bits - 1, or codes on meta.
+        TypeError: for codes that are no tensor of ``CODE_DTYPES``.
     """
     _check_bits("pack", bits)
-    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype == torch.bool:
-        raise TypeError(f"pack: codes must be integers, got {codes.dtype}")
+    _check_tensor("pack", "codes", codes)
+    if codes.dtype not in CODE_DTYPES:
+        raise TypeError(f"pack: codes must be uint8 or int8 to int64, got {codes.dtype}")
+    if codes.is_meta:
+        raise ValueError("pack: needs values, got a tensor on meta")
     if codes.ndim < 1:
         raise ValueError("pack: codes must have at least one dimension, got a scalar")
     if codes.numel():
@@ -48,9 +53,12 @@ def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
 
     Raises:
         ValueError: for bits outside 1 to 8, or a last dimension that does not fit k.
-        TypeError: where ``packed`` is not uint8.
+        TypeError: where ``packed`` is no uint8 tensor or ``k`` no integer.
     """
     _check_bits("unpack", bits)
+    _check_tensor("unpack", "packed", packed)
+    if type(k) is not int:
+        raise TypeError(f"unpack: k must be an integer, got {k!r}")
     if packed.dtype != torch.uint8:
         raise TypeError(f"unpack: packed must be uint8, got {packed.dtype}")
     if k < 0 or packed.ndim < 1 or packed.shape[-1] != packed_width(bits, k):
@@ -71,6 +79,11 @@ def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
 def _check_bits(caller: str, bits: int) -> None:
     if type(bits) is not int or not 1 <= bits <= 8:
         raise ValueError(f"{caller}: bits must be 1 to 8, got {bits!r}")
+
+
+def _check_tensor(caller: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{caller}: {name} must be a tensor, got {type(value).__name__}")
 
 
 def _word(bits: int) -> tuple[int, int]:

@@ -25,8 +25,8 @@ SEARCH_ROUNDS = 3
 def quantise(
     weight: Tensor,
     format: Format | str,
-    *,
     importance: Tensor | None = None,
+    *,
     codebook: Tensor | None = None,
     weight_by_scale: bool = True,
 ) -> QuantisedTensor:
@@ -50,8 +50,8 @@ def quantise(
 
     Raises:
         ValueError: where weight, importance or codebook do not fit the format or are not finite,
-            or a scale overflows its dtype.
-        TypeError: for tensors of a wrong dtype.
+            or a scale overflows its dtype, or where the weight is on meta.
+        TypeError: for tensors of a wrong dtype, and what is no tensor.
     """
     format = Format.parse(format)
     source = group_weight(weight, format, importance)
@@ -71,8 +71,8 @@ def quantise(
 def fit_codebook(
     weight: Tensor,
     format: Format | str,
-    *,
     importance: Tensor | None = None,
+    *,
     weight_by_scale: bool = True,
 ) -> Tensor:
     """The codebook ``[2^b, float32]`` that ``quantise`` would use: fitted for ``kmeans``.

@@ -15,8 +15,16 @@ from fdk_formats.tensor import QuantisedTensor
 def relative_error(weight: Tensor, q: QuantisedTensor) -> float:
     """Relative RMS error ``||W - W_hat|| / ||W||`` of a quantised weight; 0 for an exact one.
 
-    Both are taken in float32, row by row in chunks, and the squares summed in float64.
+    ``W_hat`` is that of float32; the difference and the squares are taken in float64, in chunks of
+    rows.
+
+    Raises:
+        ValueError, TypeError: where ``weight`` is no tensor of the shape of ``q``.
     """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"relative_error: weight must be a tensor, got {type(weight).__name__}")
+    if not isinstance(q, QuantisedTensor):
+        raise TypeError(f"relative_error: q must be a QuantisedTensor, got {type(q).__name__}")
     if weight.shape != q.shape:
         raise ValueError(f"relative_error: weight must be {q.shape}, got {list(weight.shape)}")
     step = max(1, CODES_PER_CHUNK // q.shape[1])
@@ -52,10 +60,17 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """All quantised layers of a model, and the names of the linear layers that are not."""
+    """All quantised layers of a model, and what is not quantised.
+
+    Attributes:
+        layers: in the order of the model.
+        left: names of linear layers that are not quantised.
+        other_bytes: of all parameters, biases included, that are not quantised.
+    """
 
     layers: tuple[LayerReport, ...]
     left: tuple[str, ...]
+    other_bytes: int
 
     @property
     def bytes_before(self) -> int:
@@ -86,13 +101,20 @@ class ModelReport:
         lines += [f"{name:40} not quantised" for name in self.left]
         lines.append(
             f"{len(self.layers)} layers, {self.bits_per_weight:.3f} bits per weight, "
-            f"{self.bytes_before} -> {self.bytes_after} bytes"
+            f"{self.bytes_before} -> {self.bytes_after} bytes; {self.other_bytes} bytes of other "
+            f"parameters"
         )
         return "\n".join(lines)
 
 
 def model_report(model: nn.Module) -> ModelReport:
-    """Reports on a model that ``quantise_model`` or ``load_model`` made."""
+    """Reports on a model that ``quantise_model`` or ``load_model`` made.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_report: model must be an nn.Module, got {type(model).__name__}")
     layers, left, seen = [], [], set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -114,4 +136,5 @@ def model_report(model: nn.Module) -> ModelReport:
                 relative_error=weight.relative_error,
             )
         )
-    return ModelReport(tuple(layers), tuple(left))
+    other_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return ModelReport(tuple(layers), tuple(left), other_bytes)

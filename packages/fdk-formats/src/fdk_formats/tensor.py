@@ -21,7 +21,7 @@ class QuantisedTensor:
         zero_point :: [n, k/G, scale dtype | uint8]   or None; affine formats only
 
     Raises:
-        ValueError, TypeError: where a tensor does not have the shape or dtype above.
+        ValueError, TypeError: where a field does not have the type, shape or dtype above.
     """
 
     format: Format
@@ -32,6 +32,10 @@ class QuantisedTensor:
     zero_point: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise TypeError(f"QuantisedTensor: format must be a Format, got {self.format!r}")
+        if not isinstance(self.shape, tuple) or [type(size) for size in self.shape] != [int, int]:
+            raise ValueError(f"{self.format}: shape must be two integers (n, k), got {self.shape}")
         n, k = self.shape
         groups = k // self.format.group_size_for(k)
         scale_dtype = SCALE_DTYPES[self.format.scale_dtype]
@@ -105,7 +109,11 @@ class QuantisedTensor:
         (and, for affine, one float32 difference before it), rounded to ``dtype``. A kernel that
         multiplies by the scale before or after its accumulation gives these bits, for a bf16 or
         fp16 product is exact in float32.
+
+        Raises:
+            TypeError: for a dtype that is not floating.
         """
+        _check_floating("dequantise", dtype)
         n, k = self.shape
         out = torch.empty((n, k), dtype=dtype, device=self.device)
         step = max(1, CODES_PER_CHUNK // k)
@@ -115,6 +123,7 @@ class QuantisedTensor:
 
     def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows ``start`` to ``stop`` of ``dequantise(dtype)``."""
+        _check_floating("rows", dtype)
         rows = slice(start, stop)
         codes = unpack(self.packed[rows], self.format.bits, self.shape[1])
         codes = codes.view(len(codes), -1, self.group_size)  # [rows, k/G, G]
@@ -126,6 +135,11 @@ class QuantisedTensor:
             assert self.zero_point is not None
             values = codes.to(torch.float32) - self.zero_point[rows].to(torch.float32)[..., None]
         return (values * scale).view(len(codes), -1).to(dtype)
+
+
+def _check_floating(caller: str, dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"{caller}: dtype must be a floating torch.dtype, got {dtype!r}")
 
 
 def zero_point_dtype(format: Format) -> torch.dtype:

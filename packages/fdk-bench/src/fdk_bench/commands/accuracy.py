@@ -99,7 +99,7 @@ def _prepare(
     import torch  # here and not above, so that `fdk-bench --help` does not wait for it
 
     from fdk_bench.accuracy import DEFAULT_FORMATS, DEFAULT_SKIP, parse_formats, prepare
-    from fdk_bench.models import ModelError, load_model
+    from fdk_bench.models import ModelError, load_text_model
     from fdk_formats import all_backends
 
     if threads is not None:
@@ -112,7 +112,7 @@ def _prepare(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        subject = prepare(load_model(model), lines, DEFAULT_SKIP if skip is None else skip)
+        subject = prepare(load_text_model(model), lines, DEFAULT_SKIP if skip is None else skip)
     except (ModelError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
     return subject, names

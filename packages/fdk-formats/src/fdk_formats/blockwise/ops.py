@@ -38,8 +38,8 @@ def quantise_blockwise(
         nested: whether the absmax is stored in 8 bits too, in blocks of ``block_size``.
 
     Raises:
-        ValueError: for a NaN or infinity in the tensor, a block size that is none, or a code that
-            is not 256 finite ascending values.
+        ValueError: for a NaN or infinity in the tensor, a block size that is none, a code that is
+            not 256 finite ascending values, or a tensor on meta.
         TypeError: for a tensor of another dtype.
     """
     caller = "quantise_blockwise"
@@ -78,7 +78,8 @@ def quantise_4bit(
         nested: whether the absmax is stored in 8 bits too, in blocks of 256.
 
     Raises:
-        ValueError: for a NaN or infinity in the tensor, a block size or a kind that is none.
+        ValueError: for a NaN or infinity in the tensor, a block size or a kind that is none,
+            or a tensor on meta.
         TypeError: for a tensor of another dtype.
     """
     caller = "quantise_4bit"
@@ -168,6 +169,8 @@ def _flatten(tensor: Tensor) -> Tensor:
 def _check_input(caller: str, tensor: Tensor, block_size: int) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{caller}: wanted a tensor, got {type(tensor).__name__}")
+    if tensor.is_meta:
+        raise ValueError(f"{caller}: needs values, got a tensor on meta")
     check_dtype(caller, tensor.dtype)
     check_block_size(caller, block_size)
 

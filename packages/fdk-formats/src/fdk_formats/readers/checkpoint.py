@@ -22,15 +22,20 @@ class Checkpoint(Mapping[str, Tensor]):
     Raises:
         FileNotFoundError: for no folder, no safetensors file in it, or a file that its index
             names and that is not there.
-        ValueError: for a file that is damaged, or a tensor that two files hold.
+        ValueError: for a file or index that is damaged, or a tensor that two files hold.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         paths = sorted(self.folder.glob("*.safetensors"))
-        index = self.config(INDEX)
-        listed = set(index.get("weight_map", {}).values())
-        missing = listed - {path.name for path in paths}
+        listed = self.config(INDEX, "weight_map").values()
+        for name in listed:
+            if not isinstance(name, str):
+                got = type(name).__name__
+                raise ValueError(
+                    f"{self.folder / INDEX}: weight_map must hold names of files, got {got}"
+                )
+        missing = set(listed) - {path.name for path in paths}
         if missing or not paths:
             what = ", ".join(sorted(missing)) or "*.safetensors"
             raise FileNotFoundError(f"{self.folder}: no {what} in this folder")
@@ -72,10 +77,11 @@ class Checkpoint(Mapping[str, Tensor]):
             value = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"{path}: no JSON: {error}") from error
+        where = str(path)
         if isinstance(value, dict) and key is not None:
-            value = value.get(key, {})
+            where, value = f"{path}: {key}", value.get(key, {})
         if not isinstance(value, dict):
-            raise ValueError(f"{path}: wanted a JSON object, got {type(value).__name__}")
+            raise ValueError(f"{where}: wanted a JSON object, got {type(value).__name__}")
         return value
 
     def read_weights(self, marker: str, read: Reader) -> dict[str, QuantisedTensor | Tensor]:

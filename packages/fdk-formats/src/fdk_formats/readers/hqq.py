@@ -24,7 +24,7 @@ PACKINGS = {
 NUMBERS = ("nbits", "group_size", "axis", "quant_scale", "quant_zero")
 
 
-def read_hqq(W_q: Tensor, meta: Mapping[str, Any]) -> QuantisedTensor:  # noqa: N803
+def read_hqq(W_q: Tensor, meta: Mapping[str, Any]) -> QuantisedTensor:
     """One weight as an ``HQQLinear`` holds it: ``W_hat = (code - zero) * scale``.
 
         W_q   :: [ceil(n*k/G / E), G, uint8 | int32]   E codes a word; row r of the word's block e
@@ -109,7 +109,7 @@ def _bits(meta: Mapping[str, Any]) -> int:
     return PACKINGS[packing][0]
 
 
-def _unpack(W_q: Tensor, packing: str, rows: int, group_size: int) -> Tensor:  # noqa: N803
+def _unpack(W_q: Tensor, packing: str, rows: int, group_size: int) -> Tensor:
     if packing not in PACKINGS:
         raise ValueError(f"HQQ: packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
     bits, per_word, dtype = PACKINGS[packing]

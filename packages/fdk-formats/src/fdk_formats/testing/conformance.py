@@ -122,6 +122,7 @@ def check_bad_input(backend: Backend, case: Case) -> None:
         assert torch.equal(layout(x[0]), layout(x[:1])[0]), f"{case}: a single row without batch"
         strided = case.random(case.m, 2 * case.k)[:, ::2].copy_(x)
         assert torch.equal(layout(strided), y), f"{case}: x that is not contiguous"
+        _check_other_dtype(layout, case, x, q.dequantise(case.dtype))
         # What is not finite stays in its own row of y, and a NaN scale in its own column.
         spoilt = x.clone()
         spoilt[-1, 0] = math.nan
@@ -134,6 +135,19 @@ def check_bad_input(backend: Backend, case: Case) -> None:
             y = backend.pack(q, dtype=case.dtype)(x)
         assert y[:, 0].isnan().all(), f"{case}: a NaN scale is lost"
         assert not y[:, 1:].isnan().any(), f"{case}: a NaN scale reaches other outputs"
+
+
+def _check_other_dtype(layout: Layout, case: Case, x: Tensor, W_hat: Tensor) -> None:
+    """x of a dtype that the layout was not packed for is refused, or taken for what it is."""
+    other = torch.float32 if case.dtype != torch.float32 else torch.bfloat16
+    try:
+        y = layout(x.to(other))
+    except (TypeError, ValueError):
+        return
+    assert y.dtype == other, f"{case}: x of {other} gives y of {y.dtype}"
+    # bf16 holds what either dtype rounds away, and little more.
+    error = nrmse(y, x.to(other).double() @ W_hat.double().T)
+    assert error < torch.finfo(torch.bfloat16).eps, f"{case}: x of {other} has error {error:.3e}"
 
 
 def layout_digest(layout: Layout) -> dict[str, str]:

@@ -26,7 +26,9 @@ from fdk_formats.testing.blockwise import beside_midpoints
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes, the oracle, is missing")
 default_ops = pytest.importorskip("bitsandbytes.backends.default.ops")
 
+# What its functions take: these at 4 bits, any at 8 (its CUDA kernels these but 32).
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCK_SIZES_8BIT = (*BLOCK_SIZES, 1, 7, 16, 48, 100, 8192, 500_000)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CUDA_BYTES = Path(__file__).parent / "data" / "bitsandbytes_cuda.npz"
 
@@ -93,7 +95,7 @@ def test_quantise_4bit_is_the_torch_backend(kind, block_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES_8BIT)
 @pytest.mark.parametrize("table", ["signed", "unsigned", "linear", "fp8"])
 def test_quantise_blockwise_is_the_torch_backend(table, block_size, dtype):
     code = tables()[table]
@@ -131,7 +133,7 @@ def test_nested_is_the_torch_backend(size, dtype, monkeypatch):
             x, quant_type=kind, compress_statistics=True
         )
         assert_same_nested(quantise_4bit(x, kind=kind, nested=True), packed, state)
-    for block_size in BLOCK_SIZES:
+    for block_size in BLOCK_SIZES_8BIT:
         packed, state = bitsandbytes.functional.quantize_blockwise(
             x, blocksize=block_size, nested=True
         )
@@ -170,7 +172,7 @@ def test_dequantise_4bit_is_the_cpu_library_and_the_torch_backend(block_size, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES_8BIT)
 def test_dequantise_blockwise_is_the_cpu_library_and_the_torch_backend(block_size, dtype):
     for code in tables().values():
         x = awkward(10_001, torch.float32)
@@ -212,11 +214,18 @@ def quantised_from(packed, state):
     )
 
 
+@pytest.mark.parametrize("block_size", [1, 16, 48, 100, 8192])
+def test_its_4_bit_functions_take_powers_of_two_only(block_size):
+    # Why ours do: if this fails, bitsandbytes has widened them.
+    with pytest.raises(ValueError, match="invalid blocksize"):
+        bitsandbytes.functional.quantize_4bit(torch.ones(64), blocksize=block_size)
+
+
 # ---------------------------------------------------- the CPU library's 8-bit codes: a coarser map
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", [16, 48, 100, *BLOCK_SIZES, 8192])
 def test_quantise_blockwise_is_the_cpu_library_away_from_midpoints(block_size, dtype):
     # The library looks a value up among 65536 even steps of 2 / 65535, so that a value within a
     # step of a midpoint may get the neighbouring code, and several entries near zero share a step.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
-from fdk_formats.groups import Chunk, GroupedWeight, check_finite
+from fdk_formats.groups import Chunk, GroupedWeight, check_finite, weighted_sum
 from fdk_formats.packing import pack, packed_width
 from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale, largest_scale
 from fdk_formats.search import clipped
@@ -83,7 +83,7 @@ class _AffineFit:
     def search(self) -> _Grid:
         """The grid of least squared error that was found."""
         self.value = divide(self.groups, self.peak[..., None])
-        mean = self.value.mean(-1) * self.peak
+        mean = weighted_sum(self.value, None) / self.value.shape[-1] * self.peak
         best = self.minmax()
         error = self._error(best)
         half = torch.maximum(self.hi - mean, mean - self.lo)
@@ -150,4 +150,4 @@ class _AffineFit:
         return ratio, zero, codes.to(torch.float32)
 
     def _sum(self, values: Tensor) -> Tensor:
-        return (values if self.importance is None else values * self.importance).sum(-1)
+        return weighted_sum(values, self.importance)

@@ -98,8 +98,9 @@ def _quantile_float(quantile: Callable[[float], float], bits: int) -> tuple[floa
     return tuple(v / positive[0] for v in values)
 
 
-# NF4 as published (QLoRA, appendix E) and as every implementation holds it: the construction in
-# double precision differs from these float32 results in the last digits.
+# NF4 as published (QLoRA, appendix E, https://arxiv.org/abs/2305.14314) and as every implementation
+# holds it, the blockwise ops too: the construction in double precision differs from these float32
+# results in the last digits.
 NF4 = (
     -1.0,
     -0.6961928009986877,

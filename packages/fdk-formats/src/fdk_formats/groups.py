@@ -62,6 +62,18 @@ class GroupedWeight:
         return rows.to(torch.float32).contiguous().view(len(rows), -1, self.group_size)
 
 
+def weighted_sum(values: Tensor, importance: Tensor | None) -> Tensor:
+    """The sum of each group, float32 ``[...]`` of float32 ``values :: [..., G]``.
+
+    torch splits a sum among its threads only where it gives a single number: a chunk of one group
+    is summed in float64, so that the order hardly shows once that is rounded. Doing so for every
+    chunk doubled the time of a search (one thread, 2^20 weights, G = 64: 0.14 s to 0.36 s).
+    """
+    weighted = values if importance is None else values * importance
+    one = weighted.shape[:-1].numel() == 1
+    return weighted.sum(-1, dtype=torch.float64 if one else None).to(torch.float32)
+
+
 def group_weight(weight: Tensor, format: Format, importance: Tensor | None) -> GroupedWeight:
     """Checks a weight and its importance against a format.
 

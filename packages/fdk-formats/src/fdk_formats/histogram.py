@@ -77,7 +77,7 @@ class _Bins:
 def _accumulate(
     samples: Samples, key: Callable[[Tensor], Tensor], count: int
 ) -> tuple[Tensor, Tensor]:
-    mass = moment = torch.zeros(0)
+    mass = moment = torch.zeros(0, device="cpu")  # what no samples at all leave
     for value, weight in samples():
         index = key(value).view(-1)
         part = torch.bincount(index, weights=weight.view(-1), minlength=count)

@@ -11,16 +11,16 @@ CELLS = (1 << 12, 1 << 15, 1 << 18)
 
 
 class Nearest:
-    """The nearest codes, uint8, of float32 values: how many midpoints of a table are below each.
+    """The nearest codes, uint8, of float32 values: how many midpoints of a codebook are below each.
 
     A tie goes to the lower code. With all midpoints in cells of their own, the cell of a value
     tells the code but for one comparison, which is far faster than a binary search (2 cores,
     2^24 values, both on a busy machine: 0.04 s against 0.9 s at 4 bits and 2.0 s at 8).
     """
 
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-        self.middle = (table[1:] + table[:-1]) / 2
+    def __init__(self, codebook: Tensor) -> None:
+        self.codebook = codebook
+        self.middle = (codebook[1:] + codebook[:-1]) / 2
         self.cells = next(filter(None, (_cells(self.middle, count) for count in CELLS)), None)
 
     def codes(self, value: Tensor) -> Tensor:
@@ -34,9 +34,9 @@ class Nearest:
         return codes.view(value.shape)
 
     def values(self, value: Tensor) -> Tensor:
-        """The entries of the table at the codes, float32."""
+        """The entries of the codebook at the codes, float32."""
         codes = self.codes(value).view(-1).to(torch.int32)
-        return self.table.index_select(0, codes).view(value.shape)
+        return self.codebook.index_select(0, codes).view(value.shape)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale,
 from fdk_formats.search import search_scales
 from fdk_formats.tensor import QuantisedTensor
 
-# With `search` and `kmeans`, how often scales and codebook are fitted to each other.
+# With `search` and `kmeans`, how often at most scales and codebook are fitted to each other.
 SEARCH_ROUNDS = 3
 
 
@@ -43,10 +43,11 @@ def quantise(
         importance: ``[k]`` or ``[n, k]``, not negative: how much the squared error of a weight
             counts (a diagonal Fisher, or the second moments of the inputs). The k-means and
             ``search`` use it; the other formats leave no choice to weigh.
-        codebook: ``[2^b]`` ascending values in units of the scale: the table of ``custom``, or one
+        codebook: ``[2^b]`` ascending values in units of the scale: that of ``custom``, or one
             fitted before for ``kmeans`` (frozen during training).
         weight_by_scale: whether the k-means minimises the error of the weight itself, or, if
             False, that of weight over scale, in which every group counts the same.
+            Of several fits ``search`` keeps the one of least error of the weight itself.
 
     Raises:
         ValueError: where weight, importance or codebook do not fit the format or are not finite,
@@ -55,16 +56,16 @@ def quantise(
     """
     format = Format.parse(format)
     source = group_weight(weight, format, importance)
-    table = _check_codebook(codebook, format, source)
+    given = _check_codebook(codebook, format, source)
     if format.is_affine:
         return quantise_affine(source, format)
-    table, scale = _fit(source, format, table, weight_by_scale)
+    fitted, scale = _fit(source, format, given, weight_by_scale)
     return QuantisedTensor(
         format=format,
         shape=(weight.shape[0], weight.shape[1]),
-        packed=_pack_nearest(source, format, table, scale),
+        packed=_pack_nearest(source, format, fitted, scale),
         scale=scale,
-        codebook=table,
+        codebook=fitted,
     )
 
 
@@ -84,53 +85,80 @@ def fit_codebook(
     source = group_weight(weight, format, importance)
     if format.is_affine:
         raise ValueError(f"fit_codebook: {format} has no codebook")
-    table = _check_codebook(None, format, source)
-    return _fit(source, format, table, weight_by_scale)[0]
+    return _fit(source, format, _check_codebook(None, format, source), weight_by_scale)[0]
 
 
-def _check_codebook(table: Tensor | None, format: Format, source: GroupedWeight) -> Tensor | None:
+def _check_codebook(
+    codebook: Tensor | None, format: Format, source: GroupedWeight
+) -> Tensor | None:
     """The caller's codebook as float32, checked against the format."""
-    if table is None:
+    if codebook is None:
         if format.codebook == "custom":
             raise ValueError(f"quantise: {format} needs codebook=, {1 << format.bits} values")
         return None
     if format.codebook not in ("custom", "kmeans"):
         raise ValueError(f"quantise: {format} takes no codebook, only custom and kmeans do")
-    if not isinstance(table, Tensor) or not table.dtype.is_floating_point:
-        got = table.dtype if isinstance(table, Tensor) else type(table).__name__
+    if not isinstance(codebook, Tensor) or not codebook.dtype.is_floating_point:
+        got = codebook.dtype if isinstance(codebook, Tensor) else type(codebook).__name__
         raise TypeError(f"quantise: codebook must be a floating tensor, got {got}")
-    if tuple(table.shape) != (1 << format.bits,):
+    if tuple(codebook.shape) != (1 << format.bits,):
         raise ValueError(
-            f"quantise: codebook of {format} must be [{1 << format.bits}], got {list(table.shape)}"
+            f"quantise: codebook of {format} must be [{1 << format.bits}], "
+            f"got {list(codebook.shape)}"
         )
-    table = table.detach().to(source.weight.device, torch.float32)
-    if not torch.isfinite(table).all() or (table.diff() < 0).any():
+    codebook = codebook.detach().to(source.weight.device, torch.float32)
+    if not torch.isfinite(codebook).all() or (codebook.diff() < 0).any():
         raise ValueError(
-            f"quantise: codebook must be finite and ascending, got {table.tolist()[:8]}..."
+            f"quantise: codebook must be finite and ascending, got {codebook.tolist()[:8]}..."
         )
-    return table
+    return codebook
 
 
 def _fit(
-    source: GroupedWeight, format: Format, table: Tensor | None, weight_by_scale: bool
+    source: GroupedWeight, format: Format, codebook: Tensor | None, weight_by_scale: bool
 ) -> tuple[Tensor, Tensor]:
     """The codebook and the stored scales ``[n, k/G]``."""
     searching = format.scale_rule == "search"
     unit = 1.0
-    fitted = table is None and format.codebook == "kmeans"
-    if table is None and not fitted:
+    fitted = codebook is None and format.codebook == "kmeans"
+    if codebook is None and not fitted:
         named = named_codebook(format, source.weight.shape[1])
-        table, unit = named.tensor(source.weight.device), named.unit
+        codebook, unit = named.tensor(source.weight.device), named.unit
     scale = _statistic_scales(source, format, unit)
+    if fitted and searching:
+        return _fit_searching(source, format, scale, weight_by_scale)
     if fitted:
-        table = _fit_kmeans(source, format, scale, weight_by_scale)
-    assert table is not None
+        codebook = _fit_kmeans(source, format, scale, weight_by_scale)
+    assert codebook is not None
     if searching:
-        scale = search_scales(source, format, table, unit, scale)
-    for _ in range(SEARCH_ROUNDS if searching and fitted else 0):
-        table = _fit_kmeans(source, format, scale, weight_by_scale)
-        scale = search_scales(source, format, table, unit, scale)
-    return table, scale
+        scale, _ = search_scales(source, format, codebook, unit, scale)
+    return codebook, scale
+
+
+def _fit_searching(
+    source: GroupedWeight, format: Format, start: Tensor, weight_by_scale: bool
+) -> tuple[Tensor, Tensor]:
+    """Codebook and scales fitted to each other, the best pair of all that were met.
+
+    The uniform grid is one of the two codebooks to begin with: a k-means at the scales of ``start``
+    and then a search is in some cases worse than a search for the grid (by up to 1.4 %).
+    """
+
+    def searched(codebook: Tensor, scale: Tensor) -> tuple[float, Tensor, Tensor]:
+        found, error = search_scales(source, format, codebook, 1.0, scale)
+        return error, codebook, found
+
+    uniform = torch.tensor(TABLES["uniform"](format.bits), dtype=torch.float32, device=start.device)
+    first = _fit_kmeans(source, format, start, weight_by_scale)
+    error, codebook, scale = min(
+        searched(first, start), searched(uniform, start), key=lambda fit: fit[0]
+    )
+    for _ in range(SEARCH_ROUNDS):
+        refitted = searched(_fit_kmeans(source, format, scale, weight_by_scale), scale)
+        if refitted[0] >= error:
+            break
+        error, codebook, scale = refitted
+    return codebook, scale
 
 
 def _statistic_scales(source: GroupedWeight, format: Format, unit: float) -> Tensor:
@@ -167,9 +195,9 @@ def _fit_kmeans(
     return torch.from_numpy(centroids.astype(np.float32)).to(scale.device)
 
 
-def _pack_nearest(source: GroupedWeight, format: Format, table: Tensor, scale: Tensor) -> Tensor:
+def _pack_nearest(source: GroupedWeight, format: Format, codebook: Tensor, scale: Tensor) -> Tensor:
     n, k = source.weight.shape
-    nearest = Nearest(table)
+    nearest = Nearest(codebook)
     packed = torch.empty(
         (n, packed_width(format.bits, k)), dtype=torch.uint8, device=source.weight.device
     )

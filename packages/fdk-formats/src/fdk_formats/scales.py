@@ -68,8 +68,9 @@ def statistic(groups: Tensor, rule: str) -> Tensor:
 
     ``absmax``: the largest magnitude. ``signmax``: the value of largest magnitude, sign and all,
     the positive one of a tie. ``absmean`` and ``rms``: the mean magnitude and the root of the mean
-    square, summed in float64, which is exact (whatever the order) for bf16 and fp16 weights,
-    and rounded to float32 once at the end.
+    square, summed in float64 and rounded to float32 once at the end. Another order of the sum
+    (other threads, another device) can change that one bit at most, and only where float64 itself
+    rounds: for float32 weights, or magnitudes in a group that lie many powers of two apart.
     """
     if rule == "absmax":
         return groups.abs().amax(-1)

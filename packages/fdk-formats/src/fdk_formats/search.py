@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
-from fdk_formats.groups import GroupedWeight
+from fdk_formats.groups import GroupedWeight, weighted_sum
 from fdk_formats.nearest import Nearest
 from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 
@@ -17,15 +17,15 @@ REFITS = 3
 
 
 def search_scales(
-    source: GroupedWeight, format: Format, table: Tensor, unit: float, start: Tensor
-) -> Tensor:
-    """Stored scales ``[n, k/G]`` of lower squared error than ``start``, or the same.
+    source: GroupedWeight, format: Format, codebook: Tensor, unit: float, start: Tensor
+) -> tuple[Tensor, float]:
+    """Stored scales ``[n, k/G]`` of lower squared error than ``start``, or the same; their error.
 
     Each group tries a geometric grid of scales and then, with the codes of the best, the scale of
     least squares, a few times over. Every candidate is rounded to its dtype before it is judged,
-    and taken only where it is better.
+    and taken only where it is better. The error is that of the whole weight, squared and weighed.
     """
-    best, nearest = start.clone(), Nearest(table)
+    best, nearest, error = start.clone(), Nearest(codebook), 0.0
     for chunk in source.chunks():
         group = _GroupError(chunk.groups, chunk.importance, nearest)
         search = _Best(group, format.scale_dtype, best[chunk.rows])
@@ -34,7 +34,8 @@ def search_scales(
         for _ in range(REFITS):
             search.offer(group.least_squares(search.scale))
         best[chunk.rows] = search.scale
-    return best
+        error += group.total(search.error)
+    return best, error
 
 
 def clipped(groups: Tensor) -> list[Tensor]:
@@ -78,6 +79,11 @@ class _GroupError:
         ratio, decoded = self._decoded(stored)
         return self._sum((self.value - decoded * ratio).square_())
 
+    def total(self, error: Tensor) -> float:
+        """The sum over the groups, no longer relative; numpy's order does not depend on threads."""
+        square = self.peak.to(torch.float64).square()
+        return float((error * square).cpu().numpy().sum())
+
     def least_squares(self, stored: Tensor) -> Tensor:
         """The scale of least error under the codes that ``stored`` gives."""
         _, decoded = self._decoded(stored)
@@ -89,4 +95,4 @@ class _GroupError:
         return ratio, self.nearest.values(divide(self.value, ratio))
 
     def _sum(self, values: Tensor) -> Tensor:
-        return (values if self.importance is None else values * self.importance).sum(-1)
+        return weighted_sum(values, self.importance)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fdk_formats.blockwise.codebooks import CODES_8BIT, KINDS_4BIT
 
-BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+# At 4 bits; at 8 bits bitsandbytes takes any block.
+BLOCK_SIZES_4BIT = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = ("8bit", *KINDS_4BIT)
 
@@ -44,7 +45,7 @@ class QuantisedBlocks:
     Attributes:
         shape: of the tensor that was quantised.
         dtype: of the tensor that was quantised, and of what dequantising gives by default.
-        block_size: a power of two from 32 to 4096.
+        block_size: any positive number at 8 bits, a power of two from 32 to 4096 at 4.
         kind: ``8bit``, ``nf4`` or ``fp4``.
         nested: how the absmax is stored, where that is in 8 bits.
 
@@ -64,7 +65,7 @@ class QuantisedBlocks:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"blocks: kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        check_block_size("blocks", self.block_size)
+        check_block_size("blocks", self.block_size, self.bits)
         check_dtype("blocks", self.dtype)
         object.__setattr__(self, "shape", torch.Size(self.shape))
         blocks = -(-self.numel // self.block_size)
@@ -74,7 +75,7 @@ class QuantisedBlocks:
         if self.nested is None:
             self._check("absmax", self.absmax, torch.float32, (blocks,))
             return
-        check_block_size("blocks.nested", self.nested.block_size)
+        check_block_size("blocks.nested", self.nested.block_size, bits=8)
         groups = -(-blocks // self.nested.block_size)
         self._check("absmax", self.absmax, torch.uint8, (blocks,))
         self._check("nested.absmax", self.nested.absmax, torch.float32, (groups,))
@@ -130,11 +131,13 @@ class QuantisedBlocks:
         )
 
 
-def check_block_size(caller: str, block_size: int) -> None:
-    """Raises ``ValueError`` where bitsandbytes knows no block of this size."""
-    if type(block_size) is not int or block_size not in BLOCK_SIZES:
-        sizes = ", ".join(map(str, BLOCK_SIZES))
+def check_block_size(caller: str, block_size: int, bits: int) -> None:
+    """Raises ``ValueError`` where bitsandbytes' functions take no block of this size."""
+    if bits == 4 and (type(block_size) is not int or block_size not in BLOCK_SIZES_4BIT):
+        sizes = ", ".join(map(str, BLOCK_SIZES_4BIT))
         raise ValueError(f"{caller}: block_size must be one of {sizes}, got {block_size!r}")
+    if type(block_size) is not int or block_size < 1:
+        raise ValueError(f"{caller}: block_size must be a positive integer, got {block_size!r}")
 
 
 def check_dtype(caller: str, dtype: torch.dtype) -> None:

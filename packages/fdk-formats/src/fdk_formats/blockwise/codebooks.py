@@ -5,29 +5,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fdk_formats.codebooks import NF4
+
 CODES_8BIT = 256
 KINDS_4BIT = ("nf4", "fp4")
 
-# Quantiles of a standard normal, each entry the float32 that bitsandbytes multiplies by. Source:
-# Dettmers et al., QLoRA, https://arxiv.org/abs/2305.14314, appendix E.
-NF4_CODE = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
+NF4_CODE = NF4
 
 # A sign bit, two exponent bits and one mantissa bit, in twelfths: not in order of value, and not
 # the OCP e2m1 grid (0.0625 stands where that has 0.5, and the codes are permuted). Code 8, zero
@@ -59,12 +42,12 @@ def dynamic_map(signed: bool = True) -> Tensor:
     values = [0.0, 1.0]
     for decade in range(7):
         steps = 2 ** (decade if signed else decade + 1)
-        edges = torch.linspace(0.1, 1, steps + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, steps + 1, dtype=torch.float32, device="cpu")
         middles = (10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         values += middles
         if signed:
             values += [-value for value in middles]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 @lru_cache
@@ -73,7 +56,8 @@ def four_bit_code(kind: str) -> Tensor:
 
     The tensor is shared: clone it to change it.
     """
-    return torch.tensor(NF4_CODE if kind == "nf4" else FP4_CODE, dtype=torch.float32)
+    values = NF4_CODE if kind == "nf4" else FP4_CODE
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def ascending_codes(kind: str) -> tuple[int, ...]:

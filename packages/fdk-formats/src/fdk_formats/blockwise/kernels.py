@@ -25,6 +25,7 @@ class Kernels:
         absmax :: [ceil(n / block_size), float32]
         packed :: [n, uint8] at 8 bits, [ceil(n/2), uint8] at 4 (first code in the high bits)
 
+    ``block_size`` is a power of two from 32 to 4096 at 4 bits, and any positive number at 8.
     All tensors lie on one device, and n may be 0. A NaN or infinity in ``flat`` must come out as a
     NaN or infinity in its block's absmax: the op raises there, and the codes do not matter. Every
     implementation gives the bytes of ``TORCH_KERNELS``:

@@ -14,9 +14,11 @@ from torch import Tensor
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
-# Temporaries take up to 36 bytes an element: 18 MiB. Smaller chunks lost on a busy machine,
-# where each op waits for its slower thread: docs/blockwise.md.
+# Quantising takes up to 36 bytes of temporaries an element: 18 MiB. Smaller chunks lost on a busy
+# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising, of 8 bytes at
+# most, has smaller ones: 1 MiB.
 CHUNK = 1 << 19
+DEQUANTISE_CHUNK = 1 << 17
 SMALLEST_ABSMAX = 1e-38
 
 
@@ -49,10 +51,11 @@ def dequantise_8bit(
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
     out = torch.empty_like(packed, dtype=dtype)
-    index = packed.new_empty(min(CHUNK, len(packed)), dtype=torch.int32)
+    step = _step(DEQUANTISE_CHUNK, block_size)
+    index = packed.new_empty(min(step, len(packed)), dtype=torch.int32)
     scratch = out if dtype == torch.float32 else torch.empty_like(index, dtype=torch.float32)
-    for start in range(0, len(packed), CHUNK):
-        codes, chunk = packed[start : start + CHUNK], out[start : start + CHUNK]
+    for start in range(0, len(packed), step):
+        codes, chunk = packed[start : start + step], out[start : start + step]
         values = chunk if scratch is out else scratch[: len(codes)]
         torch.index_select(code, 0, index[: len(codes)].copy_(codes), out=values)
         _scale(values, absmax[start // block_size :], block_size)
@@ -74,10 +77,11 @@ def dequantise_4bit(
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)  # [256, 2]
     pairs = pairs.view(torch.int64).view(-1)  # [256]
     out = packed.new_empty(numel, dtype=dtype)
-    index = packed.new_empty(min(CHUNK // 2, len(packed)), dtype=torch.int32)
+    step = _step(DEQUANTISE_CHUNK, block_size)
+    index = packed.new_empty(min(step // 2, len(packed)), dtype=torch.int32)
     scratch = torch.empty_like(index, dtype=torch.int64)
-    for start in range(0, numel, CHUNK):
-        codes, chunk = packed[start // 2 : (start + CHUNK) // 2], out[start : start + CHUNK]
+    for start in range(0, numel, step):
+        codes, chunk = packed[start // 2 : (start + step) // 2], out[start : start + step]
         both = scratch[: len(codes)]
         torch.index_select(pairs, 0, index[: len(codes)].copy_(codes), out=both)
         values = both.view(torch.float32)[: len(chunk)]
@@ -94,6 +98,11 @@ TORCH_KERNELS = Kernels(
 )
 
 
+def _step(chunk: int, block_size: int) -> int:
+    """Elements of whole blocks: as many as ``chunk`` holds, one block at least."""
+    return max(1, chunk // block_size) * block_size
+
+
 def _empty_absmax(flat: Tensor, block_size: int) -> Tensor:
     return flat.new_empty(-(-len(flat) // block_size), dtype=torch.float32)
 
@@ -101,8 +110,9 @@ def _empty_absmax(flat: Tensor, block_size: int) -> Tensor:
 def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tuple[int, Tensor]]:
     """Fills ``absmax`` and yields a start and ``flat[start:...] / absmax`` in float32, in order."""
     whole = len(flat) - len(flat) % block_size
-    for start in range(0, whole, CHUNK):
-        stop = min(start + CHUNK, whole)
+    step = _step(CHUNK, block_size)
+    for start in range(0, whole, step):
+        stop = min(start + step, whole)
         blocks = flat[start:stop].to(torch.float32).view(-1, block_size)
         largest = absmax[start // block_size : stop // block_size]
         scratch = blocks.abs()
@@ -175,8 +185,8 @@ def _binary_search(code: Tensor, order: tuple[int, ...]) -> _BinarySearch:
 
 @lru_cache(maxsize=32)
 def _cpu_search(code: tuple[float, ...], order: tuple[int, ...]) -> _Search | _BinarySearch:
-    binary = _binary_search(torch.tensor(code, dtype=torch.float32), order)
-    keys = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+    binary = _binary_search(torch.tensor(code, dtype=torch.float32, device="cpu"), order)
+    keys = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device="cpu")
     nearest_zero = (keys << 16).view(torch.float32)
     furthest = (keys << 16 | 0xFFFF).view(torch.float32)
     negative = keys < 0
@@ -186,7 +196,7 @@ def _cpu_search(code: tuple[float, ...], order: tuple[int, ...]) -> _Search | _B
     # those between the two.
     below = torch.bucketize(least, binary.bounds, out_int32=True)
     above = torch.bucketize(most, binary.bounds, out_int32=True)
-    bounds = torch.cat((binary.bounds, torch.tensor([torch.inf])))
+    bounds = torch.cat((binary.bounds, binary.bounds.new_tensor([torch.inf])))
     first, last = bounds[below], bounds[(above - 1).clamp(min=0)]
     if torch.any((above > below) & (first != last)):
         return binary

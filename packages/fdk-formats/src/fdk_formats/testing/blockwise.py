@@ -3,20 +3,23 @@
 import torch
 from torch import Tensor
 
-from fdk_formats.blockwise.blocks import BLOCK_SIZES, DTYPES
+from fdk_formats.blockwise.blocks import BLOCK_SIZES_4BIT, DTYPES
 from fdk_formats.blockwise.codebooks import KINDS_4BIT, dynamic_map, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 from fdk_formats.blockwise.torch_kernels import TORCH_KERNELS
 
-# Empty, shorter than any block, odd, whole blocks, and a tail after several.
+# At 8 bits others too: single elements, odd, no power of two, long.
+BLOCK_SIZES = (*BLOCK_SIZES_4BIT, 1, 7, 48, 8192)
+# Empty, shorter than most blocks, odd, whole blocks, and a tail after several.
 SIZES = (0, 1, 2, 31, 63, 64, 65, 4096, 4097, 9999)
 
 
 def check_kernels(kernels: Kernels, device: torch.device | str = "cpu", seed: int = 0) -> None:
     """Compares the four functions of ``kernels`` with the torch ones, bit for bit.
 
-    Over every block size and dtype, sizes with and without a tail, blocks of zeros, values on and
-    beside every midpoint, absmax below the smallest normal float, and NaN and infinity.
+    Over block sizes of every kind and each dtype, sizes with and without a tail, blocks of zeros,
+    values on and beside every midpoint, absmax below the smallest normal float, and NaN and
+    infinity.
 
     Raises:
         AssertionError: naming the first function and case that differ, and by how much.
@@ -30,7 +33,7 @@ def check_kernels(kernels: Kernels, device: torch.device | str = "cpu", seed: in
                 case = f"n{size}-b{block_size}-{dtype}".replace("torch.", "")
                 for name, code in codes.items():
                     _check_8bit(kernels, f"{case}-{name}", values, code, block_size, device)
-                for kind in KINDS_4BIT:
+                for kind in KINDS_4BIT if block_size in BLOCK_SIZES_4BIT else ():
                     _check_4bit(kernels, case, values, kind, block_size, device)
     for name, code in codes.items():
         values = beside_midpoints(code)

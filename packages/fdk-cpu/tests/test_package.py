@@ -1,5 +1,7 @@
-"""The package as it is installed, or as it lies on PYTHONPATH. Its kernels are still to come."""
+"""The package as it is installed, or as it lies on PYTHONPATH."""
 
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -8,9 +10,9 @@ import pytest
 import fdk_cpu
 
 
-def test_offers_nothing_yet():
-    public = [name for name in vars(fdk_cpu) if not name.startswith("_")]
-    assert public == []  # kernels, and this test with them, come with the next release
+def test_offers_what_it_says():
+    for name in fdk_cpu.__all__:
+        assert hasattr(fdk_cpu, name), name
 
 
 def test_requires_fdk_formats():
@@ -23,3 +25,13 @@ def test_requires_fdk_formats():
 
 def test_types_are_shipped():
     assert (Path(fdk_cpu.__file__).parent / "py.typed").is_file()
+
+
+def test_import_starts_no_thread():
+    code = (
+        "import os, torch, fdk_formats; before = len(os.listdir('/proc/self/task'));"
+        "import fdk_cpu; assert len(os.listdir('/proc/self/task')) == before"
+    )
+    if not Path("/proc/self/task").is_dir():
+        pytest.skip("needs /proc to count threads")
+    subprocess.run([sys.executable, "-c", code], check=True)

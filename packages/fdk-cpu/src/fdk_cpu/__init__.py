@@ -1,3 +1,37 @@
-"""Linear layers with 1- to 8-bit weights on x86 and ARM CPUs."""
+"""Linear layers with 1- to 8-bit weights on x86 and ARM CPUs.
+
+Importing this registers the backend ``cpu`` of ``fdk_formats``, which ``backend="auto"`` picks for
+tensors on the CPU.
+"""
+
+try:
+    from fdk_cpu import _native as _native
+except ImportError as error:
+    raise ImportError(
+        "fdk_cpu: the compiled module _native is missing or does not load here "
+        f"({error}); install a wheel, or build the package with pip and a C++20 compiler"
+    ) from error
+
+from fdk_cpu.backend import CpuBackend, CpuLayout
+from fdk_cpu.memory import copy_memory, read_sum
+from fdk_cpu.runtime import (
+    instruction_set,
+    instruction_sets,
+    num_threads,
+    set_instruction_set,
+    set_num_threads,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CpuBackend",
+    "CpuLayout",
+    "copy_memory",
+    "instruction_set",
+    "instruction_sets",
+    "num_threads",
+    "read_sum",
+    "set_instruction_set",
+    "set_num_threads",
+]

@@ -1,0 +1,96 @@
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace fdk {
+namespace {
+
+constexpr const char* kNames[kIsas] = {"scalar", "neon", "avx2", "avx512", "avx512bf16"};
+
+Isa best() {
+  for (int i = kIsas - 1; i > 0; i--) {
+    if (supported(Isa(i))) return Isa(i);
+  }
+  return Isa::scalar;
+}
+
+std::string names() {
+  std::string text;
+  for (int i = 0; i < kIsas; i++) {
+    if (supported(Isa(i))) text += (text.empty() ? "" : ", ") + std::string(kNames[i]);
+  }
+  return text;
+}
+
+Isa parse(const std::string& name, const char* origin) {
+  for (int i = 0; i < kIsas; i++) {
+    if (name == kNames[i] && supported(Isa(i))) return Isa(i);
+  }
+  throw std::invalid_argument(std::string(origin) + ": this machine runs " + names() + ", got " +
+                              name);
+}
+
+// -1 until it is first asked for.
+std::atomic<int> current{-1};
+
+}  // namespace
+
+const char* name_of(Isa isa) { return kNames[int(isa)]; }
+
+bool supported(Isa isa) {
+  if (isa == Isa::scalar) return true;
+#if defined(__aarch64__)
+  return isa == Isa::neon;  // part of the architecture
+#elif defined(__x86_64__)
+  if (isa == Isa::neon) return false;
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  if (isa == Isa::avx2) return avx2;
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (isa == Isa::avx512) return avx512;
+  return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
+
+Isa current_isa() {
+  int isa = current.load(std::memory_order_relaxed);
+  if (isa < 0) {
+    const char* pinned = std::getenv("FDK_CPU_ISA");
+    isa = int(pinned != nullptr && *pinned != '\0' ? parse(pinned, "FDK_CPU_ISA") : best());
+    current.store(isa, std::memory_order_relaxed);
+  }
+  return Isa(isa);
+}
+
+void set_isa(const char* name) {
+  const std::string text = name;
+  current.store(int(text == "auto" ? best() : parse(text, "set_isa")), std::memory_order_relaxed);
+}
+
+const Kernels& float_kernels_for([[maybe_unused]] Isa isa) {
+#if defined(__aarch64__)
+  if (isa == Isa::neon) return kNeon;
+#endif
+#if defined(__x86_64__)
+  if (isa >= Isa::avx512) return kAvx512;
+  if (isa == Isa::avx2) return kAvx2;
+#endif
+  return kScalar;
+}
+
+const Kernels& kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
+#if defined(__x86_64__)
+  if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kAvx512Bf16;
+#endif
+  return float_kernels_for(isa);
+}
+
+}  // namespace fdk

@@ -1,0 +1,112 @@
+// What an instruction set brings: kernels over staged activations, in float32 or bf16.
+//
+// Every kernel reads the layout of layout.h. Activations are staged first: padded to whole tiles
+// and, within a tile, in the kernel's own order, so that no kernel shuffles them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout.h"
+
+namespace fdk {
+
+// A packed weight, as kernels see it. `table` holds the 2^bits values of the codes, already rounded
+// to the dtype of the activations: the codebook, or 0, 1, 2, ... for affine formats.
+struct Weight {
+  const std::uint8_t* codes;
+  const void* scales;
+  const void* zeros;  // null without zero points
+  ScaleType scale_type;
+  ZeroType zero_type;
+  int bits;
+  std::size_t stripes, tiles, groups_per_tile, tiles_per_group, stored_groups;
+  float table[kMaxLevels];
+};
+
+// Rows of x that a gemv kernel takes at once.
+inline constexpr std::size_t kMaxGemvRows = 4;
+
+//   x      :: [m][tiles * kTileK]   float32 or bf16, in the kernel's order
+//   x_sums :: [m][tiles][4][16]   for the zero points of bf16 kernels, null for others: sums of pairs
+//             of x over each run of 32-position steps that share a group, at the run's first step;
+//             a run is one step unless m = 1
+//   y      :: [m][y_stride]         float32, at least 4 * stripes a row
+struct GemvTask {
+  const Weight* weight;
+  const void* x;
+  const float* x_sums;
+  std::size_t m;
+  float* y;
+  std::size_t y_stride;
+};
+
+// Lanes of x that a gemm kernel takes at once: the m of one panel.
+inline constexpr std::size_t kMaxPanel = 32;
+
+//   w :: [rows][stride]            dequantised, float32 or bf16, `depth` positions
+//   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
+//   y :: [rows][panel]             float32, added to
+struct PanelTask {
+  const void* w;
+  std::size_t rows, stride, depth;
+  const void* x;
+  std::size_t panel;
+  float* y;
+};
+
+// out[m][kTileK] += grad[m][rows] * w[rows][kTileK], all float32, for one column of tiles.
+struct GradTask {
+  const float* w;
+  std::size_t rows;
+  const float* grad;
+  std::size_t m, grad_stride;
+  float* out;
+  std::size_t out_stride;
+};
+
+// Position p of a tile, in the kernel's order, is natural position order[p] of the tile.
+using Order = std::uint8_t[kTileK];
+
+struct Kernels {
+  bool x_is_bf16;
+  const Order* gemv_order;
+  const Order* panel_order;  // of decode and the gemm panel, and of grad
+  std::size_t rows;          // of w that a panel call is best given; a multiple of kTileRows
+  std::size_t panel;         // widest panel
+  std::size_t panel_step;    // a panel is a multiple of this
+  // y = x @ W_hat.T for stripes [begin, end), m up to kMaxGemvRows.
+  void (*gemv)(const GemvTask&, std::size_t begin, std::size_t end);
+  // W_hat of kTileRows rows, tiles [begin, end) of a stripe, to out[r * stride], panel order.
+  void (*decode)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
+                 std::size_t stride);
+  void (*panel_product)(const PanelTask&);
+  // W_hat in float32 whatever x_is_bf16, and the product of backward. Null: use the float32 set's.
+  void (*grad_product)(const GradTask&);
+};
+
+extern const Kernels kScalar;
+#if defined(__aarch64__)
+extern const Kernels kNeon;
+#endif
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+extern const Kernels kAvx512Bf16;
+#endif
+
+enum class Isa : int { scalar, neon, avx2, avx512, avx512bf16 };
+inline constexpr int kIsas = 5;
+
+const char* name_of(Isa isa);
+// Whether this machine runs it.
+bool supported(Isa isa);
+// The one in use: the best, or FDK_CPU_ISA, or what set_isa chose.
+Isa current_isa();
+// Throws std::invalid_argument where the machine does not run it, or there is none of that name.
+void set_isa(const char* name);
+// Kernels for a kind of activations. `exact` asks for float32 arithmetic.
+const Kernels& kernels_for(Isa isa, Activation activation);
+const Kernels& float_kernels_for(Isa isa);
+
+}  // namespace fdk

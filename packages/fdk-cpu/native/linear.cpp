@@ -1,0 +1,350 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "convert.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace fdk {
+namespace {
+
+// Rows of x up to which the gemv kernels decode the weight anew for every kMaxGemvRows of them;
+// beyond, tiles are dequantised once and multiplied with panels of x.
+constexpr std::size_t kGemvLimit = 12;
+// Positions and rows of the dequantised block that panels meet: 48 x 512 in bf16 is 48 KiB, within
+// the L2 of any core, and one panel of x 32 KiB.
+constexpr std::size_t kBlockTiles = 4;
+constexpr std::size_t kBlockRows = 48;
+// Rows of x or grad_y worked on at once, so that temporaries stay small.
+constexpr std::size_t kMaxRows = 1024;
+// Pieces a thread gets of a loop: enough that one that starts late is not waited for.
+constexpr std::size_t kPieces = 16;
+
+std::size_t chunk_for(std::size_t total, std::size_t threads) {
+  return threads <= 1 ? total : std::max<std::size_t>(1, total / (threads * kPieces));
+}
+
+// Memory aligned to a cache line, not initialised.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(std::size_t count)
+      : data_(static_cast<T*>(::operator new(count * sizeof(T) + 1, kAlignment))) {}
+  T* get() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Delete {
+    void operator()(T* p) const { ::operator delete(p, kAlignment); }
+  };
+  std::unique_ptr<T, Delete> data_;
+};
+
+float read(const void* p, std::size_t i, Activation type) {
+  switch (type) {
+    case Activation::bf16: return from_bf16(static_cast<const std::uint16_t*>(p)[i]);
+    case Activation::fp16: return from_fp16(static_cast<const std::uint16_t*>(p)[i]);
+    case Activation::fp32: return static_cast<const float*>(p)[i];
+  }
+  return 0;
+}
+
+void write(void* p, std::size_t i, Activation type, float value) {
+  switch (type) {
+    case Activation::bf16: static_cast<std::uint16_t*>(p)[i] = to_bf16(value); break;
+    case Activation::fp16: static_cast<std::uint16_t*>(p)[i] = to_fp16(value); break;
+    case Activation::fp32: static_cast<float*>(p)[i] = value; break;
+  }
+}
+
+Weight weight_of(const PackedWeight& packed, Activation activation) {
+  const Layout& layout = packed.layout;
+  Weight w{};
+  w.codes = packed.codes;
+  w.scales = packed.scales;
+  w.zeros = packed.zeros;
+  w.scale_type = packed.scale_type;
+  w.zero_type = packed.zeros == nullptr ? ZeroType::none : packed.zero_type;
+  w.bits = layout.bits;
+  w.stripes = layout.stripes;
+  w.tiles = layout.tiles;
+  w.groups_per_tile = layout.groups_per_tile;
+  w.tiles_per_group = layout.tiles_per_group;
+  w.stored_groups = layout.stored_groups;
+  for (std::size_t i = 0; i < std::size_t(1) << layout.bits; i++) {
+    float value = packed.codebook == nullptr ? float(i) : packed.codebook[i];
+    if (activation == Activation::bf16) value = from_bf16(to_bf16(value));
+    if (activation == Activation::fp16) value = from_fp16(to_fp16(value));
+    w.table[i] = value;
+  }
+  return w;
+}
+
+// Column of the weight at each position of a row in the kernel's order; k where it is padding.
+std::vector<std::uint32_t> columns_of(const Layout& layout, const Order& order) {
+  std::vector<std::uint32_t> columns(layout.positions());
+  for (std::size_t p = 0; p < columns.size(); p++) {
+    const std::size_t natural = p / kTileK * kTileK + order[p % kTileK];
+    const std::size_t group = natural / layout.padded_group, within = natural % layout.padded_group;
+    const bool padding = group >= layout.groups || within >= layout.group;
+    columns[p] = std::uint32_t(padding ? layout.k : group * layout.group + within);
+  }
+  return columns;
+}
+
+// T is float, or uint16_t for bf16 x as it is.
+template <class T>
+T element(const void* x, std::size_t i, Activation type) {
+  if constexpr (sizeof(T) == 2) {
+    return static_cast<const std::uint16_t*>(x)[i];
+  } else {
+    return read(x, i, type);
+  }
+}
+
+// x :: [m, k] to [m][positions].
+template <class T>
+void stage_rows(const Layout& layout, const std::vector<std::uint32_t>& columns, Activation type,
+                const void* x, std::size_t m, T* out) {
+  for (std::size_t row = 0; row < m; row++) {
+    for (std::size_t p = 0; p < columns.size(); p++) {
+      const std::size_t column = columns[p];
+      *out++ = column < layout.k ? element<T>(x, row * layout.k + column, type) : T(0);
+    }
+  }
+}
+
+// Positions of a step of the bf16 kernels, and its sums of pairs.
+constexpr std::size_t kStep = 32, kPairs = kStep / 2;
+
+// GemvTask::x_sums of x :: [count], for runs of `run` steps.
+void sum_pairs(const std::uint16_t* x, std::size_t count, std::size_t run, float* out) {
+  for (std::size_t step = 0; step < count / kStep; step++) {
+    float* sums = out + step / run * run * kPairs;
+    for (std::size_t i = 0; i < kPairs; i++) {
+      const float sum = from_bf16(x[step * kStep + 2 * i]) + from_bf16(x[step * kStep + 2 * i + 1]);
+      sums[i] = step % run == 0 ? sum : sums[i] + sum;
+    }
+  }
+}
+
+void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
+                 Activation type, const void* x, std::size_t m, const void* bias, void* y,
+                 std::size_t threads) {
+  const Layout& layout = packed.layout;
+  const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
+  const bool as_it_is = kernels.x_is_bf16 && layout.dense();
+  const Buffer<std::uint8_t> staged(as_it_is ? 0 : m * positions * item);
+  if (!as_it_is) {
+    const std::vector<std::uint32_t> columns = columns_of(layout, *kernels.gemv_order);
+    if (kernels.x_is_bf16) {
+      stage_rows(layout, columns, type, x, m, reinterpret_cast<std::uint16_t*>(staged.get()));
+    } else {
+      stage_rows(layout, columns, type, x, m, reinterpret_cast<float*>(staged.get()));
+    }
+  }
+  const std::uint8_t* from = as_it_is ? static_cast<const std::uint8_t*>(x) : staged.get();
+  const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
+  const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
+  if (needs_sums) {
+    for (std::size_t row = 0; row < m; row += kMaxGemvRows) {
+      const std::size_t rows = std::min(kMaxGemvRows, m - row);
+      const std::size_t steps = kTileK / kStep / w.groups_per_tile;
+      sum_pairs(reinterpret_cast<const std::uint16_t*>(from) + row * positions, rows * positions,
+                rows == 1 && steps > 1 ? steps : 1, sums.get() + row * positions / 2);
+    }
+  }
+  const std::size_t y_stride = layout.stripes * kTileRows;
+  const Buffer<float> products(m * y_stride);
+  const std::size_t chunk = chunk_for(layout.stripes, threads);
+  parallel_for(layout.stripes, chunk, threads, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t row = 0; row < m; row += kMaxGemvRows) {
+      const std::size_t rows = std::min(kMaxGemvRows, m - row);
+      const GemvTask task{&w, from + row * positions * item,
+                          needs_sums ? sums.get() + row * positions / 2 : nullptr,
+                          rows, products.get() + row * y_stride, y_stride};
+      kernels.gemv(task, begin, end);
+    }
+    const std::size_t stop = std::min(layout.n, end * kTileRows);
+    for (std::size_t row = 0; row < m; row++) {
+      for (std::size_t i = begin * kTileRows; i < stop; i++) {
+        const float product = products.get()[row * y_stride + i];
+        write(y, row * layout.n + i, type, bias == nullptr ? product : product + read(bias, i, type));
+      }
+    }
+  });
+}
+
+// The panels that m rows of x are cut into: full ones, and a last one that may be narrower.
+struct Panels {
+  std::size_t m, wide, step;
+  std::size_t count() const { return ceil_div(m, wide); }
+  std::size_t width(std::size_t i) const {
+    return std::min(wide, ceil_div(m - i * wide, step) * step);
+  }
+  // Lanes before panel i.
+  std::size_t lane(std::size_t i) const { return i * wide; }
+  std::size_t lanes() const { return lane(count() - 1) + width(count() - 1); }
+};
+
+// x :: [m, k] to panels [positions / unit][width][unit]; rows past m are zero.
+template <class T>
+void stage_panel(const Layout& layout, const std::vector<std::uint32_t>& columns, Activation type,
+                 const void* x, std::size_t m, std::size_t first, std::size_t width, T* out) {
+  constexpr std::size_t kUnit = sizeof(T) == 2 ? 2 : 1;
+  for (std::size_t lane = 0; lane < width; lane++) {
+    const std::size_t row = first + lane;
+    for (std::size_t p = 0; p < columns.size(); p++) {
+      const std::size_t column = columns[p];
+      const bool there = row < m && column < layout.k;
+      out[(p / kUnit * width + lane) * kUnit + p % kUnit] =
+          there ? element<T>(x, row * layout.k + column, type) : T(0);
+    }
+  }
+}
+
+void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
+                   Activation type, const void* x, std::size_t m, const void* bias, void* y,
+                   std::size_t threads) {
+  const Layout& layout = packed.layout;
+  const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
+  const Panels panels{m, kernels.panel, kernels.panel_step};
+  const std::vector<std::uint32_t> columns = columns_of(layout, *kernels.panel_order);
+  const Buffer<std::uint8_t> staged(panels.lanes() * positions * item);
+  parallel_for(panels.count(), 1, threads, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; i++) {
+      std::uint8_t* out = staged.get() + panels.lane(i) * positions * item;
+      if (kernels.x_is_bf16) {
+        stage_panel(layout, columns, type, x, m, panels.lane(i), panels.width(i),
+                    reinterpret_cast<std::uint16_t*>(out));
+      } else {
+        stage_panel(layout, columns, type, x, m, panels.lane(i), panels.width(i),
+                    reinterpret_cast<float*>(out));
+      }
+    }
+  });
+  const std::size_t blocks = ceil_div(layout.stripes * kTileRows, kBlockRows);
+  parallel_for(blocks, chunk_for(blocks, threads), threads, [&](std::size_t begin,
+                                                               std::size_t end) {
+    const Buffer<std::uint8_t> block(kBlockRows * kBlockTiles * kTileK * item);
+    const Buffer<float> products(kBlockRows * panels.lanes());
+    for (std::size_t b = begin; b < end; b++) {
+      const std::size_t stripe = b * kBlockRows / kTileRows;
+      const std::size_t stripes = std::min(kBlockRows / kTileRows, layout.stripes - stripe);
+      const std::size_t rows = stripes * kTileRows;
+      std::fill_n(products.get(), kBlockRows * panels.lanes(), 0.0f);
+      for (std::size_t tile = 0; tile < layout.tiles; tile += kBlockTiles) {
+        const std::size_t tiles = std::min(kBlockTiles, layout.tiles - tile);
+        const std::size_t depth = tiles * kTileK;
+        for (std::size_t s = 0; s < stripes; s++) {
+          kernels.decode(w, stripe + s, tile, tile + tiles,
+                         block.get() + s * kTileRows * depth * item, depth);
+        }
+        for (std::size_t i = 0; i < panels.count(); i++) {
+          const std::size_t width = panels.width(i);
+          const std::uint8_t* panel =
+              staged.get() + (panels.lane(i) * positions + tile * kTileK * width) * item;
+          kernels.panel_product(PanelTask{block.get(), rows, depth, depth, panel, width,
+                                          products.get() + panels.lane(i) * kBlockRows});
+        }
+      }
+      const std::size_t first = stripe * kTileRows, last = std::min(layout.n, first + rows);
+      for (std::size_t row = 0; row < m; row++) {
+        const std::size_t i = row / panels.wide, width = panels.width(i);
+        const float* product =
+            products.get() + panels.lane(i) * kBlockRows + (row - panels.lane(i));
+        for (std::size_t out = first; out < last; out++, product += width) {
+          const float value = bias == nullptr ? *product : *product + read(bias, out, type);
+          write(y, row * layout.n + out, type, value);
+        }
+      }
+    }
+  });
+}
+
+// W_hat as the reference has it, rounded to the dtype of the activations: a row of two values
+// (1 bit, one scale) would otherwise err the same way in every product.
+void round_to(Activation type, float* values, std::size_t count) {
+  if (type == Activation::bf16) {
+    for (std::size_t i = 0; i < count; i++) values[i] = from_bf16(to_bf16(values[i]));
+  } else if (type == Activation::fp16) {
+    for (std::size_t i = 0; i < count; i++) values[i] = from_fp16(to_fp16(values[i]));
+  }
+}
+
+void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kernels, Activation type,
+               const void* grad_y, std::size_t m, void* grad_x, std::size_t threads) {
+  const Layout& layout = packed.layout;
+  const std::vector<std::uint32_t> columns = columns_of(layout, *kernels.panel_order);
+  const std::size_t stride = layout.stripes * kTileRows;
+  const Buffer<float> staged(m * stride);
+  for (std::size_t row = 0; row < m; row++) {
+    for (std::size_t i = 0; i < stride; i++) {
+      staged.get()[row * stride + i] = i < layout.n ? read(grad_y, row * layout.n + i, type) : 0;
+    }
+  }
+  parallel_for(layout.tiles, 1, threads, [&](std::size_t begin, std::size_t end) {
+    const Buffer<float> block(kBlockRows * kTileK);
+    const Buffer<float> sums(m * kTileK);
+    for (std::size_t tile = begin; tile < end; tile++) {
+      std::fill_n(sums.get(), m * kTileK, 0.0f);
+      for (std::size_t first = 0; first < stride; first += kBlockRows) {
+        const std::size_t rows = std::min(kBlockRows, stride - first);
+        for (std::size_t r = 0; r < rows; r += kTileRows) {
+          kernels.decode(w, (first + r) / kTileRows, tile, tile + 1, block.get() + r * kTileK,
+                         kTileK);
+        }
+        round_to(type, block.get(), rows * kTileK);
+        kernels.grad_product(
+            GradTask{block.get(), rows, staged.get() + first, m, stride, sums.get(), kTileK});
+      }
+      for (std::size_t row = 0; row < m; row++) {
+        for (std::size_t p = 0; p < kTileK; p++) {
+          const std::size_t column = columns[tile * kTileK + p];
+          if (column == layout.k) continue;
+          write(grad_x, row * layout.k + column, type, sums.get()[row * kTileK + p]);
+        }
+      }
+    }
+  });
+}
+
+template <class T>
+T* offset(T* p, std::size_t items, Activation type) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::uint8_t, std::uint8_t>;
+  return static_cast<Byte*>(p) + items * bytes_of(type);
+}
+
+}  // namespace
+
+void linear(const PackedWeight& weight, Activation activation, const void* x, std::size_t m,
+            const void* bias, void* y, std::size_t threads) {
+  const Layout& layout = weight.layout;
+  const Kernels& kernels = kernels_for(current_isa(), activation);
+  const Weight w = weight_of(weight, activation);
+  for (std::size_t row = 0; row < m; row += kMaxRows) {
+    const std::size_t rows = std::min(kMaxRows, m - row);
+    const auto product = rows <= kGemvLimit ? linear_gemv : linear_panels;
+    product(weight, w, kernels, activation, offset(x, row * layout.k, activation), rows, bias,
+            offset(y, row * layout.n, activation), threads);
+  }
+}
+
+void linear_grad_x(const PackedWeight& weight, Activation activation, const void* grad_y,
+                   std::size_t m, void* grad_x, std::size_t threads) {
+  const Layout& layout = weight.layout;
+  const Kernels& kernels = float_kernels_for(current_isa());
+  const Weight w = weight_of(weight, activation);
+  for (std::size_t row = 0; row < m; row += kMaxRows) {
+    const std::size_t rows = std::min(kMaxRows, m - row);
+    grad_rows(weight, w, kernels, activation, offset(grad_y, row * layout.n, activation), rows,
+              offset(grad_x, row * layout.k, activation), threads);
+  }
+}
+
+}  // namespace fdk

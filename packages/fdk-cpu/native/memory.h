@@ -1,0 +1,15 @@
+// Reading and copying memory as fast as it goes: what the kernels are measured against.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fdk {
+
+// The sum of all bytes taken as 64-bit words, and of the bytes left over.
+std::uint64_t read_sum(const std::uint8_t* data, std::size_t bytes, std::size_t threads);
+
+void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,
+                 std::size_t threads);
+
+}  // namespace fdk

@@ -1,0 +1,181 @@
+// The Python module: addresses and sizes in, every size checked before a kernel runs.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+#include "layout.h"
+#include "linear.h"
+#include "memory.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// A tensor's address and bytes, from Python.
+struct Bytes {
+  std::uintptr_t address;
+  std::size_t size;
+
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(address);
+  }
+};
+
+Bytes bytes_of(const py::tuple& pair) {
+  return {pair[0].cast<std::uintptr_t>(), pair[1].cast<std::size_t>()};
+}
+
+void expect(const char* name, const Bytes& bytes, std::size_t wanted) {
+  if (bytes.size != wanted) {
+    throw std::invalid_argument("fdk_cpu: " + std::string(name) + " must be " +
+                                std::to_string(wanted) + " bytes, got " +
+                                std::to_string(bytes.size));
+  }
+}
+
+template <class E>
+E choice(const char* what, const std::string& name, std::initializer_list<const char*> names) {
+  int i = 0;
+  for (const char* candidate : names) {
+    if (name == candidate) return E(i);
+    i++;
+  }
+  throw std::invalid_argument("fdk_cpu: there is no " + std::string(what) + " " + name);
+}
+
+fdk::ScaleType scale_type(const std::string& name) {
+  return choice<fdk::ScaleType>("scale type", name, {"bf16", "fp16", "fp32", "e8m0"});
+}
+fdk::ZeroType zero_type(const std::string& name) {
+  return choice<fdk::ZeroType>("zero point type", name, {"none", "bf16", "fp16", "fp32", "u8"});
+}
+fdk::Activation activation_type(const std::string& name) {
+  return choice<fdk::Activation>("activation type", name, {"bf16", "fp16", "fp32"});
+}
+
+// A packed weight: built once a layout, so that a call passes few arguments.
+class PyWeight {
+ public:
+  PyWeight(std::size_t n, std::size_t k, std::size_t group, int bits, const py::tuple& codes,
+           const py::tuple& scales, const std::string& scale_name, const py::tuple& zeros,
+           const std::string& zero_name, const py::tuple& codebook)
+      : weight_{fdk::layout_of(n, k, group, bits)} {
+    const fdk::Layout& layout = weight_.layout;
+    weight_.scale_type = scale_type(scale_name);
+    weight_.zero_type = zero_type(zero_name);
+    const Bytes c = bytes_of(codes), s = bytes_of(scales), z = bytes_of(zeros),
+                b = bytes_of(codebook);
+    const bool affine = weight_.zero_type != fdk::ZeroType::none;
+    expect("codes", c, layout.code_bytes());
+    expect("scales", s, layout.scales() * fdk::bytes_of(weight_.scale_type));
+    expect("zero points", z, layout.scales() * fdk::bytes_of(weight_.zero_type));
+    expect("codebook", b, affine ? 0 : sizeof(float) << bits);
+    weight_.codes = c.as<const std::uint8_t>();
+    weight_.scales = s.as<const void>();
+    weight_.zeros = affine ? z.as<const void>() : nullptr;
+    weight_.codebook = affine ? nullptr : b.as<const float>();
+  }
+
+  void linear(const std::string& activation, const py::tuple& x, std::size_t m,
+              const py::tuple& bias, const py::tuple& y, std::size_t threads) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type);
+    const Bytes in = bytes_of(x), add = bytes_of(bias), out = bytes_of(y);
+    expect("x", in, m * weight_.layout.k * item);
+    if (add.size != 0) expect("bias", add, weight_.layout.n * item);
+    expect("y", out, m * weight_.layout.n * item);
+    const void* added = add.size == 0 ? nullptr : add.as<const void>();
+    const py::gil_scoped_release release;
+    fdk::linear(weight_, type, in.as<const void>(), m, added, out.as<void>(), threads);
+  }
+
+  void grad_x(const std::string& activation, const py::tuple& grad_y, std::size_t m,
+              const py::tuple& grad_x, std::size_t threads) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type);
+    const Bytes in = bytes_of(grad_y), out = bytes_of(grad_x);
+    expect("grad_y", in, m * weight_.layout.n * item);
+    expect("grad_x", out, m * weight_.layout.k * item);
+    const py::gil_scoped_release release;
+    fdk::linear_grad_x(weight_, type, in.as<const void>(), m, out.as<void>(), threads);
+  }
+
+ private:
+  fdk::PackedWeight weight_;
+};
+
+void convert_codes(std::size_t n, std::size_t k, std::size_t group, int bits,
+                   const py::tuple& packed, const py::tuple& codes, bool to_layout,
+                   std::size_t threads) {
+  const fdk::Layout layout = fdk::layout_of(n, k, group, bits);
+  const Bytes canonical = bytes_of(packed), laid_out = bytes_of(codes);
+  expect("packed", canonical, n * fdk::ceil_div(k * std::size_t(bits), 8));
+  expect("codes", laid_out, layout.code_bytes());
+  const py::gil_scoped_release release;
+  if (to_layout) {
+    fdk::pack_codes(layout, canonical.as<std::uint8_t>(), laid_out.as<std::uint8_t>(), threads);
+  } else {
+    fdk::unpack_codes(layout, laid_out.as<std::uint8_t>(), canonical.as<std::uint8_t>(), threads);
+  }
+}
+
+void convert_groups(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
+                    const py::tuple& canonical, const py::tuple& laid_out, bool to_layout) {
+  const fdk::Layout layout = fdk::layout_of(n, k, group, 1);
+  const Bytes flat = bytes_of(canonical), stored = bytes_of(laid_out);
+  expect("groups", flat, n * layout.groups * item);
+  expect("stored groups", stored, layout.scales() * item);
+  const py::gil_scoped_release release;
+  if (to_layout) {
+    fdk::pack_groups(layout, flat.as<std::uint8_t>(), stored.as<std::uint8_t>(), item);
+  } else {
+    fdk::unpack_groups(layout, stored.as<std::uint8_t>(), flat.as<std::uint8_t>(), item);
+  }
+}
+
+py::tuple layout_sizes(std::size_t n, std::size_t k, std::size_t group, int bits) {
+  const fdk::Layout layout = fdk::layout_of(n, k, group, bits);
+  return py::make_tuple(layout.code_bytes(), layout.scales());
+}
+
+std::uint64_t read_sum(const py::tuple& data, std::size_t threads) {
+  const Bytes bytes = bytes_of(data);
+  const py::gil_scoped_release release;
+  return fdk::read_sum(bytes.as<std::uint8_t>(), bytes.size, threads);
+}
+
+void copy_memory(const py::tuple& from, const py::tuple& to, std::size_t threads) {
+  const Bytes in = bytes_of(from), out = bytes_of(to);
+  expect("the copy", out, in.size);
+  const py::gil_scoped_release release;
+  fdk::copy_memory(in.as<std::uint8_t>(), out.as<std::uint8_t>(), in.size, threads);
+}
+
+py::list instruction_sets() {
+  py::list names;
+  for (int i = 0; i < fdk::kIsas; i++) {
+    if (fdk::supported(fdk::Isa(i))) names.append(fdk::name_of(fdk::Isa(i)));
+  }
+  return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.def("layout_sizes", layout_sizes);
+  module.def("convert_codes", convert_codes);
+  module.def("convert_groups", convert_groups);
+  module.def("read_sum", read_sum);
+  module.def("copy_memory", copy_memory);
+  module.def("instruction_sets", instruction_sets);
+  module.def("instruction_set", [] { return fdk::name_of(fdk::current_isa()); });
+  module.def("set_instruction_set", [](const std::string& name) { fdk::set_isa(name.c_str()); });
+  py::class_<PyWeight>(module, "Weight")
+      .def(py::init<std::size_t, std::size_t, std::size_t, int, const py::tuple&, const py::tuple&,
+                    const std::string&, const py::tuple&, const std::string&, const py::tuple&>())
+      .def("linear", &PyWeight::linear)
+      .def("grad_x", &PyWeight::grad_x);
+}

@@ -1,0 +1,53 @@
+from typing import TypeAlias
+
+Bytes: TypeAlias = tuple[int, int]  # address and size; (0, 0) for none
+
+class Weight:
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        group_size: int,
+        bits: int,
+        codes: Bytes,
+        scales: Bytes,
+        scale_type: str,
+        zeros: Bytes,
+        zero_type: str,
+        codebook: Bytes,
+        /,
+    ) -> None: ...
+    def linear(
+        self, activation: str, x: Bytes, m: int, bias: Bytes, y: Bytes, threads: int, /
+    ) -> None: ...
+    def grad_x(
+        self, activation: str, grad_y: Bytes, m: int, grad_x: Bytes, threads: int, /
+    ) -> None: ...
+
+def layout_sizes(n: int, k: int, group_size: int, bits: int, /) -> tuple[int, int]: ...
+def convert_codes(
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    packed: Bytes,
+    codes: Bytes,
+    to_layout: bool,
+    threads: int,
+    /,
+) -> None: ...
+def convert_groups(
+    n: int,
+    k: int,
+    group_size: int,
+    item: int,
+    canonical: Bytes,
+    laid_out: Bytes,
+    to_layout: bool,
+    /,
+) -> None: ...
+def read_sum(data: Bytes, threads: int, /) -> int: ...
+def copy_memory(from_: Bytes, to: Bytes, threads: int, /) -> None: ...
+def instruction_sets() -> list[str]: ...
+def instruction_set() -> str: ...
+def set_instruction_set(name: str, /) -> None: ...

@@ -1,0 +1,114 @@
+"""The backend ``cpu``: every format on CPU tensors, from one packed layout."""
+
+import torch
+from torch import Tensor
+
+from fdk_cpu import _native
+from fdk_cpu.linear import ACTIVATIONS, lut_linear_op
+from fdk_cpu.runtime import num_threads
+from fdk_formats.backends import Layout, Problem, register
+from fdk_formats.tensor import QuantisedTensor
+
+
+class CpuLayout(Layout):
+    """Codes in tiles of 4 rows by 128 inner positions; see native/layout.h.
+
+    codes      :: [stripes, tiles, 64 * bits, uint8]
+    scale      :: [stripes, groups stored, 4, scale dtype]
+    zero_point :: like scale, or None
+    codebook   :: [2^bits, float32] or None
+    """
+
+    codes: Tensor
+    scale: Tensor
+    codebook: Tensor | None
+    zero_point: Tensor | None
+
+    def __init__(self, q: QuantisedTensor) -> None:
+        super().__init__()
+        self.format, self.shape, self.group_size = q.format, q.shape, q.group_size
+        code_bytes, _ = _native.layout_sizes(*self.shape, self.group_size, q.format.bits)
+        codes = torch.empty(code_bytes, dtype=torch.uint8)
+        self._convert_codes(q.packed.contiguous(), codes, to_layout=True)
+        self.register_buffer("codes", codes, persistent=False)
+        for name in ("scale", "zero_point"):
+            tensor = getattr(q, name)
+            laid_out = None if tensor is None else self._lay_out_groups(tensor.contiguous())
+            self.register_buffer(name, laid_out, persistent=False)
+        codebook = None if q.codebook is None else q.codebook.contiguous()
+        self.register_buffer("codebook", codebook, persistent=False)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``Layout``."""
+        n, k = self.shape
+        group_size, bits = self.group_size, self.format.bits
+        return lut_linear_op(
+            x, self.codes, self.scale, self.codebook, self.zero_point, group_size, bits, bias, n, k
+        )
+
+    def unpack(self) -> QuantisedTensor:
+        """See ``Layout``."""
+        n, k = self.shape
+        packed = torch.empty((n, (k * self.format.bits + 7) // 8), dtype=torch.uint8)
+        self._convert_codes(packed, self.codes, to_layout=False)
+        zero_point = None if self.zero_point is None else self._restore_groups(self.zero_point)
+        scale = self._restore_groups(self.scale)
+        return QuantisedTensor(self.format, self.shape, packed, scale, self.codebook, zero_point)
+
+    def _convert_codes(self, packed: Tensor, codes: Tensor, *, to_layout: bool) -> None:
+        _native.convert_codes(
+            *self.shape,
+            self.group_size,
+            self.format.bits,
+            (packed.data_ptr(), packed.nbytes),
+            (codes.data_ptr(), codes.nbytes),
+            to_layout,
+            num_threads(),
+        )
+
+    def _lay_out_groups(self, groups: Tensor) -> Tensor:
+        _, stored = _native.layout_sizes(*self.shape, self.group_size, self.format.bits)
+        laid_out = torch.empty(stored, dtype=groups.dtype)
+        self._convert_groups(groups, laid_out, to_layout=True)
+        return laid_out
+
+    def _restore_groups(self, laid_out: Tensor) -> Tensor:
+        n, k = self.shape
+        groups = torch.empty((n, k // self.group_size), dtype=laid_out.dtype)
+        self._convert_groups(groups, laid_out, to_layout=False)
+        return groups
+
+    def _convert_groups(self, groups: Tensor, laid_out: Tensor, *, to_layout: bool) -> None:
+        _native.convert_groups(
+            *self.shape,
+            self.group_size,
+            groups.element_size(),
+            (groups.data_ptr(), groups.nbytes),
+            (laid_out.data_ptr(), laid_out.nbytes),
+            to_layout,
+        )
+
+
+class CpuBackend:
+    """Takes every format on the CPU."""
+
+    name = "cpu"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """See ``Backend``."""
+        if problem.device.type != "cpu":
+            return f"needs tensors on the CPU, got {problem.device}"
+        if problem.dtype not in ACTIVATIONS:
+            return f"needs activations of {', '.join(map(str, ACTIVATIONS))}, got {problem.dtype}"
+        return None
+
+    def priority(self, problem: Problem) -> int:
+        """See ``Backend``."""
+        return 10
+
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        """See ``Backend``."""
+        return CpuLayout(q)
+
+
+register(CpuBackend())

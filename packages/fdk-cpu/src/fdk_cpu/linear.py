@@ -1,0 +1,118 @@
+"""The op ``torch.ops.fdk_cpu.lut_linear``: a linear layer over the packed layout, for every m."""
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from fdk_cpu import _native
+from fdk_cpu.runtime import num_threads
+from fdk_formats.ops import define_linear_op
+
+ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# uint8 is e8m0 for a scale and an integer for a zero point.
+STORED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def lut_linear(
+    x: Tensor,  # [m, k, bf16 | fp16 | fp32]
+    codes: Tensor,  # see native/layout.h
+    scale: Tensor,
+    codebook: Tensor | None,  # [2^bits, fp32]; None for affine formats
+    zero_point: Tensor | None,
+    group_size: int,
+    bits: int,
+    bias: Tensor | None,  # [n, dtype of x]
+    n: int,
+    k: int,
+) -> Tensor:
+    """``x @ W_hat.T + bias``, ``[m, n]``."""
+    weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+    activation = _activation("x", x)
+    y = x.new_empty((len(x), n))
+    bias = None if bias is None else bias.contiguous()
+    weight.linear(activation, _bytes(x), len(x), _bytes(bias), _bytes(y), num_threads())
+    return y
+
+
+def lut_linear_grad_x(
+    grad_y: Tensor,  # [m, n, bf16 | fp16 | fp32]
+    codes: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    bits: int,
+    n: int,
+    k: int,
+) -> Tensor:
+    """``grad_y @ W_hat``, ``[m, k]``."""
+    weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+    grad_x = grad_y.new_empty((len(grad_y), k))
+    activation = _activation("grad_y", grad_y)
+    weight.grad_x(activation, _bytes(grad_y), len(grad_y), _bytes(grad_x), num_threads())
+    return grad_x
+
+
+def _activation(name: str, x: Tensor) -> str:
+    if x.dtype not in ACTIVATIONS:
+        wanted = ", ".join(map(str, ACTIVATIONS))
+        raise TypeError(f"lut_linear: {name} must be one of {wanted}, got {x.dtype}")
+    return ACTIVATIONS[x.dtype]
+
+
+def _weight(
+    codes: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    bits: int,
+    n: int,
+    k: int,
+) -> _native.Weight:
+    """Checks the layout's tensors, sizes included, and hands their addresses over."""
+    for name, tensor in (
+        ("codes", codes),
+        ("scale", scale),
+        ("codebook", codebook),
+        ("zero_point", zero_point),
+    ):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.is_cpu):
+            raise ValueError(f"lut_linear: {name} must be contiguous and on the CPU")
+    if (codebook is None) == (zero_point is None):
+        raise ValueError("lut_linear: needs a codebook or zero points, and not both")
+    if codes.dtype != torch.uint8 or (codebook is not None and codebook.dtype != torch.float32):
+        raise TypeError("lut_linear: codes must be torch.uint8 and the codebook torch.float32")
+    for name, tensor in (("scale", scale), ("zero_point", zero_point)):
+        if tensor is not None and tensor.dtype not in (*STORED, torch.uint8):
+            raise TypeError(f"lut_linear: {name} cannot be {tensor.dtype}")
+    zero_type = "none" if zero_point is None else STORED.get(zero_point.dtype, "u8")
+    return _native.Weight(
+        n,
+        k,
+        group_size,
+        bits,
+        _bytes(codes),
+        _bytes(scale),
+        STORED.get(scale.dtype, "e8m0"),
+        _bytes(zero_point),
+        zero_type,
+        _bytes(codebook),
+    )
+
+
+def _bytes(tensor: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
+
+
+_library = Library("fdk_cpu", "FRAGMENT")
+lut_linear_op = define_linear_op(
+    _library,
+    "lut_linear",
+    layout=(
+        "Tensor codes, Tensor scale, Tensor? codebook, Tensor? zero_point, int group_size, int bits"
+    ),
+    forward=lut_linear,
+    grad_x=lut_linear_grad_x,
+    dispatch_keys=("CPU",),
+)

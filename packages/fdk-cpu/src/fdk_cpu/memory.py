@@ -1,0 +1,33 @@
+"""Reading and copying memory as fast as it goes: what the kernels are measured against."""
+
+from torch import Tensor
+
+from fdk_cpu import _native
+from fdk_cpu.runtime import num_threads
+
+
+def read_sum(data: Tensor) -> int:
+    """Reads a tensor once: the sum, modulo 2^64, of its bytes as 64-bit words (and what is left).
+
+    Raises:
+        ValueError: for a tensor that is not contiguous or not on the CPU.
+    """
+    _check("read_sum", data)
+    return _native.read_sum((data.data_ptr(), data.nbytes), num_threads())
+
+
+def copy_memory(source: Tensor, to: Tensor) -> None:
+    """Copies the bytes of one tensor to another of as many bytes.
+
+    Raises:
+        ValueError: for tensors that are not contiguous, not on the CPU, or of different size.
+    """
+    _check("copy_memory", source)
+    _check("copy_memory", to)
+    sizes = (source.data_ptr(), source.nbytes), (to.data_ptr(), to.nbytes)
+    _native.copy_memory(*sizes, num_threads())
+
+
+def _check(caller: str, tensor: Tensor) -> None:
+    if not (tensor.is_contiguous() and tensor.is_cpu):
+        raise ValueError(f"{caller}: wanted a contiguous tensor on the CPU, got {tensor.device}")

@@ -1,0 +1,188 @@
+"""The backend ``cpu``: chosen for CPU tensors, its layout, its op, its settings."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fdk_cpu
+from fdk_cpu.linear import lut_linear_op
+from fdk_formats import Format, QuantisedLinear, QuantisedTensor, quantise
+from fdk_formats.backends import Problem, select
+from fdk_formats.packing import pack
+from fdk_formats.testing import layout_digest, random_quantised
+
+CPU = torch.device("cpu")
+
+
+def problem(**changes: object) -> Problem:
+    return replace(Problem(Format("nf", 4), 64, 128, torch.bfloat16, CPU), **changes)
+
+
+def test_auto_picks_it_on_the_cpu() -> None:
+    assert select(problem()).name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "needs activations of .*got torch.float64"),
+        ({"device": torch.device("cuda")}, "needs tensors on the CPU, got cuda"),
+    ],
+)
+def test_unsupported(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(RuntimeError, match=reason):
+        select(problem(**changes), "cpu")
+
+
+def one_row(bits: int, codes: list[int]) -> QuantisedTensor:
+    k = len(codes)
+    return QuantisedTensor(
+        format=Format("custom", bits, None),
+        shape=(1, k),
+        packed=pack(torch.tensor([codes], dtype=torch.uint8), bits),
+        scale=torch.ones(1, 1, dtype=torch.bfloat16),
+        codebook=torch.arange(1 << bits, dtype=torch.float32),
+    )
+
+
+def test_layout_at_4_bits_by_hand() -> None:
+    # Position 32 s + j is nibble s of 16-bit lane j: 1 and 2 are nibble 0 of lanes 0 and 1, 3 (at
+    # 32) is nibble 1 of lane 0, 4 (at 64) nibble 2, and 5 (at 96) nibble 3.
+    codes = [0] * 128
+    codes[0], codes[1], codes[32], codes[64], codes[96] = 1, 2, 3, 4, 5
+    layout = fdk_cpu.CpuBackend().pack(one_row(4, codes), dtype=torch.bfloat16)
+    assert layout.codes.shape == (256,)
+    assert layout.codes[:4].tolist() == [0x31, 0x54, 0x02, 0x00]
+    assert layout.codes[4:].sum() == 0
+    assert layout.scale.tolist() == [1, 0, 0, 0]
+
+
+def test_layout_at_3_bits_by_hand() -> None:
+    # A plane of two bits (lane j, field s: position 16 s + j), 32 bytes for each of four rows, then
+    # a plane of one (position 8 s + j), 16 bytes a row: code 7 at 17 sets all three.
+    codes = [0] * 128
+    codes[17] = 7
+    layout = fdk_cpu.CpuBackend().pack(one_row(3, codes), dtype=torch.bfloat16)
+    nonzero = layout.codes.nonzero().flatten().tolist()
+    assert nonzero == [2, 128 + 2]
+    assert layout.codes[nonzero].tolist() == [0b1100, 0b100]
+
+
+def test_layout_bytes_do_not_depend_on_the_instruction_set() -> None:
+    q = random_quantised(Format("custom", 5, 48), 13, 240)
+    digests = set()
+    for name in fdk_cpu.instruction_sets():
+        fdk_cpu.set_instruction_set(name)
+        layout = fdk_cpu.CpuBackend().pack(q, dtype=torch.bfloat16)
+        digests.add(tuple(layout_digest(layout).items()))
+    fdk_cpu.set_instruction_set("auto")
+    assert len(digests) == 1
+
+
+def test_opcheck() -> None:
+    layout = fdk_cpu.CpuBackend().pack(
+        random_quantised(Format("nf", 4), 24, 128), dtype=torch.float32
+    )
+    x = torch.randn(3, 128, requires_grad=True)
+    args = (x, layout.codes, layout.scale, layout.codebook, None, 64, 4, None, 24, 128)
+    torch.library.opcheck(lut_linear_op, args)
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (1, lambda codes: codes[:-1], "codes must be 1536 bytes, got 1535"),
+        (2, lambda scale: scale[:-4], "scales must be 96 bytes, got 88"),
+        (2, lambda scale: scale[::2], "scale must be contiguous"),
+        (3, lambda codebook: codebook.double(), "codebook torch.float32"),
+        (3, lambda codebook: codebook[:8], "codebook must be 64 bytes, got 32"),
+        (6, lambda bits: 9, "bits must be 1 to 8, got 9"),
+        (5, lambda group_size: 0, "group size"),
+    ],
+)
+def test_op_refuses(index: int, change: object, message: str) -> None:
+    layout = fdk_cpu.CpuBackend().pack(
+        random_quantised(Format("nf", 4), 24, 128), dtype=torch.float32
+    )
+    args = [torch.randn(3, 128), layout.codes, layout.scale, layout.codebook, None, 64, 4, None]
+    args[index] = change(args[index])  # type: ignore[operator]
+    with pytest.raises((TypeError, ValueError), match=message):
+        lut_linear_op(*args, 24, 128)
+
+
+def test_layer() -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 40).to(torch.bfloat16)
+    layer = QuantisedLinear.from_linear(linear, "affine4-g32")
+    assert layer.weight.backend_name == "cpu"
+    W_hat = quantise(linear.weight.detach(), "affine4-g32").dequantise(torch.bfloat16)
+    x = torch.randn(5, 96, dtype=torch.bfloat16)
+    expected = torch.nn.functional.linear(x.double(), W_hat.double(), linear.bias.double())
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-2, rtol=1e-2)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+def test_threads() -> None:
+    assert fdk_cpu.num_threads() == torch.get_num_threads()
+    fdk_cpu.set_num_threads(3)
+    assert fdk_cpu.num_threads() == 3
+    fdk_cpu.set_num_threads(None)
+    assert fdk_cpu.num_threads() == torch.get_num_threads()
+    with pytest.raises(ValueError, match="wanted 1 or more, or None, got 0"):
+        fdk_cpu.set_num_threads(0)
+
+
+# The pool is made for this; from Python 3.12 on os.fork warns of any thread.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_fork() -> None:
+    layout = fdk_cpu.CpuBackend().pack(
+        random_quantised(Format("nf", 4), 512, 256), dtype=torch.float32
+    )
+    x = torch.randn(1, 256)
+    fdk_cpu.set_num_threads(2)
+    try:
+        expected = layout(x)  # starts the threads
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(layout(x), expected) else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        fdk_cpu.set_num_threads(None)
+
+
+def test_environment_pins_the_instruction_set() -> None:
+    code = "import fdk_cpu; print(fdk_cpu.instruction_set())"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FDK_CPU_ISA": "scalar"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == "scalar"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FDK_CPU_ISA": "sse9"},
+        capture_output=True,
+        text=True,
+    )
+    assert "FDK_CPU_ISA: this machine runs scalar" in run.stderr
+    assert "got sse9" in run.stderr
+
+
+def test_memory() -> None:
+    data = torch.arange(1 << 16, dtype=torch.int64)
+    assert fdk_cpu.read_sum(data) == (1 << 15) * ((1 << 16) - 1)
+    assert fdk_cpu.read_sum(torch.ones(13, dtype=torch.uint8)) == 13
+    copy = torch.empty_like(data)
+    fdk_cpu.copy_memory(data, copy)
+    assert torch.equal(copy, data)
+    with pytest.raises(ValueError, match="the copy must be"):
+        fdk_cpu.copy_memory(data, copy[:-1])
+    with pytest.raises(ValueError, match="wanted a contiguous tensor"):
+        fdk_cpu.read_sum(data[::2])

@@ -1,0 +1,89 @@
+"""The conformance kit of fdk-formats on every instruction set that this machine runs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fdk_cpu
+from fdk_formats import Format
+from fdk_formats.testing import (
+    Case,
+    cases,
+    check_bad_input,
+    check_decode,
+    check_golden,
+    check_numerics,
+)
+
+BACKEND = fdk_cpu.CpuBackend()
+CASES = list(cases())
+# Groups that straddle tiles or need padding, rows that end within a tile, every kernel's m.
+AWKWARD = [
+    Case(Format(codebook, bits, group), m=m, n=n, k=k, dtype=dtype, seed=bits)
+    for bits, (codebook, group, m, n, k, dtype) in zip(
+        (1, 2, 3, 4, 5, 6, 7, 8, 4, 3, 8, 4),
+        [
+            ("custom", 24, 1, 5, 72, torch.bfloat16),
+            ("custom", 48, 8, 9, 240, torch.float32),
+            ("affine", 40, 9, 53, 200, torch.bfloat16),
+            ("custom", 256, 17, 51, 768, torch.bfloat16),
+            ("affine", 200, 33, 4, 600, torch.float16),
+            ("custom", None, 49, 61, 1, torch.bfloat16),
+            ("affine", 384, 5, 3, 1152, torch.bfloat16),
+            ("custom", 64, 70, 97, 1088, torch.bfloat16),
+            ("affine", None, 2, 1, 333, torch.bfloat16),
+            ("custom", 17, 4, 7, 34, torch.float16),
+            ("custom", 128, 12, 50, 640, torch.float32),
+            ("affine", 16, 40, 100, 144, torch.bfloat16),
+        ],
+        strict=True,
+    )
+]
+
+
+@pytest.fixture(params=fdk_cpu.instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    fdk_cpu.set_instruction_set(request.param)
+    yield request.param
+    fdk_cpu.set_instruction_set("auto")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kit(instruction_set: str, case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", AWKWARD, ids=str)
+def test_awkward(instruction_set: str, case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
+    """``check_backend``, with the numerics on more outputs.
+
+    The kernels apply a scale to a sum of exact products, where torch sums products of a W_hat
+    that is rounded to the dtype. Against an oracle of that rounded W_hat this adds an error as
+    large as that of rounding y, and the bound of twice torch's holds on average, not for a few
+    dozen outputs whose own rounding happens to be lucky.
+    """
+    assert BACKEND.unsupported(case.problem) is None
+    check_decode(BACKEND, case)
+    check_golden(BACKEND, case)
+    check_bad_input(BACKEND, case)
+    check_numerics(BACKEND, replace(case, n=1031))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_do_not_change_a_bit(instruction_set: str, threads: int) -> None:
+    case = replace(AWKWARD[3], n=1031)
+    layout = BACKEND.pack(case.quantised(), dtype=case.dtype)
+    x = case.random(case.m, case.k)
+    expected = layout(x)
+    fdk_cpu.set_num_threads(threads)
+    try:
+        assert torch.equal(layout(x), expected)
+        assert torch.equal(layout(x[:1]), layout(x)[:1]) or case.m > 1
+    finally:
+        fdk_cpu.set_num_threads(None)

@@ -103,7 +103,7 @@ def test_importing_takes_well_under_a_second_beyond_torch():
 def import_seconds():
     done = python("-X", "importtime", "-c", f"import torch, {', '.join(MODULES)}")
     assert done.returncode == 0, done.stderr
-    lines = re.findall(r"import time: +\d+ \| +(\d+) \| (fdk_\w+)$", done.stderr, re.M)
+    lines = re.findall(r"import time: +\d+ \| +(\d+) \| +(fdk_\w+)$", done.stderr, re.M)
     seconds = {name: int(microseconds) / 1e6 for microseconds, name in lines}
     assert set(seconds) == set(MODULES)
     return seconds

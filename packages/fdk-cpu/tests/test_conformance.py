@@ -11,10 +11,7 @@ from fdk_formats import Format
 from fdk_formats.testing import (
     Case,
     cases,
-    check_bad_input,
-    check_decode,
-    check_golden,
-    check_numerics,
+    check_backend,
 )
 
 BACKEND = fdk_cpu.CpuBackend()
@@ -52,27 +49,12 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kit(instruction_set: str, case: Case) -> None:
-    check(case)
+    check_backend(BACKEND, case)
 
 
 @pytest.mark.parametrize("case", AWKWARD, ids=str)
 def test_awkward(instruction_set: str, case: Case) -> None:
-    check(case)
-
-
-def check(case: Case) -> None:
-    """``check_backend``, with the numerics on more outputs.
-
-    The kernels apply a scale to a sum of exact products, where torch sums products of a W_hat
-    that is rounded to the dtype. Against an oracle of that rounded W_hat this adds an error as
-    large as that of rounding y, and the bound of twice torch's holds on average, not for a few
-    dozen outputs whose own rounding happens to be lucky.
-    """
-    assert BACKEND.unsupported(case.problem) is None
-    check_decode(BACKEND, case)
-    check_golden(BACKEND, case)
-    check_bad_input(BACKEND, case)
-    check_numerics(BACKEND, replace(case, n=1031))
+    check_backend(BACKEND, case)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -120,6 +120,8 @@ def test_nrmse() -> None:
     oracle = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert nrmse(torch.tensor([3.0, 4.5]), oracle) == pytest.approx(0.1)
     assert nrmse(torch.tensor([3.0, math.nan]), oracle) == math.inf
+    assert nrmse(torch.zeros(2), torch.zeros(2).double()) == 0
+    assert nrmse(torch.ones(2), torch.zeros(2).double()) == math.inf
 
 
 def test_poisoned() -> None:

@@ -155,3 +155,48 @@ def value_at(words, values_ptr, p: tl.constexpr, BITS: tl.constexpr, AFFINE: tl.
     else:
         value = tl.load(values_ptr + code).to(X_DTYPE, bitcast=True).to(tl.float32)
     return value.to(DOT_DTYPE)
+
+
+@triton.jit
+def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
+    words = (tl.load(words_ptr + offsets, mask=mask, other=0, eviction_policy="evict_first"),)
+    for i in tl.static_range(1, WORDS):
+        word = tl.load(
+            words_ptr + offsets + i * 256, mask=mask, other=0, eviction_policy="evict_first"
+        )
+        words = words + (word,)
+    return words
+
+
+@triton.jit
+def decode_part(
+    words, lane, second, values_ptr, part: tl.constexpr, COUNT: tl.constexpr,
+    BITS: tl.constexpr, AFFINE: tl.constexpr, SHUFFLE: tl.constexpr, X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """The values of ``COUNT`` positions, each in the shape of a word."""
+    if SHUFFLE:
+        return tl.inline_asm_elementwise(
+            assembly(BITS, part),
+            constraints(BITS),
+            words + (lane, second),
+            dtype=eight(DOT_DTYPE),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        values = (value_at(words, values_ptr, part * 8, BITS, AFFINE, X_DTYPE, DOT_DTYPE),)
+        for q in tl.static_range(1, COUNT):
+            values = values + (
+                value_at(words, values_ptr, part * 8 + q, BITS, AFFINE, X_DTYPE, DOT_DTYPE),
+            )
+        return values
+
+
+@triton.jit
+def decode_scale(raw):
+    """A stored scale as float32; a byte is the exponent of a float32."""
+    if raw.dtype == tl.uint8:
+        return (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return raw.to(tl.float32)

@@ -8,54 +8,16 @@ shared memory: words, x and scales are read straight into the places that the pr
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import PART, assembly, constraints, eight, load_lanes, value_at
+from fdk_cuda.triton.decode import PART, decode_part, decode_scale, load_lanes, load_words
 
 _PART = tl.constexpr(PART)
 
 
 @triton.jit
-def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
-    words = (tl.load(words_ptr + offsets, mask=mask, other=0, eviction_policy="evict_first"),)
-    for i in tl.static_range(1, WORDS):
-        word = tl.load(
-            words_ptr + offsets + i * 256, mask=mask, other=0, eviction_policy="evict_first"
-        )
-        words = words + (word,)
-    return words
-
-
-@triton.jit
-def decode_part(
-    words, lane, second, values_ptr, part: tl.constexpr, COUNT: tl.constexpr,
-    BITS: tl.constexpr, AFFINE: tl.constexpr, SHUFFLE: tl.constexpr, X_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """The values of ``COUNT`` positions, each in the shape of a word."""
-    if SHUFFLE:
-        return tl.inline_asm_elementwise(
-            assembly(BITS, part),
-            constraints(BITS),
-            words + (lane, second),
-            dtype=eight(DOT_DTYPE),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        values = (value_at(words, values_ptr, part * 8, BITS, AFFINE, X_DTYPE, DOT_DTYPE),)
-        for q in tl.static_range(1, COUNT):
-            values = values + (
-                value_at(words, values_ptr, part * 8 + q, BITS, AFFINE, X_DTYPE, DOT_DTYPE),
-            )
-        return values
-
-
-@triton.jit
-def decode_scale(raw):
-    """A stored scale as float32; a byte is the exponent of a float32."""
-    if raw.dtype == tl.uint8:
-        return (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:
-        return raw.to(tl.float32)
+def spread(scale, N_TILES: tl.constexpr, WARPS: tl.constexpr):
+    """``[N_TILES, (warp, g, t, half)]`` as ``[warp, N_TILES, half, g, 1, t, 1]``."""
+    scale = tl.reshape(scale, [N_TILES, WARPS, 8, 4, 2])
+    return tl.permute(scale, [1, 0, 4, 2, 3])[:, :, :, :, None, :, None]
 
 
 # x      :: [m, k, dtype]
@@ -83,7 +45,6 @@ def small_kernel(
     tile_n = tl.program_id(0) * N_TILES
     first_m = tl.program_id(1) * BLOCK_M
     n_tiles = tl.cdiv(n, 16)
-    warp = tl.arange(0, WARPS)
 
     lane = 0
     second = 0
@@ -91,46 +52,43 @@ def small_kernel(
         lane = load_lanes(lanes_ptr, 0)
         second = load_lanes(lanes_ptr, 32)
 
-    # words [N_TILES * half, warp, lane, 4]
+    # Two dimensions each: the last is what neighbouring lanes read, and Triton then gives every
+    # lane just the elements that the product wants from it. With more dimensions than that,
+    # releases order them differently (3.6: 8 times slower, through shared memory).
+    # words [N_TILES * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * N_TILES)
-    word_at = ((tile_n + half // 2) * k_tiles * (WORDS * 256) + half % 2 * 128)[:, None, None, None]
-    word_at += (warp * (WORDS * 256))[None, :, None, None]
-    word_at += (tl.arange(0, 32) * 4)[None, None, :, None] + tl.arange(0, 4)[None, None, None, :]
-    has_rows = (tile_n + half // 2 < n_tiles)[:, None, None, None]
+    i = tl.arange(0, WARPS * 128)
+    word_at = ((tile_n + half // 2) * k_tiles * (WORDS * 256) + half % 2 * 128)[:, None]
+    word_at += (i // 128 * (WORDS * 256) + i % 128)[None, :]
+    has_rows = (tile_n + half // 2 < n_tiles)[:, None]
+    warp_w = (i // 128)[None, :]
 
-    # x [M_TILES, upper, warp, row of x 8, t, pair]
-    x_row = first_m + tl.arange(0, M_TILES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    x_row = x_row[:, None, None, :, None, None]
-    unit = 8 * tl.arange(0, 2)[:, None, None, None, None]
-    unit += 2 * tl.arange(0, 4)[:, None] + tl.arange(0, 2)[None, :]  # [upper, 1, 1, t, pair]
+    # x [(M_TILES, upper), (warp, row of x 8, t, pair)]
+    i = tl.arange(0, WARPS * 64)
+    upper = tl.arange(0, 2 * M_TILES)
+    x_row = first_m + (upper // 2 * 8)[:, None] + (i // 8 % 8)[None, :]
+    unit = (upper % 2 * 8)[:, None] + (i % 8)[None, :]
+    warp_x = (i // 64)[None, :]
 
-    # scale [N_TILES, warp, g, t, half]: every t reads the same
+    # scale [N_TILES, (warp, g, t, half)]: every t reads the same
     tile = tile_n + tl.arange(0, N_TILES)
-    scale_at = (tile * groups * 16)[:, None, None, None, None]
-    scale_at += (tl.arange(0, 8) * 2)[:, None, None] + (tl.arange(0, 4) * 0)[:, None]
-    scale_at += tl.arange(0, 2)
-    has_scale = (tile < n_tiles)[:, None, None, None, None]
+    scale_at = (tile * groups * 16)[:, None] + (i // 8 % 8 * 2 + i % 2)[None, :]
+    has_scale = (tile < n_tiles)[:, None]
 
     acc = tl.zeros([WARPS, N_TILES, 2, 8, M_TILES, 4, 2], tl.float32)
     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
     ones = tl.full([WARPS, 16, 16], 1.0, DOT_DTYPE)
-    words = load_words(
-        words_ptr, word_at, has_rows & (warp < k_tiles)[None, :, None, None], WORDS
-    )
+    words = load_words(words_ptr, word_at, has_rows & (warp_w < k_tiles), WORDS)
     for first in tl.range(0, k_tiles, WARPS, num_stages=1):
         if PREFETCH:
             now = words
-            after = (first + WARPS + warp < k_tiles)[None, :, None, None]
-            words = load_words(
-                words_ptr, word_at + (first + WARPS) * (WORDS * 256), has_rows & after, WORDS
-            )
+            live = has_rows & (first + WARPS + warp_w < k_tiles)
+            words = load_words(words_ptr, word_at + (first + WARPS) * (WORDS * 256), live, WORDS)
         else:
-            now = load_words(
-                words_ptr, word_at + first * (WORDS * 256),
-                has_rows & (first + warp < k_tiles)[None, :, None, None], WORDS,
-            )
-        tile_k = (first + warp) * TILE_K
+            live = has_rows & (first + warp_w < k_tiles)
+            now = load_words(words_ptr, word_at + first * (WORDS * 256), live, WORDS)
+        tile_k = (first + warp_x) * TILE_K
         for part in tl.static_range(POSITIONS // COUNT):
             values = decode_part(
                 now, lane, second, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE,
@@ -140,15 +98,18 @@ def small_kernel(
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
                     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
-                column = tile_k[:, None, None, None] + ((part * COUNT + q) * 16 + unit)
+                column = tile_k + ((part * COUNT + q) * 16 + unit)
                 if GROUP == PADDED_GROUP:
                     live = column < k
                 else:
                     live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
                     column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
-                x = tl.load(x_ptr + x_row * k + column, mask=live & (x_row < m), other=0.0)
+                # A lane reads pairs; left alone, Triton would give it more, and shuffle.
+                at = tl.max_contiguous(x_row * k + column, [1, 2])
+                x = tl.load(x_ptr + at, mask=live & (x_row < m), other=0.0)
                 if X_DTYPE != DOT_DTYPE:
                     x = x.to(tl.float32)
+                x = tl.reshape(x, [M_TILES, 2, WARPS, 8, 4, 2])
                 x = tl.reshape(tl.permute(x, [2, 1, 4, 5, 0, 3]), [WARPS, 16, BLOCK_M])
                 # [N_TILES, half, warp, g, t, upper, pair] -> [warp, row, unit]
                 w = tl.reshape(values[q], [N_TILES, 2, WARPS, 8, 4, 2, 2])
@@ -157,19 +118,18 @@ def small_kernel(
                 if AFFINE:
                     x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
                 if (part * COUNT + q + 1) * 16 % SEGMENT == 0:
-                    group = warp * 0
+                    group = warp_x * 0
                     if not ONE_GROUP:
                         group = (tile_k + (part * COUNT + q) * 16) // PADDED_GROUP
-                    inside = has_scale & (group < groups)[:, None, None, None]
-                    at = scale_at + (group * 16)[:, None, None, None]
+                    inside = has_scale & (group < groups)
+                    at = scale_at + group * 16
                     scale = decode_scale(tl.load(scale_ptr + at, mask=inside, other=0))
-                    scale = tl.permute(scale, [1, 0, 4, 2, 3])[:, :, :, :, None, :, None]
+                    scale = spread(scale, N_TILES, WARPS)
                     segment = tl.reshape(sums, [WARPS, N_TILES, 2, 8, M_TILES, 4, 2])
                     if AFFINE:
                         zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
-                        zero = tl.permute(zero, [1, 0, 4, 2, 3])[:, :, :, :, None, :, None]
                         ones_x = tl.reshape(x_sums, [WARPS, 1, 2, 8, M_TILES, 4, 2])
-                        segment -= zero * ones_x
+                        segment -= spread(zero, N_TILES, WARPS) * ones_x
                     acc += segment * scale
 
     y = tl.sum(tl.reshape(acc, [WARPS, BLOCK_N, BLOCK_M]), 0)

@@ -3,15 +3,17 @@
 Rows come in tiles of 16, the inner dimension in tiles of 16 * positions, and a tile holds, for
 each of its 16 rows and 16 units, one stack of ``words`` 32-bit words with ``positions`` codes:
 
-    column within a tile = 16 * position + unit
     row within a tile    = 8 * half + g
-    unit                 = 8 * upper + 2 * t + pair
+    unit                 = (t, upper, pair)
+    column within a tile = 32 * (position // 2) + 8 * t + 4 * (position % 2) + 2 * upper + pair
+                  or     = 16 * position + 4 * t + 2 * upper + pair
     words :: [n_tiles, k_tiles, words, half 2, g 8, t 4, (upper, pair) 4, int32]
 
 A lane of a warp is (g, t): 32 lanes read 16 contiguous bytes each, and what a lane then holds of a
 position is its part of operand A of a 16 x 8 x 16 tensor-core product. No data moves between
-lanes. The 16 columns of a position lie in one group, so a scale is applied once a group, to the
-sums.
+lanes. The columns of a position lie in one group, so a scale is applied once a group, to the sums.
+The first order of columns lets a lane read its part of x for two positions as 16 bytes; it wants
+groups of whole 32 columns, and others take the second.
 
 How the codes of a unit lie in its words, first position in the least significant bits:
 
@@ -93,6 +95,11 @@ class Arrangement:
         return self.tile_k if self.groups == 1 else math.gcd(self.padded_group, self.tile_k)
 
     @property
+    def paired(self) -> bool:
+        """Whether columns are in the first of the two orders, two positions at a time."""
+        return self.groups == 1 or self.padded_group % 32 == 0
+
+    @property
     def words_shape(self) -> tuple[int, ...]:
         """Of the arranged codes."""
         return (self.n_tiles, self.k_tiles, self.words, 2, 32, 4)
@@ -103,10 +110,12 @@ def arrange_codes(codes: Tensor, a: Arrangement) -> Tensor:
     padded = codes.new_zeros(a.n_tiles * TILE_N, a.k_tiles * a.tile_k)
     columns = padded[: a.n, : a.groups * a.padded_group].view(a.n, a.groups, a.padded_group)
     columns[:, :, : a.group_size] = codes.view(a.n, a.groups, a.group_size)
-    # [n_tiles, half, g, k_tiles, position, upper, t, pair]
-    split = padded.view(a.n_tiles, 2, 8, a.k_tiles, -1, 2, 4, 2)
+    # [n_tiles, half, g, k_tiles, position // 2, t, position % 2, upper, pair], or with every
+    # position before t
+    odd = 2 if a.paired else 1
+    split = padded.view(a.n_tiles, 2, 8, a.k_tiles, -1, 4, odd, 2, 2)
     # [n_tiles, k_tiles, half, g, t, upper, pair, position]
-    units = split.permute(0, 3, 1, 2, 6, 5, 7, 4).to(torch.int64)
+    units = split.permute(0, 3, 1, 2, 5, 7, 8, 4, 6).flatten(-2).to(torch.int64)
     stacked = [_to_int32(word) for word in _words_of(units, a.bits)]
     return torch.stack(stacked, dim=2).reshape(a.words_shape)
 
@@ -115,7 +124,8 @@ def restore_codes(words: Tensor, a: Arrangement) -> Tensor:
     """The inverse of ``arrange_codes``."""
     stacked = words.view(a.n_tiles, a.k_tiles, a.words, 2, 8, 4, 2, 2).to(torch.int64)
     units = _codes_of([word & 0xFFFFFFFF for word in stacked.unbind(2)], a.bits).to(torch.uint8)
-    split = units.permute(0, 2, 3, 1, 7, 5, 4, 6)
+    units = units.unflatten(-1, (-1, 2 if a.paired else 1))
+    split = units.permute(0, 2, 3, 1, 7, 4, 8, 5, 6)
     padded = split.reshape(a.n_tiles * TILE_N, a.k_tiles * a.tile_k)
     columns = padded[: a.n, : a.groups * a.padded_group].view(a.n, a.groups, a.padded_group)
     return columns[:, :, : a.group_size].reshape(a.n, a.k)

@@ -73,7 +73,7 @@ def dequantise_kernel(
     n, k, k_tiles, groups,
     BITS: tl.constexpr, WORDS: tl.constexpr, POSITIONS: tl.constexpr,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr, AFFINE: tl.constexpr, SHUFFLE: tl.constexpr,
+    ONE_GROUP: tl.constexpr, PAIRED: tl.constexpr, AFFINE: tl.constexpr, SHUFFLE: tl.constexpr,
     X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Every warp takes a tile of its own along k; R tiles along n."""
@@ -113,10 +113,16 @@ def dequantise_kernel(
             SEGMENT, ONE_GROUP, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE, R, WARPS,
         )  # fmt: skip
         joined = join_part(weights, COUNT, R, WARPS)
-        if COUNT == 8:
-            w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 7, 5, 4, 6])
+        # To [WARPS, R, half, g, then the columns, in either order of arrangement.py]
+        if PAIRED:
+            if COUNT == 8:
+                w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 4, 7, 5, 6])
+            else:
+                w = tl.permute(joined, [2, 0, 1, 3, 8, 4, 7, 5, 6])
+        elif COUNT == 8:
+            w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 7, 4, 5, 6])
         else:
-            w = tl.permute(joined, [2, 0, 1, 3, 8, 7, 5, 4, 6])
+            w = tl.permute(joined, [2, 0, 1, 3, 8, 7, 4, 5, 6])
         w = tl.reshape(w, [WARPS, 16 * R, WIDTH])
         column = first[:, None] + tl.arange(0, WIDTH)[None, :]
         if GROUP == PADDED_GROUP:

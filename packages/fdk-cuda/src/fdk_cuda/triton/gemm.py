@@ -14,16 +14,40 @@ from fdk_cuda.triton.dequantise import join_part, scaled_part
 _PART = tl.constexpr(PART)
 
 
-# x      :: [m, k, dtype]
+# x   :: [m, k, dtype]
+# out :: [m, k_tiles * TILE_K, dtype]
+@triton.jit
+def permute_kernel(
+    x_ptr, out_ptr, k, width, groups,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns of x in the order of the weight's positions and units, zero where it is padded."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    upper, t, pair = i // 8 % 2, i // 2 % 4, i % 2
+    if PAIRED:
+        column = i // 32 * 32 + 8 * t + 4 * (i // 16 % 2) + 2 * upper + pair
+    else:
+        column = i // 16 * 16 + 4 * t + 2 * upper + pair
+    if GROUP == PADDED_GROUP:
+        live = column < k
+    else:
+        live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
+        column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+    x = tl.load(x_ptr + row * k + column, mask=live & (i < width), other=0.0)
+    tl.store(out_ptr + row * width + i, x, mask=i < width)
+
+
+# x      :: [m, k_tiles * TILE_K, dtype], from permute_kernel
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale  :: [n_tiles, groups, 8, 2], zero alike
 # out    :: [m, n, dtype], or [SPLIT_K, m, n, float32] without bias
 @triton.jit
 def gemm_kernel(
     x_ptr, words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, bias_ptr, out_ptr,
-    m, n, k, k_tiles, groups,
+    m, n, k_tiles, groups,
     BITS: tl.constexpr, WORDS: tl.constexpr, POSITIONS: tl.constexpr,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr,
     ONE_GROUP: tl.constexpr, AFFINE: tl.constexpr, HAS_BIAS: tl.constexpr, SHUFFLE: tl.constexpr,
     X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
     R: tl.constexpr, WARPS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr,
@@ -66,20 +90,14 @@ def gemm_kernel(
     has_scale = tile < n_tiles
 
     row = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    x_row = row.to(tl.int64)[:, None] * k
+    x_row = row.to(tl.int64)[:, None] * (k_tiles * TILE_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile_k in tl.range(first_k, last_k, num_stages=STAGES):
         words = load_words(words_ptr, word_at + tile_k * (WORDS * 256), has_rows, WORDS)
         for part in tl.static_range(POSITIONS // COUNT):
             first = tile_k * TILE_K + part * WIDTH
             column = first + tl.arange(0, WIDTH)
-            if GROUP == PADDED_GROUP:
-                live = column < k
-            else:
-                live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-                column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
-            mask = (row < m)[:, None] & live[None, :]
-            x = tl.load(x_ptr + x_row + column[None, :], mask=mask, other=0.0)
+            x = tl.load(x_ptr + x_row + column[None, :], mask=(row < m)[:, None], other=0.0)
             if X_DTYPE != DOT_DTYPE:
                 x = x.to(tl.float32)
             weights = scaled_part(

@@ -32,7 +32,7 @@ def run_small(x, words, scale, zero_point, values, lanes, bits, group_size, bias
         x if bias is None else bias, out, m, n, k, a.k_tiles, a.groups,
         BITS=bits, WORDS=a.words, POSITIONS=POSITIONS[bits],
         GROUP=group_size if a.groups > 1 else a.padded_group, PADDED_GROUP=a.padded_group, SEGMENT=a.segment,
-        ONE_GROUP=a.groups == 1, AFFINE=affine, HAS_BIAS=bias is not None, SHUFFLE=bits in SHUFFLE_BITS and not INTERPRETED,
+        ONE_GROUP=a.groups == 1, PAIRED=a.paired, AFFINE=affine, HAS_BIAS=bias is not None, SHUFFLE=bits in SHUFFLE_BITS and not INTERPRETED,
         X_DTYPE=dtype, DOT_DTYPE=tl.float32 if INTERPRETED else dtype,
         N_TILES=n_tiles, M_TILES=m_tiles, WARPS=warps, PREFETCH=prefetch, num_warps=warps,
     )

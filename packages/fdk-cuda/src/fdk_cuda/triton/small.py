@@ -20,6 +20,13 @@ def spread(scale, N_TILES: tl.constexpr, WARPS: tl.constexpr):
     return tl.permute(scale, [1, 0, 4, 2, 3])[:, :, :, :, None, :, None]
 
 
+@triton.jit
+def as_operand(value, N_TILES: tl.constexpr, WARPS: tl.constexpr):
+    """``[(N_TILES, half), (warp, g, t, upper, pair)]`` as ``[warp, row, unit]``."""
+    value = tl.reshape(value, [N_TILES, 2, WARPS, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(value, [2, 0, 1, 3, 5, 4, 6]), [WARPS, 16 * N_TILES, 16])
+
+
 # x      :: [m, k, dtype]
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale  :: [n_tiles, groups, 8, 2]
@@ -33,7 +40,8 @@ def small_kernel(
     m, n, k, k_tiles, groups,
     BITS: tl.constexpr, WORDS: tl.constexpr, POSITIONS: tl.constexpr,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr, AFFINE: tl.constexpr, HAS_BIAS: tl.constexpr, SHUFFLE: tl.constexpr,
+    ONE_GROUP: tl.constexpr, PAIRED: tl.constexpr, AFFINE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SHUFFLE: tl.constexpr,
     X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
     N_TILES: tl.constexpr, M_TILES: tl.constexpr, WARPS: tl.constexpr, PREFETCH: tl.constexpr,
 ):
@@ -63,15 +71,18 @@ def small_kernel(
     has_rows = (tile_n + half // 2 < n_tiles)[:, None]
     warp_w = (i // 128)[None, :]
 
-    # x [(M_TILES, upper), (warp, row of x 8, t, pair)]
-    i = tl.arange(0, WARPS * 64)
-    upper = tl.arange(0, 2 * M_TILES)
-    x_row = first_m + (upper // 2 * 8)[:, None] + (i // 8 % 8)[None, :]
-    unit = (upper % 2 * 8)[:, None] + (i % 8)[None, :]
-    warp_x = (i // 64)[None, :]
+    # x [M_TILES, (warp, row of x 8, t, EACH)]: what a lane needs of one or two positions
+    EACH: tl.constexpr = 8 if PAIRED else 4
+    STEP: tl.constexpr = 2 if PAIRED else 1
+    i = tl.arange(0, WARPS * 32 * EACH)
+    x_row = (first_m + tl.arange(0, M_TILES) * 8)[:, None] + (i // (4 * EACH) % 8)[None, :]
+    unit = (i % (4 * EACH))[None, :]
+    warp_x = (i // (32 * EACH))[None, :]
 
     # scale [N_TILES, (warp, g, t, half)]: every t reads the same
     tile = tile_n + tl.arange(0, N_TILES)
+    i = tl.arange(0, WARPS * 64)
+    warp_s = (i // 64)[None, :]
     scale_at = (tile * groups * 16)[:, None] + (i // 8 % 8 * 2 + i % 2)[None, :]
     has_scale = (tile < n_tiles)[:, None]
 
@@ -88,39 +99,48 @@ def small_kernel(
         else:
             live = has_rows & (first + warp_w < k_tiles)
             now = load_words(words_ptr, word_at + first * (WORDS * 256), live, WORDS)
-        tile_k = (first + warp_x) * TILE_K
         for part in tl.static_range(POSITIONS // COUNT):
             values = decode_part(
                 now, lane, second, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE,
                 DOT_DTYPE,
-            )
-            for q in tl.static_range(COUNT):
+            )  # fmt: skip
+            for q in tl.static_range(0, COUNT, STEP):
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
                     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
-                column = tile_k + ((part * COUNT + q) * 16 + unit)
+                column = (first + warp_x) * TILE_K + ((part * COUNT + q) * 16 + unit)
                 if GROUP == PADDED_GROUP:
                     live = column < k
                 else:
                     live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
                     column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
-                # A lane reads pairs; left alone, Triton would give it more, and shuffle.
-                at = tl.max_contiguous(x_row * k + column, [1, 2])
+                at = tl.max_contiguous(x_row * k + column, [1, EACH])
                 x = tl.load(x_ptr + at, mask=live & (x_row < m), other=0.0)
                 if X_DTYPE != DOT_DTYPE:
                     x = x.to(tl.float32)
-                x = tl.reshape(x, [M_TILES, 2, WARPS, 8, 4, 2])
-                x = tl.reshape(tl.permute(x, [2, 1, 4, 5, 0, 3]), [WARPS, 16, BLOCK_M])
-                # [N_TILES, half, warp, g, t, upper, pair] -> [warp, row, unit]
-                w = tl.reshape(values[q], [N_TILES, 2, WARPS, 8, 4, 2, 2])
-                w = tl.reshape(tl.permute(w, [2, 0, 1, 3, 5, 4, 6]), [WARPS, BLOCK_N, 16])
-                sums = tl.dot(w, x, sums, input_precision="ieee")
-                if AFFINE:
-                    x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
-                if (part * COUNT + q + 1) * 16 % SEGMENT == 0:
-                    group = warp_x * 0
+                # [M_TILES, warp, row of x, t, odd, upper, pair] -> [warp, unit, row of x, odd]
+                x = tl.reshape(x, [M_TILES, WARPS, 8, 4, STEP, 2, 2])
+                x = tl.permute(x, [1, 5, 3, 6, 0, 2, 4])
+                if PAIRED:
+                    x, odd_x = tl.split(tl.reshape(x, [WARPS, 16, BLOCK_M, 2]))
+                    w = as_operand(values[q], N_TILES, WARPS)
+                    sums = tl.dot(w, x, sums, input_precision="ieee")
+                    w = as_operand(values[q + 1], N_TILES, WARPS)
+                    sums = tl.dot(w, odd_x, sums, input_precision="ieee")
+                    if AFFINE:
+                        x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
+                        x_sums = tl.dot(ones, odd_x, x_sums, input_precision="ieee")
+                else:
+                    x = tl.reshape(x, [WARPS, 16, BLOCK_M])
+                    w = as_operand(values[q], N_TILES, WARPS)
+                    sums = tl.dot(w, x, sums, input_precision="ieee")
+                    if AFFINE:
+                        x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
+                if (part * COUNT + q + STEP) * 16 % SEGMENT == 0:
+                    group = warp_s * 0
                     if not ONE_GROUP:
-                        group = (tile_k + (part * COUNT + q) * 16) // PADDED_GROUP
+                        group = ((first + warp_s) * TILE_K + (part * COUNT + q) * 16)
+                        group = group // PADDED_GROUP
                     inside = has_scale & (group < groups)
                     at = scale_at + group * 16
                     scale = decode_scale(tl.load(scale_ptr + at, mask=inside, other=0))

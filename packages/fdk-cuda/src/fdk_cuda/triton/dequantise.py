@@ -7,7 +7,7 @@ from fdk_cuda.triton.decode import (
     PART,
     decode_part,
     decode_scale,
-    load_lanes,
+    load_tables,
     load_words,
 )
 
@@ -16,7 +16,7 @@ _PART = tl.constexpr(PART)
 
 @triton.jit
 def scaled_part(
-    words, lane, second, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale, first_column,
+    words, tables, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale, first_column,
     groups, part: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
     PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr, ONE_GROUP: tl.constexpr,
     AFFINE: tl.constexpr, SHUFFLE: tl.constexpr, X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
@@ -28,7 +28,7 @@ def scaled_part(
     ``first_column`` (a scalar, or of that shape) is the first padded column.
     """
     values = decode_part(
-        words, lane, second, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE
+        words, tables, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE
     )
     scale = tl.zeros([1], tl.float32)
     zero = tl.zeros([1], tl.float32)
@@ -81,11 +81,7 @@ def dequantise_kernel(
     WIDTH: tl.constexpr = 16 * COUNT
     tile_n = tl.program_id(0) * R
     n_tiles = tl.cdiv(n, 16)
-    lane = 0
-    second = 0
-    if SHUFFLE:
-        lane = load_lanes(lanes_ptr, 0)
-        second = load_lanes(lanes_ptr, 32)
+    tables = load_tables(lanes_ptr, BITS, SHUFFLE)
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)
@@ -108,7 +104,7 @@ def dequantise_kernel(
     for part in tl.static_range(POSITIONS // COUNT):
         first = tile_k * (16 * POSITIONS) + part * WIDTH
         weights = scaled_part(
-            words, lane, second, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale,
+            words, tables, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale,
             tile_s * (16 * POSITIONS) + part * WIDTH, groups, part, COUNT, BITS, PADDED_GROUP,
             SEGMENT, ONE_GROUP, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE, R, WARPS,
         )  # fmt: skip

@@ -8,7 +8,7 @@ rounded, exactly as ``dequantise`` rounds it.
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import PART, load_lanes, load_words
+from fdk_cuda.triton.decode import PART, load_tables, load_words
 from fdk_cuda.triton.dequantise import join_part, scaled_part
 
 _PART = tl.constexpr(PART)
@@ -71,11 +71,7 @@ def gemm_kernel(
     first_k = tl.program_id(1) * share
     last_k = min(first_k + share, k_tiles)
 
-    lane = 0
-    second = 0
-    if SHUFFLE:
-        lane = load_lanes(lanes_ptr, 0)
-        second = load_lanes(lanes_ptr, 32)
+    tables = load_tables(lanes_ptr, BITS, SHUFFLE)
 
     # words [R * half, (warp, lane, 4)]: a warp holds rows 16 w to 16 w + 15 of every WARPS tiles
     half = tl.arange(0, 2 * R)
@@ -101,7 +97,7 @@ def gemm_kernel(
             if X_DTYPE != DOT_DTYPE:
                 x = x.to(tl.float32)
             weights = scaled_part(
-                words, lane, second, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale, first,
+                words, tables, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale, first,
                 groups, part, COUNT, BITS, PADDED_GROUP, SEGMENT, ONE_GROUP, AFFINE, SHUFFLE,
                 X_DTYPE, DOT_DTYPE, R, WARPS,
             )  # fmt: skip

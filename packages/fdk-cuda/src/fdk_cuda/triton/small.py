@@ -8,7 +8,7 @@ shared memory: words, x and scales are read straight into the places that the pr
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import PART, decode_part, decode_scale, load_lanes, load_words
+from fdk_cuda.triton.decode import PART, decode_part, decode_scale, load_tables, load_words
 
 _PART = tl.constexpr(PART)
 
@@ -54,11 +54,7 @@ def small_kernel(
     first_m = tl.program_id(1) * BLOCK_M
     n_tiles = tl.cdiv(n, 16)
 
-    lane = 0
-    second = 0
-    if SHUFFLE:
-        lane = load_lanes(lanes_ptr, 0)
-        second = load_lanes(lanes_ptr, 32)
+    tables = load_tables(lanes_ptr, BITS, SHUFFLE)
 
     # Two dimensions each: the last is what neighbouring lanes read, and Triton then gives every
     # lane just the elements that the product wants from it. With more dimensions than that,
@@ -101,7 +97,7 @@ def small_kernel(
             now = load_words(words_ptr, word_at + first * (WORDS * 256), live, WORDS)
         for part in tl.static_range(POSITIONS // COUNT):
             values = decode_part(
-                now, lane, second, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE,
+                now, tables, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE,
                 DOT_DTYPE,
             )  # fmt: skip
             for q in tl.static_range(0, COUNT, STEP):

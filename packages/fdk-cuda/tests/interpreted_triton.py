@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import GemmConfig, SmallConfig
@@ -21,7 +22,7 @@ def weight(case: Case, layout: TritonLayout) -> launch.Weight:
 
 
 # The whole kit takes the interpreter half a minute a case; a GPU runs all of it.
-SOME = [c for c in cases(dtypes=DTYPES, bits=(4, 8), group_sizes=(16,), ms=(3,))]
+SOME = list(cases(dtypes=DTYPES, bits=(4, 8), group_sizes=(16,), ms=(3,)))
 
 
 @pytest.mark.parametrize("case", SOME[::3], ids=str)
@@ -91,7 +92,7 @@ def test_fp32_activations_are_refused() -> None:
         TritonBackend().unsupported(problem)
     )
     layout = TritonBackend().pack(case.quantised(), dtype=case.dtype)
-    with pytest.raises(TypeError, match="x must be torch.bfloat16 or torch.float16, got"):
+    with pytest.raises(TypeError, match=r"x must be torch\.bfloat16 or torch\.float16, got"):
         layout(torch.zeros(2, 16))
 
 

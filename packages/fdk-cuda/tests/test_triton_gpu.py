@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fdk_cuda.triton import TritonBackend, TritonLayout, launch  # noqa: E402
-from fdk_cuda.triton.configs import GEMM_CONFIGS, SMALL_CONFIGS  # noqa: E402
-from fdk_cuda.triton.linear import triton_linear_op  # noqa: E402
-from fdk_formats import Format  # noqa: E402
-from fdk_formats.linear import QuantisedLinear  # noqa: E402
-from fdk_formats.testing import Case, cases, check_backend, check_numerics, nrmse  # noqa: E402
+from fdk_cuda.triton import TritonBackend, TritonLayout, launch
+from fdk_cuda.triton.configs import GEMM_CONFIGS, SMALL_CONFIGS, GemmConfig, fit
+from fdk_cuda.triton.linear import triton_linear_op
+from fdk_formats import Format
+from fdk_formats.linear import QuantisedLinear
+from fdk_formats.testing import Case, cases, check_backend, check_numerics, nrmse
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
@@ -49,12 +49,13 @@ def test_dequantise(codebook: str, bits: int) -> None:
 
 @pytest.mark.parametrize("config", GEMM_CONFIGS, ids=str)
 @pytest.mark.parametrize(("codebook", "bits"), [("custom", 3), ("custom", 4), ("affine", 8)])
-def test_gemm(codebook: str, bits: int, config: object) -> None:
+def test_gemm(codebook: str, bits: int, config: GemmConfig) -> None:
     for group_size, split_k in ((16, 1), (64, 2), (24, 3)):
         case = Case(Format(codebook, bits, group_size), 77, 137, 9 * group_size, DTYPES[1], "cuda")
         q = case.quantised()
         x, bias = case.random(case.m, case.k), case.random(case.n)
-        y = launch.gemm(x, weight(TritonLayout(q)), bias, replace(config, split_k=split_k))
+        fitting = fit(replace(config, split_k=split_k), bits, launch.shared_memory(x.device))
+        y = launch.gemm(x, weight(TritonLayout(q)), bias, fitting)
         w_hat = q.dequantise(case.dtype)
         oracle = x.double() @ w_hat.double().T + bias.double()
         torch_y = torch.nn.functional.linear(x, w_hat, bias)

@@ -146,7 +146,8 @@ def restore_scale(arranged: Tensor, a: Arrangement) -> Tensor:
 def _fields(codes: Tensor, width: int) -> Tensor:
     """``[..., count]`` codes as fields of one word, the first in the lowest bits."""
     shifts = torch.arange(codes.shape[-1], device=codes.device) * width
-    return (codes << shifts).sum(-1)
+    word: Tensor = (codes << shifts).sum(-1)
+    return word
 
 
 def _unfields(word: Tensor, width: int, count: int) -> Tensor:

@@ -1,8 +1,6 @@
 """The Triton backend: every format on any NVIDIA GPU of compute capability 8.0 or later."""
 
 import torch
-from fdk_formats.backends import Layout, Problem
-from fdk_formats.tensor import QuantisedTensor
 from torch import Tensor
 
 from fdk_cuda.triton.arrangement import (
@@ -15,7 +13,9 @@ from fdk_cuda.triton.arrangement import (
 from fdk_cuda.triton.decode import DTYPES, lookup_tables
 from fdk_cuda.triton.launch import INTERPRETED
 from fdk_cuda.triton.linear import triton_linear_op
+from fdk_formats.backends import Layout, Problem
 from fdk_formats.packing import pack
+from fdk_formats.tensor import QuantisedTensor
 
 MIN_CAPABILITY = (8, 0)
 PRIORITY = 10

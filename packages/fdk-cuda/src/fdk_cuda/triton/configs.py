@@ -1,6 +1,8 @@
 """Configurations of the Triton kernels: data by GPU, width and size, with no kernel in sight."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from fdk_cuda.triton.arrangement import POSITIONS, TILE_N, UNITS
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,25 @@ def small_config(n: int, m: int, bits: int) -> SmallConfig:
     return SMALL_CONFIGS[1]
 
 
-def gemm_config(n: int, m: int, k_tiles: int) -> GemmConfig:
-    """For a product of m rows and n outputs."""
+def gemm_config(n: int, m: int, bits: int, k_tiles: int, shared: int) -> GemmConfig:
+    """For a product of m rows and n outputs, with ``shared`` bytes of shared memory a program."""
     config = next(c for c in GEMM_CONFIGS if m <= c.block_m or c is GEMM_CONFIGS[-1])
-    block_n = 16 * config.tiles * config.warps
+    config = fit(config, bits, shared)
+    block_n = TILE_N * config.tiles * config.warps
     programs = -(-n // block_n) * -(-m // config.block_m)
     split_k = 1
     while programs * split_k < ENOUGH_PROGRAMS and split_k < 8 and k_tiles >= 4 * split_k:
         split_k *= 2
-    return GemmConfig(config.tiles, config.warps, config.block_m, split_k, config.stages)
+    return replace(config, split_k=split_k)
+
+
+def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:
+    """The configuration with fewer stages, then fewer rows, until its buffers fit."""
+    tile_k = UNITS * POSITIONS[bits]
+    block_n = TILE_N * config.tiles * config.warps
+    # Words, x and a fifth for scales and the rest; a stage holds a whole tile of k.
+    stage = (tile_k * bits // 8 * block_n + 2 * tile_k * config.block_m) * 6 // 5
+    stages = min(config.stages, shared // stage)
+    if stages < 2 and config.block_m > 16:
+        return fit(replace(config, block_m=config.block_m // 2), bits, shared)
+    return replace(config, stages=max(1, stages))

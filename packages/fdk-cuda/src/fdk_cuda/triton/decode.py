@@ -1,3 +1,5 @@
+# ruff: noqa: N803, D103, RUF005
+# mypy: ignore-errors
 """From words to the values of their codes, on the device, one tensor for each position."""
 
 import torch
@@ -206,8 +208,15 @@ def code_at(words, p: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def value_at(words, values_ptr, p: tl.constexpr, BITS: tl.constexpr, AFFINE: tl.constexpr,
-             X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr):
+def value_at(
+    words,
+    values_ptr,
+    p: tl.constexpr,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
     """The values of a position, without the shuffle."""
     code = code_at(words, p, BITS)
     if AFFINE:
@@ -231,8 +240,15 @@ def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
 
 @triton.jit
 def decode_part(
-    words, tables, values_ptr, part: tl.constexpr, COUNT: tl.constexpr,
-    BITS: tl.constexpr, AFFINE: tl.constexpr, SHUFFLE: tl.constexpr, X_DTYPE: tl.constexpr,
+    words,
+    tables,
+    values_ptr,
+    part: tl.constexpr,
+    COUNT: tl.constexpr,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SHUFFLE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """The values of ``COUNT`` positions, each in the shape of a word."""

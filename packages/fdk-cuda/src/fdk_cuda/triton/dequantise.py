@@ -1,3 +1,5 @@
+# ruff: noqa: N803, RUF005
+# mypy: ignore-errors
 """W_hat from arranged codes, and the same in registers as an operand of a larger product."""
 
 import triton
@@ -16,12 +18,28 @@ _PART = tl.constexpr(PART)
 
 @triton.jit
 def scaled_part(
-    words, tables, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale, first_column,
-    groups, part: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr,
-    PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr, ONE_GROUP: tl.constexpr,
-    AFFINE: tl.constexpr, SHUFFLE: tl.constexpr, X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    R: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
+    words,
+    tables,
+    values_ptr,
+    scale_ptr,
+    zero_ptr,
+    scale_at,
+    has_scale,
+    first_column,
+    groups,
+    part: tl.constexpr,
+    COUNT: tl.constexpr,
+    BITS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SHUFFLE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    R: tl.constexpr,
+    WARPS: tl.constexpr,
+):
     """The weights of ``COUNT`` positions, each ``[R, half, WARPS, g, t, 4]``, as a tuple.
 
     ``scale_at :: [R, (WARPS, g, t, half)]`` points to the scale of group 0 of each row, and
@@ -69,13 +87,31 @@ def join_part(weights, COUNT: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr
 # out    :: [n, k, dtype]
 @triton.jit
 def dequantise_kernel(
-    words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, out_ptr,
-    n, k, k_tiles, groups,
-    BITS: tl.constexpr, WORDS: tl.constexpr, POSITIONS: tl.constexpr,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr, PAIRED: tl.constexpr, AFFINE: tl.constexpr, SHUFFLE: tl.constexpr,
-    X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    values_ptr,
+    lanes_ptr,
+    out_ptr,
+    n,
+    k,
+    k_tiles,
+    groups,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    PAIRED: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SHUFFLE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    R: tl.constexpr,
+    WARPS: tl.constexpr,
+):
     """Every warp takes a tile of its own along k; R tiles along n."""
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
@@ -104,10 +140,28 @@ def dequantise_kernel(
     for part in tl.static_range(POSITIONS // COUNT):
         first = tile_k * (16 * POSITIONS) + part * WIDTH
         weights = scaled_part(
-            words, tables, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale,
-            tile_s * (16 * POSITIONS) + part * WIDTH, groups, part, COUNT, BITS, PADDED_GROUP,
-            SEGMENT, ONE_GROUP, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE, R, WARPS,
-        )  # fmt: skip
+            words,
+            tables,
+            values_ptr,
+            scale_ptr,
+            zero_ptr,
+            scale_at,
+            has_scale,
+            tile_s * (16 * POSITIONS) + part * WIDTH,
+            groups,
+            part,
+            COUNT,
+            BITS,
+            PADDED_GROUP,
+            SEGMENT,
+            ONE_GROUP,
+            AFFINE,
+            SHUFFLE,
+            X_DTYPE,
+            DOT_DTYPE,
+            R,
+            WARPS,
+        )
         joined = join_part(weights, COUNT, R, WARPS)
         # To [WARPS, R, half, g, then the columns, in either order of arrangement.py]
         if PAIRED:

@@ -1,3 +1,5 @@
+# ruff: noqa: N803
+# mypy: ignore-errors
 """y = x @ W_hat.T for many rows of x: weights decoded in registers, straight into the product.
 
 The product is computed as W_hat @ x.T with W_hat as the tensor cores' operand A, which they take
@@ -18,9 +20,16 @@ _PART = tl.constexpr(PART)
 # out :: [m, k_tiles * TILE_K, dtype]
 @triton.jit
 def permute_kernel(
-    x_ptr, out_ptr, k, width, groups,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    k,
+    width,
+    groups,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Columns of x in the order of the weight's positions and units, zero where it is padded."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,15 +53,36 @@ def permute_kernel(
 # out    :: [m, n, dtype], or [SPLIT_K, m, n, float32] without bias
 @triton.jit
 def gemm_kernel(
-    x_ptr, words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, bias_ptr, out_ptr,
-    m, n, k_tiles, groups,
-    BITS: tl.constexpr, WORDS: tl.constexpr, POSITIONS: tl.constexpr,
-    PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr, AFFINE: tl.constexpr, HAS_BIAS: tl.constexpr, SHUFFLE: tl.constexpr,
-    X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    R: tl.constexpr, WARPS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr,
-    SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    values_ptr,
+    lanes_ptr,
+    bias_ptr,
+    out_ptr,
+    m,
+    n,
+    k_tiles,
+    groups,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHUFFLE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    R: tl.constexpr,
+    WARPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """A program computes 16 * R * WARPS outputs of BLOCK_M rows, over its share of the k tiles."""
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
@@ -97,10 +127,28 @@ def gemm_kernel(
             if X_DTYPE != DOT_DTYPE:
                 x = x.to(tl.float32)
             weights = scaled_part(
-                words, tables, values_ptr, scale_ptr, zero_ptr, scale_at, has_scale, first,
-                groups, part, COUNT, BITS, PADDED_GROUP, SEGMENT, ONE_GROUP, AFFINE, SHUFFLE,
-                X_DTYPE, DOT_DTYPE, R, WARPS,
-            )  # fmt: skip
+                words,
+                tables,
+                values_ptr,
+                scale_ptr,
+                zero_ptr,
+                scale_at,
+                has_scale,
+                first,
+                groups,
+                part,
+                COUNT,
+                BITS,
+                PADDED_GROUP,
+                SEGMENT,
+                ONE_GROUP,
+                AFFINE,
+                SHUFFLE,
+                X_DTYPE,
+                DOT_DTYPE,
+                R,
+                WARPS,
+            )
             joined = join_part(weights, COUNT, R, WARPS)
             if COUNT == 8:
                 w = tl.permute(joined, [0, 2, 1, 3, 9, 8, 7, 5, 4, 6])
@@ -122,9 +170,15 @@ def gemm_kernel(
 # out     :: [m * n, dtype]
 @triton.jit
 def reduce_kernel(
-    partial_ptr, bias_ptr, out_ptr, size, n,
-    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    n,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Adds the parts of a product in order, then the bias."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -2,12 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fdk_cuda.triton.arrangement import POSITIONS, Arrangement
@@ -62,6 +62,15 @@ class Weight:
         which = DTYPES.index(dtype)
         zero = self.scale if self.zero_point is None else self.zero_point
         return self.words, self.scale, zero, self.values[which], self.lanes[which]
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    if INTERPRETED:
+        return 227 << 10
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def dot_dtypes(dtype: torch.dtype) -> dict[str, Any]:

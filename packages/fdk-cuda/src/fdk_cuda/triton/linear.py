@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from fdk_formats.ops import define_linear_op
 from torch import Tensor
 from torch.library import Library
 
@@ -11,6 +10,7 @@ from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import LIMITS, gemm_config, small_config
 from fdk_cuda.triton.decode import DTYPES
+from fdk_formats.ops import define_linear_op
 
 # Rows that a batch-invariant call pretends to have, so that every m gets the same configuration.
 INVARIANT_M = 16
@@ -41,7 +41,9 @@ def triton_linear(
         if m <= LIMITS.small_m:
             return launch.small(x, w, bias, small_config(n, m, bits))
         if m <= LIMITS.gemm_m:
-            return launch.gemm(x, w, bias, gemm_config(n, m, arrangement.k_tiles))
+            shared = launch.shared_memory(x.device)
+            config = gemm_config(n, m, bits, arrangement.k_tiles, shared)
+            return launch.gemm(x, w, bias, config)
         return torch.nn.functional.linear(x, launch.dequantise(w, x.dtype), bias)
 
 
@@ -77,7 +79,7 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
     """Triton launches on the current device; entering its own costs time, and is rarely needed."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
-    return torch.cuda.device(tensor.device)  # type: ignore[return-value]
+    return torch.cuda.device(tensor.device)
 
 
 _library = Library("fdk_cuda", "FRAGMENT")

@@ -1,4 +1,6 @@
-"""y = x @ W_hat.T for a few rows of x: every warp takes its own stretch of k, all rows of x at once.
+# ruff: noqa: N803, D103
+# mypy: ignore-errors
+"""y = x @ W_hat.T for a few rows of x: every warp takes its own stretch of k.
 
 The product is computed as W_hat @ x.T, one batched tensor-core product whose batch is the warps of
 a program; their sums meet once, at the end, in a fixed order. Nothing but that sum goes through
@@ -36,14 +38,36 @@ def as_operand(value, N_TILES: tl.constexpr, WARPS: tl.constexpr):
 # out    :: [m, n, dtype]
 @triton.jit
 def small_kernel(
-    x_ptr, words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, bias_ptr, out_ptr,
-    m, n, k, k_tiles, groups,
-    BITS: tl.constexpr, WORDS: tl.constexpr, POSITIONS: tl.constexpr,
-    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr, PAIRED: tl.constexpr, AFFINE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    values_ptr,
+    lanes_ptr,
+    bias_ptr,
+    out_ptr,
+    m,
+    n,
+    k,
+    k_tiles,
+    groups,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    PAIRED: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     SHUFFLE: tl.constexpr,
-    X_DTYPE: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    N_TILES: tl.constexpr, M_TILES: tl.constexpr, WARPS: tl.constexpr, PREFETCH: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    N_TILES: tl.constexpr,
+    M_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * N_TILES
@@ -97,9 +121,17 @@ def small_kernel(
             now = load_words(words_ptr, word_at + first * (WORDS * 256), live, WORDS)
         for part in tl.static_range(POSITIONS // COUNT):
             values = decode_part(
-                now, tables, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE,
+                now,
+                tables,
+                values_ptr,
+                part,
+                COUNT,
+                BITS,
+                AFFINE,
+                SHUFFLE,
+                X_DTYPE,
                 DOT_DTYPE,
-            )  # fmt: skip
+            )
             for q in tl.static_range(0, COUNT, STEP):
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
@@ -135,7 +167,7 @@ def small_kernel(
                 if (part * COUNT + q + STEP) * 16 % SEGMENT == 0:
                     group = warp_s * 0
                     if not ONE_GROUP:
-                        group = ((first + warp_s) * TILE_K + (part * COUNT + q) * 16)
+                        group = (first + warp_s) * TILE_K + (part * COUNT + q) * 16
                         group = group // PADDED_GROUP
                     inside = has_scale & (group < groups)
                     at = scale_at + group * 16

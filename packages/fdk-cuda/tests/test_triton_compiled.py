@@ -98,7 +98,7 @@ def test_small(bits: int, target: int) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("bits", [4, 8])
 def test_gemm(bits: int, target: int) -> None:
     config: GemmConfig = fit(GEMM_CONFIGS[1], bits, TARGETS[target])
     arguments = constants(bits, affine=bits == 8) | {

@@ -128,7 +128,8 @@ def restore_codes(words: Tensor, a: Arrangement) -> Tensor:
     split = units.permute(0, 2, 3, 1, 7, 4, 8, 5, 6)
     padded = split.reshape(a.n_tiles * TILE_N, a.k_tiles * a.tile_k)
     columns = padded[: a.n, : a.groups * a.padded_group].view(a.n, a.groups, a.padded_group)
-    return columns[:, :, : a.group_size].reshape(a.n, a.k)
+    codes: Tensor = columns[:, :, : a.group_size].reshape(a.n, a.k)
+    return codes
 
 
 def arrange_scale(scale: Tensor, a: Arrangement) -> Tensor:

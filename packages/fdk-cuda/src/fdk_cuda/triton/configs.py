@@ -41,7 +41,8 @@ SMALL_CONFIGS = (
 )
 GEMM_CONFIGS = (
     GemmConfig(tiles=1, warps=4, block_m=32),
-    GemmConfig(tiles=1, warps=4, block_m=64),
+    # H200, 8192 x 8192, 4 bits, m = 64: 4 warps 35.8 us, 8 warps and k in four 34.6 us.
+    GemmConfig(tiles=1, warps=8, block_m=64),
     GemmConfig(tiles=1, warps=8, block_m=128),
 )
 LIMITS = Limits()

@@ -23,8 +23,8 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
         values :: [dtype 2, 2^bits, int16] the bits of the rounded values, in each of ``DTYPES``.
         lanes  :: [dtype 2, 2, 32, int32] row 0, what lane i holds: a value of the codebook, or at
             2 bits a pair of them. Row 1, what all hold: at 1 bit the difference of the two values
-            as integers and the first value twice; at 3 and 4 bits the low bytes of all values,
-            then the high ones, four to a word.
+            as integers and the first value twice; at 3 bits the low bytes of all values, then the
+            high ones, four to a word.
     """
     bits = codebook.numel().bit_length() - 1
     values = torch.stack([codebook.to(dtype).view(torch.int16) for dtype in DTYPES])
@@ -38,7 +38,7 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
         lanes[:, 0] = raw[:, lane & 3] | raw[:, lane >> 2 & 3] << 16
     elif bits in SHUFFLE_BITS:
         lanes[:, 0] = raw[:, lane & ((1 << bits) - 1)]
-    if bits in (3, 4):
+    if bits == 3:
         planes = torch.stack([raw & 0xFF, raw >> 8], dim=1).view(len(DTYPES), -1, 4)
         count = planes.shape[1]
         lanes[:, 1, :count] = (planes << torch.arange(0, 32, 8, device=raw.device)).sum(-1)
@@ -49,7 +49,7 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
 def operands(bits: int) -> tuple[int, int, int]:
     """Words of a unit, and words of the table: those of a lane, those that all lanes hold."""
     words = 1 if bits in (1, 2, 4) else bits
-    return words, int(bits in (2, 4, 5)), {1: 2, 3: 4, 4: 8}.get(bits, 0)
+    return words, int(bits in (2, 4, 5)), {1: 2, 3: 4}.get(bits, 0)
 
 
 @triton.constexpr_function
@@ -65,11 +65,11 @@ def eight(dtype: tl.dtype) -> tuple[tl.dtype, ...]:
 
 
 @triton.constexpr_function
-def byte_planes(bits: int, high: list[str], odd: bool) -> list[str]:
+def byte_planes(table: list[str], odd: bool) -> list[str]:
     """Four positions of two units by byte permutes, even or odd ones; codes are nibbles of $a, $b.
 
     The nibbles of both units alternate in one word, which then selects the low bytes of four
-    values at once, and the high ones. Eight values a permute; sixteen are two and a choice.
+    values at once, and the high ones.
     """
     lines = [
         "shr.u32 c, {a}, 4; lop3.b32 m, c, {b}, 0x0F0F0F0F, 0xE4;"
@@ -77,17 +77,11 @@ def byte_planes(bits: int, high: list[str], odd: bool) -> list[str]:
         else "shl.b32 c, {b}, 4; lop3.b32 m, {a}, c, 0x0F0F0F0F, 0xE4;",
         "and.b32 s, m, 0x77777777;",
     ]
-    if bits == 4:  # the top bit of a nibble chooses between byte i of one word and of another
-        lines.append("shr.u32 h, m, 1; lop3.b32 h, h, 0x44444444, 0x32103210, 0xEA;")
     for pair in range(2):
         if pair == 1:
-            lines.append("shr.u32 s, s, 16;" + (" shr.u32 h, h, 16;" if bits == 4 else ""))
-        for plane, name in enumerate(("v", "w")):
-            table = high[plane * len(high) // 2 :]
-            lines.append(f"prmt.b32 {name}, {table[0]}, {table[1]}, s;")
-            if bits == 4:
-                lines.append(f"prmt.b32 c, {table[2]}, {table[3]}, s;")
-                lines.append(f"prmt.b32 {name}, {name}, c, h;")
+            lines.append("shr.u32 s, s, 16;")
+        lines.append(f"prmt.b32 v, {table[0]}, {table[1]}, s;")
+        lines.append(f"prmt.b32 w, {table[2]}, {table[3]}, s;")
         for selector, p in (("0x5140", 4 * pair + odd), ("0x7362", 4 * pair + 2 + odd)):
             lines.append(f"prmt.b32 ${p}, v, w, {selector};")
     return lines
@@ -101,7 +95,7 @@ def assembly(bits: int, part: int) -> str:
     b = [f"${8 + 2 * i + 1}" for i in range(words)]
     lane = f"${8 + 2 * words}"
     table = [f"${8 + 2 * (words + of_lane + i)}" for i in range(of_all)]
-    lines = [".reg .b32 a, b, c, d, h, m, s, v, w;"]
+    lines = [".reg .b32 a, b, c, d, m, s, v, w;"]
     if bits == 1:
         # Halves of 16 bits of both units side by side.
         lines.append(f"prmt.b32 a, {a[0]}, {b[0]}, {'0x5410' if part < 2 else '0x7632'};")
@@ -135,13 +129,11 @@ def assembly(bits: int, part: int) -> str:
                 ]
             first, second = "a", "b"
         for odd in (False, True):
-            lines += [x.format(a=first, b=second) for x in byte_planes(bits, table, odd)]
+            lines += [x.format(a=first, b=second) for x in byte_planes(table, odd)]
     else:
-        # A shuffle takes its lane from the low five bits. It moves 16 values a clock, permutes
-        # decode 22: at 4 bits half of the positions each way.
-        if bits == 4:
-            lines += [x.format(a=a[0], b=b[0]) for x in byte_planes(bits, table, False)]
-        for p in range(8) if bits == 5 else range(1, 8, 2):
+        # A shuffle takes its lane from the low five bits. Half of the 4-bit codes by permutes did
+        # not help (H200, 28672 x 8192, m = 1: 57.1 us -> 63.1 us).
+        for p in range(8):
             for index, value, word in (("c", "v", a), ("d", "w", b)):
                 lines.append(f"shr.u32 {index}, {word[part]}, {4 * p};")
                 if bits == 5:

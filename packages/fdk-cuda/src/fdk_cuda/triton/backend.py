@@ -1,0 +1,127 @@
+"""The Triton backend: every format on any NVIDIA GPU of compute capability 8.0 or later."""
+
+import torch
+from torch import Tensor
+
+from fdk_cuda.triton.arrangement import (
+    Arrangement,
+    arrange_codes,
+    arrange_scale,
+    restore_codes,
+    restore_scale,
+)
+from fdk_cuda.triton.decode import DTYPES, lookup_tables
+from fdk_cuda.triton.launch import INTERPRETED
+from fdk_cuda.triton.linear import triton_linear_op
+from fdk_formats.backends import Layout, Problem
+from fdk_formats.packing import pack
+from fdk_formats.tensor import QuantisedTensor
+
+MIN_CAPABILITY = (8, 0)
+PRIORITY = 10
+
+
+class TritonLayout(Layout):
+    """Codes in fragment order, scales by tiles of 16 rows, and the tables of the codebook.
+
+    Args:
+        q: the weight.
+        batch_invariant: a row of y does not depend on the other rows or their number; many rows
+            then take longer.
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    values: Tensor
+    lanes: Tensor
+    codebook: Tensor | None
+
+    def __init__(self, q: QuantisedTensor, *, batch_invariant: bool = False) -> None:
+        super().__init__()
+        self.format, self.shape, self.batch_invariant = q.format, q.shape, batch_invariant
+        a = self.arrangement = Arrangement(*q.shape, q.format.bits, q.group_size)
+        codebook = q.codebook
+        if codebook is None:
+            codebook = torch.arange(1 << a.bits, dtype=torch.float32, device=q.device)
+        values, lanes = lookup_tables(codebook)
+        zero_point = None if q.zero_point is None else arrange_scale(q.zero_point, a)
+        tensors = {
+            "words": arrange_codes(q.codes(), a),
+            "scale": arrange_scale(q.scale, a),
+            "zero_point": zero_point,
+            "values": values,
+            "lanes": lanes,
+            "codebook": q.codebook,
+        }
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``Layout``."""
+        a = self.arrangement
+        return triton_linear_op(
+            x,
+            self.words,
+            self.scale,
+            self.zero_point,
+            self.values,
+            self.lanes,
+            a.bits,
+            a.group_size,
+            self.batch_invariant,
+            bias,
+            a.n,
+            a.k,
+        )
+
+    def unpack(self) -> QuantisedTensor:
+        """See ``Layout``."""
+        a = self.arrangement
+        return QuantisedTensor(
+            format=self.format,
+            shape=self.shape,
+            packed=pack(restore_codes(self.words, a), a.bits),
+            scale=restore_scale(self.scale, a),
+            codebook=self.codebook,
+            zero_point=None if self.zero_point is None else restore_scale(self.zero_point, a),
+        )
+
+
+class TritonBackend:
+    """Takes every format with bf16 and fp16 activations.
+
+    Args:
+        batch_invariant: of the layouts it packs, see ``TritonLayout``.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """See ``Backend``."""
+        if problem.dtype not in DTYPES:
+            return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
+        if INTERPRETED:
+            return None
+        if problem.device.type != "cuda":
+            return f"needs a CUDA device, got {problem.device}"
+        if not torch.cuda.is_available():
+            return "needs CUDA: torch finds no driver or no GPU, or is built without CUDA"
+        if torch.version.hip is not None:
+            return "needs an NVIDIA GPU, got one of AMD"
+        capability = torch.cuda.get_device_capability(problem.device)
+        if capability < MIN_CAPABILITY:
+            wanted, got = (".".join(map(str, c)) for c in (MIN_CAPABILITY, capability))
+            return f"needs a GPU of compute capability {wanted} or later, got {got}"
+        return None
+
+    def priority(self, problem: Problem) -> int:
+        """See ``Backend``."""
+        return PRIORITY
+
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        """See ``Backend``."""
+        return TritonLayout(q, batch_invariant=self.batch_invariant)

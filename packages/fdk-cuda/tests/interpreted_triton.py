@@ -1,0 +1,103 @@
+"""Run by test_triton_interpreted.py with TRITON_INTERPRET=1."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fdk_cuda.triton import TritonBackend, TritonLayout, launch
+from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.configs import GemmConfig, SmallConfig
+from fdk_formats import Format
+from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
+
+assert launch.INTERPRETED
+DTYPES = (torch.bfloat16, torch.float16)
+FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in range(1, 9)]
+
+
+def weight(case: Case, layout: TritonLayout) -> launch.Weight:
+    tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
+    return launch.Weight(*tensors, layout.arrangement)
+
+
+# The whole kit takes the interpreter half a minute a case; a GPU runs all of it.
+SOME = list(cases(dtypes=DTYPES, bits=(4, 8), group_sizes=(16,), ms=(3,)))
+
+
+@pytest.mark.parametrize("case", SOME[::3], ids=str)
+def test_conformance(case: Case) -> None:
+    check_numerics(TritonBackend(), case)
+    check_golden(TritonBackend(), case)
+
+
+@pytest.mark.parametrize(("codebook", "bits"), FORMATS)
+def test_one_hot(codebook: str, bits: int) -> None:
+    case = Case(Format(codebook, bits, 24), 3, 21, 72, DTYPES[bits % 2])
+    q = case.quantised()
+    x = torch.zeros(3, 72, dtype=case.dtype)
+    x[[0, 1, 2], [0, 30, 71]] = 1
+    y = TritonBackend().pack(q, dtype=case.dtype)(x)
+    assert torch.equal(y, q.dequantise(case.dtype).T[[0, 30, 71]])
+
+
+@pytest.mark.parametrize(("codebook", "bits"), FORMATS)
+def test_dequantise(codebook: str, bits: int) -> None:
+    group_size = (16, 24, 64, None)[bits % 4]
+    case = Case(Format(codebook, bits, group_size), 1, 37, 3 * (group_size or 30), DTYPES[bits % 2])
+    q = case.quantised()
+    w_hat = launch.dequantise(weight(case, TritonLayout(q)), case.dtype)
+    assert torch.equal(w_hat, q.dequantise(case.dtype))
+
+
+@pytest.mark.parametrize("config", [GemmConfig(1, 4, 32), GemmConfig(2, 4, 16, split_k=2)])
+@pytest.mark.parametrize(
+    ("codebook", "bits", "group_size"), [("custom", 4, 64), ("affine", 8, 24), ("custom", 8, 16)]
+)
+def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> None:
+    case = Case(Format(codebook, bits, group_size), 19, 137, 9 * group_size, DTYPES[bits % 2])
+    q = case.quantised()
+    x, bias = case.random(case.m, case.k), case.random(case.n)
+    y = launch.gemm(x, weight(case, TritonLayout(q)), bias, config)
+    w_hat = q.dequantise(case.dtype)
+    oracle = x.double() @ w_hat.double().T + bias.double()
+    torch_y = torch.nn.functional.linear(x, w_hat, bias)
+    assert nrmse(y, oracle) <= 2 * nrmse(torch_y, oracle)  # the interpreter rounds no weights
+
+
+@pytest.mark.parametrize("config", [SmallConfig(1, 2), SmallConfig(2, 4, prefetch=False)])
+@pytest.mark.parametrize("m", [1, 9, 17])
+def test_small(m: int, config: SmallConfig) -> None:
+    case = Case(Format("custom", 4, 32), m, 41, 32 * 11, torch.float16)
+    q = case.quantised()
+    x = case.random(m, case.k)
+    y = launch.small(x, weight(case, TritonLayout(q)), None, config)
+    oracle = x.double() @ q.dequantise(torch.float64).T
+    assert nrmse(y, oracle) < 1e-3
+
+
+def test_batch_invariant() -> None:
+    case = Case(Format("custom", 3, 64), 20, 37, 192, torch.bfloat16)
+    layout = TritonBackend(batch_invariant=True).pack(case.quantised(), dtype=case.dtype)
+    x = case.random(20, case.k)
+    whole = layout(x)
+    for m in (1, 8, 9, 17):
+        assert torch.equal(layout(x[:m]), whole[:m])
+
+
+def test_fp32_activations_are_refused() -> None:
+    case = Case(Format("custom", 4, 16), 2, 16, 16, torch.bfloat16)
+    problem = replace(case, dtype=torch.float32).problem
+    assert "needs activations of torch.bfloat16 or torch.float16" in str(
+        TritonBackend().unsupported(problem)
+    )
+    layout = TritonBackend().pack(case.quantised(), dtype=case.dtype)
+    with pytest.raises(TypeError, match=r"x must be torch\.bfloat16 or torch\.float16, got"):
+        layout(torch.zeros(2, 16))
+
+
+def test_arrangement_sizes() -> None:
+    # 3 groups of 24 columns, each padded to 32, in tiles of 128 columns at 4 bits
+    a = Arrangement(n=37, k=72, bits=4, group_size=24)
+    assert (a.groups, a.padded_group, a.tile_k, a.k_tiles, a.n_tiles) == (3, 32, 128, 1, 3)
+    assert (a.segment, a.paired, a.words_shape) == (32, True, (3, 1, 1, 2, 32, 4))

@@ -1,0 +1,119 @@
+"""Every kernel compiles, without a GPU, for every generation it serves, and spills no register."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fdk_cuda.triton.arrangement import POSITIONS, Arrangement  # noqa: E402
+from fdk_cuda.triton.configs import (  # noqa: E402
+    GEMM_CONFIGS,
+    SMALL_CONFIGS,
+    GemmConfig,
+    SmallConfig,
+    fit,
+)
+from fdk_cuda.triton.decode import SHUFFLE_BITS  # noqa: E402
+from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
+from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
+from fdk_cuda.triton.small import small_kernel  # noqa: E402
+
+# Compute capability, and bytes of shared memory that a program may take.
+TARGETS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+TENSORS = {
+    "x_ptr": "*bf16",
+    "words_ptr": "*i32",
+    "scale_ptr": "*bf16",
+    "zero_ptr": "*bf16",
+    "values_ptr": "*i16",
+    "lanes_ptr": "*i32",
+    "bias_ptr": "*bf16",
+    "out_ptr": "*bf16",
+}
+# One width of each way to decode.
+BITS = (1, 3, 4, 8)
+
+
+def constants(bits: int, affine: bool) -> dict[str, object]:
+    a = Arrangement(4096, 4096, bits, 64)
+    return {
+        "BITS": bits,
+        "WORDS": a.words,
+        "POSITIONS": POSITIONS[bits],
+        "GROUP": 64,
+        "PADDED_GROUP": 64,
+        "SEGMENT": a.segment,
+        "ONE_GROUP": False,
+        "PAIRED": True,
+        "AFFINE": affine,
+        "HAS_BIAS": True,
+        "SHUFFLE": bits in SHUFFLE_BITS,
+        "X_DTYPE": tl.bfloat16,
+        "DOT_DTYPE": tl.bfloat16,
+    }
+
+
+def spills(kernel: object, target: int, arguments: dict[str, object], warps: int) -> int:
+    """Bytes of stack of a compiled kernel."""
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in arguments else TENSORS.get(name, "i32") for name in names
+    }
+    known = {name: value for name, value in arguments.items() if name in names}
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in TENSORS or name in ("n", "k")
+    }
+    source = ASTSource(kernel, signature, known, attributes)
+    options = {"num_warps": warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    ptxas = tools / ("ptxas-blackwell" if target >= 100 else "ptxas")
+    arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
+    command = [str(ptxas), f"-arch={arch}", "-v", "-o", "/dev/null", "/dev/stdin"]
+    done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(re.search(r"(\d+) bytes stack frame", done.stderr)[1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", BITS)
+def test_small(bits: int, target: int) -> None:
+    config: SmallConfig = SMALL_CONFIGS[target % len(SMALL_CONFIGS)]
+    arguments = constants(bits, affine=bits == 8) | {
+        "N_TILES": config.n_tiles,
+        "M_TILES": 2,
+        "WARPS": config.warps,
+        "PREFETCH": config.prefetch,
+    }
+    assert spills(small_kernel, target, arguments, config.warps) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gemm(bits: int, target: int) -> None:
+    config: GemmConfig = fit(GEMM_CONFIGS[1], bits, TARGETS[target])
+    arguments = constants(bits, affine=bits == 8) | {
+        "R": config.tiles,
+        "WARPS": config.warps,
+        "BLOCK_M": config.block_m,
+        "GROUP_M": 4,
+        "SPLIT_K": 1,
+        "STAGES": config.stages,
+    }
+    assert spills(gemm_kernel, target, arguments, config.warps) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", BITS)
+def test_dequantise(bits: int, target: int) -> None:
+    arguments = constants(bits, affine=False) | {"R": 1, "WARPS": 4}
+    assert spills(dequantise_kernel, target, arguments, 4) == 0

@@ -1,0 +1,191 @@
+"""The Marlin backends on a GPU: conformance, every m, many runs, streams, graphs, compile."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT
+from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, dequantise
+from fdk_formats.format import Format
+from fdk_formats.testing import cases, check_backend, nrmse, poisoned, random_quantised
+
+pytestmark = pytest.mark.gpu
+
+BITS = (1, 2, 3, 4, 8)
+DTYPES = (torch.bfloat16, torch.float16)
+CASES = dict(bits=BITS, group_sizes=(32, 64, 128, None), dtypes=DTYPES, device="cuda")
+
+
+@pytest.mark.parametrize("case", cases(codebooks=("custom",), ms=(1, 3, 9), **CASES), ids=str)
+def test_marlin_lut_conformance(case):
+    check_backend(MARLIN_LUT, case)
+
+
+@pytest.mark.parametrize("case", cases(codebooks=("affine", "int"), ms=(1, 3, 9), **CASES), ids=str)
+def test_marlin_conformance(case):
+    check_backend(MARLIN, case)
+
+
+def pack(format, n, k, dtype=torch.bfloat16, seed=0):
+    q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
+    backend = MARLIN if q.format.is_affine else MARLIN_LUT
+    return q, backend.pack(q, dtype=dtype)
+
+
+def random_x(*shape, dtype=torch.bfloat16, seed=1):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+def check(layout, q, x, bias=None):
+    """y is no further from float64 than twice torch in the same dtype."""
+    W_hat = q.dequantise(x.dtype)
+    with poisoned():
+        y = layout(x, bias)
+    oracle = linear(x.double(), W_hat.double(), None if bias is None else bias.double())
+    assert nrmse(y, oracle) <= 2 * nrmse(linear(x, W_hat, bias), oracle)
+    return y
+
+
+# A tile more and less than whole, several tiles to a block, clusters of every size, all-pad rows.
+SHAPES = [(1, 64), (37, 192), (64, 4096), (1000, 2048), (4096, 4096), (8224, 1024), (14336, 576)]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES, ids=lambda v: str(v))
+@pytest.mark.parametrize("format", [f"custom{bits}-g64" for bits in BITS] + ["affine4-g32"])
+def test_marlin_every_m(format, n, k):
+    q, layout = pack(format, n, k)
+    bias = random_x(n, seed=5)
+    for m in (1, 2, 4, 5, 8, 9, 16, 17, 33, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1):
+        check(layout, q, random_x(m, k, seed=m), bias)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantise_is_exact(bits, dtype):
+    for codebook, group in itertools.product(("custom", "affine"), (32, 64, None)):
+        q, layout = pack(Format(codebook, bits, group), 1000, 1216, dtype)
+        with poisoned():
+            W_hat = dequantise(layout.packed, layout.codebook, str(q.format), *q.shape)
+        assert torch.equal(W_hat, q.dequantise(dtype)), q.format
+
+
+def test_pack_on_gpu_gives_the_bytes_of_the_cpu():
+    for format in ("custom3-g64", "affine8-g32", "custom1-row"):
+        q = random_quantised(Format.parse(format), 100, 192)
+        backend = MARLIN if q.format.is_affine else MARLIN_LUT
+        on_cpu = backend.pack(q, dtype=torch.bfloat16)
+        on_gpu = backend.pack(q.to("cuda"), dtype=torch.bfloat16)
+        assert torch.equal(on_cpu.packed, on_gpu.packed.cpu())
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_marlin_repeats_bit_for_bit(bits, m):
+    q, layout = pack(f"custom{bits}-g64", 4096, 4096)
+    x = random_x(m, 4096)
+    first = check(layout, q, x)
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        differs |= (layout(x) != first).any()
+    assert not differs
+
+
+def test_marlin_layers_in_a_row():
+    """Back to back, each kernel starts while the one before still runs."""
+    layers = [pack(f"custom{4 - i % 4}-g64", 4096, 4096, seed=i) for i in range(8)]
+    x = random_x(4, 4096)
+
+    def run():
+        y = x
+        for _, layout in layers:
+            y = layout(y)
+            y = y / y.norm() * 64
+        return y
+
+    def run_without_pause():
+        y = x
+        for _, layout in layers:
+            y = layout(y)
+        return y
+
+    for function in (run, run_without_pause):
+        torch.cuda.synchronize()
+        first = function()
+        step = x
+        for _, layout in layers:
+            torch.cuda.synchronize()
+            step = layout(step)
+            if function is run:
+                torch.cuda.synchronize()
+                step = step / step.norm() * 64
+        assert torch.equal(first, step)
+        for _ in range(50):
+            assert torch.equal(function(), first)
+
+
+def test_marlin_on_two_streams():
+    weights = [pack("custom4-g64", 4096, 4096, seed=i) for i in range(2)]
+    x = random_x(16, 4096)
+    expected = [layout(x) for _, layout in weights]
+    streams = [torch.cuda.Stream() for _ in weights]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        outs = []
+        for stream, (_, layout) in zip(streams, weights, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append([layout(x) for _ in range(4)])
+        torch.cuda.synchronize()
+        for out, wanted in zip(outs, expected, strict=True):
+            assert all(torch.equal(y, wanted) for y in out)
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 100])
+def test_marlin_in_a_graph(m):
+    q, layout = pack("custom2-g64", 4096, 4096)
+    x = random_x(m, 4096)
+    layout(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layout(x)
+        z = layout(y)
+    for seed in range(3):
+        x.copy_(random_x(m, 4096, seed=seed + 10))
+        y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, layout(x))
+        assert torch.equal(z, layout(y))
+
+
+def test_marlin_compiles():
+    q, layout = pack("custom4-g64", 256, 512)
+    function = torch.compile(lambda x: layout(x * 2) + 1, fullgraph=True)
+    x = random_x(3, 512).requires_grad_()
+    y = function(x)
+    assert torch.equal(y, layout(x * 2) + 1)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad((layout(x * 2) + 1).sum(), x)
+    assert torch.equal(dx, expected)
+
+
+def test_marlin_opcheck():
+    _, layout = pack("custom4-g64", 256, 512)
+    x = random_x(3, 512).requires_grad_()
+    bias = random_x(256).requires_grad_()
+    args = (x, layout.packed, layout.codebook, str(layout.format), bias, 256, 512)
+    torch.library.opcheck(torch.ops.fdk_cuda.marlin_linear.default, args)
+
+
+def test_marlin_misaligned_x():
+    q, layout = pack("custom4-g64", 256, 512)
+    x = random_x(2 * 512 + 1)[1:].view(2, 512)
+    check(layout, q, x)
+
+
+def test_marlin_wrong_dtype():
+    _, layout = pack("custom4-g64", 256, 512)
+    with pytest.raises(TypeError, match=r"x must be torch\.bfloat16, got torch\.float16"):
+        layout(random_x(1, 512, dtype=torch.float16))

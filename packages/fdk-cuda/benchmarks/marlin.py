@@ -9,6 +9,7 @@ rates that docs/kernels/marlin.md gives for an H200; `goal` comes from a file of
 """
 
 import argparse
+import bisect
 import json
 import statistics
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from fdk_cuda.marlin.ops import device_limits, small_fields, small_launch
 from fdk_cuda.marlin.plan import plan_small
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.format import Format
-from fdk_formats.testing import nrmse, random_quantised
+from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.testing import nrmse
 
 SHAPES = ((4096, 4096), (8192, 8192), (28672, 8192), (4096, 14336), (14336, 4096))
 COLD_BYTES = 256 << 20
@@ -43,11 +45,23 @@ READ_TABLE = (
 def read_floor(size: float) -> float:
     """Microseconds to read ``size`` bytes once, between the points of the table."""
     mib = size / (1 << 20)
-    points = ((0.0, 2.06), *READ_TABLE)
-    for (low, at_low), (high, at_high) in zip(points, points[1:], strict=False):
-        if mib <= high:
-            return at_low + (at_high - at_low) * (mib - low) / (high - low)
-    return READ_TABLE[-1][1] * mib / READ_TABLE[-1][0]
+    i = min(max(1, bisect.bisect_left(READ_MIB, mib)), len(READ_MIB) - 1)
+    share = (mib - READ_MIB[i - 1]) / (READ_MIB[i] - READ_MIB[i - 1])
+    return READ_TIME[i - 1] + share * (READ_TIME[i] - READ_TIME[i - 1])
+
+
+def random_weight(bits: int, n: int, k: int) -> QuantisedTensor:
+    """A weight of random codes, scales and codebook, made on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(bits)
+    return QuantisedTensor(
+        Format("custom", bits, 64),
+        (n, k),
+        torch.randint(
+            256, (n, k * bits // 8), dtype=torch.uint8, device="cuda", generator=generator
+        ),
+        (0.5 + torch.rand(n, k // 64, device="cuda", generator=generator)).to(torch.bfloat16),
+        torch.randn(1 << bits, device="cuda", generator=generator).sort().values,
+    )
 
 
 def graph_time(run: Callable[[int], object], count: int) -> float:
@@ -73,7 +87,7 @@ def time_case(
     n: int, k: int, bits: int, ms: list[int], goals: dict[tuple[int, ...], float]
 ) -> None:
     """Prints a line for each m."""
-    q = random_quantised(Format("custom", bits, 64), n, k).to("cuda")
+    q = random_weight(bits, n, k)
     layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
     copies = min(400, COLD_BYTES // layout.packed.nbytes + 2)
     packed = [layout.packed.clone() for _ in range(copies)]

@@ -15,15 +15,17 @@ pytestmark = pytest.mark.gpu
 
 BITS = (1, 2, 3, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
-CASES = dict(bits=BITS, group_sizes=(32, 64, 128, None), dtypes=DTYPES, device="cuda")
+CASES = {"bits": BITS, "group_sizes": (32, 64, 128, None), "dtypes": DTYPES, "device": "cuda"}
+LUT_CASES = list(cases(codebooks=("custom",), ms=(1, 3, 9), **CASES))
+GRID_CASES = list(cases(codebooks=("affine", "int"), ms=(1, 3, 9), **CASES))
 
 
-@pytest.mark.parametrize("case", cases(codebooks=("custom",), ms=(1, 3, 9), **CASES), ids=str)
+@pytest.mark.parametrize("case", LUT_CASES, ids=str)
 def test_marlin_lut_conformance(case):
     check_backend(MARLIN_LUT, case)
 
 
-@pytest.mark.parametrize("case", cases(codebooks=("affine", "int"), ms=(1, 3, 9), **CASES), ids=str)
+@pytest.mark.parametrize("case", GRID_CASES, ids=str)
 def test_marlin_conformance(case):
     check_backend(MARLIN, case)
 
@@ -144,7 +146,7 @@ def test_marlin_on_two_streams():
 
 @pytest.mark.parametrize("m", [1, 16, 40, 100])
 def test_marlin_in_a_graph(m):
-    q, layout = pack("custom2-g64", 4096, 4096)
+    _, layout = pack("custom2-g64", 4096, 4096)
     x = random_x(m, 4096)
     layout(x)
     graph = torch.cuda.CUDAGraph()
@@ -161,7 +163,7 @@ def test_marlin_in_a_graph(m):
 
 
 def test_marlin_compiles():
-    q, layout = pack("custom4-g64", 256, 512)
+    _, layout = pack("custom4-g64", 256, 512)
     function = torch.compile(lambda x: layout(x * 2) + 1, fullgraph=True)
     x = random_x(3, 512).requires_grad_()
     y = function(x)

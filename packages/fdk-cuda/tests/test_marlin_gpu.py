@@ -41,13 +41,25 @@ def random_x(*shape, dtype=torch.bfloat16, seed=1):
     return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
 
+def exact_weight(q, dtype):
+    """The weight before its products with scales are rounded, float64."""
+    scale = q.scale.double()[..., None]
+    codes = q.codes().view(*q.scale.shape, -1)
+    if q.format.is_affine:
+        values = codes.double() - q.zero_point.double()[..., None]
+    else:
+        values = q.codebook.to(dtype).double()[codes.int()]
+    return (values * scale).view(q.shape)
+
+
 def check(layout, q, x, bias=None):
-    """y is no further from float64 than twice torch in the same dtype."""
-    W_hat = q.dequantise(x.dtype)
+    """y is no further from float64 than torch, where torch has nothing but its sums to round."""
+    W = exact_weight(q, x.dtype)
     with poisoned():
         y = layout(x, bias)
-    oracle = linear(x.double(), W_hat.double(), None if bias is None else bias.double())
-    assert nrmse(y, oracle) <= 2 * nrmse(linear(x, W_hat, bias), oracle)
+    oracle = linear(x.double(), W, None if bias is None else bias.double())
+    rounded_once = oracle.to(x.dtype)
+    assert nrmse(y, oracle) <= 1.2 * nrmse(rounded_once, oracle) + 1e-5
     return y
 
 
@@ -60,7 +72,7 @@ SHAPES = [(1, 64), (37, 192), (64, 4096), (1000, 2048), (4096, 4096), (8224, 102
 def test_marlin_every_m(format, n, k):
     q, layout = pack(format, n, k)
     bias = random_x(n, seed=5)
-    for m in (1, 2, 4, 5, 8, 9, 16, 17, 33, MAX_FUSED_ROWS, MAX_FUSED_ROWS + 1):
+    for m in (1, 2, 4, 5, 8, 9, 16, 17, 33, MAX_FUSED_ROWS):
         check(layout, q, random_x(m, k, seed=m), bias)
 
 

@@ -34,6 +34,8 @@ class SmallPlan:
         split: blocks of a cluster, which share the columns of a tile.
         tiles: of the weight.
         grid: blocks of threads.
+        passes: tiles that the busiest block takes.
+        rounds: stages of a tile that the busiest warp takes.
         stored_columns: of the partial sums.
         sum_buffers: of the partial sums, 0 where they lie over the ring.
         shared_bytes: of a block.
@@ -45,6 +47,8 @@ class SmallPlan:
     split: int
     tiles: int
     grid: int
+    passes: int
+    rounds: int
     stored_columns: int
     sum_buffers: int
     shared_bytes: int
@@ -68,7 +72,7 @@ def plan_small(geometry: Geometry, m: int, device: Device) -> SmallPlan:
         sums = warps * (16 * fragments + 4) * stored * 4
         exchange = 2 * 16 * fragments * stored * 4 if split > 1 else 0
         fixed = TABLE_BYTES + ring + warps * STAGES * BARRIER_BYTES + exchange
-        wanted = 0 if passes == 1 and sums <= ring else 2
+        wanted = 2 if passes > 1 else 0 if sums <= ring else 1
         for buffers in (wanted, 1):
             if (shared := fixed + buffers * sums) <= device.shared_bytes:
                 return SmallPlan(
@@ -78,6 +82,8 @@ def plan_small(geometry: Geometry, m: int, device: Device) -> SmallPlan:
                     split=split,
                     tiles=tiles,
                     grid=grid,
+                    passes=passes,
+                    rounds=-(-stages // (warps * split)),
                     stored_columns=stored,
                     sum_buffers=buffers,
                     shared_bytes=shared,

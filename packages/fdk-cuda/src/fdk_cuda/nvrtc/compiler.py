@@ -79,7 +79,7 @@ def compile_program(program: Program, arch: str) -> Compiled:
     try:
         options = [o.encode() for o in (f"-arch={arch}", *COMMON_OPTIONS, *program.options)]
         status = nvrtc.nvrtcCompileProgram(handle, len(options), options)[0]
-        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, handle)
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, handle).rstrip(b"\0")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             version = ".".join(map(str, compiler_version()))
             raise RuntimeError(
@@ -144,4 +144,4 @@ def _call(function: Any, *args: Any) -> Any:
 def _read(size: Any, get: Any, handle: Any) -> bytes:
     buffer = bytes(_call(size, handle))
     _call(get, handle, buffer)
-    return buffer.rstrip(b"\0")
+    return buffer

@@ -38,6 +38,12 @@ class Kernel:
             function = _check(
                 driver.cuModuleGetFunction(module, self.entry.encode()), f"finding {self.entry}"
             )
+            # The most that the device gives: what a launch takes is its own affair, and a limit
+            # set by one launch of this kernel must not stop another.
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            properties = torch.cuda.get_device_properties(device)
+            most = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+            _check(driver.cuFuncSetAttribute(function, limit, most), f"loading {self.entry}")
         self._loaded[device] = module, function
         return function
 
@@ -78,9 +84,6 @@ class Launch:
         self.struct = struct.Struct(f"@P{fields}")
         self.device, self.grid, self.threads = device, grid, threads
         self.shared_bytes = shared_bytes
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        with torch.cuda.device(device):
-            _check(driver.cuFuncSetAttribute(self.function, limit, shared_bytes), self.what)
         self.attributes = _attributes(driver, cluster, overlap)
         self._configs: dict[int, Any] = {}
 

@@ -28,19 +28,58 @@ struct DecodeConstants {
   uint32 nibbles;      // 2 bits: 0x10101010
 };
 
-__device__ __forceinline__ void build_table(uint8* table, const uint16* codebook, int thread,
-                                            int threads) {
-  constexpr int MASK = CODEBOOK_SIZE - 1;
+// The codebook as a warp holds it: up to 2 bits in two words, above a value in each lane (at 8 bits
+// eight values).
+struct Codebook {
+  uint32 words[BITS == 8 ? 8 : 2];
+
+  __device__ __forceinline__ Codebook(const uint16* codebook, int lane) {
+    if (BITS <= 2) {
+      words[0] = reinterpret_cast<const uint32*>(codebook)[0];
+      words[1] = BITS == 2 ? reinterpret_cast<const uint32*>(codebook)[1] : 0;
+    } else {
+#pragma unroll
+      for (int i = 0; i < (BITS == 8 ? 8 : 1); i++)
+        words[i] = codebook[(32 * i + lane) % CODEBOOK_SIZE];
+    }
+  }
+};
+
+// A pair of codebook values, for BITS <= 4; the lower code in the lower bits. The whole warp calls.
+__device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32 codes) {
+  const uint32 low = codes % CODEBOOK_SIZE, high = codes >> BITS;
+  if (BITS <= 2) {
+    const uint32 twice = 2 * low | low << 5 | high << 9 | high << 13;
+    return byte_permute(codebook.words[0], codebook.words[1], twice + 0x1010);
+  }
+  return __shfl_sync(~0u, codebook.words[0], low) |
+         __shfl_sync(~0u, codebook.words[0], high % CODEBOOK_SIZE) << 16;
+}
+
+template <int THREADS>
+__device__ __forceinline__ void build_table(uint8* table, const Codebook& codebook, int thread) {
   constexpr int COPY_BYTES = BITS == 1 || BITS == 2 ? 256 : 128;
   constexpr int PIECES = COPY_BYTES / 16;
-  for (int i = thread; i < 256 * PIECES; i += threads) {
+  constexpr int PAIR_CODES = CODEBOOK_SIZE * CODEBOOK_SIZE - 1;
+  static_assert(THREADS % LANES == 0 && 256 * PIECES % LANES == 0, "warps stay whole");
+#pragma unroll
+  for (int first = 0; first < 256 * PIECES; first += THREADS) {
+    const int i = first + thread;
+    if (first + THREADS > 256 * PIECES && i >= 256 * PIECES) break;
     const int byte = i / PIECES;
     uint32 pairs[ENTRY_BYTES / 4];
+    if (BITS == 8) {
+      // A warp's four entries lie in one of the eight words.
+      pairs[0] = 0;
 #pragma unroll
-    for (int pair = 0; pair < ENTRY_BYTES / 4; pair++) {
-      const int low = BITS == 8 ? byte : byte >> (2 * pair * BITS);
-      const int high = BITS == 8 ? byte : low >> BITS;
-      pairs[pair] = codebook[low & MASK] | static_cast<uint32>(codebook[high & MASK]) << 16;
+      for (int word = 0; word < (BITS == 8 ? 8 : 0); word++) {
+        const uint32 value = __shfl_sync(~0u, codebook.words[word], byte % 32);
+        if (byte / 32 == word) pairs[0] = value * 0x10001u;
+      }
+    } else {
+#pragma unroll
+      for (int pair = 0; pair < ENTRY_BYTES / 4; pair++)
+        pairs[pair] = codebook_pair(codebook, byte >> (2 * pair * BITS) & PAIR_CODES);
     }
     constexpr int LAST = ENTRY_BYTES / 4 - 1;
     *reinterpret_cast<uint4*>(table + byte * 256 + (i % PIECES) * 16) =

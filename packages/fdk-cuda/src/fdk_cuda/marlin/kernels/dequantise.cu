@@ -21,7 +21,7 @@ struct Params {
 };
 
 // What decode leaves of a 1-bit odd fragment is base or base + 1: back to the codebook.
-__device__ __forceinline__ uint32 codebook_pair(uint32 pair, uint32 base, uint32 c0, uint32 c1) {
+__device__ __forceinline__ uint32 restored_pair(uint32 pair, uint32 base, uint32 c0, uint32 c1) {
   const uint32 differs = pair ^ base;
   return (differs & 0xFFFFu ? c1 : c0) | (differs >> 16 ? c1 : c0) << 16;
 }
@@ -37,18 +37,17 @@ __device__ __forceinline__ uint32 scaled_pair(uint32 pair, float scale, float ze
 
 extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8 table[];
-  build_table(table, p.codebook, threadIdx.x, THREADS);
   const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
+  const Codebook codebook(p.codebook, lane);
+  build_table<THREADS>(table, codebook, threadIdx.x);
   DecodeConstants constants;
   constants.lane_part = table_lane_part(lane);
   constants.nibbles = p.nibbles;
 #pragma unroll
   for (int s = 0; s < STEPS; s++) constants.base[s] = p.base[s];
-  if (BITS == 2) {
-    constants.values[0] = reinterpret_cast<const uint32*>(p.codebook)[0];
-    constants.values[1] = reinterpret_cast<const uint32*>(p.codebook)[1];
-  }
-  const uint32 c0 = p.codebook[0], c1 = p.codebook[1];
+  constants.values[0] = codebook.words[0];
+  constants.values[1] = codebook.words[1];
+  const uint32 c0 = codebook.words[0] & 0xFFFFu, c1 = codebook.words[0] >> 16;  // 1 bit
   __syncthreads();
 
   const int row_blocks = p.columns / BLOCK_COLUMNS;
@@ -80,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_co
           for (int i = 0; i < 4; i++) {
             uint32 value = a[i / 2][2 * (i % 2) + half];
             if (COMPUTES_FRAGMENT && f % 2)
-              value = codebook_pair(value, p.base[2 * pair + i / 2], c0, c1);
+              value = restored_pair(value, p.base[2 * pair + i / 2], c0, c1);
             out[i] = scaled_pair(value, scale, zero_point);
           }
           const int row = first_row + 16 * f + 8 * half, column = first_column + 32 * pair;

@@ -45,6 +45,8 @@ struct Params {
   int n, columns, m;
   int stored_columns;  // of partial sums: m, rounded up to what the threads divide evenly
   int tiles;
+  int passes;  // tiles that the busiest block takes
+  int rounds;  // stages of a tile that the busiest warp takes
   int sum_buffers;  // 0: partial sums lie over the ring, for blocks that take a single tile
   uint32 base[STEPS];
   uint32 nibbles;
@@ -66,6 +68,22 @@ __device__ __forceinline__ uint32 cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 #endif
   return rank;
+}
+
+__device__ __forceinline__ uint32 cluster_index() {
+  uint32 index = blockIdx.x;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+#endif
+  return index;
+}
+
+__device__ __forceinline__ uint32 cluster_count() {
+  uint32 count = gridDim.x;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+#endif
+  return count;
 }
 
 __device__ __forceinline__ void cluster_barrier() {
@@ -161,11 +179,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   const int thread = threadIdx.x, lane = thread % LANES;
   const int warp = __shfl_sync(~0u, thread / LANES, 0);  // known to be the same for the whole warp
   const int g = lane / 4, t = lane % 4;
-  const int first_tile = blockIdx.x / split, tile_step = gridDim.x / split;
-  const int my_tiles = (p.tiles - first_tile + tile_step - 1) / tile_step;
+  const int first_tile = cluster_index(), tile_step = cluster_count();
+  const int my_tiles = p.passes - (first_tile + (p.passes - 1) * tile_step >= p.tiles);
   const int k_stages = p.columns / STAGE_COLUMNS;
   const int first_stage = rank * WARPS + warp, stage_step = WARPS * split;
-  const int my_stages = (k_stages - first_stage + stage_step - 1) / stage_step;  // of a tile
+  const int my_stages = p.rounds - (first_stage + (p.rounds - 1) * stage_step >= k_stages);
   const int total = my_tiles * my_stages;
 
   Ring_ ring(rings + warp * Ring_::BYTES, barriers + warp * Ring_::BARRIER_BYTES);
@@ -185,17 +203,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   };
 #pragma unroll
   for (int stage = 0; stage < STAGES; stage++) refill(stage);
-  build_table(table, p.codebook, thread, THREADS);
+  const Codebook codebook(p.codebook, lane);
+  build_table<THREADS>(table, codebook, thread);
 
   DecodeConstants constants;
   constants.lane_part = table_lane_part(lane);
   constants.nibbles = p.nibbles;
 #pragma unroll
   for (int s = 0; s < STEPS; s++) constants.base[s] = p.base[s];
-  if (BITS == 2) {
-    constants.values[0] = reinterpret_cast<const uint32*>(p.codebook)[0];
-    constants.values[1] = reinterpret_cast<const uint32*>(p.codebook)[1];
-  }
+  constants.values[0] = codebook.words[0];
+  constants.values[1] = codebook.words[1];
 
   // Weights and codebook are constants. x and y are not: from here on they may be touched. Plain
   // loads of x, never the read-only path: the kernel before may have just written it.
@@ -298,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
     }
 
     if (KEEPS_SUM) {
-      const float c0 = to_float(p.codebook[0]), c1 = to_float(p.codebook[1]);
+      const float c0 = to_float(constants.values[0] & 0xFFFFu), c1 = to_float(constants.values[0] >> 16);
 #pragma unroll
       for (int row_block = 0; row_block < TILE_BLOCKS; row_block++)
 #pragma unroll

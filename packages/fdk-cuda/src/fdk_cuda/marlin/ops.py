@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 # Above this many rows, dequantise and cuBLAS; up to it, the small-m kernel for 16 rows at a time.
 MAX_FUSED_ROWS = 64
 ALIGNMENT = 16
-SMALL_FIELDS, DEQUANTISE_FIELDS = "5P8i5I", "3P4i5I"
+SMALL_FIELDS, DEQUANTISE_FIELDS = "5P9i5I", "3P4i5I"
 
 
 def marlin_linear(
@@ -104,8 +104,8 @@ def small_launch(variant: Variant, plan: SmallPlan, device: int, *, overlap: boo
 def small_fields(variant: Variant, plan: SmallPlan, geometry: Geometry, m: int) -> tuple[int, ...]:
     """The fields of small_m.cu's Params after the pointers."""
     sizes = (geometry.n, geometry.columns, m)
-    cut = plan.stored_columns, plan.tiles, plan.passes, plan.rounds, plan.sum_buffers
-    return *sizes, *cut, *variant.constants
+    cut = plan.stored_columns, plan.tiles, plan.passes, plan.rounds
+    return *sizes, *cut, plan.log_share, plan.sum_buffers, *variant.constants
 
 
 @cache

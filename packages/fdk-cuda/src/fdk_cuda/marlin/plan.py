@@ -8,7 +8,7 @@ from fdk_cuda.marlin.programs import TABLE_BYTES
 # Rows of x that one launch takes at most, and up to which tiles of 32 rows are faster than 64.
 MAX_ROWS = 16
 MAX_ROWS_NARROW = 4
-STAGES, STAGE_BLOCKS, BARRIER_BYTES = 2, 2, 16
+STAGES, STAGE_BLOCKS, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 2, 16, 16
 WARP_COUNTS = (16, 12, 8, 6, 4)
 SPLITS = (1, 2, 4, 8)
 # What a cluster costs beyond its share of the work, in thousandths of a tile's time per block.
@@ -37,6 +37,7 @@ class SmallPlan:
         passes: tiles that the busiest block takes.
         rounds: stages of a tile that the busiest warp takes.
         stored_columns: of the partial sums.
+        log_share: binary logarithm of the values of a tile that a block finishes.
         sum_buffers: of the partial sums, 0 where they lie over the ring.
         shared_bytes: of a block.
     """
@@ -50,6 +51,7 @@ class SmallPlan:
     passes: int
     rounds: int
     stored_columns: int
+    log_share: int
     sum_buffers: int
     shared_bytes: int
 
@@ -65,13 +67,14 @@ def plan_small(geometry: Geometry, m: int, device: Device) -> SmallPlan:
     split = _split(tiles, stages, device)
     grid = min(tiles, device.processors // split) * split
     passes = -(-tiles * split // grid)
+    values = 16 * fragments * stored  # of a tile of y
     for warps in WARP_COUNTS:
         if warps > _most_warps(geometry, column_tiles):
             continue
         ring = warps * STAGES * STAGE_BLOCKS * geometry.shape[2]
         sums = warps * (16 * fragments + 4) * stored * 4
-        exchange = 2 * 16 * fragments * stored * 4 if split > 1 else 0
-        fixed = TABLE_BYTES + ring + warps * STAGES * BARRIER_BYTES + exchange
+        mail = MAIL_BARRIER_BYTES + (2 * values * 4 if split > 1 else 0)
+        fixed = TABLE_BYTES + ring + warps * STAGES * BARRIER_BYTES + mail
         wanted = 2 if passes > 1 else 0 if sums <= ring else 1
         for buffers in (wanted, 1):
             if (shared := fixed + buffers * sums) <= device.shared_bytes:
@@ -85,6 +88,7 @@ def plan_small(geometry: Geometry, m: int, device: Device) -> SmallPlan:
                     passes=passes,
                     rounds=-(-stages // (warps * split)),
                     stored_columns=stored,
+                    log_share=(values // split).bit_length() - 1,
                     sum_buffers=buffers,
                     shared_bytes=shared,
                 )

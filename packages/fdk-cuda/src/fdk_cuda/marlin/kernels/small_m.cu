@@ -27,6 +27,7 @@ constexpr int K_BLOCKS = STAGE_BLOCKS / TILE_BLOCKS;
 constexpr int STAGE_COLUMNS = K_BLOCKS * BLOCK_COLUMNS;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int THREADS = WARPS * LANES;
+constexpr int MAIL_BARRIER_BYTES = 16;
 constexpr int SUM_STRIDE = TILE_ROWS + 4;  // floats between columns of partial sums: spreads banks
 static_assert(TILE_FRAGMENTS == 2 || TILE_FRAGMENTS == 4);
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
@@ -47,6 +48,7 @@ struct Params {
   int tiles;
   int passes;  // tiles that the busiest block takes
   int rounds;  // stages of a tile that the busiest warp takes
+  int log_share;  // of the values of a tile that a block of a cluster finishes
   int sum_buffers;  // 0: partial sums lie over the ring, for blocks that take a single tile
   uint32 base[STEPS];
   uint32 nibbles;
@@ -86,19 +88,44 @@ __device__ __forceinline__ uint32 cluster_count() {
   return count;
 }
 
-__device__ __forceinline__ void cluster_barrier() {
+// Blocks of a cluster exchange partial sums through mailboxes in shared memory: a value is stored
+// in another block's mailbox and counted by its barrier in one go, so neither side needs a fence or
+// a barrier over the cluster for it. Two mailboxes take turns, a tile each; one is written again only
+// after its block has sent its own sums of the tile between, and so has read it.
+__device__ __forceinline__ void send(const float* mailbox, uint32 barrier, uint32 rank,
+                                     float value) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  uint32 remote, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(mailbox)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   remote), "f"(value), "r"(remote_barrier) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void open_mailboxes(uint32 barriers, int thread) {
+#if __CUDA_ARCH__ >= 900
+  if (thread == 0) {
+    for (int i = 0; i < 2; i++)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+// Until every block of the cluster has opened its own.
+__device__ __forceinline__ void wait_mailboxes() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
-// Writes to the same place in the shared memory of another block of the cluster.
-__device__ __forceinline__ void store_remote(float* own, uint32 rank, float value) {
+__device__ __forceinline__ void expect_mail(uint32 barrier, uint32 bytes) {
 #if __CUDA_ARCH__ >= 900
-  uint32 remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(own)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 #endif
 }
 
@@ -168,12 +195,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   uint8* const table = shared;
   uint8* const rings = table + TABLE_BYTES;
   uint8* const barriers = rings + WARPS * Ring_::BYTES;
-  float* const exchange = reinterpret_cast<float*>(barriers + WARPS * Ring_::BARRIER_BYTES);
+  const uint32 mail_barriers = shared_address(barriers + WARPS * Ring_::BARRIER_BYTES);
+  float* const mailboxes =
+      reinterpret_cast<float*>(barriers + WARPS * Ring_::BARRIER_BYTES + MAIL_BARRIER_BYTES);
   const int split = cluster_size(), rank = cluster_rank();
   const int tile_values = TILE_ROWS * p.stored_columns;
   const int own_sums = WARPS * SUM_STRIDE * p.stored_columns;
   float* const sums = p.sum_buffers == 0 ? reinterpret_cast<float*>(rings)
-                                         : exchange + (split > 1 ? 2 * tile_values : 0);
+                                         : mailboxes + (split > 1 ? 2 * tile_values : 0);
 
   start_next_kernel();
   const int thread = threadIdx.x, lane = thread % LANES;
@@ -205,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   for (int stage = 0; stage < STAGES; stage++) refill(stage);
   const Codebook codebook(p.codebook, lane);
   build_table<THREADS>(table, codebook, thread);
+  if (split > 1) open_mailboxes(mail_barriers, thread);
 
   DecodeConstants constants;
   constants.lane_part = table_lane_part(lane);
@@ -241,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   };
 #pragma unroll
   for (int block = 0; block < K_BLOCKS; block++) load_x(block, 0);
+  if (split > 1) wait_mailboxes();
   __syncthreads();  // the table is whole
 
   for (int tile = first_tile, pass = 0; tile < p.tiles; tile += tile_step, pass++) {
@@ -349,8 +380,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
         p.y[static_cast<uint64>(column) * p.n + row] = from_floats(value, 0.f) & 0xFFFFu;
       }
     };
-    const int share = tile_values / split;
-    float* const received = exchange + pass % 2 * tile_values;  // [split, share]
+    float* const mailbox = mailboxes + pass % 2 * tile_values;  // [split, share]
+    const uint32 mail_barrier = mail_barriers + 8 * (pass % 2);
+    const int share = 1 << p.log_share;
+    if (split > 1 && thread == 0) expect_mail(mail_barrier, 4 * tile_values);
     for (int i = thread; i < tile_values; i += THREADS) {
       const int row = i % TILE_ROWS, column = i / TILE_ROWS;
       float value = 0.f;
@@ -360,13 +393,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       if (split == 1)
         finish(i, value);
       else
-        store_remote(received + rank * share + i % share, i / share, value);
+        send(mailbox + rank * share + (i & (share - 1)), mail_barrier, i >> p.log_share, value);
     }
-    if (split > 1) {
-      cluster_barrier();
+    if (split > 1 && thread < share) {
+      wait_barrier(mail_barrier, pass / 2 % 2);
       for (int i = thread; i < share; i += THREADS) {
         float value = 0.f;
-        for (int from = 0; from < split; from++) value += received[from * share + i];
+        for (int from = 0; from < split; from++) value += mailbox[from * share + i];
         finish(rank * share + i, value);
       }
     }

@@ -117,7 +117,7 @@ def time_case(
         print(
             f"{n:6}x{k:<6} b{bits} m{m:<3} pdl {times[0]:6.2f} plain {times[1]:6.2f} "
             f"floor {floor:6.2f} {100 * floor / times[0]:3.0f}% split {plan.split} "
-            f"warps {plan.warps} goal {verdict}",
+            f"warps {plan.shape.warps} groups {plan.shape.row_groups} goal {verdict}",
             flush=True,
         )
 

@@ -88,13 +88,13 @@ def device_limits(index: int) -> Device:
 
 def small_launch(variant: Variant, plan: SmallPlan, device: int, *, overlap: bool = True) -> Launch:
     """Loads small_m.cu for a plan, compiling it where it has not been."""
-    kernel = small_m_kernel(variant, plan.tile_fragments, plan.column_tiles, plan.warps)
+    kernel = small_m_kernel(variant, plan.shape)
     return Launch(
         kernel,
         device,
         fields=SMALL_FIELDS,
         grid=plan.grid,
-        threads=32 * plan.warps,
+        threads=32 * plan.shape.warps,
         shared_bytes=plan.shared_bytes,
         cluster=plan.split,
         overlap=overlap and device_limits(device).has_clusters,

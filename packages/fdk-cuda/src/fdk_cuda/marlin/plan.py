@@ -1,19 +1,19 @@
 """How a product with few rows of x is cut: tiles, warps, clusters, shared memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, Geometry
-from fdk_cuda.marlin.programs import TABLE_BYTES
+from fdk_cuda.marlin.programs import TABLE_BYTES, TileShape
 
-# Rows of x that one launch takes at most, and up to which tiles of 32 rows are faster than 64.
+# Rows of x that one launch takes at most, and up to which a warp takes 32 rows rather than 64.
 MAX_ROWS = 16
 MAX_ROWS_NARROW = 4
 STAGES, STAGE_BLOCKS, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 2, 16, 16
 WARP_COUNTS = (16, 12, 8, 6, 4)
-SPLITS = (1, 2, 4, 8)
-# What a cluster costs beyond its share of the work, in thousandths of a tile's time per block.
-# Blocks of larger clusters do not all fit the processor groups of the chip.
-FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.9, 8: 0.84}
+# Blocks of a cluster, and the share of the processors that clusters of that size can fill (H200:
+# 66 clusters of 2 fit, 30 of 4).
+FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.84}
 
 
 @dataclass(frozen=True)
@@ -30,84 +30,89 @@ class SmallPlan:
     """One way to run small_m.cu.
 
     Attributes:
-        tile_fragments, column_tiles, warps: of the instantiation.
+        shape: of the instantiation.
         split: blocks of a cluster, which share the columns of a tile.
         tiles: of the weight.
         grid: blocks of threads.
         passes: tiles that the busiest block takes.
         rounds: stages of a tile that the busiest warp takes.
         stored_columns: of the partial sums.
-        log_share: binary logarithm of the values of a tile that a block finishes.
         sum_buffers: of the partial sums, 0 where they lie over the ring.
         shared_bytes: of a block.
     """
 
-    tile_fragments: int
-    column_tiles: int
-    warps: int
+    shape: TileShape
     split: int
     tiles: int
     grid: int
     passes: int
     rounds: int
     stored_columns: int
-    log_share: int
     sum_buffers: int
     shared_bytes: int
+
+    @property
+    def log_share(self) -> int:
+        """Binary logarithm of the values of a tile that a block finishes."""
+        share = self.shape.rows * self.stored_columns // self.split
+        assert share.bit_count() == 1
+        return share.bit_length() - 1
+
+    @property
+    def cost(self) -> float:
+        """Stages of 32 x 128 weights that the busiest warp takes, and what comes on top."""
+        return self.passes * (self.rounds + 0.1 * (self.split > 1))
 
 
 def plan_small(geometry: Geometry, m: int, device: Device) -> SmallPlan:
     """The plan for ``x :: [m, k]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
-    fragments = 2 if m <= MAX_ROWS_NARROW else 4
-    column_tiles = 1 if m <= 8 else 2
+    return min(_plans(geometry, m, device), key=lambda plan: plan.cost)
+
+
+def _plans(geometry: Geometry, m: int, device: Device) -> Iterator[SmallPlan]:
+    fragments, column_tiles = (2 if m <= MAX_ROWS_NARROW else 4), (1 if m <= 8 else 2)
+    splits = [split for split in FITTING_SHARE if device.has_clusters or split == 1]
+    for row_groups in (1,) if m <= MAX_ROWS_NARROW else (1, 2):
+        for split in splits:
+            for warps in WARP_COUNTS:
+                shape = TileShape(fragments, row_groups, column_tiles, warps)
+                if plan := _plan(geometry, m, device, shape, split):
+                    yield plan
+                    break
+
+
+def _plan(
+    geometry: Geometry, m: int, device: Device, shape: TileShape, split: int
+) -> SmallPlan | None:
+    """The plan of one shape and split, or None where it does not fit."""
     stored = next(count for count in (1, 2, 4, 8, 16) if count >= m)
-    tiles = geometry.rows // (16 * fragments)
-    stages = geometry.columns // (BLOCK_COLUMNS * STAGE_BLOCKS * 2 // fragments)
-    split = _split(tiles, stages, device)
-    grid = min(tiles, device.processors // split) * split
-    passes = -(-tiles * split // grid)
-    values = 16 * fragments * stored  # of a tile of y
-    for warps in WARP_COUNTS:
-        if warps > _most_warps(geometry, column_tiles):
-            continue
-        ring = warps * STAGES * STAGE_BLOCKS * geometry.shape[2]
-        sums = warps * (16 * fragments + 4) * stored * 4
-        mail = MAIL_BARRIER_BYTES + (2 * values * 4 if split > 1 else 0)
-        fixed = TABLE_BYTES + ring + warps * STAGES * BARRIER_BYTES + mail
-        wanted = 2 if passes > 1 else 0 if sums <= ring else 1
-        for buffers in (wanted, 1):
-            if (shared := fixed + buffers * sums) <= device.shared_bytes:
-                return SmallPlan(
-                    tile_fragments=fragments,
-                    column_tiles=column_tiles,
-                    warps=warps,
-                    split=split,
-                    tiles=tiles,
-                    grid=grid,
-                    passes=passes,
-                    rounds=-(-stages // (warps * split)),
-                    stored_columns=stored,
-                    log_share=(values // split).bit_length() - 1,
-                    sum_buffers=buffers,
-                    shared_bytes=shared,
-                )
-    raise AssertionError(f"no plan for {geometry} with m={m} on {device}")
+    clusters = int(device.processors * FITTING_SHARE[split]) // split
+    stages = geometry.columns // (BLOCK_COLUMNS * STAGE_BLOCKS * 2 // shape.fragments)
+    if shape.warps > most_warps(geometry, shape) or geometry.rows % shape.rows or clusters == 0:
+        return None
+    tiles = geometry.rows // shape.rows
+    passes = -(-tiles // clusters)
+    ring = shape.warps * STAGES * STAGE_BLOCKS * geometry.shape[2]
+    sums = shape.warps * (16 * shape.fragments + 4) * stored * 4
+    mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
+    fixed = TABLE_BYTES + ring + shape.warps * STAGES * BARRIER_BYTES + mail
+    for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
+        if (shared := fixed + buffers * sums) <= device.shared_bytes:
+            return SmallPlan(
+                shape=shape,
+                split=split,
+                tiles=tiles,
+                grid=min(tiles, clusters) * split,
+                passes=passes,
+                rounds=-(-stages // (shape.warps // shape.row_groups * split)),
+                stored_columns=stored,
+                sum_buffers=buffers,
+                shared_bytes=shared,
+            )
+    return None
 
 
-def _most_warps(geometry: Geometry, column_tiles: int) -> int:
+def most_warps(geometry: Geometry, shape: TileShape) -> int:
     """Warps that find enough registers: 16 leave 128 to a thread, 12 leave 168."""
-    return 12 if column_tiles == 2 or (geometry.bits == 8 and geometry.per_row == 2) else 16
-
-
-def _split(tiles: int, stages: int, device: Device) -> int:
-    """Blocks of a cluster: the split with which the busiest block has the least to do."""
-    if not device.has_clusters:
-        return 1
-
-    def load(split: int) -> float:
-        clusters = int(device.processors * FITTING_SHARE[split]) // split
-        return -(-tiles // clusters) * -(-stages // split) + 0.02 * stages * (split > 1)
-
-    fitting = [split for split in SPLITS if device.processors >= split and stages >= split]
-    return min(fitting, key=load)
+    return 12 if shape.column_tiles == 2 or (geometry.bits == 8 and geometry.per_row == 2) else 16

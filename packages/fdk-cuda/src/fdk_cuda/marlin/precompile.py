@@ -41,15 +41,7 @@ def precompile(
         variant = Variant.of(geometry, dtype)
         programs.add(dequantise_program(variant))
         for m in range(1, MAX_ROWS + 1):
-            plan = plan_small(geometry, m, limits)
-            programs.add(
-                small_m_program(
-                    variant,
-                    tile_fragments=plan.tile_fragments,
-                    column_tiles=plan.column_tiles,
-                    warps=plan.warps,
-                )
-            )
+            programs.add(small_m_program(variant, plan_small(geometry, m, limits).shape))
     for program in programs:
         cached_cubin(program, arch)
     return len(programs)

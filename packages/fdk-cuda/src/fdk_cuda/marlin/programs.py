@@ -63,14 +63,37 @@ class Variant:
         return tuple(f"-D{name}={value}" for name, value in macros.items())
 
 
-def small_m_program(
-    variant: Variant, *, tile_fragments: int, column_tiles: int, warps: int
-) -> Program:
+@dataclass(frozen=True)
+class TileShape:
+    """What small_m.cu is compiled for beside the variant.
+
+    Attributes:
+        fragments: of 16 rows that a warp takes.
+        row_groups: groups of warps, one below the other.
+        column_tiles: tiles of 8 rows of x.
+        warps: of a block.
+    """
+
+    fragments: int
+    row_groups: int
+    column_tiles: int
+    warps: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 16 * self.fragments * self.row_groups
+
+
+def small_m_program(variant: Variant, shape: TileShape) -> Program:
     """small_m.cu for a variant and a shape of tile."""
-    return _program(
-        "small_m.cu",
-        variant.options(TILE_FRAGMENTS=tile_fragments, COLUMN_TILES=column_tiles, WARPS=warps),
+    options = variant.options(
+        TILE_FRAGMENTS=shape.fragments,
+        ROW_GROUPS=shape.row_groups,
+        COLUMN_TILES=shape.column_tiles,
+        WARPS=shape.warps,
     )
+    return _program("small_m.cu", options)
 
 
 def dequantise_program(variant: Variant) -> Program:
@@ -79,12 +102,9 @@ def dequantise_program(variant: Variant) -> Program:
 
 
 @cache
-def small_m_kernel(variant: Variant, tile_fragments: int, column_tiles: int, warps: int) -> Kernel:
+def small_m_kernel(variant: Variant, shape: TileShape) -> Kernel:
     """The kernel, shared by all launches."""
-    program = small_m_program(
-        variant, tile_fragments=tile_fragments, column_tiles=column_tiles, warps=warps
-    )
-    return Kernel(program, "small_m")
+    return Kernel(small_m_program(variant, shape), "small_m")
 
 
 @cache

@@ -13,14 +13,18 @@
 // depend on timing. A group's scale multiplies its float32 sum once.
 //
 // Beside common.cuh's, an instantiation has
-//   TILE_FRAGMENTS  2 or 4: fragments of 16 rows in a tile
+//   TILE_FRAGMENTS  2 or 4: fragments of 16 rows that a warp takes
+//   ROW_GROUPS      groups of warps, one below the other: with 2, two warps that run side by side
+//                   load the same x, and the second finds it in the L1
 //   COLUMN_TILES    1 or 2: tiles of 8 rows of x
 //   WARPS           of a block
 #include "decode.cuh"
 #include "ring.cuh"
 
 constexpr int STAGES = 2;  // 3 is slower: 8192 x 8192, m = 1: 11.3 us -> 10.5 us with 2
-constexpr int TILE_ROWS = 16 * TILE_FRAGMENTS;
+constexpr int GROUP_ROWS = 16 * TILE_FRAGMENTS;  // of a warp
+constexpr int TILE_ROWS = GROUP_ROWS * ROW_GROUPS;
+constexpr int GROUP_WARPS = WARPS / ROW_GROUPS;  // share the columns of the same rows
 constexpr int TILE_BLOCKS = TILE_FRAGMENTS / FRAGMENTS;
 constexpr int STAGE_BLOCKS = 2;  // side by side along k, or one above the other
 constexpr int K_BLOCKS = STAGE_BLOCKS / TILE_BLOCKS;
@@ -28,8 +32,9 @@ constexpr int STAGE_COLUMNS = K_BLOCKS * BLOCK_COLUMNS;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int THREADS = WARPS * LANES;
 constexpr int MAIL_BARRIER_BYTES = 16;
-constexpr int SUM_STRIDE = TILE_ROWS + 4;  // floats between columns of partial sums: spreads banks
+constexpr int SUM_STRIDE = GROUP_ROWS + 4;  // floats between columns of partial sums: spreads banks
 static_assert(TILE_FRAGMENTS == 2 || TILE_FRAGMENTS == 4);
+static_assert(WARPS % ROW_GROUPS == 0);
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
 
 // 1 bit codebook: the sum of bits and the sum of x are kept apart, and c0 and c1 meet them at the
@@ -211,13 +216,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   const int first_tile = cluster_index(), tile_step = cluster_count();
   const int my_tiles = p.passes - (first_tile + (p.passes - 1) * tile_step >= p.tiles);
   const int k_stages = p.columns / STAGE_COLUMNS;
-  const int first_stage = rank * WARPS + warp, stage_step = WARPS * split;
+  const int group = warp % ROW_GROUPS;
+  const int first_stage = rank * GROUP_WARPS + warp / ROW_GROUPS, stage_step = GROUP_WARPS * split;
   const int my_stages = p.rounds - (first_stage + (p.rounds - 1) * stage_step >= k_stages);
   const int total = my_tiles * my_stages;
 
   Ring_ ring(rings + warp * Ring_::BYTES, barriers + warp * Ring_::BARRIER_BYTES);
   const uint32 row_bytes = p.columns / BLOCK_COLUMNS * BLOCK_BYTES;
-  const uint8* source = p.packed + static_cast<uint64>(first_tile) * TILE_BLOCKS * row_bytes +
+  const uint8* source = p.packed +
+                        static_cast<uint64>(first_tile * ROW_GROUPS + group) * TILE_BLOCKS * row_bytes +
                         static_cast<uint32>(first_stage) * K_BLOCKS * BLOCK_BYTES;
   int left = total, left_of_tile = my_stages;  // to copy
   auto refill = [&](int stage) {
@@ -226,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
     source += stage_step * K_BLOCKS * BLOCK_BYTES;
     if (--left_of_tile == 0) {
       left_of_tile = my_stages;
-      source += static_cast<uint64>(tile_step) * TILE_BLOCKS * row_bytes -
+      source += static_cast<uint64>(tile_step) * ROW_GROUPS * TILE_BLOCKS * row_bytes -
                 static_cast<uint64>(my_stages) * stage_step * K_BLOCKS * BLOCK_BYTES;
     }
   };
@@ -388,8 +395,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       const int row = i % TILE_ROWS, column = i / TILE_ROWS;
       float value = 0.f;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++)
-        value += buffer[(w * p.stored_columns + column) * SUM_STRIDE + row];
+      for (int w = 0; w < GROUP_WARPS; w++)
+        value += buffer[((w * ROW_GROUPS + row / GROUP_ROWS) * p.stored_columns + column) * SUM_STRIDE +
+                        row % GROUP_ROWS];
       if (split == 1)
         finish(i, value);
       else

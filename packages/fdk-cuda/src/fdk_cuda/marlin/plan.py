@@ -9,7 +9,7 @@ from fdk_cuda.marlin.programs import TABLE_BYTES, TileShape
 # Rows of x that one launch takes at most, and up to which a warp takes 32 rows rather than 64.
 MAX_ROWS = 16
 MAX_ROWS_NARROW = 4
-STAGES, STAGE_BLOCKS, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 2, 16, 16
+STAGES, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 16, 16
 WARP_COUNTS = (16, 12, 8, 6, 4)
 # Blocks of a cluster, and the share of the processors that clusters of that size can fill (H200:
 # 66 clusters of 2 fit, 30 of 4).
@@ -61,7 +61,7 @@ class SmallPlan:
     @property
     def cost(self) -> float:
         """Stages of 32 x 128 weights that the busiest warp takes, and what comes on top."""
-        return self.passes * (self.rounds + 0.1 * (self.split > 1))
+        return self.passes * (self.rounds * self.shape.stage_blocks / 2 + 0.1 * (self.split > 1))
 
 
 def plan_small(geometry: Geometry, m: int, device: Device) -> SmallPlan:
@@ -76,7 +76,7 @@ def _plans(geometry: Geometry, m: int, device: Device) -> Iterator[SmallPlan]:
     for row_groups in (1,) if m <= MAX_ROWS_NARROW else (1, 2):
         for split in splits:
             for warps in WARP_COUNTS:
-                shape = TileShape(fragments, row_groups, column_tiles, warps)
+                shape = TileShape(fragments, 4 // fragments, row_groups, column_tiles, warps)
                 if plan := _plan(geometry, m, device, shape, split):
                     yield plan
                     break
@@ -88,12 +88,12 @@ def _plan(
     """The plan of one shape and split, or None where it does not fit."""
     stored = next(count for count in (1, 2, 4, 8, 16) if count >= m)
     clusters = int(device.processors * FITTING_SHARE[split]) // split
-    stages = geometry.columns // (BLOCK_COLUMNS * STAGE_BLOCKS * 2 // shape.fragments)
+    stages = geometry.columns // (BLOCK_COLUMNS * shape.k_blocks)
     if shape.warps > most_warps(geometry, shape) or geometry.rows % shape.rows or clusters == 0:
         return None
     tiles = geometry.rows // shape.rows
     passes = -(-tiles // clusters)
-    ring = shape.warps * STAGES * STAGE_BLOCKS * geometry.shape[2]
+    ring = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2]
     sums = shape.warps * (16 * shape.fragments + 4) * stored * 4
     mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
     fixed = TABLE_BYTES + ring + shape.warps * STAGES * BARRIER_BYTES + mail

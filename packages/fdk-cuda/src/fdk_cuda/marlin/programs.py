@@ -69,15 +69,22 @@ class TileShape:
 
     Attributes:
         fragments: of 16 rows that a warp takes.
+        k_blocks: blocks of 64 columns that a warp takes at a time.
         row_groups: groups of warps, one below the other.
         column_tiles: tiles of 8 rows of x.
         warps: of a block.
     """
 
     fragments: int
+    k_blocks: int
     row_groups: int
     column_tiles: int
     warps: int
+
+    @property
+    def stage_blocks(self) -> int:
+        """Blocks of 32 x 64 weights that a warp takes at a time."""
+        return self.fragments // 2 * self.k_blocks
 
     @property
     def rows(self) -> int:
@@ -89,6 +96,7 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
     """small_m.cu for a variant and a shape of tile."""
     options = variant.options(
         TILE_FRAGMENTS=shape.fragments,
+        K_BLOCKS=shape.k_blocks,
         ROW_GROUPS=shape.row_groups,
         COLUMN_TILES=shape.column_tiles,
         WARPS=shape.warps,

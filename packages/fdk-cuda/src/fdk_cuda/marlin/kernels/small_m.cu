@@ -14,6 +14,7 @@
 //
 // Beside common.cuh's, an instantiation has
 //   TILE_FRAGMENTS  2 or 4: fragments of 16 rows that a warp takes
+//   K_BLOCKS        1 or 2: blocks of 64 columns in a stage; 2 halves what a stage costs by itself
 //   ROW_GROUPS      groups of warps, one below the other: with 2, two warps that run side by side
 //                   load the same x, and the second finds it in the L1
 //   COLUMN_TILES    1 or 2: tiles of 8 rows of x
@@ -26,8 +27,7 @@ constexpr int GROUP_ROWS = 16 * TILE_FRAGMENTS;  // of a warp
 constexpr int TILE_ROWS = GROUP_ROWS * ROW_GROUPS;
 constexpr int GROUP_WARPS = WARPS / ROW_GROUPS;  // share the columns of the same rows
 constexpr int TILE_BLOCKS = TILE_FRAGMENTS / FRAGMENTS;
-constexpr int STAGE_BLOCKS = 2;  // side by side along k, or one above the other
-constexpr int K_BLOCKS = STAGE_BLOCKS / TILE_BLOCKS;
+constexpr int STAGE_BLOCKS = TILE_BLOCKS * K_BLOCKS;
 constexpr int STAGE_COLUMNS = K_BLOCKS * BLOCK_COLUMNS;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int THREADS = WARPS * LANES;
@@ -35,6 +35,7 @@ constexpr int MAIL_BARRIER_BYTES = 16;
 constexpr int SUM_STRIDE = GROUP_ROWS + 4;  // floats between columns of partial sums: spreads banks
 static_assert(TILE_FRAGMENTS == 2 || TILE_FRAGMENTS == 4);
 static_assert(WARPS % ROW_GROUPS == 0);
+static_assert(K_BLOCKS * COLUMN_TILES <= 2, "RowSums takes two pieces of x in a product");
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
 
 // 1 bit codebook: the sum of bits and the sum of x are kept apart, and c0 and c1 meet them at the
@@ -167,7 +168,6 @@ struct RowSums {
   __device__ __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS],
                                           int g, int t) {
     constexpr int COUNT = K_BLOCKS * COLUMN_TILES;
-    static_assert(COUNT <= 2);
     constexpr int LAST_BLOCK = K_BLOCKS - 1, LAST_TILE = COLUMN_TILES - 1;
     const uint32 ones = FP16 ? 0x3C003C00u : 0x3F803F80u;
 #pragma unroll
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       for (int k_block = 0; k_block < K_BLOCKS; k_block++) {
 #pragma unroll
         for (int row_block = 0; row_block < TILE_BLOCKS; row_block++) {
-          const uint8* block = ring.current() + (k_block + row_block) * BLOCK_BYTES;
+          const uint8* block = ring.current() + (row_block * K_BLOCKS + k_block) * BLOCK_BYTES;
           uint32 words[LANE_WORDS];
           load_words(words, block, lane);
           Scales scales;

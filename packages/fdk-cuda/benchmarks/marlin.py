@@ -95,7 +95,7 @@ def time_case(
     variant, limits = Variant.of(geometry, torch.bfloat16), device_limits(0)
     for m in ms:
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-        plan = plan_small(geometry, m, limits)
+        plan = plan_small(geometry, torch.bfloat16, m, limits)
         y = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
         fields = small_fields(variant, plan, geometry, m)
         times = []
@@ -117,7 +117,8 @@ def time_case(
         print(
             f"{n:6}x{k:<6} b{bits} m{m:<3} pdl {times[0]:6.2f} plain {times[1]:6.2f} "
             f"floor {floor:6.2f} {100 * floor / times[0]:3.0f}% split {plan.split} "
-            f"warps {plan.shape.warps} groups {plan.shape.row_groups} goal {verdict}",
+            f"warps {plan.shape.warps} groups {plan.shape.row_groups} passes {plan.passes} "
+            f"goal {verdict}",
             flush=True,
         )
 

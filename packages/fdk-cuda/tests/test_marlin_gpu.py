@@ -1,13 +1,17 @@
 """The Marlin backends on a GPU: conformance, every m, many runs, streams, graphs, compile."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
-from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, dequantise
+from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, SMALL_FIELDS, dequantise, small_fields
+from fdk_cuda.marlin.plan import Device, _plans, plan_small
+from fdk_cuda.marlin.programs import Variant, small_m_program
+from fdk_cuda.nvrtc import Kernel, Launch
 from fdk_formats.format import Format
 from fdk_formats.testing import cases, check_backend, nrmse, poisoned, random_quantised
 
@@ -74,6 +78,60 @@ def test_marlin_every_m(format, n, k):
     bias = random_x(n, seed=5)
     for m in (1, 2, 4, 5, 8, 9, 16, 17, 33, MAX_FUSED_ROWS):
         check(layout, q, random_x(m, k, seed=m), bias)
+
+
+# A GPU of few processors: several tiles to a block, with and without clusters.
+FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
+
+
+def run_plan(layout, x, plan, *options):
+    """y by one plan; ``options`` are added to the compiler's."""
+    variant = Variant.of(layout.geometry, x.dtype)
+    program = small_m_program(variant, plan.shape)
+    kernel = Kernel(replace(program, options=(*program.options, *options)), "small_m")
+    launch = Launch(
+        kernel,
+        x.device.index,
+        fields=SMALL_FIELDS,
+        grid=plan.grid,
+        threads=32 * plan.shape.warps,
+        shared_bytes=plan.shared_bytes,
+        cluster=plan.split,
+        overlap=True,
+    )
+    y = torch.full((len(x), layout.shape[0]), torch.nan, dtype=x.dtype, device=x.device)
+    pointers = (t.data_ptr() for t in (layout.packed, layout.codebook, x))
+    fields = small_fields(variant, plan, layout.geometry, len(x))
+    launch(*pointers, 0, y.data_ptr(), *fields)
+    return y
+
+
+@pytest.mark.parametrize("m", [1, 7, 16])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_plan(bits, m):
+    """Each shape of tile, number of warps and split that a plan may have gives the same answer."""
+    q, layout = pack(f"custom{bits}-g64", 1000, 1024)
+    x = random_x(m, 1024)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    plans = list(_plans(layout.geometry, Variant.of(layout.geometry, x.dtype), m, FEW))
+    assert {plan.split for plan in plans} == {1, 2, 4}
+    assert {plan.sum_buffers for plan in plans} >= {1, 2}
+    for plan in plans[:: 3 if bits in (2, 3) else 2]:
+        y = run_plan(layout, x, plan)
+        assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("format", [f"custom{bits}-g64" for bits in BITS] + ["affine4-g32"])
+def test_copies_of_older_gpus(format, m):
+    """The path of compute capability 8, which this GPU can take too."""
+    q, layout = pack(format, 1000, 1024)
+    x = random_x(m, 1024)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    device = replace(FEW, has_clusters=False, shared_bytes=101376)
+    plan = plan_small(layout.geometry, x.dtype, m, device)
+    y = run_plan(layout, x, plan, "-DFORCE_CP_ASYNC")
+    assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -174,6 +232,8 @@ def test_marlin_in_a_graph(m):
         assert torch.equal(z, layout(y))
 
 
+# torch 2.11's own, when Inductor is first imported.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_marlin_compiles():
     _, layout = pack("custom4-g64", 256, 512)
     function = torch.compile(lambda x: layout(x * 2) + 1, fullgraph=True)

@@ -114,7 +114,7 @@ def _small_launch(
 ) -> tuple[Launch, tuple[int, ...]]:
     geometry = Geometry.of(Format.parse(format), n, k)
     variant = Variant.of(geometry, dtype)
-    plan = plan_small(geometry, m, device_limits(device))
+    plan = plan_small(geometry, dtype, m, device_limits(device))
     return small_launch(variant, plan, device), small_fields(variant, plan, geometry, m)
 
 

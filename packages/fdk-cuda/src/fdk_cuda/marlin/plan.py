@@ -1,19 +1,40 @@
 """How a product with few rows of x is cut: tiles, warps, clusters, shared memory."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fdk_cuda.marlin.layout import BLOCK_COLUMNS, Geometry
-from fdk_cuda.marlin.programs import TABLE_BYTES, TileShape
+import torch
 
-# Rows of x that one launch takes at most, and up to which a warp takes 32 rows rather than 64.
+from fdk_cuda.marlin.layout import BLOCK_COLUMNS, Geometry
+from fdk_cuda.marlin.programs import TABLE_BYTES, TileShape, Variant
+
+# Rows of x that one launch takes at most.
 MAX_ROWS = 16
-MAX_ROWS_NARROW = 4
 STAGES, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 16, 16
-WARP_COUNTS = (16, 12, 8, 6, 4)
+WARP_COUNTS = (16, 12, 8, 4, 2)
 # Blocks of a cluster, and the share of the processors that clusters of that size can fill (H200:
 # 66 clusters of 2 fit, 30 of 4).
 FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.84}
+
+# What a block of 32 x 64 weights costs a processor, in microseconds (H200, docs/kernels/marlin.md),
+# by fragments and blocks of columns that a warp takes at a time, and by bits. Other chips differ by
+# a factor; what counts is which plan comes first.
+NARROW_COST = {
+    (2, 2): {1: 0.0275, 2: 0.0296, 3: 0.0310, 4: 0.0322, 8: 0.0596},
+    (4, 1): {1: 0.0230, 2: 0.0272, 3: 0.0310, 4: 0.0333, 8: 0.0600},
+    (4, 2): {1: 0.0181, 2: 0.0222, 3: 0.0305, 4: 0.0336, 8: 0.0600},
+}
+# With two tiles of columns, by groups of rows: a second group finds x in the L1.
+WIDE_COST = {1: 0.0463, 2: 0.0411}
+# Of sharing a tile in a cluster, by tiles of columns; and for each tile that a block takes.
+CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.5, 2: 1.5}, 0.09
+# More than this in flight when a kernel starts makes its first weights late, by so much a KiB.
+EASY_START_KIB, START_COST = 50, 0.016
+# Few warps hide less latency in a long loop, and little in flight does not fill the memory.
+WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
+LONG_LOOP = 8
+LITTLE_IN_FLIGHT_FACTOR = 1.15
 
 
 @dataclass(frozen=True)
@@ -58,38 +79,54 @@ class SmallPlan:
         assert share.bit_count() == 1
         return share.bit_length() - 1
 
-    @property
-    def cost(self) -> float:
-        """Stages of 32 x 128 weights that the busiest warp takes, and what comes on top."""
-        return self.passes * (self.rounds * self.shape.stage_blocks / 2 + 0.1 * (self.split > 1))
 
-
-def plan_small(geometry: Geometry, m: int, device: Device) -> SmallPlan:
-    """The plan for ``x :: [m, k]`` with m up to ``MAX_ROWS``."""
+def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -> SmallPlan:
+    """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
-    return min(_plans(geometry, m, device), key=lambda plan: plan.cost)
+    plans = _plans(geometry, Variant.of(geometry, dtype), m, device)
+    return min(plans, key=lambda plan: cost(geometry, plan))
 
 
-def _plans(geometry: Geometry, m: int, device: Device) -> Iterator[SmallPlan]:
-    fragments, column_tiles = (2 if m <= MAX_ROWS_NARROW else 4), (1 if m <= 8 else 2)
+def cost(geometry: Geometry, plan: SmallPlan) -> float:
+    """About how many microseconds a plan takes beyond what every plan does."""
+    shape = plan.shape
+    blocks = plan.passes * plan.rounds * shape.stage_blocks * shape.warps
+    if shape.column_tiles == 1:
+        time = blocks * NARROW_COST[shape.fragments, shape.k_blocks][geometry.bits]
+    else:
+        time = blocks * WIDE_COST[shape.row_groups]
+    if shape.warps < 8 or plan.passes * plan.rounds > LONG_LOOP:
+        time *= WARPS_FACTOR[shape.warps]
+    in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
+    if shape.column_tiles == 1 and in_flight < 12 + 8 * geometry.bits:
+        time *= LITTLE_IN_FLIGHT_FACTOR
+    if plan.split > 1:
+        time += CLUSTER_COST[shape.column_tiles] + CLUSTER_PASS_COST * plan.passes
+    return time + START_COST * max(0.0, in_flight - EASY_START_KIB)
+
+
+def _plans(geometry: Geometry, variant: Variant, m: int, device: Device) -> Iterator[SmallPlan]:
+    column_tiles = 1 if m <= 8 else 2
+    pieces = NARROW_COST if column_tiles == 1 else [(4, 1)]
     splits = [split for split in FITTING_SHARE if device.has_clusters or split == 1]
-    for row_groups in (1,) if m <= MAX_ROWS_NARROW else (1, 2):
-        for split in splits:
-            for warps in WARP_COUNTS:
-                shape = TileShape(fragments, 4 // fragments, row_groups, column_tiles, warps)
-                if plan := _plan(geometry, m, device, shape, split):
-                    yield plan
-                    break
+    for (fragments, k_blocks), row_groups, warps, split in itertools.product(
+        pieces, (1, 2), WARP_COUNTS, splits
+    ):
+        shape = TileShape(fragments, k_blocks, row_groups, column_tiles, warps)
+        if warps <= most_warps(variant, shape) and (
+            plan := plan_of_shape(geometry, m, device, shape, split)
+        ):
+            yield plan
 
 
-def _plan(
+def plan_of_shape(
     geometry: Geometry, m: int, device: Device, shape: TileShape, split: int
 ) -> SmallPlan | None:
     """The plan of one shape and split, or None where it does not fit."""
     stored = next(count for count in (1, 2, 4, 8, 16) if count >= m)
     clusters = int(device.processors * FITTING_SHARE[split]) // split
     stages = geometry.columns // (BLOCK_COLUMNS * shape.k_blocks)
-    if shape.warps > most_warps(geometry, shape) or geometry.rows % shape.rows or clusters == 0:
+    if geometry.rows % shape.rows or clusters == 0:
         return None
     tiles = geometry.rows // shape.rows
     passes = -(-tiles // clusters)
@@ -113,6 +150,18 @@ def _plan(
     return None
 
 
-def most_warps(geometry: Geometry, shape: TileShape) -> int:
-    """Warps that find enough registers: 16 leave 128 to a thread, 12 leave 168."""
-    return 12 if shape.column_tiles == 2 or (geometry.bits == 8 and geometry.per_row == 2) else 16
+def most_warps(variant: Variant, shape: TileShape) -> int:
+    """Warps that find enough registers: 16 leave 128 to a thread, 12 leave 168, 8 leave 255.
+
+    test_marlin_kernels.py holds every instantiation to no spills at all.
+    """
+    bits = variant.bits
+    heavy = variant.affine or variant.per_row == 2 or variant.scale_dtype == torch.float32
+    if shape.column_tiles == 2:
+        if bits == 1 and variant.per_row == 2:
+            return 8
+        return 16 if bits in (2, 3) and not heavy else 12
+    if shape.stage_blocks == 4:
+        fits = bits in (2, 3, 8) or (bits == 1 and variant.dtype == torch.bfloat16)
+        return 16 if fits and not heavy else 12
+    return 12 if bits == 8 and heavy else 16

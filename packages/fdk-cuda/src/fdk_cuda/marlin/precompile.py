@@ -41,7 +41,7 @@ def precompile(
         variant = Variant.of(geometry, dtype)
         programs.add(dequantise_program(variant))
         for m in range(1, MAX_ROWS + 1):
-            programs.add(small_m_program(variant, plan_small(geometry, m, limits).shape))
+            programs.add(small_m_program(variant, plan_small(geometry, dtype, m, limits).shape))
     for program in programs:
         cached_cubin(program, arch)
     return len(programs)

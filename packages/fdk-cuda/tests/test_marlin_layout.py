@@ -79,7 +79,8 @@ def test_scale_positions():
     assert values.nonzero().tolist() == [[0, 0, 2 * 16 + 4 + 3], [0, 1, 8]]
 
 
-# The first 16 digits of SHA-256 over the laid-out bytes of random_quantised(format, 37, k): a layout never changes silently.
+# The first 16 digits of SHA-256 over the laid-out bytes of random_quantised(format, 37, 384): a
+# layout never changes silently.
 GOLDEN = {
     "custom1-g64": "f99c727d7fb28216",
     "custom2-g64": "fdc91f67e8c28cc4",

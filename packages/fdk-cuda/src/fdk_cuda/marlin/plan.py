@@ -21,14 +21,15 @@ FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.84}
 # by fragments and blocks of columns that a warp takes at a time, and by bits. Other chips differ by
 # a factor; what counts is which plan comes first.
 NARROW_COST = {
-    (2, 2): {1: 0.0275, 2: 0.0296, 3: 0.0310, 4: 0.0322, 8: 0.0596},
-    (4, 1): {1: 0.0230, 2: 0.0272, 3: 0.0310, 4: 0.0333, 8: 0.0600},
-    (4, 2): {1: 0.0181, 2: 0.0222, 3: 0.0305, 4: 0.0336, 8: 0.0600},
+    (2, 2): {1: 0.0252, 2: 0.0273, 3: 0.0287, 4: 0.0299, 8: 0.0573},
+    (4, 1): {1: 0.0218, 2: 0.0260, 3: 0.0295, 4: 0.0315, 8: 0.0580},
+    (4, 2): {1: 0.0177, 2: 0.0218, 3: 0.0280, 4: 0.0310, 8: 0.0580},
 }
 # With two tiles of columns, by groups of rows: a second group finds x in the L1.
 WIDE_COST = {1: 0.0463, 2: 0.0411}
-# Of sharing a tile in a cluster, by tiles of columns; and for each tile that a block takes.
-CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.5, 2: 1.5}, 0.09
+# Of each tile that a block takes; of sharing tiles in a cluster, by tiles of columns, and of each.
+PASS_COST = 0.3
+CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.4, 2: 1.4}, 0.25
 # More than this in flight when a kernel starts makes its first weights late, by so much a KiB.
 EASY_START_KIB, START_COST = 50, 0.016
 # Few warps hide less latency in a long loop, and little in flight does not fill the memory.
@@ -100,6 +101,7 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
     if shape.column_tiles == 1 and in_flight < 12 + 8 * geometry.bits:
         time *= LITTLE_IN_FLIGHT_FACTOR
+    time += PASS_COST * plan.passes
     if plan.split > 1:
         time += CLUSTER_COST[shape.column_tiles] + CLUSTER_PASS_COST * plan.passes
     return time + START_COST * max(0.0, in_flight - EASY_START_KIB)
@@ -135,7 +137,11 @@ def plan_of_shape(
     mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
     fixed = TABLE_BYTES + ring + shape.warps * STAGES * BARRIER_BYTES + mail
     for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
-        if (shared := fixed + buffers * sums) <= device.shared_bytes:
+        # More than half of a processor's: when a kernel starts while the one before still runs, two
+        # of its blocks must not meet on a processor and leave another without (H200, 2 bits,
+        # 8192 x 8192, m = 1: 14.2 us with 100 KiB, 8.9 with 114).
+        alone = device.shared_bytes // 2 + 1024
+        if (shared := max(alone, fixed + buffers * sums)) <= device.shared_bytes:
             return SmallPlan(
                 shape=shape,
                 split=split,

@@ -49,9 +49,9 @@ struct Ring {
   __device__ __forceinline__ Ring(const uint8* stages_, const uint8* barriers_)
       : stages(stages_), stages_address(shared_address(stages_)),
         barriers(shared_address(barriers_)) {
+#if FDK_BULK_COPY
     // Each weight is read once: it must not push x and other layers' data out of the L2.
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#if FDK_BULK_COPY
     if (elect_one()) {
       for (int i = 0; i < 2 * STAGES; i++)
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
@@ -93,9 +93,9 @@ struct Ring {
         for (int first = 0; first < PIECES; first += LANES)
           if (first + LANES <= PIECES || first + lane < PIECES)
             asm volatile(
-                "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                     target + part * PART_BYTES + (first + lane) * 16),
-                "l"(source + part * stride + (first + lane) * 16), "l"(policy) : "memory");
+                "l"(source + part * stride + (first + lane) * 16) : "memory");
     }
     // An empty group too, so that the groups in flight are always STAGES.
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -1,13 +1,14 @@
 """The Marlin backends on a GPU: conformance, every m, many runs, streams, graphs, compile."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
-from fdk_cuda.marlin import MARLIN, MARLIN_LUT
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT, precompile
 from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, SMALL_FIELDS, dequantise, small_fields
 from fdk_cuda.marlin.plan import Device, _plans, plan_small
 from fdk_cuda.marlin.programs import Variant, small_m_program
@@ -243,6 +244,26 @@ def test_marlin_compiles():
     (dx,) = torch.autograd.grad(y.sum(), x)
     (expected,) = torch.autograd.grad((layout(x * 2) + 1).sum(), x)
     assert torch.equal(dx, expected)
+
+
+def test_marlin_in_a_new_thread():
+    """A thread in which nothing has touched the GPU."""
+    _, layout = pack("custom4-g64", 256, 512)
+    x = random_x(3, 512)
+    expected = layout(x)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as executor:
+        assert torch.equal(executor.submit(layout, x).result(), expected)
+
+
+def test_precompile(monkeypatch, tmp_path):
+    monkeypatch.setenv("FDK_CUDA_CACHE", str(tmp_path))
+    layers = [("custom4-g64", 4096, 4096), ("custom4-g64", 11008, 4096)]
+    count = precompile(layers)
+    stored = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert 3 <= count == len(stored)
+    assert precompile(layers) == count
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == stored
 
 
 def test_marlin_opcheck():

@@ -21,7 +21,8 @@ from fdk_formats.ops import define_linear_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Above this many rows, dequantise and cuBLAS; up to it, the small-m kernel for 16 rows at a time.
-MAX_FUSED_ROWS = 64
+# H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128.
+MAX_FUSED_ROWS = 96
 ALIGNMENT = 16
 SMALL_FIELDS, DEQUANTISE_FIELDS = "5P9i5I", "3P4i5I"
 

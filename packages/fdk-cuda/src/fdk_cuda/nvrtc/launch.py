@@ -33,7 +33,7 @@ class Kernel:
         driver = _driver()
         cubin = cached_cubin(self.program, architecture(torch.cuda.get_device_capability(device)))
         with torch.cuda.device(device):
-            torch.cuda.current_stream().query()  # makes torch's context the current one
+            _use_primary_context(device)
             module = _check(driver.cuModuleLoadData(cubin), f"loading {self.program.name}")
             function = _check(
                 driver.cuModuleGetFunction(module, self.entry.encode()), f"finding {self.entry}"
@@ -89,13 +89,22 @@ class Launch:
 
     def __call__(self, *values: int | float) -> None:
         """Launches on the device's current stream; ``values`` are the struct's fields."""
+        if torch._C._cuda_getDevice() != self.device:
+            with torch.cuda.device(self.device):
+                self(*values)
+            return
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         config = self._configs.get(stream) or self._config(stream)
         # A buffer per call: the driver copies it before it returns, and threads do not share it.
         buffer = ctypes.create_string_buffer(self.struct.size)
         address = ctypes.addressof(buffer)
         self.struct.pack_into(buffer, 0, address + POINTER_BYTES, *values)
-        status = _driver().cuLaunchKernelEx(config, self.function, address, 0)
+        driver = _driver()
+        status = driver.cuLaunchKernelEx(config, self.function, address, 0)
+        if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread in which torch has not called CUDA yet has no context.
+            _use_primary_context(self.device)
+            status = driver.cuLaunchKernelEx(config, self.function, address, 0)
         if status[0].value:
             _check(status, self.what)
 
@@ -127,6 +136,18 @@ def _attributes(driver: ModuleType, cluster: int, overlap: bool) -> list[Any]:
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
     return attributes
+
+
+@cache
+def _primary_context(device: int) -> Any:
+    """The context that torch uses on a device."""
+    driver = _driver()
+    handle = _check(driver.cuDeviceGet(device), "finding the GPU")
+    return _check(driver.cuDevicePrimaryCtxRetain(handle), "retaining the GPU's context")
+
+
+def _use_primary_context(device: int) -> None:
+    _check(_driver().cuCtxSetCurrent(_primary_context(device)), "setting the GPU's context")
 
 
 @cache

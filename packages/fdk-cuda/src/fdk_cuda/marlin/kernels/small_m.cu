@@ -38,6 +38,10 @@ static_assert(WARPS % ROW_GROUPS == 0);
 static_assert(K_BLOCKS * COLUMN_TILES <= 2, "RowSums takes two pieces of x in a product");
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
 
+// With two tiles of columns there are registers for the next stage's x while this one's is in use.
+constexpr bool X_AHEAD = COLUMN_TILES == 2;
+static_assert(!X_AHEAD || K_BLOCKS == 1);
+
 // 1 bit codebook: the sum of bits and the sum of x are kept apart, and c0 and c1 meet them at the
 // end; so a lone 1 in x gives c0 or c1 exactly.
 constexpr bool KEEPS_SUM = COMPUTES_FRAGMENT && !AFFINE;
@@ -260,14 +264,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 #pragma unroll
   for (int tile = 0; tile < COLUMN_TILES; tile++) {
     const int row = g + 8 * tile;
-    live[tile] = row < p.m && my_stages > 0;
-    x_rows[tile] = p.x + static_cast<uint64>(live[tile] ? row : 0) * p.columns + 8 * t +
+    // Two tiles load x a stage ahead, into registers that are not cleared: rows past m read row 0.
+    live[tile] = (X_AHEAD || row < p.m) && my_stages > 0;
+    x_rows[tile] = p.x + static_cast<uint64>(row < p.m ? row : 0) * p.columns + 8 * t +
                    static_cast<uint64>(first_stage) * STAGE_COLUMNS;
 #pragma unroll
     for (int block = 0; block < K_BLOCKS; block++)
       x.v[block][0][tile] = x.v[block][1][tile] = make_uint4(0, 0, 0, 0);
   }
-  auto load_x = [&](int block, uint32 offset) {
+  auto load_x = [&](Activations& x, int block, uint32 offset) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -277,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
               x_rows[tile] + offset + BLOCK_COLUMNS * block + 32 * half);
   };
 #pragma unroll
-  for (int block = 0; block < K_BLOCKS; block++) load_x(block, 0);
+  for (int block = 0; block < K_BLOCKS; block++) load_x(x, block, 0);
   if (split > 1) wait_mailboxes();
   __syncthreads();  // the table is whole
 
@@ -287,6 +292,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
     uint32 offset = 0;
     for (int i = 0; i < my_stages; i++) {
       offset = i + 1 < my_stages ? offset + stage_step * STAGE_COLUMNS : 0;
+      Activations next;
+      if (X_AHEAD) load_x(next, 0, offset);
       RowSums rows;
       if (NEEDS_SUM) rows.compute(x, constants.base, g, t);
       ring.wait();
@@ -340,13 +347,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
               }
           }
         }
-        load_x(k_block, offset);  // of the next stage
+        if (!X_AHEAD) load_x(x, k_block, offset);  // of the next stage
       }
       // The products above have consumed every load of this stage: the compiler may not move its
       // release ahead of them.
 #pragma unroll
       for (int f = 0; f < TILE_FRAGMENTS; f++)
         asm volatile("" : "+f"(sum[f][0][0]), "+f"(sum[f][0][2])::"memory");
+      if (X_AHEAD) x = next;
       ring.release();
       refill(ring.stage);
       ring.advance();

@@ -116,7 +116,7 @@ def test_every_plan(bits, m):
     oracle = x.double() @ exact_weight(q, x.dtype).T
     plans = list(_plans(layout.geometry, Variant.of(layout.geometry, x.dtype), m, FEW))
     assert {plan.split for plan in plans} == {1, 2, 4}
-    assert {plan.sum_buffers for plan in plans} >= {1, 2}
+    assert {plan.passes > 1 for plan in plans} == {True}
     for plan in plans[:: 3 if bits in (2, 3) else 2]:
         y = run_plan(layout, x, plan)
         assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan

@@ -164,7 +164,7 @@ def most_warps(variant: Variant, shape: TileShape) -> int:
     bits = variant.bits
     heavy = variant.affine or variant.per_row == 2 or variant.scale_dtype == torch.float32
     if shape.column_tiles == 2:
-        return 8 if variant.per_row == 2 else 12
+        return 8 if variant.per_row == 2 else 16 if bits in (2, 3) and not heavy else 12
     if shape.stage_blocks == 4:
         fits = bits in (2, 3, 8) or (bits == 1 and variant.dtype == torch.bfloat16)
         return 8 if variant.per_row == 2 else 16 if fits and not heavy else 12

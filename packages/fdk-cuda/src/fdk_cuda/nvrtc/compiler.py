@@ -8,6 +8,9 @@ from typing import Any
 
 # What every program is compiled with; part of the cache key.
 COMMON_OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+# From this version on, NVRTC has a cache of its own where there is a GPU: it is turned off, for what
+# comes out of it has no log, and ours does the work.
+OWN_CACHE_SINCE = (13, 0)
 INSTALL_HINT = (
     "the packages cuda-bindings and nvidia-cuda-nvrtc bring it (torch's CUDA wheels install the "
     "second); their major version must be that of torch.version.cuda"
@@ -77,7 +80,11 @@ def compile_program(program: Program, arch: str) -> Compiled:
         nvrtc.nvrtcCreateProgram, source, program.name.encode(), len(names), texts, names
     )
     try:
-        options = [o.encode() for o in (f"-arch={arch}", *COMMON_OPTIONS, *program.options)]
+        no_cache = ("--no-cache",) if compiler_version() >= OWN_CACHE_SINCE else ()
+        options = [
+            option.encode()
+            for option in (f"-arch={arch}", *COMMON_OPTIONS, *no_cache, *program.options)
+        ]
         status = nvrtc.nvrtcCompileProgram(handle, len(options), options)[0]
         log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, handle).rstrip(b"\0")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:

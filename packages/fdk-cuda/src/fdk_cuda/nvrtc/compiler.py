@@ -8,8 +8,8 @@ from typing import Any
 
 # What every program is compiled with; part of the cache key.
 COMMON_OPTIONS = ("--std=c++17", "--ptxas-options=-v")
-# From this version on, NVRTC has a cache of its own where there is a GPU: it is turned off, for what
-# comes out of it has no log, and ours does the work.
+# From this version on, NVRTC has a cache of its own where there is a GPU: it is turned off, for
+# what comes out of it has no log, and ours does the work.
 OWN_CACHE_SINCE = (13, 0)
 INSTALL_HINT = (
     "the packages cuda-bindings and nvidia-cuda-nvrtc bring it (torch's CUDA wheels install the "

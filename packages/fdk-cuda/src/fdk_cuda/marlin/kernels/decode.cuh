@@ -105,7 +105,8 @@ __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS], const uint32* wor
     for (int i = 0; i < REGISTERS; i++) {
       const uint32 word = words[2 * s + (i >> 1)];
       const int byte = 2 * (i & 1);
-      const uint32 low = *reinterpret_cast<const uint32*>(table_entry(table, word, byte, c.lane_part));
+      const uint32 low =
+          *reinterpret_cast<const uint32*>(table_entry(table, word, byte, c.lane_part));
       const uint32 high =
           *reinterpret_cast<const uint32*>(table_entry(table, word, byte + 1, c.lane_part));
       a[i] = byte_permute(low, high, 0x5410);

@@ -1,10 +1,10 @@
 // A warp's own ring of stages, filled from global memory by asynchronous copies.
 //
 // On compute capability 9.0 and up one lane starts a bulk copy, and two barriers a stage hand it
-// over: `full` counts the bytes that have landed, `empty` says that the warp has read them. (Filling
-// a stage right after its last load was issued, without the second, gave rare wrong chunks: the copy
-// engine is not ordered behind shared-memory loads in flight.) Before 9.0 every lane copies
-// 16-byte pieces with cp.async, and counts its own groups.
+// over: `full` counts the bytes that have landed, `empty` says that the warp has read them. (The
+// prototype filled a stage right after its last load was issued, without the second, and had rare
+// wrong chunks: the copy engine is not ordered behind shared-memory loads in flight.) Before 9.0
+// every lane copies 16-byte pieces with cp.async, and counts its own groups.
 #pragma once
 #include "common.cuh"
 

@@ -38,9 +38,9 @@ static_assert(WARPS % ROW_GROUPS == 0);
 static_assert(K_BLOCKS * COLUMN_TILES <= 2, "RowSums takes two pieces of x in a product");
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
 
-// x of the next stage is loaded while this one's is in use, where that gains more than the registers
-// are worth (H200, 8192 x 8192, m = 16: 8 bits 21.7 us -> 20.9, 4 bits 14.4 -> 14.2, 1 bit 12.3 ->
-// 14.0, and 2 and 3 bits could not have 16 warps).
+// x of the next stage is loaded while this one's is in use, where that gains more than the
+// registers are worth (H200, 8192 x 8192, m = 16: 8 bits 21.7 us -> 20.9, 4 bits 14.4 -> 14.2, but
+// 1 bit 12.3 -> 14.0, and 2 and 3 bits could not have 16 warps).
 constexpr bool X_AHEAD = COLUMN_TILES == 2 && BITS >= 4;
 static_assert(!X_AHEAD || K_BLOCKS == 1);
 
@@ -102,13 +102,15 @@ __device__ __forceinline__ uint32 cluster_count() {
 
 // Blocks of a cluster exchange partial sums through mailboxes in shared memory: a value is stored
 // in another block's mailbox and counted by its barrier in one go, so neither side needs a fence or
-// a barrier over the cluster for it. Two mailboxes take turns, a tile each; one is written again only
-// after its block has sent its own sums of the tile between, and so has read it.
+// a barrier over the cluster for it. Two mailboxes take turns, a tile each; one is written again
+// only after its block has sent its own sums of the tile between, and so has read it.
 __device__ __forceinline__ void send(const float* mailbox, uint32 barrier, uint32 rank,
                                      float value) {
 #if __CUDA_ARCH__ >= 900
   uint32 remote, remote_barrier;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(mailbox)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote)
+      : "r"(shared_address(mailbox)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(rank));
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
                    remote), "f"(value), "r"(remote_barrier) : "memory");
@@ -229,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 
   Ring_ ring(rings + warp * Ring_::BYTES, barriers + warp * Ring_::BARRIER_BYTES);
   const uint32 row_bytes = p.columns / BLOCK_COLUMNS * BLOCK_BYTES;
-  const uint8* source = p.packed +
-                        static_cast<uint64>(first_tile * ROW_GROUPS + group) * TILE_BLOCKS * row_bytes +
+  const uint64 first_blocks = static_cast<uint64>(first_tile * ROW_GROUPS + group) * TILE_BLOCKS;
+  const uint8* source = p.packed + first_blocks * row_bytes +
                         static_cast<uint32>(first_stage) * K_BLOCKS * BLOCK_BYTES;
   int left = total, left_of_tile = my_stages;  // to copy
   auto refill = [&](int stage) {
@@ -363,7 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
     }
 
     if (KEEPS_SUM) {
-      const float c0 = to_float(constants.values[0] & 0xFFFFu), c1 = to_float(constants.values[0] >> 16);
+      const float c0 = to_float(constants.values[0] & 0xFFFFu);
+      const float c1 = to_float(constants.values[0] >> 16);
 #pragma unroll
       for (int row_block = 0; row_block < TILE_BLOCKS; row_block++)
 #pragma unroll
@@ -406,7 +409,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       float value = 0.f;
 #pragma unroll
       for (int w = 0; w < GROUP_WARPS; w++)
-        value += buffer[((w * ROW_GROUPS + row / GROUP_ROWS) * p.stored_columns + column) * SUM_STRIDE +
+        value += buffer[((w * ROW_GROUPS + row / GROUP_ROWS) * p.stored_columns + column) *
+                            SUM_STRIDE +
                         row % GROUP_ROWS];
       if (split == 1)
         finish(i, value);

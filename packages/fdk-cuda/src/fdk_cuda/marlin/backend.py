@@ -1,0 +1,112 @@
+"""The backends ``marlin`` (affine and integer grids) and ``marlin-lut`` (any codebook)."""
+
+import torch
+from torch import Tensor
+
+from fdk_cuda.marlin.layout import STORED_DTYPES, Geometry, pack_layout, unpack_layout, why_not
+from fdk_cuda.marlin.ops import DTYPES, linear_op
+from fdk_cuda.nvrtc import why_unavailable
+from fdk_formats.backends import Layout, Problem
+from fdk_formats.format import Format
+from fdk_formats.scales import decode_scale
+from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
+
+MIN_CAPABILITY = (8, 0)
+PRIORITY = 20
+
+
+class MarlinLayout(Layout):
+    """A weight in the order of tensor-core fragments; see ``layout``.
+
+    packed             :: [rows / 32, columns / 64, block bytes, uint8]
+    codebook           :: [2^bits, dtype]     0, 1, 2, ... for affine formats
+    canonical_codebook :: [2^bits, float32]   or None: what ``unpack`` returns
+    """
+
+    packed: Tensor
+    codebook: Tensor
+    canonical_codebook: Tensor | None
+
+    def __init__(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.format, self.shape = q.format, q.shape
+        self.geometry = Geometry.of(q.format, *q.shape)
+        scale = _stored(q.scale, q.format)
+        zero_point = None if q.zero_point is None else q.zero_point.to(scale.dtype)
+        packed = pack_layout(self.geometry, q.packed, scale, zero_point)
+        codebook = q.codebook
+        if codebook is None:
+            codebook = torch.arange(1 << q.format.bits, dtype=torch.float32, device=q.device)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("codebook", codebook.to(dtype), persistent=False)
+        self.register_buffer("canonical_codebook", q.codebook, persistent=False)
+        self._format = str(q.format)
+        if q.device.type == "cuda":
+            # A kernel may read the weight before the one ahead of it in the stream has ended
+            # (programmatic dependent launch): so it must be there once and for all.
+            torch.cuda.synchronize(q.device)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``Layout``."""
+        return linear_op(x, self.packed, self.codebook, self._format, bias, *self.shape)
+
+    def unpack(self) -> QuantisedTensor:
+        """See ``Layout``."""
+        packed, scale, zero_point = unpack_layout(self.geometry, self.packed)
+        if self.format.scale_dtype == "e8m0":
+            scale = (scale.view(torch.int16) >> 7).to(torch.uint8)
+        if zero_point is not None:
+            zero_point = zero_point.to(zero_point_dtype(self.format))
+        codebook = self.canonical_codebook
+        return QuantisedTensor(self.format, self.shape, packed, scale, codebook, zero_point)
+
+
+class MarlinBackend:
+    """Both backends: they differ in the formats that they take.
+
+    Args:
+        name: ``marlin`` or ``marlin-lut``.
+        takes_affine: whether formats with zero points are taken.
+        codebooks: names of the codebooks that are taken, or None for all.
+    """
+
+    def __init__(self, name: str, *, takes_affine: bool, codebooks: tuple[str, ...] | None) -> None:
+        self.name, self.takes_affine, self.codebooks = name, takes_affine, codebooks
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """See ``Backend``."""
+        format = problem.format
+        if format.is_affine and not self.takes_affine:
+            return "needs a codebook, got an affine format (the backend marlin takes those)"
+        taken = self.codebooks
+        if not format.is_affine and taken is not None and format.codebook not in taken:
+            return f"needs an affine or integer grid, got the codebook {format.codebook}"
+        if problem.device.type != "cuda":
+            return f"needs an NVIDIA GPU, got device {problem.device}"
+        if problem.dtype not in DTYPES:
+            return f"needs activations of {', '.join(map(str, DTYPES))}, got {problem.dtype}"
+        if reason := why_not(format, problem.k):
+            return reason
+        capability = torch.cuda.get_device_capability(problem.device)
+        if capability < MIN_CAPABILITY:
+            return f"needs compute capability 8.0 or more, got {'.'.join(map(str, capability))}"
+        return why_unavailable()
+
+    def priority(self, problem: Problem) -> int:
+        """See ``Backend``."""
+        return PRIORITY
+
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        """See ``Backend``."""
+        return MarlinLayout(q, dtype)
+
+
+MARLIN = MarlinBackend("marlin", takes_affine=True, codebooks=("int",))
+MARLIN_LUT = MarlinBackend("marlin-lut", takes_affine=False, codebooks=None)
+
+
+def _stored(scale: Tensor, format: Format) -> Tensor:
+    """The scales as the layout holds them: the same bits, or for e8m0 the same values in bf16."""
+    if format.scale_dtype == "e8m0":
+        return decode_scale(scale).to(STORED_DTYPES["e8m0"])
+    return scale

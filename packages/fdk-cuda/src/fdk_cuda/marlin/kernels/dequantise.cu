@@ -1,0 +1,97 @@
+// W_hat :: [n, k, dtype] of a weight in the Marlin layout, as QuantisedTensor.dequantise gives it.
+//
+// packed   :: [rows / 32, columns / 64, BLOCK_BYTES, uint8]
+// codebook :: [2^BITS, dtype]
+//
+// A warp takes a block at a time. A lane decodes eight neighbouring values of a row at once, so it
+// stores 16 bytes, and its four neighbours fill a run of 64.
+//   WARPS  of a block of threads
+#include "decode.cuh"
+
+constexpr int THREADS = WARPS * LANES;
+
+struct Params {
+  const uint8* packed;
+  const uint16* codebook;
+  uint16* out;
+  int n, k, columns;
+  int blocks;  // of the layout
+  uint32 base[STEPS];
+  uint32 nibbles;
+};
+
+// What decode leaves of a 1-bit odd fragment is base or base + 1: back to the codebook.
+__device__ __forceinline__ uint32 restored_pair(uint32 pair, uint32 base, uint32 c0, uint32 c1) {
+  const uint32 differs = pair ^ base;
+  return (differs & 0xFFFFu ? c1 : c0) | (differs >> 16 ? c1 : c0) << 16;
+}
+
+__device__ __forceinline__ uint32 scaled_pair(uint32 pair, float scale, float zero_point) {
+  float low = to_float(pair & 0xFFFFu), high = to_float(pair >> 16);
+  if (AFFINE) {
+    low -= zero_point;
+    high -= zero_point;
+  }
+  return from_floats(low * scale, high * scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8 table[];
+  const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
+  const Codebook codebook(p.codebook, lane);
+  build_table<THREADS>(table, codebook, threadIdx.x);
+  DecodeConstants constants;
+  constants.lane_part = table_lane_part(lane);
+  constants.nibbles = p.nibbles;
+#pragma unroll
+  for (int s = 0; s < STEPS; s++) constants.base[s] = p.base[s];
+  constants.values[0] = codebook.words[0];
+  constants.values[1] = codebook.words[1];
+  const uint32 c0 = codebook.words[0] & 0xFFFFu, c1 = codebook.words[0] >> 16;  // 1 bit
+  __syncthreads();
+
+  const int row_blocks = p.columns / BLOCK_COLUMNS;
+  const int step = gridDim.x * WARPS;
+  const bool whole_pieces = p.k % 8 == 0;
+  for (int index = blockIdx.x * WARPS + threadIdx.x / LANES; index < p.blocks; index += step) {
+    const uint8* block = p.packed + static_cast<uint64>(index) * BLOCK_BYTES;
+    uint32 words[LANE_WORDS];
+    load_words(words, block, lane);
+    Scales scales;
+    scales.load(block, g);
+    const int first_row = index / row_blocks * BLOCK_ROWS + g;
+    const int first_column = index % row_blocks * BLOCK_COLUMNS + 8 * t;
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+      for (int pair = 0; pair < 2; pair++) {  // of steps: eight columns
+        uint32 a[2][REGISTERS];
+#pragma unroll
+        for (int s = 0; s < 2; s++)
+          decode(a[s], words + f * BITS, f, 2 * pair + s, table, constants);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {  // rows g and g + 8
+          const int group = PER_ROW == 2 ? pair : 0;
+          const float scale = scales.get(0, group, f, half);
+          const float zero_point = scales.get(KINDS - 1, group, f, half);
+          uint32 out[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            uint32 value = a[i / 2][2 * (i % 2) + half];
+            if (COMPUTES_FRAGMENT && f % 2)
+              value = restored_pair(value, p.base[2 * pair + i / 2], c0, c1);
+            out[i] = scaled_pair(value, scale, zero_point);
+          }
+          const int row = first_row + 16 * f + 8 * half, column = first_column + 32 * pair;
+          uint16* target = p.out + static_cast<uint64>(row) * p.k + column;
+          if (row < p.n && whole_pieces && column < p.k) {
+            *reinterpret_cast<uint4*>(target) = make_uint4(out[0], out[1], out[2], out[3]);
+          } else if (row < p.n) {
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+              if (column + i < p.k) target[i] = out[i / 2] >> (16 * (i % 2));
+          }
+        }
+      }
+  }
+}

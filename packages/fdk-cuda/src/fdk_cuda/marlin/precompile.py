@@ -1,0 +1,47 @@
+"""Compiling ahead of first use."""
+
+from collections.abc import Iterable
+
+import torch
+
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.ops import device_limits
+from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
+from fdk_cuda.marlin.programs import Variant, dequantise_program, small_m_program
+from fdk_cuda.nvrtc import Program, architecture, cached_cubin
+from fdk_formats.format import Format
+
+
+def precompile(
+    layers: Iterable[tuple[Format | str, int, int]],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int | None = None,
+) -> int:
+    """Compiles, into the cache on disk, all that layers need at any m.
+
+    Args:
+        layers: format, n and k of each.
+        dtype: of the activations.
+        device: the GPU; the current one by default.
+
+    Returns:
+        How many kernels there are; those that were compiled before cost nothing.
+
+    Raises:
+        CompilerMissingError: where NVRTC is missing.
+    """
+    with torch.cuda.device(device):
+        index = torch.cuda.current_device()
+    arch = architecture(torch.cuda.get_device_capability(index))
+    limits = device_limits(index)
+    programs: set[Program] = set()
+    for format, n, k in layers:
+        geometry = Geometry.of(Format.parse(format), n, k)
+        variant = Variant.of(geometry, dtype)
+        programs.add(dequantise_program(variant))
+        for m in range(1, MAX_ROWS + 1):
+            programs.add(small_m_program(variant, plan_small(geometry, dtype, m, limits).shape))
+    for program in programs:
+        cached_cubin(program, arch)
+    return len(programs)

@@ -1,0 +1,135 @@
+"""The Marlin kernels' source and its instantiations."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.nvrtc import Kernel, Program
+
+KERNEL_DIRECTORY = Path(__file__).with_name("kernels")
+SCALE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+DEQUANTISE_WARPS = 8
+TABLE_BYTES = 256 * 256
+# 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by step. See decode.cuh.
+ONE_BIT_BASES = {
+    torch.bfloat16: (0x41804180, 0x41004100, 0x40804080, 0x40004000),  # 16, 8, 4, 2
+    torch.float16: (0x4C004C00, 0x48004800, 0x44004400, 0x40004000),
+}
+TWO_BIT_NIBBLES = 0x10101010
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What of a layout and its activations the kernels are compiled for.
+
+    Attributes:
+        bits: width of a code.
+        dtype: of activations and codebook, bfloat16 or float16.
+        scale_dtype: as stored.
+        per_row: scales that a row of a block holds.
+        affine: whether there are zero points.
+    """
+
+    bits: int
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
+    per_row: int
+    affine: bool
+
+    @classmethod
+    def of(cls, geometry: Geometry, dtype: torch.dtype) -> "Variant":
+        """The variant for a layout."""
+        g = geometry
+        return cls(g.bits, dtype, g.scale_dtype, g.per_row, g.has_zero_point)
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """The last fields of every kernel's Params: ``base`` and ``nibbles``."""
+        return *ONE_BIT_BASES[self.dtype], TWO_BIT_NIBBLES
+
+    def options(self, **more: int) -> tuple[str, ...]:
+        """As macros."""
+        macros = {
+            "BITS": self.bits,
+            "FP16": int(self.dtype == torch.float16),
+            "SCALE_TYPE": SCALE_TYPES[self.scale_dtype],
+            "PER_ROW": self.per_row,
+            "AFFINE": int(self.affine),
+            **more,
+        }
+        return tuple(f"-D{name}={value}" for name, value in macros.items())
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """What small_m.cu is compiled for beside the variant.
+
+    Attributes:
+        fragments: of 16 rows that a warp takes.
+        k_blocks: blocks of 64 columns that a warp takes at a time.
+        row_groups: groups of warps, one below the other.
+        column_tiles: tiles of 8 rows of x.
+        warps: of a block.
+    """
+
+    fragments: int
+    k_blocks: int
+    row_groups: int
+    column_tiles: int
+    warps: int
+
+    @property
+    def stage_blocks(self) -> int:
+        """Blocks of 32 x 64 weights that a warp takes at a time."""
+        return self.fragments // 2 * self.k_blocks
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 16 * self.fragments * self.row_groups
+
+
+def small_m_program(variant: Variant, shape: TileShape) -> Program:
+    """small_m.cu for a variant and a shape of tile."""
+    options = variant.options(
+        TILE_FRAGMENTS=shape.fragments,
+        K_BLOCKS=shape.k_blocks,
+        ROW_GROUPS=shape.row_groups,
+        COLUMN_TILES=shape.column_tiles,
+        WARPS=shape.warps,
+    )
+    return _program("small_m.cu", options)
+
+
+def dequantise_program(variant: Variant) -> Program:
+    """dequantise.cu for a variant."""
+    return _program("dequantise.cu", variant.options(WARPS=DEQUANTISE_WARPS))
+
+
+@cache
+def small_m_kernel(variant: Variant, shape: TileShape) -> Kernel:
+    """The kernel, shared by all launches."""
+    return Kernel(small_m_program(variant, shape), "small_m")
+
+
+@cache
+def dequantise_kernel(variant: Variant) -> Kernel:
+    """The kernel, shared by all launches."""
+    return Kernel(dequantise_program(variant), "dequantise")
+
+
+def _program(name: str, options: tuple[str, ...]) -> Program:
+    return Program(name, _read(name), _headers(), options)
+
+
+@cache
+def _read(name: str) -> str:
+    return (KERNEL_DIRECTORY / name).read_text(encoding="utf-8")
+
+
+@cache
+def _headers() -> tuple[tuple[str, str], ...]:
+    return tuple((path.name, _read(path.name)) for path in sorted(KERNEL_DIRECTORY.glob("*.cuh")))

@@ -1,0 +1,27 @@
+"""CUDA C++ kernels compiled at first use by NVRTC, cached on disk, launched through the driver."""
+
+from fdk_cuda.nvrtc.cache import cache_directory, cached_cubin
+from fdk_cuda.nvrtc.compiler import (
+    CompilerMissingError,
+    Program,
+    Resources,
+    architecture,
+    compile_program,
+    compiler_version,
+    why_unavailable,
+)
+from fdk_cuda.nvrtc.launch import Kernel, Launch
+
+__all__ = [
+    "CompilerMissingError",
+    "Kernel",
+    "Launch",
+    "Program",
+    "Resources",
+    "architecture",
+    "cache_directory",
+    "cached_cubin",
+    "compile_program",
+    "compiler_version",
+    "why_unavailable",
+]

@@ -1,0 +1,166 @@
+"""Loading machine code into a context, and launching it with little work on the host."""
+
+import ctypes
+import struct
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fdk_cuda.nvrtc.cache import cached_cubin
+from fdk_cuda.nvrtc.compiler import Program, architecture
+
+POINTER_BYTES = 8
+
+
+class Kernel:
+    """One kernel of a program, compiled and loaded per device when that device first needs it.
+
+    Args:
+        program: holds the kernel as ``extern "C"``.
+        entry: its name.
+    """
+
+    def __init__(self, program: Program, entry: str) -> None:
+        self.program, self.entry = program, entry
+        self._loaded: dict[int, Any] = {}
+
+    def load(self, device: int) -> Any:
+        """The kernel's handle on a device."""
+        if (loaded := self._loaded.get(device)) is not None:
+            return loaded[1]
+        driver = _driver()
+        cubin = cached_cubin(self.program, architecture(torch.cuda.get_device_capability(device)))
+        with torch.cuda.device(device):
+            _use_primary_context(device)
+            module = _check(driver.cuModuleLoadData(cubin), f"loading {self.program.name}")
+            function = _check(
+                driver.cuModuleGetFunction(module, self.entry.encode()), f"finding {self.entry}"
+            )
+            # The most that the device gives: what a launch takes is its own affair, and a limit
+            # set by one launch of this kernel must not stop another.
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            properties = torch.cuda.get_device_properties(device)
+            most = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+            _check(driver.cuFuncSetAttribute(function, limit, most), f"loading {self.entry}")
+        self._loaded[device] = module, function
+        return function
+
+
+class Launch:
+    """A kernel with all that stays the same from call to call.
+
+    The kernel takes one argument, a struct; a call gives its fields.
+
+    Args:
+        kernel: what runs.
+        device: index of the GPU.
+        fields: of the struct, in the notation of ``struct``, native order and alignment.
+        grid: blocks.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        cluster: blocks of a cluster; needs compute capability 9.0 where above 1.
+        overlap: programmatic dependent launch: the kernel may start before the one ahead of it in
+            the stream has ended, and waits for it itself.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        device: int,
+        *,
+        fields: str,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        driver = _driver()
+        self.function = kernel.load(device)
+        self.what = f"launching {kernel.entry}"
+        # The argument list (one pointer), then the struct it points to.
+        self.struct = struct.Struct(f"@P{fields}")
+        self.device, self.grid, self.threads = device, grid, threads
+        self.shared_bytes = shared_bytes
+        self.attributes = _attributes(driver, cluster, overlap)
+        self._configs: dict[int, Any] = {}
+
+    def __call__(self, *values: int | float) -> None:
+        """Launches on the device's current stream; ``values`` are the struct's fields."""
+        if torch._C._cuda_getDevice() != self.device:
+            with torch.cuda.device(self.device):
+                self(*values)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        config = self._configs.get(stream) or self._config(stream)
+        # A buffer per call: the driver copies it before it returns, and threads do not share it.
+        buffer = ctypes.create_string_buffer(self.struct.size)
+        address = ctypes.addressof(buffer)
+        self.struct.pack_into(buffer, 0, address + POINTER_BYTES, *values)
+        driver = _driver()
+        status = driver.cuLaunchKernelEx(config, self.function, address, 0)
+        if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread in which torch has not called CUDA yet has no context.
+            _use_primary_context(self.device)
+            status = driver.cuLaunchKernelEx(config, self.function, address, 0)
+        if status[0].value:
+            _check(status, self.what)
+
+    def _config(self, stream: int) -> Any:
+        driver = _driver()
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.hStream = driver.CUstream(stream)
+        config.attrs = self.attributes
+        config.numAttrs = len(self.attributes)
+        self._configs[stream] = config
+        return config
+
+
+def _attributes(driver: ModuleType, cluster: int, overlap: bool) -> list[Any]:
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attribute.value.clusterDim
+        dimension.x, dimension.y, dimension.z = cluster, 1, 1
+        attributes.append(attribute)
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        ids = driver.CUlaunchAttributeID
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    return attributes
+
+
+@cache
+def _primary_context(device: int) -> Any:
+    """The context that torch uses on a device."""
+    driver = _driver()
+    handle = _check(driver.cuDeviceGet(device), "finding the GPU")
+    return _check(driver.cuDevicePrimaryCtxRetain(handle), "retaining the GPU's context")
+
+
+def _use_primary_context(device: int) -> None:
+    _check(_driver().cuCtxSetCurrent(_primary_context(device)), "setting the GPU's context")
+
+
+@cache
+def _driver() -> ModuleType:
+    from cuda.bindings import driver  # type: ignore[import-untyped]
+
+    module: ModuleType = driver
+    return module
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    status, *values = result
+    if status.value:
+        _, text = _driver().cuGetErrorString(status)
+        raise RuntimeError(f"{what}: {status.name} ({text.decode()})")
+    return values[0] if values else None

@@ -1,0 +1,286 @@
+"""The Marlin backends on a GPU: conformance, every m, many runs, streams, graphs, compile."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT, precompile
+from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, SMALL_FIELDS, dequantise, small_fields
+from fdk_cuda.marlin.plan import Device, _plans, plan_small
+from fdk_cuda.marlin.programs import Variant, small_m_program
+from fdk_cuda.nvrtc import Kernel, Launch
+from fdk_formats.format import Format
+from fdk_formats.testing import cases, check_backend, nrmse, poisoned, random_quantised
+
+pytestmark = pytest.mark.gpu
+
+BITS = (1, 2, 3, 4, 8)
+DTYPES = (torch.bfloat16, torch.float16)
+CASES = {"bits": BITS, "group_sizes": (32, 64, 128, None), "dtypes": DTYPES, "device": "cuda"}
+LUT_CASES = list(cases(codebooks=("custom",), ms=(1, 3, 9), **CASES))
+GRID_CASES = list(cases(codebooks=("affine", "int"), ms=(1, 3, 9), **CASES))
+
+
+@pytest.mark.parametrize("case", LUT_CASES, ids=str)
+def test_marlin_lut_conformance(case):
+    check_backend(MARLIN_LUT, case)
+
+
+@pytest.mark.parametrize("case", GRID_CASES, ids=str)
+def test_marlin_conformance(case):
+    check_backend(MARLIN, case)
+
+
+def pack(format, n, k, dtype=torch.bfloat16, seed=0):
+    q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
+    backend = MARLIN if q.format.is_affine else MARLIN_LUT
+    return q, backend.pack(q, dtype=dtype)
+
+
+def random_x(*shape, dtype=torch.bfloat16, seed=1):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+def exact_weight(q, dtype):
+    """The weight before its products with scales are rounded, float64."""
+    scale = q.scale.double()[..., None]
+    codes = q.codes().view(*q.scale.shape, -1)
+    if q.format.is_affine:
+        values = codes.double() - q.zero_point.double()[..., None]
+    else:
+        values = q.codebook.to(dtype).double()[codes.int()]
+    return (values * scale).view(q.shape)
+
+
+def check(layout, q, x, bias=None):
+    """y is no further from float64 than torch, where torch has nothing but its sums to round."""
+    W = exact_weight(q, x.dtype)
+    with poisoned():
+        y = layout(x, bias)
+    oracle = linear(x.double(), W, None if bias is None else bias.double())
+    rounded_once = oracle.to(x.dtype)
+    assert nrmse(y, oracle) <= 1.2 * nrmse(rounded_once, oracle) + 1e-5
+    return y
+
+
+# A tile more and less than whole, several tiles to a block, clusters of every size, all-pad rows.
+SHAPES = [(1, 64), (37, 192), (64, 4096), (1000, 2048), (4096, 4096), (8224, 1024), (14336, 576)]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES, ids=lambda v: str(v))
+@pytest.mark.parametrize("format", [f"custom{bits}-g64" for bits in BITS] + ["affine4-g32"])
+def test_marlin_every_m(format, n, k):
+    q, layout = pack(format, n, k)
+    bias = random_x(n, seed=5)
+    for m in (1, 2, 4, 5, 8, 9, 16, 17, 33, MAX_FUSED_ROWS):
+        check(layout, q, random_x(m, k, seed=m), bias)
+
+
+# A GPU of few processors: several tiles to a block, with and without clusters.
+FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
+
+
+def run_plan(layout, x, plan, *options):
+    """y by one plan; ``options`` are added to the compiler's."""
+    variant = Variant.of(layout.geometry, x.dtype)
+    program = small_m_program(variant, plan.shape)
+    kernel = Kernel(replace(program, options=(*program.options, *options)), "small_m")
+    launch = Launch(
+        kernel,
+        x.device.index,
+        fields=SMALL_FIELDS,
+        grid=plan.grid,
+        threads=32 * plan.shape.warps,
+        shared_bytes=plan.shared_bytes,
+        cluster=plan.split,
+        overlap=True,
+    )
+    y = torch.full((len(x), layout.shape[0]), torch.nan, dtype=x.dtype, device=x.device)
+    pointers = (t.data_ptr() for t in (layout.packed, layout.codebook, x))
+    fields = small_fields(variant, plan, layout.geometry, len(x))
+    launch(*pointers, 0, y.data_ptr(), *fields)
+    return y
+
+
+@pytest.mark.parametrize("m", [1, 7, 16])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_plan(bits, m):
+    """Each shape of tile, number of warps and split that a plan may have gives the same answer."""
+    q, layout = pack(f"custom{bits}-g64", 1000, 1024)
+    x = random_x(m, 1024)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    plans = list(_plans(layout.geometry, Variant.of(layout.geometry, x.dtype), m, FEW))
+    assert {plan.split for plan in plans} == {1, 2, 4}
+    assert {plan.passes > 1 for plan in plans} == {True}
+    for plan in plans[:: 3 if bits in (2, 3) else 2]:
+        y = run_plan(layout, x, plan)
+        assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("format", [f"custom{bits}-g64" for bits in BITS] + ["affine4-g32"])
+def test_copies_of_older_gpus(format, m):
+    """The path of compute capability 8, which this GPU can take too."""
+    q, layout = pack(format, 1000, 1024)
+    x = random_x(m, 1024)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    device = replace(FEW, has_clusters=False, shared_bytes=101376)
+    plan = plan_small(layout.geometry, x.dtype, m, device)
+    y = run_plan(layout, x, plan, "-DFORCE_CP_ASYNC")
+    assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantise_is_exact(bits, dtype):
+    for codebook, group in itertools.product(("custom", "affine"), (32, 64, None)):
+        q, layout = pack(Format(codebook, bits, group), 1000, 1216, dtype)
+        with poisoned():
+            W_hat = dequantise(layout.packed, layout.codebook, str(q.format), *q.shape)
+        assert torch.equal(W_hat, q.dequantise(dtype)), q.format
+
+
+def test_pack_on_gpu_gives_the_bytes_of_the_cpu():
+    for format in ("custom3-g64", "affine8-g32", "custom1-row"):
+        q = random_quantised(Format.parse(format), 100, 192)
+        backend = MARLIN if q.format.is_affine else MARLIN_LUT
+        on_cpu = backend.pack(q, dtype=torch.bfloat16)
+        on_gpu = backend.pack(q.to("cuda"), dtype=torch.bfloat16)
+        assert torch.equal(on_cpu.packed, on_gpu.packed.cpu())
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_marlin_repeats_bit_for_bit(bits, m):
+    q, layout = pack(f"custom{bits}-g64", 4096, 4096)
+    x = random_x(m, 4096)
+    first = check(layout, q, x)
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        differs |= (layout(x) != first).any()
+    assert not differs
+
+
+def test_marlin_layers_in_a_row():
+    """Back to back, each kernel starts while the one before still runs."""
+    layers = [pack(f"custom{4 - i % 4}-g64", 4096, 4096, seed=i) for i in range(8)]
+    x = random_x(4, 4096)
+
+    def run():
+        y = x
+        for _, layout in layers:
+            y = layout(y)
+            y = y / y.norm() * 64
+        return y
+
+    def run_without_pause():
+        y = x
+        for _, layout in layers:
+            y = layout(y)
+        return y
+
+    for function in (run, run_without_pause):
+        torch.cuda.synchronize()
+        first = function()
+        step = x
+        for _, layout in layers:
+            torch.cuda.synchronize()
+            step = layout(step)
+            if function is run:
+                torch.cuda.synchronize()
+                step = step / step.norm() * 64
+        assert torch.equal(first, step)
+        for _ in range(50):
+            assert torch.equal(function(), first)
+
+
+def test_marlin_on_two_streams():
+    weights = [pack("custom4-g64", 4096, 4096, seed=i) for i in range(2)]
+    x = random_x(16, 4096)
+    expected = [layout(x) for _, layout in weights]
+    streams = [torch.cuda.Stream() for _ in weights]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        outs = []
+        for stream, (_, layout) in zip(streams, weights, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append([layout(x) for _ in range(4)])
+        torch.cuda.synchronize()
+        for out, wanted in zip(outs, expected, strict=True):
+            assert all(torch.equal(y, wanted) for y in out)
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 100])
+def test_marlin_in_a_graph(m):
+    _, layout = pack("custom2-g64", 4096, 4096)
+    x = random_x(m, 4096)
+    layout(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layout(x)
+        z = layout(y)
+    for seed in range(3):
+        x.copy_(random_x(m, 4096, seed=seed + 10))
+        y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, layout(x))
+        assert torch.equal(z, layout(y))
+
+
+# torch 2.11's own, when Inductor is first imported.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_marlin_compiles():
+    _, layout = pack("custom4-g64", 256, 512)
+    function = torch.compile(lambda x: layout(x * 2) + 1, fullgraph=True)
+    x = random_x(3, 512).requires_grad_()
+    y = function(x)
+    assert torch.equal(y, layout(x * 2) + 1)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad((layout(x * 2) + 1).sum(), x)
+    assert torch.equal(dx, expected)
+
+
+def test_marlin_in_a_new_thread():
+    """A thread in which nothing has touched the GPU."""
+    _, layout = pack("custom4-g64", 256, 512)
+    x = random_x(3, 512)
+    expected = layout(x)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as executor:
+        assert torch.equal(executor.submit(layout, x).result(), expected)
+
+
+def test_precompile(monkeypatch, tmp_path):
+    monkeypatch.setenv("FDK_CUDA_CACHE", str(tmp_path))
+    layers = [("custom4-g64", 4096, 4096), ("custom4-g64", 11008, 4096)]
+    count = precompile(layers)
+    stored = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert 3 <= count == len(stored)
+    assert precompile(layers) == count
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == stored
+
+
+def test_marlin_opcheck():
+    _, layout = pack("custom4-g64", 256, 512)
+    x = random_x(3, 512).requires_grad_()
+    bias = random_x(256).requires_grad_()
+    args = (x, layout.packed, layout.codebook, str(layout.format), bias, 256, 512)
+    torch.library.opcheck(torch.ops.fdk_cuda.marlin_linear.default, args)
+
+
+def test_marlin_misaligned_x():
+    q, layout = pack("custom4-g64", 256, 512)
+    x = random_x(2 * 512 + 1)[1:].view(2, 512)
+    check(layout, q, x)
+
+
+def test_marlin_wrong_dtype():
+    _, layout = pack("custom4-g64", 256, 512)
+    with pytest.raises(TypeError, match=r"x must be torch\.bfloat16, got torch\.float16"):
+        layout(random_x(1, 512, dtype=torch.float16))

@@ -1,0 +1,149 @@
+"""Every kind of instantiation compiles without a GPU, and spills nothing."""
+
+import itertools
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fdk_cuda import nvrtc
+from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
+from fdk_cuda.marlin.ops import DEQUANTISE_FIELDS, SMALL_FIELDS
+from fdk_cuda.marlin.plan import (
+    MAX_ROWS,
+    NARROW_COST,
+    WARP_COUNTS,
+    Device,
+    most_warps,
+    plan_of_shape,
+    plan_small,
+)
+from fdk_cuda.marlin.programs import (
+    KERNEL_DIRECTORY,
+    TileShape,
+    Variant,
+    dequantise_program,
+    small_m_program,
+)
+
+DEVICES = {
+    "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),
+    "sm_90a": Device(processors=132, shared_bytes=232448, has_clusters=True),
+    "sm_120": Device(processors=170, shared_bytes=101376, has_clusters=True),
+}
+# The plain one, and the one that needs the most registers.
+VARIANTS = [
+    Variant(bits, dtype, scale_dtype, per_row, affine)
+    for bits in SUPPORTED_BITS
+    for dtype, scale_dtype, per_row, affine in (
+        (torch.bfloat16, torch.bfloat16, 1, False),
+        (torch.float16, torch.float32, 2, True),
+    )
+]
+
+
+def variant_id(variant):
+    dtypes = str(variant.dtype)[6:], str(variant.scale_dtype)[6:]
+    kind = "affine" if variant.affine else "lut"
+    return f"{kind}{variant.bits}-{'-'.join(dtypes)}-{variant.per_row}"
+
+
+def check_resources(program, arch, shape=None):
+    resources = nvrtc.compile_program(program, arch).resources
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0), (program.options, shape)
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_small_m_spills_nothing(variant, arch):
+    """The instantiations that the plans of usual shapes take, each at its own number of warps."""
+    group_size = 32 if variant.per_row == 2 else 64
+    shapes = set()
+    for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
+        geometry = Geometry(variant.bits, n, k, group_size, variant.scale_dtype, variant.affine)
+        assert Variant.of(geometry, variant.dtype) == variant
+        for m in (1, MAX_ROWS):
+            shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
+    for shape in shapes:
+        check_resources(small_m_program(variant, shape), arch, shape)
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_dequantise_spills_nothing(variant, arch):
+    check_resources(dequantise_program(variant), arch)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("FDK_TEST_EVERY_KERNEL"),
+    reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
+)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("arch", DEVICES)
+def test_every_instantiation_spills_nothing(bits, arch):
+    """All variants and shapes at the most warps that plans may give them: minutes of compiling."""
+    scales = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, scale, per_row, affine in itertools.product(
+        (torch.bfloat16, torch.float16), scales, (1, 2), (False, True)
+    ):
+        variant = Variant(bits, dtype, scale, per_row, affine)
+        pieces = [(*piece, 1) for piece in NARROW_COST] + [(4, 1, 2)]
+        for (fragments, k_blocks, column_tiles), row_groups in itertools.product(pieces, (1, 2)):
+            shape = TileShape(fragments, k_blocks, row_groups, column_tiles, 16)
+            geometry = Geometry(bits, 4096, 4096, 32 if per_row == 2 else 64, scale, affine)
+            m = 8 * column_tiles
+            fitting = (
+                candidate
+                for candidate in (replace(shape, warps=warps) for warps in WARP_COUNTS)
+                if candidate.warps <= most_warps(variant, shape)
+                and plan_of_shape(geometry, m, DEVICES[arch], candidate, 1)
+            )
+            # The first takes the most warps, so it has the fewest registers to a thread.
+            for candidate in itertools.islice(fitting, 1):
+                check_resources(small_m_program(variant, candidate), arch, candidate)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("small_m.cu", SMALL_FIELDS), ("dequantise.cu", DEQUANTISE_FIELDS)]
+)
+def test_params_struct_has_the_fields_that_are_launched(name, fields):
+    """Counts the members of Params against the launcher's format."""
+    source = (KERNEL_DIRECTORY / name).read_text()
+    body = source.split("struct Params {")[1].split("};")[0]
+    counts = {"P": 0, "i": 0, "I": 0}
+    for line in body.splitlines():
+        declaration = line.split("//")[0].strip().rstrip(";")
+        if not declaration:
+            continue
+        if "*" in declaration:
+            counts["P"] += 1
+        elif declaration.startswith("int"):
+            counts["i"] += len(declaration.split(","))
+        else:
+            counts["I"] += 4 if "[STEPS]" in declaration else 1
+    assert "".join(f"{count}{kind}" for kind, count in counts.items()) == fields
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_plans_fit_every_device(device):
+    """Every block's work is whole: tiles and stages are all taken, shared memory suffices."""
+    for bits, affine, scale in itertools.product(
+        SUPPORTED_BITS, (False, True), (torch.bfloat16, torch.float32)
+    ):
+        for (n, k), group in itertools.product(((1, 64), (4096, 4096), (28672, 8192)), (32, 64)):
+            geometry = Geometry(bits, n, k, group, scale, affine)
+            for m in range(1, MAX_ROWS + 1):
+                plan = plan_small(geometry, torch.bfloat16, m, device)
+                assert plan.shared_bytes <= device.shared_bytes
+                assert plan.grid % plan.split == 0
+                assert plan.grid <= device.processors
+                assert plan.tiles * plan.shape.rows == geometry.rows
+                clusters = plan.grid // plan.split
+                assert (plan.passes - 1) * clusters < plan.tiles <= plan.passes * clusters
+                stages = geometry.columns // (64 * plan.shape.k_blocks)
+                warps = plan.shape.warps // plan.shape.row_groups * plan.split
+                assert (plan.rounds - 1) * warps < stages <= plan.rounds * warps
+                assert m <= plan.stored_columns <= 8 * plan.shape.column_tiles
+                assert plan.sum_buffers > 0 or plan.passes == 1
+                assert 1 << plan.log_share == plan.shape.rows * plan.stored_columns // plan.split

@@ -1,0 +1,131 @@
+"""The Marlin layout on the CPU: round trip, positions worked by hand, golden digests."""
+
+import hashlib
+
+import pytest
+import torch
+
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT
+from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, _fields, pack_layout, why_not
+from fdk_formats.format import Format
+from fdk_formats.packing import pack
+from fdk_formats.testing import cases, random_quantised
+
+CASES = list(
+    cases(
+        bits=SUPPORTED_BITS,
+        codebooks=("custom", "affine"),
+        group_sizes=(32, 64, 96, 128, None),
+        dtypes=(torch.bfloat16,),
+        ms=(1,),
+    )
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layout_round_trip(case):
+    q = case.quantised()
+    backend = MARLIN if q.format.is_affine else MARLIN_LUT
+    unpacked = backend.pack(q, dtype=torch.bfloat16).unpack()
+    assert (unpacked.format, unpacked.shape) == (q.format, q.shape)
+    for name, tensor in q.tensors().items():
+        assert torch.equal(unpacked.tensors()[name], tensor), name
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_fields_cover_every_bit_once(bits):
+    places = [
+        (field.word, field.word_shift + i)
+        for field in _fields(bits)
+        for i in range(field.mask.bit_length())
+    ]
+    assert sorted(places) == [(word, bit) for word in range(2 * bits) for bit in range(32)]
+
+
+def lone_code(bits, row, column, code):
+    """The bytes of a 64 x 128 weight of zeros with one code in it."""
+    codes = torch.zeros(64, 128, dtype=torch.uint8)
+    codes[row, column] = code
+    geometry = Geometry(bits, 64, 128, 64, torch.bfloat16, has_zero_point=False)
+    laid_out = pack_layout(
+        geometry, pack(codes, bits), torch.zeros(64, 2, dtype=torch.bfloat16), None
+    )
+    ((tile, block, byte),) = laid_out.nonzero().tolist()
+    return tile, block, byte, int(laid_out[tile, block, byte])
+
+
+def test_positions_by_hand():
+    # Row 45 = 32 + 8 + 5: tile 1, fragment 0, row g + 8 with g = 5. Column 64 + 32 + 2 * 8 + 4 + 3:
+    # block 1, step 2 + 1 = 3, t = 2, i = 2 + 1 = 3, e = 1. So lane 22, word 3 of the first piece,
+    # bits 8 * 3 + 4: byte 22 * 16 + 3 * 4 + 3, upper nibble.
+    assert lone_code(4, 45, 64 + 32 + 16 + 4 + 3, 0xB) == (1, 1, 22 * 16 + 15, 0xB0)
+    # Row 16: tile 0, fragment 1, g = 0. 8 bits: words 8 to 15 are its own, column 0 is byte 0
+    # of word 8: the third piece of 512 bytes.
+    assert lone_code(8, 16, 0, 0xA5) == (0, 0, 2 * 512, 0xA5)
+    # 1 bit: a piece of 8 bytes a lane. Row 16 + 8 + 1, column 4 * 8 + ... step 1, i = 1, e = 0:
+    # bit 3 + 1 + 4 = 8 of word 1 of lane 4.
+    assert lone_code(1, 25, 4, 1) == (0, 0, 4 * 8 + 4 + 1, 1)
+
+
+def test_scale_positions():
+    geometry = Geometry(4, 64, 128, 32, torch.bfloat16, has_zero_point=True)
+    scale = torch.zeros(64, 4, dtype=torch.bfloat16)
+    zero_point = torch.zeros(64, 4, dtype=torch.bfloat16)
+    scale[16 + 8 + 2, 1] = 1.0  # block 0, half 1, fragment 1, row g + 8, g = 2
+    zero_point[0, 2] = 2.0  # block 1, half 0, fragment 0, row g, g = 0
+    packed = torch.zeros(64, 64, dtype=torch.uint8)
+    laid_out = pack_layout(geometry, packed, scale, zero_point)
+    values = laid_out[..., 1024:].contiguous().view(torch.bfloat16)  # [tile, block, 8 * 16]
+    assert values.nonzero().tolist() == [[0, 0, 2 * 16 + 4 + 3], [0, 1, 8]]
+
+
+# The first 16 digits of SHA-256 over the laid-out bytes of random_quantised(format, 37, 384): a
+# layout never changes silently.
+GOLDEN = {
+    "custom1-g64": "f99c727d7fb28216",
+    "custom2-g64": "fdc91f67e8c28cc4",
+    "custom3-g32": "ddef3301220e69bc",
+    "custom4-g64": "42010c7e8cfe37f5",
+    "custom8-g128": "63242ba20500d020",
+    "affine4-g32-fp32-zint": "52504e3f2df648fd",
+    "affine3-row-e8m0": "40839bcb883e4497",
+}
+
+
+@pytest.mark.parametrize("format", GOLDEN)
+def test_golden_digest(format):
+    q = random_quantised(Format.parse(format), 37, 384)
+    backend = MARLIN if q.format.is_affine else MARLIN_LUT
+    packed = backend.pack(q, dtype=torch.bfloat16).packed
+    assert hashlib.sha256(packed.numpy().tobytes()).hexdigest()[:16] == GOLDEN[format]
+
+
+def test_padding_is_zero():
+    q = random_quantised(Format("custom", 4, 64), 37, 192)
+    layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
+    assert layout.packed.shape == (2, 4, 1024 + 64)  # 64 rows, 256 columns
+    assert not layout.packed[:, 3].any()
+    assert layout.packed[1, :3].any()
+
+
+def test_longer_groups_are_repeated():
+    q = random_quantised(Format("custom", 4, 128), 64, 256)
+    short = Format("custom", 4, 64)
+    scale = q.scale.repeat_interleave(2, dim=1)
+    repeated = type(q)(short, q.shape, q.packed, scale, q.codebook)
+    packed = [MARLIN_LUT.pack(w, dtype=torch.bfloat16).packed for w in (q, repeated)]
+    assert torch.equal(*packed)
+
+
+@pytest.mark.parametrize(
+    ("format", "k", "reason"),
+    [
+        ("custom4-g64", 192, None),
+        ("custom4-row", 88, None),
+        ("custom4-g96", 192, None),
+        ("custom5-g64", 192, "needs 1, 2, 3, 4, 8 bits, got 5"),
+        ("custom4-g16", 192, "needs groups of a multiple of 32 or whole rows, got 16"),
+    ],
+)
+def test_why_not(format, k, reason):
+    assert why_not(Format.parse(format), k) == reason

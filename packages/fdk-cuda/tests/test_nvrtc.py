@@ -1,0 +1,175 @@
+"""Compiling and caching, without a GPU."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fdk_cuda import nvrtc
+from fdk_cuda.nvrtc import cache, compiler
+
+SOURCE = """
+#include "twice.cuh"
+extern "C" __global__ void kernel(int* out) { out[threadIdx.x] = twice(FACTOR); }
+"""
+PROGRAM = nvrtc.Program(
+    name="test.cu",
+    source=SOURCE,
+    headers=(("twice.cuh", "__device__ int twice(int v) { return 2 * v; }"),),
+    options=("-DFACTOR=3",),
+)
+ARCH = "sm_90a"
+# A column of a local array picked at run time: the array must live in a stack frame.
+STACK_SOURCE = """
+extern "C" __global__ void kernel(float* p, int n) {
+  float a[40];
+  for (int i = 0; i < 40; i++) a[i] = p[i * n];
+  __syncthreads();
+  for (int i = 0; i < 40; i++) p[i] = a[(i * 7 + n) % 40];
+}
+"""
+# 200 values alive at once under a limit of 32 registers.
+SPILL_SOURCE = """
+extern "C" __global__ void __launch_bounds__(1024, 2) kernel(float* p) {
+  float a[100];
+#pragma unroll
+  for (int i = 0; i < 100; i++) a[i] = p[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 100; i++) p[i * 1024 + threadIdx.x] = a[99 - i] * a[i];
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The programs that were really compiled."""
+    done = []
+
+    def counting(program, arch):
+        done.append((program, arch))
+        return compiler.compile_program(program, arch)
+
+    monkeypatch.setattr(cache, "compile_program", counting)
+    return done
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_compile_program(arch):
+    compiled = nvrtc.compile_program(PROGRAM, arch)
+    assert compiled.cubin.startswith(b"\x7fELF")
+    resources = compiled.resources
+    assert 0 < resources.registers <= 32
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+
+
+def test_resources_sees_stack_and_spills():
+    stack = nvrtc.compile_program(nvrtc.Program("stack.cu", STACK_SOURCE), ARCH).resources
+    assert (stack.stack_bytes, stack.spill_bytes) == (160, 0)
+    assert nvrtc.compile_program(nvrtc.Program("s.cu", SPILL_SOURCE), ARCH).resources.spill_bytes
+
+
+def test_compile_error_says_what():
+    broken = replace(PROGRAM, source="extern int x = undeclared;")
+    with pytest.raises(RuntimeError, match=r'test\.cu.*sm_90a.*-DFACTOR=3(.|\n)*"undeclared"'):
+        nvrtc.compile_program(broken, ARCH)
+    with pytest.raises(RuntimeError, match="sm_11"):
+        nvrtc.compile_program(PROGRAM, "sm_11")
+
+
+def test_cached_cubin_compiles_once(compilations, cache_directory):
+    first = nvrtc.cached_cubin(PROGRAM, ARCH)
+    assert nvrtc.cached_cubin(PROGRAM, ARCH) == first
+    assert len(compilations) == 1
+    assert [path.suffix for path in cache_directory.iterdir()] == [".cubin"]
+
+
+@pytest.mark.parametrize("keep", [0, 20, 100, -1])
+def test_cached_cubin_mends_a_damaged_file(compilations, cache_directory, keep):
+    first = nvrtc.cached_cubin(PROGRAM, ARCH)
+    (path,) = cache_directory.iterdir()
+    path.write_bytes(path.read_bytes()[:keep])
+    assert nvrtc.cached_cubin(PROGRAM, ARCH) == first
+    assert len(compilations) == 2
+
+
+def test_cached_cubin_without_a_directory(compilations, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "file"))
+    assert nvrtc.cached_cubin(PROGRAM, ARCH).startswith(b"\x7fELF")
+
+
+def test_cache_key_covers_everything(monkeypatch):
+    programs = [
+        PROGRAM,
+        replace(PROGRAM, name="other.cu"),
+        replace(PROGRAM, source=SOURCE + " "),
+        replace(PROGRAM, options=("-DFACTOR=4",)),
+        replace(PROGRAM, headers=(("twice.cuh", "__device__ int twice(int v) { return v; }"),)),
+        replace(PROGRAM, headers=(), options=(*PROGRAM.headers[0], *PROGRAM.options)),
+    ]
+    keys = {cache.cache_key(program, arch) for program in programs for arch in ("sm_80", ARCH)}
+    assert len(keys) == 2 * len(programs)
+    monkeypatch.setattr(cache, "compiler_version", lambda: (99, 1))
+    assert cache.cache_key(PROGRAM, ARCH) not in keys
+
+
+COLD_START = """
+import os
+from fdk_cuda import nvrtc
+program = nvrtc.{program!r}
+children = []
+for _ in range(8):
+    if (child := os.fork()) == 0:
+        assert nvrtc.cached_cubin(program, {arch!r})[:4] == bytes([127, 69, 76, 70])
+        os._exit(0)
+    children.append(child)
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
+"""
+
+
+def test_cold_start_of_eight_processes(cache_directory):
+    code = COLD_START.format(program=PROGRAM, arch=ARCH)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert [path.suffix for path in cache_directory.iterdir()] == [".cubin"]
+
+
+def test_missing_bindings(monkeypatch):
+    for function in (compiler._bindings, compiler.compiler_version):
+        function.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    try:
+        reason = nvrtc.why_unavailable()
+    finally:
+        for function in (compiler._bindings, compiler.compiler_version):
+            function.cache_clear()
+    assert reason is not None
+    assert "cuda-bindings" in reason
+    monkeypatch.undo()
+    assert nvrtc.why_unavailable() is None
+
+
+def test_missing_library(monkeypatch):
+    class Bindings:
+        @staticmethod
+        def nvrtcVersion():  # noqa: N802
+            raise RuntimeError("Failure finding libnvrtc.so")
+
+    compiler.compiler_version.cache_clear()
+    monkeypatch.setattr(compiler, "_bindings", lambda: Bindings)
+    with pytest.raises(nvrtc.CompilerMissingError, match=r"libnvrtc\.so.*nvidia-cuda-nvrtc"):
+        compiler.compiler_version()
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 0), "sm_80"), ((9, 0), "sm_90a"), ((12, 0), "sm_120")]
+)
+def test_architecture(capability, arch):
+    assert nvrtc.architecture(capability) == arch

@@ -1,16 +1,17 @@
-"""The package as it is installed, or as it lies on PYTHONPATH. Its kernels are still to come."""
+"""The package as it is installed, or as it lies on PYTHONPATH; its kernels are tested elsewhere."""
 
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import fdk_cuda
+from fdk_formats import Format, Problem, all_backends, reasons_against
 
 
-def test_offers_nothing_yet():
-    public = [name for name in vars(fdk_cuda) if not name.startswith("_")]
-    assert public == []  # kernels, and this test with them, come with the next release
+def test_registers_its_backends():
+    assert {"triton", "marlin", "marlin-lut"} <= all_backends().keys()
 
 
 def test_requires_fdk_formats():
@@ -23,3 +24,11 @@ def test_requires_fdk_formats():
 
 def test_types_are_shipped():
     assert (Path(fdk_cuda.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said where there is no GPU")
+def test_without_a_gpu_every_backend_says_so():
+    problem = Problem(Format.parse("int4-g64"), 64, 64, torch.bfloat16, torch.device("cuda"))
+    reasons = reasons_against(problem)
+    for name in ("marlin", "marlin-lut", "triton"):
+        assert "GPU" in str(reasons[name]) or "CUDA" in str(reasons[name])

@@ -2,8 +2,16 @@
 
 import importlib.util
 
-__version__ = "0.1.0"
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT, precompile
+from fdk_formats.backends import register
 
-# Triton has wheels for Linux only. Elsewhere the package imports, and brings no backend.
+__version__ = "0.1.0"
+__all__ = ["precompile"]
+
+register(MARLIN)
+register(MARLIN_LUT)
+# Triton has wheels for Linux only; where it is missing its backend is too.
 if importlib.util.find_spec("triton") is not None:
-    from fdk_cuda import triton as triton
+    from fdk_cuda.triton import TritonBackend
+
+    register(TritonBackend())

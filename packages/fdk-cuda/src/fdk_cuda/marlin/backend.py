@@ -87,6 +87,8 @@ class MarlinBackend:
             return f"needs activations of {', '.join(map(str, DTYPES))}, got {problem.dtype}"
         if reason := why_not(format, problem.k):
             return reason
+        if not torch.cuda.is_available():
+            return "needs an NVIDIA GPU and its driver: torch finds none on this machine"
         capability = torch.cuda.get_device_capability(problem.device)
         if capability < MIN_CAPABILITY:
             return f"needs compute capability 8.0 or more, got {'.'.join(map(str, capability))}"

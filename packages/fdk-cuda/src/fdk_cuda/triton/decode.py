@@ -1,4 +1,4 @@
-# ruff: noqa: N803, D103, RUF005
+# ruff: noqa: D103, RUF005
 # mypy: ignore-errors
 """From words to the values of their codes, on the device, one tensor for each position."""
 

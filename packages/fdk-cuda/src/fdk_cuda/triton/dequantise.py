@@ -1,4 +1,4 @@
-# ruff: noqa: N803, RUF005
+# ruff: noqa: RUF005
 # mypy: ignore-errors
 """W_hat from arranged codes, and the same in registers as an operand of a larger product."""
 

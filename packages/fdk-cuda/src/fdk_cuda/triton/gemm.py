@@ -1,4 +1,3 @@
-# ruff: noqa: N803
 # mypy: ignore-errors
 """y = x @ W_hat.T for many rows of x: weights decoded in registers, straight into the product.
 

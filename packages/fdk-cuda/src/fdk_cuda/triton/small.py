@@ -1,4 +1,4 @@
-# ruff: noqa: N803, D103
+# ruff: noqa: D103
 # mypy: ignore-errors
 """y = x @ W_hat.T for a few rows of x: every warp takes its own stretch of k.
 

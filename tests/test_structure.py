@@ -84,7 +84,7 @@ sys.addaudithook(audit)
 for name in sys.argv[1:]:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()
-slow = {"torch._dynamo", "torch._inductor", "triton", "transformers", "matplotlib"}
+slow = {"torch._dynamo", "torch._inductor", "transformers", "matplotlib"}
 assert not slow & (set(sys.modules) - before), slow & (set(sys.modules) - before)
 """
 

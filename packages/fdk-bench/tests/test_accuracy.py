@@ -100,7 +100,12 @@ def test_bytes_and_bits(subject):
     assert measured.bits_per_weight == 4.25
     assert measured.nbytes == 32768 + 2048 + 768
     assert measured.nbytes < measured.file_bytes < measured.nbytes + 8192
-    assert measured.backends == "reference"
+
+
+def test_backend_is_the_one_asked_for_or_the_one_that_auto_picks(subject):
+    assert measure(subject, "int4-g64", backend="reference").backends == "reference"
+    taken = "cpu" if "cpu" in fdk_formats.all_backends() else "reference"
+    assert measure(subject, "int4-g64").backends == taken
 
 
 def test_bits_of_rows_are_weighed_by_size(subject):

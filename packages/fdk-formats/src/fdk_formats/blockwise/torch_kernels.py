@@ -15,10 +15,9 @@ from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
 # Quantising takes up to 36 bytes of temporaries an element: 18 MiB. Smaller chunks lost on a busy
-# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising, of 8 bytes at
-# most, has smaller ones: 1 MiB.
+# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising takes 8
+# bytes at most, 4 MiB.
 CHUNK = 1 << 19
-DEQUANTISE_CHUNK = 1 << 17
 SMALLEST_ABSMAX = 1e-38
 
 
@@ -51,16 +50,14 @@ def dequantise_8bit(
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
     out = torch.empty_like(packed, dtype=dtype)
-    step = _step(DEQUANTISE_CHUNK, block_size)
+    step = _step(CHUNK, block_size)
     index = packed.new_empty(min(step, len(packed)), dtype=torch.int32)
-    scratch = out if dtype == torch.float32 else torch.empty_like(index, dtype=torch.float32)
+    scratch = torch.empty_like(index, dtype=torch.float32)
     for start in range(0, len(packed), step):
         codes, chunk = packed[start : start + step], out[start : start + step]
-        values = chunk if scratch is out else scratch[: len(codes)]
+        values = scratch[: len(codes)]
         torch.index_select(code, 0, index[: len(codes)].copy_(codes), out=values)
-        _scale(values, absmax[start // block_size :], block_size)
-        if scratch is not out:
-            chunk.copy_(values)
+        _scale(values, absmax[start // block_size :], block_size, out=chunk)
     return out
 
 
@@ -77,7 +74,7 @@ def dequantise_4bit(
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)  # [256, 2]
     pairs = pairs.view(torch.int64).view(-1)  # [256]
     out = packed.new_empty(numel, dtype=dtype)
-    step = _step(DEQUANTISE_CHUNK, block_size)
+    step = _step(CHUNK, block_size)
     index = packed.new_empty(min(step // 2, len(packed)), dtype=torch.int32)
     scratch = torch.empty_like(index, dtype=torch.int64)
     for start in range(0, numel, step):
@@ -85,8 +82,7 @@ def dequantise_4bit(
         both = scratch[: len(codes)]
         torch.index_select(pairs, 0, index[: len(codes)].copy_(codes), out=both)
         values = both.view(torch.float32)[: len(chunk)]
-        _scale(values, absmax[start // block_size :], block_size)
-        chunk.copy_(values)
+        _scale(values, absmax[start // block_size :], block_size, out=chunk)
     return out
 
 
@@ -127,13 +123,17 @@ def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tu
         yield whole, tail / absmax[-1]
 
 
-def _scale(values: Tensor, absmax: Tensor, block_size: int) -> None:
-    """Multiplies the values, which begin a block, by the absmax of each block."""
+def _scale(values: Tensor, absmax: Tensor, block_size: int, *, out: Tensor) -> None:
+    """``out`` of any floating dtype = float32 values, which begin a block, times the absmax.
+
+    The only pass that touches ``out``, in parallel: fresh memory costs more than the arithmetic.
+    """
     whole = len(values) - len(values) % block_size
     blocks = whole // block_size
-    values[:whole].view(-1, block_size).mul_(absmax[:blocks, None])
+    rows = values[:whole].view(-1, block_size)
+    torch.mul(rows, absmax[:blocks, None], out=out[:whole].view(-1, block_size))
     if whole < len(values):
-        values[whole:].mul_(absmax[blocks])
+        torch.mul(values[whole:], absmax[blocks], out=out[whole:])
 
 
 class _Search:

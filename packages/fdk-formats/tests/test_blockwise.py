@@ -114,7 +114,6 @@ def test_any_block_size_at_8_bits(block_size, monkeypatch):
     blocks = x.split(min(block_size, len(x)))
     assert torch.equal(wanted.absmax, torch.stack([block.abs().max() for block in blocks]))
     monkeypatch.setattr(torch_kernels, "CHUNK", 1500)
-    monkeypatch.setattr(torch_kernels, "DEQUANTISE_CHUNK", 600)
     got = quantise_blockwise(x, None, block_size)
     assert torch.equal(got.packed, wanted.packed)
     assert torch.equal(got.absmax, wanted.absmax)
@@ -185,7 +184,6 @@ def test_results_do_not_depend_on_the_chunk(monkeypatch):
     wanted = quantise_4bit(x, nested=True), quantise_blockwise(x, block_size=64)
     backs = dequantise_4bit(wanted[0]), dequantise_blockwise(wanted[1])
     monkeypatch.setattr(torch_kernels, "CHUNK", 4096)
-    monkeypatch.setattr(torch_kernels, "DEQUANTISE_CHUNK", 1024)
     got = quantise_4bit(x, nested=True), quantise_blockwise(x, block_size=64)
     for one, other in zip(wanted, got, strict=True):
         assert torch.equal(one.packed, other.packed)

@@ -131,6 +131,9 @@ def main() -> None:
     parser.add_argument("--shapes", default="0,1,2,3,4", help="indices of SHAPES")
     parser.add_argument("--goals", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("not run: needs an NVIDIA GPU, torch finds none on this machine")
+        return
     goals = {}
     if args.goals:
         for line in args.goals.read_text().splitlines():

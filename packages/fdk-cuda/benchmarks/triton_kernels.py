@@ -115,6 +115,9 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--processes", type=int, default=12)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("not run: needs an NVIDIA GPU, torch finds none on this machine")
+        return
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shape]
 
     def configs(n: int, m: int, w: launch.Weight) -> list[Config]:

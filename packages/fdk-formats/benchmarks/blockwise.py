@@ -57,7 +57,10 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help=f"comma-separated, default {SHAPES}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="the smallest shape, three repeats")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.shapes, arguments.repeats = SHAPES.split(",")[0], 3
     torch.set_num_threads(arguments.threads)
     print(
         f"torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, "

@@ -15,8 +15,8 @@ from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
 # Quantising takes up to 36 bytes of temporaries an element: 18 MiB. Smaller chunks lost on a busy
-# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising takes 8
-# bytes at most, 4 MiB.
+# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising takes
+# 8 MiB at most.
 CHUNK = 1 << 19
 SMALLEST_ABSMAX = 1e-38
 
@@ -50,13 +50,16 @@ def dequantise_8bit(
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
     out = torch.empty_like(packed, dtype=dtype)
-    step = _step(CHUNK, block_size)
-    index = packed.new_empty(min(step, len(packed)), dtype=torch.int32)
-    scratch = torch.empty_like(index, dtype=torch.float32)
+    step = _step(2 * CHUNK, block_size)
+    scratch = packed.new_empty(min(step, len(packed)), dtype=torch.float32)
+    # A float32 result is as wide as the indices, and holds them until its values are there.
+    fits = dtype == torch.float32
+    indices = out.view(torch.int32) if fits else torch.empty_like(scratch, dtype=torch.int32)
     for start in range(0, len(packed), step):
         codes, chunk = packed[start : start + step], out[start : start + step]
         values = scratch[: len(codes)]
-        torch.index_select(code, 0, index[: len(codes)].copy_(codes), out=values)
+        index = indices[start : start + step] if fits else indices[: len(codes)]
+        torch.index_select(code, 0, index.copy_(codes), out=values)
         _scale(values, absmax[start // block_size :], block_size, out=chunk)
     return out
 

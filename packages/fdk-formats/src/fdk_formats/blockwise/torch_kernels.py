@@ -15,8 +15,7 @@ from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
 # Quantising takes up to 36 bytes of temporaries an element: 18 MiB. Smaller chunks lost on a busy
-# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising takes
-# 8 MiB at most.
+# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising takes 4 MiB.
 CHUNK = 1 << 19
 SMALLEST_ABSMAX = 1e-38
 
@@ -50,10 +49,10 @@ def dequantise_8bit(
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
     out = torch.empty_like(packed, dtype=dtype)
-    step = _step(2 * CHUNK, block_size)
-    scratch = packed.new_empty(min(step, len(packed)), dtype=torch.float32)
     # A float32 result is as wide as the indices, and holds them until its values are there.
     fits = dtype == torch.float32
+    step = _step(2 * CHUNK if fits else CHUNK, block_size)
+    scratch = packed.new_empty(min(step, len(packed)), dtype=torch.float32)
     indices = out.view(torch.int32) if fits else torch.empty_like(scratch, dtype=torch.int32)
     for start in range(0, len(packed), step):
         codes, chunk = packed[start : start + step], out[start : start + step]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedTensor, tensor_names
 
 VERSION = "1"
 VERSION_KEY = "fdk.version"
@@ -284,8 +284,7 @@ def _load_weight(
 ) -> tuple[QuantisedTensor, set[str]]:
     """The weight, and the names of the file's tensors that it is made of."""
     format, shape = _parse_entry(path, name, entry)
-    grid = "zero_point" if format.is_affine else "codebook"
-    parts = {part: f"{name}.{part}" for part in ("packed", "scale", grid)}
+    parts = {part: f"{name}.{part}" for part in tensor_names(format)}
     for full_name in parts.values():
         if full_name not in names:
             raise ValueError(f"{path}: {name} ({format}) needs the tensor {full_name}: missing")

@@ -10,7 +10,7 @@ from fdk_formats.backends import Problem, select
 from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedTensor, tensor_names
 
 
 class QuantisedWeight(nn.Module):
@@ -36,7 +36,7 @@ class QuantisedWeight(nn.Module):
     def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
         chosen = select(Problem(q.format, *q.shape, dtype, q.device), self.backend)
         self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device
-        self.backend_name = chosen.name
+        self.backend_name, self.canonical_bytes = chosen.name, q.nbytes
         self.layout = chosen.pack(q, dtype=dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,7 +80,7 @@ class QuantisedWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        mine = self.unpack().tensors()
+        mine = tensor_names(self.format)
         found = {name: state_dict[prefix + name] for name in mine if prefix + name in state_dict}
         missing_keys += [prefix + name for name in mine if name not in found]
         unexpected_keys += [

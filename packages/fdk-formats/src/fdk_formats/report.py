@@ -131,7 +131,7 @@ def model_report(model: nn.Module) -> ModelReport:
                 shape=weight.shape,
                 bits_per_weight=weight.format.bits_per_weight(k),
                 bytes_before=n * k * weight.dtype.itemsize,
-                bytes_after=weight.unpack().nbytes,
+                bytes_after=weight.canonical_bytes,
                 backend=weight.backend_name,
                 relative_error=weight.relative_error,
             )

@@ -142,6 +142,11 @@ def _check_floating(caller: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{caller}: dtype must be a floating torch.dtype, got {dtype!r}")
 
 
+def tensor_names(format: Format) -> tuple[str, str, str]:
+    """The tensors of a ``QuantisedTensor`` that a format has, in the order of the class."""
+    return ("packed", "scale", "zero_point" if format.is_affine else "codebook")
+
+
 def zero_point_dtype(format: Format) -> torch.dtype:
     """How an affine format stores its zero points; see ``zero_point_bits``."""
     if format.zero_point == "int":

@@ -1,15 +1,16 @@
 """Time and peak memory of the blockwise ops beside bitsandbytes' own, in one run.
 
-    OMP_PROC_BIND=true python packages/fdk-formats/benchmarks/blockwise.py
+    GOMP_SPINCOUNT=0 python packages/fdk-formats/benchmarks/blockwise.py
     ... --shapes 28672x8192 --repeats 3
 
-Contenders: this package; `bnb torch`, bitsandbytes' torch backend, which is also the oracle (it
-dequantises through torch.compile where there is a C++ compiler); `bnb C++`, its CPU library, which
-has no 4-bit quantiser. Repeats are interleaved, so that another load on the machine meets all of
-them. Every contender's answer is compared with the oracle's before it is timed, and a wrong one
-ends the run: the 8-bit codes of the CPU library are the one exception, and the table says how many
-differ (docs/blockwise.md says why). Peak memory is what the process grew by during one call, the
-result included; it needs Linux.
+Contenders: `fdk C++`, the kernels of fdk-cpu, where it is installed; `fdk torch`, those of this
+package; `bnb torch`, bitsandbytes' torch backend, which is also the oracle (it dequantises through
+torch.compile where there is a C++ compiler); `bnb C++`, its CPU library, which has no 4-bit
+quantiser. Repeats are interleaved, so that another load on the machine meets all of them. Every
+contender's answer is compared with the oracle's before it is timed, and a wrong one ends the run:
+the 8-bit codes of the CPU library are the one exception, and the table says how many differ
+(docs/blockwise.md says why). Peak memory is what the process grew by during one call, the result
+included; it needs Linux.
 """
 
 import argparse
@@ -25,12 +26,16 @@ import torch
 from torch import Tensor
 
 from fdk_formats.blockwise import (
+    TORCH_KERNELS,
+    Kernels,
     QuantisedBlocks,
     dequantise_4bit,
     dequantise_blockwise,
     dynamic_map,
+    kernels_for,
     quantise_4bit,
     quantise_blockwise,
+    register_kernels,
 )
 
 Run = Callable[[], object]
@@ -38,6 +43,8 @@ TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAu
 SHAPES = "1024x4096,4096x4096,8192x7168"
 BLOCK_SIZE_4BIT = 64
 BLOCK_SIZE_8BIT = 256
+# Those of fdk-cpu, if it is there.
+INSTALLED_KERNELS = kernels_for(torch.device("cpu"))
 # Of the codes of normal values, the share that the CPU library may give another entry.
 COARSE_SHARE = 0.01
 
@@ -55,6 +62,7 @@ def main() -> None:
     """Prints a table of every op and shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=SHAPES, help=f"comma-separated, default {SHAPES}")
+    parser.add_argument("--ops", default="", help="only those whose name holds this: dequantise")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="the smallest shape, three repeats")
@@ -70,7 +78,8 @@ def main() -> None:
     print(f"{'shape':>12} {'op':24} {'contender':10} {'best ms':>9} {'median':>9} {'peak MB':>9}")
     for shape in arguments.shapes.split(","):
         for case in cases(tuple(int(size) for size in shape.split("x"))):
-            report(shape, case, arguments.repeats)
+            if arguments.ops in case.name:
+                report(shape, case, arguments.repeats)
 
 
 def cases(shape: tuple[int, ...]) -> Iterator[Case]:
@@ -80,7 +89,7 @@ def cases(shape: tuple[int, ...]) -> Iterator[Case]:
     yield Case(
         "quantise 8-bit fp32",
         {
-            "fdk": lambda: quantise_blockwise(x, block_size=BLOCK_SIZE_8BIT),
+            **ours(lambda: quantise_blockwise(x, block_size=BLOCK_SIZE_8BIT)),
             "bnb torch": lambda: torch_backend("quantize_blockwise", x, code, BLOCK_SIZE_8BIT),
             "bnb C++": lambda: cpu_library("quantize_blockwise", x, code, BLOCK_SIZE_8BIT),
         },
@@ -91,7 +100,7 @@ def cases(shape: tuple[int, ...]) -> Iterator[Case]:
     yield Case(
         "dequantise 8-bit fp32",
         {
-            "fdk": lambda: dequantise_blockwise(q),
+            **ours(lambda: dequantise_blockwise(q)),
             "bnb torch": lambda: torch_backend("dequantize_blockwise", *parts),
             "bnb C++": lambda: cpu_library("dequantize_blockwise", *parts),
         },
@@ -104,7 +113,7 @@ def cases(shape: tuple[int, ...]) -> Iterator[Case]:
     yield Case(
         "dequantise nf4 bf16",
         {
-            "fdk": lambda: dequantise_4bit(q4),
+            **ours(lambda: dequantise_4bit(q4)),
             "bnb torch": lambda: torch_backend("dequantize_4bit", *parts4),
             "bnb C++": lambda: cpu_library("dequantize_4bit", *parts4),
         },
@@ -118,11 +127,27 @@ def four_bit_quantise(x: Tensor, kind: str) -> Case:
     return Case(
         f"quantise {kind} bf16",
         {
-            "fdk": lambda: quantise_4bit(x, BLOCK_SIZE_4BIT, kind),
+            **ours(lambda: quantise_4bit(x, BLOCK_SIZE_4BIT, kind)),
             "bnb torch": lambda: torch_backend("quantize_4bit", *arguments),
         },
         codes_and_absmax,
     )
+
+
+def ours(run: Run) -> dict[str, Run]:
+    """An op of this package on each set of kernels there is."""
+
+    def on(kernels: Kernels) -> Run:
+        def call() -> object:
+            register_kernels("cpu", kernels)
+            return run()
+
+        return call
+
+    sets = {"fdk C++": INSTALLED_KERNELS, "fdk torch": TORCH_KERNELS}
+    if INSTALLED_KERNELS is TORCH_KERNELS:
+        del sets["fdk C++"]
+    return {name: on(kernels) for name, kernels in sets.items()}
 
 
 def torch_backend(name: str, *arguments: object) -> object:

@@ -1,8 +1,10 @@
 import dataclasses
+import sys
 
 import pytest
 import torch
 
+from fdk_formats import backends
 from fdk_formats.blockwise import (
     FP4_CODE,
     NF4_CODE,
@@ -12,6 +14,7 @@ from fdk_formats.blockwise import (
     dequantise_blockwise,
     dynamic_map,
     four_bit_code,
+    kernels,
     kernels_for,
     quantise_4bit,
     quantise_blockwise,
@@ -326,6 +329,30 @@ def test_registered_kernels_are_used():
         "quantise_8bit",
         "dequantise_8bit",
     ]
+
+
+def test_kernels_of_installed_packages_are_found(tmp_path, monkeypatch):
+    (tmp_path / "fdk_test_kernels.py").write_text(
+        "import dataclasses\n"
+        "from fdk_formats.blockwise import TORCH_KERNELS, register_kernels\n"
+        "KERNELS = dataclasses.replace(TORCH_KERNELS)\n"
+        "register_kernels('cpu', KERNELS, default=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(backends, "KNOWN_PACKAGES", ("fdk_test_kernels",))
+    monkeypatch.setattr(backends, "ENTRY_POINT_GROUP", "fdk_formats.no_such_group")
+    monkeypatch.setattr(kernels, "_REGISTERED", {})
+    cpu = torch.device("cpu")
+    backends._discover.cache_clear()
+    try:
+        found = kernels_for(cpu)
+    finally:
+        backends._discover.cache_clear()
+    assert found is sys.modules.pop("fdk_test_kernels").KERNELS
+    register_kernels("cpu", TORCH_KERNELS)
+    assert kernels_for(cpu) is TORCH_KERNELS
+    register_kernels("cpu", found, default=True)
+    assert kernels_for(cpu) is TORCH_KERNELS
 
 
 def test_register_kernels_wants_kernels():

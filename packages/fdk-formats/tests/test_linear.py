@@ -264,3 +264,10 @@ def test_opcheck() -> None:
         grad_y = torch.randn(m, 5, dtype=dtype)
         args = (grad_y, q.packed, q.scale, q.codebook, q.zero_point, str(q.format), 5, 48)
         torch.library.opcheck(torch.ops.fdk_formats.reference_linear_grad_x.default, args)
+
+
+def test_hooks_of_the_weight_are_called() -> None:
+    quantised, calls = layer(), []
+    quantised.weight.register_forward_hook(lambda *_: calls.append("after"))
+    quantised(torch.ones(1, 64))
+    assert calls == ["after"]

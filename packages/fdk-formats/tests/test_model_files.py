@@ -131,3 +131,27 @@ def test_a_buffer_that_no_file_holds_cannot_come_from_meta(path: Path) -> None:
         skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
     with pytest.raises(ValueError, match="holds no inv_freq, which the model has on the meta"):
         load_model(path, skeleton, backend="reference")
+
+
+class Counter(nn.Module):
+    """A module whose state is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = int(state)
+
+
+def test_extra_state_is_stored(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 4), Counter())
+    model[1].count = 7
+    small = quantise_model(model, "int4-g64", backend="reference", progress=False)
+    save_model(tmp_path / "m.safetensors", small)
+    model[1].count = 0
+    again = load_model(tmp_path / "m.safetensors", model, backend="reference")
+    assert again[1].count == 7

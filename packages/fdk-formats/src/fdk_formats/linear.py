@@ -169,8 +169,10 @@ class QuantisedLinear(nn.Module):
             TypeError: where x is not of the layer's dtype, outside autocast.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
-        dtype, device = self.weight.dtype, x.device.type
+        weight = self.weight
+        dtype = weight.dtype
         if x.dtype != dtype:
+            device = x.device.type
             # torch asked about autocast on meta raises.
             if device == "meta" or not torch.is_autocast_enabled(device):
                 raise TypeError(
@@ -178,7 +180,10 @@ class QuantisedLinear(nn.Module):
                     f"convert either with .to()"
                 )
             x = x.to(dtype)
-        y: Tensor = self.weight(x, self.bias)
+        if weight._forward_hooks or weight._forward_pre_hooks:
+            y: Tensor = weight(x, self.bias)
+        else:  # Two more calls of nn.Module take 4 us of a call's 20.
+            y = weight.layout.forward(x, self.bias)
         return y
 
     def extra_repr(self) -> str:

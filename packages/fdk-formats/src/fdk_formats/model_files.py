@@ -15,7 +15,7 @@ from fdk_formats.tensor import QuantisedTensor
 def save_model(
     path: str | os.PathLike[str], model: nn.Module, *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes every quantised weight, every other tensor of a model's ``state_dict``, all buffers.
+    """Writes every quantised weight, every other parameter, all buffers and extra state of a model.
 
     A quantised layer ``x`` is stored as the weight ``x.weight`` and the tensor ``x.bias``,
     whatever its backend; tied weights are stored once. See ``save``.
@@ -27,10 +27,16 @@ def save_model(
     unpacked = {weight: weight.unpack() for weight in set(weights.values())}
     tensors: dict[str, QuantisedTensor | Tensor] = {n: unpacked[w] for n, w in weights.items()}
     parts = tuple(f"{name}." for name in weights)
-    # Buffers that state_dict leaves out (rotary frequencies) too: a model on meta has no others.
-    for name, value in [*model.state_dict().items(), *model.named_buffers(remove_duplicate=False)]:
-        if not name.startswith(parts):
-            tensors.setdefault(name, value)
+    # Not state_dict: it would unpack every weight again, and it leaves out the buffers (rotary
+    # frequencies) that a model on meta has nowhere else.
+    plain = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    tensors |= {name: value.detach() for name, value in plain if not name.startswith(parts)}
+    for name, module in modules.items():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            tensors[f"{name}._extra_state".removeprefix(".")] = module.get_extra_state()
     save(path, tensors, metadata=metadata)
 
 
@@ -73,6 +79,7 @@ def load_model(
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
+    _load_buffers(result, plain, plain.keys() - model.state_dict().keys())
     _load_plain(path, result, _as_in(result, plain), tensors.keys() - plain.keys())
     for first_name, *names in ties:
         parameter = result.get_parameter(first_name)
@@ -108,13 +115,17 @@ def _as_in(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _load_buffers(model: nn.Module, plain: dict[str, Tensor], beyond_state_dict: set[str]) -> None:
+    """Moves the buffers that ``load_state_dict`` would not know from ``plain`` to the model."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name in buffers & beyond_state_dict:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, plain.pop(name))
+
+
 def _load_plain(
     path: str | os.PathLike[str], model: nn.Module, plain: dict[str, Tensor], quantised: set[str]
 ) -> None:
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for name in (buffers & plain.keys()) - model.state_dict().keys():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, plain.pop(name))
     try:
         # assign: a model on meta has nothing to copy into
         keys = model.load_state_dict(plain, strict=False, assign=True)

@@ -6,10 +6,59 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import Library
 
 Kernel = Callable[..., Tensor]
 PLAIN = nullcontext()
+
+
+class LinearOp:
+    """A linear op, and a call of it that goes straight to its kernels where nothing is watching.
+
+    torch's dispatcher enters Python twice for an op with a gradient, 20 us a call together. It is
+    needed where torch records a gradient, traces, profiles or transforms; elsewhere a call runs
+    the op's own kernels, with the same checks.
+
+    Attributes:
+        op: ``torch.ops.<namespace>.<name>``, for ``opcheck`` and for graphs.
+    """
+
+    def __init__(self, op: Callable[..., Tensor], run: Kernel, devices: frozenset[str]) -> None:
+        self.op, self._run, self._devices = op, run, devices
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        """``op(x, *layout, bias, n, k)``."""
+        # In this order, for torch.compile traces no further than the first.
+        if torch.compiler.is_compiling() or _watched(x, args[-3]):
+            return self.op(x, *args)
+        if x.device.type not in self._devices:
+            return self.op(x, *args)
+        return self._run(x, *args)
+
+
+# Bound here: a call asks all of them.
+_depth_of_dispatch_modes = torch._C._len_torch_dispatch_stack
+_depth_of_function_modes = torch._C._len_torch_function_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_jit_trace = torch._C._get_tracing_state
+_is_profiled = torch._C._autograd._profiler_enabled
+
+
+def _watched(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch has more to do with a call than to run it."""
+    return (
+        ((x.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled())
+        or type(x) is not Tensor
+        or x.is_neg()
+        or (bias is not None and bias.is_neg())
+        or _depth_of_dispatch_modes() > 0
+        or _depth_of_function_modes() > 0
+        or _functorch_level() is not None
+        or _jit_trace() is not None
+        or _is_profiled()
+        or forward_ad._current_level >= 0
+    )
 
 
 def define_linear_op(
@@ -20,7 +69,7 @@ def define_linear_op(
     forward: Kernel,
     grad_x: Kernel,
     dispatch_keys: Sequence[str],
-) -> Callable[..., Tensor]:
+) -> LinearOp:
     """Defines ``y = x @ W_hat.T + bias`` over one packed layout, with fake and gradient.
 
     Two ops come to be, in the namespace of ``library``:
@@ -41,7 +90,7 @@ def define_linear_op(
         dispatch_keys: where the kernels run: ``("CUDA",)``.
 
     Returns:
-        The op, ``torch.ops.<namespace>.<name>``.
+        The op, to be called by the layout.
     """
     qualified = f"{library.ns}::{name}"
     library.define(f"{name}(Tensor x, {layout}, Tensor? bias, int n, int k) -> Tensor")
@@ -63,8 +112,12 @@ def define_linear_op(
             raise ValueError(f"{name}: bias must be on {x.device}, got {bias.device}")
 
     def run(x: Tensor, *args: Any) -> Tensor:
-        *_, bias, n, k = args
+        bias, n, k = args[-3:]
         check(x, args[0], bias, n, k)
+        # The common case first: what follows takes 3 us.
+        plain = x.ndim == 2 and x.is_contiguous() and x.shape[0] > 0
+        if plain and not torch.is_autocast_enabled(x.device.type):
+            return forward(x, *args)
         rows = x.reshape(-1, k).contiguous()
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], n))
@@ -123,7 +176,7 @@ def define_linear_op(
         f"{qualified}_grad_x", backward_grad_x, setup_context=setup_context_grad_x, lib=library
     )
     op: Callable[..., Tensor] = getattr(getattr(torch.ops, library.ns), name).default
-    return op
+    return LinearOp(op, run, frozenset(key.lower() for key in dispatch_keys))
 
 
 def _no_autocast(device: str) -> AbstractContextManager[object]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fdk_formats.backends import all_backends
+
 # (flat, code, block_size) -> (packed, absmax)
 Quantise8bit = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 # (packed, absmax, code, block_size, dtype) -> flat
@@ -41,10 +43,14 @@ class Kernels:
 _REGISTERED: dict[str, Kernels] = {}
 
 
-def register_kernels(device_type: str, kernels: Kernels) -> None:
+def register_kernels(device_type: str, kernels: Kernels, *, default: bool = False) -> None:
     """Makes the blockwise ops use ``kernels`` for tensors of ``device_type`` (``cpu``, ``cuda``).
 
-    The latest call counts; registering ``TORCH_KERNELS`` is how to go back.
+    The latest call counts; registering ``TORCH_KERNELS`` is how to go back. A package that brings
+    kernels registers them when it is imported, which the ops do where it is installed.
+
+    Args:
+        default: gives way to what is registered already, for packages.
 
     Raises:
         TypeError: where ``kernels`` is no ``Kernels``.
@@ -52,11 +58,18 @@ def register_kernels(device_type: str, kernels: Kernels) -> None:
     """
     if not isinstance(kernels, Kernels):
         raise TypeError(f"register_kernels: wanted a Kernels, got {type(kernels).__name__}")
-    _REGISTERED[torch.device(device_type).type] = kernels
+    device_type = torch.device(device_type).type
+    if not (default and device_type in _REGISTERED):
+        _REGISTERED[device_type] = kernels
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The kernels registered for the type of ``device``, or the torch ones."""
+    """The kernels registered for the type of ``device``; the torch ones, or while torch traces."""
     from fdk_formats.blockwise.torch_kernels import TORCH_KERNELS
 
+    # Kernels of packages read memory: what is traced, or has none, is for torch.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return TORCH_KERNELS
+    if device.type not in _REGISTERED:
+        all_backends()  # imports the installed packages, which bring kernels too
     return _REGISTERED.get(device.type, TORCH_KERNELS)

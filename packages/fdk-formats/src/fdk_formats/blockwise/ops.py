@@ -168,7 +168,7 @@ def _decoded_absmax(q: QuantisedBlocks) -> Tensor:
 
 
 def _flatten(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)
+    return tensor.detach().resolve_neg().reshape(-1)
 
 
 def _check_input(caller: str, tensor: Tensor, block_size: int, bits: int) -> None:

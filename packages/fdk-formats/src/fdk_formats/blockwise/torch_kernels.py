@@ -14,9 +14,11 @@ from torch import Tensor
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
-# Quantising takes up to 36 bytes of temporaries an element: 18 MiB. Smaller chunks lost on a busy
-# machine, where each op waits for its slower thread: docs/blockwise.md. Dequantising takes 4 MiB.
+# Quantising takes up to 36 bytes of temporaries an element: 18 MiB. Smaller chunks were slower:
+# docs/blockwise.md. Dequantising has its temporaries in the result, but for its last small chunks.
 CHUNK = 1 << 19
+SMALL_CHUNK, LARGE_CHUNK = 1 << 15, 1 << 20
+ALIGNMENT = 64  # bytes
 SMALLEST_ABSMAX = 1e-38
 
 
@@ -51,15 +53,11 @@ def dequantise_8bit(
     out = torch.empty_like(packed, dtype=dtype)
     # A float32 result is as wide as the indices, and holds them until its values are there.
     fits = dtype == torch.float32
-    step = _step(2 * CHUNK if fits else CHUNK, block_size)
-    scratch = packed.new_empty(min(step, len(packed)), dtype=torch.float32)
-    indices = out.view(torch.int32) if fits else torch.empty_like(scratch, dtype=torch.int32)
-    for start in range(0, len(packed), step):
-        codes, chunk = packed[start : start + step], out[start : start + step]
-        values = scratch[: len(codes)]
-        index = indices[start : start + step] if fits else indices[: len(codes)]
-        torch.index_select(code, 0, index.copy_(codes), out=values)
-        _scale(values, absmax[start // block_size :], block_size, out=chunk)
+    for start, stop, scratch in _chunks_with_scratch(out, 4 if fits else 8, block_size):
+        values, *index = scratch.view(torch.float32).split(stop - start)
+        index = (out[start:stop] if fits else index[0]).view(torch.int32)
+        torch.index_select(code, 0, index.copy_(packed[start:stop]), out=values)
+        _scale(values, absmax[start // block_size :], block_size, out=out[start:stop])
     return out
 
 
@@ -75,17 +73,15 @@ def dequantise_4bit(
     # One gather a byte: the two float32 values of each byte travel as one int64.
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)  # [256, 2]
     pairs = pairs.view(torch.int64).view(-1)  # [256]
-    out = packed.new_empty(numel, dtype=dtype)
-    step = _step(CHUNK, block_size)
-    index = packed.new_empty(min(step // 2, len(packed)), dtype=torch.int32)
-    scratch = torch.empty_like(index, dtype=torch.int64)
-    for start in range(0, numel, step):
-        codes, chunk = packed[start // 2 : (start + step) // 2], out[start : start + step]
-        both = scratch[: len(codes)]
-        torch.index_select(pairs, 0, index[: len(codes)].copy_(codes), out=both)
-        values = both.view(torch.float32)[: len(chunk)]
-        _scale(values, absmax[start // block_size :], block_size, out=chunk)
-    return out
+    out = packed.new_empty(2 * len(packed), dtype=dtype)
+    for start, stop, scratch in _chunks_with_scratch(out, 4 + 2, block_size):
+        codes = packed[start // 2 : stop // 2]
+        both, index = scratch.view(torch.int32).split((2 * len(codes), len(codes)))
+        both = both.view(torch.int64)
+        torch.index_select(pairs, 0, index.copy_(codes), out=both)
+        values = both.view(torch.float32)
+        _scale(values, absmax[start // block_size :], block_size, out=out[start:stop])
+    return out[:numel]
 
 
 TORCH_KERNELS = Kernels(
@@ -125,17 +121,44 @@ def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tu
         yield whole, tail / absmax[-1]
 
 
-def _scale(values: Tensor, absmax: Tensor, block_size: int, *, out: Tensor) -> None:
-    """``out`` of any floating dtype = float32 values, which begin a block, times the absmax.
+def _chunks_with_scratch(
+    out: Tensor, width: int, block_size: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yields ``start, stop`` of chunks that fill ``out`` in order, and ``width`` bytes an element.
 
-    The only pass that touches ``out``, in parallel: fresh memory costs more than the arithmetic.
+    The bytes lie at the end of ``out``, in memory that is not written yet; the chunks shrink with
+    what is left of it, and the last few have a little memory of their own. Each chunk but the last
+    is an even number of blocks.
     """
+    memory = out.view(torch.uint8)
+    size = out.element_size()
+    unit = 2 * block_size
+    start = 0
+    while start < len(out):
+        left = len(out) - start
+        count = min(_step(LARGE_CHUNK, unit), left * size // (size + width) // unit * unit)
+        if count >= SMALL_CHUNK:
+            begin = (len(memory) - width * count) // ALIGNMENT * ALIGNMENT
+            scratch = memory[begin : begin + width * count]
+        else:
+            count = min(_step(SMALL_CHUNK, unit), left)
+            scratch = memory.new_empty(width * count)
+        yield start, start + count, scratch
+        start += count
+
+
+def _scale(values: Tensor, absmax: Tensor, block_size: int, *, out: Tensor) -> None:
+    """``out`` of any floating dtype = float32 values, which begin a block, times the absmax."""
     whole = len(values) - len(values) % block_size
     blocks = whole // block_size
+    # A product written to another dtype would go through a temporary of torch's own.
+    product = out if out.dtype == values.dtype else values
     rows = values[:whole].view(-1, block_size)
-    torch.mul(rows, absmax[:blocks, None], out=out[:whole].view(-1, block_size))
+    torch.mul(rows, absmax[:blocks, None], out=product[:whole].view(-1, block_size))
     if whole < len(values):
-        torch.mul(values[whole:], absmax[blocks], out=out[whole:])
+        torch.mul(values[whole:], absmax[blocks], out=product[whole:])
+    if product is not out:
+        out.copy_(product)
 
 
 class _Search:

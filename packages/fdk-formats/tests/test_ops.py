@@ -1,0 +1,95 @@
+"""A linear op's call: straight to its kernels, or through torch where torch is watching."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.library import Library
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fdk_formats.ops import define_linear_op
+
+library = Library("fdk_test_ops", "FRAGMENT")
+plain_linear = define_linear_op(
+    library,
+    "plain_linear",
+    layout="Tensor weight",
+    forward=lambda x, weight, bias, n, k: torch.nn.functional.linear(x, weight, bias),
+    grad_x=lambda grad_y, weight, n, k: grad_y @ weight,
+    dispatch_keys=("CPU",),
+)
+WEIGHT = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+X = torch.tensor([[1.0, 0.0, -1.0]])
+
+
+@pytest.fixture
+def through_torch(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What goes through torch's dispatcher."""
+    seen = []
+
+    def record(x: Tensor, *args: object) -> Tensor:
+        seen.append(x)
+        return torch.ops.fdk_test_ops.plain_linear.default(x, *args)
+
+    monkeypatch.setattr(plain_linear, "op", record)
+    return seen
+
+
+def call(x: Tensor = X, bias: Tensor | None = None) -> Tensor:
+    return plain_linear(x, WEIGHT, bias, 2, 3)
+
+
+def test_direct(through_torch: list[Tensor]) -> None:
+    bias = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        for x in (X, X[0], X.expand(2, 4, 1, 3)):
+            assert call(x, bias).tolist() == torch.full((*x.shape[:-1], 2), -1.0).tolist()
+    assert call().tolist() == [[-2.0, -2.0]]
+    assert call(X[:0]).shape == (0, 2)
+    assert not through_torch
+    with pytest.raises(ValueError, match=r"plain_linear: x must be \[..., 3\], got \[1, 2\]"):
+        call(X[:, :2])
+
+
+def test_gradient(through_torch: list[Tensor]) -> None:
+    bias = torch.zeros(2, requires_grad=True)
+    call(bias=bias).sum().backward()
+    assert bias.grad.tolist() == [1.0, 1.0]
+    x = X.clone().requires_grad_()
+    call(x).sum().backward()
+    assert x.grad.tolist() == [[5.0, 7.0, 9.0]]
+    assert len(through_torch) == 2
+
+
+class Names(TorchDispatchMode):
+    """Records the names of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_watched(through_torch: list[Tensor]) -> None:
+    with Names() as mode:
+        call()
+    assert "fdk_test_ops.plain_linear.default" in mode.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    assert "fdk_test_ops::plain_linear" in {event.key for event in profile.key_averages()}
+    assert len(through_torch) == 2
+    negated = torch._neg_view(X)
+    assert call(negated).tolist() == [[2.0, 2.0]]
+    assert len(through_torch) == 3
+    with forward_ad.dual_level():
+        call()
+    assert len(through_torch) == 4
+
+
+def test_a_negative_view_of_the_bias_goes_through_torch(through_torch: list[Tensor]) -> None:
+    y = call(bias=torch._neg_view(torch.tensor([1.0, 2.0])))
+    assert y.tolist() == [[-3.0, -4.0]]
+    assert len(through_torch) == 1

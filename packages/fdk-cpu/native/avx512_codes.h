@@ -37,6 +37,14 @@ FDK_INLINE __m512i load_plane(const std::uint8_t* p) {
   }
 }
 
+// The lanes of a plane of 1 bit that follows one of 2: its bits in place 2 of fields 4 bits apart.
+// Rotating 32-bit lanes carries into these places only bits of the same 16.
+FDK_INLINE __m512i load_top_plane(const std::uint8_t* p) {
+  const __m128i quarter = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m512i left = _mm512_set_epi32(31, 31, 31, 31, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2);
+  return _mm512_rolv_epi32(_mm512_broadcast_i32x4(quarter), left);
+}
+
 // The codes of row r of a tile. Up to 4 bits they are the fields of `low`; above, the upper bits
 // are those of `high`, also 4 bits apart. Upper bits of a field mean nothing.
 template <int kBits>
@@ -55,11 +63,13 @@ struct Avx512Codes {
     } else {
       low = plane(Int<0>{});
       if constexpr (kBits == 3) {
-        low = select_bits(0x3333, low, _mm512_slli_epi16(plane(Int<1>{}), 2));
+        constexpr Plane p = planes.plane[1];
+        low = select_bits(0x3333, low, load_top_plane(tile + p.offset + r * p.row_bytes()));
       }
       if constexpr (kBits > 4) high = plane(Int<1>{});
       if constexpr (kBits == 7) {
-        high = select_bits(0x3333, high, _mm512_slli_epi16(plane(Int<2>{}), 2));
+        constexpr Plane p = planes.plane[2];
+        high = select_bits(0x3333, high, load_top_plane(tile + p.offset + r * p.row_bytes()));
       }
     }
   }

@@ -3,12 +3,18 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "arm_features.h"
 #include "kernels.h"
 
 namespace fdk {
 namespace {
 
-constexpr const char* kNames[kIsas] = {"scalar", "neon", "avx2", "avx512", "avx512bf16"};
+constexpr const char* kNames[kIsas] = {"scalar", "neon",   "neonbf16", "sve", "sve2",
+                                       "avx2",   "avx512", "avx512bf16"};
 
 Isa best() {
   for (int i = kIsas - 1; i > 0; i--) {
@@ -33,6 +39,14 @@ Isa parse(const std::string& name, const char* origin) {
                               name);
 }
 
+#if defined(__x86_64__)
+// Clang has no name for it in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 // -1 until it is first asked for.
 std::atomic<int> current{-1};
 
@@ -43,18 +57,25 @@ const char* name_of(Isa isa) { return kNames[int(isa)]; }
 bool supported(Isa isa) {
   if (isa == Isa::scalar) return true;
 #if defined(__aarch64__)
-  return isa == Isa::neon;  // part of the architecture
+  if (isa == Isa::neon) return true;  // part of the architecture
+  const ArmFeatures features = arm_features();
+  if (isa == Isa::neonbf16) return features.bf16;
+#if defined(FDK_CPU_SVE)
+  if (isa == Isa::sve) return features.sve_bf16 && features.sve_bits >= 256;
+  if (isa == Isa::sve2) return features.sve2_bf16;
+#endif
+  return false;
 #elif defined(__x86_64__)
-  if (isa == Isa::neon) return false;
+  if (isa < Isa::avx2) return false;
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   if (isa == Isa::avx2) return avx2;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
   if (isa == Isa::avx512) return avx512;
-  return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+         __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif
@@ -77,7 +98,7 @@ void set_isa(const char* name) {
 
 const Kernels& float_kernels_for([[maybe_unused]] Isa isa) {
 #if defined(__aarch64__)
-  if (isa == Isa::neon) return kNeon;
+  if (isa >= Isa::neon && isa < Isa::avx2) return kNeon;
 #endif
 #if defined(__x86_64__)
   if (isa >= Isa::avx512) return kAvx512;
@@ -87,6 +108,13 @@ const Kernels& float_kernels_for([[maybe_unused]] Isa isa) {
 }
 
 const Kernels& kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
+#if defined(__aarch64__)
+#if defined(FDK_CPU_SVE)
+  if (isa == Isa::sve && activation == Activation::bf16) return kSve;
+  if (isa == Isa::sve2 && activation == Activation::bf16) return kSve2;
+#endif
+  if (isa == Isa::neonbf16 && activation == Activation::bf16) return kNeonBf16;
+#endif
 #if defined(__x86_64__)
   if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kAvx512Bf16;
 #endif

@@ -28,9 +28,9 @@ struct Weight {
 inline constexpr std::size_t kMaxGemvRows = 4;
 
 //   x      :: [m][tiles * kTileK]   float32 or bf16, in the kernel's order
-//   x_sums :: [m][tiles][4][16]   for the zero points of bf16 kernels, null for others: sums of pairs
-//             of x over each run of 32-position steps that share a group, at the run's first step;
-//             a run is one step unless m = 1
+//   x_sums :: [m][tiles][4][16]   for the zero points of bf16 kernels, null for others: sums of
+//             pairs of x over each run of 32-position steps that share a group, at the run's first
+//             step; a run is one step unless m = 1
 //   y      :: [m][y_stride]         float32, at least 4 * stripes a row
 struct GemvTask {
   const Weight* weight;
@@ -43,6 +43,9 @@ struct GemvTask {
 
 // Lanes of x that a gemm kernel takes at once: the m of one panel.
 inline constexpr std::size_t kMaxPanel = 32;
+
+// A panel's depth is a multiple of this: kernels load so many positions of w at once.
+inline constexpr std::size_t kPanelDepth = 8;
 
 //   w :: [rows][stride]            dequantised, float32 or bf16, `depth` positions
 //   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
@@ -68,6 +71,17 @@ struct GradTask {
 // Position p of a tile, in the kernel's order, is natural position order[p] of the tile.
 using Order = std::uint8_t[kTileK];
 
+// A product of one row of x by tables over it, for weights of few bits. Optional.
+struct TableKernels {
+  bool (*takes)(const Weight&);
+  std::size_t tile_bytes;  // that the tables of a tile of x take, aligned to 64
+  // Tables of x :: [tiles * kTileK], as gemv has it. False where x has what they cannot hold, such
+  // as NaN or outliers: then gemv is used.
+  bool (*build)(const Weight&, const void* x, void* tables);
+  // y :: [4 * stripes], for stripes [begin, end).
+  void (*gemv)(const Weight&, const void* tables, float* y, std::size_t begin, std::size_t end);
+};
+
 struct Kernels {
   bool x_is_bf16;
   const Order* gemv_order;
@@ -83,20 +97,25 @@ struct Kernels {
   void (*panel_product)(const PanelTask&);
   // W_hat in float32 whatever x_is_bf16, and the product of backward. Null: use the float32 set's.
   void (*grad_product)(const GradTask&);
+  const TableKernels* tables = nullptr;
 };
 
 extern const Kernels kScalar;
 #if defined(__aarch64__)
 extern const Kernels kNeon;
+extern const Kernels kNeonBf16;
+extern const Kernels kSve;
+extern const Kernels kSve2;
 #endif
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
+extern const TableKernels kAvx512Tables;
 #endif
 
-enum class Isa : int { scalar, neon, avx2, avx512, avx512bf16 };
-inline constexpr int kIsas = 5;
+enum class Isa : int { scalar, neon, neonbf16, sve, sve2, avx2, avx512, avx512bf16 };
+inline constexpr int kIsas = 8;
 
 const char* name_of(Isa isa);
 // Whether this machine runs it.
@@ -105,7 +124,7 @@ bool supported(Isa isa);
 Isa current_isa();
 // Throws std::invalid_argument where the machine does not run it, or there is none of that name.
 void set_isa(const char* name);
-// Kernels for a kind of activations. `exact` asks for float32 arithmetic.
+// Kernels for a kind of activations: bf16 ones where the set has them, else float32.
 const Kernels& kernels_for(Isa isa, Activation activation);
 const Kernels& float_kernels_for(Isa isa);
 

@@ -1,42 +1,12 @@
 // NEON as every 64-bit ARM has it: 4 float32 lanes, table lookups on the bytes of floats.
 #include <arm_neon.h>
 
-#include <cstring>
-
 #include "kernels.h"
+#include "neon_codes.h"
 #include "simd_float.h"
 
 namespace fdk {
 namespace {
-
-template <int kShift>
-FDK_INLINE uint16x8_t shift16(uint16x8_t v) {
-  if constexpr (kShift == 0) return v;
-  else return vshrq_n_u16(v, kShift);
-}
-
-FDK_INLINE uint16x8_t load_lanes(const std::uint8_t* p) {
-  return vreinterpretq_u16_u8(vld1q_u8(p));
-}
-
-FDK_INLINE uint16x8_t select16(std::uint16_t mask, uint16x8_t a, uint16x8_t b) {
-  return vbslq_u16(vdupq_n_u16(mask), a, b);
-}
-
-// Plane lanes of positions 8 h to 8 h + 7 of each 32, fields 4 bits apart.
-template <int kWidth>
-FDK_INLINE void load_plane(const std::uint8_t* p, uint16x8_t* q) {
-  if constexpr (kWidth == 4) {
-    for (int h = 0; h < 4; h++) q[h] = load_lanes(p + 16 * h);
-  } else if constexpr (kWidth == 2) {
-    q[0] = load_lanes(p), q[1] = load_lanes(p + 16);
-    q[2] = shift16<2>(q[0]), q[3] = shift16<2>(q[1]);
-  } else {
-    static_assert(kWidth == 1);
-    q[0] = load_lanes(p);
-    q[1] = shift16<1>(q[0]), q[2] = shift16<2>(q[0]), q[3] = shift16<3>(q[0]);
-  }
-}
 
 template <int kBits>
 struct NeonCodes {
@@ -47,25 +17,7 @@ struct NeonCodes {
     if constexpr (kBits == 8) {
       bytes = tile + r * 128;
     } else {
-      load_planes(tile, r);
-    }
-  }
-
-  FDK_INLINE void load_planes(const std::uint8_t* tile, std::size_t r) {
-    constexpr Planes planes = planes_of(kBits);
-    const auto at = [&](int i) FDK_LAMBDA {
-      return tile + planes.plane[i].offset + r * (kTileK / 8 * std::size_t(planes.plane[i].width));
-    };
-    uint16x8_t top[4];
-    load_plane<planes.plane[0].width>(at(0), q);
-    if constexpr (kBits == 3) {
-      load_plane<1>(at(1), top);
-      for (int h = 0; h < 4; h++) q[h] = select16(0x3333, q[h], vshlq_n_u16(top[h], 2));
-    }
-    if constexpr (kBits > 4) load_plane<planes.plane[1].width>(at(1), high);
-    if constexpr (kBits == 7) {
-      load_plane<1>(at(2), top);
-      for (int h = 0; h < 4; h++) high[h] = select16(0x3333, high[h], vshlq_n_u16(top[h], 2));
+      load_fields<kBits>(tile, r, q, high);
     }
   }
 
@@ -139,26 +91,11 @@ struct Neon {
   static FDK_INLINE float sum(Float v) { return vaddvq_f32(v); }
   static FDK_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
-  static FDK_INLINE uint32x4_t widen_bytes(const std::uint8_t* p) {
-    std::uint32_t four;
-    std::memcpy(&four, p, sizeof four);
-    return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
-  }
   static FDK_INLINE void load4(const void* p, std::size_t slot, ScaleType type, float* out) {
-    const std::uint8_t* bytes = static_cast<const std::uint8_t*>(p) + slot * bytes_of(type);
-    switch (type) {
-      case ScaleType::bf16:
-        return vst1q_f32(out, vreinterpretq_f32_u32(
-                                  vshll_n_u16(vreinterpret_u16_u8(vld1_u8(bytes)), 16)));
-      case ScaleType::fp16:
-        return vst1q_f32(out, vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(bytes))));
-      case ScaleType::fp32: return vst1q_f32(out, vreinterpretq_f32_u8(vld1q_u8(bytes)));
-      default:
-        return vst1q_f32(out, vreinterpretq_f32_u32(vshlq_n_u32(widen_bytes(bytes), 23)));
-    }
+    vst1q_f32(out, load4_scales(p, slot, type));
   }
   static FDK_INLINE void load4_u8(const void* p, std::size_t slot, float* out) {
-    vst1q_f32(out, vcvtq_f32_u32(widen_bytes(static_cast<const std::uint8_t*>(p) + slot)));
+    vst1q_f32(out, load4_bytes(p, slot));
   }
 
   // The even (v even) or odd of 8 positions.

@@ -34,7 +34,8 @@ enum class ScaleType : int { bf16, fp16, fp32, e8m0 };
 enum class ZeroType : int { none, bf16, fp16, fp32, u8 };
 enum class Activation : int { bf16, fp16, fp32 };
 
-// Functions are static: a file compiled for AVX-512 must not hand its copy to one that runs anywhere.
+// Functions are static: a file compiled for AVX-512 must not hand its copy to one that runs
+// anywhere.
 static constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return a / b + (a % b != 0); }
 
 static constexpr std::size_t bytes_of(ScaleType type) {
@@ -46,7 +47,9 @@ static constexpr std::size_t bytes_of(ZeroType type) {
 static constexpr std::size_t bytes_of(Activation type) { return type == Activation::fp32 ? 4 : 2; }
 
 // Bytes of the codes of one tile.
-static constexpr std::size_t tile_bytes(int bits) { return kTileRows * kTileK / 8 * std::size_t(bits); }
+static constexpr std::size_t tile_bytes(int bits) {
+  return kTileRows * kTileK / 8 * std::size_t(bits);
+}
 
 // One plane of a tile: `width` bits of each code, from bit `low` on, at byte `offset`.
 struct Plane {

@@ -16,6 +16,8 @@ namespace {
 // Rows of x up to which the gemv kernels decode the weight anew for every kMaxGemvRows of them;
 // beyond, tiles are dequantised once and multiplied with panels of x.
 constexpr std::size_t kGemvLimit = 12;
+// Rows of x up to which tables over each row are used, where there are any.
+constexpr std::size_t kTableLimit = 1;
 // Positions and rows of the dequantised block that panels meet: 48 x 512 in bf16 is 48 KiB, within
 // the L2 of any core, and one panel of x 32 KiB.
 constexpr std::size_t kBlockTiles = 4;
@@ -23,7 +25,7 @@ constexpr std::size_t kBlockRows = 48;
 // Rows of x or grad_y worked on at once, so that temporaries stay small.
 constexpr std::size_t kMaxRows = 1024;
 // Pieces a thread gets of a loop: enough that one that starts late is not waited for.
-constexpr std::size_t kPieces = 16;
+constexpr std::size_t kPieces = 16, kTablePieces = 2;
 
 std::size_t chunk_for(std::size_t total, std::size_t threads) {
   return threads <= 1 ? total : std::max<std::size_t>(1, total / (threads * kPieces));
@@ -45,21 +47,36 @@ class Buffer {
   std::unique_ptr<T, Delete> data_;
 };
 
-float read(const void* p, std::size_t i, Activation type) {
-  switch (type) {
-    case Activation::bf16: return from_bf16(static_cast<const std::uint16_t*>(p)[i]);
-    case Activation::fp16: return from_fp16(static_cast<const std::uint16_t*>(p)[i]);
-    case Activation::fp32: return static_cast<const float*>(p)[i];
+// to[i] = from[i * stride] + bias[i].
+template <class Convert>
+void write_all(const float* from, std::size_t stride, const void* bias, Activation type,
+               std::size_t count, Convert convert) {
+  for (std::size_t i = 0; i < count; i++) {
+    convert(i, bias == nullptr ? from[i * stride] : from[i * stride] + read(bias, i, type));
   }
-  return 0;
 }
 
-void write(void* p, std::size_t i, Activation type, float value) {
+void write_row(const float* from, std::size_t stride, const void* bias, Activation type,
+               std::size_t count, void* to) {
+  const auto half = static_cast<std::uint16_t*>(to);
   switch (type) {
-    case Activation::bf16: static_cast<std::uint16_t*>(p)[i] = to_bf16(value); break;
-    case Activation::fp16: static_cast<std::uint16_t*>(p)[i] = to_fp16(value); break;
-    case Activation::fp32: static_cast<float*>(p)[i] = value; break;
+    case Activation::bf16:
+      return write_all(from, stride, bias, type, count,
+                       [=](std::size_t i, float value) { half[i] = to_bf16(value); });
+    case Activation::fp16:
+      return write_all(from, stride, bias, type, count,
+                       [=](std::size_t i, float value) { half[i] = to_fp16(value); });
+    case Activation::fp32:
+      return write_all(from, stride, bias, type, count, [=](std::size_t i, float value) {
+        static_cast<float*>(to)[i] = value;
+      });
   }
+}
+
+template <class T>
+T* offset(T* p, std::size_t items, Activation type) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const std::uint8_t, std::uint8_t>;
+  return p == nullptr ? p : static_cast<Byte*>(p) + items * bytes_of(type);
 }
 
 Weight weight_of(const PackedWeight& packed, Activation activation) {
@@ -133,6 +150,12 @@ void sum_pairs(const std::uint16_t* x, std::size_t count, std::size_t run, float
   }
 }
 
+// Tables where the set has them for this weight, and m is small enough to go row by row.
+const TableKernels* table_kernels_for(const Kernels& kernels, const Weight& w, std::size_t m) {
+  const TableKernels* tables = kernels.tables;
+  return tables != nullptr && m <= kTableLimit && tables->takes(w) ? tables : nullptr;
+}
+
 void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
                  Activation type, const void* x, std::size_t m, const void* bias, void* y,
                  std::size_t threads) {
@@ -149,6 +172,14 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
     }
   }
   const std::uint8_t* from = as_it_is ? static_cast<const std::uint8_t*>(x) : staged.get();
+  const TableKernels* tables = table_kernels_for(kernels, w, m);
+  const Buffer<std::uint8_t> built(tables == nullptr ? 0 : m * layout.tiles * tables->tile_bytes);
+  const auto tables_of = [&](std::size_t row) {
+    return built.get() + row * layout.tiles * tables->tile_bytes;
+  };
+  for (std::size_t row = 0; row < m && tables != nullptr; row++) {
+    if (!tables->build(w, from + row * positions * item, tables_of(row))) tables = nullptr;
+  }
   const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
   if (needs_sums) {
@@ -161,9 +192,14 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   }
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);
-  const std::size_t chunk = chunk_for(layout.stripes, threads);
+  // Table kernels fetch a block of stripes ahead: in small pieces that would be another thread's.
+  const std::size_t chunk = tables != nullptr ? ceil_div(layout.stripes, threads * kTablePieces)
+                                              : chunk_for(layout.stripes, threads);
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t row = 0; row < m; row += kMaxGemvRows) {
+    for (std::size_t row = 0; row < m && tables != nullptr; row++) {
+      tables->gemv(w, tables_of(row), products.get() + row * y_stride, begin, end);
+    }
+    for (std::size_t row = 0; row < m && tables == nullptr; row += kMaxGemvRows) {
       const std::size_t rows = std::min(kMaxGemvRows, m - row);
       const GemvTask task{&w, from + row * positions * item,
                           needs_sums ? sums.get() + row * positions / 2 : nullptr,
@@ -172,10 +208,9 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
     }
     const std::size_t stop = std::min(layout.n, end * kTileRows);
     for (std::size_t row = 0; row < m; row++) {
-      for (std::size_t i = begin * kTileRows; i < stop; i++) {
-        const float product = products.get()[row * y_stride + i];
-        write(y, row * layout.n + i, type, bias == nullptr ? product : product + read(bias, i, type));
-      }
+      const std::size_t first = begin * kTileRows;
+      write_row(products.get() + row * y_stride + first, 1, offset(bias, first, type), type,
+                stop - first, offset(y, row * layout.n + first, type));
     }
   });
 }
@@ -258,10 +293,8 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
         const std::size_t i = row / panels.wide, width = panels.width(i);
         const float* product =
             products.get() + panels.lane(i) * kBlockRows + (row - panels.lane(i));
-        for (std::size_t out = first; out < last; out++, product += width) {
-          const float value = bias == nullptr ? *product : *product + read(bias, out, type);
-          write(y, row * layout.n + out, type, value);
-        }
+        write_row(product, width, offset(bias, first, type), type, last - first,
+                  offset(y, row * layout.n + first, type));
       }
     }
   });
@@ -314,12 +347,6 @@ void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kerne
   });
 }
 
-template <class T>
-T* offset(T* p, std::size_t items, Activation type) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const std::uint8_t, std::uint8_t>;
-  return static_cast<Byte*>(p) + items * bytes_of(type);
-}
-
 }  // namespace
 
 void linear(const PackedWeight& weight, Activation activation, const void* x, std::size_t m,
@@ -327,6 +354,7 @@ void linear(const PackedWeight& weight, Activation activation, const void* x, st
   const Layout& layout = weight.layout;
   const Kernels& kernels = kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
+  threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
     const auto product = rows <= kGemvLimit ? linear_gemv : linear_panels;
@@ -340,6 +368,7 @@ void linear_grad_x(const PackedWeight& weight, Activation activation, const void
   const Layout& layout = weight.layout;
   const Kernels& kernels = float_kernels_for(current_isa());
   const Weight w = weight_of(weight, activation);
+  threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
     grad_rows(weight, w, kernels, activation, offset(grad_y, row * layout.n, activation), rows,

@@ -3,6 +3,10 @@
 #include <atomic>
 #include <cstring>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "pool.h"
 
 namespace fdk {
@@ -41,6 +45,17 @@ void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,
   parallel_for(bytes, kChunk, threads, [&](std::size_t begin, std::size_t end) {
     std::memcpy(to + begin, from + begin, end - begin);
   });
+}
+
+void expect_writes([[maybe_unused]] void* to, [[maybe_unused]] std::size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr std::size_t kFresh = std::size_t(32) << 20;  // from here on malloc always maps anew
+  constexpr std::uintptr_t kHugePage = std::uintptr_t(2) << 20;
+  if (bytes < kFresh) return;
+  const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(to) + kHugePage - 1) & -kHugePage;
+  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(to) + bytes) & -kHugePage;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice may be refused
+#endif
 }
 
 }  // namespace fdk

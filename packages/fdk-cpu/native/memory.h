@@ -12,4 +12,8 @@ std::uint64_t read_sum(const std::uint8_t* data, std::size_t bytes, std::size_t 
 void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,
                  std::size_t threads);
 
+// Asks for huge pages under a large result that is about to be written: most of the time of writing
+// fresh memory goes into its page faults. Does nothing for results that malloc may have recycled.
+void expect_writes(void* to, std::size_t bytes);
+
 }  // namespace fdk

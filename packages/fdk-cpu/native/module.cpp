@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "baseline.h"
+#include "blockwise.h"
 #include "kernels.h"
 #include "layout.h"
 #include "linear.h"
@@ -107,6 +109,81 @@ class PyWeight {
   fdk::PackedWeight weight_;
 };
 
+// x :: [m, k], w :: [n, k], y :: [m, n]; `gemv` for m = 1.
+void plain_linear(bool gemv, const std::string& dtype, const py::tuple& x, std::size_t m,
+                  const py::tuple& w, std::size_t n, std::size_t k, const py::tuple& y,
+                  std::size_t threads) {
+  const fdk::Activation type = activation_type(dtype);
+  const std::size_t item = fdk::bytes_of(type);
+  if (type == fdk::Activation::fp16 || (gemv && m != 1)) {
+    throw std::invalid_argument("fdk_cpu: plain products are of bf16 or fp32, and a gemv of one x");
+  }
+  const Bytes in = bytes_of(x), weight = bytes_of(w), out = bytes_of(y);
+  expect("x", in, m * k * item);
+  expect("w", weight, n * k * item);
+  expect("y", out, m * n * item);
+  const py::gil_scoped_release release;
+  if (gemv) {
+    fdk::plain_gemv(type, in.as<void>(), weight.as<void>(), n, k, out.as<void>(), threads);
+  } else {
+    fdk::plain_gemm(type, in.as<void>(), m, weight.as<void>(), n, k, out.as<void>(), threads);
+  }
+}
+
+// A search for the nearest of 256 or 16 entries: built once a table.
+class PyNearestCode {
+ public:
+  PyNearestCode(const py::tuple& code, const std::string& order) {
+    const std::size_t entries = order.size();
+    if (entries != 16 && entries != 256) throw std::invalid_argument("fdk_cpu: 16 or 256 codes");
+    const auto* codes = reinterpret_cast<const std::uint8_t*>(order.data());
+    for (std::size_t i = 0; i < entries; i++) {
+      if (codes[i] >= entries) throw std::invalid_argument("fdk_cpu: there is no such code");
+    }
+    const Bytes values = bytes_of(code);
+    expect("code", values, entries * sizeof(float));
+    nearest_ = fdk::nearest_code_of(values.as<const float>(), codes, entries);
+  }
+
+  void quantise(const std::string& dtype, const py::tuple& values, std::size_t block,
+                const py::tuple& packed, const py::tuple& absmax, std::size_t threads) const {
+    const fdk::Activation type = activation_type(dtype);
+    const Bytes in = bytes_of(values), out = bytes_of(packed), largest = bytes_of(absmax);
+    const std::size_t n = in.size / fdk::bytes_of(type), bits = nearest_.entries == 16 ? 4 : 8;
+    expect_blocks(bits, n, block, out, largest);
+    const py::gil_scoped_release release;
+    fdk::quantise_blocks(nearest_, type, in.as<const void>(), n, block, out.as<std::uint8_t>(),
+                         largest.as<float>(), threads);
+  }
+
+  static void expect_blocks(std::size_t bits, std::size_t n, std::size_t block, const Bytes& packed,
+                            const Bytes& absmax) {
+    if (block == 0 || (bits == 4 && block % 2 != 0)) {
+      throw std::invalid_argument("fdk_cpu: blocks of " + std::to_string(block));
+    }
+    expect("packed", packed, bits == 4 ? fdk::ceil_div(n, 2) : n);
+    expect("absmax", absmax, fdk::ceil_div(n, block) * sizeof(float));
+  }
+
+ private:
+  fdk::NearestCode nearest_;
+};
+
+void dequantise_blocks(int bits, const py::tuple& code, const std::string& dtype,
+                       const py::tuple& packed, const py::tuple& absmax, std::size_t block,
+                       const py::tuple& values, std::size_t threads) {
+  const fdk::Activation type = activation_type(dtype);
+  const Bytes table = bytes_of(code), in = bytes_of(packed), largest = bytes_of(absmax),
+              out = bytes_of(values);
+  if (bits != 4 && bits != 8) throw std::invalid_argument("fdk_cpu: blocks have 4 or 8 bits");
+  const std::size_t n = out.size / fdk::bytes_of(type);
+  expect("code", table, sizeof(float) << bits);
+  PyNearestCode::expect_blocks(std::size_t(bits), n, block, in, largest);
+  const py::gil_scoped_release release;
+  fdk::dequantise_blocks(bits, table.as<const float>(), type, in.as<const std::uint8_t>(),
+                         largest.as<const float>(), n, block, out.as<void>(), threads);
+}
+
 void convert_codes(std::size_t n, std::size_t k, std::size_t group, int bits,
                    const py::tuple& packed, const py::tuple& codes, bool to_layout,
                    std::size_t threads) {
@@ -168,6 +245,11 @@ PYBIND11_MODULE(_native, module) {
   module.def("layout_sizes", layout_sizes);
   module.def("convert_codes", convert_codes);
   module.def("convert_groups", convert_groups);
+  module.def("plain_linear", plain_linear);
+  module.def("dequantise_blocks", dequantise_blocks);
+  py::class_<PyNearestCode>(module, "NearestCode")
+      .def(py::init<const py::tuple&, const std::string&>())
+      .def("quantise", &PyNearestCode::quantise);
   module.def("read_sum", read_sum);
   module.def("copy_memory", copy_memory);
   module.def("instruction_sets", instruction_sets);

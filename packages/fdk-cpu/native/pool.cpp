@@ -2,13 +2,19 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
+#include <strings.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,21 +31,42 @@ void relax() {
 #endif
 }
 
+// A thread inherits the cores of the one that starts it, and OpenMP, asked to bind its threads,
+// binds that to a single one: all workers would share it (4096 x 4096, m = 16, two threads: as slow
+// as one). The cores before that are not to be had any more, so a worker takes all that the process
+// may use.
+void leave_openmp_core() {
+#if defined(__linux__)
+  const char* binding = std::getenv("OMP_PROC_BIND");
+  if (binding == nullptr || strcasecmp(binding, "false") == 0) return;
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0 || CPU_COUNT(&cores) != 1) return;
+  std::memset(&cores, 0xFF, sizeof cores);
+  sched_setaffinity(0, sizeof cores, &cores);  // where it is not allowed, it stays as it was
+#endif
+}
+
 // A worker spins this long for the next loop before it sleeps: a decode step runs hundreds of
 // loops a few microseconds apart, and waking a sleeper costs 5 to 50.
 constexpr int kSpins = 4000;
-constexpr std::size_t kMaxThreads = 256;
 
 struct Loop {
   LoopBody body;
   void* context;
   std::size_t total, chunk, workers;
   std::atomic<std::size_t> next{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error{};  // of the thread that set `failed`; read when all have left
 
   void work() {
-    std::size_t begin;
-    while ((begin = next.fetch_add(chunk, std::memory_order_relaxed)) < total) {
-      body(context, begin, total - begin < chunk ? total : begin + chunk);
+    try {
+      std::size_t begin;
+      while (!failed.load(std::memory_order_relaxed) &&
+             (begin = next.fetch_add(chunk, std::memory_order_relaxed)) < total) {
+        body(context, begin, total - begin < chunk ? total : begin + chunk);
+      }
+    } catch (...) {
+      if (!failed.exchange(true)) error = std::current_exception();
     }
   }
 };
@@ -77,12 +104,13 @@ class Pool {
   void start(std::size_t workers) {
     try {
       for (; started_ < workers; started_++) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {
-      // No more threads are to be had: the loop runs on those there are.
+    } catch (const std::exception&) {
+      // No more threads, or no memory for them: the loop runs on those there are.
     }
   }
 
   void serve() {
+    leave_openmp_core();
     unsigned seen = 0;
     for (;;) {
       for (int i = 0; i < kSpins && generation_.load(std::memory_order_acquire) == seen; i++) {
@@ -145,13 +173,13 @@ void run_loop(std::size_t total, std::size_t chunk, std::size_t threads, LoopBod
   if (total == 0) return;
   if (chunk == 0) chunk = 1;
   const std::size_t pieces = (total - 1) / chunk + 1;
-  std::size_t use = threads < pieces ? threads : pieces;
-  if (use > kMaxThreads) use = kMaxThreads;
+  const std::size_t usable = usable_threads(threads), use = usable < pieces ? usable : pieces;
   if (use > 1 && !Pool::inside_) {
     Loop loop{body, context, total, chunk, use - 1};
     Pool::inside_ = true;
     const bool ran = pool().try_run(loop);
     Pool::inside_ = false;
+    if (loop.error) std::rethrow_exception(loop.error);
     if (ran) return;
   }
   body(context, 0, total);

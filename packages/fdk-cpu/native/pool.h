@@ -10,9 +10,16 @@ namespace fdk {
 
 using LoopBody = void (*)(void* context, std::size_t begin, std::size_t end);
 
+// More threads than this count as this many, none as one.
+inline constexpr std::size_t kMaxThreads = 256;
+constexpr std::size_t usable_threads(std::size_t threads) {
+  return threads == 0 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
+}
+
 // Runs body over [0, total) in pieces of at most `chunk`, on up to `threads` threads. Returns when
-// all is done. A loop within a loop, or beside one of another thread, runs on its caller alone.
-// The body must not throw.
+// all is done. A loop within a loop, or beside one of another thread, or of one thread, runs on its
+// caller alone and in one piece. What a piece throws (the first of several) is thrown to the caller
+// when no piece runs any more; those not yet begun are left out.
 void run_loop(std::size_t total, std::size_t chunk, std::size_t threads, LoopBody body,
               void* context);
 

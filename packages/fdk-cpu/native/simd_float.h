@@ -308,7 +308,9 @@ void gemv(const GemvTask& task, std::size_t begin, std::size_t end) {
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     const bool g16 = w.groups_per_tile == 8, affine = w.zeros != nullptr;
-    if (task.m == 1 && !g16 && !affine) return gemv_stripes<V, b, false, false, 1>(task, begin, end);
+    if (task.m == 1 && !g16 && !affine) {
+      return gemv_stripes<V, b, false, false, 1>(task, begin, end);
+    }
     if (task.m == 1 && !g16) return gemv_stripes<V, b, false, true, 1>(task, begin, end);
     if (g16) return gemv_stripes<V, b, true, true, int(kMaxGemvRows)>(task, begin, end);
     return gemv_stripes<V, b, false, true, int(kMaxGemvRows)>(task, begin, end);

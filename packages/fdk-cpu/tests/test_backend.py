@@ -89,7 +89,7 @@ def test_opcheck() -> None:
     )
     x = torch.randn(3, 128, requires_grad=True)
     args = (x, layout.codes, layout.scale, layout.codebook, None, 64, 4, None, 24, 128)
-    torch.library.opcheck(lut_linear_op, args)
+    torch.library.opcheck(lut_linear_op.op, args)
 
 
 @pytest.mark.parametrize(

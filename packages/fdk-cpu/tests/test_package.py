@@ -1,5 +1,6 @@
 """The package as it is installed, or as it lies on PYTHONPATH."""
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -35,3 +36,24 @@ def test_import_starts_no_thread():
     if not Path("/proc/self/task").is_dir():
         pytest.skip("needs /proc to count threads")
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_workers_do_not_share_the_core_that_openmp_binds():
+    cores = getattr(os, "sched_getaffinity", lambda _: ())(0)
+    if len(cores) < 2:
+        pytest.skip("needs Linux and two cores")
+    # A worker widens its cores when it first runs, which may be after the call that started it.
+    code = """
+import os, time, torch, fdk_cpu
+fdk_cpu.set_num_threads(2)
+assert torch.ones(9).sum() == 9
+end, widest = time.monotonic() + 10, 0
+while widest < 2 and time.monotonic() < end:
+    fdk_cpu.read_sum(torch.ones(1 << 22))
+    widest = max(len(os.sched_getaffinity(int(i))) for i in os.listdir("/proc/self/task"))
+print(widest)
+"""
+    environment = {**os.environ, "OMP_PROC_BIND": "true"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert int(done.stdout) >= len(cores)

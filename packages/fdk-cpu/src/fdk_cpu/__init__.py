@@ -1,7 +1,7 @@
 """Linear layers with 1- to 8-bit weights on x86 and ARM CPUs.
 
 Importing this registers the backend ``cpu`` of ``fdk_formats``, which ``backend="auto"`` picks for
-tensors on the CPU.
+tensors on the CPU, and the kernels of its blockwise ops.
 """
 
 try:
@@ -12,6 +12,7 @@ except ImportError as error:
         f"({error}); install a wheel, or build the package with pip and a C++20 compiler"
     ) from error
 
+from fdk_cpu import blockwise as blockwise
 from fdk_cpu.backend import CpuBackend, CpuLayout
 from fdk_cpu.memory import copy_memory, read_sum
 from fdk_cpu.runtime import (

@@ -24,6 +24,43 @@ class Weight:
         self, activation: str, grad_y: Bytes, m: int, grad_x: Bytes, threads: int, /
     ) -> None: ...
 
+def plain_linear(
+    gemv: bool,
+    dtype: str,
+    x: Bytes,
+    m: int,
+    w: Bytes,
+    n: int,
+    k: int,
+    y: Bytes,
+    threads: int,
+    /,
+) -> None: ...
+
+class NearestCode:
+    def __init__(self, code: Bytes, order: bytes, /) -> None: ...
+    def quantise(
+        self,
+        dtype: str,
+        values: Bytes,
+        block_size: int,
+        packed: Bytes,
+        absmax: Bytes,
+        threads: int,
+        /,
+    ) -> None: ...
+
+def dequantise_blocks(
+    bits: int,
+    code: Bytes,
+    dtype: str,
+    packed: Bytes,
+    absmax: Bytes,
+    block_size: int,
+    values: Bytes,
+    threads: int,
+    /,
+) -> None: ...
 def layout_sizes(n: int, k: int, group_size: int, bits: int, /) -> tuple[int, int]: ...
 def convert_codes(
     n: int,

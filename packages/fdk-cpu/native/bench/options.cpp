@@ -1,0 +1,155 @@
+#include "options.h"
+
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <stdexcept>
+
+namespace bench {
+namespace {
+
+[[noreturn]] void refuse(const std::string& option, const char* wanted, const std::string& got) {
+  throw std::invalid_argument(option + ": wanted " + wanted + ", got '" + got + "'");
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::size_t begin = 0, end;
+  while ((end = text.find(separator, begin)) != std::string::npos) {
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  parts.push_back(text.substr(begin));
+  return parts;
+}
+
+std::size_t number(const std::string& option, const std::string& text, std::size_t least,
+                   std::size_t most, const char* wanted) {
+  char* end = nullptr;
+  const unsigned long long value = std::strtoull(text.c_str(), &end, 10);
+  const bool whole = !text.empty() && text[0] >= '0' && text[0] <= '9' && *end == '\0';
+  if (!whole || value < least || value > most) refuse(option, wanted, text);
+  return std::size_t(value);
+}
+
+constexpr std::size_t kMaxSize = std::size_t(1) << 20;
+
+std::vector<Size> sizes(const std::string& option, const std::string& text) {
+  constexpr const char* kWanted = "sizes as 4096 or 4096x14336 (n by k)";
+  std::vector<Size> out;
+  for (const std::string& part : split(text, ',')) {
+    const std::vector<std::string> sides = split(part, 'x');
+    if (sides.size() > 2) refuse(option, kWanted, part);
+    const std::size_t n = number(option, sides.front(), 1, kMaxSize, kWanted);
+    out.push_back({n, number(option, sides.back(), 1, kMaxSize, kWanted)});
+  }
+  return out;
+}
+
+template <class T>
+std::vector<T> numbers(const std::string& option, const std::string& text, std::size_t least,
+                       std::size_t most, const char* wanted) {
+  std::vector<T> out;
+  for (const std::string& part : split(text, ',')) {
+    out.push_back(T(number(option, part, least, most, wanted)));
+  }
+  return out;
+}
+
+fdk::Activation activation(const std::string& option, const std::string& text) {
+  if (text == "bf16") return fdk::Activation::bf16;
+  if (text == "fp16") return fdk::Activation::fp16;
+  if (text == "fp32") return fdk::Activation::fp32;
+  refuse(option, "bf16, fp16 or fp32", text);
+}
+
+unsigned long long mask(const std::string& option, const std::string& text) {
+  char* end = nullptr;
+  const unsigned long long value = std::strtoull(text.c_str(), &end, 16);
+  if (text.empty() || *end != '\0' || value == 0) {
+    refuse(option, "a mask in hexadecimal as f0 (cores 4 to 7)", text);
+  }
+  return value;
+}
+
+double seconds(const std::string& option, const std::string& text) {
+  char* end = nullptr;
+  const double value = std::strtod(text.c_str(), &end);
+  if (text.empty() || *end != '\0' || !(value >= 0) || value > 3600) {
+    refuse(option, "seconds, 0 to 3600", text);
+  }
+  return value;
+}
+
+}  // namespace
+
+Options parse(int argc, char** argv) {
+  Options o;
+  using Set = std::function<void(const std::string&, const std::string&)>;
+  const std::map<std::string, Set> setters{
+      {"--sizes", [&](auto& name, auto& text) { o.sizes = sizes(name, text); }},
+      {"--bits",
+       [&](auto& name, auto& text) { o.bits = numbers<int>(name, text, 1, 8, "1 to 8"); }},
+      {"--m",
+       [&](auto& name, auto& text) {
+         o.rows = numbers<std::size_t>(name, text, 1, 65536, "rows of x, 1 to 65536");
+       }},
+      {"--threads",
+       [&](auto& name, auto& text) {
+         o.threads = numbers<std::size_t>(name, text, 1, 256, "threads, 1 to 256");
+       }},
+      {"--group",
+       [&](auto& name, auto& text) {
+         o.group = number(name, text, 1, kMaxSize, "the positions of a group");
+       }},
+      {"--dtype", [&](auto& name, auto& text) { o.activation = activation(name, text); }},
+      {"--isa", [&](auto&, auto& text) { o.isas = split(text, ','); }},
+      {"--cores", [&](auto& name, auto& text) { o.cores = mask(name, text); }},
+      {"--seconds", [&](auto& name, auto& text) { o.seconds = seconds(name, text); }},
+      {"--rotate-mb",
+       [&](auto& name, auto& text) {
+         o.rotate_bytes = number(name, text, 1, 65536, "MiB, 1 to 65536") << 20;
+       }},
+      {"--out", [&](auto&, auto& text) { o.out = text; }},
+      {"--device", [&](auto&, auto& text) { o.device = text; }},
+      {"--commit", [&](auto&, auto& text) { o.commit = text; }},
+  };
+  for (int i = 1; i < argc; i++) {
+    const std::string name = argv[i];
+    if (name == "--zero-points") {
+      o.zero_points = true;
+      continue;
+    }
+    const auto setter = setters.find(name);
+    if (setter == setters.end()) {
+      throw std::invalid_argument("unknown option " + name + " (--help lists them)");
+    }
+    if (i + 1 == argc) throw std::invalid_argument(name + ": wanted a value, got none");
+    setter->second(name, argv[++i]);
+  }
+  return o;
+}
+
+std::string usage() {
+  return R"(Times y = x @ W_hat.T over weights of 1 to 8 bits, beside the process's read bandwidth.
+
+Every case is checked against the scalar kernels first; a wrong answer is not timed. Weights rotate
+through more copies than the caches hold. A table goes to standard error, rows of JSON to --out.
+
+  --sizes 4096,4096x14336  n by k; one number is both                        (4096)
+  --bits 4,2,1             bits of a code                                    (4)
+  --group 64               positions that share a scale; divides k           (64)
+  --zero-points            affine formats instead of codebooks
+  --m 1,8                  rows of x                                         (1)
+  --dtype bf16             of x and y: bf16, fp16 or fp32                    (bf16)
+  --threads 1,4                                                              (1)
+  --cores f0               run on these cores only; a mask in hexadecimal    (any)
+  --isa auto               instruction sets, or `all`; see FDK_CPU_ISA       (auto)
+  --seconds 0.5            for each case                                     (0.5)
+  --rotate-mb 192          memory that the copies of a weight take           (192)
+  --out FILE               rows of JSON, one a case                          (standard output)
+  --device, --commit TEXT  written into the rows
+)";
+}
+
+}  // namespace bench

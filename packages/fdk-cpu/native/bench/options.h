@@ -1,0 +1,36 @@
+// What the benchmark executable is asked to do.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace bench {
+
+struct Size {
+  std::size_t n, k;
+};
+
+struct Options {
+  std::vector<Size> sizes{{4096, 4096}};
+  std::vector<int> bits{4};
+  std::vector<std::size_t> rows{1};  // m
+  std::vector<std::size_t> threads{1};
+  std::vector<std::string> isas{"auto"};
+  std::size_t group = 64;
+  bool zero_points = false;
+  fdk::Activation activation = fdk::Activation::bf16;
+  unsigned long long cores = 0;  // a mask; 0 leaves the system's choice
+  double seconds = 0.5;          // for each case
+  std::size_t rotate_bytes = std::size_t(192) << 20;
+  std::string out;  // of the rows; empty is standard output
+  std::string device, commit;
+};
+
+// Throws std::invalid_argument, saying what was wanted and what came.
+Options parse(int argc, char** argv);
+std::string usage();
+
+}  // namespace bench

@@ -1,0 +1,76 @@
+"""What the kernels are measured against: products with plain weights, and memory itself."""
+
+import torch
+from torch import Tensor
+
+from fdk_cpu import _native
+from fdk_cpu.linear import ACTIVATIONS, _bytes
+from fdk_cpu.memory import copy_memory as copy
+from fdk_cpu.memory import read_sum as read_sum
+from fdk_cpu.runtime import num_threads
+
+__all__ = ["copy", "gemm", "gemv", "read_sum"]
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def gemv(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` for one row of x: one pass over the weight, summed in float32.
+
+    Args:
+        x: ``[k]`` or ``[1, k]``, bfloat16 or float32.
+        weight: ``[n, k]``, of the dtype of x.
+
+    Returns:
+        ``[n]`` or ``[1, n]``, of the dtype of x.
+
+    Raises:
+        ValueError: for other shapes, tensors that are not contiguous, or not on the CPU.
+        TypeError: for another dtype, or two.
+    """
+    if x.dim() not in (1, 2) or (x.dim() == 2 and len(x) != 1):
+        raise ValueError(f"gemv: x must be [k] or [1, k], got {list(x.shape)}")
+    y = _product("gemv", x.view(1, -1) if x.dim() == 1 else x, weight)
+    return y.view(-1) if x.dim() == 1 else y
+
+
+def gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` for any m: panels of x times blocks of the weight, summed in float32.
+
+    Args:
+        x: ``[m, k]``, bfloat16 or float32.
+        weight: ``[n, k]``, of the dtype of x.
+
+    Returns:
+        ``[m, n]``, of the dtype of x.
+
+    Raises:
+        ValueError: for other shapes, tensors that are not contiguous, or not on the CPU.
+        TypeError: for another dtype, or two.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"gemm: x must be [m, k], got {list(x.shape)}")
+    return _product("gemm", x, weight)
+
+
+def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        raise TypeError(
+            f"{caller}: x and weight must both be bfloat16 or float32, "
+            f"got {x.dtype} and {weight.dtype}"
+        )
+    (m, k), n = x.shape, len(weight)
+    if weight.shape != (n, k):
+        raise ValueError(f"{caller}: weight must be [n, {k}], got {list(weight.shape)}")
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not (tensor.is_contiguous() and tensor.is_cpu):
+            raise ValueError(f"{caller}: {name} must be contiguous and on the CPU")
+    if torch._C._len_torch_dispatch_stack() > 0:
+        raise TypeError(f"{caller}: needs values, and cannot be traced")
+    x, weight = x.resolve_neg(), weight.resolve_neg()
+    y = x.new_empty((m, n))
+    dtype, out = ACTIVATIONS[x.dtype], _bytes(y)
+    _native.plain_linear(
+        caller == "gemv", dtype, _bytes(x), m, _bytes(weight), n, k, out, num_threads()
+    )
+    return y

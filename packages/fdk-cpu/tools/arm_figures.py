@@ -1,0 +1,145 @@
+"""Instructions and modelled cycles of the ARM kernels: figures that need no ARM hardware.
+
+    python packages/fdk-cpu/tools/arm_figures.py            # the table of docs/kernels/arm.md
+    python packages/fdk-cpu/tools/arm_figures.py --bits 4 --isa sve2 --group 128
+
+qemu runs the gemv (m = 1) one instruction at a time and writes each address down. Two lengths of k
+give the instructions of a tile without those around it; four tiles from the middle of a run, in the
+order in which they were executed, are what llvm-mca models. Both are the same on every machine with
+the same compiler. Needs the compiler of the preset static-arm64, qemu-user, and llvm-mca for cycles
+(Debian: apt-get install g++-aarch64-linux-gnu qemu-user llvm-19).
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # where it is imported rather than run
+
+from assembly import Symbol, build, find, functions, instructions
+
+TILE_CODES = 512  # 4 rows of 128 positions
+TILES = 4  # that llvm-mca is given
+ISAS = ("neon", "neonbf16", "sve2")
+SVE_BITS = (1, 2, 4)  # other widths are those of neonbf16
+CPUS = ("neoverse-v2", "apple-m4", "cortex-a510")
+MCA = next((name for name in ("llvm-mca-19", "llvm-mca") if shutil.which(name)), None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The instructions of one call, in the order of their execution, and of one of its tiles."""
+
+    executed: list[str]
+    tile: int
+
+    @property
+    def per_code(self) -> float:
+        """Executed instructions a code."""
+        return self.tile / TILE_CODES
+
+    @property
+    def middle(self) -> list[str]:
+        """Those of some tiles, away from where the call begins and ends."""
+        count = TILES * self.tile
+        start = (len(self.executed) - count) // 2
+        return self.executed[start : start + count]
+
+
+def kernel_name(isa: str, bits: int, group: int) -> str:
+    """A regular expression for the gemv of one row without zero points."""
+    groups = max(1, 128 // group)
+    if isa == "neon":
+        return rf"gemv_stripes<.*Neon, {bits}, {str(groups == 8).lower()}, false, 1>$"
+    table = r".*TwoVectors, " if isa == "sve2" else ""
+    name = "sve" if isa == "sve2" else "gemv"
+    return rf"{name}_stripes<{table}{bits}, {groups}, false, 1>$"
+
+
+def trace(executable: Path, isa: str, bits: int, group: int) -> Run:
+    """Runs a kernel over 8 and 16 tiles."""
+    symbol = find(functions(executable, "arm64"), kernel_name(isa, bits, group))
+    text = instructions(executable, "arm64", symbol)
+    short, long = (
+        last_call(addresses(executable, isa, bits, group, tiles, symbol.start, symbol.size), symbol)
+        for tiles in (8, 16)
+    )
+    assert (len(long) - len(short)) % 8 == 0, "each tile takes the same instructions"
+    return Run([text[address] for address in long], (len(long) - len(short)) // 8)
+
+
+def addresses(
+    executable: Path, isa: str, bits: int, group: int, tiles: int, start: int, size: int
+) -> list[int]:
+    """Of the instructions of a function that were executed, in order."""
+    options = {"--sizes": f"4x{128 * tiles}", "--bits": bits, "--group": group, "--isa": isa}
+    options |= {"--seconds": 0, "--rotate-mb": 1}
+    arguments = [str(item) for pair in options.items() for item in pair]
+    usage = subprocess.run(["qemu-aarch64", "--help"], capture_output=True, text=True).stdout
+    single = "-one-insn-per-tb" if "one-insn-per-tb" in usage else "-singlestep"
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        where = ["-dfilter", f"{start:#x}+{size:#x}", "-D", str(log)]
+        qemu = ["qemu-aarch64", "-cpu", "max,sve-max-vq=1", single, "-d", "exec,nochain", *where]
+        subprocess.run([*qemu, executable, *arguments], check=True, capture_output=True)
+        lines = log.read_text().splitlines()
+    return [int(line.split("/")[1], 16) for line in lines if line.startswith("Trace")]
+
+
+def last_call(executed: list[int], symbol: Symbol) -> list[int]:
+    """From the last time that a function was entered."""
+    starts = [i for i, address in enumerate(executed) if address == symbol.start]
+    return executed[starts[-1] :]
+
+
+def cycles_per_tile(run: Run, cpu: str) -> float | None:
+    """What llvm-mca's model of a core takes for a tile; None where it lacks an instruction."""
+    assert MCA is not None
+    lines = [line for text in run.middle if (line := for_assembler(text))]
+    command = [MCA, "-mtriple=aarch64-linux-gnu", f"-mcpu={cpu}", "-mattr=+all", "-"]
+    done = subprocess.run(
+        [*command, "--iterations=20"], input="\n".join(lines), capture_output=True, text=True
+    )
+    total = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
+    return int(total[1]) / 20 / TILES if total else None
+
+
+def for_assembler(text: str) -> str | None:
+    """An instruction as an assembler takes it: targets of branches become a label; no calls."""
+    text = re.sub(r"\s*(//|<).*", "", text)
+    if re.match(r"(bl|blr|br|ret)\b", text):
+        return None
+    return re.sub(r"^((?:b\S*|cbn?z|tbn?z|adrp?)\t.*?)[0-9a-f]{5,}$", r"\1label", text)
+
+
+def main() -> None:
+    """Prints a table: instructions a code, and codes a cycle on each core."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--bits", type=int, nargs="+", default=list(range(1, 9)))
+    parser.add_argument("--isa", nargs="+", choices=ISAS, default=list(ISAS))
+    parser.add_argument("--group", type=int, default=64)
+    parser.add_argument("--cpu", nargs="+", default=list(CPUS), help="of llvm-mca")
+    args = parser.parse_args()
+    executable = build("arm64")
+    cpus = args.cpu if MCA else []
+    if not MCA:
+        print("no llvm-mca on PATH: instructions only", file=sys.stderr)
+    print("|", " | ".join(["bits", "kernel", "instructions / code", *cpus]), "|")
+    print("|" + "---|" * (3 + len(cpus)))
+    for bits in args.bits:
+        for isa in args.isa:
+            if isa == "sve2" and bits not in SVE_BITS:
+                continue
+            run = trace(executable, isa, bits, args.group)
+            cycles = [cycles_per_tile(run, cpu) for cpu in cpus]
+            rates = [f"{TILE_CODES / c:.2f}" if c else "-" for c in cycles]
+            print("|", " | ".join([str(bits), isa, f"{run.per_code:.3f}", *rates]), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,12 @@
-"""Times the small-m Marlin kernels in CUDA graphs over rotating weights: cold L2, median replay.
+"""Times the Marlin kernels in CUDA graphs over rotating weights: cold L2, median replay.
 
-    python packages/fdk-cuda/benchmarks/marlin.py --ms 1,16 --bits 1,2,3,4,8 [--goals goals.jsonl]
+    python packages/fdk-cuda/benchmarks/marlin.py --ms 1,16,64 --bits 1,4 [--goals goals.jsonl]
 
-Each case is checked against the dequantised weight before it is timed. `pdl` is with programmatic
-dependent launch, `plain` without; `floor` is the time of reading weights, scales and x once at the
-rates that docs/kernels/marlin.md gives for an H200; `goal` comes from a file of rows
-{n, k, bits, m, goal}.
+Each case is checked against the weight in float64 before it is timed. `pdl` is with programmatic
+dependent launch, `plain` without, `cublas` the product with a bf16 weight; their replays take
+turns. `floor` is the larger of reading weights, scales and x once, at the rates that
+docs/kernels/marlin.md gives for an H200, and the arithmetic at the rate of cuBLAS. `goal` comes
+from a file of rows {n, k, bits, m, goal}.
 """
 
 import argparse
@@ -17,10 +18,17 @@ from pathlib import Path
 
 import torch
 
-from fdk_cuda.marlin import MARLIN_LUT
-from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.ops import device_limits, small_fields, small_launch
-from fdk_cuda.marlin.plan import plan_small
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
+from fdk_cuda.marlin.hopper import plan_hopper
+from fdk_cuda.marlin.ops import (
+    dequantise,
+    device_limits,
+    hopper_runner,
+    run_hopper,
+    small_fields,
+    small_launch,
+)
+from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
@@ -32,6 +40,10 @@ REPLAYS = 15
 # Reading so many MiB once takes so many microseconds (H200).
 READ_MIB = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 READ_TIME = (2.06, 2.36, 2.66, 3.03, 3.91, 5.67, 9.23, 16.6, 31.2)
+FLOPS_PER_MICROSECOND = 793e6
+# From here on, dequantising first and cuBLAS is timed too.
+MANY_ROWS = 1024
+Run = Callable[[int], torch.Tensor]
 
 
 def read_floor(size: float) -> float:
@@ -42,83 +54,143 @@ def read_floor(size: float) -> float:
     return READ_TIME[i - 1] + share * (READ_TIME[i] - READ_TIME[i - 1])
 
 
-def random_weight(bits: int, n: int, k: int) -> QuantisedTensor:
-    """A weight of random codes, scales and codebook, made on the GPU."""
+def random_weight(bits: int, n: int, k: int, *, affine: bool = False) -> QuantisedTensor:
+    """A weight of random codes and scales, with a codebook or zero points, made on the GPU."""
     generator = torch.Generator("cuda").manual_seed(bits)
+    groups = n, k // 64
+    codebook = zero_point = None
+    if affine:
+        levels = 1 << bits
+        zero_point = torch.randint(levels, groups, device="cuda", generator=generator)
+        zero_point = zero_point.to(torch.uint8)
+    else:
+        codebook = torch.randn(1 << bits, device="cuda", generator=generator).sort().values
     return QuantisedTensor(
-        Format("custom", bits, 64),
+        Format("affine", bits, 64, zero_point="int") if affine else Format("custom", bits, 64),
         (n, k),
         torch.randint(
             256, (n, k * bits // 8), dtype=torch.uint8, device="cuda", generator=generator
         ),
-        (0.5 + torch.rand(n, k // 64, device="cuda", generator=generator)).to(torch.bfloat16),
-        torch.randn(1 << bits, device="cuda", generator=generator).sort().values,
+        (0.5 + torch.rand(groups, device="cuda", generator=generator)).to(torch.bfloat16),
+        codebook,
+        zero_point,
     )
 
 
 def exact_weight(q: QuantisedTensor) -> torch.Tensor:
     """The weight before its products with scales are rounded, float64."""
-    assert q.codebook is not None
-    values = q.codebook.to(torch.bfloat16).double()[q.codes().int()]
-    return (values.view(*q.scale.shape, -1) * q.scale.double()[..., None]).view(q.shape)
+    codes = q.codes().view(*q.scale.shape, -1)
+    if q.codebook is not None:
+        values = q.codebook.to(torch.bfloat16).double()[codes.int()]
+    else:
+        assert q.zero_point is not None
+        values = codes.double() - q.zero_point.double()[..., None]
+    return (values * q.scale.double()[..., None]).view(q.shape)
 
 
-def graph_time(run: Callable[[int], object], count: int) -> float:
-    """Median microseconds of ``run(i)``, captured ``count`` times in one graph."""
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            run(i)
-    times = []
+def small_run(
+    layout: MarlinLayout, packed: list[torch.Tensor], x: torch.Tensor, *, overlap: bool
+) -> Run:
+    """Launches small_m.cu; no work on the host but the launch."""
+    geometry, m = layout.geometry, len(x)
+    variant = Variant.of(geometry, x.dtype)
+    plan = plan_small(geometry, x.dtype, m, device_limits(0))
+    launch = small_launch(variant, plan, 0, overlap=overlap)
+    fields = small_fields(variant, plan, geometry, m)
+    y = x.new_full((m, geometry.n), torch.nan)
+    pointers = layout.codebook.data_ptr(), x.data_ptr(), 0, y.data_ptr()
+
+    def run(i: int) -> torch.Tensor:
+        launch(packed[i % len(packed)].data_ptr(), *pointers, *fields)
+        return y
+
+    return run
+
+
+def hopper_run(
+    layout: MarlinLayout, packed: list[torch.Tensor], x: torch.Tensor, *, overlap: bool
+) -> Run:
+    """Launches hopper_gemm.cu, and sum_splits.cu where the plan has parts."""
+    geometry = layout.geometry
+    plan = plan_hopper(geometry, len(x), device_limits(0))
+    runner = hopper_runner(geometry, x.dtype, len(x), plan, 0, overlap=overlap)
+    codebook = layout.codebook
+    return lambda i: run_hopper(runner, x, packed[i % len(packed)], codebook, None, geometry.n)
+
+
+def dense_runs(
+    layout: MarlinLayout, packed: list[torch.Tensor], dense: list[torch.Tensor], x: torch.Tensor
+) -> list[Run]:
+    """cuBLAS over a bf16 weight; with many rows also over one that is dequantised each time."""
+    weight = layout.codebook, str(layout.format), *layout.shape
+
+    def cublas(i: int) -> torch.Tensor:
+        return torch.mm(x, dense[i % len(dense)].T)
+
+    def unfused(i: int) -> torch.Tensor:
+        return torch.mm(x, dequantise(packed[i % len(packed)], *weight).T)
+
+    return [cublas, unfused] if len(x) >= MANY_ROWS else [cublas]
+
+
+def graph_times(runs: list[Run], count: int) -> list[float]:
+    """Median microseconds of each ``run(i)``, captured ``count`` times in a graph; in turns."""
+    graphs = []
+    for run in runs:
+        run(0)
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for i in range(count):
+                run(i)
+    times: list[list[float]] = [[] for _ in graphs]
     for _ in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / count)
-    return statistics.median(times[2:])
+        for graph, own in zip(graphs, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            own.append(start.elapsed_time(end) * 1000 / count)
+    return [statistics.median(own[2:]) for own in times]
 
 
 def time_case(
-    n: int, k: int, bits: int, ms: list[int], goals: dict[tuple[int, ...], float]
+    n: int, k: int, bits: int, ms: list[int], goals: dict[tuple[int, ...], float], *, affine: bool
 ) -> None:
     """Prints a line for each m."""
-    q = random_weight(bits, n, k)
-    layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
+    q = random_weight(bits, n, k, affine=affine)
+    layout = (MARLIN if affine else MARLIN_LUT).pack(q, dtype=torch.bfloat16)
+    assert isinstance(layout, MarlinLayout)
     copies = min(400, COLD_BYTES // layout.packed.nbytes + 2)
     packed = [layout.packed.clone() for _ in range(copies)]
-    oracle_W = exact_weight(q)
-    geometry = Geometry.of(q.format, n, k)
-    variant, limits = Variant.of(geometry, torch.bfloat16), device_limits(0)
+    W_hat = q.dequantise(torch.bfloat16)
+    dense = [W_hat.clone() for _ in range(COLD_BYTES // W_hat.nbytes + 2)]
     for m in ms:
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-        plan = plan_small(geometry, torch.bfloat16, m, limits)
-        y = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
-        fields = small_fields(variant, plan, geometry, m)
-        times = []
-        for overlap in (True, False):
-            launch = small_launch(variant, plan, 0, overlap=overlap)
-            pointers = layout.codebook.data_ptr(), x.data_ptr(), 0, y.data_ptr()
-
-            def run(i: int, launch=launch, pointers=pointers, fields=fields) -> None:
-                launch(packed[i % copies].data_ptr(), *pointers, *fields)
-
-            run(0)
-            error = nrmse(y, x.double() @ oracle_W.T)
+        make, W = (small_run, exact_weight(q)) if m <= MAX_ROWS else (hopper_run, W_hat.double())
+        runs = [make(layout, packed, x, overlap=overlap) for overlap in (True, False)]
+        oracle = x.double() @ W.T
+        for run in runs:
+            error = nrmse(run(0), oracle)
             if not error < 2e-3:
                 raise SystemExit(f"wrong answer, not timed: n{n} k{k} b{bits} m{m}: {error:.2e}")
-            times.append(graph_time(run, max(copies, 40)))
-        floor = read_floor(q.packed.nbytes + q.scale.nbytes + x.nbytes)
+        del W, oracle
+        runs += dense_runs(layout, packed, dense, x)
+        count = 8 if m * n * k > 1e11 else max(copies, 40)
+        pdl, plain, cublas, *unfused = graph_times(runs, count)
+        floor = max(
+            read_floor(q.packed.nbytes + q.scale.nbytes + x.nbytes),
+            2 * m * n * k / FLOPS_PER_MICROSECOND,
+        )
         goal = goals.get((n, k, bits, m))
-        verdict = "" if goal is None else f"{goal:6.1f} {'ok' if times[0] <= goal else 'OVER'}"
+        verdict = "" if goal is None else f"goal {goal:6.1f} {'ok' if pdl <= goal else 'OVER'}"
+        extra = f"dequantise + cublas {unfused[0]:7.1f} " if unfused else ""
         print(
-            f"{n:6}x{k:<6} b{bits} m{m:<3} pdl {times[0]:6.2f} plain {times[1]:6.2f} "
-            f"floor {floor:6.2f} {100 * floor / times[0]:3.0f}% split {plan.split} "
-            f"warps {plan.shape.warps} groups {plan.shape.row_groups} passes {plan.passes} "
-            f"goal {verdict}",
+            f"{n:6}x{k:<6} {'affine' if affine else 'b'}{bits} m{m:<4} pdl {pdl:7.2f} plain "
+            f"{plain:7.2f} cublas {cublas:7.2f} pdl/cublas {pdl / cublas:5.2f} floor {floor:7.2f} "
+            f"{100 * floor / pdl:3.0f}% {extra}{verdict}",
             flush=True,
         )
 
@@ -129,12 +201,13 @@ def main() -> None:
     parser.add_argument("--ms", default="1,4,8,16")
     parser.add_argument("--bits", default="1,2,3,4,8")
     parser.add_argument("--shapes", default="0,1,2,3,4", help="indices of SHAPES")
+    parser.add_argument("--affine", action="store_true", help="integer zero points, no codebook")
     parser.add_argument("--goals", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    goals = {}
+    goals: dict[tuple[int, ...], float] = {}
     if args.goals:
         for line in args.goals.read_text().splitlines():
             row = json.loads(line)
@@ -142,7 +215,7 @@ def main() -> None:
     for index in args.shapes.split(","):
         for bits in args.bits.split(","):
             ms = [int(m) for m in args.ms.split(",")]
-            time_case(*SHAPES[int(index)], int(bits), ms, goals)
+            time_case(*SHAPES[int(index)], int(bits), ms, goals, affine=args.affine)
 
 
 if __name__ == "__main__":

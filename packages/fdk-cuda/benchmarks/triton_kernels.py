@@ -2,6 +2,8 @@
 
     python triton_kernels.py --bits 1 4 --m 1 16 64 --shape 8192x8192
     python triton_kernels.py --sweep --bits 4 --m 64 256      every configuration, best first
+    python triton_kernels.py --transposed --bits 4 --m 1 64   dy @ W_hat, beside the forward
+    python triton_kernels.py --host                           host time of an eager call
 
 Each case is captured in a CUDA graph over copies of the weight that together exceed 256 MB, so
 that the L2 is cold; the median of 15 replays is quoted, in microseconds a call.
@@ -10,11 +12,13 @@ that the L2 is cold; the median of 15 replays is quoted, in microseconds a call.
 import argparse
 import itertools
 import multiprocessing
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
+import triton
 from torch import Tensor
 
 from fdk_cuda.triton import launch
@@ -22,14 +26,18 @@ from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import (
     GemmConfig,
     SmallConfig,
+    TransposedConfig,
     fit,
     gemm_config,
     small_config,
+    transposed_config,
 )
 from fdk_cuda.triton.decode import lookup_tables
+from fdk_formats.linear import QuantisedLinear
 
 COLD_BYTES = 256 << 20
-Config = SmallConfig | GemmConfig | None  # None: dequantise and cuBLAS
+# None: dequantise and cuBLAS
+Config = SmallConfig | GemmConfig | TransposedConfig | None
 
 
 def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[launch.Weight]:
@@ -52,6 +60,8 @@ def run(x: Tensor, w: launch.Weight, config: Config) -> Tensor:
         return launch.small(x, w, None, config)
     if isinstance(config, GemmConfig):
         return launch.gemm(x, w, None, config)
+    if isinstance(config, TransposedConfig):
+        return launch.transposed(x, w, config)
     return x @ launch.dequantise(w, x.dtype).T
 
 
@@ -74,35 +84,65 @@ def graph_time(calls: list[Callable[[], Tensor]], repeats: int = 15) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def chosen(n: int, m: int, w: launch.Weight) -> list[Config]:
+def chosen(n: int, k: int, m: int, bits: int) -> list[Config]:
     """What the dispatcher would choose from."""
-    a = w.arrangement
     if m <= 16:
-        return [small_config(n, m, a.bits)]
+        return [small_config(n, m, bits)]
     shared = launch.shared_memory(torch.device("cuda", 0))
-    return [gemm_config(n, m, a.bits, a.k_tiles, shared), None]
+    return [gemm_config(n, m, bits, Arrangement(n, k, bits, 64).k_tiles, shared), None]
 
 
 def all_configs(m: int, bits: int) -> list[Config]:
     """Everything worth trying."""
     if m <= 16:
-        grid = itertools.product((1, 2, 4), (4, 8), (False, True))
-        return [SmallConfig(tiles, warps, prefetch) for tiles, warps, prefetch in grid]
-    blocks = [b for b in (16, 32, 64, 128) if m // 4 <= b < 2 * m]
-    base = [
-        GemmConfig(tiles, warps, block, stages=stages)
-        for (tiles, warps), block, stages in itertools.product(((1, 4), (1, 8)), blocks, (3, 4))
-    ]
+        ways = [(True, 1), (False, 2), (False, 3), (False, 4)]
+        grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
+        return [SmallConfig(tiles, warps, *way) for tiles, warps, way in grid]
     shared = launch.shared_memory(torch.device("cuda", 0))
-    fitting = {fit(replace(c, split_k=s), bits, shared) for c in base for s in (1, 2, 4)}
-    return [*sorted(fitting, key=str), None]
+    base = [
+        GemmConfig(tiles, warps, block, split, stages)
+        for (tiles, warps), block, split, stages in itertools.product(
+            ((1, 4), (1, 8), (2, 4), (2, 8)), (32, 64, 128, 256), (1, 2, 4), (2, 3, 4)
+        )
+        if m <= 2 * block < 4 * m and tiles * warps * 16 * block <= 256 * 128
+    ]
+    return [*sorted({fit(c, bits, shared) for c in base}, key=str), None]
 
 
-def compile_one(job: tuple[int, bool, int, Config]) -> None:
-    """Fills the disk cache with one kernel."""
+def transposed_configs(m: int) -> list[Config]:
+    """Likewise for ``dy @ W_hat``."""
+    rows = ((1, 8),) if m <= 8 else ((2, 8),) if m <= 16 else ((4, 8), (4, 4), (8, 4))
+    grid = itertools.product((1, 2), (2, 4), rows, (8, 16, 32), (1, 3))
+    return [
+        *(
+            TransposedConfig(tiles, warps, m_tiles, split, stages, positions)
+            for tiles, warps, (m_tiles, positions), split, stages in grid
+            if tiles * m_tiles < 16
+        ),
+        None,
+    ]
+
+
+def compile_one(job: tuple[int, bool, int, Config]) -> Config:
+    """Fills the disk cache with one kernel; returns a configuration that does not fit the GPU."""
     bits, affine, m, config = job
-    w = weights(256, 4096, bits, 64, affine)[0]
-    run(torch.randn(m, 4096, device="cuda").bfloat16(), w, config)
+    w = weights(512, 4096, bits, 64, affine)[0]
+    columns = 512 if isinstance(config, TransposedConfig) else 4096
+    try:
+        run(torch.randn(m, columns, device="cuda").bfloat16(), w, config)
+    except triton.OutOfResources:
+        return config
+    return None
+
+
+def key_of(job: tuple[int, bool, int, Config]) -> tuple[object, ...]:
+    """Jobs of one key compile the same kernel."""
+    bits, affine, m, config = job
+    if isinstance(config, GemmConfig):
+        return bits, affine, replace(config, split_k=1)
+    if isinstance(config, TransposedConfig):
+        return bits, affine, replace(config, split_n=1)
+    return bits, affine, m <= 8, config
 
 
 def main() -> None:
@@ -112,47 +152,112 @@ def main() -> None:
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
     parser.add_argument("--shape", nargs="+", default=["4096x4096", "8192x8192", "28672x8192"])
     parser.add_argument("--affine", action="store_true")
+    parser.add_argument("--transposed", action="store_true")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--best", type=int, default=4, help="configurations to print")
+    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
+    if args.host:
+        host_time()
+        return
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shape]
 
-    def configs(n: int, m: int, w: launch.Weight) -> list[Config]:
-        return all_configs(m, w.arrangement.bits) if args.sweep else chosen(n, m, w)
+    def configs(n: int, k: int, m: int, bits: int) -> list[Config]:
+        if args.transposed:
+            a = Arrangement(n, k, bits, 64)
+            one = transposed_config(m, bits, a.n_tiles, a.k_tiles)
+            return transposed_configs(m) if args.sweep else [one, None]
+        return all_configs(m, bits) if args.sweep else chosen(n, k, m, bits)
 
-    jobs = set()
+    jobs = {}
     for bits, m, (n, k) in itertools.product(args.bits, args.m, shapes):
-        a = Arrangement(n, k, bits, 64)
-        w = launch.Weight(*[torch.empty(0)] * 5, a)
-        jobs |= {(bits, args.affine, m, config) for config in configs(n, m, w)}
+        for config in configs(n, k, m, bits):
+            job = bits, args.affine, m, config
+            jobs[key_of(job)] = job
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        pool.map(compile_one, sorted(jobs, key=str), chunksize=1)
+        too_large = {c for c in pool.map(compile_one, jobs.values(), chunksize=1) if c is not None}
     for bits, (n, k) in itertools.product(args.bits, shapes):
         ws = weights(n, k, bits, 64, args.affine)
         dense = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(4)]
         for m in args.m:
-            x = torch.randn(m, k, device="cuda").bfloat16()
-            reference = x.float() @ launch.dequantise(ws[0], torch.bfloat16).float().T
-            times = []
-            for config in configs(n, m, ws[0]):
-                y = run(x, ws[0], config).float()
-                error = float((y - reference).norm() / reference.norm())
-                assert error < 6e-3, f"{bits} bits, {n} x {k}, m = {m}, {config}: error {error:.1e}"
-                calls = [partial(run, x, w, config) for w in ws]
-                times.append((graph_time(calls), config))
-            times.sort(key=lambda entry: entry[0])
-            cublas = graph_time([partial(torch.nn.functional.linear, x, d) for d in dense])
-            line = "  ".join(f"{us:.1f} {short(config)}" for us, config in times[:5])
-            print(f"b{bits} {n}x{k} m{m}: cuBLAS {cublas:.1f} | {line}", flush=True)
+            fitting = [c for c in configs(n, k, m, bits) if c not in too_large]
+            print(time_case(ws, dense, m, fitting, args.transposed, args.best), flush=True)
+
+
+def time_case(
+    ws: list[launch.Weight],
+    dense: list[Tensor],
+    m: int,
+    configs: list[Config],
+    is_transposed: bool,
+    best: int,
+) -> str:
+    """A line: cuBLAS, then the best configurations."""
+    a = ws[0].arrangement
+    columns = a.n if is_transposed else a.k
+    x = torch.randn(m, columns, device="cuda").bfloat16()
+    w_hat = launch.dequantise(ws[0], torch.bfloat16).float()
+    reference = x.float() @ (w_hat if is_transposed else w_hat.T)
+    times = []
+    for config in configs:
+        function = product(is_transposed, config)
+        y = function(x, ws[0]).float()
+        error = float((y - reference).norm() / reference.norm())
+        assert error < 6e-3, f"{a}, m = {m}, {config}: error {error:.1e}"
+        times.append((graph_time([partial(function, x, w) for w in ws]), config))
+    times.sort(key=lambda entry: entry[0])
+    function = torch.matmul if is_transposed else torch.nn.functional.linear
+    cublas = graph_time([partial(function, x, d) for d in dense])
+    line = "  ".join(f"{us:.1f} {short(config)}" for us, config in times[:best])
+    direction = " dy" if is_transposed else ""
+    return f"b{a.bits} {a.n}x{a.k} m{m}{direction}: cuBLAS {cublas:.1f} | {line}"
+
+
+def product(is_transposed: bool, config: Config) -> Callable[[Tensor, launch.Weight], Tensor]:
+    """A configuration's product as a function of x and the weight."""
+    if is_transposed and config is None:
+        return lambda x, w: x @ launch.dequantise(w, x.dtype)
+    return lambda x, w: run(x, w, config)
+
+
+def host_time() -> None:
+    """Microseconds of the host in an eager call at m = 1, GPU idle through the op."""
+    for label, layer in host_layers():
+        x = torch.randn(1, 1024, device="cuda").bfloat16()
+        times = []
+        with torch.no_grad():
+            for _ in range(20):
+                layer(x)
+            for _ in range(50):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(20):  # the GPU is done with each before the next comes
+                    layer(x)
+                times.append((time.perf_counter() - start) / 20 * 1e6)
+        print(f"host, {label}: {sorted(times)[len(times) // 2]:.1f} us a call")
+
+
+def host_layers() -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """What ``host_time`` calls."""
+    linear = torch.nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    layers: list[tuple[str, Callable[[Tensor], Tensor]]] = [("nn.Linear", linear)]
+    for backend, format in (("triton", "nf4-g64"), ("triton", "affine4-g64"), ("auto", "nf4-g64")):
+        layer = QuantisedLinear.from_linear(linear, format, backend=backend)
+        layers.append((f"{layer.weight.backend_name} {format}", layer))
+    return layers
 
 
 def short(config: Config) -> str:
     """A configuration in a few letters."""
     if isinstance(config, SmallConfig):
-        return f"small-n{config.n_tiles}w{config.warps}p{config.prefetch:d}"
+        return f"small-n{config.n_tiles}w{config.warps}p{config.prefetch:d}s{config.stages}"
+    if isinstance(config, TransposedConfig):
+        c = config
+        return f"transposed-t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}s{c.stages}p{c.positions}"
     if isinstance(config, GemmConfig):
         c = config
         return f"gemm-t{c.tiles}w{c.warps}m{c.block_m}k{c.split_k}s{c.stages}"

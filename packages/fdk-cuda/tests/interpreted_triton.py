@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fdk_cuda.triton import TritonBackend, TritonLayout, launch
+from fdk_cuda.triton import TritonBackend, TritonLayout, launch, linear, plain
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import GemmConfig, SmallConfig
+from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig
 from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 
@@ -76,13 +76,62 @@ def test_small(m: int, config: SmallConfig) -> None:
     assert nrmse(y, oracle) < 1e-3
 
 
-def test_batch_invariant() -> None:
+@pytest.mark.parametrize(
+    ("codebook", "bits", "group_size", "config"),
+    [
+        ("custom", 4, 64, TransposedConfig(tiles=1, warps=2, m_tiles=1, split_n=2)),
+        ("affine", 4, 24, TransposedConfig(tiles=2, warps=2, m_tiles=2)),
+        ("custom", 3, 16, TransposedConfig(tiles=1, warps=1, m_tiles=1, split_n=3)),
+        ("affine", 8, None, TransposedConfig(tiles=1, warps=4, m_tiles=1)),
+        ("custom", 1, 32, TransposedConfig(tiles=2, warps=1, m_tiles=1)),
+    ],
+)
+def test_transposed(
+    codebook: str, bits: int, group_size: int | None, config: TransposedConfig
+) -> None:
+    k = 5 * (group_size or 30)
+    case = Case(Format(codebook, bits, group_size), 11, 137, k, DTYPES[bits % 2])
+    q = case.quantised()
+    w, w_hat = weight(case, TritonLayout(q)), q.dequantise(case.dtype)
+    rows = torch.tensor([0, 7, 8, 15, 16, 31, 90, 127, 128, 135, 136])
+    one_hot = torch.zeros(11, case.n, dtype=case.dtype)
+    one_hot[range(11), rows] = 1
+    assert torch.equal(launch.transposed(one_hot, w, config), w_hat[rows])
+    grad_y = case.random(case.m, case.n)
+    oracle = grad_y.double() @ w_hat.double()
+    error = nrmse(launch.transposed(grad_y, w, config), oracle)
+    assert error <= 2 * nrmse(grad_y @ w_hat, oracle)  # the interpreter rounds no weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((5, 203), (37, 203), (37,))
+    )
+    # Integers in the first call: every sum is exact.
+    x_int, w_int = x.round(), w.round()
+    assert torch.equal(plain.gemm(x_int, w_int), (x_int.float() @ w_int.float().T).to(dtype))
+    assert torch.equal(plain.gemv(x_int[0], w_int), (w_int.float() @ x_int[0].float()).to(dtype))
+    oracle = x.double() @ w.double().T + bias.double()
+    allowed = 1.1 * nrmse(oracle.to(dtype), oracle)
+    assert nrmse(plain.gemm(x, w, bias), oracle) <= allowed
+    assert nrmse(plain.gemv(x[2], w, bias), oracle[2]) <= 2 * allowed
+    with pytest.raises(ValueError, match=r"x must be \[m, k\] and w \[n, k\], got \[203\] and"):
+        plain.gemm(x[0], w)
+    with pytest.raises(TypeError, match=r"must both be torch.bfloat16 or torch.float16, got"):
+        plain.gemv(x[0].float(), w)
+
+
+def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(Format("custom", 3, 64), 20, 37, 192, torch.bfloat16)
     layout = TritonBackend(batch_invariant=True).pack(case.quantised(), dtype=case.dtype)
     x = case.random(20, case.k)
     whole = layout(x)
     for m in (1, 8, 9, 17):
         assert torch.equal(layout(x[:m]), whole[:m])
+    monkeypatch.setattr(linear, "MAX_OFFSET", 7 * case.k)
+    assert torch.equal(layout(x), whole)
 
 
 def test_fp32_activations_are_refused() -> None:

@@ -9,8 +9,18 @@ import torch
 from torch.nn.functional import linear
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, precompile
-from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, SMALL_FIELDS, dequantise, small_fields
-from fdk_cuda.marlin.plan import Device, _plans, plan_small
+from fdk_cuda.marlin.hopper import hopper_plans
+from fdk_cuda.marlin.ops import (
+    MAX_FUSED_ROWS,
+    MAX_HOPPER_ROWS,
+    SMALL_FIELDS,
+    dequantise,
+    device_limits,
+    hopper_runner,
+    run_hopper,
+    small_fields,
+)
+from fdk_cuda.marlin.plan import MAX_ROWS, Device, _plans, plan_small
 from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_cuda.nvrtc import Kernel, Launch
 from fdk_formats.format import Format
@@ -58,8 +68,11 @@ def exact_weight(q, dtype):
 
 
 def check(layout, q, x, bias=None):
-    """y is no further from float64 than torch, where torch has nothing but its sums to round."""
-    W = exact_weight(q, x.dtype)
+    """y is no further from float64 than torch, where torch has nothing but its sums to round.
+
+    Few rows multiply the weight before its products with scales are rounded, many rows after.
+    """
+    W = exact_weight(q, x.dtype) if len(x) <= MAX_ROWS else q.dequantise(x.dtype).double()
     with poisoned():
         y = layout(x, bias)
     oracle = linear(x.double(), W, None if bias is None else bias.double())
@@ -77,7 +90,7 @@ SHAPES = [(1, 64), (37, 192), (64, 4096), (1000, 2048), (4096, 4096), (8224, 102
 def test_marlin_every_m(format, n, k):
     q, layout = pack(format, n, k)
     bias = random_x(n, seed=5)
-    for m in (1, 2, 4, 5, 8, 9, 16, 17, 33, MAX_FUSED_ROWS):
+    for m in (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, MAX_FUSED_ROWS, 200, 256, 1024):
         check(layout, q, random_x(m, k, seed=m), bias)
 
 
@@ -145,6 +158,100 @@ def test_dequantise_is_exact(bits, dtype):
         assert torch.equal(W_hat, q.dequantise(dtype)), q.format
 
 
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9.x",
+)
+WIDE_FORMATS = [
+    *(f"custom{bits}-g64" for bits in BITS),
+    *("affine4-g32", "affine8-g128-fp32-zint", "affine8-g64-zint", "affine3-g64-fp16-zint"),
+]
+
+
+@HOPPER
+@pytest.mark.parametrize("case", list(cases(codebooks=("custom",), ms=(33,), **CASES)), ids=str)
+def test_hopper_codebook_conformance(case):
+    check_backend(MARLIN_LUT, case)
+
+
+@HOPPER
+@pytest.mark.parametrize("case", list(cases(codebooks=("affine",), ms=(65,), **CASES)), ids=str)
+def test_hopper_affine_conformance(case):
+    check_backend(MARLIN, case)
+
+
+@HOPPER
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", WIDE_FORMATS)
+def test_every_hopper_plan(format, dtype):
+    """Each tile, number of consumers and of parts gives the same answer, on few processors too."""
+    n, k, m = 1000, 1088, 150
+    if format == "affine8-g128-fp32-zint":
+        k = 1152
+    q, layout = pack(format, n, k, dtype)
+    x, bias = random_x(m, k, dtype=dtype), random_x(n, dtype=dtype, seed=7)
+    W_hat = q.dequantise(dtype).double()
+    oracle = linear(x.double(), W_hat, bias.double())
+    allowed = 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5
+    geometry = layout.geometry
+    many = device_limits(x.device.index)
+    seen = set()
+    for device in (replace(FEW, is_hopper=True), many):
+        for plan in hopper_plans(geometry, m, device):
+            seen.add((plan.splits, plan.shape.cluster, plan.whole_tiles > plan.grid))
+            runner = hopper_runner(geometry, dtype, m, plan, x.device.index)
+            for use_bias in (bias, None):
+                with poisoned():
+                    y = run_hopper(runner, x, layout.packed, layout.codebook, use_bias, n)
+                wanted = oracle if use_bias is not None else x.double() @ W_hat.T
+                assert nrmse(y, wanted) <= allowed, plan
+    assert {(1, 1, True), (1, 1, False), (2, 1, True), (3, 1, False), (1, 2, False)} <= seen
+
+
+@HOPPER
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (37, 96), (130, 1000), (999, 264), (64, 4104)])
+@pytest.mark.parametrize("format", ["custom4-row", "custom1-row", "affine3-row"])
+def test_hopper_awkward_shapes(format, n, k):
+    """n odd and less than a tile, k that no step divides, x that the copy engine cannot take."""
+    for columns in (k, k + 3):
+        q, layout = pack(format, n, columns)
+        bias = random_x(n, seed=3)
+        for m in (17, 31, 64, 65, 130, 257):
+            check(layout, q, random_x(m, columns, seed=m), bias)
+
+
+@HOPPER
+@pytest.mark.parametrize("format", WIDE_FORMATS)
+def test_hopper_decodes_exactly(format):
+    """Rows of x with a single 1: the dequantised weight, bit for bit, at every column."""
+    n, k = 200, 640
+    for dtype in DTYPES:
+        q, layout = pack(format, n, k, dtype)
+        y = layout(torch.eye(k, dtype=dtype, device="cuda"))
+        assert torch.equal(y, q.dequantise(dtype).T)
+
+
+@HOPPER
+@pytest.mark.parametrize("bits", [4, 8])
+def test_hopper_thousands_of_rows(bits):
+    """At 8 bits dequantised first, from here on."""
+    q, layout = pack(f"custom{bits}-g64", 1000, 1088)
+    check(layout, q, random_x(MAX_HOPPER_ROWS + 1, 1088), random_x(1000, seed=2))
+
+
+@HOPPER
+@pytest.mark.parametrize("m", [17, 64, 256, 1024])
+@pytest.mark.parametrize("bits", BITS)
+def test_hopper_repeats_bit_for_bit(bits, m):
+    q, layout = pack(f"custom{bits}-g64", 4096, 4096)
+    x = random_x(m, 4096)
+    first = check(layout, q, x)
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000 if m <= 64 else 200):
+        differs |= (layout(x) != first).any()
+    assert not differs
+
+
 def test_pack_on_gpu_gives_the_bytes_of_the_cpu():
     for format in ("custom3-g64", "affine8-g32", "custom1-row"):
         q = random_quantised(Format.parse(format), 100, 192)
@@ -166,10 +273,11 @@ def test_marlin_repeats_bit_for_bit(bits, m):
     assert not differs
 
 
-def test_marlin_layers_in_a_row():
+@pytest.mark.parametrize("m", [4, 64, 300])
+def test_marlin_layers_in_a_row(m):
     """Back to back, each kernel starts while the one before still runs."""
     layers = [pack(f"custom{4 - i % 4}-g64", 4096, 4096, seed=i) for i in range(8)]
-    x = random_x(4, 4096)
+    x = random_x(m, 4096)
 
     def run():
         y = x
@@ -199,9 +307,10 @@ def test_marlin_layers_in_a_row():
             assert torch.equal(function(), first)
 
 
-def test_marlin_on_two_streams():
+@pytest.mark.parametrize("m", [16, 64, 256])
+def test_marlin_on_two_streams(m):
     weights = [pack("custom4-g64", 4096, 4096, seed=i) for i in range(2)]
-    x = random_x(16, 4096)
+    x = random_x(m, 4096)
     expected = [layout(x) for _, layout in weights]
     streams = [torch.cuda.Stream() for _ in weights]
     torch.cuda.synchronize()
@@ -215,7 +324,7 @@ def test_marlin_on_two_streams():
             assert all(torch.equal(y, wanted) for y in out)
 
 
-@pytest.mark.parametrize("m", [1, 16, 40, 100])
+@pytest.mark.parametrize("m", [1, 16, 40, 100, 600])
 def test_marlin_in_a_graph(m):
     _, layout = pack("custom2-g64", 4096, 4096)
     x = random_x(m, 4096)
@@ -235,10 +344,11 @@ def test_marlin_in_a_graph(m):
 
 # torch 2.11's own, when Inductor is first imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_marlin_compiles():
+@pytest.mark.parametrize("m", [3, 80])
+def test_marlin_compiles(m):
     _, layout = pack("custom4-g64", 256, 512)
     function = torch.compile(lambda x: layout(x * 2) + 1, fullgraph=True)
-    x = random_x(3, 512).requires_grad_()
+    x = random_x(m, 512).requires_grad_()
     y = function(x)
     assert torch.equal(y, layout(x * 2) + 1)
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -274,9 +384,10 @@ def test_marlin_opcheck():
     torch.library.opcheck(torch.ops.fdk_cuda.marlin_linear.default, args)
 
 
-def test_marlin_misaligned_x():
+@pytest.mark.parametrize("m", [2, 40])
+def test_marlin_misaligned_x(m):
     q, layout = pack("custom4-g64", 256, 512)
-    x = random_x(2 * 512 + 1)[1:].view(2, 512)
+    x = random_x(m * 512 + 1)[1:].view(m, 512)
     check(layout, q, x)
 
 

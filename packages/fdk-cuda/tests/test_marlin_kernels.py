@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from fdk_cuda import nvrtc
+from fdk_cuda.marlin.hopper import (
+    MIN_STEPS,
+    hopper_cost,
+    hopper_plans,
+    hopper_shapes,
+    plan_hopper,
+)
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
-from fdk_cuda.marlin.ops import DEQUANTISE_FIELDS, SMALL_FIELDS
+from fdk_cuda.marlin.ops import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
     NARROW_COST,
@@ -24,12 +31,15 @@ from fdk_cuda.marlin.programs import (
     TileShape,
     Variant,
     dequantise_program,
+    hopper_program,
     small_m_program,
+    sum_splits_program,
+    wgmma_header,
 )
 
 DEVICES = {
     "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),
-    "sm_90a": Device(processors=132, shared_bytes=232448, has_clusters=True),
+    "sm_90a": Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True),
     "sm_120": Device(processors=170, shared_bytes=101376, has_clusters=True),
 }
 # The plain one, and the one that needs the most registers.
@@ -40,6 +50,11 @@ VARIANTS = [
         (torch.bfloat16, torch.bfloat16, 1, False),
         (torch.float16, torch.float32, 2, True),
     )
+]
+# On Hopper, a third way to scale.
+HOPPER_VARIANTS = [
+    *VARIANTS,
+    *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True, True) for bits in (4, 8)),
 ]
 
 
@@ -75,6 +90,66 @@ def test_dequantise_spills_nothing(variant, arch):
     check_resources(dequantise_program(variant), arch)
 
 
+def geometry_of(variant, n=8192, k=8192):
+    group_size = 32 if variant.per_row == 2 else 64
+    return Geometry(variant.bits, n, k, group_size, variant.scale_dtype, variant.affine)
+
+
+def check_hopper(variant, shape):
+    compiled = nvrtc.compile_program(hopper_program(variant, shape), "sm_90a")
+    resources = compiled.resources
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0), (variant, shape)
+    # What the assembler says where it cannot keep wgmmas in flight.
+    assert "serialized" not in compiled.log, (variant, shape, compiled.log)
+
+
+@pytest.mark.parametrize("variant", HOPPER_VARIANTS, ids=variant_id)
+def test_hopper_spills_nothing(variant):
+    """The instantiations that the plans of usual shapes take; the widest is among them."""
+    shapes = set()
+    for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
+        geometry = geometry_of(variant, n, k)
+        for m in (17, 64, 128, 256, 1024):
+            shapes.add(plan_hopper(geometry, m, DEVICES["sm_90a"]).shape)
+    assert max(shape.columns for shape in shapes) == 256
+    assert max(shape.cluster for shape in shapes) == 2
+    for shape in shapes:
+        check_hopper(variant, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sum_splits_spills_nothing(dtype):
+    for shape in hopper_shapes(geometry_of(VARIANTS[0]), DEVICES["sm_90a"]):
+        check_resources(sum_splits_program(dtype, shape), "sm_90a", shape)
+
+
+def test_wgmma_header_names_every_register():
+    header = wgmma_header(64, torch.float16)
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " in header
+    # 32 sums, then the four registers of a, then the descriptor of b.
+    assert "%31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;" in header
+    assert header.count('"+f"(d[') == 32
+    assert header.count('"r"(a[') == 4
+
+
+@pytest.mark.skipif(
+    not os.environ.get("FDK_TEST_EVERY_KERNEL"),
+    reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
+)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_every_hopper_instantiation_spills_nothing(bits):
+    scales = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, scale, per_row, (affine, whole) in itertools.product(
+        (torch.bfloat16, torch.float16),
+        scales,
+        (1, 2),
+        ((False, False), (True, False), (True, True)),
+    ):
+        variant = Variant(bits, dtype, scale, per_row, affine, whole)
+        for shape in hopper_shapes(geometry_of(variant), DEVICES["sm_90a"]):
+            check_hopper(variant, shape)
+
+
 @pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
@@ -105,24 +180,32 @@ def test_every_instantiation_spills_nothing(bits, arch):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [("small_m.cu", SMALL_FIELDS), ("dequantise.cu", DEQUANTISE_FIELDS)]
+    ("name", "fields"),
+    [
+        ("small_m.cu", SMALL_FIELDS),
+        ("dequantise.cu", DEQUANTISE_FIELDS),
+        ("hopper_gemm.cu", HOPPER_FIELDS),
+        ("sum_splits.cu", SUM_FIELDS),
+    ],
 )
 def test_params_struct_has_the_fields_that_are_launched(name, fields):
     """Counts the members of Params against the launcher's format."""
     source = (KERNEL_DIRECTORY / name).read_text()
     body = source.split("struct Params {")[1].split("};")[0]
-    counts = {"P": 0, "i": 0, "I": 0}
+    counts = {"s": 0, "P": 0, "i": 0, "I": 0}
     for line in body.splitlines():
         declaration = line.split("//")[0].strip().rstrip(";")
         if not declaration:
             continue
-        if "*" in declaration:
+        if declaration.startswith("TensorMap"):
+            counts["s"] += 128
+        elif "*" in declaration:
             counts["P"] += 1
         elif declaration.startswith("int"):
             counts["i"] += len(declaration.split(","))
         else:
             counts["I"] += 4 if "[STEPS]" in declaration else 1
-    assert "".join(f"{count}{kind}" for kind, count in counts.items()) == fields
+    assert "".join(f"{count}{kind}" for kind, count in counts.items() if count) == fields
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -147,3 +230,49 @@ def test_plans_fit_every_device(device):
                 assert m <= plan.stored_columns <= 8 * plan.shape.column_tiles
                 assert plan.sum_buffers > 0 or plan.passes == 1
                 assert 1 << plan.log_share == plan.shape.rows * plan.stored_columns // plan.split
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_hopper_plans_take_everything_once(bits):
+    """Tiles cover y, whole ones and parts make all of them, shared memory suffices."""
+    many = DEVICES["sm_90a"]
+    few = replace(many, processors=6)
+    for device, affine, (n, k), m in itertools.product(
+        (many, few),
+        (False, True),
+        ((1, 64), (1000, 1088), (8192, 8192), (28672, 8192)),
+        (17, 64, 65, 256, 1024, 5000),
+    ):
+        scale = torch.float32 if affine else torch.bfloat16
+        geometry = Geometry(bits, n, k, 32 if affine else 64, scale, affine)
+        plans = list(hopper_plans(geometry, m, device))
+        assert plan_hopper(geometry, m, device) in plans
+        for plan in plans:
+            shape = plan.shape
+            tiles = plan.row_tiles * plan.column_tiles
+            assert (plan.row_tiles - 1) * shape.rows < geometry.rows <= plan.row_tiles * shape.rows
+            assert (plan.column_tiles - 1) * shape.columns < m <= plan.column_tiles * shape.columns
+            assert plan.shared_bytes <= device.shared_bytes
+            assert plan.grid <= device.processors
+            assert plan.grid % shape.cluster == 0
+            assert geometry.columns % (64 * shape.k_blocks) == 0
+            ways = plan.splits * shape.cluster
+            assert ways == 1 or geometry.columns // 64 >= MIN_STEPS * ways
+            if plan.splits == 1:
+                assert (plan.whole_tiles, plan.parts) == (tiles, 0)
+            else:
+                assert plan.parts == (tiles - plan.whole_tiles) * plan.splits > 0
+                # Parts come when every block has had its whole tiles, at most one to a block.
+                assert plan.whole_tiles % plan.grid == 0
+                assert plan.parts <= device.processors
+            # A cluster takes one tile: its sums meet over the stages of the ring.
+            assert shape.cluster == 1 or plan.grid == tiles * shape.cluster
+
+
+def test_hopper_plans_expect_more_rows_to_cost_more():
+    """Up to 512 rows, more of them are never expected to take less time."""
+    for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
+        geometry = Geometry(4, n, k, 64, torch.bfloat16, False)
+        device = DEVICES["sm_90a"]
+        times = [hopper_cost(geometry, plan_hopper(geometry, m, device)) for m in range(17, 513)]
+        assert all(later >= before for before, later in itertools.pairwise(times))

@@ -1,6 +1,8 @@
 """The Marlin layout on the CPU: round trip, positions worked by hand, golden digests."""
 
 import hashlib
+import itertools
+import struct
 
 import pytest
 import torch
@@ -56,15 +58,73 @@ def lone_code(bits, row, column, code):
 
 def test_positions_by_hand():
     # Row 45 = 32 + 8 + 5: tile 1, fragment 0, row g + 8 with g = 5. Column 64 + 32 + 2 * 8 + 4 + 3:
-    # block 1, step 2 + 1 = 3, t = 2, i = 2 + 1 = 3, e = 1. So lane 22, word 3 of the first piece,
-    # bits 8 * 3 + 4: byte 22 * 16 + 3 * 4 + 3, upper nibble.
-    assert lone_code(4, 45, 64 + 32 + 16 + 4 + 3, 0xB) == (1, 1, 22 * 16 + 15, 0xB0)
+    # block 1, step 2 + 1 = 3, t = 2, i = 2 + 1 = 3, e = 1. Slot 8 * 2 + (5 ^ 4) = 17 of the first
+    # piece; unit 2 * 1 + 1 = 3 is its word 3, pair 2 * 1 + 1 its byte 3, e the upper nibble.
+    assert lone_code(4, 45, 64 + 32 + 16 + 4 + 3, 0xB) == (1, 1, 17 * 16 + 15, 0xB0)
     # Row 16: tile 0, fragment 1, g = 0. 8 bits: words 8 to 15 are its own, column 0 is byte 0
-    # of word 8: the third piece of 512 bytes.
+    # of word 8: the third piece of 512 bytes, slot 0.
     assert lone_code(8, 16, 0, 0xA5) == (0, 0, 2 * 512, 0xA5)
-    # 1 bit: a piece of 8 bytes a lane. Row 16 + 8 + 1, column 4 * 8 + ... step 1, i = 1, e = 0:
-    # bit 3 + 1 + 4 = 8 of word 1 of lane 4.
-    assert lone_code(1, 25, 4, 1) == (0, 0, 4 * 8 + 4 + 1, 1)
+    # 1 bit: a piece of 8 bytes a lane. Row 16 + 8 + 1: g = 1, t = 0, slot 1. Column 4: step 1,
+    # i = 1, e = 0: bit 3 + 1 + 4 = 8 of word 1.
+    assert lone_code(1, 25, 4, 1) == (0, 0, 1 * 8 + 4 + 1, 1)
+    # 3 bits, row 0, column 32 + 8 * 3 + 4: step 3, t = 3, i = 0, e = 0. Slot 8 * 3 + (0 ^ 6) = 30,
+    # unit 2, pair 2: byte 2 of word 2, its low bits.
+    assert lone_code(3, 0, 32 + 24 + 4, 5) == (0, 0, 30 * 16 + 2 * 4 + 2, 5)
+
+
+def neighbours_unit(bits, words, f, unit):
+    """The codes (h, i, e) of a unit, from a lane's words as hopper_decode.cuh takes them apart."""
+
+    def rotated(word, places):
+        return (word >> places | word << 32 - places) & 0xFFFFFFFF if places else word
+
+    own, byte = words[f * bits : (f + 1) * bits], 8 * unit
+    if bits == 8:
+        return [own[4 * h + unit] >> 8 * c & 0xFF for h in range(2) for c in range(4)]
+    if bits == 4:
+        return [own[unit] >> 4 * c & 0xF for c in range(8)]
+    if bits == 3:
+        pairs = [word >> byte & 0xFF for word in own]
+        pairs.append(pairs[0] >> 6 | pairs[1] >> 4 & 0xC | pairs[2] >> 2 & 0x30)
+        return [pair >> 3 * e & 7 for pair in pairs for e in range(2)]
+    if bits == 2:
+        second = rotated(own[1], 2 * unit) >> 1
+        return [own[0] >> byte + 2 * c & 3 for c in range(4)] + [
+            second >> 8 * c & 3 for c in range(4)
+        ]
+    s, i1 = unit >> 1, unit & 1
+    hie = list(itertools.product(range(2), repeat=3))
+    if f == 0:
+        word = rotated(own[0], 8 * s + 4 * i1)
+        return [word >> 16 * h + 2 * i + e & 1 for h, i, e in hie]
+    word = rotated(own[0], s + 8 * i1)
+    return [word >> 3 + 2 * h + 4 * i + 16 * e & 1 for h, i, e in hie]
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_neighbours_hold_what_wgmma_wants(bits):
+    """Lane 4 g + t finds columns 8 j + 2 t + e of a half as unit t of the neighbour j."""
+    codes = torch.randint(1 << bits, (64, 128), generator=torch.Generator().manual_seed(1))
+    codes = codes.to(torch.uint8)
+    geometry = Geometry(bits, 64, 128, 64, torch.bfloat16, has_zero_point=False)
+    scale = torch.zeros(64, 2, dtype=torch.bfloat16)
+    laid_out = pack_layout(geometry, pack(codes, bits), scale, None)
+    whole = 2 * bits // 4
+    for tile, block, f, g, t, j in itertools.product(
+        range(2), range(2), range(2), range(8), range(4), range(4)
+    ):
+        data = laid_out[tile, block].numpy().tobytes()
+        slot = 8 * j + (g ^ 2 * j)
+        pieces = [data[512 * p + 16 * slot :][:16] for p in range(whole)]
+        if 2 * bits % 4:
+            pieces.append(data[512 * whole + 8 * slot :][:8])
+        words = struct.unpack(f"<{2 * bits}I", b"".join(pieces))
+        rows, column = 32 * tile + 16 * f + g, 64 * block + 8 * j + 2 * t
+        wanted = [
+            int(codes[rows + 8 * i, column + 32 * h + e])
+            for h, i, e in itertools.product(range(2), repeat=3)
+        ]
+        assert neighbours_unit(bits, words, f, t) == wanted
 
 
 def test_scale_positions():
@@ -82,13 +142,13 @@ def test_scale_positions():
 # The first 16 digits of SHA-256 over the laid-out bytes of random_quantised(format, 37, 384): a
 # layout never changes silently.
 GOLDEN = {
-    "custom1-g64": "f99c727d7fb28216",
-    "custom2-g64": "fdc91f67e8c28cc4",
-    "custom3-g32": "ddef3301220e69bc",
-    "custom4-g64": "42010c7e8cfe37f5",
-    "custom8-g128": "63242ba20500d020",
-    "affine4-g32-fp32-zint": "52504e3f2df648fd",
-    "affine3-row-e8m0": "40839bcb883e4497",
+    "custom1-g64": "3cbed1c32bd467cf",
+    "custom2-g64": "e1ec56a731a9e8c8",
+    "custom3-g32": "4135201ee2a09bba",
+    "custom4-g64": "43ebff1217da2e64",
+    "custom8-g128": "cfc63278a9c2e9d7",
+    "affine4-g32-fp32-zint": "6daa5f816b903b2e",
+    "affine3-row-e8m0": "99e6779a6be73713",
 }
 
 

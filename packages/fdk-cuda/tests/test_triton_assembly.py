@@ -8,10 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton.language as tl
+
 from fdk_cuda.triton.arrangement import POSITIONS, _words_of
 from fdk_cuda.triton.decode import SHUFFLE_BITS, assembly, lookup_tables, operands
 
 LANES = 32
+DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
+TL_DTYPES = (tl.bfloat16, tl.float16)
 
 
 def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
@@ -34,6 +38,15 @@ def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray
     return result
 
 
+def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Of pairs, rounded once."""
+    x, y, z = (
+        torch.from_numpy(v.astype(np.uint32)).view(torch.int32).view(dtype).double()
+        for v in (a, b, c)
+    )
+    return (x * y + z).to(dtype).view(torch.int32).numpy().view(np.uint32)
+
+
 def execute(source: str, registers: dict[str, np.ndarray]) -> None:
     for statement in source.strip("{} ").split(";"):
         if not statement.strip() or ".reg" in statement:
@@ -54,6 +67,10 @@ def execute(source: str, registers: dict[str, np.ndarray]) -> None:
             result = values[0] * values[1] + values[2]
         elif name == "lop3.b32":
             result = logic(*values[:3], int(values[3][0]))
+        elif name == "mov.b32":
+            result = values[0]
+        elif name.startswith("fma.rn."):
+            result = multiply_add(*values, DTYPES[name.removeprefix("fma.rn.")])
         elif name == "prmt.b32":
             result = permute(*values)
         else:
@@ -62,24 +79,38 @@ def execute(source: str, registers: dict[str, np.ndarray]) -> None:
         registers[target] = result.astype(np.uint32)
 
 
-@pytest.mark.parametrize("bits", SHUFFLE_BITS)
-@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
-def test_assembly(bits: int, which: int) -> None:
+def check(bits: int, affine: bool, which: int) -> None:
+    """Every position of random codes, in pieces of 8 and of 4."""
     generator = torch.Generator().manual_seed(bits)
     codebook = torch.randn(1 << bits, generator=generator).sort().values
+    if affine:
+        codebook = torch.arange(1 << bits, dtype=torch.float32)
     values, lanes = lookup_tables(codebook)
     raw = values[which].numpy().view(np.uint16).astype(np.uint32)
     table = lanes[which].numpy().view(np.uint32)
     shape = (2, LANES, POSITIONS[bits])  # two units of each lane
     codes = torch.randint(1 << bits, shape, generator=generator)
     words = [word.numpy().astype(np.uint32) for word in _words_of(codes, bits)]
-    _, of_lane, of_all = operands(bits)
+    _, of_lane, of_all = operands(bits, affine)
     tables = [table[0]] * of_lane + [np.full(LANES, word) for word in table[1, :of_all]]
-    for part in range(POSITIONS[bits] // 8):
-        arguments = [unit for word in words for unit in word]
-        arguments += [copy for word in tables for copy in (word, word)]
-        registers = {f"${8 + i}": argument for i, argument in enumerate(arguments)}
-        execute(assembly(bits, part), registers)
-        for p in range(8):
-            first, second = raw[codes[:, :, part * 8 + p].numpy()]
-            assert (registers[f"${p}"] == (first | second << 16)).all(), (part, p)
+    arguments = [unit for word in words for unit in word]
+    arguments += [copy for word in tables for copy in (word, word)]
+    for count in (4, 8):
+        for first in range(0, POSITIONS[bits], count):
+            registers = {f"${count + i}": argument for i, argument in enumerate(arguments)}
+            execute(assembly(bits, first, count, affine, TL_DTYPES[which]), registers)
+            for p in range(count):
+                low, high = raw[codes[:, :, first + p].numpy()]
+                assert (registers[f"${p}"] == (low | high << 16)).all(), (count, first, p)
+
+
+@pytest.mark.parametrize("bits", SHUFFLE_BITS)
+@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
+def test_assembly(bits: int, which: int) -> None:
+    check(bits, affine=False, which=which)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
+def test_assembly_without_a_table(bits: int, which: int) -> None:
+    check(bits, affine=True, which=which)

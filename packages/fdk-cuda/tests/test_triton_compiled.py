@@ -16,6 +16,7 @@ from fdk_cuda.triton.arrangement import POSITIONS, Arrangement  # noqa: E402
 from fdk_cuda.triton.configs import (  # noqa: E402
     GEMM_CONFIGS,
     SMALL_CONFIGS,
+    TRANSPOSED_CONFIGS,
     GemmConfig,
     SmallConfig,
     fit,
@@ -24,11 +25,13 @@ from fdk_cuda.triton.decode import SHUFFLE_BITS  # noqa: E402
 from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
 from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
+from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.
 TARGETS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 TENSORS = {
     "x_ptr": "*bf16",
+    "y_ptr": "*bf16",
     "words_ptr": "*i32",
     "scale_ptr": "*bf16",
     "zero_ptr": "*bf16",
@@ -55,13 +58,13 @@ def constants(bits: int, affine: bool) -> dict[str, object]:
         "AFFINE": affine,
         "HAS_BIAS": True,
         "SHUFFLE": bits in SHUFFLE_BITS,
+        "ASSEMBLY": True,
         "X_DTYPE": tl.bfloat16,
         "DOT_DTYPE": tl.bfloat16,
     }
 
 
-def spills(kernel: object, target: int, arguments: dict[str, object], warps: int) -> int:
-    """Bytes of stack of a compiled kernel."""
+def compile_kernel(kernel: object, target: int, arguments: dict[str, object], warps: int) -> object:
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in arguments else TENSORS.get(name, "i32") for name in names
@@ -74,7 +77,12 @@ def spills(kernel: object, target: int, arguments: dict[str, object], warps: int
     }
     source = ASTSource(kernel, signature, known, attributes)
     options = {"num_warps": warps}
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def spills(kernel: object, target: int, arguments: dict[str, object], warps: int) -> int:
+    """Bytes of stack of a compiled kernel."""
+    compiled = compile_kernel(kernel, target, arguments, warps)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     ptxas = tools / ("ptxas-blackwell" if target >= 100 else "ptxas")
     arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
@@ -87,26 +95,30 @@ def spills(kernel: object, target: int, arguments: dict[str, object], warps: int
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", BITS)
 def test_small(bits: int, target: int) -> None:
-    config: SmallConfig = SMALL_CONFIGS[target % len(SMALL_CONFIGS)]
+    config: SmallConfig = SMALL_CONFIGS[(bits + target // 10) % len(SMALL_CONFIGS)]
     arguments = constants(bits, affine=bits == 8) | {
         "N_TILES": config.n_tiles,
-        "M_TILES": 2,
+        "M_TILES": 1 + bits % 2,
         "WARPS": config.warps,
         "PREFETCH": config.prefetch,
+        "STAGES": config.stages,
     }
     assert spills(small_kernel, target, arguments, config.warps) == 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_gemm(bits: int, target: int) -> None:
-    config: GemmConfig = fit(GEMM_CONFIGS[1], bits, TARGETS[target])
+@pytest.mark.parametrize(
+    ("target", "bits", "config"),
+    [(90, 4, config) for config in GEMM_CONFIGS]
+    + [(target, bits, GEMM_CONFIGS[1]) for target in TARGETS for bits in (4, 8)],
+    ids=str,
+)
+def test_gemm(target: int, bits: int, config: GemmConfig) -> None:
+    config = fit(config, bits, TARGETS[target])
     arguments = constants(bits, affine=bits == 8) | {
         "R": config.tiles,
         "WARPS": config.warps,
         "BLOCK_M": config.block_m,
         "GROUP_M": 4,
-        "SPLIT_K": 1,
         "STAGES": config.stages,
     }
     assert spills(gemm_kernel, target, arguments, config.warps) == 0
@@ -117,3 +129,36 @@ def test_gemm(bits: int, target: int) -> None:
 def test_dequantise(bits: int, target: int) -> None:
     arguments = constants(bits, affine=False) | {"R": 1, "WARPS": 4}
     assert spills(dequantise_kernel, target, arguments, 4) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("bits", BITS)
+def test_transposed(bits: int, target: int) -> None:
+    config = TRANSPOSED_CONFIGS[bits % len(TRANSPOSED_CONFIGS)]
+    arguments = constants(bits, affine=bits == 8) | {
+        "R": config.tiles,
+        "M_TILES": config.m_tiles,
+        "COUNT": min(config.positions, POSITIONS[bits]),
+        "WARPS": config.warps,
+        "STAGES": config.stages,
+    }
+    assert spills(transposed_kernel, target, arguments, config.warps) == 0
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("config", TRANSPOSED_CONFIGS, ids=str)
+def test_transposition_is_in_its_layout(config: object, affine: bool) -> None:
+    """Codes are transposed where a lane holds four neighbours: elsewhere it would be wrong."""
+    arguments = constants(4, affine) | {
+        "R": config.tiles,
+        "M_TILES": config.m_tiles,
+        "COUNT": config.positions,
+        "WARPS": config.warps,
+        "STAGES": config.stages,
+    }
+    text = compile_kernel(transposed_kernel, 90, arguments, config.warps).asm["ttgir"]
+    name = re.search(r"movmatrix.*-> tensor<[^,>]*, (#\w+)>", text)[1]
+    layout = re.search(rf"^{name} = (.*)", text, re.MULTILINE)[1]
+    blocked = "sizePerThread = [1, 4], threadsPerWarp = [1, 32]" in layout
+    linear = "[0, 1], [0, 2], [1, 0]], lane = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]" in layout
+    assert blocked or linear, layout

@@ -18,6 +18,12 @@ So a lane has 32 codes of a fragment, in ``bits`` words of 32 bits; ``_fields`` 
 A lane's words of both fragments lie in 16-byte pieces, piece after piece, 32 lanes to a piece (a
 last piece of 8 bytes at 1 and 3 bits): a warp's loads are contiguous.
 
+Hopper's wgmma reads x from shared memory as it lies, so there the lane t' of four must have columns
+8 * j + 2 * t' + e: of each of its neighbours j = 0..3 the unit t' = 2 * (s & 1) + (i >> 1). The
+order serves both: what lies side by side in a word (at 4 bits), in a byte of every word (at 3)
+or the like is a unit; and pieces lie in the order ``SLOTS_OF_LANES``, 8 * t + (g ^ 2 * t), in which
+neither a lane's own pieces nor those of the neighbours j share banks of shared memory.
+
 The scales of a block lie by g, so that a lane finds its own side by side: for each g first the
 scales, then the zero points, each ordered [half of the 64 columns, where per_row is 2][fragment]
 [row g, row g + 8].
@@ -36,6 +42,9 @@ BLOCK_ROWS, BLOCK_COLUMNS = 32, 64
 FRAGMENT_ROWS, FRAGMENTS = 16, 2
 STEPS, REGISTERS, PAIR = 4, 4, 2
 LANES, WORD_BITS = 32, 32
+# Where the piece of lane 4 * g + t lies among 32.
+SLOTS_OF_LANES = tuple(8 * t + (g ^ 2 * t) for g in range(8) for t in range(4))
+LANES_OF_SLOTS = tuple(SLOTS_OF_LANES.index(slot) for slot in range(LANES))
 # Codes that a lane has of a block, and the words of a 16-byte piece.
 SLOTS = FRAGMENTS * STEPS * REGISTERS * PAIR
 PIECE_WORDS = 4
@@ -64,6 +73,7 @@ class Geometry:
         group_size: weights that share a scale.
         scale_dtype: what scales and zero points are stored as.
         has_zero_point: whether there are zero points.
+        whole_zero_point: whether they are integers from 0 to 255.
     """
 
     bits: int
@@ -72,12 +82,14 @@ class Geometry:
     group_size: int
     scale_dtype: torch.dtype
     has_zero_point: bool
+    whole_zero_point: bool = False
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> "Geometry":
         """The geometry of a weight of this format."""
         size, dtype = format.group_size_for(k), STORED_DTYPES[format.scale_dtype]
-        return cls(format.bits, n, k, size, dtype, format.is_affine)
+        whole = format.zero_point == "int"
+        return cls(format.bits, n, k, size, dtype, format.is_affine, whole)
 
     @property
     def rows(self) -> int:
@@ -202,7 +214,7 @@ def _bytes_to_codes(g: Geometry, data: Tensor) -> Tensor:
 
 def _interleave(words: Tensor) -> Tensor:
     """Words by plane ``[words, blocks * 32]`` to pieces of 16 bytes, ``[blocks, words * 32]``."""
-    planes = words.view(len(words), -1, LANES)
+    planes = words.view(len(words), -1, LANES)[..., LANES_OF_SLOTS]
     groups = planes.split(PIECE_WORDS)
     return torch.cat([piece.permute(1, 2, 0).flatten(1) for piece in groups], dim=1)
 
@@ -210,8 +222,8 @@ def _interleave(words: Tensor) -> Tensor:
 def _deinterleave(pieces: Tensor) -> Tensor:
     """The inverse of ``_interleave``."""
     groups = pieces.split(PIECE_WORDS * LANES, dim=1)
-    planes = [piece.unflatten(1, (LANES, -1)).permute(2, 0, 1).flatten(1) for piece in groups]
-    return torch.cat(planes)
+    planes = [piece.unflatten(1, (LANES, -1)).permute(2, 0, 1) for piece in groups]
+    return torch.cat(planes)[..., SLOTS_OF_LANES].flatten(1)
 
 
 @dataclass(frozen=True)
@@ -247,7 +259,7 @@ def _fields(bits: int) -> tuple[Field, ...]:
 def _bit_positions(bits: int, slot: int) -> list[tuple[int, int]]:
     """Word and position of each bit of a code, the lowest first."""
     fragment, s, i, e = slot >> 5, slot >> 3 & 3, slot >> 1 & 3, slot & 1
-    first = fragment * bits
+    first, unit = fragment * bits, 2 * (s & 1) + (i >> 1)
     if bits == 1 and fragment == 0:
         # Looked up: a byte for a step.
         return [(first, 8 * s + 2 * i + e)]
@@ -258,19 +270,19 @@ def _bit_positions(bits: int, slot: int) -> list[tuple[int, int]]:
         # Looked up: a nibble for a register.
         return [(first, 16 * s + 4 * i + 2 * e + b) for b in range(2)]
     if bits == 2:
-        # Computed: rotated right by 2 * turn, four codes lie at bits 1 and 2 of each byte.
-        turn, byte = 2 * (s & 1) + (i >> 1), 2 * (i & 1) + e
-        return [(first + 1, (8 * byte + 1 + 2 * turn + b) % WORD_BITS) for b in range(2)]
+        # Computed: rotated right by 2 * unit, four codes lie at bits 1 and 2 of each byte.
+        byte = 2 * (i & 1) + e
+        return [(first + 1, (8 * byte + 1 + 2 * unit + b) % WORD_BITS) for b in range(2)]
     if bits == 3:
-        # Steps 0 to 2 have a word each, six bits of a byte for a register; step 3 has the two bits
-        # left over in each byte of the three words.
-        places = [3 * e + b for b in range(3)]
-        if s < 3:
-            return [(first + s, 8 * i + place) for place in places]
-        return [(first + (place >> 1), 8 * i + 6 + (place & 1)) for place in places]
+        # A unit has a byte of each of three words: six bits of each for a pair, and for the fourth
+        # pair the two bits that are left over in each.
+        pair, places = 2 * (s >> 1) + (i & 1), [3 * e + b for b in range(3)]
+        if pair < 3:
+            return [(first + pair, 8 * unit + place) for place in places]
+        return [(first + (place >> 1), 8 * unit + 6 + (place & 1)) for place in places]
     if bits == 4:
-        # A word for a step, a byte for a register.
-        return [(first + s, 8 * i + 4 * e + b) for b in range(4)]
+        # A word for a unit, a byte for a pair.
+        return [(first + unit, 16 * (s >> 1) + 8 * (i & 1) + 4 * e + b) for b in range(4)]
     assert bits == 8
     # Two words for a step, a byte for a code.
     return [(first + 2 * s + (i >> 1), 16 * (i & 1) + 8 * e + b) for b in range(8)]

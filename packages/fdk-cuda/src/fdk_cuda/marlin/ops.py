@@ -1,21 +1,26 @@
 """The torch op over the Marlin layout: which kernel runs for which m, and the gradient."""
 
-from functools import cache
+import sys
+from dataclasses import dataclass
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.hopper import GROUP_TILES, HopperPlan, plan_hopper
+from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
 from fdk_cuda.marlin.plan import MAX_ROWS, Device, SmallPlan, plan_small
 from fdk_cuda.marlin.programs import (
     DEQUANTISE_WARPS,
     TABLE_BYTES,
     Variant,
     dequantise_kernel,
+    hopper_kernel,
     small_m_kernel,
+    sum_splits_kernel,
 )
-from fdk_cuda.nvrtc import Launch
+from fdk_cuda.nvrtc import Launch, swizzled_map
 from fdk_formats.format import Format
 from fdk_formats.ops import define_linear_op
 
@@ -23,8 +28,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 # Above this many rows, dequantise and cuBLAS; up to it, the small-m kernel for 16 rows at a time.
 # H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128.
 MAX_FUSED_ROWS = 96
+# The same on Hopper for codebooks of 256 values, whose lookups take longer than the tensor cores:
+# 8192 x 8192: 208 us against 231 with 1024 rows, 449 against 438 with 2048. Smaller ones are faster
+# fused up to 8192 rows at least.
+MAX_HOPPER_ROWS, LARGE_CODEBOOK = 1536, 256
 ALIGNMENT = 16
 SMALL_FIELDS, DEQUANTISE_FIELDS = "5P9i5I", "3P4i5I"
+HOPPER_FIELDS, SUM_FIELDS = "128s5P9i", "3P7i"
+SUM_THREADS, SUM_VALUES = 256, 4
 
 
 def marlin_linear(
@@ -39,8 +50,11 @@ def marlin_linear(
     """``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
     _check_dtype("x", x, codebook)
     m = x.shape[0]
-    if m > MAX_FUSED_ROWS:
+    is_hopper = device_limits(x.device.index).is_hopper
+    if m > _fused_rows(is_hopper, codebook):
         return torch.nn.functional.linear(x, dequantise(packed, codebook, format, n, k), bias)
+    if m > MAX_ROWS and is_hopper:
+        return hopper_linear(x, packed, codebook, format, bias, n, k)
     device = x.device.index
     y = x.new_empty((m, n))
     x = _padded(x, packed.shape[1] * 64)
@@ -52,6 +66,41 @@ def marlin_linear(
         launch, fields = _small_launch(format, x.dtype, min(m, MAX_ROWS), n, k, device)
         launch(*weight, x_pointer, bias_pointer, y_pointer, *fields)
         x_pointer, y_pointer, m = x_pointer + x_step, y_pointer + y_step, m - MAX_ROWS
+    return y
+
+
+def hopper_linear(
+    x: Tensor, packed: Tensor, codebook: Tensor, format: str, bias: Tensor | None, n: int, k: int
+) -> Tensor:
+    """``marlin_linear`` through hopper_gemm.cu."""
+    # The copy engine wants rows of a multiple of 16 bytes.
+    x = _padded(x, k if k % 8 == 0 else packed.shape[1] * BLOCK_COLUMNS)
+    runner = _hopper_runner(format, x.dtype, x.shape[0], n, k, x.device.index)
+    return run_hopper(runner, x, packed, codebook, bias, n)
+
+
+def run_hopper(
+    runner: "HopperRunner", x: Tensor, packed: Tensor, codebook: Tensor, bias: Tensor | None, n: int
+) -> Tensor:
+    """y by one plan, from x with rows of a multiple of 16 bytes."""
+    plan, shape = runner.plan, runner.plan.shape
+    m = x.shape[0]
+    y = x.new_empty((m, n))
+    bias_pointer = 0 if bias is None else bias.data_ptr()
+    parts = y  # not used
+    if plan.parts > 0:
+        parts = x.new_empty(plan.parts * shape.columns * shape.rows, dtype=torch.float32)
+    runner.product(
+        swizzled_map(x.data_ptr(), m, x.shape[1], shape.columns, x.dtype),
+        packed.data_ptr(),
+        codebook.data_ptr(),
+        bias_pointer,
+        y.data_ptr(),
+        parts.data_ptr(),
+        *runner.fields,
+    )
+    if runner.sum is not None:
+        runner.sum(parts.data_ptr(), bias_pointer, y.data_ptr(), *runner.sum_fields)
     return y
 
 
@@ -84,6 +133,7 @@ def device_limits(index: int) -> Device:
         processors=properties.multi_processor_count,
         shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         has_clusters=properties.major >= 9,
+        is_hopper=properties.major == 9,
     )
 
 
@@ -107,6 +157,76 @@ def small_fields(variant: Variant, plan: SmallPlan, geometry: Geometry, m: int) 
     sizes = (geometry.n, geometry.columns, m)
     cut = plan.stored_columns, plan.tiles, plan.passes, plan.rounds
     return *sizes, *cut, plan.log_share, plan.sum_buffers, *variant.constants
+
+
+@dataclass(frozen=True)
+class HopperRunner:
+    """A plan, ready to run.
+
+    Attributes:
+        plan: how the product is cut.
+        product: launches hopper_gemm.cu.
+        fields: of its Params, after the pointers.
+        sum: launches sum_splits.cu, where the plan has parts.
+        sum_fields: likewise.
+    """
+
+    plan: HopperPlan
+    product: Launch
+    fields: tuple[int, ...]
+    sum: Launch | None
+    sum_fields: tuple[int, ...]
+
+
+def hopper_runner(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    m: int,
+    plan: HopperPlan,
+    device: int,
+    *,
+    overlap: bool = True,
+) -> HopperRunner:
+    """Loads the kernels of a plan, compiling them where they have not been."""
+    variant, shape = Variant.of(geometry, dtype), plan.shape
+    product = Launch(
+        hopper_kernel(variant, shape),
+        device,
+        fields=HOPPER_FIELDS,
+        grid=plan.grid,
+        threads=shape.threads,
+        shared_bytes=plan.shared_bytes,
+        cluster=shape.cluster,
+        overlap=overlap,
+    )
+    stages = geometry.columns // (BLOCK_COLUMNS * shape.k_blocks)
+    tiles = plan.row_tiles, plan.column_tiles, min(GROUP_TILES, plan.column_tiles)
+    cut = *tiles, plan.splits, plan.whole_tiles
+    fields = geometry.n, m, stages, geometry.rows // BLOCK_ROWS, *cut
+    sum_fields = geometry.n, m, *cut
+    total = None
+    if plan.parts > 0:
+        values = plan.parts // plan.splits * shape.columns * shape.rows
+        total = Launch(
+            sum_splits_kernel(dtype, shape),
+            device,
+            fields=SUM_FIELDS,
+            grid=values // (SUM_THREADS * SUM_VALUES),
+            threads=SUM_THREADS,
+            shared_bytes=0,
+            overlap=overlap,
+        )
+    return HopperRunner(plan, product, fields, total, sum_fields)
+
+
+# m is any number of tokens here: the least used ones go.
+@lru_cache(maxsize=4096)
+def _hopper_runner(
+    format: str, dtype: torch.dtype, m: int, n: int, k: int, device: int
+) -> HopperRunner:
+    geometry = Geometry.of(Format.parse(format), n, k)
+    plan = plan_hopper(geometry, m, device_limits(device))
+    return hopper_runner(geometry, dtype, m, plan, device)
 
 
 @cache
@@ -137,6 +257,12 @@ def _dequantise_launch(
         shared_bytes=TABLE_BYTES,
     )
     return launch, (n, k, geometry.columns, blocks, *variant.constants)
+
+
+def _fused_rows(is_hopper: bool, codebook: Tensor) -> int:
+    if not is_hopper:
+        return MAX_FUSED_ROWS
+    return MAX_HOPPER_ROWS if len(codebook) == LARGE_CODEBOOK else sys.maxsize
 
 
 def _check_dtype(name: str, tensor: Tensor, codebook: Tensor) -> None:

@@ -45,6 +45,7 @@ class Device:
     processors: int
     shared_bytes: int
     has_clusters: bool
+    is_hopper: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,17 @@ from collections.abc import Iterable
 
 import torch
 
+from fdk_cuda.marlin.hopper import hopper_shapes
 from fdk_cuda.marlin.layout import Geometry
 from fdk_cuda.marlin.ops import device_limits
 from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
-from fdk_cuda.marlin.programs import Variant, dequantise_program, small_m_program
+from fdk_cuda.marlin.programs import (
+    Variant,
+    dequantise_program,
+    hopper_program,
+    small_m_program,
+    sum_splits_program,
+)
 from fdk_cuda.nvrtc import Program, architecture, cached_cubin
 from fdk_formats.format import Format
 
@@ -42,6 +49,11 @@ def precompile(
         programs.add(dequantise_program(variant))
         for m in range(1, MAX_ROWS + 1):
             programs.add(small_m_program(variant, plan_small(geometry, dtype, m, limits).shape))
+        if limits.is_hopper:
+            for shape in hopper_shapes(geometry, limits):
+                programs.add(hopper_program(variant, shape))
+                if shape.cluster == 1:
+                    programs.add(sum_splits_program(dtype, shape))
     for program in programs:
         cached_cubin(program, arch)
     return len(programs)

@@ -1,6 +1,6 @@
 """The Marlin kernels' source and its instantiations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Variant:
         scale_dtype: as stored.
         per_row: scales that a row of a block holds.
         affine: whether there are zero points.
+        whole_zero_point: whether they are integers from 0 to 255.
     """
 
     bits: int
@@ -38,12 +39,13 @@ class Variant:
     scale_dtype: torch.dtype
     per_row: int
     affine: bool
+    whole_zero_point: bool = False
 
     @classmethod
     def of(cls, geometry: Geometry, dtype: torch.dtype) -> "Variant":
         """The variant for a layout."""
         g = geometry
-        return cls(g.bits, dtype, g.scale_dtype, g.per_row, g.has_zero_point)
+        return cls(g.bits, dtype, g.scale_dtype, g.per_row, g.has_zero_point, g.whole_zero_point)
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -92,6 +94,35 @@ class TileShape:
         return 16 * self.fragments * self.row_groups
 
 
+@dataclass(frozen=True)
+class HopperShape:
+    """What hopper_gemm.cu is compiled for beside the variant.
+
+    Attributes:
+        columns: rows of x in a tile.
+        consumers: groups of four warps that decode and multiply, 64 rows of the weight each.
+        k_blocks: of 64 columns, in a stage.
+        stages: of the ring.
+        cluster: blocks that share the columns of a unit.
+    """
+
+    columns: int
+    consumers: int
+    k_blocks: int
+    stages: int
+    cluster: int
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, in a tile."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a block: consumers and producers."""
+        return 128 * (self.consumers + 1)
+
+
 def small_m_program(variant: Variant, shape: TileShape) -> Program:
     """small_m.cu for a variant and a shape of tile."""
     options = variant.options(
@@ -109,10 +140,67 @@ def dequantise_program(variant: Variant) -> Program:
     return _program("dequantise.cu", variant.options(WARPS=DEQUANTISE_WARPS))
 
 
+def hopper_program(variant: Variant, shape: HopperShape) -> Program:
+    """hopper_gemm.cu for a variant and a shape of tile."""
+    options = variant.options(
+        TILE_COLUMNS=shape.columns,
+        CONSUMERS=shape.consumers,
+        K_BLOCKS=shape.k_blocks,
+        STAGES=shape.stages,
+        CLUSTER=shape.cluster,
+        WHOLE_ZERO_POINT=int(variant.whole_zero_point),
+    )
+    wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))
+    program = _program("hopper_gemm.cu", options)
+    return replace(program, headers=(*program.headers, wgmma))
+
+
+def sum_splits_program(dtype: torch.dtype, shape: HopperShape) -> Program:
+    """sum_splits.cu for activations' dtype and a shape of tile."""
+    any_weight = Variant(4, dtype, torch.bfloat16, 1, False)
+    options = any_weight.options(TILE_COLUMNS=shape.columns, TILE_ROWS=shape.rows)
+    return _program("sum_splits.cu", options)
+
+
+def wgmma_header(columns: int, dtype: torch.dtype) -> str:
+    """``wgmma(d, a, b)``: d += a b for a :: [64, 16] in registers and b :: [16, columns].
+
+    The instruction names every register of its accumulator, which C++ cannot write for a number
+    that is a macro.
+    """
+    count = columns // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    kind = "f16" if dtype == torch.float16 else "bf16"
+    return f"""#pragma once
+__device__ __forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4], uint64 b) {{
+  asm volatile(
+      "{{\\n.reg .pred p;\\nsetp.eq.b32 p, 0, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+      "{{{sums}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0;\\n}}"
+      : {outputs} : {inputs}, "l"(b));
+}}
+"""
+
+
 @cache
 def small_m_kernel(variant: Variant, shape: TileShape) -> Kernel:
     """The kernel, shared by all launches."""
     return Kernel(small_m_program(variant, shape), "small_m")
+
+
+@cache
+def hopper_kernel(variant: Variant, shape: HopperShape) -> Kernel:
+    """The kernel, shared by all launches."""
+    return Kernel(hopper_program(variant, shape), "hopper_gemm")
+
+
+@cache
+def sum_splits_kernel(dtype: torch.dtype, shape: HopperShape) -> Kernel:
+    """The kernel, shared by all launches."""
+    return Kernel(sum_splits_program(dtype, shape), "sum_splits")
 
 
 @cache

@@ -11,6 +11,7 @@ from fdk_cuda.nvrtc.compiler import (
     why_unavailable,
 )
 from fdk_cuda.nvrtc.launch import Kernel, Launch
+from fdk_cuda.nvrtc.tensor_map import swizzled_map
 
 __all__ = [
     "CompilerMissingError",
@@ -23,5 +24,6 @@ __all__ = [
     "cached_cubin",
     "compile_program",
     "compiler_version",
+    "swizzled_map",
     "why_unavailable",
 ]

@@ -2,7 +2,6 @@
 
 import ctypes
 import struct
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +9,10 @@ import torch
 
 from fdk_cuda.nvrtc.cache import cached_cubin
 from fdk_cuda.nvrtc.compiler import Program, architecture
+from fdk_cuda.nvrtc.driver import check, cuda, use_primary_context
 
 POINTER_BYTES = 8
+MAX_ALIGNMENT = 64  # of a tensor map, the widest that a kernel's struct holds
 
 
 class Kernel:
@@ -30,12 +31,12 @@ class Kernel:
         """The kernel's handle on a device."""
         if (loaded := self._loaded.get(device)) is not None:
             return loaded[1]
-        driver = _driver()
+        driver = cuda()
         cubin = cached_cubin(self.program, architecture(torch.cuda.get_device_capability(device)))
         with torch.cuda.device(device):
-            _use_primary_context(device)
-            module = _check(driver.cuModuleLoadData(cubin), f"loading {self.program.name}")
-            function = _check(
+            use_primary_context(device)
+            module = check(driver.cuModuleLoadData(cubin), f"loading {self.program.name}")
+            function = check(
                 driver.cuModuleGetFunction(module, self.entry.encode()), f"finding {self.entry}"
             )
             # The most that the device gives: what a launch takes is its own affair, and a limit
@@ -43,7 +44,7 @@ class Kernel:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             properties = torch.cuda.get_device_properties(device)
             most = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-            _check(driver.cuFuncSetAttribute(function, limit, most), f"loading {self.entry}")
+            check(driver.cuFuncSetAttribute(function, limit, most), f"loading {self.entry}")
         self._loaded[device] = module, function
         return function
 
@@ -77,17 +78,20 @@ class Launch:
         cluster: int = 1,
         overlap: bool = False,
     ) -> None:
-        driver = _driver()
+        driver = cuda()
         self.function = kernel.load(device)
         self.what = f"launching {kernel.entry}"
         # The argument list (one pointer), then the struct it points to.
         self.struct = struct.Struct(f"@P{fields}")
+        # The compiler's struct may end in padding, which the driver copies too.
+        padded = -(-(self.struct.size - POINTER_BYTES) // MAX_ALIGNMENT) * MAX_ALIGNMENT
+        self.buffer_bytes = POINTER_BYTES + padded
         self.device, self.grid, self.threads = device, grid, threads
         self.shared_bytes = shared_bytes
         self.attributes = _attributes(driver, cluster, overlap)
         self._configs: dict[int, Any] = {}
 
-    def __call__(self, *values: int | float) -> None:
+    def __call__(self, *values: int | float | bytes) -> None:
         """Launches on the device's current stream; ``values`` are the struct's fields."""
         if torch._C._cuda_getDevice() != self.device:
             with torch.cuda.device(self.device):
@@ -96,20 +100,20 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         config = self._configs.get(stream) or self._config(stream)
         # A buffer per call: the driver copies it before it returns, and threads do not share it.
-        buffer = ctypes.create_string_buffer(self.struct.size)
+        buffer = ctypes.create_string_buffer(self.buffer_bytes)
         address = ctypes.addressof(buffer)
         self.struct.pack_into(buffer, 0, address + POINTER_BYTES, *values)
-        driver = _driver()
+        driver = cuda()
         status = driver.cuLaunchKernelEx(config, self.function, address, 0)
         if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             # A thread in which torch has not called CUDA yet has no context.
-            _use_primary_context(self.device)
+            use_primary_context(self.device)
             status = driver.cuLaunchKernelEx(config, self.function, address, 0)
         if status[0].value:
-            _check(status, self.what)
+            check(status, self.what)
 
     def _config(self, stream: int) -> Any:
-        driver = _driver()
+        driver = cuda()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
@@ -136,31 +140,3 @@ def _attributes(driver: ModuleType, cluster: int, overlap: bool) -> list[Any]:
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
     return attributes
-
-
-@cache
-def _primary_context(device: int) -> Any:
-    """The context that torch uses on a device."""
-    driver = _driver()
-    handle = _check(driver.cuDeviceGet(device), "finding the GPU")
-    return _check(driver.cuDevicePrimaryCtxRetain(handle), "retaining the GPU's context")
-
-
-def _use_primary_context(device: int) -> None:
-    _check(_driver().cuCtxSetCurrent(_primary_context(device)), "setting the GPU's context")
-
-
-@cache
-def _driver() -> ModuleType:
-    from cuda.bindings import driver  # type: ignore[import-untyped]
-
-    module: ModuleType = driver
-    return module
-
-
-def _check(result: tuple[Any, ...], what: str) -> Any:
-    status, *values = result
-    if status.value:
-        _, text = _driver().cuGetErrorString(status)
-        raise RuntimeError(f"{what}: {status.name} ({text.decode()})")
-    return values[0] if values else None

@@ -46,27 +46,41 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.constexpr_function
-def operands(bits: int) -> tuple[int, int, int]:
+def table_of(dtype: tl.dtype) -> int:
+    """Which of the tables of ``lookup_tables`` is for activations of a dtype."""
+    return int(dtype == tl.float16)
+
+
+@triton.constexpr_function
+def is_direct(bits: int, affine: bool) -> bool:
+    """Whether codes become numbers by arithmetic, without a table."""
+    return affine and bits in (2, 4)
+
+
+@triton.constexpr_function
+def operands(bits: int, affine: bool) -> tuple[int, int, int]:
     """Words of a unit, and words of the table: those of a lane, those that all lanes hold."""
     words = 1 if bits in (1, 2, 4) else bits
+    if is_direct(bits, affine):
+        return words, 0, 0
     return words, int(bits in (2, 4, 5)), {1: 2, 3: 4}.get(bits, 0)
 
 
 @triton.constexpr_function
-def constraints(bits: int) -> str:
+def constraints(bits: int, count: int, affine: bool) -> str:
     """Results must not share registers with arguments, which are read until the end."""
-    return ",".join(["=&r"] * 8 + ["r"] * (2 * sum(operands(bits))))
+    return ",".join(["=&r"] * count + ["r"] * (2 * sum(operands(bits, affine))))
 
 
 @triton.constexpr_function
-def eight(dtype: tl.dtype) -> tuple[tl.dtype, ...]:
-    """The dtypes of the eight results."""
-    return (dtype,) * 8
+def results(dtype: tl.dtype, count: int) -> tuple[tl.dtype, ...]:
+    """The dtypes of the results."""
+    return (dtype,) * count
 
 
 @triton.constexpr_function
-def byte_planes(table: list[str], odd: bool) -> list[str]:
-    """Four positions of two units by byte permutes, even or odd ones; codes are nibbles of $a, $b.
+def byte_planes(table: list[str], odd: bool, first: int, count: int) -> list[str]:
+    """Even or odd positions of two units by byte permutes; codes are nibbles of {a}, {b}.
 
     The nibbles of both units alternate in one word, which then selects the low bytes of four
     values at once, and the high ones.
@@ -77,31 +91,56 @@ def byte_planes(table: list[str], odd: bool) -> list[str]:
         else "shl.b32 c, {b}, 4; lop3.b32 m, {a}, c, 0x0F0F0F0F, 0xE4;",
         "and.b32 s, m, 0x77777777;",
     ]
-    for pair in range(2):
-        if pair == 1:
+    for position in range(first, first + count, 4):
+        if position % 8:
             lines.append("shr.u32 s, s, 16;")
         lines.append(f"prmt.b32 v, {table[0]}, {table[1]}, s;")
         lines.append(f"prmt.b32 w, {table[2]}, {table[3]}, s;")
-        for selector, p in (("0x5140", 4 * pair + odd), ("0x7362", 4 * pair + 2 + odd)):
-            lines.append(f"prmt.b32 ${p}, v, w, {selector};")
+        for selector, p in (("0x5140", odd), ("0x7362", 2 + odd)):
+            lines.append(f"prmt.b32 ${position - first + p}, v, w, {selector};")
     return lines
 
 
 @triton.constexpr_function
-def assembly(bits: int, part: int) -> str:
-    """Decodes eight positions of two units: register p of the result holds one of both units."""
-    words, of_lane, of_all = operands(bits)
-    a = [f"${8 + 2 * i}" for i in range(words)]  # words of the first unit
-    b = [f"${8 + 2 * i + 1}" for i in range(words)]
-    lane = f"${8 + 2 * words}"
-    table = [f"${8 + 2 * (words + of_lane + i)}" for i in range(of_all)]
+def direct(bits: int, first: int, count: int, a: str, b: str, dtype: tl.dtype) -> list[str]:
+    """A code as the low bits of a large power of two, which is then taken away: both exact."""
+    # 128 in bf16, 1024 in fp16: one is their last place. Pairs of bf16 have no sum before sm_90.
+    power = "0x64006400" if dtype == tl.float16 else "0x43004300"
+    minus = "0xE400E400" if dtype == tl.float16 else "0xC300C300"
+    one = "0x3C003C00" if dtype == tl.float16 else "0x3F803F80"
+    kind = "f16x2" if dtype == tl.float16 else "bf16x2"
+    mask = ((1 << bits) - 1) * 0x00010001
+    lines = [f"mov.b32 s, {power}; mov.b32 v, {one}; mov.b32 w, {minus};"]
+    for p in range(count):
+        shift = (first + p) * bits
+        if p == 0 or shift % 16 == 0:
+            # Halves of 16 bits of both units side by side.
+            lines.append(f"prmt.b32 m, {a}, {b}, {'0x5410' if shift < 16 else '0x7632'};")
+        lines += [
+            f"shr.u32 c, m, {shift % 16};",
+            f"lop3.b32 c, c, {mask}, s, 0xEA;",
+            f"fma.rn.{kind} ${p}, c, v, w;",
+        ]
+    return lines
+
+
+@triton.constexpr_function
+def assembly(bits: int, first: int, count: int, affine: bool, dtype: tl.dtype) -> str:
+    """Decodes positions of two units, 4 or 8 from ``first`` on: a result holds one of both."""
+    words, of_lane, of_all = operands(bits, affine)
+    a = [f"${count + 2 * i}" for i in range(words)]  # words of the first unit
+    b = [f"${count + 2 * i + 1}" for i in range(words)]
+    lane = f"${count + 2 * words}"
+    table = [f"${count + 2 * (words + of_lane + i)}" for i in range(of_all)]
     lines = [".reg .b32 a, b, c, d, m, s, v, w;"]
-    if bits == 1:
+    if is_direct(bits, affine):
+        lines += direct(bits, first, count, a[0], b[0], dtype)
+    elif bits == 1:
         # Halves of 16 bits of both units side by side.
-        lines.append(f"prmt.b32 a, {a[0]}, {b[0]}, {'0x5410' if part < 2 else '0x7632'};")
-        for p in range(8):
+        lines.append(f"prmt.b32 a, {a[0]}, {b[0]}, {'0x5410' if first < 16 else '0x7632'};")
+        for p in range(count):
             lines += [
-                f"shr.u32 c, a, {(part * 8 + p) % 16};",
+                f"shr.u32 c, a, {(first + p) % 16};",
                 "and.b32 c, c, 0x00010001;",
                 # (c0, c0) + (bit, bit) * (c1 - c0), exact as integers: no carry between halves
                 f"mad.lo.u32 ${p}, c, {table[0]}, {table[1]};",
@@ -113,36 +152,39 @@ def assembly(bits: int, part: int) -> str:
             f"shl.b32 c, {b[0]}, 2; lop3.b32 a, {a[0]}, c, 0x33333333, 0xE4;",
             f"shr.u32 c, {a[0]}, 2; lop3.b32 b, c, {b[0]}, 0x33333333, 0xE4;",
         ]
-        for p in range(8):
+        for p in range(count):
             lines += [
-                f"shr.u32 c, {'ab'[p % 2]}, {(part * 8 + p) // 2 * 4};",
+                f"shr.u32 c, {'ab'[p % 2]}, {(first + p) // 2 * 4};",
                 f"shfl.sync.idx.b32 ${p}, {lane}, c, 31, -1;",
             ]
     elif bits == 3:
-        first, second = a[min(part, 2)], b[min(part, 2)]
-        if part == 3:
-            for unit, word in (("a", a), ("b", b)):
+        word = min(first // 8, 2)
+        low, high = a[word], b[word]
+        if first >= 24:
+            for unit, planes in (("a", a), ("b", b)):
                 lines += [
-                    f"shr.u32 c, {word[0]}, 3; shr.u32 d, {word[1]}, 2; and.b32 d, d, 0x22222222;",
+                    f"shr.u32 c, {planes[0]}, 3;",
+                    f"shr.u32 d, {planes[1]}, 2; and.b32 d, d, 0x22222222;",
                     "lop3.b32 c, c, d, 0x11111111, 0xEC;",
-                    f"shr.u32 d, {word[2]}, 1; lop3.b32 {unit}, d, c, 0x44444444, 0xE4;",
+                    f"shr.u32 d, {planes[2]}, 1; lop3.b32 {unit}, d, c, 0x44444444, 0xE4;",
                 ]
-            first, second = "a", "b"
+            low, high = "a", "b"
         for odd in (False, True):
-            lines += [x.format(a=first, b=second) for x in byte_planes(table, odd)]
+            planes = byte_planes(table, odd, first % 8, count)
+            lines += [x.format(a=low, b=high) for x in planes]
     else:
         # A shuffle takes its lane from the low five bits. Half of the 4-bit codes by permutes did
         # not help (H200, 28672 x 8192, m = 1: 57.1 us -> 63.1 us).
-        for p in range(8):
+        for p in range(first, first + count):
             for index, value, word in (("c", "v", a), ("d", "w", b)):
-                lines.append(f"shr.u32 {index}, {word[part]}, {4 * p};")
+                lines.append(f"shr.u32 {index}, {word[p // 8]}, {4 * (p % 8)};")
                 if bits == 5:
-                    shift = part * 8 + p - 4  # bring the fifth bit to its place
+                    shift = p - 4  # bring the fifth bit to its place
                     move = "shr.u32" if shift >= 0 else "shl.b32"
                     lines.append(f"{move} {value}, {word[4]}, {abs(shift)};")
                     lines.append(f"lop3.b32 {index}, {index}, {value}, 15, 0xE4;")
                 lines.append(f"shfl.sync.idx.b32 {value}, {lane}, {index}, 31, -1;")
-            lines.append(f"prmt.b32 ${p}, v, w, 0x5410;")
+            lines.append(f"prmt.b32 ${p - first}, v, w, 0x5410;")
     return "{ " + " ".join(lines) + " }"
 
 
@@ -154,11 +196,18 @@ LANE_ASSEMBLY = tl.constexpr(
 
 
 @triton.jit
-def load_tables(lanes_ptr, BITS: tl.constexpr, SHUFFLE: tl.constexpr):
+def load_tables(
+    lanes_ptr,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    SHUFFLE: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+):
     """The words of the table that ``assembly`` takes, as a tuple."""
     tables = ()
-    OF_LANE: tl.constexpr = operands(BITS)[1]
-    OF_ALL: tl.constexpr = operands(BITS)[2]
+    lanes_ptr += table_of(X_DTYPE) * 64
+    OF_LANE: tl.constexpr = operands(BITS, AFFINE)[1]
+    OF_ALL: tl.constexpr = operands(BITS, AFFINE)[2]
     if SHUFFLE:
         if OF_LANE == 1:
             tables = tables + (
@@ -215,6 +264,7 @@ def value_at(
         # As the low bits of the float32 2^23: one OR and one difference, both exact.
         value = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     else:
+        values_ptr += table_of(X_DTYPE) * (1 << BITS)
         value = tl.load(values_ptr + code).to(X_DTYPE, bitcast=True).to(tl.float32)
     return value.to(DOT_DTYPE)
 
@@ -246,18 +296,18 @@ def decode_part(
     """The values of ``COUNT`` positions, each in the shape of a word."""
     if SHUFFLE:
         return tl.inline_asm_elementwise(
-            assembly(BITS, part),
-            constraints(BITS),
+            assembly(BITS, part * COUNT, COUNT, AFFINE, X_DTYPE),
+            constraints(BITS, COUNT, AFFINE),
             words + tables,
-            dtype=eight(DOT_DTYPE),
+            dtype=results(DOT_DTYPE, COUNT),
             is_pure=True,
             pack=2,
         )
     else:
-        values = (value_at(words, values_ptr, part * 8, BITS, AFFINE, X_DTYPE, DOT_DTYPE),)
+        values = (value_at(words, values_ptr, part * COUNT, BITS, AFFINE, X_DTYPE, DOT_DTYPE),)
         for q in tl.static_range(1, COUNT):
             values = values + (
-                value_at(words, values_ptr, part * 8 + q, BITS, AFFINE, X_DTYPE, DOT_DTYPE),
+                value_at(words, values_ptr, part * COUNT + q, BITS, AFFINE, X_DTYPE, DOT_DTYPE),
             )
         return values
 

@@ -14,6 +14,61 @@ from fdk_cuda.triton.decode import (
 )
 
 _PART = tl.constexpr(PART)
+# Two products, each rounded once: exactly what float32 arithmetic and a cast give. With -0 added,
+# for there is no product of bf16 pairs before sm_90.
+_PRODUCT = {
+    tl.bfloat16: "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+    tl.float16: "mul.rn.f16x2 $0, $1, $2;",
+}
+
+
+@triton.constexpr_function
+def product(dtype: tl.dtype) -> str:
+    """The assembly of a product of pairs."""
+    return _PRODUCT[dtype]
+
+
+@triton.jit
+def load_scale(
+    scale_ptr, zero_ptr, at, inside, R: tl.constexpr, WARPS: tl.constexpr, AFFINE: tl.constexpr
+):
+    """Scale and zero point, ``at :: [R, (warp, g, t, half)]`` as ``[R, half, warp, g, t, 1]``.
+
+    A scale of 16 bits stays as it is stored. Without zero points the second is the first again.
+    """
+    scale = tl.load(scale_ptr + at, mask=inside, other=0)
+    if scale.dtype == tl.uint8:
+        scale = decode_scale(scale)
+    scale = tl.permute(tl.reshape(scale, [R, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+    scale = scale[:, :, :, :, :, None]
+    zero = scale
+    if AFFINE:
+        zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
+        zero = tl.permute(tl.reshape(zero, [R, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+        zero = zero[:, :, :, :, :, None]
+    return scale, zero
+
+
+@triton.jit
+def scaled(
+    value,
+    scale,
+    zero,
+    AFFINE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """``(value - zero) * scale`` of a position, rounded once; the last dimension is of pairs."""
+    if ASSEMBLY and not AFFINE and scale.dtype == X_DTYPE:
+        return tl.inline_asm_elementwise(
+            product(X_DTYPE), "=r,r,r", [value, scale], dtype=scale.dtype, is_pure=True, pack=2
+        )
+    else:
+        w = value.to(tl.float32)
+        if AFFINE:
+            w = w - zero.to(tl.float32)
+        return (w * scale.to(tl.float32)).to(DOT_DTYPE)
 
 
 @triton.jit
@@ -35,6 +90,7 @@ def scaled_part(
     ONE_GROUP: tl.constexpr,
     AFFINE: tl.constexpr,
     SHUFFLE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     R: tl.constexpr,
@@ -48,8 +104,6 @@ def scaled_part(
     values = decode_part(
         words, tables, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE
     )
-    scale = tl.zeros([1], tl.float32)
-    zero = tl.zeros([1], tl.float32)
     weights = ()
     for q in tl.static_range(COUNT):
         if q == 0 or q * 16 % SEGMENT == 0:
@@ -57,17 +111,11 @@ def scaled_part(
             if not ONE_GROUP:
                 group = (first_column + q * 16) // PADDED_GROUP
             inside = has_scale & (group < groups)
-            scale = decode_scale(tl.load(scale_ptr + scale_at + group * 16, mask=inside, other=0))
-            scale = tl.permute(tl.reshape(scale, [R, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
-            scale = scale[:, :, :, :, :, None]
-            if AFFINE:
-                zero = tl.load(zero_ptr + scale_at + group * 16, mask=inside, other=0)
-                zero = tl.reshape(zero.to(tl.float32), [R, WARPS, 8, 4, 2])
-                zero = tl.permute(zero, [0, 4, 1, 2, 3])[:, :, :, :, :, None]
-        w = tl.reshape(values[q], [R, 2, WARPS, 8, 4, 4]).to(tl.float32)
-        if AFFINE:
-            w = w - zero
-        weights = weights + ((w * scale).to(DOT_DTYPE),)
+            at = scale_at + group * 16
+            scale, zero = load_scale(scale_ptr, zero_ptr, at, inside, R, WARPS, AFFINE)
+        w = tl.reshape(values[q], [R, 2, WARPS, 8, 4, 4])
+        w = scaled(w, scale, zero, AFFINE, ASSEMBLY, X_DTYPE, DOT_DTYPE)
+        weights = weights + (w,)
     return weights
 
 
@@ -107,6 +155,7 @@ def dequantise_kernel(
     PAIRED: tl.constexpr,
     AFFINE: tl.constexpr,
     SHUFFLE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     R: tl.constexpr,
@@ -117,7 +166,7 @@ def dequantise_kernel(
     WIDTH: tl.constexpr = 16 * COUNT
     tile_n = tl.program_id(0) * R
     n_tiles = tl.cdiv(n, 16)
-    tables = load_tables(lanes_ptr, BITS, SHUFFLE)
+    tables = load_tables(lanes_ptr, BITS, AFFINE, SHUFFLE, X_DTYPE)
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)
@@ -157,6 +206,7 @@ def dequantise_kernel(
             ONE_GROUP,
             AFFINE,
             SHUFFLE,
+            ASSEMBLY,
             X_DTYPE,
             DOT_DTYPE,
             R,

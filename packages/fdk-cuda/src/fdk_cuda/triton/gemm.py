@@ -50,7 +50,7 @@ def permute_kernel(
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale  :: [n_tiles, groups, 8, 2], zero alike
 # out    :: [m, n, dtype], or [SPLIT_K, m, n, float32] without bias
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     x_ptr,
     words_ptr,
@@ -73,13 +73,13 @@ def gemm_kernel(
     AFFINE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SHUFFLE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     R: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A program computes 16 * R * WARPS outputs of BLOCK_M rows, over its share of the k tiles."""
@@ -96,11 +96,11 @@ def gemm_kernel(
     size_m = min(blocks_m - first_m, GROUP_M)
     block_m = first_m + pid % (GROUP_M * blocks_n) % size_m
     block_n = pid % (GROUP_M * blocks_n) // size_m
-    share = tl.cdiv(k_tiles, SPLIT_K)
+    share = tl.cdiv(k_tiles, tl.num_programs(1))
     first_k = tl.program_id(1) * share
     last_k = min(first_k + share, k_tiles)
 
-    tables = load_tables(lanes_ptr, BITS, SHUFFLE)
+    tables = load_tables(lanes_ptr, BITS, AFFINE, SHUFFLE, X_DTYPE)
 
     # words [R * half, (warp, lane, 4)]: a warp holds rows 16 w to 16 w + 15 of every WARPS tiles
     half = tl.arange(0, 2 * R)
@@ -143,6 +143,7 @@ def gemm_kernel(
                 ONE_GROUP,
                 AFFINE,
                 SHUFFLE,
+                ASSEMBLY,
                 X_DTYPE,
                 DOT_DTYPE,
                 R,

@@ -1,9 +1,11 @@
 """Launches of the Triton kernels over one arranged weight."""
 
 import os
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -11,11 +13,12 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fdk_cuda.triton.arrangement import POSITIONS, Arrangement
-from fdk_cuda.triton.configs import GemmConfig, SmallConfig
-from fdk_cuda.triton.decode import DTYPES, SHUFFLE_BITS
+from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig
+from fdk_cuda.triton.decode import SHUFFLE_BITS
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel, permute_kernel, reduce_kernel
 from fdk_cuda.triton.small import small_kernel
+from fdk_cuda.triton.transposed import transposed_kernel
 
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Triton reads the same variable when a kernel is defined. The interpreter takes no assembly, and
@@ -23,10 +26,12 @@ TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PERMUTE_BLOCK = 1024
 REDUCE_BLOCK = 1024
+# Triton compiles a kernel anew for addresses that are no multiple of this.
+ALIGNMENT = 16
+HERE = nullcontext()
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """The tensors of a layout and the sizes that go with them."""
 
     words: Tensor
@@ -36,32 +41,111 @@ class Weight:
     lanes: Tensor
     arrangement: Arrangement
 
-    @cached_property
-    def constants(self) -> dict[str, Any]:
-        """Compile-time arguments that every kernel takes."""
-        a = self.arrangement
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The first arguments of every kernel after x."""
+        zero = self.scale if self.zero_point is None else self.zero_point
+        return self.words, self.scale, zero, self.values, self.lanes
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What kernels are compiled for."""
+        a, zero = self.arrangement, self.zero_point
+        zero_dtype = None if zero is None else zero.dtype
+        # Not the arrangement itself, which takes longer to hash.
+        return a.n, a.k, a.bits, a.group_size, self.scale.dtype, zero_dtype
+
+    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Compile-time arguments of the kernels, for activations of a dtype."""
+        a, x_dtype = self.arrangement, TL_DTYPES[dtype]
         return {
             "BITS": a.bits,
             "WORDS": a.words,
             "POSITIONS": POSITIONS[a.bits],
+            # Columns of a group that hold weights; one group needs no more than the end of k.
+            "GROUP": a.padded_group if a.groups == 1 else a.group_size,
             "PADDED_GROUP": a.padded_group,
             "SEGMENT": a.segment,
             "ONE_GROUP": a.groups == 1,
+            "PAIRED": a.paired,
             "AFFINE": self.zero_point is not None,
             "SHUFFLE": a.bits in SHUFFLE_BITS and not INTERPRETED,
+            "ASSEMBLY": not INTERPRETED,
+            "X_DTYPE": x_dtype,
+            "DOT_DTYPE": tl.float32 if INTERPRETED else x_dtype,
         }
 
-    @property
-    def group(self) -> int:
-        """Columns of a group that hold weights; one group needs no more than the end of k."""
-        a = self.arrangement
-        return a.padded_group if a.groups == 1 else a.group_size
 
-    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The first arguments of every kernel after x."""
-        which = DTYPES.index(dtype)
-        zero = self.scale if self.zero_point is None else self.zero_point
-        return self.words, self.scale, zero, self.values[which], self.lanes[which]
+class Launch:
+    """What is left of a launch once its kernel is compiled: addresses.
+
+    Triton finds the kernel of a call from all of its arguments, which takes longer than the call.
+
+    Args:
+        kernel: compiled, as a first launch returned it.
+        grid: of programs.
+        rest: every argument after the tensors.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], rest: tuple[object, ...]) -> None:
+        self.run = kernel.run
+        # No metadata and no hooks: those serve Triton's own profiler.
+        self.fixed = kernel.function, kernel.packed_metadata, None, None, None
+        self.grid, self.rest = (*grid, 1, 1)[:3], rest
+
+    def __call__(self, addresses: Sequence[int], device: int) -> None:
+        """Launches on the current stream of a device, which must be the current one."""
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        self.run(*self.grid, stream, *self.fixed, *addresses, *self.rest)
+
+
+_launches: dict[tuple[object, ...], Launch] = {}
+
+
+def relaunch(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
+    """Launches what ``launch`` has launched under the same key; False where it has not.
+
+    A key holds all that decides about kernel, grid and arguments, alignment and device excepted.
+    """
+    if INTERPRETED:
+        return False
+    device = tensors[0].get_device()
+    found = _launches.get((device, key))
+    if found is None:
+        return False
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if reduce(or_, addresses) % ALIGNMENT:
+        return False
+    found(addresses, device)
+    return True
+
+
+def launch(
+    key: tuple[object, ...],
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    constants: dict[str, Any],
+    **options: int,
+) -> None:
+    """Launches a kernel through Triton, which compiles it where it has not, and remembers it."""
+    names = kernel.arg_names[len(tensors) + len(sizes) :]
+    compile_time = {name: constants[name] for name in names}
+    compiled = kernel[grid](*tensors, *sizes, **compile_time, **options)
+    if not INTERPRETED and not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+        rest = (*sizes, *compile_time.values())
+        _launches[tensors[0].get_device(), key] = Launch(compiled, grid, rest)
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether a tensor is on a GPU that is not the current one, where Triton would launch."""
+    return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes a tensor's GPU the current one."""
+    return torch.cuda.device(tensor.device) if is_elsewhere(tensor) else HERE
 
 
 @cache
@@ -73,123 +157,123 @@ def shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
-def dot_dtypes(dtype: torch.dtype) -> dict[str, Any]:
-    """The dtype of x, and the one its products are taken in."""
-    x_dtype = TL_DTYPES[dtype]
-    return {"X_DTYPE": x_dtype, "DOT_DTYPE": tl.float32 if INTERPRETED else x_dtype}
-
-
-def new_output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Where a kernel writes, see ``INTERPRETED``."""
-    return torch.empty(shape, dtype=torch.float32 if INTERPRETED else dtype, device=device)
+def new_output(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The interpreter leaves the rounding to torch."""
+    return like.new_empty(shape, dtype=torch.float32) if INTERPRETED else like.new_empty(shape)
 
 
 def small(x: Tensor, w: Weight, bias: Tensor | None, config: SmallConfig) -> Tensor:
     """``x @ W_hat.T + bias``, 8 or 16 rows of x a program."""
-    a = w.arrangement
-    m = x.shape[0]
-    m_tiles = 1 if m <= 8 else 2
-    out = new_output((m, a.n), x.dtype, x.device)
-    grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))
-    small_kernel[grid](
-        x,
-        *w.tensors(x.dtype),
-        x if bias is None else bias,
-        out,
-        m,
-        a.n,
-        a.k,
-        a.k_tiles,
-        a.groups,
-        **w.constants,
-        **dot_dtypes(x.dtype),
-        GROUP=w.group,
-        PAIRED=a.paired,
-        HAS_BIAS=bias is not None,
-        N_TILES=config.n_tiles,
-        M_TILES=m_tiles,
-        WARPS=config.warps,
-        PREFETCH=config.prefetch,
-        num_warps=config.warps,
-    )
-    return out.to(x.dtype)
+    a, m = w.arrangement, x.shape[0]
+    out = new_output((m, a.n), x)
+    tensors = (x, *w.tensors, x if bias is None else bias, out)
+    c = config
+    key = (m, x.dtype, bias is None, c.n_tiles, c.warps, c.prefetch, c.stages, *w.key)
+    if not relaunch(key, tensors):
+        m_tiles = 1 if m <= 8 else 2
+        constants = w.constants(x.dtype) | {
+            "HAS_BIAS": bias is not None,
+            "N_TILES": config.n_tiles,
+            "M_TILES": m_tiles,
+            "WARPS": config.warps,
+            "PREFETCH": config.prefetch,
+            "STAGES": config.stages,
+        }
+        grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))
+        sizes = (m, a.n, a.k, a.k_tiles, a.groups)
+        launch(key, small_kernel, grid, tensors, sizes, constants, num_warps=config.warps)
+    return out.to(x.dtype) if INTERPRETED else out
 
 
 def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tensor:
     """``x @ W_hat.T + bias``, block_m rows of x a program."""
-    a = w.arrangement
-    m, width = x.shape[0], a.k_tiles * a.tile_k
-    permuted = torch.empty((m, width), dtype=x.dtype, device=x.device)
-    permute_kernel[(m, triton.cdiv(width, PERMUTE_BLOCK))](
-        x,
-        permuted,
-        a.k,
-        width,
-        a.groups,
-        GROUP=w.group,
-        PADDED_GROUP=a.padded_group,
-        PAIRED=a.paired,
-        BLOCK=PERMUTE_BLOCK,
-    )
-    out = new_output((m, a.n), x.dtype, x.device)
-    target, target_bias = out, bias
-    if config.split_k > 1:
-        target_bias = None
-        target = torch.empty((config.split_k, m, a.n), dtype=torch.float32, device=x.device)
-    blocks_n = triton.cdiv(a.n_tiles, config.tiles * config.warps)
-    gemm_kernel[(blocks_n * triton.cdiv(m, config.block_m), config.split_k)](
-        permuted,
-        *w.tensors(x.dtype),
-        x if target_bias is None else target_bias,
-        target,
-        m,
-        a.n,
-        a.k_tiles,
-        a.groups,
-        **w.constants,
-        **dot_dtypes(x.dtype),
-        HAS_BIAS=target_bias is not None,
-        R=config.tiles,
-        WARPS=config.warps,
-        BLOCK_M=config.block_m,
-        GROUP_M=4,
-        SPLIT_K=config.split_k,
-        STAGES=config.stages,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
-    if config.split_k > 1:
-        reduce_kernel[(triton.cdiv(m * a.n, REDUCE_BLOCK),)](
-            target,
-            x if bias is None else bias,
-            out,
-            m * a.n,
-            a.n,
-            SPLIT_K=config.split_k,
-            HAS_BIAS=bias is not None,
-            BLOCK=REDUCE_BLOCK,
-        )
-    return out.to(x.dtype)
+    a, m = w.arrangement, x.shape[0]
+    permuted = permute(x, w)
+    split = config.split_k > 1
+    out = new_output((m, a.n), x)
+    target = permuted.new_empty((config.split_k, m, a.n), dtype=torch.float32) if split else out
+    has_bias = bias is not None and not split
+    tensors = (permuted, *w.tensors, bias if bias is not None else x, target)
+    key = ("gemm", m, x.dtype, has_bias, config, *w.key)
+    if not relaunch(key, tensors):
+        constants = w.constants(x.dtype) | {
+            "HAS_BIAS": has_bias,
+            "R": config.tiles,
+            "WARPS": config.warps,
+            "BLOCK_M": config.block_m,
+            "GROUP_M": 4,
+            "STAGES": config.stages,
+        }
+        blocks_n = triton.cdiv(a.n_tiles, config.tiles * config.warps)
+        grid = (blocks_n * triton.cdiv(m, config.block_m), config.split_k)
+        options = {"num_warps": config.warps, "num_stages": config.stages}
+        launch(key, gemm_kernel, grid, tensors, (m, a.n, a.k_tiles, a.groups), constants, **options)
+    if split:
+        add_parts(target, bias, out)
+    return out.to(x.dtype) if INTERPRETED else out
+
+
+def permute(x: Tensor, w: Weight) -> Tensor:
+    """x with its columns in the order of ``gemm_kernel``."""
+    a, m = w.arrangement, x.shape[0]
+    width = a.k_tiles * a.tile_k
+    permuted = x.new_empty((m, width))
+    key = ("permute", m, x.dtype, a)
+    if not relaunch(key, (x, permuted)):
+        constants = w.constants(x.dtype) | {"BLOCK": PERMUTE_BLOCK}
+        grid = (m, triton.cdiv(width, PERMUTE_BLOCK))
+        launch(key, permute_kernel, grid, (x, permuted), (a.k, width, a.groups), constants)
+    return permuted
+
+
+def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The sum of ``parts :: [count, m, n, float32]``, and the bias, into ``out :: [m, n]``."""
+    tensors = (parts, out if bias is None else bias, out)
+    key = ("reduce", *parts.shape, out.dtype, bias is None)
+    if not relaunch(key, tensors):
+        constants = {"SPLIT_K": len(parts), "HAS_BIAS": bias is not None, "BLOCK": REDUCE_BLOCK}
+        sizes = (out.numel(), out.shape[1])
+        grid = (triton.cdiv(out.numel(), REDUCE_BLOCK),)
+        launch(key, reduce_kernel, grid, tensors, sizes, constants)
+
+
+def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
+    """``dy @ W_hat``, 8 * m_tiles rows of dy a program."""
+    a, m = w.arrangement, grad_y.shape[0]
+    split = config.split_n > 1
+    out = new_output((m, a.k), grad_y)
+    target = grad_y.new_empty((config.split_n, m, a.k), dtype=torch.float32) if split else out
+    tensors = (grad_y, *w.tensors, target)
+    key = ("transposed", m, grad_y.dtype, config, *w.key)
+    if not relaunch(key, tensors):
+        count = min(config.positions, POSITIONS[a.bits])
+        constants = w.constants(grad_y.dtype) | {
+            "COUNT": count,
+            "R": config.tiles,
+            "M_TILES": config.m_tiles,
+            "WARPS": config.warps,
+            "STAGES": config.stages,
+        }
+        blocks_k = triton.cdiv(a.k_tiles, config.warps) * (POSITIONS[a.bits] // count)
+        grid = (blocks_k, triton.cdiv(m, 8 * config.m_tiles), config.split_n)
+        sizes = (m, a.n, a.k, a.k_tiles, a.groups)
+        launch(key, transposed_kernel, grid, tensors, sizes, constants, num_warps=config.warps)
+    if split:
+        add_parts(target, None, out)
+    return out.to(grad_y.dtype) if INTERPRETED else out
 
 
 def dequantise(w: Weight, dtype: torch.dtype) -> Tensor:
     """``W_hat :: [n, k]``, the bits that ``QuantisedTensor.dequantise`` gives."""
     a = w.arrangement
-    out = new_output((a.n, a.k), dtype, w.words.device)
-    tiles, warps = 1, 4
-    dequantise_kernel[(triton.cdiv(a.n_tiles, tiles), triton.cdiv(a.k_tiles, warps))](
-        *w.tensors(dtype),
-        out,
-        a.n,
-        a.k,
-        a.k_tiles,
-        a.groups,
-        **w.constants,
-        **dot_dtypes(dtype),
-        GROUP=w.group,
-        PAIRED=a.paired,
-        R=tiles,
-        WARPS=warps,
-        num_warps=warps,
-    )
+    shape = a.n, a.k
+    out = w.words.new_empty(shape, dtype=torch.float32 if INTERPRETED else dtype)
+    tensors = (*w.tensors, out)
+    key = ("dequantise", dtype, *w.key)
+    if not relaunch(key, tensors):
+        tiles, warps = 1, 4
+        constants = w.constants(dtype) | {"R": tiles, "WARPS": warps}
+        grid = (triton.cdiv(a.n_tiles, tiles), triton.cdiv(a.k_tiles, warps))
+        sizes = (a.n, a.k, a.k_tiles, a.groups)
+        launch(key, dequantise_kernel, grid, tensors, sizes, constants, num_warps=warps)
     return out.to(dtype)

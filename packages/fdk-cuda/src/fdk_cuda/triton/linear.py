@@ -1,6 +1,6 @@
 """The op of the Triton kernels, with its gradient: dispatch on m happens here."""
 
-from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -8,12 +8,19 @@ from torch.library import Library
 
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import LIMITS, gemm_config, small_config
+from fdk_cuda.triton.configs import (
+    LIMITS,
+    gemm_config,
+    serves_transposed,
+    small_config,
+    transposed_config,
+)
 from fdk_cuda.triton.decode import DTYPES
 from fdk_formats.ops import define_linear_op
 
 # Rows that a batch-invariant call pretends to have, so that every m gets the same configuration.
 INVARIANT_M = 16
+MAX_OFFSET = (1 << 31) - 1  # within x and y of ``small_kernel``
 
 
 def triton_linear(
@@ -32,19 +39,24 @@ def triton_linear(
 ) -> Tensor:
     """``x @ W_hat.T + bias``, ``[m, n, dtype of x]``."""
     check_dtype("x", x)
-    arrangement = Arrangement(n, k, bits, group_size)
-    w = launch.Weight(words, scale, zero_point, values, lanes, arrangement)
+    if launch.is_elsewhere(x):
+        with launch.on_device_of(x):
+            layout = words, scale, zero_point, values, lanes, bits, group_size, batch_invariant
+            return triton_linear(x, *layout, bias, n, k)
+    a = arrangement_of(n, k, bits, group_size)
+    w = launch.Weight(words, scale, zero_point, values, lanes, a)
     m = x.shape[0]
-    with on_device_of(x):
-        if batch_invariant:
-            return launch.small(x, w, bias, small_config(n, INVARIANT_M, bits))
-        if m <= LIMITS.small_m:
-            return launch.small(x, w, bias, small_config(n, m, bits))
-        if m <= LIMITS.gemm_m:
-            shared = launch.shared_memory(x.device)
-            config = gemm_config(n, m, bits, arrangement.k_tiles, shared)
-            return launch.gemm(x, w, bias, config)
-        return torch.nn.functional.linear(x, launch.dequantise(w, x.dtype), bias)
+    if batch_invariant:
+        config = small_config(n, INVARIANT_M, bits)
+        parts = x.split(max(1, MAX_OFFSET // max(n, k)))
+        found = [launch.small(part, w, bias, config) for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+    if m <= LIMITS.small_m:
+        return launch.small(x, w, bias, small_config(n, m, bits))
+    if m <= LIMITS.gemm_m:
+        shared = launch.shared_memory(x.device)
+        return launch.gemm(x, w, bias, gemm_config(n, m, bits, a.k_tiles, shared))
+    return torch.nn.functional.linear(x, launch.dequantise(w, x.dtype), bias)
 
 
 def triton_grad_x(
@@ -62,10 +74,24 @@ def triton_grad_x(
 ) -> Tensor:
     """``dy @ W_hat``, ``[m, k, dtype of dy]``."""
     check_dtype("grad_y", grad_y)
-    arrangement = Arrangement(n, k, bits, group_size)
-    w = launch.Weight(words, scale, zero_point, values, lanes, arrangement)
-    with on_device_of(grad_y):
+    a = arrangement_of(n, k, bits, group_size)
+    w = launch.Weight(words, scale, zero_point, values, lanes, a)
+    m = grad_y.shape[0]
+    with launch.on_device_of(grad_y):
+        # Where scale and zero point differ in dtype, or are bytes, Triton moves the transposition
+        # of codes to another layout than the one it is right in.
+        in_layout = zero_point is None or (
+            zero_point.dtype == scale.dtype and scale.dtype != torch.uint8
+        )
+        if in_layout and serves_transposed(m, n, k):
+            return launch.transposed(grad_y, w, transposed_config(m, bits, a.n_tiles, a.k_tiles))
         return grad_y @ launch.dequantise(w, grad_y.dtype)
+
+
+@cache
+def arrangement_of(n: int, k: int, bits: int, group_size: int) -> Arrangement:
+    """One object a kind of weight: quick to compare."""
+    return Arrangement(n, k, bits, group_size)
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
@@ -73,13 +99,6 @@ def check_dtype(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in DTYPES:
         wanted = " or ".join(map(str, DTYPES))
         raise TypeError(f"triton_linear: {name} must be {wanted}, got {tensor.dtype}")
-
-
-def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device; entering its own costs time, and is rarely needed."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 _library = Library("fdk_cuda", "FRAGMENT")

@@ -33,10 +33,10 @@ def as_operand(value, N_TILES: tl.constexpr, WARPS: tl.constexpr):
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale  :: [n_tiles, groups, 8, 2]
 # zero   :: as scale, or scale again where there are none
-# values :: [2^bits, int16]      lanes :: [2, 32, int32]
+# values :: [dtype 2, 2^bits, int16]      lanes :: [dtype 2, 2, 32, int32]
 # bias   :: [n, dtype]
 # out    :: [m, n, dtype]
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def small_kernel(
     x_ptr,
     words_ptr,
@@ -68,6 +68,7 @@ def small_kernel(
     M_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * N_TILES
@@ -78,7 +79,7 @@ def small_kernel(
     first_m = tl.program_id(1) * BLOCK_M
     n_tiles = tl.cdiv(n, 16)
 
-    tables = load_tables(lanes_ptr, BITS, SHUFFLE)
+    tables = load_tables(lanes_ptr, BITS, AFFINE, SHUFFLE, X_DTYPE)
 
     # Two dimensions each: the last is what neighbouring lanes read, and Triton then gives every
     # lane just the elements that the product wants from it. With more dimensions than that,
@@ -111,7 +112,7 @@ def small_kernel(
     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
     ones = tl.full([WARPS, 16, 16], 1.0, DOT_DTYPE)
     words = load_words(words_ptr, word_at, has_rows & (warp_w < k_tiles), WORDS)
-    for first in tl.range(0, k_tiles, WARPS, num_stages=1):
+    for first in tl.range(0, k_tiles, WARPS, num_stages=STAGES):
         if PREFETCH:
             now = words
             live = has_rows & (first + WARPS + warp_w < k_tiles)

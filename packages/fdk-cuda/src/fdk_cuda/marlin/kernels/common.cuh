@@ -84,20 +84,23 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], ui
 #undef FDK_MMA
 }
 
-// A lane's words of a block: pieces of 16 bytes, 32 lanes to a piece, and a last one of 8.
+// Where the pieces of lane 4 * g + t lie among 32: see layout.py.
+__device__ __forceinline__ int lane_slot(int g, int t) { return 8 * t + (g ^ 2 * t); }
+
+// A lane's words of a block: pieces of 16 bytes, 32 slots to a piece, and a last one of 8.
 __device__ __forceinline__ void load_words(uint32 (&words)[LANE_WORDS], const uint8* block,
-                                           int lane) {
+                                           int slot) {
   constexpr int WHOLE = LANE_WORDS / 4;
 #pragma unroll
   for (int piece = 0; piece < WHOLE; piece++) {
-    const uint4 v = *reinterpret_cast<const uint4*>(block + (piece * LANES + lane) * 16);
+    const uint4 v = *reinterpret_cast<const uint4*>(block + (piece * LANES + slot) * 16);
     words[4 * piece] = v.x;
     words[4 * piece + 1] = v.y;
     words[4 * piece + 2] = v.z;
     words[4 * piece + 3] = v.w;
   }
   if constexpr (LANE_WORDS % 4 != 0) {
-    const uint2 v = *reinterpret_cast<const uint2*>(block + WHOLE * LANES * 16 + lane * 8);
+    const uint2 v = *reinterpret_cast<const uint2*>(block + WHOLE * LANES * 16 + slot * 8);
     words[4 * WHOLE] = v.x;
     words[4 * WHOLE + 1] = v.y;
   }

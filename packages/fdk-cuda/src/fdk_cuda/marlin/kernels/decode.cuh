@@ -97,6 +97,11 @@ __device__ __forceinline__ const uint8* table_entry(const uint8* table, uint32 w
   return table + byte_permute(word, lane_part, 0x5504 | byte << 4);
 }
 
+// 3 bits: the two spare bits of each byte of three words, as a word of pairs.
+__device__ __forceinline__ uint32 left_over(uint32 first, uint32 second, uint32 third) {
+  return (first >> 6 & 0x03030303u) | (second >> 4 & 0x0C0C0C0Cu) | (third >> 2 & 0x30303030u);
+}
+
 // The four registers of step s of a fragment, from its words (layout.py: _bit_positions).
 __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS], const uint32* words, int fragment,
                                        int s, const uint8* table, const DecodeConstants& c) {
@@ -111,18 +116,20 @@ __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS], const uint32* wor
           *reinterpret_cast<const uint32*>(table_entry(table, word, byte + 1, c.lane_part));
       a[i] = byte_permute(low, high, 0x5410);
     }
-  } else if constexpr (BITS == 4 || BITS == 3) {
-    uint32 word;
-    if (BITS == 4 || s < 3) {
-      word = words[s];
-    } else {
-      word = words[0] >> 6 & 0x03030303u;
-      word |= words[1] >> 4 & 0x0C0C0C0Cu;
-      word |= words[2] >> 2 & 0x30303030u;
-    }
+  } else if constexpr (BITS == 4) {
 #pragma unroll
-    for (int i = 0; i < REGISTERS; i++)
-      a[i] = *reinterpret_cast<const uint32*>(table_entry(table, word, i, c.lane_part));
+    for (int i = 0; i < REGISTERS; i++) {
+      const int unit = 2 * (s & 1) + (i >> 1), byte = 2 * (s >> 1) + (i & 1);
+      a[i] = *reinterpret_cast<const uint32*>(table_entry(table, words[unit], byte, c.lane_part));
+    }
+  } else if constexpr (BITS == 3) {
+    const uint32 fourth = left_over(words[0], words[1], words[2]);
+#pragma unroll
+    for (int i = 0; i < REGISTERS; i++) {
+      const int unit = 2 * (s & 1) + (i >> 1), pair = 2 * (s >> 1) + (i & 1);
+      const uint32 word = pair < 3 ? words[pair % 3] : fourth;
+      a[i] = *reinterpret_cast<const uint32*>(table_entry(table, word, unit, c.lane_part));
+    }
   } else if constexpr (BITS == 2) {
     const uint32 word = words[s >> 1];
     if (s < 2) {

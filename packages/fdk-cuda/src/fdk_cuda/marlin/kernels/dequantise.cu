@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_co
   for (int index = blockIdx.x * WARPS + threadIdx.x / LANES; index < p.blocks; index += step) {
     const uint8* block = p.packed + static_cast<uint64>(index) * BLOCK_BYTES;
     uint32 words[LANE_WORDS];
-    load_words(words, block, lane);
+    load_words(words, block, lane_slot(g, t));
     Scales scales;
     scales.load(block, g);
     const int first_row = index / row_blocks * BLOCK_ROWS + g;

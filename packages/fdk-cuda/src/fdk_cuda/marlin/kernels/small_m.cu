@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   start_next_kernel();
   const int thread = threadIdx.x, lane = thread % LANES;
   const int warp = __shfl_sync(~0u, thread / LANES, 0);  // known to be the same for the whole warp
-  const int g = lane / 4, t = lane % 4;
+  const int g = lane / 4, t = lane % 4, slot = lane_slot(g, t);
   const int first_tile = cluster_index(), tile_step = cluster_count();
   const int my_tiles = p.passes - (first_tile + (p.passes - 1) * tile_step >= p.tiles);
   const int k_stages = p.columns / STAGE_COLUMNS;
@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
         for (int row_block = 0; row_block < TILE_BLOCKS; row_block++) {
           const uint8* block = ring.current() + (row_block * K_BLOCKS + k_block) * BLOCK_BYTES;
           uint32 words[LANE_WORDS];
-          load_words(words, block, lane);
+          load_words(words, block, slot);
           Scales scales;
           scales.load(block, g);
 #pragma unroll

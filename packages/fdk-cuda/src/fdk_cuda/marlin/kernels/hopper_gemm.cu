@@ -1,0 +1,383 @@
+// y = x @ W_hat.T + bias for many rows of x, on Hopper's wgmma.
+//
+// x        :: [m, k, dtype]                     by tensor copies: any m, any k
+// packed   :: [rows / 32, columns / 64, BLOCK_BYTES, uint8]
+// codebook :: [2^BITS, dtype]
+// bias     :: [n, dtype] or null
+// y        :: [m, n, dtype]
+// sums     :: [tiles, splits, TILE_COLUMNS, TILE_ROWS, float32]   for sum_splits.cu
+//
+// Decoded weights are operand A, from registers; x is operand B, from shared memory. A producing
+// thread keeps a ring of stages filled; every group of consumers, four warps, owns 64 rows of the
+// tile. It decodes the next 64 columns of weights while the tensor cores multiply the last. A block
+// of threads takes units, one after another: whole tiles first, then, where those that are left are
+// too few for all blocks, parts of their columns. Or else blocks of a cluster share the columns of
+// a tile, and add their sums through distributed shared memory; a cluster takes one tile.
+//
+// Beside common.cuh's, an instantiation has
+//   TILE_COLUMNS  rows of x in a tile, a multiple of 16 up to 256
+//   CONSUMERS     groups of consumers
+//   K_BLOCKS      blocks of 64 columns in a stage: with 2, copies are twice as long
+//   STAGES        of the ring
+//   CLUSTER       blocks of a cluster: 1 or 2
+#include "hopper.cuh"
+#include "hopper_decode.cuh"
+#include "hopper_tiles.cuh"
+#include "wgmma.cuh"
+
+constexpr int GROUP_THREADS = 128;
+constexpr int THREADS = (CONSUMERS + 1) * GROUP_THREADS;
+constexpr int CONSUMER_THREADS = CONSUMERS * GROUP_THREADS;
+constexpr int GROUP_ROWS = 64;
+constexpr int TILE_ROWS = CONSUMERS * GROUP_ROWS;
+constexpr int TILE_ROW_BLOCKS = TILE_ROWS / BLOCK_ROWS;
+constexpr int X_BLOCK_BYTES = TILE_COLUMNS * BLOCK_COLUMNS * 2;
+constexpr int X_BYTES = K_BLOCKS * X_BLOCK_BYTES;
+constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 rows
+constexpr int W_BYTES = TILE_ROW_BLOCKS * W_PART_BYTES;
+constexpr int OWN_COLUMNS = TILE_COLUMNS / CLUSTER;  // of a tile: those that a block finishes
+// Columns of y that a group writes at a time.
+constexpr int PIECE_COLUMNS = OWN_COLUMNS % 32 == 0 ? 32 : 16;
+constexpr int PIECE_BYTES = PIECE_COLUMNS * GROUP_ROWS * 2;
+constexpr int SUMS = TILE_COLUMNS / 2;  // of a thread
+constexpr int OWN_SUMS = SUMS / CLUSTER;
+// Registers of a thread, after producers have handed theirs over: 64 K to a processor.
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : 232;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 4 ? 32 : 40;
+constexpr int TABLE_BARRIER = 1, GROUP_BARRIER = 2;
+static_assert(CONSUMERS == 2 || CONSUMERS == 4);
+static_assert(TILE_COLUMNS % 16 == 0 && TILE_COLUMNS <= 256);
+static_assert(X_BLOCK_BYTES % 1024 == 0, "operand B is swizzled in groups of 1024 bytes");
+static_assert(K_BLOCKS == 1 || K_BLOCKS == 2);
+static_assert(CLUSTER == 1 || CLUSTER == 2);
+static_assert(OWN_COLUMNS % 16 == 0);
+static_assert((CLUSTER - 1) * OWN_SUMS * 4 * CONSUMER_THREADS <= STAGES * X_BYTES,
+              "other blocks' sums lie over the stages of x");
+
+struct Params {
+  TensorMap x;
+  const uint8* packed;
+  const uint16* codebook;
+  const uint16* bias;
+  uint16* y;
+  float* sums;
+  int n, m;
+  int k_stages;      // of K_BLOCKS * 64 columns
+  int row_blocks;    // of 32 rows
+  int row_tiles, column_tiles;
+  int group_tiles;   // see hopper_tiles.cuh
+  int splits;        // of the columns, of all but whole_tiles
+  int whole_tiles;
+};
+
+// A tile and a part of its columns.
+struct Unit {
+  Tile tile;
+  int part;         // among those that sum_splits.cu adds; negative for a whole tile
+  int first, last;  // stages
+
+  __device__ __forceinline__ Unit(const Params& p, int index)
+      : tile(tile_index(p, index), p.row_tiles, p.column_tiles, p.group_tiles) {
+    part = index - p.whole_tiles;
+    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : part < 0 ? 0 : part % p.splits;
+    const int parts = CLUSTER > 1 ? CLUSTER : part < 0 ? 1 : p.splits;
+    first = p.k_stages * rank / parts;
+    last = p.k_stages * (rank + 1) / parts;
+  }
+
+  __device__ __forceinline__ static int tile_index(const Params& p, int index) {
+    const int part = index - p.whole_tiles;
+    return part < 0 ? index : p.whole_tiles + part / p.splits;
+  }
+};
+
+__device__ __forceinline__ int first_unit() { return blockIdx.x / CLUSTER; }
+
+__device__ __forceinline__ int unit_count(const Params& p) {
+  return p.whole_tiles + (p.row_tiles * p.column_tiles - p.whole_tiles) * p.splits;
+}
+
+// The stage in use, and the parity of its barriers.
+struct Position {
+  int stage = 0;
+  uint32 phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// A step after another of a block's units.
+struct Cursor {
+  const Params& p;
+  int index;
+  Unit unit;
+  int step;
+
+  __device__ __forceinline__ Cursor(const Params& p_)
+      : p(p_), index(first_unit()), unit(p_, first_unit()), step(unit.first) {}
+
+  __device__ __forceinline__ bool any() const { return index < unit_count(p); }
+
+  __device__ __forceinline__ void advance() {
+    if (++step < unit.last) return;
+    index += gridDim.x / CLUSTER;
+    if (!any()) return;
+    unit = Unit(p, index);
+    step = unit.first;
+  }
+};
+
+// One thread: copies are issued one after another whoever does it.
+__device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages,
+                                        uint32 barriers) {
+  uint64 policy;
+  // Weights that one tile of columns reads are read once.
+  if (p.column_tiles == 1)
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  const uint64 row_bytes = static_cast<uint64>(p.k_stages) * W_PART_BYTES;
+  auto copy_weights = [&](const Cursor& at, int stage) {
+    const uint32 full = barriers + 16 * stage, target = w_stages + stage * W_BYTES;
+    expect_bytes(full, X_BYTES + W_BYTES);
+    const uint8* source = p.packed + static_cast<uint64>(at.step) * W_PART_BYTES;
+#pragma unroll
+    for (int block = 0; block < TILE_ROW_BLOCKS; block++) {
+      // Below the last row a tile repeats the last block: its sums are not stored.
+      const int row_block = min(at.unit.tile.row * TILE_ROW_BLOCKS + block, p.row_blocks - 1);
+      copy_bulk(target + block * W_PART_BYTES, source + row_block * row_bytes, W_PART_BYTES, full,
+                policy);
+    }
+  };
+  auto copy_x = [&](const Cursor& at, int stage) {
+#pragma unroll
+    for (int block = 0; block < K_BLOCKS; block++)
+      copy_box(x_stages + stage * X_BYTES + block * X_BLOCK_BYTES, p.x,
+               (at.step * K_BLOCKS + block) * BLOCK_COLUMNS, at.unit.tile.column * TILE_COLUMNS,
+               barriers + 16 * stage);
+  };
+  // The ring is filled with weights before the previous kernel has ended, with x after it.
+  Cursor ahead(p), cursor(p);
+  int filled = 0;
+  for (; filled < STAGES && ahead.any(); filled++, ahead.advance()) copy_weights(ahead, filled);
+  wait_previous_kernel();
+  for (int stage = 0; stage < filled; stage++, cursor.advance()) copy_x(cursor, stage);
+  Position position;
+  for (; ahead.any(); ahead.advance(), position.advance()) {
+    wait_barrier(barriers + 16 * position.stage + 8, position.phase);
+    copy_weights(ahead, position.stage);
+    copy_x(ahead, position.stage);
+  }
+}
+
+// Each block of a cluster gets the others' sums of its own columns, and adds them to its own: those
+// are the first OWN_SUMS of d then.
+__device__ __forceinline__ void exchange(float (&d)[SUMS], uint32 mailboxes, int thread) {
+  constexpr int PIECES = OWN_SUMS / 4;
+  const int rank = blockIdx.x % CLUSTER;
+  sync_cluster();  // every block has read its last stage
+  uint32 targets[CLUSTER];
+#pragma unroll
+  for (int to = 0; to < CLUSTER; to++) {
+    const int sender = rank < to ? rank : rank - 1;
+    targets[to] = in_block(mailboxes + (sender * PIECES * CONSUMER_THREADS + thread) * 16, to);
+  }
+  // Piece by piece and in place: a second array of sums would not fit in the registers.
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) {
+    float v[CLUSTER][4];
+#pragma unroll
+    for (int to = 0; to < CLUSTER; to++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[to][e] = d[to * OWN_SUMS + 4 * i + e];
+      if (to != rank) store_remote(targets[to] + i * CONSUMER_THREADS * 16, v[to]);
+    }
+#pragma unroll
+    for (int to = 0; to < CLUSTER; to++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        d[4 * i + e] = to == 0 || to == rank ? v[to][e] : d[4 * i + e];
+  }
+  sync_cluster();
+#pragma unroll
+  for (int sender = 0; sender < CLUSTER - 1; sender++)
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      const float4 v =
+          load_shared(mailboxes + ((sender * PIECES + i) * CONSUMER_THREADS + thread) * 16);
+      d[4 * i] += v.x;
+      d[4 * i + 1] += v.y;
+      d[4 * i + 2] += v.z;
+      d[4 * i + 3] += v.w;
+    }
+}
+
+// Sums of a group for one tile, as wgmma leaves them: value e of block b belongs to row
+// 16 * warp + g + 8 * (e >> 1) of the group and column 8 * b + 2 * t + (e & 1).
+struct Place {
+  int warp, lane, thread;  // of the group
+  int first_row, first_column;
+};
+
+__device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], int group,
+                                           int warp, int lane) {
+  sums += 2 * (lane % 4) * TILE_ROWS + GROUP_ROWS * group + 16 * warp + lane / 4;
+#pragma unroll
+  for (int i = 0; i < SUMS; i++)
+    sums[(8 * (i / 4) + (i & 1)) * TILE_ROWS + (i & 2 ? 8 : 0)] = d[i];
+}
+
+// Through shared memory, so that rows of y are written in runs of 128 bytes.
+__device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], const Place& at,
+                                      uint8* piece, int barrier) {
+  const int row = at.first_row + 16 * at.warp + at.lane / 4;
+  float bias[2] = {0.f, 0.f};
+  if (p.bias != nullptr) {
+    if (row < p.n) bias[0] = to_float(p.bias[row]);
+    if (row + 8 < p.n) bias[1] = to_float(p.bias[row + 8]);
+  }
+  const uint32 target = shared_address(piece);
+  const bool whole = p.n % 8 == 0;
+#pragma unroll
+  for (int first = 0; first < OWN_COLUMNS; first += PIECE_COLUMNS) {
+#pragma unroll
+    for (int c = 0; c < PIECE_COLUMNS; c += 16) {
+      uint32 v[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int sum = (first + c) / 2 + 2 * i;
+        v[i] = from_floats(d[sum] + bias[i & 1], d[sum + 1] + bias[i & 1]);
+      }
+      // Matrix `lane / 8` of four: rows g or g + 8, the first or second eight columns.
+      const int matrix = at.lane / 8, r = at.lane % 8;
+      const int column = c + 8 * (matrix / 2) + r, chunk = 2 * at.warp + matrix % 2;
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+              target + column * 128 + ((chunk ^ r) << 4)),
+          "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+    }
+    sync_named(barrier, GROUP_THREADS);
+#pragma unroll
+    for (int c = 0; c < PIECE_COLUMNS; c += GROUP_THREADS / 8) {
+      const int column = c + at.thread / 8, chunk = at.thread % 8;
+      const uint4 v = *reinterpret_cast<const uint4*>(piece + column * 128 +
+                                                      ((chunk ^ column % 8) << 4));
+      const int y_row = at.first_column + first + column, y_column = at.first_row + 8 * chunk;
+      uint16* out = p.y + static_cast<uint64>(y_row) * p.n + y_column;
+      if (y_row < p.m && whole && y_column < p.n) {
+        *reinterpret_cast<uint4*>(out) = v;
+      } else if (y_row < p.m) {
+        const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+          if (y_column + i < p.n) out[i] = words[i / 2] >> (16 * (i % 2));
+      }
+    }
+    sync_named(barrier, GROUP_THREADS);
+  }
+}
+
+__device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages,
+                                        const uint8* w_stages, uint8* pieces, uint32 barriers) {
+  const int thread = threadIdx.x, lane = thread % LANES;
+  const int group = __shfl_sync(~0u, thread / GROUP_THREADS, 0);
+  const int warp = __shfl_sync(~0u, thread / LANES % 4, 0);
+  const Codebook codebook(p.codebook, lane);
+  if (HAS_TABLE) {
+    build_table<CONSUMER_THREADS>(table, codebook, thread);
+    sync_named(TABLE_BARRIER, CONSUMER_THREADS);
+  }
+  const HopperDecoder decoder(table, codebook, warp, lane);
+  w_stages += (2 * group + warp / FRAGMENTS) * W_PART_BYTES;
+  wait_previous_kernel();
+
+  Position position;
+  int held = -1;  // the stage that unfinished wgmmas read last
+  float d[SUMS];
+  auto release = [&] {
+    if (held >= 0 && lane == 0) arrive(barriers + 16 * held + 8);
+  };
+  auto step = [&](uint32 (&a)[STEPS][REGISTERS], int block) {
+    if (block == 0) wait_barrier(barriers + 16 * position.stage, position.phase);
+    decoder.decode(a, w_stages + position.stage * W_BYTES + block * BLOCK_BYTES);
+    const uint64 b = operand_b(x_stages + position.stage * X_BYTES + block * X_BLOCK_BYTES);
+    touch(d);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) wgmma(d, a[s], b + s * OPERAND_B_STEP);
+    wgmma_commit();
+    wgmma_wait<1>();  // those of the step before are done
+    if (block == 0) release();
+    if (block == K_BLOCKS - 1) {
+      held = position.stage;
+      position.advance();
+    }
+  };
+  for (int index = first_unit(); index < unit_count(p); index += gridDim.x / CLUSTER) {
+    const Unit unit(p, index);
+#pragma unroll
+    for (int i = 0; i < SUMS; i++) d[i] = 0.f;
+    // wgmmas in flight read one set of registers while the other is decoded to.
+    uint32 a[2][STEPS][REGISTERS];
+    int i = unit.first;
+    if (K_BLOCKS == 2) {
+      for (; i < unit.last; i++) {
+        step(a[0], 0);
+        step(a[1], 1);
+      }
+    } else {
+      for (; i + 1 < unit.last; i += 2) {
+        step(a[0], 0);
+        step(a[1], 0);
+      }
+      if (i < unit.last) step(a[0], 0);
+    }
+    wgmma_wait<0>();
+    touch(d);
+    release();
+    held = -1;
+    const Place at{warp, lane, thread % GROUP_THREADS,
+                   unit.tile.row * TILE_ROWS + group * GROUP_ROWS,
+                   unit.tile.column * TILE_COLUMNS +
+                       static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS};
+    if (CLUSTER > 1) exchange(d, x_stages, thread);
+    if (CLUSTER == 1 && unit.part >= 0)
+      store_part(p.sums + static_cast<uint64>(unit.part) * TILE_COLUMNS * TILE_ROWS, d, group, warp,
+                 lane);
+    else
+      store(p, d, at, pieces + group * PIECE_BYTES, GROUP_BARRIER + group);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_gemm(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) uint8 shared[];
+  uint8* const table = shared;
+  uint8* const x_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);
+  uint8* const w_stages = x_stages + STAGES * X_BYTES;
+  uint8* const pieces = w_stages + STAGES * W_BYTES;
+  const uint32 barriers = shared_address(pieces + CONSUMERS * PIECE_BYTES);
+
+  start_next_kernel();
+  // Two barriers a stage: `full` counts the bytes that have landed, `empty` the warps that are done.
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; stage++) {
+      open_barrier(barriers + 16 * stage, 1);
+      open_barrier(barriers + 16 * stage + 8, 4 * CONSUMERS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x >= CONSUMER_THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (threadIdx.x < CONSUMER_THREADS + LANES && elect_one())
+      produce(p, shared_address(x_stages), shared_address(w_stages), barriers);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    consume(p, table, shared_address(x_stages), w_stages, pieces, barriers);
+  }
+}

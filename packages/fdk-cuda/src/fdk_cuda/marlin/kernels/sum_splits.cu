@@ -1,0 +1,59 @@
+// y of the tiles whose columns hopper_gemm.cu took in parts: the sum over the parts, in their order,
+// + bias.
+//
+// sums :: [tiles, splits, TILE_COLUMNS, TILE_ROWS, float32]   of tiles `first_tile` and on
+// bias :: [n, dtype] or null
+// y    :: [m, n, dtype]
+//
+// A thread takes four values, neighbours along n.
+//   TILE_COLUMNS, TILE_ROWS  as there
+#include "hopper_tiles.cuh"
+
+constexpr int THREADS = 256;
+constexpr int VALUES = 4;
+constexpr int TILE_VALUES = TILE_COLUMNS * TILE_ROWS;
+constexpr int TILE_BLOCKS = TILE_VALUES / (THREADS * VALUES);
+static_assert(TILE_BLOCKS * THREADS * VALUES == TILE_VALUES);
+
+struct Params {
+  const float* sums;
+  const uint16* bias;
+  uint16* y;
+  int n, m;
+  int row_tiles, column_tiles, group_tiles;
+  int splits, first_tile;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const __grid_constant__ Params p) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int index = blockIdx.x / TILE_BLOCKS;
+  const int in_tile = (blockIdx.x % TILE_BLOCKS * THREADS + threadIdx.x) * VALUES;
+  const Tile tile(p.first_tile + index, p.row_tiles, p.column_tiles, p.group_tiles);
+  const int row = tile.row * TILE_ROWS + in_tile % TILE_ROWS;
+  const int column = tile.column * TILE_COLUMNS + in_tile / TILE_ROWS;
+  if (row >= p.n || column >= p.m) return;
+  const float* source = p.sums + static_cast<uint64>(index) * p.splits * TILE_VALUES + in_tile;
+  float value[VALUES] = {};
+#pragma unroll 4
+  for (int split = 0; split < p.splits; split++) {
+    const float4 v = *reinterpret_cast<const float4*>(source + split * TILE_VALUES);
+    value[0] += v.x;
+    value[1] += v.y;
+    value[2] += v.z;
+    value[3] += v.w;
+  }
+  if (p.bias != nullptr)
+#pragma unroll
+    for (int i = 0; i < VALUES; i++)
+      if (row + i < p.n) value[i] += to_float(p.bias[row + i]);
+  uint16* const out = p.y + static_cast<uint64>(column) * p.n + row;
+  if (p.n % VALUES == 0) {
+    *reinterpret_cast<uint2*>(out) =
+        make_uint2(from_floats(value[0], value[1]), from_floats(value[2], value[3]));
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < VALUES; i++)
+    if (row + i < p.n) out[i] = from_floats(value[i], 0.f) & 0xFFFFu;
+}

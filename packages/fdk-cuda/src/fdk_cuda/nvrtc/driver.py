@@ -1,0 +1,40 @@
+"""The CUDA driver through its Python bindings."""
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+
+@cache
+def _primary_context(device: int) -> Any:
+    """The context that torch uses on a device."""
+    driver = cuda()
+    handle = check(driver.cuDeviceGet(device), "finding the GPU")
+    return check(driver.cuDevicePrimaryCtxRetain(handle), "retaining the GPU's context")
+
+
+def use_primary_context(device: int) -> None:
+    """Makes the context that torch uses on a device that of this thread."""
+    check(cuda().cuCtxSetCurrent(_primary_context(device)), "setting the GPU's context")
+
+
+@cache
+def cuda() -> ModuleType:
+    """The bindings of the driver; importing ``fdk_cuda`` must not load them."""
+    from cuda.bindings import driver  # type: ignore[import-untyped]
+
+    module: ModuleType = driver
+    return module
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """The value that a driver call returned.
+
+    Raises:
+        RuntimeError: where it failed, saying at what.
+    """
+    status, *values = result
+    if status.value:
+        _, text = cuda().cuGetErrorString(status)
+        raise RuntimeError(f"{what}: {status.name} ({text.decode()})")
+    return values[0] if values else None

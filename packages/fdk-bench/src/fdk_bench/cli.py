@@ -4,11 +4,18 @@ import typer
 
 from fdk_bench import __version__
 from fdk_bench.commands.accuracy import accuracy
+from fdk_bench.commands.guard import guard
+from fdk_bench.commands.info import info
+from fdk_bench.commands.kernels import compare, kernels
+from fdk_bench.commands.models import models
+from fdk_bench.commands.plot import plot
+from fdk_bench.commands.profile import profile
 
 app = typer.Typer(
     name="fdk-bench",
     help="Measures and compares fdk: linear layers with weights stored in 1 to 8 bits.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
@@ -20,7 +27,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-# A callback also keeps `accuracy` a subcommand while it is the only one.
 @app.callback()
 def main(
     version: bool = typer.Option(
@@ -30,4 +36,5 @@ def main(
     """Measures and compares fdk: linear layers with weights stored in 1 to 8 bits."""
 
 
-app.command()(accuracy)
+for command in (kernels, compare, models, accuracy, plot, profile, guard, info):
+    app.command()(command)

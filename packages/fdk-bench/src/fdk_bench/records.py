@@ -1,6 +1,7 @@
 """Rows of a benchmark and the facts about machine, versions and command that make them whole."""
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -10,6 +11,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+# Settings that change what is measured.
+SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "FDK_", "TRITON_", "CUDA_", "TORCHINDUCTOR_")
 
 Case = TypeVar("Case")
 Values = TypeVar("Values")
@@ -42,6 +46,7 @@ class Facts:
     threads: int
     platform: str
     versions: Mapping[str, str]
+    environment: Mapping[str, str]
 
 
 def gather_facts(
@@ -59,7 +64,13 @@ def gather_facts(
         threads=threads,
         platform=platform.platform(),
         versions=versions,
+        environment=environment(),
     )
+
+
+def environment() -> dict[str, str]:
+    """The variables of the environment that ``SETTINGS`` begin."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
 
 
 def to_record(row: Row[Any, Any], facts: Facts) -> dict[str, Any]:

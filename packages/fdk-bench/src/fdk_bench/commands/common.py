@@ -1,0 +1,149 @@
+"""What the subcommands share: lists in options, the folder of results, rows as they come."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from fdk_bench.records import Facts, Row
+
+EXIT_FAILED_ROWS = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+FILE_WIDTH = 150
+
+# Threads of OpenMP that spin while they wait starve the rest of a small or shared machine: torch
+# took 8 ms a parallel region for it (2 cores). Bound threads would bind those of other pools too.
+OPENMP_DEFAULTS = {"GOMP_SPINCOUNT": "0"}
+
+
+Value = TypeVar("Value")
+LISTS = "repeat, or separate by commas"
+
+
+def prepare_environment() -> None:
+    """Settings that make timings of torch fair; call it before torch is imported."""
+    if not {"OMP_PROC_BIND", "OMP_WAIT_POLICY"} & set(os.environ):
+        for name, value in OPENMP_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+
+
+def split(texts: Sequence[str] | None) -> list[str]:
+    """The entries of an option that may be repeated and may hold commas."""
+    return [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
+
+
+def numbers(option: str, texts: Sequence[str] | None, default: Sequence[int]) -> list[int]:
+    """The positive whole numbers of an option, each once, in order."""
+    found = []
+    for text in split(texts):
+        if not text.isdigit() or int(text) < 1:
+            raise typer.BadParameter(f"{option}: wanted whole numbers from 1, got {text!r}")
+        found.append(int(text))
+    return list(dict.fromkeys(found)) or list(default)
+
+
+def checked(call: Callable[[], Value]) -> Value:
+    """The result of a call whose ``ValueError`` is about what the user gave."""
+    try:
+        return call()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def output_folder(output: Path | None, benchmark: str) -> Path:
+    """The folder for results, made; ``out/<benchmark>-<time>`` where none is given."""
+    folder = output or Path("out") / f"{benchmark}-{datetime.now():%Y-%m-%dT%H-%M-%S}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def collect(
+    rows: "Iterable[Row[Any, Any]]",
+    facts: "Facts",
+    path: Path,
+    *,
+    json_lines: bool,
+    show: "Callable[[list[Row[Any, Any]]], None]",
+) -> "tuple[list[Row[Any, Any]], bool]":
+    """Writes each row as it comes; returns the rows and whether Ctrl-C ended them."""
+    from fdk_bench.records import to_json
+
+    collected: list[Row[Any, Any]] = []
+    with path.open("w", encoding="utf-8") as file:
+        try:
+            for row in rows:
+                collected.append(row)
+                line = to_json(row, facts)
+                print(line, file=file, flush=True)
+                if json_lines:
+                    print(line, flush=True)
+                show(collected)
+        except KeyboardInterrupt:
+            return collected, True
+    return collected, False
+
+
+class Screen:
+    """A table that grows while a bar shows how far a run is; on standard error when asked for."""
+
+    def __init__(self, total: int, *, to_stderr: bool) -> None:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        self.console = Console(stderr=to_stderr)
+        if not self.console.is_terminal:  # a file has no edge to cut a table at
+            self.console = Console(stderr=to_stderr, width=FILE_WIDTH)
+        columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=self.console)
+        self._task = self._progress.add_task("", total=total)
+        self._table: RenderableType | None = None
+        self._live: Any = None
+
+    @contextmanager
+    def live(self) -> "Iterator[Screen]":
+        """While it runs, table and bar are drawn again as they change; both go in the end."""
+        from rich.live import Live
+
+        with Live(console=self.console, transient=True, refresh_per_second=4) as self._live:
+            self._draw()
+            yield self
+
+    def step(self, text: str) -> None:
+        """What is being done."""
+        self._progress.update(self._task, description=text[:40])
+        self._draw()
+
+    def update(self, done: int, table: "RenderableType") -> None:
+        """How many rows there are, and the table of them."""
+        self._table = table
+        self._progress.update(self._task, completed=done)
+        self._draw()
+
+    def _draw(self) -> None:
+        from rich.console import Group
+
+        # The bar above: what does not fit the terminal is cut below.
+        parts = [self._progress] if self._table is None else [self._progress, self._table]
+        self._live.update(Group(*parts))
+
+
+def finish(rows: "Sequence[Row[Any, Any]]", total: int, interrupted: bool, screen: Screen) -> None:
+    """Prints what failed, and leaves with the code that a run deserves."""
+    for row in rows:
+        if row.error is not None:
+            screen.console.print(
+                f"{row.case} failed: {row.error}", markup=False, style="red", soft_wrap=True
+            )
+    if interrupted:
+        screen.console.print(f"Interrupted after {len(rows)} of {total} rows.")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if any(row.error is not None for row in rows):
+        raise typer.Exit(EXIT_FAILED_ROWS)

@@ -1,0 +1,124 @@
+"""``fdk-bench info``: the machine, the versions, and which backend takes which format."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fdk_bench.commands.common import (
+    FILE_WIDTH,
+    LISTS,
+    checked,
+    numbers,
+    prepare_environment,
+    split,
+)
+from fdk_bench.commands.kernels import DtypeOption, GroupOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fdk_bench.support import Machine, Support
+
+
+def info(
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "--formats",
+            help=f"Formats to ask about; {LISTS}. Default: custom, int and affine, 1 to 8 bits.",
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("-n", "--n", min=1, help="Outputs of the layer.")] = 4096,
+    k: Annotated[int, typer.Option("-k", "--k", min=1, help="Inputs of the layer.")] = 4096,
+    group_size: GroupOption = "64",
+    dtype: DtypeOption = "bf16",
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the machine, the versions, and which backend takes which format and why not.
+
+    Exit code: 0, or 2 for bad usage.
+    """
+    prepare_environment()
+    import torch  # here and not above, so that `fdk-bench --help` does not wait for it
+
+    from fdk_bench.cases import DTYPES, formats_of
+    from fdk_bench.machine import facts
+    from fdk_bench.support import machine, missing_peers, sampled_formats, supports
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    widths = numbers("--bits", None, range(8, 0, -1))
+    asked = split(formats)
+    names = checked(
+        lambda: (
+            formats_of(widths, asked, group_size, dtype) if asked else sampled_formats(group_size)
+        )
+    )
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    quantised = [name for name in names if name not in DTYPES]
+    found = list(supports(quantised, n, k, dtype, devices))
+    gathered, here, peers = facts("info", "cpu"), machine(), missing_peers()
+    if json_lines:
+        record = asdict(gathered) | {"machine": asdict(here), "peers": peers}
+        record["supports"] = [asdict(support) for support in found]
+        print(json.dumps(record, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(_facts(here, gathered.versions, gathered.environment, gathered.commit))
+    title = f"[{n}, {k}] layer, {dtype} activations"
+    console.print(_supports(found, title))
+    for line in _peers(peers):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    mib = 1 << 20
+    memory = "" if here.memory is None else f", {here.memory / (1 << 30):.1f} GiB"
+    table.add_row("CPU", f"{here.cpu}, {here.cores} cores{memory}")
+    sizes = ", ".join(f"{name} {size / mib:.3g} MiB" for name, size in here.caches.items())
+    table.add_row("caches", sizes or "not told by the system")
+    runs = ", ".join(here.instruction_sets) or "fdk-cpu is not installed"
+    used = f" (in use: {here.instruction_set})" if here.instruction_set else ""
+    table.add_row("instruction sets", runs + used)
+    for gpu in here.gpus:
+        text = f"{gpu['name']}, compute capability {gpu['capability']}, "
+        text += f"{gpu['multiprocessors']} multiprocessors, {gpu['memory'] / (1 << 30):.1f} GiB, "
+        table.add_row("GPU", text + f"L2 {gpu['L2'] / mib:.0f} MiB")
+    if not here.gpus:
+        table.add_row("GPU", "torch finds none")
+    table.add_row("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
+    table.add_row("commit", commit or "not run from a checkout")
+    settings = ", ".join(f"{name}={value}" for name, value in environment.items())
+    table.add_row("environment", settings or "nothing set that matters")
+    return table
+
+
+def _supports(found: "list[Support]", title: str) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table("format", "device", "auto picks", "against the others", box=SIMPLE_HEAD)
+    table.title, table.title_justify = title, "left"
+    before = None
+    for support in found:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in support.reasons.items())
+        shown = '"' if reasons == before else reasons
+        table.add_row(support.format, support.device, support.chosen or "none", shown)
+        before = reasons
+    return table
+
+
+def _peers(peers: "dict[str, str | None]") -> list[str]:
+    here = [name for name, missing in peers.items() if missing is None]
+    lines = [f"peers for compare: {', '.join(here)}"]
+    return lines + [f"  absent: {name}: {missing}" for name, missing in peers.items() if missing]

@@ -1,0 +1,163 @@
+"""``fdk-bench models``: whole models, decoding and first token."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fdk_bench.commands.common import (
+    LISTS,
+    Screen,
+    checked,
+    collect,
+    finish,
+    numbers,
+    output_folder,
+    prepare_environment,
+    split,
+)
+from fdk_bench.commands.kernels import (
+    BitsOption,
+    DeviceOption,
+    DtypeOption,
+    FormatsOption,
+    GroupOption,
+    JsonOption,
+    OutOption,
+    ThreadsOption,
+    check_pattern,
+    checked_backends,
+    checked_device,
+)
+
+if TYPE_CHECKING:
+    from fdk_bench.decoding import Build, ModelRun
+
+DEFAULT_SKIP = r"(^|\.)lm_head$"
+
+
+def models(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--size",
+            "--model",
+            help="tiny, 4b, 12b, 31b: llamas with random weights, made on the device; or a Hugging "
+            f"Face folder or id; {LISTS}. Default: 4b on a GPU, tiny on a CPU.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        list[str] | None, typer.Option(help=f"Sequences decoded together; {LISTS}. Default: 1.")
+    ] = None,
+    bits: BitsOption = None,
+    formats: FormatsOption = None,
+    group_size: GroupOption = "64",
+    backend: Annotated[str, typer.Option(help="Of the quantised layers: auto or a name.")] = "auto",
+    skip: Annotated[
+        str, typer.Option(help="Regular expression of layers that stay as they are.")
+    ] = DEFAULT_SKIP,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    reps: Annotated[int, typer.Option(min=1, help="Decoding steps that are timed.")] = 100,
+    compile_model: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="With torch.compile, 16 bits too.")
+    ] = True,
+    fused: Annotated[
+        bool,
+        typer.Option(
+            "--fused/--no-fused",
+            help="One layer of q, k and v and one of gate and up; random llamas only.",
+        ),
+    ] = True,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file whose perplexity a real model is asked for.")
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "bf16",
+    threads: ThreadsOption = None,
+    json_lines: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """Decode with whole models: tokens/s, first token, memory, share of the roofline.
+
+    The cache is static; on a GPU a step is one CUDA graph. The roofline is the time to read every
+    weight of a step once at the read rate measured in the same run. The 16-bit model is compiled
+    and captured the same way. Quantised layers are checked before anything is timed. Default: 16,
+    4 and 1 bits. Writes models.jsonl and models.md.
+
+    Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted.
+    """
+    prepare_environment()
+    import torch  # here and not above, so that `fdk-bench --help` does not wait for it
+
+    from fdk_bench.cases import DTYPES, formats_of
+    from fdk_bench.decoding import ModelRun
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    check_pattern("--skip", skip)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    if text is not None and not text.is_file():
+        raise typer.BadParameter(f"--text: wanted a text file, found none at {text}")
+    where = checked_device(device)
+    widths = numbers("--bits", bits, (16, 4, 1))
+    run = ModelRun(
+        models=_models(split(size) or ["tiny" if where == "cpu" else "4b"]),
+        formats=checked(lambda: formats_of(widths, split(formats), group_size, dtype)),
+        batches=numbers("--batch-size", batch_size, (1,)),
+        backend=checked_backends([backend])[0],
+        dtype=dtype,
+        device=where,
+        skip=skip,
+        context=context,
+        reps=reps,
+        compiled=compile_model,
+        fused=fused,
+    )
+    _run(run, _builder(text), output_folder(out, "models"), json_lines)
+
+
+def _models(names: list[str]) -> list[str]:
+    from fdk_bench.llama import SIZES
+
+    return [name.lower() if name.lower() in SIZES else name for name in names]
+
+
+def _builder(text: Path | None) -> "Build":
+    from fdk_bench.decoding import Built, ModelCase, build_llama
+    from fdk_bench.hf_decoding import build_hf
+    from fdk_bench.llama import SIZES
+
+    def build(case: ModelCase, batches: "list[int]") -> Built:
+        real = partial(build_hf, text=text)
+        return (build_llama if case.model in SIZES else real)(case, batches)
+
+    return build  # type: ignore[return-value]
+
+
+def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> None:
+    from fdk_bench.decoding import measure
+    from fdk_bench.machine import facts
+    from fdk_bench.model_tables import model_markdown, model_table
+
+    total = run.count()
+    gathered = facts("models", run.device)
+    how = "compiled" if run.compiled else "not compiled"
+    caption = (
+        f"{gathered.device}, {run.dtype}, {how}, prompt of {run.context} tokens; "
+        "share: of the time to read every weight of a step once"
+    )
+    screen = Screen(total, to_stderr=json_lines)
+    with screen.live():
+        rows, interrupted = collect(
+            measure(run, build, screen.step),
+            gathered,
+            folder / "models.jsonl",
+            json_lines=json_lines,
+            show=lambda rows: screen.update(len(rows), model_table(rows, caption)),
+        )
+    screen.console.print(model_table(rows, caption))
+    (folder / "models.md").write_text(f"{model_markdown(rows)}\n{caption}\n", encoding="utf-8")
+    screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)
+    finish(rows, total, interrupted, screen)

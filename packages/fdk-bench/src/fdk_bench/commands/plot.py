@@ -1,0 +1,93 @@
+"""``fdk-bench plot``: figures and a report from rows of any benchmark."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fdk_bench.commands.common import EXIT_FAILED_ROWS, checked
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CAPTIONS = {
+    "throughput": "Throughput against shape",
+    "speedup": "Speed-up over 16 bits against m",
+    "bits": "Time against bits per weight",
+    "roofline": "Roofline",
+    "tokens": "Decoding: tokens per second against parameters",
+    "accuracy": "Accuracy against bits per weight",
+}
+
+
+def plot(
+    files: Annotated[
+        list[Path], typer.Argument(help="JSONL files of any of the other commands.", exists=True)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "--output", help="Folder. Default: that of the first file."),
+    ] = None,
+    html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html too.")] = True,
+    title: Annotated[str, typer.Option(help="Of the report.")] = "fdk-bench",
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="Print the files written as JSON.")
+    ] = False,
+) -> None:
+    """Draw what the rows hold: PNG and SVG, and a report that is one HTML file.
+
+    Kernels: throughput against shape, speed-up against m with what the machine allows, time
+    against bits with the read floor, roofline. Models: tokens/s against parameters. Accuracy:
+    error against bits. A case that is there more than once counts with its last row.
+
+    Exit code: 0, 1 where no row was measured, 2 bad usage.
+    """
+    import json
+
+    from fdk_bench.charts import figures
+    from fdk_bench.report import write_report
+    from fdk_bench.results import kernel_frame, model_frame, read_records
+
+    records = checked(lambda: list(read_records(files)))
+    kernels, models = kernel_frame(records), model_frame(records)
+    folder = out or files[0].parent
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    pictures: dict[str, Path] = {}
+    for name, figure in figures(kernels, models).items():
+        written += _save(figure, folder / name)
+        kind, _, machine = name.partition("-")
+        pictures[CAPTIONS[kind] + (f" ({machine})" if machine else "")] = folder / f"{name}.png"
+    if accuracy := _plot_accuracy(records, folder):
+        written += accuracy
+        pictures[CAPTIONS["accuracy"]] = folder / "accuracy.png"
+    if not written:
+        typer.echo("no row of these files was measured: nothing to draw", err=True)
+        raise typer.Exit(EXIT_FAILED_ROWS)
+    if html:
+        written.append(folder / "report.html")
+        write_report(written[-1], title, pictures, kernels, models, records)
+    paths = [str(path) for path in written]
+    typer.echo(json.dumps(paths) if json_lines else "\n".join(paths))
+
+
+def _save(figure: "Figure", path: Path) -> list[Path]:
+    import matplotlib
+
+    paths = [path.with_name(path.name + suffix) for suffix in (".png", ".svg")]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        for target in paths:
+            figure.savefig(target, dpi=160)
+    return paths
+
+
+def _plot_accuracy(records: list[dict[str, Any]], folder: Path) -> list[Path]:
+    from fdk_bench.accuracy import AccuracyCase, AccuracyRow, AccuracyValues
+    from fdk_bench.plots import plot_accuracy
+
+    rows: list[AccuracyRow] = [
+        AccuracyRow(AccuracyCase(**record["case"]), AccuracyValues(**record["values"]))
+        for record in records
+        if record["benchmark"] == "accuracy" and record["values"] is not None
+    ]
+    return plot_accuracy(rows, folder / "accuracy") if rows else []

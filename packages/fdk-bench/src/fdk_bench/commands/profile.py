@@ -1,0 +1,160 @@
+"""``fdk-bench profile``: what bounds one case."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from fdk_bench.commands.common import EXIT_FAILED_ROWS, FILE_WIDTH, checked, prepare_environment
+
+if TYPE_CHECKING:
+    from fdk_bench.cases import KernelCase
+    from fdk_bench.profiling import Disassembly, KernelProfile
+
+WARM_CALLS = 5
+TOP_INSTRUCTIONS = 8
+BUILD = """the library holds no such names: installed ones are stripped. In a checkout, build
+  cmake -S packages/fdk-cpu -B build/native -DCMAKE_BUILD_TYPE=Release -DFDK_CPU_PYTHON=OFF \\
+        -DFDK_CPU_TESTS=ON && cmake --build build/native
+and pass --library build/native/fdk_native_test"""
+
+
+def profile(
+    name: Annotated[
+        str, typer.Argument(help="A case, such as m1-n4096-k4096-custom4-g64-bf16-cuda-auto.")
+    ],
+    library: Annotated[
+        Path | None,
+        typer.Option(help="CPU: program or library to disassemble. Default: that of fdk-cpu."),
+    ] = None,
+    symbol: Annotated[
+        str | None,
+        typer.Option(help="CPU: regular expression of functions. Default: of the case's bits."),
+    ] = None,
+    listing: Annotated[bool, typer.Option(help="CPU: print the machine code too.")] = False,
+    inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what bounds a case: under Nsight Compute on a GPU, by its machine code on a CPU.
+
+    GPU: runs the case once, warm, under ncu and prints the share of each pipe. CPU: the
+    instructions of the kernels for the case's bits and the instruction set in use.
+
+    Exit code: 0, 1 where the tool is missing or finds nothing, 2 bad usage.
+    """
+    from fdk_bench.profiling import parse_case
+
+    prepare_environment()
+    case = checked(lambda: parse_case(name))
+    if inside:
+        _run_once(case)
+    elif case.device == "cuda":
+        _profile_gpu(name, json_lines)
+    else:
+        _profile_cpu(case, library, symbol, listing, json_lines)
+
+
+def _run_once(case: "KernelCase") -> None:
+    """The process that ncu looks at: a cold weight each time, marked once warm."""
+    import torch
+
+    from fdk_bench.kernels import contender_of
+
+    prepared = contender_of(case).prepare(case)
+    generator = torch.Generator(case.device).manual_seed(0)
+    x = torch.randn(case.m, case.k, device=case.device, generator=generator)
+    x = x.to(case.torch_dtype)
+    with torch.inference_mode():
+        for call in prepared.calls[:WARM_CALLS]:
+            call(x)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        prepared.calls[-1](x)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def _profile_gpu(name: str, json_lines: bool) -> None:
+    from fdk_bench.profiling import ncu_command, parse_ncu
+
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        _fail("ncu is not on PATH: it comes with the CUDA toolkit, or as Nsight Compute")
+    inner = [sys.executable, "-m", "fdk_bench", "profile", name, "--inside"]
+    done = subprocess.run(ncu_command(ncu, inner), capture_output=True, text=True, check=False)
+    try:
+        profiles = parse_ncu(done.stdout)
+    except ValueError as error:
+        _fail(f"{error}\n{done.stderr.strip()[-2000:]}")
+    if not profiles:
+        _fail("ncu saw no kernel")
+    for found in profiles:
+        if json_lines:
+            print(json.dumps(asdict(found) | {"shares": found.shares, "verdict": found.verdict}))
+        else:
+            _print_kernel(found)
+
+
+def _print_kernel(found: "KernelProfile") -> None:
+    from fdk_bench.profiling import OTHERS
+
+    print(f"{found.name}\n  bound by {found.verdict}")
+    for label, share in found.shares.items():
+        print(f"  {label:24}{share:6.1f} %")
+    for metric, label in OTHERS.items():
+        if metric in found.metrics:
+            value, unit = found.metrics[metric]
+            print(f"  {label:24}{value:10g} {'' if unit == '%' else unit}".rstrip())
+
+
+def _profile_cpu(
+    case: "KernelCase", library: Path | None, symbol: str | None, listing: bool, json_lines: bool
+) -> None:
+    from fdk_bench.machine import module_or_none
+    from fdk_bench.profiling import disassemble
+
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        _fail("objdump is not on PATH: it comes with binutils")
+    fdk_cpu = module_or_none("fdk_cpu")
+    if library is None:
+        if fdk_cpu is None:
+            _fail("fdk-cpu is not installed; pass --library")
+        library = Path(fdk_cpu._native.__file__)
+    elif not library.is_file():
+        raise typer.BadParameter(f"--library: found no file at {library}")
+    if symbol is None:
+        isa = fdk_cpu.instruction_set() if fdk_cpu else r"\w+"
+        # Templates over bits; one that has no instruction set before them is built for one alone.
+        symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
+    functions = checked(lambda: disassemble(objdump, library, symbol))
+    if not functions:
+        _fail(f"{library}: no function matches {symbol!r}\n{BUILD}")
+    for function in functions:
+        if json_lines:
+            counts = dict(function.mnemonics.most_common())
+            record = {"name": function.name, "on_stack": function.on_stack, "instructions": counts}
+            print(json.dumps(record))
+        else:
+            _print_function(function, listing)
+
+
+def _print_function(function: "Disassembly", listing: bool) -> None:
+    counts = function.mnemonics
+    most = ", ".join(
+        f"{count} {mnemonic}" for mnemonic, count in counts.most_common(TOP_INSTRUCTIONS)
+    )
+    print(function.name[:FILE_WIDTH])
+    print(f"  {counts.total()} instructions, {function.on_stack} on the stack: {most}")
+    if listing:
+        print("\n".join(function.lines))
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(text, err=True)
+    raise typer.Exit(EXIT_FAILED_ROWS)

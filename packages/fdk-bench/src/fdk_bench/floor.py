@@ -1,0 +1,108 @@
+"""The read floor: how long this machine takes to read so many bytes once, from memory."""
+
+import statistics
+import time
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fdk_bench.machine import cold_bytes, module_or_none
+from fdk_bench.timing import Call, time_graphs
+
+MIB = 1 << 20
+# Sizes on the GPU are measured to this step; the time of a step is below what can be seen.
+SIZE_STEP = 64 << 10
+
+
+class Floor(Protocol):
+    """Measures reading in the same process and, on a CPU, in turns with what is measured."""
+
+    how: str
+
+    def probe(self) -> None:
+        """Measures once more, where the rate of the machine varies."""
+
+    def seconds(self, nbytes: int) -> float:
+        """Time to read so many bytes once."""
+
+
+def read_floor(device: str) -> Floor:
+    """The floor of a device."""
+    return GpuFloor(device) if torch.device(device).type == "cuda" else CpuFloor()
+
+
+class CpuFloor:
+    """Bytes over the bandwidth at which memory that no cache holds is read; median of all probes.
+
+    Reads with fdk-cpu, and with torch's sum (which is slower) where that is not installed.
+    """
+
+    def __init__(self) -> None:
+        native = module_or_none("fdk_cpu")
+        self.how = "fdk_cpu.read_sum" if native else "torch.sum"
+        self._read = native.read_sum if native else _torch_sum
+        self._memory = torch.ones(cold_bytes("cpu"), dtype=torch.uint8)
+        self._rates: list[float] = []
+        self.probe()
+
+    def probe(self) -> None:
+        """Reads the quarter that was not read last."""
+        quarter = self._memory.nbytes // 4
+        part = self._memory[len(self._rates) % 4 * quarter :][:quarter]
+        start = time.perf_counter()
+        self._read(part)
+        self._rates.append(quarter / (time.perf_counter() - start))
+
+    def seconds(self, nbytes: int) -> float:
+        """See ``Floor``."""
+        return nbytes / statistics.median(self._rates)
+
+
+class GpuFloor:
+    """Reads just as many bytes with a kernel that does nothing else, in a CUDA graph, L2 cold.
+
+    A launch costs about a microsecond and small reads do not fill the machine, so the time is
+    measured for each size and not divided from one rate.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._times: dict[int, float] = {}
+        self._memory = torch.empty(0, dtype=torch.int32, device=device)
+        self.how = "triton read" if module_or_none("triton") else "torch.sum"
+
+    def probe(self) -> None:
+        """Nothing: a GPU reads at one rate, and each size is measured when first asked for."""
+
+    def seconds(self, nbytes: int) -> float:
+        """See ``Floor``."""
+        size = max(1, -(-nbytes // SIZE_STEP)) * SIZE_STEP
+        if size not in self._times:
+            self._times[size] = self._measure(size)
+        return self._times[size]
+
+    def _measure(self, size: int) -> float:
+        cold = cold_bytes(self._device)
+        copies = max(2, -(-cold // size))
+        if self._memory.nbytes < copies * size:
+            self._memory = torch.ones(copies * size // 4, dtype=torch.int32, device=self._device)
+        contenders: list[list[Call]]
+        parts = [self._memory[i * size // 4 : (i + 1) * size // 4] for i in range(copies)]
+        if self.how == "torch.sum":
+            contenders = [[partial(_torch_sum, part) for part in parts]]
+        else:
+            from fdk_bench.read_kernel import CONFIGS, read
+
+            contenders = [[partial(read, part, config) for part in parts] for config in CONFIGS]
+        timings = time_graphs(contenders)
+        errors = [timing for timing in timings if isinstance(timing, Exception)]
+        measured = [timing.median for timing in timings if not isinstance(timing, Exception)]
+        if not measured:
+            raise errors[0]
+        return min(measured)
+
+
+def _torch_sum(data: Tensor) -> object:
+    return data.view(torch.int64).sum() if data.nbytes % 8 == 0 else data.sum()

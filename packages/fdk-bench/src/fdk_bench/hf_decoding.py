@@ -1,0 +1,141 @@
+"""Decoding with a Hugging Face model: the same measurements on real weights, and perplexity."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdk_bench.cases import DTYPES
+from fdk_bench.decoding import Built, ModelCase
+from fdk_formats import model_report, quantise_model
+
+PERPLEXITY_TOKENS = 2048  # a window of the text; each is scored on its own
+
+
+class HfDecoder:
+    """A causal language model of transformers with its static cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self._forward = self.model.forward
+        self._cache: Any = None
+
+    def prepare(self, batch: int, length: int) -> None:
+        """See ``Decoder``."""
+        from transformers import StaticCache
+
+        self._forward = self.model.forward
+        self._cache = StaticCache(config=self.model.config, max_cache_len=length)
+        # Its tensors are made at the first use, which must not be while a graph is captured.
+        with torch.inference_mode():
+            ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
+            self(ids, torch.zeros(1, dtype=torch.int64, device=self.model.device))
+        self._cache.reset()
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """See ``Decoder``."""
+        output = self._forward(
+            input_ids=tokens,
+            position_ids=positions[None].expand(tokens.shape[0], -1),
+            cache_position=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def compile_blocks(self) -> None:
+        """Compiles the model as a whole."""
+        self._forward = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
+
+    @property
+    def cache_bytes(self) -> int:
+        """See ``Decoder``."""
+        layers = self._cache.layers
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+
+    @property
+    def vocabulary(self) -> int:
+        """See ``Decoder``."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+
+def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) -> Built:
+    """Loads a model from a folder or by its id, quantises it, and scores a text if one is given."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=DTYPES[case.dtype])
+    model = model.to(case.device).eval().requires_grad_(False)
+    bits, backends, quantised = 8.0 * DTYPES[case.dtype].itemsize, "torch", model
+    if case.format not in DTYPES:
+        skip = case.skip or None
+        quantised = quantise_model(model, case.format, skip, backend=case.backend)
+        report = model_report(quantised)
+        bits, backends = report.bits_per_weight, ", ".join(_backends(quantised))
+    stored = stored_bytes(quantised)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    return Built(
+        decoder=HfDecoder(quantised),
+        weight_bytes=stored - (0 if tied else embedding.nbytes),
+        stored_bytes=stored,
+        parameters=sum(p.numel() for p in model.parameters()),
+        bits_per_weight=bits,
+        backends=backends,
+        perplexity=None if text is None else perplexity(quantised, case.model, text),
+    )
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of the state of a model, a tensor that layers share counted once."""
+    from fdk_formats import QuantisedWeight
+
+    total, seen = 0, set()
+    for module in model.modules():
+        if isinstance(module, QuantisedWeight):
+            total += module.canonical_bytes
+    for parameter in model.parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            total += parameter.nbytes
+    return total
+
+
+def _backends(model: nn.Module) -> list[str]:
+    from fdk_formats import QuantisedWeight
+
+    return sorted({m.backend_name for m in model.modules() if isinstance(m, QuantisedWeight)})
+
+
+@torch.inference_mode()
+def perplexity(model: nn.Module, name: str, text: Path) -> float:
+    """Of a text file under a model, in windows of ``PERPLEXITY_TOKENS``."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0]
+    return perplexity_of(model, ids)
+
+
+def perplexity_of(model: Any, ids: Tensor) -> float:
+    """Exponential of the mean negative log likelihood of ``ids :: [t]``, each window's first free.
+
+    Raises:
+        ValueError: for less than two tokens.
+    """
+    loss, count = 0.0, 0
+    for window in ids.split(PERPLEXITY_TOKENS):
+        if len(window) < 2:
+            continue
+        window = window.to(model.device)
+        logits = model(input_ids=window[None]).logits[0, :-1].float()
+        loss += nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+        count += len(window) - 1
+    if not count:
+        raise ValueError("perplexity: wanted a text of at least two tokens")
+    return math.exp(loss / count)

@@ -1,0 +1,105 @@
+"""The table of a kernel benchmark, for the terminal and as Markdown."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fdk_bench.kernels import KernelRow, KernelValues
+
+HEADINGS = (
+    "n x k, m",
+    "format",
+    "by",
+    "time",
+    "spread",
+    "eager",
+    "GB/s",
+    "floor",
+    "share",
+    "TFLOP/s",
+    "x 16 bit",
+    "x best peer",
+)
+LEFT = ("n x k, m", "format", "by")
+
+
+def kernel_table(rows: Sequence[KernelRow], caption: str = "") -> Table:
+    """A line per row, a rule between shapes and m."""
+    headings = headings_of(rows)
+    table = empty_table(headings, LEFT, caption)
+    before = None
+    for row in rows:
+        group = (row.case.n, row.case.k, row.case.m)
+        if before not in (None, group):
+            table.add_section()
+        cells = cells_of(row)
+        if before == group:  # said once
+            cells["n x k, m"] = ""
+        table.add_row(*(cells[heading] for heading in headings))
+        before = group
+    return table
+
+
+def kernel_markdown(rows: Sequence[KernelRow]) -> str:
+    """The same table as Markdown."""
+    return markdown(headings_of(rows), LEFT, map(cells_of, rows))
+
+
+def empty_table(headings: Sequence[str], left: Sequence[str], caption: str) -> Table:
+    """A table without lines, of figures but for the columns ``left``."""
+    table = Table(box=SIMPLE_HEAD, caption=caption or None, caption_justify="left")
+    for heading in headings:
+        justify = "left" if heading in left else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    return table
+
+
+def markdown(
+    headings: Sequence[str], left: Sequence[str], rows: Iterable[Mapping[str, str]]
+) -> str:
+    """A Markdown table of the texts of rows by heading."""
+    lines = [headings, ["---" if heading in left else "---:" for heading in headings]]
+    lines += [[cells[heading] for heading in headings] for cells in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def headings_of(rows: Sequence[KernelRow]) -> tuple[str, ...]:
+    """The columns that any row fills."""
+    filled = [cells_of(row) for row in rows]
+    optional = ("eager", "x 16 bit", "x best peer")
+    return tuple(h for h in HEADINGS if h not in optional or any(cells[h] for cells in filled))
+
+
+def cells_of(row: KernelRow) -> dict[str, str]:
+    """The texts of a row by heading."""
+    case, values = row.case, row.values
+    cells = dict.fromkeys(HEADINGS, "")
+    cells |= {"n x k, m": f"{case.n} x {case.k}, {case.m}", "format": case.format}
+    if values is None:
+        return cells | {"by": case.backend, "time": "failed"}
+    return cells | _measured(values)
+
+
+def _measured(values: KernelValues) -> dict[str, str]:
+    peer = "" if values.best_peer is None else f"{values.speedup_peer:.2f} ({values.best_peer})"
+    return {
+        "by": values.backend,
+        "time": seconds_text(values.time),
+        "spread": f"{100 * values.spread:.0f} %",
+        "eager": "" if values.eager_time is None else seconds_text(values.eager_time),
+        "GB/s": f"{values.bandwidth / 1e9:.1f}",
+        "floor": seconds_text(values.floor),
+        "share": f"{100 * values.floor_share:.0f} %",
+        "TFLOP/s": f"{values.throughput / 1e12:.3g}",
+        "x 16 bit": "" if values.speedup_16 is None else f"{values.speedup_16:.2f}",
+        "x best peer": peer,
+    }
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three digits and a unit: ``9.87 us``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"

@@ -1,0 +1,289 @@
+"""Measuring kernels: shape by shape, contenders in turns, each checked before it is timed."""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fdk_bench.cases import KernelCase
+from fdk_bench.floor import Floor, read_floor
+from fdk_bench.peers.base import Peer, Prepared, check
+from fdk_bench.peers.dense import Dense, Ours
+from fdk_bench.records import Row
+from fdk_bench.timing import Timing, time_calls, time_graphs
+
+SECONDS_PER_CASE = 0.5  # on a CPU; a GPU has its replays
+
+
+@dataclass(frozen=True)
+class KernelValues:
+    """What a case takes. Times are seconds of one call, rates are per second.
+
+    Attributes:
+        backend: who computed it: the one that ``auto`` picked, or the peer.
+        bits_per_weight: effective, scales and zero points included, the codebook not.
+        weight_bytes: of one copy of the weight.
+        bytes: weight, x and y, each once.
+        operations: 2 m n k.
+        error: against the exact product with its own weight, normalised RMSE.
+        time: median.
+        time_min: the shortest sample.
+        spread: half the distance between the quartiles over the median.
+        samples: calls timed, or replays of a graph.
+        method: ``calls`` timed one by one, or a CUDA ``graph`` over all copies.
+        eager_time: of one call started by the host; None where ``time`` is that.
+        copies: of the weight, rotated.
+        bandwidth: bytes over time.
+        throughput: operations over time.
+        floor: time to read ``bytes`` once on this machine, measured in this run.
+        floor_share: floor over time.
+        speedup_16: over the layer that is not quantised; None where that was not measured.
+        best_peer: the fastest peer at these bits and group size in this run, or None.
+        speedup_peer: over that peer.
+    """
+
+    backend: str
+    bits_per_weight: float
+    weight_bytes: int
+    bytes: int
+    operations: int
+    error: float
+    time: float
+    time_min: float
+    spread: float
+    samples: int
+    method: str
+    eager_time: float | None
+    copies: int
+    bandwidth: float
+    throughput: float
+    floor: float
+    floor_share: float
+    speedup_16: float | None = None
+    best_peer: str | None = None
+    speedup_peer: float | None = None
+
+
+KernelRow = Row[KernelCase, KernelValues]
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """What to measure: every shape with every m, format and contender.
+
+    Attributes:
+        shapes: (n, k).
+        formats: short forms, and a name of a dtype for the weight that is not quantised.
+        backends: of ours, for every quantised format.
+        peers: measured beside them; see ``Peer``.
+        include, exclude: regular expressions searched in the text of a case.
+        copies, inner, outer: see ``timing``; None chooses.
+        seconds: of one case, on a CPU.
+    """
+
+    shapes: Sequence[tuple[int, int]]
+    ms: Sequence[int]
+    formats: Sequence[str]
+    dtype: str
+    device: str
+    backends: Sequence[str] = ("auto",)
+    peers: Sequence[Peer] = ()
+    include: str = ""
+    exclude: str | None = None
+    copies: int | None = None
+    inner: int | None = None
+    outer: int | None = None
+    seconds: float = SECONDS_PER_CASE
+
+    def contenders(self, n: int, k: int) -> list[tuple[list[KernelCase], Peer]]:
+        """Who is measured on a shape, each with its case for every m that is included."""
+        found: list[tuple[list[KernelCase], Peer]] = []
+        for format in self.formats:
+            case = KernelCase(0, n, k, format, self.dtype, self.device, "torch")
+            if case.quantised is None:
+                contenders: list[tuple[str, Peer]] = [("torch", Dense())]
+            else:
+                contenders = [(name, Ours()) for name in self.backends]
+                contenders += [(peer.name, peer) for peer in self.peers if _takes(peer, case)]
+            for backend, contender in contenders:
+                cases = [replace(case, m=m, backend=backend) for m in self.ms]
+                if cases := [case for case in cases if self._included(str(case))]:
+                    found.append((cases, contender))
+        return found
+
+    def _included(self, text: str) -> bool:
+        if not re.search(self.include, text):
+            return False
+        return self.exclude is None or not re.search(self.exclude, text)
+
+    def count(self) -> int:
+        """How many rows there will be."""
+        return sum(len(cases) for n, k in self.shapes for cases, _ in self.contenders(n, k))
+
+
+def absent(run: KernelRun) -> dict[str, str]:
+    """The peers that no case of a run measures, each with its first reason."""
+    reasons = {}
+    for peer in run.peers:
+        cases = [
+            KernelCase(1, n, k, format, run.dtype, run.device, peer.name)
+            for n, k in run.shapes
+            for format in run.formats
+            if format != run.dtype
+        ]
+        if not any(_takes(peer, case) for case in cases):
+            against = (peer.unsupported(case) for case in cases)
+            reasons[peer.name] = peer.missing() or next(filter(None, against), "no quantised case")
+    return reasons
+
+
+def _takes(peer: Peer, case: KernelCase) -> bool:
+    # Of ours to be measured and failing is news; of a peer it is what its documentation says.
+    return peer.missing() is None and peer.unsupported(case) is None
+
+
+def contender_of(case: KernelCase) -> Peer:
+    """Who computes a case: torch for what is not quantised, a peer of that name, or a backend."""
+    from fdk_bench.peers import PEERS
+
+    if case.quantised is None:
+        return Dense()
+    return next((peer for peer in PEERS if peer.name == case.backend), Ours())
+
+
+def measure(
+    run: KernelRun, on_step: Callable[[str], None] = lambda text: None
+) -> Iterator[KernelRow]:
+    """Rows as they are measured, those of one shape and m together.
+
+    ``on_step`` is told of each case that is prepared or timed.
+    """
+    floor = read_floor(run.device)
+    for n, k in run.shapes:
+        yield from _measure_shape(run, floor, n, k, on_step)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A contender that gave right answers, and their errors by m."""
+
+    cases: Sequence[KernelCase]
+    prepared: Prepared
+    errors: dict[int, float]
+
+
+def _measure_shape(
+    run: KernelRun, floor: Floor, n: int, k: int, on_step: Callable[[str], None]
+) -> Iterator[KernelRow]:
+    torch._dynamo.reset()  # what was compiled for the last shape goes, and no longer counts
+    inputs = {m: _input(run, m, k) for m in run.ms}
+    ready: list[_Ready] = []
+    for cases, contender in run.contenders(n, k):
+        on_step(f"{cases[0].format} {cases[0].backend} {n}x{k}")
+        try:
+            prepared = contender.prepare(cases[0], run.copies)
+            with torch.inference_mode():
+                errors = check(prepared, [inputs[case.m] for case in cases])
+        except Exception as error:  # whatever a kernel raises: rows with it, and the run goes on
+            yield from (Row(case, error=_text(error)) for case in cases)
+        else:
+            by_m = {case.m: e for case, e in zip(cases, errors, strict=True)}
+            ready.append(_Ready(cases, prepared, by_m))
+    for m in run.ms:
+        on_step(f"m={m} {n}x{k}")
+        yield from _measure_turns(run, floor, inputs[m], ready)
+
+
+def _measure_turns(
+    run: KernelRun, floor: Floor, x: Tensor, ready: Sequence[_Ready]
+) -> Iterator[KernelRow]:
+    """Times every contender on one x, in turns."""
+    m = x.shape[0]
+    timed = [(case, r) for r in ready for case in r.cases if case.m == m]
+    calls = [[partial(call, x) for call in r.prepared.calls] for _, r in timed]
+    with torch.inference_mode():
+        if torch.device(run.device).type == "cuda":
+            timings = time_graphs(calls, inner=run.inner, outer=run.outer)
+        else:
+            seconds = run.seconds * len(calls)
+            timings = time_calls(
+                calls,
+                seconds=seconds,
+                inner=run.inner,
+                outer=run.outer,
+                probe=floor.probe,
+                rests=[r.prepared.rest for _, r in timed],
+            )
+    rows: list[KernelRow] = []
+    for (case, r), timing in zip(timed, timings, strict=True):
+        if isinstance(timing, Exception):
+            rows.append(Row(case, error=_text(timing)))
+        else:
+            rows.append(Row(case, _values(case, r, timing, floor)))
+    yield from compare(rows, {peer.name for peer in run.peers})
+
+
+def _values(case: KernelCase, r: _Ready, timing: Timing, floor: Floor) -> KernelValues:
+    prepared = r.prepared
+    nbytes = prepared.nbytes + case.activation_bytes
+    seconds = floor.seconds(nbytes)
+    return KernelValues(
+        backend=prepared.backend,
+        bits_per_weight=(prepared.nbytes - prepared.codebook_bytes) * 8 / (case.n * case.k),
+        weight_bytes=prepared.nbytes,
+        bytes=nbytes,
+        operations=case.operations,
+        error=r.errors[case.m],
+        time=timing.median,
+        time_min=timing.minimum,
+        spread=timing.spread,
+        samples=timing.samples,
+        method=timing.method,
+        eager_time=timing.eager,
+        copies=len(prepared.calls),
+        bandwidth=nbytes / timing.median,
+        throughput=case.operations / timing.median,
+        floor=seconds,
+        floor_share=seconds / timing.median,
+    )
+
+
+def compare(rows: Sequence[KernelRow], peers: Collection[str]) -> list[KernelRow]:
+    """The rows of one shape and m, with their speed-ups over the 16-bit layer and the peers."""
+    times = {row.case: row.values.time for row in rows if row.values is not None}
+    dense = [time for case, time in times.items() if case.quantised is None]
+    result = []
+    for row in rows:
+        if row.values is None or row.case.quantised is None:
+            result.append(row)
+            continue
+        rivals = {
+            case.backend: time
+            for case, time in times.items()
+            if case.backend in peers
+            and (case.bits, case.group_size) == (row.case.bits, row.case.group_size)
+        }
+        rivals.pop(row.case.backend, None)
+        best = min(rivals, key=rivals.__getitem__, default=None)
+        values = replace(
+            row.values,
+            speedup_16=min(dense) / row.values.time if dense else None,
+            best_peer=best,
+            speedup_peer=None if best is None else rivals[best] / row.values.time,
+        )
+        result.append(Row(row.case, values))
+    return result
+
+
+def _input(run: KernelRun, m: int, k: int) -> Tensor:
+    generator = torch.Generator(run.device).manual_seed(m)
+    case = KernelCase(m, 1, k, run.dtype, run.dtype, run.device, "")
+    x = torch.randn(m, k, device=run.device, generator=generator)
+    return x.to(case.torch_dtype)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

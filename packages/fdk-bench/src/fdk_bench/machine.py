@@ -1,0 +1,74 @@
+"""What this machine is: processor, caches, GPU, instruction sets, versions."""
+
+import sys
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fdk_bench.records import Facts, cpu_name, gather_facts
+
+MIB = 1 << 20
+# What a shared last-level cache may hold beyond what the system tells of it.
+COLD_BYTES_CPU = 192 * MIB
+COLD_BYTES_GPU = 256 * MIB
+MODULES = ("torch", "triton", "numpy", "fdk_cpu", "fdk_cuda")
+
+
+def default_device() -> str:
+    """``cuda`` where torch finds a GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name(device: str) -> str:
+    """The name of the GPU or of the processor."""
+    if torch.device(device).type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return cpu_name()
+
+
+def facts(benchmark: str, device: str, threads: int | None = None) -> Facts:
+    """The facts of a run on a device; imports the backends that are installed, for versions."""
+    for name in MODULES:
+        module_or_none(name)
+    return gather_facts(
+        benchmark,
+        device=device_name(device),
+        threads=threads or torch.get_num_threads(),
+        modules=MODULES,
+    )
+
+
+def caches() -> dict[str, int]:
+    """Bytes of each level of cache that the first core sees, by ``L1 data`` and so on."""
+    found = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, size = (
+                (folder / name).read_text().strip() for name in ("level", "type", "size")
+            )
+        except OSError:
+            continue
+        suffix = "" if kind == "Unified" else f" {kind.lower()}"
+        unit = {"K": 1 << 10, "M": 1 << 20}.get(size[-1], 1)
+        found[f"L{level}{suffix}"] = int(size.rstrip("KM")) * unit
+    return found
+
+
+def cold_bytes(device: str) -> int:
+    """Copies of a weight that together take this many bytes are not in a cache when they return."""
+    if torch.device(device).type == "cuda":
+        cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        return max(COLD_BYTES_GPU, 4 * cache)
+    return max(COLD_BYTES_CPU, 2 * max(caches().values(), default=0))
+
+
+def module_or_none(name: str) -> Any:
+    """A module where it is installed and imports, else None."""
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        return import_module(name) if util.find_spec(name) else None
+    except Exception:  # a broken package, or one that raises where there is no GPU
+        return None

@@ -1,0 +1,68 @@
+"""The table of a model benchmark, for the terminal and as Markdown."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from fdk_bench.decoding import ModelRow
+from fdk_bench.kernel_tables import empty_table, markdown, seconds_text
+
+HEADINGS = (
+    "model",
+    "format",
+    "by",
+    "batch",
+    "tokens/s",
+    "step",
+    "spread",
+    "first token",
+    "read GB",
+    "share",
+    "memory GB",
+    "x 16 bit",
+    "perplexity",
+)
+LEFT = ("model", "format", "by")
+OPTIONAL = ("memory GB", "x 16 bit", "perplexity")
+
+
+def model_table(rows: Sequence[ModelRow], caption: str = "") -> Table:
+    """A line per row."""
+    headings = headings_of(rows)
+    table = empty_table(headings, LEFT, caption)
+    for row in rows:
+        cells = cells_of(row)
+        table.add_row(*(cells[heading] for heading in headings))
+    return table
+
+
+def model_markdown(rows: Sequence[ModelRow]) -> str:
+    """The same table as Markdown."""
+    return markdown(headings_of(rows), LEFT, map(cells_of, rows))
+
+
+def headings_of(rows: Sequence[ModelRow]) -> tuple[str, ...]:
+    """The columns that any row fills."""
+    filled = [cells_of(row) for row in rows]
+    return tuple(h for h in HEADINGS if h not in OPTIONAL or any(cells[h] for cells in filled))
+
+
+def cells_of(row: ModelRow) -> dict[str, str]:
+    """The texts of a row by heading."""
+    case, values = row.case, row.values
+    cells = dict.fromkeys(HEADINGS, "")
+    cells |= {"model": case.model, "format": case.format, "batch": str(case.batch)}
+    if values is None:
+        return cells | {"by": case.backend, "step": "failed"}
+    return cells | {
+        "by": values.backends,
+        "tokens/s": f"{values.tokens_per_second:.1f}",
+        "step": seconds_text(values.step_time),
+        "spread": f"{100 * values.spread:.0f} %",
+        "first token": seconds_text(values.first_token_time),
+        "read GB": f"{values.weight_bytes / 1e9:.3g}",
+        "share": f"{100 * values.floor_share:.0f} %",
+        "memory GB": "" if values.memory is None else f"{values.memory / 1e9:.2f}",
+        "x 16 bit": "" if values.speedup_16 is None else f"{values.speedup_16:.2f}",
+        "perplexity": "" if values.perplexity is None else f"{values.perplexity:.3f}",
+    }

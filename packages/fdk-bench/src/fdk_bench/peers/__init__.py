@@ -1,0 +1,37 @@
+"""Who else computes y = x @ W.T: other projects' kernels, each optional and named when absent."""
+
+from collections.abc import Sequence
+
+from fdk_bench.peers.base import Peer, Prepared, WrongAnswerError, check
+from fdk_bench.peers.dense import CompiledReference, Dense
+from fdk_bench.peers.llama_cpp import LlamaCpp
+from fdk_bench.peers.packages import BitsAndBytes, GemLite, Humming, TorchAO
+from fdk_bench.peers.torch_ops import Int4PackCpu, TinyGemm
+
+__all__ = ["PEERS", "Dense", "Peer", "Prepared", "WrongAnswerError", "check", "peers_named"]
+
+# In the order of the tables. The 16-bit layer is measured in every run and not listed here.
+PEERS: tuple[Peer, ...] = (
+    CompiledReference(),
+    TinyGemm(),
+    Int4PackCpu(),
+    BitsAndBytes(),
+    GemLite(),
+    TorchAO(),
+    Humming(),
+    LlamaCpp(),
+)
+
+
+def peers_named(names: Sequence[str]) -> list[Peer]:
+    """The peers of these names; ``all`` is every one, ``none`` is no one.
+
+    Raises:
+        ValueError: for a name that no peer has.
+    """
+    if "all" in names:
+        return list(PEERS)
+    known = {peer.name: peer for peer in PEERS}
+    if unknown := [name for name in names if name not in known and name != "none"]:
+        raise ValueError(f"wanted all, none or {', '.join(known)}; got {', '.join(unknown)}")
+    return [known[name] for name in dict.fromkeys(names) if name in known]

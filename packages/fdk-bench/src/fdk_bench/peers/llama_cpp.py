@@ -1,0 +1,86 @@
+"""llama.cpp's CPU kernels, called through the C interface of its library ggml."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fdk_bench.cases import KernelCase
+from fdk_bench.peers.base import Prepared, copies_of
+from fdk_bench.peers.ggml import FOLDER_VARIABLE, Engine, Product, library_folder, load
+
+# Rows that are quantised: a search per block takes seconds for a whole layer. They repeat.
+ROWS = 64
+# x is rounded to 8 bits in blocks of 32 or 256: about 0.6 % of y.
+ACTIVATION_ERROR = 2e-2
+
+
+@dataclass(frozen=True)
+class GgmlType:
+    """A type of weight: its name, its number in ggml, and the weights that share a block."""
+
+    name: str
+    number: int
+    block: int
+
+
+# For each width the type that was fastest at m = 1 (4096 x 4096, Zen 4).
+TYPES = {
+    8: GgmlType("Q8_0", 8, 32),
+    6: GgmlType("Q6_K", 14, 256),
+    5: GgmlType("Q5_K", 13, 256),
+    4: GgmlType("IQ4_NL", 20, 32),
+    3: GgmlType("Q3_K", 11, 256),
+    2: GgmlType("TQ2_0", 35, 256),
+}
+
+
+class LlamaCpp:
+    """One product of ggml, weights in the type that has the bits of the case."""
+
+    name = "llama.cpp"
+    note = "activations rounded to 8 bits; blocks of 32 or 256"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        if library_folder() is not None:
+            return None
+        return f"pip install llama-cpp-python, or {FOLDER_VARIABLE}=<folder of libggml>"
+
+    def unsupported(self, case: KernelCase) -> str | None:
+        """See ``Peer``."""
+        if case.device != "cpu":
+            return f"is measured on a cpu, got {case.device}"
+        if case.quantised is None or case.bits not in TYPES:
+            return f"needs {', '.join(map(str, TYPES))} bits, got {case.format}"
+        block = TYPES[case.bits].block
+        if case.k % block:
+            return f"needs k % {block} == 0, got k={case.k}"
+        return None
+
+    def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
+        """See ``Peer``."""
+        folder = library_folder()
+        assert folder is not None
+        type, ggml = TYPES[case.bits], load(folder)
+        rows = min(ROWS, case.n)
+        W = torch.randn(rows, case.k, generator=torch.Generator().manual_seed(0)) / case.k**0.5
+        some = ggml.quantise(type.number, W)
+        repeats = -(-case.n // rows)
+        data = some.repeat(repeats, 1)[: case.n].contiguous()
+        engine = Engine(ggml, torch.get_num_threads())
+        calls = [
+            Product(engine, type.number, data, case.k)
+            for _ in range(copies_of(case, data.nbytes, copies))
+        ]
+
+        def weight(dtype: torch.dtype) -> Tensor:
+            decoded = ggml.dequantise(type.number, some, case.k).to(dtype)
+            return decoded.repeat(repeats, 1)[: case.n]
+
+        backend = f"llama.cpp {type.name}"
+        if calls[0].layout != "CPU":
+            backend += " repacked"
+        return Prepared(
+            calls, weight, data.nbytes, backend, extra_error=ACTIVATION_ERROR, rest=engine.rest
+        )

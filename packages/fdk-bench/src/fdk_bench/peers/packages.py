@@ -1,0 +1,194 @@
+"""Kernels of packages that are measured where they are installed."""
+
+import copy
+from functools import partial
+from importlib import import_module, util
+
+import torch
+from torch import Tensor, nn
+
+from fdk_bench.cases import KernelCase
+from fdk_bench.peers.base import Prepared, copies_of
+from fdk_bench.peers.integers import needs, random_integers
+
+# gemlite 0.6.0 computes code * scale - zero * scale in bf16: its error was 1.4e-2 (H200, 4 bits,
+# 8192 x 8192), that of a rounded weight is 2e-3.
+GEMLITE_ERROR = 2e-2
+
+
+class BitsAndBytes:
+    """bitsandbytes' NF4 layer: a codebook as ours, float32 absmax."""
+
+    name = "bitsandbytes"
+    note = "NF4 with float32 scales"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        return _missing("bitsandbytes")
+
+    def unsupported(self, case: KernelCase) -> str | None:
+        """See ``Peer``."""
+        device = torch.device(case.device).type
+        if reason := needs(case, device=device, bits=(4,), dtypes=("bf16", "fp16", "fp32")):
+            return reason
+        sizes = (64, 128, 256, 512, 1024, 2048, 4096)
+        if case.group_size not in sizes:
+            return f"needs groups of {', '.join(map(str, sizes))}, got {case.group_size}"
+        return None
+
+    def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
+        """See ``Peer``."""
+        functional, bnb = import_module("bitsandbytes.functional"), import_module("bitsandbytes.nn")
+        W = torch.randn(case.n, case.k, generator=torch.Generator().manual_seed(0)) / case.k**0.5
+        layer = bnb.Linear4bit(
+            case.k, case.n, bias=False, compute_dtype=case.torch_dtype, quant_type="nf4"
+        )
+        layer.weight = bnb.Params4bit(
+            W.to(case.torch_dtype),
+            requires_grad=False,
+            quant_type="nf4",
+            blocksize=case.group_size,
+            module=layer,
+        )
+        layer = layer.to(case.device).eval()
+        # Before the first call: on a CPU that lays the weight out anew.
+        dequantised = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        nbytes = case.n * case.k // 2 + case.n * case.k // case.group_size * 4
+        layers = [
+            layer,
+            *(copy.deepcopy(layer) for _ in range(copies_of(case, nbytes, copies) - 1)),
+        ]
+        return Prepared(layers, dequantised.to, nbytes, self.name)
+
+
+class GemLite:
+    """gemlite's Triton kernels, tuned by themselves for each m."""
+
+    name = "gemlite"
+    note = "integer grid with zero points; decodes with a rounded multiply-add"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        return _missing("gemlite", gpu=True)
+
+    def unsupported(self, case: KernelCase) -> str | None:
+        """See ``Peer``."""
+        if reason := needs(case, device="cuda", bits=(1, 2, 4, 8), dtypes=("bf16", "fp16")):
+            return reason
+        if case.group_size % 32 or case.n % 32 or case.k % 32:
+            return f"needs n, k and groups in steps of 32, got {case}"
+        return None
+
+    def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
+        """See ``Peer``."""
+        helper = import_module("gemlite.helper")
+        weight = random_integers(case)
+        scale = weight.scale.reshape(-1, 1)
+        zero = torch.full_like(scale, 1 << case.bits - 1)
+        nbytes = case.n * case.k * case.bits // 8 + 2 * scale.nbytes
+        build = helper.A16Wn_HQQ_INT(device=case.device, dtype=case.torch_dtype, W_nbits=case.bits)
+        layers = [
+            build.from_weights(weight.codes.clone(), scale.clone(), zero.clone())
+            for _ in range(copies_of(case, nbytes, copies))
+        ]
+        return Prepared(layers, weight.dequantise, nbytes, self.name, extra_error=GEMLITE_ERROR)
+
+
+class TorchAO:
+    """torchao's int4 weight-only layer in the packing that it recommends for the device."""
+
+    name = "torchao"
+    note = "integer grid with zero points"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        return _missing("torchao")
+
+    def unsupported(self, case: KernelCase) -> str | None:
+        """See ``Peer``."""
+        device = torch.device(case.device).type
+        if reason := needs(case, device=device, bits=(4,), dtypes=("bf16",)):
+            return reason
+        if case.group_size not in (32, 64, 128, 256):
+            return f"needs groups of 32, 64, 128 or 256, got {case.group_size}"
+        return None
+
+    def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
+        """See ``Peer``."""
+        torchao = import_module("torchao.quantization")
+        on_gpu = torch.device(case.device).type == "cuda"
+        config = torchao.Int4WeightOnlyConfig(
+            group_size=case.group_size,
+            int4_packing_format="tile_packed_to_4d" if on_gpu else "opaque",
+            int4_choose_qparams_algorithm="hqq" if on_gpu else "tinygemm",
+            set_inductor_config=False,
+        )
+        layer = nn.Linear(case.k, case.n, bias=False, device=case.device, dtype=case.torch_dtype)
+        torchao.quantize_(layer, config)
+        nbytes = case.n * case.k // 2 + case.n * case.k // case.group_size * 4
+        layers = [
+            layer,
+            *(copy.deepcopy(layer) for _ in range(copies_of(case, nbytes, copies) - 1)),
+        ]
+        return Prepared(layers, partial(decoded, layer, case), nbytes, self.name)
+
+
+class Humming:
+    """Humming's kernels, compiled at first use, with the settings it chooses for each m."""
+
+    name = "humming"
+    note = "integer grid"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        return _missing("humming", gpu=True, package="humming-kernels")
+
+    def unsupported(self, case: KernelCase) -> str | None:
+        """See ``Peer``."""
+        bits = tuple(range(1, 9))
+        return needs(case, device="cuda", bits=bits, dtypes=("bf16", "fp16"))
+
+    def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
+        """See ``Peer``."""
+        humming = import_module("humming.layer")
+        config = {"dtype": f"int{case.bits}", "group_size": case.group_size}
+        nbytes = case.n * case.k * case.bits // 8 + case.n * case.k // case.group_size * 2
+        generator = torch.Generator(case.device).manual_seed(0)
+        W = torch.randn(case.n, case.k, device=case.device, generator=generator) / case.k**0.5
+        layers, dequantised = [], None
+        for _ in range(copies_of(case, nbytes, copies)):
+            layer = humming.HummingLayer(
+                shape_n=case.n,
+                shape_k=case.k,
+                weight_config=dict(config),
+                torch_dtype=case.torch_dtype,
+            ).to(case.device)
+            schema = layer.weight_schema
+            tensors = schema.quant_tensor(W.to(case.torch_dtype), schema, case.torch_dtype)
+            if dequantised is None:
+                dequantised = schema.dequant_tensors(tensors)
+            layer.load_from_tensors(tensors)
+            layer.transform()
+            layers.append(layer)
+        assert dequantised is not None
+        return Prepared(layers, dequantised.to, nbytes, self.name)
+
+
+def decoded(layer: nn.Module, case: KernelCase, dtype: torch.dtype) -> Tensor:
+    """The weight of a layer that cannot tell it: its answers to one-hot x."""
+    rows = []
+    for start in range(0, case.k, 256):
+        x = torch.zeros(
+            min(256, case.k - start), case.k, dtype=case.torch_dtype, device=case.device
+        )
+        x[range(len(x)), range(start, start + len(x))] = 1
+        with torch.inference_mode():
+            rows.append(layer(x).to(dtype))
+    return torch.cat(rows).T.contiguous()
+
+
+def _missing(module: str, *, gpu: bool = False, package: str | None = None) -> str | None:
+    if gpu and not torch.cuda.is_available():
+        return "needs an NVIDIA GPU: torch finds none"
+    # Found, not imported: importing some takes seconds and prints.
+    return None if util.find_spec(module) else f"pip install {package or module}"

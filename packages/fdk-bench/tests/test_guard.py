@@ -1,0 +1,105 @@
+"""Runs compared as ratios to their floors; noise is told from change."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fdk_bench.cli import app
+from fdk_bench.guard import changes, remember
+
+
+def record(time=2.0, floor=1.0, spread=0.01, **changed):
+    row = {
+        "benchmark": "kernels",
+        "case": {
+            "m": 1,
+            "n": 64,
+            "k": 64,
+            "format": "int4-g64",
+            "dtype": "bf16",
+            "device": "cpu",
+            "backend": "auto",
+        },
+        "values": {"time": time, "floor": floor, "spread": spread, "backend": "cpu"},
+        "error": None,
+        "device": "chip",
+        "threads": 2,
+    }
+    return row | changed
+
+
+def compare(before, after):
+    return list(changes([before], [after]))
+
+
+@pytest.mark.parametrize(
+    ("time", "floor", "slower", "faster"),
+    [
+        (2.0, 1.0, False, False),
+        (4.0, 2.0, False, False),  # a machine that is slow as a whole
+        (2.19, 1.0, False, False),  # within 10 %
+        (2.21, 1.0, True, False),
+        (1.83, 1.0, False, False),
+        (1.80, 1.0, False, True),
+    ],
+)
+def test_change_is_of_the_ratio_to_the_floor(time, floor, slower, faster):
+    (change,) = compare(record(time=1.0, floor=0.5), record(time=time, floor=floor))
+    assert (change.before, change.after) == (2.0, time / floor)
+    assert (change.slower, change.faster) == (slower, faster)
+
+
+def test_spread_of_both_runs_is_noise():
+    # 3 * sqrt(0.03^2 + 0.04^2) = 15 %.
+    (change,) = compare(record(spread=0.03), record(time=2.2, spread=0.04))
+    assert change.noise == pytest.approx(0.15)
+    assert not change.slower
+    (change,) = compare(record(spread=0.03), record(time=2.4, spread=0.04))
+    assert change.slower
+
+
+def test_only_the_same_case_on_the_same_machine_class():
+    assert compare(record(), record(device="other")) == []
+    assert compare(record(), record(threads=1)) == []
+    assert compare(record(), record(case=record()["case"] | {"m": 2})) == []
+    assert compare(record(), record(values=None, error="no")) == []
+    on_gpu = record()["case"] | {"device": "cuda"}
+    assert len(compare(record(case=on_gpu, threads=8), record(case=on_gpu, threads=16))) == 1
+
+
+def test_remember_replaces_and_keeps(tmp_path):
+    path = tmp_path / "bench" / "last.jsonl"
+    remember(path, [record(), record(device="other", time=9.0)])
+    remember(path, [record(time=3.0), record(device="third", values=None, error="no")])
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["device"], r["values"]["time"]) for r in kept] == [("chip", 3.0), ("other", 9.0)]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["guard", *map(str, arguments)])
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_command(tmp_path):
+    last = tmp_path / "last.jsonl"
+    first = run(write(tmp_path / "new.jsonl", record()), "--last", last)
+    assert first.exit_code == 0, first.output
+    assert "0 of 1 cases are in " in first.stdout
+    second = run(write(tmp_path / "new.jsonl", record(time=3.0)), "--last", last, "--no-update")
+    assert second.exit_code == 0
+    assert "SLOWER m1-n64-k64-int4-g64-cpu: 2.00 -> 3.00 times the floor" in second.stdout
+    assert "1 got slower than the noise" in second.stdout
+    third = run(tmp_path / "new.jsonl", "--last", last, "--json")
+    assert json.loads(third.stdout)["slower"] is True
+    assert "0 got slower" in run(tmp_path / "new.jsonl", "--last", last).stdout
+
+
+def test_bad_usage(tmp_path):
+    (tmp_path / "bad").write_text("no\n")
+    assert run(tmp_path / "bad").exit_code == 2
+    assert run(tmp_path / "absent").exit_code == 2

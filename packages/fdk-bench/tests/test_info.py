@@ -1,0 +1,67 @@
+"""What `fdk-bench info` tells of this machine."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import fdk_formats
+from fdk_bench.cli import app
+from fdk_bench.machine import caches, cold_bytes
+from fdk_bench.support import machine, sampled_formats, supports
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["info", *map(str, arguments)])
+
+
+def test_json():
+    done = run("--json", "--format", "int4,affine3-g32", "-g", "row")
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["machine"]["cores"] >= 1
+    assert record["versions"]["fdk_formats"] == fdk_formats.__version__
+    assert set(record["peers"]) >= {"tinygemm", "llama.cpp", "torch.compile"}
+    on_cpu = [s for s in record["supports"] if s["device"] == "cpu"]
+    assert [s["format"] for s in on_cpu] == ["int4-row", "affine3-g32"]
+    for support in on_cpu:
+        reason = support["reasons"]["reference"]
+        assert reason == 'chosen by name only: backend="reference"'
+        assert support["chosen"] == ("cpu" if "cpu" in fdk_formats.all_backends() else None)
+
+
+def test_table():
+    done = run("--format", "int4-g48")
+    assert done.exit_code == 0
+    assert machine().cpu in done.stdout
+    assert "k must be a positive multiple of 48, got k=4096" in done.stdout
+    assert "peers for compare: " in done.stdout
+
+
+def test_every_backend_is_chosen_or_has_a_reason():
+    for support in supports(["custom4-g64", "affine4-g64"], 256, 256, "bf16", ["cpu"]):
+        named = {*support.reasons, support.chosen} - {None}
+        taking = set(fdk_formats.all_backends()) - set(support.reasons)
+        assert named | taking == set(fdk_formats.all_backends())
+
+
+def test_sampled_formats():
+    formats = sampled_formats("32")
+    assert len(formats) == 24
+    assert {"custom8-g32", "int1-g32", "affine5-g32"} <= set(formats)
+
+
+def test_cold_bytes_are_more_than_the_caches_hold():
+    assert cold_bytes("cpu") >= 2 * max(caches().values(), default=0)
+    assert cold_bytes("cpu") >= 192 << 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--format", "int9"], "int9"), (["--dtype", "fp8"], "fp8"), (["-k", "0"], "-k")],
+)
+def test_bad_usage(arguments, said, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr

@@ -1,0 +1,365 @@
+"""Kernels measured on tiny shapes: rows, checks, speed-ups, the command line."""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from typer.testing import CliRunner
+
+from fdk_bench import kernels
+from fdk_bench.cases import KernelCase
+from fdk_bench.cli import app
+from fdk_bench.floor import CpuFloor
+from fdk_bench.kernel_tables import cells_of, seconds_text
+from fdk_bench.kernels import KernelRun, KernelValues, absent, compare, measure
+from fdk_bench.peers import PEERS, Dense, Prepared, WrongAnswerError, check, peers_named
+from fdk_bench.peers.dense import CompiledReference, Ours
+from fdk_bench.records import Row
+
+TINY = ("-n", "32", "-k", "64", "--copies", "2", "--inner-reps", "1", "--outer-reps", "2")
+# The backend that is always there: wheels of fdk-bench are tested without the others.
+DEVICE = ("--device", "cpu", "--backend", "reference")
+
+
+def tiny_run(**changes):
+    run = KernelRun(
+        shapes=[(32, 64)],
+        ms=[1, 3],
+        formats=["bf16", "custom4-g32"],
+        dtype="bf16",
+        device="cpu",
+        backends=["reference"],
+        copies=2,
+        inner=1,
+        outer=2,
+    )
+    return replace(run, **changes)
+
+
+def run(*arguments, command="kernels"):
+    return CliRunner().invoke(app, [command, *map(str, arguments)])
+
+
+def records(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_values():
+    rows = list(measure(tiny_run()))
+    assert [str(row.case) for row in rows] == [
+        "m1-n32-k64-bf16-bf16-cpu-torch",
+        "m1-n32-k64-custom4-g32-bf16-cpu-reference",
+        "m3-n32-k64-bf16-bf16-cpu-torch",
+        "m3-n32-k64-custom4-g32-bf16-cpu-reference",
+    ]
+    dense, quantised = rows[2].values, rows[3].values
+    assert (dense.weight_bytes, dense.bits_per_weight) == (32 * 64 * 2, 16)
+    # Codes 32 * 32, scales 32 * 2 * 2, codebook 16 * 4; x 3 * 64 and y 3 * 32 of 2 bytes.
+    assert quantised.weight_bytes == 1024 + 128 + 64
+    assert quantised.bytes == 1216 + 3 * (64 + 32) * 2
+    assert quantised.bits_per_weight == 4.5
+    assert quantised.operations == 2 * 3 * 32 * 64
+    assert (quantised.backend, quantised.copies, quantised.samples) == ("reference", 2, 2)
+    assert (quantised.method, quantised.eager_time) == ("calls", None)
+    for values in (dense, quantised):
+        assert values.bandwidth == pytest.approx(values.bytes / values.time)
+        assert values.throughput == pytest.approx(values.operations / values.time)
+        assert values.floor_share == pytest.approx(values.floor / values.time)
+        assert 0 < values.time_min <= values.time
+        assert 1e-4 < values.error < 1e-2  # bf16 rounds y
+    assert quantised.speedup_16 == pytest.approx(dense.time / quantised.time)
+    assert dense.speedup_16 is quantised.best_peer is None
+
+
+def values_of(time):
+    return KernelValues("b", 4, 1, 1, 1, 0, time, time, 0, 1, "calls", None, 1, 1, 1, 1, 1)
+
+
+def test_compare():
+    base = KernelCase(1, 8, 64, "int4-g64", "bf16", "cpu", "auto")
+    rows = [
+        Row(replace(base, format="bf16", backend="torch"), values_of(12.0)),
+        Row(base, values_of(2.0)),
+        Row(replace(base, backend="slow"), values_of(8.0)),
+        Row(replace(base, backend="fast"), values_of(3.0)),
+        Row(replace(base, backend="fast", format="int2-g64"), values_of(1.0)),
+        Row(replace(base, backend="fast", format="int4-g32"), values_of(1.0)),
+        Row(replace(base, backend="broken"), error="no"),
+    ]
+    compared = compare(rows, {"slow", "fast", "broken"})
+    found = [row.values and (row.values.speedup_16, row.values.best_peer) for row in compared]
+    # Peers at other bits or group sizes play no part, and nobody is his own peer.
+    alone = (12.0, None)
+    expected = [(None, None), (6.0, "fast"), (1.5, "fast"), (4.0, "slow"), alone, alone, None]
+    assert found == expected
+    assert compared[1].values.speedup_peer == 1.5
+    assert compared[3].values.speedup_peer == 8 / 3
+
+
+class Wrong:
+    """A contender that computes with a weight that is not its own."""
+
+    name, note = "wrong", ""
+
+    def missing(self):
+        return None
+
+    def unsupported(self, case):
+        return None
+
+    def prepare(self, case, copies=None):
+        W = torch.randn(case.n, case.k, generator=torch.Generator().manual_seed(1)).bfloat16()
+        off = W.clone()
+        off[3, 5] += 8
+        return Prepared([lambda x: linear(x, off)], W.to, W.nbytes, "wrong")
+
+
+def test_wrong_answer_is_not_timed():
+    rows = list(measure(tiny_run(peers=[Wrong()])))
+    wrong = [row for row in rows if row.case.backend == "wrong"]
+    assert [row.case.m for row in wrong] == [1, 3]
+    for row in wrong:
+        assert row.values is None
+        assert row.error.startswith("WrongAnswerError: wrong answer at m=")
+    assert sum(row.values is not None for row in rows) == 4
+
+
+def test_check_refuses_another_shape():
+    case = KernelCase(1, 32, 64, "bf16", "bf16", "cpu", "torch")
+    right = Dense().prepare(case, 1)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert check(right, [x])[0] < 3e-3
+    cut = replace(right, calls=[lambda x: linear(x, right.weight(x.dtype))[:, :-1]])
+    with pytest.raises(WrongAnswerError, match=r"y must be \[2, 32\], got \[2, 31\]"):
+        check(cut, [x])
+
+
+def test_check_sees_an_output_that_is_not_written():
+    case = KernelCase(1, 32, 64, "bf16", "bf16", "cpu", "torch")
+    right = Dense().prepare(case, 1)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    answers = [right.calls[0](x)]
+
+    def leaves_the_last_column(x):
+        y = torch.empty(2, 32, dtype=x.dtype)
+        if y[0, -1].isnan():  # what memory held before may be the answer to the same question
+            y[:, :-1] = answers[0][:, :-1]
+            return y
+        return answers[0].clone()
+
+    with pytest.raises(WrongAnswerError, match="error inf"):
+        check(replace(right, calls=[leaves_the_last_column]), [x])
+
+
+def test_failing_case_is_a_row():
+    rows = list(measure(tiny_run(formats=["bf16", "int4-g48", "int4-g64"])))
+    failed = [row for row in rows if row.values is None]
+    assert [(row.case.format, row.case.m) for row in failed] == [("int4-g48", 1), ("int4-g48", 3)]
+    assert all("k must be a positive multiple of 48, got k=64" in row.error for row in failed)
+    assert len(rows) == 6
+
+
+def test_copies_are_of_their_own():
+    case = KernelCase(1, 32, 64, "custom4-g32", "bf16", "cpu", "reference")
+    prepared = Ours().prepare(case, 3)
+    assert len({layout.packed.data_ptr() for layout in prepared.calls}) == 3
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    first, *others = [layout(x) for layout in prepared.calls]
+    assert all(torch.equal(first, y) for y in others)
+
+
+def test_include_and_exclude():
+    assert tiny_run().count() == 4
+    assert tiny_run(include="m3-.*custom4").count() == 1
+    assert tiny_run(exclude="custom").count() == 2
+
+
+def test_floor_is_bytes_over_a_measured_rate(monkeypatch):
+    floor = CpuFloor()
+    floor.probe()
+    assert floor.seconds(2_000_000) == pytest.approx(2 * floor.seconds(1_000_000))
+    # Between 0.2 and 2000 GB/s, whatever this runs on.
+    assert 0.2e9 < 1 / floor.seconds(1) < 2e12
+    monkeypatch.setattr(floor, "_rates", [1e9, 2e9, 4e9])
+    assert floor.seconds(10**9) == 0.5
+
+
+# torch's compiler calls what torch itself deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("k", [64, 256])
+def test_peer_gives_the_right_answer(peer, k):
+    case = KernelCase(3, 64, k, "custom4-g64", "bf16", "cpu", peer.name)
+    if reason := peer.missing() or peer.unsupported(case):
+        pytest.skip(f"{peer.name}: {reason}")
+    prepared = peer.prepare(case, 2)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(m, k, generator=generator).bfloat16() for m in (1, 3)]
+    with torch.inference_mode():
+        assert all(error < 2e-2 for error in check(prepared, inputs))
+        assert torch.equal(prepared.calls[0](inputs[1]), prepared.calls[1](inputs[1]))
+    # 4 bits and 16 to 32 of scale and zero point for 64 weights.
+    assert 4.25 <= (prepared.nbytes - prepared.codebook_bytes) * 8 / (64 * k) <= 4.5
+
+
+# See above.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
+    compiled, compile = set(), torch.compile
+
+    def backend(module, inputs):  # runs it as it is: no compiler is needed
+        x = next(t for t in inputs if t.dtype == torch.bfloat16 and t.shape[-1] == k)
+        compiled.add((x.shape[0], k, bits))
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
+    peer = CompiledReference()
+    with torch.inference_mode():
+        for k, bits in itertools.product((64, 128), (4, 2, 1)):
+            case = KernelCase(1, 32, k, f"custom{bits}-g64", "bf16", "cpu", peer.name)
+            call = peer.prepare(case, 1).calls[0]
+            for m in (1, 2, 3):
+                call(torch.ones(m, k).bfloat16())
+    torch._dynamo.reset()
+    assert compiled == set(itertools.product((1, 2, 3), (64, 128), (4, 2, 1)))
+
+
+def test_peers_say_what_they_do_not_take():
+    case = KernelCase(1, 64, 64, "custom3-g64", "bf16", "cpu", "")
+    reasons = {peer.name: peer.unsupported(case) for peer in PEERS}
+    assert reasons["int4pack"] == "needs 4 bits, got custom3-g64"
+    assert reasons["tinygemm"] == "needs cuda, got cpu"
+    missing = absent(tiny_run(peers=PEERS, formats=["bf16", "custom3-g64"]))
+    assert missing["int4pack"] == "needs 4 bits, got custom3-g64"
+
+
+def test_peers_named():
+    assert [peer.name for peer in peers_named(["int4pack", "tinygemm", "int4pack"])] == [
+        "int4pack",
+        "tinygemm",
+    ]
+    assert peers_named(["all"]) == list(PEERS)
+    assert peers_named(["none"]) == []
+    with pytest.raises(ValueError, match=r"wanted all, none or .*; got nobody"):
+        peers_named(["nobody"])
+
+
+# Command line
+
+
+def test_outputs(tmp_path):
+    done = run(*TINY, *DEVICE, "-m", "1,2", "-b", "16", "-b", "4,1", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    rows = records((tmp_path / "kernels.jsonl").read_text())
+    assert [(r["case"]["m"], r["case"]["format"]) for r in rows] == [
+        (m, format) for m in (1, 2) for format in ("bf16", "custom4-g64", "custom1-g64")
+    ]
+    for r in rows:
+        assert KernelCase(**r["case"]).k == 64
+        assert KernelValues(**r["values"]).samples == 2
+        assert r["versions"]["torch"] == torch.__version__
+        assert (r["benchmark"], r["error"], bool(r["device"])) == ("kernels", None, True)
+        assert "GOMP_SPINCOUNT" in r["environment"] or "OMP_PROC_BIND" in r["environment"]
+    assert "32 x 64, 1" in done.stdout
+    for line in (tmp_path / "kernels.md").read_text().splitlines()[:8]:
+        assert line.startswith("| ")
+    time = seconds_text(rows[2]["values"]["time"])
+    assert f"| {time} |" in (tmp_path / "kernels.md").read_text()
+    assert time in done.stdout
+
+
+def test_json(tmp_path):
+    done = run(*TINY, *DEVICE, "-m", "1", "-b", "16,4", "--json", "--out", tmp_path)
+    assert done.exit_code == 0
+    assert done.stdout == (tmp_path / "kernels.jsonl").read_text()
+    assert len(records(done.stdout)) == 2
+
+
+def test_failed_row(tmp_path):
+    formats = ("--format", "int4-g48,int4-g64")
+    done = run(*TINY, *DEVICE, "-m", "1", *formats, "-b", "16", "--out", tmp_path)
+    assert done.exit_code == 1
+    errors = [r["error"] for r in records((tmp_path / "kernels.jsonl").read_text())]
+    assert sum(error is not None for error in errors) == 1
+    assert "int4-g48" in done.stdout
+    assert "failed: " in done.stdout
+
+
+def test_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
+    measured = kernels._measure_turns
+
+    def interrupted(run, floor, x, ready):
+        if x.shape[0] == 2:
+            raise KeyboardInterrupt
+        return measured(run, floor, x, ready)
+
+    monkeypatch.setattr(kernels, "_measure_turns", interrupted)
+    done = run(*TINY, *DEVICE, "-m", "1,2,3", "-b", "16,4", "--out", tmp_path)
+    assert done.exit_code == 130
+    assert [r["case"]["m"] for r in records((tmp_path / "kernels.jsonl").read_text())] == [1, 1]
+    assert "Interrupted after 2 of 6 rows" in done.stdout
+    assert (tmp_path / "kernels.md").read_text().count("\n| 32 x 64") == 2
+
+
+def test_compare_command_names_who_is_absent(tmp_path):
+    peers = ("--against", "int4pack,tinygemm")
+    done = run(*TINY, *DEVICE, "-m", "1", *peers, "--out", tmp_path, command="compare")
+    assert done.exit_code == 0, done.output
+    rows = records((tmp_path / "compare.jsonl").read_text())
+    assert [r["case"]["backend"] for r in rows] == ["torch", "reference", "int4pack"]
+    assert rows[1]["values"]["best_peer"] == "int4pack"
+    assert rows[2]["values"]["bits_per_weight"] == 4.5
+    assert "not measured: tinygemm: needs " in done.stdout
+    assert "int4pack: integer grid with zero points" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-m", "0"], "-m: wanted whole numbers from 1"),
+        (["-k", "64,x"], "got 'x'"),
+        (["--format", "int9"], "int9"),
+        (["--dtype", "fp8"], "wanted one of bf16, fp16, fp32"),
+        (["--device", "tpu"], "wanted cpu or cuda"),
+        (["--backend", "absent"], "wanted one of auto"),
+        (["--against", "nobody"], "got nobody"),
+        (["--shapes", "llama-9b"], "llama-9b"),
+        (["--include", "("], "wanted a regular expression"),
+        (["--include", "nothing"], "leave no case"),
+        (["--group-size", "x"], "custom"),
+    ],
+)
+def test_bad_usage(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    done = run(*DEVICE, *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from fdk_bench.cli import app\n"
+        "for command in (['kernels'], ['compare'], []):\n"
+        "    done = CliRunner().invoke(app, [*command, '--help'])\n"
+        "    assert done.exit_code == 0, done.output\n"
+        "assert not {'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_cells_of_a_failed_row():
+    row = Row(KernelCase(1, 8, 8, "int4-g64", "bf16", "cpu", "auto"), error="ValueError: no")
+    assert cells_of(row)["time"] == "failed"
+
+
+def test_seconds_text():
+    texts = [seconds_text(s) for s in (9.87e-6, 0.00123, 2.5, 1.234e-4)]
+    assert texts == ["9.87 us", "1.23 ms", "2.5 s", "123 us"]

@@ -1,0 +1,433 @@
+"""Whole models: the llama against transformers', bytes by hand, the measurement, the command."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from fdk_bench import decoding
+from fdk_bench.cli import app
+from fdk_bench.decoding import (
+    ModelCase,
+    ModelRun,
+    ModelValues,
+    Step,
+    build_llama,
+    check_layer,
+    first_tokens,
+    measure,
+    measure_case,
+)
+from fdk_bench.hf_decoding import HfDecoder, build_hf, perplexity_of, stored_bytes
+from fdk_bench.llama import SIZES, Llama, LlamaSize
+from fdk_bench.peers import WrongAnswerError
+from fdk_bench.weights import random_weight
+from fdk_formats import Format, QuantisedLinear, quantise_model
+
+SMALL = LlamaSize(dim=64, layers=2, heads=4, kv_heads=2, ffn=128, vocabulary=40)
+
+
+def case_of(format="custom4-g64", **changes):
+    case = ModelCase("tiny", 1, format, "reference", "bf16", "cpu", "lm_head", 6, 3, False)
+    return replace(case, **changes)
+
+
+def plain_linear(name, n, k):
+    layer = nn.Linear(k, n, bias=False)
+    layer.weight.data.normal_(std=k**-0.5)
+    return layer.requires_grad_(False)
+
+
+def small_llama(fused=True):
+    torch.manual_seed(0)
+    llama = Llama(SMALL, plain_linear, device="cpu", dtype=torch.float32, fused=fused)
+    llama.prepare(2, 64)
+    return llama
+
+
+def hf_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=SMALL.vocabulary,
+        hidden_size=SMALL.dim,
+        intermediate_size=SMALL.ffn,
+        num_hidden_layers=SMALL.layers,
+        num_attention_heads=SMALL.heads,
+        num_key_value_heads=SMALL.kv_heads,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tmp_path_factory):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("llama")
+    hf_model().save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+# The llama
+
+
+@pytest.mark.parametrize(
+    ("size", "linear", "parameters"),
+    [("4b", 3.095e9, 3.884e9), ("12b", 10.469e9, 11.520e9), ("31b", 29.067e9, 30.643e9)],
+)
+def test_sizes_are_those_of_the_paper(size, linear, parameters):
+    assert SIZES[size].linear_parameters == pytest.approx(linear, rel=2e-4)
+    assert SIZES[size].parameters == pytest.approx(parameters, rel=2e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(fused):
+    hf, ours = hf_model(), small_llama(fused)
+    ours.embedding.data = hf.model.embed_tokens.weight
+    ours.norm.weight.data, ours.lm_head.weight.data = hf.model.norm.weight, hf.lm_head.weight
+    for block, layer in zip(ours.blocks, hf.model.layers, strict=True):
+        block.o.weight.data, block.down.weight.data = (
+            layer.self_attn.o_proj.weight,
+            layer.mlp.down_proj.weight,
+        )
+        qkv = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
+        gate_up = [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]
+        for module, weights in ((block.qkv, qkv), (block.gate_up, gate_up)):
+            if fused:
+                module.weight.data = torch.cat(weights)
+            else:
+                for part, weight in zip(module.layers, weights, strict=True):
+                    part.weight.data = weight
+    tokens = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = hf(tokens).logits[:, -1]
+    torch.testing.assert_close(ours(tokens, torch.arange(9)), expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("few", [0, 64])
+@torch.inference_mode()
+def test_steps_continue_a_prompt(few, monkeypatch):
+    monkeypatch.setattr("fdk_bench.llama.FEW_HEADS", few)
+    llama = small_llama()
+    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = llama(tokens, torch.arange(12))
+    llama.prepare(2, 64)
+    llama(tokens[:, :8], torch.arange(8))
+    for i in range(8, 12):
+        last = llama(tokens[:, i : i + 1], torch.tensor([i]))
+    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_step_moves_on_and_warming_up_does_not():
+    llama = small_llama()
+    prompt = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(2))
+    expected = prompt
+    for _ in range(4):  # greedy, without a cache
+        following = llama(expected, torch.arange(expected.shape[1])).argmax(-1, keepdim=True)
+        expected = torch.cat((expected, following), dim=1)
+    llama.prepare(2, 64)
+    step = Step(llama, first_tokens(llama, prompt), 5)
+    step.warm_up()
+    found = [step.tokens.clone()]
+    for _ in range(3):
+        step()
+        found.append(step.tokens.clone())
+    assert torch.equal(torch.cat(found, dim=1), expected[:, 5:])
+    assert step.position.item() == 8
+
+
+# Measuring
+
+
+def test_bytes():
+    # tiny: a block has q, o [128, 128], k, v [64, 128], gate, up [256, 128] and down [128, 256]:
+    # 147456 weights, twice; head and embedding [512, 128]; 5 norms of 128.
+    dense = build_llama(case_of("bf16"), [1])
+    assert dense.weight_bytes == 2 * (2 * 147456 + 65536 + 5 * 128)
+    assert dense.stored_bytes == dense.weight_bytes + 2 * 65536
+    assert dense.parameters == 2 * 147456 + 2 * 65536 + 5 * 128
+    assert (dense.bits_per_weight, dense.backends) == (16, "torch")
+    # Half a byte and 2 / 64 bytes of scale each; 8 codebooks of 64 bytes, 14 where not fused.
+    quantised = build_llama(case_of(), [1])
+    stored = 2 * 147456 // 2 + 2 * 147456 // 32 + 8 * 64
+    assert quantised.weight_bytes == stored + 2 * (65536 + 5 * 128)
+    assert (quantised.bits_per_weight, quantised.backends) == (4.25, "reference")
+    apart = build_llama(case_of(fused=False), [1])
+    assert apart.weight_bytes == quantised.weight_bytes + 6 * 64
+
+
+def test_skip():
+    everything = build_llama(case_of(skip=""), [1])
+    # The head too: 16 bits less 4.25 of 65536 weights, and one codebook more.
+    less = build_llama(case_of(), [1]).weight_bytes - everything.weight_bytes
+    assert less == 65536 * (2 - 4.25 / 8) - 64
+
+
+def test_measure_case():
+    values = measure_case(case_of(batch=2), build_llama(case_of(), [2]), 1e9, 5.0)
+    # 2 layers, keys and values, 2 sequences of 2 heads, 64 places of 32 channels, 2 bytes.
+    assert values.cache_bytes == 2 * 2 * 2 * 2 * 64 * 32 * 2
+    assert values.floor == values.weight_bytes / 1e9
+    assert values.floor_share == pytest.approx(values.floor / values.step_time)
+    assert values.tokens_per_second == pytest.approx(2 / values.step_time)
+    assert 0 < values.step_time_min <= values.step_time
+    assert values.first_token_time > 0
+    assert (values.memory, values.graph, values.build_seconds) == (None, False, 5.0)
+
+
+def test_wrong_layer_is_refused():
+    q = random_weight(Format.parse("int4-g64"), 32, 64, "cpu")
+    other = random_weight(Format.parse("int4-g64"), 32, 64, "cpu", seed=1)
+    layer = QuantisedLinear.from_quantised(other, backend="reference")
+    with pytest.raises(WrongAnswerError, match="not timed"):
+        check_layer(layer, q, case_of(), [1, 4])
+
+
+def run_of(**changes):
+    run = ModelRun(
+        models=["tiny"],
+        formats=["bf16", "int4-g64"],
+        batches=[1, 2],
+        backend="reference",
+        dtype="bf16",
+        device="cpu",
+        skip="lm_head",
+        context=4,
+        reps=2,
+        compiled=False,
+    )
+    return replace(run, **changes)
+
+
+def test_rows_and_speedups(monkeypatch):
+    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    rows = list(measure(run_of(), build_llama))
+    assert [(r.case.format, r.case.batch) for r in rows] == [
+        ("bf16", 1),
+        ("bf16", 2),
+        ("int4-g64", 1),
+        ("int4-g64", 2),
+    ]
+    assert [r.case.backend for r in rows] == ["torch", "torch", "reference", "reference"]
+    for dense, quantised in zip(rows[:2], rows[2:], strict=True):
+        ratio = quantised.values.tokens_per_second / dense.values.tokens_per_second
+        assert quantised.values.speedup_16 == pytest.approx(ratio)
+        assert dense.values.speedup_16 is None
+
+
+def test_failing_model_is_rows(monkeypatch):
+    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    rows = list(measure(run_of(formats=["int4-g48", "int4-g64"]), build_llama))
+    assert [r.values is None for r in rows] == [True, True, False, False]
+    assert "k must be a positive multiple of 48, got k=128" in rows[0].error
+
+
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
+# torch's compiler calls what torch itself deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.inference_mode()
+def test_compiled_model_gives_the_same_tokens():
+    llama = small_llama()
+    prompt = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(2))
+    plain = llama(prompt, torch.arange(5))
+    llama.prepare(2, 64)
+    llama.compile_blocks()
+    torch.testing.assert_close(llama(prompt, torch.arange(5)), plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What torch.compile was given, run as it is: no compiler is needed."""
+    found, compile = [], torch.compile
+
+    def backend(module, inputs):
+        found.append(module)
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
+    yield found
+    torch._dynamo.reset()
+
+
+# torch's compiler calls what torch itself deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_many_batch_sizes_are_compiled(graphs, monkeypatch):
+    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    run = run_of(formats=["bf16"], batches=[1, 2, 3, 4, 5], compiled=True)
+    assert [row.error for row in measure(run, build_llama)] == [None] * 5
+    assert len(graphs) == 10  # prompt and step of each; the blocks share them
+
+
+# Real models
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_hf_is_compiled_as_a_whole(graphs, hf_folder, monkeypatch):
+    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    batches = [1, 2, 3, 4, 5]
+    changes = {"models": [str(hf_folder)], "dtype": "fp32", "batches": batches, "reps": 12}
+    run = run_of(formats=["int4-g32"], compiled=True, **changes)
+    assert [row.error for row in measure(run, build_hf)] == [None] * 5
+    assert len(graphs) == 10
+
+
+@torch.inference_mode()
+def test_hf_steps_continue_a_prompt():
+    model = hf_model()
+    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = model(tokens).logits[:, -1]
+    decoder = HfDecoder(model)
+    decoder.prepare(2, 64)
+    decoder(tokens[:, :8], torch.arange(8))
+    for i in range(8, 12):
+        last = decoder(tokens[:, i : i + 1], torch.tensor([i]))
+    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
+    # 2 layers, keys and values, 2 sequences of 2 heads, 64 places of 16 channels, 4 bytes.
+    assert decoder.cache_bytes == 2 * 2 * 2 * 2 * 64 * 16 * 4
+
+
+def test_hf_bytes(hf_folder):
+    # A block has q, o [64, 64], k, v [32, 64], gate, up, down [128, 64]: 36864 weights.
+    linear, norms, table = 2 * 36864, 5 * 64, 40 * 64
+    dense = build_hf(case_of("fp32", model=str(hf_folder), dtype="fp32"), [1])
+    assert dense.stored_bytes == 4 * (linear + norms + 2 * table)
+    assert dense.weight_bytes == 4 * (linear + norms + table)
+    quantised = build_hf(case_of("int4-g32", model=str(hf_folder), dtype="fp32"), [1])
+    codes = linear // 2 + linear // 32 * 2 + 14 * 64
+    assert quantised.weight_bytes == codes + 4 * (norms + table)
+    assert (quantised.bits_per_weight, quantised.backends) == (4.5, "reference")
+
+
+def test_perplexity_of_a_uniform_model_is_its_vocabulary():
+    class Uniform(nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids):
+            logits = torch.zeros(*input_ids.shape, 40)
+            return type("Output", (), {"logits": logits})
+
+    assert perplexity_of(Uniform(), torch.arange(30)) == pytest.approx(40)
+    with pytest.raises(ValueError, match="at least two tokens"):
+        perplexity_of(Uniform(), torch.arange(1))
+
+
+def test_stored_bytes_counts_tied_weights_once():
+    from transformers import LlamaForCausalLM
+
+    config = hf_model().config
+    config.tie_word_embeddings = True
+    tied = LlamaForCausalLM(config)
+    assert stored_bytes(tied) == 4 * (2 * 36864 + 5 * 64 + 40 * 64)
+    # The head stays: its weight is the embedding's.
+    left = stored_bytes(quantise_model(tied, "int4-g32", None, backend="reference"))
+    assert left == 36864 + 2 * 36864 // 32 * 2 + 14 * 64 + 4 * (5 * 64 + 40 * 64)
+
+
+# Command line
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["models", "--device", "cpu", *map(str, arguments)])
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    return ("--no-compile", "--reps", "2", "--context", "4", "--backend", "reference")
+
+
+def test_outputs(quick, tmp_path):
+    done = run(*quick, "-b", "16,4", "--batch-size", "1,2", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "models.jsonl").read_text().splitlines()]
+    assert [(r["case"]["format"], r["case"]["batch"]) for r in rows] == [
+        ("bf16", 1),
+        ("bf16", 2),
+        ("custom4-g64", 1),
+        ("custom4-g64", 2),
+    ]
+    for r in rows:
+        assert ModelCase(**r["case"]).model == "tiny"
+        assert ModelValues(**r["values"]).parameters == SIZES["tiny"].parameters
+        assert r["versions"]["torch"] == torch.__version__
+    rate = f"{rows[3]['values']['tokens_per_second']:.1f}"
+    assert rate in done.stdout
+    assert f"| {rate} |" in (tmp_path / "models.md").read_text()
+
+
+def test_json_and_real_model(quick, hf_folder, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("w1 w2 w3 w4 w5 w6 w7 w8")
+    arguments = ("--model", hf_folder, "-b", "16,8", "--text", text, "--json", "--dtype", "fp32")
+    done = run(*quick, *arguments, "--format", "int", "-g", "32", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    plain, quantised = (r["values"]["perplexity"] for r in rows)
+    assert [r["case"]["format"] for r in rows] == ["fp32", "int8-g32"]
+    # A model that nobody trained knows less than nothing of the text; 8 bits change little.
+    assert plain > 20
+    assert quantised == pytest.approx(plain, rel=0.1)
+    assert quantised != plain
+
+
+def test_failed_row(quick, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = run(*quick, "--size", empty, "-b", "4", "--out", tmp_path)
+    assert done.exit_code == 1
+    assert f"{empty}-b1-custom4-g64-reference-cpu failed: " in done.stdout
+    assert json.loads((tmp_path / "models.jsonl").read_text())["values"] is None
+
+
+def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
+    measured = decoding.measure_case
+
+    def interrupted(case, *rest):
+        if case.batch == 2:
+            raise KeyboardInterrupt
+        return measured(case, *rest)
+
+    monkeypatch.setattr(decoding, "measure_case", interrupted)
+    done = run(*quick, "-b", "16", "--batch-size", "1,2", "--out", tmp_path)
+    assert done.exit_code == 130
+    assert len((tmp_path / "models.jsonl").read_text().splitlines()) == 1
+    assert "Interrupted after 1 of 2 rows" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch-size", "0"], "wanted whole numbers"),
+        (["--bits", "12"], "got 12"),
+        (["--skip", "("], "wanted a regular expression"),
+        (["--backend", "absent"], "wanted one of auto"),
+        (["--text", "no-such-file"], "found none at no-such-file"),
+        (["--device", "cuda:x"], "wanted cpu or cuda"),
+    ],
+)
+def test_bad_usage(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,297 @@
+"""Figures and the report from rows made by hand; the report in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+
+import matplotlib.image
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fdk_bench.charts import allowed_speedup, figures, name
+from fdk_bench.cli import app
+from fdk_bench.results import ResultsError, kernel_frame, model_frame, read_records
+
+FACTS = {
+    "started": "2026-11-20T00:00:00+00:00",
+    "command": "fdk-bench kernels -k '<64>'",
+    "commit": None,
+    "device": "a chip & more",
+    "threads": 2,
+    "platform": "p",
+    "versions": {"torch": "2"},
+    "environment": {},
+}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def kernel(format="int4-g64", m=1, size=64, time=2e-6, by="auto", benchmark="kernels", **values):
+    weight = size * size * (2 if format == "bf16" else 0.53125)
+    nbytes = weight + m * 4 * size
+    return FACTS | {
+        "benchmark": benchmark,
+        "error": None,
+        "case": {
+            "m": m,
+            "n": size,
+            "k": size,
+            "format": format,
+            "dtype": "bf16",
+            "device": "cpu",
+            "backend": by,
+        },
+        "values": {
+            "backend": by,
+            "bits_per_weight": 16 if format == "bf16" else 4.25,
+            "weight_bytes": weight,
+            "bytes": nbytes,
+            "operations": 2 * m * size * size,
+            "time": time,
+            "spread": 0.1,
+            "bandwidth": nbytes / time,
+            "throughput": 2 * m * size * size / time,
+            "floor": nbytes / 1e10,
+            "floor_share": 0.5,
+            "speedup_16": None if format == "bf16" else 2.0,
+            "speedup_peer": None,
+        }
+        | values,
+    }
+
+
+def model(format="int4-g64", batch=1, parameters=4_000_000_000, **values):
+    return FACTS | {
+        "benchmark": "models",
+        "error": None,
+        "case": {
+            "model": f"{parameters / 1e9:g}b",
+            "batch": batch,
+            "format": format,
+            "backend": "auto",
+            "dtype": "bf16",
+        },
+        "values": {
+            "backends": "cpu",
+            "parameters": parameters,
+            "tokens_per_second": 50.0 * batch,
+            "floor": 0.01,
+            "floor_share": 0.5,
+            "speedup_16": None,
+        }
+        | values,
+    }
+
+
+def failed():
+    return kernel() | {"values": None, "error": "ValueError: <no>"}
+
+
+def rows():
+    shapes = [
+        kernel(format, m, size)
+        for size in (64, 128)
+        for m in (1, 16)
+        for format in ("bf16", "int4-g64", "int1-g64")
+    ]
+    models = [model(f, b, p) for f in ("bf16", "int4-g64") for b in (1, 4) for p in (4e9, 12e9)]
+    return [*shapes, kernel(by="peer"), failed(), *models]
+
+
+def write(path, records):
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plot", *map(str, arguments)])
+
+
+def test_last_row_of_a_case_counts():
+    frame = kernel_frame([kernel(time=2e-6), kernel(time=3e-6), failed(), model()])
+    assert list(frame["us"]) == [pytest.approx(3)]
+    assert frame["bits"].iloc[0] == 4
+    assert list(model_frame([kernel(), model(), model()])["tokens_per_second"]) == [50.0]
+
+
+def test_threads_of_a_cpu_are_of_the_case():
+    more = {"threads": 8}
+    assert list(kernel_frame([kernel(), kernel() | more])["threads"]) == [2, 8]
+    assert list(model_frame([model(), model() | more])["threads"]) == [2, 8]
+    of_gpu = [kernel(), kernel() | more]
+    for row in of_gpu:
+        row["case"]["device"] = "cuda"
+    assert len(kernel_frame(of_gpu)) == 1
+
+
+def test_rows_of_a_device():
+    case = {
+        "op": "linear",
+        "backend": "cpu",
+        "instruction_set": "neon",
+        "format": "custom4-g64",
+        "m": 2,
+        "n": 256,
+        "k": 256,
+        "dtype": "bf16",
+    }
+    values = {
+        "nbytes": 34816,
+        "min_us": 3,
+        "median_us": 4,
+        "gb_s": 8.704,
+        "read_gb_s": 17.408,
+        "nrmse": 0,
+        "runs": 824,
+    }
+    record = FACTS | {"benchmark": "kernels", "error": None, "case": case, "values": values}
+    row = kernel_frame([record]).iloc[0]
+    assert (row["by"], row["bits"], row["us"]) == ("cpu neon", 4, pytest.approx(4))
+    assert row["floor_us"] == pytest.approx(2)
+    assert row["floor_share"] == pytest.approx(0.5)
+    assert row["bandwidth"] == pytest.approx(8.704e9)
+    assert row["throughput"] == pytest.approx(2 * 2 * 256 * 256 / 4e-6)
+    assert row["bits_per_weight"] == 4.25
+    assert set(figures(kernel_frame([record]), model_frame([]))) == {
+        "throughput",
+        "bits",
+        "roofline",
+    }
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', "[]"])
+def test_a_line_that_is_no_row(text, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"\n{json.dumps(kernel())}\n{text}\n")
+    with pytest.raises(ResultsError, match=r"rows\.jsonl:3: wanted "):
+        list(read_records([path]))
+
+
+def test_allowed_speedup():
+    dense, small = kernel("bf16"), kernel()
+    for row in (dense, small):  # floors at 10 GB/s, and activations that cost next to nothing
+        row["case"]["n"] = row["case"]["k"] = 4096
+    dense["values"] |= {"weight_bytes": 32e6, "bytes": 10, "floor": 1e-9}
+    small["values"] |= {"weight_bytes": 8e6, "bytes": 10, "floor": 1e-9}
+    frame = kernel_frame([dense, small])
+    # m = 1: 32016384 / 8016384 bytes. m = 1000: 3.4e10 operations at 1e12 take 34 ms, both more
+    # than their bytes. m = 100: 3.36 ms of arithmetic, against 3.36 ms and 0.96 of bytes.
+    found = allowed_speedup(frame, 4, np.array([1, 100, 1000]), 1e12)
+    at_100 = max((32e6 + 100 * 8192 * 2) / 1e10, 2 * 100 * 4096**2 / 1e12)
+    expected = [32016384 / 8016384, at_100 / (2 * 100 * 4096**2 / 1e12), 1]
+    assert list(found) == pytest.approx(expected)
+
+
+def test_allowed_speedup_of_fp32():
+    dense, small = kernel("fp32"), kernel()
+    for row in (dense, small):
+        row["case"] |= {"n": 4096, "k": 4096, "dtype": "fp32"}
+    dense["values"] |= {"weight_bytes": 64e6, "bytes": 10, "floor": 1e-9}
+    small["values"] |= {"weight_bytes": 8e6, "bytes": 10, "floor": 1e-9}
+    found = allowed_speedup(kernel_frame([dense, small]), 4, np.array([1]), 1e15)
+    assert list(found) == pytest.approx([(64e6 + 8192 * 4) / (8e6 + 8192 * 4)])
+
+
+def test_figures_hold_every_point():
+    found = figures(kernel_frame(rows()), model_frame(rows()))
+    assert set(found) == {"throughput", "speedup", "bits", "roofline", "tokens"}
+    left, right = found["throughput"].axes
+    assert [axes.get_title() for axes in (left, right)] == ["m = 1", "m = 16"]
+    labels = sorted(line.get_label() for line in left.lines)
+    assert labels == ["bf16, auto", "int1-g64, auto", "int4-g64, auto", "int4-g64, peer"]
+    line = next(line for line in left.lines if line.get_label() == "int4-g64, auto")
+    assert list(line.get_ydata()) == pytest.approx(
+        [2 * 64**2 / 2e-6 / 1e12, 2 * 128**2 / 2e-6 / 1e12]
+    )
+    tokens = found["tokens"].axes[1]
+    points = next(line for line in tokens.lines if line.get_label() == "int4-g64, cpu")
+    assert list(points.get_xdata()) == [4, 12]
+    assert list(points.get_ydata()) == [200, 200]
+
+
+def test_machines_get_figures_of_their_own():
+    other = kernel() | {"device": "B 2"}
+    wide = kernel()
+    wide["case"]["dtype"] = "fp32"
+    found = figures(kernel_frame([kernel(), other, wide]), model_frame([]))
+    machines = {"-a-chip-&-more-2-bf16", "-b-2-2-bf16", "-a-chip-&-more-2-fp32"}
+    assert {name.removeprefix("roofline") for name in found if "roofline" in name} == machines
+
+
+def test_formats_of_the_same_bits_are_curves_of_their_own():
+    rows = [kernel(format, size=size) for format in ("int4-g64", "nf4-g64") for size in (64, 128)]
+    (axes,) = figures(kernel_frame(rows), model_frame([]))["throughput"].axes
+    assert [line.get_label() for line in axes.lines] == ["int4-g64, auto", "nf4-g64, auto"]
+    assert all(len(line.get_xdata()) == 2 for line in axes.lines)
+    assert len({line.get_marker() for line in axes.lines}) == 2  # one colour is one width
+
+
+def test_name():
+    assert name("int1-g64", "cpu") == "int1-g64, cpu"
+
+
+def test_outputs(tmp_path):
+    file = write(tmp_path / "rows.jsonl", rows())
+    done = run(file, "--out", tmp_path / "plots", "--json")
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in (tmp_path / "plots").iterdir()}
+    kinds = ("throughput", "speedup", "bits", "roofline", "tokens")
+    assert names == {f"{kind}.{end}" for kind in kinds for end in ("png", "svg")} | {"report.html"}
+    assert {path.rsplit("/", 1)[1] for path in json.loads(done.stdout)} == names
+    for kind in kinds:
+        assert matplotlib.image.imread(tmp_path / "plots" / f"{kind}.png").std() > 0.02
+        text = "".join(ET.parse(tmp_path / "plots" / f"{kind}.svg").getroot().itertext())
+        assert "a chip & more, bf16" in text
+
+
+def test_report_refers_to_no_other_file(tmp_path):
+    assert run(write(tmp_path / "rows.jsonl", rows())).exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]{0,22})', page)
+    assert sources == ["data:image/png;base64,"] * 5
+    assert "fdk-bench kernels -k &#x27;&lt;64&gt;&#x27;" in page
+    assert "ValueError: &lt;no&gt;" in page
+    # Two shapes, two m, three formats, and a peer.
+    assert page.count("<td>64 x 64</td>") == 7
+    assert page.count("<td>128 x 128</td>") == 6
+    assert page.count("<td>4b</td>") == 4  # two formats, two batches
+
+
+def test_report_in_a_browser(tmp_path):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
+    assert run(write(tmp_path / "rows.jsonl", rows())).exit_code == 0
+    picture = tmp_path / "report.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,3000"]
+    page = (tmp_path / "report.html").as_uri()
+    command = [browser, *options, f"--screenshot={picture}", page]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    seen = matplotlib.image.imread(picture)
+    # Pictures as wide as the page, and colours that the page itself has not.
+    assert seen.shape[1] == 1200
+    assert (np.ptp(seen[..., :3], axis=2) > 0.2).sum() > 1000
+
+
+def test_nothing_measured(tmp_path):
+    done = run(write(tmp_path / "rows.jsonl", [failed()]))
+    assert done.exit_code == 1
+    assert "nothing to draw" in done.stderr
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_bad_usage(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(tmp_path / "absent.jsonl").exit_code == 2
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("no\n")
+    done = run(bad)
+    assert done.exit_code == 2
+    assert "bad.jsonl:1" in done.stderr
+
+
+def test_no_html(tmp_path):
+    assert run(write(tmp_path / "rows.jsonl", [kernel()]), "--no-html").exit_code == 0
+    assert not (tmp_path / "report.html").exists()

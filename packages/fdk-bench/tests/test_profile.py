@@ -1,0 +1,169 @@
+"""Reading what Nsight Compute and objdump print; their stand-ins on PATH."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from fdk_bench.cases import KernelCase
+from fdk_bench.cli import app
+from fdk_bench.kernels import contender_of
+from fdk_bench.peers import Dense
+from fdk_bench.profiling import KernelProfile, functions_of, parse_case, parse_ncu
+
+NCU = """==PROF== Connected to process 1
+==PROF== Profiling "gemv" - 0: 0%....50%....100% - 8 passes
+"ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"sm__issue_active.avg.pct_of_peak_sustained_elapsed","launch__registers_per_thread"
+"","","us","%","%","register/thread"
+"0","void gemv<4>(int, char)","1,010.5","76.25","51","128"
+"1","add","1.5","3.5","n/a","16"
+==PROF== Disconnected
+"""
+LISTING = """
+a.out:     file format elf64-x86-64
+
+0000000000001000 <void fdk::gemv<fdk::Avx2, 4, 1>(fdk::Weight const&)>:
+    1000:\tvmovups (%rdi),%ymm0
+    1004:\tvfmadd231ps %ymm1,%ymm2,%ymm0
+    1009:\tvmovups %ymm0,0x20(%rsp)
+    100f:\tret
+
+0000000000001010 <void fdk::gemv<fdk::Avx2, 8, 1>(fdk::Weight const&)>:
+    1010:\tret
+0000000000001020 <other>:
+    1020:\tnop
+"""
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
+
+
+def stand_in(folder, name, text, monkeypatch):
+    """A program on PATH that prints a text and writes down its arguments."""
+    (folder / "text").write_text(text)
+    program = folder / name
+    program.write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\ncat {folder}/text\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return lambda: (folder / "arguments").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "case"),
+    [
+        (
+            "m1-n64-k128-custom4-g64-bf16-cuda-marlin-lut",
+            KernelCase(1, 64, 128, "custom4-g64", "bf16", "cuda", "marlin-lut"),
+        ),
+        (
+            "m16-n64-k128-affine3-row-zint-fp16-cpu",
+            KernelCase(16, 64, 128, "affine3-row-zint", "fp16", "cpu", "auto"),
+        ),
+        ("m1-n64-k128-bf16-bf16-cpu", KernelCase(1, 64, 128, "bf16", "bf16", "cpu", "torch")),
+    ],
+)
+def test_parse_case(text, case):
+    assert parse_case(text) == case
+    assert parse_case(str(case)) == case
+
+
+def test_parse_case_refuses():
+    for text in ("gemv", "m1-n64-k64-int9-bf16-cpu"):
+        with pytest.raises(ValueError, match=r"int9|wanted a case such as .*, got 'gemv'"):
+            parse_case(text)
+
+
+def test_contender_of():
+    assert isinstance(contender_of(parse_case("m1-n64-k128-bf16-bf16-cpu")), Dense)
+    assert contender_of(parse_case("m1-n64-k128-int4-g64-bf16-cpu-int4pack")).name == "int4pack"
+    assert contender_of(parse_case("m1-n64-k128-int4-g64-bf16-cpu-cpu")).name == "fdk"
+
+
+def test_parse_ncu():
+    gemv, add = parse_ncu(NCU)
+    assert gemv.name == "void gemv<4>(int, char)"
+    assert gemv.metrics["gpu__time_duration.sum"] == (1010.5, "us")
+    assert gemv.shares == {"device memory": 76.25, "issue slots": 51}
+    assert gemv.verdict == "device memory, at 76 %"
+    assert add.shares == {"device memory": 3.5}
+    assert add.verdict == "latency: nothing is busy, the most is device memory at 4 %"
+    assert KernelProfile("x", {}).verdict == "no metric was read"
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        parse_ncu("==ERROR== ERR_NVGPUCTRPERM")
+
+
+def test_functions_of():
+    (gemv,) = functions_of(LISTING, r"\bavx2, 4\b")
+    assert gemv.mnemonics == {"vmovups": 2, "vfmadd231ps": 1, "ret": 1}
+    assert gemv.on_stack == 1
+    assert len(functions_of(LISTING, ".")) == 3
+
+
+def test_gpu_case_runs_under_ncu(tmp_path, monkeypatch):
+    arguments = stand_in(tmp_path, "ncu", NCU, monkeypatch)
+    done = run("m1-n64-k64-int4-g64-bf16-cuda")
+    assert done.exit_code == 0, done.output
+    assert "bound by device memory, at 76 %" in done.stdout
+    assert "profile m1-n64-k64-int4-g64-bf16-cuda --inside" in arguments()
+    assert "--profile-from-start off" in arguments()
+    done = run("m1-n64-k64-int4-g64-bf16-cuda", "--json")
+    verdicts = [json.loads(line)["verdict"] for line in done.stdout.splitlines()]
+    assert verdicts[0] == "device memory, at 76 %"
+
+
+def test_ncu_without_a_table(tmp_path, monkeypatch):
+    stand_in(tmp_path, "ncu", "==ERROR== no permission", monkeypatch)
+    done = run("m1-n64-k64-int4-g64-bf16-cuda")
+    assert done.exit_code == 1
+    assert "no permission" in done.stderr
+
+
+def test_missing_tools_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = run("m1-n64-k64-int4-g64-bf16-cuda")
+    assert (done.exit_code, "ncu is not on PATH" in done.stderr) == (1, True)
+    done = run("m1-n64-k64-int4-g64-bf16-cpu")
+    assert (done.exit_code, "objdump is not on PATH" in done.stderr) == (1, True)
+
+
+def test_cpu_case_is_disassembled(tmp_path, monkeypatch):
+    arguments = stand_in(tmp_path, "objdump", LISTING, monkeypatch)
+    library = tmp_path / "library"
+    library.write_text("")
+    case = "m1-n64-k64-int4-g64-bf16-cpu"
+    done = run(case, "--library", library, "--symbol", "avx2, 4", "--listing")
+    assert done.exit_code == 0, done.output
+    assert "4 instructions, 1 on the stack: 2 vmovups" in done.stdout
+    assert "vfmadd231ps %ymm1,%ymm2,%ymm0" in done.stdout
+    assert arguments().split()[-1] == str(library)
+    done = run(case, "--library", library, "--symbol", "avx2", "--json")
+    assert [json.loads(line)["on_stack"] for line in done.stdout.splitlines()] == [1, 0]
+    done = run(case, "--library", library, "--symbol", "neon")
+    assert done.exit_code == 1
+    assert "no function matches 'neon'" in done.stderr
+    assert "cmake -S packages/fdk-cpu" in done.stderr
+
+
+def test_real_objdump(tmp_path):
+    compiler, objdump = shutil.which("cc"), shutil.which("objdump")
+    if not (compiler and objdump):
+        pytest.skip("needs cc and objdump")
+    source = tmp_path / "a.c"
+    source.write_text("int twice(int x) { return 2 * x; }\n")
+    library = tmp_path / "a.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", source, "-o", library], check=True)
+    done = run("m1-n64-k64-int4-g64-bf16-cpu", "--library", library, "--symbol", "^twice$")
+    assert done.exit_code == 0, done.output
+    assert "1 ret" in done.stdout
+
+
+def test_bad_usage(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run("gemv")
+    assert done.exit_code == 2
+    assert "wanted a case such as" in done.stderr
+    assert run("m1-n64-k64-int4-g64-bf16-cpu", "--library", "absent").exit_code == 2

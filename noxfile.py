@@ -20,6 +20,10 @@ nox.options.sessions = [
     "test-formats",
     "test-cpu",
     "test-arm",
+    "wheel-arm",
+    "android",
+    "sanitize",
+    "fuzz",
     "test-cuda",
     "test-bench",
     "docs",
@@ -35,8 +39,11 @@ ENV = {
     "GOMP_SPINCOUNT": "0",
 }
 RESULTS = Path("out/bench")
-# Without bf16 and SVE; with SVE and without bf16; with all that the emulator has.
-ARM_CPUS = ("cortex-a76", "a64fx", "max")
+ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
+ARM_WHEEL_TESTS = "packages/fdk-cpu/tests/test_aarch64_wheel.py"
+# Half a minute on two cores: the widths that decode differently, one row of x and a few.
+SHORT_RUN = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
+FUZZ_SECONDS = os.environ.get("FDK_FUZZ_SECONDS", "10")
 
 
 @nox.session
@@ -45,7 +52,9 @@ def lint(session: nox.Session) -> None:
     run(session, "ruff", "check", ".")
     run(session, "ruff", "format", "--check", ".")
     run(session, "python", "tools/check_tree.py")
-    run(session, "python", "-m", "pytest", "tests", "--ignore=tests/test_docs.py")
+    run(session, "shellcheck", "tools/run_on_device.sh", ".ci/run")
+    elsewhere = ("tests/test_docs.py", "tests/test_run_on_device.py")
+    run(session, "python", "-m", "pytest", "tests", *(f"--ignore={test}" for test in elsewhere))
 
 
 @nox.session
@@ -63,31 +72,57 @@ def test_formats(session: nox.Session) -> None:
 
 @nox.session(name="test-cpu")
 def test_cpu(session: nox.Session) -> None:
-    """The tests of fdk-cpu."""
-    test(session, "fdk-cpu")
+    """The tests of fdk-cpu, but those for ARM."""
+    elsewhere = (ARM_TESTS, ARM_WHEEL_TESTS)
+    test(session, "fdk-cpu", *(f"--ignore={path}" for path in elsewhere))
 
 
 @nox.session(name="test-arm")
 def test_arm(session: nox.Session) -> None:
-    """The C++ test of fdk-cpu, built for ARM and run by an emulator; skips without the two."""
-    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
-    if missing := [tool for tool in (compiler, emulator) if shutil.which(tool) is None]:
-        session.skip(f"needs {', '.join(missing)}: apt-get install g++-{compiler[:-4]} qemu-user")
-    build = "build/arm"
-    options = {
-        "CMAKE_BUILD_TYPE": "Release",
-        "CMAKE_SYSTEM_NAME": "Linux",
-        "CMAKE_SYSTEM_PROCESSOR": "aarch64",
-        "CMAKE_CXX_COMPILER": compiler,
-        "CMAKE_EXE_LINKER_FLAGS": "-static",
-        "FDK_CPU_PYTHON": "OFF",
-        "FDK_CPU_TESTS": "ON",
-    }
-    defines = [f"-D{name}={value}" for name, value in options.items()]
-    run(session, "cmake", "-S", "packages/fdk-cpu", "-B", build, *defines)
-    run(session, "cmake", "--build", build, "--parallel", "2")
-    for cpu in ARM_CPUS:
-        run(session, emulator, "-cpu", cpu, f"{build}/fdk_native_test", "2")
+    """The kernels built for ARM, and run by an emulator of cores with and without bf16 and SVE."""
+    run(session, "python", "-m", "pytest", ARM_TESTS, *session.posargs)
+
+
+@nox.session(name="wheel-arm")
+def wheel_arm(session: nox.Session) -> None:
+    """The wheel for ARM, cross-built, and imported by a Python for ARM under an emulator."""
+    run(session, "python", "-m", "pytest", ARM_WHEEL_TESTS, *session.posargs)
+
+
+@nox.session
+def android(session: nox.Session) -> None:
+    """tools/run_on_device.sh end to end: adb, an emulated device, with an NDK and without."""
+    run(session, "python", "-m", "pytest", "tests/test_run_on_device.py", *session.posargs)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """The C++ tests of fdk-cpu under AddressSanitizer and UBSan."""
+    sanitizers = "address,undefined"
+    build = build_native(session, "sanitize", FDK_CPU_TESTS="ON", FDK_CPU_SANITIZE=sanitizers)
+    run(session, f"{build}/fdk_native_test", "5")
+    run(session, f"{build}/fdk_fuzz_random", "5")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """libFuzzer on the layout converter and blockwise kernels, FDK_FUZZ_SECONDS (default 10) long.
+
+    What it finds is kept in build/fuzz, and told to the target by `build/fuzz/fdk_fuzz FILE`.
+    """
+    compiler = "clang++"
+    if shutil.which(compiler) is None:
+        session.skip(f"needs {compiler}: apt-get install clang libclang-rt-dev")
+    build = build_native(
+        session,
+        "fuzz",
+        CMAKE_CXX_COMPILER=compiler,
+        FDK_CPU_FUZZ="ON",
+        FDK_CPU_SANITIZE="address,undefined",
+    )
+    limits = (f"-max_total_time={FUZZ_SECONDS}", "-max_len=4096", "-len_control=0", "-timeout=10")
+    found = f"-artifact_prefix={build}/"
+    run(session, f"{build}/fdk_fuzz", *limits, found, "-print_final_stats=1", *session.posargs)
 
 
 @nox.session(name="test-cuda")
@@ -116,8 +151,13 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The short run of every packages/*/benchmarks/*.py; slow is no failure, wrong is."""
+    """The short run of every benchmark, and of `fdk-bench kernels` beside its last.
+
+    Slow is no failure, wrong is.
+    """
     RESULTS.mkdir(parents=True, exist_ok=True)
+    run(session, "fdk-bench", "kernels", *SHORT_RUN, "--out", str(RESULTS))
+    run(session, "fdk-bench", "guard", str(RESULTS / "kernels.jsonl"))
     for script in sorted(Path("packages").glob("*/benchmarks/[!_]*.py")):
         quick = ["--quick"] if "--quick" in script.read_text() else []
         text = run(session, "python", str(script), *quick, *session.posargs, silent=True)
@@ -129,6 +169,16 @@ def bench(session: nox.Session) -> None:
 
 def test(session: nox.Session, package: str, *args: str) -> None:
     run(session, "python", "-m", "pytest", f"packages/{package}/tests", *args, *session.posargs)
+
+
+def build_native(session: nox.Session, name: str, **options: str) -> str:
+    """Builds the C++ of fdk-cpu without Python in build/<name>, and returns that."""
+    build = f"build/{name}"
+    options |= {"CMAKE_BUILD_TYPE": "Release", "FDK_CPU_PYTHON": "OFF"}
+    defines = [f"-D{option}={value}" for option, value in options.items()]
+    run(session, "cmake", "-S", "packages/fdk-cpu", "-B", build, *defines)
+    run(session, "cmake", "--build", build, "--parallel", "2")
+    return build
 
 
 def run(session: nox.Session, *command: str, silent: bool = False) -> object:

@@ -14,6 +14,7 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         pins = write_pins(ROOT / "pyproject.toml", Path(scratch))
         build(pins)
-        found = {package: check(package, pins, Path(scratch)) for package in packages}
+        # Tests of one package seldom keep more than one core busy.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            problems = pool.map(lambda package: check(package, pins, Path(scratch)), packages)
+            found = dict(zip(packages, problems, strict=True))
     print("\nwheels:", *(f"\n  {p}: {', '.join(what) or 'holds'}" for p, what in found.items()))
     return 1 if any(found.values()) else 0
 
@@ -70,7 +74,6 @@ def build(pins: Pins) -> None:
 
 def check(package: str, pins: Pins, scratch: Path) -> list[str]:
     """What is wrong with a package's wheel; empty where it installs alone and its tests pass."""
-    print(f"\nwheels: {package}", flush=True)
     module = package.replace("-", "_")
     wheel = next(DIST.glob(f"{module}-*.whl"))
     found = list(content_problems(wheel, module, ROOT))
@@ -149,12 +152,16 @@ def run_tests(package: str, module: str, site: Path, scratch: Path) -> None:
 
 
 def run(*command: object, cwd: Path = ROOT) -> None:
-    """Runs a command whose output the caller sees.
+    """Runs a command, and prints what it wrote when it has ended: several run at a time.
 
     Raises:
         subprocess.CalledProcessError: where it fails.
     """
-    subprocess.run([str(part) for part in command], cwd=cwd, env=ENV, check=True)
+    words = [str(part) for part in command]
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(words, cwd=cwd, env=ENV, check=False, stdout=out, stderr=err, text=True)
+    print(f"\nwheels: {' '.join(words)}\n{done.stdout}", end="", flush=True)
+    done.check_returncode()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
-from fdk_cpu.linear import ACTIVATIONS, lut_linear_op
+from fdk_cpu.linear import ACTIVATIONS, KeptWeight, lut_linear_op, takes
 from fdk_cpu.runtime import num_threads
 from fdk_formats.backends import Layout, Problem, register
 from fdk_formats.tensor import QuantisedTensor
@@ -37,10 +37,14 @@ class CpuLayout(Layout):
             self.register_buffer(name, laid_out, persistent=False)
         codebook = None if q.codebook is None else q.codebook.contiguous()
         self.register_buffer("codebook", codebook, persistent=False)
+        self._kept = KeptWeight()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
         n, k = self.shape
+        if lut_linear_op.is_direct(x, bias) and takes(x, bias, n, k):
+            # Not by attribute: nn.Module takes a microsecond to find a buffer.
+            return self._kept.linear(x, bias, self._buffers, self.group_size, self.format.bits, n)
         group_size, bits = self.group_size, self.format.bits
         return lut_linear_op(
             x, self.codes, self.scale, self.codebook, self.zero_point, group_size, bits, bias, n, k

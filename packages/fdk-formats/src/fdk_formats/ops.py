@@ -29,12 +29,14 @@ class LinearOp:
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         """``op(x, *layout, bias, n, k)``."""
-        # In this order, for torch.compile traces no further than the first.
-        if torch.compiler.is_compiling() or _watched(x, args[-3]):
-            return self.op(x, *args)
-        if x.device.type not in self._devices:
+        if not self.is_direct(x, args[-3]) or x.device.type not in self._devices:
             return self.op(x, *args)
         return self._run(x, *args)
+
+    def is_direct(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Whether torch has no more to do with a call than to run it: a layout may do so itself."""
+        # In this order, for torch.compile traces no further than the first.
+        return not (torch.compiler.is_compiling() or _watched(x, bias))
 
 
 # Bound here: a call asks all of them.

@@ -13,10 +13,12 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from linux_wheel import retag, static_runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -66,10 +68,14 @@ def write_pins(pyproject: Path, folder: Path) -> Pins:
 def build(pins: Pins) -> None:
     """Builds every package into dist/, each wheel from its source archive.
 
-    A wheel built straight from the tree would take up what an earlier build left in build/.
+    A wheel built straight from the tree would take up what an earlier build left in build/. One
+    of native code is tagged with the glibc that it needs, as it has to be to be published.
     """
     shutil.rmtree(DIST, ignore_errors=True)
-    run(UV, "build", "--quiet", "--all-packages", "--out-dir", DIST, "-b", pins.build_constraints)
+    command = (UV, "build", "--quiet", "--all-packages", "--out-dir", DIST)
+    run(*command, "-b", pins.build_constraints, env=ENV | static_runtime())
+    for wheel in DIST.glob("*-linux_*.whl"):
+        print(f"wheels: {retag(wheel).name}")
 
 
 def check(package: str, pins: Pins, scratch: Path) -> list[str]:
@@ -151,7 +157,7 @@ def run_tests(package: str, module: str, site: Path, scratch: Path) -> None:
     run(python, "-m", "pytest", "--maxfail=10", tests, cwd=folder)
 
 
-def run(*command: object, cwd: Path = ROOT) -> None:
+def run(*command: object, cwd: Path = ROOT, env: Mapping[str, str] = ENV) -> None:
     """Runs a command, and prints what it wrote when it has ended: several run at a time.
 
     Raises:
@@ -159,7 +165,7 @@ def run(*command: object, cwd: Path = ROOT) -> None:
     """
     words = [str(part) for part in command]
     out, err = subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(words, cwd=cwd, env=ENV, check=False, stdout=out, stderr=err, text=True)
+    done = subprocess.run(words, cwd=cwd, env=env, check=False, stdout=out, stderr=err, text=True)
     print(f"\nwheels: {' '.join(words)}\n{done.stdout}", end="", flush=True)
     done.check_returncode()
 

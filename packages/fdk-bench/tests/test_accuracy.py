@@ -3,8 +3,11 @@
 import importlib.util
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,19 +15,19 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fdk_formats
-from fdk_bench.accuracy import (
+from fdk_bench import accuracy
+from fdk_bench.accuracy import Subject, layer_values, measure_formats, prepare, weight_error
+from fdk_bench.accuracy_cases import (
     BASELINE,
     DEFAULT_FORMATS,
     AccuracyCase,
     AccuracyValues,
-    Subject,
+    compare_calibrated,
     compare_kmeans,
-    measure,
-    measure_formats,
     parse_formats,
-    prepare,
-    weight_error,
+    takes_importance,
 )
+from fdk_bench.calibration import MOST_ROWS, calibrate, paragraphs, rows_of
 from fdk_bench.cli import app
 from fdk_bench.models import ModelError, TextModel, embed, load_text_model
 from fdk_bench.records import Row
@@ -72,6 +75,10 @@ def subject(bert_folder):
     return prepare(load_text_model(bert_folder), TEXT)
 
 
+def measure(subject, format, backend="auto", **options):
+    return accuracy.measure(subject, format, backend, **options)[0]
+
+
 def run(*arguments):
     return CliRunner().invoke(app, ["accuracy", *map(str, arguments)])
 
@@ -81,11 +88,11 @@ def records(text):
 
 
 def values(weight_error):
-    return AccuracyValues(1, 64, 4.25, 34, 100, weight_error, 0.9, 0.8, 0.1, "reference")
+    return AccuracyValues(1, 64, 4.25, 34, 100, weight_error, 0.1, 0.9, 0.8, 0.1, "reference")
 
 
-def row(format, error=None):
-    case = AccuracyCase(format, "m", "auto", "", 1)
+def row(format, error=None, calibration=""):
+    case = AccuracyCase(format, "m", "auto", "", 1, calibration)
     return Row(case, error="failed") if error is None else Row(case, values(error))
 
 
@@ -158,11 +165,102 @@ def linear_of(values):
     return linear
 
 
-def test_weight_error():
-    layers = {"a": linear_of([3.0, 4.0]), "b": linear_of([0.0, 5.0])}
-    subject = Subject(TextModel("m", nn.Identity(), None), "", layers, TEXT, torch.zeros(4, 1))
-    stored = {"a": torch.tensor([[3.0, 0.0]]), "b": torch.tensor([[0.0, 2.0]])}
-    assert weight_error(subject, stored) == math.sqrt((16 + 9) / (25 + 25))
+def test_errors_of_layers():
+    layers = {"a": linear_of([3.0, 4.0]), "b": linear_of([0.0, 5.0]), "c": linear_of([1.0, 0.0])}
+    rows = {
+        "a": torch.tensor([[1.0, 0.5], [2.0, 0.0]]),
+        "b": torch.zeros(0, 2),
+        "c": torch.ones(1, 2),
+    }
+    subject = Subject(TextModel("m", nn.Identity(), None), "", layers, TEXT, torch.ones(4, 1), rows)
+    stored = {name: torch.tensor([[3.0, 0.0]]) for name in "abc"}
+    stored["b"], stored["c"] = torch.tensor([[0.0, 2.0]]), torch.tensor([[1.0, 0.0]])
+    found = {name: layer_values(subject, name, weight) for name, weight in stored.items()}
+    assert weight_error(subject, found) == pytest.approx(math.sqrt((16 + 9) / (25 + 25 + 1)))
+    # y = [3 + 2, 6]; y_hat = [3, 6].
+    assert found["a"].output_error == pytest.approx(2 / math.sqrt(25 + 36))
+    assert found["a"].weight_error == pytest.approx(4 / 5)
+    assert found["b"].output_error is None  # the sentences do not reach it
+    assert (found["c"].weight_error, found["c"].output_error) == (0, 0)
+    assert (found["a"].n, found["a"].k, found["a"].bits_per_weight) == (1, 2, 32)
+
+
+def test_layers_are_measured_with_what_they_are_given(subject):
+    rows = rows_of(subject.model, subject.layers, TEXT)
+    name = "encoder.layer.1.output.dense"
+    seen = []
+    hook = subject.layers[name].register_forward_pre_hook(lambda m, x: seen.append(x[0]))
+    for text in TEXT:  # one at a time: no padding
+        embed(subject.model, subject.model.module, [text])
+    hook.remove()
+    expected = torch.cat([x[0] for x in seen])
+    assert rows[name].shape == (sum(len(t.split()) for t in TEXT), 128)
+    torch.testing.assert_close(rows[name], expected, rtol=1e-4, atol=1e-4)
+    many = rows_of(subject.model, subject.layers, TEXT * 40)
+    assert MOST_ROWS / 2 < len(many[name]) <= MOST_ROWS
+
+
+def test_rows_of_layers_come_before_that_of_their_format(subject):
+    seen = []
+    for row in measure_formats(subject, ["int4-g64"], on_layers=seen.extend):
+        assert row.values.output_error == pytest.approx(
+            math.sqrt(sum(r.values.output_error**2 for r in seen) / len(seen))
+        )
+    assert [r.case.layer for r in seen] == list(subject.layers)
+    assert all(0 < r.values.output_error < 0.5 for r in seen)
+
+
+# Calibration
+
+
+def test_importance_is_the_mean_square_of_each_input(subject):
+    found = calibrate(subject.model, subject.layers, TEXT, "text")
+    rows = rows_of(subject.model, subject.layers, TEXT)
+    assert found.tokens == sum(len(text.split()) for text in TEXT)
+    for name, importance in found.importance.items():
+        expected = rows[name].square().mean(0)
+        torch.testing.assert_close(importance, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_calibrated_formats_lose_less_of_what_a_layer_computes(bert_folder, tmp_path):
+    torch.manual_seed(3)
+    words = [" ".join(WORDS[i] for i in torch.randint(12, (9,))) for _ in range(40)]
+    (tmp_path / "text").write_text("\n\n".join(words))
+    model = load_text_model(bert_folder)
+    for layer in model.module.encoder.layer:  # inputs of very different sizes, as trained ones
+        layer.output.LayerNorm.weight.data[::8] *= 20
+    subject = prepare(model, TEXT, calibration=[tmp_path / "text"])
+    plain, weighed = (
+        accuracy.measure(subject, "kmeans2-g64-search", weighed=w)[1] for w in (False, True)
+    )
+    name = "encoder.layer.1.attention.self.query"  # behind such a norm
+    assert weighed[name].output_error < 0.9 * plain[name].output_error
+    assert weighed[name].weight_error > plain[name].weight_error
+
+
+def test_only_formats_with_a_choice_are_calibrated(subject):
+    names = ["bf16", "int4-g64", "kmeans4-g64", "int2-g64-search", "affine4-g64"]
+    assert [takes_importance(name) for name in names] == [False, False, True, True, False]
+    rows = list(measure_formats(subject, names[:3]))
+    assert [row.case.label for row in rows] == names[:3]  # there is no text
+
+
+def test_compare_calibrated():
+    rows = [row("kmeans4-g64", 0.1), row("kmeans4-g64", 0.12, "book"), row("int2-g64-search", 0.3)]
+    rows.append(row("int4-g64-search", None, "book"))
+    ((plain, weighed),) = compare_calibrated(rows)
+    assert (plain.values.weight_error, weighed.values.weight_error) == (0.1, 0.12)
+
+
+def test_paragraphs(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("a b\nc\n\n\n  d\n")
+    two.write_text("\n")
+    assert paragraphs([one, two]) == ["a b c", "d"]
+    with pytest.raises(ValueError, match="two has none"):
+        paragraphs([two])
+    with pytest.raises(ValueError, match="wanted a UTF-8 text file"):
+        paragraphs([tmp_path / "absent"])
 
 
 def test_failing_format_is_a_row(subject):
@@ -238,7 +336,7 @@ def test_long_sentences_are_cut_to_the_positions_of_the_model(subject):
 
 
 def test_decoder(tmp_path):
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -249,12 +347,46 @@ def test_decoder(tmp_path):
         num_attention_heads=2,
         initializer_range=0.2,
     )
-    LlamaModel(config).save_pretrained(tmp_path)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
     write_tokenizer(tmp_path, eos_token="[EOS]")  # and no pad token
     subject = prepare(load_text_model(tmp_path), TEXT)
     alone = torch.cat([embed(subject.model, subject.model.module, [s]) for s in TEXT])
     torch.testing.assert_close(subject.embeddings, alone, rtol=1e-5, atol=1e-5)
-    assert measure(subject, "int8-g64").layers == 7
+    few, many = measure(subject, "int3-g64"), measure(subject, "int8-g64")
+    assert many.layers == 7  # the output head stays
+    assert 0 < many.divergence < few.divergence / 10
+
+
+def test_divergence_by_hand(subject):
+    # Of (1/2, 1/2) from (1/4, 3/4): (ln 2 + ln(2/3)) / 2.
+    before = torch.tensor([[0.5, 0.5]]).log()
+    changed = replace(subject, next_tokens=before)
+    assert accuracy.divergence(subject, subject.model.module) is None
+    after = torch.tensor([[0.25, 0.75]]).log()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy, "next_tokens", lambda *_: after)
+        found = accuracy.divergence(changed, subject.model.module)
+    assert found == pytest.approx((math.log(2) + math.log(2 / 3)) / 2)
+
+
+def test_model_by_its_id(bert_folder, tmp_path):
+    # As the hub's cache holds it; a process of its own, which reads the variables at its start.
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "1"
+    shutil.copytree(bert_folder, snapshot)
+    (tmp_path / "models--someone--tiny" / "refs").mkdir()
+    (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("1")
+    code = """
+from fdk_bench.models import ModelError, load_text_model
+assert load_text_model("someone/tiny").module.config.hidden_size == 64
+try:
+    load_text_model("someone/absent")
+except ModelError as error:
+    assert "someone/absent: transformers could not load it" in str(error)
+else:
+    raise AssertionError("an id that is in no cache was loaded")
+"""
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_no_tokenizer(bert_folder, tmp_path):
@@ -285,7 +417,7 @@ def test_no_weights(bert_folder, tmp_path):
 
 def test_outputs(bert_folder, tmp_path):
     formats = ["--formats", "bf16,kmeans3,uniform3", "--formats", "nf4"]
-    done = run("--model", bert_folder, *formats, "--output", tmp_path)
+    done = run("--model", bert_folder, *formats, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     rows = records((tmp_path / "accuracy.jsonl").read_text())
     assert [r["case"]["format"] for r in rows] == ["bf16", "kmeans3-g64", "uniform3-g64", "nf4-g64"]
@@ -297,8 +429,8 @@ def test_outputs(bert_folder, tmp_path):
         assert r["device"]
     assert rows[1]["values"]["bits_per_weight"] == 3.25
     printed = done.stdout.splitlines()
-    assert all(len(line) <= 80 for line in printed if line.startswith("│"))
     line = next(line for line in printed if "kmeans3-g64 " in line)
+    assert len(line) <= 80
     assert f"{rows[1]['values']['weight_error']:.4f}" in line
     assert "beats it in every pair" in done.stdout
     table = (tmp_path / "accuracy.md").read_text()
@@ -314,6 +446,27 @@ def test_json(bert_folder, tmp_path):
     assert [r["case"]["format"] for r in records(done.stdout)] == ["int4-g64", "nf4-g64"]
 
 
+def test_calibration_and_layers(bert_folder, tmp_path):
+    (tmp_path / "text").write_text("the cat sat\n\ndogs ran far from home\n")
+    asked = ("--formats", "kmeans2,int4", "--calibrate", tmp_path / "text", "--layers")
+    done = run("--model", bert_folder, *asked, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    rows = records((tmp_path / "accuracy.jsonl").read_text())
+    found = [(r["case"]["format"], r["case"]["calibration"]) for r in rows]
+    assert found == [("kmeans2-g64", ""), ("kmeans2-g64", "text"), ("int4-g64", "")]
+    assert "kmeans2-g64: output error " in done.stdout
+    layers = records((tmp_path / "layers.jsonl").read_text())
+    assert len(layers) == 36  # 12 of each
+    assert {r["benchmark"] for r in layers} == {"layers"}
+    first = layers[0]
+    name, error = first["case"]["layer"], first["values"]["output_error"]
+    assert (first["values"]["n"], first["values"]["k"]) == (64, 64)
+    for text in (done.stdout, (tmp_path / "layers.md").read_text()):
+        (line,) = (line for line in text.splitlines() if name in line and f"{error:.4f}" in line)
+        assert "64 x 64" in line
+    assert (tmp_path / "layers.md").read_text().count("kmeans2-g64 +cal") == 2
+
+
 def test_failed_row(bert_folder, tmp_path):
     done = run("--model", bert_folder, "--formats", "int4-g48,int4", "--output", tmp_path)
     assert done.exit_code == 1
@@ -327,17 +480,17 @@ def test_failed_row(bert_folder, tmp_path):
 def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
     plain = fdk_formats.quantise
 
-    def interrupted(weight, format):
+    def interrupted(weight, format, importance):
         if format == "int2-g64":
             raise KeyboardInterrupt
-        return plain(weight, format)
+        return plain(weight, format, importance)
 
     monkeypatch.setattr(fdk_formats, "quantise", interrupted)
     done = run("--model", bert_folder, "--formats", "int4,int2,int1", "--output", tmp_path)
     assert done.exit_code == 130
     (only,) = records((tmp_path / "accuracy.jsonl").read_text())
     assert only["case"]["format"] == "int4-g64"
-    assert "Interrupted after 1 of 3 formats" in done.stdout
+    assert "Interrupted after 1 of 3 rows" in done.stdout
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
@@ -351,6 +504,7 @@ def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
         (["--backend", "absent"], "wanted one of auto, "),
         (["--model", "no-such-folder"], "found none"),
         (["--sentences", "no-such-file"], "no-such-file"),
+        (["--calibrate", "no-such-file"], "wanted a UTF-8 text file"),
         (["--threads", "0"], "--threads"),
     ],
 )

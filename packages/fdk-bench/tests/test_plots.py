@@ -3,10 +3,10 @@
 import pytest
 from matplotlib.image import imread
 
-from fdk_bench.accuracy import AccuracyCase, AccuracyValues, Comparison
+from fdk_bench.accuracy_cases import AccuracyCase, AccuracyValues, Comparison
+from fdk_bench.accuracy_tables import accuracy_markdown, comparison_lines
 from fdk_bench.plots import plot_accuracy
 from fdk_bench.records import Row
-from fdk_bench.tables import accuracy_markdown, comparison_lines
 
 
 def row(format, bits, error, cosine=0.95):
@@ -17,6 +17,7 @@ def row(format, bits, error, cosine=0.95):
         nbytes=1000,
         file_bytes=1_234_567,
         weight_error=error,
+        output_error=error / 2,
         cosine_mean=cosine,
         cosine_min=cosine - 0.1,
         seconds=1.26,
@@ -61,7 +62,9 @@ def test_plot_of_nothing(tmp_path):
 
 def test_markdown():
     lines = accuracy_markdown(ROWS).splitlines()
-    assert lines[3] == "| `kmeans4-g64` | 4.250 | 1.23 | 0.0900 | 0.95000 | 0.85000 | 1.3 |"
+    assert (
+        lines[3] == "| `kmeans4-g64` | 4.250 | 1.23 | 0.0900 | 0.0450 | 0.95000 | 0.85000 | 1.3 |"
+    )
     assert len(lines) == 8  # two of heading, four measured, an empty one, the caption
     assert "1.00 million weights" in lines[-1]
 

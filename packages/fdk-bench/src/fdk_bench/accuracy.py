@@ -1,11 +1,11 @@
-"""Formats against weight error and against the change in a trained model's output."""
+"""Formats against the error of weights and layers, and the change of a model's output."""
 
 import copy
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,129 +13,54 @@ import torch
 from torch import Tensor, nn
 
 import fdk_formats
-from fdk_bench.models import TextModel, embed
-from fdk_bench.records import Row
-from fdk_formats import Format, NoBackendError, QuantisedLinear, QuantisedTensor
-
-# Weights rounded to bf16: what a 16-bit model costs and loses.
-BASELINE = "bf16"
-DEFAULT_SKIP = "pooler"  # its output is no part of a mean-pooled embedding
-# By width; a group size is added where none is named.
-DEFAULT_FORMATS = (
+from fdk_bench.accuracy_cases import (
     BASELINE,
-    *("kmeans8", "int8", "uniform8", "affine8"),
-    *(
-        "kmeans4-search",
-        "kmeans4",
-        "kmeans4-g32",
-        "kmeans4-row",
-        "int4",
-        "uniform4",
-        "uniform4-search",
-    ),
-    *("nf4", "sf4", "fp4", "crd_normal4", "affine4"),
-    *("kmeans3", "int3", "uniform3"),
-    *("kmeans2-search", "kmeans2", "int2", "uniform2", "uniform2-search"),
-    *("kmeans1", "int1", "uniform1"),
+    DEFAULT_SKIP,
+    AccuracyCase,
+    AccuracyRow,
+    AccuracyValues,
+    LayerCase,
+    LayerRow,
+    LayerValues,
+    takes_importance,
 )
-# The widths at which k-means must beat the uniform grid, and the codebooks that are such a grid.
-COMPARED_BITS = (2, 3, 4)
-UNIFORM_GRIDS = ("uniform", "int")
-
-
-@dataclass(frozen=True)
-class AccuracyCase:
-    """What was measured: ``format`` is a format's short form or ``BASELINE``."""
-
-    format: str
-    model: str
-    backend: str
-    skip: str
-    sentences: int
-
-
-@dataclass(frozen=True)
-class AccuracyValues:
-    """What a format costs and what it loses.
-
-    Attributes:
-        layers: linear layers quantised.
-        weights: weights in them.
-        bits_per_weight: codes, scales and zero points over weights.
-        nbytes: bytes of all stored tensors, codebooks included.
-        file_bytes: size of the file that holds the quantised layers.
-        weight_error: root mean square of W_hat - W over that of W, over all weights together.
-        cosine_mean: cosine similarity of quantised and original embedding, mean over sentences.
-        cosine_min: the same for the sentence that changed most.
-        seconds: time to quantise.
-        backends: names of the backends that computed the embeddings; ``torch`` for the baseline.
-    """
-
-    layers: int
-    weights: int
-    bits_per_weight: float
-    nbytes: int
-    file_bytes: int
-    weight_error: float
-    cosine_mean: float
-    cosine_min: float
-    seconds: float
-    backends: str
-
-
-AccuracyRow = Row[AccuracyCase, AccuracyValues]
+from fdk_bench.calibration import Calibration, calibrate, paragraphs, rows_of
+from fdk_bench.models import TextModel, embed, next_tokens
+from fdk_bench.records import Row
+from fdk_formats import NoBackendError, QuantisedLinear, QuantisedTensor
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, the layers of it that are quantised, and its embeddings before."""
+    """A model, the layers of it that are quantised, and what it computes before that.
+
+    Attributes:
+        embeddings: of the sentences, ``[sentences, hidden]``.
+        rows: what each layer is given by them, ``[rows, k]``.
+        next_tokens: log probabilities ``[tokens, vocabulary]``; None without an output head.
+        calibration: importance of the inputs, where a text was given.
+    """
 
     model: TextModel
     skip: str
     layers: Mapping[str, nn.Linear]
     sentences: Sequence[str]
     embeddings: Tensor
+    rows: Mapping[str, Tensor]
+    next_tokens: Tensor | None = None
+    calibration: Calibration | None = None
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """k-means beside a uniform grid that differs from it in nothing but the codebook."""
-
-    bits: int
-    kmeans: str
-    kmeans_error: float
-    uniform: str
-    uniform_error: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether k-means has the lower weight error."""
-        return self.kmeans_error < self.uniform_error
-
-
-def parse_formats(texts: Sequence[str], group_size: str = "64") -> list[str]:
-    """Canonical short forms, each once; ``group_size`` (a number or ``row``) where none is named.
-
-    Raises:
-        ValueError: for text that is no format.
-    """
-    suffix = "row" if group_size == "row" else f"g{group_size}"
-    formats = []
-    for text in texts:
-        named = any(re.fullmatch(r"row|g\d+", part) for part in text.split("-"))
-        full = text if named or text == BASELINE else f"{text}-{suffix}"
-        try:
-            formats.append(BASELINE if full == BASELINE else str(Format.parse(full)))
-        except ValueError as error:
-            raise ValueError(f"{text!r}: {error}") from None
-    return list(dict.fromkeys(formats))
-
-
-def prepare(model: TextModel, sentences: Sequence[str], skip: str = DEFAULT_SKIP) -> Subject:
+def prepare(
+    model: TextModel,
+    sentences: Sequence[str],
+    skip: str = DEFAULT_SKIP,
+    calibration: Sequence[Path] = (),
+) -> Subject:
     """Picks the linear layers whose names ``skip`` (a regular expression) does not match.
 
     Raises:
-        ValueError: where no sentence is given or no layer is left.
+        ValueError: where no sentence is given, no layer is left, or a text cannot be read.
     """
     if not sentences:
         raise ValueError("accuracy: wanted at least one sentence, got none")
@@ -146,8 +71,27 @@ def prepare(model: TextModel, sentences: Sequence[str], skip: str = DEFAULT_SKIP
             f"accuracy: wanted linear layers, but {model.name} has {len(linears)} and "
             f"skip={skip!r} leaves none"
         )
-    embeddings = embed(model, model.module, sentences)
-    return Subject(model, skip, layers, sentences, embeddings)
+    text = ", ".join(path.name for path in calibration)
+    return Subject(
+        model,
+        skip,
+        layers,
+        sentences,
+        embed(model, model.module, sentences),
+        rows_of(model, layers, sentences),
+        next_tokens(model, model.module, sentences) if model.causal else None,
+        calibrate(model, layers, paragraphs(calibration), text) if calibration else None,
+    )
+
+
+def measured_formats(subject: Subject, formats: Sequence[str]) -> list[tuple[str, bool]]:
+    """What is measured: each format, and once more calibrated where that can change its codes."""
+    calibrated = subject.calibration is not None
+    return [
+        (name, weighed)
+        for name in formats
+        for weighed in ((False, True) if calibrated and takes_importance(name) else (False,))
+    ]
 
 
 def measure_formats(
@@ -155,18 +99,26 @@ def measure_formats(
     formats: Sequence[str],
     backend: str = "auto",
     on_layer: Callable[[str], None] = lambda name: None,
+    on_layers: Callable[[Sequence[LayerRow]], None] = lambda rows: None,
 ) -> Iterator[AccuracyRow]:
     """Measures one format after another; one that fails is a row with its error.
 
-    ``on_layer`` is called with the format after each layer that was quantised.
+    ``on_layer`` is called with the format after each layer that was quantised, ``on_layers`` with
+    the rows of the layers before the row of a format.
     """
-    for name in formats:
-        case = AccuracyCase(name, subject.model.name, backend, subject.skip, len(subject.sentences))
+    for name, weighed in measured_formats(subject, formats):
+        text = subject.calibration.text if weighed and subject.calibration else ""
+        sentences = len(subject.sentences)
+        case = AccuracyCase(name, subject.model.name, backend, subject.skip, sentences, text)
         try:
-            values = measure(subject, name, backend, partial(on_layer, name))
+            values, layers = measure(
+                subject, name, backend, partial(on_layer, case.label), weighed=weighed
+            )
         except Exception as error:  # whatever a format or a backend raises: the run goes on
             yield Row(case, error=f"{type(error).__name__}: {error}")
         else:
+            cases = (LayerCase(name, subject.model.name, layer, text) for layer in layers)
+            on_layers([Row(*pair) for pair in zip(cases, layers.values(), strict=True)])
             yield Row(case, values)
 
 
@@ -175,36 +127,52 @@ def measure(
     format: str,
     backend: str = "auto",
     on_layer: Callable[[], None] = lambda: None,
-) -> AccuracyValues:
-    """Quantises every layer to ``format`` and measures what that costs and loses."""
+    *,
+    weighed: bool = False,
+) -> tuple[AccuracyValues, dict[str, LayerValues]]:
+    """Quantises every layer to ``format``; what that costs and loses, as a whole and by layer.
+
+    ``weighed`` counts errors by the importance of their inputs.
+    """
     start = time.perf_counter()
+    importance = subject.calibration.importance if weighed and subject.calibration else {}
     stored: dict[str, QuantisedTensor | Tensor] = {}
     for name, linear in subject.layers.items():
         weight = linear.weight.detach()
         if format == BASELINE:
             stored[name] = weight.bfloat16()
         else:
-            stored[name] = fdk_formats.quantise(weight, format)
+            weights = importance.get(name)
+            # A layer that the text does not reach (an expert, say) has no importance to weigh.
+            weights = weights if weights is not None and weights.any() else None
+            stored[name] = fdk_formats.quantise(weight, format, weights)
         on_layer()
     seconds = time.perf_counter() - start
     layers = {n: layer_of(w, subject.layers[n], backend) for n, w in stored.items()}
+    changed = with_layers(subject, layers)
     cosines = torch.cosine_similarity(
-        embed(subject.model, with_layers(subject, layers), subject.sentences).double(),
-        subject.embeddings.double(),
+        embed(subject.model, changed, subject.sentences).double(), subject.embeddings.double()
     )
-    weights = sum(linear.weight.numel() for linear in subject.layers.values())
-    return AccuracyValues(
+    weights_of = {name: linear.weight.numel() for name, linear in subject.layers.items()}
+    by_layer = {name: layer_values(subject, name, weight) for name, weight in stored.items()}
+    bits = sum(v.bits_per_weight * v.n * v.k for v in by_layer.values())
+    values = AccuracyValues(
         layers=len(stored),
-        weights=weights,
-        bits_per_weight=sum(_bits(weight) for weight in stored.values()) / weights,
+        weights=sum(weights_of.values()),
+        bits_per_weight=bits / sum(weights_of.values()),
         nbytes=sum(weight.nbytes for weight in stored.values()),
         file_bytes=file_bytes(stored),
-        weight_error=weight_error(subject, stored),
+        weight_error=weight_error(subject, by_layer),
+        output_error=root_mean_square(
+            [v.output_error for v in by_layer.values() if v.output_error is not None]
+        ),
         cosine_mean=cosines.mean().item(),
         cosine_min=cosines.min().item(),
         seconds=seconds,
         backends=", ".join(sorted({_backend_name(layer) for layer in layers.values()})),
+        divergence=divergence(subject, changed),
     )
+    return values, by_layer
 
 
 def with_layers(subject: Subject, layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -234,15 +202,50 @@ def layer_of(weight: QuantisedTensor | Tensor, linear: nn.Linear, backend: str) 
         return build(backend="reference")
 
 
-def weight_error(subject: Subject, stored: Mapping[str, QuantisedTensor | Tensor]) -> float:
+def layer_values(subject: Subject, name: str, weight: QuantisedTensor | Tensor) -> LayerValues:
+    """The errors of one layer, in double precision."""
+    W = subject.layers[name].weight.detach().double()
+    W_hat = weight.dequantise() if isinstance(weight, QuantisedTensor) else weight
+    dW = W_hat.double() - W
+    x = subject.rows[name].double()
+    n, k = W.shape
+    return LayerValues(
+        n=n,
+        k=k,
+        bits_per_weight=_bits(weight) / (n * k),
+        weight_error=_ratio(dW, W),
+        output_error=_ratio(x @ dW.T, x @ W.T) if len(x) else None,
+    )
+
+
+def weight_error(subject: Subject, layers: Mapping[str, LayerValues]) -> float:
     """Root of (sum of (W_hat - W)^2 over sum of W^2), over all layers."""
-    error = total = 0.0
-    for name, weight in stored.items():
-        W = subject.layers[name].weight.detach().double()
-        W_hat = weight.dequantise() if isinstance(weight, QuantisedTensor) else weight
-        error += (W_hat.double() - W).square().sum().item()
-        total += W.square().sum().item()
-    return float((error / total) ** 0.5)
+    squares = {
+        name: linear.weight.detach().double().square().sum().item()
+        for name, linear in subject.layers.items()
+    }
+    error = sum(squares[name] * values.weight_error**2 for name, values in layers.items())
+    return float((error / sum(squares.values())) ** 0.5)
+
+
+def divergence(subject: Subject, module: nn.Module) -> float | None:
+    """Mean of KL(original || ``module``) over the tokens of the sentences, in nats."""
+    before = subject.next_tokens
+    if before is None:
+        return None
+    after = next_tokens(subject.model, module, subject.sentences)
+    return (before.exp() * (before - after)).sum(-1).double().mean().item()
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    """Of any numbers; 0 of none."""
+    return float((sum(v * v for v in values) / len(values)) ** 0.5) if values else 0.0
+
+
+def _ratio(error: Tensor, whole: Tensor) -> float:
+    """Of the norms; 0 for a layer of zeros, which every format stores exactly."""
+    norm = whole.norm().item()
+    return error.norm().item() / norm if norm else 0.0
 
 
 def file_bytes(stored: Mapping[str, QuantisedTensor | Tensor]) -> int:
@@ -251,24 +254,6 @@ def file_bytes(stored: Mapping[str, QuantisedTensor | Tensor]) -> int:
         path = Path(folder) / "weights.safetensors"
         fdk_formats.save(path, stored)
         return path.stat().st_size
-
-
-def compare_kmeans(rows: Sequence[AccuracyRow]) -> list[Comparison]:
-    """Every k-means row of 2, 3 or 4 bits beside its best uniform grid, where both were measured.
-
-    Like for like: same bits, group size, scale rule and scale dtype.
-    """
-    errors = {r.case.format: r.values.weight_error for r in rows if r.values is not None}
-    comparisons = []
-    for name, error in errors.items():
-        if name == BASELINE or (format := Format.parse(name)).codebook != "kmeans":
-            continue
-        grids = [str(replace(format, codebook=codebook)) for codebook in UNIFORM_GRIDS]
-        found = [grid for grid in grids if grid in errors]
-        if format.bits in COMPARED_BITS and found:
-            best = min(found, key=errors.__getitem__)
-            comparisons.append(Comparison(format.bits, name, error, best, errors[best]))
-    return comparisons
 
 
 def _backend_name(layer: nn.Module) -> str:

@@ -6,7 +6,7 @@ from fdk_bench import __version__
 from fdk_bench.commands.accuracy import accuracy
 from fdk_bench.commands.guard import guard
 from fdk_bench.commands.info import info
-from fdk_bench.commands.kernels import compare, kernels
+from fdk_bench.commands.kernels import COMMANDS, kernels
 from fdk_bench.commands.models import models
 from fdk_bench.commands.plot import plot
 from fdk_bench.commands.profile import profile
@@ -36,5 +36,7 @@ def main(
     """Measures and compares fdk: linear layers with weights stored in 1 to 8 bits."""
 
 
-for command in (kernels, compare, models, accuracy, plot, profile, guard, info):
-    app.command()(command)
+for name, command in COMMANDS.items():
+    app.command(name, help=command.help)(kernels)
+for function in (models, accuracy, plot, profile, guard, info):
+    app.command()(function)

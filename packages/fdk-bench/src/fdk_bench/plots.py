@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from fdk_bench.accuracy import BASELINE, AccuracyRow
+from fdk_bench.accuracy_cases import BASELINE, AccuracyRow
 
 # Okabe and Ito's colours, each with a marker and a dash of its own: the plot is read without them.
 STYLES = (
@@ -113,7 +113,7 @@ def _draw_ranking(axes: Axes, rows: Sequence[AccuracyRow]) -> None:
 
 
 def _ranked_label(row: AccuracyRow) -> str:
-    return f"{row.case.format}  ({_point(row, 0)[0]:.2f})"
+    return f"{row.case.label}  ({_point(row, 0)[0]:.2f})"
 
 
 def _series(
@@ -122,7 +122,7 @@ def _series(
     """Formats that differ in nothing but their width, in the order of their first rows."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        name = re.sub(r"^([a-z_]+)\d(?=-)", r"\1", row.case.format)
+        name = re.sub(r"^([a-z_]+)\d(?=-)", r"\1", row.case.label)
         series.setdefault(name, []).append(_point(row, which))
     for name, points in series.items():
         yield name, sorted(points)

@@ -1,6 +1,7 @@
 """What the subcommands share: lists in options, the folder of results, rows as they come."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -56,6 +57,60 @@ def checked(call: Callable[[], Value]) -> Value:
         return call()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def check_pattern(option: str, text: str) -> None:
+    """Bad usage for what is no regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise typer.BadParameter(
+            f"{option}: wanted a regular expression, got {text!r}: {error}"
+        ) from None
+
+
+def checked_device(device: str | None) -> str:
+    """The device asked for, or the default; bad usage where torch does not find it."""
+    import torch
+
+    from fdk_bench.machine import default_device
+
+    if device is None:
+        return default_device()
+    if device not in ("cpu", "cuda"):
+        several = "CUDA_VISIBLE_DEVICES picks one GPU of several"
+        raise typer.BadParameter(f"--device: wanted cpu or cuda ({several}), got {device!r}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise typer.BadParameter(f"--device: torch {torch.__version__} finds no GPU here")
+    return device
+
+
+def checked_backends(names: list[str]) -> list[str]:
+    """The backends asked for; bad usage for a name that none has."""
+    from fdk_formats import all_backends
+
+    known = ("auto", *all_backends())
+    if unknown := [name for name in names if name not in known]:
+        wanted = ", ".join(known)
+        raise typer.BadParameter(f"--backend: wanted one of {wanted}, got {', '.join(unknown)}")
+    return list(dict.fromkeys(names))
+
+
+def checked_dtype(dtype: str) -> str:
+    """The dtype asked for; bad usage for one that is not measured."""
+    from fdk_bench.cases import DTYPES
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"--dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    return dtype
+
+
+def use_threads(threads: int | None) -> None:
+    """So many threads of torch, and with it of fdk-cpu and llama.cpp; torch's choice for None."""
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def output_folder(output: Path | None, benchmark: str) -> Path:

@@ -10,11 +10,12 @@ from fdk_bench.commands.common import (
     FILE_WIDTH,
     LISTS,
     checked,
+    checked_dtype,
     numbers,
     prepare_environment,
     split,
 )
-from fdk_bench.commands.kernels import DtypeOption, GroupOption
+from fdk_bench.commands.options import DtypeOption, GroupOption
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,8 +49,7 @@ def info(
     from fdk_bench.machine import facts
     from fdk_bench.support import machine, missing_peers, sampled_formats, supports
 
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    checked_dtype(dtype)
     widths = numbers("--bits", None, range(8, 0, -1))
     asked = split(formats)
     names = checked(

@@ -6,29 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fdk_bench.commands import options
 from fdk_bench.commands.common import (
     LISTS,
     Screen,
+    check_pattern,
     checked,
+    checked_backends,
+    checked_device,
+    checked_dtype,
     collect,
     finish,
     numbers,
     output_folder,
     prepare_environment,
     split,
-)
-from fdk_bench.commands.kernels import (
-    BitsOption,
-    DeviceOption,
-    DtypeOption,
-    FormatsOption,
-    GroupOption,
-    JsonOption,
-    OutOption,
-    ThreadsOption,
-    check_pattern,
-    checked_backends,
-    checked_device,
+    use_threads,
 )
 
 if TYPE_CHECKING:
@@ -50,9 +43,9 @@ def models(
     batch_size: Annotated[
         list[str] | None, typer.Option(help=f"Sequences decoded together; {LISTS}. Default: 1.")
     ] = None,
-    bits: BitsOption = None,
-    formats: FormatsOption = None,
-    group_size: GroupOption = "64",
+    bits: options.BitsOption = None,
+    formats: options.FormatsOption = None,
+    group_size: options.GroupOption = "64",
     backend: Annotated[str, typer.Option(help="Of the quantised layers: auto or a name.")] = "auto",
     skip: Annotated[
         str, typer.Option(help="Regular expression of layers that stay as they are.")
@@ -72,11 +65,11 @@ def models(
     text: Annotated[
         Path | None, typer.Option(help="Text file whose perplexity a real model is asked for.")
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "bf16",
-    threads: ThreadsOption = None,
-    json_lines: JsonOption = False,
-    out: OutOption = None,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = "bf16",
+    threads: options.ThreadsOption = None,
+    json_lines: options.JsonOption = False,
+    out: options.OutOption = None,
 ) -> None:
     """Decode with whole models: tokens/s, first token, memory, share of the roofline.
 
@@ -88,16 +81,12 @@ def models(
     Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted.
     """
     prepare_environment()
-    import torch  # here and not above, so that `fdk-bench --help` does not wait for it
-
-    from fdk_bench.cases import DTYPES, formats_of
+    from fdk_bench.cases import formats_of  # loads torch, which --help must not wait for
     from fdk_bench.decoding import ModelRun
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     check_pattern("--skip", skip)
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    checked_dtype(dtype)
     if text is not None and not text.is_file():
         raise typer.BadParameter(f"--text: wanted a text file, found none at {text}")
     where = checked_device(device)

@@ -82,7 +82,7 @@ def _save(figure: "Figure", path: Path) -> list[Path]:
 
 
 def _plot_accuracy(records: list[dict[str, Any]], folder: Path) -> list[Path]:
-    from fdk_bench.accuracy import AccuracyCase, AccuracyRow, AccuracyValues
+    from fdk_bench.accuracy_cases import AccuracyCase, AccuracyRow, AccuracyValues
     from fdk_bench.plots import plot_accuracy
 
     rows: list[AccuracyRow] = [

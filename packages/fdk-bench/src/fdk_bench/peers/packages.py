@@ -116,21 +116,28 @@ class TorchAO:
     def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
         """See ``Peer``."""
         torchao = import_module("torchao.quantization")
-        on_gpu = torch.device(case.device).type == "cuda"
-        config = torchao.Int4WeightOnlyConfig(
-            group_size=case.group_size,
-            int4_packing_format="tile_packed_to_4d" if on_gpu else "opaque",
-            int4_choose_qparams_algorithm="hqq" if on_gpu else "tinygemm",
-            set_inductor_config=False,
-        )
         layer = nn.Linear(case.k, case.n, bias=False, device=case.device, dtype=case.torch_dtype)
-        torchao.quantize_(layer, config)
+        torchao.quantize_(layer, torchao_config(case))
         nbytes = case.n * case.k // 2 + case.n * case.k // case.group_size * 4
         layers = [
             layer,
             *(copy.deepcopy(layer) for _ in range(copies_of(case, nbytes, copies) - 1)),
         ]
         return Prepared(layers, partial(decoded, layer, case), nbytes, self.name)
+
+
+def torchao_config(case: KernelCase) -> object:
+    """Its int4 configuration for a device, whichever module it is in."""
+    options = {"group_size": case.group_size, "set_inductor_config": False}
+    stable = import_module("torchao.quantization").Int4WeightOnlyConfig
+    if torch.device(case.device).type == "cuda":
+        tiled = {"int4_packing_format": "tile_packed_to_4d", "int4_choose_qparams_algorithm": "hqq"}
+        return stable(**options, **tiled)
+    try:  # since 0.18 the packing for a CPU has a configuration of its own
+        own = import_module("torchao.prototype.quantization.int4").PrototypeInt4WeightOnlyConfig
+    except ImportError:
+        return stable(**options, int4_packing_format="opaque")
+    return own(**options)
 
 
 class Humming:

@@ -37,7 +37,7 @@ void linear_int8(const PackedWeight& weight, const Int8Table* table, Activation 
                  const void* x, std::size_t m, const void* bias, void* y, std::size_t threads);
 
 // Rows of x that a kernel takes at once, at most.
-inline constexpr std::size_t kMaxInt8Rows = 8;
+inline constexpr std::size_t kMaxInt8Rows = 16;
 inline constexpr float kMaxXCode = 127;
 // Tiles of x with no larger magnitude count as zero: 127 over it must be finite.
 inline constexpr float kSmallestTile = 0x1p-120f;
@@ -68,15 +68,17 @@ struct Int8Task {
 
 struct Int8Kernels {
   bool unsigned_levels;  // levels are uint8: int8 + 128, or the codes of affine formats
-  const Order* order;
   std::size_t rows;  // of x that gemv takes at once, up to kMaxInt8Rows
-  // x :: [kTileK] in its natural order.
+  // x :: [kTileK] in its natural order; the codes come in the order of gemv.
   void (*stage)(const float* x, std::size_t groups, const Int8Tile& out);
   // y for stripes [begin, end).
   void (*gemv)(const Int8Task&, std::size_t begin, std::size_t end);
 };
 
 extern const Int8Kernels kScalarInt8;
+#if defined(__x86_64__)
+extern const Int8Kernels kAvx512Bf16Int8;
+#endif
 
 const Int8Kernels& int8_kernels_for(Isa isa);
 

@@ -60,20 +60,8 @@ void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   }
 }
 
-struct Orders {
-  Order natural;
-};
-
-constexpr Orders make_orders() {
-  Orders orders{};
-  for (std::size_t i = 0; i < kTileK; i++) orders.natural[i] = std::uint8_t(i);
-  return orders;
-}
-
-constexpr Orders kOrders = make_orders();
-
 }  // namespace
 
-extern const Int8Kernels kScalarInt8 = {false, &kOrders.natural, 4, stage, gemv};
+extern const Int8Kernels kScalarInt8 = {false, 4, stage, gemv};
 
 }  // namespace fdk

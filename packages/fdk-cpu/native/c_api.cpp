@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "int8.h"
 #include "kernels.h"
 #include "linear.h"
 
@@ -88,15 +89,22 @@ struct Block {
     bytes = zeros + aligned(layout.scales() * fdk::bytes_of(zero_type));
   }
 
-  fdk::PackedWeight at(const void* block, const float* codebook) const {
+  // The weight but for its codebook; `table` is given, under its name, where there is one.
+  fdk::PackedWeight at(const void* block, const char* name, const void* table) const {
     expect_pointer("block", block);
     const bool affine = zero_type != fdk::ZeroType::none;
-    if (affine == (codebook != nullptr)) {
-      refuse("codebook", affine ? "NULL, for the format has zero points" : "a pointer, got NULL");
+    if (affine == (table != nullptr)) {
+      refuse(name, affine ? "NULL, for the format has zero points" : "a pointer, got NULL");
     }
     const auto* at = static_cast<const std::uint8_t*>(block);
     const std::uint8_t* zeros_at = affine ? at + zeros : nullptr;
-    return {layout, at, at + scales, scale_type, zeros_at, zero_type, codebook};
+    return {layout, at, at + scales, scale_type, zeros_at, zero_type, nullptr};
+  }
+
+  fdk::PackedWeight at(const void* block, const float* codebook) const {
+    fdk::PackedWeight weight = at(block, "codebook", codebook);
+    weight.codebook = codebook;
+    return weight;
   }
 
  private:
@@ -146,6 +154,38 @@ int fdk_linear(const fdk_format* format, const void* block, const float* codeboo
     expect_pointer("x", x);
     expect_pointer("y", y);
     fdk::linear(weight, type, x, m, bias, y, threads_of(threads));
+  });
+}
+
+int fdk_make_int8_table(const float* codebook, int bits, fdk_int8_table* table) {
+  return guarded([&] {
+    expect_pointer("codebook", codebook);
+    expect_pointer("table", table);
+    if (bits < 1 || bits > fdk::kMaxBits) refuse("bits", "1 to 8, got " + std::to_string(bits));
+    const fdk::Int8Table made = fdk::int8_table_of(codebook, bits);
+    std::copy_n(made.levels, fdk::kMaxLevels, table->levels);
+    table->step = made.step;
+    table->offset = made.offset;
+  });
+}
+
+int fdk_linear_int8(const fdk_format* format, const void* block, const fdk_int8_table* table,
+                    fdk_dtype dtype, const void* x, size_t m, const void* bias, void* y,
+                    size_t threads) {
+  return guarded([&] {
+    const fdk::PackedWeight weight = Block(format).at(block, "table", table);
+    const fdk::Activation type = activation(dtype);
+    if (m == 0) return;
+    expect_pointer("x", x);
+    expect_pointer("y", y);
+    fdk::Int8Table levels{};
+    if (table != nullptr) {
+      std::copy_n(table->levels, fdk::kMaxLevels, levels.levels);
+      levels.step = table->step;
+      levels.offset = table->offset;
+    }
+    fdk::linear_int8(weight, table == nullptr ? nullptr : &levels, type, x, m, bias, y,
+                     threads_of(threads));
   });
 }
 

@@ -65,6 +65,26 @@ FDK_API int fdk_linear(const fdk_format* format, const void* block, const float*
                        fdk_dtype dtype, const void* x, size_t m, const void* bias, void* y,
                        size_t threads);
 
+/* A codebook for fdk_linear_int8: value i is taken as (levels[i] - offset) * step, the best of the
+ * tables with 128 to 255 steps. */
+typedef struct fdk_int8_table {
+  int8_t levels[256];
+  float step, offset;
+} fdk_int8_table;
+
+/* codebook :: [2^bits] ascending */
+FDK_API int fdk_make_int8_table(const float* codebook, int bits, fdk_int8_table* table);
+
+/* fdk_linear with x rounded to 8 bits: faster, with a relative error of about 0.6 % for normal x
+ * (and 0.1 to 0.6 % for a codebook that is not equidistant). Each 128 positions of a row of x are
+ * rounded to -127 to 127 times their largest magnitude / 127; one outlier takes from the precision
+ * of the 127 beside it. A row of x with NaN or infinity gives a row of NaN.
+ *
+ * table: of the codebook, or NULL where the format has zero points; the rest as in fdk_linear. */
+FDK_API int fdk_linear_int8(const fdk_format* format, const void* block,
+                            const fdk_int8_table* table, fdk_dtype dtype, const void* x, size_t m,
+                            const void* bias, void* y, size_t threads);
+
 /* grad_x = grad_y @ W_hat, the gradient of fdk_linear with respect to x.
  *
  * grad_y :: [m, n, dtype]

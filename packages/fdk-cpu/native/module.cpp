@@ -1,11 +1,13 @@
 // The Python module: addresses and sizes in, every size checked before a kernel runs.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "baseline.h"
 #include "blockwise.h"
+#include "int8.h"
 #include "kernels.h"
 #include "layout.h"
 #include "linear.h"
@@ -92,6 +94,26 @@ class PyWeight {
     const void* added = add.size == 0 ? nullptr : add.as<const void>();
     const py::gil_scoped_release release;
     fdk::linear(weight_, type, in.as<const void>(), m, added, out.as<void>(), threads);
+  }
+
+  // With x rounded to 8 bits. levels :: [2^bits, int8], none for affine formats.
+  void linear_int8(const std::string& activation, const py::tuple& levels, float step,
+                   float offset, const py::tuple& x, std::size_t m, const py::tuple& bias,
+                   const py::tuple& y, std::size_t threads) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type);
+    const Bytes table = bytes_of(levels), in = bytes_of(x), add = bytes_of(bias), out = bytes_of(y);
+    const bool affine = weight_.codebook == nullptr;
+    expect("levels", table, affine ? 0 : std::size_t(1) << weight_.layout.bits);
+    expect("x", in, m * weight_.layout.k * item);
+    if (add.size != 0) expect("bias", add, weight_.layout.n * item);
+    expect("y", out, m * weight_.layout.n * item);
+    fdk::Int8Table of_codebook{{}, step, offset};
+    if (!affine) std::copy_n(table.as<const std::int8_t>(), table.size, of_codebook.levels);
+    const void* added = add.size == 0 ? nullptr : add.as<const void>();
+    const py::gil_scoped_release release;
+    fdk::linear_int8(weight_, affine ? nullptr : &of_codebook, type, in.as<const void>(), m, added,
+                     out.as<void>(), threads);
   }
 
   void grad_x(const std::string& activation, const py::tuple& grad_y, std::size_t m,
@@ -259,5 +281,6 @@ PYBIND11_MODULE(_native, module) {
       .def(py::init<std::size_t, std::size_t, std::size_t, int, const py::tuple&, const py::tuple&,
                     const std::string&, const py::tuple&, const std::string&, const py::tuple&>())
       .def("linear", &PyWeight::linear)
+      .def("linear_int8", &PyWeight::linear_int8)
       .def("grad_x", &PyWeight::grad_x);
 }

@@ -20,6 +20,19 @@ class Weight:
     def linear(
         self, activation: str, x: Bytes, m: int, bias: Bytes, y: Bytes, threads: int, /
     ) -> None: ...
+    def linear_int8(
+        self,
+        activation: str,
+        levels: Bytes,
+        step: float,
+        offset: float,
+        x: Bytes,
+        m: int,
+        bias: Bytes,
+        y: Bytes,
+        threads: int,
+        /,
+    ) -> None: ...
     def grad_x(
         self, activation: str, grad_y: Bytes, m: int, grad_x: Bytes, threads: int, /
     ) -> None: ...

@@ -4,9 +4,16 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
-from fdk_cpu.linear import ACTIVATIONS, KeptWeight, lut_linear_op, takes
+from fdk_cpu.linear import (
+    ACTIVATIONS,
+    KeptWeight,
+    lut_linear_int8_op,
+    lut_linear_op,
+    takes,
+)
 from fdk_cpu.runtime import num_threads
 from fdk_formats.backends import Layout, Problem, register
+from fdk_formats.int8 import int8_table
 from fdk_formats.tensor import QuantisedTensor
 
 
@@ -93,6 +100,39 @@ class CpuLayout(Layout):
         )
 
 
+class CpuInt8Layout(CpuLayout):
+    """The same bytes, and products with x rounded to 8 bits, see ``fdk_formats.int8``.
+
+    levels :: [2^bits, int8], or None for affine formats
+    """
+
+    levels: Tensor | None
+
+    def __init__(self, q: QuantisedTensor) -> None:
+        super().__init__(q)
+        table = None if q.codebook is None else int8_table(q.codebook)
+        self.step, self.offset = (1.0, 0.0) if table is None else (table.step, table.offset)
+        levels = None if table is None else table.levels
+        self.register_buffer("levels", levels, persistent=False)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``Layout``."""
+        return lut_linear_int8_op(
+            x,
+            self.codes,
+            self.scale,
+            self.codebook,
+            self.zero_point,
+            self.group_size,
+            self.format.bits,
+            self.levels,
+            self.step,
+            self.offset,
+            bias,
+            *self.shape,
+        )
+
+
 class CpuBackend:
     """Takes every format on the CPU."""
 
@@ -110,9 +150,9 @@ class CpuBackend:
         """See ``Backend``."""
         return 10
 
-    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
-        return CpuLayout(q)
+        return CpuLayout(q) if activations == "float" else CpuInt8Layout(q)
 
 
 register(CpuBackend())

@@ -37,6 +37,44 @@ def lut_linear(
     return y
 
 
+def lut_linear_int8(
+    x: Tensor,  # [m, k, bf16 | fp16 | fp32]
+    codes: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    group_size: int,
+    bits: int,
+    levels: Tensor | None,  # [2^bits, int8], of ``int8_table``; None for affine formats
+    step: float,
+    offset: float,
+    bias: Tensor | None,  # [n, dtype of x]
+    n: int,
+    k: int,
+) -> Tensor:
+    """``int8_linear`` of ``fdk_formats.int8``: with x rounded to 8 bits, ``[m, n]``."""
+    weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+    if levels is not None and not (levels.dtype == torch.int8 and levels.is_contiguous()):
+        raise TypeError(
+            f"lut_linear_int8: levels must be contiguous torch.int8, got {levels.dtype}"
+        )
+    activation = _activation("x", x)
+    y = x.new_empty((len(x), n))
+    bias = None if bias is None else bias.contiguous()
+    weight.linear_int8(
+        activation,
+        _bytes(levels),
+        step,
+        offset,
+        _bytes(x),
+        len(x),
+        _bytes(bias),
+        _bytes(y),
+        num_threads(),
+    )
+    return y
+
+
 def lut_linear_grad_x(
     grad_y: Tensor,  # [m, n, bf16 | fp16 | fp32]
     codes: Tensor,
@@ -174,13 +212,22 @@ class KeptWeight:
 
 
 _library = Library("fdk_cpu", "FRAGMENT")
+_SCHEMA = (
+    "Tensor codes, Tensor scale, Tensor? codebook, Tensor? zero_point, int group_size, int bits"
+)
 lut_linear_op = define_linear_op(
     _library,
     "lut_linear",
-    layout=(
-        "Tensor codes, Tensor scale, Tensor? codebook, Tensor? zero_point, int group_size, int bits"
-    ),
+    layout=_SCHEMA,
     forward=lut_linear,
     grad_x=lut_linear_grad_x,
+    dispatch_keys=("CPU",),
+)
+lut_linear_int8_op = define_linear_op(
+    _library,
+    "lut_linear_int8",
+    layout=f"{_SCHEMA}, Tensor? levels, float step, float offset",
+    forward=lut_linear_int8,
+    grad_x=lut_linear_op,
     dispatch_keys=("CPU",),
 )

@@ -16,6 +16,7 @@
 
 #include "../../native/baseline.h"
 #include "../../native/convert.h"
+#include "../../native/int8.h"
 #include "../../native/kernels.h"
 #include "../../native/linear.h"
 #include "../../native/pool.h"
@@ -130,6 +131,70 @@ void expect_near(const Case& c, const char* isa, const char* what, const Bytes& 
   }
 }
 
+// The tiles that x is rounded in, as columns of the weight: those of one scale.
+std::vector<std::size_t> tiles_of(const fdk::Layout& layout) {
+  std::vector<std::size_t> tiles(layout.k);
+  for (std::size_t i = 0; i < layout.k; i++) tiles[i] = layout.position(i) / fdk::kTileK;
+  return tiles;
+}
+
+// x :: [m, k] rounded to 8 bits and back, in plain loops.
+std::vector<double> rounded_x(const Case& c, const fdk::Layout& layout, const Bytes& x) {
+  const std::vector<std::size_t> tiles = tiles_of(layout);
+  std::vector<double> rounded(c.m * c.k);
+  for (std::size_t m = 0; m < c.m; m++) {
+    std::vector<float> largest(layout.tiles);
+    for (std::size_t i = 0; i < c.k; i++) {
+      float& of_tile = largest[tiles[i]];
+      of_tile = std::max(of_tile, std::abs(get(x, m * c.k + i, int(c.activation))));
+    }
+    for (std::size_t i = 0; i < c.k; i++) {
+      const float most = largest[tiles[i]];
+      const float code = std::nearbyint(get(x, m * c.k + i, int(c.activation)) * (127 / most));
+      rounded[m * c.k + i] = most == 0 ? 0 : double(code) * double(most / 127);
+    }
+  }
+  return rounded;
+}
+
+// y with x rounded to 8 bits: kernels differ from plain loops by float32 sums alone.
+void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<unsigned>& codes,
+                const std::vector<double>& weight, const Bytes& x, const Bytes& bias,
+                std::size_t threads) {
+  const std::vector<double> rounded = rounded_x(c, w.layout, x);
+  fdk::Int8Table table{};
+  if (!c.affine) table = fdk::int8_table_of(w.codebook, c.bits);
+  std::vector<double> y(c.m * c.n);
+  double scale = 0;
+  for (std::size_t m = 0; m < c.m; m++) {
+    for (std::size_t n = 0; n < c.n; n++) {
+      double sum = get(bias, n, int(c.activation)), magnitude = 0;
+      for (std::size_t k = 0; k < c.k; k++) {
+        double value = weight[n * c.k + k];
+        if (!c.affine) {
+          const unsigned code = codes[n * c.k + k];
+          const double level = double(table.levels[code]) - double(table.offset);
+          value *= level * double(table.step) / double(w.codebook[code]);
+        }
+        sum += value * rounded[m * c.k + k];
+        magnitude += std::abs(value * rounded[m * c.k + k]);
+      }
+      y[m * c.n + n] = sum;
+      scale = std::max(scale, magnitude);
+    }
+  }
+  for (int isa = 0; isa < fdk::kIsas; isa++) {
+    if (!fdk::supported(fdk::Isa(isa))) continue;
+    const char* name = fdk::name_of(fdk::Isa(isa));
+    fdk::set_isa(name);
+    Bytes out(y.size() * fdk::bytes_of(c.activation), 0xFF);
+    fdk::linear_int8(w, c.affine ? nullptr : &table, c.activation, x.data(), c.m, bias.data(),
+                     out.data(), threads);
+    // Unsigned levels and zero points cancel: their sums are up to 3 times those of the products.
+    expect_near(c, name, "int8 y", out, y, 4 * scale);
+  }
+}
+
 void check(const Case& c, Random& random) {
   const fdk::Layout layout = fdk::layout_of(c.n, c.k, c.group, c.bits);
   std::vector<unsigned> codes(c.n * c.k);
@@ -224,6 +289,7 @@ void check(const Case& c, Random& random) {
     fdk::linear_grad_x(w, c.activation, grad.data(), c.m, dx_out.data(), threads);
     expect_near(c, name, "dx", dx_out, dx, dx_scale);
   }
+  check_int8(c, w, codes, weight, x, bias, 1 + random.upto(2));
 }
 
 // A weight of 1 or 2 bits with scales of 1, whose rows all have a zero at column `column`.

@@ -17,6 +17,8 @@ from fdk_formats.tensor import QuantisedTensor
 ENTRY_POINT_GROUP = "fdk_formats.backends"
 # Found without package metadata too: importing one of these registers its backends.
 KNOWN_PACKAGES = ("fdk_cuda", "fdk_cpu")
+# How x meets a weight: as it is, or rounded to 8 bits as ``fdk_formats.int8`` defines.
+ACTIVATIONS = ("float", "int8")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Problem:
         k: inputs.
         dtype: of the activations x and of y.
         device: where x, y and the weight live.
+        activations: ``float``, or ``int8`` for x rounded to 8 bits, see ``fdk_formats.int8``.
+
+    Raises:
+        ValueError: for other activations.
     """
 
     format: Format
@@ -36,10 +42,24 @@ class Problem:
     k: int
     dtype: torch.dtype
     device: torch.device
+    activations: str = "float"
+
+    def __post_init__(self) -> None:
+        check_activations(self.activations)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.format} [n={self.n}, k={self.k}] with {dtype} activations on {self.device}"
+        rounded = "" if self.activations == "float" else f" rounded to {self.activations}"
+        return (
+            f"{self.format} [n={self.n}, k={self.k}] with {dtype} activations{rounded} "
+            f"on {self.device}"
+        )
+
+
+def check_activations(activations: str) -> None:
+    """Raises ValueError for what is not in ``ACTIVATIONS``."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: wanted {' or '.join(ACTIVATIONS)}, got {activations!r}")
 
 
 class Layout(nn.Module, ABC):
@@ -64,13 +84,19 @@ class Backend(Protocol):
     name: str
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why this backend cannot take the problem ("needs k % 128 == 0, got k=192"), or None."""
+        """Why this backend cannot take the problem ("needs k % 128 == 0, got k=192"), or None.
+
+        One without kernels for ``problem.activations`` says so: "has no int8 activations".
+        """
 
     def priority(self, problem: Problem) -> int:
         """Among the backends that can take a problem, ``auto`` picks the highest."""
 
-    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
-        """Lays a weight out on its own device, for activations of ``dtype``."""
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
+        """Lays a weight out on its own device, for activations of ``dtype``.
+
+        ``activations`` is passed only where it is not ``float``.
+        """
 
 
 class NoBackendError(RuntimeError):

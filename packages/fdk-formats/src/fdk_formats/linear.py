@@ -24,20 +24,31 @@ class QuantisedWeight(nn.Module):
         q: the weight.
         backend: ``auto`` or a backend's name, see ``select``.
         dtype: of the activations.
+        activations: ``float``, or ``int8`` for products with x rounded to 8 bits, as
+            ``fdk_formats.int8`` defines. A property of the layer: files do not hold it.
     """
 
-    def __init__(self, q: QuantisedTensor, *, backend: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        q: QuantisedTensor,
+        *,
+        backend: str,
+        dtype: torch.dtype,
+        activations: str = "float",
+    ) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.activations = backend, activations
         # Of the weight it was quantised from, where that is known: see ``report``.
         self.relative_error: float | None = None
         self._pack(q, dtype)
 
     def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
-        chosen = select(Problem(q.format, *q.shape, dtype, q.device), self.backend)
+        problem = Problem(q.format, *q.shape, dtype, q.device, self.activations)
+        chosen = select(problem, self.backend)
         self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device
         self.backend_name, self.canonical_bytes = chosen.name, q.nbytes
-        self.layout = chosen.pack(q, dtype=dtype)
+        rounded = {} if self.activations == "float" else {"activations": self.activations}
+        self.layout = chosen.pack(q, dtype=dtype, **rounded)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ W_hat.T + bias``."""
@@ -102,8 +113,9 @@ class QuantisedWeight(nn.Module):
         self.relative_error = None
 
     def extra_repr(self) -> str:
-        """Format, shape and the backend in use."""
-        return f"{self.format}, shape={list(self.shape)}, backend={self.backend_name}"
+        """Format, shape, the backend in use, and activations that are not ``float``."""
+        rounded = "" if self.activations == "float" else f", activations={self.activations}"
+        return f"{self.format}, shape={list(self.shape)}, backend={self.backend_name}{rounded}"
 
 
 class QuantisedLinear(nn.Module):
@@ -111,7 +123,8 @@ class QuantisedLinear(nn.Module):
 
     Takes ``x :: [..., k]`` of its own dtype and returns ``[..., n]``. Under autocast x is cast to
     that dtype, the one its backend was chosen for, whatever autocast's own. The gradient reaches x
-    and bias; the quantised weight is constant. ``state_dict`` holds ``weight.packed``,
+    and bias; the quantised weight is constant. With ``activations="int8"`` it is that of the
+    product without rounding, straight through. ``state_dict`` holds ``weight.packed``,
     ``weight.scale``, ``weight.codebook`` or ``weight.zero_point``, and ``bias``.
 
     Args:
@@ -131,9 +144,21 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, format: Format | str, backend: str = "auto"
+        cls,
+        linear: nn.Linear,
+        format: Format | str,
+        backend: str = "auto",
+        *,
+        activations: str = "float",
     ) -> "QuantisedLinear":
         """A quantised copy of a linear layer, on its device and for activations of its dtype.
+
+        Args:
+            linear: the layer.
+            format: of its weight.
+            backend: see ``select``.
+            activations: ``int8`` rounds x to 8 bits, for speed at the error that
+                ``fdk_formats.int8`` states.
 
         Raises:
             NoBackendError: where no backend takes it, with every reason.
@@ -142,7 +167,13 @@ class QuantisedLinear(nn.Module):
             got = type(linear).__name__
             raise TypeError(f"QuantisedLinear.from_linear: wanted a torch.nn.Linear, got {got}")
         q = quantise(linear.weight.detach(), format)
-        return cls.from_quantised(q, linear.bias, backend=backend, dtype=linear.weight.dtype)
+        return cls.from_quantised(
+            q,
+            linear.bias,
+            backend=backend,
+            dtype=linear.weight.dtype,
+            activations=activations,
+        )
 
     @classmethod
     def from_quantised(
@@ -152,9 +183,10 @@ class QuantisedLinear(nn.Module):
         *,
         backend: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
+        activations: str = "float",
     ) -> "QuantisedLinear":
         """A layer over an already quantised weight, for activations of ``dtype``."""
-        weight = QuantisedWeight(q, backend=backend, dtype=dtype)
+        weight = QuantisedWeight(q, backend=backend, dtype=dtype, activations=activations)
         return cls(weight, None if bias is None else _parameter(bias, q.device, dtype))
 
     @property

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from fdk_formats.backends import NoBackendError, Problem, select
+from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.quantise import quantise
 from fdk_formats.report import model_report, relative_error
+from fdk_formats.tensor import QuantisedTensor
 
 # The output head: few weights, much of the loss. The original keeps it in 16 bits too.
 DEFAULT_SKIP = r"(^|\.)lm_head$"
@@ -39,6 +40,7 @@ def quantise_model(
     overrides: Mapping[str, Format | str | None] | None = None,
     backend: str = "auto",
     *,
+    activations: str = "float",
     importance: Mapping[str, Tensor] | None = None,
     progress: bool = True,
 ) -> nn.Module:
@@ -57,6 +59,7 @@ def quantise_model(
         overrides: regular expression to format, or to None to leave the layer; the first match of
             a name wins, over ``skip`` too.
         backend: see ``select``.
+        activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         importance: per layer name, see ``quantise``; that of layers that share a weight adds up.
         progress: show a bar on a terminal.
 
@@ -68,6 +71,7 @@ def quantise_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantise_model: model must be a module, got {type(model).__name__}")
+    check_activations(activations)
     default = Format.parse(format)
     chosen = {
         _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
@@ -86,7 +90,7 @@ def quantise_model(
             stacklevel=2,
         )
     for name, wanted in formats.items():
-        _check_layer(name, linears[name], wanted, backend)
+        _check_layer(name, linears[name], wanted, backend, activations)
     importances = _importances(linears, formats, importance or {})
 
     weights: dict[int, QuantisedWeight] = {}
@@ -96,9 +100,12 @@ def quantise_model(
         linear = linears[name]
         key = id(linear.weight)
         if key not in weights:
-            weights[key] = _quantise_layer(
-                name, linear, formats[name], backend, importances.get(key)
+            q = _quantise_layer(name, linear, formats[name], importances.get(key))
+            weight = QuantisedWeight(
+                q, backend=backend, dtype=linear.weight.dtype, activations=activations
             )
+            weight.relative_error = relative_error(linear.weight.detach(), q)
+            weights[key] = weight
         layer = QuantisedLinear(weights[key], linear.bias)
         if linear.bias is not None:  # a bias that something shares stays shared
             layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
@@ -120,16 +127,12 @@ def _pattern(argument: str, text: str) -> re.Pattern[str]:
 
 
 def _quantise_layer(
-    name: str, linear: nn.Linear, format: Format, backend: str, importance: Tensor | None
-) -> QuantisedWeight:
-    source = linear.weight.detach()
+    name: str, linear: nn.Linear, format: Format, importance: Tensor | None
+) -> QuantisedTensor:
     try:
-        q = quantise(source, format, importance=importance)
+        return quantise(linear.weight.detach(), format, importance=importance)
     except (TypeError, ValueError) as error:
         raise type(error)(f"quantise_model: layer {name}: {error}") from None
-    weight = QuantisedWeight(q, backend=backend, dtype=source.dtype)
-    weight.relative_error = relative_error(source, q)
-    return weight
 
 
 def _check_overrides(
@@ -180,12 +183,14 @@ def _importances(
     return importances
 
 
-def _check_layer(name: str, linear: nn.Linear, format: Format, backend: str) -> None:
+def _check_layer(
+    name: str, linear: nn.Linear, format: Format, backend: str, activations: str
+) -> None:
     n, k = linear.weight.shape
     weight = linear.weight
     try:
         format.group_size_for(k)
-        select(Problem(format, n, k, weight.dtype, weight.device), backend)
+        select(Problem(format, n, k, weight.dtype, weight.device, activations), backend)
     except ValueError as error:
         raise ValueError(f"quantise_model: layer {name}: {error}; skip or override it") from None
     except NoBackendError as error:

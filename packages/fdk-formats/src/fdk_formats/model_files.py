@@ -46,6 +46,7 @@ def load_model(
     backend: str = "auto",
     *,
     device: torch.device | str | int | None = None,
+    activations: str = "float",
 ) -> nn.Module:
     """A copy of ``model`` with the quantised layers and all tensors of a file.
 
@@ -55,6 +56,8 @@ def load_model(
             May be on the meta device, which costs no memory. It is left untouched.
         backend: see ``select``.
         device: of the result; None for that of the model, and the CPU for a model on meta.
+        activations: ``int8`` rounds the input of every quantised layer to 8 bits, see
+            ``fdk_formats.int8``; a file says nothing of it.
 
     Raises:
         ValueError: where the file is damaged (see ``load``), or does not fit the model: the
@@ -73,7 +76,9 @@ def load_model(
             continue
         linear = _linear(path, model, name, q)
         if id(q) not in weights:
-            weights[id(q)] = QuantisedWeight(q, backend=backend, dtype=linear.weight.dtype)
+            weights[id(q)] = QuantisedWeight(
+                q, backend=backend, dtype=linear.weight.dtype, activations=activations
+            )
         # The bias is a placeholder: load_state_dict fills it with the other tensors.
         layer = QuantisedLinear(weights[id(q)], linear.bias)
         memo[id(linear)] = layer.train(linear.training)

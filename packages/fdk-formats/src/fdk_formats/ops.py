@@ -22,10 +22,20 @@ class LinearOp:
 
     Attributes:
         op: ``torch.ops.<namespace>.<name>``, for ``opcheck`` and for graphs.
+        grad_op: ``torch.ops.<namespace>.<name>_grad_x``.
+        layout_args: how many arguments the layout has.
     """
 
-    def __init__(self, op: Callable[..., Tensor], run: Kernel, devices: frozenset[str]) -> None:
-        self.op, self._run, self._devices = op, run, devices
+    def __init__(
+        self,
+        op: Callable[..., Tensor],
+        grad_op: Callable[..., Tensor],
+        layout_args: int,
+        run: Kernel,
+        devices: frozenset[str],
+    ) -> None:
+        self.op, self.grad_op, self.layout_args = op, grad_op, layout_args
+        self._run, self._devices = run, devices
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         """``op(x, *layout, bias, n, k)``."""
@@ -69,7 +79,7 @@ def define_linear_op(
     *,
     layout: str,
     forward: Kernel,
-    grad_x: Kernel,
+    grad_x: Kernel | LinearOp,
     dispatch_keys: Sequence[str],
 ) -> LinearOp:
     """Defines ``y = x @ W_hat.T + bias`` over one packed layout, with fake and gradient.
@@ -88,7 +98,9 @@ def define_linear_op(
         layout: the layout's arguments as schema text, tensors first: ``"Tensor packed, Tensor
             scale, int bits"``. The first is a tensor on the layout's device.
         forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``, with m > 0, x contiguous.
-        grad_x: ``(grad_y :: [m, n], *layout, n, k) -> [m, k]``, likewise.
+        grad_x: ``(grad_y :: [m, n], *layout, n, k) -> [m, k]``, likewise. Or another op, whose
+            gradient this one has too (straight through what it rounds) and whose layout arguments
+            come first in ``layout``: then no ``<name>_grad_x`` is defined.
         dispatch_keys: where the kernels run: ``("CUDA",)``.
 
     Returns:
@@ -96,8 +108,13 @@ def define_linear_op(
     """
     qualified = f"{library.ns}::{name}"
     library.define(f"{name}(Tensor x, {layout}, Tensor? bias, int n, int k) -> Tensor")
-    library.define(f"{name}_grad_x(Tensor grad_y, {layout}, int n, int k) -> Tensor")
-    grad_op = getattr(getattr(torch.ops, library.ns), f"{name}_grad_x").default
+    layout_args = layout.count(",") + 1
+    if isinstance(grad_x, LinearOp):
+        grad_op, kept_args = grad_x.grad_op, grad_x.layout_args
+    else:
+        library.define(f"{name}_grad_x(Tensor grad_y, {layout}, int n, int k) -> Tensor")
+        grad_op = getattr(getattr(torch.ops, library.ns), f"{name}_grad_x").default
+        kept_args = layout_args
 
     def check(x: Tensor, first: Tensor, bias: Tensor | None, n: int, k: int) -> None:
         if x.ndim < 1 or x.shape[-1] != k:
@@ -126,7 +143,48 @@ def define_linear_op(
         with _no_autocast(x.device.type):
             return forward(rows, *args).view(*x.shape[:-1], n)
 
-    def run_grad_x(grad_y: Tensor, *args: Any) -> Tensor:
+    def fake(x: Tensor, *args: Any) -> Tensor:
+        *_, bias, n, k = args
+        check(x, args[0], bias, n, k)
+        return x.new_empty((*x.shape[:-1], n))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *args, bias, n, k = inputs
+        _keep_layout(ctx, args[:kept_args], n, k)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = grad_op(grad_y, *_kept_layout(ctx), ctx.n, ctx.k)
+        if ctx.needs_input_grad[-3]:
+            wide = torch.promote_types(grad_y.dtype, torch.float32)
+            dbias = grad_y.reshape(-1, ctx.n).sum(0, dtype=wide).to(ctx.bias_dtype)
+        return dx, *[None] * layout_args, dbias, None, None
+
+    for key in dispatch_keys:
+        library.impl(name, run, key)
+    torch.library.register_fake(qualified, fake, lib=library)
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+    op: Callable[..., Tensor] = getattr(getattr(torch.ops, library.ns), name).default
+    if not isinstance(grad_x, LinearOp):
+        _define_gradient(library, name, op, grad_x, layout_args, dispatch_keys)
+    devices = frozenset(key.lower() for key in dispatch_keys)
+    return LinearOp(op, grad_op, layout_args, run, devices)
+
+
+def _define_gradient(
+    library: Library,
+    name: str,
+    op: Callable[..., Tensor],
+    grad_x: Kernel,
+    layout_args: int,
+    dispatch_keys: Sequence[str],
+) -> None:
+    """Kernels, fake and gradient of ``<name>_grad_x``, whose schema is defined."""
+    qualified = f"{library.ns}::{name}_grad_x"
+
+    def run(grad_y: Tensor, *args: Any) -> Tensor:
         *_, n, k = args
         if grad_y.ndim < 1 or grad_y.shape[-1] != n:
             raise ValueError(f"{name}: grad_y must be [..., {n}], got {list(grad_y.shape)}")
@@ -136,49 +194,21 @@ def define_linear_op(
         with _no_autocast(grad_y.device.type):
             return grad_x(rows, *args).view(*grad_y.shape[:-1], k)
 
-    def fake(x: Tensor, *args: Any) -> Tensor:
-        *_, bias, n, k = args
-        check(x, args[0], bias, n, k)
-        return x.new_empty((*x.shape[:-1], n))
-
-    def fake_grad_x(grad_y: Tensor, *args: Any) -> Tensor:
+    def fake(grad_y: Tensor, *args: Any) -> Tensor:
         return grad_y.new_empty((*grad_y.shape[:-1], args[-1]))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *layout_args, bias, n, k = inputs
-        _keep_layout(ctx, layout_args, n, k)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        _, *args, n, k = inputs
+        _keep_layout(ctx, args, n, k)
 
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        layout_args = _kept_layout(ctx)
-        dx = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = grad_op(grad_y, *layout_args, ctx.n, ctx.k)
-        if ctx.needs_input_grad[-3]:
-            wide = torch.promote_types(grad_y.dtype, torch.float32)
-            dbias = grad_y.reshape(-1, ctx.n).sum(0, dtype=wide).to(ctx.bias_dtype)
-        return dx, *[None] * len(layout_args), dbias, None, None
-
-    def setup_context_grad_x(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *layout_args, n, k = inputs
-        _keep_layout(ctx, layout_args, n, k)
-
-    def backward_grad_x(ctx: Any, grad_dx: Tensor) -> tuple[Tensor | None, ...]:
-        layout_args = _kept_layout(ctx)
-        dgrad_y = op(grad_dx, *layout_args, None, ctx.n, ctx.k)
-        return dgrad_y, *[None] * len(layout_args), None, None
+    def backward(ctx: Any, grad_dx: Tensor) -> tuple[Tensor | None, ...]:
+        dgrad_y = op(grad_dx, *_kept_layout(ctx), None, ctx.n, ctx.k)
+        return dgrad_y, *[None] * layout_args, None, None
 
     for key in dispatch_keys:
-        library.impl(name, run, key)
-        library.impl(f"{name}_grad_x", run_grad_x, key)
+        library.impl(f"{name}_grad_x", run, key)
     torch.library.register_fake(qualified, fake, lib=library)
-    torch.library.register_fake(f"{qualified}_grad_x", fake_grad_x, lib=library)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
-    torch.library.register_autograd(
-        f"{qualified}_grad_x", backward_grad_x, setup_context=setup_context_grad_x, lib=library
-    )
-    op: Callable[..., Tensor] = getattr(getattr(torch.ops, library.ns), name).default
-    return LinearOp(op, run, frozenset(key.lower() for key in dispatch_keys))
 
 
 def _no_autocast(device: str) -> AbstractContextManager[object]:

@@ -6,6 +6,7 @@ from torch.library import Library
 
 from fdk_formats.backends import Layout, Problem, register
 from fdk_formats.format import Format
+from fdk_formats.int8 import int8_linear
 from fdk_formats.ops import define_linear_op
 from fdk_formats.tensor import QuantisedTensor
 
@@ -28,6 +29,22 @@ def reference_linear(
     return torch.nn.functional.linear(x, q.dequantise(x.dtype), bias)
 
 
+def reference_linear_int8(
+    x: Tensor,  # [m, k, dtype]
+    packed: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    format: str,
+    bias: Tensor | None,  # [n, dtype]
+    n: int,
+    k: int,
+) -> Tensor:
+    """``int8_linear``, ``[m, n, dtype]``."""
+    q = QuantisedTensor(Format.parse(format), (n, k), packed, scale, codebook, zero_point)
+    return int8_linear(x, q, bias)
+
+
 def reference_grad_x(
     grad_y: Tensor,  # [m, n, dtype]
     packed: Tensor,
@@ -44,12 +61,21 @@ def reference_grad_x(
 
 
 _library = Library("fdk_formats", "FRAGMENT")
+_SCHEMA = "Tensor packed, Tensor scale, Tensor? codebook, Tensor? zero_point, str format"
 _op = define_linear_op(
     _library,
     "reference_linear",
-    layout="Tensor packed, Tensor scale, Tensor? codebook, Tensor? zero_point, str format",
+    layout=_SCHEMA,
     forward=reference_linear,
     grad_x=reference_grad_x,
+    dispatch_keys=("CompositeExplicitAutograd",),
+)
+_int8_op = define_linear_op(
+    _library,
+    "reference_linear_int8",
+    layout=_SCHEMA,
+    forward=reference_linear_int8,
+    grad_x=_op,
     dispatch_keys=("CompositeExplicitAutograd",),
 )
 
@@ -62,16 +88,17 @@ class ReferenceLayout(Layout):
     codebook: Tensor | None
     zero_point: Tensor | None
 
-    def __init__(self, q: QuantisedTensor) -> None:
+    def __init__(self, q: QuantisedTensor, activations: str = "float") -> None:
         super().__init__()
-        self.format, self.shape = q.format, q.shape
+        self.format, self.shape, self.activations = q.format, q.shape, activations
         for name in ("packed", "scale", "codebook", "zero_point"):
             self.register_buffer(name, getattr(q, name), persistent=False)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
         n, k = self.shape
-        return _op(
+        op = _op if self.activations == "float" else _int8_op
+        return op(
             x, self.packed, self.scale, self.codebook, self.zero_point, str(self.format), bias, n, k
         )
 
@@ -96,9 +123,9 @@ class ReferenceBackend:
         """See ``Backend``."""
         return 0
 
-    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
-        return ReferenceLayout(q)
+        return ReferenceLayout(q, activations)
 
 
 register(ReferenceBackend(), by_name_only=True)

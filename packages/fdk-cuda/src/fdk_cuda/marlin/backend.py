@@ -75,6 +75,8 @@ class MarlinBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
+        if problem.activations != "float":
+            return f"has no {problem.activations} activations"
         format = problem.format
         if format.is_affine and not self.takes_affine:
             return "needs a codebook, got an affine format (the backend marlin takes those)"
@@ -98,7 +100,7 @@ class MarlinBackend:
         """See ``Backend``."""
         return PRIORITY
 
-    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
         return MarlinLayout(q, dtype)
 

@@ -111,6 +111,8 @@ class TritonBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
+        if problem.activations != "float":
+            return f"has no {problem.activations} activations"
         if problem.dtype not in DTYPES:
             return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
         if INTERPRETED:
@@ -131,6 +133,6 @@ class TritonBackend:
         """See ``Backend``."""
         return PRIORITY
 
-    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
         return TritonLayout(q, batch_invariant=self.batch_invariant)

@@ -1,6 +1,15 @@
 """What every package's tests share; the `wheels` session copies this file beside them."""
 
+import sys
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Each test draws the same numbers, whatever ran before it."""
+    if torch := sys.modules.get("torch"):  # tests without it start at once
+        torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

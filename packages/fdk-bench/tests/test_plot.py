@@ -268,7 +268,7 @@ def test_report_in_a_browser(tmp_path):
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,3000"]
     page = (tmp_path / "report.html").as_uri()
     command = [browser, *options, f"--screenshot={picture}", page]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     seen = matplotlib.image.imread(picture)
     # Pictures as wide as the page, and colours that the page itself has not.
     assert seen.shape[1] == 1200

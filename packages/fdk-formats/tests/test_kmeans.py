@@ -54,7 +54,7 @@ def samples_of(*chunks: list[float], masses: list[list[float]] | None = None):
     return samples
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 9)), min_size=9, max_size=40),
     st.integers(2, 8),
@@ -123,7 +123,7 @@ def test_optimal_centroids_with_a_thin_tail() -> None:
     assert cost(points, optimal_centroids(points, count, best)) <= cost(points, best) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(-1000, 1000), min_size=3, max_size=60), st.integers(1, 4))
 def test_optimal_centroids_of_few_points(data: list[int], bits: int) -> None:
     points, count = points_of(np.array(data, dtype=np.float64)), 1 << bits

@@ -8,7 +8,6 @@ from rich.table import Table
 from fdk_bench.accuracy_cases import (
     CALIBRATED,
     AccuracyRow,
-    AccuracyValues,
     Comparison,
     LayerRow,
 )
@@ -44,14 +43,14 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
         if width not in (None, int(row.values.bits_per_weight)):
             table.add_section()
         width = int(row.values.bits_per_weight)
-        cells = _cells(row.case.label, row.values)
+        cells = accuracy_cells(row)
         table.add_row(*(cells[heading] for heading in headings))
     return table
 
 
 def accuracy_markdown(rows: Sequence[AccuracyRow]) -> str:
     """The same table as Markdown."""
-    cells = [_cells(f"`{r.case.label}`", r.values) for r in rows if r.values is not None]
+    cells = [accuracy_cells(row) for row in rows if row.values is not None]
     table = markdown(_headings(rows), HEADINGS[:1], cells)
     return f"{table}\n{_caption(rows)}\n"
 
@@ -146,9 +145,13 @@ def _headings(rows: Sequence[AccuracyRow]) -> tuple[str, ...]:
     return tuple(heading for heading in HEADINGS if heading != "KL" or headed)
 
 
-def _cells(label: str, values: AccuracyValues) -> dict[str, str]:
+def accuracy_cells(row: AccuracyRow) -> dict[str, str]:
+    """The texts of a row by heading."""
+    values = row.values
+    if values is None:
+        return dict.fromkeys(HEADINGS, "") | {"format": row.case.label, "seconds": "failed"}
     return {
-        "format": label,
+        "format": row.case.label,
         "bits/weight": f"{values.bits_per_weight:.3f}",
         "file MB": f"{values.file_bytes / 1e6:.2f}",
         "weight error": f"{values.weight_error:.4f}",

@@ -10,6 +10,8 @@ from fdk_bench.commands.kernels import COMMANDS, kernels
 from fdk_bench.commands.models import models
 from fdk_bench.commands.plot import plot
 from fdk_bench.commands.profile import profile
+from fdk_bench.commands.record import record
+from fdk_bench.commands.table import table
 
 app = typer.Typer(
     name="fdk-bench",
@@ -38,5 +40,5 @@ def main(
 
 for name, command in COMMANDS.items():
     app.command(name, help=command.help)(kernels)
-for function in (models, accuracy, plot, profile, guard, info):
+for function in (models, accuracy, plot, table, record, profile, guard, info):
     app.command()(function)

@@ -8,7 +8,8 @@ from rich.table import Table
 from fdk_bench.kernels import KernelRow, KernelValues
 
 HEADINGS = (
-    "n x k, m",
+    "n x k",
+    "m",
     "format",
     "by",
     "time",
@@ -21,7 +22,7 @@ HEADINGS = (
     "x 16 bit",
     "x best peer",
 )
-LEFT = ("n x k, m", "format", "by")
+LEFT = ("n x k", "format", "by")
 
 
 def kernel_table(rows: Sequence[KernelRow], caption: str = "") -> Table:
@@ -35,7 +36,7 @@ def kernel_table(rows: Sequence[KernelRow], caption: str = "") -> Table:
             table.add_section()
         cells = cells_of(row)
         if before == group:  # said once
-            cells["n x k, m"] = ""
+            cells |= {"n x k": "", "m": ""}
         table.add_row(*(cells[heading] for heading in headings))
         before = group
     return table
@@ -75,7 +76,7 @@ def cells_of(row: KernelRow) -> dict[str, str]:
     """The texts of a row by heading."""
     case, values = row.case, row.values
     cells = dict.fromkeys(HEADINGS, "")
-    cells |= {"n x k, m": f"{case.n} x {case.k}, {case.m}", "format": case.format}
+    cells |= {"n x k": f"{case.n} x {case.k}", "m": str(case.m), "format": case.format}
     if values is None:
         return cells | {"by": case.backend, "time": "failed"}
     return cells | _measured(values)

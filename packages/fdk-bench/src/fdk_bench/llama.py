@@ -43,9 +43,11 @@ class LlamaSize:
         return self.linear_parameters + 2 * self.vocabulary * self.dim + norms
 
 
-# 4b, 12b and 31b: the models of 1-Bit-Wonder (arXiv 2602.15563).
+# 4b, 12b and 31b: the models of 1-Bit-Wonder (arXiv 2602.15563). 1b: Llama 3.2 1B, its head apart
+# from its embedding.
 SIZES = {
     "tiny": LlamaSize(128, 2, 4, 2, 256, vocabulary=512),
+    "1b": LlamaSize(2048, 16, 32, 8, 8192),
     "4b": LlamaSize(3072, 24, 24, 8, 11264),
     "12b": LlamaSize(4096, 48, 32, 8, 14336),
     "31b": LlamaSize(6144, 60, 48, 8, 21504),

@@ -36,8 +36,8 @@ def models(
         typer.Option(
             "--size",
             "--model",
-            help="tiny, 4b, 12b, 31b: llamas with random weights, made on the device; or a Hugging "
-            f"Face folder or id; {LISTS}. Default: 4b on a GPU, tiny on a CPU.",
+            help="tiny, 1b, 4b, 12b, 31b: llamas with random weights, made on the device; or a "
+            f"Hugging Face folder or id; {LISTS}. Default: 4b on a GPU, tiny on a CPU.",
         ),
     ] = None,
     batch_size: Annotated[
@@ -133,8 +133,9 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
     total = run.count()
     gathered = facts("models", run.device)
     how = "compiled" if run.compiled else "not compiled"
+    threads = f", {gathered.threads} threads" if run.device == "cpu" else ""
     caption = (
-        f"{gathered.device}, {run.dtype}, {how}, prompt of {run.context} tokens; "
+        f"{gathered.device}{threads}, {run.dtype}, {how}, prompt of {run.context} tokens; "
         "share: of the time to read every weight of a step once"
     )
     screen = Screen(total, to_stderr=json_lines)

@@ -1,0 +1,73 @@
+"""``fdk-bench table``: recorded rows as Markdown, printed or put into documents."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fdk_bench.commands.common import EXIT_FAILED_ROWS, check_pattern, checked, split
+
+
+def table(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="JSONL files of rows, or with --fill documents.", exists=True),
+    ],
+    include: Annotated[
+        str,
+        typer.Option(help="Regular expression: only cases such as m1-n4096-k4096-custom4-g64-..."),
+    ] = "",
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(help="Headings to show, separated by commas. Default: all that are filled."),
+    ] = None,
+    fill: Annotated[
+        bool,
+        typer.Option(
+            "--fill",
+            help="FILES are Markdown documents: renders every table between the marks "
+            "'fdk-bench table FILE --include REGEX --columns A,B' and 'end' in them anew. "
+            "Paths in marks start at the present folder.",
+        ),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="With --fill: change nothing, say what would change.")
+    ] = False,
+    json_lines: Annotated[
+        bool,
+        typer.Option("--json", help="Print the documents that changed, or the table, as JSON."),
+    ] = False,
+) -> None:
+    """Render rows as Markdown tables, with the command and machine that they are of.
+
+    So that no number of a document is copied by hand.
+
+    Exit code: 0, 1 where --check finds a table that is not what its rows give, 2 bad usage.
+    """
+    import json
+
+    from fdk_bench.rendering import fill as filled
+    from fdk_bench.rendering import render
+
+    check_pattern("--include", include)
+    if check and not fill:
+        raise typer.BadParameter("--check goes with --fill")
+    if not fill:
+        text = checked(lambda: render(files, include, split(columns)))
+        print(json.dumps(text) if json_lines else text, end="\n" if json_lines else "")
+        return
+    changed = []
+    for path in files:
+        before = path.read_text(encoding="utf-8")
+        after = checked(lambda: filled(before, Path()))  # noqa: B023 (called at once)
+        if after != before:
+            changed.append(str(path))
+            if not check:
+                path.write_text(after, encoding="utf-8")
+    word = "would change" if check else "changed"
+    if json_lines:
+        print(json.dumps(changed))
+    else:
+        print("\n".join(f"{word}: {name}" for name in changed) or "every table is up to date")
+    if check and changed:
+        raise typer.Exit(EXIT_FAILED_ROWS)

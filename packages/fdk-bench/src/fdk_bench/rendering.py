@@ -1,0 +1,146 @@
+"""Markdown tables of recorded rows, and the documents that hold them between two marks."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fdk_bench.accuracy_cases import AccuracyCase, AccuracyValues
+from fdk_bench.accuracy_tables import HEADINGS as ACCURACY_HEADINGS
+from fdk_bench.accuracy_tables import accuracy_cells
+from fdk_bench.cases import KernelCase
+from fdk_bench.decoding import ModelCase, ModelValues
+from fdk_bench.kernel_tables import HEADINGS as KERNEL_HEADINGS
+from fdk_bench.kernel_tables import cells_of as kernel_cells
+from fdk_bench.kernel_tables import markdown
+from fdk_bench.kernels import KernelValues
+from fdk_bench.model_tables import HEADINGS as MODEL_HEADINGS
+from fdk_bench.model_tables import cells_of as model_cells
+from fdk_bench.records import Row
+from fdk_bench.results import ResultsError, read_records
+
+Cells = Mapping[str, str]
+Record = Mapping[str, Any]
+# <!-- fdk-bench table FILE --include REGEX --columns a,b --> ... <!-- end -->
+MARK = re.compile(
+    r"(?P<start><!-- fdk-bench table (?P<arguments>[^\n]*?) -->\n).*?(?P<end><!-- end -->)",
+    re.DOTALL,
+)
+TEXT_COLUMNS = ("format", "by", "model", "n x k")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How rows of a benchmark become lines of a table."""
+
+    headings: Sequence[str]
+    load: Callable[[Record], Row[Any, Any]]
+    cells: Callable[[Row[Any, Any]], Cells]
+
+
+def _loader(case: type, values: type) -> Callable[[Record], Row[Any, Any]]:
+    def load(record: Record) -> Row[Any, Any]:
+        measured = None if record["values"] is None else _of(values, record["values"])
+        return Row(_of(case, record["case"]), measured, record["error"])
+
+    return load
+
+
+def _of(type: Any, entries: Record) -> Any:
+    """What a newer version added and this one does not know is left out."""
+    known = {field.name for field in fields(type)}
+    return type(**{name: value for name, value in entries.items() if name in known})
+
+
+KERNELS = Kind(KERNEL_HEADINGS, _loader(KernelCase, KernelValues), kernel_cells)
+KINDS = {
+    "kernels": KERNELS,
+    "compare": KERNELS,
+    "models": Kind(MODEL_HEADINGS, _loader(ModelCase, ModelValues), model_cells),
+    "accuracy": Kind(ACCURACY_HEADINGS, _loader(AccuracyCase, AccuracyValues), accuracy_cells),
+}
+
+
+def render(files: Sequence[Path], include: str = "", columns: Sequence[str] = ()) -> str:
+    """The rows of some files as a Markdown table, and below it the runs that they are of.
+
+    Args:
+        files: of rows of one benchmark (``kernels`` and ``compare`` count as one).
+        include: a regular expression searched in the text of a case.
+        columns: headings, in order; all that any row fills where none is named.
+
+    Raises:
+        ResultsError: for files that hold no such row, and for a column that there is not.
+    """
+    records = [
+        record
+        for record in read_records(files)
+        if record["benchmark"] in KINDS and re.search(include, _text(record))
+    ]
+    names = ", ".join(str(file) for file in files)
+    if not records:
+        raise ResultsError(f"{names}: wanted rows that match {include!r}, found none")
+    kinds = {id(KINDS[r["benchmark"]]): KINDS[r["benchmark"]] for r in records}
+    if len(kinds) > 1:
+        raise ResultsError(f"{names}: wanted rows of one benchmark")
+    (kind,) = kinds.values()
+    if unknown := [name for name in columns if name not in kind.headings]:
+        known = ", ".join(kind.headings)
+        raise ResultsError(f"--columns: wanted some of {known}; got {', '.join(unknown)}")
+    lines = [kind.cells(kind.load(record)) for record in records]
+    shown = columns or [h for h in kind.headings if any(cells.get(h) for cells in lines)]
+    table = markdown(shown, TEXT_COLUMNS, lines)
+    return f"{table}\n{_runs(records)}\n"
+
+
+def fill(text: str, root: Path) -> str:
+    """A document with every marked table rendered anew; paths in its marks start at ``root``.
+
+    Raises:
+        ResultsError: see ``render``.
+    """
+
+    def anew(match: re.Match[str]) -> str:
+        files, include, columns = parse_mark(match["arguments"])
+        table = render([root / file for file in files], include, columns)
+        return f"{match['start']}\n{table}\n{match['end']}"
+
+    return MARK.sub(anew, text)
+
+
+def parse_mark(arguments: str) -> tuple[list[str], str, list[str]]:
+    """Files, ``--include`` and ``--columns`` of a mark.
+
+    Raises:
+        ResultsError: for any other option, or one without its value.
+    """
+    files, options = [], {"--include": "", "--columns": ""}
+    words = iter(shlex.split(arguments))
+    for word in words:
+        if word in options:
+            options[word] = next(words, "")
+        elif word.startswith("-"):
+            raise ResultsError(f"wanted {' or '.join(options)} in a mark, got {word}")
+        else:
+            files.append(word)
+    columns = [name.strip() for name in options["--columns"].split(",") if name.strip()]
+    return files, options["--include"], columns
+
+
+def _text(record: Record) -> str:
+    return str(KINDS[record["benchmark"]].load(record).case)
+
+
+def _runs(records: Iterable[Record]) -> str:
+    """The command, machine, date and commit of each run that the rows are of."""
+    lines: dict[tuple[str, str], str] = {}
+    for record in records:
+        threads = "" if record["case"].get("device") == "cuda" else f", {record['threads']} threads"
+        commit = f", commit {record['commit'][:10]}" if record["commit"] else ""
+        lines[record["command"], record["started"]] = (
+            f"`{record['command']}` on {record['device']}{threads}, "
+            f"{record['started'][:10]}, torch {record['versions']['torch']}{commit}"
+        )
+    return ";\n".join(lines.values()) + "."

@@ -1,0 +1,209 @@
+"""Rows recorded in one go, and documents whose tables are rendered from them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from fdk_bench.cli import app
+from fdk_bench.commands import record as recording
+from fdk_bench.rendering import fill, parse_mark, render
+from fdk_bench.results import ResultsError
+
+FACTS = {
+    "error": None,
+    "started": "2026-11-20T00:00:00+00:00",
+    "command": "fdk-bench kernels -k 64",
+    "commit": "0123456789abcdef",
+    "device": "a chip",
+    "threads": 2,
+    "versions": {"torch": "2"},
+}
+
+
+def kernel(format="int4-g64", m=1, time=2e-6, **changed):
+    values = {
+        "backend": "cpu",
+        "bits_per_weight": 4.25,
+        "weight_bytes": 2176,
+        "bytes": 2432,
+        "operations": 8192 * m,
+        "error": 0.001,
+        "time": time,
+        "time_min": time,
+        "spread": 0.05,
+        "samples": 8,
+        "method": "calls",
+        "eager_time": None,
+        "copies": 3,
+        "bandwidth": 2432 / time,
+        "throughput": 8192 * m / time,
+        "floor": 1e-6,
+        "floor_share": 1e-6 / time,
+        "speedup_16": 3.5,
+        "of_a_newer_version": 1,
+    }
+    case = {"m": m, "n": 64, "k": 64, "format": format, "dtype": "bf16", "device": "cpu"}
+    case["backend"] = "auto"
+    return FACTS | {"benchmark": "kernels", "case": case, "values": values} | changed
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "kernels.jsonl"
+    failed = kernel("int2-g64") | {"values": None, "error": "no"}
+    records = [kernel(), kernel(m=16, time=4e-6), failed]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+RENDERED = """\
+| format | m | time | x 16 bit |
+| --- | ---: | ---: | ---: |
+| int4-g64 | 1 | 2 us | 3.50 |
+| int4-g64 | 16 | 4 us | 3.50 |
+
+`fdk-bench kernels -k 64` on a chip, 2 threads, 2026-11-20, torch 2, commit 0123456789.
+"""
+
+
+def test_render(rows):
+    assert render([rows], "int4", ["format", "m", "time", "x 16 bit"]) == RENDERED
+    whole = render([rows]).splitlines()
+    assert whole[0].startswith("| n x k | m | format | by | time | spread | GB/s | floor | share |")
+    assert "eager" not in whole[0]
+    assert "| 64 x 64 | 1 | int2-g64 | auto | failed |" in whole[4]
+
+
+def test_render_refuses(rows, tmp_path):
+    with pytest.raises(ResultsError, match="wanted rows that match 'nf4', found none"):
+        render([rows], "nf4")
+    with pytest.raises(ResultsError, match=r"--columns: wanted some of n x k, .*; got tokens/s"):
+        render([rows], "", ["tokens/s"])
+    other = tmp_path / "accuracy.jsonl"
+    case = {"format": "bf16", "model": "m", "backend": "auto", "skip": "", "sentences": 1}
+    failed = FACTS | {"benchmark": "accuracy", "case": case, "values": None, "error": "no"}
+    other.write_text(json.dumps(failed))
+    with pytest.raises(ResultsError, match="rows of one benchmark"):
+        render([rows, other])
+
+
+DOCUMENT = """# A
+<!-- fdk-bench table kernels.jsonl --include int4 --columns 'format,m,time,x 16 bit' -->
+| an old table |
+<!-- end -->
+rest
+"""
+
+
+def test_fill(rows):
+    filled = fill(DOCUMENT, rows.parent)
+    assert f"-->\n\n{RENDERED}\n<!-- end -->\nrest\n" in filled
+    assert "old table" not in filled
+    assert fill(filled, rows.parent) == filled
+    assert fill("no mark", rows.parent) == "no mark"
+
+
+def test_parse_mark():
+    assert parse_mark("a b --include 'x y' --columns 'm, n x k'") == (
+        ["a", "b"],
+        "x y",
+        ["m", "n x k"],
+    )
+    with pytest.raises(ResultsError, match="got --other"):
+        parse_mark("a --other")
+
+
+def test_table_command(rows, monkeypatch):
+    monkeypatch.chdir(rows.parent)
+    asked = ("--include", "int4", "--columns", "format,m,time,x 16 bit")
+    assert run("table", rows, *asked).stdout == RENDERED
+    assert json.loads(run("table", rows, *asked, "--json").stdout) == RENDERED
+    document = rows.parent / "README.md"
+    document.write_text(DOCUMENT)
+    stale = run("table", "--fill", "--check", document)
+    assert (stale.exit_code, document.read_text()) == (1, DOCUMENT)
+    assert f"would change: {document}" in stale.stdout
+    assert run("table", "--fill", document).exit_code == 0
+    done = run("table", "--fill", "--check", document)
+    assert (done.exit_code, done.stdout) == (0, "every table is up to date\n")
+    assert json.loads(run("table", "--fill", document, "--json").stdout) == []
+    assert run("table", rows, "--check").exit_code == 2
+    assert run("table", rows, "--columns", "nothing").exit_code == 2
+
+
+TINY = ("-n", "32", "-k", "64", "-m", "1,2", "--copies", "2", "--outer-reps", "1", "-b", "16,4")
+
+
+def test_record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands = {
+        "kernels": (*TINY, "--backend", "reference"),
+        "compare": (*TINY, "--backend", "reference", "--format", "int4-g48", "--against", "none"),
+    }
+    monkeypatch.setattr(recording, "ON_CPU", commands)
+    done = run("record", "docs/chip", "--device", "cpu", "--json")
+    assert done.exit_code == 1  # 48 does not divide 64
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["command"], line["exit"]) for line in found] == [("kernels", 0), ("compare", 1)]
+    folder = tmp_path / "docs" / "chip"
+    assert {"kernels.jsonl", "compare.jsonl", "bits.svg"} <= {p.name for p in folder.iterdir()}
+    first = json.loads((folder / "kernels.jsonl").read_text().splitlines()[0])
+    assert first["command"].startswith("fdk-bench kernels -n 32 -k 64")
+    assert run("record", "x", "--device", "cpu", "--only", "nothing").exit_code == 2
+
+
+# Ctrl-C
+
+
+def interrupted(command, folder):
+    """Runs a command and sends it SIGINT once it wrote two rows; its code and what it printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fdk_bench", *map(str, command), "--out", folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A job in the background ignores SIGINT, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    path = folder / f"{command[0]}.jsonl"
+    end = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < end:
+        if path.is_file() and path.read_text().count("\n") >= 2:
+            process.send_signal(signal.SIGINT)
+            break
+        time.sleep(0.02)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+MANY = ",".join(map(str, range(1, 41)))
+ON_CPU = ("--device", "cpu", "--backend", "reference")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("kernels", "-n", "32", "-k", "64", "-m", MANY, "-b", "16,4", "--seconds", "0.1"),
+        ("models", "-b", "16", "--batch-size", MANY, "--no-compile", "--context", "4"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_sigint_keeps_what_was_measured(command, tmp_path):
+    code, output = interrupted((*command, *ON_CPU), tmp_path)
+    assert code == 130, output
+    assert "Interrupted after" in output
+    rows = (tmp_path / f"{command[0]}.jsonl").read_text()
+    kept = [json.loads(line) for line in rows.splitlines()]
+    assert 2 <= len(kept) < 40
+    assert all(row["error"] is None for row in kept)
+    table = (tmp_path / f"{command[0]}.md").read_text()
+    assert table.count("\n| ") == len(kept) + 1  # and the line of dashes

@@ -20,14 +20,14 @@ import torch
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.hopper import plan_hopper
-from fdk_cuda.marlin.ops import (
-    dequantise,
+from fdk_cuda.marlin.launches import (
     device_limits,
     hopper_runner,
     run_hopper,
     small_fields,
     small_launch,
 )
+from fdk_cuda.marlin.ops import dequantise
 from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.format import Format

@@ -10,16 +10,14 @@ from torch.nn.functional import linear
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, precompile
 from fdk_cuda.marlin.hopper import hopper_plans
-from fdk_cuda.marlin.ops import (
-    MAX_FUSED_ROWS,
-    MAX_HOPPER_ROWS,
+from fdk_cuda.marlin.launches import (
     SMALL_FIELDS,
-    dequantise,
     device_limits,
     hopper_runner,
     run_hopper,
     small_fields,
 )
+from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, dequantise
 from fdk_cuda.marlin.plan import MAX_ROWS, Device, _plans, plan_small
 from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_cuda.nvrtc import Kernel, Launch
@@ -380,7 +378,7 @@ def test_marlin_opcheck():
     _, layout = pack("custom4-g64", 256, 512)
     x = random_x(3, 512).requires_grad_()
     bias = random_x(256).requires_grad_()
-    args = (x, layout.packed, layout.codebook, str(layout.format), bias, 256, 512)
+    args = (x, layout.packed, layout.codebook, str(layout.format), False, bias, 256, 512)
     torch.library.opcheck(torch.ops.fdk_cuda.marlin_linear.default, args)
 
 

@@ -15,8 +15,8 @@ from fdk_cuda.marlin.hopper import (
     hopper_shapes,
     plan_hopper,
 )
+from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
-from fdk_cuda.marlin.ops import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
     NARROW_COST,

@@ -237,20 +237,6 @@ def test_two_streams() -> None:
     assert all(map(torch.equal, results, expected))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_devices() -> None:
-    """A layer runs on its own device, whichever is current."""
-    linear, x = layer()
-    with torch.no_grad():
-        expected = linear(x).cpu()
-        other = linear.to("cuda:1")
-        for current in (0, 1):
-            with torch.cuda.device(current):
-                y = other(x.to("cuda:1"))
-                assert (torch.cuda.current_device(), y.device.index) == (current, 1)
-                assert torch.equal(y.cpu(), expected)
-
-
 @pytest.mark.parametrize("m", [1, 16, 40, 300])
 def test_no_synchronisation(m: int) -> None:
     linear, x = layer(m)

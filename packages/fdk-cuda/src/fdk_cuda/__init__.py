@@ -2,16 +2,27 @@
 
 import importlib.util
 
-from fdk_cuda.marlin import MARLIN, MARLIN_LUT, precompile
+from fdk_cuda.marlin import marlin_backends, precompile
 from fdk_formats.backends import register
 
 __version__ = "0.1.0"
-__all__ = ["precompile"]
+__all__ = ["precompile", "register_backends"]
 
-register(MARLIN)
-register(MARLIN_LUT)
-# Triton has wheels for Linux only; where it is missing its backend is too.
-if importlib.util.find_spec("triton") is not None:
-    from fdk_cuda.triton import TritonBackend
 
-    register(TritonBackend())
+def register_backends(*, batch_invariant: bool = False) -> None:
+    """Registers ``marlin``, ``marlin-lut`` and ``triton`` anew, for layers packed from here on.
+
+    Args:
+        batch_invariant: a row of y does not depend on m, whichever of them a layer gets. It costs
+            time: see docs/kernels.
+    """
+    for backend in marlin_backends(batch_invariant=batch_invariant):
+        register(backend)
+    # Triton has wheels for Linux only; where it is missing its backend is too.
+    if importlib.util.find_spec("triton") is not None:
+        from fdk_cuda.triton import TritonBackend
+
+        register(TritonBackend(batch_invariant=batch_invariant))
+
+
+register_backends()

@@ -21,14 +21,23 @@ class MarlinLayout(Layout):
     packed             :: [rows / 32, columns / 64, block bytes, uint8]
     codebook           :: [2^bits, dtype]     0, 1, 2, ... for affine formats
     canonical_codebook :: [2^bits, float32]   or None: what ``unpack`` returns
+
+    Args:
+        q: the weight.
+        dtype: of the activations.
+        batch_invariant: a row of y does not depend on the other rows or their number; see
+            docs/kernels/marlin.md for what that costs.
     """
 
     packed: Tensor
     codebook: Tensor
     canonical_codebook: Tensor | None
 
-    def __init__(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, q: QuantisedTensor, dtype: torch.dtype, *, batch_invariant: bool = False
+    ) -> None:
         super().__init__()
+        self.batch_invariant = batch_invariant
         self.format, self.shape = q.format, q.shape
         self.geometry = Geometry.of(q.format, *q.shape)
         scale = _stored(q.scale, q.format)
@@ -48,7 +57,8 @@ class MarlinLayout(Layout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
-        return linear_op(x, self.packed, self.codebook, self._format, bias, *self.shape)
+        layout = self.packed, self.codebook, self._format, self.batch_invariant
+        return linear_op(x, *layout, bias, *self.shape)
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
@@ -68,10 +78,19 @@ class MarlinBackend:
         name: ``marlin`` or ``marlin-lut``.
         takes_affine: whether formats with zero points are taken.
         codebooks: names of the codebooks that are taken, or None for all.
+        batch_invariant: of the layouts it packs, see ``MarlinLayout``.
     """
 
-    def __init__(self, name: str, *, takes_affine: bool, codebooks: tuple[str, ...] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        takes_affine: bool,
+        codebooks: tuple[str, ...] | None,
+        batch_invariant: bool = False,
+    ) -> None:
         self.name, self.takes_affine, self.codebooks = name, takes_affine, codebooks
+        self.batch_invariant = batch_invariant
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
@@ -102,11 +121,22 @@ class MarlinBackend:
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
-        return MarlinLayout(q, dtype)
+        return MarlinLayout(q, dtype, batch_invariant=self.batch_invariant)
 
 
-MARLIN = MarlinBackend("marlin", takes_affine=True, codebooks=("int",))
-MARLIN_LUT = MarlinBackend("marlin-lut", takes_affine=False, codebooks=None)
+def marlin_backends(*, batch_invariant: bool = False) -> tuple[MarlinBackend, MarlinBackend]:
+    """``marlin`` and ``marlin-lut``."""
+    return (
+        MarlinBackend(
+            "marlin", takes_affine=True, codebooks=("int",), batch_invariant=batch_invariant
+        ),
+        MarlinBackend(
+            "marlin-lut", takes_affine=False, codebooks=None, batch_invariant=batch_invariant
+        ),
+    )
+
+
+MARLIN, MARLIN_LUT = marlin_backends()
 
 
 def _stored(scale: Tensor, format: Format) -> Tensor:

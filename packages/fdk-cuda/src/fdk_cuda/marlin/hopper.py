@@ -19,6 +19,9 @@ MIN_STEPS = 4
 MAX_SPLITS = 8
 # Tiles of columns that are taken together, so that their weights are read from the L2.
 GROUP_TILES = 4
+# A batch-invariant product is cut as is best for so many rows of x, whatever m is; and takes so
+# many at a time at most, which bounds the memory for parts (128 MiB where n = k = 8192).
+INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 
 # What a step of 64 columns costs a block in microseconds, by columns of the tile and groups of
 # consumers, and by bits: least squares over 2027 timed plans (H200, docs/kernels/hopper.md), with
@@ -72,6 +75,32 @@ class HopperPlan:
 def plan_hopper(geometry: Geometry, m: int, device: Device) -> HopperPlan:
     """The plan for m rows of x."""
     return min(hopper_plans(geometry, m, device), key=lambda plan: hopper_cost(geometry, plan))
+
+
+def plan_hopper_invariant(geometry: Geometry, m: int, device: Device) -> HopperPlan:
+    """A plan for m rows of x in which none of them depends on m.
+
+    An element of y is a sum over the steps of 64 columns of each part, in their order, and then
+    over the parts, in theirs. So every tile is cut in the same parts, and shape and parts are the
+    same for every m. Blocks of a cluster take one tile, which limits m: there are none.
+    """
+    best = min(
+        (
+            plan
+            for plan in hopper_plans(geometry, INVARIANT_ROWS, device)
+            if plan.shape.cluster == 1 and (plan.splits == 1 or plan.whole_tiles == 0)
+        ),
+        key=lambda plan: hopper_cost(geometry, plan),
+    )
+    shape, splits = best.shape, best.splits
+    column_tiles = -(-m // shape.columns)
+    tiles = best.row_tiles * column_tiles
+    return replace(
+        best,
+        column_tiles=column_tiles,
+        whole_tiles=tiles if splits == 1 else 0,
+        grid=min(tiles * splits, device.processors),
+    )
 
 
 def hopper_plans(geometry: Geometry, m: int, device: Device) -> Iterator[HopperPlan]:

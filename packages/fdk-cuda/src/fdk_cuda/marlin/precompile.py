@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
-from fdk_cuda.marlin.hopper import hopper_shapes
+from fdk_cuda.marlin.hopper import hopper_shapes, plan_hopper_invariant
+from fdk_cuda.marlin.launches import device_limits
 from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.ops import device_limits
 from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
 from fdk_cuda.marlin.programs import (
     Variant,
@@ -24,6 +24,7 @@ def precompile(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | int | None = None,
+    batch_invariant: bool = False,
 ) -> int:
     """Compiles, into the cache on disk, all that layers need at any m.
 
@@ -31,6 +32,7 @@ def precompile(
         layers: format, n and k of each.
         dtype: of the activations.
         device: the GPU; the current one by default.
+        batch_invariant: for layers that were packed so, which take fewer kernels.
 
     Returns:
         How many kernels there are; those that were compiled before cost nothing.
@@ -47,10 +49,14 @@ def precompile(
         geometry = Geometry.of(Format.parse(format), n, k)
         variant = Variant.of(geometry, dtype)
         programs.add(dequantise_program(variant))
-        for m in range(1, MAX_ROWS + 1):
-            programs.add(small_m_program(variant, plan_small(geometry, dtype, m, limits).shape))
+        if not (batch_invariant and limits.is_hopper):
+            for m in [MAX_ROWS] if batch_invariant else range(1, MAX_ROWS + 1):
+                programs.add(small_m_program(variant, plan_small(geometry, dtype, m, limits).shape))
         if limits.is_hopper:
-            for shape in hopper_shapes(geometry, limits):
+            shapes = hopper_shapes(geometry, limits)
+            if batch_invariant:
+                shapes = [plan_hopper_invariant(geometry, 1, limits).shape]
+            for shape in shapes:
                 programs.add(hopper_program(variant, shape))
                 if shape.cluster == 1:
                     programs.add(sum_splits_program(dtype, shape))

@@ -21,6 +21,7 @@ from fdk_formats.ops import define_linear_op
 # Rows that a batch-invariant call pretends to have, so that every m gets the same configuration.
 INVARIANT_M = 16
 MAX_OFFSET = (1 << 31) - 1  # within x and y of ``small_kernel``
+MAX_ROWS = 8 * 65535  # of ``small_kernel``: 65535 programs along m, of 8 rows or 16
 
 
 def triton_linear(
@@ -48,9 +49,10 @@ def triton_linear(
     m = x.shape[0]
     if batch_invariant:
         config = small_config(n, INVARIANT_M, bits)
-        parts = x.split(max(1, MAX_OFFSET // max(n, k)))
-        found = [launch.small(part, w, bias, config) for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        rows = max(1, min(MAX_OFFSET // max(n, k), MAX_ROWS))
+        if m <= rows:
+            return launch.small(x, w, bias, config)
+        return torch.cat([launch.small(part, w, bias, config) for part in x.split(rows)])
     if m <= LIMITS.small_m:
         return launch.small(x, w, bias, small_config(n, m, bits))
     if m <= LIMITS.gemm_m:

@@ -1,0 +1,191 @@
+"""Launches of the Marlin kernels: a plan, made ready once for each kind of call, then run."""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from fdk_cuda.marlin.hopper import GROUP_TILES, HopperPlan, plan_hopper, plan_hopper_invariant
+from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
+from fdk_cuda.marlin.plan import MAX_ROWS, Device, SmallPlan, plan_small
+from fdk_cuda.marlin.programs import (
+    DEQUANTISE_WARPS,
+    TABLE_BYTES,
+    Variant,
+    dequantise_kernel,
+    hopper_kernel,
+    small_m_kernel,
+    sum_splits_kernel,
+)
+from fdk_cuda.nvrtc import Launch, swizzled_map
+from fdk_formats.format import Format
+
+# The notation of ``struct`` for each kernel's Params.
+SMALL_FIELDS, DEQUANTISE_FIELDS = "5P9i5I", "3P4i5I"
+HOPPER_FIELDS, SUM_FIELDS = "128s5P9i", "3P7i"
+SUM_THREADS, SUM_VALUES = 256, 4
+
+
+@cache
+def device_limits(index: int) -> Device:
+    """What plans need to know of a GPU."""
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        processors=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        has_clusters=properties.major >= 9,
+        is_hopper=properties.major == 9,
+    )
+
+
+def small_launch(variant: Variant, plan: SmallPlan, device: int, *, overlap: bool = True) -> Launch:
+    """Loads small_m.cu for a plan, compiling it where it has not been."""
+    kernel = small_m_kernel(variant, plan.shape)
+    return Launch(
+        kernel,
+        device,
+        fields=SMALL_FIELDS,
+        grid=plan.grid,
+        threads=32 * plan.shape.warps,
+        shared_bytes=plan.shared_bytes,
+        cluster=plan.split,
+        overlap=overlap and device_limits(device).has_clusters,
+    )
+
+
+def small_fields(variant: Variant, plan: SmallPlan, geometry: Geometry, m: int) -> tuple[int, ...]:
+    """The fields of small_m.cu's Params after the pointers."""
+    sizes = (geometry.n, geometry.columns, m)
+    cut = plan.stored_columns, plan.tiles, plan.passes, plan.rounds
+    return *sizes, *cut, plan.log_share, plan.sum_buffers, *variant.constants
+
+
+@dataclass(frozen=True)
+class HopperRunner:
+    """A plan, ready to run.
+
+    Attributes:
+        plan: how the product is cut.
+        product: launches hopper_gemm.cu.
+        fields: of its Params, after the pointers.
+        sum: launches sum_splits.cu, where the plan has parts.
+        sum_fields: likewise.
+    """
+
+    plan: HopperPlan
+    product: Launch
+    fields: tuple[int, ...]
+    sum: Launch | None
+    sum_fields: tuple[int, ...]
+
+
+def hopper_runner(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    m: int,
+    plan: HopperPlan,
+    device: int,
+    *,
+    overlap: bool = True,
+) -> HopperRunner:
+    """Loads the kernels of a plan, compiling them where they have not been."""
+    variant, shape = Variant.of(geometry, dtype), plan.shape
+    product = Launch(
+        hopper_kernel(variant, shape),
+        device,
+        fields=HOPPER_FIELDS,
+        grid=plan.grid,
+        threads=shape.threads,
+        shared_bytes=plan.shared_bytes,
+        cluster=shape.cluster,
+        overlap=overlap,
+    )
+    stages = geometry.columns // (BLOCK_COLUMNS * shape.k_blocks)
+    tiles = plan.row_tiles, plan.column_tiles, min(GROUP_TILES, plan.column_tiles)
+    cut = *tiles, plan.splits, plan.whole_tiles
+    fields = geometry.n, m, stages, geometry.rows // BLOCK_ROWS, *cut
+    sum_fields = geometry.n, m, *cut
+    total = None
+    if plan.parts > 0:
+        values = plan.parts // plan.splits * shape.columns * shape.rows
+        total = Launch(
+            sum_splits_kernel(dtype, shape),
+            device,
+            fields=SUM_FIELDS,
+            grid=values // (SUM_THREADS * SUM_VALUES),
+            threads=SUM_THREADS,
+            shared_bytes=0,
+            overlap=overlap,
+        )
+    return HopperRunner(plan, product, fields, total, sum_fields)
+
+
+# m is any number of tokens here: the least used ones go.
+@lru_cache(maxsize=4096)
+def hopper_runner_for(
+    format: str, dtype: torch.dtype, n: int, k: int, device: int, batch_invariant: bool, m: int
+) -> HopperRunner:
+    """What runs m rows of x on Hopper."""
+    geometry = Geometry.of(Format.parse(format), n, k)
+    planned = plan_hopper_invariant if batch_invariant else plan_hopper
+    return hopper_runner(geometry, dtype, m, planned(geometry, m, device_limits(device)), device)
+
+
+@cache
+def small_launch_for(
+    format: str, dtype: torch.dtype, m: int, n: int, k: int, device: int, batch_invariant: bool
+) -> tuple[Launch, tuple[int, ...]]:
+    """What runs m rows of x, up to ``MAX_ROWS``, and the fields after its pointers."""
+    geometry = Geometry.of(Format.parse(format), n, k)
+    variant = Variant.of(geometry, dtype)
+    # Tile, warps and cluster decide in which order a row of y is summed: one plan for every m.
+    planned_m = MAX_ROWS if batch_invariant else m
+    plan = plan_small(geometry, dtype, planned_m, device_limits(device))
+    return small_launch(variant, plan, device), small_fields(variant, plan, geometry, m)
+
+
+@cache
+def dequantise_launch_for(
+    format: str, dtype: torch.dtype, n: int, k: int, device: int
+) -> tuple[Launch, tuple[int, ...]]:
+    """What dequantises a layout, and the fields after its pointers."""
+    geometry = Geometry.of(Format.parse(format), n, k)
+    variant = Variant.of(geometry, dtype)
+    limits = device_limits(device)
+    blocks = geometry.shape[0] * geometry.shape[1]
+    per_processor = max(1, min(8, limits.shared_bytes // (TABLE_BYTES + 1024)))
+    launch = Launch(
+        dequantise_kernel(variant),
+        device,
+        fields=DEQUANTISE_FIELDS,
+        grid=min(-(-blocks // DEQUANTISE_WARPS), limits.processors * per_processor),
+        threads=32 * DEQUANTISE_WARPS,
+        shared_bytes=TABLE_BYTES,
+    )
+    return launch, (n, k, geometry.columns, blocks, *variant.constants)
+
+
+def run_hopper(
+    runner: "HopperRunner", x: Tensor, packed: Tensor, codebook: Tensor, bias: Tensor | None, n: int
+) -> Tensor:
+    """y by one plan, from x with rows of a multiple of 16 bytes."""
+    plan, shape = runner.plan, runner.plan.shape
+    m = x.shape[0]
+    y = x.new_empty((m, n))
+    bias_pointer = 0 if bias is None else bias.data_ptr()
+    parts = y  # not used
+    if plan.parts > 0:
+        parts = x.new_empty(plan.parts * shape.columns * shape.rows, dtype=torch.float32)
+    runner.product(
+        swizzled_map(x.data_ptr(), m, x.shape[1], shape.columns, x.dtype),
+        packed.data_ptr(),
+        codebook.data_ptr(),
+        bias_pointer,
+        y.data_ptr(),
+        parts.data_ptr(),
+        *runner.fields,
+    )
+    if runner.sum is not None:
+        runner.sum(parts.data_ptr(), bias_pointer, y.data_ptr(), *runner.sum_fields)
+    return y

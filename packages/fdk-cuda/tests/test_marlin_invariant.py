@@ -1,0 +1,196 @@
+"""A row of y does not depend on m: the plans that see to it, and the proof on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import fdk_cuda
+from fdk_cuda.marlin import marlin_backends, ops
+from fdk_cuda.marlin.hopper import (
+    INVARIANT_ROWS,
+    MAX_INVARIANT_ROWS,
+    HopperPlan,
+    plan_hopper,
+    plan_hopper_invariant,
+)
+from fdk_cuda.marlin.launches import device_limits
+from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
+from fdk_cuda.marlin.ops import LARGE_CODEBOOK, MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
+from fdk_cuda.marlin.plan import Device
+from fdk_formats import all_backends
+from fdk_formats.format import Format
+from fdk_formats.testing import Case, cases, check_backend, nrmse, poisoned, random_quantised
+
+HOPPER = Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
+FEW = replace(HOPPER, processors=6)
+SHAPES = ((1, 64), (37, 192), (1000, 1088), (4096, 4096), (4096, 14336), (28672, 8192))
+SOME_M = (*range(1, 66), 96, 97, 128, 200, 256, 257, 512, MAX_INVARIANT_ROWS)
+BACKENDS = {backend.name: backend for backend in marlin_backends(batch_invariant=True)}
+
+
+def units(plan: HopperPlan, stages: int) -> list[tuple[int, int, int]]:
+    """Tile and stages of each unit, as hopper_gemm.cu's Unit counts them."""
+    found = []
+    tiles = plan.row_tiles * plan.column_tiles
+    for index in range(plan.whole_tiles + (tiles - plan.whole_tiles) * plan.splits):
+        part = index - plan.whole_tiles
+        tile = index if part < 0 else plan.whole_tiles + part // plan.splits
+        rank, parts = (0, 1) if part < 0 else (part % plan.splits, plan.splits)
+        found.append((tile, stages * rank // parts, stages * (rank + 1) // parts))
+    return found
+
+
+def orders(plan: HopperPlan, geometry: Geometry) -> set[tuple[tuple[int, int], ...]]:
+    """In which parts the columns of a tile are summed: one answer where all tiles agree."""
+    by_tile: dict[int, list[tuple[int, int]]] = {}
+    for tile, first, last in units(plan, geometry.columns // (64 * plan.shape.k_blocks)):
+        by_tile.setdefault(tile, []).append((first, last))
+    assert sorted(by_tile) == list(range(plan.row_tiles * plan.column_tiles))
+    return {tuple(parts) for parts in by_tile.values()}
+
+
+@pytest.mark.parametrize("device", [HOPPER, FEW], ids=["132", "6"])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_hopper_sums_in_one_order(bits: int, device: Device) -> None:
+    for n, k in SHAPES:
+        geometry = Geometry(bits, n, k, 64, torch.bfloat16, False)
+        seen = set()
+        for m in SOME_M:
+            plan = plan_hopper_invariant(geometry, m, device)
+            found = orders(plan, geometry)
+            assert len(found) == 1, (plan, found)
+            seen.add((plan.shape, *found))
+            assert plan.shape.cluster == 1
+            assert (plan.column_tiles - 1) * plan.shape.columns < m
+            assert m <= plan.column_tiles * plan.shape.columns
+            assert plan.grid <= device.processors
+            assert plan.shared_bytes <= device.shared_bytes
+            # No more parts than are worth it at INVARIANT_ROWS: few outputs have many.
+            assert plan.parts * plan.shape.rows * plan.shape.columns * 4 <= 128 << 20
+        assert len(seen) == 1, seen
+
+
+def test_ordinary_plans_do_not_have_one_order() -> None:
+    """What the option is for: the test above can fail."""
+    geometry = Geometry(4, 4096, 4096, 64, torch.bfloat16, False)
+    seen = set()
+    for m in (32, 64, 256):
+        plan = plan_hopper(geometry, m, HOPPER)
+        seen.add((plan.shape, frozenset(orders(plan, geometry))))
+    assert len(seen) > 1
+
+
+def test_kernel_for() -> None:
+    """One kernel for every m where rows must not depend on it."""
+    many = (1, 16, 17, MAX_FUSED_ROWS + 1, MAX_HOPPER_ROWS + 1, 1 << 20)
+    for is_hopper, levels in ((True, 16), (True, LARGE_CODEBOOK), (False, 16)):
+        kinds = {
+            invariant: [
+                kernel_for(m, is_hopper=is_hopper, levels=levels, batch_invariant=invariant)
+                for m in many
+            ]
+            for invariant in (False, True)
+        }
+        assert set(kinds[True]) == {"hopper" if is_hopper else "small"}
+        assert kinds[False][0] == "small"
+        assert (kinds[False][-1] == "dequantise") == (not is_hopper or levels == LARGE_CODEBOOK)
+
+
+def test_many_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part by the runner of its own m, with the same plan; rows keep their order."""
+    taken = []
+
+    def run(runner: tuple[object, ...], x: torch.Tensor, *_: object) -> torch.Tensor:
+        taken.append((*runner[-2:], len(x)))
+        return x[:, :3] * 2
+
+    monkeypatch.setattr(ops, "hopper_runner_for", lambda *key: key)
+    monkeypatch.setattr(ops, "run_hopper", run)
+    packed = torch.empty(1, 1, 1, dtype=torch.uint8)
+    for m, invariant, wanted in (
+        (5, True, [5]),
+        (MAX_INVARIANT_ROWS, True, [1024]),
+        (2 * MAX_INVARIANT_ROWS + 1, True, [1024, 1024, 1]),
+        (2 * MAX_INVARIANT_ROWS + 1, False, [2049]),
+    ):
+        taken.clear()
+        x = torch.arange(m * 8.0).view(m, 8)
+        y = ops.hopper_linear(x, packed, packed, "custom4-g64", None, 3, 8, invariant)
+        assert torch.equal(y, x[:, :3] * 2)
+        assert taken == [(invariant, rows, rows) for rows in wanted]
+
+
+def test_register_backends() -> None:
+    names = ("marlin", "marlin-lut", "triton")
+    try:
+        fdk_cuda.register_backends(batch_invariant=True)
+        assert all(all_backends()[name].batch_invariant for name in names)
+    finally:
+        fdk_cuda.register_backends()
+    assert not any(all_backends()[name].batch_invariant for name in names)
+
+
+def pack(format: str, n: int, k: int, dtype: torch.dtype = torch.bfloat16):
+    q = random_quantised(Format.parse(format), n, k, seed=3).to("cuda")
+    backend = BACKENDS["marlin" if q.format.is_affine else "marlin-lut"]
+    return q, backend.pack(q, dtype=dtype)
+
+
+def random_x(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(m)
+    return torch.randn(m, k, device="cuda", generator=generator).to(dtype)
+
+
+FORMATS = [*(f"custom{bits}-g64" for bits in SUPPORTED_BITS), "affine4-g32", "affine8-g64-zint"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(1000, 1088), (4096, 4096), (28672, 1024)], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_do_not_depend_on_m(format: str, n: int, k: int) -> None:
+    q, layout = pack(format, n, k)
+    x, bias = random_x(3000, k), random_x(1, n)[0]
+    with poisoned():
+        whole = layout(x, bias)
+    if device_limits(0).is_hopper:  # elsewhere the weight is not rounded, see test_conformance
+        oracle = linear(x.double(), q.dequantise(x.dtype).double(), bias.double())
+        assert nrmse(whole, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5
+    for m in (*range(1, 65), 200, 256, 257, 1024, 1025):
+        with poisoned():
+            first, last = layout(x[:m], bias), layout(x[-m:], bias)
+        assert torch.equal(first, whole[:m]), f"the first {m} rows"
+        assert torch.equal(last, whole[-m:]), f"the last {m} rows"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_do_not_depend_on_m_elsewhere(format: str) -> None:
+    """What GPUs other than Hopper run: small_m.cu, 16 rows of x at a time."""
+    q, layout = pack(format, 1000, 1088)
+    arguments = layout.packed, layout.codebook, str(q.format)
+    x = random_x(150, 1088)
+    whole = ops.small_linear(x, *arguments, None, *q.shape, True)
+    for m in (*range(1, 65), 96, 97):
+        for rows in (slice(None, m), slice(-m, None)):
+            y = ops.small_linear(x[rows], *arguments, None, *q.shape, True)
+            assert torch.equal(y, whole[rows]), (m, rows)
+
+
+INVARIANT_CASES = list(
+    cases(
+        bits=SUPPORTED_BITS,
+        codebooks=("custom", "affine"),
+        group_sizes=(32, None),
+        dtypes=(torch.bfloat16, torch.float16),
+        ms=(1, INVARIANT_ROWS + 1),
+        device="cuda",
+    )
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", INVARIANT_CASES, ids=str)
+def test_conformance(case: Case) -> None:
+    check_backend(BACKENDS["marlin" if case.format.is_affine else "marlin-lut"], case)

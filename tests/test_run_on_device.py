@@ -63,7 +63,11 @@ class Emulated:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.serial = f"127.0.0.1:{self.process.stdout.readline().strip()}"
-        self.adb("connect", self.serial)
+        try:
+            self.adb("connect", self.serial)
+        except BaseException:  # nobody else would end it
+            self.process.kill()
+            raise
 
     def adb(self, *arguments: str) -> None:
         subprocess.run(["adb", *arguments], env=os.environ | self.server, check=True)

@@ -77,6 +77,7 @@ struct Int8Kernels {
 
 extern const Int8Kernels kScalarInt8;
 #if defined(__x86_64__)
+extern const Int8Kernels kAvx2Int8;
 extern const Int8Kernels kAvx512Bf16Int8;
 #endif
 

@@ -1,84 +1,23 @@
-// NEON as every 64-bit ARM has it: 4 float32 lanes, table lookups on the bytes of floats.
+// NEON as every 64-bit ARM has it: 4 float32 lanes.
+//
+// Up to 6 bits the bytes of a value are looked up apart, 16 codes at a time (`tbl`), and interleaved
+// (`trn1`, `trn2`). Values of 16 bits, as bf16 activations and zero points have them, take two
+// lookups; others four.
 #include <arm_neon.h>
 
+#include <cstring>
+#include <type_traits>
+
 #include "kernels.h"
-#include "neon_codes.h"
+#include "neon_rows.h"
 #include "simd_float.h"
 
 namespace fdk {
 namespace {
 
-template <int kBits>
-struct NeonCodes {
-  uint16x8_t q[4], high[4];
-  const std::uint8_t* bytes;  // of 8 bits, read as they are needed
-
-  FDK_INLINE NeonCodes(const std::uint8_t* tile, std::size_t r) {
-    if constexpr (kBits == 8) {
-      bytes = tile + r * 128;
-    } else {
-      load_fields<kBits>(tile, r, q, high);
-    }
-  }
-
-  template <int kShift>
-  static FDK_INLINE uint32x4_t shift(uint16x8_t lanes) {
-    const uint32x4_t v = vreinterpretq_u32_u16(lanes);
-    if constexpr (kShift == 0) return v;
-    else if constexpr (kShift < 0) return vshlq_n_u32(v, -kShift);
-    else return vshrq_n_u32(v, kShift);
-  }
-
-  // Codes of vector v, the even or the odd ones of 8 positions; upper bits junk.
-  template <int v>
-  FDK_INLINE uint32x4_t at() const {
-    constexpr int block = v / 2, odd = 16 * (v % 2);  // of 8 positions
-    if constexpr (kBits == 8) {
-      return shift<8 * (block / 8) + odd>(load_lanes(bytes + block % 8 * 16));
-    } else if constexpr (kBits <= 4) {
-      return shift<4 * (block / 4) + odd>(q[block % 4]);
-    } else {
-      const uint32x4_t low = shift<4 * (block / 4) + odd>(q[block % 4]);
-      const uint32x4_t up = shift<4 * (block / 4) + odd - 4>(high[block % 4]);
-      return vbslq_u32(vdupq_n_u32(0x0F), low, up);
-    }
-  }
-};
-
-template <int kBits>
-struct NeonTable {
-  const float* values;
-  uint8x16x4_t bytes;  // of 16 floats
-
-  FDK_INLINE explicit NeonTable(const float* table) : values(table) {
-    float entries[16];
-    for (unsigned i = 0; i < 16; i++) entries[i] = table[i & ((1u << kBits) - 1)];
-    for (int i = 0; i < 4; i++) bytes.val[i] = vreinterpretq_u8_f32(vld1q_f32(entries + 4 * i));
-  }
-
-  FDK_INLINE float32x4_t at(uint32x4_t index) const {
-    index = vandq_u32(index, vdupq_n_u32((1u << kBits) - 1));
-    if constexpr (kBits <= 4) {
-      // The four bytes of entry i are bytes 4 i to 4 i + 3 of the table.
-      const uint32x4_t at = vmlaq_n_u32(vdupq_n_u32(0x03020100), index, 0x04040404);
-      return vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(at)));
-    } else {
-      std::uint32_t lanes[4];
-      vst1q_u32(lanes, index);
-      const float out[4] = {values[lanes[0]], values[lanes[1]], values[lanes[2]],
-                            values[lanes[3]]};
-      return vld1q_f32(out);
-    }
-  }
-};
-
 struct Neon {
   using Float = float32x4_t;
   static constexpr int kLanes = 4;
-  template <int kBits>
-  using Codes = NeonCodes<kBits>;
-  template <int kBits>
-  using Table = NeonTable<kBits>;
 
   static FDK_INLINE Float zero() { return vdupq_n_f32(0); }
   static FDK_INLINE Float load(const float* p) { return vld1q_f32(p); }
@@ -86,24 +25,119 @@ struct Neon {
   static FDK_INLINE Float set1(float v) { return vdupq_n_f32(v); }
   static FDK_INLINE Float fma(Float a, Float b, Float c) { return vfmaq_f32(c, a, b); }
   static FDK_INLINE Float add(Float a, Float b) { return vaddq_f32(a, b); }
-  static FDK_INLINE Float mul(Float a, Float b) { return vmulq_f32(a, b); }
-  static FDK_INLINE Float sub(Float a, Float b) { return vsubq_f32(a, b); }
-  static FDK_INLINE float sum(Float v) { return vaddvq_f32(v); }
-  static FDK_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+};
 
-  static FDK_INLINE void load4(const void* p, std::size_t slot, ScaleType type, float* out) {
-    vst1q_f32(out, load4_scales(p, slot, type));
-  }
-  static FDK_INLINE void load4_u8(const void* p, std::size_t slot, float* out) {
-    vst1q_f32(out, load4_bytes(p, slot));
+// Values as float32: 8 positions are 4 even and 4 odd ones, as the two halves of 32 bits hold them.
+// Where kShort, the lower 16 bits of every value are zero, as they are for bf16 and integers.
+template <bool kShort>
+struct Products {
+  using X = float;
+  struct Value {
+    float32x4_t even, odd;
+  };
+  static constexpr bool kPairSums = false;
+  template <int kBits>
+  using Table = std::conditional_t<in_registers(kBits), ByteTable<kBits, kShort ? 2 : 4>,
+                                   MemoryTable<kBits, std::uint32_t>>;
+
+  template <int h, int kBits>
+  static FDK_INLINE void values(const ByteTable<kBits, 2>& table, uint8x16_t first,
+                                uint8x16_t second, Value* out) {
+    uint16x8_t bits[kSteps];
+    table.template pairs<h, 0>(first, bits[0], bits[2]);
+    table.template pairs<h, 0>(second, bits[1], bits[3]);
+    FDK_UNROLL
+    for (int s = 0; s < kSteps; s++) {
+      const uint32x4_t both = vreinterpretq_u32_u16(bits[s]);
+      out[s].even = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
+      out[s].odd = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xFFFF0000)));
+    }
   }
 
-  // The even (v even) or odd of 8 positions.
-  template <int v, int kBits>
-  static FDK_INLINE Float value(const NeonCodes<kBits>& codes, const NeonTable<kBits>& table) {
-    return table.at(codes.template at<v>());
+  template <int h, int kBits>
+  static FDK_INLINE void values(const ByteTable<kBits, 4>& table, uint8x16_t first,
+                                uint8x16_t second, Value* out) {
+    uint16x8_t low[kSteps], high[kSteps];
+    table.template pairs<h, 0>(first, low[0], low[2]);
+    table.template pairs<h, 0>(second, low[1], low[3]);
+    table.template pairs<h, 2>(first, high[0], high[2]);
+    table.template pairs<h, 2>(second, high[1], high[3]);
+    FDK_UNROLL
+    for (int s = 0; s < kSteps; s++) {
+      out[s].even = vreinterpretq_f32_u16(vtrn1q_u16(low[s], high[s]));
+      out[s].odd = vreinterpretq_f32_u16(vtrn2q_u16(low[s], high[s]));
+    }
+  }
+
+  // Of the even or the odd bytes of 16, every other one.
+  template <int kFirst, int kBits>
+  static FDK_INLINE float32x4_t every_fourth(const MemoryTable<kBits, std::uint32_t>& table,
+                                             uint64x2_t codes) {
+    const std::uint64_t low = vgetq_lane_u64(codes, 0), high = vgetq_lane_u64(codes, 1);
+    return vreinterpretq_f32_u32(vcombine_u32(
+        vzip1_u32(table.template value<kFirst>(low), table.template value<kFirst + 4>(low)),
+        vzip1_u32(table.template value<kFirst>(high), table.template value<kFirst + 4>(high))));
+  }
+
+  template <int h, int kBits>
+  static FDK_INLINE void values(const MemoryTable<kBits, std::uint32_t>& table, uint8x16_t first,
+                                uint8x16_t second, Value* out) {
+    const auto of = [&](auto odd, uint8x16_t codes) FDK_LAMBDA -> Value {
+      const uint64x2_t words = vreinterpretq_u64_u8(codes);
+      return {every_fourth<odd.value>(table, words), every_fourth<odd.value + 2>(table, words)};
+    };
+    out[0] = of(Int<0>{}, first), out[1] = of(Int<0>{}, second);
+    out[2] = of(Int<1>{}, first), out[3] = of(Int<1>{}, second);
+  }
+
+  static FDK_INLINE Value subtract(Value value, float32x4_t zero) {
+    return {vsubq_f32(value.even, zero), vsubq_f32(value.odd, zero)};
+  }
+
+  static FDK_INLINE float32x4_t add(float32x4_t sum, const X* x, Value value) {
+    sum = vfmaq_f32(sum, vld1q_f32(x), value.even);
+    return vfmaq_f32(sum, vld1q_f32(x + 4), value.odd);
+  }
+
+  static FDK_INLINE void store(X* to, Value value, float32x4_t zero, float32x4_t scale) {
+    vst1q_f32(to, vmulq_f32(vsubq_f32(value.even, zero), scale));
+    vst1q_f32(to + 4, vmulq_f32(vsubq_f32(value.odd, zero), scale));
   }
 };
+
+template <int kBits, bool kShort>
+FDK_INLINE void gemv_bits(const GemvTask& task, std::size_t begin, std::size_t end) {
+  using P = Products<kShort>;
+  const bool g16 = task.weight->groups_per_tile == 8, affine = task.weight->zeros != nullptr;
+  constexpr int kMany = int(kMaxGemvRows);
+  if (task.m > 1) {
+    if (g16) return neon_stripes<P, kBits, 8, true, kMany>(task, begin, end);
+    return neon_stripes<P, kBits, 4, true, kMany>(task, begin, end);
+  }
+  if (g16) return neon_stripes<P, kBits, 8, true, 1>(task, begin, end);
+  if (affine) return neon_stripes<P, kBits, 4, true, 1>(task, begin, end);
+  return neon_stripes<P, kBits, 4, false, 1>(task, begin, end);
+}
+
+bool is_short(const Weight& w) {
+  for (std::size_t i = 0; i < std::size_t(1) << w.bits; i++) {
+    std::uint32_t bits;
+    std::memcpy(&bits, w.table + i, sizeof bits);
+    if ((bits & 0xFFFF) != 0) return false;
+  }
+  return true;
+}
+
+void gemv_neon(const GemvTask& task, std::size_t begin, std::size_t end) {
+  const bool short_values = is_short(*task.weight);
+  with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
+    constexpr int b = bits.value;
+    if constexpr (in_registers(b)) {
+      if (short_values) return gemv_bits<b, true>(task, begin, end);
+    }
+    return gemv_bits<b, false>(task, begin, end);
+  });
+}
 
 struct Orders {
   Order pairs;  // of each 8 positions, the 4 even ones, then the 4 odd ones
@@ -128,8 +162,8 @@ extern const Kernels kNeon = {false,
                               kPanelRows,
                               2 * Neon::kLanes,
                               Neon::kLanes,
-                              gemv<Neon>,
-                              decode<Neon>,
+                              gemv_neon,
+                              decode_rows<Products<false>>,
                               panel_product<Neon, kPanelRows>,
                               grad_product<Neon, 4>};
 

@@ -1,4 +1,4 @@
-// Codes of a row of a tile in NEON registers, and 4 scales at a time.
+// Codes of a row of a tile in NEON registers, and scales.
 #pragma once
 
 #include <arm_neon.h>
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "layout.h"
+#include "kernels.h"
 #include "simd_float.h"
 
 namespace fdk {
@@ -44,7 +44,17 @@ FDK_INLINE void load_plane(const std::uint8_t* p, uint16x8_t* q) {
   }
 }
 
-// Fields 4 bits apart of up to 7 bits: the low 4 bits of a code in q, the others in high.
+// Bit 2 of fields 4 bits apart, from a plane of 1 bit.
+FDK_INLINE void add_third_bits(const std::uint8_t* plane, uint16x8_t* q) {
+  const uint16x8_t top = load_lanes(plane);
+  q[0] = select16(0x3333, q[0], vshlq_n_u16(top, 2));
+  q[1] = select16(0x3333, q[1], vshlq_n_u16(top, 1));
+  q[2] = select16(0x3333, q[2], top);
+  q[3] = select16(0x3333, q[3], vshrq_n_u16(top, 1));
+}
+
+// Fields 4 bits apart of up to 7 bits: the low 4 bits of a code in q, the others, with nothing
+// beside them, in high. Up to 3 bits the highest bit of a field is junk.
 template <int kBits>
 FDK_INLINE void load_fields(const std::uint8_t* tile, std::size_t r, uint16x8_t* q,
                             uint16x8_t* high) {
@@ -52,18 +62,14 @@ FDK_INLINE void load_fields(const std::uint8_t* tile, std::size_t r, uint16x8_t*
   const auto at = [&](int i) FDK_LAMBDA {
     return tile + planes.plane[i].offset + r * (kTileK / 8 * std::size_t(planes.plane[i].width));
   };
-  uint16x8_t top[4];
   load_plane<planes.plane[0].width>(at(0), q);
-  if constexpr (kBits == 3) {
-    load_plane<1>(at(1), top);
+  if constexpr (kBits == 3) add_third_bits(at(1), q);
+  if constexpr (kBits > 4) {
+    constexpr std::uint16_t kFields = 0x1111 * ((1 << (kBits - 4)) - 1);
+    load_plane<planes.plane[1].width>(at(1), high);
+    if constexpr (kBits == 7) add_third_bits(at(2), high);
     FDK_UNROLL
-    for (int h = 0; h < 4; h++) q[h] = select16(0x3333, q[h], vshlq_n_u16(top[h], 2));
-  }
-  if constexpr (kBits > 4) load_plane<planes.plane[1].width>(at(1), high);
-  if constexpr (kBits == 7) {
-    load_plane<1>(at(2), top);
-    FDK_UNROLL
-    for (int h = 0; h < 4; h++) high[h] = select16(0x3333, high[h], vshlq_n_u16(top[h], 2));
+    for (int h = 0; h < 4; h++) high[h] = vandq_u16(high[h], vdupq_n_u16(kFields));
   }
 }
 
@@ -86,6 +92,25 @@ FDK_INLINE float32x4_t load4_scales(const void* p, std::size_t slot, ScaleType t
 
 FDK_INLINE float32x4_t load4_bytes(const void* p, std::size_t slot) {
   return vcvtq_f32_u32(widen_bytes(static_cast<const std::uint8_t*>(p) + slot));
+}
+
+// Scales or zero points of a tile, [kGroups][kTileRows]; fewer stored groups are repeated.
+template <int kGroups, bool kRepeat, bool kZeros>
+FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
+  const std::size_t repeats = kRepeat ? kGroups / w.groups_per_tile : 1;
+  FDK_UNROLL
+  for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
+    const std::size_t from = slot + g / repeats * kTileRows;
+    float32x4_t four;
+    if constexpr (!kZeros) {
+      four = load4_scales(w.scales, from, w.scale_type);
+    } else if (w.zero_type == ZeroType::u8) {
+      four = load4_bytes(w.zeros, from);
+    } else {
+      four = load4_scales(w.zeros, from, ScaleType(int(w.zero_type) - 1));
+    }
+    vst1q_f32(out + g * kTileRows, four);
+  }
 }
 
 }  // namespace

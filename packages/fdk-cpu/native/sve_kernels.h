@@ -155,25 +155,6 @@ FDK_INLINE svfloat32_t load_rows(const float* values) {
   else return svdup_n_f32(*values);
 }
 
-// Scales or zero points of a tile, [kGroups][kTileRows]; fewer stored groups are repeated.
-template <int kGroups, bool kRepeat, bool kZeros>
-FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
-  const std::size_t repeats = kRepeat ? kGroups / w.groups_per_tile : 1;
-  FDK_UNROLL
-  for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
-    const std::size_t from = slot + g / repeats * kTileRows;
-    float32x4_t four;
-    if constexpr (!kZeros) {
-      four = load4_scales(w.scales, from, w.scale_type);
-    } else if (w.zero_type == ZeroType::u8) {
-      four = load4_bytes(w.zeros, from);
-    } else {
-      four = load4_scales(w.zeros, from, ScaleType(int(w.zero_type) - 1));
-    }
-    vst1q_f32(out + g * kTileRows, four);
-  }
-}
-
 // A tile whose neighbours may be read: the byte before the weight and the one behind are not ours.
 template <int kBits>
 struct SafeTile {

@@ -1,7 +1,7 @@
 """Instructions and modelled cycles of the ARM kernels: figures that need no ARM hardware.
 
     python packages/fdk-cpu/tools/arm_figures.py            # the table of docs/kernels/arm.md
-    python packages/fdk-cpu/tools/arm_figures.py --bits 4 --isa sve2 --group 128
+    python packages/fdk-cpu/tools/arm_figures.py --bits 4 --kernel sve2 --group 128
 
 qemu runs the gemv (m = 1) one instruction at a time and writes each address down. Two lengths of k
 give the instructions of a tile without those around it; four tiles from the middle of a run, in the
@@ -25,10 +25,35 @@ from assembly import Symbol, build, find, functions, instructions
 
 TILE_CODES = 512  # 4 rows of 128 positions
 TILES = 4  # that llvm-mca is given
-ISAS = ("neon", "neonbf16", "sve2")
-SVE_BITS = (1, 2, 4)  # other widths are those of neonbf16
 CPUS = ("neoverse-v2", "apple-m4", "cortex-a510")
 MCA = next((name for name in ("llvm-mca-19", "llvm-mca") if shutil.which(name)), None)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a row of the table is about: a gemv of one row without zero points."""
+
+    isa: str
+    name: str  # a regular expression for it, with {bits}, {groups} of a tile and {runs} of float32
+    options: tuple[str, ...] = ()  # of the benchmark executable
+    bits: tuple[int, ...] = tuple(range(1, 9))
+
+    def pattern(self, bits: int, group: int) -> str:
+        """The regular expression for some bits and size of a group."""
+        groups = max(1, 128 // group)
+        return self.name.format(bits=bits, groups=groups, runs=max(4, groups)) + "$"
+
+
+KERNELS = {
+    "neon-fp32": Kernel(
+        "neon", "neon_stripes<.*Products<false>, {bits}, {runs}, false, 1>", ("--dtype", "fp32")
+    ),
+    "neon": Kernel(
+        "neon", "neon_stripes<.*Products<true>, {bits}, {runs}, false, 1>", bits=(1, 2, 3, 4, 5, 6)
+    ),
+    "neonbf16": Kernel("neonbf16", "neon_stripes<.*Products, {bits}, {groups}, false, 1>"),
+    "sve2": Kernel("sve2", "sve_stripes<.*TwoVectors, {bits}, {groups}, false, 1>", bits=(1, 2, 4)),
+}
 
 
 @dataclass(frozen=True)
@@ -51,22 +76,12 @@ class Run:
         return self.executed[start : start + count]
 
 
-def kernel_name(isa: str, bits: int, group: int) -> str:
-    """A regular expression for the gemv of one row without zero points."""
-    groups = max(1, 128 // group)
-    if isa == "neon":
-        return rf"gemv_stripes<.*Neon, {bits}, {str(groups == 8).lower()}, false, 1>$"
-    table = r".*TwoVectors, " if isa == "sve2" else ""
-    name = "sve" if isa == "sve2" else "gemv"
-    return rf"{name}_stripes<{table}{bits}, {groups}, false, 1>$"
-
-
-def trace(executable: Path, isa: str, bits: int, group: int) -> Run:
+def trace(executable: Path, kernel: Kernel, bits: int, group: int) -> Run:
     """Runs a kernel over 8 and 16 tiles."""
-    symbol = find(functions(executable, "arm64"), kernel_name(isa, bits, group))
+    symbol = find(functions(executable, "arm64"), kernel.pattern(bits, group))
     text = instructions(executable, "arm64", symbol)
     short, long = (
-        last_call(addresses(executable, isa, bits, group, tiles, symbol.start, symbol.size), symbol)
+        last_call(addresses(executable, kernel, bits, group, tiles, symbol), symbol)
         for tiles in (8, 16)
     )
     assert (len(long) - len(short)) % 8 == 0, "each tile takes the same instructions"
@@ -74,17 +89,17 @@ def trace(executable: Path, isa: str, bits: int, group: int) -> Run:
 
 
 def addresses(
-    executable: Path, isa: str, bits: int, group: int, tiles: int, start: int, size: int
+    executable: Path, kernel: Kernel, bits: int, group: int, tiles: int, symbol: Symbol
 ) -> list[int]:
     """Of the instructions of a function that were executed, in order."""
-    options = {"--sizes": f"4x{128 * tiles}", "--bits": bits, "--group": group, "--isa": isa}
-    options |= {"--seconds": 0, "--rotate-mb": 1}
-    arguments = [str(item) for pair in options.items() for item in pair]
+    options = {"--sizes": f"4x{128 * tiles}", "--bits": bits, "--group": group}
+    options |= {"--isa": kernel.isa, "--seconds": 0, "--rotate-mb": 1}
+    arguments = [*(str(item) for pair in options.items() for item in pair), *kernel.options]
     usage = subprocess.run(["qemu-aarch64", "--help"], capture_output=True, text=True).stdout
     single = "-one-insn-per-tb" if "one-insn-per-tb" in usage else "-singlestep"
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
-        where = ["-dfilter", f"{start:#x}+{size:#x}", "-D", str(log)]
+        where = ["-dfilter", f"{symbol.start:#x}+{symbol.size:#x}", "-D", str(log)]
         qemu = ["qemu-aarch64", "-cpu", "max,sve-max-vq=1", single, "-d", "exec,nochain", *where]
         subprocess.run([*qemu, executable, *arguments], check=True, capture_output=True)
         lines = log.read_text().splitlines()
@@ -121,7 +136,7 @@ def main() -> None:
     """Prints a table: instructions a code, and codes a cycle on each core."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--bits", type=int, nargs="+", default=list(range(1, 9)))
-    parser.add_argument("--isa", nargs="+", choices=ISAS, default=list(ISAS))
+    parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--cpu", nargs="+", default=list(CPUS), help="of llvm-mca")
     args = parser.parse_args()
@@ -132,13 +147,15 @@ def main() -> None:
     print("|", " | ".join(["bits", "kernel", "instructions / code", *cpus]), "|")
     print("|" + "---|" * (3 + len(cpus)))
     for bits in args.bits:
-        for isa in args.isa:
-            if isa == "sve2" and bits not in SVE_BITS:
+        for name in args.kernel:
+            if bits not in KERNELS[name].bits:
                 continue
-            run = trace(executable, isa, bits, args.group)
+            run = trace(executable, KERNELS[name], bits, args.group)
             cycles = [cycles_per_tile(run, cpu) for cpu in cpus]
             rates = [f"{TILE_CODES / c:.2f}" if c else "-" for c in cycles]
-            print("|", " | ".join([str(bits), isa, f"{run.per_code:.3f}", *rates]), "|", flush=True)
+            print(
+                "|", " | ".join([str(bits), name, f"{run.per_code:.3f}", *rates]), "|", flush=True
+            )
 
 
 if __name__ == "__main__":

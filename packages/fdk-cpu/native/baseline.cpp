@@ -18,8 +18,12 @@ constexpr std::size_t kRows = 16;
 constexpr std::size_t kBlockRows = 48, kBlockDepth = 512;
 
 const Dots& dots() {
+  [[maybe_unused]] const Isa isa = current_isa();
+#if defined(__aarch64__)
+  if (isa == Isa::neon) return kDotsNeon;
+  if (isa > Isa::neon && isa < Isa::avx2) return kDotsNeonBf16;
+#endif
 #if defined(__x86_64__)
-  const Isa isa = current_isa();
   if (isa == Isa::avx512bf16) return kDotsAvx512Bf16;
   if (isa == Isa::avx512) return kDotsAvx512;
   if (isa == Isa::avx2) return kDotsAvx2;

@@ -26,6 +26,10 @@ struct Dots {
 };
 
 extern const Dots kDotsScalar;
+#if defined(__aarch64__)
+extern const Dots kDotsNeon;
+extern const Dots kDotsNeonBf16;
+#endif
 #if defined(__x86_64__)
 extern const Dots kDotsAvx2;
 extern const Dots kDotsAvx512;

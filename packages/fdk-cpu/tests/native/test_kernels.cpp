@@ -399,7 +399,7 @@ void check_pool_errors() {
 }
 
 // A k and an m that fill no vector, pair or panel. The last row of x begins with NaN, which a
-// kernel that reads beyond a panel brings into the rows before it.
+// kernel that reads beyond a panel, or a row, brings into the rows before it.
 void check_plain_gemm(Random& random) {
   for (const Activation type : {Activation::bf16, Activation::fp32}) {
     const Case c{50, 513, 513, 33, 16, false, ScaleType::bf16, ZeroType::none, type};
@@ -430,6 +430,10 @@ void check_plain_gemm(Random& random) {
       for (std::size_t i = y.size(); i < c.m * c.n; i++) {
         if (!std::isnan(get(out, i, int(type)))) fail(c.text() + " " + name + ": NaN is lost");
       }
+      const std::vector<double> last(y.end() - std::ptrdiff_t(c.n), y.end());
+      Bytes row(c.n * item, 0xFF);
+      fdk::plain_gemv(type, x.data() + (c.m - 2) * c.k * item, w.data(), c.n, c.k, row.data(), 2);
+      expect_near(c, name, "plain y of one row", row, last, scale / 4);
     }
   }
 }

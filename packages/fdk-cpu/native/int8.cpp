@@ -188,7 +188,13 @@ Int8Table int8_table_of(const float* codebook, int bits) {
   return table;
 }
 
-const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa) { return kScalarInt8; }
+const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa) {
+#if defined(__aarch64__)
+  if (isa == Isa::neon) return kNeonInt8;
+  if (isa > Isa::neon && isa < Isa::avx2) return kNeonDotInt8;
+#endif
+  return kScalarInt8;
+}
 
 void linear_int8(const PackedWeight& weight, const Int8Table* table, Activation activation,
                  const void* x, std::size_t m, const void* bias, void* y, std::size_t threads) {

@@ -77,6 +77,10 @@ struct Int8Kernels {
 };
 
 extern const Int8Kernels kScalarInt8;
+#if defined(__aarch64__)
+extern const Int8Kernels kNeonInt8;
+extern const Int8Kernels kNeonDotInt8;
+#endif
 
 const Int8Kernels& int8_kernels_for(Isa isa);
 

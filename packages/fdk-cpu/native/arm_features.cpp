@@ -19,6 +19,7 @@ ArmFeatures arm_features() {
   const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
   const auto bit = [](unsigned long word, int at) { return (word >> at & 1) != 0; };
   ArmFeatures f{};
+  f.dotprod = bit(first, 20);
   f.bf16 = bit(second, 14);
   const bool sve_bf16 = bit(first, 22) && bit(second, 12);  // SVE, SVEBF16
   f.sve_bf16 = f.bf16 && sve_bf16;
@@ -32,10 +33,14 @@ ArmFeatures arm_features() {
 #elif defined(__APPLE__)
 
 ArmFeatures arm_features() {
-  int value = 0;
-  std::size_t size = sizeof value;
+  const auto has = [](const char* name) {
+    int value = 0;
+    std::size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
   ArmFeatures f{};
-  f.bf16 = sysctlbyname("hw.optional.arm.FEAT_BF16", &value, &size, nullptr, 0) == 0 && value != 0;
+  f.dotprod = has("hw.optional.arm.FEAT_DotProd");
+  f.bf16 = has("hw.optional.arm.FEAT_BF16");
   return f;  // no Apple core runs SVE outside of its streaming mode
 }
 

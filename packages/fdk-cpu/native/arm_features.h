@@ -4,6 +4,7 @@
 namespace fdk {
 
 struct ArmFeatures {
+  bool dotprod;    // `sdot` in NEON
   bool bf16;       // `bfdot` and its kin in NEON
   bool sve_bf16;   // and in SVE
   bool sve2_bf16;  // and SVE2

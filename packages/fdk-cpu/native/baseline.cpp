@@ -20,8 +20,8 @@ constexpr std::size_t kBlockRows = 48, kBlockDepth = 512;
 const Dots& dots() {
   [[maybe_unused]] const Isa isa = current_isa();
 #if defined(__aarch64__)
-  if (isa == Isa::neon) return kDotsNeon;
-  if (isa > Isa::neon && isa < Isa::avx2) return kDotsNeonBf16;
+  if (isa >= Isa::neonbf16 && isa < Isa::avx2) return kDotsNeonBf16;
+  if (isa == Isa::neon || isa == Isa::neondot) return kDotsNeon;
 #endif
 #if defined(__x86_64__)
   if (isa == Isa::avx512bf16) return kDotsAvx512Bf16;

@@ -13,8 +13,8 @@
 namespace fdk {
 namespace {
 
-constexpr const char* kNames[kIsas] = {"scalar", "neon",   "neonbf16", "sve", "sve2",
-                                       "avx2",   "avx512", "avx512bf16"};
+constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16",  "sve",
+                                       "sve2",   "avx2", "avx512",  "avx512bf16"};
 
 Isa best() {
   for (int i = kIsas - 1; i > 0; i--) {
@@ -59,10 +59,11 @@ bool supported(Isa isa) {
 #if defined(__aarch64__)
   if (isa == Isa::neon) return true;  // part of the architecture
   const ArmFeatures features = arm_features();
-  if (isa == Isa::neonbf16) return features.bf16;
+  if (isa == Isa::neondot) return features.dotprod;
+  if (isa == Isa::neonbf16) return features.dotprod && features.bf16;
 #if defined(FDK_CPU_SVE)
-  if (isa == Isa::sve) return features.sve_bf16 && features.sve_bits >= 256;
-  if (isa == Isa::sve2) return features.sve2_bf16;
+  if (isa == Isa::sve) return features.dotprod && features.sve_bf16 && features.sve_bits >= 256;
+  if (isa == Isa::sve2) return features.dotprod && features.sve2_bf16;
 #endif
   return false;
 #elif defined(__x86_64__)

@@ -193,6 +193,10 @@ const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa) {
   if (isa == Isa::avx512bf16) return kAvx512Bf16Int8;
   if (isa == Isa::avx2 || isa == Isa::avx512) return kAvx2Int8;
 #endif
+#if defined(__aarch64__)
+  if (isa == Isa::neon) return kNeonInt8;
+  if (isa > Isa::neon && isa < Isa::avx2) return kNeonDotInt8;
+#endif
   return kScalarInt8;
 }
 

@@ -80,6 +80,10 @@ extern const Int8Kernels kScalarInt8;
 extern const Int8Kernels kAvx2Int8;
 extern const Int8Kernels kAvx512Bf16Int8;
 #endif
+#if defined(__aarch64__)
+extern const Int8Kernels kNeonInt8;
+extern const Int8Kernels kNeonDotInt8;
+#endif
 
 const Int8Kernels& int8_kernels_for(Isa isa);
 

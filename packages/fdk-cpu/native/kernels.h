@@ -114,8 +114,8 @@ extern const Kernels kAvx512Bf16;
 extern const TableKernels kAvx512Tables;
 #endif
 
-enum class Isa : int { scalar, neon, neonbf16, sve, sve2, avx2, avx512, avx512bf16 };
-inline constexpr int kIsas = 8;
+enum class Isa : int { scalar, neon, neondot, neonbf16, sve, sve2, avx2, avx512, avx512bf16 };
+inline constexpr int kIsas = 9;
 
 const char* name_of(Isa isa);
 // Whether this machine runs it.

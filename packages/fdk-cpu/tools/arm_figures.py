@@ -41,7 +41,12 @@ class Kernel:
     def pattern(self, bits: int, group: int) -> str:
         """The regular expression for some bits and size of a group."""
         groups = max(1, 128 // group)
-        return self.name.format(bits=bits, groups=groups, runs=max(4, groups)) + "$"
+        return (
+            self.name.format(
+                bits=bits, groups=groups, runs=max(4, groups), runs8=2 if groups <= 2 else 8
+            )
+            + "$"
+        )
 
 
 KERNELS = {
@@ -52,6 +57,12 @@ KERNELS = {
         "neon", "neon_stripes<.*Products<true>, {bits}, {runs}, false, 1>", bits=(1, 2, 3, 4, 5, 6)
     ),
     "neonbf16": Kernel("neonbf16", "neon_stripes<.*Products, {bits}, {groups}, false, 1>"),
+    "neon-int8": Kernel(
+        "neon", "int8_stripes<.*Widened, {bits}, false, {runs8}, 1>", ("--activations", "int8")
+    ),
+    "neondot-int8": Kernel(
+        "neondot", "int8_stripes<.*Fours, {bits}, false, {runs8}, 1>", ("--activations", "int8")
+    ),
     "sve2": Kernel("sve2", "sve_stripes<.*TwoVectors, {bits}, {groups}, false, 1>", bits=(1, 2, 4)),
 }
 

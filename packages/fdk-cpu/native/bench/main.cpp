@@ -15,6 +15,7 @@
 #endif
 
 #include "convert.h"
+#include "int8.h"
 #include "json.h"
 #include "kernels.h"
 #include "linear.h"
@@ -62,6 +63,7 @@ class RandomWeight {
     for (auto& byte : packed) byte = std::uint8_t(engine());
     for (auto& value : codebook_) value = normal(engine);
     std::sort(codebook_.begin(), codebook_.end());
+    levels_ = fdk::int8_table_of(codebook_.data(), c.bits);
     const std::size_t groups = c.size.n * layout_.groups;
     std::vector<std::uint16_t> scales(groups), zeros(groups);
     for (auto& scale : scales) scale = to_bf16(1 + 0.1f * normal(engine));
@@ -76,8 +78,22 @@ class RandomWeight {
     }
   }
 
+  // y = x @ W_hat.T with copy i, of x as it is or rounded to 8 bits.
+  void multiply(const Options& options, const Case& c, std::size_t i, const Bytes& x,
+                Bytes& y) const {
+    const fdk::PackedWeight w = at(i);
+    if (options.int8) {
+      fdk::linear_int8(w, affine_ ? nullptr : &levels_, options.activation, x.data(), c.m, nullptr,
+                       y.data(), c.threads);
+    } else {
+      fdk::linear(w, options.activation, x.data(), c.m, nullptr, y.data(), c.threads);
+    }
+  }
+
   std::size_t copies() const { return codes_.size(); }
   std::size_t nbytes() const { return layout_.code_bytes() + layout_.scales() * (affine_ ? 4 : 2); }
+
+ private:
   fdk::PackedWeight at(std::size_t i) const {
     return {layout_,
             codes_[i].data(),
@@ -88,7 +104,6 @@ class RandomWeight {
             affine_ ? nullptr : codebook_.data()};
   }
 
- private:
   Bytes laid_out(const std::vector<std::uint16_t>& groups) const {
     Bytes out(layout_.scales() * 2);
     fdk::pack_groups(layout_, reinterpret_cast<const std::uint8_t*>(groups.data()), out.data(), 2);
@@ -98,6 +113,7 @@ class RandomWeight {
   fdk::Layout layout_;
   bool affine_;
   std::vector<float> codebook_;
+  fdk::Int8Table levels_;
   std::vector<Bytes> codes_, scales_, zeros_;
 };
 
@@ -149,9 +165,9 @@ double checked(const Options& options, const Case& c, const RandomWeight& weight
   const std::size_t count = c.m * c.size.n, item = fdk::bytes_of(type);
   Bytes wanted(count * item, 0xFF), got(count * item, 0xFF);
   fdk::set_isa("scalar");
-  fdk::linear(weight.at(0), type, x.data(), c.m, nullptr, wanted.data(), c.threads);
+  weight.multiply(options, c, 0, x, wanted);
   fdk::set_isa(c.isa.c_str());
-  fdk::linear(weight.at(0), type, x.data(), c.m, nullptr, got.data(), c.threads);
+  weight.multiply(options, c, 0, x, got);
   const double error = nrmse(got, wanted, count, type);
   if (!(error <= most_error(type))) {
     throw std::runtime_error("the answer differs from the scalar one: nrmse " +
@@ -179,9 +195,9 @@ Times measure(const Options& options, const Case& c) {
     (void)sum;
     bandwidths.push_back(double(quarter) / since(start));
     for (std::size_t i = 0; i < kCalls; i++) {
-      const fdk::PackedWeight w = weight.at((turn * kCalls + i) % weight.copies());
+      const std::size_t copy = (turn * kCalls + i) % weight.copies();
       const auto call = Clock::now();
-      fdk::linear(w, options.activation, x.data(), c.m, nullptr, y.data(), c.threads);
+      weight.multiply(options, c, copy, x, y);
       calls.push_back(since(call));
     }
   }
@@ -241,7 +257,7 @@ struct Facts {
 // A row as fdk_bench.records writes it: benchmark, case, values, error, then the facts.
 std::string row_of(const Options& options, const Facts& facts, const Case& c, const Times* times,
                    const std::string& error) {
-  const Json shape = Json()
+  Json shape = Json()
                          .add("op", "linear")
                          .add("backend", "cpu")
                          .add("instruction_set", c.isa)
@@ -250,6 +266,7 @@ std::string row_of(const Options& options, const Facts& facts, const Case& c, co
                          .add("n", c.size.n)
                          .add("k", c.size.k)
                          .add("dtype", name_of(options.activation));
+  if (options.int8) shape.add("activations", "int8");
   Json row = Json().add("benchmark", "kernels").add("case", shape);
   if (times != nullptr) {
     const double bandwidth = double(times->nbytes) / times->median_us / 1e3;

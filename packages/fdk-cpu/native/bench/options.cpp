@@ -63,6 +63,11 @@ fdk::Activation activation(const std::string& option, const std::string& text) {
   refuse(option, "bf16, fp16 or fp32", text);
 }
 
+bool is_int8(const std::string& option, const std::string& text) {
+  if (text == "float" || text == "int8") return text == "int8";
+  refuse(option, "float or int8", text);
+}
+
 unsigned long long mask(const std::string& option, const std::string& text) {
   char* end = nullptr;
   const unsigned long long value = std::strtoull(text.c_str(), &end, 16);
@@ -103,6 +108,7 @@ Options parse(int argc, char** argv) {
          o.group = number(name, text, 1, kMaxSize, "the positions of a group");
        }},
       {"--dtype", [&](auto& name, auto& text) { o.activation = activation(name, text); }},
+      {"--activations", [&](auto& name, auto& text) { o.int8 = is_int8(name, text); }},
       {"--isa", [&](auto&, auto& text) { o.isas = split(text, ','); }},
       {"--cores", [&](auto& name, auto& text) { o.cores = mask(name, text); }},
       {"--seconds", [&](auto& name, auto& text) { o.seconds = seconds(name, text); }},
@@ -142,6 +148,7 @@ through more copies than the caches hold. A table goes to standard error, rows o
   --zero-points            affine formats instead of codebooks
   --m 1,8                  rows of x                                         (1)
   --dtype bf16             of x and y: bf16, fp16 or fp32                    (bf16)
+  --activations float      or int8, which rounds x to 8 bits                 (float)
   --threads 1,4                                                              (1)
   --cores f0               run on these cores only; a mask in hexadecimal    (any)
   --isa auto               instruction sets, or `all`; see FDK_CPU_ISA       (auto)

@@ -1,0 +1,310 @@
+// The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file an
+// instruction set; all in an unnamed namespace, for each file is compiled for another core.
+//
+// Levels are looked up 16 codes at a time (`tbl`). The even and the odd bytes of the layout's lanes
+// are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share a
+// byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x, before
+// they become floats.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "convert.h"
+#include "int8.h"
+#include "neon_bf16.h"
+#include "neon_codes.h"
+#include "neon_row.h"
+#include "simd_float.h"
+
+namespace fdk {
+namespace {
+
+constexpr int kVectors = 8;  // of 16 positions, a tile
+constexpr std::size_t kVector = kTileK / kVectors;
+
+// Levels that are the codes plus a constant, in a byte: those of affine formats and int8.
+bool is_linear(const std::uint8_t* levels, int bits) {
+  for (unsigned i = 0; i < 1u << bits; i++) {
+    if (levels[i] != std::uint8_t(levels[0] + i)) return false;
+  }
+  return true;
+}
+
+// Up to 5 bits a lookup is one instruction, as is the addition for levels that are linear.
+constexpr bool worth_linear(int bits) { return bits > 5; }
+
+template <int kBits, bool kLinear>
+class LevelTable {
+ public:
+  FDK_INLINE explicit LevelTable(const std::uint8_t* levels) {
+    if constexpr (kLinear) {
+      first_ = vdupq_n_u8(levels[0]);
+    } else if constexpr (kBits <= 2) {
+      // Of an index of 4 bits, the codes that begin at bits 0 and 2.
+      for (int i = 0; i < 2; i++) {
+        std::uint8_t entries[16];
+        for (int e = 0; e < 16; e++) entries[e] = levels[e >> (2 * i) & ((1 << kBits) - 1)];
+        one_[i] = vld1q_u8(entries);
+      }
+    } else if constexpr (kBits <= 4) {
+      one_[0] = vld1q_u8(levels);
+    } else if constexpr (kBits == 5) {
+      two_ = vld1q_u8_x2(levels);
+    } else {
+      FDK_UNROLL
+      for (int i = 0; i < kQuads; i++) four_[i] = vld1q_u8_x4(levels + 64 * i);
+    }
+  }
+
+  template <int i = 0>
+  FDK_INLINE int8x16_t at(uint8x16_t index) const {
+    return vreinterpretq_s8_u8(look_up<i>(index));
+  }
+
+ private:
+  static constexpr int kQuads = kBits <= 6 ? 1 : 1 << (kBits - 6);
+
+  template <int i>
+  FDK_INLINE uint8x16_t look_up(uint8x16_t index) const {
+    if constexpr (kLinear) {
+      return vaddq_u8(index, first_);
+    } else if constexpr (kBits <= 4) {
+      return vqtbl1q_u8(one_[i], index);
+    } else if constexpr (kBits == 5) {
+      return vqtbl2q_u8(two_, index);
+    } else {
+      uint8x16_t found = vqtbl4q_u8(four_[0], index);
+      FDK_UNROLL
+      for (int q = 1; q < kQuads; q++) {
+        index = vsubq_u8(index, vdupq_n_u8(64));
+        found = vqtbx4q_u8(found, four_[q], index);
+      }
+      return found;
+    }
+  }
+
+  uint8x16_t first_, one_[2];
+  uint8x16x2_t two_;
+  uint8x16x4_t four_[kQuads];
+};
+
+// out[i]: levels of positions 16 i to 16 i + 15 of a row of a tile.
+template <int kBits, bool kLinear>
+FDK_INLINE void levels_of(const LevelTable<kBits, kLinear>& table, const std::uint8_t* tile,
+                          std::size_t r, int8x16_t* out) {
+  const uint8x16_t low = vdupq_n_u8(15);
+  if constexpr (kBits == 8) {
+    unroll<kVectors / 2>([&](auto i) FDK_LAMBDA {
+      const std::uint8_t* codes = tile + r * kTileK + i.value * 32;
+      const uint8x16_t a = vld1q_u8(codes), b = vld1q_u8(codes + 16);
+      out[i.value] = table.at(vuzp1q_u8(a, b)), out[4 + i.value] = table.at(vuzp2q_u8(a, b));
+    });
+  } else if constexpr (kBits > 4) {
+    const Row<kBits> row(tile, r);
+    unroll<2>([&](auto p) FDK_LAMBDA {
+      uint8x16_t first[2], second[2];
+      row.template indices<2 * p.value>(first[0], second[0]);
+      row.template indices<2 * p.value + 1>(first[1], second[1]);
+      out[p.value] = table.at(vuzp1q_u8(first[0], first[1]));
+      out[2 + p.value] = table.at(vuzp1q_u8(second[0], second[1]));
+      out[4 + p.value] = table.at(vuzp2q_u8(first[0], first[1]));
+      out[6 + p.value] = table.at(vuzp2q_u8(second[0], second[1]));
+    });
+  } else if constexpr (kBits > 2) {
+    uint16x8_t q[4], none[4];
+    load_fields<kBits>(tile, r, q, none);
+    unroll<2>([&](auto p) FDK_LAMBDA {
+      const uint8x16_t a = vreinterpretq_u8_u16(q[2 * p.value]);
+      const uint8x16_t b = vreinterpretq_u8_u16(q[2 * p.value + 1]);
+      const uint8x16_t even = vuzp1q_u8(a, b), odd = vuzp2q_u8(a, b);
+      out[p.value] = table.at(vandq_u8(even, low));
+      out[2 + p.value] = table.at(vshrq_n_u8(even, 4));
+      out[4 + p.value] = table.at(vandq_u8(odd, low));
+      out[6 + p.value] = table.at(vshrq_n_u8(odd, 4));
+    });
+  } else {
+    const std::uint8_t* codes = tile + r * 16 * std::size_t(kBits);
+    const uint8x16_t a = vld1q_u8(codes), b = kBits == 2 ? vld1q_u8(codes + 16) : a;
+    uint8x16_t halves[2] = {vuzp1q_u8(a, b), vuzp2q_u8(a, b)};
+    unroll<2>([&](auto half) FDK_LAMBDA {
+      uint8x16_t fields = halves[half.value];
+      if constexpr (kBits == 1) {
+        // Positions 8 to 15 of each 16 are a bit above those of 0 to 7, in the same bytes.
+        fields = vshlq_u8(fields, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-1)));
+      }
+      const uint8x16_t first = vandq_u8(fields, low), second = vshrq_n_u8(fields, 4);
+      int8x16_t* to = out + 4 * half.value;
+      to[0] = table.template at<0>(first), to[1] = table.template at<1>(first);
+      to[2] = table.template at<0>(second), to[3] = table.template at<1>(second);
+    });
+  }
+}
+
+// The sums of four vectors, as lanes.
+FDK_INLINE float32x4_t sums_of(const int32x4_t* v) {
+  return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3])));
+}
+
+// Scales of 4 rows of W, and what meets the sums of x: without zero points, but for the centre.
+struct Scales {
+  float32x4_t scale, constant;
+
+  FDK_INLINE Scales(const Weight& w, std::size_t slot, float32x4_t centre) {
+    scale = constant = load4_scales(w.scales, slot, w.scale_type);
+    if (w.zeros != nullptr) {
+      const float32x4_t zero =
+          w.zero_type == ZeroType::u8
+              ? load4_bytes(w.zeros, slot)
+              : load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
+      constant = vmulq_f32(scale, vaddq_f32(zero, centre));
+    }
+  }
+};
+
+// kGroups of a tile; where the weight has half as many, each is met twice: `share` of its sum of x.
+// kM = 1: lanes of sums are rows of W. kM = 4: they are rows of x, past the last of which it is
+// repeated, and the result dropped.
+template <class Dot, int kBits, bool kLinear, int kGroups, int kM>
+void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
+  constexpr std::size_t kBytes = tile_bytes(kBits), kOfGroup = kVectors / kGroups;
+  constexpr int kSums = kM == 1 ? 1 : int(kTileRows);
+  static_assert(kM == 1 || kM == 4);
+  const Weight& w = *task.weight;
+  const LevelTable<kBits, kLinear> table(task.levels);
+  const float32x4_t centre = vdupq_n_f32(task.centre);
+  const std::size_t repeats = kGroups / w.groups_per_tile;
+  const float share = (w.zeros == nullptr ? task.centre : 1) / float(repeats);
+  std::size_t rows[kM];
+  for (std::size_t m = 0; m < kM; m++) rows[m] = std::min(m, task.m - 1) * w.tiles;
+  for (std::size_t stripe = begin; stripe < end; stripe++) {
+    float32x4_t sums[kSums], constants[kSums];
+    FDK_UNROLL
+    for (int i = 0; i < kSums; i++) sums[i] = constants[i] = vdupq_n_f32(0);
+    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
+                                                 std::size_t slot) FDK_LAMBDA {
+      for (std::size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(codes + kPrefetch + i);
+      int32x4_t dots[kGroups][4];  // of the 4 rows of W, or of x
+      const auto multiply = [&](std::size_t r, auto first_dot) FDK_LAMBDA {
+        int8x16_t levels[kVectors];
+        levels_of(table, codes, r, levels);
+        FDK_UNROLL
+        for (int i = 0; i < kVectors; i++) {
+          FDK_UNROLL
+          for (int m = 0; m < kM; m++) {
+            const int8x16_t x = vld1q_s8(task.x + (rows[m] + tile) * kTileK + i * kVector);
+            int32x4_t& sum = dots[std::size_t(i) / kOfGroup][first_dot.value + m];
+            sum = Dot::add(i % kOfGroup == 0 ? vdupq_n_s32(0) : sum, levels[i], x);
+          }
+        }
+      };
+      if constexpr (kM == 1) {
+        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { multiply(std::size_t(r.value), r); });
+        const float* x_sums = task.x_sums + tile * w.groups_per_tile;
+        float32x4_t of_tile = vdupq_n_f32(0);
+        FDK_UNROLL
+        for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
+          const Scales scales(w, slot + g / repeats * kTileRows, centre);
+          of_tile = vfmaq_f32(of_tile, sums_of(dots[g]), scales.scale);
+          constants[0] = vfmaq_n_f32(constants[0], scales.constant, x_sums[g / repeats]);
+        }
+        sums[0] = vfmaq_n_f32(sums[0], of_tile, task.x_scales[tile]);
+      } else {
+        float scale[kGroups][kTileRows], constant[kGroups][kTileRows];
+        float32x4_t x_scales, x_sums[kGroups];
+        for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
+          const Scales scales(w, slot + g / repeats * kTileRows, centre);
+          vst1q_f32(scale[g], scales.scale), vst1q_f32(constant[g], scales.constant);
+          float lanes[kM];
+          for (std::size_t m = 0; m < kM; m++) {
+            lanes[m] = task.x_sums[(rows[m] + tile) * w.groups_per_tile + g / repeats];
+          }
+          x_sums[g] = vld1q_f32(lanes);
+        }
+        float lanes[kM];
+        for (std::size_t m = 0; m < kM; m++) lanes[m] = task.x_scales[rows[m] + tile];
+        x_scales = vld1q_f32(lanes);
+        FDK_UNROLL
+        for (std::size_t r = 0; r < kTileRows; r++) {
+          multiply(r, Int<0>{});
+          float32x4_t of_tile = vdupq_n_f32(0);
+          FDK_UNROLL
+          for (int g = 0; g < kGroups; g++) {
+            of_tile = vfmaq_n_f32(of_tile, sums_of(dots[g]), scale[g][r]);
+            constants[r] = vfmaq_n_f32(constants[r], x_sums[g], constant[g][r]);
+          }
+          sums[r] = vfmaq_f32(sums[r], of_tile, x_scales);
+        }
+      }
+    });
+    float y[4];
+    for (std::size_t i = 0; i < std::size_t(kSums); i++) {
+      vst1q_f32(y, vfmsq_n_f32(sums[i], constants[i], share));
+      const std::size_t row = (stripe - begin) * kTileRows;
+      if constexpr (kM == 1) {
+        std::copy_n(y, kTileRows, task.y + row);
+      } else {
+        for (std::size_t m = 0; m < task.m; m++) task.y[m * task.y_stride + row + i] = y[m];
+      }
+    }
+  }
+}
+
+template <class Dot, int kBits, bool kLinear>
+FDK_INLINE void int8_groups(const Int8Task& task, std::size_t begin, std::size_t end) {
+  const bool few = task.weight->groups_per_tile <= 2;
+  if (task.m == 1 && few) return int8_stripes<Dot, kBits, kLinear, 2, 1>(task, begin, end);
+  if (task.m == 1) return int8_stripes<Dot, kBits, kLinear, 8, 1>(task, begin, end);
+  if (few) return int8_stripes<Dot, kBits, kLinear, 2, 4>(task, begin, end);
+  return int8_stripes<Dot, kBits, kLinear, 8, 4>(task, begin, end);
+}
+
+template <class Dot>
+void int8_gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
+  with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
+    constexpr int b = bits.value;
+    if constexpr (worth_linear(b)) {
+      if (is_linear(task.levels, b)) return int8_groups<Dot, b, true>(task, begin, end);
+    }
+    return int8_groups<Dot, b, false>(task, begin, end);
+  });
+}
+
+void int8_stage(const float* x, std::size_t groups, const Int8Tile& out) {
+  uint32x4_t magnitudes = vdupq_n_u32(0);  // as bits: NaN is above infinity
+  for (std::size_t i = 0; i < kTileK; i += 4) {
+    magnitudes = vmaxq_u32(magnitudes, vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i))));
+  }
+  const float largest = float_of_bits(vmaxvq_u32(magnitudes));
+  const bool finite = largest <= std::numeric_limits<float>::max();
+  const bool is_zero = !finite || largest < kSmallestTile;
+  *out.scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : largest / kMaxXCode;
+  for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
+  if (is_zero) {
+    std::fill_n(out.codes, kTileK, std::int8_t(0));
+    return;
+  }
+  const float inverse = kMaxXCode / largest;
+  for (std::size_t i = 0; i < kTileK; i += kVector) {
+    int16x4_t codes[4];
+    FDK_UNROLL
+    for (std::size_t j = 0; j < 4; j++) {
+      codes[j] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * j), inverse)));
+    }
+    const int8x16_t bytes = vcombine_s8(vmovn_s16(vcombine_s16(codes[0], codes[1])),
+                                        vmovn_s16(vcombine_s16(codes[2], codes[3])));
+    vst1q_s8(out.codes + i, bytes);
+    out.sums[i * groups / kTileK] += vaddlvq_s8(bytes);
+  }
+}
+
+template <class Dot>
+constexpr Int8Kernels int8_kernels_of() {
+  return {false, &kNatural.order, 4, int8_stage, int8_gemv<Dot>};
+}
+
+}  // namespace
+}  // namespace fdk

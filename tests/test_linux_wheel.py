@@ -72,7 +72,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("core", "isas"),
-    [("cortex-a76", "scalar neon"), ("max,sve-max-vq=1", "scalar neon neonbf16 sve2")],
+    [
+        ("cortex-a76", "scalar neon neondot"),
+        ("max,sve-max-vq=1", "scalar neon neondot neonbf16 sve2"),
+    ],
 )
 def test_imports(module: Path, root: Path, core: str, isas: str) -> None:
     assert import_module(module, emulated_python(root, MACHINE, core)) == isas

@@ -9,8 +9,6 @@ own with apt-get (8 MB), so the version has to be Debian's.
 """
 
 import argparse
-import base64
-import hashlib
 import os
 import platform
 import re
@@ -111,22 +109,10 @@ def retag(wheel: Path) -> Path:
             raise ValueError(f"{wheel.name}: needs {', '.join(foreign)}, which a Linux may lack")
         glibc = max(glibc_of(module) for module in modules)
     tag = f"many{old_tag.replace('_', '_{}_{}_', 1).format(*glibc)}"
-    target = wheel.with_name(wheel.name.replace(old_tag, tag))
-    with zipfile.ZipFile(wheel) as old:
-        files = {info.filename: old.read(info) for info in old.infolist()}
-    tags = next(name for name in files if name.endswith(".dist-info/WHEEL"))
-    record = tags.replace("WHEEL", "RECORD")
-    files[tags] = files[tags].replace(f"-{old_tag}".encode(), f"-{tag}".encode())
-    digest = base64.urlsafe_b64encode(hashlib.sha256(files[tags]).digest()).decode().rstrip("=")
-    line = f"{tags},sha256={digest},{len(files[tags])}"
-    lines = files[record].decode().splitlines()
-    lines = [line if entry.startswith(f"{tags},") else entry for entry in lines]
-    files[record] = ("\n".join(lines) + "\n").encode()
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
-        for name, content in files.items():
-            new.writestr(name, content)
-    wheel.unlink()
-    return target
+    command: list[str | Path] = [sys.executable, "-m", "wheel", "tags", "--remove"]
+    command += ["--platform-tag", tag, wheel]
+    subprocess.run(command, check=True, capture_output=True)
+    return wheel.with_name(wheel.name.replace(old_tag, tag))
 
 
 def unpack_modules(wheel: Path, folder: Path) -> list[Path]:

@@ -100,53 +100,55 @@ FDK_INLINE __m256i look_up(const std::uint8_t* levels, __m256i codes, __m256i ni
   }
 }
 
-// The levels of a tile.
-struct Levels {
-  __m256i level[kTileRows][kRegisters], magnitude[kTileRows][kRegisters];
+// The levels of a row of a tile.
+struct RowLevels {
+  __m256i level[kRegisters], magnitude[kRegisters];
 };
 
 template <int kBits>
-FDK_INLINE void decode(const std::uint8_t* tile, const std::uint8_t* levels, bool affine,
-                       Levels& out) {
+FDK_INLINE RowLevels decode_row(const std::uint8_t* tile, std::size_t r, const std::uint8_t* levels,
+                                bool affine) {
   constexpr int kCount = kBits <= 4 ? 16 : 1 << kBits;
-  for (std::size_t r = 0; r < kTileRows; r++) {
-    __m256i codes[kRegisters];
-    load_codes<kBits>(tile, r, codes);
-    FDK_UNROLL
-    for (std::size_t i = 0; i < kRegisters; i++) {
-      __m256i level = codes[i];
-      if (!affine) {
-        const __m256i nibbles = _mm256_and_si256(codes[i], _mm256_set1_epi8(15));
-        level = look_up<kCount>(levels, codes[i], kBits > 4 ? nibbles : codes[i]);
-      } else if constexpr (kBits == 8) {
-        level = _mm256_xor_si256(level, _mm256_set1_epi8(char(128)));
-      }
-      out.level[r][i] = level;
-      out.magnitude[r][i] = _mm256_abs_epi8(level);
+  RowLevels out;
+  __m256i codes[kRegisters];
+  load_codes<kBits>(tile, r, codes);
+  FDK_UNROLL
+  for (std::size_t i = 0; i < kRegisters; i++) {
+    __m256i level = codes[i];
+    if (!affine) {
+      const __m256i nibbles = _mm256_and_si256(codes[i], _mm256_set1_epi8(15));
+      level = look_up<kCount>(levels, codes[i], kBits > 4 ? nibbles : codes[i]);
+    } else if constexpr (kBits == 8) {
+      level = _mm256_xor_si256(level, _mm256_set1_epi8(char(128)));
     }
+    out.level[i] = level;
+    out.magnitude[i] = _mm256_abs_epi8(level);
+  }
+  return out;
+}
+
+// Products of a row's levels with x, in 32-bit lanes; kSums of registers with different groups.
+template <int kSums>
+FDK_INLINE void dots_of(const RowLevels& levels, const std::int8_t* x, std::size_t r,
+                        __m256i (&dots)[kSums][kTileRows]) {
+  constexpr std::size_t kCount = kRegisters / std::size_t(kSums);
+  const __m256i one = _mm256_set1_epi16(1);
+  FDK_UNROLL
+  for (std::size_t i = 0; i < kRegisters; i++) {
+    const __m256i signed_x = _mm256_sign_epi8(load(x + 32 * i), levels.level[i]);
+    const __m256i pairs = _mm256_maddubs_epi16(levels.magnitude[i], signed_x);
+    const __m256i fours = _mm256_madd_epi16(pairs, one);
+    __m256i& dot = dots[i / kCount][r];
+    dot = i % kCount == 0 ? fours : _mm256_add_epi32(dot, fours);
   }
 }
 
-// The product of four rows of a tile with x, `kSets` registers of them alone: sums of the groups in
-// the lower and in the upper 64 bits of each 128, row r in lane r of each 128.
+// Sums of the groups in the lower and in the upper 64 bits of each 128; row r in lane r of each.
 struct Sums {
   __m256 lower, upper;
 };
 
-template <std::size_t kFirst, std::size_t kCount>
-FDK_INLINE Sums product(const Levels& levels, const std::int8_t* x) {
-  const __m256i one = _mm256_set1_epi16(1);
-  __m256i dots[kTileRows];
-  FDK_UNROLL
-  for (std::size_t r = 0; r < kTileRows; r++) {
-    FDK_UNROLL
-    for (std::size_t i = kFirst; i < kFirst + kCount; i++) {
-      const __m256i signed_x = _mm256_sign_epi8(load(x + 32 * i), levels.level[r][i]);
-      const __m256i pairs = _mm256_maddubs_epi16(levels.magnitude[r][i], signed_x);
-      const __m256i fours = _mm256_madd_epi16(pairs, one);
-      dots[r] = i == kFirst ? fours : _mm256_add_epi32(dots[r], fours);
-    }
-  }
+FDK_INLINE Sums sums_of(const __m256i (&dots)[kTileRows]) {
   const __m256 r01 = _mm256_castsi256_ps(_mm256_hadd_epi32(dots[0], dots[1]));
   const __m256 r23 = _mm256_castsi256_ps(_mm256_hadd_epi32(dots[2], dots[3]));
   return {_mm256_cvtepi32_ps(_mm256_castps_si256(_mm256_shuffle_ps(r01, r23, 0x88))),
@@ -175,31 +177,39 @@ struct Groups {
   }
 };
 
-template <int kBits, int kGroups>
+template <int kBits, int kGroups, bool kOne>
 void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   // Sums of registers that hold the same groups: a lower and an upper one each.
   constexpr int kSums = kGroups <= 2 ? 1 : kGroups / 2;
   const Weight& w = *task.weight;
+  const std::size_t rows = kOne ? 1 : task.m;
   for (std::size_t stripe = begin; stripe < end; stripe++) {
     __m256 y_sums[kRows];
-    for (std::size_t m = 0; m < task.m; m++) y_sums[m] = _mm256_setzero_ps();
+    for (std::size_t m = 0; m < rows; m++) y_sums[m] = _mm256_setzero_ps();
     for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
                                                  std::size_t slot) FDK_LAMBDA {
       for (std::size_t i = 0; i < kBytes; i += 64) {
         _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
       }
       const Groups<kGroups> groups(w, slot, task.centre);
-      Levels levels;
-      decode<kBits>(codes, task.levels, w.zeros != nullptr, levels);
-      for (std::size_t m = 0; m < task.m; m++) {
+      const bool affine = w.zeros != nullptr;
+      RowLevels levels[kOne ? 1 : kTileRows];
+      for (std::size_t r = 0; !kOne && r < kTileRows; r++) {
+        levels[r] = decode_row<kBits>(codes, r, task.levels, affine);
+      }
+      for (std::size_t m = 0; m < rows; m++) {
         const std::size_t at = m * w.tiles + tile;
+        __m256i dots[kSums][kTileRows];
+        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
+          // One row of x meets the levels in registers, more rows meet them in memory.
+          if constexpr (kOne) levels[0] = decode_row<kBits>(codes, r.value, task.levels, affine);
+          dots_of<kSums>(levels[kOne ? 0 : r.value], task.x + at * kTileK, r.value, dots);
+        });
         const __m256 x_scale = _mm256_set1_ps(task.x_scales[at]);
         __m256 sum = y_sums[m];
         unroll<kSums>([&](auto i) FDK_LAMBDA {
-          constexpr std::size_t kCount = kRegisters / std::size_t(kSums);
-          const Sums sums = product<std::size_t(i.value) * kCount, kCount>(levels,
-                                                                         task.x + at * kTileK);
+          const Sums sums = sums_of(dots[i.value]);
           constexpr int lower = kGroups <= 2 ? 0 : i.value;
           constexpr int upper = kGroups == 1 ? 0 : lower + kGroups / 2;
           sum = _mm256_fmadd_ps(sums.lower, _mm256_mul_ps(groups.scale[lower], x_scale), sum);
@@ -213,7 +223,7 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
         y_sums[m] = sum;
       }
     });
-    for (std::size_t m = 0; m < task.m; m++) {
+    for (std::size_t m = 0; m < rows; m++) {
       _mm_storeu_ps(task.y + m * task.y_stride + (stripe - begin) * kTileRows,
                     _mm_add_ps(_mm256_castps256_ps128(y_sums[m]),
                                _mm256_extractf128_ps(y_sums[m], 1)));
@@ -221,14 +231,20 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   }
 }
 
+template <int kBits, int kGroups>
+FDK_INLINE void gemv_rows(const Int8Task& task, std::size_t begin, std::size_t end) {
+  if (task.m == 1) return gemv_stripes<kBits, kGroups, true>(task, begin, end);
+  return gemv_stripes<kBits, kGroups, false>(task, begin, end);
+}
+
 void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     switch (task.weight->groups_per_tile) {
-      case 1: return gemv_stripes<b, 1>(task, begin, end);
-      case 2: return gemv_stripes<b, 2>(task, begin, end);
-      case 4: return gemv_stripes<b, 4>(task, begin, end);
-      default: return gemv_stripes<b, 8>(task, begin, end);
+      case 1: return gemv_rows<b, 1>(task, begin, end);
+      case 2: return gemv_rows<b, 2>(task, begin, end);
+      case 4: return gemv_rows<b, 4>(task, begin, end);
+      default: return gemv_rows<b, 8>(task, begin, end);
     }
   });
 }

@@ -434,7 +434,7 @@ def test_outputs(bert_folder, tmp_path):
     assert f"{rows[1]['values']['weight_error']:.4f}" in line
     assert "beats it in every pair" in done.stdout
     table = (tmp_path / "accuracy.md").read_text()
-    assert f"| `kmeans3-g64` | 3.250 | {rows[1]['values']['file_bytes'] / 1e6:.2f} |" in table
+    assert f"| kmeans3-g64 | 3.250 | {rows[1]['values']['file_bytes'] / 1e6:.2f} |" in table
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert "kmeans3-g64" in (tmp_path / "accuracy.svg").read_text()
 

@@ -180,11 +180,27 @@ def test_skip():
     assert less == 65536 * (2 - 4.25 / 8) - 64
 
 
+class GigabyteAPerSecond:
+    def __init__(self):
+        self.seen = []
+
+    def begin(self):
+        self.seen.append("begin")
+
+    def probe(self):
+        self.seen.append("probe")
+
+    def seconds(self, nbytes):
+        return nbytes / 1e9
+
+
 def test_measure_case():
-    values = measure_case(case_of(batch=2), build_llama(case_of(), [2]), 1e9, 5.0)
+    floor = GigabyteAPerSecond()
+    values = measure_case(case_of(batch=2), build_llama(case_of(), [2]), floor, 5.0)
+    assert floor.seen == ["begin", *["probe"] * 3]  # once for each step
     # 2 layers, keys and values, 2 sequences of 2 heads, 64 places of 32 channels, 2 bytes.
     assert values.cache_bytes == 2 * 2 * 2 * 2 * 64 * 32 * 2
-    assert values.floor == values.weight_bytes / 1e9
+    assert values.floor == pytest.approx(values.weight_bytes / 1e9)
     assert values.floor_share == pytest.approx(values.floor / values.step_time)
     assert values.tokens_per_second == pytest.approx(2 / values.step_time)
     assert 0 < values.step_time_min <= values.step_time

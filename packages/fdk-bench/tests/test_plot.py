@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fdk_bench.charts import allowed_speedup, figures, name
 from fdk_bench.cli import app
+from fdk_bench.report import number, png_width
 from fdk_bench.results import ResultsError, kernel_frame, model_frame, read_records
 
 FACTS = {
@@ -225,7 +226,25 @@ def test_formats_of_the_same_bits_are_curves_of_their_own():
     (axes,) = figures(kernel_frame(rows), model_frame([]))["throughput"].axes
     assert [line.get_label() for line in axes.lines] == ["int4-g64, auto", "nf4-g64, auto"]
     assert all(len(line.get_xdata()) == 2 for line in axes.lines)
-    assert len({line.get_marker() for line in axes.lines}) == 2  # one colour is one width
+    # One colour and marker is one width; a dash is a format.
+    assert len({(line.get_color(), line.get_marker()) for line in axes.lines}) == 1
+    assert len({line.get_linestyle() for line in axes.lines}) == 2
+
+
+def test_widths_are_told_apart_without_colours():
+    rows = [kernel(f"int{bits}-g64", size=size) for bits in range(1, 9) for size in (64, 128)]
+    found = figures(kernel_frame(rows), model_frame([]))
+    for figure in ("throughput", "roofline"):
+        lines = [line for line in found[figure].axes[0].lines if line.get_marker() != "None"]
+        assert len({line.get_marker() for line in lines}) == 8
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1240.0, "1240"), (0.0599, "0.0599"), (2.15, "2.15"), (98.94, "98.9"), (0.0, "0")],
+)
+def test_number(value, text):
+    assert number(value) == text
 
 
 def test_name():
@@ -257,6 +276,9 @@ def test_report_refers_to_no_other_file(tmp_path):
     assert page.count("<td>64 x 64</td>") == 7
     assert page.count("<td>128 x 128</td>") == 6
     assert page.count("<td>4b</td>") == 4  # two formats, two batches
+    # A row says whose it is: dtype, machine, threads.
+    assert page.count("<td>bf16</td><td>a chip &amp; more</td><td>2</td>") == 13 + 8
+    assert f'width="{round(png_width(tmp_path / "bits.png") / 1.7)}"' in page
 
 
 def test_report_in_a_browser(tmp_path):

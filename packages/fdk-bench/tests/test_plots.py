@@ -62,9 +62,7 @@ def test_plot_of_nothing(tmp_path):
 
 def test_markdown():
     lines = accuracy_markdown(ROWS).splitlines()
-    assert (
-        lines[3] == "| `kmeans4-g64` | 4.250 | 1.23 | 0.0900 | 0.0450 | 0.95000 | 0.85000 | 1.3 |"
-    )
+    assert lines[3] == "| kmeans4-g64 | 4.250 | 1.23 | 0.0900 | 0.0450 | 0.95000 | 0.85000 | 1.3 |"
     assert len(lines) == 8  # two of heading, four measured, an empty one, the caption
     assert "1.00 million weights" in lines[-1]
 

@@ -26,7 +26,22 @@ COLOURS = {
     2: "#CC79A7",
     1: "#D55E00",
 }
-# By format and who computed it: the figures are read without colours too.
+# Read without colours too: curves and clouds have a marker for each width and a dash or a filling
+# for format and who computed it; where the axis is the width, the marker tells the latter.
+WIDTH_MARKERS = {
+    32: "o",
+    16: "o",
+    8: "s",
+    7: "p",
+    6: "h",
+    5: "P",
+    4: "^",
+    3: "D",
+    2: "v",
+    1: "X",
+}
+DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
+FILLS = ("none", "full", "left", "top", "right", "bottom")
 MARKERS = "osD^vPX<>*"
 GRID = "#DDDDDD"
 FLOOR: dict[str, Any] = {"color": "#555555", "linewidth": 1.2}
@@ -39,7 +54,7 @@ def throughput_figure(frame: pd.DataFrame) -> Figure:
     figure, panels = _panels(len(ms))
     shapes = frame[["size", "shape"]].drop_duplicates().sort_values(["size", "shape"])["shape"]
     places = {shape: i for i, shape in enumerate(shapes)}
-    markers = _markers(frame)
+    dashes = _kinds(frame, DASHES)
     for axes, m in zip(panels, ms, strict=True):
         for bits, format, by, rows in _series(frame[frame["m"] == m]):
             x = rows["shape"].map(places)
@@ -48,7 +63,7 @@ def throughput_figure(frame: pd.DataFrame) -> Figure:
                 x,
                 rows["throughput"] / 1e12,
                 bits,
-                markers[family(format), by],
+                dashes[family(format), by],
                 name(format, by),
             )
         axes.set_yscale("log")
@@ -65,7 +80,7 @@ def speedup_figure(frame: pd.DataFrame) -> Figure:
     measured = frame[frame["speedup_16"].notna()]
     shapes = _spread(list(measured.sort_values("size")["shape"].unique()))
     figure, panels = _panels(len(shapes))
-    markers = _markers(measured)
+    dashes = _kinds(measured, DASHES)
     peak = frame["throughput"].max()
     for axes, shape in zip(panels, shapes, strict=True):
         here = measured[measured["shape"] == shape]
@@ -78,7 +93,7 @@ def speedup_figure(frame: pd.DataFrame) -> Figure:
                 rows["m"],
                 rows["speedup_16"],
                 bits,
-                markers[family(format), by],
+                dashes[family(format), by],
                 name(format, by),
             )
         for bits in sorted(here["bits"].unique(), reverse=True):
@@ -116,7 +131,7 @@ def bits_figure(frame: pd.DataFrame) -> Figure:
     frame = frame[frame["shape"] == shape]
     ms = _spread(sorted(frame["m"].unique()))
     figure, panels = _panels(len(ms))
-    markers = _markers(frame)
+    markers = _kinds(frame, MARKERS)
     for axes, m in zip(panels, ms, strict=True):
         here = frame[frame["m"] == m]
         kinds = here["format"].map(family)
@@ -147,6 +162,7 @@ def bits_figure(frame: pd.DataFrame) -> Figure:
         axes.plot(floor["bits_per_weight"], floor["floor_us"], label="read floor", **FLOOR)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set_xlim(min(0.9, frame["bits_per_weight"].min() / 1.2), 20)
         axes.xaxis.set_major_locator(FixedLocator([1, 2, 3, 4, 6, 8, 16]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -160,18 +176,19 @@ def bits_figure(frame: pd.DataFrame) -> Figure:
 def roofline_figure(frame: pd.DataFrame) -> Figure:
     """TFLOP/s against operations per byte, under the measured read rate and the best throughput."""
     figure, (axes,) = _panels(1, width=7.5)
-    markers = _markers(frame)
+    fills = _kinds(frame, FILLS)
     intensity = frame["operations"] / frame["bytes"]
     for bits, format, by, rows in _series(frame):
         axes.plot(
             intensity[rows.index],
             rows["throughput"] / 1e12,
             color=COLOURS[bits],
-            marker=markers[family(format), by],
+            marker=WIDTH_MARKERS[bits],
+            fillstyle=fills[family(format), by],
             linestyle="none",
             markersize=7,
-            markerfacecolor="none",
-            markeredgewidth=1.4,
+            markerfacecoloralt="none",
+            markeredgewidth=1.2,
             label=name(format, by),
         )
     rate, peak = (frame["bytes"] / frame["floor"]).max(), frame["throughput"].max()
@@ -189,13 +206,13 @@ def tokens_figure(frame: pd.DataFrame) -> Figure:
     """Tokens per second against parameters, a panel for each batch size."""
     batches = _spread(sorted(frame["batch"].unique()))
     figure, panels = _panels(len(batches))
-    markers = _markers(frame)
+    dashes = _kinds(frame, DASHES)
     for axes, batch in zip(panels, batches, strict=True):
         for bits, format, by, rows in _series(frame[frame["batch"] == batch]):
             rows = rows.sort_values("parameters")
             x = rows["parameters"] / 1e9
             label = name(format, by)
-            _curve(axes, x, rows["tokens_per_second"], bits, markers[family(format), by], label)
+            _curve(axes, x, rows["tokens_per_second"], bits, dashes[family(format), by], label)
             roof = rows["batch"] / rows["floor"]
             axes.plot(
                 x,
@@ -285,12 +302,13 @@ def _finish(figure: Figure, panels: Sequence[Axes], title: str, frame: pd.DataFr
     return figure
 
 
-def _curve(axes: Axes, x: Any, y: Any, bits: int, marker: str, label: str) -> None:
+def _curve(axes: Axes, x: Any, y: Any, bits: int, dash: Any, label: str) -> None:
     axes.plot(
         x,
         y,
         color=COLOURS[bits],
-        marker=marker,
+        marker=WIDTH_MARKERS[bits],
+        linestyle=dash,
         label=label,
         markersize=7,
         linewidth=1.3,
@@ -315,9 +333,15 @@ def _series(frame: pd.DataFrame) -> list[tuple[int, str, str, pd.DataFrame]]:
     return sorted(found, key=lambda entry: (-entry[0], *entry[1:3]))
 
 
-def _markers(frame: pd.DataFrame) -> dict[tuple[str, str], str]:
+def _kinds(frame: pd.DataFrame, styles: Sequence[Any]) -> dict[tuple[str, str], Any]:
+    """A style for each format, its bits apart, and who computed it.
+
+    What is not quantised has a width of its own and takes no style from the others.
+    """
     kinds = dict.fromkeys(zip(frame["format"].map(family), frame["by"], strict=True))
-    return dict(zip(kinds, cycle(MARKERS), strict=False))
+    plain = {kind: styles[0] for kind in kinds if kind[0] in DTYPES and styles is not MARKERS}
+    others = [kind for kind in kinds if kind not in plain]
+    return plain | dict(zip(others, cycle(styles), strict=False))
 
 
 def _spread(values: list[Any]) -> list[Any]:

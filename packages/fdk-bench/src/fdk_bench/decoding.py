@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fdk_bench.cases import DTYPES, KernelCase
-from fdk_bench.floor import read_floor
+from fdk_bench.floor import Floor, read_floor
 from fdk_bench.llama import SIZES, Llama
 from fdk_bench.peers.base import Prepared, check
 from fdk_bench.peers.dense import codebook_bytes
@@ -68,7 +68,7 @@ class ModelValues:
         step_time, step_time_min, spread: of one decoding step, see ``Timing``.
         tokens_per_second: ``batch`` over ``step_time``.
         first_token_time: from prompts on the device to their first tokens, the best of three.
-        floor: time to read ``weight_bytes`` at the read rate measured in this run.
+        floor: time to read ``weight_bytes`` at the read rate measured between the steps.
         floor_share: floor over step_time: the share of the roofline.
         graph: whether a step was one CUDA graph.
         build_seconds: to make or load and quantise the model.
@@ -189,7 +189,7 @@ def measure(
     run: ModelRun, build: Build, on_step: Callable[[str], None] = lambda text: None
 ) -> Iterator[ModelRow]:
     """Rows as they are measured; a model that fails is rows with its error."""
-    rate = RATE_BYTES / read_floor(run.device).seconds(RATE_BYTES)
+    floor = read_floor(run.device)
     baseline: dict[tuple[str, int], float] = {}
     for model in run.models:
         for format in run.formats:
@@ -206,7 +206,7 @@ def measure(
             for case in cases:
                 on_step(str(case))
                 try:
-                    values = measure_case(case, built, rate, seconds)
+                    values = measure_case(case, built, floor, seconds)
                 except Exception as error:
                     yield Row(case, error=f"{type(error).__name__}: {error}")
                     continue
@@ -228,8 +228,8 @@ def release() -> None:
 
 
 @torch.inference_mode()
-def measure_case(case: ModelCase, built: Built, rate: float, build_seconds: float) -> ModelValues:
-    """Decodes ``reps`` tokens after a prompt and times each step."""
+def measure_case(case: ModelCase, built: Built, floor: Floor, build_seconds: float) -> ModelValues:
+    """Decodes ``reps`` tokens after a prompt and times each step, the read rate in between."""
     decoder, device = built.decoder, torch.device(case.device)
     length = -(-(case.context + case.reps + 4) // CACHE_STEP) * CACHE_STEP
     decoder.prepare(case.batch, length)
@@ -249,8 +249,13 @@ def measure_case(case: ModelCase, built: Built, rate: float, build_seconds: floa
     first = min(
         _seconds(device, lambda: first_tokens(decoder, prompt)) for _ in range(FIRST_TOKEN_REPS)
     )
-    timing = summarise([_seconds(device, step) for _ in range(case.reps)], "steps")
-    floor = built.weight_bytes / rate
+    floor.begin()
+    steps = []
+    for _ in range(case.reps):
+        floor.probe()
+        steps.append(_seconds(device, step))
+    timing = summarise(steps, "steps")
+    least = built.weight_bytes * floor.seconds(RATE_BYTES) / RATE_BYTES
     memory = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
     return ModelValues(
         backends=built.backends,
@@ -265,8 +270,8 @@ def measure_case(case: ModelCase, built: Built, rate: float, build_seconds: floa
         spread=timing.spread,
         tokens_per_second=case.batch / timing.median,
         first_token_time=first,
-        floor=floor,
-        floor_share=floor / timing.median,
+        floor=least,
+        floor_share=least / timing.median,
         graph=step.graph is not None,
         build_seconds=build_seconds,
         compile_seconds=compile_seconds,

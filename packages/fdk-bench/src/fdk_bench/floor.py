@@ -21,6 +21,9 @@ class Floor(Protocol):
 
     how: str
 
+    def begin(self) -> None:
+        """Forgets what was measured before, where the rate of the machine varies."""
+
     def probe(self) -> None:
         """Measures once more, where the rate of the machine varies."""
 
@@ -34,7 +37,10 @@ def read_floor(device: str) -> Floor:
 
 
 class CpuFloor:
-    """Bytes over the bandwidth at which memory that no cache holds is read; median of all probes.
+    """Bytes over the bandwidth at which memory that no cache holds is read; median of the probes.
+
+    Those since ``begin``: with all of a run, a 4-bit layer took 63 % of its floor once the machine
+    had become faster (a shared one; its speed drifts twofold within minutes).
 
     Reads with fdk-cpu, and with torch's sum (which is slower) where that is not installed.
     """
@@ -45,12 +51,18 @@ class CpuFloor:
         self._read = native.read_sum if native else _torch_sum
         self._memory = torch.ones(cold_bytes("cpu"), dtype=torch.uint8)
         self._rates: list[float] = []
+        self._turn = 0
         self.probe()
 
+    def begin(self) -> None:
+        """See ``Floor``."""
+        self._rates.clear()
+
     def probe(self) -> None:
-        """Reads the quarter that was not read last."""
+        """Reads the quarter after that which was read last."""
         quarter = self._memory.nbytes // 4
-        part = self._memory[len(self._rates) % 4 * quarter :][:quarter]
+        self._turn += 1
+        part = self._memory[self._turn % 4 * quarter :][:quarter]
         start = time.perf_counter()
         self._read(part)
         self._rates.append(quarter / (time.perf_counter() - start))
@@ -72,6 +84,9 @@ class GpuFloor:
         self._times: dict[int, float] = {}
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
         self.how = "triton read" if module_or_none("triton") else "torch.sum"
+
+    def begin(self) -> None:
+        """Nothing: see ``probe``."""
 
     def probe(self) -> None:
         """Nothing: a GPU reads at one rate, and each size is measured when first asked for."""

@@ -204,6 +204,7 @@ def _measure_turns(
     m = x.shape[0]
     timed = [(case, r) for r in ready for case in r.cases if case.m == m]
     calls = [[partial(call, x) for call in r.prepared.calls] for _, r in timed]
+    floor.begin()
     with torch.inference_mode():
         if torch.device(run.device).type == "cuda":
             timings = time_graphs(calls, inner=run.inner, outer=run.outer)

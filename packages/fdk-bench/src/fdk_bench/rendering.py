@@ -138,7 +138,10 @@ def _runs(records: Iterable[Record]) -> str:
     lines: dict[tuple[str, str], str] = {}
     for record in records:
         threads = "" if record["case"].get("device") == "cuda" else f", {record['threads']} threads"
-        commit = f", commit {record['commit'][:10]}" if record["commit"] else ""
+        commit = ""
+        if record["commit"]:
+            number, _, dirty = record["commit"].partition("-")
+            commit = f", commit {number[:10]}" + (" and changes" if dirty else "")
         lines[record["command"], record["started"]] = (
             f"`{record['command']}` on {record['device']}{threads}, "
             f"{record['started'][:10]}, torch {record['versions']['torch']}{commit}"

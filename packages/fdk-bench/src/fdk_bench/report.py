@@ -1,6 +1,7 @@
 """A report in one HTML file: figures inlined, tables, and the commands that made them."""
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -14,14 +15,18 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 img { max-width: 100%; display: block; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
 th, td { padding: 0.2rem 0.6rem; text-align: right; border-bottom: 1px solid #ddd; }
-th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+th:nth-child(-n+5), td:nth-child(-n+5) { text-align: left; }
 code { background: #f3f3f3; padding: 0.1rem 0.3rem; }
 .table { overflow-x: auto; }
 """
+PIXELS = 1.7  # of a picture to one of the page
 KERNEL_COLUMNS = {
     "shape": "n x k",
     "format": "format",
     "by": "by",
+    "dtype": "dtype",
+    "machine": "machine",
+    "threads": "threads",
     "m": "m",
     "us": "us",
     "spread": "spread",
@@ -36,6 +41,9 @@ MODEL_COLUMNS = {
     "model": "model",
     "format": "format",
     "by": "by",
+    "dtype": "dtype",
+    "machine": "machine",
+    "threads": "threads",
     "batch": "batch",
     "tokens_per_second": "tokens/s",
     "floor_share": "share",
@@ -56,7 +64,10 @@ def write_report(
     for caption, picture in pictures.items():
         data = base64.b64encode(picture.read_bytes()).decode("ascii")
         parts.append(f"<h2>{escape(caption)}</h2>")
-        parts.append(f'<img alt="{escape(caption)}" src="data:image/png;base64,{data}">')
+        width = round(png_width(picture) / PIXELS)  # letters as large in every figure
+        parts.append(
+            f'<img alt="{escape(caption)}" width="{width}" src="data:image/png;base64,{data}">'
+        )
     if not kernels.empty:
         wide = kernels.assign(
             **{"GB/s": kernels["bandwidth"] / 1e9, "TFLOP/s": kernels["throughput"] / 1e12}
@@ -72,6 +83,11 @@ def write_report(
         + "\n</body></html>\n"
     )
     path.write_text(page, encoding="utf-8")
+
+
+def png_width(picture: Path) -> int:
+    """Pixels of a PNG file, from its header."""
+    return int.from_bytes(picture.read_bytes()[16:20], "big")
 
 
 def _runs(records: Sequence[Mapping[str, Any]]) -> str:
@@ -111,4 +127,12 @@ def _table(frame: pd.DataFrame, columns: Mapping[str, str]) -> str:
 def _cell(value: object) -> str:
     if value is None or (isinstance(value, float) and value != value):
         return ""
-    return f"{value:.3g}" if isinstance(value, float) else escape(str(value))
+    return number(value) if isinstance(value, float) else escape(str(value))
+
+
+def number(value: float) -> str:
+    """Three digits, all before the point, and no exponent for what a person reads: ``1240``."""
+    if value == 0 or not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    places = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{places}f}"

@@ -5,8 +5,8 @@
     python triton_kernels.py --transposed --bits 4 --m 1 64   dy @ W_hat, beside the forward
     python triton_kernels.py --host                           host time of an eager call
 
-Each case is captured in a CUDA graph over copies of the weight that together exceed 256 MB, so
-that the L2 is cold; the median of 15 replays is quoted, in microseconds a call.
+Each case is captured in a CUDA graph over copies of the weight that together are five times the L2;
+the median of 15 replays is quoted, in microseconds a call.
 """
 
 import argparse
@@ -23,19 +23,10 @@ from torch import Tensor
 
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import (
-    GemmConfig,
-    SmallConfig,
-    TransposedConfig,
-    fit,
-    gemm_config,
-    small_config,
-    transposed_config,
-)
-from fdk_cuda.triton.decode import lookup_tables
+from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig, transposed_config
+from fdk_cuda.triton.tune import candidates, default, graph_time, random_weights
 from fdk_formats.linear import QuantisedLinear
 
-COLD_BYTES = 256 << 20
 # None: dequantise and cuBLAS
 Config = SmallConfig | GemmConfig | TransposedConfig | None
 
@@ -43,70 +34,20 @@ Config = SmallConfig | GemmConfig | TransposedConfig | None
 def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[launch.Weight]:
     """Random weights that together exceed the L2."""
     a = Arrangement(n, k, bits, group_size)
-    codebook = torch.arange(2.0**bits) if affine else torch.randn(1 << bits).sort().values
-    values, lanes = lookup_tables(codebook.cuda())
-    result = []
-    for _ in range(max(2, -(-COLD_BYTES // (n * k * bits // 8)))):
-        words = torch.randint(-(1 << 31), 1 << 31, a.words_shape, dtype=torch.int32, device="cuda")
-        scale = (torch.rand(a.n_tiles, a.groups, 8, 2, device="cuda") + 0.5) / k**0.5
-        zero = (torch.rand_like(scale) * (1 << bits)).bfloat16() if affine else None
-        result.append(launch.Weight(words, scale.bfloat16(), zero, values, lanes, a))
-    return result
+    return random_weights(a, torch.bfloat16, torch.bfloat16 if affine else None, 0)
 
 
 def run(x: Tensor, w: launch.Weight, config: Config) -> Tensor:
     """One product by the kernel that a configuration belongs to."""
-    if isinstance(config, SmallConfig):
-        return launch.small(x, w, None, config)
-    if isinstance(config, GemmConfig):
-        return launch.gemm(x, w, None, config)
     if isinstance(config, TransposedConfig):
         return launch.transposed(x, w, config)
-    return x @ launch.dequantise(w, x.dtype).T
-
-
-def graph_time(calls: list[Callable[[], Tensor]], repeats: int = 15) -> float:
-    """Median microseconds of a call, all of them replayed together."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times)[len(times) // 2]
+    return launch.linear(x, w, None, config)
 
 
 def chosen(n: int, k: int, m: int, bits: int) -> list[Config]:
     """What the dispatcher would choose from."""
-    if m <= 16:
-        return [small_config(n, m, bits)]
-    shared = launch.shared_memory(torch.device("cuda", 0))
-    return [gemm_config(n, m, bits, Arrangement(n, k, bits, 64).k_tiles, shared), None]
-
-
-def all_configs(m: int, bits: int) -> list[Config]:
-    """Everything worth trying."""
-    if m <= 16:
-        ways = [(True, 1), (False, 2), (False, 3), (False, 4)]
-        grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
-        return [SmallConfig(tiles, warps, *way) for tiles, warps, way in grid]
-    shared = launch.shared_memory(torch.device("cuda", 0))
-    base = [
-        GemmConfig(tiles, warps, block, split, stages)
-        for (tiles, warps), block, split, stages in itertools.product(
-            ((1, 4), (1, 8), (2, 4), (2, 8)), (32, 64, 128, 256), (1, 2, 4), (2, 3, 4)
-        )
-        if m <= 2 * block < 4 * m and tiles * warps * 16 * block <= 256 * 128
-    ]
-    return [*sorted({fit(c, bits, shared) for c in base}, key=str), None]
+    best = default(Arrangement(n, k, bits, 64), m, launch.gpu_at(0))
+    return [best] if m <= 16 else list(dict.fromkeys([best, None]))
 
 
 def transposed_configs(m: int) -> list[Config]:
@@ -169,9 +110,9 @@ def main() -> None:
     def configs(n: int, k: int, m: int, bits: int) -> list[Config]:
         if args.transposed:
             a = Arrangement(n, k, bits, 64)
-            one = transposed_config(m, bits, a.n_tiles, a.k_tiles)
+            one = transposed_config(m, bits, a.n_tiles, a.k_tiles, launch.gpu_at(0))
             return transposed_configs(m) if args.sweep else [one, None]
-        return all_configs(m, bits) if args.sweep else chosen(n, k, m, bits)
+        return candidates(m, bits, launch.gpu_at(0)) if args.sweep else chosen(n, k, m, bits)
 
     jobs = {}
     for bits, m, (n, k) in itertools.product(args.bits, args.m, shapes):

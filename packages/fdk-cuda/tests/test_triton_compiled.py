@@ -15,11 +15,11 @@ from triton.compiler import ASTSource  # noqa: E402
 from fdk_cuda.triton.arrangement import POSITIONS, Arrangement  # noqa: E402
 from fdk_cuda.triton.configs import (  # noqa: E402
     GEMM_CONFIGS,
-    SMALL_CONFIGS,
+    GPUS,
     TRANSPOSED_CONFIGS,
     GemmConfig,
-    SmallConfig,
     fit,
+    small_config,
 )
 from fdk_cuda.triton.decode import SHUFFLE_BITS  # noqa: E402
 from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
@@ -28,7 +28,7 @@ from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.
-TARGETS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+TARGETS = {major * 10 + minor: gpu.shared_bytes for (major, minor), gpu in GPUS.items()}
 TENSORS = {
     "x_ptr": "*bf16",
     "y_ptr": "*bf16",
@@ -93,12 +93,15 @@ def spills(kernel: object, target: int, arguments: dict[str, object], warps: int
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [*BITS, 5, 7])
 def test_small(bits: int, target: int) -> None:
-    config: SmallConfig = SMALL_CONFIGS[(bits + target // 10) % len(SMALL_CONFIGS)]
+    """What is chosen for few and many outputs, up to 8 rows of x and up to 16, in turns."""
+    gpu = GPUS[divmod(target, 10)]
+    n, m = ((4096, 8), (28672, 16), (4096, 16), (28672, 8))[(bits + target // 10) % 4]
+    config = small_config(n, m, bits, gpu)
     arguments = constants(bits, affine=bits == 8) | {
         "N_TILES": config.n_tiles,
-        "M_TILES": 1 + bits % 2,
+        "M_TILES": 1 if m <= 8 else 2,
         "WARPS": config.warps,
         "PREFETCH": config.prefetch,
         "STAGES": config.stages,

@@ -62,7 +62,7 @@ def test_gemm(codebook: str, bits: int, config: GemmConfig) -> None:
         case = Case(Format(codebook, bits, group_size), 77, 137, 9 * group_size, DTYPES[1], "cuda")
         q = case.quantised()
         x, bias = case.random(case.m, case.k), case.random(case.n)
-        fitting = fit(replace(config, split_k=split_k), bits, launch.shared_memory(x.device))
+        fitting = fit(replace(config, split_k=split_k), bits, launch.gpu_at(0).shared_bytes)
         y = launch.gemm(x, weight(TritonLayout(q)), bias, fitting)
         w_hat = q.dequantise(case.dtype)
         oracle = x.double() @ w_hat.double().T + bias.double()

@@ -10,10 +10,11 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def test_interpreter():
+@pytest.mark.parametrize("name", ["interpreted_triton.py", "interpreted_tune.py"])
+def test_interpreter(name):
     if INTERPRETED:
         pytest.skip("already in the interpreter")
-    file = Path(__file__).with_name("interpreted_triton.py")
+    file = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True

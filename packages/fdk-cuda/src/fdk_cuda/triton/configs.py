@@ -1,4 +1,7 @@
-"""Configurations of the Triton kernels: data by GPU, width and size, with no kernel in sight."""
+"""Configurations of the Triton kernels: data by GPU, width and size, with no kernel in sight.
+
+``tune.tune_layers`` measures better ones for a GPU and a layer; these are what is used until then.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -51,7 +54,6 @@ class Limits:
     transposed_m: int = 0
 
 
-# Measured on one H200 (132 SMs); other GPUs start from the same until somebody tunes them.
 SMALL_CONFIGS = (
     SmallConfig(n_tiles=1, warps=8),
     SmallConfig(n_tiles=2, warps=4),
@@ -70,33 +72,80 @@ TRANSPOSED_CONFIGS = (
     TransposedConfig(tiles=1, warps=2, m_tiles=2),
     TransposedConfig(tiles=1, warps=4, m_tiles=4),
 )
-LIMITS = Limits()
-# Programs that fill the machine with some to spare.
-ENOUGH_PROGRAMS = 256
 
 
-def small_config(n: int, m: int, bits: int) -> SmallConfig:
+@dataclass(frozen=True)
+class Gpu:
+    """What decides about configurations on the GPUs of one compute capability.
+
+    Attributes:
+        measured_on: the GPU that the numbers are measured on, or None: scaled by the number of
+            processors from those of the H200, and not timed.
+        shared_bytes: of shared memory that a program may take.
+        processors: of the largest such GPU.
+        limits: up to which m each kernel serves.
+    """
+
+    measured_on: str | None
+    shared_bytes: int
+    processors: int
+    limits: Limits = Limits()
+
+    @property
+    def few_outputs(self) -> int:
+        """Up to so many outputs, the more warps share k."""
+        # H200, 4096 x 4096, 4 bits, m = 1: 9.5 us -> 7.9 us.
+        return 4096 * self.processors // H200_PROCESSORS // TILE_N * TILE_N
+
+    @property
+    def enough_programs(self) -> int:
+        """Programs that fill the machine with some to spare: 256 on an H200."""
+        return 256 * self.processors // H200_PROCESSORS
+
+
+H200_PROCESSORS = 132
+GPUS = {
+    (8, 0): Gpu(None, 163 << 10, 108),  # A100
+    (8, 6): Gpu(None, 99 << 10, 84),  # RTX 3090, A40
+    (8, 9): Gpu(None, 99 << 10, 142),  # L40S, RTX 4090
+    (9, 0): Gpu("NVIDIA H200", 227 << 10, H200_PROCESSORS),
+    (10, 0): Gpu(None, 227 << 10, 148),  # B200
+    (12, 0): Gpu(None, 99 << 10, 188),  # RTX PRO 6000, RTX 5090
+}
+H200 = GPUS[9, 0]
+
+
+def gpu_of(capability: tuple[int, int]) -> Gpu:
+    """The data for a compute capability: its own, or the nearest before it."""
+    known = [own for own in GPUS if own <= capability]
+    return GPUS[max(known)] if known else GPUS[min(GPUS)]
+
+
+def small_config(n: int, m: int, bits: int, gpu: Gpu) -> SmallConfig:
     """For ``n`` outputs; the same for every m that a batch-invariant call may meet."""
-    # Few outputs: the more warps share k (H200, 4096 x 4096, 4 bits, m = 1: 9.5 us -> 7.9 us).
-    # Many: more outputs share each piece of x (28672 x 8192: 59.3 us -> 57.1 us).
-    if n <= 4096 or (m <= 8 and bits >= 3 and n <= 8192):
+    # Two tiles do not fit the registers here: compiled for sm_80 to sm_120, 7 bits spill 7 KB, and
+    # 3 and 5 bits 32 to 72 bytes where there are 16 columns of x.
+    if bits == 7 or (bits in (3, 5) and m > 8):
+        return SMALL_CONFIGS[0]
+    # Many outputs share each piece of x (28672 x 8192: 59.3 us -> 57.1 us).
+    if n <= gpu.few_outputs or (m <= 8 and bits >= 3 and n <= 2 * gpu.few_outputs):
         return SMALL_CONFIGS[0] if m <= 8 else SMALL_CONFIGS[2]
     return SMALL_CONFIGS[1]
 
 
-def gemm_config(n: int, m: int, bits: int, k_tiles: int, shared: int) -> GemmConfig:
-    """For a product of m rows and n outputs, with ``shared`` bytes of shared memory a program."""
+def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig:
+    """For a product of m rows and n outputs."""
     config = next(c for c in GEMM_CONFIGS if m <= c.block_m or c is GEMM_CONFIGS[-1])
-    config = fit(config, bits, shared)
+    config = fit(config, bits, gpu.shared_bytes)
     block_n = TILE_N * config.tiles * config.warps
     programs = -(-n // block_n) * -(-m // config.block_m)
     split_k = 1
-    while programs * split_k < ENOUGH_PROGRAMS and split_k < 8 and k_tiles >= 4 * split_k:
+    while programs * split_k < gpu.enough_programs and split_k < 8 and k_tiles >= 4 * split_k:
         split_k *= 2
     return replace(config, split_k=split_k)
 
 
-def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int) -> TransposedConfig:
+def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu) -> TransposedConfig:
     """For ``dy @ W_hat`` of m rows."""
     config = next(
         c for c in TRANSPOSED_CONFIGS if m <= 8 * c.m_tiles or c is TRANSPOSED_CONFIGS[-1]
@@ -104,7 +153,7 @@ def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int) -> Transpos
     parts = -(-POSITIONS[bits] // config.positions)
     rows = 8 * config.m_tiles
     warps = config.warps * -(-k_tiles // config.warps) * parts * -(-m // rows)
-    enough = 8 * ENOUGH_PROGRAMS if m <= 16 else 4 * ENOUGH_PROGRAMS
+    enough = gpu.enough_programs * (8 if m <= 16 else 4)
     split_n = 1
     # Until a part is too short, or the parts themselves are much to write.
     while warps * split_n < enough and n_tiles >= 16 * split_n and min(m, rows) * split_n < 512:
@@ -112,11 +161,11 @@ def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int) -> Transpos
     return replace(config, split_n=split_n)
 
 
-def serves_transposed(m: int, n: int, k: int) -> bool:
+def serves_transposed(m: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
     # H200, 4 bits, m = 64: 8192 x 8192 70 us against 84, 4096 x 4096 25 against 20.
-    limit = LIMITS.transposed_m if n * k >= 1 << 26 else LIMITS.transposed_m // 2
-    return m <= limit
+    limit = gpu.limits.transposed_m
+    return m <= (limit if n * k >= 1 << 26 else limit // 2)
 
 
 def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:

@@ -13,7 +13,14 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fdk_cuda.triton.arrangement import POSITIONS, Arrangement
-from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig
+from fdk_cuda.triton.configs import (
+    H200,
+    GemmConfig,
+    Gpu,
+    SmallConfig,
+    TransposedConfig,
+    gpu_of,
+)
 from fdk_cuda.triton.decode import SHUFFLE_BITS
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel, permute_kernel, reduce_kernel
@@ -29,6 +36,8 @@ REDUCE_BLOCK = 1024
 # Triton compiles a kernel anew for addresses that are no multiple of this.
 ALIGNMENT = 16
 HERE = nullcontext()
+# None: dequantise and cuBLAS.
+Config = SmallConfig | GemmConfig | None
 
 
 class Weight(NamedTuple):
@@ -149,12 +158,18 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 @cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take."""
-    if INTERPRETED:
-        return 227 << 10
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+def gpu_at(index: int) -> Gpu:
+    """What decides about configurations on a device; -1 is the CPU, of the interpreter."""
+    return H200 if index < 0 else gpu_of(torch.cuda.get_device_capability(index))
+
+
+def linear(x: Tensor, w: "Weight", bias: Tensor | None, config: Config) -> Tensor:
+    """``x @ W_hat.T + bias`` by the kernel that a configuration belongs to."""
+    if isinstance(config, SmallConfig):
+        return small(x, w, bias, config)
+    if isinstance(config, GemmConfig):
+        return gemm(x, w, bias, config)
+    return torch.nn.functional.linear(x, dequantise(w, x.dtype), bias)
 
 
 def new_output(shape: tuple[int, ...], like: Tensor) -> Tensor:

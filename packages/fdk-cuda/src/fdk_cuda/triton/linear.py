@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_cuda.triton import launch
+from fdk_cuda.triton import launch, tune
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import (
-    LIMITS,
-    gemm_config,
-    serves_transposed,
-    small_config,
-    transposed_config,
-)
+from fdk_cuda.triton.configs import serves_transposed, small_config, transposed_config
 from fdk_cuda.triton.decode import DTYPES
 from fdk_formats.ops import define_linear_op
 
@@ -48,17 +42,12 @@ def triton_linear(
     w = launch.Weight(words, scale, zero_point, values, lanes, a)
     m = x.shape[0]
     if batch_invariant:
-        config = small_config(n, INVARIANT_M, bits)
+        config = small_config(n, INVARIANT_M, bits, launch.gpu_at(x.get_device()))
         rows = max(1, min(MAX_OFFSET // max(n, k), MAX_ROWS))
         if m <= rows:
             return launch.small(x, w, bias, config)
         return torch.cat([launch.small(part, w, bias, config) for part in x.split(rows)])
-    if m <= LIMITS.small_m:
-        return launch.small(x, w, bias, small_config(n, m, bits))
-    if m <= LIMITS.gemm_m:
-        shared = launch.shared_memory(x.device)
-        return launch.gemm(x, w, bias, gemm_config(n, m, bits, a.k_tiles, shared))
-    return torch.nn.functional.linear(x, launch.dequantise(w, x.dtype), bias)
+    return launch.linear(x, w, bias, tune.choose(w, m, x.dtype, x.get_device()))
 
 
 def triton_grad_x(
@@ -85,8 +74,10 @@ def triton_grad_x(
         in_layout = zero_point is None or (
             zero_point.dtype == scale.dtype and scale.dtype != torch.uint8
         )
-        if in_layout and serves_transposed(m, n, k):
-            return launch.transposed(grad_y, w, transposed_config(m, bits, a.n_tiles, a.k_tiles))
+        gpu = launch.gpu_at(grad_y.get_device())
+        if in_layout and serves_transposed(m, n, k, gpu):
+            config = transposed_config(m, bits, a.n_tiles, a.k_tiles, gpu)
+            return launch.transposed(grad_y, w, config)
         return grad_y @ launch.dequantise(w, grad_y.dtype)
 
 

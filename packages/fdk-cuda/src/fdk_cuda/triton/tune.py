@@ -1,0 +1,270 @@
+"""Which configuration runs a product, and measuring better ones, kept on disk by GPU.
+
+Measured is one m for each bucket of ``BUCKETS``, its largest: no call is tuned for its own m.
+``FDK_CUDA_TUNE`` says when:
+
+    not set   what was stored for this GPU is used, nothing is measured but by ``tune_layers``
+    1         a bucket that is not stored is measured at its first call, seconds long
+    0         what was stored is not used either
+"""
+
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+
+from fdk_cuda.triton import launch
+from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.configs import GemmConfig, Gpu, SmallConfig, fit, gemm_config, small_config
+from fdk_cuda.triton.decode import lookup_tables
+from fdk_cuda.triton.launch import Config, Weight
+from fdk_cuda.triton.stored import Entry, load_entries, store_entries
+from fdk_formats.format import Format
+from fdk_formats.scales import SCALE_DTYPES
+from fdk_formats.tensor import zero_point_dtype
+
+TUNE_VARIABLE = "FDK_CUDA_TUNE"
+# A bucket holds m up to its number, from the one before; larger m is dequantised, always.
+BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+# What is no faster than the default by more than noise does not replace it.
+GAIN = 0.98
+LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
+# Copies of a weight: so many times the L2 in all.
+MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
+KINDS = {"small": SmallConfig, "gemm": GemmConfig, "dequantise": None}
+Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
+
+
+_chosen: dict[tuple[object, ...], Config] = {}
+
+
+def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
+    """For m rows of x: what was measured for its bucket, or the default."""
+    if m > BUCKETS[-1] or not (_entries(device) or _mode() == "1"):
+        return default(w.arrangement, m, launch.gpu_at(device))
+    key = (device, m, dtype, *w.key)
+    if key not in _chosen:
+        _chosen[key] = _choose(w, m, dtype, device)
+    return _chosen[key]
+
+
+def _choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
+    bucket = bucket_of(m)
+    assert bucket is not None
+    found = _entries(device).get(key_of(w, bucket, dtype))
+    is_capturing = not launch.INTERPRETED and torch.cuda.is_current_stream_capturing()
+    if found is None and _mode() == "1" and not is_capturing:
+        zero_dtype = None if w.zero_point is None else w.zero_point.dtype
+        ws = random_weights(w.arrangement, w.scale.dtype, zero_dtype, device)
+        found = _tune_bucket(ws, bucket, dtype, device, graph_time)
+    return default(w.arrangement, m, launch.gpu_at(device)) if found is None else _config_of(found)
+
+
+def default(a: Arrangement, m: int, gpu: Gpu) -> Config:
+    """What the data of ``configs`` says."""
+    if m <= gpu.limits.small_m:
+        return small_config(a.n, m, a.bits, gpu)
+    if m <= gpu.limits.gemm_m:
+        return gemm_config(a.n, m, a.bits, a.k_tiles, gpu)
+    return None
+
+
+def bucket_of(m: int) -> int | None:
+    """The bucket of m rows, or None above the last."""
+    return next((bucket for bucket in BUCKETS if m <= bucket), None)
+
+
+def tune_layers(
+    layers: Iterable[tuple[Format | str, int, int]],
+    *,
+    ms: Iterable[int] = BUCKETS,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int | None = None,
+    timer: Timer | None = None,
+) -> int:
+    """Measures the configurations of layers, and stores the fastest for later processes.
+
+    Buckets that are stored already are left as they are. Layers of the same format (codebook or
+    affine), n and k share what is found.
+
+    Args:
+        layers: format, n and k of each.
+        ms: rows of x; each stands for its bucket.
+        dtype: of the activations.
+        device: the GPU; the current one by default.
+        timer: microseconds a call of functions that do the same; a CUDA graph by default.
+
+    Returns:
+        How many buckets were measured.
+    """
+    buckets = sorted({bucket for m in ms if (bucket := bucket_of(m)) is not None})
+    index = -1
+    if not launch.INTERPRETED:
+        with torch.cuda.device(device):
+            index = torch.cuda.current_device()
+    count = 0
+    for format, n, k in layers:
+        parsed = Format.parse(format)
+        a = Arrangement(n, k, parsed.bits, parsed.group_size_for(k))
+        zero_dtype = zero_point_dtype(parsed) if parsed.is_affine else None
+        ws: list[Weight] = []
+        for bucket in buckets:
+            scale_dtype = SCALE_DTYPES[parsed.scale_dtype]
+            ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
+            if key_of(ws[0], bucket, dtype) not in _entries(index):
+                _tune_bucket(ws, bucket, dtype, index, timer or graph_time)
+                count += 1
+    return count
+
+
+def candidates(m: int, bits: int, gpu: Gpu) -> list[Config]:
+    """Every configuration worth trying for m rows, that fits."""
+    found: list[Config] = []
+    if m <= gpu.limits.small_m:
+        ways = ((True, 1), (False, 3))
+        grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
+        found += [SmallConfig(tiles, warps, *way) for tiles, warps, way in grid]
+    if m > gpu.limits.small_m // 2:
+        base = {
+            fit(GemmConfig(tiles, warps, block, split, stages), bits, gpu.shared_bytes)
+            for (tiles, warps), block, split, stages in itertools.product(
+                ((1, 4), (1, 8), (2, 4), (2, 8)), (16, 32, 64, 128, 256), (1, 2, 4), (2, 3)
+            )
+            if m <= 2 * block < 4 * m + 32 and tiles * warps * 16 * block <= 256 * 128
+        }
+        found += [*sorted(base, key=str), None]
+    return found
+
+
+def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:
+    """What a measurement holds for."""
+    a = w.arrangement
+    kind = "codebook" if w.zero_point is None else "affine"
+    name = str(dtype).removeprefix("torch.")
+    return f"{kind}{a.bits}-n{a.n}-k{a.k}-g{a.group_size}-{name}-m{bucket}"
+
+
+def random_weights(
+    a: Arrangement, scale_dtype: torch.dtype, zero_dtype: torch.dtype | None, device: int
+) -> list[Weight]:
+    """Copies of a random weight that together exceed the L2, so that each is read from memory."""
+    place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+    cache_bytes = 0 if device < 0 else torch.cuda.get_device_properties(device).L2_cache_size
+    count = CACHES * cache_bytes // (a.n * a.k * a.bits // 8) + 1
+    affine = zero_dtype is not None
+    codebook = torch.arange(2.0**a.bits) if affine else torch.linspace(-1, 1, 1 << a.bits)
+    values, lanes = (table.to(place) for table in lookup_tables(codebook))
+    full = 1 << 31
+    found = []
+    for seed in range(min(MAX_COPIES, max(MIN_COPIES, count))):
+        generator = torch.Generator(place).manual_seed(seed)
+        like: dict[str, Any] = {"device": place, "generator": generator}
+        words = torch.randint(-full, full, a.words_shape, dtype=torch.int32, **like)
+        shape = a.n_tiles, a.groups, 8, 2
+        if scale_dtype == torch.uint8:
+            scale = torch.randint(118, 122, shape, dtype=torch.uint8, **like)
+        else:
+            scale = ((torch.rand(shape, **like) + 0.5) / a.k**0.5).to(scale_dtype)
+        zero = None
+        if zero_dtype is not None:
+            zero = (torch.rand(shape, **like) * ((1 << a.bits) - 1)).to(zero_dtype)
+        found.append(Weight(words, scale, zero, values, lanes, a))
+    return found
+
+
+def graph_time(calls: Sequence[Callable[[], Tensor]], replays: int = 15) -> float:
+    """Median microseconds of a call, all of them replayed together as a CUDA graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
+def _tune_bucket(
+    ws: list[Weight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
+) -> Entry:
+    """Measures one bucket and stores it."""
+    a, gpu = ws[0].arrangement, launch.gpu_at(device)
+    first = default(a, bucket, gpu)
+    x = torch.randn(bucket, a.k, device=ws[0].words.device, dtype=torch.float32).to(dtype)
+    with torch.no_grad(), launch.on_device_of(x):
+        oracle = x.float() @ launch.dequantise(ws[0], dtype).float().T
+        times: dict[Config, float] = {}
+        for config in dict.fromkeys([first, *candidates(bucket, a.bits, gpu)]):
+            try:
+                y = launch.linear(x, ws[0], None, config).float()
+            except triton.OutOfResources:
+                continue
+            if not (y - oracle).norm() <= LARGEST_ERROR * oracle.norm():
+                warnings.warn(f"{a}, m = {bucket}: {config} is wrong, and not used", stacklevel=2)
+                continue
+            times[config] = timer([partial(launch.linear, x, w, None, config) for w in ws])
+    best = min(times, key=lambda config: times[config])
+    if times[best] > GAIN * times.get(first, float("inf")):
+        best = first
+    entry: Entry = {
+        "kernel": _kernel_of(best),
+        "config": {} if best is None else asdict(best),
+        "us": round(times[best], 2),
+        "default_us": round(times[first], 2) if first in times else None,
+    }
+    new = {key_of(ws[0], bucket, dtype): entry}
+    _entries(device).update(new)
+    _chosen.clear()
+    store_entries(_name(device), new)
+    return entry
+
+
+@cache
+def _entries(device: int) -> dict[str, Entry]:
+    """What is known for a device: read once, added to."""
+    if _mode() == "0":
+        return {}
+    entries = load_entries(_name(device))
+    return {key: entry for key, entry in entries.items() if _is_whole(entry)}
+
+
+def _is_whole(entry: Entry) -> bool:
+    try:
+        _config_of(entry)
+    except (KeyError, TypeError):
+        return False
+    return True
+
+
+def _config_of(entry: Entry) -> Config:
+    make = KINDS[entry["kernel"]]
+    config: Config = None if make is None else make(**entry["config"])
+    return config
+
+
+def _kernel_of(config: Config) -> str:
+    return next(name for name, make in KINDS.items() if make is None or isinstance(config, make))
+
+
+def _name(device: int) -> str:
+    gpu = "interpreter" if device < 0 else torch.cuda.get_device_name(device)
+    return f"{gpu}, triton {triton.__version__}"
+
+
+@cache
+def _mode() -> str | None:
+    return os.environ.get(TUNE_VARIABLE)

@@ -1,0 +1,245 @@
+"""Tuning by a fake clock: run by test_triton_interpreted.py with TRITON_INTERPRET=1."""
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fdk_cuda.triton import TritonBackend, launch, stored, tune
+from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, Gpu, SmallConfig, fit, gpu_of
+from fdk_formats import Format
+from fdk_formats.testing import Case
+
+assert launch.INTERPRETED
+LAYER = ("custom4-g64", 48, 256)
+SMALL, GEMM = SmallConfig(4, 2, prefetch=False), GemmConfig(1, 2, 16, split_k=2)
+
+
+class Clock:
+    """Microseconds by configuration; remembers what it was asked for."""
+
+    def __init__(self, times: dict[object, float]) -> None:
+        self.times, self.asked = times, []
+
+    def __call__(self, calls: list[Callable[[], Tensor]]) -> float:
+        config = calls[0].args[-1]
+        self.asked.append((len(calls[0].args[0]), config))
+        return self.times.get(config, 10.0)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, few candidates, and nothing remembered."""
+    monkeypatch.setenv("FDK_CUDA_CACHE", str(tmp_path))
+    monkeypatch.delenv(tune.TUNE_VARIABLE, raising=False)
+    monkeypatch.setattr(tune, "candidates", lambda m, bits, gpu: [SMALL, GEMM, None])
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """As a new process."""
+    tune._entries.cache_clear()
+    tune._mode.cache_clear()
+    tune._chosen.clear()
+
+
+def configs(m: int, monkeypatch: pytest.MonkeyPatch, *, batch_invariant: bool = False) -> object:
+    """What the op runs for m rows of LAYER."""
+    case = Case(Format.parse(LAYER[0]), m, *LAYER[1:], torch.bfloat16)
+    seen = []
+
+    def linear(x: Tensor, w: launch.Weight, bias: Tensor | None, config: object) -> Tensor:
+        seen.append(config)
+        return x.new_zeros(len(x), w.arrangement.n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "linear", linear)
+        backend = TritonBackend(batch_invariant=batch_invariant)
+        backend.pack(case.quantised(), dtype=case.dtype)(case.random(m, case.k))
+    return seen[0] if seen else "not asked"
+
+
+def test_the_fastest_is_used_and_stored(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock({GEMM: 4.0, SMALL: 6.0})
+    assert tune.tune_layers([LAYER], ms=[30], timer=clock) == 1
+    # Measured at the bucket's largest m: the default, then the candidates.
+    assert [m for m, _ in clock.asked] == [32] * 4
+    assert clock.asked[0][1] == tune.default(*arrangement(), 32, H200)
+    for _ in range(2):
+        assert configs(17, monkeypatch) == configs(32, monkeypatch) == GEMM
+        # Other buckets are as they were.
+        assert configs(16, monkeypatch) == tune.default(*arrangement(), 16, H200)
+        assert configs(33, monkeypatch) == tune.default(*arrangement(), 33, H200)
+        forget()
+    (file,) = fresh.glob("*.json")
+    (entry,) = json.loads(file.read_text())["entries"].values()
+    assert (entry["kernel"], entry["us"], entry["default_us"]) == ("gemm", 4.0, 10.0)
+
+
+def arrangement() -> tuple[tune.Arrangement]:
+    return (tune.Arrangement(*LAYER[1:], 4, 64),)
+
+
+def test_nothing_is_tuned_twice() -> None:
+    clock = Clock({})
+    assert tune.tune_layers([LAYER], ms=range(2, 9), timer=clock) == 1
+    count = len(clock.asked)
+    assert tune.tune_layers([LAYER, LAYER], ms=[2, 5, 8], timer=clock) == 0
+    forget()
+    assert tune.tune_layers([LAYER], ms=[8], timer=clock) == 0
+    assert len(clock.asked) == count
+
+
+def test_a_small_gain_does_not_replace_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 9.9}))
+    assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
+
+
+def test_dequantise_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune.tune_layers([LAYER], ms=[64], timer=Clock({None: 1.0}))
+    assert configs(40, monkeypatch) is None
+
+
+def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = launch.small
+
+    def wrong(x: Tensor, w: launch.Weight, bias: Tensor | None, config: SmallConfig) -> Tensor:
+        y = right(x, w, bias, config)
+        return y * torch.nan if config == SMALL else y
+
+    monkeypatch.setattr(launch, "small", wrong)
+    clock = Clock({SMALL: 1.0})
+    with pytest.warns(UserWarning, match="is wrong, and not used"):
+        tune.tune_layers([LAYER], ms=[1], timer=clock)
+    assert SMALL not in [config for _, config in clock.asked]
+    assert configs(1, monkeypatch) != SMALL
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> Tensor:
+        raise tune.triton.OutOfResources(300, 200, "shared memory")
+
+    monkeypatch.setattr(launch, "gemm", too_large)
+    clock = Clock({})
+    tune.tune_layers([LAYER], ms=[8], timer=clock)
+    assert GEMM not in [config for _, config in clock.asked]
+
+
+def test_batch_invariant_calls_are_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune.tune_layers([LAYER], ms=[1, 8], timer=Clock({SMALL: 1.0}))
+    assert configs(1, monkeypatch) == SMALL
+    assert configs(1, monkeypatch, batch_invariant=True) == "not asked"
+
+
+def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tune.TUNE_VARIABLE, "1")
+    clock = Clock({SMALL: 1.0})
+    monkeypatch.setattr(tune, "graph_time", clock)
+    case = Case(Format.parse(LAYER[0]), 8, *LAYER[1:], torch.bfloat16)
+    layout = TritonBackend().pack(case.quantised(), dtype=case.dtype)
+    for m in (5, 8, 2):
+        layout(case.random(m, case.k))
+    assert {m for m, _ in clock.asked} == {8}
+    count = len(clock.asked)
+    forget()
+    layout(case.random(3, case.k))
+    assert len(clock.asked) == count
+    monkeypatch.setenv(tune.TUNE_VARIABLE, "0")
+    forget()
+    assert configs(3, monkeypatch) == tune.default(*arrangement(), 3, H200)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
+        '{"version": 1, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
+        '{"version": 1, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
+        '{"version": 1, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
+        '{"version": 1, "gpu": "NAME", "entries": {"KEY": 5}}',
+        '{"version": 1, "gpu": "NAME", "entries": 7}',
+    ],
+)
+def test_a_damaged_file_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored.path_of(tune._name(-1))
+    text = text.replace("NAME", tune._name(-1)).replace("KEY", "codebook4-n48-k256-g64-bfloat16-m8")
+    path.write_text(text)
+    assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
+    tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
+    forget()
+    assert configs(8, monkeypatch) == SMALL
+
+
+def test_another_gpu_has_a_file_of_its_own() -> None:
+    names = ("NVIDIA H200, triton 3.6.0", "NVIDIA H200, triton 3.7.1", "NVIDIA L40S, triton 3.6.0")
+    assert len({stored.path_of(name) for name in names}) == 3
+    stored.store_entries(names[0], {"a": {"us": 1}})
+    assert [stored.load_entries(name) for name in names] == [{"a": {"us": 1}}, {}, {}]
+
+
+def store(i: int) -> None:
+    """One process's entries."""
+    for j in range(5):
+        stored.store_entries("gpu", {f"{i}-{j}": {"us": i}})
+
+
+def test_processes_lose_no_entries() -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        pool.map(store, range(8), chunksize=1)
+    assert len(stored.load_entries("gpu")) == 40
+
+
+def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
+    (fresh / "file").touch()
+    monkeypatch.setenv("FDK_CUDA_CACHE", str(fresh / "file"))
+    assert tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0})) == 1
+    assert configs(8, monkeypatch) == SMALL
+
+
+def test_gpus() -> None:
+    assert [gpu_of(c) for c in ((9, 0), (8, 0), (8, 6))] == [GPUS[9, 0], GPUS[8, 0], GPUS[8, 6]]
+    # The nearest before it; the first for what is older than all.
+    assert [gpu_of(c) for c in ((8, 7), (10, 3), (12, 1), (7, 5))] == [
+        GPUS[8, 6],
+        GPUS[10, 0],
+        GPUS[12, 0],
+        GPUS[8, 0],
+    ]
+    # The numbers that the H200's configurations were measured with.
+    assert (H200.few_outputs, H200.enough_programs, H200.shared_bytes) == (4096, 256, 232448)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=[f"{a}.{b}" for a, b in GPUS])
+def test_defaults_fit_every_gpu(gpu: Gpu) -> None:
+    for bits in range(1, 9):
+        for n, k in ((64, 64), (4096, 4096), (28672, 8192)):
+            a = tune.Arrangement(n, k, bits, 64)
+            for m in (1, 8, 16, 17, 64, 65, 128, 129, 4096):
+                config = tune.default(a, m, gpu)
+                kinds = (SmallConfig, GemmConfig, type(None))
+                assert isinstance(config, kinds[(m > 16) + (m > 128)])
+                if isinstance(config, GemmConfig):
+                    assert fit(config, bits, gpu.shared_bytes) == config
+                    assert config.split_k == 1 or config.split_k <= 2 * a.k_tiles
+
+
+def test_real_candidates_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for gpu in GPUS.values():
+        for m in tune.BUCKETS:
+            for bits in (1, 4, 8):
+                found = tune.candidates(m, bits, gpu)
+                assert len(set(found)) == len(found)
+                assert (None in found) == (m > 8)
+                assert any(isinstance(c, SmallConfig) for c in found) == (m <= 16)
+                gemms = [c for c in found if isinstance(c, GemmConfig)]
+                assert all(fit(c, bits, gpu.shared_bytes) == c for c in gemms)

@@ -55,13 +55,6 @@ struct Rows {
   }
 };
 
-// A zero that the renaming of registers makes, where a copy of one takes a vector pipe.
-FDK_INLINE float32x4_t zeros4() {
-  float32x4_t zero;
-  asm volatile("movi %0.2d, #0" : "=w"(zero));
-  return zero;
-}
-
 // Adds a row of a tile to sums[m]: its scales and zero points are kTileRows apart, x from `at` on.
 template <class V, int kBits, int kGroups, bool kAffine, int kM>
 FDK_INLINE void add_row(const Row<kBits>& row, const typename V::template Table<kBits>& table,

@@ -63,7 +63,10 @@ def test_asks_for_nothing_newer_than_its_tag(tool: ModuleType, extension: Path) 
 
 @pytest.mark.parametrize(
     ("core", "isas"),
-    [("cortex-a76", "scalar neon"), ("max,sve-max-vq=1", "scalar neon neonbf16 sve2")],
+    [
+        ("cortex-a76", "scalar neon neondot"),
+        ("max,sve-max-vq=1", "scalar neon neondot neonbf16 sve2"),
+    ],
 )
 def test_imports(tool: ModuleType, extension: Path, tmp_path: Path, core: str, isas: str) -> None:
     if shutil.which("qemu-aarch64") is None:

@@ -41,7 +41,12 @@ class Kernel:
     def pattern(self, bits: int, group: int) -> str:
         """The regular expression for some bits and size of a group."""
         groups = max(1, 128 // group)
-        return self.name.format(bits=bits, groups=groups, runs=max(4, groups), runs8=2 if groups <= 2 else 8) + "$"
+        return (
+            self.name.format(
+                bits=bits, groups=groups, runs=max(4, groups), runs8=2 if groups <= 2 else 8
+            )
+            + "$"
+        )
 
 
 KERNELS = {

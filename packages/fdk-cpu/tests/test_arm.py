@@ -118,7 +118,8 @@ def test_what_a_core_lacks_is_refused(build: Path, isa: str) -> None:
     ],
 )
 def test_instructions_per_code(build: Path, kernel: str, bits: int, most: float) -> None:
-    # GCC 12: 0.69, 0.64, 0.83, 0.69, 0.60 and 0.40. A table that left its registers would take one more a code.
+    # GCC 12: 0.69, 0.64, 0.83, 0.69, 0.60 and 0.38. A table that left its registers would take one
+    # more a code.
     if shutil.which("aarch64-linux-gnu-objdump") is None:
         pytest.skip("needs aarch64-linux-gnu-objdump on PATH")
     figures = load_tool("arm_figures")

@@ -1,9 +1,9 @@
-// The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file an
-// instruction set; all in an unnamed namespace, for each file is compiled for another core.
+// The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file
+// an instruction set; all in an unnamed namespace, for each file is compiled for another core.
 //
 // Levels are looked up 16 codes at a time (`tbl`). The even and the odd bytes of the layout's lanes
-// are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share a
-// byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x, before
+// are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share
+// a byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x, before
 // they become floats.
 #pragma once
 
@@ -284,7 +284,9 @@ void int8_stage(const float* x, std::size_t groups, const Int8Tile& out) {
   const float largest = float_of_bits(vmaxvq_u32(magnitudes));
   const bool finite = largest <= std::numeric_limits<float>::max();
   const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : largest / kMaxXCode;
+  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
+               : is_zero ? 0
+                         : largest / kMaxXCode;
   for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
   if (is_zero) {
     std::fill_n(out.codes, kTileK, std::int8_t(0));

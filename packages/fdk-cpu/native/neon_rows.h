@@ -1,5 +1,5 @@
-// The gemv and the decoding of NEON, over what the values of codes are multiplied as, V. Included by
-// one file an instruction set; all in an unnamed namespace, for each file is compiled for another
+// The gemv and the decoding of NEON, over what the values of codes are multiplied as, V. Included
+// by one file an instruction set; all in an unnamed namespace, for each file is compiled for another
 // core.
 //
 // V has: X, the type of x and of decoded values; Value, 8 of these in registers; Table<bits>, and

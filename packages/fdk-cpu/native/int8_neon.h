@@ -3,8 +3,8 @@
 //
 // Levels are looked up 16 codes at a time (`tbl`). The even and the odd bytes of the layout's lanes
 // are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share
-// a byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x, before
-// they become floats.
+// a byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x,
+// before they become floats.
 #pragma once
 
 #include <arm_neon.h>

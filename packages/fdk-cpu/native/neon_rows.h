@@ -1,6 +1,6 @@
 // The gemv and the decoding of NEON, over what the values of codes are multiplied as, V. Included
-// by one file an instruction set; all in an unnamed namespace, for each file is compiled for another
-// core.
+// by one file an instruction set; all in an unnamed namespace, for each file is compiled for
+// another core.
 //
 // V has: X, the type of x and of decoded values; Value, 8 of these in registers; Table<bits>, and
 // values<h>(table, first, second, out), below; add(sum, x, value), the products added;

@@ -34,7 +34,7 @@ class Kernel:
     """What a row of the table is about: a gemv of one row without zero points."""
 
     isa: str
-    # A regular expression for it, with {bits}, {groups} of a tile, {runs} of float32, {runs8} of int8.
+    # A regular expression, with {bits}, {groups} of a tile, {runs} of float32 and {runs8} of int8.
     name: str
     options: tuple[str, ...] = ()  # of the benchmark executable
     bits: tuple[int, ...] = tuple(range(1, 9))

@@ -1,10 +1,10 @@
-// The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file an
-// instruction set; all in an unnamed namespace, for each file is compiled for another core.
+// The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file
+// an instruction set; all in an unnamed namespace, for each file is compiled for another core.
 //
 // Levels are looked up 16 codes at a time (`tbl`). The even and the odd bytes of the layout's lanes
-// are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share a
-// byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x, before
-// they become floats.
+// are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share
+// a byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x,
+// before they become floats.
 #pragma once
 
 #include <arm_neon.h>
@@ -149,21 +149,14 @@ FDK_INLINE float32x4_t sums_of(const int32x4_t* v) {
   return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3])));
 }
 
-// Scales of 4 rows of W, and what meets the sums of x: without zero points, but for the centre.
-struct Scales {
-  float32x4_t scale, constant;
-
-  FDK_INLINE Scales(const Weight& w, std::size_t slot, float32x4_t centre) {
-    scale = constant = load4_scales(w.scales, slot, w.scale_type);
-    if (w.zeros != nullptr) {
-      const float32x4_t zero =
-          w.zero_type == ZeroType::u8
-              ? load4_bytes(w.zeros, slot)
-              : load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
-      constant = vmulq_f32(scale, vaddq_f32(zero, centre));
-    }
-  }
-};
+// What the sums of x meet in 4 rows of W with zero points.
+FDK_INLINE float32x4_t scaled_zeros(const Weight& w, std::size_t slot, float32x4_t scale,
+                                    float32x4_t centre) {
+  const float32x4_t zero = w.zero_type == ZeroType::u8
+                               ? load4_bytes(w.zeros, slot)
+                               : load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
+  return vmulq_f32(scale, vaddq_f32(zero, centre));
+}
 
 // kGroups of a tile; where the weight has half as many, each is met twice: `share` of its sum of x.
 // kM = 1: lanes of sums are rows of W. kM = 4: they are rows of x, past the last of which it is
@@ -197,27 +190,37 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
           for (int m = 0; m < kM; m++) {
             const int8x16_t x = vld1q_s8(task.x + (rows[m] + tile) * kTileK + i * kVector);
             int32x4_t& sum = dots[std::size_t(i) / kOfGroup][first_dot.value + m];
-            sum = Dot::add(i % kOfGroup == 0 ? vdupq_n_s32(0) : sum, levels[i], x);
+            const bool first = std::size_t(i) % kOfGroup == 0;
+            sum = Dot::add(first ? vreinterpretq_s32_f32(zeros4()) : sum, levels[i], x);
           }
         }
       };
       if constexpr (kM == 1) {
         unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { multiply(std::size_t(r.value), r); });
         const float* x_sums = task.x_sums + tile * w.groups_per_tile;
-        float32x4_t of_tile = vdupq_n_f32(0);
+        float32x4_t of_tile;
         FDK_UNROLL
         for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
-          const Scales scales(w, slot + g / repeats * kTileRows, centre);
-          of_tile = vfmaq_f32(of_tile, sums_of(dots[g]), scales.scale);
-          constants[0] = vfmaq_n_f32(constants[0], scales.constant, x_sums[g / repeats]);
+          const std::size_t at = slot + g / repeats * kTileRows;
+          const float32x4_t scale = load4_scales(w.scales, at, w.scale_type);
+          const float32x4_t dot = sums_of(dots[g]);
+          of_tile = g == 0 ? vmulq_f32(dot, scale) : vfmaq_f32(of_tile, dot, scale);
+          const float x_sum = x_sums[g / repeats];
+          if (w.zeros == nullptr) {
+            constants[0] = vfmaq_n_f32(constants[0], scale, x_sum);
+          } else {
+            constants[0] = vfmaq_n_f32(constants[0], scaled_zeros(w, at, scale, centre), x_sum);
+          }
         }
         sums[0] = vfmaq_n_f32(sums[0], of_tile, task.x_scales[tile]);
       } else {
         float scale[kGroups][kTileRows], constant[kGroups][kTileRows];
         float32x4_t x_scales, x_sums[kGroups];
         for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
-          const Scales scales(w, slot + g / repeats * kTileRows, centre);
-          vst1q_f32(scale[g], scales.scale), vst1q_f32(constant[g], scales.constant);
+          const std::size_t at = slot + g / repeats * kTileRows;
+          const float32x4_t four = load4_scales(w.scales, at, w.scale_type);
+          vst1q_f32(scale[g], four);
+          vst1q_f32(constant[g], w.zeros == nullptr ? four : scaled_zeros(w, at, four, centre));
           float lanes[kM];
           for (std::size_t m = 0; m < kM; m++) {
             lanes[m] = task.x_sums[(rows[m] + tile) * w.groups_per_tile + g / repeats];
@@ -281,7 +284,9 @@ void int8_stage(const float* x, std::size_t groups, const Int8Tile& out) {
   const float largest = float_of_bits(vmaxvq_u32(magnitudes));
   const bool finite = largest <= std::numeric_limits<float>::max();
   const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : largest / kMaxXCode;
+  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
+               : is_zero ? 0
+                         : largest / kMaxXCode;
   for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
   if (is_zero) {
     std::fill_n(out.codes, kTileK, std::int8_t(0));

@@ -1,8 +1,8 @@
 // NEON as every 64-bit ARM has it: 4 float32 lanes.
 //
-// Up to 6 bits the bytes of a value are looked up apart, 16 codes at a time (`tbl`), and interleaved
-// (`trn1`, `trn2`). Values of 16 bits, as bf16 activations and zero points have them, take two
-// lookups; others four.
+// Up to 6 bits the bytes of a value are looked up apart, 16 codes at a time (`tbl`), and
+// interleaved (`trn1`, `trn2`). Values of 16 bits, as bf16 activations and zero points have them,
+// take two lookups; others four.
 #include <arm_neon.h>
 
 #include <cstring>

@@ -13,6 +13,13 @@
 namespace fdk {
 namespace {
 
+// A zero that the renaming of registers makes, where a copy of one takes a vector pipe.
+FDK_INLINE float32x4_t zeros4() {
+  float32x4_t zero;
+  asm volatile("movi %0.2d, #0" : "=w"(zero));
+  return zero;
+}
+
 template <int kShift>
 FDK_INLINE uint16x8_t shift16(uint16x8_t v) {
   if constexpr (kShift == 0) return v;

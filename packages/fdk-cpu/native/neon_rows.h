@@ -1,6 +1,6 @@
-// The gemv and the decoding of NEON, over what the values of codes are multiplied as, V. Included by
-// one file an instruction set; all in an unnamed namespace, for each file is compiled for another
-// core.
+// The gemv and the decoding of NEON, over what the values of codes are multiplied as, V. Included
+// by one file an instruction set; all in an unnamed namespace, for each file is compiled for
+// another core.
 //
 // V has: X, the type of x and of decoded values; Value, 8 of these in registers; Table<bits>, and
 // values<h>(table, first, second, out), below; add(sum, x, value), the products added;
@@ -54,13 +54,6 @@ struct Rows {
     }
   }
 };
-
-// A zero that the renaming of registers makes, where a copy of one takes a vector pipe.
-FDK_INLINE float32x4_t zeros4() {
-  float32x4_t zero;
-  asm volatile("movi %0.2d, #0" : "=w"(zero));
-  return zero;
-}
 
 // Adds a row of a tile to sums[m]: its scales and zero points are kTileRows apart, x from `at` on.
 template <class V, int kBits, int kGroups, bool kAffine, int kM>

@@ -19,8 +19,8 @@ namespace {
 constexpr bool in_registers(int bits) { return bits <= 6; }
 
 // The highest kBytes bytes of float32 values, each in registers of its own. Up to 4 bits, a table
-// has 16 entries: at 2 bits they stand for two codes and at 1 bit for four, and there is a table for
-// each of these.
+// has 16 entries: at 2 bits they stand for two codes and at 1 bit for four, and there is a table
+// for each of these.
 template <int kBits, int kBytes>
 class ByteTable {
  public:

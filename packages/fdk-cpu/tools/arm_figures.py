@@ -34,19 +34,16 @@ class Kernel:
     """What a row of the table is about: a gemv of one row without zero points."""
 
     isa: str
-    name: str  # a regular expression for it, with {bits}, {groups} of a tile and {runs} of float32
+    # A regular expression, with {bits}, {groups} of a tile, {runs} of float32 and {runs8} of int8.
+    name: str
     options: tuple[str, ...] = ()  # of the benchmark executable
     bits: tuple[int, ...] = tuple(range(1, 9))
 
     def pattern(self, bits: int, group: int) -> str:
         """The regular expression for some bits and size of a group."""
         groups = max(1, 128 // group)
-        return (
-            self.name.format(
-                bits=bits, groups=groups, runs=max(4, groups), runs8=2 if groups <= 2 else 8
-            )
-            + "$"
-        )
+        runs, runs8 = max(4, groups), 2 if groups <= 2 else 8
+        return self.name.format(bits=bits, groups=groups, runs=runs, runs8=runs8) + "$"
 
 
 KERNELS = {

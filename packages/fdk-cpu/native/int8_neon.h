@@ -308,7 +308,7 @@ void int8_stage(const float* x, std::size_t groups, const Int8Tile& out) {
 
 template <class Dot>
 constexpr Int8Kernels int8_kernels_of() {
-  return {false, &kNatural.order, 4, int8_stage, int8_gemv<Dot>};
+  return {false, 4, int8_stage, int8_gemv<Dot>};
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ struct Weight {
   float table[kMaxLevels];
 };
 
-// Rows of x that a gemv kernel takes at once.
+// Rows of x that a gemv kernel takes at once, unless it says more.
 inline constexpr std::size_t kMaxGemvRows = 4;
 
 //   x      :: [m][tiles * kTileK]   float32 or bf16, in the kernel's order
@@ -40,6 +40,9 @@ struct GemvTask {
   float* y;
   std::size_t y_stride;
 };
+
+// Rows of x up to which gemv is used, unless it says otherwise.
+inline constexpr std::size_t kGemvLimit = 12;
 
 // Lanes of x that a gemm kernel takes at once: the m of one panel.
 inline constexpr std::size_t kMaxPanel = 32;
@@ -89,7 +92,7 @@ struct Kernels {
   std::size_t rows;          // of w that a panel call is best given; a multiple of kTileRows
   std::size_t panel;         // widest panel
   std::size_t panel_step;    // a panel is a multiple of this
-  // y = x @ W_hat.T for stripes [begin, end), m up to kMaxGemvRows.
+  // y = x @ W_hat.T for stripes [begin, end), m up to gemv_rows.
   void (*gemv)(const GemvTask&, std::size_t begin, std::size_t end);
   // W_hat of kTileRows rows, tiles [begin, end) of a stripe, to out[r * stride], panel order.
   void (*decode)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
@@ -98,6 +101,10 @@ struct Kernels {
   // W_hat in float32 whatever x_is_bf16, and the product of backward. Null: use the float32 set's.
   void (*grad_product)(const GradTask&);
   const TableKernels* tables = nullptr;
+  std::size_t gemv_rows = kMaxGemvRows;  // that gemv takes at once
+  // Rows of x up to which gemv, which decodes the weight anew for every gemv_rows of them, is faster
+  // than tiles dequantised once for panels of x. Null: kGemvLimit.
+  std::size_t (*gemv_limit)(const Weight&) = nullptr;
 };
 
 extern const Kernels kScalar;

@@ -11,15 +11,14 @@
 namespace fdk {
 namespace {
 
-// Rows of x up to which the gemv kernels decode the weight anew for every kMaxGemvRows of them;
-// beyond, tiles are dequantised once and multiplied with panels of x.
-constexpr std::size_t kGemvLimit = 12;
 // Rows of x up to which tables over each row are used, where there are any.
 constexpr std::size_t kTableLimit = 1;
 // Positions and rows of the dequantised block that panels meet: 48 x 512 in bf16 is 48 KiB, within
 // the L2 of any core, and one panel of x 32 KiB.
 constexpr std::size_t kBlockTiles = 4;
 constexpr std::size_t kBlockRows = 48;
+// Stripes that the passes of gemv over many rows of x share: 64 KiB at 4 bits and k = 4096.
+constexpr std::size_t kPassStripes = 8;
 // Rows of x or grad_y worked on at once, so that temporaries stay small.
 constexpr std::size_t kMaxRows = 1024;
 // Pieces a thread gets of a loop: enough that one that starts late is not waited for.
@@ -122,12 +121,9 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
   if (needs_sums) {
-    for (std::size_t row = 0; row < m; row += kMaxGemvRows) {
-      const std::size_t rows = std::min(kMaxGemvRows, m - row);
-      const std::size_t steps = kTileK / kStep / w.groups_per_tile;
-      sum_pairs(reinterpret_cast<const std::uint16_t*>(from) + row * positions, rows * positions,
-                rows == 1 && steps > 1 ? steps : 1, sums.get() + row * positions / 2);
-    }
+    const std::size_t steps = kTileK / kStep / w.groups_per_tile;
+    sum_pairs(reinterpret_cast<const std::uint16_t*>(from), m * positions,
+              m == 1 && steps > 1 ? steps : 1, sums.get());
   }
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);
@@ -138,12 +134,17 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
     for (std::size_t row = 0; row < m && tables != nullptr; row++) {
       tables->gemv(w, tables_of(row), products.get() + row * y_stride, begin, end);
     }
-    for (std::size_t row = 0; row < m && tables == nullptr; row += kMaxGemvRows) {
-      const std::size_t rows = std::min(kMaxGemvRows, m - row);
-      const GemvTask task{&w, from + row * positions * item,
-                          needs_sums ? sums.get() + row * positions / 2 : nullptr,
-                          rows, products.get() + row * y_stride, y_stride};
-      kernels.gemv(task, begin, end);
+    // Few stripes at a time, whose codes the second pass over them finds in the cache.
+    const std::size_t passes = ceil_div(m, kernels.gemv_rows);
+    const std::size_t stripes = passes == 1 ? end - begin : kPassStripes;
+    for (std::size_t stripe = begin; stripe < end && tables == nullptr; stripe += stripes) {
+      for (std::size_t pass = 0; pass < passes; pass++) {
+        const std::size_t row = pass * m / passes, rows = (pass + 1) * m / passes - row;
+        const GemvTask task{&w, from + row * positions * item,
+                            needs_sums ? sums.get() + row * positions / 2 : nullptr,
+                            rows, products.get() + row * y_stride, y_stride};
+        kernels.gemv(task, stripe, std::min(end, stripe + stripes));
+      }
     }
     const std::size_t stop = std::min(layout.n, end * kTileRows);
     for (std::size_t row = 0; row < m; row++) {
@@ -171,13 +172,16 @@ template <class T>
 void stage_panel(const Layout& layout, const std::vector<std::uint32_t>& columns, Activation type,
                  const void* x, std::size_t m, std::size_t first, std::size_t width, T* out) {
   constexpr std::size_t kUnit = sizeof(T) == 2 ? 2 : 1;
-  for (std::size_t lane = 0; lane < width; lane++) {
-    const std::size_t row = first + lane;
-    for (std::size_t p = 0; p < columns.size(); p++) {
-      const std::size_t column = columns[p];
-      const bool there = row < m && column < layout.k;
-      out[(p / kUnit * width + lane) * kUnit + p % kUnit] =
-          there ? element<T>(x, row * layout.k + column, type) : T(0);
+  // Few positions of every lane, so that what is written stays in L1 until its lines are full.
+  for (std::size_t begin = 0; begin < columns.size(); begin += kStep) {
+    for (std::size_t lane = 0; lane < width; lane++) {
+      const std::size_t row = first + lane;
+      for (std::size_t p = begin; p < begin + kStep; p++) {
+        const std::size_t column = columns[p];
+        const bool there = row < m && column < layout.k;
+        out[(p / kUnit * width + lane) * kUnit + p % kUnit] =
+            there ? element<T>(x, row * layout.k + column, type) : T(0);
+      }
     }
   }
 }
@@ -293,10 +297,11 @@ void linear(const PackedWeight& weight, Activation activation, const void* x, st
   const Layout& layout = weight.layout;
   const Kernels& kernels = kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
+  const std::size_t limit = kernels.gemv_limit == nullptr ? kGemvLimit : kernels.gemv_limit(w);
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
-    const auto product = rows <= kGemvLimit ? linear_gemv : linear_panels;
+    const auto product = rows <= limit ? linear_gemv : linear_panels;
     product(weight, w, kernels, activation, offset(x, row * layout.k, activation), rows, bias,
             offset(y, row * layout.n, activation), threads);
   }

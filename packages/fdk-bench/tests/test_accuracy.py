@@ -468,10 +468,6 @@ def test_help_loads_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_sentences_are_thirty_two_and_differ():
-    assert len(set(SENTENCES)) == len(SENTENCES) == 32
-
-
 # The real encoder
 
 needs_encoder = pytest.mark.skipif(

@@ -13,6 +13,7 @@ from fdk_bench.accuracy_cases import (
 )
 from fdk_bench.calibration import paragraphs
 from fdk_bench.records import Row
+from fdk_bench.sentences import SENTENCES
 
 
 def values(weight_error):
@@ -79,3 +80,7 @@ def test_paragraphs(tmp_path):
         paragraphs([two])
     with pytest.raises(ValueError, match="wanted a UTF-8 text file"):
         paragraphs([tmp_path / "absent"])
+
+
+def test_sentences_are_thirty_two_and_differ():
+    assert len(set(SENTENCES)) == len(SENTENCES) == 32

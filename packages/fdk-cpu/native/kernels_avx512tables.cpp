@@ -180,7 +180,19 @@ bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out
   return true;
 }
 
-// Codes of four stripes to registers [h][t] as described above.
+// Where four stripes' codes and scales begin.
+struct Stripes {
+  const std::uint8_t* codes[kStripesAtOnce];
+  std::size_t slots[kStripesAtOnce];
+};
+
+// The registers of codes described above.
+template <int kBits>
+struct RowCodes {
+  __m512i at[2][kRegisters<kBits>];
+};
+
+// Codes of four stripes to those registers.
 template <int kBits>
 struct Transposer {
   __m512i index[2];  // of h, into two registers of codes that follow one another
@@ -197,8 +209,12 @@ struct Transposer {
     }
   }
 
-  FDK_INLINE void operator()(const std::uint8_t* const (&codes)[kStripesAtOnce],
-                             __m512i (&out)[2][kRegisters<kBits>]) const {
+  // Of the tile that lies `offset` after the first of each stripe.
+  FDK_INLINE RowCodes<kBits> operator()(const Stripes& stripes, std::size_t offset) const {
+    RowCodes<kBits> out;
+    const std::uint8_t* codes[kStripesAtOnce];
+    FDK_UNROLL
+    for (std::size_t i = 0; i < kStripesAtOnce; i++) codes[i] = stripes.codes[i] + offset;
     if constexpr (kBits == 1) {
       __m512i in[4];
       FDK_UNROLL
@@ -207,8 +223,8 @@ struct Transposer {
       for (int h = 0; h < 2; h++) {
         const __m512i first = _mm512_permutex2var_epi8(in[0], index[h], in[1]);
         const __m512i last = _mm512_permutex2var_epi8(in[2], index[h], in[3]);
-        out[h][0] = _mm512_shuffle_i64x2(first, last, 0x44);
-        out[h][1] = _mm512_shuffle_i64x2(first, last, 0xEE);
+        out.at[h][0] = _mm512_shuffle_i64x2(first, last, 0x44);
+        out.at[h][1] = _mm512_shuffle_i64x2(first, last, 0xEE);
       }
     } else {
       __m512i in[2][4];
@@ -225,19 +241,14 @@ struct Transposer {
         const __m512i low23 = _mm512_shuffle_i32x4(in[h][2], in[h][3], 0x44);
         const __m512i high01 = _mm512_shuffle_i32x4(in[h][0], in[h][1], 0xEE);
         const __m512i high23 = _mm512_shuffle_i32x4(in[h][2], in[h][3], 0xEE);
-        out[h][0] = _mm512_shuffle_i32x4(low01, low23, 0x88);
-        out[h][1] = _mm512_shuffle_i32x4(low01, low23, 0xDD);
-        out[h][2] = _mm512_shuffle_i32x4(high01, high23, 0x88);
-        out[h][3] = _mm512_shuffle_i32x4(high01, high23, 0xDD);
+        out.at[h][0] = _mm512_shuffle_i32x4(low01, low23, 0x88);
+        out.at[h][1] = _mm512_shuffle_i32x4(low01, low23, 0xDD);
+        out.at[h][2] = _mm512_shuffle_i32x4(high01, high23, 0x88);
+        out.at[h][3] = _mm512_shuffle_i32x4(high01, high23, 0xDD);
       }
     }
+    return out;
   }
-};
-
-// Where four stripes' codes and scales begin.
-struct Stripes {
-  const std::uint8_t* codes[kStripesAtOnce];
-  std::size_t slots[kStripesAtOnce];
 };
 
 // The scales (or zero points) of 16 rows, `slot` after the first of each stripe: of kGroups groups
@@ -299,16 +310,10 @@ FDK_INLINE void load_groups(const void* p, const Stripes& stripes, std::size_t s
 // y_sums += the products of 16 rows with one tile of x.
 template <int kBits, int kGroups, bool kAffine>
 FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const Stripes& stripes,
-                         std::size_t offset, std::size_t slot, const Transposer<kBits>& transpose,
-                         __m512& y_sums) {
+                         std::size_t slot, const RowCodes<kBits>& codes, __m512& y_sums) {
   constexpr int kRun = kSteps / kGroups;  // steps of a group
   const __m512i nibble = _mm512_set1_epi8(15), table_of = _mm512_set1_epi32(0x30201000);
   const __m512i one = _mm512_set1_epi8(1), base = _mm512_set1_epi8(char(255));
-  const std::uint8_t* codes[kStripesAtOnce];
-  FDK_UNROLL
-  for (std::size_t i = 0; i < kStripesAtOnce; i++) codes[i] = stripes.codes[i] + offset;
-  __m512i bits[2][kRegisters<kBits>];
-  transpose(codes, bits);
   __m512 scales[kGroups], zeros[kGroups];
   load_groups<kGroups>(w.scales, stripes, slot, false, w.scale_type, scales);
   if constexpr (kAffine) {
@@ -318,20 +323,25 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
   }
   unroll<kGroups>([&](auto group) FDK_LAMBDA {
     constexpr int g = group.value;
-    __m512i integers = _mm512_setzero_si512();
+    // Four chains of products: a single one is waited for (2 bits, 256 rows: 21.7 -> 20.4 us warm).
+    __m512i lows[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    __m512i highs[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     unroll<kRun>([&](auto step) FDK_LAMBDA {
       constexpr int s = g * kRun + step.value;
       unroll<kRegisters<kBits>>([&](auto i) FDK_LAMBDA {
         constexpr int t = i.value;
-        __m512i index = bits[s / 2][t];
+        __m512i index = codes.at[s / 2][t];
         if constexpr (s % 2 == 1) index = _mm512_srli_epi16(index, 4);
         index = _mm512_ternarylogic_epi32(index, nibble, table_of, 0xEA);  // (index & 15) | table
         const __m512i low = _mm512_load_si512(table.sums[s][t][0]);
         const __m512i high = _mm512_load_si512(table.sums[s][t][1]);
-        integers = _mm512_dpbusd_epi32(integers, _mm512_permutexvar_epi8(index, low), one);
-        integers = _mm512_dpbusd_epi32(integers, base, _mm512_permutexvar_epi8(index, high));
+        __m512i &lo = lows[t % 2], &hi = highs[t % 2];
+        lo = _mm512_dpbusd_epi32(lo, _mm512_permutexvar_epi8(index, low), one);
+        hi = _mm512_dpbusd_epi32(hi, base, _mm512_permutexvar_epi8(index, high));
       });
     });
+    const __m512i integers = _mm512_add_epi32(_mm512_add_epi32(lows[0], lows[1]),
+                                              _mm512_add_epi32(highs[0], highs[1]));
     __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_set1_ps(table.unit));
     if constexpr (kAffine) sum = _mm512_fnmadd_ps(zeros[g], _mm512_set1_ps(table.x_sums[g]), sum);
     y_sums = _mm512_fmadd_ps(sum, scales[g], y_sums);
@@ -343,12 +353,24 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
 constexpr std::size_t kBlocks = 8;
 constexpr std::size_t kStripes = kBlocks * kStripesAtOnce;
 
+// How far ahead the first stripes of a loop are fetched.
+constexpr std::size_t kTilesAhead = 4;
+
+// Into L2: the tables need the L1.
+FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+  }
+}
+
 template <int kBits, int kGroups, bool kAffine>
 void gemv_stripes(const Weight& w, const TileTables<kBits>* tables, float* y, std::size_t begin,
                   std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   const Transposer<kBits> transpose;
   const std::size_t stripe_bytes = w.tiles * kBytes;
+  const std::size_t scale_bytes = w.stored_groups * kTileRows * bytes_of(w.scale_type);
+  const std::size_t scale_step = kStripesAtOnce * scale_bytes / w.tiles;
   for (std::size_t stripe = begin; stripe < end; stripe += kStripes) {
     const std::size_t count = end - stripe < kStripes ? end - stripe : kStripes;
     const std::size_t blocks = ceil_div(count, kStripesAtOnce);
@@ -361,15 +383,31 @@ void gemv_stripes(const Weight& w, const TileTables<kBits>* tables, float* y, st
       of.slots[i % kStripesAtOnce] = at * w.stored_groups * kTileRows;
     }
     for (std::size_t b = 0; b < blocks; b++) y_sums[b] = _mm512_setzero_ps();
-    const char* next = reinterpret_cast<const char*>(w.codes + (stripe + count) * stripe_bytes);
+    const std::uint8_t* next = w.codes + (stripe + count) * stripe_bytes;
+    const std::uint8_t* next_scales =
+        static_cast<const std::uint8_t*>(w.scales) + (stripe + count) * scale_bytes;
+    RowCodes<kBits> ahead = transpose(stripes[0], 0);
     std::size_t slot = 0, left = w.tiles_per_group;
     for (std::size_t tile = 0; tile < w.tiles; tile++) {
       for (std::size_t b = 0; b < blocks; b++) {
-        for (std::size_t i = 0; i < kBytes * kStripesAtOnce; i += 64, next += 64) {
-          _mm_prefetch(next, _MM_HINT_T1);
+        if (stripe == begin && tile + kTilesAhead < w.tiles) {  // which nobody fetched ahead
+          for (const std::uint8_t* codes : stripes[b].codes) {
+            fetch(codes + (tile + kTilesAhead) * kBytes, kBytes);
+          }
         }
-        add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], tile * kBytes, slot,
-                                          transpose, y_sums[b]);
+        if (stripe + count < end) {
+          fetch(next, kBytes * kStripesAtOnce);
+          fetch(next_scales, scale_step);
+          next += kBytes * kStripesAtOnce;
+          next_scales += scale_step;
+        }
+        // Those of the next 16 rows before the sums of these: what depends on nothing yet would
+        // wait behind them (1 bit, warm: 14.8 -> 14.2 us for 256 rows, 2 bits: 27.2 -> 25.8).
+        const RowCodes<kBits> codes = ahead;
+        const bool last = b + 1 == blocks;
+        const std::size_t of_tile = last && tile + 1 < w.tiles ? tile + 1 : tile;
+        ahead = transpose(stripes[last ? 0 : b + 1], of_tile * kBytes);
+        add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, codes, y_sums[b]);
       }
       if (kGroups > 1 || --left == 0) {
         slot += kGroups * kTileRows;

@@ -14,12 +14,12 @@ namespace {
 
 // Rows of x up to which tables over each row are used, where there are any.
 constexpr std::size_t kTableLimit = 1;
-// Positions and rows of the dequantised block that panels meet: 48 x 512 in bf16 is 48 KiB, within
-// the L2 of any core, and one panel of x 32 KiB.
-constexpr std::size_t kBlockTiles = 4;
+// Bytes of a row and rows of the dequantised block that panels meet: 96 KiB, within the L2 of any
+// core, and one panel of x 64 KiB.
+constexpr std::size_t kBlockBytes = 2048;
 constexpr std::size_t kBlockRows = 48, kBlockStripes = kBlockRows / kTileRows;
 // Rows of the block are a line apart from a power of two, whose lines would share few sets of L1.
-constexpr std::size_t kBlockStride = kBlockTiles * kTileK + 32;
+constexpr std::size_t kBlockStrideBytes = kBlockBytes + 64;
 // Stripes that the passes of gemv over many rows of x share: 64 KiB at 4 bits and k = 4096.
 constexpr std::size_t kPassStripes = 8;
 // Rows of x or grad_y worked on at once, so that temporaries stay small.
@@ -277,31 +277,32 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
   const std::size_t blocks = ceil_div(layout.stripes * kTileRows, kBlockRows);
   parallel_for(blocks, chunk_for(blocks, threads), threads, [&](std::size_t begin,
                                                                std::size_t end) {
-    const Buffer<std::uint8_t> block(kBlockRows * kBlockStride * item);
+    const std::size_t block_tiles = kBlockBytes / item / kTileK, stride = kBlockStrideBytes / item;
+    const Buffer<std::uint8_t> block(kBlockRows * kBlockStrideBytes);
     const Buffer<float> products(kBlockRows * panels.lanes());
     for (std::size_t b = begin; b < end; b++) {
       const std::size_t stripe = b * kBlockStripes;
       const std::size_t stripes = std::min(kBlockStripes, layout.stripes - stripe);
       const std::size_t rows = stripes * kTileRows;
       std::fill_n(products.get(), kBlockRows * panels.lanes(), 0.0f);
-      for (std::size_t tile = 0; tile < layout.tiles; tile += kBlockTiles) {
-        const std::size_t tiles = std::min(kBlockTiles, layout.tiles - tile);
+      for (std::size_t tile = 0; tile < layout.tiles; tile += block_tiles) {
+        const std::size_t tiles = std::min(block_tiles, layout.tiles - tile);
         const bool last = tile + tiles == layout.tiles;
         const std::size_t next_stripe = last ? stripe + kBlockStripes : stripe;
         const std::size_t next = last ? 0 : tile + tiles;
         for (std::size_t s = 0; s < stripes; s++) {
           if (next_stripe + s < layout.stripes) {
-            fetch_tiles(w, next_stripe + s, next, std::min(next + kBlockTiles, layout.tiles));
+            fetch_tiles(w, next_stripe + s, next, std::min(next + block_tiles, layout.tiles));
           }
           kernels.decode(w, stripe + s, tile, tile + tiles,
-                         block.get() + s * kTileRows * kBlockStride * item, kBlockStride);
+                         block.get() + s * kTileRows * kBlockStrideBytes, stride);
         }
         for (std::size_t i = 0; i < panels.count(); i++) {
           const std::size_t width = panels.width(i);
           const std::uint8_t* panel =
               staged.get() + (panels.lane(i) * positions + tile * kTileK * width) * item;
-          kernels.panel_product(PanelTask{block.get(), rows, kBlockStride, tiles * kTileK, panel,
-                                          width, products.get() + panels.lane(i) * kBlockRows});
+          kernels.panel_product(PanelTask{block.get(), rows, stride, tiles * kTileK, panel, width,
+                                          products.get() + panels.lane(i) * kBlockRows});
         }
       }
       const std::size_t first = stripe * kTileRows, outputs = std::min(layout.n - first, rows);

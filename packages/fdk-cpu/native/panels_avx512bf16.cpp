@@ -87,6 +87,8 @@ void panel_rows(const PanelTask& task, std::size_t row) {
   const std::uint16_t* x = static_cast<const std::uint16_t*>(task.x);
   float* y = task.y + row * task.panel;
   constexpr std::size_t kLast = 16 * std::size_t(kVectors);  // lane of the half
+  // x comes from L2 and beyond (with blocks twice as deep: m = 512 90.4 -> 86.3 ms).
+  constexpr std::size_t kAheadPositions = 32;
   __m512 sums[kRows][kVectors];
   __m256 half_sums[kRows];
   FDK_UNROLL
@@ -96,6 +98,11 @@ void panel_rows(const PanelTask& task, std::size_t row) {
     half_sums[r] = _mm256_setzero_ps();
   }
   for (std::size_t i = 0; i < task.depth; i += 2, x += 2 * task.panel) {
+    FDK_UNROLL
+    for (int v = 0; v < kVectors; v++) {
+      _mm_prefetch(reinterpret_cast<const char*>(x + kAheadPositions * task.panel + v * 32),
+                   _MM_HINT_T0);
+    }
     __m512bh lane[kVectors];
     FDK_UNROLL
     for (int v = 0; v < kVectors; v++) lane[v] = as_bf16(_mm512_loadu_si512(x + v * 32));

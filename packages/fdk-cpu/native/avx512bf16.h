@@ -14,9 +14,10 @@ inline constexpr std::size_t kAvx512Bf16PanelRows = 12;
 // Kernels::gemv for m of 2 and more, and Kernels::gemv_limit.
 void rows_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
 std::size_t rows_limit_avx512bf16(const Weight& w);
-// Kernels::decode and Kernels::panel_product.
+// Kernels::decode, Kernels::panel_product and Kernels::write_panel.
 void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
                        void* out, std::size_t stride);
 void panel_avx512bf16(const PanelTask& task);
+void write_panel_avx512bf16(const PanelOut& out);
 
 }  // namespace fdk

@@ -61,6 +61,17 @@ struct PanelTask {
   float* y;
 };
 
+// y[lane][row] = products[row][lane] + bias[row], rounded, for a block of W_hat and one panel.
+//   products :: [rows][panel]   float32; rows are `outputs` raised to a multiple of 8
+//   bias     :: [outputs], or null; y :: [lanes][stride], both in the dtype of the activations
+struct PanelOut {
+  const float* products;
+  std::size_t panel, lanes, outputs;
+  const void* bias;
+  void* y;
+  std::size_t stride;
+};
+
 // out[m][kTileK] += grad[m][rows] * w[rows][kTileK], all float32, for one column of tiles.
 struct GradTask {
   const float* w;
@@ -105,6 +116,8 @@ struct Kernels {
   // Rows of x up to which gemv, which decodes the weight anew for every gemv_rows of them, is faster
   // than tiles dequantised once for panels of x. Null: kGemvLimit.
   std::size_t (*gemv_limit)(const Weight&) = nullptr;
+  // For the dtype that x has in the kernel. Null: value by value.
+  void (*write_panel)(const PanelOut&) = nullptr;
 };
 
 extern const Kernels kScalar;

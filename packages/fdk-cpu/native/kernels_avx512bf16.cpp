@@ -128,6 +128,7 @@ extern const Kernels kAvx512Bf16 = {true,
                                     nullptr,
                                     &kAvx512Tables,
                                     kAvx512Bf16Rows,
-                                    rows_limit_avx512bf16};
+                                    rows_limit_avx512bf16,
+                                    write_panel_avx512bf16};
 
 }  // namespace fdk

@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "convert.h"
@@ -13,10 +14,12 @@ namespace {
 
 // Rows of x up to which tables over each row are used, where there are any.
 constexpr std::size_t kTableLimit = 1;
-// Positions and rows of the dequantised block that panels meet: 48 x 512 in bf16 is 48 KiB, within
-// the L2 of any core, and one panel of x 32 KiB.
-constexpr std::size_t kBlockTiles = 4;
-constexpr std::size_t kBlockRows = 48;
+// Bytes of a row and rows of the dequantised block that panels meet: 96 KiB, within the L2 of any
+// core, and one panel of x 64 KiB.
+constexpr std::size_t kBlockBytes = 2048;
+constexpr std::size_t kBlockRows = 48, kBlockStripes = kBlockRows / kTileRows;
+// Rows of the block are a line apart from a power of two, whose lines would share few sets of L1.
+constexpr std::size_t kBlockStrideBytes = kBlockBytes + 64;
 // Stripes that the passes of gemv over many rows of x share: 64 KiB at 4 bits and k = 4096.
 constexpr std::size_t kPassStripes = 8;
 // Rows of x or grad_y worked on at once, so that temporaries stay small.
@@ -167,16 +170,37 @@ struct Panels {
   std::size_t lanes() const { return lane(count() - 1) + width(count() - 1); }
 };
 
-// x :: [m, k] to panels [positions / unit][width][unit]; rows past m are zero.
+// A unit of a panel: a float32, or a pair of bf16 that one product takes.
+constexpr std::size_t kUnitBytes = 4;
+
+// First column of each unit where x holds all of them as they are, k where one is padding. Empty
+// where it does not: x of another type, or pairs that the order of the kernel takes apart.
+std::vector<std::uint32_t> units_of(const Layout& layout, const std::vector<std::uint32_t>& columns,
+                                    Activation type, bool pairs) {
+  if (!pairs) return type == Activation::fp32 ? columns : std::vector<std::uint32_t>();
+  std::vector<std::uint32_t> units(columns.size() / 2);
+  for (std::size_t u = 0; u < units.size(); u++) {
+    const std::size_t first = columns[2 * u], second = columns[2 * u + 1];
+    const bool padding = first == layout.k && second == layout.k;
+    if (!padding && (second != first + 1 || second == layout.k)) return {};
+    units[u] = std::uint32_t(first);
+  }
+  return units;
+}
+
+// Positions of every lane that are staged at once, so that what is written stays in L1 until its
+// lines are full.
+constexpr std::size_t kStaged = 32;
+
+// x :: [m, k] to a panel [positions / unit][width][unit]; rows past m are zero.
 template <class T>
 void stage_panel(const Layout& layout, const std::vector<std::uint32_t>& columns, Activation type,
                  const void* x, std::size_t m, std::size_t first, std::size_t width, T* out) {
-  constexpr std::size_t kUnit = sizeof(T) == 2 ? 2 : 1;
-  // Few positions of every lane, so that what is written stays in L1 until its lines are full.
-  for (std::size_t begin = 0; begin < columns.size(); begin += kStep) {
+  constexpr std::size_t kUnit = kUnitBytes / sizeof(T);
+  for (std::size_t begin = 0; begin < columns.size(); begin += kStaged) {
     for (std::size_t lane = 0; lane < width; lane++) {
       const std::size_t row = first + lane;
-      for (std::size_t p = begin; p < begin + kStep; p++) {
+      for (std::size_t p = begin; p < begin + kStaged; p++) {
         const std::size_t column = columns[p];
         const bool there = row < m && column < layout.k;
         out[(p / kUnit * width + lane) * kUnit + p % kUnit] =
@@ -186,6 +210,47 @@ void stage_panel(const Layout& layout, const std::vector<std::uint32_t>& columns
   }
 }
 
+// The same unit by unit (m = 512, k = 4096, bf16: 7 ms value by value).
+void stage_units(const Layout& layout, const std::vector<std::uint32_t>& units, Activation type,
+                 const void* x, std::size_t m, std::size_t first, std::size_t width,
+                 std::uint8_t* out) {
+  const std::size_t item = bytes_of(type), step = kStaged * item / kUnitBytes;
+  for (std::size_t begin = 0; begin < units.size(); begin += step) {
+    for (std::size_t lane = 0; lane < width; lane++) {
+      const std::size_t row = first + lane;
+      const std::uint8_t* from = static_cast<const std::uint8_t*>(x) + row * layout.k * item;
+      std::uint8_t* to = out + (begin * width + lane) * kUnitBytes;
+      for (std::size_t u = begin; u < begin + step; u++, to += width * kUnitBytes) {
+        std::uint32_t unit = 0;
+        if (row < m && units[u] < layout.k) std::memcpy(&unit, from + units[u] * item, sizeof unit);
+        std::memcpy(to, &unit, sizeof unit);
+      }
+    }
+  }
+}
+
+// Codes and scales of tiles [begin, end) of a stripe, which the next block will decode: its lines
+// are too few and too far apart for the processor to foresee.
+void fetch_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end) {
+  constexpr std::size_t kLine = 64;
+  const auto fetch = [](const void* from, std::size_t bytes) {
+    const auto* p = static_cast<const std::uint8_t*>(from);
+    for (std::size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + i);
+  };
+  const std::size_t bytes = tile_bytes(w.bits);
+  fetch(w.codes + (stripe * w.tiles + begin) * bytes, (end - begin) * bytes);
+  const bool wide = w.tiles_per_group > 1;
+  const std::size_t group = wide ? begin / w.tiles_per_group : begin * w.groups_per_tile;
+  const std::size_t groups = wide ? 1 : (end - begin) * w.groups_per_tile;
+  const auto fetch_groups = [&](const void* from, std::size_t item) {
+    fetch(static_cast<const std::uint8_t*>(from) +
+              (stripe * w.stored_groups + group) * kTileRows * item,
+          groups * kTileRows * item);
+  };
+  fetch_groups(w.scales, bytes_of(w.scale_type));
+  if (w.zeros != nullptr) fetch_groups(w.zeros, bytes_of(w.zero_type));
+}
+
 void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
                    Activation type, const void* x, std::size_t m, const void* bias, void* y,
                    std::size_t threads) {
@@ -193,51 +258,67 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
   const Panels panels{m, kernels.panel, kernels.panel_step};
   const std::vector<std::uint32_t> columns = columns_of(layout, *kernels.panel_order);
+  const std::vector<std::uint32_t> units = units_of(layout, columns, type, kernels.x_is_bf16);
   const Buffer<std::uint8_t> staged(panels.lanes() * positions * item);
   parallel_for(panels.count(), 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; i++) {
       std::uint8_t* out = staged.get() + panels.lane(i) * positions * item;
-      if (kernels.x_is_bf16) {
-        stage_panel(layout, columns, type, x, m, panels.lane(i), panels.width(i),
+      const std::size_t first = panels.lane(i), width = panels.width(i);
+      if (!units.empty()) {
+        stage_units(layout, units, type, x, m, first, width, out);
+      } else if (kernels.x_is_bf16) {
+        stage_panel(layout, columns, type, x, m, first, width,
                     reinterpret_cast<std::uint16_t*>(out));
       } else {
-        stage_panel(layout, columns, type, x, m, panels.lane(i), panels.width(i),
-                    reinterpret_cast<float*>(out));
+        stage_panel(layout, columns, type, x, m, first, width, reinterpret_cast<float*>(out));
       }
     }
   });
   const std::size_t blocks = ceil_div(layout.stripes * kTileRows, kBlockRows);
   parallel_for(blocks, chunk_for(blocks, threads), threads, [&](std::size_t begin,
                                                                std::size_t end) {
-    const Buffer<std::uint8_t> block(kBlockRows * kBlockTiles * kTileK * item);
+    const std::size_t block_tiles = kBlockBytes / item / kTileK, stride = kBlockStrideBytes / item;
+    const Buffer<std::uint8_t> block(kBlockRows * kBlockStrideBytes);
     const Buffer<float> products(kBlockRows * panels.lanes());
     for (std::size_t b = begin; b < end; b++) {
-      const std::size_t stripe = b * kBlockRows / kTileRows;
-      const std::size_t stripes = std::min(kBlockRows / kTileRows, layout.stripes - stripe);
+      const std::size_t stripe = b * kBlockStripes;
+      const std::size_t stripes = std::min(kBlockStripes, layout.stripes - stripe);
       const std::size_t rows = stripes * kTileRows;
       std::fill_n(products.get(), kBlockRows * panels.lanes(), 0.0f);
-      for (std::size_t tile = 0; tile < layout.tiles; tile += kBlockTiles) {
-        const std::size_t tiles = std::min(kBlockTiles, layout.tiles - tile);
-        const std::size_t depth = tiles * kTileK;
+      for (std::size_t tile = 0; tile < layout.tiles; tile += block_tiles) {
+        const std::size_t tiles = std::min(block_tiles, layout.tiles - tile);
+        const bool last = tile + tiles == layout.tiles;
+        const std::size_t next_stripe = last ? stripe + kBlockStripes : stripe;
+        const std::size_t next = last ? 0 : tile + tiles;
         for (std::size_t s = 0; s < stripes; s++) {
+          if (next_stripe + s < layout.stripes) {
+            fetch_tiles(w, next_stripe + s, next, std::min(next + block_tiles, layout.tiles));
+          }
           kernels.decode(w, stripe + s, tile, tile + tiles,
-                         block.get() + s * kTileRows * depth * item, depth);
+                         block.get() + s * kTileRows * kBlockStrideBytes, stride);
         }
         for (std::size_t i = 0; i < panels.count(); i++) {
           const std::size_t width = panels.width(i);
           const std::uint8_t* panel =
               staged.get() + (panels.lane(i) * positions + tile * kTileK * width) * item;
-          kernels.panel_product(PanelTask{block.get(), rows, depth, depth, panel, width,
+          kernels.panel_product(PanelTask{block.get(), rows, stride, tiles * kTileK, panel, width,
                                           products.get() + panels.lane(i) * kBlockRows});
         }
       }
-      const std::size_t first = stripe * kTileRows, last = std::min(layout.n, first + rows);
-      for (std::size_t row = 0; row < m; row++) {
-        const std::size_t i = row / panels.wide, width = panels.width(i);
-        const float* product =
-            products.get() + panels.lane(i) * kBlockRows + (row - panels.lane(i));
-        write_row(product, width, offset(bias, first, type), type, last - first,
-                  offset(y, row * layout.n + first, type));
+      const std::size_t first = stripe * kTileRows, outputs = std::min(layout.n - first, rows);
+      for (std::size_t i = 0; i < panels.count(); i++) {
+        const std::size_t lane = panels.lane(i), lanes = std::min(panels.wide, m - lane);
+        const PanelOut out{products.get() + lane * kBlockRows, panels.width(i), lanes, outputs,
+                           offset(bias, first, type), offset(y, lane * layout.n + first, type),
+                           layout.n};
+        if (kernels.write_panel != nullptr) {
+          kernels.write_panel(out);
+          continue;
+        }
+        for (std::size_t row = 0; row < lanes; row++) {
+          write_row(out.products + row, out.panel, out.bias, type, outputs,
+                    offset(out.y, row * layout.n, type));
+        }
       }
     }
   });
@@ -272,6 +353,7 @@ void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kerne
       for (std::size_t first = 0; first < stride; first += kBlockRows) {
         const std::size_t rows = std::min(kBlockRows, stride - first);
         for (std::size_t r = 0; r < rows; r += kTileRows) {
+          if (tile + 1 < end) fetch_tiles(w, (first + r) / kTileRows, tile + 1, tile + 2);
           kernels.decode(w, (first + r) / kTileRows, tile, tile + 1, block.get() + r * kTileK,
                          kTileK);
         }

@@ -161,10 +161,6 @@ void neon_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::siz
     float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
     load_groups<kGroups, true, false>(w, slot, scales);
     if (w.zeros != nullptr) load_groups<kGroups, true, true>(w, slot, zeros);
-    // The block after this one, which other stripes' blocks come before.
-    for (std::size_t i = 0; i < tile_bytes(kBits); i += 64) {
-      __builtin_prefetch(codes + (end - begin) * tile_bytes(kBits) + i);
-    }
     for (std::size_t r = 0; r < kTileRows; r++) {
       typename V::X* to = out + r * stride + (tile - begin) * kTileK;
       const Row<kBits> row(codes, r);

@@ -171,10 +171,6 @@ void decode_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::s
     alignas(64) float scales[kRuns<kG16> * kTileRows], zeros[kRuns<kG16> * kTileRows];
     load_scales<V, kG16>(w, slot, scales);
     load_zeros<V, kG16>(w, slot, zeros);
-    // The block after this one, which other stripes' blocks come before.
-    for (std::size_t i = 0; i < tile_bytes(kBits); i += 64) {
-      V::prefetch(codes + (end - begin) * tile_bytes(kBits) + i);
-    }
     for (std::size_t r = 0; r < kTileRows; r++) {
       float* to = out + r * stride + (tile - begin) * kTileK;
       const typename V::template Codes<kBits> q(codes, r);

@@ -1,13 +1,17 @@
 """libfdk_cpu from C: the example, golden bytes on every instruction set, and what is refused."""
 
 import ctypes
+import math
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import fdk_cpu
+from fdk_formats.int8 import int8_table
 
 SOURCE = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "native" / "golden.txt"
@@ -40,12 +44,32 @@ def test_golden_bytes(native_build: Path, isa: str) -> None:
     assert output_of(golden, isa) == GOLDEN.read_text()
 
 
+@pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
+def test_int8(native_build: Path, isa: str) -> None:
+    example = compile_c(SOURCE / "tests" / "native" / "int8.c", native_build)
+    # Codebook: 4 * (-1 + 0 + 0.5 + 1) * 2 + 0.5 and 16 * 1 * 10.
+    # Zero points: 4 * (-1 + 0 + 1 + 2) * 2 + 0.5 and 16 * 3 * 10.
+    assert output_of(example, isa) == (
+        f"{isa} codebook: 4.5 160 nan nan 0.5 0\n{isa} zero points: 16.5 480 nan nan 0.5 0\n"
+    )
+
+
 class Format(ctypes.Structure):
     """fdk_format."""
 
     _fields_ = (
         *((name, ctypes.c_size_t) for name in ("n", "k", "group_size")),
         *((name, ctypes.c_int) for name in ("bits", "scale_dtype", "zero_dtype")),
+    )
+
+
+class Int8Table(ctypes.Structure):
+    """fdk_int8_table."""
+
+    _fields_ = (
+        ("levels", ctypes.c_int8 * 256),
+        ("step", ctypes.c_float),
+        ("offset", ctypes.c_float),
     )
 
 
@@ -91,3 +115,92 @@ def test_pointers_and_sizes_are_refused(library: ctypes.CDLL) -> None:
     assert library.fdk_error().decode() == "codebook: wanted a pointer, got NULL"
     assert library.fdk_set_isa(b"mmx") != 0
     assert "got mmx" in library.fdk_error().decode()
+
+
+def made_by_c(library: ctypes.CDLL, codebook: Tensor) -> tuple[Tensor, float, float]:
+    """Levels, step and offset."""
+    values = (ctypes.c_float * len(codebook))(*codebook.tolist())
+    table = Int8Table()
+    bits = len(codebook).bit_length() - 1
+    assert library.fdk_make_int8_table(values, bits, ctypes.byref(table)) == 0
+    assert not any(table.levels[len(codebook) :])
+    return torch.tensor(table.levels[: len(codebook)]), table.step, table.offset
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_int8_table(library: ctypes.CDLL, bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    for turn in range(40):
+        codebook = torch.randn(1 << bits, generator=generator).sort().values
+        codebook = (codebook + turn % 3) * 10.0 ** (turn % 7 - 3)
+        levels, step, offset = made_by_c(library, codebook)
+        expected = int8_table(codebook)
+        # Any two values are exact in every table: which one is best is a matter of rounding.
+        if bits > 1:
+            assert torch.equal(levels, expected.levels.long())
+            assert step == pytest.approx(expected.step, rel=1e-6)
+            assert offset == pytest.approx(expected.offset, rel=1e-6, abs=1e-5)
+        values = ((levels.double() - offset) * step).float()
+        torch.testing.assert_close(
+            values, expected.values, rtol=1e-6, atol=1e-6 * float(codebook.abs().max())
+        )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0] * 4,
+        [2.5] * 256,
+        [-1e-30] * 2,
+        [0.0, 0.0, 0.0, 1.0],
+        [-3.0, -3.0, 5.0, 5.0],
+        [-1.0, -0.5, 0.0, 0.5],
+        [*range(256)],
+        [-3e38, 0.0, 1.0, 3e38],
+        [0.0, 1e-34, 2e-34, 3e-34],
+    ],
+    ids=lambda values: f"{len(values)}-{values[0]}-{values[-1]}",
+)
+def test_int8_table_degenerate(library: ctypes.CDLL, values: list[float]) -> None:
+    codebook = torch.tensor(values, dtype=torch.float32)
+    levels, step, offset = made_by_c(library, codebook)
+    got = ((levels.double() - offset) * step).float()
+    expected = int8_table(codebook).values
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(codebook.abs().max()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 9, 15])
+def test_int8_table_not_finite(library: ctypes.CDLL, bad: float, at: int) -> None:
+    codebook = torch.linspace(-1, 1, 16)
+    codebook[at] = bad
+    levels, step, offset = made_by_c(library, codebook)
+    expected = int8_table(codebook)
+    assert math.isnan(step)
+    assert math.isnan(expected.step)
+    assert torch.equal(levels, expected.levels.long())
+    assert offset == expected.offset == 0
+
+
+def test_int8_is_refused(library: ctypes.CDLL) -> None:
+    codebook, table = (ctypes.c_float * 16)(), ctypes.byref(Int8Table())
+    for arguments, message in (
+        ((None, 4, table), "codebook: wanted a pointer, got NULL"),
+        ((codebook, 4, None), "table: wanted a pointer, got NULL"),
+        ((codebook, 9, table), "bits: wanted 1 to 8, got 9"),
+        ((codebook, 0, table), "bits: wanted 1 to 8, got 0"),
+    ):
+        assert library.fdk_make_int8_table(*arguments) != 0
+        assert library.fdk_error().decode() == message
+    format, affine = (ctypes.byref(Format(4, 128, 64, 4, FP32, zero)) for zero in (0, U8))
+    block, x, y = bytes(512), bytes(128 * 2), ctypes.create_string_buffer(8)
+    for arguments, message in (
+        ((format, block, None, BF16, x, 1, None, y, 1), "table: wanted a pointer, got NULL"),
+        ((affine, block, table, BF16, x, 1, None, y, 1), "table: wanted NULL, for the format"),
+        ((format, None, table, BF16, x, 1, None, y, 1), "block: wanted a pointer, got NULL"),
+        ((format, block, table, U8, x, 1, None, y, 1), "dtype: wanted bf16, fp16 or fp32, got 5"),
+        ((format, block, table, BF16, None, 1, None, y, 1), "x: wanted a pointer, got NULL"),
+        ((format, block, table, BF16, x, 1, None, None, 1), "y: wanted a pointer, got NULL"),
+    ):
+        assert library.fdk_linear_int8(*arguments) != 0
+        assert message in library.fdk_error().decode()

@@ -13,6 +13,7 @@ from torch import Tensor
 import fdk_cpu
 from fdk_cpu import CpuLayout
 from fdk_cpu import linear as linear_module
+from fdk_cpu.linear import KeptWeight
 from fdk_formats import Format
 from fdk_formats.testing import random_quantised
 
@@ -20,16 +21,19 @@ N, K = 24, 128
 FORMATS = ("custom4-g64", "affine4-g64")
 
 
-def laid_out(format: str = "custom4-g64", n: int = N) -> CpuLayout:
-    q = random_quantised(Format.parse(format), n, K)
-    layout = fdk_cpu.CpuBackend().pack(q, dtype=torch.float32)
+def laid_out(format: str = "custom4-g64", activations: str = "float") -> CpuLayout:
+    q = random_quantised(Format.parse(format), N, K)
+    layout = fdk_cpu.CpuBackend().pack(q, dtype=torch.float32, activations=activations)
     assert isinstance(layout, CpuLayout)
     return layout
 
 
-def used(format: str = "custom4-g64") -> tuple[CpuLayout, Tensor, Tensor]:
+def used(
+    format: str = "custom4-g64", activations: str = "float"
+) -> tuple[CpuLayout, Tensor, Tensor]:
     """A layout that has kept its weight, x, and y."""
-    layout, x = laid_out(format), torch.randn(3, K, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(0))
+    layout = laid_out(format, activations)
     return layout, x, layout(x)
 
 
@@ -50,9 +54,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
+@pytest.mark.parametrize("activations", ["float", "int8"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_made_once(format: str, made: list[None]) -> None:
-    layout, x, y = used(format)
+def test_made_once(format: str, activations: str, made: list[None]) -> None:
+    layout, x, y = used(format, activations)
     with torch.inference_mode():
         assert torch.equal(layout(x), y)
         assert torch.equal(layout(x[:1])[0], layout(x[0]))
@@ -88,11 +93,56 @@ def to_dtype(layout: CpuLayout) -> None:
     layout.to(torch.float32)
 
 
+@pytest.mark.parametrize("activations", ["float", "int8"])
 @pytest.mark.parametrize("change", [set_buffer, set_data, set_storage, to_dtype])
-def test_tensors_that_change(change: Callable[[CpuLayout], None]) -> None:
-    layout, x, y = used()
+def test_tensors_that_change(change: Callable[[CpuLayout], None], activations: str) -> None:
+    layout, x, y = used(activations=activations)
     change(layout)
     assert torch.equal(layout(x), 2 * y)
+
+
+def test_levels_that_change() -> None:
+    layout, x, y = used(activations="int8")
+    # With offset and levels of the other sign, so is y.
+    layout.levels, layout.offset = -layout.levels, -layout.offset
+    torch.testing.assert_close(layout(x), -y)
+    levels = layout.levels
+    for wrong, message in (
+        (levels[:8], "levels must be 16 bytes, got 8"),
+        (levels.short(), r"levels must be contiguous torch\.int8 on the CPU, got torch\.int16"),
+        (levels.to("meta"), r"levels must be .* on the CPU, got torch\.int8 on meta"),
+        (None, "levels must be 16 bytes, got 0"),
+    ):
+        layout.levels = wrong
+        with pytest.raises((TypeError, ValueError), match=message):
+            layout(x)
+    affine, x, _ = used("affine4-g64", "int8")
+    affine.levels = levels
+    with pytest.raises(ValueError, match="levels must be 0 bytes, got 16"):
+        affine(x)
+
+
+class Interrupted(KeptWeight):
+    """Another thread's call comes between the first thing that a call keeps and the next."""
+
+    other: Callable[[], object] | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if self.other is not None:
+            other, self.__dict__["other"] = self.other, None
+            other()
+
+
+def test_threads_with_other_tensors() -> None:
+    kept, layout, x = Interrupted(), laid_out(), torch.ones(1, K)
+    ours = dict(layout.named_buffers()) | {"zero_point": None}
+    theirs = ours | {"scale": twice(layout.scale)}
+    y = layout(x)
+    kept.__dict__["other"] = lambda: kept.linear(x, None, theirs, 64, 4, N)
+    for _ in range(2):
+        assert torch.equal(kept.linear(x, None, ours, 64, 4, N), y)
+        assert torch.equal(kept.linear(x, None, theirs, 64, 4, N), 2 * y)
 
 
 def test_affine_for_codebook() -> None:

@@ -117,20 +117,12 @@ class CpuInt8Layout(CpuLayout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
-        return lut_linear_int8_op(
-            x,
-            self.codes,
-            self.scale,
-            self.codebook,
-            self.zero_point,
-            self.group_size,
-            self.format.bits,
-            self.levels,
-            self.step,
-            self.offset,
-            bias,
-            *self.shape,
-        )
+        n, k = self.shape
+        group_size, bits, table = self.group_size, self.format.bits, (self.step, self.offset)
+        if lut_linear_int8_op.is_direct(x, bias) and takes(x, bias, n, k):
+            return self._kept.linear(x, bias, self._buffers, group_size, bits, n, table)
+        tensors = (self.codes, self.scale, self.codebook, self.zero_point)
+        return lut_linear_int8_op(x, *tensors, group_size, bits, self.levels, *table, bias, n, k)
 
 
 class CpuBackend:

@@ -54,10 +54,7 @@ def lut_linear_int8(
 ) -> Tensor:
     """``int8_linear`` of ``fdk_formats.int8``: with x rounded to 8 bits, ``[m, n]``."""
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
-    if levels is not None and not (levels.dtype == torch.int8 and levels.is_contiguous()):
-        raise TypeError(
-            f"lut_linear_int8: levels must be contiguous torch.int8, got {levels.dtype}"
-        )
+    _check_levels(levels)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
     bias = None if bias is None else bias.contiguous()
@@ -142,6 +139,16 @@ def _weight(
     )
 
 
+def _check_levels(levels: Tensor | None) -> None:
+    if levels is None:
+        return
+    if not (levels.dtype == torch.int8 and levels.is_contiguous() and levels.is_cpu):
+        raise TypeError(
+            "lut_linear_int8: levels must be contiguous torch.int8 on the CPU, "
+            f"got {levels.dtype} on {levels.device}"
+        )
+
+
 def _bytes(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
 
@@ -166,9 +173,9 @@ class KeptWeight:
     """
 
     def __init__(self) -> None:
-        self._weight: _native.Weight | None = None
-        self._made_of: list[tuple[str, ref[Tensor], int]] = []
-        self._absent = ""
+        # One tuple, for threads: the weight, what it was made of, and what it was made without.
+        self._made: tuple[_native.Weight | None, list[tuple[str, ref[Tensor], int]], str]
+        self._made = None, [], ""
 
     def __reduce__(self) -> tuple[type["KeptWeight"], tuple[()]]:
         return KeptWeight, ()
@@ -177,37 +184,46 @@ class KeptWeight:
         self,
         x: Tensor,  # [..., k], see takes
         bias: Tensor | None,
-        tensors: Mapping[str, Tensor | None],  # arguments of lut_linear, by name
+        tensors: Mapping[str, Tensor | None],  # arguments of lut_linear or lut_linear_int8, by name
         group_size: int,
         bits: int,
         n: int,
+        int8: tuple[float, float] | None = None,
     ) -> Tensor:
-        """``x @ W_hat.T + bias``, ``[..., n]``."""
+        """``x @ W_hat.T + bias``, ``[..., n]``; with x rounded to 8 bits by ``int8``: step, offset.
+
+        Any threads may call at once, also while one replaces tensors of the layout.
+        """
         *batch, k = x.shape
-        weight = self._weight
-        for name, made_of, address in self._made_of:
+        tensors = {**tensors}  # kept alive for this call, whatever becomes of the layout meanwhile
+        weight, origins, absent = self._made
+        for name, original, address in origins:
             tensor = tensors[name]
-            if tensor is None or made_of() is not tensor or tensor.data_ptr() != address:
+            if tensor is None or original() is not tensor or tensor.data_ptr() != address:
                 weight = None
-        if weight is None or tensors[self._absent] is not None:
+        if weight is None or tensors[absent] is not None:
             codes, scale = tensors["codes"], tensors["scale"]
             codebook, zero_point = tensors["codebook"], tensors["zero_point"]
             assert codes is not None
             assert scale is not None
             weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+            _check_levels(tensors.get("levels"))
             there = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-            self._made_of = [(name, ref(tensor), tensor.data_ptr()) for name, tensor in there]
-            self._absent = "codebook" if codebook is None else "zero_point"
-            self._weight = weight
+            origins = [(name, ref(tensor), tensor.data_ptr()) for name, tensor in there]
+            self._made = weight, origins, "codebook" if codebook is None else "zero_point"
         y = x.new_empty((*batch, n))
         m = x.numel() // k
         bias = None if bias is None else bias.contiguous()
-        added = _bytes(bias)
         kind = ACTIVATIONS[x.dtype]
-        threads = num_threads()
         # A contiguous tensor's bytes follow from its shape.
         size = m * x.itemsize
-        weight.linear(kind, (x.data_ptr(), size * k), m, added, (y.data_ptr(), size * n), threads)
+        given, wanted, added = (x.data_ptr(), size * k), (y.data_ptr(), size * n), _bytes(bias)
+        threads = num_threads()
+        if int8 is None:
+            weight.linear(kind, given, m, added, wanted, threads)
+        else:
+            levels, (step, offset) = _bytes(tensors["levels"]), int8
+            weight.linear_int8(kind, levels, step, offset, given, m, added, wanted, threads)
         return y
 
 

@@ -78,7 +78,7 @@ RENDERED = """\
 def test_render(rows):
     assert render([rows], "int4", ["format", "m", "time", "x 16 bit"]) == RENDERED
     whole = render([rows]).splitlines()
-    assert whole[0].startswith("| n x k | m | format | by | time | spread | GB/s | floor | share |")
+    assert whole[0].startswith("| n x k | m | format | by | time | least | spread | GB/s | floor |")
     assert "eager" not in whole[0]
     assert "| 64 x 64 | 1 | int2-g64 | auto | failed |" in whole[4]
 

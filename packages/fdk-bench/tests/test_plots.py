@@ -30,7 +30,7 @@ ROWS = [
     row("bf16", 16.0, 0.0017, 1.0),
     row("kmeans4-g64", 4.25, 0.09),
     row("kmeans2-g64", 2.25, 0.36, 0.5),
-    row("crd_normal4-g64", 4.25, 0.095),
+    row("crd_normal4-g64", 4.25, 0.08, 0.94),
     Row(AccuracyCase("affine4-g64", "tiny", "auto", "", 32), error="no"),
 ]
 
@@ -45,7 +45,7 @@ def test_plot_names_series_and_formats(tmp_path):
     for name in ("kmeans-g64", "crd_normal4-g64", "bf16 weights", "4-bit formats", "tiny"):
         assert name in text
     assert "affine4" not in text
-    # Tick labels are written from the bottom up, and the smallest error is at the top.
+    # Tick labels are written from the bottom up, and the smallest loss is at the top.
     assert text.index("crd_normal4-g64") < text.index("kmeans4-g64")
 
 

@@ -161,6 +161,20 @@ def test_real_objdump(tmp_path):
     assert "1 ret" in done.stdout
 
 
+def test_kernels_of_the_installed_package():
+    pytest.importorskip("fdk_cpu")
+    if not shutil.which("objdump"):
+        pytest.skip("needs objdump")
+    done = run("m1-n64-k64-custom4-g64-bf16-cpu", "--json")
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert any("gemv" in function["name"] for function in found)
+    assert all(sum(function["instructions"].values()) > 0 for function in found)
+    done = run("m1-n64-k64-bf16-bf16-cpu")
+    assert done.exit_code == 1
+    assert "wanted a quantised format, or --symbol" in done.stderr
+
+
 def test_bad_usage(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     done = run("gemv")

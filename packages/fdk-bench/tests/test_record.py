@@ -78,7 +78,7 @@ RENDERED = """\
 def test_render(rows):
     assert render([rows], "int4", ["format", "m", "time", "x 16 bit"]) == RENDERED
     whole = render([rows]).splitlines()
-    assert whole[0].startswith("| n x k | m | format | by | time | spread | GB/s | floor | share |")
+    assert whole[0].startswith("| n x k | m | format | by | time | least | spread | GB/s | floor |")
     assert "eager" not in whole[0]
     assert "| 64 x 64 | 1 | int2-g64 | auto | failed |" in whole[4]
 
@@ -143,22 +143,53 @@ def test_table_command(rows, monkeypatch):
 TINY = ("-n", "32", "-k", "64", "-m", "1,2", "--copies", "2", "--outer-reps", "1", "-b", "16,4")
 
 
-def test_record(tmp_path, monkeypatch):
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """Two tiny parts, the second of which fails, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    commands = {
-        "kernels": (*TINY, "--backend", "reference"),
-        "compare": (*TINY, "--backend", "reference", "--format", "int4-g48", "--against", "none"),
-    }
-    monkeypatch.setattr(recording, "ON_CPU", commands)
+    failing = (*TINY, "--backend", "reference", "--format", "int4-g48", "--against", "none")
+    found = (
+        recording.Part("kernels", "kernels", (*TINY, "--backend", "reference")),
+        recording.Part("compare-1-thread", "compare", failing),  # 48 does not divide 64
+    )
+    monkeypatch.setattr(recording, "ON_CPU", found)
+    return found
+
+
+def test_record(parts, tmp_path):
     done = run("record", "docs/chip", "--device", "cpu", "--json")
-    assert done.exit_code == 1  # 48 does not divide 64
+    assert done.exit_code == 1
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(line["command"], line["exit"]) for line in found] == [("kernels", 0), ("compare", 1)]
+    assert [(r["part"], r["exit"]) for r in found] == [("kernels", 0), ("compare-1-thread", 1)]
+    assert "kernels: part 1 of 2" in done.stderr
     folder = tmp_path / "docs" / "chip"
-    assert {"kernels.jsonl", "compare.jsonl", "bits.svg"} <= {p.name for p in folder.iterdir()}
+    wanted = {"kernels.jsonl", "compare-1-thread.jsonl", "bits.svg"}
+    assert wanted <= {p.name for p in folder.iterdir()}
     first = json.loads((folder / "kernels.jsonl").read_text().splitlines()[0])
     assert first["command"].startswith("fdk-bench kernels -n 32 -k 64")
     assert run("record", "x", "--device", "cpu", "--only", "nothing").exit_code == 2
+
+
+def test_record_goes_on_after_an_interrupt(parts, tmp_path, monkeypatch):
+    asked = []
+
+    def answer(part, device):
+        asked.append(part.name)
+        folder = recording.WORK / part.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{part.benchmark}.jsonl").write_text(json.dumps(kernel()) + "\n")
+        if len(asked) == 2:
+            return 130
+        (folder / "done.json").write_text(json.dumps([0, *part.arguments]))
+        return 0
+
+    monkeypatch.setattr(recording, "_run", answer)
+    monkeypatch.setattr(recording, "_plot", lambda *arguments, **named: None)
+    assert run("record", "chip", "--device", "cpu").exit_code == 130
+    assert [path.name for path in (tmp_path / "chip").iterdir()] == ["kernels.jsonl"]
+    assert run("record", "chip", "--device", "cpu", "--resume").exit_code == 0
+    assert asked == ["kernels", "compare-1-thread", "compare-1-thread"]
+    assert (tmp_path / "chip" / "compare-1-thread.jsonl").is_file()
 
 
 # Ctrl-C

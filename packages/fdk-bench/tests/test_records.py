@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 import fdk_bench
-from fdk_bench.records import Row, cpu_name, gather_facts, source_commit, to_json
+from fdk_bench.records import Row, cpu_name, environment, gather_facts, source_commit, to_json
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,14 @@ def test_source_commit(tmp_path):
 def test_source_commit_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert source_commit(tmp_path) is None
+
+
+def test_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("FDK_GGML", str(tmp_path / "ggml"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    found = environment()
+    assert (found["FDK_GGML"], found["OMP_NUM_THREADS"]) == ("ggml", "2")
+    assert "PATH" not in found
 
 
 def test_cpu_name():

@@ -29,7 +29,13 @@ LAYER_HEADING = "layer (n x k)"
 
 def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
     """One line per format; a line between widths; the error in place of a failed row's values."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=_caption(rows), caption_justify="left")
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=_caption(rows),
+        caption_justify="left",
+    )
     headings = _headings(rows)
     table.add_column(headings[0], no_wrap=True, min_width=18)
     for heading in headings[1:]:

@@ -78,6 +78,9 @@ def throughput_figure(frame: pd.DataFrame) -> Figure:
 def speedup_figure(frame: pd.DataFrame) -> Figure:
     """Speed-up over 16 bits against m, with what reading and arithmetic allow; a panel a shape."""
     measured = frame[frame["speedup_16"].notna()]
+    ms_of = measured.groupby("shape")["m"].transform("nunique")
+    if (ms_of > 1).any():  # one m is a point and no curve
+        measured = measured[ms_of > 1]
     shapes = _spread(list(measured.sort_values("size")["shape"].unique()))
     figure, panels = _panels(len(shapes))
     dashes = _kinds(measured, DASHES)
@@ -126,8 +129,12 @@ def allowed_speedup(frame: pd.DataFrame, bits: int, ms: np.ndarray, peak: float)
 
 
 def bits_figure(frame: pd.DataFrame) -> Figure:
-    """Time against bits per weight, the read floor drawn; a panel for each m, the largest shape."""
-    shape = frame.sort_values("size")["shape"].iloc[-1]
+    """Time against bits per weight, the read floor drawn; a panel for each m.
+
+    Of the shape that was measured at most m, the largest of several.
+    """
+    by_size = frame.sort_values("size").groupby("shape", sort=False)["m"].nunique()
+    shape = by_size[by_size == by_size.max()].index[-1]
     frame = frame[frame["shape"] == shape]
     ms = _spread(sorted(frame["m"].unique()))
     figure, panels = _panels(len(ms))

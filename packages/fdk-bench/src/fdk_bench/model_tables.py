@@ -1,5 +1,6 @@
 """The table of a model benchmark, for the terminal and as Markdown."""
 
+import re
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -10,6 +11,7 @@ from fdk_bench.kernel_tables import empty_table, markdown, seconds_text
 HEADINGS = (
     "model",
     "format",
+    "head",
     "by",
     "batch",
     "tokens/s",
@@ -22,7 +24,7 @@ HEADINGS = (
     "x 16 bit",
     "perplexity",
 )
-LEFT = ("model", "format", "by")
+LEFT = ("model", "format", "head", "by")
 OPTIONAL = ("memory GB", "x 16 bit", "perplexity")
 
 
@@ -52,6 +54,9 @@ def cells_of(row: ModelRow) -> dict[str, str]:
     case, values = row.case, row.values
     cells = dict.fromkeys(HEADINGS, "")
     cells |= {"model": case.model, "format": case.format, "batch": str(case.batch)}
+    # A layer of 16 bits is most of what a small model with few bits reads: a table has to say it.
+    kept = case.skip and re.search(case.skip, "lm_head")
+    cells["head"] = case.dtype if kept else case.format
     if values is None:
         return cells | {"by": case.backend, "step": "failed"}
     return cells | {

@@ -23,6 +23,7 @@ STYLES = (
 )
 GREY = "#555555"
 BIT_TICKS = (1, 2, 3, 4, 6, 8, 16)
+LOSS = "loss of the output (1 - mean cosine)"
 SMALLEST_LOSS = 1e-7  # of a cosine computed in float32
 
 
@@ -30,7 +31,7 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
     """Draws error against bits to ``path`` with the suffixes .png and .svg; returns both.
 
     Left: weight error. Middle: loss of the output, 1 - mean cosine. Right: the formats of the
-    width that most rows have, by weight error, since their points fall on each other on the left.
+    width that has most of them, by that loss, since their points fall on each other on the left.
 
     Raises:
         ValueError: where no row was measured.
@@ -42,7 +43,7 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
         figure = Figure(figsize=(13, 4.8), layout="constrained")
         left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 3))
         _draw_curves(left, measured, 0, "relative weight error (RMS)")
-        _draw_curves(middle, measured, 1, "loss of the output (1 - mean cosine)")
+        _draw_curves(middle, measured, 1, LOSS)
         _draw_ranking(right, measured)
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
@@ -97,17 +98,20 @@ def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str
 
 
 def _draw_ranking(axes: Axes, rows: Sequence[AccuracyRow]) -> None:
-    widths = [int(bits) for row in rows if (bits := _point(row, 0)[0]) < 16] or [16]
+    # Rows that calibration repeats do not count: with them a width of few formats would be taken.
+    plain = [row for row in rows if not row.case.calibration]
+    widths = [int(bits) for row in plain if (bits := _point(row, 0)[0]) < 16] or [16]
     width = max(sorted(widths, reverse=True), key=widths.count)
     ranked = [row for row in rows if int(_point(row, 0)[0]) == width]
-    ranked.sort(key=lambda row: _point(row, 0)[1], reverse=True)
-    errors = [_point(row, 0)[1] for row in ranked]
+    # By what the output loses: calibration raises the weight error and lowers that.
+    ranked.sort(key=lambda row: _point(row, 1)[1], reverse=True)
+    errors = [_point(row, 1)[1] for row in ranked]
     axes.hlines(range(len(ranked)), 0, errors, color="#BBBBBB", linewidth=1)
     axes.plot(errors, range(len(ranked)), "o", color="black", markersize=5)
     axes.set_yticks(range(len(ranked)), [_ranked_label(row) for row in ranked])
     axes.set_xlim(0, 1.12 * max(errors))
     axes.set_title(f"{width}-bit formats (bits per weight)", fontsize=10)
-    axes.set_xlabel("relative weight error (RMS)")
+    axes.set_xlabel(LOSS)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.grid(color="#DDDDDD", axis="x")
 

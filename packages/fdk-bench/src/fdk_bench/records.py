@@ -69,8 +69,16 @@ def gather_facts(
 
 
 def environment() -> dict[str, str]:
-    """The variables of the environment that ``SETTINGS`` begin."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    """The variables of the environment that ``SETTINGS`` begin.
+
+    Of an absolute path the last part: where a machine keeps its files changes no measurement, and
+    is nobody's business in a published row.
+    """
+    return {
+        name: Path(value).name if Path(value).is_absolute() else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(SETTINGS)
+    }
 
 
 def to_record(row: Row[Any, Any], facts: Facts) -> dict[str, Any]:

@@ -28,7 +28,7 @@ MARK = re.compile(
     r"(?P<start><!-- fdk-bench table (?P<arguments>[^\n]*?) -->\n).*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
-TEXT_COLUMNS = ("format", "by", "model", "n x k")
+TEXT_COLUMNS = ("format", "head", "by", "model", "n x k")
 
 
 @dataclass(frozen=True)

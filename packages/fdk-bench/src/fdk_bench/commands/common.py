@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EXIT_FAILED_ROWS = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
-FILE_WIDTH = 150
+FILE_WIDTH = 180
 
 # Threads of OpenMP that spin while they wait starve the rest of a small or shared machine: torch
 # took 8 ms a parallel region for it (2 cores). Bound threads would bind those of other pools too.

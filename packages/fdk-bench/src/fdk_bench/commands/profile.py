@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
-BUILD = """the library holds no such names: installed ones are stripped. In a checkout, build
+BUILD = """the library holds no such names; is it stripped? In a checkout, build
   cmake -S packages/fdk-cpu -B build/native -DCMAKE_BUILD_TYPE=Release -DFDK_CPU_PYTHON=OFF \\
         -DFDK_CPU_TESTS=ON && cmake --build build/native
 and pass --library build/native/fdk_native_test"""
@@ -129,6 +129,8 @@ def _profile_cpu(
     elif not library.is_file():
         raise typer.BadParameter(f"--library: found no file at {library}")
     if symbol is None:
+        if case.quantised is None:
+            _fail(f"{case}: wanted a quantised format, or --symbol: 16 bits are torch's")
         isa = fdk_cpu.instruction_set() if fdk_cpu else r"\w+"
         # Templates over bits; one that has no instruction set before them is built for one alone.
         symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,27 +20,55 @@ from fdk_bench.commands.common import (
     split,
 )
 
-Arguments = tuple[str, ...]
 STDERR = 2  # standard output is kept for what --json prints
-# Under ten minutes on two cores; each is a command that a reader can run alone.
-ON_CPU: dict[str, Arguments] = {
-    "kernels": ("-k", "1024,2048,4096", "-m", "1,4,16,64", "--seconds", "0.3"),
-    "compare": ("-m", "1,16", "-b", "16,4"),
-    "models": (
-        *("--size", "1b", "-b", "16,4,2,1", "--batch-size", "1"),
-        # The head too: at 16 bits torch takes longer for it than all the rest takes at 4.
-        *("--skip", "", "--context", "32", "--reps", "15", "--no-compile"),
+WORK = Path("out") / "record"  # untracked: a commit is clean until every part was measured
+# Every width at one row of x, a few and many; the larger layer at one row alone, for time.
+KERNELS = ("-k", "4096,8192", "-m", "1,2,16,64,512", "--include", "^m1-|-k4096-")
+PEERS = ("-b", "16,8,4,2,1")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of fdk-bench that a reader can run alone; its rows are a file of that name."""
+
+    name: str
+    benchmark: str
+    arguments: tuple[str, ...]
+
+
+# Under ten minutes on two cores.
+ON_CPU = (
+    Part("kernels", "kernels", (*KERNELS, "--seconds", "0.3")),
+    Part("kernels-1-thread", "kernels", (*KERNELS, "--seconds", "0.3", "--threads", "1")),
+    # Sixteen rows at 4 bits, where peers have kernels of their own.
+    Part("compare", "compare", (*PEERS, "-m", "1,16", "--exclude", r"^m16-.*-\D+[821]-g")),
+    Part("compare-1-thread", "compare", (*PEERS, "-m", "1", "--threads", "1")),
+    Part(
+        "models",
+        "models",
+        (
+            *("--size", "1b", "-b", "16,4,2,1", "--batch-size", "1"),
+            *("--context", "32", "--reps", "15", "--no-compile"),
+        ),
     ),
-    "accuracy": (
-        *("--format", "bf16,kmeans4,int4,nf4,kmeans3,int3,kmeans2,int2,int2-search,kmeans1,int1"),
-        *("--calibrate", "docs/formats.md"),
+    Part(
+        "accuracy",
+        "accuracy",
+        (
+            *("--format", "bf16,kmeans4,int4,nf4,kmeans3,int3,kmeans2,int2,int2-search"),
+            *("--format", "kmeans1,int1", "--calibrate", "docs/formats.md"),
+        ),
     ),
-}
-ON_GPU: dict[str, Arguments] = {
-    "kernels": ("-k", "4096,8192", "-m", "1,4,16,64,256,1024"),
-    "compare": ("-m", "1,16,256", "-k", "8192", "-b", "16,8,4,2,1"),
-    "models": ("--size", "4b,12b,31b", "-b", "16,4,1", "--batch-size", "1,4,16,64,256"),
-}
+)
+ON_GPU = (
+    Part("kernels", "kernels", ("-k", "4096,8192", "-m", "1,4,16,64,256,1024")),
+    Part("compare", "compare", ("-m", "1,16,256", "-k", "8192", "-b", "16,8,4,2,1")),
+    Part(
+        "models",
+        "models",
+        ("--size", "4b,12b,31b", "-b", "16,4,1", "--batch-size", "1,4,16,64,256"),
+    ),
+)
 
 
 def record(
@@ -48,66 +77,104 @@ def record(
     ],
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Of kernels, compare, models and accuracy; repeat, or use commas."),
+        typer.Option(
+            help="Parts (kernels, kernels-1-thread, compare, compare-1-thread, models, accuracy); "
+            "repeat, or use commas. The others' rows stay as they are."
+        ),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out the parts that out/record holds already.")
+    ] = False,
     device: options.DeviceOption = None,
     json_lines: Annotated[
-        bool, typer.Option("--json", help="Print what each command took, as JSON lines.")
+        bool, typer.Option("--json", help="Print what each part took, as JSON lines.")
     ] = False,
 ) -> None:
     """Run every benchmark that the documents quote; keep rows and figures in one folder.
 
-    One JSONL file per benchmark: each row holds its command, machine, versions and commit. Then
-    `fdk-bench table --fill README.md` puts them into the documents. A command that is interrupted
-    leaves its rows of the last time as they were.
+    One JSONL file per part: each row holds its command, machine, versions and commit. Then
+    `fdk-bench table --fill README.md` puts them into the documents. Parts that ended before Ctrl-C
+    are kept, and --resume goes on with the others; the rows of the one that was cut stay as they
+    were.
 
     Exit code: 0, 1 where a case failed, 2 bad usage, 130 interrupted.
     """
     where = checked_device(device)
-    commands = ON_GPU if where == "cuda" else ON_CPU
-    if unknown := [name for name in split(only) if name not in commands]:
-        wanted = ", ".join(commands)
+    parts = {part.name: part for part in (ON_GPU if where == "cuda" else ON_CPU)}
+    if unknown := [name for name in split(only) if name not in parts]:
+        wanted = ", ".join(parts)
         raise typer.BadParameter(f"--only: wanted some of {wanted}; got {', '.join(unknown)}")
-    failed = False
-    for name in split(only) or commands:
-        code, seconds = _run(name, commands[name], where, out)
-        failed |= code != 0
-        if json_lines:
-            print(json.dumps({"command": name, "exit": code, "seconds": round(seconds, 1)}))
+    chosen = [parts[name] for name in split(only) or parts]
+    codes = {}
+    for number, part in enumerate(chosen, 1):
+        if resume and (done := _done(part)) is not None:
+            codes[part], taken = done, "was measured before"
         else:
-            print(f"{name}: {seconds:.0f} s, exit code {code}", flush=True)
-    _plot(out)
-    if failed:
+            typer.echo(f"{part.name}: part {number} of {len(chosen)}", err=True)
+            start = time.perf_counter()
+            codes[part] = _run(part, where)
+            taken = f"{time.perf_counter() - start:.0f} s"
+        if codes[part] in (EXIT_INTERRUPTED, EXIT_USAGE):
+            break
+        if json_lines:
+            print(json.dumps({"part": part.name, "exit": codes[part], "taken": taken}), flush=True)
+        else:
+            print(f"{part.name}: {taken}, exit code {codes[part]}", flush=True)
+    kept = [part for part, code in codes.items() if code not in (EXIT_INTERRUPTED, EXIT_USAGE)]
+    _keep(kept, out)
+    for code in (EXIT_INTERRUPTED, EXIT_USAGE):
+        if code in codes.values():
+            typer.echo("ended early: see above; --resume goes on with what is left", err=True)
+            raise typer.Exit(code)
+    if any(codes.values()):
         raise typer.Exit(EXIT_FAILED_ROWS)
 
 
-def _run(name: str, arguments: Arguments, device: str, folder: Path) -> tuple[int, float]:
-    """Runs one command in a process of its own; keeps its rows where it ended by itself."""
-    target = Path("out") / "record" / name
+def _run(part: Part, device: str) -> int:
+    """Runs one part in a process of its own; its exit code, written beside the rows at the end."""
+    target = WORK / part.name
     shutil.rmtree(target, ignore_errors=True)
-    where = () if name == "accuracy" else ("--device", device)
-    inner = [sys.executable, "-m", "fdk_bench", name, *arguments, *where, "--out", str(target)]
-    start = time.perf_counter()
+    where = () if part.benchmark == "accuracy" else ("--device", device)
+    command = ("-m", "fdk_bench", part.benchmark, *part.arguments, *where, "--out", str(target))
     try:
-        code = subprocess.run(inner, stdout=STDERR, check=False).returncode
+        code = subprocess.run([sys.executable, *command], stdout=STDERR, check=False).returncode
     except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    if code == EXIT_INTERRUPTED:
-        raise typer.Exit(code)
-    if code == EXIT_USAGE:
-        typer.echo(f"{name} was not run: see above", err=True)
-        raise typer.Exit(code)
+        return EXIT_INTERRUPTED
+    if code not in (0, EXIT_FAILED_ROWS, EXIT_USAGE):
+        return EXIT_INTERRUPTED  # by itself, or killed
+    if code != EXIT_USAGE:
+        (target / "done.json").write_text(json.dumps([code, *part.arguments]))
+    return code
+
+
+def _done(part: Part) -> int | None:
+    """The exit code of a part that ended in an earlier run with the same arguments, or None."""
+    try:
+        code, *arguments = json.loads((WORK / part.name / "done.json").read_text())
+    except OSError:
+        return None
+    return int(code) if tuple(arguments) == part.arguments else None
+
+
+def _keep(parts: list[Part], folder: Path) -> None:
+    """Copies the rows of some parts to the folder, and draws what the folder holds."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(target / f"{name}.jsonl", folder / f"{name}.jsonl")
-    return code, time.perf_counter() - start
+    for part in parts:
+        rows = WORK / part.name / f"{part.benchmark}.jsonl"
+        shutil.copyfile(rows, folder / f"{part.name}.jsonl")
+    main = [folder / f"{name}.jsonl" for name in ("kernels", "models", "accuracy")]
+    _plot([path for path in main if path.is_file()], folder, "*")
+    if (compare := folder / "compare.jsonl").is_file():
+        _plot([compare], folder, "bits", prefix="compare-")
 
 
-def _plot(folder: Path) -> None:
-    """Figures of all rows of the folder; SVG alone, which a repository keeps in little space."""
-    target = Path("out") / "record" / "plots"
+def _plot(files: list[Path], folder: Path, names: str, prefix: str = "") -> None:
+    """Figures of some rows; SVG alone, which a repository keeps in little space."""
+    target = WORK / "plots"
     shutil.rmtree(target, ignore_errors=True)
-    files = sorted(str(path) for path in folder.glob("*.jsonl"))
-    inner = [sys.executable, "-m", "fdk_bench", "plot", *files, "--out", str(target)]
-    subprocess.run(inner, stdout=STDERR, check=False)
-    for figure in target.glob("*.svg"):
-        shutil.copyfile(figure, folder / figure.name)
+    if not files:
+        return
+    inner = ["-m", "fdk_bench", "plot", *map(str, files), "--out", str(target), "--no-html"]
+    subprocess.run([sys.executable, *inner], stdout=STDERR, check=False)
+    for figure in target.glob(f"{names}.svg"):
+        shutil.copyfile(figure, folder / f"{prefix}{figure.name}")

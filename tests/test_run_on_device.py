@@ -124,7 +124,8 @@ def rows_of(path: Path) -> list[dict]:
 def test_help_says_how():
     done = run("--help")
     assert done.returncode == 0
-    for option in ("--serial", "--abi", "--output", "--dry-run", "ANDROID_NDK_HOME"):
+    named = ("--serial", "--abi", "--output", "--dry-run", "ANDROID_NDK_HOME", "--activations int8")
+    for option in named:
         assert option in done.stdout
 
 

@@ -124,7 +124,8 @@ def rows_of(path: Path) -> list[dict]:
 def test_help_says_how():
     done = run("--help")
     assert done.returncode == 0
-    for option in ("--serial", "--abi", "--output", "--dry-run", "ANDROID_NDK_HOME"):
+    named = ("--serial", "--abi", "--output", "--dry-run", "ANDROID_NDK_HOME", "--activations int8")
+    for option in named:
         assert option in done.stdout
 
 
@@ -237,6 +238,18 @@ def test_runs_on_a_device(device: Emulated, adb_server: dict[str, str], tmp_path
         assert 0 < row["values"]["min_us"] <= row["values"]["median_us"]
         assert row["values"]["read_gb_s"] > 0
     assert device.left_behind() == []
+
+    # Options of the benchmark pass through, and the rows say what they changed.
+    done = run(*build, *SMALL, "--activations", "int8", "--m", "1,3", env=adb_server)
+    assert done.returncode == 0, done.stderr
+    rounded = rows_of(output)
+    assert [(row["case"]["m"], row["case"]["activations"]) for row in rounded] == [
+        (1, "int8"),
+        (3, "int8"),
+    ]
+    assert all("activations" not in row["case"] for row in rows)
+    # Against the scalar kernels with int8, not against float.
+    assert all(row["error"] is None and row["values"]["nrmse"] < 2**-7 for row in rounded)
 
     # A failure on the device is ours too, and it is cleaned up after.
     done = run(*build, "--", "--bits", "9", env=adb_server)

@@ -22,7 +22,8 @@ Builds fdk_cpu_bench, pushes it with adb, runs it, pulls its result and cleans u
   --help          this text
 
 Benchmark arguments, as `--sizes 4096 --bits 4,1 --threads 1,4 --cores f0 --isa all`, are listed
-in docs/kernels/arm.md. --cores takes a mask in hexadecimal: f0 is cores 4 to 7.
+in docs/kernels/arm.md. --cores takes a mask in hexadecimal: f0 is cores 4 to 7; --activations int8
+rounds x to 8 bits.
 
 The compiler is the NDK's: of ANDROID_NDK_HOME, else ANDROID_NDK_ROOT, else the newest under
 ANDROID_HOME, ANDROID_SDK_ROOT, ~/Android/Sdk or ~/Library/Android/sdk. Without an NDK, Debian's

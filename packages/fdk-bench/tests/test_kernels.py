@@ -78,6 +78,32 @@ def test_values():
     assert dense.speedup_16 is quantised.best_peer is None
 
 
+def test_int8_activations():
+    run = tiny_run(activations=["float", "int8"])
+    rows = [row for row in measure(run) if row.case.quantised]
+    assert [str(row.case) for row in rows] == [
+        f"m{m}-n32-k64-custom4-g32-bf16{rounded}-cpu-reference"
+        for m in (1, 3)
+        for rounded in ("", "-int8")
+    ]
+    for row in rows:
+        assert row.error is None
+        assert cells_of(row)["by"].endswith(" int8") == (row.case.activations == "int8")
+    # What rounding x costs is in the row, beside what bf16 costs.
+    assert rows[2].values.error < 0.004 < rows[3].values.error < 0.02
+    assert rows[3].values.backend == "reference int8"
+
+
+def test_int8_is_checked_against_its_definition():
+    case = KernelCase(1, 32, 64, "custom4-g32", "bf16", "cpu", "reference", "int8")
+    prepared = Ours().prepare(case, 1)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    check(prepared, [x])
+    exact = Ours().prepare(replace(case, activations="float"), 1)
+    with pytest.raises(WrongAnswerError, match="wrong answer at m=3"):
+        check(replace(prepared, calls=exact.calls), [x])
+
+
 def values_of(time):
     return KernelValues("b", 4, 1, 1, 1, 0, time, time, 0, 1, "calls", None, 1, 1, 1, 1, 1)
 
@@ -332,6 +358,7 @@ def test_compare_command_names_who_is_absent(tmp_path):
         (["--dtype", "fp8"], "wanted one of bf16, fp16, fp32"),
         (["--device", "tpu"], "wanted cpu or cuda"),
         (["--backend", "absent"], "wanted one of auto"),
+        (["--activations", "int4"], "wanted float or int8, got 'int4'"),
         (["--against", "nobody"], "got nobody"),
         (["--shapes", "llama-9b"], "llama-9b"),
         (["--include", "("], "wanted a regular expression"),

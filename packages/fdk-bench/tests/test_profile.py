@@ -63,6 +63,10 @@ def stand_in(folder, name, text, monkeypatch):
             "m16-n64-k128-affine3-row-zint-fp16-cpu",
             KernelCase(16, 64, 128, "affine3-row-zint", "fp16", "cpu", "auto"),
         ),
+        (
+            "m1-n64-k128-nf4-g64-bf16-int8-cpu-cpu",
+            KernelCase(1, 64, 128, "nf4-g64", "bf16", "cpu", "cpu", "int8"),
+        ),
         ("m1-n64-k128-bf16-bf16-cpu", KernelCase(1, 64, 128, "bf16", "bf16", "cpu", "torch")),
     ],
 )

@@ -33,6 +33,7 @@ class KernelCase:
         dtype: of x and y, a name of ``DTYPES``.
         device: ``cpu``, ``cuda``.
         backend: ``auto``, a backend's name, or a peer's.
+        activations: ``float``, or ``int8`` for x rounded to 8 bits, see ``fdk_formats.int8``.
     """
 
     m: int
@@ -42,10 +43,12 @@ class KernelCase:
     dtype: str
     device: str
     backend: str
+    activations: str = "float"
 
     def __str__(self) -> str:
         shape = f"m{self.m}-n{self.n}-k{self.k}"
-        return f"{shape}-{self.format}-{self.dtype}-{self.device}-{self.backend}"
+        rounded = "" if self.activations == "float" else f"-{self.activations}"
+        return f"{shape}-{self.format}-{self.dtype}{rounded}-{self.device}-{self.backend}"
 
     @property
     def torch_dtype(self) -> torch.dtype:

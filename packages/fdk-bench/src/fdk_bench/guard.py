@@ -78,4 +78,5 @@ def remember(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*machine_class(record), *sorted(record["case"].items()))
+    case = {"activations": "float"} | record["case"]  # which older rows do not say
+    return (*machine_class(record), *sorted(case.items()))

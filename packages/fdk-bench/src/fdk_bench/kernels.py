@@ -78,6 +78,7 @@ class KernelRun:
         shapes: (n, k).
         formats: short forms, and a name of a dtype for the weight that is not quantised.
         backends: of ours, for every quantised format.
+        activations: of ours, see ``KernelCase``.
         peers: measured beside them; see ``Peer``.
         include, exclude: regular expressions searched in the text of a case.
         copies, inner, outer: see ``timing``; None chooses.
@@ -90,6 +91,7 @@ class KernelRun:
     dtype: str
     device: str
     backends: Sequence[str] = ("auto",)
+    activations: Sequence[str] = ("float",)
     peers: Sequence[Peer] = ()
     include: str = ""
     exclude: str | None = None
@@ -104,12 +106,17 @@ class KernelRun:
         for format in self.formats:
             case = KernelCase(0, n, k, format, self.dtype, self.device, "torch")
             if case.quantised is None:
-                contenders: list[tuple[str, Peer]] = [("torch", Dense())]
+                contenders: list[tuple[KernelCase, Peer]] = [(case, Dense())]
             else:
-                contenders = [(name, Ours()) for name in self.backends]
-                contenders += [(peer.name, peer) for peer in self.peers if _takes(peer, case)]
-            for backend, contender in contenders:
-                cases = [replace(case, m=m, backend=backend) for m in self.ms]
+                contenders = [
+                    (replace(case, backend=name, activations=activations), Ours())
+                    for name in self.backends
+                    for activations in self.activations
+                ]
+                peers = [peer for peer in self.peers if _takes(peer, case)]
+                contenders += [(replace(case, backend=peer.name), peer) for peer in peers]
+            for case, contender in contenders:
+                cases = [replace(case, m=m) for m in self.ms]
                 if cases := [case for case in cases if self._included(str(case))]:
                     found.append((cases, contender))
         return found

@@ -92,17 +92,20 @@ def parse_case(text: str) -> KernelCase:
     Raises:
         ValueError: for text that is none.
     """
-    pattern = rf"m(\d+)-n(\d+)-k(\d+)-(.+)-({'|'.join(DTYPES)})-(cpu|cuda)(?:-([\w.-]+))?"
+    pattern = (
+        rf"m(\d+)-n(\d+)-k(\d+)-(.+)-({'|'.join(DTYPES)})(?:-(int8))?-(cpu|cuda)(?:-([\w.-]+))?"
+    )
     match = re.fullmatch(pattern, text)
     if match is None:
         raise ValueError(
             f"wanted a case such as m1-n4096-k4096-custom4-g64-bf16-cuda-auto, got {text!r}"
         )
-    m, n, k, format, dtype, device, backend = match.groups()
+    m, n, k, format, dtype, activations, device, backend = match.groups()
     if format not in DTYPES:
         format = str(Format.parse(format))
     default = "torch" if format in DTYPES else "auto"
-    return KernelCase(int(m), int(n), int(k), format, dtype, device, backend or default)
+    shape = (int(m), int(n), int(k))
+    return KernelCase(*shape, format, dtype, device, backend or default, activations or "float")
 
 
 def ncu_command(ncu: str, inner: Sequence[str]) -> list[str]:

@@ -75,8 +75,9 @@ def values_of_device(record: dict[str, Any]) -> dict[str, Any]:
     time = values["median_us"] / 1e6
     weight_bytes, operations = values["nbytes"], 2 * case["m"] * case["n"] * case["k"]
     floor = weight_bytes / (values["read_gb_s"] * 1e9)
+    rounded = f" {case['activations']}" if "activations" in case else ""
     return {
-        "backend": f"{case['backend']} {case['instruction_set']}",
+        "backend": f"{case['backend']} {case['instruction_set']}{rounded}",
         "bits_per_weight": weight_bytes * 8 / (case["n"] * case["k"]),
         "weight_bytes": weight_bytes,
         "bytes": weight_bytes,

@@ -85,6 +85,17 @@ def checked_device(device: str | None) -> str:
     return device
 
 
+def checked_activations(names: list[str], device: str) -> list[str]:
+    """The activations asked for; bad usage for others, and for int8 on a device without it."""
+    from fdk_formats.backends import check_activations
+
+    for name in names:
+        checked(lambda name=name: check_activations(name))  # type: ignore[misc]
+    if "int8" in names and device != "cpu":
+        raise typer.BadParameter(f"--activations: int8 is there for --device cpu, got {device}")
+    return names
+
+
 def checked_backends(names: list[str]) -> list[str]:
     """The backends asked for; bad usage for a name that none has."""
     from fdk_formats import all_backends

@@ -11,6 +11,7 @@ from fdk_bench.commands.common import (
     Screen,
     check_pattern,
     checked,
+    checked_activations,
     checked_backends,
     checked_device,
     checked_dtype,
@@ -85,6 +86,7 @@ def kernels(
     dtype: options.DtypeOption = "bf16",
     device: options.DeviceOption = None,
     backend: options.BackendOption = None,
+    activations: options.ActivationsOption = None,
     against: options.AgainstOption = None,
     include: options.IncludeOption = "",
     exclude: options.ExcludeOption = None,
@@ -108,6 +110,7 @@ def kernels(
     check_pattern("--include", include)
     check_pattern("--exclude", exclude or "")
     checked_dtype(dtype)
+    on = checked_device(device)
     ks, ns = numbers("-k", k, ()), numbers("-n", n, ())
     widths = numbers("--bits", bits, defaults.bits)
     run = KernelRun(
@@ -115,8 +118,9 @@ def kernels(
         ms=numbers("-m", m, defaults.ms),
         formats=checked(lambda: formats_of(widths, split(formats), group_size, dtype)),
         dtype=dtype,
-        device=checked_device(device),
+        device=on,
         backends=checked_backends(split(backend) or ["auto"]),
+        activations=checked_activations(split(activations) or ["float"], on),
         peers=checked(lambda: peers_named(split(against) or [defaults.against])),
         include=include,
         exclude=exclude,

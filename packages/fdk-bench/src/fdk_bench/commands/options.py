@@ -76,6 +76,13 @@ BackendOption = Annotated[
         rich_help_panel=CASES,
     ),
 ]
+ActivationsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"float, or int8 for x rounded to 8 bits (CPU only); {LISTS}. Default: float.",
+        rich_help_panel=CASES,
+    ),
+]
 DtypeOption = Annotated[
     str, typer.Option(help="Of x and y: bf16, fp16 or fp32.", rich_help_panel=CASES)
 ]

@@ -15,6 +15,7 @@ from fdk_bench.cases import KernelCase
 from fdk_bench.peers.base import Prepared, copies_of
 from fdk_bench.weights import exact_weight, random_weight
 from fdk_formats import Problem, QuantisedTensor, select
+from fdk_formats.int8 import int8_linear
 
 COMPILERS = ("g++", "clang++")
 
@@ -66,14 +67,20 @@ class Ours:
         format = case.quantised
         assert format is not None
         device = torch.device(case.device)
-        problem = Problem(format, case.n, case.k, case.torch_dtype, device)
+        problem = Problem(format, case.n, case.k, case.torch_dtype, device, case.activations)
         backend = select(problem, case.backend)
         q = random_weight(format, case.n, case.k, device)
         count = copies_of(case, q.nbytes, copies)
         # A layout may keep a tensor as it is: each gets its own.
-        layouts = [backend.pack(copy_of(q), dtype=case.torch_dtype) for _ in range(count)]
         weight = partial(exact_weight, q, case.torch_dtype)
-        return Prepared(layouts, weight, q.nbytes, backend.name, codebook_bytes(q))
+        table = codebook_bytes(q)
+        if case.activations == "float":
+            layouts = [backend.pack(copy_of(q), dtype=case.torch_dtype) for _ in range(count)]
+            return Prepared(layouts, weight, q.nbytes, backend.name, table)
+        pack = partial(backend.pack, dtype=case.torch_dtype, activations=case.activations)
+        layouts = [pack(copy_of(q)) for _ in range(count)]
+        name = f"{backend.name} {case.activations}"
+        return Prepared(layouts, weight, q.nbytes, name, table, definition=partial(_int8, q))
 
 
 class CompiledReference:
@@ -166,6 +173,10 @@ def copy_of(q: QuantisedTensor) -> QuantisedTensor:
 def codebook_bytes(q: QuantisedTensor) -> int:
     """Bytes of the table, 0 for an affine format."""
     return 0 if q.codebook is None else q.codebook.nbytes
+
+
+def _int8(q: QuantisedTensor, x: Tensor) -> Tensor:
+    return int8_linear(x.float(), q)
 
 
 def _dense(W: Tensor, x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
         return default(w.arrangement, m, launch.gpu_at(device))
     key = (device, m, dtype, *w.key)
     # Read once: another thread may empty it at any time.
-    found = _chosen.get(key, _UNKNOWN)
+    found: Config = _chosen.get(key, _UNKNOWN)
     if found is not _UNKNOWN:
         return found
     entry = _entries(_name(device)).get(key_of(w, bucket, dtype))

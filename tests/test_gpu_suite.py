@@ -1,6 +1,7 @@
 """tools/gpu_suite.py over a small suite of its own: parts, failures, crashes, the time limit."""
 
 import json
+import time
 from pathlib import Path
 
 import gpu_suite
@@ -26,7 +27,19 @@ def test_crashes():
         os._exit(9)
 
 def test_hangs():
-    time.sleep(float(os.environ.get("HANG", 0)))
+    if file := os.environ.get("HANG"):
+        open(file, "w").close()
+        time.sleep(600)
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("the washing up")
+
+def test_fails_twice(request):
+    if os.environ.get("TWICE"):
+        request.getfixturevalue("broken")
+        raise ValueError("the soup")
 """
 
 
@@ -61,7 +74,7 @@ def test_parts_are_all_of_it(suite: Path) -> None:
         if outcomes.get("test_fails"):
             assert "the answer" in text
     assert sorted(statuses) == [0, 1]
-    assert len(found) == 11
+    assert len(found) == 12
     assert found.pop("test_fails") == "failed"
     assert found.pop("test_skips") == "skipped"
     assert set(found.values()) == {"passed"}
@@ -73,14 +86,51 @@ def test_a_crash_loses_nothing_that_ended(suite: Path, monkeypatch: pytest.Monke
     assert status == 1
     assert outcomes["test_crashes"] == "cut off"
     assert outcomes["test_fails"] == "failed"
+    # The crash is test 9, the last of its process but one: test 11 comes after it.
+    assert outcomes["test_fails_twice"] == "not run"
+    assert "--- not run: " in text
+    assert outcomes["test_hangs"] == "passed"
     assert "1 processes crashed" in text
 
 
 def test_the_time_limit(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HANG", "60")
-    status, outcomes, _ = run(suite, "--timeout", "9")
+    hanging = suite.parent / "hanging"
+    monkeypatch.setenv("HANG", str(hanging))
+
+    class Clock:
+        """The limit comes as soon as the test hangs, however slow the machine."""
+
+        sleep = staticmethod(time.sleep)
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + 600 * hanging.exists()
+
+    monkeypatch.setattr(gpu_suite, "time", Clock)
+    status, outcomes, _ = run(suite, "--timeout", "600")
     assert (status, outcomes["test_hangs"]) == (1, "cut off")
+    # Of the same process, before it.
     assert outcomes["test_passes[0]"] == "passed"
+
+
+def test_a_failure_outlives_its_teardown(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWICE", "1")
+    status, outcomes, text = run(suite)
+    assert (status, outcomes["test_fails_twice"]) == (1, "failed")
+    assert "the soup" in text
+    assert "the washing up" in text
+
+
+def test_a_line_cut_in_the_middle(tmp_path: Path) -> None:
+    rows = [{"id": name, "outcome": "passed", "seconds": 1.0, "text": ""} for name in "ab"]
+    lines = [json.dumps(row) for row in rows]
+    file = tmp_path / "0.part"
+    file.write_text(f"{lines[0]}\n{lines[1][:20]}")
+    assert list(gpu_suite.merged([file])) == rows[:1]
+    # Elsewhere it is no process that was killed.
+    file.write_text(f"{lines[0][:20]}\n{lines[1]}\n")
+    with pytest.raises(json.JSONDecodeError):
+        list(gpu_suite.merged([file]))
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "a/b"])

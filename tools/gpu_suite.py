@@ -5,7 +5,8 @@
     python tools/gpu_suite.py --out out/gpu -- -k invariant        some of them, to pytest
 
 Needs pytest and torch, nothing else: the packages are those of this repository. Every result is
-written as soon as its test ends, so that a crash or the time limit loses none. Written:
+written as soon as its test ends, so that a crash or the time limit loses none; what a crash or
+the limit left out is listed as "not run". Written:
 DIR/results-1of2.jsonl, a row a test {id, outcome, seconds, text}, and DIR/summary-1of2.txt, which
 is printed too.
 """
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = "packages/fdk-cuda/tests"
 # How a process learns which tests are its own, and where its results go.
 PART, RESULTS = "FDK_GPU_SUITE_PART", "FDK_GPU_SUITE_RESULTS"
+BAD = ("failed", "error", "cut off", "not run")
 SUMMARY_CHARACTERS = 1500  # of each failure, in the summary; the rows hold it whole
 
 
@@ -64,6 +66,12 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     dropped = [item for i, item in enumerate(items) if i % part.count != part.index]
     items[:] = [item for i, item in enumerate(items) if i % part.count == part.index]
     config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_collection_finish(session: Any) -> None:
+    """As a plugin of pytest: notes what is to run, in case a crash comes before it."""
+    for item in session.items:
+        _write({"id": item.nodeid, "outcome": "not run"})
 
 
 def pytest_runtest_logstart(nodeid: str, location: object) -> None:
@@ -121,8 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = summary(rows, args.shard, time.monotonic() - start, unfinished)
     (args.out / f"summary-{name}.txt").write_text(text)
     print(text, end="")
-    bad = {"failed", "error", "cut off"}
-    return int(unfinished > 0 or not rows or any(row["outcome"] in bad for row in rows))
+    return int(unfinished > 0 or not rows or any(row["outcome"] in BAD for row in rows))
 
 
 def run(shard: Part, workers: int, timeout: float, prefix: Path, arguments: list[str]) -> int:
@@ -143,10 +150,10 @@ def run(shard: Part, workers: int, timeout: float, prefix: Path, arguments: list
             )
     end = time.monotonic() + timeout
     failed = 0
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.1)
     for process, log_file in zip(processes, logs, strict=True):
-        try:
-            process.wait(timeout=max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if process.poll() is None:
             process.kill()
             process.wait()
         # 0 passed, 1 some failed, 5 no tests: pytest came to its end.
@@ -158,14 +165,32 @@ def run(shard: Part, workers: int, timeout: float, prefix: Path, arguments: list
 
 
 def merged(files: list[Path]) -> Iterator[dict[str, Any]]:
-    """The last row of each test; one that only started was cut off."""
+    """What each test came to; one that only started was cut off.
+
+    A test that fails and then cannot be torn down has two rows: the texts of both are kept.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            rows[row["id"]] = row
+        own: dict[str, dict[str, Any]] = {}
+        for row in _read(file):
+            before = own.get(row["id"])
+            if before and before["outcome"] in ("failed", "error"):
+                row = {**before, "text": f"{before['text']}\n{row['text']}"}
+            own[row["id"]] = row
+        rows |= own
     for _, row in sorted(rows.items()):
         yield {**row, "outcome": "cut off"} if row["outcome"] == "started" else row
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a process; killed while it wrote, it leaves a last one that is not whole."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for i, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            if i < len(lines):
+                raise
 
 
 def summary(rows: list[dict[str, Any]], shard: Part, seconds: float, unfinished: int) -> str:
@@ -179,9 +204,9 @@ def summary(rows: list[dict[str, Any]], shard: Part, seconds: float, unfinished:
     skipped = Counter(row["text"] for row in rows if row["outcome"] == "skipped")
     lines += [f"skipped {count}: {reason}" for reason, count in skipped.items()]
     for row in rows:
-        if row["outcome"] in ("failed", "error", "cut off"):
-            text = row.get("text", "")
-            lines += [f"--- {row['outcome']}: {row['id']}", text[-SUMMARY_CHARACTERS:]]
+        if row["outcome"] in BAD:
+            lines.append(f"--- {row['outcome']}: {row['id']}")
+            lines += [text[-SUMMARY_CHARACTERS:]] if (text := row.get("text")) else []
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fdk_formats.testing import Case
 
 assert launch.INTERPRETED
 LAYER = ("custom4-g64", 48, 256)
+KEY = "codebook4-n48-k256-g64-bfloat16-bfloat16-m8"
 SMALL, GEMM = SmallConfig(4, 2, prefetch=False), GemmConfig(1, 2, 16, split_k=2)
 
 
@@ -46,7 +48,9 @@ def forget() -> None:
     """As a new process."""
     tune._entries.cache_clear()
     tune._mode.cache_clear()
+    tune._name.cache_clear()
     tune._chosen.clear()
+    tune._failed.clear()
 
 
 def configs(m: int, monkeypatch: pytest.MonkeyPatch, *, batch_invariant: bool = False) -> object:
@@ -162,17 +166,18 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         "{",
         "[]",
         '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 1, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
-        '{"version": 1, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 1, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
-        '{"version": 1, "gpu": "NAME", "entries": {"KEY": 5}}',
-        '{"version": 1, "gpu": "NAME", "entries": 7}',
+        '{"version": 2, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
+        '{"version": 2, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
+        '{"version": 2, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
+        '{"version": 2, "gpu": "NAME", "entries": {"KEY": 5}}',
+        '{"version": 2, "gpu": "NAME", "entries": 7}',
     ],
 )
 def test_a_damaged_file_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored.path_of(tune._name(-1))
-    text = text.replace("NAME", tune._name(-1)).replace("KEY", "codebook4-n48-k256-g64-bfloat16-m8")
+    text = text.replace("NAME", tune._name(-1)).replace("KEY", KEY)
     path.write_text(text)
+    assert stored.VERSION == 2
     assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
     tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
     forget()
@@ -203,6 +208,154 @@ def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, fre
     monkeypatch.setenv("FDK_CUDA_CACHE", str(fresh / "file"))
     assert tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0})) == 1
     assert configs(8, monkeypatch) == SMALL
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("FDK_CUDA_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
+    assert tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0})) == 1
+    assert configs(8, monkeypatch) == SMALL
+
+
+def test_what_cannot_be_written_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, fresh: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        stored.store_entries("gpu", {"a": {}})
+    assert [path.suffix for path in fresh.iterdir()] == [".lock"]
+    assert stored.load_entries("gpu") == {}
+
+
+def weight(scale: torch.dtype, zero: torch.dtype | None) -> launch.Weight:
+    return tune.random_weights(*arrangement(), scale, zero, -1)[0]
+
+
+def test_keys_hold_every_dtype() -> None:
+    assert tune.key_of(weight(torch.bfloat16, None), 8, torch.bfloat16) == KEY
+    dtypes = (torch.uint8, torch.float16, torch.float32)
+    ws = [weight(scale, zero) for scale in dtypes for zero in (None, *dtypes)]
+    keys = {tune.key_of(w, 8, x) for w in ws for x in (torch.float16, torch.bfloat16)}
+    assert len(keys) == 2 * len(ws) == 24
+
+
+@pytest.mark.parametrize("format", ["nf4-g64", "int4-g64", "affine4-g64", "nf4-g64-e8m0"])
+def test_layers_are_found_by_the_dtypes_they_have(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune.tune_layers([(format, *LAYER[1:])], ms=[8], timer=Clock({SMALL: 1.0}))
+    case = Case(Format.parse(format), 8, *LAYER[1:], torch.bfloat16)
+    seen = []
+    find = tune.choose
+    monkeypatch.setattr(tune, "choose", lambda *args: seen.append(find(*args)) or seen[-1])
+    TritonBackend().pack(case.quantised(), dtype=case.dtype)(case.random(8, case.k))
+    assert seen == [SMALL]
+
+
+def test_another_thread_may_forget_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(dict[tuple[object, ...], object]):
+        """Another thread has emptied it whenever this one looks again."""
+
+        def __setitem__(self, key: tuple[object, ...], config: object) -> None:
+            pass
+
+    tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
+    monkeypatch.setattr(tune, "_chosen", Emptied())
+    assert configs(8, monkeypatch) == SMALL
+
+
+def test_dequantise_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune.tune_layers([LAYER], ms=[64], timer=Clock({None: 1.0}))
+    assert configs(40, monkeypatch) is None
+    monkeypatch.setattr(tune, "key_of", None)
+    assert configs(40, monkeypatch) is None
+
+
+def test_the_programs_generator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    tune.tune_layers([LAYER], ms=[1, 8], timer=Clock({}))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ValueError("min of nothing")])
+def test_tuning_that_fails_in_a_forward(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> float:
+        raise error
+
+    monkeypatch.setenv(tune.TUNE_VARIABLE, "1")
+    monkeypatch.setattr(tune, "graph_time", fails)
+    case = Case(Format.parse(LAYER[0]), 8, *LAYER[1:], torch.bfloat16)
+    w = weight(torch.bfloat16, None)
+    with pytest.warns(UserWarning, match=f"{KEY} is not tuned.*{error}") as caught:
+        found = tune.choose(w, 8, case.dtype, -1)
+    assert len(caught) == 1
+    assert found == tune.default(*arrangement(), 8, H200)
+    # Nor again, by another m of the bucket, and where another bucket's success emptied ``_chosen``.
+    tune._chosen.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [tune.choose(w, m, case.dtype, -1) for m in (8, 5)] == [found, found]
+
+
+def test_a_capture_does_not_keep_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tune.TUNE_VARIABLE, "1")
+    clock = Clock({SMALL: 1.0})
+    monkeypatch.setattr(tune, "graph_time", clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "_is_capturing", lambda: True)
+        assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
+    assert not clock.asked
+    w = weight(torch.bfloat16, None)
+    assert tune.choose(w, 8, torch.bfloat16, -1) == SMALL
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "_is_capturing", lambda: True)
+        assert configs(8, monkeypatch) == SMALL
+
+
+def test_gpus_of_a_kind_share_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_name", tune.cache(lambda device: "two of them"))
+    monkeypatch.setattr(launch, "gpu_at", lambda device: H200)
+    w = weight(torch.bfloat16, None)
+    before = tune.choose(w, 8, torch.bfloat16, 1)
+    tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
+    assert tune.choose(w, 8, torch.bfloat16, 1) == SMALL != before
+
+
+def test_a_capture_is_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def refuse(graph: object, **options: object) -> None:
+        asked.update(options)
+        raise InterruptedError
+
+    for name in ("synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    with pytest.raises(InterruptedError):
+        tune.graph_time([lambda: torch.ones(1)])
+    assert asked == {"capture_error_mode": "thread_local"}
+
+
+def test_tuning_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tune.TUNE_VARIABLE, "0")
+    tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
+    assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
+
+
+@pytest.mark.parametrize("text", ["true", "2", "off"])
+def test_an_unknown_value_of_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tune.TUNE_VARIABLE, text)
+    with pytest.raises(ValueError, match=f"FDK_CUDA_TUNE must be 0, 1 or not set, got '{text}'"):
+        configs(8, monkeypatch)
 
 
 def test_gpus() -> None:

@@ -1,5 +1,6 @@
 """Compiling and caching, without a GPU."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -104,6 +105,39 @@ def test_cached_cubin_without_a_directory(compilations, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "file"))
     assert nvrtc.cached_cubin(PROGRAM, ARCH).startswith(b"\x7fELF")
+
+
+def test_cached_cubin_without_a_home(compilations, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in (cache.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(cache.Path, "home", no_home)
+    with pytest.raises(FileNotFoundError, match="FDK_CUDA_CACHE is not set"):
+        nvrtc.cache_directory()
+    assert nvrtc.cached_cubin(PROGRAM, ARCH).startswith(b"\x7fELF")
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_write_whole_leaves_permissions_to_the_umask(tmp_path, umask, mode):
+    path = tmp_path / "file"
+    before = os.umask(umask)
+    try:
+        nvrtc.write_whole(path, b"first")
+        nvrtc.write_whole(path, b"second")
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"second"
+    assert path.stat().st_mode & 0o777 == mode
+
+
+def test_write_whole_leaves_nothing_where_it_fails(tmp_path):
+    (tmp_path / "taken" / "by a folder").mkdir(parents=True)
+    with pytest.raises(OSError, match="taken"):
+        nvrtc.write_whole(tmp_path / "taken", b"data")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_cache_key_covers_everything(monkeypatch):

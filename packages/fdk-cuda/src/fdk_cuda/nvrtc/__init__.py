@@ -1,6 +1,6 @@
 """CUDA C++ kernels compiled at first use by NVRTC, cached on disk, launched through the driver."""
 
-from fdk_cuda.nvrtc.cache import cache_directory, cached_cubin
+from fdk_cuda.nvrtc.cache import cache_directory, cached_cubin, write_whole
 from fdk_cuda.nvrtc.compiler import (
     CompilerMissingError,
     Program,
@@ -26,4 +26,5 @@ __all__ = [
     "compiler_version",
     "swizzled_map",
     "why_unavailable",
+    "write_whole",
 ]

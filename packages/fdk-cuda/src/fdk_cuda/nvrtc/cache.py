@@ -2,7 +2,8 @@
 
 import hashlib
 import os
-import tempfile
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from fdk_cuda.nvrtc.compiler import COMMON_OPTIONS, Program, compile_program, compiler_version
@@ -13,11 +14,38 @@ DIGEST_BYTES = 32
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels lie: ``$FDK_CUDA_CACHE``, or ``fdk-cuda`` in the user's cache."""
+    """Where compiled kernels lie: ``$FDK_CUDA_CACHE``, or ``fdk-cuda`` in the user's cache.
+
+    Raises:
+        OSError: nothing is set and the user has no home, as in a container without a passwd entry.
+    """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fdk-cuda"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "fdk-cuda"
+    try:
+        return Path.home() / ".cache" / "fdk-cuda"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"no home directory, and {CACHE_VARIABLE} is not set") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file under another name and renames it into place, so that none is read half.
+
+    Who may read it is for the umask to say, as with any new file.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(data)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def cached_cubin(program: Program, arch: str) -> bytes:
@@ -25,12 +53,15 @@ def cached_cubin(program: Program, arch: str) -> bytes:
 
     Processes that start at once may compile the same program; each writes a file of its own and
     renames it into place, so none ever reads half of one. A damaged file is compiled again, and a
-    directory that cannot be written costs a compilation per process, nothing else.
+    directory that is not there or cannot be written costs a compilation per process, nothing else.
 
     Raises:
         CompilerMissingError, RuntimeError: as ``compile_program``.
     """
-    path = cache_directory() / f"{cache_key(program, arch)}.cubin"
+    try:
+        path = cache_directory() / f"{cache_key(program, arch)}.cubin"
+    except OSError:
+        return compile_program(program, arch).cubin
     if (cubin := _load(path)) is not None:
         return cubin
     cubin = compile_program(program, arch).cubin
@@ -60,14 +91,6 @@ def _load(path: Path) -> bytes | None:
 
 
 def _store(path: Path, cubin: bytes) -> None:
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    except OSError:
-        return
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
+        write_whole(path, hashlib.sha256(cubin).digest() + cubin)

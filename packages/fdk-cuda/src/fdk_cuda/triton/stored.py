@@ -2,21 +2,24 @@
 
 import fcntl
 import json
-import os
 import re
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fdk_cuda.nvrtc import cache_directory
+from fdk_cuda.nvrtc import cache_directory, write_whole
 
-# Raise it when a configuration comes to mean something else.
-VERSION = 1
+# Raise it when a configuration or its key comes to mean something else.
+VERSION = 2
 Entry = dict[str, Any]
 
 
 def path_of(name: str) -> Path:
-    """The file of a GPU."""
+    """The file of a GPU.
+
+    Raises:
+        OSError: as ``cache_directory``.
+    """
     slug = re.sub(r"[^a-z0-9.]+", "-", name.lower())
     return cache_directory() / f"tuned-{slug}.json"
 
@@ -36,18 +39,18 @@ def load_entries(name: str) -> dict[str, Entry]:
 def store_entries(name: str, entries: dict[str, Entry]) -> None:
     """Adds to what is stored; a directory that cannot be written costs a measurement, no more.
 
-    Processes take turns, and each renames a whole file into place: none is read half, and no
-    process's entries are lost.
+    Processes take turns, and each replaces the whole file: none is read half, and no process's
+    entries are lost.
+
+    Args:
+        name: of the GPU and the version of Triton.
+        entries: new or better ones by key; those that are stored under other keys stay.
     """
-    path = path_of(name)
-    try:
+    with suppress(OSError):
+        path = path_of(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # The file as it is from now on: what was stored, read under the lock, and what is new.
             whole = {"version": VERSION, "gpu": name, "entries": load_entries(name) | entries}
-            descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(whole, file, indent=1, sort_keys=True)
-            os.replace(partial, path)
-    except OSError:
-        return
+            write_whole(path, json.dumps(whole, indent=1, sort_keys=True).encode())

@@ -5,7 +5,9 @@ Measured is one m for each bucket of ``BUCKETS``, its largest: no call is tuned 
 
     not set   what was stored for this GPU is used, nothing is measured but by ``tune_layers``
     1         a bucket that is not stored is measured at its first call, seconds long
-    0         what was stored is not used either
+    0         what was stored or measured is not used either
+
+Anything else is an error.
 """
 
 import itertools
@@ -38,33 +40,63 @@ GAIN = 0.98
 LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
 # Copies of a weight: so many times the L2 in all.
 MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
+# Kernels by the name an entry gives them, and what holds their configuration, if they have one.
 KINDS = {"small": SmallConfig, "gemm": GemmConfig, "dequantise": None}
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 
 
 _chosen: dict[tuple[object, ...], Config] = {}
+# None is a configuration too.
+_UNKNOWN: Any = object()
+# What could not be measured at first use is not tried again: GPU and key.
+_failed: set[tuple[str, str]] = set()
 
 
 def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
-    """For m rows of x: what was measured for its bucket, or the default."""
-    if m > BUCKETS[-1] or not (_entries(device) or _mode() == "1"):
+    """For m rows of x: what was measured for its bucket, or the default.
+
+    Raises:
+        ValueError: ``FDK_CUDA_TUNE`` is neither 0 nor 1.
+    """
+    bucket, mode = bucket_of(m), _mode()
+    if bucket is None or mode == "0" or not (mode == "1" or _entries(_name(device))):
         return default(w.arrangement, m, launch.gpu_at(device))
     key = (device, m, dtype, *w.key)
-    if key not in _chosen:
-        _chosen[key] = _choose(w, m, dtype, device)
-    return _chosen[key]
+    # Read once: another thread may empty it at any time.
+    found: Config = _chosen.get(key, _UNKNOWN)
+    if found is not _UNKNOWN:
+        return found
+    entry = _entries(_name(device)).get(key_of(w, bucket, dtype))
+    if entry is None and mode == "1":
+        if _is_capturing():
+            # Not remembered: the next call outside of a capture measures.
+            return default(w.arrangement, m, launch.gpu_at(device))
+        entry = _first_use(w, bucket, dtype, device)
+    config = (
+        default(w.arrangement, m, launch.gpu_at(device)) if entry is None else _config_of(entry)
+    )
+    _chosen[key] = config
+    return config
 
 
-def _choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
-    bucket = bucket_of(m)
-    assert bucket is not None
-    found = _entries(device).get(key_of(w, bucket, dtype))
-    is_capturing = not launch.INTERPRETED and torch.cuda.is_current_stream_capturing()
-    if found is None and _mode() == "1" and not is_capturing:
-        zero_dtype = None if w.zero_point is None else w.zero_point.dtype
+def _is_capturing() -> bool:
+    return not launch.INTERPRETED and torch.cuda.is_current_stream_capturing()
+
+
+def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
+    """Measures a bucket within a forward, which goes on by the default where that fails."""
+    attempt = _name(device), key_of(w, bucket, dtype)
+    if attempt in _failed:
+        return None
+    zero_dtype = None if w.zero_point is None else w.zero_point.dtype
+    try:
         ws = random_weights(w.arrangement, w.scale.dtype, zero_dtype, device)
-        found = _tune_bucket(ws, bucket, dtype, device, graph_time)
-    return default(w.arrangement, m, launch.gpu_at(device)) if found is None else _config_of(found)
+        return _tune_bucket(ws, bucket, dtype, device, graph_time)
+    except Exception as error:
+        _failed.add(attempt)
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"{attempt[1]} is not tuned, the default is used: {reason}", stacklevel=2)
+        return None
 
 
 def default(a: Arrangement, m: int, gpu: Gpu) -> Config:
@@ -118,7 +150,7 @@ def tune_layers(
         for bucket in buckets:
             scale_dtype = SCALE_DTYPES[parsed.scale_dtype]
             ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
-            if key_of(ws[0], bucket, dtype) not in _entries(index):
+            if key_of(ws[0], bucket, dtype) not in _entries(_name(index)):
                 _tune_bucket(ws, bucket, dtype, index, timer or graph_time)
                 count += 1
     return count
@@ -144,11 +176,12 @@ def candidates(m: int, bits: int, gpu: Gpu) -> list[Config]:
 
 
 def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:
-    """What a measurement holds for."""
-    a = w.arrangement
-    kind = "codebook" if w.zero_point is None else "affine"
-    name = str(dtype).removeprefix("torch.")
-    return f"{kind}{a.bits}-n{a.n}-k{a.k}-g{a.group_size}-{name}-m{bucket}"
+    """What a measurement holds for: sizes, dtypes of x, of scale and, if affine, of zero point."""
+    a, zero = w.arrangement, w.zero_point
+    kind = "codebook" if zero is None else "affine"
+    dtypes = (dtype, w.scale.dtype, *([] if zero is None else [zero.dtype]))
+    names = "-".join(str(each).removeprefix("torch.") for each in dtypes)
+    return f"{kind}{a.bits}-n{a.n}-k{a.k}-g{a.group_size}-{names}-m{bucket}"
 
 
 def random_weights(
@@ -184,7 +217,8 @@ def graph_time(calls: Sequence[Callable[[], Tensor]], replays: int = 15) -> floa
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # What other threads do meanwhile, allocate for one, does not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
     times: list[float] = []
@@ -204,7 +238,10 @@ def _tune_bucket(
     """Measures one bucket and stores it."""
     a, gpu = ws[0].arrangement, launch.gpu_at(device)
     first = default(a, bucket, gpu)
-    x = torch.randn(bucket, a.k, device=ws[0].words.device, dtype=torch.float32).to(dtype)
+    # A generator of its own: that of the program stays where it is.
+    place = ws[0].words.device
+    generator = torch.Generator(place).manual_seed(0)
+    x = torch.randn(bucket, a.k, dtype=torch.float32, device=place, generator=generator).to(dtype)
     with torch.no_grad(), launch.on_device_of(x):
         oracle = x.float() @ launch.dequantise(ws[0], dtype).float().T
         times: dict[Config, float] = {}
@@ -227,18 +264,16 @@ def _tune_bucket(
         "default_us": round(times[first], 2) if first in times else None,
     }
     new = {key_of(ws[0], bucket, dtype): entry}
-    _entries(device).update(new)
+    _entries(_name(device)).update(new)
     _chosen.clear()
     store_entries(_name(device), new)
     return entry
 
 
 @cache
-def _entries(device: int) -> dict[str, Entry]:
-    """What is known for a device: read once, added to."""
-    if _mode() == "0":
-        return {}
-    entries = load_entries(_name(device))
+def _entries(name: str) -> dict[str, Entry]:
+    """What is known for a GPU, by ``_name``: read once, added to."""
+    entries = load_entries(name)
     return {key: entry for key, entry in entries.items() if _is_whole(entry)}
 
 
@@ -260,11 +295,16 @@ def _kernel_of(config: Config) -> str:
     return next(name for name, make in KINDS.items() if make is None or isinstance(config, make))
 
 
+@cache
 def _name(device: int) -> str:
+    """Of the GPU and the version of Triton, the same for every GPU of a kind."""
     gpu = "interpreter" if device < 0 else torch.cuda.get_device_name(device)
     return f"{gpu}, triton {triton.__version__}"
 
 
 @cache
 def _mode() -> str | None:
-    return os.environ.get(TUNE_VARIABLE)
+    mode = os.environ.get(TUNE_VARIABLE) or None
+    if mode not in (None, "0", "1"):
+        raise ValueError(f"{TUNE_VARIABLE} must be 0, 1 or not set, got {mode!r}")
+    return mode

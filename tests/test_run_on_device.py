@@ -45,11 +45,19 @@ def adb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, s
     """The environment of an adb server of our own: another one's devices are not ours to use."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} on PATH; .ci/run installs them")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     home = str(tmp_path_factory.mktemp("adb"))
-    server = {"ANDROID_ADB_SERVER_PORT": str(port), "HOME": home, "ADB_MDNS": "0"}
+    for _ in range(5):  # another process may take the port before adb does
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        server = {"ANDROID_ADB_SERVER_PORT": str(port), "HOME": home, "ADB_MDNS": "0"}
+        started = subprocess.run(
+            ["adb", "start-server"], env=os.environ | server, capture_output=True, text=True
+        )
+        if started.returncode == 0:
+            break
+    else:
+        pytest.fail(f"adb does not start its server: {started.stderr}")
     yield server
     subprocess.run(["adb", "kill-server"], env=os.environ | server, capture_output=True)
 

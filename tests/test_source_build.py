@@ -47,6 +47,9 @@ def test_a_missing_compiler_is_named(tmp_path: Path, no_compiler: str) -> None:
 def test_an_old_compiler_is_named(tmp_path: Path) -> None:
     if shutil.which("c++") is None:
         pytest.skip("needs c++ on PATH; .ci/run installs it")
+    version = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=True)
+    if "clang" in version.stdout:
+        pytest.skip("needs GCC as c++: CMake asks clang for its version in another way")
     compiler = tmp_path / "old"
     compiler.write_text(OLD_COMPILER.format(major=9))
     compiler.chmod(0o755)

@@ -163,6 +163,9 @@ def fetch_python(folder: Path, machine: str) -> Path:
         "APT::Architecture": MACHINES[machine],
         "APT::Architectures::": MACHINES[machine],
         "APT::Sandbox::User": "root",
+        "Acquire::Retries": 3,
+        "Acquire::http::Timeout": 20,  # seconds: a mirror that stalls fails, and is not waited for
+        "Acquire::https::Timeout": 20,
     }
     options = (word for pair in settings.items() for word in ("-o", "=".join(map(str, pair))))
     apt = ["apt-get", "-qq", *options]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,16 +209,18 @@ def test_include_and_exclude():
 
 
 def test_floor_is_bytes_over_a_measured_rate(monkeypatch):
+    monkeypatch.setattr("fdk_bench.floor.cold_bytes", lambda device: 4000)
+    clock = itertools.accumulate([0, 1, 0, 4, 0, 2, 0, 8])  # probes of 1, 4, 2 and 8 seconds
+    monkeypatch.setattr("fdk_bench.floor.time", SimpleNamespace(perf_counter=clock.__next__))
     floor = CpuFloor()
     floor.probe()
-    assert floor.seconds(2_000_000) == pytest.approx(2 * floor.seconds(1_000_000))
-    # Between 0.2 and 2000 GB/s, whatever this runs on.
-    assert 0.2e9 < 1 / floor.seconds(1) < 2e12
-    monkeypatch.setattr(floor, "_rates", [1e9, 2e9, 4e9])
-    assert floor.seconds(10**9) == 0.5
+    floor.probe()
+    # Each probe reads a quarter, 1000 bytes.
+    assert floor._rates == [1000, 250, 500]
+    assert floor.seconds(2_000_000) == 4000
     floor.begin()  # the machine may have another speed by now
     floor.probe()
-    assert len(floor._rates) == 1
+    assert floor.seconds(2000) == 16
 
 
 # torch's compiler calls what torch itself deprecates.

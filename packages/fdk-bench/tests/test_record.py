@@ -206,17 +206,18 @@ def interrupted(command, folder):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     path = folder / f"{command[0]}.jsonl"
-    end = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < end:
+    while process.poll() is None:
         if path.is_file() and path.read_text().count("\n") >= 2:
             process.send_signal(signal.SIGINT)
             break
         time.sleep(0.02)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     return process.returncode, output
 
 
-MANY = ",".join(map(str, range(1, 41)))
+# Minutes of cases: the signal comes before their end, even if this process waits for its turn.
+TOTAL = 2000
+MANY = ",".join(map(str, range(1, TOTAL + 1)))
 ON_CPU = ("--device", "cpu", "--backend", "reference")
 
 
@@ -234,7 +235,7 @@ def test_sigint_keeps_what_was_measured(command, tmp_path):
     assert "Interrupted after" in output
     rows = (tmp_path / f"{command[0]}.jsonl").read_text()
     kept = [json.loads(line) for line in rows.splitlines()]
-    assert 2 <= len(kept) < 40
+    assert 2 <= len(kept) < TOTAL
     assert all(row["error"] is None for row in kept)
     table = (tmp_path / f"{command[0]}.md").read_text()
     assert table.count("\n| ") == len(kept) + 1  # and the line of dashes

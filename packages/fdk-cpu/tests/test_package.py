@@ -30,8 +30,8 @@ def test_types_are_shipped():
 
 def test_import_starts_no_thread():
     code = (
-        "import os, torch, fdk_formats; before = len(os.listdir('/proc/self/task'));"
-        "import fdk_cpu; assert len(os.listdir('/proc/self/task')) == before"
+        "import os, torch, fdk_formats; before = set(os.listdir('/proc/self/task'));"
+        "import fdk_cpu; assert set(os.listdir('/proc/self/task')) <= before"
     )
     if not Path("/proc/self/task").is_dir():
         pytest.skip("needs /proc to count threads")
@@ -40,14 +40,14 @@ def test_import_starts_no_thread():
 
 def test_workers_do_not_share_the_core_that_openmp_binds():
     cores = getattr(os, "sched_getaffinity", lambda _: ())(0)
-    if len(cores) < 2:
-        pytest.skip("needs Linux and two cores")
+    if len(cores) < 2 or not Path("/proc/self/task").is_dir():
+        pytest.skip("needs Linux, /proc and two cores")
     # A worker widens its cores when it first runs, which may be after the call that started it.
     code = """
 import os, time, torch, fdk_cpu
 fdk_cpu.set_num_threads(2)
 assert torch.ones(9).sum() == 9
-end, widest = time.monotonic() + 60, 0
+end, widest = time.monotonic() + 600, 0
 while widest < 2 and time.monotonic() < end:
     fdk_cpu.read_sum(torch.ones(1 << 22))
     widest = max(len(os.sched_getaffinity(int(i))) for i in os.listdir("/proc/self/task"))

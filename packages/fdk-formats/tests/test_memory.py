@@ -1,4 +1,4 @@
-"""The peak memory of the torch implementation of the blockwise ops, as torch's allocator counts it.
+"""The peak memory of quantising and of the blockwise ops in torch, as torch's allocator counts it.
 
 Not that of the process: malloc keeps freed pages, and from run to run 10 MiB more or fewer of them.
 """
@@ -16,6 +16,7 @@ from fdk_formats.blockwise import (
     quantise_blockwise,
 )
 from fdk_formats.blockwise.torch_kernels import CHUNK
+from fdk_formats.quantise import quantise
 
 MIB = 1 << 20
 SIZE = (4096, 4096)
@@ -44,12 +45,12 @@ def peak_and_kept(call: Callable[[], object]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_extra_memory_is_that_of_chunks(op):
-    quantise, dequantise = OPS[op]
+    to_codes, dequantise = OPS[op]
     torch.manual_seed(0)
     x = torch.randn(SIZE).to(torch.bfloat16)
-    q = quantise(x, nested=True)
+    q = to_codes(x, nested=True)
     if dequantise is None:
-        peak, kept = peak_and_kept(lambda: quantise(x, nested=True))
+        peak, kept = peak_and_kept(lambda: to_codes(x, nested=True))
     else:
         peak, kept = peak_and_kept(lambda: dequantise(q))
     extra = peak - kept
@@ -58,3 +59,13 @@ def test_extra_memory_is_that_of_chunks(op):
     limit = 6 * 4 * CHUNK if dequantise is None else 2 * MIB
     assert kept >= x.numel() // 2, "the profiler saw no result"
     assert extra < limit, f"{op} took {extra / MIB:.1f} MiB beyond its result"
+
+
+@pytest.mark.parametrize("format", ["nf4-g64", "kmeans8-g64"])
+def test_quantising_a_weight_takes_little(format):
+    torch.manual_seed(0)
+    weight = torch.randn(256, SIZE[1]).to(torch.bfloat16).repeat(16, 1)
+    peak, kept = peak_and_kept(lambda: quantise(weight, format))
+    assert kept >= weight.numel() // 2, "the profiler saw no result"
+    # Less than two float32 copies of the weight.
+    assert peak < 2 * 4 * weight.numel(), f"{format} took {peak / MIB:.1f} MiB"

@@ -55,7 +55,7 @@ def test_tags_and_records(wheel: Path, module: Path) -> None:
 def test_asks_for_no_more_than_linux_has(module: Path) -> None:
     assert module.name == f"_native{suffix_of(MACHINE)}"
     assert machine_of(module) == "AArch64"
-    assert glibc_of(module) <= (2, 36)  # Debian 12
+    assert glibc_of(module) <= (2, 34)  # as the README of fdk-cpu says
     assert foreign_libraries(module) == []
 
 
@@ -66,7 +66,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"needs qemu-{MACHINE} on PATH; .ci/run installs it")
     try:
         return fetch_python(tmp_path_factory.mktemp("python"), MACHINE)
-    except (OSError, subprocess.CalledProcessError) as error:
+    except subprocess.CalledProcessError as error:
+        if error.cmd[-1] != "update":  # without a network nothing can be fetched
+            raise
         pytest.skip(f"needs Debian's Python {VERSION} for {MACHINE}: {error}")
 
 

@@ -68,7 +68,7 @@ def test_codes_of_x(instruction_set: str, dtype: torch.dtype) -> None:
     x = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0)).to(dtype).float()
     size = x.norm(dim=1, keepdim=True) * q.dequantise().norm(dim=1) + 1e-9
     error = (layout(x) - int8_linear(x, q)).abs() / size
-    assert error.max() < 1e-5  # a code more or less: 1e-3
+    assert error.max() < 1e-5  # a code more or less: 5e-4
 
 
 @pytest.mark.parametrize("format", ["custom4-g64", "affine8-g16", "custom1-g128", "affine3-g200"])

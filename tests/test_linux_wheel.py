@@ -62,8 +62,9 @@ def test_asks_for_no_more_than_linux_has(module: Path) -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Debian's Python for ARM."""
-    if shutil.which(f"qemu-{MACHINE}") is None:
-        pytest.skip(f"needs qemu-{MACHINE} on PATH; .ci/run installs it")
+    tools = (f"qemu-{MACHINE}", "apt-get", "dpkg")
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
+        pytest.skip(f"needs {', '.join(missing)} on PATH; .ci/run installs qemu")
     try:
         return fetch_python(tmp_path_factory.mktemp("python"), MACHINE)
     except subprocess.CalledProcessError as error:

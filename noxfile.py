@@ -119,7 +119,7 @@ def fuzz(session: nox.Session) -> None:
         FDK_CPU_FUZZ="ON",
         FDK_CPU_SANITIZE="address,undefined",
     )
-    limits = (f"-max_total_time={FUZZ_SECONDS}", "-max_len=4096", "-len_control=0", "-timeout=10")
+    limits = (f"-max_total_time={FUZZ_SECONDS}", "-max_len=4096", "-len_control=0", "-timeout=120")
     found = f"-artifact_prefix={build}/"
     run(session, f"{build}/fdk_fuzz", *limits, found, "-print_final_stats=1", *session.posargs)
 

@@ -157,6 +157,7 @@ def fetch_python(folder: Path, machine: str) -> Path:
         path.mkdir(parents=True)
     (folder / "status").touch()
     settings = {
+        "APT::Update::Error-Mode": "any",  # what cannot be fetched is no mere warning
         "Dir::State::lists": lists,
         "Dir::State::status": folder / "status",
         "Dir::Cache": cache,

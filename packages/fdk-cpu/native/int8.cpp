@@ -10,12 +10,8 @@
 namespace fdk {
 namespace {
 
-// Pieces a thread gets of a loop: enough that one that starts late is not waited for.
-constexpr std::size_t kPieces = 16;
 // Codes of the stripes that all rows of x meet in turn: within the L2 of any core.
 constexpr std::size_t kBlockBytes = 192 << 10;
-// Rows of x worked on at once, so that temporaries stay small.
-constexpr std::size_t kMaxRows = 1024;
 
 // x[start] to x[start + count - 1] as float32.
 void read_run(const void* x, Activation type, std::size_t start, std::size_t count, float* out) {
@@ -114,9 +110,7 @@ void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation 
   const std::size_t stripe_bytes = layout.tiles * tile_bytes(layout.bits);
   const std::size_t block = m <= kernels.rows ? layout.stripes
                                               : std::max<std::size_t>(1, kBlockBytes / stripe_bytes);
-  const std::size_t chunk =
-      threads <= 1 ? layout.stripes
-                   : std::max<std::size_t>(1, layout.stripes / (threads * kPieces));
+  const std::size_t chunk = chunk_for(layout.stripes, threads);
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t from, std::size_t to) {
     const std::size_t stride = std::min(block, to - from) * kTileRows;
     const Buffer<float> products(m * stride);

@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <vector>
 
@@ -22,14 +23,8 @@ constexpr std::size_t kBlockRows = 48, kBlockStripes = kBlockRows / kTileRows;
 constexpr std::size_t kBlockStrideBytes = kBlockBytes + 64;
 // Stripes that the passes of gemv over many rows of x share: 64 KiB at 4 bits and k = 4096.
 constexpr std::size_t kPassStripes = 8;
-// Rows of x or grad_y worked on at once, so that temporaries stay small.
-constexpr std::size_t kMaxRows = 1024;
-// Pieces a thread gets of a loop: enough that one that starts late is not waited for.
-constexpr std::size_t kPieces = 16, kTablePieces = 2;
-
-std::size_t chunk_for(std::size_t total, std::size_t threads) {
-  return threads <= 1 ? total : std::max<std::size_t>(1, total / (threads * kPieces));
-}
+// Pieces a thread gets of a loop over tables.
+constexpr std::size_t kTablePieces = 2;
 
 Weight weight_of(const PackedWeight& packed, Activation activation) {
   const Layout& layout = packed.layout;
@@ -143,6 +138,8 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
     for (std::size_t stripe = begin; stripe < end && tables == nullptr; stripe += stripes) {
       for (std::size_t pass = 0; pass < passes; pass++) {
         const std::size_t row = pass * m / passes, rows = (pass + 1) * m / passes - row;
+        // A kernel that meets one row reads sums of whole runs: those of more rows are of steps.
+        assert(!needs_sums || (rows == 1) == (m == 1));
         const GemvTask task{&w, from + row * positions * item,
                             needs_sums ? sums.get() + row * positions / 2 : nullptr,
                             rows, products.get() + row * y_stride, y_stride};

@@ -38,6 +38,10 @@ void expect(const char* name, const Bytes& bytes, std::size_t wanted) {
                                 std::to_string(wanted) + " bytes, got " +
                                 std::to_string(bytes.size));
   }
+  if (bytes.size != 0 && bytes.address == 0) {
+    throw std::invalid_argument("fdk_cpu: " + std::string(name) + " must be " +
+                                std::to_string(wanted) + " bytes, got no memory");
+  }
 }
 
 template <class E>

@@ -1,6 +1,7 @@
 // Rows of x and y around the kernels: aligned buffers, offsets and the last rounding of y.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,15 @@
 
 namespace fdk {
 namespace {
+
+// Rows of x or grad_y worked on at once, so that temporaries stay small.
+constexpr std::size_t kMaxRows = 1024;
+// Pieces a thread gets of a loop: enough that one that starts late is not waited for.
+constexpr std::size_t kPieces = 16;
+
+[[maybe_unused]] std::size_t chunk_for(std::size_t total, std::size_t threads) {
+  return threads <= 1 ? total : std::max<std::size_t>(1, total / (threads * kPieces));
+}
 
 // Memory aligned to a cache line, not initialised.
 template <class T>

@@ -72,18 +72,18 @@ def run(core: str, *command: str | Path, isa: str = "") -> subprocess.CompletedP
 
 @pytest.mark.parametrize("core", CORES)
 def test_kernels_agree_with_plain_loops(build: Path, core: str) -> None:
-    done = run(core, build / "fdk_native_test", "2")
+    done = run(core, build / "fdk_native_test", "--cases", "10")
     assert done.returncode == 0, done.stderr
     cases, _, isas = done.stdout.strip().partition(" cases passed on ")
     assert tuple(isas.split()) == CORES[core]
-    assert int(cases) > 5
+    assert cases == "10"
 
 
 @pytest.mark.parametrize("core", ["cortex-a76", "max,sve=off", "max,sve-max-vq=4"])
 def test_random_shapes_and_bytes(build: Path, core: str) -> None:
-    done = run(core, build / "fdk_fuzz_random", "2")
+    done = run(core, build / "fdk_fuzz_random", "--cases", "10")
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > 5
+    assert done.stdout == "10 cases passed\n"
 
 
 @pytest.mark.parametrize(("core", "isa"), PINNED)

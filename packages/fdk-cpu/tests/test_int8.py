@@ -12,17 +12,23 @@ from fdk_formats.int8 import int8_linear
 from fdk_formats.testing import Case, cases, nrmse, poisoned, random_quantised
 
 BACKEND = fdk_cpu.CpuBackend()
-# Seven group sizes and two dtypes in turn: over the widths each group size meets both.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Seven group sizes and three dtypes in turn: over the widths each group size meets all.
 CASES = [
     case
     for i, case in enumerate(
         cases(
             group_sizes=(16, 32, 64, 128, 48, 200, None),
-            dtypes=(torch.bfloat16, torch.float32),
+            dtypes=DTYPES,
             ms=(7,),  # and the last row alone
         )
     )
-    if i % 2 == i // 2 % 2
+    if i % 3 == i // 3 % 3
+]
+# Several blocks of stripes, and more rows of x than are worked on at once.
+LARGE = [
+    Case(Format("custom", 8, 64), m=17, n=203, k=4096, dtype=torch.bfloat16),
+    Case(Format("custom", 4, 64), m=1030, n=9, k=128, dtype=torch.float32),
 ]
 # Half a unit in the last place; float32 sums of a row have more.
 MAX_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
@@ -35,7 +41,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     fdk_cpu.set_instruction_set("auto")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 def test_kit(instruction_set: str, case: Case) -> None:
     q = case.quantised()
     layout = BACKEND.pack(q, dtype=case.dtype, activations="int8")
@@ -52,6 +58,17 @@ def test_kit(instruction_set: str, case: Case) -> None:
     unpacked = layout.unpack()
     for name, tensor in q.tensors().items():
         assert torch.equal(unpacked.tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_of_x(instruction_set: str, dtype: torch.dtype) -> None:
+    # Halves of the largest magnitude lie between two codes, and are common on the grid of bf16.
+    q = random_quantised(Format.parse("affine8-g64"), 3, 128)
+    layout = BACKEND.pack(q, dtype=torch.float32, activations="int8")
+    x = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0)).to(dtype).float()
+    size = x.norm(dim=1, keepdim=True) * q.dequantise().norm(dim=1) + 1e-9
+    error = (layout(x) - int8_linear(x, q)).abs() / size
+    assert error.max() < 1e-5  # a code more or less: 5e-4
 
 
 @pytest.mark.parametrize("format", ["custom4-g64", "affine8-g16", "custom1-g128", "affine3-g200"])

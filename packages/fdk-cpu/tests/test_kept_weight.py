@@ -101,6 +101,46 @@ def test_tensors_that_change(change: Callable[[CpuLayout], None], activations: s
     assert torch.equal(layout(x), 2 * y)
 
 
+def test_dtype_that_changes_in_place() -> None:
+    layout, x, _ = used()
+    layout.scale.data = layout.scale.view(torch.float16)  # the same address and bytes
+    other = laid_out()
+    other.scale = layout.scale.clone()
+    assert layout.scale.dtype == torch.float16
+    torch.testing.assert_close(layout(x), other(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_size_that_changes_in_place() -> None:
+    layout, x, _ = used()
+    layout.codes.resize_(10)  # the same address and dtype
+    with pytest.raises(ValueError, match="codes must be 1536 bytes, got 10"):
+        layout(x)
+
+
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_memory_that_is_gone(activations: str) -> None:
+    layout, x, y = used(activations=activations)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    for name, tensors in (("x", (x.clone(), bias)), ("bias", (x, bias.clone()))):
+        tensors[name == "bias"].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=rf"{name} must be \d+ bytes, got no memory"):
+            layout(*tensors)
+    assert torch.equal(layout(x), y)
+    layout.scale.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="scales must be 96 bytes, got no memory"):
+        layout(x)
+
+
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_zero_tensors(activations: str) -> None:
+    layout, x, y = used(activations=activations)
+    bias = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    # What autograd passes on where nothing was: it has a shape and no memory.
+    with torch.no_grad():
+        assert torch.equal(layout(torch._efficientzerotensor((3, K)), bias), bias.expand(3, N))
+        assert torch.equal(layout(x, torch._efficientzerotensor((N,))), y)
+
+
 def test_levels_that_change() -> None:
     layout, x, y = used(activations="int8")
     # With offset and levels of the other sign, so is y.
@@ -204,7 +244,7 @@ def test_fake_tensors_and_compile() -> None:
         (torch.ones(1, K, dtype=torch.float64), None, "x must be one of .*got torch.float64"),
         (torch.ones(1, K), torch.ones(N + 1), "bias must be"),
         (torch.ones(1, K), torch.ones(N).bfloat16(), "bias must be"),
-        (torch.ones(1, K, device="meta"), None, "x must be on cpu|meta"),
+        (torch.ones(1, K, device="meta"), None, r"x must be on (cpu|meta)"),
     ],
 )
 def test_refused_as_by_the_op(x: Tensor, bias: Tensor | None, message: str) -> None:

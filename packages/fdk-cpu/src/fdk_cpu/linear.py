@@ -15,6 +15,9 @@ ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 # uint8 is e8m0 for a scale and an integer for a zero point.
 STORED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
+# What a kept weight was made of: the tensor's name, itself, address, bytes and dtype.
+Origin = tuple[str, ref[Tensor], int, int, torch.dtype]
+
 
 def lut_linear(
     x: Tensor,  # [m, k, bf16 | fp16 | fp32]
@@ -168,13 +171,13 @@ def takes(x: Tensor, bias: Tensor | None, n: int, k: int) -> bool:
 class KeptWeight:
     """The checked native weight of a layout: making it anew took 7 of the 16 us of a small call.
 
-    It is made again where one of the layout's tensors is another one, or lies elsewhere. It keeps
-    no tensor alive. Copies and pickles are empty.
+    It is made again where one of the layout's tensors is another one, or has another address, size
+    or dtype. It keeps no tensor alive. Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
         # One tuple, for threads: the weight, what it was made of, and what it was made without.
-        self._made: tuple[_native.Weight | None, list[tuple[str, ref[Tensor], int]], str]
+        self._made: tuple[_native.Weight | None, list[Origin], str]
         self._made = None, [], ""
 
     def __reduce__(self) -> tuple[type["KeptWeight"], tuple[()]]:
@@ -197,9 +200,15 @@ class KeptWeight:
         *batch, k = x.shape
         tensors = {**tensors}  # kept alive for this call, whatever becomes of the layout meanwhile
         weight, origins, absent = self._made
-        for name, original, address in origins:
+        for name, original, address, size, dtype in origins:
             tensor = tensors[name]
-            if tensor is None or original() is not tensor or tensor.data_ptr() != address:
+            if (
+                tensor is None
+                or original() is not tensor
+                or tensor.data_ptr() != address
+                or tensor.nbytes != size
+                or tensor.dtype != dtype
+            ):
                 weight = None
         if weight is None or tensors[absent] is not None:
             codes, scale = tensors["codes"], tensors["scale"]
@@ -209,7 +218,7 @@ class KeptWeight:
             weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
             _check_levels(tensors.get("levels"))
             there = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-            origins = [(name, ref(tensor), tensor.data_ptr()) for name, tensor in there]
+            origins = [(name, ref(t), t.data_ptr(), t.nbytes, t.dtype) for name, t in there]
             self._made = weight, origins, "codebook" if codebook is None else "zero_point"
         y = x.new_empty((*batch, n))
         m = x.numel() // k

@@ -1,9 +1,8 @@
 // Every instruction set against plain loops, and the layout converter on random shapes and bytes.
 //
-// Arguments: seconds of random cases (default 2), seed (default 1). Each tensor is a heap block of
-// exactly its size, so that AddressSanitizer sees any access beyond it.
+// Arguments: see limit.h. Each tensor is a heap block of exactly its size, so that AddressSanitizer
+// sees any access beyond it.
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +19,7 @@
 #include "../../native/kernels.h"
 #include "../../native/linear.h"
 #include "../../native/pool.h"
+#include "limit.h"
 
 namespace {
 
@@ -471,21 +471,16 @@ void check_conversions() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const double seconds = argc > 1 ? std::atof(argv[1]) : 2;
-  Random random(argc > 2 ? unsigned(std::atoi(argv[2])) : 1);
+  Limit limit(argc, argv);
+  Random random(limit.seed());
   check_conversions();
   check_sizes_are_refused();
   check_pool_errors();
   check_thread_counts(random);
   check_outliers(random);
   check_plain_gemm(random);
-  const auto start = std::chrono::steady_clock::now();
   int cases = 0;
-  while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() <
-         seconds) {
-    check(random_case(random), random);
-    cases++;
-  }
+  for (; !limit.reached(cases); cases++) check(random_case(random), random);
   std::printf("%d cases passed on", cases);
   for (int isa = 0; isa < fdk::kIsas; isa++) {
     if (fdk::supported(fdk::Isa(isa))) std::printf(" %s", fdk::name_of(fdk::Isa(isa)));

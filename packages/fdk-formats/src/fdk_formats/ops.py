@@ -63,7 +63,8 @@ def _watched(x: Tensor, bias: Tensor | None) -> bool:
         ((x.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled())
         or type(x) is not Tensor
         or x.is_neg()
-        or (bias is not None and bias.is_neg())
+        or x._is_zerotensor()
+        or (bias is not None and (bias.is_neg() or bias._is_zerotensor()))
         or _depth_of_dispatch_modes() > 0
         or _depth_of_function_modes() > 0
         or _functorch_level() is not None

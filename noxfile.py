@@ -39,6 +39,7 @@ ENV = {
     "GOMP_SPINCOUNT": "0",
 }
 RESULTS = Path("out/bench")
+NATIVE_SOURCES = ("*.c", "*.h", "*.cpp", "*.cu", "*.cuh")
 ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
 ARM_WHEEL_TESTS = "tests/test_linux_wheel.py"
 # Half a minute on two cores: the widths that decode differently, one row of x and a few.
@@ -51,6 +52,8 @@ def lint(session: nox.Session) -> None:
     """Style, the rules of the tree (tools/check_tree.py) and the tests of both (tests/)."""
     run(session, "ruff", "check", ".")
     run(session, "ruff", "format", "--check", ".")
+    native = str(run(session, "git", "ls-files", *NATIVE_SOURCES, silent=True)).split()
+    run(session, "clang-format", "--dry-run", "-Werror", *native)
     run(session, "python", "tools/check_tree.py")
     run(session, "shellcheck", "tools/run_on_device.sh", ".ci/run")
     elsewhere = ("tests/test_docs.py", "tests/test_run_on_device.py", ARM_WHEEL_TESTS)

@@ -206,19 +206,20 @@ FDK_INLINE void scale_tables(const Weight& w, const ScaledTable<kBits>& table, s
   constexpr std::size_t kEntries = ScaledTable<kBits>::kEntries;
   const bool affine = w.zeros != nullptr;
   alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
-  for_tiles(w, stripe, begin, end, 0, [&](std::size_t, const std::uint8_t*, std::size_t slot)
-                                          FDK_LAMBDA {
-    load_groups<kGroups, false>(w, slot, scales);
-    if (affine) load_groups<kGroups, true>(w, slot, zeros);
-    // GCC 12 would keep the scales in registers, and take them apart by 60 instructions a tile.
-    asm volatile("" : : "r"(scales), "r"(zeros) : "memory");
-    for (std::size_t r = 0; r < kTileRows; r++) {
-      FDK_UNROLL
-      for (std::size_t g = 0; g < std::size_t(kGroups); g += 2, to += 2 * kEntries) {
-        table.store(scales + g * kTileRows + r, zeros + g * kTileRows + r, to);
-      }
-    }
-  });
+  for_tiles(w, stripe, begin, end, 0,
+            [&](std::size_t, const std::uint8_t*, std::size_t slot) FDK_LAMBDA {
+              load_groups<kGroups, false>(w, slot, scales);
+              if (affine) load_groups<kGroups, true>(w, slot, zeros);
+              // GCC 12 would keep the scales in registers, and take them apart by 60 instructions a
+              // tile.
+              asm volatile("" : : "r"(scales), "r"(zeros) : "memory");
+              for (std::size_t r = 0; r < kTileRows; r++) {
+                FDK_UNROLL
+                for (std::size_t g = 0; g < std::size_t(kGroups); g += 2, to += 2 * kEntries) {
+                  table.store(scales + g * kTileRows + r, zeros + g * kTileRows + r, to);
+                }
+              }
+            });
 }
 
 }  // namespace

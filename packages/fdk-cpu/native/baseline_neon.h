@@ -22,8 +22,7 @@ struct NeonDots {
     return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(v), 16));
   }
   static FDK_INLINE float32x4_t odd(uint8x16_t v) {
-    return vreinterpretq_f32_u32(
-        vandq_u32(vreinterpretq_u32_u8(v), vdupq_n_u32(0xFFFF0000)));
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(v), vdupq_n_u32(0xFFFF0000)));
   }
 
   template <int kType>

@@ -104,9 +104,8 @@ void quantise_blocks(const NearestCode& nearest, Activation type, const void* va
   expect_writes(packed, task.nearest->entries > 16 ? n : n / 2);
   if (block > kLongBlock) return quantise_long_blocks(kernels, task, threads);
   const std::size_t blocks = ceil_div(n, block), chunk = piece_of(n, block, threads) / block;
-  parallel_for(blocks, chunk, threads, [&](std::size_t begin, std::size_t end) {
-    kernels.quantise(task, begin, end);
-  });
+  parallel_for(blocks, chunk, threads,
+               [&](std::size_t begin, std::size_t end) { kernels.quantise(task, begin, end); });
 }
 
 void dequantise_blocks(int bits, const float* code, Activation type, const std::uint8_t* packed,
@@ -117,9 +116,8 @@ void dequantise_blocks(int bits, const float* code, Activation type, const std::
   const auto dequantise = bits == 4 ? kernels.dequantise_4bit : kernels.dequantise_8bit;
   expect_writes(values, n * bytes_of(type));
   // Whole cache lines of codes and of values.
-  parallel_for(n, piece_of(n, 128, threads), threads, [&](std::size_t begin, std::size_t end) {
-    dequantise(task, begin, end);
-  });
+  parallel_for(n, piece_of(n, 128, threads), threads,
+               [&](std::size_t begin, std::size_t end) { dequantise(task, begin, end); });
 }
 
 }  // namespace fdk

@@ -20,8 +20,8 @@ inline constexpr std::size_t kMaxEntries = 256;
 // From a scaled value to the code of the nearest entry; a tie goes to the lower one. A value's rank
 // is the number of midpoints below it.
 struct NearestCode {
-  std::size_t entries;             // 256 or 16
-  float midpoints[kMaxEntries];    // entries - 1 of them, ascending
+  std::size_t entries;              // 256 or 16
+  float midpoints[kMaxEntries];     // entries - 1 of them, ascending
   std::uint8_t codes[kMaxEntries];  // of each rank
   // One entry for each upper half of a float's bits, where no two midpoints share one; empty
   // otherwise. Values whose lower half is above bits 0 to 15 of the entry have the code in its bits

@@ -77,8 +77,8 @@ struct Avx2 {
 
   static FDK_INLINE Codes codes_by_key(const std::uint32_t* keys, Float x) {
     const __m256i bits = _mm256_castps_si256(x), half = _mm256_set1_epi32(0xFFFF);
-    const __m256i entry = _mm256_i32gather_epi32(reinterpret_cast<const int*>(keys),
-                                                 _mm256_srli_epi32(bits, 16), 4);
+    const __m256i entry =
+        _mm256_i32gather_epi32(reinterpret_cast<const int*>(keys), _mm256_srli_epi32(bits, 16), 4);
     const __m256i above =
         _mm256_cmpgt_epi32(_mm256_and_si256(bits, half), _mm256_and_si256(entry, half));
     const __m256i lower = _mm256_and_si256(_mm256_srli_epi32(entry, 16), _mm256_set1_epi32(0xFF));
@@ -159,8 +159,8 @@ struct Avx2 {
     const __m128i low_bits = _mm_set1_epi8(15);
     const __m128i first = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_bits);
     const __m128i second = _mm_and_si128(bytes, low_bits);
-    const __m256i index = _mm256_set_m128i(_mm_unpackhi_epi8(first, second),
-                                           _mm_unpacklo_epi8(first, second));
+    const __m256i index =
+        _mm256_set_m128i(_mm_unpackhi_epi8(first, second), _mm_unpacklo_epi8(first, second));
     const __m256i low = _mm256_shuffle_epi8(table.low, index);
     const __m256i high = _mm256_shuffle_epi8(table.high, index);
     const __m256i outer = _mm256_unpacklo_epi8(low, high);  // values 0 to 7, 16 to 23

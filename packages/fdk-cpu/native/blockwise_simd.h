@@ -20,9 +20,12 @@ namespace {
 template <class F>
 FDK_INLINE void with_type(Activation type, F f) {
   switch (type) {
-    case Activation::bf16: return f(Int<int(Activation::bf16)>{});
-    case Activation::fp16: return f(Int<int(Activation::fp16)>{});
-    case Activation::fp32: return f(Int<int(Activation::fp32)>{});
+    case Activation::bf16:
+      return f(Int<int(Activation::bf16)>{});
+    case Activation::fp16:
+      return f(Int<int(Activation::fp16)>{});
+    case Activation::fp32:
+      return f(Int<int(Activation::fp32)>{});
   }
 }
 
@@ -112,13 +115,11 @@ FDK_INLINE void encode_block(const QuantiseTask& task, const Nearest& nearest, s
     std::memcpy(to, rest, ceil_div(end - i, Nearest::kPerByte));
   };
   if (scale.divides) {
-    each_vector<V, kType>(task.values, begin, end, [&](std::size_t i, Float x) FDK_LAMBDA {
-      store(i, V::div(x, factor));
-    });
+    each_vector<V, kType>(task.values, begin, end,
+                          [&](std::size_t i, Float x) FDK_LAMBDA { store(i, V::div(x, factor)); });
   } else {
-    each_vector<V, kType>(task.values, begin, end, [&](std::size_t i, Float x) FDK_LAMBDA {
-      store(i, V::mul(x, factor));
-    });
+    each_vector<V, kType>(task.values, begin, end,
+                          [&](std::size_t i, Float x) FDK_LAMBDA { store(i, V::mul(x, factor)); });
   }
 }
 
@@ -142,22 +143,19 @@ float absmax(const QuantiseTask& task, std::size_t begin, std::size_t end) {
 
 template <class V>
 void encode(const QuantiseTask& task, std::size_t begin, std::size_t end) {
-  with_nearest<V>(task, [&](auto type, const auto& nearest) FDK_LAMBDA {
-    encode_block<V, type.value>(task, nearest, begin, end);
-  });
+  with_nearest<V>(task, [&](auto type, const auto& nearest)
+                            FDK_LAMBDA { encode_block<V, type.value>(task, nearest, begin, end); });
 }
 
 template <class V>
 void quantise(const QuantiseTask& task, std::size_t begin, std::size_t end) {
   with_nearest<V>(task, [&](auto type, const auto& nearest) FDK_LAMBDA {
-    const auto absmax = [&](const QuantiseTask& t, std::size_t first,
-                            std::size_t last) FDK_LAMBDA -> float {
-      return absmax_of<V, type.value>(t.values, first, last);
-    };
+    const auto absmax =
+        [&](const QuantiseTask& t, std::size_t first, std::size_t last)
+            FDK_LAMBDA -> float { return absmax_of<V, type.value>(t.values, first, last); };
     quantise_each(task, begin, end, absmax,
-                  [&](const QuantiseTask& t, std::size_t first, std::size_t last) FDK_LAMBDA {
-                    encode_block<V, type.value>(t, nearest, first, last);
-                  });
+                  [&](const QuantiseTask& t, std::size_t first, std::size_t last)
+                      FDK_LAMBDA { encode_block<V, type.value>(t, nearest, first, last); });
   });
 }
 

@@ -38,31 +38,46 @@ void expect_pointer(const char* name, const void* pointer) {
 
 fdk::ScaleType scale_type(fdk_dtype dtype) {
   switch (dtype) {
-    case FDK_BF16: return fdk::ScaleType::bf16;
-    case FDK_FP16: return fdk::ScaleType::fp16;
-    case FDK_FP32: return fdk::ScaleType::fp32;
-    case FDK_E8M0: return fdk::ScaleType::e8m0;
-    default: refuse("scale_dtype", "bf16, fp16, fp32 or e8m0, got " + std::to_string(dtype));
+    case FDK_BF16:
+      return fdk::ScaleType::bf16;
+    case FDK_FP16:
+      return fdk::ScaleType::fp16;
+    case FDK_FP32:
+      return fdk::ScaleType::fp32;
+    case FDK_E8M0:
+      return fdk::ScaleType::e8m0;
+    default:
+      refuse("scale_dtype", "bf16, fp16, fp32 or e8m0, got " + std::to_string(dtype));
   }
 }
 
 fdk::ZeroType zero_type(fdk_dtype dtype) {
   switch (dtype) {
-    case FDK_NONE: return fdk::ZeroType::none;
-    case FDK_BF16: return fdk::ZeroType::bf16;
-    case FDK_FP16: return fdk::ZeroType::fp16;
-    case FDK_FP32: return fdk::ZeroType::fp32;
-    case FDK_U8: return fdk::ZeroType::u8;
-    default: refuse("zero_dtype", "none, bf16, fp16, fp32 or u8, got " + std::to_string(dtype));
+    case FDK_NONE:
+      return fdk::ZeroType::none;
+    case FDK_BF16:
+      return fdk::ZeroType::bf16;
+    case FDK_FP16:
+      return fdk::ZeroType::fp16;
+    case FDK_FP32:
+      return fdk::ZeroType::fp32;
+    case FDK_U8:
+      return fdk::ZeroType::u8;
+    default:
+      refuse("zero_dtype", "none, bf16, fp16, fp32 or u8, got " + std::to_string(dtype));
   }
 }
 
 fdk::Activation activation(fdk_dtype dtype) {
   switch (dtype) {
-    case FDK_BF16: return fdk::Activation::bf16;
-    case FDK_FP16: return fdk::Activation::fp16;
-    case FDK_FP32: return fdk::Activation::fp32;
-    default: refuse("dtype", "bf16, fp16 or fp32, got " + std::to_string(dtype));
+    case FDK_BF16:
+      return fdk::Activation::bf16;
+    case FDK_FP16:
+      return fdk::Activation::fp16;
+    case FDK_FP32:
+      return fdk::Activation::fp32;
+    default:
+      refuse("dtype", "bf16, fp16 or fp32, got " + std::to_string(dtype));
   }
 }
 

@@ -9,21 +9,30 @@ namespace {
 
 [[maybe_unused]] float scale_at(const Weight& w, std::size_t slot) {
   switch (w.scale_type) {
-    case ScaleType::bf16: return from_bf16(static_cast<const std::uint16_t*>(w.scales)[slot]);
-    case ScaleType::fp16: return from_fp16(static_cast<const std::uint16_t*>(w.scales)[slot]);
-    case ScaleType::fp32: return static_cast<const float*>(w.scales)[slot];
-    case ScaleType::e8m0: return from_e8m0(static_cast<const std::uint8_t*>(w.scales)[slot]);
+    case ScaleType::bf16:
+      return from_bf16(static_cast<const std::uint16_t*>(w.scales)[slot]);
+    case ScaleType::fp16:
+      return from_fp16(static_cast<const std::uint16_t*>(w.scales)[slot]);
+    case ScaleType::fp32:
+      return static_cast<const float*>(w.scales)[slot];
+    case ScaleType::e8m0:
+      return from_e8m0(static_cast<const std::uint8_t*>(w.scales)[slot]);
   }
   return 0;
 }
 
 [[maybe_unused]] float zero_at(const Weight& w, std::size_t slot) {
   switch (w.zero_type) {
-    case ZeroType::none: return 0;
-    case ZeroType::bf16: return from_bf16(static_cast<const std::uint16_t*>(w.zeros)[slot]);
-    case ZeroType::fp16: return from_fp16(static_cast<const std::uint16_t*>(w.zeros)[slot]);
-    case ZeroType::fp32: return static_cast<const float*>(w.zeros)[slot];
-    case ZeroType::u8: return static_cast<const std::uint8_t*>(w.zeros)[slot];
+    case ZeroType::none:
+      return 0;
+    case ZeroType::bf16:
+      return from_bf16(static_cast<const std::uint16_t*>(w.zeros)[slot]);
+    case ZeroType::fp16:
+      return from_fp16(static_cast<const std::uint16_t*>(w.zeros)[slot]);
+    case ZeroType::fp32:
+      return static_cast<const float*>(w.zeros)[slot];
+    case ZeroType::u8:
+      return static_cast<const std::uint8_t*>(w.zeros)[slot];
   }
   return 0;
 }

@@ -63,18 +63,27 @@ namespace {
 // Value i of p as float32.
 [[maybe_unused]] inline float read(const void* p, std::size_t i, fdk::Activation type) {
   switch (type) {
-    case fdk::Activation::bf16: return from_bf16(static_cast<const std::uint16_t*>(p)[i]);
-    case fdk::Activation::fp16: return from_fp16(static_cast<const std::uint16_t*>(p)[i]);
-    case fdk::Activation::fp32: return static_cast<const float*>(p)[i];
+    case fdk::Activation::bf16:
+      return from_bf16(static_cast<const std::uint16_t*>(p)[i]);
+    case fdk::Activation::fp16:
+      return from_fp16(static_cast<const std::uint16_t*>(p)[i]);
+    case fdk::Activation::fp32:
+      return static_cast<const float*>(p)[i];
   }
   return 0;
 }
 
 [[maybe_unused]] inline void write(void* p, std::size_t i, fdk::Activation type, float value) {
   switch (type) {
-    case fdk::Activation::bf16: static_cast<std::uint16_t*>(p)[i] = to_bf16(value); break;
-    case fdk::Activation::fp16: static_cast<std::uint16_t*>(p)[i] = to_fp16(value); break;
-    case fdk::Activation::fp32: static_cast<float*>(p)[i] = value; break;
+    case fdk::Activation::bf16:
+      static_cast<std::uint16_t*>(p)[i] = to_bf16(value);
+      break;
+    case fdk::Activation::fp16:
+      static_cast<std::uint16_t*>(p)[i] = to_fp16(value);
+      break;
+    case fdk::Activation::fp32:
+      static_cast<float*>(p)[i] = value;
+      break;
   }
 }
 

@@ -23,7 +23,9 @@ void read_run(const void* x, Activation type, std::size_t start, std::size_t cou
     case Activation::fp16:
       for (std::size_t i = 0; i < count; i++) out[i] = from_fp16(half[i]);
       return;
-    case Activation::fp32: std::copy_n(static_cast<const float*>(x) + start, count, out); return;
+    case Activation::fp32:
+      std::copy_n(static_cast<const float*>(x) + start, count, out);
+      return;
   }
 }
 
@@ -87,8 +89,8 @@ struct Levels {
     const unsigned raise = is_unsigned ? 128 : 0;
     for (unsigned i = 0; i < kMaxLevels; i++) {
       const unsigned code = i % count;
-      bytes[i] = std::uint8_t(table == nullptr ? code - lower
-                                               : unsigned(table->levels[code]) + raise);
+      bytes[i] =
+          std::uint8_t(table == nullptr ? code - lower : unsigned(table->levels[code]) + raise);
     }
     centre = table == nullptr ? -float(lower) : table->offset + float(raise);
     step = table == nullptr ? 1 : table->step;
@@ -108,8 +110,8 @@ void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation 
     }
   });
   const std::size_t stripe_bytes = layout.tiles * tile_bytes(layout.bits);
-  const std::size_t block = m <= kernels.rows ? layout.stripes
-                                              : std::max<std::size_t>(1, kBlockBytes / stripe_bytes);
+  const std::size_t block =
+      m <= kernels.rows ? layout.stripes : std::max<std::size_t>(1, kBlockBytes / stripe_bytes);
   const std::size_t chunk = chunk_for(layout.stripes, threads);
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t from, std::size_t to) {
     const std::size_t stride = std::min(block, to - from) * kTileRows;
@@ -118,13 +120,12 @@ void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation 
       const std::size_t end = std::min(to, begin + block);
       for (std::size_t row = 0; row < m; row += kernels.rows) {
         const std::size_t first = row * layout.tiles;
-        kernels.gemv(Int8Task{&w, levels.bytes, levels.centre,
-                              staged.codes.get() + row * layout.positions(),
-                              staged.scales.get() + first,
-                              staged.sums.get() + first * layout.groups_per_tile,
-                              std::min(kernels.rows, m - row), products.get() + row * stride,
-                              stride},
-                     begin, end);
+        kernels.gemv(
+            Int8Task{&w, levels.bytes, levels.centre, staged.codes.get() + row * layout.positions(),
+                     staged.scales.get() + first,
+                     staged.sums.get() + first * layout.groups_per_tile,
+                     std::min(kernels.rows, m - row), products.get() + row * stride, stride},
+            begin, end);
       }
       const std::size_t column = begin * kTileRows;
       const std::size_t count = std::min(layout.n, end * kTileRows) - column;

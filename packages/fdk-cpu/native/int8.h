@@ -54,10 +54,10 @@ struct Int8Tile {
 //   x_sums   :: [m][tiles][groups_per_tile]
 //   y        :: [m][y_stride]              float32; its first column is the first row of `begin`
 struct Int8Task {
-  const Weight* weight;         // but for its float table
-  const std::uint8_t* levels;   // [kMaxLevels] of the codes, as int8 or as uint8; the first 2^bits
-                                // are repeated to the end
-  float centre;                 // added to zero points, or in their place
+  const Weight* weight;        // but for its float table
+  const std::uint8_t* levels;  // [kMaxLevels] of the codes, as int8 or as uint8; the first 2^bits
+                               // are repeated to the end
+  float centre;                // added to zero points, or in their place
   const std::int8_t* x;
   const float* x_scales;
   const float* x_sums;
@@ -68,7 +68,7 @@ struct Int8Task {
 
 struct Int8Kernels {
   bool unsigned_levels;  // levels are uint8: int8 + 128, or the codes of affine formats
-  std::size_t rows;  // of x that gemv takes at once, up to kMaxInt8Rows
+  std::size_t rows;      // of x that gemv takes at once, up to kMaxInt8Rows
   // x :: [kTileK] in its natural order; the codes come in the order of gemv.
   void (*stage)(const float* x, std::size_t groups, const Int8Tile& out);
   // y for stripes [begin, end).

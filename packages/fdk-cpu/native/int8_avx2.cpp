@@ -57,7 +57,8 @@ template <int kBits>
 FDK_INLINE void load_codes(const std::uint8_t* tile, std::size_t r, __m256i (&out)[kRegisters]) {
   constexpr Planes planes = planes_of(kBits);
   const __m256i mask = _mm256_set1_epi8(char((1 << kBits) - 1));
-  const auto row_of = [&](const Plane& p) FDK_LAMBDA { return tile + p.offset + r * p.row_bytes(); };
+  const auto row_of = [&](const Plane& p)
+                          FDK_LAMBDA { return tile + p.offset + r * p.row_bytes(); };
   if constexpr (kBits == 8) {  // lanes 0 to 31 are field 0 of steps 0 and 2, the rest of 1 and 3
     load_plane<4>(tile + r * 128, reinterpret_cast<__m256i(&)[2]>(out[0]));
     load_plane<4>(tile + r * 128 + 64, reinterpret_cast<__m256i(&)[2]>(out[2]));
@@ -187,46 +188,48 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   for (std::size_t stripe = begin; stripe < end; stripe++) {
     __m256 y_sums[kRows];
     for (std::size_t m = 0; m < rows; m++) y_sums[m] = _mm256_setzero_ps();
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t slot) FDK_LAMBDA {
-      for (std::size_t i = 0; i < kBytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
-      }
-      const Groups<kGroups> groups(w, slot, task.centre);
-      const bool affine = w.zeros != nullptr;
-      RowLevels levels[kOne ? 1 : kTileRows];
-      for (std::size_t r = 0; !kOne && r < kTileRows; r++) {
-        levels[r] = decode_row<kBits>(codes, r, task.levels, affine);
-      }
-      for (std::size_t m = 0; m < rows; m++) {
-        const std::size_t at = m * w.tiles + tile;
-        __m256i dots[kSums][kTileRows];
-        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
-          // One row of x meets the levels in registers, more rows meet them in memory.
-          if constexpr (kOne) levels[0] = decode_row<kBits>(codes, r.value, task.levels, affine);
-          dots_of<kSums>(levels[kOne ? 0 : r.value], task.x + at * kTileK, r.value, dots);
+    for_tiles(
+        w, stripe, 0, w.tiles, kBytes,
+        [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+          for (std::size_t i = 0; i < kBytes; i += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+          }
+          const Groups<kGroups> groups(w, slot, task.centre);
+          const bool affine = w.zeros != nullptr;
+          RowLevels levels[kOne ? 1 : kTileRows];
+          for (std::size_t r = 0; !kOne && r < kTileRows; r++) {
+            levels[r] = decode_row<kBits>(codes, r, task.levels, affine);
+          }
+          for (std::size_t m = 0; m < rows; m++) {
+            const std::size_t at = m * w.tiles + tile;
+            __m256i dots[kSums][kTileRows];
+            unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
+              // One row of x meets the levels in registers, more rows meet them in memory.
+              if constexpr (kOne)
+                levels[0] = decode_row<kBits>(codes, r.value, task.levels, affine);
+              dots_of<kSums>(levels[kOne ? 0 : r.value], task.x + at * kTileK, r.value, dots);
+            });
+            const __m256 x_scale = _mm256_set1_ps(task.x_scales[at]);
+            __m256 sum = y_sums[m];
+            unroll<kSums>([&](auto i) FDK_LAMBDA {
+              const Sums sums = sums_of(dots[i.value]);
+              constexpr int lower = kGroups <= 2 ? 0 : i.value;
+              constexpr int upper = kGroups == 1 ? 0 : lower + kGroups / 2;
+              sum = _mm256_fmadd_ps(sums.lower, _mm256_mul_ps(groups.scale[lower], x_scale), sum);
+              sum = _mm256_fmadd_ps(sums.upper, _mm256_mul_ps(groups.scale[upper], x_scale), sum);
+            });
+            FDK_UNROLL
+            for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
+              const __m256 x_sum = _mm256_set1_ps(task.x_sums[at * std::size_t(kGroups) + g]);
+              sum = _mm256_fnmadd_ps(groups.off[g], x_sum, sum);
+            }
+            y_sums[m] = sum;
+          }
         });
-        const __m256 x_scale = _mm256_set1_ps(task.x_scales[at]);
-        __m256 sum = y_sums[m];
-        unroll<kSums>([&](auto i) FDK_LAMBDA {
-          const Sums sums = sums_of(dots[i.value]);
-          constexpr int lower = kGroups <= 2 ? 0 : i.value;
-          constexpr int upper = kGroups == 1 ? 0 : lower + kGroups / 2;
-          sum = _mm256_fmadd_ps(sums.lower, _mm256_mul_ps(groups.scale[lower], x_scale), sum);
-          sum = _mm256_fmadd_ps(sums.upper, _mm256_mul_ps(groups.scale[upper], x_scale), sum);
-        });
-        FDK_UNROLL
-        for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
-          const __m256 x_sum = _mm256_set1_ps(task.x_sums[at * std::size_t(kGroups) + g]);
-          sum = _mm256_fnmadd_ps(groups.off[g], x_sum, sum);
-        }
-        y_sums[m] = sum;
-      }
-    });
     for (std::size_t m = 0; m < rows; m++) {
-      _mm_storeu_ps(task.y + m * task.y_stride + (stripe - begin) * kTileRows,
-                    _mm_add_ps(_mm256_castps256_ps128(y_sums[m]),
-                               _mm256_extractf128_ps(y_sums[m], 1)));
+      _mm_storeu_ps(
+          task.y + m * task.y_stride + (stripe - begin) * kTileRows,
+          _mm_add_ps(_mm256_castps256_ps128(y_sums[m]), _mm256_extractf128_ps(y_sums[m], 1)));
     }
   }
 }
@@ -241,10 +244,14 @@ void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     switch (task.weight->groups_per_tile) {
-      case 1: return gemv_rows<b, 1>(task, begin, end);
-      case 2: return gemv_rows<b, 2>(task, begin, end);
-      case 4: return gemv_rows<b, 4>(task, begin, end);
-      default: return gemv_rows<b, 8>(task, begin, end);
+      case 1:
+        return gemv_rows<b, 1>(task, begin, end);
+      case 2:
+        return gemv_rows<b, 2>(task, begin, end);
+      case 4:
+        return gemv_rows<b, 4>(task, begin, end);
+      default:
+        return gemv_rows<b, 8>(task, begin, end);
     }
   });
 }
@@ -264,7 +271,9 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
   std::memcpy(&largest, &bits, sizeof largest);
   const bool finite = largest <= std::numeric_limits<float>::max();
   const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : largest / kMaxXCode;
+  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
+               : is_zero ? 0
+                         : largest / kMaxXCode;
   // Where x is not finite, its product with zero is no number, and is masked.
   const __m256i kept = _mm256_set1_epi32(is_zero ? 0 : -1);
   const __m256 inverse = _mm256_set1_ps(is_zero ? 0 : kMaxXCode / largest);

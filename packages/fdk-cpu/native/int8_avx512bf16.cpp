@@ -77,7 +77,8 @@ FDK_INLINE __m512i load_split_top(const std::uint8_t* p) {
 template <int kBits>
 FDK_INLINE void load_codes(const std::uint8_t* tile, std::size_t r, __m512i (&out)[2]) {
   constexpr Planes planes = planes_of(kBits);
-  const auto row_of = [&](const Plane& p) FDK_LAMBDA { return tile + p.offset + r * p.row_bytes(); };
+  const auto row_of = [&](const Plane& p)
+                          FDK_LAMBDA { return tile + p.offset + r * p.row_bytes(); };
   if constexpr (kBits == 8) {
     const __m512i index = _mm512_load_si512(kSplit<4>.data());
     out[0] = _mm512_permutexvar_epi8(index, _mm512_loadu_si512(tile + r * 128));
@@ -85,7 +86,8 @@ FDK_INLINE void load_codes(const std::uint8_t* tile, std::size_t r, __m512i (&ou
     return;
   } else {
     __m512i low = load_split<planes.plane[0].width>(row_of(planes.plane[0]));
-    if constexpr (kBits == 3) low = select_bits(0x3333, low, load_split_top(row_of(planes.plane[1])));
+    if constexpr (kBits == 3)
+      low = select_bits(0x3333, low, load_split_top(row_of(planes.plane[1])));
     out[0] = low;
     out[1] = _mm512_srli_epi16(low, 4);
     if constexpr (kBits > 4) {
@@ -181,10 +183,10 @@ FDK_INLINE __m512 sums_of_x(const float* p) {
 
 // Four registers' 32-bit lanes, summed to one: lane r of each 128 bits is the sum of those of a[r].
 FDK_INLINE __m512i sum_of_rows(const __m512i (&a)[kTileRows]) {
-  const __m512i r01 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]),
-                                       _mm512_unpackhi_epi32(a[0], a[1]));
-  const __m512i r23 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]),
-                                       _mm512_unpackhi_epi32(a[2], a[3]));
+  const __m512i r01 =
+      _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+  const __m512i r23 =
+      _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
   return _mm512_add_epi32(_mm512_unpacklo_epi64(r01, r23), _mm512_unpackhi_epi64(r01, r23));
 }
 
@@ -205,68 +207,69 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   for (std::size_t stripe = begin; stripe < end; stripe++) {
     __m512 y_sums[kOne ? 1 : kRows];
     for (std::size_t m = 0; m < rows; m++) y_sums[m] = _mm512_setzero_ps();
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t slot) FDK_LAMBDA {
-      for (std::size_t i = 0; i < kBytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
-      }
-      const Groups<kGroups> scales(w.scales, slot, false, w.scale_type);
-      __m512 off[Groups<kGroups>::kRegisters];
-      FDK_UNROLL
-      for (int i = 0; i < Groups<kGroups>::kRegisters; i++) off[i] = centre;
-      if (w.zeros != nullptr) {
-        const bool bytes = w.zero_type == ZeroType::u8;
-        const ScaleType type = bytes ? ScaleType::bf16 : ScaleType(int(w.zero_type) - 1);
-        const Groups<kGroups> zeros(w.zeros, slot, bytes, type);
-        FDK_UNROLL
-        for (int i = 0; i < Groups<kGroups>::kRegisters; i++) {
-          off[i] = _mm512_add_ps(off[i], zeros.raw[i]);
-        }
-      }
-      FDK_UNROLL
-      for (int i = 0; i < Groups<kGroups>::kRegisters; i++) {
-        off[i] = _mm512_mul_ps(off[i], scales.raw[i]);
-      }
-      __m512i levels[kTileRows][2];
-      unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
-        __m512i of_row[2];
-        load_codes<kBits>(codes, std::size_t(r.value), of_row);
-        levels[r.value][0] = table.at(of_row[0]);
-        levels[r.value][1] = table.at(of_row[1]);
-      });
-      const auto one_row = [&](std::size_t m) FDK_LAMBDA {
-        const std::size_t at = m * w.tiles + tile;
-        const std::int8_t* x = task.x + at * kTileK;
-        const __m512i x0 = _mm512_loadu_si512(x), x1 = _mm512_loadu_si512(x + 64);
-        const __m512 x_scale = _mm512_set1_ps(task.x_scales[at]);
-        __m512 sum = y_sums[m];
-        unroll<kSums>([&](auto i) FDK_LAMBDA {
-          __m512i dots[kTileRows];
-          FDK_UNROLL
-          for (std::size_t r = 0; r < kTileRows; r++) {
-            const __m512i zero = _mm512_setzero_si512();
-            if constexpr (kSums == 1) {
-              dots[r] = _mm512_dpbusd_epi32(zero, levels[r][0], x0);
-              dots[r] = _mm512_dpbusd_epi32(dots[r], levels[r][1], x1);
-            } else {
-              dots[r] = _mm512_dpbusd_epi32(zero, levels[r][i.value], i.value == 0 ? x0 : x1);
-            }
-          }
-          const __m512 scale = _mm512_mul_ps(scales.template lanes<i.value>(), x_scale);
-          sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum_of_rows(dots)), scale, sum);
-        });
-        unroll<Groups<kGroups>::kRegisters>([&](auto i) FDK_LAMBDA {
-          const float* x_sums = task.x_sums + at * std::size_t(kGroups);
-          sum = _mm512_fnmadd_ps(off[i.value], sums_of_x<kGroups, i.value>(x_sums), sum);
-        });
-        y_sums[m] = sum;
-      };
-      if constexpr (kOne) {
-        one_row(0);
-      } else {
-        for (std::size_t m = 0; m < rows; m++) one_row(m);
-      }
-    });
+    for_tiles(w, stripe, 0, w.tiles, kBytes,
+              [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+                for (std::size_t i = 0; i < kBytes; i += 64) {
+                  _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+                }
+                const Groups<kGroups> scales(w.scales, slot, false, w.scale_type);
+                __m512 off[Groups<kGroups>::kRegisters];
+                FDK_UNROLL
+                for (int i = 0; i < Groups<kGroups>::kRegisters; i++) off[i] = centre;
+                if (w.zeros != nullptr) {
+                  const bool bytes = w.zero_type == ZeroType::u8;
+                  const ScaleType type = bytes ? ScaleType::bf16 : ScaleType(int(w.zero_type) - 1);
+                  const Groups<kGroups> zeros(w.zeros, slot, bytes, type);
+                  FDK_UNROLL
+                  for (int i = 0; i < Groups<kGroups>::kRegisters; i++) {
+                    off[i] = _mm512_add_ps(off[i], zeros.raw[i]);
+                  }
+                }
+                FDK_UNROLL
+                for (int i = 0; i < Groups<kGroups>::kRegisters; i++) {
+                  off[i] = _mm512_mul_ps(off[i], scales.raw[i]);
+                }
+                __m512i levels[kTileRows][2];
+                unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
+                  __m512i of_row[2];
+                  load_codes<kBits>(codes, std::size_t(r.value), of_row);
+                  levels[r.value][0] = table.at(of_row[0]);
+                  levels[r.value][1] = table.at(of_row[1]);
+                });
+                const auto one_row = [&](std::size_t m) FDK_LAMBDA {
+                  const std::size_t at = m * w.tiles + tile;
+                  const std::int8_t* x = task.x + at * kTileK;
+                  const __m512i x0 = _mm512_loadu_si512(x), x1 = _mm512_loadu_si512(x + 64);
+                  const __m512 x_scale = _mm512_set1_ps(task.x_scales[at]);
+                  __m512 sum = y_sums[m];
+                  unroll<kSums>([&](auto i) FDK_LAMBDA {
+                    __m512i dots[kTileRows];
+                    FDK_UNROLL
+                    for (std::size_t r = 0; r < kTileRows; r++) {
+                      const __m512i zero = _mm512_setzero_si512();
+                      if constexpr (kSums == 1) {
+                        dots[r] = _mm512_dpbusd_epi32(zero, levels[r][0], x0);
+                        dots[r] = _mm512_dpbusd_epi32(dots[r], levels[r][1], x1);
+                      } else {
+                        dots[r] =
+                            _mm512_dpbusd_epi32(zero, levels[r][i.value], i.value == 0 ? x0 : x1);
+                      }
+                    }
+                    const __m512 scale = _mm512_mul_ps(scales.template lanes<i.value>(), x_scale);
+                    sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum_of_rows(dots)), scale, sum);
+                  });
+                  unroll<Groups<kGroups>::kRegisters>([&](auto i) FDK_LAMBDA {
+                    const float* x_sums = task.x_sums + at * std::size_t(kGroups);
+                    sum = _mm512_fnmadd_ps(off[i.value], sums_of_x<kGroups, i.value>(x_sums), sum);
+                  });
+                  y_sums[m] = sum;
+                };
+                if constexpr (kOne) {
+                  one_row(0);
+                } else {
+                  for (std::size_t m = 0; m < rows; m++) one_row(m);
+                }
+              });
     for (std::size_t m = 0; m < rows; m++) {
       _mm_storeu_ps(task.y + m * task.y_stride + (stripe - begin) * kTileRows,
                     sum_of_lanes(y_sums[m]));
@@ -284,10 +287,14 @@ void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     switch (task.weight->groups_per_tile) {
-      case 1: return gemv_rows<b, 1>(task, begin, end);
-      case 2: return gemv_rows<b, 2>(task, begin, end);
-      case 4: return gemv_rows<b, 4>(task, begin, end);
-      default: return gemv_rows<b, 8>(task, begin, end);
+      case 1:
+        return gemv_rows<b, 1>(task, begin, end);
+      case 2:
+        return gemv_rows<b, 2>(task, begin, end);
+      case 4:
+        return gemv_rows<b, 4>(task, begin, end);
+      default:
+        return gemv_rows<b, 8>(task, begin, end);
     }
   });
 }
@@ -302,18 +309,20 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
     // As integers, magnitudes order as they should, and NaN is the largest.
     most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(parts[i])));
   }
-  const float largest = _mm_cvtss_f32(_mm_castsi128_ps(
-      _mm_cvtsi32_si128(int(_mm512_reduce_max_epu32(most)))));
+  const float largest =
+      _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(_mm512_reduce_max_epu32(most)))));
   const bool finite = largest <= std::numeric_limits<float>::max();
   const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : largest / kMaxXCode;
+  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
+               : is_zero ? 0
+                         : largest / kMaxXCode;
   const __m512 inverse = _mm512_set1_ps(is_zero ? 0 : kMaxXCode / largest);
   std::int32_t sums[kParts];
   FDK_UNROLL
   for (int i = 0; i < kParts; i++) {
     // Where x is not finite, its product with zero is no number, and is masked.
-    const __m512i codes = _mm512_maskz_cvtps_epi32(is_zero ? 0 : __mmask16(0xFFFF),
-                                                   _mm512_mul_ps(parts[i], inverse));
+    const __m512i codes =
+        _mm512_maskz_cvtps_epi32(is_zero ? 0 : __mmask16(0xFFFF), _mm512_mul_ps(parts[i], inverse));
     // Positions 32 to 63 and 64 to 95 change places.
     const int at = i >= 2 && i < 4 ? i + 2 : i >= 4 && i < 6 ? i - 2 : i;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out.codes + 16 * at), _mm512_cvtepi32_epi8(codes));

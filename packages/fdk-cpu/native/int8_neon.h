@@ -177,72 +177,73 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
     float32x4_t sums[kSums], constants[kSums];
     FDK_UNROLL
     for (int i = 0; i < kSums; i++) sums[i] = constants[i] = vdupq_n_f32(0);
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t slot) FDK_LAMBDA {
-      for (std::size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(codes + kPrefetch + i);
-      int32x4_t dots[kGroups][4];  // of the 4 rows of W, or of x
-      const auto multiply = [&](std::size_t r, auto first_dot) FDK_LAMBDA {
-        int8x16_t levels[kVectors];
-        levels_of(table, codes, r, levels);
-        FDK_UNROLL
-        for (int i = 0; i < kVectors; i++) {
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) {
-            const int8x16_t x = vld1q_s8(task.x + (rows[m] + tile) * kTileK + i * kVector);
-            int32x4_t& sum = dots[std::size_t(i) / kOfGroup][first_dot.value + m];
-            const bool first = std::size_t(i) % kOfGroup == 0;
-            sum = Dot::add(first ? vreinterpretq_s32_f32(zeros4()) : sum, levels[i], x);
-          }
-        }
-      };
-      if constexpr (kM == 1) {
-        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { multiply(std::size_t(r.value), r); });
-        const float* x_sums = task.x_sums + tile * w.groups_per_tile;
-        float32x4_t of_tile;
-        FDK_UNROLL
-        for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
-          const std::size_t at = slot + g / repeats * kTileRows;
-          const float32x4_t scale = load4_scales(w.scales, at, w.scale_type);
-          const float32x4_t dot = sums_of(dots[g]);
-          of_tile = g == 0 ? vmulq_f32(dot, scale) : vfmaq_f32(of_tile, dot, scale);
-          const float x_sum = x_sums[g / repeats];
-          if (w.zeros == nullptr) {
-            constants[0] = vfmaq_n_f32(constants[0], scale, x_sum);
+    for_tiles(
+        w, stripe, 0, w.tiles, kBytes,
+        [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+          for (std::size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(codes + kPrefetch + i);
+          int32x4_t dots[kGroups][4];  // of the 4 rows of W, or of x
+          const auto multiply = [&](std::size_t r, auto first_dot) FDK_LAMBDA {
+            int8x16_t levels[kVectors];
+            levels_of(table, codes, r, levels);
+            FDK_UNROLL
+            for (int i = 0; i < kVectors; i++) {
+              FDK_UNROLL
+              for (int m = 0; m < kM; m++) {
+                const int8x16_t x = vld1q_s8(task.x + (rows[m] + tile) * kTileK + i * kVector);
+                int32x4_t& sum = dots[std::size_t(i) / kOfGroup][first_dot.value + m];
+                const bool first = std::size_t(i) % kOfGroup == 0;
+                sum = Dot::add(first ? vreinterpretq_s32_f32(zeros4()) : sum, levels[i], x);
+              }
+            }
+          };
+          if constexpr (kM == 1) {
+            unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { multiply(std::size_t(r.value), r); });
+            const float* x_sums = task.x_sums + tile * w.groups_per_tile;
+            float32x4_t of_tile;
+            FDK_UNROLL
+            for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
+              const std::size_t at = slot + g / repeats * kTileRows;
+              const float32x4_t scale = load4_scales(w.scales, at, w.scale_type);
+              const float32x4_t dot = sums_of(dots[g]);
+              of_tile = g == 0 ? vmulq_f32(dot, scale) : vfmaq_f32(of_tile, dot, scale);
+              const float x_sum = x_sums[g / repeats];
+              if (w.zeros == nullptr) {
+                constants[0] = vfmaq_n_f32(constants[0], scale, x_sum);
+              } else {
+                constants[0] = vfmaq_n_f32(constants[0], scaled_zeros(w, at, scale, centre), x_sum);
+              }
+            }
+            sums[0] = vfmaq_n_f32(sums[0], of_tile, task.x_scales[tile]);
           } else {
-            constants[0] = vfmaq_n_f32(constants[0], scaled_zeros(w, at, scale, centre), x_sum);
+            float scale[kGroups][kTileRows], constant[kGroups][kTileRows];
+            float32x4_t x_scales, x_sums[kGroups];
+            for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
+              const std::size_t at = slot + g / repeats * kTileRows;
+              const float32x4_t four = load4_scales(w.scales, at, w.scale_type);
+              vst1q_f32(scale[g], four);
+              vst1q_f32(constant[g], w.zeros == nullptr ? four : scaled_zeros(w, at, four, centre));
+              float lanes[kM];
+              for (std::size_t m = 0; m < kM; m++) {
+                lanes[m] = task.x_sums[(rows[m] + tile) * w.groups_per_tile + g / repeats];
+              }
+              x_sums[g] = vld1q_f32(lanes);
+            }
+            float lanes[kM];
+            for (std::size_t m = 0; m < kM; m++) lanes[m] = task.x_scales[rows[m] + tile];
+            x_scales = vld1q_f32(lanes);
+            FDK_UNROLL
+            for (std::size_t r = 0; r < kTileRows; r++) {
+              multiply(r, Int<0>{});
+              float32x4_t of_tile = vdupq_n_f32(0);
+              FDK_UNROLL
+              for (int g = 0; g < kGroups; g++) {
+                of_tile = vfmaq_n_f32(of_tile, sums_of(dots[g]), scale[g][r]);
+                constants[r] = vfmaq_n_f32(constants[r], x_sums[g], constant[g][r]);
+              }
+              sums[r] = vfmaq_f32(sums[r], of_tile, x_scales);
+            }
           }
-        }
-        sums[0] = vfmaq_n_f32(sums[0], of_tile, task.x_scales[tile]);
-      } else {
-        float scale[kGroups][kTileRows], constant[kGroups][kTileRows];
-        float32x4_t x_scales, x_sums[kGroups];
-        for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
-          const std::size_t at = slot + g / repeats * kTileRows;
-          const float32x4_t four = load4_scales(w.scales, at, w.scale_type);
-          vst1q_f32(scale[g], four);
-          vst1q_f32(constant[g], w.zeros == nullptr ? four : scaled_zeros(w, at, four, centre));
-          float lanes[kM];
-          for (std::size_t m = 0; m < kM; m++) {
-            lanes[m] = task.x_sums[(rows[m] + tile) * w.groups_per_tile + g / repeats];
-          }
-          x_sums[g] = vld1q_f32(lanes);
-        }
-        float lanes[kM];
-        for (std::size_t m = 0; m < kM; m++) lanes[m] = task.x_scales[rows[m] + tile];
-        x_scales = vld1q_f32(lanes);
-        FDK_UNROLL
-        for (std::size_t r = 0; r < kTileRows; r++) {
-          multiply(r, Int<0>{});
-          float32x4_t of_tile = vdupq_n_f32(0);
-          FDK_UNROLL
-          for (int g = 0; g < kGroups; g++) {
-            of_tile = vfmaq_n_f32(of_tile, sums_of(dots[g]), scale[g][r]);
-            constants[r] = vfmaq_n_f32(constants[r], x_sums[g], constant[g][r]);
-          }
-          sums[r] = vfmaq_f32(sums[r], of_tile, x_scales);
-        }
-      }
-    });
+        });
     float y[4];
     for (std::size_t i = 0; i < std::size_t(kSums); i++) {
       vst1q_f32(y, vfmsq_n_f32(sums[i], constants[i], share));

@@ -16,7 +16,9 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
     largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
   }
   const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : largest / kMaxXCode;
+  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
+               : is_zero ? 0
+                         : largest / kMaxXCode;
   const float inverse = is_zero ? 0 : kMaxXCode / largest;
   for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
   for (std::size_t i = 0; i < kTileK; i++) {

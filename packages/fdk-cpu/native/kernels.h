@@ -113,8 +113,8 @@ struct Kernels {
   void (*grad_product)(const GradTask&);
   const TableKernels* tables = nullptr;
   std::size_t gemv_rows = kMaxGemvRows;  // that gemv takes at once
-  // Rows of x up to which gemv, which decodes the weight anew for every gemv_rows of them, is faster
-  // than tiles dequantised once for panels of x. Null: kGemvLimit.
+  // Rows of x up to which gemv, which decodes the weight anew for every gemv_rows of them, is
+  // faster than tiles dequantised once for panels of x. Null: kGemvLimit.
   std::size_t (*gemv_limit)(const Weight&) = nullptr;
   // For the dtype that x has in the kernel. Null: value by value.
   void (*write_panel)(const PanelOut&) = nullptr;

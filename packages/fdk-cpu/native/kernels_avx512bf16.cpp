@@ -34,43 +34,44 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
       FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r][m] = _mm512_setzero_ps();
     }
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t slot) FDK_LAMBDA {
-      alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows];
-      load_groups<kGroups, false>(w, slot, scales);
-      if constexpr (kAffine) load_groups<kGroups, true>(w, slot, zeros);
-      for (std::size_t i = 0; i < kBytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
-      }
-      const auto row = [&](std::size_t r) FDK_LAMBDA {
-        const Values<kBits> values(codes, r, table);
-        unroll<kSteps / kRun>([&](auto run) FDK_LAMBDA {
-          __m512 part[kM];
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) part[m] = _mm512_setzero_ps();
-          unroll<kRun>([&](auto i) FDK_LAMBDA {
-            constexpr int s = run.value * kRun + i.value;
-            FDK_UNROLL
-            for (int m = 0; m < kM; m++) {
-              const __m512i activations = _mm512_loadu_si512(x[m] + tile * kTileK + s * kStep);
-              part[m] = _mm512_dpbf16_ps(part[m], as_bf16(activations), as_bf16(values.v[s]));
-              if constexpr (kAffine && i.value == 0) {
-                const __m512 sum = _mm512_loadu_ps(x_sums[m] + (tile * kTileK + s * kStep) / 2);
-                part[m] = _mm512_fnmadd_ps(group_at<kGroups, s>(zeros, r), sum, part[m]);
-              }
-            }
-          });
-          const __m512 scale = group_at<kGroups, run.value * kRun>(scales, r);
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) sums[r][m] = _mm512_fmadd_ps(part[m], scale, sums[r][m]);
+    for_tiles(
+        w, stripe, 0, w.tiles, kBytes,
+        [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+          alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows];
+          load_groups<kGroups, false>(w, slot, scales);
+          if constexpr (kAffine) load_groups<kGroups, true>(w, slot, zeros);
+          for (std::size_t i = 0; i < kBytes; i += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+          }
+          const auto row = [&](std::size_t r) FDK_LAMBDA {
+            const Values<kBits> values(codes, r, table);
+            unroll<kSteps / kRun>([&](auto run) FDK_LAMBDA {
+              __m512 part[kM];
+              FDK_UNROLL
+              for (int m = 0; m < kM; m++) part[m] = _mm512_setzero_ps();
+              unroll<kRun>([&](auto i) FDK_LAMBDA {
+                constexpr int s = run.value * kRun + i.value;
+                FDK_UNROLL
+                for (int m = 0; m < kM; m++) {
+                  const __m512i activations = _mm512_loadu_si512(x[m] + tile * kTileK + s * kStep);
+                  part[m] = _mm512_dpbf16_ps(part[m], as_bf16(activations), as_bf16(values.v[s]));
+                  if constexpr (kAffine && i.value == 0) {
+                    const __m512 sum = _mm512_loadu_ps(x_sums[m] + (tile * kTileK + s * kStep) / 2);
+                    part[m] = _mm512_fnmadd_ps(group_at<kGroups, s>(zeros, r), sum, part[m]);
+                  }
+                }
+              });
+              const __m512 scale = group_at<kGroups, run.value * kRun>(scales, r);
+              FDK_UNROLL
+              for (int m = 0; m < kM; m++) sums[r][m] = _mm512_fmadd_ps(part[m], scale, sums[r][m]);
+            });
+          };
+          if constexpr (kM == 1) {
+            unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { row(std::size_t(r.value)); });
+          } else {
+            for (std::size_t r = 0; r < kTileRows; r++) row(r);
+          }
         });
-      };
-      if constexpr (kM == 1) {
-        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { row(std::size_t(r.value)); });
-      } else {
-        for (std::size_t r = 0; r < kTileRows; r++) row(r);
-      }
-    });
     for (std::size_t m = 0; m < task.m; m++) {
       for (std::size_t r = 0; r < kTileRows; r++) {
         task.y[m * task.y_stride + stripe * kTileRows + r] = _mm512_reduce_add_ps(sums[r][m]);
@@ -94,10 +95,14 @@ void gemv_bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     switch (groups) {
-      case 1: return gemv_groups<b, 1, 1>(task, begin, end);
-      case 2: return gemv_groups<b, 2, 1>(task, begin, end);
-      case 4: return gemv_groups<b, 4, 1>(task, begin, end);
-      default: return gemv_groups<b, 8, 1>(task, begin, end);
+      case 1:
+        return gemv_groups<b, 1, 1>(task, begin, end);
+      case 2:
+        return gemv_groups<b, 2, 1>(task, begin, end);
+      case 4:
+        return gemv_groups<b, 4, 1>(task, begin, end);
+      default:
+        return gemv_groups<b, 8, 1>(task, begin, end);
     }
   });
 }

@@ -54,9 +54,7 @@ struct alignas(64) TileTables {
   float unit;                                           // of the sums
 };
 
-int exponent_of(float value) {
-  return int(std::bit_cast<std::uint32_t>(value) >> 23 & 0xFF) - 127;
-}
+int exponent_of(float value) { return int(std::bit_cast<std::uint32_t>(value) >> 23 & 0xFF) - 127; }
 float power_of_two(int exponent) {  // a normal number
   return std::bit_cast<float>(std::uint32_t(exponent + 127) << 23);
 }
@@ -88,8 +86,7 @@ bool takes(const Weight& w) {
 
 // The tables of a step over x[0] to x[31].
 template <int kBits>
-FDK_INLINE void build_step(const float* x, const __m512* values,
-                           std::uint8_t (*out)[2][64]) {
+FDK_INLINE void build_step(const float* x, const __m512* values, std::uint8_t (*out)[2][64]) {
   constexpr std::size_t kTables = 8 * std::size_t(kBits);
   constexpr int kCodes = 4 / kBits;  // of a table
   for (std::size_t j = 0; j < kTables; j++) {
@@ -151,8 +148,8 @@ bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out
         const __m512 floats = _mm512_castsi512_ps(bits);
         _mm512_store_ps(wide + i, floats);
         // As integers, magnitudes order as they should, and NaN is the largest.
-        largest = _mm512_castsi512_ps(_mm512_max_epu32(
-            _mm512_castps_si512(largest), _mm512_castps_si512(_mm512_abs_ps(floats))));
+        largest = _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(largest),
+                                                       _mm512_castps_si512(_mm512_abs_ps(floats))));
         sum = _mm512_add_ps(sum, floats);
       }
       sums[s] = _mm512_reduce_add_ps(sum);
@@ -279,8 +276,7 @@ FDK_INLINE void load_groups(const void* p, const Stripes& stripes, std::size_t s
       all = _mm512_inserti32x4(all, load(3), 3);
       unroll<kGroups>([&](auto g) FDK_LAMBDA {
         const __m512i index = _mm512_add_epi16(first, _mm512_set1_epi16(short(4 * g.value)));
-        out[g.value] =
-            _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, index, all));
+        out[g.value] = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, index, all));
       });
     } else {
       const auto load = [&](int i) FDK_LAMBDA {
@@ -290,8 +286,8 @@ FDK_INLINE void load_groups(const void* p, const Stripes& stripes, std::size_t s
       const __m512i high = _mm512_inserti64x4(_mm512_castsi256_si512(load(2)), load(3), 1);
       unroll<kGroups>([&](auto g) FDK_LAMBDA {
         const __m512i index = _mm512_add_epi16(first, _mm512_set1_epi16(short(4 * g.value)));
-        out[g.value] = _mm512_castsi512_ps(
-            _mm512_maskz_permutex2var_epi16(0xAAAAAAAA, low, index, high));
+        out[g.value] =
+            _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi16(0xAAAAAAAA, low, index, high));
       });
     }
     return;
@@ -340,8 +336,8 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
         hi = _mm512_dpbusd_epi32(hi, base, _mm512_permutexvar_epi8(index, high));
       });
     });
-    const __m512i integers = _mm512_add_epi32(_mm512_add_epi32(lows[0], lows[1]),
-                                              _mm512_add_epi32(highs[0], highs[1]));
+    const __m512i integers =
+        _mm512_add_epi32(_mm512_add_epi32(lows[0], lows[1]), _mm512_add_epi32(highs[0], highs[1]));
     __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_set1_ps(table.unit));
     if constexpr (kAffine) sum = _mm512_fnmadd_ps(zeros[g], _mm512_set1_ps(table.x_sums[g]), sum);
     y_sums = _mm512_fmadd_ps(sum, scales[g], y_sums);
@@ -426,9 +422,12 @@ template <int kBits, bool kAffine>
 FDK_INLINE void gemv_groups(const Weight& w, const TileTables<kBits>* tables, float* y,
                             std::size_t begin, std::size_t end) {
   switch (w.groups_per_tile) {
-    case 1: return gemv_stripes<kBits, 1, kAffine>(w, tables, y, begin, end);
-    case 2: return gemv_stripes<kBits, 2, kAffine>(w, tables, y, begin, end);
-    default: return gemv_stripes<kBits, 4, kAffine>(w, tables, y, begin, end);
+    case 1:
+      return gemv_stripes<kBits, 1, kAffine>(w, tables, y, begin, end);
+    case 2:
+      return gemv_stripes<kBits, 2, kAffine>(w, tables, y, begin, end);
+    default:
+      return gemv_stripes<kBits, 4, kAffine>(w, tables, y, begin, end);
   }
 }
 

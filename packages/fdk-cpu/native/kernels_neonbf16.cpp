@@ -42,12 +42,10 @@ struct Products {
                                            std::uint64_t codes) {
     uint16x4_t lanes[4];
     unroll<4>([&](auto i) FDK_LAMBDA {
-      lanes[i.value] =
-          vreinterpret_u16_u32(table.template value<kFirst + 2 * i.value>(codes));
+      lanes[i.value] = vreinterpret_u16_u32(table.template value<kFirst + 2 * i.value>(codes));
     });
-    return vreinterpret_u16_u32(
-        vzip1_u32(vreinterpret_u32_u16(vzip1_u16(lanes[0], lanes[1])),
-                  vreinterpret_u32_u16(vzip1_u16(lanes[2], lanes[3]))));
+    return vreinterpret_u16_u32(vzip1_u32(vreinterpret_u32_u16(vzip1_u16(lanes[0], lanes[1])),
+                                          vreinterpret_u32_u16(vzip1_u16(lanes[2], lanes[3]))));
   }
 
   template <int h, int kBits>
@@ -132,10 +130,14 @@ void gemv_neonbf16(const GemvTask& task, std::size_t begin, std::size_t end) {
     if (task.m > 1 && groups == 8) return gemv_groups<b, 8, 4>(task, begin, end);
     if (task.m > 1) return gemv_groups<b, 4, 4>(task, begin, end);
     switch (groups) {  // runs of steps, as GemvTask::x_sums has them
-      case 1: return gemv_groups<b, 1, 1>(task, begin, end);
-      case 2: return gemv_groups<b, 2, 1>(task, begin, end);
-      case 4: return gemv_groups<b, 4, 1>(task, begin, end);
-      default: return gemv_groups<b, 8, 1>(task, begin, end);
+      case 1:
+        return gemv_groups<b, 1, 1>(task, begin, end);
+      case 2:
+        return gemv_groups<b, 2, 1>(task, begin, end);
+      case 4:
+        return gemv_groups<b, 4, 1>(task, begin, end);
+      default:
+        return gemv_groups<b, 8, 1>(task, begin, end);
     }
   });
 }
@@ -148,23 +150,23 @@ void decode_neonbf16(const Weight& w, std::size_t stripe, std::size_t begin, std
 void panel_product_neonbf16(const PanelTask& task) {
   for (std::size_t row = 0; row < task.rows; row += kTileRows) {
     switch (task.panel / kNeonPanelStep) {
-      case 1: panel_rows<1>(task, row); break;
-      case 2: panel_rows<2>(task, row); break;
-      case 3: panel_rows<3>(task, row); break;
-      default: panel_rows<4>(task, row);
+      case 1:
+        panel_rows<1>(task, row);
+        break;
+      case 2:
+        panel_rows<2>(task, row);
+        break;
+      case 3:
+        panel_rows<3>(task, row);
+        break;
+      default:
+        panel_rows<4>(task, row);
     }
   }
 }
 
-extern const Kernels kNeonBf16 = {true,
-                                  &kNatural.order,
-                                  &kNatural.order,
-                                  kTileRows,
-                                  kNeonPanel,
-                                  kNeonPanelStep,
-                                  gemv_neonbf16,
-                                  decode_neonbf16,
-                                  panel_product_neonbf16,
-                                  nullptr};
+extern const Kernels kNeonBf16 = {
+    true,          &kNatural.order, &kNatural.order,        kTileRows, kNeonPanel, kNeonPanelStep,
+    gemv_neonbf16, decode_neonbf16, panel_product_neonbf16, nullptr};
 
 }  // namespace fdk

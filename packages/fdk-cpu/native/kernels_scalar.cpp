@@ -6,15 +6,14 @@ namespace fdk {
 namespace {
 
 // The values of row r of a tile before their scale, and the slot of its first group's scale.
-void values_of(const Weight& w, std::size_t stripe, std::size_t tile, std::size_t r,
-               float* values, float* scales) {
+void values_of(const Weight& w, std::size_t stripe, std::size_t tile, std::size_t r, float* values,
+               float* scales) {
   const Planes planes = planes_of(w.bits);
   const std::uint8_t* bytes = w.codes + (stripe * w.tiles + tile) * tile_bytes(w.bits);
   const std::size_t group = tile / w.tiles_per_group * w.groups_per_tile;
   const std::size_t size = kTileK / w.groups_per_tile;
   for (std::size_t i = 0; i < kTileK; i++) {
-    const std::size_t slot =
-        (stripe * w.stored_groups + group + i / size) * kTileRows + r;
+    const std::size_t slot = (stripe * w.stored_groups + group + i / size) * kTileRows + r;
     values[i] = w.table[code_at(bytes, planes, r, i)] - zero_at(w, slot);
     scales[i] = scale_at(w, slot);
   }
@@ -94,8 +93,7 @@ constexpr Orders kOrders = make_orders();
 
 }  // namespace
 
-extern const Kernels kScalar = {false, &kOrders.natural, &kOrders.natural, 8,    8,
-                                1,     gemv,             decode,           panel_product,
-                                grad_product};
+extern const Kernels kScalar = {false, &kOrders.natural, &kOrders.natural, 8,           8, 1,
+                                gemv,  decode,           panel_product,    grad_product};
 
 }  // namespace fdk

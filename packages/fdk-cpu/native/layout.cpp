@@ -106,16 +106,18 @@ void pack_codes(const Layout& layout, const std::uint8_t* packed, std::uint8_t* 
     for (std::size_t stripe = begin; stripe < end; stripe++) {
       std::memset(codes + stripe * stripe_bytes, 0, stripe_bytes);
       const std::uint8_t* rows = packed + stripe * kTileRows * row_bytes;
-      for_codes_of_stripe(layout, stripe, [&](std::size_t r, std::size_t index, std::size_t tile,
-                                              std::size_t position) {
-        const unsigned code = read_code(rows + r * row_bytes, row_bytes, index, layout.bits);
-        for (int p = 0; p < planes.count; p++) {
-          const Plane& plane = planes.plane[p];
-          const Place place = places[std::size_t(p) * kTileK + position];
-          const unsigned field = code >> plane.low & ((1u << plane.width) - 1);
-          codes[tile + place.byte + r * plane.row_bytes()] |= std::uint8_t(field << place.shift);
-        }
-      });
+      for_codes_of_stripe(
+          layout, stripe,
+          [&](std::size_t r, std::size_t index, std::size_t tile, std::size_t position) {
+            const unsigned code = read_code(rows + r * row_bytes, row_bytes, index, layout.bits);
+            for (int p = 0; p < planes.count; p++) {
+              const Plane& plane = planes.plane[p];
+              const Place place = places[std::size_t(p) * kTileK + position];
+              const unsigned field = code >> plane.low & ((1u << plane.width) - 1);
+              codes[tile + place.byte + r * plane.row_bytes()] |=
+                  std::uint8_t(field << place.shift);
+            }
+          });
     }
   });
 }
@@ -129,17 +131,18 @@ void unpack_codes(const Layout& layout, const std::uint8_t* codes, std::uint8_t*
   parallel_for(layout.stripes, 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t stripe = begin; stripe < end; stripe++) {
       std::uint8_t* rows = packed + stripe * kTileRows * row_bytes;
-      for_codes_of_stripe(layout, stripe, [&](std::size_t r, std::size_t index, std::size_t tile,
-                                              std::size_t position) {
-        unsigned code = 0;
-        for (int p = 0; p < planes.count; p++) {
-          const Plane& plane = planes.plane[p];
-          const Place place = places[std::size_t(p) * kTileK + position];
-          const unsigned byte = codes[tile + place.byte + r * plane.row_bytes()];
-          code |= (byte >> place.shift & ((1u << plane.width) - 1)) << plane.low;
-        }
-        write_code(rows + r * row_bytes, row_bytes, index, layout.bits, code);
-      });
+      for_codes_of_stripe(
+          layout, stripe,
+          [&](std::size_t r, std::size_t index, std::size_t tile, std::size_t position) {
+            unsigned code = 0;
+            for (int p = 0; p < planes.count; p++) {
+              const Plane& plane = planes.plane[p];
+              const Place place = places[std::size_t(p) * kTileK + position];
+              const unsigned byte = codes[tile + place.byte + r * plane.row_bytes()];
+              code |= (byte >> place.shift & ((1u << plane.width) - 1)) << plane.low;
+            }
+            write_code(rows + r * row_bytes, row_bytes, index, layout.bits, code);
+          });
     }
   });
 }

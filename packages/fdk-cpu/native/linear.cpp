@@ -140,9 +140,12 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
         const std::size_t row = pass * m / passes, rows = (pass + 1) * m / passes - row;
         // A kernel that meets one row reads sums of whole runs: those of more rows are of steps.
         assert(!needs_sums || (rows == 1) == (m == 1));
-        const GemvTask task{&w, from + row * positions * item,
+        const GemvTask task{&w,
+                            from + row * positions * item,
                             needs_sums ? sums.get() + row * positions / 2 : nullptr,
-                            rows, products.get() + row * y_stride, y_stride};
+                            rows,
+                            products.get() + row * y_stride,
+                            y_stride};
         kernels.gemv(task, stripe, std::min(end, stripe + stripes));
       }
     }
@@ -272,53 +275,58 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
     }
   });
   const std::size_t blocks = ceil_div(layout.stripes * kTileRows, kBlockRows);
-  parallel_for(blocks, chunk_for(blocks, threads), threads, [&](std::size_t begin,
-                                                               std::size_t end) {
-    const std::size_t block_tiles = kBlockBytes / item / kTileK, stride = kBlockStrideBytes / item;
-    const Buffer<std::uint8_t> block(kBlockRows * kBlockStrideBytes);
-    const Buffer<float> products(kBlockRows * panels.lanes());
-    for (std::size_t b = begin; b < end; b++) {
-      const std::size_t stripe = b * kBlockStripes;
-      const std::size_t stripes = std::min(kBlockStripes, layout.stripes - stripe);
-      const std::size_t rows = stripes * kTileRows;
-      std::fill_n(products.get(), kBlockRows * panels.lanes(), 0.0f);
-      for (std::size_t tile = 0; tile < layout.tiles; tile += block_tiles) {
-        const std::size_t tiles = std::min(block_tiles, layout.tiles - tile);
-        const bool last = tile + tiles == layout.tiles;
-        const std::size_t next_stripe = last ? stripe + kBlockStripes : stripe;
-        const std::size_t next = last ? 0 : tile + tiles;
-        for (std::size_t s = 0; s < stripes; s++) {
-          if (next_stripe + s < layout.stripes) {
-            fetch_tiles(w, next_stripe + s, next, std::min(next + block_tiles, layout.tiles));
+  parallel_for(
+      blocks, chunk_for(blocks, threads), threads, [&](std::size_t begin, std::size_t end) {
+        const std::size_t block_tiles = kBlockBytes / item / kTileK,
+                          stride = kBlockStrideBytes / item;
+        const Buffer<std::uint8_t> block(kBlockRows * kBlockStrideBytes);
+        const Buffer<float> products(kBlockRows * panels.lanes());
+        for (std::size_t b = begin; b < end; b++) {
+          const std::size_t stripe = b * kBlockStripes;
+          const std::size_t stripes = std::min(kBlockStripes, layout.stripes - stripe);
+          const std::size_t rows = stripes * kTileRows;
+          std::fill_n(products.get(), kBlockRows * panels.lanes(), 0.0f);
+          for (std::size_t tile = 0; tile < layout.tiles; tile += block_tiles) {
+            const std::size_t tiles = std::min(block_tiles, layout.tiles - tile);
+            const bool last = tile + tiles == layout.tiles;
+            const std::size_t next_stripe = last ? stripe + kBlockStripes : stripe;
+            const std::size_t next = last ? 0 : tile + tiles;
+            for (std::size_t s = 0; s < stripes; s++) {
+              if (next_stripe + s < layout.stripes) {
+                fetch_tiles(w, next_stripe + s, next, std::min(next + block_tiles, layout.tiles));
+              }
+              kernels.decode(w, stripe + s, tile, tile + tiles,
+                             block.get() + s * kTileRows * kBlockStrideBytes, stride);
+            }
+            for (std::size_t i = 0; i < panels.count(); i++) {
+              const std::size_t width = panels.width(i);
+              const std::uint8_t* panel =
+                  staged.get() + (panels.lane(i) * positions + tile * kTileK * width) * item;
+              kernels.panel_product(PanelTask{block.get(), rows, stride, tiles * kTileK, panel,
+                                              width, products.get() + panels.lane(i) * kBlockRows});
+            }
           }
-          kernels.decode(w, stripe + s, tile, tile + tiles,
-                         block.get() + s * kTileRows * kBlockStrideBytes, stride);
+          const std::size_t first = stripe * kTileRows, outputs = std::min(layout.n - first, rows);
+          for (std::size_t i = 0; i < panels.count(); i++) {
+            const std::size_t lane = panels.lane(i), lanes = std::min(panels.wide, m - lane);
+            const PanelOut out{products.get() + lane * kBlockRows,
+                               panels.width(i),
+                               lanes,
+                               outputs,
+                               offset(bias, first, type),
+                               offset(y, lane * layout.n + first, type),
+                               layout.n};
+            if (kernels.write_panel != nullptr) {
+              kernels.write_panel(out);
+              continue;
+            }
+            for (std::size_t row = 0; row < lanes; row++) {
+              write_row(out.products + row, out.panel, out.bias, type, outputs,
+                        offset(out.y, row * layout.n, type));
+            }
+          }
         }
-        for (std::size_t i = 0; i < panels.count(); i++) {
-          const std::size_t width = panels.width(i);
-          const std::uint8_t* panel =
-              staged.get() + (panels.lane(i) * positions + tile * kTileK * width) * item;
-          kernels.panel_product(PanelTask{block.get(), rows, stride, tiles * kTileK, panel, width,
-                                          products.get() + panels.lane(i) * kBlockRows});
-        }
-      }
-      const std::size_t first = stripe * kTileRows, outputs = std::min(layout.n - first, rows);
-      for (std::size_t i = 0; i < panels.count(); i++) {
-        const std::size_t lane = panels.lane(i), lanes = std::min(panels.wide, m - lane);
-        const PanelOut out{products.get() + lane * kBlockRows, panels.width(i), lanes, outputs,
-                           offset(bias, first, type), offset(y, lane * layout.n + first, type),
-                           layout.n};
-        if (kernels.write_panel != nullptr) {
-          kernels.write_panel(out);
-          continue;
-        }
-        for (std::size_t row = 0; row < lanes; row++) {
-          write_row(out.products + row, out.panel, out.bias, type, outputs,
-                    offset(out.y, row * layout.n, type));
-        }
-      }
-    }
-  });
+      });
 }
 
 // W_hat as the reference has it, rounded to the dtype of the activations: a row of two values

@@ -101,9 +101,9 @@ class PyWeight {
   }
 
   // With x rounded to 8 bits. levels :: [2^bits, int8], none for affine formats.
-  void linear_int8(const std::string& activation, const py::tuple& levels, float step,
-                   float offset, const py::tuple& x, std::size_t m, const py::tuple& bias,
-                   const py::tuple& y, std::size_t threads) const {
+  void linear_int8(const std::string& activation, const py::tuple& levels, float step, float offset,
+                   const py::tuple& x, std::size_t m, const py::tuple& bias, const py::tuple& y,
+                   std::size_t threads) const {
     const fdk::Activation type = activation_type(activation);
     const std::size_t item = fdk::bytes_of(type);
     const Bytes table = bytes_of(levels), in = bytes_of(x), add = bytes_of(bias), out = bytes_of(y);

@@ -22,8 +22,10 @@ FDK_INLINE float32x4_t zeros4() {
 
 template <int kShift>
 FDK_INLINE uint16x8_t shift16(uint16x8_t v) {
-  if constexpr (kShift == 0) return v;
-  else return vshrq_n_u16(v, kShift);
+  if constexpr (kShift == 0)
+    return v;
+  else
+    return vshrq_n_u16(v, kShift);
 }
 
 FDK_INLINE uint16x8_t load_lanes(const std::uint8_t* p) {
@@ -91,9 +93,12 @@ FDK_INLINE float32x4_t load4_scales(const void* p, std::size_t slot, ScaleType t
   switch (type) {
     case ScaleType::bf16:
       return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(bytes)), 16));
-    case ScaleType::fp16: return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(bytes)));
-    case ScaleType::fp32: return vreinterpretq_f32_u8(vld1q_u8(bytes));
-    default: return vreinterpretq_f32_u32(vshlq_n_u32(widen_bytes(bytes), 23));
+    case ScaleType::fp16:
+      return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(bytes)));
+    case ScaleType::fp32:
+      return vreinterpretq_f32_u8(vld1q_u8(bytes));
+    default:
+      return vreinterpretq_f32_u32(vshlq_n_u32(widen_bytes(bytes), 23));
   }
 }
 

@@ -101,9 +101,8 @@ FDK_INLINE void add_row(const Row<kBits>& row, const typename V::template Table<
         if constexpr (kAffine && V::kPairSums) {
           // One row of x has its sums at the first step of a run, several at every step.
           const float* x_sums = rows.x_sums[m] + at / 2 + s * (kStep / 2);
-          part[g.value][m] =
-              vfmsq_f32(part[g.value][m], pair_sums<kFirst, kFirst + kCount>(x_sums),
-                        vld1q_dup_f32(zeros + slot));
+          part[g.value][m] = vfmsq_f32(part[g.value][m], pair_sums<kFirst, kFirst + kCount>(x_sums),
+                                       vld1q_dup_f32(zeros + slot));
         }
         sums[m] = vfmaq_f32(sums[m], part[g.value][m], scale);
       }
@@ -124,24 +123,25 @@ void neon_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
       FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r][m] = vdupq_n_f32(0);
     }
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t slot) FDK_LAMBDA {
-      float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
-      load_groups<kGroups, true, false>(w, slot, scales);
-      if (kAffine && (V::kPairSums || w.zeros != nullptr)) {
-        load_groups<kGroups, true, true>(w, slot, zeros);
-      }
-      for (std::size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(codes + kPrefetch + i);
-      const auto row = [&](std::size_t r) FDK_LAMBDA {
-        add_row<V, kBits, kGroups, kAffine, kM>(Row<kBits>(codes, r), table, scales + r, zeros + r,
-                                                rows, tile * kTileK, sums[r]);
-      };
-      if constexpr (kM == 1) {  // keeps the sums in registers
-        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { row(std::size_t(r.value)); });
-      } else {
-        for (std::size_t r = 0; r < kTileRows; r++) row(r);
-      }
-    });
+    for_tiles(w, stripe, 0, w.tiles, kBytes,
+              [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+                float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
+                load_groups<kGroups, true, false>(w, slot, scales);
+                if (kAffine && (V::kPairSums || w.zeros != nullptr)) {
+                  load_groups<kGroups, true, true>(w, slot, zeros);
+                }
+                for (std::size_t i = 0; i < kBytes; i += 64)
+                  __builtin_prefetch(codes + kPrefetch + i);
+                const auto row = [&](std::size_t r) FDK_LAMBDA {
+                  add_row<V, kBits, kGroups, kAffine, kM>(Row<kBits>(codes, r), table, scales + r,
+                                                          zeros + r, rows, tile * kTileK, sums[r]);
+                };
+                if constexpr (kM == 1) {  // keeps the sums in registers
+                  unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA { row(std::size_t(r.value)); });
+                } else {
+                  for (std::size_t r = 0; r < kTileRows; r++) row(r);
+                }
+              });
     for (std::size_t m = 0; m < task.m; m++) {
       for (std::size_t r = 0; r < kTileRows; r++) {
         task.y[m * task.y_stride + stripe * kTileRows + r] = vaddvq_f32(sums[r][m]);
@@ -153,30 +153,30 @@ void neon_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
 // W_hat as V stores it.
 template <class V, int kBits, int kGroups>
 void neon_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                  typename V::X* out, std::size_t stride) {
+                typename V::X* out, std::size_t stride) {
   const typename V::template Table<kBits> table(w.table);
-  for_tiles(w, stripe, begin, end, tile_bytes(kBits), [&](std::size_t tile,
-                                                          const std::uint8_t* codes,
-                                                          std::size_t slot) FDK_LAMBDA {
-    float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
-    load_groups<kGroups, true, false>(w, slot, scales);
-    if (w.zeros != nullptr) load_groups<kGroups, true, true>(w, slot, zeros);
-    for (std::size_t r = 0; r < kTileRows; r++) {
-      typename V::X* to = out + r * stride + (tile - begin) * kTileK;
-      const Row<kBits> row(codes, r);
-      unroll<kBlocks>([&](auto h) FDK_LAMBDA {
-        uint8x16_t first, second;
-        row.template indices<h.value>(first, second);
-        typename V::Value values[kSteps];
-        V::template values<h.value>(table, first, second, values);
-        unroll<kSteps>([&](auto s) FDK_LAMBDA {
-          const std::size_t at = std::size_t(group_of<kGroups>(s.value, h.value)) * kTileRows + r;
-          V::store(to + s.value * kStep + h.value * kBlock, values[s.value],
-                   vld1q_dup_f32(zeros + at), vld1q_dup_f32(scales + at));
-        });
-      });
-    }
-  });
+  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
+            [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+              float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
+              load_groups<kGroups, true, false>(w, slot, scales);
+              if (w.zeros != nullptr) load_groups<kGroups, true, true>(w, slot, zeros);
+              for (std::size_t r = 0; r < kTileRows; r++) {
+                typename V::X* to = out + r * stride + (tile - begin) * kTileK;
+                const Row<kBits> row(codes, r);
+                unroll<kBlocks>([&](auto h) FDK_LAMBDA {
+                  uint8x16_t first, second;
+                  row.template indices<h.value>(first, second);
+                  typename V::Value values[kSteps];
+                  V::template values<h.value>(table, first, second, values);
+                  unroll<kSteps>([&](auto s) FDK_LAMBDA {
+                    const std::size_t at =
+                        std::size_t(group_of<kGroups>(s.value, h.value)) * kTileRows + r;
+                    V::store(to + s.value * kStep + h.value * kBlock, values[s.value],
+                             vld1q_dup_f32(zeros + at), vld1q_dup_f32(scales + at));
+                  });
+                });
+              }
+            });
 }
 
 template <class V>

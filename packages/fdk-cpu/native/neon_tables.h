@@ -54,9 +54,9 @@ class ByteTable {
   static constexpr int kCodes = kBits == 1 ? 4 : kBits == 2 ? 2 : 1;  // of an index
   static constexpr int kEntries = kBits <= 4 ? 16 : 1 << kBits;
   // As long as the tables live, so that no lookup copies one to neighbouring registers.
-  using Registers = std::conditional_t<kEntries == 16, uint8x16_t,
-                                       std::conditional_t<kEntries == 32, uint8x16x2_t,
-                                                          uint8x16x4_t>>;
+  using Registers =
+      std::conditional_t<kEntries == 16, uint8x16_t,
+                         std::conditional_t<kEntries == 32, uint8x16x2_t, uint8x16x4_t>>;
 
   static FDK_INLINE void load(const std::uint8_t* p, uint8x16_t& to) { to = vld1q_u8(p); }
   static FDK_INLINE void load(const std::uint8_t* p, uint8x16x2_t& to) { to = vld1q_u8_x2(p); }

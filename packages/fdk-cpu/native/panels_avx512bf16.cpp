@@ -16,26 +16,25 @@ void decode_scaled(const Weight& w, std::size_t stripe, std::size_t begin, std::
   constexpr std::size_t kEntries = ScaledTable<kBits>::kEntries;
   const ScaledTable<kBits> table(w.table);
   alignas(64) std::uint16_t tables[kAhead * kTileRows * kGroups * kEntries];
-  for_tiles(w, stripe, begin, end, tile_bytes(kBits), [&](std::size_t tile,
-                                                          const std::uint8_t* codes,
-                                                          std::size_t) FDK_LAMBDA {
-    const std::size_t ahead = (tile - begin) % kAhead;
-    if (ahead == 0) {
-      const std::size_t last = tile + kAhead < end ? tile + kAhead : end;
-      scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
-    }
-    const std::uint16_t* of_tile = tables + ahead * kTileRows * kGroups * kEntries;
-    unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
-      std::uint16_t* to = out + r.value * stride + (tile - begin) * kTileK;
-      const Avx512Codes<kBits> of_row(codes, r.value);
-      unroll<kSteps>([&](auto step) FDK_LAMBDA {
-        constexpr int s = step.value, group = r.value * kGroups + s * kGroups / kSteps;
-        const __m512i entries = ScaledTable<kBits>::load(of_tile + group * kEntries);
-        const __m512i index = index_of<kBits, s>(of_row);
-        _mm512_storeu_si512(to + s * kStep, _mm512_permutexvar_epi16(index, entries));
-      });
-    });
-  });
+  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
+            [&](std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
+              const std::size_t ahead = (tile - begin) % kAhead;
+              if (ahead == 0) {
+                const std::size_t last = tile + kAhead < end ? tile + kAhead : end;
+                scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
+              }
+              const std::uint16_t* of_tile = tables + ahead * kTileRows * kGroups * kEntries;
+              unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
+                std::uint16_t* to = out + r.value * stride + (tile - begin) * kTileK;
+                const Avx512Codes<kBits> of_row(codes, r.value);
+                unroll<kSteps>([&](auto step) FDK_LAMBDA {
+                  constexpr int s = step.value, group = r.value * kGroups + s * kGroups / kSteps;
+                  const __m512i entries = ScaledTable<kBits>::load(of_tile + group * kEntries);
+                  const __m512i index = index_of<kBits, s>(of_row);
+                  _mm512_storeu_si512(to + s * kStep, _mm512_permutexvar_epi16(index, entries));
+                });
+              });
+            });
 }
 
 // Values in order as float32: the 16 that begin at `first`, by lanes (first + i) of 16 bits.
@@ -54,29 +53,29 @@ void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::
   const __m512i low = _mm512_slli_epi32(count, 16);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16 << 16));
   alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
-  for_tiles(w, stripe, begin, end, tile_bytes(kBits), [&](std::size_t tile,
-                                                          const std::uint8_t* codes,
-                                                          std::size_t slot) FDK_LAMBDA {
-    load_groups<kGroups, false>(w, slot, scales);
-    if (affine) load_groups<kGroups, true>(w, slot, zeros);
-    asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
-    for (std::size_t r = 0; r < kTileRows; r++) {
-      std::uint16_t* to = out + r * stride + (tile - begin) * kTileK;
-      const Values<kBits> values(codes, r, table);
-      const auto scaled = [&](__m512i step, __m512i lanes, int group) FDK_LAMBDA {
-        const std::size_t at = std::size_t(group) * kTileRows + r;
-        return _mm512_mul_ps(_mm512_sub_ps(widened(step, lanes), _mm512_set1_ps(zeros[at])),
-                             _mm512_set1_ps(scales[at]));
-      };
-      unroll<kSteps>([&](auto step) FDK_LAMBDA {
-        constexpr int s = step.value, first = s * kGroups / kSteps;
-        constexpr int second = (2 * s + 1) * kGroups / (2 * kSteps);
-        const __m512 upper = scaled(values.v[s], high, second);
-        const __m512bh both = _mm512_cvtne2ps_pbh(upper, scaled(values.v[s], low, first));
-        _mm512_storeu_si512(to + s * kStep, (__m512i)both);
-      });
-    }
-  });
+  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
+            [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+              load_groups<kGroups, false>(w, slot, scales);
+              if (affine) load_groups<kGroups, true>(w, slot, zeros);
+              asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+              for (std::size_t r = 0; r < kTileRows; r++) {
+                std::uint16_t* to = out + r * stride + (tile - begin) * kTileK;
+                const Values<kBits> values(codes, r, table);
+                const auto scaled = [&](__m512i step, __m512i lanes, int group) FDK_LAMBDA {
+                  const std::size_t at = std::size_t(group) * kTileRows + r;
+                  return _mm512_mul_ps(
+                      _mm512_sub_ps(widened(step, lanes), _mm512_set1_ps(zeros[at])),
+                      _mm512_set1_ps(scales[at]));
+                };
+                unroll<kSteps>([&](auto step) FDK_LAMBDA {
+                  constexpr int s = step.value, first = s * kGroups / kSteps;
+                  constexpr int second = (2 * s + 1) * kGroups / (2 * kSteps);
+                  const __m512 upper = scaled(values.v[s], high, second);
+                  const __m512bh both = _mm512_cvtne2ps_pbh(upper, scaled(values.v[s], low, first));
+                  _mm512_storeu_si512(to + s * kStep, (__m512i)both);
+                });
+              }
+            });
 }
 
 // y[row][panel] += w[row][depth] * x[depth / 2][panel][2], for kVectors registers of 16 lanes of
@@ -211,10 +210,14 @@ void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, s
 void panel_avx512bf16(const PanelTask& task) {
   constexpr int kRows = int(kAvx512Bf16PanelRows);
   switch (task.panel) {
-    case 8: return panel_all<kRows, 0, true>(task);
-    case 16: return panel_all<kRows, 1, false>(task);
-    case 24: return panel_all<kRows, 1, true>(task);
-    default: return panel_all<kRows, 2, false>(task);
+    case 8:
+      return panel_all<kRows, 0, true>(task);
+    case 16:
+      return panel_all<kRows, 1, false>(task);
+    case 24:
+      return panel_all<kRows, 1, true>(task);
+    default:
+      return panel_all<kRows, 2, false>(task);
   }
 }
 

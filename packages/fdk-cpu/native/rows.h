@@ -60,9 +60,8 @@ void write_all(const float* from, std::size_t stride, const void* bias, Activati
       return write_all(from, stride, bias, type, count,
                        [=](std::size_t i, float value) { half[i] = to_fp16(value); });
     case Activation::fp32:
-      return write_all(from, stride, bias, type, count, [=](std::size_t i, float value) {
-        static_cast<float*>(to)[i] = value;
-      });
+      return write_all(from, stride, bias, type, count,
+                       [=](std::size_t i, float value) { static_cast<float*>(to)[i] = value; });
   }
 }
 

@@ -59,39 +59,40 @@ void scaled_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
       FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r.value][m] = _mm512_setzero_ps();
     });
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t) FDK_LAMBDA {
-      if (tile % kAhead == 0) {
-        const std::size_t last = tile + kAhead < w.tiles ? tile + kAhead : w.tiles;
-        scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
-      }
-      const std::uint16_t* of_tile = tables + tile % kAhead * kTileRows * kGroups * kEntries;
-      for (std::size_t i = 0; i < kBytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
-      }
-      // Two rows of w side by side, so that a load of x serves both.
-      unroll<int(kTileRows) / 2>([&](auto pair) FDK_LAMBDA {
-        constexpr int r = 2 * pair.value;
-        const Avx512Codes<kBits> first(codes, r), second(codes, r + 1);
-        // GCC 12 would keep the x of one pair for the next, and spill the sums.
-        asm volatile("" : : : "memory");
-        unroll<kSteps>([&](auto step) FDK_LAMBDA {
-          constexpr int s = step.value;
-          const std::uint16_t* of_rows = of_tile + (r * kGroups + s / kRun) * kEntries;
-          const __m512i a = _mm512_permutexvar_epi16(index_of<kBits, s>(first),
-                                                     ScaledTable<kBits>::load(of_rows));
-          const __m512i b =
-              _mm512_permutexvar_epi16(index_of<kBits, s>(second),
-                                       ScaledTable<kBits>::load(of_rows + kGroups * kEntries));
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) {
-            const __m512bh activations = x.at(m, tile * kTileK + s * kStep);
-            sums[r][m] = _mm512_dpbf16_ps(sums[r][m], activations, as_bf16(a));
-            sums[r + 1][m] = _mm512_dpbf16_ps(sums[r + 1][m], activations, as_bf16(b));
-          }
-        });
-      });
-    });
+    for_tiles(w, stripe, 0, w.tiles, kBytes,
+              [&](std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
+                if (tile % kAhead == 0) {
+                  const std::size_t last = tile + kAhead < w.tiles ? tile + kAhead : w.tiles;
+                  scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
+                }
+                const std::uint16_t* of_tile =
+                    tables + tile % kAhead * kTileRows * kGroups * kEntries;
+                for (std::size_t i = 0; i < kBytes; i += 64) {
+                  _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+                }
+                // Two rows of w side by side, so that a load of x serves both.
+                unroll<int(kTileRows) / 2>([&](auto pair) FDK_LAMBDA {
+                  constexpr int r = 2 * pair.value;
+                  const Avx512Codes<kBits> first(codes, r), second(codes, r + 1);
+                  // GCC 12 would keep the x of one pair for the next, and spill the sums.
+                  asm volatile("" : : : "memory");
+                  unroll<kSteps>([&](auto step) FDK_LAMBDA {
+                    constexpr int s = step.value;
+                    const std::uint16_t* of_rows = of_tile + (r * kGroups + s / kRun) * kEntries;
+                    const __m512i a = _mm512_permutexvar_epi16(index_of<kBits, s>(first),
+                                                               ScaledTable<kBits>::load(of_rows));
+                    const __m512i b = _mm512_permutexvar_epi16(
+                        index_of<kBits, s>(second),
+                        ScaledTable<kBits>::load(of_rows + kGroups * kEntries));
+                    FDK_UNROLL
+                    for (int m = 0; m < kM; m++) {
+                      const __m512bh activations = x.at(m, tile * kTileK + s * kStep);
+                      sums[r][m] = _mm512_dpbf16_ps(sums[r][m], activations, as_bf16(a));
+                      sums[r + 1][m] = _mm512_dpbf16_ps(sums[r + 1][m], activations, as_bf16(b));
+                    }
+                  });
+                });
+              });
     write_sums<kM>(task, stripe, sums);
   }
 }
@@ -115,44 +116,45 @@ void summed_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
       FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r.value][m] = _mm512_setzero_ps();
     });
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t slot) FDK_LAMBDA {
-      alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows];
-      load_groups<kGroups, false>(w, slot, scales);
-      if (affine) load_groups<kGroups, true>(w, slot, zeros);
-      asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
-      for (std::size_t i = 0; i < kBytes; i += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
-      }
-      unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
-        constexpr std::size_t r = row.value;
-        const Values<kBits> values(codes, r, table);
-        unroll<kSteps / kRun>([&](auto run) FDK_LAMBDA {
-          constexpr int first = run.value * kRun;
-          __m512 part[kM];
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) part[m] = _mm512_setzero_ps();
-          unroll<kRun>([&](auto i) FDK_LAMBDA {
-            constexpr int s = first + i.value;
-            FDK_UNROLL
-            for (int m = 0; m < kM; m++) {
-              part[m] = _mm512_dpbf16_ps(part[m], x.at(m, tile * kTileK + s * kStep),
-                                         as_bf16(values.v[s]));
-            }
-            if (affine) {
-              FDK_UNROLL
-              for (int m = 0; m < kM; m++) {
-                part[m] = _mm512_fnmadd_ps(group_at<kGroups, s>(zeros, r),
-                                           sum_of(m, tile * kTileK + s * kStep), part[m]);
-              }
-            }
-          });
-          const __m512 scale = group_at<kGroups, first>(scales, r);
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) sums[r][m] = _mm512_fmadd_ps(part[m], scale, sums[r][m]);
-        });
-      });
-    });
+    for_tiles(w, stripe, 0, w.tiles, kBytes,
+              [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+                alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows];
+                load_groups<kGroups, false>(w, slot, scales);
+                if (affine) load_groups<kGroups, true>(w, slot, zeros);
+                asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+                for (std::size_t i = 0; i < kBytes; i += 64) {
+                  _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+                }
+                unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
+                  constexpr std::size_t r = row.value;
+                  const Values<kBits> values(codes, r, table);
+                  unroll<kSteps / kRun>([&](auto run) FDK_LAMBDA {
+                    constexpr int first = run.value * kRun;
+                    __m512 part[kM];
+                    FDK_UNROLL
+                    for (int m = 0; m < kM; m++) part[m] = _mm512_setzero_ps();
+                    unroll<kRun>([&](auto i) FDK_LAMBDA {
+                      constexpr int s = first + i.value;
+                      FDK_UNROLL
+                      for (int m = 0; m < kM; m++) {
+                        part[m] = _mm512_dpbf16_ps(part[m], x.at(m, tile * kTileK + s * kStep),
+                                                   as_bf16(values.v[s]));
+                      }
+                      if (affine) {
+                        FDK_UNROLL
+                        for (int m = 0; m < kM; m++) {
+                          part[m] = _mm512_fnmadd_ps(group_at<kGroups, s>(zeros, r),
+                                                     sum_of(m, tile * kTileK + s * kStep), part[m]);
+                        }
+                      }
+                    });
+                    const __m512 scale = group_at<kGroups, first>(scales, r);
+                    FDK_UNROLL
+                    for (int m = 0; m < kM; m++)
+                      sums[r][m] = _mm512_fmadd_ps(part[m], scale, sums[r][m]);
+                  });
+                });
+              });
     write_sums<kM>(task, stripe, sums);
   }
 }

@@ -125,33 +125,35 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
       FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r][m] = V::zero();
     }
-    for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                                 std::size_t slot) FDK_LAMBDA {
-      alignas(64) float scales[kRuns<kG16> * kTileRows], zeros[kRuns<kG16> * kTileRows];
-      load_scales<V, kG16>(w, slot, scales);
-      if constexpr (kAffine) load_zeros<V, kG16>(w, slot, zeros);
-      for (std::size_t i = 0; i < kBytes; i += 64) V::prefetch(codes + kPrefetch + i);
-      for (std::size_t r = 0; r < kTileRows; r++) {
-        const typename V::template Codes<kBits> q(codes, r);
-        unroll<R::kCount>([&](auto run) FDK_LAMBDA {
-          Float part[kM];
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) part[m] = V::zero();
-          unroll<R::kVectors>([&](auto i) FDK_LAMBDA {
-            constexpr int v = run.value * R::kVectors + i.value;
-            Float value = V::template value<v>(q, table);
-            if constexpr (kAffine) value = V::sub(value, R::template at<run.value>(zeros, r));
-            FDK_UNROLL
-            for (int m = 0; m < kM; m++) {
-              part[m] = V::fma(value, V::load(rows[m] + tile * kTileK + v * V::kLanes), part[m]);
-            }
-          });
-          const Float scale = R::template at<run.value>(scales, r);
-          FDK_UNROLL
-          for (int m = 0; m < kM; m++) sums[r][m] = V::fma(part[m], scale, sums[r][m]);
-        });
-      }
-    });
+    for_tiles(w, stripe, 0, w.tiles, kBytes,
+              [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+                alignas(64) float scales[kRuns<kG16> * kTileRows], zeros[kRuns<kG16> * kTileRows];
+                load_scales<V, kG16>(w, slot, scales);
+                if constexpr (kAffine) load_zeros<V, kG16>(w, slot, zeros);
+                for (std::size_t i = 0; i < kBytes; i += 64) V::prefetch(codes + kPrefetch + i);
+                for (std::size_t r = 0; r < kTileRows; r++) {
+                  const typename V::template Codes<kBits> q(codes, r);
+                  unroll<R::kCount>([&](auto run) FDK_LAMBDA {
+                    Float part[kM];
+                    FDK_UNROLL
+                    for (int m = 0; m < kM; m++) part[m] = V::zero();
+                    unroll<R::kVectors>([&](auto i) FDK_LAMBDA {
+                      constexpr int v = run.value * R::kVectors + i.value;
+                      Float value = V::template value<v>(q, table);
+                      if constexpr (kAffine)
+                        value = V::sub(value, R::template at<run.value>(zeros, r));
+                      FDK_UNROLL
+                      for (int m = 0; m < kM; m++) {
+                        part[m] = V::fma(value, V::load(rows[m] + tile * kTileK + v * V::kLanes),
+                                         part[m]);
+                      }
+                    });
+                    const Float scale = R::template at<run.value>(scales, r);
+                    FDK_UNROLL
+                    for (int m = 0; m < kM; m++) sums[r][m] = V::fma(part[m], scale, sums[r][m]);
+                  });
+                }
+              });
     for (std::size_t m = 0; m < task.m; m++) {
       for (std::size_t r = 0; r < kTileRows; r++) {
         task.y[m * task.y_stride + stripe * kTileRows + r] = V::sum(sums[r][m]);
@@ -165,26 +167,25 @@ void decode_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::s
                   float* out, std::size_t stride) {
   using R = Runs<V, kG16>;
   const typename V::template Table<kBits> table(w.table);
-  for_tiles(w, stripe, begin, end, tile_bytes(kBits), [&](std::size_t tile,
-                                                          const std::uint8_t* codes,
-                                                          std::size_t slot) FDK_LAMBDA {
-    alignas(64) float scales[kRuns<kG16> * kTileRows], zeros[kRuns<kG16> * kTileRows];
-    load_scales<V, kG16>(w, slot, scales);
-    load_zeros<V, kG16>(w, slot, zeros);
-    for (std::size_t r = 0; r < kTileRows; r++) {
-      float* to = out + r * stride + (tile - begin) * kTileK;
-      const typename V::template Codes<kBits> q(codes, r);
-      unroll<R::kCount>([&](auto run) FDK_LAMBDA {
-        const typename V::Float scale = R::template at<run.value>(scales, r);
-        const typename V::Float zero = R::template at<run.value>(zeros, r);
-        unroll<R::kVectors>([&](auto i) FDK_LAMBDA {
-          constexpr int v = run.value * R::kVectors + i.value;
-          const typename V::Float value = V::sub(V::template value<v>(q, table), zero);
-          V::store(to + v * V::kLanes, V::mul(value, scale));
-        });
-      });
-    }
-  });
+  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
+            [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+              alignas(64) float scales[kRuns<kG16> * kTileRows], zeros[kRuns<kG16> * kTileRows];
+              load_scales<V, kG16>(w, slot, scales);
+              load_zeros<V, kG16>(w, slot, zeros);
+              for (std::size_t r = 0; r < kTileRows; r++) {
+                float* to = out + r * stride + (tile - begin) * kTileK;
+                const typename V::template Codes<kBits> q(codes, r);
+                unroll<R::kCount>([&](auto run) FDK_LAMBDA {
+                  const typename V::Float scale = R::template at<run.value>(scales, r);
+                  const typename V::Float zero = R::template at<run.value>(zeros, r);
+                  unroll<R::kVectors>([&](auto i) FDK_LAMBDA {
+                    constexpr int v = run.value * R::kVectors + i.value;
+                    const typename V::Float value = V::sub(V::template value<v>(q, table), zero);
+                    V::store(to + v * V::kLanes, V::mul(value, scale));
+                  });
+                });
+              }
+            });
 }
 
 // Blocks are summed by themselves and then added: the error grows with the blocks of a row and the
@@ -287,14 +288,22 @@ void grad_product(const GradTask& task) {
 template <class F>
 FDK_INLINE void with_bits(int bits, F f) {
   switch (bits) {
-    case 1: return f(Int<1>{});
-    case 2: return f(Int<2>{});
-    case 3: return f(Int<3>{});
-    case 4: return f(Int<4>{});
-    case 5: return f(Int<5>{});
-    case 6: return f(Int<6>{});
-    case 7: return f(Int<7>{});
-    default: return f(Int<8>{});
+    case 1:
+      return f(Int<1>{});
+    case 2:
+      return f(Int<2>{});
+    case 3:
+      return f(Int<3>{});
+    case 4:
+      return f(Int<4>{});
+    case 5:
+      return f(Int<5>{});
+    case 6:
+      return f(Int<6>{});
+    case 7:
+      return f(Int<7>{});
+    default:
+      return f(Int<8>{});
   }
 }
 

@@ -57,21 +57,21 @@ FDK_INLINE svuint16_t indices(svbool_t active, svuint16_t low, const std::uint8_
   constexpr int kBefore = t == 1 ? 1 : 0, kAfter = t == 2 ? 1 : 0;
   const svuint16_t v =
       svld1_u16(active, reinterpret_cast<const std::uint16_t*>(lanes - kBefore + kAfter));
-  if constexpr (t == 0 || t == 2) return svand_u16_x(svptrue_b16(), v, low);
-  else return svlsr_n_u16_x(svptrue_b16(), v, 12);
+  if constexpr (t == 0 || t == 2)
+    return svand_u16_x(svptrue_b16(), v, low);
+  else
+    return svlsr_n_u16_x(svptrue_b16(), v, 12);
 }
 
 // Part of a step that a run covers: all of it, or where G is 16 a half.
 template <int kBits, int kHalf>
 struct Part {
-  static constexpr int kCodes = 4 / kBits;                   // of an index
+  static constexpr int kCodes = 4 / kBits;                       // of an index
   static constexpr std::size_t kLanes = 8 * std::size_t(kBits);  // of a row's plane
   static constexpr bool kHalved = kHalf >= 0, kByLanes = kHalved && kBits == 4;
   static constexpr std::size_t kFirstLane = kByLanes && kHalf == 1 ? kLanes / 2 : 0;
   static constexpr std::size_t kLastLane = kByLanes && kHalf == 0 ? kLanes / 2 : kLanes;
-  static constexpr bool has(int i) {
-    return !kHalved || kByLanes || i * 2 / kCodes == kHalf;
-  }
+  static constexpr bool has(int i) { return !kHalved || kByLanes || i * 2 / kCodes == kHalf; }
 };
 
 // What the four sums of a kernel differ in: the row of W (kM = 1), or that of x.
@@ -138,21 +138,27 @@ FDK_INLINE svfloat32_t pair_sums(const float* x_sums) {
 // sum + part * scale and part - x_sum * zero, of row i of W: of four scales in a vector, or one.
 template <int i>
 FDK_INLINE svfloat32_t scaled(svfloat32_t sum, svfloat32_t part, svfloat32_t scales) {
-  if constexpr (i >= 0) return svmla_lane_f32(sum, part, scales, std::uint64_t(i));
-  else return svmla_f32_x(svptrue_b32(), sum, part, scales);
+  if constexpr (i >= 0)
+    return svmla_lane_f32(sum, part, scales, std::uint64_t(i));
+  else
+    return svmla_f32_x(svptrue_b32(), sum, part, scales);
 }
 
 template <int i>
 FDK_INLINE svfloat32_t without(svfloat32_t part, svfloat32_t x_sum, svfloat32_t zeros) {
-  if constexpr (i >= 0) return svmls_lane_f32(part, x_sum, zeros, std::uint64_t(i));
-  else return svmls_f32_x(svptrue_b32(), part, x_sum, zeros);
+  if constexpr (i >= 0)
+    return svmls_lane_f32(part, x_sum, zeros, std::uint64_t(i));
+  else
+    return svmls_f32_x(svptrue_b32(), part, x_sum, zeros);
 }
 
 // The four rows' values in every 128 bits, or the one row's everywhere.
 template <int kM>
 FDK_INLINE svfloat32_t load_rows(const float* values) {
-  if constexpr (kM == 1) return svld1rq_f32(svptrue_b32(), values);
-  else return svdup_n_f32(*values);
+  if constexpr (kM == 1)
+    return svld1rq_f32(svptrue_b32(), values);
+  else
+    return svdup_n_f32(*values);
 }
 
 // A tile whose neighbours may be read: the byte before the weight and the one behind are not ours.
@@ -219,47 +225,48 @@ FDK_INLINE void sve_rows(const GemvTask& task, std::size_t stripe, std::size_t r
   for (std::size_t m = 0; m < kM; m++) x_rows[m] = std::min(m, task.m - 1) * w.tiles * kTileK;
   svfloat32_t sum0 = zeros(), sum1 = zeros(), sum2 = zeros(), sum3 = zeros();
   SafeTile<kBits> safe = {};
-  for_tiles(w, stripe, 0, w.tiles, kBytes, [&](std::size_t tile, const std::uint8_t* codes,
-                                               std::size_t slot) FDK_LAMBDA {
-    float scales[kGroups * kTileRows], zero_points[kGroups * kTileRows];
-    load_groups<kGroups, kM != 1, false>(w, slot, scales);
-    if constexpr (kAffine) load_groups<kGroups, kM != 1, true>(w, slot, zero_points);
-    for (std::size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(codes + kPrefetch + i);
-    const std::uint8_t* lanes = safe.at(w, stripe, tile, codes) + r * kRowBytes;
-    Operands<kM> o{};
-    for (std::size_t i = 0; i < (kM == 1 ? 4 : 1); i++) o.codes[i] = lanes + i * kRowBytes;
-    for (std::size_t m = 0; m < kM; m++) o.x[m] = x + x_rows[m] + tile * kTileK;
-    unroll<kPairs * kHalves>([&](auto part) FDK_LAMBDA {
-      constexpr int kHalf = kHalves == 2 ? part.value % 2 : -1;
-      constexpr int kA = part.value / kHalves * 2 * kSpan, kB = kA + kSpan;  // first steps
-      using P = Part<kBits, kHalf>;
-      svfloat32_t a0 = zeros(), a1 = zeros(), a2 = zeros(), a3 = zeros();
-      svfloat32_t b0 = zeros(), b1 = zeros(), b2 = zeros(), b3 = zeros();
-      for (std::size_t lane = P::kFirstLane; lane < P::kLastLane; lane += svcnth()) {
-        const svbool_t active = svwhilelt_b16(lane, P::kLastLane);
-        unroll<kSpan>([&](auto i) FDK_LAMBDA {
-          add_step<Lookup, kBits, kM, kHalf, kA + i.value>(o, lane, active, low, table0, table1,
-                                                           table2, table3, a0, a1, a2, a3);
-          add_step<Lookup, kBits, kM, kHalf, kB + i.value>(o, lane, active, low, table0, table1,
-                                                           table2, table3, b0, b1, b2, b3);
+  for_tiles(
+      w, stripe, 0, w.tiles, kBytes,
+      [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+        float scales[kGroups * kTileRows], zero_points[kGroups * kTileRows];
+        load_groups<kGroups, kM != 1, false>(w, slot, scales);
+        if constexpr (kAffine) load_groups<kGroups, kM != 1, true>(w, slot, zero_points);
+        for (std::size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(codes + kPrefetch + i);
+        const std::uint8_t* lanes = safe.at(w, stripe, tile, codes) + r * kRowBytes;
+        Operands<kM> o{};
+        for (std::size_t i = 0; i < (kM == 1 ? 4 : 1); i++) o.codes[i] = lanes + i * kRowBytes;
+        for (std::size_t m = 0; m < kM; m++) o.x[m] = x + x_rows[m] + tile * kTileK;
+        unroll<kPairs * kHalves>([&](auto part) FDK_LAMBDA {
+          constexpr int kHalf = kHalves == 2 ? part.value % 2 : -1;
+          constexpr int kA = part.value / kHalves * 2 * kSpan, kB = kA + kSpan;  // first steps
+          using P = Part<kBits, kHalf>;
+          svfloat32_t a0 = zeros(), a1 = zeros(), a2 = zeros(), a3 = zeros();
+          svfloat32_t b0 = zeros(), b1 = zeros(), b2 = zeros(), b3 = zeros();
+          for (std::size_t lane = P::kFirstLane; lane < P::kLastLane; lane += svcnth()) {
+            const svbool_t active = svwhilelt_b16(lane, P::kLastLane);
+            unroll<kSpan>([&](auto i) FDK_LAMBDA {
+              add_step<Lookup, kBits, kM, kHalf, kA + i.value>(o, lane, active, low, table0, table1,
+                                                               table2, table3, a0, a1, a2, a3);
+              add_step<Lookup, kBits, kM, kHalf, kB + i.value>(o, lane, active, low, table0, table1,
+                                                               table2, table3, b0, b1, b2, b3);
+            });
+          }
+          const auto add = [&](auto first, bool summed, svfloat32_t p0, svfloat32_t p1,
+                               svfloat32_t p2, svfloat32_t p3) FDK_LAMBDA {
+            constexpr int kStepGroup = first.value * kGroups / int(kSteps);
+            const std::size_t at = std::size_t(kStepGroup + (kHalf > 0 ? 1 : 0)) * kTileRows + r;
+            const float* x_sums[kM];
+            for (std::size_t m = 0; m < kM && kAffine; m++) {
+              x_sums[m] = task.x_sums + (x_rows[m] + tile * kTileK + first.value * kStep) / 2;
+            }
+            add_scaled<kBits, kM, kHalf>(scales + at, zero_points + at,
+                                         kAffine && summed ? x_sums : nullptr, p0, p1, p2, p3, sum0,
+                                         sum1, sum2, sum3);
+          };
+          add(Int<kA>{}, true, a0, a1, a2, a3);
+          add(Int<kB>{}, kGroups > 1, b0, b1, b2, b3);  // of one group, the first step has all sums
         });
-      }
-      const auto add = [&](auto first, bool summed, svfloat32_t p0, svfloat32_t p1, svfloat32_t p2,
-                           svfloat32_t p3) FDK_LAMBDA {
-        constexpr int kStepGroup = first.value * kGroups / int(kSteps);
-        const std::size_t at = std::size_t(kStepGroup + (kHalf > 0 ? 1 : 0)) * kTileRows + r;
-        const float* x_sums[kM];
-        for (std::size_t m = 0; m < kM && kAffine; m++) {
-          x_sums[m] = task.x_sums + (x_rows[m] + tile * kTileK + first.value * kStep) / 2;
-        }
-        add_scaled<kBits, kM, kHalf>(scales + at, zero_points + at,
-                                     kAffine && summed ? x_sums : nullptr, p0, p1, p2, p3, sum0,
-                                     sum1, sum2, sum3);
-      };
-      add(Int<kA>{}, true, a0, a1, a2, a3);
-      add(Int<kB>{}, kGroups > 1, b0, b1, b2, b3);  // of one group, the first step has all sums
-    });
-  });
+      });
   const svbool_t all = svptrue_b32();
   const float out[4] = {svaddv_f32(all, sum0), svaddv_f32(all, sum1), svaddv_f32(all, sum2),
                         svaddv_f32(all, sum3)};
@@ -293,20 +300,28 @@ FDK_INLINE void sve_bits(const GemvTask& task, std::size_t begin, std::size_t en
   if (task.m > 1 && groups == 8) return sve_groups<Lookup, kBits, 8, 4>(task, begin, end);
   if (task.m > 1) return sve_groups<Lookup, kBits, 4, 4>(task, begin, end);
   switch (groups) {  // runs of steps, as GemvTask::x_sums has them
-    case 1: return sve_groups<Lookup, kBits, 1, 1>(task, begin, end);
-    case 2: return sve_groups<Lookup, kBits, 2, 1>(task, begin, end);
-    case 4: return sve_groups<Lookup, kBits, 4, 1>(task, begin, end);
-    default: return sve_groups<Lookup, kBits, 8, 1>(task, begin, end);
+    case 1:
+      return sve_groups<Lookup, kBits, 1, 1>(task, begin, end);
+    case 2:
+      return sve_groups<Lookup, kBits, 2, 1>(task, begin, end);
+    case 4:
+      return sve_groups<Lookup, kBits, 4, 1>(task, begin, end);
+    default:
+      return sve_groups<Lookup, kBits, 8, 1>(task, begin, end);
   }
 }
 
 template <class Lookup>
 void gemv_sve(const GemvTask& task, std::size_t begin, std::size_t end) {
   switch (task.weight->bits) {
-    case 1: return sve_bits<Lookup, 1>(task, begin, end);
-    case 2: return sve_bits<Lookup, 2>(task, begin, end);
-    case 4: return sve_bits<Lookup, 4>(task, begin, end);
-    default: gemv_neonbf16(task, begin, end);
+    case 1:
+      return sve_bits<Lookup, 1>(task, begin, end);
+    case 2:
+      return sve_bits<Lookup, 2>(task, begin, end);
+    case 4:
+      return sve_bits<Lookup, 4>(task, begin, end);
+    default:
+      gemv_neonbf16(task, begin, end);
   }
 }
 

@@ -18,8 +18,10 @@ FDK_INLINE __m128 load4_scales(const void* p, std::size_t slot, ScaleType type) 
   switch (type) {
     case ScaleType::bf16:
       return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64(half)), 16));
-    case ScaleType::fp16: return _mm_cvtph_ps(_mm_loadl_epi64(half));
-    case ScaleType::fp32: return _mm_loadu_ps(reinterpret_cast<const float*>(bytes));
+    case ScaleType::fp16:
+      return _mm_cvtph_ps(_mm_loadl_epi64(half));
+    case ScaleType::fp32:
+      return _mm_loadu_ps(reinterpret_cast<const float*>(bytes));
     default:
       return _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu8_epi32(_mm_loadu_si32(bytes)), 23));
   }

@@ -56,7 +56,8 @@ class RandomWeight {
  public:
   RandomWeight(const Options& options, const Case& c)
       : layout_(fdk::layout_of(c.size.n, c.size.k, options.group, c.bits)),
-        affine_(options.zero_points), codebook_(std::size_t(1) << c.bits) {
+        affine_(options.zero_points),
+        codebook_(std::size_t(1) << c.bits) {
     std::mt19937 engine(unsigned(c.bits));
     std::normal_distribution<float> normal;
     Bytes packed(c.size.n * fdk::ceil_div(c.size.k * std::size_t(c.bits), 8));
@@ -258,14 +259,14 @@ struct Facts {
 std::string row_of(const Options& options, const Facts& facts, const Case& c, const Times* times,
                    const std::string& error) {
   Json shape = Json()
-                         .add("op", "linear")
-                         .add("backend", "cpu")
-                         .add("instruction_set", c.isa)
-                         .add("format", format_of(options, c))
-                         .add("m", c.m)
-                         .add("n", c.size.n)
-                         .add("k", c.size.k)
-                         .add("dtype", name_of(options.activation));
+                   .add("op", "linear")
+                   .add("backend", "cpu")
+                   .add("instruction_set", c.isa)
+                   .add("format", format_of(options, c))
+                   .add("m", c.m)
+                   .add("n", c.size.n)
+                   .add("k", c.size.k)
+                   .add("dtype", name_of(options.activation));
   if (options.int8) shape.add("activations", "int8");
   Json row = Json().add("benchmark", "kernels").add("case", shape);
   if (times != nullptr) {

@@ -22,7 +22,7 @@ struct Options {
   std::size_t group = 64;
   bool zero_points = false;
   fdk::Activation activation = fdk::Activation::bf16;
-  bool int8 = false;  // x rounded to 8 bits
+  bool int8 = false;             // x rounded to 8 bits
   unsigned long long cores = 0;  // a mask; 0 leaves the system's choice
   double seconds = 0.5;          // for each case
   std::size_t rotate_bytes = std::size_t(192) << 20;

@@ -314,7 +314,7 @@ struct ZeroColumn {
   }
   double value(std::size_t i) const { return double(kValues[c.bits - 1][codes[i]]); }
   fdk::PackedWeight packed() const {
-    return {layout,  laid_out.data(), scales.data(), ScaleType::fp32,
+    return {layout,  laid_out.data(), scales.data(),      ScaleType::fp32,
             nullptr, ZeroType::none,  kValues[c.bits - 1]};
   }
 };

@@ -72,10 +72,10 @@ __device__ __forceinline__ uint32 from_floats(float low, float high) {
 // d += a b for a :: [16, 16] and b :: [16, 8] in fragments, float32 sums.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0,
                                          uint32 b1) {
-#define FDK_MMA(type)                                                              \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                       \
-      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                 \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                             \
+#define FDK_MMA(type)                                              \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
+      ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])             \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
   if (FP16)
     FDK_MMA("f16");

@@ -135,8 +135,8 @@ __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS], const uint32* wor
     if (s < 2) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const uint2 v = *reinterpret_cast<const uint2*>(
-            table_entry(table, word, 2 * s + half, c.lane_part));
+        const uint2 v =
+            *reinterpret_cast<const uint2*>(table_entry(table, word, 2 * s + half, c.lane_part));
         a[2 * half] = v.x;
         a[2 * half + 1] = v.y;
       }

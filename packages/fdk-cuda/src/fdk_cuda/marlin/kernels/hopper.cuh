@@ -23,14 +23,17 @@ __device__ __forceinline__ void arrive(uint32 barrier) {
 __device__ __forceinline__ void wait_barrier(uint32 barrier, uint32 parity) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra WAIT_%=;\n}" ::"r"(barrier), "r"(parity) : "memory");
+      "@!p bra WAIT_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 __device__ __forceinline__ void copy_bulk(uint32 target, const uint8* source, uint32 bytes,
                                           uint32 barrier, uint64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      "[%0], [%1], %2, [%3], %4;" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -39,7 +42,8 @@ __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, in
                                          uint32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
 
@@ -65,13 +69,16 @@ __device__ __forceinline__ uint32 in_block(uint32 address, int rank) {
 
 __device__ __forceinline__ void store_remote(uint32 address, const float* v) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]),
-               "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+               "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
 }
 
 __device__ __forceinline__ float4 load_shared(uint32 address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 

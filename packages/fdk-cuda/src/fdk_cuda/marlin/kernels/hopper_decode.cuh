@@ -2,9 +2,9 @@
 // rounds it, for the products of a group are not summed apart here.
 //
 // A warp takes a fragment of 16 rows. wgmma wants of lane 4 * g + t columns 8 * j + 2 * t + e of
-// half h: register 2 * (j & 1) + i of step 2 * h + (j >> 1), where j is a chunk of eight columns and
-// i a row of g, g + 8. In the layout that is unit t of the neighbour j among four lanes, so a lane
-// reads its unit of each neighbour (layout.py).
+// half h: register 2 * (j & 1) + i of step 2 * h + (j >> 1), where j is a chunk of eight columns
+// and i a row of g, g + 8. In the layout that is unit t of the neighbour j among four lanes, so a
+// lane reads its unit of each neighbour (layout.py).
 //
 // 3, 4 and 8 bits go through the table of decode.cuh, and are scaled then. 1 and 2 bits need none:
 // a row has two or four values, which are scaled first, and picked by arithmetic.
@@ -13,8 +13,8 @@
 
 constexpr int NEIGHBOURS = 4;
 constexpr bool HAS_TABLE = BITS > 2;
-// A product of two values of the dtype, rounded once, is what float32 gives. The difference of a code
-// and an integer zero point is exact in either dtype.
+// A product of two values of the dtype, rounded once, is what float32 gives. The difference of a
+// code and an integer zero point is exact in either dtype.
 //   WHOLE_ZERO_POINT  1 where zero points are integers from 0 to 255
 constexpr bool SCALES_IN_DTYPE = (!AFFINE || WHOLE_ZERO_POINT) && SCALE_TYPE == FP16;
 
@@ -155,8 +155,7 @@ struct HopperDecoder {
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
-          for (int i = 0; i < 2; i++)
-            at(a, h, j, i) = rows[h][i].apply(look_up(word, 2 * h + i));
+          for (int i = 0; i < 2; i++) at(a, h, j, i) = rows[h][i].apply(look_up(word, 2 * h + i));
       }
     } else if constexpr (BITS == 3) {
       uint32 words[3][NEIGHBOURS], pairs[4];
@@ -230,8 +229,7 @@ struct HopperDecoder {
         for (int h = 0; h < 2; h++)
 #pragma unroll
           for (int i = 0; i < 2; i++)
-            at(a, h, j, i) =
-                (word >> places[h][i] & 0x00010001u) * difference[h][i] + base[h][i];
+            at(a, h, j, i) = (word >> places[h][i] & 0x00010001u) * difference[h][i] + base[h][i];
       }
     }
   }

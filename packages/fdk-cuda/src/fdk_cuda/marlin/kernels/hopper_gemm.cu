@@ -62,11 +62,11 @@ struct Params {
   uint16* y;
   float* sums;
   int n, m;
-  int k_stages;      // of K_BLOCKS * 64 columns
-  int row_blocks;    // of 32 rows
+  int k_stages;    // of K_BLOCKS * 64 columns
+  int row_blocks;  // of 32 rows
   int row_tiles, column_tiles;
-  int group_tiles;   // see hopper_tiles.cuh
-  int splits;        // of the columns, of all but whole_tiles
+  int group_tiles;  // see hopper_tiles.cuh
+  int splits;       // of the columns, of all but whole_tiles
   int whole_tiles;
 };
 
@@ -199,8 +199,7 @@ __device__ __forceinline__ void exchange(float (&d)[SUMS], uint32 mailboxes, int
 #pragma unroll
     for (int to = 0; to < CLUSTER; to++)
 #pragma unroll
-      for (int e = 0; e < 4; e++)
-        d[4 * i + e] = to == 0 || to == rank ? v[to][e] : d[4 * i + e];
+      for (int e = 0; e < 4; e++) d[4 * i + e] = to == 0 || to == rank ? v[to][e] : d[4 * i + e];
   }
   sync_cluster();
 #pragma unroll
@@ -223,12 +222,11 @@ struct Place {
   int first_row, first_column;
 };
 
-__device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], int group,
-                                           int warp, int lane) {
+__device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], int group, int warp,
+                                           int lane) {
   sums += 2 * (lane % 4) * TILE_ROWS + GROUP_ROWS * group + 16 * warp + lane / 4;
 #pragma unroll
-  for (int i = 0; i < SUMS; i++)
-    sums[(8 * (i / 4) + (i & 1)) * TILE_ROWS + (i & 2 ? 8 : 0)] = d[i];
+  for (int i = 0; i < SUMS; i++) sums[(8 * (i / 4) + (i & 1)) * TILE_ROWS + (i & 2 ? 8 : 0)] = d[i];
 }
 
 // Through shared memory, so that rows of y are written in runs of 128 bytes.
@@ -255,17 +253,17 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
       // Matrix `lane / 8` of four: rows g or g + 8, the first or second eight columns.
       const int matrix = at.lane / 8, r = at.lane % 8;
       const int column = c + 8 * (matrix / 2) + r, chunk = 2 * at.warp + matrix % 2;
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-              target + column * 128 + ((chunk ^ r) << 4)),
-          "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       target + column * 128 + ((chunk ^ r) << 4)),
+                   "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                   : "memory");
     }
     sync_named(barrier, GROUP_THREADS);
 #pragma unroll
     for (int c = 0; c < PIECE_COLUMNS; c += GROUP_THREADS / 8) {
       const int column = c + at.thread / 8, chunk = at.thread % 8;
-      const uint4 v = *reinterpret_cast<const uint4*>(piece + column * 128 +
-                                                      ((chunk ^ column % 8) << 4));
+      const uint4 v =
+          *reinterpret_cast<const uint4*>(piece + column * 128 + ((chunk ^ column % 8) << 4));
       const int y_row = at.first_column + first + column, y_column = at.first_row + 8 * chunk;
       uint16* out = p.y + static_cast<uint64>(y_row) * p.n + y_column;
       if (y_row < p.m && whole && y_column < p.n) {
@@ -301,7 +299,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
   auto release = [&] {
     if (held >= 0 && lane == 0) arrive(barriers + 16 * held + 8);
   };
-  auto step = [&](uint32 (&a)[STEPS][REGISTERS], int block) {
+  auto step = [&](uint32(&a)[STEPS][REGISTERS], int block) {
     if (block == 0) wait_barrier(barriers + 16 * position.stage, position.phase);
     decoder.decode(a, w_stages + position.stage * W_BYTES + block * BLOCK_BYTES);
     const uint64 b = operand_b(x_stages + position.stage * X_BYTES + block * X_BLOCK_BYTES);
@@ -340,10 +338,9 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     touch(d);
     release();
     held = -1;
-    const Place at{warp, lane, thread % GROUP_THREADS,
-                   unit.tile.row * TILE_ROWS + group * GROUP_ROWS,
-                   unit.tile.column * TILE_COLUMNS +
-                       static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS};
+    const Place at{
+        warp, lane, thread % GROUP_THREADS, unit.tile.row * TILE_ROWS + group * GROUP_ROWS,
+        unit.tile.column * TILE_COLUMNS + static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS};
     if (CLUSTER > 1) exchange(d, x_stages, thread);
     if (CLUSTER == 1 && unit.part >= 0)
       store_part(p.sums + static_cast<uint64>(unit.part) * TILE_COLUMNS * TILE_ROWS, d, group, warp,
@@ -363,7 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint32 barriers = shared_address(pieces + CONSUMERS * PIECE_BYTES);
 
   start_next_kernel();
-  // Two barriers a stage: `full` counts the bytes that have landed, `empty` the warps that are done.
+  // Two barriers a stage: `full` counts the bytes that have landed, `empty` the warps that are
+  // done.
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; stage++) {
       open_barrier(barriers + 16 * stage, 1);

@@ -17,9 +17,8 @@
 __device__ __forceinline__ bool elect_one() {
 #if FDK_BULK_COPY
   uint32 chosen;
-  asm volatile(
-      "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
-      : "=r"(chosen));
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(chosen));
   return chosen != 0;
 #else
   return threadIdx.x % LANES == 0;
@@ -29,7 +28,9 @@ __device__ __forceinline__ bool elect_one() {
 __device__ __forceinline__ void wait_barrier(uint32 barrier, uint32 parity) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra WAIT_%=;\n}" ::"r"(barrier), "r"(parity) : "memory");
+      "@!p bra WAIT_%=;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 template <int STAGES, int STAGE_BYTES>
@@ -47,7 +48,8 @@ struct Ring {
   uint32 phase = 0;
 
   __device__ __forceinline__ Ring(const uint8* stages_, const uint8* barriers_)
-      : stages(stages_), stages_address(shared_address(stages_)),
+      : stages(stages_),
+        stages_address(shared_address(stages_)),
         barriers(shared_address(barriers_)) {
 #if FDK_BULK_COPY
     // Each weight is read once: it must not push x and other layers' data out of the L2.
@@ -75,13 +77,15 @@ struct Ring {
     if (any && elect_one()) {
       const uint32 full = barriers + 16 * to;
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full),
-                   "r"(STAGE_BYTES) : "memory");
+                   "r"(STAGE_BYTES)
+                   : "memory");
 #pragma unroll
       for (int part = 0; part < PARTS; part++)
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
             "[%0], [%1], %2, [%3], %4;" ::"r"(target + part * PART_BYTES),
-            "l"(source + part * stride), "r"(PART_BYTES), "r"(full), "l"(policy) : "memory");
+            "l"(source + part * stride), "r"(PART_BYTES), "r"(full), "l"(policy)
+            : "memory");
     }
 #else
     constexpr int PIECES = PART_BYTES / 16;
@@ -92,10 +96,10 @@ struct Ring {
 #pragma unroll
         for (int first = 0; first < PIECES; first += LANES)
           if (first + LANES <= PIECES || first + lane < PIECES)
-            asm volatile(
-                "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                    target + part * PART_BYTES + (first + lane) * 16),
-                "l"(source + part * stride + (first + lane) * 16) : "memory");
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                             target + part * PART_BYTES + (first + lane) * 16),
+                         "l"(source + part * stride + (first + lane) * 16)
+                         : "memory");
     }
     // An empty group too, so that the groups in flight are always STAGES.
     asm volatile("cp.async.commit_group;" ::: "memory");

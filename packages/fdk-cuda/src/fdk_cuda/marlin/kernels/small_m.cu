@@ -58,9 +58,9 @@ struct Params {
   int n, columns, m;
   int stored_columns;  // of partial sums: m, rounded up to what the threads divide evenly
   int tiles;
-  int passes;  // tiles that the busiest block takes
-  int rounds;  // stages of a tile that the busiest warp takes
-  int log_share;  // of the values of a tile that a block of a cluster finishes
+  int passes;       // tiles that the busiest block takes
+  int rounds;       // stages of a tile that the busiest warp takes
+  int log_share;    // of the values of a tile that a block of a cluster finishes
   int sum_buffers;  // 0: partial sums lie over the ring, for blocks that take a single tile
   uint32 base[STEPS];
   uint32 nibbles;
@@ -112,8 +112,10 @@ __device__ __forceinline__ void send(const float* mailbox, uint32 barrier, uint3
       : "=r"(remote)
       : "r"(shared_address(mailbox)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(barrier), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                   remote), "f"(value), "r"(remote_barrier) : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(remote),
+      "f"(value), "r"(remote_barrier)
+      : "memory");
 #endif
 }
 
@@ -173,8 +175,8 @@ struct RowSums {
 
   // By the tensor cores: the fragments of x are an operand A as they stand, against columns of ones
   // (odd) and of bases (even). Two of (block, tile) go in one product.
-  __device__ __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS],
-                                          int g, int t) {
+  __device__ __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS], int g,
+                                          int t) {
     constexpr int COUNT = K_BLOCKS * COLUMN_TILES;
     constexpr int LAST_BLOCK = K_BLOCKS - 1, LAST_TILE = COLUMN_TILES - 1;
     const uint32 ones = FP16 ? 0x3C003C00u : 0x3F803F80u;
@@ -184,10 +186,9 @@ struct RowSums {
 #pragma unroll
       for (int s = half * STEPS / PER_ROW; s < (half + 1) * STEPS / PER_ROW; s++) {
         const uint32 column = COMPUTES_FRAGMENT && g % 2 == 0 ? base[s] : ones;
-        const uint32 rows[4] = {a.word(0, s, 0, 0),
-                                COUNT == 2 ? a.word(LAST_BLOCK, s, LAST_TILE, 0) : 0u,
-                                a.word(0, s, 0, 1),
-                                COUNT == 2 ? a.word(LAST_BLOCK, s, LAST_TILE, 1) : 0u};
+        const uint32 rows[4] = {
+            a.word(0, s, 0, 0), COUNT == 2 ? a.word(LAST_BLOCK, s, LAST_TILE, 0) : 0u,
+            a.word(0, s, 0, 1), COUNT == 2 ? a.word(LAST_BLOCK, s, LAST_TILE, 1) : 0u};
         multiply(d, rows, column, column);
       }
 #pragma unroll
@@ -409,9 +410,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       float value = 0.f;
 #pragma unroll
       for (int w = 0; w < GROUP_WARPS; w++)
-        value += buffer[((w * ROW_GROUPS + row / GROUP_ROWS) * p.stored_columns + column) *
-                            SUM_STRIDE +
-                        row % GROUP_ROWS];
+        value +=
+            buffer[((w * ROW_GROUPS + row / GROUP_ROWS) * p.stored_columns + column) * SUM_STRIDE +
+                   row % GROUP_ROWS];
       if (split == 1)
         finish(i, value);
       else

@@ -1,4 +1,5 @@
-// y of the tiles whose columns hopper_gemm.cu took in parts: the sum over the parts, in their order,
+// y of the tiles whose columns hopper_gemm.cu took in parts: the sum over the parts, in their
+// order,
 // + bias.
 //
 // sums :: [tiles, splits, TILE_COLUMNS, TILE_ROWS, float32]   of tiles `first_tile` and on

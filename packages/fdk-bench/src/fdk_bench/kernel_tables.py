@@ -88,8 +88,7 @@ def _measured(values: KernelValues) -> dict[str, str]:
     return {
         "by": values.backend,
         "time": seconds_text(values.time),
-        # Beside the median: threads of a peer that wait badly on few cores make a median of
-        # hundred times this (bitsandbytes at m = 1 on two cores: 70 ms, least 0.6 ms).
+        # Beside the median, which other work on the machine raises.
         "least": seconds_text(values.time_min),
         "spread": f"{100 * values.spread:.0f} %",
         "eager": "" if values.eager_time is None else seconds_text(values.eager_time),

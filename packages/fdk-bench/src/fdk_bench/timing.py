@@ -73,7 +73,7 @@ def time_calls(
     inner = inner or CALLS_PER_TURN
     samples: list[list[float]] = [[] for _ in contenders]
     errors: dict[int, Exception] = {}
-    turn = -1  # the turn before the first warms up
+    turn = -1  # the turn before the first warms up: every call once, for some pack then
     end = 0.0
     while turn < (outer or FEWEST_TURNS) or (outer is None and time.perf_counter() < end):
         if turn == 0:
@@ -83,8 +83,9 @@ def time_calls(
         for i, calls in enumerate(contenders):
             if i in errors:
                 continue
+            count = inner if turn >= 0 else max(inner, len(calls))
             try:
-                series = _timed(calls, (turn + 1) * inner, inner)
+                series = _timed(calls, max(turn, 0) * inner, count)
             except Exception as error:  # of somebody's kernel: a row of its own
                 errors[i] = error
             else:

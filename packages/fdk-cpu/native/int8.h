@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "kernels.h"
 #include "linear.h"
@@ -48,6 +49,22 @@ struct Int8Tile {
   float* scale;        // largest magnitude / 127; NaN where x is not finite, the codes being zero
   std::int32_t* sums;  // [groups], of the codes of each group
 };
+
+// How a tile of x is rounded: times `inverse`, or to zeros.
+struct TileRounding {
+  bool is_zero;
+  float inverse;  // 0 where is_zero
+  float scale;    // of Int8Tile
+};
+
+// By the largest magnitude of the tile, which is NaN or infinity where x is not finite.
+static inline TileRounding rounding_of(float largest) {
+  if (!(largest <= std::numeric_limits<float>::max())) {
+    return {true, 0, std::numeric_limits<float>::quiet_NaN()};
+  }
+  if (largest < kSmallestTile) return {true, 0, 0};
+  return {false, kMaxXCode / largest, largest / kMaxXCode};
+}
 
 //   x        :: [m][tiles][kTileK]         int8, in the kernel's order
 //   x_scales :: [m][tiles]                 times the step of the table

@@ -10,7 +10,6 @@
 #include <immintrin.h>
 
 #include <cstring>
-#include <limits>
 
 #include "int8.h"
 #include "simd_float.h"
@@ -234,25 +233,14 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   }
 }
 
-template <int kBits, int kGroups>
-FDK_INLINE void gemv_rows(const Int8Task& task, std::size_t begin, std::size_t end) {
-  if (task.m == 1) return gemv_stripes<kBits, kGroups, true>(task, begin, end);
-  return gemv_stripes<kBits, kGroups, false>(task, begin, end);
-}
-
 void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
-    switch (task.weight->groups_per_tile) {
-      case 1:
-        return gemv_rows<b, 1>(task, begin, end);
-      case 2:
-        return gemv_rows<b, 2>(task, begin, end);
-      case 4:
-        return gemv_rows<b, 4>(task, begin, end);
-      default:
-        return gemv_rows<b, 8>(task, begin, end);
-    }
+    with_groups(task.weight->groups_per_tile, [&](auto groups) FDK_LAMBDA {
+      constexpr int g = groups.value;
+      if (task.m == 1) return gemv_stripes<b, g, true>(task, begin, end);
+      return gemv_stripes<b, g, false>(task, begin, end);
+    });
   });
 }
 
@@ -269,14 +257,11 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
   for (int i = 0; i < 8; i++) bits = codes[i] > bits ? codes[i] : bits;
   float largest;
   std::memcpy(&largest, &bits, sizeof largest);
-  const bool finite = largest <= std::numeric_limits<float>::max();
-  const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
-               : is_zero ? 0
-                         : largest / kMaxXCode;
+  const TileRounding rounding = rounding_of(largest);
+  *out.scale = rounding.scale;
   // Where x is not finite, its product with zero is no number, and is masked.
-  const __m256i kept = _mm256_set1_epi32(is_zero ? 0 : -1);
-  const __m256 inverse = _mm256_set1_ps(is_zero ? 0 : kMaxXCode / largest);
+  const __m256i kept = _mm256_set1_epi32(rounding.is_zero ? 0 : -1);
+  const __m256 inverse = _mm256_set1_ps(rounding.inverse);
   for (std::size_t i = 0; i < kTileK; i += 8) {
     const __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), inverse));
     _mm256_store_si256(reinterpret_cast<__m256i*>(codes + i), _mm256_and_si256(rounded, kept));

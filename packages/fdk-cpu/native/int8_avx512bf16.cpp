@@ -12,7 +12,6 @@
 #include <immintrin.h>
 
 #include <array>
-#include <limits>
 
 #include "avx512_codes.h"
 #include "int8.h"
@@ -277,25 +276,14 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   }
 }
 
-template <int kBits, int kGroups>
-FDK_INLINE void gemv_rows(const Int8Task& task, std::size_t begin, std::size_t end) {
-  if (task.m == 1) return gemv_stripes<kBits, kGroups, true>(task, begin, end);
-  return gemv_stripes<kBits, kGroups, false>(task, begin, end);
-}
-
 void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
-    switch (task.weight->groups_per_tile) {
-      case 1:
-        return gemv_rows<b, 1>(task, begin, end);
-      case 2:
-        return gemv_rows<b, 2>(task, begin, end);
-      case 4:
-        return gemv_rows<b, 4>(task, begin, end);
-      default:
-        return gemv_rows<b, 8>(task, begin, end);
-    }
+    with_groups(task.weight->groups_per_tile, [&](auto groups) FDK_LAMBDA {
+      constexpr int g = groups.value;
+      if (task.m == 1) return gemv_stripes<b, g, true>(task, begin, end);
+      return gemv_stripes<b, g, false>(task, begin, end);
+    });
   });
 }
 
@@ -311,18 +299,15 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
   }
   const float largest =
       _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(_mm512_reduce_max_epu32(most)))));
-  const bool finite = largest <= std::numeric_limits<float>::max();
-  const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
-               : is_zero ? 0
-                         : largest / kMaxXCode;
-  const __m512 inverse = _mm512_set1_ps(is_zero ? 0 : kMaxXCode / largest);
+  const TileRounding rounding = rounding_of(largest);
+  *out.scale = rounding.scale;
+  const __m512 inverse = _mm512_set1_ps(rounding.inverse);
   std::int32_t sums[kParts];
   FDK_UNROLL
   for (int i = 0; i < kParts; i++) {
     // Where x is not finite, its product with zero is no number, and is masked.
-    const __m512i codes =
-        _mm512_maskz_cvtps_epi32(is_zero ? 0 : __mmask16(0xFFFF), _mm512_mul_ps(parts[i], inverse));
+    const __m512i codes = _mm512_maskz_cvtps_epi32(rounding.is_zero ? 0 : __mmask16(0xFFFF),
+                                                   _mm512_mul_ps(parts[i], inverse));
     // Positions 32 to 63 and 64 to 95 change places.
     const int at = i >= 2 && i < 4 ? i + 2 : i >= 4 && i < 6 ? i - 2 : i;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out.codes + 16 * at), _mm512_cvtepi32_epi8(codes));

@@ -10,7 +10,6 @@
 #include <arm_neon.h>
 
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 
 #include "convert.h"
@@ -283,22 +282,18 @@ void int8_stage(const float* x, std::size_t groups, const Int8Tile& out) {
     magnitudes = vmaxq_u32(magnitudes, vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i))));
   }
   const float largest = float_of_bits(vmaxvq_u32(magnitudes));
-  const bool finite = largest <= std::numeric_limits<float>::max();
-  const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
-               : is_zero ? 0
-                         : largest / kMaxXCode;
+  const TileRounding rounding = rounding_of(largest);
+  *out.scale = rounding.scale;
   for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
-  if (is_zero) {
+  if (rounding.is_zero) {
     std::fill_n(out.codes, kTileK, std::int8_t(0));
     return;
   }
-  const float inverse = kMaxXCode / largest;
   for (std::size_t i = 0; i < kTileK; i += kVector) {
     int16x4_t codes[4];
     FDK_UNROLL
     for (std::size_t j = 0; j < 4; j++) {
-      codes[j] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * j), inverse)));
+      codes[j] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * j), rounding.inverse)));
     }
     const int8x16_t bytes = vcombine_s8(vmovn_s16(vcombine_s16(codes[0], codes[1])),
                                         vmovn_s16(vcombine_s16(codes[2], codes[3])));

@@ -15,14 +15,13 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
     finite = finite && std::isfinite(x[i]);
     largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
   }
-  const bool is_zero = !finite || largest < kSmallestTile;
-  *out.scale = !finite   ? std::numeric_limits<float>::quiet_NaN()
-               : is_zero ? 0
-                         : largest / kMaxXCode;
-  const float inverse = is_zero ? 0 : kMaxXCode / largest;
+  const float unbounded = std::numeric_limits<float>::infinity();
+  const TileRounding rounding = rounding_of(finite ? largest : unbounded);
+  *out.scale = rounding.scale;
   for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
   for (std::size_t i = 0; i < kTileK; i++) {
-    const auto code = is_zero ? std::int8_t(0) : std::int8_t(std::nearbyint(x[i] * inverse));
+    const auto code =
+        rounding.is_zero ? std::int8_t(0) : std::int8_t(std::nearbyint(x[i] * rounding.inverse));
     out.codes[i] = code;
     out.sums[i * groups / kTileK] += code;
   }

@@ -307,6 +307,21 @@ FDK_INLINE void with_bits(int bits, F f) {
   }
 }
 
+// Calls f with the groups of a tile as a constant.
+template <class F>
+FDK_INLINE void with_groups(std::size_t groups_per_tile, F f) {
+  switch (groups_per_tile) {
+    case 1:
+      return f(Int<1>{});
+    case 2:
+      return f(Int<2>{});
+    case 4:
+      return f(Int<4>{});
+    default:
+      return f(Int<8>{});
+  }
+}
+
 template <class V>
 void gemv(const GemvTask& task, std::size_t begin, std::size_t end) {
   const Weight& w = *task.weight;

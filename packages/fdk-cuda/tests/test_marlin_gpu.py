@@ -393,3 +393,24 @@ def test_marlin_wrong_dtype():
     _, layout = pack("custom4-g64", 256, 512)
     with pytest.raises(TypeError, match=r"x must be torch\.bfloat16, got torch\.float16"):
         layout(random_x(1, 512, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("m", [1, 3, 16])
+def test_calls_made_ready_are_those_of_the_op(m):
+    """The second call of a shape takes a way of its own."""
+    _, layout = pack("nf4-g64", 200, 256)
+    bias = random_x(200, seed=3)
+    for shape in ((m, 256), (1, m, 256)):
+        x = random_x(*shape)
+        for b in (None, bias, bias.expand(2, 200).T[:, 0]):
+            first = layout(x, b)
+            assert layout._ready.get(x) is not None
+            with poisoned():
+                second = layout(x, b)
+            assert torch.equal(first, second)
+            assert second.shape == (*shape[:-1], 200)
+    with pytest.raises(TypeError, match="must be"):
+        layout(x.half())
+    leaf = x.clone().requires_grad_()
+    layout(leaf, bias).sum().backward()
+    assert leaf.grad.isfinite().all()

@@ -93,3 +93,25 @@ def test_a_negative_view_of_the_bias_goes_through_torch(through_torch: list[Tens
     y = call(bias=torch._neg_view(torch.tensor([1.0, 2.0])))
     assert y.tolist() == [[-3.0, -4.0]]
     assert len(through_torch) == 1
+
+
+def test_kernels_get_a_contiguous_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, n: int, k: int) -> Tensor:
+        assert bias is not None
+        seen.append(bias.is_contiguous())
+        return torch.nn.functional.linear(x, weight, bias)
+
+    op = define_linear_op(
+        library,
+        "needs_bias",
+        layout="Tensor weight",
+        forward=forward,
+        grad_x=lambda grad_y, weight, n, k: grad_y @ weight,
+        dispatch_keys=("CPU",),
+    )
+    bias = torch.arange(4.0)[::2]
+    for x in (X, X.clone().requires_grad_()):
+        assert op(x, WEIGHT, bias, 2, 3).tolist() == [[-2.0, 0.0]]
+    assert seen == [True, True]

@@ -35,7 +35,6 @@ def lut_linear(
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
-    bias = None if bias is None else bias.contiguous()
     weight.linear(activation, _bytes(x), len(x), _bytes(bias), _bytes(y), num_threads())
     return y
 
@@ -60,7 +59,6 @@ def lut_linear_int8(
     _check_levels(levels)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
-    bias = None if bias is None else bias.contiguous()
     weight.linear_int8(
         activation,
         _bytes(levels),

@@ -98,7 +98,8 @@ def define_linear_op(
         name: of the op, ``lut_linear``.
         layout: the layout's arguments as schema text, tensors first: ``"Tensor packed, Tensor
             scale, int bits"``. The first is a tensor on the layout's device.
-        forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``, with m > 0, x contiguous.
+        forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``, with m > 0, x and bias
+            contiguous.
         grad_x: ``(grad_y :: [m, n], *layout, n, k) -> [m, k]``, likewise. Or another op, whose
             gradient this one has too (straight through what it rounds) and whose layout arguments
             come first in ``layout``: then no ``<name>_grad_x`` is defined.
@@ -134,6 +135,8 @@ def define_linear_op(
     def run(x: Tensor, *args: Any) -> Tensor:
         bias, n, k = args[-3:]
         check(x, args[0], bias, n, k)
+        if bias is not None and not bias.is_contiguous():
+            args = *args[:-3], bias.contiguous(), n, k
         # The common case first: what follows takes 3 us.
         plain = x.ndim == 2 and x.is_contiguous() and x.shape[0] > 0
         if plain and not torch.is_autocast_enabled(x.device.type):

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fdk_cuda.marlin.layout import STORED_DTYPES, Geometry, pack_layout, unpack_layout, why_not
 from fdk_cuda.marlin.ops import DTYPES, linear_op
+from fdk_cuda.marlin.ready import ReadyCalls
 from fdk_cuda.nvrtc import why_unavailable
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.format import Format
@@ -49,7 +50,7 @@ class MarlinLayout(Layout):
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("codebook", codebook.to(dtype), persistent=False)
         self.register_buffer("canonical_codebook", q.codebook, persistent=False)
-        self._format = str(q.format)
+        self._format, self._ready = str(q.format), ReadyCalls()
         if q.device.type == "cuda":
             # A kernel may read the weight before the one ahead of it in the stream has ended
             # (programmatic dependent launch): so it must be there once and for all.
@@ -57,8 +58,16 @@ class MarlinLayout(Layout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
+        if is_direct := not self.batch_invariant and linear_op.is_direct(x, bias):
+            call = self._ready.get(x)
+            # Not by attribute: nn.Module takes a microsecond to find a buffer.
+            if call is not None and (ready := call(x, bias, self._buffers)) is not None:
+                return ready
         layout = self.packed, self.codebook, self._format, self.batch_invariant
-        return linear_op(x, *layout, bias, *self.shape)
+        y = linear_op(x, *layout, bias, *self.shape)
+        if is_direct:  # The op has checked the arguments.
+            self._ready.keep(x, self._format, self.geometry, *self.shape)
+        return y
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -93,16 +94,23 @@ class Launch:
 
     def __call__(self, *values: int | float | bytes) -> None:
         """Launches on the device's current stream; ``values`` are the struct's fields."""
+        # A buffer per call: the driver copies it before it returns, and threads do not share it.
+        buffer, address = self._arguments()
+        self.struct.pack_into(buffer, 0, address + POINTER_BYTES, *values)
+        self.start(address)
+
+    def bound(self, *fixed: int | float) -> "BoundLaunch":
+        """This launch with its last fields given once; those before them must be addresses."""
+        return BoundLaunch(self, fixed)
+
+    def start(self, address: int) -> None:
+        """Launches with the argument list at ``address``, which the driver copies."""
         if torch._C._cuda_getDevice() != self.device:
             with torch.cuda.device(self.device):
-                self(*values)
+                self.start(address)
             return
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         config = self._configs.get(stream) or self._config(stream)
-        # A buffer per call: the driver copies it before it returns, and threads do not share it.
-        buffer = ctypes.create_string_buffer(self.buffer_bytes)
-        address = ctypes.addressof(buffer)
-        self.struct.pack_into(buffer, 0, address + POINTER_BYTES, *values)
         driver = cuda()
         status = driver.cuLaunchKernelEx(config, self.function, address, 0)
         if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -111,6 +119,11 @@ class Launch:
             status = driver.cuLaunchKernelEx(config, self.function, address, 0)
         if status[0].value:
             check(status, self.what)
+
+    def _arguments(self) -> tuple[Any, int]:
+        """A buffer for an argument list, which keeps it alive, and its address."""
+        buffer = ctypes.create_string_buffer(self.buffer_bytes)
+        return buffer, ctypes.addressof(buffer)
 
     def _config(self, stream: int) -> Any:
         driver = cuda()
@@ -123,6 +136,34 @@ class Launch:
         config.numAttrs = len(self.attributes)
         self._configs[stream] = config
         return config
+
+
+class BoundLaunch:
+    """A launch of which only addresses, its first fields, change from call to call.
+
+    Args:
+        launch: what is launched.
+        fixed: the fields after the addresses.
+    """
+
+    def __init__(self, launch: Launch, fixed: tuple[int | float, ...]) -> None:
+        self._launch, self._fixed = launch, fixed
+        count = len(launch.struct.unpack(bytes(launch.struct.size))) - 1 - len(fixed)
+        self._addresses = struct.Struct(f"@{count}P")
+        self._none = (0,) * count
+        # A buffer per thread: the driver copies it without the interpreter's lock.
+        self._local = threading.local()
+
+    def __call__(self, *addresses: int) -> None:
+        """Launches on the device's current stream."""
+        try:
+            buffer, address = self._local.kept
+        except AttributeError:
+            buffer, address = self._local.kept = self._launch._arguments()
+            values = address + POINTER_BYTES, *self._none, *self._fixed
+            self._launch.struct.pack_into(buffer, 0, *values)
+        self._addresses.pack_into(buffer, POINTER_BYTES, *addresses)
+        self._launch.start(address)
 
 
 def _attributes(driver: ModuleType, cluster: int, overlap: bool) -> list[Any]:

@@ -1,0 +1,93 @@
+"""Calls of the small-m kernel with all made ready that depends only on the shape of x."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fdk_cuda.marlin.launches import device_limits, small_launch_for
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.ops import ALIGNMENT, kernel_for
+from fdk_cuda.marlin.plan import MAX_ROWS
+from fdk_formats.format import Format
+
+# Shapes of x that a layout keeps calls for; past it, it starts afresh.
+MAX_KEPT = 64
+
+
+class ReadyCall:
+    """``small_linear`` for x of one shape on one GPU, without looking anything up.
+
+    Args:
+        format: of the weight, as text.
+        geometry: of its layout.
+        x: the activations that it serves, and all of their shape, dtype and device.
+        n: outputs.
+    """
+
+    def __init__(self, format: str, geometry: Geometry, x: Tensor, n: int) -> None:
+        *batch, k = x.shape
+        self._device, self._dtype = x.get_device(), x.dtype
+        self._n, self._y_shape = n, (*batch, n)
+        m = x.numel() // k
+        launch, fields = small_launch_for(format, x.dtype, m, n, k, self._device, False)
+        self._launch = launch.bound(*fields)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, tensors: Mapping[str, Tensor | None]
+    ) -> Tensor | None:
+        """y, for x of the shape it was made for; None where the op has to see to the call.
+
+        Args:
+            x: ``[..., k]``.
+            bias: ``[n]`` or None.
+            tensors: ``packed`` and ``codebook`` of the layout.
+        """
+        dtype, device = self._dtype, self._device
+        if x.dtype is not dtype or x.get_device() != device or not x.is_contiguous():
+            return None
+        bias_address = 0
+        if bias is not None:
+            if (
+                bias.dtype is not dtype
+                or bias.get_device() != device
+                or bias.numel() != self._n
+                or not bias.is_contiguous()
+            ):
+                return None
+            bias_address = bias.data_ptr()
+        packed, codebook, address = tensors["packed"], tensors["codebook"], x.data_ptr()
+        if packed is None or codebook is None or address % ALIGNMENT:
+            return None
+        if packed.get_device() != device or codebook.dtype is not dtype:
+            return None
+        y = x.new_empty(self._y_shape)
+        self._launch(packed.data_ptr(), codebook.data_ptr(), address, bias_address, y.data_ptr())
+        return y
+
+
+class ReadyCalls:
+    """The calls that a layout has made ready, by the shape of x. Copies and pickles are empty."""
+
+    def __init__(self) -> None:
+        self._calls: dict[torch.Size, ReadyCall] = {}
+
+    def __reduce__(self) -> tuple[type["ReadyCalls"], tuple[()]]:
+        return ReadyCalls, ()
+
+    def get(self, x: Tensor) -> ReadyCall | None:
+        """The call for the shape of x, if there is one."""
+        return self._calls.get(x.shape)
+
+    def keep(self, x: Tensor, format: str, geometry: Geometry, n: int, k: int) -> None:
+        """Makes the call for x ready where the small-m kernel takes it as it is."""
+        if not x.is_cuda or x.dim() == 0 or x.shape[-1] != k or x.numel() == 0:
+            return
+        is_hopper = device_limits(x.get_device()).is_hopper
+        levels, m = 1 << Format.parse(format).bits, x.numel() // k
+        kernel = kernel_for(m, is_hopper=is_hopper, levels=levels, batch_invariant=False)
+        if kernel != "small" or m > MAX_ROWS or geometry.columns != k:
+            return
+        if len(self._calls) >= MAX_KEPT:
+            self._calls.clear()
+        self._calls[x.shape] = ReadyCall(format, geometry, x, n)

@@ -1,0 +1,140 @@
+"""What a launch hands to the driver, and calls made ready: with a driver that only looks."""
+
+import copy
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fdk_cuda.marlin import ready
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.nvrtc import Launch
+from fdk_cuda.nvrtc import launch as launch_module
+from fdk_formats.format import Format
+
+N, K, FORMAT = 96, 128, "nf4-g64"
+FIELDS = "5P2if"
+HERE = -1  # the device index of tensors on the CPU
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The fields of every launch, as the driver would read them."""
+    seen = []
+
+    def launch(config, function, address, extra):
+        (params,) = struct.unpack("@P", ctypes.string_at(address, 8))
+        size = struct.calcsize(f"@P{FIELDS}") - 8
+        seen.append(struct.unpack(f"@{FIELDS}", ctypes.string_at(params, size)))
+        return (SimpleNamespace(value=0),)
+
+    driver = SimpleNamespace(
+        cuLaunchKernelEx=launch,
+        CUresult=SimpleNamespace(CUDA_ERROR_INVALID_CONTEXT=201),
+        CUlaunchConfig=SimpleNamespace,
+        CUstream=lambda stream: stream,
+    )
+    monkeypatch.setattr(launch_module, "cuda", lambda: driver)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: HERE, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    return seen
+
+
+def make_launch():
+    kernel = SimpleNamespace(load=lambda device: None, entry="kernel")
+    return Launch(kernel, HERE, fields=FIELDS, grid=1, threads=32, shared_bytes=0)
+
+
+def test_bound_launch_gives_the_same_fields(launched):
+    launch = make_launch()
+    bound = launch.bound(6, 7, 0.5)
+    for first in (1, 2):
+        launch(first, 20, 30, 40, 50, 6, 7, 0.5)
+        bound(first, 20, 30, 40, 50)
+        assert launched[-1] == launched[-2] == (first, 20, 30, 40, 50, 6, 7, 0.5)
+
+
+def test_threads_do_not_share_arguments(launched):
+    bound = make_launch().bound(6, 7, 0.5)
+    buffers = []
+
+    def call(value):
+        bound(value, value, value, value, value)
+        buffers.append(bound._local.kept)
+
+    for value in range(3):
+        thread = threading.Thread(target=call, args=(value,))
+        thread.start()
+        thread.join()
+    assert len({address for _, address in buffers}) == 3
+    assert [fields[:5] for fields in launched] == [(value,) * 5 for value in range(3)]
+
+
+@pytest.fixture
+def made(launched, monkeypatch):
+    """Makes calls for tensors on the CPU, with the device index that they have."""
+
+    def launch_for(format, dtype, m, n, k, device, batch_invariant):
+        return make_launch(), (m, n, 0.0)
+
+    monkeypatch.setattr(ready, "small_launch_for", launch_for)
+    return lambda x: ready.ReadyCall(FORMAT, Geometry.of(Format.parse(FORMAT), N, K), x, N)
+
+
+TENSORS = {
+    "packed": torch.zeros(8, dtype=torch.uint8),
+    "codebook": torch.zeros(16, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("batch", [(1,), (2, 3), ()])
+def test_ready_call(made, launched, batch):
+    x, bias = torch.zeros(*batch, K, dtype=torch.bfloat16), torch.zeros(N, dtype=torch.bfloat16)
+    y = made(x)(x, bias, TENSORS)
+    assert y.shape == (*batch, N)
+    assert y.dtype == x.dtype
+    addresses = [t.data_ptr() for t in (TENSORS["packed"], TENSORS["codebook"], x, bias, y)]
+    assert launched == [(*addresses, x.numel() // K, N, 0.0)]
+    made(x)(x, None, TENSORS)
+    assert launched[-1][3] == 0
+
+
+BIAS = torch.zeros(N, dtype=torch.bfloat16)
+X = torch.zeros(2, K, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "tensors"),
+    [
+        (X.half(), None, TENSORS),
+        (torch.zeros(K, 2, dtype=torch.bfloat16).T, None, TENSORS),
+        (torch.zeros(2 * K + 1, dtype=torch.bfloat16)[1:].view(2, K), None, TENSORS),
+        (X, BIAS.float(), TENSORS),
+        (X, BIAS[1:], TENSORS),
+        (X, BIAS[:1].expand(N), TENSORS),
+        (X, BIAS, TENSORS | {"codebook": torch.zeros(16, dtype=torch.float16)}),
+    ],
+)
+def test_ready_call_leaves_other_calls_to_the_op(made, launched, x, bias, tensors):
+    assert made(X)(x, bias, tensors) is None
+    assert not launched
+
+
+def test_ready_calls_keep_what_the_kernel_takes(made, monkeypatch):
+    monkeypatch.setattr(ready, "device_limits", lambda device: SimpleNamespace(is_hopper=True))
+    calls, geometry = ready.ReadyCalls(), Geometry.of(Format.parse(FORMAT), N, K)
+    calls.keep(X, FORMAT, geometry, N, K)
+    assert calls.get(X) is None  # not on a GPU
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for x in (X[:0], X[0, 0], X[:, :64], torch.zeros(17, K)):
+        calls.keep(x, FORMAT, geometry, N, K)
+        assert calls.get(x) is None
+    calls.keep(X, FORMAT, geometry, N, K)
+    assert calls.get(X) is not None
+    assert copy.deepcopy(calls).get(X) is None
+    for rows in range(2 * ready.MAX_KEPT):
+        calls.keep(torch.zeros(1, *[1] * (rows % 60), 1 + rows % 16, K), FORMAT, geometry, N, K)
+    assert len(calls._calls) <= ready.MAX_KEPT

@@ -1,17 +1,17 @@
 // The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file
 // an instruction set; all in an unnamed namespace, for each file is compiled for another core.
 //
-// Levels come 16 codes at a time (int8_neon_levels.h). Sums of 4 lanes are added across 4 rows of W,
-// or of x, before they become floats.
+// Levels come 16 codes at a time (int8_neon_levels.h). Sums of 4 lanes are added across 4 rows of
+// W, or of x, before they become floats.
 #pragma once
 
 #include <arm_neon.h>
 
 #include <algorithm>
 
-#include "convert.h"
 #include "int8.h"
 #include "int8_neon_levels.h"
+#include "int8_neon_stage.h"
 #include "neon_codes.h"
 #include "simd_float.h"
 
@@ -21,15 +21,6 @@ namespace {
 // The sums of four vectors, as lanes.
 FDK_INLINE float32x4_t sums_of(const int32x4_t* v) {
   return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3])));
-}
-
-// What the sums of x meet in 4 rows of W with zero points.
-FDK_INLINE float32x4_t scaled_zeros(const Weight& w, std::size_t slot, float32x4_t scale,
-                                    float32x4_t centre) {
-  const float32x4_t zero = w.zero_type == ZeroType::u8
-                               ? load4_bytes(w.zeros, slot)
-                               : load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
-  return vmulq_f32(scale, vaddq_f32(zero, centre));
 }
 
 // kGroups of a tile; where the weight has half as many, each is met twice: `share` of its sum of x.
@@ -44,7 +35,7 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   const LevelTable<kBits, kLinear> table(task.levels);
   const float32x4_t centre = vdupq_n_f32(task.centre);
   const std::size_t repeats = kGroups / w.groups_per_tile;
-  const float share = (w.zeros == nullptr ? task.centre : 1) / float(repeats);
+  const float share = share_of(task) / float(repeats);
   std::size_t rows[kM];
   for (std::size_t m = 0; m < kM; m++) rows[m] = std::min(m, task.m - 1) * w.tiles;
   for (std::size_t stripe = begin; stripe < end; stripe++) {
@@ -80,12 +71,8 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
               const float32x4_t scale = load4_scales(w.scales, at, w.scale_type);
               const float32x4_t dot = sums_of(dots[g]);
               of_tile = g == 0 ? vmulq_f32(dot, scale) : vfmaq_f32(of_tile, dot, scale);
-              const float x_sum = x_sums[g / repeats];
-              if (w.zeros == nullptr) {
-                constants[0] = vfmaq_n_f32(constants[0], scale, x_sum);
-              } else {
-                constants[0] = vfmaq_n_f32(constants[0], scaled_zeros(w, at, scale, centre), x_sum);
-              }
+              constants[0] = vfmaq_n_f32(constants[0], constants_of(w, at, scale, centre),
+                                         x_sums[g / repeats]);
             }
             sums[0] = vfmaq_n_f32(sums[0], of_tile, task.x_scales[tile]);
           } else {
@@ -95,7 +82,7 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
               const std::size_t at = slot + g / repeats * kTileRows;
               const float32x4_t four = load4_scales(w.scales, at, w.scale_type);
               vst1q_f32(scale[g], four);
-              vst1q_f32(constant[g], w.zeros == nullptr ? four : scaled_zeros(w, at, four, centre));
+              vst1q_f32(constant[g], constants_of(w, at, four, centre));
               float lanes[kM];
               for (std::size_t m = 0; m < kM; m++) {
                 lanes[m] = task.x_sums[(rows[m] + tile) * w.groups_per_tile + g / repeats];
@@ -151,35 +138,9 @@ void int8_gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   });
 }
 
-void int8_stage(const float* x, std::size_t groups, const Int8Tile& out) {
-  uint32x4_t magnitudes = vdupq_n_u32(0);  // as bits: NaN is above infinity
-  for (std::size_t i = 0; i < kTileK; i += 4) {
-    magnitudes = vmaxq_u32(magnitudes, vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i))));
-  }
-  const float largest = float_of_bits(vmaxvq_u32(magnitudes));
-  const TileRounding rounding = rounding_of(largest);
-  *out.scale = rounding.scale;
-  for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
-  if (rounding.is_zero) {
-    std::fill_n(out.codes, kTileK, std::int8_t(0));
-    return;
-  }
-  for (std::size_t i = 0; i < kTileK; i += kVector) {
-    int16x4_t codes[4];
-    FDK_UNROLL
-    for (std::size_t j = 0; j < 4; j++) {
-      codes[j] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * j), rounding.inverse)));
-    }
-    const int8x16_t bytes = vcombine_s8(vmovn_s16(vcombine_s16(codes[0], codes[1])),
-                                        vmovn_s16(vcombine_s16(codes[2], codes[3])));
-    vst1q_s8(out.codes + i, bytes);
-    out.sums[i * groups / kTileK] += vaddlvq_s8(bytes);
-  }
-}
-
 template <class Dot>
 constexpr Int8Kernels int8_kernels_of() {
-  return {false, 4, int8_stage, int8_gemv<Dot>};
+  return {false, 4, stage_as_it_lies, int8_gemv<Dot>};
 }
 
 }  // namespace

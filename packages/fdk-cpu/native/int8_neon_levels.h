@@ -1,5 +1,5 @@
-// The int8 levels of the codes of a tile, by NEON. Included by one file an instruction set; all in an
-// unnamed namespace, for each file is compiled for another core.
+// The int8 levels of the codes of a tile, by NEON. Included by one file an instruction set; all in
+// an unnamed namespace, for each file is compiled for another core.
 //
 // Levels are looked up 16 codes at a time (`tbl`). The even and the odd bytes of the layout's lanes
 // are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share
@@ -17,7 +17,6 @@ namespace fdk {
 namespace {
 
 constexpr int kVectors = 8;  // of 16 positions, a tile
-constexpr std::size_t kVector = kTileK / kVectors;
 
 // Levels that are the codes plus a constant, in a byte: those of affine formats and int8.
 bool is_linear(const std::uint8_t* levels, int bits) {
@@ -30,17 +29,17 @@ bool is_linear(const std::uint8_t* levels, int bits) {
 // Up to 5 bits a lookup is one instruction, as is the addition for levels that are linear.
 constexpr bool worth_linear(int bits) { return bits > 5; }
 
-template <int kBits, bool kLinear>
+// At 1 and 2 bits an index of 4 bits is several codes: kApart bits apart, with a table for each.
+template <int kBits, bool kLinear, int kApart = 2>
 class LevelTable {
  public:
   FDK_INLINE explicit LevelTable(const std::uint8_t* levels) {
     if constexpr (kLinear) {
       first_ = vdupq_n_u8(levels[0]);
     } else if constexpr (kBits <= 2) {
-      // Of an index of 4 bits, the codes that begin at bits 0 and 2.
-      for (int i = 0; i < 2; i++) {
+      for (int i = 0; i < kCodes; i++) {
         std::uint8_t entries[16];
-        for (int e = 0; e < 16; e++) entries[e] = levels[e >> (2 * i) & ((1 << kBits) - 1)];
+        for (int e = 0; e < 16; e++) entries[e] = levels[e >> (kApart * i) & ((1 << kBits) - 1)];
         one_[i] = vld1q_u8(entries);
       }
     } else if constexpr (kBits <= 4) {
@@ -59,6 +58,7 @@ class LevelTable {
   }
 
  private:
+  static constexpr int kCodes = 4 / kApart;
   static constexpr int kQuads = kBits <= 6 ? 1 : 1 << (kBits - 6);
 
   template <int i>
@@ -80,7 +80,7 @@ class LevelTable {
     }
   }
 
-  uint8x16_t first_, one_[2];
+  uint8x16_t first_, one_[kCodes];
   uint8x16x2_t two_;
   uint8x16x4_t four_[kQuads];
 };

@@ -16,18 +16,18 @@ COMPILER = "aarch64-linux-gnu-g++"
 # lacks ends the process.
 PLAIN = ("scalar", "neon")
 DOT = (*PLAIN, "neondot")
-BF16 = (*DOT, "neonbf16")
+I8MM = (*DOT, "neonbf16", "neoni8mm")
 CORES = {
     "cortex-a53": PLAIN,
     "cortex-a76": DOT,  # dot products of bytes, none of bf16
     "neoverse-n1": DOT,
     "a64fx": PLAIN,  # SVE of 512 bits, no bf16
-    "max,sve=off": BF16,
-    "max,sve-max-vq=1": (*BF16, "sve2"),  # vectors of 128 bits: a table of 16 values takes two
-    "max,sve-max-vq=2": (*BF16, "sve", "sve2"),
-    "max,sve-max-vq=4": (*BF16, "sve", "sve2"),
-    "max,sve-max-vq=8": (*BF16, "sve", "sve2"),
-    "max,sve-max-vq=16": (*BF16, "sve", "sve2"),
+    "max,sve=off": I8MM,
+    "max,sve-max-vq=1": (*I8MM, "sve2"),  # vectors of 128 bits: a table of 16 values takes two
+    "max,sve-max-vq=2": (*I8MM, "sve", "sve2"),
+    "max,sve-max-vq=4": (*I8MM, "sve", "sve2"),
+    "max,sve-max-vq=8": (*I8MM, "sve", "sve2"),
+    "max,sve-max-vq=16": (*I8MM, "sve", "sve2"),
 }
 PINNED = [(core, isa) for core, isas in CORES.items() for isa in isas[1:]]
 
@@ -99,7 +99,7 @@ def test_example(build: Path, core: str) -> None:
     assert done.stdout == f"{CORES[core][-1]}: 4 160\n"
 
 
-@pytest.mark.parametrize("isa", ["neonbf16", "sve", "sve2", "avx2"])
+@pytest.mark.parametrize("isa", ["neonbf16", "neoni8mm", "sve", "sve2", "avx2"])
 def test_what_a_core_lacks_is_refused(build: Path, isa: str) -> None:
     done = run("cortex-a76", build / "fdk_cpu_bench", "--sizes", "4x128", isa=isa)
     assert done.returncode == 2

@@ -86,6 +86,31 @@ def test_random_shapes_and_bytes(build: Path, core: str) -> None:
     assert done.stdout == "10 cases passed\n"
 
 
+# Groups of 16 to all of a tile and beyond: their sums and scales lie differently in vectors.
+@pytest.mark.parametrize("group", ["16", "32", "64", "256"])
+@pytest.mark.parametrize("core", CORES)
+def test_int8_of_every_width(build: Path, core: str, group: str) -> None:
+    # The executable compares with the plain kernels, and times no wrong answer. k has no whole
+    # number of blocks of stripes, n no whole stripe; of m, one row, pairs and what is left of them.
+    options = ["--activations", "int8", "--dtype", "fp32", "--isa", CORES[core][-1]]
+    options += [
+        "--sizes",
+        "9x512",
+        "--group",
+        group,
+        "--bits",
+        "1,2,3,4,5,6,7,8",
+        "--m",
+        "1,2,3,5,9",
+    ]
+    zeros = ["--zero-points"] if group in ("16", "256") else []
+    done = run(
+        core, build / "fdk_cpu_bench", *options, "--seconds", "0", "--rotate-mb", "1", *zeros
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 40
+
+
 @pytest.mark.parametrize(("core", "isa"), PINNED)
 def test_golden_bytes(golden: Path, core: str, isa: str) -> None:
     done = run(core, golden, isa=isa)
@@ -115,6 +140,8 @@ def test_what_a_core_lacks_is_refused(build: Path, isa: str) -> None:
         ("sve2", 4, 0.75),
         ("sve2", 1, 0.65),
         ("neondot-int8", 4, 0.45),
+        ("neoni8mm-int8-m8", 4, 1.15),
+        ("sve-int8", 4, 0.40),
     ],
 )
 def test_instructions_per_code(build: Path, kernel: str, bits: int, most: float) -> None:

@@ -77,7 +77,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("core", "isas"),
     [
         ("cortex-a76", "scalar neon neondot"),
-        ("max,sve-max-vq=1", "scalar neon neondot neonbf16 sve2"),
+        ("max,sve-max-vq=1", "scalar neon neondot neonbf16 neoni8mm sve2"),
     ],
 )
 def test_imports(module: Path, root: Path, core: str, isas: str) -> None:

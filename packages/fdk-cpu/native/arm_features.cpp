@@ -21,6 +21,7 @@ ArmFeatures arm_features() {
   ArmFeatures f{};
   f.dotprod = bit(first, 20);
   f.bf16 = bit(second, 14);
+  f.i8mm = bit(second, 13);
   const bool sve_bf16 = bit(first, 22) && bit(second, 12);  // SVE, SVEBF16
   f.sve_bf16 = f.bf16 && sve_bf16;
   f.sve2_bf16 = f.sve_bf16 && bit(second, 1);
@@ -41,6 +42,7 @@ ArmFeatures arm_features() {
   ArmFeatures f{};
   f.dotprod = has("hw.optional.arm.FEAT_DotProd");
   f.bf16 = has("hw.optional.arm.FEAT_BF16");
+  f.i8mm = has("hw.optional.arm.FEAT_I8MM");
   return f;  // no Apple core runs SVE outside of its streaming mode
 }
 

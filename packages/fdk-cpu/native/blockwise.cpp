@@ -30,8 +30,11 @@ std::size_t piece_of(std::size_t n, std::size_t unit, std::size_t threads) {
 }
 
 const BlockKernels& block_kernels() {
+  [[maybe_unused]] const Isa isa = current_isa();
+#if defined(__aarch64__)
+  if (isa >= Isa::neon && isa < Isa::avx2) return kBlocksNeon;
+#endif
 #if defined(__x86_64__)
-  const Isa isa = current_isa();
   if (isa == Isa::avx512 || isa == Isa::avx512bf16) return kBlocksAvx512;
   if (isa == Isa::avx2) return kBlocksAvx2;
 #endif

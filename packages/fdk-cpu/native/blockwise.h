@@ -78,5 +78,8 @@ extern const BlockKernels kBlocksScalar;
 extern const BlockKernels kBlocksAvx2;
 extern const BlockKernels kBlocksAvx512;
 #endif
+#if defined(__aarch64__)
+extern const BlockKernels kBlocksNeon;
+#endif
 
 }  // namespace fdk

@@ -13,8 +13,8 @@
 namespace fdk {
 namespace {
 
-constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16",  "sve",
-                                       "sve2",   "avx2", "avx512",  "avx512bf16"};
+constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16", "neoni8mm",
+                                       "sve",    "sve2", "avx2",    "avx512",   "avx512bf16"};
 
 Isa best() {
   for (int i = kIsas - 1; i > 0; i--) {
@@ -60,10 +60,12 @@ bool supported(Isa isa) {
   if (isa == Isa::neon) return true;  // part of the architecture
   const ArmFeatures features = arm_features();
   if (isa == Isa::neondot) return features.dotprod;
-  if (isa == Isa::neonbf16) return features.dotprod && features.bf16;
+  const bool bf16 = features.dotprod && features.bf16, i8mm = bf16 && features.i8mm;
+  if (isa == Isa::neonbf16) return bf16;
+  if (isa == Isa::neoni8mm) return i8mm;
 #if defined(FDK_CPU_SVE)
-  if (isa == Isa::sve) return features.dotprod && features.sve_bf16 && features.sve_bits >= 256;
-  if (isa == Isa::sve2) return features.dotprod && features.sve2_bf16;
+  if (isa == Isa::sve) return i8mm && features.sve_bf16 && features.sve_bits >= 256;
+  if (isa == Isa::sve2) return i8mm && features.sve2_bf16;
 #endif
   return false;
 #elif defined(__x86_64__)
@@ -114,7 +116,8 @@ const Kernels& kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
   if (isa == Isa::sve && activation == Activation::bf16) return kSve;
   if (isa == Isa::sve2 && activation == Activation::bf16) return kSve2;
 #endif
-  if (isa == Isa::neonbf16 && activation == Activation::bf16) return kNeonBf16;
+  const bool bf16 = isa == Isa::neonbf16 || isa == Isa::neoni8mm;
+  if (bf16 && activation == Activation::bf16) return kNeonBf16;
 #endif
 #if defined(__x86_64__)
   if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kAvx512Bf16;

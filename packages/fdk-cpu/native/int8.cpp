@@ -53,13 +53,22 @@ struct Staged {
   Buffer<std::int8_t> codes;
   Buffer<float> scales, sums;
 
-  Staged(const Layout& layout, std::size_t m)
+  Staged(const Layout& layout, const Int8Kernels& kernels, std::size_t m)
       : positions(layout.positions()),
         tiles(layout.tiles),
         groups(layout.groups_per_tile),
-        codes(m * positions),
+        codes((m + m % 2) * positions),
         scales(m * tiles),
-        sums(m * tiles * groups) {}
+        sums(m * tiles * groups) {
+    if (kernels.pairs && m % 2 != 0) {
+      std::fill_n(codes.get() + (m - 1) * positions, 2 * positions, std::int8_t(0));
+    }
+  }
+
+  std::int8_t* tile_of(const Int8Kernels& kernels, std::size_t row, std::size_t tile) const {
+    if (!kernels.pairs) return codes.get() + row * positions + tile * kTileK;
+    return codes.get() + row / 2 * 2 * positions + tile * 2 * kTileK + row % 2 * kPairRun;
+  }
 
   void stage(const Layout& layout, const Int8Kernels& kernels, const void* x, Activation type,
              float step, std::size_t row) {
@@ -68,8 +77,7 @@ struct Staged {
     for (std::size_t tile = 0; tile < tiles; tile++) {
       read_tile(layout, x, type, tile, values);
       float* scale = scales.get() + row * tiles + tile;
-      kernels.stage(values, groups,
-                    Int8Tile{codes.get() + row * positions + tile * kTileK, scale, group_sums});
+      kernels.stage(values, groups, Int8Tile{tile_of(kernels, row, tile), scale, group_sums});
       *scale *= step;
       float* to = sums.get() + (row * tiles + tile) * groups;
       for (std::size_t g = 0; g < groups; g++) to[g] = *scale * float(group_sums[g]);
@@ -100,10 +108,10 @@ struct Levels {
 void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation type, const void* x,
                  std::size_t m, const void* bias, void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
-  const Int8Kernels& kernels = int8_kernels_for(current_isa());
+  const Int8Kernels& kernels = int8_kernels_for(current_isa(), layout.bits, m);
   const Weight w = without_table(packed);
   const Levels levels(layout, table, kernels.unsigned_levels);
-  Staged staged(layout, m);
+  Staged staged(layout, kernels, m);
   parallel_for(m, 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t row = begin; row < end; row++) {
       staged.stage(layout, kernels, offset(x, row * layout.k, type), type, levels.step, row);
@@ -183,13 +191,18 @@ Int8Table int8_table_of(const float* codebook, int bits) {
   return table;
 }
 
-const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa) {
+const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] int bits,
+                                    [[maybe_unused]] std::size_t m) {
 #if defined(__x86_64__)
   if (isa == Isa::avx512bf16) return kAvx512Bf16Int8;
   if (isa == Isa::avx2 || isa == Isa::avx512) return kAvx2Int8;
 #endif
 #if defined(__aarch64__)
   if (isa == Isa::neon) return kNeonInt8;
+  if (isa >= Isa::neoni8mm && isa < Isa::avx2 && m > 1) return kNeonI8mmInt8;
+#if defined(FDK_CPU_SVE)
+  if ((isa == Isa::sve || isa == Isa::sve2) && sve_takes_int8(bits)) return kSveInt8;
+#endif
   if (isa > Isa::neon && isa < Isa::avx2) return kNeonDotInt8;
 #endif
   return kScalarInt8;

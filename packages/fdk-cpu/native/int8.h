@@ -43,9 +43,12 @@ inline constexpr float kMaxXCode = 127;
 // Tiles of x with no larger magnitude count as zero: 127 over it must be finite.
 inline constexpr float kSmallestTile = 0x1p-120f;
 
+// Where rows of x come in pairs, this many codes of each lie in turn.
+inline constexpr std::size_t kPairRun = 8;
+
 // One tile of x.
 struct Int8Tile {
-  std::int8_t* codes;  // [kTileK], in the kernel's order
+  std::int8_t* codes;  // [kTileK], in the kernel's order; in pairs, every other kPairRun
   float* scale;        // largest magnitude / 127; NaN where x is not finite, the codes being zero
   std::int32_t* sums;  // [groups], of the codes of each group
 };
@@ -66,7 +69,8 @@ static inline TileRounding rounding_of(float largest) {
   return {false, kMaxXCode / largest, largest / kMaxXCode};
 }
 
-//   x        :: [m][tiles][kTileK]         int8, in the kernel's order
+//   x        :: [m][tiles][kTileK]         int8, in the kernel's order; for kernels that take pairs
+//               [ceil(m / 2)][tiles][kTileK / kPairRun][2][kPairRun], of an odd last row zeros
 //   x_scales :: [m][tiles]                 times the step of the table
 //   x_sums   :: [m][tiles][groups_per_tile]
 //   y        :: [m][y_stride]              float32; its first column is the first row of `begin`
@@ -90,6 +94,7 @@ struct Int8Kernels {
   void (*stage)(const float* x, std::size_t groups, const Int8Tile& out);
   // y for stripes [begin, end).
   void (*gemv)(const Int8Task&, std::size_t begin, std::size_t end);
+  bool pairs = false;  // rows of x come in pairs
 };
 
 extern const Int8Kernels kScalarInt8;
@@ -100,8 +105,13 @@ extern const Int8Kernels kAvx512Bf16Int8;
 #if defined(__aarch64__)
 extern const Int8Kernels kNeonInt8;
 extern const Int8Kernels kNeonDotInt8;
+extern const Int8Kernels kNeonI8mmInt8;
+extern const Int8Kernels kSveInt8;  // of one row of x
+// Whether kSveInt8 has codes of so many bits, at the length that vectors have here.
+bool sve_takes_int8(int bits);
 #endif
 
-const Int8Kernels& int8_kernels_for(Isa isa);
+// For codes of so many bits and m rows of x at once.
+const Int8Kernels& int8_kernels_for(Isa isa, int bits, std::size_t m);
 
 }  // namespace fdk

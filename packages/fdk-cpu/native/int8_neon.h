@@ -1,160 +1,26 @@
 // The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file
 // an instruction set; all in an unnamed namespace, for each file is compiled for another core.
 //
-// Levels are looked up 16 codes at a time (`tbl`). The even and the odd bytes of the layout's lanes
-// are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share
-// a byte, and come out in natural order. Sums of 4 lanes are added across 4 rows of W, or of x,
-// before they become floats.
+// Levels come 16 codes at a time (int8_neon_levels.h). Sums of 4 lanes are added across 4 rows of
+// W, or of x, before they become floats.
 #pragma once
 
 #include <arm_neon.h>
 
 #include <algorithm>
-#include <type_traits>
 
-#include "convert.h"
 #include "int8.h"
-#include "neon_bf16.h"
+#include "int8_neon_levels.h"
+#include "int8_neon_stage.h"
 #include "neon_codes.h"
-#include "neon_row.h"
 #include "simd_float.h"
 
 namespace fdk {
 namespace {
 
-constexpr int kVectors = 8;  // of 16 positions, a tile
-constexpr std::size_t kVector = kTileK / kVectors;
-
-// Levels that are the codes plus a constant, in a byte: those of affine formats and int8.
-bool is_linear(const std::uint8_t* levels, int bits) {
-  for (unsigned i = 0; i < 1u << bits; i++) {
-    if (levels[i] != std::uint8_t(levels[0] + i)) return false;
-  }
-  return true;
-}
-
-// Up to 5 bits a lookup is one instruction, as is the addition for levels that are linear.
-constexpr bool worth_linear(int bits) { return bits > 5; }
-
-template <int kBits, bool kLinear>
-class LevelTable {
- public:
-  FDK_INLINE explicit LevelTable(const std::uint8_t* levels) {
-    if constexpr (kLinear) {
-      first_ = vdupq_n_u8(levels[0]);
-    } else if constexpr (kBits <= 2) {
-      // Of an index of 4 bits, the codes that begin at bits 0 and 2.
-      for (int i = 0; i < 2; i++) {
-        std::uint8_t entries[16];
-        for (int e = 0; e < 16; e++) entries[e] = levels[e >> (2 * i) & ((1 << kBits) - 1)];
-        one_[i] = vld1q_u8(entries);
-      }
-    } else if constexpr (kBits <= 4) {
-      one_[0] = vld1q_u8(levels);
-    } else if constexpr (kBits == 5) {
-      two_ = vld1q_u8_x2(levels);
-    } else {
-      FDK_UNROLL
-      for (int i = 0; i < kQuads; i++) four_[i] = vld1q_u8_x4(levels + 64 * i);
-    }
-  }
-
-  template <int i = 0>
-  FDK_INLINE int8x16_t at(uint8x16_t index) const {
-    return vreinterpretq_s8_u8(look_up<i>(index));
-  }
-
- private:
-  static constexpr int kQuads = kBits <= 6 ? 1 : 1 << (kBits - 6);
-
-  template <int i>
-  FDK_INLINE uint8x16_t look_up(uint8x16_t index) const {
-    if constexpr (kLinear) {
-      return vaddq_u8(index, first_);
-    } else if constexpr (kBits <= 4) {
-      return vqtbl1q_u8(one_[i], index);
-    } else if constexpr (kBits == 5) {
-      return vqtbl2q_u8(two_, index);
-    } else {
-      uint8x16_t found = vqtbl4q_u8(four_[0], index);
-      FDK_UNROLL
-      for (int q = 1; q < kQuads; q++) {
-        index = vsubq_u8(index, vdupq_n_u8(64));
-        found = vqtbx4q_u8(found, four_[q], index);
-      }
-      return found;
-    }
-  }
-
-  uint8x16_t first_, one_[2];
-  uint8x16x2_t two_;
-  uint8x16x4_t four_[kQuads];
-};
-
-// out[i]: levels of positions 16 i to 16 i + 15 of a row of a tile.
-template <int kBits, bool kLinear>
-FDK_INLINE void levels_of(const LevelTable<kBits, kLinear>& table, const std::uint8_t* tile,
-                          std::size_t r, int8x16_t* out) {
-  const uint8x16_t low = vdupq_n_u8(15);
-  if constexpr (kBits == 8) {
-    unroll<kVectors / 2>([&](auto i) FDK_LAMBDA {
-      const std::uint8_t* codes = tile + r * kTileK + i.value * 32;
-      const uint8x16_t a = vld1q_u8(codes), b = vld1q_u8(codes + 16);
-      out[i.value] = table.at(vuzp1q_u8(a, b)), out[4 + i.value] = table.at(vuzp2q_u8(a, b));
-    });
-  } else if constexpr (kBits > 4) {
-    const Row<kBits> row(tile, r);
-    unroll<2>([&](auto p) FDK_LAMBDA {
-      uint8x16_t first[2], second[2];
-      row.template indices<2 * p.value>(first[0], second[0]);
-      row.template indices<2 * p.value + 1>(first[1], second[1]);
-      out[p.value] = table.at(vuzp1q_u8(first[0], first[1]));
-      out[2 + p.value] = table.at(vuzp1q_u8(second[0], second[1]));
-      out[4 + p.value] = table.at(vuzp2q_u8(first[0], first[1]));
-      out[6 + p.value] = table.at(vuzp2q_u8(second[0], second[1]));
-    });
-  } else if constexpr (kBits > 2) {
-    uint16x8_t q[4], none[4];
-    load_fields<kBits>(tile, r, q, none);
-    unroll<2>([&](auto p) FDK_LAMBDA {
-      const uint8x16_t a = vreinterpretq_u8_u16(q[2 * p.value]);
-      const uint8x16_t b = vreinterpretq_u8_u16(q[2 * p.value + 1]);
-      const uint8x16_t even = vuzp1q_u8(a, b), odd = vuzp2q_u8(a, b);
-      out[p.value] = table.at(vandq_u8(even, low));
-      out[2 + p.value] = table.at(vshrq_n_u8(even, 4));
-      out[4 + p.value] = table.at(vandq_u8(odd, low));
-      out[6 + p.value] = table.at(vshrq_n_u8(odd, 4));
-    });
-  } else {
-    const std::uint8_t* codes = tile + r * 16 * std::size_t(kBits);
-    const uint8x16_t a = vld1q_u8(codes), b = kBits == 2 ? vld1q_u8(codes + 16) : a;
-    uint8x16_t halves[2] = {vuzp1q_u8(a, b), vuzp2q_u8(a, b)};
-    unroll<2>([&](auto half) FDK_LAMBDA {
-      uint8x16_t fields = halves[half.value];
-      if constexpr (kBits == 1) {
-        // Positions 8 to 15 of each 16 are a bit above those of 0 to 7, in the same bytes.
-        fields = vshlq_u8(fields, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-1)));
-      }
-      const uint8x16_t first = vandq_u8(fields, low), second = vshrq_n_u8(fields, 4);
-      int8x16_t* to = out + 4 * half.value;
-      to[0] = table.template at<0>(first), to[1] = table.template at<1>(first);
-      to[2] = table.template at<0>(second), to[3] = table.template at<1>(second);
-    });
-  }
-}
-
 // The sums of four vectors, as lanes.
 FDK_INLINE float32x4_t sums_of(const int32x4_t* v) {
   return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3])));
-}
-
-// What the sums of x meet in 4 rows of W with zero points.
-FDK_INLINE float32x4_t scaled_zeros(const Weight& w, std::size_t slot, float32x4_t scale,
-                                    float32x4_t centre) {
-  const float32x4_t zero = w.zero_type == ZeroType::u8
-                               ? load4_bytes(w.zeros, slot)
-                               : load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
-  return vmulq_f32(scale, vaddq_f32(zero, centre));
 }
 
 // kGroups of a tile; where the weight has half as many, each is met twice: `share` of its sum of x.
@@ -169,7 +35,7 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   const LevelTable<kBits, kLinear> table(task.levels);
   const float32x4_t centre = vdupq_n_f32(task.centre);
   const std::size_t repeats = kGroups / w.groups_per_tile;
-  const float share = (w.zeros == nullptr ? task.centre : 1) / float(repeats);
+  const float share = share_of(task) / float(repeats);
   std::size_t rows[kM];
   for (std::size_t m = 0; m < kM; m++) rows[m] = std::min(m, task.m - 1) * w.tiles;
   for (std::size_t stripe = begin; stripe < end; stripe++) {
@@ -205,12 +71,8 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
               const float32x4_t scale = load4_scales(w.scales, at, w.scale_type);
               const float32x4_t dot = sums_of(dots[g]);
               of_tile = g == 0 ? vmulq_f32(dot, scale) : vfmaq_f32(of_tile, dot, scale);
-              const float x_sum = x_sums[g / repeats];
-              if (w.zeros == nullptr) {
-                constants[0] = vfmaq_n_f32(constants[0], scale, x_sum);
-              } else {
-                constants[0] = vfmaq_n_f32(constants[0], scaled_zeros(w, at, scale, centre), x_sum);
-              }
+              constants[0] = vfmaq_n_f32(constants[0], constants_of(w, at, scale, centre),
+                                         x_sums[g / repeats]);
             }
             sums[0] = vfmaq_n_f32(sums[0], of_tile, task.x_scales[tile]);
           } else {
@@ -220,7 +82,7 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
               const std::size_t at = slot + g / repeats * kTileRows;
               const float32x4_t four = load4_scales(w.scales, at, w.scale_type);
               vst1q_f32(scale[g], four);
-              vst1q_f32(constant[g], w.zeros == nullptr ? four : scaled_zeros(w, at, four, centre));
+              vst1q_f32(constant[g], constants_of(w, at, four, centre));
               float lanes[kM];
               for (std::size_t m = 0; m < kM; m++) {
                 lanes[m] = task.x_sums[(rows[m] + tile) * w.groups_per_tile + g / repeats];
@@ -276,35 +138,9 @@ void int8_gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   });
 }
 
-void int8_stage(const float* x, std::size_t groups, const Int8Tile& out) {
-  uint32x4_t magnitudes = vdupq_n_u32(0);  // as bits: NaN is above infinity
-  for (std::size_t i = 0; i < kTileK; i += 4) {
-    magnitudes = vmaxq_u32(magnitudes, vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i))));
-  }
-  const float largest = float_of_bits(vmaxvq_u32(magnitudes));
-  const TileRounding rounding = rounding_of(largest);
-  *out.scale = rounding.scale;
-  for (std::size_t g = 0; g < groups; g++) out.sums[g] = 0;
-  if (rounding.is_zero) {
-    std::fill_n(out.codes, kTileK, std::int8_t(0));
-    return;
-  }
-  for (std::size_t i = 0; i < kTileK; i += kVector) {
-    int16x4_t codes[4];
-    FDK_UNROLL
-    for (std::size_t j = 0; j < 4; j++) {
-      codes[j] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * j), rounding.inverse)));
-    }
-    const int8x16_t bytes = vcombine_s8(vmovn_s16(vcombine_s16(codes[0], codes[1])),
-                                        vmovn_s16(vcombine_s16(codes[2], codes[3])));
-    vst1q_s8(out.codes + i, bytes);
-    out.sums[i * groups / kTileK] += vaddlvq_s8(bytes);
-  }
-}
-
 template <class Dot>
 constexpr Int8Kernels int8_kernels_of() {
-  return {false, 4, int8_stage, int8_gemv<Dot>};
+  return {false, 4, stage_as_it_lies, int8_gemv<Dot>};
 }
 
 }  // namespace

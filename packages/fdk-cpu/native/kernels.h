@@ -134,8 +134,19 @@ extern const Kernels kAvx512Bf16;
 extern const TableKernels kAvx512Tables;
 #endif
 
-enum class Isa : int { scalar, neon, neondot, neonbf16, sve, sve2, avx2, avx512, avx512bf16 };
-inline constexpr int kIsas = 9;
+enum class Isa : int {
+  scalar,
+  neon,
+  neondot,
+  neonbf16,
+  neoni8mm,
+  sve,
+  sve2,
+  avx2,
+  avx512,
+  avx512bf16
+};
+inline constexpr int kIsas = 10;
 
 const char* name_of(Isa isa);
 // Whether this machine runs it.

@@ -3,7 +3,7 @@
     python packages/fdk-cpu/tools/arm_figures.py            # the table of docs/kernels/arm.md
     python packages/fdk-cpu/tools/arm_figures.py --bits 4 --kernel sve2 --group 128
 
-qemu runs the gemv (m = 1) one instruction at a time and writes each address down. Two lengths of k
+qemu runs the gemv one instruction at a time and writes each address down. Two lengths of k
 give the instructions of a tile without those around it; four tiles from the middle of a run, in the
 order in which they were executed, are what llvm-mca models. Both are the same on every machine with
 the same compiler. Needs the compiler of the preset static-arm64, qemu-user, and llvm-mca for cycles
@@ -25,25 +25,29 @@ from assembly import Symbol, build, find, functions, instructions
 
 TILE_CODES = 512  # 4 rows of 128 positions
 TILES = 4  # that llvm-mca is given
-CPUS = ("neoverse-v2", "apple-m4", "cortex-a510")
+CPUS = ("neoverse-v2", "apple-m4", "cortex-a510")  # of the whole table, m = 1
 MCA = next((name for name in ("llvm-mca-19", "llvm-mca") if shutil.which(name)), None)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a row of the table is about: a gemv of one row without zero points."""
+    """What a row of the table is about: a gemv without zero points."""
 
     isa: str
-    # A regular expression, with {bits}, {groups} of a tile, {runs} of float32 and {runs8} of int8.
+    # A regular expression, with {bits}, {groups} of a tile, {runs} of float32 and {runs8} of int8,
+    # and whether groups are {short} for SVE.
     name: str
     options: tuple[str, ...] = ()  # of the benchmark executable
     bits: tuple[int, ...] = tuple(range(1, 9))
+    rows: int = 1  # of x, that a call takes
+    vectors: int = 128  # bits of those of SVE
 
     def pattern(self, bits: int, group: int) -> str:
         """The regular expression for some bits and size of a group."""
         groups = max(1, 128 // group)
         runs, runs8 = max(4, groups), 2 if groups <= 2 else 8
-        return self.name.format(bits=bits, groups=groups, runs=runs, runs8=runs8) + "$"
+        short = str(groups > 2).lower()
+        return self.name.format(bits=bits, groups=groups, runs=runs, runs8=runs8, short=short) + "$"
 
 
 KERNELS = {
@@ -59,6 +63,18 @@ KERNELS = {
     ),
     "neondot-int8": Kernel(
         "neondot", "int8_stripes<.*Fours, {bits}, false, {runs8}, 1>", ("--activations", "int8")
+    ),
+    "neondot-int8-m4": Kernel(
+        "neondot",
+        "int8_stripes<.*Fours, {bits}, false, {runs8}, 4>",
+        ("--activations", "int8"),
+        rows=4,
+    ),
+    "neoni8mm-int8-m8": Kernel(
+        "neoni8mm", "pair_stripes<{bits}, false, {runs8}, 4>", ("--activations", "int8"), rows=8
+    ),
+    "sve-int8": Kernel(
+        "sve", "sve_stripes<{bits}, {short}>", ("--activations", "int8"), (1, 2, 4), vectors=256
     ),
     "sve2": Kernel("sve2", "sve_stripes<.*TwoVectors, {bits}, {groups}, false, 1>", bits=(1, 2, 4)),
 }
@@ -101,14 +117,15 @@ def addresses(
 ) -> list[int]:
     """Of the instructions of a function that were executed, in order."""
     options = {"--sizes": f"4x{128 * tiles}", "--bits": bits, "--group": group}
-    options |= {"--isa": kernel.isa, "--seconds": 0, "--rotate-mb": 1}
+    options |= {"--isa": kernel.isa, "--m": kernel.rows, "--seconds": 0, "--rotate-mb": 1}
     arguments = [*(str(item) for pair in options.items() for item in pair), *kernel.options]
     usage = subprocess.run(["qemu-aarch64", "--help"], capture_output=True, text=True).stdout
     single = "-one-insn-per-tb" if "one-insn-per-tb" in usage else "-singlestep"
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         where = ["-dfilter", f"{symbol.start:#x}+{symbol.size:#x}", "-D", str(log)]
-        qemu = ["qemu-aarch64", "-cpu", "max,sve-max-vq=1", single, "-d", "exec,nochain", *where]
+        core = f"max,sve-max-vq={kernel.vectors // 128}"
+        qemu = ["qemu-aarch64", "-cpu", core, single, "-d", "exec,nochain", *where]
         subprocess.run([*qemu, executable, *arguments], check=True, capture_output=True)
         lines = log.read_text().splitlines()
     return [int(line.split("/")[1], 16) for line in lines if line.startswith("Trace")]
@@ -141,7 +158,7 @@ def for_assembler(text: str) -> str | None:
 
 
 def main() -> None:
-    """Prints a table: instructions a code, and codes a cycle on each core."""
+    """Prints a table: instructions a code, and codes by rows of x a cycle on each core."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--bits", type=int, nargs="+", default=list(range(1, 9)))
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=list(KERNELS))
@@ -160,7 +177,8 @@ def main() -> None:
                 continue
             run = trace(executable, KERNELS[name], bits, args.group)
             cycles = [cycles_per_tile(run, cpu) for cpu in cpus]
-            rates = [f"{TILE_CODES / c:.2f}" if c else "-" for c in cycles]
+            products = TILE_CODES * KERNELS[name].rows
+            rates = [f"{products / c:.2f}" if c else "-" for c in cycles]
             print(
                 "|", " | ".join([str(bits), name, f"{run.per_code:.3f}", *rates]), "|", flush=True
             )

@@ -1,0 +1,25 @@
+// A result as a row of JSON, and the facts beside it.
+#pragma once
+
+#include <string>
+
+#include "case.h"
+#include "measure.h"
+#include "options.h"
+
+namespace bench {
+
+struct Facts {
+  std::string started, command, device, commit, platform;
+};
+
+Facts facts_of(const Options& options, int argc, char** argv);
+
+std::string format_of(const Options& options, const Case& c);
+
+// A row as fdk_bench.records writes it: benchmark, case, values, error, then the facts. `times` is
+// null where the case failed.
+std::string row_of(const Options& options, const Facts& facts, const Case& c, const Times* times,
+                   const std::string& error);
+
+}  // namespace bench

@@ -44,6 +44,10 @@ constexpr int OWN_SUMS = SUMS / CLUSTER;
 // Registers of a thread, after producers have handed theirs over: 64 K to a processor.
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : 232;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 4 ? 32 : 40;
+// A block has the registers that it starts with and no others: consumers that ask for more than
+// producers give back wait for ever (seen with 120 where there are four groups).
+static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <=
+              (CONSUMERS + 1) * (65536 / THREADS / 8 * 8));
 constexpr int TABLE_BARRIER = 1, GROUP_BARRIER = 2;
 static_assert(CONSUMERS == 2 || CONSUMERS == 4);
 static_assert(TILE_COLUMNS % 16 == 0 && TILE_COLUMNS <= 256);

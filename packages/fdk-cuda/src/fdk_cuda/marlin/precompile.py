@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from fdk_cuda.marlin.backward import backward_shapes
 from fdk_cuda.marlin.hopper import hopper_shapes, plan_hopper_invariant
 from fdk_cuda.marlin.launches import device_limits
 from fdk_cuda.marlin.layout import Geometry
@@ -11,6 +12,7 @@ from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
 from fdk_cuda.marlin.programs import (
     Variant,
     dequantise_program,
+    hopper_backward_program,
     hopper_program,
     small_m_program,
     sum_splits_program,
@@ -25,6 +27,7 @@ def precompile(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | int | None = None,
     batch_invariant: bool = False,
+    gradient: bool = False,
 ) -> int:
     """Compiles, into the cache on disk, all that layers need at any m.
 
@@ -33,6 +36,7 @@ def precompile(
         dtype: of the activations.
         device: the GPU; the current one by default.
         batch_invariant: for layers that were packed so, which take fewer kernels.
+        gradient: also what the gradient takes beside them, on Hopper.
 
     Returns:
         How many kernels there are; those that were compiled before cost nothing.
@@ -60,6 +64,9 @@ def precompile(
                 programs.add(hopper_program(variant, shape))
                 if shape.cluster == 1:
                     programs.add(sum_splits_program(dtype, shape))
+            for shape in backward_shapes(geometry, limits) if gradient else ():
+                programs.add(hopper_backward_program(variant, shape))
+                programs.add(sum_splits_program(dtype, shape))
     for program in programs:
         cached_cubin(program, arch)
     return len(programs)

@@ -155,6 +155,19 @@ def hopper_program(variant: Variant, shape: HopperShape) -> Program:
     return replace(program, headers=(*program.headers, wgmma))
 
 
+def hopper_backward_program(variant: Variant, shape: HopperShape) -> Program:
+    """hopper_backward.cu for a variant and a shape of tile, of two consumers and one block."""
+    options = variant.options(
+        TILE_COLUMNS=shape.columns,
+        STAGES=shape.stages,
+        CLUSTER=shape.cluster,
+        WHOLE_ZERO_POINT=int(variant.whole_zero_point),
+    )
+    wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))
+    program = _program("hopper_backward.cu", options)
+    return replace(program, headers=(*program.headers, wgmma))
+
+
 def sum_splits_program(dtype: torch.dtype, shape: HopperShape) -> Program:
     """sum_splits.cu for activations' dtype and a shape of tile."""
     any_weight = Variant(4, dtype, torch.bfloat16, 1, False)
@@ -195,6 +208,12 @@ def small_m_kernel(variant: Variant, shape: TileShape) -> Kernel:
 def hopper_kernel(variant: Variant, shape: HopperShape) -> Kernel:
     """The kernel, shared by all launches."""
     return Kernel(hopper_program(variant, shape), "hopper_gemm")
+
+
+@cache
+def hopper_backward_kernel(variant: Variant, shape: HopperShape) -> Kernel:
+    """The kernel, shared by all launches."""
+    return Kernel(hopper_backward_program(variant, shape), "hopper_backward")
 
 
 @cache

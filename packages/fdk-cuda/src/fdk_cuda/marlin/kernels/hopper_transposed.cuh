@@ -1,0 +1,212 @@
+// From blocks in shared memory to operand A of wgmma where columns of the weight are its rows, and
+// rows of the weight are what is summed over: dy @ W_hat. W_hat is rounded as dequantise.cu rounds.
+//
+// A fragment of 16 rows of the weight is a step of wgmma, which wants of lane 4 * g + t in register
+// 2 * i + c: row g + 8 * c of A, and as a pair its columns 2 * t and 2 * t + 1, plus 8 * i. Which
+// column of the weight a row of A is, is free, for its sums can be stored anywhere: rows g and
+// g + 8 of warp w are columns 16 * w + 2 * g and the one after it. These are neighbours in a unit
+// of the layout (layout.py), which also holds the rows 8 apart. So a lane needs two units, of rows
+// 2 * t and 2 * t + 1, and nothing of other lanes; of two pairs along a row, two byte permutations
+// make two pairs along a column.
+//
+// Four lanes t want rows of one parity, and lanes g and g + 4 units of two neighbours j: all in the
+// same sixteen banks of shared memory. So lanes from g = 4 up (`turned`) load the odd row first.
+//
+// 3, 4 and 8 bits go through the table of decode.cuh. 1 and 2 bits need none: byte permutations
+// pick the values from the codebook in registers.
+#pragma once
+#include "hopper_decode.cuh"
+
+constexpr int ROW_PAIR = 2;
+
+// What turns codes' values into weights, for two rows of the weight side by side in a register.
+struct PairScale {
+  uint32 scale_pair, zero_point_pair;  // where SCALES_IN_DTYPE
+  float scales[ROW_PAIR], zero_points[ROW_PAIR];
+
+  __device__ __forceinline__ uint32 apply(uint32 values) const {
+    if (SCALES_IN_DTYPE) {
+      if (AFFINE) values = subtract_pair(values, zero_point_pair);
+      return multiply_pair(values, scale_pair);
+    }
+    float low = to_float(values & 0xFFFFu), high = to_float(values >> 16);
+    if (AFFINE) {
+      low -= zero_points[0];
+      high -= zero_points[1];
+    }
+    return from_floats(low * scales[0], high * scales[1]);
+  }
+};
+
+struct TransposedDecoder {
+  const uint8* table;
+  uint32 lane_part;
+  uint32 codebook[2];        // 1 and 2 bits
+  uint32 offsets[ROW_PAIR];  // of a unit in a block
+  uint32 rests[ROW_PAIR];    // 3 bits: of the last two words of fragment 1
+  uint32 places[2];          // 3 and 4 bits: selectors of table addresses, for rows r and r + 8
+  uint32 turns[2];           // 1 and 2 bits: how far a word of each fragment is rotated
+  uint32 lower, upper;       // selectors of pairs along the first column, and along the second
+  uint32 merging;            // 1 bit: selector of both rows' bits, byte beside byte
+  uint32 scale_offset;
+  bool is_second_half;  // of the block's columns
+
+  // Of four warps that share the 64 columns of a block.
+  __device__ __forceinline__ TransposedDecoder(const uint8* table_, const Codebook& book, int warp,
+                                               int lane)
+      : table(table_), lane_part(table_lane_part(lane)) {
+    const int g = lane / 4, t = lane % 4;
+    const int half = warp >> 1, j = 2 * (warp & 1) + (g >> 2), unit = g & 3;
+    const bool turned = g >= 4;
+    codebook[0] = book.words[0];
+    codebook[1] = book.words[1];
+    is_second_half = half != 0;
+#pragma unroll
+    for (int r = 0; r < ROW_PAIR; r++) {
+      const int slot = lane_slot(2 * t + (turned ? 1 - r : r), j);
+      if (BITS == 8) offsets[r] = half * 512 + slot * 16 + unit * 4;
+      if (BITS == 4) offsets[r] = slot * 16 + unit * 4;
+      if (BITS == 3) offsets[r] = slot * 16;
+      if (BITS == 2) offsets[r] = slot * 16 + half * 4;
+      if (BITS == 1) offsets[r] = slot * 8;
+      rests[r] = 512 + slot * 8;
+      places[r] = 0x5504 | (BITS == 3 ? unit : 2 * half + r) << 4;
+    }
+    turns[0] = 16 * (unit >> 1) + 8 * (unit & 1);
+    if (BITS == 2 && half) turns[0] = 2 * unit;
+    turns[1] = turns[0];
+    if (BITS == 1) {
+      turns[0] = 16 * half + 8 * (unit >> 1) + 4 * (unit & 1);
+      turns[1] = 3 + 2 * half + (unit >> 1) + 8 * (unit & 1);
+    }
+    lower = turned ? 0x1054 : 0x5410;
+    upper = turned ? 0x3276 : 0x7632;
+    merging = turned ? 0x2604 : 0x6240;
+    scale_offset = CODE_BYTES + 2 * t * LANE_SCALE_BYTES +
+                   (PER_ROW == 2 ? half * FRAGMENTS * 2 * SCALE_BYTES : 0);
+  }
+
+  // Of both fragments, rows 2 * t and on (0) and eight further (1).
+  __device__ __forceinline__ void load_scales(PairScale (&scales)[FRAGMENTS][2],
+                                              const uint8* block) const {
+    constexpr int ZERO_POINTS = (KINDS - 1) * PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
+    const uint8* own = block + scale_offset;
+    if constexpr (SCALE_TYPE == 2) {
+#pragma unroll
+      for (int r = 0; r < ROW_PAIR; r++, own += LANE_SCALE_BYTES) {
+        const float4 s = *reinterpret_cast<const float4*>(own);
+        const float4 z = *reinterpret_cast<const float4*>(own + ZERO_POINTS);
+        const float values[2][4] = {{s.x, s.y, s.z, s.w}, {z.x, z.y, z.z, z.w}};
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            scales[f][i].scales[r] = values[0][2 * f + i];
+            scales[f][i].zero_points[r] = values[1][2 * f + i];
+          }
+      }
+    } else {
+      const uint2 s[ROW_PAIR] = {load_two(own), load_two(own + LANE_SCALE_BYTES)};
+      const uint2 z[ROW_PAIR] = {load_two(own + ZERO_POINTS),
+                                 load_two(own + ZERO_POINTS + LANE_SCALE_BYTES)};
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const uint32 rows = i ? 0x7632 : 0x5410;
+          const uint32 scale = byte_permute(f ? s[0].y : s[0].x, f ? s[1].y : s[1].x, rows);
+          const uint32 zero = byte_permute(f ? z[0].y : z[0].x, f ? z[1].y : z[1].x, rows);
+          scales[f][i] = {
+              scale,
+              zero,
+              {HopperDecoder::stored_to_float(scale), HopperDecoder::stored_to_float(scale >> 16)},
+              {HopperDecoder::stored_to_float(zero), HopperDecoder::stored_to_float(zero >> 16)}};
+        }
+    }
+  }
+
+  __device__ __forceinline__ static uint2 load_two(const uint8* address) {
+    return *reinterpret_cast<const uint2*>(address);
+  }
+
+  __device__ __forceinline__ uint32 look_up(uint32 word, uint32 selector) const {
+    return *reinterpret_cast<const uint32*>(table + byte_permute(word, lane_part, selector));
+  }
+
+  // The two steps of a block's fragments.
+  __device__ __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS], int first_step,
+                                         const uint8* block) const {
+    PairScale scales[FRAGMENTS][2];
+    load_scales(scales, block);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      uint32 values[2][2];  // rows r or r + 8, column: a pair of rows
+      if constexpr (BITS == 8) {
+        uint32 words[ROW_PAIR];
+#pragma unroll
+        for (int r = 0; r < ROW_PAIR; r++)
+          words[r] = HopperDecoder::load(block + offsets[r] + 1024 * f);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int c = 0; c < 2; c++) {
+            const uint32 byte = 0x5504 | (2 * i + c) << 4;
+            values[i][c] = byte_permute(look_up(words[0], byte), look_up(words[1], byte), lower);
+          }
+      } else if constexpr (BITS == 1) {
+        // Byte 0 has bits of the first row, byte 1 those of the second at the same places.
+        const uint32 bits = byte_permute(
+            rotate_right(HopperDecoder::load(block + offsets[0] + 4 * f), turns[f]),
+            rotate_right(HopperDecoder::load(block + offsets[1] + 4 * f), turns[f]), merging);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int c = 0; c < 2; c++) {
+            const int place = f ? 16 * c + 4 * i : 2 * i + c;
+            const uint32 selectors = (bits >> place & 0x0101u) * 0x22u + 0x1010u;
+            values[i][c] = byte_permute(codebook[0], codebook[0], selectors);
+          }
+      } else {
+        uint32 pairs[ROW_PAIR][2];  // row, rows r or r + 8: a pair of columns
+#pragma unroll
+        for (int r = 0; r < ROW_PAIR; r++) look_up_pairs(pairs[r], block, f, r);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          values[i][0] = byte_permute(pairs[0][i], pairs[1][i], lower);
+          values[i][1] = byte_permute(pairs[0][i], pairs[1][i], upper);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) a[first_step + f][2 * i + c] = scales[f][i].apply(values[i][c]);
+    }
+  }
+
+  // 2, 3 and 4 bits: of one row and of the row 8 further.
+  __device__ __forceinline__ void look_up_pairs(uint32 (&pairs)[2], const uint8* block, int f,
+                                                int r) const {
+    if constexpr (BITS == 4) {
+      const uint32 word = HopperDecoder::load(block + offsets[r] + 512 * f);
+#pragma unroll
+      for (int i = 0; i < 2; i++) pairs[i] = look_up(word, places[i]);
+    } else if constexpr (BITS == 3) {
+      const uint8* rest = f ? block + rests[r] : block + offsets[r] + 4;
+      const uint32 first = HopperDecoder::load(block + offsets[r] + 12 * f);
+      const uint32 second = HopperDecoder::load(rest), third = HopperDecoder::load(rest + 4);
+      const uint32 fourth = left_over(first, second, third);
+      pairs[0] = look_up(is_second_half ? third : first, places[0]);
+      pairs[1] = look_up(is_second_half ? fourth : second, places[0]);
+    } else {
+      // Twice a code in each byte: two columns of the row, two of the row 8 further.
+      const uint32 word = rotate_right(HopperDecoder::load(block + offsets[r] + 8 * f), turns[f]);
+      // In the first half of the columns they are the four fields of a byte: no two meet here.
+      const uint32 spread = (word & 0x33u) * 0x00002002u + (word & 0xCCu) * 0x00080080u;
+      const uint32 twice = (is_second_half ? word : spread) & 0x06060606u;
+      // 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
+      const uint32 selectors = twice * 0x11u + 0x10101010u;
+      pairs[0] = byte_permute(codebook[0], codebook[1], selectors);
+      pairs[1] = byte_permute(codebook[0], codebook[1], selectors >> 16);
+    }
+  }
+};

@@ -1,0 +1,217 @@
+"""dy @ W_hat on Hopper: the index maps of its decoding emulated, its plans, its instantiations."""
+
+import importlib
+import itertools
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fdk_cuda import nvrtc
+from fdk_cuda.marlin.backward import (
+    BACKWARD_FIELDS,
+    TILE_COLUMNS,
+    backward_plan,
+    backward_plans,
+    backward_shapes,
+)
+from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout
+from fdk_cuda.marlin.plan import Device
+from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_backward_program
+from fdk_formats.packing import pack
+
+HOPPER = Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
+FEW = replace(HOPPER, processors=6)
+WORD = (1 << 32) - 1
+
+
+def geometry_of(variant: Variant, n: int = 8192, k: int = 8192) -> Geometry:
+    group_size = 32 if variant.per_row == 2 else 64
+    kinds = variant.scale_dtype, variant.affine, variant.whole_zero_point
+    return Geometry(variant.bits, n, k, group_size, *kinds)
+
+
+def rotate_right(word: int, places: int) -> int:
+    places %= 32
+    return (word >> places | word << (32 - places)) & WORD
+
+
+def lane_codes(bits: int, block: bytes, warp: int, lane: int) -> dict[tuple[int, int, int], int]:
+    """Codes by (fragment, register, half of it) as hopper_transposed.cuh's decoder picks them."""
+
+    def load(offset: int) -> int:
+        assert offset % 4 == 0
+        return int.from_bytes(block[offset : offset + 4], "little")
+
+    g, t = divmod(lane, 4)
+    half, j, unit, turned = warp >> 1, 2 * (warp & 1) + (g >> 2), g & 3, g >= 4
+    codes = {}
+    for f, r in itertools.product(range(2), range(2)):
+        row = 1 - r if turned else r
+        slot = 8 * j + ((2 * t + row) ^ 2 * j)
+        for i, c in itertools.product(range(2), range(2)):
+            if bits == 8:
+                word = load(half * 512 + slot * 16 + unit * 4 + 1024 * f)
+                code = word >> 8 * (2 * i + c) & 0xFF
+            elif bits == 4:
+                byte = load(slot * 16 + unit * 4 + 512 * f) >> 8 * (2 * half + i) & 0xFF
+                code = byte >> 4 * c & 0xF
+            elif bits == 3:
+                first = load(slot * 16 + 12 * f)
+                rest = 512 + slot * 8 if f else slot * 16 + 4
+                second, third = load(rest), load(rest + 4)
+                fourth = first >> 6 & 0x03030303 | second >> 4 & 0x0C0C0C0C
+                fourth |= third >> 2 & 0x30303030
+                pairs = (third, fourth) if half else (first, second)
+                code = pairs[i] >> 8 * unit >> 3 * c & 7
+            elif bits == 2:
+                turn = 2 * unit if half else 16 * (unit >> 1) + 8 * (unit & 1)
+                word = rotate_right(load(slot * 16 + half * 4 + 8 * f), turn)
+                spread = (word & 0x33) * 0x2002 + (word & 0xCC) * 0x80080
+                twice = (word if half else spread) & 0x06060606
+                code = (twice >> 8 * (2 * i + c) & 0xFF) >> 1
+            else:
+                turn = 16 * half + 8 * (unit >> 1) + 4 * (unit & 1)
+                if f:
+                    turn = 3 + 2 * half + (unit >> 1) + 8 * (unit & 1)
+                word = rotate_right(load(slot * 8 + 4 * f), turn)
+                code = word >> (16 * c + 4 * i if f else 2 * i + c) & 1
+            codes[f, 2 * i + c, row] = code
+    return codes
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_lanes_have_the_weights_that_wgmma_wants(bits: int) -> None:
+    """Register 2 i + c of lane 4 g + t: row g + 8 c of A; columns 2 t, 2 t + 1, plus 8 i."""
+    n, k = 64, 128
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(1 << bits, (n, k), dtype=torch.uint8, generator=generator)
+    geometry = Geometry(bits, n, k, 64, torch.bfloat16, False)
+    scale = torch.ones(n, k // 64, dtype=torch.bfloat16)
+    packed = pack_layout(geometry, pack(codes, bits), scale, None)
+    for row_block, column_block in itertools.product(range(2), range(2)):
+        block = packed[row_block, column_block].numpy().tobytes()
+        for warp, lane in itertools.product(range(4), range(32)):
+            g, t = divmod(lane, 4)
+            found = lane_codes(bits, block, warp, lane)
+            assert len(found) == 16
+            for (f, register, e), code in found.items():
+                i, c = divmod(register, 2)
+                row = 32 * row_block + 16 * f + 8 * i + 2 * t + e
+                column = 64 * column_block + 16 * warp + 2 * g + c
+                assert code == codes[row, column]
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_loads_meet_no_bank_conflict(bits: int) -> None:
+    """In a load of units no two lanes of a warp want different words of one bank."""
+    for warp, r in itertools.product(range(4), range(2)):
+        words = set()
+        for lane in range(32):
+            g, t = divmod(lane, 4)
+            j, unit = 2 * (warp & 1) + (g >> 2), g & 3
+            slot = 8 * j + ((2 * t + (1 - r if g >= 4 else r)) ^ 2 * j)
+            piece = 8 if bits == 1 else 16
+            words.add((slot * piece + (unit * 4 if bits >= 4 else 0)) // 4)
+        assert len({word % 32 for word in words}) == len(words)
+
+
+def test_stores_meet_no_bank_conflict() -> None:
+    """A store to a piece of dx: pairs of columns, rows 2 t + e, chunks of 16 bytes swizzled."""
+    for warp, c, e in itertools.product(range(4), (0, 8), range(2)):
+        banks = set()
+        for lane in range(32):
+            g, t = divmod(lane, 4)
+            row, chunk = c + 2 * t + e, 2 * warp + g // 4
+            address = row * 128 + ((chunk ^ row % 8) << 4) + 4 * (g % 4)
+            banks.add(address // 4 % 32)
+        assert len(banks) == 32
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_backward_plans_take_everything_once(bits: int) -> None:
+    """Tiles cover dx, whole ones and parts make all of them, shared memory suffices."""
+    for device, affine, (n, k), m in itertools.product(
+        (HOPPER, FEW),
+        (False, True),
+        ((1, 64), (1000, 1088), (8192, 8192), (28672, 8192), (4096, 14336)),
+        (17, 64, 65, 256, 1024, 5000),
+    ):
+        scale = torch.float32 if affine else torch.bfloat16
+        geometry = Geometry(bits, n, k, 32 if affine else 64, scale, affine)
+        plans = list(backward_plans(geometry, m, device))
+        assert backward_plan(geometry, m, device) in plans
+        for plan in plans:
+            shape, tiles = plan.shape, plan.row_tiles * plan.column_tiles
+            assert plan.row_tiles * shape.rows == geometry.columns
+            assert (plan.column_tiles - 1) * shape.columns < m <= plan.column_tiles * shape.columns
+            blocks = shape.rows // 32 * geometry.shape[2]
+            stage = shape.columns * 128 + blocks + 16
+            assert shape.stages * stage < plan.shared_bytes <= device.shared_bytes
+            assert plan.grid <= device.processors
+            # No part is without a step.
+            assert geometry.rows // 64 >= plan.splits * shape.cluster
+            assert plan.whole_tiles + plan.parts // plan.splits == tiles
+            assert shape.cluster == 1 or plan.grid == tiles * shape.cluster
+
+
+def check(variant: Variant, *columns: int) -> None:
+    shapes = [s for s in backward_shapes(geometry_of(variant), HOPPER) if s.columns in columns]
+    assert len(shapes) == 2 * len(columns)
+    for shape in shapes:
+        compiled = nvrtc.compile_program(hopper_backward_program(variant, shape), "sm_90a")
+        resources = compiled.resources
+        assert (resources.stack_bytes, resources.spill_bytes) == (0, 0), (variant, shape)
+        # What the assembler says where it cannot keep wgmmas in flight.
+        assert "serialized" not in compiled.log, (variant, shape, compiled.log)
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_backward_spills_nothing(bits: int) -> None:
+    """The plain variant and the one that needs the most registers, narrow and wide tiles."""
+    for variant in (
+        Variant(bits, torch.bfloat16, torch.bfloat16, 1, False),
+        Variant(bits, torch.float16, torch.float32, 2, True),
+    ):
+        check(variant, 64, 256)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("FDK_TEST_EVERY_KERNEL"),
+    reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
+)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_every_backward_instantiation_spills_nothing(bits: int) -> None:
+    scales = (torch.bfloat16, torch.float16, torch.float32)
+    kinds = (False, False), (True, False), (True, True)
+    dtypes = torch.bfloat16, torch.float16
+    for dtype, scale, per_row, kind in itertools.product(dtypes, scales, (1, 2), kinds):
+        variant = Variant(bits, dtype, scale, per_row, *kind)
+        check(variant, *TILE_COLUMNS)
+
+
+def test_params_struct_has_the_fields_that_are_launched() -> None:
+    body = (KERNEL_DIRECTORY / "hopper_backward.cu").read_text().split("struct Params {")[1]
+    lines = [line.split("//")[0].strip() for line in body.split("};")[0].splitlines()]
+    pointers = sum("*" in line for line in lines)
+    numbers = sum(len(line.split(",")) for line in lines if line.startswith("int "))
+    assert f"128s{pointers}P{numbers}i" == BACKWARD_FIELDS
+
+
+def test_precompile_takes_the_gradient_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("fdk_cuda.marlin.precompile")
+    programs: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(module, "device_limits", lambda index: HOPPER)
+    monkeypatch.setattr(module, "cached_cubin", lambda program, arch: programs.append(program.name))
+    layers = [("custom4-g64", 4096, 4096)]
+    module.precompile(layers)
+    assert "hopper_backward.cu" not in programs
+    without = len(programs)
+    count = module.precompile(layers, gradient=True)
+    assert len(programs) == without + count
+    assert programs.count("hopper_backward.cu") == 2 * len(TILE_COLUMNS)

@@ -23,7 +23,7 @@ FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.84}
 NARROW_COST = {
     (2, 2): {1: 0.0252, 2: 0.0273, 3: 0.0287, 4: 0.0299, 8: 0.0573},
     (4, 1): {1: 0.0218, 2: 0.0260, 3: 0.0295, 4: 0.0315, 8: 0.0580},
-    (4, 2): {1: 0.0177, 2: 0.0218, 3: 0.0280, 4: 0.0310, 8: 0.0580},
+    (4, 2): {1: 0.0177, 2: 0.0218, 3: 0.0257, 4: 0.0310, 8: 0.0580},
 }
 # With two tiles of columns, by groups of rows: a second group finds x in the L1.
 WIDE_COST = {1: 0.0463, 2: 0.0411}
@@ -35,6 +35,7 @@ EASY_START_KIB, START_COST = 50, 0.016
 # Few warps hide less latency in a long loop, and little in flight does not fill the memory.
 WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
 LONG_LOOP = 8
+LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
 LITTLE_IN_FLIGHT_FACTOR = 1.15
 
 
@@ -100,7 +101,7 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     if shape.warps < 8 or plan.passes * plan.rounds > LONG_LOOP:
         time *= WARPS_FACTOR[shape.warps]
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
-    if shape.column_tiles == 1 and in_flight < 12 + 8 * geometry.bits:
+    if shape.column_tiles == 1 and in_flight < LITTLE_IN_FLIGHT_KIB[geometry.bits]:
         time *= LITTLE_IN_FLIGHT_FACTOR
     time += PASS_COST * plan.passes
     if plan.split > 1:

@@ -56,34 +56,60 @@ __device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32
          __shfl_sync(~0u, codebook.words[0], high % CODEBOOK_SIZE) << 16;
 }
 
+// 1 and 2 bits: half a warp fills an entry, then three more with the same lower nibble, so that
+// most of an entry is known from the one before (1 bit: a prologue of 161 instructions, not 416).
+template <int THREADS>
+__device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& codebook,
+                                                 int thread) {
+  constexpr int ENTRY_THREADS = 16, HIGH_PARTS = 4;
+  constexpr int UNITS = 16 * HIGH_PARTS, STEP = THREADS / ENTRY_THREADS;
+#pragma unroll
+  for (int first = 0; first < UNITS; first += STEP) {
+    const int unit = first + thread / ENTRY_THREADS;
+    if (first + STEP > UNITS && unit >= UNITS) break;
+    const int low = unit % 16, part = unit / 16;
+    uint8* const entries = table + (part * 64 + low) * 256 + thread % ENTRY_THREADS * 16;
+#pragma unroll
+    for (int i = 0; i < HIGH_PARTS; i++) {
+      uint4 entry;
+      if (BITS == 1) {
+        entry = make_uint4(codebook_pair(codebook, low & 3), codebook_pair(codebook, low >> 2),
+                           codebook_pair(codebook, i), codebook_pair(codebook, part));
+      } else {
+        entry.x = entry.z = codebook_pair(codebook, low);
+        entry.y = entry.w = codebook_pair(codebook, HIGH_PARTS * part + i);
+      }
+      *reinterpret_cast<uint4*>(entries + i * 16 * 256) = entry;
+    }
+  }
+}
+
 template <int THREADS>
 __device__ __forceinline__ void build_table(uint8* table, const Codebook& codebook, int thread) {
-  constexpr int COPY_BYTES = BITS == 1 || BITS == 2 ? 256 : 128;
-  constexpr int PIECES = COPY_BYTES / 16;
-  constexpr int PAIR_CODES = CODEBOOK_SIZE * CODEBOOK_SIZE - 1;
+  if constexpr (BITS <= 2) {
+    build_byte_table<THREADS>(table, codebook, thread);
+    return;
+  }
+  constexpr int PIECES = 128 / 16;  // of an entry
   static_assert(THREADS % LANES == 0 && 256 * PIECES % LANES == 0, "warps stay whole");
 #pragma unroll
   for (int first = 0; first < 256 * PIECES; first += THREADS) {
     const int i = first + thread;
     if (first + THREADS > 256 * PIECES && i >= 256 * PIECES) break;
     const int byte = i / PIECES;
-    uint32 pairs[ENTRY_BYTES / 4];
+    uint32 pair = 0;
     if (BITS == 8) {
       // A warp's four entries lie in one of the eight words.
-      pairs[0] = 0;
 #pragma unroll
       for (int word = 0; word < (BITS == 8 ? 8 : 0); word++) {
         const uint32 value = __shfl_sync(~0u, codebook.words[word], byte % 32);
-        if (byte / 32 == word) pairs[0] = value * 0x10001u;
+        if (byte / 32 == word) pair = value * 0x10001u;
       }
     } else {
-#pragma unroll
-      for (int pair = 0; pair < ENTRY_BYTES / 4; pair++)
-        pairs[pair] = codebook_pair(codebook, byte >> (2 * pair * BITS) & PAIR_CODES);
+      pair = codebook_pair(codebook, byte & (CODEBOOK_SIZE * CODEBOOK_SIZE - 1));
     }
-    constexpr int LAST = ENTRY_BYTES / 4 - 1;
-    *reinterpret_cast<uint4*>(table + byte * 256 + (i % PIECES) * 16) =
-        make_uint4(pairs[0], pairs[1 & LAST], pairs[2 & LAST], pairs[3 & LAST]);
+    *reinterpret_cast<uint4*>(table + byte * 256 + i % PIECES * 16) =
+        make_uint4(pair, pair, pair, pair);
   }
 }
 

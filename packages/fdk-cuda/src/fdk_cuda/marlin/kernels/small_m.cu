@@ -35,7 +35,6 @@ constexpr int MAIL_BARRIER_BYTES = 16;
 constexpr int SUM_STRIDE = GROUP_ROWS + 4;  // floats between columns of partial sums: spreads banks
 static_assert(TILE_FRAGMENTS == 2 || TILE_FRAGMENTS == 4);
 static_assert(WARPS % ROW_GROUPS == 0);
-static_assert(K_BLOCKS * COLUMN_TILES <= 2, "RowSums takes two pieces of x in a product");
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
 
 // x of the next stage is loaded while this one's is in use, where that gains more than the
@@ -171,35 +170,34 @@ struct Activations {
 // Sums of x over the columns of a group, per row of x: what zero points and 1-bit bases multiply.
 struct RowSums {
   float x[K_BLOCKS][PER_ROW][COLUMN_TILES][2];      // of rows 2 t and 2 t + 1
-  float based[K_BLOCKS][PER_ROW][COLUMN_TILES][2];  // 1 bit: of x times its step's base
+  float based[K_BLOCKS][PER_ROW][COLUMN_TILES][2];  // 1 bit: of x times its step's base, negated
 
-  // By the tensor cores: the fragments of x are an operand A as they stand, against columns of ones
-  // (odd) and of bases (even). Two of (block, tile) go in one product.
-  __device__ __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS], int g,
-                                          int t) {
-    constexpr int COUNT = K_BLOCKS * COLUMN_TILES;
-    constexpr int LAST_BLOCK = K_BLOCKS - 1, LAST_TILE = COLUMN_TILES - 1;
+  // By the tensor cores, as the products of a weight whose upper rows are negated bases and whose
+  // lower ones are ones: so a lane's sums come to where it needs them.
+  __device__ __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS]) {
     const uint32 ones = FP16 ? 0x3C003C00u : 0x3F803F80u;
 #pragma unroll
     for (int half = 0; half < PER_ROW; half++) {
-      float d[4] = {0.f, 0.f, 0.f, 0.f};
+      float d[K_BLOCKS][COLUMN_TILES][4] = {};
 #pragma unroll
       for (int s = half * STEPS / PER_ROW; s < (half + 1) * STEPS / PER_ROW; s++) {
-        const uint32 column = COMPUTES_FRAGMENT && g % 2 == 0 ? base[s] : ones;
-        const uint32 rows[4] = {
-            a.word(0, s, 0, 0), COUNT == 2 ? a.word(LAST_BLOCK, s, LAST_TILE, 0) : 0u,
-            a.word(0, s, 0, 1), COUNT == 2 ? a.word(LAST_BLOCK, s, LAST_TILE, 1) : 0u};
-        multiply(d, rows, column, column);
+        const uint32 upper = COMPUTES_FRAGMENT ? base[s] ^ 0x80008000u : ones;
+        const uint32 weight[REGISTERS] = {upper, ones, upper, ones};
+#pragma unroll
+        for (int block = 0; block < K_BLOCKS; block++)
+#pragma unroll
+          for (int tile = 0; tile < COLUMN_TILES; tile++)
+            multiply(d[block][tile], weight, a.word(block, s, tile, 0), a.word(block, s, tile, 1));
       }
 #pragma unroll
-      for (int which = 0; which < COUNT; which++)
+      for (int block = 0; block < K_BLOCKS; block++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int block = which * LAST_BLOCK, tile = which * LAST_TILE;
-          x[block][half][tile][e] = __shfl_sync(~0u, d[2 * which + 1], 8 * t + 4 * e);
-          if (COMPUTES_FRAGMENT)
-            based[block][half][tile][e] = __shfl_sync(~0u, d[2 * which], 8 * t + 4 * e);
-        }
+        for (int tile = 0; tile < COLUMN_TILES; tile++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            based[block][half][tile][e] = d[block][tile][e];
+            x[block][half][tile][e] = d[block][tile][2 + e];
+          }
     }
   }
 };
@@ -300,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       Activations next;
       if (X_AHEAD) load_x(next, 0, offset);
       RowSums rows;
-      if (NEEDS_SUM) rows.compute(x, constants.base, g, t);
+      if (NEEDS_SUM) rows.compute(x, constants.base);
       ring.wait();
 #pragma unroll
       for (int k_block = 0; k_block < K_BLOCKS; k_block++) {
@@ -321,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                   d[f][c][e] =
-                      COMPUTES_FRAGMENT && f % 2 ? -rows.based[k_block][half][c][e & 1] : 0.f;
+                      COMPUTES_FRAGMENT && f % 2 ? rows.based[k_block][half][c][e & 1] : 0.f;
 #pragma unroll
             for (int s = half * STEPS / PER_ROW; s < (half + 1) * STEPS / PER_ROW; s++)
 #pragma unroll

@@ -108,7 +108,7 @@ struct Levels {
 void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation type, const void* x,
                  std::size_t m, const void* bias, void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
-  const Int8Kernels& kernels = int8_kernels_for(current_isa(), layout.bits, m);
+  const Int8Kernels& kernels = int8_kernels_for(current_isa(), layout, m);
   const Weight w = without_table(packed);
   const Levels levels(layout, table, kernels.unsigned_levels);
   Staged staged(layout, kernels, m);
@@ -191,7 +191,7 @@ Int8Table int8_table_of(const float* codebook, int bits) {
   return table;
 }
 
-const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] int bits,
+const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] const Layout& layout,
                                     [[maybe_unused]] std::size_t m) {
 #if defined(__x86_64__)
   if (isa == Isa::avx512bf16) return kAvx512Bf16Int8;
@@ -201,7 +201,7 @@ const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] i
   if (isa == Isa::neon) return kNeonInt8;
   if (isa >= Isa::neoni8mm && isa < Isa::avx2 && m > 1) return kNeonI8mmInt8;
 #if defined(FDK_CPU_SVE)
-  if ((isa == Isa::sve || isa == Isa::sve2) && sve_takes_int8(bits)) return kSveInt8;
+  if ((isa == Isa::sve || isa == Isa::sve2) && sve_takes_int8(layout)) return kSveInt8;
 #endif
   if (isa > Isa::neon && isa < Isa::avx2) return kNeonDotInt8;
 #endif

@@ -107,11 +107,11 @@ extern const Int8Kernels kNeonInt8;
 extern const Int8Kernels kNeonDotInt8;
 extern const Int8Kernels kNeonI8mmInt8;
 extern const Int8Kernels kSveInt8;  // of one row of x
-// Whether kSveInt8 has codes of so many bits, at the length that vectors have here.
-bool sve_takes_int8(int bits);
+// Whether kSveInt8 takes such a weight, at the length that vectors have here.
+bool sve_takes_int8(const Layout& layout);
 #endif
 
-// For codes of so many bits and m rows of x at once.
-const Int8Kernels& int8_kernels_for(Isa isa, int bits, std::size_t m);
+// For m rows of x at once.
+const Int8Kernels& int8_kernels_for(Isa isa, const Layout& layout, std::size_t m);
 
 }  // namespace fdk

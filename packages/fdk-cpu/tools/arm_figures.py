@@ -34,8 +34,7 @@ class Kernel:
     """What a row of the table is about: a gemv without zero points."""
 
     isa: str
-    # A regular expression, with {bits}, {groups} of a tile, {runs} of float32 and {runs8} of int8,
-    # and whether groups are {short} for SVE.
+    # A regular expression, with {bits}, {groups} of a tile, {runs} of float32 and {runs8} of int8.
     name: str
     options: tuple[str, ...] = ()  # of the benchmark executable
     bits: tuple[int, ...] = tuple(range(1, 9))
@@ -46,8 +45,7 @@ class Kernel:
         """The regular expression for some bits and size of a group."""
         groups = max(1, 128 // group)
         runs, runs8 = max(4, groups), 2 if groups <= 2 else 8
-        short = str(groups > 2).lower()
-        return self.name.format(bits=bits, groups=groups, runs=runs, runs8=runs8, short=short) + "$"
+        return self.name.format(bits=bits, groups=groups, runs=runs, runs8=runs8) + "$"
 
 
 KERNELS = {
@@ -74,7 +72,7 @@ KERNELS = {
         "neoni8mm", "pair_stripes<{bits}, false, {runs8}, 4>", ("--activations", "int8"), rows=8
     ),
     "sve-int8": Kernel(
-        "sve", "sve_stripes<{bits}, {short}>", ("--activations", "int8"), (1, 2, 4), vectors=256
+        "sve", "sve_stripes<{bits}>", ("--activations", "int8"), (1, 2, 4), vectors=256
     ),
     "sve2": Kernel("sve2", "sve_stripes<.*TwoVectors, {bits}, {groups}, false, 1>", bits=(1, 2, 4)),
 }

@@ -53,12 +53,18 @@ inline constexpr std::size_t kPanelDepth = 8;
 //   w :: [rows][stride]            dequantised, float32 or bf16, `depth` positions
 //   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
 //   y :: [rows][panel]             float32, added to
+// What comes after is fetched into L2 meanwhile, where Kernels::panel_fetches:
+//   next_x     :: as many bytes as this panel; null where they lie there
+//   next_codes :: for kTileRows rows each, codes_bytes, codes_stride apart; null for none
 struct PanelTask {
   const void* w;
   std::size_t rows, stride, depth;
   const void* x;
   std::size_t panel;
   float* y;
+  const void* next_x = nullptr;
+  const std::uint8_t* next_codes = nullptr;
+  std::size_t codes_bytes = 0, codes_stride = 0;
 };
 
 // y[lane][row] = products[row][lane] + bias[row], rounded, for a block of W_hat and one panel.
@@ -118,6 +124,14 @@ struct Kernels {
   std::size_t (*gemv_limit)(const Weight&) = nullptr;
   // For the dtype that x has in the kernel. Null: value by value.
   void (*write_panel)(const PanelOut&) = nullptr;
+  // x :: [rows][positions], rows x_stride apart, to a panel [positions / unit][width][unit], whose
+  // lanes past `rows` are zero; x in the kernel's dtype and order. Null: unit by unit.
+  void (*stage_panel)(const void* x, std::size_t x_stride, std::size_t rows, std::size_t positions,
+                      std::size_t width, void* out) = nullptr;
+  // Rows of the block of W_hat that panels meet and bytes of each: 96 KiB, within the L2 of any
+  // core, and one panel of x 64 KiB.
+  std::size_t block_rows = 48, block_bytes = 2048;
+  bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
 };
 
 extern const Kernels kScalar;

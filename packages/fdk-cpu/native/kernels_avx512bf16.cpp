@@ -119,6 +119,10 @@ constexpr Orders make_orders() {
 
 constexpr Orders kOrders = make_orders();
 
+// W_hat 256 KiB, a panel of x and the one that is fetched 128 each, of an L2 of 1 MiB and more. The
+// outputs of a block are whole lines of y.
+constexpr std::size_t kBlockRows = 64, kBlockBytes = 4096;
+
 }  // namespace
 
 extern const Kernels kAvx512Bf16 = {true,
@@ -134,6 +138,10 @@ extern const Kernels kAvx512Bf16 = {true,
                                     &kAvx512Tables,
                                     kAvx512Bf16Rows,
                                     rows_limit_avx512bf16,
-                                    write_panel_avx512bf16};
+                                    write_panel_avx512bf16,
+                                    stage_panel_avx512bf16,
+                                    kBlockRows,
+                                    kBlockBytes,
+                                    true};
 
 }  // namespace fdk

@@ -15,12 +15,13 @@ namespace {
 
 // Rows of x up to which tables over each row are used, where there are any.
 constexpr std::size_t kTableLimit = 1;
-// Bytes of a row and rows of the dequantised block that panels meet: 96 KiB, within the L2 of any
-// core, and one panel of x 64 KiB.
-constexpr std::size_t kBlockBytes = 2048;
-constexpr std::size_t kBlockRows = 48, kBlockStripes = kBlockRows / kTileRows;
-// Rows of the block are a line apart from a power of two, whose lines would share few sets of L1.
-constexpr std::size_t kBlockStrideBytes = kBlockBytes + 64;
+// Rows of the dequantised block are a line apart from a power of two, whose lines would share few
+// sets of L1.
+constexpr std::size_t kLineBytes = 64;
+// Bytes of x that a block meets, up to which they stay in L2 beside it from one block to the next.
+constexpr std::size_t kStayingBytes = 256 << 10;
+// Rows of the block of backward, which is in L1.
+constexpr std::size_t kGradRows = 48;
 // Stripes that the passes of gemv over many rows of x share: 64 KiB at 4 bits and k = 4096.
 constexpr std::size_t kPassStripes = 8;
 // Pieces a thread gets of a loop over tables.
@@ -229,16 +230,18 @@ void stage_units(const Layout& layout, const std::vector<std::uint32_t>& units, 
   }
 }
 
-// Codes and scales of tiles [begin, end) of a stripe, which the next block will decode: its lines
-// are too few and too far apart for the processor to foresee.
-void fetch_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end) {
+// Scales of tiles [begin, end) of a stripe, and their codes if `codes`, which the next block will
+// decode: its lines are too few and too far apart for the processor to foresee.
+void fetch_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                 bool codes) {
   constexpr std::size_t kLine = 64;
+  constexpr int kIntoL2 = 2;
   const auto fetch = [](const void* from, std::size_t bytes) {
     const auto* p = static_cast<const std::uint8_t*>(from);
-    for (std::size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + i);
+    for (std::size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + i, 0, kIntoL2);
   };
   const std::size_t bytes = tile_bytes(w.bits);
-  fetch(w.codes + (stripe * w.tiles + begin) * bytes, (end - begin) * bytes);
+  if (codes) fetch(w.codes + (stripe * w.tiles + begin) * bytes, (end - begin) * bytes);
   const bool wide = w.tiles_per_group > 1;
   const std::size_t group = wide ? begin / w.tiles_per_group : begin * w.groups_per_tile;
   const std::size_t groups = wide ? 1 : (end - begin) * w.groups_per_tile;
@@ -257,6 +260,7 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
   const Layout& layout = packed.layout;
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
   const Panels panels{m, kernels.panel, kernels.panel_step};
+  const bool as_it_is = kernels.x_is_bf16 && layout.dense();
   const std::vector<std::uint32_t> columns = columns_of(layout, *kernels.panel_order);
   const std::vector<std::uint32_t> units = units_of(layout, columns, type, kernels.x_is_bf16);
   const Buffer<std::uint8_t> staged(panels.lanes() * positions * item);
@@ -264,7 +268,10 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
     for (std::size_t i = begin; i < end; i++) {
       std::uint8_t* out = staged.get() + panels.lane(i) * positions * item;
       const std::size_t first = panels.lane(i), width = panels.width(i);
-      if (!units.empty()) {
+      if (kernels.stage_panel != nullptr && as_it_is) {
+        kernels.stage_panel(offset(x, first * layout.k, type), layout.k, std::min(width, m - first),
+                            positions, width, out);
+      } else if (!units.empty()) {
         stage_units(layout, units, type, x, m, first, width, out);
       } else if (kernels.x_is_bf16) {
         stage_panel(layout, columns, type, x, m, first, width,
@@ -274,42 +281,61 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
       }
     }
   });
-  const std::size_t blocks = ceil_div(layout.stripes * kTileRows, kBlockRows);
+  const std::size_t block_rows = kernels.block_rows, block_stripes = block_rows / kTileRows;
+  const std::size_t row_bytes = kernels.block_bytes + kLineBytes, stride = row_bytes / item;
+  const std::size_t block_tiles = kernels.block_bytes / item / kTileK;
+  const bool x_stays = panels.lanes() * kernels.block_bytes <= kStayingBytes;
+  const std::size_t blocks = ceil_div(layout.stripes, block_stripes);
   parallel_for(
       blocks, chunk_for(blocks, threads), threads, [&](std::size_t begin, std::size_t end) {
-        const std::size_t block_tiles = kBlockBytes / item / kTileK,
-                          stride = kBlockStrideBytes / item;
-        const Buffer<std::uint8_t> block(kBlockRows * kBlockStrideBytes);
-        const Buffer<float> products(kBlockRows * panels.lanes());
+        const std::size_t end_stripe = std::min(end * block_stripes, layout.stripes);
+        const Buffer<std::uint8_t> block(block_rows * row_bytes);
+        const Buffer<float> products(block_rows * panels.lanes());
         for (std::size_t b = begin; b < end; b++) {
-          const std::size_t stripe = b * kBlockStripes;
-          const std::size_t stripes = std::min(kBlockStripes, layout.stripes - stripe);
+          const std::size_t stripe = b * block_stripes;
+          const std::size_t stripes = std::min(block_stripes, layout.stripes - stripe);
           const std::size_t rows = stripes * kTileRows;
-          std::fill_n(products.get(), kBlockRows * panels.lanes(), 0.0f);
+          std::fill_n(products.get(), block_rows * panels.lanes(), 0.0f);
           for (std::size_t tile = 0; tile < layout.tiles; tile += block_tiles) {
             const std::size_t tiles = std::min(block_tiles, layout.tiles - tile);
             const bool last = tile + tiles == layout.tiles;
-            const std::size_t next_stripe = last ? stripe + kBlockStripes : stripe;
+            const std::size_t next_stripe = last ? stripe + block_stripes : stripe;
             const std::size_t next = last ? 0 : tile + tiles;
+            const std::size_t next_tiles = std::min(block_tiles, layout.tiles - next);
             for (std::size_t s = 0; s < stripes; s++) {
-              if (next_stripe + s < layout.stripes) {
-                fetch_tiles(w, next_stripe + s, next, std::min(next + block_tiles, layout.tiles));
+              if (next_stripe + s < end_stripe) {
+                fetch_tiles(w, next_stripe + s, next, next + next_tiles, !kernels.panel_fetches);
               }
               kernels.decode(w, stripe + s, tile, tile + tiles,
-                             block.get() + s * kTileRows * kBlockStrideBytes, stride);
+                             block.get() + s * kTileRows * row_bytes, stride);
             }
+            const auto panel_at = [&](std::size_t i, std::size_t first) {
+              const std::size_t units = panels.lane(i) * positions;
+              return staged.get() + (units + first * kTileK * panels.width(i)) * item;
+            };
             for (std::size_t i = 0; i < panels.count(); i++) {
-              const std::size_t width = panels.width(i);
-              const std::uint8_t* panel =
-                  staged.get() + (panels.lane(i) * positions + tile * kTileK * width) * item;
-              kernels.panel_product(PanelTask{block.get(), rows, stride, tiles * kTileK, panel,
-                                              width, products.get() + panels.lane(i) * kBlockRows});
+              PanelTask task{block.get(),
+                             rows,
+                             stride,
+                             tiles * kTileK,
+                             panel_at(i, tile),
+                             panels.width(i),
+                             products.get() + panels.lane(i) * block_rows};
+              const bool last_panel = i + 1 == panels.count();
+              if (!x_stays) task.next_x = last_panel ? panel_at(0, next) : panel_at(i + 1, tile);
+              if (last_panel && next_stripe < end_stripe) {
+                const std::size_t bytes = tile_bytes(w.bits);
+                task.next_codes = w.codes + (next_stripe * w.tiles + next) * bytes;
+                task.codes_bytes = next_tiles * bytes;
+                task.codes_stride = w.tiles * bytes;
+              }
+              kernels.panel_product(task);
             }
           }
           const std::size_t first = stripe * kTileRows, outputs = std::min(layout.n - first, rows);
           for (std::size_t i = 0; i < panels.count(); i++) {
             const std::size_t lane = panels.lane(i), lanes = std::min(panels.wide, m - lane);
-            const PanelOut out{products.get() + lane * kBlockRows,
+            const PanelOut out{products.get() + lane * block_rows,
                                panels.width(i),
                                lanes,
                                outputs,
@@ -351,14 +377,14 @@ void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kerne
     }
   }
   parallel_for(layout.tiles, 1, threads, [&](std::size_t begin, std::size_t end) {
-    const Buffer<float> block(kBlockRows * kTileK);
+    const Buffer<float> block(kGradRows * kTileK);
     const Buffer<float> sums(m * kTileK);
     for (std::size_t tile = begin; tile < end; tile++) {
       std::fill_n(sums.get(), m * kTileK, 0.0f);
-      for (std::size_t first = 0; first < stride; first += kBlockRows) {
-        const std::size_t rows = std::min(kBlockRows, stride - first);
+      for (std::size_t first = 0; first < stride; first += kGradRows) {
+        const std::size_t rows = std::min(kGradRows, stride - first);
         for (std::size_t r = 0; r < rows; r += kTileRows) {
-          if (tile + 1 < end) fetch_tiles(w, (first + r) / kTileRows, tile + 1, tile + 2);
+          if (tile + 1 < end) fetch_tiles(w, (first + r) / kTileRows, tile + 1, tile + 2, true);
           kernels.decode(w, (first + r) / kTileRows, tile, tile + 1, block.get() + r * kTileK,
                          kTileK);
         }

@@ -133,6 +133,11 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
                 for (std::size_t i = 0; i < kBytes; i += 64) V::prefetch(codes + kPrefetch + i);
                 for (std::size_t r = 0; r < kTileRows; r++) {
                   const typename V::template Codes<kBits> q(codes, r);
+                  // With an index that is no constant, `sums` lies in memory: once a tile, not once
+                  // a run.
+                  Float of_row[kM];
+                  FDK_UNROLL
+                  for (int m = 0; m < kM; m++) of_row[m] = sums[r][m];
                   unroll<R::kCount>([&](auto run) FDK_LAMBDA {
                     Float part[kM];
                     FDK_UNROLL
@@ -150,8 +155,10 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
                     });
                     const Float scale = R::template at<run.value>(scales, r);
                     FDK_UNROLL
-                    for (int m = 0; m < kM; m++) sums[r][m] = V::fma(part[m], scale, sums[r][m]);
+                    for (int m = 0; m < kM; m++) of_row[m] = V::fma(part[m], scale, of_row[m]);
                   });
+                  FDK_UNROLL
+                  for (int m = 0; m < kM; m++) sums[r][m] = of_row[m];
                 }
               });
     for (std::size_t m = 0; m < task.m; m++) {

@@ -22,6 +22,7 @@ from fdk_bench.kernel_tables import cells_of, seconds_text
 from fdk_bench.kernels import KernelRun, KernelValues, absent, compare, measure
 from fdk_bench.peers import PEERS, Dense, Prepared, WrongAnswerError, check, peers_named
 from fdk_bench.peers.dense import CompiledReference, Ours
+from fdk_bench.peers.llama_cpp import LLAMA_CPP
 from fdk_bench.records import Row
 
 TINY = ("-n", "32", "-k", "64", "--copies", "2", "--inner-reps", "1", "--outer-reps", "2")
@@ -239,6 +240,22 @@ def test_peer_gives_the_right_answer(peer, k):
         assert torch.equal(prepared.calls[0](inputs[1]), prepared.calls[1](inputs[1]))
     # 4 bits and 16 to 32 of scale and zero point for 64 weights.
     assert 4.25 <= (prepared.nbytes - prepared.codebook_bytes) * 8 / (64 * k) <= 4.5
+
+
+@pytest.mark.parametrize(
+    ("peer", "bits", "text"),
+    [(peer, bits, type.name) for peer in LLAMA_CPP for bits, type in peer.types.items()],
+)
+def test_llama_cpp_types(peer, bits, text):
+    case = KernelCase(1, 64, 256, f"custom{bits}-g64", "bf16", "cpu", peer.name)
+    assert peer.unsupported(case) is None
+    if reason := peer.missing():
+        pytest.skip(f"{peer.name}: {reason}")
+    prepared = peer.prepare(case, 1)
+    check(prepared, [torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).bfloat16()])
+    stored = prepared.nbytes * 8 / (64 * 256)
+    assert bits <= stored <= bits + 0.75
+    assert f"llama.cpp {text} ({stored:g} bits)" in prepared.backend
 
 
 # See above.

@@ -1,6 +1,7 @@
 // AVX2 with FMA and F16C: 8 float32 lanes, table lookups on floats.
 #include <immintrin.h>
 
+#include "avx2_row.h"
 #include "kernels.h"
 #include "simd_float.h"
 #include "x86_scales.h"
@@ -35,6 +36,10 @@ struct Avx2 {
   }
   static FDK_INLINE void load4_u8(const void* p, std::size_t slot, float* out) {
     _mm_storeu_ps(out, load4_bytes(p, slot));
+  }
+  static FDK_INLINE void load_zero4(const Weight& w, std::size_t slot, float* out) {
+    if (w.zero_type == ZeroType::u8) return load4_u8(w.zeros, slot, out);
+    load4(w.zeros, slot, ScaleType(int(w.zero_type) - 1), out);
   }
 
   // Plane lanes of positions 0 to 15 and 16 to 31 of each 32, fields 4 bits apart: field s of
@@ -152,6 +157,11 @@ constexpr Orders make_orders() {
 constexpr Orders kOrders = make_orders();
 constexpr int kPanelRows = 4;
 
+void gemv_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
+  if (task.m == 1 && row_gemv<Avx2>(task, begin, end)) return;
+  gemv<Avx2>(task, begin, end);
+}
+
 }  // namespace
 
 extern const Kernels kAvx2 = {false,
@@ -160,7 +170,7 @@ extern const Kernels kAvx2 = {false,
                               kPanelRows,
                               2 * Avx2::kLanes,
                               Avx2::kLanes,
-                              gemv<Avx2>,
+                              gemv_rows,
                               decode<Avx2>,
                               panel_product<Avx2, kPanelRows>,
                               grad_product<Avx2, 4>};

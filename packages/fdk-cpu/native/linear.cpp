@@ -44,6 +44,10 @@ std::vector<std::uint32_t> columns_of(const Layout& layout, const Order& order) 
   std::vector<std::uint32_t> columns(layout.positions());
   for (std::size_t p = 0; p < columns.size(); p++) {
     const std::size_t natural = p / kTileK * kTileK + order[p % kTileK];
+    if (layout.dense()) {  // without the divisions: k = 4096 took 48 us
+      columns[p] = std::uint32_t(natural);
+      continue;
+    }
     const std::size_t group = natural / layout.padded_group, within = natural % layout.padded_group;
     const bool padding = group >= layout.groups || within >= layout.group;
     columns[p] = std::uint32_t(padding ? layout.k : group * layout.group + within);

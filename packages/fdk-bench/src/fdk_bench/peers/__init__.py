@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from fdk_bench.peers.base import Peer, Prepared, WrongAnswerError, check
 from fdk_bench.peers.dense import CompiledReference, Dense
-from fdk_bench.peers.llama_cpp import LlamaCpp
+from fdk_bench.peers.llama_cpp import LLAMA_CPP
 from fdk_bench.peers.packages import BitsAndBytes, GemLite, Humming, TorchAO
 from fdk_bench.peers.torch_ops import Int4PackCpu, TinyGemm
 
@@ -19,7 +19,7 @@ PEERS: tuple[Peer, ...] = (
     GemLite(),
     TorchAO(),
     Humming(),
-    LlamaCpp(),
+    *LLAMA_CPP,
 )
 
 

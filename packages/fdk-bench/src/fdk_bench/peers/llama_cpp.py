@@ -1,5 +1,6 @@
 """llama.cpp's CPU kernels, called through the C interface of its library ggml."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +34,23 @@ TYPES = {
     3: GgmlType("Q3_K", 11, 256),
     2: GgmlType("TQ2_0", 35, 256),
 }
+# Beside those: 4 bits without a codebook, and 2 bits that are not ternary.
+Q4_0 = {4: GgmlType("Q4_0", 2, 32)}
+Q2_K = {2: GgmlType("Q2_K", 10, 256)}
 
 
 class LlamaCpp:
-    """One product of ggml, weights in the type that has the bits of the case."""
+    """One product of ggml, weights in the type that has the bits of the case.
 
-    name = "llama.cpp"
+    Args:
+        name: how it is asked for.
+        types: the type of weight for each width that is taken.
+    """
+
     note = "activations rounded to 8 bits; blocks of 32 or 256"
+
+    def __init__(self, name: str, types: Mapping[int, GgmlType]) -> None:
+        self.name, self.types = name, types
 
     def missing(self) -> str | None:
         """See ``Peer``."""
@@ -51,9 +62,9 @@ class LlamaCpp:
         """See ``Peer``."""
         if case.device != "cpu":
             return f"is measured on a cpu, got {case.device}"
-        if case.quantised is None or case.bits not in TYPES:
-            return f"needs {', '.join(map(str, TYPES))} bits, got {case.format}"
-        block = TYPES[case.bits].block
+        if case.quantised is None or case.bits not in self.types:
+            return f"needs {', '.join(map(str, self.types))} bits, got {case.format}"
+        block = self.types[case.bits].block
         if case.k % block:
             return f"needs k % {block} == 0, got k={case.k}"
         return None
@@ -62,7 +73,7 @@ class LlamaCpp:
         """See ``Peer``."""
         folder = library_folder()
         assert folder is not None
-        type, ggml = TYPES[case.bits], load(folder)
+        type, ggml = self.types[case.bits], load(folder)
         rows = min(ROWS, case.n)
         W = torch.randn(rows, case.k, generator=torch.Generator().manual_seed(0)) / case.k**0.5
         some = ggml.quantise(type.number, W)
@@ -78,9 +89,18 @@ class LlamaCpp:
             decoded = ggml.dequantise(type.number, some, case.k).to(dtype)
             return decoded.repeat(repeats, 1)[: case.n]
 
-        backend = f"llama.cpp {type.name}"
+        # Types of one width differ in their scales: 2.0625 bits (TQ2_0) or 2.625 (Q2_K).
+        backend = f"llama.cpp {type.name} ({8 * some.nbytes / some.shape[0] / case.k:g} bits)"
         if calls[0].layout != "CPU":
             backend += " repacked"
         return Prepared(
             calls, weight, data.nbytes, backend, extra_error=ACTIVATION_ERROR, rest=engine.rest
         )
+
+
+# A width has one row of each of them that takes it.
+LLAMA_CPP = (
+    LlamaCpp("llama.cpp", TYPES),
+    LlamaCpp("llama.cpp-Q4_0", Q4_0),
+    LlamaCpp("llama.cpp-Q2_K", Q2_K),
+)

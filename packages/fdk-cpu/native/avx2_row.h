@@ -143,7 +143,7 @@ void row_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
                 unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
                   constexpr std::size_t r = row.value;
                   const typename Values::Row codes_of_row(codes, r);
-                  // Of the halves of a tile, even and odd positions apart: chains half as long.
+                  // Of the halves of a tile, even and odd positions apart.
                   __m256 sums[2][2];
                   unroll<kIndexRegisters>([&](auto i) FDK_LAMBDA {
                     constexpr int t = i.value;

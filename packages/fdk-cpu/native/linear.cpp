@@ -44,7 +44,7 @@ std::vector<std::uint32_t> columns_of(const Layout& layout, const Order& order) 
   std::vector<std::uint32_t> columns(layout.positions());
   for (std::size_t p = 0; p < columns.size(); p++) {
     const std::size_t natural = p / kTileK * kTileK + order[p % kTileK];
-    if (layout.dense()) {  // without the divisions: k = 4096 took 48 us
+    if (layout.dense()) {  // without the divisions, 30 us of a call at k = 4096
       columns[p] = std::uint32_t(natural);
       continue;
     }

@@ -17,13 +17,13 @@ memory as they lie, so what they add holds every gap around them.
 """
 
 import argparse
-import bisect
 import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _floor import product_floor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
@@ -49,10 +49,6 @@ SHAPES = (
 )
 COLD_BYTES = 256 << 20
 REPLAYS = 15
-# Reading so many MiB once takes so many microseconds (H200).
-READ_MIB = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-READ_TIME = (2.06, 2.36, 2.66, 3.03, 3.91, 5.67, 9.23, 16.6, 31.2)
-FLOPS_PER_MICROSECOND = 793e6
 # From here on, dequantising first and cuBLAS is timed too.
 MANY_ROWS = 1024
 Run = Callable[[int], torch.Tensor]
@@ -67,14 +63,6 @@ STEP_SHAPES = {
 }
 STEP_BLOCKS, STEP_LENGTH = 8, 512
 StepLinear = Callable[[int, str, torch.Tensor], torch.Tensor]
-
-
-def read_floor(size: float) -> float:
-    """Microseconds to read ``size`` bytes once, between the points of the table."""
-    mib = size / (1 << 20)
-    i = min(max(1, bisect.bisect_left(READ_MIB, mib)), len(READ_MIB) - 1)
-    share = (mib - READ_MIB[i - 1]) / (READ_MIB[i] - READ_MIB[i - 1])
-    return READ_TIME[i - 1] + share * (READ_TIME[i] - READ_TIME[i - 1])
 
 
 def random_weight(bits: int, n: int, k: int, *, affine: bool = False) -> QuantisedTensor:
@@ -203,10 +191,7 @@ def time_case(
         runs += dense_runs(layout, packed, dense, x)
         count = 8 if m * n * k > 1e11 else max(copies, 40)
         pdl, plain, cublas, *unfused = graph_times(runs, count)
-        floor = max(
-            read_floor(q.packed.nbytes + q.scale.nbytes + x.nbytes),
-            2 * m * n * k / FLOPS_PER_MICROSECOND,
-        )
+        floor = product_floor(m, n, k, q.packed.nbytes + q.scale.nbytes + x.nbytes)
         goal = goals.get((n, k, bits, m))
         verdict = "" if goal is None else f"goal {goal:6.1f} {'ok' if pdl <= goal else 'OVER'}"
         extra = f"dequantise + cublas {unfused[0]:7.1f} " if unfused else ""

@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 import triton
+from _floor import product_floor
 from torch import Tensor
 
 from fdk_cuda.triton import launch
@@ -137,7 +138,7 @@ def time_case(
     is_transposed: bool,
     best: int,
 ) -> str:
-    """A line: cuBLAS, then the best configurations."""
+    """A line: cuBLAS, the floor of an H200, what the best takes of it, the best configurations."""
     a = ws[0].arrangement
     columns = a.n if is_transposed else a.k
     x = torch.randn(m, columns, device="cuda").bfloat16()
@@ -155,7 +156,10 @@ def time_case(
     cublas = graph_time([partial(function, x, d) for d in dense])
     line = "  ".join(f"{us:.1f} {short(config)}" for us, config in times[:best])
     direction = " dy" if is_transposed else ""
-    return f"b{a.bits} {a.n}x{a.k} m{m}{direction}: cuBLAS {cublas:.1f} | {line}"
+    read = [t for t in (ws[0].words, ws[0].scale, ws[0].zero_point, x) if t is not None]
+    floor = product_floor(m, a.n, a.k, sum(t.nbytes for t in read))
+    share = f"floor {floor:.1f}, x {times[0][0] / floor:.2f}"
+    return f"b{a.bits} {a.n}x{a.k} m{m}{direction}: cuBLAS {cublas:.1f} | {share} | {line}"
 
 
 def product(is_transposed: bool, config: Config) -> Callable[[Tensor, launch.Weight], Tensor]:
@@ -195,7 +199,8 @@ def host_layers() -> list[tuple[str, Callable[[Tensor], Tensor]]]:
 def short(config: Config) -> str:
     """A configuration in a few letters."""
     if isinstance(config, SmallConfig):
-        return f"small-n{config.n_tiles}w{config.warps}p{config.prefetch:d}s{config.stages}"
+        c = config
+        return f"small-n{c.n_tiles}w{c.warps}a{c.ahead}f{c.fetch}o{c.overlap:d}"
     if isinstance(config, TransposedConfig):
         c = config
         return f"transposed-t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}s{c.stages}p{c.positions}"

@@ -65,7 +65,9 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
     assert nrmse(y, oracle) <= 2 * nrmse(torch_y, oracle)  # the interpreter rounds no weights
 
 
-@pytest.mark.parametrize("config", [SmallConfig(1, 2), SmallConfig(2, 4, prefetch=False)])
+@pytest.mark.parametrize(
+    "config", [SmallConfig(1, 2), SmallConfig(2, 4, ahead=0), SmallConfig(1, 4, ahead=3)]
+)
 @pytest.mark.parametrize("m", [1, 9, 17])
 def test_small(m: int, config: SmallConfig) -> None:
     case = Case(Format("custom", 4, 32), m, 41, 32 * 11, torch.float16)

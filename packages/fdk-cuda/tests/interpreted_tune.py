@@ -18,7 +18,7 @@ from fdk_formats.testing import Case
 assert launch.INTERPRETED
 LAYER = ("custom4-g64", 48, 256)
 KEY = "codebook4-n48-k256-g64-bfloat16-bfloat16-m8"
-SMALL, GEMM = SmallConfig(4, 2, prefetch=False), GemmConfig(1, 2, 16, split_k=2)
+SMALL, GEMM = SmallConfig(4, 2, ahead=0), GemmConfig(1, 2, 16, split_k=2)
 
 
 class Clock:
@@ -166,18 +166,18 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         "{",
         "[]",
         '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 2, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
-        '{"version": 2, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 2, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
-        '{"version": 2, "gpu": "NAME", "entries": {"KEY": 5}}',
-        '{"version": 2, "gpu": "NAME", "entries": 7}',
+        '{"version": 3, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
+        '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
+        '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
+        '{"version": 3, "gpu": "NAME", "entries": {"KEY": 5}}',
+        '{"version": 3, "gpu": "NAME", "entries": 7}',
     ],
 )
 def test_a_damaged_file_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored.path_of(tune._name(-1))
     text = text.replace("NAME", tune._name(-1)).replace("KEY", KEY)
     path.write_text(text)
-    assert stored.VERSION == 2
+    assert stored.VERSION == 3
     assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
     tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
     forget()

@@ -237,6 +237,8 @@ def test_two_streams() -> None:
     assert all(map(torch.equal, results, expected))
 
 
+# What the debug mode says of itself.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("m", [1, 16, 40, 300])
 def test_no_synchronisation(m: int) -> None:
     linear, x = layer(m)

@@ -23,6 +23,10 @@ How the codes of a unit lie in its words, first position in the least significan
     5 bits  words 0 to 3: the lower four bits; word 4: bit 4
     6 bits  words 0 and 1: the lower four bits; word 2: bits 4 and 5
     7 bits  words 0 to 3: the lower four bits; words 4 and 5: bits 4 and 5; word 6: bit 6
+            Upper bits lie in the byte that their lower four are in, so that one shift and one mask
+            complete four codes: of position p, bits 4 and 5 at 8 * (p % 8 // 2) + 2 * (2 * (p // 8
+            % 2) + p % 2) of word p // 16, the fifth or seventh alone at 8 * (p % 8 // 2) + 2 *
+            (p // 8) + p % 2
 
 A group that is no multiple of 16 columns is padded to one, rows and tiles likewise; what is padded
 has code 0 and meets x = 0.
@@ -36,6 +40,9 @@ from torch import Tensor
 
 TILE_N = 16
 UNITS = 16
+# Bytes between two values of a codebook in shared memory, where every lane has its own copy in its
+# own bank. Of 256 an address is one byte permute; 8 bits would then take 64 KiB.
+STRIDES = {6: 256, 7: 256, 8: 128}
 POSITIONS = {1: 32, 2: 16, 3: 32, 4: 8, 5: 32, 6: 16, 7: 32, 8: 4}
 
 
@@ -166,10 +173,22 @@ def _words_of(units: Tensor, bits: int) -> list[Tensor]:
         return [low[i] | _fields((spare >> i) & 1, 4) << 3 for i in range(3)]
     words = [_fields(part & 15, 4) for part in units.split(8, -1)]
     if bits >= 6:
-        words += [_fields(part >> 4 & 3, 2) for part in units.split(16, -1)]
+        words += [_fields(_in_bytes(part) >> 4 & 3, 2) for part in units.split(16, -1)]
     if bits != 6:
-        words.append(_fields(units >> (bits - 1) & 1, 1))
+        words.append(_fields(_in_bytes(units) >> (bits - 1) & 1, 1))
     return words
+
+
+def _in_bytes(units: Tensor) -> Tensor:
+    """``[..., (word, byte 4, odd 2)]`` positions as ``[..., (byte, word, odd)]``."""
+    positions: Tensor = units.unflatten(-1, (-1, 4, 2)).transpose(-3, -2).flatten(-3)
+    return positions
+
+
+def _from_bytes(fields: Tensor) -> Tensor:
+    """The inverse of ``_in_bytes``."""
+    positions: Tensor = fields.unflatten(-1, (4, -1, 2)).transpose(-3, -2).flatten(-3)
+    return positions
 
 
 def _codes_of(words: list[Tensor], bits: int) -> Tensor:
@@ -184,9 +203,10 @@ def _codes_of(words: list[Tensor], bits: int) -> Tensor:
     codes = torch.cat([_unfields(word, 4, 8) for word in words[:nibbles]], dim=-1)
     if bits >= 6:
         pairs = words[nibbles : nibbles + positions // 16]
-        codes = codes | torch.cat([_unfields(word, 2, 16) for word in pairs], dim=-1) << 4
+        upper = [_from_bytes(_unfields(word, 2, 16)) for word in pairs]
+        codes = codes | torch.cat(upper, dim=-1) << 4
     if bits != 6:
-        codes = codes | _unfields(words[-1], 1, 32) << (bits - 1)
+        codes = codes | _from_bytes(_unfields(words[-1], 1, 32)) << (bits - 1)
     return codes
 
 

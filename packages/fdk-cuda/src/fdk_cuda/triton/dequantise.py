@@ -89,8 +89,8 @@ def scaled_part(
     SEGMENT: tl.constexpr,
     ONE_GROUP: tl.constexpr,
     AFFINE: tl.constexpr,
-    SHUFFLE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    SHARED: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     R: tl.constexpr,
@@ -102,7 +102,7 @@ def scaled_part(
     ``first_column`` (a scalar, or of that shape) is the first padded column.
     """
     values = decode_part(
-        words, tables, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE
+        words, tables, values_ptr, part, COUNT, BITS, AFFINE, ASSEMBLY, SHARED, X_DTYPE, DOT_DTYPE
     )
     weights = ()
     for q in tl.static_range(COUNT):
@@ -154,7 +154,6 @@ def dequantise_kernel(
     ONE_GROUP: tl.constexpr,
     PAIRED: tl.constexpr,
     AFFINE: tl.constexpr,
-    SHUFFLE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -166,7 +165,8 @@ def dequantise_kernel(
     WIDTH: tl.constexpr = 16 * COUNT
     tile_n = tl.program_id(0) * R
     n_tiles = tl.cdiv(n, 16)
-    tables = load_tables(lanes_ptr, BITS, AFFINE, SHUFFLE, X_DTYPE)
+    # A program is too short to fill a table in shared memory.
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)
@@ -205,8 +205,8 @@ def dequantise_kernel(
             SEGMENT,
             ONE_GROUP,
             AFFINE,
-            SHUFFLE,
             ASSEMBLY,
+            False,
             X_DTYPE,
             DOT_DTYPE,
             R,

@@ -15,6 +15,17 @@ from fdk_cuda.triton.dequantise import join_part, scaled_part
 _PART = tl.constexpr(PART)
 
 
+@triton.jit
+def settled(acc):
+    """The same, by no instruction: a use of the sums within the loop.
+
+    Without it Triton 3.6 splits a product with operand A in registers into one asynchronous piece
+    each 16 columns and waits after each, ptxas finds accumulators that it must keep (C7515), and
+    every wgmma waits for the one before. With it eight of them run as one.
+    """
+    return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
 # x   :: [m, k, dtype]
 # out :: [m, k_tiles * TILE_K, dtype]
 @triton.jit
@@ -72,7 +83,6 @@ def gemm_kernel(
     ONE_GROUP: tl.constexpr,
     AFFINE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SHUFFLE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -100,7 +110,7 @@ def gemm_kernel(
     first_k = tl.program_id(1) * share
     last_k = min(first_k + share, k_tiles)
 
-    tables = load_tables(lanes_ptr, BITS, AFFINE, SHUFFLE, X_DTYPE)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)
 
     # words [R * half, (warp, lane, 4)]: a warp holds rows 16 w to 16 w + 15 of every WARPS tiles
     half = tl.arange(0, 2 * R)
@@ -142,8 +152,8 @@ def gemm_kernel(
                 SEGMENT,
                 ONE_GROUP,
                 AFFINE,
-                SHUFFLE,
                 ASSEMBLY,
+                False,
                 X_DTYPE,
                 DOT_DTYPE,
                 R,
@@ -156,6 +166,8 @@ def gemm_kernel(
                 w = tl.permute(joined, [0, 2, 1, 3, 8, 7, 5, 4, 6])
             w = tl.reshape(w, [BLOCK_N, WIDTH])
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+            if ASSEMBLY:
+                acc = settled(acc)
 
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if HAS_BIAS:

@@ -21,7 +21,6 @@ from fdk_cuda.triton.configs import (
     TransposedConfig,
     gpu_of,
 )
-from fdk_cuda.triton.decode import SHUFFLE_BITS
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel, permute_kernel, reduce_kernel
 from fdk_cuda.triton.small import small_kernel
@@ -76,9 +75,9 @@ class Weight(NamedTuple):
             "PADDED_GROUP": a.padded_group,
             "SEGMENT": a.segment,
             "ONE_GROUP": a.groups == 1,
+            "EXACT": a.k == a.k_tiles * a.tile_k,
             "PAIRED": a.paired,
             "AFFINE": self.zero_point is not None,
-            "SHUFFLE": a.bits in SHUFFLE_BITS and not INTERPRETED,
             "ASSEMBLY": not INTERPRETED,
             "X_DTYPE": x_dtype,
             "DOT_DTYPE": tl.float32 if INTERPRETED else x_dtype,
@@ -163,6 +162,12 @@ def gpu_at(index: int) -> Gpu:
     return H200 if index < 0 else gpu_of(torch.cuda.get_device_capability(index))
 
 
+@cache
+def is_hopper(index: int) -> bool:
+    """Whether a device overlaps kernels and fetches to the L2: compute capability 9.0 or later."""
+    return index >= 0 and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
 def linear(x: Tensor, w: "Weight", bias: Tensor | None, config: Config) -> Tensor:
     """``x @ W_hat.T + bias`` by the kernel that a configuration belongs to."""
     if isinstance(config, SmallConfig):
@@ -183,20 +188,26 @@ def small(x: Tensor, w: Weight, bias: Tensor | None, config: SmallConfig) -> Ten
     out = new_output((m, a.n), x)
     tensors = (x, *w.tensors, x if bias is None else bias, out)
     c = config
-    key = (m, x.dtype, bias is None, c.n_tiles, c.warps, c.prefetch, c.stages, *w.key)
+    key = (m, x.dtype, bias is None, c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, *w.key)
     if not relaunch(key, tensors):
         m_tiles = 1 if m <= 8 else 2
+        hopper = is_hopper(x.get_device())
+        overlap = hopper and config.overlap
         constants = w.constants(x.dtype) | {
             "HAS_BIAS": bias is not None,
             "N_TILES": config.n_tiles,
             "M_TILES": m_tiles,
             "WARPS": config.warps,
-            "PREFETCH": config.prefetch,
-            "STAGES": config.stages,
+            "AHEAD": config.ahead,
+            "FETCH": config.fetch if hopper else 0,
+            "OVERLAP": overlap,
         }
         grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
-        launch(key, small_kernel, grid, tensors, sizes, constants, num_warps=config.warps)
+        options = {"launch_pdl": True} if overlap else {}
+        launch(
+            key, small_kernel, grid, tensors, sizes, constants, num_warps=config.warps, **options
+        )
     return out.to(x.dtype) if INTERPRETED else out
 
 

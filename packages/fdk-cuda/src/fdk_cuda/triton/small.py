@@ -1,4 +1,4 @@
-# ruff: noqa: D103
+# ruff: noqa: D103, RUF005
 # mypy: ignore-errors
 """y = x @ W_hat.T for a few rows of x: every warp takes its own stretch of k.
 
@@ -27,6 +27,64 @@ def as_operand(value, N_TILES: tl.constexpr, WARPS: tl.constexpr):
     """``[(N_TILES, half), (warp, g, t, upper, pair)]`` as ``[warp, row, unit]``."""
     value = tl.reshape(value, [N_TILES, 2, WARPS, 8, 4, 2, 2])
     return tl.reshape(tl.permute(value, [2, 0, 1, 3, 5, 4, 6]), [WARPS, 16 * N_TILES, 16])
+
+
+# One thread asks for some bytes to be brought to the L2; nobody waits for them.
+_FETCH = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+    "setp.gt.and.s32 p, $2, 0, p; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+)
+
+
+@triton.jit
+def fetch(pointer, size):
+    """Brings ``size`` bytes, a multiple of 16, to the L2 (compute capability 9.0)."""
+    tl.inline_asm_elementwise(
+        _FETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_scales(
+    scale_at,
+    zero_at,
+    inside,
+    tile,
+    groups,
+    part: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_K: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    AFFINE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Scales and zero points of a part of a tile as they are stored, one of each a segment."""
+    scales = ()
+    zeros = ()
+    for i in tl.static_range(max(1, WIDTH // SEGMENT)):
+        if EXACT and TILE_K % PADDED_GROUP == 0:
+            # What is known when compiling is added last: it is the offset of the load.
+            offset = tile * (TILE_K // PADDED_GROUP * 16)
+            extra = (part * WIDTH + i * SEGMENT) // PADDED_GROUP * 16
+            live = inside & (tile * TILE_K < groups * PADDED_GROUP)
+            scale = tl.load(scale_at + offset + extra, mask=live, other=0)
+            zero = scale
+            if AFFINE:
+                zero = tl.load(zero_at + offset + extra, mask=live, other=0)
+        else:
+            group = tile * 0
+            if not ONE_GROUP:
+                group = (tile * TILE_K + (part * WIDTH + i * SEGMENT)) // PADDED_GROUP
+            live = inside & (group < groups)
+            scale = tl.load(scale_at + group * 16, mask=live, other=0)
+            zero = scale
+            if AFFINE:
+                zero = tl.load(zero_at + group * 16, mask=live, other=0)
+        scales = scales + (scale,)
+        zeros = zeros + (zero,)
+    return scales, zeros
 
 
 # x      :: [m, k, dtype]
@@ -58,28 +116,45 @@ def small_kernel(
     PADDED_GROUP: tl.constexpr,
     SEGMENT: tl.constexpr,
     ONE_GROUP: tl.constexpr,
+    EXACT: tl.constexpr,
     PAIRED: tl.constexpr,
     AFFINE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SHUFFLE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     N_TILES: tl.constexpr,
     M_TILES: tl.constexpr,
     WARPS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * N_TILES
     BLOCK_M: tl.constexpr = 8 * M_TILES
     COUNT: tl.constexpr = min(_PART, POSITIONS)
+    PARTS: tl.constexpr = POSITIONS // COUNT
+    WIDTH: tl.constexpr = 16 * COUNT
+    TILE: tl.constexpr = WORDS * 256
+    ITEM: tl.constexpr = scale_ptr.dtype.element_ty.primitive_bitwidth // 8
+    # Scales of a part are loaded one part ahead, as long as they are few; with 2 bits, 8 warps and
+    # sm_100 they cost 8 bytes of stack.
+    SCALES_AHEAD: tl.constexpr = N_TILES * max(1, WIDTH // SEGMENT) <= 4 and BITS != 2
     tl.static_assert(TILE_K % SEGMENT == 0)
     tile_n = tl.program_id(0) * N_TILES
     first_m = tl.program_id(1) * BLOCK_M
     n_tiles = tl.cdiv(n, 16)
 
-    tables = load_tables(lanes_ptr, BITS, AFFINE, SHUFFLE, X_DTYPE)
+    if OVERLAP:
+        # The next kernel may start, and read what no kernel writes: weights.
+        tl.extra.cuda.gdc_launch_dependents()
+    if FETCH:
+        for j in tl.static_range(N_TILES):
+            inside = tile_n + j < n_tiles
+            fetch(scale_ptr + (tile_n + j) * groups * 16, tl.where(inside, groups * 16 * ITEM, 0))
+            size = min(FETCH * WARPS, k_tiles) * (TILE * 4)
+            fetch(words_ptr + (tile_n + j) * k_tiles * TILE, tl.where(inside, size, 0))
 
     # Two dimensions each: the last is what neighbouring lanes read, and Triton then gives every
     # lane just the elements that the product wants from it. With more dimensions than that,
@@ -87,10 +162,15 @@ def small_kernel(
     # words [N_TILES * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * N_TILES)
     i = tl.arange(0, WARPS * 128)
-    word_at = ((tile_n + half // 2) * k_tiles * (WORDS * 256) + half % 2 * 128)[:, None]
-    word_at += (i // 128 * (WORDS * 256) + i % 128)[None, :]
+    word_at = ((tile_n + half // 2) * k_tiles * TILE + half % 2 * 128)[:, None]
+    word_at += (i // 128 * TILE + i % 128)[None, :]
+    word_at = words_ptr + word_at
     has_rows = (tile_n + half // 2 < n_tiles)[:, None]
     warp_w = (i // 128)[None, :]
+    ring = ()
+    for j in tl.static_range(AHEAD):
+        valid = has_rows & (j * WARPS + warp_w < k_tiles)
+        ring = ring + load_words(word_at, j * WARPS * TILE, valid, WORDS)
 
     # x [M_TILES, (warp, row of x 8, t, EACH)]: what a lane needs of one or two positions
     EACH: tl.constexpr = 8 if PAIRED else 4
@@ -99,6 +179,7 @@ def small_kernel(
     x_row = (first_m + tl.arange(0, M_TILES) * 8)[:, None] + (i // (4 * EACH) % 8)[None, :]
     unit = (i % (4 * EACH))[None, :]
     warp_x = (i // (32 * EACH))[None, :]
+    x_at = x_ptr + tl.max_contiguous(x_row * k + (warp_x * TILE_K + unit), [1, EACH])
 
     # scale [N_TILES, (warp, g, t, half)]: every t reads the same
     tile = tile_n + tl.arange(0, N_TILES)
@@ -106,21 +187,82 @@ def small_kernel(
     warp_s = (i // 64)[None, :]
     scale_at = (tile * groups * 16)[:, None] + (i // 8 % 8 * 2 + i % 2)[None, :]
     has_scale = (tile < n_tiles)[:, None]
+    zero_at = zero_ptr + scale_at
+    scale_at = scale_ptr + scale_at
 
     acc = tl.zeros([WARPS, N_TILES, 2, 8, M_TILES, 4, 2], tl.float32)
     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
     ones = tl.full([WARPS, 16, 16], 1.0, DOT_DTYPE)
-    words = load_words(words_ptr, word_at, has_rows & (warp_w < k_tiles), WORDS)
-    for first in tl.range(0, k_tiles, WARPS, num_stages=STAGES):
-        if PREFETCH:
-            now = words
-            live = has_rows & (first + WARPS + warp_w < k_tiles)
-            words = load_words(words_ptr, word_at + (first + WARPS) * (WORDS * 256), live, WORDS)
-        else:
-            live = has_rows & (first + warp_w < k_tiles)
-            now = load_words(words_ptr, word_at + first * (WORDS * 256), live, WORDS)
-        for part in tl.static_range(POSITIONS // COUNT):
+    # Filling a table may wait for all warps: what is ahead is on its way by then.
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, True, WARPS, X_DTYPE)
+    scales, zeros = load_scales(
+        scale_at,
+        zero_at,
+        has_scale,
+        warp_s,
+        groups,
+        0,
+        WIDTH,
+        TILE_K,
+        SEGMENT,
+        ONE_GROUP,
+        PADDED_GROUP,
+        AFFINE,
+        EXACT,
+    )
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # x may be what the kernel before this one writes
+    for first in tl.range(0, k_tiles, WARPS, num_stages=1):
+        ahead = first + AHEAD * WARPS
+        valid = has_rows & (ahead + warp_w < k_tiles)
+        ring = ring + load_words(word_at, ahead * TILE, valid, WORDS)
+        now = ring[:WORDS]
+        ring = ring[WORDS:]
+        if FETCH:
+            for j in tl.static_range(N_TILES):
+                tiles = min(k_tiles - (first + FETCH * WARPS), WARPS)
+                later = ((tile_n + j) * k_tiles + first + FETCH * WARPS) * TILE
+                fetch(words_ptr + later, tl.where(tile_n + j < n_tiles, tiles * (TILE * 4), 0))
+        x_tile = x_at + first * TILE_K
+        has_x = (x_row < m) & (first + warp_x < k_tiles)
+        for part in tl.static_range(PARTS):
+            scale_tile = first + warp_s
+            if SCALES_AHEAD:
+                # Of the next part, or of this warp's next tile.
+                if part + 1 == PARTS:
+                    scale_tile += WARPS
+                scales_after, zeros_after = load_scales(
+                    scale_at,
+                    zero_at,
+                    has_scale,
+                    scale_tile,
+                    groups,
+                    0 if part + 1 == PARTS else part + 1,
+                    WIDTH,
+                    TILE_K,
+                    SEGMENT,
+                    ONE_GROUP,
+                    PADDED_GROUP,
+                    AFFINE,
+                    EXACT,
+                )
+            else:
+                scales, zeros = load_scales(
+                    scale_at,
+                    zero_at,
+                    has_scale,
+                    scale_tile,
+                    groups,
+                    part,
+                    WIDTH,
+                    TILE_K,
+                    SEGMENT,
+                    ONE_GROUP,
+                    PADDED_GROUP,
+                    AFFINE,
+                    EXACT,
+                )
             values = decode_part(
                 now,
                 tables,
@@ -129,7 +271,8 @@ def small_kernel(
                 COUNT,
                 BITS,
                 AFFINE,
-                SHUFFLE,
+                ASSEMBLY,
+                True,
                 X_DTYPE,
                 DOT_DTYPE,
             )
@@ -137,14 +280,17 @@ def small_kernel(
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
                     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
-                column = (first + warp_x) * TILE_K + ((part * COUNT + q) * 16 + unit)
-                if GROUP == PADDED_GROUP:
-                    live = column < k
+                if EXACT:
+                    x = tl.load(x_tile + (part * COUNT + q) * 16, mask=has_x, other=0.0)
                 else:
-                    live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-                    column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
-                at = tl.max_contiguous(x_row * k + column, [1, EACH])
-                x = tl.load(x_ptr + at, mask=live & (x_row < m), other=0.0)
+                    column = (first + warp_x) * TILE_K + ((part * COUNT + q) * 16 + unit)
+                    if GROUP == PADDED_GROUP:
+                        live = column < k
+                    else:
+                        live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
+                        column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+                    at = tl.max_contiguous(x_row * k + column, [1, EACH])
+                    x = tl.load(x_ptr + at, mask=live & (x_row < m), other=0.0)
                 if X_DTYPE != DOT_DTYPE:
                     x = x.to(tl.float32)
                 # [M_TILES, warp, row of x, t, odd, upper, pair] -> [warp, unit, row of x, odd]
@@ -166,20 +312,17 @@ def small_kernel(
                     if AFFINE:
                         x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
                 if (part * COUNT + q + STEP) * 16 % SEGMENT == 0:
-                    group = warp_s * 0
-                    if not ONE_GROUP:
-                        group = (first + warp_s) * TILE_K + (part * COUNT + q) * 16
-                        group = group // PADDED_GROUP
-                    inside = has_scale & (group < groups)
-                    at = scale_at + group * 16
-                    scale = decode_scale(tl.load(scale_ptr + at, mask=inside, other=0))
+                    scale = decode_scale(scales[q * 16 // SEGMENT])
                     scale = spread(scale, N_TILES, WARPS)
                     segment = tl.reshape(sums, [WARPS, N_TILES, 2, 8, M_TILES, 4, 2])
                     if AFFINE:
-                        zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
+                        zero = zeros[q * 16 // SEGMENT].to(tl.float32)
                         ones_x = tl.reshape(x_sums, [WARPS, 1, 2, 8, M_TILES, 4, 2])
                         segment -= spread(zero, N_TILES, WARPS) * ones_x
                     acc += segment * scale
+            if SCALES_AHEAD:
+                scales = scales_after
+                zeros = zeros_after
 
     y = tl.sum(tl.reshape(acc, [WARPS, BLOCK_N, BLOCK_M]), 0)
     row = tile_n * 16 + tl.arange(0, BLOCK_N)

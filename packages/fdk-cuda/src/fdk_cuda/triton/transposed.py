@@ -118,7 +118,6 @@ def transposed_kernel(
     ONE_GROUP: tl.constexpr,
     PAIRED: tl.constexpr,
     AFFINE: tl.constexpr,
-    SHUFFLE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -157,7 +156,6 @@ def transposed_kernel(
                 ONE_GROUP,
                 PAIRED,
                 AFFINE,
-                SHUFFLE,
                 ASSEMBLY,
                 X_DTYPE,
                 DOT_DTYPE,
@@ -194,7 +192,6 @@ def transposed_part(
     ONE_GROUP: tl.constexpr,
     PAIRED: tl.constexpr,
     AFFINE: tl.constexpr,
-    SHUFFLE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -218,7 +215,7 @@ def transposed_part(
     share = tl.cdiv(tl.cdiv(n_tiles, R), tl.num_programs(2)) * R
     first_n = tl.program_id(2) * share
     last_n = min(first_n + share, n_tiles)
-    tables = load_tables(lanes_ptr, BITS, AFFINE, SHUFFLE, X_DTYPE)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)
@@ -250,7 +247,17 @@ def transposed_part(
         y = tl.reshape(y, [M_TILES, R, 2, WARPS, 8, 4, 2])
         words = transpose_words(words, WORDS, R, WARPS, ASSEMBLY)
         values = decode_part(
-            words, tables, values_ptr, part, COUNT, BITS, AFFINE, SHUFFLE, X_DTYPE, DOT_DTYPE
+            words,
+            tables,
+            values_ptr,
+            part,
+            COUNT,
+            BITS,
+            AFFINE,
+            ASSEMBLY,
+            False,
+            X_DTYPE,
+            DOT_DTYPE,
         )
         sums = ()
         for q in tl.static_range(COUNT):

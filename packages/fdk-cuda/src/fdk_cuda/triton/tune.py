@@ -23,7 +23,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.arrangement import STRIDES, Arrangement
 from fdk_cuda.triton.configs import GemmConfig, Gpu, SmallConfig, fit, gemm_config, small_config
 from fdk_cuda.triton.decode import lookup_tables
 from fdk_cuda.triton.launch import Config, Weight
@@ -40,6 +40,8 @@ GAIN = 0.98
 LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
 # Copies of a weight: so many times the L2 in all.
 MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
+# Of shared memory a program gets as much unasked; Triton asks for more without its tables in mind.
+UNASKED_BYTES = 48 << 10
 # Kernels by the name an entry gives them, and what holds their configuration, if they have one.
 KINDS = {"small": SmallConfig, "gemm": GemmConfig, "dequantise": None}
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
@@ -160,9 +162,15 @@ def candidates(m: int, bits: int, gpu: Gpu) -> list[Config]:
     """Every configuration worth trying for m rows, that fits."""
     found: list[Config] = []
     if m <= gpu.limits.small_m:
-        ways = ((True, 1), (False, 3))
+        ways = ((1, 0, False), (1, 2, False), (1, 2, True), (0, 2, True))
         grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
-        found += [SmallConfig(tiles, warps, *way) for tiles, warps, way in grid]
+        # With the sums of 16 rows of x, a table in shared memory has to fit what needs no leave.
+        table = STRIDES.get(bits, 0) << bits
+        found += [
+            SmallConfig(tiles, warps, *way)
+            for tiles, warps, way in grid
+            if not table or table + warps * 16 * tiles * 16 * 4 <= UNASKED_BYTES
+        ]
     if m > gpu.limits.small_m // 2:
         base = {
             fit(GemmConfig(tiles, warps, block, split, stages), bits, gpu.shared_bytes)

@@ -1,0 +1,275 @@
+# mypy: ignore-errors
+"""The inline assembly that decodes: how each width becomes pairs of 16-bit values."""
+
+import triton
+import triton.language as tl
+
+from fdk_cuda.triton.arrangement import POSITIONS, STRIDES
+
+
+@triton.constexpr_function
+def table_of(dtype: tl.dtype) -> int:
+    """Which of the tables of ``lookup_tables`` is for activations of a dtype."""
+    return int(dtype == tl.float16)
+
+
+@triton.constexpr_function
+def is_direct(bits: int, affine: bool) -> bool:
+    """Whether codes become numbers by arithmetic on pairs, without a table."""
+    return affine and bits in (2, 4, 5, 6, 7)
+
+
+@triton.constexpr_function
+def is_shared(bits: int, affine: bool) -> bool:
+    """Whether assembly reads a table in shared memory."""
+    return bits in STRIDES and not affine
+
+
+@triton.constexpr_function
+def in_assembly(bits: int, affine: bool, shared: bool) -> bool:
+    """Whether there is assembly for it, in a kernel that fills a table in shared memory or not."""
+    return shared if is_shared(bits, affine) else bits < 8
+
+
+@triton.constexpr_function
+def operands(bits: int, affine: bool) -> tuple[int, int, int]:
+    """Words of a unit, and words of the table: those of a lane, those that all lanes hold."""
+    words = bits * POSITIONS[bits] // 32
+    if is_direct(bits, affine):
+        return words, 0, 0
+    return words, int(bits not in (1, 3)), {1: 2, 3: 4, 6: 1, 7: 1}.get(bits, 0)
+
+
+@triton.constexpr_function
+def constraints(bits: int, count: int, affine: bool) -> str:
+    """Results must not share registers with arguments, which are read until the end."""
+    return ",".join(["=&r"] * count + ["r"] * (2 * sum(operands(bits, affine))))
+
+
+@triton.constexpr_function
+def results(dtype: tl.dtype, count: int) -> tuple[tl.dtype, ...]:
+    """The dtypes of the results."""
+    return (dtype,) * count
+
+
+@triton.constexpr_function
+def byte_planes(table: list[str], odd: bool, first: int, count: int) -> list[str]:
+    """Even or odd positions of two units by byte permutes; codes are nibbles of {a}, {b}.
+
+    The nibbles of both units alternate in one word, which then selects the low bytes of four
+    values at once, and the high ones.
+    """
+    lines = [
+        "shr.u32 c, {a}, 4; lop3.b32 m, c, {b}, 0x0F0F0F0F, 0xE4;"
+        if odd
+        else "shl.b32 c, {b}, 4; lop3.b32 m, {a}, c, 0x0F0F0F0F, 0xE4;",
+        "and.b32 s, m, 0x77777777;",
+    ]
+    for position in range(first, first + count, 4):
+        if position % 8:
+            lines.append("shr.u32 s, s, 16;")
+        lines.append(f"prmt.b32 v, {table[0]}, {table[1]}, s;")
+        lines.append(f"prmt.b32 w, {table[2]}, {table[3]}, s;")
+        for selector, p in (("0x5140", odd), ("0x7362", 2 + odd)):
+            lines.append(f"prmt.b32 ${position - first + p}, v, w, {selector};")
+    return lines
+
+
+@triton.constexpr_function
+def magic(dtype: tl.dtype) -> tuple[str, str, str, str]:
+    """Pairs of a power of two, of one and of minus the power; the suffix of a multiply-add."""
+    # 128 in bf16, 1024 in fp16: one is their last place. Pairs of bf16 have no sum before sm_90.
+    if dtype == tl.float16:
+        return "0x64006400", "0x3C003C00", "0xE400E400", "f16x2"
+    return "0x43004300", "0x3F803F80", "0xC300C300", "bf16x2"
+
+
+@triton.constexpr_function
+def direct(bits: int, first: int, count: int, a: str, b: str, dtype: tl.dtype) -> list[str]:
+    """A code as the low bits of a large power of two, which is then taken away: both exact."""
+    power, one, minus, kind = magic(dtype)
+    mask = ((1 << bits) - 1) * 0x00010001
+    lines = [f"mov.b32 s, {power}; mov.b32 v, {one}; mov.b32 w, {minus};"]
+    for p in range(count):
+        shift = (first + p) * bits
+        if p == 0 or shift % 16 == 0:
+            # Halves of 16 bits of both units side by side.
+            lines.append(f"prmt.b32 m, {a}, {b}, {'0x5410' if shift < 16 else '0x7632'};")
+        lines += [
+            f"shr.u32 c, m, {shift % 16};",
+            f"lop3.b32 c, c, {mask}, s, 0xEA;",
+            f"fma.rn.{kind} ${p}, c, v, w;",
+        ]
+    return lines
+
+
+@triton.constexpr_function
+def byte_codes(bits: int, word: int, odd: bool, words: list[str], to: str) -> list[str]:
+    """Every second of the eight codes of which a word holds the lower four bits, as bytes.
+
+    By the order of the upper bits that arrangement.py gives: four codes at a time.
+    """
+    lines = [f"shr.u32 {to}, {words[word]}, 4;"] if odd else [f"mov.b32 {to}, {words[word]};"]
+    lines.append(f"and.b32 {to}, {to}, 0x0F0F0F0F;")
+    upper = []
+    if bits >= 6:
+        plane = POSITIONS[bits] // 8 + word // 2
+        upper.append((words[plane], 4 - 2 * (2 * (word % 2) + odd), 0x30303030))
+    if bits != 6:
+        upper.append((words[-1], bits - 1 - (2 * word + odd), 0x01010101 << (bits - 1)))
+    for plane, shift, mask in upper:
+        lines.append(f"{'shl.b32' if shift >= 0 else 'shr.u32'} c, {plane}, {abs(shift)};")
+        lines.append(f"lop3.b32 {to}, c, {mask}, {to}, 0xEA;")
+    return lines
+
+
+@triton.constexpr_function
+def look_up(bits: int, codes: str, byte: int, tables: list[str], to: str) -> list[str]:
+    """The value of the code in a byte, from the lanes of the warp or from shared memory."""
+    if bits == 5:  # a shuffle takes its lane from the low five bits
+        return [
+            f"shr.u32 c, {codes}, {8 * byte};",
+            f"shfl.sync.idx.b32 {to}, {tables[0]}, c, 31, -1;",
+        ]
+    if bits == 8:
+        lines = [
+            f"prmt.b32 c, {codes}, 0, {0x4440 | byte};",
+            f"mad.lo.u32 c, c, {STRIDES[bits]}, {tables[0]};",
+        ]
+    else:
+        # 256 times the code, and this lane's place in the row
+        lines = [
+            f"prmt.b32 c, {codes}, {tables[0]}, {0x5504 | byte << 4};",
+            f"add.u32 c, c, {tables[1]};",
+        ]
+    return [*lines, f"ld.shared.b32 {to}, [c];"]
+
+
+@triton.constexpr_function
+def wide(
+    bits: int,
+    first: int,
+    count: int,
+    affine: bool,
+    a: list[str],
+    b: list[str],
+    tables: list[str],
+    dtype: tl.dtype,
+) -> list[str]:
+    """Positions of 5 to 8 bits, by the bytes that their codes are brought to."""
+    lines = []
+    if affine:
+        power, one, minus, kind = magic(dtype)
+        lines.append(f"mov.b32 s, {power}; mov.b32 m, {one}; mov.b32 d, {minus};")
+    for odd in (0,) if bits == 8 else (0, 1):
+        codes = a[0], b[0]
+        if bits != 8:
+            codes = "a", "b"
+            lines += byte_codes(bits, first // 8, bool(odd), a, "a")
+            lines += byte_codes(bits, first // 8, bool(odd), b, "b")
+        for p in range(first, first + count):
+            byte = p % 8 // 2 if bits != 8 else p
+            if bits != 8 and p % 2 != odd:
+                continue
+            if affine:
+                lines += [
+                    f"prmt.b32 c, a, b, {0x0400 | 0x1111 * byte};",
+                    f"lop3.b32 c, c, {((1 << bits) - 1) * 0x00010001}, s, 0xEA;",
+                    f"fma.rn.{kind} ${p - first}, c, m, d;",
+                ]
+            else:
+                lines += look_up(bits, codes[0], byte, tables, "v")
+                lines += look_up(bits, codes[1], byte, tables, "w")
+                lines.append(f"prmt.b32 ${p - first}, v, w, 0x5410;")
+    return lines
+
+
+@triton.constexpr_function
+def assembly(bits: int, first: int, count: int, affine: bool, dtype: tl.dtype) -> str:
+    """Decodes positions of two units, 4 or 8 from ``first`` on: a result holds one of both."""
+    words, of_lane, of_all = operands(bits, affine)
+    a = [f"${count + 2 * i}" for i in range(words)]  # words of the first unit
+    b = [f"${count + 2 * i + 1}" for i in range(words)]
+    lane = f"${count + 2 * words}"
+    table = [f"${count + 2 * (words + of_lane + i)}" for i in range(of_all)]
+    lines = [".reg .b32 a, b, c, d, m, s, v, w;"]
+    if bits >= 5:
+        lanes = [lane] * of_lane
+        lines += wide(bits, first, count, affine, a, b, [*lanes, *table], dtype)
+    elif is_direct(bits, affine):
+        lines += direct(bits, first, count, a[0], b[0], dtype)
+    elif bits == 1:
+        # Halves of 16 bits of both units side by side.
+        lines.append(f"prmt.b32 a, {a[0]}, {b[0]}, {'0x5410' if first < 16 else '0x7632'};")
+        for p in range(count):
+            lines += [
+                f"shr.u32 c, a, {(first + p) % 16};",
+                "and.b32 c, c, 0x00010001;",
+                # (c0, c0) + (bit, bit) * (c1 - c0), exact as integers: no carry between halves
+                f"mad.lo.u32 ${p}, c, {table[0]}, {table[1]};",
+            ]
+    elif bits == 2:
+        # Nibbles of the codes of both units, even positions in a, odd ones in b: one shuffle
+        # fetches both values.
+        lines += [
+            f"shl.b32 c, {b[0]}, 2; lop3.b32 a, {a[0]}, c, 0x33333333, 0xE4;",
+            f"shr.u32 c, {a[0]}, 2; lop3.b32 b, c, {b[0]}, 0x33333333, 0xE4;",
+        ]
+        for p in range(count):
+            lines += [
+                f"shr.u32 c, {'ab'[p % 2]}, {(first + p) // 2 * 4};",
+                f"shfl.sync.idx.b32 ${p}, {lane}, c, 31, -1;",
+            ]
+    elif bits == 3:
+        word = min(first // 8, 2)
+        low, high = a[word], b[word]
+        if first >= 24:
+            for unit, planes in (("a", a), ("b", b)):
+                lines += [
+                    f"shr.u32 c, {planes[0]}, 3;",
+                    f"shr.u32 d, {planes[1]}, 2; and.b32 d, d, 0x22222222;",
+                    "lop3.b32 c, c, d, 0x11111111, 0xEC;",
+                    f"shr.u32 d, {planes[2]}, 1; lop3.b32 {unit}, d, c, 0x44444444, 0xE4;",
+                ]
+            low, high = "a", "b"
+        for odd in (False, True):
+            planes = byte_planes(table, odd, first % 8, count)
+            lines += [x.format(a=low, b=high) for x in planes]
+    else:
+        # Half of the codes by permutes did not help (H200, 28672 x 8192, m = 1: 57.1 to 63.1 us).
+        for p in range(first, first + count):
+            for index, value, word in (("c", "v", a), ("d", "w", b)):
+                lines.append(f"shr.u32 {index}, {word[0]}, {4 * p};")
+                lines.append(f"shfl.sync.idx.b32 {value}, {lane}, {index}, 31, -1;")
+            lines.append(f"prmt.b32 ${p - first}, v, w, 0x5410;")
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def fill(bits: int, threads: int) -> str:
+    """Fills a table in shared memory with 32 copies of a codebook, and returns where it is.
+
+    A thread holds one value at a time and writes a row, or a part of it, in an order in which
+    neighbours meet different banks. Whoever reads the table must have its address from here.
+    """
+    entries, stride = 1 << bits, STRIDES[bits]
+    sharing = min(8, max(1, threads // entries))  # threads that share a row
+    lines = [
+        ".reg .pred q; .reg .b16 h; .reg .b32 e, r, a, c, v; .reg .b64 p;",
+        f".shared .align 16 .b8 table[{entries * stride}];",
+        "mov.u32 $0, table; mov.u32 r, %tid.x;",
+        f"setp.lt.u32 q, r, {entries * sharing};",
+    ]
+    for first in range(0, entries, threads):
+        lines += [
+            f"and.b32 e, r, {entries - 1}; add.u32 e, e, {first};",
+            "mad.wide.u32 p, e, 2, $1; ld.global.b16 h, [p]; mov.b32 v, {h, h};",
+            f"mad.lo.u32 a, e, {stride}, $0;",
+            f"shr.u32 c, r, {bits}; mad.lo.u32 e, c, {8 // sharing}, e; shl.b32 e, e, 4;",
+        ]
+        for chunk in range(8 // sharing):
+            lines += [
+                f"add.u32 c, e, {16 * chunk}; and.b32 c, c, 112; add.u32 c, c, a;",
+                "@q st.shared.v4.b32 [c], {v, v, v, v};",
+            ]
+    return "{ " + " ".join([*lines, "bar.sync 0;"]) + " }"

@@ -173,7 +173,7 @@ def test_record(parts, tmp_path):
 def test_record_goes_on_after_an_interrupt(parts, tmp_path, monkeypatch):
     asked = []
 
-    def answer(part, device):
+    def answer(part, device, end):
         asked.append(part.name)
         folder = recording.WORK / part.name
         folder.mkdir(parents=True, exist_ok=True)

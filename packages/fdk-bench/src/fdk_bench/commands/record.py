@@ -37,8 +37,8 @@ def record(
         list[str] | None,
         typer.Option(
             help="Parts: on a CPU kernels, kernels-1-thread, compare, compare-1-thread, models, "
-            "accuracy; on a GPU models-12b, models-31b, models-4b, models-2048, compare, kernels; "
-            "repeat, or use commas. The others' rows stay as they are."
+            "accuracy; on a GPU models-12b, compare, models-31b, models-2048, compare-more, "
+            "kernels, models-4b; repeat, or use commas. The others' rows stay as they are."
         ),
     ] = None,
     resume: Annotated[
@@ -197,8 +197,9 @@ def _draw(folder: Path) -> None:
     models = sorted(path.stem for path in folder.glob("models-*b.jsonl"))
     main = [folder / f"{name}.jsonl" for name in ("kernels", "models", *models, "accuracy")]
     _plot([path for path in main if path.is_file()], folder, "*")
-    if (compare := folder / "compare.jsonl").is_file():
-        _plot([compare], folder, "bits", prefix="compare-")
+    compare = [folder / f"{name}.jsonl" for name in ("compare", "compare-more")]
+    if compare := [path for path in compare if path.is_file()]:
+        _plot(compare, folder, "bits", prefix="compare-")
 
 
 def _plot(files: list[Path], folder: Path, names: str, prefix: str = "") -> None:

@@ -239,8 +239,8 @@ def attention_of_a_step(device: str) -> Callable[..., Tensor] | None:
     """Our kernel for attention of one token; None on a CPU and where there is no Triton.
 
     What torch compiles took 6 kernels and 10 us a block, 38 us at 64 sequences (H200, 12b, 4 bits,
-    where the linear layers of a block took 44 us for one sequence). A kernel that fails here, or differs from
-    torch, is warned of and not used.
+    where the linear layers of a block took 44 us for one sequence). A kernel that fails here, or
+    differs from torch, is warned of and not used.
     """
     if torch.device(device).type != "cuda" or util.find_spec("triton") is None:
         return None

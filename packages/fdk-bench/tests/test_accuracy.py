@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from fdk_bench.accuracy_cases import (
     AccuracyValues,
     takes_importance,
 )
-from fdk_bench.calibration import MOST_ROWS, PACKAGED, calibrate, paragraphs, rows_of
+from fdk_bench.calibration import MOST_ROWS, calibrate, rows_of
 from fdk_bench.cli import app
 from fdk_bench.models import ModelError, TextModel, embed, load_text_model
 from fdk_bench.sentences import SENTENCES
@@ -374,12 +373,6 @@ def test_json(bert_folder, tmp_path):
     assert done.exit_code == 0
     assert done.stdout == (tmp_path / "accuracy.jsonl").read_text()
     assert [r["case"]["format"] for r in records(done.stdout)] == ["int4-g64", "nf4-g64"]
-
-
-def test_packaged_text_is_fixed():
-    """Recorded numbers are of this text: who changes it measures all of them anew."""
-    found = paragraphs([Path(PACKAGED)])
-    assert (len(found), sum(map(len, found))) == (29, 5478)
 
 
 def test_calibration_and_layers(bert_folder, tmp_path):

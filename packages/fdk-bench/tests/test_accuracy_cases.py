@@ -1,5 +1,7 @@
 """Formats of the accuracy benchmark, and which of its rows are compared."""
 
+from pathlib import Path
+
 import pytest
 
 from fdk_bench.accuracy_cases import (
@@ -11,7 +13,7 @@ from fdk_bench.accuracy_cases import (
     compare_kmeans,
     parse_formats,
 )
-from fdk_bench.calibration import paragraphs
+from fdk_bench.calibration import PACKAGED, paragraphs
 from fdk_bench.records import Row
 from fdk_bench.sentences import SENTENCES
 
@@ -84,3 +86,9 @@ def test_paragraphs(tmp_path):
 
 def test_sentences_are_thirty_two_and_differ():
     assert len(set(SENTENCES)) == len(SENTENCES) == 32
+
+
+def test_packaged_text_is_fixed():
+    """Recorded numbers are of this text: who changes it measures all of them anew."""
+    found = paragraphs([Path(PACKAGED)])
+    assert (len(found), sum(map(len, found))) == (29, 5478)

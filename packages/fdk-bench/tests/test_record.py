@@ -117,7 +117,9 @@ def test_parse_mark():
         ["a", "b"],
         "x y",
         ["m", "n x k"],
+        "",
     )
+    assert parse_mark("a --goals g.jsonl") == (["a"], "", [], "g.jsonl")
     with pytest.raises(ResultsError, match="got --other"):
         parse_mark("a --other")
 
@@ -138,6 +140,32 @@ def test_table_command(rows, monkeypatch):
     assert json.loads(run("table", "--fill", document, "--json").stdout) == []
     assert run("table", rows, "--check").exit_code == 2
     assert run("table", rows, "--columns", "nothing").exit_code == 2
+
+
+TOLD_1 = ["64 x 64 ", " 4 ", " 1 ", " cpu ", " 2 us ", " 1 us ", " 50 % "]
+TOLD_16 = ["64 x 64 ", " 4 ", " 16 ", " cpu ", " 4 us ", " 1 us ", " 25 % "]
+
+
+def test_goals(tmp_path):
+    """By hand: 2 us beside a goal of 2.5 is met, 4 beside 3 is not; a peer takes 3."""
+    path, goals = tmp_path / "kernels.jsonl", tmp_path / "goals.jsonl"
+    slow = kernel(m=1, time=9e-6)
+    slow["case"]["backend"] = "reference"  # ours too, and not the fastest
+    peer = kernel(m=1, time=3e-6)
+    peer["case"]["backend"] = "humming"
+    records = [kernel(), slow, peer, kernel(m=16, time=4e-6)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    wanted = [{"n": 64, "k": 64, "bits": 4, "m": m, "goal": g} for m, g in ((1, 2.5), (16, 3))]
+    wanted.append({"n": 1, "k": 64, "bits": 4, "m": 1, "goal": 1})
+    goals.write_text("".join(json.dumps(goal) + "\n" for goal in wanted))
+    lines = run("table", path, "--goals", goals).stdout.splitlines()
+    assert [line.strip("| ").split("|") for line in lines[2:4]] == [
+        [*TOLD_1, " 3 us (humming) ", " 1.50 ", " 2.5 us ", " 0.80 ", " yes"],
+        [*TOLD_16, "  ", "  ", " 3 us ", " 1.33 ", " no"],
+    ]
+    assert lines[5] == "1 of 2 measured goals met; 1 of 3 were not measured."
+    goals.write_text('{"n": 1}\n')
+    assert "wanted n, k, bits, m and goal" in run("table", path, "--goals", goals).output
 
 
 TINY = ("-n", "32", "-k", "64", "-m", "1,2", "--copies", "2", "--outer-reps", "1", "-b", "16,4")
@@ -173,7 +201,7 @@ def test_record(parts, tmp_path):
 def test_record_goes_on_after_an_interrupt(parts, tmp_path, monkeypatch):
     asked = []
 
-    def answer(part, device):
+    def answer(part, device, end):
         asked.append(part.name)
         folder = recording.WORK / part.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -190,6 +218,41 @@ def test_record_goes_on_after_an_interrupt(parts, tmp_path, monkeypatch):
     assert run("record", "chip", "--device", "cpu", "--resume").exit_code == 0
     assert asked == ["kernels", "compare-1-thread", "compare-1-thread"]
     assert (tmp_path / "chip" / "compare-1-thread.jsonl").is_file()
+
+
+@pytest.mark.parametrize(
+    ("code", "table", "expected"),
+    [(0, True, 0), (1, True, 1), (1, False, 130), (-9, False, 130), (2, False, 2)],
+    ids=["ended", "failed-rows", "raised", "killed", "usage"],
+)
+def test_a_part_that_did_not_end_is_not_kept(code, table, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = "import os, pathlib, sys\n"
+    script += f"folder = pathlib.Path({str(recording.WORK / 'kernels')!r})\n"
+    script += "folder.mkdir(parents=True)\n(folder / 'kernels.jsonl').write_text('half a row')\n"
+    script += "(folder / 'kernels.md').write_text('')\n" if table else ""
+    script += "os.kill(os.getpid(), 9)\n" if code < 0 else f"sys.exit({code})\n"
+    command = [sys.executable, "-S", "-c", script]
+    monkeypatch.setattr(recording, "_command", lambda *arguments: command)
+    part = recording.Part("kernels", "kernels", ())
+    assert recording._run(part, "cpu") == expected
+
+
+def test_a_part_that_takes_too_long_is_asked_to_stop(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(recording, "_command", lambda *arguments: command)
+    start = time.perf_counter()
+    assert recording._run(recording.Part("kernels", "kernels", (), limit=0.5), "cpu") == 130
+    assert time.perf_counter() - start < 60
+
+
+def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
+    part = recording.Part("kernels", "kernels", parts[0].arguments, warm=(TINY, ("--no-such",)))
+    monkeypatch.setattr(recording, "ON_CPU", (part,))
+    done = run("record", "chip", "--device", "cpu")
+    assert "not ended well: [1]" in done.stderr
+    assert done.exit_code == 0  # what failed there is compiled when it is timed
 
 
 # Ctrl-C

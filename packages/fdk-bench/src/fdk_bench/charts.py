@@ -106,7 +106,7 @@ def speedup_figure(frame: pd.DataFrame) -> Figure:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.set_title(f"n x k = {shape}")
-        axes.set_xlabel("m (dotted: what reading and arithmetic allow)")
+        axes.set_xlabel("m (dotted: reading once, or the most TFLOP/s of this run)")
         axes.set_ylim(bottom=0)
     panels[0].set_ylabel("speed-up over 16 bits")
     return _finish(figure, panels, "Speed-up over the layer that is not quantised", frame)

@@ -101,20 +101,29 @@ class Block(nn.Module):
             self.gate_up = Beside(*(linear(f"{name}.{part}", n, size.dim) for part, n in parts))
 
     def forward(
-        self, x: Tensor, turn: Tensor, positions: Tensor, seen: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        added: Tensor,
+        turn: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Adds t tokens to the cache and attends to all that are in it.
 
-        x            :: [b, t, dim, dtype]
+        The last sum is left to the next block, where it is one kernel with the norm.
+
+        x, added     :: [b, t, dim, dtype]          their sum is the input
         turn         :: [2, t, head_dim, dtype]     cosines and sines of the positions
         positions    :: [t, int64]                  0 to t-1, or one anywhere
         seen         :: [length, bool]              cache entries up to that one
         keys, values :: [b, kv_heads, length, head_dim, dtype]    written in place
         """
+        x = x + added
         x = x + self.o(self._attend(self.attention_norm(x), turn, positions, seen, keys, values))
         gate, up = self.gate_up(self.mlp_norm(x)).split(self.gate_sizes, dim=-1)
-        result: Tensor = x + self.down(silu(gate) * up)
-        return result
+        return x, self.down(silu(gate) * up)
 
     def _attend(
         self, h: Tensor, turn: Tensor, positions: Tensor, seen: Tensor, keys: Tensor, values: Tensor
@@ -216,9 +225,10 @@ class Llama(nn.Module):
         x = self.embedding[tokens]
         turn = self.turns[:, positions]
         seen = self.entries <= positions[-1]
+        added = torch.zeros_like(x)
         for block, (keys, values) in zip(self.blocks, self.cache, strict=True):
-            x = block(x, turn, positions, seen, keys, values)
-        return self.head(x[:, -1])
+            x, added = block(x, added, turn, positions, seen, keys, values)
+        return self.head(x[:, -1] + added[:, -1])
 
     def head(self, x: Tensor) -> Tensor:
         """The last norm and the output head."""

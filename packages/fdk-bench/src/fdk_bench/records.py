@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
     return {
         name: Path(value).name if Path(value).is_absolute() else value
         for name, value in sorted(os.environ.items())
-        if name.startswith(SETTINGS)
+        if name.startswith(SETTINGS) and name != "FDK_COMMIT"  # a row has it as its commit
     }
 
 
@@ -95,7 +95,10 @@ def source_commit(folder: Path = Path(__file__).parent) -> str | None:
     """The commit of the checkout that ``folder`` is tracked in, ``-dirty`` added; else None.
 
     A package installed under somebody else's checkout is not tracked there: None, not their commit.
+    Whoever copies the sources elsewhere may tell theirs in ``FDK_COMMIT``.
     """
+    if told := os.environ.get("FDK_COMMIT"):
+        return told
     try:
         _git(folder, "ls-files", "--error-unmatch", ".")
         return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

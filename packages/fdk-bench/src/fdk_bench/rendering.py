@@ -12,6 +12,7 @@ from fdk_bench.accuracy_tables import HEADINGS as ACCURACY_HEADINGS
 from fdk_bench.accuracy_tables import accuracy_cells
 from fdk_bench.cases import KernelCase
 from fdk_bench.decoding import ModelCase, ModelValues
+from fdk_bench.goal_tables import goals_table, read_goals
 from fdk_bench.kernel_tables import HEADINGS as KERNEL_HEADINGS
 from fdk_bench.kernel_tables import cells_of as kernel_cells
 from fdk_bench.kernel_tables import markdown
@@ -23,7 +24,7 @@ from fdk_bench.results import ResultsError, read_records
 
 Cells = Mapping[str, str]
 Record = Mapping[str, Any]
-# <!-- fdk-bench table FILE --include REGEX --columns a,b --> ... <!-- end -->
+# <!-- fdk-bench table FILE --include REGEX --columns a,b --goals FILE --> ... <!-- end -->
 MARK = re.compile(
     r"(?P<start><!-- fdk-bench table (?P<arguments>[^\n]*?) -->\n).*?(?P<end><!-- end -->)",
     re.DOTALL,
@@ -63,13 +64,19 @@ KINDS = {
 }
 
 
-def render(files: Sequence[Path], include: str = "", columns: Sequence[str] = ()) -> str:
+def render(
+    files: Sequence[Path],
+    include: str = "",
+    columns: Sequence[str] = (),
+    goals: Path | None = None,
+) -> str:
     """The rows of some files as a Markdown table, and below it the runs that they are of.
 
     Args:
         files: of rows of one benchmark (``kernels`` and ``compare`` count as one).
         include: a regular expression searched in the text of a case.
         columns: headings, in order; all that any row fills where none is named.
+        goals: a file of goals, see ``read_goals``, that rows of kernels are shown beside.
 
     Raises:
         ResultsError: for files that hold no such row, and for a column that there is not.
@@ -86,6 +93,11 @@ def render(files: Sequence[Path], include: str = "", columns: Sequence[str] = ()
     if len(kinds) > 1:
         raise ResultsError(f"{names}: wanted rows of one benchmark")
     (kind,) = kinds.values()
+    if goals is not None:
+        if kind is not KERNELS:
+            raise ResultsError(f"--goals: wanted rows of kernels, {names} has others")
+        found = goals_table([kind.load(record) for record in records], read_goals(goals))
+        return f"{found}\n{_runs(records)}\n"
     if unknown := [name for name in columns if name not in kind.headings]:
         known = ", ".join(kind.headings)
         raise ResultsError(f"--columns: wanted some of {known}; got {', '.join(unknown)}")
@@ -98,25 +110,32 @@ def render(files: Sequence[Path], include: str = "", columns: Sequence[str] = ()
 def fill(text: str, root: Path) -> str:
     """A document with every marked table rendered anew; paths in its marks start at ``root``.
 
+    A path may hold ``*``: the parts of a machine that were measured.
+
     Raises:
         ResultsError: see ``render``.
     """
 
     def anew(match: re.Match[str]) -> str:
-        files, include, columns = parse_mark(match["arguments"])
-        table = render([root / file for file in files], include, columns)
+        files, include, columns, goals = parse_mark(match["arguments"])
+        paths = [path for file in files for path in _matching(root, file)]
+        table = render(paths, include, columns, root / goals if goals else None)
         return f"{match['start']}\n{table}\n{match['end']}"
 
     return MARK.sub(anew, text)
 
 
-def parse_mark(arguments: str) -> tuple[list[str], str, list[str]]:
-    """Files, ``--include`` and ``--columns`` of a mark.
+def _matching(root: Path, file: str) -> list[Path]:
+    return sorted(root.glob(file)) if "*" in file else [root / file]
+
+
+def parse_mark(arguments: str) -> tuple[list[str], str, list[str], str]:
+    """Files, ``--include``, ``--columns`` and ``--goals`` of a mark.
 
     Raises:
         ResultsError: for any other option, or one without its value.
     """
-    files, options = [], {"--include": "", "--columns": ""}
+    files, options = [], {"--include": "", "--columns": "", "--goals": ""}
     words = iter(shlex.split(arguments))
     for word in words:
         if word in options:
@@ -126,7 +145,7 @@ def parse_mark(arguments: str) -> tuple[list[str], str, list[str]]:
         else:
             files.append(word)
     columns = [name.strip() for name in options["--columns"].split(",") if name.strip()]
-    return files, options["--include"], columns
+    return files, options["--include"], columns, options["--goals"]
 
 
 def _text(record: Record) -> str:

@@ -71,8 +71,9 @@ def accuracy(
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text file; repeat for more. k-means and search formats are measured once more, "
-            "with errors weighed by the mean square of each input over this text.",
+            help="Text file, or packaged for one of ours; repeat for more. k-means and search "
+            "formats are measured once more, with errors weighed by the mean square of each input "
+            "over this text.",
             rich_help_panel=options.CASES,
         ),
     ] = None,

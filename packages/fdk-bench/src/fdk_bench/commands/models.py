@@ -62,6 +62,14 @@ def models(
             help="One layer of q, k and v and one of gate and up; random llamas only.",
         ),
     ] = True,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Blocks of a random llama. Default: as its size has. Few compile the same kernels "
+            "ahead, or make a short profile.",
+        ),
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text file whose perplexity a real model is asked for.")
     ] = None,
@@ -103,6 +111,7 @@ def models(
         reps=reps,
         compiled=compile_model,
         fused=fused,
+        layers=layers,
     )
     _run(run, _builder(text), output_folder(out, "models"), json_lines)
 

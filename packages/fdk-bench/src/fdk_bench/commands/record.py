@@ -1,11 +1,13 @@
 """``fdk-bench record``: every benchmark that the documents quote, in one go."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,56 +21,12 @@ from fdk_bench.commands.common import (
     checked_device,
     split,
 )
+from fdk_bench.commands.parts import ON_CPU, ON_GPU, Part
 
 STDERR = 2  # standard output is kept for what --json prints
+WARM_SECONDS = 60.0
+STOP_SECONDS = 20.0
 WORK = Path("out") / "record"  # untracked: a commit is clean until every part was measured
-# Every width at one row of x, a few and many; the larger layer at one row alone, for time.
-KERNELS = ("-k", "4096,8192", "-m", "1,2,16,64,512", "--include", "^m1-|-k4096-")
-PEERS = ("-b", "16,8,4,2,1")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A command of fdk-bench that a reader can run alone; its rows are a file of that name."""
-
-    name: str
-    benchmark: str
-    arguments: tuple[str, ...]
-
-
-# Under ten minutes on two cores.
-ON_CPU = (
-    Part("kernels", "kernels", (*KERNELS, "--seconds", "0.3")),
-    Part("kernels-1-thread", "kernels", (*KERNELS, "--seconds", "0.3", "--threads", "1")),
-    # Sixteen rows at 4 bits, where peers have kernels of their own.
-    Part("compare", "compare", (*PEERS, "-m", "1,16", "--exclude", r"^m16-.*-\D+[821]-g")),
-    Part("compare-1-thread", "compare", (*PEERS, "-m", "1", "--threads", "1")),
-    Part(
-        "models",
-        "models",
-        (
-            *("--size", "1b", "-b", "16,4,2,1", "--batch-size", "1"),
-            *("--context", "32", "--reps", "15", "--no-compile"),
-        ),
-    ),
-    Part(
-        "accuracy",
-        "accuracy",
-        (
-            *("--format", "bf16,kmeans4,int4,nf4,kmeans3,int3,kmeans2,int2,int2-search"),
-            *("--format", "kmeans1,int1", "--calibrate", "docs/formats.md"),
-        ),
-    ),
-)
-ON_GPU = (
-    Part("kernels", "kernels", ("-k", "4096,8192", "-m", "1,4,16,64,256,1024")),
-    Part("compare", "compare", ("-m", "1,16,256", "-k", "8192", "-b", "16,8,4,2,1")),
-    Part(
-        "models",
-        "models",
-        ("--size", "4b,12b,31b", "-b", "16,4,1", "--batch-size", "1,4,16,64,256"),
-    ),
-)
 
 
 def record(
@@ -78,13 +36,20 @@ def record(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Parts (kernels, kernels-1-thread, compare, compare-1-thread, models, accuracy); "
-            "repeat, or use commas. The others' rows stay as they are."
+            help="Parts: on a CPU kernels, kernels-1-thread, compare, compare-1-thread, models, "
+            "accuracy; on a GPU models-12b, compare, models-31b, models-2048, compare-more, "
+            "kernels, models-4b; repeat, or use commas. The others' rows stay as they are."
         ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out the parts that out/record holds already.")
     ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, help="Time for all parts; what is not measured by then is left as it is."
+        ),
+    ] = None,
     device: options.DeviceOption = None,
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print what each part took, as JSON lines.")
@@ -94,10 +59,10 @@ def record(
 
     One JSONL file per part: each row holds its command, machine, versions and commit. Then
     `fdk-bench table --fill README.md` puts them into the documents. Parts that ended before Ctrl-C
-    are kept, and --resume goes on with the others; the rows of the one that was cut stay as they
-    were.
+    are kept, and --resume goes on with the others; the rows of one that was cut, or that crashed,
+    stay as they were. On a GPU everything is compiled first, side by side, and timed alone.
 
-    Exit code: 0, 1 where a case failed, 2 bad usage, 130 interrupted.
+    Exit code: 0, 1 where a case failed, 2 bad usage, 130 where a part did not end.
     """
     where = checked_device(device)
     parts = {part.name: part for part in (ON_GPU if where == "cuda" else ON_CPU)}
@@ -105,23 +70,27 @@ def record(
         wanted = ", ".join(parts)
         raise typer.BadParameter(f"--only: wanted some of {wanted}; got {', '.join(unknown)}")
     chosen = [parts[name] for name in split(only) or parts]
-    codes = {}
+    end = time.perf_counter() + (seconds or float("inf"))
+    left = [part for part in chosen if not (resume and _done(part) is not None)]
+    _warm(left, where, end)
+    codes: dict[Part, int] = {}
     for number, part in enumerate(chosen, 1):
-        if resume and (done := _done(part)) is not None:
-            codes[part], taken = done, "was measured before"
+        if part not in left:
+            codes[part], taken = _done(part) or 0, "was measured before"
         else:
             typer.echo(f"{part.name}: part {number} of {len(chosen)}", err=True)
             start = time.perf_counter()
-            codes[part] = _run(part, where)
+            codes[part] = _run(part, where, end)
             taken = f"{time.perf_counter() - start:.0f} s"
-        if codes[part] in (EXIT_INTERRUPTED, EXIT_USAGE):
+        if codes[part] not in (EXIT_INTERRUPTED, EXIT_USAGE):
+            _keep(part, out)
+        elif time.perf_counter() < end:
             break
         if json_lines:
             print(json.dumps({"part": part.name, "exit": codes[part], "taken": taken}), flush=True)
         else:
             print(f"{part.name}: {taken}, exit code {codes[part]}", flush=True)
-    kept = [part for part, code in codes.items() if code not in (EXIT_INTERRUPTED, EXIT_USAGE)]
-    _keep(kept, out)
+    _draw(out)
     for code in (EXIT_INTERRUPTED, EXIT_USAGE):
         if code in codes.values():
             typer.echo("ended early: see above; --resume goes on with what is left", err=True)
@@ -130,20 +99,80 @@ def record(
         raise typer.Exit(EXIT_FAILED_ROWS)
 
 
-def _run(part: Part, device: str) -> int:
-    """Runs one part in a process of its own; its exit code, written beside the rows at the end."""
+def _command(part: Part, arguments: Sequence[str], device: str, target: Path) -> list[str]:
+    where = () if part.benchmark == "accuracy" else ("--device", device)
+    inner = ("-m", "fdk_bench", part.benchmark, *arguments, *where, "--out", str(target))
+    return [sys.executable, *inner]
+
+
+def _warm(parts: Sequence[Part], device: str, end: float) -> None:
+    """Runs what compiles for some parts, side by side; what it measures is thrown away.
+
+    torch, Triton, our kernels and Humming keep what they compiled on disk: 27 cases of models
+    are 54 graphs, minutes of one core.
+    """
+    commands = [(part, arguments) for part in parts for arguments in part.warm]
+    if not commands:
+        return
+    start = time.perf_counter()
+    # A process has one thread here: as many workers each as the machine has cores were too many.
+    alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    running = []
+    for number, (part, arguments) in enumerate(commands):
+        target = WORK / "warm" / str(number)
+        target.mkdir(parents=True, exist_ok=True)
+        command = _command(part, arguments, device, target)
+        with (target / "log.txt").open("w", encoding="utf-8") as log:
+            running.append(
+                subprocess.Popen(command, stdout=log, stderr=log, env=alone, start_new_session=True)
+            )
+    limit = min(end, start + WARM_SECONDS)
+    try:
+        for process in running:
+            process.wait(max(0.0, limit - time.perf_counter()))
+    except subprocess.TimeoutExpired:
+        pass  # it is compiled when it is timed, then
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    taken = time.perf_counter() - start
+    failed = [number for number, process in enumerate(running) if process.returncode]
+    typer.echo(f"compiled ahead in {taken:.0f} s, not ended well: {failed or 'none'}", err=True)
+
+
+def _run(part: Part, device: str, end: float = float("inf")) -> int:
+    """Runs one part in a process of its own; its exit code, written beside the rows at the end.
+
+    One that ends too late is asked to stop, as by Ctrl-C.
+    """
     target = WORK / part.name
     shutil.rmtree(target, ignore_errors=True)
-    where = () if part.benchmark == "accuracy" else ("--device", device)
-    command = ("-m", "fdk_bench", part.benchmark, *part.arguments, *where, "--out", str(target))
-    try:
-        code = subprocess.run([sys.executable, *command], stdout=STDERR, check=False).returncode
-    except KeyboardInterrupt:
+    command = _command(part, part.arguments, device, target)
+    left = min(end - time.perf_counter(), part.limit)
+    if left <= 0:
         return EXIT_INTERRUPTED
-    if code not in (0, EXIT_FAILED_ROWS, EXIT_USAGE):
-        return EXIT_INTERRUPTED  # by itself, or killed
-    if code != EXIT_USAGE:
-        (target / "done.json").write_text(json.dumps([code, *part.arguments]))
+    process = subprocess.Popen(command, stdout=STDERR)
+    try:
+        code = process.wait(None if left == float("inf") else left)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        process.wait()
+        return EXIT_INTERRUPTED
+    if code == EXIT_USAGE:
+        return code
+    # The table is written last: without it the part was killed, or raised, which exits with 1 too.
+    if code not in (0, EXIT_FAILED_ROWS) or not (target / f"{part.benchmark}.md").is_file():
+        return EXIT_INTERRUPTED
+    (target / "done.json").write_text(json.dumps([code, *part.arguments]))
     return code
 
 
@@ -156,16 +185,21 @@ def _done(part: Part) -> int | None:
     return int(code) if tuple(arguments) == part.arguments else None
 
 
-def _keep(parts: list[Part], folder: Path) -> None:
-    """Copies the rows of some parts to the folder, and draws what the folder holds."""
+def _keep(part: Part, folder: Path) -> None:
+    """Copies the rows of a part to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        rows = WORK / part.name / f"{part.benchmark}.jsonl"
-        shutil.copyfile(rows, folder / f"{part.name}.jsonl")
-    main = [folder / f"{name}.jsonl" for name in ("kernels", "models", "accuracy")]
+    rows = WORK / part.name / f"{part.benchmark}.jsonl"
+    shutil.copyfile(rows, folder / f"{part.name}.jsonl")
+
+
+def _draw(folder: Path) -> None:
+    """Figures of what the folder holds."""
+    models = sorted(path.stem for path in folder.glob("models-*b.jsonl"))
+    main = [folder / f"{name}.jsonl" for name in ("kernels", "models", *models, "accuracy")]
     _plot([path for path in main if path.is_file()], folder, "*")
-    if (compare := folder / "compare.jsonl").is_file():
-        _plot([compare], folder, "bits", prefix="compare-")
+    compare = [folder / f"{name}.jsonl" for name in ("compare", "compare-more")]
+    if compare := [path for path in compare if path.is_file()]:
+        _plot(compare, folder, "bits", prefix="compare-")
 
 
 def _plot(files: list[Path], folder: Path, names: str, prefix: str = "") -> None:

@@ -21,13 +21,21 @@ def table(
         list[str] | None,
         typer.Option(help="Headings to show, separated by commas. Default: all that are filled."),
     ] = None,
+    goals: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            help="JSONL file of n, k, bits, m and goal (microseconds): each measured case beside "
+            "floor, best peer and goal, and how many are met.",
+        ),
+    ] = None,
     fill: Annotated[
         bool,
         typer.Option(
             "--fill",
             help="FILES are Markdown documents: renders every table between the marks "
-            "'fdk-bench table FILE --include REGEX --columns A,B' and 'end' in them anew. "
-            "Paths in marks start at the present folder.",
+            "'fdk-bench table FILE --include REGEX --columns A,B' (or --goals) and 'end' in them "
+            "anew. Paths in marks start at the present folder.",
         ),
     ] = False,
     check: Annotated[
@@ -53,7 +61,7 @@ def table(
     if check and not fill:
         raise typer.BadParameter("--check goes with --fill")
     if not fill:
-        text = checked(lambda: render(files, include, split(columns)))
+        text = checked(lambda: render(files, include, split(columns), goals))
         print(json.dumps(text) if json_lines else text, end="\n" if json_lines else "")
         return
     changed = []

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from fdk_cuda.marlin import ready
-from fdk_cuda.marlin.layout import Geometry
 from fdk_cuda.nvrtc import Launch
 from fdk_cuda.nvrtc import launch as launch_module
-from fdk_formats.format import Format
 
 N, K, FORMAT = 96, 128, "nf4-g64"
 FIELDS = "5P2if"
@@ -81,7 +79,7 @@ def made(launched, monkeypatch):
         return make_launch(), (m, n, 0.0)
 
     monkeypatch.setattr(ready, "small_launch_for", launch_for)
-    return lambda x: ready.ReadyCall(FORMAT, Geometry.of(Format.parse(FORMAT), N, K), x, N)
+    return lambda x: ready.ReadyCall(FORMAT, x, N)
 
 
 TENSORS = {
@@ -114,6 +112,7 @@ X = torch.zeros(2, K, dtype=torch.bfloat16)
         (torch.zeros(2 * K + 1, dtype=torch.bfloat16)[1:].view(2, K), None, TENSORS),
         (X, BIAS.float(), TENSORS),
         (X, BIAS[1:], TENSORS),
+        (X, BIAS[None], TENSORS),
         (X, BIAS[:1].expand(N), TENSORS),
         (X, BIAS, TENSORS | {"codebook": torch.zeros(16, dtype=torch.float16)}),
     ],
@@ -124,17 +123,21 @@ def test_ready_call_leaves_other_calls_to_the_op(made, launched, x, bias, tensor
 
 
 def test_ready_calls_keep_what_the_kernel_takes(made, monkeypatch):
-    monkeypatch.setattr(ready, "device_limits", lambda device: SimpleNamespace(is_hopper=True))
-    calls, geometry = ready.ReadyCalls(), Geometry.of(Format.parse(FORMAT), N, K)
-    calls.keep(X, FORMAT, geometry, N, K)
+    calls = ready.ReadyCalls()
+    calls.keep(X, FORMAT, K, N)
     assert calls.get(X) is None  # not on a GPU
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for x in (X[:0], X[0, 0], X[:, :64], torch.zeros(17, K)):
-        calls.keep(x, FORMAT, geometry, N, K)
+    for x, columns in ((X[:0], K), (torch.zeros(17, K), K), (X, K + 32)):
+        calls.keep(x, FORMAT, columns, N)
         assert calls.get(x) is None
-    calls.keep(X, FORMAT, geometry, N, K)
-    assert calls.get(X) is not None
+    calls.keep(X, FORMAT, K, N)
+    kept = calls.get(X)
+    assert kept is not None
+    calls.keep(torch.zeros(K, 2, dtype=X.dtype).T, FORMAT, K, N)
+    assert calls.get(X) is kept
+    calls.keep(X.half(), FORMAT, K, N)
+    assert calls.get(X) is not kept
     assert copy.deepcopy(calls).get(X) is None
     for rows in range(2 * ready.MAX_KEPT):
-        calls.keep(torch.zeros(1, *[1] * (rows % 60), 1 + rows % 16, K), FORMAT, geometry, N, K)
+        calls.keep(torch.zeros(1, *[1] * (rows % 60), 1 + rows % 16, K), FORMAT, K, N)
     assert len(calls._calls) <= ready.MAX_KEPT

@@ -66,7 +66,7 @@ class MarlinLayout(Layout):
         layout = self.packed, self.codebook, self._format, self.batch_invariant
         y = linear_op(x, *layout, bias, *self.shape)
         if is_direct:  # The op has checked the arguments.
-            self._ready.keep(x, self._format, self.geometry, *self.shape)
+            self._ready.keep(x, self._format, self.geometry.columns, self.shape[0])
         return y
 
     def unpack(self) -> QuantisedTensor:

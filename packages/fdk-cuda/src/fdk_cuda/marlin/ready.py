@@ -5,11 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin.launches import device_limits, small_launch_for
-from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.ops import ALIGNMENT, kernel_for
+from fdk_cuda.marlin.launches import small_launch_for
+from fdk_cuda.marlin.ops import ALIGNMENT
 from fdk_cuda.marlin.plan import MAX_ROWS
-from fdk_formats.format import Format
 
 # Shapes of x that a layout keeps calls for; past it, it starts afresh.
 MAX_KEPT = 64
@@ -20,17 +18,16 @@ class ReadyCall:
 
     Args:
         format: of the weight, as text.
-        geometry: of its layout.
         x: the activations that it serves, and all of their shape, dtype and device.
         n: outputs.
     """
 
-    def __init__(self, format: str, geometry: Geometry, x: Tensor, n: int) -> None:
+    def __init__(self, format: str, x: Tensor, n: int) -> None:
         *batch, k = x.shape
-        self._device, self._dtype = x.get_device(), x.dtype
-        self._n, self._y_shape = n, (*batch, n)
+        self.device, self.dtype = x.get_device(), x.dtype
+        self._n, self._y_shape = (n,), (*batch, n)
         m = x.numel() // k
-        launch, fields = small_launch_for(format, x.dtype, m, n, k, self._device, False)
+        launch, fields = small_launch_for(format, x.dtype, m, n, k, self.device, False)
         self._launch = launch.bound(*fields)
 
     def __call__(
@@ -43,7 +40,7 @@ class ReadyCall:
             bias: ``[n]`` or None.
             tensors: ``packed`` and ``codebook`` of the layout.
         """
-        dtype, device = self._dtype, self._device
+        dtype, device = self.dtype, self.device
         if x.dtype is not dtype or x.get_device() != device or not x.is_contiguous():
             return None
         bias_address = 0
@@ -51,7 +48,7 @@ class ReadyCall:
             if (
                 bias.dtype is not dtype
                 or bias.get_device() != device
-                or bias.numel() != self._n
+                or bias.shape != self._n
                 or not bias.is_contiguous()
             ):
                 return None
@@ -79,15 +76,21 @@ class ReadyCalls:
         """The call for the shape of x, if there is one."""
         return self._calls.get(x.shape)
 
-    def keep(self, x: Tensor, format: str, geometry: Geometry, n: int, k: int) -> None:
-        """Makes the call for x ready where the small-m kernel takes it as it is."""
-        if not x.is_cuda or x.dim() == 0 or x.shape[-1] != k or x.numel() == 0:
+    def keep(self, x: Tensor, format: str, columns: int, n: int) -> None:
+        """Makes the calls of the shape of x ready, where the small-m kernel takes x as it is.
+
+        Args:
+            x: activations that the op has taken.
+            format: of the weight, as text.
+            columns: inputs, padded as the layout pads them.
+            n: outputs.
+        """
+        k = x.shape[-1]
+        if not x.is_cuda or not 0 < x.numel() <= MAX_ROWS * k or k != columns:
             return
-        is_hopper = device_limits(x.get_device()).is_hopper
-        levels, m = 1 << Format.parse(format).bits, x.numel() // k
-        kernel = kernel_for(m, is_hopper=is_hopper, levels=levels, batch_invariant=False)
-        if kernel != "small" or m > MAX_ROWS or geometry.columns != k:
-            return
+        kept = self._calls.get(x.shape)
+        if kept is not None and (kept.dtype, kept.device) == (x.dtype, x.get_device()):
+            return  # The op saw to x for another reason, such as its strides.
         if len(self._calls) >= MAX_KEPT:
             self._calls.clear()
-        self._calls[x.shape] = ReadyCall(format, geometry, x, n)
+        self._calls[x.shape] = ReadyCall(format, x, n)

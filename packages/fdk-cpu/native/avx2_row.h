@@ -6,6 +6,7 @@
 #pragma once
 
 #include <bit>
+#include <optional>
 
 #include "avx2_codes.h"
 #include "kernels.h"
@@ -19,16 +20,6 @@ bool fits_bf16(const Weight& w) {
   std::uint32_t low = 0;
   for (int c = 0; c < 1 << w.bits; c++) low |= std::bit_cast<std::uint32_t>(w.table[c]);
   return (low & 0xFFFF) == 0;
-}
-
-// Whether they are first + code * step.
-bool is_grid(const Weight& w, float& first, float& step) {
-  first = w.table[0];
-  step = w.table[1] - first;
-  for (int c = 0; c < 1 << w.bits; c++) {
-    if (__builtin_fmaf(float(c), step, first) != w.table[c]) return false;
-  }
-  return true;
 }
 
 // The values of a block: its even positions, and its odd ones.
@@ -62,7 +53,7 @@ class Lookup {
   ByteTables<kBits> tables_;
 };
 
-// 8 bits, without tables.
+// 8 bits, without tables: first + code * step.
 class Grid {
  public:
   struct Row {
@@ -70,11 +61,13 @@ class Grid {
     FDK_INLINE Row(const std::uint8_t* tile, std::size_t r)
         : codes(reinterpret_cast<const __m256i*>(tile + r * kTileK)) {}
   };
-  explicit Grid(const Weight& w) {
-    float first, step;
-    is_grid(w, first, step);
-    first_ = _mm256_set1_ps(first);
-    step_ = _mm256_set1_ps(step);
+  // None where the values are no such grid.
+  static std::optional<Grid> of(const Weight& w) {
+    const float first = w.table[0], step = w.table[1] - first;
+    for (int c = 0; c < 1 << w.bits; c++) {
+      if (__builtin_fmaf(float(c), step, first) != w.table[c]) return std::nullopt;
+    }
+    return Grid(first, step);
   }
 
   // A 32-bit lane has an even position of block t, one of t + 4, and the odd ones after them.
@@ -88,6 +81,7 @@ class Grid {
   }
 
  private:
+  Grid(float first, float step) : first_(_mm256_set1_ps(first)), step_(_mm256_set1_ps(step)) {}
   FDK_INLINE __m256 value(__m256i codes) const {
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), step_, first_);
   }
@@ -111,11 +105,10 @@ FDK_INLINE void lane_sums(const float* x, __m256 (&out)[kGroups]) {
 // y = W_hat x for stripes [begin, end). kGroups: 2 or 8 runs of a tile that share a scale; a larger
 // group repeats its own.
 template <class V, class Values, int kBits, int kGroups, bool kAffine>
-void row_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
+void row_stripes(const GemvTask& task, const Values values, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   constexpr bool kEach = kGroups == 8;  // whether each block is a group
   const Weight& w = *task.weight;
-  const Values values(w);
   // Each stored group is 2^shared of kGroups.
   const std::size_t shared = w.groups_per_tile < kGroups ? kGroups / w.groups_per_tile / 2 : 0;
   for (std::size_t stripe = begin; stripe < end; stripe++) {
@@ -129,7 +122,7 @@ void row_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
                 for (std::size_t g = 0; g < kGroups; g++) {
                   const std::size_t at = slot + (g >> shared) * kTileRows;
                   V::load4(w.scales, at, w.scale_type, scales[g]);
-                  if constexpr (kAffine) V::load_zero4(w, at, zeros[g]);
+                  if constexpr (kAffine) load_zero4<V>(w, at, zeros[g]);
                 }
                 __m256 x_sums[kGroups];
                 if constexpr (kAffine) lane_sums<kGroups>(x, x_sums);
@@ -177,29 +170,29 @@ void row_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
 }
 
 template <class V, class Values, int kBits>
-void row_groups(const GemvTask& task, std::size_t begin, std::size_t end) {
+void row_groups(const GemvTask& task, const Values& values, std::size_t begin, std::size_t end) {
   const Weight& w = *task.weight;
   if (w.groups_per_tile > 2) {
-    if (w.zeros != nullptr) return row_stripes<V, Values, kBits, 8, true>(task, begin, end);
-    return row_stripes<V, Values, kBits, 8, false>(task, begin, end);
+    if (w.zeros != nullptr) return row_stripes<V, Values, kBits, 8, true>(task, values, begin, end);
+    return row_stripes<V, Values, kBits, 8, false>(task, values, begin, end);
   }
-  if (w.zeros != nullptr) return row_stripes<V, Values, kBits, 2, true>(task, begin, end);
-  return row_stripes<V, Values, kBits, 2, false>(task, begin, end);
+  if (w.zeros != nullptr) return row_stripes<V, Values, kBits, 2, true>(task, values, begin, end);
+  return row_stripes<V, Values, kBits, 2, false>(task, values, begin, end);
 }
 
 // False where the weight is not of these.
 template <class V>
 bool row_gemv(const GemvTask& task, std::size_t begin, std::size_t end) {
   const Weight& w = *task.weight;
-  float first, step;
-  if (w.bits == 8 && is_grid(w, first, step)) {
-    row_groups<V, Grid, 8>(task, begin, end);
-    return true;
+  if (w.bits == 8) {
+    const std::optional<Grid> grid = Grid::of(w);
+    if (grid) row_groups<V, Grid, 8>(task, *grid, begin, end);
+    return grid.has_value();
   }
-  if (w.bits < 4 || w.bits == 8 || !fits_bf16(w)) return false;
+  if (w.bits < 4 || !fits_bf16(w)) return false;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
-    if constexpr (b >= 4 && b < 8) row_groups<V, Lookup<b>, b>(task, begin, end);
+    if constexpr (b >= 4 && b < 8) row_groups<V, Lookup<b>, b>(task, Lookup<b>(w), begin, end);
   });
   return true;
 }

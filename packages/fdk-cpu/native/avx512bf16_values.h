@@ -126,7 +126,7 @@ FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
     return;
   }
   const std::size_t repeats = all ? 1 : kGroups / w.groups_per_tile;
-  if (type == ScaleType::bf16 && (!kZeros || w.zero_type != ZeroType::u8)) {
+  if (type == ScaleType::bf16) {
     // The type is asked once: asked for each group it was a quarter of decoding 8 bits.
     const void* stored = kZeros ? w.zeros : w.scales;
     const std::uint16_t* from = static_cast<const std::uint16_t*>(stored) + slot;

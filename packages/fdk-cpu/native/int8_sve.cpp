@@ -10,7 +10,7 @@
 // at the end.
 //
 // A vector longer than a row's plane is left inactive beyond it. SVE's types have no size: they
-// cannot be members, captured or put in arrays, hence sums 0 to 3.
+// cannot be members, captured by value or put in arrays, hence sums 0 to 3.
 #include <arm_sve.h>
 
 #include "int8.h"

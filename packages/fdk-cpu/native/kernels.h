@@ -54,8 +54,8 @@ inline constexpr std::size_t kPanelDepth = 8;
 //   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
 //   y :: [rows][panel]             float32, added to
 // What comes after is fetched into L2 meanwhile, where Kernels::panel_fetches:
-//   next_x     :: as many bytes as this panel; null where they lie there
-//   next_codes :: for kTileRows rows each, codes_bytes, codes_stride apart; null for none
+//   next_x     :: next_x_bytes of a panel; null for none, or where they lie there
+//   next_codes :: [next_stripes], codes_bytes each, codes_stride apart; null for none
 struct PanelTask {
   const void* w;
   std::size_t rows, stride, depth;
@@ -63,12 +63,13 @@ struct PanelTask {
   std::size_t panel;
   float* y;
   const void* next_x = nullptr;
+  std::size_t next_x_bytes = 0;
   const std::uint8_t* next_codes = nullptr;
-  std::size_t codes_bytes = 0, codes_stride = 0;
+  std::size_t next_stripes = 0, codes_bytes = 0, codes_stride = 0;
 };
 
 // y[lane][row] = products[row][lane] + bias[row], rounded, for a block of W_hat and one panel.
-//   products :: [rows][panel]   float32; rows are `outputs` raised to a multiple of 8
+//   products :: [rows][panel]   float32; rows are `outputs` raised to a multiple of kTileRows
 //   bias     :: [outputs], or null; y :: [lanes][stride], both in the dtype of the activations
 struct PanelOut {
   const float* products;
@@ -125,7 +126,8 @@ struct Kernels {
   // For the dtype that x has in the kernel. Null: value by value.
   void (*write_panel)(const PanelOut&) = nullptr;
   // x :: [rows][positions], rows x_stride apart, to a panel [positions / unit][width][unit], whose
-  // lanes past `rows` are zero; x in the kernel's dtype and order. Null: unit by unit.
+  // lanes past `rows` are zero; x in the kernel's dtype, for sets whose panel_order is natural.
+  // Null: unit by unit.
   void (*stage_panel)(const void* x, std::size_t x_stride, std::size_t rows, std::size_t positions,
                       std::size_t width, void* out) = nullptr;
   // Rows of the block of W_hat that panels meet and bytes of each: 96 KiB, within the L2 of any

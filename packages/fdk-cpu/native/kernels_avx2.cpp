@@ -37,10 +37,6 @@ struct Avx2 {
   static FDK_INLINE void load4_u8(const void* p, std::size_t slot, float* out) {
     _mm_storeu_ps(out, load4_bytes(p, slot));
   }
-  static FDK_INLINE void load_zero4(const Weight& w, std::size_t slot, float* out) {
-    if (w.zero_type == ZeroType::u8) return load4_u8(w.zeros, slot, out);
-    load4(w.zeros, slot, ScaleType(int(w.zero_type) - 1), out);
-  }
 
   // Plane lanes of positions 0 to 15 and 16 to 31 of each 32, fields 4 bits apart: field s of
   // either, shifted down by 4 s, is the 16 codes of step s.

@@ -55,6 +55,13 @@ std::vector<std::uint32_t> columns_of(const Layout& layout, const Order& order) 
   return columns;
 }
 
+[[maybe_unused]] bool is_natural(const Order& order) {
+  for (std::size_t p = 0; p < kTileK; p++) {
+    if (order[p] != p) return false;
+  }
+  return true;
+}
+
 // T is float, or uint16_t for bf16 x as it is.
 template <class T>
 T element(const void* x, std::size_t i, Activation type) {
@@ -246,9 +253,10 @@ void fetch_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::si
   };
   const std::size_t bytes = tile_bytes(w.bits);
   if (codes) fetch(w.codes + (stripe * w.tiles + begin) * bytes, (end - begin) * bytes);
-  const bool wide = w.tiles_per_group > 1;
-  const std::size_t group = wide ? begin / w.tiles_per_group : begin * w.groups_per_tile;
-  const std::size_t groups = wide ? 1 : (end - begin) * w.groups_per_tile;
+  const std::size_t wide = w.tiles_per_group;
+  const std::size_t group = wide > 1 ? begin / wide : begin * w.groups_per_tile;
+  const std::size_t groups =
+      wide > 1 ? (end - 1) / wide - group + 1 : (end - begin) * w.groups_per_tile;
   const auto fetch_groups = [&](const void* from, std::size_t item) {
     fetch(static_cast<const std::uint8_t*>(from) +
               (stripe * w.stored_groups + group) * kTileRows * item,
@@ -265,14 +273,19 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
   const Panels panels{m, kernels.panel, kernels.panel_step};
   const bool as_it_is = kernels.x_is_bf16 && layout.dense();
-  const std::vector<std::uint32_t> columns = columns_of(layout, *kernels.panel_order);
-  const std::vector<std::uint32_t> units = units_of(layout, columns, type, kernels.x_is_bf16);
+  const bool by_kernel = as_it_is && kernels.stage_panel != nullptr;
+  assert(!by_kernel || is_natural(*kernels.panel_order));
+  std::vector<std::uint32_t> columns, units;
+  if (!by_kernel) {
+    columns = columns_of(layout, *kernels.panel_order);
+    units = units_of(layout, columns, type, kernels.x_is_bf16);
+  }
   const Buffer<std::uint8_t> staged(panels.lanes() * positions * item);
   parallel_for(panels.count(), 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; i++) {
       std::uint8_t* out = staged.get() + panels.lane(i) * positions * item;
       const std::size_t first = panels.lane(i), width = panels.width(i);
-      if (kernels.stage_panel != nullptr && as_it_is) {
+      if (by_kernel) {
         kernels.stage_panel(offset(x, first * layout.k, type), layout.k, std::min(width, m - first),
                             positions, width, out);
       } else if (!units.empty()) {
@@ -326,10 +339,17 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
                              panels.width(i),
                              products.get() + panels.lane(i) * block_rows};
               const bool last_panel = i + 1 == panels.count();
-              if (!x_stays) task.next_x = last_panel ? panel_at(0, next) : panel_at(i + 1, tile);
-              if (last_panel && next_stripe < end_stripe) {
+              const bool more = next_stripe < end_stripe;
+              if (!x_stays && (!last_panel || more)) {
+                const std::size_t panel = last_panel ? 0 : i + 1;
+                task.next_x = panel_at(panel, last_panel ? next : tile);
+                task.next_x_bytes =
+                    (last_panel ? next_tiles : tiles) * kTileK * panels.width(panel) * item;
+              }
+              if (last_panel && more) {
                 const std::size_t bytes = tile_bytes(w.bits);
                 task.next_codes = w.codes + (next_stripe * w.tiles + next) * bytes;
+                task.next_stripes = std::min(block_stripes, end_stripe - next_stripe);
                 task.codes_bytes = next_tiles * bytes;
                 task.codes_stride = w.tiles * bytes;
               }

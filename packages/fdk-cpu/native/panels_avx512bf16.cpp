@@ -42,10 +42,11 @@ FDK_INLINE __m512 widened(__m512i values, __m512i lanes) {
   return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, lanes, values));
 }
 
-// The same by values, each scaled and rounded itself.
-template <int kBits, int kGroups>
+// The same for groups of 16, by values, each scaled and rounded itself.
+template <int kBits>
 void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
                    std::uint16_t* out, std::size_t stride) {
+  constexpr int kGroups = 8;
   const Table16<kBits> table(w.table);
   const bool affine = w.zeros != nullptr;
   // Into the upper half of 32-bit lane i goes value i, or 16 + i.
@@ -68,10 +69,9 @@ void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::
                       _mm512_set1_ps(scales[at]));
                 };
                 unroll<kSteps>([&](auto step) FDK_LAMBDA {
-                  constexpr int s = step.value, first = s * kGroups / kSteps;
-                  constexpr int second = (2 * s + 1) * kGroups / (2 * kSteps);
-                  const __m512 upper = scaled(values.v[s], high, second);
-                  const __m512bh both = _mm512_cvtne2ps_pbh(upper, scaled(values.v[s], low, first));
+                  constexpr int s = step.value;
+                  const __m512 upper = scaled(values.v[s], high, 2 * s + 1);
+                  const __m512bh both = _mm512_cvtne2ps_pbh(upper, scaled(values.v[s], low, 2 * s));
                   _mm512_storeu_si512(to + s * kStep, (__m512i)both);
                 });
               }
@@ -109,7 +109,7 @@ struct ByteTable {
 
 // The codes of steps s (even bytes) and s + 2 (odd ones).
 template <int kBits, int s>
-FDK_INLINE __m512i bytes_of(const Avx512Codes<kBits>& codes) {
+FDK_INLINE __m512i codes_of_steps(const Avx512Codes<kBits>& codes) {
   if constexpr (kBits == 8) return s == 0 ? codes.low : codes.high;
   return select_bits(0x00FF, index_of<kBits, s>(codes),
                      _mm512_slli_epi16(index_of<kBits, s + 2>(codes), 8));
@@ -152,7 +152,7 @@ void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::s
               const auto look_up = [&](std::size_t r, Looked& to) FDK_LAMBDA {
                 const Avx512Codes<kBits> of_row(codes, r);
                 unroll<kSteps / 2>([&](auto pair) FDK_LAMBDA {
-                  const __m512i index = bytes_of<kBits, pair.value>(of_row);
+                  const __m512i index = codes_of_steps<kBits, pair.value>(of_row);
                   to.low[pair.value] = table.at(index, 0);
                   to.high[pair.value] = table.at(index, 1);
                 });
@@ -186,18 +186,21 @@ void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::s
 // decoding where warm codes take 1.8).
 template <int kRows>
 struct Fetch {
+  static constexpr std::ptrdiff_t kLine = 64;
   const char *x, *codes, *last;
   std::size_t stride, x_step;
 
   FDK_INLINE Fetch(const PanelTask& task, std::size_t row, std::size_t turns)
       : x(static_cast<const char*>(task.x)), codes(x), last(x), stride(0), x_step(0) {
-    if (task.next_x != nullptr) {
-      x_step = 64;
-      x = static_cast<const char*>(task.next_x) + row / kRows * turns * x_step;
+    const std::size_t x_bytes = turns * kLine, x_from = row / kRows * x_bytes;
+    if (x_from + x_bytes <= task.next_x_bytes) {
+      x_step = kLine;
+      x = static_cast<const char*>(task.next_x) + x_from;
     }
-    if (task.next_codes != nullptr) {
-      stride = task.codes_stride;
-      codes = reinterpret_cast<const char*>(task.next_codes) + row / kTileRows * stride;
+    const std::size_t stripe = row / kTileRows;
+    if (stripe < task.next_stripes) {
+      if (stripe + 1 < task.next_stripes) stride = task.codes_stride;
+      codes = reinterpret_cast<const char*>(task.next_codes) + stripe * task.codes_stride;
       last = codes + task.codes_bytes - 1;
     }
   }
@@ -205,11 +208,11 @@ struct Fetch {
     _mm_prefetch(x, _MM_HINT_T1);
     _mm_prefetch(codes, _MM_HINT_T1);
     x += x_step;
-    codes = codes + 64 < last ? codes + 64 : last;
+    codes = last - codes > kLine ? codes + kLine : last;
   }
-  // From the codes of the first four rows to the others'.
+  // From the codes of the first four rows to the others', where there are any.
   FDK_INLINE void next_stripe(const PanelTask& task) {
-    if (task.next_codes == nullptr) return;
+    if (stride == 0) return;
     codes = last + stride - task.codes_bytes + 1;
     last += stride;
   }
@@ -382,7 +385,7 @@ void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, s
       if (affine) return decode_bytes<b, 4, true>(w, stripe, begin, end, to, stride);
       return decode_bytes<b, 4, false>(w, stripe, begin, end, to, stride);
     } else {
-      if (groups == 8) return decode_values<b, 8>(w, stripe, begin, end, to, stride);
+      if (groups == 8) return decode_values<b>(w, stripe, begin, end, to, stride);
       if (groups == 4) return decode_scaled<b, 4>(w, stripe, begin, end, to, stride);
       return decode_scaled<b, 2>(w, stripe, begin, end, to, stride);
     }

@@ -209,9 +209,11 @@ void rows_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
   }
 }
 
-// By measurement: 4096 x 4096, groups of 64, one thread, m from 5 to 16.
+// By measurement: 4096 x 4096, groups of 64, one thread, m from 5 to 16. Groups of 16 without
+// tables keep the usual limit.
 std::size_t rows_limit_avx512bf16(const Weight& w) {
   if (has_tables(w)) return w.bits <= 4 ? 12 : 6;
+  if (w.bits <= 5) return kGemvLimit;
   return w.bits == 7 ? 6 : 8;
 }
 

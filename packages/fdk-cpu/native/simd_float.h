@@ -59,16 +59,21 @@ FDK_INLINE void load_scales(const Weight& w, std::size_t slot, float* out) {
   });
 }
 
+// Zero points of the four rows of a group, of a weight that has them.
+template <class V>
+FDK_INLINE void load_zero4(const Weight& w, std::size_t slot, float* out) {
+  static_assert(int(ZeroType::bf16) == int(ScaleType::bf16) + 1);
+  if (w.zero_type == ZeroType::u8) return V::load4_u8(w.zeros, slot, out);
+  V::load4(w.zeros, slot, ScaleType(int(w.zero_type) - 1), out);
+}
+
 template <class V, bool kG16>
 FDK_INLINE void load_zeros(const Weight& w, std::size_t slot, float* out) {
-  static_assert(int(ZeroType::bf16) == int(ScaleType::bf16) + 1);
   repeat_groups<kG16>(slot, w.groups_per_tile, out, [&](std::size_t from, float* to) FDK_LAMBDA {
     if (w.zero_type == ZeroType::none) {
       for (std::size_t r = 0; r < kTileRows; r++) to[r] = 0;
-    } else if (w.zero_type == ZeroType::u8) {
-      V::load4_u8(w.zeros, from, to);
     } else {
-      V::load4(w.zeros, from, ScaleType(int(w.zero_type) - 1), to);
+      load_zero4<V>(w, from, to);
     }
   });
 }

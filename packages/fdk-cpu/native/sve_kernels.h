@@ -11,7 +11,8 @@
 // Vectors cover lanes of one plane of one row; what is beyond is inactive, so that no vector holds
 // two scales whatever its length. Other widths, dequantising and panels are those of NEON.
 //
-// SVE's types have no size: they cannot be members, captured or put in arrays, hence sums 0 to 3.
+// SVE's types have no size: they cannot be members, captured by value or put in arrays, hence sums
+// 0 to 3.
 #pragma once
 
 #include <arm_sve.h>

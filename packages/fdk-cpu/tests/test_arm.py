@@ -92,8 +92,8 @@ def test_random_shapes_and_bytes(build: Path, core: str) -> None:
 @pytest.mark.parametrize("group", ["16", "32", "64", "256"])
 @pytest.mark.parametrize("core", CORES)
 def test_int8_of_every_width(build: Path, core: str, group: str) -> None:
-    # The executable compares with the plain kernels, and times no wrong answer. k has no whole
-    # number of blocks of stripes, n no whole stripe; of m, one row, pairs and what is left of them.
+    # The executable compares with the plain kernels, and times no wrong answer. n is no whole
+    # number of stripes; of m, one row, pairs and what is left of them.
     options = ["--activations", "int8", "--dtype", "fp32", "--isa", CORES[core][-1]]
     options += [
         "--sizes",

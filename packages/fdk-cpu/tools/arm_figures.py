@@ -1,7 +1,9 @@
 """Instructions and modelled cycles of the ARM kernels: figures that need no ARM hardware.
 
-    python packages/fdk-cpu/tools/arm_figures.py            # the table of docs/kernels/arm.md
+    python packages/fdk-cpu/tools/arm_figures.py
     python packages/fdk-cpu/tools/arm_figures.py --bits 4 --kernel sve2 --group 128
+
+Without options, all of them; docs/kernels/arm.md has a command for each of its tables.
 
 qemu runs the gemv one instruction at a time and writes each address down. Two lengths of k
 give the instructions of a tile without those around it; four tiles from the middle of a run, in the

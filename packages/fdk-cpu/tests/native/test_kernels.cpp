@@ -72,6 +72,11 @@ Case random_case(Random& random) {
   if (random.upto(5) == 0) c.group = c.k = 1 + random.upto(300);  // a whole row
   c.n = 1 + random.upto(60);
   c.m = 1 + random.upto(random.upto(3) == 0 ? 40 : 5);
+  if (c.group < c.k && random.upto(15) == 0) {  // panels, and more than a block of W_hat both ways
+    c.k = c.group * (1 + 2048 / c.group + random.upto(4));
+    c.n = 65 + random.upto(10);
+    c.m = 13 + random.upto(30);
+  }
   c.bits = 1 + int(random.upto(7));
   c.affine = random.upto(1) == 0;
   c.scale_type = ScaleType(random.upto(3));

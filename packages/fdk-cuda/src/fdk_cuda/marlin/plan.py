@@ -32,8 +32,8 @@ PASS_COST = 0.3
 CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.4, 2: 1.4}, 0.25
 # More than this in flight when a kernel starts makes its first weights late, by so much a KiB.
 EASY_START_KIB, START_COST = 50, 0.016
-# Few warps hide less latency in a long loop, and little in flight does not fill the memory (fitted to
-# the plans timed in docs/kernels/marlin.md).
+# Few warps hide less latency in a long loop, and little in flight does not fill the memory. Fitted
+# to the plans timed in docs/kernels/marlin.md.
 WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
 LONG_LOOP = 8
 LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}

@@ -113,7 +113,9 @@ def main() -> None:
             a = Arrangement(n, k, bits, 64)
             one = transposed_config(m, bits, a.n_tiles, a.k_tiles, launch.gpu_at(0))
             return transposed_configs(m) if args.sweep else [one, None]
-        return candidates(m, bits, launch.gpu_at(0)) if args.sweep else chosen(n, k, m, bits)
+        if args.sweep:
+            return candidates(m, bits, launch.gpu_at(0), affine=args.affine)
+        return chosen(n, k, m, bits)
 
     jobs = {}
     for bits, m, (n, k) in itertools.product(args.bits, args.m, shapes):

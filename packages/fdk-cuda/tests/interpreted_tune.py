@@ -38,7 +38,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, few candidates, and nothing remembered."""
     monkeypatch.setenv("FDK_CUDA_CACHE", str(tmp_path))
     monkeypatch.delenv(tune.TUNE_VARIABLE, raising=False)
-    monkeypatch.setattr(tune, "candidates", lambda m, bits, gpu: [SMALL, GEMM, None])
+    monkeypatch.setattr(tune, "candidates", lambda m, bits, gpu, affine: [SMALL, GEMM, None])
     forget()
     yield tmp_path
     forget()
@@ -385,14 +385,43 @@ def test_defaults_fit_every_gpu(gpu: Gpu) -> None:
                     assert config.split_k == 1 or config.split_k <= 2 * a.k_tiles
 
 
-def test_real_candidates_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=[f"{a}.{b}" for a, b in GPUS])
+def test_real_candidates_fit(gpu: Gpu, affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for gpu in GPUS.values():
-        for m in tune.BUCKETS:
-            for bits in (1, 4, 8):
-                found = tune.candidates(m, bits, gpu)
-                assert len(set(found)) == len(found)
-                assert (None in found) == (m > 8)
-                assert any(isinstance(c, SmallConfig) for c in found) == (m <= 16)
-                gemms = [c for c in found if isinstance(c, GemmConfig)]
-                assert all(fit(c, bits, gpu.shared_bytes) == c for c in gemms)
+    for m in tune.BUCKETS:
+        for bits in (1, 4, 8):
+            found = tune.candidates(m, bits, gpu, affine=affine)
+            assert len(set(found)) == len(found)
+            assert (None in found) == (m > 8)
+            assert any(isinstance(c, SmallConfig) for c in found) == (m <= 16)
+            gemms = [c for c in found if isinstance(c, GemmConfig)]
+            assert all(fit(c, bits, gpu.shared_bytes) == c for c in gemms)
+
+
+def small_candidates(bits: int, gpu: Gpu, *, affine: bool) -> set[object]:
+    return {c for c in tune.candidates(8, bits, gpu, affine=affine) if isinstance(c, SmallConfig)}
+
+
+def test_only_tables_leave_candidates_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    every = small_candidates(4, H200, affine=False)
+    assert len(every) == 36
+    for bits in (6, 7, 8):
+        assert small_candidates(bits, H200, affine=True) == every
+        assert small_candidates(bits, H200, affine=False) < every
+
+
+@pytest.mark.parametrize("capability", GPUS, ids=str)
+def test_what_a_gpu_leaves_aside_is_no_candidate(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetching to the L2 and overlap need 9.0: before it, two ways are left of four."""
+    monkeypatch.undo()
+    gpu = GPUS[capability]
+    found = small_candidates(3, gpu, affine=False)
+    found |= {tune.default(tune.Arrangement(n, 4096, 3, 64), 8, gpu) for n in (4096, 8192)}
+    differs = capability >= (9, 0)
+    assert gpu.can_overlap == differs
+    assert any(c.fetch for c in found) == any(c.overlap for c in found) == differs
+    assert len(small_candidates(3, gpu, affine=False)) == (36 if differs else 18)

@@ -12,7 +12,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fdk_cuda.triton.arrangement import POSITIONS, Arrangement  # noqa: E402
+from fdk_cuda.triton.arrangement import POSITIONS, STRIDES, Arrangement  # noqa: E402
 from fdk_cuda.triton.configs import (  # noqa: E402
     GEMM_CONFIGS,
     GPUS,
@@ -25,6 +25,7 @@ from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
 from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
+from fdk_cuda.triton.tune import UNASKED_BYTES  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.
 TARGETS = {major * 10 + minor: gpu.shared_bytes for (major, minor), gpu in GPUS.items()}
@@ -80,8 +81,11 @@ def compile_kernel(kernel: object, target: int, arguments: dict[str, object], wa
 
 
 def spills(kernel: object, target: int, arguments: dict[str, object], warps: int) -> int:
-    """Bytes of stack of a compiled kernel."""
-    compiled = compile_kernel(kernel, target, arguments, warps)
+    """Bytes of stack of a kernel."""
+    return stack_bytes(compile_kernel(kernel, target, arguments, warps), target)
+
+
+def stack_bytes(compiled: object, target: int) -> int:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     ptxas = tools / ("ptxas-blackwell" if target >= 100 else "ptxas")
     arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
@@ -106,13 +110,22 @@ def test_small_affine(bits: int, target: int) -> None:
     assert small_spills(bits, True, 28672, 16, target) == 0
 
 
-def test_small_8_bits() -> None:
+@pytest.mark.parametrize("n", [4096, 28672])
+@pytest.mark.parametrize("bits", [6, 7, 8])
+def test_small_table(bits: int, n: int) -> None:
     """A table in shared memory, and what Triton takes of it, within what a kernel gets unasked."""
     for m in (8, 16):
-        assert small_spills(8, False, 28672, m, 90) == 0
+        compiled = compile_small(bits, False, n, m, 90)
+        assert compiled.metadata.shared + (STRIDES[bits] << bits) <= UNASKED_BYTES
+        assert stack_bytes(compiled, 90) == 0
 
 
 def small_spills(bits: int, affine: bool, n: int, m: int, target: int) -> int:
+    return stack_bytes(compile_small(bits, affine, n, m, target), target)
+
+
+def compile_small(bits: int, affine: bool, n: int, m: int, target: int) -> object:
+    """By the configuration that is chosen for a GPU."""
     config = small_config(n, m, bits, GPUS[divmod(target, 10)])
     arguments = constants(bits, affine) | {
         "N_TILES": config.n_tiles,
@@ -122,7 +135,7 @@ def small_spills(bits: int, affine: bool, n: int, m: int, target: int) -> int:
         "FETCH": config.fetch if target >= 90 else 0,
         "OVERLAP": target >= 90 and config.overlap,
     }
-    return spills(small_kernel, target, arguments, config.warps)
+    return compile_kernel(small_kernel, target, arguments, config.warps)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from fdk_cuda.triton.configs import (
     SMALL_CONFIGS,
     TRANSPOSED_CONFIGS,
     GemmConfig,
+    SmallConfig,
     TransposedConfig,
     fit,
 )
@@ -21,7 +22,7 @@ from fdk_cuda.triton.linear import triton_linear_op
 from fdk_formats import Format
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.readers import read_dequant_gemm
-from fdk_formats.testing import Case, cases, check_backend, check_numerics, nrmse
+from fdk_formats.testing import Case, cases, check_backend, check_numerics, nrmse, random_quantised
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
@@ -80,6 +81,34 @@ def test_small(bits: int, config: object) -> None:
     y = launch.small(x, weight(TritonLayout(q)), None, config)
     assert nrmse(y, oracle) < 6e-3
     assert torch.equal(y, launch.small(x, weight(TritonLayout(q)), None, config))
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("config", [c for c in SMALL_CONFIGS if c.overlap], ids=str)
+def test_overlap_in_a_row(config: SmallConfig, m: int) -> None:
+    """Each kernel starts while the one before still runs, and reads as x what that one writes."""
+    if not launch.can_overlap(torch.cuda.current_device()):
+        pytest.skip("needs a GPU of compute capability 9.0 or later")
+    ws = []
+    for seed, name in enumerate(["custom3", "custom1", "custom8", "affine4", "custom2", "custom4"]):
+        q = random_quantised(Format.parse(f"{name}-g64"), 2048, 2048, seed=seed).to("cuda")
+        ws.append(weight(TritonLayout(q)))
+    # What an output's memory held before is never what belongs there: every x is another.
+    generator = torch.Generator("cuda").manual_seed(0)
+    xs = torch.randn(8, m, 2048, device="cuda", generator=generator).bfloat16()
+
+    def run(x: Tensor, config: SmallConfig) -> Tensor:
+        for w in ws:
+            x = launch.small(x, w, None, config)
+        return x
+
+    wanted = [run(x, replace(config, overlap=False)) for x in xs]
+    assert all(y.isfinite().all() and y.any() for y in wanted)
+    run(xs[0], config)  # compiles
+    for _ in range(50):
+        torch.cuda._sleep(2_000_000)  # so that the launches queue up, and the kernels meet
+        ys = [run(x, config) for x in xs]
+        assert all(map(torch.equal, ys, wanted))
 
 
 @pytest.mark.parametrize("config", TRANSPOSED_CONFIGS, ids=str)

@@ -7,6 +7,7 @@ from fdk_cuda.marlin.layout import STORED_DTYPES, Geometry, pack_layout, unpack_
 from fdk_cuda.marlin.ops import DTYPES, linear_op
 from fdk_cuda.marlin.ready import ReadyCalls
 from fdk_cuda.nvrtc import why_unavailable
+from fdk_cuda.settled import SettledLayout
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
@@ -16,7 +17,7 @@ MIN_CAPABILITY = (8, 0)
 PRIORITY = 20
 
 
-class MarlinLayout(Layout):
+class MarlinLayout(SettledLayout):
     """A weight in the order of tensor-core fragments; see ``layout``.
 
     packed             :: [rows / 32, columns / 64, block bytes, uint8]
@@ -51,10 +52,7 @@ class MarlinLayout(Layout):
         self.register_buffer("codebook", codebook.to(dtype), persistent=False)
         self.register_buffer("canonical_codebook", q.codebook, persistent=False)
         self._format, self._ready = str(q.format), ReadyCalls()
-        if q.device.type == "cuda":
-            # A kernel may read the weight before the one ahead of it in the stream has ended
-            # (programmatic dependent launch): so it must be there once and for all.
-            torch.cuda.synchronize(q.device)
+        self.settle()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""

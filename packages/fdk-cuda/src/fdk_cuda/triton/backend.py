@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fdk_cuda.settled import SettledLayout
 from fdk_cuda.triton.arrangement import (
     Arrangement,
     arrange_codes,
@@ -21,7 +22,7 @@ MIN_CAPABILITY = (8, 0)
 PRIORITY = 10
 
 
-class TritonLayout(Layout):
+class TritonLayout(SettledLayout):
     """Codes in fragment order, scales by tiles of 16 rows, and the tables of the codebook.
 
     Args:
@@ -56,6 +57,7 @@ class TritonLayout(Layout):
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
+        self.settle()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""

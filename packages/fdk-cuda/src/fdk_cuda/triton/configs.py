@@ -60,17 +60,29 @@ class Limits:
     transposed_m: int = 0
 
 
+# Microseconds at 8192 x 8192 on an H200, 2026-11-22, by default; in brackets, before that
+# day's changes.
+# m = 1: 4 bits 19.6 (20.5), 5 29.4 (28.9), 6 23.3, 8 23.6.
+ONE_TILE = SmallConfig(n_tiles=1, warps=8)
+TWO_TILES = SmallConfig(n_tiles=2, warps=4)
+TWO_TILES_8_WARPS = SmallConfig(n_tiles=2, warps=8)
+# m = 1: 7 bits 29.0 (111.9); m = 16: 5 38.5 (45.0), 6 34.9, 7 43.1 (155.3).
+NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2)
+# Not timed since a sweep of that day, before the last changes to addresses and masks: without
+# overlap and with it 3 bits took 16.8 and 14.2 at m = 1, 27.1 and 22.6 at m = 16.
+ONE_TILE_OVERLAP = SmallConfig(n_tiles=1, warps=4, fetch=2, overlap=True)
+# The same sweep: 1 bit, m = 16, 16.9 and 13.7.
+TWO_TILES_OVERLAP = SmallConfig(n_tiles=2, warps=4, fetch=2, overlap=True)
+# m = 16: 4 bits 28.0 (25.8), 8 29.8.
+TWO_TILES_FETCHED = SmallConfig(n_tiles=2, warps=4, fetch=3)
 SMALL_CONFIGS = (
-    SmallConfig(n_tiles=1, warps=8),
-    SmallConfig(n_tiles=2, warps=4),
-    SmallConfig(n_tiles=2, warps=8),
-    # H200, 8192 x 8192: 5 bits, m = 16, 55.5 us with a tile ahead in registers, 39.1 without.
-    SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2),
-    # The same, 3 bits: m = 1 16.8 us -> 14.2 us, m = 16 27.1 us -> 22.6 us.
-    SmallConfig(n_tiles=1, warps=4, fetch=2, overlap=True),
-    # The same, 1 bit, m = 16: 16.9 us -> 13.7 us.
-    SmallConfig(n_tiles=2, warps=4, fetch=2, overlap=True),
-    SmallConfig(n_tiles=2, warps=4, fetch=3),
+    ONE_TILE,
+    TWO_TILES,
+    TWO_TILES_8_WARPS,
+    NOTHING_AHEAD,
+    ONE_TILE_OVERLAP,
+    TWO_TILES_OVERLAP,
+    TWO_TILES_FETCHED,
 )
 GEMM_CONFIGS = (
     GemmConfig(tiles=1, warps=4, block_m=32),
@@ -96,12 +108,14 @@ class Gpu:
             processors from those of the H200, and not timed.
         shared_bytes: of shared memory that a program may take.
         processors: of the largest such GPU.
+        can_overlap: whether kernels overlap and fetch to the L2: compute capability 9.0 or later.
         limits: up to which m each kernel serves.
     """
 
     measured_on: str | None
     shared_bytes: int
     processors: int
+    can_overlap: bool = True
     limits: Limits = Limits()
 
     @property
@@ -118,9 +132,9 @@ class Gpu:
 
 H200_PROCESSORS = 132
 GPUS = {
-    (8, 0): Gpu(None, 163 << 10, 108),  # A100
-    (8, 6): Gpu(None, 99 << 10, 84),  # RTX 3090, A40
-    (8, 9): Gpu(None, 99 << 10, 142),  # L40S, RTX 4090
+    (8, 0): Gpu(None, 163 << 10, 108, can_overlap=False),  # A100
+    (8, 6): Gpu(None, 99 << 10, 84, can_overlap=False),  # RTX 3090, A40
+    (8, 9): Gpu(None, 99 << 10, 142, can_overlap=False),  # L40S, RTX 4090
     (9, 0): Gpu("NVIDIA H200", 227 << 10, H200_PROCESSORS),
     (10, 0): Gpu(None, 227 << 10, 148),  # B200
     (12, 0): Gpu(None, 99 << 10, 188),  # RTX PRO 6000, RTX 5090
@@ -137,20 +151,25 @@ def gpu_of(capability: tuple[int, int]) -> Gpu:
 def small_config(n: int, m: int, bits: int, gpu: Gpu) -> SmallConfig:
     """For ``n`` outputs; the same for every m that a batch-invariant call may meet."""
     few = n <= gpu.few_outputs
-    # Two tiles do not fit the registers here: compiled for sm_80 to sm_120, 7 bits spill 7 KB, and
-    # 3 and 5 bits 32 to 72 bytes where there are 16 columns of x.
+    # One tile for 7 bits, and for 5 and 6 with 16 columns of x, where two take 16 and 32 bytes of
+    # stack at 7 bits (sm_80, sm_90; Triton 3.7.1), 8 and 0 at 5, none at 6.
     if bits == 7 or (bits in (5, 6) and m > 8):
-        return SMALL_CONFIGS[3]
+        return NOTHING_AHEAD
     if bits in (5, 6) or (bits == 3 and few):
-        return SMALL_CONFIGS[0]
+        return ONE_TILE
     if bits == 3 and (m > 8 or n <= 2 * gpu.few_outputs):
-        return SMALL_CONFIGS[4]
+        return ONE_TILE_OVERLAP
     if few:
-        return SMALL_CONFIGS[0] if m <= 8 else SMALL_CONFIGS[2]
+        return ONE_TILE if m <= 8 else TWO_TILES_8_WARPS
     if m > 8:
-        return SMALL_CONFIGS[5] if bits == 1 else SMALL_CONFIGS[6]
+        return TWO_TILES_OVERLAP if bits == 1 else TWO_TILES_FETCHED
     # Many outputs share each piece of x (28672 x 8192: 59.3 us -> 57.1 us).
-    return SMALL_CONFIGS[0] if bits >= 2 and n <= 2 * gpu.few_outputs else SMALL_CONFIGS[1]
+    return ONE_TILE if bits >= 2 and n <= 2 * gpu.few_outputs else TWO_TILES
+
+
+def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:
+    """The configuration without what a GPU leaves aside."""
+    return config if gpu.can_overlap else replace(config, fetch=0, overlap=False)
 
 
 def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig:

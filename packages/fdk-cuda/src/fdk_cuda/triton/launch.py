@@ -163,9 +163,9 @@ def gpu_at(index: int) -> Gpu:
 
 
 @cache
-def is_hopper(index: int) -> bool:
-    """Whether a device overlaps kernels and fetches to the L2: compute capability 9.0 or later."""
-    return index >= 0 and torch.cuda.get_device_capability(index) >= (9, 0)
+def can_overlap(index: int) -> bool:
+    """Whether a device overlaps kernels and fetches to the L2; the interpreter does neither."""
+    return index >= 0 and gpu_at(index).can_overlap
 
 
 def linear(x: Tensor, w: "Weight", bias: Tensor | None, config: Config) -> Tensor:
@@ -191,15 +191,15 @@ def small(x: Tensor, w: Weight, bias: Tensor | None, config: SmallConfig) -> Ten
     key = (m, x.dtype, bias is None, c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, *w.key)
     if not relaunch(key, tensors):
         m_tiles = 1 if m <= 8 else 2
-        hopper = is_hopper(x.get_device())
-        overlap = hopper and config.overlap
+        is_able = can_overlap(x.get_device())
+        overlap = is_able and config.overlap
         constants = w.constants(x.dtype) | {
             "HAS_BIAS": bias is not None,
             "N_TILES": config.n_tiles,
             "M_TILES": m_tiles,
             "WARPS": config.warps,
             "AHEAD": config.ahead,
-            "FETCH": config.fetch if hopper else 0,
+            "FETCH": config.fetch if is_able else 0,
             "OVERLAP": overlap,
         }
         grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))

@@ -38,7 +38,7 @@ _FETCH = tl.constexpr(
 
 @triton.jit
 def fetch(pointer, size):
-    """Brings ``size`` bytes, a multiple of 16, to the L2 (compute capability 9.0)."""
+    """Brings ``size`` bytes, a multiple of 16, to the L2 (compute capability 9.0 and later)."""
     tl.inline_asm_elementwise(
         _FETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -46,11 +46,8 @@ def fetch(pointer, size):
 
 @triton.jit
 def load_scales(
-    scale_at,
-    zero_at,
-    inside,
+    stored,
     tile,
-    groups,
     part: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -60,7 +57,11 @@ def load_scales(
     AFFINE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Scales and zero points of a part of a tile as they are stored, one of each a segment."""
+    """Scales and zero points of a part of a tile as they are stored, one of each a segment.
+
+    ``stored``: pointers to both, which of them are inside, and the number of groups.
+    """
+    scale_at, zero_at, inside, groups = stored
     scales = ()
     zeros = ()
     for i in tl.static_range(max(1, WIDTH // SEGMENT)):
@@ -188,7 +189,7 @@ def small_kernel(
     scale_at = (tile * groups * 16)[:, None] + (i // 8 % 8 * 2 + i % 2)[None, :]
     has_scale = (tile < n_tiles)[:, None]
     zero_at = zero_ptr + scale_at
-    scale_at = scale_ptr + scale_at
+    stored = (scale_ptr + scale_at, zero_at, has_scale, groups)
 
     acc = tl.zeros([WARPS, N_TILES, 2, 8, M_TILES, 4, 2], tl.float32)
     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
@@ -197,19 +198,7 @@ def small_kernel(
     # Filling a table may wait for all warps: what is ahead is on its way by then.
     tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, True, WARPS, X_DTYPE)
     scales, zeros = load_scales(
-        scale_at,
-        zero_at,
-        has_scale,
-        warp_s,
-        groups,
-        0,
-        WIDTH,
-        TILE_K,
-        SEGMENT,
-        ONE_GROUP,
-        PADDED_GROUP,
-        AFFINE,
-        EXACT,
+        stored, warp_s, 0, WIDTH, TILE_K, SEGMENT, ONE_GROUP, PADDED_GROUP, AFFINE, EXACT
     )
     if OVERLAP:
         tl.extra.cuda.gdc_wait()  # x may be what the kernel before this one writes
@@ -228,41 +217,24 @@ def small_kernel(
         has_x = (x_row < m) & (first + warp_x < k_tiles)
         for part in tl.static_range(PARTS):
             scale_tile = first + warp_s
-            if SCALES_AHEAD:
-                # Of the next part, or of this warp's next tile.
-                if part + 1 == PARTS:
-                    scale_tile += WARPS
-                scales_after, zeros_after = load_scales(
-                    scale_at,
-                    zero_at,
-                    has_scale,
-                    scale_tile,
-                    groups,
-                    0 if part + 1 == PARTS else part + 1,
-                    WIDTH,
-                    TILE_K,
-                    SEGMENT,
-                    ONE_GROUP,
-                    PADDED_GROUP,
-                    AFFINE,
-                    EXACT,
-                )
-            else:
-                scales, zeros = load_scales(
-                    scale_at,
-                    zero_at,
-                    has_scale,
-                    scale_tile,
-                    groups,
-                    part,
-                    WIDTH,
-                    TILE_K,
-                    SEGMENT,
-                    ONE_GROUP,
-                    PADDED_GROUP,
-                    AFFINE,
-                    EXACT,
-                )
+            if part + SCALES_AHEAD == PARTS:
+                scale_tile += WARPS
+            # Of this part, or ahead: of the next part, or the first of this warp's next tile.
+            new_scales, new_zeros = load_scales(
+                stored,
+                scale_tile,
+                0 if part + SCALES_AHEAD == PARTS else part + SCALES_AHEAD,
+                WIDTH,
+                TILE_K,
+                SEGMENT,
+                ONE_GROUP,
+                PADDED_GROUP,
+                AFFINE,
+                EXACT,
+            )
+            if not SCALES_AHEAD:
+                scales = new_scales
+                zeros = new_zeros
             values = decode_part(
                 now,
                 tables,
@@ -321,8 +293,8 @@ def small_kernel(
                         segment -= spread(zero, N_TILES, WARPS) * ones_x
                     acc += segment * scale
             if SCALES_AHEAD:
-                scales = scales_after
-                zeros = zeros_after
+                scales = new_scales
+                zeros = new_zeros
 
     y = tl.sum(tl.reshape(acc, [WARPS, BLOCK_N, BLOCK_M]), 0)
     row = tile_n * 16 + tl.arange(0, BLOCK_N)

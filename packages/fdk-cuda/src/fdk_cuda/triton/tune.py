@@ -24,7 +24,16 @@ from torch import Tensor
 
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import STRIDES, Arrangement
-from fdk_cuda.triton.configs import GemmConfig, Gpu, SmallConfig, fit, gemm_config, small_config
+from fdk_cuda.triton.assembly import is_shared
+from fdk_cuda.triton.configs import (
+    GemmConfig,
+    Gpu,
+    SmallConfig,
+    as_run,
+    fit,
+    gemm_config,
+    small_config,
+)
 from fdk_cuda.triton.decode import lookup_tables
 from fdk_cuda.triton.launch import Config, Weight
 from fdk_cuda.triton.stored import Entry, load_entries, store_entries
@@ -104,7 +113,7 @@ def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry
 def default(a: Arrangement, m: int, gpu: Gpu) -> Config:
     """What the data of ``configs`` says."""
     if m <= gpu.limits.small_m:
-        return small_config(a.n, m, a.bits, gpu)
+        return as_run(small_config(a.n, m, a.bits, gpu), gpu)
     if m <= gpu.limits.gemm_m:
         return gemm_config(a.n, m, a.bits, a.k_tiles, gpu)
     return None
@@ -158,19 +167,21 @@ def tune_layers(
     return count
 
 
-def candidates(m: int, bits: int, gpu: Gpu) -> list[Config]:
+def candidates(m: int, bits: int, gpu: Gpu, *, affine: bool) -> list[Config]:
     """Every configuration worth trying for m rows, that fits."""
     found: list[Config] = []
     if m <= gpu.limits.small_m:
         ways = ((1, 0, False), (1, 2, False), (1, 2, True), (0, 2, True))
         grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
         # With the sums of 16 rows of x, a table in shared memory has to fit what needs no leave.
-        table = STRIDES.get(bits, 0) << bits
-        found += [
-            SmallConfig(tiles, warps, *way)
+        table = STRIDES[bits] << bits if is_shared(bits, affine) else 0
+        fitting = (
+            as_run(SmallConfig(tiles, warps, *way), gpu)
             for tiles, warps, way in grid
             if not table or table + warps * 16 * tiles * 16 * 4 <= UNASKED_BYTES
-        ]
+        )
+        # On a GPU that does not overlap some are the same.
+        found += dict.fromkeys(fitting)
     if m > gpu.limits.small_m // 2:
         base = {
             fit(GemmConfig(tiles, warps, block, split, stages), bits, gpu.shared_bytes)
@@ -244,7 +255,7 @@ def _tune_bucket(
     ws: list[Weight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
 ) -> Entry:
     """Measures one bucket and stores it."""
-    a, gpu = ws[0].arrangement, launch.gpu_at(device)
+    a, gpu, affine = ws[0].arrangement, launch.gpu_at(device), ws[0].zero_point is not None
     first = default(a, bucket, gpu)
     # A generator of its own: that of the program stays where it is.
     place = ws[0].words.device
@@ -253,7 +264,7 @@ def _tune_bucket(
     with torch.no_grad(), launch.on_device_of(x):
         oracle = x.float() @ launch.dequantise(ws[0], dtype).float().T
         times: dict[Config, float] = {}
-        for config in dict.fromkeys([first, *candidates(bucket, a.bits, gpu)]):
+        for config in dict.fromkeys([first, *candidates(bucket, a.bits, gpu, affine=affine)]):
             try:
                 y = launch.linear(x, ws[0], None, config).float()
             except triton.OutOfResources:

@@ -4,7 +4,8 @@
 
 `dequantise` is what the gradient does elsewhere: dequantising, then cuBLAS. Ratios are times over
 that of cuBLAS. Each case is checked against float64 first. `--every-plan` also times each plan and
-appends a line of JSON for it to a file: what the costs in backward.py are fitted to.
+appends a line of JSON for it to a file: whether the costs in hopper.py, which are fitted to the
+forward, choose well here.
 """
 
 import argparse

@@ -31,7 +31,7 @@ BACKENDS = {backend.name: backend for backend in marlin_backends(batch_invariant
 
 
 def units(plan: HopperPlan, stages: int) -> list[tuple[int, int, int]]:
-    """Tile and stages of each unit, as hopper_gemm.cu's Unit counts them."""
+    """Tile and stages of each unit, as hopper_units.cuh's Unit counts them."""
     found = []
     tiles = plan.row_tiles * plan.column_tiles
     for index in range(plan.whole_tiles + (tiles - plan.whole_tiles) * plan.splits):

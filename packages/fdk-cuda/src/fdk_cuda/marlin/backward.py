@@ -7,33 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin.hopper import (
-    CLUSTERS,
-    GROUP_TILES,
-    MAX_SPLITS,
-    MAX_STAGES,
-    MIN_STAGES,
-    HopperPlan,
-    _shared_bytes,
-    hopper_cost,
-    plan_of,
-)
-from fdk_cuda.marlin.launches import (
-    SUM_FIELDS,
-    SUM_THREADS,
-    SUM_VALUES,
-    HopperRunner,
-    device_limits,
-)
+from fdk_cuda.marlin.hopper import MAX_SPLITS, HopperPlan, hopper_cost, hopper_shapes, plan_of
+from fdk_cuda.marlin.launches import HopperRunner, device_limits, plan_runner, run_plan
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, Geometry
 from fdk_cuda.marlin.plan import Device
-from fdk_cuda.marlin.programs import (
-    HopperShape,
-    Variant,
-    hopper_backward_kernel,
-    sum_splits_kernel,
-)
-from fdk_cuda.nvrtc import Launch, swizzled_map
+from fdk_cuda.marlin.programs import HopperShape, Variant, hopper_backward_kernel
 from fdk_formats.format import Format
 
 # The notation of ``struct`` for hopper_backward.cu's Params.
@@ -59,17 +37,8 @@ def backward_plans(geometry: Geometry, m: int, device: Device) -> Iterator[Hoppe
 
 
 def backward_shapes(geometry: Geometry, device: Device) -> list[HopperShape]:
-    """Every tile that a plan may take, each with as many stages as fit."""
-    shapes = []
-    for columns in TILE_COLUMNS:
-        for cluster in CLUSTERS:
-            empty = HopperShape(columns, consumers=2, k_blocks=1, stages=0, cluster=cluster)
-            fixed = _shared_bytes(geometry, empty)
-            stage = _shared_bytes(geometry, replace(empty, stages=1)) - fixed
-            stages = min(MAX_STAGES, (device.shared_bytes - fixed) // stage)
-            if stages >= MIN_STAGES:
-                shapes.append(replace(empty, stages=stages))
-    return shapes
+    """Every shape that a plan may take, each with as many stages as fit."""
+    return hopper_shapes(geometry, device, [(columns, 2, 1) for columns in TILE_COLUMNS])
 
 
 def _turned(geometry: Geometry) -> Geometry:
@@ -82,43 +51,14 @@ def _turned(geometry: Geometry) -> Geometry:
 
 
 def backward_runner(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    m: int,
-    plan: HopperPlan,
-    device: int,
-    *,
-    overlap: bool = True,
+    geometry: Geometry, dtype: torch.dtype, m: int, plan: HopperPlan, device: int
 ) -> HopperRunner:
     """Loads the kernels of a plan, compiling them where they have not been."""
-    variant, shape = Variant.of(geometry, dtype), plan.shape
-    product = Launch(
-        hopper_backward_kernel(variant, shape),
-        device,
-        fields=BACKWARD_FIELDS,
-        grid=plan.grid,
-        threads=shape.threads,
-        shared_bytes=plan.shared_bytes,
-        cluster=shape.cluster,
-        overlap=overlap,
-    )
-    tiles = plan.row_tiles, plan.column_tiles, min(GROUP_TILES, plan.column_tiles)
-    cut = *tiles, plan.splits, plan.whole_tiles
+    kernel = hopper_backward_kernel(Variant.of(geometry, dtype), plan.shape)
     blocks = geometry.rows // STEP_ROWS, geometry.columns // BLOCK_COLUMNS
-    total = None
-    if plan.parts > 0:
-        values = plan.parts // plan.splits * shape.columns * shape.rows
-        total = Launch(
-            sum_splits_kernel(dtype, shape),
-            device,
-            fields=SUM_FIELDS,
-            grid=values // (SUM_THREADS * SUM_VALUES),
-            threads=SUM_THREADS,
-            shared_bytes=0,
-            overlap=overlap,
-        )
-    sizes = geometry.k, m
-    return HopperRunner(plan, product, (*sizes, *blocks, *cut), total, (*sizes, *cut))
+    return plan_runner(
+        plan, kernel, BACKWARD_FIELDS, dtype, device, sizes=(geometry.k, m), blocks=blocks
+    )
 
 
 # m is any number of tokens here: the least used ones go.
@@ -136,20 +76,4 @@ def run_backward(
     runner: HopperRunner, dy: Tensor, packed: Tensor, codebook: Tensor, k: int
 ) -> Tensor:
     """dx by one plan, from dy with rows of a multiple of 16 bytes."""
-    plan, shape = runner.plan, runner.plan.shape
-    m = dy.shape[0]
-    dx = dy.new_empty((m, k))
-    parts = dx  # not used
-    if plan.parts > 0:
-        parts = dy.new_empty(plan.parts * shape.columns * shape.rows, dtype=torch.float32)
-    runner.product(
-        swizzled_map(dy.data_ptr(), m, dy.shape[1], shape.columns, dy.dtype),
-        packed.data_ptr(),
-        codebook.data_ptr(),
-        dx.data_ptr(),
-        parts.data_ptr(),
-        *runner.fields,
-    )
-    if runner.sum is not None:
-        runner.sum(parts.data_ptr(), 0, dx.data_ptr(), *runner.sum_fields)
-    return dx
+    return run_plan(runner, dy, (packed.data_ptr(), codebook.data_ptr()), k)

@@ -1,7 +1,7 @@
 """How a product with many rows of x is cut on Hopper: tiles, stages, parts of the columns."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
@@ -39,6 +39,8 @@ STEP_COST = {
     (224, 2): {1: 0.597, 2: 0.585, 3: 0.643, 4: 0.632, 8: 0.713},
     (256, 2): {1: 0.655, 2: 0.666, 3: 0.702, 4: 0.717, 8: 0.786},
 }
+# Columns, groups of consumers and blocks of 64 in a stage of the forward's tiles.
+TILES = tuple((*tile, 2 if tile[0] <= LONG_STAGE_COLUMNS else 1) for tile in STEP_COST)
 # Of a second kernel that adds parts, and of each MiB of theirs; of meeting in a cluster, and of
 # each MiB that a block sends.
 SPLIT_COST, SPLIT_MIB_COST = 2.7, 0.44
@@ -47,13 +49,13 @@ CLUSTER_COST, SENT_MIB_COST = 1.4, 32.0
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """One way to run hopper_gemm.cu.
+    """One way to run hopper_gemm.cu or hopper_backward.cu.
 
     Attributes:
         shape: of the instantiation.
-        row_tiles, column_tiles: of the weight and of x.
+        row_tiles, column_tiles: of the weight's rows and of x; of its columns and of dy backward.
         whole_tiles: that blocks, or clusters, take without parts.
-        splits: parts of the columns of the others, whose sums sum_splits.cu adds.
+        splits: parts of what is summed over in the others, whose sums sum_splits.cu adds.
         grid: blocks of threads.
         shared_bytes: of a block.
     """
@@ -111,11 +113,18 @@ def hopper_plans(geometry: Geometry, m: int, device: Device) -> Iterator[HopperP
                 yield plan
 
 
-def hopper_shapes(geometry: Geometry, device: Device) -> list[HopperShape]:
-    """Every tile that a plan may take, each with as many stages as fit."""
+def hopper_shapes(
+    geometry: Geometry, device: Device, tiles: Iterable[tuple[int, int, int]] = TILES
+) -> list[HopperShape]:
+    """Every shape that a plan may take, each with as many stages as fit.
+
+    Args:
+        geometry: of the weight, in either direction: only bits and bytes of a block count.
+        device: that it has to fit.
+        tiles: columns, consumers and k_blocks of each; those of the forward by default.
+    """
     shapes = []
-    for (columns, consumers), cluster in itertools.product(STEP_COST, CLUSTERS):
-        k_blocks = 2 if columns <= LONG_STAGE_COLUMNS else 1
+    for (columns, consumers, k_blocks), cluster in itertools.product(tiles, CLUSTERS):
         empty = HopperShape(columns, consumers, k_blocks, 0, cluster)
         fixed = _shared_bytes(geometry, empty)
         stage = _shared_bytes(geometry, replace(empty, stages=1)) - fixed

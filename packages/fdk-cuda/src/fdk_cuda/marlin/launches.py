@@ -18,7 +18,7 @@ from fdk_cuda.marlin.programs import (
     small_m_kernel,
     sum_splits_kernel,
 )
-from fdk_cuda.nvrtc import Launch, swizzled_map
+from fdk_cuda.nvrtc import Kernel, Launch, swizzled_map
 from fdk_formats.format import Format
 
 # The notation of ``struct`` for each kernel's Params.
@@ -67,7 +67,7 @@ class HopperRunner:
 
     Attributes:
         plan: how the product is cut.
-        product: launches hopper_gemm.cu.
+        product: launches hopper_gemm.cu or hopper_backward.cu.
         fields: of its Params, after the pointers.
         sum: launches sum_splits.cu, where the plan has parts.
         sum_fields: likewise.
@@ -80,32 +80,42 @@ class HopperRunner:
     sum_fields: tuple[int, ...]
 
 
-def hopper_runner(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    m: int,
+def plan_runner(
     plan: HopperPlan,
+    kernel: Kernel,
+    fields: str,
+    dtype: torch.dtype,
     device: int,
     *,
+    sizes: tuple[int, int],
+    blocks: tuple[int, int],
     overlap: bool = True,
 ) -> HopperRunner:
-    """Loads the kernels of a plan, compiling them where they have not been."""
-    variant, shape = Variant.of(geometry, dtype), plan.shape
+    """Loads the kernels of a plan in one direction, compiling them where they have not been.
+
+    Args:
+        plan: in that direction.
+        kernel: of the product.
+        fields: the notation of ``struct`` for its Params.
+        dtype: of the activations.
+        device: index of the GPU.
+        sizes: columns and rows of the result.
+        blocks: the two fields of Params between sizes and tiles: steps, and blocks of the weight.
+        overlap: whether kernels may start before the previous one has ended.
+    """
+    shape = plan.shape
     product = Launch(
-        hopper_kernel(variant, shape),
+        kernel,
         device,
-        fields=HOPPER_FIELDS,
+        fields=fields,
         grid=plan.grid,
         threads=shape.threads,
         shared_bytes=plan.shared_bytes,
         cluster=shape.cluster,
         overlap=overlap,
     )
-    stages = geometry.columns // (BLOCK_COLUMNS * shape.k_blocks)
     tiles = plan.row_tiles, plan.column_tiles, min(GROUP_TILES, plan.column_tiles)
     cut = *tiles, plan.splits, plan.whole_tiles
-    fields = geometry.n, m, stages, geometry.rows // BLOCK_ROWS, *cut
-    sum_fields = geometry.n, m, *cut
     total = None
     if plan.parts > 0:
         values = plan.parts // plan.splits * shape.columns * shape.rows
@@ -118,7 +128,31 @@ def hopper_runner(
             shared_bytes=0,
             overlap=overlap,
         )
-    return HopperRunner(plan, product, fields, total, sum_fields)
+    return HopperRunner(plan, product, (*sizes, *blocks, *cut), total, (*sizes, *cut))
+
+
+def hopper_runner(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    m: int,
+    plan: HopperPlan,
+    device: int,
+    *,
+    overlap: bool = True,
+) -> HopperRunner:
+    """Loads the kernels of a forward's plan, compiling them where they have not been."""
+    kernel = hopper_kernel(Variant.of(geometry, dtype), plan.shape)
+    steps = geometry.columns // (BLOCK_COLUMNS * plan.shape.k_blocks)
+    return plan_runner(
+        plan,
+        kernel,
+        HOPPER_FIELDS,
+        dtype,
+        device,
+        sizes=(geometry.n, m),
+        blocks=(steps, geometry.rows // BLOCK_ROWS),
+        overlap=overlap,
+    )
 
 
 # m is any number of tokens here: the least used ones go.
@@ -167,25 +201,44 @@ def dequantise_launch_for(
 
 
 def run_hopper(
-    runner: "HopperRunner", x: Tensor, packed: Tensor, codebook: Tensor, bias: Tensor | None, n: int
+    runner: HopperRunner, x: Tensor, packed: Tensor, codebook: Tensor, bias: Tensor | None, n: int
 ) -> Tensor:
     """y by one plan, from x with rows of a multiple of 16 bytes."""
-    plan, shape = runner.plan, runner.plan.shape
-    m = x.shape[0]
-    y = x.new_empty((m, n))
     bias_pointer = 0 if bias is None else bias.data_ptr()
-    parts = y  # not used
+    pointers = packed.data_ptr(), codebook.data_ptr(), bias_pointer
+    return run_plan(runner, x, pointers, n, bias_pointer=bias_pointer)
+
+
+def run_plan(
+    runner: HopperRunner,
+    operand: Tensor,
+    pointers: tuple[int, ...],
+    width: int,
+    *,
+    bias_pointer: int = 0,
+) -> Tensor:
+    """The product [m, width] of one direction.
+
+    Args:
+        runner: of that direction.
+        operand: x or dy, [m, ...], with rows of a multiple of 16 bytes.
+        pointers: the fields of Params between the map of the operand and the result.
+        width: columns of the result.
+        bias_pointer: what sum_splits.cu adds; 0 for nothing.
+    """
+    plan, shape = runner.plan, runner.plan.shape
+    m = operand.shape[0]
+    out = operand.new_empty((m, width))
+    parts = out  # not used
     if plan.parts > 0:
-        parts = x.new_empty(plan.parts * shape.columns * shape.rows, dtype=torch.float32)
+        parts = operand.new_empty(plan.parts * shape.columns * shape.rows, dtype=torch.float32)
     runner.product(
-        swizzled_map(x.data_ptr(), m, x.shape[1], shape.columns, x.dtype),
-        packed.data_ptr(),
-        codebook.data_ptr(),
-        bias_pointer,
-        y.data_ptr(),
+        swizzled_map(operand.data_ptr(), m, operand.shape[1], shape.columns, operand.dtype),
+        *pointers,
+        out.data_ptr(),
         parts.data_ptr(),
         *runner.fields,
     )
     if runner.sum is not None:
-        runner.sum(parts.data_ptr(), bias_pointer, y.data_ptr(), *runner.sum_fields)
-    return y
+        runner.sum(parts.data_ptr(), bias_pointer, out.data_ptr(), *runner.sum_fields)
+    return out

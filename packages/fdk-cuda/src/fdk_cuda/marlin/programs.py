@@ -96,14 +96,15 @@ class TileShape:
 
 @dataclass(frozen=True)
 class HopperShape:
-    """What hopper_gemm.cu is compiled for beside the variant.
+    """What hopper_gemm.cu or hopper_backward.cu is compiled for beside the variant.
 
     Attributes:
-        columns: rows of x in a tile.
-        consumers: groups of four warps that decode and multiply, 64 rows of the weight each.
-        k_blocks: of 64 columns, in a stage.
+        columns: rows of x, or of dy, in a tile.
+        consumers: groups of four warps that decode and multiply, 64 rows of the weight each, or
+            64 columns backward.
+        k_blocks: of 64 columns, or rows backward, in a stage.
         stages: of the ring.
-        cluster: blocks that share the columns of a unit.
+        cluster: blocks that share what is summed over in a tile.
     """
 
     columns: int
@@ -114,7 +115,7 @@ class HopperShape:
 
     @property
     def rows(self) -> int:
-        """Of the weight, in a tile."""
+        """Of a tile: rows of the weight, or its columns backward."""
         return 64 * self.consumers
 
     @property
@@ -156,7 +157,8 @@ def hopper_program(variant: Variant, shape: HopperShape) -> Program:
 
 
 def hopper_backward_program(variant: Variant, shape: HopperShape) -> Program:
-    """hopper_backward.cu for a variant and a shape of tile, of two consumers and one block."""
+    """hopper_backward.cu for a variant and a shape of two groups of consumers, k_blocks 1."""
+    assert (shape.consumers, shape.k_blocks) == (2, 1), shape
     options = variant.options(
         TILE_COLUMNS=shape.columns,
         STAGES=shape.stages,

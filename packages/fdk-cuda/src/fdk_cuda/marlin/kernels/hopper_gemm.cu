@@ -22,41 +22,7 @@
 //   CLUSTER       blocks of a cluster: 1 or 2
 #include "hopper.cuh"
 #include "hopper_decode.cuh"
-#include "hopper_tiles.cuh"
 #include "wgmma.cuh"
-
-constexpr int GROUP_THREADS = 128;
-constexpr int THREADS = (CONSUMERS + 1) * GROUP_THREADS;
-constexpr int CONSUMER_THREADS = CONSUMERS * GROUP_THREADS;
-constexpr int GROUP_ROWS = 64;
-constexpr int TILE_ROWS = CONSUMERS * GROUP_ROWS;
-constexpr int TILE_ROW_BLOCKS = TILE_ROWS / BLOCK_ROWS;
-constexpr int X_BLOCK_BYTES = TILE_COLUMNS * BLOCK_COLUMNS * 2;
-constexpr int X_BYTES = K_BLOCKS * X_BLOCK_BYTES;
-constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 rows
-constexpr int W_BYTES = TILE_ROW_BLOCKS * W_PART_BYTES;
-constexpr int OWN_COLUMNS = TILE_COLUMNS / CLUSTER;  // of a tile: those that a block finishes
-// Columns of y that a group writes at a time.
-constexpr int PIECE_COLUMNS = OWN_COLUMNS % 32 == 0 ? 32 : 16;
-constexpr int PIECE_BYTES = PIECE_COLUMNS * GROUP_ROWS * 2;
-constexpr int SUMS = TILE_COLUMNS / 2;  // of a thread
-constexpr int OWN_SUMS = SUMS / CLUSTER;
-// Registers of a thread, after producers have handed theirs over: 64 K to a processor.
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : 232;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 4 ? 32 : 40;
-// A block has the registers that it starts with and no others: consumers that ask for more than
-// producers give back wait for ever (seen with 120 where there are four groups).
-static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <=
-              (CONSUMERS + 1) * (65536 / THREADS / 8 * 8));
-constexpr int TABLE_BARRIER = 1, GROUP_BARRIER = 2;
-static_assert(CONSUMERS == 2 || CONSUMERS == 4);
-static_assert(TILE_COLUMNS % 16 == 0 && TILE_COLUMNS <= 256);
-static_assert(X_BLOCK_BYTES % 1024 == 0, "operand B is swizzled in groups of 1024 bytes");
-static_assert(K_BLOCKS == 1 || K_BLOCKS == 2);
-static_assert(CLUSTER == 1 || CLUSTER == 2);
-static_assert(OWN_COLUMNS % 16 == 0);
-static_assert((CLUSTER - 1) * OWN_SUMS * 4 * CONSUMER_THREADS <= STAGES * X_BYTES,
-              "other blocks' sums lie over the stages of x");
 
 struct Params {
   TensorMap x;
@@ -66,7 +32,7 @@ struct Params {
   uint16* y;
   float* sums;
   int n, m;
-  int k_stages;    // of K_BLOCKS * 64 columns
+  int steps;       // of K_BLOCKS * 64 columns
   int row_blocks;  // of 32 rows
   int row_tiles, column_tiles;
   int group_tiles;  // see hopper_tiles.cuh
@@ -74,80 +40,20 @@ struct Params {
   int whole_tiles;
 };
 
-// A tile and a part of its columns.
-struct Unit {
-  Tile tile;
-  int part;         // among those that sum_splits.cu adds; negative for a whole tile
-  int first, last;  // stages
+#include "hopper_units.cuh"
 
-  __device__ __forceinline__ Unit(const Params& p, int index)
-      : tile(tile_index(p, index), p.row_tiles, p.column_tiles, p.group_tiles) {
-    part = index - p.whole_tiles;
-    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : part < 0 ? 0 : part % p.splits;
-    const int parts = CLUSTER > 1 ? CLUSTER : part < 0 ? 1 : p.splits;
-    first = p.k_stages * rank / parts;
-    last = p.k_stages * (rank + 1) / parts;
-  }
-
-  __device__ __forceinline__ static int tile_index(const Params& p, int index) {
-    const int part = index - p.whole_tiles;
-    return part < 0 ? index : p.whole_tiles + part / p.splits;
-  }
-};
-
-__device__ __forceinline__ int first_unit() { return blockIdx.x / CLUSTER; }
-
-__device__ __forceinline__ int unit_count(const Params& p) {
-  return p.whole_tiles + (p.row_tiles * p.column_tiles - p.whole_tiles) * p.splits;
-}
-
-// The stage in use, and the parity of its barriers.
-struct Position {
-  int stage = 0;
-  uint32 phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-// A step after another of a block's units.
-struct Cursor {
-  const Params& p;
-  int index;
-  Unit unit;
-  int step;
-
-  __device__ __forceinline__ Cursor(const Params& p_)
-      : p(p_), index(first_unit()), unit(p_, first_unit()), step(unit.first) {}
-
-  __device__ __forceinline__ bool any() const { return index < unit_count(p); }
-
-  __device__ __forceinline__ void advance() {
-    if (++step < unit.last) return;
-    index += gridDim.x / CLUSTER;
-    if (!any()) return;
-    unit = Unit(p, index);
-    step = unit.first;
-  }
-};
+constexpr int TILE_ROW_BLOCKS = TILE_ROWS / BLOCK_ROWS;
+constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 rows
+constexpr int W_BYTES = TILE_ROW_BLOCKS * W_PART_BYTES;
 
 // One thread: copies are issued one after another whoever does it.
 __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages,
                                         uint32 barriers) {
-  uint64 policy;
-  // Weights that one tile of columns reads are read once.
-  if (p.column_tiles == 1)
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  else
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  const uint64 row_bytes = static_cast<uint64>(p.k_stages) * W_PART_BYTES;
+  const uint64 policy = weights_policy(p);
+  const uint64 row_bytes = static_cast<uint64>(p.steps) * W_PART_BYTES;
   auto copy_weights = [&](const Cursor& at, int stage) {
     const uint32 full = barriers + 16 * stage, target = w_stages + stage * W_BYTES;
-    expect_bytes(full, X_BYTES + W_BYTES);
+    expect_bytes(full, B_BYTES + W_BYTES);
     const uint8* source = p.packed + static_cast<uint64>(at.step) * W_PART_BYTES;
 #pragma unroll
     for (int block = 0; block < TILE_ROW_BLOCKS; block++) {
@@ -160,7 +66,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32
   auto copy_x = [&](const Cursor& at, int stage) {
 #pragma unroll
     for (int block = 0; block < K_BLOCKS; block++)
-      copy_box(x_stages + stage * X_BYTES + block * X_BLOCK_BYTES, p.x,
+      copy_box(x_stages + stage * B_BYTES + block * B_BLOCK_BYTES, p.x,
                (at.step * K_BLOCKS + block) * BLOCK_COLUMNS, at.unit.tile.column * TILE_COLUMNS,
                barriers + 16 * stage);
   };
@@ -178,54 +84,8 @@ __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32
   }
 }
 
-// Each block of a cluster gets the others' sums of its own columns, and adds them to its own: those
-// are the first OWN_SUMS of d then.
-__device__ __forceinline__ void exchange(float (&d)[SUMS], uint32 mailboxes, int thread) {
-  constexpr int PIECES = OWN_SUMS / 4;
-  const int rank = blockIdx.x % CLUSTER;
-  sync_cluster();  // every block has read its last stage
-  uint32 targets[CLUSTER];
-#pragma unroll
-  for (int to = 0; to < CLUSTER; to++) {
-    const int sender = rank < to ? rank : rank - 1;
-    targets[to] = in_block(mailboxes + (sender * PIECES * CONSUMER_THREADS + thread) * 16, to);
-  }
-  // Piece by piece and in place: a second array of sums would not fit in the registers.
-#pragma unroll
-  for (int i = 0; i < PIECES; i++) {
-    float v[CLUSTER][4];
-#pragma unroll
-    for (int to = 0; to < CLUSTER; to++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) v[to][e] = d[to * OWN_SUMS + 4 * i + e];
-      if (to != rank) store_remote(targets[to] + i * CONSUMER_THREADS * 16, v[to]);
-    }
-#pragma unroll
-    for (int to = 0; to < CLUSTER; to++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) d[4 * i + e] = to == 0 || to == rank ? v[to][e] : d[4 * i + e];
-  }
-  sync_cluster();
-#pragma unroll
-  for (int sender = 0; sender < CLUSTER - 1; sender++)
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
-      const float4 v =
-          load_shared(mailboxes + ((sender * PIECES + i) * CONSUMER_THREADS + thread) * 16);
-      d[4 * i] += v.x;
-      d[4 * i + 1] += v.y;
-      d[4 * i + 2] += v.z;
-      d[4 * i + 3] += v.w;
-    }
-}
-
 // Sums of a group for one tile, as wgmma leaves them: value e of block b belongs to row
 // 16 * warp + g + 8 * (e >> 1) of the group and column 8 * b + 2 * t + (e & 1).
-struct Place {
-  int warp, lane, thread;  // of the group
-  int first_row, first_column;
-};
-
 __device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], int group, int warp,
                                            int lane) {
   sums += 2 * (lane % 4) * TILE_ROWS + GROUP_ROWS * group + 16 * warp + lane / 4;
@@ -306,7 +166,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
   auto step = [&](uint32(&a)[STEPS][REGISTERS], int block) {
     if (block == 0) wait_barrier(barriers + 16 * position.stage, position.phase);
     decoder.decode(a, w_stages + position.stage * W_BYTES + block * BLOCK_BYTES);
-    const uint64 b = operand_b(x_stages + position.stage * X_BYTES + block * X_BLOCK_BYTES);
+    const uint64 b = operand_b(x_stages + position.stage * B_BYTES + block * B_BLOCK_BYTES);
     touch(d);
     wgmma_fence();
 #pragma unroll
@@ -359,20 +219,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) uint8 shared[];
   uint8* const table = shared;
   uint8* const x_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);
-  uint8* const w_stages = x_stages + STAGES * X_BYTES;
+  uint8* const w_stages = x_stages + STAGES * B_BYTES;
   uint8* const pieces = w_stages + STAGES * W_BYTES;
   const uint32 barriers = shared_address(pieces + CONSUMERS * PIECE_BYTES);
 
   start_next_kernel();
-  // Two barriers a stage: `full` counts the bytes that have landed, `empty` the warps that are
-  // done.
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; stage++) {
-      open_barrier(barriers + 16 * stage, 1);
-      open_barrier(barriers + 16 * stage + 8, 4 * CONSUMERS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  open_ring(barriers);
   __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));

@@ -1,6 +1,5 @@
-// y of the tiles whose columns hopper_gemm.cu took in parts: the sum over the parts, in their
-// order,
-// + bias.
+// y of the tiles that hopper_gemm.cu took in parts: the sum over the parts, in their order, + bias;
+// or dx of those that hopper_backward.cu took in parts, k wide, without a bias.
 //
 // sums :: [tiles, splits, TILE_COLUMNS, TILE_ROWS, float32]   of tiles `first_tile` and on
 // bias :: [n, dtype] or null

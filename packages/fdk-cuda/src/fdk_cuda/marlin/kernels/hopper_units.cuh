@@ -1,0 +1,169 @@
+// What the kernels of both directions share on Hopper: the cut of a block's registers, the units of
+// work, the ring, the exchange of sums in a cluster.
+//
+// Included after the kernel's Params, of which it reads steps, row_tiles, column_tiles,
+// group_tiles, splits and whole_tiles; TILE_COLUMNS, CONSUMERS, K_BLOCKS, STAGES and CLUSTER are
+// the kernel's. A step fills a stage of the ring: K_BLOCKS times 64 of what is summed over. Operand
+// B is x or dy; a tile's rows are 64 rows or columns of the weight to a group, its columns are rows
+// of B.
+#pragma once
+#include "hopper.cuh"
+#include "hopper_tiles.cuh"
+
+constexpr int GROUP_THREADS = 128;
+constexpr int THREADS = (CONSUMERS + 1) * GROUP_THREADS;
+constexpr int CONSUMER_THREADS = CONSUMERS * GROUP_THREADS;
+constexpr int GROUP_ROWS = 64;
+constexpr int TILE_ROWS = CONSUMERS * GROUP_ROWS;
+constexpr int B_BLOCK_BYTES = TILE_COLUMNS * BLOCK_COLUMNS * 2;
+constexpr int B_BYTES = K_BLOCKS * B_BLOCK_BYTES;    // of operand B in a stage
+constexpr int OWN_COLUMNS = TILE_COLUMNS / CLUSTER;  // of a tile: those that a block finishes
+// Columns of a tile that a group writes at a time.
+constexpr int PIECE_COLUMNS = OWN_COLUMNS % 32 == 0 ? 32 : 16;
+constexpr int PIECE_BYTES = PIECE_COLUMNS * GROUP_ROWS * 2;
+constexpr int SUMS = TILE_COLUMNS / 2;  // of a thread
+constexpr int OWN_SUMS = SUMS / CLUSTER;
+// Registers of a thread, after producers have handed theirs over: 64 K to a processor.
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : 232;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 4 ? 32 : 40;
+// A block has the registers that it starts with and no others: consumers that ask for more than
+// producers give back wait for ever (seen with 120 where there are four groups).
+static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <=
+              (CONSUMERS + 1) * (65536 / THREADS / 8 * 8));
+constexpr int TABLE_BARRIER = 1, GROUP_BARRIER = 2;
+static_assert(CONSUMERS == 2 || CONSUMERS == 4);
+static_assert(TILE_COLUMNS % 16 == 0 && TILE_COLUMNS <= 256);
+static_assert(B_BLOCK_BYTES % 1024 == 0, "operand B is swizzled in groups of 1024 bytes");
+static_assert(K_BLOCKS == 1 || K_BLOCKS == 2);
+static_assert(CLUSTER == 1 || CLUSTER == 2);
+static_assert(OWN_COLUMNS % 16 == 0);
+static_assert((CLUSTER - 1) * OWN_SUMS * 4 * CONSUMER_THREADS <= STAGES * B_BYTES,
+              "other blocks' sums lie over the stages of operand B");
+
+// A tile and a part of its steps.
+struct Unit {
+  Tile tile;
+  int part;         // among those that sum_splits.cu adds; negative for a whole tile
+  int first, last;  // steps
+
+  __device__ __forceinline__ Unit(const Params& p, int index)
+      : tile(tile_index(p, index), p.row_tiles, p.column_tiles, p.group_tiles) {
+    part = index - p.whole_tiles;
+    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : part < 0 ? 0 : part % p.splits;
+    const int parts = CLUSTER > 1 ? CLUSTER : part < 0 ? 1 : p.splits;
+    first = p.steps * rank / parts;
+    last = p.steps * (rank + 1) / parts;
+  }
+
+  __device__ __forceinline__ static int tile_index(const Params& p, int index) {
+    const int part = index - p.whole_tiles;
+    return part < 0 ? index : p.whole_tiles + part / p.splits;
+  }
+};
+
+__device__ __forceinline__ int first_unit() { return blockIdx.x / CLUSTER; }
+
+__device__ __forceinline__ int unit_count(const Params& p) {
+  return p.whole_tiles + (p.row_tiles * p.column_tiles - p.whole_tiles) * p.splits;
+}
+
+// The stage in use, and the parity of its barriers.
+struct Position {
+  int stage = 0;
+  uint32 phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// A step after another of a block's units.
+struct Cursor {
+  const Params& p;
+  int index;
+  Unit unit;
+  int step;
+
+  __device__ __forceinline__ Cursor(const Params& p_)
+      : p(p_), index(first_unit()), unit(p_, first_unit()), step(unit.first) {}
+
+  __device__ __forceinline__ bool any() const { return index < unit_count(p); }
+
+  __device__ __forceinline__ void advance() {
+    if (++step < unit.last) return;
+    index += gridDim.x / CLUSTER;
+    if (!any()) return;
+    unit = Unit(p, index);
+    step = unit.first;
+  }
+};
+
+// Two barriers a stage: `full` counts the bytes that have landed, `empty` the warps that are done.
+__device__ __forceinline__ void open_ring(uint32 barriers) {
+  if (threadIdx.x != 0) return;
+  for (int stage = 0; stage < STAGES; stage++) {
+    open_barrier(barriers + 16 * stage, 1);
+    open_barrier(barriers + 16 * stage + 8, 4 * CONSUMERS);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Weights that one tile of columns reads are read once.
+__device__ __forceinline__ uint64 weights_policy(const Params& p) {
+  uint64 policy;
+  if (p.column_tiles == 1)
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Each block of a cluster gets the others' sums of its own columns, and adds them to its own: those
+// are the first OWN_SUMS of d then.
+__device__ __forceinline__ void exchange(float (&d)[SUMS], uint32 mailboxes, int thread) {
+  constexpr int PIECES = OWN_SUMS / 4;
+  const int rank = blockIdx.x % CLUSTER;
+  sync_cluster();  // every block has read its last stage
+  uint32 targets[CLUSTER];
+#pragma unroll
+  for (int to = 0; to < CLUSTER; to++) {
+    const int sender = rank < to ? rank : rank - 1;
+    targets[to] = in_block(mailboxes + (sender * PIECES * CONSUMER_THREADS + thread) * 16, to);
+  }
+  // Piece by piece and in place: a second array of sums would not fit in the registers.
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) {
+    float v[CLUSTER][4];
+#pragma unroll
+    for (int to = 0; to < CLUSTER; to++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) v[to][e] = d[to * OWN_SUMS + 4 * i + e];
+      if (to != rank) store_remote(targets[to] + i * CONSUMER_THREADS * 16, v[to]);
+    }
+#pragma unroll
+    for (int to = 0; to < CLUSTER; to++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) d[4 * i + e] = to == 0 || to == rank ? v[to][e] : d[4 * i + e];
+  }
+  sync_cluster();
+#pragma unroll
+  for (int sender = 0; sender < CLUSTER - 1; sender++)
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      const float4 v =
+          load_shared(mailboxes + ((sender * PIECES + i) * CONSUMER_THREADS + thread) * 16);
+      d[4 * i] += v.x;
+      d[4 * i + 1] += v.y;
+      d[4 * i + 2] += v.z;
+      d[4 * i + 3] += v.w;
+    }
+}
+
+// Where a thread's sums belong.
+struct Place {
+  int warp, lane, thread;  // of the group
+  int first_row, first_column;
+};

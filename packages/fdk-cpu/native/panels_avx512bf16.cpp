@@ -111,8 +111,9 @@ struct ByteTable {
 template <int kBits, int s>
 FDK_INLINE __m512i codes_of_steps(const Avx512Codes<kBits>& codes) {
   if constexpr (kBits == 8) return s == 0 ? codes.low : codes.high;
-  return select_bits(0x00FF, index_of<kBits, s>(codes),
-                     _mm512_slli_epi16(index_of<kBits, s + 2>(codes), 8));
+  // By name: the shift is a macro in builds without optimisation.
+  const __m512i second = index_of<kBits, s + 2>(codes);
+  return select_bits(0x00FF, index_of<kBits, s>(codes), _mm512_slli_epi16(second, 8));
 }
 
 // Bytes of the values of a row of a tile: of the codes of steps i (even bytes) and i + 2.

@@ -248,8 +248,10 @@ def test_a_part_that_takes_too_long_is_asked_to_stop(tmp_path, monkeypatch):
 
 
 def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
-    part = recording.Part("kernels", "kernels", parts[0].arguments, warm=(TINY, ("--no-such",)))
+    arguments = parts[0].arguments
+    part = recording.Part("kernels", "kernels", arguments, warm=(arguments, ("--no-such",)))
     monkeypatch.setattr(recording, "ON_CPU", (part,))
+    monkeypatch.setattr(recording, "WARM_SECONDS", 600.0)
     done = run("record", "chip", "--device", "cpu")
     assert "not ended well: [1]" in done.stderr
     assert done.exit_code == 0  # what failed there is compiled when it is timed

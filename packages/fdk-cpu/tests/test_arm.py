@@ -152,6 +152,8 @@ APPLE = {
 
 
 def test_apple_compiles_without_sve(tmp_path: Path) -> None:
+    if not (SOURCE / "CMakeLists.txt").is_file():
+        pytest.skip("runs without the source of the kernels")
     libraries = sorted((HEADERS / "c++").glob("*"))
     if missing := [tool for tool in ("cmake", "clang++") if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} on PATH; .ci/run installs them")

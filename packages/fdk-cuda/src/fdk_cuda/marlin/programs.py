@@ -143,30 +143,29 @@ def dequantise_program(variant: Variant) -> Program:
 
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:
     """hopper_gemm.cu for a variant and a shape of tile."""
-    options = variant.options(
-        TILE_COLUMNS=shape.columns,
-        CONSUMERS=shape.consumers,
-        K_BLOCKS=shape.k_blocks,
-        STAGES=shape.stages,
-        CLUSTER=shape.cluster,
-        WHOLE_ZERO_POINT=int(variant.whole_zero_point),
-    )
-    wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))
-    program = _program("hopper_gemm.cu", options)
-    return replace(program, headers=(*program.headers, wgmma))
+    extra = {"CONSUMERS": shape.consumers, "K_BLOCKS": shape.k_blocks}
+    return _hopper_program("hopper_gemm.cu", variant, shape, extra)
 
 
 def hopper_backward_program(variant: Variant, shape: HopperShape) -> Program:
     """hopper_backward.cu for a variant and a shape of two groups of consumers, k_blocks 1."""
     assert (shape.consumers, shape.k_blocks) == (2, 1), shape
+    return _hopper_program("hopper_backward.cu", variant, shape, {})
+
+
+def _hopper_program(
+    name: str, variant: Variant, shape: HopperShape, extra: dict[str, int]
+) -> Program:
+    """What both directions are compiled with, and macros that one alone has."""
     options = variant.options(
         TILE_COLUMNS=shape.columns,
+        **extra,
         STAGES=shape.stages,
         CLUSTER=shape.cluster,
         WHOLE_ZERO_POINT=int(variant.whole_zero_point),
     )
     wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))
-    program = _program("hopper_backward.cu", options)
+    program = _program(name, options)
     return replace(program, headers=(*program.headers, wgmma))
 
 

@@ -94,16 +94,8 @@ void gemv_bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
   const std::size_t groups = task.weight->groups_per_tile;
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
-    switch (groups) {
-      case 1:
-        return gemv_groups<b, 1, 1>(task, begin, end);
-      case 2:
-        return gemv_groups<b, 2, 1>(task, begin, end);
-      case 4:
-        return gemv_groups<b, 4, 1>(task, begin, end);
-      default:
-        return gemv_groups<b, 8, 1>(task, begin, end);
-    }
+    with_groups(groups,
+                [&](auto count) FDK_LAMBDA { gemv_groups<b, count.value, 1>(task, begin, end); });
   });
 }
 

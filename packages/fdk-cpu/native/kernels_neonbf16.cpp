@@ -129,16 +129,9 @@ void gemv_neonbf16(const GemvTask& task, std::size_t begin, std::size_t end) {
     constexpr int b = bits.value;
     if (task.m > 1 && groups == 8) return gemv_groups<b, 8, 4>(task, begin, end);
     if (task.m > 1) return gemv_groups<b, 4, 4>(task, begin, end);
-    switch (groups) {  // runs of steps, as GemvTask::x_sums has them
-      case 1:
-        return gemv_groups<b, 1, 1>(task, begin, end);
-      case 2:
-        return gemv_groups<b, 2, 1>(task, begin, end);
-      case 4:
-        return gemv_groups<b, 4, 1>(task, begin, end);
-      default:
-        return gemv_groups<b, 8, 1>(task, begin, end);
-    }
+    // Runs of steps, as GemvTask::x_sums has them.
+    with_groups(groups,
+                [&](auto count) FDK_LAMBDA { gemv_groups<b, count.value, 1>(task, begin, end); });
   });
 }
 

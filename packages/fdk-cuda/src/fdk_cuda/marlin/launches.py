@@ -233,7 +233,14 @@ def run_plan(
     if plan.parts > 0:
         parts = operand.new_empty(plan.parts * shape.columns * shape.rows, dtype=torch.float32)
     runner.product(
-        swizzled_map(operand.data_ptr(), m, operand.shape[1], shape.columns, operand.dtype),
+        swizzled_map(
+            operand.data_ptr(),
+            m,
+            operand.shape[1],
+            shape.columns,
+            operand.dtype,
+            operand.get_device(),
+        ),
         *pointers,
         out.data_ptr(),
         parts.data_ptr(),

@@ -1,5 +1,6 @@
 """The CUDA driver through its Python bindings."""
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,19 @@ def _primary_context(device: int) -> Any:
 def use_primary_context(device: int) -> None:
     """Makes the context that torch uses on a device that of this thread."""
     check(cuda().cuCtxSetCurrent(_primary_context(device)), "setting the GPU's context")
+
+
+def in_context(device: int, call: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
+    """What a driver call returns that needs a context.
+
+    A thread in which torch has not called CUDA yet has none: autograd's thread of a second GPU. It
+    is given that of the device.
+    """
+    result = call(*arguments)
+    if result[0] == cuda().CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        use_primary_context(device)
+        result = call(*arguments)
+    return result
 
 
 @cache

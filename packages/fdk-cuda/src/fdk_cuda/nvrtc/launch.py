@@ -10,7 +10,7 @@ import torch
 
 from fdk_cuda.nvrtc.cache import cached_cubin
 from fdk_cuda.nvrtc.compiler import Program, architecture
-from fdk_cuda.nvrtc.driver import check, cuda, use_primary_context
+from fdk_cuda.nvrtc.driver import check, cuda, in_context, use_primary_context
 
 POINTER_BYTES = 8
 MAX_ALIGNMENT = 64  # of a tensor map, the widest that a kernel's struct holds
@@ -111,12 +111,8 @@ class Launch:
             return
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         config = self._configs.get(stream) or self._config(stream)
-        driver = cuda()
-        status = driver.cuLaunchKernelEx(config, self.function, address, 0)
-        if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # A thread in which torch has not called CUDA yet has no context.
-            use_primary_context(self.device)
-            status = driver.cuLaunchKernelEx(config, self.function, address, 0)
+        launch = cuda().cuLaunchKernelEx
+        status = in_context(self.device, launch, config, self.function, address, 0)
         if status[0].value:
             check(status, self.what)
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from fdk_cuda.nvrtc.driver import check, cuda
+from fdk_cuda.nvrtc.driver import check, cuda, in_context
 
 BYTES = 128
 # Of the matrix and of its rows.
@@ -13,7 +13,9 @@ ALIGNMENT = 16
 
 
 @lru_cache(maxsize=4096)
-def swizzled_map(pointer: int, rows: int, columns: int, box_rows: int, dtype: torch.dtype) -> bytes:
+def swizzled_map(
+    pointer: int, rows: int, columns: int, box_rows: int, dtype: torch.dtype, device: int
+) -> bytes:
     """The map of a row-major matrix ``[rows, columns, dtype]``, cut into boxes 128 bytes wide.
 
     A box lands in shared memory swizzled over 128 bytes, as wgmma reads it; what of it lies outside
@@ -24,6 +26,7 @@ def swizzled_map(pointer: int, rows: int, columns: int, box_rows: int, dtype: to
         rows, columns: of the matrix.
         box_rows: of a box, at most 256.
         dtype: bfloat16 or float16.
+        device: index of the GPU that holds it.
     """
     api = cuda()
     types = api.CUtensorMapDataType
@@ -33,7 +36,9 @@ def swizzled_map(pointer: int, rows: int, columns: int, box_rows: int, dtype: to
         else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     )
     size = dtype.itemsize
-    encoded = api.cuTensorMapEncodeTiled(
+    encoded = in_context(
+        device,
+        api.cuTensorMapEncodeTiled,
         kind,
         2,
         pointer,

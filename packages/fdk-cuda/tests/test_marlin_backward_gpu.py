@@ -9,7 +9,13 @@ from torch import Tensor
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.ops import MAX_BACKWARD_ROWS, dequantise, hopper_grad_x, linear_op
+from fdk_cuda.marlin.ops import (
+    MAX_BACKWARD_ROWS,
+    MAX_LARGE_BACKWARD_ROWS,
+    dequantise,
+    hopper_grad_x,
+    linear_op,
+)
 from fdk_cuda.marlin.plan import Device
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
@@ -163,10 +169,11 @@ def test_gradient_takes_the_faster_way(bits: int) -> None:
     """From packed bytes for any number of rows up to the most; then through cuBLAS."""
     _, layout = packed_weight(f"custom{bits}-g64", 200, 320)
     weight = layout.packed, layout.codebook, str(layout.format)
-    for m in (1, 30, MAX_BACKWARD_ROWS, MAX_BACKWARD_ROWS + 1):
+    most = MAX_LARGE_BACKWARD_ROWS if bits == 8 else MAX_BACKWARD_ROWS
+    for m in (1, 30, most, most + 1):
         dy = random_dy(m, 200)
         dx = linear_op.grad_op(dy, *weight, False, 200, 320)
         wanted = gradient(layout, dy)
-        if m > MAX_BACKWARD_ROWS:
+        if m > most:
             wanted = dy @ dequantise(*weight, 200, 320)
         assert torch.equal(dx, wanted)

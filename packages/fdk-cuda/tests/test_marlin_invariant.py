@@ -17,7 +17,7 @@ from fdk_cuda.marlin.hopper import (
 )
 from fdk_cuda.marlin.launches import device_limits
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
-from fdk_cuda.marlin.ops import LARGE_CODEBOOK, MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
+from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
 from fdk_cuda.marlin.plan import Device
 from fdk_formats import all_backends
 from fdk_formats.format import Format
@@ -85,17 +85,22 @@ def test_ordinary_plans_do_not_have_one_order() -> None:
 def test_kernel_for() -> None:
     """One kernel for every m where rows must not depend on it."""
     many = (1, 16, 17, MAX_FUSED_ROWS + 1, MAX_HOPPER_ROWS + 1, 1 << 20)
-    for is_hopper, levels in ((True, 16), (True, LARGE_CODEBOOK), (False, 16)):
+    for is_hopper, is_large in ((True, False), (True, True), (False, False)):
         kinds = {
             invariant: [
-                kernel_for(m, is_hopper=is_hopper, levels=levels, batch_invariant=invariant)
+                kernel_for(
+                    m,
+                    is_hopper=is_hopper,
+                    has_large_codebook=is_large,
+                    batch_invariant=invariant,
+                )
                 for m in many
             ]
             for invariant in (False, True)
         }
         assert set(kinds[True]) == {"hopper" if is_hopper else "small"}
         assert kinds[False][0] == "small"
-        assert (kinds[False][-1] == "dequantise") == (not is_hopper or levels == LARGE_CODEBOOK)
+        assert (kinds[False][-1] == "dequantise") == (not is_hopper or is_large)
 
 
 def test_many_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

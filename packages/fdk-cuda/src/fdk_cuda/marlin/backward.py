@@ -19,6 +19,8 @@ BACKWARD_FIELDS = "128s4P9i"
 # Rows of dy in a tile; a tile has two groups of consumers, 64 columns of the weight each.
 TILE_COLUMNS = (64, 128, 192, 256)
 STEP_ROWS = 64
+# Up to so many bits, codebooks lie in registers; affine formats have none.
+MAX_BITS_WITHOUT_TABLE = 3
 
 
 def backward_plan(geometry: Geometry, m: int, device: Device) -> HopperPlan:
@@ -38,7 +40,12 @@ def backward_plans(geometry: Geometry, m: int, device: Device) -> Iterator[Hoppe
 
 def backward_shapes(geometry: Geometry, device: Device) -> list[HopperShape]:
     """Every shape that a plan may take, each with as many stages as fit."""
-    return hopper_shapes(geometry, device, [(columns, 2, 1) for columns in TILE_COLUMNS])
+    tiles = [(columns, 2, 1) for columns in TILE_COLUMNS]
+    return hopper_shapes(geometry, device, tiles, lambda geometry, _: _has_table(geometry))
+
+
+def _has_table(geometry: Geometry) -> bool:
+    return geometry.bits > MAX_BITS_WITHOUT_TABLE and not geometry.has_zero_point
 
 
 def _turned(geometry: Geometry) -> Geometry:

@@ -1,8 +1,10 @@
 """How a product with many rows of x is cut on Hopper: tiles, stages, parts of the columns."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+
+import torch
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
 from fdk_cuda.marlin.plan import FITTING_SHARE, Device
@@ -10,6 +12,8 @@ from fdk_cuda.marlin.programs import TABLE_BYTES, HopperShape
 
 # Up to so many, a stage holds 128 columns of the weight.
 LONG_STAGE_COLUMNS = 128
+# Up to so many, the shared memory has time for a table at 1 and 2 bits.
+NARROW_COLUMNS = 128
 # Of 4, only 30 fit, and their plans were 8 to 20 % behind the best.
 CLUSTERS = (1, 2)
 MIN_STAGES, MAX_STAGES = 3, 8
@@ -24,27 +28,27 @@ GROUP_TILES = 4
 INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 
 # What a step of 64 columns costs a block in microseconds, by columns of the tile and groups of
-# consumers, and by bits: least squares over 2027 timed plans (H200, docs/kernels/hopper.md), with
-# more weight on the fast ones. In 104 cases the plan that comes out first took 0.3 % more than the
-# fastest on average, 6 % at most. Other chips differ by a factor; what counts is the order.
+# consumers, and by bits: least squares over 1085 timed plans (H200, docs/kernels/hopper.md), with
+# more weight on the fast ones. In 164 cases the plan that comes out first took 0.2 % more than the
+# fastest on average, 8 % at most. Other chips differ by a factor; what counts is the order.
 STEP_COST = {
-    (32, 2): {1: 0.268, 2: 0.241, 3: 0.299, 4: 0.246, 8: 0.356},
-    (32, 4): {1: 0.489, 2: 0.437, 3: 0.500, 4: 0.396, 8: 0.630},
-    (64, 2): {1: 0.289, 2: 0.271, 3: 0.326, 4: 0.274, 8: 0.383},
-    (64, 4): {1: 0.566, 2: 0.518, 3: 0.562, 4: 0.470, 8: 0.688},
-    (96, 2): {1: 0.341, 2: 0.326, 3: 0.386, 4: 0.324, 8: 0.437},
-    (128, 2): {1: 0.383, 2: 0.367, 3: 0.431, 4: 0.400, 8: 0.486},
-    (160, 2): {1: 0.461, 2: 0.435, 3: 0.507, 4: 0.470, 8: 0.563},
-    (192, 2): {1: 0.538, 2: 0.503, 3: 0.583, 4: 0.546, 8: 0.640},
-    (224, 2): {1: 0.597, 2: 0.585, 3: 0.643, 4: 0.632, 8: 0.713},
-    (256, 2): {1: 0.655, 2: 0.666, 3: 0.702, 4: 0.717, 8: 0.786},
+    (32, 2): {1: 0.207, 2: 0.193, 3: 0.256, 4: 0.206, 8: 0.306},
+    (32, 4): {1: 0.375, 2: 0.359, 3: 0.440, 4: 0.376, 8: 0.589},
+    (64, 2): {1: 0.249, 2: 0.240, 3: 0.305, 4: 0.250, 8: 0.352},
+    (64, 4): {1: 0.468, 2: 0.437, 3: 0.531, 4: 0.473, 8: 0.678},
+    (96, 2): {1: 0.301, 2: 0.286, 3: 0.355, 4: 0.313, 8: 0.418},
+    (128, 2): {1: 0.360, 2: 0.342, 3: 0.408, 4: 0.395, 8: 0.480},
+    (160, 2): {1: 0.453, 2: 0.436, 3: 0.489, 4: 0.459, 8: 0.553},
+    (192, 2): {1: 0.518, 2: 0.497, 3: 0.550, 4: 0.532, 8: 0.619},
+    (224, 2): {1: 0.582, 2: 0.564, 3: 0.605, 4: 0.603, 8: 0.681},
+    (256, 2): {1: 0.655, 2: 0.659, 3: 0.683, 4: 0.685, 8: 0.763},
 }
 # Columns, groups of consumers and blocks of 64 in a stage of the forward's tiles.
 TILES = tuple((*tile, 2 if tile[0] <= LONG_STAGE_COLUMNS else 1) for tile in STEP_COST)
 # Of a second kernel that adds parts, and of each MiB of theirs; of meeting in a cluster, and of
 # each MiB that a block sends.
-SPLIT_COST, SPLIT_MIB_COST = 2.7, 0.44
-CLUSTER_COST, SENT_MIB_COST = 1.4, 32.0
+SPLIT_COST, SPLIT_MIB_COST = 2.75, 0.39
+CLUSTER_COST, SENT_MIB_COST = 1.35, 48.0
 
 
 @dataclass(frozen=True)
@@ -113,24 +117,44 @@ def hopper_plans(geometry: Geometry, m: int, device: Device) -> Iterator[HopperP
                 yield plan
 
 
+def has_table(geometry: Geometry, columns: int) -> bool:
+    """Whether a tile of the forward looks codes up: affine codes of 8 bits are computed.
+
+    Those of 1 and 2 bits are looked up where tiles are narrow and a look-up is scaled by one
+    instruction for a pair. (Nor is it where scales have another dtype than activations, which a
+    plan does not know: the table is then not used.)
+    """
+    if geometry.bits > 2:
+        return geometry.bits < 8 or not geometry.has_zero_point
+    narrow = columns <= NARROW_COLUMNS and not geometry.has_zero_point
+    return narrow and geometry.scale_dtype != torch.float32
+
+
 def hopper_shapes(
-    geometry: Geometry, device: Device, tiles: Iterable[tuple[int, int, int]] = TILES
+    geometry: Geometry,
+    device: Device,
+    tiles: Iterable[tuple[int, int, int]] = TILES,
+    has_table: Callable[[Geometry, int], bool] = has_table,
 ) -> list[HopperShape]:
     """Every shape that a plan may take, each with as many stages as fit.
 
     Args:
         geometry: of the weight, in either direction: only bits and bytes of a block count.
         device: that it has to fit.
-        tiles: columns, consumers and k_blocks of each; those of the forward by default.
+        tiles: columns, consumers and k_blocks at most of each; the forward's by default.
+        has_table: whether a tile of so many columns looks codes up.
     """
     shapes = []
-    for (columns, consumers, k_blocks), cluster in itertools.product(tiles, CLUSTERS):
-        empty = HopperShape(columns, consumers, k_blocks, 0, cluster)
-        fixed = _shared_bytes(geometry, empty)
-        stage = _shared_bytes(geometry, replace(empty, stages=1)) - fixed
-        stages = min(MAX_STAGES, (device.shared_bytes - fixed) // stage)
-        if columns % (16 * cluster) == 0 and stages >= MIN_STAGES:
-            shapes.append(replace(empty, stages=stages))
+    for (columns, consumers, most), cluster in itertools.product(tiles, CLUSTERS):
+        looks_up = has_table(geometry, columns)
+        for k_blocks in range(most, 0, -1):
+            empty = HopperShape(columns, consumers, k_blocks, 0, cluster, looks_up)
+            fixed = _shared_bytes(geometry, empty)
+            stage = _shared_bytes(geometry, replace(empty, stages=1)) - fixed
+            stages = min(MAX_STAGES, (device.shared_bytes - fixed) // stage)
+            if columns % (16 * cluster) == 0 and stages >= MIN_STAGES:
+                shapes.append(replace(empty, stages=stages))
+                break
     return shapes
 
 
@@ -180,7 +204,7 @@ def hopper_cost(geometry: Geometry, plan: HopperPlan) -> float:
 
 
 def _shared_bytes(geometry: Geometry, shape: HopperShape) -> int:
-    table = TABLE_BYTES if geometry.bits > 2 else 0
+    table = TABLE_BYTES if shape.has_table else 0
     weights = shape.rows // BLOCK_ROWS * geometry.shape[2]
     stage = shape.k_blocks * (shape.columns * BLOCK_COLUMNS * 2 + weights) + BARRIER_BYTES
     piece = (32 if shape.columns // shape.cluster % 32 == 0 else 16) * 64 * 2

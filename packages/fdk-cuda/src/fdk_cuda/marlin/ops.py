@@ -1,6 +1,6 @@
 """The torch op over the Marlin layout: which kernel runs for which m, and the gradient."""
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fdk_cuda.marlin.launches import (
 )
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS
 from fdk_cuda.marlin.plan import MAX_ROWS
+from fdk_formats.format import Format
 from fdk_formats.ops import define_linear_op
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -25,11 +26,13 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 96
 # The same on Hopper for codebooks of 256 values, whose lookups take longer than the tensor cores:
 # 8192 x 8192: 208 us against 231 with 1024 rows, 449 against 438 with 2048. Smaller ones are faster
-# fused up to 8192 rows at least.
-MAX_HOPPER_ROWS, LARGE_CODEBOOK = 1536, 256
-# And of the gradient, on Hopper: the most that were timed. 8192 x 8192 with 1024 rows, at 1, 2, 3,
-# 4 and 8 bits: 186, 190, 211, 198 and 221 us against 227, 224, 222, 231 and 240.
-MAX_BACKWARD_ROWS = 1024
+# fused up to 8192 rows at least, affine codes of 8 bits up to 4096: 812 us against 850.
+MAX_HOPPER_ROWS = 1536
+# And of the gradient, on Hopper. 8192 x 8192 with 2048 rows, at 1, 2, 3 and 4 bits and affine ones
+# of 8: 357, 388, 399, 402 and 426 us against 389, 404, 396, 414 and 436; with 4096 rows, 2 bits:
+# 854 against 827. Codebooks of 256 values: 216 against 236 with 1024 rows, 438 against 421 with
+# 2048.
+MAX_BACKWARD_ROWS, MAX_LARGE_BACKWARD_ROWS = 2048, 1024
 ALIGNMENT = 16
 
 
@@ -48,7 +51,7 @@ def marlin_linear(
     kernel = kernel_for(
         x.shape[0],
         is_hopper=device_limits(x.device.index).is_hopper,
-        levels=len(codebook),
+        has_large_codebook=_has_large_codebook(format),
         batch_invariant=batch_invariant,
     )
     if kernel == "dequantise":
@@ -57,8 +60,15 @@ def marlin_linear(
     return linear(x, packed, codebook, format, bias, n, k, batch_invariant)
 
 
-def kernel_for(m: int, *, is_hopper: bool, levels: int, batch_invariant: bool) -> str:
-    """``small``, ``hopper`` or ``dequantise`` (and cuBLAS), for a codebook of so many values."""
+def kernel_for(m: int, *, is_hopper: bool, has_large_codebook: bool, batch_invariant: bool) -> str:
+    """``small``, ``hopper`` or ``dequantise`` (and cuBLAS).
+
+    Args:
+        m: rows of x.
+        is_hopper: what the GPU is.
+        has_large_codebook: whether codes of 8 bits are looked up.
+        batch_invariant: whether a row of y may depend on m.
+    """
     if batch_invariant:
         # One for every m: each sums in an order of its own.
         return "hopper" if is_hopper else "small"
@@ -66,7 +76,13 @@ def kernel_for(m: int, *, is_hopper: bool, levels: int, batch_invariant: bool) -
         return "small" if m <= MAX_FUSED_ROWS else "dequantise"
     if m <= MAX_ROWS:
         return "small"
-    return "dequantise" if levels == LARGE_CODEBOOK and m > MAX_HOPPER_ROWS else "hopper"
+    return "dequantise" if has_large_codebook and m > MAX_HOPPER_ROWS else "hopper"
+
+
+@cache
+def _has_large_codebook(format: str) -> bool:
+    parsed = Format.parse(format)
+    return parsed.bits == 8 and not parsed.is_affine
 
 
 def small_linear(
@@ -128,7 +144,8 @@ def marlin_grad_x(
     """``dy @ W_hat``, ``[m, k, dtype]``."""
     _check_dtype("grad_y", grad_y, codebook)
     limits = device_limits(grad_y.device.index)
-    if limits.is_hopper and grad_y.shape[0] <= MAX_BACKWARD_ROWS:
+    most = MAX_LARGE_BACKWARD_ROWS if _has_large_codebook(format) else MAX_BACKWARD_ROWS
+    if limits.is_hopper and grad_y.shape[0] <= most:
         return hopper_grad_x(grad_y, packed, codebook, format, n, k)
     return grad_y @ dequantise(packed, codebook, format, n, k)
 

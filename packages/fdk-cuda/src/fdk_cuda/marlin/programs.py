@@ -105,6 +105,7 @@ class HopperShape:
         k_blocks: of 64 columns, or rows backward, in a stage.
         stages: of the ring.
         cluster: blocks that share what is summed over in a tile.
+        has_table: whether codes are looked up in shared memory.
     """
 
     columns: int
@@ -112,6 +113,7 @@ class HopperShape:
     k_blocks: int
     stages: int
     cluster: int
+    has_table: bool
 
     @property
     def rows(self) -> int:
@@ -162,6 +164,7 @@ def _hopper_program(
         **extra,
         STAGES=shape.stages,
         CLUSTER=shape.cluster,
+        HAS_TABLE=int(shape.has_table),
         WHOLE_ZERO_POINT=int(variant.whole_zero_point),
     )
     wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))

@@ -117,10 +117,11 @@ __device__ __forceinline__ void touch(float (&d)[COUNT]) {
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+constexpr int OPERAND_SHIFT = 4;  // a descriptor counts 16 bytes
 // Operand B: rows of 128 bytes, swizzled over 128 bytes as tensor copies write them; 8 rows, 1024
 // bytes, to the next group.
 __device__ __forceinline__ uint64 operand_b(uint32 address) {
-  return (address & 0x3FFFFull) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  return (address & 0x3FFFFull) >> OPERAND_SHIFT | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 // Sixteen columns further along k, in the units of a descriptor.
 constexpr int OPERAND_B_STEP = 2;

@@ -146,6 +146,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
   int held = -1;  // the stage that unfinished wgmmas read last
   float d[SUMS];
   auto release = [&] {
+    __syncwarp();  // lane 0 speaks for all
     if (held >= 0 && lane == 0) arrive(barriers + 16 * held + 8);
   };
   auto step = [&](uint32(&a)[STEPS][REGISTERS]) {

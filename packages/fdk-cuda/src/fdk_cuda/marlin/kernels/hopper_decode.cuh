@@ -6,13 +6,17 @@
 // and i a row of g, g + 8. In the layout that is unit t of the neighbour j among four lanes, so a
 // lane reads its unit of each neighbour (layout.py).
 //
-// 3, 4 and 8 bits go through the table of decode.cuh, and are scaled then. 1 and 2 bits need none:
-// a row has two or four values, which are scaled first, and picked by arithmetic.
+// 3, 4 and 8 bits go through the table of decode.cuh, and are scaled then, but for affine codes of 4
+// and 8: those are put into the mantissa of a power of two. 1 and 2 bits need no table: a row has
+// two or four values, which are scaled first, and picked by arithmetic. Where tiles are narrow,
+// though, and the tensor cores leave the shared memory time, codes of 1 bit and half of those of 2
+// bits, the first 32 columns, go through the table too.
 #pragma once
 #include "decode.cuh"
 
 constexpr int NEIGHBOURS = 4;
-constexpr bool HAS_TABLE = BITS > 2;
+//   HAS_TABLE  1 where codes are looked up: hopper.py decides, which counts its bytes
+constexpr bool COMPUTES_CODES = AFFINE && BITS == 8;
 // A product of two values of the dtype, rounded once, is what float32 gives. The difference of a
 // code and an integer zero point is exact in either dtype.
 //   WHOLE_ZERO_POINT  1 where zero points are integers from 0 to 255
@@ -55,42 +59,103 @@ struct RowScale {
   }
 };
 
+
+// A value that stays in a register: the compiler cannot know what a shuffle brings, and computes a
+// lane's offsets anew in each step otherwise.
+__device__ __forceinline__ uint32 keep(uint32 value, int lane) {
+  return __shfl_sync(~0u, value, lane);
+}
+
+// A power of two whose last bit of mantissa counts 1, as a pair: 1024 or 128. In a register: an
+// second immediate costs LOP3 a second instruction.
+__device__ __forceinline__ uint32 ones_place(int lane) {
+  return keep(lane == 0 ? FP16 ? 0x64006400u : 0x43004300u : 0u, 0);
+}
+
+// Codes in the lower byte of each half, as values; what is in the upper byte does not matter.
+__device__ __forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
+  constexpr uint32 CODE = BITS == 8 ? 0x00FF00FFu : 0x000F000Fu;
+  if (FP16) return subtract_pair((codes & CODE) | ones, 0x64006400u);
+  // 8 bits: seven of a code, and less 128 unless it has the eighth.
+  const uint32 excess = BITS == 8 ? (~codes & 0x00800080u) * 0x86u : 0x43004300u;
+  return subtract_pair((codes & (CODE & 0x007F007Fu)) | ones, excess);
+}
+
+// 1 bit: bytes of the second fragment hold their pairs in another order (layout.py), so half of the
+// copies of an entry do. A thread turns what it wrote.
+template <int THREADS>
+__device__ __forceinline__ void turn_table(uint8* table, int thread) {
+  for (int i = thread; i < TABLE_BYTES / 16; i += THREADS) {
+    uint4& pairs = reinterpret_cast<uint4*>(table)[i];
+    if (i % 16 < 8) continue;
+    const uint32 pair = pairs.y;
+    pairs.y = pairs.z;
+    pairs.z = pair;
+  }
+}
+
+// Whether what is looked up, or picked, is scaled after it: not at 1 and 2 bits without a table.
+constexpr bool SCALES_LAST = BITS > 2 || (HAS_TABLE && SCALES_IN_DTYPE && !AFFINE);
+
+// What a lane has of a block, for its fragment.
+struct HopperCodes {
+  uint32 words[BITS == 3 ? 3 : BITS == 2 || BITS == 8 ? 2 : 1][NEIGHBOURS];
+  RowScale rows[2][2];  // half, row
+};
+
+// Of half h, neighbour j, row i.
+struct HopperValues {
+  uint32 pairs[2][NEIGHBOURS][2];
+  uint32 seconds[2][NEIGHBOURS][2];  // 8 bits: the upper half of a pair
+};
+
 struct HopperDecoder {
   const uint8* table;
   uint32 lane_part;
   uint32 codebook[2];          // 1 and 2 bits
   uint32 offsets[NEIGHBOURS];  // of a unit in a block
   uint32 rests[NEIGHBOURS];    // 3 bits: of its second and third word
-  uint32 turn;                 // 1 and 2 bits: how far a unit is rotated
-  uint32 selector;             // 2 and 3 bits: a unit's byte of two words
-  uint32 places[2][2];         // 1 bit: of half h and row i in a rotated word
-  uint32 swapped;              // 1 bit: bits to exchange with those 15 places higher
   uint32 scale_offset;
+  uint32 turn;          // 1 and 2 bits: how far a unit is rotated
+  uint32 selector;      // 2 and 3 bits: a unit's byte of two words
+  uint32 entry;         // 2 bits: the byte permutation that finds a unit's entry of the table
+  uint32 places[2][2];  // 1 bit: of half h and row i in a rotated word
+  uint32 swapped;       // 1 bit: bits to exchange with those 15 places higher
+  uint32 ones;          // affine codes of 4 and 8 bits: see ones_place
+  uint32 lower, fold;   // 1 bit: bits of a byte for the table that stay, how far the others move
 
   __device__ __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp,
                                            int lane)
-      : table(table_), lane_part(table_lane_part(lane)) {
+      : table(table_) {
     const int g = lane / 4, t = lane % 4, f = warp % FRAGMENTS;
     codebook[0] = book.words[0];
     codebook[1] = book.words[1];
+    // 1 bit: of the 16 copies of an entry, eight are for either fragment.
+    lane_part = keep(BITS == 1 ? 16 * (lane % 8) + 128 * f : table_lane_part(lane), lane);
 #pragma unroll
     for (int j = 0; j < NEIGHBOURS; j++) {
       const int slot = lane_slot(g, j);
-      if (BITS == 8) offsets[j] = f * 1024 + slot * 16 + t * 4;
-      if (BITS == 4) offsets[j] = f * 512 + slot * 16 + t * 4;
-      if (BITS == 3) offsets[j] = slot * 16 + f * 12;
-      if (BITS == 2) offsets[j] = slot * 16 + f * 8;
-      if (BITS == 1) offsets[j] = slot * 8 + f * 4;
-      rests[j] = f ? 512 + slot * 8 : slot * 16 + 4;
+      uint32 offset = f * 512 + slot * 16 + t * 4;
+      if (BITS == 8) offset += f * 512;
+      if (BITS == 3) offset = slot * 16 + f * 12;
+      if (BITS == 2) offset = slot * 16 + f * 8;
+      if (BITS == 1) offset = slot * 8 + f * 4;
+      offsets[j] = keep(offset, lane);
+      rests[j] = keep(f ? 512 + slot * 8 : slot * 16 + 4, lane);
     }
-    turn = BITS == 2 ? 2 * t : f ? (t >> 1) + 8 * (t & 1) : 8 * (t >> 1) + 4 * (t & 1);
-    selector = t | (t + 4) << 4;
+    const int one_bit = f ? 3 + (t >> 1) + 8 * (t & 1) : 8 * (t >> 1) + 4 * (t & 1);
+    turn = keep(BITS == 2 ? 2 * t : one_bit, lane);
+    selector = keep(t | (t + 4) << 4, lane);
+    entry = keep(0x5504 | t << 4, lane);
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) places[h][i] = f ? 3 + 2 * h + 4 * i : h + 2 * i;
-    swapped = f ? 0 : 0xA;
-    scale_offset = CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES;
+      for (int i = 0; i < 2; i++) places[h][i] = keep(f ? 2 * h + 4 * i : h + 2 * i, lane);
+    swapped = keep(f ? 0 : 0xA, lane);
+    ones = ones_place(lane);
+    lower = keep(f ? 0x55 : 0x0F, lane);
+    fold = keep(f ? 15 : 12, lane);
+    scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES, lane);
   }
 
   // Of row g (0) or g + 8 (1), in half h of the block.
@@ -130,115 +195,192 @@ struct HopperDecoder {
 
   // The fragment's four steps of a block.
   __device__ __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS], const uint8* block) const {
-    RowScale rows[2][2];  // half, row
+    decode(a, load_codes(block));
+  }
+
+  __device__ __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS],
+                                         const HopperCodes& codes) const {
+    HopperValues values;
+    look_up(values, codes);
+    finish(a, values, codes);
+  }
+
+  __device__ __forceinline__ HopperCodes load_codes(const uint8* block) const {
+    HopperCodes codes;
+    auto& words = codes.words;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if (h < PER_ROW) load_scales(rows[h], block, h);
-      if (h >= PER_ROW) rows[h][0] = rows[0][0], rows[h][1] = rows[0][1];
-    }
-    if constexpr (BITS == 8) {
-#pragma unroll
-      for (int j = 0; j < NEIGHBOURS; j++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const uint32 word = load(block + offsets[j] + 512 * h);
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            const uint32 low = look_up(word, 2 * i), high = look_up(word, 2 * i + 1);
-            at(a, h, j, i) = rows[h][i].apply(byte_permute(low, high, 0x5410));
-          }
-        }
-    } else if constexpr (BITS == 4) {
-#pragma unroll
-      for (int j = 0; j < NEIGHBOURS; j++) {
-        const uint32 word = load(block + offsets[j]);
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-          for (int i = 0; i < 2; i++) at(a, h, j, i) = rows[h][i].apply(look_up(word, 2 * h + i));
-      }
-    } else if constexpr (BITS == 3) {
-      uint32 words[3][NEIGHBOURS], pairs[4];
-#pragma unroll
-      for (int j = 0; j < NEIGHBOURS; j++) {
+    for (int j = 0; j < NEIGHBOURS; j++) {
+      if constexpr (BITS == 2) {
+        const uint2 unit = *reinterpret_cast<const uint2*>(block + offsets[j]);
+        words[0][j] = unit.x;
+        words[1][j] = unit.y;
+      } else {
         words[0][j] = load(block + offsets[j]);
+      }
+      if constexpr (BITS == 8) words[1][j] = load(block + offsets[j] + 512);
+      if constexpr (BITS == 3) {
         words[1][j] = load(block + rests[j]);
         words[2][j] = load(block + rests[j] + 4);
       }
+    }
 #pragma unroll
-      for (int word = 0; word < 3; word++) pairs[word] = gather(words[word]);
+    for (int h = 0; h < 2; h++) {
+      if (h < PER_ROW) load_scales(codes.rows[h], block, h);
+      if (h >= PER_ROW) codes.rows[h][0] = codes.rows[0][0], codes.rows[h][1] = codes.rows[0][1];
+    }
+    return codes;
+  }
+
+  // Values of the codebook, or weights where they are computed from scaled ones.
+  __device__ __forceinline__ void look_up(HopperValues& values,
+                                          const HopperCodes& codes) const {
+    if constexpr (BITS == 8 || BITS == 4) {
+#pragma unroll
+      for (int j = 0; j < NEIGHBOURS; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            if constexpr (BITS == 4) values.pairs[h][j][i] = look_up(codes.words[0][j], 2 * h + i);
+            if constexpr (BITS == 8 && !COMPUTES_CODES) {
+              values.pairs[h][j][i] = look_up(codes.words[h][j], 2 * i);
+              values.seconds[h][j][i] = look_up(codes.words[h][j], 2 * i + 1);
+            }
+          }
+    } else if constexpr (BITS == 3) {
+      uint32 pairs[4];
+#pragma unroll
+      for (int word = 0; word < 3; word++) pairs[word] = gather(codes.words[word]);
       pairs[3] = left_over(pairs[0], pairs[1], pairs[2]);
 #pragma unroll
       for (int j = 0; j < NEIGHBOURS; j++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
-          for (int i = 0; i < 2; i++)
-            at(a, h, j, i) = rows[h][i].apply(look_up(pairs[2 * h + i], j));
+          for (int i = 0; i < 2; i++) values.pairs[h][j][i] = look_up(pairs[2 * h + i], j);
     } else if constexpr (BITS == 2) {
-      uint32 values[2][2][2];  // half, row: the codebook, scaled
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          values[h][i][0] = rows[h][i].apply(codebook[0]);
-          values[h][i][1] = rows[h][i].apply(codebook[1]);
-        }
-      uint32 firsts[NEIGHBOURS];
-#pragma unroll
-      for (int j = 0; j < NEIGHBOURS; j++) {
-        const uint2 unit = *reinterpret_cast<const uint2*>(block + offsets[j]);
-        firsts[j] = unit.x;
-        // Twice a code in each byte; 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
-        const uint32 twice = rotate_right(unit.y, turn) & 0x06060606u;
-        const uint32 selectors = twice * 0x11u + 0x10101010u;
-        at(a, 1, j, 0) = byte_permute(values[1][0][0], values[1][0][1], selectors);
-        at(a, 1, j, 1) = byte_permute(values[1][1][0], values[1][1][1], selectors >> 16);
-      }
-      // A byte for each neighbour: two codes of row g, two of row g + 8.
-      const uint32 bytes = gather(firsts);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const uint32 even = (i ? bytes >> 3 : bytes << 1) & 0x06060606u;
-        const uint32 odd = bytes >> (4 * i + 1) & 0x06060606u;
-#pragma unroll
-        for (int j = 0; j < NEIGHBOURS; j += 2) {
-          const uint32 twice = byte_permute(even, odd, j ? 0x7362 : 0x5140);
-          const uint32 selectors = twice * 0x11u + 0x10101010u;
-          at(a, 0, j, i) = byte_permute(values[0][i][0], values[0][i][1], selectors);
-          at(a, 0, j + 1, i) = byte_permute(values[0][i][0], values[0][i][1], selectors >> 16);
-        }
-      }
+      look_up_2_bits(values, codes);
     } else {
-      // bit * (c1 - c0) + c0 in each half, on the bits of the scaled values as integers.
-      uint32 base[2][2], difference[2][2];
+      look_up_1_bit(values, codes);
+    }
+  }
+
+  __device__ __forceinline__ void look_up_2_bits(HopperValues& values,
+                                                 const HopperCodes& codes) const {
+    uint32 book[2][2][2];  // half, row
 #pragma unroll
-      for (int h = 0; h < 2; h++)
+    for (int h = 0; h < 2; h++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const uint32 values = rows[h][i].apply(codebook[0]);
-          base[h][i] = byte_permute(values, values, 0x1010);
-          difference[h][i] = (values >> 16) - (values & 0xFFFFu);
-        }
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int word = 0; word < 2; word++)
+          book[h][i][word] =
+              SCALES_LAST ? codebook[word] : codes.rows[h][i].apply(codebook[word]);
+#pragma unroll
+    for (int j = 0; j < NEIGHBOURS; j++) {
+      // Twice a code in each byte; 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
+      const uint32 twice = rotate_right(codes.words[1][j], turn) & 0x06060606u;
+      const uint32 selectors = twice * 0x11u + 0x10101010u;
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        values.pairs[1][j][i] =
+            byte_permute(book[1][i][0], book[1][i][1], selectors >> (16 * i));
+    }
+    if (SCALES_LAST) {
 #pragma unroll
       for (int j = 0; j < NEIGHBOURS; j++) {
-        uint32 word = rotate_right(load(block + offsets[j]), turn);
-        const uint32 exchanged = (word >> 15 ^ word) & swapped;
-        word ^= exchanged ^ exchanged << 15;
+        const uint2 pairs = *reinterpret_cast<const uint2*>(
+            table + byte_permute(codes.words[0][j], lane_part, entry));
+        values.pairs[0][j][0] = pairs.x;
+        values.pairs[0][j][1] = pairs.y;
+      }
+      return;
+    }
+    // A byte for each neighbour: two codes of row g, two of row g + 8.
+    const uint32 bytes = gather(codes.words[0]);
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+    for (int i = 0; i < 2; i++) {
+      const uint32 even = (i ? bytes >> 3 : bytes << 1) & 0x06060606u;
+      const uint32 odd = bytes >> (4 * i + 1) & 0x06060606u;
 #pragma unroll
-          for (int i = 0; i < 2; i++)
-            at(a, h, j, i) = (word >> places[h][i] & 0x00010001u) * difference[h][i] + base[h][i];
+      for (int j = 0; j < NEIGHBOURS; j += 2) {
+        const uint32 twice = byte_permute(even, odd, j ? 0x7362 : 0x5140);
+        const uint32 selectors = twice * 0x11u + 0x10101010u;
+        values.pairs[0][j][i] = byte_permute(book[0][i][0], book[0][i][1], selectors);
+        values.pairs[0][j + 1][i] = byte_permute(book[0][i][0], book[0][i][1], selectors >> 16);
       }
     }
   }
 
-  __device__ __forceinline__ static uint32 load(const uint8* address) {
-    return *reinterpret_cast<const uint32*>(address);
+  __device__ __forceinline__ void look_up_1_bit(HopperValues& values,
+                                                const HopperCodes& codes) const {
+#pragma unroll
+    for (int j = 0; j < NEIGHBOURS; j++) {
+      uint32 word = rotate_right(codes.words[0][j], turn);
+      if (SCALES_LAST) {
+        const uint32 byte = (word & lower) | (word >> fold & ~lower);
+        const uint4 v = *reinterpret_cast<const uint4*>(table_entry(table, byte, 0, lane_part));
+        const uint32 pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) values.pairs[h][j][i] = pairs[h][i];
+        continue;
+      }
+      const uint32 exchanged = (word >> 15 ^ word) & swapped;
+      word ^= exchanged ^ exchanged << 15;
+      // bit * (c1 - c0) + c0 in each half, on the bits of the scaled values as integers.
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const uint32 both = codes.rows[h][i].apply(codebook[0]);
+          const uint32 base = byte_permute(both, both, 0x1010);
+          const uint32 difference = (both >> 16) - (both & 0xFFFFu);
+          values.pairs[h][j][i] = (word >> places[h][i] & 0x00010001u) * difference + base;
+        }
+    }
   }
 
-  __device__ __forceinline__ static uint32& at(uint32 (&a)[STEPS][REGISTERS], int h, int j, int i) {
-    return a[2 * h + (j >> 1)][2 * (j & 1) + i];
+  __device__ __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], const HopperValues& values,
+                                         const HopperCodes& codes) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int j = 0; j < NEIGHBOURS; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const RowScale& row = codes.rows[h][i];
+          uint32 pair = values.pairs[h][j][i];
+          if constexpr (BITS == 8 && !COMPUTES_CODES)
+            pair = byte_permute(pair, values.seconds[h][j][i], 0x5410);
+          if constexpr (COMPUTES_CODES)
+            pair = computed(row, codes.words[h][j], i);
+          else if constexpr (SCALES_LAST)
+            pair = row.apply(pair);
+          a[2 * h + (j >> 1)][2 * (j & 1) + i] = pair;
+        }
+  }
+
+  // Weights of the affine codes of 8 bits in bytes 2 i and 2 i + 1 of a word.
+  __device__ __forceinline__ uint32 computed(const RowScale& row, uint32 word, int i) const {
+    if (FP16) return row.apply(codes_to_values(byte_permute(word, 0u, 0x4140 + 0x0202 * i), ones));
+    // 32768, whose mantissa has its byte there: two instructions fewer than codes_to_values.
+    float values[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const uint32 place = 0x7404 | (2 * i + e) << 4;
+      values[e] = __uint_as_float(byte_permute(word, 0x47000000u, place));
+      // Exact: the product with a bf16 scale has 24 bits.
+      if (SCALES_IN_DTYPE)
+        values[e] = __fmaf_rn(values[e], row.scale, -((32768.f + row.zero_point) * row.scale));
+      else
+        values[e] = (values[e] - 32768.f - row.zero_point) * row.scale;
+    }
+    return from_floats(values[0], values[1]);
+  }
+
+  __device__ __forceinline__ static uint32 load(const uint8* address) {
+    return *reinterpret_cast<const uint32*>(address);
   }
 };

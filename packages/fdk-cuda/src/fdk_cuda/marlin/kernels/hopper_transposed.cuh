@@ -12,12 +12,15 @@
 // Four lanes t want rows of one parity, and lanes g and g + 4 units of two neighbours j: all in the
 // same sixteen banks of shared memory. So lanes from g = 4 up (`turned`) load the odd row first.
 //
-// 3, 4 and 8 bits go through the table of decode.cuh. 1 and 2 bits need none: byte permutations
-// pick the values from the codebook in registers.
+// 4 and 8 bits go through the table of decode.cuh, but for affine formats: those codes are put into
+// the mantissa of a power of two. Fewer bits need no table: byte permutations pick the values from
+// the codebook in registers, at 3 bits their lower and upper bytes apart.
 #pragma once
 #include "hopper_decode.cuh"
 
 constexpr int ROW_PAIR = 2;
+constexpr bool COMPUTES_TRANSPOSED = AFFINE && BITS > 3;
+static_assert(HAS_TABLE == (BITS > 3 && !AFFINE));
 
 // What turns codes' values into weights, for two rows of the weight side by side in a register.
 struct PairScale {
@@ -41,13 +44,14 @@ struct PairScale {
 struct TransposedDecoder {
   const uint8* table;
   uint32 lane_part;
-  uint32 codebook[2];        // 1 and 2 bits
+  uint32 codebook[4];        // 1 and 2 bits: pairs; 3: two words of lower bytes, two of upper
   uint32 offsets[ROW_PAIR];  // of a unit in a block
   uint32 rests[ROW_PAIR];    // 3 bits: of the last two words of fragment 1
-  uint32 places[2];          // 3 and 4 bits: selectors of table addresses, for rows r and r + 8
+  uint32 places[2];          // 4 bits: selectors of a byte, for rows r and r + 8
   uint32 turns[2];           // 1 and 2 bits: how far a word of each fragment is rotated
   uint32 lower, upper;       // selectors of pairs along the first column, and along the second
-  uint32 merging;            // 1 bit: selector of both rows' bits, byte beside byte
+  uint32 merging;            // selector of both rows' codes, a byte or a half of each
+  uint32 ones;               // affine codes of 4 and 8 bits: see ones_place
   uint32 scale_offset;
   bool is_second_half;  // of the block's columns
 
@@ -58,9 +62,20 @@ struct TransposedDecoder {
     const int g = lane / 4, t = lane % 4;
     const int half = warp >> 1, j = 2 * (warp & 1) + (g >> 2), unit = g & 3;
     const bool turned = g >= 4;
-    codebook[0] = book.words[0];
-    codebook[1] = book.words[1];
+    if (BITS == 3) {
+      const uint32 pairs[4] = {codebook_pair(book, 0 | 1 << 3), codebook_pair(book, 2 | 3 << 3),
+                               codebook_pair(book, 4 | 5 << 3), codebook_pair(book, 6 | 7 << 3)};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        codebook[i] = byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x6420);
+        codebook[2 + i] = byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x7531);
+      }
+    } else {
+      codebook[0] = book.words[0];
+      codebook[1] = book.words[1];
+    }
     is_second_half = half != 0;
+    ones = ones_place(lane);
 #pragma unroll
     for (int r = 0; r < ROW_PAIR; r++) {
       const int slot = lane_slot(2 * t + (turned ? 1 - r : r), j);
@@ -70,7 +85,8 @@ struct TransposedDecoder {
       if (BITS == 2) offsets[r] = slot * 16 + half * 4;
       if (BITS == 1) offsets[r] = slot * 8;
       rests[r] = 512 + slot * 8;
-      places[r] = 0x5504 | (BITS == 3 ? unit : 2 * half + r) << 4;
+      places[r] = COMPUTES_TRANSPOSED ? (turned ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
+                                 : 0x5504 | (2 * half + r) << 4;
     }
     turns[0] = 16 * (unit >> 1) + 8 * (unit & 1);
     if (BITS == 2 && half) turns[0] = 2 * unit;
@@ -82,6 +98,8 @@ struct TransposedDecoder {
     lower = turned ? 0x1054 : 0x5410;
     upper = turned ? 0x3276 : 0x7632;
     merging = turned ? 0x2604 : 0x6240;
+    if (COMPUTES_TRANSPOSED) merging = turned ? 0x0004 : 0x0400;
+    if (BITS == 3) merging = turned ? unit + 4 | unit << 4 : unit | (unit + 4) << 4;
     scale_offset = CODE_BYTES + 2 * t * LANE_SCALE_BYTES +
                    (PER_ROW == 2 ? half * FRAGMENTS * 2 * SCALE_BYTES : 0);
   }
@@ -138,6 +156,8 @@ struct TransposedDecoder {
                                          const uint8* block) const {
     PairScale scales[FRAGMENTS][2];
     load_scales(scales, block);
+    uint32 selectors[2];
+    if (BITS == 3) load_selectors(selectors, block);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) {
       uint32 values[2][2];  // rows r or r + 8, column: a pair of rows
@@ -150,9 +170,23 @@ struct TransposedDecoder {
         for (int i = 0; i < 2; i++)
 #pragma unroll
           for (int c = 0; c < 2; c++) {
-            const uint32 byte = 0x5504 | (2 * i + c) << 4;
-            values[i][c] = byte_permute(look_up(words[0], byte), look_up(words[1], byte), lower);
+            if (COMPUTES_TRANSPOSED) {
+              const uint32 codes = byte_permute(words[0], words[1], merging + (2 * i + c) * 0x0101);
+              values[i][c] = codes_to_values(codes, ones);
+            } else {
+              const uint32 byte = 0x5504 | (2 * i + c) << 4;
+              values[i][c] = byte_permute(look_up(words[0], byte), look_up(words[1], byte), lower);
+            }
           }
+      } else if constexpr (COMPUTES_TRANSPOSED) {
+        const uint32 words[ROW_PAIR] = {HopperDecoder::load(block + offsets[0] + 512 * f),
+                                        HopperDecoder::load(block + offsets[1] + 512 * f)};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const uint32 codes = byte_permute(words[0], words[1], places[i]);
+          values[i][0] = codes_to_values(codes, ones);
+          values[i][1] = codes_to_values(codes >> 4, ones);
+        }
       } else if constexpr (BITS == 1) {
         // Byte 0 has bits of the first row, byte 1 those of the second at the same places.
         const uint32 bits = byte_permute(
@@ -166,6 +200,14 @@ struct TransposedDecoder {
             const uint32 selectors = (bits >> place & 0x0101u) * 0x22u + 0x1010u;
             values[i][c] = byte_permute(codebook[0], codebook[0], selectors);
           }
+      } else if constexpr (BITS == 3) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const uint32 low = byte_permute(codebook[0], codebook[1], selectors[i] >> (16 * f));
+          const uint32 high = byte_permute(codebook[2], codebook[3], selectors[i] >> (16 * f));
+          values[i][0] = byte_permute(low, high, 0x6240);
+          values[i][1] = byte_permute(low, high, 0x7351);
+        }
       } else {
         uint32 pairs[ROW_PAIR][2];  // row, rows r or r + 8: a pair of columns
 #pragma unroll
@@ -183,20 +225,51 @@ struct TransposedDecoder {
     }
   }
 
-  // 2, 3 and 4 bits: of one row and of the row 8 further.
+  // 3 bits: of rows r and r + 8, for either fragment two bytes, one of each row of the pair, with
+  // a code of each column.
+  __device__ __forceinline__ void load_selectors(uint32 (&selectors)[2], const uint8* block) const {
+    uint32 words[3][FRAGMENTS];  // with a byte for each row
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      uint32 rows[3][ROW_PAIR];
+#pragma unroll
+      for (int r = 0; r < ROW_PAIR; r++) {
+        const uint8* const rest = f ? block + rests[r] : block + offsets[r] + 4;
+        rows[0][r] = HopperDecoder::load(block + offsets[r] + 12 * f);
+        rows[1][r] = HopperDecoder::load(rest);
+        rows[2][r] = load_if(is_second_half, rest + 4);
+      }
+#pragma unroll
+      for (int i = 0; i < 3; i++) words[i][f] = byte_permute(rows[i][0], rows[i][1], merging);
+    }
+    uint32 both[3];
+#pragma unroll
+    for (int i = 0; i < 3; i++) both[i] = byte_permute(words[i][0], words[i][1], 0x5410);
+    const uint32 fourth = left_over(both[0], both[1], both[2]);
+    const uint32 pairs[2] = {is_second_half ? both[2] : both[0], is_second_half ? fourth : both[1]};
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      selectors[i] = (pairs[i] & 0x07070707u) | (pairs[i] << 1 & 0x70707070u);
+  }
+
+  // A load that is not made takes no turn of shared memory's, which bounds the loop.
+  __device__ __forceinline__ static uint32 load_if(bool wanted, const uint8* address) {
+    uint32 word;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\nmov.u32 %0, 0;\n"
+        "@p ld.shared.u32 %0, [%2];\n}"
+        : "=r"(word)
+        : "r"(static_cast<uint32>(wanted)), "r"(shared_address(address)));
+    return word;
+  }
+
+  // 2 and 4 bits: of one row and of the row 8 further.
   __device__ __forceinline__ void look_up_pairs(uint32 (&pairs)[2], const uint8* block, int f,
                                                 int r) const {
     if constexpr (BITS == 4) {
       const uint32 word = HopperDecoder::load(block + offsets[r] + 512 * f);
 #pragma unroll
       for (int i = 0; i < 2; i++) pairs[i] = look_up(word, places[i]);
-    } else if constexpr (BITS == 3) {
-      const uint8* rest = f ? block + rests[r] : block + offsets[r] + 4;
-      const uint32 first = HopperDecoder::load(block + offsets[r] + 12 * f);
-      const uint32 second = HopperDecoder::load(rest), third = HopperDecoder::load(rest + 4);
-      const uint32 fourth = left_over(first, second, third);
-      pairs[0] = look_up(is_second_half ? third : first, places[0]);
-      pairs[1] = look_up(is_second_half ? fourth : second, places[0]);
     } else {
       // Twice a code in each byte: two columns of the row, two of the row 8 further.
       const uint32 word = rotate_right(HopperDecoder::load(block + offsets[r] + 8 * f), turns[f]);

@@ -10,6 +10,7 @@ import torch
 from fdk_cuda import nvrtc
 from fdk_cuda.marlin.hopper import (
     MIN_STEPS,
+    has_table,
     hopper_cost,
     hopper_plans,
     hopper_shapes,
@@ -115,6 +116,37 @@ def test_hopper_spills_nothing(variant):
     assert max(shape.cluster for shape in shapes) == 2
     for shape in shapes:
         check_hopper(variant, shape)
+
+
+@pytest.mark.parametrize(
+    ("bits", "affine", "scale", "columns", "wanted"),
+    [
+        (1, False, torch.bfloat16, 128, True),
+        (2, False, torch.bfloat16, 160, False),
+        (1, True, torch.bfloat16, 64, False),
+        (2, False, torch.float32, 64, False),
+        (4, True, torch.float32, 256, True),
+        (8, True, torch.bfloat16, 64, False),
+        (8, False, torch.bfloat16, 256, True),
+    ],
+)
+def test_what_is_looked_up(bits, affine, scale, columns, wanted):
+    geometry = Geometry(bits, 8192, 8192, 64, scale, affine)
+    assert has_table(geometry, columns) == wanted
+    shapes = [s for s in hopper_shapes(geometry, DEVICES["sm_90a"]) if s.columns == columns]
+    assert shapes
+    assert all(shape.has_table == wanted for shape in shapes)
+
+
+def test_stages_are_shorter_where_long_ones_do_not_fit():
+    """Three stages of 128 columns do not, at 8 bits with a table and four groups."""
+    geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False)
+    k_blocks = {
+        (shape.columns, shape.consumers): shape.k_blocks
+        for shape in hopper_shapes(geometry, DEVICES["sm_90a"])
+    }
+    assert k_blocks[64, 4] == 1
+    assert k_blocks[64, 2] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -86,7 +86,7 @@ struct TransposedDecoder {
       if (BITS == 1) offsets[r] = slot * 8;
       rests[r] = 512 + slot * 8;
       places[r] = COMPUTES_TRANSPOSED ? (turned ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
-                                 : 0x5504 | (2 * half + r) << 4;
+                                      : 0x5504 | (2 * half + r) << 4;
     }
     turns[0] = 16 * (unit >> 1) + 8 * (unit & 1);
     if (BITS == 2 && half) turns[0] = 2 * unit;

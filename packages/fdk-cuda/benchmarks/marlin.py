@@ -144,7 +144,7 @@ def dense_runs(
     return [cublas, unfused] if len(x) >= MANY_ROWS else [cublas]
 
 
-def graph_times(runs: list[Run], count: int) -> list[float]:
+def graph_times(runs: list[Run], count: int, *, replays: int = REPLAYS) -> list[float]:
     """Median microseconds of each ``run(i)``, captured ``count`` times in a graph; in turns."""
     graphs = []
     for run in runs:
@@ -155,7 +155,7 @@ def graph_times(runs: list[Run], count: int) -> list[float]:
             for i in range(count):
                 run(i)
     times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(REPLAYS + 2):
+    for _ in range(replays + 2):
         for graph, own in zip(graphs, times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()

@@ -1,0 +1,112 @@
+"""Times the Marlin kernels against the number of rows of x, on Hopper, and draws it.
+
+    python packages/fdk-cuda/benchmarks/marlin_rows.py time rows.jsonl [--shapes ...] [--bits 1,4]
+    python packages/fdk-cuda/benchmarks/marlin_rows.py draw rows.jsonl rows.svg
+
+`time` replays graphs of all numbers of rows in turns, so that heat and clocks fall on all alike,
+and says where more rows take over 5 % less time than fewer do. Each is checked first.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from marlin import COLD_BYTES, graph_times, hopper_run, random_weight, small_run
+
+from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
+from fdk_cuda.marlin.plan import MAX_ROWS
+from fdk_formats.testing import nrmse
+
+SHAPES = "4096x4096,8192x8192,28672x8192"
+# Every number from which a plan may take another tile, and what lies before and between.
+MS = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 80, 96, 97, 112, 128, 129, 144, 160, 161)
+MS += (176, 192, 193, 208, 224, 225, 240, 256, 257, 288, 320, 321, 352, 384, 385, 416, 448, 449)
+MS += (480, 512)
+# The shortest graph takes about so long: its launch is then in the order of 1 %.
+GRAPH_MICROSECONDS, REPLAYS = 1200, 5
+TOLERANCE = 1.05
+
+
+def time_rows(n: int, k: int, bits: int) -> dict[str, object]:
+    """Microseconds by number of rows."""
+    q = random_weight(bits, n, k)
+    layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
+    assert isinstance(layout, MarlinLayout)
+    copies = COLD_BYTES // layout.packed.nbytes + 2
+    packed = [layout.packed.clone() for _ in range(min(400, copies))]
+    W_hat = q.dequantise(torch.float32)
+    runs = []
+    for m in MS:
+        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+        run = (small_run if m <= MAX_ROWS else hopper_run)(layout, packed, x, overlap=True)
+        error = nrmse(run(0), x.float() @ W_hat.T)
+        if not error < 4e-3:
+            raise SystemExit(f"wrong answer, not timed: n{n} k{k} b{bits} m{m}: {error:.2e}")
+        runs.append(run)
+    shortest = 3 + 8 * n * k / 8192**2  # microseconds, about
+    times = graph_times(runs, int(GRAPH_MICROSECONDS / shortest), replays=REPLAYS)
+    return {"n": n, "k": k, "bits": bits, "m": MS, "us": times}
+
+
+def steps_down(ms: list[int], times: list[float]) -> list[str]:
+    """Where more rows take less time than fewer, by over 5 %."""
+    found, longest = [], 0.0
+    for m, time in zip(ms, times, strict=True):
+        if time * TOLERANCE < longest:
+            found.append(f"{m}: {time:.1f} after {longest:.1f}")
+        longest = max(longest, time)
+    return found
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    """A panel for each shape, a line for each width."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
+    figure, panels = pyplot.subplots(
+        1, len(shapes), figsize=(4.5 * len(shapes), 3.6), layout="constrained", squeeze=False
+    )
+    for panel, (n, k) in zip(panels[0], shapes, strict=True):
+        for row in rows:
+            if (row["n"], row["k"]) == (n, k):
+                panel.plot(row["m"], row["us"], marker=".", label=f"{row['bits']} bits")
+        panel.set(title=f"{n} x {k}", xlabel="rows of x", ylabel="us", ylim=(0, None))
+        panel.legend(frameon=False)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("time", "draw"))
+    parser.add_argument("rows", type=Path, help="JSONL: written by time, read by draw")
+    parser.add_argument("figure", type=Path, nargs="?", help="of draw")
+    parser.add_argument("--bits", default="1,4")
+    parser.add_argument("--shapes", default=SHAPES, help="n x k of the weights")
+    args = parser.parse_args()
+    if args.what == "draw":
+        if args.figure is None:
+            parser.error("draw needs a figure to write")
+        draw([json.loads(line) for line in args.rows.read_text().splitlines()], args.figure)
+        return
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("not run: needs a GPU of compute capability 9.x")
+        return
+    with args.rows.open("w") as file:
+        for shape in args.shapes.split(","):
+            n, k = map(int, shape.split("x"))
+            for bits in map(int, args.bits.split(",")):
+                row = time_rows(n, k, bits)
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                down = steps_down(row["m"], row["us"])
+                print(f"{n}x{k} b{bits}:", "; ".join(down) or "monotone within 5 %", flush=True)
+
+
+if __name__ == "__main__":
+    main()

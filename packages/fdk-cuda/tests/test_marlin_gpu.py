@@ -100,7 +100,9 @@ def run_plan(layout, x, plan, *options):
     """y by one plan; ``options`` are added to the compiler's."""
     variant = Variant.of(layout.geometry, x.dtype)
     program = small_m_program(variant, plan.shape)
-    kernel = Kernel(replace(program, options=(*program.options, *options)), "small_m")
+    kernel = Kernel(
+        replace(program, options=(*program.options, *options)), program.name.removesuffix(".cu")
+    )
     launch = Launch(
         kernel,
         x.device.index,

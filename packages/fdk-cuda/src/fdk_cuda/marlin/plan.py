@@ -217,7 +217,7 @@ def most_warps(variant: Variant, shape: TileShape) -> int:
     """
     bits = variant.bits
     heavy = variant.affine or variant.per_row == 2 or variant.scale_dtype == torch.float32
-    if shape.stage_blocks == 8 or (shape.column_tiles == 2 and shape.stage_blocks == 4):
+    if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
         return 0 if heavy else 8
     if shape.column_tiles == 2:
         return 8 if variant.per_row == 2 else 16 if bits in (2, 3) and not heavy else 12

@@ -50,14 +50,25 @@ __device__ __forceinline__ void split_digits(uint32 (&digits)[DIGITS], uint32 v0
   digits[2] = (top + TOP_MIDDLE) ^ DIGIT_MIDDLE;
 }
 
-// A lane's sixteen values of a group: x[s][i][e] is column 32 (s >> 1) + 8 t + 4 (s & 1) + 2 i + e.
-struct Values {
-  float x[STEPS][2][2];
+// A lane's sixteen values of a group, as they lie in x.
+struct Packed {
+  uint4 halves[2];
 
   __device__ __forceinline__ void load(const uint16* group, int t) {
 #pragma unroll
+    for (int half = 0; half < 2; half++)
+      halves[half] = *reinterpret_cast<const uint4*>(group + 32 * half + 8 * t);
+  }
+};
+
+// The same: x[s][i][e] is column 32 (s >> 1) + 8 t + 4 (s & 1) + 2 i + e.
+struct Values {
+  float x[STEPS][2][2];
+
+  __device__ __forceinline__ explicit Values(const Packed& packed) {
+#pragma unroll
     for (int half = 0; half < 2; half++) {
-      const uint4 v = *reinterpret_cast<const uint4*>(group + 32 * half + 8 * t);
+      const uint4& v = packed.halves[half];
       const uint32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int word = 0; word < 4; word++) {
@@ -139,14 +150,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) one_row(const __grid_co
 
   // See small_m.cu. A warp converts what it takes of x, the same columns in every pass.
   wait_previous_kernel();
-  for (int unit = 0; unit < QUAD * K_BLOCKS * walk.stages; unit += LANES) {
-    const bool any = unit + lane < QUAD * K_BLOCKS * walk.stages;
-    const int own = (unit + lane) / QUAD;
-    const int stage = walk.first + own / K_BLOCKS * walk.step;
-    const int group = any ? stage * K_BLOCKS + own % K_BLOCKS : 0;
-    Values values;
-    values.load(p.x + group * BLOCK_COLUMNS, t);
-    convert(shared + group * GROUP_BYTES, values, t, any);
+  const int groups = K_BLOCKS * walk.stages;
+  const auto group_of = [&](int own) {
+    return own < groups ? (walk.first + own / K_BLOCKS * walk.step) * K_BLOCKS + own % K_BLOCKS : 0;
+  };
+  Packed packed;
+  packed.load(p.x + group_of(g) * BLOCK_COLUMNS, t);
+  for (int own = g; own - g < groups; own += LANES / QUAD) {
+    Packed next;
+    next.load(p.x + group_of(own + LANES / QUAD) * BLOCK_COLUMNS, t);
+    convert(shared + group_of(own) * GROUP_BYTES, Values(packed), t, own < groups);
+    packed = next;
   }
   if (walk.split > 1) wait_mailboxes();
   __syncwarp();

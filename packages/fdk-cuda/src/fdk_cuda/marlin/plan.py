@@ -150,7 +150,9 @@ def small_shapes(variant: Variant, m: int) -> Iterator[TileShape]:
         pieces = [((*key, groups), cost) for key, cost in NARROW_COST.items() for groups in (1, 2)]
     for (key, cost), warps in itertools.product(pieces, WARP_COUNTS):
         shape = TileShape(*key, column_tiles, warps)
-        if variant.bits in cost and warps <= most_warps(variant, shape):
+        # Eight fragments are for eight warps: with fewer, compute capability 12.0 would spill.
+        fits = warps <= most_warps(variant, shape) and (shape.fragments < 8 or warps == 8)
+        if variant.bits in cost and fits:
             yield shape
     if m == 1 and variant.has_one_row:
         for fragments, k_blocks in ONE_ROW_COST:

@@ -12,8 +12,8 @@
 // lie in its words, four to a register by one AND, so a product is exact; small_m.cu spends 2.5
 // times the instructions on its operand, in which every value takes 16 bits.
 //
-// The bits of a row lie at two places of a byte, one twice the other, and those in the lower half of
-// a fragment higher by a power of two. B makes up for the first: it has 2 v where the bit counts
+// The bits of a row lie at two places of a byte, one twice the other, and those in the lower half
+// of a fragment higher by a power of two. B makes up for the first: it has 2 v where the bit counts
 // once. The end of a tile makes up for the second.
 //
 // With a lone power of two in x the sum of bits is exact, and so is y (see small_m.cu: KEEPS_SUM).
@@ -72,10 +72,10 @@ struct Values {
       const uint32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int word = 0; word < 4; word++) {
-        float(&pair)[2] = x[2 * half + word / 2][word % 2];
+        float (&pair)[2] = x[2 * half + word / 2][word % 2];
         pair[0] = FP16 ? fp16_to_float(words[word]) : __uint_as_float(words[word] << 16);
-        pair[1] = FP16 ? fp16_to_float(words[word] >> 16)
-                       : __uint_as_float(words[word] & 0xFFFF0000u);
+        pair[1] =
+            FP16 ? fp16_to_float(words[word] >> 16) : __uint_as_float(words[word] & 0xFFFF0000u);
       }
     }
   }
@@ -126,9 +126,8 @@ __device__ __forceinline__ void convert(uint8* group, const Values& values, int 
   for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
     for (int digit = 0; digit < DIGITS; digit++)
-      *reinterpret_cast<uint4*>(group + ((f * DIGITS + digit) * QUAD + t) * 16) =
-          make_uint4(words[f][digit][0], words[f][digit][1], words[f][digit][2],
-                     words[f][digit][3]);
+      *reinterpret_cast<uint4*>(group + ((f * DIGITS + digit) * QUAD + t) * 16) = make_uint4(
+          words[f][digit][0], words[f][digit][1], words[f][digit][2], words[f][digit][3]);
   // Half, for bits count twice.
   float factor = __int_as_float((used - 20 + 16 * t) << 23);
   if (exponent == 255) factor = __int_as_float(0x7FC00000);

@@ -66,8 +66,8 @@ struct Ring {
 
   __device__ __forceinline__ const uint8* current() const { return stages + stage * STAGE_BYTES; }
 
-  // Starts the copy of `parts` pieces of PART_BYTES, `stride` bytes apart, to a stage, which has room
-  // for PARTS. The warp calls it together; with `any` false there is nothing left to copy.
+  // Starts the copy of `parts` pieces of PART_BYTES, `stride` bytes apart, to a stage, which has
+  // room for PARTS. The warp calls it together; with `any` false there is nothing left to copy.
   template <int PART_BYTES>
   __device__ __forceinline__ void fill(int to, const uint8* source, uint64 stride, int parts,
                                        bool any) {

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
     constexpr int BLOCKS = decltype(constant)::value;
     float sum[FRAGMENTS * BLOCKS][COLUMN_TILES][4] = {};
     float x_sum[BLOCKS][COLUMN_TILES][4] = {};  // of odd fragments, where KEEPS_SUM
-    uint32 column = 0;  // from the warp's first
+    uint32 column = 0;                          // from the warp's first
     for (int i = 0; i < walk.stages; i++) {
       column = i + 1 < walk.stages ? column + walk.step * STAGE_COLUMNS : 0;
       Activations next;
@@ -142,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       for (int k_block = 0; k_block < K_BLOCKS; k_block++) {
 #pragma unroll
         for (int row_block = 0; row_block < BLOCKS; row_block++) {
-          const uint8* block = copies.ring.current() + (row_block * K_BLOCKS + k_block) * BLOCK_BYTES;
+          const uint8* block =
+              copies.ring.current() + (row_block * K_BLOCKS + k_block) * BLOCK_BYTES;
           uint32 words[LANE_WORDS];
           load_words(words, block, slot);
           Scales scales;

@@ -1,11 +1,11 @@
 // What the kernels for few rows of x share: tiles and how blocks, warps and clusters take them, the
 // copies of a warp's stages, and partial sums.
 //
-// A block of threads takes tiles of TILE_ROWS rows; its warps share the columns, each with a ring of
-// stages of its own, and their partial sums meet in shared memory at the end of a tile. Blocks of a
-// cluster share the columns of a tile too; their sums meet in distributed shared memory. Every sum
-// has one order: results do not depend on timing. What is left for the last pass may be cut into
-// shorter tiles, so that every processor has some of it.
+// A block of threads takes tiles of TILE_ROWS rows; its warps share the columns, each with a ring
+// of stages of its own, and their partial sums meet in shared memory at the end of a tile. Blocks
+// of a cluster share the columns of a tile too; their sums meet in distributed shared memory. Every
+// sum has one order: results do not depend on timing. What is left for the last pass may be cut
+// into shorter tiles, so that every processor has some of it.
 //
 // Beside common.cuh's, an instantiation has
 //   TILE_FRAGMENTS  2, 4 or 8: fragments of 16 rows that a warp takes
@@ -42,12 +42,12 @@ struct Params {
   uint16* y;
   int n, columns, m;
   int stored_columns;  // of partial sums: m, rounded up to what the threads divide evenly
-  int row_blocks;    // blocks of 32 rows of the weight
-  int passes;        // tiles that the busiest block takes
-  int whole_passes;  // of them, the first ones, whose tiles are not short
-  int rounds;        // stages of a tile that the busiest warp takes
-  int log_share;     // of the values of a tile that a block of a cluster finishes
-  int sum_buffers;   // 0: partial sums lie over the ring, for blocks that take a single tile
+  int row_blocks;      // blocks of 32 rows of the weight
+  int passes;          // tiles that the busiest block takes
+  int whole_passes;    // of them, the first ones, whose tiles are not short
+  int rounds;          // stages of a tile that the busiest warp takes
+  int log_share;       // of the values of a tile that a block of a cluster finishes
+  int sum_buffers;     // 0: partial sums lie over the ring, for blocks that take a single tile
   uint32 base[STEPS];
   uint32 nibbles;
 };
@@ -143,7 +143,6 @@ __device__ __forceinline__ void wait_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-
 
 template <int VALUE>
 struct Constant {

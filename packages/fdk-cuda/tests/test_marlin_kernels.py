@@ -20,16 +20,13 @@ from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIE
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
-    NARROW_COST,
-    WARP_COUNTS,
     Device,
-    most_warps,
     plan_of_shape,
     plan_small,
+    small_shapes,
 )
 from fdk_cuda.marlin.programs import (
     KERNEL_DIRECTORY,
-    TileShape,
     Variant,
     dequantise_program,
     hopper_program,
@@ -79,7 +76,7 @@ def test_small_m_spills_nothing(variant, arch):
     for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
         geometry = Geometry(variant.bits, n, k, group_size, variant.scale_dtype, variant.affine)
         assert Variant.of(geometry, variant.dtype) == variant
-        for m in (1, MAX_ROWS):
+        for m in (1, 4, MAX_ROWS):
             shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
@@ -195,26 +192,23 @@ def test_every_instantiation_spills_nothing(bits, arch):
         (torch.bfloat16, torch.float16), scales, (1, 2), (False, True)
     ):
         variant = Variant(bits, dtype, scale, per_row, affine)
-        pieces = [(*piece, 1) for piece in NARROW_COST] + [(4, 1, 2)]
-        for (fragments, k_blocks, column_tiles), row_groups in itertools.product(pieces, (1, 2)):
-            shape = TileShape(fragments, k_blocks, row_groups, column_tiles, 16)
-            geometry = Geometry(bits, 4096, 4096, 32 if per_row == 2 else 64, scale, affine)
-            m = 8 * column_tiles
-            fitting = (
-                candidate
-                for candidate in (replace(shape, warps=warps) for warps in WARP_COUNTS)
-                if candidate.warps <= most_warps(variant, shape)
-                and plan_of_shape(geometry, m, DEVICES[arch], candidate, 1)
-            )
-            # The first takes the most warps, so it has the fewest registers to a thread.
-            for candidate in itertools.islice(fitting, 1):
+        geometry = Geometry(bits, 4096, 4096, 32 if per_row == 2 else 64, scale, affine)
+        widest = {}
+        for m in (1, 8, MAX_ROWS):
+            for shape in small_shapes(variant, m):
+                # The first takes the most warps, so it has the fewest registers to a thread.
+                if plan_of_shape(geometry, m, DEVICES[arch], shape, 1):
+                    widest.setdefault(replace(shape, warps=0), shape)
+        for shape in widest.values():
+            for short_blocks in range(shape.fragments // 2):
+                candidate = replace(shape, short_blocks=short_blocks)
                 check_resources(small_m_program(variant, candidate), arch, candidate)
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("small_m.cu", SMALL_FIELDS),
+        ("tiles.cuh", SMALL_FIELDS),
         ("dequantise.cu", DEQUANTISE_FIELDS),
         ("hopper_gemm.cu", HOPPER_FIELDS),
         ("sum_splits.cu", SUM_FIELDS),
@@ -240,6 +234,21 @@ def test_params_struct_has_the_fields_that_are_launched(name, fields):
     assert "".join(f"{count}{kind}" for kind, count in counts.items() if count) == fields
 
 
+def check_passes(plan, geometry):
+    """Passes take all rows, and only a last one that has less for all has short tiles."""
+    shape, units = plan.shape, plan.grid // plan.split
+    rows, tile = geometry.rows // (32 * shape.row_groups), shape.fragments // 2
+    if shape.short_blocks:
+        left = rows - plan.whole_passes * tile * units
+        assert plan.passes == plan.whole_passes + 1 > 1
+        assert 0 < shape.short_blocks < tile
+        assert (shape.short_blocks - 1) * units < left <= shape.short_blocks * units
+    else:
+        assert plan.passes == plan.whole_passes
+        assert rows % tile == 0
+        assert (plan.passes - 1) * units < rows // tile <= plan.passes * units
+
+
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_plans_fit_every_device(device):
     """Every block's work is whole: tiles and stages are all taken, shared memory suffices."""
@@ -253,9 +262,7 @@ def test_plans_fit_every_device(device):
                 assert plan.shared_bytes <= device.shared_bytes
                 assert plan.grid % plan.split == 0
                 assert plan.grid <= device.processors
-                assert plan.tiles * plan.shape.rows == geometry.rows
-                clusters = plan.grid // plan.split
-                assert (plan.passes - 1) * clusters < plan.tiles <= plan.passes * clusters
+                check_passes(plan, geometry)
                 stages = geometry.columns // (64 * plan.shape.k_blocks)
                 warps = plan.shape.warps // plan.shape.row_groups * plan.split
                 assert (plan.rounds - 1) * warps < stages <= plan.rounds * warps

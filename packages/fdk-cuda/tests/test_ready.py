@@ -16,6 +16,7 @@ from fdk_cuda.nvrtc import launch as launch_module
 N, K, FORMAT = 96, 128, "nf4-g64"
 FIELDS = "5P2if"
 HERE = -1  # the device index of tensors on the CPU
+DONE = SimpleNamespace(value=0)
 
 
 @pytest.fixture
@@ -27,11 +28,11 @@ def launched(monkeypatch):
         (params,) = struct.unpack("@P", ctypes.string_at(address, 8))
         size = struct.calcsize(f"@P{FIELDS}") - 8
         seen.append(struct.unpack(f"@{FIELDS}", ctypes.string_at(params, size)))
-        return (SimpleNamespace(value=0),)
+        return (DONE,)
 
     driver = SimpleNamespace(
         cuLaunchKernelEx=launch,
-        CUresult=SimpleNamespace(CUDA_ERROR_INVALID_CONTEXT=201),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_INVALID_CONTEXT=201),
         CUlaunchConfig=SimpleNamespace,
         CUstream=lambda stream: stream,
     )
@@ -71,6 +72,10 @@ def test_threads_do_not_share_arguments(launched):
     assert [fields[:5] for fields in launched] == [(value,) * 5 for value in range(3)]
 
 
+def empty_strided(size, strides, dtype):
+    return torch.empty_strided(size, strides, dtype=dtype)
+
+
 @pytest.fixture
 def made(launched, monkeypatch):
     """Makes calls for tensors on the CPU, with the device index that they have."""
@@ -79,6 +84,7 @@ def made(launched, monkeypatch):
         return make_launch(), (m, n, 0.0)
 
     monkeypatch.setattr(ready, "small_launch_for", launch_for)
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", empty_strided)
     return lambda x: ready.ReadyCall(FORMAT, x, N)
 
 
@@ -98,6 +104,13 @@ def test_ready_call(made, launched, batch):
     assert launched == [(*addresses, x.numel() // K, N, 0.0)]
     made(x)(x, None, TENSORS)
     assert launched[-1][3] == 0
+
+
+def test_ready_call_leaves_other_devices_to_the_op(made, launched, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: HERE + 1)
+    call = made(X)
+    assert call(X, None, TENSORS) is None
+    assert not launched
 
 
 BIAS = torch.zeros(N, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from fdk_cuda.nvrtc import Kernel, Launch, swizzled_map
 from fdk_formats.format import Format
 
 # The notation of ``struct`` for each kernel's Params.
-SMALL_FIELDS, DEQUANTISE_FIELDS = "5P9i5I", "3P4i5I"
+SMALL_FIELDS, DEQUANTISE_FIELDS = "5P10i5I", "3P4i5I"
 HOPPER_FIELDS, SUM_FIELDS = "128s5P9i", "3P7i"
 SUM_THREADS, SUM_VALUES = 256, 4
 
@@ -57,7 +57,8 @@ def small_launch(variant: Variant, plan: SmallPlan, device: int, *, overlap: boo
 def small_fields(variant: Variant, plan: SmallPlan, geometry: Geometry, m: int) -> tuple[int, ...]:
     """The fields of small_m.cu's Params after the pointers."""
     sizes = (geometry.n, geometry.columns, m)
-    cut = plan.stored_columns, plan.tiles, plan.passes, plan.rounds
+    passes = plan.passes, plan.whole_passes, plan.rounds
+    cut = plan.stored_columns, geometry.rows // BLOCK_ROWS, *passes
     return *sizes, *cut, plan.log_share, plan.sum_buffers, *variant.constants
 
 

@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from fdk_cuda.marlin.layout import BLOCK_COLUMNS, Geometry
-from fdk_cuda.marlin.programs import TABLE_BYTES, TileShape, Variant
+from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
+from fdk_cuda.marlin.programs import DIGITS_BYTES, TABLE_BYTES, TileShape, Variant
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
@@ -22,14 +22,28 @@ FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.84}
 # a factor; what counts is which plan comes first.
 NARROW_COST = {
     (2, 2): {1: 0.0252, 2: 0.0273, 3: 0.0287, 4: 0.0299, 8: 0.0573},
-    (4, 1): {1: 0.0218, 2: 0.0260, 3: 0.0295, 4: 0.0315, 8: 0.0580},
+    (4, 1): {1: 0.0218, 2: 0.0260, 3: 0.0295, 4: 0.0315, 8: 0.0590},
     (4, 2): {1: 0.0177, 2: 0.0218, 3: 0.0257, 4: 0.0310, 8: 0.0580},
+    (8, 2): {1: 0.0172, 2: 0.0210},
 }
-# With two tiles of columns, by groups of rows: a second group finds x in the L1.
-WIDE_COST = {1: 0.0463, 2: 0.0411}
+# And of one_row.cu, at 1 bit; more warps are slower. Of turning a column of x into digits.
+ONE_ROW_COST = {
+    **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
+    **{(4, 4): 0.0150, (8, 2): 0.0165, (8, 4): 0.0150},
+}
+ONE_ROW_WARPS = 8
+DIGITS_COST = 6e-5
+# With two tiles of columns, by the same, by groups of rows (a second group finds x in the L1) and
+# by bits.
+WIDE_COST = {
+    (4, 1, 1): {1: 0.0410, 2: 0.0440, 3: 0.0490, 4: 0.0490, 8: 0.0800},
+    (4, 1, 2): {1: 0.0370, 2: 0.0390, 3: 0.0440, 4: 0.0470, 8: 0.0740},
+    (4, 2, 1): {1: 0.0425},
+    (8, 1, 1): {1: 0.0385, 2: 0.0420, 3: 0.0460, 4: 0.0475},
+}
 # Of each tile that a block takes; of sharing tiles in a cluster, by tiles of columns, and of each.
 PASS_COST = 0.3
-CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.4, 2: 1.4}, 0.25
+CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.4, 2: 0.45}, {1: 0.25, 2: 1.2}
 # More than this in flight when a kernel starts makes its first weights late, by so much a KiB.
 EASY_START_KIB, START_COST = 50, 0.016
 # Few warps hide less latency in a long loop, and little in flight does not fill the memory. Fitted
@@ -52,14 +66,14 @@ class Device:
 
 @dataclass(frozen=True)
 class SmallPlan:
-    """One way to run small_m.cu.
+    """One way to run small_m.cu or one_row.cu.
 
     Attributes:
         shape: of the instantiation.
         split: blocks of a cluster, which share the columns of a tile.
-        tiles: of the weight.
         grid: blocks of threads.
         passes: tiles that the busiest block takes.
+        whole_passes: of them, the first ones, whose tiles are not short.
         rounds: stages of a tile that the busiest warp takes.
         stored_columns: of the partial sums.
         sum_buffers: of the partial sums, 0 where they lie over the ring.
@@ -68,9 +82,9 @@ class SmallPlan:
 
     shape: TileShape
     split: int
-    tiles: int
     grid: int
     passes: int
+    whole_passes: int
     rounds: int
     stored_columns: int
     sum_buffers: int
@@ -83,6 +97,12 @@ class SmallPlan:
         assert share.bit_count() == 1
         return share.bit_length() - 1
 
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 32 rows that a group of warps takes, in all passes."""
+        short = (self.passes - self.whole_passes) * self.shape.short_blocks
+        return self.whole_passes * self.shape.fragments // 2 + short
+
 
 def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -> SmallPlan:
     """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
@@ -94,11 +114,15 @@ def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -
 def cost(geometry: Geometry, plan: SmallPlan) -> float:
     """About how many microseconds a plan takes beyond what every plan does."""
     shape = plan.shape
-    blocks = plan.passes * plan.rounds * shape.stage_blocks * shape.warps
-    if shape.column_tiles == 1:
+    blocks = plan.row_blocks * plan.rounds * shape.k_blocks * shape.warps
+    if shape.is_one_row:
+        time = blocks * ONE_ROW_COST[shape.fragments, shape.k_blocks]
+        time += DIGITS_COST * geometry.columns / plan.split
+    elif shape.column_tiles == 1:
         time = blocks * NARROW_COST[shape.fragments, shape.k_blocks][geometry.bits]
     else:
-        time = blocks * WIDE_COST[shape.row_groups]
+        pieces = shape.fragments, shape.k_blocks, shape.row_groups
+        time = blocks * WIDE_COST[pieces][geometry.bits]
     if shape.warps < 8 or plan.passes * plan.rounds > LONG_LOOP:
         time *= WARPS_FACTOR[shape.warps]
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
@@ -106,39 +130,68 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
         time *= LITTLE_IN_FLIGHT_FACTOR
     time += PASS_COST * plan.passes
     if plan.split > 1:
-        time += CLUSTER_COST[shape.column_tiles] + CLUSTER_PASS_COST * plan.passes
+        time += CLUSTER_COST[shape.column_tiles]
+        time += CLUSTER_PASS_COST[shape.column_tiles] * plan.passes
     return time + START_COST * max(0.0, in_flight - EASY_START_KIB)
 
 
 def _plans(geometry: Geometry, variant: Variant, m: int, device: Device) -> Iterator[SmallPlan]:
-    column_tiles = 1 if m <= 8 else 2
-    pieces = NARROW_COST if column_tiles == 1 else [(4, 1)]
     splits = [split for split in FITTING_SHARE if device.has_clusters or split == 1]
-    for (fragments, k_blocks), row_groups, warps, split in itertools.product(
-        pieces, (1, 2), WARP_COUNTS, splits
-    ):
-        shape = TileShape(fragments, k_blocks, row_groups, column_tiles, warps)
-        if warps <= most_warps(variant, shape) and (
-            plan := plan_of_shape(geometry, m, device, shape, split)
-        ):
+    for shape, split in itertools.product(small_shapes(variant, m), splits):
+        if plan := plan_of_shape(geometry, m, device, shape, split):
             yield plan
+
+
+def small_shapes(variant: Variant, m: int) -> Iterator[TileShape]:
+    """Shapes of tile whose instantiations find enough registers, without short tiles."""
+    column_tiles = 1 if m <= 8 else 2
+    pieces = list(WIDE_COST.items())
+    if column_tiles == 1:
+        pieces = [((*key, groups), cost) for key, cost in NARROW_COST.items() for groups in (1, 2)]
+    for (key, cost), warps in itertools.product(pieces, WARP_COUNTS):
+        shape = TileShape(*key, column_tiles, warps)
+        # Eight fragments are for eight warps: with fewer, compute capability 12.0 would spill.
+        fits = warps <= most_warps(variant, shape) and (shape.fragments < 8 or warps == 8)
+        if variant.bits in cost and fits:
+            yield shape
+    if m == 1 and variant.has_one_row:
+        for fragments, k_blocks in ONE_ROW_COST:
+            yield TileShape(fragments, k_blocks, 1, 1, ONE_ROW_WARPS, is_one_row=True)
 
 
 def plan_of_shape(
     geometry: Geometry, m: int, device: Device, shape: TileShape, split: int
 ) -> SmallPlan | None:
-    """The plan of one shape and split, or None where it does not fit."""
+    """The plan of one shape and split, or None where it does not fit.
+
+    Where the tiles of the last pass would leave processors without one, they are made short.
+    """
     stored = next(count for count in (1, 2, 4, 8, 16) if count >= m)
     clusters = int(device.processors * FITTING_SHARE[split]) // split
-    stages = geometry.columns // (BLOCK_COLUMNS * shape.k_blocks)
-    if geometry.rows % shape.rows or clusters == 0:
+    stage_columns = BLOCK_COLUMNS * shape.k_blocks
+    if geometry.rows < shape.rows or geometry.columns % stage_columns or clusters == 0:
         return None
-    tiles = geometry.rows // shape.rows
-    passes = -(-tiles // clusters)
+    # In blocks of 32 rows, of each group of warps.
+    rows, tile = geometry.rows // BLOCK_ROWS // shape.row_groups, shape.fragments // 2
+    if geometry.rows % (BLOCK_ROWS * shape.row_groups):
+        return None
+    whole_passes, left = divmod(rows, tile * clusters)
+    short = -(-left // clusters)
+    if whole_passes > 0 and 0 < short < tile:
+        shape = replace(shape, short_blocks=short)
+    elif rows % tile:
+        return None
+    else:
+        whole_passes += short > 0
+    passes = whole_passes + (shape.short_blocks > 0)
+    stages = geometry.columns // stage_columns
     ring = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2]
     sums = shape.warps * (16 * shape.fragments + 4) * stored * 4
     mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
-    fixed = TABLE_BYTES + ring + shape.warps * STAGES * BARRIER_BYTES + mail
+    table = TABLE_BYTES
+    if shape.is_one_row:
+        table = geometry.columns // BLOCK_COLUMNS * DIGITS_BYTES
+    fixed = table + ring + shape.warps * STAGES * BARRIER_BYTES + mail
     for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
         # More than half of a processor's: when a kernel starts while the one before still runs, two
         # of its blocks must not meet on a processor and leave another without (H200, 2 bits,
@@ -148,9 +201,9 @@ def plan_of_shape(
             return SmallPlan(
                 shape=shape,
                 split=split,
-                tiles=tiles,
-                grid=min(tiles, clusters) * split,
+                grid=(clusters if passes > 1 else rows // tile) * split,
                 passes=passes,
+                whole_passes=whole_passes,
                 rounds=-(-stages // (shape.warps // shape.row_groups * split)),
                 stored_columns=stored,
                 sum_buffers=buffers,
@@ -166,6 +219,8 @@ def most_warps(variant: Variant, shape: TileShape) -> int:
     """
     bits = variant.bits
     heavy = variant.affine or variant.per_row == 2 or variant.scale_dtype == torch.float32
+    if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
+        return 0 if heavy else 8
     if shape.column_tiles == 2:
         return 8 if variant.per_row == 2 else 16 if bits in (2, 3) and not heavy else 12
     if shape.stage_blocks == 4:

@@ -13,6 +13,8 @@ KERNEL_DIRECTORY = Path(__file__).with_name("kernels")
 SCALE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 DEQUANTISE_WARPS = 8
 TABLE_BYTES = 256 * 256
+# one_row.cu: GROUP_BYTES, the digits of 64 values of x and what their sums are scaled with.
+DIGITS_BYTES = 400
 # 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by step. See decode.cuh.
 ONE_BIT_BASES = {
     torch.bfloat16: (0x41804180, 0x41004100, 0x40804080, 0x40004000),  # 16, 8, 4, 2
@@ -48,6 +50,11 @@ class Variant:
         return cls(g.bits, dtype, g.scale_dtype, g.per_row, g.has_zero_point, g.whole_zero_point)
 
     @property
+    def has_one_row(self) -> bool:
+        """Whether one_row.cu takes it."""
+        return self.bits == 1 and self.per_row == 1 and not self.affine
+
+    @property
     def constants(self) -> tuple[int, ...]:
         """The last fields of every kernel's Params: ``base`` and ``nibbles``."""
         return *ONE_BIT_BASES[self.dtype], TWO_BIT_NIBBLES
@@ -67,7 +74,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class TileShape:
-    """What small_m.cu is compiled for beside the variant.
+    """What small_m.cu, or one_row.cu, is compiled for beside the variant.
 
     Attributes:
         fragments: of 16 rows that a warp takes.
@@ -75,6 +82,10 @@ class TileShape:
         row_groups: groups of warps, one below the other.
         column_tiles: tiles of 8 rows of x.
         warps: of a block.
+        is_one_row: whether it is one_row.cu's, which takes one row of x by digits; ``column_tiles``
+            and ``row_groups`` are 1.
+        short_blocks: blocks of 32 rows that a warp takes of the tiles of the last pass, 0 where
+            they are as high as the others.
     """
 
     fragments: int
@@ -82,6 +93,8 @@ class TileShape:
     row_groups: int
     column_tiles: int
     warps: int
+    is_one_row: bool = False
+    short_blocks: int = 0
 
     @property
     def stage_blocks(self) -> int:
@@ -127,15 +140,18 @@ class HopperShape:
 
 
 def small_m_program(variant: Variant, shape: TileShape) -> Program:
-    """small_m.cu for a variant and a shape of tile."""
+    """small_m.cu or one_row.cu for a variant and a shape of tile."""
     options = variant.options(
         TILE_FRAGMENTS=shape.fragments,
+        SHORT_BLOCKS=shape.short_blocks or shape.fragments // 2,
         K_BLOCKS=shape.k_blocks,
         ROW_GROUPS=shape.row_groups,
-        COLUMN_TILES=shape.column_tiles,
         WARPS=shape.warps,
     )
-    return _program("small_m.cu", options)
+    if shape.is_one_row:
+        assert variant.has_one_row
+        return _program("one_row.cu", options)
+    return _program("small_m.cu", (*options, f"-DCOLUMN_TILES={shape.column_tiles}"))
 
 
 def dequantise_program(variant: Variant) -> Program:
@@ -205,7 +221,8 @@ __device__ __forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4],
 @cache
 def small_m_kernel(variant: Variant, shape: TileShape) -> Kernel:
     """The kernel, shared by all launches."""
-    return Kernel(small_m_program(variant, shape), "small_m")
+    program = small_m_program(variant, shape)
+    return Kernel(program, program.name.removesuffix(".cu"))
 
 
 @cache

@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 # What every program is compiled with; part of the cache key.
-COMMON_OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+# Generic lambdas count as host functions where the default is not the device.
+COMMON_OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 # From this version on, NVRTC has a cache of its own where there is a GPU: it is turned off, for
 # what comes out of it has no log, and ours does the work.
 OWN_CACHE_SINCE = (13, 0)

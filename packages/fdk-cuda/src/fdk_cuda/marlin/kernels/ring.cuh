@@ -66,10 +66,11 @@ struct Ring {
 
   __device__ __forceinline__ const uint8* current() const { return stages + stage * STAGE_BYTES; }
 
-  // Starts the copy of `parts` pieces of PART_BYTES, `stride` bytes apart, to a stage. The warp
-  // calls it together; with `any` false there is nothing left to copy.
+  // Starts the copy of `parts` pieces of PART_BYTES, `stride` bytes apart, to a stage, which has
+  // room for PARTS. The warp calls it together; with `any` false there is nothing left to copy.
   template <int PART_BYTES>
-  __device__ __forceinline__ void fill(int to, const uint8* source, uint64 stride, bool any) {
+  __device__ __forceinline__ void fill(int to, const uint8* source, uint64 stride, int parts,
+                                       bool any) {
     constexpr int PARTS = STAGE_BYTES / PART_BYTES;
     static_assert(PARTS * PART_BYTES == STAGE_BYTES);
     const uint32 target = stages_address + to * STAGE_BYTES;
@@ -77,15 +78,17 @@ struct Ring {
     if (any && elect_one()) {
       const uint32 full = barriers + 16 * to;
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full),
-                   "r"(STAGE_BYTES)
+                   "r"(parts * PART_BYTES)
                    : "memory");
 #pragma unroll
-      for (int part = 0; part < PARTS; part++)
+      for (int part = 0; part < PARTS; part++) {
+        if (part >= parts) break;
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
             "[%0], [%1], %2, [%3], %4;" ::"r"(target + part * PART_BYTES),
             "l"(source + part * stride), "r"(PART_BYTES), "r"(full), "l"(policy)
             : "memory");
+      }
     }
 #else
     constexpr int PIECES = PART_BYTES / 16;
@@ -95,7 +98,7 @@ struct Ring {
       for (int part = 0; part < PARTS; part++)
 #pragma unroll
         for (int first = 0; first < PIECES; first += LANES)
-          if (first + LANES <= PIECES || first + lane < PIECES)
+          if (part < parts && (first + LANES <= PIECES || first + lane < PIECES))
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                              target + part * PART_BYTES + (first + lane) * 16),
                          "l"(source + part * stride + (first + lane) * 16)

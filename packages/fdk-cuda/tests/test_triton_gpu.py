@@ -136,6 +136,20 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["custom4-g64", "affine4-g64", "affine4-g64-e8m0"])
+def test_gradient_of_few_rows(format: str, dtype: torch.dtype) -> None:
+    """By ``transposed_kernel`` or, where codes would be transposed in a wrong layout, without."""
+    case = Case(Format.parse(format), 5, 2048, 2048, dtype, "cuda")
+    q = case.quantised()
+    layout = TritonLayout(q)
+    grad_y = case.random(case.m, case.n)
+    oracle = grad_y.double() @ q.dequantise(torch.float64)
+    limit = 2 * nrmse(grad_y @ q.dequantise(dtype), oracle)
+    assert nrmse(layout.grad_x(grad_y), oracle) <= limit
+    assert nrmse(layout.grad_x(grad_y), oracle) <= limit  # remembered: the launch, or that none is
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("signed", [False, True])
 def test_dequant_gemm(signed: bool, dtype: torch.dtype) -> None:
     """pack_2xint4's bytes, both products, beside the formula in float64."""

@@ -56,8 +56,7 @@ class Limits:
 
     small_m: int = 16
     gemm_m: int = 128
-    # Off: right only in a layout that Triton chooses (test_transposition_is_in_its_layout).
-    transposed_m: int = 0
+    transposed_m: int = 64
 
 
 # Microseconds at 8192 x 8192 on an H200, 2026-11-22, by default; in brackets, before that
@@ -202,7 +201,10 @@ def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu) -
 
 def serves_transposed(m: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
-    # H200, 4 bits, m = 64: 8192 x 8192 70 us against 84, 4096 x 4096 25 against 20.
+    # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
+    # against 84 and 25 against 20. What is smaller was not timed.
+    if n * k < 1 << 22:
+        return False
     limit = gpu.limits.transposed_m
     return m <= (limit if n * k >= 1 << 26 else limit // 2)
 

@@ -20,6 +20,7 @@ from fdk_cuda.triton.configs import (
     SmallConfig,
     TransposedConfig,
     gpu_of,
+    takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel, permute_kernel, reduce_kernel
@@ -232,6 +233,7 @@ def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tenso
             "BLOCK_M": config.block_m,
             "GROUP_M": 4,
             "STAGES": config.stages,
+            "TABLE": takes_table(config, a.bits, gpu_at(x.get_device()).shared_bytes),
         }
         blocks_n = triton.cdiv(a.n_tiles, config.tiles * config.warps)
         grid = (blocks_n * triton.cdiv(m, config.block_m), config.split_k)

@@ -235,7 +235,7 @@ def transposed_part(
     share = tl.cdiv(tl.cdiv(n_tiles, R), tl.num_programs(2)) * R
     first_n = tl.program_id(2) * share
     last_n = min(first_n + share, n_tiles)
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)[0]
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)

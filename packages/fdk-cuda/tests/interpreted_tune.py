@@ -399,17 +399,24 @@ def test_real_candidates_fit(gpu: Gpu, affine: bool, monkeypatch: pytest.MonkeyP
             assert all(fit(c, bits, gpu.shared_bytes) == c for c in gemms)
 
 
-def small_candidates(bits: int, gpu: Gpu, *, affine: bool) -> set[object]:
-    return {c for c in tune.candidates(8, bits, gpu, affine=affine) if isinstance(c, SmallConfig)}
+def small_candidates(bits: int, gpu: Gpu, *, affine: bool, m: int = 8) -> set[object]:
+    return {c for c in tune.candidates(m, bits, gpu, affine=affine) if isinstance(c, SmallConfig)}
 
 
-def test_only_tables_leave_candidates_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_has_room_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of all warps lie in a table, if it is large enough, or beside it."""
     monkeypatch.undo()
-    every = small_candidates(4, H200, affine=False)
+    every = small_candidates(4, H200, affine=True)
     assert len(every) == 36
-    for bits in (6, 7, 8):
-        assert small_candidates(bits, H200, affine=True) == every
-        assert small_candidates(bits, H200, affine=False) < every
+    for bits in (1, 4, 7, 8):
+        assert small_candidates(bits, H200, affine=False) == every
+    # 32 KiB of sums, a table of 16 KiB.
+    large = {c for c in every if c.n_tiles * c.warps == 64}
+    assert small_candidates(6, H200, affine=False) == every - large
+    for bits in (4, 6):
+        assert small_candidates(bits, H200, affine=True, m=16) == every - large
+    large |= {c for c in every if c.n_tiles * c.warps == 32}
+    assert small_candidates(6, H200, affine=False, m=16) == every - large
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=str)

@@ -10,9 +10,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl
 
-from fdk_cuda.triton.arrangement import POSITIONS, STRIDES, _words_of
-from fdk_cuda.triton.assembly import assembly, fill, is_shared, operands
+from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, _words_of
+from fdk_cuda.triton.assembly import assembly, elements, is_shared, operands, to_bytes
 from fdk_cuda.triton.decode import lookup_tables
+from fdk_cuda.triton.shared import add_warps, fill, lane_place, table_bytes
 
 LANES = 32
 DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
@@ -56,10 +57,20 @@ def execute(
         if not statement.strip() or ".reg" in statement:
             continue
         name, operands = statement.strip().split(" ", 1)
+        if name == "ld.shared.v4.b32":
+            assert memory is not None
+            targets, at = re.fullmatch(r"\{(.*)\}, \[(\w+)\]", operands).groups()
+            banks = registers[at].reshape(-1, 8) // 16 % 8
+            assert (np.sort(banks) == np.arange(8)).all(), "lanes of a quarter meet in a bank"
+            for i, target in enumerate(targets.split(", ")):
+                registers[target] = memory[registers[at] // 4 + i]
+            continue
         target, *names = re.split(r",\s*", operands)
         values = [
             registers[n.strip("[]")]
             if n.strip("[]") in registers
+            else np.arange(LANES, dtype=np.uint32)
+            if n == "%laneid"
             else np.full(LANES, int(n, 0) & 0xFFFFFFFF, np.uint32)
             for n in names
         ]
@@ -75,7 +86,7 @@ def execute(
             result = values[0] + values[1]
         elif name == "lop3.b32":
             result = logic(*values[:3], int(values[3][0]))
-        elif name == "mov.b32":
+        elif name in ("mov.b32", "mov.u32", "mov.f32"):
             result = values[0]
         elif name == "ld.shared.b32":
             assert memory is not None
@@ -91,7 +102,18 @@ def execute(
         registers[target] = result.astype(np.uint32)
 
 
-def check(bits: int, affine: bool, which: int) -> None:
+def table_rows(bits: int, raw: np.ndarray) -> np.ndarray:
+    """What ``fill`` leaves in shared memory, a row an entry: copies of the values of its codes."""
+    entries = np.arange(1 << INDEX_BITS[bits])
+    shifts = {1: (0, 1, 4, 5, 2, 3, 6, 7), 4: (0, 4)}.get(bits, (0, 0))
+    values = raw[entries[:, None] >> np.array(shifts) & ((1 << bits) - 1)]
+    words = values[:, ::2] | values[:, 1::2] << 16
+    rows = np.zeros((len(entries), STRIDES[bits] // 4), np.uint32)
+    rows[:, :LANES] = np.tile(words, LANES // words.shape[1])
+    return rows
+
+
+def check(bits: int, affine: bool, shared: bool, which: int) -> None:
     """Every position of random codes, in pieces of 8 and of 4."""
     generator = torch.Generator().manual_seed(bits)
     codebook = torch.randn(1 << bits, generator=generator).sort().values
@@ -100,39 +122,56 @@ def check(bits: int, affine: bool, which: int) -> None:
     values, lanes = lookup_tables(codebook)
     raw = values[which].numpy().view(np.uint16).astype(np.uint32)
     table = lanes[which].numpy().view(np.uint32)
-    shape = (2, LANES, POSITIONS[bits])  # two units of each lane
+    units = elements(bits, affine, shared)
+    shape = (units, LANES, POSITIONS[bits])  # units of each lane
     codes = torch.randint(1 << bits, shape, generator=generator)
     words = [word.numpy().astype(np.uint32) for word in _words_of(codes, bits)]
-    _, of_lane, of_all = operands(bits, affine)
+    _, of_lane, of_all = operands(bits, affine, shared)
     tables = [table[0]] * of_lane + [np.full(LANES, word) for word in table[1, :of_all]]
     memory = None
-    if is_shared(bits, affine):
-        start, rows = 1024, STRIDES[bits] // 4
-        memory = np.zeros(start // 4 + (rows << bits), np.uint32)
-        memory[start // 4 :].reshape(-1, rows)[:, :LANES] = raw[:, None] * 0x10001
-        lane = np.arange(LANES, dtype=np.uint32) * 4
-        tables = [lane + start] if bits == 8 else [lane, np.full(LANES, start, np.uint32)]
+    if is_shared(bits, affine, shared):
+        start = 1024
+        memory = np.concatenate([np.zeros(start // 4, np.uint32), table_rows(bits, raw).ravel()])
+        base = 0 if STRIDES[bits] == 256 else start
+        place = {"$0": np.zeros(0), "$1": np.full(LANES, base, np.uint32)}
+        execute(lane_place(bits), place)
+        tables = [place["$0"], np.full(LANES, start, np.uint32)][: of_lane + of_all]
+    if units == 8:
+        registers = {f"${8 + i}": words[0][i] for i in range(8)}
+        execute(to_bytes(), registers)
+        words.append(np.stack([registers[f"${i}"] for i in range(8)]))
+        tables = [tables[0], *(np.full(LANES, word) for word in table[1, :2])]
     arguments = [unit for word in words for unit in word]
-    arguments += [copy for word in tables for copy in (word, word)]
+    arguments += [copy for word in tables for copy in [word] * units]
     for count in (4, 8) if bits < 8 else (4,):
         for first in range(0, POSITIONS[bits], count):
-            registers = {f"${count + i}": argument for i, argument in enumerate(arguments)}
-            execute(assembly(bits, first, count, affine, TL_DTYPES[which]), registers, memory)
+            outputs = count * units // 2
+            registers = {f"${outputs + i}": argument for i, argument in enumerate(arguments)}
+            source = assembly(bits, first, count, affine, shared, TL_DTYPES[which])
+            execute(source, registers, memory)
             for p in range(count):
-                low, high = raw[codes[:, :, first + p].numpy()]
-                assert (registers[f"${p}"] == (low | high << 16)).all(), (count, first, p)
+                found = raw[codes[:, :, first + p].numpy()]
+                for i in range(units // 2):
+                    wanted = found[2 * i] | found[2 * i + 1] << 16
+                    assert (registers[f"${p * units // 2 + i}"] == wanted).all(), (count, first, p)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
 def test_assembly(bits: int, which: int) -> None:
-    check(bits, affine=False, which=which)
+    check(bits, affine=False, shared=True, which=which)
+
+
+@pytest.mark.parametrize("bits", range(1, 6))
+@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
+def test_assembly_in_registers(bits: int, which: int) -> None:
+    check(bits, affine=False, shared=False, which=which)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 5, 6, 7])
 @pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
 def test_assembly_without_a_table(bits: int, which: int) -> None:
-    check(bits, affine=True, which=which)
+    check(bits, affine=True, shared=True, which=which)
 
 
 @pytest.mark.parametrize("threads", [32, 128, 256, 512])
@@ -141,13 +180,11 @@ def test_fill(bits: int, threads: int) -> None:
     """Every thread of a program in turn: all copies of all values are where they are looked for."""
     codebook = torch.randn(1 << bits, generator=torch.Generator().manual_seed(bits))
     raw = lookup_tables(codebook)[0][0].numpy().view(np.uint16).astype(np.uint32)
-    rows = STRIDES[bits] // 4
-    memory = np.zeros((1 << bits, rows), np.uint32)
+    memory = np.zeros(table_bytes(bits, False) // 4, np.uint32)
     source = fill(bits, threads)
     for warp in range(threads // LANES):
-        run_fill(source, warp, raw, memory.reshape(-1))
-    assert (memory[:, :LANES] == raw[:, None] * 0x10001).all()
-    assert (memory[:, LANES:] == 0).all()
+        run_fill(source, warp, raw, memory)
+    assert (memory.reshape(1 << INDEX_BITS[bits], -1) == table_rows(bits, raw)).all()
 
 
 def run_fill(source: str, warp: int, raw: np.ndarray, memory: np.ndarray) -> None:
@@ -165,10 +202,39 @@ def run_fill(source: str, warp: int, raw: np.ndarray, memory: np.ndarray) -> Non
             registers[names[0]] = registers[names[1]] * 2
         elif name == "ld.global.b16":
             registers[names[0]] = raw[registers[names[1]] // 2]
-        elif "{h, h}" in rest:
-            registers[names[0]] = registers["h"] * 0x10001
+        elif name == "mov.b32" and "{" in rest:
+            registers[names[0]] = registers[names[1]] | registers[names[2]] << 16
         elif name == "st.shared.v4.b32":
             for i in range(4):
-                memory[registers[names[0]][live] // 4 + i] = registers["v"][live]
+                memory[registers[names[0]][live] // 4 + i] = registers[names[1 + i]][live]
         elif name not in ("", ".reg", ".shared", ".b16", "bar.sync") and "table" not in rest:
             execute("{ " + statement + " }", registers)
+
+
+@pytest.mark.parametrize(("count", "warps"), [(4, 8), (16, 4)])
+@pytest.mark.parametrize("table", [0, 32 << 10])
+def test_add_warps(count: int, warps: int, table: int) -> None:
+    """Phase by phase: all warps store, then the first adds, in the order of the warps."""
+    generator = np.random.default_rng(count)
+    sums = generator.standard_normal((warps, count, LANES), np.float32)
+    statements = [each.strip() for each in add_warps(count, warps, table).strip("{} ").split(";")]
+    memory = np.full((table + count * warps * 128) // 4, np.nan, np.float32)
+    stored = re.compile(r"st\.shared\.v4\.f32 \[a \+ (\d+)\], \{(.*)\}")
+    loaded = re.compile(r"@q ld\.shared\.v4\.f32 \{(.*)\}, \[a \+ (\d+)\]")
+    at = [warp * 512 + 16 * np.arange(LANES) for warp in range(warps)]
+    for match in filter(None, map(stored.fullmatch, statements)):
+        for warp in range(warps):
+            for i, name in enumerate(match[2].split(", ")):
+                memory[(at[warp] + int(match[1])) // 4 + i] = sums[warp][int(name[1:]) - count]
+    registers = {f"${i}": sums[0][i] for i in range(count)}
+    for statement in statements[statements.index("bar.sync 0") :]:
+        if match := loaded.fullmatch(statement):
+            for i, name in enumerate(match[1].split(", ")):
+                registers[name] = memory[(at[0] + int(match[2])) // 4 + i]
+        elif statement.startswith("@q add.f32"):
+            target, a, b = statement.removeprefix("@q add.f32 ").split(", ")
+            registers[target] = registers[a] + registers[b]
+    wanted = sums[0]
+    for own in sums[1:]:
+        wanted = wanted + own
+    assert (np.stack([registers[f"${i}"] for i in range(count)]) == wanted).all()

@@ -17,15 +17,18 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     GEMM_CONFIGS,
     GPUS,
     TRANSPOSED_CONFIGS,
+    UNASKED_BYTES,
     GemmConfig,
     fit,
+    gemm_config,
     small_config,
+    takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
 from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
+from fdk_cuda.triton.shared import table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
-from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
-from fdk_cuda.triton.tune import UNASKED_BYTES  # noqa: E402
+from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.
 TARGETS = {major * 10 + minor: gpu.shared_bytes for (major, minor), gpu in GPUS.items()}
@@ -64,7 +67,9 @@ def constants(bits: int, affine: bool) -> dict[str, object]:
     }
 
 
-def compile_kernel(kernel: object, target: int, arguments: dict[str, object], warps: int) -> object:
+def compile_kernel(
+    kernel: object, target: int, arguments: dict[str, object], warps: int, stages: int = 3
+) -> object:
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in arguments else TENSORS.get(name, "i32") for name in names
@@ -76,7 +81,7 @@ def compile_kernel(kernel: object, target: int, arguments: dict[str, object], wa
         if name in TENSORS or name in ("n", "k")
     }
     source = ASTSource(kernel, signature, known, attributes)
-    options = {"num_warps": warps}
+    options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
@@ -110,14 +115,28 @@ def test_small_affine(bits: int, target: int) -> None:
     assert small_spills(bits, True, 28672, 16, target) == 0
 
 
-@pytest.mark.parametrize("n", [4096, 28672])
-@pytest.mark.parametrize("bits", [6, 7, 8])
+@pytest.mark.parametrize("n", [4096, 8192, 28672])
+@pytest.mark.parametrize("bits", STRIDES)
 def test_small_table(bits: int, n: int) -> None:
-    """A table in shared memory, and what Triton takes of it, within what a kernel gets unasked."""
+    """A table in shared memory, the sums of the warps, and what Triton takes, unasked."""
     for m in (8, 16):
         compiled = compile_small(bits, False, n, m, 90)
-        assert compiled.metadata.shared + (STRIDES[bits] << bits) <= UNASKED_BYTES
+        arrays = re.findall(r"\.shared \.align 16 \.b8 \w+\[(\d+)\]", compiled.asm["ptx"])
+        static = sum(map(int, arrays))
+        assert static >= table_bytes(bits, False)
+        assert compiled.metadata.shared + static <= UNASKED_BYTES
         assert stack_bytes(compiled, 90) == 0
+        assert_sums_by_warp(compiled)
+
+
+def assert_sums_by_warp(compiled: object) -> None:
+    """``add_warps`` adds what differs in the first dimension, one of its elements a warp."""
+    text = compiled.asm["ttgir"]
+    name = re.search(r"st\.shared\.v4\.f32.*: tensor<[0-9x]+xf32, (#\w+)>", text)[1]
+    layout = re.search(rf"^{name} = (.*)", text, re.MULTILINE)[1]
+    first, warps = re.fullmatch(r".*register = (.*), warp = (.*), block.*", layout).groups()
+    assert set(re.findall(r"\[(\d+), ", first)) == {"0"}, layout
+    assert "0" not in re.findall(r"\[(\d+), ", warps), layout
 
 
 def small_spills(bits: int, affine: bool, n: int, m: int, target: int) -> int:
@@ -146,14 +165,31 @@ def compile_small(bits: int, affine: bool, n: int, m: int, target: int) -> objec
 )
 def test_gemm(target: int, bits: int, config: GemmConfig) -> None:
     config = fit(config, bits, TARGETS[target])
-    arguments = constants(bits, affine=bits == 8) | {
+    compiled = compile_gemm(config, bits, bits == 8, target)
+    assert stack_bytes(compiled, target) == 0
+
+
+@pytest.mark.parametrize(("bits", "m"), [(4, 64), (4, 128), (6, 64), (8, 64), (8, 128)])
+def test_gemm_table(bits: int, m: int) -> None:
+    """Triton asks for more shared memory than a program gets unasked, and there is as much."""
+    config = gemm_config(8192, m, bits, Arrangement(8192, 8192, bits, 64).k_tiles, GPUS[9, 0])
+    assert takes_table(config, bits, TARGETS[90])
+    compiled = compile_gemm(config, bits, False, 90)
+    assert compiled.metadata.shared > UNASKED_BYTES
+    assert compiled.metadata.shared + table_bytes(bits, False) <= TARGETS[90]
+    assert stack_bytes(compiled, 90) == 0
+
+
+def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> object:
+    arguments = constants(bits, affine) | {
         "R": config.tiles,
         "WARPS": config.warps,
         "BLOCK_M": config.block_m,
         "GROUP_M": 4,
         "STAGES": config.stages,
+        "TABLE": takes_table(config, bits, TARGETS[target]),
     }
-    assert spills(gemm_kernel, target, arguments, config.warps) == 0
+    return compile_kernel(gemm_kernel, target, arguments, config.warps, config.stages)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -188,9 +224,5 @@ def test_transposition_is_in_its_layout(config: object, affine: bool) -> None:
         "WARPS": config.warps,
         "STAGES": config.stages,
     }
-    text = compile_kernel(transposed_kernel, 90, arguments, config.warps).asm["ttgir"]
-    name = re.search(r"movmatrix.*-> tensor<[^,>]*, (#\w+)>", text)[1]
-    layout = re.search(rf"^{name} = (.*)", text, re.MULTILINE)[1]
-    blocked = "sizePerThread = [1, 4], threadsPerWarp = [1, 32]" in layout
-    linear = "[0, 1], [0, 2], [1, 0]], lane = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]" in layout
-    assert blocked or linear, layout
+    made = compile_kernel(transposed_kernel, 90, arguments, config.warps)
+    assert is_in_layout(made.asm["ttgir"])

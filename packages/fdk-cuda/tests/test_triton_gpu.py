@@ -10,9 +10,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, plain
 from fdk_cuda.triton.configs import (
+    FEW_ROWS,
     GEMM_CONFIGS,
-    SMALL_CONFIGS,
+    MORE_ROWS,
+    ONE_TILE_4_WARPS_FETCHED,
     TRANSPOSED_CONFIGS,
+    TWO_TILES_FETCHED,
     GemmConfig,
     SmallConfig,
     TransposedConfig,
@@ -71,10 +74,19 @@ def test_gemm(codebook: str, bits: int, config: GemmConfig) -> None:
         assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
 
 
-@pytest.mark.parametrize("config", SMALL_CONFIGS, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
-def test_small(bits: int, config: object) -> None:
-    case = Case(Format("custom", bits, 64), 16, 333, 64 * 67, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    ("m", "bits", "config"),
+    [
+        (m, bits, config)
+        for m, choices in ((3, FEW_ROWS), (16, MORE_ROWS))
+        for bits, choice in choices.items()
+        for config in dict.fromkeys(choice.all)
+    ],
+    ids=str,
+)
+def test_small(m: int, bits: int, config: SmallConfig) -> None:
+    """Every configuration that is chosen, where it is chosen."""
+    case = Case(Format("custom", bits, 64), m, 333, 64 * 67, torch.bfloat16, "cuda")
     q = case.quantised()
     x = case.random(case.m, case.k)
     oracle = x.double() @ q.dequantise(torch.float64).T
@@ -84,7 +96,7 @@ def test_small(bits: int, config: object) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 16])
-@pytest.mark.parametrize("config", [c for c in SMALL_CONFIGS if c.overlap], ids=str)
+@pytest.mark.parametrize("config", [ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED], ids=str)
 def test_overlap_in_a_row(config: SmallConfig, m: int) -> None:
     """Each kernel starts while the one before still runs, and reads as x what that one writes."""
     if not launch.can_overlap(torch.cuda.current_device()):
@@ -133,6 +145,20 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
         oracle = grad_y.double() @ q.dequantise(torch.float64)
         error = nrmse(launch.transposed(grad_y, w, chosen), oracle)
         assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["custom4-g64", "affine4-g64", "affine4-g64-e8m0"])
+def test_gradient_of_few_rows(format: str, dtype: torch.dtype) -> None:
+    """By ``transposed_kernel`` or, where codes would be transposed in a wrong layout, without."""
+    case = Case(Format.parse(format), 5, 2048, 2048, dtype, "cuda")
+    q = case.quantised()
+    layout = TritonLayout(q)
+    grad_y = case.random(case.m, case.n)
+    oracle = grad_y.double() @ q.dequantise(torch.float64)
+    limit = 2 * nrmse(grad_y @ q.dequantise(dtype), oracle)
+    assert nrmse(layout.grad_x(grad_y), oracle) <= limit
+    assert nrmse(layout.grad_x(grad_y), oracle) <= limit  # remembered: the launch, or that none is
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -40,9 +40,12 @@ from torch import Tensor
 
 TILE_N = 16
 UNITS = 16
-# Bytes between two values of a codebook in shared memory, where every lane has its own copy in its
-# own bank. Of 256 an address is one byte permute; 8 bits would then take 64 KiB.
-STRIDES = {6: 256, 7: 256, 8: 128}
+# A table in shared memory: by the bits of a code, those of an index, and the bytes from one entry
+# to the next. Every lane reads a copy of its own, in banks of its own. An index of 4 bits is two
+# codes, and of 1 bit eight. With 256 bytes an address is one byte permute, but 256 entries then
+# take 64 KiB.
+INDEX_BITS = {1: 8, 4: 8, 6: 6, 7: 7, 8: 8}
+STRIDES = {1: 128, 4: 128, 6: 256, 7: 256, 8: 128}
 POSITIONS = {1: 32, 2: 16, 3: 32, 4: 8, 5: 32, 6: 16, 7: 32, 8: 4}
 
 

@@ -20,30 +20,54 @@ def is_direct(bits: int, affine: bool) -> bool:
 
 
 @triton.constexpr_function
-def is_shared(bits: int, affine: bool) -> bool:
-    """Whether assembly reads a table in shared memory."""
-    return bits in STRIDES and not affine
+def is_shared(bits: int, affine: bool, shared: bool) -> bool:
+    """Whether assembly reads a table in shared memory, in a kernel that may fill one."""
+    return shared and bits in STRIDES and (bits == 1 or not affine)
 
 
 @triton.constexpr_function
 def in_assembly(bits: int, affine: bool, shared: bool) -> bool:
-    """Whether there is assembly for it, in a kernel that fills a table in shared memory or not."""
-    return shared if is_shared(bits, affine) else bits < 8
+    """Whether there is assembly for it, in a kernel that may fill a table in shared memory."""
+    return is_shared(bits, affine, shared) or bits <= 5 or (affine and bits < 8)
 
 
 @triton.constexpr_function
-def operands(bits: int, affine: bool) -> tuple[int, int, int]:
+def stride_of(bits: int) -> int:
+    """Bytes from one entry of a table in shared memory to the next."""
+    return STRIDES[bits]
+
+
+@triton.constexpr_function
+def in_bytes(bits: int, affine: bool, shared: bool) -> bool:
+    """Whether the words of a lane are brought into the order of ``to_bytes`` first."""
+    return bits == 1 and is_shared(bits, affine, shared)
+
+
+@triton.constexpr_function
+def elements(bits: int, affine: bool, shared: bool) -> int:
+    """Units that one piece of assembly decodes."""
+    return 8 if in_bytes(bits, affine, shared) else 2
+
+
+@triton.constexpr_function
+def operands(bits: int, affine: bool, shared: bool) -> tuple[int, int, int]:
     """Words of a unit, and words of the table: those of a lane, those that all lanes hold."""
     words = bits * POSITIONS[bits] // 32
     if is_direct(bits, affine):
         return words, 0, 0
-    return words, int(bits not in (1, 3)), {1: 2, 3: 4, 6: 1, 7: 1}.get(bits, 0)
+    if in_bytes(bits, affine, shared):
+        return 2, 1, 2
+    if is_shared(bits, affine, shared):
+        return words, 1, int(STRIDES[bits] == 256)
+    return words, int(bits not in (1, 3)), {1: 2, 3: 4}.get(bits, 0)
 
 
 @triton.constexpr_function
-def constraints(bits: int, count: int, affine: bool) -> str:
+def constraints(bits: int, count: int, affine: bool, shared: bool) -> str:
     """Results must not share registers with arguments, which are read until the end."""
-    return ",".join(["=&r"] * count + ["r"] * (2 * sum(operands(bits, affine))))
+    units = elements(bits, affine, shared)
+    arguments = units * sum(operands(bits, affine, shared))
+    return ",".join(["=&r"] * (count * units // 2) + ["r"] * arguments)
 
 
 @triton.constexpr_function
@@ -53,18 +77,21 @@ def results(dtype: tl.dtype, count: int) -> tuple[tl.dtype, ...]:
 
 
 @triton.constexpr_function
+def nibbles_of_both(a: str, b: str, odd: bool) -> str:
+    """Into m, every second nibble of two words: a byte holds one of a, and above it one of b."""
+    if odd:
+        return f"shr.u32 c, {a}, 4; lop3.b32 m, c, {b}, 0x0F0F0F0F, 0xE4;"
+    return f"shl.b32 c, {b}, 4; lop3.b32 m, {a}, c, 0x0F0F0F0F, 0xE4;"
+
+
+@triton.constexpr_function
 def byte_planes(table: list[str], odd: bool, first: int, count: int) -> list[str]:
     """Even or odd positions of two units by byte permutes; codes are nibbles of {a}, {b}.
 
     The nibbles of both units alternate in one word, which then selects the low bytes of four
     values at once, and the high ones.
     """
-    lines = [
-        "shr.u32 c, {a}, 4; lop3.b32 m, c, {b}, 0x0F0F0F0F, 0xE4;"
-        if odd
-        else "shl.b32 c, {b}, 4; lop3.b32 m, {a}, c, 0x0F0F0F0F, 0xE4;",
-        "and.b32 s, m, 0x77777777;",
-    ]
+    lines = [nibbles_of_both("{a}", "{b}", odd), "and.b32 s, m, 0x77777777;"]
     for position in range(first, first + count, 4):
         if position % 8:
             lines.append("shr.u32 s, s, 16;")
@@ -124,6 +151,15 @@ def byte_codes(bits: int, word: int, odd: bool, words: list[str], to: str) -> li
 
 
 @triton.constexpr_function
+def place_of(bits: int, codes: str, byte: int, table: str) -> list[str]:
+    """Into c, where the entry of a byte is. One instruction for each of two pipes."""
+    return [
+        f"prmt.b32 c, {codes}, 0, {0x4440 | byte};",
+        f"mad.lo.u32 c, c, {STRIDES[bits]}, {table};",
+    ]
+
+
+@triton.constexpr_function
 def look_up(bits: int, codes: str, byte: int, tables: list[str], to: str) -> list[str]:
     """The value of the code in a byte, from the lanes of the warp or from shared memory."""
     if bits == 5:  # a shuffle takes its lane from the low five bits
@@ -131,11 +167,8 @@ def look_up(bits: int, codes: str, byte: int, tables: list[str], to: str) -> lis
             f"shr.u32 c, {codes}, {8 * byte};",
             f"shfl.sync.idx.b32 {to}, {tables[0]}, c, 31, -1;",
         ]
-    if bits == 8:
-        lines = [
-            f"prmt.b32 c, {codes}, 0, {0x4440 | byte};",
-            f"mad.lo.u32 c, c, {STRIDES[bits]}, {tables[0]};",
-        ]
+    if STRIDES[bits] == 128:
+        lines = place_of(bits, codes, byte, tables[0])
     else:
         # 256 times the code, and this lane's place in the row
         lines = [
@@ -185,9 +218,77 @@ def wide(
 
 
 @triton.constexpr_function
-def assembly(bits: int, first: int, count: int, affine: bool, dtype: tl.dtype) -> str:
-    """Decodes positions of two units, 4 or 8 from ``first`` on: a result holds one of both."""
-    words, of_lane, of_all = operands(bits, affine)
+def to_bytes() -> str:
+    """The words of the eight units of a lane, 1 bit: bit i of a byte is then of unit i.
+
+    Word j then holds positions j, j + 8, j + 16 and j + 24: each byte of all words is transposed
+    as 8 x 8 bits, by halves, quarters and eighths.
+    """
+    lines = [".reg .b32 c;"]
+    now = [f"${8 + i}" for i in range(8)]
+    for shift, mask in ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+        then = [f"${i}" if shift == 1 else f"w{shift}{i}" for i in range(8)]
+        if shift > 1:
+            lines.append(f".reg .b32 {', '.join(then)};")
+        for i in range(8):
+            if i & shift:
+                continue
+            low, high = now[i], now[i + shift]
+            lines += [
+                f"shl.b32 c, {high}, {shift}; lop3.b32 {then[i]}, {low}, c, {mask}, 0xE4;",
+                f"shr.u32 c, {low}, {shift}; lop3.b32 {then[i + shift]}, c, {high}, {mask}, 0xE4;",
+            ]
+        now = then
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def eight_units(first: int, count: int) -> str:
+    """Positions of the eight units of a lane, 1 bit: the arguments are words, bytes and a table.
+
+    Even positions by one look-up each, odd ones by arithmetic on pairs: either alone would keep one
+    part of the processor busy, shared memory or the arithmetic.
+    """
+    place, delta, value = (f"${4 * count + 8 * i}" for i in (2, 3, 4))
+    lines = [".reg .b32 c, h0, h1, h2, h3;"]
+    for r in range(4):
+        low, high = f"${4 * count + 2 * r}", f"${4 * count + 2 * r + 1}"
+        # Halves of 16 bits of both units side by side.
+        lines.append(f"prmt.b32 h{r}, {low}, {high}, {'0x5410' if first < 16 else '0x7632'};")
+    for q in range(count):
+        p = first + q
+        if p % 2:
+            for r in range(4):
+                lines += one_bit(f"h{r}", p % 16, delta, value, f"${4 * q + r}")
+        else:
+            lines += place_of(1, f"${4 * count + 8 + p % 8}", p // 8, place)
+            result = 4 * q
+            lines.append(
+                f"ld.shared.v4.b32 {{${result}, ${result + 2}, ${result + 1}, ${result + 3}}}, [c];"
+            )
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def one_bit(codes: str, shift: int, delta: str, value: str, to: str) -> list[str]:
+    """The values of two codes of one bit, by the lowest bits of two halves."""
+    return [
+        f"shr.u32 c, {codes}, {shift};",
+        "and.b32 c, c, 0x00010001;",
+        # (c0, c0) + (bit, bit) * (c1 - c0), exact as integers: no carry between halves
+        f"mad.lo.u32 {to}, c, {delta}, {value};",
+    ]
+
+
+@triton.constexpr_function
+def assembly(bits: int, first: int, count: int, affine: bool, shared: bool, dtype: tl.dtype) -> str:
+    """Decodes positions of two units, 4 or 8 from ``first`` on: a result holds one of both.
+
+    Of eight units, and four results, where ``elements`` says so.
+    """
+    if in_bytes(bits, affine, shared):
+        return eight_units(first, count)
+    words, of_lane, of_all = operands(bits, affine, shared)
     a = [f"${count + 2 * i}" for i in range(words)]  # words of the first unit
     b = [f"${count + 2 * i + 1}" for i in range(words)]
     lane = f"${count + 2 * words}"
@@ -202,12 +303,7 @@ def assembly(bits: int, first: int, count: int, affine: bool, dtype: tl.dtype) -
         # Halves of 16 bits of both units side by side.
         lines.append(f"prmt.b32 a, {a[0]}, {b[0]}, {'0x5410' if first < 16 else '0x7632'};")
         for p in range(count):
-            lines += [
-                f"shr.u32 c, a, {(first + p) % 16};",
-                "and.b32 c, c, 0x00010001;",
-                # (c0, c0) + (bit, bit) * (c1 - c0), exact as integers: no carry between halves
-                f"mad.lo.u32 ${p}, c, {table[0]}, {table[1]};",
-            ]
+            lines += one_bit("a", (first + p) % 16, table[0], table[1], f"${p}")
     elif bits == 2:
         # Nibbles of the codes of both units, even positions in a, odd ones in b: one shuffle
         # fetches both values.
@@ -235,6 +331,12 @@ def assembly(bits: int, first: int, count: int, affine: bool, dtype: tl.dtype) -
         for odd in (False, True):
             planes = byte_planes(table, odd, first % 8, count)
             lines += [x.format(a=low, b=high) for x in planes]
+    elif is_shared(bits, affine, shared):
+        # The codes of both units side by side in a byte: one look-up fetches both values.
+        for odd in (False, True):
+            lines.append(nibbles_of_both(a[0], b[0], odd))
+            for p in range(first + odd, first + count, 2):
+                lines += look_up(bits, "m", p // 2, [lane], f"${p - first}")
     else:
         # Half of the codes by permutes did not help (H200, 28672 x 8192, m = 1: 57.1 to 63.1 us).
         for p in range(first, first + count):
@@ -243,33 +345,3 @@ def assembly(bits: int, first: int, count: int, affine: bool, dtype: tl.dtype) -
                 lines.append(f"shfl.sync.idx.b32 {value}, {lane}, {index}, 31, -1;")
             lines.append(f"prmt.b32 ${p - first}, v, w, 0x5410;")
     return "{ " + " ".join(lines) + " }"
-
-
-@triton.constexpr_function
-def fill(bits: int, threads: int) -> str:
-    """Fills a table in shared memory with 32 copies of a codebook, and returns where it is.
-
-    A thread holds one value at a time and writes a row, or a part of it, in an order in which
-    neighbours meet different banks. Whoever reads the table must have its address from here.
-    """
-    entries, stride = 1 << bits, STRIDES[bits]
-    sharing = min(8, max(1, threads // entries))  # threads that share a row
-    lines = [
-        ".reg .pred q; .reg .b16 h; .reg .b32 e, r, a, c, v; .reg .b64 p;",
-        f".shared .align 16 .b8 table[{entries * stride}];",
-        "mov.u32 $0, table; mov.u32 r, %tid.x;",
-        f"setp.lt.u32 q, r, {entries * sharing};",
-    ]
-    for first in range(0, entries, threads):
-        lines += [
-            f"and.b32 e, r, {entries - 1}; add.u32 e, e, {first};",
-            "mad.wide.u32 p, e, 2, $1; ld.global.b16 h, [p]; mov.b32 v, {h, h};",
-            f"mad.lo.u32 a, e, {stride}, $0;",
-            f"shr.u32 c, r, {bits}; mad.lo.u32 e, c, {8 // sharing}, e; shl.b32 e, e, 4;",
-        ]
-        for chunk in range(8 // sharing):
-            lines += [
-                f"add.u32 c, e, {16 * chunk}; and.b32 c, c, 112; add.u32 c, c, a;",
-                "@q st.shared.v4.b32 [c], {v, v, v, v};",
-            ]
-    return "{ " + " ".join([*lines, "bar.sync 0;"]) + " }"

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, replace
 
-from fdk_cuda.triton.arrangement import POSITIONS, TILE_N, UNITS
+from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, TILE_N, UNITS
 
 
 @dataclass(frozen=True)
@@ -55,38 +55,66 @@ class Limits:
     """Up to which m each kernel serves; above the last of its direction, dequantise and cuBLAS."""
 
     small_m: int = 16
+    # H200, 4 bits, fused and dequantised, 4096 x 4096, 8192 x 8192 and 28672 x 8192: m = 128 19.0
+    # and 24.6 us, 48.3 and 88, 191 and 288; m = 256 45 and 26, 90 and 95, 329 and 337, and of 1
+    # bit, 8192 x 8192, 112 and 90.
     gemm_m: int = 128
-    # Off: right only in a layout that Triton chooses (test_transposition_is_in_its_layout).
-    transposed_m: int = 0
+    transposed_m: int = 64
 
 
-# Microseconds at 8192 x 8192 on an H200, 2026-11-22, by default; in brackets, before that
-# day's changes.
-# m = 1: 4 bits 19.6 (20.5), 5 29.4 (28.9), 6 23.3, 8 23.6.
+@dataclass(frozen=True)
+class Choice:
+    """Of ``small_kernel`` by the outputs: up to ``few_outputs``, up to twice as many, more."""
+
+    few: SmallConfig
+    some: SmallConfig
+    many: SmallConfig
+
+    @property
+    def all(self) -> tuple[SmallConfig, ...]:
+        """The three."""
+        return self.few, self.some, self.many
+
+
 ONE_TILE = SmallConfig(n_tiles=1, warps=8)
-TWO_TILES = SmallConfig(n_tiles=2, warps=4)
-TWO_TILES_8_WARPS = SmallConfig(n_tiles=2, warps=8)
-# m = 1: 7 bits 29.0 (111.9); m = 16: 5 38.5 (45.0), 6 34.9, 7 43.1 (155.3).
+ONE_TILE_OVERLAP = SmallConfig(n_tiles=1, warps=8, overlap=True)
+ONE_TILE_4_WARPS = SmallConfig(n_tiles=1, warps=4, overlap=True)
+ONE_TILE_4_WARPS_FETCHED = SmallConfig(n_tiles=1, warps=4, fetch=2, overlap=True)
 NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2)
-# Not timed since a sweep of that day, before the last changes to addresses and masks: without
-# overlap and with it 3 bits took 16.8 and 14.2 at m = 1, 27.1 and 22.6 at m = 16.
-ONE_TILE_OVERLAP = SmallConfig(n_tiles=1, warps=4, fetch=2, overlap=True)
-# The same sweep: 1 bit, m = 16, 16.9 and 13.7.
-TWO_TILES_OVERLAP = SmallConfig(n_tiles=2, warps=4, fetch=2, overlap=True)
-# m = 16: 4 bits 28.0 (25.8), 8 29.8.
-TWO_TILES_FETCHED = SmallConfig(n_tiles=2, warps=4, fetch=3)
-SMALL_CONFIGS = (
-    ONE_TILE,
-    TWO_TILES,
-    TWO_TILES_8_WARPS,
-    NOTHING_AHEAD,
-    ONE_TILE_OVERLAP,
-    TWO_TILES_OVERLAP,
-    TWO_TILES_FETCHED,
-)
+NOTHING_AHEAD_OVERLAP = SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2, overlap=True)
+NOTHING_AHEAD_4_WARPS = SmallConfig(n_tiles=1, warps=4, ahead=0, fetch=2, overlap=True)
+TWO_TILES = SmallConfig(n_tiles=2, warps=4, overlap=True)
+TWO_TILES_ALONE = SmallConfig(n_tiles=2, warps=4, fetch=3)
+TWO_TILES_FETCHED = SmallConfig(n_tiles=2, warps=4, fetch=2, overlap=True)
+TWO_TILES_8_WARPS = SmallConfig(n_tiles=2, warps=8)
+TWO_TILES_8_WARPS_OVERLAP = SmallConfig(n_tiles=2, warps=8, overlap=True)
+TWO_TILES_8_WARPS_FETCHED = SmallConfig(n_tiles=2, warps=8, fetch=2, overlap=True)
+# By the bits of a code. Behind each, microseconds on an H200, 2026-11-22: 4096 x 4096, 8192 x 8192,
+# 28672 x 8192; of 28672 x 8192, 6 to 8 bits, before sums went through shared memory as they do now.
+FEW_ROWS = {
+    1: Choice(TWO_TILES_8_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED),  # 3.5 9.1 27
+    2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED),  # - 10.3 33
+    3: Choice(ONE_TILE, TWO_TILES_FETCHED, TWO_TILES_FETCHED),  # - 13.8 44.3
+    4: Choice(ONE_TILE, ONE_TILE_OVERLAP, TWO_TILES_FETCHED),  # 5.7 12.0 38.8
+    5: Choice(ONE_TILE, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 19.1 59.4
+    6: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_OVERLAP),  # - 19.6 71.6
+    7: Choice(NOTHING_AHEAD, ONE_TILE_4_WARPS, NOTHING_AHEAD_OVERLAP),  # - 21.1 78.2
+    8: Choice(ONE_TILE, ONE_TILE_OVERLAP, ONE_TILE_4_WARPS_FETCHED),  # - 20.4 73.8
+}
+# The same for 9 to 16 rows of x.
+MORE_ROWS = {
+    1: Choice(TWO_TILES_8_WARPS, TWO_TILES_FETCHED, TWO_TILES_FETCHED),  # - 13.1 49.0
+    2: Choice(TWO_TILES_8_WARPS, TWO_TILES_ALONE, TWO_TILES_FETCHED),  # - 17.5 49.0
+    3: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED),  # - 22.9 60.2
+    4: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED),  # - 17.7 55.7
+    5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 28.7 86.1
+    6: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 26.7 -
+    7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -
+    8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),  # - 24.2 81.1
+}
 GEMM_CONFIGS = (
     GemmConfig(tiles=1, warps=4, block_m=32),
-    # H200, 8192 x 8192, 4 bits, m = 64: 4 warps 35.8 us, 8 warps and k in four 34.6 us.
+    # H200, 4 bits, m = 64, 8192 x 8192: 34.7 us, 30.2 with a table, cuBLAS 38.5.
     GemmConfig(tiles=1, warps=8, block_m=64),
     GemmConfig(tiles=1, warps=8, block_m=128),
 )
@@ -131,6 +159,8 @@ class Gpu:
 
 
 H200_PROCESSORS = 132
+# Of shared memory a program gets as much unasked.
+UNASKED_BYTES = 48 << 10
 GPUS = {
     (8, 0): Gpu(None, 163 << 10, 108, can_overlap=False),  # A100
     (8, 6): Gpu(None, 99 << 10, 84, can_overlap=False),  # RTX 3090, A40
@@ -150,21 +180,10 @@ def gpu_of(capability: tuple[int, int]) -> Gpu:
 
 def small_config(n: int, m: int, bits: int, gpu: Gpu) -> SmallConfig:
     """For ``n`` outputs; the same for every m that a batch-invariant call may meet."""
-    few = n <= gpu.few_outputs
-    # One tile for 7 bits, and for 5 and 6 with 16 columns of x, where two take 16 and 32 bytes of
-    # stack at 7 bits (sm_80, sm_90; Triton 3.7.1), 8 and 0 at 5, none at 6.
-    if bits == 7 or (bits in (5, 6) and m > 8):
-        return NOTHING_AHEAD
-    if bits in (5, 6) or (bits == 3 and few):
-        return ONE_TILE
-    if bits == 3 and (m > 8 or n <= 2 * gpu.few_outputs):
-        return ONE_TILE_OVERLAP
-    if few:
-        return ONE_TILE if m <= 8 else TWO_TILES_8_WARPS
-    if m > 8:
-        return TWO_TILES_OVERLAP if bits == 1 else TWO_TILES_FETCHED
-    # Many outputs share each piece of x (28672 x 8192: 59.3 us -> 57.1 us).
-    return ONE_TILE if bits >= 2 and n <= 2 * gpu.few_outputs else TWO_TILES
+    choice = (FEW_ROWS if m <= 8 else MORE_ROWS)[bits]
+    if n <= gpu.few_outputs:
+        return choice.few
+    return choice.some if n <= 2 * gpu.few_outputs else choice.many
 
 
 def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:
@@ -175,11 +194,17 @@ def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:
 def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig:
     """For a product of m rows and n outputs."""
     config = next(c for c in GEMM_CONFIGS if m <= c.block_m or c is GEMM_CONFIGS[-1])
+    if bits == 8:
+        # Its tiles are short: with a fourth there is room for a table (``takes_table``).
+        config = replace(config, stages=4)
     config = fit(config, bits, gpu.shared_bytes)
     block_n = TILE_N * config.tiles * config.warps
     programs = -(-n // block_n) * -(-m // config.block_m)
+    # One program of 128 rows fills a processor (8192 x 8192, 4 bits, m = 128: k in two 48.3 us, in
+    # four 53.1), two of fewer rows do.
+    enough = gpu.enough_programs // (2 if config.block_m >= 128 else 1)
     split_k = 1
-    while programs * split_k < gpu.enough_programs and split_k < 8 and k_tiles >= 4 * split_k:
+    while programs * split_k < enough and split_k < 8 and k_tiles >= 4 * split_k:
         split_k *= 2
     return replace(config, split_k=split_k)
 
@@ -202,17 +227,40 @@ def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu) -
 
 def serves_transposed(m: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
-    # H200, 4 bits, m = 64: 8192 x 8192 70 us against 84, 4096 x 4096 25 against 20.
+    # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
+    # against 84 and 25 against 20. What is smaller was not timed.
+    if n * k < 1 << 22:
+        return False
     limit = gpu.limits.transposed_m
     return m <= (limit if n * k >= 1 << 26 else limit // 2)
 
 
-def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:
-    """The configuration with fewer stages, then fewer rows, until its buffers fit."""
+def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:
+    """Of words and of x that a stage of ``gemm_kernel`` holds: a whole tile of k."""
     tile_k = UNITS * POSITIONS[bits]
     block_n = TILE_N * config.tiles * config.warps
-    # Words, x and a fifth for scales and the rest; a stage holds a whole tile of k.
-    stage = (tile_k * bits // 8 * block_n + 2 * tile_k * config.block_m) * 6 // 5
+    return tile_k * bits // 8 * block_n, 2 * tile_k * config.block_m
+
+
+def takes_table(config: GemmConfig, bits: int, shared: int) -> bool:
+    """Whether ``gemm_kernel`` may fill a table in shared memory, of which Triton does not know.
+
+    Triton asks for more than a program gets unasked as soon as its own buffers need it, and then
+    for all: with buffers just below that there would be no room.
+    """
+    if bits not in STRIDES:
+        return False
+    table = STRIDES[bits] << INDEX_BITS[bits]
+    words, x = stage_bytes(config, bits)
+    least = config.stages * x + (config.stages - 1) * words
+    most = (words + x) * config.stages * 6 // 5
+    return least > UNASKED_BYTES and most + table <= shared
+
+
+def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:
+    """The configuration with fewer stages, then fewer rows, until its buffers fit."""
+    # A fifth for scales and the rest.
+    stage = sum(stage_bytes(config, bits)) * 6 // 5
     stages = min(config.stages, shared // stage)
     if stages < 2 and config.block_m > 16:
         return fit(replace(config, block_m=config.block_m // 2), bits, shared)

@@ -10,13 +10,17 @@ from torch import Tensor
 from fdk_cuda.triton.assembly import (
     assembly,
     constraints,
-    fill,
+    elements,
     in_assembly,
+    in_bytes,
     is_shared,
     operands,
     results,
+    stride_of,
     table_of,
+    to_bytes,
 )
+from fdk_cuda.triton.shared import fill, lane_place
 
 # Codebooks of these widths lie in the registers of a warp.
 REGISTER_BITS = (1, 2, 3, 4, 5)
@@ -62,8 +66,7 @@ LANE_ASSEMBLY = tl.constexpr(
 )
 
 
-# This lane's place in a row of a table in shared memory, from an address on.
-LANE_PLACE = tl.constexpr("{ .reg .b32 l; mov.u32 l, %laneid; mad.lo.u32 $0, l, 4, $1; }")
+_EIGHT_OF_EIGHT = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 
 @triton.jit
@@ -77,16 +80,18 @@ def load_tables(
     WARPS: tl.constexpr,
     X_DTYPE: tl.constexpr,
 ):
-    """The words of the table that ``assembly`` takes, as a tuple.
+    """The words of the table that ``assembly`` takes, as a tuple, and where a table is.
 
     ``SHARED`` where a program is long enough to fill a table in shared memory.
     """
     tables = ()
+    table = 0
     lanes_ptr += table_of(X_DTYPE) * 64
-    OF_LANE: tl.constexpr = operands(BITS, AFFINE)[1]
-    OF_ALL: tl.constexpr = operands(BITS, AFFINE)[2]
+    OF_LANE: tl.constexpr = operands(BITS, AFFINE, SHARED)[1]
+    OF_ALL: tl.constexpr = operands(BITS, AFFINE, SHARED)[2]
     if ASSEMBLY and in_assembly(BITS, AFFINE, SHARED):
-        if is_shared(BITS, AFFINE):
+        if is_shared(BITS, AFFINE, SHARED):
+            STRIDE: tl.constexpr = stride_of(BITS)
             values_ptr += table_of(X_DTYPE) * (1 << BITS)
             table = tl.inline_asm_elementwise(
                 fill(BITS, WARPS * 32),
@@ -96,11 +101,13 @@ def load_tables(
                 is_pure=False,
                 pack=1,
             )
-            start = table if BITS == 8 else table * 0
+            start = table * 0 if STRIDE == 256 else table
             place = tl.inline_asm_elementwise(
-                LANE_PLACE, "=r,r", [start], dtype=tl.int32, is_pure=True, pack=1
+                lane_place(BITS), "=r,r", [start], dtype=tl.int32, is_pure=True, pack=1
             )
-            tables = (place,) if BITS == 8 else (place, table)
+            tables = (place, table) if STRIDE == 256 else (place,)
+            if in_bytes(BITS, AFFINE, SHARED):
+                tables = tables + (tl.load(lanes_ptr + 32), tl.load(lanes_ptr + 33))
         else:
             if OF_LANE == 1:
                 tables = tables + (
@@ -115,7 +122,7 @@ def load_tables(
                 )
             for i in tl.static_range(OF_ALL):
                 tables = tables + (tl.load(lanes_ptr + 32 + i),)
-    return tables
+    return tables, table
 
 
 @triton.jit
@@ -174,6 +181,31 @@ def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
+def prepare(
+    words,
+    BITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """What ``decode_part`` takes, once for all parts of a tile."""
+    if ASSEMBLY and in_bytes(BITS, AFFINE, SHARED):
+        return (
+            words[0],
+            tl.inline_asm_elementwise(
+                to_bytes(),
+                _EIGHT_OF_EIGHT,
+                [words[0]],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=8,
+            ),
+        )
+    else:
+        return words
+
+
+@triton.jit
 def decode_part(
     words,
     tables,
@@ -190,12 +222,12 @@ def decode_part(
     """The values of ``COUNT`` positions, each in the shape of a word."""
     if ASSEMBLY and in_assembly(BITS, AFFINE, SHARED):
         return tl.inline_asm_elementwise(
-            assembly(BITS, part * COUNT, COUNT, AFFINE, X_DTYPE),
-            constraints(BITS, COUNT, AFFINE),
+            assembly(BITS, part * COUNT, COUNT, AFFINE, SHARED, X_DTYPE),
+            constraints(BITS, COUNT, AFFINE, SHARED),
             words + tables,
             dtype=results(DOT_DTYPE, COUNT),
             is_pure=True,
-            pack=2,
+            pack=elements(BITS, AFFINE, SHARED),
         )
     else:
         values = (value_at(words, values_ptr, part * COUNT, BITS, AFFINE, X_DTYPE, DOT_DTYPE),)

@@ -166,7 +166,7 @@ def dequantise_kernel(
     tile_n = tl.program_id(0) * R
     n_tiles = tl.cdiv(n, 16)
     # A program is too short to fill a table in shared memory.
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)[0]
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)

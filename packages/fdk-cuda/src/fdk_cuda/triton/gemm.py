@@ -9,7 +9,7 @@ rounded, exactly as ``dequantise`` rounds it.
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import PART, load_tables, load_words
+from fdk_cuda.triton.decode import PART, load_tables, load_words, prepare
 from fdk_cuda.triton.dequantise import join_part, scaled_part
 
 _PART = tl.constexpr(PART)
@@ -91,6 +91,7 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
     """A program computes 16 * R * WARPS outputs of BLOCK_M rows, over its share of the k tiles."""
     COUNT: tl.constexpr = min(_PART, POSITIONS)
@@ -110,7 +111,7 @@ def gemm_kernel(
     first_k = tl.program_id(1) * share
     last_k = min(first_k + share, k_tiles)
 
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE)[0]
 
     # words [R * half, (warp, lane, 4)]: a warp holds rows 16 w to 16 w + 15 of every WARPS tiles
     half = tl.arange(0, 2 * R)
@@ -129,6 +130,7 @@ def gemm_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile_k in tl.range(first_k, last_k, num_stages=STAGES):
         words = load_words(words_ptr, word_at + tile_k * (WORDS * 256), has_rows, WORDS)
+        words = prepare(words, BITS, AFFINE, ASSEMBLY, TABLE)
         for part in tl.static_range(POSITIONS // COUNT):
             first = tile_k * TILE_K + part * WIDTH
             column = first + tl.arange(0, WIDTH)
@@ -153,7 +155,7 @@ def gemm_kernel(
                 ONE_GROUP,
                 AFFINE,
                 ASSEMBLY,
-                False,
+                TABLE,
                 X_DTYPE,
                 DOT_DTYPE,
                 R,

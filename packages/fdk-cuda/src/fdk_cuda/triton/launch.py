@@ -20,11 +20,12 @@ from fdk_cuda.triton.configs import (
     SmallConfig,
     TransposedConfig,
     gpu_of,
+    takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel, permute_kernel, reduce_kernel
 from fdk_cuda.triton.small import small_kernel
-from fdk_cuda.triton.transposed import transposed_kernel
+from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel
 
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Triton reads the same variable when a kernel is defined. The interpreter takes no assembly, and
@@ -108,6 +109,8 @@ class Launch:
 
 
 _launches: dict[tuple[object, ...], Launch] = {}
+# Kinds of weight and configuration for which ``transposed_kernel`` is not right.
+_not_in_layout: set[tuple[object, ...]] = set()
 
 
 def relaunch(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
@@ -136,7 +139,7 @@ def launch(
     sizes: Sequence[int],
     constants: dict[str, Any],
     **options: int,
-) -> None:
+) -> Any:
     """Launches a kernel through Triton, which compiles it where it has not, and remembers it."""
     names = kernel.arg_names[len(tensors) + len(sizes) :]
     compile_time = {name: constants[name] for name in names}
@@ -144,6 +147,7 @@ def launch(
     if not INTERPRETED and not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
         rest = (*sizes, *compile_time.values())
         _launches[tensors[0].get_device(), key] = Launch(compiled, grid, rest)
+    return compiled
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
@@ -229,6 +233,7 @@ def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tenso
             "BLOCK_M": config.block_m,
             "GROUP_M": 4,
             "STAGES": config.stages,
+            "TABLE": takes_table(config, a.bits, gpu_at(x.get_device()).shared_bytes),
         }
         blocks_n = triton.cdiv(a.n_tiles, config.tiles * config.warps)
         grid = (blocks_n * triton.cdiv(m, config.block_m), config.split_k)
@@ -264,8 +269,14 @@ def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
-    """``dy @ W_hat``, 8 * m_tiles rows of dy a program."""
+    """``dy @ W_hat``, 8 * m_tiles rows of dy a program.
+
+    Of formats whose codes Triton would transpose in a wrong layout, by ``dequantise`` and cuBLAS.
+    """
     a, m = w.arrangement, grad_y.shape[0]
+    kind = (grad_y.dtype, config.tiles, config.warps, config.m_tiles, config.positions, *w.key)
+    if kind in _not_in_layout:
+        return grad_y @ dequantise(w, grad_y.dtype)
     split = config.split_n > 1
     out = new_output((m, a.k), grad_y)
     target = grad_y.new_empty((config.split_n, m, a.k), dtype=torch.float32) if split else out
@@ -283,7 +294,11 @@ def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
         blocks_k = triton.cdiv(a.k_tiles, config.warps) * (POSITIONS[a.bits] // count)
         grid = (blocks_k, triton.cdiv(m, 8 * config.m_tiles), config.split_n)
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
-        launch(key, transposed_kernel, grid, tensors, sizes, constants, num_warps=config.warps)
+        warps = config.warps
+        made = launch(key, transposed_kernel, grid, tensors, sizes, constants, num_warps=warps)
+        if not INTERPRETED and not is_in_layout(made.asm["ttgir"]):
+            _not_in_layout.add(kind)
+            return grad_y @ dequantise(w, grad_y.dtype)
     if split:
         add_parts(target, None, out)
     return out.to(grad_y.dtype) if INTERPRETED else out

@@ -69,13 +69,8 @@ def triton_grad_x(
     w = launch.Weight(words, scale, zero_point, values, lanes, a)
     m = grad_y.shape[0]
     with launch.on_device_of(grad_y):
-        # Where scale and zero point differ in dtype, or are bytes, Triton moves the transposition
-        # of codes to another layout than the one it is right in.
-        in_layout = zero_point is None or (
-            zero_point.dtype == scale.dtype and scale.dtype != torch.uint8
-        )
         gpu = launch.gpu_at(grad_y.get_device())
-        if in_layout and serves_transposed(m, n, k, gpu):
+        if serves_transposed(m, n, k, gpu):
             config = transposed_config(m, bits, a.n_tiles, a.k_tiles, gpu)
             return launch.transposed(grad_y, w, config)
         return grad_y @ launch.dequantise(w, grad_y.dtype)

@@ -10,7 +10,15 @@ shared memory: words, x and scales are read straight into the places that the pr
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import PART, decode_part, decode_scale, load_tables, load_words
+from fdk_cuda.triton.decode import (
+    PART,
+    decode_part,
+    decode_scale,
+    load_tables,
+    load_words,
+    prepare,
+)
+from fdk_cuda.triton.shared import add_constraints, add_warps, table_bytes
 
 _PART = tl.constexpr(PART)
 
@@ -196,7 +204,7 @@ def small_kernel(
     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
     ones = tl.full([WARPS, 16, 16], 1.0, DOT_DTYPE)
     # Filling a table may wait for all warps: what is ahead is on its way by then.
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, True, WARPS, X_DTYPE)
+    tables, table = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, True, WARPS, X_DTYPE)
     scales, zeros = load_scales(
         stored, warp_s, 0, WIDTH, TILE_K, SEGMENT, ONE_GROUP, PADDED_GROUP, AFFINE, EXACT
     )
@@ -206,7 +214,7 @@ def small_kernel(
         ahead = first + AHEAD * WARPS
         valid = has_rows & (ahead + warp_w < k_tiles)
         ring = ring + load_words(word_at, ahead * TILE, valid, WORDS)
-        now = ring[:WORDS]
+        now = prepare(ring[:WORDS], BITS, AFFINE, ASSEMBLY, True)
         ring = ring[WORDS:]
         if FETCH:
             for j in tl.static_range(N_TILES):
@@ -296,10 +304,26 @@ def small_kernel(
                 scales = new_scales
                 zeros = new_zeros
 
-    y = tl.sum(tl.reshape(acc, [WARPS, BLOCK_N, BLOCK_M]), 0)
-    row = tile_n * 16 + tl.arange(0, BLOCK_N)
+    y = tl.reshape(acc, [WARPS, BLOCK_N, BLOCK_M])
+    if ASSEMBLY:
+        # [WARPS, BLOCK_N, BLOCK_M], whole in the first warp
+        SUMS: tl.constexpr = 4 * N_TILES * M_TILES
+        y = tl.inline_asm_elementwise(
+            add_warps(SUMS, WARPS, table_bytes(BITS, AFFINE)),
+            add_constraints(SUMS),
+            [y, table],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=SUMS,
+        )
+    else:
+        y = tl.sum(y, 0)[None]
+    row = (tile_n * 16 + tl.arange(0, BLOCK_N))[None, :, None]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-    m_row = first_m + tl.arange(0, BLOCK_M)
-    live = (m_row < m)[None, :] & (row < n)[:, None]
-    tl.store(out_ptr + m_row[None, :] * n + row[:, None], y.to(out_ptr.dtype.element_ty), mask=live)
+        y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+    m_row = (first_m + tl.arange(0, BLOCK_M))[None, None, :]
+    # Of all warps where the sums are in the first, or of one.
+    warp = tl.arange(0, WARPS if ASSEMBLY else 1)[:, None, None]
+    at = out_ptr + (m_row * n + row + warp * 0)
+    live = (m_row < m) & (row < n) & (warp == 0)
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=live)

@@ -9,6 +9,8 @@ are added in a fixed order. (Warps that shared n had to add up within a program:
 quarter of the programs took 30, 8192 x 8192, 4 bits, H200.)
 """
 
+import re
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,24 @@ _TRANSPOSE = tl.constexpr(
     "movmatrix.sync.aligned.m8n8.trans.b16 l, l; movmatrix.sync.aligned.m8n8.trans.b16 h, h; "
     "prmt.b32 $0, l, h, 0x5410; prmt.b32 $1, l, h, 0x7632; }"
 )
+
+
+# A lane's place in a matrix of codes is right where it holds four neighbours in a row, or the same
+# written as bases, and lanes follow each other.
+_RIGHT = (
+    "sizePerThread = [1, 4], threadsPerWarp = [1, 32]",
+    "[0, 1], [0, 2], [1, 0]], lane = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]",
+)
+
+
+def is_in_layout(ttgir: str) -> bool:
+    """Whether a compiled kernel transposes codes in the layout in which that is right.
+
+    Triton chooses it. Where scale and zero point differ in dtype, or are bytes, it takes another.
+    """
+    names = set(re.findall(r"movmatrix.*-> tensor<[^,>]*, (#\w+)>", ttgir))
+    layouts = dict(re.findall(r"^(#\w+) = (.*)", ttgir, re.MULTILINE))
+    return bool(names) and all(any(right in layouts[name] for right in _RIGHT) for name in names)
 
 
 @triton.jit
@@ -215,7 +235,7 @@ def transposed_part(
     share = tl.cdiv(tl.cdiv(n_tiles, R), tl.num_programs(2)) * R
     first_n = tl.program_id(2) * share
     last_n = min(first_n + share, n_tiles)
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)[0]
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)

@@ -23,8 +23,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.arrangement import STRIDES, Arrangement
-from fdk_cuda.triton.assembly import is_shared
+from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import (
     GemmConfig,
     Gpu,
@@ -36,6 +35,7 @@ from fdk_cuda.triton.configs import (
 )
 from fdk_cuda.triton.decode import lookup_tables
 from fdk_cuda.triton.launch import Config, Weight
+from fdk_cuda.triton.shared import fits_sums, table_bytes
 from fdk_cuda.triton.stored import Entry, load_entries, store_entries
 from fdk_formats.format import Format
 from fdk_formats.scales import SCALE_DTYPES
@@ -49,8 +49,6 @@ GAIN = 0.98
 LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
 # Copies of a weight: so many times the L2 in all.
 MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
-# Of shared memory a program gets as much unasked; Triton asks for more without its tables in mind.
-UNASKED_BYTES = 48 << 10
 # Kernels by the name an entry gives them, and what holds their configuration, if they have one.
 KINDS = {"small": SmallConfig, "gemm": GemmConfig, "dequantise": None}
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
@@ -171,14 +169,13 @@ def candidates(m: int, bits: int, gpu: Gpu, *, affine: bool) -> list[Config]:
     """Every configuration worth trying for m rows, that fits."""
     found: list[Config] = []
     if m <= gpu.limits.small_m:
-        ways = ((1, 0, False), (1, 2, False), (1, 2, True), (0, 2, True))
+        ways = ((1, 0, False), (1, 0, True), (1, 2, True), (0, 2, True))
         grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
-        # With the sums of 16 rows of x, a table in shared memory has to fit what needs no leave.
-        table = STRIDES[bits] << bits if is_shared(bits, affine) else 0
+        table = table_bytes(bits, affine)
         fitting = (
             as_run(SmallConfig(tiles, warps, *way), gpu)
             for tiles, warps, way in grid
-            if not table or table + warps * 16 * tiles * 16 * 4 <= UNASKED_BYTES
+            if fits_sums(512 * tiles * warps * (1 if m <= 8 else 2), table)
         )
         # On a GPU that does not overlap some are the same.
         found += dict.fromkeys(fitting)

@@ -1,0 +1,130 @@
+# mypy: ignore-errors
+"""What programs keep in shared memory by inline assembly: tables of values, and sums of warps."""
+
+import triton
+
+from fdk_cuda.triton.arrangement import INDEX_BITS, STRIDES
+from fdk_cuda.triton.assembly import is_shared
+from fdk_cuda.triton.configs import UNASKED_BYTES
+
+
+@triton.constexpr_function
+def entry(bits: int) -> tuple[list[str], list[str]]:
+    """The 16 bytes of the entry of index e: instructions, and four words."""
+    lines, words = [], []
+    # Of each 16-bit value, the shift that brings its code to the lowest bits of the index. Of 1
+    # bit, in the order in which the tensor cores take the units of a lane.
+    places = {1: (0, 1, 4, 5, 2, 3, 6, 7), 4: (0, 4)}.get(bits, (0,))
+    for i, shift in enumerate(places):
+        half = "lh"[i % 2]
+        lines.append(
+            f"shr.u32 c, e, {shift}; and.b32 c, c, {(1 << bits) - 1}; "
+            f"mad.wide.u32 p, c, 2, $1; ld.global.b16 {half}, [p];"
+        )
+        if i % 2 or bits >= 6:
+            words.append(f"v{i // 2}")
+            lines.append(f"mov.b32 {words[-1]}, {{l, {half}}};")  # one value twice, or two
+    return lines, (words * 4)[:4]
+
+
+@triton.constexpr_function
+def fill(bits: int, threads: int) -> str:
+    """Fills a table in shared memory from a codebook, and returns where it is.
+
+    A thread holds one entry at a time and writes its copies, or a part of them, in an order in
+    which neighbours meet different banks. Whoever reads the table must have its address from here.
+    """
+    entries, stride = 1 << INDEX_BITS[bits], STRIDES[bits]
+    sharing = min(8, max(1, threads // entries))  # threads that share a row
+    values, words = entry(bits)
+    lines = [
+        ".reg .pred q; .reg .b16 l, h; .reg .b32 e, r, a, c, v0, v1, v2, v3; .reg .b64 p;",
+        f".shared .align 16 .b8 table[{entries * stride}];",
+        "mov.u32 $0, table; mov.u32 r, %tid.x;",
+        f"setp.lt.u32 q, r, {entries * sharing};",
+    ]
+    for first in range(0, entries, threads):
+        lines += [
+            f"and.b32 e, r, {entries - 1}; add.u32 e, e, {first};",
+            *values,
+            f"mad.lo.u32 a, e, {stride}, $0;",
+            f"shr.u32 c, r, {INDEX_BITS[bits]}; mad.lo.u32 e, c, {8 // sharing}, e;",
+            "shl.b32 e, e, 4;",
+        ]
+        for chunk in range(8 // sharing):
+            lines += [
+                f"add.u32 c, e, {16 * chunk}; and.b32 c, c, 112; add.u32 c, c, a;",
+                f"@q st.shared.v4.b32 [c], {{{', '.join(words)}}};",
+            ]
+    return "{ " + " ".join([*lines, "bar.sync 0;"]) + " }"
+
+
+@triton.constexpr_function
+def lane_place(bits: int) -> str:
+    """This lane's place in a row of a table in shared memory, from an address on."""
+    size, copies = (16, 8) if bits == 1 else (4, 32)
+    return (
+        "{ .reg .b32 l; mov.u32 l, %laneid; "
+        f"and.b32 l, l, {copies - 1}; mad.lo.u32 $0, l, {size}, $1; }}"
+    )
+
+
+@triton.constexpr_function
+def replaces_table(size: int, table: int) -> bool:
+    """Whether sums of so many bytes go where the table is.
+
+    Results take half as much again, of Triton's, and all must fit what a program gets unasked.
+    """
+    return table > 0 and table + size * 3 // 2 > UNASKED_BYTES
+
+
+@triton.constexpr_function
+def fits_sums(size: int, table: int) -> bool:
+    """Whether a program of ``small_kernel`` has room for its sums."""
+    if replaces_table(size, table):
+        return size <= table and table + size // 2 <= UNASKED_BYTES
+    return size * 3 // 2 <= UNASKED_BYTES
+
+
+@triton.constexpr_function
+def add_warps(count: int, warps: int, table: int) -> str:
+    """The sums of all warps in their order, in the first; in others what comes out is not used.
+
+    Every thread has ``count`` sums, a multiple of 4, of elements that differ between lanes alone.
+    They go where a table of so many bytes is, the address of which is the second argument, if both
+    would not fit a program.
+    """
+    step = 512 * warps
+    size = count // 4 * step
+    assert fits_sums(size, table)
+    lines = [".reg .pred q; .reg .b32 a, c; .reg .f32 t0, t1, t2, t3;"]
+    if replaces_table(size, table):
+        # Some warp may still read the table.
+        lines.append(f"mov.b32 a, ${2 * count}; bar.sync 0;")
+    else:
+        lines.append(f".shared .align 16 .b8 sums[{size}]; mov.u32 a, sums;")
+    lines.append("mov.u32 c, %tid.x; setp.lt.u32 q, c, 32; mad.lo.u32 a, c, 16, a;")
+    for i in range(0, count, 4):
+        values = ", ".join(f"${count + i + j}" for j in range(4))
+        lines.append(f"st.shared.v4.f32 [a + {i // 4 * step}], {{{values}}};")
+    lines.append("bar.sync 0;")
+    for i in range(count):
+        lines.append(f"mov.f32 ${i}, ${count + i};")
+    for warp in range(1, warps):
+        for i in range(0, count, 4):
+            at = i // 4 * step + 512 * warp
+            lines.append(f"@q ld.shared.v4.f32 {{t0, t1, t2, t3}}, [a + {at}];")
+            lines += [f"@q add.f32 ${i + j}, ${i + j}, t{j};" for j in range(4)]
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def add_constraints(count: int) -> str:
+    """Of ``add_warps``."""
+    return ",".join(["=&f"] * count + ["f"] * count + ["r"] * count)
+
+
+@triton.constexpr_function
+def table_bytes(bits: int, affine: bool) -> int:
+    """Of the table of a kernel that may fill one."""
+    return STRIDES[bits] << INDEX_BITS[bits] if is_shared(bits, affine, True) else 0

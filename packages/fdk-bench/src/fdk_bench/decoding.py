@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fdk_bench.cases import DTYPES, KernelCase
 from fdk_bench.floor import Floor, read_floor
 from fdk_bench.llama import SIZES, Llama
+from fdk_bench.llama_ops import has_kernels
 from fdk_bench.peers.base import Prepared, check
 from fdk_bench.peers.dense import codebook_bytes
 from fdk_bench.records import Row
@@ -314,6 +315,11 @@ class Step:
         self.tokens = tokens.clone()
         self.position = torch.tensor([position], device=tokens.device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self._choose: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        if has_kernels(str(tokens.device)):
+            from fdk_bench.choice_kernel import choose
+
+            self._choose = choose
 
     def warm_up(self) -> None:
         """Compiles, and captures the graph; neither moves on."""
@@ -338,6 +344,9 @@ class Step:
 
     def _advance(self) -> None:
         logits = self._decoder(self.tokens, self.position)
+        if self._choose is not None:
+            self._choose(logits, self.tokens, self.position)
+            return
         self.tokens.copy_(logits.argmax(-1, keepdim=True))
         self.position += 1
 

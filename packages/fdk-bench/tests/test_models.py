@@ -12,20 +12,12 @@ from typer.testing import CliRunner
 
 from fdk_bench import decoding
 from fdk_bench.cli import app
-from fdk_bench.decoding import (
-    ModelCase,
-    ModelRun,
-    ModelValues,
-    Step,
-    build_llama,
-    check_layer,
-    first_tokens,
-    measure,
-    measure_case,
-)
+from fdk_bench.decoding import Step, first_tokens, measure, measure_case
 from fdk_bench.hf_decoding import HfDecoder, build_hf, perplexity_of, stored_bytes
 from fdk_bench.llama import SIZES, Llama, LlamaSize
+from fdk_bench.model_cases import ModelCase, ModelRun, ModelValues
 from fdk_bench.peers import WrongAnswerError
+from fdk_bench.random_llama import build_llama, check_layer
 from fdk_bench.weights import random_weight
 from fdk_formats import Format, QuantisedLinear, quantise_model
 
@@ -120,10 +112,8 @@ def test_logits_are_those_of_transformers(fused):
     assert expected.std() > 0.1
 
 
-@pytest.mark.parametrize("few", [0, 64])
 @torch.inference_mode()
-def test_steps_continue_a_prompt(few, monkeypatch):
-    monkeypatch.setattr("fdk_bench.llama.FEW_HEADS", few)
+def test_steps_continue_a_prompt():
     llama = small_llama()
     tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
     whole = llama(tokens, torch.arange(12))

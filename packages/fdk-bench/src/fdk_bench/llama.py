@@ -168,9 +168,9 @@ class Llama(nn.Module):
     def compile_blocks(self) -> None:
         """Takes our kernels where they run; elsewhere torch compiles a block, and all share it."""
         if has_kernels(self.device):
-            self.ops = TritonOps()
-            for block in self.blocks:
-                block.ops = self.ops
+            ops = TritonOps()
+            for module in (self, *self.blocks):
+                module.ops = ops  # type: ignore[assignment]
             return
         for block in self.blocks:
             block.compile(fullgraph=True, dynamic=False)

@@ -23,7 +23,7 @@ class LlamaOps(Protocol):
     def attend(
         self, qkv: Tensor, turns: Tensor, positions: Tensor, cache: Tensor, heads: int
     ) -> Tensor:
-        """Adds t tokens to the cache and attends to all that are in it, ``[b, t, heads * head_dim]``.
+        """Adds t tokens to the cache; what each finds in it, ``[b, t, heads * head_dim]``.
 
         qkv       :: [b, t, (heads + 2 kv_heads) * head_dim, dtype]
         turns     :: [2, length, head_dim, dtype]    cosines and sines of every position

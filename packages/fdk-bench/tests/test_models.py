@@ -92,7 +92,7 @@ def test_sizes_are_those_of_the_paper(size, linear, parameters):
 def test_logits_are_those_of_transformers(fused):
     hf, ours = hf_model(), small_llama(fused)
     ours.embedding.data = hf.model.embed_tokens.weight
-    ours.norm.weight.data, ours.lm_head.weight.data = hf.model.norm.weight, hf.lm_head.weight
+    ours.norm.data, ours.lm_head.weight.data = hf.model.norm.weight, hf.lm_head.weight
     for block, layer in zip(ours.blocks, hf.model.layers, strict=True):
         block.o.weight.data, block.down.weight.data = (
             layer.self_attn.o_proj.weight,

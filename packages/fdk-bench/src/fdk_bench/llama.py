@@ -170,7 +170,7 @@ class Llama(nn.Module):
         if has_kernels(self.device):
             ops = TritonOps()
             for module in (self, *self.blocks):
-                module.ops = ops  # type: ignore[assignment]
+                module.ops = ops
             return
         for block in self.blocks:
             block.compile(fullgraph=True, dynamic=False)

@@ -11,9 +11,10 @@ from fdk_bench.llama_ops import TorchOps, TritonOps, rotary_table
 OURS, THEIRS = TritonOps(), TorchOps()
 
 
-def attend(heads, kv_heads, head_dim, batch, length, position, parts):
+def attend(heads, kv_heads, head_dim, batch, length, position, parts, *config):
     """A step; entries of the cache that are not there yet are NaN."""
     attention_kernel.parts_of = lambda *sizes: parts
+    attention_kernel.config_for = lambda *sizes: attention_kernel.AttendConfig(*config)
     qkv = torch.randn(batch, 1, (heads + 2 * kv_heads) * head_dim)
     cache = torch.randn(2, batch, kv_heads, length, head_dim)
     cache[:, :, :, position:] = torch.nan

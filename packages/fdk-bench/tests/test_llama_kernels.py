@@ -16,11 +16,12 @@ pytest.importorskip("triton")
 
 # What to try, and its sizes: see the functions of interpreted_llama.py.
 CASES = [
-    ("attend", 4, 2, 32, 2, 192, 0, 1),
-    ("attend", 6, 2, 32, 3, 192, 64, 1),
-    ("attend", 4, 4, 16, 1, 192, 130, 1),
-    ("attend", 12, 2, 32, 2, 192, 130, 3),
-    ("attend", 4, 2, 32, 1, 320, 20, 4),
+    ("attend", 4, 2, 32, 2, 192, 0, 1, 1, 2, 4),
+    ("attend", 6, 2, 32, 3, 192, 64, 1, 4, 4, 2),
+    ("attend", 4, 4, 16, 1, 192, 130, 1, 1, 8, 8),
+    ("attend", 12, 2, 32, 2, 192, 130, 3, 4, 4, 4),
+    ("attend", 6, 2, 32, 1, 192, 130, 2, 2, 1, 4),
+    ("attend", 4, 2, 32, 1, 320, 20, 4, 1, 2, 2),
     ("prompt", 6, 2, 16, 2, 70, 67),
     ("prompt", 4, 4, 32, 1, 8, 2),
     ("rest", 3, 96),
@@ -39,13 +40,17 @@ def test_interpreted(case):
     assert done.returncode == 0, done.stderr
 
 
-def test_parts():
-    from fdk_bench.attention_kernel import parts_of
+def test_config_and_parts():
+    from fdk_bench.attention_kernel import FEW, MANY, config_for, parts_of
 
-    assert parts_of(1, 8, 192) == 1
-    assert parts_of(1, 8, 2112) == 16  # 132 processors, 8 heads
-    assert parts_of(1, 1, 1024) == 16  # blocks of 64
-    assert parts_of(64, 8, 2112) == 1
+    assert config_for(1, 8, 4) == FEW
+    assert config_for(16, 8, 4) == MANY
+    assert config_for(16, 8, 3).heads == 4
+    assert config_for(200, 8, 1).heads == 1
+    assert parts_of(32, 192, 256) == 1
+    assert parts_of(32, 192, 128) == 2
+    assert parts_of(32, 2112, 128) == 4  # 132 processors
+    assert parts_of(512, 2112, 128) == 1
 
 
 def llama_on_gpu(size, dtype):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fdk_bench.launches import launch_options
 
+NORM_CHANNELS = 512  # of a warp
 GATE_BLOCK = 1024  # channels of a program
 HEADS_AT_ONCE = 8
 
@@ -56,7 +57,7 @@ def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tens
         eps,
         DIM=dim,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=max(1, min(16, block // NORM_CHANNELS)),
         **launch_options(x),
     )
     return out, normed

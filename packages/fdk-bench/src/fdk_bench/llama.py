@@ -157,7 +157,7 @@ class Llama(nn.Module):
         tokens    :: [b, t, int64]
         positions :: [t, int64]    0 to t-1, or one anywhere
         """
-        x = self.embedding[tokens]
+        x = nn.functional.embedding(tokens, self.embedding)
         added = torch.zeros_like(x)
         for block, cache in zip(self.blocks, self.cache, strict=True):
             x, added = block(x, added, self.turns, positions, cache)

@@ -17,9 +17,9 @@ pytest.importorskip("triton")
 # What to try, and its sizes: see the functions of interpreted_llama.py.
 CASES = [
     ("attend", 4, 2, 32, 2, 192, 0, 1, 1, 2, 4),
-    ("attend", 6, 2, 32, 3, 192, 64, 1, 4, 4, 2),
+    ("attend", 6, 2, 32, 3, 192, 64, 1, 4, 4, 2, 1),
     ("attend", 4, 4, 16, 1, 192, 130, 1, 1, 8, 8),
-    ("attend", 12, 2, 32, 2, 192, 130, 3, 4, 4, 4),
+    ("attend", 12, 2, 32, 2, 192, 130, 3, 4, 4, 4, 1),
     ("attend", 6, 2, 32, 1, 192, 130, 2, 2, 1, 4),
     ("attend", 4, 2, 32, 1, 320, 20, 4, 1, 2, 2),
     ("prompt", 6, 2, 16, 2, 70, 67),

@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 
 # What to try, and its sizes: see the functions of interpreted_llama.py.
 CASES = [
-    ("attend", 4, 2, 32, 2, 192, 0, 1, 1, 2, 4),
-    ("attend", 6, 2, 32, 3, 192, 64, 1, 4, 4, 2, 1),
-    ("attend", 4, 4, 16, 1, 192, 130, 1, 1, 8, 8),
-    ("attend", 12, 2, 32, 2, 192, 130, 3, 4, 4, 4, 1),
-    ("attend", 6, 2, 32, 1, 192, 130, 2, 2, 1, 4),
-    ("attend", 4, 2, 32, 1, 320, 20, 4, 1, 2, 2),
+    ("attend", 4, 2, 32, 2, 192, 0, 1, 64, 4, 3),
+    ("attend", 6, 2, 32, 3, 192, 64, 1, 64, 4, 3),
+    ("attend", 4, 4, 16, 1, 192, 130, 1, 32, 4, 3),
+    ("attend", 12, 2, 32, 2, 192, 130, 3, 64, 4, 3),
+    ("attend", 4, 2, 32, 1, 320, 20, 4, 16, 4, 3),
+    ("attend", 4, 2, 32, 1, 192, 130, 2, 128, 8, 1),
     ("prompt", 6, 2, 16, 2, 70, 67),
     ("prompt", 4, 4, 32, 1, 8, 2),
     ("rest", 3, 96),
@@ -41,16 +41,16 @@ def test_interpreted(case):
 
 
 def test_config_and_parts():
-    from fdk_bench.attention_kernel import FEW, MANY, config_for, parts_of
+    from fdk_bench.attention_kernel import config_for, parts_of
 
-    assert config_for(1, 8, 4) == FEW
-    assert config_for(16, 8, 4) == MANY
-    assert config_for(16, 8, 3).heads == 4
-    assert config_for(200, 8, 1).heads == 1
-    assert parts_of(32, 192, 256) == 1
-    assert parts_of(32, 192, 128) == 2
-    assert parts_of(32, 2112, 128) == 4  # 132 processors
-    assert parts_of(512, 2112, 128) == 1
+    assert config_for(8, 192).block == 128
+    assert config_for(8, 2112).block == 64
+    assert config_for(512, 192) == (32, 4, 3)
+    assert config_for(2048, 192) == (32, 2, 3)
+    assert parts_of(8, 192, 128) == 2
+    assert parts_of(8, 2112, 64) == 33  # two programs a processor
+    assert parts_of(128, 2112, 128) == 2
+    assert parts_of(512, 2112, 32) == 1
 
 
 def llama_on_gpu(size, dtype):

@@ -9,66 +9,35 @@ from torch import Tensor
 
 from fdk_bench.launches import launch_options
 
-# Entries of one tile from which on the cache is cut into parts, and how many programs are enough.
-ENOUGH_PROGRAMS = 132
-LOWEST = tl.constexpr(-1e30)  # below every score, and finite: what nothing was seen with
+ROWS = 16  # rows of q that a tensor core takes at least; the heads of a group are fewer
+ENOUGH_PROGRAMS = 264  # two for each processor of an H200
+LONG = 512  # entries of a cache from which on parts are cut smaller
 
 
 class AttendConfig(NamedTuple):
     """How a program walks through the cache.
 
-    A row of 128 channels takes half a warp, which keeps a softmax of its own: no warp waits for
-    another before the end.
-
     Attributes:
-        heads: of a group that a program takes at most, a power of two; others read the same keys.
+        block: entries at a time, a power of two from 16 on.
         warps: of a program.
-        steps: entries that half a warp reads at once.
+        stages: blocks under way at once.
     """
 
-    heads: int
+    block: int
     warps: int
-    steps: int
-    ahead: bool = False
+    stages: int
 
 
-FEW, MANY = AttendConfig(1, 8, 8), AttendConfig(4, 4, 8)
-HALF_WARP = 16
-
-
-# keys, values :: pointers to rows of a cache, [SLOTS, HEAD_DIM]
-# entry        :: [SLOTS, int32]    the first of each slot; others follow by ``beside``
-@triton.jit  # type: ignore[untyped-decorator]
-def load_tile(
-    keys, values, entry, end, beside: tl.constexpr, STEPS: tl.constexpr, DIM: tl.constexpr
-):  # type: ignore[no-untyped-def] # noqa: D103
-    # Tensors of two dimensions: how one of three lies over threads differs between Triton 3.6
-    # and 3.7, and the kernel took 15 us, or 255 for 64 sequences, with 3.6 (H200).
-    K, V = (), ()
-    for step in tl.static_range(STEPS):
-        place = (entry + step * beside)[:, None]
-        K += (tl.load(keys + place * DIM, mask=place < end, other=0.0),)
-        V += (tl.load(values + place * DIM, mask=place < end, other=0.0),)
-    return K, V
-
-
-# K, V :: STEPS times [SLOTS, HEAD_DIM, dtype]
-@triton.jit  # type: ignore[untyped-decorator]
-def attend_tile(q, K, V, entry, end, beside: tl.constexpr, STEPS: tl.constexpr, most, weight, sums):  # type: ignore[no-untyped-def] # noqa: D103
-    scores = ()
-    highest = most
-    for step in tl.static_range(STEPS):
-        score = tl.sum(q * K[step].to(tl.float32), axis=1)  # [SLOTS]
-        score = tl.where(entry + step * beside < end, score, float("-inf"))
-        highest = tl.maximum(highest, score)
-        scores += (score,)
+# K, V :: [BLOCK, HEAD_DIM, dtype]
+@triton.jit
+def attend_block(q, K, V, there, scale, most, weight, sums):  # type: ignore[no-untyped-def] # noqa: D103
+    scores = tl.dot(q, K.T, input_precision="ieee") * scale  # [ROWS, BLOCK]
+    scores = tl.where(there[None, :], scores, float("-inf"))
+    highest = tl.maximum(most, tl.max(scores, axis=1))
     kept = tl.exp(most - highest)
-    weight *= kept
-    sums *= kept[:, None]
-    for step in tl.static_range(STEPS):
-        share = tl.exp(scores[step] - highest)
-        weight += share
-        sums += share[:, None] * V[step].to(tl.float32)
+    weights = tl.exp(scores - highest[:, None])
+    weight = weight * kept + tl.sum(weights, axis=1)
+    sums = sums * kept[:, None] + tl.dot(weights.to(V.dtype), V, input_precision="ieee")
     return highest, weight, sums
 
 
@@ -77,8 +46,8 @@ def attend_tile(q, K, V, entry, end, beside: tl.constexpr, STEPS: tl.constexpr, 
 # position :: [1, int64]
 # cache    :: [2, b, kv_heads, length, head_dim, dtype]    keys, then values
 # out      :: [b, 1, heads * head_dim, dtype]
-# parts    :: [b, heads / HEADS, PARTS, HEADS, head_dim + 2, float32]    sums, highest score, weight
-# arrived  :: [b, heads / HEADS, int32]                    zeros, before and after
+# parts    :: [b, kv_heads, PARTS, GROUP, head_dim + 2, float32]    sums, highest score, weight
+# arrived  :: [b, kv_heads, int32]                         zeros, before and after
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
@@ -94,132 +63,117 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PADDED_PARTS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    splits: tl.constexpr = (GROUP + HEADS - 1) // HEADS  # programs of a group
-    beside: tl.constexpr = SLOTS // HEADS  # entries that the slots of a head read at once
-    tile: tl.constexpr = STEPS * beside
-    program, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    kv_head, split = program // splits, program % splits
-    slots, channels = tl.arange(0, SLOTS), tl.arange(0, HEAD_DIM)[None, :]
+    head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    channels = tl.arange(0, HEAD_DIM)
+    rows = tl.arange(0, ROWS)
+    entries = tl.arange(0, BLOCK)
     half: tl.constexpr = HEAD_DIM // 2
     partner = (channels + half) % HEAD_DIM
-    row = split * HEADS + slots // beside  # of the group, [SLOTS]
-    entry = slots % beside  # of a tile
     dtype = cache.dtype.element_ty
-    nothing = slots[:, None] * 0
     # Before the kernel ahead has ended: what the steps before this one have left.
     last = tl.load(position).to(tl.int32)
-    turn = turns + last * HEAD_DIM + channels + nothing  # [SLOTS, HEAD_DIM], as all that follows
+    turn = turns + last * HEAD_DIM + channels
     cosine = tl.load(turn).to(tl.float32)
     sine = tl.load(turn + length * HEAD_DIM).to(tl.float32)
     sine = tl.where(channels < half, -sine, sine)
-    keys = cache + (b * KV_HEADS + kv_head) * length * HEAD_DIM
+    keys = cache + (b * KV_HEADS + head) * length * HEAD_DIM
     values = keys + values_stride
-    share = tl.cdiv(tl.cdiv(last, tile), PARTS) * tile
+    share = tl.cdiv(tl.cdiv(last, BLOCK), PARTS) * BLOCK
     begin, end = part * share, tl.minimum(last, (part + 1) * share)
-    key_rows, value_rows = keys + channels + nothing, values + channels + nothing
-    K, V = load_tile(key_rows, value_rows, begin + entry, end, beside, STEPS, HEAD_DIM)
+    seen = begin + entries
+    places = seen[:, None] * HEAD_DIM + channels[None, :]
+    K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)  # [BLOCK, HEAD_DIM]
+    V = tl.load(values + places, mask=seen[:, None] < end, other=0.0)
 
     if PDL:
         tl.extra.cuda.gdc_wait()
     qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
-    q_rows = qkv + (kv_head * GROUP + row)[:, None] * HEAD_DIM
-    held = (row < GROUP)[:, None]
-    q = tl.load(q_rows + channels, mask=held, other=0.0).to(tl.float32) * cosine
-    q += tl.load(q_rows + partner, mask=held, other=0.0).to(tl.float32) * sine
-    q = q.to(dtype).to(tl.float32) * scale
-    k_rows = qkv + (GROUP * KV_HEADS + kv_head) * HEAD_DIM + nothing
-    k = tl.load(k_rows + channels).to(tl.float32) * cosine
-    k = (k + tl.load(k_rows + partner).to(tl.float32) * sine).to(dtype)
-    v = tl.load(k_rows + KV_HEADS * HEAD_DIM + channels)
+    q_rows = qkv + (head * GROUP + rows[:, None]) * HEAD_DIM
+    held = rows[:, None] < GROUP
+    q = tl.load(q_rows + channels[None, :], mask=held, other=0.0).to(tl.float32)
+    swapped = tl.load(q_rows + partner[None, :], mask=held, other=0.0).to(tl.float32)
+    q = (q * cosine[None, :] + swapped * sine[None, :]).to(dtype)  # [ROWS, HEAD_DIM]
+    k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
+    k = tl.load(k_row + channels).to(tl.float32) * cosine
+    k = (k + tl.load(k_row + partner).to(tl.float32) * sine).to(dtype)
+    v = tl.load(k_row + KV_HEADS * HEAD_DIM + channels)
 
-    # One slot of each head has the new entry, from registers: nobody reads what is stored here.
-    first = (slots % beside == 0) & (part == 0)  # [SLOTS]
-    new = last * HEAD_DIM + channels + nothing
-    stored = ((slots == 0) & (part == 0) & (split == 0))[:, None] & (channels < HEAD_DIM)
-    tl.store(keys + new, k, mask=stored)
-    tl.store(values + new, v, mask=stored)
-    score = tl.sum(q * k.to(tl.float32), axis=1)
-    most = tl.where(first, score, LOWEST)
-    weight = tl.where(first, 1.0, 0.0)
-    sums = tl.where(first[:, None], v.to(tl.float32), 0.0)  # [SLOTS, HEAD_DIM]
-    if AHEAD:
-        for start in range(begin, end, tile):
-            next_tile = start + tile + entry
-            next_K, next_V = load_tile(
-                key_rows, value_rows, next_tile, end, beside, STEPS, HEAD_DIM
-            )
-            most, weight, sums = attend_tile(
-                q, K, V, start + entry, end, beside, STEPS, most, weight, sums
-            )
-            K, V = next_K, next_V
-    else:
-        most, weight, sums = attend_tile(
-            q, K, V, begin + entry, end, beside, STEPS, most, weight, sums
-        )
-        for start in range(begin + tile, end, tile):
-            K, V = load_tile(key_rows, value_rows, start + entry, end, beside, STEPS, HEAD_DIM)
-            most, weight, sums = attend_tile(
-                q, K, V, start + entry, end, beside, STEPS, most, weight, sums
-            )
+    # The first part has the new entry, from registers: nobody reads what is stored in this kernel.
+    first = part == 0
+    tl.store(keys + last * HEAD_DIM + channels, k, mask=first & (channels < HEAD_DIM))
+    tl.store(values + last * HEAD_DIM + channels, v, mask=first & (channels < HEAD_DIM))
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
+    most = tl.where(first, score, float("-inf"))
+    weight = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
+    sums = tl.where(first, weight[:, None] * v.to(tl.float32)[None, :], 0.0)  # [ROWS, HEAD_DIM]
+    if begin < end:
+        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
+    for start in range(begin + BLOCK, end, BLOCK):
+        seen = start + entries
+        places = seen[:, None] * HEAD_DIM + channels[None, :]
+        K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)
+        V = tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
 
-    most = tl.reshape(most, (HEADS, beside))
-    top = tl.max(most, axis=1)  # [HEADS]
-    kept = tl.exp(most - top[:, None])
-    weight = tl.sum(tl.reshape(weight, (HEADS, beside)) * kept, axis=1)
-    sums = tl.sum(tl.reshape(sums, (HEADS, beside, HEAD_DIM)) * kept[:, :, None], axis=1)
-    rows = tl.arange(0, HEADS)
-    held = split * HEADS + rows < GROUP
-    y = out + ((b * KV_HEADS + kv_head) * GROUP + split * HEADS) * HEAD_DIM
+    y = out + (b * KV_HEADS + head) * GROUP * HEAD_DIM
     if PARTS == 1:
-        mine = y + rows[:, None] * HEAD_DIM + channels
-        tl.store(mine, (sums / weight[:, None]).to(dtype), mask=held[:, None])
+        mine = y + rows[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(mine, (sums / weight[:, None]).to(dtype), mask=held)
     else:
         width: tl.constexpr = HEAD_DIM + 2
-        program += b * KV_HEADS * splits
-        parts += program * PARTS * HEADS * width
-        mine = parts + (part * HEADS + rows) * width
-        tl.store(mine[:, None] + channels, sums)
-        tl.store(mine + HEAD_DIM, top)
-        tl.store(mine + HEAD_DIM + 1, weight)
+        parts += (b * KV_HEADS + head) * PARTS * GROUP * width
+        mine = parts + (part * GROUP + rows) * width
+        tl.store(mine[:, None] + channels[None, :], sums, mask=held)
+        tl.store(mine + HEAD_DIM, most, mask=rows < GROUP)
+        tl.store(mine + HEAD_DIM + 1, weight, mask=rows < GROUP)
         # Every thread's stores come before the count, which one thread adds to.
         tl.debug_barrier()
-        if tl.atomic_add(arrived + program, 1, sem="acq_rel") == PARTS - 1:
+        arrived += b * KV_HEADS + head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
             tl.debug_barrier()
-            tl.store(arrived + program, 0)
+            tl.store(arrived, 0)
             every = tl.arange(0, PADDED_PARTS)
-            among = every < PARTS
-            for head in tl.static_range(HEADS):
-                theirs = parts + (every * HEADS + head) * width
-                top_of = tl.load(theirs + HEAD_DIM, mask=among, other=LOWEST)
-                weight_of = tl.load(theirs + HEAD_DIM + 1, mask=among, other=0.0)
-                sums_of = tl.load(theirs[:, None] + channels, mask=among[:, None], other=0.0)
-                scaled = tl.exp(top_of - tl.max(top_of, axis=0))  # [PADDED_PARTS]
-                mean = tl.sum(sums_of * scaled[:, None], axis=0)
-                mean /= tl.sum(weight_of * scaled, axis=0)
-                place = y + head * HEAD_DIM + tl.arange(0, HEAD_DIM)
-                tl.store(place, mean.to(dtype), mask=split * HEADS + head < GROUP)
+            there = every < PARTS
+            for row in tl.static_range(GROUP):
+                theirs = parts + (every * GROUP + row) * width
+                most_of = tl.load(theirs + HEAD_DIM, mask=there, other=float("-inf"))
+                weight_of = tl.load(theirs + HEAD_DIM + 1, mask=there, other=0.0)
+                sums_of = tl.load(
+                    theirs[:, None] + channels[None, :], mask=there[:, None], other=0.0
+                )
+                kept = tl.exp(most_of - tl.max(most_of, axis=0))  # [PADDED_PARTS]
+                sum = tl.sum(sums_of * kept[:, None], axis=0) / tl.sum(weight_of * kept, axis=0)
+                tl.store(y + row * HEAD_DIM + channels, sum.to(dtype))
 
 
-def config_for(batch: int, kv_heads: int, group: int) -> AttendConfig:
-    """Programs of one head each where there are few sequences, of a group where there are many."""
-    if batch * kv_heads * group <= ENOUGH_PROGRAMS:
-        return FEW
-    return MANY._replace(heads=min(MANY.heads, triton.next_power_of_2(group)))
+def config_for(programs: int, length: int) -> AttendConfig:
+    """For so many sequences times key heads, and a cache of so many entries.
+
+    Times of 8 blocks of 12b at 4 bits with the head (H200, us) beside those of 64 entries, 4 warps
+    and 3 stages, in one part below 512 entries: 628 against 634 (1 sequence), 807 against 810 (16),
+    1041 against 1070 (64), 2146 against 2224 (256); with 2048 tokens 695 against 717, in 16 parts
+    (1), and 1064 against 1202 (16).
+    """
+    if programs >= 1024:
+        return AttendConfig(32, 2, 3)
+    if programs >= 256:
+        return AttendConfig(32, 4, 3)
+    if length <= LONG:
+        return AttendConfig(128, 8, 1)
+    return AttendConfig(64, 4, 3) if programs < 64 else AttendConfig(128, 8, 2)
 
 
-def parts_of(programs: int, length: int, tile: int) -> int:
-    """Parts that a cache of ``length`` entries is cut into: 1, unless few programs read much."""
-    return max(1, min(-(-length // tile), ENOUGH_PROGRAMS // programs))
+def parts_of(programs: int, length: int, block: int) -> int:
+    """Parts that a cache of ``length`` entries is cut into: more where few programs read it."""
+    return max(1, min(-(-length // block), ENOUGH_PROGRAMS // programs))
 
 
 def attend(
@@ -243,24 +197,22 @@ def attend(
         position: of the token.
         cache: written in place.
         parts: that the cache is cut into; None chooses.
-        config: see ``AttendConfig``; None chooses.
+        config: None chooses.
 
     Returns:
         ``[b, 1, heads * head_dim, dtype]``.
     """
     _, b, kv_heads, length, head_dim = cache.shape
     group = qkv.shape[-1] // head_dim // kv_heads - 2
-    config = config or config_for(b, kv_heads, group)
-    slots = config.warps * 2
-    programs = kv_heads * -(-group // config.heads)
-    parts = parts or parts_of(b * programs, length, config.steps * slots // config.heads)
+    config = config or config_for(b * kv_heads, length)
+    parts = parts or parts_of(b * kv_heads, length, config.block)
     out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
     partial = arrived = out
     if parts > 1:
-        shape = (b, programs, parts, config.heads, head_dim + 2)
+        shape = (b, kv_heads, parts, group, head_dim + 2)
         partial = qkv.new_empty(shape, dtype=torch.float32)
-        arrived = _counters(qkv.device, b * programs)
-    attend_kernel[programs, b, parts](
+        arrived = _counters(qkv.device, b * kv_heads)
+    attend_kernel[kv_heads, b, parts](
         qkv,
         turns,
         position,
@@ -274,13 +226,12 @@ def attend(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        HEADS=config.heads,
-        SLOTS=slots,
-        STEPS=config.steps,
+        ROWS=ROWS,
+        BLOCK=config.block,
         PARTS=parts,
         PADDED_PARTS=triton.next_power_of_2(parts),
-        AHEAD=config.ahead,
         num_warps=config.warps,
+        num_stages=config.stages,
         **launch_options(qkv),
     )
     return out

@@ -45,16 +45,8 @@ ON_CPU = (
 
 
 def _models(name: str, size: str, bits: str, batches: str, *more: str) -> Part:
-    """Models; compiled ahead with one block each, a process for each width."""
-    what = ("--size", size, "--batch-size", batches, *more)
-    widths = bits.split(",")
-    return Part(
-        name,
-        "models",
-        (*what, "-b", bits, "--reps", "40"),
-        warm=tuple((*what, "-b", width, "--layers", "1", "--reps", "1") for width in widths),
-        limit=90,
-    )
+    arguments = ("--size", size, "--batch-size", batches, *more, "-b", bits, "--reps", "40")
+    return Part(name, "models", arguments, limit=90)
 
 
 # Ours in the formats that each backend is for; peers once for each width. The compiled reference

@@ -62,8 +62,8 @@ def record(
     One JSONL file per part: each row holds its command, machine, versions and commit. Then
     `fdk-bench table --fill README.md` puts them into the documents. Parts that ended before Ctrl-C
     are kept, and --resume goes on with the others. A part that takes too long is asked to stop,
-    and the rows that it has are kept; those of one that crashed stay as they were. On a GPU
-    everything is compiled first, side by side, and timed alone.
+    and the rows that it has are kept; those of one that crashed stay as they were. Where compilers
+    take long they run first, side by side, and what they compiled is timed alone.
 
     Exit code: 0, 1 where a case failed, 2 bad usage, 130 where a part did not end.
     """
@@ -75,7 +75,6 @@ def record(
     chosen = [parts[name] for name in split(only) or parts]
     end = time.perf_counter() + (seconds or float("inf"))
     left = [part for part in chosen if not (resume and _done(part) is not None)]
-    _warm(left, where, end)
     codes: dict[Part, int] = {}
     for number, part in enumerate(chosen, 1):
         if part not in left:
@@ -83,6 +82,7 @@ def record(
         else:
             typer.echo(f"{part.name}: part {number} of {len(chosen)}", err=True)
             start = time.perf_counter()
+            _warm(part, where, end)
             codes[part] = _run(part, where, end)
             taken = f"{time.perf_counter() - start:.0f} s"
         if codes[part] not in (EXIT_INTERRUPTED, EXIT_USAGE) or _was_cut(part):
@@ -108,20 +108,18 @@ def _command(part: Part, arguments: Sequence[str], device: str, target: Path) ->
     return [sys.executable, *inner]
 
 
-def _warm(parts: Sequence[Part], device: str, end: float) -> None:
-    """Runs what compiles for some parts, side by side; what it measures is thrown away.
+def _warm(part: Part, device: str, end: float) -> None:
+    """Runs what compiles for a part, side by side; what it measures is thrown away.
 
-    torch, Triton, our kernels and Humming keep what they compiled on disk: 27 cases of models
-    are 54 graphs, minutes of one core.
+    torch, Triton, our kernels and Humming keep what they compiled on disk: minutes of one core.
     """
-    commands = [(part, arguments) for part in parts for arguments in part.warm]
-    if not commands:
+    if not part.warm:
         return
     start = time.perf_counter()
     # A process has one thread here: as many workers each as the machine has cores were too many.
     alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     running = []
-    for number, (part, arguments) in enumerate(commands):
+    for number, arguments in enumerate(part.warm):
         target = WORK / "warm" / str(number)
         target.mkdir(parents=True, exist_ok=True)
         command = _command(part, arguments, device, target)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fdk_bench.decoding import Step, first_tokens
+from fdk_bench.decoding import Step, captured_prompt, first_tokens
 from fdk_bench.llama import Llama, LlamaSize
 
 pytest.importorskip("triton")
@@ -113,3 +113,20 @@ def test_graph_of_a_step_on_gpu():
         found.append(tokens)
         assert step.position.item() == 605
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_graph_of_a_prompt_on_gpu():
+    """Its replay fills the cache as the call did."""
+    llama = llama_on_gpu(LlamaSize(512, 2, 4, 2, 1056, vocabulary=5000), torch.bfloat16)
+    llama.compile_blocks()
+    prompt = torch.randint(5000, (3, 130), device="cuda")
+    llama.prepare(3, 192)
+    first_tokens(llama, prompt)
+    expected = llama.cache.clone()
+    replay = captured_prompt(llama, prompt)
+    llama.cache.zero_()
+    replay()
+    assert torch.equal(llama.cache, expected)
+    assert expected.any()

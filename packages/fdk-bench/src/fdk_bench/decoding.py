@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ class Decoder(Protocol):
 
     def compile_blocks(self) -> None:
         """Compiles what a step calls, anew; a part that cannot be compiled is an error."""
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a prompt can be one CUDA graph too: nothing on the host asks for its values."""
 
     @property
     def cache_bytes(self) -> int:
@@ -133,9 +138,9 @@ def measure_case(
     step.warm_up()
     _synchronise(device)
     compile_seconds = time.perf_counter() - start
-    first = min(
-        _seconds(device, lambda: first_tokens(decoder, prompt)) for _ in range(FIRST_TOKEN_REPS)
-    )
+    begin = captured_prompt(decoder, prompt)
+    first = min(_seconds(device, begin) for _ in range(FIRST_TOKEN_REPS))
+    del begin
     floor.begin()
     steps = []
     for _ in range(case.reps):
@@ -158,7 +163,7 @@ def measure_case(
         first_token_time=first,
         floor=least,
         floor_share=least / timing.median,
-        graph=step.graph is not None,
+        graph=step.is_graph,
         build_seconds=build_seconds,
         compile_seconds=compile_seconds,
         perplexity=built.perplexity,
@@ -183,6 +188,30 @@ def first_tokens(decoder: Decoder, prompt: Tensor) -> Tensor:
     return decoder(prompt, positions).argmax(-1, keepdim=True)
 
 
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The replay of a CUDA graph of what was called, and so compiled, before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def captured_prompt(decoder: Decoder, prompt: Tensor) -> Callable[[], Any]:
+    """``first_tokens`` of a prompt as a graph; as calls where that is not to be had."""
+
+    def call() -> Tensor:
+        return first_tokens(decoder, prompt)
+
+    if not decoder.captures_prompts:
+        return call
+    try:
+        return captured(call)
+    except RuntimeError as error:  # a library that asks the device for something
+        warn(f"the first token is timed without a graph: {error}", stacklevel=2)
+        return call
+
+
 class Step:
     """One decoding step after another, on a GPU as the replay of a CUDA graph.
 
@@ -193,7 +222,7 @@ class Step:
         self._decoder = decoder
         self.tokens = tokens.clone()
         self.position = torch.tensor([position], device=tokens.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], Any] | None = None
         self._choose: Callable[[Tensor, Tensor, Tensor], None] | None = None
         if has_kernels(str(tokens.device)):
             from fdk_bench.choice_kernel import choose
@@ -206,20 +235,18 @@ class Step:
         for _ in range(3):
             self._advance()
         if self.tokens.is_cuda:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._advance()
-            self.graph = graph
+            self._replay = captured(self._advance)
         self.position.copy_(position)
         self.tokens.copy_(tokens)
 
+    @property
+    def is_graph(self) -> bool:
+        """Whether a step is the replay of a graph."""
+        return self._replay is not None
+
     def __call__(self) -> None:
         """The next token of each sequence."""
-        if self.graph is None:
-            self._advance()
-        else:
-            self.graph.replay()
+        (self._replay or self._advance)()
 
     def _advance(self) -> None:
         logits = self._decoder(self.tokens, self.position)

@@ -54,6 +54,11 @@ class HfDecoder:
         self._forward = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
 
     @property
+    def captures_prompts(self) -> bool:
+        """See ``Decoder``; code of other projects may ask for values while it makes masks."""
+        return False
+
+    @property
     def cache_bytes(self) -> int:
         """See ``Decoder``."""
         layers = self._cache.layers

@@ -176,6 +176,11 @@ class Llama(nn.Module):
             block.compile(fullgraph=True, dynamic=False)
 
     @property
+    def captures_prompts(self) -> bool:
+        """See ``Decoder``."""
+        return self.embedding.is_cuda
+
+    @property
     def cache_bytes(self) -> int:
         """Of keys and values."""
         return self.cache.nbytes

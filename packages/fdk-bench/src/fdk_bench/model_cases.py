@@ -51,7 +51,8 @@ class ModelValues:
         memory: of the device, that the model takes while decoding; None on a CPU.
         step_time, step_time_min, spread: of one decoding step, see ``Timing``.
         tokens_per_second: ``batch`` over ``step_time``.
-        first_token_time: from prompts on the device to their first tokens, the best of three.
+        first_token_time: from prompts on the device to their first tokens, the best of three;
+            the replay of a CUDA graph for a llama on a GPU, as a step is.
         floor: time to read ``weight_bytes`` at the read rate measured between the steps.
         floor_share: floor over step_time: the share of the roofline.
         graph: whether a step was one CUDA graph.

@@ -82,15 +82,28 @@ def test_folder_compiled(hf_folder, tmp_path, monkeypatch):
     """``fdk-bench models FOLDER --compile``: whole models, for one sequence and several."""
     monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
     out = tmp_path / "out"
-    arguments = ["--model", hf_folder, "--compile", "-b", "16,4", "--batch-size", "1,3"]
-    few = ["--context", "5", "--reps", "2", "--backend", "reference", "-g", "32", "--dtype", "fp32"]
+    arguments = ["--model", hf_folder, "--compile", "-b", "16,4", "--format", "int"]
+    few = [
+        "--batch-size",
+        "1,3",
+        "--context",
+        "5",
+        "--reps",
+        "2",
+        "--backend",
+        "reference",
+        "-g",
+        "32",
+        "--dtype",
+        "fp32",
+    ]
     command = ["models", "--device", "cpu", *arguments, *few, "--out", out]
     done = CliRunner().invoke(app, list(map(str, command)))
     torch._dynamo.reset()
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (out / "models.jsonl").read_text().splitlines()]
     assert [(r["case"]["format"], r["case"]["batch"], r["case"]["compiled"]) for r in rows] == [
-        (format, batch, True) for format in ("fp32", "custom4-g32") for batch in (1, 3)
+        (format, batch, True) for format in ("fp32", "int4-g32") for batch in (1, 3)
     ]
     for r in rows:
         assert r["values"]["tokens_per_second"] > 0

@@ -1,68 +1,26 @@
-"""The measurement on tiny models, its command line, and once the real encoder."""
+"""The measurement of accuracy on tiny models, and once on the real encoder."""
 
 import importlib.util
-import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import fdk_formats
 from fdk_bench import accuracy
 from fdk_bench.accuracy import Subject, layer_values, measure_formats, prepare, weight_error
 from fdk_bench.accuracy_cases import (
     BASELINE,
-    AccuracyCase,
-    AccuracyValues,
     takes_importance,
 )
 from fdk_bench.calibration import MOST_ROWS, calibrate, rows_of
-from fdk_bench.cli import app
-from fdk_bench.models import ModelError, TextModel, embed, load_text_model
+from fdk_bench.models import TextModel, embed, load_text_model
 from fdk_bench.sentences import SENTENCES
 
-WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "from", "home")
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "from", "home"]
 TEXT = ("the cat sat", "dogs ran far from the cat", "home", "a mat and a cat and a home on a mat")
-
-
-def write_tokenizer(folder, **special):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[EOS]", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", **special
-    ).save_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def bert_folder(tmp_path_factory):
-    """Two layers: in each 4 weights of [64, 64], one [128, 64] and one [64, 128]; and a pooler."""
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("bert")
-    config = BertConfig(
-        vocab_size=16,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        initializer_range=0.2,
-    )
-    BertModel(config).save_pretrained(folder)
-    write_tokenizer(folder, pad_token="[PAD]")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +30,6 @@ def subject(bert_folder):
 
 def measure(subject, format, backend="auto", **options):
     return accuracy.measure(subject, format, backend, **options)[0]
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["accuracy", *map(str, arguments)])
-
-
-def records(text):
-    return [json.loads(line) for line in text.splitlines()]
 
 
 # Measuring
@@ -264,7 +214,7 @@ def test_long_sentences_are_cut_to_the_positions_of_the_model(subject):
     assert torch.equal(short, cut)
 
 
-def test_decoder(tmp_path):
+def test_decoder(tmp_path, write_tokenizer):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -296,176 +246,6 @@ def test_divergence_by_hand(subject):
         patch.setattr(accuracy, "next_tokens", lambda *_: after)
         found = accuracy.divergence(changed, subject.model.module)
     assert found == pytest.approx((math.log(2) + math.log(2 / 3)) / 2)
-
-
-def test_model_by_its_id(bert_folder, tmp_path):
-    # As the hub's cache holds it; a process of its own, which reads the variables at its start.
-    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "1"
-    shutil.copytree(bert_folder, snapshot)
-    (tmp_path / "models--someone--tiny" / "refs").mkdir()
-    (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("1")
-    code = """
-from fdk_bench.models import ModelError, load_text_model
-assert load_text_model("someone/tiny").module.config.hidden_size == 64
-try:
-    load_text_model("someone/absent")
-except ModelError as error:
-    assert "someone/absent: transformers could not load it" in str(error)
-else:
-    raise AssertionError("an id that is in no cache was loaded")
-"""
-    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_no_tokenizer(bert_folder, tmp_path):
-    for file in ("config.json", "model.safetensors"):
-        (tmp_path / file).write_bytes((bert_folder / file).read_bytes())
-    with pytest.raises(ModelError, match=r"wanted a tokenizer .* found config.json, model.safe"):
-        load_text_model(tmp_path)
-
-
-def test_no_model(tmp_path):
-    with pytest.raises(
-        ModelError, match=r"wanted a folder with config\.json, found an empty folder"
-    ):
-        load_text_model(tmp_path)
-    with pytest.raises(ModelError, match="wanted the folder of a Hugging Face model, found none"):
-        load_text_model(tmp_path / "absent")
-
-
-def test_no_weights(bert_folder, tmp_path):
-    for file in ("config.json", "tokenizer.json"):
-        (tmp_path / file).write_bytes((bert_folder / file).read_bytes())
-    with pytest.raises(ModelError, match="transformers could not load it"):
-        load_text_model(tmp_path)
-
-
-# Command line
-
-
-def test_outputs(bert_folder, tmp_path):
-    formats = ["--formats", "bf16,kmeans3,uniform3", "--formats", "nf4"]
-    done = run("--model", bert_folder, *formats, "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    rows = records((tmp_path / "accuracy.jsonl").read_text())
-    assert [r["case"]["format"] for r in rows] == ["bf16", "kmeans3-g64", "uniform3-g64", "nf4-g64"]
-    for r in rows:
-        assert AccuracyCase(**r["case"]).sentences == len(SENTENCES)
-        assert AccuracyValues(**r["values"]).weights == 65536
-        assert r["error"] is None
-        assert r["versions"]["torch"] == torch.__version__
-        assert r["device"]
-    assert rows[1]["values"]["bits_per_weight"] == 3.25
-    printed = done.stdout.splitlines()
-    line = next(line for line in printed if "kmeans3-g64 " in line)
-    assert len(line) <= 80
-    assert f"{rows[1]['values']['weight_error']:.4f}" in line
-    assert "beats it in every pair" in done.stdout
-    table = (tmp_path / "accuracy.md").read_text()
-    assert f"| kmeans3-g64 | 3.250 | {rows[1]['values']['file_bytes'] / 1e6:.2f} |" in table
-    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-    assert "kmeans3-g64" in (tmp_path / "accuracy.svg").read_text()
-
-
-def test_json(bert_folder, tmp_path):
-    done = run("--model", bert_folder, "--formats", "int4,nf4", "--json", "--output", tmp_path)
-    assert done.exit_code == 0
-    assert done.stdout == (tmp_path / "accuracy.jsonl").read_text()
-    assert [r["case"]["format"] for r in records(done.stdout)] == ["int4-g64", "nf4-g64"]
-
-
-def test_calibration_and_layers(bert_folder, tmp_path):
-    (tmp_path / "text").write_text("the cat sat\n\ndogs ran far from home\n")
-    asked = ("--formats", "kmeans2,int4", "--calibrate", tmp_path / "text", "--layers")
-    done = run("--model", bert_folder, *asked, "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    rows = records((tmp_path / "accuracy.jsonl").read_text())
-    found = [(r["case"]["format"], r["case"]["calibration"]) for r in rows]
-    assert found == [("kmeans2-g64", ""), ("kmeans2-g64", "text"), ("int4-g64", "")]
-    assert "kmeans2-g64: output error " in done.stdout
-    layers = records((tmp_path / "layers.jsonl").read_text())
-    assert len(layers) == 36  # 12 of each
-    assert {r["benchmark"] for r in layers} == {"layers"}
-    first = layers[0]
-    name, error = first["case"]["layer"], first["values"]["output_error"]
-    assert (first["values"]["n"], first["values"]["k"]) == (64, 64)
-    for text in (done.stdout, (tmp_path / "layers.md").read_text()):
-        (line,) = (line for line in text.splitlines() if name in line and f"{error:.4f}" in line)
-        assert "64 x 64" in line
-    assert (tmp_path / "layers.md").read_text().count("kmeans2-g64 +cal") == 2
-
-
-def test_failed_row(bert_folder, tmp_path):
-    done = run("--model", bert_folder, "--formats", "int4-g48,int4", "--output", tmp_path)
-    assert done.exit_code == 1
-    failed, measured = records((tmp_path / "accuracy.jsonl").read_text())
-    assert failed["values"] is None
-    assert "got k=64" in failed["error"]
-    assert measured["error"] is None
-    assert "int4-g48 failed: ValueError" in done.stdout
-
-
-def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
-    plain = fdk_formats.quantise
-
-    def interrupted(weight, format, importance):
-        if format == "int2-g64":
-            raise KeyboardInterrupt
-        return plain(weight, format, importance)
-
-    monkeypatch.setattr(fdk_formats, "quantise", interrupted)
-    done = run("--model", bert_folder, "--formats", "int4,int2,int1", "--output", tmp_path)
-    assert done.exit_code == 130
-    (only,) = records((tmp_path / "accuracy.jsonl").read_text())
-    assert only["case"]["format"] == "int4-g64"
-    assert "Interrupted after 1 of 3 rows" in done.stdout
-    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--formats", "int9"], "int9"),
-        (["--formats", "int4,,nf4"], "''"),
-        (["--group-size", "8"], "at least 16"),
-        (["--skip", "("], "wanted a regular expression"),
-        (["--backend", "absent"], "wanted one of auto, "),
-        (["--model", "no-such-folder"], "found none"),
-        (["--sentences", "no-such-file"], "no-such-file"),
-        (["--calibrate", "no-such-file"], "wanted a UTF-8 text file"),
-        (["--threads", "0"], "--threads"),
-    ],
-)
-def test_bad_usage(arguments, said, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_sentences_and_default_output(bert_folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").write_text("the cat\n\n  a mat \n", encoding="utf-8")
-    done = run("--model", bert_folder, "--formats", "int4", "--sentences", "text")
-    assert done.exit_code == 0
-    (folder,) = (tmp_path / "out").iterdir()
-    assert folder.name.startswith("accuracy-")
-    assert records((folder / "accuracy.jsonl").read_text())[0]["case"]["sentences"] == 2
-    (tmp_path / "text").write_text(" \n")
-    assert run("--model", bert_folder, "--sentences", "text").exit_code == 2
-
-
-def test_help_loads_no_torch():
-    code = (
-        "import sys; from typer.testing import CliRunner; from fdk_bench.cli import app\n"
-        "done = CliRunner().invoke(app, ['accuracy', '--help'])\n"
-        "assert done.exit_code == 0 and '--group-size' in done.stdout, done.output\n"
-        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # The real encoder

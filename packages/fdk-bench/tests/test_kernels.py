@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +18,9 @@ from fdk_bench.cases import KernelCase
 from fdk_bench.cli import app
 from fdk_bench.floor import CpuFloor
 from fdk_bench.kernel_tables import cells_of, seconds_text
-from fdk_bench.kernels import KernelRun, KernelValues, absent, compare, measure
-from fdk_bench.peers import PEERS, Dense, Prepared, WrongAnswerError, check, peers_named
-from fdk_bench.peers.dense import CompiledReference, Ours
-from fdk_bench.peers.llama_cpp import LLAMA_CPP
+from fdk_bench.kernels import KernelRun, KernelValues, compare, measure
+from fdk_bench.peers import Dense, Prepared, WrongAnswerError, check
+from fdk_bench.peers.dense import Ours
 from fdk_bench.records import Row
 
 TINY = ("-n", "32", "-k", "64", "--copies", "2", "--inner-reps", "1", "--outer-reps", "2")
@@ -222,82 +220,6 @@ def test_floor_is_bytes_over_a_measured_rate(monkeypatch):
     floor.begin()  # the machine may have another speed by now
     floor.probe()
     assert floor.seconds(2000) == 16
-
-
-# torch's compiler calls what torch itself deprecates.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
-@pytest.mark.parametrize("k", [64, 256])
-def test_peer_gives_the_right_answer(peer, k):
-    case = KernelCase(3, 64, k, "custom4-g64", "bf16", "cpu", peer.name)
-    if reason := peer.missing() or peer.unsupported(case):
-        pytest.skip(f"{peer.name}: {reason}")
-    prepared = peer.prepare(case, 2)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(m, k, generator=generator).bfloat16() for m in (1, 3)]
-    with torch.inference_mode():
-        assert all(error < 2e-2 for error in check(prepared, inputs))
-        assert torch.equal(prepared.calls[0](inputs[1]), prepared.calls[1](inputs[1]))
-    # 4 bits and 16 to 32 of scale and zero point for 64 weights.
-    assert 4.25 <= (prepared.nbytes - prepared.codebook_bytes) * 8 / (64 * k) <= 4.5
-
-
-@pytest.mark.parametrize(
-    ("peer", "bits", "text"),
-    [(peer, bits, type.name) for peer in LLAMA_CPP for bits, type in peer.types.items()],
-)
-def test_llama_cpp_types(peer, bits, text):
-    case = KernelCase(1, 64, 256, f"custom{bits}-g64", "bf16", "cpu", peer.name)
-    assert peer.unsupported(case) is None
-    if reason := peer.missing():
-        pytest.skip(f"{peer.name}: {reason}")
-    prepared = peer.prepare(case, 1)
-    check(prepared, [torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).bfloat16()])
-    stored = prepared.nbytes * 8 / (64 * 256)
-    assert bits <= stored <= bits + 0.75
-    assert f"llama.cpp {text} ({stored:g} bits)" in prepared.backend
-
-
-# See above.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
-    compiled, compile = set(), torch.compile
-
-    def backend(module, inputs):  # runs it as it is: no compiler is needed
-        x = next(t for t in inputs if t.dtype == torch.bfloat16 and t.shape[-1] == k)
-        compiled.add((x.shape[0], k, bits))
-        return module.forward
-
-    monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
-    peer = CompiledReference()
-    with torch.inference_mode():
-        for k, bits in itertools.product((64, 128), (4, 2, 1)):
-            case = KernelCase(1, 32, k, f"custom{bits}-g64", "bf16", "cpu", peer.name)
-            call = peer.prepare(case, 1).calls[0]
-            for m in (1, 2, 3):
-                call(torch.ones(m, k).bfloat16())
-    torch._dynamo.reset()
-    assert compiled == set(itertools.product((1, 2, 3), (64, 128), (4, 2, 1)))
-
-
-def test_peers_say_what_they_do_not_take():
-    case = KernelCase(1, 64, 64, "custom3-g64", "bf16", "cpu", "")
-    reasons = {peer.name: peer.unsupported(case) for peer in PEERS}
-    assert reasons["int4pack"] == "needs 4 bits, got custom3-g64"
-    assert reasons["tinygemm"] == "needs cuda, got cpu"
-    missing = absent(tiny_run(peers=PEERS, formats=["bf16", "custom3-g64"]))
-    assert missing["int4pack"] == "needs 4 bits, got custom3-g64"
-
-
-def test_peers_named():
-    assert [peer.name for peer in peers_named(["int4pack", "tinygemm", "int4pack"])] == [
-        "int4pack",
-        "tinygemm",
-    ]
-    assert peers_named(["all"]) == list(PEERS)
-    assert peers_named(["none"]) == []
-    with pytest.raises(ValueError, match=r"wanted all, none or .*; got nobody"):
-        peers_named(["nobody"])
 
 
 # Command line

@@ -12,22 +12,14 @@ from typer.testing import CliRunner
 
 from fdk_bench import decoding
 from fdk_bench.cli import app
-from fdk_bench.decoding import (
-    ModelCase,
-    ModelRun,
-    ModelValues,
-    Step,
-    build_llama,
-    check_layer,
-    first_tokens,
-    measure,
-    measure_case,
-)
-from fdk_bench.hf_decoding import HfDecoder, build_hf, perplexity_of, stored_bytes
+from fdk_bench.decoding import Step, first_tokens, measure, measure_case
+from fdk_bench.hf_decoding import build_hf
 from fdk_bench.llama import SIZES, Llama, LlamaSize
+from fdk_bench.model_cases import ModelCase, ModelRun, ModelValues
 from fdk_bench.peers import WrongAnswerError
+from fdk_bench.random_llama import build_llama, check_layer
 from fdk_bench.weights import random_weight
-from fdk_formats import Format, QuantisedLinear, quantise_model
+from fdk_formats import Format, QuantisedLinear
 
 SMALL = LlamaSize(dim=64, layers=2, heads=4, kv_heads=2, ffn=128, vocabulary=40)
 
@@ -50,39 +42,6 @@ def small_llama(fused=True):
     return llama
 
 
-def hf_model():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=SMALL.vocabulary,
-        hidden_size=SMALL.dim,
-        intermediate_size=SMALL.ffn,
-        num_hidden_layers=SMALL.layers,
-        num_attention_heads=SMALL.heads,
-        num_key_value_heads=SMALL.kv_heads,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
-
-
-@pytest.fixture(scope="module")
-def hf_folder(tmp_path_factory):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("llama")
-    hf_model().save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-    return folder
-
-
 # The llama
 
 
@@ -97,10 +56,10 @@ def test_sizes_are_those_of_the_paper(size, linear, parameters):
 
 @pytest.mark.parametrize("fused", [True, False])
 @torch.inference_mode()
-def test_logits_are_those_of_transformers(fused):
-    hf, ours = hf_model(), small_llama(fused)
+def test_logits_are_those_of_transformers(fused, hf_model):
+    hf, ours = hf_model, small_llama(fused)
     ours.embedding.data = hf.model.embed_tokens.weight
-    ours.norm.weight.data, ours.lm_head.weight.data = hf.model.norm.weight, hf.lm_head.weight
+    ours.norm.data, ours.lm_head.weight.data = hf.model.norm.weight, hf.lm_head.weight
     for block, layer in zip(ours.blocks, hf.model.layers, strict=True):
         block.o.weight.data, block.down.weight.data = (
             layer.self_attn.o_proj.weight,
@@ -120,10 +79,8 @@ def test_logits_are_those_of_transformers(fused):
     assert expected.std() > 0.1
 
 
-@pytest.mark.parametrize("few", [0, 64])
 @torch.inference_mode()
-def test_steps_continue_a_prompt(few, monkeypatch):
-    monkeypatch.setattr("fdk_bench.llama.FEW_HEADS", few)
+def test_steps_continue_a_prompt():
     llama = small_llama()
     tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
     whole = llama(tokens, torch.arange(12))
@@ -293,9 +250,6 @@ def test_many_batch_sizes_are_compiled(graphs, monkeypatch):
     assert len(graphs) == 10  # prompt and step of each; the blocks share them
 
 
-# Real models
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hf_is_compiled_as_a_whole(graphs, hf_folder, monkeypatch):
     monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
@@ -304,58 +258,6 @@ def test_hf_is_compiled_as_a_whole(graphs, hf_folder, monkeypatch):
     run = run_of(formats=["int4-g32"], compiled=True, **changes)
     assert [row.error for row in measure(run, build_hf)] == [None] * 5
     assert len(graphs) == 10
-
-
-@torch.inference_mode()
-def test_hf_steps_continue_a_prompt():
-    model = hf_model()
-    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
-    whole = model(tokens).logits[:, -1]
-    decoder = HfDecoder(model)
-    decoder.prepare(2, 64)
-    decoder(tokens[:, :8], torch.arange(8))
-    for i in range(8, 12):
-        last = decoder(tokens[:, i : i + 1], torch.tensor([i]))
-    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
-    # 2 layers, keys and values, 2 sequences of 2 heads, 64 places of 16 channels, 4 bytes.
-    assert decoder.cache_bytes == 2 * 2 * 2 * 2 * 64 * 16 * 4
-
-
-def test_hf_bytes(hf_folder):
-    # A block has q, o [64, 64], k, v [32, 64], gate, up, down [128, 64]: 36864 weights.
-    linear, norms, table = 2 * 36864, 5 * 64, 40 * 64
-    dense = build_hf(case_of("fp32", model=str(hf_folder), dtype="fp32"), [1])
-    assert dense.stored_bytes == 4 * (linear + norms + 2 * table)
-    assert dense.weight_bytes == 4 * (linear + norms + table)
-    quantised = build_hf(case_of("int4-g32", model=str(hf_folder), dtype="fp32"), [1])
-    codes = linear // 2 + linear // 32 * 2 + 14 * 64
-    assert quantised.weight_bytes == codes + 4 * (norms + table)
-    assert (quantised.bits_per_weight, quantised.backends) == (4.5, "reference")
-
-
-def test_perplexity_of_a_uniform_model_is_its_vocabulary():
-    class Uniform(nn.Module):
-        device = torch.device("cpu")
-
-        def forward(self, input_ids):
-            logits = torch.zeros(*input_ids.shape, 40)
-            return type("Output", (), {"logits": logits})
-
-    assert perplexity_of(Uniform(), torch.arange(30)) == pytest.approx(40)
-    with pytest.raises(ValueError, match="at least two tokens"):
-        perplexity_of(Uniform(), torch.arange(1))
-
-
-def test_stored_bytes_counts_tied_weights_once():
-    from transformers import LlamaForCausalLM
-
-    config = hf_model().config
-    config.tie_word_embeddings = True
-    tied = LlamaForCausalLM(config)
-    assert stored_bytes(tied) == 4 * (2 * 36864 + 5 * 64 + 40 * 64)
-    # The head stays: its weight is the embedding's.
-    left = stored_bytes(quantise_model(tied, "int4-g32", None, backend="reference"))
-    assert left == 36864 + 2 * 36864 // 32 * 2 + 14 * 64 + 4 * (5 * 64 + 40 * 64)
 
 
 # Command line

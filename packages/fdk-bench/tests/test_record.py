@@ -171,6 +171,11 @@ def test_goals(tmp_path):
 TINY = ("-n", "32", "-k", "64", "-m", "1,2", "--copies", "2", "--outer-reps", "1", "-b", "16,4")
 
 
+# Minutes of cases: the signal comes before their end, even if this process waits for its turn.
+TOTAL = 2000
+MANY = ",".join(map(str, range(1, TOTAL + 1)))
+
+
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
     """Two tiny parts, the second of which fails, in an empty folder."""
@@ -247,6 +252,23 @@ def test_a_part_that_takes_too_long_is_asked_to_stop(tmp_path, monkeypatch):
     assert time.perf_counter() - start < 60
 
 
+def test_rows_of_a_part_that_is_cut_are_kept(tmp_path, monkeypatch):
+    """It stops when asked to, as commands do, and the rows until then are in the folder."""
+    monkeypatch.chdir(tmp_path)
+    script = "import pathlib, signal, sys, time\n"
+    script += "signal.signal(signal.SIGINT, lambda *_: sys.exit(130))\n"
+    script += (
+        f"folder = pathlib.Path({str(recording.WORK / 'kernels')!r})\nfolder.mkdir(parents=True)\n"
+    )
+    script += f"(folder / 'kernels.jsonl').write_text({json.dumps(kernel())!r})\ntime.sleep(600)\n"
+    command = [sys.executable, "-S", "-c", script]
+    monkeypatch.setattr(recording, "_command", lambda *arguments: command)
+    monkeypatch.setattr(recording, "_plot", lambda *arguments, **named: None)
+    monkeypatch.setattr(recording, "ON_CPU", (recording.Part("kernels", "kernels", (), limit=5.0),))
+    assert run("record", "chip", "--device", "cpu").exit_code == 130
+    assert json.loads((tmp_path / "chip" / "kernels.jsonl").read_text()) == kernel()
+
+
 def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
     arguments = parts[0].arguments
     part = recording.Part("kernels", "kernels", arguments, warm=(arguments, ("--no-such",)))
@@ -280,9 +302,6 @@ def interrupted(command, folder):
     return process.returncode, output
 
 
-# Minutes of cases: the signal comes before their end, even if this process waits for its turn.
-TOTAL = 2000
-MANY = ",".join(map(str, range(1, TOTAL + 1)))
 ON_CPU = ("--device", "cpu", "--backend", "reference")
 
 

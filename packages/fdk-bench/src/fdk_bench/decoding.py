@@ -1,107 +1,26 @@
 """Whole models: time of a decoding step, of the first token, memory, share of the roofline."""
 
 import gc
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from warnings import warn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fdk_bench.cases import DTYPES, KernelCase
+from fdk_bench.cases import DTYPES
 from fdk_bench.floor import Floor, read_floor
-from fdk_bench.llama import SIZES, Llama
-from fdk_bench.peers.base import Prepared, check
-from fdk_bench.peers.dense import codebook_bytes
+from fdk_bench.llama_ops import has_kernels
+from fdk_bench.model_cases import ModelCase, ModelRow, ModelRun, ModelValues
 from fdk_bench.records import Row
 from fdk_bench.timing import summarise
-from fdk_bench.weights import exact_weight, random_weight
-from fdk_formats import Format, QuantisedLinear, QuantisedTensor
 
 # The read rate of a model is that of one large read.
 RATE_BYTES = 1 << 30
 FIRST_TOKEN_REPS = 3
 CACHE_STEP = 64  # lengths of a cache, for attention kernels that want aligned masks
-
-
-@dataclass(frozen=True)
-class ModelCase:
-    """A model decoding ``batch`` sequences; ``format`` is a name of ``DTYPES`` for no quantisation.
-
-    Attributes:
-        model: a size of ``SIZES``, or a Hugging Face folder or id.
-        context: tokens of the prompt.
-        reps: decoding steps measured.
-        fused: q, k and v as one layer, gate and up as one; a real model is as its files have it.
-        layers: blocks of a random llama, where it is to have others than its size says.
-    """
-
-    model: str
-    batch: int
-    format: str
-    backend: str
-    dtype: str
-    device: str
-    skip: str
-    context: int
-    reps: int
-    compiled: bool
-    fused: bool = True
-    layers: int | None = None
-
-    def __str__(self) -> str:
-        blocks = "" if self.layers is None else f"-l{self.layers}"
-        return f"{self.model}{blocks}-b{self.batch}-{self.format}-{self.backend}-{self.device}"
-
-
-@dataclass(frozen=True)
-class ModelValues:
-    """What a model takes. Times are seconds.
-
-    Attributes:
-        backends: that computed the quantised layers; ``torch`` where there are none.
-        parameters: all of them.
-        bits_per_weight: of the quantised layers' weights; 16 where there are none.
-        weight_bytes: read in one step: every layer and norm, of the embedding nothing.
-        stored_bytes: of the whole model, embedding included.
-        cache_bytes: keys and values of ``batch`` sequences of ``context + reps`` tokens.
-        memory: of the device that is allocated while decoding; None on a CPU.
-        step_time, step_time_min, spread: of one decoding step, see ``Timing``.
-        tokens_per_second: ``batch`` over ``step_time``.
-        first_token_time: from prompts on the device to their first tokens, the best of three.
-        floor: time to read ``weight_bytes`` at the read rate measured between the steps.
-        floor_share: floor over step_time: the share of the roofline.
-        graph: whether a step was one CUDA graph.
-        build_seconds: to make or load and quantise the model.
-        compile_seconds: of the first prompt and the first steps.
-        perplexity: on the text that was given, or None.
-        speedup_16: tokens per second over those of the model that is not quantised, or None.
-    """
-
-    backends: str
-    parameters: int
-    bits_per_weight: float
-    weight_bytes: int
-    stored_bytes: int
-    cache_bytes: int
-    memory: int | None
-    step_time: float
-    step_time_min: float
-    spread: float
-    tokens_per_second: float
-    first_token_time: float
-    floor: float
-    floor_share: float
-    graph: bool
-    build_seconds: float
-    compile_seconds: float
-    perplexity: float | None = None
-    speedup_16: float | None = None
-
-
-ModelRow = Row[ModelCase, ModelValues]
 
 
 class Decoder(Protocol):
@@ -115,6 +34,10 @@ class Decoder(Protocol):
 
     def compile_blocks(self) -> None:
         """Compiles what a step calls, anew; a part that cannot be compiled is an error."""
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a prompt can be one CUDA graph too: nothing on the host asks for its values."""
 
     @property
     def cache_bytes(self) -> int:
@@ -147,60 +70,18 @@ class Built:
 Build = Callable[[ModelCase, Sequence[int]], Built]
 
 
-@dataclass(frozen=True)
-class ModelRun:
-    """What to measure: each model in each format at each batch size."""
-
-    models: Sequence[str]
-    formats: Sequence[str]
-    batches: Sequence[int]
-    backend: str
-    dtype: str
-    device: str
-    skip: str
-    context: int
-    reps: int
-    compiled: bool
-    fused: bool = True
-    layers: int | None = None
-
-    def cases(self, model: str, format: str) -> list[ModelCase]:
-        """One for each batch size."""
-        backend = "torch" if format in DTYPES else self.backend
-        return [
-            ModelCase(
-                model=model,
-                batch=batch,
-                format=format,
-                backend=backend,
-                dtype=self.dtype,
-                device=self.device,
-                skip=self.skip,
-                context=self.context,
-                reps=self.reps,
-                compiled=self.compiled,
-                fused=self.fused,
-                layers=self.layers,
-            )
-            for batch in self.batches
-        ]
-
-    def count(self) -> int:
-        """How many rows there will be."""
-        return len(self.models) * len(self.formats) * len(self.batches)
-
-
 def measure(
     run: ModelRun, build: Build, on_step: Callable[[str], None] = lambda text: None
 ) -> Iterator[ModelRow]:
     """Rows as they are measured; a model that fails is rows with its error."""
     floor = read_floor(run.device)
+    floor.seconds(RATE_BYTES)  # its memory is taken before that of a model
     baseline: dict[tuple[str, int], float] = {}
     for model in run.models:
         for format in run.formats:
             cases = run.cases(model, format)
             on_step(f"building {model} {format}")
-            start = time.perf_counter()
+            before, start = _allocated(run.device), time.perf_counter()
             try:
                 built = build(cases[0], run.batches)
             except Exception as error:  # the run goes on
@@ -211,7 +92,7 @@ def measure(
             for case in cases:
                 on_step(str(case))
                 try:
-                    values = measure_case(case, built, floor, seconds)
+                    values = measure_case(case, built, floor, seconds, before)
                 except Exception as error:
                     yield Row(case, error=f"{type(error).__name__}: {error}")
                     continue
@@ -233,8 +114,13 @@ def release() -> None:
 
 
 @torch.inference_mode()
-def measure_case(case: ModelCase, built: Built, floor: Floor, build_seconds: float) -> ModelValues:
-    """Decodes ``reps`` tokens after a prompt and times each step, the read rate in between."""
+def measure_case(
+    case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int = 0
+) -> ModelValues:
+    """Decodes ``reps`` tokens after a prompt and times each step, the read rate in between.
+
+    ``before``: bytes of the device that were allocated before the model was built.
+    """
     decoder, device = built.decoder, torch.device(case.device)
     length = -(-(case.context + case.reps + 4) // CACHE_STEP) * CACHE_STEP
     decoder.prepare(case.batch, length)
@@ -252,9 +138,9 @@ def measure_case(case: ModelCase, built: Built, floor: Floor, build_seconds: flo
     step.warm_up()
     _synchronise(device)
     compile_seconds = time.perf_counter() - start
-    first = min(
-        _seconds(device, lambda: first_tokens(decoder, prompt)) for _ in range(FIRST_TOKEN_REPS)
-    )
+    begin = captured_prompt(decoder, prompt)
+    first = min(_seconds(device, begin) for _ in range(FIRST_TOKEN_REPS))
+    del begin
     floor.begin()
     steps = []
     for _ in range(case.reps):
@@ -262,7 +148,6 @@ def measure_case(case: ModelCase, built: Built, floor: Floor, build_seconds: flo
         steps.append(_seconds(device, step))
     timing = summarise(steps, "steps")
     least = built.weight_bytes * floor.seconds(RATE_BYTES) / RATE_BYTES
-    memory = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
     return ModelValues(
         backends=built.backends,
         parameters=built.parameters,
@@ -270,7 +155,7 @@ def measure_case(case: ModelCase, built: Built, floor: Floor, build_seconds: flo
         weight_bytes=built.weight_bytes,
         stored_bytes=built.stored_bytes,
         cache_bytes=decoder.cache_bytes,
-        memory=memory,
+        memory=_allocated(case.device) - before if device.type == "cuda" else None,
         step_time=timing.median,
         step_time_min=timing.minimum,
         spread=timing.spread,
@@ -278,7 +163,7 @@ def measure_case(case: ModelCase, built: Built, floor: Floor, build_seconds: flo
         first_token_time=first,
         floor=least,
         floor_share=least / timing.median,
-        graph=step.graph is not None,
+        graph=step.is_graph,
         build_seconds=build_seconds,
         compile_seconds=compile_seconds,
         perplexity=built.perplexity,
@@ -303,6 +188,30 @@ def first_tokens(decoder: Decoder, prompt: Tensor) -> Tensor:
     return decoder(prompt, positions).argmax(-1, keepdim=True)
 
 
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The replay of a CUDA graph of what was called, and so compiled, before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def captured_prompt(decoder: Decoder, prompt: Tensor) -> Callable[[], Any]:
+    """``first_tokens`` of a prompt as a graph; as calls where that is not to be had."""
+
+    def call() -> Tensor:
+        return first_tokens(decoder, prompt)
+
+    if not decoder.captures_prompts:
+        return call
+    try:
+        return captured(call)
+    except RuntimeError as error:  # a library that asks the device for something
+        warn(f"the first token is timed without a graph: {error}", stacklevel=2)
+        return call
+
+
 class Step:
     """One decoding step after another, on a GPU as the replay of a CUDA graph.
 
@@ -313,7 +222,12 @@ class Step:
         self._decoder = decoder
         self.tokens = tokens.clone()
         self.position = torch.tensor([position], device=tokens.device)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], Any] | None = None
+        self._choose: Callable[[Tensor, Tensor, Tensor], None] | None = None
+        if has_kernels(str(tokens.device)):
+            from fdk_bench.choice_kernel import choose
+
+            self._choose = choose
 
     def warm_up(self) -> None:
         """Compiles, and captures the graph; neither moves on."""
@@ -321,94 +235,30 @@ class Step:
         for _ in range(3):
             self._advance()
         if self.tokens.is_cuda:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._advance()
-            self.graph = graph
+            self._replay = captured(self._advance)
         self.position.copy_(position)
         self.tokens.copy_(tokens)
 
+    @property
+    def is_graph(self) -> bool:
+        """Whether a step is the replay of a graph."""
+        return self._replay is not None
+
     def __call__(self) -> None:
         """The next token of each sequence."""
-        if self.graph is None:
-            self._advance()
-        else:
-            self.graph.replay()
+        (self._replay or self._advance)()
 
     def _advance(self) -> None:
         logits = self._decoder(self.tokens, self.position)
+        if self._choose is not None:
+            self._choose(logits, self.tokens, self.position)
+            return
         self.tokens.copy_(logits.argmax(-1, keepdim=True))
         self.position += 1
 
 
-def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
-    """A llama of random weights, each layer made on the device as it is stored.
-
-    A layer of a shape that was not seen before is checked for every batch size first.
-
-    Raises:
-        WrongAnswerError: where a layer does not compute with its own weight.
-    """
-    dtype = DTYPES[case.dtype]
-    format = None if case.format in DTYPES else Format.parse(case.format)
-    weights, bits = [0], [0.0, 0.0]
-    backends: set[str] = set()
-    checked: set[tuple[int, int]] = set()
-
-    def linear(name: str, n: int, k: int) -> nn.Module:
-        if format is None or (case.skip and re.search(case.skip, name)):
-            W = torch.empty(n, k, device=case.device, dtype=dtype).normal_(std=k**-0.5)
-            layer = nn.Linear(k, n, bias=False, device="meta")
-            layer.weight = nn.Parameter(W, requires_grad=False)
-            weights[0] += W.nbytes
-            return layer
-        q = random_weight(format, n, k, case.device, seed=weights[0] % 2**31)
-        quantised = QuantisedLinear.from_quantised(q, backend=case.backend, dtype=dtype)
-        if (n, k) not in checked:
-            checked.add((n, k))
-            check_layer(quantised, q, case, batches)
-        weights[0] += q.nbytes
-        bits[0] += q.bits_per_weight * n * k
-        bits[1] += n * k
-        backends.add(quantised.weight.backend_name)
-        return quantised
-
-    size = SIZES[case.model]
-    if case.layers is not None:
-        size = replace(size, layers=case.layers)
-    llama = Llama(size, linear, device=case.device, dtype=dtype, fused=case.fused)
-    norms = (2 * size.layers + 1) * size.dim * dtype.itemsize
-    weight_bytes = weights[0] + norms
-    return Built(
-        decoder=llama,
-        weight_bytes=weight_bytes,
-        stored_bytes=weight_bytes + llama.embedding.nbytes,
-        parameters=size.parameters,
-        bits_per_weight=bits[0] / bits[1] if bits[1] else dtype.itemsize * 8,
-        backends=", ".join(sorted(backends)) or "torch",
-    )
-
-
-def check_layer(
-    layer: nn.Module, q: QuantisedTensor, case: ModelCase, batches: Sequence[int]
-) -> None:
-    """Checks a layer's answers for every batch size, as a kernel's are.
-
-    Raises:
-        WrongAnswerError: where one is wrong.
-    """
-    n, k = q.shape
-    dtype = DTYPES[case.dtype]
-    kernel = KernelCase(1, n, k, str(q.format), case.dtype, case.device, case.backend)
-
-    def weight(oracle: torch.dtype) -> Tensor:
-        return exact_weight(q, dtype, oracle)
-
-    generator = torch.Generator(case.device).manual_seed(0)
-    inputs = [torch.randn(m, k, device=case.device, generator=generator).to(dtype) for m in batches]
-    with torch.inference_mode():
-        check(Prepared([layer], weight, q.nbytes, kernel.backend, codebook_bytes(q)), inputs)
+def _allocated(device: str) -> int:
+    return torch.cuda.memory_allocated(device) if torch.device(device).type == "cuda" else 0
 
 
 def _seconds(device: torch.device, call: Callable[[], Any]) -> float:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fdk_bench.cases import DTYPES
-from fdk_bench.decoding import Built, ModelCase
+from fdk_bench.decoding import Built
+from fdk_bench.model_cases import ModelCase
 from fdk_formats import model_report, quantise_model
 
 PERPLEXITY_TOKENS = 2048  # a window of the text; each is scored on its own
@@ -51,6 +52,11 @@ class HfDecoder:
     def compile_blocks(self) -> None:
         """Compiles the model as a whole."""
         self._forward = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
+
+    @property
+    def captures_prompts(self) -> bool:
+        """See ``Decoder``; code of other projects may ask for values while it makes masks."""
+        return False
 
     @property
     def cache_bytes(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fdk_bench.cases import KernelCase
 from fdk_bench.floor import Floor, read_floor
+from fdk_bench.limits import time_limit
 from fdk_bench.peers.base import Peer, Prepared, check
 from fdk_bench.peers.dense import Dense, Ours
 from fdk_bench.records import Row
@@ -83,6 +84,7 @@ class KernelRun:
         include, exclude: regular expressions searched in the text of a case.
         copies, inner, outer: see ``timing``; None chooses.
         seconds: of one case, on a CPU.
+        peer_seconds: a peer that is not ready to be timed by then is given up on; None waits.
     """
 
     shapes: Sequence[tuple[int, int]]
@@ -99,6 +101,7 @@ class KernelRun:
     inner: int | None = None
     outer: int | None = None
     seconds: float = SECONDS_PER_CASE
+    peer_seconds: float | None = None
 
     def contenders(self, n: int, k: int) -> list[tuple[list[KernelCase], Peer]]:
         """Who is measured on a shape, each with its case for every m that is included."""
@@ -190,10 +193,12 @@ def _measure_shape(
     ready: list[_Ready] = []
     for cases, contender in run.contenders(n, k):
         on_step(f"{cases[0].format} {cases[0].backend} {n}x{k}")
+        limit = run.peer_seconds if contender in run.peers else None
         try:
-            prepared = contender.prepare(cases[0], run.copies)
-            with torch.inference_mode():
-                errors = check(prepared, [inputs[case.m] for case in cases])
+            with time_limit(limit, "packing, compiling and checking"):
+                prepared = contender.prepare(cases[0], run.copies)
+                with torch.inference_mode():
+                    errors = check(prepared, [inputs[case.m] for case in cases])
         except Exception as error:  # whatever a kernel raises: rows with it, and the run goes on
             yield from (Row(case, error=_text(error)) for case in cases)
         else:

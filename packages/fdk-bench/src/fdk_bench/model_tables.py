@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from fdk_bench.decoding import ModelRow
 from fdk_bench.kernel_tables import empty_table, markdown, seconds_text
+from fdk_bench.model_cases import ModelRow
 
 HEADINGS = (
     "model",

@@ -11,12 +11,12 @@ from fdk_bench.accuracy_cases import AccuracyCase, AccuracyValues
 from fdk_bench.accuracy_tables import HEADINGS as ACCURACY_HEADINGS
 from fdk_bench.accuracy_tables import accuracy_cells
 from fdk_bench.cases import KernelCase
-from fdk_bench.decoding import ModelCase, ModelValues
 from fdk_bench.goal_tables import goals_table, read_goals
 from fdk_bench.kernel_tables import HEADINGS as KERNEL_HEADINGS
 from fdk_bench.kernel_tables import cells_of as kernel_cells
 from fdk_bench.kernel_tables import markdown
 from fdk_bench.kernels import KernelValues
+from fdk_bench.model_cases import ModelCase, ModelValues
 from fdk_bench.model_tables import HEADINGS as MODEL_HEADINGS
 from fdk_bench.model_tables import cells_of as model_cells
 from fdk_bench.records import Row

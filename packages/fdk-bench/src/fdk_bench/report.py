@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
 
+from fdk_bench.chart_parts import counted
+
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
@@ -60,7 +62,7 @@ def write_report(
     records: Sequence[Mapping[str, Any]],
 ) -> None:
     """Writes a report that refers to no other file; ``pictures`` are PNG files by caption."""
-    parts = [f"<h1>{escape(title)}</h1>", _runs(records)]
+    parts = [f"<h1>{escape(title)}</h1>"]
     for caption, picture in pictures.items():
         data = base64.b64encode(picture.read_bytes()).decode("ascii")
         parts.append(f"<h2>{escape(caption)}</h2>")
@@ -75,7 +77,7 @@ def write_report(
         parts += ["<h2>Kernels</h2>", _table(wide, KERNEL_COLUMNS)]
     if not models.empty:
         parts += ["<h2>Models</h2>", _table(models, MODEL_COLUMNS)]
-    parts.append(_failures(records))
+    parts += [_failures(records), "<h2>How this was measured</h2>", _runs(records)]
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
@@ -97,7 +99,7 @@ def _runs(records: Sequence[Mapping[str, Any]]) -> str:
         commit = record["commit"] or "no checkout"
         lines[record["command"], record["started"]] = (
             f"<li><code>{escape(record['command'])}</code><br>{escape(record['started'])}, "
-            f"{escape(record['device'])}, {record['threads']} threads, "
+            f"{escape(record['device'])}, {counted(record['threads'])}, "
             f"{escape(versions)}, commit {escape(commit)}</li>"
         )
     return f"<ul>{''.join(lines.values())}</ul>"

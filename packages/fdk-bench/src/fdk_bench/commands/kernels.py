@@ -24,6 +24,8 @@ from fdk_bench.commands.common import (
     use_threads,
 )
 
+PEER_SECONDS = 120.0  # compilers and tuners of some would go on for minutes
+
 if TYPE_CHECKING:
     from fdk_bench.kernels import KernelRun
 
@@ -94,6 +96,7 @@ def kernels(
     copies: options.CopiesOption = None,
     inner_reps: options.InnerOption = None,
     outer_reps: options.OuterOption = None,
+    peer_seconds: options.PeerSecondsOption = None,
     threads: options.ThreadsOption = None,
     json_lines: options.JsonOption = False,
     out: options.OutOption = None,
@@ -128,6 +131,7 @@ def kernels(
         inner=inner_reps,
         outer=outer_reps,
         seconds=seconds,
+        peer_seconds=peer_seconds or (PEER_SECONDS if on == "cuda" else None),
     )
     if not run.count():
         raise typer.BadParameter("--include and --exclude leave no case")

@@ -25,7 +25,8 @@ from fdk_bench.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from fdk_bench.decoding import Build, ModelRun
+    from fdk_bench.decoding import Build
+    from fdk_bench.model_cases import ModelRun
 
 DEFAULT_SKIP = r"(^|\.)lm_head$"
 
@@ -90,7 +91,7 @@ def models(
     """
     prepare_environment()
     from fdk_bench.cases import formats_of  # loads torch, which --help must not wait for
-    from fdk_bench.decoding import ModelRun
+    from fdk_bench.model_cases import ModelRun
 
     use_threads(threads)
     check_pattern("--skip", skip)
@@ -123,9 +124,11 @@ def _models(names: list[str]) -> list[str]:
 
 
 def _builder(text: Path | None) -> "Build":
-    from fdk_bench.decoding import Built, ModelCase, build_llama
+    from fdk_bench.decoding import Built
     from fdk_bench.hf_decoding import build_hf
     from fdk_bench.llama import SIZES
+    from fdk_bench.model_cases import ModelCase
+    from fdk_bench.random_llama import build_llama
 
     def build(case: ModelCase, batches: "list[int]") -> Built:
         real = partial(build_hf, text=text)

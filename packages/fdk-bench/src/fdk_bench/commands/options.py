@@ -137,6 +137,15 @@ SecondsOption = Annotated[
         rich_help_panel=TIMING,
     ),
 ]
+PeerSecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.1,
+        help="For a peer to pack, compile, tune and be checked on one layer; a row with its "
+        "error after that. Default: 120, on a GPU.",
+        rich_help_panel=TIMING,
+    ),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="Of a CPU. Default: torch's.", rich_help_panel=TIMING)
 ]

@@ -45,47 +45,46 @@ ON_CPU = (
 
 
 def _models(name: str, size: str, bits: str, batches: str, *more: str) -> Part:
-    """Models; compiled ahead with one block each, a process for each width."""
-    what = ("--size", size, "--batch-size", batches, *more)
-    widths = bits.split(",")
-    return Part(
-        name,
-        "models",
-        (*what, "-b", bits, "--reps", "40"),
-        warm=tuple((*what, "-b", width, "--layers", "1", "--reps", "1") for width in widths),
-        limit=90,
-    )
+    arguments = ("--size", size, "--batch-size", batches, *more, "-b", bits, "--reps", "40")
+    return Part(name, "models", arguments, limit=90)
 
 
-def _peers(name: str, bits: str, *shapes: str, exclude: str = "gemlite$") -> Part:
-    """Ours beside every peer; Humming, Triton and torch compile ahead, a process for each width.
+# Ours in the formats that each backend is for; peers once for each width. The compiled reference
+# multiplies by cuBLAS whatever m, so a few rows of it tell.
+OURS = ("--format", "custom,int", "--backend", "marlin-lut,marlin,triton")
+TOLD_TWICE = r"-custom\d.*-marlin$|-int\d.*-cuda-(?!marlin$)|^m(64|256)-.*compile$"
 
-    gemlite is left out: it brings no configurations for an H200; a run with it had no row in 30 s.
-    """
-    m = ("-m", "1,16,64,256")
-    what = (*m, "--shapes", ",".join(shapes), "--backend", "auto,triton", "--exclude", exclude)
+
+def _peers(name: str, bits: str, shapes: tuple[str, ...]) -> Part:
+    """Ours beside every peer in one run; compiled ahead, a process for each shape and width."""
+    ms = ("-m", "1,16,64,256")
+    what = (*ms, *OURS, "--exclude", TOLD_TWICE, "--peer-seconds", "30")
     quick = ("--copies", "1", "--inner-reps", "1", "--outer-reps", "1")
     return Part(
         name,
         "compare",
-        (*what, "-b", f"16,{bits}"),
-        warm=tuple((*what, *quick, "-b", width) for width in bits.split(",")),
-        limit=120,
+        (*what, "--shapes", ",".join(shapes), "-b", f"16,{bits}", "--outer-reps", "9"),
+        warm=tuple(
+            (*what, "--shapes", shape, "-b", width, *quick)
+            for shape in shapes
+            for width in bits.split(",")
+        ),
+        limit=200,
     )
 
 
-# About five minutes on an H200, what matters most first.
+# What matters most first: what there is no time for is left as it was.
 ON_GPU = (
-    _models("models-12b", "12b", "16,4,1", "1,16,64"),
-    _peers("compare", "4,1", "8192x8192", exclude="gemlite$|^m(64|256)-.*compile$"),
+    _models("models-12b", "12b", "16,4,1", "1,4,16,64,256"),
+    _peers("compare", "4,1,2,3,8", ("8192x8192", "28672x8192", "4096x4096")),
     _models("models-31b", "31b", "16,4,1", "1,16,64"),
-    _models("models-2048", "12b,31b", "16,4,1", "1", "--context", "2048"),
-    _peers("compare-more", "8,3,2", "8192x8192", exclude="(gemlite|compile)$"),
+    _models("models-2048", "12b", "16,4", "1", "--context", "2048"),
+    _models("models-2048-31b", "31b", "16,1", "1", "--context", "2048"),
     Part(
         "kernels",
         "kernels",
         ("--shapes", "4096x4096,8192x8192,28672x8192", "-m", "1,4,16,64,256,1024"),
         limit=60,
     ),
-    _models("models-4b", "4b", "16,4,1", "1,16,64"),
+    _models("models-4b", "4b", "16,4,1", "1,4,16,64,256"),
 )

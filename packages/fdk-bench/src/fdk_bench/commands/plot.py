@@ -10,14 +10,7 @@ from fdk_bench.commands.common import EXIT_FAILED_ROWS, checked
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CAPTIONS = {
-    "throughput": "Throughput against shape",
-    "speedup": "Speed-up over 16 bits against m",
-    "bits": "Time against bits per weight",
-    "roofline": "Roofline",
-    "tokens": "Decoding: tokens per second against parameters",
-    "accuracy": "Accuracy against bits per weight",
-}
+ACCURACY = "Error against bits per weight"
 
 
 def plot(
@@ -56,11 +49,10 @@ def plot(
     pictures: dict[str, Path] = {}
     for name, figure in figures(kernels, models).items():
         written += _save(figure, folder / name)
-        kind, _, machine = name.partition("-")
-        pictures[CAPTIONS[kind] + (f" ({machine})" if machine else "")] = folder / f"{name}.png"
+        pictures[figure.get_suptitle()] = folder / f"{name}.png"
     if accuracy := _plot_accuracy(records, folder):
         written += accuracy
-        pictures[CAPTIONS["accuracy"]] = folder / "accuracy.png"
+        pictures[ACCURACY] = folder / "accuracy.png"
     if not written:
         typer.echo("no row of these files was measured: nothing to draw", err=True)
         raise typer.Exit(EXIT_FAILED_ROWS)

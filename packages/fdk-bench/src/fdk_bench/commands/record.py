@@ -26,6 +26,7 @@ from fdk_bench.commands.parts import ON_CPU, ON_GPU, Part
 STDERR = 2  # standard output is kept for what --json prints
 WARM_SECONDS = 60.0
 STOP_SECONDS = 20.0
+CUT = "cut"  # an empty file beside the rows of a part that had no more time
 WORK = Path("out") / "record"  # untracked: a commit is clean until every part was measured
 
 
@@ -37,8 +38,9 @@ def record(
         list[str] | None,
         typer.Option(
             help="Parts: on a CPU kernels, kernels-1-thread, compare, compare-1-thread, models, "
-            "accuracy; on a GPU models-12b, compare, models-31b, models-2048, compare-more, "
-            "kernels, models-4b; repeat, or use commas. The others' rows stay as they are."
+            "accuracy; on a GPU models-12b, compare, models-31b, models-2048, "
+            "models-2048-31b, kernels, models-4b; repeat, or use commas. The others' rows stay "
+            "as they are."
         ),
     ] = None,
     resume: Annotated[
@@ -47,7 +49,7 @@ def record(
     seconds: Annotated[
         float | None,
         typer.Option(
-            min=1.0, help="Time for all parts; what is not measured by then is left as it is."
+            min=1.0, help="Time for all parts; the rows that a part has by then are kept."
         ),
     ] = None,
     device: options.DeviceOption = None,
@@ -59,8 +61,9 @@ def record(
 
     One JSONL file per part: each row holds its command, machine, versions and commit. Then
     `fdk-bench table --fill README.md` puts them into the documents. Parts that ended before Ctrl-C
-    are kept, and --resume goes on with the others; the rows of one that was cut, or that crashed,
-    stay as they were. On a GPU everything is compiled first, side by side, and timed alone.
+    are kept, and --resume goes on with the others. A part that takes too long is asked to stop,
+    and the rows that it has are kept; those of one that crashed stay as they were. Where compilers
+    take long they run first, side by side, and what they compiled is timed alone.
 
     Exit code: 0, 1 where a case failed, 2 bad usage, 130 where a part did not end.
     """
@@ -72,7 +75,6 @@ def record(
     chosen = [parts[name] for name in split(only) or parts]
     end = time.perf_counter() + (seconds or float("inf"))
     left = [part for part in chosen if not (resume and _done(part) is not None)]
-    _warm(left, where, end)
     codes: dict[Part, int] = {}
     for number, part in enumerate(chosen, 1):
         if part not in left:
@@ -80,9 +82,10 @@ def record(
         else:
             typer.echo(f"{part.name}: part {number} of {len(chosen)}", err=True)
             start = time.perf_counter()
+            _warm(part, where, end)
             codes[part] = _run(part, where, end)
             taken = f"{time.perf_counter() - start:.0f} s"
-        if codes[part] not in (EXIT_INTERRUPTED, EXIT_USAGE):
+        if codes[part] not in (EXIT_INTERRUPTED, EXIT_USAGE) or _was_cut(part):
             _keep(part, out)
         elif time.perf_counter() < end:
             break
@@ -105,20 +108,18 @@ def _command(part: Part, arguments: Sequence[str], device: str, target: Path) ->
     return [sys.executable, *inner]
 
 
-def _warm(parts: Sequence[Part], device: str, end: float) -> None:
-    """Runs what compiles for some parts, side by side; what it measures is thrown away.
+def _warm(part: Part, device: str, end: float) -> None:
+    """Runs what compiles for a part, side by side; what it measures is thrown away.
 
-    torch, Triton, our kernels and Humming keep what they compiled on disk: 27 cases of models
-    are 54 graphs, minutes of one core.
+    torch, Triton, our kernels and Humming keep what they compiled on disk: minutes of one core.
     """
-    commands = [(part, arguments) for part in parts for arguments in part.warm]
-    if not commands:
+    if not part.warm:
         return
     start = time.perf_counter()
     # A process has one thread here: as many workers each as the machine has cores were too many.
     alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     running = []
-    for number, (part, arguments) in enumerate(commands):
+    for number, arguments in enumerate(part.warm):
         target = WORK / "warm" / str(number)
         target.mkdir(parents=True, exist_ok=True)
         command = _command(part, arguments, device, target)
@@ -145,7 +146,7 @@ def _warm(parts: Sequence[Part], device: str, end: float) -> None:
 def _run(part: Part, device: str, end: float = float("inf")) -> int:
     """Runs one part in a process of its own; its exit code, written beside the rows at the end.
 
-    One that ends too late is asked to stop, as by Ctrl-C.
+    One that ends too late is asked to stop, as by Ctrl-C, and marked as cut where it did so.
     """
     target = WORK / part.name
     shutil.rmtree(target, ignore_errors=True)
@@ -159,7 +160,8 @@ def _run(part: Part, device: str, end: float = float("inf")) -> int:
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(STOP_SECONDS)
+            if process.wait(STOP_SECONDS) == EXIT_INTERRUPTED:
+                (target / CUT).touch()
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -185,6 +187,12 @@ def _done(part: Part) -> int | None:
     return int(code) if tuple(arguments) == part.arguments else None
 
 
+def _was_cut(part: Part) -> bool:
+    """Whether a part had to stop for time, and has whole rows."""
+    rows = WORK / part.name / f"{part.benchmark}.jsonl"
+    return (WORK / part.name / CUT).is_file() and rows.is_file() and rows.stat().st_size > 0
+
+
 def _keep(part: Part, folder: Path) -> None:
     """Copies the rows of a part to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,9 +205,8 @@ def _draw(folder: Path) -> None:
     models = sorted(path.stem for path in folder.glob("models-*b.jsonl"))
     main = [folder / f"{name}.jsonl" for name in ("kernels", "models", *models, "accuracy")]
     _plot([path for path in main if path.is_file()], folder, "*")
-    compare = [folder / f"{name}.jsonl" for name in ("compare", "compare-more")]
-    if compare := [path for path in compare if path.is_file()]:
-        _plot(compare, folder, "bits", prefix="compare-")
+    if (compare := folder / "compare.jsonl").is_file():
+        _plot([compare], folder, "bits", prefix="compare-")
 
 
 def _plot(files: list[Path], folder: Path, names: str, prefix: str = "") -> None:

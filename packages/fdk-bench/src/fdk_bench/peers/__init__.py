@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from fdk_bench.peers.base import Peer, Prepared, WrongAnswerError, check
 from fdk_bench.peers.dense import CompiledReference, Dense
+from fdk_bench.peers.gemlite import GemLite
 from fdk_bench.peers.llama_cpp import LLAMA_CPP
-from fdk_bench.peers.packages import BitsAndBytes, GemLite, Humming, TorchAO
+from fdk_bench.peers.packages import BitsAndBytes, Humming, TorchAO
 from fdk_bench.peers.torch_ops import Int4PackCpu, TinyGemm
 
 __all__ = ["PEERS", "Dense", "Peer", "Prepared", "WrongAnswerError", "check", "peers_named"]

@@ -1,0 +1,248 @@
+"""A Triton kernel for what lies between two linear layers of a step: attention of one token."""
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from fdk_bench.launches import launch_options
+
+ROWS = 16  # rows of q that a tensor core takes at least; the heads of a group are fewer
+ENOUGH_PROGRAMS = 264  # two for each processor of an H200
+LONG = 512  # entries of a cache from which on parts are cut smaller
+
+
+class AttendConfig(NamedTuple):
+    """How a program walks through the cache.
+
+    Attributes:
+        block: entries at a time, a power of two from 16 on.
+        warps: of a program.
+        stages: blocks under way at once.
+    """
+
+    block: int
+    warps: int
+    stages: int
+
+
+# K, V :: [BLOCK, HEAD_DIM, dtype]
+@triton.jit
+def attend_block(q, K, V, there, scale, most, weight, sums):  # type: ignore[no-untyped-def] # noqa: D103
+    scores = tl.dot(q, K.T, input_precision="ieee") * scale  # [ROWS, BLOCK]
+    scores = tl.where(there[None, :], scores, float("-inf"))
+    highest = tl.maximum(most, tl.max(scores, axis=1))
+    kept = tl.exp(most - highest)
+    weights = tl.exp(scores - highest[:, None])
+    weight = weight * kept + tl.sum(weights, axis=1)
+    sums = sums * kept[:, None] + tl.dot(weights.to(V.dtype), V, input_precision="ieee")
+    return highest, weight, sums
+
+
+# qkv      :: [b, 1, (heads + 2 kv_heads) * head_dim, dtype]
+# turns    :: [2, length, head_dim, dtype]                 cosines and sines
+# position :: [1, int64]
+# cache    :: [2, b, kv_heads, length, head_dim, dtype]    keys, then values
+# out      :: [b, 1, heads * head_dim, dtype]
+# parts    :: [b, kv_heads, PARTS, GROUP, head_dim + 2, float32]    sums, highest score, weight
+# arrived  :: [b, kv_heads, int32]                         zeros, before and after
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
+    qkv,
+    turns,
+    position,
+    cache,
+    out,
+    parts,
+    arrived,
+    length,
+    values_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PADDED_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    channels = tl.arange(0, HEAD_DIM)
+    rows = tl.arange(0, ROWS)
+    entries = tl.arange(0, BLOCK)
+    half: tl.constexpr = HEAD_DIM // 2
+    partner = (channels + half) % HEAD_DIM
+    dtype = cache.dtype.element_ty
+    # Before the kernel ahead has ended: what the steps before this one have left.
+    last = tl.load(position).to(tl.int32)
+    turn = turns + last * HEAD_DIM + channels
+    cosine = tl.load(turn).to(tl.float32)
+    sine = tl.load(turn + length * HEAD_DIM).to(tl.float32)
+    sine = tl.where(channels < half, -sine, sine)
+    keys = cache + (b * KV_HEADS + head) * length * HEAD_DIM
+    values = keys + values_stride
+    share = tl.cdiv(tl.cdiv(last, BLOCK), PARTS) * BLOCK
+    begin, end = part * share, tl.minimum(last, (part + 1) * share)
+    seen = begin + entries
+    places = seen[:, None] * HEAD_DIM + channels[None, :]
+    K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)  # [BLOCK, HEAD_DIM]
+    V = tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
+    q_rows = qkv + (head * GROUP + rows[:, None]) * HEAD_DIM
+    held = rows[:, None] < GROUP
+    q = tl.load(q_rows + channels[None, :], mask=held, other=0.0).to(tl.float32)
+    swapped = tl.load(q_rows + partner[None, :], mask=held, other=0.0).to(tl.float32)
+    q = (q * cosine[None, :] + swapped * sine[None, :]).to(dtype)  # [ROWS, HEAD_DIM]
+    k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
+    k = tl.load(k_row + channels).to(tl.float32) * cosine
+    k = (k + tl.load(k_row + partner).to(tl.float32) * sine).to(dtype)
+    v = tl.load(k_row + KV_HEADS * HEAD_DIM + channels)
+
+    # The first part has the new entry, from registers: nobody reads what is stored in this kernel.
+    first = part == 0
+    tl.store(keys + last * HEAD_DIM + channels, k, mask=first & (channels < HEAD_DIM))
+    tl.store(values + last * HEAD_DIM + channels, v, mask=first & (channels < HEAD_DIM))
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
+    most = tl.where(first, score, float("-inf"))
+    weight = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
+    sums = tl.where(first, weight[:, None] * v.to(tl.float32)[None, :], 0.0)  # [ROWS, HEAD_DIM]
+    if begin < end:
+        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
+    for start in range(begin + BLOCK, end, BLOCK):
+        seen = start + entries
+        places = seen[:, None] * HEAD_DIM + channels[None, :]
+        K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)
+        V = tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
+
+    y = out + (b * KV_HEADS + head) * GROUP * HEAD_DIM
+    if PARTS == 1:
+        mine = y + rows[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(mine, (sums / weight[:, None]).to(dtype), mask=held)
+    else:
+        width: tl.constexpr = HEAD_DIM + 2
+        parts += (b * KV_HEADS + head) * PARTS * GROUP * width
+        mine = parts + (part * GROUP + rows) * width
+        tl.store(mine[:, None] + channels[None, :], sums, mask=held)
+        tl.store(mine + HEAD_DIM, most, mask=rows < GROUP)
+        tl.store(mine + HEAD_DIM + 1, weight, mask=rows < GROUP)
+        # Every thread's stores come before the count, which one thread adds to.
+        tl.debug_barrier()
+        arrived += b * KV_HEADS + head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
+            tl.debug_barrier()
+            tl.store(arrived, 0)
+            every = tl.arange(0, PADDED_PARTS)
+            there = every < PARTS
+            for row in tl.static_range(GROUP):
+                theirs = parts + (every * GROUP + row) * width
+                most_of = tl.load(theirs + HEAD_DIM, mask=there, other=float("-inf"))
+                weight_of = tl.load(theirs + HEAD_DIM + 1, mask=there, other=0.0)
+                sums_of = tl.load(
+                    theirs[:, None] + channels[None, :], mask=there[:, None], other=0.0
+                )
+                kept = tl.exp(most_of - tl.max(most_of, axis=0))  # [PADDED_PARTS]
+                sum = tl.sum(sums_of * kept[:, None], axis=0) / tl.sum(weight_of * kept, axis=0)
+                tl.store(y + row * HEAD_DIM + channels, sum.to(dtype))
+
+
+def config_for(programs: int, length: int) -> AttendConfig:
+    """For so many sequences times key heads, and a cache of so many entries.
+
+    Times of 8 blocks of 12b at 4 bits with the head (H200, us) beside those of 64 entries, 4 warps
+    and 3 stages, in one part below 512 entries: 628 against 634 (1 sequence), 807 against 810 (16),
+    1041 against 1070 (64), 2146 against 2224 (256); with 2048 tokens 695 against 717, in 16 parts
+    (1), and 1064 against 1202 (16).
+    """
+    if programs >= 1024:
+        return AttendConfig(32, 2, 3)
+    if programs >= 256:
+        return AttendConfig(32, 4, 3)
+    if length <= LONG:
+        return AttendConfig(128, 8, 1)
+    return AttendConfig(64, 4, 3) if programs < 64 else AttendConfig(128, 8, 2)
+
+
+def parts_of(programs: int, length: int, block: int) -> int:
+    """Parts that a cache of ``length`` entries is cut into: more where few programs read it."""
+    return max(1, min(-(-length // block), ENOUGH_PROGRAMS // programs))
+
+
+def attend(
+    qkv: Tensor,
+    turns: Tensor,
+    position: Tensor,
+    cache: Tensor,
+    *,
+    parts: int | None = None,
+    config: AttendConfig | None = None,
+) -> Tensor:
+    """Turns q and k of one token of each sequence, adds k and v to the cache and attends.
+
+    On Hopper the kernel reads position, turns and older entries of the cache while the one ahead
+    still runs. They are the work of earlier steps, and each step begins with a kernel of torch,
+    which waits for all before it.
+
+    Args:
+        qkv: see ``attend_kernel``, as ``turns`` and ``cache``.
+        turns: of every position.
+        position: of the token.
+        cache: written in place.
+        parts: that the cache is cut into; None chooses.
+        config: None chooses.
+
+    Returns:
+        ``[b, 1, heads * head_dim, dtype]``.
+    """
+    _, b, kv_heads, length, head_dim = cache.shape
+    group = qkv.shape[-1] // head_dim // kv_heads - 2
+    config = config or config_for(b * kv_heads, length)
+    parts = parts or parts_of(b * kv_heads, length, config.block)
+    out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
+    partial = arrived = out
+    if parts > 1:
+        shape = (b, kv_heads, parts, group, head_dim + 2)
+        partial = qkv.new_empty(shape, dtype=torch.float32)
+        arrived = _counters(qkv.device, b * kv_heads)
+    attend_kernel[kv_heads, b, parts](
+        qkv,
+        turns,
+        position,
+        cache,
+        out,
+        partial,
+        arrived,
+        length,
+        cache.stride(0),
+        head_dim**-0.5,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        ROWS=ROWS,
+        BLOCK=config.block,
+        PARTS=parts,
+        PADDED_PARTS=triton.next_power_of_2(parts),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **launch_options(qkv),
+    )
+    return out
+
+
+_kept_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """Zeros that the kernel leaves as zeros; made once, for a graph could not fill them again."""
+    key = device, count
+    if key not in _kept_counters:
+        _kept_counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
+    return _kept_counters[key]

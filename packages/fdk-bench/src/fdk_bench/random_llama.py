@@ -1,0 +1,86 @@
+"""Llamas of random weights, each layer made on the device as it is stored."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fdk_bench.cases import DTYPES, KernelCase
+from fdk_bench.decoding import Built
+from fdk_bench.llama import SIZES, Llama
+from fdk_bench.model_cases import ModelCase
+from fdk_bench.peers.base import Prepared, check
+from fdk_bench.peers.dense import codebook_bytes
+from fdk_bench.weights import exact_weight, random_weight
+from fdk_formats import Format, QuantisedLinear, QuantisedTensor
+
+
+def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
+    """A llama of random weights, each layer made on the device as it is stored.
+
+    A layer of a shape that was not seen before is checked for every batch size first.
+
+    Raises:
+        WrongAnswerError: where a layer does not compute with its own weight.
+    """
+    dtype = DTYPES[case.dtype]
+    format = None if case.format in DTYPES else Format.parse(case.format)
+    weights, bits = [0], [0.0, 0.0]
+    backends: set[str] = set()
+    checked: set[tuple[int, int]] = set()
+
+    def linear(name: str, n: int, k: int) -> nn.Module:
+        if format is None or (case.skip and re.search(case.skip, name)):
+            W = torch.empty(n, k, device=case.device, dtype=dtype).normal_(std=k**-0.5)
+            layer = nn.Linear(k, n, bias=False, device="meta")
+            layer.weight = nn.Parameter(W, requires_grad=False)
+            weights[0] += W.nbytes
+            return layer
+        q = random_weight(format, n, k, case.device, seed=weights[0] % 2**31)
+        quantised = QuantisedLinear.from_quantised(q, backend=case.backend, dtype=dtype)
+        if (n, k) not in checked:
+            checked.add((n, k))
+            check_layer(quantised, q, case, batches)
+        weights[0] += q.nbytes
+        bits[0] += q.bits_per_weight * n * k
+        bits[1] += n * k
+        backends.add(quantised.weight.backend_name)
+        return quantised
+
+    size = SIZES[case.model]
+    if case.layers is not None:
+        size = replace(size, layers=case.layers)
+    llama = Llama(size, linear, device=case.device, dtype=dtype, fused=case.fused)
+    norms = (2 * size.layers + 1) * size.dim * dtype.itemsize
+    weight_bytes = weights[0] + norms
+    return Built(
+        decoder=llama,
+        weight_bytes=weight_bytes,
+        stored_bytes=weight_bytes + llama.embedding.nbytes,
+        parameters=size.parameters,
+        bits_per_weight=bits[0] / bits[1] if bits[1] else dtype.itemsize * 8,
+        backends=", ".join(sorted(backends)) or "torch",
+    )
+
+
+def check_layer(
+    layer: nn.Module, q: QuantisedTensor, case: ModelCase, batches: Sequence[int]
+) -> None:
+    """Checks a layer's answers for every batch size, as a kernel's are.
+
+    Raises:
+        WrongAnswerError: where one is wrong.
+    """
+    n, k = q.shape
+    dtype = DTYPES[case.dtype]
+    kernel = KernelCase(1, n, k, str(q.format), case.dtype, case.device, case.backend)
+
+    def weight(oracle: torch.dtype) -> Tensor:
+        return exact_weight(q, dtype, oracle)
+
+    generator = torch.Generator(case.device).manual_seed(0)
+    inputs = [torch.randn(m, k, device=case.device, generator=generator).to(dtype) for m in batches]
+    with torch.inference_mode():
+        check(Prepared([layer], weight, q.nbytes, kernel.backend, codebook_bytes(q)), inputs)

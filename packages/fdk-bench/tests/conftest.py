@@ -1,0 +1,82 @@
+"""Tiny models of transformers, with folders as the hub has them."""
+
+import pytest
+import torch
+
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "from", "home")
+
+
+def save_tokenizer(folder, **special):
+    """A tokenizer of ``WORDS``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[EOS]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", **special
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def write_tokenizer():
+    """``save_tokenizer``."""
+    return save_tokenizer
+
+
+@pytest.fixture(scope="session")
+def bert_folder(tmp_path_factory):
+    """Two layers: in each 4 weights of [64, 64], one [128, 64] and one [64, 128]; and a pooler."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("bert")
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+    )
+    BertModel(config).save_pretrained(folder)
+    save_tokenizer(folder, pad_token="[PAD]")
+    return folder
+
+
+@pytest.fixture
+def hf_model():
+    """A llama of two layers: of the sizes of SMALL in test_models.py."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def hf_folder(hf_model, tmp_path):
+    """``hf_model`` with a tokenizer of w0 to w39."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "llama"
+    hf_model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return folder

@@ -1,0 +1,70 @@
+"""Run by test_llama_kernels.py: kernels of whole models in Triton's interpreter, beside torch."""
+
+import sys
+
+import torch
+
+from fdk_bench import attention_kernel
+from fdk_bench.choice_kernel import choose
+from fdk_bench.llama_ops import TorchOps, TritonOps, rotary_table
+
+OURS, THEIRS = TritonOps(), TorchOps()
+
+
+def attend(heads, kv_heads, head_dim, batch, length, position, parts, *config):
+    """A step; entries of the cache that are not there yet are NaN."""
+    attention_kernel.parts_of = lambda *sizes: parts
+    attention_kernel.config_for = lambda *sizes: attention_kernel.AttendConfig(*config)
+    qkv = torch.randn(batch, 1, (heads + 2 * kv_heads) * head_dim)
+    cache = torch.randn(2, batch, kv_heads, length, head_dim)
+    cache[:, :, :, position:] = torch.nan
+    mine = cache.clone()
+    cache[:, :, :, position + 1 :] = 0  # torch multiplies what it masks
+    turns, positions = rotary_table(length, head_dim, "cpu"), torch.tensor([position])
+    expected = THEIRS.attend(qkv, turns, positions, cache, heads)
+    for _ in range(2):  # counters are as before
+        y = OURS.attend(qkv, turns, positions, mine, heads)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine[:, :, :, : position + 1], cache[:, :, :, : position + 1])
+    assert mine[:, :, :, position + 1 :].isnan().all()
+    assert not any(counters.any() for counters in attention_kernel._kept_counters.values())
+
+
+def prompt(heads, kv_heads, head_dim, batch, length, tokens):
+    """A prompt of several tokens; the rest of the cache stays as it was."""
+    qkv = torch.randn(batch, tokens, (heads + 2 * kv_heads) * head_dim)
+    mine = torch.full((2, batch, kv_heads, length, head_dim), torch.nan)
+    cache = mine.clone()
+    turns, positions = rotary_table(length, head_dim, "cpu"), torch.arange(tokens)
+    expected = THEIRS.attend(qkv, turns, positions, cache, heads)
+    y = OURS.attend(qkv, turns, positions, mine, heads)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, cache, equal_nan=True)
+
+
+def rest(rows, dim):
+    """Sums with norms, and SwiGLU."""
+    x, added, weight = torch.randn(rows, 1, dim), torch.randn(rows, 1, dim), torch.randn(dim)
+    for y, expected in zip(
+        OURS.add_norm(x, added, weight), THEIRS.add_norm(x, added, weight), strict=True
+    ):
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    gate_up = torch.randn(rows, 1, 2 * dim)
+    torch.testing.assert_close(OURS.gated(gate_up), THEIRS.gated(gate_up), rtol=1e-5, atol=1e-6)
+
+
+def choice(batch, vocabulary):
+    """The first of equals, and the position."""
+    logits = torch.randn(batch, vocabulary)
+    logits[0, [7, vocabulary - 1]] = 9.0
+    tokens, position = torch.zeros(batch, 1, dtype=torch.int64), torch.tensor([41])
+    choose(logits, tokens, position)
+    assert tokens[0] == 7
+    assert torch.equal(tokens, logits.argmax(-1, keepdim=True))
+    assert position.tolist() == [42]
+
+
+torch.manual_seed(0)
+{"attend": attend, "prompt": prompt, "rest": rest, "choice": choice}[sys.argv[1]](
+    *map(int, sys.argv[2:])
+)

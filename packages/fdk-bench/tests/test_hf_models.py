@@ -1,0 +1,111 @@
+"""Models of transformers: steps, bytes, perplexity, and compiled by the command."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from fdk_bench import decoding
+from fdk_bench.cli import app
+from fdk_bench.hf_decoding import HfDecoder, build_hf, perplexity_of, stored_bytes
+from fdk_bench.model_cases import ModelCase
+from fdk_formats import quantise_model
+
+
+def case_of(folder, format):
+    return ModelCase(
+        str(folder), 1, format, "reference", "fp32", "cpu", "lm_head", 6, 3, compiled=False
+    )
+
+
+@torch.inference_mode()
+def test_hf_steps_continue_a_prompt(hf_model):
+    model = hf_model
+    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = model(tokens).logits[:, -1]
+    decoder = HfDecoder(model)
+    decoder.prepare(2, 64)
+    decoder(tokens[:, :8], torch.arange(8))
+    for i in range(8, 12):
+        last = decoder(tokens[:, i : i + 1], torch.tensor([i]))
+    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
+    # 2 layers, keys and values, 2 sequences of 2 heads, 64 places of 16 channels, 4 bytes.
+    assert decoder.cache_bytes == 2 * 2 * 2 * 2 * 64 * 16 * 4
+
+
+def test_hf_bytes(hf_folder):
+    # A block has q, o [64, 64], k, v [32, 64], gate, up, down [128, 64]: 36864 weights.
+    linear, norms, table = 2 * 36864, 5 * 64, 40 * 64
+    dense = build_hf(case_of(hf_folder, "fp32"), [1])
+    assert dense.stored_bytes == 4 * (linear + norms + 2 * table)
+    assert dense.weight_bytes == 4 * (linear + norms + table)
+    quantised = build_hf(case_of(hf_folder, "int4-g32"), [1])
+    codes = linear // 2 + linear // 32 * 2 + 14 * 64
+    assert quantised.weight_bytes == codes + 4 * (norms + table)
+    assert (quantised.bits_per_weight, quantised.backends) == (4.5, "reference")
+
+
+def test_perplexity_of_a_uniform_model_is_its_vocabulary():
+    class Uniform(nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids):
+            logits = torch.zeros(*input_ids.shape, 40)
+            return type("Output", (), {"logits": logits})
+
+    assert perplexity_of(Uniform(), torch.arange(30)) == pytest.approx(40)
+    with pytest.raises(ValueError, match="at least two tokens"):
+        perplexity_of(Uniform(), torch.arange(1))
+
+
+def test_stored_bytes_counts_tied_weights_once(hf_model):
+    from transformers import LlamaForCausalLM
+
+    config = hf_model.config
+    config.tie_word_embeddings = True
+    tied = LlamaForCausalLM(config)
+    assert stored_bytes(tied) == 4 * (2 * 36864 + 5 * 64 + 40 * 64)
+    # The head stays: its weight is the embedding's.
+    left = stored_bytes(quantise_model(tied, "int4-g32", None, backend="reference"))
+    assert left == 36864 + 2 * 36864 // 32 * 2 + 14 * 64 + 4 * (5 * 64 + 40 * 64)
+
+
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
+# torch's compiler calls what torch itself deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_folder_compiled(hf_folder, tmp_path, monkeypatch):
+    """``fdk-bench models FOLDER --compile``: whole models, for one sequence and several."""
+    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    out = tmp_path / "out"
+    arguments = ["--model", hf_folder, "--compile", "-b", "16,4", "--format", "int"]
+    few = [
+        "--batch-size",
+        "1,3",
+        "--context",
+        "5",
+        "--reps",
+        "2",
+        "--backend",
+        "reference",
+        "-g",
+        "32",
+        "--dtype",
+        "fp32",
+    ]
+    command = ["models", "--device", "cpu", *arguments, *few, "--out", out]
+    done = CliRunner().invoke(app, list(map(str, command)))
+    torch._dynamo.reset()
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (out / "models.jsonl").read_text().splitlines()]
+    assert [(r["case"]["format"], r["case"]["batch"], r["case"]["compiled"]) for r in rows] == [
+        (format, batch, True) for format in ("fp32", "int4-g32") for batch in (1, 3)
+    ]
+    for r in rows:
+        assert r["values"]["tokens_per_second"] > 0
+        # 2 layers, keys and values, 2 heads, 64 places of 16 channels, 4 bytes.
+        assert r["values"]["cache_bytes"] == r["case"]["batch"] * 2 * 2 * 2 * 64 * 16 * 4

@@ -1,0 +1,132 @@
+"""Kernels of whole models against torch: in Triton's interpreter here, and on a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fdk_bench.decoding import Step, captured_prompt, first_tokens
+from fdk_bench.llama import Llama, LlamaSize
+
+pytest.importorskip("triton")
+
+# What to try, and its sizes: see the functions of interpreted_llama.py.
+CASES = [
+    ("attend", 4, 2, 32, 2, 192, 0, 1, 64, 4, 3),
+    ("attend", 6, 2, 32, 3, 192, 64, 1, 64, 4, 3),
+    ("attend", 4, 4, 16, 1, 192, 130, 1, 32, 4, 3),
+    ("attend", 12, 2, 32, 2, 192, 130, 3, 64, 4, 3),
+    ("attend", 4, 2, 32, 1, 320, 20, 4, 16, 4, 3),
+    ("attend", 4, 2, 32, 1, 192, 130, 2, 128, 8, 1),
+    ("prompt", 6, 2, 16, 2, 70, 67),
+    ("prompt", 4, 4, 32, 1, 8, 2),
+    ("rest", 3, 96),
+    ("rest", 1, 1040),
+    ("choice", 1, 40),
+    ("choice", 3, 4099),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_interpreted(case):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    script = Path(__file__).with_name("interpreted_llama.py")
+    command = [sys.executable, "-W", "ignore", str(script), *map(str, case)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_config_and_parts():
+    from fdk_bench.attention_kernel import config_for, parts_of
+
+    assert config_for(8, 192).block == 128
+    assert config_for(8, 2112).block == 64
+    assert config_for(512, 192) == (32, 4, 3)
+    assert config_for(2048, 192) == (32, 2, 3)
+    assert parts_of(8, 192, 128) == 2
+    assert parts_of(8, 2112, 64) == 33  # two programs a processor
+    assert parts_of(128, 2112, 128) == 2
+    assert parts_of(512, 2112, 32) == 1
+
+
+def llama_on_gpu(size, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def linear(name, n, k):
+        layer = nn.Linear(k, n, bias=False, device="meta")
+        W = torch.randn(n, k, device="cuda", generator=generator) * k**-0.5
+        layer.weight = nn.Parameter(W.to(dtype), requires_grad=False)
+        return layer
+
+    torch.manual_seed(0)
+    return Llama(size, linear, device="cuda", dtype=dtype)
+
+
+def logits_of(llama, tokens, length):
+    """After a prompt of all but three tokens, and after each of those."""
+    llama.prepare(len(tokens), length)
+    t = tokens.shape[1] - 3
+    found = [llama(tokens[:, :t], torch.arange(t, device="cuda"))]
+    for i in range(t, t + 3):
+        found.append(llama(tokens[:, i : i + 1], torch.tensor([i], device="cuda")))
+    return torch.stack(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "tokens", "length"), [(1, 9, 64), (3, 140, 192), (1, 700, 1088)])
+@torch.inference_mode()
+def test_logits_on_gpu(batch, tokens, length):
+    """No further from float64 than twice what torch's own kernels are in bf16."""
+    size = LlamaSize(512, 2, 4, 2, 1056, vocabulary=1000)
+    llama = llama_on_gpu(size, torch.bfloat16)
+    exact = llama_on_gpu(size, torch.bfloat16).double()
+    exact.dtype = torch.float64
+    ids = torch.randint(size.vocabulary, (batch, tokens), device="cuda")
+    expected, plain = logits_of(exact, ids, length), logits_of(llama, ids, length).double()
+    llama.compile_blocks()
+    ours = logits_of(llama, ids, length).double()
+    allowed = 2 * (plain - expected).norm() / expected.norm()
+    assert (ours - expected).norm() / expected.norm() <= allowed <= 0.1
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_graph_of_a_step_on_gpu():
+    """Tokens of replays are those of calls, and the position moves on."""
+    llama = llama_on_gpu(LlamaSize(512, 2, 4, 2, 1056, vocabulary=5000), torch.bfloat16)
+    llama.compile_blocks()
+    prompt = torch.randint(5000, (2, 600), device="cuda")
+    found = []
+    for captured in (False, True):
+        llama.prepare(2, 704)
+        step = Step(llama, first_tokens(llama, prompt), 600)
+        if captured:
+            step.warm_up()
+        tokens = []
+        for _ in range(5):
+            step()
+            tokens.append(step.tokens.flatten().tolist())
+        found.append(tokens)
+        assert step.position.item() == 605
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_graph_of_a_prompt_on_gpu():
+    """Its replay fills the cache as the call did."""
+    llama = llama_on_gpu(LlamaSize(512, 2, 4, 2, 1056, vocabulary=5000), torch.bfloat16)
+    llama.compile_blocks()
+    prompt = torch.randint(5000, (3, 130), device="cuda")
+    llama.prepare(3, 192)
+    first_tokens(llama, prompt)
+    expected = llama.cache.clone()
+    replay = captured_prompt(llama, prompt)
+    llama.cache.zero_()
+    replay()
+    assert torch.equal(llama.cache, expected)
+    assert expected.any()

@@ -1,0 +1,168 @@
+"""Peers: right answers, what they do not take, and a limit on their time."""
+
+import itertools
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from fdk_bench.cases import KernelCase
+from fdk_bench.kernels import KernelRun, absent, measure
+from fdk_bench.limits import TookTooLongError, time_limit
+from fdk_bench.peers import PEERS, check, peers_named
+from fdk_bench.peers.dense import CompiledReference
+from fdk_bench.peers.gemlite import add_nearest
+from fdk_bench.peers.llama_cpp import LLAMA_CPP
+
+
+# torch's compiler calls what torch itself deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("k", [64, 256])
+def test_peer_gives_the_right_answer(peer, k):
+    case = KernelCase(3, 64, k, "custom4-g64", "bf16", "cpu", peer.name)
+    if reason := peer.missing() or peer.unsupported(case):
+        pytest.skip(f"{peer.name}: {reason}")
+    prepared = peer.prepare(case, 2)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(m, k, generator=generator).bfloat16() for m in (1, 3)]
+    with torch.inference_mode():
+        assert all(error < 2e-2 for error in check(prepared, inputs))
+        assert torch.equal(prepared.calls[0](inputs[1]), prepared.calls[1](inputs[1]))
+    # 4 bits and 16 to 32 of scale and zero point for 64 weights.
+    assert 4.25 <= (prepared.nbytes - prepared.codebook_bytes) * 8 / (64 * k) <= 4.5
+
+
+@pytest.mark.parametrize(
+    ("peer", "bits", "text"),
+    [(peer, bits, type.name) for peer in LLAMA_CPP for bits, type in peer.types.items()],
+)
+def test_llama_cpp_types(peer, bits, text):
+    case = KernelCase(1, 64, 256, f"custom{bits}-g64", "bf16", "cpu", peer.name)
+    assert peer.unsupported(case) is None
+    if reason := peer.missing():
+        pytest.skip(f"{peer.name}: {reason}")
+    prepared = peer.prepare(case, 1)
+    check(prepared, [torch.randn(1, 256, generator=torch.Generator().manual_seed(0)).bfloat16()])
+    stored = prepared.nbytes * 8 / (64 * 256)
+    assert bits <= stored <= bits + 0.75
+    assert f"llama.cpp {text} ({stored:g} bits)" in prepared.backend
+
+
+# See above.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
+    compiled, compile = set(), torch.compile
+
+    def backend(module, inputs):  # runs it as it is: no compiler is needed
+        x = next(t for t in inputs if t.dtype == torch.bfloat16 and t.shape[-1] == k)
+        compiled.add((x.shape[0], k, bits))
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
+    peer = CompiledReference()
+    with torch.inference_mode():
+        for k, bits in itertools.product((64, 128), (4, 2, 1)):
+            case = KernelCase(1, 32, k, f"custom{bits}-g64", "bf16", "cpu", peer.name)
+            call = peer.prepare(case, 1).calls[0]
+            for m in (1, 2, 3):
+                call(torch.ones(m, k).bfloat16())
+    torch._dynamo.reset()
+    assert compiled == set(itertools.product((1, 2, 3), (64, 128), (4, 2, 1)))
+
+
+def test_peers_say_what_they_do_not_take():
+    case = KernelCase(1, 64, 64, "custom3-g64", "bf16", "cpu", "")
+    reasons = {peer.name: peer.unsupported(case) for peer in PEERS}
+    assert reasons["int4pack"] == "needs 4 bits, got custom3-g64"
+    assert reasons["tinygemm"] == "needs cuda, got cpu"
+    missing = absent(run_of(peers=PEERS, formats=["bf16", "custom3-g64"]))
+    assert missing["int4pack"] == "needs 4 bits, got custom3-g64"
+
+
+def test_peers_named():
+    assert [peer.name for peer in peers_named(["int4pack", "tinygemm", "int4pack"])] == [
+        "int4pack",
+        "tinygemm",
+    ]
+    assert peers_named(["all"]) == list(PEERS)
+    assert peers_named(["none"]) == []
+    with pytest.raises(ValueError, match=r"wanted all, none or .*; got nobody"):
+        peers_named(["nobody"])
+
+
+def run_of(**changes):
+    run = KernelRun(
+        shapes=[(32, 64)],
+        ms=[1],
+        formats=["custom4-g32"],
+        dtype="bf16",
+        device="cpu",
+        backends=["reference"],
+        copies=1,
+        inner=1,
+        outer=1,
+    )
+    return replace(run, **changes)
+
+
+class Slow:
+    """A peer that compiles for ever."""
+
+    name, note = "slow", ""
+
+    def missing(self):
+        return None
+
+    def unsupported(self, case):
+        return None
+
+    def prepare(self, case, copies=None):
+        while True:
+            time.sleep(0.01)
+
+
+def test_slow_peer_is_a_row():
+    rows = list(measure(run_of(peers=[Slow()], peer_seconds=0.1)))
+    assert [(row.case.backend, row.values is None) for row in rows] == [
+        ("slow", True),
+        ("reference", False),
+    ]
+    said = "TookTooLongError: packing, compiling and checking took more than 0.1 s"
+    assert rows[0].error == said
+
+
+def test_time_limit():
+    with time_limit(None, "nothing"), time_limit(5.0, "nothing"):
+        pass
+    said = r"a loop took more than 0.05 s"
+    with pytest.raises(TookTooLongError, match=said), time_limit(0.05, "a loop"):
+        time.sleep(5)
+    time.sleep(0.1)  # nothing is left of it
+
+
+def test_gemlite_takes_the_configurations_of_the_nearest_shape():
+    stored = {
+        "GEMM": {
+            "(16, 4096, 4096, 64, 8, 104)": {"BLOCK_SIZE_K": 8, "num_warps": 1},
+            "(16, 28672, 4096, 64, 8, 104)": {"BLOCK_SIZE_K": 64, "num_warps": 2},
+            "(64, 28672, 4096, 64, 8, 104)": {"BLOCK_SIZE_K": 8, "num_warps": 4},
+            "(16, 8192, 8192, 128, 8, 104)": {"BLOCK_SIZE_K": 64, "num_warps": 8},  # other groups
+            "(16, 8192, 8192, 64, 1, 408)": {"BLOCK_SIZE_K": 64, "num_warps": 8},  # 8-bit x
+        },
+        "GEMV": {},
+    }
+    before = dict(stored["GEMM"])
+    for bits in (4, 1):
+        add_nearest(stored, KernelCase(1, 28672, 8192, f"int{bits}-g64", "bf16", "cuda", ""))
+    added = {key: value for key, value in stored["GEMM"].items() if key not in before}
+    # As many weights a word as a block of k at least.
+    assert added == {
+        "(16, 28672, 8192, 64, 8, 104)": {"BLOCK_SIZE_K": 64, "num_warps": 2},
+        "(64, 28672, 8192, 64, 8, 104)": {"BLOCK_SIZE_K": 8, "num_warps": 4},
+        "(16, 28672, 8192, 64, 32, 101)": {"BLOCK_SIZE_K": 64, "num_warps": 2},
+        "(64, 28672, 8192, 64, 32, 101)": {"BLOCK_SIZE_K": 32, "num_warps": 4},
+    }
+    assert stored["GEMV"] == {}

@@ -145,9 +145,11 @@ extern const Kernels kSve2;
 #endif
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
+extern const Kernels kAvx2Bf16;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
 extern const TableKernels kAvx512Tables;
+extern const TableKernels kAvx2Fixed;
 #endif
 
 enum class Isa : int {

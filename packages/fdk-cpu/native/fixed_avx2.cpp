@@ -16,6 +16,7 @@
 #include <cmath>
 
 #include "avx2_codes.h"
+#include "avx2_tile.h"
 #include "kernels.h"
 #include "simd_float.h"
 #include "x86_scales.h"
@@ -23,7 +24,6 @@
 namespace fdk {
 namespace {
 
-constexpr int kLanes = 8;
 constexpr int kBlocks = int(kTileK) / kBlockPositions;
 // Bits of the sums of a lane, of its positions of half a tile, and of a level at most.
 constexpr int kSumBits = 31, kPositionBits = 3, kLevelBits = 15;
@@ -35,13 +35,8 @@ constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;
 struct alignas(64) Tile {
   std::int16_t x[kTileK];
   float unit;                    // of the products
-  float sums[kBlocks][kLanes];   // of x by lane of the products, over a group's blocks
+  float sums[kBlocks][kFloats];   // of x by lane of the products, over a group's blocks
 };
-
-int exponent_of(float value) { return int(std::bit_cast<std::uint32_t>(value) >> 23 & 0xFF) - 127; }
-float power_of_two(int exponent) {  // a normal number
-  return std::bit_cast<float>(std::uint32_t(exponent + 127) << 23);
-}
 
 // Values as integers: value = level * unit.
 struct Levels {
@@ -74,42 +69,6 @@ bool takes(const Weight& w) {
   return w.bits <= 4 && levels_of(w, levels);
 }
 
-// Positions of a tile whose magnitude is below `limit`, zeros apart, and the others.
-bool mostly_below(const float* tile, float limit) {
-  const __m256 top = _mm256_set1_ps(limit), zero = _mm256_setzero_ps();
-  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
-  __m256i small = _mm256_setzero_si256(), others = _mm256_setzero_si256();
-  for (std::size_t i = 0; i < kTileK; i += kLanes) {
-    const __m256 x = _mm256_and_ps(_mm256_loadu_ps(tile + i), magnitude);
-    const __m256 below = _mm256_cmp_ps(x, top, _CMP_LT_OQ);
-    const __m256 there = _mm256_cmp_ps(x, zero, _CMP_NEQ_OQ);
-    small = _mm256_sub_epi32(small, _mm256_castps_si256(_mm256_and_ps(below, there)));
-    others = _mm256_sub_epi32(others, _mm256_castps_si256(_mm256_andnot_ps(below, there)));
-  }
-  alignas(32) int counts[2][kLanes];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(counts[0]), small);
-  _mm256_store_si256(reinterpret_cast<__m256i*>(counts[1]), others);
-  int all[2] = {0, 0};
-  for (int i = 0; i < kLanes; i++) {
-    all[0] += counts[0][i];
-    all[1] += counts[1][i];
-  }
-  return all[0] != 0 && all[0] >= all[1];
-}
-
-float largest_of(const float* tile) {
-  const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-  __m256i largest = _mm256_setzero_si256();
-  for (std::size_t i = 0; i < kTileK; i += kLanes) {
-    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + i));
-    // As integers, magnitudes order as they should, and NaN is the largest.
-    largest = _mm256_max_epi32(largest, _mm256_and_si256(x, magnitude));
-  }
-  alignas(32) int lanes[kLanes];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), largest);
-  return std::bit_cast<float>(*std::max_element(lanes, lanes + kLanes));
-}
-
 // x :: [tiles * kTileK] float32, of each 16 positions the even ones first. False where x has what
 // such integers cannot hold: NaN, infinity, outliers, very large or small numbers.
 bool build(const Weight& w, const void* x, void* tables) {
@@ -130,7 +89,7 @@ bool build(const Weight& w, const void* x, void* tables) {
     for (int b = 0; b < kBlocks; b++) {
       const float* at = from + b * kBlockPositions;
       const __m256i even = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(at), factor));
-      const __m256i odd = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(at + kLanes), factor));
+      const __m256i odd = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(at + kFloats), factor));
       const __m256i words =
           _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xAA);
       _mm256_store_si256(reinterpret_cast<__m256i*>(out->x) + b, words);

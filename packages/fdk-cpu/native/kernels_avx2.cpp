@@ -175,6 +175,6 @@ constexpr Kernels kernels_with(const TableKernels* tables) {
 }  // namespace
 
 extern const Kernels kAvx2 = kernels_with(nullptr);
-extern const Kernels kAvx2Bf16 = kernels_with(&kAvx2Fixed);
+extern const Kernels kAvx2Bf16 = kernels_with(&kAvx2Tables);
 
 }  // namespace fdk

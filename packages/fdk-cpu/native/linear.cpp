@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "convert.h"
@@ -13,8 +14,6 @@
 namespace fdk {
 namespace {
 
-// Rows of x up to which tables over each row are used, where there are any.
-constexpr std::size_t kTableLimit = 1;
 // Rows of the dequantised block are a line apart from a power of two, whose lines would share few
 // sets of L1.
 constexpr std::size_t kLineBytes = 64;
@@ -98,10 +97,20 @@ void sum_pairs(const std::uint16_t* x, std::size_t count, std::size_t run, float
   }
 }
 
-// Tables where the set has them for this weight, and m is small enough to go row by row.
-const TableKernels* table_kernels_for(const Kernels& kernels, const Weight& w, std::size_t m) {
-  const TableKernels* tables = kernels.tables;
-  return tables != nullptr && m <= kTableLimit && tables->takes(w) ? tables : nullptr;
+// One row of x as a set's TableKernels have it, and those; none where x or the weight needs gemv.
+struct Tables {
+  const TableKernels* kernels;
+  Buffer<std::uint8_t> built;
+};
+
+// x :: [positions], as gemv has it.
+Tables tables_for(const Kernels& kernels, const Weight& w, const void* x) {
+  for (const TableKernels* tables = kernels.tables; tables != nullptr; tables = tables->next) {
+    if (!tables->takes(w)) continue;
+    Buffer<std::uint8_t> built(w.tiles * tables->tile_bytes);
+    if (tables->build(w, x, built.get())) return {tables, std::move(built)};
+  }
+  return {nullptr, Buffer<std::uint8_t>(0)};
 }
 
 void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
@@ -120,15 +129,10 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
     }
   }
   const std::uint8_t* from = as_it_is ? static_cast<const std::uint8_t*>(x) : staged.get();
-  const TableKernels* tables = table_kernels_for(kernels, w, m);
-  const Buffer<std::uint8_t> built(tables == nullptr ? 0 : m * layout.tiles * tables->tile_bytes);
-  const auto tables_of = [&](std::size_t row) {
-    return built.get() + row * layout.tiles * tables->tile_bytes;
-  };
-  for (std::size_t row = 0; row < m && tables != nullptr; row++) {
-    if (!tables->build(w, from + row * positions * item, tables_of(row))) tables = nullptr;
-  }
-  const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
+  // Tables are built anew for each row of x: of several, gemv decodes the weight once.
+  const Tables tables = m == 1 ? tables_for(kernels, w, from) : Tables{nullptr, Buffer<std::uint8_t>(0)};
+  const bool by_tables = tables.kernels != nullptr;
+  const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr && !by_tables;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
   if (needs_sums) {
     const std::size_t steps = kTileK / kStep / w.groups_per_tile;
@@ -138,16 +142,14 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);
   // Table kernels fetch a block of stripes ahead: in small pieces that would be another thread's.
-  const std::size_t chunk = tables != nullptr ? ceil_div(layout.stripes, threads * kTablePieces)
-                                              : chunk_for(layout.stripes, threads);
+  const std::size_t chunk = by_tables ? ceil_div(layout.stripes, threads * kTablePieces)
+                                      : chunk_for(layout.stripes, threads);
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t row = 0; row < m && tables != nullptr; row++) {
-      tables->gemv(w, tables_of(row), products.get() + row * y_stride, begin, end);
-    }
+    if (by_tables) tables.kernels->gemv(w, tables.built.get(), products.get(), begin, end);
     // Few stripes at a time, whose codes the second pass over them finds in the cache.
     const std::size_t passes = ceil_div(m, kernels.gemv_rows);
     const std::size_t stripes = passes == 1 ? end - begin : kPassStripes;
-    for (std::size_t stripe = begin; stripe < end && tables == nullptr; stripe += stripes) {
+    for (std::size_t stripe = begin; stripe < end && !by_tables; stripe += stripes) {
       for (std::size_t pass = 0; pass < passes; pass++) {
         const std::size_t row = pass * m / passes, rows = (pass + 1) * m / passes - row;
         // A kernel that meets one row reads sums of whole runs: those of more rows are of steps.

@@ -223,8 +223,9 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table,
   unroll<kGroups>([&](auto group) FDK_LAMBDA {
     constexpr int g = group.value;
     ByteSums low, high;
-    unroll<kBytesOfGroup>([&](auto i) FDK_LAMBDA {
-      constexpr int b = kGroups == 1 ? i.value : 2 * i.value + g * 2 / kGroups;
+    // Unrolled, GCC 12 sums only after all lookups, and keeps those in memory.
+    for (int i = 0; i < kBytesOfGroup; i++) {
+      const int b = kGroups == 1 ? i : 2 * i + g * 2 / kGroups;
       unroll<kNibblesOfGroup>([&](auto j) FDK_LAMBDA {
         constexpr int q = kGroups == 4 ? g % 2 : j.value;
         __m256i index = codes[b];
@@ -242,7 +243,7 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table,
         low.add(look_up(table.sums[b][q][0]));
         high.add(look_up(table.sums[b][q][1]));
       });
-    });
+    }
     const __m256i lows[2] = {low.even(), low.odd}, highs[2] = {high.even(), high.odd};
     unroll<kSums>([&](auto i) FDK_LAMBDA {
       constexpr int s = i.value;

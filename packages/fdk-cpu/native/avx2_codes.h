@@ -77,6 +77,23 @@ struct RowIndices {
     return index;
   }
 
+  // The codes that at<t> is the index of, of 4 bits and more.
+  template <int t>
+  FDK_INLINE __m256i codes() const {
+    const __m256i fields = shifted<t / 2 * 4>(low[t % 2]);
+    __m256i codes = _mm256_and_si256(fields, _mm256_set1_epi8(15));
+    if constexpr (kBits == 6 || kBits == 7) {
+      const __m256i middle = shifted<2 * t - 4>(pairs);
+      codes = _mm256_or_si256(codes, _mm256_and_si256(middle, _mm256_set1_epi8(0x30)));
+    }
+    if constexpr (kBits == 5 || kBits == 7) {
+      constexpr int kBit = kBits - 1;
+      const __m256i top = shifted<2 * t - kBit>(single);
+      codes = _mm256_or_si256(codes, _mm256_and_si256(top, _mm256_set1_epi8(1 << kBit)));
+    }
+    return codes;
+  }
+
  private:
   // `vpshufb` reads the low four bits of an index and its top one, which is zero here after any
   // shift of at(), so that those need no mask. At 1 bit, bit 2 is of another code.
@@ -94,10 +111,12 @@ struct RowIndices {
       }
     }
   }
+  // 16-bit lanes, down by kShift bits, or up.
   template <int kShift>
   static FDK_INLINE __m256i shifted(__m256i v) {
     if constexpr (kShift == 0) return v;
-    return _mm256_srli_epi16(v, kShift);
+    if constexpr (kShift < 0) return _mm256_slli_epi16(v, kShift < 0 ? -kShift : 0);
+    return _mm256_srli_epi16(v, kShift > 0 ? kShift : 0);
   }
   // The low bytes of each half's 16-bit lanes, then the high ones.
   static FDK_INLINE __m256i apart(__m256i lanes) {

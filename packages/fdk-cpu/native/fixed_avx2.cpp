@@ -28,6 +28,8 @@ constexpr int kBlocks = int(kTileK) / kBlockPositions;
 // Bits of the sums of a lane, of its positions of half a tile, and of a level at most.
 constexpr int kSumBits = 31, kPositionBits = 3, kLevelBits = 15;
 constexpr int kMostXBits = 15;
+// Bits of codes up to which levels are looked up.
+constexpr int kLookupBits = 4;
 // Magnitudes of x and of values: their units and what scales make of them are then normal floats.
 constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;
 
@@ -38,35 +40,51 @@ struct alignas(64) Tile {
   float sums[kBlocks][kFloats];   // of x by lane of the products, over a group's blocks
 };
 
-// Values as integers: value = level * unit.
+// Values as integers: value = (level - zero) * unit. Levels of 5 bits and more are the codes; of
+// fewer, zero is 0.
 struct Levels {
-  float unit;
+  float unit, zero;
   int x_bits;  // that x may have beside them
 };
 
-// False where they have no common unit in which they take kLevelBits.
-bool levels_of(const Weight& w, Levels& out) {
+// Bits of the integers that values are of a common unit; 0 where there are none but zeros, or they
+// are too large or small.
+int common_unit(const Weight& w, float& unit) {
   int least = 127;  // exponent of the lowest bit that is set
   float largest = 0;
   for (int c = 0; c < 1 << w.bits; c++) {
     const float value = std::fabs(w.table[c]);
     if (value == 0) continue;
-    if (!(value >= kLeast && value <= kMost)) return false;
+    if (!(value >= kLeast && value <= kMost)) return 0;
     const std::uint32_t mantissa = std::bit_cast<std::uint32_t>(value) | 1u << 23;
     least = std::min(least, exponent_of(value) - 23 + std::countr_zero(mantissa));
     largest = std::max(largest, value);
   }
-  if (largest == 0) return false;
-  const int bits = exponent_of(largest) + 1 - least;
+  if (largest == 0) return 0;
+  unit = power_of_two(least);
+  return exponent_of(largest) + 1 - least;
+}
+
+// False where the values are no such integers.
+bool levels_of(const Weight& w, Levels& out) {
+  int bits = common_unit(w, out.unit);
+  if (bits == 0) return false;
+  out.zero = 0;
+  if (w.bits > kLookupBits) {  // equidistant values, whose distance is that unit
+    out.zero = -w.table[0] / out.unit;
+    for (int c = 0; c < 1 << w.bits; c++) {
+      if ((float(c) - out.zero) * out.unit != w.table[c]) return false;
+    }
+    bits = w.bits;
+  }
   if (bits > kLevelBits) return false;
-  out.unit = power_of_two(least);
   out.x_bits = std::min(kMostXBits, kSumBits - kPositionBits - bits);
   return true;
 }
 
 bool takes(const Weight& w) {
   Levels levels;
-  return w.bits <= 4 && levels_of(w, levels);
+  return levels_of(w, levels);
 }
 
 // x :: [tiles * kTileK] float32, of each 16 positions the even ones first. False where x has what
@@ -121,13 +139,42 @@ class Lookup {
   ByteTables<kBits> tables_;
 };
 
+// Codes as they are, of 4 bits and more.
+template <int kBits>
+struct Codes {
+  using Row = RowIndices<kBits>;
+  template <int t>
+  FDK_INLINE void at(const Row& row, __m256i& first, __m256i& second) const {
+    const __m256i codes = row.template codes<t>(), zero = _mm256_setzero_si256();
+    first = _mm256_unpacklo_epi8(codes, zero);
+    second = _mm256_unpackhi_epi8(codes, zero);
+  }
+};
+
+template <>
+struct Codes<8> {
+  struct Row {
+    const __m256i* codes;
+    FDK_INLINE Row(const std::uint8_t* tile, std::size_t r)
+        : codes(reinterpret_cast<const __m256i*>(tile + r * kTileK)) {}
+  };
+  template <int t>
+  FDK_INLINE void at(const Row& row, __m256i& first, __m256i& second) const {
+    const __m256i lanes = _mm256_loadu_si256(row.codes + t);
+    first = _mm256_and_si256(lanes, _mm256_set1_epi16(255));
+    second = _mm256_srli_epi16(lanes, 8);
+  }
+};
+
 float sum_of(__m256 v) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-FDK_INLINE __m128 load4_zeros(const Weight& w, std::size_t slot) {
+// Zero points of four rows, or `zero` where the format has none.
+FDK_INLINE __m128 load4_zeros(const Weight& w, std::size_t slot, float zero) {
+  if (w.zeros == nullptr) return _mm_set1_ps(zero);
   if (w.zero_type == ZeroType::u8) return load4_bytes(w.zeros, slot);
   return load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
 }
@@ -135,7 +182,7 @@ FDK_INLINE __m128 load4_zeros(const Weight& w, std::size_t slot) {
 // y = W_hat x for stripes [begin, end). kParts: 2, 4 or 8 runs of a tile that share a scale; a
 // larger group repeats its own.
 template <class Values, int kBits, int kParts, bool kAffine>
-void stripes_of(const Weight& w, const Values values, const Tile* tiles, float* y,
+void stripes_of(const Weight& w, const Values values, float zero, const Tile* tiles, float* y,
                 std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   constexpr int kHalfParts = kParts / 2, kPartBlocks = kBlocks / kParts;
@@ -154,7 +201,7 @@ void stripes_of(const Weight& w, const Values values, const Tile* tiles, float* 
                   const std::size_t at = slot + (p >> shared) * kTileRows;
                   const __m128 scale = load4_scales(w.scales, at, w.scale_type);
                   _mm_store_ps(scales[p], _mm_mul_ps(scale, _mm_set1_ps(of_x.unit)));
-                  if constexpr (kAffine) _mm_store_ps(zeros[p], load4_zeros(w, at));
+                  if constexpr (kAffine) _mm_store_ps(zeros[p], load4_zeros(w, at, zero));
                 }
                 for (std::size_t i = 0; i < kBytes; i += 64) {
                   _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
@@ -198,13 +245,24 @@ void stripes_of(const Weight& w, const Values values, const Tile* tiles, float* 
   }
 }
 
-template <class Values, int kBits, int kParts>
-FDK_INLINE void parts_of(const Weight& w, const Values& values, const Tile* tiles, float* y,
-                         std::size_t begin, std::size_t end) {
-  if (w.zeros != nullptr) {
-    return stripes_of<Values, kBits, kParts, true>(w, values, tiles, y, begin, end);
+template <class Values, int kBits>
+FDK_INLINE void gemv_of(const Weight& w, const Values& values, float zero, const Tile* tiles,
+                        float* y, std::size_t begin, std::size_t end) {
+  const auto with_parts = [&](auto parts) FDK_LAMBDA {
+    constexpr int kParts = parts.value;
+    if (w.zeros != nullptr || zero != 0) {
+      return stripes_of<Values, kBits, kParts, true>(w, values, zero, tiles, y, begin, end);
+    }
+    return stripes_of<Values, kBits, kParts, false>(w, values, zero, tiles, y, begin, end);
+  };
+  switch (w.groups_per_tile) {
+    case 8:
+      return with_parts(Int<8>{});
+    case 4:
+      return with_parts(Int<4>{});
+    default:
+      return with_parts(Int<2>{});
   }
-  return stripes_of<Values, kBits, kParts, false>(w, values, tiles, y, begin, end);
 }
 
 void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std::size_t end) {
@@ -213,16 +271,16 @@ void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std:
   const Tile* tiles = static_cast<const Tile*>(tables);
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
-    if constexpr (b <= 4) {
-      const Lookup<b> values(w, levels.unit);
-      switch (w.groups_per_tile) {
-        case 8:
-          return parts_of<Lookup<b>, b, 8>(w, values, tiles, y, begin, end);
-        case 4:
-          return parts_of<Lookup<b>, b, 4>(w, values, tiles, y, begin, end);
-        default:
-          return parts_of<Lookup<b>, b, 2>(w, values, tiles, y, begin, end);
+    if constexpr (b == kLookupBits) {
+      if (w.zeros != nullptr) {
+        return gemv_of<Codes<b>, b>(w, Codes<b>(), levels.zero, tiles, y, begin, end);
       }
+    }
+    if constexpr (b <= kLookupBits) {
+      const Lookup<b> values(w, levels.unit);
+      gemv_of<Lookup<b>, b>(w, values, levels.zero, tiles, y, begin, end);
+    } else {
+      gemv_of<Codes<b>, b>(w, Codes<b>(), levels.zero, tiles, y, begin, end);
     }
   });
 }

@@ -37,7 +37,7 @@ constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;
 struct alignas(64) Tile {
   std::int16_t x[kTileK];
   float unit;                    // of the products
-  float sums[kBlocks][kFloats];   // of x by lane of the products, over a group's blocks
+  float sums[kBlocks][kFloats];  // of x by lane of the products, over a group's blocks
 };
 
 // Values as integers: value = (level - zero) * unit. Levels of 5 bits and more are the codes; of
@@ -108,8 +108,7 @@ bool build(const Weight& w, const void* x, void* tables) {
       const float* at = from + b * kBlockPositions;
       const __m256i even = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(at), factor));
       const __m256i odd = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(at + kFloats), factor));
-      const __m256i words =
-          _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xAA);
+      const __m256i words = _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xAA);
       _mm256_store_si256(reinterpret_cast<__m256i*>(out->x) + b, words);
       const __m256i pairs = _mm256_add_epi32(even, odd);
       sum = b % blocks == 0 ? pairs : _mm256_add_epi32(sum, pairs);

@@ -92,8 +92,8 @@ struct GradTask {
 // Position p of a tile, in the kernel's order, is natural position order[p] of the tile.
 using Order = std::uint8_t[kTileK];
 
-// A product of one row of x by what is made of it first: tables over it, for weights of few bits, or
-// integers. Optional.
+// A product of one row of x by what is made of it first: tables over it, for weights of few bits,
+// or integers. Optional.
 struct TableKernels {
   bool (*takes)(const Weight&);
   std::size_t tile_bytes;  // that the tables of a tile of x take, aligned to 64

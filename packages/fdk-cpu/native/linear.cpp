@@ -130,7 +130,8 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   }
   const std::uint8_t* from = as_it_is ? static_cast<const std::uint8_t*>(x) : staged.get();
   // Tables are built anew for each row of x: of several, gemv decodes the weight once.
-  const Tables tables = m == 1 ? tables_for(kernels, w, from) : Tables{nullptr, Buffer<std::uint8_t>(0)};
+  const Tables tables =
+      m == 1 ? tables_for(kernels, w, from) : Tables{nullptr, Buffer<std::uint8_t>(0)};
   const bool by_tables = tables.kernels != nullptr;
   const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr && !by_tables;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);

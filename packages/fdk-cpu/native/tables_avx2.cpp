@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kBytesOfHalf = 16;  // of a row, that one register of 16 rows has in each half
 constexpr int kNibbles = 2;
-constexpr int kRunCount = 4;  // of 32 positions, a tile: byte b and nibble q are of 2 (b % 2) + q
+constexpr int kRunCount = 4;    // of 32 positions, a tile: byte b and nibble q are of 2 (b % 2) + q
 constexpr int kBias = 1 << 15;  // of the sums, which are looked up as unsigned bytes
 // The exponent of the largest product, as an integer: the sum of 4 or 2 of them fits 16 bits.
 template <int kBits>
@@ -104,7 +104,7 @@ void build_tables(const float* x, const __m256 (*values)[2], TileTables<kBits>& 
     for (std::size_t q = 0; q < std::size_t(kNibbles); q++) {
       for (std::size_t half = 0; half < std::size_t(kBits); half++) {
         const std::size_t first = 64 * (b % 2) + 32 * q + b / 2 + 8 * half;
-        std::uint8_t(*to)[16 * kBits] = out.sums[b][q];
+        std::uint8_t (*to)[16 * kBits] = out.sums[b][q];
         build_table<kBits>(x, first, values, to[0] + 16 * half, to[1] + 16 * half);
       }
     }

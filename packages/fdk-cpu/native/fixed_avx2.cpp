@@ -286,6 +286,6 @@ void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std:
 
 }  // namespace
 
-extern const TableKernels kAvx2Fixed = {takes, sizeof(Tile), build, gemv};
+extern const TableKernels kAvx2Fixed = {takes, sizeof(Tile), build, gemv, false};
 
 }  // namespace fdk

@@ -102,6 +102,7 @@ struct TableKernels {
   bool (*build)(const Weight&, const void* x, void* tables);
   // y :: [4 * stripes], for stripes [begin, end).
   void (*gemv)(const Weight&, const void* tables, float* y, std::size_t begin, std::size_t end);
+  bool fetches_block = true;  // gemv fetches a block of stripes ahead, and is best given many
   const TableKernels* next = nullptr;  // tried where these do not take the weight, or x
 };
 

@@ -376,6 +376,7 @@ bool build(const Weight& w, const void* x, void* tables) {
 
 }  // namespace
 
-extern const TableKernels kAvx2Tables = {takes, sizeof(TileTables<2>), build, gemv, &kAvx2Fixed};
+extern const TableKernels kAvx2Tables = {takes,      sizeof(TileTables<2>), build, gemv, true,
+                                         &kAvx2Fixed};
 
 }  // namespace fdk

@@ -22,7 +22,7 @@ constexpr int kIndexRegisters = 4;
 constexpr int kBlockPositions = 16;
 
 template <int kBits>
-inline constexpr int kTables = 1 << (kBits - 4);
+inline constexpr int kTables = kBits > 4 ? 1 << (kBits - 4) : 1;
 
 // What chooses the entries: an index into a table, and in the top bits of the bytes of `choice`
 // each further bit of the code.
@@ -32,10 +32,10 @@ struct Index {
   __m256i choice[kBits > 4 ? kBits - 4 : 1];
 };
 
-// The codes of one row of a tile, of 4 to 7 bits.
+// The codes of one row of a tile, of 1 to 7 bits.
 template <int kBits>
 struct RowIndices {
-  __m256i low[2];         // the plane of 4 bits
+  __m256i low[2];         // the plane of 4 bits; up to 3 bits, indices 4 bits apart
   __m256i pairs, single;  // the planes of 2 bits and of 1
 
   FDK_INLINE RowIndices(const std::uint8_t* tile, std::size_t r) {
@@ -54,13 +54,19 @@ struct RowIndices {
         single = _mm256_srlv_epi32(apart(both), odd_blocks);
       }
     });
+    if constexpr (kBits < 4) pack_indices();
   }
 
   template <int t>
   FDK_INLINE Index<kBits> at() const {
-    const __m256i fields = _mm256_srli_epi16(low[t % 2], t / 2 * 4);
     Index<kBits> index;
-    index.low = _mm256_and_si256(fields, _mm256_set1_epi8(15));
+    if constexpr (kBits == 1) {
+      index.low = shifted<2 * t>(low[0]);
+      return index;
+    }
+    index.low = shifted<t / 2 * 4>(low[t % 2]);
+    if constexpr (kBits < 4) return index;
+    index.low = _mm256_and_si256(index.low, _mm256_set1_epi8(15));
     if constexpr (kBits == 6 || kBits == 7) {
       index.choice[0] = _mm256_slli_epi16(pairs, 7 - 2 * t);
       index.choice[1] = _mm256_slli_epi16(pairs, 6 - 2 * t);
@@ -71,7 +77,47 @@ struct RowIndices {
     return index;
   }
 
+  // The codes that at<t> is the index of, of 4 bits and more.
+  template <int t>
+  FDK_INLINE __m256i codes() const {
+    const __m256i fields = shifted<t / 2 * 4>(low[t % 2]);
+    __m256i codes = _mm256_and_si256(fields, _mm256_set1_epi8(15));
+    if constexpr (kBits == 6 || kBits == 7) {
+      const __m256i middle = shifted<2 * t - 4>(pairs);
+      codes = _mm256_or_si256(codes, _mm256_and_si256(middle, _mm256_set1_epi8(0x30)));
+    }
+    if constexpr (kBits == 5 || kBits == 7) {
+      constexpr int kBit = kBits - 1;
+      const __m256i top = shifted<2 * t - kBit>(single);
+      codes = _mm256_or_si256(codes, _mm256_and_si256(top, _mm256_set1_epi8(1 << kBit)));
+    }
+    return codes;
+  }
+
  private:
+  // `vpshufb` reads the low four bits of an index and its top one, which is zero here after any
+  // shift of at(), so that those need no mask. At 1 bit, bit 2 is of another code.
+  FDK_INLINE void pack_indices() {
+    if constexpr (kBits == 1) {
+      low[0] = _mm256_and_si256(single, _mm256_set1_epi8(0x55));
+    } else {
+      const __m256i in_place = _mm256_set1_epi8(0x33), top = _mm256_set1_epi8(0x44);
+      low[0] = _mm256_and_si256(pairs, in_place);
+      low[1] = _mm256_and_si256(_mm256_srli_epi16(pairs, 2), in_place);
+      if constexpr (kBits == 3) {
+        const __m256i even = _mm256_and_si256(_mm256_slli_epi16(single, 2), top);
+        low[0] = _mm256_or_si256(low[0], even);
+        low[1] = _mm256_or_si256(low[1], _mm256_and_si256(single, top));
+      }
+    }
+  }
+  // 16-bit lanes, down by kShift bits, or up.
+  template <int kShift>
+  static FDK_INLINE __m256i shifted(__m256i v) {
+    if constexpr (kShift == 0) return v;
+    if constexpr (kShift < 0) return _mm256_slli_epi16(v, kShift < 0 ? -kShift : 0);
+    return _mm256_srli_epi16(v, kShift > 0 ? kShift : 0);
+  }
   // The low bytes of each half's 16-bit lanes, then the high ones.
   static FDK_INLINE __m256i apart(__m256i lanes) {
     const __m256i order = _mm256_broadcastsi128_si256(

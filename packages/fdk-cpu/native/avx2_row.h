@@ -8,6 +8,7 @@
 #include <bit>
 #include <optional>
 
+#include "avx2_bytes.h"
 #include "avx2_codes.h"
 #include "kernels.h"
 #include "simd_float.h"
@@ -186,8 +187,12 @@ bool row_gemv(const GemvTask& task, std::size_t begin, std::size_t end) {
   const Weight& w = *task.weight;
   if (w.bits == 8) {
     const std::optional<Grid> grid = Grid::of(w);
-    if (grid) row_groups<V, Grid, 8>(task, *grid, begin, end);
-    return grid.has_value();
+    if (!grid) {
+      byte_gemv<V>(task, begin, end);
+    } else {
+      row_groups<V, Grid, 8>(task, *grid, begin, end);
+    }
+    return true;
   }
   if (w.bits < 4 || !fits_bf16(w)) return false;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {

@@ -121,6 +121,7 @@ const Kernels& kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
 #endif
 #if defined(__x86_64__)
   if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kAvx512Bf16;
+  if (isa == Isa::avx2 && activation == Activation::bf16) return kAvx2Bf16;
 #endif
   return float_kernels_for(isa);
 }

@@ -92,15 +92,18 @@ struct GradTask {
 // Position p of a tile, in the kernel's order, is natural position order[p] of the tile.
 using Order = std::uint8_t[kTileK];
 
-// A product of one row of x by tables over it, for weights of few bits. Optional.
+// A product of one row of x by what is made of it first: tables over it, for weights of few bits,
+// or integers. Optional.
 struct TableKernels {
   bool (*takes)(const Weight&);
   std::size_t tile_bytes;  // that the tables of a tile of x take, aligned to 64
   // Tables of x :: [tiles * kTileK], as gemv has it. False where x has what they cannot hold, such
-  // as NaN or outliers: then gemv is used.
+  // as NaN or outliers: then `next` or gemv is used.
   bool (*build)(const Weight&, const void* x, void* tables);
   // y :: [4 * stripes], for stripes [begin, end).
   void (*gemv)(const Weight&, const void* tables, float* y, std::size_t begin, std::size_t end);
+  bool fetches_block = true;  // gemv fetches a block of stripes ahead, and is best given many
+  const TableKernels* next = nullptr;  // tried where these do not take the weight, or x
 };
 
 struct Kernels {
@@ -145,9 +148,12 @@ extern const Kernels kSve2;
 #endif
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
+extern const Kernels kAvx2Bf16;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
 extern const TableKernels kAvx512Tables;
+extern const TableKernels kAvx2Tables;
+extern const TableKernels kAvx2Fixed;
 #endif
 
 enum class Isa : int {

@@ -4,6 +4,7 @@
 #include "avx2_row.h"
 #include "kernels.h"
 #include "simd_float.h"
+#include "simd_products.h"
 #include "x86_scales.h"
 
 namespace fdk {
@@ -158,17 +159,23 @@ void gemv_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
   gemv<Avx2>(task, begin, end);
 }
 
+constexpr Kernels kernels_with(const TableKernels* tables) {
+  return {false,
+          &kOrders.pairs,
+          &kOrders.pairs,
+          kPanelRows,
+          2 * Avx2::kLanes,
+          Avx2::kLanes,
+          gemv_rows,
+          decode<Avx2>,
+          panel_product<Avx2, kPanelRows>,
+          grad_product<Avx2, 4>,
+          tables};
+}
+
 }  // namespace
 
-extern const Kernels kAvx2 = {false,
-                              &kOrders.pairs,
-                              &kOrders.pairs,
-                              kPanelRows,
-                              2 * Avx2::kLanes,
-                              Avx2::kLanes,
-                              gemv_rows,
-                              decode<Avx2>,
-                              panel_product<Avx2, kPanelRows>,
-                              grad_product<Avx2, 4>};
+extern const Kernels kAvx2 = kernels_with(nullptr);
+extern const Kernels kAvx2Bf16 = kernels_with(&kAvx2Tables);
 
 }  // namespace fdk

@@ -4,6 +4,7 @@
 #include "avx512_codes.h"
 #include "kernels.h"
 #include "simd_float.h"
+#include "simd_products.h"
 #include "x86_scales.h"
 
 namespace fdk {

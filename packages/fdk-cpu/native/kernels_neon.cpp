@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "neon_rows.h"
 #include "simd_float.h"
+#include "simd_products.h"
 
 namespace fdk {
 namespace {

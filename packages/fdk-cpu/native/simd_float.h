@@ -1,42 +1,20 @@
-// The float32 kernels of an instruction set, over its vector operations V. Included by one file an
-// instruction set; all in an unnamed namespace, for each file is compiled for another machine.
+// The float32 gemv of an instruction set and what dequantises its tiles, over its vector operations
+// V.
 //
-// V has: Float, kLanes, load, store, set1, zero, fma, sub, mul, sum; load4 of scales; Codes<bits>,
-// the codes of a row of a tile, and Table<bits>; value<v>(codes, table), the v-th vector of the
-// row's values in the kernel's order; two_groups(a, b), where half a vector pair is a group.
+// V has: Float, kLanes, load, store, set1, zero, fma, sub, mul, sum, prefetch; load4 of scales;
+// Codes<bits>, the codes of a row of a tile, and Table<bits>; value<v>(codes, table), the v-th
+// vector of the row's values in the kernel's order; two_groups(a, b), where half a vector pair is a
+// group.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "kernels.h"
+#include "simd.h"
 
 namespace fdk {
 namespace {
-
-#define FDK_INLINE inline __attribute__((always_inline))
-#define FDK_LAMBDA __attribute__((always_inline))
-// Loops over registers: left rolled, they index an array in memory (m = 2, 4 bits: 4.5 ms against
-// 0.6).
-#define FDK_UNROLL _Pragma("GCC unroll 16")
-
-template <int N>
-struct Int {
-  static constexpr int value = N;
-};
-
-// f(Int<0>{}), ..., f(Int<N - 1>{}), unrolled.
-template <int N, int I = 0, class F>
-FDK_INLINE void unroll(F&& f) {
-  if constexpr (I < N) {
-    f(Int<I>{});
-    unroll<N, I + 1>(f);
-  }
-}
-
-// How far ahead of its use a tile is fetched (4096 x 4096, 4 bits, one thread, cold: 0.87 ms
-// without, 0.37 ms with, in the prototype).
-inline constexpr std::size_t kPrefetch = 4096;
 
 // A tile is worked through in runs of 32 positions that share a scale; of 16 where G is 16. Larger
 // groups repeat theirs: a product more per run, and a quarter of the instances to compile.
@@ -76,19 +54,6 @@ FDK_INLINE void load_zeros(const Weight& w, std::size_t slot, float* out) {
       load_zero4<V>(w, from, to);
     }
   });
-}
-
-// Calls f(tile, its codes, slot of its first scale) for tiles of a stripe.
-template <class F>
-FDK_INLINE void for_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                          std::size_t bytes, F f) {
-  const std::uint8_t* codes = w.codes + (stripe * w.tiles + begin) * bytes;
-  const std::size_t first = stripe * w.stored_groups;
-  for (std::size_t tile = begin; tile < end; tile++, codes += bytes) {
-    const std::size_t group =
-        w.tiles_per_group == 1 ? tile * w.groups_per_tile : tile / w.tiles_per_group;
-    f(tile, codes, (first + group) * kTileRows);
-  }
 }
 
 // The scale (or zero point) of a run's vectors, for row r. With 16 positions a run, a vector pair
@@ -198,140 +163,6 @@ void decode_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::s
                 });
               }
             });
-}
-
-// Blocks are summed by themselves and then added: the error grows with the blocks of a row and the
-// length of one, not with their product.
-// y[row][panel] += w[row][depth] * x[depth][panel] for kRows rows of w and kVectors vectors of x.
-template <class V, int kRows, int kVectors>
-void panel_rows(const PanelTask& task, std::size_t row) {
-  using Float = typename V::Float;
-  const float* w = static_cast<const float*>(task.w) + row * task.stride;
-  const float* x = static_cast<const float*>(task.x);
-  float* y = task.y + row * task.panel;
-  Float sums[kRows][kVectors];
-  FDK_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    FDK_UNROLL
-    for (int v = 0; v < kVectors; v++) sums[r][v] = V::zero();
-  }
-  for (std::size_t i = 0; i < task.depth; i++, x += task.panel) {
-    Float lane[kVectors];
-    FDK_UNROLL
-    for (int v = 0; v < kVectors; v++) lane[v] = V::load(x + v * V::kLanes);
-    FDK_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const Float value = V::set1(w[r * task.stride + i]);
-      FDK_UNROLL
-      for (int v = 0; v < kVectors; v++) sums[r][v] = V::fma(value, lane[v], sums[r][v]);
-    }
-  }
-  FDK_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    FDK_UNROLL
-    for (int v = 0; v < kVectors; v++) {
-      float* to = y + r * task.panel + v * V::kLanes;
-      V::store(to, V::add(V::load(to), sums[r][v]));
-    }
-  }
-}
-
-template <class V, int kRows, int kVectors>
-void panel_all(const PanelTask& task) {
-  std::size_t row = 0;
-  for (; row + kRows <= task.rows; row += kRows) panel_rows<V, kRows, kVectors>(task, row);
-  for (; row < task.rows; row += kTileRows) panel_rows<V, int(kTileRows), kVectors>(task, row);
-}
-
-template <class V, int kRows>
-void panel_product(const PanelTask& task) {
-  if (task.panel == V::kLanes) {
-    panel_all<V, kRows, 1>(task);
-  } else {
-    panel_all<V, kRows, 2>(task);
-  }
-}
-
-// out[m][..] += grad[m][row] * w[row][..] for kM rows of out and kVectors vectors at `column`.
-template <class V, int kM, int kVectors>
-void grad_block(const GradTask& task, std::size_t m, std::size_t column) {
-  using Float = typename V::Float;
-  float* out = task.out + m * task.out_stride + column;
-  Float sums[kM][kVectors];
-  FDK_UNROLL
-  for (int i = 0; i < kM; i++) {
-    FDK_UNROLL
-    for (int v = 0; v < kVectors; v++) sums[i][v] = V::zero();
-  }
-  const float* w = task.w + column;
-  const float* grad = task.grad + m * task.grad_stride;
-  for (std::size_t row = 0; row < task.rows; row++, w += kTileK) {
-    Float lane[kVectors];
-    FDK_UNROLL
-    for (int v = 0; v < kVectors; v++) lane[v] = V::load(w + v * V::kLanes);
-    FDK_UNROLL
-    for (int i = 0; i < kM; i++) {
-      const Float value = V::set1(grad[std::size_t(i) * task.grad_stride + row]);
-      FDK_UNROLL
-      for (int v = 0; v < kVectors; v++) sums[i][v] = V::fma(value, lane[v], sums[i][v]);
-    }
-  }
-  FDK_UNROLL
-  for (int i = 0; i < kM; i++) {
-    FDK_UNROLL
-    for (int v = 0; v < kVectors; v++) {
-      float* to = out + std::size_t(i) * task.out_stride + v * V::kLanes;
-      V::store(to, V::add(V::load(to), sums[i][v]));
-    }
-  }
-}
-
-template <class V, int kVectors>
-void grad_product(const GradTask& task) {
-  static_assert(int(kTileK) % (kVectors * V::kLanes) == 0);
-  for (std::size_t column = 0; column < kTileK; column += std::size_t(kVectors * V::kLanes)) {
-    std::size_t m = 0;
-    for (; m + 3 <= task.m; m += 3) grad_block<V, 3, kVectors>(task, m, column);
-    for (; m < task.m; m++) grad_block<V, 1, kVectors>(task, m, column);
-  }
-}
-
-// Calls f with the weight's bits as a constant.
-template <class F>
-FDK_INLINE void with_bits(int bits, F f) {
-  switch (bits) {
-    case 1:
-      return f(Int<1>{});
-    case 2:
-      return f(Int<2>{});
-    case 3:
-      return f(Int<3>{});
-    case 4:
-      return f(Int<4>{});
-    case 5:
-      return f(Int<5>{});
-    case 6:
-      return f(Int<6>{});
-    case 7:
-      return f(Int<7>{});
-    default:
-      return f(Int<8>{});
-  }
-}
-
-// Calls f with the groups of a tile as a constant.
-template <class F>
-FDK_INLINE void with_groups(std::size_t groups_per_tile, F f) {
-  switch (groups_per_tile) {
-    case 1:
-      return f(Int<1>{});
-    case 2:
-      return f(Int<2>{});
-    case 4:
-      return f(Int<4>{});
-    default:
-      return f(Int<8>{});
-  }
 }
 
 template <class V>

@@ -2,67 +2,16 @@
 //
 // Arguments: see limit.h. Each tensor is a heap block of exactly its size, so that AddressSanitizer
 // sees any access beyond it.
-#include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <new>
-#include <random>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "../../native/baseline.h"
-#include "../../native/convert.h"
 #include "../../native/int8.h"
-#include "../../native/kernels.h"
 #include "../../native/linear.h"
-#include "../../native/pool.h"
+#include "checks.h"
 #include "limit.h"
 
 namespace {
-
-using fdk::Activation;
-using fdk::ScaleType;
-using fdk::ZeroType;
-using Bytes = std::vector<std::uint8_t>;
-
-[[noreturn]] void fail(const std::string& what) {
-  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-  std::exit(1);
-}
-
-struct Case {
-  std::size_t n, k, group, m;
-  int bits;
-  bool affine;
-  ScaleType scale_type;
-  ZeroType zero_type;
-  Activation activation;
-
-  std::string text() const {
-    return "m" + std::to_string(m) + "-n" + std::to_string(n) + "-k" + std::to_string(k) + "-g" +
-           std::to_string(group) + "-b" + std::to_string(bits) + (affine ? "-affine" : "") +
-           "-scale" + std::to_string(int(scale_type)) + "-x" + std::to_string(int(activation));
-  }
-};
-
-class Random {
- public:
-  explicit Random(unsigned seed) : engine_(seed) {}
-  std::size_t upto(std::size_t top) { return engine_() % (top + 1); }
-  float normal() { return normal_(engine_); }
-  Bytes bytes(std::size_t count) {
-    Bytes out(count);
-    for (auto& byte : out) byte = std::uint8_t(engine_());
-    return out;
-  }
-
- private:
-  std::mt19937 engine_;
-  std::normal_distribution<float> normal_;
-};
 
 Case random_case(Random& random) {
   constexpr std::size_t kGroups[] = {16, 17, 24, 32, 48, 64, 96, 128, 200, 256};
@@ -83,57 +32,6 @@ Case random_case(Random& random) {
   c.zero_type = c.affine ? ZeroType(1 + random.upto(3)) : ZeroType::none;
   c.activation = Activation(random.upto(2));
   return c;
-}
-
-void put(Bytes& to, std::size_t i, int type, float value) {  // type: of ScaleType or Activation
-  if (type == 2) {
-    std::memcpy(&to[4 * i], &value, 4);
-  } else {
-    const std::uint16_t half = type == 0 ? to_bf16(value) : to_fp16(value);
-    std::memcpy(&to[2 * i], &half, 2);
-  }
-}
-
-float get(const Bytes& from, std::size_t i, int type) {
-  if (type == 3) return from_e8m0(from[i]);
-  if (type == 2) {
-    float value;
-    std::memcpy(&value, &from[4 * i], 4);
-    return value;
-  }
-  std::uint16_t half;
-  std::memcpy(&half, &from[2 * i], 2);
-  return type == 0 ? from_bf16(half) : from_fp16(half);
-}
-
-// Canonical bit streams, first code in the most significant bits, and zero bits at the end.
-Bytes pack_canonical(const std::vector<unsigned>& codes, const Case& c) {
-  const std::size_t width = fdk::ceil_div(c.k * std::size_t(c.bits), 8);
-  Bytes packed(c.n * width);
-  for (std::size_t i = 0; i < codes.size(); i++) {
-    for (int b = 0; b < c.bits; b++) {
-      if ((codes[i] >> (c.bits - 1 - b) & 1) == 0) continue;
-      const std::size_t bit = i % c.k * std::size_t(c.bits) + std::size_t(b);
-      packed[i / c.k * width + bit / 8] |= std::uint8_t(0x80 >> bit % 8);
-    }
-  }
-  return packed;
-}
-
-// error: of `got` against `wanted`, relative to the largest sum of magnitudes.
-void expect_near(const Case& c, const char* isa, const char* what, const Bytes& got,
-                 const std::vector<double>& wanted, double scale) {
-  const double unit = c.activation == Activation::bf16   ? 0x1p-8
-                      : c.activation == Activation::fp16 ? 0x1p-11
-                                                         : 0x1p-20;
-  for (std::size_t i = 0; i < wanted.size(); i++) {
-    const double value = get(got, i, int(c.activation));
-    const double allowed = unit * std::abs(wanted[i]) + unit * scale;
-    if (!(std::abs(value - wanted[i]) <= allowed)) {
-      fail(c.text() + " " + isa + " " + what + " " + std::to_string(i) + ": wanted " +
-           std::to_string(wanted[i]) + ", got " + std::to_string(value));
-    }
-  }
 }
 
 // The tiles that x is rounded in, as columns of the weight: those of one scale.
@@ -297,182 +195,6 @@ void check(const Case& c, Random& random) {
   check_int8(c, w, codes, weight, x, bias, 1 + random.upto(2));
 }
 
-// A weight of 1 or 2 bits with scales of 1, whose rows all have a zero at column `column`.
-struct ZeroColumn {
-  static constexpr std::size_t kRows = 50, kDepth = 512;
-  static constexpr float kValues[2][4] = {{0, 1, 0, 0}, {-1, 0, 0.5f, 1}};
-  Case c;
-  fdk::Layout layout;
-  std::vector<unsigned> codes;
-  Bytes laid_out, scales;
-
-  ZeroColumn(int bits, std::size_t m, std::size_t column, Random& random)
-      : c{kRows, kDepth, 64, m, bits, false, ScaleType::fp32, ZeroType::none, Activation::bf16},
-        layout(fdk::layout_of(c.n, c.k, c.group, bits)),
-        codes(c.n * c.k),
-        laid_out(layout.code_bytes()),
-        scales(layout.scales() * 4) {
-    for (auto& code : codes) code = unsigned(random.upto((1u << bits) - 1));
-    for (std::size_t row = 0; row < c.n; row++) codes[row * c.k + column] = unsigned(bits - 1);
-    fdk::pack_codes(layout, pack_canonical(codes, c).data(), laid_out.data(), 1);
-    for (std::size_t i = 0; i < layout.scales(); i++) put(scales, i, 2, 1);
-  }
-  double value(std::size_t i) const { return double(kValues[c.bits - 1][codes[i]]); }
-  fdk::PackedWeight packed() const {
-    return {layout,  laid_out.data(), scales.data(),      ScaleType::fp32,
-            nullptr, ZeroType::none,  kValues[c.bits - 1]};
-  }
-};
-
-// Rows that are zero at an outlier of x err by a rounding to bf16, as if it were not there.
-void check_outliers(Random& random) {
-  constexpr std::size_t kColumn = 5, kOther = 70;
-  enum class Kind { dense, pair, one_hot };
-  for (const Kind kind : {Kind::dense, Kind::pair, Kind::one_hot}) {
-    for (int bits = 1; bits <= 2; bits++) {
-      for (std::size_t m = 1; m <= 2; m++) {
-        const ZeroColumn w(bits, m, kColumn, random);
-        const std::size_t k = w.c.k;
-        Bytes x(m * k * 2), zero(w.c.n * 2);
-        for (std::size_t i = 0; i < m * k; i++) {
-          const float other = kind == Kind::dense ? random.normal() : i % k == kOther ? 0.75f : 0;
-          put(x, i, 0, i % k == kColumn && kind != Kind::one_hot ? 1000 : other);
-        }
-        std::vector<double> y(m * w.c.n);
-        for (std::size_t i = 0; i < y.size(); i++) {
-          for (std::size_t j = 0; j < k; j++) {
-            y[i] += w.value(i % w.c.n * k + j) * double(get(x, i / w.c.n * k + j, 0));
-          }
-        }
-        for (int isa = 0; isa < fdk::kIsas; isa++) {
-          if (!fdk::supported(fdk::Isa(isa))) continue;
-          const char* name = fdk::name_of(fdk::Isa(isa));
-          fdk::set_isa(name);
-          Bytes out(y.size() * 2, 0xFF);
-          fdk::linear(w.packed(), Activation::bf16, x.data(), m, zero.data(), out.data(), 1);
-          // Sums of 512 in float32 err by less than 2^-8 of 2^-4; two or one nonzero by nothing.
-          expect_near(w.c, name, "y beside an outlier", out, y, kind == Kind::dense ? 0x1p-4 : 0);
-        }
-      }
-    }
-  }
-}
-
-// Any number of threads gives what one gives: none counts as one, too many as 256.
-void check_thread_counts(Random& random) {
-  for (const std::size_t m : {1, 3, 20}) {
-    const ZeroColumn w(2, m, 0, random);
-    Bytes x(m * w.c.k * 2), grad(m * w.c.n * 2);
-    for (std::size_t i = 0; i < m * w.c.k; i++) put(x, i, 0, random.normal());
-    for (std::size_t i = 0; i < m * w.c.n; i++) put(grad, i, 0, random.normal());
-    fdk::set_isa("auto");
-    Bytes wanted_y(grad.size()), wanted_dx(x.size());
-    fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, wanted_y.data(), 1);
-    fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, wanted_dx.data(), 1);
-    for (const std::size_t threads : {std::size_t(0), std::size_t(1) << 63}) {
-      Bytes y(grad.size()), dx(x.size());
-      fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, y.data(), threads);
-      fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, dx.data(), threads);
-      if (y != wanted_y || dx != wanted_dx) fail(w.c.text() + ": threads change the result");
-    }
-  }
-}
-
-// What a piece throws comes to the caller, on one thread and on many, and the pool works on.
-void check_pool_errors() {
-  constexpr std::size_t kTotal = 64;
-  for (const std::size_t threads : {1, 4}) {
-    for (std::size_t bad = 0; bad < kTotal; bad += 9) {
-      bool thrown = false;
-      try {
-        fdk::parallel_for(kTotal, 1, threads, [&](std::size_t begin, std::size_t end) {
-          if (begin <= bad && bad < end) throw std::bad_alloc();
-        });
-      } catch (const std::bad_alloc&) {
-        thrown = true;
-      }
-      if (!thrown) fail("the pool keeps what a piece throws");
-      std::atomic<std::size_t> sum{0}, pieces{0};
-      fdk::parallel_for(kTotal, 1, threads, [&](std::size_t begin, std::size_t end) {
-        pieces++;
-        for (std::size_t i = begin; i < end; i++) sum += i;
-      });
-      if (sum != kTotal * (kTotal - 1) / 2) fail("the pool loses pieces after an error");
-      if (threads > 1 && pieces != kTotal) fail("the pool is left out after an error");
-    }
-  }
-}
-
-// A k and an m that fill no vector, pair or panel. The last row of x begins with NaN, which a
-// kernel that reads beyond a panel, or a row, brings into the rows before it.
-void check_plain_gemm(Random& random) {
-  for (const Activation type : {Activation::bf16, Activation::fp32}) {
-    const Case c{50, 513, 513, 33, 16, false, ScaleType::bf16, ZeroType::none, type};
-    const std::size_t item = fdk::bytes_of(type);
-    Bytes x(c.m * c.k * item), w(c.n * c.k * item);
-    for (std::size_t i = 0; i < c.m * c.k; i++) put(x, i, int(type), random.normal());
-    for (std::size_t i = 0; i < c.n * c.k; i++) put(w, i, int(type), random.normal());
-    for (std::size_t i = 0; i < 64; i++) put(x, (c.m - 1) * c.k + i, int(type), NAN);
-    std::vector<double> y((c.m - 1) * c.n);
-    double scale = 0;
-    for (std::size_t i = 0; i < y.size(); i++) {
-      double magnitude = 0;
-      for (std::size_t k = 0; k < c.k; k++) {
-        const double left = get(x, i / c.n * c.k + k, int(type));
-        const double product = left * get(w, i % c.n * c.k + k, int(type));
-        y[i] += product;
-        magnitude += std::abs(product);
-      }
-      scale = std::max(scale, magnitude);
-    }
-    for (int isa = 0; isa < fdk::kIsas; isa++) {
-      if (!fdk::supported(fdk::Isa(isa))) continue;
-      const char* name = fdk::name_of(fdk::Isa(isa));
-      fdk::set_isa(name);
-      Bytes out(c.m * c.n * item, 0);
-      fdk::plain_gemm(type, x.data(), c.m, w.data(), c.n, c.k, out.data(), 2);
-      expect_near(c, name, "plain y", out, y, scale / 4);
-      for (std::size_t i = y.size(); i < c.m * c.n; i++) {
-        if (!std::isnan(get(out, i, int(type)))) fail(c.text() + " " + name + ": NaN is lost");
-      }
-      const std::vector<double> last(y.end() - std::ptrdiff_t(c.n), y.end());
-      Bytes row(c.n * item, 0xFF);
-      fdk::plain_gemv(type, x.data() + (c.m - 2) * c.k * item, w.data(), c.n, c.k, row.data(), 2);
-      expect_near(c, name, "plain y of one row", row, last, scale / 4);
-    }
-  }
-}
-
-void check_sizes_are_refused() {
-  const std::size_t bad[][3] = {
-      {0, 16, 16}, {4, 0, 16}, {4, 24, 16}, {4, 16, 0}, {1ull << 40, 16, 16}};
-  for (const auto& sizes : bad) {
-    bool refused = false;
-    try {
-      fdk::layout_of(sizes[0], sizes[1], sizes[2], 4);
-    } catch (const std::invalid_argument&) {
-      refused = true;
-    }
-    if (!refused) fail("layout_of takes sizes that no weight has");
-  }
-}
-
-void check_conversions() {
-  for (unsigned i = 0; i < 1u << 16; i++) {
-    const std::uint16_t half = std::uint16_t(i);
-    const float b = from_bf16(half), f = from_fp16(half);
-    if (!std::isnan(b) && to_bf16(b) != half) fail("bf16 " + std::to_string(i));
-    if (!std::isnan(f) && to_fp16(f) != half) fail("fp16 " + std::to_string(i));
-    if (std::isnan(f) != std::isnan(from_fp16(to_fp16(f)))) fail("fp16 NaN");
-  }
-  // Ties to even, overflow, and a value below half the least subnormal.
-  if (to_fp16(2049.0f) != to_fp16(2048.0f) || to_fp16(2051.0f) != to_fp16(2052.0f)) fail("ties");
-  if (to_fp16(65520.0f) != 0x7C00 || to_fp16(65519.0f) != 0x7BFF || to_fp16(0x1p-26f) != 0) {
-    fail("limits of fp16");
-  }
-  if (to_bf16(257.0f) != to_bf16(256.0f) || to_bf16(259.0f) != to_bf16(260.0f)) fail("bf16 ties");
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -483,6 +205,7 @@ int main(int argc, char** argv) {
   check_pool_errors();
   check_thread_counts(random);
   check_outliers(random);
+  check_extreme_x(random);
   check_plain_gemm(random);
   int cases = 0;
   for (; !limit.reached(cases); cases++) check(random_case(random), random);

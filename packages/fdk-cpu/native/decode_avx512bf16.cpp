@@ -1,0 +1,207 @@
+// W_hat rounded to bf16, tile by tile: AVX-512 BF16.
+#include <immintrin.h>
+
+#include "avx512bf16.h"
+#include "avx512bf16_values.h"
+#include "kernels.h"
+#include "simd_float.h"
+
+namespace fdk {
+namespace {
+
+// W_hat rounded to bf16, by tables of each group.
+template <int kBits, int kGroups>
+void decode_scaled(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                   std::uint16_t* out, std::size_t stride) {
+  constexpr std::size_t kEntries = ScaledTable<kBits>::kEntries;
+  const ScaledTable<kBits> table(w.table);
+  alignas(64) std::uint16_t tables[kAhead * kTileRows * kGroups * kEntries];
+  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
+            [&](std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
+              const std::size_t ahead = (tile - begin) % kAhead;
+              if (ahead == 0) {
+                const std::size_t last = tile + kAhead < end ? tile + kAhead : end;
+                scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
+              }
+              const std::uint16_t* of_tile = tables + ahead * kTileRows * kGroups * kEntries;
+              unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
+                std::uint16_t* to = out + r.value * stride + (tile - begin) * kTileK;
+                const Avx512Codes<kBits> of_row(codes, r.value);
+                unroll<kSteps>([&](auto step) FDK_LAMBDA {
+                  constexpr int s = step.value, group = r.value * kGroups + s * kGroups / kSteps;
+                  const __m512i entries = ScaledTable<kBits>::load(of_tile + group * kEntries);
+                  const __m512i index = index_of<kBits, s>(of_row);
+                  _mm512_storeu_si512(to + s * kStep, _mm512_permutexvar_epi16(index, entries));
+                });
+              });
+            });
+}
+
+// Values in order as float32: the 16 that begin at `first`, by lanes (first + i) of 16 bits.
+FDK_INLINE __m512 widened(__m512i values, __m512i lanes) {
+  return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, lanes, values));
+}
+
+// The same for groups of 16, by values, each scaled and rounded itself.
+template <int kBits>
+void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                   std::uint16_t* out, std::size_t stride) {
+  constexpr int kGroups = 8;
+  const Table16<kBits> table(w.table);
+  const bool affine = w.zeros != nullptr;
+  // Into the upper half of 32-bit lane i goes value i, or 16 + i.
+  const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i low = _mm512_slli_epi32(count, 16);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16 << 16));
+  alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
+  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
+            [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+              load_groups<kGroups, false>(w, slot, scales);
+              if (affine) load_groups<kGroups, true>(w, slot, zeros);
+              asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+              for (std::size_t r = 0; r < kTileRows; r++) {
+                std::uint16_t* to = out + r * stride + (tile - begin) * kTileK;
+                const Values<kBits> values(codes, r, table);
+                const auto scaled = [&](__m512i step, __m512i lanes, int group) FDK_LAMBDA {
+                  const std::size_t at = std::size_t(group) * kTileRows + r;
+                  return _mm512_mul_ps(
+                      _mm512_sub_ps(widened(step, lanes), _mm512_set1_ps(zeros[at])),
+                      _mm512_set1_ps(scales[at]));
+                };
+                unroll<kSteps>([&](auto step) FDK_LAMBDA {
+                  constexpr int s = step.value;
+                  const __m512 upper = scaled(values.v[s], high, 2 * s + 1);
+                  const __m512bh both = _mm512_cvtne2ps_pbh(upper, scaled(values.v[s], low, 2 * s));
+                  _mm512_storeu_si512(to + s * kStep, (__m512i)both);
+                });
+              }
+            });
+}
+
+// The table of 6 to 8 bits as the low and the high bytes of its entries.
+template <int kBits>
+struct ByteTable {
+  static constexpr int kRegisters = kBits == 6 ? 1 : kBits == 7 ? 2 : 4;
+  __m512i bytes[2][kRegisters];
+
+  FDK_INLINE explicit ByteTable(const float* table) {
+    alignas(64) std::uint8_t entries[2][64 * kRegisters];
+    for (unsigned i = 0; i < 64 * unsigned(kRegisters); i++) {
+      entries[0][i] = std::uint8_t(bf16_bits(table[i]));
+      entries[1][i] = std::uint8_t(bf16_bits(table[i]) >> 8);
+    }
+    unroll<kRegisters>([&](auto i) FDK_LAMBDA {
+      bytes[0][i.value] = _mm512_load_si512(entries[0] + 64 * i.value);
+      bytes[1][i.value] = _mm512_load_si512(entries[1] + 64 * i.value);
+    });
+  }
+
+  // Of 64 codes, a byte each, whose upper bits mean nothing.
+  FDK_INLINE __m512i at(__m512i codes, int half) const {
+    const __m512i* t = bytes[half];
+    if constexpr (kBits == 6) return _mm512_permutexvar_epi8(codes, t[0]);
+    if constexpr (kBits == 7) return _mm512_permutex2var_epi8(t[0], codes, t[1]);
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(codes),
+                                  _mm512_permutex2var_epi8(t[0], codes, t[1]),
+                                  _mm512_permutex2var_epi8(t[2], codes, t[3]));
+  }
+};
+
+// The codes of steps s (even bytes) and s + 2 (odd ones).
+template <int kBits, int s>
+FDK_INLINE __m512i codes_of_steps(const Avx512Codes<kBits>& codes) {
+  if constexpr (kBits == 8) return s == 0 ? codes.low : codes.high;
+  // By name: the shift is a macro in builds without optimisation.
+  const __m512i second = index_of<kBits, s + 2>(codes);
+  return select_bits(0x00FF, index_of<kBits, s>(codes), _mm512_slli_epi16(second, 8));
+}
+
+// Bytes of the values of a row of a tile: of the codes of steps i (even bytes) and i + 2.
+struct Looked {
+  __m512i low[2], high[2];
+};
+
+// W_hat rounded to bf16 of 6 to 8 bits: 64 codes are looked up byte by byte, and each 16 of them
+// brought into the upper halves of float32 at once (8 bits: 20 cycles for 32 codes by 16-bit
+// values).
+template <int kBits, int kGroups, bool kAffine>
+void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                  std::uint16_t* out, std::size_t stride) {
+  constexpr int kHalves = 2;  // 16 positions of a step
+  constexpr __mmask64 kUpper = 0xCCCCCCCCCCCCCCCC;
+  const ByteTable<kBits> table(w.table);
+  // Bytes 2 and 3 of lane i are those of code 2 i + odd of the 64, low and high; 32 more for the
+  // second half of a step.
+  const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i first = _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_set1_epi32(0x02020000)),
+                                         _mm512_set1_epi32(0x40000000));
+  __m512i at[2][kHalves];
+  unroll<2>([&](auto odd) FDK_LAMBDA {
+    unroll<kHalves>([&](auto half) FDK_LAMBDA {
+      at[odd.value][half.value] =
+          _mm512_add_epi8(first, _mm512_set1_epi8(char(odd.value + 32 * half.value)));
+    });
+  });
+  alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
+  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
+            [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+              load_groups<kGroups, false>(w, slot, scales);
+              if constexpr (kAffine) load_groups<kGroups, true>(w, slot, zeros);
+              asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+              // A row is looked up before the one ahead of it is scaled, so that neither waits.
+              Looked rows[2];
+              const auto look_up = [&](std::size_t r, Looked& to) FDK_LAMBDA {
+                const Avx512Codes<kBits> of_row(codes, r);
+                unroll<kSteps / 2>([&](auto pair) FDK_LAMBDA {
+                  const __m512i index = codes_of_steps<kBits, pair.value>(of_row);
+                  to.low[pair.value] = table.at(index, 0);
+                  to.high[pair.value] = table.at(index, 1);
+                });
+              };
+              look_up(0, rows[0]);
+              unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
+                constexpr std::size_t r = row.value;
+                if constexpr (r + 1 < kTileRows) look_up(r + 1, rows[(r + 1) % 2]);
+                std::uint16_t* to = out + r * stride + (tile - begin) * kTileK;
+                unroll<kSteps>([&](auto step) FDK_LAMBDA {
+                  constexpr int s = step.value, pair = s % 2, odd = s / 2;
+                  __m512 values[kHalves];
+                  unroll<kHalves>([&](auto half) FDK_LAMBDA {
+                    constexpr int h = half.value, group = (kHalves * s + h) * kGroups / 8;
+                    constexpr std::size_t from = std::size_t(group) * kTileRows + r;
+                    __m512 value = _mm512_castsi512_ps(_mm512_maskz_permutex2var_epi8(
+                        kUpper, rows[r % 2].low[pair], at[odd][h], rows[r % 2].high[pair]));
+                    if constexpr (kAffine)
+                      value = _mm512_sub_ps(value, _mm512_set1_ps(zeros[from]));
+                    values[h] = _mm512_mul_ps(value, _mm512_set1_ps(scales[from]));
+                  });
+                  _mm512_storeu_si512(to + s * kStep,
+                                      (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
+                });
+              });
+            });
+}
+
+}  // namespace
+
+void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                       void* out, std::size_t stride) {
+  std::uint16_t* to = static_cast<std::uint16_t*>(out);
+  const std::size_t groups = w.groups_per_tile;
+  with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
+    constexpr int b = bits.value;
+    if constexpr (!kScaledTable<b>) {
+      const bool affine = w.zeros != nullptr;
+      if (groups == 8 && affine) return decode_bytes<b, 8, true>(w, stripe, begin, end, to, stride);
+      if (groups == 8) return decode_bytes<b, 8, false>(w, stripe, begin, end, to, stride);
+      if (affine) return decode_bytes<b, 4, true>(w, stripe, begin, end, to, stride);
+      return decode_bytes<b, 4, false>(w, stripe, begin, end, to, stride);
+    } else {
+      if (groups == 8) return decode_values<b>(w, stripe, begin, end, to, stride);
+      if (groups == 4) return decode_scaled<b, 4>(w, stripe, begin, end, to, stride);
+      return decode_scaled<b, 2>(w, stripe, begin, end, to, stride);
+    }
+  });
+}
+
+}  // namespace fdk

@@ -1,0 +1,24 @@
+// A linear layer's product by the rows of x and backward; linear.cpp chooses among them.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels.h"
+#include "linear.h"
+
+namespace fdk {
+
+// Rows of x or grad_y up to kMaxRows of rows.h; tensors as linear and linear_grad_x have them.
+
+// m up to what kernels.gemv_limit says: kernels.gemv, or kernels.tables for one row.
+void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
+                 Activation type, const void* x, std::size_t m, const void* bias, void* y,
+                 std::size_t threads);
+// Blocks of W_hat, dequantised once for all rows, and panels of x.
+void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
+                   Activation type, const void* x, std::size_t m, const void* bias, void* y,
+                   std::size_t threads);
+void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kernels, Activation type,
+               const void* grad_y, std::size_t m, void* grad_x, std::size_t threads);
+
+}  // namespace fdk

@@ -1,0 +1,382 @@
+// 1 and 2 bits by tables over the activations: AVX2.
+//
+// The idea is T-MAC's, and the integers are those of kernels_avx512tables.cpp: four bits of a row
+// hold the codes of 4 or 2 activations, whose 16 possible sums are computed once a call, as 16-bit
+// integers of a power of two for each tile of x. `vpshufb` looks up 16 rows in one table, the low
+// and the high bytes of the sums apart, so that codes are transposed first: byte b of 16 rows.
+//
+// Bytes are summed in 16-bit lanes. Those of odd rows are cut out (`vpmaddubsw`) and summed by
+// themselves; what the lanes hold modulo 2^16, less 256 times that, is the sum of the even rows.
+//
+// The 128-bit halves of a register are different rows at 1 bit (of a row pair, whose bytes of a
+// tile lie side by side), and different bytes of the same rows, b and b + 16, at 2 bits.
+#include <immintrin.h>
+
+#include <cmath>
+
+#include "avx2_tile.h"
+#include "kernels.h"
+#include "simd_float.h"
+#include "x86_scales.h"
+
+namespace fdk {
+namespace {
+
+constexpr int kBytesOfHalf = 16;  // of a row, that one register of 16 rows has in each half
+constexpr int kNibbles = 2;
+constexpr int kRunCount = 4;    // of 32 positions, a tile: byte b and nibble q are of 2 (b % 2) + q
+constexpr int kBias = 1 << 15;  // of the sums, which are looked up as unsigned bytes
+// The exponent of the largest product, as an integer: the sum of 4 or 2 of them fits 16 bits.
+template <int kBits>
+inline constexpr int kLargest = 11 + kBits;
+// Half of the values of a tile may lie so far below its largest: kernels_avx512tables.cpp says why.
+constexpr float kOutlier = 0x1p-6f;
+
+// Stripes of 4 rows that one register of codes has.
+template <int kBits>
+inline constexpr std::size_t kStripesAtOnce = 8 / kBits;
+// Registers of 8 sums that these make; at 2 bits, sums of the same 4 rows in both halves.
+constexpr int kSums = 4;
+
+// What is kept of a tile of x.
+template <int kBits>
+struct alignas(64) TileTables {
+  // At byte b and nibble q, low bytes and then high ones.
+  std::uint8_t sums[kBytesOfHalf][kNibbles][2][16 * kBits];
+  float x_sums[kRunCount][kFloats];  // of x, by group: for zero points
+  float unit;                        // of the sums
+};
+
+// Four products of kLargest = 12 reach 2^15: this much less.
+int exponent_of_product(float largest) { return exponent_of(largest * 1.004f); }
+
+float largest_value(const Weight& w) {
+  float largest = 0;
+  for (int c = 0; c < 1 << w.bits; c++) {
+    const float magnitude = std::fabs(w.table[c]);
+    if (!(magnitude <= largest)) largest = magnitude;
+  }
+  return largest;
+}
+
+bool takes(const Weight& w) {
+  if (w.bits > 2 || w.groups_per_tile > 4) return false;  // groups of 16 share a table
+  const float largest = largest_value(w);
+  if (!(largest > 0x1p-30f && largest < 0x1p30f)) return false;
+  const float to_integer = power_of_two(11 + w.bits - exponent_of_product(largest));
+  for (int c = 0; c < 1 << w.bits; c++) {
+    const float scaled = w.table[c] * to_integer;
+    if (scaled != float(int(scaled))) return false;
+  }
+  return true;
+}
+
+// Where position p of a tile lies in x, of each 16 positions the even ones first.
+constexpr std::size_t place_of(std::size_t p) { return p / 16 * 16 + p % 2 * 8 + p % 16 / 2; }
+
+// The sums of one table, as bytes of 16 entries: `low`, and the high ones.
+template <int kBits>
+FDK_INLINE void build_table(const float* x, std::size_t first, const __m256 (*values)[2],
+                            std::uint8_t* low, std::uint8_t* high) {
+  constexpr int kCodes = 4 / kBits;                      // of a table
+  constexpr std::size_t kStep = 8 * std::size_t(kBits);  // from one's position to the next
+  __m256 sums[2] = {_mm256_set1_ps(kBias), _mm256_set1_ps(kBias)};
+  FDK_UNROLL
+  for (int i = 0; i < kCodes; i++) {
+    const __m256 of_x = _mm256_broadcast_ss(x + place_of(first + std::size_t(i) * kStep));
+    sums[0] = _mm256_fmadd_ps(of_x, values[i][0], sums[0]);
+    sums[1] = _mm256_fmadd_ps(of_x, values[i][1], sums[1]);
+  }
+  // Entries 0 to 3, 8 to 11, 4 to 7 and 12 to 15.
+  const __m256i words =
+      _mm256_packus_epi32(_mm256_cvtps_epi32(sums[0]), _mm256_cvtps_epi32(sums[1]));
+  const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(255)),
+                                            _mm256_srli_epi16(words, 8));
+  const __m256i in_order =
+      _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm_store_si128(reinterpret_cast<__m128i*>(low), _mm256_castsi256_si128(in_order));
+  _mm_store_si128(reinterpret_cast<__m128i*>(high), _mm256_extracti128_si256(in_order, 1));
+}
+
+template <int kBits>
+void build_tables(const float* x, const __m256 (*values)[2], TileTables<kBits>& out) {
+  for (std::size_t b = 0; b < std::size_t(kBytesOfHalf); b++) {
+    for (std::size_t q = 0; q < std::size_t(kNibbles); q++) {
+      for (std::size_t half = 0; half < std::size_t(kBits); half++) {
+        const std::size_t first = 64 * (b % 2) + 32 * q + b / 2 + 8 * half;
+        std::uint8_t (*to)[16 * kBits] = out.sums[b][q];
+        build_table<kBits>(x, first, values, to[0] + 16 * half, to[1] + 16 * half);
+      }
+    }
+  }
+}
+
+// Sums of x by group, for each half of a register.
+template <int kBits>
+void sum_groups(const float* x, std::size_t groups, TileTables<kBits>& out) {
+  const std::size_t width = kTileK / groups, step = 8 * std::size_t(kBits);
+  for (std::size_t g = 0; g < groups; g++) {
+    float sums[2] = {0, 0};
+    for (std::size_t p = g * width; p < (g + 1) * width; p++) {
+      sums[p % step / 8] += x[place_of(p)];
+    }
+    for (std::size_t i = 0; i < kFloats; i++) out.x_sums[g][i] = sums[kBits == 1 ? 0 : i / 4];
+  }
+}
+
+// x :: [tiles * kTileK] float32. False where x has what these integers cannot hold: NaN and
+// infinity, a tile of nothing but very small numbers, or outliers.
+template <int kBits>
+bool build_tiles(const Weight& w, const float* x, TileTables<kBits>* out) {
+  constexpr int kCodes = 4 / kBits;
+  const float largest_of_table = largest_value(w);
+  __m256 values[kCodes][2];  // at index e, of the i-th code in e
+  for (int i = 0; i < kCodes; i++) {
+    alignas(32) float entries[16];
+    for (int e = 0; e < 16; e++) {
+      entries[e] = w.table[e >> (kBits * i) & ((1 << kBits) - 1)];
+    }
+    values[i][0] = _mm256_load_ps(entries);
+    values[i][1] = _mm256_load_ps(entries + 8);
+  }
+  for (std::size_t tile = 0; tile < w.tiles; tile++, x += kTileK, out++) {
+    const float largest = largest_of(x);
+    if (!(largest < 0x1p90f) || (largest < 0x1p-80f && largest != 0)) return false;
+    if (mostly_below(x, largest * kOutlier)) return false;
+    const int exponent = largest == 0 ? 0 : exponent_of_product(largest * largest_of_table);
+    const __m256 factor = _mm256_set1_ps(power_of_two(kLargest<kBits> - exponent));
+    alignas(32) float scaled[kTileK];
+    for (std::size_t i = 0; i < kTileK; i += kFloats) {
+      _mm256_store_ps(scaled + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), factor));
+    }
+    build_tables<kBits>(scaled, values, *out);
+    out->unit = power_of_two(exponent - kLargest<kBits>);
+    if (w.zeros != nullptr) sum_groups(x, w.groups_per_tile, *out);
+  }
+  return true;
+}
+
+// Where the codes and scales of the stripes of a register begin.
+template <int kBits>
+struct Stripes {
+  const std::uint8_t* codes[kStripesAtOnce<kBits>];
+  std::size_t slots[kStripesAtOnce<kBits>];
+};
+
+// Byte b of the rows, at out[b], of the tile that lies `offset` after the first of each stripe. Row
+// j of a register is that of input j: of the even inputs, then of the odd ones, each four (1 bit:
+// pairs of rows, of two stripes) make one register of sums.
+template <int kBits>
+FDK_INLINE void transpose(const Stripes<kBits>& stripes, std::size_t offset, __m256i* out) {
+  __m256i from[kBytesOfHalf], to[kBytesOfHalf];
+  unroll<kBytesOfHalf>([&](auto input) FDK_LAMBDA {
+    constexpr std::size_t j = std::size_t(input.value), at = j % 2 * 8 + j / 2;
+    constexpr std::size_t kInputs = 2 * std::size_t(kBits);  // of a stripe
+    const std::uint8_t* p = stripes.codes[at / kInputs] + offset + at % kInputs * 32;
+    from[j] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  });
+  const auto stage = [](const __m256i* a, __m256i* b) FDK_LAMBDA {
+    unroll<kBytesOfHalf / 2>([&](auto i) FDK_LAMBDA {
+      b[2 * i.value] = _mm256_unpacklo_epi8(a[i.value], a[i.value + 8]);
+      b[2 * i.value + 1] = _mm256_unpackhi_epi8(a[i.value], a[i.value + 8]);
+    });
+  };
+  stage(from, to);
+  stage(to, from);
+  stage(from, to);
+  stage(to, out);
+}
+
+// Four scales of stripe `at`, twice, or of `at` and the next one in the order of the sums.
+template <int kBits, class Load>
+FDK_INLINE __m256 both_halves(Load load, std::size_t at) {
+  if constexpr (kBits == 2) {
+    const __m128 four = load(at);
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(four), four, 1);
+  } else {
+    const __m256 rows =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(load(2 * at)), load(2 * at + 1), 1);
+    return _mm256_permutevar8x32_ps(rows, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+  }
+}
+
+// Sums of bytes in 16-bit lanes: of all, modulo 2^16, and of the odd rows.
+struct ByteSums {
+  __m256i all = _mm256_setzero_si256(), odd = _mm256_setzero_si256();
+
+  FDK_INLINE void add(__m256i bytes) {
+    all = _mm256_add_epi16(all, bytes);
+    odd = _mm256_add_epi16(odd, _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x0100)));
+  }
+  FDK_INLINE __m256i even() const { return _mm256_sub_epi16(all, _mm256_slli_epi16(odd, 8)); }
+};
+
+// y_sums += the products of these rows with one tile of x.
+template <int kBits, int kGroups, bool kAffine>
+FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table,
+                         const Stripes<kBits>& stripes, std::size_t slot, const __m256i* codes,
+                         __m256* y_sums) {
+  const __m256i nibble = _mm256_set1_epi8(15), base = _mm256_set1_epi32(256 << 16 | 1);
+  const __m256 unit = _mm256_set1_ps(table.unit);
+  constexpr int kBytesOfGroup = kGroups == 1 ? 16 : 8, kNibblesOfGroup = kGroups == 4 ? 1 : 2;
+  const __m256 bias = _mm256_set1_ps(-table.unit * float(kBias * kBytesOfGroup * kNibblesOfGroup));
+  unroll<kGroups>([&](auto group) FDK_LAMBDA {
+    constexpr int g = group.value;
+    ByteSums low, high;
+    // Unrolled, GCC 12 sums only after all lookups, and keeps those in memory.
+    for (int i = 0; i < kBytesOfGroup; i++) {
+      const int b = kGroups == 1 ? i : 2 * i + g * 2 / kGroups;
+      unroll<kNibblesOfGroup>([&](auto j) FDK_LAMBDA {
+        constexpr int q = kGroups == 4 ? g % 2 : j.value;
+        __m256i index = codes[b];
+        if constexpr (q == 1) index = _mm256_srli_epi16(index, 4);
+        index = _mm256_and_si256(index, nibble);
+        const auto look_up = [&](const std::uint8_t* of_table) FDK_LAMBDA {
+          if constexpr (kBits == 2) {
+            const __m256i* p = reinterpret_cast<const __m256i*>(of_table);
+            return _mm256_shuffle_epi8(_mm256_load_si256(p), index);
+          } else {
+            const __m128i* p = reinterpret_cast<const __m128i*>(of_table);
+            return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(p)), index);
+          }
+        };
+        low.add(look_up(table.sums[b][q][0]));
+        high.add(look_up(table.sums[b][q][1]));
+      });
+    }
+    const __m256i lows[2] = {low.even(), low.odd}, highs[2] = {high.even(), high.odd};
+    unroll<kSums>([&](auto i) FDK_LAMBDA {
+      constexpr int s = i.value;
+      const __m256i words = s % 2 == 0 ? _mm256_unpacklo_epi16(lows[s / 2], highs[s / 2])
+                                       : _mm256_unpackhi_epi16(lows[s / 2], highs[s / 2]);
+      const __m256i integers = _mm256_madd_epi16(words, base);
+      __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), unit, bias);
+      if constexpr (kAffine) {
+        const auto load = [&](std::size_t stripe) FDK_LAMBDA {
+          const std::size_t at = stripes.slots[stripe] + slot + std::size_t(g) * kTileRows;
+          if (w.zero_type == ZeroType::u8) return load4_bytes(w.zeros, at);
+          return load4_scales(w.zeros, at, ScaleType(int(w.zero_type) - 1));
+        };
+        sum = _mm256_fnmadd_ps(both_halves<kBits>(load, s), _mm256_load_ps(table.x_sums[g]), sum);
+      }
+      const auto load = [&](std::size_t stripe) FDK_LAMBDA {
+        const std::size_t at = stripes.slots[stripe] + slot + std::size_t(g) * kTileRows;
+        return load4_scales(w.scales, at, w.scale_type);
+      };
+      y_sums[s] = _mm256_fmadd_ps(sum, both_halves<kBits>(load, s), y_sums[s]);
+    });
+  });
+}
+
+// y of the stripes that a register of sums is of.
+template <int kBits>
+FDK_INLINE void store_sums(__m256 sums, float* y, std::size_t stripes) {
+  if constexpr (kBits == 2) {
+    const __m128 upper = _mm256_extractf128_ps(sums, 1);
+    if (stripes > 0) _mm_storeu_ps(y, _mm_add_ps(_mm256_castps256_ps128(sums), upper));
+  } else {
+    sums = _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    if (stripes > 0) _mm_storeu_ps(y, _mm256_castps256_ps128(sums));
+    if (stripes > 1) _mm_storeu_ps(y + kTileRows, _mm256_extractf128_ps(sums, 1));
+  }
+}
+
+// Rows that follow one another on the same tile, so that its tables come from L1.
+constexpr std::size_t kStripes = 32;
+
+// Into L2: the tables need the L1.
+FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+  }
+}
+
+template <int kBits, int kGroups, bool kAffine>
+void gemv_stripes(const Weight& w, const TileTables<kBits>* tables, float* y, std::size_t begin,
+                  std::size_t end) {
+  constexpr std::size_t kBytes = tile_bytes(kBits), kAtOnce = kStripesAtOnce<kBits>;
+  constexpr std::size_t kBlocks = kStripes / kAtOnce, kStripesOfSum = kAtOnce / kSums;
+  const std::size_t stripe_bytes = w.tiles * kBytes;
+  const std::size_t scale_bytes = w.stored_groups * kTileRows * bytes_of(w.scale_type);
+  const std::size_t scale_step = kAtOnce * scale_bytes / w.tiles;
+  for (std::size_t stripe = begin; stripe < end; stripe += kStripes) {
+    const std::size_t count = std::min(kStripes, end - stripe);
+    const std::size_t blocks = ceil_div(count, kAtOnce);
+    Stripes<kBits> stripes[kBlocks];
+    __m256 y_sums[kBlocks][kSums];
+    for (std::size_t i = 0; i < blocks * kAtOnce; i++) {
+      const std::size_t at = stripe + std::min(i, count - 1);  // repeated, and then dropped
+      stripes[i / kAtOnce].codes[i % kAtOnce] = w.codes + at * stripe_bytes;
+      stripes[i / kAtOnce].slots[i % kAtOnce] = at * w.stored_groups * kTileRows;
+    }
+    for (std::size_t b = 0; b < blocks; b++) {
+      for (int s = 0; s < kSums; s++) y_sums[b][s] = _mm256_setzero_ps();
+    }
+    const std::uint8_t* next = w.codes + (stripe + count) * stripe_bytes;
+    const std::uint8_t* next_scales =
+        static_cast<const std::uint8_t*>(w.scales) + (stripe + count) * scale_bytes;
+    std::size_t slot = 0, left = w.tiles_per_group;
+    for (std::size_t tile = 0; tile < w.tiles; tile++) {
+      for (std::size_t b = 0; b < blocks; b++) {
+        if (stripe + count < end) {
+          fetch(next, kBytes * kAtOnce);
+          fetch(next_scales, scale_step);
+          next += kBytes * kAtOnce;
+          next_scales += scale_step;
+        }
+        alignas(32) __m256i codes[kBytesOfHalf];
+        transpose<kBits>(stripes[b], tile * kBytes, codes);
+        add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, codes, y_sums[b]);
+      }
+      if (kGroups > 1 || --left == 0) {
+        slot += kGroups * kTileRows;
+        left = w.tiles_per_group;
+      }
+    }
+    for (std::size_t i = 0; i < blocks * kSums; i++) {
+      const std::size_t first = i * kStripesOfSum;
+      if (first >= count) break;
+      store_sums<kBits>(y_sums[i / kSums][i % kSums], y + (stripe + first) * kTileRows,
+                        count - first);
+    }
+  }
+}
+
+template <int kBits, bool kAffine>
+FDK_INLINE void gemv_groups(const Weight& w, const TileTables<kBits>* tables, float* y,
+                            std::size_t begin, std::size_t end) {
+  switch (w.groups_per_tile) {
+    case 1:
+      return gemv_stripes<kBits, 1, kAffine>(w, tables, y, begin, end);
+    case 2:
+      return gemv_stripes<kBits, 2, kAffine>(w, tables, y, begin, end);
+    default:
+      return gemv_stripes<kBits, 4, kAffine>(w, tables, y, begin, end);
+  }
+}
+
+template <int kBits>
+FDK_INLINE void gemv_bits(const Weight& w, const void* tables, float* y, std::size_t begin,
+                          std::size_t end) {
+  const auto* of_tiles = static_cast<const TileTables<kBits>*>(tables);
+  if (w.zeros != nullptr) return gemv_groups<kBits, true>(w, of_tiles, y, begin, end);
+  return gemv_groups<kBits, false>(w, of_tiles, y, begin, end);
+}
+
+void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std::size_t end) {
+  if (w.bits == 1) return gemv_bits<1>(w, tables, y, begin, end);
+  return gemv_bits<2>(w, tables, y, begin, end);
+}
+
+bool build(const Weight& w, const void* x, void* tables) {
+  const float* from = static_cast<const float*>(x);
+  if (w.bits == 1) return build_tiles(w, from, static_cast<TileTables<1>*>(tables));
+  return build_tiles(w, from, static_cast<TileTables<2>*>(tables));
+}
+
+}  // namespace
+
+extern const TableKernels kAvx2Tables = {takes,      sizeof(TileTables<2>), build, gemv, true,
+                                         &kAvx2Fixed};
+
+}  // namespace fdk

@@ -1,0 +1,136 @@
+// Values of x that a kernel which rounds them, or makes tables of them, has to refuse.
+#include <cmath>
+#include <vector>
+
+#include "../../native/linear.h"
+#include "checks.h"
+#include "zero_column.h"
+
+// Rows that are zero at an outlier of x err by a rounding to bf16, as if it were not there.
+void check_outliers(Random& random) {
+  constexpr std::size_t kColumn = 5, kOther = 70;
+  enum class Kind { dense, pair, one_hot };
+  for (const Kind kind : {Kind::dense, Kind::pair, Kind::one_hot}) {
+    for (int bits = 1; bits <= 2; bits++) {
+      for (std::size_t m = 1; m <= 2; m++) {
+        const ZeroColumn w(bits, m, kColumn, random);
+        const std::size_t k = w.c.k;
+        Bytes x(m * k * 2), zero(w.c.n * 2);
+        for (std::size_t i = 0; i < m * k; i++) {
+          const float other = kind == Kind::dense ? random.normal() : i % k == kOther ? 0.75f : 0;
+          put(x, i, 0, i % k == kColumn && kind != Kind::one_hot ? 1000 : other);
+        }
+        std::vector<double> y(m * w.c.n);
+        for (std::size_t i = 0; i < y.size(); i++) {
+          for (std::size_t j = 0; j < k; j++) {
+            y[i] += w.value(i % w.c.n * k + j) * double(get(x, i / w.c.n * k + j, 0));
+          }
+        }
+        for (int isa = 0; isa < fdk::kIsas; isa++) {
+          if (!fdk::supported(fdk::Isa(isa))) continue;
+          const char* name = fdk::name_of(fdk::Isa(isa));
+          fdk::set_isa(name);
+          Bytes out(y.size() * 2, 0xFF);
+          fdk::linear(w.packed(), Activation::bf16, x.data(), m, zero.data(), out.data(), 1);
+          // Sums of 512 in float32 err by less than 2^-8 of 2^-4; two or one nonzero by nothing.
+          expect_near(w.c, name, "y beside an outlier", out, y, kind == Kind::dense ? 0x1p-4 : 0);
+        }
+      }
+    }
+  }
+}
+
+namespace {
+
+// One row of x and a weight of scales of 1, over which x has a value that is not like the others.
+struct ExtremeCase {
+  Case c;
+  fdk::Layout layout;
+  std::vector<float> codebook;
+  std::vector<unsigned> codes;
+  Bytes laid_out, scales, zeros;
+
+  ExtremeCase(int bits, std::size_t group, bool affine, Random& random)
+      : c{21,
+          4 * group,
+          group,
+          1,
+          bits,
+          affine,
+          ScaleType::fp32,
+          affine ? ZeroType::fp32 : ZeroType::none,
+          Activation::bf16},
+        layout(fdk::layout_of(c.n, c.k, c.group, bits)),
+        codebook(std::size_t(1) << bits),
+        codes(c.n * c.k),
+        laid_out(layout.code_bytes()),
+        scales(layout.scales() * 4),
+        zeros(affine ? layout.scales() * 4 : 0) {
+    for (auto& value : codebook) value = from_bf16(to_bf16(random.normal()));
+    for (auto& code : codes) code = unsigned(random.upto((1u << bits) - 1));
+    fdk::pack_codes(layout, pack_canonical(codes, c).data(), laid_out.data(), 1);
+    for (std::size_t i = 0; i < layout.scales(); i++) put(scales, i, 2, 1);
+    for (std::size_t i = 0; i < zeros.size() / 4; i++) put(zeros, i, 2, float(1 << bits) / 2);
+  }
+  double value(std::size_t i) const {
+    return c.affine ? codes[i] - double(1u << c.bits) / 2 : double(codebook[codes[i]]);
+  }
+  fdk::PackedWeight packed() const {
+    return {layout,
+            laid_out.data(),
+            scales.data(),
+            ScaleType::fp32,
+            c.affine ? zeros.data() : nullptr,
+            c.zero_type,
+            c.affine ? nullptr : codebook.data()};
+  }
+};
+
+}  // namespace
+
+// Infinity and NaN reach y; magnitudes near the ends of float32, and tiles of nothing but zeros or
+// subnormals, give what a sum of products gives.
+void check_extreme_x(Random& random) {
+  constexpr float kValues[] = {INFINITY, -INFINITY, NAN, 1e30f, 1e-30f, 1e-40f, 0};
+  for (int bits = 1; bits <= fdk::kMaxBits; bits++) {
+    for (const std::size_t group : {16, 24, 64, 200}) {
+      const ExtremeCase w(bits, group, random.upto(1) == 0, random);
+      for (const float extreme : kValues) {
+        const bool finite = std::isfinite(extreme), alone = std::abs(extreme) < 1e-20f;
+        Bytes x(w.c.k * 2);
+        // The small ones fill the first group, the others are one value of it.
+        for (std::size_t i = 0; i < w.c.k; i++) {
+          const float other = from_bf16(to_bf16(random.normal()));
+          put(x, i, 0, alone && i < group ? extreme * other : i == 3 ? extreme : other);
+        }
+        std::vector<double> y(w.c.n);
+        double scale = 0;
+        for (std::size_t n = 0; n < w.c.n; n++) {
+          double magnitude = 0;
+          for (std::size_t k = 0; k < w.c.k; k++) {
+            const double product = w.value(n * w.c.k + k) * double(get(x, k, 0));
+            y[n] += product;
+            magnitude += std::abs(product);
+          }
+          if (finite) scale = std::max(scale, magnitude);
+        }
+        for (int isa = 0; isa < fdk::kIsas; isa++) {
+          if (!fdk::supported(fdk::Isa(isa))) continue;
+          const char* name = fdk::name_of(fdk::Isa(isa));
+          fdk::set_isa(name);
+          Bytes out(w.c.n * 2, 0xAA);
+          fdk::linear(w.packed(), Activation::bf16, x.data(), 1, nullptr, out.data(), 1);
+          if (finite) {
+            expect_near(w.c, name, "y of extreme x", out, y, scale);
+            continue;
+          }
+          for (std::size_t n = 0; n < w.c.n; n++) {
+            if (std::isfinite(get(out, n, 0))) {
+              fail(w.c.text() + " " + name + ": " + std::to_string(extreme) + " in x is lost");
+            }
+          }
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,116 @@
+// What the native tests share, and the checks that are files of their own.
+#pragma once
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../../native/convert.h"
+#include "../../native/kernels.h"
+
+using fdk::Activation;
+using fdk::ScaleType;
+using fdk::ZeroType;
+using Bytes = std::vector<std::uint8_t>;
+
+[[noreturn]] inline void fail(const std::string& what) {
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  std::exit(1);
+}
+
+struct Case {
+  std::size_t n, k, group, m;
+  int bits;
+  bool affine;
+  ScaleType scale_type;
+  ZeroType zero_type;
+  Activation activation;
+
+  std::string text() const {
+    return "m" + std::to_string(m) + "-n" + std::to_string(n) + "-k" + std::to_string(k) + "-g" +
+           std::to_string(group) + "-b" + std::to_string(bits) + (affine ? "-affine" : "") +
+           "-scale" + std::to_string(int(scale_type)) + "-x" + std::to_string(int(activation));
+  }
+};
+
+class Random {
+ public:
+  explicit Random(unsigned seed) : engine_(seed) {}
+  std::size_t upto(std::size_t top) { return engine_() % (top + 1); }
+  float normal() { return normal_(engine_); }
+  Bytes bytes(std::size_t count) {
+    Bytes out(count);
+    for (auto& byte : out) byte = std::uint8_t(engine_());
+    return out;
+  }
+
+ private:
+  std::mt19937 engine_;
+  std::normal_distribution<float> normal_;
+};
+
+inline void put(Bytes& to, std::size_t i, int type,
+                float value) {  // type: of ScaleType or Activation
+  if (type == 2) {
+    std::memcpy(&to[4 * i], &value, 4);
+  } else {
+    const std::uint16_t half = type == 0 ? to_bf16(value) : to_fp16(value);
+    std::memcpy(&to[2 * i], &half, 2);
+  }
+}
+
+inline float get(const Bytes& from, std::size_t i, int type) {
+  if (type == 3) return from_e8m0(from[i]);
+  if (type == 2) {
+    float value;
+    std::memcpy(&value, &from[4 * i], 4);
+    return value;
+  }
+  std::uint16_t half;
+  std::memcpy(&half, &from[2 * i], 2);
+  return type == 0 ? from_bf16(half) : from_fp16(half);
+}
+
+// Canonical bit streams, first code in the most significant bits, and zero bits at the end.
+inline Bytes pack_canonical(const std::vector<unsigned>& codes, const Case& c) {
+  const std::size_t width = fdk::ceil_div(c.k * std::size_t(c.bits), 8);
+  Bytes packed(c.n * width);
+  for (std::size_t i = 0; i < codes.size(); i++) {
+    for (int b = 0; b < c.bits; b++) {
+      if ((codes[i] >> (c.bits - 1 - b) & 1) == 0) continue;
+      const std::size_t bit = i % c.k * std::size_t(c.bits) + std::size_t(b);
+      packed[i / c.k * width + bit / 8] |= std::uint8_t(0x80 >> bit % 8);
+    }
+  }
+  return packed;
+}
+
+// error: of `got` against `wanted`, relative to the largest sum of magnitudes.
+inline void expect_near(const Case& c, const char* isa, const char* what, const Bytes& got,
+                        const std::vector<double>& wanted, double scale) {
+  const double unit = c.activation == Activation::bf16   ? 0x1p-8
+                      : c.activation == Activation::fp16 ? 0x1p-11
+                                                         : 0x1p-20;
+  for (std::size_t i = 0; i < wanted.size(); i++) {
+    const double value = get(got, i, int(c.activation));
+    const double allowed = unit * std::abs(wanted[i]) + unit * scale;
+    if (!(std::abs(value - wanted[i]) <= allowed)) {
+      fail(c.text() + " " + isa + " " + what + " " + std::to_string(i) + ": wanted " +
+           std::to_string(wanted[i]) + ", got " + std::to_string(value));
+    }
+  }
+}
+
+// Values of x that kernels have to take care with (check_x.cpp).
+void check_outliers(Random& random);
+void check_extreme_x(Random& random);
+// The pool, the plain products, sizes and conversions (check_pieces.cpp).
+void check_thread_counts(Random& random);
+void check_pool_errors();
+void check_plain_gemm(Random& random);
+void check_sizes_are_refused();
+void check_conversions();

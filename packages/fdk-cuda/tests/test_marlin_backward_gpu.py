@@ -1,6 +1,7 @@
 """dy @ W_hat from packed bytes on a Hopper GPU."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from fdk_cuda.marlin.ops import (
     linear_op,
 )
 from fdk_cuda.marlin.plan import Device
+from fdk_cuda.nvrtc import swizzled_map
+from fdk_cuda.nvrtc.driver import cuda
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse, poisoned, random_quantised
@@ -177,3 +180,18 @@ def test_gradient_takes_the_faster_way(bits: int) -> None:
         if m > most:
             wanted = dy @ dequantise(*weight, 200, 320)
         assert torch.equal(dx, wanted)
+
+
+def test_tensor_map_in_a_thread_without_a_context():
+    """As autograd's thread of a second GPU is, before torch has called CUDA in it."""
+    operand = torch.zeros(64, 128, dtype=torch.bfloat16, device="cuda")
+    arguments = operand.data_ptr(), 64, 128, 64, operand.dtype, operand.get_device()
+
+    def without_context() -> bytes:
+        status, *_ = cuda().cuCtxSetCurrent(0)
+        assert status.value == 0
+        return swizzled_map.__wrapped__(*arguments)
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(without_context).result()
+    assert made == swizzled_map.__wrapped__(*arguments)

@@ -36,12 +36,10 @@ T element(const void* x, std::size_t i, Activation type) {
   }
 }
 
-[[maybe_unused]]  // Scales of tiles [begin, end) of a stripe, and their codes if `codes`, which the
-                  // next block will
-                  // decode: its lines are too few and too far apart for the processor to foresee.
-                  [[maybe_unused]] void fetch_tiles(const Weight& w, std::size_t stripe,
-                                                    std::size_t begin, std::size_t end,
-                                                    bool codes) {
+// Scales of tiles [begin, end) of a stripe, and their codes if `codes`, which the next block will
+// decode: its lines are too few and too far apart for the processor to foresee.
+[[maybe_unused]] void fetch_tiles(const Weight& w, std::size_t stripe, std::size_t begin,
+                                  std::size_t end, bool codes) {
   constexpr std::size_t kLine = 64;
   constexpr int kIntoL2 = 2;
   const auto fetch = [](const void* from, std::size_t bytes) {

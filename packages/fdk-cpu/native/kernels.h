@@ -92,6 +92,17 @@ struct GradTask {
 // Position p of a tile, in the kernel's order, is natural position order[p] of the tile.
 using Order = std::uint8_t[kTileK];
 
+//   tables :: of x, as TableKernels::build makes them
+//   y      :: [4 * stripes], float32: those of stripes [begin, end) are written
+struct TableTask {
+  const Weight* weight;
+  const void* tables;
+  float* y;
+  std::size_t begin, end;  // at most TableKernels::stripes of them
+  std::size_t next;        // first of the stripes that come after, which are fetched meanwhile
+  bool fetched;            // whether these were, by the task before
+};
+
 // A product of one row of x by tables over it, for weights of few bits. Optional.
 struct TableKernels {
   bool (*takes)(const Weight&);
@@ -99,8 +110,8 @@ struct TableKernels {
   // Tables of x :: [tiles * kTileK], as gemv has it. False where x has what they cannot hold, such
   // as NaN or outliers: then gemv is used.
   bool (*build)(const Weight&, const void* x, void* tables);
-  // y :: [4 * stripes], for stripes [begin, end).
-  void (*gemv)(const Weight&, const void* tables, float* y, std::size_t begin, std::size_t end);
+  std::size_t stripes;  // that a task takes
+  void (*gemv)(const TableTask&);
 };
 
 struct Kernels {

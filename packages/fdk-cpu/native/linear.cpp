@@ -7,6 +7,7 @@
 
 #include "convert.h"
 #include "kernels.h"
+#include "linear_tables.h"
 #include "pool.h"
 #include "rows.h"
 
@@ -24,8 +25,6 @@ constexpr std::size_t kStayingBytes = 256 << 10;
 constexpr std::size_t kGradRows = 48;
 // Stripes that the passes of gemv over many rows of x share: 64 KiB at 4 bits and k = 4096.
 constexpr std::size_t kPassStripes = 8;
-// Pieces a thread gets of a loop over tables.
-constexpr std::size_t kTablePieces = 2;
 
 Weight weight_of(const PackedWeight& packed, Activation activation) {
   const Layout& layout = packed.layout;
@@ -121,12 +120,8 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   }
   const std::uint8_t* from = as_it_is ? static_cast<const std::uint8_t*>(x) : staged.get();
   const TableKernels* tables = table_kernels_for(kernels, w, m);
-  const Buffer<std::uint8_t> built(tables == nullptr ? 0 : m * layout.tiles * tables->tile_bytes);
-  const auto tables_of = [&](std::size_t row) {
-    return built.get() + row * layout.tiles * tables->tile_bytes;
-  };
-  for (std::size_t row = 0; row < m && tables != nullptr; row++) {
-    if (!tables->build(w, from + row * positions * item, tables_of(row))) tables = nullptr;
+  if (tables != nullptr && linear_by_tables(packed, w, *tables, type, from, bias, y, threads)) {
+    return;
   }
   const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
@@ -137,17 +132,12 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   }
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);
-  // Table kernels fetch a block of stripes ahead: in small pieces that would be another thread's.
-  const std::size_t chunk = tables != nullptr ? ceil_div(layout.stripes, threads * kTablePieces)
-                                              : chunk_for(layout.stripes, threads);
+  const std::size_t chunk = chunk_for(layout.stripes, threads);
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t row = 0; row < m && tables != nullptr; row++) {
-      tables->gemv(w, tables_of(row), products.get() + row * y_stride, begin, end);
-    }
     // Few stripes at a time, whose codes the second pass over them finds in the cache.
     const std::size_t passes = ceil_div(m, kernels.gemv_rows);
     const std::size_t stripes = passes == 1 ? end - begin : kPassStripes;
-    for (std::size_t stripe = begin; stripe < end && tables == nullptr; stripe += stripes) {
+    for (std::size_t stripe = begin; stripe < end; stripe += stripes) {
       for (std::size_t pass = 0; pass < passes; pass++) {
         const std::size_t row = pass * m / passes, rows = (pass + 1) * m / passes - row;
         // A kernel that meets one row reads sums of whole runs: those of more rows are of steps.

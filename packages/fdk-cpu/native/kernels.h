@@ -114,6 +114,18 @@ struct TableKernels {
   void (*gemv)(const TableTask&);
 };
 
+// What grad_x = grad_y @ W_hat in bf16 takes beside decode and panel_product: rows of grad_y meet
+// panels of W_hat. Optional.
+struct GradPanels {
+  std::size_t panel;  // lanes: positions of W_hat
+  // W_hat :: [rows][stride], bf16, to panels [positions / panel][rows / 2][panel][2], which are
+  // `step` apart.
+  void (*pair_rows)(const std::uint16_t* w, std::size_t stride, std::size_t rows,
+                    std::size_t positions, std::uint16_t* panels, std::size_t step);
+  // `panel` float32 to bf16.
+  void (*round)(const float* products, std::uint16_t* out);
+};
+
 struct Kernels {
   bool x_is_bf16;
   const Order* gemv_order;
@@ -145,6 +157,8 @@ struct Kernels {
   // core, and one panel of x 64 KiB.
   std::size_t block_rows = 48, block_bytes = 2048;
   bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
+  // For sets whose panel_order is natural. Null: backward is float32.
+  const GradPanels* grad_panels = nullptr;
 };
 
 extern const Kernels kScalar;
@@ -159,6 +173,7 @@ extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
 extern const TableKernels kAvx512Tables;
+extern const GradPanels kAvx512Bf16Grad;
 #endif
 
 enum class Isa : int {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "convert.h"
+#include "grad_panels.h"
 #include "kernels.h"
 #include "linear_tables.h"
 #include "pool.h"
@@ -231,31 +232,6 @@ void stage_units(const Layout& layout, const std::vector<std::uint32_t>& units, 
   }
 }
 
-// Scales of tiles [begin, end) of a stripe, and their codes if `codes`, which the next block will
-// decode: its lines are too few and too far apart for the processor to foresee.
-void fetch_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                 bool codes) {
-  constexpr std::size_t kLine = 64;
-  constexpr int kIntoL2 = 2;
-  const auto fetch = [](const void* from, std::size_t bytes) {
-    const auto* p = static_cast<const std::uint8_t*>(from);
-    for (std::size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + i, 0, kIntoL2);
-  };
-  const std::size_t bytes = tile_bytes(w.bits);
-  if (codes) fetch(w.codes + (stripe * w.tiles + begin) * bytes, (end - begin) * bytes);
-  const std::size_t wide = w.tiles_per_group;
-  const std::size_t group = wide > 1 ? begin / wide : begin * w.groups_per_tile;
-  const std::size_t groups =
-      wide > 1 ? (end - 1) / wide - group + 1 : (end - begin) * w.groups_per_tile;
-  const auto fetch_groups = [&](const void* from, std::size_t item) {
-    fetch(static_cast<const std::uint8_t*>(from) +
-              (stripe * w.stored_groups + group) * kTileRows * item,
-          groups * kTileRows * item);
-  };
-  fetch_groups(w.scales, bytes_of(w.scale_type));
-  if (w.zeros != nullptr) fetch_groups(w.zeros, bytes_of(w.zero_type));
-}
-
 void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
                    Activation type, const void* x, std::size_t m, const void* bias, void* y,
                    std::size_t threads) {
@@ -438,10 +414,16 @@ void linear_grad_x(const PackedWeight& weight, Activation activation, const void
                    std::size_t m, void* grad_x, std::size_t threads) {
   const Layout& layout = weight.layout;
   const Kernels& kernels = float_kernels_for(current_isa());
+  const Kernels& own = kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
+    if (own.grad_panels != nullptr) {
+      grad_panels(weight, w, own, offset(grad_y, row * layout.n, activation), rows,
+                  offset(grad_x, row * layout.k, activation), threads);
+      continue;
+    }
     grad_rows(weight, w, kernels, activation, offset(grad_y, row * layout.n, activation), rows,
               offset(grad_x, row * layout.k, activation), threads);
   }

@@ -89,5 +89,30 @@ T* offset(T* p, std::size_t items, Activation type) {
   return w;
 }
 
+// Scales of tiles [begin, end) of a stripe, and their codes if `codes`, which the next block will
+// decode: its lines are too few and too far apart for the processor to foresee.
+[[maybe_unused]] void fetch_tiles(const Weight& w, std::size_t stripe, std::size_t begin,
+                                  std::size_t end, bool codes) {
+  constexpr std::size_t kLine = 64;
+  constexpr int kIntoL2 = 2;
+  const auto fetch = [](const void* from, std::size_t bytes) {
+    const auto* p = static_cast<const std::uint8_t*>(from);
+    for (std::size_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + i, 0, kIntoL2);
+  };
+  const std::size_t bytes = tile_bytes(w.bits);
+  if (codes) fetch(w.codes + (stripe * w.tiles + begin) * bytes, (end - begin) * bytes);
+  const std::size_t wide = w.tiles_per_group;
+  const std::size_t group = wide > 1 ? begin / wide : begin * w.groups_per_tile;
+  const std::size_t groups =
+      wide > 1 ? (end - 1) / wide - group + 1 : (end - begin) * w.groups_per_tile;
+  const auto fetch_groups = [&](const void* from, std::size_t item) {
+    fetch(static_cast<const std::uint8_t*>(from) +
+              (stripe * w.stored_groups + group) * kTileRows * item,
+          groups * kTileRows * item);
+  };
+  fetch_groups(w.scales, bytes_of(w.scale_type));
+  if (w.zeros != nullptr) fetch_groups(w.zeros, bytes_of(w.zero_type));
+}
+
 }  // namespace
 }  // namespace fdk

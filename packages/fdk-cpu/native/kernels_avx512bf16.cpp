@@ -134,6 +134,7 @@ extern const Kernels kAvx512Bf16 = {true,
                                     stage_panel_avx512bf16,
                                     kBlockRows,
                                     kBlockBytes,
-                                    true};
+                                    true,
+                                    &kAvx512Bf16Grad};
 
 }  // namespace fdk

@@ -1,27 +1,12 @@
-// 1 and 2 bits by tables over the activations: AVX-512 with VBMI and VNNI.
-//
-// The idea is T-MAC's: four bits of a row hold the codes of 4 or 2 activations, and the 16 sums of
-// activation times value that they may stand for are computed once, for all rows. A lookup then
-// does 4 or 2 products. Here the sums are 16-bit integers, by a power of two for each tile of x, so
-// that a sum errs by at most 2^-13 of the largest product. They are looked up in two bytes,
-// 255 high + low (`vpermb`, 4 tables a register, 16 rows at a time), and `vpdpbusd` multiplies the
-// bytes by 1 and 255 and adds them up.
-//
-// A row whose value is zero where x is largest errs by as much and has only the rest of x. So a
-// tile whose values are mostly below its largest by more than kOutlier is refused: gemv takes x.
-//
-// Where x has one nonzero, the sum is value times x, rounded. With x = 1 nothing is rounded off if
-// the values of the codebook lie within 2^5 (1 bit: 2^4) of each other; other codebooks are
-// refused.
+// 1 and 2 bits by tables over the activations (avx512_tables.h): the sums of 16 rows at a time.
 //
 // Registers of the codes of 16 rows, [h][t]: byte 4 row + i of register t belongs to table 4 t + i
-// of step 2 h of 32 positions (its low four bits) and of step 2 h + 1 (its high ones). Table j of a
-// step is over positions j, j + 8, j + 16 and j + 24 at 1 bit, and j and j + 16 at 2.
+// of step 2 h of 32 positions (its low four bits) and of step 2 h + 1 (its high ones).
 #include <immintrin.h>
 
 #include <array>
-#include <bit>
 
+#include "avx512_tables.h"
 #include "kernels.h"
 #include "simd_float.h"
 #include "x86_scales.h"
@@ -29,153 +14,7 @@
 namespace fdk {
 namespace {
 
-constexpr int kSteps = 4;  // of 32 positions, a tile
-constexpr std::size_t kStep = kTileK / kSteps;
 constexpr std::size_t kStripesAtOnce = 4;  // of 4 rows: the 16 dwords of a register
-// Registers of tables of a step.
-template <int kBits>
-inline constexpr int kRegisters = 2 * kBits;
-// The exponent of the largest product, as an integer: the sum of 4 or 2 of them fits 16 bits.
-template <int kBits>
-inline constexpr int kLargest = 11 + kBits;
-
-// How far half of the values of a tile may lie below its largest. The sums of a tile (32 of 4
-// products) err by 4e-4 of its largest product (root mean square), and 128 values of 2^-6 of that
-// make a sum of 0.18: 0.2 %, as one bf16 rounding. In a tile of normal values an outlier of 60
-// deviations is always refused, one of 20 never. Of 3000 rows of 4096 normal or Laplace values none
-// is refused, of silu(a) b with normal a and b 4 %.
-constexpr float kOutlier = 0x1p-6f;
-
-// What is kept of a tile of x.
-template <int kBits>
-struct alignas(64) TileTables {
-  std::uint8_t sums[kSteps][kRegisters<kBits>][2][64];  // low bytes, then high ones
-  float x_sums[kSteps];                                 // of x, by group: for zero points
-  float unit;                                           // of the sums
-};
-
-int exponent_of(float value) { return int(std::bit_cast<std::uint32_t>(value) >> 23 & 0xFF) - 127; }
-float power_of_two(int exponent) {  // a normal number
-  return std::bit_cast<float>(std::uint32_t(exponent + 127) << 23);
-}
-
-// Four products of kLargest = 12 reach 2^15, two bytes as they are used here 255 * 127 + 255: this
-// much less.
-int exponent_of_product(float largest) { return exponent_of(largest * 1.004f); }
-
-float largest_value(const Weight& w) {
-  float largest = 0;
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float magnitude = w.table[c] < 0 ? -w.table[c] : w.table[c];
-    if (!(magnitude <= largest)) largest = magnitude;
-  }
-  return largest;
-}
-
-bool takes(const Weight& w) {
-  if (w.bits > 2 || w.groups_per_tile > 4) return false;  // groups of 16 share a table
-  const float largest = largest_value(w);
-  if (!(largest > 0x1p-30f && largest < 0x1p30f)) return false;
-  const float to_integer = power_of_two(11 + w.bits - exponent_of_product(largest));
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float scaled = w.table[c] * to_integer;
-    if (scaled != float(int(scaled))) return false;
-  }
-  return true;
-}
-
-// The tables of a step over x[0] to x[31].
-template <int kBits>
-FDK_INLINE void build_step(const float* x, const __m512* values, std::uint8_t (*out)[2][64]) {
-  constexpr std::size_t kTables = 8 * std::size_t(kBits);
-  constexpr int kCodes = 4 / kBits;  // of a table
-  for (std::size_t j = 0; j < kTables; j++) {
-    __m512 sum = _mm512_mul_ps(_mm512_set1_ps(x[j]), values[0]);
-    FDK_UNROLL
-    for (int i = 1; i < kCodes; i++) {
-      sum = _mm512_fmadd_ps(_mm512_set1_ps(x[j + std::size_t(i) * kTables]), values[i], sum);
-    }
-    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-    const __m512 base = _mm512_set1_ps(255), half = _mm512_set1_ps(0.5f);
-    const __m512 integers = _mm512_roundscale_ps(sum, kNearest);
-    const __m512 high = _mm512_roundscale_ps(
-        _mm512_mul_ps(_mm512_add_ps(integers, half), _mm512_set1_ps(1.0f / 255)), kDown);
-    const __m512 low = _mm512_fnmadd_ps(high, base, integers);
-    __m128i* to = reinterpret_cast<__m128i*>(out[j / 4][0]) + j % 4;
-    _mm_store_si128(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(low)));
-    _mm_store_si128(to + 4, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(high)));
-  }
-}
-
-// Whether half or more of the values of a tile that are not zero are small beside its largest.
-// Zeros are exact in any unit: one-hot x has no outlier.
-bool has_outlier(const float* tile, float largest) {
-  const __m512 limit = _mm512_set1_ps(largest * kOutlier), zero = _mm512_setzero_ps();
-  int small = 0, others = 0;
-  for (std::size_t i = 0; i < kTileK; i += 16) {
-    const __m512 magnitudes = _mm512_abs_ps(_mm512_load_ps(tile + i));
-    const __mmask16 below = _mm512_cmp_ps_mask(magnitudes, limit, _CMP_LT_OQ);
-    small += std::popcount(_mm512_mask_cmp_ps_mask(below, magnitudes, zero, _CMP_NEQ_OQ));
-    others += std::popcount(std::uint16_t(~below));
-  }
-  return small != 0 && small >= others;
-}
-
-// x :: [tiles * kTileK] bf16. False where x has what these integers cannot hold: NaN and infinity,
-// a tile of nothing but very small numbers, or outliers.
-template <int kBits>
-bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out) {
-  constexpr int kCodes = 4 / kBits;
-  const float largest_of_table = largest_value(w);
-  __m512 values[kCodes];  // at index e, of the i-th code in e
-  for (int i = 0; i < kCodes; i++) {
-    alignas(64) float entries[16];
-    for (int e = 0; e < 16; e++) {
-      entries[e] = w.table[e >> (kBits * i) & ((1 << kBits) - 1)];
-    }
-    values[i] = _mm512_load_ps(entries);
-  }
-  for (std::size_t tile = 0; tile < w.tiles; tile++, x += kTileK, out++) {
-    alignas(64) float wide[kTileK];
-    __m512 largest = _mm512_setzero_ps();
-    float sums[kSteps];
-    for (std::size_t s = 0; s < std::size_t(kSteps); s++) {
-      __m512 sum = _mm512_setzero_ps();
-      for (std::size_t i = s * kStep; i < (s + 1) * kStep; i += 16) {
-        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
-        const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-        const __m512 floats = _mm512_castsi512_ps(bits);
-        _mm512_store_ps(wide + i, floats);
-        // As integers, magnitudes order as they should, and NaN is the largest.
-        largest = _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(largest),
-                                                       _mm512_castps_si512(_mm512_abs_ps(floats))));
-        sum = _mm512_add_ps(sum, floats);
-      }
-      sums[s] = _mm512_reduce_add_ps(sum);
-    }
-    const float largest_x =
-        std::bit_cast<float>(_mm512_reduce_max_epu32(_mm512_castps_si512(largest)));
-    if (!(largest_x < 0x1p90f) || (largest_x < 0x1p-80f && largest_x != 0)) return false;
-    if (has_outlier(wide, largest_x)) return false;
-    const float largest_product = largest_x * largest_of_table;
-    const int exponent = largest_x == 0 ? 0 : exponent_of_product(largest_product);
-    const __m512 factor = _mm512_set1_ps(power_of_two(kLargest<kBits> - exponent));
-    for (std::size_t i = 0; i < kTileK; i += 16) {
-      _mm512_store_ps(wide + i, _mm512_mul_ps(_mm512_load_ps(wide + i), factor));
-    }
-    for (std::size_t s = 0; s < std::size_t(kSteps); s++) {
-      build_step<kBits>(wide + s * kStep, values, out->sums[s]);
-    }
-    out->unit = power_of_two(exponent - kLargest<kBits>);
-    const std::size_t run = std::size_t(kSteps) / w.groups_per_tile;
-    for (std::size_t g = 0; g < w.groups_per_tile; g++) {
-      out->x_sums[g] = 0;
-      for (std::size_t s = 0; s < run; s++) out->x_sums[g] += sums[g * run + s];
-    }
-  }
-  return true;
-}
 
 // Where four stripes' codes and scales begin.
 struct Stripes {
@@ -317,6 +156,10 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
     const ScaleType type = bytes ? ScaleType::bf16 : ScaleType(int(w.zero_type) - 1);
     load_groups<kGroups>(w.zeros, stripes, slot, bytes, type, zeros);
   }
+  const TileTables<kBits>* sums_of = &table;
+  // GCC 12 would copy all 32 registers of tables to the stack once a tile, and look up in the copy
+  // (256 rows, warm: 14.8 -> 13.4 us; 1 bit has half of them, and is better with the copy).
+  if constexpr (kBits == 2) asm volatile("" : "+r"(sums_of));
   unroll<kGroups>([&](auto group) FDK_LAMBDA {
     constexpr int g = group.value;
     // Four chains of products: a single one is waited for (2 bits, 256 rows: 21.7 -> 20.4 us warm).
@@ -329,8 +172,8 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
         __m512i index = codes.at[s / 2][t];
         if constexpr (s % 2 == 1) index = _mm512_srli_epi16(index, 4);
         index = _mm512_ternarylogic_epi32(index, nibble, table_of, 0xEA);  // (index & 15) | table
-        const __m512i low = _mm512_load_si512(table.sums[s][t][0]);
-        const __m512i high = _mm512_load_si512(table.sums[s][t][1]);
+        const __m512i low = _mm512_load_si512(sums_of->sums[s][t][0]);
+        const __m512i high = _mm512_load_si512(sums_of->sums[s][t][1]);
         __m512i &lo = lows[t % 2], &hi = highs[t % 2];
         lo = _mm512_dpbusd_epi32(lo, _mm512_permutexvar_epi8(index, low), one);
         hi = _mm512_dpbusd_epi32(hi, base, _mm512_permutexvar_epi8(index, high));
@@ -360,88 +203,86 @@ FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
 }
 
 template <int kBits, int kGroups, bool kAffine>
-void gemv_stripes(const Weight& w, const TileTables<kBits>* tables, float* y, std::size_t begin,
-                  std::size_t end) {
+void gemv_stripes(const TableTask& task) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
+  const Weight& w = *task.weight;
+  const auto* tables = static_cast<const TileTables<kBits>*>(task.tables);
   const Transposer<kBits> transpose;
   const std::size_t stripe_bytes = w.tiles * kBytes;
   const std::size_t scale_bytes = w.stored_groups * kTileRows * bytes_of(w.scale_type);
   const std::size_t scale_step = kStripesAtOnce * scale_bytes / w.tiles;
-  for (std::size_t stripe = begin; stripe < end; stripe += kStripes) {
-    const std::size_t count = end - stripe < kStripes ? end - stripe : kStripes;
-    const std::size_t blocks = ceil_div(count, kStripesAtOnce);
-    Stripes stripes[kBlocks];
-    __m512 y_sums[kBlocks];
-    for (std::size_t i = 0; i < blocks * kStripesAtOnce; i++) {
-      const std::size_t at = stripe + (i < count ? i : count - 1);  // repeated, and then dropped
-      Stripes& of = stripes[i / kStripesAtOnce];
-      of.codes[i % kStripesAtOnce] = w.codes + at * stripe_bytes;
-      of.slots[i % kStripesAtOnce] = at * w.stored_groups * kTileRows;
-    }
-    for (std::size_t b = 0; b < blocks; b++) y_sums[b] = _mm512_setzero_ps();
-    const std::uint8_t* next = w.codes + (stripe + count) * stripe_bytes;
-    const std::uint8_t* next_scales =
-        static_cast<const std::uint8_t*>(w.scales) + (stripe + count) * scale_bytes;
-    RowCodes<kBits> ahead = transpose(stripes[0], 0);
-    std::size_t slot = 0, left = w.tiles_per_group;
-    for (std::size_t tile = 0; tile < w.tiles; tile++) {
-      for (std::size_t b = 0; b < blocks; b++) {
-        if (stripe == begin && tile + kTilesAhead < w.tiles) {  // which nobody fetched ahead
-          for (const std::uint8_t* codes : stripes[b].codes) {
-            fetch(codes + (tile + kTilesAhead) * kBytes, kBytes);
-          }
-        }
-        if (stripe + count < end) {
-          fetch(next, kBytes * kStripesAtOnce);
-          fetch(next_scales, scale_step);
-          next += kBytes * kStripesAtOnce;
-          next_scales += scale_step;
-        }
-        // Those of the next 16 rows before the sums of these: what depends on nothing yet would
-        // wait behind them (1 bit, warm: 14.8 -> 14.2 us for 256 rows, 2 bits: 27.2 -> 25.8).
-        const RowCodes<kBits> codes = ahead;
-        const bool last = b + 1 == blocks;
-        const std::size_t of_tile = last && tile + 1 < w.tiles ? tile + 1 : tile;
-        ahead = transpose(stripes[last ? 0 : b + 1], of_tile * kBytes);
-        add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, codes, y_sums[b]);
-      }
-      if (kGroups > 1 || --left == 0) {
-        slot += kGroups * kTileRows;
-        left = w.tiles_per_group;
-      }
-    }
+  const std::size_t count = task.end - task.begin, blocks = ceil_div(count, kStripesAtOnce);
+  Stripes stripes[kBlocks];
+  __m512 y_sums[kBlocks];
+  for (std::size_t i = 0; i < blocks * kStripesAtOnce; i++) {
+    const std::size_t at = task.begin + (i < count ? i : count - 1);  // repeated, and then dropped
+    Stripes& of = stripes[i / kStripesAtOnce];
+    of.codes[i % kStripesAtOnce] = w.codes + at * stripe_bytes;
+    of.slots[i % kStripesAtOnce] = at * w.stored_groups * kTileRows;
+  }
+  for (std::size_t b = 0; b < blocks; b++) y_sums[b] = _mm512_setzero_ps();
+  // Of the stripes that come after, four for each block here, and a tile of them for each tile.
+  const std::size_t first = task.next < w.stripes ? task.next : w.stripes;
+  std::size_t to_fetch = (w.stripes - first) / kStripesAtOnce * w.tiles;
+  const std::uint8_t* next = w.codes + first * stripe_bytes;
+  const auto* next_scales = static_cast<const std::uint8_t*>(w.scales) + first * scale_bytes;
+  RowCodes<kBits> ahead = transpose(stripes[0], 0);
+  std::size_t slot = 0, left = w.tiles_per_group;
+  for (std::size_t tile = 0; tile < w.tiles; tile++) {
     for (std::size_t b = 0; b < blocks; b++) {
-      const std::size_t first = b * kStripesAtOnce * kTileRows, rows = count * kTileRows - first;
-      const __mmask16 there = rows >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << rows) - 1);
-      _mm512_mask_storeu_ps(y + stripe * kTileRows + first, there, y_sums[b]);
+      if (!task.fetched && tile + kTilesAhead < w.tiles) {
+        for (const std::uint8_t* from : stripes[b].codes) {
+          fetch(from + (tile + kTilesAhead) * kBytes, kBytes);
+        }
+      }
+      if (to_fetch != 0) {
+        fetch(next, kBytes * kStripesAtOnce);
+        fetch(next_scales, scale_step);
+        next += kBytes * kStripesAtOnce;
+        next_scales += scale_step;
+        to_fetch--;
+      }
+      // Those of the next 16 rows before the sums of these: what depends on nothing yet would
+      // wait behind them (1 bit, warm: 14.8 -> 14.2 us for 256 rows, 2 bits: 27.2 -> 25.8).
+      const RowCodes<kBits> codes = ahead;
+      const bool last = b + 1 == blocks;
+      const std::size_t of_tile = last && tile + 1 < w.tiles ? tile + 1 : tile;
+      ahead = transpose(stripes[last ? 0 : b + 1], of_tile * kBytes);
+      add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, codes, y_sums[b]);
     }
+    if (kGroups > 1 || --left == 0) {
+      slot += kGroups * kTileRows;
+      left = w.tiles_per_group;
+    }
+  }
+  for (std::size_t b = 0; b < blocks; b++) {
+    const std::size_t row = b * kStripesAtOnce * kTileRows, rows = count * kTileRows - row;
+    const __mmask16 there = rows >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << rows) - 1);
+    _mm512_mask_storeu_ps(task.y + task.begin * kTileRows + row, there, y_sums[b]);
   }
 }
 
 template <int kBits, bool kAffine>
-FDK_INLINE void gemv_groups(const Weight& w, const TileTables<kBits>* tables, float* y,
-                            std::size_t begin, std::size_t end) {
-  switch (w.groups_per_tile) {
+FDK_INLINE void gemv_groups(const TableTask& task) {
+  switch (task.weight->groups_per_tile) {
     case 1:
-      return gemv_stripes<kBits, 1, kAffine>(w, tables, y, begin, end);
+      return gemv_stripes<kBits, 1, kAffine>(task);
     case 2:
-      return gemv_stripes<kBits, 2, kAffine>(w, tables, y, begin, end);
+      return gemv_stripes<kBits, 2, kAffine>(task);
     default:
-      return gemv_stripes<kBits, 4, kAffine>(w, tables, y, begin, end);
+      return gemv_stripes<kBits, 4, kAffine>(task);
   }
 }
 
 template <int kBits>
-FDK_INLINE void gemv_bits(const Weight& w, const void* tables, float* y, std::size_t begin,
-                          std::size_t end) {
-  const auto* of_tiles = static_cast<const TileTables<kBits>*>(tables);
-  if (w.zeros != nullptr) return gemv_groups<kBits, true>(w, of_tiles, y, begin, end);
-  return gemv_groups<kBits, false>(w, of_tiles, y, begin, end);
+FDK_INLINE void gemv_bits(const TableTask& task) {
+  if (task.weight->zeros != nullptr) return gemv_groups<kBits, true>(task);
+  return gemv_groups<kBits, false>(task);
 }
 
-void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std::size_t end) {
-  if (w.bits == 1) return gemv_bits<1>(w, tables, y, begin, end);
-  return gemv_bits<2>(w, tables, y, begin, end);
+void gemv(const TableTask& task) {
+  if (task.weight->bits == 1) return gemv_bits<1>(task);
+  return gemv_bits<2>(task);
 }
 
 bool build(const Weight& w, const void* x, void* tables) {
@@ -452,6 +293,6 @@ bool build(const Weight& w, const void* x, void* tables) {
 
 }  // namespace
 
-extern const TableKernels kAvx512Tables = {takes, sizeof(TileTables<2>), build, gemv};
+extern const TableKernels kAvx512Tables = {takes, sizeof(TileTables<2>), build, kStripes, gemv};
 
 }  // namespace fdk

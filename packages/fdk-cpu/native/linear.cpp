@@ -44,10 +44,16 @@ void linear_grad_x(const PackedWeight& weight, Activation activation, const void
                    std::size_t m, void* grad_x, std::size_t threads) {
   const Layout& layout = weight.layout;
   const Kernels& kernels = float_kernels_for(current_isa());
+  const Kernels& own = kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
+    if (own.grad_panels != nullptr) {
+      grad_panels(weight, w, own, offset(grad_y, row * layout.n, activation), rows,
+                  offset(grad_x, row * layout.k, activation), threads);
+      continue;
+    }
     grad_rows(weight, w, kernels, activation, offset(grad_y, row * layout.n, activation), rows,
               offset(grad_x, row * layout.k, activation), threads);
   }

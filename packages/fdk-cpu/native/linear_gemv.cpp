@@ -1,7 +1,6 @@
 // Few rows of x: each decodes the weight anew, or meets tables over it.
 #include <algorithm>
 #include <cassert>
-#include <utility>
 #include <vector>
 
 #include "convert.h"
@@ -16,10 +15,6 @@ namespace {
 
 // Stripes that the passes of gemv over many rows of x share: 64 KiB at 4 bits and k = 4096.
 constexpr std::size_t kPassStripes = 8;
-// Pieces a thread gets of a loop whose kernel fetches a block of stripes ahead: in small ones that
-// would be another thread's.
-constexpr std::size_t kBlockPieces = 2;
-
 // x :: [m, k] to [m][positions].
 template <class T>
 void stage_rows(const Layout& layout, const std::vector<std::uint32_t>& columns, Activation type,
@@ -65,22 +60,6 @@ void sum_pairs(const std::uint16_t* x, std::size_t count, std::size_t run, float
   }
 }
 
-// One row of x as a set's TableKernels have it, and those; none where x or the weight needs gemv.
-struct Tables {
-  const TableKernels* kernels;
-  Buffer<std::uint8_t> built;
-};
-
-// x :: [positions], as gemv has it.
-Tables tables_for(const Kernels& kernels, const Weight& w, const void* x) {
-  for (const TableKernels* tables = kernels.tables; tables != nullptr; tables = tables->next) {
-    if (!tables->takes(w)) continue;
-    Buffer<std::uint8_t> built(w.tiles * tables->tile_bytes);
-    if (tables->build(w, x, built.get())) return {tables, std::move(built)};
-  }
-  return {nullptr, Buffer<std::uint8_t>(0)};
-}
-
 }  // namespace
 
 void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
@@ -103,10 +82,8 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   }
   const std::uint8_t* from = as_it_is ? static_cast<const std::uint8_t*>(x) : staged.get();
   // Tables are built anew for each row of x: of several, gemv decodes the weight once.
-  const Tables tables =
-      m == 1 ? tables_for(kernels, w, from) : Tables{nullptr, Buffer<std::uint8_t>(0)};
-  const bool by_tables = tables.kernels != nullptr;
-  const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr && !by_tables;
+  if (m == 1 && linear_by_tables(packed, w, kernels.tables, type, from, bias, y, threads)) return;
+  const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
   if (needs_sums) {
     const std::size_t steps = kTileK / kStep / w.groups_per_tile;
@@ -115,15 +92,12 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
   }
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);
-  const std::size_t chunk = by_tables && tables.kernels->fetches_block
-                                ? ceil_div(layout.stripes, threads * kBlockPieces)
-                                : chunk_for(layout.stripes, threads);
+  const std::size_t chunk = chunk_for(layout.stripes, threads);
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t begin, std::size_t end) {
-    if (by_tables) tables.kernels->gemv(w, tables.built.get(), products.get(), begin, end);
     // Few stripes at a time, whose codes the second pass over them finds in the cache.
     const std::size_t passes = ceil_div(m, kernels.gemv_rows);
     const std::size_t stripes = passes == 1 ? end - begin : kPassStripes;
-    for (std::size_t stripe = begin; stripe < end && !by_tables; stripe += stripes) {
+    for (std::size_t stripe = begin; stripe < end; stripe += stripes) {
       for (std::size_t pass = 0; pass < passes; pass++) {
         const std::size_t row = pass * m / passes, rows = (pass + 1) * m / passes - row;
         // A kernel that meets one row reads sums of whole runs: those of more rows are of steps.

@@ -10,6 +10,11 @@ namespace fdk {
 
 // Rows of x or grad_y up to kMaxRows of rows.h; tensors as linear and linear_grad_x have them.
 
+// x :: [1][positions] in the kernel's order. False, and y as it was, where none of the table
+// kernels takes the weight, or x has what they cannot hold.
+bool linear_by_tables(const PackedWeight& packed, const Weight& w, const TableKernels* kernels,
+                      Activation type, const void* x, const void* bias, void* y,
+                      std::size_t threads);
 // m up to what kernels.gemv_limit says: kernels.gemv, or kernels.tables for one row.
 void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
                  Activation type, const void* x, std::size_t m, const void* bias, void* y,
@@ -20,5 +25,8 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
                    std::size_t threads);
 void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kernels, Activation type,
                const void* grad_y, std::size_t m, void* grad_x, std::size_t threads);
+// The same in bf16, for sets that have GradPanels; grad_y and grad_x are bf16.
+void grad_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
+                 const void* grad_y, std::size_t m, void* grad_x, std::size_t threads);
 
 }  // namespace fdk

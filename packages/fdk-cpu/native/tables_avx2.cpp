@@ -12,6 +12,7 @@
 // tile lie side by side), and different bytes of the same rows, b and b + 16, at 2 bits.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "avx2_tile.h"
@@ -292,80 +293,78 @@ FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
 }
 
 template <int kBits, int kGroups, bool kAffine>
-void gemv_stripes(const Weight& w, const TileTables<kBits>* tables, float* y, std::size_t begin,
-                  std::size_t end) {
+void gemv_stripes(const TableTask& task) {
   constexpr std::size_t kBytes = tile_bytes(kBits), kAtOnce = kStripesAtOnce<kBits>;
   constexpr std::size_t kBlocks = kStripes / kAtOnce, kStripesOfSum = kAtOnce / kSums;
+  const Weight& w = *task.weight;
+  const auto* tables = static_cast<const TileTables<kBits>*>(task.tables);
   const std::size_t stripe_bytes = w.tiles * kBytes;
   const std::size_t scale_bytes = w.stored_groups * kTileRows * bytes_of(w.scale_type);
   const std::size_t scale_step = kAtOnce * scale_bytes / w.tiles;
-  for (std::size_t stripe = begin; stripe < end; stripe += kStripes) {
-    const std::size_t count = std::min(kStripes, end - stripe);
-    const std::size_t blocks = ceil_div(count, kAtOnce);
-    Stripes<kBits> stripes[kBlocks];
-    __m256 y_sums[kBlocks][kSums];
-    for (std::size_t i = 0; i < blocks * kAtOnce; i++) {
-      const std::size_t at = stripe + std::min(i, count - 1);  // repeated, and then dropped
-      stripes[i / kAtOnce].codes[i % kAtOnce] = w.codes + at * stripe_bytes;
-      stripes[i / kAtOnce].slots[i % kAtOnce] = at * w.stored_groups * kTileRows;
-    }
+  const std::size_t count = task.end - task.begin, blocks = ceil_div(count, kAtOnce);
+  Stripes<kBits> stripes[kBlocks];
+  __m256 y_sums[kBlocks][kSums];
+  for (std::size_t i = 0; i < blocks * kAtOnce; i++) {
+    const std::size_t at = task.begin + std::min(i, count - 1);  // repeated, and then dropped
+    stripes[i / kAtOnce].codes[i % kAtOnce] = w.codes + at * stripe_bytes;
+    stripes[i / kAtOnce].slots[i % kAtOnce] = at * w.stored_groups * kTileRows;
+  }
+  for (std::size_t b = 0; b < blocks; b++) {
+    for (int s = 0; s < kSums; s++) y_sums[b][s] = _mm256_setzero_ps();
+  }
+  // Of the stripes that come after, as many for each block here as it has.
+  const std::size_t first_next = std::min(task.next, w.stripes);
+  std::size_t to_fetch = (w.stripes - first_next) / kAtOnce * w.tiles;
+  const std::uint8_t* next = w.codes + first_next * stripe_bytes;
+  const auto* next_scales = static_cast<const std::uint8_t*>(w.scales) + first_next * scale_bytes;
+  std::size_t slot = 0, left = w.tiles_per_group;
+  for (std::size_t tile = 0; tile < w.tiles; tile++) {
     for (std::size_t b = 0; b < blocks; b++) {
-      for (int s = 0; s < kSums; s++) y_sums[b][s] = _mm256_setzero_ps();
-    }
-    const std::uint8_t* next = w.codes + (stripe + count) * stripe_bytes;
-    const std::uint8_t* next_scales =
-        static_cast<const std::uint8_t*>(w.scales) + (stripe + count) * scale_bytes;
-    std::size_t slot = 0, left = w.tiles_per_group;
-    for (std::size_t tile = 0; tile < w.tiles; tile++) {
-      for (std::size_t b = 0; b < blocks; b++) {
-        if (stripe + count < end) {
-          fetch(next, kBytes * kAtOnce);
-          fetch(next_scales, scale_step);
-          next += kBytes * kAtOnce;
-          next_scales += scale_step;
-        }
-        alignas(32) __m256i codes[kBytesOfHalf];
-        transpose<kBits>(stripes[b], tile * kBytes, codes);
-        add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, codes, y_sums[b]);
+      if (to_fetch != 0) {
+        fetch(next, kBytes * kAtOnce);
+        fetch(next_scales, scale_step);
+        next += kBytes * kAtOnce;
+        next_scales += scale_step;
+        to_fetch--;
       }
-      if (kGroups > 1 || --left == 0) {
-        slot += kGroups * kTileRows;
-        left = w.tiles_per_group;
-      }
+      alignas(32) __m256i codes[kBytesOfHalf];
+      transpose<kBits>(stripes[b], tile * kBytes, codes);
+      add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, codes, y_sums[b]);
     }
-    for (std::size_t i = 0; i < blocks * kSums; i++) {
-      const std::size_t first = i * kStripesOfSum;
-      if (first >= count) break;
-      store_sums<kBits>(y_sums[i / kSums][i % kSums], y + (stripe + first) * kTileRows,
-                        count - first);
+    if (kGroups > 1 || --left == 0) {
+      slot += kGroups * kTileRows;
+      left = w.tiles_per_group;
     }
+  }
+  for (std::size_t i = 0; i < blocks * kSums; i++) {
+    const std::size_t first = i * kStripesOfSum;
+    if (first >= count) break;
+    store_sums<kBits>(y_sums[i / kSums][i % kSums], task.y + (task.begin + first) * kTileRows,
+                      count - first);
   }
 }
 
 template <int kBits, bool kAffine>
-FDK_INLINE void gemv_groups(const Weight& w, const TileTables<kBits>* tables, float* y,
-                            std::size_t begin, std::size_t end) {
-  switch (w.groups_per_tile) {
+FDK_INLINE void gemv_groups(const TableTask& task) {
+  switch (task.weight->groups_per_tile) {
     case 1:
-      return gemv_stripes<kBits, 1, kAffine>(w, tables, y, begin, end);
+      return gemv_stripes<kBits, 1, kAffine>(task);
     case 2:
-      return gemv_stripes<kBits, 2, kAffine>(w, tables, y, begin, end);
+      return gemv_stripes<kBits, 2, kAffine>(task);
     default:
-      return gemv_stripes<kBits, 4, kAffine>(w, tables, y, begin, end);
+      return gemv_stripes<kBits, 4, kAffine>(task);
   }
 }
 
 template <int kBits>
-FDK_INLINE void gemv_bits(const Weight& w, const void* tables, float* y, std::size_t begin,
-                          std::size_t end) {
-  const auto* of_tiles = static_cast<const TileTables<kBits>*>(tables);
-  if (w.zeros != nullptr) return gemv_groups<kBits, true>(w, of_tiles, y, begin, end);
-  return gemv_groups<kBits, false>(w, of_tiles, y, begin, end);
+FDK_INLINE void gemv_bits(const TableTask& task) {
+  if (task.weight->zeros != nullptr) return gemv_groups<kBits, true>(task);
+  return gemv_groups<kBits, false>(task);
 }
 
-void gemv(const Weight& w, const void* tables, float* y, std::size_t begin, std::size_t end) {
-  if (w.bits == 1) return gemv_bits<1>(w, tables, y, begin, end);
-  return gemv_bits<2>(w, tables, y, begin, end);
+void gemv(const TableTask& task) {
+  if (task.weight->bits == 1) return gemv_bits<1>(task);
+  return gemv_bits<2>(task);
 }
 
 bool build(const Weight& w, const void* x, void* tables) {
@@ -376,7 +375,7 @@ bool build(const Weight& w, const void* x, void* tables) {
 
 }  // namespace
 
-extern const TableKernels kAvx2Tables = {takes,      sizeof(TileTables<2>), build, gemv, true,
+extern const TableKernels kAvx2Tables = {takes,      sizeof(TileTables<2>), build, kStripes, gemv,
                                          &kAvx2Fixed};
 
 }  // namespace fdk

@@ -1,9 +1,7 @@
-// 1 and 2 bits by tables over the activations: AVX2.
+// One row of x by tables of 1 and 2 bits: AVX2.
 //
-// The idea is T-MAC's, and the integers are those of kernels_avx512tables.cpp: four bits of a row
-// hold the codes of 4 or 2 activations, whose 16 possible sums are computed once a call, as 16-bit
-// integers of a power of two for each tile of x. `vpshufb` looks up 16 rows in one table, the low
-// and the high bytes of the sums apart, so that codes are transposed first: byte b of 16 rows.
+// `vpshufb` looks up 16 rows in one table, the low and the high bytes of the sums apart, so that
+// codes are transposed first: byte b of 16 rows.
 //
 // Bytes are summed in 16-bit lanes. Those of odd rows are cut out (`vpmaddubsw`) and summed by
 // themselves; what the lanes hold modulo 2^16, less 256 times that, is the sum of the even rows.
@@ -13,9 +11,8 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cmath>
 
-#include "avx2_tile.h"
+#include "avx2_tables.h"
 #include "kernels.h"
 #include "simd_float.h"
 #include "x86_scales.h"
@@ -23,139 +20,11 @@
 namespace fdk {
 namespace {
 
-constexpr int kBytesOfHalf = 16;  // of a row, that one register of 16 rows has in each half
-constexpr int kNibbles = 2;
-constexpr int kRunCount = 4;    // of 32 positions, a tile: byte b and nibble q are of 2 (b % 2) + q
-constexpr int kBias = 1 << 15;  // of the sums, which are looked up as unsigned bytes
-// The exponent of the largest product, as an integer: the sum of 4 or 2 of them fits 16 bits.
-template <int kBits>
-inline constexpr int kLargest = 11 + kBits;
-// Half of the values of a tile may lie so far below its largest: kernels_avx512tables.cpp says why.
-constexpr float kOutlier = 0x1p-6f;
-
 // Stripes of 4 rows that one register of codes has.
 template <int kBits>
 inline constexpr std::size_t kStripesAtOnce = 8 / kBits;
 // Registers of 8 sums that these make; at 2 bits, sums of the same 4 rows in both halves.
 constexpr int kSums = 4;
-
-// What is kept of a tile of x.
-template <int kBits>
-struct alignas(64) TileTables {
-  // At byte b and nibble q, low bytes and then high ones.
-  std::uint8_t sums[kBytesOfHalf][kNibbles][2][16 * kBits];
-  float x_sums[kRunCount][kFloats];  // of x, by group: for zero points
-  float unit;                        // of the sums
-};
-
-// Four products of kLargest = 12 reach 2^15: this much less.
-int exponent_of_product(float largest) { return exponent_of(largest * 1.004f); }
-
-float largest_value(const Weight& w) {
-  float largest = 0;
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float magnitude = std::fabs(w.table[c]);
-    if (!(magnitude <= largest)) largest = magnitude;
-  }
-  return largest;
-}
-
-bool takes(const Weight& w) {
-  if (w.bits > 2 || w.groups_per_tile > 4) return false;  // groups of 16 share a table
-  const float largest = largest_value(w);
-  if (!(largest > 0x1p-30f && largest < 0x1p30f)) return false;
-  const float to_integer = power_of_two(11 + w.bits - exponent_of_product(largest));
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float scaled = w.table[c] * to_integer;
-    if (scaled != float(int(scaled))) return false;
-  }
-  return true;
-}
-
-// Where position p of a tile lies in x, of each 16 positions the even ones first.
-constexpr std::size_t place_of(std::size_t p) { return p / 16 * 16 + p % 2 * 8 + p % 16 / 2; }
-
-// The sums of one table, as bytes of 16 entries: `low`, and the high ones.
-template <int kBits>
-FDK_INLINE void build_table(const float* x, std::size_t first, const __m256 (*values)[2],
-                            std::uint8_t* low, std::uint8_t* high) {
-  constexpr int kCodes = 4 / kBits;                      // of a table
-  constexpr std::size_t kStep = 8 * std::size_t(kBits);  // from one's position to the next
-  __m256 sums[2] = {_mm256_set1_ps(kBias), _mm256_set1_ps(kBias)};
-  FDK_UNROLL
-  for (int i = 0; i < kCodes; i++) {
-    const __m256 of_x = _mm256_broadcast_ss(x + place_of(first + std::size_t(i) * kStep));
-    sums[0] = _mm256_fmadd_ps(of_x, values[i][0], sums[0]);
-    sums[1] = _mm256_fmadd_ps(of_x, values[i][1], sums[1]);
-  }
-  // Entries 0 to 3, 8 to 11, 4 to 7 and 12 to 15.
-  const __m256i words =
-      _mm256_packus_epi32(_mm256_cvtps_epi32(sums[0]), _mm256_cvtps_epi32(sums[1]));
-  const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(255)),
-                                            _mm256_srli_epi16(words, 8));
-  const __m256i in_order =
-      _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  _mm_store_si128(reinterpret_cast<__m128i*>(low), _mm256_castsi256_si128(in_order));
-  _mm_store_si128(reinterpret_cast<__m128i*>(high), _mm256_extracti128_si256(in_order, 1));
-}
-
-template <int kBits>
-void build_tables(const float* x, const __m256 (*values)[2], TileTables<kBits>& out) {
-  for (std::size_t b = 0; b < std::size_t(kBytesOfHalf); b++) {
-    for (std::size_t q = 0; q < std::size_t(kNibbles); q++) {
-      for (std::size_t half = 0; half < std::size_t(kBits); half++) {
-        const std::size_t first = 64 * (b % 2) + 32 * q + b / 2 + 8 * half;
-        std::uint8_t (*to)[16 * kBits] = out.sums[b][q];
-        build_table<kBits>(x, first, values, to[0] + 16 * half, to[1] + 16 * half);
-      }
-    }
-  }
-}
-
-// Sums of x by group, for each half of a register.
-template <int kBits>
-void sum_groups(const float* x, std::size_t groups, TileTables<kBits>& out) {
-  const std::size_t width = kTileK / groups, step = 8 * std::size_t(kBits);
-  for (std::size_t g = 0; g < groups; g++) {
-    float sums[2] = {0, 0};
-    for (std::size_t p = g * width; p < (g + 1) * width; p++) {
-      sums[p % step / 8] += x[place_of(p)];
-    }
-    for (std::size_t i = 0; i < kFloats; i++) out.x_sums[g][i] = sums[kBits == 1 ? 0 : i / 4];
-  }
-}
-
-// x :: [tiles * kTileK] float32. False where x has what these integers cannot hold: NaN and
-// infinity, a tile of nothing but very small numbers, or outliers.
-template <int kBits>
-bool build_tiles(const Weight& w, const float* x, TileTables<kBits>* out) {
-  constexpr int kCodes = 4 / kBits;
-  const float largest_of_table = largest_value(w);
-  __m256 values[kCodes][2];  // at index e, of the i-th code in e
-  for (int i = 0; i < kCodes; i++) {
-    alignas(32) float entries[16];
-    for (int e = 0; e < 16; e++) {
-      entries[e] = w.table[e >> (kBits * i) & ((1 << kBits) - 1)];
-    }
-    values[i][0] = _mm256_load_ps(entries);
-    values[i][1] = _mm256_load_ps(entries + 8);
-  }
-  for (std::size_t tile = 0; tile < w.tiles; tile++, x += kTileK, out++) {
-    const float largest = largest_of(x);
-    if (!(largest < 0x1p90f) || (largest < 0x1p-80f && largest != 0)) return false;
-    if (mostly_below(x, largest * kOutlier)) return false;
-    const int exponent = largest == 0 ? 0 : exponent_of_product(largest * largest_of_table);
-    const __m256 factor = _mm256_set1_ps(power_of_two(kLargest<kBits> - exponent));
-    alignas(32) float scaled[kTileK];
-    for (std::size_t i = 0; i < kTileK; i += kFloats) {
-      _mm256_store_ps(scaled + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), factor));
-    }
-    build_tables<kBits>(scaled, values, *out);
-    out->unit = power_of_two(exponent - kLargest<kBits>);
-    if (w.zeros != nullptr) sum_groups(x, w.groups_per_tile, *out);
-  }
-  return true;
-}
 
 // Where the codes and scales of the stripes of a register begin.
 template <int kBits>

@@ -211,13 +211,15 @@ def run_fill(source: str, warp: int, raw: np.ndarray, memory: np.ndarray) -> Non
             execute("{ " + statement + " }", registers)
 
 
-@pytest.mark.parametrize(("count", "warps"), [(4, 8), (16, 4)])
+@pytest.mark.parametrize(("tiles", "warps"), [(1, 8), (2, 4)])
 @pytest.mark.parametrize("table", [0, 32 << 10])
-def test_add_warps(count: int, warps: int, table: int) -> None:
+def test_add_warps(tiles: int, warps: int, table: int) -> None:
     """Phase by phase: all warps store, then the first adds, in the order of the warps."""
+    count = 4 * tiles * tiles
+    lines = add_warps(tiles, tiles, warps, table)
     generator = np.random.default_rng(count)
     sums = generator.standard_normal((warps, count, LANES), np.float32)
-    statements = [each.strip() for each in add_warps(count, warps, table).strip("{} ").split(";")]
+    statements = [each.strip() for each in lines.strip("{} ").split(";")]
     memory = np.full((table + count * warps * 128) // 4, np.nan, np.float32)
     stored = re.compile(r"st\.shared\.v4\.f32 \[a \+ (\d+)\], \{(.*)\}")
     loaded = re.compile(r"@q ld\.shared\.v4\.f32 \{(.*)\}, \[a \+ (\d+)\]")

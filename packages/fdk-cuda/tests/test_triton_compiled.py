@@ -26,7 +26,7 @@ from fdk_cuda.triton.configs import (  # noqa: E402
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
 from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
-from fdk_cuda.triton.shared import table_bytes  # noqa: E402
+from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel  # noqa: E402
 
@@ -47,18 +47,22 @@ TENSORS = {
 BITS = (1, 3, 4, 8)
 
 
-def constants(bits: int, affine: bool) -> dict[str, object]:
-    a = Arrangement(4096, 4096, bits, 64)
+LARGE = (4096, 4096, 64)
+
+
+def constants(bits: int, affine: bool, shape: tuple[int, int, int] = LARGE) -> dict[str, object]:
+    """As ``Weight.constants``, for a weight of n, k and a group size."""
+    a = Arrangement(shape[0], shape[1], bits, shape[2])
     return {
         "BITS": bits,
         "WORDS": a.words,
         "POSITIONS": POSITIONS[bits],
-        "GROUP": 64,
-        "PADDED_GROUP": 64,
+        "GROUP": a.padded_group if a.groups == 1 else a.group_size,
+        "PADDED_GROUP": a.padded_group,
         "SEGMENT": a.segment,
-        "ONE_GROUP": False,
-        "EXACT": True,
-        "PAIRED": True,
+        "ONE_GROUP": a.groups == 1,
+        "EXACT": a.k == a.k_tiles * a.tile_k,
+        "PAIRED": a.paired,
         "AFFINE": affine,
         "HAS_BIAS": True,
         "ASSEMBLY": True,
@@ -68,9 +72,18 @@ def constants(bits: int, affine: bool) -> dict[str, object]:
 
 
 def compile_kernel(
-    kernel: object, target: int, arguments: dict[str, object], warps: int, stages: int = 3
+    kernel: object,
+    target: int,
+    arguments: dict[str, object],
+    warps: int,
+    stages: int = 3,
+    ones: tuple[str, ...] = (),
+    aligned: tuple[str, ...] = ("n", "k"),
 ) -> object:
+    """For sizes that are 1, if the kernel lets Triton know, and such as are multiples of 16."""
     names = kernel.arg_names
+    never = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    arguments = arguments | {name: 1 for name in ones if name not in never}
     signature = {
         name: "constexpr" if name in arguments else TENSORS.get(name, "i32") for name in names
     }
@@ -78,7 +91,7 @@ def compile_kernel(
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name in TENSORS or name in ("n", "k")
+        if name in TENSORS or name in aligned
     }
     source = ASTSource(kernel, signature, known, attributes)
     options = {"num_warps": warps, "num_stages": stages}
@@ -121,12 +134,33 @@ def test_small_table(bits: int, n: int) -> None:
     """A table in shared memory, the sums of the warps, and what Triton takes, unasked."""
     for m in (8, 16):
         compiled = compile_small(bits, False, n, m, 90)
-        arrays = re.findall(r"\.shared \.align 16 \.b8 \w+\[(\d+)\]", compiled.asm["ptx"])
-        static = sum(map(int, arrays))
-        assert static >= table_bytes(bits, False)
-        assert compiled.metadata.shared + static <= UNASKED_BYTES
+        assert static_bytes(compiled) >= table_bytes(bits, False)
+        assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
         assert stack_bytes(compiled, 90) == 0
         assert_sums_by_warp(compiled)
+
+
+def static_bytes(compiled: object) -> int:
+    """Of shared memory that assembly declares, of which Triton does not know."""
+    arrays = re.findall(r"\.shared \.align 16 \.b8 \w+\[(\d+)\]", compiled.asm["ptx"])
+    return sum(map(int, arrays))
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("rows", [True, False], ids=["row", "groups"])
+@pytest.mark.parametrize("affine", [False, True], ids=["codebook", "affine"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_small_shared(bits: int, affine: bool, rows: bool, m: int) -> None:
+    """What is declared and what Triton takes is no more than was counted, and fits unasked.
+
+    Of the conformance kit's shapes: one tile of k, or few; x ends within a tile.
+    """
+    group_size = 88 if rows else (16, 24)[(bits + m) % 2]
+    n, k = 37, 88 if rows else 3 * group_size
+    config, m_tiles = small_config(n, m, bits, GPUS[9, 0]), 1 if m <= 8 else 2
+    compiled = compile_small(bits, affine, n, m, 90, k, group_size)
+    counted, _ = small_bytes(config.n_tiles, m_tiles, config.warps, table_bytes(bits, affine))
+    assert compiled.metadata.shared + static_bytes(compiled) <= counted <= UNASKED_BYTES
 
 
 def assert_sums_by_warp(compiled: object) -> None:
@@ -143,10 +177,12 @@ def small_spills(bits: int, affine: bool, n: int, m: int, target: int) -> int:
     return stack_bytes(compile_small(bits, affine, n, m, target), target)
 
 
-def compile_small(bits: int, affine: bool, n: int, m: int, target: int) -> object:
+def compile_small(
+    bits: int, affine: bool, n: int, m: int, target: int, k: int = 4096, group_size: int = 64
+) -> object:
     """By the configuration that is chosen for a GPU."""
     config = small_config(n, m, bits, GPUS[divmod(target, 10)])
-    arguments = constants(bits, affine) | {
+    arguments = constants(bits, affine, (n, k, group_size)) | {
         "N_TILES": config.n_tiles,
         "M_TILES": 1 if m <= 8 else 2,
         "WARPS": config.warps,
@@ -154,7 +190,12 @@ def compile_small(bits: int, affine: bool, n: int, m: int, target: int) -> objec
         "FETCH": config.fetch if target >= 90 else 0,
         "OVERLAP": target >= 90 and config.overlap,
     }
-    return compile_kernel(small_kernel, target, arguments, config.warps)
+    a = Arrangement(n, k, bits, group_size)
+    ones = [name for name in ("k_tiles", "groups") if getattr(a, name) == 1]
+    aligned = [name for name, size in (("n", n), ("k", k)) if size % 16 == 0]
+    return compile_kernel(
+        small_kernel, target, arguments, config.warps, ones=tuple(ones), aligned=tuple(aligned)
+    )
 
 
 @pytest.mark.parametrize(

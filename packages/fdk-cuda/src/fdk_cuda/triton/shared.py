@@ -70,38 +70,48 @@ def lane_place(bits: int) -> str:
 
 
 @triton.constexpr_function
-def replaces_table(size: int, table: int) -> bool:
-    """Whether sums of so many bytes go where the table is.
+def sums_bytes(n_tiles: int, m_tiles: int, warps: int) -> int:
+    """Of the sums of all warps, 16 bytes at a time."""
+    return 512 * n_tiles * m_tiles * warps
 
-    Results take half as much again, of Triton's, and all must fit what a program gets unasked.
+
+@triton.constexpr_function
+def small_bytes(n_tiles: int, m_tiles: int, warps: int, table: int) -> tuple[int, bool]:
+    """Shared memory of a program of ``small_kernel`` at most, its assembly's and Triton's.
+
+    For every dtype and group size. The second is whether the sums go where the table is: where both
+    would not fit what a program gets unasked, and the table has room for them.
     """
-    return table > 0 and table + size * 3 // 2 > UNASKED_BYTES
+    sums = sums_bytes(n_tiles, m_tiles, warps)
+    # Triton's own, one after the other: results, 16 bits each, and x of two positions where its
+    # columns are not known to be neighbours.
+    buffers = max(sums // 2, 512 * m_tiles * warps)
+    replaces = sums <= table and table + sums + buffers > UNASKED_BYTES
+    return table + (0 if replaces else sums) + buffers, replaces
 
 
 @triton.constexpr_function
-def fits_sums(size: int, table: int) -> bool:
-    """Whether a program of ``small_kernel`` has room for its sums."""
-    if replaces_table(size, table):
-        return size <= table and table + size // 2 <= UNASKED_BYTES
-    return size * 3 // 2 <= UNASKED_BYTES
+def fits_small(n_tiles: int, m_tiles: int, warps: int, table: int) -> bool:
+    """Whether a program of ``small_kernel`` has room: Triton asks for no more than its own."""
+    return small_bytes(n_tiles, m_tiles, warps, table)[0] <= UNASKED_BYTES
 
 
 @triton.constexpr_function
-def add_warps(count: int, warps: int, table: int) -> str:
+def add_warps(n_tiles: int, m_tiles: int, warps: int, table: int) -> str:
     """The sums of all warps in their order, in the first; in others what comes out is not used.
 
-    Every thread has ``count`` sums, a multiple of 4, of elements that differ between lanes alone.
+    Every thread has ``4 * n_tiles * m_tiles`` sums of elements that differ between lanes alone.
     They go where a table of so many bytes is, the address of which is the second argument, if both
     would not fit a program.
     """
-    step = 512 * warps
-    size = count // 4 * step
-    assert fits_sums(size, table)
+    count, step = 4 * n_tiles * m_tiles, 512 * warps
+    assert fits_small(n_tiles, m_tiles, warps, table)
     lines = [".reg .pred q; .reg .b32 a, c; .reg .f32 t0, t1, t2, t3;"]
-    if replaces_table(size, table):
+    if small_bytes(n_tiles, m_tiles, warps, table)[1]:
         # Some warp may still read the table.
         lines.append(f"mov.b32 a, ${2 * count}; bar.sync 0;")
     else:
+        size = sums_bytes(n_tiles, m_tiles, warps)
         lines.append(f".shared .align 16 .b8 sums[{size}]; mov.u32 a, sums;")
     lines.append("mov.u32 c, %tid.x; setp.lt.u32 q, c, 32; mad.lo.u32 a, c, 16, a;")
     for i in range(0, count, 4):

@@ -103,7 +103,9 @@ def load_scales(
 # values :: [dtype 2, 2^bits, int16]      lanes :: [dtype 2, 2, 32, int32]
 # bias   :: [n, dtype]
 # out    :: [m, n, dtype]
-@triton.jit(do_not_specialize=["m"])
+# Were k_tiles known to be 1 there would be no loop, and Triton wrote ``add_warps`` twice, each with
+# shared memory of its own (3.6, affine formats of one group a row: 52 KiB at 1 bit, no launch).
+@triton.jit(do_not_specialize=["m", "k_tiles"])
 def small_kernel(
     x_ptr,
     words_ptr,
@@ -309,7 +311,7 @@ def small_kernel(
         # [WARPS, BLOCK_N, BLOCK_M], whole in the first warp
         SUMS: tl.constexpr = 4 * N_TILES * M_TILES
         y = tl.inline_asm_elementwise(
-            add_warps(SUMS, WARPS, table_bytes(BITS, AFFINE)),
+            add_warps(N_TILES, M_TILES, WARPS, table_bytes(BITS, AFFINE)),
             add_constraints(SUMS),
             [y, table],
             dtype=tl.float32,

@@ -35,7 +35,7 @@ from fdk_cuda.triton.configs import (
 )
 from fdk_cuda.triton.decode import lookup_tables
 from fdk_cuda.triton.launch import Config, Weight
-from fdk_cuda.triton.shared import fits_sums, table_bytes
+from fdk_cuda.triton.shared import fits_small, table_bytes
 from fdk_cuda.triton.stored import Entry, load_entries, store_entries
 from fdk_formats.format import Format
 from fdk_formats.scales import SCALE_DTYPES
@@ -175,7 +175,7 @@ def candidates(m: int, bits: int, gpu: Gpu, *, affine: bool) -> list[Config]:
         fitting = (
             as_run(SmallConfig(tiles, warps, *way), gpu)
             for tiles, warps, way in grid
-            if fits_sums(512 * tiles * warps * (1 if m <= 8 else 2), table)
+            if fits_small(tiles, 1 if m <= 8 else 2, warps, table)
         )
         # On a GPU that does not overlap some are the same.
         found += dict.fromkeys(fitting)

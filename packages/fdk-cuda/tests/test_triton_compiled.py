@@ -214,7 +214,8 @@ def test_gemm(target: int, bits: int, config: GemmConfig) -> None:
 def test_gemm_table(bits: int, m: int) -> None:
     """Triton asks for more shared memory than a program gets unasked, and there is as much."""
     config = gemm_config(8192, m, bits, Arrangement(8192, 8192, bits, 64).k_tiles, GPUS[9, 0])
-    assert takes_table(config, bits, TARGETS[90])
+    assert takes_table(config, bits, 64, TARGETS[90])
+    assert not takes_table(config, bits, 16, TARGETS[90])
     compiled = compile_gemm(config, bits, False, 90)
     assert compiled.metadata.shared > UNASKED_BYTES
     assert compiled.metadata.shared + table_bytes(bits, False) <= TARGETS[90]
@@ -228,7 +229,7 @@ def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> ob
         "BLOCK_M": config.block_m,
         "GROUP_M": 4,
         "STAGES": config.stages,
-        "TABLE": takes_table(config, bits, TARGETS[target]),
+        "TABLE": takes_table(config, bits, 64, TARGETS[target]),
     }
     return compile_kernel(gemm_kernel, target, arguments, config.warps, config.stages)
 

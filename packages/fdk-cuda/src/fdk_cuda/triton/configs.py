@@ -242,13 +242,14 @@ def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:
     return tile_k * bits // 8 * block_n, 2 * tile_k * config.block_m
 
 
-def takes_table(config: GemmConfig, bits: int, shared: int) -> bool:
+def takes_table(config: GemmConfig, bits: int, group: int, shared: int) -> bool:
     """Whether ``gemm_kernel`` may fill a table in shared memory, of which Triton does not know.
 
     Triton asks for more than a program gets unasked as soon as its own buffers need it, and then
-    for all: with buffers just below that there would be no room.
+    for all: with buffers just below that there would be no room. Groups of 16 bring so many scales
+    to a stage that these leave none (affine, 1 bit, k = 48: 204800 bytes without the table).
     """
-    if bits not in STRIDES:
+    if bits not in STRIDES or group < 32:
         return False
     table = STRIDES[bits] << INDEX_BITS[bits]
     words, x = stage_bytes(config, bits)

@@ -233,7 +233,9 @@ def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tenso
             "BLOCK_M": config.block_m,
             "GROUP_M": 4,
             "STAGES": config.stages,
-            "TABLE": takes_table(config, a.bits, gpu_at(x.get_device()).shared_bytes),
+            "TABLE": takes_table(
+                config, a.bits, a.padded_group, gpu_at(x.get_device()).shared_bytes
+            ),
         }
         blocks_n = triton.cdiv(a.n_tiles, config.tiles * config.warps)
         grid = (blocks_n * triton.cdiv(m, config.block_m), config.split_k)

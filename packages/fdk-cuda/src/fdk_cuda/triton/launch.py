@@ -139,6 +139,7 @@ def launch(
     sizes: Sequence[int],
     constants: dict[str, Any],
     is_right: Callable[[Any], bool] = lambda compiled: True,
+    /,
     **options: int,
 ) -> bool:
     """Launches a kernel through Triton, which compiles it where it has not, and remembers it.

@@ -18,6 +18,7 @@ from fdk_cuda.marlin.backward import (
     backward_shapes,
 )
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout
+from fdk_cuda.marlin.ops import max_backward_rows
 from fdk_cuda.marlin.plan import Device
 from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_backward_program
 from fdk_formats.packing import pack
@@ -215,3 +216,19 @@ def test_precompile_takes_the_gradient_where_asked(monkeypatch: pytest.MonkeyPat
     count = module.precompile(layers, gradient=True)
     assert len(programs) == without + count
     assert programs.count("hopper_backward.cu") == 2 * len(TILE_COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("format", "most"),
+    [
+        ("nf4-g64", 2048),
+        ("custom1-g64", 2048),
+        ("custom3-g64", 1024),
+        ("affine3-g32", 1024),
+        ("custom8-g64", 1024),
+        ("affine8-g64", 2048),
+    ],
+)
+def test_most_rows_from_packed_bytes(format: str, most: int) -> None:
+    """Two widths are slower than dequantising and cuBLAS earlier than the others."""
+    assert max_backward_rows(format) == most

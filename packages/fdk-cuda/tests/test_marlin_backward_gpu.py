@@ -10,13 +10,7 @@ from torch import Tensor
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.ops import (
-    MAX_BACKWARD_ROWS,
-    MAX_LARGE_BACKWARD_ROWS,
-    dequantise,
-    hopper_grad_x,
-    linear_op,
-)
+from fdk_cuda.marlin.ops import dequantise, hopper_grad_x, linear_op, max_backward_rows
 from fdk_cuda.marlin.plan import Device
 from fdk_cuda.nvrtc import swizzled_map
 from fdk_cuda.nvrtc.driver import cuda
@@ -167,12 +161,12 @@ def test_backward_in_a_row() -> None:
         assert torch.equal(run(pause=False), wanted)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_gradient_takes_the_faster_way(bits: int) -> None:
     """From packed bytes for any number of rows up to the most; then through cuBLAS."""
     _, layout = packed_weight(f"custom{bits}-g64", 200, 320)
     weight = layout.packed, layout.codebook, str(layout.format)
-    most = MAX_LARGE_BACKWARD_ROWS if bits == 8 else MAX_BACKWARD_ROWS
+    most = max_backward_rows(str(layout.format))
     for m in (1, 30, most, most + 1):
         dy = random_dy(m, 200)
         dx = linear_op.grad_op(dy, *weight, False, 200, 320)

@@ -49,6 +49,12 @@ VARIANTS = [
         (torch.float16, torch.float32, 2, True),
     )
 ]
+# And one_row.cu's with scales of the other types.
+SMALL_VARIANTS = [
+    *VARIANTS,
+    Variant(1, torch.float16, torch.float32, 1, False),
+    Variant(1, torch.bfloat16, torch.float16, 1, False),
+]
 # On Hopper, a third way to scale.
 HOPPER_VARIANTS = [
     *VARIANTS,
@@ -68,7 +74,7 @@ def check_resources(program, arch, shape=None):
 
 
 @pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+@pytest.mark.parametrize("variant", SMALL_VARIANTS, ids=variant_id)
 def test_small_m_spills_nothing(variant, arch):
     """The instantiations that the plans of usual shapes take, each at its own number of warps."""
     group_size = 32 if variant.per_row == 2 else 64
@@ -78,6 +84,7 @@ def test_small_m_spills_nothing(variant, arch):
         assert Variant.of(geometry, variant.dtype) == variant
         for m in (1, 4, MAX_ROWS):
             shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
+    assert any(shape.is_one_row for shape in shapes) == variant.has_one_row
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
 

@@ -12,6 +12,7 @@ import torch
 from fdk_cuda.marlin import ready
 from fdk_cuda.nvrtc import Launch
 from fdk_cuda.nvrtc import launch as launch_module
+from fdk_formats.testing import poisoned
 
 N, K, FORMAT = 96, 128, "nf4-g64"
 FIELDS = "5P2if"
@@ -104,6 +105,21 @@ def test_ready_call(made, launched, batch):
     assert launched == [(*addresses, x.numel() // K, N, 0.0)]
     made(x)(x, None, TENSORS)
     assert launched[-1][3] == 0
+
+
+def test_memory_of_deterministic_torch_is_filled(made):
+    """So that an output which no kernel has written is seen."""
+    call = made(X)
+    with poisoned():
+        assert call(X, None, TENSORS).isnan().all()
+
+
+def test_ready_call_without_the_memory_of_inductor(made, launched, monkeypatch):
+    """No version of torch promises its function."""
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda")
+    y = made(X)(X, None, TENSORS)
+    assert (y.shape, y.dtype) == ((2, N), X.dtype)
+    assert launched[-1][4] == y.data_ptr()
 
 
 def test_ready_call_leaves_other_devices_to_the_op(made, launched, monkeypatch):

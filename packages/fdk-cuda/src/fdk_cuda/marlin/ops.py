@@ -26,13 +26,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 96
 # The same on Hopper for codebooks of 256 values, whose lookups take longer than the tensor cores:
 # 8192 x 8192: 208 us against 231 with 1024 rows, 449 against 438 with 2048. Smaller ones are faster
-# fused up to 8192 rows at least, affine codes of 8 bits up to 4096: 812 us against 850.
+# fused up to 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to
+# 4096 rows only: 812 us against 850.
 MAX_HOPPER_ROWS = 1536
 # And of the gradient, on Hopper. 8192 x 8192 with 2048 rows, at 1, 2, 3 and 4 bits and affine ones
 # of 8: 357, 388, 399, 402 and 426 us against 389, 404, 396, 414 and 436; with 4096 rows, 2 bits:
-# 854 against 827. Codebooks of 256 values: 216 against 236 with 1024 rows, 438 against 421 with
-# 2048.
-MAX_BACKWARD_ROWS, MAX_LARGE_BACKWARD_ROWS = 2048, 1024
+# 854 against 827. So 3 bits have the lower limit (1024 rows: 202 against 223), and codebooks of 256
+# values: 216 against 236 with 1024 rows, 438 against 421 with 2048.
+MAX_BACKWARD_ROWS, MAX_SLOW_BACKWARD_ROWS = 2048, 1024
 ALIGNMENT = 16
 
 
@@ -47,7 +48,7 @@ def marlin_linear(
     k: int,
 ) -> Tensor:
     """``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
-    _check_dtype("x", x, codebook)
+    _check_dtype("marlin_linear", "x", x, codebook)
     kernel = kernel_for(
         x.shape[0],
         is_hopper=device_limits(x.device.index).is_hopper,
@@ -142,12 +143,18 @@ def marlin_grad_x(
     k: int,
 ) -> Tensor:
     """``dy @ W_hat``, ``[m, k, dtype]``."""
-    _check_dtype("grad_y", grad_y, codebook)
+    _check_dtype("the gradient of marlin_linear", "grad_y", grad_y, codebook)
     limits = device_limits(grad_y.device.index)
-    most = MAX_LARGE_BACKWARD_ROWS if _has_large_codebook(format) else MAX_BACKWARD_ROWS
-    if limits.is_hopper and grad_y.shape[0] <= most:
+    if limits.is_hopper and grad_y.shape[0] <= max_backward_rows(format):
         return hopper_grad_x(grad_y, packed, codebook, format, n, k)
     return grad_y @ dequantise(packed, codebook, format, n, k)
+
+
+@cache
+def max_backward_rows(format: str) -> int:
+    """The most rows of dy whose gradient comes from the packed bytes, on Hopper."""
+    is_slow = Format.parse(format).bits == 3 or _has_large_codebook(format)
+    return MAX_SLOW_BACKWARD_ROWS if is_slow else MAX_BACKWARD_ROWS
 
 
 def hopper_grad_x(
@@ -168,9 +175,9 @@ def dequantise(packed: Tensor, codebook: Tensor, format: str, n: int, k: int) ->
     return out
 
 
-def _check_dtype(name: str, tensor: Tensor, codebook: Tensor) -> None:
+def _check_dtype(op: str, name: str, tensor: Tensor, codebook: Tensor) -> None:
     if tensor.dtype != codebook.dtype:
-        raise TypeError(f"marlin_linear: {name} must be {codebook.dtype}, got {tensor.dtype}")
+        raise TypeError(f"{op}: {name} must be {codebook.dtype}, got {tensor.dtype}")
 
 
 def _padded(x: Tensor, columns: int) -> Tensor:

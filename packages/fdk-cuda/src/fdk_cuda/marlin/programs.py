@@ -13,7 +13,8 @@ KERNEL_DIRECTORY = Path(__file__).with_name("kernels")
 SCALE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 DEQUANTISE_WARPS = 8
 TABLE_BYTES = 256 * 256
-# one_row.cu: GROUP_BYTES, the digits of 64 values of x and what their sums are scaled with.
+# one_row.cu, which holds itself to it: the digits of 64 values of x, and what their sums are scaled
+# with.
 DIGITS_BYTES = 400
 # 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by step. See decode.cuh.
 ONE_BIT_BASES = {
@@ -150,7 +151,7 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
     )
     if shape.is_one_row:
         assert variant.has_one_row
-        return _program("one_row.cu", options)
+        return _program("one_row.cu", (*options, f"-DDIGITS_BYTES={DIGITS_BYTES}"))
     return _program("small_m.cu", (*options, f"-DCOLUMN_TILES={shape.column_tiles}"))
 
 

@@ -29,8 +29,9 @@ class ReadyCall:
         self._y_strides = torch.empty(self._y_shape, device="meta").stride()
         self._current_device = torch._C._cuda_getDevice
         # What inductor's code takes its memory with, on the current device: 1.0 us of the host of
-        # an H200, where new_empty takes 2.5.
-        self._empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        # an H200, where new_empty takes 2.5. No version of torch promises it.
+        self._empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+        self._is_deterministic = torch._C._get_deterministic_algorithms
         m = x.numel() // k
         launch, fields = small_launch_for(format, x.dtype, m, n, k, self.device, False)
         self._launch = launch.bound(*fields)
@@ -68,7 +69,12 @@ class ReadyCall:
             return None
         if packed.get_device() != device or codebook.dtype is not dtype:
             return None
-        y: Tensor = self._empty(self._y_shape, self._y_strides, dtype)
+        y: Tensor
+        # Deterministic torch fills what new_empty takes with NaN: torch.utils.deterministic.
+        if self._empty is None or self._is_deterministic():
+            y = x.new_empty(self._y_shape)
+        else:
+            y = self._empty(self._y_shape, self._y_strides, dtype)
         self._launch(packed.data_ptr(), codebook.data_ptr(), address, bias_address, y.data_ptr())
         return y
 

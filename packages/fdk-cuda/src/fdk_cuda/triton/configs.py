@@ -101,7 +101,7 @@ FEW_ROWS = {
     7: Choice(NOTHING_AHEAD, ONE_TILE_4_WARPS, NOTHING_AHEAD_OVERLAP),  # - 21.1 78.2
     8: Choice(ONE_TILE, ONE_TILE_OVERLAP, ONE_TILE_4_WARPS_FETCHED),  # - 20.4 73.8
 }
-# The same for 9 to 16 rows of x.
+# The same for 9 to 16 rows of x; 3 bits, and 8 bits at 28672 x 8192, before sums went so.
 MORE_ROWS = {
     1: Choice(TWO_TILES_8_WARPS, TWO_TILES_FETCHED, TWO_TILES_FETCHED),  # - 13.1 49.0
     2: Choice(TWO_TILES_8_WARPS, TWO_TILES_ALONE, TWO_TILES_FETCHED),  # - 17.5 49.0

@@ -1,7 +1,7 @@
 """Launches of the Triton kernels over one arranged weight."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, reduce
 from operator import or_
@@ -138,16 +138,26 @@ def launch(
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     constants: dict[str, Any],
+    is_right: Callable[[Any], bool] = lambda compiled: True,
+    /,
     **options: int,
-) -> Any:
-    """Launches a kernel through Triton, which compiles it where it has not, and remembers it."""
+) -> bool:
+    """Launches a kernel through Triton, which compiles it where it has not, and remembers it.
+
+    False where ``is_right`` refuses what was compiled, which is then not remembered: another thread
+    must not find it. What it has written is not the result.
+    """
     names = kernel.arg_names[len(tensors) + len(sizes) :]
     compile_time = {name: constants[name] for name in names}
     compiled = kernel[grid](*tensors, *sizes, **compile_time, **options)
-    if not INTERPRETED and not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+    if INTERPRETED:
+        return True
+    if not is_right(compiled):
+        return False
+    if not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
         rest = (*sizes, *compile_time.values())
         _launches[tensors[0].get_device(), key] = Launch(compiled, grid, rest)
-    return compiled
+    return True
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
@@ -296,14 +306,18 @@ def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
         blocks_k = triton.cdiv(a.k_tiles, config.warps) * (POSITIONS[a.bits] // count)
         grid = (blocks_k, triton.cdiv(m, 8 * config.m_tiles), config.split_n)
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
-        warps = config.warps
-        made = launch(key, transposed_kernel, grid, tensors, sizes, constants, num_warps=warps)
-        if not INTERPRETED and not is_in_layout(made.asm["ttgir"]):
+        arguments = tensors, sizes, constants, _transposes_in_layout
+        if not launch(key, transposed_kernel, grid, *arguments, num_warps=config.warps):
             _not_in_layout.add(kind)
             return grad_y @ dequantise(w, grad_y.dtype)
     if split:
         add_parts(target, None, out)
     return out.to(grad_y.dtype) if INTERPRETED else out
+
+
+def _transposes_in_layout(compiled: Any) -> bool:
+    """Also not where Triton has kept no text of the layouts that it chose."""
+    return is_in_layout(compiled.asm.get("ttgir", ""))
 
 
 def dequantise(w: Weight, dtype: torch.dtype) -> Tensor:

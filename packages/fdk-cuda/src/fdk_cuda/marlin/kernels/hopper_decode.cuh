@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32 keep(uint32 value, int lane) {
   return __shfl_sync(~0u, value, lane);
 }
 
-// A power of two whose last bit of mantissa counts 1, as a pair: 1024 or 128. In a register: an
+// A power of two whose last bit of mantissa counts 1, as a pair: 1024 or 128. In a register: a
 // second immediate costs LOP3 a second instruction.
 __device__ __forceinline__ uint32 ones_place(int lane) {
   return keep(lane == 0 ? FP16 ? 0x64006400u : 0x43004300u : 0u, 0);
@@ -370,7 +370,8 @@ struct HopperDecoder {
     for (int e = 0; e < 2; e++) {
       const uint32 place = 0x7404 | (2 * i + e) << 4;
       values[e] = __uint_as_float(byte_permute(word, 0x47000000u, place));
-      // Exact: the product with a bf16 scale has 24 bits.
+      // Exact for bf16 scales up to 2^112: the product of 32768 and a zero point with one has 24
+      // bits. From 1.98 * 2^112 on it may overflow.
       if (SCALES_IN_DTYPE)
         values[e] = __fmaf_rn(values[e], row.scale, -((32768.f + row.zero_point) * row.scale));
       else

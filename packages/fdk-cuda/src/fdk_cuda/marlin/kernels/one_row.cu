@@ -25,6 +25,9 @@ static_assert(BITS == 1 && !AFFINE && PER_ROW == 1 && ROW_GROUPS == 1);
 constexpr int DIGITS = 3, QUAD = 4;
 constexpr int FACTORS_BYTES = QUAD * 4;
 constexpr int GROUP_BYTES = FRAGMENTS * DIGITS * QUAD * 16 + FACTORS_BYTES;
+// What Python decides, which counts the shared memory:
+//   DIGITS_BYTES  of the digits of a group and what their sums are scaled with
+static_assert(GROUP_BYTES == DIGITS_BYTES);
 constexpr int HALVES = 2;  // of 8 rows, in a fragment
 // To x times a power of two this adds so much that the sum's lower bytes are its digits, each moved
 // to the middle of a byte's range: 2^23 + 0x408080.
@@ -161,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) one_row(const __grid_co
     convert(shared + group_of(own) * GROUP_BYTES, Values(packed), t, own < groups);
     packed = next;
   }
+  __syncwarp();  // the lanes of a warp may have left `convert` apart
   if (walk.split > 1) wait_mailboxes();
-  __syncwarp();
 
   // Columns past the digits are zeros. A count of one in the third lane meets the sum of x.
   int start[4] = {t == 2, 0, t == 2, 0};

@@ -1,0 +1,70 @@
+"""What the launcher remembers, with a kernel that only counts."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fdk_cuda.triton import launch as launch_module
+from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.configs import TRANSPOSED_CONFIGS
+from fdk_cuda.triton.launch import Weight, launch, relaunch, transposed
+
+
+class FakeKernel:
+    """Stands for a kernel and what Triton compiles of it; counts calls that go past Triton."""
+
+    def __init__(self, asm: dict[str, str], arg_names: tuple[str, ...] = ("x_ptr",)) -> None:
+        self.arg_names, self.again = arg_names, 0
+        self.compiled = SimpleNamespace(run=self._run, function=None, packed_metadata=None, asm=asm)
+
+    def _run(self, *arguments: object) -> None:
+        self.again += 1
+
+    def __getitem__(self, grid: object) -> object:
+        return lambda *arguments, **options: self.compiled
+
+
+@pytest.fixture(autouse=True)
+def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)
+    monkeypatch.setattr(launch_module, "_launches", {})
+    monkeypatch.setattr(launch_module, "_not_in_layout", set())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_is_not_right_is_not_remembered(is_right: bool) -> None:
+    """While it is looked at, another thread finds nothing either."""
+    tensors, kernel, key = (torch.zeros(4),), FakeKernel({}), ("some", "key")
+    found = []
+
+    def look(compiled: object) -> bool:
+        found.append(relaunch(key, tensors))
+        return is_right
+
+    assert launch(key, kernel, (1,), tensors, (), {}, look) == is_right
+    assert found == [False]
+    assert relaunch(key, tensors) == is_right
+    assert kernel.again == int(is_right)
+
+
+@pytest.mark.parametrize("asm", [{}, {"ttgir": "no transposition"}], ids=["none", "other"])
+def test_gradient_without_the_right_layout(
+    asm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the dequantised weight, also where Triton has kept no text of its layouts."""
+    names = "y words scale zero values lanes out m n k k_tiles groups"
+    monkeypatch.setattr(launch_module, "transposed_kernel", FakeKernel(asm, tuple(names.split())))
+    weight = torch.eye(64, dtype=torch.bfloat16)
+    monkeypatch.setattr(launch_module, "dequantise", lambda w, dtype: weight)
+    one = torch.zeros(4)
+    w = Weight(one, one, None, one, one, Arrangement(64, 64, 4, 64))
+    grad_y = torch.randn(2, 64).bfloat16()
+    for _ in range(2):
+        assert torch.equal(transposed(grad_y, w, replace(TRANSPOSED_CONFIGS[0], split_n=1)), grad_y)
+    assert launch_module._not_in_layout
+    assert not launch_module._launches

@@ -77,7 +77,7 @@ class TritonOps:
     counters: Tensor | None = None
 
     def prepare(self, batch: int, kv_heads: int, device: str) -> None:
-        """Counters for so many sequences; graphs captured before hold the old ones, freed as a cache is."""
+        """Counters for so many sequences; those of before go, as a cache does."""
         from fdk_bench.attention_kernel import new_counters
 
         self.counters = new_counters(batch, kv_heads, device)

@@ -130,6 +130,7 @@ def test_graph_of_a_prompt_on_gpu():
     expected = llama.cache.clone()
     replay = captured_prompt(llama, prompt)
     llama.cache.zero_()
-    replay()
+    assert replay.is_graph
+    replay.call()
     assert torch.equal(llama.cache, expected)
     assert expected.any()

@@ -57,7 +57,7 @@ def models(
         bool,
         typer.Option(
             "--compile/--no-compile",
-            help="With torch.compile, or our kernels where a random llama is on a GPU; 16 bits too.",
+            help="With torch.compile; a random llama on a GPU with our kernels; 16 bits too.",
         ),
     ] = True,
     fused: Annotated[

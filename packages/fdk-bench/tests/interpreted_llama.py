@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from fdk_bench import attention_kernel
@@ -13,6 +14,7 @@ OURS, THEIRS = TritonOps(), TorchOps()
 
 def attend(heads, kv_heads, head_dim, batch, length, position, parts, *config):
     """A step; entries of the cache that are not there yet are NaN."""
+    OURS.prepare(batch, kv_heads, "cpu")
     attention_kernel.parts_of = lambda *sizes: parts
     attention_kernel.config_for = lambda *sizes: attention_kernel.AttendConfig(*config)
     qkv = torch.randn(batch, 1, (heads + 2 * kv_heads) * head_dim)
@@ -27,7 +29,18 @@ def attend(heads, kv_heads, head_dim, batch, length, position, parts, *config):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine[:, :, :, : position + 1], cache[:, :, :, : position + 1])
     assert mine[:, :, :, position + 1 :].isnan().all()
-    assert not any(counters.any() for counters in attention_kernel._kept_counters.values())
+    assert not OURS.counters.any()
+
+
+def refused(heads, kv_heads, head_dim):
+    """Shapes that the kernel does not take are named."""
+    qkv = torch.randn(1, 1, (heads + 2 * kv_heads) * head_dim)
+    cache, position = torch.zeros(2, 1, kv_heads, 64, head_dim), torch.tensor([3])
+    turns = rotary_table(64, head_dim, "cpu")
+    group = heads // kv_heads
+    said = f"got {group} and {head_dim}"
+    with pytest.raises(ValueError, match=said):
+        attention_kernel.attend(qkv, turns, position, cache)
 
 
 def prompt(heads, kv_heads, head_dim, batch, length, tokens):
@@ -55,16 +68,18 @@ def rest(rows, dim):
 
 def choice(batch, vocabulary):
     """The first of equals, and the position."""
-    logits = torch.randn(batch, vocabulary)
-    logits[0, [7, vocabulary - 1]] = 9.0
-    tokens, position = torch.zeros(batch, 1, dtype=torch.int64), torch.tensor([41])
-    choose(logits, tokens, position)
-    assert tokens[0] == 7
-    assert torch.equal(tokens, logits.argmax(-1, keepdim=True))
-    assert position.tolist() == [42]
+    wide = torch.randn(batch, 3, vocabulary + 5)
+    wide[..., vocabulary:] = 99.0
+    strided = wide[:, -1, :vocabulary]  # as the last token's logits may lie
+    strided[0, [7, vocabulary - 1]] = 9.0
+    for logits in (strided.clone(), strided, strided.T.contiguous().T):
+        tokens, position = torch.zeros(batch, 1, dtype=torch.int64), torch.tensor([41])
+        choose(logits, tokens, position)
+        assert tokens[0] == 7
+        assert torch.equal(tokens, logits.argmax(-1, keepdim=True))
+        assert position.tolist() == [42]
 
 
 torch.manual_seed(0)
-{"attend": attend, "prompt": prompt, "rest": rest, "choice": choice}[sys.argv[1]](
-    *map(int, sys.argv[2:])
-)
+WHAT = {"attend": attend, "refused": refused, "prompt": prompt, "rest": rest, "choice": choice}
+WHAT[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -22,6 +22,9 @@ CASES = [
     ("attend", 12, 2, 32, 2, 192, 130, 3, 64, 4, 3),
     ("attend", 4, 2, 32, 1, 320, 20, 4, 16, 4, 3),
     ("attend", 4, 2, 32, 1, 192, 130, 2, 128, 8, 1),
+    ("refused", 34, 2, 32),
+    ("refused", 4, 2, 96),
+    ("refused", 4, 2, 8),
     ("prompt", 6, 2, 16, 2, 70, 67),
     ("prompt", 4, 4, 32, 1, 8, 2),
     ("rest", 3, 96),
@@ -127,6 +130,7 @@ def test_graph_of_a_prompt_on_gpu():
     expected = llama.cache.clone()
     replay = captured_prompt(llama, prompt)
     llama.cache.zero_()
-    replay()
+    assert replay.is_graph
+    replay.call()
     assert torch.equal(llama.cache, expected)
     assert expected.any()

@@ -1,7 +1,9 @@
 """Whole models: the llama against transformers', bytes by hand, the measurement, the command."""
 
+import importlib
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -163,6 +165,37 @@ def test_measure_case():
     assert 0 < values.step_time_min <= values.step_time
     assert values.first_token_time > 0
     assert (values.memory, values.graph, values.build_seconds) == (None, False, 5.0)
+    assert values.first_token_graph is False
+
+
+@pytest.mark.parametrize("works", [True, False])
+@torch.inference_mode()
+def test_a_prompt_tells_whether_it_is_a_graph(works, monkeypatch):
+    def captured(call):
+        if not works:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return call
+
+    monkeypatch.setattr(decoding, "captured", captured)
+    monkeypatch.setattr(Llama, "captures_prompts", True)
+    told = nullcontext() if works else pytest.warns(UserWarning, match="timed without a graph")
+    with told:
+        prompt = decoding.captured_prompt(small_llama(), torch.zeros(2, 3, dtype=torch.int64))
+    assert prompt.is_graph is works
+    assert prompt.call().shape == (2, 1)
+
+
+def test_dependent_launches_end_with_the_measurement(monkeypatch):
+    """Compiled inside, and nobody else's code is compiled so afterwards."""
+    config = importlib.import_module("torch._inductor.config").triton
+    if not hasattr(config, "enable_pdl"):
+        pytest.skip("needs a torch whose compiler has enable_pdl")
+    seen = []
+    monkeypatch.setattr(Llama, "compile_blocks", lambda self: seen.append(config.enable_pdl))
+    before = config.enable_pdl
+    case = case_of(compiled=True)
+    measure_case(case, build_llama(case, [1]), GigabyteAPerSecond(), 0.0)
+    assert (seen, config.enable_pdl) == ([True], before)
 
 
 def test_wrong_layer_is_refused():

@@ -1,6 +1,7 @@
 """Peers: right answers, what they do not take, and a limit on their time."""
 
 import itertools
+import signal
 import time
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from fdk_bench import limits
 from fdk_bench.cases import KernelCase
 from fdk_bench.kernels import KernelRun, absent, measure
 from fdk_bench.limits import TookTooLongError, time_limit
@@ -141,6 +143,41 @@ def test_time_limit():
     with pytest.raises(TookTooLongError, match=said), time_limit(0.05, "a loop"):
         time.sleep(5)
     time.sleep(0.1)  # nothing is left of it
+
+
+def test_time_limit_of_code_that_catches_exceptions(monkeypatch):
+    """It is told again, and once more at the end."""
+    monkeypatch.setattr(limits, "AGAIN_SECONDS", 0.05)
+    caught = []
+
+    def loop():
+        for _ in range(3):
+            try:
+                time.sleep(5)
+            except Exception as error:
+                caught.append(error)
+
+    with pytest.raises(TookTooLongError, match="a loop"), time_limit(0.05, "a loop"):
+        loop()
+    assert len(caught) == 3
+
+
+def test_time_limit_gives_back_an_earlier_timer():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with time_limit(60.0, "nothing"):
+            pass
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with time_limit(60.0, "a nap"):
+            time.sleep(0.1)
+        time.sleep(0.1)  # it was due inside
+        assert rung == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_gemlite_takes_the_configurations_of_the_nearest_shape():

@@ -269,6 +269,32 @@ def test_rows_of_a_part_that_is_cut_are_kept(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "chip" / "kernels.jsonl").read_text()) == kernel()
 
 
+@pytest.mark.parametrize(
+    ("before", "command", "kept"),
+    [
+        (0, "fdk-bench kernels -k 64", 2),
+        (1, "fdk-bench kernels -k 64", 2),
+        (3, "fdk-bench kernels -k 64", 3),
+        (3, "fdk-bench kernels -k 128", 2),  # other cases: more of them are not more of ours
+    ],
+)
+def test_a_part_that_is_cut_replaces_no_more_rows(before, command, kept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    part, line = recording.Part("kernels", "kernels", ()), json.dumps(kernel()) + "\n"
+    measured, recorded = recording.WORK / "kernels", tmp_path / "chip" / "kernels.jsonl"
+    for folder in (measured, recorded.parent):
+        folder.mkdir(parents=True)
+    (measured / "kernels.jsonl").write_text(2 * line)
+    if before:
+        recorded.write_text(before * (json.dumps(kernel(command=command)) + "\n"))
+    (measured / recording.CUT).touch()
+    recording._keep(part, recorded.parent)
+    assert recorded.read_text().count("\n") == kept
+    (measured / recording.CUT).unlink()  # one that ended replaces what there is
+    recording._keep(part, recorded.parent)
+    assert recorded.read_text() == 2 * line
+
+
 def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
     arguments = parts[0].arguments
     part = recording.Part("kernels", "kernels", arguments, warm=(arguments, ("--no-such",)))

@@ -1,6 +1,9 @@
 """Timing in turns, with a clock that is told how long each call takes."""
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 
 from fdk_bench import timing
 from fdk_bench.timing import summarise, time_calls
@@ -78,3 +81,18 @@ def test_one_that_raises_does_not_stop_the_others(clock):
     broken, fine = time_calls([[fails], [lambda: clock.spend(1.0)]], seconds=0, inner=2, outer=3)
     assert isinstance(broken, RuntimeError)
     assert fine.samples == 6
+
+
+@pytest.mark.parametrize("copies", [1, 40])
+def test_no_eager_sample_is_a_first_call(copies, clock, monkeypatch):
+    """Of any copy: what is packed or looked up then would be counted as the host's work."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+
+    def call():
+        cost = iter([100.0, *[1.0] * 99])
+        return lambda: clock.spend(next(cost))
+
+    _, count, eager = timing._capture([call() for _ in range(copies)], 40)
+    assert (count, eager) == (40, 1.0)

@@ -9,11 +9,17 @@ and says where more rows take over 5 % less time than fewer do. Each is checked 
 
 import argparse
 import json
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from marlin import COLD_BYTES, graph_times, hopper_run, random_weight, small_run
 
+from fdk_bench.records import source_commit
+from fdk_cuda import __version__
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.plan import MAX_ROWS
 from fdk_formats.testing import nrmse
@@ -47,6 +53,21 @@ def time_rows(n: int, k: int, bits: int) -> dict[str, object]:
     shortest = 3 + 8 * n * k / 8192**2  # microseconds, about
     times = graph_times(runs, int(GRAPH_MICROSECONDS / shortest), replays=REPLAYS)
     return {"n": n, "k": k, "bits": bits, "m": MS, "us": times}
+
+
+def facts() -> dict[str, object]:
+    """What makes a row whole: device, versions, commit, time and command."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "fdk_cuda": __version__,
+        },
+        "commit": source_commit(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
 
 
 def steps_down(ms: list[int], times: list[float]) -> list[str]:
@@ -97,12 +118,13 @@ def main() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("not run: needs a GPU of compute capability 9.x")
         return
+    told = facts()
     with args.rows.open("w") as file:
         for shape in args.shapes.split(","):
             n, k = map(int, shape.split("x"))
             for bits in map(int, args.bits.split(",")):
                 row = time_rows(n, k, bits)
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row | told) + "\n")
                 file.flush()
                 down = steps_down(row["m"], row["us"])
                 print(f"{n}x{k} b{bits}:", "; ".join(down) or "monotone within 5 %", flush=True)

@@ -271,3 +271,34 @@ def test_hooks_of_the_weight_are_called() -> None:
     quantised.weight.register_forward_hook(lambda *_: calls.append("after"))
     quantised(torch.ones(1, 64))
     assert calls == ["after"]
+
+
+class Wrapper(nn.Module):
+    """A module in another's place that finds what it lacks in it, as FSDP's does."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped, self.calls = wrapped, 0
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, *args: Tensor | None) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.wrapped(*args)
+        return y
+
+
+def test_a_wrapped_weight() -> None:
+    """A wrapper has the weight under a name of its own, and is called."""
+    quantised, x = layer(), torch.randn(3, 64)
+    weight, expected = quantised.weight, quantised(x)
+    wrapper = Wrapper(weight)
+    quantised._modules["weight"] = wrapper
+    assert torch.equal(quantised(x), expected)
+    assert wrapper.calls == 1
+    quantised._modules["weight"] = torch.compile(weight, backend="eager")
+    assert torch.equal(quantised(x), expected)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fdk_bench.launches import launch_options
 
 ROWS = 16  # rows of q that a tensor core takes at least; the heads of a group are fewer
+FEWEST_CHANNELS = 16  # that tl.dot takes
 ENOUGH_PROGRAMS = 264  # two for each processor of an H200
 LONG = 512  # entries of a cache from which on parts are cut smaller
 
@@ -108,8 +109,8 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
 
     # The first part has the new entry, from registers: nobody reads what is stored in this kernel.
     first = part == 0
-    tl.store(keys + last * HEAD_DIM + channels, k, mask=first & (channels < HEAD_DIM))
-    tl.store(values + last * HEAD_DIM + channels, v, mask=first & (channels < HEAD_DIM))
+    tl.store(keys + last * HEAD_DIM + channels, k, mask=first)
+    tl.store(values + last * HEAD_DIM + channels, v, mask=first)
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
     most = tl.where(first, score, float("-inf"))
     weight = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
@@ -182,6 +183,7 @@ def attend(
     position: Tensor,
     cache: Tensor,
     *,
+    counters: Tensor | None = None,
     parts: int | None = None,
     config: AttendConfig | None = None,
 ) -> Tensor:
@@ -196,14 +198,24 @@ def attend(
         turns: of every position.
         position: of the token.
         cache: written in place.
+        counters: ``arrived`` of the kernel, of one stream at a time: calls that may run at once,
+            graphs included, need counters of their own. None makes some for this call.
         parts: that the cache is cut into; None chooses.
         config: None chooses.
 
     Returns:
         ``[b, 1, heads * head_dim, dtype]``.
+
+    Raises:
+        ValueError: for more heads to a key head, or other channels, than the kernel takes.
     """
     _, b, kv_heads, length, head_dim = cache.shape
     group = qkv.shape[-1] // head_dim // kv_heads - 2
+    if group > ROWS or head_dim < FEWEST_CHANNELS or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"attend: wanted at most {ROWS} heads to a key head and a power of two of at least "
+            f"{FEWEST_CHANNELS} channels a head, got {group} and {head_dim}"
+        )
     config = config or config_for(b * kv_heads, length)
     parts = parts or parts_of(b * kv_heads, length, config.block)
     out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
@@ -211,7 +223,7 @@ def attend(
     if parts > 1:
         shape = (b, kv_heads, parts, group, head_dim + 2)
         partial = qkv.new_empty(shape, dtype=torch.float32)
-        arrived = _counters(qkv.device, b * kv_heads)
+        arrived = new_counters(b, kv_heads, qkv.device) if counters is None else counters
     attend_kernel[kv_heads, b, parts](
         qkv,
         turns,
@@ -237,12 +249,6 @@ def attend(
     return out
 
 
-_kept_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that the kernel leaves as zeros; made once, for a graph could not fill them again."""
-    key = device, count
-    if key not in _kept_counters:
-        _kept_counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
-    return _kept_counters[key]
+def new_counters(batch: int, kv_heads: int, device: str | torch.device) -> Tensor:
+    """Zeros for ``arrived`` of the kernel, which leaves them as zeros."""
+    return torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)

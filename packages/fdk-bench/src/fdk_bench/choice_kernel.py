@@ -52,11 +52,12 @@ def choose(logits: Tensor, tokens: Tensor, position: Tensor) -> None:
 
     torch's argmax has a block of threads for each row and took 35 us (H200).
 
-    logits   :: [b, vocabulary]
+    logits   :: [b, vocabulary]      copied where rows do not lie one after another
     tokens   :: [b, 1, int64]
     position :: [1, int64]
     """
     b, vocabulary = logits.shape
+    logits = logits.contiguous()  # those of Hugging Face may be a slice
     parts = triton.cdiv(vocabulary, PART)
     values = logits.new_empty(b, parts, dtype=torch.float32)
     places = logits.new_empty(b, parts, dtype=torch.int32)

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from warnings import warn
@@ -113,7 +114,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-@torch.inference_mode()
 def measure_case(
     case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int = 0
 ) -> ModelValues:
@@ -121,6 +121,13 @@ def measure_case(
 
     ``before``: bytes of the device that were allocated before the model was built.
     """
+    with torch.inference_mode(), dependent_launches() if case.compiled else nullcontext():
+        return _measure_case(case, built, floor, build_seconds, before)
+
+
+def _measure_case(
+    case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int
+) -> ModelValues:
     decoder, device = built.decoder, torch.device(case.device)
     length = -(-(case.context + case.reps + 4) // CACHE_STEP) * CACHE_STEP
     decoder.prepare(case.batch, length)
@@ -130,7 +137,6 @@ def measure_case(
     if case.compiled:
         # Static shapes: two variants a batch size, and torch stops at 8 of one function.
         torch._dynamo.reset()
-        use_dependent_launches()
         decoder.compile_blocks()
     start = time.perf_counter()
     tokens = first_tokens(decoder, prompt)
@@ -139,7 +145,8 @@ def measure_case(
     _synchronise(device)
     compile_seconds = time.perf_counter() - start
     begin = captured_prompt(decoder, prompt)
-    first = min(_seconds(device, begin) for _ in range(FIRST_TOKEN_REPS))
+    first = min(_seconds(device, begin.call) for _ in range(FIRST_TOKEN_REPS))
+    first_is_graph = begin.is_graph
     del begin
     floor.begin()
     steps = []
@@ -164,22 +171,27 @@ def measure_case(
         floor=least,
         floor_share=least / timing.median,
         graph=step.is_graph,
+        first_token_graph=first_is_graph,
         build_seconds=build_seconds,
         compile_seconds=compile_seconds,
         perplexity=built.perplexity,
     )
 
 
-def use_dependent_launches() -> None:
-    """Has torch's compiler launch kernels before the one ahead has ended, where it can (Hopper).
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Inside, torch's compiler launches kernels before the one ahead has ended, on Hopper.
 
     Every model gets it. 8 blocks of 12b at 4 bits and the head took 784 us without and 755 with
     (H200); at 1 bit nothing changed.
     """
     from torch._inductor import config
 
-    if hasattr(config.triton, "enable_pdl"):
-        config.triton.enable_pdl = True
+    if not hasattr(config.triton, "enable_pdl"):
+        yield
+        return
+    with config.patch({"triton.enable_pdl": True}):
+        yield
 
 
 def first_tokens(decoder: Decoder, prompt: Tensor) -> Tensor:
@@ -197,19 +209,27 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def captured_prompt(decoder: Decoder, prompt: Tensor) -> Callable[[], Any]:
+@dataclass(frozen=True)
+class Prompt:
+    """What gives the first tokens of a prompt, and whether it is the replay of a graph."""
+
+    call: Callable[[], Any]
+    is_graph: bool
+
+
+def captured_prompt(decoder: Decoder, prompt: Tensor) -> Prompt:
     """``first_tokens`` of a prompt as a graph; as calls where that is not to be had."""
 
     def call() -> Tensor:
         return first_tokens(decoder, prompt)
 
     if not decoder.captures_prompts:
-        return call
+        return Prompt(call, is_graph=False)
     try:
-        return captured(call)
+        return Prompt(captured(call), is_graph=True)
     except RuntimeError as error:  # a library that asks the device for something
         warn(f"the first token is timed without a graph: {error}", stacklevel=2)
-        return call
+        return Prompt(call, is_graph=False)
 
 
 class Step:

@@ -2,9 +2,13 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+# Until it is told again: somebody's code may catch every exception, and go on.
+AGAIN_SECONDS = 1.0
 
 
 class TookTooLongError(RuntimeError):
@@ -15,6 +19,8 @@ class TookTooLongError(RuntimeError):
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
     """Ends what runs inside by an exception, between two steps of Python.
 
+    It is raised again each second where what runs inside catches it, and at the end, for what came
+    of code that was interrupted is not to be trusted. A timer that ran before goes on afterwards.
     No limit where there is none to keep (None), or no signal to keep it by: outside the main thread
     and on Windows.
 
@@ -25,14 +31,26 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
     if seconds is None or not main or not hasattr(signal, "setitimer"):
         yield
         return
+    error = TookTooLongError(f"{what} took more than {seconds:g} s")
+    inside, late = True, False
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise TookTooLongError(f"{what} took more than {seconds:g} s")
+        nonlocal late
+        if inside:
+            late = True
+            raise error
 
+    start = time.monotonic()
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
     try:
         yield
     finally:
+        inside = False  # first: nothing that follows may be interrupted
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:  # of a timer that would have ended by now, a moment
+            left = max(left - (time.monotonic() - start), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+    if late:
+        raise error

@@ -150,6 +150,7 @@ class Llama(nn.Module):
         shape = (size.layers, 2, batch, size.kv_heads, length, size.head_dim)
         self.cache = torch.zeros(shape, device=self.device, dtype=self.dtype)
         self.turns = rotary_table(length, size.head_dim, self.device).to(self.dtype)
+        self._prepare_ops()
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits after the last token, ``[b, vocabulary]``.
@@ -171,9 +172,15 @@ class Llama(nn.Module):
             ops = TritonOps()
             for module in (self, *self.blocks):
                 module.ops = ops
+            self._prepare_ops()
             return
         for block in self.blocks:
             block.compile(fullgraph=True, dynamic=False)
+
+    def _prepare_ops(self) -> None:
+        """Counters for the batch of the cache, where the kernels count."""
+        if isinstance(self.ops, TritonOps):
+            self.ops.prepare(self.cache.shape[2], self.size.kv_heads, self.device)
 
     @property
     def captures_prompts(self) -> bool:

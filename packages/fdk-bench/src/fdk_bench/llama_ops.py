@@ -68,7 +68,19 @@ class TorchOps:
 
 
 class TritonOps:
-    """Kernels of ours: one each for a sum with its norm, SwiGLU, and attention of one token."""
+    """Kernels of ours: one each for a sum with its norm, SwiGLU, and attention of one token.
+
+    Attributes:
+        counters: of attention; a model's own, for those of two streams or graphs would mix.
+    """
+
+    counters: Tensor | None = None
+
+    def prepare(self, batch: int, kv_heads: int, device: str) -> None:
+        """Counters for so many sequences; those of before go, as a cache does."""
+        from fdk_bench.attention_kernel import new_counters
+
+        self.counters = new_counters(batch, kv_heads, device)
 
     def add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """See ``LlamaOps``."""
@@ -91,7 +103,7 @@ class TritonOps:
 
         b, t, _ = qkv.shape
         if t == 1:
-            return attend(qkv, turns, positions, cache)
+            return attend(qkv, turns, positions, cache, counters=self.counters)
         q = rotate_prompt(qkv, turns, cache, heads).transpose(1, 2)
         keys, values = cache[..., :t, :]
         y = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)

@@ -51,11 +51,12 @@ class ModelValues:
         memory: of the device, that the model takes while decoding; None on a CPU.
         step_time, step_time_min, spread: of one decoding step, see ``Timing``.
         tokens_per_second: ``batch`` over ``step_time``.
-        first_token_time: from prompts on the device to their first tokens, the best of three;
-            the replay of a CUDA graph for a llama on a GPU, as a step is.
+        first_token_time: from prompts on the device to their first tokens, the best of three.
         floor: time to read ``weight_bytes`` at the read rate measured between the steps.
         floor_share: floor over step_time: the share of the roofline.
         graph: whether a step was one CUDA graph.
+        first_token_graph: whether the first token was one too, as that of a llama on a GPU is where
+            it can be captured; None in rows of before this was told.
         build_seconds: to make or load and quantise the model.
         compile_seconds: of the first prompt and the first steps.
         perplexity: on the text that was given, or None.
@@ -81,6 +82,7 @@ class ModelValues:
     compile_seconds: float
     perplexity: float | None = None
     speedup_16: float | None = None
+    first_token_graph: bool | None = None
 
 
 ModelRow = Row[ModelCase, ModelValues]

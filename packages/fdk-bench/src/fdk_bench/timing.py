@@ -141,7 +141,7 @@ def _timed(calls: Sequence[Call], first: int, count: int) -> list[float]:
 
 def _capture(calls: Sequence[Call], fewest: int) -> tuple[torch.cuda.CUDAGraph, int, float]:
     """A graph of all calls, their number in it, and the seconds of an eager one."""
-    for call in calls[:3]:  # compiles and tunes
+    for call in calls[:EAGER_CALLS]:  # compiles and tunes; no eager sample is a copy's first call
         call()
     torch.cuda.synchronize()
     eager = statistics.median(_gpu_host_seconds(calls[i % len(calls)]) for i in range(EAGER_CALLS))

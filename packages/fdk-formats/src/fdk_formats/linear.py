@@ -213,10 +213,12 @@ class QuantisedLinear(nn.Module):
                     f"convert either with .to()"
                 )
             x = x.to(dtype)
-        if weight._forward_hooks or weight._forward_pre_hooks:
+        layout = weight._modules.get("layout")
+        # Not there: somebody's wrapper stands in the weight's place, such as that of torch.compile.
+        if layout is None or weight._forward_hooks or weight._forward_pre_hooks:
             y: Tensor = weight(x, self.bias)
         else:  # Two more calls of nn.Module take 4 us of a call's 20.
-            y = weight._modules["layout"].forward(x, self.bias)
+            y = layout.forward(x, self.bias)
         return y
 
     def extra_repr(self) -> str:

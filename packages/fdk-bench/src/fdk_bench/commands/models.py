@@ -54,7 +54,11 @@ def models(
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
     reps: Annotated[int, typer.Option(min=1, help="Decoding steps that are timed.")] = 100,
     compile_model: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="With torch.compile, 16 bits too.")
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="With torch.compile; a random llama on a GPU with our kernels; 16 bits too.",
+        ),
     ] = True,
     fused: Annotated[
         bool,
@@ -83,9 +87,9 @@ def models(
     """Decode with whole models: tokens/s, first token, memory, share of the roofline.
 
     The cache is static; on a GPU a step is one CUDA graph. The roofline is the time to read every
-    weight of a step once at the read rate measured in the same run. The 16-bit model is compiled
-    and captured the same way. Quantised layers are checked before anything is timed. Default: 16,
-    4 and 1 bits. Writes models.jsonl and models.md.
+    weight of a step once at the read rate measured in the same run. The 16-bit model has the same
+    between its layers, and is captured too. Quantised layers are checked before anything is timed.
+    Default: 16, 4 and 1 bits. Writes models.jsonl and models.md.
 
     Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted.
     """
@@ -137,6 +141,18 @@ def _builder(text: Path | None) -> "Build":
     return build  # type: ignore[return-value]
 
 
+def _how(run: "ModelRun") -> str:
+    """What computes between the linear layers."""
+    from fdk_bench.llama import SIZES
+    from fdk_bench.llama_ops import has_kernels
+
+    if not run.compiled:
+        return "not compiled"
+    ours = has_kernels(run.device)
+    told = ("our kernels" if ours and model in SIZES else "compiled" for model in run.models)
+    return " or ".join(dict.fromkeys(told))
+
+
 def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> None:
     from fdk_bench.decoding import measure
     from fdk_bench.machine import facts
@@ -144,10 +160,9 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
 
     total = run.count()
     gathered = facts("models", run.device)
-    how = "compiled" if run.compiled else "not compiled"
     threads = f", {gathered.threads} threads" if run.device == "cpu" else ""
     caption = (
-        f"{gathered.device}{threads}, {run.dtype}, {how}, prompt of {run.context} tokens; "
+        f"{gathered.device}{threads}, {run.dtype}, {_how(run)}, prompt of {run.context} tokens; "
         "share: of the time to read every weight of a step once"
     )
     screen = Screen(total, to_stderr=json_lines)

@@ -194,10 +194,27 @@ def _was_cut(part: Part) -> bool:
 
 
 def _keep(part: Part, folder: Path) -> None:
-    """Copies the rows of a part to the folder."""
+    """Copies the rows of a part to the folder.
+
+    Those of one that was cut replace no more rows of the same command, and it says what they are.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = WORK / part.name / f"{part.benchmark}.jsonl"
-    shutil.copyfile(rows, folder / f"{part.name}.jsonl")
+    rows, kept = WORK / part.name / f"{part.benchmark}.jsonl", folder / f"{part.name}.jsonl"
+    if _was_cut(part):
+        found, command = _told(rows)
+        before, command_before = _told(kept) if kept.is_file() else (0, "")
+        told = f"{part.name}: cut for time after {found} rows"
+        if found < before and command == command_before:
+            typer.echo(f"{told}: the {before} of an earlier run stay", err=True)
+            return
+        typer.echo(f"{told}, which replace {before}", err=True)
+    shutil.copyfile(rows, kept)
+
+
+def _told(rows: Path) -> tuple[int, str]:
+    """How many rows a file has, and the command of the last."""
+    lines = rows.read_text(encoding="utf-8").splitlines()
+    return len(lines), str(json.loads(lines[-1])["command"]) if lines else ""
 
 
 def _draw(folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_sizes_are_those_of_the_paper(size, linear, parameters):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@torch.inference_mode()
+@torch.no_grad()
 def test_logits_are_those_of_transformers(fused, hf_model):
     hf, ours = hf_model, small_llama(fused)
     ours.embedding.data = hf.model.embed_tokens.weight

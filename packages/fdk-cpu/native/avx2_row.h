@@ -1,4 +1,4 @@
-// One row of x and 4 to 7 bits, or 8 of an even grid: AVX2.
+// One row of x and 4 to 7 bits, 8 of an even grid or of a codebook: AVX2.
 //
 // Values that bf16 holds, as those of any codebook that meets bf16 activations, are looked up as
 // bytes (avx2_codes.h), 32 at once, and shifted or masked to float32: the even and the odd

@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -44,7 +45,8 @@ float largest_value(const Weight& w) {
   float largest = 0;
   for (int c = 0; c < 1 << w.bits; c++) {
     const float magnitude = std::fabs(w.table[c]);
-    if (!(magnitude <= largest)) largest = magnitude;
+    if (!(magnitude < 0x1p30f)) return magnitude;  // NaN too: later values would hide it
+    largest = std::max(largest, magnitude);
   }
   return largest;
 }

@@ -67,7 +67,8 @@ float largest_value(const Weight& w) {
   float largest = 0;
   for (int c = 0; c < 1 << w.bits; c++) {
     const float magnitude = w.table[c] < 0 ? -w.table[c] : w.table[c];
-    if (!(magnitude <= largest)) largest = magnitude;
+    if (!(magnitude < 0x1p30f)) return magnitude;  // NaN too: later values would hide it
+    if (magnitude > largest) largest = magnitude;
   }
   return largest;
 }

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cassert>
 #include <cmath>
 
 #include "avx2_codes.h"
@@ -120,10 +121,10 @@ bool build(const Weight& w, const void* x, void* tables) {
 
 // Levels looked up as bytes.
 template <int kBits>
-class Lookup {
+class LevelLookup {
  public:
   using Row = RowIndices<kBits>;
-  Lookup(const Weight& w, float unit)
+  LevelLookup(const Weight& w, float unit)
       : tables_([&](unsigned code) {
           return std::uint16_t(std::int16_t(std::lrintf(w.table[code] / unit)));
         }) {}
@@ -140,7 +141,7 @@ class Lookup {
 
 // Codes as they are, of 4 bits and more.
 template <int kBits>
-struct Codes {
+struct LevelCodes {
   using Row = RowIndices<kBits>;
   template <int t>
   FDK_INLINE void at(const Row& row, __m256i& first, __m256i& second) const {
@@ -151,7 +152,7 @@ struct Codes {
 };
 
 template <>
-struct Codes<8> {
+struct LevelCodes<8> {
   struct Row {
     const __m256i* codes;
     FDK_INLINE Row(const std::uint8_t* tile, std::size_t r)
@@ -270,7 +271,8 @@ constexpr std::size_t kStripes = 32;
 void gemv(const TableTask& task) {
   const Weight& w = *task.weight;
   Levels levels;
-  levels_of(w, levels);
+  [[maybe_unused]] const bool taken = levels_of(w, levels);
+  assert(taken);
   const Tile* tiles = static_cast<const Tile*>(task.tables);
   float* y = task.y;
   const std::size_t begin = task.begin, end = task.end;
@@ -278,14 +280,14 @@ void gemv(const TableTask& task) {
     constexpr int b = bits.value;
     if constexpr (b == kLookupBits) {
       if (w.zeros != nullptr) {
-        return gemv_of<Codes<b>, b>(w, Codes<b>(), levels.zero, tiles, y, begin, end);
+        return gemv_of<LevelCodes<b>, b>(w, LevelCodes<b>(), levels.zero, tiles, y, begin, end);
       }
     }
     if constexpr (b <= kLookupBits) {
-      const Lookup<b> values(w, levels.unit);
-      gemv_of<Lookup<b>, b>(w, values, levels.zero, tiles, y, begin, end);
+      const LevelLookup<b> values(w, levels.unit);
+      gemv_of<LevelLookup<b>, b>(w, values, levels.zero, tiles, y, begin, end);
     } else {
-      gemv_of<Codes<b>, b>(w, Codes<b>(), levels.zero, tiles, y, begin, end);
+      gemv_of<LevelCodes<b>, b>(w, LevelCodes<b>(), levels.zero, tiles, y, begin, end);
     }
   });
 }

@@ -100,7 +100,7 @@ struct TableTask {
   float* y;
   std::size_t begin, end;  // at most TableKernels::stripes of them
   std::size_t next;        // first of the stripes that come after, which are fetched meanwhile
-  bool fetched;            // whether these were, by the task before
+  bool fetched;            // whether these were, by the task before; kernels may ignore both
 };
 
 // A product of one row of x by what is made of it first: tables over it, for weights of few bits,
@@ -111,7 +111,7 @@ struct TableKernels {
   // Tables of x :: [tiles * kTileK], as gemv has it. False where x has what they cannot hold, such
   // as NaN or outliers: then `next` or gemv is used.
   bool (*build)(const Weight&, const void* x, void* tables);
-  std::size_t stripes;  // that a task takes
+  std::size_t stripes;  // that a task takes at most
   void (*gemv)(const TableTask&);
   const TableKernels* next = nullptr;  // tried where these do not take the weight, or x
 };

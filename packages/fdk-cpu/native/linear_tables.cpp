@@ -27,6 +27,18 @@ Tables tables_for(const TableKernels* kernels, const Weight& w, const void* x) {
   return {nullptr, Buffer<std::uint8_t>(0)};
 }
 
+// Pieces that a thread gets at least, where the weight is large enough: it holds two at once.
+constexpr std::size_t kPiecesOfThread = 4;
+// Of stripes: what a register of codes takes at most (1 bit on AVX2).
+constexpr std::size_t kPieceStep = 8;
+
+// Stripes of a piece: few enough that all threads work, at most what the kernels take.
+std::size_t piece_for(std::size_t stripes, std::size_t threads, std::size_t most) {
+  const std::size_t share =
+      ceil_div(stripes, kPiecesOfThread * std::clamp<std::size_t>(threads, 1, stripes));
+  return std::min(most, ceil_div(share, kPieceStep) * kPieceStep);
+}
+
 }  // namespace
 
 bool linear_by_tables(const PackedWeight& packed, const Weight& w, const TableKernels* kernels,
@@ -35,7 +47,7 @@ bool linear_by_tables(const PackedWeight& packed, const Weight& w, const TableKe
   const Tables tables = tables_for(kernels, w, x);
   if (tables.kernels == nullptr) return false;
   const Layout& layout = packed.layout;
-  const std::size_t piece = tables.kernels->stripes;
+  const std::size_t piece = piece_for(layout.stripes, threads, tables.kernels->stripes);
   const Buffer<float> products(layout.stripes * kTileRows);
   // Each thread takes its next piece before it works on one, so that it knows what to fetch ahead.
   // Pieces are small, for one core may be slower than the other (two threads, cold, median us of

@@ -153,6 +153,8 @@ FDK_INLINE void store_sums(__m256 sums, float* y, std::size_t stripes) {
 
 // Rows that follow one another on the same tile, so that its tables come from L1.
 constexpr std::size_t kStripes = 32;
+// How far ahead the stripes of a loop are fetched that no task before it did.
+constexpr std::size_t kTilesAhead = 4;
 
 // Into L2: the tables need the L1.
 FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
@@ -189,6 +191,11 @@ void gemv_stripes(const TableTask& task) {
   std::size_t slot = 0, left = w.tiles_per_group;
   for (std::size_t tile = 0; tile < w.tiles; tile++) {
     for (std::size_t b = 0; b < blocks; b++) {
+      if (!task.fetched && tile + kTilesAhead < w.tiles) {
+        for (const std::uint8_t* from : stripes[b].codes) {
+          fetch(from + (tile + kTilesAhead) * kBytes, kBytes);
+        }
+      }
       if (to_fetch != 0) {
         fetch(next, kBytes * kAtOnce);
         fetch(next_scales, scale_step);

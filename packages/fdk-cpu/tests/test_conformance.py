@@ -16,12 +16,13 @@ from fdk_formats.testing import (
 
 BACKEND = fdk_cpu.CpuBackend()
 CASES = list(cases())
-# Groups that straddle tiles or need padding, rows that end within a tile, every kernel's m, and
-# more rows and depth than a block of W_hat has, 64 x 2048 at most.
+# Groups that straddle tiles or need padding, rows that end within a tile, every kernel's m, more
+# rows and depth than a block of W_hat has (64 x 2048 at most, 256 x 512 for backward), and more
+# rows than two pieces of the kernels that take one row of x (128 each).
 AWKWARD = [
     Case(Format(codebook, bits, group), m=m, n=n, k=k, dtype=dtype, seed=bits)
     for bits, (codebook, group, m, n, k, dtype) in zip(
-        (1, 2, 3, 4, 5, 6, 7, 8, 4, 3, 8, 4, 8, 4),
+        (1, 2, 3, 4, 5, 6, 7, 8, 4, 3, 8, 4, 8, 4, 1, 2, 2, 4, 3, 4),
         [
             ("custom", 24, 1, 5, 72, torch.bfloat16),
             ("custom", 48, 8, 9, 240, torch.float32),
@@ -37,6 +38,12 @@ AWKWARD = [
             ("affine", 16, 40, 100, 144, torch.bfloat16),
             ("custom", 64, 70, 131, 2112, torch.bfloat16),
             ("affine", 32, 33, 70, 4160, torch.bfloat16),
+            ("custom", 64, 1, 301, 384, torch.bfloat16),
+            ("custom", 64, 1, 301, 384, torch.bfloat16),
+            ("affine", 32, 1, 301, 384, torch.bfloat16),
+            ("custom", 64, 1, 301, 384, torch.bfloat16),
+            ("custom", 64, 20, 519, 640, torch.bfloat16),
+            ("affine", 32, 5, 262, 544, torch.bfloat16),
         ],
         strict=True,
     )

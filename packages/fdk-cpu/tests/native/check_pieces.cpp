@@ -13,22 +13,33 @@
 #include "checks.h"
 #include "zero_column.h"
 
-// Any number of threads gives what one gives: none counts as one, too many as 256.
+// Any number of threads gives what one gives: none counts as one, too many as 256. The weight is
+// more than two pieces of the table kernels and more than a block of backward both ways.
 void check_thread_counts(Random& random) {
+  constexpr std::size_t kRows = 300, kDepth = 1152;
   for (const std::size_t m : {1, 3, 20}) {
-    const ZeroColumn w(2, m, 0, random);
-    Bytes x(m * w.c.k * 2), grad(m * w.c.n * 2);
-    for (std::size_t i = 0; i < m * w.c.k; i++) put(x, i, 0, random.normal());
-    for (std::size_t i = 0; i < m * w.c.n; i++) put(grad, i, 0, random.normal());
-    fdk::set_isa("auto");
-    Bytes wanted_y(grad.size()), wanted_dx(x.size());
-    fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, wanted_y.data(), 1);
-    fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, wanted_dx.data(), 1);
-    for (const std::size_t threads : {std::size_t(0), std::size_t(1) << 63}) {
-      Bytes y(grad.size()), dx(x.size());
-      fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, y.data(), threads);
-      fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, dx.data(), threads);
-      if (y != wanted_y || dx != wanted_dx) fail(w.c.text() + ": threads change the result");
+    for (int bits = 1; bits <= 2; bits++) {
+      const ZeroColumn w(bits, m, 0, random, kRows, kDepth);
+      Bytes x(m * w.c.k * 2), grad(m * w.c.n * 2);
+      for (std::size_t i = 0; i < m * w.c.k; i++) put(x, i, 0, random.normal());
+      for (std::size_t i = 0; i < m * w.c.n; i++) put(grad, i, 0, random.normal());
+      for (int isa = 0; isa < fdk::kIsas; isa++) {
+        if (!fdk::supported(fdk::Isa(isa))) continue;
+        const char* name = fdk::name_of(fdk::Isa(isa));
+        fdk::set_isa(name);
+        Bytes wanted_y(grad.size(), 0xAA), wanted_dx(x.size(), 0xAA);
+        fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, wanted_y.data(), 1);
+        fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, wanted_dx.data(), 1);
+        for (const std::size_t threads : {std::size_t(0), std::size_t(3), std::size_t(1) << 63}) {
+          Bytes y(grad.size(), 0xFF), dx(x.size(), 0xFF);
+          fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, y.data(), threads);
+          fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, dx.data(), threads);
+          if (y != wanted_y || dx != wanted_dx) {
+            fail(w.c.text() + " " + name + ": " + std::to_string(threads) +
+                 " threads change the result");
+          }
+        }
+      }
     }
   }
 }

@@ -21,10 +21,24 @@ Case random_case(Random& random) {
   if (random.upto(5) == 0) c.group = c.k = 1 + random.upto(300);  // a whole row
   c.n = 1 + random.upto(60);
   c.m = 1 + random.upto(random.upto(3) == 0 ? 40 : 5);
-  if (c.group < c.k && random.upto(15) == 0) {  // panels, and more than a block of W_hat both ways
-    c.k = c.group * (1 + 2048 / c.group + random.upto(4));
-    c.n = 65 + random.upto(10);
-    c.m = 13 + random.upto(30);
+  if (c.group < c.k) {
+    switch (random.upto(15)) {
+      case 0:  // panels, and more than a block of W_hat both ways
+        c.k = c.group * (1 + 2048 / c.group + random.upto(4));
+        c.n = 65 + random.upto(10);
+        c.m = 13 + random.upto(30);
+        break;
+      case 1:  // the same for backward
+        c.k = c.group * (1 + 512 / c.group + random.upto(2));
+        c.n = 257 + random.upto(30);
+        break;
+      case 2:  // more than a piece of the kernels that take one row of x
+        c.n = 129 + random.upto(200);
+        c.m = 1;
+        break;
+      default:
+        break;
+    }
   }
   c.bits = 1 + int(random.upto(7));
   c.affine = random.upto(1) == 0;

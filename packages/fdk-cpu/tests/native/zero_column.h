@@ -5,15 +5,16 @@
 
 // A weight of 1 or 2 bits with scales of 1, whose rows all have a zero at column `column`.
 struct ZeroColumn {
-  static constexpr std::size_t kRows = 50, kDepth = 512;
+  static constexpr std::size_t kRows = 50, kDepth = 512;  // unless others are asked for
   static constexpr float kValues[2][4] = {{0, 1, 0, 0}, {-1, 0, 0.5f, 1}};
   Case c;
   fdk::Layout layout;
   std::vector<unsigned> codes;
   Bytes laid_out, scales;
 
-  ZeroColumn(int bits, std::size_t m, std::size_t column, Random& random)
-      : c{kRows, kDepth, 64, m, bits, false, ScaleType::fp32, ZeroType::none, Activation::bf16},
+  ZeroColumn(int bits, std::size_t m, std::size_t column, Random& random, std::size_t rows = kRows,
+             std::size_t depth = kDepth)
+      : c{rows, depth, 64, m, bits, false, ScaleType::fp32, ZeroType::none, Activation::bf16},
         layout(fdk::layout_of(c.n, c.k, c.group, bits)),
         codes(c.n * c.k),
         laid_out(layout.code_bytes()),

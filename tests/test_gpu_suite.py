@@ -139,6 +139,29 @@ def test_part_that_is_none(text: str) -> None:
         gpu_suite.Part.parse(text)
 
 
+def test_processes_share_the_gpus(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = suite.parent / "first"
+    suite.write_text(
+        "import os, pathlib\n"
+        "def test_a(): test_b()\n"
+        f"def test_b(): pathlib.Path({str(first)!r}).open('a').write("
+        "os.environ['CUDA_VISIBLE_DEVICES'] + '\\n')\n"
+    )
+    monkeypatch.setattr(gpu_suite, "visible_gpus", lambda: ["3", "5"])
+    assert run(suite)[0] == 0
+    assert sorted(first.read_text().split()) == ["3,5", "5,3"]
+
+
+def test_visible_gpus_are_those_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
+    assert gpu_suite.visible_gpus() == ["3", "GPU-5"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpu_suite.visible_gpus() == ["0", "1"]
+
+
 def test_parts_within_parts() -> None:
     """Every index from 0 is in exactly one of the processes of the shards."""
     parts = [gpu_suite.Part(s, 3).within(w, 4) for s in range(3) for w in range(4)]

@@ -6,7 +6,8 @@
 
 Needs pytest and torch, nothing else: the packages are those of this repository. Every result is
 written as soon as its test ends, so that a crash or the time limit loses none; what a crash or
-the limit left out is listed as "not run". Written:
+the limit left out is listed as "not run". Of several GPUs each process has another one first.
+Written:
 DIR/results-1of2.jsonl, a row a test {id, outcome, seconds, text}, and DIR/summary-1of2.txt, which
 is printed too.
 """
@@ -138,9 +139,12 @@ def run(shard: Part, workers: int, timeout: float, prefix: Path, arguments: list
     paths = [str(ROOT / "tools"), *sources, *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_suite", "-p", "no:cacheprovider"]
     processes, logs = [], []
+    gpus = visible_gpus()
     for index in range(workers):
         own = {PART: str(shard.within(index, workers)), RESULTS: f"{prefix}-{index}.part"}
         Path(own[RESULTS]).unlink(missing_ok=True)
+        if gpus:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
         env = os.environ | own | {"PYTHONPATH": os.pathsep.join(paths)}
         # To a file: a pipe that nobody reads yet would stop the process once it is full.
         logs.append(Path(f"{prefix}-{index}.log"))
@@ -162,6 +166,21 @@ def run(shard: Part, workers: int, timeout: float, prefix: Path, arguments: list
             print(f"a process ended with {process.returncode}:\n{log_file.read_text()[-3000:]}")
         log_file.unlink()
     return failed
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them, where it is set; none where there is no GPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] or [str(index) for index in range(count)]
+
+
+def rotated(names: list[str], by: int) -> list[str]:
+    """The same names, beginning with another one."""
+    first = by % len(names)
+    return names[first:] + names[:first]
 
 
 def merged(files: list[Path]) -> Iterator[dict[str, Any]]:

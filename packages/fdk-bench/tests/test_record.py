@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from fdk_bench.cli import app
 from fdk_bench.commands import record as recording
+from fdk_bench.commands.warming import Task, run_side_by_side
 from fdk_bench.rendering import fill, parse_mark, render
 from fdk_bench.results import ResultsError
 
@@ -164,6 +165,15 @@ def test_goals(tmp_path):
         [*TOLD_16, "  ", "  ", " 3 us ", " 1.33 ", " no"],
     ]
     assert lines[5] == "1 of 2 measured goals met; 1 of 3 were not measured."
+    assert lines[7:9] == [
+        "- 64 x 64: 1 of 2 measured goals met; over: 4 bits m=16 (1.33).",
+        "- 1 x 64: 0 of 0 measured goals met; 1 of 1 not measured.",
+    ]
+    goals.write_text(json.dumps(wanted[1]) + "\n")  # a case without a goal is shown too
+    lines = run("table", path, "--goals", goals).stdout.splitlines()
+    assert lines[2].endswith("| 3 us (humming) | 1.50 |  |  |  |")
+    goals.write_text(json.dumps(wanted[2]) + "\n")
+    assert "- 64 x 64: has no goals." in run("table", path, "--goals", goals).stdout
     goals.write_text('{"n": 1}\n')
     assert "wanted n, k, bits, m and goal" in run("table", path, "--goals", goals).output
 
@@ -301,8 +311,24 @@ def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(recording, "ON_CPU", (part,))
     monkeypatch.setattr(recording, "WARM_SECONDS", 600.0)
     done = run("record", "chip", "--device", "cpu")
-    assert "not ended well: [1]" in done.stderr
+    assert "not ended well: kernels-warm/1" in done.stderr
+    assert "fdk-bench" in (recording.WORK / "kernels-warm" / "1" / "log.txt").read_text()
     assert done.exit_code == 0  # what failed there is compiled when it is timed
+
+
+def test_side_by_side(tmp_path):
+    """Two at a time: the third begins when one ends, and is killed; the fourth never begins."""
+
+    def task(name, code):
+        return Task([sys.executable, "-S", "-c", code], tmp_path / name / "log.txt")
+
+    slow = "print('begun', flush=True); import time; time.sleep(600)"
+    tasks = [task("a", slow), task("b", "raise SystemExit(3)"), task("c", slow), task("d", "0")]
+    start = time.perf_counter()
+    assert run_side_by_side(tasks, 2, 5.0) == [-9, 3, -9, -9]
+    assert time.perf_counter() - start < 60
+    assert (tmp_path / "c" / "log.txt").read_text() == "begun\n"
+    assert not (tmp_path / "d").exists()
 
 
 # Ctrl-C

@@ -12,8 +12,8 @@ from fdk_bench.machine import cold_bytes, module_or_none
 from fdk_bench.timing import Call, time_graphs
 
 MIB = 1 << 20
-# Sizes that are measured on a GPU, to an octave: 3 to 6 % apart, with a line between them. Each is a
-# search over configurations, and each m, width and peer has a size of its own.
+# Sizes that are measured on a GPU, to an octave: 3 to 6 % apart, with a line between them. Each is
+# a search over configurations, and each m, width and peer has a size of its own.
 SIZES_PER_OCTAVE = 16
 SMALLEST = 64 << 10
 

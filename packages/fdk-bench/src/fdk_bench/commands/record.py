@@ -25,7 +25,6 @@ from fdk_bench.commands.parts import ON_CPU, ON_GPU, Part
 from fdk_bench.commands.warming import Task, run_side_by_side
 
 STDERR = 2  # standard output is kept for what --json prints
-WARM_SECONDS = 60.0
 STOP_SECONDS = 20.0
 CUT = "cut"  # an empty file beside the rows of a part that had no more time
 WORK = Path("out") / "record"  # untracked: a commit is clean until every part was measured
@@ -57,6 +56,9 @@ def record(
         int | None,
         typer.Option(min=1, help="Processes that compile ahead, at a time. Default: the cores."),
     ] = None,
+    compile_seconds: Annotated[
+        float, typer.Option(min=0.0, help="For compiling ahead, all parts together.")
+    ] = 60.0,
     figures: Annotated[
         bool, typer.Option("--figures/--no-figures", help="Draw the figures of the folder anew.")
     ] = True,
@@ -85,7 +87,7 @@ def record(
     chosen = [parts[name] for name in split(only) or parts]
     end = time.perf_counter() + (seconds or float("inf"))
     left = [part for part in chosen if not (resume and _done(part) is not None)]
-    _warm(left, where, jobs or os.cpu_count() or 1, end)
+    _warm(left, where, jobs or os.cpu_count() or 1, min(end, time.perf_counter() + compile_seconds))
     codes: dict[Part, int] = {}
     for number, part in enumerate(chosen, 1):
         if part not in left:
@@ -137,7 +139,7 @@ def _warm(parts: Sequence[Part], device: str, jobs: int, end: float) -> None:
         for part, arguments, target in targets
     ]
     start = time.perf_counter()
-    codes = run_side_by_side(tasks, jobs, min(end - start, WARM_SECONDS))
+    codes = run_side_by_side(tasks, jobs, end - start)
     taken = time.perf_counter() - start
     failed = [
         f"{target.parent.name}/{target.name}"

@@ -14,8 +14,8 @@ from fdk_bench.peers.integers import needs
 # bitsandbytes 0.50.2 rounds more than its dequantised weight: one row of bf16 had an error
 # of 3.6e-3, torch's 1.6e-3 (H200, 4096 x 4096).
 BITSANDBYTES_ERROR = 2e-3
-# humming-kernels 0.1.19 had an error of 3.8e-3 to 4.1e-3 for one row at every width, where torch's was
-# 1.6e-3 to 2.1e-3 (H200, 4096 x 14336); at 8192 x 8192 twice torch's was enough.
+# humming-kernels 0.1.19 had an error of 3.8e-3 to 4.1e-3 for one row at every width, where torch's
+# was 1.6e-3 to 2.1e-3 (H200, 4096 x 14336); at 8192 x 8192 twice torch's was enough.
 HUMMING_ERROR = 1e-3
 
 

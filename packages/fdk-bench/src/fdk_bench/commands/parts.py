@@ -110,6 +110,8 @@ ON_GPU = (
         limit=60,
     ),
     _models("models-4b", "4b", "16,4,1", "1,4,16,64,256"),
+    # What fusing gives: the same steps with seven linear layers a block instead of four.
+    _models("models-12b-apart", "12b", "4", "1,64", "--no-fuse"),
     # By itself: it takes longest to compile, and was never the best peer.
     Part(
         "compare-gemlite",

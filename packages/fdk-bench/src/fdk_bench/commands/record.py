@@ -39,8 +39,9 @@ def record(
         typer.Option(
             help="Parts: on a CPU kernels, kernels-1-thread, compare, compare-1-thread, models, "
             "accuracy; on a GPU models-12b, models-31b, models-2048, models-2048-31b, models-4b, "
-            "compare-8192x8192 (and 28672x8192, 4096x4096, 4096x14336, 14336x4096), kernels, "
-            "compare-gemlite; repeat, or use commas. The others' rows stay as they are."
+            "models-12b-apart, compare-8192x8192 (and 28672x8192, 4096x4096, 4096x14336, "
+            "14336x4096), kernels, compare-gemlite; repeat, or use commas. The others' rows stay "
+            "as they are."
         ),
     ] = None,
     resume: Annotated[

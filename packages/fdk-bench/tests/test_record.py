@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from fdk_bench.cli import app
 from fdk_bench.commands import record as recording
-from fdk_bench.commands.warming import Task, run_side_by_side
 from fdk_bench.rendering import fill, parse_mark, render
 from fdk_bench.results import ResultsError
 
@@ -313,21 +312,6 @@ def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
     assert "not ended well: kernels-warm/1" in done.stderr
     assert "fdk-bench" in (recording.WORK / "kernels-warm" / "1" / "log.txt").read_text()
     assert done.exit_code == 0  # what failed there is compiled when it is timed
-
-
-def test_side_by_side(tmp_path):
-    """Two at a time: the third begins when one ends, and is killed; the fourth never begins."""
-
-    def task(name, code):
-        return Task([sys.executable, "-S", "-c", code], tmp_path / name / "log.txt")
-
-    slow = "print('begun', flush=True); import time; time.sleep(600)"
-    tasks = [task("a", slow), task("b", "raise SystemExit(3)"), task("c", slow), task("d", "0")]
-    start = time.perf_counter()
-    assert run_side_by_side(tasks, 2, 5.0) == [-9, 3, -9, -9]
-    assert time.perf_counter() - start < 60
-    assert (tmp_path / "c" / "log.txt").read_text() == "begun\n"
-    assert not (tmp_path / "d").exists()
 
 
 # Ctrl-C

@@ -19,6 +19,21 @@ def save_tokenizer(folder, **special):
     ).save_pretrained(folder)
 
 
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """Asserts that a command is bad usage, says why, and writes nothing into its empty folder."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def check(run, *arguments, said):
+        done = run(*arguments)
+        assert done.exit_code == 2
+        assert said in done.stderr
+        assert not list(tmp_path.iterdir())
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def write_tokenizer():
     """``save_tokenizer``."""

@@ -115,13 +115,8 @@ def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
         (["--threads", "0"], "--threads"),
     ],
 )
-def test_bad_usage(arguments, said, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_bad_usage(arguments, said, refused):
+    refused(run, *arguments, said=said)
 
 
 def test_sentences_and_default_output(bert_folder, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from fdk_bench import decoding
 from fdk_bench.cli import app
 from fdk_bench.hf_decoding import HfDecoder, build_hf, perplexity_of, stored_bytes
 from fdk_bench.model_cases import ModelCase
-from fdk_formats import quantise_model
+from fdk_formats import load_model, quantise_model, save_model
 
 
 def case_of(folder, format):
@@ -46,6 +46,58 @@ def test_hf_bytes(hf_folder):
     codes = linear // 2 + linear // 32 * 2 + 14 * 64
     assert quantised.weight_bytes == codes + 4 * (norms + table)
     assert (quantised.bits_per_weight, quantised.backends) == (4.5, "reference")
+
+
+@pytest.fixture
+def qwen2():
+    """Two layers whose q, k and v have biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        max_position_embeddings=64,
+    )
+    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    return model
+
+
+@pytest.mark.parametrize("model", ["hf_model", "qwen2"])
+@torch.inference_mode()
+def test_fused_logits(model, request, tmp_path):
+    """Of fused layers as of separate ones, from either's file and over a static cache."""
+    model = request.getfixturevalue(model)
+    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
+    how = {"backend": "reference", "progress": False}
+    apart, fused = (quantise_model(model, "int4-g32", fuse=fuse, **how) for fuse in (False, True))
+    attention, mlp = fused.model.layers[1].self_attn, fused.model.layers[1].mlp
+    names = ["q_proj", "k_proj", "v_proj"]
+    products = {id(getattr(attention, name).weight.layout.product) for name in names}
+    assert len(products) == 1
+    assert mlp.gate_proj.weight.layout.product is mlp.up_proj.weight.layout.product
+    expected = apart(tokens).logits
+    torch.testing.assert_close(fused(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    decoder = HfDecoder(fused)
+    decoder.prepare(2, 64)
+    decoder(tokens[:, :8], torch.arange(8))
+    for i in range(8, 12):
+        last = decoder(tokens[:, i : i + 1], torch.tensor([i]))
+    torch.testing.assert_close(last, expected[:, -1], rtol=1e-4, atol=1e-4)
+    for made in (apart, fused):
+        save_model(tmp_path / "file", made)
+        for fuse in (False, True):
+            read = load_model(tmp_path / "file", model, backend="reference", fuse=fuse)
+            torch.testing.assert_close(read(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_perplexity_of_a_uniform_model_is_its_vocabulary():

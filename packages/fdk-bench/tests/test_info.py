@@ -60,8 +60,5 @@ def test_cold_bytes_are_more_than_the_caches_hold():
     ("arguments", "said"),
     [(["--format", "int9"], "int9"), (["--dtype", "fp8"], "fp8"), (["-k", "0"], "-k")],
 )
-def test_bad_usage(arguments, said, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
+def test_bad_usage(arguments, said, refused):
+    refused(run, *arguments, said=said)

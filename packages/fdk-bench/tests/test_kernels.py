@@ -308,13 +308,8 @@ def test_compare_command_names_who_is_absent(tmp_path):
         (["--group-size", "x"], "custom"),
     ],
 )
-def test_bad_usage(arguments, said, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-    done = run(*DEVICE, *arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_bad_usage(arguments, said, refused):
+    refused(run, *DEVICE, *arguments, said=said)
 
 
 def test_help_loads_no_torch():

@@ -375,10 +375,5 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
         (["--device", "cuda:x"], "wanted cpu or cuda"),
     ],
 )
-def test_bad_usage(arguments, said, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not list(tmp_path.iterdir())
+def test_bad_usage(arguments, said, refused):
+    refused(run, *arguments, said=said)

@@ -304,14 +304,11 @@ def test_nothing_measured(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_bad_usage(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert run(tmp_path / "absent.jsonl").exit_code == 2
-    bad = tmp_path / "bad.jsonl"
+def test_bad_usage(tmp_path, tmp_path_factory, refused):
+    refused(run, tmp_path / "absent.jsonl", said="absent.jsonl")
+    bad = tmp_path_factory.mktemp("rows") / "bad.jsonl"
     bad.write_text("no\n")
-    done = run(bad)
-    assert done.exit_code == 2
-    assert "bad.jsonl:1" in done.stderr
+    refused(run, bad, said="bad.jsonl:1")
 
 
 def test_no_html(tmp_path):

@@ -179,9 +179,6 @@ def test_kernels_of_the_installed_package():
     assert "wanted a quantised format, or --symbol" in done.stderr
 
 
-def test_bad_usage(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    done = run("gemv")
-    assert done.exit_code == 2
-    assert "wanted a case such as" in done.stderr
-    assert run("m1-n64-k64-int4-g64-bf16-cpu", "--library", "absent").exit_code == 2
+def test_bad_usage(refused):
+    refused(run, "gemv", said="wanted a case such as")
+    refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--library", "absent", said="absent")

@@ -164,6 +164,15 @@ def test_goals(tmp_path):
         [*TOLD_16, "  ", "  ", " 3 us ", " 1.33 ", " no"],
     ]
     assert lines[5] == "1 of 2 measured goals met; 1 of 3 were not measured."
+    assert lines[7:9] == [
+        "- 64 x 64: 1 of 2 measured goals met; over: 4 bits m=16 (1.33).",
+        "- 1 x 64: 0 of 0 measured goals met; 1 of 1 not measured.",
+    ]
+    goals.write_text(json.dumps(wanted[1]) + "\n")  # a case without a goal is shown too
+    lines = run("table", path, "--goals", goals).stdout.splitlines()
+    assert lines[2].endswith("| 3 us (humming) | 1.50 |  |  |  |")
+    goals.write_text(json.dumps(wanted[2]) + "\n")
+    assert "- 64 x 64: has no goals." in run("table", path, "--goals", goals).stdout
     goals.write_text('{"n": 1}\n')
     assert "wanted n, k, bits, m and goal" in run("table", path, "--goals", goals).output
 
@@ -299,9 +308,9 @@ def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
     arguments = parts[0].arguments
     part = recording.Part("kernels", "kernels", arguments, warm=(arguments, ("--no-such",)))
     monkeypatch.setattr(recording, "ON_CPU", (part,))
-    monkeypatch.setattr(recording, "WARM_SECONDS", 600.0)
-    done = run("record", "chip", "--device", "cpu")
-    assert "not ended well: [1]" in done.stderr
+    done = run("record", "chip", "--device", "cpu", "--compile-seconds", "600", "--jobs", "1")
+    assert "not ended well: kernels-warm/1" in done.stderr
+    assert "fdk-bench" in (recording.WORK / "kernels-warm" / "1" / "log.txt").read_text()
     assert done.exit_code == 0  # what failed there is compiled when it is timed
 
 

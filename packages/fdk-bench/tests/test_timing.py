@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fdk_bench import timing
+from fdk_bench.floor import SMALLEST, GpuFloor, neighbours
 from fdk_bench.timing import summarise, time_calls
 
 
@@ -96,3 +97,31 @@ def test_no_eager_sample_is_a_first_call(copies, clock, monkeypatch):
 
     _, count, eager = timing._capture([call() for _ in range(copies)], 40)
     assert (count, eager) == (40, 1.0)
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(1e-6, 40), (100e-6, 20), (5e-3, 8)])
+def test_a_graph_of_long_calls_holds_fewer(seconds, count, clock, monkeypatch):
+    """2 ms of calls, and at least 8: by hand, 2 ms / 100 us = 20."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    calls = [lambda: clock.spend(seconds)] * 2
+    assert timing._capture(calls)[1] == count
+    assert timing._capture(calls, 3)[1] == 4  # whole rounds of both
+
+
+def test_floor_between_measured_sizes(monkeypatch):
+    """By hand: 20 MiB lie in the octave of 16 MiB, whose steps are 1 MiB; 20.25 a quarter on."""
+    mib = 1 << 20
+    assert neighbours(20 * mib) == (20 * mib, 20 * mib)
+    assert neighbours(20 * mib + mib // 4) == (20 * mib, 21 * mib)
+    assert neighbours(32 * mib - 1) == (31 * mib, 32 * mib)
+    assert neighbours(1) == (SMALLEST, SMALLEST)
+    assert neighbours(1 << 30) == (1 << 30, 1 << 30)
+    measured = []
+    monkeypatch.setattr(GpuFloor, "_measure", lambda _, size: measured.append(size) or size / 4e12)
+    floor = GpuFloor.__new__(GpuFloor)
+    floor._times = {}
+    assert floor.seconds(20 * mib + mib // 4) == pytest.approx(20.25 * mib / 4e12)
+    assert floor.seconds(20 * mib + mib // 2) == pytest.approx(20.5 * mib / 4e12)
+    assert measured == [20 * mib, 21 * mib]

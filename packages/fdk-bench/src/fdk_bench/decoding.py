@@ -54,7 +54,6 @@ class Built:
     """A model ready to decode, and what it took.
 
     Attributes:
-        module: holds its tensors.
         weight_bytes, stored_bytes, parameters, bits_per_weight, backends: see ``ModelValues``.
         perplexity: on the text that was given, or None.
     """

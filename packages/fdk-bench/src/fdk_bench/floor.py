@@ -12,8 +12,10 @@ from fdk_bench.machine import cold_bytes, module_or_none
 from fdk_bench.timing import Call, time_graphs
 
 MIB = 1 << 20
-# Sizes on the GPU are measured to this step; the time of a step is below what can be seen.
-SIZE_STEP = 64 << 10
+# Sizes that are measured on a GPU, to an octave: 3 to 6 % apart, with a line between them. Each is
+# a search over configurations, and each m, width and peer has a size of its own.
+SIZES_PER_OCTAVE = 16
+SMALLEST = 64 << 10
 
 
 class Floor(Protocol):
@@ -75,8 +77,8 @@ class CpuFloor:
 class GpuFloor:
     """Reads just as many bytes with a kernel that does nothing else, in a CUDA graph, L2 cold.
 
-    A launch costs about a microsecond and small reads do not fill the machine, so the time is
-    measured for each size and not divided from one rate.
+    A launch costs about a microsecond and small reads do not fill the machine, so times are
+    measured at sizes close to each other and not divided from one rate.
     """
 
     def __init__(self, device: str) -> None:
@@ -89,14 +91,16 @@ class GpuFloor:
         """Nothing: see ``probe``."""
 
     def probe(self) -> None:
-        """Nothing: a GPU reads at one rate, and each size is measured when first asked for."""
+        """Nothing: a GPU reads at one rate, and sizes are measured when first asked for."""
 
     def seconds(self, nbytes: int) -> float:
         """See ``Floor``."""
-        size = max(1, -(-nbytes // SIZE_STEP)) * SIZE_STEP
-        if size not in self._times:
-            self._times[size] = self._measure(size)
-        return self._times[size]
+        below, above = neighbours(nbytes)
+        for size in (below, above):
+            if size not in self._times:
+                self._times[size] = self._measure(size)
+        share = (nbytes - below) / (above - below) if above > below else 1.0
+        return self._times[below] + share * (self._times[above] - self._times[below])
 
     def _measure(self, size: int) -> float:
         cold = cold_bytes(self._device)
@@ -117,6 +121,18 @@ class GpuFloor:
         if not measured:
             raise errors[0]
         return min(measured)
+
+
+def neighbours(nbytes: int) -> tuple[int, int]:
+    """The measured sizes around a number of bytes, the same twice where it is one of them.
+
+    A power of two and ``SIZES_PER_OCTAVE`` even steps to the next.
+    """
+    nbytes = max(nbytes, SMALLEST)
+    octave = 1 << nbytes.bit_length() - 1
+    step = octave // SIZES_PER_OCTAVE
+    below = octave + (nbytes - octave) // step * step
+    return below, below if nbytes == below else below + step
 
 
 def _torch_sum(data: Tensor) -> object:

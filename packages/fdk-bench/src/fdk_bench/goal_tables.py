@@ -28,23 +28,52 @@ Key = tuple[int, int, int, int]  # n, k, bits, m
 
 
 @dataclass(frozen=True)
-class Goals:
-    """Markdown lines of the cases that were measured, and how many there are.
+class ShapeGoals:
+    """How the goals of one shape stand.
 
     Attributes:
-        table: a line for each goal that a row was measured for.
-        met, measured, total: numbers of goals.
+        n, k: the shape.
+        met, measured, total: numbers of goals; ``total`` is 0 for a shape that has none.
+        over: the cases over their goal, each with time over goal.
     """
 
-    table: str
+    n: int
+    k: int
     met: int
     measured: int
     total: int
+    over: tuple[str, ...]
 
     def __str__(self) -> str:
+        if not self.total:
+            return f"- {self.n} x {self.k}: has no goals."
+        missing = self.total - self.measured
+        told = f"- {self.n} x {self.k}: {self.met} of {self.measured} measured goals met"
+        told += f"; {missing} of {self.total} not measured" if missing else ""
+        return told + (f"; over: {', '.join(self.over)}." if self.over else ".")
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Measured cases beside their goals.
+
+    Attributes:
+        table: Markdown lines, one a case of ours: each width and m of a shape.
+        shapes: those that were measured, then those that have goals alone.
+    """
+
+    table: str
+    shapes: tuple[ShapeGoals, ...]
+
+    def __str__(self) -> str:
+        met, measured, total = (
+            sum(getattr(shape, name) for shape in self.shapes)
+            for name in ("met", "measured", "total")
+        )
+        lines = "\n".join(map(str, self.shapes))
         return (
-            f"{self.table}\n{self.met} of {self.measured} measured goals met; "
-            f"{self.total - self.measured} of {self.total} were not measured.\n"
+            f"{self.table}\n{met} of {measured} measured goals met; "
+            f"{total - measured} of {total} were not measured.\n\n{lines}\n"
         )
 
 
@@ -68,18 +97,36 @@ def read_goals(path: Path) -> dict[Key, float]:
 
 def goals_table(rows: Sequence[KernelRow], goals: Mapping[Key, float]) -> Goals:
     """Ours, the fastest where there are several, beside the floor, the best peer and the goal."""
-    lines, met = [], 0
-    for key in sorted(goals):
+    lines = []
+    ratios: dict[Key, float | None] = {}  # time over goal of what was measured
+    measured = {key for row in rows if (key := _key(row)) and row.values is not None}
+    for key in sorted(measured):
         here = [row for row in rows if _key(row) == key and row.values is not None]
         ours = [row for row in here if not is_peer(row)]
         if not ours:
             continue
         best = min(ours, key=_time)
         peer = min(filter(is_peer, here), key=_time, default=None)
-        met += _time(best) <= goals[key]
-        lines.append(_cells(best, peer, goals[key]))
+        ratios[key] = _time(best) / goals[key] if key in goals else None
+        lines.append(_cells(best, peer, goals.get(key)))
     table = markdown(HEADINGS, ("n x k", "by", "best peer"), lines)
-    return Goals(table, met, len(lines), len(goals))
+    shapes = sorted({key[:2] for key in ratios}) + sorted(
+        {key[:2] for key in goals} - {key[:2] for key in ratios}
+    )
+    return Goals(table, tuple(_shape_goals(shape, ratios, goals) for shape in shapes))
+
+
+def _shape_goals(
+    shape: tuple[int, int], ratios: Mapping[Key, float | None], goals: Mapping[Key, float]
+) -> ShapeGoals:
+    found = {key: r for key, r in ratios.items() if key[:2] == shape and r is not None}
+    over = tuple(
+        f"{bits} bit{'s' if bits > 1 else ''} m={m} ({ratio:.2f})"
+        for (_, _, bits, m), ratio in found.items()
+        if ratio > 1
+    )
+    total = sum(key[:2] == shape for key in goals)
+    return ShapeGoals(*shape, len(found) - len(over), len(found), total, over)
 
 
 def is_peer(row: KernelRow) -> bool:
@@ -99,7 +146,7 @@ def _time(row: KernelRow) -> float:
     return row.values.time
 
 
-def _cells(row: KernelRow, peer: KernelRow | None, goal: float) -> dict[str, str]:
+def _cells(row: KernelRow, peer: KernelRow | None, goal: float | None) -> dict[str, str]:
     case, values = row.case, row.values
     assert values is not None
     cells: dict[str, Any] = {
@@ -112,10 +159,14 @@ def _cells(row: KernelRow, peer: KernelRow | None, goal: float) -> dict[str, str
         "share": f"{100 * values.floor_share:.0f} %",
         "best peer": "",
         "x best peer": "",
-        "goal": seconds_text(goal),
-        "time / goal": f"{values.time / goal:.2f}",
-        "met": "yes" if values.time <= goal else "no",
+        "goal": "",
+        "time / goal": "",
+        "met": "",
     }
+    if goal is not None:
+        cells["goal"] = seconds_text(goal)
+        cells["time / goal"] = f"{values.time / goal:.2f}"
+        cells["met"] = "yes" if values.time <= goal else "no"
     if peer is not None:
         cells["best peer"] = f"{seconds_text(_time(peer))} ({peer.case.backend})"
         cells["x best peer"] = f"{_time(peer) / values.time:.2f}"

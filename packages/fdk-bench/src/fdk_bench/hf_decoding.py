@@ -79,7 +79,7 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) 
     bits, backends, quantised = 8.0 * DTYPES[case.dtype].itemsize, "torch", model
     if case.format not in DTYPES:
         skip = case.skip or None
-        quantised = quantise_model(model, case.format, skip, backend=case.backend)
+        quantised = quantise_model(model, case.format, skip, backend=case.backend, fuse=case.fused)
         report = model_report(quantised)
         bits, backends = report.bits_per_weight, ", ".join(_backends(quantised))
     stored = stored_bytes(quantised)

@@ -15,7 +15,8 @@ class ModelCase:
         model: a size of ``SIZES``, or a Hugging Face folder or id.
         context: tokens of the prompt.
         reps: decoding steps measured.
-        fused: q, k and v as one layer, gate and up as one; a real model is as its files have it.
+        fused: q, k and v as one product, gate and up as one; a real model that is not quantised is
+            as its files have it.
         layers: blocks of a random llama, where it is to have others than its size says.
     """
 

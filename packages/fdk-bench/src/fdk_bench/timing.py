@@ -1,5 +1,6 @@
 """Timing calls in turns: on a CPU one by one, on a GPU as replays of CUDA graphs."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,10 @@ Call = Callable[[], object]
 # CPU: calls of one contender before the next has its turn.
 CALLS_PER_TURN = 8
 FEWEST_TURNS = 3
-# GPU: a shorter graph would show the cost of starting it.
+# GPU: a shorter graph would show the cost of starting it. Of long calls fewer fill as much time.
 FEWEST_CAPTURED = 40
+FEWEST_LONG = 8
+LONG_ENOUGH = 2e-3  # seconds of a graph
 REPLAYS = 15
 WARM_REPLAYS = 2
 EAGER_CALLS = 30
@@ -111,7 +114,7 @@ def time_graphs(
     graphs: list[tuple[torch.cuda.CUDAGraph, int, float] | Exception] = []
     for calls in contenders:
         try:
-            graphs.append(_capture(calls, inner or FEWEST_CAPTURED))
+            graphs.append(_capture(calls, inner))
         except Exception as error:  # see time_calls
             graphs.append(error)
     samples: list[list[float]] = [[] for _ in contenders]
@@ -139,12 +142,16 @@ def _timed(calls: Sequence[Call], first: int, count: int) -> list[float]:
     return series
 
 
-def _capture(calls: Sequence[Call], fewest: int) -> tuple[torch.cuda.CUDAGraph, int, float]:
+def _capture(
+    calls: Sequence[Call], fewest: int | None = None
+) -> tuple[torch.cuda.CUDAGraph, int, float]:
     """A graph of all calls, their number in it, and the seconds of an eager one."""
     for call in calls[:EAGER_CALLS]:  # compiles and tunes; no eager sample is a copy's first call
         call()
     torch.cuda.synchronize()
     eager = statistics.median(_gpu_host_seconds(calls[i % len(calls)]) for i in range(EAGER_CALLS))
+    if fewest is None:  # eager is more than a call takes in the graph
+        fewest = min(FEWEST_CAPTURED, max(FEWEST_LONG, math.ceil(LONG_ENOUGH / eager)))
     rounds = -(-fewest // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -21,6 +21,7 @@ from fdk_formats.blockwise import (
 from fdk_formats.fake import fake_quantise
 from fdk_formats.files import load, save
 from fdk_formats.format import Format
+from fdk_formats.fused import fuse_layers
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.model import quantise_model
 from fdk_formats.model_files import load_model, save_model
@@ -47,6 +48,7 @@ __all__ = [
     "dequantise_blockwise",
     "fake_quantise",
     "fit_codebook",
+    "fuse_layers",
     "load",
     "load_model",
     "model_report",

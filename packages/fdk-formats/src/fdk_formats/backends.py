@@ -66,7 +66,12 @@ class Layout(nn.Module, ABC):
     """A weight in a backend's own arrangement, with the kernels for every m.
 
     Its tensors are buffers with ``persistent=False``: a file holds only what ``unpack`` returns.
+
+    Attributes:
+        casts: whether it takes x of another dtype than its own, as autocast brings it.
     """
+
+    casts = False
 
     @abstractmethod
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

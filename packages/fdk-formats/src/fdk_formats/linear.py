@@ -40,6 +40,8 @@ class QuantisedWeight(nn.Module):
         self.backend, self.activations = backend, activations
         # Of the weight it was quantised from, where that is known: see ``report``.
         self.relative_error: float | None = None
+        # Of layers that are one product with it: see ``fused``.
+        self.group: Any = None
         self._pack(q, dtype)
 
     def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
@@ -49,6 +51,8 @@ class QuantisedWeight(nn.Module):
         self.backend_name, self.canonical_bytes = chosen.name, q.nbytes
         rounded = {} if self.activations == "float" else {"activations": self.activations}
         self.layout = chosen.pack(q, dtype=dtype, **rounded)
+        if self.group is not None:
+            self.group.join()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ W_hat.T + bias``."""
@@ -203,7 +207,7 @@ class QuantisedLinear(nn.Module):
         """
         # Neither it nor its layout by attribute: nn.Module takes half a microsecond to find one.
         weight: Any = self._modules["weight"]
-        dtype = weight.dtype
+        layout, dtype = weight._modules.get("layout"), weight.dtype
         if x.dtype != dtype:
             device = x.device.type
             # torch asked about autocast on meta raises.
@@ -212,8 +216,8 @@ class QuantisedLinear(nn.Module):
                     f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}; "
                     f"convert either with .to()"
                 )
-            x = x.to(dtype)
-        layout = weight._modules.get("layout")
+            # What fused layers share is told by x itself.
+            x = x if getattr(layout, "casts", False) else x.to(dtype)
         # Not there: somebody's wrapper stands in the weight's place, such as that of torch.compile.
         if layout is None or weight._forward_hooks or weight._forward_pre_hooks:
             y: Tensor = weight(x, self.bias)

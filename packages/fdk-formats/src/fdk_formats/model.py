@@ -5,12 +5,16 @@ import logging
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 
+import torch
 from torch import Tensor, nn
 
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
+from fdk_formats.fused import DEFAULT_GROUPS, fuse_layers, rows_of, siblings
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.quantise import quantise
 from fdk_formats.report import model_report, relative_error
@@ -42,6 +46,7 @@ def quantise_model(
     *,
     activations: str = "float",
     importance: Mapping[str, Tensor] | None = None,
+    fuse: bool | Sequence[Sequence[str]] = False,
     progress: bool = True,
 ) -> nn.Module:
     """A copy of ``model`` with its ``nn.Linear`` layers quantised; the source is left untouched.
@@ -61,6 +66,10 @@ def quantise_model(
         backend: see ``select``.
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         importance: per layer name, see ``quantise``; that of layers that share a weight adds up.
+        fuse: compute layers of one input as one product, see ``fuse_layers``: those named q_proj,
+            k_proj and v_proj, and gate_proj and up_proj; or the names that are given. Files and
+            ``state_dict`` are those of separate layers, and each loads into either. With ``kmeans``
+            the layers of a group get one codebook.
         progress: show a bar on a terminal.
 
     Raises:
@@ -92,6 +101,11 @@ def quantise_model(
     for name, wanted in formats.items():
         _check_layer(name, linears[name], wanted, backend, activations)
     importances = _importances(linears, formats, importance or {})
+    groups = (DEFAULT_GROUPS if fuse else ()) if isinstance(fuse, bool) else fuse
+    together = {
+        name: names for names in _with_one_codebook(linears, formats, groups) for name in names
+    }
+    parts: dict[str, QuantisedTensor] = {}
 
     weights: dict[int, QuantisedWeight] = {}
     # deepcopy takes what its memo holds instead of a copy: the quantised layer for the linear one.
@@ -100,7 +114,11 @@ def quantise_model(
         linear = linears[name]
         key = id(linear.weight)
         if key not in weights:
-            q = _quantise_layer(name, linear, formats[name], importances.get(key))
+            if name in together and name not in parts:
+                parts |= _quantise_group(together[name], linears, formats[name], importances)
+            q = parts.pop(name, None)
+            if q is None:
+                q = _quantise_layer(name, linear.weight, formats[name], importances.get(key))
             weight = QuantisedWeight(
                 q, backend=backend, dtype=linear.weight.dtype, activations=activations
             )
@@ -113,6 +131,7 @@ def quantise_model(
             setattr(layer, hooks, copy.copy(getattr(linear, hooks)))
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
+    fuse_layers(result, groups)
     logger.info("%s", model_report(result))
     return result
 
@@ -126,11 +145,49 @@ def _pattern(argument: str, text: str) -> re.Pattern[str]:
         ) from None
 
 
+def _with_one_codebook(
+    linears: Mapping[str, nn.Linear],
+    formats: Mapping[str, Format],
+    groups: Sequence[Sequence[str]],
+) -> list[tuple[str, ...]]:
+    """The groups to fuse whose codebook is fitted: to the rows of all, for a product has one."""
+    uses = Counter(id(linears[name].weight) for name in formats)
+
+    def fits(names: tuple[str, ...]) -> bool:
+        weights = [linears[name].weight for name in names]
+        kinds = {
+            (formats[n], w.shape[1], w.dtype, w.device) for n, w in zip(names, weights, strict=True)
+        }
+        fitted = formats[names[0]].codebook == "kmeans"
+        return fitted and len(kinds) == 1 and all(uses[id(weight)] == 1 for weight in weights)
+
+    return [names for names in siblings(formats, groups) if fits(names)]
+
+
+def _quantise_group(
+    names: Sequence[str],
+    linears: Mapping[str, nn.Linear],
+    format: Format,
+    importances: Mapping[int, Tensor],
+) -> dict[str, QuantisedTensor]:
+    """Layers quantised as one weight of all their rows, and cut apart again."""
+    weights = [linears[name].weight for name in names]
+    importance = None
+    if any(id(weight) in importances for weight in weights):
+        given = [importances.get(id(weight), weight.new_ones(())) for weight in weights]
+        importance = torch.cat(
+            [each.expand(weight.shape) for each, weight in zip(given, weights, strict=True)]
+        )
+    q = _quantise_layer(", ".join(names), torch.cat(weights), format, importance)
+    ends = list(accumulate((len(weight) for weight in weights), initial=0))
+    return {name: rows_of(q, *span) for name, span in zip(names, pairwise(ends), strict=True)}
+
+
 def _quantise_layer(
-    name: str, linear: nn.Linear, format: Format, importance: Tensor | None
+    name: str, weight: Tensor, format: Format, importance: Tensor | None
 ) -> QuantisedTensor:
     try:
-        return quantise(linear.weight.detach(), format, importance=importance)
+        return quantise(weight.detach(), format, importance=importance)
     except (TypeError, ValueError) as error:
         raise type(error)(f"quantise_model: layer {name}: {error}") from None
 

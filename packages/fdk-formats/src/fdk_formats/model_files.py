@@ -2,12 +2,13 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fdk_formats.files import load, save
+from fdk_formats.fused import DEFAULT_GROUPS, fuse_layers
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.tensor import QuantisedTensor
 
@@ -47,6 +48,7 @@ def load_model(
     *,
     device: torch.device | str | int | None = None,
     activations: str = "float",
+    fuse: bool | Sequence[Sequence[str]] = False,
 ) -> nn.Module:
     """A copy of ``model`` with the quantised layers and all tensors of a file.
 
@@ -58,6 +60,8 @@ def load_model(
         device: of the result; None for that of the model, and the CPU for a model on meta.
         activations: ``int8`` rounds the input of every quantised layer to 8 bits, see
             ``fdk_formats.int8``; a file says nothing of it.
+        fuse: compute layers of one input as one product, see ``fuse_layers``; True for q_proj,
+            k_proj and v_proj, and gate_proj and up_proj. A file says nothing of it either.
 
     Raises:
         ValueError: where the file is damaged (see ``load``), or does not fit the model: the
@@ -91,7 +95,10 @@ def load_model(
         for name in names:
             parent, _, attribute = name.rpartition(".")
             setattr(result.get_submodule(parent), attribute, parameter)
-    return result.to(device)
+    result = result.to(device)
+    if fuse:
+        fuse_layers(result, DEFAULT_GROUPS if isinstance(fuse, bool) else fuse)
+    return result
 
 
 def _linear(

@@ -63,8 +63,9 @@ def models(
     fused: Annotated[
         bool,
         typer.Option(
-            "--fused/--no-fused",
-            help="One layer of q, k and v and one of gate and up; random llamas only.",
+            "--fuse/--no-fuse",
+            help="One product of q, k and v and one of gate and up; of a Hugging Face model where "
+            "it is quantised.",
         ),
     ] = True,
     layers: Annotated[

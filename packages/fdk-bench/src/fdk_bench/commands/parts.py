@@ -45,38 +45,61 @@ ON_CPU = (
 
 
 def _models(name: str, size: str, bits: str, batches: str, *more: str) -> Part:
-    arguments = ("--size", size, "--batch-size", batches, *more, "-b", bits, "--reps", "40")
-    return Part(name, "models", arguments, limit=90)
+    """Models of one size; compiled ahead, by a process of one block for each width."""
+    arguments = ("--size", size, "--batch-size", batches, *more)
+    warm = tuple(
+        (*arguments, "-b", width, "--reps", "1", "--layers", "1") for width in bits.split(",")
+    )
+    return Part(name, "models", (*arguments, "-b", bits, "--reps", "40"), warm=warm, limit=90)
 
 
-# Ours in the formats that each backend is for; peers once for each width. The compiled reference
-# multiplies by cuBLAS whatever m, so a few rows of it tell.
+# Ours in the formats that each backend is for; peers once for each width, at 256 rows and more the
+# one that is fastest there. The compiled reference multiplies by cuBLAS whatever m: one case tells.
 OURS = ("--format", "custom,int", "--backend", "marlin-lut,marlin,triton")
-TOLD_TWICE = r"-custom\d.*-marlin$|-int\d.*-cuda-(?!marlin$)|^m(64|256)-.*compile$"
+PEERS_ON_GPU = "torch.compile,tinygemm,bitsandbytes,humming"
+LEFT_OUT = (
+    r"-custom\d.*-marlin$|-int\d.*-cuda-(?!marlin$)"
+    r"|^m(256|1024)-.*-(tinygemm|bitsandbytes)$|^m1024-.*-triton$"
+    r"|^m(4|16|64|256|1024)-.*compile$|-custom[1238].*compile$"
+)
+WIDTHS = ("4", "1", "2", "3", "8")
+QUICK = ("--copies", "1", "--inner-reps", "1", "--outer-reps", "1")
+# Processes that compile. With two a width (16 cores, an H200's host) those of ours took 46 to 55 s,
+# and of Humming none had ended after 55; timing then took 8 s, compiling what was left 42.
+COMPILED = (
+    ("humming", "1,4"),
+    ("humming", "16,64"),
+    ("humming", "256,1024"),
+    ("(?!humming)", "1,4,16"),
+    ("(?!humming)", "64,256,1024"),
+)
 
 
-def _peers(name: str, bits: str, shapes: tuple[str, ...]) -> Part:
-    """Ours beside every peer in one run; compiled ahead, a process for each shape and width."""
-    ms = ("-m", "1,16,64,256")
-    what = (*ms, *OURS, "--exclude", TOLD_TWICE, "--peer-seconds", "30")
-    quick = ("--copies", "1", "--inner-reps", "1", "--outer-reps", "1")
+def _compare(shape: str) -> Part:
+    """Ours beside every peer in one run; compiled ahead, by processes for each width."""
+    what = (*OURS, "--exclude", LEFT_OUT, "--against", PEERS_ON_GPU, "--shapes", shape)
+    ms = ("-m", "1,4,16,64,256,1024")
     return Part(
-        name,
+        f"compare-{shape}",
         "compare",
-        (*what, "--shapes", ",".join(shapes), "-b", f"16,{bits}", "--outer-reps", "9"),
+        (*ms, *what, "-b", ",".join(("16", *WIDTHS)), "--peer-seconds", "30", "--outer-reps", "9"),
         warm=tuple(
-            (*what, "--shapes", shape, "-b", width, *quick)
-            for shape in shapes
-            for width in bits.split(",")
+            ("-m", few, *what, "-b", width, "--include", f"-cuda-{by}", *QUICK)
+            for by, few in COMPILED
+            for width in WIDTHS
         ),
-        limit=200,
+        limit=90,
     )
 
 
 # What matters most first: what there is no time for is left as it was.
 ON_GPU = (
     _models("models-12b", "12b", "16,4,1", "1,4,16,64,256"),
-    _peers("compare", "4,1,2,3,8", ("8192x8192", "28672x8192", "4096x4096")),
+    _compare("8192x8192"),
+    _compare("28672x8192"),
+    _compare("4096x4096"),
+    _compare("4096x14336"),
+    _compare("14336x4096"),
     _models("models-31b", "31b", "16,4,1", "1,16,64"),
     _models("models-2048", "12b", "16,4", "1", "--context", "2048"),
     _models("models-2048-31b", "31b", "16,1", "1", "--context", "2048"),
@@ -87,4 +110,16 @@ ON_GPU = (
         limit=60,
     ),
     _models("models-4b", "4b", "16,4,1", "1,4,16,64,256"),
+    # What fusing gives: the same steps with seven linear layers a block instead of four.
+    _models("models-12b-apart", "12b", "4", "1,64", "--no-fuse"),
+    # By itself: it takes longest to compile, and was never the best peer.
+    Part(
+        "compare-gemlite",
+        "compare",
+        (
+            *("-m", "1,16", "--shapes", "8192x8192", "-b", "16,8,4,2,1", "--backend", "marlin-lut"),
+            *("--against", "gemlite,humming", "--peer-seconds", "30", "--outer-reps", "9"),
+        ),
+        limit=150,
+    ),
 )

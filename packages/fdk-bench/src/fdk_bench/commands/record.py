@@ -22,9 +22,9 @@ from fdk_bench.commands.common import (
     split,
 )
 from fdk_bench.commands.parts import ON_CPU, ON_GPU, Part
+from fdk_bench.commands.warming import Task, run_side_by_side
 
 STDERR = 2  # standard output is kept for what --json prints
-WARM_SECONDS = 60.0
 STOP_SECONDS = 20.0
 CUT = "cut"  # an empty file beside the rows of a part that had no more time
 WORK = Path("out") / "record"  # untracked: a commit is clean until every part was measured
@@ -38,8 +38,9 @@ def record(
         list[str] | None,
         typer.Option(
             help="Parts: on a CPU kernels, kernels-1-thread, compare, compare-1-thread, models, "
-            "accuracy; on a GPU models-12b, compare, models-31b, models-2048, "
-            "models-2048-31b, kernels, models-4b; repeat, or use commas. The others' rows stay "
+            "accuracy; on a GPU models-12b, models-31b, models-2048, models-2048-31b, models-4b, "
+            "models-12b-apart, compare-8192x8192 (and 28672x8192, 4096x4096, 4096x14336, "
+            "14336x4096), kernels, compare-gemlite; repeat, or use commas. The others' rows stay "
             "as they are."
         ),
     ] = None,
@@ -52,6 +53,16 @@ def record(
             min=1.0, help="Time for all parts; the rows that a part has by then are kept."
         ),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that compile ahead, at a time. Default: the cores."),
+    ] = None,
+    compile_seconds: Annotated[
+        float, typer.Option(min=0.0, help="For compiling ahead, all parts together.")
+    ] = 60.0,
+    figures: Annotated[
+        bool, typer.Option("--figures/--no-figures", help="Draw the figures of the folder anew.")
+    ] = True,
     device: options.DeviceOption = None,
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print what each part took, as JSON lines.")
@@ -63,7 +74,9 @@ def record(
     `fdk-bench table --fill README.md` puts them into the documents. Parts that ended before Ctrl-C
     are kept, and --resume goes on with the others. A part that takes too long is asked to stop,
     and the rows that it has are kept; those of one that crashed stay as they were. Where compilers
-    take long they run first, side by side, and what they compiled is timed alone.
+    take long they run first, for all parts side by side, and what they compiled is timed alone. On
+    a machine of several GPUs, give each process its own (CUDA_VISIBLE_DEVICES), its own working
+    folder and some of the parts.
 
     Exit code: 0, 1 where a case failed, 2 bad usage, 130 where a part did not end.
     """
@@ -75,6 +88,7 @@ def record(
     chosen = [parts[name] for name in split(only) or parts]
     end = time.perf_counter() + (seconds or float("inf"))
     left = [part for part in chosen if not (resume and _done(part) is not None)]
+    _warm(left, where, jobs or os.cpu_count() or 1, min(end, time.perf_counter() + compile_seconds))
     codes: dict[Part, int] = {}
     for number, part in enumerate(chosen, 1):
         if part not in left:
@@ -82,7 +96,6 @@ def record(
         else:
             typer.echo(f"{part.name}: part {number} of {len(chosen)}", err=True)
             start = time.perf_counter()
-            _warm(part, where, end)
             codes[part] = _run(part, where, end)
             taken = f"{time.perf_counter() - start:.0f} s"
         if codes[part] not in (EXIT_INTERRUPTED, EXIT_USAGE) or _was_cut(part):
@@ -93,7 +106,8 @@ def record(
             print(json.dumps({"part": part.name, "exit": codes[part], "taken": taken}), flush=True)
         else:
             print(f"{part.name}: {taken}, exit code {codes[part]}", flush=True)
-    _draw(out)
+    if figures:
+        _draw(out)
     for code in (EXIT_INTERRUPTED, EXIT_USAGE):
         if code in codes.values():
             typer.echo("ended early: see above; --resume goes on with what is left", err=True)
@@ -108,39 +122,33 @@ def _command(part: Part, arguments: Sequence[str], device: str, target: Path) ->
     return [sys.executable, *inner]
 
 
-def _warm(part: Part, device: str, end: float) -> None:
-    """Runs what compiles for a part, side by side; what it measures is thrown away.
+def _warm(parts: Sequence[Part], device: str, jobs: int, end: float) -> None:
+    """Runs what compiles for some parts, side by side; what it measures is thrown away.
 
     torch, Triton, our kernels and Humming keep what they compiled on disk: minutes of one core.
+    What is not ready in time is compiled when it is timed.
     """
-    if not part.warm:
+    targets = [
+        (part, arguments, WORK / f"{part.name}-warm" / str(number))
+        for part in parts
+        for number, arguments in enumerate(part.warm)
+    ]
+    if not targets:
         return
+    tasks = [
+        Task(_command(part, arguments, device, target), target / "log.txt")
+        for part, arguments, target in targets
+    ]
     start = time.perf_counter()
-    # A process has one thread here: as many workers each as the machine has cores were too many.
-    alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    running = []
-    for number, arguments in enumerate(part.warm):
-        target = WORK / "warm" / str(number)
-        target.mkdir(parents=True, exist_ok=True)
-        command = _command(part, arguments, device, target)
-        with (target / "log.txt").open("w", encoding="utf-8") as log:
-            running.append(
-                subprocess.Popen(command, stdout=log, stderr=log, env=alone, start_new_session=True)
-            )
-    limit = min(end, start + WARM_SECONDS)
-    try:
-        for process in running:
-            process.wait(max(0.0, limit - time.perf_counter()))
-    except subprocess.TimeoutExpired:
-        pass  # it is compiled when it is timed, then
-    finally:
-        for process in running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    codes = run_side_by_side(tasks, jobs, end - start)
     taken = time.perf_counter() - start
-    failed = [number for number, process in enumerate(running) if process.returncode]
-    typer.echo(f"compiled ahead in {taken:.0f} s, not ended well: {failed or 'none'}", err=True)
+    failed = [
+        f"{target.parent.name}/{target.name}"
+        for (*_, target), code in zip(targets, codes, strict=True)
+        if code
+    ]
+    told = ", ".join(failed) or "none"
+    typer.echo(f"compiled ahead in {taken:.0f} s, not ended well: {told}", err=True)
 
 
 def _run(part: Part, device: str, end: float = float("inf")) -> int:
@@ -222,8 +230,8 @@ def _draw(folder: Path) -> None:
     models = sorted(path.stem for path in folder.glob("models-*b.jsonl"))
     main = [folder / f"{name}.jsonl" for name in ("kernels", "models", *models, "accuracy")]
     _plot([path for path in main if path.is_file()], folder, "*")
-    if (compare := folder / "compare.jsonl").is_file():
-        _plot([compare], folder, "bits", prefix="compare-")
+    compare = [folder / "compare.jsonl", *sorted(folder.glob("compare-*x*.jsonl"))]
+    _plot([path for path in compare if path.is_file()], folder, "bits", prefix="compare-")
 
 
 def _plot(files: list[Path], folder: Path, names: str, prefix: str = "") -> None:

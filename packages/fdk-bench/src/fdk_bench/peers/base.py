@@ -1,11 +1,12 @@
 """What a contender of a kernel benchmark supplies, and the check that comes before the clock."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fdk_bench.cases import KernelCase
@@ -15,6 +16,7 @@ from fdk_formats.testing import nrmse, poisoned
 # Beside the error of torch in the same dtype over the same dequantised weight.
 ALLOWED = 2.0
 MOST_COPIES = 512
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class WrongAnswerError(RuntimeError):
@@ -69,6 +71,11 @@ def copies_of(case: KernelCase, nbytes: int, copies: int | None) -> int:
     if copies is not None:
         return copies
     return max(3, min(MOST_COPIES, -(-cold_bytes(case.device) // nbytes)))
+
+
+def copied(layer: Layer, count: int) -> list[Layer]:
+    """A layer and copies of it in memory of their own."""
+    return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
 
 
 def check(prepared: Prepared, inputs: Sequence[Tensor]) -> list[float]:

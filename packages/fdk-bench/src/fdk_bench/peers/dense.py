@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fdk_bench.cases import KernelCase
-from fdk_bench.peers.base import Prepared, copies_of
+from fdk_bench.peers.base import Prepared, copied, copies_of
 from fdk_bench.weights import exact_weight, random_weight
 from fdk_formats import Problem, QuantisedTensor, select
 from fdk_formats.int8 import int8_linear
@@ -71,14 +71,14 @@ class Ours:
         backend = select(problem, case.backend)
         q = random_weight(format, case.n, case.k, device)
         count = copies_of(case, q.nbytes, copies)
-        # A layout may keep a tensor as it is: each gets its own.
+        # A layout may keep a tensor as it is, and q is for the check. Packed once, then copied.
         weight = partial(exact_weight, q, case.torch_dtype)
         table = codebook_bytes(q)
         if case.activations == "float":
-            layouts = [backend.pack(copy_of(q), dtype=case.torch_dtype) for _ in range(count)]
+            layouts = copied(backend.pack(copy_of(q), dtype=case.torch_dtype), count)
             return Prepared(layouts, weight, q.nbytes, backend.name, table)
         pack = partial(backend.pack, dtype=case.torch_dtype, activations=case.activations)
-        layouts = [pack(copy_of(q)) for _ in range(count)]
+        layouts = copied(pack(copy_of(q)), count)
         name = f"{backend.name} {case.activations}"
         return Prepared(layouts, weight, q.nbytes, name, table, definition=partial(_int8, q))
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fdk_bench.cases import KernelCase
-from fdk_bench.peers.base import Prepared, copies_of
+from fdk_bench.peers.base import Prepared, copied, copies_of
 from fdk_bench.peers.integers import needs, random_integers
-from fdk_bench.peers.packages import copied, missing
+from fdk_bench.peers.packages import missing
 
 # gemlite 0.6.0 computes code * scale - zero * scale in bf16: its error was 1.4e-2 (H200, 4 bits,
 # 8192 x 8192), that of a rounded weight is 2e-3.

@@ -165,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) one_row(const __grid_co
     packed = next;
   }
   __syncwarp();  // the lanes of a warp may have left `convert` apart
+  copies.start_others();
   if (walk.split > 1) wait_mailboxes();
 
   // Columns past the digits are zeros. A count of one in the third lane meets the sum of x.

@@ -14,6 +14,7 @@ from fdk_cuda import __version__
 
 def facts() -> dict[str, object]:
     """What makes a row whole: device, versions, commit, time and command."""
+    command = Path(sys.argv[0]).name, *sys.argv[1:]
     return {
         "device": torch.cuda.get_device_name(),
         "versions": {
@@ -23,5 +24,6 @@ def facts() -> dict[str, object]:
         },
         "commit": source_commit(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # Where a machine keeps its files is nobody's business.
+        "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in command),
     }

@@ -9,17 +9,12 @@ and says where more rows take over 5 % less time than fewer do. Each is checked 
 
 import argparse
 import json
-import platform
-import shlex
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from _rows import facts
 from marlin import COLD_BYTES, graph_times, hopper_run, random_weight, small_run
 
-from fdk_bench.records import source_commit
-from fdk_cuda import __version__
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.plan import MAX_ROWS
 from fdk_formats.testing import nrmse
@@ -53,21 +48,6 @@ def time_rows(n: int, k: int, bits: int) -> dict[str, object]:
     shortest = 3 + 8 * n * k / 8192**2  # microseconds, about
     times = graph_times(runs, int(GRAPH_MICROSECONDS / shortest), replays=REPLAYS)
     return {"n": n, "k": k, "bits": bits, "m": MS, "us": times}
-
-
-def facts() -> dict[str, object]:
-    """What makes a row whole: device, versions, commit, time and command."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "fdk_cuda": __version__,
-        },
-        "commit": source_commit(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
 
 
 def steps_down(ms: list[int], times: list[float]) -> list[str]:

@@ -49,11 +49,13 @@ VARIANTS = [
         (torch.float16, torch.float32, 2, True),
     )
 ]
-# And one_row.cu's with scales of the other types.
+# And digits.cu's with scales of the other types, and zero points in the widest tiles.
 SMALL_VARIANTS = [
     *VARIANTS,
     Variant(1, torch.float16, torch.float32, 1, False),
     Variant(1, torch.bfloat16, torch.float16, 1, False),
+    Variant(1, torch.float16, torch.float16, 1, True),
+    *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True) for bits in SUPPORTED_BITS),
 ]
 # On Hopper, a third way to scale.
 HOPPER_VARIANTS = [
@@ -84,9 +86,30 @@ def test_small_m_spills_nothing(variant, arch):
         assert Variant.of(geometry, variant.dtype) == variant
         for m in (1, 4, MAX_ROWS):
             shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
-    assert any(shape.is_one_row for shape in shapes) == variant.has_one_row
+    assert {shape.digit_rows for shape in shapes} - {0} == set(variant.digit_rows)
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "scale", "per_row", "affine", "rows"),
+    [
+        (1, torch.bfloat16, torch.bfloat16, 1, False, (1, 4)),
+        (1, torch.bfloat16, torch.float32, 1, False, (1, 4)),
+        (1, torch.bfloat16, torch.float16, 1, True, (1, 4)),
+        (1, torch.float16, torch.bfloat16, 1, True, (1,)),
+        # A product of a scale and a zero point would be rounded.
+        (1, torch.bfloat16, torch.float32, 1, True, ()),
+        (1, torch.bfloat16, torch.bfloat16, 2, False, ()),
+        (2, torch.bfloat16, torch.bfloat16, 1, False, ()),
+    ],
+)
+def test_what_is_taken_by_digits(bits, dtype, scale, per_row, affine, rows):
+    variant = Variant(bits, dtype, scale, per_row, affine)
+    assert variant.digit_rows == rows
+    for m in range(1, 9):
+        taken = {shape.digit_rows for shape in small_shapes(variant, m)}
+        assert taken == {0, *[r for r in rows if r >= m][:1]}
 
 
 @pytest.mark.parametrize("arch", DEVICES)
@@ -201,7 +224,7 @@ def test_every_instantiation_spills_nothing(bits, arch):
         variant = Variant(bits, dtype, scale, per_row, affine)
         geometry = Geometry(bits, 4096, 4096, 32 if per_row == 2 else 64, scale, affine)
         widest = {}
-        for m in (1, 8, MAX_ROWS):
+        for m in (1, 4, 8, MAX_ROWS):
             for shape in small_shapes(variant, m):
                 # The first takes the most warps, so it has the fewest registers to a thread.
                 if plan_of_shape(geometry, m, DEVICES[arch], shape, 1):

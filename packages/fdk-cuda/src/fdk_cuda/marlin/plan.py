@@ -23,23 +23,27 @@ FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.84}
 NARROW_COST = {
     (2, 2): {1: 0.0252, 2: 0.0273, 3: 0.0287, 4: 0.0299, 8: 0.0573},
     (4, 1): {1: 0.0218, 2: 0.0260, 3: 0.0295, 4: 0.0315, 8: 0.0590},
-    (4, 2): {1: 0.0177, 2: 0.0218, 3: 0.0257, 4: 0.0310, 8: 0.0580},
-    (8, 2): {1: 0.0172, 2: 0.0210},
+    (4, 2): {1: 0.0205, 2: 0.0230, 3: 0.0257, 4: 0.0310, 8: 0.0580},
+    (8, 2): {1: 0.0190, 2: 0.0195},
 }
-# And of one_row.cu, at 1 bit; more warps are slower. Of turning a column of x into digits.
-ONE_ROW_COST = {
+# And of digits.cu, at 1 bit, for one row of x, and for four by so much more; more warps are slower.
+# Of turning a column of x into digits.
+DIGITS_BLOCK_COST = {
     **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
-    **{(4, 4): 0.0150, (8, 2): 0.0165, (8, 4): 0.0150},
+    **{(4, 4): 0.0150, (8, 2): 0.0160, (8, 4): 0.0150},
 }
-ONE_ROW_WARPS = 8
-DIGITS_COST = 6e-5
+DIGITS_ROWS_FACTOR = {1: 1.0, 4: 1.1}
+DIGITS_WARPS = 8
+DIGITS_COST = {1: 6e-5, 4: 26e-5}
+# Of the table, which digits.cu does without.
+TABLE_COST = 1.0
 # With two tiles of columns, by the same, by groups of rows (a second group finds x in the L1) and
 # by bits.
 WIDE_COST = {
     (4, 1, 1): {1: 0.0410, 2: 0.0440, 3: 0.0490, 4: 0.0490, 8: 0.0800},
     (4, 1, 2): {1: 0.0370, 2: 0.0390, 3: 0.0440, 4: 0.0470, 8: 0.0740},
-    (4, 2, 1): {1: 0.0425},
-    (8, 1, 1): {1: 0.0385, 2: 0.0420, 3: 0.0460, 4: 0.0475},
+    (4, 2, 1): {1: 0.0410},
+    (8, 1, 1): {1: 0.0380, 2: 0.0420, 3: 0.0460, 4: 0.0470},
 }
 # Of each tile that a block takes; of sharing tiles in a cluster, by tiles of columns, and of each.
 PASS_COST = 0.3
@@ -66,7 +70,7 @@ class Device:
 
 @dataclass(frozen=True)
 class SmallPlan:
-    """One way to run small_m.cu or one_row.cu.
+    """One way to run small_m.cu or digits.cu.
 
     Attributes:
         shape: of the instantiation.
@@ -115,14 +119,15 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     """About how many microseconds a plan takes beyond what every plan does."""
     shape = plan.shape
     blocks = plan.row_blocks * plan.rounds * shape.k_blocks * shape.warps
-    if shape.is_one_row:
-        time = blocks * ONE_ROW_COST[shape.fragments, shape.k_blocks]
-        time += DIGITS_COST * geometry.columns / plan.split
+    if rows := shape.digit_rows:
+        block_cost = DIGITS_BLOCK_COST[shape.fragments, shape.k_blocks]
+        time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
+        time += DIGITS_COST[rows] * geometry.columns / plan.split
     elif shape.column_tiles == 1:
-        time = blocks * NARROW_COST[shape.fragments, shape.k_blocks][geometry.bits]
+        time = TABLE_COST + blocks * NARROW_COST[shape.fragments, shape.k_blocks][geometry.bits]
     else:
         pieces = shape.fragments, shape.k_blocks, shape.row_groups
-        time = blocks * WIDE_COST[pieces][geometry.bits]
+        time = TABLE_COST + blocks * WIDE_COST[pieces][geometry.bits]
     if shape.warps < 8 or plan.passes * plan.rounds > LONG_LOOP:
         time *= WARPS_FACTOR[shape.warps]
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
@@ -154,9 +159,10 @@ def small_shapes(variant: Variant, m: int) -> Iterator[TileShape]:
         fits = warps <= most_warps(variant, shape) and (shape.fragments < 8 or warps == 8)
         if variant.bits in cost and fits:
             yield shape
-    if m == 1 and variant.has_one_row:
-        for fragments, k_blocks in ONE_ROW_COST:
-            yield TileShape(fragments, k_blocks, 1, 1, ONE_ROW_WARPS, is_one_row=True)
+    # The fewest rows that suffice.
+    if rows := next((rows for rows in variant.digit_rows if rows >= m), 0):
+        for fragments, k_blocks in DIGITS_BLOCK_COST:
+            yield TileShape(fragments, k_blocks, 1, 1, DIGITS_WARPS, digit_rows=rows)
 
 
 def plan_of_shape(
@@ -185,12 +191,13 @@ def plan_of_shape(
         whole_passes += short > 0
     passes = whole_passes + (shape.short_blocks > 0)
     stages = geometry.columns // stage_columns
+    rounds = -(-stages // (shape.warps // shape.row_groups * split))
     ring = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2]
     sums = shape.warps * (16 * shape.fragments + 4) * stored * 4
     mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
     table = TABLE_BYTES
-    if shape.is_one_row:
-        table = geometry.columns // BLOCK_COLUMNS * DIGITS_BYTES
+    if rows_of_x := shape.digit_rows:
+        table = shape.warps * rounds * shape.k_blocks * DIGITS_BYTES[rows_of_x]
     fixed = table + ring + shape.warps * STAGES * BARRIER_BYTES + mail
     for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
         # More than half of a processor's: when a kernel starts while the one before still runs, two
@@ -204,7 +211,7 @@ def plan_of_shape(
                 grid=(clusters if passes > 1 else rows // tile) * split,
                 passes=passes,
                 whole_passes=whole_passes,
-                rounds=-(-stages // (shape.warps // shape.row_groups * split)),
+                rounds=rounds,
                 stored_columns=stored,
                 sum_buffers=buffers,
                 shared_bytes=shared,
@@ -218,14 +225,16 @@ def most_warps(variant: Variant, shape: TileShape) -> int:
     test_marlin_kernels.py holds every instantiation to no spills at all.
     """
     bits = variant.bits
-    heavy = variant.affine or variant.per_row == 2 or variant.scale_dtype == torch.float32
+    heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
     if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
         return 0 if heavy else 8
+    # Two tiles of columns or four blocks leave zero points no room in 128 registers.
+    tight = heavy or variant.affine
     if shape.column_tiles == 2:
-        return 8 if variant.per_row == 2 else 16 if bits in (2, 3) and not heavy else 12
+        return 8 if variant.per_row == 2 else 16 if bits in (2, 3) and not tight else 12
     if shape.stage_blocks == 4:
         fits = bits in (2, 3, 8) or (bits == 1 and variant.dtype == torch.bfloat16)
-        return 8 if variant.per_row == 2 else 16 if fits and not heavy else 12
+        return 8 if variant.per_row == 2 else 16 if fits and not tight else 12
     if bits == 8:
         return 12 if heavy else 16
     return 12 if variant.per_row == 2 and bits <= 2 else 16

@@ -13,9 +13,9 @@ KERNEL_DIRECTORY = Path(__file__).with_name("kernels")
 SCALE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 DEQUANTISE_WARPS = 8
 TABLE_BYTES = 256 * 256
-# one_row.cu, which holds itself to it: the digits of 64 values of x, and what their sums are scaled
-# with.
-DIGITS_BYTES = 400
+# digits.cu, which holds itself to it, by rows of x: the digits of 64 columns of x, and what their
+# sums are scaled with.
+DIGITS_BYTES = {1: 400, 4: 1056}
 # 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by step. See decode.cuh.
 ONE_BIT_BASES = {
     torch.bfloat16: (0x41804180, 0x41004100, 0x40804080, 0x40004000),  # 16, 8, 4, 2
@@ -51,9 +51,15 @@ class Variant:
         return cls(g.bits, dtype, g.scale_dtype, g.per_row, g.has_zero_point, g.whole_zero_point)
 
     @property
-    def has_one_row(self) -> bool:
-        """Whether one_row.cu takes it."""
-        return self.bits == 1 and self.per_row == 1 and not self.affine
+    def digit_rows(self) -> tuple[int, ...]:
+        """Rows of x that instantiations of digits.cu take.
+
+        Scale times zero point must be exact in float32; four rows have too few digits for fp16.
+        """
+        is_exact = not self.affine or self.scale_dtype != torch.float32
+        if self.bits > 1 or self.per_row > 1 or not is_exact:
+            return ()
+        return (1,) if self.dtype == torch.float16 else (1, 4)
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -75,7 +81,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class TileShape:
-    """What small_m.cu, or one_row.cu, is compiled for beside the variant.
+    """What small_m.cu, or digits.cu, is compiled for beside the variant.
 
     Attributes:
         fragments: of 16 rows that a warp takes.
@@ -83,8 +89,8 @@ class TileShape:
         row_groups: groups of warps, one below the other.
         column_tiles: tiles of 8 rows of x.
         warps: of a block.
-        is_one_row: whether it is one_row.cu's, which takes one row of x by digits; ``column_tiles``
-            and ``row_groups`` are 1.
+        digit_rows: rows of x that digits.cu takes, 1 or 4, where it is its; ``column_tiles`` and
+            ``row_groups`` are 1. 0 where it is small_m.cu's.
         short_blocks: blocks of 32 rows that a warp takes of the tiles of the last pass, 0 where
             they are as high as the others.
     """
@@ -94,7 +100,7 @@ class TileShape:
     row_groups: int
     column_tiles: int
     warps: int
-    is_one_row: bool = False
+    digit_rows: int = 0
     short_blocks: int = 0
 
     @property
@@ -141,7 +147,7 @@ class HopperShape:
 
 
 def small_m_program(variant: Variant, shape: TileShape) -> Program:
-    """small_m.cu or one_row.cu for a variant and a shape of tile."""
+    """small_m.cu or digits.cu for a variant and a shape of tile."""
     options = variant.options(
         TILE_FRAGMENTS=shape.fragments,
         SHORT_BLOCKS=shape.short_blocks or shape.fragments // 2,
@@ -149,9 +155,10 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
         ROW_GROUPS=shape.row_groups,
         WARPS=shape.warps,
     )
-    if shape.is_one_row:
-        assert variant.has_one_row
-        return _program("one_row.cu", (*options, f"-DDIGITS_BYTES={DIGITS_BYTES}"))
+    if rows := shape.digit_rows:
+        assert rows in variant.digit_rows
+        more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[rows]}"
+        return _program("digits.cu", (*options, *more))
     return _program("small_m.cu", (*options, f"-DCOLUMN_TILES={shape.column_tiles}"))
 
 

@@ -124,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   for (int block = 0; block < K_BLOCKS; block++) load_x(x, block, 0);
   if (walk.split > 1) wait_mailboxes();
   __syncthreads();  // the table is whole
+  copies.start_others();
 
   const int passes = walk.passes();
   const auto take = [&](auto constant, int pass) {

@@ -241,8 +241,15 @@ struct Copies {
         left_of_pass(walk_.stages),
         left_at_short(walk_.passes() == walk_.p.passes ? walk_.stages : -1) {
     go_to(walk.tile(0));
+    fill(0);
+  }
+
+  // Starts the copies of the stages after the first: once x is here, so that the first ones of all
+  // warps go before them, and no warp waits behind what others need later (H200, m = 1, us: 4 bits,
+  // 4096 x 4096 4.41 -> 4.14, 4096 x 14336 10.26 -> 9.60, 8 bits 6.85 -> 6.07, 17.67 -> 16.38).
+  __device__ __forceinline__ void start_others() {
 #pragma unroll
-    for (int stage = 0; stage < STAGES; stage++) fill(stage);
+    for (int stage = 1; stage < STAGES; stage++) fill(stage);
   }
 
   __device__ __forceinline__ void go_to(const Tile& tile) {

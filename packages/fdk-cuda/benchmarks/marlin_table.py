@@ -1,0 +1,111 @@
+"""Makes the table of docs/kernels/marlin.md from the rows that marlin.py writes.
+
+    python packages/fdk-cuda/benchmarks/marlin_table.py docs/results/h200/marlin.jsonl [--fill F]
+
+With --fill it goes between the marks of a document; tests/test_marlin_table.py holds the document
+to it.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HEADINGS = (
+    *("n x k", "bits", "m", "floor", "PDL", "plain", "floor / PDL", "goal", "PDL / goal"),
+    *("affine PDL", "/ codebook", "/ goal"),
+)
+MARK = re.compile(r"(<!-- marlin table -->\n).*?(<!-- end -->)", re.DOTALL)
+# Rows of x up to which a goal counts as this kernel's, and what is near one.
+FEW_ROWS, NEAR = 16, 1.05
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each case: codebook, then affine beside it; below, how many meet their goals."""
+    by_kind: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {"codebook": {}, "affine": {}}
+    for row in rows:
+        by_kind[row["kind"]][row["n"], row["k"], row["bits"], row["m"]] = row
+    lines = [HEADINGS, ("---",) * len(HEADINGS)]
+    for key, row in by_kind["codebook"].items():
+        lines.append((f"{row['n']} x {row['k']}", *cells(row, by_kind["affine"].get(key))))
+    text = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+    return f"{text}\n{counts(by_kind)}\n{run_of(rows)}\n"
+
+
+def cells(row: dict[str, Any], affine: dict[str, Any] | None) -> tuple[str, ...]:
+    """What follows the shape."""
+    pdl, goal = row["pdl"], row["goal"]
+    share = f"{100 * row['floor'] / pdl:.0f} %"
+    other = ("-", "-", "-")
+    if affine is not None:
+        ratio = f"{affine['pdl'] / pdl:.2f}"
+        other = (f"{affine['pdl']:.2f}", ratio, of_goal(affine["pdl"], goal))
+    return (
+        *(str(row["bits"]), str(row["m"])),
+        *(f"{row[name]:.2f}" for name in ("floor", "pdl", "plain")),
+        *(share, "-" if goal is None else f"{goal:.1f}", of_goal(pdl, goal), *other),
+    )
+
+
+def of_goal(time: float, goal: float | None) -> str:
+    """A time over its goal."""
+    return "-" if goal is None else f"{time / goal:.2f}"
+
+
+def counts(by_kind: dict[str, dict[tuple[int, ...], dict[str, Any]]]) -> str:
+    """How many goals are met, by kind and number of rows."""
+    lines = []
+    for kind, rows in by_kind.items():
+        for few in (True, False):
+            ratios = [
+                row["pdl"] / row["goal"]
+                for row in rows.values()
+                if row["goal"] is not None and (row["m"] <= FEW_ROWS) == few
+            ]
+            if ratios:
+                met = sum(ratio <= 1 for ratio in ratios)
+                near = sum(1 < ratio <= NEAR for ratio in ratios)
+                what = f"m {'<=' if few else '>'} {FEW_ROWS}, {kind}"
+                over = len(ratios) - met - near
+                lines.append(
+                    f"{what}: of {len(ratios)} goals {met} are met, {near} are within "
+                    f"{100 * (NEAR - 1):.0f} %, {over} are over.\n"
+                )
+    return "\n".join(lines)
+
+
+def run_of(rows: list[dict[str, Any]]) -> str:
+    """Of which run, and what cuBLAS took in it by shape: how the chip was."""
+    (told,) = {(row["device"], row["started"][:10], row["commit"]) for row in rows}
+    times: dict[str, list[float]] = {}
+    for row in rows:
+        if row["m"] <= FEW_ROWS:
+            times.setdefault(f"{row['n']} x {row['k']}", []).append(row["cublas"])
+    parts = [f"{shape} {min(own):.1f} to {max(own):.1f}" for shape, own in times.items()]
+    device, day, commit = told
+    return f"One run, {device}, {day}, commit {commit}; cuBLAS, bf16, m <= 16: {', '.join(parts)}."
+
+
+def fill(text: str, rows: list[dict[str, Any]]) -> str:
+    """A document with the table between its marks."""
+    if MARK.search(text) is None:
+        raise SystemExit("wanted a document with <!-- marlin table --> and <!-- end -->")
+    return MARK.sub(lambda match: f"{match[1]}\n{table(rows)}\n{match[2]}", text)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="JSONL, written by marlin.py --out")
+    parser.add_argument("--fill", type=Path, help="a document with marks")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.rows.read_text("utf-8").splitlines()]
+    if args.fill is None:
+        print(table(rows))
+    else:
+        args.fill.write_text(fill(args.fill.read_text("utf-8"), rows), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

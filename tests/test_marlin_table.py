@@ -1,0 +1,75 @@
+"""The table of docs/kernels/marlin.md is what the recorded rows render to."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "packages/fdk-cuda/benchmarks/marlin_table.py"
+RESULTS = ROOT / "docs/results/h200"
+FACTS = {"device": "NVIDIA H200", "started": "2026-11-22T09:00:00+00:00", "commit": "1234"}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("marlin_table", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(name):
+    return [json.loads(line) for line in (RESULTS / name).read_text("utf-8").splitlines()]
+
+
+def row(m, kind, pdl, goal):
+    case = {"n": 4096, "k": 8192, "bits": 4, "m": m, "kind": kind}
+    return case | {"pdl": pdl, "plain": 6.5, "floor": 4.0, "cublas": 30.0 + m, "goal": goal} | FACTS
+
+
+def test_a_table_by_hand(script):
+    rows = [
+        *(row(1, "codebook", 5.0, 4.0), row(1, "affine", 4.0, 4.0)),
+        *(row(64, "codebook", 8.0, 8.0), row(64, "affine", 8.2, 8.0)),
+        row(4, "codebook", 5.0, None),
+    ]
+    text = script.table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[2:5]]
+    times = ["4.00", "5.00", "6.50", "80 %", "4.0", "1.25", "4.00", "0.80", "1.00"]
+    assert cells[0] == ["4096 x 8192", "4", "1", *times]
+    assert cells[1][7:] == ["8.0", "1.00", "8.20", "1.02", "1.02"]
+    assert cells[2][7:] == ["-"] * 5
+    counts = [line for line in text if line.startswith("m ")]
+    assert counts == [
+        "m <= 16, codebook: of 1 goals 0 are met, 0 are within 5 %, 1 are over.",
+        "m > 16, codebook: of 1 goals 1 are met, 0 are within 5 %, 0 are over.",
+        "m <= 16, affine: of 1 goals 1 are met, 0 are within 5 %, 0 are over.",
+        "m > 16, affine: of 1 goals 0 are met, 1 are within 5 %, 0 are over.",
+    ]
+    # Of few rows only: cuBLAS took 31 us at m = 1 and 34 at m = 4.
+    assert "NVIDIA H200, 2026-11-22, commit 1234" in text[-1]
+    assert text[-1].endswith("4096 x 8192 31.0 to 34.0.")
+
+
+def test_the_document_has_the_recorded_rows(script):
+    path = ROOT / "docs/kernels/marlin.md"
+    text = path.read_text("utf-8")
+    wanted = script.fill(text, read("marlin.jsonl"))
+    assert text == wanted, f"{SCRIPT.name} docs/results/h200/marlin.jsonl --fill {path.name}"
+
+
+def test_every_goal_up_to_64_rows_was_timed_in_one_run():
+    rows = read("marlin.jsonl")
+    assert len({(row["started"], row["command"], row["commit"]) for row in rows}) == 1
+    for kind in ("codebook", "affine"):
+        timed = {
+            (row["n"], row["k"], row["bits"], row["m"]): row["goal"]
+            for row in rows
+            if row["kind"] == kind
+        }
+        for goal in read("goals.jsonl"):
+            case = goal["n"], goal["k"], goal["bits"], goal["m"]
+            if goal["m"] <= 64:
+                assert timed[case] == goal["goal"]

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, replace
 
-from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, TILE_N, UNITS
+from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, TILE_N, UNITS
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,18 @@ TWO_TILES_8_WARPS_FETCHED = SmallConfig(n_tiles=2, warps=8, fetch=2, overlap=Tru
 FEW_ROWS = {
     1: Choice(TWO_TILES_8_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED),  # 3.5 9.1 27
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED),  # - 10.3 33
-    3: Choice(ONE_TILE, TWO_TILES_FETCHED, TWO_TILES_FETCHED),  # - 13.8 44.3
+    3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),  # - 12.1 37.4
     4: Choice(ONE_TILE, ONE_TILE_OVERLAP, TWO_TILES_FETCHED),  # 5.7 12.0 38.8
     5: Choice(ONE_TILE, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 19.1 59.4
     6: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_OVERLAP),  # - 19.6 71.6
     7: Choice(NOTHING_AHEAD, ONE_TILE_4_WARPS, NOTHING_AHEAD_OVERLAP),  # - 21.1 78.2
     8: Choice(ONE_TILE, ONE_TILE_OVERLAP, ONE_TILE_4_WARPS_FETCHED),  # - 20.4 73.8
 }
-# The same for 9 to 16 rows of x; 3 bits, and 8 bits at 28672 x 8192, before sums went so.
+# The same for 9 to 16 rows of x; 8 bits at 28672 x 8192 before sums went so.
 MORE_ROWS = {
     1: Choice(TWO_TILES_8_WARPS, TWO_TILES_FETCHED, TWO_TILES_FETCHED),  # - 13.1 49.0
     2: Choice(TWO_TILES_8_WARPS, TWO_TILES_ALONE, TWO_TILES_FETCHED),  # - 17.5 49.0
-    3: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED),  # - 22.9 60.2
+    3: Choice(ONE_TILE, TWO_TILES, TWO_TILES),  # - 17.0 59.3
     4: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED),  # - 17.7 55.7
     5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 28.7 86.1
     6: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 26.7 -
@@ -249,13 +249,12 @@ def takes_table(config: GemmConfig, bits: int, group: int, shared: int) -> bool:
     for all: with buffers just below that there would be no room. Groups of 16 bring so many scales
     to a stage that these leave none (affine, 1 bit, k = 48: 204800 bytes without the table).
     """
-    if bits not in STRIDES or group < 32:
+    if bits not in TABLE_BYTES or group < 32:
         return False
-    table = STRIDES[bits] << INDEX_BITS[bits]
     words, x = stage_bytes(config, bits)
     least = config.stages * x + (config.stages - 1) * words
     most = (words + x) * config.stages * 6 // 5
-    return least > UNASKED_BYTES and most + table <= shared
+    return least > UNASKED_BYTES and most + TABLE_BYTES[bits] <= shared
 
 
 def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:

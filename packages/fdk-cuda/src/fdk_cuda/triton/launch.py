@@ -201,8 +201,7 @@ def small(x: Tensor, w: Weight, bias: Tensor | None, config: SmallConfig) -> Ten
     a, m = w.arrangement, x.shape[0]
     out = new_output((m, a.n), x)
     tensors = (x, *w.tensors, x if bias is None else bias, out)
-    c = config
-    key = (m, x.dtype, bias is None, c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, *w.key)
+    key = _small_key(m, x.dtype, bias is None, config, w)
     if not relaunch(key, tensors):
         m_tiles = 1 if m <= 8 else 2
         is_able = can_overlap(x.get_device())
@@ -244,6 +243,20 @@ def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tenso
             "GROUP_M": 4,
             "STAGES": config.stages,
             "TABLE": takes_table(
+def launched_small(
+    device: int, m: int, dtype: torch.dtype, no_bias: bool, config: SmallConfig, w: Weight
+) -> Launch | None:
+    """What ``small`` has launched for m rows, if it has."""
+    return _launches.get((device, _small_key(m, dtype, no_bias, config, w)))
+
+
+def _small_key(
+    m: int, dtype: torch.dtype, no_bias: bool, c: SmallConfig, w: Weight
+) -> tuple[object, ...]:
+    # Field by field: a configuration takes longer to hash.
+    return (m, dtype, no_bias, c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, *w.key)
+
+
                 config, a.bits, a.padded_group, gpu_at(x.get_device()).shared_bytes
             ),
         }

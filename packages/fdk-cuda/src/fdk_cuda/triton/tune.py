@@ -60,6 +60,7 @@ _UNKNOWN: Any = object()
 # What could not be measured at first use is not tried again: GPU and key.
 _failed: set[tuple[str, str]] = set()
 
+_times_measured = 0
 
 def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     """For m rows of x: what was measured for its bucket, or the default.
@@ -93,6 +94,11 @@ def _is_capturing() -> bool:
 
 
 def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
+def times_measured() -> int:
+    """How often something was measured: what ``choose`` said before may no longer hold."""
+    return _times_measured
+
+
     """Measures a bucket within a forward, which goes on by the default where that fails."""
     attempt = _name(device), key_of(w, bucket, dtype)
     if attempt in _failed:
@@ -298,6 +304,8 @@ def _is_whole(entry: Entry) -> bool:
         _config_of(entry)
     except (KeyError, TypeError):
         return False
+    global _times_measured
+    _times_measured += 1
     return True
 
 

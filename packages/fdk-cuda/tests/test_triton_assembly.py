@@ -105,7 +105,7 @@ def execute(
 def table_rows(bits: int, raw: np.ndarray) -> np.ndarray:
     """What ``fill`` leaves in shared memory, a row an entry: copies of the values of its codes."""
     entries = np.arange(1 << INDEX_BITS[bits])
-    shifts = {1: (0, 1, 4, 5, 2, 3, 6, 7), 4: (0, 4)}.get(bits, (0, 0))
+    shifts = {1: (0, 1, 4, 5, 2, 3, 6, 7), 3: (0, 3), 4: (0, 4)}.get(bits, (0, 0))
     values = raw[entries[:, None] >> np.array(shifts) & ((1 << bits) - 1)]
     words = values[:, ::2] | values[:, 1::2] << 16
     rows = np.zeros((len(entries), STRIDES[bits] // 4), np.uint32)
@@ -166,6 +166,12 @@ def test_assembly(bits: int, which: int) -> None:
 @pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
 def test_assembly_in_registers(bits: int, which: int) -> None:
     check(bits, affine=False, shared=False, which=which)
+
+
+@pytest.mark.parametrize("bits", [1, 3])
+@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
+def test_assembly_of_affine_codes(bits: int, which: int) -> None:
+    check(bits, affine=True, shared=True, which=which)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 5, 6, 7])

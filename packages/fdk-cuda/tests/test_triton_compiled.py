@@ -253,6 +253,8 @@ def test_transposed(bits: int, target: int) -> None:
         "COUNT": min(config.positions, POSITIONS[bits]),
         "WARPS": config.warps,
         "STAGES": config.stages,
+        "TABLE": bits == 4,
+        "OVERLAP": target >= 90,
     }
     assert spills(transposed_kernel, target, arguments, config.warps) == 0
 
@@ -267,6 +269,9 @@ def test_transposition_is_in_its_layout(config: object, affine: bool) -> None:
         "COUNT": config.positions,
         "WARPS": config.warps,
         "STAGES": config.stages,
+        "TABLE": True,
+        "OVERLAP": False,
     }
     made = compile_kernel(transposed_kernel, 90, arguments, config.warps)
     assert is_in_layout(made.asm["ttgir"])
+    assert made.metadata.shared + table_bytes(4, affine) <= UNASKED_BYTES

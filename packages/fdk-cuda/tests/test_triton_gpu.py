@@ -135,7 +135,7 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
         case = Case(Format(codebook, bits, group_size), 37, 333, k, dtype, "cuda")
         q = case.quantised()
         w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
-        chosen = replace(config, split_n=split_n)
+        chosen = replace(config, split_n=split_n, table=bits == 4, overlap=split_n == 2)
         rows = torch.arange(0, case.n, 9)
         one_hot = torch.zeros(len(rows), case.n, dtype=dtype, device="cuda")
         one_hot[range(len(rows)), rows] = 1

@@ -1,5 +1,6 @@
 """What the launcher remembers, with a kernel that only counts."""
 
+import ast
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,10 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton import CompilationError
+
 from fdk_cuda.triton import launch as launch_module
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import TRANSPOSED_CONFIGS
-from fdk_cuda.triton.launch import Weight, launch, relaunch, transposed
+from fdk_cuda.triton.configs import TRANSPOSED_CONFIGS, ManyConfig
+from fdk_cuda.triton.launch import Weight, launch, many, relaunch, transposed
 
 
 class FakeKernel:
@@ -68,3 +71,30 @@ def test_gradient_without_the_right_layout(
         assert torch.equal(transposed(grad_y, w, replace(TRANSPOSED_CONFIGS[0], split_n=1)), grad_y)
     assert launch_module._not_in_layout
     assert not launch_module._launches
+
+
+class NotCompiled(FakeKernel):
+    """As a release of Triton whose Gluon names things anew."""
+
+    def __getitem__(self, grid: object) -> object:
+        def call(*arguments: object, **options: object) -> None:
+            self.again += 1
+            raise CompilationError("def many(): pass", ast.parse("1").body[0], "no barrier")
+
+        return call
+
+
+def test_many_rows_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the dequantised weight: said once, and not tried again."""
+    kernel, weight = NotCompiled({}), torch.eye(64, dtype=torch.bfloat16)
+    monkeypatch.setattr(launch_module, "many_kernel", kernel)
+    monkeypatch.setattr(launch_module, "_not_compiled", set())
+    monkeypatch.setattr(launch_module, "permute", lambda x, w: x)
+    monkeypatch.setattr(launch_module, "dequantise", lambda w, dtype: weight)
+    w = Weight(*[torch.zeros(4)] * 2, None, *[torch.zeros(4)] * 2, Arrangement(64, 64, 4, 64))
+    x, bias = torch.randn(70, 64).bfloat16(), torch.randn(64).bfloat16()
+    with pytest.warns(UserWarning, match="(?s)cannot compile many_kernel.*no barrier"):
+        y = many(x, w, bias, ManyConfig(128))
+    assert torch.equal(y, x + bias)
+    assert torch.equal(many(x, w, bias, ManyConfig(128)), y)
+    assert kernel.again == 1

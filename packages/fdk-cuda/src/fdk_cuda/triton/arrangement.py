@@ -41,11 +41,15 @@ from torch import Tensor
 TILE_N = 16
 UNITS = 16
 # A table in shared memory: by the bits of a code, those of an index, and the bytes from one entry
-# to the next. Every lane reads a copy of its own, in banks of its own. An index of 4 bits is two
-# codes, and of 1 bit eight. With 256 bytes an address is one byte permute, but 256 entries then
-# take 64 KiB.
-INDEX_BITS = {1: 8, 4: 8, 6: 6, 7: 7, 8: 8}
-STRIDES = {1: 128, 4: 128, 6: 256, 7: 256, 8: 128}
+# to the next. Every lane reads a copy of its own, in banks of its own. An index of 3 and 4 bits is
+# two codes, and of 1 bit eight: the codes that lie at the bits of ``INDEX_SHIFTS``, in the order of
+# the values of an entry. With 256 bytes an address is one byte permute, but 256 entries then take
+# 64 KiB.
+INDEX_BITS = {1: 8, 3: 6, 4: 8, 6: 6, 7: 7, 8: 8}
+# Of 1 bit, in the order in which the tensor cores take the units of a lane.
+INDEX_SHIFTS = {1: (0, 1, 4, 5, 2, 3, 6, 7), 3: (0, 3), 4: (0, 4), 6: (0,), 7: (0,), 8: (0,)}
+STRIDES = {1: 128, 3: 256, 4: 128, 6: 256, 7: 256, 8: 128}
+TABLE_BYTES = {bits: stride << INDEX_BITS[bits] for bits, stride in STRIDES.items()}
 POSITIONS = {1: 32, 2: 16, 3: 32, 4: 8, 5: 32, 6: 16, 7: 32, 8: 4}
 
 

@@ -22,7 +22,7 @@ def is_direct(bits: int, affine: bool) -> bool:
 @triton.constexpr_function
 def is_shared(bits: int, affine: bool, shared: bool) -> bool:
     """Whether assembly reads a table in shared memory, in a kernel that may fill one."""
-    return shared and bits in STRIDES and (bits == 1 or not affine)
+    return shared and bits in STRIDES and (bits in (1, 3) or not affine)
 
 
 @triton.constexpr_function
@@ -82,6 +82,18 @@ def nibbles_of_both(a: str, b: str, odd: bool) -> str:
     if odd:
         return f"shr.u32 c, {a}, 4; lop3.b32 m, c, {b}, 0x0F0F0F0F, 0xE4;"
     return f"shl.b32 c, {b}, 4; lop3.b32 m, {a}, c, 0x0F0F0F0F, 0xE4;"
+
+
+@triton.constexpr_function
+def pairs_of_three(a: str, b: str, odd: bool) -> list[str]:
+    """Into m, every second code of 3 bits of two words of nibbles: one of a in a byte, one of b."""
+    lines = [f"shl.b32 c, {b}, 3; lop3.b32 m, {a}, c, 0x07070707, 0xE4;"]
+    if odd:
+        lines = [
+            f"shr.u32 c, {a}, 4; shr.u32 v, {b}, 1;",
+            "lop3.b32 m, c, v, 0x07070707, 0xE4;",
+        ]
+    return [*lines, "and.b32 m, m, 0x3F3F3F3F;"]
 
 
 @triton.constexpr_function
@@ -329,8 +341,13 @@ def assembly(bits: int, first: int, count: int, affine: bool, shared: bool, dtyp
                 ]
             low, high = "a", "b"
         for odd in (False, True):
-            planes = byte_planes(table, odd, first % 8, count)
-            lines += [x.format(a=low, b=high) for x in planes]
+            if is_shared(bits, affine, shared):
+                lines += pairs_of_three(low, high, odd)
+                for p in range(first % 8 + odd, first % 8 + count, 2):
+                    lines += look_up(bits, "m", p // 2, [lane, *table], f"${p - first % 8}")
+            else:
+                planes = byte_planes(table, odd, first % 8, count)
+                lines += [x.format(a=low, b=high) for x in planes]
     elif is_shared(bits, affine, shared):
         # The codes of both units side by side in a byte: one look-up fetches both values.
         for odd in (False, True):

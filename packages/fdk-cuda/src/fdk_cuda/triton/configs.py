@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass, replace
 
-from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, TILE_N, UNITS
+from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, TILE_N, UNITS, Arrangement
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,24 @@ class GemmConfig:
 
 
 @dataclass(frozen=True)
+class ManyConfig:
+    """Of ``many_kernel``: 128 outputs and block_m rows a program."""
+
+    block_m: int
+    split_k: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Of 64 columns of x: 128 KiB of them, or 96."""
+        return 4 if self.block_m > 128 else 6
+
+
+@dataclass(frozen=True)
 class TransposedConfig:
     """Of ``transposed_kernel``: 8 * m_tiles rows and some positions of a tile a program.
 
-    A warp has a tile of its own along k; split_n programs share n.
+    A warp has a tile of its own along k; split_n programs share n. With ``table`` a program fills
+    one in shared memory; with ``overlap`` it starts before the last kernel ends.
     """
 
     tiles: int
@@ -48,6 +62,8 @@ class TransposedConfig:
     split_n: int = 1
     stages: int = 1
     positions: int = 8
+    table: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,8 @@ class Limits:
     # bit, 8192 x 8192, 112 and 90.
     gemm_m: int = 128
     transposed_m: int = 64
+    # 0: nowhere.
+    many_m: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,35 +112,41 @@ TWO_TILES_8_WARPS_FETCHED = SmallConfig(n_tiles=2, warps=8, fetch=2, overlap=Tru
 FEW_ROWS = {
     1: Choice(TWO_TILES_8_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED),  # 3.5 9.1 27
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED),  # - 10.3 33
-    3: Choice(ONE_TILE, TWO_TILES_FETCHED, TWO_TILES_FETCHED),  # - 13.8 44.3
+    3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),  # - 12.1 37.4
     4: Choice(ONE_TILE, ONE_TILE_OVERLAP, TWO_TILES_FETCHED),  # 5.7 12.0 38.8
     5: Choice(ONE_TILE, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 19.1 59.4
     6: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_OVERLAP),  # - 19.6 71.6
     7: Choice(NOTHING_AHEAD, ONE_TILE_4_WARPS, NOTHING_AHEAD_OVERLAP),  # - 21.1 78.2
     8: Choice(ONE_TILE, ONE_TILE_OVERLAP, ONE_TILE_4_WARPS_FETCHED),  # - 20.4 73.8
 }
-# The same for 9 to 16 rows of x; 3 bits, and 8 bits at 28672 x 8192, before sums went so.
+# The same for 9 to 16 rows of x; 8 bits at 28672 x 8192 before sums went so.
 MORE_ROWS = {
     1: Choice(TWO_TILES_8_WARPS, TWO_TILES_FETCHED, TWO_TILES_FETCHED),  # - 13.1 49.0
     2: Choice(TWO_TILES_8_WARPS, TWO_TILES_ALONE, TWO_TILES_FETCHED),  # - 17.5 49.0
-    3: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED),  # - 22.9 60.2
+    3: Choice(ONE_TILE, TWO_TILES, TWO_TILES),  # - 17.0 59.3
     4: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED),  # - 17.7 55.7
     5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 28.7 86.1
     6: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 26.7 -
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -
     8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),  # - 24.2 81.1
 }
+# Of ``many_kernel``: two groups of 64 outputs.
+MANY_WARPS = 8
+MANY_OUTPUTS = TILE_N * MANY_WARPS
+# Their words leave no registers for the sums of 256 rows: 8 and 336 bytes of stack.
+WORDY_BITS = (5, 7)
 GEMM_CONFIGS = (
     GemmConfig(tiles=1, warps=4, block_m=32),
     # H200, 4 bits, m = 64, 8192 x 8192: 34.7 us, 30.2 with a table, cuBLAS 38.5.
     GemmConfig(tiles=1, warps=8, block_m=64),
     GemmConfig(tiles=1, warps=8, block_m=128),
 )
-# H200, 8192 x 8192, 4 bits: two tiles and three stages took 25.7, 30.4 and 74 us at m = 1, 16, 64;
-# these take 24.2, 30.0 and 70.
+# H200, 8192 x 8192, 4 bits, m = 1, 16, 64: these take 19.7, 25.5 and 62 us with a table; without
+# one, and with two warps up to 16 rows, 24.0, 29.7 and 69. Two tiles and three stages took 25.7,
+# 30.4 and 74.
 TRANSPOSED_CONFIGS = (
-    TransposedConfig(tiles=1, warps=2, m_tiles=1),
-    TransposedConfig(tiles=1, warps=2, m_tiles=2),
+    TransposedConfig(tiles=1, warps=4, m_tiles=1),
+    TransposedConfig(tiles=1, warps=4, m_tiles=2),
     TransposedConfig(tiles=1, warps=4, m_tiles=4),
 )
 
@@ -165,7 +189,7 @@ GPUS = {
     (8, 0): Gpu(None, 163 << 10, 108, can_overlap=False),  # A100
     (8, 6): Gpu(None, 99 << 10, 84, can_overlap=False),  # RTX 3090, A40
     (8, 9): Gpu(None, 99 << 10, 142, can_overlap=False),  # L40S, RTX 4090
-    (9, 0): Gpu("NVIDIA H200", 227 << 10, H200_PROCESSORS),
+    (9, 0): Gpu("NVIDIA H200", 227 << 10, H200_PROCESSORS, limits=Limits(many_m=1024)),
     (10, 0): Gpu(None, 227 << 10, 148),  # B200
     (12, 0): Gpu(None, 99 << 10, 188),  # RTX PRO 6000, RTX 5090
 }
@@ -209,11 +233,33 @@ def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig
     return replace(config, split_k=split_k)
 
 
+def fits_many(a: Arrangement) -> bool:
+    """Whether ``many_kernel`` takes a weight: one scale a step, rows of y where TMA may store."""
+    return a.n % 8 == 0 and (a.groups == 1 or a.padded_group % 64 == 0)
+
+
+def serves_many(a: Arrangement, m: int, gpu: Gpu) -> bool:
+    """Whether ``many_kernel`` takes a product, and beats what else there is."""
+    return 64 < m <= gpu.limits.many_m and a.n * a.k >= 1 << 26 and fits_many(a)
+
+
+def many_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> ManyConfig:
+    """For a product of m rows and n outputs."""
+    block_m = 128 if m <= 128 or bits in WORDY_BITS else 256
+    programs = -(-n // MANY_OUTPUTS) * -(-m // block_m)
+    split_k = 1
+    while 2 * programs * split_k <= gpu.processors and split_k < 8 and k_tiles >= 4 * split_k:
+        split_k *= 2
+    return ManyConfig(block_m, split_k)
+
+
 def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu) -> TransposedConfig:
     """For ``dy @ W_hat`` of m rows."""
     config = next(
         c for c in TRANSPOSED_CONFIGS if m <= 8 * c.m_tiles or c is TRANSPOSED_CONFIGS[-1]
     )
+    # Other widths have not been timed with one; of 1 bit it would be another.
+    config = replace(config, table=bits == 4)
     parts = -(-POSITIONS[bits] // config.positions)
     rows = 8 * config.m_tiles
     warps = config.warps * -(-k_tiles // config.warps) * parts * -(-m // rows)
@@ -249,13 +295,12 @@ def takes_table(config: GemmConfig, bits: int, group: int, shared: int) -> bool:
     for all: with buffers just below that there would be no room. Groups of 16 bring so many scales
     to a stage that these leave none (affine, 1 bit, k = 48: 204800 bytes without the table).
     """
-    if bits not in STRIDES or group < 32:
+    if bits not in TABLE_BYTES or group < 32:
         return False
-    table = STRIDES[bits] << INDEX_BITS[bits]
     words, x = stage_bytes(config, bits)
     least = config.stages * x + (config.stages - 1) * words
     most = (words + x) * config.stages * 6 // 5
-    return least > UNASKED_BYTES and most + table <= shared
+    return least > UNASKED_BYTES and most + TABLE_BYTES[bits] <= shared
 
 
 def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:

@@ -39,8 +39,12 @@ def permute_kernel(
     PADDED_GROUP: tl.constexpr,
     PAIRED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Columns of x in the order of the weight's positions and units, zero where it is padded."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     upper, t, pair = i // 8 % 2, i // 2 % 4, i % 2
@@ -179,7 +183,7 @@ def gemm_kernel(
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=live)
 
 
-# partial :: [SPLIT_K, m * n, float32]
+# partial :: [SPLIT_K, stride, float32], of which the first m * n are added
 # bias    :: [n, dtype]
 # out     :: [m * n, dtype]
 @triton.jit
@@ -188,16 +192,21 @@ def reduce_kernel(
     bias_ptr,
     out_ptr,
     size,
+    stride,
     n,
     SPLIT_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Adds the parts of a product in order, then the bias."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(SPLIT_K):
-        total += tl.load(partial_ptr + part * size.to(tl.int64) + at, mask=at < size, other=0.0)
+        total += tl.load(partial_ptr + part * stride.to(tl.int64) + at, mask=at < size, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + at % n, mask=at < size, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)

@@ -3,7 +3,7 @@
 
 import triton
 
-from fdk_cuda.triton.arrangement import INDEX_BITS, STRIDES
+from fdk_cuda.triton.arrangement import INDEX_BITS, INDEX_SHIFTS, STRIDES, TABLE_BYTES
 from fdk_cuda.triton.assembly import is_shared
 from fdk_cuda.triton.configs import UNASKED_BYTES
 
@@ -12,16 +12,13 @@ from fdk_cuda.triton.configs import UNASKED_BYTES
 def entry(bits: int) -> tuple[list[str], list[str]]:
     """The 16 bytes of the entry of index e: instructions, and four words."""
     lines, words = [], []
-    # Of each 16-bit value, the shift that brings its code to the lowest bits of the index. Of 1
-    # bit, in the order in which the tensor cores take the units of a lane.
-    places = {1: (0, 1, 4, 5, 2, 3, 6, 7), 4: (0, 4)}.get(bits, (0,))
-    for i, shift in enumerate(places):
+    for i, shift in enumerate(INDEX_SHIFTS[bits]):
         half = "lh"[i % 2]
         lines.append(
             f"shr.u32 c, e, {shift}; and.b32 c, c, {(1 << bits) - 1}; "
             f"mad.wide.u32 p, c, 2, $1; ld.global.b16 {half}, [p];"
         )
-        if i % 2 or bits >= 6:
+        if i % 2 or len(INDEX_SHIFTS[bits]) == 1:
             words.append(f"v{i // 2}")
             lines.append(f"mov.b32 {words[-1]}, {{l, {half}}};")  # one value twice, or two
     return lines, (words * 4)[:4]
@@ -137,4 +134,4 @@ def add_constraints(count: int) -> str:
 @triton.constexpr_function
 def table_bytes(bits: int, affine: bool) -> int:
     """Of the table of a kernel that may fill one."""
-    return STRIDES[bits] << INDEX_BITS[bits] if is_shared(bits, affine, True) else 0
+    return TABLE_BYTES[bits] if is_shared(bits, affine, True) else 0

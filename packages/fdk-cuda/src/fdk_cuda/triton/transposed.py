@@ -146,6 +146,8 @@ def transposed_kernel(
     M_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    TABLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     PARTS: tl.constexpr = POSITIONS // COUNT
     # The assembly of a part is its own: each program runs one of these.
@@ -183,6 +185,8 @@ def transposed_kernel(
                 M_TILES,
                 WARPS,
                 STAGES,
+                TABLE,
+                OVERLAP,
             )
 
 
@@ -219,6 +223,8 @@ def transposed_part(
     M_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    TABLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The columns of the positions of one part of a tile."""
     BLOCK_M: tl.constexpr = 8 * M_TILES
@@ -235,7 +241,7 @@ def transposed_part(
     share = tl.cdiv(tl.cdiv(n_tiles, R), tl.num_programs(2)) * R
     first_n = tl.program_id(2) * share
     last_n = min(first_n + share, n_tiles)
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)[0]
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE)[0]
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)
@@ -256,6 +262,8 @@ def transposed_part(
     for _ in tl.static_range(COUNT):
         acc = acc + (tl.zeros([WARPS, 16, BLOCK_M], tl.float32),)
     zeros = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # y may be what the kernel before this one writes
     for tile in tl.range(first_n, last_n, R, num_stages=STAGES):
         at = (tile + word_tile).to(tl.int64) * (k_tiles * (WORDS * 256)) + word_at
         words = load_words(words_ptr, at, (tile + word_tile < last_n) & (word_k < k_tiles), WORDS)
@@ -275,7 +283,7 @@ def transposed_part(
             BITS,
             AFFINE,
             ASSEMBLY,
-            False,
+            TABLE,
             X_DTYPE,
             DOT_DTYPE,
         )
@@ -305,6 +313,8 @@ def transposed_part(
                 total = tl.dot(minus, operand, total, input_precision="ieee")
             sums = sums + (total,)
         acc = sums
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     if SCALE_Y and AFFINE and ONE_SEGMENT:
         sums = ()
         for q in tl.static_range(COUNT):

@@ -25,12 +25,17 @@ from torch import Tensor
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import (
+    WORDY_BITS,
     GemmConfig,
     Gpu,
+    ManyConfig,
     SmallConfig,
     as_run,
     fit,
+    fits_many,
     gemm_config,
+    many_config,
+    serves_many,
     small_config,
 )
 from fdk_cuda.triton.decode import lookup_tables
@@ -50,11 +55,12 @@ LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
 # Copies of a weight: so many times the L2 in all.
 MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
 # Kernels by the name an entry gives them, and what holds their configuration, if they have one.
-KINDS = {"small": SmallConfig, "gemm": GemmConfig, "dequantise": None}
+KINDS = {"small": SmallConfig, "gemm": GemmConfig, "many": ManyConfig, "dequantise": None}
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 
 
 _chosen: dict[tuple[object, ...], Config] = {}
+_times_measured = 0
 # None is a configuration too.
 _UNKNOWN: Any = object()
 # What could not be measured at first use is not tried again: GPU and key.
@@ -88,6 +94,11 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     return config
 
 
+def times_measured() -> int:
+    """How often something was measured: what ``choose`` said before may no longer hold."""
+    return _times_measured
+
+
 def _is_capturing() -> bool:
     return not launch.INTERPRETED and torch.cuda.is_current_stream_capturing()
 
@@ -112,6 +123,8 @@ def default(a: Arrangement, m: int, gpu: Gpu) -> Config:
     """What the data of ``configs`` says."""
     if m <= gpu.limits.small_m:
         return as_run(small_config(a.n, m, a.bits, gpu), gpu)
+    if serves_many(a, m, gpu):
+        return many_config(a.n, m, a.bits, a.k_tiles, gpu)
     if m <= gpu.limits.gemm_m:
         return gemm_config(a.n, m, a.bits, a.k_tiles, gpu)
     return None
@@ -191,6 +204,14 @@ def candidates(m: int, bits: int, gpu: Gpu, *, affine: bool) -> list[Config]:
     return found
 
 
+def many_candidates(a: Arrangement, m: int, gpu: Gpu) -> list[Config]:
+    """Likewise, of ``many_kernel`` for a weight."""
+    if not 32 < m <= gpu.limits.many_m or not fits_many(a):
+        return []
+    blocks = (128,) if m <= 128 or a.bits in WORDY_BITS else (128, 256)
+    return [ManyConfig(*one) for one in itertools.product(blocks, (1, 2, 4))]
+
+
 def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:
     """What a measurement holds for: sizes, dtypes of x, of scale and, if affine, of zero point."""
     a, zero = w.arrangement, w.zero_point
@@ -261,7 +282,8 @@ def _tune_bucket(
     with torch.no_grad(), launch.on_device_of(x):
         oracle = x.float() @ launch.dequantise(ws[0], dtype).float().T
         times: dict[Config, float] = {}
-        for config in dict.fromkeys([first, *candidates(bucket, a.bits, gpu, affine=affine)]):
+        others = candidates(bucket, a.bits, gpu, affine=affine) + many_candidates(a, bucket, gpu)
+        for config in dict.fromkeys([first, *others]):
             try:
                 y = launch.linear(x, ws[0], None, config).float()
             except triton.OutOfResources:
@@ -282,6 +304,8 @@ def _tune_bucket(
     new = {key_of(ws[0], bucket, dtype): entry}
     _entries(_name(device)).update(new)
     _chosen.clear()
+    global _times_measured
+    _times_measured += 1
     store_entries(_name(device), new)
     return entry
 

@@ -1,0 +1,270 @@
+# ruff: noqa: D103, RUF005
+# mypy: ignore-errors
+"""y = x @ W_hat.T for hundreds of rows of x on Hopper: the next weights decoded while wgmma runs.
+
+In Gluon, for ``tl.dot`` waits for a product with operand A in registers before anything else may
+use them. Here x comes by TMA into a ring of stages, a product is handed over and left to run, and
+the 64 columns after it are decoded meanwhile, into other registers. Values are those of
+``gemm_kernel``, bit for bit: the same decoders, scaled and rounded in the same way.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from fdk_cuda.triton.configs import MANY_WARPS
+from fdk_cuda.triton.decode import decode_part, decode_scale, load_tables, prepare
+from fdk_cuda.triton.dequantise import scaled
+
+# Positions of a step, and its columns: a row of 128 bytes of x, as wide as TMA swizzles.
+_COUNT = gl.constexpr(4)
+_STEP = gl.constexpr(64)
+_WARPS = gl.constexpr(MANY_WARPS)
+# A lane's part of operand A, as all that follows from words: [half, (warp, g, t), (upper, pair)].
+_WEIGHTS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, MANY_WARPS, 1], [2, 1, 0]))
+_ROWS = gl.constexpr(gl.SliceLayout(2, _WEIGHTS.value))
+_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))
+
+
+def shared_layout(bits: int) -> gl.NVMMASharedLayout:
+    """Of x and of what is stored, for elements of so many bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+
+
+@gluon.jit
+def words_of_tile(ptr, at, inside, WORDS: gl.constexpr):
+    words = ()
+    for i in gl.static_range(WORDS):
+        words = words + (gl.load(ptr + at + i * 256, mask=inside, other=0),)
+    return words
+
+
+@gluon.jit
+def scale_of_step(
+    scale_ptr,
+    zero_ptr,
+    at,
+    inside,
+    step,
+    groups,
+    PADDED_GROUP: gl.constexpr,
+    ONE_GROUP: gl.constexpr,
+    AFFINE: gl.constexpr,
+):
+    """Scale and zero point of every row, for a step. Steps past the last get those of the last."""
+    group = 0
+    if not ONE_GROUP:
+        group = gl.minimum(step * _STEP // PADDED_GROUP, groups - 1)
+    scale = gl.load(scale_ptr + at + group * 16, mask=inside, other=0)
+    zero = scale
+    if AFFINE:
+        zero = gl.load(zero_ptr + at + group * 16, mask=inside, other=0)
+    return scale, zero
+
+
+@gluon.jit
+def operand_of_step(
+    words,
+    tables,
+    values_ptr,
+    scales,
+    part: gl.constexpr,
+    BITS: gl.constexpr,
+    AFFINE: gl.constexpr,
+    X_DTYPE: gl.constexpr,
+    OPERAND: gl.constexpr,
+):
+    """The weights of a step, ``[128, 64]``, where wgmma takes operand A from."""
+    values = decode_part(
+        words, tables, values_ptr, part, _COUNT, BITS, AFFINE, True, True, X_DTYPE, X_DTYPE
+    )
+    scale, zero = scales
+    if scale.dtype == tl.uint8:
+        scale = decode_scale(scale)
+    scale = gl.expand_dims(scale, 2)
+    zero = gl.expand_dims(zero, 2)
+    weights = ()
+    for q in gl.static_range(_COUNT):
+        value = gl.reshape(values[q], [2, _WARPS * 32, 4])
+        value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)
+        weights = weights + (scaled(value, scale, zero, AFFINE, True, X_DTYPE, X_DTYPE),)
+    w = gl.join(gl.join(weights[0], weights[1]), gl.join(weights[2], weights[3]))
+    # [half, warp, g, t, upper, pair, p0, p1] to [(warp, half, g), (p1, p0, upper, t, pair)]
+    w = gl.reshape(w, [2, _WARPS, 8, 4, 2, 2, 2, 2])
+    w = gl.permute(w, [1, 0, 2, 7, 6, 4, 3, 5])
+    return gl.convert_layout(gl.reshape(w, [16 * _WARPS, _STEP]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def fetch_x(x_desc, x_stages, barriers, stage, row, column, live):
+    """Has a step of x brought to a stage, if it is one of this program's."""
+    mbarrier.expect(barriers.index(stage), x_desc.block_type.nbytes, pred=live)
+    # All have done with what the stage held, and no thread runs ahead of the line above.
+    tl.debug_barrier()
+    tma.async_copy_global_to_shared(
+        x_desc, [row, column], barriers.index(stage), x_stages.index(stage), pred=live
+    )
+
+
+# x_desc   :: [m, k_tiles * 16 * POSITIONS, dtype], of permute_kernel, in blocks of [BLOCK_M, 64]
+# words    :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
+# scale    :: [n_tiles, groups, 8, 2], zero alike
+# out_desc :: [m, n, dtype], or without bias [SPLIT_K * blocks_m * BLOCK_M, n, float32], in blocks
+#             of [BLOCK_M, 128]
+@gluon.jit(do_not_specialize=["m"])
+def many_kernel(
+    x_desc,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    values_ptr,
+    lanes_ptr,
+    bias_ptr,
+    out_desc,
+    m,
+    n,
+    k_tiles,
+    groups,
+    BITS: gl.constexpr,
+    WORDS: gl.constexpr,
+    POSITIONS: gl.constexpr,
+    PADDED_GROUP: gl.constexpr,
+    ONE_GROUP: gl.constexpr,
+    AFFINE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    X_DTYPE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """A program computes 128 outputs of BLOCK_M rows, over its share of the k tiles."""
+    PARTS: gl.constexpr = POSITIONS // _COUNT
+    BLOCK_N: gl.constexpr = 16 * _WARPS
+    TILE: gl.constexpr = WORDS * 256
+    # Words are loaded two tiles ahead where a tile is short; otherwise half a tile, of at least two
+    # steps, for they would not fit registers.
+    FAR: gl.constexpr = WORDS == 1
+    gl.static_assert(FAR or PARTS >= 4)
+    gl.static_assert(ONE_GROUP or PADDED_GROUP % _STEP == 0)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, BLOCK_M, 16]
+    )
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    n_tiles = (n + 15) // 16
+    blocks_m = gl.cdiv(m, BLOCK_M)
+    block_m = gl.program_id(0) % blocks_m
+    block_n = gl.program_id(0) // blocks_m
+    share = gl.cdiv(k_tiles, gl.num_programs(1))
+    first_k = gl.program_id(1) * share
+    last_k = gl.minimum(first_k + share, k_tiles)
+    first = first_k * PARTS
+    last = last_k * PARTS
+
+    # words [half, (warp, lane, 4)]
+    half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, _WORDS)), 1)
+    i = gl.expand_dims(gl.arange(0, _WARPS * 128, gl.SliceLayout(0, _WORDS)), 0)
+    tile_n = block_n * _WARPS + i // 128
+    word_at = tile_n * k_tiles * TILE + half * 128 + i % 128
+    has_rows = (tile_n < n_tiles) & (half >= 0)
+    # scale [half, (warp, g, t)]
+    half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, _ROWS)), 1)
+    i = gl.expand_dims(gl.arange(0, _WARPS * 32, gl.SliceLayout(0, _ROWS)), 0)
+    tile_n = block_n * _WARPS + i // 32
+    scale_at = tile_n * groups * 16 + i // 4 % 8 * 2 + half
+    has_scale = (tile_n < n_tiles) & (half >= 0)
+
+    words = words_of_tile(words_ptr, word_at + first_k * TILE, has_rows, WORDS)
+    words_ahead = words
+    if FAR:
+        next_k = gl.minimum(first_k + 1, last_k - 1)
+        words_ahead = words_of_tile(words_ptr, word_at + next_k * TILE, has_rows, WORDS)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, True, True, _WARPS, X_DTYPE)[0]
+    scales = scale_of_step(
+        scale_ptr, zero_ptr, scale_at, has_scale, first, groups, PADDED_GROUP, ONE_GROUP, AFFINE
+    )
+    now = prepare(words, BITS, AFFINE, True, True)
+    w = operand_of_step(now, tables, values_ptr, scales, 0, BITS, AFFINE, X_DTYPE, OPERAND)
+    scales = scale_of_step(
+        scale_ptr, zero_ptr, scale_at, has_scale, first + 1, groups, PADDED_GROUP, ONE_GROUP, AFFINE
+    )
+
+    x_stages = gl.allocate_shared_memory(X_DTYPE, [STAGES, BLOCK_M, _STEP], x_desc.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    hopper.fence_async_shared()
+    row = block_m * BLOCK_M
+    tl.extra.cuda.gdc_wait()  # x is what the kernel before this one writes
+    for i in gl.static_range(STAGES - 1):
+        column = (first + i) * _STEP
+        fetch_x(x_desc, x_stages, barriers, i, row, column, first + i < last)
+
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
+    stage = 0
+    phase = 0
+    for tile_k in range(first_k, last_k):
+        words_later = words_ahead
+        if FAR:
+            next_k = gl.minimum(tile_k + 2, last_k - 1)
+            words_later = words_of_tile(words_ptr, word_at + next_k * TILE, has_rows, WORDS)
+        for part in gl.static_range(PARTS):
+            step = tile_k * PARTS + part
+            mbarrier.wait(barriers.index(stage), phase)
+            x = x_stages.index(stage).permute((1, 0))
+            acc = hopper.warpgroup_mma(w, x, acc, is_async=True)
+            # Of two products the first is done: its stage is free, and its registers.
+            acc = hopper.warpgroup_mma_wait(1, deps=[acc])
+            free = gl.where(stage == 0, STAGES - 1, stage - 1)
+            ahead = step + (STAGES - 1)
+            fetch_x(x_desc, x_stages, barriers, free, row, ahead * _STEP, ahead < last)
+            later = scale_of_step(
+                scale_ptr,
+                zero_ptr,
+                scale_at,
+                has_scale,
+                step + 2,
+                groups,
+                PADDED_GROUP,
+                ONE_GROUP,
+                AFFINE,
+            )
+            if not FAR and part == PARTS // 2:
+                next_k = gl.minimum(tile_k + 1, last_k - 1)
+                words_ahead = words_of_tile(words_ptr, word_at + next_k * TILE, has_rows, WORDS)
+            if part + 1 == PARTS:
+                now = prepare(words_ahead, BITS, AFFINE, True, True)
+            w = operand_of_step(
+                now,
+                tables,
+                values_ptr,
+                scales,
+                (part + 1) % PARTS,
+                BITS,
+                AFFINE,
+                X_DTYPE,
+                OPERAND,
+            )
+            scales = later
+            wraps = stage == STAGES - 1
+            stage = gl.where(wraps, 0, stage + 1)
+            phase = gl.where(wraps, phase ^ 1, phase)
+        if FAR:
+            words_ahead = words_later
+    tl.extra.cuda.gdc_launch_dependents()
+    acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    for stage in gl.static_range(STAGES):
+        mbarrier.invalidate(barriers.index(stage))
+
+    if HAS_BIAS:
+        output = block_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
+        bias = gl.load(bias_ptr + output, mask=output < n, other=0.0).to(gl.float32)
+        acc = acc + gl.expand_dims(bias, 1)
+    # Through shared memory: stored from here, 128 addresses a thread would not fit registers.
+    y = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
+    y.permute((1, 0)).store(acc.to(out_desc.dtype))
+    hopper.fence_async_shared()
+    tl.debug_barrier()
+    part_row = gl.program_id(1) * blocks_m * BLOCK_M + row
+    tma.async_copy_shared_to_global(out_desc, [part_row, block_n * BLOCK_N], y)
+    tma.store_wait(0)

@@ -1,0 +1,134 @@
+"""``many_kernel`` compiles for Hopper, without a GPU, spills nothing and never waits by itself."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, Arrangement, words_of  # noqa: E402
+from fdk_cuda.triton.configs import (  # noqa: E402
+    GPUS,
+    H200,
+    MANY_OUTPUTS,
+    MANY_WARPS,
+    ManyConfig,
+    fits_many,
+    many_config,
+    serves_many,
+)
+from fdk_cuda.triton.many import many_kernel, shared_layout  # noqa: E402
+
+DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
+TENSORS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "bias_ptr": "*bf16"}
+
+
+def compile_many(
+    bits: int, config: ManyConfig, *, affine: bool, dtype: str = "bf16", scale: str = "*bf16"
+) -> object:
+    """With a bias and 16-bit results, or float32 parts of k."""
+    constants = {
+        "BITS": bits,
+        "WORDS": words_of(bits),
+        "POSITIONS": POSITIONS[bits],
+        "PADDED_GROUP": 64,
+        "ONE_GROUP": False,
+        "AFFINE": affine,
+        "HAS_BIAS": config.split_k == 1,
+        "X_DTYPE": DTYPES[dtype],
+        "BLOCK_M": config.block_m,
+        "STAGES": config.stages,
+    }
+    out, size = (dtype, 16) if config.split_k == 1 else ("fp32", 32)
+    rows = config.block_m
+    others = TENSORS | {
+        "x_desc": f"tensordesc<{dtype}[{rows}, 64],{shared_layout(16)!r}>",
+        "out_desc": f"tensordesc<{out}[{rows}, {MANY_OUTPUTS}],{shared_layout(size)!r}>",
+        "scale_ptr": scale,
+        "zero_ptr": "*bf16",
+    }
+    names = many_kernel.arg_names
+    signature = {n: "constexpr" if n in constants else others.get(n, "i32") for n in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name.endswith("_ptr") or name == "n"
+    }
+    source = GluonASTSource(many_kernel, signature, constants, aligned)
+    options = {"num_warps": MANY_WARPS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def check(compiled: object, bits: int) -> None:
+    """No stack, room for what assembly declares, products of registers that run on."""
+    ptx = compiled.asm["ptx"]
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", "/dev/stdin"]
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert " 0 bytes stack frame" in done.stderr, done.stderr
+    assert "serialized" not in done.stderr, done.stderr  # C7510 to C7515: it waits for each wgmma
+    assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
+    # Operand A is four registers; a descriptor of shared memory would be one.
+    products = re.findall(r"wgmma\.mma_async\S* *\{[^}]*\}, *(\{[^}]*\})", ptx)
+    assert products
+    assert all(operand.count("%") + operand.count("$") == 4 for operand in products)
+    assert "wgmma.wait_group.sync.aligned 1" in ptx
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_many(bits: int) -> None:
+    config = many_config(8192, 256, bits, Arrangement(8192, 8192, bits, 64).k_tiles, H200)
+    assert config.split_k == (1 if bits in (5, 7) else 2)
+    check(compile_many(bits, config, affine=False), bits)
+
+
+@pytest.mark.parametrize(("bits", "rows"), [(3, 128), (4, 256), (7, 128), (8, 256)])
+def test_many_affine(bits: int, rows: int) -> None:
+    check(compile_many(bits, ManyConfig(rows), affine=True), bits)
+
+
+def test_many_otherwise() -> None:
+    """Scales of another dtype than x: exponents."""
+    check(compile_many(4, ManyConfig(128), affine=False, dtype="fp16", scale="*u8"), 4)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group_size", "fits"),
+    [
+        (8192, 8192, 64, True),
+        (8192, 8192, 128, True),
+        (8200, 8192, 8192, True),
+        (8192, 8192, 32, False),  # two scales a step
+        (8196, 8192, 64, False),  # rows of y where TMA cannot store
+    ],
+)
+def test_what_many_takes(n: int, k: int, group_size: int, fits: bool) -> None:
+    a = Arrangement(n, k, 4, group_size)
+    assert fits_many(a) == fits
+    for m in (64, 65, 1024, 1025):
+        assert serves_many(a, m, H200) == (fits and m in (65, 1024))
+        assert not any(serves_many(a, m, gpu) for own, gpu in GPUS.items() if own != (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "bits", "config"),
+    [
+        (8192, 128, 4, ManyConfig(128, 2)),
+        (8192, 256, 4, ManyConfig(256, 2)),
+        (8192, 512, 4, ManyConfig(256)),
+        (28672, 256, 4, ManyConfig(256)),
+        (4096, 256, 4, ManyConfig(256, 4)),
+        (8192, 256, 7, ManyConfig(128)),
+    ],
+)
+def test_many_config(n: int, m: int, bits: int, config: ManyConfig) -> None:
+    """As many programs as processors, and no more than a round of them by splitting k."""
+    assert many_config(n, m, bits, Arrangement(n, 8192, bits, 64).k_tiles, H200) == config

@@ -1,0 +1,75 @@
+"""``many_kernel`` on a GPU of compute capability 9.0: it is Gluon, which no interpreter takes."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fdk_cuda.triton import TritonLayout, launch
+from fdk_cuda.triton.configs import WORDY_BITS, ManyConfig
+from fdk_formats import Format
+from fdk_formats.testing import Case, nrmse, poisoned
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.bfloat16, torch.float16)
+FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in range(1, 9)]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if not launch.gpu_at(torch.cuda.current_device()).limits.many_m:
+        pytest.skip("needs a GPU of compute capability 9.0 and a Triton with Gluon")
+
+
+def weight(layout: TritonLayout) -> launch.Weight:
+    tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
+    return launch.Weight(*tensors, layout.arrangement)
+
+
+@pytest.mark.parametrize(("codebook", "bits"), FORMATS)
+def test_many(codebook: str, bits: int) -> None:
+    """Rows, outputs and columns that end within a tile; whole rows as a group; parts of k."""
+    widest = 128 if bits in WORDY_BITS else 256
+    for group_size, m, n, k, block_m, split_k in (
+        (64, 200, 328, 64 * 41, widest, 2),
+        (128, 77, 136, 128 * 9, 128, 1),
+        (None, 300, 264, 1000, widest, 1),
+    ):
+        case = Case(Format(codebook, bits, group_size), m, n, k, DTYPES[split_k - 1], "cuda")
+        q = case.quantised()
+        w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
+        config = ManyConfig(block_m, split_k)
+        rows = torch.arange(0, k, k // m)[:m]
+        one_hot = torch.zeros(len(rows), k, dtype=case.dtype, device="cuda")
+        one_hot[torch.arange(len(rows)), rows] = 1
+        x, bias = case.random(m, k), case.random(n)
+        oracle = x.double() @ w_hat.double().T + bias.double()
+        torch_y = torch.nn.functional.linear(x, w_hat, bias)
+        with poisoned():
+            assert torch.equal(launch.many(one_hot, w, None, config), w_hat.T[rows])
+            y = launch.many(x, w, bias, config)
+            assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
+            assert torch.equal(y, launch.many(x, w, bias, config))
+
+
+def test_many_in_a_row() -> None:
+    """Each kernel starts while the one before still runs, and reads as x what that one writes."""
+    case = Case(Format("custom", 4, 64), 300, 2048, 2048, torch.bfloat16, "cuda")
+    ws = [weight(TritonLayout(case.quantised())) for _ in range(3)]
+    configs = (ManyConfig(256, 2), ManyConfig(128), ManyConfig(256))
+    generator = torch.Generator("cuda").manual_seed(0)
+    xs = torch.randn(4, case.m, case.k, device="cuda", generator=generator).bfloat16()
+
+    def run(x: torch.Tensor, synchronise: bool) -> torch.Tensor:
+        for w, config in zip(ws, configs, strict=True):
+            x = launch.many(x, w, None, config)
+            if synchronise:
+                torch.cuda.synchronize()
+        return x
+
+    wanted = [run(x, True) for x in xs]
+    assert all(y.isfinite().all() and y.any() for y in wanted)
+    for _ in range(20):
+        torch.cuda._sleep(2_000_000)  # so that the launches queue up, and the kernels meet
+        ys = [run(x, False) for x in xs]
+        assert all(map(torch.equal, ys, wanted))

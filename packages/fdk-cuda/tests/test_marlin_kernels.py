@@ -146,11 +146,23 @@ def test_stages_are_shorter_where_long_ones_do_not_fit():
     """Three stages of 128 columns do not, at 8 bits with a table and four groups."""
     geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False)
     k_blocks = {
-        (shape.columns, shape.consumers): shape.k_blocks
+        (shape.columns, shape.consumers, shape.k_groups): shape.k_blocks
         for shape in hopper_shapes(geometry, DEVICES["sm_90a"])
     }
-    assert k_blocks[64, 4] == 1
-    assert k_blocks[64, 2] == 2
+    assert k_blocks[64, 4, 1] == 1
+    assert k_blocks[64, 2, 1] == 2
+    # Groups that share rows take a block each.
+    assert k_blocks[64, 4, 2] == 2
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_tiles_of_three_groups_and_of_pairs(bits):
+    """192 rows; and 128 whose groups share rows, with 64 columns in clusters only."""
+    geometry = Geometry(bits, 8192, 8192, 64, torch.bfloat16, False)
+    shapes = hopper_shapes(geometry, DEVICES["sm_90a"])
+    assert {s.rows for s in shapes if s.consumers == 3} == {192}
+    pairs = {(s.rows, s.columns, s.cluster) for s in shapes if s.k_groups == 2}
+    assert pairs == {(128, 32, 1), (128, 32, 2), (128, 64, 2)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -320,5 +332,6 @@ def test_hopper_plans_expect_more_rows_to_cost_more():
     for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
         geometry = Geometry(4, n, k, 64, torch.bfloat16, False)
         device = DEVICES["sm_90a"]
-        times = [hopper_cost(geometry, plan_hopper(geometry, m, device)) for m in range(17, 513)]
+        plans = (plan_hopper(geometry, m, device) for m in range(17, 513))
+        times = [hopper_cost(geometry, plan, device) for plan in plans]
         assert all(later >= before for before, later in itertools.pairwise(times))

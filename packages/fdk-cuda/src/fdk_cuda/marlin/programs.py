@@ -120,6 +120,7 @@ class HopperShape:
         stages: of the ring.
         cluster: blocks that share what is summed over in a tile.
         has_table: whether codes are looked up in shared memory.
+        k_groups: groups of consumers that share rows, each with half of a stage's blocks if 2.
     """
 
     columns: int
@@ -128,11 +129,12 @@ class HopperShape:
     stages: int
     cluster: int
     has_table: bool
+    k_groups: int = 1
 
     @property
     def rows(self) -> int:
         """Of a tile: rows of the weight, or its columns backward."""
-        return 64 * self.consumers
+        return 64 * self.consumers // self.k_groups
 
     @property
     def threads(self) -> int:
@@ -162,7 +164,7 @@ def dequantise_program(variant: Variant) -> Program:
 
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:
     """hopper_gemm.cu for a variant and a shape of tile."""
-    extra = {"CONSUMERS": shape.consumers, "K_BLOCKS": shape.k_blocks}
+    extra = {"CONSUMERS": shape.consumers, "K_GROUPS": shape.k_groups, "K_BLOCKS": shape.k_blocks}
     return _hopper_program("hopper_gemm.cu", variant, shape, extra)
 
 

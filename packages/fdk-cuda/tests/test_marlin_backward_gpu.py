@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fdk_cuda.marlin.ops import dequantise, hopper_grad_x, linear_op, max_backwa
 from fdk_cuda.marlin.plan import Device
 from fdk_cuda.nvrtc import swizzled_map
 from fdk_cuda.nvrtc.driver import cuda
+from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse, poisoned, random_quantised
@@ -30,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 FORMATS = [
     *(f"custom{bits}-g64" for bits in (1, 2, 3, 4, 8)),
     *("affine4-g32", "affine8-g128-fp32-zint", "affine8-g64-zint", "affine3-g64-fp16-zint"),
-    *("affine1-g32", "affine2-g32-fp16-zint"),
+    *("affine1-g32", "affine2-g32-fp16-zint", "int8-g64-signmax"),
 ]
 # Eight kernels each, compiled for seconds: the others where time does not matter.
 EVERY_PLAN_FORMATS = FORMATS if os.environ.get("FDK_TEST_EVERY_KERNEL") else FORMATS[3:5]
@@ -41,6 +43,8 @@ def packed_weight(
     format: str, n: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> tuple[QuantisedTensor, MarlinLayout]:
     q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
+    if q.format.codebook == "int":
+        q = replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
     layout = (MARLIN if q.format.is_affine else MARLIN_LUT).pack(q, dtype=dtype)
     assert isinstance(layout, MarlinLayout)
     return q, layout

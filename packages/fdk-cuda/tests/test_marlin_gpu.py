@@ -22,6 +22,7 @@ from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, dequantise, lin
 from fdk_cuda.marlin.plan import MAX_ROWS, Device, _plans, plan_small
 from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_cuda.nvrtc import Kernel, Launch
+from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.testing import cases, check_backend, nrmse, poisoned, random_quantised
 
@@ -46,6 +47,8 @@ def test_marlin_conformance(case):
 
 def pack(format, n, k, dtype=torch.bfloat16, seed=0):
     q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
+    if q.format.codebook == "int":
+        q = replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
     backend = MARLIN if q.format.is_affine else MARLIN_LUT
     return q, backend.pack(q, dtype=dtype)
 
@@ -269,7 +272,7 @@ def test_hopper_awkward_shapes(format, n, k):
 
 
 @HOPPER
-@pytest.mark.parametrize("format", WIDE_FORMATS)
+@pytest.mark.parametrize("format", [*WIDE_FORMATS, "int8-g64-signmax"])
 def test_hopper_decodes_exactly(format):
     """Rows of x with a single 1: the dequantised weight, bit for bit, at every column."""
     n, k = 200, 640
@@ -277,6 +280,27 @@ def test_hopper_decodes_exactly(format):
         q, layout = pack(format, n, k, dtype)
         y = layout(torch.eye(k, dtype=dtype, device="cuda"))
         assert torch.equal(y, q.dequantise(dtype).T)
+
+
+@HOPPER
+@pytest.mark.parametrize("scale_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("last_code", [254, 255])
+def test_hopper_computes_grids(last_code, scale_dtype):
+    """Codes of int8 are computed, but for the second one of 127, in both directions."""
+    q = random_quantised(Format.parse(f"int8-g32-{scale_dtype}"), 200, 640).to("cuda")
+    codebook = named_codebook(q.format, 640).tensor(q.device)
+    q = replace(q, packed=q.packed.clamp(max=254), codebook=codebook)
+    q.packed[7, 3] = last_code
+    for dtype in DTYPES:
+        layout = MARLIN_LUT.pack(q, dtype=dtype)
+        assert layout.geometry.has_table == (last_code == 255)
+        x = torch.eye(640, dtype=dtype, device="cuda", requires_grad=True)
+        y = layout(x)
+        assert torch.equal(y, q.dequantise(dtype).T)
+        dy = random_x(640, 200, dtype=dtype)
+        y.backward(dy)
+        oracle = dy.double() @ q.dequantise(dtype).double()
+        assert nrmse(x.grad, oracle) <= 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5
 
 
 @HOPPER

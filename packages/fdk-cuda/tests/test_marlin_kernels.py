@@ -55,16 +55,18 @@ SMALL_VARIANTS = [
     Variant(1, torch.float16, torch.float32, 1, False),
     Variant(1, torch.bfloat16, torch.float16, 1, False),
 ]
-# On Hopper, a third way to scale.
+# On Hopper, a third way to scale, and integers of a grid.
 HOPPER_VARIANTS = [
     *VARIANTS,
     *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True, True) for bits in (4, 8)),
+    Variant(8, torch.bfloat16, torch.bfloat16, 1, False, False, 127),
+    Variant(8, torch.float16, torch.float32, 2, False, False, 128),
 ]
 
 
 def variant_id(variant):
     dtypes = str(variant.dtype)[6:], str(variant.scale_dtype)[6:]
-    kind = "affine" if variant.affine else "lut"
+    kind = "affine" if variant.affine else "grid" if variant.grid_zero_point else "lut"
     return f"{kind}{variant.bits}-{'-'.join(dtypes)}-{variant.per_row}"
 
 
@@ -97,7 +99,8 @@ def test_dequantise_spills_nothing(variant, arch):
 
 def geometry_of(variant, n=8192, k=8192):
     group_size = 32 if variant.per_row == 2 else 64
-    return Geometry(variant.bits, n, k, group_size, variant.scale_dtype, variant.affine)
+    zero_points = variant.affine, variant.whole_zero_point, variant.grid_zero_point
+    return Geometry(variant.bits, n, k, group_size, variant.scale_dtype, *zero_points)
 
 
 def check_hopper(variant, shape):
@@ -163,6 +166,17 @@ def test_tiles_of_three_groups_and_of_pairs(bits):
     assert {s.rows for s in shapes if s.consumers == 3} == {192}
     pairs = {(s.rows, s.columns, s.cluster) for s in shapes if s.k_groups == 2}
     assert pairs == {(128, 32, 1), (128, 32, 2), (128, 64, 2)}
+
+
+def test_a_grid_is_computed():
+    geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False, False, 127)
+    assert not has_table(geometry, 64)
+    assert not any(shape.has_table for shape in hopper_shapes(geometry, DEVICES["sm_90a"]))
+    options = hopper_program(VARIANTS[-2], plan_hopper(geometry, 64, DEVICES["sm_90a"]).shape)
+    assert "-DGRID_ZERO_POINT=-1" in options.options
+    variant = Variant.of(geometry, torch.bfloat16)
+    options = hopper_program(variant, plan_hopper(geometry, 64, DEVICES["sm_90a"]).shape)
+    assert "-DGRID_ZERO_POINT=127" in options.options
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

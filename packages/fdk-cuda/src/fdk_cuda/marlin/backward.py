@@ -45,7 +45,7 @@ def backward_shapes(geometry: Geometry, device: Device) -> list[HopperShape]:
 
 
 def _has_table(geometry: Geometry) -> bool:
-    return geometry.bits > MAX_BITS_WITHOUT_TABLE and not geometry.has_zero_point
+    return geometry.bits > MAX_BITS_WITHOUT_TABLE and geometry.has_table
 
 
 def _turned(geometry: Geometry) -> Geometry:

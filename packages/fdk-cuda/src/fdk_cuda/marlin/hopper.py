@@ -133,14 +133,14 @@ def hopper_plans(geometry: Geometry, m: int, device: Device) -> Iterator[HopperP
 
 
 def has_table(geometry: Geometry, columns: int) -> bool:
-    """Whether a tile of the forward looks codes up: affine codes of 8 bits are computed.
+    """Whether a tile of the forward looks codes up: affine ones and grids of 8 bits are computed.
 
     Those of 1 and 2 bits are looked up where tiles are narrow and a look-up is scaled by one
     instruction for a pair. (Nor is it where scales have another dtype than activations, which a
     plan does not know: the table is then not used.)
     """
     if geometry.bits > 2:
-        return geometry.bits < 8 or not geometry.has_zero_point
+        return geometry.bits < 8 or geometry.has_table
     narrow = columns <= NARROW_COLUMNS and not geometry.has_zero_point
     return narrow and geometry.scale_dtype != torch.float32
 

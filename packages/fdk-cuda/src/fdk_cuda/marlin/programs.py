@@ -35,6 +35,7 @@ class Variant:
         per_row: scales that a row of a block holds.
         affine: whether there are zero points.
         whole_zero_point: whether they are integers from 0 to 255.
+        grid_zero_point: as in ``Geometry``.
     """
 
     bits: int
@@ -43,12 +44,14 @@ class Variant:
     per_row: int
     affine: bool
     whole_zero_point: bool = False
+    grid_zero_point: int | None = None
 
     @classmethod
     def of(cls, geometry: Geometry, dtype: torch.dtype) -> "Variant":
         """The variant for a layout."""
         g = geometry
-        return cls(g.bits, dtype, g.scale_dtype, g.per_row, g.has_zero_point, g.whole_zero_point)
+        zero_points = g.has_zero_point, g.whole_zero_point, g.grid_zero_point
+        return cls(g.bits, dtype, g.scale_dtype, g.per_row, *zero_points)
 
     @property
     def has_one_row(self) -> bool:
@@ -185,6 +188,7 @@ def _hopper_program(
         CLUSTER=shape.cluster,
         HAS_TABLE=int(shape.has_table),
         WHOLE_ZERO_POINT=int(variant.whole_zero_point),
+        GRID_ZERO_POINT=-1 if variant.grid_zero_point is None else variant.grid_zero_point,
     )
     wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))
     program = _program(name, options)

@@ -98,6 +98,27 @@ def test_backward_decodes_exactly(format: str, dtype: torch.dtype) -> None:
     assert torch.equal(dx, q.dequantise(dtype))
 
 
+@pytest.mark.parametrize("scale_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("last_code", [254, 255])
+def test_grids_are_computed(last_code: int, scale_dtype: str) -> None:
+    """Codes of int8 are, in both directions, but for the second one of 127."""
+    for dtype in DTYPES:
+        q, _ = packed_weight(f"int8-g32-{scale_dtype}", 200, 640, dtype)
+        q = replace(q, packed=q.packed.clamp(max=254))
+        q.packed[7, 3] = last_code
+        layout = MARLIN_LUT.pack(q, dtype=dtype)
+        assert isinstance(layout, MarlinLayout)
+        assert layout.geometry.has_table == (last_code == 255)
+        x = torch.eye(640, dtype=dtype, device="cuda", requires_grad=True)
+        y = layout(x)
+        assert torch.equal(y, q.dequantise(dtype).T)
+        dy = random_dy(640, 200, dtype)
+        y.backward(dy)
+        assert x.grad is not None
+        oracle = dy.double() @ q.dequantise(dtype).double()
+        assert nrmse(x.grad, oracle) <= 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5
+
+
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (37, 96), (130, 1000), (999, 263), (64, 4107)])
 @pytest.mark.parametrize("format", ["custom4-row", "custom1-row", "affine3-row"])
 def test_backward_awkward_shapes(format: str, n: int, k: int) -> None:

@@ -283,27 +283,6 @@ def test_hopper_decodes_exactly(format):
 
 
 @HOPPER
-@pytest.mark.parametrize("scale_dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("last_code", [254, 255])
-def test_hopper_computes_grids(last_code, scale_dtype):
-    """Codes of int8 are computed, but for the second one of 127, in both directions."""
-    q = random_quantised(Format.parse(f"int8-g32-{scale_dtype}"), 200, 640).to("cuda")
-    codebook = named_codebook(q.format, 640).tensor(q.device)
-    q = replace(q, packed=q.packed.clamp(max=254), codebook=codebook)
-    q.packed[7, 3] = last_code
-    for dtype in DTYPES:
-        layout = MARLIN_LUT.pack(q, dtype=dtype)
-        assert layout.geometry.has_table == (last_code == 255)
-        x = torch.eye(640, dtype=dtype, device="cuda", requires_grad=True)
-        y = layout(x)
-        assert torch.equal(y, q.dequantise(dtype).T)
-        dy = random_x(640, 200, dtype=dtype)
-        y.backward(dy)
-        oracle = dy.double() @ q.dequantise(dtype).double()
-        assert nrmse(x.grad, oracle) <= 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5
-
-
-@HOPPER
 @pytest.mark.parametrize("bits", [4, 8])
 def test_hopper_thousands_of_rows(bits):
     """At 8 bits dequantised first, from here on."""

@@ -30,7 +30,7 @@ WORD = (1 << 32) - 1
 
 def geometry_of(variant: Variant, n: int = 8192, k: int = 8192) -> Geometry:
     group_size = 32 if variant.per_row == 2 else 64
-    kinds = variant.scale_dtype, variant.affine, variant.whole_zero_point
+    kinds = variant.scale_dtype, variant.affine, variant.whole_zero_point, variant.grid_zero_point
     return Geometry(variant.bits, n, k, group_size, *kinds)
 
 
@@ -179,6 +179,11 @@ def test_backward_spills_nothing(bits: int) -> None:
         check(variant, 64, 256)
 
 
+def test_grid_backward_spills_nothing() -> None:
+    for scale, zero_point in ((torch.bfloat16, 127), (torch.float32, 128)):
+        check(Variant(8, torch.bfloat16, scale, 2, False, False, zero_point), 64, 256)
+
+
 @pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
@@ -227,6 +232,7 @@ def test_precompile_takes_the_gradient_where_asked(monkeypatch: pytest.MonkeyPat
         ("affine3-g32", 1024),
         ("custom8-g64", 1024),
         ("affine8-g64", 2048),
+        ("int8-g64", 2048),
     ],
 )
 def test_most_rows_from_packed_bytes(format: str, most: int) -> None:

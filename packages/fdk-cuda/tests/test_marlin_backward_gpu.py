@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fdk_cuda.marlin.ops import dequantise, hopper_grad_x, linear_op, max_backwa
 from fdk_cuda.marlin.plan import Device
 from fdk_cuda.nvrtc import swizzled_map
 from fdk_cuda.nvrtc.driver import cuda
+from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse, poisoned, random_quantised
@@ -30,7 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 FORMATS = [
     *(f"custom{bits}-g64" for bits in (1, 2, 3, 4, 8)),
     *("affine4-g32", "affine8-g128-fp32-zint", "affine8-g64-zint", "affine3-g64-fp16-zint"),
-    *("affine1-g32", "affine2-g32-fp16-zint"),
+    *("affine1-g32", "affine2-g32-fp16-zint", "int8-g64-signmax"),
 ]
 # Eight kernels each, compiled for seconds: the others where time does not matter.
 EVERY_PLAN_FORMATS = FORMATS if os.environ.get("FDK_TEST_EVERY_KERNEL") else FORMATS[3:5]
@@ -41,6 +43,8 @@ def packed_weight(
     format: str, n: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> tuple[QuantisedTensor, MarlinLayout]:
     q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
+    if q.format.codebook == "int":
+        q = replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
     layout = (MARLIN if q.format.is_affine else MARLIN_LUT).pack(q, dtype=dtype)
     assert isinstance(layout, MarlinLayout)
     return q, layout
@@ -92,6 +96,27 @@ def test_backward_decodes_exactly(format: str, dtype: torch.dtype) -> None:
     with poisoned():
         dx = gradient(layout, torch.eye(200, dtype=dtype, device="cuda"))
     assert torch.equal(dx, q.dequantise(dtype))
+
+
+@pytest.mark.parametrize("scale_dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("last_code", [254, 255])
+def test_grids_are_computed(last_code: int, scale_dtype: str) -> None:
+    """Codes of int8 are, in both directions, but for the second one of 127."""
+    for dtype in DTYPES:
+        q, _ = packed_weight(f"int8-g32-{scale_dtype}", 200, 640, dtype)
+        q = replace(q, packed=q.packed.clamp(max=254))
+        q.packed[7, 3] = last_code
+        layout = MARLIN_LUT.pack(q, dtype=dtype)
+        assert isinstance(layout, MarlinLayout)
+        assert layout.geometry.has_table == (last_code == 255)
+        x = torch.eye(640, dtype=dtype, device="cuda", requires_grad=True)
+        y = layout(x)
+        assert torch.equal(y, q.dequantise(dtype).T)
+        dy = random_dy(640, 200, dtype)
+        y.backward(dy)
+        assert x.grad is not None
+        oracle = dy.double() @ q.dequantise(dtype).double()
+        assert nrmse(x.grad, oracle) <= 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (37, 96), (130, 1000), (999, 263), (64, 4107)])

@@ -57,16 +57,18 @@ SMALL_VARIANTS = [
     Variant(1, torch.float16, torch.float16, 1, True),
     *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True) for bits in SUPPORTED_BITS),
 ]
-# On Hopper, a third way to scale.
+# On Hopper, a third way to scale, and integers of a grid.
 HOPPER_VARIANTS = [
     *VARIANTS,
     *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True, True) for bits in (4, 8)),
+    Variant(8, torch.bfloat16, torch.bfloat16, 1, False, False, 127),
+    Variant(8, torch.float16, torch.float32, 2, False, False, 128),
 ]
 
 
 def variant_id(variant):
     dtypes = str(variant.dtype)[6:], str(variant.scale_dtype)[6:]
-    kind = "affine" if variant.affine else "lut"
+    kind = "affine" if variant.affine else "grid" if variant.grid_zero_point else "lut"
     return f"{kind}{variant.bits}-{'-'.join(dtypes)}-{variant.per_row}"
 
 
@@ -120,7 +122,8 @@ def test_dequantise_spills_nothing(variant, arch):
 
 def geometry_of(variant, n=8192, k=8192):
     group_size = 32 if variant.per_row == 2 else 64
-    return Geometry(variant.bits, n, k, group_size, variant.scale_dtype, variant.affine)
+    zero_points = variant.affine, variant.whole_zero_point, variant.grid_zero_point
+    return Geometry(variant.bits, n, k, group_size, variant.scale_dtype, *zero_points)
 
 
 def check_hopper(variant, shape):
@@ -169,11 +172,34 @@ def test_stages_are_shorter_where_long_ones_do_not_fit():
     """Three stages of 128 columns do not, at 8 bits with a table and four groups."""
     geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False)
     k_blocks = {
-        (shape.columns, shape.consumers): shape.k_blocks
+        (shape.columns, shape.consumers, shape.k_groups): shape.k_blocks
         for shape in hopper_shapes(geometry, DEVICES["sm_90a"])
     }
-    assert k_blocks[64, 4] == 1
-    assert k_blocks[64, 2] == 2
+    assert k_blocks[64, 4, 1] == 1
+    assert k_blocks[64, 2, 1] == 2
+    # Groups that share rows take a block each.
+    assert k_blocks[64, 4, 2] == 2
+
+
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_tiles_of_three_groups_and_of_pairs(bits):
+    """192 rows; and 128 whose groups share rows, with 64 columns in clusters only."""
+    geometry = Geometry(bits, 8192, 8192, 64, torch.bfloat16, False)
+    shapes = hopper_shapes(geometry, DEVICES["sm_90a"])
+    assert {s.rows for s in shapes if s.consumers == 3} == {192}
+    pairs = {(s.rows, s.columns, s.cluster) for s in shapes if s.k_groups == 2}
+    assert pairs == {(128, 32, 1), (128, 32, 2), (128, 64, 2)}
+
+
+def test_a_grid_is_computed():
+    geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False, False, 127)
+    assert not has_table(geometry, 64)
+    assert not any(shape.has_table for shape in hopper_shapes(geometry, DEVICES["sm_90a"]))
+    options = hopper_program(VARIANTS[-2], plan_hopper(geometry, 64, DEVICES["sm_90a"]).shape)
+    assert "-DGRID_ZERO_POINT=-1" in options.options
+    variant = Variant.of(geometry, torch.bfloat16)
+    options = hopper_program(variant, plan_hopper(geometry, 64, DEVICES["sm_90a"]).shape)
+    assert "-DGRID_ZERO_POINT=127" in options.options
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -343,5 +369,6 @@ def test_hopper_plans_expect_more_rows_to_cost_more():
     for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
         geometry = Geometry(4, n, k, 64, torch.bfloat16, False)
         device = DEVICES["sm_90a"]
-        times = [hopper_cost(geometry, plan_hopper(geometry, m, device)) for m in range(17, 513)]
+        plans = (plan_hopper(geometry, m, device) for m in range(17, 513))
+        times = [hopper_cost(geometry, plan, device) for plan in plans]
         assert all(later >= before for before, later in itertools.pairwise(times))

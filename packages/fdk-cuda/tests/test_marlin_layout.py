@@ -3,12 +3,14 @@
 import hashlib
 import itertools
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, _fields, pack_layout, why_not
+from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
 from fdk_formats.testing import cases, random_quantised
@@ -32,6 +34,29 @@ def test_layout_round_trip(case):
     assert (unpacked.format, unpacked.shape) == (q.format, q.shape)
     for name, tensor in q.tensors().items():
         assert torch.equal(unpacked.tensors()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("format", "zero_point"),
+    [("int8-g64", 127), ("int8-g64-signmax", 128), ("int4-g64", None), ("uniform8-g64", None)],
+)
+def test_grids_of_8_bits_are_known(format, zero_point):
+    """Their codes are computed, unless the table is another, or has a code that is none."""
+    q = random_quantised(Format.parse(format), 64, 128)
+    grid = named_codebook(q.format, 128).tensor()
+    q = replace(q, packed=q.packed.clamp(max=254), codebook=grid)
+    layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
+    assert layout.geometry.grid_zero_point == zero_point
+    if zero_point is None:
+        return
+    codes = torch.arange(255 if zero_point == 127 else 256)
+    assert torch.equal(grid[codes], codes - float(zero_point))
+    q.packed[5, 7] = 255
+    layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
+    assert layout.geometry.grid_zero_point == (None if zero_point == 127 else 128)
+    assert layout.format == layout.unpack().format == q.format
+    other = replace(q, codebook=grid.clone().index_fill_(0, torch.tensor([3]), -124.5))
+    assert MARLIN_LUT.pack(other, dtype=torch.bfloat16).geometry.grid_zero_point is None
 
 
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)

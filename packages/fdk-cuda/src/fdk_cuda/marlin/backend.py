@@ -1,14 +1,24 @@
 """The backends ``marlin`` (affine and integer grids) and ``marlin-lut`` (any codebook)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin.layout import STORED_DTYPES, Geometry, pack_layout, unpack_layout, why_not
+from fdk_cuda.marlin.layout import (
+    STORED_DTYPES,
+    Geometry,
+    has_grid,
+    pack_layout,
+    unpack_layout,
+    why_not,
+)
 from fdk_cuda.marlin.ops import DTYPES, linear_op
 from fdk_cuda.marlin.ready import ReadyCalls
 from fdk_cuda.nvrtc import why_unavailable
 from fdk_cuda.settled import SettledLayout
 from fdk_formats.backends import Layout, Problem
+from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
@@ -41,7 +51,9 @@ class MarlinLayout(SettledLayout):
         super().__init__()
         self.batch_invariant = batch_invariant
         self.format, self.shape = q.format, q.shape
-        self.geometry = Geometry.of(q.format, *q.shape)
+        # What kernels are told of.
+        format = _computed_format(q)
+        self.geometry = Geometry.of(format, *q.shape)
         scale = _stored(q.scale, q.format)
         zero_point = None if q.zero_point is None else q.zero_point.to(scale.dtype)
         packed = pack_layout(self.geometry, q.packed, scale, zero_point)
@@ -51,7 +63,7 @@ class MarlinLayout(SettledLayout):
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("codebook", codebook.to(dtype), persistent=False)
         self.register_buffer("canonical_codebook", q.codebook, persistent=False)
-        self._format, self._ready = str(q.format), ReadyCalls()
+        self._format, self._ready = str(format), ReadyCalls()
         self.settle()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -144,6 +156,22 @@ def marlin_backends(*, batch_invariant: bool = False) -> tuple[MarlinBackend, Ma
 
 
 MARLIN, MARLIN_LUT = marlin_backends()
+
+
+def _computed_format(q: QuantisedTensor) -> Format:
+    """The format by which kernels may compute what codes stand for: ``custom`` where they may not.
+
+    The table of a weight is what counts, not its name; and of the integers from -127 to 127 the
+    last comes twice, so that its second code is none to compute.
+    """
+    if not has_grid(q.format):
+        return q.format
+    grid = named_codebook(q.format, q.shape[1]).tensor(q.device)
+    assert q.codebook is not None
+    computes = torch.equal(q.codebook, grid)
+    if computes and q.format.scale_rule != "signmax":
+        computes = int(q.packed.max()) < 255
+    return q.format if computes else replace(q.format, codebook="custom")
 
 
 def _stored(scale: Tensor, format: Format) -> Tensor:

@@ -15,7 +15,7 @@ from fdk_cuda.marlin.programs import HopperShape, Variant, hopper_backward_kerne
 from fdk_formats.format import Format
 
 # The notation of ``struct`` for hopper_backward.cu's Params.
-BACKWARD_FIELDS = "128s4P9i"
+BACKWARD_FIELDS = "128s4P10i"
 # Rows of dy in a tile; a tile has two groups of consumers, 64 columns of the weight each.
 TILE_COLUMNS = (64, 128, 192, 256)
 STEP_ROWS = 64
@@ -27,7 +27,7 @@ def backward_plan(geometry: Geometry, m: int, device: Device) -> HopperPlan:
     """The plan for m rows of dy."""
     turned = _turned(geometry)
     plans = backward_plans(geometry, m, device)
-    return min(plans, key=lambda plan: hopper_cost(turned, plan))
+    return min(plans, key=lambda plan: hopper_cost(turned, plan, device))
 
 
 def backward_plans(geometry: Geometry, m: int, device: Device) -> Iterator[HopperPlan]:
@@ -40,12 +40,12 @@ def backward_plans(geometry: Geometry, m: int, device: Device) -> Iterator[Hoppe
 
 def backward_shapes(geometry: Geometry, device: Device) -> list[HopperShape]:
     """Every shape that a plan may take, each with as many stages as fit."""
-    tiles = [(columns, 2, 1) for columns in TILE_COLUMNS]
+    tiles = [(columns, 2, 1, 1) for columns in TILE_COLUMNS]
     return hopper_shapes(geometry, device, tiles, lambda geometry, _: _has_table(geometry))
 
 
 def _has_table(geometry: Geometry) -> bool:
-    return geometry.bits > MAX_BITS_WITHOUT_TABLE and not geometry.has_zero_point
+    return geometry.bits > MAX_BITS_WITHOUT_TABLE and geometry.has_table
 
 
 def _turned(geometry: Geometry) -> Geometry:

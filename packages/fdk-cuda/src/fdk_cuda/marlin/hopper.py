@@ -14,6 +14,9 @@ from fdk_cuda.marlin.programs import TABLE_BYTES, HopperShape
 LONG_STAGE_COLUMNS = 128
 # Up to so many, the shared memory has time for a table at 1 and 2 bits.
 NARROW_COLUMNS = 128
+# With more, two groups to 64 rows of a block without a cluster want more registers than there are
+# (1 bit: 16 bytes of spills).
+MAX_LONE_PAIRED_COLUMNS = 32
 # Of 4, only 30 fit, and their plans were 8 to 20 % behind the best.
 CLUSTERS = (1, 2)
 MIN_STAGES, MAX_STAGES = 3, 8
@@ -27,28 +30,39 @@ GROUP_TILES = 4
 # many at a time at most, which bounds the memory for parts (128 MiB where n = k = 8192).
 INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 
-# What a step of 64 columns costs a block in microseconds, by columns of the tile and groups of
-# consumers, and by bits: least squares over 1085 timed plans (H200, docs/kernels/hopper.md), with
-# more weight on the fast ones. In 164 cases the plan that comes out first took 0.2 % more than the
-# fastest on average, 8 % at most. Other chips differ by a factor; what counts is the order.
+# What a step of 64 columns costs a block in microseconds, by columns of the tile, groups of
+# consumers and those that share rows, and by bits: least squares over 1025 timed plans (H200,
+# docs/kernels/hopper.md), with more weight on the fast ones. In 134 cases the plan that comes out
+# first took 0.4 % more than the fastest on average, 10 % at most. Other chips differ by a factor;
+# what counts is the order.
 STEP_COST = {
-    (32, 2): {1: 0.207, 2: 0.193, 3: 0.256, 4: 0.206, 8: 0.306},
-    (32, 4): {1: 0.375, 2: 0.359, 3: 0.440, 4: 0.376, 8: 0.589},
-    (64, 2): {1: 0.249, 2: 0.240, 3: 0.305, 4: 0.250, 8: 0.352},
-    (64, 4): {1: 0.468, 2: 0.437, 3: 0.531, 4: 0.473, 8: 0.678},
-    (96, 2): {1: 0.301, 2: 0.286, 3: 0.355, 4: 0.313, 8: 0.418},
-    (128, 2): {1: 0.360, 2: 0.342, 3: 0.408, 4: 0.395, 8: 0.480},
-    (160, 2): {1: 0.453, 2: 0.436, 3: 0.489, 4: 0.459, 8: 0.553},
-    (192, 2): {1: 0.518, 2: 0.497, 3: 0.550, 4: 0.532, 8: 0.619},
-    (224, 2): {1: 0.582, 2: 0.564, 3: 0.605, 4: 0.603, 8: 0.681},
-    (256, 2): {1: 0.655, 2: 0.659, 3: 0.683, 4: 0.685, 8: 0.763},
+    (32, 2, 1): {1: 0.188, 2: 0.173, 3: 0.248, 4: 0.193, 8: 0.313},
+    (32, 4, 2): {1: 0.180, 2: 0.185, 3: 0.230, 4: 0.190, 8: 0.319},
+    (32, 3, 1): {1: 0.276, 2: 0.256, 3: 0.359, 4: 0.281, 8: 0.518},
+    (32, 4, 1): {1: 0.371, 2: 0.337, 3: 0.525, 4: 0.378, 8: 0.734},
+    (64, 2, 1): {1: 0.248, 2: 0.229, 3: 0.305, 4: 0.251, 8: 0.342},
+    (64, 4, 2): {1: 0.239, 2: 0.239, 3: 0.281, 4: 0.237, 8: 0.353},
+    (64, 3, 1): {1: 0.366, 2: 0.336, 3: 0.430, 4: 0.365, 8: 0.535},
+    (64, 4, 1): {1: 0.479, 2: 0.464, 3: 0.577, 4: 0.493, 8: 0.767},
+    (96, 2, 1): {1: 0.297, 2: 0.276, 3: 0.347, 4: 0.306, 8: 0.418},
+    (96, 3, 1): {1: 0.452, 2: 0.425, 3: 0.499, 4: 0.465, 8: 0.620},
+    (128, 2, 1): {1: 0.361, 2: 0.347, 3: 0.416, 4: 0.401, 8: 0.499},
+    (128, 3, 1): {1: 0.547, 2: 0.522, 3: 0.594, 4: 0.578, 8: 0.722},
+    (160, 2, 1): {1: 0.469, 2: 0.457, 3: 0.520, 4: 0.469, 8: 0.572},
+    (192, 2, 1): {1: 0.522, 2: 0.528, 3: 0.586, 4: 0.538, 8: 0.647},
+    (224, 2, 1): {1: 0.608, 2: 0.610, 3: 0.642, 4: 0.627, 8: 0.722},
+    (256, 2, 1): {1: 0.686, 2: 0.684, 3: 0.723, 4: 0.720, 8: 0.809},
 }
-# Columns, groups of consumers and blocks of 64 in a stage of the forward's tiles.
+# Columns, groups of consumers, those that share rows and blocks of 64 in a stage of the forward's
+# tiles.
 TILES = tuple((*tile, 2 if tile[0] <= LONG_STAGE_COLUMNS else 1) for tile in STEP_COST)
 # Of a second kernel that adds parts, and of each MiB of theirs; of meeting in a cluster, and of
 # each MiB that a block sends.
-SPLIT_COST, SPLIT_MIB_COST = 2.75, 0.39
-CLUSTER_COST, SENT_MIB_COST = 1.35, 48.0
+SPLIT_COST, SPLIT_MIB_COST = 2.61, 0.27
+CLUSTER_COST, SENT_MIB_COST = 0.86, 23.2
+# Of blocks on all processors, where the next kernel finds no room to start in; up to a share of
+# them there is none (4096 x 4096, 17 rows, 1 bit, 128 x 32: 96 blocks 7.5 us, 128 blocks 8.0).
+CROWD_COST, FREE_SHARE = 1.2, 0.75
 
 
 @dataclass(frozen=True)
@@ -80,7 +94,8 @@ class HopperPlan:
 
 def plan_hopper(geometry: Geometry, m: int, device: Device) -> HopperPlan:
     """The plan for m rows of x."""
-    return min(hopper_plans(geometry, m, device), key=lambda plan: hopper_cost(geometry, plan))
+    plans = hopper_plans(geometry, m, device)
+    return min(plans, key=lambda plan: hopper_cost(geometry, plan, device))
 
 
 def plan_hopper_invariant(geometry: Geometry, m: int, device: Device) -> HopperPlan:
@@ -96,7 +111,7 @@ def plan_hopper_invariant(geometry: Geometry, m: int, device: Device) -> HopperP
             for plan in hopper_plans(geometry, INVARIANT_ROWS, device)
             if plan.shape.cluster == 1 and (plan.splits == 1 or plan.whole_tiles == 0)
         ),
-        key=lambda plan: hopper_cost(geometry, plan),
+        key=lambda plan: hopper_cost(geometry, plan, device),
     )
     shape, splits = best.shape, best.splits
     column_tiles = -(-m // shape.columns)
@@ -118,14 +133,14 @@ def hopper_plans(geometry: Geometry, m: int, device: Device) -> Iterator[HopperP
 
 
 def has_table(geometry: Geometry, columns: int) -> bool:
-    """Whether a tile of the forward looks codes up: affine codes of 8 bits are computed.
+    """Whether a tile of the forward looks codes up: affine ones and grids of 8 bits are computed.
 
     Those of 1 and 2 bits are looked up where tiles are narrow and a look-up is scaled by one
     instruction for a pair. (Nor is it where scales have another dtype than activations, which a
     plan does not know: the table is then not used.)
     """
     if geometry.bits > 2:
-        return geometry.bits < 8 or not geometry.has_zero_point
+        return geometry.bits < 8 or geometry.has_table
     narrow = columns <= NARROW_COLUMNS and not geometry.has_zero_point
     return narrow and geometry.scale_dtype != torch.float32
 
@@ -133,7 +148,7 @@ def has_table(geometry: Geometry, columns: int) -> bool:
 def hopper_shapes(
     geometry: Geometry,
     device: Device,
-    tiles: Iterable[tuple[int, int, int]] = TILES,
+    tiles: Iterable[tuple[int, int, int, int]] = TILES,
     has_table: Callable[[Geometry, int], bool] = has_table,
 ) -> list[HopperShape]:
     """Every shape that a plan may take, each with as many stages as fit.
@@ -141,14 +156,16 @@ def hopper_shapes(
     Args:
         geometry: of the weight, in either direction: only bits and bytes of a block count.
         device: that it has to fit.
-        tiles: columns, consumers and k_blocks at most of each; the forward's by default.
+        tiles: columns, consumers, k_groups and k_blocks at most of each; the forward's by default.
         has_table: whether a tile of so many columns looks codes up.
     """
     shapes = []
-    for (columns, consumers, most), cluster in itertools.product(tiles, CLUSTERS):
+    for (columns, consumers, k_groups, most), cluster in itertools.product(tiles, CLUSTERS):
+        if k_groups > 1 and cluster == 1 and columns > MAX_LONE_PAIRED_COLUMNS:
+            continue
         looks_up = has_table(geometry, columns)
-        for k_blocks in range(most, 0, -1):
-            empty = HopperShape(columns, consumers, k_blocks, 0, cluster, looks_up)
+        for k_blocks in range(most, k_groups - 1, -1):
+            empty = HopperShape(columns, consumers, k_blocks, 0, cluster, looks_up, k_groups)
             fixed = _shared_bytes(geometry, empty)
             stage = _shared_bytes(geometry, replace(empty, stages=1)) - fixed
             stages = min(MAX_STAGES, (device.shared_bytes - fixed) // stage)
@@ -187,20 +204,22 @@ def plan_of(
     )
 
 
-def hopper_cost(geometry: Geometry, plan: HopperPlan) -> float:
+def hopper_cost(geometry: Geometry, plan: HopperPlan, device: Device) -> float:
     """About how many microseconds a plan takes beyond what every plan does."""
     shape = plan.shape
     tile_mib = shape.rows * shape.columns * 4 / 2**20
     all_steps = geometry.columns // BLOCK_COLUMNS
     steps = -(-plan.whole_tiles * shape.cluster // plan.grid) * all_steps / shape.cluster
-    time = 0.0
+    crowd = plan.grid / device.processors - FREE_SHARE
+    time = CROWD_COST * max(0.0, crowd) / (1 - FREE_SHARE)
     if plan.parts > 0:
         steps += -(-all_steps // plan.splits)
         time += SPLIT_COST + SPLIT_MIB_COST * plan.parts * tile_mib
     if shape.cluster > 1:
         sent = tile_mib * (shape.cluster - 1) / shape.cluster
         time += CLUSTER_COST + SENT_MIB_COST * sent
-    return time + steps * STEP_COST[shape.columns, shape.consumers][geometry.bits]
+    tile = shape.columns, shape.consumers, shape.k_groups
+    return time + steps * STEP_COST[tile][geometry.bits]
 
 
 def _shared_bytes(geometry: Geometry, shape: HopperShape) -> int:
@@ -208,4 +227,5 @@ def _shared_bytes(geometry: Geometry, shape: HopperShape) -> int:
     weights = shape.rows // BLOCK_ROWS * geometry.shape[2]
     stage = shape.k_blocks * (shape.columns * BLOCK_COLUMNS * 2 + weights) + BARRIER_BYTES
     piece = (32 if shape.columns // shape.cluster % 32 == 0 else 16) * 64 * 2
-    return table + shape.stages * stage + shape.consumers * piece
+    mail = BARRIER_BYTES if shape.cluster > 1 else 0
+    return table + shape.stages * stage + shape.consumers * piece + mail

@@ -23,7 +23,7 @@ from fdk_formats.format import Format
 
 # The notation of ``struct`` for each kernel's Params.
 SMALL_FIELDS, DEQUANTISE_FIELDS = "5P10i5I", "3P4i5I"
-HOPPER_FIELDS, SUM_FIELDS = "128s5P9i", "3P7i"
+HOPPER_FIELDS, SUM_FIELDS = "128s5P10i", "3P7i"
 SUM_THREADS, SUM_VALUES = 256, 4
 
 
@@ -68,6 +68,7 @@ class HopperRunner:
 
     Attributes:
         plan: how the product is cut.
+        box_rows: rows of x or dy that a copy brings.
         product: launches hopper_gemm.cu or hopper_backward.cu.
         fields: of its Params, after the pointers.
         sum: launches sum_splits.cu, where the plan has parts.
@@ -75,6 +76,7 @@ class HopperRunner:
     """
 
     plan: HopperPlan
+    box_rows: int
     product: Launch
     fields: tuple[int, ...]
     sum: Launch | None
@@ -84,7 +86,7 @@ class HopperRunner:
 def plan_runner(
     plan: HopperPlan,
     kernel: Kernel,
-    fields: str,
+    notation: str,
     dtype: torch.dtype,
     device: int,
     *,
@@ -97,7 +99,7 @@ def plan_runner(
     Args:
         plan: in that direction.
         kernel: of the product.
-        fields: the notation of ``struct`` for its Params.
+        notation: of ``struct``, for its Params.
         dtype: of the activations.
         device: index of the GPU.
         sizes: columns and rows of the result.
@@ -108,7 +110,7 @@ def plan_runner(
     product = Launch(
         kernel,
         device,
-        fields=fields,
+        fields=notation,
         grid=plan.grid,
         threads=shape.threads,
         shared_bytes=plan.shared_bytes,
@@ -117,6 +119,8 @@ def plan_runner(
     )
     tiles = plan.row_tiles, plan.column_tiles, min(GROUP_TILES, plan.column_tiles)
     cut = *tiles, plan.splits, plan.whole_tiles
+    # Rows that a single tile lacks are not copied as zeros: their sums are not stored.
+    box_rows = shape.columns if plan.column_tiles > 1 else sizes[1]
     total = None
     if plan.parts > 0:
         values = plan.parts // plan.splits * shape.columns * shape.rows
@@ -129,7 +133,8 @@ def plan_runner(
             shared_bytes=0,
             overlap=overlap,
         )
-    return HopperRunner(plan, product, (*sizes, *blocks, *cut), total, (*sizes, *cut))
+    fields = *sizes, *blocks, *cut, box_rows
+    return HopperRunner(plan, box_rows, product, fields, total, (*sizes, *cut))
 
 
 def hopper_runner(
@@ -238,7 +243,7 @@ def run_plan(
             operand.data_ptr(),
             m,
             operand.shape[1],
-            shape.columns,
+            runner.box_rows,
             operand.dtype,
             operand.get_device(),
         ),

@@ -62,6 +62,14 @@ STORED_DTYPES = {
     "e8m0": torch.bfloat16,
 }
 
+# Of grids of integers, by scale rule: with signmax they have all 256 values.
+GRID_ZERO_POINTS = {"signmax": 128}
+
+
+def has_grid(format: Format) -> bool:
+    """Whether kernels may compute what codes of 8 bits stand for, from the format alone."""
+    return format.codebook == "int" and format.bits == 8
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -74,6 +82,8 @@ class Geometry:
         scale_dtype: what scales and zero points are stored as.
         has_zero_point: whether there are zero points.
         whole_zero_point: whether they are integers from 0 to 255.
+        grid_zero_point: what the value of a code is less than it, for codebooks of 8 bits that are
+            grids of integers: 127, where no code is 255, or 128.
     """
 
     bits: int
@@ -83,13 +93,20 @@ class Geometry:
     scale_dtype: torch.dtype
     has_zero_point: bool
     whole_zero_point: bool = False
+    grid_zero_point: int | None = None
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> "Geometry":
         """The geometry of a weight of this format."""
         size, dtype = format.group_size_for(k), STORED_DTYPES[format.scale_dtype]
         whole = format.zero_point == "int"
-        return cls(format.bits, n, k, size, dtype, format.is_affine, whole)
+        grid = GRID_ZERO_POINTS.get(str(format.scale_rule), 127) if has_grid(format) else None
+        return cls(format.bits, n, k, size, dtype, format.is_affine, whole, grid)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether what a code stands for can only be looked up."""
+        return not self.has_zero_point and self.grid_zero_point is None
 
     @property
     def rows(self) -> int:

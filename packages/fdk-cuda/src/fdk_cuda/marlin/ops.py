@@ -15,7 +15,7 @@ from fdk_cuda.marlin.launches import (
     run_hopper,
     small_launch_for,
 )
-from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS
+from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, has_grid
 from fdk_cuda.marlin.plan import MAX_ROWS
 from fdk_formats.format import Format
 from fdk_formats.ops import define_linear_op
@@ -83,7 +83,7 @@ def kernel_for(m: int, *, is_hopper: bool, has_large_codebook: bool, batch_invar
 @cache
 def _has_large_codebook(format: str) -> bool:
     parsed = Format.parse(format)
-    return parsed.bits == 8 and not parsed.is_affine
+    return parsed.bits == 8 and not parsed.is_affine and not has_grid(parsed)
 
 
 def small_linear(

@@ -35,6 +35,7 @@ class Variant:
         per_row: scales that a row of a block holds.
         affine: whether there are zero points.
         whole_zero_point: whether they are integers from 0 to 255.
+        grid_zero_point: as in ``Geometry``.
     """
 
     bits: int
@@ -43,12 +44,14 @@ class Variant:
     per_row: int
     affine: bool
     whole_zero_point: bool = False
+    grid_zero_point: int | None = None
 
     @classmethod
     def of(cls, geometry: Geometry, dtype: torch.dtype) -> "Variant":
         """The variant for a layout."""
         g = geometry
-        return cls(g.bits, dtype, g.scale_dtype, g.per_row, g.has_zero_point, g.whole_zero_point)
+        zero_points = g.has_zero_point, g.whole_zero_point, g.grid_zero_point
+        return cls(g.bits, dtype, g.scale_dtype, g.per_row, *zero_points)
 
     @property
     def digit_rows(self) -> tuple[int, ...]:
@@ -126,6 +129,7 @@ class HopperShape:
         stages: of the ring.
         cluster: blocks that share what is summed over in a tile.
         has_table: whether codes are looked up in shared memory.
+        k_groups: groups of consumers that share rows, each with half of a stage's blocks if 2.
     """
 
     columns: int
@@ -134,11 +138,12 @@ class HopperShape:
     stages: int
     cluster: int
     has_table: bool
+    k_groups: int = 1
 
     @property
     def rows(self) -> int:
         """Of a tile: rows of the weight, or its columns backward."""
-        return 64 * self.consumers
+        return 64 * self.consumers // self.k_groups
 
     @property
     def threads(self) -> int:
@@ -169,7 +174,7 @@ def dequantise_program(variant: Variant) -> Program:
 
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:
     """hopper_gemm.cu for a variant and a shape of tile."""
-    extra = {"CONSUMERS": shape.consumers, "K_BLOCKS": shape.k_blocks}
+    extra = {"CONSUMERS": shape.consumers, "K_GROUPS": shape.k_groups, "K_BLOCKS": shape.k_blocks}
     return _hopper_program("hopper_gemm.cu", variant, shape, extra)
 
 
@@ -190,6 +195,7 @@ def _hopper_program(
         CLUSTER=shape.cluster,
         HAS_TABLE=int(shape.has_table),
         WHOLE_ZERO_POINT=int(variant.whole_zero_point),
+        GRID_ZERO_POINT=-1 if variant.grid_zero_point is None else variant.grid_zero_point,
     )
     wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))
     program = _program(name, options)

@@ -19,7 +19,7 @@
 #include "wgmma.cuh"
 
 // Its only cut: hopper_backward_program asserts that the shape has it.
-constexpr int CONSUMERS = 2, K_BLOCKS = 1;
+constexpr int CONSUMERS = 2, K_GROUPS = 1, K_BLOCKS = 1;
 
 struct Params {
   TensorMap dy;
@@ -34,6 +34,7 @@ struct Params {
   int group_tiles;  // see hopper_tiles.cuh
   int splits;       // of the steps, of all but whole_tiles
   int whole_tiles;
+  int box_rows;  // of dy that a copy brings: TILE_COLUMNS, or all there are
 };
 
 #include "hopper_units.cuh"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint3
   const uint64 row_bytes = static_cast<uint64>(p.column_blocks) * BLOCK_BYTES;
   auto copy_weights = [&](const Cursor& at, int stage) {
     const uint32 full = barriers + 16 * stage, target = w_stages + stage * W_BYTES;
-    expect_bytes(full, B_BYTES + W_BYTES);
+    expect_bytes(full, p.box_rows * ROW_BYTES + W_BYTES);
     const uint8* source =
         p.packed + at.step * STEP_BLOCKS * row_bytes + at.unit.tile.row * W_PART_BYTES;
 #pragma unroll
@@ -146,8 +147,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
   int held = -1;  // the stage that unfinished wgmmas read last
   float d[SUMS];
   auto release = [&] {
-    __syncwarp();  // lane 0 speaks for all
-    if (held >= 0 && lane == 0) arrive(barriers + 16 * held + 8);
+    if (held >= 0) arrive(barriers + 16 * held + 8);
   };
   auto step = [&](uint32(&a)[STEPS][REGISTERS]) {
     wait_barrier(barriers + 16 * position.stage, position.phase);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
     const Place at{
         warp, lane, thread % GROUP_THREADS, unit.tile.row * TILE_ROWS + group * GROUP_ROWS,
         unit.tile.column * TILE_COLUMNS + static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS};
-    if (CLUSTER > 1) exchange(d, dy_stages, thread);
+    if (CLUSTER > 1) exchange(d, dy_stages, barriers, thread);
     if (CLUSTER == 1 && unit.part >= 0)
       store_part(p.sums + static_cast<uint64>(unit.part) * TILE_COLUMNS * TILE_ROWS, d, group, warp,
                  lane);

@@ -6,20 +6,29 @@
 // and i a row of g, g + 8. In the layout that is unit t of the neighbour j among four lanes, so a
 // lane reads its unit of each neighbour (layout.py).
 //
-// 3, 4 and 8 bits go through the table of decode.cuh, and are scaled then, but for affine codes of
-// 8: those are put into the mantissa of a power of two. 1 and 2 bits need no table: a row has two
-// or four values, which are scaled first, and picked by arithmetic. Where tiles are narrow, though,
-// and the tensor cores leave the shared memory time, codes of 1 bit and half of those of 2 bits,
-// the first 32 columns, go through the table too.
+// 3, 4 and 8 bits go through the table of decode.cuh, and are scaled then, but for codes of 8 bits
+// that are affine or integers of a grid: those are put into the mantissa of a power of two. 1 and 2
+// bits need no table: a row has two or four values, which are scaled first, and picked by
+// arithmetic. Where tiles are narrow, though, and the tensor cores leave the shared memory time,
+// codes of 1 bit and half of those of 2 bits, the first 32 columns, go through the table too.
 #pragma once
 #include "decode.cuh"
 
 constexpr int NEIGHBOURS = 4;
-// What Python decides, which counts the bytes of a block:
-//   HAS_TABLE  1 where codes are looked up
+// What Python decides, which counts the bytes of a block and knows the format:
+//   HAS_TABLE        1 where codes are looked up
+//   GRID_ZERO_POINT  8 bits: what the value of a code is less than it, 127 or 128, if the codebook
+//                    is a grid of integers; else -1
 // H200, 8192 x 8192, affine codes of 8 bits, 1024 rows: 213 us -> 180; of 4 bits, 64 rows: 21.9 ->
 // 23.0.
-constexpr bool COMPUTES_CODES = AFFINE && BITS == 8;
+constexpr bool IS_GRID = GRID_ZERO_POINT >= 0;
+static_assert(!IS_GRID || (BITS == 8 && !AFFINE));
+static_assert(!IS_GRID || GRID_ZERO_POINT == 127 || GRID_ZERO_POINT == 128);
+constexpr bool HAS_ZERO_POINT = AFFINE || IS_GRID;
+constexpr bool COMPUTES_CODES = HAS_ZERO_POINT && BITS == 8;
+constexpr uint32 GRID_VALUE =
+    GRID_ZERO_POINT == 128 ? (FP16 ? 0x5800 : 0x4300) : (FP16 ? 0x57F0 : 0x42FE);
+constexpr uint32 GRID_PAIR = GRID_VALUE * 0x10001u;
 // A product of two values of the dtype, rounded once, is what float32 gives. The difference of a
 // code and an integer zero point is exact in either dtype.
 //   WHOLE_ZERO_POINT  1 where zero points are integers from 0 to 255
@@ -50,11 +59,11 @@ struct RowScale {
 
   __device__ __forceinline__ uint32 apply(uint32 values) const {
     if (SCALES_IN_DTYPE) {
-      if (AFFINE) values = subtract_pair(values, zero_point_pair);
+      if (HAS_ZERO_POINT) values = subtract_pair(values, zero_point_pair);
       return multiply_pair(values, scale_pair);
     }
     float low = to_float(values & 0xFFFFu), high = to_float(values >> 16);
-    if (AFFINE) {
+    if (HAS_ZERO_POINT) {
       low -= zero_point;
       high -= zero_point;
     }
@@ -123,7 +132,7 @@ struct HopperDecoder {
   uint32 entry;         // 2 bits: the byte permutation that finds a unit's entry of the table
   uint32 places[2][2];  // 1 bit: of half h and row i in a rotated word
   uint32 swapped;       // 1 bit: bits to exchange with those 15 places higher
-  uint32 ones;          // affine codes of 8 bits: see ones_place
+  uint32 ones;          // 8 bits, where codes are computed: see ones_place
   uint32 lower, fold;   // 1 bit: bits of a byte for the table that stay, how far the others move
 
   __device__ __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp,
@@ -179,6 +188,8 @@ struct HopperDecoder {
                    byte_permute(zeros, zeros, i ? 0x3232 : 0x1010),
                    stored_to_float(scales >> (16 * i)), stored_to_float(zeros >> (16 * i))};
     }
+    if (IS_GRID)
+      for (RowScale& row : rows) row.zero_point_pair = GRID_PAIR, row.zero_point = GRID_ZERO_POINT;
   }
 
   __device__ __forceinline__ static float stored_to_float(uint32 bits) {
@@ -361,7 +372,7 @@ struct HopperDecoder {
         }
   }
 
-  // Weights of the affine codes of 8 bits in bytes 2 i and 2 i + 1 of a word.
+  // Weights of the affine or grid's codes of 8 bits in bytes 2 i and 2 i + 1 of a word.
   __device__ __forceinline__ uint32 computed(const RowScale& row, uint32 word, int i) const {
     if (FP16) return row.apply(codes_to_values(byte_permute(word, 0u, 0x4140 + 0x0202 * i), ones));
     // 32768, whose mantissa has its byte there: two instructions fewer than codes_to_values.

@@ -17,6 +17,7 @@
 // Beside common.cuh's, an instantiation has
 //   TILE_COLUMNS  rows of x in a tile, a multiple of 16 up to 256
 //   CONSUMERS     groups of consumers
+//   K_GROUPS      groups that share 64 rows, each with its own blocks of a stage: 1 or 2
 //   K_BLOCKS      blocks of 64 columns in a stage: with 2, copies are twice as long
 //   STAGES        of the ring
 //   CLUSTER       blocks of a cluster: 1 or 2
@@ -38,6 +39,7 @@ struct Params {
   int group_tiles;  // see hopper_tiles.cuh
   int splits;       // of the columns, of all but whole_tiles
   int whole_tiles;
+  int box_rows;  // of x that a copy brings: TILE_COLUMNS, or all there are
 };
 
 #include "hopper_units.cuh"
@@ -48,7 +50,8 @@ static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
 // more, and registers that four groups do not have.
 // H200, 8192 x 8192, 64 rows, 1 bit: 20.1 us -> 18.9. With three stages, 96 rows, 8 bits: 29.9 ->
 // 31.7.
-constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS == 2 && STAGES > 3 && SCALES_LAST;
+constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS < 4 && STAGES > 3 && SCALES_LAST;
+constexpr int OWN_BLOCKS = K_BLOCKS / K_GROUPS;  // of a stage, that a group takes
 constexpr int TILE_ROW_BLOCKS = TILE_ROWS / BLOCK_ROWS;
 constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 rows
 constexpr int W_BYTES = TILE_ROW_BLOCKS * W_PART_BYTES;
@@ -60,7 +63,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32
   const uint64 row_bytes = static_cast<uint64>(p.steps) * W_PART_BYTES;
   auto copy_weights = [&](const Cursor& at, int stage) {
     const uint32 full = barriers + 16 * stage, target = w_stages + stage * W_BYTES;
-    expect_bytes(full, B_BYTES + W_BYTES);
+    expect_bytes(full, K_BLOCKS * p.box_rows * ROW_BYTES + W_BYTES);
     const uint8* source = p.packed + static_cast<uint64>(at.step) * W_PART_BYTES;
 #pragma unroll
     for (int block = 0; block < TILE_ROW_BLOCKS; block++) {
@@ -165,16 +168,16 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     sync_named(TABLE_BARRIER, CONSUMER_THREADS);
   }
   const HopperDecoder decoder(table, codebook, warp, lane);
-  w_stages += (2 * group + warp / FRAGMENTS) * W_PART_BYTES;
-  const uint64 x_operand = operand_b(x_stages);
+  const int row_group = group % ROW_GROUPS, k_group = group / ROW_GROUPS;
+  w_stages += (2 * row_group + warp / FRAGMENTS) * W_PART_BYTES + k_group * BLOCK_BYTES;
+  const uint64 x_operand = operand_b(x_stages + k_group * B_BLOCK_BYTES);
   wait_previous_kernel();
 
   Position position;
   int held = -1;  // the stage that unfinished wgmmas read last
   float d[SUMS];
   auto release = [&] {
-    __syncwarp();  // lane 0 speaks for all
-    if (held >= 0 && lane == 0) arrive(barriers + 16 * held + 8);
+    if (held >= 0) arrive(barriers + 16 * held + 8);
   };
   auto load = [&](const Position& at, int block) {
     if (block == 0) wait_barrier(barriers + 16 * at.stage, at.phase);
@@ -193,7 +196,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
   auto finish_last = [&](int block) {
     wgmma_wait<1>();
     if (block == 0) release();
-    if (block == K_BLOCKS - 1) {
+    if (block == OWN_BLOCKS - 1) {
       held = position.stage;
       position.advance();
     }
@@ -235,7 +238,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
       }
       step_ahead(a[0], a[1], 0, later, true, false);
       step_ahead(a[1], a[0], 1, later, false, false);
-    } else if (K_BLOCKS == 2) {
+    } else if (OWN_BLOCKS == 2) {
       for (; i < unit.last; i++) {
         step(a[0], 0);
         step(a[1], 1);
@@ -252,14 +255,21 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     release();
     held = -1;
     const Place at{
-        warp, lane, thread % GROUP_THREADS, unit.tile.row * TILE_ROWS + group * GROUP_ROWS,
+        warp, lane, thread % GROUP_THREADS, unit.tile.row * TILE_ROWS + row_group * GROUP_ROWS,
         unit.tile.column * TILE_COLUMNS + static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS};
-    if (CLUSTER > 1) exchange(d, x_stages, thread);
+    if (K_GROUPS == 2) {
+      const uint32 mailbox = shared_address(pieces + 2 * row_group * PIECE_BYTES);
+      add_pair(d, mailbox, at.thread, PAIR_BARRIER + row_group, k_group == 0);
+      if (k_group > 0 && CLUSTER == 1) continue;
+      if (k_group > 0) return;
+    }
+    if (CLUSTER > 1) exchange(d, x_stages, barriers, thread);
     if (CLUSTER == 1 && unit.part >= 0)
-      store_part(p.sums + static_cast<uint64>(unit.part) * TILE_COLUMNS * TILE_ROWS, d, group, warp,
-                 lane);
+      store_part(p.sums + static_cast<uint64>(unit.part) * TILE_COLUMNS * TILE_ROWS, d, row_group,
+                 warp, lane);
     else
-      store(p, d, at, pieces + group * PIECE_BYTES, GROUP_BARRIER + group);
+      store(p, d, at, pieces + row_group * K_GROUPS * PIECE_BYTES, GROUP_BARRIER + group);
+    if (CLUSTER > 1) return;  // it takes one tile
   }
 }
 

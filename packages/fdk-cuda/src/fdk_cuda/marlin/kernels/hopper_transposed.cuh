@@ -12,15 +12,16 @@
 // Four lanes t want rows of one parity, and lanes g and g + 4 units of two neighbours j: all in the
 // same sixteen banks of shared memory. So lanes from g = 4 up (`turned`) load the odd row first.
 //
-// 4 and 8 bits go through the table of decode.cuh, but for affine formats: those codes are put into
-// the mantissa of a power of two. Fewer bits need no table: byte permutations pick the values from
-// the codebook in registers, at 3 bits their lower and upper bytes apart.
+// 4 and 8 bits go through the table of decode.cuh, but for affine formats and grids of integers:
+// those codes are put into the mantissa of a power of two. Fewer bits need no table: byte
+// permutations pick the values from the codebook in registers, at 3 bits their lower and upper
+// bytes apart.
 #pragma once
 #include "hopper_decode.cuh"
 
 constexpr int ROW_PAIR = 2;
-constexpr bool COMPUTES_TRANSPOSED = AFFINE && BITS > 3;
-static_assert(HAS_TABLE == (BITS > 3 && !AFFINE));
+constexpr bool COMPUTES_TRANSPOSED = HAS_ZERO_POINT && BITS > 3;
+static_assert(HAS_TABLE == (BITS > 3 && !HAS_ZERO_POINT));
 
 // What turns codes' values into weights, for two rows of the weight side by side in a register.
 struct PairScale {
@@ -29,11 +30,11 @@ struct PairScale {
 
   __device__ __forceinline__ uint32 apply(uint32 values) const {
     if (SCALES_IN_DTYPE) {
-      if (AFFINE) values = subtract_pair(values, zero_point_pair);
+      if (HAS_ZERO_POINT) values = subtract_pair(values, zero_point_pair);
       return multiply_pair(values, scale_pair);
     }
     float low = to_float(values & 0xFFFFu), high = to_float(values >> 16);
-    if (AFFINE) {
+    if (HAS_ZERO_POINT) {
       low -= zero_points[0];
       high -= zero_points[1];
     }
@@ -141,6 +142,13 @@ struct TransposedDecoder {
               {HopperDecoder::stored_to_float(zero), HopperDecoder::stored_to_float(zero >> 16)}};
         }
     }
+    if (IS_GRID)
+#pragma unroll
+      for (int i = 0; i < 2 * FRAGMENTS; i++) {
+        PairScale& pair = scales[i / 2][i % 2];
+        pair.zero_point_pair = GRID_PAIR;
+        pair.zero_points[0] = pair.zero_points[1] = GRID_ZERO_POINT;
+      }
   }
 
   __device__ __forceinline__ static uint2 load_two(const uint8* address) {

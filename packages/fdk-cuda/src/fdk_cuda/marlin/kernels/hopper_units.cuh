@@ -2,10 +2,10 @@
 // work, the ring, the exchange of sums in a cluster.
 //
 // Included after the kernel's Params, of which it reads steps, row_tiles, column_tiles,
-// group_tiles, splits and whole_tiles; TILE_COLUMNS, CONSUMERS, K_BLOCKS, STAGES and CLUSTER are
-// the kernel's. A step fills a stage of the ring: K_BLOCKS times 64 of what is summed over. Operand
-// B is x or dy; a tile's rows are 64 rows or columns of the weight to a group, its columns are rows
-// of B.
+// group_tiles, splits, whole_tiles and box_rows; TILE_COLUMNS, CONSUMERS, K_GROUPS, K_BLOCKS,
+// STAGES and CLUSTER are the kernel's. A step fills a stage of the ring: K_BLOCKS times 64 of what
+// is summed over. Operand B is x or dy; a tile's rows are 64 rows or columns of the weight to a
+// group, its columns are rows of B.
 #pragma once
 #include "hopper.cuh"
 #include "hopper_tiles.cuh"
@@ -14,7 +14,8 @@ constexpr int GROUP_THREADS = 128;
 constexpr int THREADS = (CONSUMERS + 1) * GROUP_THREADS;
 constexpr int CONSUMER_THREADS = CONSUMERS * GROUP_THREADS;
 constexpr int GROUP_ROWS = 64;
-constexpr int TILE_ROWS = CONSUMERS * GROUP_ROWS;
+constexpr int ROW_GROUPS = CONSUMERS / K_GROUPS;
+constexpr int TILE_ROWS = ROW_GROUPS * GROUP_ROWS;
 constexpr int B_BLOCK_BYTES = TILE_COLUMNS * BLOCK_COLUMNS * 2;
 constexpr int B_BYTES = K_BLOCKS * B_BLOCK_BYTES;    // of operand B in a stage
 constexpr int OWN_COLUMNS = TILE_COLUMNS / CLUSTER;  // of a tile: those that a block finishes
@@ -24,20 +25,23 @@ constexpr int PIECE_BYTES = PIECE_COLUMNS * GROUP_ROWS * 2;
 constexpr int SUMS = TILE_COLUMNS / 2;  // of a thread
 constexpr int OWN_SUMS = SUMS / CLUSTER;
 // Registers of a thread, after producers have handed theirs over: 64 K to a processor.
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : 232;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 4 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 // A block has the registers that it starts with and no others: consumers that ask for more than
 // producers give back wait for ever (seen with 120 where there are four groups).
 static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <=
               (CONSUMERS + 1) * (65536 / THREADS / 8 * 8));
-constexpr int TABLE_BARRIER = 1, GROUP_BARRIER = 2;
-static_assert(CONSUMERS == 2 || CONSUMERS == 4);
+constexpr int TABLE_BARRIER = 1, GROUP_BARRIER = 2, PAIR_BARRIER = 6;
+// Threads that finish a tile's sums.
+constexpr int FINISHING_THREADS = ROW_GROUPS * GROUP_THREADS;
+static_assert(CONSUMERS >= 2 && CONSUMERS <= 4);
+static_assert(K_GROUPS == 1 || (K_GROUPS == 2 && CONSUMERS == 4 && K_BLOCKS == 2));
 static_assert(TILE_COLUMNS % 16 == 0 && TILE_COLUMNS <= 256);
 static_assert(B_BLOCK_BYTES % 1024 == 0, "operand B is swizzled in groups of 1024 bytes");
 static_assert(K_BLOCKS == 1 || K_BLOCKS == 2);
 static_assert(CLUSTER == 1 || CLUSTER == 2);
 static_assert(OWN_COLUMNS % 16 == 0);
-static_assert((CLUSTER - 1) * OWN_SUMS * 4 * CONSUMER_THREADS <= STAGES * B_BYTES,
+static_assert((CLUSTER - 1) * OWN_SUMS * 4 * FINISHING_THREADS <= STAGES * B_BYTES,
               "other blocks' sums lie over the stages of operand B");
 
 // A tile and a part of its steps.
@@ -101,14 +105,20 @@ struct Cursor {
   }
 };
 
-// Two barriers a stage: `full` counts the bytes that have landed, `empty` the warps that are done.
+// Two barriers a stage: `full` counts the bytes that have landed, `empty` the threads that are done
+// (one lane for its warp is no faster, and racecheck then sees hazards in what the others read);
+// behind them `mail`, which counts the bytes of the other block's sums.
+constexpr uint32 MAIL_BARRIER = 16 * STAGES;
 __device__ __forceinline__ void open_ring(uint32 barriers) {
   if (threadIdx.x != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     open_barrier(barriers + 16 * stage, 1);
-    open_barrier(barriers + 16 * stage + 8, 4 * CONSUMERS);
+    open_barrier(barriers + 16 * stage + 8, CONSUMER_THREADS);
   }
+  if (CLUSTER > 1) open_barrier(barriers + MAIL_BARRIER, 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  if (CLUSTER > 1)
+    expect_bytes(barriers + MAIL_BARRIER, (CLUSTER - 1) * OWN_SUMS * 4 * FINISHING_THREADS);
 }
 
 // Weights that one tile of columns reads are read once.
@@ -123,15 +133,18 @@ __device__ __forceinline__ uint64 weights_policy(const Params& p) {
 
 // Each block of a cluster gets the others' sums of its own columns, and adds them to its own: those
 // are the first OWN_SUMS of d then.
-__device__ __forceinline__ void exchange(float (&d)[SUMS], uint32 mailboxes, int thread) {
+__device__ __forceinline__ void exchange(float (&d)[SUMS], uint32 mailboxes, uint32 barriers,
+                                         int thread) {
   constexpr int PIECES = OWN_SUMS / 4;
   const int rank = blockIdx.x % CLUSTER;
-  sync_cluster();  // every block has read its last stage
-  uint32 targets[CLUSTER];
+  // Every block has read its last stage, and has opened its barriers.
+  sync_cluster();
+  uint32 targets[CLUSTER], mail[CLUSTER];
 #pragma unroll
   for (int to = 0; to < CLUSTER; to++) {
     const int sender = rank < to ? rank : rank - 1;
-    targets[to] = in_block(mailboxes + (sender * PIECES * CONSUMER_THREADS + thread) * 16, to);
+    targets[to] = in_block(mailboxes + (sender * PIECES * FINISHING_THREADS + thread) * 16, to);
+    mail[to] = in_block(barriers + MAIL_BARRIER, to);
   }
   // Piece by piece and in place: a second array of sums would not fit in the registers.
 #pragma unroll
@@ -141,25 +154,50 @@ __device__ __forceinline__ void exchange(float (&d)[SUMS], uint32 mailboxes, int
     for (int to = 0; to < CLUSTER; to++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) v[to][e] = d[to * OWN_SUMS + 4 * i + e];
-      if (to != rank) store_remote(targets[to] + i * CONSUMER_THREADS * 16, v[to]);
+      if (to != rank) store_remote(targets[to] + i * FINISHING_THREADS * 16, v[to], mail[to]);
     }
 #pragma unroll
     for (int to = 0; to < CLUSTER; to++)
 #pragma unroll
       for (int e = 0; e < 4; e++) d[4 * i + e] = to == 0 || to == rank ? v[to][e] : d[4 * i + e];
   }
-  sync_cluster();
+  wait_mail(barriers + MAIL_BARRIER);
 #pragma unroll
   for (int sender = 0; sender < CLUSTER - 1; sender++)
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
       const float4 v =
-          load_shared(mailboxes + ((sender * PIECES + i) * CONSUMER_THREADS + thread) * 16);
+          load_shared(mailboxes + ((sender * PIECES + i) * FINISHING_THREADS + thread) * 16);
       d[4 * i] += v.x;
       d[4 * i + 1] += v.y;
       d[4 * i + 2] += v.z;
       d[4 * i + 3] += v.w;
     }
+}
+
+// Two groups that took halves of a stage's columns: the first gets the sums of both, a piece of
+// columns at a time, through the memory of both groups' pieces.
+__device__ __forceinline__ void add_pair(float (&d)[SUMS], uint32 mailbox, int thread, int barrier,
+                                         bool gets) {
+  constexpr int SUMS_AT_ONCE = PIECE_COLUMNS / 2;
+#pragma unroll
+  for (int first = 0; first < SUMS; first += SUMS_AT_ONCE) {
+    sync_named(barrier, 2 * GROUP_THREADS);  // the last piece, or row of y, has been read
+    if (!gets)
+#pragma unroll
+      for (int i = 0; i < SUMS_AT_ONCE; i += 4)
+        store_shared(mailbox + (i / 4 * GROUP_THREADS + thread) * 16, &d[first + i]);
+    sync_named(barrier, 2 * GROUP_THREADS);
+    if (gets)
+#pragma unroll
+      for (int i = 0; i < SUMS_AT_ONCE; i += 4) {
+        const float4 v = load_shared(mailbox + (i / 4 * GROUP_THREADS + thread) * 16);
+        d[first + i] += v.x;
+        d[first + i + 1] += v.y;
+        d[first + i + 2] += v.z;
+        d[first + i + 3] += v.w;
+      }
+  }
 }
 
 // Where a thread's sums belong.

@@ -16,6 +16,13 @@
 namespace fdk {
 namespace {
 
+// The sum of the lanes of a register.
+FDK_INLINE float sum_of(__m256 v) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
 // A block is 16 positions of a tile. Index register t of a row has block t in the low 8 bytes of
 // its halves and block t + 4 in the high ones.
 constexpr int kIndexRegisters = 4;

@@ -1,20 +1,18 @@
 // Tables over the activations, for 1 and 2 bits: AVX2.
 //
-// The idea is T-MAC's, and the integers are those of avx512_tables.h: four bits of a row hold the
-// codes of 4 or 2 activations, whose 16 possible sums are computed once a call, as 16-bit integers
-// of a power of two for each tile of x.
+// The integers are those of table_values.h, and looked up as unsigned bytes, low and high ones
+// apart.
 #pragma once
 
 #include <immintrin.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
 #include "avx2_tile.h"
 #include "kernels.h"
-#include "simd_float.h"
+#include "simd.h"
+#include "table_values.h"
 
 namespace fdk {
 namespace {
@@ -23,12 +21,6 @@ constexpr int kBytesOfHalf = 16;  // of a row, that one register of 16 rows has 
 constexpr int kNibbles = 2;
 constexpr int kRunCount = 4;    // of 32 positions, a tile: byte b and nibble q are of 2 (b % 2) + q
 constexpr int kBias = 1 << 15;  // of the sums, which are looked up as unsigned bytes
-// The exponent of the largest product, as an integer: the sum of 4 or 2 of them fits 16 bits.
-template <int kBits>
-inline constexpr int kLargest = 11 + kBits;
-// Half of the values of a tile may lie so far below its largest: avx512_tables.h says why.
-constexpr float kOutlier = 0x1p-6f;
-
 // What is kept of a tile of x.
 template <int kBits>
 struct alignas(64) TileTables {
@@ -37,31 +29,6 @@ struct alignas(64) TileTables {
   float x_sums[kRunCount][kFloats];  // of x, by group: for zero points
   float unit;                        // of the sums
 };
-
-// Four products of kLargest = 12 reach 2^15: this much less.
-int exponent_of_product(float largest) { return exponent_of(largest * 1.004f); }
-
-float largest_value(const Weight& w) {
-  float largest = 0;
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float magnitude = std::fabs(w.table[c]);
-    if (!(magnitude < 0x1p30f)) return magnitude;  // NaN too: later values would hide it
-    largest = std::max(largest, magnitude);
-  }
-  return largest;
-}
-
-bool takes(const Weight& w) {
-  if (w.bits > 2 || w.groups_per_tile > 4) return false;  // groups of 16 share a table
-  const float largest = largest_value(w);
-  if (!(largest > 0x1p-30f && largest < 0x1p30f)) return false;
-  const float to_integer = power_of_two(11 + w.bits - exponent_of_product(largest));
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float scaled = w.table[c] * to_integer;
-    if (scaled != float(int(scaled))) return false;
-  }
-  return true;
-}
 
 // Where position p of a tile lies in x, of each 16 positions the even ones first.
 constexpr std::size_t place_of(std::size_t p) { return p / 16 * 16 + p % 2 * 8 + p % 16 / 2; }
@@ -136,13 +103,13 @@ bool build_tiles(const Weight& w, const float* x, TileTables<kBits>* out) {
     if (!(largest < 0x1p90f) || (largest < 0x1p-80f && largest != 0)) return false;
     if (mostly_below(x, largest * kOutlier)) return false;
     const int exponent = largest == 0 ? 0 : exponent_of_product(largest * largest_of_table);
-    const __m256 factor = _mm256_set1_ps(power_of_two(kLargest<kBits> - exponent));
+    const __m256 factor = _mm256_set1_ps(power_of_two(largest_exponent(kBits) - exponent));
     alignas(32) float scaled[kTileK];
     for (std::size_t i = 0; i < kTileK; i += kFloats) {
       _mm256_store_ps(scaled + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), factor));
     }
     build_tables<kBits>(scaled, values, *out);
-    out->unit = power_of_two(exponent - kLargest<kBits>);
+    out->unit = power_of_two(exponent - largest_exponent(kBits));
     if (w.zeros != nullptr) sum_groups(x, w.groups_per_tile, *out);
   }
   return true;

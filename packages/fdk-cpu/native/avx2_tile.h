@@ -14,14 +14,6 @@ namespace {
 
 constexpr std::size_t kFloats = 8;  // of a register
 
-[[maybe_unused]] int exponent_of(float value) {
-  return int(std::bit_cast<std::uint32_t>(value) >> 23 & 0xFF) - 127;
-}
-
-[[maybe_unused]] float power_of_two(int exponent) {  // a normal number
-  return std::bit_cast<float>(std::uint32_t(exponent + 127) << 23);
-}
-
 // The largest magnitude of a tile; NaN is above infinity.
 [[maybe_unused]] float largest_of(const float* tile) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);

@@ -1,18 +1,8 @@
 // Tables over the activations, for 1 and 2 bits: AVX-512 with VBMI and VNNI.
 //
-// The idea is T-MAC's: four bits of a row hold the codes of 4 or 2 activations, and the 16 sums of
-// activation times value that they may stand for are computed once, for all rows. A lookup then
-// does 4 or 2 products. Here the sums are 16-bit integers, by a power of two for each tile of x, so
-// that a sum errs by at most 2^-13 of the largest product. They are looked up in two bytes,
-// 255 high + low (`vpermb`, 4 tables a register, 16 rows at a time), and `vpdpbusd` multiplies the
-// bytes by 1 and 255 and adds them up.
-//
-// A row whose value is zero where x is largest errs by as much and has only the rest of x. So a
-// tile whose values are mostly below its largest by more than kOutlier is refused: gemv takes x.
-//
-// Where x has one nonzero, the sum is value times x, rounded. With x = 1 nothing is rounded off if
-// the values of the codebook lie within 2^5 (1 bit: 2^4) of each other; other codebooks are
-// refused.
+// The integers are those of table_values.h. They are looked up in two bytes, 255 high + low
+// (`vpermb`, 4 tables a register, 16 rows at a time), and `vpdpbusd` multiplies the bytes by 1 and
+// 255 and adds them up.
 //
 // Table j of a step of 32 positions is over positions j, j + 8, j + 16 and j + 24 at 1 bit, and j
 // and j + 16 at 2.
@@ -25,7 +15,8 @@
 #include <cstdint>
 
 #include "kernels.h"
-#include "simd_float.h"
+#include "simd.h"
+#include "table_values.h"
 
 namespace fdk {
 namespace {
@@ -35,16 +26,6 @@ constexpr std::size_t kStep = kTileK / kSteps;
 // Registers of tables of a step.
 template <int kBits>
 inline constexpr int kRegisters = 2 * kBits;
-// The exponent of the largest product, as an integer: the sum of 4 or 2 of them fits 16 bits.
-template <int kBits>
-inline constexpr int kLargest = 11 + kBits;
-
-// How far half of the values of a tile may lie below its largest. The sums of a tile (32 of 4
-// products) err by 4e-4 of its largest product (root mean square), and 128 values of 2^-6 of that
-// make a sum of 0.18: 0.2 %, as one bf16 rounding. In a tile of normal values an outlier of 60
-// deviations is always refused, one of 20 never. Of 3000 rows of 4096 normal or Laplace values none
-// is refused, of silu(a) b with normal a and b 4 %.
-constexpr float kOutlier = 0x1p-6f;
 
 // What is kept of a tile of x.
 template <int kBits>
@@ -53,37 +34,6 @@ struct alignas(64) TileTables {
   float x_sums[kSteps];                                 // of x, by group: for zero points
   float unit;                                           // of the sums
 };
-
-int exponent_of(float value) { return int(std::bit_cast<std::uint32_t>(value) >> 23 & 0xFF) - 127; }
-float power_of_two(int exponent) {  // a normal number
-  return std::bit_cast<float>(std::uint32_t(exponent + 127) << 23);
-}
-
-// Four products of kLargest = 12 reach 2^15, two bytes as they are used here 255 * 127 + 255: this
-// much less.
-int exponent_of_product(float largest) { return exponent_of(largest * 1.004f); }
-
-float largest_value(const Weight& w) {
-  float largest = 0;
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float magnitude = w.table[c] < 0 ? -w.table[c] : w.table[c];
-    if (!(magnitude < 0x1p30f)) return magnitude;  // NaN too: later values would hide it
-    if (magnitude > largest) largest = magnitude;
-  }
-  return largest;
-}
-
-bool takes(const Weight& w) {
-  if (w.bits > 2 || w.groups_per_tile > 4) return false;  // groups of 16 share a table
-  const float largest = largest_value(w);
-  if (!(largest > 0x1p-30f && largest < 0x1p30f)) return false;
-  const float to_integer = power_of_two(11 + w.bits - exponent_of_product(largest));
-  for (int c = 0; c < 1 << w.bits; c++) {
-    const float scaled = w.table[c] * to_integer;
-    if (scaled != float(int(scaled))) return false;
-  }
-  return true;
-}
 
 // The tables of a step over x[0] to x[31].
 template <int kBits>
@@ -161,14 +111,14 @@ bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out
     if (has_outlier(wide, largest_x)) return false;
     const float largest_product = largest_x * largest_of_table;
     const int exponent = largest_x == 0 ? 0 : exponent_of_product(largest_product);
-    const __m512 factor = _mm512_set1_ps(power_of_two(kLargest<kBits> - exponent));
+    const __m512 factor = _mm512_set1_ps(power_of_two(largest_exponent(kBits) - exponent));
     for (std::size_t i = 0; i < kTileK; i += 16) {
       _mm512_store_ps(wide + i, _mm512_mul_ps(_mm512_load_ps(wide + i), factor));
     }
     for (std::size_t s = 0; s < std::size_t(kSteps); s++) {
       build_step<kBits>(wide + s * kStep, values, out->sums[s]);
     }
-    out->unit = power_of_two(exponent - kLargest<kBits>);
+    out->unit = power_of_two(exponent - largest_exponent(kBits));
     const std::size_t run = std::size_t(kSteps) / w.groups_per_tile;
     for (std::size_t g = 0; g < w.groups_per_tile; g++) {
       out->x_sums[g] = 0;

@@ -86,6 +86,7 @@ template <int kBits>
 struct Values {
   __m512i v[kSteps];
 
+  Values() = default;
   FDK_INLINE Values(const std::uint8_t* tile, std::size_t r, const Table16<kBits>& table) {
     const Avx512Codes<kBits> codes(tile, r);
     if constexpr (kBits == 8) {

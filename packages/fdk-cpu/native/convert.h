@@ -23,6 +23,15 @@ namespace {
   return bits;
 }
 
+// Of normal numbers.
+[[maybe_unused]] inline int exponent_of(float value) {
+  return int(bits_of_float(value) >> 23 & 0xFF) - 127;
+}
+
+[[maybe_unused]] inline float power_of_two(int exponent) {
+  return float_of_bits(std::uint32_t(exponent + 127) << 23);
+}
+
 [[maybe_unused]] inline float from_bf16(std::uint16_t v) {
   return float_of_bits(std::uint32_t(v) << 16);
 }

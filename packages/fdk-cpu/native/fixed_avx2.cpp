@@ -7,7 +7,7 @@
 // 2^31; float32 from there on.
 //
 // A row whose value is zero where x is largest has only the rest of x, rounded to that tile's unit.
-// So a tile most of whose values are rounded is refused (kOutlier): gemv takes x. One-hot x is
+// So a tile most of whose values are rounded is refused (mostly_below): gemv takes x. One-hot x is
 // exact: its one value is a power of two times at most 8 bits.
 #include <immintrin.h>
 
@@ -18,6 +18,7 @@
 
 #include "avx2_codes.h"
 #include "avx2_tile.h"
+#include "convert.h"
 #include "kernels.h"
 #include "simd_float.h"
 #include "x86_scales.h"
@@ -166,17 +167,9 @@ struct LevelCodes<8> {
   }
 };
 
-float sum_of(__m256 v) {
-  __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-}
-
 // Zero points of four rows, or `zero` where the format has none.
-FDK_INLINE __m128 load4_zeros(const Weight& w, std::size_t slot, float zero) {
-  if (w.zeros == nullptr) return _mm_set1_ps(zero);
-  if (w.zero_type == ZeroType::u8) return load4_bytes(w.zeros, slot);
-  return load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
+FDK_INLINE __m128 load4_zeros_or(const Weight& w, std::size_t slot, float zero) {
+  return w.zeros == nullptr ? _mm_set1_ps(zero) : load4_zeros(w, slot);
 }
 
 // y = W_hat x for stripes [begin, end). kParts: 2, 4 or 8 runs of a tile that share a scale; a
@@ -201,7 +194,7 @@ void stripes_of(const Weight& w, const Values values, float zero, const Tile* ti
                   const std::size_t at = slot + (p >> shared) * kTileRows;
                   const __m128 scale = load4_scales(w.scales, at, w.scale_type);
                   _mm_store_ps(scales[p], _mm_mul_ps(scale, _mm_set1_ps(of_x.unit)));
-                  if constexpr (kAffine) _mm_store_ps(zeros[p], load4_zeros(w, at, zero));
+                  if constexpr (kAffine) _mm_store_ps(zeros[p], load4_zeros_or(w, at, zero));
                 }
                 for (std::size_t i = 0; i < kBytes; i += 64) {
                   _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);

@@ -1,9 +1,9 @@
 // GradPanels on AVX-512 BF16.
 #include <immintrin.h>
 
-#include "avx512bf16.h"
+#include "avx512_round.h"
 #include "kernels.h"
-#include "simd_float.h"
+#include "simd.h"
 
 namespace fdk {
 namespace {
@@ -29,14 +29,8 @@ void pair_rows(const std::uint16_t* w, std::size_t stride, std::size_t rows, std
   }
 }
 
-// To nearest, ties to even, and NaN as NaN: `vcvtneps2bf16` would flush subnormals.
 FDK_INLINE __m256i rounded(__m512 sums) {
-  const __m512i bits = _mm512_castps_si512(sums);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
-  const __mmask16 nan = _mm512_cmp_ps_mask(sums, sums, _CMP_UNORD_Q);
-  const __m512i all = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(all, 16));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(sums), 16));
 }
 
 void round_panel(const float* products, std::uint16_t* out) {

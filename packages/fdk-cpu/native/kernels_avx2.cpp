@@ -26,11 +26,7 @@ struct Avx2 {
   static FDK_INLINE void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
   }
-  static FDK_INLINE float sum(Float v) {
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-  }
+  static FDK_INLINE float sum(Float v) { return sum_of(v); }
 
   static FDK_INLINE void load4(const void* p, std::size_t slot, ScaleType type, float* out) {
     _mm_storeu_ps(out, load4_scales(p, slot, type));

@@ -262,27 +262,10 @@ void gemv_stripes(const TableTask& task) {
   }
 }
 
-template <int kBits, bool kAffine>
-FDK_INLINE void gemv_groups(const TableTask& task) {
-  switch (task.weight->groups_per_tile) {
-    case 1:
-      return gemv_stripes<kBits, 1, kAffine>(task);
-    case 2:
-      return gemv_stripes<kBits, 2, kAffine>(task);
-    default:
-      return gemv_stripes<kBits, 4, kAffine>(task);
-  }
-}
-
-template <int kBits>
-FDK_INLINE void gemv_bits(const TableTask& task) {
-  if (task.weight->zeros != nullptr) return gemv_groups<kBits, true>(task);
-  return gemv_groups<kBits, false>(task);
-}
-
 void gemv(const TableTask& task) {
-  if (task.weight->bits == 1) return gemv_bits<1>(task);
-  return gemv_bits<2>(task);
+  with_kind(*task.weight, [&](auto bits, auto groups, auto affine) FDK_LAMBDA {
+    gemv_stripes<bits.value, groups.value, affine.value>(task);
+  });
 }
 
 bool build(const Weight& w, const void* x, void* tables) {

@@ -1,6 +1,7 @@
 // Few rows of x: each decodes the weight anew, or meets tables over it.
 #include <algorithm>
 #include <cassert>
+#include <cstring>
 #include <vector>
 
 #include "convert.h"
@@ -46,6 +47,10 @@ void stage_dense(const Order& order, Activation type, const void* x, std::size_t
   }
 }
 
+// x is read again for every four rows of the weight, and a register that lies across two lines is
+// two reads (3 bits, 256 x 4096, warm: 27.4 us, and 25.5 with the copy).
+constexpr std::size_t kLineBytes = 64;
+
 // Positions of a step of the bf16 kernels, and its sums of pairs.
 constexpr std::size_t kStep = 32, kPairs = kStep / 2;
 
@@ -67,9 +72,12 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
                  std::size_t threads) {
   const Layout& layout = packed.layout;
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
-  const bool as_it_is = kernels.x_is_bf16 && layout.dense();
+  const bool aligned = reinterpret_cast<std::uintptr_t>(x) % kLineBytes == 0;
+  const bool as_it_is = kernels.x_is_bf16 && layout.dense() && aligned;
   const Buffer<std::uint8_t> staged(as_it_is ? 0 : m * positions * item);
-  if (layout.dense() && !as_it_is) {
+  if (layout.dense() && kernels.x_is_bf16 && !as_it_is) {
+    std::memcpy(staged.get(), x, m * positions * item);
+  } else if (layout.dense() && !as_it_is) {
     stage_dense(*kernels.gemv_order, type, x, m * positions,
                 reinterpret_cast<float*>(staged.get()));
   } else if (!as_it_is) {

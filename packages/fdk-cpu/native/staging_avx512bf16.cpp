@@ -1,6 +1,7 @@
 // Rows of x to panels, and panels of products to rows of y: transpositions, AVX-512 BF16.
 #include <immintrin.h>
 
+#include "avx512_round.h"
 #include "avx512bf16.h"
 #include "kernels.h"
 #include "simd.h"
@@ -40,8 +41,7 @@ FDK_INLINE void transpose(__m512i (&v)[16]) {
   }
 }
 
-// Sums of row r of a panel, with its bias, as bf16 in the upper halves: to nearest, ties to even,
-// and NaN as NaN. `vcvtneps2bf16` would flush subnormals.
+// Sums of row r of a panel, with its bias, as bf16 in the upper halves.
 FDK_INLINE __m512i rounded_row(const PanelOut& out, std::size_t r, std::size_t lane,
                                __mmask16 lanes) {
   __m512 sums = _mm512_maskz_loadu_ps(lanes, out.products + r * out.panel + lane);
@@ -49,11 +49,7 @@ FDK_INLINE __m512i rounded_row(const PanelOut& out, std::size_t r, std::size_t l
     const std::uint16_t bias = static_cast<const std::uint16_t*>(out.bias)[r];
     sums = _mm512_add_ps(sums, _mm512_castsi512_ps(_mm512_set1_epi32(int(bias) << 16)));
   }
-  const __m512i bits = _mm512_castps_si512(sums);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
-  const __mmask16 nan = _mm512_cmp_ps_mask(sums, sums, _CMP_UNORD_Q);
-  return _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+  return rounded_to_bf16(sums);
 }
 
 // 32 outputs of 16 lanes of x: pairs of outputs, transposed.

@@ -123,9 +123,7 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table,
       __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), unit, bias);
       if constexpr (kAffine) {
         const auto load = [&](std::size_t stripe) FDK_LAMBDA {
-          const std::size_t at = stripes.slots[stripe] + slot + std::size_t(g) * kTileRows;
-          if (w.zero_type == ZeroType::u8) return load4_bytes(w.zeros, at);
-          return load4_scales(w.zeros, at, ScaleType(int(w.zero_type) - 1));
+          return load4_zeros(w, stripes.slots[stripe] + slot + std::size_t(g) * kTileRows);
         };
         sum = _mm256_fnmadd_ps(both_halves<kBits>(load, s), _mm256_load_ps(table.x_sums[g]), sum);
       }
@@ -220,27 +218,10 @@ void gemv_stripes(const TableTask& task) {
   }
 }
 
-template <int kBits, bool kAffine>
-FDK_INLINE void gemv_groups(const TableTask& task) {
-  switch (task.weight->groups_per_tile) {
-    case 1:
-      return gemv_stripes<kBits, 1, kAffine>(task);
-    case 2:
-      return gemv_stripes<kBits, 2, kAffine>(task);
-    default:
-      return gemv_stripes<kBits, 4, kAffine>(task);
-  }
-}
-
-template <int kBits>
-FDK_INLINE void gemv_bits(const TableTask& task) {
-  if (task.weight->zeros != nullptr) return gemv_groups<kBits, true>(task);
-  return gemv_groups<kBits, false>(task);
-}
-
 void gemv(const TableTask& task) {
-  if (task.weight->bits == 1) return gemv_bits<1>(task);
-  return gemv_bits<2>(task);
+  with_kind(*task.weight, [&](auto bits, auto groups, auto affine) FDK_LAMBDA {
+    gemv_stripes<bits.value, groups.value, affine.value>(task);
+  });
 }
 
 bool build(const Weight& w, const void* x, void* tables) {

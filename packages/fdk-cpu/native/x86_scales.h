@@ -6,8 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels.h"
 #include "layout.h"
-#include "simd_float.h"
+#include "simd.h"
 
 namespace fdk {
 namespace {
@@ -30,6 +31,13 @@ FDK_INLINE __m128 load4_scales(const void* p, std::size_t slot, ScaleType type) 
 FDK_INLINE __m128 load4_bytes(const void* p, std::size_t slot) {
   const __m128i bytes = _mm_loadu_si32(static_cast<const std::uint8_t*>(p) + slot);
   return _mm_cvtepi32_ps(_mm_cvtepu8_epi32(bytes));
+}
+
+// Zero points of a weight that has them.
+FDK_INLINE __m128 load4_zeros(const Weight& w, std::size_t slot) {
+  static_assert(int(ZeroType::bf16) == int(ScaleType::bf16) + 1);
+  if (w.zero_type == ZeroType::u8) return load4_bytes(w.zeros, slot);
+  return load4_scales(w.zeros, slot, ScaleType(int(w.zero_type) - 1));
 }
 
 }  // namespace

@@ -40,6 +40,42 @@ void check_outliers(Random& random) {
   }
 }
 
+// Around half of a tile small beside its largest: from half on x is not rounded to units of that,
+// below it by no more than those of the tables. All rows are zero where x is not small, so that the
+// small values are all that y has.
+void check_outlier_share(Random& random) {
+  constexpr std::size_t kColumn = 0, kHalf = fdk::kTileK / 2;
+  constexpr float kLargest = 1000, kSmall = 0.01f;
+  // A sum is a lookup of 4 products (1 bit) or 2, and errs by 2^-13 of the largest product.
+  constexpr double kUnits = 64 * 0x1p-13 * double(kLargest);
+  for (int bits = 1; bits <= 2; bits++) {
+    for (std::size_t small = kHalf - 8; small <= kHalf + 8; small++) {
+      ZeroColumn w(bits, 1, kColumn, random, ZeroColumn::kRows, fdk::kTileK);
+      Bytes x(w.c.k * 2), zero(w.c.n * 2);
+      std::vector<double> y(w.c.n);
+      for (std::size_t i = 0; i < w.c.k; i++) {
+        const bool is_small = i >= w.c.k - small;
+        const float sign = random.upto(1) == 0 ? 1.0f : -1.0f;
+        put(x, i, 0, sign * (is_small ? kSmall * float(1 + random.upto(2)) : kLargest));
+        for (std::size_t n = 0; n < w.c.n; n++) {
+          if (!is_small) w.codes[n * w.c.k + i] = unsigned(bits - 1);  // zero, as at kColumn
+          y[n] += w.value(n * w.c.k + i) * double(get(x, i, 0));
+        }
+      }
+      fdk::pack_codes(w.layout, pack_canonical(w.codes, w.c).data(), w.laid_out.data(), 1);
+      for (int isa = 0; isa < fdk::kIsas; isa++) {
+        if (!fdk::supported(fdk::Isa(isa))) continue;
+        const char* name = fdk::name_of(fdk::Isa(isa));
+        fdk::set_isa(name);
+        Bytes out(y.size() * 2, 0xFF);
+        fdk::linear(w.packed(), Activation::bf16, x.data(), 1, zero.data(), out.data(), 1);
+        const double scale = small >= kHalf ? 0x1p-4 : 0x1p8 * kUnits;
+        expect_near(w.c, name, "y of a tile that is half small", out, y, scale);
+      }
+    }
+  }
+}
+
 namespace {
 
 // One row of x and a weight of scales of 1, over which x has a value that is not like the others.

@@ -54,7 +54,6 @@ inline constexpr std::size_t kPanelDepth = 8;
 //   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
 //   y :: [rows][panel]             float32, added to
 // What comes after is fetched into L2 meanwhile, where Kernels::panel_fetches:
-//   next_x     :: next_x_bytes of a panel; null for none, or where they lie there
 //   next_codes :: [next_stripes], codes_bytes each, codes_stride apart; null for none
 struct PanelTask {
   const void* w;
@@ -62,8 +61,6 @@ struct PanelTask {
   const void* x;
   std::size_t panel;
   float* y;
-  const void* next_x = nullptr;
-  std::size_t next_x_bytes = 0;
   const std::uint8_t* next_codes = nullptr;
   std::size_t next_stripes = 0, codes_bytes = 0, codes_stride = 0;
 };

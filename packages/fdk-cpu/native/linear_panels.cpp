@@ -1,5 +1,6 @@
 // Many rows of x: blocks of W_hat, dequantised once, times panels of x.
 #include <algorithm>
+#include <atomic>
 #include <cassert>
 #include <vector>
 
@@ -17,8 +18,43 @@ namespace {
 // Rows of the dequantised block are a line apart from a power of two, whose lines would share few
 // sets of L1.
 constexpr std::size_t kLineBytes = 64;
-// Bytes of x that a block meets, up to which they stay in L2 beside it from one block to the next.
-constexpr std::size_t kStayingBytes = 256 << 10;
+
+// Rows past the last full step of a panel that gemv takes in less time than a panel whose other
+// lanes are zero, though it reads the weight once more (4096 x 4096, one thread: eight lanes
+// take 1.2 to 1.6 ms, gemv 0.3 to 0.75 for one row and 0.65 for two of 4 bits).
+std::size_t rest_for_gemv(const Weight& w, const Kernels& kernels, std::size_t m) {
+  if (kernels.gemv_limit == nullptr) return 0;  // elsewhere gemv is slower, or has not been timed
+  const std::size_t rest = m % kernels.panel_step, most = w.bits <= 4 ? 2 : 1;
+  return rest <= most && rest < m ? rest : 0;
+}
+
+// Stripes of W_hat, and none past the end.
+struct Stripes {
+  std::size_t begin = 0, end = 0;
+  std::size_t count() const { return end - begin; }
+};
+
+// Whole blocks of stripes, and halves of the last ones, so that threads end at nearly the same
+// time.
+class Pieces {
+ public:
+  Pieces(std::size_t stripes, std::size_t block, std::size_t threads)
+      : stripes_(stripes),
+        block_(block),
+        half_(ceil_div(block, std::size_t(2))),
+        whole_(threads == 1 ? stripes / block
+                            : stripes / block - std::min(stripes / block, kHalved * threads)) {}
+  std::size_t count() const { return whole_ + ceil_div(stripes_ - whole_ * block_, half_); }
+  Stripes at(std::size_t i) const {
+    const std::size_t begin =
+        std::min(stripes_, i < whole_ ? i * block_ : whole_ * block_ + (i - whole_) * half_);
+    return {begin, std::min(stripes_, begin + (i < whole_ ? block_ : half_))};
+  }
+
+ private:
+  static constexpr std::size_t kHalved = 2;  // blocks of a thread
+  std::size_t stripes_, block_, half_, whole_;
+};
 
 [[maybe_unused]] bool is_natural(const Order& order) {
   for (std::size_t p = 0; p < kTileK; p++) {
@@ -33,6 +69,11 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
                    Activation type, const void* x, std::size_t m, const void* bias, void* y,
                    std::size_t threads) {
   const Layout& layout = packed.layout;
+  if (const std::size_t rest = rest_for_gemv(w, kernels, m); rest != 0) {
+    m -= rest;
+    linear_gemv(packed, w, kernels, type, offset(x, m * layout.k, type), rest, bias,
+                offset(y, m * layout.n, type), threads);
+  }
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
   const Panels panels{m, kernels.panel, kernels.panel_step};
   const bool as_it_is = kernels.x_is_bf16 && layout.dense();
@@ -61,85 +102,68 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
       }
     }
   });
-  const std::size_t block_rows = kernels.block_rows, block_stripes = block_rows / kTileRows;
-  const std::size_t row_bytes = kernels.block_bytes + kLineBytes, stride = row_bytes / item;
-  const std::size_t block_tiles = kernels.block_bytes / item / kTileK;
-  const bool x_stays = panels.lanes() * kernels.block_bytes <= kStayingBytes;
-  const std::size_t blocks = ceil_div(layout.stripes, block_stripes);
-  parallel_for(
-      blocks, chunk_for(blocks, threads), threads, [&](std::size_t begin, std::size_t end) {
-        const std::size_t end_stripe = std::min(end * block_stripes, layout.stripes);
-        const Buffer<std::uint8_t> block(block_rows * row_bytes);
-        const Buffer<float> products(block_rows * panels.lanes());
-        for (std::size_t b = begin; b < end; b++) {
-          const std::size_t stripe = b * block_stripes;
-          const std::size_t stripes = std::min(block_stripes, layout.stripes - stripe);
-          const std::size_t rows = stripes * kTileRows;
-          std::fill_n(products.get(), block_rows * panels.lanes(), 0.0f);
-          for (std::size_t tile = 0; tile < layout.tiles; tile += block_tiles) {
-            const std::size_t tiles = std::min(block_tiles, layout.tiles - tile);
-            const bool last = tile + tiles == layout.tiles;
-            const std::size_t next_stripe = last ? stripe + block_stripes : stripe;
-            const std::size_t next = last ? 0 : tile + tiles;
-            const std::size_t next_tiles = std::min(block_tiles, layout.tiles - next);
-            for (std::size_t s = 0; s < stripes; s++) {
-              if (next_stripe + s < end_stripe) {
-                fetch_tiles(w, next_stripe + s, next, next + next_tiles, !kernels.panel_fetches);
-              }
-              kernels.decode(w, stripe + s, tile, tile + tiles,
-                             block.get() + s * kTileRows * row_bytes, stride);
-            }
-            const auto panel_at = [&](std::size_t i, std::size_t first) {
-              const std::size_t units = panels.lane(i) * positions;
-              return staged.get() + (units + first * kTileK * panels.width(i)) * item;
-            };
-            for (std::size_t i = 0; i < panels.count(); i++) {
-              PanelTask task{block.get(),
-                             rows,
-                             stride,
-                             tiles * kTileK,
-                             panel_at(i, tile),
-                             panels.width(i),
-                             products.get() + panels.lane(i) * block_rows};
-              const bool last_panel = i + 1 == panels.count();
-              const bool more = next_stripe < end_stripe;
-              if (!x_stays && (!last_panel || more)) {
-                const std::size_t panel = last_panel ? 0 : i + 1;
-                task.next_x = panel_at(panel, last_panel ? next : tile);
-                task.next_x_bytes =
-                    (last_panel ? next_tiles : tiles) * kTileK * panels.width(panel) * item;
-              }
-              if (last_panel && more) {
-                const std::size_t bytes = tile_bytes(w.bits);
-                task.next_codes = w.codes + (next_stripe * w.tiles + next) * bytes;
-                task.next_stripes = std::min(block_stripes, end_stripe - next_stripe);
-                task.codes_bytes = next_tiles * bytes;
-                task.codes_stride = w.tiles * bytes;
-              }
-              kernels.panel_product(task);
-            }
+  const std::size_t block_rows = kernels.block_rows, row_bytes = kernels.block_bytes + kLineBytes;
+  const std::size_t stride = row_bytes / item, block_tiles = kernels.block_bytes / item / kTileK;
+  const Pieces pieces(layout.stripes, block_rows / kTileRows, threads);
+  // Each thread takes its next piece before it works on one, so that it knows what to fetch ahead.
+  std::atomic<std::size_t> taken{0};
+  const auto take = [&] { return pieces.at(taken.fetch_add(1, std::memory_order_relaxed)); };
+  const auto write = [&](const Stripes& piece, std::size_t i, const float* products) {
+    const std::size_t first = piece.begin * kTileRows, lane = panels.lane(i);
+    const PanelOut out{products,
+                       panels.width(i),
+                       std::min(panels.width(i), m - lane),
+                       std::min(layout.n - first, piece.count() * kTileRows),
+                       offset(bias, first, type),
+                       offset(y, lane * layout.n + first, type),
+                       layout.n};
+    if (kernels.write_panel != nullptr) return kernels.write_panel(out);
+    for (std::size_t row = 0; row < out.lanes; row++) {
+      write_row(out.products + row, out.panel, out.bias, type, out.outputs,
+                offset(out.y, row * layout.n, type));
+    }
+  };
+  parallel_for(std::min(threads, pieces.count()), 1, threads, [&](std::size_t, std::size_t) {
+    const Buffer<std::uint8_t> block(block_rows * row_bytes);
+    const Buffer<float> sums(block_rows * panels.lanes());
+    for (Stripes piece = take(), following; piece.count() != 0; piece = following) {
+      following = take();
+      const std::size_t rows = piece.count() * kTileRows;
+      for (std::size_t tile = 0; tile < layout.tiles; tile += block_tiles) {
+        const std::size_t tiles = std::min(block_tiles, layout.tiles - tile);
+        const bool last = tile + tiles == layout.tiles;
+        const Stripes& next = last ? following : piece;
+        const std::size_t next_tile = last ? 0 : tile + tiles;
+        const std::size_t next_tiles = std::min(block_tiles, layout.tiles - next_tile);
+        for (std::size_t s = 0; s < piece.count(); s++) {
+          if (s < next.count()) {
+            fetch_tiles(w, next.begin + s, next_tile, next_tile + next_tiles,
+                        !kernels.panel_fetches);
           }
-          const std::size_t first = stripe * kTileRows, outputs = std::min(layout.n - first, rows);
-          for (std::size_t i = 0; i < panels.count(); i++) {
-            const std::size_t lane = panels.lane(i), lanes = std::min(panels.wide, m - lane);
-            const PanelOut out{products.get() + lane * block_rows,
-                               panels.width(i),
-                               lanes,
-                               outputs,
-                               offset(bias, first, type),
-                               offset(y, lane * layout.n + first, type),
-                               layout.n};
-            if (kernels.write_panel != nullptr) {
-              kernels.write_panel(out);
-              continue;
-            }
-            for (std::size_t row = 0; row < lanes; row++) {
-              write_row(out.products + row, out.panel, out.bias, type, outputs,
-                        offset(out.y, row * layout.n, type));
-            }
-          }
+          kernels.decode(w, piece.begin + s, tile, tile + tiles,
+                         block.get() + s * kTileRows * row_bytes, stride);
         }
-      });
+        for (std::size_t i = 0; i < panels.count(); i++) {
+          const std::size_t width = panels.width(i);
+          const std::size_t position = panels.lane(i) * positions + tile * kTileK * width;
+          float* const products = sums.get() + panels.lane(i) * block_rows;
+          if (tile == 0) std::fill_n(products, rows * width, 0.0f);
+          PanelTask task{
+              block.get(), rows,    stride, tiles * kTileK, staged.get() + position * item,
+              width,       products};
+          if (i + 1 == panels.count() && next.count() != 0) {
+            const std::size_t bytes = tile_bytes(w.bits);
+            task.next_codes = w.codes + (next.begin * w.tiles + next_tile) * bytes;
+            task.next_stripes = next.count();
+            task.codes_bytes = next_tiles * bytes;
+            task.codes_stride = w.tiles * bytes;
+          }
+          kernels.panel_product(task);
+          if (last) write(piece, i, products);
+        }
+      }
+    }
+  });
 }
 
 }  // namespace fdk

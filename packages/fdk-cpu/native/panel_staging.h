@@ -12,15 +12,20 @@
 namespace fdk {
 namespace {
 
-// The panels that m rows of x are cut into: full ones, and a last one that may be narrower.
+// The panels that m rows of x are cut into: full ones, and a last one that may be narrower. Where
+// that would be a single step of four, the one before it leaves it another: a step alone is bound
+// by the loads of W_hat (AVX-512 BF16, m = 40, 4 bits: 7.2 -> 6.9 ms).
 struct Panels {
   std::size_t m, wide, step;
   std::size_t count() const { return ceil_div(m, wide); }
   std::size_t width(std::size_t i) const {
-    return std::min(wide, ceil_div(m - i * wide, step) * step);
+    return std::min(lane(i + 1), ceil_div(m, step) * step) - lane(i);
   }
   // Lanes before panel i.
-  std::size_t lane(std::size_t i) const { return i * wide; }
+  std::size_t lane(std::size_t i) const {
+    const bool left = i + 1 == count() && i != 0 && wide >= 4 * step && m - i * wide <= step;
+    return i * wide - (left ? step : 0);
+  }
   std::size_t lanes() const { return lane(count() - 1) + width(count() - 1); }
 };
 

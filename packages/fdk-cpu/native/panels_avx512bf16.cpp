@@ -9,41 +9,33 @@
 namespace fdk {
 namespace {
 
-// Lines that a row step of a panel fetches into L2, one of x and one of codes a turn: bursts of
-// them between the products cost as much as the time they take to arrive (m = 64, 8 bits: 3.4 ms of
-// decoding where warm codes take 1.8).
+// Positions between two fetches.
+constexpr std::size_t kTurn = 8;
+static_assert(kPanelDepth % kTurn == 0);
+
+// Codes that a row step of a panel fetches into L2, a line a turn at most: bursts of them between
+// the products cost as much as the time they take to arrive (m = 64, 8 bits: 3.4 ms of decoding
+// where warm codes take 1.8).
 template <int kRows>
 struct Fetch {
-  static constexpr std::ptrdiff_t kLine = 64;
-  const char *x, *codes, *last;
-  std::size_t stride, x_step;
+  static constexpr std::size_t kStripes = kRows / kTileRows;
+  const char* codes;
+  std::size_t step = 0, stripe_step = 0;
 
-  FDK_INLINE Fetch(const PanelTask& task, std::size_t row, std::size_t turns)
-      : x(static_cast<const char*>(task.x)), codes(x), last(x), stride(0), x_step(0) {
-    const std::size_t x_bytes = turns * kLine, x_from = row / kRows * x_bytes;
-    if (x_from + x_bytes <= task.next_x_bytes) {
-      x_step = kLine;
-      x = static_cast<const char*>(task.next_x) + x_from;
-    }
-    const std::size_t stripe = row / kTileRows;
-    if (stripe < task.next_stripes) {
-      if (stripe + 1 < task.next_stripes) stride = task.codes_stride;
-      codes = reinterpret_cast<const char*>(task.next_codes) + stripe * task.codes_stride;
-      last = codes + task.codes_bytes - 1;
-    }
+  FDK_INLINE Fetch(const PanelTask& task, std::size_t row)
+      : codes(reinterpret_cast<const char*>(task.next_codes)) {
+    const std::size_t turns = task.depth / kTurn, stripe = row / kTileRows;
+    if (stripe >= task.next_stripes) return;
+    codes += stripe * task.codes_stride;
+    step = task.codes_bytes * kStripes / turns;
+    if (stripe + 1 < task.next_stripes) stripe_step = task.codes_stride - turns / kStripes * step;
   }
   FDK_INLINE void line() {
-    _mm_prefetch(x, _MM_HINT_T1);
     _mm_prefetch(codes, _MM_HINT_T1);
-    x += x_step;
-    codes = last - codes > kLine ? codes + kLine : last;
+    codes += step;
   }
   // From the codes of the first four rows to the others', where there are any.
-  FDK_INLINE void next_stripe(const PanelTask& task) {
-    if (stride == 0) return;
-    codes = last + stride - task.codes_bytes + 1;
-    last += stride;
-  }
+  FDK_INLINE void next_stripe() { codes += stripe_step; }
 };
 
 // y[row][panel] += w[row][depth] * x[depth / 2][panel][2], for kVectors registers of 16 lanes of
@@ -54,28 +46,27 @@ struct Fetch {
 // each line of x.
 template <int kRows, int kVectors, bool kHalf, bool kFetch>
 void panel_rows(const PanelTask& task, std::size_t row) {
-  constexpr std::size_t kTurn = 8;  // positions
-  static_assert(kPanelDepth % kTurn == 0);
   constexpr std::size_t kLast = 16 * std::size_t(kVectors);  // lane of the half
-  const std::uint16_t* w = static_cast<const std::uint16_t*>(task.w) + row * task.stride;
+  constexpr std::size_t kPanel = kLast + (kHalf ? 8 : 0);
+  const std::uint16_t* rows[kRows];
   const std::uint16_t* x = static_cast<const std::uint16_t*>(task.x);
-  Fetch<kRows> fetch(task, row, task.depth / kTurn);
   float* y = task.y + row * task.panel;
+  // Eight registers of half the lanes are summed in half the cycles that one product takes to be
+  // ready for the next; two chains a row where they are all there is.
+  constexpr int kChains = kVectors == 0 ? 2 : 1;
   __m512 sums[kRows][kVectors];
-  __m256 half_sums[kRows];
+  __m256 half_sums[kRows][kChains];
   FDK_UNROLL
   for (int r = 0; r < kRows; r++) {
     FDK_UNROLL
     for (int v = 0; v < kVectors; v++) sums[r][v] = _mm512_setzero_ps();
-    half_sums[r] = _mm256_setzero_ps();
-  }
-  for (std::size_t turn = 0; turn < task.depth; turn += kTurn) {
-    if constexpr (kFetch) {
-      if (turn == task.depth / (2 * kTurn) * kTurn) fetch.next_stripe(task);
-      fetch.line();
-    }
     FDK_UNROLL
-    for (std::size_t i = turn; i < turn + kTurn; i += 2, x += 2 * task.panel) {
+    for (int c = 0; c < kChains; c++) half_sums[r][c] = _mm256_setzero_ps();
+    rows[r] = static_cast<const std::uint16_t*>(task.w) + (row + std::size_t(r)) * task.stride;
+  }
+  const auto turn = [&]() FDK_LAMBDA {
+    FDK_UNROLL
+    for (std::size_t i = 0; i < kTurn; i += 2, x += 2 * kPanel) {
       __m512bh lane[kVectors];
       FDK_UNROLL
       for (int v = 0; v < kVectors; v++) lane[v] = as_bf16(_mm512_loadu_si512(x + v * 32));
@@ -85,17 +76,33 @@ void panel_rows(const PanelTask& task, std::size_t row) {
       }
       FDK_UNROLL
       for (int r = 0; r < kRows; r++) {
-        const __m512i pair = _mm512_broadcastd_epi32(_mm_loadu_si32(w + r * task.stride + i));
+        const __m512i pair = _mm512_broadcastd_epi32(_mm_loadu_si32(rows[r] + i));
         FDK_UNROLL
         for (int v = 0; v < kVectors; v++) {
           sums[r][v] = _mm512_dpbf16_ps(sums[r][v], lane[v], as_bf16(pair));
         }
         if constexpr (kHalf) {
-          half_sums[r] =
-              _mm256_dpbf16_ps(half_sums[r], half_lane, (__m256bh)_mm512_castsi512_si256(pair));
+          __m256& sum = half_sums[r][i / 2 % kChains];
+          sum = _mm256_dpbf16_ps(sum, half_lane, (__m256bh)_mm512_castsi512_si256(pair));
         }
       }
     }
+    FDK_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      rows[r] += kTurn;
+      asm("" : "+r"(rows[r]));  // or GCC 12 makes a pointer of each sum, most of them in memory
+    }
+  };
+  const std::size_t turns = task.depth / kTurn;
+  if constexpr (kFetch) {
+    Fetch<kRows> fetch(task, row);
+    for (std::size_t i = 0; i < turns; i++) {
+      if (i == turns / 2) fetch.next_stripe();
+      fetch.line();
+      turn();
+    }
+  } else {
+    for (std::size_t i = 0; i < turns; i++) turn();
   }
   FDK_UNROLL
   for (int r = 0; r < kRows; r++) {
@@ -105,7 +112,9 @@ void panel_rows(const PanelTask& task, std::size_t row) {
       _mm512_storeu_ps(to + v * 16, _mm512_add_ps(_mm512_loadu_ps(to + v * 16), sums[r][v]));
     }
     if constexpr (kHalf) {
-      _mm256_storeu_ps(to + kLast, _mm256_add_ps(_mm256_loadu_ps(to + kLast), half_sums[r]));
+      __m256 half = half_sums[r][0];
+      if constexpr (kChains == 2) half = _mm256_add_ps(half, half_sums[r][1]);
+      _mm256_storeu_ps(to + kLast, _mm256_add_ps(_mm256_loadu_ps(to + kLast), half));
     }
   }
 }
@@ -114,7 +123,7 @@ template <int kVectors, bool kHalf>
 FDK_INLINE void panel_all(const PanelTask& task) {
   constexpr int kRows = int(kAvx512Bf16PanelRows), kFew = int(kTileRows);
   static_assert(kRows == 2 * kFew);  // as Fetch has it
-  const bool fetch = task.next_x != nullptr || task.next_codes != nullptr;
+  const bool fetch = task.next_codes != nullptr;
   std::size_t row = 0;
   for (; row + kRows <= task.rows; row += kRows) {
     if (fetch) {

@@ -76,6 +76,10 @@ FDK_INLINE void write_block(const PanelOut& out, std::size_t lane, std::size_t l
   }
 }
 
+// Positions ahead of their use that x is fetched into L2: sixteen rows are more streams than the
+// processor follows (512 x 4096, cold: 0.67 -> 0.57 ms; 512 x 14336: 2.6 -> 2.1).
+constexpr std::size_t kStagedAhead = 256;
+
 }  // namespace
 
 void write_panel_avx512bf16(const PanelOut& out) {
@@ -94,8 +98,11 @@ void stage_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t row
       __m512i v[kUnits];
       FDK_UNROLL
       for (std::size_t i = 0; i < kUnits; i++) {
-        v[i] = lane + i < rows ? _mm512_loadu_si512(from + (lane + i) * x_stride + p)
-                               : _mm512_setzero_si512();
+        v[i] = _mm512_setzero_si512();
+        if (lane + i >= rows) continue;
+        const std::uint16_t* row = from + (lane + i) * x_stride + p;
+        _mm_prefetch(reinterpret_cast<const char*>(row + kStagedAhead), _MM_HINT_T1);
+        v[i] = _mm512_loadu_si512(row);
       }
       transpose(v);
       std::uint32_t* to = static_cast<std::uint32_t*>(out) + p / 2 * width + lane;

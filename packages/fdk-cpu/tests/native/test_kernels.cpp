@@ -26,11 +26,11 @@ Case random_case(Random& random) {
       case 0:  // panels, and more than a block of W_hat both ways
         c.k = c.group * (1 + 2048 / c.group + random.upto(4));
         c.n = 65 + random.upto(10);
-        c.m = 13 + random.upto(30);
+        c.m = 13 + random.upto(60);
         break;
       case 1:  // the same for backward
-        c.k = c.group * (1 + 512 / c.group + random.upto(2));
-        c.n = 257 + random.upto(30);
+        c.k = c.group * (1 + 128 / c.group + random.upto(2));
+        c.n = 2049 + random.upto(30);
         break;
       case 2:  // more than a piece of the kernels that take one row of x
         c.n = 129 + random.upto(200);

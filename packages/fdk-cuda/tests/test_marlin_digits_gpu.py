@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_marlin_gpu import exact_weight, pack, random_x, run_plan
+from marlin_cases import exact_weight, pack, random_x, run_plan
 
 from fdk_cuda.marlin.launches import device_limits
 from fdk_cuda.marlin.plan import _plans

@@ -7,22 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marlin_cases import exact_weight, pack, random_x, run_plan
 from torch.nn.functional import linear
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, backend, precompile
 from fdk_cuda.marlin.hopper import hopper_plans
 from fdk_cuda.marlin.launches import (
-    SMALL_FIELDS,
     device_limits,
     hopper_runner,
     run_hopper,
-    small_fields,
 )
 from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, dequantise, linear_op
 from fdk_cuda.marlin.plan import MAX_ROWS, Device, _plans, plan_small
-from fdk_cuda.marlin.programs import Variant, small_m_program
-from fdk_cuda.nvrtc import Kernel, Launch
-from fdk_formats.codebooks import named_codebook
+from fdk_cuda.marlin.programs import Variant
 from fdk_formats.format import Format
 from fdk_formats.testing import cases, check_backend, nrmse, poisoned, random_quantised
 
@@ -43,30 +40,6 @@ def test_marlin_lut_conformance(case):
 @pytest.mark.parametrize("case", GRID_CASES, ids=str)
 def test_marlin_conformance(case):
     check_backend(MARLIN, case)
-
-
-def pack(format, n, k, dtype=torch.bfloat16, seed=0):
-    q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
-    if q.format.codebook == "int":
-        q = replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
-    backend = MARLIN if q.format.is_affine else MARLIN_LUT
-    return q, backend.pack(q, dtype=dtype)
-
-
-def random_x(*shape, dtype=torch.bfloat16, seed=1):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
-
-
-def exact_weight(q, dtype):
-    """The weight before its products with scales are rounded, float64."""
-    scale = q.scale.double()[..., None]
-    codes = q.codes().view(*q.scale.shape, -1)
-    if q.format.is_affine:
-        values = codes.double() - q.zero_point.double()[..., None]
-    else:
-        values = q.codebook.to(dtype).double()[codes.int()]
-    return (values * scale).view(q.shape)
 
 
 def check(layout, q, x, bias=None):
@@ -98,30 +71,6 @@ def test_marlin_every_m(format, n, k):
 
 # A GPU of few processors: several tiles to a block, with and without clusters.
 FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
-
-
-def run_plan(layout, x, plan, *options):
-    """y by one plan; ``options`` are added to the compiler's."""
-    variant = Variant.of(layout.geometry, x.dtype)
-    program = small_m_program(variant, plan.shape)
-    kernel = Kernel(
-        replace(program, options=(*program.options, *options)), program.name.removesuffix(".cu")
-    )
-    launch = Launch(
-        kernel,
-        x.device.index,
-        fields=SMALL_FIELDS,
-        grid=plan.grid,
-        threads=32 * plan.shape.warps,
-        shared_bytes=plan.shared_bytes,
-        cluster=plan.split,
-        overlap=True,
-    )
-    y = torch.full((len(x), layout.shape[0]), torch.nan, dtype=x.dtype, device=x.device)
-    pointers = (t.data_ptr() for t in (layout.packed, layout.codebook, x))
-    fields = small_fields(variant, plan, layout.geometry, len(x))
-    launch(*pointers, 0, y.data_ptr(), *fields)
-    return y
 
 
 def plans_to_try(plans, *, with_short_tiles):

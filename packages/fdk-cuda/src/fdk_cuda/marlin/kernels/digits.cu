@@ -109,8 +109,8 @@ struct Values {
 // The digits of a row's group, and what sums of digits are scaled with, so that they are sums of x.
 //
 // digits  :: [FRAGMENTS, X_ROWS, DIGITS, QUAD, 16 bytes]
-// factors :: [QUAD, float]       for one row, by lane: of digits 0 and 1, of digit 2, the sum of x,
-// 0 factors :: [2, X_ROWS, float]  for four: of digits, the sum of x
+// factors :: [QUAD, float]       for one row, by lane: of digits 0 and 1, of digit 2, the sum, none
+// factors :: [2, X_ROWS, float]  for four: of digits, then the sums of x
 //
 // The sum of x is negated where zero points multiply it.
 struct GroupDigits {

@@ -19,13 +19,14 @@ constexpr int NEIGHBOURS = 4;
 //   HAS_TABLE        1 where codes are looked up
 //   GRID_ZERO_POINT  8 bits: what the value of a code is less than it, 127 or 128, if the codebook
 //                    is a grid of integers; else -1
-// H200, 8192 x 8192, affine codes of 8 bits, 1024 rows: 213 us -> 180; of 4 bits, 64 rows: 21.9 ->
-// 23.0.
 constexpr bool IS_GRID = GRID_ZERO_POINT >= 0;
 static_assert(!IS_GRID || (BITS == 8 && !AFFINE));
 static_assert(!IS_GRID || GRID_ZERO_POINT == 127 || GRID_ZERO_POINT == 128);
 constexpr bool HAS_ZERO_POINT = AFFINE || IS_GRID;
+// H200, 8192 x 8192, affine codes of 8 bits, 1024 rows: 213 us -> 180; of 4 bits, 64 rows: 21.9 ->
+// 23.0.
 constexpr bool COMPUTES_CODES = HAS_ZERO_POINT && BITS == 8;
+// The zero point, in the dtype.
 constexpr uint32 GRID_VALUE =
     GRID_ZERO_POINT == 128 ? (FP16 ? 0x5800 : 0x4300) : (FP16 ? 0x57F0 : 0x42FE);
 constexpr uint32 GRID_PAIR = GRID_VALUE * 0x10001u;

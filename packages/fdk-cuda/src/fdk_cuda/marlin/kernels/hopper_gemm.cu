@@ -262,6 +262,9 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
       add_pair(d, mailbox, at.thread, PAIR_BARRIER + row_group, k_group == 0);
       if (k_group > 0 && CLUSTER == 1) continue;
       if (k_group > 0) return;
+      // y goes through the memory that all warps of the group have read the other's sums from: in
+      // a cluster its barrier comes between.
+      if (CLUSTER == 1) sync_named(GROUP_BARRIER + group, GROUP_THREADS);
     }
     if (CLUSTER > 1) exchange(d, x_stages, barriers, thread);
     if (CLUSTER == 1 && unit.part >= 0)

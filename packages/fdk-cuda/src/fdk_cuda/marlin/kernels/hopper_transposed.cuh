@@ -52,7 +52,7 @@ struct TransposedDecoder {
   uint32 turns[2];           // 1 and 2 bits: how far a word of each fragment is rotated
   uint32 lower, upper;       // selectors of pairs along the first column, and along the second
   uint32 merging;            // selector of both rows' codes, a byte or a half of each
-  uint32 ones;               // affine codes of 4 and 8 bits: see ones_place
+  uint32 ones;               // where codes are computed: see ones_place
   uint32 scale_offset;
   bool is_second_half;  // of the block's columns
 

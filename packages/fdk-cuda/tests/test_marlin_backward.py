@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fdk_cuda import nvrtc
+from fdk_cuda.marlin import precompile
 from fdk_cuda.marlin.backward import (
     BACKWARD_FIELDS,
     TILE_COLUMNS,
@@ -21,6 +22,7 @@ from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout
 from fdk_cuda.marlin.ops import max_backward_rows
 from fdk_cuda.marlin.plan import Device
 from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_backward_program
+from fdk_cuda.nvrtc import Program
 from fdk_formats.packing import pack
 
 HOPPER = Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
@@ -206,21 +208,36 @@ def test_params_struct_has_the_fields_that_are_launched() -> None:
     assert f"128s{pointers}P{numbers}i" == BACKWARD_FIELDS
 
 
-def test_precompile_takes_the_gradient_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def precompiled(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """What ``precompile`` compiles on a Hopper, one after another; nothing is."""
     module = importlib.import_module("fdk_cuda.marlin.precompile")
-    programs: list[str] = []
+    programs: list[Program] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(module, "device_limits", lambda index: HOPPER)
-    monkeypatch.setattr(module, "cached_cubin", lambda program, arch: programs.append(program.name))
+    monkeypatch.setattr(module, "cached_cubin", lambda program, arch: programs.append(program))
+    return programs
+
+
+def test_precompile_takes_the_gradient_where_asked(precompiled: list[Program]) -> None:
     layers = [("custom4-g64", 4096, 4096)]
-    module.precompile(layers)
-    assert "hopper_backward.cu" not in programs
-    without = len(programs)
-    count = module.precompile(layers, gradient=True)
-    assert len(programs) == without + count
-    assert programs.count("hopper_backward.cu") == 2 * len(TILE_COLUMNS)
+    precompile(layers)
+    assert "hopper_backward.cu" not in [program.name for program in precompiled]
+    without = len(precompiled)
+    count = precompile(layers, gradient=True)
+    assert len(precompiled) == without + count
+    names = [program.name for program in precompiled]
+    assert names.count("hopper_backward.cu") == 2 * len(TILE_COLUMNS)
+
+
+def test_precompile_takes_both_ways_of_a_grid(precompiled: list[Program]) -> None:
+    """Whether codes of int8 are computed is known when a weight is packed."""
+    precompile([("int8-g64", 4096, 4096)], gradient=True)
+    for name in ("hopper_gemm.cu", "hopper_backward.cu"):
+        options = {o for p in precompiled if p.name == name for o in p.options}
+        assert {"-DGRID_ZERO_POINT=127", "-DGRID_ZERO_POINT=-1"} <= options
 
 
 @pytest.mark.parametrize(

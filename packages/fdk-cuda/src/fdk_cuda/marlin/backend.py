@@ -162,7 +162,8 @@ def _computed_format(q: QuantisedTensor) -> Format:
     """The format by which kernels may compute what codes stand for: ``custom`` where they may not.
 
     The table of a weight is what counts, not its name; and of the integers from -127 to 127 the
-    last comes twice, so that its second code is none to compute.
+    last comes twice, so that its second code is none to compute. (``quantise`` gives it to what a
+    scale that was rounded down leaves above 127: most weights of int8 without ``signmax`` have it.)
     """
     if not has_grid(q.format):
         return q.format

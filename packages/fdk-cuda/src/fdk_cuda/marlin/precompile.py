@@ -1,13 +1,14 @@
 """Compiling ahead of first use."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from fdk_cuda.marlin.backward import backward_shapes
 from fdk_cuda.marlin.hopper import hopper_shapes, plan_hopper_invariant
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.layout import Geometry, has_grid
 from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
 from fdk_cuda.marlin.programs import (
     Variant,
@@ -49,8 +50,8 @@ def precompile(
     arch = architecture(torch.cuda.get_device_capability(index))
     limits = device_limits(index)
     programs: set[Program] = set()
-    for format, n, k in layers:
-        geometry = Geometry.of(Format.parse(format), n, k)
+    for format, n, k in _as_kernels_are_told(layers):
+        geometry = Geometry.of(format, n, k)
         variant = Variant.of(geometry, dtype)
         programs.add(dequantise_program(variant))
         if not (batch_invariant and limits.is_hopper):
@@ -70,3 +71,14 @@ def precompile(
     for program in programs:
         cached_cubin(program, arch)
     return len(programs)
+
+
+def _as_kernels_are_told(
+    layers: Iterable[tuple[Format | str, int, int]],
+) -> Iterator[tuple[Format, int, int]]:
+    """Layers by what their layouts may come to be: of a grid, the codes decide (``backend.py``)."""
+    for name, n, k in layers:
+        format = Format.parse(name)
+        yield format, n, k
+        if has_grid(format):
+            yield replace(format, codebook="custom"), n, k

@@ -224,13 +224,13 @@ def test_wgmma_header_names_every_register():
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_every_hopper_instantiation_spills_nothing(bits):
     scales = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, scale, per_row, (affine, whole) in itertools.product(
-        (torch.bfloat16, torch.float16),
-        scales,
-        (1, 2),
-        ((False, False), (True, False), (True, True)),
+    kinds = [(False, False, None), (True, False, None), (True, True, None)]
+    if bits == 8:
+        kinds += [(False, False, 127), (False, False, 128)]
+    for dtype, scale, per_row, kind in itertools.product(
+        (torch.bfloat16, torch.float16), scales, (1, 2), kinds
     ):
-        variant = Variant(bits, dtype, scale, per_row, affine, whole)
+        variant = Variant(bits, dtype, scale, per_row, *kind)
         for shape in hopper_shapes(geometry_of(variant), DEVICES["sm_90a"]):
             check_hopper(variant, shape)
 

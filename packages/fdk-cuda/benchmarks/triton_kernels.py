@@ -24,12 +24,18 @@ from torch import Tensor
 
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig, transposed_config
-from fdk_cuda.triton.tune import candidates, default, graph_time, random_weights
+from fdk_cuda.triton.configs import (
+    GemmConfig,
+    ManyConfig,
+    SmallConfig,
+    TransposedConfig,
+    transposed_config,
+)
+from fdk_cuda.triton.tune import candidates, default, graph_time, many_candidates, random_weights
 from fdk_formats.linear import QuantisedLinear
 
 # None: dequantise and cuBLAS
-Config = SmallConfig | GemmConfig | TransposedConfig | None
+Config = SmallConfig | GemmConfig | ManyConfig | TransposedConfig | None
 
 
 def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[launch.Weight]:
@@ -51,14 +57,15 @@ def chosen(n: int, k: int, m: int, bits: int) -> list[Config]:
     return [best] if m <= 16 else list(dict.fromkeys([best, None]))
 
 
-def transposed_configs(m: int) -> list[Config]:
+def transposed_configs(m: int, bits: int) -> list[Config]:
     """Likewise for ``dy @ W_hat``."""
     rows = ((1, 8),) if m <= 8 else ((2, 8),) if m <= 16 else ((4, 8), (4, 4), (8, 4))
-    grid = itertools.product((1, 2), (2, 4), rows, (8, 16, 32), (1, 3))
+    tables = (False, True) if bits == 4 else (False,)
+    grid = itertools.product((1, 2), (2, 4), rows, (8, 16, 32), (1, 3), tables)
     return [
         *(
-            TransposedConfig(tiles, warps, m_tiles, split, stages, positions)
-            for tiles, warps, (m_tiles, positions), split, stages in grid
+            TransposedConfig(tiles, warps, m_tiles, split, stages, positions, table)
+            for tiles, warps, (m_tiles, positions), split, stages, table in grid
             if tiles * m_tiles < 16
         ),
         None,
@@ -82,6 +89,8 @@ def key_of(job: tuple[int, bool, int, Config]) -> tuple[object, ...]:
     bits, affine, m, config = job
     if isinstance(config, GemmConfig):
         return bits, affine, replace(config, split_k=1)
+    if isinstance(config, ManyConfig):
+        return bits, affine, replace(config, split_k=min(config.split_k, 2))  # parts are float32
     if isinstance(config, TransposedConfig):
         return bits, affine, replace(config, split_n=1)
     return bits, affine, m <= 8, config
@@ -112,9 +121,11 @@ def main() -> None:
         if args.transposed:
             a = Arrangement(n, k, bits, 64)
             one = transposed_config(m, bits, a.n_tiles, a.k_tiles, launch.gpu_at(0))
-            return transposed_configs(m) if args.sweep else [one, None]
+            return transposed_configs(m, bits) if args.sweep else [one, None]
         if args.sweep:
-            return candidates(m, bits, launch.gpu_at(0), affine=args.affine)
+            gpu = launch.gpu_at(0)
+            many = many_candidates(Arrangement(n, k, bits, 64), m, gpu)
+            return candidates(m, bits, gpu, affine=args.affine) + many
         return chosen(n, k, m, bits)
 
     jobs = {}
@@ -205,10 +216,13 @@ def short(config: Config) -> str:
         return f"small-n{c.n_tiles}w{c.warps}a{c.ahead}f{c.fetch}o{c.overlap:d}"
     if isinstance(config, TransposedConfig):
         c = config
-        return f"transposed-t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}s{c.stages}p{c.positions}"
+        sizes = f"t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}s{c.stages}p{c.positions}"
+        return f"transposed-{sizes}{'-table' if c.table else ''}"
     if isinstance(config, GemmConfig):
         c = config
         return f"gemm-t{c.tiles}w{c.warps}m{c.block_m}k{c.split_k}s{c.stages}"
+    if isinstance(config, ManyConfig):
+        return f"many-m{config.block_m}k{config.split_k}"
     return "dequantise"
 
 

@@ -176,18 +176,20 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         "{",
         "[]",
         '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 3, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
-        '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
-        '{"version": 3, "gpu": "NAME", "entries": {"KEY": 5}}',
-        '{"version": 3, "gpu": "NAME", "entries": 7}',
+        # When 3 bits had no table in shared memory, and room for twice the sums.
+        '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "dequantise", "config": {}}}}',
+        '{"version": 4, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
+        '{"version": 4, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
+        '{"version": 4, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
+        '{"version": 4, "gpu": "NAME", "entries": {"KEY": 5}}',
+        '{"version": 4, "gpu": "NAME", "entries": 7}',
     ],
 )
 def test_a_damaged_file_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored.path_of(tune._name(-1))
     text = text.replace("NAME", tune._name(-1)).replace("KEY", KEY)
     path.write_text(text)
-    assert stored.VERSION == 3
+    assert stored.VERSION == 4
     assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
     tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
     forget()

@@ -12,9 +12,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton import CompilationError
 
 from fdk_cuda.triton import launch as launch_module
+from fdk_cuda.triton import remembered as remembered_module
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import TRANSPOSED_CONFIGS, ManyConfig
-from fdk_cuda.triton.launch import Weight, launch, many, relaunch, transposed
+from fdk_cuda.triton.launch import Weight, many, transposed
+from fdk_cuda.triton.remembered import launch, relaunch
 
 
 class FakeKernel:
@@ -33,8 +35,8 @@ class FakeKernel:
 
 @pytest.fixture(autouse=True)
 def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "INTERPRETED", False)
-    monkeypatch.setattr(launch_module, "_launches", {})
+    monkeypatch.setattr(remembered_module, "INTERPRETED", False)
+    monkeypatch.setattr(remembered_module, "_launches", {})
     monkeypatch.setattr(launch_module, "_not_in_layout", set())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
@@ -70,7 +72,7 @@ def test_gradient_without_the_right_layout(
     for _ in range(2):
         assert torch.equal(transposed(grad_y, w, replace(TRANSPOSED_CONFIGS[0], split_n=1)), grad_y)
     assert launch_module._not_in_layout
-    assert not launch_module._launches
+    assert not remembered_module._launches
 
 
 class NotCompiled(FakeKernel):

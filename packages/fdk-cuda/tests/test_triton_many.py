@@ -25,6 +25,7 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     serves_many,
 )
 from fdk_cuda.triton.many import many_kernel, shared_layout  # noqa: E402
+from fdk_cuda.triton.tune import many_candidates  # noqa: E402
 
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
 TENSORS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "bias_ptr": "*bf16"}
@@ -81,6 +82,9 @@ def check(compiled: object, bits: int) -> None:
     assert products
     assert all(operand.count("%") + operand.count("$") == 4 for operand in products)
     assert "wgmma.wait_group.sync.aligned 1" in ptx
+    # Sums are stored over x: after a barrier behind the last wait, which is of one group of warps.
+    end = ptx[ptx.rindex("wgmma.wait_group.sync.aligned 0") :]
+    assert "bar.sync" in re.split(r"st\.shared|stmatrix", end)[0]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -116,6 +120,13 @@ def test_what_many_takes(n: int, k: int, group_size: int, fits: bool) -> None:
     for m in (64, 65, 1024, 1025):
         assert serves_many(a, m, H200) == (fits and m in (65, 1024))
         assert not any(serves_many(a, m, gpu) for own, gpu in GPUS.items() if own != (9, 0))
+
+
+def test_candidates_leave_every_part_a_tile() -> None:
+    for k in (128, 256, 8192):
+        a = Arrangement(8192, k, 4, 64)
+        found = many_candidates(a, 256, H200)
+        assert {c.split_k for c in found} == {s for s in (1, 2, 4) if s <= a.k_tiles}
 
 
 @pytest.mark.parametrize(

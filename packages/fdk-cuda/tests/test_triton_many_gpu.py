@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fdk_cuda.triton import TritonLayout, launch
+from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import WORDY_BITS, ManyConfig
 from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
@@ -28,14 +29,18 @@ def weight(layout: TritonLayout) -> launch.Weight:
 
 @pytest.mark.parametrize(("codebook", "bits"), FORMATS)
 def test_many(codebook: str, bits: int) -> None:
-    """Rows, outputs and columns that end within a tile; whole rows as a group; parts of k."""
+    """Rows, outputs and columns that end within a tile; whole rows as a group; parts of k.
+
+    The last of four parts of nine tiles is empty.
+    """
     widest = 128 if bits in WORDY_BITS else 256
     for group_size, m, n, k, block_m, split_k in (
         (64, 200, 328, 64 * 41, widest, 2),
         (128, 77, 136, 128 * 9, 128, 1),
         (None, 300, 264, 1000, widest, 1),
+        (64, 65, 136, 9 * 16 * POSITIONS[bits], 128, 4),
     ):
-        case = Case(Format(codebook, bits, group_size), m, n, k, DTYPES[split_k - 1], "cuda")
+        case = Case(Format(codebook, bits, group_size), m, n, k, DTYPES[split_k == 2], "cuda")
         q = case.quantised()
         w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
         config = ManyConfig(block_m, split_k)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fdk_cuda.triton import TritonLayout, launch, tune
+from fdk_cuda.triton import TritonLayout, remembered, tune
 from fdk_cuda.triton import ready as ready_module
 from fdk_cuda.triton.configs import FEW_ROWS, H200
 from fdk_cuda.triton.ready import ReadyCall, ReadyCalls
@@ -32,11 +32,11 @@ def layout(format: str = "nf4-g64") -> TritonLayout:
     return TritonLayout(random_quantised(Format.parse(format), N, K, seed=0))
 
 
-def launched(seen: list[tuple[object, ...]]) -> launch.Launch:
+def launched(seen: list[tuple[object, ...]]) -> remembered.Launch:
     kernel = SimpleNamespace(
         run=lambda *arguments: seen.append(arguments), function=5, packed_metadata=None
     )
-    return launch.Launch(kernel, (3,), ("rest",))
+    return remembered.Launch(kernel, (3,), ("rest",))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

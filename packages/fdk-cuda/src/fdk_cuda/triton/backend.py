@@ -12,9 +12,10 @@ from fdk_cuda.triton.arrangement import (
     restore_scale,
 )
 from fdk_cuda.triton.decode import DTYPES, lookup_tables
-from fdk_cuda.triton.launch import INTERPRETED, Weight
 from fdk_cuda.triton.linear import triton_linear_op
 from fdk_cuda.triton.ready import ReadyCalls
+from fdk_cuda.triton.remembered import INTERPRETED
+from fdk_cuda.triton.weight import Weight
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor

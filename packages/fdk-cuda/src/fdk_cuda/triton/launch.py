@@ -1,20 +1,15 @@
 """Launches of the Triton kernels over one arranged weight."""
 
-import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, reduce
-from operator import or_
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_cuda.triton.arrangement import POSITIONS, Arrangement
+from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
     H200,
     MANY_OUTPUTS,
@@ -29,8 +24,13 @@ from fdk_cuda.triton.configs import (
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel, permute_kernel, reduce_kernel
+from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
+from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered
+from fdk_cuda.triton.remembered import is_elsewhere as is_elsewhere
+from fdk_cuda.triton.remembered import on_device_of as on_device_of
 from fdk_cuda.triton.small import small_kernel
 from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel
+from fdk_cuda.triton.weight import Weight as Weight
 
 try:
     from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-untyped]
@@ -43,147 +43,14 @@ try:
 except (ImportError, AttributeError):  # Gluon is experimental: a later Triton may name it anew
     HAS_GLUON = False
 
-TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Triton reads the same variable when a kernel is defined. The interpreter takes no assembly, and
-# truncates where a GPU rounds to bf16: there products are float32, and torch rounds the result.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PERMUTE_BLOCK = 1024
 REDUCE_BLOCK = 1024
-# Triton compiles a kernel anew for addresses that are no multiple of this.
-ALIGNMENT = 16
-HERE = nullcontext()
 # None: dequantise and cuBLAS.
 Config = SmallConfig | GemmConfig | ManyConfig | None
 
 
-class Weight(NamedTuple):
-    """The tensors of a layout and the sizes that go with them."""
-
-    words: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    values: Tensor
-    lanes: Tensor
-    arrangement: Arrangement
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The first arguments of every kernel after x."""
-        zero = self.scale if self.zero_point is None else self.zero_point
-        return self.words, self.scale, zero, self.values, self.lanes
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What kernels are compiled for."""
-        a, zero = self.arrangement, self.zero_point
-        zero_dtype = None if zero is None else zero.dtype
-        # Not the arrangement itself, which takes longer to hash.
-        return a.n, a.k, a.bits, a.group_size, self.scale.dtype, zero_dtype
-
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Compile-time arguments of the kernels, for activations of a dtype."""
-        a, x_dtype = self.arrangement, TL_DTYPES[dtype]
-        return {
-            "BITS": a.bits,
-            "WORDS": a.words,
-            "POSITIONS": POSITIONS[a.bits],
-            # Columns of a group that hold weights; one group needs no more than the end of k.
-            "GROUP": a.padded_group if a.groups == 1 else a.group_size,
-            "PADDED_GROUP": a.padded_group,
-            "SEGMENT": a.segment,
-            "ONE_GROUP": a.groups == 1,
-            "EXACT": a.k == a.k_tiles * a.tile_k,
-            "PAIRED": a.paired,
-            "AFFINE": self.zero_point is not None,
-            "ASSEMBLY": not INTERPRETED,
-            "X_DTYPE": x_dtype,
-            "DOT_DTYPE": tl.float32 if INTERPRETED else x_dtype,
-        }
-
-
-class Launch:
-    """What is left of a launch once its kernel is compiled: addresses.
-
-    Triton finds the kernel of a call from all of its arguments, which takes longer than the call.
-
-    Args:
-        kernel: compiled, as a first launch returned it.
-        grid: of programs.
-        rest: every argument after the tensors.
-    """
-
-    def __init__(self, kernel: Any, grid: tuple[int, ...], rest: tuple[object, ...]) -> None:
-        self.run = kernel.run
-        # No metadata and no hooks: those serve Triton's own profiler.
-        self.fixed = kernel.function, kernel.packed_metadata, None, None, None
-        self.grid, self.rest = (*grid, 1, 1)[:3], rest
-
-    def __call__(self, addresses: Sequence[int], device: int) -> None:
-        """Launches on the current stream of a device, which must be the current one."""
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        self.run(*self.grid, stream, *self.fixed, *addresses, *self.rest)
-
-
-_launches: dict[tuple[object, ...], Launch] = {}
 # Kinds of weight and configuration for which ``transposed_kernel`` is not right.
 _not_in_layout: set[tuple[object, ...]] = set()
-
-
-def relaunch(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
-    """Launches what ``launch`` has launched under the same key; False where it has not.
-
-    A key holds all that decides about kernel, grid and arguments, alignment and device excepted.
-    """
-    if INTERPRETED:
-        return False
-    device = tensors[0].get_device()
-    found = _launches.get((device, key))
-    if found is None:
-        return False
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    if reduce(or_, addresses) % ALIGNMENT:
-        return False
-    found(addresses, device)
-    return True
-
-
-def launch(
-    key: tuple[object, ...],
-    kernel: Any,
-    grid: tuple[int, ...],
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    constants: dict[str, Any],
-    is_right: Callable[[Any], bool] = lambda compiled: True,
-    /,
-    **options: int,
-) -> bool:
-    """Launches a kernel through Triton, which compiles it where it has not, and remembers it.
-
-    False where ``is_right`` refuses what was compiled, which is then not remembered: another thread
-    must not find it. What it has written is not the result.
-    """
-    names = kernel.arg_names[len(tensors) + len(sizes) :]
-    compile_time = {name: constants[name] for name in names}
-    compiled = kernel[grid](*tensors, *sizes, **compile_time, **options)
-    if INTERPRETED:
-        return True
-    if not is_right(compiled):
-        return False
-    if not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
-        rest = (*sizes, *compile_time.values())
-        _launches[tensors[0].get_device(), key] = Launch(compiled, grid, rest)
-    return True
-
-
-def is_elsewhere(tensor: Tensor) -> bool:
-    """Whether a tensor is on a GPU that is not the current one, where Triton would launch."""
-    return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
-
-
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes a tensor's GPU the current one."""
-    return torch.cuda.device(tensor.device) if is_elsewhere(tensor) else HERE
 
 
 @cache
@@ -201,7 +68,7 @@ def can_overlap(index: int) -> bool:
     return index >= 0 and gpu_at(index).can_overlap
 
 
-def linear(x: Tensor, w: "Weight", bias: Tensor | None, config: Config) -> Tensor:
+def linear(x: Tensor, w: Weight, bias: Tensor | None, config: Config) -> Tensor:
     """``x @ W_hat.T + bias`` by the kernel that a configuration belongs to."""
     if isinstance(config, SmallConfig):
         return small(x, w, bias, config)
@@ -247,7 +114,7 @@ def launched_small(
     device: int, m: int, dtype: torch.dtype, no_bias: bool, config: SmallConfig, w: Weight
 ) -> Launch | None:
     """What ``small`` has launched for m rows, if it has."""
-    return _launches.get((device, _small_key(m, dtype, no_bias, config, w)))
+    return remembered(device, _small_key(m, dtype, no_bias, config, w))
 
 
 def _small_key(

@@ -174,7 +174,9 @@ def many_kernel(
     scale_at = tile_n * groups * 16 + i // 4 % 8 * 2 + half
     has_scale = (tile_n < n_tiles) & (half >= 0)
 
-    words = words_of_tile(words_ptr, word_at + first_k * TILE, has_rows, WORDS)
+    # A share may be empty, past the last tile: 9 tiles in 4 parts are 3, 3, 3 and none.
+    own_k = gl.minimum(first_k, k_tiles - 1)
+    words = words_of_tile(words_ptr, word_at + own_k * TILE, has_rows, WORDS)
     words_ahead = words
     if FAR:
         next_k = gl.minimum(first_k + 1, last_k - 1)
@@ -253,6 +255,8 @@ def many_kernel(
             words_ahead = words_later
     tl.extra.cuda.gdc_launch_dependents()
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
+    # Sums are stored where x lay, which the other group's last product may still read.
+    tl.debug_barrier()
     for stage in gl.static_range(STAGES):
         mbarrier.invalidate(barriers.index(stage))
 

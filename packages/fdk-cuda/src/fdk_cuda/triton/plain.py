@@ -5,14 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdk_cuda.triton.launch import (
-    INTERPRETED,
-    TL_DTYPES,
-    launch,
-    new_output,
-    on_device_of,
-    relaunch,
-)
+from fdk_cuda.triton.launch import new_output
+from fdk_cuda.triton.remembered import INTERPRETED, launch, on_device_of, relaunch
+from fdk_cuda.triton.weight import TL_DTYPES
 
 GEMV_CONFIG = {"BLOCK_N": 8, "BLOCK_K": 1024}
 # By the largest m that each serves, the last for every m above.

@@ -6,7 +6,9 @@ from fdk_cuda import ready
 from fdk_cuda.ready import ALIGNMENT, Buffers
 from fdk_cuda.triton import tune
 from fdk_cuda.triton.configs import SmallConfig
-from fdk_cuda.triton.launch import Launch, Weight, gpu_at, launched_small
+from fdk_cuda.triton.launch import gpu_at, launched_small
+from fdk_cuda.triton.remembered import Launch
+from fdk_cuda.triton.weight import Weight
 
 
 class ReadyCall(ready.ReadyCall):

@@ -10,7 +10,7 @@ from typing import Any
 from fdk_cuda.nvrtc import cache_directory, write_whole
 
 # Raise it when a configuration or its key comes to mean something else.
-VERSION = 3
+VERSION = 4
 Entry = dict[str, Any]
 
 

@@ -209,7 +209,8 @@ def many_candidates(a: Arrangement, m: int, gpu: Gpu) -> list[Config]:
     if not 32 < m <= gpu.limits.many_m or not fits_many(a):
         return []
     blocks = (128,) if m <= 128 or a.bits in WORDY_BITS else (128, 256)
-    return [ManyConfig(*one) for one in itertools.product(blocks, (1, 2, 4))]
+    parts = [split for split in (1, 2, 4) if split <= a.k_tiles]
+    return [ManyConfig(*one) for one in itertools.product(blocks, parts)]
 
 
 def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:

@@ -1,0 +1,106 @@
+"""Launches of kernels that Triton has compiled, remembered: what is left of a call is addresses."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Triton reads the same variable when a kernel is defined. The interpreter takes no assembly, and
+# truncates where a GPU rounds to bf16: there products are float32, and torch rounds the result.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton compiles a kernel anew for addresses that are no multiple of this.
+ALIGNMENT = 16
+HERE = nullcontext()
+
+
+class Launch:
+    """What is left of a launch once its kernel is compiled: addresses.
+
+    Triton finds the kernel of a call from all of its arguments, which takes longer than the call.
+
+    Args:
+        kernel: compiled, as a first launch returned it.
+        grid: of programs.
+        rest: every argument after the tensors.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], rest: tuple[object, ...]) -> None:
+        self.run = kernel.run
+        # No metadata and no hooks: those serve Triton's own profiler.
+        self.fixed = kernel.function, kernel.packed_metadata, None, None, None
+        self.grid, self.rest = (*grid, 1, 1)[:3], rest
+
+    def __call__(self, addresses: Sequence[int], device: int) -> None:
+        """Launches on the current stream of a device, which must be the current one."""
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        self.run(*self.grid, stream, *self.fixed, *addresses, *self.rest)
+
+
+_launches: dict[tuple[object, ...], Launch] = {}
+
+
+def relaunch(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
+    """Launches what ``launch`` has launched under the same key; False where it has not.
+
+    A key holds all that decides about kernel, grid and arguments, alignment and device excepted.
+    """
+    if INTERPRETED:
+        return False
+    device = tensors[0].get_device()
+    found = remembered(device, key)
+    if found is None:
+        return False
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if reduce(or_, addresses) % ALIGNMENT:
+        return False
+    found(addresses, device)
+    return True
+
+
+def remembered(device: int, key: tuple[object, ...]) -> Launch | None:
+    """What ``launch`` has launched on a device under a key, if it has."""
+    return _launches.get((device, key))
+
+
+def launch(
+    key: tuple[object, ...],
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    constants: dict[str, Any],
+    is_right: Callable[[Any], bool] = lambda compiled: True,
+    /,
+    **options: int,
+) -> bool:
+    """Launches a kernel through Triton, which compiles it where it has not, and remembers it.
+
+    False where ``is_right`` refuses what was compiled, which is then not remembered: another thread
+    must not find it. What it has written is not the result.
+    """
+    names = kernel.arg_names[len(tensors) + len(sizes) :]
+    compile_time = {name: constants[name] for name in names}
+    compiled = kernel[grid](*tensors, *sizes, **compile_time, **options)
+    if INTERPRETED:
+        return True
+    if not is_right(compiled):
+        return False
+    if not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+        rest = (*sizes, *compile_time.values())
+        _launches[tensors[0].get_device(), key] = Launch(compiled, grid, rest)
+    return True
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether a tensor is on a GPU that is not the current one, where Triton would launch."""
+    return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes a tensor's GPU the current one."""
+    return torch.cuda.device(tensor.device) if is_elsewhere(tensor) else HERE

@@ -206,6 +206,7 @@ def test_moves_and_copies(x: Tensor) -> None:
     assert is_fused(other)
     assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items() if "weight" in n)
     assert other(x.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert other.to("meta").q_proj.weight.device.type == "meta"
 
 
 def test_autocast_is_one_product(x: Tensor, products: list[int]) -> None:

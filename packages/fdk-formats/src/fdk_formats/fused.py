@@ -129,6 +129,8 @@ class Group:
         parts = [weight.unpack() for weight in weights]
         first, kind = parts[0], weights[0]
         if first.codebook is not None:
+            if first.device.type == "meta":
+                return "codebooks on meta cannot be compared"
             others = [part.codebook for part in parts[1:]]
             if not all(torch.equal(first.codebook, table) for table in others if table is not None):
                 return "codebooks differ"

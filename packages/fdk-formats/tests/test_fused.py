@@ -206,6 +206,7 @@ def test_moves_and_copies(x: Tensor) -> None:
     assert is_fused(other)
     assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items() if "weight" in n)
     assert other(x.to(torch.bfloat16)).dtype == torch.bfloat16
+    assert other.to("meta").q_proj.weight.device.type == "meta"
 
 
 def test_autocast_is_one_product(x: Tensor, products: list[int]) -> None:
@@ -241,6 +242,7 @@ def test_export(x: Tensor) -> None:
     block = quantised(Block(), fuse=True).eval().requires_grad_(False)
     program = torch.export.export(block, (x,))
     assert torch.equal(program.module()(x), block(x))
+    assert str(program.graph).count("target=torch.ops.fdk_formats.reference_linear") == 2
 
 
 def test_what_is_left_apart(caplog: pytest.LogCaptureFixture) -> None:
@@ -263,3 +265,52 @@ def test_what_is_left_apart(caplog: pytest.LogCaptureFixture) -> None:
     assert fuse_layers(block, [("k_proj", "v_proj")]) == [("k_proj", "v_proj")]
     assert fuse_layers(block) == [("gate_proj", "up_proj")]
     assert "a layer is of a group already" in caplog.text
+
+
+@pytest.mark.parametrize("where", [torch.float64, torch.bfloat16, "meta"])
+def test_a_layer_that_leaves(where: Any, x: Tensor) -> None:
+    """Moved by itself: the others answer as they did, without its bias."""
+    block, apart = quantised(Block(), fuse=True), quantised(Block())
+    block.q_proj.to(where)
+    assert not isinstance(block.q_proj.weight.layout, FusedRows)
+    for name in ("k_proj", "v_proj"):
+        torch.testing.assert_close(getattr(block, name)(x), getattr(apart, name)(x))
+
+
+def test_a_weight_that_another_layer_calls(x: Tensor) -> None:
+    block, apart = quantised(Block(), fuse=True), quantised(Block())
+    for bias in (None, torch.arange(48.0)):
+        wanted = QuantisedLinear(apart.q_proj.weight, bias)(x)
+        block.k_proj(x)  # keeps a product that has q_proj's own bias
+        got = QuantisedLinear(block.q_proj.weight, bias)(x)
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(block.q_proj.weight(x, bias), wanted)
+    torch.testing.assert_close(block(x), apart(x))
+
+
+@pytest.mark.parametrize("groups", ["q_proj", ["q_proj", "k_proj"], [()], [("q_proj",)]])
+def test_groups_are_checked(groups: Any, tmp_path: Path) -> None:
+    block = quantised(Block())
+    save(tmp_path / "model", block)
+    for wrong in (groups, [("q_proj", "q_proj")], [("a.q_proj", "a.k_proj")]):
+        for call in (
+            lambda wrong=wrong: fuse_layers(block, wrong),
+            lambda wrong=wrong: quantised(Block(), fuse=wrong),
+            lambda wrong=wrong: load_model(tmp_path / "model", Block(), fuse=wrong),
+        ):
+            with pytest.raises(ValueError, match=r"two or more different names .* such as \('q_p"):
+                call()
+
+
+def test_bad_importance_names_the_layer() -> None:
+    for importance in (torch.ones(5), torch.ones(1), torch.zeros(K)):
+        with pytest.raises(ValueError, match="layer k_proj: quantise: importance"):
+            quantised(Block(), "kmeans3-g32", fuse=True, importance={"k_proj": importance})
+
+
+def test_kmeans_in_the_first_group_of_a_layer() -> None:
+    """Whatever the order of the layers: k_proj comes before q_proj here."""
+    model = nn.ModuleDict({f"{name}_proj": nn.Linear(K, 16) for name in "kvq"})
+    groups = [("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj")]
+    made = quantised(model, "kmeans3-g32", fuse=groups)
+    assert all(isinstance(layer.weight.layout, FusedRows) for layer in made.values())

@@ -13,10 +13,12 @@ Call = Callable[[], object]
 # CPU: calls of one contender before the next has its turn.
 CALLS_PER_TURN = 8
 FEWEST_TURNS = 3
-# GPU: a shorter graph would show the cost of starting it. Of long calls fewer fill as much time.
+# GPU: a shorter graph would show the cost of starting it. Of calls that are long for the host fewer
+# do: by the times of docs/results/h200/compare-8192x8192.jsonl graphs of theirs take 0.3 ms at
+# least, and those of 40 short calls 0.36.
 FEWEST_CAPTURED = 40
 FEWEST_LONG = 8
-LONG_ENOUGH = 2e-3  # seconds of a graph
+LONG_ENOUGH = 2e-3  # seconds of as many eager calls
 REPLAYS = 15
 WARM_REPLAYS = 2
 EAGER_CALLS = 30
@@ -108,7 +110,7 @@ def time_graphs(
     comes.
 
     Args:
-        inner: calls in a graph at least.
+        inner: calls in a graph at least; None for 40, or fewer that take the host 2 ms, 8 at least.
         outer: replays.
     """
     graphs: list[tuple[torch.cuda.CUDAGraph, int, float] | Exception] = []
@@ -150,7 +152,7 @@ def _capture(
         call()
     torch.cuda.synchronize()
     eager = statistics.median(_gpu_host_seconds(calls[i % len(calls)]) for i in range(EAGER_CALLS))
-    if fewest is None:  # eager is more than a call takes in the graph
+    if fewest is None:
         fewest = min(FEWEST_CAPTURED, max(FEWEST_LONG, math.ceil(LONG_ENOUGH / eager)))
     rounds = -(-fewest // len(calls))
     graph = torch.cuda.CUDAGraph()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fdk_formats.backends import Layout, NoBackendError, Problem, select
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
@@ -36,17 +37,23 @@ def fuse_layers(
     weights are moved or loaded. What was left and why is logged at level INFO.
 
     The layers must be called with one and the same tensor, as attention and gated MLPs do; called
-    with others, each computes the rows of all. The tensor must not be changed in place between
-    their calls (outside inference mode and ``torch.compile`` that is noticed); it and the product
-    are kept until the last of them was called.
+    with others, each computes the rows of all. Between their calls neither the tensor nor a bias
+    may change in place (of the tensor that is noticed, outside inference mode and
+    ``torch.compile``), nor the CUDA stream; tensor and product are kept until the last of them was
+    called. What they return are views of one product, not contiguous for several rows, with one
+    graph: ``backward`` goes through all of them at once.
 
     Args:
         model: of ``quantise_model`` or ``load_model``.
-        groups: names of layers in one parent.
+        groups: names of layers in one parent. A layer in several groups is fused in the first.
 
     Returns:
         The dotted names of each group that was fused.
+
+    Raises:
+        ValueError: where a group is not two or more different names without dots.
     """
+    groups = groups_of(groups)
     layers = {
         name: module for name, module in model.named_modules() if type(module) is QuantisedLinear
     }
@@ -72,6 +79,21 @@ def fuse_layers(
     return fused
 
 
+def groups_of(fuse: bool | Iterable[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The groups that ``fuse`` of ``quantise_model`` asks for, checked: see ``fuse_layers``."""
+    if isinstance(fuse, bool):
+        return DEFAULT_GROUPS if fuse else ()
+    groups = tuple(fuse)
+    for group in groups:
+        few = isinstance(group, str) or len(group) < 2 or len(set(group)) < len(group)
+        if few or any("." in name for name in group):
+            raise ValueError(
+                f"fuse: a group is two or more different names of layers in one parent, such as "
+                f"{DEFAULT_GROUPS[0]}, got {group!r}"
+            )
+    return tuple(map(tuple, groups))
+
+
 def siblings(names: Iterable[str], groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     """The groups all of whose names are there, under one parent, as dotted names."""
     there = dict.fromkeys(names)
@@ -86,19 +108,29 @@ def siblings(names: Iterable[str], groups: Iterable[Sequence[str]]) -> list[tupl
 
 
 class Group:
-    """Layers that are one product while their weights allow it."""
+    """Layers that are one product while their weights allow it.
+
+    Attributes:
+        layers: all of them.
+        apart: the indices of those that have a layout of their own; what they have beside it, such
+            as a bias, may be on another device than the product of the others.
+    """
 
     def __init__(self, layers: Sequence[QuantisedLinear]) -> None:
         self.layers = tuple(layers)  # a tuple: no module registers them as its own
+        self.apart: tuple[int, ...] = ()
 
     def join(self) -> str | None:
         """Packs the weights as one; why not, where they stay as they are, or None."""
         weights = [layer.weight for layer in self.layers]
+        self.apart = tuple(i for i, w in enumerate(weights) if not isinstance(w.layout, FusedRows))
         if len({_kind(weight) for weight in weights}) > 1:
             return "formats, inputs, dtypes or devices differ"
         parts = [weight.unpack() for weight in weights]
         first, kind = parts[0], weights[0]
         if first.codebook is not None:
+            if first.device.type == "meta":
+                return "codebooks on meta cannot be compared"
             others = [part.codebook for part in parts[1:]]
             if not all(torch.equal(first.codebook, table) for table in others if table is not None):
                 return "codebooks differ"
@@ -112,6 +144,7 @@ class Group:
         product = Product(backend.pack(q, dtype=kind.dtype, **rounded), kind.dtype, self)
         for index, weight in enumerate(weights):
             weight.layout, weight.backend_name = FusedRows(product, index), backend.name
+        self.apart = ()
         return None
 
 
@@ -166,9 +199,12 @@ class Product(nn.Module):
         ends = accumulate((layer.out_features for layer in group.layers), initial=0)
         self.spans = tuple(pairwise(ends))
 
-    def part(self, x: Tensor, index: int) -> Tensor:
-        """What layer ``index`` makes of ``x :: [..., k]``, its bias included: ``[..., n]``."""
+    def part(self, x: Tensor, index: int, bias: Tensor | None) -> Tensor:
+        """What layer ``index`` makes of ``x :: [..., k]``, bias included: ``[..., n]``."""
         start, stop = self.spans[index]
+        if bias is not self._group.layers[index].bias:  # the weight is called by another
+            alone = None if bias is None else pad(bias, (start, self.spans[-1][1] - stop))
+            return self._of_all(x, alone)[..., start:stop]
         version, grad = _version(x), torch.is_grad_enabled()
         last = self._kept.last  # read once: another thread may put its own there
         if (
@@ -180,15 +216,19 @@ class Product(nn.Module):
         ):
             y, left = last[3], last[4]
         else:
-            taken = x if x.dtype == self.dtype else x.to(self.dtype)
-            y, left = self.layout(taken, self._bias()), tuple(range(len(self.spans)))
+            y, left = self._of_all(x, self._bias()), tuple(range(len(self.spans)))
         left = tuple(other for other in left if other != index)
         self._kept.last = (x, version, grad, y, left) if left else None
         return y[..., start:stop]
 
+    def _of_all(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = self.layout(x if x.dtype == self.dtype else x.to(self.dtype), bias)
+        return y
+
     def _bias(self) -> Tensor | None:
-        """The biases of all, zeros where a layer has none; None where no layer has one."""
-        biases = [layer.bias for layer in self._group.layers]
+        """The biases of all, zeros where a layer has none or is apart; None if all are."""
+        layers, apart = self._group.layers, self._group.apart
+        biases = [None if i in apart else layer.bias for i, layer in enumerate(layers)]
         given = [bias for bias in biases if bias is not None]
         if not given:
             return None
@@ -216,8 +256,8 @@ class FusedRows(Layout):
         self.product, self.index = product, index
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See ``Layout``; the product adds the bias, that of the layer."""
-        return self.product.part(x, self.index)
+        """See ``Layout``."""
+        return self.product.part(x, self.index, bias)
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""

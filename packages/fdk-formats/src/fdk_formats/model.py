@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
-from fdk_formats.fused import DEFAULT_GROUPS, fuse_layers, rows_of, siblings
+from fdk_formats.fused import fuse_layers, groups_of, rows_of, siblings
+from fdk_formats.groups import group_weight
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.quantise import quantise
 from fdk_formats.report import model_report, relative_error
@@ -74,13 +76,14 @@ def quantise_model(
 
     Raises:
         ValueError: where a layer does not fit its format, or a name of ``importance`` or a pattern
-            of ``overrides`` fits no layer (nothing has been quantised then), or a weight holds
-            NaN or infinity. The message names the layer.
+            of ``overrides`` fits no layer, or ``fuse`` names no groups of layers (nothing has been
+            quantised then), or a weight holds NaN or infinity. The message names the layer.
         NoBackendError: where no backend takes a layer.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantise_model: model must be a module, got {type(model).__name__}")
     check_activations(activations)
+    groups = groups_of(fuse)
     default = Format.parse(format)
     chosen = {
         _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
@@ -101,10 +104,7 @@ def quantise_model(
     for name, wanted in formats.items():
         _check_layer(name, linears[name], wanted, backend, activations)
     importances = _importances(linears, formats, importance or {})
-    groups = (DEFAULT_GROUPS if fuse else ()) if isinstance(fuse, bool) else fuse
-    together = {
-        name: names for names in _with_one_codebook(linears, formats, groups) for name in names
-    }
+    together = _with_one_codebook(linears, formats, groups)
     parts: dict[str, QuantisedTensor] = {}
 
     weights: dict[int, QuantisedWeight] = {}
@@ -149,8 +149,8 @@ def _with_one_codebook(
     linears: Mapping[str, nn.Linear],
     formats: Mapping[str, Format],
     groups: Sequence[Sequence[str]],
-) -> list[tuple[str, ...]]:
-    """The groups to fuse whose codebook is fitted: to the rows of all, for a product has one."""
+) -> dict[str, tuple[str, ...]]:
+    """By layer, the group to fuse whose codebook is fitted: to all rows, for a product has one."""
     uses = Counter(id(linears[name].weight) for name in formats)
 
     def fits(names: tuple[str, ...]) -> bool:
@@ -161,7 +161,11 @@ def _with_one_codebook(
         fitted = formats[names[0]].codebook == "kmeans"
         return fitted and len(kinds) == 1 and all(uses[id(weight)] == 1 for weight in weights)
 
-    return [names for names in siblings(formats, groups) if fits(names)]
+    found: dict[str, tuple[str, ...]] = {}
+    for names in filter(fits, siblings(formats, groups)):
+        if not found.keys() & set(names):  # the first group of a layer, as in fuse_layers
+            found |= dict.fromkeys(names, names)
+    return found
 
 
 def _quantise_group(
@@ -172,6 +176,9 @@ def _quantise_group(
 ) -> dict[str, QuantisedTensor]:
     """Layers quantised as one weight of all their rows, and cut apart again."""
     weights = [linears[name].weight for name in names]
+    for name, weight in zip(names, weights, strict=True):  # all at once they have no name
+        with _naming(name):
+            group_weight(weight.detach(), format, importances.get(id(weight)))
     importance = None
     if any(id(weight) in importances for weight in weights):
         given = [importances.get(id(weight), weight.new_ones(())) for weight in weights]
@@ -186,8 +193,15 @@ def _quantise_group(
 def _quantise_layer(
     name: str, weight: Tensor, format: Format, importance: Tensor | None
 ) -> QuantisedTensor:
-    try:
+    with _naming(name):
         return quantise(weight.detach(), format, importance=importance)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors name the layer."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"quantise_model: layer {name}: {error}") from None
 

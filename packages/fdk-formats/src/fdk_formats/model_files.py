@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats.files import load, save
-from fdk_formats.fused import DEFAULT_GROUPS, fuse_layers
+from fdk_formats.fused import fuse_layers, groups_of
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.tensor import QuantisedTensor
 
@@ -65,9 +65,11 @@ def load_model(
 
     Raises:
         ValueError: where the file is damaged (see ``load``), or does not fit the model: the
-            message names the tensors that are missing, unexpected or of another shape.
+            message names the tensors that are missing, unexpected or of another shape. Where
+            ``fuse`` names no groups of layers.
         NoBackendError: where no backend takes a layer.
     """
+    groups = groups_of(fuse)
     if device is None:
         first = next(model.parameters(), None)
         device = "cpu" if first is None or first.device.type == "meta" else first.device
@@ -96,8 +98,7 @@ def load_model(
             parent, _, attribute = name.rpartition(".")
             setattr(result.get_submodule(parent), attribute, parameter)
     result = result.to(device)
-    if fuse:
-        fuse_layers(result, DEFAULT_GROUPS if isinstance(fuse, bool) else fuse)
+    fuse_layers(result, groups)
     return result
 
 

@@ -96,8 +96,8 @@ constexpr Orders make_orders() {
 
 constexpr Orders kOrders = make_orders();
 
-// W_hat 256 KiB, a panel of x and the one that is fetched 128 each, of an L2 of 1 MiB and more. The
-// outputs of a block are whole lines of y.
+// W_hat 256 KiB and a panel of x 128, of an L2 of 1 MiB and more. The outputs of a block are whole
+// lines of y.
 constexpr std::size_t kBlockRows = 64, kBlockBytes = 4096;
 
 }  // namespace

@@ -50,7 +50,8 @@ void grad_panels(const PackedWeight& packed, const Weight& w, const Kernels& ker
         staged.get());
   auto* const out = static_cast<std::uint16_t*>(grad_x);
   const std::size_t most = std::min(kBlockRows, ceil_div(outputs, kPairedRows) * kPairedRows);
-  // A line between panels, for the same reason (4 bits, m = 1: 2.5 -> 1.9 ms).
+  // A line between panels, for the same reason (4 bits, m = 1, when blocks had four tiles: 2.5
+  // -> 1.9 ms).
   const std::size_t step = most * grad.panel + kLineItems;
   parallel_for(layout.tiles, 1, threads, [&](std::size_t begin, std::size_t end) {
     const Buffer<std::uint16_t> decoded(kPairedRows * kTileK), panels(kTileK / grad.panel * step);

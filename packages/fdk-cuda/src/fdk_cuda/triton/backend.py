@@ -1,5 +1,7 @@
 """The Triton backend: every format on any NVIDIA GPU of compute capability 8.0 or later."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -88,8 +90,9 @@ class TritonLayout(SettledLayout):
         return y
 
     def _weight(self) -> Weight:
-        tensors = self.words, self.scale, self.zero_point, self.values, self.lanes
-        return Weight(*tensors, self.arrangement)
+        tensors: Any = self._buffers  # every call that is not ready comes here: see forward
+        *names, _ = Weight._fields
+        return Weight._make([*(tensors[name] for name in names), self.arrangement])
 
     def grad_x(self, grad_y: Tensor) -> Tensor:
         """``grad_y @ W_hat`` for ``grad_y :: [..., n]``, what backward computes for x."""

@@ -62,24 +62,29 @@ def bert_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def hf_model():
-    """A llama of two layers: of the sizes of SMALL in test_models.py."""
+def hf_sizes():
+    """Of a decoder of two layers: those of SMALL in test_models.py."""
+    return {
+        "vocab_size": 40,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 64,
+    }
+
+
+@pytest.fixture
+def hf_model(hf_sizes):
+    """A llama of these sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        max_position_embeddings=64,
-    )
+    rope = {"rope_type": "default", "rope_theta": 500_000.0}
+    config = LlamaConfig(**hf_sizes, rms_norm_eps=1e-5, rope_parameters=rope)
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 

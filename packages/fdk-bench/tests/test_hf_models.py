@@ -49,23 +49,12 @@ def test_hf_bytes(hf_folder):
 
 
 @pytest.fixture
-def qwen2():
+def qwen2(hf_sizes):
     """Two layers whose q, k and v have biases."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        max_position_embeddings=64,
-    )
-    model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
+    model = Qwen2ForCausalLM(Qwen2Config(**hf_sizes)).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_()

@@ -5,10 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -29,6 +29,7 @@ from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
 from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel  # noqa: E402
+from fdk_cuda.triton.weight import Weight  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.
 TARGETS = {major * 10 + minor: gpu.shared_bytes for (major, minor), gpu in GPUS.items()}
@@ -51,24 +52,11 @@ LARGE = (4096, 4096, 64)
 
 
 def constants(bits: int, affine: bool, shape: tuple[int, int, int] = LARGE) -> dict[str, object]:
-    """As ``Weight.constants``, for a weight of n, k and a group size."""
+    """Of a weight of n, k and a group size, for a product with a bias."""
+    none = torch.empty(0)
     a = Arrangement(shape[0], shape[1], bits, shape[2])
-    return {
-        "BITS": bits,
-        "WORDS": a.words,
-        "POSITIONS": POSITIONS[bits],
-        "GROUP": a.padded_group if a.groups == 1 else a.group_size,
-        "PADDED_GROUP": a.padded_group,
-        "SEGMENT": a.segment,
-        "ONE_GROUP": a.groups == 1,
-        "EXACT": a.k == a.k_tiles * a.tile_k,
-        "PAIRED": a.paired,
-        "AFFINE": affine,
-        "HAS_BIAS": True,
-        "ASSEMBLY": True,
-        "X_DTYPE": tl.bfloat16,
-        "DOT_DTYPE": tl.bfloat16,
-    }
+    w = Weight(none, none, none if affine else None, none, none, a)
+    return w.constants(torch.bfloat16) | {"HAS_BIAS": True}
 
 
 def compile_kernel(

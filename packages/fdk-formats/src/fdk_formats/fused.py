@@ -7,6 +7,7 @@ hand out their rows of it.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fdk_formats.backends import Layout, NoBackendError, Problem, select
-from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.backends import Layout, NoBackendError
+from fdk_formats.linear import QuantisedLinear, QuantisedWeight, packed_by
 from fdk_formats.tensor import QuantisedTensor
 
 # Names that layers of one input have in the models of transformers.
@@ -57,9 +58,7 @@ def fuse_layers(
     layers = {
         name: module for name, module in model.named_modules() if type(module) is QuantisedLinear
     }
-    uses: dict[int, int] = {}
-    for layer in layers.values():
-        uses[id(layer.weight)] = uses.get(id(layer.weight), 0) + 1
+    uses = Counter(id(layer.weight) for layer in layers.values())
     fused = []
     for names in siblings(layers, groups):
         found = [layers[name] for name in names]
@@ -134,16 +133,15 @@ class Group:
             others = [part.codebook for part in parts[1:]]
             if not all(torch.equal(first.codebook, table) for table in others if table is not None):
                 return "codebooks differ"
-        q = concatenated(parts)
-        problem = Problem(q.format, *q.shape, kind.dtype, q.device, kind.activations)
         try:
-            backend = select(problem, kind.backend)
+            layout, name = packed_by(
+                kind.backend, concatenated(parts), kind.dtype, kind.activations
+            )
         except NoBackendError as error:
             return str(error)
-        rounded = {} if kind.activations == "float" else {"activations": kind.activations}
-        product = Product(backend.pack(q, dtype=kind.dtype, **rounded), kind.dtype, self)
+        product = Product(layout, kind.dtype, self)
         for index, weight in enumerate(weights):
-            weight.layout, weight.backend_name = FusedRows(product, index), backend.name
+            weight.layout, weight.backend_name = FusedRows(product, index), name
         self.apart = ()
         return None
 

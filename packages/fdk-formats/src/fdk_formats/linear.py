@@ -6,11 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdk_formats.backends import Problem, select
+from fdk_formats.backends import Layout, Problem, select
 from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedTensor, tensor_names
+
+
+def packed_by(
+    backend: str, q: QuantisedTensor, dtype: torch.dtype, activations: str
+) -> tuple[Layout, str]:
+    """A weight in the layout of the backend that ``select`` chooses, and that backend's name."""
+    chosen = select(Problem(q.format, *q.shape, dtype, q.device, activations), backend)
+    rounded = {} if activations == "float" else {"activations": activations}
+    return chosen.pack(q, dtype=dtype, **rounded), chosen.name
 
 
 class QuantisedWeight(nn.Module):
@@ -45,12 +54,9 @@ class QuantisedWeight(nn.Module):
         self._pack(q, dtype)
 
     def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
-        problem = Problem(q.format, *q.shape, dtype, q.device, self.activations)
-        chosen = select(problem, self.backend)
+        layout, name = packed_by(self.backend, q, dtype, self.activations)
         self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device
-        self.backend_name, self.canonical_bytes = chosen.name, q.nbytes
-        rounded = {} if self.activations == "float" else {"activations": self.activations}
-        self.layout = chosen.pack(q, dtype=dtype, **rounded)
+        self.layout, self.backend_name, self.canonical_bytes = layout, name, q.nbytes
         if self.group is not None:
             self.group.join()
 

@@ -17,6 +17,7 @@ from fdk_cuda.marlin.launches import (
 )
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, has_grid
 from fdk_cuda.marlin.plan import MAX_ROWS
+from fdk_cuda.ready import ALIGNMENT
 from fdk_formats.format import Format
 from fdk_formats.ops import define_linear_op
 
@@ -34,7 +35,6 @@ MAX_HOPPER_ROWS = 1536
 # 854 against 827. So 3 bits have the lower limit (1024 rows: 202 against 223), and codebooks of 256
 # values: 216 against 236 with 1024 rows, 438 against 421 with 2048.
 MAX_BACKWARD_ROWS, MAX_SLOW_BACKWARD_ROWS = 2048, 1024
-ALIGNMENT = 16
 
 
 def marlin_linear(

@@ -1,5 +1,6 @@
 """What ``fdk-bench record`` runs: commands of fdk-bench, each a file of rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -60,8 +61,8 @@ OURS = ("--format", "custom,int", "--backend", "marlin-lut,marlin,triton")
 PEERS_ON_GPU = "torch.compile,tinygemm,bitsandbytes,humming"
 LEFT_OUT = (
     r"-custom\d.*-marlin$|-int\d.*-cuda-(?!marlin$)"
-    r"|^m(256|1024)-.*-(tinygemm|bitsandbytes)$|^m1024-.*-triton$"
-    r"|^m(4|16|64|256|1024)-.*compile$|-custom[1238].*compile$"
+    r"|^m(256|1024|4096)-.*-(tinygemm|bitsandbytes)$|^m(1024|4096)-.*-triton$"
+    r"|^m(4|16|64|256|1024|4096)-.*compile$|-custom[1238].*compile$"
 )
 WIDTHS = ("4", "1", "2", "3", "8")
 QUICK = ("--copies", "1", "--inner-reps", "1", "--outer-reps", "1")
@@ -71,26 +72,43 @@ COMPILED = (
     ("humming", "1,4"),
     ("humming", "16,64"),
     ("humming", "256,1024"),
+    ("humming", "4096"),
     ("(?!humming)", "1,4,16"),
-    ("(?!humming)", "64,256,1024"),
+    ("(?!humming)", "64,256,1024,4096"),
+)
+# Shapes that only a GEMM has goals for: ours by Hopper's kernel, cuBLAS and Humming.
+COMPILED_MANY_ROWS = (
+    ("humming", "64,256"),
+    ("humming", "1024,4096"),
+    ("(?!humming)", "64,256,1024,4096"),
 )
 
 
-def _compare(shape: str) -> Part:
+def _compare(
+    shape: str,
+    ms: str = "1,4,16,64,256,1024,4096",
+    left_out: str = LEFT_OUT,
+    compiled: Sequence[tuple[str, str]] = COMPILED,
+) -> Part:
     """Ours beside every peer in one run; compiled ahead, by processes for each width."""
-    what = (*OURS, "--exclude", LEFT_OUT, "--against", PEERS_ON_GPU, "--shapes", shape)
-    ms = ("-m", "1,4,16,64,256,1024")
+    what = (*OURS, "--exclude", left_out, "--against", PEERS_ON_GPU, "--shapes", shape)
+    rest = ("-b", ",".join(("16", *WIDTHS)), "--peer-seconds", "30", "--outer-reps", "9")
     return Part(
         f"compare-{shape}",
         "compare",
-        (*ms, *what, "-b", ",".join(("16", *WIDTHS)), "--peer-seconds", "30", "--outer-reps", "9"),
+        ("-m", ms, *what, *rest),
         warm=tuple(
             ("-m", few, *what, "-b", width, "--include", f"-cuda-{by}", *QUICK)
-            for by, few in COMPILED
+            for by, few in compiled
             for width in WIDTHS
         ),
-        limit=90,
+        limit=120,
     )
+
+
+def _compare_many_rows(shape: str) -> Part:
+    left_out = LEFT_OUT + r"|-(triton|tinygemm|bitsandbytes)$|compile$"
+    return _compare(shape, "64,256,1024,4096", left_out, COMPILED_MANY_ROWS)
 
 
 # What matters most first: what there is no time for is left as it was.
@@ -101,6 +119,9 @@ ON_GPU = (
     _compare("4096x4096"),
     _compare("4096x14336"),
     _compare("14336x4096"),
+    _compare_many_rows("6144x4096"),
+    _compare_many_rows("21504x6144"),
+    _compare_many_rows("128256x4096"),
     _models("models-31b", "31b", "16,4,1", "1,16,64"),
     _models("models-2048", "12b", "16,4", "1", "--context", "2048"),
     _models("models-2048-31b", "31b", "16,1", "1", "--context", "2048"),

@@ -142,8 +142,8 @@ def test_table_command(rows, monkeypatch):
     assert run("table", rows, "--columns", "nothing").exit_code == 2
 
 
-TOLD_1 = ["64 x 64 ", " 4 ", " 1 ", " cpu ", " 2 us ", " 1 us ", " 50 % "]
-TOLD_16 = ["64 x 64 ", " 4 ", " 16 ", " cpu ", " 4 us ", " 1 us ", " 25 % "]
+TOLD_1 = ["64 x 64 ", " 4 ", " 1 ", " cpu ", " 2 us ", " 1 us ", " 50 % ", " 3.50 "]
+TOLD_16 = ["64 x 64 ", " 4 ", " 16 ", " cpu ", " 4 us ", " 1 us ", " 25 % ", " 3.50 "]
 
 
 def test_goals(tmp_path):
@@ -163,8 +163,9 @@ def test_goals(tmp_path):
         [*TOLD_1, " 3 us (humming) ", " 1.50 ", " 2.5 us ", " 0.80 ", " yes"],
         [*TOLD_16, "  ", "  ", " 3 us ", " 1.33 ", " no"],
     ]
-    assert lines[5] == "1 of 2 measured goals met; 1 of 3 were not measured."
-    assert lines[7:9] == [
+    assert lines[5] == "Faster than the best peer: 1 of 1 cases."
+    assert lines[7] == "1 of 2 measured goals met; 1 of 3 were not measured."
+    assert lines[9:11] == [
         "- 64 x 64: 1 of 2 measured goals met; over: 4 bits m=16 (1.33).",
         "- 1 x 64: 0 of 0 measured goals met; 1 of 1 not measured.",
     ]

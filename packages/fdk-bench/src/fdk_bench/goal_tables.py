@@ -18,6 +18,7 @@ HEADINGS = (
     "time",
     "floor",
     "share",
+    "x 16 bit",
     "best peer",
     "x best peer",
     "goal",
@@ -60,10 +61,14 @@ class Goals:
     Attributes:
         table: Markdown lines, one a case of ours: each width and m of a shape.
         shapes: those that were measured, then those that have goals alone.
+        ahead: those of the cases beside a peer that are faster than the best one.
+        beside: how many cases have a peer.
     """
 
     table: str
     shapes: tuple[ShapeGoals, ...]
+    ahead: int
+    beside: int
 
     def __str__(self) -> str:
         met, measured, total = (
@@ -72,7 +77,8 @@ class Goals:
         )
         lines = "\n".join(map(str, self.shapes))
         return (
-            f"{self.table}\n{met} of {measured} measured goals met; "
+            f"{self.table}\nFaster than the best peer: {self.ahead} of {self.beside} cases.\n\n"
+            f"{met} of {measured} measured goals met; "
             f"{total - measured} of {total} were not measured.\n\n{lines}\n"
         )
 
@@ -98,6 +104,7 @@ def read_goals(path: Path) -> dict[Key, float]:
 def goals_table(rows: Sequence[KernelRow], goals: Mapping[Key, float]) -> Goals:
     """Ours, the fastest where there are several, beside the floor, the best peer and the goal."""
     lines = []
+    ahead = beside = 0
     ratios: dict[Key, float | None] = {}  # time over goal of what was measured
     measured = {key for row in rows if (key := _key(row)) and row.values is not None}
     for key in sorted(measured):
@@ -107,13 +114,16 @@ def goals_table(rows: Sequence[KernelRow], goals: Mapping[Key, float]) -> Goals:
             continue
         best = min(ours, key=_time)
         peer = min(filter(is_peer, here), key=_time, default=None)
+        if peer is not None:
+            ahead, beside = ahead + (_time(best) < _time(peer)), beside + 1
         ratios[key] = _time(best) / goals[key] if key in goals else None
         lines.append(_cells(best, peer, goals.get(key)))
     table = markdown(HEADINGS, ("n x k", "by", "best peer"), lines)
     shapes = sorted({key[:2] for key in ratios}) + sorted(
         {key[:2] for key in goals} - {key[:2] for key in ratios}
     )
-    return Goals(table, tuple(_shape_goals(shape, ratios, goals) for shape in shapes))
+    told = tuple(_shape_goals(shape, ratios, goals) for shape in shapes)
+    return Goals(table, told, ahead, beside)
 
 
 def _shape_goals(
@@ -157,6 +167,7 @@ def _cells(row: KernelRow, peer: KernelRow | None, goal: float | None) -> dict[s
         "time": seconds_text(values.time),
         "floor": seconds_text(values.floor),
         "share": f"{100 * values.floor_share:.0f} %",
+        "x 16 bit": "" if values.speedup_16 is None else f"{values.speedup_16:.2f}",
         "best peer": "",
         "x best peer": "",
         "goal": "",

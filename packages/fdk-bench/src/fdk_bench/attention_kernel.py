@@ -12,6 +12,7 @@ from fdk_bench.launches import launch_options
 ROWS = 16  # rows of q that a tensor core takes at least; the heads of a group are fewer
 FEWEST_CHANNELS = 16  # that tl.dot takes
 ENOUGH_PROGRAMS = 264  # two for each processor of an H200
+PARTS_AT_ONCE = 8  # that the last program of a head has on their way when it adds them up
 LONG = 512  # entries of a cache from which on parts are cut smaller
 
 
@@ -42,6 +43,46 @@ def attend_block(q, K, V, there, scale, most, weight, sums):  # type: ignore[no-
     return highest, weight, sums
 
 
+# parts :: [PARTS, GROUP, HEAD_DIM + 2, float32]    see attend_kernel
+# y     :: [GROUP, HEAD_DIM, dtype]
+@triton.jit  # type: ignore[untyped-decorator]
+def join_parts(  # type: ignore[no-untyped-def] # noqa: D103
+    parts,
+    y,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    width: tl.constexpr = HEAD_DIM + 2
+    rows, channels = tl.arange(0, FEW), tl.arange(0, HEAD_DIM)
+    there = rows < GROUP
+    most = tl.full([FEW], float("-inf"), tl.float32)
+    weight = tl.zeros([FEW], tl.float32)
+    sums = tl.zeros([FEW, HEAD_DIM], tl.float32)
+    # Part by part, so that no sum is over threads; those of AT_ONCE are on their way together.
+    for begin in range(0, PARTS, AT_ONCE):
+        loaded = ()
+        for i in tl.static_range(AT_ONCE):
+            live = there & (begin + i < PARTS)
+            at = parts + ((begin + i) * GROUP + rows) * width
+            most_of = tl.load(at + HEAD_DIM, mask=live, other=float("-inf"))
+            weight_of = tl.load(at + HEAD_DIM + 1, mask=live, other=0.0)
+            places = at[:, None] + channels[None, :]
+            sums_of = tl.load(places, mask=live[:, None], other=0.0)
+            loaded += ((most_of, weight_of, sums_of),)  # type: ignore[assignment]
+        for i in tl.static_range(AT_ONCE):
+            most_of, weight_of, sums_of = loaded[i]
+            highest = tl.maximum(most, most_of)
+            kept, new = tl.exp(most - highest), tl.exp(most_of - highest)
+            weight = weight * kept + weight_of * new
+            sums = sums * kept[:, None] + sums_of * new[:, None]
+            most = highest
+    places = y + rows[:, None] * HEAD_DIM + channels[None, :]
+    tl.store(places, (sums / weight[:, None]).to(y.dtype.element_ty), mask=there[:, None])
+
+
 # qkv      :: [b, 1, (heads + 2 kv_heads) * head_dim, dtype]
 # turns    :: [2, length, head_dim, dtype]                 cosines and sines
 # position :: [1, int64]
@@ -67,7 +108,8 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
+    FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -141,18 +183,7 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
         if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
             tl.debug_barrier()
             tl.store(arrived, 0)
-            every = tl.arange(0, PADDED_PARTS)
-            there = every < PARTS
-            for row in tl.static_range(GROUP):
-                theirs = parts + (every * GROUP + row) * width
-                most_of = tl.load(theirs + HEAD_DIM, mask=there, other=float("-inf"))
-                weight_of = tl.load(theirs + HEAD_DIM + 1, mask=there, other=0.0)
-                sums_of = tl.load(
-                    theirs[:, None] + channels[None, :], mask=there[:, None], other=0.0
-                )
-                kept = tl.exp(most_of - tl.max(most_of, axis=0))  # [PADDED_PARTS]
-                sum = tl.sum(sums_of * kept[:, None], axis=0) / tl.sum(weight_of * kept, axis=0)
-                tl.store(y + row * HEAD_DIM + channels, sum.to(dtype))
+            join_parts(parts, y, GROUP, HEAD_DIM, PARTS, FEW, AT_ONCE)
 
 
 def config_for(programs: int, length: int) -> AttendConfig:
@@ -167,9 +198,9 @@ def config_for(programs: int, length: int) -> AttendConfig:
         return AttendConfig(32, 2, 3)
     if programs >= 256:
         return AttendConfig(32, 4, 3)
-    if length <= LONG:
-        return AttendConfig(128, 8, 1)
-    return AttendConfig(64, 4, 3) if programs < 64 else AttendConfig(128, 8, 2)
+    if programs >= 64:
+        return AttendConfig(128, 8, 1 if length <= LONG else 2)
+    return AttendConfig(256, 8, 1) if length <= LONG else AttendConfig(128, 8, 1)
 
 
 def parts_of(programs: int, length: int, block: int) -> int:
@@ -241,7 +272,8 @@ def attend(
         ROWS=ROWS,
         BLOCK=config.block,
         PARTS=parts,
-        PADDED_PARTS=triton.next_power_of_2(parts),
+        FEW=triton.next_power_of_2(group),
+        AT_ONCE=min(parts, PARTS_AT_ONCE),
         num_warps=config.warps,
         num_stages=config.stages,
         **launch_options(qkv),

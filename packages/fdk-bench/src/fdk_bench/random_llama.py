@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fdk_bench.cases import DTYPES, KernelCase
 from fdk_bench.decoding import Built
 from fdk_bench.llama import SIZES, Llama
+from fdk_bench.llama_ops import has_kernels
 from fdk_bench.model_cases import ModelCase
 from fdk_bench.peers.base import Prepared, check
 from fdk_bench.peers.dense import codebook_bytes
@@ -30,11 +31,12 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
     weights, bits = [0], [0.0, 0.0]
     backends: set[str] = set()
     checked: set[tuple[int, int]] = set()
+    make_dense = dense_linear(case)
 
     def linear(name: str, n: int, k: int) -> nn.Module:
         if format is None or (case.skip and re.search(case.skip, name)):
             W = torch.empty(n, k, device=case.device, dtype=dtype).normal_(std=k**-0.5)
-            layer = nn.Linear(k, n, bias=False, device="meta")
+            layer = make_dense(k, n, bias=False, device="meta")
             layer.weight = nn.Parameter(W, requires_grad=False)
             weights[0] += W.nbytes
             return layer
@@ -63,6 +65,15 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
         bits_per_weight=bits[0] / bits[1] if bits[1] else dtype.itemsize * 8,
         backends=", ".join(sorted(backends)) or "torch",
     )
+
+
+def dense_linear(case: ModelCase) -> type[nn.Linear]:
+    """What makes layers that are not quantised: by our kernel for one row where we have kernels."""
+    if not (case.compiled and has_kernels(case.device)):
+        return nn.Linear
+    from fdk_bench.gemv_kernel import RowLinear
+
+    return RowLinear
 
 
 def check_layer(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from fdk_bench.decoding import WARM_STEPS, Step, captured_prompt, first_tokens, step_seconds
 from fdk_bench.llama import Llama, LlamaSize
+from fdk_bench.model_cases import ModelCase
+from fdk_bench.random_llama import build_llama
 
 pytest.importorskip("triton")
 
@@ -24,6 +27,7 @@ CASES = [
     ("attend", 12, 2, 32, 2, 192, 130, 3, 64, 4, 3),
     ("attend", 4, 2, 32, 1, 320, 20, 4, 16, 4, 3),
     ("attend", 4, 2, 32, 1, 192, 130, 2, 128, 8, 1),
+    ("attend", 6, 2, 32, 2, 192, 170, 1, 256, 8, 1),
     ("attend", 6, 2, 32, 1, 320, 170, 10, 16, 4, 3),  # parts without entries, eight at once
     ("refused", 34, 2, 32),
     ("refused", 4, 2, 96),
@@ -53,12 +57,16 @@ def test_interpreted(case):
 def test_config_and_parts():
     from fdk_bench.attention_kernel import config_for, parts_of
 
-    assert config_for(8, 192).block == 128
-    assert config_for(8, 2112).block == 64
+    assert config_for(8, 192) == (64, 8, 1)
+    assert config_for(32, 192) == (256, 8, 1)
+    assert config_for(128, 192) == (256, 8, 1)
+    assert config_for(8, 2112) == (128, 8, 1)
+    assert config_for(128, 2112) == (128, 8, 2)
     assert config_for(512, 192) == (32, 4, 3)
     assert config_for(2048, 192) == (32, 2, 3)
-    assert parts_of(8, 192, 128) == 2
-    assert parts_of(8, 2112, 64) == 33  # two programs a processor
+    assert parts_of(8, 192, 64) == 3
+    assert parts_of(8, 2112, 128) == 17
+    assert parts_of(8, 4096, 64) == 33  # two programs a processor
     assert parts_of(128, 2112, 128) == 2
     assert parts_of(512, 2112, 32) == 1
 
@@ -153,6 +161,16 @@ def test_graph_of_a_step_on_gpu():
         found.append(tokens)
         assert step.position.item() == 605
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_dense_layers_are_ours_on_gpu():
+    """Of a model that is compiled; with --no-compile they are torch's."""
+    case = ModelCase("tiny", 1, "bf16", "torch", "bf16", "cuda", "lm_head", 8, 1, compiled=True)
+    ours, theirs = build_llama(case, [1, 3]), build_llama(replace(case, compiled=False), [1])
+    assert (ours.backends, theirs.backends) == ("torch, gemv for one row", "torch")
+    assert isinstance(ours.decoder.lm_head, RowLinear)
+    assert not isinstance(theirs.decoder.lm_head, RowLinear)
 
 
 @pytest.mark.gpu

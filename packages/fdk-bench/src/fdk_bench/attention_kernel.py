@@ -13,6 +13,7 @@ ROWS = 16  # rows of q that a tensor core takes at least; the heads of a group a
 FEWEST_CHANNELS = 16  # that tl.dot takes
 ENOUGH_PROGRAMS = 264  # two for each processor of an H200
 PARTS_AT_ONCE = 8  # that the last program of a head has on their way when it adds them up
+SEVERAL = 16  # sequences times key heads from which on programs may be large
 LONG = 512  # entries of a cache from which on parts are cut smaller
 
 
@@ -189,18 +190,21 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
 def config_for(programs: int, length: int) -> AttendConfig:
     """For so many sequences times key heads, and a cache of so many entries.
 
-    Times of 8 blocks of 12b at 4 bits with the head (H200, us) beside those of 64 entries, 4 warps
-    and 3 stages, in one part below 512 entries: 628 against 634 (1 sequence), 807 against 810 (16),
-    1041 against 1070 (64), 2146 against 2224 (256); with 2048 tokens 695 against 717, in 16 parts
-    (1), and 1064 against 1202 (16).
+    Times of 8 blocks with the head (H200, us), in as many parts as ``parts_of`` says. With 128
+    tokens and one sequence, 64 / 128 / 256 entries and 8 warps: 12b at 4 bits 619 / 620 / 616, 31b
+    at 1 bit 767 / 775 / 774, 12b in bf16 1138 / 1138 / 1181: the programs of a layer before it
+    leave no room for those of 256 entries, which need most of a processor's registers. 4 sequences
+    of 12b at 4 bits 637 / 634 / 627, 16 of them 794 / 803 / 794. With 2048 tokens 128 entries take
+    693, 256 entries 704, 64 with 4 warps 708 (1); 745, 776, 754 (4); 128 with 2 stages 1063, with
+    one 1131 (16).
     """
     if programs >= 1024:
         return AttendConfig(32, 2, 3)
     if programs >= 256:
         return AttendConfig(32, 4, 3)
-    if programs >= 64:
-        return AttendConfig(128, 8, 1 if length <= LONG else 2)
-    return AttendConfig(256, 8, 1) if length <= LONG else AttendConfig(128, 8, 1)
+    if length > LONG:
+        return AttendConfig(128, 8, 1 if programs < 64 else 2)
+    return AttendConfig(64 if programs < SEVERAL else 256, 8, 1)
 
 
 def parts_of(programs: int, length: int, block: int) -> int:

@@ -61,9 +61,13 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 def gemv(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ W.T``, ``[..., n]``, for one row of x.
 
-    us on an H200, weights cold, beside cuBLAS: 22528 x 3072 32.2 (34.5), 3072 x 11264 17.4 (22.6),
-    4096 x 4096 9.3 (12.7), 28672 x 4096 52.8 (56.0), 4096 x 14336 28.2 (31.3), 6144 x 21504 59.2
-    (65.3); two and eight rows, two and eight warps: within 2 % but for 4096 x 14336, 5 % slower.
+    The kernel reads W before the one ahead has ended: what wrote W must have.
+
+    us on an H200, W cold, beside cuBLAS: 5120 x 3072 9.2 (10.3), 22528 x 3072 32.2 (34.5), 3072 x
+    11264 17.4 (22.6), 4096 x 4096 9.3 (12.7), 28672 x 4096 52.8 (56.0), 4096 x 14336 28.2 (31.3),
+    43008 x 6144 116.4 (124.4), 6144 x 21504 59.2 (65.3). Other rows and warps: 3072 x 3072 5.2
+    with 8 rows, 6.3 with 2, 5.5 as here; with more values a program, 3072 x 11264 20.3 and 6144 x
+    21504 70.2; else within 5 %, and a step of 8 blocks of 4b within 1 %.
 
     x      :: [..., k]      of one row, contiguous
     weight :: [n, k]

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from fdk_bench import attention_kernel
+from fdk_bench import attention_kernel, gemv_kernel
 from fdk_bench.choice_kernel import choose
 from fdk_bench.llama_ops import TorchOps, TritonOps, rotary_table
 
@@ -66,6 +66,14 @@ def rest(rows, dim):
     torch.testing.assert_close(OURS.gated(gate_up), THEIRS.gated(gate_up), rtol=1e-5, atol=1e-6)
 
 
+def gemv(n, k):
+    """One row; a program of the last rows has fewer."""
+    x, W = torch.randn(1, 1, k), torch.randn(n, k)
+    y = gemv_kernel.gemv(x, W)
+    assert y.shape == (1, 1, n)
+    torch.testing.assert_close(y, x @ W.T, rtol=1e-5, atol=1e-6 * k)
+
+
 def choice(batch, vocabulary):
     """The first of equals, and the position."""
     wide = torch.randn(batch, 3, vocabulary + 5)
@@ -81,5 +89,5 @@ def choice(batch, vocabulary):
 
 
 torch.manual_seed(0)
-WHAT = {"attend": attend, "refused": refused, "prompt": prompt, "rest": rest, "choice": choice}
+WHAT = {f.__name__: f for f in (attend, refused, prompt, rest, gemv, choice)}
 WHAT[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -3,16 +3,21 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from fdk_bench.decoding import Step, captured_prompt, first_tokens
+from fdk_bench.decoding import WARM_STEPS, Step, captured_prompt, first_tokens, step_seconds
 from fdk_bench.llama import Llama, LlamaSize
+from fdk_bench.model_cases import ModelCase
+from fdk_bench.random_llama import build_llama
 
 pytest.importorskip("triton")
+
+from fdk_bench.gemv_kernel import RowLinear, takes
 
 # What to try, and its sizes: see the functions of interpreted_llama.py.
 CASES = [
@@ -22,6 +27,8 @@ CASES = [
     ("attend", 12, 2, 32, 2, 192, 130, 3, 64, 4, 3),
     ("attend", 4, 2, 32, 1, 320, 20, 4, 16, 4, 3),
     ("attend", 4, 2, 32, 1, 192, 130, 2, 128, 8, 1),
+    ("attend", 6, 2, 32, 2, 192, 170, 1, 256, 8, 1),
+    ("attend", 6, 2, 32, 1, 320, 170, 10, 16, 4, 3),  # parts without entries, eight at once
     ("refused", 34, 2, 32),
     ("refused", 4, 2, 96),
     ("refused", 4, 2, 8),
@@ -29,6 +36,10 @@ CASES = [
     ("prompt", 4, 4, 32, 1, 8, 2),
     ("rest", 3, 96),
     ("rest", 1, 1040),
+    ("gemv", 13, 72),
+    ("gemv", 5, 3072),
+    ("gemv", 3, 11264),
+    ("gemv", 2, 21504),
     ("choice", 1, 40),
     ("choice", 3, 4099),
 ]
@@ -46,12 +57,16 @@ def test_interpreted(case):
 def test_config_and_parts():
     from fdk_bench.attention_kernel import config_for, parts_of
 
-    assert config_for(8, 192).block == 128
-    assert config_for(8, 2112).block == 64
+    assert config_for(8, 192) == (64, 8, 1)
+    assert config_for(32, 192) == (256, 8, 1)
+    assert config_for(128, 192) == (256, 8, 1)
+    assert config_for(8, 2112) == (128, 8, 1)
+    assert config_for(128, 2112) == (128, 8, 2)
     assert config_for(512, 192) == (32, 4, 3)
     assert config_for(2048, 192) == (32, 2, 3)
-    assert parts_of(8, 192, 128) == 2
-    assert parts_of(8, 2112, 64) == 33  # two programs a processor
+    assert parts_of(8, 192, 64) == 3
+    assert parts_of(8, 2112, 128) == 17
+    assert parts_of(8, 4096, 64) == 33  # two programs a processor
     assert parts_of(128, 2112, 128) == 2
     assert parts_of(512, 2112, 32) == 1
 
@@ -97,6 +112,36 @@ def test_logits_on_gpu(batch, tokens, length):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(1001, 520), (640, 4096), (300, 21504)])
+@torch.inference_mode()
+def test_gemv_on_gpu(n, k, dtype):
+    """A row by our kernel, no further from float64 than twice torch; several rows by torch's."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    layer = RowLinear(k, n, bias=False, device="cuda", dtype=dtype)
+    x = torch.randn(3, 1, k, device="cuda", generator=generator).to(dtype)
+    expected = x.double() @ layer.weight.double().T
+    plain = torch.nn.functional.linear(x, layer.weight)
+    assert torch.equal(layer(x), plain)
+    assert takes(x[:1], layer.weight)
+    torch.full((n,), torch.nan, device="cuda", dtype=dtype)  # memory that y may come to lie in
+    error = (layer(x[:1]).double() - expected[:1]).norm()
+    assert error <= 2 * (plain[:1].double() - expected[:1]).norm()
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype"),
+    [(1, 64, torch.float32), (2, 64, torch.bfloat16), (1, 60, torch.bfloat16)],
+)
+def test_what_gemv_leaves_to_torch(rows, k, dtype):
+    """Here everything, for there is no GPU in it; the answer is torch's."""
+    layer = RowLinear(k, 7, bias=False, dtype=dtype)
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert not takes(x, layer.weight)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight))
+
+
+@pytest.mark.gpu
 @torch.inference_mode()
 def test_graph_of_a_step_on_gpu():
     """Tokens of replays are those of calls, and the position moves on."""
@@ -116,6 +161,32 @@ def test_graph_of_a_step_on_gpu():
         found.append(tokens)
         assert step.position.item() == 605
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_dense_layers_are_ours_on_gpu():
+    """Of a model that is compiled; with --no-compile they are torch's."""
+    case = ModelCase("tiny", 1, "bf16", "torch", "bf16", "cuda", "lm_head", 8, 1, compiled=True)
+    ours, theirs = build_llama(case, [1, 3]), build_llama(replace(case, compiled=False), [1])
+    assert (ours.backends, theirs.backends) == ("torch, gemv for one row", "torch")
+    assert isinstance(ours.decoder.lm_head, RowLinear)
+    assert not isinstance(theirs.decoder.lm_head, RowLinear)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_seconds_of_steps_on_gpu():
+    """Each replay once, and those before the first that counts."""
+    llama = llama_on_gpu(LlamaSize(512, 2, 4, 2, 1056, vocabulary=5000), torch.bfloat16)
+    llama.compile_blocks()
+    llama.prepare(1, 64)
+    prompt = torch.randint(5000, (1, 20), device="cuda")
+    step = Step(llama, first_tokens(llama, prompt), 20)
+    step.warm_up()
+    times = step_seconds(step, torch.device("cuda"), 7)
+    assert step.position.item() == 20 + WARM_STEPS + 7
+    assert len(times) == 7
+    assert min(times) > 0
 
 
 @pytest.mark.gpu

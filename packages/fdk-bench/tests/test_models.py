@@ -19,7 +19,7 @@ from fdk_bench.hf_decoding import build_hf
 from fdk_bench.llama import SIZES, Llama, LlamaSize
 from fdk_bench.model_cases import ModelCase, ModelRun, ModelValues
 from fdk_bench.peers import WrongAnswerError
-from fdk_bench.random_llama import build_llama, check_layer
+from fdk_bench.random_llama import build_llama, check_dense, check_layer
 from fdk_bench.weights import random_weight
 from fdk_formats import Format, QuantisedLinear
 
@@ -204,6 +204,17 @@ def test_wrong_layer_is_refused():
     layer = QuantisedLinear.from_quantised(other, backend="reference")
     with pytest.raises(WrongAnswerError, match="not timed"):
         check_layer(layer, q, case_of(), [1, 4])
+
+
+def test_wrong_dense_layer_is_refused():
+    class Off(torch.nn.Linear):
+        def forward(self, x):
+            return 1.1 * super().forward(x)
+
+    torch.manual_seed(0)
+    check_dense(torch.nn.Linear(64, 32, bias=False), case_of(dtype="fp32"), [1, 4])
+    with pytest.raises(WrongAnswerError, match="not timed"):
+        check_dense(Off(64, 32, bias=False), case_of(dtype="fp32"), [1, 4])
 
 
 def run_of(**changes):

@@ -372,3 +372,11 @@ def test_hopper_plans_expect_more_rows_to_cost_more():
         plans = (plan_hopper(geometry, m, device) for m in range(17, 513))
         times = [hopper_cost(geometry, plan, device) for plan in plans]
         assert all(later >= before for before, later in itertools.pairwise(times))
+
+
+def test_long_loops_of_digits_have_enough_under_way():
+    """Two plans that the model of costs would otherwise not tell apart."""
+    geometry = Geometry(1, 6144, 21504, 64, torch.bfloat16, False)
+    plan = plan_small(geometry, torch.bfloat16, 1, DEVICES["sm_90a"])
+    assert (plan.shape.digit_rows, plan.shape.stage_blocks, plan.passes) == (1, 8, 2)
+    check_resources(small_m_program(Variant.of(geometry, torch.bfloat16), plan.shape), "sm_90a")

@@ -12,6 +12,8 @@ from fdk_bench.launches import launch_options
 ROWS = 16  # rows of q that a tensor core takes at least; the heads of a group are fewer
 FEWEST_CHANNELS = 16  # that tl.dot takes
 ENOUGH_PROGRAMS = 264  # two for each processor of an H200
+PARTS_AT_ONCE = 8  # that the last program of a head has on their way when it adds them up
+SEVERAL = 16  # sequences times key heads from which on programs may be large
 LONG = 512  # entries of a cache from which on parts are cut smaller
 
 
@@ -42,6 +44,46 @@ def attend_block(q, K, V, there, scale, most, weight, sums):  # type: ignore[no-
     return highest, weight, sums
 
 
+# parts :: [PARTS, GROUP, HEAD_DIM + 2, float32]    see attend_kernel
+# y     :: [GROUP, HEAD_DIM, dtype]
+@triton.jit  # type: ignore[untyped-decorator]
+def join_parts(  # type: ignore[no-untyped-def] # noqa: D103
+    parts,
+    y,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    width: tl.constexpr = HEAD_DIM + 2
+    rows, channels = tl.arange(0, FEW), tl.arange(0, HEAD_DIM)
+    there = rows < GROUP
+    most = tl.full([FEW], float("-inf"), tl.float32)
+    weight = tl.zeros([FEW], tl.float32)
+    sums = tl.zeros([FEW, HEAD_DIM], tl.float32)
+    # Part by part, so that no sum is over threads; those of AT_ONCE are on their way together.
+    for begin in range(0, PARTS, AT_ONCE):
+        loaded = ()
+        for i in tl.static_range(AT_ONCE):
+            live = there & (begin + i < PARTS)
+            at = parts + ((begin + i) * GROUP + rows) * width
+            most_of = tl.load(at + HEAD_DIM, mask=live, other=float("-inf"))
+            weight_of = tl.load(at + HEAD_DIM + 1, mask=live, other=0.0)
+            places = at[:, None] + channels[None, :]
+            sums_of = tl.load(places, mask=live[:, None], other=0.0)
+            loaded += ((most_of, weight_of, sums_of),)  # type: ignore[assignment]
+        for i in tl.static_range(AT_ONCE):
+            most_of, weight_of, sums_of = loaded[i]
+            highest = tl.maximum(most, most_of)
+            kept, new = tl.exp(most - highest), tl.exp(most_of - highest)
+            weight = weight * kept + weight_of * new
+            sums = sums * kept[:, None] + sums_of * new[:, None]
+            most = highest
+    places = y + rows[:, None] * HEAD_DIM + channels[None, :]
+    tl.store(places, (sums / weight[:, None]).to(y.dtype.element_ty), mask=there[:, None])
+
+
 # qkv      :: [b, 1, (heads + 2 kv_heads) * head_dim, dtype]
 # turns    :: [2, length, head_dim, dtype]                 cosines and sines
 # position :: [1, int64]
@@ -67,7 +109,8 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    PADDED_PARTS: tl.constexpr,
+    FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -141,35 +184,27 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
         if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
             tl.debug_barrier()
             tl.store(arrived, 0)
-            every = tl.arange(0, PADDED_PARTS)
-            there = every < PARTS
-            for row in tl.static_range(GROUP):
-                theirs = parts + (every * GROUP + row) * width
-                most_of = tl.load(theirs + HEAD_DIM, mask=there, other=float("-inf"))
-                weight_of = tl.load(theirs + HEAD_DIM + 1, mask=there, other=0.0)
-                sums_of = tl.load(
-                    theirs[:, None] + channels[None, :], mask=there[:, None], other=0.0
-                )
-                kept = tl.exp(most_of - tl.max(most_of, axis=0))  # [PADDED_PARTS]
-                sum = tl.sum(sums_of * kept[:, None], axis=0) / tl.sum(weight_of * kept, axis=0)
-                tl.store(y + row * HEAD_DIM + channels, sum.to(dtype))
+            join_parts(parts, y, GROUP, HEAD_DIM, PARTS, FEW, AT_ONCE)
 
 
 def config_for(programs: int, length: int) -> AttendConfig:
     """For so many sequences times key heads, and a cache of so many entries.
 
-    Times of 8 blocks of 12b at 4 bits with the head (H200, us) beside those of 64 entries, 4 warps
-    and 3 stages, in one part below 512 entries: 628 against 634 (1 sequence), 807 against 810 (16),
-    1041 against 1070 (64), 2146 against 2224 (256); with 2048 tokens 695 against 717, in 16 parts
-    (1), and 1064 against 1202 (16).
+    Times of 8 blocks with the head (H200, us), in as many parts as ``parts_of`` says. With 128
+    tokens and one sequence, 64 / 128 / 256 entries and 8 warps: 12b at 4 bits 619 / 620 / 616, 31b
+    at 1 bit 767 / 775 / 774, 12b in bf16 1138 / 1138 / 1181: the programs of a layer before it
+    leave no room for those of 256 entries, which need most of a processor's registers. 4 sequences
+    of 12b at 4 bits 637 / 634 / 627, 16 of them 794 / 803 / 794. With 2048 tokens 128 entries take
+    693, 256 entries 704, 64 with 4 warps 708 (1); 745, 776, 754 (4); 128 with 2 stages 1063, with
+    one 1131 (16).
     """
     if programs >= 1024:
         return AttendConfig(32, 2, 3)
     if programs >= 256:
         return AttendConfig(32, 4, 3)
-    if length <= LONG:
-        return AttendConfig(128, 8, 1)
-    return AttendConfig(64, 4, 3) if programs < 64 else AttendConfig(128, 8, 2)
+    if length > LONG:
+        return AttendConfig(128, 8, 1 if programs < 64 else 2)
+    return AttendConfig(64 if programs < SEVERAL else 256, 8, 1)
 
 
 def parts_of(programs: int, length: int, block: int) -> int:
@@ -241,7 +276,8 @@ def attend(
         ROWS=ROWS,
         BLOCK=config.block,
         PARTS=parts,
-        PADDED_PARTS=triton.next_power_of_2(parts),
+        FEW=triton.next_power_of_2(group),
+        AT_ONCE=min(parts, PARTS_AT_ONCE),
         num_warps=config.warps,
         num_stages=config.stages,
         **launch_options(qkv),

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 from warnings import warn
 
@@ -21,6 +22,7 @@ from fdk_bench.timing import summarise
 # The read rate of a model is that of one large read.
 RATE_BYTES = 1 << 30
 FIRST_TOKEN_REPS = 3
+WARM_STEPS = 4
 CACHE_STEP = 64  # lengths of a cache, for attention kernels that want aligned masks
 
 
@@ -128,7 +130,7 @@ def _measure_case(
     case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int
 ) -> ModelValues:
     decoder, device = built.decoder, torch.device(case.device)
-    length = -(-(case.context + case.reps + 4) // CACHE_STEP) * CACHE_STEP
+    length = -(-(case.context + case.reps + WARM_STEPS) // CACHE_STEP) * CACHE_STEP
     decoder.prepare(case.batch, length)
     generator = torch.Generator(device).manual_seed(0)
     shape = (case.batch, case.context)
@@ -148,11 +150,7 @@ def _measure_case(
     first_is_graph = begin.is_graph
     del begin
     floor.begin()
-    steps = []
-    for _ in range(case.reps):
-        floor.probe()
-        steps.append(_seconds(device, step))
-    timing = summarise(steps, "steps")
+    timing = summarise(step_seconds(step, device, case.reps, floor.probe), "steps")
     least = built.weight_bytes * floor.seconds(RATE_BYTES) / RATE_BYTES
     return ModelValues(
         backends=built.backends,
@@ -175,6 +173,32 @@ def _measure_case(
         compile_seconds=compile_seconds,
         perplexity=built.perplexity,
     )
+
+
+def step_seconds(
+    step: "Step", device: torch.device, reps: int, probe: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Times of ``reps`` steps after ``WARM_STEPS`` that are not timed.
+
+    On a GPU the host starts them without waiting, as it would to decode, and a step lasts from the
+    end of the one before to its own: what keeps the host busy is not counted as a step's time. On a
+    CPU the machine is probed before each.
+    """
+    for _ in range(WARM_STEPS):
+        step()
+    if device.type != "cuda":
+        times = []
+        for _ in range(reps):
+            probe()
+            times.append(_seconds(device, step))
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(reps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    events[-1].synchronize()
+    return [float(a.elapsed_time(b)) / 1e3 for a, b in pairwise(events)]
 
 
 @contextmanager

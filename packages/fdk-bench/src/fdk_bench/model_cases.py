@@ -43,14 +43,15 @@ class ModelValues:
     """What a model takes. Times are seconds.
 
     Attributes:
-        backends: that computed the quantised layers; ``torch`` where there are none.
+        backends: that computed the quantised layers; where there are none, ``torch``, and ``gemv``
+            where that is what one row goes through.
         parameters: all of them.
         bits_per_weight: of the quantised layers' weights; 16 where there are none.
         weight_bytes: read in one step: every layer and norm, of the embedding nothing.
         stored_bytes: of the whole model, embedding included.
         cache_bytes: keys and values of ``batch`` sequences of ``context + reps`` tokens.
         memory: of the device, that the model takes while decoding; None on a CPU.
-        step_time, step_time_min, spread: of one decoding step, see ``Timing``.
+        step_time, step_time_min, spread: of one decoding step, see ``Timing`` and ``step_seconds``.
         tokens_per_second: ``batch`` over ``step_time``.
         first_token_time: from prompts on the device to their first tokens, the best of three.
         floor: time to read ``weight_bytes`` at the read rate measured between the steps.

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fdk_bench.cases import DTYPES, KernelCase
+from fdk_bench.cases import DTYPES
 from fdk_bench.decoding import Built
 from fdk_bench.llama import SIZES, Llama
+from fdk_bench.llama_ops import has_kernels
 from fdk_bench.model_cases import ModelCase
 from fdk_bench.peers.base import Prepared, check
 from fdk_bench.peers.dense import codebook_bytes
@@ -30,13 +32,18 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
     weights, bits = [0], [0.0, 0.0]
     backends: set[str] = set()
     checked: set[tuple[int, int]] = set()
+    checked_dense: set[tuple[int, int]] = set()
+    make_dense, dense_name = dense_linear(case)
 
     def linear(name: str, n: int, k: int) -> nn.Module:
         if format is None or (case.skip and re.search(case.skip, name)):
             W = torch.empty(n, k, device=case.device, dtype=dtype).normal_(std=k**-0.5)
-            layer = nn.Linear(k, n, bias=False, device="meta")
+            layer = make_dense(k, n, bias=False, device="meta")
             layer.weight = nn.Parameter(W, requires_grad=False)
             weights[0] += W.nbytes
+            if make_dense is not nn.Linear and (n, k) not in checked_dense:
+                checked_dense.add((n, k))
+                check_dense(layer, case, batches)
             return layer
         q = random_weight(format, n, k, case.device, seed=weights[0] % 2**31)
         quantised = QuantisedLinear.from_quantised(q, backend=case.backend, dtype=dtype)
@@ -61,8 +68,17 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
         stored_bytes=weight_bytes + llama.embedding.nbytes,
         parameters=size.parameters,
         bits_per_weight=bits[0] / bits[1] if bits[1] else dtype.itemsize * 8,
-        backends=", ".join(sorted(backends)) or "torch",
+        backends=", ".join(sorted(backends)) or dense_name,
     )
+
+
+def dense_linear(case: ModelCase) -> tuple[type[nn.Linear], str]:
+    """What makes layers that are not quantised, and its name: ours where we have kernels."""
+    if not (case.compiled and has_kernels(case.device)):
+        return nn.Linear, "torch"
+    from fdk_bench.gemv_kernel import RowLinear
+
+    return RowLinear, "torch, gemv for one row"
 
 
 def check_layer(
@@ -73,14 +89,19 @@ def check_layer(
     Raises:
         WrongAnswerError: where one is wrong.
     """
-    n, k = q.shape
-    dtype = DTYPES[case.dtype]
-    kernel = KernelCase(1, n, k, str(q.format), case.dtype, case.device, case.backend)
+    weight = partial(exact_weight, q, DTYPES[case.dtype])
+    prepared = Prepared([layer], weight, q.nbytes, case.backend, codebook_bytes(q))
+    _check(prepared, q.shape[1], case, batches)
 
-    def weight(oracle: torch.dtype) -> Tensor:
-        return exact_weight(q, dtype, oracle)
 
+def check_dense(layer: nn.Linear, case: ModelCase, batches: Sequence[int]) -> None:
+    """The same of a layer that is not quantised."""
+    W = layer.weight
+    _check(Prepared([layer], W.to, W.nbytes, "gemv"), W.shape[1], case, batches)
+
+
+def _check(prepared: Prepared, k: int, case: ModelCase, batches: Sequence[int]) -> None:
     generator = torch.Generator(case.device).manual_seed(0)
-    inputs = [torch.randn(m, k, device=case.device, generator=generator).to(dtype) for m in batches]
+    rows = [torch.randn(m, k, device=case.device, generator=generator) for m in batches]
     with torch.inference_mode():
-        check(Prepared([layer], weight, q.nbytes, kernel.backend, codebook_bytes(q)), inputs)
+        check(prepared, [x.to(DTYPES[case.dtype]) for x in rows])

@@ -54,6 +54,9 @@ EASY_START_KIB, START_COST = 50, 0.016
 # to the plans timed in docs/kernels/marlin.md.
 WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
 LONG_LOOP = 8
+# digits.cu in a long loop waits for memory with so little (1 bit, 6144 x 21504, m = 1, in pairs:
+# 14.42 us with 20 KiB, 12.48 with 40).
+LITTLE_OF_DIGITS_KIB = 24
 LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
 LITTLE_IN_FLIGHT_FACTOR = 1.15
 
@@ -131,7 +134,10 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     if shape.warps < 8 or plan.passes * plan.rounds > LONG_LOOP:
         time *= WARPS_FACTOR[shape.warps]
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
-    if shape.column_tiles == 1 and in_flight < LITTLE_IN_FLIGHT_KIB[geometry.bits]:
+    little = LITTLE_IN_FLIGHT_KIB[geometry.bits]
+    if shape.digit_rows and plan.passes * plan.rounds > 2 * LONG_LOOP:
+        little = LITTLE_OF_DIGITS_KIB
+    if shape.column_tiles == 1 and in_flight < little:
         time *= LITTLE_IN_FLIGHT_FACTOR
     time += PASS_COST * plan.passes
     if plan.split > 1:

@@ -48,7 +48,7 @@ SHAPES = (
 COLD_BYTES = 256 << 20
 REPLAYS = 15
 # From here on, dequantising first and cuBLAS is timed too.
-MANY_ROWS = 1024
+MANY_ROWS = 128
 Run = Callable[[int], torch.Tensor]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from fdk_formats.format import Format
 from fdk_formats.testing import nrmse, random_quantised
 
 T = TypeVar("T")
+all_ready: Barrier
 FORMATS = "custom1-g64,custom2-g64,custom3-g64,custom4-g64,custom8-g64,affine4-g64"
 SHAPE, PROCESSES = (4096, 4096), 8
 # As many kernels: small_m.cu or digits.cu for one and 16 rows, hopper_gemm.cu for the others.
@@ -43,6 +45,12 @@ def milliseconds(run: Callable[[], T]) -> tuple[T, float]:
     return result, 1000 * (time.perf_counter() - start)
 
 
+def keep(barrier: Barrier) -> None:
+    """For ``first_calls`` of this process."""
+    global all_ready
+    all_ready = barrier
+
+
 def first_calls(format: str, cache: str) -> dict[str, float | str]:
     """Of a new process: milliseconds by what is done, and a digest of the results."""
     os.environ["FDK_CUDA_CACHE"] = cache
@@ -55,6 +63,7 @@ def first_calls(format: str, cache: str) -> dict[str, float | str]:
 
         return (MARLIN if q.format.is_affine else MARLIN_LUT).pack(q, dtype=torch.bfloat16)
 
+    all_ready.wait()
     layout, packing = milliseconds(pack)
     told: dict[str, float | str] = {"pack": packing}
     ys = []
@@ -74,7 +83,8 @@ def in_new_processes(count: int, format: str, cache: str) -> list[dict[str, floa
     """``first_calls`` of so many at once, which have nothing but torch behind them."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "fdk_formats.testing", "_rows"])
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
+    barrier = context.Barrier(count)
+    with ProcessPoolExecutor(count, context, initializer=keep, initargs=(barrier,)) as pool:
         return list(pool.map(first_calls, [format] * count, [cache] * count))
 
 

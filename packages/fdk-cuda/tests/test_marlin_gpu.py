@@ -109,6 +109,25 @@ def test_every_plan(format, m, n):
         assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
 
 
+@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize("format", ["affine1-g64", "affine3-g64"])
+def test_zero_points_by_16_warps(format, m):
+    """Which plans give to Hopper alone; the instructions are those of every GPU."""
+    q, layout = pack(format, 1216, 2048)
+    x = random_x(m, 2048)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    variant = Variant.of(layout.geometry, x.dtype)
+    plans, elsewhere = (
+        {p for p in _plans(layout.geometry, variant, m, device) if p.shape.warps == 16}
+        for device in (replace(FEW, is_hopper=True), FEW)
+    )
+    only_here = plans - elsewhere
+    assert (len(only_here) > 0) == (m <= 8 or format == "affine3-g64")
+    for plan in only_here:
+        y = run_plan(layout, x, plan)
+        assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
+
+
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize("format", [f"custom{bits}-g64" for bits in BITS] + ["affine4-g32"])
 def test_copies_of_older_gpus(format, m):
@@ -349,10 +368,10 @@ def test_precompile(monkeypatch, tmp_path):
     monkeypatch.setenv("FDK_CUDA_CACHE", str(tmp_path))
     layers = [("custom4-g64", 4096, 4096), ("custom4-g64", 11008, 4096)]
     count = precompile(layers)
-    stored = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    stored = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.cubin")}
     assert 3 <= count == len(stored)
     assert precompile(layers) == count
-    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == stored
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.cubin")} == stored
 
 
 def test_marlin_opcheck():

@@ -17,7 +17,13 @@ from fdk_cuda.marlin.launches import (
     hopper_runner,
     run_hopper,
 )
-from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, dequantise, linear_op
+from fdk_cuda.marlin.ops import (
+    MAX_FUSED_ROWS,
+    MAX_HOPPER_ROWS,
+    dequantise,
+    few_rows,
+    linear_op,
+)
 from fdk_cuda.marlin.plan import MAX_ROWS, Device, _plans, plan_small
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.format import Format
@@ -235,6 +241,25 @@ def test_hopper_thousands_of_rows(bits):
     """At 8 bits dequantised first, from here on."""
     q, layout = pack(f"custom{bits}-g64", 1000, 1088)
     check(layout, q, random_x(MAX_HOPPER_ROWS + 1, 1088), random_x(1000, seed=2))
+
+
+@HOPPER
+@pytest.mark.parametrize(
+    ("format", "n"), [("affine8-g64", 8200), ("int8-g64-signmax", 8200), ("custom8-g64", 16400)]
+)
+def test_hopper_few_rows_of_large_weights(format, n):
+    q, layout = pack(format, n, 8192)
+    assert few_rows(str(q.format), n, 8192, 0) == 8
+    W_hat = q.dequantise(torch.bfloat16).double()
+    for m in (8, 9, 16):
+        x, bias = random_x(m, 8192, seed=m), random_x(n, seed=2)
+        oracle = linear(x.double(), W_hat, bias.double())
+        for _ in range(2):  # the second call of a shape may be one made ready
+            with poisoned():
+                y = layout(x, bias)
+            # Up to 8 rows the weight is not rounded.
+            allowed = 2.2 if m == 8 else 1.2
+            assert nrmse(y, oracle) <= allowed * nrmse(oracle.bfloat16(), oracle) + 1e-5, m
 
 
 @HOPPER

@@ -242,8 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) digits(const __grid_con
         if (g < B_COLUMNS)
 #pragma unroll
           for (int f = 0; f < FRAGMENTS; f++)
-            b[f] =
-                *reinterpret_cast<const uint4*>(digits + (f * B_COLUMNS * QUAD + lane) * 16);
+            b[f] = *reinterpret_cast<const uint4*>(digits + (f * B_COLUMNS * QUAD + lane) * 16);
         const float* const factors = reinterpret_cast<const float*>(digits + FACTORS_AT);
         // Of one row, the zero point comes in in the third lane.
         const float factor = AFFINE && X_ROWS == 1 && t == 2 ? 0.f : factors[t];

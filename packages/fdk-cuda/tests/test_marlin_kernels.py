@@ -115,7 +115,7 @@ def test_what_is_taken_by_digits(bits, dtype, scale, per_row, affine, rows):
 
 
 @pytest.mark.parametrize("arch", DEVICES)
-@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+@pytest.mark.parametrize("variant", SMALL_VARIANTS, ids=variant_id)
 def test_dequantise_spills_nothing(variant, arch):
     check_resources(dequantise_program(variant), arch)
 

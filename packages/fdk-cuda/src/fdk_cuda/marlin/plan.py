@@ -59,7 +59,7 @@ LITTLE_IN_FLIGHT_FACTOR = 1.15
 
 # Bits at which weights with zero points take 16 warps on compute capability 9.0, by tiles of
 # columns; 8.0 and 12.0 would spill 4 to 64 bytes (H200, 3 bits, 28672 x 8192, m = 1: 34.6 us ->
-# 31.4). At 2 and 8 bits there is room too, and nothing gained.
+# 31.4). At 2 bits there is room too, and nothing gained.
 HOPPER_ZERO_POINT_BITS = {1: (1, 3), 2: (3,)}
 
 

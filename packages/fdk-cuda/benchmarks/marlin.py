@@ -33,8 +33,8 @@ from fdk_cuda.marlin.launches import (
     small_fields,
     small_launch,
 )
-from fdk_cuda.marlin.ops import dequantise
-from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
+from fdk_cuda.marlin.ops import dequantise, few_rows
+from fdk_cuda.marlin.plan import plan_small
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
@@ -48,7 +48,7 @@ SHAPES = (
 COLD_BYTES = 256 << 20
 REPLAYS = 15
 # From here on, dequantising first and cuBLAS is timed too.
-MANY_ROWS = 1024
+MANY_ROWS = 128
 Run = Callable[[int], torch.Tensor]
 
 
@@ -193,7 +193,7 @@ class Weights:
         Raises:
             SystemExit: an answer is wrong.
         """
-        few = len(x) <= MAX_ROWS
+        few = len(x) <= few_rows(str(self.layout.format), *self.layout.shape, 0)
         make, W = (small_run, self.exact) if few else (hopper_run, self.rounded.double())
         runs = [make(self.layout, self.packed, x, overlap=overlap) for overlap in (True, False)]
         oracle = x.double() @ W.T

@@ -1,6 +1,6 @@
 """Times one decoding step with Marlin layers, in a CUDA graph.
 
-    python packages/fdk-cuda/benchmarks/marlin_step.py --ms 1,16 --bits 1,4 [--affine]
+    python packages/fdk-cuda/benchmarks/marlin_step.py [--ms 1,16] [--bits 1,4] [--affine] [--out F]
 
 m sequences of STEP_LENGTH tokens go through a llama of 4096 channels, with and without its linear
 layers: what they add there, between torch's norms, rotations and attention, beside the same layers
@@ -9,9 +9,13 @@ every gap around them.
 """
 
 import argparse
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+from _rows import facts
 from marlin import Run, graph_times, random_weight
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
@@ -62,8 +66,8 @@ def decoding_step(x: torch.Tensor, cache: torch.Tensor, linear: StepLinear) -> t
     return x
 
 
-def time_step(bits: int, m: int, *, affine: bool) -> None:
-    """Prints what the linear layers of a block take in a decoding step, and back to back."""
+def time_step(bits: int, m: int, *, affine: bool) -> dict[str, object]:
+    """Microseconds of a block of a step, without its linear layers, and of these back to back."""
     layouts, packed = {}, {}
     for name, shape in STEP_SHAPES.items():
         weight = random_weight(bits, *shape, affine=affine)
@@ -101,26 +105,34 @@ def time_step(bits: int, m: int, *, affine: bool) -> None:
         back_to_back,
     ]
     whole, rest, alone = (time / STEP_BLOCKS for time in graph_times(runs, 1))
-    print(
-        f"a block of a step, {'affine' if affine else 'b'}{bits} m{m}: {whole:6.1f} us, without "
-        f"linear layers {rest:6.1f}, so they add {whole - rest:6.1f}; back to back {alone:6.1f}",
-        flush=True,
-    )
+    row = {"bits": bits, "m": m, "kind": "affine" if affine else "codebook", "step": whole}
+    return row | {"without": rest, "add": whole - rest, "back_to_back": alone}
 
 
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ms", default="1,16")
-    parser.add_argument("--bits", default="1,4")
+    parser.add_argument("--bits", default="1,2,3,4,8")
     parser.add_argument("--affine", action="store_true", help="integer zero points, no codebook")
+    parser.add_argument("--out", type=Path, help="a file that rows are written to as JSONL")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    for bits in args.bits.split(","):
-        for m in args.ms.split(","):
-            time_step(int(bits), int(m), affine=args.affine)
+    told = facts()
+    with args.out.open("w") if args.out else nullcontext() as file:
+        for bits in args.bits.split(","):
+            for m in args.ms.split(","):
+                row = time_step(int(bits), int(m), affine=args.affine)
+                print(
+                    "a block of a step, b{bits} m{m} {kind}: {step:6.1f} us, without linear layers "
+                    "{without:6.1f}, so they add {add:6.1f}; back to back {back_to_back:6.1f}"
+                    "".format(**row),
+                    flush=True,
+                )
+                if file is not None:
+                    file.write(json.dumps(row | told) + "\n")
 
 
 if __name__ == "__main__":

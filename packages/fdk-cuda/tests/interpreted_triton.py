@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from triton_cases import weight
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, linear, plain
 from fdk_cuda.triton.arrangement import Arrangement
@@ -14,11 +15,6 @@ from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 assert launch.INTERPRETED
 DTYPES = (torch.bfloat16, torch.float16)
 FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in range(1, 9)]
-
-
-def weight(case: Case, layout: TritonLayout) -> launch.Weight:
-    tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
-    return launch.Weight(*tensors, layout.arrangement)
 
 
 # The whole kit takes the interpreter half a minute a case; a GPU runs all of it.
@@ -46,7 +42,7 @@ def test_dequantise(codebook: str, bits: int) -> None:
     group_size = (16, 24, 64, None)[bits % 4]
     case = Case(Format(codebook, bits, group_size), 1, 37, 3 * (group_size or 30), DTYPES[bits % 2])
     q = case.quantised()
-    w_hat = launch.dequantise(weight(case, TritonLayout(q)), case.dtype)
+    w_hat = launch.dequantise(weight(TritonLayout(q)), case.dtype)
     assert torch.equal(w_hat, q.dequantise(case.dtype))
 
 
@@ -58,7 +54,7 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
     case = Case(Format(codebook, bits, group_size), 19, 137, 9 * group_size, DTYPES[bits % 2])
     q = case.quantised()
     x, bias = case.random(case.m, case.k), case.random(case.n)
-    y = launch.gemm(x, weight(case, TritonLayout(q)), bias, config)
+    y = launch.gemm(x, weight(TritonLayout(q)), bias, config)
     w_hat = q.dequantise(case.dtype)
     oracle = x.double() @ w_hat.double().T + bias.double()
     torch_y = torch.nn.functional.linear(x, w_hat, bias)
@@ -73,7 +69,7 @@ def test_small(m: int, config: SmallConfig) -> None:
     case = Case(Format("custom", 4, 32), m, 41, 32 * 11, torch.float16)
     q = case.quantised()
     x = case.random(m, case.k)
-    y = launch.small(x, weight(case, TritonLayout(q)), None, config)
+    y = launch.small(x, weight(TritonLayout(q)), None, config)
     oracle = x.double() @ q.dequantise(torch.float64).T
     assert nrmse(y, oracle) < 1e-3
 
@@ -94,7 +90,7 @@ def test_transposed(
     k = 5 * (group_size or 30)
     case = Case(Format(codebook, bits, group_size), 11, 137, k, DTYPES[bits % 2])
     q = case.quantised()
-    w, w_hat = weight(case, TritonLayout(q)), q.dequantise(case.dtype)
+    w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
     rows = torch.tensor([0, 7, 8, 15, 16, 31, 90, 127, 128, 135, 136])
     one_hot = torch.zeros(11, case.n, dtype=case.dtype)
     one_hot[range(11), rows] = 1

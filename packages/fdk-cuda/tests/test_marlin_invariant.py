@@ -18,7 +18,7 @@ from fdk_cuda.marlin.hopper import (
 from fdk_cuda.marlin.launches import device_limits
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
 from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
-from fdk_cuda.marlin.plan import Device
+from fdk_cuda.marlin.plan import MAX_ROWS, Device
 from fdk_formats import all_backends
 from fdk_formats.format import Format
 from fdk_formats.testing import Case, cases, check_backend, nrmse, poisoned, random_quantised
@@ -91,6 +91,7 @@ def test_kernel_for() -> None:
                 kernel_for(
                     m,
                     is_hopper=is_hopper,
+                    few_rows=MAX_ROWS,
                     has_large_codebook=is_large,
                     batch_invariant=invariant,
                 )
@@ -101,6 +102,26 @@ def test_kernel_for() -> None:
         assert set(kinds[True]) == {"hopper" if is_hopper else "small"}
         assert kinds[False][0] == "small"
         assert (kinds[False][-1] == "dequantise") == (not is_hopper or is_large)
+
+
+@pytest.mark.parametrize(
+    ("format", "n", "k", "wanted"),
+    [
+        ("affine8-g64", 8192, 8192, 8),
+        ("affine8-g64", 14336, 4096, 8),
+        ("affine8-g64", 4096, 4096, 16),
+        ("int8-g64", 8192, 8192, 8),
+        ("custom8-g64", 28672, 8192, 8),
+        ("custom8-g64", 8192, 8192, 16),
+        ("custom4-g64", 28672, 8192, 16),
+    ],
+)
+def test_few_rows(format: str, n: int, k: int, wanted: int, monkeypatch) -> None:
+    for device, most in ((HOPPER, wanted), (replace(HOPPER, is_hopper=False), MAX_ROWS)):
+        monkeypatch.setattr(ops, "device_limits", lambda _, device=device: device)
+        ops.few_rows.cache_clear()
+        assert ops.few_rows(format, n, k, 0) == most
+    ops.few_rows.cache_clear()
 
 
 def test_many_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,14 @@ extern "C" __global__ void __launch_bounds__(1024, 2) kernel(float* p) {
 @pytest.fixture(autouse=True)
 def cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    forget = cache.known_version.cache_clear
+    forget()
+    yield tmp_path / "cache"
+    forget()
+
+
+def suffixes(folder):
+    return sorted(path.suffix for path in folder.iterdir())
 
 
 @pytest.fixture
@@ -89,13 +96,13 @@ def test_cached_cubin_compiles_once(compilations, cache_directory):
     first = nvrtc.cached_cubin(PROGRAM, ARCH)
     assert nvrtc.cached_cubin(PROGRAM, ARCH) == first
     assert len(compilations) == 1
-    assert [path.suffix for path in cache_directory.iterdir()] == [".cubin"]
+    assert suffixes(cache_directory) == [".cubin", ".nvrtc"]
 
 
 @pytest.mark.parametrize("keep", [0, 20, 100, -1])
 def test_cached_cubin_mends_a_damaged_file(compilations, cache_directory, keep):
     first = nvrtc.cached_cubin(PROGRAM, ARCH)
-    (path,) = cache_directory.iterdir()
+    (path,) = cache_directory.glob("*.cubin")
     path.write_bytes(path.read_bytes()[:keep])
     assert nvrtc.cached_cubin(PROGRAM, ARCH) == first
     assert len(compilations) == 2
@@ -151,8 +158,51 @@ def test_cache_key_covers_everything(monkeypatch):
     ]
     keys = {cache.cache_key(program, arch) for program in programs for arch in ("sm_80", ARCH)}
     assert len(keys) == 2 * len(programs)
-    monkeypatch.setattr(cache, "compiler_version", lambda: (99, 1))
+    monkeypatch.setattr(cache, "known_version", lambda: (99, 1))
     assert cache.cache_key(PROGRAM, ARCH) not in keys
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """A file in NVRTC's place; and how often NVRTC is asked for its version."""
+    path, asked = tmp_path / "libnvrtc.so", []
+    path.write_bytes(b"one")
+    found = type("Library", (), {"abs_path": str(path)})
+    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", lambda _: found)
+    monkeypatch.setattr(cache, "compiler_version", lambda: asked.append(0) or (13, len(asked)))
+    return path, asked
+
+
+def in_a_new_process():
+    cache.known_version.cache_clear()
+    return cache.known_version()
+
+
+def test_known_version_does_not_load_the_library_again(cache_directory, library):
+    path, asked = library
+    assert [in_a_new_process() for _ in range(3)] == [(13, 1)] * 3
+    assert len(asked) == 1
+    path.write_bytes(b"another")
+    assert in_a_new_process() == (13, 2)
+    path.unlink()
+    assert in_a_new_process() == (13, 3)
+    path.write_bytes(b"a third")
+    assert [in_a_new_process() for _ in range(2)] == [(13, 4)] * 2
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"file": [1], "version": [13, 0]}'])
+def test_known_version_mends_a_damaged_file(cache_directory, library, text):
+    assert in_a_new_process() == (13, 1)
+    (kept,) = cache_directory.glob("*.nvrtc")
+    kept.write_text(text)
+    assert [in_a_new_process() for _ in range(2)] == [(13, 2)] * 2
+
+
+def test_known_version_is_of_where_libraries_are_looked_for(cache_directory, library, monkeypatch):
+    assert in_a_new_process() == (13, 1)
+    monkeypatch.setenv("CUDA_HOME", "/elsewhere")
+    assert in_a_new_process() == (13, 2)
+    assert len(suffixes(cache_directory)) == 2
 
 
 COLD_START = """
@@ -172,7 +222,7 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
 def test_cold_start_of_eight_processes(cache_directory):
     code = COLD_START.format(program=PROGRAM, arch=ARCH)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-    assert [path.suffix for path in cache_directory.iterdir()] == [".cubin"]
+    assert suffixes(cache_directory) == [".cubin", ".nvrtc"]
 
 
 def test_missing_bindings(monkeypatch):

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton_cases import weight
+
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, plain, remembered
 from fdk_cuda.triton.configs import (
     FEW_ROWS,
@@ -30,11 +32,6 @@ from fdk_formats.testing import Case, cases, check_backend, check_numerics, nrms
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
 FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in range(1, 9)]
-
-
-def weight(layout: TritonLayout) -> launch.Weight:
-    tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
-    return launch.Weight(*tensors, layout.arrangement)
 
 
 @pytest.mark.parametrize("case", list(cases(dtypes=DTYPES, device="cuda")), ids=str)

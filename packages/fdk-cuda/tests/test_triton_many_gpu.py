@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton_cases import weight
+
 from fdk_cuda.triton import TritonLayout, launch
 from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import WORDY_BITS, ManyConfig
@@ -20,11 +22,6 @@ FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in ran
 def hopper() -> None:
     if not launch.gpu_at(torch.cuda.current_device()).limits.many_m:
         pytest.skip("needs a GPU of compute capability 9.0 and a Triton with Gluon")
-
-
-def weight(layout: TritonLayout) -> launch.Weight:
-    tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
-    return launch.Weight(*tensors, layout.arrangement)
 
 
 @pytest.mark.parametrize(("codebook", "bits"), FORMATS)

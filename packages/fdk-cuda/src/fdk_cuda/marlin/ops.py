@@ -30,6 +30,11 @@ MAX_FUSED_ROWS = 96
 # fused up to 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to
 # 4096 rows only: 812 us against 850.
 MAX_HOPPER_ROWS = 1536
+# From so few rows on, weights of 8 bits and at least so many of them go by it too. H200, 16 rows,
+# by small_m.cu and by it: computed codes 28672 x 8192 87.2 and 69.2 us, 8192 x 8192 23.6 and 20.6,
+# 14336 x 4096 23.7 and 19.9, 4096 x 4096 8.8 and 10.7; looked up 80.2 and 74.3, 21.7 and 21.8, 21.2
+# and 21.0, 8.2 and 10.4. With 9 rows much the same. Other widths lose.
+MIN_HOPPER_ROWS, MIN_COMPUTED_WEIGHTS, MIN_LOOKED_UP_WEIGHTS = 9, 7 << 23, 1 << 27
 # And of the gradient, on Hopper. 8192 x 8192 with 2048 rows, at 1, 2, 3 and 4 bits and affine ones
 # of 8: 357, 388, 399, 402 and 426 us against 389, 404, 396, 414 and 436; with 4096 rows, 2 bits:
 # 854 against 827. So 3 bits have the lower limit (1024 rows: 202 against 223), and codebooks of 256
@@ -52,6 +57,7 @@ def marlin_linear(
     kernel = kernel_for(
         x.shape[0],
         is_hopper=device_limits(x.device.index).is_hopper,
+        few_rows=few_rows(format, n, k, x.device.index),
         has_large_codebook=_has_large_codebook(format),
         batch_invariant=batch_invariant,
     )
@@ -61,12 +67,23 @@ def marlin_linear(
     return linear(x, packed, codebook, format, bias, n, k, batch_invariant)
 
 
-def kernel_for(m: int, *, is_hopper: bool, has_large_codebook: bool, batch_invariant: bool) -> str:
+@cache
+def few_rows(format: str, n: int, k: int, device: int) -> int:
+    """The most rows of x that one launch of the small-m kernel takes, where it is the one to."""
+    least = MIN_LOOKED_UP_WEIGHTS if _has_large_codebook(format) else MIN_COMPUTED_WEIGHTS
+    is_large = Format.parse(format).bits == 8 and n * k >= least
+    return MIN_HOPPER_ROWS - 1 if is_large and device_limits(device).is_hopper else MAX_ROWS
+
+
+def kernel_for(
+    m: int, *, is_hopper: bool, few_rows: int, has_large_codebook: bool, batch_invariant: bool
+) -> str:
     """``small``, ``hopper`` or ``dequantise`` (and cuBLAS).
 
     Args:
         m: rows of x.
         is_hopper: what the GPU is.
+        few_rows: up to which the small-m kernel is the one, on Hopper.
         has_large_codebook: whether codes of 8 bits are looked up.
         batch_invariant: whether a row of y may depend on m.
     """
@@ -75,7 +92,7 @@ def kernel_for(m: int, *, is_hopper: bool, has_large_codebook: bool, batch_invar
         return "hopper" if is_hopper else "small"
     if not is_hopper:
         return "small" if m <= MAX_FUSED_ROWS else "dequantise"
-    if m <= MAX_ROWS:
+    if m <= few_rows:
         return "small"
     return "dequantise" if has_large_codebook and m > MAX_HOPPER_ROWS else "hopper"
 

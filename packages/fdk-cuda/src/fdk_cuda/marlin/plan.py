@@ -60,6 +60,11 @@ LITTLE_OF_DIGITS_KIB = 24
 LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
 LITTLE_IN_FLIGHT_FACTOR = 1.15
 
+# Bits at which weights with zero points take 16 warps on compute capability 9.0, by tiles of
+# columns; 8.0 and 12.0 would spill 4 to 64 bytes (H200, 3 bits, 28672 x 8192, m = 1: 34.6 us ->
+# 31.4). At 2 bits there is room too, and nothing gained.
+HOPPER_ZERO_POINT_BITS = {1: (1, 3), 2: (3,)}
+
 
 @dataclass(frozen=True)
 class Device:
@@ -148,12 +153,12 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
 
 def _plans(geometry: Geometry, variant: Variant, m: int, device: Device) -> Iterator[SmallPlan]:
     splits = [split for split in FITTING_SHARE if device.has_clusters or split == 1]
-    for shape, split in itertools.product(small_shapes(variant, m), splits):
+    for shape, split in itertools.product(small_shapes(variant, m, device), splits):
         if plan := plan_of_shape(geometry, m, device, shape, split):
             yield plan
 
 
-def small_shapes(variant: Variant, m: int) -> Iterator[TileShape]:
+def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape]:
     """Shapes of tile whose instantiations find enough registers, without short tiles."""
     column_tiles = 1 if m <= 8 else 2
     pieces = list(WIDE_COST.items())
@@ -162,7 +167,7 @@ def small_shapes(variant: Variant, m: int) -> Iterator[TileShape]:
     for (key, cost), warps in itertools.product(pieces, WARP_COUNTS):
         shape = TileShape(*key, column_tiles, warps)
         # Eight fragments are for eight warps: with fewer, compute capability 12.0 would spill.
-        fits = warps <= most_warps(variant, shape) and (shape.fragments < 8 or warps == 8)
+        fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps == 8)
         if variant.bits in cost and fits:
             yield shape
     # The fewest rows that suffice.
@@ -225,7 +230,7 @@ def plan_of_shape(
     return None
 
 
-def most_warps(variant: Variant, shape: TileShape) -> int:
+def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     """Warps that find enough registers: 16 leave 128 to a thread, 12 leave 168, 8 leave 255.
 
     test_marlin_kernels.py holds every instantiation to no spills at all.
@@ -234,8 +239,10 @@ def most_warps(variant: Variant, shape: TileShape) -> int:
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
     if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
         return 0 if heavy else 8
-    # Two tiles of columns or four blocks leave zero points no room in 128 registers.
-    tight = heavy or variant.affine
+    # Two tiles of columns or four blocks leave zero points no room in 128 registers, but for some
+    # widths on Hopper.
+    roomy = HOPPER_ZERO_POINT_BITS[shape.column_tiles] if device.is_hopper else ()
+    tight = heavy or (variant.affine and bits not in roomy)
     if shape.column_tiles == 2:
         return 8 if variant.per_row == 2 else 16 if bits in (2, 3) and not tight else 12
     if shape.stage_blocks == 4:

@@ -11,7 +11,6 @@ from fdk_cuda.nvrtc import Kernel, Program
 
 KERNEL_DIRECTORY = Path(__file__).with_name("kernels")
 SCALE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-DEQUANTISE_WARPS = 8
 TABLE_BYTES = 256 * 256
 # digits.cu, which holds itself to it, by rows of x: the digits of 64 columns of x, and what their
 # sums are scaled with.
@@ -167,9 +166,16 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
     return _program("small_m.cu", (*options, f"-DCOLUMN_TILES={shape.column_tiles}"))
 
 
+def dequantise_warps(variant: Variant) -> int:
+    """Of a block: 32 leave 64 registers to a thread, which must hold the words of two blocks."""
+    kinds = 2 if variant.affine else 1
+    words = 2 * variant.bits + kinds * variant.per_row * variant.scale_dtype.itemsize
+    return 32 if words <= 18 else 16
+
+
 def dequantise_program(variant: Variant) -> Program:
     """dequantise.cu for a variant."""
-    return _program("dequantise.cu", variant.options(WARPS=DEQUANTISE_WARPS))
+    return _program("dequantise.cu", variant.options(WARPS=dequantise_warps(variant)))
 
 
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fdk_cuda import ready
 from fdk_cuda.marlin.launches import small_launch_for
-from fdk_cuda.marlin.plan import MAX_ROWS
+from fdk_cuda.marlin.ops import few_rows
 from fdk_cuda.ready import MAX_KEPT as MAX_KEPT
 from fdk_cuda.ready import Buffers
 
@@ -52,5 +52,7 @@ class ReadyCalls(ready.ReadyCalls):
             n: outputs.
         """
         k = x.shape[-1]
-        if x.is_cuda and 0 < x.numel() <= MAX_ROWS * k and k == columns:
+        if not x.is_cuda or k != columns:
+            return
+        if 0 < x.numel() <= few_rows(format, n, k, x.get_device()) * k:
             self.put(x, lambda: ReadyCall(format, x, n))

@@ -1,14 +1,19 @@
 """Compiled kernels on disk, so that each is compiled once on a machine."""
 
 import hashlib
+import json
 import os
 import secrets
+import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from fdk_cuda.nvrtc.compiler import COMMON_OPTIONS, Program, compile_program, compiler_version
 
 CACHE_VARIABLE = "FDK_CUDA_CACHE"
+# What decides, beside the Python installation, which NVRTC is found.
+SEARCH_VARIABLES = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
 # A file is its own check: the digest of the machine code, then the machine code.
 DIGEST_BYTES = 32
 
@@ -73,12 +78,52 @@ def cache_key(program: Program, arch: str) -> str:
     """SHA-256 of all that the machine code depends on."""
     digest = hashlib.sha256()
     header_parts = (part for header in program.headers for part in header)
-    version = map(str, compiler_version())
+    version = map(str, known_version())
     options = (*COMMON_OPTIONS, *program.options)
     for part in (arch, *version, program.name, program.source, *header_parts, *options):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
+
+
+@cache
+def known_version() -> tuple[int, int]:
+    """``compiler_version``, without loading NVRTC where a process before this one has.
+
+    It is kept beside the kernels with the library's file, and holds while that is the same.
+
+    Raises:
+        CompilerMissingError: as ``compiler_version``.
+    """
+    try:
+        path = cache_directory() / f"{_installation()}.nvrtc"
+    except OSError:
+        return compiler_version()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(path.read_bytes())
+        if kept["file"] == _file_facts(kept["file"][0]):
+            major, minor = kept["version"]
+            return int(major), int(minor)
+    version = compiler_version()
+    with suppress(ImportError, OSError, RuntimeError):
+        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
+
+        library = load_nvidia_dynamic_lib("nvrtc").abs_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        told = {"file": _file_facts(library), "version": version}
+        write_whole(path, json.dumps(told).encode())
+    return version
+
+
+def _installation() -> str:
+    """A name for where this process looks for libraries."""
+    places = [sys.prefix, *(os.environ.get(name, "") for name in SEARCH_VARIABLES)]
+    return hashlib.sha256("\0".join(places).encode()).hexdigest()
+
+
+def _file_facts(path: str) -> list[object]:
+    status = os.stat(path)
+    return [path, status.st_size, status.st_mtime_ns]
 
 
 def _load(path: Path) -> bytes | None:

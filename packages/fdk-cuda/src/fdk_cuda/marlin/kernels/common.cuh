@@ -137,3 +137,16 @@ struct Scales {
     return __uint_as_float(index & 1 ? word & 0xFFFF0000u : word << 16);
   }
 };
+
+// Lets the next kernel of the stream start its prologue; waits for the one before to have ended.
+__device__ __forceinline__ void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

@@ -35,9 +35,28 @@ __device__ __forceinline__ uint32 scaled_pair(uint32 pair, float scale, float ze
   return from_floats(low * scale, high * scale);
 }
 
+// A lane's words and scales of a block.
+struct Stored {
+  uint32 words[LANE_WORDS];
+  Scales scales;
+
+  __device__ __forceinline__ void load(const uint8* packed, int index, int g, int t) {
+    const uint8* const block = packed + static_cast<uint64>(index) * BLOCK_BYTES;
+    load_words(words, block, lane_slot(g, t));
+    scales.load(block, g);
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8 table[];
+  start_next_kernel();
   const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
+  const int row_blocks = p.columns / BLOCK_COLUMNS;
+  const int step = gridDim.x * WARPS;
+  int index = blockIdx.x * WARPS + threadIdx.x / LANES;
+  // A block is loaded while the one before is decoded, the first while the table is made.
+  Stored next;
+  if (index < p.blocks) next.load(p.packed, index, g, t);
   const Codebook codebook(p.codebook, lane);
   build_table<THREADS>(table, codebook, threadIdx.x);
   DecodeConstants constants;
@@ -49,16 +68,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_co
   constants.values[1] = codebook.words[1];
   const uint32 c0 = codebook.words[0] & 0xFFFFu, c1 = codebook.words[0] >> 16;  // 1 bit
   __syncthreads();
+  wait_previous_kernel();  // weights and codebook are constants, what is written to is not
 
-  const int row_blocks = p.columns / BLOCK_COLUMNS;
-  const int step = gridDim.x * WARPS;
   const bool whole_pieces = p.k % 8 == 0;
-  for (int index = blockIdx.x * WARPS + threadIdx.x / LANES; index < p.blocks; index += step) {
-    const uint8* block = p.packed + static_cast<uint64>(index) * BLOCK_BYTES;
-    uint32 words[LANE_WORDS];
-    load_words(words, block, lane_slot(g, t));
-    Scales scales;
-    scales.load(block, g);
+  for (; index < p.blocks; index += step) {
+    const Stored now = next;
+    if (index + step < p.blocks) next.load(p.packed, index + step, g, t);
     const int first_row = index / row_blocks * BLOCK_ROWS + g;
     const int first_column = index % row_blocks * BLOCK_COLUMNS + 8 * t;
 #pragma unroll
@@ -68,12 +83,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_co
         uint32 a[2][REGISTERS];
 #pragma unroll
         for (int s = 0; s < 2; s++)
-          decode(a[s], words + f * BITS, f, 2 * pair + s, table, constants);
+          decode(a[s], now.words + f * BITS, f, 2 * pair + s, table, constants);
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // rows g and g + 8
           const int group = PER_ROW == 2 ? pair : 0;
-          const float scale = scales.get(0, group, f, half);
-          const float zero_point = scales.get(KINDS - 1, group, f, half);
+          const float scale = now.scales.get(0, group, f, half);
+          const float zero_point = now.scales.get(KINDS - 1, group, f, half);
           uint32 out[4];
 #pragma unroll
           for (int i = 0; i < 4; i++) {

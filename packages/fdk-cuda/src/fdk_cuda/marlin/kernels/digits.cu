@@ -229,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) digits(const __grid_con
   // In registers: the compiler would make them anew for most products.
   asm volatile("" : "+r"(start[0]), "+r"(start[1]), "+r"(start[2]), "+r"(start[3]));
   uint4 b[FRAGMENTS] = {};
-  const int passes = walk.passes();
   const auto take = [&](auto constant, int pass) {
     constexpr int BLOCKS = decltype(constant)::value;
     float sum[FRAGMENTS * BLOCKS][HALVES] = {};
@@ -310,11 +309,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) digits(const __grid_con
           buffer[t * SUM_STRIDE + f * 16 + 8 * half + g] = value;
       }
   };
-  for (int pass = 0; pass < passes; pass++) {
-    if (walk.is_whole(pass))
-      take(Constant<TILE_BLOCKS>(), pass);
-    else
-      take(Constant<SHORT_BLOCKS>(), pass);
-    finish_pass(walk, memory, pass, thread);
-  }
+  take_passes(walk, memory, thread, take);
 }

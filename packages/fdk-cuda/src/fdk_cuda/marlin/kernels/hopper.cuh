@@ -106,14 +106,6 @@ __device__ __forceinline__ void sync_named(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void start_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;");
-}
-
-__device__ __forceinline__ void wait_previous_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // Between the writing of operand registers and the wgmmas that read them.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -126,7 +126,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   __syncthreads();  // the table is whole
   copies.start_others();
 
-  const int passes = walk.passes();
   const auto take = [&](auto constant, int pass) {
     constexpr int BLOCKS = decltype(constant)::value;
     float sum[FRAGMENTS * BLOCKS][COLUMN_TILES][4] = {};
@@ -230,11 +229,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
           }
       }
   };
-  for (int pass = 0; pass < passes; pass++) {
-    if (walk.is_whole(pass))
-      take(Constant<TILE_BLOCKS>(), pass);
-    else
-      take(Constant<SHORT_BLOCKS>(), pass);
-    finish_pass(walk, memory, pass, thread);
-  }
+  take_passes(walk, memory, thread, take);
 }

@@ -131,19 +131,6 @@ __device__ __forceinline__ void expect_mail(uint32 barrier, uint32 bytes) {
 #endif
 }
 
-// Lets the next kernel of the stream start its prologue; waits for the one before to have ended.
-__device__ __forceinline__ void start_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-__device__ __forceinline__ void wait_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 template <int VALUE>
 struct Constant {
   static constexpr int value = VALUE;
@@ -324,4 +311,19 @@ __device__ __forceinline__ void finish_pass(const Walk& walk, const Memory& memo
     }
   }
   if (p.sum_buffers == 1) __syncthreads();  // the buffer is free for the next tile
+}
+
+// Calls `take(Constant<blocks of 32 rows that a warp has of the tile>(), pass)` for each pass, and
+// finishes it.
+template <class Take>
+__device__ __forceinline__ void take_passes(const Walk& walk, const Memory& memory, int thread,
+                                            const Take& take) {
+  const int passes = walk.passes();
+  for (int pass = 0; pass < passes; pass++) {
+    if (walk.is_whole(pass))
+      take(Constant<TILE_BLOCKS>(), pass);
+    else
+      take(Constant<SHORT_BLOCKS>(), pass);
+    finish_pass(walk, memory, pass, thread);
+  }
 }

@@ -92,6 +92,13 @@ class HopperPlan:
         """Parts of tiles, in all."""
         return (self.row_tiles * self.column_tiles - self.whole_tiles) * self.splits
 
+    def box_rows(self, m: int) -> int:
+        """Of m rows of x or dy those in a tile, which a copy brings: as even as can be.
+
+        Rows that a copy lacks are filled with zeros, and take as long.
+        """
+        return -(-m // self.column_tiles)
+
 
 def plan_hopper(geometry: Geometry, m: int, device: Device) -> HopperPlan:
     """The plan for m rows of x."""

@@ -78,6 +78,12 @@ __device__ __forceinline__ uint32 keep(uint32 value, int lane) {
   return __shfl_sync(~0u, value, lane);
 }
 
+// The same of a value that all lanes have: the compiler would keep it in a uniform register, and
+// move it to another before each use.
+__device__ __forceinline__ uint32 keep_same(uint32 value, int lane) {
+  return keep(value + lane, lane) - lane;
+}
+
 // A power of two whose last bit of mantissa counts 1, as a pair: 1024 or 128. In a register: a
 // second immediate costs LOP3 a second instruction.
 __device__ __forceinline__ uint32 ones_place(int lane) {
@@ -91,19 +97,6 @@ __device__ __forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
   // 8 bits: seven of a code, and less 128 unless it has the eighth.
   const uint32 excess = BITS == 8 ? (~codes & 0x00800080u) * 0x86u : 0x43004300u;
   return subtract_pair((codes & (CODE & 0x007F007Fu)) | ones, excess);
-}
-
-// 1 bit: bytes of the second fragment hold their pairs in another order (layout.py), so half of the
-// copies of an entry do. A thread turns what it wrote.
-template <int THREADS>
-__device__ __forceinline__ void turn_table(uint8* table, int thread) {
-  for (int i = thread; i < TABLE_BYTES / 16; i += THREADS) {
-    uint4& pairs = reinterpret_cast<uint4*>(table)[i];
-    if (i % 16 < 8) continue;
-    const uint32 pair = pairs.y;
-    pairs.y = pairs.z;
-    pairs.z = pair;
-  }
 }
 
 // Whether what is looked up, or picked, is scaled after it: not at 1 and 2 bits without a table.

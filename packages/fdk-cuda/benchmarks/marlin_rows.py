@@ -64,10 +64,10 @@ def time_rows(n: int, k: int, bits: int, seconds: float) -> dict[str, object]:
 def steps_down(ms: list[int], times: list[float]) -> list[str]:
     """Where more rows take less time than fewer, by over 5 %."""
     found, longest = [], 0.0
-    for m, time in zip(ms, times, strict=True):
-        if time * TOLERANCE < longest:
-            found.append(f"{m}: {time:.1f} after {longest:.1f}")
-        longest = max(longest, time)
+    for m, own in zip(ms, times, strict=True):
+        if own * TOLERANCE < longest:
+            found.append(f"{m}: {own:.1f} after {longest:.1f}")
+        longest = max(longest, own)
     return found
 
 

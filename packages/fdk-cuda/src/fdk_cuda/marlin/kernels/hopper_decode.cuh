@@ -127,7 +127,8 @@ struct HopperDecoder {
   uint32 places[2][2];  // 1 bit: of half h and row i in a rotated word
   uint32 swapped;       // 1 bit: bits to exchange with those 15 places higher
   uint32 ones;          // 8 bits, where codes are computed: see ones_place
-  uint32 lower, fold;   // 1 bit: bits of a byte for the table that stay, how far the others move
+  uint32 lower;         // 1 bit: bits of a byte for the table that come of a unit rotated so;
+  uint32 upper_turn;    // the others come of one rotated so far
 
   __device__ __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp,
                                            int lane)
@@ -159,7 +160,7 @@ struct HopperDecoder {
     swapped = keep(f ? 0 : 0xA, lane);
     ones = ones_place(lane);
     lower = keep(f ? 0x55 : 0x0F, lane);
-    fold = keep(f ? 15 : 12, lane);
+    upper_turn = keep(one_bit + (f ? 15 : 12), lane);
     scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES, lane);
   }
 
@@ -322,7 +323,7 @@ struct HopperDecoder {
     for (int j = 0; j < NEIGHBOURS; j++) {
       uint32 word = rotate_right(codes.words[0][j], turn);
       if (SCALES_LAST) {
-        const uint32 byte = (word & lower) | (word >> fold & ~lower);
+        const uint32 byte = (word & lower) | (rotate_right(codes.words[0][j], upper_turn) & ~lower);
         const uint4 v = *reinterpret_cast<const uint4*>(table_entry(table, byte, 0, lane_part));
         const uint32 pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
 #pragma unroll

@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from _rows import facts
@@ -39,7 +40,7 @@ def heat(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def time_rows(n: int, k: int, bits: int, seconds: float) -> dict[str, object]:
+def time_rows(n: int, k: int, bits: int, seconds: float) -> dict[str, Any]:
     """Microseconds by number of rows, on a chip heated for so many seconds."""
     q = random_weight(bits, n, k)
     layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
@@ -71,8 +72,8 @@ def steps_down(ms: list[int], times: list[float]) -> list[str]:
     return found
 
 
-def draw(rows: list[dict[str, object]], path: Path) -> None:
-    """A panel for each shape, a line for each width."""
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each shape, a line for each width, heated first or not."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,7 +86,8 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
     for panel, (n, k) in zip(panels[0], shapes, strict=True):
         for row in rows:
             if (row["n"], row["k"]) == (n, k):
-                panel.plot(row["m"], row["us"], marker=".", label=f"{row['bits']} bits")
+                name = f"{row['bits']} bit{'s' * (row['bits'] > 1)}{', heated' * (row['heat'] > 0)}"
+                panel.plot(row["m"], row["us"], marker=".", markersize=3, lw=1, label=name)
         panel.set(title=f"{n} x {k}", xlabel="rows of x", ylabel="us", ylim=(0, None))
         panel.legend(frameon=False)
     with matplotlib.rc_context({"svg.fonttype": "none"}):

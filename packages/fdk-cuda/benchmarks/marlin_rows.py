@@ -1,15 +1,18 @@
 """Times the Marlin kernels against the number of rows of x, on Hopper, and draws it.
 
-    python packages/fdk-cuda/benchmarks/marlin_rows.py time rows.jsonl [--shapes ...] [--bits 1,4]
+    python packages/fdk-cuda/benchmarks/marlin_rows.py time rows.jsonl [--bits 1,4] [--heat 3]
     python packages/fdk-cuda/benchmarks/marlin_rows.py draw rows.jsonl rows.svg
 
 `time` replays graphs of all numbers of rows in turns, so that heat and clocks fall on all alike,
-and says where more rows take over 5 % less time than fewer do. Each is checked first.
+and says where more rows take over 5 % less time than fewer do. Each is checked first. `--heat` runs
+cuBLAS for so many seconds before each series.
 """
 
 import argparse
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from _rows import facts
@@ -21,16 +24,24 @@ from fdk_formats.testing import nrmse
 
 SHAPES = "4096x4096,8192x8192,28672x8192"
 # Every number from which a plan may take another tile, and what lies before and between.
-MS = (1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 80, 96, 97, 112, 128, 129, 144, 160, 161)
-MS += (176, 192, 193, 208, 224, 225, 240, 256, 257, 288, 320, 321, 352, 384, 385, 416, 448, 449)
-MS += (480, 512)
+MS = (1, 2, 4, 8, 12, *(m for last in range(16, 512, 16) for m in (last, last + 1)), 512)
 # The shortest graph takes about so long: its launch is then in the order of 1 %.
 GRAPH_MICROSECONDS, REPLAYS = 1200, 5
 TOLERANCE = 1.05
 
 
-def time_rows(n: int, k: int, bits: int) -> dict[str, object]:
-    """Microseconds by number of rows."""
+def heat(seconds: float) -> None:
+    """Products of cuBLAS for so long."""
+    a = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(20):
+            torch.mm(a, a)
+        torch.cuda.synchronize()
+
+
+def time_rows(n: int, k: int, bits: int, seconds: float) -> dict[str, Any]:
+    """Microseconds by number of rows, on a chip heated for so many seconds."""
     q = random_weight(bits, n, k)
     layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
     assert isinstance(layout, MarlinLayout)
@@ -46,22 +57,23 @@ def time_rows(n: int, k: int, bits: int) -> dict[str, object]:
             raise SystemExit(f"wrong answer, not timed: n{n} k{k} b{bits} m{m}: {error:.2e}")
         runs.append(run)
     shortest = 3 + 8 * n * k / 8192**2  # microseconds, about
+    heat(seconds)
     times = graph_times(runs, int(GRAPH_MICROSECONDS / shortest), replays=REPLAYS)
-    return {"n": n, "k": k, "bits": bits, "m": MS, "us": times}
+    return {"n": n, "k": k, "bits": bits, "heat": seconds, "m": MS, "us": times}
 
 
 def steps_down(ms: list[int], times: list[float]) -> list[str]:
     """Where more rows take less time than fewer, by over 5 %."""
     found, longest = [], 0.0
-    for m, time in zip(ms, times, strict=True):
-        if time * TOLERANCE < longest:
-            found.append(f"{m}: {time:.1f} after {longest:.1f}")
-        longest = max(longest, time)
+    for m, own in zip(ms, times, strict=True):
+        if own * TOLERANCE < longest:
+            found.append(f"{m}: {own:.1f} after {longest:.1f}")
+        longest = max(longest, own)
     return found
 
 
-def draw(rows: list[dict[str, object]], path: Path) -> None:
-    """A panel for each shape, a line for each width."""
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each shape, a line for each width, heated first or not."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,7 +86,8 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
     for panel, (n, k) in zip(panels[0], shapes, strict=True):
         for row in rows:
             if (row["n"], row["k"]) == (n, k):
-                panel.plot(row["m"], row["us"], marker=".", label=f"{row['bits']} bits")
+                name = f"{row['bits']} bit{'s' * (row['bits'] > 1)}{', heated' * (row['heat'] > 0)}"
+                panel.plot(row["m"], row["us"], marker=".", markersize=3, lw=1, label=name)
         panel.set(title=f"{n} x {k}", xlabel="rows of x", ylabel="us", ylim=(0, None))
         panel.legend(frameon=False)
     with matplotlib.rc_context({"svg.fonttype": "none"}):
@@ -89,6 +102,7 @@ def main() -> None:
     parser.add_argument("figure", type=Path, nargs="?", help="of draw")
     parser.add_argument("--bits", default="1,4")
     parser.add_argument("--shapes", default=SHAPES, help="n x k of the weights")
+    parser.add_argument("--heat", type=float, default=0.0, help="seconds before each series")
     args = parser.parse_args()
     if args.what == "draw":
         if args.figure is None:
@@ -103,7 +117,7 @@ def main() -> None:
         for shape in args.shapes.split(","):
             n, k = map(int, shape.split("x"))
             for bits in map(int, args.bits.split(",")):
-                row = time_rows(n, k, bits)
+                row = time_rows(n, k, bits, args.heat)
                 file.write(json.dumps(row | told) + "\n")
                 file.flush()
                 down = steps_down(row["m"], row["us"])

@@ -13,7 +13,7 @@ from fdk_cuda import nvrtc
 from fdk_cuda.marlin import precompile
 from fdk_cuda.marlin.backward import (
     BACKWARD_FIELDS,
-    TILE_COLUMNS,
+    TILES,
     backward_plan,
     backward_plans,
     backward_shapes,
@@ -160,6 +160,22 @@ def test_backward_plans_take_everything_once(bits: int) -> None:
             assert shape.cluster == 1 or plan.grid == tiles * shape.cluster
 
 
+# The fastest of every plan that was timed on an H200 (docs/kernels/hopper.md).
+FASTEST = [
+    *((bits, 8192, 8192, 256, (256, 2, 1)) for bits in SUPPORTED_BITS),
+    *((1, 4096, 14336, 512, (256, 1, 1)), (2, 8192, 8192, 768, (256, 1, 2))),
+    *((2, 4096, 14336, 1024, (256, 1, 2)), (3, 4096, 4096, 128, (128, 1, 4))),
+]
+
+
+@pytest.mark.parametrize(("bits", "n", "k", "m", "wanted"), FASTEST)
+def test_the_plan_of_the_gradient_is_the_fastest_timed(
+    bits: int, n: int, k: int, m: int, wanted: tuple[int, int, int]
+) -> None:
+    plan = backward_plan(Geometry(bits, n, k, 64, torch.bfloat16, False), m, HOPPER)
+    assert (plan.shape.columns, plan.shape.cluster, plan.splits) == wanted
+
+
 def check(variant: Variant, *columns: int) -> None:
     shapes = [s for s in backward_shapes(geometry_of(variant), HOPPER) if s.columns in columns]
     assert len(shapes) == 2 * len(columns)
@@ -197,7 +213,7 @@ def test_every_backward_instantiation_spills_nothing(bits: int) -> None:
     dtypes = torch.bfloat16, torch.float16
     for dtype, scale, per_row, kind in itertools.product(dtypes, scales, (1, 2), kinds):
         variant = Variant(bits, dtype, scale, per_row, *kind)
-        check(variant, *TILE_COLUMNS)
+        check(variant, *(columns for columns, *_ in TILES))
 
 
 def test_params_struct_has_the_fields_that_are_launched() -> None:
@@ -229,7 +245,7 @@ def test_precompile_takes_the_gradient_where_asked(precompiled: list[Program]) -
     count = precompile(layers, gradient=True)
     assert len(precompiled) == without + count
     names = [program.name for program in precompiled]
-    assert names.count("hopper_backward.cu") == 2 * len(TILE_COLUMNS)
+    assert names.count("hopper_backward.cu") == 2 * len(TILES)
 
 
 def test_precompile_takes_both_ways_of_a_grid(precompiled: list[Program]) -> None:

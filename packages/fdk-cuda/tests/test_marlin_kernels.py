@@ -347,6 +347,10 @@ def test_hopper_plans_take_everything_once(bits):
             tiles = plan.row_tiles * plan.column_tiles
             assert (plan.row_tiles - 1) * shape.rows < geometry.rows <= plan.row_tiles * shape.rows
             assert (plan.column_tiles - 1) * shape.columns < m <= plan.column_tiles * shape.columns
+            box_rows = plan.box_rows(m)
+            assert box_rows <= shape.columns
+            # No more zeros than a row for each tile.
+            assert m <= plan.column_tiles * box_rows < m + plan.column_tiles
             assert plan.shared_bytes <= device.shared_bytes
             assert plan.grid <= device.processors
             assert plan.grid % shape.cluster == 0

@@ -23,7 +23,7 @@ from fdk_formats.format import Format
 
 # The notation of ``struct`` for each kernel's Params.
 SMALL_FIELDS, DEQUANTISE_FIELDS = "5P10i5I", "3P4i5I"
-HOPPER_FIELDS, SUM_FIELDS = "128s5P10i", "3P7i"
+HOPPER_FIELDS, SUM_FIELDS = "128s5P10i", "3P8i"
 SUM_THREADS, SUM_VALUES = 256, 4
 
 
@@ -68,7 +68,7 @@ class HopperRunner:
 
     Attributes:
         plan: how the product is cut.
-        box_rows: rows of x or dy that a copy brings.
+        box_rows: rows of x or dy in a tile, which a copy brings.
         product: launches hopper_gemm.cu or hopper_backward.cu.
         fields: of its Params, after the pointers.
         sum: launches sum_splits.cu, where the plan has parts.
@@ -119,8 +119,7 @@ def plan_runner(
     )
     tiles = plan.row_tiles, plan.column_tiles, min(GROUP_TILES, plan.column_tiles)
     cut = *tiles, plan.splits, plan.whole_tiles
-    # Rows that a single tile lacks are not copied as zeros: their sums are not stored.
-    box_rows = shape.columns if plan.column_tiles > 1 else sizes[1]
+    box_rows = plan.box_rows(sizes[1])
     total = None
     if plan.parts > 0:
         values = plan.parts // plan.splits * shape.columns * shape.rows
@@ -134,7 +133,7 @@ def plan_runner(
             overlap=overlap,
         )
     fields = *sizes, *blocks, *cut, box_rows
-    return HopperRunner(plan, box_rows, product, fields, total, (*sizes, *cut))
+    return HopperRunner(plan, box_rows, product, fields, total, (*sizes, *cut, box_rows))
 
 
 def hopper_runner(

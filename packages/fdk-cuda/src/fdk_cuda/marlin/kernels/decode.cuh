@@ -58,7 +58,9 @@ __device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32
 
 // 1 and 2 bits: half a warp fills an entry, then three more with the same lower nibble, so that
 // most of an entry is known from the one before (1 bit: a prologue of 161 instructions, not 416).
-template <int THREADS>
+// With TURNED, half of the copies of an entry of 1 bit are for bytes that hold their second and
+// third pair the other way round.
+template <int THREADS, bool TURNED>
 __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& codebook,
                                                  int thread) {
   constexpr int ENTRY_THREADS = 16, HIGH_PARTS = 4;
@@ -75,6 +77,8 @@ __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& c
       if (BITS == 1) {
         entry = make_uint4(codebook_pair(codebook, low & 3), codebook_pair(codebook, low >> 2),
                            codebook_pair(codebook, i), codebook_pair(codebook, part));
+        if (TURNED && thread % ENTRY_THREADS >= ENTRY_THREADS / 2)
+          entry = make_uint4(entry.x, entry.z, entry.y, entry.w);
       } else {
         entry.x = entry.z = codebook_pair(codebook, low);
         entry.y = entry.w = codebook_pair(codebook, HIGH_PARTS * part + i);
@@ -84,10 +88,10 @@ __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& c
   }
 }
 
-template <int THREADS>
+template <int THREADS, bool TURNED = false>
 __device__ __forceinline__ void build_table(uint8* table, const Codebook& codebook, int thread) {
   if constexpr (BITS <= 2) {
-    build_byte_table<THREADS>(table, codebook, thread);
+    build_byte_table<THREADS, TURNED>(table, codebook, thread);
     return;
   }
   constexpr int PIECES = 128 / 16;  // of an entry

@@ -34,7 +34,7 @@ struct Params {
   int group_tiles;  // see hopper_tiles.cuh
   int splits;       // of the steps, of all but whole_tiles
   int whole_tiles;
-  int box_rows;  // of dy that a copy brings: TILE_COLUMNS, or all there are
+  int box_rows;  // of dy in a tile, up to TILE_COLUMNS
 };
 
 #include "hopper_units.cuh"
@@ -63,7 +63,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint3
   };
   auto copy_dy = [&](const Cursor& at, int stage) {
     copy_box(dy_stages + stage * B_BYTES, p.dy, at.step * STEP_ROWS,
-             at.unit.tile.column * TILE_COLUMNS, barriers + 16 * stage);
+             at.unit.tile.column * p.box_rows, barriers + 16 * stage);
   };
   // The ring is filled with weights before the previous kernel has ended, with dy after it.
   Cursor ahead(p), cursor(p);
@@ -116,9 +116,9 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
           *reinterpret_cast<const uint4*>(piece + column * 128 + ((chunk ^ column % 8) << 4));
       const int dx_row = at.first_column + first + column, dx_column = at.first_row + 8 * chunk;
       uint16* out = p.dx + static_cast<uint64>(dx_row) * p.k + dx_column;
-      if (dx_row < p.m && whole && dx_column < p.k) {
+      if (dx_row < at.end_column && whole && dx_column < p.k) {
         *reinterpret_cast<uint4*>(out) = v;
-      } else if (dx_row < p.m) {
+      } else if (dx_row < at.end_column) {
         const uint32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -182,9 +182,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
     touch(d);
     release();
     held = -1;
-    const Place at{
-        warp, lane, thread % GROUP_THREADS, unit.tile.row * TILE_ROWS + group * GROUP_ROWS,
-        unit.tile.column * TILE_COLUMNS + static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS};
+    const Place at(p, unit.tile, group, warp, lane, thread % GROUP_THREADS);
     if (CLUSTER > 1) exchange(d, dy_stages, barriers, thread);
     if (CLUSTER == 1 && unit.part >= 0)
       store_part(p.sums + static_cast<uint64>(unit.part) * TILE_COLUMNS * TILE_ROWS, d, group, warp,

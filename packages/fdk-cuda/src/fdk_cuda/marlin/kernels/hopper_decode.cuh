@@ -78,6 +78,12 @@ __device__ __forceinline__ uint32 keep(uint32 value, int lane) {
   return __shfl_sync(~0u, value, lane);
 }
 
+// The same of a value that all lanes have: the compiler would keep it in a uniform register, and
+// move it to another before each use.
+__device__ __forceinline__ uint32 keep_same(uint32 value, int lane) {
+  return keep(value + lane, lane) - lane;
+}
+
 // A power of two whose last bit of mantissa counts 1, as a pair: 1024 or 128. In a register: a
 // second immediate costs LOP3 a second instruction.
 __device__ __forceinline__ uint32 ones_place(int lane) {
@@ -91,19 +97,6 @@ __device__ __forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
   // 8 bits: seven of a code, and less 128 unless it has the eighth.
   const uint32 excess = BITS == 8 ? (~codes & 0x00800080u) * 0x86u : 0x43004300u;
   return subtract_pair((codes & (CODE & 0x007F007Fu)) | ones, excess);
-}
-
-// 1 bit: bytes of the second fragment hold their pairs in another order (layout.py), so half of the
-// copies of an entry do. A thread turns what it wrote.
-template <int THREADS>
-__device__ __forceinline__ void turn_table(uint8* table, int thread) {
-  for (int i = thread; i < TABLE_BYTES / 16; i += THREADS) {
-    uint4& pairs = reinterpret_cast<uint4*>(table)[i];
-    if (i % 16 < 8) continue;
-    const uint32 pair = pairs.y;
-    pairs.y = pairs.z;
-    pairs.z = pair;
-  }
 }
 
 // Whether what is looked up, or picked, is scaled after it: not at 1 and 2 bits without a table.
@@ -134,7 +127,8 @@ struct HopperDecoder {
   uint32 places[2][2];  // 1 bit: of half h and row i in a rotated word
   uint32 swapped;       // 1 bit: bits to exchange with those 15 places higher
   uint32 ones;          // 8 bits, where codes are computed: see ones_place
-  uint32 lower, fold;   // 1 bit: bits of a byte for the table that stay, how far the others move
+  uint32 lower;         // 1 bit: bits of a byte for the table that come of a unit rotated so;
+  uint32 upper_turn;    // the others come of one rotated so far
 
   __device__ __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp,
                                            int lane)
@@ -166,7 +160,7 @@ struct HopperDecoder {
     swapped = keep(f ? 0 : 0xA, lane);
     ones = ones_place(lane);
     lower = keep(f ? 0x55 : 0x0F, lane);
-    fold = keep(f ? 15 : 12, lane);
+    upper_turn = keep(one_bit + (f ? 15 : 12), lane);
     scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES, lane);
   }
 
@@ -329,7 +323,7 @@ struct HopperDecoder {
     for (int j = 0; j < NEIGHBOURS; j++) {
       uint32 word = rotate_right(codes.words[0][j], turn);
       if (SCALES_LAST) {
-        const uint32 byte = (word & lower) | (word >> fold & ~lower);
+        const uint32 byte = (word & lower) | (rotate_right(codes.words[0][j], upper_turn) & ~lower);
         const uint4 v = *reinterpret_cast<const uint4*>(table_entry(table, byte, 0, lane_part));
         const uint32 pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
 #pragma unroll

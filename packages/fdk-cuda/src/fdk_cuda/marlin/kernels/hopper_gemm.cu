@@ -39,7 +39,7 @@ struct Params {
   int group_tiles;  // see hopper_tiles.cuh
   int splits;       // of the columns, of all but whole_tiles
   int whole_tiles;
-  int box_rows;  // of x that a copy brings: TILE_COLUMNS, or all there are
+  int box_rows;  // of x in a tile, up to TILE_COLUMNS
 };
 
 #include "hopper_units.cuh"
@@ -77,7 +77,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32
 #pragma unroll
     for (int block = 0; block < K_BLOCKS; block++)
       copy_box(x_stages + stage * B_BYTES + block * B_BLOCK_BYTES, p.x,
-               (at.step * K_BLOCKS + block) * BLOCK_COLUMNS, at.unit.tile.column * TILE_COLUMNS,
+               (at.step * K_BLOCKS + block) * BLOCK_COLUMNS, at.unit.tile.column * p.box_rows,
                barriers + 16 * stage);
   };
   // The ring is filled with weights before the previous kernel has ended, with x after it.
@@ -140,9 +140,9 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
           *reinterpret_cast<const uint4*>(piece + column * 128 + ((chunk ^ column % 8) << 4));
       const int y_row = at.first_column + first + column, y_column = at.first_row + 8 * chunk;
       uint16* out = p.y + static_cast<uint64>(y_row) * p.n + y_column;
-      if (y_row < p.m && whole && y_column < p.n) {
+      if (y_row < at.end_column && whole && y_column < p.n) {
         *reinterpret_cast<uint4*>(out) = v;
-      } else if (y_row < p.m) {
+      } else if (y_row < at.end_column) {
         const uint32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -160,11 +160,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
   const int warp = __shfl_sync(~0u, thread / LANES % 4, 0);
   const Codebook codebook(p.codebook, lane);
   if (HAS_TABLE && SCALES_LAST) {
-    build_table<CONSUMER_THREADS>(table, codebook, thread);
-    if (BITS == 1) {
-      sync_named(TABLE_BARRIER, CONSUMER_THREADS);
-      turn_table<CONSUMER_THREADS>(table, thread);
-    }
+    build_table<CONSUMER_THREADS, BITS == 1>(table, codebook, thread);
     sync_named(TABLE_BARRIER, CONSUMER_THREADS);
   }
   const HopperDecoder decoder(table, codebook, warp, lane);
@@ -254,9 +250,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     touch(d);
     release();
     held = -1;
-    const Place at{
-        warp, lane, thread % GROUP_THREADS, unit.tile.row * TILE_ROWS + row_group * GROUP_ROWS,
-        unit.tile.column * TILE_COLUMNS + static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS};
+    const Place at(p, unit.tile, row_group, warp, lane, thread % GROUP_THREADS);
     if (K_GROUPS == 2) {
       const uint32 mailbox = shared_address(pieces + 2 * row_group * PIECE_BYTES);
       add_pair(d, mailbox, at.thread, PAIR_BARRIER + row_group, k_group == 0);

@@ -68,12 +68,12 @@ struct TransposedDecoder {
                                codebook_pair(book, 4 | 5 << 3), codebook_pair(book, 6 | 7 << 3)};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        codebook[i] = byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x6420);
-        codebook[2 + i] = byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x7531);
+        codebook[i] = keep_same(byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x6420), lane);
+        codebook[2 + i] = keep_same(byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x7531), lane);
       }
     } else {
-      codebook[0] = book.words[0];
-      codebook[1] = book.words[1];
+      codebook[0] = keep_same(book.words[0], lane);
+      codebook[1] = keep_same(book.words[1], lane);
     }
     is_second_half = half != 0;
     ones = ones_place(lane);
@@ -236,23 +236,17 @@ struct TransposedDecoder {
   // 3 bits: of rows r and r + 8, for either fragment two bytes, one of each row of the pair, with
   // a code of each column.
   __device__ __forceinline__ void load_selectors(uint32 (&selectors)[2], const uint8* block) const {
-    uint32 words[3][FRAGMENTS];  // with a byte for each row
+    uint4 firsts[ROW_PAIR];  // three words of fragment 0, one of fragment 1
+    uint2 seconds[ROW_PAIR];
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-      uint32 rows[3][ROW_PAIR];
-#pragma unroll
-      for (int r = 0; r < ROW_PAIR; r++) {
-        const uint8* const rest = f ? block + rests[r] : block + offsets[r] + 4;
-        rows[0][r] = HopperDecoder::load(block + offsets[r] + 12 * f);
-        rows[1][r] = HopperDecoder::load(rest);
-        rows[2][r] = load_if(is_second_half, rest + 4);
-      }
-#pragma unroll
-      for (int i = 0; i < 3; i++) words[i][f] = byte_permute(rows[i][0], rows[i][1], merging);
+    for (int r = 0; r < ROW_PAIR; r++) {
+      firsts[r] = *reinterpret_cast<const uint4*>(block + offsets[r]);
+      seconds[r] = load_two(block + rests[r]);
     }
-    uint32 both[3];
-#pragma unroll
-    for (int i = 0; i < 3; i++) both[i] = byte_permute(words[i][0], words[i][1], 0x5410);
+    const uint32 both[3] = {
+        byte_permute(merge(firsts[0].x, firsts[1].x), merge(firsts[0].w, firsts[1].w), 0x5410),
+        byte_permute(merge(firsts[0].y, firsts[1].y), merge(seconds[0].x, seconds[1].x), 0x5410),
+        byte_permute(merge(firsts[0].z, firsts[1].z), merge(seconds[0].y, seconds[1].y), 0x5410)};
     const uint32 fourth = left_over(both[0], both[1], both[2]);
     const uint32 pairs[2] = {is_second_half ? both[2] : both[0], is_second_half ? fourth : both[1]};
 #pragma unroll
@@ -260,15 +254,9 @@ struct TransposedDecoder {
       selectors[i] = (pairs[i] & 0x07070707u) | (pairs[i] << 1 & 0x70707070u);
   }
 
-  // A load that is not made takes no turn of shared memory's, which bounds the loop.
-  __device__ __forceinline__ static uint32 load_if(bool wanted, const uint8* address) {
-    uint32 word;
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\nmov.u32 %0, 0;\n"
-        "@p ld.shared.u32 %0, [%2];\n}"
-        : "=r"(word)
-        : "r"(static_cast<uint32>(wanted)), "r"(shared_address(address)));
-    return word;
+  // A byte of each row, or a half.
+  __device__ __forceinline__ uint32 merge(uint32 first, uint32 second) const {
+    return byte_permute(first, second, merging);
   }
 
   // 2 and 4 bits: of one row and of the row 8 further.

@@ -5,7 +5,8 @@
 // group_tiles, splits, whole_tiles and box_rows; TILE_COLUMNS, CONSUMERS, K_GROUPS, K_BLOCKS,
 // STAGES and CLUSTER are the kernel's. A step fills a stage of the ring: K_BLOCKS times 64 of what
 // is summed over. Operand B is x or dy; a tile's rows are 64 rows or columns of the weight to a
-// group, its columns are rows of B.
+// group, its columns are rows of B: box_rows of them, as even as the tiles can share them, for a
+// copy would fill the others with zeros. Sums of the others are of whatever lay there.
 #pragma once
 #include "hopper.cuh"
 #include "hopper_tiles.cuh"
@@ -204,4 +205,15 @@ __device__ __forceinline__ void add_pair(float (&d)[SUMS], uint32 mailbox, int t
 struct Place {
   int warp, lane, thread;  // of the group
   int first_row, first_column;
+  int end_column;  // behind the last that the tile has: its columns are not all used
+
+  __device__ __forceinline__ Place(const Params& p, const Tile& tile, int row_group, int warp_,
+                                   int lane_, int thread_)
+      : warp(warp_),
+        lane(lane_),
+        thread(thread_),
+        first_row(tile.row * TILE_ROWS + row_group * GROUP_ROWS),
+        first_column(tile.column * p.box_rows +
+                     static_cast<int>(blockIdx.x) % CLUSTER * OWN_COLUMNS),
+        end_column(min(p.m, (tile.column + 1) * p.box_rows)) {}
 };

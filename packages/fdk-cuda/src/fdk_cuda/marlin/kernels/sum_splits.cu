@@ -22,6 +22,7 @@ struct Params {
   int n, m;
   int row_tiles, column_tiles, group_tiles;
   int splits, first_tile;
+  int box_rows;  // of y in a tile, up to TILE_COLUMNS
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const __grid_constant__ Params p) {
@@ -31,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const __grid_co
   const int in_tile = (blockIdx.x % TILE_BLOCKS * THREADS + threadIdx.x) * VALUES;
   const Tile tile(p.first_tile + index, p.row_tiles, p.column_tiles, p.group_tiles);
   const int row = tile.row * TILE_ROWS + in_tile % TILE_ROWS;
-  const int column = tile.column * TILE_COLUMNS + in_tile / TILE_ROWS;
-  if (row >= p.n || column >= p.m) return;
+  const int in_box = in_tile / TILE_ROWS, column = tile.column * p.box_rows + in_box;
+  if (row >= p.n || in_box >= p.box_rows || column >= p.m) return;
   const float* source = p.sums + static_cast<uint64>(index) * p.splits * TILE_VALUES + in_tile;
   float value[VALUES] = {};
 #pragma unroll 4

@@ -1,0 +1,142 @@
+"""Times the Hopper kernel on a cool and on a hot chip, and makes hopper.md's table of it.
+
+    python packages/fdk-cuda/benchmarks/marlin_hopper.py time rows.jsonl --goals goals.jsonl
+    python packages/fdk-cuda/benchmarks/marlin_hopper.py table rows.jsonl [--fill F]
+
+Each case is checked first, as in marlin.py. `pdl` is with programmatic dependent launch, `plain`
+without, `cublas` the product with a bf16 weight; their replays take turns, first after a pause
+("cool"), then after as long of cuBLAS ("hot"). tests/test_marlin_table.py holds the document to the
+rows.
+"""
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _floor import product_floor
+from _rows import facts
+from marlin import COLD_BYTES, SHAPES, Weights, dense_runs, graph_times
+from marlin_rows import heat
+
+PAUSE, REPLAYS = 0.25, 9  # seconds
+MARK = re.compile(r"(<!-- hopper table -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def time_shape(
+    n: int, k: int, bits: int, ms: list[int], goals: dict[tuple[int, ...], float]
+) -> Iterator[dict[str, object]]:
+    """A row for each m, cool and hot."""
+    weights = Weights.of("codebook", bits, n, k)
+    rounded = weights.rounded
+    dense = [rounded.clone() for _ in range(COLD_BYTES // rounded.nbytes + 2)]
+    for m in ms:
+        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+        runs = [*weights.runs(x), dense_runs(weights.layout, weights.packed, dense, x)[0]]
+        count = 8 if m * n * k > 1e11 else max(30, len(weights.packed))
+        for chip in ("cool", "hot"):
+            if chip == "cool":
+                time.sleep(PAUSE)
+            else:
+                heat(PAUSE)
+            pdl, plain, cublas = graph_times(runs, count, replays=REPLAYS)
+            row = {"n": n, "k": k, "bits": bits, "m": m, "kind": "codebook", "chip": chip}
+            row |= {"floor": product_floor(m, n, k, weights.bytes + x.nbytes)}
+            row |= {"pdl": pdl, "plain": plain, "cublas": cublas}
+            yield row | {"goal": goals.get((n, k, bits, m))}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each shape, m and chip: microseconds by width, and over cuBLAS."""
+    widths = sorted({row["bits"] for row in rows})
+    heads = ["n x k", "m", "chip", "cuBLAS", *(f"{b} bit{'s' * (b > 1)}" for b in widths)]
+    lines = [[*heads, "4 bits, no PDL", "goal at 4"], ["---"] * (len(heads) + 2)]
+    cases: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["n"], row["k"], row["m"], row["chip"]), {})[row["bits"]] = row
+    for (n, k, m, chip), by_bits in cases.items():
+        told = by_bits.get(4) or next(iter(by_bits.values()))
+        line = [f"{n} x {k}", str(m), chip, f"{told['cublas']:.1f}"]
+        line += [cell(by_bits.get(bits)) for bits in widths]
+        goal = told["goal"]
+        line += [f"{told['plain']:.1f}", "-" if goal is None else f"{goal:.1f}"]
+        lines.append(line)
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{text}\n{counts(rows)}\n{run_of(rows)}\n"
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Microseconds, a star where the case's own goal is met, and the ratio to cuBLAS."""
+    if row is None:
+        return "-"
+    is_met = row["goal"] is not None and row["pdl"] <= row["goal"]
+    return f"{row['pdl']:.1f}{'*' * is_met} ({row['pdl'] / row['cublas']:.2f})"
+
+
+def counts(rows: list[dict[str, Any]]) -> str:
+    """How many goals are met, by chip."""
+    lines = []
+    for chip in ("cool", "hot"):
+        ratios = [r["pdl"] / r["goal"] for r in rows if r["chip"] == chip and r["goal"] is not None]
+        met, near = sum(r <= 1 for r in ratios), sum(1 < r <= 1.05 for r in ratios)
+        over = len(ratios) - met - near
+        told = f"{met} are met, {near} are within 5 %, {over} are over"
+        lines.append(f"{chip}: of {len(ratios)} goals {told}.\n")
+    return "\n".join(lines)
+
+
+def run_of(rows: list[dict[str, Any]]) -> str:
+    """Of which runs: one process for each GPU of a host."""
+    ((device, commit),) = {(row["device"], row["commit"]) for row in rows}
+    days = sorted({row["started"][:10] for row in rows})
+    return f"{device}, {', '.join(days)}, commit {commit}; microseconds, in brackets over cuBLAS."
+
+
+def fill(text: str, rows: list[dict[str, Any]]) -> str:
+    """A document with the table between its marks."""
+    if MARK.search(text) is None:
+        raise SystemExit("wanted a document with <!-- hopper table --> and <!-- end -->")
+    return MARK.sub(lambda match: f"{match[1]}\n{table(rows)}\n{match[2]}", text)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("time", "table"))
+    parser.add_argument("rows", type=Path, help="JSONL: written by time, read by table")
+    parser.add_argument("--ms", default="64,128,256,1024,4096")
+    parser.add_argument("--bits", default="1,2,3,4,8")
+    parser.add_argument("--shapes", default="0,1,2,3,4,5,6,7", help="indices of marlin.SHAPES")
+    parser.add_argument("--goals", type=Path)
+    parser.add_argument("--fill", type=Path, help="a document with marks")
+    args = parser.parse_args()
+    if args.what == "table":
+        rows = [json.loads(line) for line in args.rows.read_text("utf-8").splitlines()]
+        if args.fill is None:
+            print(table(rows))
+        else:
+            args.fill.write_text(fill(args.fill.read_text("utf-8"), rows), "utf-8")
+        return
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        print("not run: needs a GPU of compute capability 9.x")
+        return
+    goals: dict[tuple[int, ...], float] = {}
+    if args.goals:
+        for line in args.goals.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            goals[row["n"], row["k"], row["bits"], row["m"]] = row["goal"]
+    ms, told = [int(m) for m in args.ms.split(",")], facts()
+    with args.rows.open("w") as file:
+        for bits in map(int, args.bits.split(",")):
+            for index in map(int, args.shapes.split(",")):
+                for timed in time_shape(*SHAPES[index], bits, ms, goals):
+                    file.write(json.dumps(timed | told) + "\n")
+                    file.flush()
+
+
+if __name__ == "__main__":
+    main()

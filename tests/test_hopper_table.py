@@ -1,0 +1,71 @@
+"""The tables of docs/kernels/hopper.md are what the recorded rows say."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "packages/fdk-cuda/benchmarks"
+RESULTS = ROOT / "docs/results/h200"
+DOCUMENT = ROOT / "docs/kernels/hopper.md"
+FACTS = {"device": "NVIDIA H200", "started": "2026-11-22T09:00:00+00:00", "commit": "1234"}
+
+
+def script(name, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    for module in ("marlin", "marlin_rows", name):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return importlib.import_module(name)
+
+
+def read(name):
+    return [json.loads(line) for line in (RESULTS / name).read_text("utf-8").splitlines()]
+
+
+def row(bits, chip, pdl, goal):
+    case = {"n": 4096, "k": 8192, "bits": bits, "m": 64, "chip": chip}
+    return case | {"pdl": pdl, "plain": 9.5, "cublas": 10.0, "goal": goal} | FACTS
+
+
+def test_a_table_by_hand(monkeypatch):
+    hopper = script("marlin_hopper", monkeypatch)
+    rows = [row(1, "cool", 5.0, 5.0), row(4, "cool", 6.2, 6.0), row(1, "hot", 8.0, None)]
+    text = hopper.table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[:4]]
+    assert cells[0][:6] == ["n x k", "m", "chip", "cuBLAS", "1 bit", "4 bits"]
+    # The row of 4 bits tells cuBLAS, no PDL and the goal.
+    case = ["4096 x 8192", "64"]
+    assert cells[2] == [*case, "cool", "10.0", "5.0* (0.50)", "6.2 (0.62)", "9.5", "6.0"]
+    assert cells[3] == [*case, "hot", "10.0", "8.0 (0.80)", "-", "9.5", "-"]
+    assert "cool: of 2 goals 1 are met, 1 are within 5 %, 0 are over." in text
+    assert "hot: of 0 goals 0 are met, 0 are within 5 %, 0 are over." in text
+
+
+def test_the_document_has_the_recorded_rows(monkeypatch):
+    text = DOCUMENT.read_text("utf-8")
+    assert text == script("marlin_hopper", monkeypatch).fill(text, read("hopper.jsonl"))
+
+
+def test_every_goal_from_64_to_1024_rows_was_timed_cool_and_hot():
+    timed = {
+        (row["n"], row["k"], row["bits"], row["m"], row["chip"]): row["goal"]
+        for row in read("hopper.jsonl")
+    }
+    for goal in read("goals.jsonl"):
+        if 64 <= goal["m"] <= 1024:
+            for chip in ("cool", "hot"):
+                assert timed[goal["n"], goal["k"], goal["bits"], goal["m"], chip] == goal["goal"]
+
+
+def test_more_rows_take_longer_within_5_per_cent(monkeypatch):
+    rows = read("rows.jsonl")
+    steps_down = script("marlin_rows", monkeypatch).steps_down
+    assert steps_down([1, 2, 3], [10.0, 9.0, 9.6]) == ["2: 9.0 after 10.0"]
+    assert len(rows) == 12
+    for row in rows:
+        assert {16, 17, 64, 65, 128, 129, 256, 257, 512} <= set(row["m"])
+        assert steps_down(row["m"], row["us"]) == []

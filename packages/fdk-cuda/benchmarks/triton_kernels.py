@@ -29,8 +29,8 @@ from fdk_cuda.triton.configs import (
     ManyConfig,
     SmallConfig,
     TransposedConfig,
-    transposed_config,
 )
+from fdk_cuda.triton.linear import gradient_config
 from fdk_cuda.triton.tune import candidates, default, graph_time, many_candidates, random_weights
 from fdk_formats.linear import QuantisedLinear
 
@@ -47,7 +47,7 @@ def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[la
 def run(x: Tensor, w: launch.Weight, config: Config) -> Tensor:
     """One product by the kernel that a configuration belongs to."""
     if isinstance(config, TransposedConfig):
-        return launch.transposed(x, w, config)
+        return launch.linear_transposed(x, w, config)
     return launch.linear(x, w, None, config)
 
 
@@ -90,9 +90,9 @@ def key_of(job: tuple[int, bool, int, Config]) -> tuple[object, ...]:
     if isinstance(config, GemmConfig):
         return bits, affine, replace(config, split_k=1)
     if isinstance(config, ManyConfig):
-        return bits, affine, replace(config, split_k=min(config.split_k, 2))  # parts are float32
+        return bits, affine, replace(config, split_k=min(config.split_k, 4))  # parts are float32
     if isinstance(config, TransposedConfig):
-        return bits, affine, replace(config, split_n=1)
+        return bits, affine, replace(config, split_n=min(config.split_n, 2))
     return bits, affine, m <= 8, config
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     def configs(n: int, k: int, m: int, bits: int) -> list[Config]:
         if args.transposed:
             a = Arrangement(n, k, bits, 64)
-            one = transposed_config(m, bits, a.n_tiles, a.k_tiles, launch.gpu_at(0))
+            one = gradient_config(a, m, launch.gpu_at(0))
             return transposed_configs(m, bits) if args.sweep else [one, None]
         if args.sweep:
             gpu = launch.gpu_at(0)
@@ -222,7 +222,7 @@ def short(config: Config) -> str:
         c = config
         return f"gemm-t{c.tiles}w{c.warps}m{c.block_m}k{c.split_k}s{c.stages}"
     if isinstance(config, ManyConfig):
-        return f"many-m{config.block_m}k{config.split_k}"
+        return f"many-m{config.block_m}k{config.split_k}{'c' * (config.cluster > 1)}"
     return "dequantise"
 
 

@@ -9,14 +9,16 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton import CompilationError
+from triton import CompilationError, OutOfResources
+from triton.runtime.errors import PTXASError
 
 from fdk_cuda.triton import launch as launch_module
+from fdk_cuda.triton import many_launch as many_module
 from fdk_cuda.triton import remembered as remembered_module
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import TRANSPOSED_CONFIGS, ManyConfig
-from fdk_cuda.triton.launch import Weight, many, transposed
-from fdk_cuda.triton.remembered import launch, relaunch
+from fdk_cuda.triton.launch import Weight, linear, transposed
+from fdk_cuda.triton.remembered import Launch, launch, relaunch
 
 
 class FakeKernel:
@@ -75,28 +77,57 @@ def test_gradient_without_the_right_layout(
     assert not remembered_module._launches
 
 
-class NotCompiled(FakeKernel):
-    """As a release of Triton whose Gluon names things anew."""
+class NotMade(FakeKernel):
+    """As a release of Triton whose Gluon names things anew, or a machine that has no room."""
 
-    def __getitem__(self, grid: object) -> object:
-        def call(*arguments: object, **options: object) -> None:
-            self.again += 1
-            raise CompilationError("def many(): pass", ast.parse("1").body[0], "no barrier")
+    def __init__(self, error: Exception) -> None:
+        super().__init__({}, ("CLUSTER",))
+        self.error, self.clusters = error, list[int]()
 
-        return call
+    def warmup(self, *arguments: object, CLUSTER: int, **options: object) -> None:
+        self.clusters.append(CLUSTER)
+        raise self.error
 
 
-def test_many_rows_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the dequantised weight: said once, and not tried again."""
-    kernel, weight = NotCompiled({}), torch.eye(64, dtype=torch.bfloat16)
-    monkeypatch.setattr(launch_module, "many_kernel", kernel)
-    monkeypatch.setattr(launch_module, "_not_compiled", set())
-    monkeypatch.setattr(launch_module, "permute", lambda x, w: x)
+ERRORS = (
+    CompilationError("def many(): pass", ast.parse("1").body[0], "no barrier"),
+    PTXASError("no barrier"),
+    OutOfResources(300000, 232448, "no barrier"),
+    RuntimeError("no barrier"),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the dequantised weight: said once, and not tried again; first without clusters."""
+    kernel, weight = NotMade(error), torch.eye(64, dtype=torch.bfloat16)
+    monkeypatch.setattr(many_module, "many_kernel", kernel)
+    monkeypatch.setattr(many_module, "_not_made", set())
+    monkeypatch.setattr(many_module, "permute", lambda x, w: x)
     monkeypatch.setattr(launch_module, "dequantise", lambda w, dtype: weight)
     w = Weight(*[torch.zeros(4)] * 2, None, *[torch.zeros(4)] * 2, Arrangement(64, 64, 4, 64))
     x, bias = torch.randn(70, 64).bfloat16(), torch.randn(64).bfloat16()
-    with pytest.warns(UserWarning, match="(?s)cannot compile many_kernel.*no barrier"):
-        y = many(x, w, bias, ManyConfig(128))
+    with pytest.warns(UserWarning, match="(?s)cannot make many_kernel.*no barrier"):
+        y = linear(x, w, bias, ManyConfig(128, 2, 2))
     assert torch.equal(y, x + bias)
-    assert torch.equal(many(x, w, bias, ManyConfig(128)), y)
-    assert kernel.again == 1
+    assert torch.equal(linear(x, w, bias, ManyConfig(128, 2, 2)), y)
+    assert kernel.clusters == [2, 1]
+
+
+@pytest.mark.parametrize("packed", [(8, 1, 512), (8, 1, 512, 1, 1, 1)], ids=["known", "other"])
+def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
+    """The launch alone makes clusters; where Triton would not, that is an error."""
+    metadata = SimpleNamespace(num_warps=8, shared=512)
+    given = []
+    kernel = SimpleNamespace(
+        run=lambda *arguments: given.append(arguments),
+        function="function",
+        packed_metadata=packed,
+        metadata=metadata,
+    )
+    if len(packed) > 3:
+        with pytest.raises(RuntimeError, match="no way to launch clusters"):
+            Launch(kernel, (4,), (7,), 2)
+        return
+    Launch(kernel, (4,), (7,), 2)((16, 32), 0)
+    assert given == [(4, 1, 1, 0, "function", (8, 2, 512), None, None, None, 16, 32, 7)]

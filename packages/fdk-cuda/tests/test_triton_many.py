@@ -42,16 +42,17 @@ def compile_many(
         "PADDED_GROUP": 64,
         "ONE_GROUP": False,
         "AFFINE": affine,
-        "HAS_BIAS": config.split_k == 1,
+        "HAS_BIAS": config.parts == 1,
         "X_DTYPE": DTYPES[dtype],
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
+        "CLUSTER": config.cluster,
     }
-    out, size = (dtype, 16) if config.split_k == 1 else ("fp32", 32)
-    rows = config.block_m
+    out, size = (dtype, 16) if config.parts == 1 else ("fp32", 32)
+    rows, own_rows = config.block_m, config.block_m // config.cluster
     others = TENSORS | {
         "x_desc": f"tensordesc<{dtype}[{rows}, 64],{shared_layout(16)!r}>",
-        "out_desc": f"tensordesc<{out}[{rows}, {MANY_OUTPUTS}],{shared_layout(size)!r}>",
+        "out_desc": f"tensordesc<{out}[{own_rows}, {MANY_OUTPUTS}],{shared_layout(size)!r}>",
         "scale_ptr": scale,
         "zero_ptr": "*bf16",
     }
@@ -99,6 +100,20 @@ def test_many_affine(bits: int, rows: int) -> None:
     check(compile_many(bits, ManyConfig(rows), affine=True), bits)
 
 
+@pytest.mark.parametrize(
+    ("bits", "config"),
+    [(4, ManyConfig(128, 2, 2)), (4, ManyConfig(256, 4, 2)), (7, ManyConfig(128, 2, 2))],
+)
+def test_many_in_clusters(bits: int, config: ManyConfig) -> None:
+    """What a neighbour sends fits where it goes, and nobody leaves before it has arrived."""
+    compiled = compile_many(bits, config, affine=False)
+    check(compiled, bits)
+    assert compiled.metadata.shared >= 128 * config.block_m * 4 // 2
+    end = compiled.asm["ptx"].rpartition("st.shared::cluster.v4.f32")[2]
+    assert "barrier.cluster.wait" in end
+    assert "bar.sync" in end.partition("ld.shared.v4.f32")[2].partition("stmatrix")[0]
+
+
 def test_many_otherwise() -> None:
     """Scales of another dtype than x: exponents."""
     check(compile_many(4, ManyConfig(128), affine=False, dtype="fp16", scale="*u8"), 4)
@@ -122,6 +137,26 @@ def test_what_many_takes(n: int, k: int, group_size: int, fits: bool) -> None:
         assert not any(serves_many(a, m, gpu) for own, gpu in GPUS.items() if own != (9, 0))
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "from_rows"),
+    [
+        (8192, 8192, 5, 33),
+        (8192, 8192, 6, 65),
+        (14336, 4096, 4, 33),
+        (4096, 14336, 8, 65),
+        (4096, 4096, 4, 65),
+        (4096, 4096, 6, None),
+        (4096, 4096, 7, 33),
+        (2048, 4096, 4, None),
+    ],
+)
+def test_from_how_many_rows(n: int, k: int, bits: int, from_rows: int | None) -> None:
+    a = Arrangement(n, k, bits, 64)
+    served = [m for m in (16, 32, 33, 64, 65, 128) if serves_many(a, m, H200)]
+    assert served == [m for m in (33, 64, 65, 128) if from_rows is not None and m >= from_rows]
+    assert serves_many(a, 256, H200) == (from_rows is not None and (n, bits) != (4096, 7))
+
+
 def test_candidates_leave_every_part_a_tile() -> None:
     for k in (128, 256, 8192):
         a = Arrangement(8192, k, 4, 64)
@@ -132,11 +167,14 @@ def test_candidates_leave_every_part_a_tile() -> None:
 @pytest.mark.parametrize(
     ("n", "m", "bits", "config"),
     [
-        (8192, 128, 4, ManyConfig(128, 2)),
-        (8192, 256, 4, ManyConfig(256, 2)),
+        (8192, 128, 4, ManyConfig(128, 2, 2)),
+        (8192, 256, 4, ManyConfig(256, 2, 2)),
         (8192, 512, 4, ManyConfig(256)),
         (28672, 256, 4, ManyConfig(256)),
-        (4096, 256, 4, ManyConfig(256, 4)),
+        (4096, 256, 4, ManyConfig(256, 4, 2)),
+        (14336, 64, 4, ManyConfig(64, 2, 2)),
+        (8192, 64, 2, ManyConfig(64, 4, 2)),
+        (8192, 64, 7, ManyConfig(64, 2, 2)),
         (8192, 256, 7, ManyConfig(128)),
     ],
 )

@@ -9,7 +9,7 @@ from triton_cases import weight
 
 from fdk_cuda.triton import TritonLayout, launch
 from fdk_cuda.triton.arrangement import POSITIONS
-from fdk_cuda.triton.configs import WORDY_BITS, ManyConfig
+from fdk_cuda.triton.configs import WORDY_BITS, GemmConfig, ManyConfig
 from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
 
@@ -31,16 +31,15 @@ def test_many(codebook: str, bits: int) -> None:
     The last of four parts of nine tiles is empty.
     """
     widest = 128 if bits in WORDY_BITS else 256
-    for group_size, m, n, k, block_m, split_k in (
-        (64, 200, 328, 64 * 41, widest, 2),
-        (128, 77, 136, 128 * 9, 128, 1),
-        (None, 300, 264, 1000, widest, 1),
-        (64, 65, 136, 9 * 16 * POSITIONS[bits], 128, 4),
+    for group_size, m, n, k, config in (
+        (64, 200, 328, 64 * 41, ManyConfig(widest, 2, 2)),
+        (128, 77, 136, 128 * 9, ManyConfig(128)),
+        (None, 300, 264, 1000, ManyConfig(widest)),
+        (64, 65, 136, 9 * 16 * POSITIONS[bits], ManyConfig(64, 4, 1 + bits % 2)),
     ):
-        case = Case(Format(codebook, bits, group_size), m, n, k, DTYPES[split_k == 2], "cuda")
+        case = Case(Format(codebook, bits, group_size), m, n, k, DTYPES[m == 200], "cuda")
         q = case.quantised()
         w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
-        config = ManyConfig(block_m, split_k)
         rows = torch.arange(0, k, k // m)[:m]
         one_hot = torch.zeros(len(rows), k, dtype=case.dtype, device="cuda")
         one_hot[torch.arange(len(rows)), rows] = 1
@@ -58,7 +57,7 @@ def test_many_in_a_row() -> None:
     """Each kernel starts while the one before still runs, and reads as x what that one writes."""
     case = Case(Format("custom", 4, 64), 300, 2048, 2048, torch.bfloat16, "cuda")
     ws = [weight(TritonLayout(case.quantised())) for _ in range(3)]
-    configs = (ManyConfig(256, 2), ManyConfig(128), ManyConfig(256))
+    configs = (ManyConfig(256, 2, 2), ManyConfig(128), ManyConfig(128, 4, 2))
     generator = torch.Generator("cuda").manual_seed(0)
     xs = torch.randn(4, case.m, case.k, device="cuda", generator=generator).bfloat16()
 
@@ -75,3 +74,15 @@ def test_many_in_a_row() -> None:
         torch.cuda._sleep(2_000_000)  # so that the launches queue up, and the kernels meet
         ys = [run(x, False) for x in xs]
         assert all(map(torch.equal, ys, wanted))
+
+
+def test_scales_end_with_the_groups() -> None:
+    """Past the last group x is 0, and so is the scale: 0 times infinity would not be."""
+    case = Case(Format("custom", 3, 64), 80, 136, 64 * 9, torch.bfloat16, "cuda")
+    w = weight(TritonLayout(case.quantised()))
+    w.scale[:, -1] = torch.inf
+    x, config = case.random(case.m, case.k), GemmConfig(1, 4, 32)
+    y = launch.many(x, w, None, ManyConfig(128))
+    assert y is not None
+    assert y.isinf().any()
+    assert torch.equal(y.isnan(), launch.gemm(x, w, None, config).isnan())

@@ -37,15 +37,25 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class ManyConfig:
-    """Of ``many_kernel``: 128 outputs and block_m rows a program."""
+    """Of ``many_kernel``: 128 outputs and block_m rows a program.
+
+    k is in ``split_k`` parts. Programs of two parts are a cluster with ``cluster`` of 2, and add up
+    among themselves.
+    """
 
     block_m: int
     split_k: int = 1
+    cluster: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Sums that ``reduce_kernel`` adds."""
+        return self.split_k // self.cluster
 
     @property
     def stages(self) -> int:
-        """Of 64 columns of x: 128 KiB of them, or 96."""
-        return 4 if self.block_m > 128 else 6
+        """Of 64 columns of x: 192 KiB of them at most."""
+        return 6 if self.block_m > 128 else 8
 
 
 @dataclass(frozen=True)
@@ -240,17 +250,33 @@ def fits_many(a: Arrangement) -> bool:
 
 def serves_many(a: Arrangement, m: int, gpu: Gpu) -> bool:
     """Whether ``many_kernel`` takes a product, and beats what else there is."""
-    return 64 < m <= gpu.limits.many_m and a.n * a.k >= 1 << 26 and fits_many(a)
+    if not 32 < m <= gpu.limits.many_m or not fits_many(a):
+        return False
+    size = a.n * a.k
+    if m > 64:
+        # H200, m = 256, 4096 x 4096: 4 bits 22.6 us, dequantised 25.1; wider codes are slower by
+        # half. 8192 x 8192, 1 to 8 bits, 52 to 107 where it is 90 to 156.
+        is_quick = a.bits <= 4 or (m <= 128 and a.bits in WORDY_BITS)
+        return size >= (1 << 24 if is_quick else 1 << 25)
+    # Where two programs a processor have work: H200, m = 64, 4 bits, 14336 x 4096 27.0 us and 28672
+    # x 8192 87.1, by gemm_kernel 32.1 and 94.9; but 8192 x 8192 35 at best and 29.2. There 5 and 7
+    # bits, which leave gemm_kernel no registers, take 43.4 and 54.5 us for 51.4 and 177.
+    if a.bits in WORDY_BITS:
+        return size >= 1 << 24
+    return size >= 1 << 25 and 4 * -(-a.n // MANY_OUTPUTS) >= 3 * gpu.processors
 
 
 def many_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> ManyConfig:
     """For a product of m rows and n outputs."""
-    block_m = 128 if m <= 128 or bits in WORDY_BITS else 256
+    block_m = 64 if m <= 64 else 128 if m <= 128 or bits in WORDY_BITS else 256
     programs = -(-n // MANY_OUTPUTS) * -(-m // block_m)
+    # A processor holds two programs of 64 rows.
+    room = gpu.processors * (2 if block_m == 64 and bits not in WORDY_BITS else 1)
     split_k = 1
-    while 2 * programs * split_k <= gpu.processors and split_k < 8 and k_tiles >= 4 * split_k:
+    while 2 * programs * split_k <= room and split_k < 8 and k_tiles >= 4 * split_k:
         split_k *= 2
-    return ManyConfig(block_m, split_k)
+    # Two parts of k are a cluster: H200, 8192 x 8192, 4 bits, m = 256, 61.1 us -> 56.9.
+    return ManyConfig(block_m, split_k, min(split_k, 2))
 
 
 def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu) -> TransposedConfig:

@@ -1,29 +1,25 @@
 """Launches of the Triton kernels over one arranged weight."""
 
-import warnings
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fdk_cuda.triton.around import add_parts, can_overlap, pdl, permute
+from fdk_cuda.triton.around import gpu_at as gpu_at
 from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
-    H200,
-    MANY_OUTPUTS,
-    MANY_WARPS,
     GemmConfig,
-    Gpu,
     ManyConfig,
     SmallConfig,
     TransposedConfig,
-    gpu_of,
     takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
-from fdk_cuda.triton.gemm import gemm_kernel, permute_kernel, reduce_kernel
+from fdk_cuda.triton.gemm import gemm_kernel
+from fdk_cuda.triton.many_launch import many
 from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
 from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered
 from fdk_cuda.triton.remembered import is_elsewhere as is_elsewhere
@@ -32,40 +28,12 @@ from fdk_cuda.triton.small import small_kernel
 from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel
 from fdk_cuda.triton.weight import Weight as Weight
 
-try:
-    from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-untyped]
-        TensorDescriptor,
-    )
-
-    from fdk_cuda.triton.many import many_kernel, shared_layout
-
-    HAS_GLUON = True
-except (ImportError, AttributeError):  # Gluon is experimental: a later Triton may name it anew
-    HAS_GLUON = False
-
-PERMUTE_BLOCK = 1024
-REDUCE_BLOCK = 1024
 # None: dequantise and cuBLAS.
 Config = SmallConfig | GemmConfig | ManyConfig | None
 
 
 # Kinds of weight and configuration for which ``transposed_kernel`` is not right.
 _not_in_layout: set[tuple[object, ...]] = set()
-
-
-@cache
-def gpu_at(index: int) -> Gpu:
-    """What decides about configurations on a device; -1 is the CPU, of the interpreter."""
-    gpu = H200 if index < 0 else gpu_of(torch.cuda.get_device_capability(index))
-    if HAS_GLUON and not INTERPRETED:
-        return gpu
-    return replace(gpu, limits=replace(gpu.limits, many_m=0))
-
-
-@cache
-def can_overlap(index: int) -> bool:
-    """Whether a device overlaps kernels and fetches to the L2; the interpreter does neither."""
-    return index >= 0 and gpu_at(index).can_overlap
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None, config: Config) -> Tensor:
@@ -75,7 +43,8 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None, config: Config) -> Tensor:
     if isinstance(config, GemmConfig):
         return gemm(x, w, bias, config)
     if isinstance(config, ManyConfig):
-        return many(x, w, bias, config)
+        y = many(x, w, bias, config)
+        return linear(x, w, bias, None) if y is None else y
     return torch.nn.functional.linear(x, dequantise(w, x.dtype), bias)
 
 
@@ -105,7 +74,7 @@ def small(x: Tensor, w: Weight, bias: Tensor | None, config: SmallConfig) -> Ten
         }
         grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
-        options = {"num_warps": config.warps, **_pdl(overlap)}
+        options = {"num_warps": config.warps, **pdl(overlap)}
         launch(key, small_kernel, grid, tensors, sizes, constants, **options)
     return out.to(x.dtype) if INTERPRETED else out
 
@@ -155,98 +124,11 @@ def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tenso
     return out.to(x.dtype) if INTERPRETED else out
 
 
-# Kinds of product for which this release of Triton could not compile ``many_kernel``.
-_not_compiled: set[tuple[object, ...]] = set()
-
-
-def many(x: Tensor, w: Weight, bias: Tensor | None, config: ManyConfig) -> Tensor:
-    """``x @ W_hat.T + bias``, block_m rows of x a program, on compute capability 9.0.
-
-    By ``dequantise`` and cuBLAS, with a warning, where Triton cannot compile it.
-    """
-    a, m = w.arrangement, x.shape[0]
-    split = config.split_k > 1
-    has_bias = bias is not None and not split
-    kind = (x.dtype, has_bias, config.block_m, split, *w.key)
-    if kind in _not_compiled:
-        return linear(x, w, bias, None)
-    permuted = permute(x, w)
-    out = x.new_empty((m, a.n))
-    blocks_m = triton.cdiv(m, config.block_m)
-    target = out
-    if split:  # Whole blocks: what lies outside of x is 0, and not added.
-        shape = config.split_k, blocks_m * config.block_m, a.n
-        target = x.new_empty(shape, dtype=torch.float32)
-    constants = w.constants(x.dtype) | {
-        "HAS_BIAS": has_bias,
-        "BLOCK_M": config.block_m,
-        "STAGES": config.stages,
-    }
-    names = many_kernel.arg_names
-    constants = {name: constants[name] for name in names if name in constants}
-    x_blocks = _descriptor(permuted, [config.block_m, 64])
-    blocks = _descriptor(target.view(-1, a.n), [config.block_m, MANY_OUTPUTS])
-    tensors = (x_blocks, *w.tensors, bias if has_bias else x, blocks)
-    sizes = m, a.n, a.k_tiles, a.groups
-    grid = (triton.cdiv(a.n, MANY_OUTPUTS) * blocks_m, config.split_k)
-    try:
-        many_kernel[grid](*tensors, *sizes, **constants, num_warps=MANY_WARPS, launch_pdl=True)
-    except triton.CompilationError as error:
-        _not_compiled.add(kind)
-        reason = f"Triton {triton.__version__} cannot compile many_kernel: {error}"
-        warnings.warn(reason, stacklevel=2)
-        return linear(x, w, bias, None)
-    if split:
-        add_parts(target, bias, out)
-    return out
-
-
-def _descriptor(tensor: Tensor, block: list[int]) -> Any:
-    """A matrix as TMA copies it, in blocks."""
-    layout = shared_layout(8 * tensor.element_size())
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
-
-
-def permute(x: Tensor, w: Weight) -> Tensor:
-    """x with its columns in the order of ``gemm_kernel``."""
-    a, m = w.arrangement, x.shape[0]
-    width = a.k_tiles * a.tile_k
-    permuted = x.new_empty((m, width))
-    key = ("permute", m, x.dtype, a)
-    if not relaunch(key, (x, permuted)):
-        overlap = can_overlap(x.get_device())
-        constants = w.constants(x.dtype) | {"BLOCK": PERMUTE_BLOCK, "OVERLAP": overlap}
-        grid = (m, triton.cdiv(width, PERMUTE_BLOCK))
-        sizes = (a.k, width, a.groups)
-        launch(key, permute_kernel, grid, (x, permuted), sizes, constants, **_pdl(overlap))
-    return permuted
-
-
-def _pdl(overlap: bool) -> dict[str, int]:
-    """The option of a launch that may come before the last kernel ends."""
-    return {"launch_pdl": True} if overlap else {}
-
-
-def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The sum of ``parts :: [count, rows, n, float32]``, and the bias, into ``out :: [m, n]``.
-
-    Of a part, the first m rows are added.
-    """
-    tensors = (parts, out if bias is None else bias, out)
-    key = ("reduce", *parts.shape, out.shape[0], out.dtype, bias is None)
-    if not relaunch(key, tensors):
-        overlap = can_overlap(out.get_device())
-        # Of few sums, a program for each processor at least.
-        block = REDUCE_BLOCK if out.numel() >= 256 * REDUCE_BLOCK else REDUCE_BLOCK // 8
-        constants = {
-            "SPLIT_K": len(parts),
-            "HAS_BIAS": bias is not None,
-            "BLOCK": block,
-            "OVERLAP": overlap,
-        }
-        sizes = (out.numel(), parts.stride(0), out.shape[1])
-        grid = (triton.cdiv(out.numel(), block),)
-        launch(key, reduce_kernel, grid, tensors, sizes, constants, **_pdl(overlap))
+def linear_transposed(grad_y: Tensor, w: Weight, config: TransposedConfig | None) -> Tensor:
+    """``dy @ W_hat`` by the kernel that a configuration belongs to."""
+    if config is None:
+        return grad_y @ dequantise(w, grad_y.dtype)
+    return transposed(grad_y, w, config)
 
 
 def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
@@ -279,7 +161,7 @@ def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
         grid = (blocks_k, triton.cdiv(m, 8 * config.m_tiles), config.split_n)
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
         arguments = tensors, sizes, constants, _transposes_in_layout
-        options = {"num_warps": config.warps, **_pdl(overlap)}
+        options = {"num_warps": config.warps, **pdl(overlap)}
         if not launch(key, transposed_kernel, grid, *arguments, **options):
             _not_in_layout.add(kind)
             return grad_y @ dequantise(w, grad_y.dtype)

@@ -8,7 +8,13 @@ from torch.library import Library
 
 from fdk_cuda.triton import launch, tune
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import serves_transposed, small_config, transposed_config
+from fdk_cuda.triton.configs import (
+    Gpu,
+    TransposedConfig,
+    serves_transposed,
+    small_config,
+    transposed_config,
+)
 from fdk_cuda.triton.decode import DTYPES
 from fdk_formats.ops import define_linear_op
 
@@ -69,11 +75,15 @@ def triton_grad_x(
     w = launch.Weight(words, scale, zero_point, values, lanes, a)
     m = grad_y.shape[0]
     with launch.on_device_of(grad_y):
-        gpu = launch.gpu_at(grad_y.get_device())
-        if serves_transposed(m, n, k, gpu):
-            config = transposed_config(m, bits, a.n_tiles, a.k_tiles, gpu)
-            return launch.transposed(grad_y, w, config)
-        return grad_y @ launch.dequantise(w, grad_y.dtype)
+        config = gradient_config(a, m, launch.gpu_at(grad_y.get_device()))
+        return launch.linear_transposed(grad_y, w, config)
+
+
+def gradient_config(a: Arrangement, m: int, gpu: Gpu) -> TransposedConfig | None:
+    """For ``dy @ W_hat`` of m rows; None is to dequantise."""
+    if not serves_transposed(m, a.n, a.k, gpu):
+        return None
+    return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu)
 
 
 @cache

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from fdk_cuda.triton.configs import MANY_WARPS
 from fdk_cuda.triton.decode import decode_part, decode_scale, load_tables, prepare
 from fdk_cuda.triton.dequantise import scaled
+from fdk_cuda.triton.shared import exchange_constraints, exchange_halves
 
 # Positions of a step, and its columns: a row of 128 bytes of x, as wide as TMA swizzles.
 _COUNT = gl.constexpr(4)
@@ -53,10 +54,11 @@ def scale_of_step(
     ONE_GROUP: gl.constexpr,
     AFFINE: gl.constexpr,
 ):
-    """Scale and zero point of every row, for a step. Steps past the last get those of the last."""
+    """Scale and zero point of every row, for a step; 0 past the last group, where x is 0 too."""
     group = 0
     if not ONE_GROUP:
-        group = gl.minimum(step * _STEP // PADDED_GROUP, groups - 1)
+        group = step * _STEP // PADDED_GROUP
+        inside = inside & (group < groups)
     scale = gl.load(scale_ptr + at + group * 16, mask=inside, other=0)
     zero = scale
     if AFFINE:
@@ -98,21 +100,51 @@ def operand_of_step(
 
 
 @gluon.jit
-def fetch_x(x_desc, x_stages, barriers, stage, row, column, live):
-    """Has a step of x brought to a stage, if it is one of this program's."""
-    mbarrier.expect(barriers.index(stage), x_desc.block_type.nbytes, pred=live)
-    # All have done with what the stage held, and no thread runs ahead of the line above.
+def fetch_x(
+    x_desc, x_stages, barriers, stage, row, step, last, COUNT: gl.constexpr, STAGES: gl.constexpr
+):
+    """Has COUNT steps of x, from ``step`` on, brought to the stages from ``stage`` on.
+
+    Those of them that are this program's. One barrier serves them all.
+    """
+    at = stage
+    for i in gl.static_range(COUNT):
+        mbarrier.expect(barriers.index(at), x_desc.block_type.nbytes, pred=step + i < last)
+        at = gl.where(at == STAGES - 1, 0, at + 1)
+    # All have done with what the stages held, and no thread runs ahead of the lines above.
     tl.debug_barrier()
-    tma.async_copy_global_to_shared(
-        x_desc, [row, column], barriers.index(stage), x_stages.index(stage), pred=live
+    at = stage
+    for i in gl.static_range(COUNT):
+        place = [row, (step + i) * _STEP]
+        tma.async_copy_global_to_shared(
+            x_desc, place, barriers.index(at), x_stages.index(at), pred=step + i < last
+        )
+        at = gl.where(at == STAGES - 1, 0, at + 1)
+
+
+@gluon.jit
+def exchanged(acc, BLOCK_M: gl.constexpr):
+    """The half of a tile that is this program's, ``[128, BLOCK_M / 2]``, summed over its cluster.
+
+    ``acc :: [128, BLOCK_M]``, each program's part of k. The first program has the first rows of x.
+    """
+    halves = gl.permute(gl.reshape(acc, [16 * _WARPS, 2, BLOCK_M // 2]), [0, 2, 1])
+    low, high = gl.split(halves)
+    return tl.inline_asm_elementwise(
+        exchange_halves(BLOCK_M // 4, 32 * _WARPS),
+        exchange_constraints(BLOCK_M // 4),
+        [low, high],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=BLOCK_M // 4,
     )
 
 
 # x_desc   :: [m, k_tiles * 16 * POSITIONS, dtype], of permute_kernel, in blocks of [BLOCK_M, 64]
 # words    :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale    :: [n_tiles, groups, 8, 2], zero alike
-# out_desc :: [m, n, dtype], or without bias [SPLIT_K * blocks_m * BLOCK_M, n, float32], in blocks
-#             of [BLOCK_M, 128]
+# out_desc :: [m, n, dtype], or [parts / CLUSTER * blocks_m * BLOCK_M, n, float32], in blocks of
+#             [BLOCK_M / CLUSTER, 128]
 @gluon.jit(do_not_specialize=["m"])
 def many_kernel(
     x_desc,
@@ -127,6 +159,7 @@ def many_kernel(
     n,
     k_tiles,
     groups,
+    parts,
     BITS: gl.constexpr,
     WORDS: gl.constexpr,
     POSITIONS: gl.constexpr,
@@ -137,14 +170,21 @@ def many_kernel(
     X_DTYPE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
+    CLUSTER: gl.constexpr,
 ):
-    """A program computes 128 outputs of BLOCK_M rows, over its share of the k tiles."""
+    """A program computes 128 outputs of BLOCK_M rows, over its share of the k tiles.
+
+    Programs of different parts of k follow each other. With ``CLUSTER`` of 2 two of them add up
+    their sums among themselves, and each stores half of the rows.
+    """
     PARTS: gl.constexpr = POSITIONS // _COUNT
     BLOCK_N: gl.constexpr = 16 * _WARPS
     TILE: gl.constexpr = WORDS * 256
     # Words are loaded two tiles ahead where a tile is short; otherwise half a tile, of at least two
     # steps, for they would not fit registers.
     FAR: gl.constexpr = WORDS == 1
+    # Two steps of x are fetched together, every second step: half of the barriers.
+    FETCH: gl.constexpr = 2 if PARTS % 2 == 0 else 1
     gl.static_assert(FAR or PARTS >= 4)
     gl.static_assert(ONE_GROUP or PADDED_GROUP % _STEP == 0)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
@@ -153,10 +193,12 @@ def many_kernel(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     n_tiles = (n + 15) // 16
     blocks_m = gl.cdiv(m, BLOCK_M)
-    block_m = gl.program_id(0) % blocks_m
-    block_n = gl.program_id(0) // blocks_m
-    share = gl.cdiv(k_tiles, gl.num_programs(1))
-    first_k = gl.program_id(1) * share
+    k_part = gl.program_id(0) % parts
+    tile = gl.program_id(0) // parts
+    block_m = tile % blocks_m
+    block_n = tile // blocks_m
+    share = gl.cdiv(k_tiles, parts)
+    first_k = k_part * share
     last_k = gl.minimum(first_k + share, k_tiles)
     first = first_k * PARTS
     last = last_k * PARTS
@@ -198,9 +240,7 @@ def many_kernel(
     hopper.fence_async_shared()
     row = block_m * BLOCK_M
     tl.extra.cuda.gdc_wait()  # x is what the kernel before this one writes
-    for i in gl.static_range(STAGES - 1):
-        column = (first + i) * _STEP
-        fetch_x(x_desc, x_stages, barriers, i, row, column, first + i < last)
+    fetch_x(x_desc, x_stages, barriers, 0, row, first, last, STAGES - 1, STAGES)
 
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
     stage = 0
@@ -217,9 +257,10 @@ def many_kernel(
             acc = hopper.warpgroup_mma(w, x, acc, is_async=True)
             # Of two products the first is done: its stage is free, and its registers.
             acc = hopper.warpgroup_mma_wait(1, deps=[acc])
-            free = gl.where(stage == 0, STAGES - 1, stage - 1)
-            ahead = step + (STAGES - 1)
-            fetch_x(x_desc, x_stages, barriers, free, row, ahead * _STEP, ahead < last)
+            if (part + 1) % FETCH == 0:
+                free = gl.where(stage < FETCH, stage + (STAGES - FETCH), stage - FETCH)
+                ahead = step + (STAGES - FETCH)
+                fetch_x(x_desc, x_stages, barriers, free, row, ahead, last, FETCH, STAGES)
             later = scale_of_step(
                 scale_ptr,
                 zero_ptr,
@@ -262,13 +303,19 @@ def many_kernel(
 
     if HAS_BIAS:
         output = block_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
-        bias = gl.load(bias_ptr + output, mask=output < n, other=0.0).to(gl.float32)
+        has_output = (output < n) & (k_part == 0)
+        bias = gl.load(bias_ptr + output, mask=has_output, other=0.0).to(gl.float32)
         acc = acc + gl.expand_dims(bias, 1)
+    out_row = k_part // CLUSTER * blocks_m * BLOCK_M + row
+    if CLUSTER == 2:
+        acc = exchanged(acc, BLOCK_M)
+        # What was received lay where results go now.
+        tl.debug_barrier()
+        out_row += k_part % 2 * (BLOCK_M // 2)
     # Through shared memory: stored from here, 128 addresses a thread would not fit registers.
-    y = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M, BLOCK_N], out_desc.layout)
+    y = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M // CLUSTER, BLOCK_N], out_desc.layout)
     y.permute((1, 0)).store(acc.to(out_desc.dtype))
     hopper.fence_async_shared()
     tl.debug_barrier()
-    part_row = gl.program_id(1) * blocks_m * BLOCK_M + row
-    tma.async_copy_shared_to_global(out_desc, [part_row, block_n * BLOCK_N], y)
+    tma.async_copy_shared_to_global(out_desc, [out_row, block_n * BLOCK_N], y)
     tma.store_wait(0)

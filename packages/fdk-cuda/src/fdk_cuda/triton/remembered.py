@@ -25,18 +25,34 @@ class Launch:
 
     Args:
         kernel: compiled, as a first launch returned it.
-        grid: of programs.
+        grid: of programs, or of clusters of them.
         rest: every argument after the tensors.
+        cluster: programs of a cluster, along the grid's first dimension.
+
+    Raises:
+        RuntimeError: Triton would not launch clusters of a kernel compiled without them.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], rest: tuple[object, ...]) -> None:
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], rest: tuple[object, ...], cluster: int = 1
+    ) -> None:
         self.run = kernel.run
+        packed = kernel.packed_metadata
+        if cluster > 1:
+            # For Triton a cluster is one program with tensors spread over it. Compiled as one of
+            # its own, a program needs no more than the launch to be part of a cluster.
+            if packed != (kernel.metadata.num_warps, 1, kernel.metadata.shared):
+                raise RuntimeError(f"no way to launch clusters: packed metadata is {packed}")
+            packed = packed[0], cluster, packed[2]
         # No metadata and no hooks: those serve Triton's own profiler.
-        self.fixed = kernel.function, kernel.packed_metadata, None, None, None
+        self.fixed = kernel.function, packed, None, None, None
         self.grid, self.rest = (*grid, 1, 1)[:3], rest
 
-    def __call__(self, addresses: Sequence[int], device: int) -> None:
-        """Launches on the current stream of a device, which must be the current one."""
+    def __call__(self, addresses: Sequence[Any], device: int) -> None:
+        """Launches on the current stream of a device, which must be the current one.
+
+        An address may be a descriptor of TMA.
+        """
         stream = torch._C._cuda_getCurrentRawStream(device)
         self.run(*self.grid, stream, *self.fixed, *addresses, *self.rest)
 
@@ -90,10 +106,37 @@ def launch(
         return True
     if not is_right(compiled):
         return False
-    if not any(tensor.data_ptr() % ALIGNMENT for tensor in tensors):
+    if are_aligned(tensors):
         rest = (*sizes, *compile_time.values())
         _launches[tensors[0].get_device(), key] = Launch(compiled, grid, rest)
     return True
+
+
+def prepared(
+    key: tuple[object, ...],
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    sizes: Sequence[int],
+    constants: dict[str, Any],
+    cluster: int,
+    /,
+    **options: int,
+) -> Launch:
+    """A launch of a kernel that Triton compiles and loads, remembered, and not launched."""
+    names = kernel.arg_names
+    compile_time = {name: constants[name] for name in names if name in constants}
+    compiled = kernel.warmup(*arguments, *sizes, grid=grid, **compile_time, **options)
+    made = Launch(compiled, grid, (*sizes, *compile_time.values()), cluster)
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if are_aligned(tensors):
+        _launches[tensors[0].get_device(), key] = made
+    return made
+
+
+def are_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether a kernel compiled for aligned addresses takes them."""
+    return not reduce(or_, [tensor.data_ptr() for tensor in tensors]) % ALIGNMENT
 
 
 def is_elsewhere(tensor: Tensor) -> bool:

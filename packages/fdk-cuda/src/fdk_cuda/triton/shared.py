@@ -132,6 +132,43 @@ def add_constraints(count: int) -> str:
 
 
 @triton.constexpr_function
+def exchange_halves(count: int, threads: int) -> str:
+    """Of a pair of programs that hold the same sums of different parts of k: each adds up a half.
+
+    Every thread has ``count`` sums of either half. The first program of the cluster adds the first
+    half, the second the other, and each gets its neighbour's from the thread there that holds the
+    same. They are written to where the neighbour's dynamic shared memory starts, ``global_smem``
+    for Triton: all that lies there must be done with. Two barriers of the cluster say so, and that
+    what was sent has arrived; nobody writes to another program after the second.
+    """
+    lines = [
+        ".reg .pred p; .reg .b32 r, a, b; .reg .f32 t0, t1, t2, t3;",
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
+        "mov.u32 r, %cluster_ctarank; setp.eq.u32 p, r, 0; xor.b32 r, r, 1;",
+        "mov.u32 b, global_smem; mov.u32 a, %tid.x; mad.lo.u32 a, a, 16, b;",
+        "mapa.shared::cluster.u32 b, a, r;",
+    ]
+    low, high = count, 2 * count
+    for i in range(0, count, 4):
+        for j in range(4):
+            lines.append(f"selp.f32 t{j}, ${high + i + j}, ${low + i + j}, p;")
+            lines.append(f"selp.f32 ${i + j}, ${low + i + j}, ${high + i + j}, p;")
+        at = i // 4 * 16 * threads
+        lines.append(f"st.shared::cluster.v4.f32 [b + {at}], {{t0, t1, t2, t3}};")
+    lines.append("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+    for i in range(0, count, 4):
+        lines.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [a + {i // 4 * 16 * threads}];")
+        lines += [f"add.f32 ${i + j}, ${i + j}, t{j};" for j in range(4)]
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def exchange_constraints(count: int) -> str:
+    """Of ``exchange_halves``."""
+    return ",".join(["=&f"] * count + ["f"] * (2 * count))
+
+
+@triton.constexpr_function
 def table_bytes(bits: int, affine: bool) -> int:
     """Of the table of a kernel that may fill one."""
     return TABLE_BYTES[bits] if is_shared(bits, affine, True) else 0

@@ -208,9 +208,9 @@ def many_candidates(a: Arrangement, m: int, gpu: Gpu) -> list[Config]:
     """Likewise, of ``many_kernel`` for a weight."""
     if not 32 < m <= gpu.limits.many_m or not fits_many(a):
         return []
-    blocks = (128,) if m <= 128 or a.bits in WORDY_BITS else (128, 256)
-    parts = [split for split in (1, 2, 4) if split <= a.k_tiles]
-    return [ManyConfig(*one) for one in itertools.product(blocks, parts)]
+    blocks = (64,) if m <= 64 else (128,) if m <= 128 or a.bits in WORDY_BITS else (128, 256)
+    parts = [ways for ways in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2)) if ways[0] <= a.k_tiles]
+    return [ManyConfig(block, *ways) for block, ways in itertools.product(blocks, parts)]
 
 
 def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:

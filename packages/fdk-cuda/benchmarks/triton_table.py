@@ -1,0 +1,119 @@
+"""Makes the table of docs/kernels/triton.md from the rows that triton_record.py writes.
+
+    python packages/fdk-cuda/benchmarks/triton_table.py docs/results/h200/triton.jsonl [--fill F]
+
+With --fill it goes between the marks of a document.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+MARK = re.compile(r"(<!-- triton table -->\n).*?(<!-- end -->)", re.DOTALL)
+HEADINGS = (
+    *("n x k", "bits", "kind", "m", "floor", "cuBLAS", "y", "/ floor", "/ m = 1", "/ cuBLAS", "by"),
+    *("dy: cuBLAS", "dy", "/ y", "by"),
+)
+Case = tuple[Any, ...]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each case: the product, and its gradient where it was timed."""
+    of = {(*case_of(row), row["direction"]): row for row in rows}
+    lines = [HEADINGS, ("---",) * len(HEADINGS)]
+    for row in sorted((r for r in rows if r["direction"] == "y"), key=case_of):
+        n, k, bits, kind, m = case = case_of(row)
+        one = of.get((n, k, bits, kind, 1, "y"))
+        us = row["us"]
+        cells = [f"{n} x {k}", str(bits), kind, str(m), f"{row['floor']:.1f}"]
+        cells += [f"{row['cublas']:.1f}", f"{us:.1f}", f"{us / row['floor']:.2f}"]
+        cells += ["-" if one is None else f"{us / one['us']:.2f}", f"{us / row['cublas']:.2f}"]
+        dy = of.get((*case, "dy"))
+        cells += [row["by"], *("-", "-", "-", "-")]
+        if dy is not None:
+            cells[-4:] = [
+                f"{dy['cublas']:.1f}",
+                f"{dy['us']:.1f}",
+                f"{dy['us'] / us:.2f}",
+                dy["by"],
+            ]
+        lines.append(tuple(cells))
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{text}\n{counts(of)}\n{run_of(rows)}\n"
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """By which rows are sorted."""
+    return row["n"], row["k"], row["bits"], row["kind"], row["m"]
+
+
+def counts(of: dict[Case, dict[str, Any]]) -> str:
+    """How often what issue 4 wants of codebooks and affine formats is met."""
+
+    def met(what: str, limit: float, ratios: list[float]) -> str:
+        share = sum(ratio <= limit for ratio in ratios)
+        return f"- {what}: {share} of {len(ratios)}, the largest {max(ratios):.2f}.\n"
+
+    y = [row for key, row in of.items() if key[-1] == "y"]
+    ones = {case_of(row)[:4]: row["us"] for row in y if row["m"] == 1}
+    large = [row for row in y if row["n"] * row["k"] >= 1 << 26]
+    gradients = [(row, of[(*key[:-1], "y")]) for key, row in of.items() if key[-1] == "dy"]
+    lists = (
+        ("m = 1 within 2.2 of the floor at 1 to 3 bits, 8192 x 8192 and larger", 2.2, [
+            row["us"] / row["floor"] for row in large if row["m"] == 1 and row["bits"] <= 3
+        ]),
+        ("m = 1 within 1.6 of the floor at 4 and 8 bits, 8192 x 8192 and larger", 1.6, [
+            row["us"] / row["floor"] for row in large if row["m"] == 1 and row["bits"] in (4, 8)
+        ]),
+        ("m = 16 within 1.3 of m = 1", 1.3, [
+            row["us"] / ones[case_of(row)[:4]] for row in y if row["m"] == 16
+        ]),
+        ("m = 64 no slower than cuBLAS", 1, [
+            row["us"] / row["cublas"] for row in y if row["m"] == 64
+        ]),
+        ("m = 256 within 1.1 of cuBLAS", 1.1, [
+            row["us"] / row["cublas"] for row in y if row["m"] == 256
+        ]),
+        ("dy @ W_hat within 1.2 of the product", 1.2, [
+            row["us"] / other["us"] for row, other in gradients
+        ]),
+    )  # fmt: skip
+    return "".join(met(*one) for one in lists if one[2])
+
+
+def run_of(rows: list[dict[str, Any]]) -> str:
+    """Of which run."""
+    (told,) = {(row["device"], row["started"][:10], row["commit"], row["command"]) for row in rows}
+    device, day, commit, command = told
+    versions = f"torch {rows[0]['versions']['torch']}, triton {rows[0]['triton']}"
+    return f"One run, {device}, {day}, {versions}, commit {commit}: `{command}`."
+
+
+def fill(text: str, rows: list[dict[str, Any]]) -> str:
+    """A document with the table between its marks.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not MARK.search(text):
+        raise ValueError("no <!-- triton table --> ... <!-- end --> in the document")
+    return MARK.sub(lambda match: f"{match[1]}\n{table(rows)}{match[2]}", text)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, help="JSONL, written by triton_record.py --out")
+    parser.add_argument("--fill", type=Path, help="a document with marks")
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.rows.read_text("utf-8").splitlines()]
+    if args.fill is None:
+        print(table(rows))
+    else:
+        args.fill.write_text(fill(args.fill.read_text("utf-8"), rows), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Launches of ``many_kernel``, by itself or in clusters of two programs."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+from triton.errors import TritonError  # type: ignore[import-untyped]
+
+from fdk_cuda.triton.around import HAS_GLUON, add_parts, permute
+from fdk_cuda.triton.configs import (
+    MANY_OUTPUTS,
+    MANY_WARPS,
+    ManyConfig,
+)
+from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered
+from fdk_cuda.triton.weight import Weight
+
+if HAS_GLUON:
+    from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-untyped]
+        TensorDescriptor,
+    )
+
+    from fdk_cuda.triton.many import many_kernel, shared_layout
+
+# Kinds of product for which this release of Triton, or this machine, could not make a kernel.
+_not_made: set[tuple[object, ...]] = set()
+
+
+def many(x: Tensor, w: Weight, bias: Tensor | None, config: ManyConfig) -> Tensor | None:
+    """``x @ W_hat.T + bias``, block_m rows of x a program, on compute capability 9.0.
+
+    None, with a warning, where the kernel cannot be made: Gluon is experimental. Without clusters
+    where only they cannot be had.
+    """
+    a, m = w.arrangement, x.shape[0]
+    has_bias = bias is not None and config.parts == 1
+    kind = (x.dtype, has_bias, config.block_m, config.cluster, config.parts > 1, *w.key)
+    if kind in _not_made:
+        return None if config.cluster == 1 else many(x, w, bias, replace(config, cluster=1))
+    permuted = permute(x, w)
+    out = x.new_empty((m, a.n))
+    blocks_m = triton.cdiv(m, config.block_m)
+    target = out
+    if config.parts > 1:  # Whole blocks: what lies outside of x is 0, and not added.
+        shape = config.parts, blocks_m * config.block_m, a.n
+        target = x.new_empty(shape, dtype=torch.float32)
+    others = (*w.tensors, bias if bias is not None and has_bias else x)
+    arguments = (
+        _descriptor(permuted, [config.block_m, 64]),
+        *others,
+        _descriptor(target.view(-1, a.n), [config.block_m // config.cluster, MANY_OUTPUTS]),
+    )
+    device, key = x.get_device(), ("many", m, has_bias, config, x.dtype, *w.key)
+    run = remembered(device, key) if are_aligned(others) else None
+    if run is None:
+        try:
+            run = _made(key, w, config, arguments, blocks_m, m, x.dtype, has_bias)
+        except (TritonError, RuntimeError) as error:
+            _not_made.add(kind)
+            if config.cluster == 1:
+                _warn("many_kernel", config, error)
+            return many(x, w, bias, config)
+    run((arguments[0], *(tensor.data_ptr() for tensor in others), arguments[-1]), device)
+    if config.parts > 1:
+        add_parts(target, bias, out)
+    return out
+
+
+def _made(
+    key: tuple[object, ...],
+    w: Weight,
+    config: ManyConfig,
+    arguments: Sequence[Any],
+    blocks_m: int,
+    m: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+) -> Launch:
+    """The launch of a kernel that Triton compiles, and loads, where it has not."""
+    a = w.arrangement
+    constants = w.constants(dtype) | {
+        "HAS_BIAS": has_bias,
+        "BLOCK_M": config.block_m,
+        "STAGES": config.stages,
+        "CLUSTER": config.cluster,
+    }
+    sizes = m, a.n, a.k_tiles, a.groups, config.split_k
+    grid = (triton.cdiv(a.n, MANY_OUTPUTS) * blocks_m * config.parts,)
+    options = {"num_warps": MANY_WARPS, "launch_pdl": True}
+    return prepared(key, many_kernel, grid, arguments, sizes, constants, config.cluster, **options)
+
+
+def _warn(kernel: str, config: object, error: Exception) -> None:
+    what = f"Triton {triton.__version__} cannot make {kernel} for {config}"
+    warnings.warn(f"{what}: {type(error).__name__}: {error}", stacklevel=3)
+
+
+def _descriptor(tensor: Tensor, block: list[int]) -> Any:
+    """A matrix as TMA copies it, in blocks."""
+    layout = shared_layout(8 * tensor.element_size())
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)

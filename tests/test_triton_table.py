@@ -1,0 +1,64 @@
+"""What triton_table.py makes of rows."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "packages/fdk-cuda/benchmarks/triton_table.py"
+FACTS = {
+    "device": "NVIDIA H200",
+    "started": "2026-11-22T09:00:00+00:00",
+    "commit": "1234",
+    "command": "triton_record.py",
+    "versions": {"torch": "2.11.0"},
+    "triton": "3.6.0",
+}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("triton_table", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(m, direction, us, cublas):
+    case = {"n": 8192, "k": 8192, "bits": 4, "m": m, "kind": "codebook", "direction": direction}
+    return case | {"us": us, "cublas": cublas, "floor": 10.0, "by": f"kernel-{m}"} | FACTS
+
+
+def test_a_table_by_hand(script):
+    rows = [
+        *(row(16, "y", 18.0, 36.0), row(1, "y", 12.0, 35.0), row(1, "dy", 18.0, 34.0)),
+        *(row(64, "y", 30.0, 40.0), row(64, "dy", 33.0, 40.0), row(256, "y", 55.0, 50.0)),
+    ]
+    text = script.table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[2:6]]
+    first = ["10.0", "35.0", "12.0", "1.20", "1.00", "0.34", "kernel-1"]
+    assert cells[0] == [
+        "8192 x 8192",
+        "4",
+        "codebook",
+        "1",
+        *first,
+        "34.0",
+        "18.0",
+        "1.50",
+        "kernel-1",
+    ]
+    assert cells[1][6:11] == ["18.0", "1.80", "1.50", "0.50", "kernel-16"]
+    assert cells[1][11:] == ["-"] * 4
+    assert [line for line in text if line.startswith("- ")] == [
+        "- m = 1 within 1.6 of the floor at 4 and 8 bits, 8192 x 8192 and larger: 1 of 1, "
+        "the largest 1.20.",
+        "- m = 16 within 1.3 of m = 1: 0 of 1, the largest 1.50.",
+        "- m = 64 no slower than cuBLAS: 1 of 1, the largest 0.75.",
+        "- m = 256 within 1.1 of cuBLAS: 1 of 1, the largest 1.10.",
+        "- dy @ W_hat within 1.2 of the product: 1 of 2, the largest 1.50.",
+    ]
+    assert text[-1].startswith(
+        "One run, NVIDIA H200, 2026-11-22, torch 2.11.0, triton 3.6.0, commit 1234"
+    )

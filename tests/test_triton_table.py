@@ -1,6 +1,7 @@
-"""What triton_table.py makes of rows."""
+"""What triton_table.py makes of rows, and that docs/kernels/triton.md has it."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,11 @@ def test_a_table_by_hand(script):
     assert text[-1].startswith(
         "One run, NVIDIA H200, 2026-11-22, torch 2.11.0, triton 3.6.0, commit 1234"
     )
+
+
+def test_the_document_has_the_recorded_rows(script):
+    path = ROOT / "docs/kernels/triton.md"
+    text = path.read_text("utf-8")
+    lines = (ROOT / "docs/results/h200/triton.jsonl").read_text("utf-8").splitlines()
+    wanted = script.fill(text, [json.loads(line) for line in lines])
+    assert text == wanted, f"{SCRIPT.name} docs/results/h200/triton.jsonl --fill {path.name}"

@@ -297,14 +297,16 @@ def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu) -
     return replace(config, split_n=split_n)
 
 
-def serves_transposed(m: int, n: int, k: int, gpu: Gpu) -> bool:
+def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu) -> bool:
     """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
     # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
     # against 84 and 25 against 20. What is smaller was not timed.
     if n * k < 1 << 22:
         return False
     limit = gpu.limits.transposed_m
-    return m <= (limit if n * k >= 1 << 26 else limit // 2)
+    # 8192 x 8192, m = 64, codebooks of 6 to 8 bits 219 to 326 us, affine 84 to 142; dequantising,
+    # by what it takes with 256 rows, some 116 to 145, and 90.
+    return m <= (limit if n * k >= 1 << 26 and bits <= 5 else limit // 2)
 
 
 def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:

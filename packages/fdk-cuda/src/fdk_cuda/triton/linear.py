@@ -81,7 +81,7 @@ def triton_grad_x(
 
 def gradient_config(a: Arrangement, m: int, gpu: Gpu) -> TransposedConfig | None:
     """For ``dy @ W_hat`` of m rows; None is to dequantise."""
-    if not serves_transposed(m, a.n, a.k, gpu):
+    if not serves_transposed(m, a.n, a.k, a.bits, gpu):
         return None
     return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu)
 

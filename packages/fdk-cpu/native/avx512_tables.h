@@ -27,6 +27,16 @@ constexpr std::size_t kStep = kTileK / kSteps;
 template <int kBits>
 inline constexpr int kRegisters = 2 * kBits;
 
+// Where table j of a step lies: table i of register t. At 2 bits it is where a transposition of
+// dwords leaves the codes of positions j.
+struct Place {
+  std::size_t t, i;
+};
+template <int kBits>
+constexpr Place place_of(std::size_t j) {
+  return kBits == 1 ? Place{j / 4, j % 4} : Place{j % 8 / 2, j / 8 * 2 + j % 2};
+}
+
 // What is kept of a tile of x.
 template <int kBits>
 struct alignas(64) TileTables {
@@ -53,7 +63,8 @@ FDK_INLINE void build_step(const float* x, const __m512* values, std::uint8_t (*
     const __m512 high = _mm512_roundscale_ps(
         _mm512_mul_ps(_mm512_add_ps(integers, half), _mm512_set1_ps(1.0f / 255)), kDown);
     const __m512 low = _mm512_fnmadd_ps(high, base, integers);
-    __m128i* to = reinterpret_cast<__m128i*>(out[j / 4][0]) + j % 4;
+    constexpr auto place = place_of<kBits>;
+    __m128i* to = reinterpret_cast<__m128i*>(out[place(j).t][0]) + place(j).i;
     _mm_store_si128(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(low)));
     _mm_store_si128(to + 4, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(high)));
   }

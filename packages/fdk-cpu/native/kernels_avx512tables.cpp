@@ -1,11 +1,9 @@
 // 1 and 2 bits by tables over the activations (avx512_tables.h): the sums of 16 rows at a time.
-//
-// Registers of the codes of 16 rows, [h][t]: byte 4 row + i of register t belongs to table 4 t + i
-// of step 2 h of 32 positions (its low four bits) and of step 2 h + 1 (its high ones).
 #include <immintrin.h>
 
 #include <array>
 
+#include "avx512_table_codes.h"
 #include "avx512_tables.h"
 #include "kernels.h"
 #include "simd_float.h"
@@ -13,79 +11,6 @@
 
 namespace fdk {
 namespace {
-
-constexpr std::size_t kStripesAtOnce = 4;  // of 4 rows: the 16 dwords of a register
-
-// Where four stripes' codes and scales begin.
-struct Stripes {
-  const std::uint8_t* codes[kStripesAtOnce];
-  std::size_t slots[kStripesAtOnce];
-};
-
-// The registers of codes described above.
-template <int kBits>
-struct RowCodes {
-  __m512i at[2][kRegisters<kBits>];
-};
-
-// Codes of four stripes to those registers.
-template <int kBits>
-struct Transposer {
-  __m512i index[2];  // of h, into two registers of codes that follow one another
-
-  FDK_INLINE Transposer() {
-    alignas(64) std::uint8_t bytes[2][64];
-    for (unsigned h = 0; h < 2; h++) {
-      for (unsigned i = 0; i < 64; i++) {
-        // 1 bit: [t of 2][8 rows][4 bytes]; 2 bits: [t of 4][4 rows][4 bytes]
-        const unsigned rows = 8 / kBits, t = i / (4 * rows), row = i / 4 % rows;
-        bytes[h][i] = std::uint8_t(16 * kBits * row + 2 * (4 * t + i % 4) + h);
-      }
-      index[h] = _mm512_load_si512(bytes[h]);
-    }
-  }
-
-  // Of the tile that lies `offset` after the first of each stripe.
-  FDK_INLINE RowCodes<kBits> operator()(const Stripes& stripes, std::size_t offset) const {
-    RowCodes<kBits> out;
-    const std::uint8_t* codes[kStripesAtOnce];
-    FDK_UNROLL
-    for (std::size_t i = 0; i < kStripesAtOnce; i++) codes[i] = stripes.codes[i] + offset;
-    if constexpr (kBits == 1) {
-      __m512i in[4];
-      FDK_UNROLL
-      for (int i = 0; i < 4; i++) in[i] = _mm512_loadu_si512(codes[i]);
-      FDK_UNROLL
-      for (int h = 0; h < 2; h++) {
-        const __m512i first = _mm512_permutex2var_epi8(in[0], index[h], in[1]);
-        const __m512i last = _mm512_permutex2var_epi8(in[2], index[h], in[3]);
-        out.at[h][0] = _mm512_shuffle_i64x2(first, last, 0x44);
-        out.at[h][1] = _mm512_shuffle_i64x2(first, last, 0xEE);
-      }
-    } else {
-      __m512i in[2][4];
-      FDK_UNROLL
-      for (int i = 0; i < 4; i++) {
-        const __m512i rows01 = _mm512_loadu_si512(codes[i]);
-        const __m512i rows23 = _mm512_loadu_si512(codes[i] + 64);
-        in[0][i] = _mm512_permutex2var_epi8(rows01, index[0], rows23);
-        in[1][i] = _mm512_permutex2var_epi8(rows01, index[1], rows23);
-      }
-      FDK_UNROLL
-      for (int h = 0; h < 2; h++) {
-        const __m512i low01 = _mm512_shuffle_i32x4(in[h][0], in[h][1], 0x44);
-        const __m512i low23 = _mm512_shuffle_i32x4(in[h][2], in[h][3], 0x44);
-        const __m512i high01 = _mm512_shuffle_i32x4(in[h][0], in[h][1], 0xEE);
-        const __m512i high23 = _mm512_shuffle_i32x4(in[h][2], in[h][3], 0xEE);
-        out.at[h][0] = _mm512_shuffle_i32x4(low01, low23, 0x88);
-        out.at[h][1] = _mm512_shuffle_i32x4(low01, low23, 0xDD);
-        out.at[h][2] = _mm512_shuffle_i32x4(high01, high23, 0x88);
-        out.at[h][3] = _mm512_shuffle_i32x4(high01, high23, 0xDD);
-      }
-    }
-    return out;
-  }
-};
 
 // The scales (or zero points) of 16 rows, `slot` after the first of each stripe: of kGroups groups
 // that follow one another.
@@ -142,11 +67,11 @@ FDK_INLINE void load_groups(const void* p, const Stripes& stripes, std::size_t s
   });
 }
 
-// y_sums += the products of 16 rows with one tile of x.
+// y_sums += the products of 16 rows with one tile of x; the next codes are made meanwhile.
 template <int kBits, int kGroups, bool kAffine>
 FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const Stripes& stripes,
-                         std::size_t slot, const RowCodes<kBits>& codes, __m512& y_sums) {
-  constexpr int kRun = kSteps / kGroups;  // steps of a group
+                         std::size_t slot, const RowCodes<kBits>& codes, __m512& y_sums,
+                         NextCodes<kBits>& next) {
   const __m512i nibble = _mm512_set1_epi8(15), table_of = _mm512_set1_epi32(0x30201000);
   const __m512i one = _mm512_set1_epi8(1), base = _mm512_set1_epi8(char(255));
   __m512 scales[kGroups], zeros[kGroups];
@@ -160,27 +85,32 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
   // GCC 12 would copy all 32 registers of tables to the stack once a tile, and look up in the copy
   // (256 rows, warm: 14.8 -> 13.4 us; 1 bit has half of them, and is better with the copy).
   if constexpr (kBits == 2) asm volatile("" : "+r"(sums_of));
+  // Two chains of products for each half of a tile, or for each step where it is a group: one alone
+  // would be waited for.
+  constexpr int kChains = kGroups == kSteps ? kSteps : 2;
+  __m512i lows[kChains], highs[kChains];
+  unroll<kChains>([&](auto chain) FDK_LAMBDA {
+    lows[chain.value] = highs[chain.value] = _mm512_setzero_si512();
+  });
+  unroll<kSteps * kRegisters<kBits>>([&](auto number) FDK_LAMBDA {
+    constexpr int t = number.value / kSteps, h = number.value % 2;
+    constexpr int s = 2 * h + number.value % kSteps / 2;
+    __m512i index = codes.at[h][t];
+    if constexpr (s % 2 == 1) index = _mm512_srli_epi16(index, 4);
+    index = _mm512_ternarylogic_epi32(index, nibble, table_of, 0xEA);  // (index & 15) | table
+    const __m512i low = _mm512_load_si512(sums_of->sums[s][t][0]);
+    const __m512i high = _mm512_load_si512(sums_of->sums[s][t][1]);
+    __m512i &lo = lows[kChains == kSteps ? s : h], &hi = highs[kChains == kSteps ? s : h];
+    lo = _mm512_dpbusd_epi32(lo, _mm512_permutexvar_epi8(index, low), one);
+    hi = _mm512_dpbusd_epi32(hi, base, _mm512_permutexvar_epi8(index, high));
+    next.template part<number.value>();
+  });
   unroll<kGroups>([&](auto group) FDK_LAMBDA {
     constexpr int g = group.value;
-    // Four chains of products: a single one is waited for (2 bits, 256 rows: 21.7 -> 20.4 us warm).
-    __m512i lows[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-    __m512i highs[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-    unroll<kRun>([&](auto step) FDK_LAMBDA {
-      constexpr int s = g * kRun + step.value;
-      unroll<kRegisters<kBits>>([&](auto i) FDK_LAMBDA {
-        constexpr int t = i.value;
-        __m512i index = codes.at[s / 2][t];
-        if constexpr (s % 2 == 1) index = _mm512_srli_epi16(index, 4);
-        index = _mm512_ternarylogic_epi32(index, nibble, table_of, 0xEA);  // (index & 15) | table
-        const __m512i low = _mm512_load_si512(sums_of->sums[s][t][0]);
-        const __m512i high = _mm512_load_si512(sums_of->sums[s][t][1]);
-        __m512i &lo = lows[t % 2], &hi = highs[t % 2];
-        lo = _mm512_dpbusd_epi32(lo, _mm512_permutexvar_epi8(index, low), one);
-        hi = _mm512_dpbusd_epi32(hi, base, _mm512_permutexvar_epi8(index, high));
-      });
-    });
-    const __m512i integers =
-        _mm512_add_epi32(_mm512_add_epi32(lows[0], lows[1]), _mm512_add_epi32(highs[0], highs[1]));
+    __m512i integers = _mm512_add_epi32(lows[g], highs[g]);
+    if constexpr (kGroups == 1) {
+      integers = _mm512_add_epi32(integers, _mm512_add_epi32(lows[1], highs[1]));
+    }
     __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(integers), _mm512_set1_ps(table.unit));
     if constexpr (kAffine) sum = _mm512_fnmadd_ps(zeros[g], _mm512_set1_ps(table.x_sums[g]), sum);
     y_sums = _mm512_fmadd_ps(sum, scales[g], y_sums);
@@ -192,22 +122,17 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
 constexpr std::size_t kBlocks = 8;
 constexpr std::size_t kStripes = kBlocks * kStripesAtOnce;
 
-// How far ahead the first stripes of a loop are fetched.
+// How far ahead codes of these stripes are fetched: those that the task before was asked to fetch
+// too, for Zen 4 drops fetches into L2 when too many are under way (a loop of nothing else passes
+// 42 GB/s, and 80 with two threads, where loads pass 21 and 27).
 constexpr std::size_t kTilesAhead = 4;
-
-// Into L2: the tables need the L1.
-FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
-  }
-}
 
 template <int kBits, int kGroups, bool kAffine>
 void gemv_stripes(const TableTask& task) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   const Weight& w = *task.weight;
   const auto* tables = static_cast<const TileTables<kBits>*>(task.tables);
-  const Transposer<kBits> transpose;
+  const Indices<kBits> indices;
   const std::size_t stripe_bytes = w.tiles * kBytes;
   const std::size_t scale_bytes = w.stored_groups * kTileRows * bytes_of(w.scale_type);
   const std::size_t scale_step = kStripesAtOnce * scale_bytes / w.tiles;
@@ -226,29 +151,32 @@ void gemv_stripes(const TableTask& task) {
   std::size_t to_fetch = (w.stripes - first) / kStripesAtOnce * w.tiles;
   const std::uint8_t* next = w.codes + first * stripe_bytes;
   const auto* next_scales = static_cast<const std::uint8_t*>(w.scales) + first * scale_bytes;
-  RowCodes<kBits> ahead = transpose(stripes[0], 0);
+  // Where nothing more is to be fetched, fetches hit what is near.
+  const auto* nothing = static_cast<const std::uint8_t*>(task.tables);
+  NextCodes<kBits> begin(indices, stripes[0], 0, nothing);
+  unroll<NextCodes<kBits>::kParts>([&](auto k) FDK_LAMBDA { begin.template part<k.value>(); });
+  RowCodes<kBits> ahead = begin.codes();
   std::size_t slot = 0, left = w.tiles_per_group;
   for (std::size_t tile = 0; tile < w.tiles; tile++) {
     for (std::size_t b = 0; b < blocks; b++) {
-      if (!task.fetched && tile + kTilesAhead < w.tiles) {
+      if (tile + kTilesAhead < w.tiles) {
         for (const std::uint8_t* from : stripes[b].codes) {
           fetch(from + (tile + kTilesAhead) * kBytes, kBytes);
         }
       }
+      const std::uint8_t* later = to_fetch != 0 ? next : nothing;
       if (to_fetch != 0) {
-        fetch(next, kBytes * kStripesAtOnce);
         fetch(next_scales, scale_step);
         next += kBytes * kStripesAtOnce;
         next_scales += scale_step;
         to_fetch--;
       }
-      // Those of the next 16 rows before the sums of these: what depends on nothing yet would
-      // wait behind them (1 bit, warm: 14.8 -> 14.2 us for 256 rows, 2 bits: 27.2 -> 25.8).
-      const RowCodes<kBits> codes = ahead;
       const bool last = b + 1 == blocks;
       const std::size_t of_tile = last && tile + 1 < w.tiles ? tile + 1 : tile;
-      ahead = transpose(stripes[last ? 0 : b + 1], of_tile * kBytes);
-      add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, codes, y_sums[b]);
+      NextCodes<kBits> following(indices, stripes[last ? 0 : b + 1], of_tile * kBytes, later);
+      add_tile<kBits, kGroups, kAffine>(w, tables[tile], stripes[b], slot, ahead, y_sums[b],
+                                        following);
+      ahead = following.codes();
     }
     if (kGroups > 1 || --left == 0) {
       slot += kGroups * kTileRows;

@@ -42,21 +42,26 @@ void check_outliers(Random& random) {
 
 // Around half of a tile small beside its largest: from half on x is not rounded to units of that,
 // below it by no more than those of the tables. All rows are zero where x is not small, so that the
-// small values are all that y has.
+// small values are all that y has: far below a unit where they must not be rounded to it, and some
+// dozens of units (2^-6 of the largest is 15.6) where they may be, so that y without them, or by
+// units four times as large, is seen.
 void check_outlier_share(Random& random) {
   constexpr std::size_t kColumn = 0, kHalf = fdk::kTileK / 2;
-  constexpr float kLargest = 1000, kSmall = 0.01f;
-  // A sum is a lookup of 4 products (1 bit) or 2, and errs by 2^-13 of the largest product.
-  constexpr double kUnits = 64 * 0x1p-13 * double(kLargest);
+  constexpr float kLargest = 1000, kBelowUnit = 0.01f, kUnits = 4.3f;
   for (int bits = 1; bits <= 2; bits++) {
+    // The largest product, 2^9 and more, is 2^12 units at 1 bit and 2^13 at 2; a lookup, of 4 and 2
+    // products, errs by half a unit at most. Six standard deviations of their sum.
+    const double lookups = double(fdk::kTileK) * bits / 4, unit = bits == 1 ? 0x1p-3 : 0x1p-4;
+    const double most = 6 * unit * std::sqrt(lookups / 12);
     for (std::size_t small = kHalf - 8; small <= kHalf + 8; small++) {
+      const float smallest = small >= kHalf ? kBelowUnit : kUnits;
       ZeroColumn w(bits, 1, kColumn, random, ZeroColumn::kRows, fdk::kTileK);
       Bytes x(w.c.k * 2), zero(w.c.n * 2);
       std::vector<double> y(w.c.n);
       for (std::size_t i = 0; i < w.c.k; i++) {
         const bool is_small = i >= w.c.k - small;
         const float sign = random.upto(1) == 0 ? 1.0f : -1.0f;
-        put(x, i, 0, sign * (is_small ? kSmall * float(1 + random.upto(2)) : kLargest));
+        put(x, i, 0, sign * (is_small ? smallest * float(1 + random.upto(2)) : kLargest));
         for (std::size_t n = 0; n < w.c.n; n++) {
           if (!is_small) w.codes[n * w.c.k + i] = unsigned(bits - 1);  // zero, as at kColumn
           y[n] += w.value(n * w.c.k + i) * double(get(x, i, 0));
@@ -69,7 +74,7 @@ void check_outlier_share(Random& random) {
         fdk::set_isa(name);
         Bytes out(y.size() * 2, 0xFF);
         fdk::linear(w.packed(), Activation::bf16, x.data(), 1, zero.data(), out.data(), 1);
-        const double scale = small >= kHalf ? 0x1p-4 : 0x1p8 * kUnits;
+        const double scale = small >= kHalf ? 0x1p-4 : 0x1p8 * most;
         expect_near(w.c, name, "y of a tile that is half small", out, y, scale);
       }
     }

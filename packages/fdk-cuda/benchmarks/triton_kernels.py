@@ -27,6 +27,7 @@ from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import (
     GemmConfig,
     ManyConfig,
+    ManyTransposedConfig,
     SmallConfig,
     TransposedConfig,
 )
@@ -35,7 +36,7 @@ from fdk_cuda.triton.tune import candidates, default, graph_time, many_candidate
 from fdk_formats.linear import QuantisedLinear
 
 # None: dequantise and cuBLAS
-Config = SmallConfig | GemmConfig | ManyConfig | TransposedConfig | None
+Config = SmallConfig | GemmConfig | ManyConfig | TransposedConfig | ManyTransposedConfig | None
 
 
 def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[launch.Weight]:
@@ -46,7 +47,7 @@ def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[la
 
 def run(x: Tensor, w: launch.Weight, config: Config) -> Tensor:
     """One product by the kernel that a configuration belongs to."""
-    if isinstance(config, TransposedConfig):
+    if isinstance(config, TransposedConfig | ManyTransposedConfig):
         return launch.linear_transposed(x, w, config)
     return launch.linear(x, w, None, config)
 
@@ -76,7 +77,7 @@ def compile_one(job: tuple[int, bool, int, Config]) -> Config:
     """Fills the disk cache with one kernel; returns a configuration that does not fit the GPU."""
     bits, affine, m, config = job
     w = weights(512, 4096, bits, 64, affine)[0]
-    columns = 512 if isinstance(config, TransposedConfig) else 4096
+    columns = 512 if isinstance(config, TransposedConfig | ManyTransposedConfig) else 4096
     try:
         run(torch.randn(m, columns, device="cuda").bfloat16(), w, config)
     except triton.OutOfResources:
@@ -91,7 +92,7 @@ def key_of(job: tuple[int, bool, int, Config]) -> tuple[object, ...]:
         return bits, affine, replace(config, split_k=1)
     if isinstance(config, ManyConfig):
         return bits, affine, replace(config, split_k=min(config.split_k, 4))  # parts are float32
-    if isinstance(config, TransposedConfig):
+    if isinstance(config, TransposedConfig | ManyTransposedConfig):
         return bits, affine, replace(config, split_n=min(config.split_n, 2))
     return bits, affine, m <= 8, config
 
@@ -221,6 +222,8 @@ def short(config: Config) -> str:
     if isinstance(config, GemmConfig):
         c = config
         return f"gemm-t{c.tiles}w{c.warps}m{c.block_m}k{c.split_k}s{c.stages}"
+    if isinstance(config, ManyTransposedConfig):
+        return f"many-transposed-m{config.block_m}n{config.split_n}"
     if isinstance(config, ManyConfig):
         return f"many-m{config.block_m}k{config.split_k}{'c' * (config.cluster > 1)}"
     return "dequantise"

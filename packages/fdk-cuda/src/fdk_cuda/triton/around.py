@@ -13,7 +13,8 @@ from fdk_cuda.triton.remembered import INTERPRETED, launch, relaunch
 from fdk_cuda.triton.weight import Weight
 
 try:
-    import fdk_cuda.triton.many  # noqa: F401
+    import fdk_cuda.triton.many
+    import fdk_cuda.triton.many_transposed  # noqa: F401
 
     HAS_GLUON = True
 except (ImportError, AttributeError):  # Gluon is experimental: a later Triton may name it anew
@@ -29,7 +30,7 @@ def gpu_at(index: int) -> Gpu:
     gpu = H200 if index < 0 else gpu_of(torch.cuda.get_device_capability(index))
     if HAS_GLUON and not INTERPRETED:
         return gpu
-    return replace(gpu, limits=replace(gpu.limits, many_m=0))
+    return replace(gpu, limits=replace(gpu.limits, many_m=0, many_transposed_m=0))
 
 
 @cache

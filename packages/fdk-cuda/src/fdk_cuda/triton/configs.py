@@ -59,6 +59,19 @@ class ManyConfig:
 
 
 @dataclass(frozen=True)
+class ManyTransposedConfig:
+    """Of ``many_transposed_kernel``: block_m rows, and four positions of eight tiles a program."""
+
+    block_m: int = 64
+    split_n: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Of 64 columns of dy: 48 KiB of them."""
+        return 6
+
+
+@dataclass(frozen=True)
 class TransposedConfig:
     """Of ``transposed_kernel``: 8 * m_tiles rows and some positions of a tile a program.
 
@@ -88,6 +101,7 @@ class Limits:
     transposed_m: int = 64
     # 0: nowhere.
     many_m: int = 0
+    many_transposed_m: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,8 @@ MORE_ROWS = {
 # Of ``many_kernel``: two groups of 64 outputs.
 MANY_WARPS = 8
 MANY_OUTPUTS = TILE_N * MANY_WARPS
+# Positions of a tile that a program of ``many_transposed_kernel`` has.
+MANY_POSITIONS = 4
 # Their words leave no registers for the sums of 256 rows: 8 and 336 bytes of stack.
 WORDY_BITS = (5, 7)
 GEMM_CONFIGS = (
@@ -199,7 +215,9 @@ GPUS = {
     (8, 0): Gpu(None, 163 << 10, 108, can_overlap=False),  # A100
     (8, 6): Gpu(None, 99 << 10, 84, can_overlap=False),  # RTX 3090, A40
     (8, 9): Gpu(None, 99 << 10, 142, can_overlap=False),  # L40S, RTX 4090
-    (9, 0): Gpu("NVIDIA H200", 227 << 10, H200_PROCESSORS, limits=Limits(many_m=1024)),
+    (9, 0): Gpu(
+        "NVIDIA H200", 227 << 10, H200_PROCESSORS, limits=Limits(many_m=1024, many_transposed_m=128)
+    ),
     (10, 0): Gpu(None, 227 << 10, 148),  # B200
     (12, 0): Gpu(None, 99 << 10, 188),  # RTX PRO 6000, RTX 5090
 }
@@ -307,6 +325,27 @@ def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu) -> bool:
     # 8192 x 8192, m = 64, codebooks of 6 to 8 bits 219 to 326 us, affine 84 to 142; dequantising,
     # by what it takes with 256 rows, some 116 to 145, and 90.
     return m <= (limit if n * k >= 1 << 26 and bits <= 5 else limit // 2)
+
+
+def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:
+    """For ``dy @ W_hat`` of m rows."""
+    config = ManyTransposedConfig()
+    programs = -(-a.k_tiles // MANY_WARPS) * (POSITIONS[a.bits] // MANY_POSITIONS)
+    programs *= -(-m // config.block_m)
+    split_n = 1
+    while 2 * programs * split_n <= gpu.processors and a.n_tiles >= 16 * split_n:
+        split_n *= 2
+    return replace(config, split_n=split_n)
+
+
+def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
+    """Whether ``many_transposed_kernel`` takes a product, and beats what else there is."""
+    return (
+        32 < m <= gpu.limits.many_transposed_m
+        and a.words == 1
+        and a.n * a.k >= 1 << 26
+        and fits_many(a)
+    )
 
 
 def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:

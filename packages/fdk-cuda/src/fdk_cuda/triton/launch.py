@@ -13,13 +13,14 @@ from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
     GemmConfig,
     ManyConfig,
+    ManyTransposedConfig,
     SmallConfig,
     TransposedConfig,
     takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel
-from fdk_cuda.triton.many_launch import many
+from fdk_cuda.triton.many_launch import many, many_transposed
 from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
 from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered
 from fdk_cuda.triton.remembered import is_elsewhere as is_elsewhere
@@ -30,6 +31,7 @@ from fdk_cuda.triton.weight import Weight as Weight
 
 # None: dequantise and cuBLAS.
 Config = SmallConfig | GemmConfig | ManyConfig | None
+GradientConfig = TransposedConfig | ManyTransposedConfig | None
 
 
 # Kinds of weight and configuration for which ``transposed_kernel`` is not right.
@@ -124,11 +126,14 @@ def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tenso
     return out.to(x.dtype) if INTERPRETED else out
 
 
-def linear_transposed(grad_y: Tensor, w: Weight, config: TransposedConfig | None) -> Tensor:
+def linear_transposed(grad_y: Tensor, w: Weight, config: GradientConfig) -> Tensor:
     """``dy @ W_hat`` by the kernel that a configuration belongs to."""
-    if config is None:
-        return grad_y @ dequantise(w, grad_y.dtype)
-    return transposed(grad_y, w, config)
+    if isinstance(config, TransposedConfig):
+        return transposed(grad_y, w, config)
+    if isinstance(config, ManyTransposedConfig):
+        grad_x = many_transposed(grad_y, w, config)
+        return linear_transposed(grad_y, w, None) if grad_x is None else grad_x
+    return grad_y @ dequantise(w, grad_y.dtype)
 
 
 def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:

@@ -10,7 +10,8 @@ from fdk_cuda.triton import launch, tune
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import (
     Gpu,
-    TransposedConfig,
+    many_transposed_config,
+    serves_many_transposed,
     serves_transposed,
     small_config,
     transposed_config,
@@ -79,11 +80,13 @@ def triton_grad_x(
         return launch.linear_transposed(grad_y, w, config)
 
 
-def gradient_config(a: Arrangement, m: int, gpu: Gpu) -> TransposedConfig | None:
+def gradient_config(a: Arrangement, m: int, gpu: Gpu) -> launch.GradientConfig:
     """For ``dy @ W_hat`` of m rows; None is to dequantise."""
-    if not serves_transposed(m, a.n, a.k, a.bits, gpu):
-        return None
-    return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu)
+    if serves_many_transposed(a, m, gpu):
+        return many_transposed_config(m, a, gpu)
+    if serves_transposed(m, a.n, a.k, a.bits, gpu):
+        return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu)
+    return None
 
 
 @cache

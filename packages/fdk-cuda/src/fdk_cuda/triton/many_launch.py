@@ -1,4 +1,4 @@
-"""Launches of ``many_kernel``, by itself or in clusters of two programs."""
+"""Launches of ``many_kernel``, by itself or in clusters of two programs, and of its gradient."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,10 +11,13 @@ from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
 
 from fdk_cuda.triton.around import HAS_GLUON, add_parts, permute
+from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
     MANY_OUTPUTS,
+    MANY_POSITIONS,
     MANY_WARPS,
     ManyConfig,
+    ManyTransposedConfig,
 )
 from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered
 from fdk_cuda.triton.weight import Weight
@@ -25,6 +28,7 @@ if HAS_GLUON:
     )
 
     from fdk_cuda.triton.many import many_kernel, shared_layout
+    from fdk_cuda.triton.many_transposed import many_transposed_kernel
 
 # Kinds of product for which this release of Triton, or this machine, could not make a kernel.
 _not_made: set[tuple[object, ...]] = set()
@@ -92,6 +96,44 @@ def _made(
     grid = (triton.cdiv(a.n, MANY_OUTPUTS) * blocks_m * config.parts,)
     options = {"num_warps": MANY_WARPS, "launch_pdl": True}
     return prepared(key, many_kernel, grid, arguments, sizes, constants, config.cluster, **options)
+
+
+def many_transposed(grad_y: Tensor, w: Weight, config: ManyTransposedConfig) -> Tensor | None:
+    """``dy @ W_hat``, block_m rows of dy a program, on compute capability 9.0; or None."""
+    a, m = w.arrangement, grad_y.shape[0]
+    kind = ("transposed", grad_y.dtype, config.block_m, config.split_n > 1, *w.key)
+    if kind in _not_made:
+        return None
+    out = grad_y.new_empty((m, a.k))
+    target = out
+    if config.split_n > 1:
+        target = grad_y.new_empty((config.split_n, m, a.k), dtype=torch.float32)
+    others = (*w.tensors, target)
+    descriptor = _descriptor(grad_y.contiguous(), [config.block_m, 64])
+    device, key = grad_y.get_device(), ("many dy", m, config, grad_y.dtype, *w.key)
+    run = remembered(device, key) if are_aligned(others) else None
+    if run is None:
+        constants = w.constants(grad_y.dtype) | {
+            "BLOCK_M": config.block_m,
+            "STAGES": config.stages,
+        }
+        programs = -(-a.k_tiles // MANY_WARPS) * (POSITIONS[a.bits] // MANY_POSITIONS)
+        grid = programs * -(-m // config.block_m), config.split_n
+        sizes = m, a.n, a.k, a.k_tiles, a.groups
+        arguments = (descriptor, *others)
+        options = {"num_warps": MANY_WARPS, "launch_pdl": True}
+        try:
+            run = prepared(
+                key, many_transposed_kernel, grid, arguments, sizes, constants, 1, **options
+            )
+        except (TritonError, RuntimeError) as error:
+            _not_made.add(kind)
+            _warn("many_transposed_kernel", config, error)
+            return None
+    run((descriptor, *(tensor.data_ptr() for tensor in others)), device)
+    if config.split_n > 1:
+        add_parts(target, None, out)
+    return out
 
 
 def _warn(kernel: str, config: object, error: Exception) -> None:

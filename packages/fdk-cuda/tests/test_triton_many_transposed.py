@@ -1,0 +1,108 @@
+"""``many_transposed_kernel`` compiles for Hopper, without a GPU, and spills nothing."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, Arrangement, words_of  # noqa: E402
+from fdk_cuda.triton.configs import (  # noqa: E402
+    GPUS,
+    H200,
+    MANY_WARPS,
+    ManyTransposedConfig,
+    TransposedConfig,
+)
+from fdk_cuda.triton.linear import gradient_config  # noqa: E402
+from fdk_cuda.triton.many import shared_layout  # noqa: E402
+from fdk_cuda.triton.many_transposed import many_transposed_kernel  # noqa: E402
+
+POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "zero_ptr": "*bf16"}
+
+
+def compile_transposed(bits: int, *, affine: bool, split: bool, scale: str = "*bf16") -> object:
+    """Groups of 64, parts of n as float32 where it is split."""
+    config = ManyTransposedConfig()
+    constants = {
+        "BITS": bits,
+        "WORDS": words_of(bits),
+        "POSITIONS": POSITIONS[bits],
+        "GROUP": 64,
+        "PADDED_GROUP": 64,
+        "ONE_GROUP": False,
+        "PAIRED": True,
+        "AFFINE": affine,
+        "X_DTYPE": tl.bfloat16,
+        "BLOCK_M": config.block_m,
+        "STAGES": config.stages,
+    }
+    others = POINTERS | {
+        "y_desc": f"tensordesc<bf16[{config.block_m}, 64],{shared_layout(16)!r}>",
+        "scale_ptr": scale,
+        "out_ptr": "*fp32" if split else "*bf16",
+    }
+    names = many_transposed_kernel.arg_names
+    signature = {n: "constexpr" if n in constants else others.get(n, "i32") for n in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name.endswith("_ptr") or name in ("n", "k")
+    }
+    source = GluonASTSource(many_transposed_kernel, signature, constants, aligned)
+    options = {"num_warps": MANY_WARPS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("affine", [False, True], ids=["codebook", "affine"])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_many_transposed(bits: int, affine: bool, split: bool) -> None:
+    """No stack, room for a table, and products that run while the next weights are decoded."""
+    compiled = compile_transposed(bits, affine=affine, split=split)
+    ptx = compiled.asm["ptx"]
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", "/dev/stdin"]
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert " 0 bytes stack frame" in done.stderr, done.stderr
+    assert "serialized" not in done.stderr, done.stderr
+    assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
+    products = re.findall(r"wgmma\.mma_async\S* *\{[^}]*\}, *(\{[^}]*\})", ptx)
+    assert len(products) == 16
+    assert all(operand.count("%") + operand.count("$") == 4 for operand in products)
+    assert ptx.count("wgmma.wait_group.sync.aligned 4") == 4
+    end = ptx[ptx.rindex("wgmma.wait_group.sync.aligned 0") :]
+    assert "bar.sync" in re.split(r"st\.shared|stmatrix", end)[0]
+
+
+def test_many_transposed_otherwise() -> None:
+    """Scales of another dtype than dy: exponents."""
+    compile_transposed(4, affine=False, split=False, scale="*u8")
+
+
+@pytest.mark.parametrize(
+    ("n", "bits", "m", "config"),
+    [
+        (8192, 4, 64, ManyTransposedConfig(64, 8)),
+        (8192, 4, 128, ManyTransposedConfig(64, 4)),
+        (8192, 1, 65, ManyTransposedConfig(64, 4)),
+        (8192, 3, 65, None),  # three words a unit
+        (8192, 4, 129, None),
+    ],
+)
+def test_gradient_config(n: int, bits: int, m: int, config: ManyTransposedConfig | None) -> None:
+    assert gradient_config(Arrangement(n, 8192, bits, 64), m, H200) == config
+
+
+def test_gradient_config_of_few_rows() -> None:
+    for m, gpu in ((32, H200), (33, GPUS[8, 0])):
+        config = gradient_config(Arrangement(8192, 8192, 4, 64), m, gpu)
+        assert isinstance(config, TransposedConfig)

@@ -1,0 +1,48 @@
+"""``many_transposed_kernel`` on a GPU of compute capability 9.0: no interpreter takes Gluon."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fdk_cuda.triton import TritonLayout, launch
+from fdk_cuda.triton.configs import ManyTransposedConfig
+from fdk_formats import Format
+from fdk_formats.testing import Case, nrmse, poisoned
+
+pytestmark = pytest.mark.gpu
+FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in (1, 2, 4, 8)]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if not launch.gpu_at(torch.cuda.current_device()).limits.many_transposed_m:
+        pytest.skip("needs a GPU of compute capability 9.0 and a Triton with Gluon")
+
+
+@pytest.mark.parametrize(("codebook", "bits"), FORMATS)
+def test_many_transposed(codebook: str, bits: int) -> None:
+    """Rows, outputs and columns that end within a tile; whole rows as a group; parts of n."""
+    for group_size, m, n, k, split_n in (
+        (64, 100, 328, 64 * 41, 2),
+        (128, 77, 136, 128 * 9, 1),
+        (None, 130, 264, 1000, 1),
+        (None, 40, 1208, 2000, 4),
+    ):
+        dtype = (torch.bfloat16, torch.float16)[m == 100]
+        case = Case(Format(codebook, bits, group_size), m, n, k, dtype, "cuda")
+        q = case.quantised()
+        layout = TritonLayout(q)
+        tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
+        w, w_hat = launch.Weight(*tensors, layout.arrangement), q.dequantise(case.dtype)
+        config = ManyTransposedConfig(split_n=split_n)
+        rows = torch.arange(0, n, n // m)[:m]
+        one_hot = torch.zeros(len(rows), n, dtype=case.dtype, device="cuda")
+        one_hot[torch.arange(len(rows)), rows] = 1
+        grad_y = case.random(m, n)
+        oracle = grad_y.double() @ w_hat.double()
+        with poisoned():
+            assert torch.equal(launch.many_transposed(one_hot, w, config), w_hat[rows])
+            grad_x = launch.many_transposed(grad_y, w, config)
+            assert nrmse(grad_x, oracle) <= 1.1 * nrmse(grad_y @ w_hat, oracle)
+            assert torch.equal(grad_x, launch.many_transposed(grad_y, w, config))

@@ -16,8 +16,8 @@ from fdk_cuda.triton import launch as launch_module
 from fdk_cuda.triton import many_launch as many_module
 from fdk_cuda.triton import remembered as remembered_module
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import TRANSPOSED_CONFIGS, ManyConfig
-from fdk_cuda.triton.launch import Weight, linear, transposed
+from fdk_cuda.triton.configs import TRANSPOSED_CONFIGS, ManyConfig, ManyTransposedConfig
+from fdk_cuda.triton.launch import Weight, linear, linear_transposed, transposed
 from fdk_cuda.triton.remembered import Launch, launch, relaunch
 
 
@@ -84,7 +84,7 @@ class NotMade(FakeKernel):
         super().__init__({}, ("CLUSTER",))
         self.error, self.clusters = error, list[int]()
 
-    def warmup(self, *arguments: object, CLUSTER: int, **options: object) -> None:
+    def warmup(self, *arguments: object, CLUSTER: int = 1, **options: object) -> None:
         self.clusters.append(CLUSTER)
         raise self.error
 
@@ -112,6 +112,22 @@ def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPat
     assert torch.equal(y, x + bias)
     assert torch.equal(linear(x, w, bias, ManyConfig(128, 2, 2)), y)
     assert kernel.clusters == [2, 1]
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
+def test_gradient_of_many_rows_without_gluon(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the dequantised weight, said once; of a dy, too, that TMA cannot read where it lies."""
+    kernel, weight = NotMade(PTXASError("no barrier")), torch.eye(64, dtype=torch.bfloat16)
+    monkeypatch.setattr(many_module, "many_transposed_kernel", kernel)
+    monkeypatch.setattr(many_module, "_not_made", set())
+    monkeypatch.setattr(launch_module, "dequantise", lambda w, dtype: weight)
+    w = Weight(*[torch.zeros(4)] * 2, None, *[torch.zeros(4)] * 2, Arrangement(64, 64, 4, 64))
+    grad_y = torch.randn(offset + 70 * 64).bfloat16()[offset:].view(70, 64)
+    with pytest.warns(UserWarning, match="(?s)cannot make many_transposed_kernel.*no barrier"):
+        grad_x = linear_transposed(grad_y, w, ManyTransposedConfig())
+    assert torch.equal(grad_x, grad_y)
+    assert torch.equal(linear_transposed(grad_y, w, ManyTransposedConfig()), grad_y)
+    assert kernel.clusters == [1]
 
 
 @pytest.mark.parametrize("packed", [(8, 1, 512), (8, 1, 512, 1, 1, 1)], ids=["known", "other"])

@@ -1,9 +1,5 @@
 """``many_transposed_kernel`` compiles for Hopper, without a GPU, and spills nothing."""
 
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -12,6 +8,7 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton_cases import check_hopper, operands_of  # noqa: E402
 
 from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, Arrangement, words_of  # noqa: E402
 from fdk_cuda.triton.configs import (  # noqa: E402
@@ -68,19 +65,10 @@ def test_many_transposed(bits: int, affine: bool, split: bool) -> None:
     """No stack, room for a table, and products that run while the next weights are decoded."""
     compiled = compile_transposed(bits, affine=affine, split=split)
     ptx = compiled.asm["ptx"]
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(ptxas), "-arch=sm_90a", "-v", "-o", "/dev/null", "/dev/stdin"]
-    done = subprocess.run(command, input=ptx, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert " 0 bytes stack frame" in done.stderr, done.stderr
-    assert "serialized" not in done.stderr, done.stderr
+    check_hopper(ptx)
     assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
-    products = re.findall(r"wgmma\.mma_async\S* *\{[^}]*\}, *(\{[^}]*\})", ptx)
-    assert len(products) == 16
-    assert all(operand.count("%") + operand.count("$") == 4 for operand in products)
+    assert len(operands_of(ptx)) == 16
     assert ptx.count("wgmma.wait_group.sync.aligned 4") == 4
-    end = ptx[ptx.rindex("wgmma.wait_group.sync.aligned 0") :]
-    assert "bar.sync" in re.split(r"st\.shared|stmatrix", end)[0]
 
 
 def test_many_transposed_otherwise() -> None:

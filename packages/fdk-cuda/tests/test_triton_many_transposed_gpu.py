@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton_cases import weight
+
 from fdk_cuda.triton import TritonLayout, launch
 from fdk_cuda.triton.configs import ManyTransposedConfig
 from fdk_formats import Format
@@ -32,9 +34,7 @@ def test_many_transposed(codebook: str, bits: int) -> None:
         dtype = (torch.bfloat16, torch.float16)[m == 100]
         case = Case(Format(codebook, bits, group_size), m, n, k, dtype, "cuda")
         q = case.quantised()
-        layout = TritonLayout(q)
-        tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
-        w, w_hat = launch.Weight(*tensors, layout.arrangement), q.dequantise(case.dtype)
+        w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
         config = ManyTransposedConfig(split_n=split_n)
         rows = torch.arange(0, n, n // m)[:m]
         one_hot = torch.zeros(len(rows), n, dtype=case.dtype, device="cuda")

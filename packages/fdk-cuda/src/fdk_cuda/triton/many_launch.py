@@ -99,7 +99,10 @@ def _made(
 
 
 def many_transposed(grad_y: Tensor, w: Weight, config: ManyTransposedConfig) -> Tensor | None:
-    """``dy @ W_hat``, block_m rows of dy a program, on compute capability 9.0; or None."""
+    """``dy @ W_hat``, block_m rows of dy a program, on compute capability 9.0.
+
+    None, with a warning, where the kernel cannot be made.
+    """
     a, m = w.arrangement, grad_y.shape[0]
     kind = ("transposed", grad_y.dtype, config.block_m, config.split_n > 1, *w.key)
     if kind in _not_made:
@@ -109,7 +112,9 @@ def many_transposed(grad_y: Tensor, w: Weight, config: ManyTransposedConfig) -> 
     if config.split_n > 1:
         target = grad_y.new_empty((config.split_n, m, a.k), dtype=torch.float32)
     others = (*w.tensors, target)
-    descriptor = _descriptor(grad_y.contiguous(), [config.block_m, 64])
+    # TMA wants an aligned address, which a part of a larger tensor may not have.
+    rows = grad_y if are_aligned((grad_y,)) else grad_y.clone()
+    descriptor = _descriptor(rows, [config.block_m, 64])
     device, key = grad_y.get_device(), ("many dy", m, config, grad_y.dtype, *w.key)
     run = remembered(device, key) if are_aligned(others) else None
     if run is None:

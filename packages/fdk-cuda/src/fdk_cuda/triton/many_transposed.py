@@ -15,14 +15,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fdk_cuda.triton.configs import MANY_WARPS
+from fdk_cuda.triton.configs import MANY_POSITIONS, MANY_WARPS
 from fdk_cuda.triton.decode import decode_part, decode_scale, load_tables, prepare
 from fdk_cuda.triton.dequantise import scaled
 from fdk_cuda.triton.many import fetch_x
 
 _WARPS = gl.constexpr(MANY_WARPS)
 # Positions that a program decodes, rows of W_hat of a stage of dy, and tiles of them.
-_COUNT = gl.constexpr(4)
+_COUNT = gl.constexpr(MANY_POSITIONS)
 _STEP = gl.constexpr(64)
 _TILES = gl.constexpr(4)
 _WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))

@@ -3,9 +3,11 @@
     python packages/fdk-cuda/benchmarks/triton_record.py --out docs/results/h200/triton.jsonl
 
 Each case is checked beside the dequantised weight, then captured in a CUDA graph over copies of
-the weight that the L2 does not hold. Its replays take turns with those of cuBLAS over a bf16
-weight, and the median is quoted, in microseconds. `floor` is that of _floor.py for an H200.
-Processes compile side by side and time one after the other. triton_table.py makes a table of rows.
+the weight that the L2 does not hold (but 12 of 4096 x 4096 at 1 bit, with 256 rows). Its replays
+take turns with those of cuBLAS over a bf16 weight, and the median is quoted, in microseconds.
+`floor` is that of _floor.py for an H200. Processes compile side by side and time one after the
+other; who has compiled a kernel launches it once, on the same GPU, whoever is timing meanwhile.
+triton_table.py makes a table of rows.
 """
 
 import argparse

@@ -4,8 +4,7 @@
 
 `dequantise` is what the gradient does elsewhere: dequantising, then cuBLAS. Ratios are times over
 that of cuBLAS. Each case is checked against float64 first. `--every-plan` also times each plan and
-appends a line of JSON for it to a file: whether the costs in hopper.py, which are fitted to the
-forward, choose well here.
+appends a line of JSON for it to a file: whether the costs in backward.py choose well.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 Each case is checked first, as in marlin.py. `pdl` is with programmatic dependent launch, `plain`
 without, `cublas` the product with a bf16 weight; their replays take turns, first after a pause
-("cool"), then after as long of cuBLAS ("hot"). tests/test_marlin_table.py holds the document to the
+("cool"), then after as long of cuBLAS ("hot"). tests/test_hopper_table.py holds the document to the
 rows.
 """
 

@@ -19,7 +19,7 @@ from _rows import facts
 from marlin import COLD_BYTES, graph_times, hopper_run, random_weight, small_run
 
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.plan import MAX_ROWS
+from fdk_cuda.marlin.ops import few_rows
 from fdk_formats.testing import nrmse
 
 SHAPES = "4096x4096,8192x8192,28672x8192"
@@ -48,10 +48,11 @@ def time_rows(n: int, k: int, bits: int, seconds: float) -> dict[str, Any]:
     copies = COLD_BYTES // layout.packed.nbytes + 2
     packed = [layout.packed.clone() for _ in range(min(400, copies))]
     W_hat = q.dequantise(torch.float32)
+    few = few_rows(str(layout.format), n, k, 0)
     runs = []
     for m in MS:
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-        run = (small_run if m <= MAX_ROWS else hopper_run)(layout, packed, x, overlap=True)
+        run = (small_run if m <= few else hopper_run)(layout, packed, x, overlap=True)
         error = nrmse(run(0), x.float() @ W_hat.T)
         if not error < 4e-3:
             raise SystemExit(f"wrong answer, not timed: n{n} k{k} b{bits} m{m}: {error:.2e}")

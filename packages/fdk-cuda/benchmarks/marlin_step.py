@@ -20,7 +20,7 @@ from marlin import Run, graph_times, random_weight
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.ops import small_linear
+from fdk_cuda.marlin.ops import marlin_linear
 
 # The blocks: Llama 3 8B's, q, k and v in one layer and gate and up in another.
 HEADS, KV_HEADS, HEAD, FFN = 32, 8, 128, 14336
@@ -84,7 +84,7 @@ def time_step(bits: int, m: int, *, affine: bool) -> dict[str, object]:
     def linear(block: int, name: str, x: torch.Tensor) -> torch.Tensor:
         layout = layouts[name]
         weight = packed[name][block], layout.codebook, str(layout.format)
-        return small_linear(x, *weight, None, *layout.shape)
+        return marlin_linear(x, *weight, False, None, *layout.shape)
 
     def kept(block: int, name: str, x: torch.Tensor) -> torch.Tensor:
         inputs[block, name], outputs[block, name] = x, linear(block, name, x)

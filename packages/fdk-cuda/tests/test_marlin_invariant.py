@@ -104,6 +104,22 @@ def test_kernel_for() -> None:
         assert (kinds[False][-1] == "dequantise") == (not is_hopper or is_large)
 
 
+@pytest.mark.parametrize("few", [8, MAX_ROWS])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_kernel_for_few_rows(few: int, is_large: bool) -> None:
+    def kernel(m: int, is_hopper: bool) -> str:
+        return kernel_for(
+            m,
+            is_hopper=is_hopper,
+            few_rows=few,
+            has_large_codebook=is_large,
+            batch_invariant=False,
+        )
+
+    assert [kernel(m, True) for m in (1, few, few + 1)] == ["small", "small", "hopper"]
+    assert {kernel(m, False) for m in (1, few, few + 1)} == {"small"}
+
+
 @pytest.mark.parametrize(
     ("format", "n", "k", "wanted"),
     [

@@ -190,7 +190,10 @@ def test_known_version_does_not_load_the_library_again(cache_directory, library)
     assert [in_a_new_process() for _ in range(2)] == [(13, 4)] * 2
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"file": [1], "version": [13, 0]}'])
+DAMAGED = ["", "{}", "[]", '{"file": [1], "version": [13, 0]}', '{"file": []}', '{"file": {}}']
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_known_version_mends_a_damaged_file(cache_directory, library, text):
     assert in_a_new_process() == (13, 1)
     (kept,) = cache_directory.glob("*.nvrtc")

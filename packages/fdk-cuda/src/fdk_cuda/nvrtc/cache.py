@@ -99,7 +99,7 @@ def known_version() -> tuple[int, int]:
         path = cache_directory() / f"{_installation()}.nvrtc"
     except OSError:
         return compiler_version()
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, LookupError, TypeError):
         kept = json.loads(path.read_bytes())
         if kept["file"] == _file_facts(kept["file"][0]):
             major, minor = kept["version"]

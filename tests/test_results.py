@@ -52,6 +52,20 @@ def test_how_goals_of_whole_models_stand():
     assert f"2.8 times 16 bits for 12B ({four['speedup_16']:.2f}), are missed" in readme
 
 
+def test_how_much_faster_long_prompts_are_read():
+    found = []
+    for name in ("models-2048", "models-2048-31b"):
+        path = ROOT / "docs" / "results" / "h200" / f"{name}.jsonl"
+        plain, quantised = map(json.loads, path.read_text("utf-8").splitlines())
+        assert (plain["case"]["format"], plain["case"]["context"]) == ("bf16", 2048)
+        times = [row["values"]["first_token_time"] for row in (plain, quantised)]
+        found.append(f"{times[0] / times[1]:.2f}")
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    page = (ROOT / "docs" / "results" / "h200" / "models.md").read_text("utf-8")
+    assert f"read {found[0]} and {found[1]} times as fast as 16 bits" in readme
+    assert f"at {found[0]} times the rate of 16 bits (12b), 1 bit at {found[1]} times" in page
+
+
 def test_the_readme_counts_goals_as_the_table_does():
     table = (ROOT / "docs" / "results" / "h200" / "compare.md").read_text("utf-8")
     ahead, beside = re.findall(r"best peer: (\d+) of (\d+) cases", table)[0]

@@ -1,5 +1,7 @@
 """Tables in the documents are what the recorded rows render to."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,5 +21,58 @@ def test_tables_are_those_of_the_recorded_rows(path):
 
 def test_the_readme_has_tables():
     marks = MARK.findall((ROOT / "README.md").read_text("utf-8"))
-    # Accuracy, kernels, compare on two threads and on one, models; on a GPU models, compare twice.
-    assert len(marks) == 8
+    # Accuracy, kernels, compare, models; on a GPU models and compare.
+    assert len(marks) == 6
+
+
+def test_how_goals_of_whole_models_stand():
+    """What prose says of them is what the recorded rows say."""
+    folder = ROOT / "docs" / "results" / "h200"
+    rows = {}
+    for path in sorted(folder.glob("models-*b.jsonl")):
+        for row in map(json.loads, path.read_text("utf-8").splitlines()):
+            if row["case"]["context"] == 128:
+                case = row["case"]
+                rows[case["model"], case["format"], case["batch"]] = row["values"]
+    bf16, four, one = (
+        rows[key]
+        for key in (("4b", "bf16", 1), ("12b", "custom4-g64", 1), ("31b", "custom1-g64", 1))
+    )
+    shares = [100 * values["floor_share"] for values in (bf16, four, one)]
+    taken = [v["memory"] / (v["stored_bytes"] + v["cache_bytes"]) for v in rows.values()]
+    least, worst = min((v["speedup_16"], key) for key, v in rows.items() if v["speedup_16"])
+    page = (folder / "models.md").read_text("utf-8")
+    for share, met in zip(shares, ("met", "missed", "both missed"), strict=True):
+        assert re.search(rf"^\| .* \| {share:.1f} % \| {met}\b", page, re.MULTILINE)
+    assert f"| {four['speedup_16']:.2f} times | missed |" in page
+    assert f"| {least:.2f} times ({worst[0]}, {worst[2]}) or more | met |" in page
+    assert f"| at most {100 * (max(taken) - 1):.1f} % more | met |" in page
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"({shares[1]:.0f} and {shares[2]:.0f} % here)" in readme
+    assert f"2.8 times 16 bits for 12B ({four['speedup_16']:.2f}), are missed" in readme
+
+
+def test_how_much_faster_long_prompts_are_read():
+    found = []
+    for name in ("models-2048", "models-2048-31b"):
+        path = ROOT / "docs" / "results" / "h200" / f"{name}.jsonl"
+        plain, quantised = map(json.loads, path.read_text("utf-8").splitlines())
+        assert (plain["case"]["format"], plain["case"]["context"]) == ("bf16", 2048)
+        times = [row["values"]["first_token_time"] for row in (plain, quantised)]
+        found.append(f"{times[0] / times[1]:.2f}")
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    page = (ROOT / "docs" / "results" / "h200" / "models.md").read_text("utf-8")
+    assert f"read {found[0]} and {found[1]} times as fast as 16 bits" in readme
+    assert f"at {found[0]} times the rate of 16 bits (12b), 1 bit at {found[1]} times" in page
+
+
+def test_the_readme_counts_goals_as_the_table_does():
+    table = (ROOT / "docs" / "results" / "h200" / "compare.md").read_text("utf-8")
+    ahead, beside = re.findall(r"best peer: (\d+) of (\d+) cases", table)[0]
+    met, goals = re.findall(r"^(\d+) of (\d+) measured goals", table, re.MULTILINE)[0]
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"in {ahead} of its {beside} cases, and meets {met} of {goals} goals" in readme
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()]
+    slower = [int(c[2]) for c in cells if len(c) == 13 and c[1].isdecimal() and float(c[7]) < 1]
+    many = sum(m >= 256 for m in slower)
+    assert f"in {len(slower)} cases cuBLAS is faster with 16 bits, {many} of them of 256" in readme

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fdk_bench import random_llama
 from fdk_bench.decoding import WARM_STEPS, Step, captured_prompt, first_tokens, step_seconds
 from fdk_bench.llama import Llama, LlamaSize
 from fdk_bench.model_cases import ModelCase
@@ -117,9 +119,9 @@ def test_logits_on_gpu(batch, tokens, length):
 @torch.inference_mode()
 def test_gemv_on_gpu(n, k, dtype):
     """A row by our kernel, no further from float64 than twice torch; several rows by torch's."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    torch.manual_seed(0)
     layer = RowLinear(k, n, bias=False, device="cuda", dtype=dtype)
-    x = torch.randn(3, 1, k, device="cuda", generator=generator).to(dtype)
+    x = torch.randn(3, 1, k, device="cuda").to(dtype)
     expected = x.double() @ layer.weight.double().T
     plain = torch.nn.functional.linear(x, layer.weight)
     assert torch.equal(layer(x), plain)
@@ -130,15 +132,40 @@ def test_gemv_on_gpu(n, k, dtype):
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "dtype"),
-    [(1, 64, torch.float32), (2, 64, torch.bfloat16), (1, 60, torch.bfloat16)],
+    ("rows", "k", "dtype", "taken"),
+    [
+        (1, 64, torch.bfloat16, True),
+        (1, 32768, torch.float16, True),
+        (1, 32776, torch.float16, False),
+        (1, 0, torch.bfloat16, False),
+        (1, 60, torch.bfloat16, False),
+        (2, 64, torch.bfloat16, False),
+        (1, 64, torch.float32, False),
+    ],
 )
-def test_what_gemv_leaves_to_torch(rows, k, dtype):
-    """Here everything, for there is no GPU in it; the answer is torch's."""
-    layer = RowLinear(k, 7, bias=False, dtype=dtype)
-    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert not takes(x, layer.weight)
-    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight))
+def test_what_gemv_takes(rows, k, dtype, taken):
+    """By tensors of a GPU that have no values; of a CPU none."""
+    for device in ("cuda", "cpu"):
+        with FakeTensorMode():
+            x = torch.empty(rows, 1, k, device=device, dtype=dtype)
+            weight = torch.empty(7, k, device=device, dtype=dtype)
+            assert takes(x, weight) == (taken and device == "cuda")
+            assert not takes(x, torch.empty(k, 7, device=device, dtype=dtype).T)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_gemv_leaves_to_torch(bias):
+    torch.manual_seed(0)
+    layer = RowLinear(64, 7, bias=bias)
+    x = torch.randn(1, 64)
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_dense_layers_of_a_dtype_that_gemv_does_not_take(monkeypatch):
+    monkeypatch.setattr(random_llama, "has_kernels", lambda device: True)
+    case = ModelCase("tiny", 1, "bf16", "torch", "bf16", "cuda", "", 8, 1, compiled=True)
+    assert random_llama.dense_linear(case) == (RowLinear, "torch, gemv for one row")
+    assert random_llama.dense_linear(replace(case, dtype="fp32")) == (nn.Linear, "torch")
 
 
 @pytest.mark.gpu

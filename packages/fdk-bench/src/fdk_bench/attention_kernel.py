@@ -14,7 +14,7 @@ FEWEST_CHANNELS = 16  # that tl.dot takes
 ENOUGH_PROGRAMS = 264  # two for each processor of an H200
 PARTS_AT_ONCE = 8  # that the last program of a head has on their way when it adds them up
 SEVERAL = 16  # sequences times key heads from which on programs may be large
-LONG = 512  # entries of a cache from which on parts are cut smaller
+LONG = 512  # entries above which a cache is long, see config_for
 
 
 class AttendConfig(NamedTuple):

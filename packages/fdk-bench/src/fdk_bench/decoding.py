@@ -118,7 +118,7 @@ def release() -> None:
 def measure_case(
     case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int = 0
 ) -> ModelValues:
-    """Decodes ``reps`` tokens after a prompt and times each step, the read rate in between.
+    """Decodes ``reps`` tokens after a prompt and times each step, see ``step_seconds``.
 
     ``before``: bytes of the device that were allocated before the model was built.
     """

@@ -1,4 +1,8 @@
-"""A Triton kernel for a linear layer in 16 bits and one row of x: all of W on its way at once."""
+"""A Triton kernel for a linear layer in 16 bits and one row of x: all of W on its way at once.
+
+``fdk_cuda.triton.plain.gemv`` is another, a baseline for any k and with a bias. This one starts
+before the kernel ahead has ended, and is there without fdk-cuda.
+"""
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -55,7 +59,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether ``gemv`` takes them: one row of 16-bit values on a GPU, of at most 32768 columns."""
     k = weight.shape[1]
     is_row = x.is_cuda and x.numel() == k and x.dtype == weight.dtype and x.dtype.itemsize == 2
-    return is_row and k <= LONGEST_ROW and k % LOADED == 0 and weight.is_contiguous()
+    return is_row and 0 < k <= LONGEST_ROW and k % LOADED == 0 and weight.is_contiguous()
 
 
 def gemv(x: Tensor, weight: Tensor) -> Tensor:
@@ -93,10 +97,10 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class RowLinear(torch.nn.Linear):
-    """A linear layer without a bias, one row of x by ``gemv``, others by torch."""
+    """A linear layer, one row of x by ``gemv`` where there is no bias, all else by torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``x :: [..., k]``."""
-        if takes(x, self.weight):
+        if self.bias is None and takes(x, self.weight):
             return gemv(x.contiguous(), self.weight)
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.bias)

@@ -49,12 +49,14 @@ class ModelValues:
         bits_per_weight: of the quantised layers' weights; 16 where there are none.
         weight_bytes: read in one step: every layer and norm, of the embedding nothing.
         stored_bytes: of the whole model, embedding included.
-        cache_bytes: keys and values of ``batch`` sequences of ``context + reps`` tokens.
+        cache_bytes: keys and values of ``batch`` sequences of ``context + reps`` tokens, those of
+            steps that are not timed, and on to a multiple of 64.
         memory: of the device, that the model takes while decoding; None on a CPU.
         step_time, step_time_min, spread: of one decoding step, see ``Timing`` and ``step_seconds``.
         tokens_per_second: ``batch`` over ``step_time``.
         first_token_time: from prompts on the device to their first tokens, the best of three.
-        floor: time to read ``weight_bytes`` at the read rate measured between the steps.
+        floor: time to read ``weight_bytes`` at the read rate measured in the run: on a CPU between
+            the steps, on a GPU before the first model.
         floor_share: floor over step_time: the share of the roofline.
         graph: whether a step was one CUDA graph.
         first_token_graph: whether the first token was one too, as that of a llama on a GPU is where

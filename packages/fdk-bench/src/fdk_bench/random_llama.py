@@ -73,8 +73,9 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
 
 
 def dense_linear(case: ModelCase) -> tuple[type[nn.Linear], str]:
-    """What makes layers that are not quantised, and its name: ours where we have kernels."""
-    if not (case.compiled and has_kernels(case.device)):
+    """What makes layers that are not quantised, and its name: ours where we have a kernel."""
+    has_gemv = has_kernels(case.device) and DTYPES[case.dtype].itemsize == 2
+    if not (case.compiled and has_gemv):
         return nn.Linear, "torch"
     from fdk_bench.gemv_kernel import RowLinear
 

@@ -29,14 +29,6 @@ struct RowCodes {
   __m512i at[2][kRegisters<kBits>];
 };
 
-constexpr std::size_t kLine = 64;
-
-FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; i += kLine) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
-  }
-}
-
 // Indices that the transposition below ends with (2 bits) or begins with (1 bit), of h.
 template <int kBits>
 struct Indices {
@@ -75,8 +67,8 @@ class NextCodes {
 
   template <int k>
   FDK_INLINE void part() {
-    // Into L2: the tables need the L1. One by one: all at once take longer (4096 x 4096, 2 bits,
-    // cold: 263 -> 257 us, two threads 244 -> 237).
+    // One by one: all at once take longer (4096 x 4096, 2 bits, cold: 263 -> 257 us, two threads
+    // 244 -> 237).
     if constexpr (k % 2 == 1) fetch(later_ + k / 2 * kLine, kLine);
     if constexpr (kBits == 2) part_of_two_bits<k>();
     if constexpr (kBits == 1 && k == 0) all_of_one_bit();

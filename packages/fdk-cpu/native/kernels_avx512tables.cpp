@@ -82,9 +82,9 @@ FDK_INLINE void add_tile(const Weight& w, const TileTables<kBits>& table, const 
     load_groups<kGroups>(w.zeros, stripes, slot, bytes, type, zeros);
   }
   const TileTables<kBits>* sums_of = &table;
-  // GCC 12 would copy all 32 registers of tables to the stack once a tile, and look up in the copy
-  // (256 rows, warm: 14.8 -> 13.4 us; 1 bit has half of them, and is better with the copy).
-  if constexpr (kBits == 2) asm volatile("" : "+r"(sums_of));
+  // GCC 12 would copy tables to the stack once a tile, and look up in the copy (256 rows, warm: 2
+  // bits 14.8 -> 13.4 us; 1 bit, which has half of them, 17.5 -> 17.3 in turns, and cold alike).
+  asm volatile("" : "+r"(sums_of));
   // Two chains of products for each half of a tile, or for each step where it is a group: one alone
   // would be waited for.
   constexpr int kChains = kGroups == kSteps ? kSteps : 2;
@@ -123,8 +123,8 @@ constexpr std::size_t kBlocks = 8;
 constexpr std::size_t kStripes = kBlocks * kStripesAtOnce;
 
 // How far ahead codes of these stripes are fetched: those that the task before was asked to fetch
-// too, for Zen 4 drops fetches into L2 when too many are under way (a loop of nothing else passes
-// 42 GB/s, and 80 with two threads, where loads pass 21 and 27).
+// too, for some of its fetches seem to be dropped (a loop of fetches into L2 alone passes 42 GB/s,
+// 80 with two threads, where loads pass 21 and 27; once more, two threads: 229 -> 225 us, cold).
 constexpr std::size_t kTilesAhead = 4;
 
 template <int kBits, int kGroups, bool kAffine>

@@ -13,8 +13,12 @@
 // refused.
 #pragma once
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "convert.h"
@@ -58,6 +62,15 @@ bool takes(const Weight& w) {
     if (scaled != float(int(scaled))) return false;
   }
   return true;
+}
+
+constexpr std::size_t kLine = 64;
+
+// Into L2: the tables need the L1.
+FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += kLine) {
+    _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+  }
 }
 
 // Calls f with bits, groups of a tile, and whether there are zero points, as constants: of a weight

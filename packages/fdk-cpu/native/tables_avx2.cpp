@@ -154,13 +154,6 @@ constexpr std::size_t kStripes = 32;
 // How far ahead the stripes of a loop are fetched that no task before it did.
 constexpr std::size_t kTilesAhead = 4;
 
-// Into L2: the tables need the L1.
-FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
-  for (std::size_t i = 0; i < bytes; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
-  }
-}
-
 template <int kBits, int kGroups, bool kAffine>
 void gemv_stripes(const TableTask& task) {
   constexpr std::size_t kBytes = tile_bytes(kBits), kAtOnce = kStripesAtOnce<kBits>;

@@ -1,6 +1,6 @@
 """The table of docs/kernels/marlin.md is what the recorded rows render to."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
@@ -12,12 +12,10 @@ RESULTS = ROOT / "docs/results/h200"
 FACTS = {"device": "NVIDIA H200", "started": "2026-11-22T09:00:00+00:00", "commit": "1234"}
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("marlin_table", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("marlin_table")
 
 
 def read(name):

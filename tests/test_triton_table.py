@@ -1,6 +1,6 @@
 """What triton_table.py makes of rows, and that docs/kernels/triton.md has it."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
@@ -18,12 +18,10 @@ FACTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("triton_table", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("triton_table")
 
 
 def row(m, direction, us, cublas):

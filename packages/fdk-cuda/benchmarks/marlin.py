@@ -12,17 +12,16 @@ table of what --out writes.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from _floor import product_floor
-from _rows import facts
+from _rows import write_rows
+from _tables import read_goals
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.hopper import plan_hopper
@@ -254,19 +253,14 @@ def main() -> None:
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
     ms, kinds = [int(m) for m in args.ms.split(",")], args.kinds.split(",")
-    goals: dict[tuple[int, ...], float] = {}
-    if args.goals:
-        for line in args.goals.read_text().splitlines():
-            row = json.loads(line)
-            goals[row["n"], row["k"], row["bits"], row["m"]] = row["goal"]
-    told = facts()
-    with args.out.open("w") if args.out else nullcontext() as file:
-        for index in args.shapes.split(","):
-            for bits in map(int, args.bits.split(",")):
-                for row in time_case(*SHAPES[int(index)], bits, ms, kinds, goals):
-                    print(line_of(row), flush=True)
-                    if file is not None:
-                        file.write(json.dumps(row | told) + "\n")
+    goals = read_goals(args.goals)
+    rows = (
+        row
+        for index in map(int, args.shapes.split(","))
+        for bits in map(int, args.bits.split(","))
+        for row in time_case(*SHAPES[index], bits, ms, kinds, goals)
+    )
+    write_rows(args.out, rows, line_of)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ rows.
 """
 
 import argparse
-import json
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +17,12 @@ from typing import Any
 
 import torch
 from _floor import product_floor
-from _rows import facts
-from marlin import COLD_BYTES, SHAPES, Weights, dense_runs, graph_times
+from _rows import write_rows
+from _tables import Row, filled, read_goals, read_rows, show
+from marlin import COLD_BYTES, SHAPES, Weights, dense_runs, graph_times, line_of
 from marlin_rows import heat
 
 PAUSE, REPLAYS = 0.25, 9  # seconds
-MARK = re.compile(r"(<!-- hopper table -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def time_shape(
@@ -50,7 +48,7 @@ def time_shape(
             yield row | {"goal": goals.get((n, k, bits, m))}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """A line for each shape, m and chip: microseconds by width, and over cuBLAS."""
     widths = sorted({row["bits"] for row in rows})
     heads = ["n x k", "m", "chip", "cuBLAS", *(f"{b} bit{'s' * (b > 1)}" for b in widths)]
@@ -77,7 +75,7 @@ def cell(row: dict[str, Any] | None) -> str:
     return f"{row['pdl']:.1f}{'*' * is_met} ({row['pdl'] / row['cublas']:.2f})"
 
 
-def counts(rows: list[dict[str, Any]]) -> str:
+def counts(rows: list[Row]) -> str:
     """How many goals are met, by chip."""
     lines = []
     for chip in ("cool", "hot"):
@@ -89,18 +87,16 @@ def counts(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run_of(rows: list[dict[str, Any]]) -> str:
+def run_of(rows: list[Row]) -> str:
     """Of which runs: one process for each GPU of a host."""
     ((device, commit),) = {(row["device"], row["commit"]) for row in rows}
     days = sorted({row["started"][:10] for row in rows})
     return f"{device}, {', '.join(days)}, commit {commit}; microseconds, in brackets over cuBLAS."
 
 
-def fill(text: str, rows: list[dict[str, Any]]) -> str:
+def fill(text: str, rows: list[Row]) -> str:
     """A document with the table between its marks."""
-    if MARK.search(text) is None:
-        raise SystemExit("wanted a document with <!-- hopper table --> and <!-- end -->")
-    return MARK.sub(lambda match: f"{match[1]}\n{table(rows)}\n{match[2]}", text)
+    return filled(text, "hopper", table(rows))
 
 
 def main() -> None:
@@ -115,27 +111,19 @@ def main() -> None:
     parser.add_argument("--fill", type=Path, help="a document with marks")
     args = parser.parse_args()
     if args.what == "table":
-        rows = [json.loads(line) for line in args.rows.read_text("utf-8").splitlines()]
-        if args.fill is None:
-            print(table(rows))
-        else:
-            args.fill.write_text(fill(args.fill.read_text("utf-8"), rows), "utf-8")
+        show("hopper", table(read_rows(args.rows)), args.fill)
         return
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("not run: needs a GPU of compute capability 9.x")
         return
-    goals: dict[tuple[int, ...], float] = {}
-    if args.goals:
-        for line in args.goals.read_text("utf-8").splitlines():
-            row = json.loads(line)
-            goals[row["n"], row["k"], row["bits"], row["m"]] = row["goal"]
-    ms, told = [int(m) for m in args.ms.split(",")], facts()
-    with args.rows.open("w") as file:
-        for bits in map(int, args.bits.split(",")):
-            for index in map(int, args.shapes.split(",")):
-                for timed in time_shape(*SHAPES[index], bits, ms, goals):
-                    file.write(json.dumps(timed | told) + "\n")
-                    file.flush()
+    goals, ms = read_goals(args.goals), [int(m) for m in args.ms.split(",")]
+    rows = (
+        row
+        for bits in map(int, args.bits.split(","))
+        for index in map(int, args.shapes.split(","))
+        for row in time_shape(*SHAPES[index], bits, ms, goals)
+    )
+    write_rows(args.rows, rows, lambda row: f"{row['chip']:4} {line_of(row)}")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ in turns with a copy that reads and writes as many bytes in all; `share` is the 
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from _rows import facts
+from _rows import write_rows
 from marlin import COLD_BYTES, SHAPES, graph_times, random_weight
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
@@ -24,6 +22,11 @@ from fdk_cuda.marlin.ops import dequantise
 from fdk_formats.packing import unpack
 
 REPEATS, GRAPH_LAUNCHES = 5, 12
+LINE = (
+    "{n:6}x{k:<6} {kind:8} b{bits} pack {pack_ms:6.1f} ms, of it unpacking "
+    "{unpack_codes_ms:5.1f}; back {unpack_ms:6.1f}; dequantise "
+    "{dequantise:6.1f} us, {share:4.0%} of a copy, {terabytes_per_second:.2f} TB/s"
+)
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -81,22 +84,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    told = facts()
-    with args.out.open("w") if args.out else nullcontext() as file:
-        for index in args.shapes.split(","):
-            for bits in map(int, args.bits.split(",")):
-                for affine in (False, True):
-                    row = time_layout(bits, *SHAPES[int(index)], affine=affine)
-                    print(
-                        "{n:6}x{k:<6} {kind:8} b{bits} pack {pack_ms:6.1f} ms, of it unpacking "
-                        "{unpack_codes_ms:5.1f}; back {unpack_ms:6.1f}; dequantise "
-                        "{dequantise:6.1f} us, {share:4.0%} of a copy, "
-                        "{terabytes_per_second:.2f} TB/s"
-                        "".format(**row),
-                        flush=True,
-                    )
-                    if file is not None:
-                        file.write(json.dumps(row | told) + "\n")
+    rows = (
+        time_layout(bits, *SHAPES[index], affine=affine)
+        for index in map(int, args.shapes.split(","))
+        for bits in map(int, args.bits.split(","))
+        for affine in (False, True)
+    )
+    write_rows(args.out, rows, LINE.format_map)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ weight of 16 bits. Each is checked against float64 first; graphs, cold L2, media
 """
 
 import argparse
-import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from _rows import facts
+from _rows import write_rows
 from marlin import COLD_BYTES, SHAPES, Run, dense_runs, graph_times, random_weight
 
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
@@ -77,20 +76,19 @@ class Candidates:
         return runs
 
 
-def time_case(n: int, k: int, m: int, candidates: Candidates) -> dict[str, float]:
-    """Microseconds by name."""
+def time_case(n: int, k: int, bits: int, m: int, candidates: Candidates) -> dict[str, Any]:
+    """A row, in microseconds by name."""
     runs = candidates.runs(torch.randn(m, k, device="cuda").to(torch.bfloat16))
     shortest = 2 * m * n * k / FLOPS_PER_MICROSECOND
     count = max(2, int(GRAPH_MICROSECONDS / shortest))
     times = graph_times(list(runs.values()), count, replays=REPLAYS)
-    return dict(zip(runs, times, strict=True))
+    return {"n": n, "k": k, "bits": bits, "m": m} | dict(zip(runs, times, strict=True))
 
 
-def line_of(row: dict[str, object], times: dict[str, float]) -> str:
+def line_of(row: dict[str, Any]) -> str:
     """A row as text: times, and ours over the best of the other two."""
-    parts = " ".join(f"{name} {time:8.1f}" for name, time in times.items())
-    other = min(time for name, time in times.items() if name in ("unfused", "triton"))
-    ratio = times["marlin"] / other
+    parts = " ".join(f"{name} {row[name]:8.1f}" for name in list(row)[4:])
+    ratio = row["marlin"] / min(row[name] for name in ("unfused", "triton") if name in row)
     return f"{row['n']:6}x{row['k']:<6} b{row['bits']} m{row['m']:<5} {ratio:5.2f}  {parts}"
 
 
@@ -105,18 +103,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    told = facts()
-    with args.out.open("w") if args.out else nullcontext() as file:
-        for index in args.shapes.split(","):
-            n, k = SHAPES[int(index)]
+    ms = [int(m) for m in args.ms.split(",")]
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for index in map(int, args.shapes.split(",")):
             for bits in map(int, args.bits.split(",")):
-                candidates = Candidates(random_weight(bits, n, k))
-                for m in map(int, args.ms.split(",")):
-                    times = time_case(n, k, m, candidates)
-                    row: dict[str, object] = {"n": n, "k": k, "bits": bits, "m": m}
-                    print(line_of(row, times), flush=True)
-                    if file is not None:
-                        file.write(json.dumps(row | times | told) + "\n")
+                candidates = Candidates(random_weight(bits, *SHAPES[index]))
+                for m in ms:
+                    yield time_case(*SHAPES[index], bits, m, candidates)
+
+    write_rows(args.out, rows(), line_of)
 
 
 if __name__ == "__main__":

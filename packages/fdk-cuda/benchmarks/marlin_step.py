@@ -9,19 +9,21 @@ every gap around them.
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from _rows import facts
+from _rows import write_rows
 from marlin import Run, graph_times, random_weight
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.ops import marlin_linear
 
+LINE = (
+    "a block of a step, b{bits} m{m} {kind}: {step:6.1f} us, without linear layers "
+    "{without:6.1f}, so they add {add:6.1f}; back to back {back_to_back:6.1f}"
+)
 # The blocks: Llama 3 8B's, q, k and v in one layer and gate and up in another.
 HEADS, KV_HEADS, HEAD, FFN = 32, 8, 128, 14336
 DIM = HEADS * HEAD
@@ -120,19 +122,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    told = facts()
-    with args.out.open("w") if args.out else nullcontext() as file:
-        for bits in args.bits.split(","):
-            for m in args.ms.split(","):
-                row = time_step(int(bits), int(m), affine=args.affine)
-                print(
-                    "a block of a step, b{bits} m{m} {kind}: {step:6.1f} us, without linear layers "
-                    "{without:6.1f}, so they add {add:6.1f}; back to back {back_to_back:6.1f}"
-                    "".format(**row),
-                    flush=True,
-                )
-                if file is not None:
-                    file.write(json.dumps(row | told) + "\n")
+    rows = (
+        time_step(bits, m, affine=args.affine)
+        for bits in map(int, args.bits.split(","))
+        for m in map(int, args.ms.split(","))
+    )
+    write_rows(args.out, rows, LINE.format_map)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,19 @@ With --fill it goes between the marks of a document; tests/test_marlin_table.py 
 to it.
 """
 
-import argparse
-import json
-import re
-from pathlib import Path
 from typing import Any
+
+from _tables import Row, filled, main
 
 HEADINGS = (
     *("n x k", "bits", "m", "floor", "PDL", "plain", "floor / PDL", "goal", "PDL / goal"),
     *("affine PDL", "/ codebook", "/ goal"),
 )
-MARK = re.compile(r"(<!-- marlin table -->\n).*?(<!-- end -->)", re.DOTALL)
 # Rows of x up to which a goal counts as this kernel's, and what is near one.
 FEW_ROWS, NEAR = 16, 1.05
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """A line for each case: codebook, then affine beside it; below, how many meet their goals."""
     by_kind: dict[str, dict[tuple[int, ...], dict[str, Any]]] = {"codebook": {}, "affine": {}}
     for row in rows:
@@ -75,7 +72,7 @@ def counts(by_kind: dict[str, dict[tuple[int, ...], dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def run_of(rows: list[dict[str, Any]]) -> str:
+def run_of(rows: list[Row]) -> str:
     """Of which run, and what cuBLAS took in it by shape: how the chip was."""
     (told,) = {(row["device"], row["started"][:10], row["commit"]) for row in rows}
     times: dict[str, list[float]] = {}
@@ -87,25 +84,10 @@ def run_of(rows: list[dict[str, Any]]) -> str:
     return f"One run, {device}, {day}, commit {commit}; cuBLAS, bf16, m <= 16: {', '.join(parts)}."
 
 
-def fill(text: str, rows: list[dict[str, Any]]) -> str:
+def fill(text: str, rows: list[Row]) -> str:
     """A document with the table between its marks."""
-    if MARK.search(text) is None:
-        raise SystemExit("wanted a document with <!-- marlin table --> and <!-- end -->")
-    return MARK.sub(lambda match: f"{match[1]}\n{table(rows)}\n{match[2]}", text)
-
-
-def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", type=Path, help="JSONL, written by marlin.py --out")
-    parser.add_argument("--fill", type=Path, help="a document with marks")
-    args = parser.parse_args()
-    rows = [json.loads(line) for line in args.rows.read_text("utf-8").splitlines()]
-    if args.fill is None:
-        print(table(rows))
-    else:
-        args.fill.write_text(fill(args.fill.read_text("utf-8"), rows), "utf-8")
+    return filled(text, "marlin", table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "marlin", "marlin.py", table)

@@ -11,7 +11,6 @@ triton_table.py makes a table of rows.
 """
 
 import argparse
-import json
 import multiprocessing
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-untyped]
 from _floor import product_floor
-from _rows import facts
+from _rows import write_rows
 from marlin import COLD_BYTES, graph_times
 from torch import Tensor
 from triton_kernels import short
@@ -159,18 +158,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    told = facts() | {"triton": triton.__version__}
     spawn = multiprocessing.get_context("spawn")
-    with (
-        spawn.Pool(args.processes, take_turns, (spawn.Lock(),)) as pool,
-        args.out.open("w") if args.out else nullcontext() as file,
-    ):
-        for rows in pool.imap_unordered(rows_of, tasks(), chunksize=1):
-            for row in rows:
-                print(line_of(row), flush=True)
-                if file is not None:
-                    file.write(json.dumps(row | told) + "\n")
-                    file.flush()
+    with spawn.Pool(args.processes, take_turns, (spawn.Lock(),)) as pool:
+        rows = (
+            row | {"triton": triton.__version__}
+            for found in pool.imap_unordered(rows_of, tasks(), chunksize=1)
+            for row in found
+        )
+        write_rows(args.out, rows, line_of)
 
 
 def line_of(row: dict[str, Any]) -> str:

@@ -5,13 +5,10 @@
 With --fill it goes between the marks of a document.
 """
 
-import argparse
-import json
-import re
-from pathlib import Path
 from typing import Any
 
-MARK = re.compile(r"(<!-- triton table -->\n).*?(<!-- end -->)", re.DOTALL)
+from _tables import Row, filled, main
+
 HEADINGS = (
     *("n x k", "bits", "kind", "m", "floor", "cuBLAS", "y", "/ floor", "/ m = 1", "/ cuBLAS", "by"),
     *("dy: cuBLAS", "dy", "/ y", "by"),
@@ -19,7 +16,7 @@ HEADINGS = (
 Case = tuple[Any, ...]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """A line for each case: the product, and its gradient where it was timed."""
     of = {(*case_of(row), row["direction"]): row for row in rows}
     lines = [HEADINGS, ("---",) * len(HEADINGS)]
@@ -83,7 +80,7 @@ def counts(of: dict[Case, dict[str, Any]]) -> str:
     return "".join(met(*one) for one in lists if one[2])
 
 
-def run_of(rows: list[dict[str, Any]]) -> str:
+def run_of(rows: list[Row]) -> str:
     """Of which run."""
     (told,) = {(row["device"], row["started"][:10], row["commit"], row["command"]) for row in rows}
     device, day, commit, command = told
@@ -91,29 +88,10 @@ def run_of(rows: list[dict[str, Any]]) -> str:
     return f"One run, {device}, {day}, {versions}, commit {commit}: `{command}`."
 
 
-def fill(text: str, rows: list[dict[str, Any]]) -> str:
-    """A document with the table between its marks.
-
-    Raises:
-        ValueError: it has none.
-    """
-    if not MARK.search(text):
-        raise ValueError("no <!-- triton table --> ... <!-- end --> in the document")
-    return MARK.sub(lambda match: f"{match[1]}\n{table(rows)}{match[2]}", text)
-
-
-def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", type=Path, help="JSONL, written by triton_record.py --out")
-    parser.add_argument("--fill", type=Path, help="a document with marks")
-    args = parser.parse_args()
-    rows = [json.loads(line) for line in args.rows.read_text("utf-8").splitlines()]
-    if args.fill is None:
-        print(table(rows))
-    else:
-        args.fill.write_text(fill(args.fill.read_text("utf-8"), rows), "utf-8")
+def fill(text: str, rows: list[Row]) -> str:
+    """A document with the table between its marks."""
+    return filled(text, "triton", table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "triton", "triton_record.py", table)

@@ -1,0 +1,50 @@
+"""Tables of documents from recorded rows, between ``<!-- NAME table -->`` and ``<!-- end -->``."""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def read_goals(path: Path | None) -> dict[tuple[int, ...], float]:
+    """Microseconds by (n, k, bits, m); none without a file."""
+    rows = [] if path is None else read_rows(path)
+    return {(row["n"], row["k"], row["bits"], row["m"]): row["goal"] for row in rows}
+
+
+def filled(text: str, name: str, table: str) -> str:
+    """A document with a table between the marks of that name.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    mark = re.compile(rf"(<!-- {name} table -->\n).*?(<!-- end -->)", re.DOTALL)
+    if mark.search(text) is None:
+        raise ValueError(f"wanted a document with <!-- {name} table --> and <!-- end -->; got none")
+    return mark.sub(lambda match: f"{match[1]}\n{table.strip()}\n\n{match[2]}", text)
+
+
+def show(name: str, table: str, document: Path | None) -> None:
+    """Prints a table, or puts it into a document."""
+    if document is None:
+        print(table)
+    else:
+        document.write_text(filled(document.read_text("utf-8"), name, table), "utf-8")
+
+
+def main(description: str, name: str, writer: str, table: Callable[[list[Row]], str]) -> None:
+    """Reads the command line of a script that makes one table from what another wrote."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("rows", type=Path, help=f"JSONL, written by {writer} --out")
+    parser.add_argument("--fill", type=Path, help="a document with marks")
+    args = parser.parse_args()
+    show(name, table(read_rows(args.rows)), args.fill)

@@ -3,11 +3,12 @@
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+NEAR = 1.05  # of a time over its goal
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -19,6 +20,20 @@ def read_goals(path: Path | None) -> dict[tuple[int, ...], float]:
     """Microseconds by (n, k, bits, m); none without a file."""
     rows = [] if path is None else read_rows(path)
     return {(row["n"], row["k"], row["bits"], row["m"]): row["goal"] for row in rows}
+
+
+def markdown(lines: Iterable[Iterable[object]]) -> str:
+    """Lines of cells, the first two the headings and what follows them."""
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def goals_met(ratios: Sequence[float]) -> str:
+    """How many times over goals are met, or nearly."""
+    met = sum(ratio <= 1 for ratio in ratios)
+    near = sum(1 < ratio <= NEAR for ratio in ratios)
+    over = len(ratios) - met - near
+    told = f"{met} are met, {near} are within {100 * (NEAR - 1):.0f} %, {over} are over"
+    return f"of {len(ratios)} goals {told}."
 
 
 def filled(text: str, name: str, table: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from _floor import product_floor
 from _rows import write_rows
-from _tables import Row, filled, read_goals, read_rows, show
+from _tables import Row, filled, goals_met, markdown, read_goals, read_rows, show
 from marlin import COLD_BYTES, SHAPES, Weights, dense_runs, graph_times, line_of
 from marlin_rows import heat
 
@@ -63,8 +63,7 @@ def table(rows: list[Row]) -> str:
         goal = told["goal"]
         line += [f"{told['plain']:.1f}", "-" if goal is None else f"{goal:.1f}"]
         lines.append(line)
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{text}\n{counts(rows)}\n{run_of(rows)}\n"
+    return f"{markdown(lines)}\n{counts(rows)}\n{run_of(rows)}\n"
 
 
 def cell(row: dict[str, Any] | None) -> str:
@@ -80,10 +79,7 @@ def counts(rows: list[Row]) -> str:
     lines = []
     for chip in ("cool", "hot"):
         ratios = [r["pdl"] / r["goal"] for r in rows if r["chip"] == chip and r["goal"] is not None]
-        met, near = sum(r <= 1 for r in ratios), sum(1 < r <= 1.05 for r in ratios)
-        over = len(ratios) - met - near
-        told = f"{met} are met, {near} are within 5 %, {over} are over"
-        lines.append(f"{chip}: of {len(ratios)} goals {told}.\n")
+        lines.append(f"{chip}: {goals_met(ratios)}\n")
     return "\n".join(lines)
 
 

@@ -9,13 +9,13 @@ cuBLAS for so many seconds before each series.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _rows import facts
+from _rows import write_rows
+from _tables import read_rows
 from marlin import COLD_BYTES, graph_times, hopper_run, random_weight, small_run
 
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
@@ -108,21 +108,23 @@ def main() -> None:
     if args.what == "draw":
         if args.figure is None:
             parser.error("draw needs a figure to write")
-        draw([json.loads(line) for line in args.rows.read_text().splitlines()], args.figure)
+        draw(read_rows(args.rows), args.figure)
         return
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("not run: needs a GPU of compute capability 9.x")
         return
-    told = facts()
-    with args.rows.open("w") as file:
-        for shape in args.shapes.split(","):
-            n, k = map(int, shape.split("x"))
-            for bits in map(int, args.bits.split(",")):
-                row = time_rows(n, k, bits, args.heat)
-                file.write(json.dumps(row | told) + "\n")
-                file.flush()
-                down = steps_down(row["m"], row["us"])
-                print(f"{n}x{k} b{bits}:", "; ".join(down) or "monotone within 5 %", flush=True)
+    rows = (
+        time_rows(*map(int, shape.split("x")), bits, args.heat)
+        for shape in args.shapes.split(",")
+        for bits in map(int, args.bits.split(","))
+    )
+    write_rows(args.rows, rows, line_of)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as text: where more rows of x take less time."""
+    down = "; ".join(steps_down(row["m"], row["us"])) or "monotone within 5 %"
+    return f"{row['n']}x{row['k']} b{row['bits']}: {down}"
 
 
 if __name__ == "__main__":

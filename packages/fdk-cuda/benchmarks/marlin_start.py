@@ -10,20 +10,18 @@ at once, which must all give the same y.
 
 import argparse
 import hashlib
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from _rows import facts
+from _rows import write_rows
 
 from fdk_formats.format import Format
 from fdk_formats.testing import nrmse, random_quantised
@@ -97,25 +95,34 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    told, formats = facts(), args.formats.split(",")
+    write_rows(args.out, time_starts(args.formats.split(",")), line_of)
+
+
+def time_starts(formats: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for each process; cold, warm behind it, and at last several at once.
+
+    Raises:
+        SystemExit: processes at once gave different results.
+    """
     runs = [(format, kind, 1) for format in formats for kind in ("cold", "warm")]
     runs.append((formats[0], "eight", PROCESSES))
-    with args.out.open("w") if args.out else nullcontext() as file:
-        cache = tempfile.TemporaryDirectory()
-        for format, kind, count in runs:
-            if kind != "warm":
-                cache.cleanup()
-                cache = tempfile.TemporaryDirectory()
-            rows = in_new_processes(count, format, cache.name)
-            if len({row["digest"] for row in rows}) > 1:
-                raise SystemExit(f"{format}: {count} processes at once gave different results")
-            for row in rows:
-                times = {name: round(v, 1) for name, v in row.items() if name != "digest"}
-                print(f"{format:12} {kind:5} {times}", flush=True)
-                if file is not None:
-                    case = {"format": format, "n": SHAPE[0], "k": SHAPE[1], "kind": kind}
-                    file.write(json.dumps(case | row | told) + "\n")
-        cache.cleanup()
+    cache = tempfile.TemporaryDirectory()
+    for format, kind, count in runs:
+        if kind != "warm":
+            cache.cleanup()
+            cache = tempfile.TemporaryDirectory()
+        rows = in_new_processes(count, format, cache.name)
+        if len({row["digest"] for row in rows}) > 1:
+            raise SystemExit(f"{format}: {count} processes at once gave different results")
+        for row in rows:
+            yield {"format": format, "n": SHAPE[0], "k": SHAPE[1], "kind": kind} | row
+    cache.cleanup()
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as text."""
+    times = {name: round(value, 1) for name, value in row.items() if isinstance(value, float)}
+    return f"{row['format']:12} {row['kind']:5} {times}"
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ to it.
 
 from typing import Any
 
-from _tables import Row, filled, main
+from _tables import Row, filled, goals_met, main, markdown
 
 HEADINGS = (
     *("n x k", "bits", "m", "floor", "PDL", "plain", "floor / PDL", "goal", "PDL / goal"),
     *("affine PDL", "/ codebook", "/ goal"),
 )
-# Rows of x up to which a goal counts as this kernel's, and what is near one.
-FEW_ROWS, NEAR = 16, 1.05
+# Rows of x up to which a goal counts as this kernel's.
+FEW_ROWS = 16
 
 
 def table(rows: list[Row]) -> str:
@@ -26,8 +26,7 @@ def table(rows: list[Row]) -> str:
     lines = [HEADINGS, ("---",) * len(HEADINGS)]
     for key, row in by_kind["codebook"].items():
         lines.append((f"{row['n']} x {row['k']}", *cells(row, by_kind["affine"].get(key))))
-    text = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-    return f"{text}\n{counts(by_kind)}\n{run_of(rows)}\n"
+    return f"{markdown(lines)}\n{counts(by_kind)}\n{run_of(rows)}\n"
 
 
 def cells(row: dict[str, Any], affine: dict[str, Any] | None) -> tuple[str, ...]:
@@ -61,14 +60,8 @@ def counts(by_kind: dict[str, dict[tuple[int, ...], dict[str, Any]]]) -> str:
                 if row["goal"] is not None and (row["m"] <= FEW_ROWS) == few
             ]
             if ratios:
-                met = sum(ratio <= 1 for ratio in ratios)
-                near = sum(1 < ratio <= NEAR for ratio in ratios)
                 what = f"m {'<=' if few else '>'} {FEW_ROWS}, {kind}"
-                over = len(ratios) - met - near
-                lines.append(
-                    f"{what}: of {len(ratios)} goals {met} are met, {near} are within "
-                    f"{100 * (NEAR - 1):.0f} %, {over} are over.\n"
-                )
+                lines.append(f"{what}: {goals_met(ratios)}\n")
     return "\n".join(lines)
 
 

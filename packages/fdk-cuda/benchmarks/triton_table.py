@@ -7,7 +7,7 @@ With --fill it goes between the marks of a document.
 
 from typing import Any
 
-from _tables import Row, filled, main
+from _tables import Row, filled, main, markdown
 
 HEADINGS = (
     *("n x k", "bits", "kind", "m", "floor", "cuBLAS", "y", "/ floor", "/ m = 1", "/ cuBLAS", "by"),
@@ -37,8 +37,7 @@ def table(rows: list[Row]) -> str:
                 dy["by"],
             ]
         lines.append(tuple(cells))
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{text}\n{counts(of)}\n{run_of(rows)}\n"
+    return f"{markdown(lines)}\n{counts(of)}\n{run_of(rows)}\n"
 
 
 def case_of(row: dict[str, Any]) -> Case:

@@ -330,12 +330,17 @@ def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu) -> bool:
 def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:
     """For ``dy @ W_hat`` of m rows."""
     config = ManyTransposedConfig()
-    programs = -(-a.k_tiles // MANY_WARPS) * (POSITIONS[a.bits] // MANY_POSITIONS)
-    programs *= -(-m // config.block_m)
+    programs = many_transposed_programs(m, a, config)
     split_n = 1
     while 2 * programs * split_n <= gpu.processors and a.n_tiles >= 16 * split_n:
         split_n *= 2
     return replace(config, split_n=split_n)
+
+
+def many_transposed_programs(m: int, a: Arrangement, config: ManyTransposedConfig) -> int:
+    """Of each part of n."""
+    positions = POSITIONS[a.bits] // MANY_POSITIONS
+    return -(-a.k_tiles // MANY_WARPS) * positions * -(-m // config.block_m)
 
 
 def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:

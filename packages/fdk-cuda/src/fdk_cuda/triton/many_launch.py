@@ -11,13 +11,12 @@ from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
 
 from fdk_cuda.triton.around import HAS_GLUON, add_parts, permute
-from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
     MANY_OUTPUTS,
-    MANY_POSITIONS,
     MANY_WARPS,
     ManyConfig,
     ManyTransposedConfig,
+    many_transposed_programs,
 )
 from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered
 from fdk_cuda.triton.weight import Weight
@@ -122,8 +121,7 @@ def many_transposed(grad_y: Tensor, w: Weight, config: ManyTransposedConfig) -> 
             "BLOCK_M": config.block_m,
             "STAGES": config.stages,
         }
-        programs = -(-a.k_tiles // MANY_WARPS) * (POSITIONS[a.bits] // MANY_POSITIONS)
-        grid = programs * -(-m // config.block_m), config.split_n
+        grid = many_transposed_programs(m, a, config), config.split_n
         sizes = m, a.n, a.k, a.k_tiles, a.groups
         arguments = (descriptor, *others)
         options = {"num_warps": MANY_WARPS, "launch_pdl": True}

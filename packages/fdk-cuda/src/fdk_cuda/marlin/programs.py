@@ -178,6 +178,13 @@ def dequantise_program(variant: Variant) -> Program:
     return _program("dequantise.cu", variant.options(WARPS=dequantise_warps(variant)))
 
 
+def layout_program(geometry: Geometry) -> Program:
+    """layout.cu, both directions: only sizes count, so all dtypes of so many bytes share it."""
+    scale = torch.float32 if geometry.scale_dtype.itemsize == 4 else torch.bfloat16
+    sizes = geometry.bits, torch.bfloat16, scale, geometry.per_row, geometry.has_zero_point
+    return _program("layout.cu", Variant(*sizes).options())
+
+
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:
     """hopper_gemm.cu for a variant and a shape of tile."""
     extra = {"CONSUMERS": shape.consumers, "K_GROUPS": shape.k_groups, "K_BLOCKS": shape.k_blocks}
@@ -267,6 +274,12 @@ def sum_splits_kernel(dtype: torch.dtype, shape: HopperShape) -> Kernel:
 def dequantise_kernel(variant: Variant) -> Kernel:
     """The kernel, shared by all launches."""
     return Kernel(dequantise_program(variant), "dequantise")
+
+
+@cache
+def layout_kernel(program: Program, entry: str) -> Kernel:
+    """``lay_out`` or ``take_back``, shared by all launches."""
+    return Kernel(program, entry)
 
 
 def _program(name: str, options: tuple[str, ...]) -> Program:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fdk_cuda import measured
 from fdk_cuda.marlin.layout import (
     STORED_DTYPES,
     Geometry,
@@ -23,7 +24,6 @@ from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
 
 MIN_CAPABILITY = (8, 0)
-PRIORITY = 20
 
 
 class MarlinLayout(SettledLayout):
@@ -135,7 +135,7 @@ class MarlinBackend:
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""
-        return PRIORITY
+        return measured.priority(self.name, problem, batch_invariant=self.batch_invariant)
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""

@@ -118,7 +118,7 @@ def test_memory():
     check_peak(lambda: relayout.take_back(geometry, laid_out))
 
 
-@pytest.mark.parametrize(("bits", "k"), itertools.product(SUPPORTED_BITS, (4096, 4104)))
+@pytest.mark.parametrize(("bits", "k"), list(itertools.product(SUPPORTED_BITS, (4096, 4104))))
 def test_many_rows(bits, k):
     """Indices past 2^31 bits, and a last tile that is not full."""
     check(*stored(bits, 8200, k, k, torch.bfloat16, False))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin.layout import BLOCK_COLUMNS, Geometry, pack_layout, unpack_layout
+from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry, pack_layout, unpack_layout
 from fdk_cuda.marlin.programs import layout_kernel, layout_program
 from fdk_cuda.nvrtc import Launch, why_unavailable
 from fdk_formats.packing import packed_width
@@ -58,6 +58,11 @@ def layout_grid(geometry: Geometry) -> int:
     return row_blocks * -(-column_blocks // WARPS)
 
 
+def shared_bytes(bits: int) -> int:
+    """Of a block of threads: layout.cu's tile of 32 rows."""
+    return BLOCK_ROWS * (WARPS * BLOCK_COLUMNS * bits // 8 + (8 if bits % 2 else 4) * bits)
+
+
 def _run(
     entry: str, geometry: Geometry, packed: Tensor, kinds: list[Tensor], laid_out: Tensor
 ) -> None:
@@ -69,7 +74,7 @@ def _run(
         fields=LAYOUT_FIELDS,
         grid=layout_grid(geometry),
         threads=32 * WARPS,
-        shared_bytes=0,
+        shared_bytes=shared_bytes(geometry.bits),
     )
     pointers = packed.data_ptr(), kinds[0].data_ptr(), kinds[-1].data_ptr(), laid_out.data_ptr()
     is_aligned = packed.data_ptr() % UNIT_BYTES == 0

@@ -285,7 +285,7 @@ __device__ __forceinline__ void store_words(const uint32 (&words)[LANE_WORDS], u
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) lay_out(const __grid_constant__ Params p) {
-  __shared__ __align__(16) uint8 tile[BLOCK_ROWS * STRIDE];
+  extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_ROWS, STRIDE]
   const Place place(p);
   Scale scales[LANE_SCALES];
   for_scales(p, place, [&](int i, int, bool, int kind, int64 of_kind) {
@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lay_out(const __grid_const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) take_back(const __grid_constant__ Params p) {
-  __shared__ __align__(16) uint8 tile[BLOCK_ROWS * STRIDE];
+  extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_ROWS, STRIDE]
   const Place place(p);
   if (place.has_block()) {
     const uint8* const block = p.laid_out + place.block * BLOCK_BYTES;

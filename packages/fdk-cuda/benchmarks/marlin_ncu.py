@@ -7,8 +7,8 @@
     python packages/fdk-cuda/benchmarks/marlin_ncu.py --table kernels.csv
 
 Kernels run without programmatic dependent launch and with a cold L2, which ncu sees to. Shares are
-of a processor's active cycles, those of memory and L2 of the time; stalls are the cycles that a
-warp waits between two of its instructions, by reason.
+of the time, those of issue slots, ALU and tensor cores of a processor's active cycles; stalls are
+the cycles that a warp waits between two of its instructions, by reason.
 """
 
 import argparse
@@ -30,31 +30,35 @@ CASES = (
     *(("codebook", bits, 16, LARGE) for bits in (1, 2, 3, 4, 8)),
 )
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-ACTIVE = "pct_of_peak_sustained_active"
-# Lines of the table: metrics whose sum is told, what they are multiplied with, digits.
-LINES: dict[str, tuple[tuple[str, ...], float, int]] = {
-    "memory, %": (("dram__throughput.avg.pct_of_peak_sustained_elapsed",), 1, 0),
-    "L2, %": (("lts__throughput.avg.pct_of_peak_sustained_elapsed",), 1, 0),
-    "issue slots, %": ((f"sm__inst_issued.avg.{ACTIVE}",), 1, 0),
-    "L1 and shared memory, %": ((f"l1tex__throughput.avg.{ACTIVE}",), 1, 0),
-    "ALU (logic, shifts, permutes), %": ((f"sm__inst_executed_pipe_alu.avg.{ACTIVE}",), 1, 0),
-    "tensor cores, %": ((f"sm__pipe_tensor_cycles_active.avg.{ACTIVE}",), 1, 0),
+ELAPSED, ACTIVE = "avg.pct_of_peak_sustained_elapsed", "avg.pct_of_peak_sustained_active"
+# Lines of the table: a metric, what it is multiplied with, digits.
+LINES: dict[str, tuple[str, float, int]] = {
+    "memory, %": (f"dram__cycles_active.{ELAPSED}", 1, 0),
+    "L2, %": (f"lts__throughput.{ELAPSED}", 1, 0),
+    "issue slots, %": ("smsp__issue_active.avg.per_cycle_active", 100, 0),
+    "L1 and shared memory, %": (f"l1tex__data_pipe_lsu_wavefronts.{ELAPSED}", 1, 0),
+    "of it shared memory, %": (
+        "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
+        1,
+        0,
+    ),
+    "ALU (logic, shifts, permutes), %": (f"sm__pipe_alu_cycles_active.{ACTIVE}", 1, 0),
+    "tensor cores, %": (f"sm__pipe_tensor_cycles_active.{ACTIVE}", 1, 0),
+    "registers of a thread": ("launch__registers_per_thread", 1, 0),
     "cycles between a warp's instructions": (
-        ("smsp__average_warp_latency_per_inst_issued.ratio",),
+        "smsp__average_warp_latency_per_inst_issued.ratio",
         1,
         1,
     ),
-    "of them, fixed latency": ((STALL.format("wait"),), 1, 1),
-    "loads of x": ((STALL.format("long_scoreboard"),), 1, 1),
-    "the other warp's turn": ((STALL.format("not_selected"),), 1, 1),
-    "a busy pipe": ((STALL.format("math_pipe_throttle"),), 1, 1),
-    "dispatch": ((STALL.format("dispatch_stall"),), 1, 1),
-    "shared memory's answer": ((STALL.format("short_scoreboard"),), 1, 1),
-    "shared memory's queue": ((STALL.format("mio_throttle"),), 1, 1),
-    "L1's queue": ((STALL.format("lg_throttle"),), 1, 1),
-    "barriers": ((STALL.format("barrier"),), 1, 1),
-    "wgmma": ((STALL.format("gmma"),), 1, 1),
-    "registers of a thread": (("launch__registers_per_thread",), 1, 0),
+    "of them fixed latency": (STALL.format("wait"), 1, 1),
+    "loads of x, and the copies": (STALL.format("long_scoreboard"), 1, 1),
+    "the other warps' turn": (STALL.format("not_selected"), 1, 1),
+    "a busy pipe": (STALL.format("math_pipe_throttle"), 1, 1),
+    "dispatch": (STALL.format("dispatch_stall"), 1, 1),
+    "shared memory's answer": (STALL.format("short_scoreboard"), 1, 1),
+    "shared memory's queue": (STALL.format("mio_throttle"), 1, 1),
+    "barriers": (STALL.format("barrier"), 1, 1),
+    "wgmma": (STALL.format("gmma"), 1, 1),
 }
 
 
@@ -89,20 +93,27 @@ def table(text: str) -> str:
     if len(kernels) != len(CASES):
         raise ValueError(f"wanted {len(CASES)} kernels, got {[k['Kernel Name'] for k in kernels]}")
     unit = dict(zip(names, units, strict=True))["gpu__time_duration.sum"]
-    heads = [f"{kind} {bits}, m = {m}, {n} x {k}" for kind, bits, m, (n, k) in CASES]
+    heads = [head(*case) for case in CASES]
     told: list[list[str]] = [["", *heads], ["---"] * (1 + len(heads))]
     told.append(["kernel", *(kernel["Kernel Name"] for kernel in kernels)])
-    scale = {"ns": 1e-3, "us": 1.0, "ms": 1e3}[unit.removesuffix("econd").replace("u", "u")]
+    scale = {"ns": 1e-3, "us": 1.0}[unit]
     told.append(["us", *(f"{scale * number(k, 'gpu__time_duration.sum'):.1f}" for k in kernels)])
     instructions = [
         f"{number(kernel, 'smsp__inst_executed.sum') / (n // 32 * k // 64):.0f}"
         for kernel, (_, _, _, (n, k)) in zip(kernels, CASES, strict=True)
     ]
     told.append(["instructions a block of 32 x 64", *instructions])
-    for name, (metrics, factor, digits) in LINES.items():
-        sums = (factor * sum(number(kernel, metric) for metric in metrics) for kernel in kernels)
-        told.append([name, *(f"{value:.{digits}f}" for value in sums)])
+    for name, (metric, factor, digits) in LINES.items():
+        values = (factor * number(kernel, metric) for kernel in kernels)
+        told.append([name, *(f"{value:.{digits}f}" for value in values)])
     return markdown(told)
+
+
+def head(kind: str, bits: int, m: int, shape: tuple[int, int]) -> str:
+    """A column's; a codebook and the larger shape go without saying."""
+    affine = "affine " if kind == "affine" else ""
+    where = "" if shape == LARGE else f", {shape[0]} x {shape[1]}"
+    return f"{affine}{bits} bit{'s' if bits > 1 else ''}, m = {m}{where}"
 
 
 def number(kernel: dict[str, str], metric: str) -> float:

@@ -106,6 +106,10 @@ def test_small_m_spills_nothing(variant, arch):
         (1, torch.bfloat16, torch.float32, 1, True, ()),
         (1, torch.bfloat16, torch.bfloat16, 2, False, ()),
         (2, torch.bfloat16, torch.bfloat16, 1, False, ()),
+        (2, torch.bfloat16, torch.float16, 1, True, (1,)),
+        (2, torch.bfloat16, torch.float32, 1, True, ()),
+        (2, torch.float16, torch.bfloat16, 2, True, ()),
+        (3, torch.bfloat16, torch.bfloat16, 1, True, ()),
     ],
 )
 def test_what_is_taken_by_digits(bits, dtype, scale, per_row, affine, rows):

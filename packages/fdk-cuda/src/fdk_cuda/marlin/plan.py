@@ -26,13 +26,19 @@ NARROW_COST = {
     (4, 2): {1: 0.0205, 2: 0.0230, 3: 0.0257, 4: 0.0310, 8: 0.0580},
     (8, 2): {1: 0.0190, 2: 0.0195},
 }
-# And of digits.cu, at 1 bit, for one row of x, and for four, or at 2 bits, by so much more; more
-# warps are slower. Of turning a column of x into digits.
+# And of digits.cu by bits, for one row of x, and for four by so much more; more warps are slower.
+# Of turning a column of x into digits.
 DIGITS_BLOCK_COST = {
-    **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
-    **{(4, 4): 0.0150, (8, 2): 0.0160, (8, 4): 0.0150},
+    1: {
+        **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
+        **{(4, 4): 0.0150, (8, 2): 0.0160, (8, 4): 0.0150},
+    },
+    2: {
+        **{(2, 2): 0.0289, (2, 4): 0.0250, (4, 2): 0.0234},
+        **{(4, 4): 0.0192, (8, 2): 0.0199, (8, 4): 0.0170},
+    },
 }
-DIGITS_ROWS_FACTOR, DIGITS_BITS_FACTOR = {1: 1.0, 4: 1.1}, {1: 1.0, 2: 1.2}
+DIGITS_ROWS_FACTOR = {1: 1.0, 4: 1.1}
 DIGITS_WARPS = 8
 DIGITS_COST = {1: 6e-5, 4: 26e-5}
 # Of the table, which digits.cu does without.
@@ -128,8 +134,8 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     shape = plan.shape
     blocks = plan.row_blocks * plan.rounds * shape.k_blocks * shape.warps
     if rows := shape.digit_rows:
-        block_cost = DIGITS_BLOCK_COST[shape.fragments, shape.k_blocks]
-        time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows] * DIGITS_BITS_FACTOR[geometry.bits]
+        block_cost = DIGITS_BLOCK_COST[geometry.bits][shape.fragments, shape.k_blocks]
+        time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
         time += DIGITS_COST[rows] * geometry.columns / plan.split
     elif shape.column_tiles == 1:
         time = TABLE_COST + blocks * NARROW_COST[shape.fragments, shape.k_blocks][geometry.bits]
@@ -172,7 +178,7 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
             yield shape
     # The fewest rows that suffice.
     if rows := next((rows for rows in variant.digit_rows if rows >= m), 0):
-        for fragments, k_blocks in DIGITS_BLOCK_COST:
+        for fragments, k_blocks in DIGITS_BLOCK_COST[variant.bits]:
             yield TileShape(fragments, k_blocks, 1, 1, DIGITS_WARPS, digit_rows=rows)
 
 

@@ -2,30 +2,32 @@
 
     python packages/fdk-cuda/benchmarks/marlin_layout.py [--shapes 1,2] [--bits ...] [--out F]
 
-Packing: milliseconds on the GPU from canonical bytes, of them those of unpacking these, by events,
-the median of several. Dequantising: microseconds in graphs over copies that the L2 does not hold,
-in turns with a copy that reads and writes as many bytes in all; `share` is the copy's time over it.
+All but the last in microseconds, in graphs over copies that the L2 does not hold, each in turns
+with a copy that reads and writes as many bytes in all: laying out from canonical bytes, taking back
+and dequantising. `pack_ms` is packing a layer, with its work on the host, by the clock; `torch_ms`
+laying out by torch alone, which is what a GPU without NVRTC does. Answers are checked first.
 """
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from _rows import write_rows
-from marlin import COLD_BYTES, SHAPES, graph_times, random_weight
+from marlin import COLD_BYTES, SHAPES, Run, graph_times, random_weight
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.layout import pack_layout, unpack_layout
+from fdk_cuda.marlin.layout import pack_layout
 from fdk_cuda.marlin.ops import dequantise
-from fdk_formats.packing import unpack
+from fdk_cuda.marlin.relayout import lay_out, take_back
 
 REPEATS, GRAPH_LAUNCHES = 5, 12
 LINE = (
-    "{n:6}x{k:<6} {kind:8} b{bits} pack {pack_ms:6.1f} ms, of it unpacking "
-    "{unpack_codes_ms:5.1f}; back {unpack_ms:6.1f}; dequantise "
-    "{dequantise:6.1f} us, {share:4.0%} of a copy, {terabytes_per_second:.2f} TB/s"
+    "{n:6}x{k:<6} {kind:8} b{bits} lay out {lay_out:6.1f} us, {lay_out_share:4.0%} of a copy; "
+    "take back {take_back:6.1f}, {take_back_share:4.0%}; dequantise {dequantise:6.1f}, "
+    "{dequantise_share:4.0%}; pack {pack_ms:5.2f} ms; by torch {torch_ms:5.1f}"
 )
 
 
@@ -33,44 +35,55 @@ def milliseconds(run: Callable[[], object]) -> float:
     """The median of some runs, after one."""
     times = []
     for _ in range(REPEATS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times[1:])
+
+
+def beside_copy(name: str, run: Run, moved: int) -> dict[str, float]:
+    """Microseconds of a run and of a copy of so many bytes, read and written together."""
+    source, target = (torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+    source.random_(0, 256)
+    own, copy = graph_times([run, lambda i: target.copy_(source)], GRAPH_LAUNCHES)
+    return {name: own, f"{name}_copy": copy, f"{name}_share": copy / own}
 
 
 def time_layout(bits: int, n: int, k: int, *, affine: bool) -> dict[str, object]:
     """A row.
 
     Raises:
-        SystemExit: the layout does not give the weight back.
+        SystemExit: an answer is wrong.
     """
     q = random_weight(bits, n, k, affine=affine)
-    layout = (MARLIN if affine else MARLIN_LUT).pack(q, dtype=torch.bfloat16)
+    backend = MARLIN if affine else MARLIN_LUT
+    layout = backend.pack(q, dtype=torch.bfloat16)
     assert isinstance(layout, MarlinLayout)
-    weight = layout.codebook, str(layout.format), n, k
-    if not torch.equal(dequantise(layout.packed, *weight), q.dequantise(torch.bfloat16)):
-        raise SystemExit(f"wrong answer, not timed: {layout.format} {[n, k]}")
+    g, weight = layout.geometry, (layout.codebook, str(layout.format), n, k)
     zero_point = None if q.zero_point is None else q.zero_point.to(q.scale.dtype)
-    stored = q.packed, q.scale, zero_point
-    packed = [layout.packed.clone() for _ in range(COLD_BYTES // layout.packed.nbytes + 2)]
-    moved = layout.packed.nbytes + 2 * n * k
-    source, target = (torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
-    source.random_(0, 256)
-    unfused, copy = graph_times(
-        [lambda i: dequantise(packed[i % len(packed)], *weight), lambda i: target.copy_(source)],
-        GRAPH_LAUNCHES,
-    )
+    kinds = q.scale, zero_point
+    is_right = torch.equal(dequantise(layout.packed, *weight), q.dequantise(torch.bfloat16))
+    is_right &= torch.equal(layout.packed, pack_layout(g, q.packed, *kinds))
+    if not is_right or not torch.equal(take_back(g, layout.packed)[0], q.packed):
+        raise SystemExit(f"wrong answer, not timed: {layout.format} {[n, k]}")
+    count = COLD_BYTES // layout.packed.nbytes + 2
+    packed = [layout.packed.clone() for _ in range(count)]
+    canonical = [q.packed.clone() for _ in range(count)]
+    stored = q.packed.nbytes + sum(kind.nbytes for kind in kinds if kind is not None)
+    moved = stored + layout.packed.nbytes
     return {
         **{"n": n, "k": k, "bits": bits, "kind": "affine" if affine else "codebook"},
-        "pack_ms": milliseconds(lambda: pack_layout(layout.geometry, *stored)),
-        "unpack_codes_ms": milliseconds(lambda: unpack(q.packed, bits, k)),
-        "unpack_ms": milliseconds(lambda: unpack_layout(layout.geometry, layout.packed)),
-        **{"dequantise": unfused, "copy": copy, "share": copy / unfused},
-        "terabytes_per_second": moved / unfused / 1e6,
+        **beside_copy("lay_out", lambda i: lay_out(g, canonical[i % count], *kinds), moved),
+        **beside_copy("take_back", lambda i: take_back(g, packed[i % count])[0], moved),
+        **beside_copy(
+            "dequantise",
+            lambda i: dequantise(packed[i % count], *weight),
+            layout.packed.nbytes + 2 * n * k,
+        ),
+        "pack_ms": milliseconds(lambda: backend.pack(q, dtype=torch.bfloat16)),
+        "torch_ms": milliseconds(lambda: pack_layout(g, q.packed, *kinds)),
     }
 
 

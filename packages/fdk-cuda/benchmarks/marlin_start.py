@@ -4,13 +4,15 @@
 
 Milliseconds from a call to its result, in a process that has imported torch and touched the GPU;
 what the call imports, compiles, reads, loads and plans counts. Cold: with an empty folder of
-compiled kernels. Warm: a second process with what the first left there. Then eight cold processes
+compiled kernels. Warm: a second process with what the first left there. Auto: a third, in which
+``backend="auto"`` chooses. `nvrtc`: whether NVRTC's bindings were loaded. Then eight cold processes
 at once, which must all give the same y.
 """
 
 import argparse
 import hashlib
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from _rows import write_rows
 
+from fdk_formats.backends import Backend, Problem, select
 from fdk_formats.format import Format
 from fdk_formats.testing import nrmse, random_quantised
 
@@ -49,8 +52,14 @@ def keep(barrier: Barrier) -> None:
     all_ready = barrier
 
 
-def first_calls(format: str, cache: str) -> dict[str, float | str]:
-    """Of a new process: milliseconds by what is done, and a digest of the results."""
+def first_calls(format: str, cache: str, is_chosen: bool) -> dict[str, float | str]:
+    """Of a new process: milliseconds by what is done, and a digest of the results.
+
+    Args:
+        format: of the weight.
+        cache: where compiled kernels lie.
+        is_chosen: whether ``auto`` chooses the backend; it is named otherwise.
+    """
     os.environ["FDK_CUDA_CACHE"] = cache
     generator = torch.Generator("cuda").manual_seed(0)
     xs = [torch.randn(m, SHAPE[1], device="cuda", generator=generator).bfloat16() for m in ROWS]
@@ -59,7 +68,12 @@ def first_calls(format: str, cache: str) -> dict[str, float | str]:
     def pack() -> torch.nn.Module:
         from fdk_cuda.marlin import MARLIN, MARLIN_LUT
 
-        return (MARLIN if q.format.is_affine else MARLIN_LUT).pack(q, dtype=torch.bfloat16)
+        named: Backend = MARLIN if q.format.is_affine else MARLIN_LUT
+        if not is_chosen:
+            return named.pack(q, dtype=torch.bfloat16)
+        chosen = select(Problem(q.format, *q.shape, torch.bfloat16, q.device))
+        assert chosen.name == named.name, chosen.name
+        return chosen.pack(q, dtype=torch.bfloat16)
 
     all_ready.wait()
     layout, packing = milliseconds(pack)
@@ -74,16 +88,19 @@ def first_calls(format: str, cache: str) -> dict[str, float | str]:
         if not (error := nrmse(y, x.double() @ W_hat.T)) < 3e-3:
             raise RuntimeError(f"wrong answer: {format} m{len(x)}: {error:.2e}")
     bits = torch.cat(ys).view(torch.int16).cpu().numpy().tobytes()
-    return told | {"digest": hashlib.sha256(bits).hexdigest()}
+    digest = hashlib.sha256(bits).hexdigest()
+    return told | {"digest": digest, "nvrtc": "cuda.bindings.nvrtc" in sys.modules}
 
 
-def in_new_processes(count: int, format: str, cache: str) -> list[dict[str, float | str]]:
+def in_new_processes(
+    count: int, format: str, cache: str, *, is_chosen: bool
+) -> list[dict[str, float | str]]:
     """``first_calls`` of so many at once, which have nothing but torch behind them."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "fdk_formats.testing", "_rows"])
     barrier = context.Barrier(count)
     with ProcessPoolExecutor(count, context, initializer=keep, initargs=(barrier,)) as pool:
-        return list(pool.map(first_calls, [format] * count, [cache] * count))
+        return list(pool.map(first_calls, [format] * count, [cache] * count, [is_chosen] * count))
 
 
 def main() -> None:
@@ -99,19 +116,19 @@ def main() -> None:
 
 
 def time_starts(formats: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each process; cold, warm behind it, and at last several at once.
+    """A row for each process; cold, warm and chosen behind it, and at last several at once.
 
     Raises:
         SystemExit: processes at once gave different results.
     """
-    runs = [(format, kind, 1) for format in formats for kind in ("cold", "warm")]
+    runs = [(format, kind, 1) for format in formats for kind in ("cold", "warm", "auto")]
     runs.append((formats[0], "eight", PROCESSES))
     cache = tempfile.TemporaryDirectory()
     for format, kind, count in runs:
-        if kind != "warm":
+        if kind not in ("warm", "auto"):
             cache.cleanup()
             cache = tempfile.TemporaryDirectory()
-        rows = in_new_processes(count, format, cache.name)
+        rows = in_new_processes(count, format, cache.name, is_chosen=kind == "auto")
         if len({row["digest"] for row in rows}) > 1:
             raise SystemExit(f"{format}: {count} processes at once gave different results")
         for row in rows:
@@ -122,7 +139,8 @@ def time_starts(formats: list[str]) -> Iterator[dict[str, Any]]:
 def line_of(row: dict[str, Any]) -> str:
     """A row as text."""
     times = {name: round(value, 1) for name, value in row.items() if isinstance(value, float)}
-    return f"{row['format']:12} {row['kind']:5} {times}"
+    loaded = "NVRTC loaded" if row["nvrtc"] else "NVRTC not loaded"
+    return f"{row['format']:12} {row['kind']:5} {times} {loaded}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from fdk_cuda import nvrtc
-from fdk_cuda.marlin import precompile
+from fdk_cuda.marlin import ops, precompile
 from fdk_cuda.marlin.backward import (
     BACKWARD_FIELDS,
     TILES,
@@ -225,16 +226,19 @@ def test_params_struct_has_the_fields_that_are_launched() -> None:
 
 
 @pytest.fixture
-def precompiled(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+def precompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """What ``precompile`` compiles on a Hopper, one after another; nothing is."""
     module = importlib.import_module("fdk_cuda.marlin.precompile")
     programs: list[Program] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(module, "device_limits", lambda index: HOPPER)
+    for of in (module, ops):
+        monkeypatch.setattr(of, "device_limits", lambda index: HOPPER)
     monkeypatch.setattr(module, "cached_cubin", lambda program, arch: programs.append(program))
-    return programs
+    ops.few_rows.cache_clear()
+    yield programs
+    ops.few_rows.cache_clear()
 
 
 def test_precompile_takes_the_gradient_where_asked(precompiled: list[Program]) -> None:
@@ -246,6 +250,18 @@ def test_precompile_takes_the_gradient_where_asked(precompiled: list[Program]) -
     assert len(precompiled) == without + count
     names = [program.name for program in precompiled]
     assert names.count("hopper_backward.cu") == 2 * len(TILES)
+
+
+@pytest.mark.parametrize(("n", "most_tiles"), [(4096, 2), (28672, 1)])
+def test_precompile_leaves_rows_to_hopper(
+    precompiled: list[Program], n: int, most_tiles: int
+) -> None:
+    """From 9 rows on, large weights of 8 bits never go by small_m.cu."""
+    precompile([("custom8-g64", n, 8192)])
+    few = [program for program in precompiled if program.name == "small_m.cu"]
+    tiles = {o for program in few for o in program.options if o.startswith("-DCOLUMN_TILES")}
+    assert tiles == {f"-DCOLUMN_TILES={i}" for i in range(1, most_tiles + 1)}
+    assert [program.name for program in precompiled].count("layout.cu") == 1
 
 
 def test_precompile_takes_both_ways_of_a_grid(precompiled: list[Program]) -> None:

@@ -1,4 +1,4 @@
-"""Few rows of x at 1 bit, by digits: what is exact, what is close, what is not finite."""
+"""Few rows of x by digits, 1 bit and affine 2: what is exact, what is close, what is not finite."""
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ def run_by_digits(layout, x):
 
 DIGIT_CASES = [
     *((f, torch.bfloat16, m) for f in ("custom1-g64", "affine1-g64-zint") for m in (1, 2, 4)),
-    *((f, torch.float16, 1) for f in ("custom1-g64", "affine1-row-fp16")),
+    *((f, torch.float16, 1) for f in ("custom1-g64", "affine1-row-fp16", "affine2-row-fp16")),
+    *((f, torch.bfloat16, 1) for f in ("affine2-g64-zint", "affine2-g128")),
 ]
 
 
@@ -55,7 +56,7 @@ def test_by_digits(format, dtype, m):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_digits_show_what_is_not_finite(value, m):
     """In its own row of x, and in no other."""
-    for format in ("custom1-g64", "affine1-g64"):
+    for format in ("custom1-g64", "affine1-g64", "affine2-g64")[: 3 if m == 1 else 2]:
         layout = pack(format, 4000, 2048)[1]
         x = random_x(m, 2048)
         x[-1, 77] = value

@@ -92,6 +92,7 @@ PLAN_CASES = [
     *(("custom1-g64", m, 1216) for m in (2, 4)),
     *((f"affine{bits}-g64", m, 1216) for bits in BITS for m in (1, 16)),
     *((f"affine1-g64-{more}", m, 1216) for more in ("zint", "fp16") for m in (1, 3)),
+    *((f"affine2-g64-{more}", 1, 1216) for more in ("zint", "fp16")),
 ]
 
 

@@ -30,10 +30,12 @@ from fdk_cuda.marlin.programs import (
     Variant,
     dequantise_program,
     hopper_program,
+    layout_program,
     small_m_program,
     sum_splits_program,
     wgmma_header,
 )
+from fdk_cuda.marlin.relayout import LAYOUT_FIELDS
 
 DEVICES = {
     "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),
@@ -104,6 +106,10 @@ def test_small_m_spills_nothing(variant, arch):
         (1, torch.bfloat16, torch.float32, 1, True, ()),
         (1, torch.bfloat16, torch.bfloat16, 2, False, ()),
         (2, torch.bfloat16, torch.bfloat16, 1, False, ()),
+        (2, torch.bfloat16, torch.float16, 1, True, (1,)),
+        (2, torch.bfloat16, torch.float32, 1, True, ()),
+        (2, torch.float16, torch.bfloat16, 2, True, ()),
+        (3, torch.bfloat16, torch.bfloat16, 1, True, ()),
     ],
 )
 def test_what_is_taken_by_digits(bits, dtype, scale, per_row, affine, rows):
@@ -118,6 +124,12 @@ def test_what_is_taken_by_digits(bits, dtype, scale, per_row, affine, rows):
 @pytest.mark.parametrize("variant", SMALL_VARIANTS, ids=variant_id)
 def test_dequantise_spills_nothing(variant, arch):
     check_resources(dequantise_program(variant), arch)
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_layout_spills_nothing(variant, arch):
+    check_resources(layout_program(geometry_of(variant)), arch)
 
 
 def geometry_of(variant, n=8192, k=8192):
@@ -266,6 +278,7 @@ def test_every_instantiation_spills_nothing(bits, arch):
     [
         ("tiles.cuh", SMALL_FIELDS),
         ("dequantise.cu", DEQUANTISE_FIELDS),
+        ("layout.cu", LAYOUT_FIELDS),
         ("hopper_gemm.cu", HOPPER_FIELDS),
         ("sum_splits.cu", SUM_FIELDS),
     ],

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fdk_cuda import nvrtc
-from fdk_cuda.nvrtc import cache, compiler
+from fdk_cuda.nvrtc import cache, compiler, installed
 
 SOURCE = """
 #include "twice.cuh"
@@ -190,7 +190,27 @@ def test_known_version_does_not_load_the_library_again(cache_directory, library)
     assert [in_a_new_process() for _ in range(2)] == [(13, 4)] * 2
 
 
-DAMAGED = ["", "{}", "[]", '{"file": [1], "version": [13, 0]}', '{"file": []}', '{"file": {}}']
+@pytest.mark.parametrize("place", ["wheel", "CUDA_HOME"])
+def test_known_version_sees_another_library(cache_directory, library, monkeypatch, tmp_path, place):
+    """The older file is as it was: it is the newer one that will be loaded."""
+    path, _ = library
+    wheel = tmp_path / "site-packages"
+    folder = wheel / "nvidia/cu13/lib" if place == "wheel" else tmp_path / "toolkit/lib64"
+    monkeypatch.syspath_prepend(str(wheel))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    assert [in_a_new_process() for _ in range(2)] == [(13, 1)] * 2
+    folder.mkdir(parents=True)
+    (folder / "libnvrtc.so.13").write_bytes(b"newer")
+    assert [in_a_new_process() for _ in range(2)] == [(13, 2)] * 2
+    (folder / "libnvrtc.so.13").write_bytes(b"newer still")
+    assert in_a_new_process() == (13, 3)
+    assert path.read_bytes() == b"one"
+
+
+DAMAGED = [
+    *("", "{}", "[]", '{"loaded": []}', '{"loaded": {}}'),
+    '{"loaded": [1], "found": [], "version": [13, 0]}',
+]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -253,6 +273,43 @@ def test_missing_library(monkeypatch):
     monkeypatch.setattr(compiler, "_bindings", lambda: Bindings)
     with pytest.raises(nvrtc.CompilerMissingError, match=r"libnvrtc\.so.*nvidia-cuda-nvrtc"):
         compiler.compiler_version()
+    # With no file in a usual place, the loader is asked; with one, it is not.
+    monkeypatch.setattr(installed, "library_files", lambda: [])
+    assert "Failure finding libnvrtc.so" in str(nvrtc.why_unavailable())
+    monkeypatch.setattr(installed, "library_files", lambda: ["libnvrtc.so.13"])
+    assert nvrtc.why_unavailable() is None
+
+
+ASKING = """
+import sys
+from fdk_cuda.nvrtc import installed, why_unavailable
+assert why_unavailable() is None
+assert installed.library_files()
+assert "cuda.bindings.nvrtc" not in sys.modules
+"""
+
+
+def test_asking_loads_nothing():
+    subprocess.run([sys.executable, "-c", ASKING], check=True, timeout=120)
+
+
+def test_places_of_the_library(monkeypatch, tmp_path):
+    """Wheels first, each file once."""
+    for variable in installed.SEARCH_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "site")])
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'linked'}{os.pathsep}")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
+    files = [
+        tmp_path / folder / "libnvrtc.so.13"
+        for folder in ("site/nvidia/cu13/lib", "linked", "toolkit/lib64")
+    ]
+    assert installed.library_files() == []
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"")
+    (tmp_path / "linked" / "libnvrtc.so.12").write_bytes(b"")
+    assert installed.library_files() == [str(file) for file in files]
 
 
 @pytest.mark.parametrize(

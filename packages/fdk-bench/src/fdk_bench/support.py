@@ -42,12 +42,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class Support:
-    """One problem: the backend that ``auto`` picks, or None, and what is against the others."""
+    """One problem: the backend that ``auto`` picks, or None, and what is against the others.
+
+    Attributes:
+        format, device: of the problem.
+        chosen: the backend.
+        reasons: against the others, by name.
+        decided_by: what the choice between several on a GPU goes by.
+    """
 
     format: str
     device: str
     chosen: str | None
     reasons: dict[str, str]
+    decided_by: str = ""
 
 
 def machine() -> Machine:
@@ -82,7 +90,13 @@ def supports(
                 chosen = select(problem).name
             except NoBackendError:
                 chosen = None
-            yield Support(text, device, chosen, reasons)
+            yield Support(text, device, chosen, reasons, _decided_by(problem, chosen))
+
+
+def _decided_by(problem: Problem, chosen: str | None) -> str:
+    fdk_cuda = module_or_none("fdk_cuda")
+    is_measurable = fdk_cuda is not None and chosen in fdk_cuda.measured.BACKENDS
+    return str(fdk_cuda.measured.told(problem)) if is_measurable else ""
 
 
 def sampled_formats(group_size: str = "64") -> list[str]:

@@ -107,13 +107,15 @@ def _supports(found: "list[Support]", title: str) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("format", "device", "auto picks", "against the others", box=SIMPLE_HEAD)
+    headings = "format", "device", "auto picks", "by", "against the others"
+    table = Table(*headings, box=SIMPLE_HEAD)
     table.title, table.title_justify = title, "left"
     before = None
     for support in found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in support.reasons.items())
         shown = '"' if reasons == before else reasons
-        table.add_row(support.format, support.device, support.chosen or "none", shown)
+        chosen = support.chosen or "none", support.decided_by
+        table.add_row(support.format, support.device, *chosen, shown)
         before = reasons
     return table
 

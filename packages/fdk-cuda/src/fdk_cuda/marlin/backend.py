@@ -5,16 +5,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fdk_cuda import measured
 from fdk_cuda.marlin.layout import (
     STORED_DTYPES,
     Geometry,
     has_grid,
-    pack_layout,
-    unpack_layout,
     why_not,
 )
 from fdk_cuda.marlin.ops import DTYPES, linear_op
 from fdk_cuda.marlin.ready import ReadyCalls
+from fdk_cuda.marlin.relayout import lay_out, take_back
 from fdk_cuda.nvrtc import why_unavailable
 from fdk_cuda.settled import SettledLayout
 from fdk_formats.backends import Layout, Problem
@@ -24,7 +24,6 @@ from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
 
 MIN_CAPABILITY = (8, 0)
-PRIORITY = 20
 
 
 class MarlinLayout(SettledLayout):
@@ -56,7 +55,7 @@ class MarlinLayout(SettledLayout):
         self.geometry = Geometry.of(format, *q.shape)
         scale = _stored(q.scale, q.format)
         zero_point = None if q.zero_point is None else q.zero_point.to(scale.dtype)
-        packed = pack_layout(self.geometry, q.packed, scale, zero_point)
+        packed = lay_out(self.geometry, q.packed, scale, zero_point)
         codebook = q.codebook
         if codebook is None:
             codebook = torch.arange(1 << q.format.bits, dtype=torch.float32, device=q.device)
@@ -81,7 +80,7 @@ class MarlinLayout(SettledLayout):
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
-        packed, scale, zero_point = unpack_layout(self.geometry, self.packed)
+        packed, scale, zero_point = take_back(self.geometry, self.packed)
         if self.format.scale_dtype == "e8m0":
             scale = (scale.view(torch.int16) >> 7).to(torch.uint8)
         if zero_point is not None:
@@ -136,7 +135,7 @@ class MarlinBackend:
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""
-        return PRIORITY
+        return measured.priority(self.name, problem, batch_invariant=self.batch_invariant)
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""

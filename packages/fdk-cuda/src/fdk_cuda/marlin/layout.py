@@ -127,6 +127,11 @@ class Geometry:
         return 1 if self.group_size % BLOCK_COLUMNS == 0 or self.group_size == self.k else 2
 
     @property
+    def repeats(self) -> int:
+        """How often a scale is stored along a row."""
+        return -(-self.group_size // (BLOCK_COLUMNS // self.per_row))
+
+    @property
     def code_bytes(self) -> int:
         """Bytes of a block's codes."""
         return BLOCK_ROWS * BLOCK_COLUMNS * self.bits // 8
@@ -309,22 +314,16 @@ def _scale_columns(g: Geometry) -> int:
     return g.columns // BLOCK_COLUMNS * g.per_row
 
 
-def _repeats(g: Geometry) -> int:
-    """How often a scale is stored along a row."""
-    span = BLOCK_COLUMNS // g.per_row
-    return -(-g.group_size // span)
-
-
 def _real_scales(g: Geometry) -> int:
-    return g.k // g.group_size * _repeats(g)
+    return g.k // g.group_size * g.repeats
 
 
 def _repeat(g: Geometry, kinds: Tensor) -> Tensor:
-    return kinds.repeat_interleave(_repeats(g), dim=-1)
+    return kinds.repeat_interleave(g.repeats, dim=-1)
 
 
 def _unrepeat(g: Geometry, kinds: Tensor) -> Tensor:
-    return kinds[..., :: _repeats(g)]
+    return kinds[..., :: g.repeats]
 
 
 # scales [kinds, rows, columns] as [kind, tile, fragment, row half, g, block, half]

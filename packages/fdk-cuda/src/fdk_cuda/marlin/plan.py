@@ -26,11 +26,17 @@ NARROW_COST = {
     (4, 2): {1: 0.0205, 2: 0.0230, 3: 0.0257, 4: 0.0310, 8: 0.0580},
     (8, 2): {1: 0.0190, 2: 0.0195},
 }
-# And of digits.cu, at 1 bit, for one row of x, and for four by so much more; more warps are slower.
+# And of digits.cu by bits, for one row of x, and for four by so much more; more warps are slower.
 # Of turning a column of x into digits.
 DIGITS_BLOCK_COST = {
-    **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
-    **{(4, 4): 0.0150, (8, 2): 0.0160, (8, 4): 0.0150},
+    1: {
+        **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
+        **{(4, 4): 0.0150, (8, 2): 0.0160, (8, 4): 0.0150},
+    },
+    2: {
+        **{(2, 2): 0.0289, (2, 4): 0.0250, (4, 2): 0.0234},
+        **{(4, 4): 0.0192, (8, 2): 0.0199, (8, 4): 0.0170},
+    },
 }
 DIGITS_ROWS_FACTOR = {1: 1.0, 4: 1.1}
 DIGITS_WARPS = 8
@@ -128,7 +134,7 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     shape = plan.shape
     blocks = plan.row_blocks * plan.rounds * shape.k_blocks * shape.warps
     if rows := shape.digit_rows:
-        block_cost = DIGITS_BLOCK_COST[shape.fragments, shape.k_blocks]
+        block_cost = DIGITS_BLOCK_COST[geometry.bits][shape.fragments, shape.k_blocks]
         time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
         time += DIGITS_COST[rows] * geometry.columns / plan.split
     elif shape.column_tiles == 1:
@@ -172,7 +178,7 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
             yield shape
     # The fewest rows that suffice.
     if rows := next((rows for rows in variant.digit_rows if rows >= m), 0):
-        for fragments, k_blocks in DIGITS_BLOCK_COST:
+        for fragments, k_blocks in DIGITS_BLOCK_COST[variant.bits]:
             yield TileShape(fragments, k_blocks, 1, 1, DIGITS_WARPS, digit_rows=rows)
 
 
@@ -208,7 +214,7 @@ def plan_of_shape(
     mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
     table = TABLE_BYTES
     if rows_of_x := shape.digit_rows:
-        table = shape.warps * rounds * shape.k_blocks * DIGITS_BYTES[rows_of_x]
+        table = shape.warps * rounds * shape.k_blocks * DIGITS_BYTES[geometry.bits, rows_of_x]
     fixed = table + ring + shape.warps * STAGES * BARRIER_BYTES + mail
     for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
         # More than half of a processor's: when a kernel starts while the one before still runs, two

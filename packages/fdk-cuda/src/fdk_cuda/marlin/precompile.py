@@ -9,12 +9,14 @@ from fdk_cuda.marlin.backward import backward_shapes
 from fdk_cuda.marlin.hopper import hopper_shapes, plan_hopper_invariant
 from fdk_cuda.marlin.launches import device_limits
 from fdk_cuda.marlin.layout import Geometry, has_grid
+from fdk_cuda.marlin.ops import few_rows
 from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
 from fdk_cuda.marlin.programs import (
     Variant,
     dequantise_program,
     hopper_backward_program,
     hopper_program,
+    layout_program,
     small_m_program,
     sum_splits_program,
 )
@@ -53,9 +55,10 @@ def precompile(
     for format, n, k in _as_kernels_are_told(layers):
         geometry = Geometry.of(format, n, k)
         variant = Variant.of(geometry, dtype)
-        programs.add(dequantise_program(variant))
+        programs |= {dequantise_program(variant), layout_program(geometry)}
         if not (batch_invariant and limits.is_hopper):
-            for m in [MAX_ROWS] if batch_invariant else range(1, MAX_ROWS + 1):
+            few = few_rows(str(format), n, k, index)
+            for m in [MAX_ROWS] if batch_invariant else range(1, few + 1):
                 programs.add(small_m_program(variant, plan_small(geometry, dtype, m, limits).shape))
         if limits.is_hopper:
             shapes = hopper_shapes(geometry, limits)

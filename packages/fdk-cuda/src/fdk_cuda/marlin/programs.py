@@ -12,9 +12,9 @@ from fdk_cuda.nvrtc import Kernel, Program
 KERNEL_DIRECTORY = Path(__file__).with_name("kernels")
 SCALE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TABLE_BYTES = 256 * 256
-# digits.cu, which holds itself to it, by rows of x: the digits of 64 columns of x, and what their
-# sums are scaled with.
-DIGITS_BYTES = {1: 400, 4: 1056}
+# digits.cu, which holds itself to it, by bits and rows of x: the digits of 64 columns of x, and
+# what their sums are scaled with.
+DIGITS_BYTES = {(1, 1): 400, (1, 4): 1056, (2, 1): 208}
 # 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by step. See decode.cuh.
 ONE_BIT_BASES = {
     torch.bfloat16: (0x41804180, 0x41004100, 0x40804080, 0x40004000),  # 16, 8, 4, 2
@@ -56,12 +56,13 @@ class Variant:
     def digit_rows(self) -> tuple[int, ...]:
         """Rows of x that instantiations of digits.cu take.
 
-        Scale times zero point must be exact in float32; four rows have too few digits for fp16.
+        Scale times zero point must be exact in float32; four rows have too few digits for fp16, or
+        2 bits.
         """
         is_exact = not self.affine or self.scale_dtype != torch.float32
-        if self.bits > 1 or self.per_row > 1 or not is_exact:
+        if self.bits > (2 if self.affine else 1) or self.per_row > 1 or not is_exact:
             return ()
-        return (1,) if self.dtype == torch.float16 else (1, 4)
+        return (1,) if self.dtype == torch.float16 or self.bits == 2 else (1, 4)
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -161,7 +162,7 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
     )
     if rows := shape.digit_rows:
         assert rows in variant.digit_rows
-        more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[rows]}"
+        more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[variant.bits, rows]}"
         return _program("digits.cu", (*options, *more))
     return _program("small_m.cu", (*options, f"-DCOLUMN_TILES={shape.column_tiles}"))
 
@@ -176,6 +177,13 @@ def dequantise_warps(variant: Variant) -> int:
 def dequantise_program(variant: Variant) -> Program:
     """dequantise.cu for a variant."""
     return _program("dequantise.cu", variant.options(WARPS=dequantise_warps(variant)))
+
+
+def layout_program(geometry: Geometry) -> Program:
+    """layout.cu, both directions: only sizes count, so all dtypes of so many bytes share it."""
+    scale = torch.float32 if geometry.scale_dtype.itemsize == 4 else torch.bfloat16
+    sizes = geometry.bits, torch.bfloat16, scale, geometry.per_row, geometry.has_zero_point
+    return _program("layout.cu", Variant(*sizes).options())
 
 
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:
@@ -267,6 +275,12 @@ def sum_splits_kernel(dtype: torch.dtype, shape: HopperShape) -> Kernel:
 def dequantise_kernel(variant: Variant) -> Kernel:
     """The kernel, shared by all launches."""
     return Kernel(dequantise_program(variant), "dequantise")
+
+
+@cache
+def layout_kernel(program: Program, entry: str) -> Kernel:
+    """``lay_out`` or ``take_back``, shared by all launches."""
+    return Kernel(program, entry)
 
 
 def _program(name: str, options: tuple[str, ...]) -> Program:

@@ -8,8 +8,8 @@ from fdk_cuda.nvrtc.compiler import (
     architecture,
     compile_program,
     compiler_version,
-    why_unavailable,
 )
+from fdk_cuda.nvrtc.installed import why_unavailable
 from fdk_cuda.nvrtc.launch import Kernel, Launch
 from fdk_cuda.nvrtc.tensor_map import swizzled_map
 

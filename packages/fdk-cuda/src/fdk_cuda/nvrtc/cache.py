@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from fdk_cuda.nvrtc.compiler import COMMON_OPTIONS, Program, compile_program, compiler_version
+from fdk_cuda.nvrtc.installed import SEARCH_VARIABLES, file_facts, search_facts
 
 CACHE_VARIABLE = "FDK_CUDA_CACHE"
-# What decides, beside the Python installation, which NVRTC is found.
-SEARCH_VARIABLES = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
 # A file is its own check: the digest of the machine code, then the machine code.
 DIGEST_BYTES = 32
 
@@ -90,7 +89,8 @@ def cache_key(program: Program, arch: str) -> str:
 def known_version() -> tuple[int, int]:
     """``compiler_version``, without loading NVRTC where a process before this one has.
 
-    It is kept beside the kernels with the library's file, and holds while that is the same.
+    It is kept beside the kernels with the library's file, and holds while that is the same and no
+    other is where NVRTC is looked for.
 
     Raises:
         CompilerMissingError: as ``compiler_version``.
@@ -101,16 +101,17 @@ def known_version() -> tuple[int, int]:
         return compiler_version()
     with suppress(OSError, ValueError, LookupError, TypeError):
         kept = json.loads(path.read_bytes())
-        if kept["file"] == _file_facts(kept["file"][0]):
+        is_same = kept["loaded"] == file_facts(kept["loaded"][0])
+        if is_same and kept["found"] == search_facts():
             major, minor = kept["version"]
             return int(major), int(minor)
     version = compiler_version()
     with suppress(ImportError, OSError, RuntimeError):
         from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
-        library = load_nvidia_dynamic_lib("nvrtc").abs_path
+        loaded = file_facts(load_nvidia_dynamic_lib("nvrtc").abs_path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = {"file": _file_facts(library), "version": version}
+        told = {"loaded": loaded, "found": search_facts(), "version": version}
         write_whole(path, json.dumps(told).encode())
     return version
 
@@ -119,11 +120,6 @@ def _installation() -> str:
     """A name for where this process looks for libraries."""
     places = [sys.prefix, *(os.environ.get(name, "") for name in SEARCH_VARIABLES)]
     return hashlib.sha256("\0".join(places).encode()).hexdigest()
-
-
-def _file_facts(path: str) -> list[object]:
-    status = os.stat(path)
-    return [path, status.st_size, status.st_mtime_ns]
 
 
 def _load(path: Path) -> bytes | None:

@@ -114,15 +114,6 @@ def compiler_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def why_unavailable() -> str | None:
-    """Why nothing can be compiled here ("NVRTC does not load ..."), or None."""
-    try:
-        compiler_version()
-    except CompilerMissingError as error:
-        return str(error)
-    return None
-
-
 def architecture(capability: tuple[int, int]) -> str:
     """The target for a compute capability: ``(9, 0)`` is ``sm_90a``.
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fdk_cuda import measured
 from fdk_cuda.settled import SettledLayout
 from fdk_cuda.triton.arrangement import (
     Arrangement,
@@ -23,7 +24,6 @@ from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
 
 MIN_CAPABILITY = (8, 0)
-PRIORITY = 10
 
 
 class TritonLayout(SettledLayout):
@@ -150,7 +150,7 @@ class TritonBackend:
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""
-        return PRIORITY
+        return measured.priority(self.name, problem, batch_invariant=self.batch_invariant)
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""

@@ -1,8 +1,9 @@
-// y = x @ W_hat.T + bias for few rows of x and weights of 1 bit, by integer tensor cores.
+// y = x @ W_hat.T + bias for few rows of x and weights of 1 bit, or for one row and zero points of
+// 2, by integer tensor cores.
 //
 // x        :: [m, columns, dtype]                 m <= X_ROWS
 // packed   :: [rows / 32, columns / 64, BLOCK_BYTES, uint8]
-// codebook :: [2, dtype]
+// codebook :: [2, dtype]                          1 bit
 // bias     :: [n, dtype] or null
 // y        :: [m, n, dtype]
 //
@@ -17,6 +18,10 @@
 // of a fragment higher by a power of two. B makes up for the first: it has 2 v where the bit counts
 // once. The end of a tile makes up for the second.
 //
+// Codes of 2 bits lie at four places of a byte. Operand A holds them as unsigned bytes at two
+// places each for the first and the second half of a fragment's rows, so that B has v and 4 v, and
+// both fragments share it. Their values of x have a bit less.
+//
 // With a lone power of two in x the sum of bits is exact, and so is y (see small_m.cu: KEEPS_SUM).
 // Affine weights keep apart the sums of bits, and of x times zero points: scale times zero point is
 // exact where both have 11 bits at most. An infinity in x gives NaN.
@@ -26,35 +31,44 @@
 //   DIGITS_BYTES  what Python counts for a group: its digits, and what their sums are scaled with
 #include "tiles.cuh"
 
-static_assert(BITS == 1 && PER_ROW == 1 && ROW_GROUPS == 1);
+static_assert(PER_ROW == 1 && ROW_GROUPS == 1);
+static_assert(BITS == 1 || (BITS == 2 && AFFINE && X_ROWS == 1));
 static_assert(!AFFINE || SCALE_TYPE != 2, "the product of a scale and a zero point is exact");
 static_assert(X_ROWS == 1 || X_ROWS == 4);
 
 constexpr int DIGITS = X_ROWS == 1 ? 3 : 2, QUAD = 4;
 constexpr int B_COLUMNS = X_ROWS * DIGITS;
 constexpr int FACTORS = X_ROWS == 1 ? QUAD : 2 * X_ROWS;
-constexpr int FACTORS_AT = FRAGMENTS * B_COLUMNS * QUAD * 16;  // bytes, from a group's first
+constexpr int B_SETS = BITS == 1 ? FRAGMENTS : 1;  // of digits: as many as orders of columns
+constexpr int FACTORS_AT = B_SETS * B_COLUMNS * QUAD * 16;  // bytes, from a group's first
 constexpr int GROUP_BYTES = FACTORS_AT + FACTORS * 4;
 static_assert(GROUP_BYTES == DIGITS_BYTES);
 constexpr int HALVES = 2;  // of 8 rows, in a fragment
-// |v| is less than 2 to this, and 2 v has DIGITS digits.
-constexpr int VALUE_BITS = DIGITS == 3 ? 20 : 13;
+// |v| is less than 2 to this, and 2 v, or 4 v at 2 bits, has DIGITS digits.
+constexpr int VALUE_BITS = (DIGITS == 3 ? 21 : 14) - BITS;
 // To x times a power of two this adds so much that the sum's lower bytes are its digits, each moved
 // to the middle of a byte's range: 2^23 + 0x408080, and 2^23 + 0x8080.
 constexpr float TO_DIGITS = DIGITS == 3 ? 12615808.f : 8421504.f;
 constexpr uint32 DIGIT_MIDDLE = 0x80808080u, TOP_MIDDLE = 0x40404040u;
 
-// d += a b for a :: [16, 32] and b :: [32, 8] of signed bytes in fragments.
+// d += a b for a :: [16, 32] of bytes, signed but at 2 bits, and b :: [32, 8] of signed ones, in
+// fragments.
 __device__ __forceinline__ void multiply_bytes(int (&d)[4], const uint32 (&a)[4], uint32 b0,
                                                uint32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#define FDK_MMA_BYTES(type)                                           \
+  asm("mma.sync.aligned.m16n8k32.row.col.s32." type                   \
+      ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if (BITS == 1)
+    FDK_MMA_BYTES("s8");
+  else
+    FDK_MMA_BYTES("u8");
+#undef FDK_MMA_BYTES
 }
 
-// Sums of digits are at most 2^18: added to these bits, 1.5 * 2^23 as a float, they are the bits of
-// the float that is as much greater. An I2F would keep a pipe busy for 8 cycles.
+// Sums of digits are at most 2^18, at 2 bits 2^21: added to these bits, 1.5 * 2^23 as a float, they
+// are the bits of the float that is as much greater. An I2F would keep a pipe busy for 8 cycles.
 constexpr int SUM_BITS = 0x4B400000;
 constexpr float SUM_FLOAT = 12582912.f;
 
@@ -108,13 +122,13 @@ struct Values {
 
 // The digits of a row's group, and what sums of digits are scaled with, so that they are sums of x.
 //
-// digits  :: [FRAGMENTS, X_ROWS, DIGITS, QUAD, 16 bytes]
+// digits  :: [B_SETS, X_ROWS, DIGITS, QUAD, 16 bytes]
 // factors :: [QUAD, float]       for one row, by lane: of digits 0 and 1, of digit 2, the sum, none
 // factors :: [2, X_ROWS, float]  for four: of digits, then the sums of x
 //
 // The sum of x is negated where zero points multiply it.
 struct GroupDigits {
-  uint32 words[FRAGMENTS][DIGITS][4];
+  uint32 words[B_SETS][DIGITS][4];
   float factor, sum;
 
   // The whole warp calls, four lanes to a group.
@@ -140,31 +154,52 @@ struct GroupDigits {
     // Below 2^-106 values lose digits.
     const int used = max(exponent, 21);
     const float once = __int_as_float((253 + VALUE_BITS - used) << 23), twice = 2.f * once;
-    const auto integer = [&](int s, int i, int e, bool doubled) {
-      return __float_as_uint(fmaf(values.x[s][i][e], doubled ? twice : once, TO_DIGITS));
-    };
+    if constexpr (BITS == 2) {
+      const float fourfold = 4.f * once;
+      const auto integer = [&](int s, int i, int e, bool first) {
+        return __float_as_uint(fmaf(values.x[s][i][e], first ? fourfold : once, TO_DIGITS));
+      };
 #pragma unroll
-    for (int word = 0; word < 4; word++) {
-      uint32 digits[FRAGMENTS][DIGITS];
-      // Even fragments: register 2 i + e, its bytes by s. Odd ones: register s, bytes i + 2 e.
-      const int i = word >> 1, e = word & 1, s = word;
-      split_digits(digits[0], integer(0, i, e, e == 0), integer(1, i, e, e == 0),
-                   integer(2, i, e, e == 0), integer(3, i, e, e == 0));
-      split_digits(digits[1], integer(s, 0, 0, s % 2 == 0), integer(s, 1, 0, s % 2 == 0),
-                   integer(s, 0, 1, s % 2 == 0), integer(s, 1, 1, s % 2 == 0));
+      for (int word = 0; word < 4; word++) {
+        uint32 digits[DIGITS];
+        // The first two: register e, its bytes by unit. The others: units 2 r and 2 r + 1, each e.
+        const int e = word, s = word;
+        if (word < 2)
+          split_digits(digits, integer(0, 0, e, e == 0), integer(0, 1, e, e == 0),
+                       integer(1, 0, e, e == 0), integer(1, 1, e, e == 0));
+        else
+          split_digits(digits, integer(s, 0, 0, true), integer(s, 0, 1, true),
+                       integer(s, 1, 0, false), integer(s, 1, 1, false));
 #pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++)
+        for (int digit = 0; digit < DIGITS; digit++) words[0][digit][word] = digits[digit];
+      }
+    } else {
+      const auto integer = [&](int s, int i, int e, bool doubled) {
+        return __float_as_uint(fmaf(values.x[s][i][e], doubled ? twice : once, TO_DIGITS));
+      };
 #pragma unroll
-        for (int digit = 0; digit < DIGITS; digit++) words[f][digit][word] = digits[f][digit];
+      for (int word = 0; word < 4; word++) {
+        uint32 digits[FRAGMENTS][DIGITS];
+        // Even fragments: register 2 i + e, its bytes by s. Odd ones: register s, bytes i + 2 e.
+        const int i = word >> 1, e = word & 1, s = word;
+        split_digits(digits[0], integer(0, i, e, e == 0), integer(1, i, e, e == 0),
+                     integer(2, i, e, e == 0), integer(3, i, e, e == 0));
+        split_digits(digits[1], integer(s, 0, 0, s % 2 == 0), integer(s, 1, 0, s % 2 == 0),
+                     integer(s, 0, 1, s % 2 == 0), integer(s, 1, 1, s % 2 == 0));
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+          for (int digit = 0; digit < DIGITS; digit++) words[f][digit][word] = digits[f][digit];
+      }
     }
-    // Half, for bits count twice.
-    factor = __int_as_float((used - VALUE_BITS + (X_ROWS == 1 ? 16 * t : 0)) << 23);
+    // Half, for bits count twice, or a fourth.
+    factor = __int_as_float((used - VALUE_BITS - (BITS - 1) + (X_ROWS == 1 ? 16 * t : 0)) << 23);
     if (exponent == 255) factor = __int_as_float(0x7FC00000);
   }
 
   __device__ __forceinline__ void store(uint8* group, int row, int t) const {
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++)
+    for (int f = 0; f < B_SETS; f++)
 #pragma unroll
       for (int digit = 0; digit < DIGITS; digit++)
         *reinterpret_cast<uint4*>(group + (((f * X_ROWS + row) * DIGITS + digit) * QUAD + t) * 16) =
@@ -228,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) digits(const __grid_con
   int start[4] = {first_sum, SUM_BITS, first_sum, SUM_BITS};
   // In registers: the compiler would make them anew for most products.
   asm volatile("" : "+r"(start[0]), "+r"(start[1]), "+r"(start[2]), "+r"(start[3]));
-  uint4 b[FRAGMENTS] = {};
+  uint4 b[B_SETS] = {};
   const auto take = [&](auto constant, int pass) {
     constexpr int BLOCKS = decltype(constant)::value;
     float sum[FRAGMENTS * BLOCKS][HALVES] = {};
@@ -241,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) digits(const __grid_con
         const uint8* const digits = group + k_block * GROUP_BYTES;
         if (g < B_COLUMNS)
 #pragma unroll
-          for (int f = 0; f < FRAGMENTS; f++)
+          for (int f = 0; f < B_SETS; f++)
             b[f] = *reinterpret_cast<const uint4*>(digits + (f * B_COLUMNS * QUAD + lane) * 16);
         const float* const factors = reinterpret_cast<const float*>(digits + FACTORS_AT);
         // Of one row, the zero point comes in in the third lane.
@@ -261,12 +296,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) digits(const __grid_con
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               // layout.py: _bit_positions
-              const uint32 word =
-                  f == 0 ? words[0] >> 4 * half : rotate_right(words[1], 3 + 2 * half);
-              const uint32 lower = f == 0 ? 4 : 16;
-              const uint32 a[4] = {word & 0x01010101u, word & 0x01010101u * lower,
-                                   word & 0x02020202u, word & 0x02020202u * lower};
-              multiply_bytes(d, a, half ? b[f].z : b[f].x, half ? b[f].w : b[f].y);
+              if constexpr (BITS == 1) {
+                const uint32 word =
+                    f == 0 ? words[0] >> 4 * half : rotate_right(words[1], 3 + 2 * half);
+                const uint32 lower = f == 0 ? 4 : 16;
+                const uint32 a[4] = {word & 0x01010101u, word & 0x01010101u * lower,
+                                     word & 0x02020202u, word & 0x02020202u * lower};
+                multiply_bytes(d, a, half ? b[f].z : b[f].x, half ? b[f].w : b[f].y);
+              } else if (half == 0) {
+                // Looked up elsewhere: a byte for a unit.
+                const uint32 word = words[2 * f];
+                const uint32 a[4] = {word & 0x03030303u, word & 0x30303030u, word & 0x0C0C0C0Cu,
+                                     word & 0xC0C0C0C0u};
+                multiply_bytes(d, a, b[0].x, b[0].y);
+              } else {
+                // Computed elsewhere: two bytes for a row, two units of both to a register.
+                constexpr uint32 PLACES = 0x0C0C0303u;
+                const uint32 word = rotate_right(words[2 * f + 1], 1);
+                const uint32 upper = byte_permute(word, word, 0x1010);
+                const uint32 lower = byte_permute(word, word, 0x3232);
+                const uint32 a[4] = {upper & PLACES, lower << 4 & PLACES << 4, upper >> 4 & PLACES,
+                                     lower & PLACES << 4};
+                multiply_bytes(d, a, b[0].z, b[0].w);
+              }
             }
 #pragma unroll
             for (int half = 0; half < HALVES; half++) {
@@ -297,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) digits(const __grid_con
     for (int f = 0; f < FRAGMENTS * BLOCKS; f++)
 #pragma unroll
       for (int half = 0; half < HALVES; half++) {
-        const float place = half == 0 ? 1.f : f % 2 ? 0.0625f : 0.25f;
+        const float place = half == 0 ? 1.f : BITS == 2 || f % 2 ? 0.0625f : 0.25f;
         float digits_sum = sum[f][half], of_x = x_sum[f][half];
         if (X_ROWS == 1) {
           digits_sum += __shfl_xor_sync(~0u, digits_sum, 1);

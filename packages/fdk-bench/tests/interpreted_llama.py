@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from fdk_bench import attention_kernel, gemv_kernel
+from fdk_bench import attention_kernel, gemv_kernel, short_attention_kernel
 from fdk_bench.choice_kernel import choose
 from fdk_bench.llama_ops import TorchOps, TritonOps, rotary_table
 
@@ -13,10 +13,26 @@ OURS, THEIRS = TritonOps(), TorchOps()
 
 
 def attend(heads, kv_heads, head_dim, batch, length, position, parts, *config):
-    """A step; entries of the cache that are not there yet are NaN."""
-    OURS.prepare(batch, kv_heads, "cpu")
+    """A step, the cache cut into parts."""
+    OURS.crowded = True
     attention_kernel.parts_of = lambda *sizes: parts
     attention_kernel.config_for = lambda *sizes: attention_kernel.AttendConfig(*config)
+    step(heads, kv_heads, head_dim, batch, length, position)
+    assert not OURS.counters.any()
+
+
+def short(heads, kv_heads, head_dim, batch, length, position):
+    """A step, all of the cache at once."""
+    calls = []
+    whole = short_attention_kernel.attend_short
+    short_attention_kernel.attend_short = lambda *of: calls.append(of) or whole(*of)
+    step(heads, kv_heads, head_dim, batch, length, position)
+    assert len(calls) == 2
+
+
+def step(heads, kv_heads, head_dim, batch, length, position):
+    """Twice; entries of the cache that are not there yet are NaN."""
+    OURS.prepare(batch, kv_heads, "cpu")
     qkv = torch.randn(batch, 1, (heads + 2 * kv_heads) * head_dim)
     cache = torch.randn(2, batch, kv_heads, length, head_dim)
     cache[:, :, :, position:] = torch.nan
@@ -29,7 +45,6 @@ def attend(heads, kv_heads, head_dim, batch, length, position, parts, *config):
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine[:, :, :, : position + 1], cache[:, :, :, : position + 1])
     assert mine[:, :, :, position + 1 :].isnan().all()
-    assert not OURS.counters.any()
 
 
 def refused(heads, kv_heads, head_dim):
@@ -39,8 +54,9 @@ def refused(heads, kv_heads, head_dim):
     turns = rotary_table(64, head_dim, "cpu")
     group = heads // kv_heads
     said = f"got {group} and {head_dim}"
-    with pytest.raises(ValueError, match=said):
-        attention_kernel.attend(qkv, turns, position, cache)
+    for attend in (attention_kernel.attend, short_attention_kernel.attend_short):
+        with pytest.raises(ValueError, match=said):
+            attend(qkv, turns, position, cache)
 
 
 def prompt(heads, kv_heads, head_dim, batch, length, tokens):
@@ -89,5 +105,5 @@ def choice(batch, vocabulary):
 
 
 torch.manual_seed(0)
-WHAT = {f.__name__: f for f in (attend, refused, prompt, rest, gemv, choice)}
+WHAT = {f.__name__: f for f in (attend, short, refused, prompt, rest, gemv, choice)}
 WHAT[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdk_bench import random_llama
 from fdk_bench.decoding import WARM_STEPS, Step, captured_prompt, first_tokens, step_seconds
-from fdk_bench.llama import Llama, LlamaSize
+from fdk_bench.llama import Beside, Llama, LlamaSize
+from fdk_bench.llama_ops import TritonOps
 from fdk_bench.model_cases import ModelCase
 from fdk_bench.random_llama import build_llama
 
@@ -31,6 +32,12 @@ CASES = [
     ("attend", 4, 2, 32, 1, 192, 130, 2, 128, 8, 1),
     ("attend", 6, 2, 32, 2, 192, 170, 1, 256, 8, 1),
     ("attend", 6, 2, 32, 1, 320, 170, 10, 16, 4, 3),  # parts without entries, eight at once
+    ("short", 4, 2, 32, 2, 192, 0),
+    ("short", 6, 2, 32, 3, 192, 64),
+    ("short", 4, 4, 16, 1, 192, 130),
+    ("short", 12, 2, 32, 2, 64, 63),
+    ("short", 16, 1, 16, 1, 200, 199),
+    ("short", 3, 3, 64, 1, 256, 255),
     ("refused", 34, 2, 32),
     ("refused", 4, 2, 96),
     ("refused", 4, 2, 8),
@@ -73,14 +80,24 @@ def test_config_and_parts():
     assert parts_of(512, 2112, 32) == 1
 
 
-def llama_on_gpu(size, dtype):
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "length", "short"),
+    [(1, 8, 192, True), (4, 8, 256, True), (5, 8, 192, False), (1, 8, 257, False)],
+)
+def test_short_caches(batch, kv_heads, length, short):
+    from fdk_bench.short_attention_kernel import is_short
+
+    assert is_short(torch.empty(2, batch, kv_heads, length, 128, device="meta")) == short
+
+
+def llama_on_gpu(size, dtype, *, crowded=True):
     generator = torch.Generator("cuda").manual_seed(0)
 
     def linear(name, n, k):
         layer = nn.Linear(k, n, bias=False, device="meta")
         W = torch.randn(n, k, device="cuda", generator=generator) * k**-0.5
         layer.weight = nn.Parameter(W.to(dtype), requires_grad=False)
-        return layer
+        return layer if crowded else Beside(layer)
 
     torch.manual_seed(0)
     return Llama(size, linear, device="cuda", dtype=dtype)
@@ -97,13 +114,15 @@ def logits_of(llama, tokens, length):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("crowded", [True, False])
+@pytest.mark.parametrize("heads", [4, 6])
 @pytest.mark.parametrize(("batch", "tokens", "length"), [(1, 9, 64), (3, 140, 192), (1, 700, 1088)])
 @torch.inference_mode()
-def test_logits_on_gpu(batch, tokens, length):
+def test_logits_on_gpu(batch, tokens, length, heads, crowded):
     """No further from float64 than twice what torch's own kernels are in bf16."""
-    size = LlamaSize(512, 2, 4, 2, 1056, vocabulary=1000)
-    llama = llama_on_gpu(size, torch.bfloat16)
-    exact = llama_on_gpu(size, torch.bfloat16).double()
+    size = LlamaSize(128 * heads, 2, heads, 2, 1056, vocabulary=1000)
+    llama = llama_on_gpu(size, torch.bfloat16, crowded=crowded)
+    exact = llama_on_gpu(size, torch.bfloat16, crowded=crowded).double()
     exact.dtype = torch.float64
     ids = torch.randint(size.vocabulary, (batch, tokens), device="cuda")
     expected, plain = logits_of(exact, ids, length), logits_of(llama, ids, length).double()
@@ -159,6 +178,16 @@ def test_what_gemv_leaves_to_torch(bias):
     layer = RowLinear(64, 7, bias=bias)
     x = torch.randn(1, 64)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize(("format", "crowded"), [("bf16", True), ("custom4-g64", False)])
+def test_which_layers_leave_no_room(format, crowded, monkeypatch):
+    case = ModelCase("tiny", 1, format, "reference", "bf16", "cpu", "lm_head", 8, 1, compiled=True)
+    decoder = build_llama(case, [1]).decoder
+    monkeypatch.setattr("fdk_bench.llama.has_kernels", lambda device: True)
+    decoder.compile_blocks()
+    assert isinstance(decoder.ops, TritonOps)
+    assert decoder.ops.crowded == crowded
 
 
 def test_dense_layers_of_a_dtype_that_gemv_does_not_take(monkeypatch):

@@ -20,7 +20,10 @@ from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIE
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
+    TIMED_PLANS,
     Device,
+    _plans,
+    cost,
     plan_of_shape,
     plan_small,
     small_shapes,
@@ -394,6 +397,31 @@ def test_hopper_plans_expect_more_rows_to_cost_more():
 def test_long_loops_of_digits_have_enough_under_way():
     """Two plans that the model of costs would otherwise not tell apart."""
     geometry = Geometry(1, 6144, 21504, 64, torch.bfloat16, False)
-    plan = plan_small(geometry, torch.bfloat16, 1, DEVICES["sm_90a"])
+    plan = cheapest_plan(geometry, 1, DEVICES["sm_90a"])
     assert (plan.shape.digit_rows, plan.shape.stage_blocks, plan.passes) == (1, 8, 2)
     check_resources(small_m_program(Variant.of(geometry, torch.bfloat16), plan.shape), "sm_90a")
+
+
+@pytest.mark.parametrize(("bits", "n", "k"), TIMED_PLANS, ids=lambda value: str(value))
+def test_timed_plans(bits, n, k):
+    """They go before those that cost least, for one row of codebooks on an H200 alone."""
+    geometry = Geometry(bits, n, k, 64, torch.bfloat16, False)
+    h200 = DEVICES["sm_90a"]
+    for dtype in (torch.bfloat16, torch.float16):
+        plan = plan_small(geometry, dtype, 1, h200)
+        shape = plan.shape
+        found = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
+        assert found == TIMED_PLANS[bits, n, k]
+        assert plan != cheapest_plan(geometry, 1, h200)
+        check_passes(plan, geometry)
+        check_resources(small_m_program(Variant.of(geometry, dtype), shape), "sm_90a", shape)
+    affine = Geometry(bits, n, k, 64, torch.bfloat16, True)
+    fewer = replace(h200, processors=114)
+    for other, m, device in ((affine, 1, h200), (geometry, 2, h200), (geometry, 1, fewer)):
+        assert plan_small(other, torch.bfloat16, m, device) == cheapest_plan(other, m, device)
+
+
+def cheapest_plan(geometry, m, device):
+    """By the model of costs."""
+    plans = _plans(geometry, Variant.of(geometry, torch.bfloat16), m, device)
+    return min(plans, key=lambda plan: cost(geometry, plan))

@@ -31,6 +31,44 @@ class AttendConfig(NamedTuple):
     stages: int
 
 
+# turns :: [2, length, HEAD_DIM, dtype]
+@triton.jit  # type: ignore[untyped-decorator]
+def turn_at(turns, place, length, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
+    channels = tl.arange(0, HEAD_DIM)
+    turn = turns + place * HEAD_DIM + channels
+    cosine = tl.load(turn).to(tl.float32)
+    sine = tl.load(turn + length * HEAD_DIM).to(tl.float32)
+    return cosine, tl.where(channels < HEAD_DIM // 2, -sine, sine)
+
+
+# qkv :: [(GROUP + 2) * KV_HEADS * HEAD_DIM, dtype]    of one sequence
+# q   :: [ROWS, HEAD_DIM, dtype]                       turned, zeros from GROUP on
+# k   :: [HEAD_DIM, dtype]                             turned
+@triton.jit  # type: ignore[untyped-decorator]
+def turned_rows(  # type: ignore[no-untyped-def] # noqa: D103
+    qkv,
+    head,
+    cosine,
+    sine,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    channels, rows = tl.arange(0, HEAD_DIM), tl.arange(0, ROWS)
+    partner = (channels + HEAD_DIM // 2) % HEAD_DIM
+    dtype = qkv.dtype.element_ty
+    q_rows = qkv + (head * GROUP + rows[:, None]) * HEAD_DIM
+    held = rows[:, None] < GROUP
+    q = tl.load(q_rows + channels[None, :], mask=held, other=0.0).to(tl.float32)
+    swapped = tl.load(q_rows + partner[None, :], mask=held, other=0.0).to(tl.float32)
+    q = (q * cosine[None, :] + swapped * sine[None, :]).to(dtype)
+    k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
+    k = tl.load(k_row + channels).to(tl.float32) * cosine
+    k = (k + tl.load(k_row + partner).to(tl.float32) * sine).to(dtype)
+    return q, k
+
+
 # K, V :: [BLOCK, HEAD_DIM, dtype]
 @triton.jit
 def attend_block(q, K, V, there, scale, most, weight, sums):  # type: ignore[no-untyped-def] # noqa: D103
@@ -119,15 +157,10 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     channels = tl.arange(0, HEAD_DIM)
     rows = tl.arange(0, ROWS)
     entries = tl.arange(0, BLOCK)
-    half: tl.constexpr = HEAD_DIM // 2
-    partner = (channels + half) % HEAD_DIM
     dtype = cache.dtype.element_ty
     # Before the kernel ahead has ended: what the steps before this one have left.
     last = tl.load(position).to(tl.int32)
-    turn = turns + last * HEAD_DIM + channels
-    cosine = tl.load(turn).to(tl.float32)
-    sine = tl.load(turn + length * HEAD_DIM).to(tl.float32)
-    sine = tl.where(channels < half, -sine, sine)
+    cosine, sine = turn_at(turns, last, length, HEAD_DIM)
     keys = cache + (b * KV_HEADS + head) * length * HEAD_DIM
     values = keys + values_stride
     share = tl.cdiv(tl.cdiv(last, BLOCK), PARTS) * BLOCK
@@ -140,15 +173,9 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     if PDL:
         tl.extra.cuda.gdc_wait()
     qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
-    q_rows = qkv + (head * GROUP + rows[:, None]) * HEAD_DIM
     held = rows[:, None] < GROUP
-    q = tl.load(q_rows + channels[None, :], mask=held, other=0.0).to(tl.float32)
-    swapped = tl.load(q_rows + partner[None, :], mask=held, other=0.0).to(tl.float32)
-    q = (q * cosine[None, :] + swapped * sine[None, :]).to(dtype)  # [ROWS, HEAD_DIM]
-    k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
-    k = tl.load(k_row + channels).to(tl.float32) * cosine
-    k = (k + tl.load(k_row + partner).to(tl.float32) * sine).to(dtype)
-    v = tl.load(k_row + KV_HEADS * HEAD_DIM + channels)
+    q, k = turned_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
+    v = tl.load(qkv + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + channels)
 
     # The first part has the new entry, from registers: nobody reads what is stored in this kernel.
     first = part == 0
@@ -242,15 +269,10 @@ def attend(
         ``[b, 1, heads * head_dim, dtype]``.
 
     Raises:
-        ValueError: for more heads to a key head, or other channels, than the kernel takes.
+        ValueError: see ``group_of``.
     """
     _, b, kv_heads, length, head_dim = cache.shape
-    group = qkv.shape[-1] // head_dim // kv_heads - 2
-    if group > ROWS or head_dim < FEWEST_CHANNELS or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"attend: wanted at most {ROWS} heads to a key head and a power of two of at least "
-            f"{FEWEST_CHANNELS} channels a head, got {group} and {head_dim}"
-        )
+    group = group_of(qkv, cache)
     config = config or config_for(b * kv_heads, length)
     parts = parts or parts_of(b * kv_heads, length, config.block)
     out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
@@ -283,6 +305,22 @@ def attend(
         **launch_options(qkv),
     )
     return out
+
+
+def group_of(qkv: Tensor, cache: Tensor) -> int:
+    """Heads to a key head.
+
+    Raises:
+        ValueError: for more of them, or other channels, than the kernels take.
+    """
+    kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    group = qkv.shape[-1] // head_dim // kv_heads - 2
+    if group > ROWS or head_dim < FEWEST_CHANNELS or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"attend: wanted at most {ROWS} heads to a key head and a power of two of at least "
+            f"{FEWEST_CHANNELS} channels a head, got {group} and {head_dim}"
+        )
+    return group
 
 
 def new_counters(batch: int, kv_heads: int, device: str | torch.device) -> Tensor:

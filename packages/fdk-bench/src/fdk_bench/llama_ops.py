@@ -70,11 +70,16 @@ class TorchOps:
 class TritonOps:
     """Kernels of ours: one each for a sum with its norm, SwiGLU, and attention of one token.
 
+    Args:
+        crowded: whether the linear layers leave the processors no room, as ours of 16 bits do.
+
     Attributes:
         counters: of attention; a model's own, for those of two streams or graphs would mix.
     """
 
-    counters: Tensor | None = None
+    def __init__(self, *, crowded: bool = False) -> None:
+        self.crowded = crowded
+        self.counters: Tensor | None = None
 
     def prepare(self, batch: int, kv_heads: int, device: str) -> None:
         """Counters for so many sequences; those of before go, as a cache does."""
@@ -100,9 +105,12 @@ class TritonOps:
         """See ``LlamaOps``; a prompt's attention is torch's."""
         from fdk_bench.attention_kernel import attend
         from fdk_bench.block_kernels import rotate_prompt
+        from fdk_bench.short_attention_kernel import attend_short, is_short
 
         b, t, _ = qkv.shape
         if t == 1:
+            if is_short(cache) and not self.crowded:
+                return attend_short(qkv, turns, positions, cache)
             return attend(qkv, turns, positions, cache, counters=self.counters)
         q = rotate_prompt(qkv, turns, cache, heads).transpose(1, 2)
         keys, values = cache[..., :t, :]

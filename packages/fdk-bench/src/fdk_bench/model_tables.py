@@ -13,6 +13,7 @@ HEADINGS = (
     "format",
     "head",
     "by",
+    "fused",
     "batch",
     "tokens/s",
     "step",
@@ -24,8 +25,8 @@ HEADINGS = (
     "x 16 bit",
     "perplexity",
 )
-LEFT = ("model", "format", "head", "by")
-OPTIONAL = ("memory GB", "x 16 bit", "perplexity")
+LEFT = ("model", "format", "head", "by", "fused")
+OPTIONAL = ("fused", "memory GB", "x 16 bit", "perplexity")
 
 
 def model_table(rows: Sequence[ModelRow], caption: str = "") -> Table:
@@ -57,6 +58,7 @@ def cells_of(row: ModelRow) -> dict[str, str]:
     # A layer of 16 bits is most of what a small model with few bits reads: a table has to say it.
     kept = case.skip and re.search(case.skip, "lm_head")
     cells["head"] = case.dtype if kept else case.format
+    cells["fused"] = "" if case.fused else "no"
     if values is None:
         return cells | {"by": case.backend, "step": "failed"}
     return cells | {

@@ -66,6 +66,24 @@ LITTLE_OF_DIGITS_KIB = 24
 LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
 LITTLE_IN_FLIGHT_FACTOR = 1.15
 
+# One row, codebooks, H200: timed in decoding steps (docs/benchmarks.md), where the kernels before
+# and after overlap with the product; `cost` puts other plans first. By bits, rows and columns:
+# fragments, blocks of columns, groups of rows and warps of the shape, and the split.
+TIMED_PROCESSORS = 132
+TIMED_PLANS = {
+    (1, 28672, 4096): (8, 4, 1, 8, 1),
+    (1, 6144, 21504): (8, 4, 1, 8, 4),
+    (4, 5120, 3072): (4, 2, 1, 8, 1),
+    (4, 3072, 3072): (2, 2, 1, 16, 1),
+    (4, 22528, 3072): (2, 2, 2, 16, 1),
+    (4, 3072, 11264): (2, 2, 1, 16, 1),
+    (4, 6144, 4096): (4, 2, 1, 8, 1),
+    (4, 28672, 4096): (2, 2, 1, 16, 1),
+    (4, 6144, 6144): (2, 2, 2, 12, 1),
+    (4, 43008, 6144): (4, 2, 1, 12, 1),
+    (4, 6144, 21504): (4, 2, 1, 12, 2),
+}
+
 # Bits at which weights with zero points take 16 warps on compute capability 9.0, by tiles of
 # columns; 8.0 and 12.0 would spill 4 to 64 bytes (H200, 3 bits, 28672 x 8192, m = 1: 34.6 us ->
 # 31.4). At 2 bits there is room too, and nothing gained.
@@ -125,8 +143,17 @@ class SmallPlan:
 def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -> SmallPlan:
     """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
-    plans = _plans(geometry, Variant.of(geometry, dtype), m, device)
+    plans = list(_plans(geometry, Variant.of(geometry, dtype), m, device))
+    if m == 1 and device.is_hopper and device.processors == TIMED_PROCESSORS:
+        plans = [plan for plan in plans if _is_timed(geometry, plan)] or plans
     return min(plans, key=lambda plan: cost(geometry, plan))
+
+
+def _is_timed(geometry: Geometry, plan: SmallPlan) -> bool:
+    wanted = TIMED_PLANS.get((geometry.bits, geometry.rows, geometry.columns))
+    shape = plan.shape
+    cut = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
+    return cut == wanted and not geometry.has_zero_point
 
 
 def cost(geometry: Geometry, plan: SmallPlan) -> float:

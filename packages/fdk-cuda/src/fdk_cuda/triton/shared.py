@@ -37,7 +37,7 @@ def reserve(size: int) -> str:
 
 
 @triton.constexpr_function
-def fill(bits: int, threads: int, reserved: bool) -> str:
+def fill(bits: int, threads: int, reserved: bool = False) -> str:
     """Fills a table in shared memory from a codebook, and returns where it is.
 
     Where it is ``reserved`` already, the second argument is its address.

@@ -23,7 +23,7 @@ from _floor import product_floor
 from torch import Tensor
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.arrangement import STRIDES, Arrangement
 from fdk_cuda.triton.configs import (
     GemmConfig,
     ManyConfig,
@@ -52,22 +52,21 @@ def run(x: Tensor, w: launch.Weight, config: Config) -> Tensor:
     return launch.linear(x, w, None, config)
 
 
-def chosen(n: int, k: int, m: int, bits: int) -> list[Config]:
+def chosen(n: int, k: int, m: int, bits: int, affine: bool) -> list[Config]:
     """What the dispatcher would choose from."""
-    best = default(Arrangement(n, k, bits, 64), m, launch.gpu_at(0))
+    best = default(Arrangement(n, k, bits, 64), m, launch.gpu_at(0), affine=affine)
     return [best] if m <= 16 else list(dict.fromkeys([best, None]))
 
 
 def transposed_configs(m: int, bits: int) -> list[Config]:
     """Likewise for ``dy @ W_hat``."""
-    rows = ((1, 8),) if m <= 8 else ((2, 8),) if m <= 16 else ((4, 8), (4, 4), (8, 4))
-    tables = (False, True) if bits == 4 else (False,)
-    grid = itertools.product((1, 2), (2, 4), rows, (8, 16, 32), (1, 3), tables)
+    m_tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+    tables = (False, True) if bits in STRIDES else (False,)
+    grid = itertools.product((2, 4), (2, 4, 8, 16), (0, 1), (4, 8), tables)
     return [
         *(
-            TransposedConfig(tiles, warps, m_tiles, split, stages, positions, table)
-            for tiles, warps, (m_tiles, positions), split, stages, table in grid
-            if tiles * m_tiles < 16
+            TransposedConfig(1, warps, m_tiles, split, ahead, positions, table)
+            for warps, split, ahead, positions, table in grid
         ),
         None,
     ]
@@ -121,13 +120,13 @@ def main() -> None:
     def configs(n: int, k: int, m: int, bits: int) -> list[Config]:
         if args.transposed:
             a = Arrangement(n, k, bits, 64)
-            one = gradient_config(a, m, launch.gpu_at(0))
+            one = gradient_config(a, m, launch.gpu_at(0), affine=args.affine)
             return transposed_configs(m, bits) if args.sweep else [one, None]
         if args.sweep:
             gpu = launch.gpu_at(0)
             many = many_candidates(Arrangement(n, k, bits, 64), m, gpu)
             return candidates(m, bits, gpu, affine=args.affine) + many
-        return chosen(n, k, m, bits)
+        return chosen(n, k, m, bits, args.affine)
 
     jobs = {}
     for bits, m, (n, k) in itertools.product(args.bits, args.m, shapes):
@@ -214,10 +213,11 @@ def short(config: Config) -> str:
     """A configuration in a few letters."""
     if isinstance(config, SmallConfig):
         c = config
-        return f"small-n{c.n_tiles}w{c.warps}a{c.ahead}f{c.fetch}o{c.overlap:d}"
+        limit = f"r{c.registers}" if c.registers else ""
+        return f"small-n{c.n_tiles}w{c.warps}a{c.ahead}f{c.fetch}o{c.overlap:d}{limit}"
     if isinstance(config, TransposedConfig):
         c = config
-        sizes = f"t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}s{c.stages}p{c.positions}"
+        sizes = f"t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}a{c.ahead}p{c.positions}"
         return f"transposed-{sizes}{'-table' if c.table else ''}"
     if isinstance(config, GemmConfig):
         c = config

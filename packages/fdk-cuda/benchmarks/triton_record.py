@@ -84,10 +84,9 @@ def call(x: Tensor, ws: list[Weight], config: Any, transposed: bool, i: int) -> 
     return launch.linear(x, w, None, config)
 
 
-def config_of(a: Arrangement, m: int, transposed: bool) -> Any:
+def config_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> Any:
     """What the backend chooses."""
-    gpu = launch.gpu_at(0)
-    return gradient_config(a, m, gpu) if transposed else default(a, m, gpu)
+    return (gradient_config if transposed else default)(a, m, launch.gpu_at(0), affine=affine)
 
 
 def prepare(task: Task) -> None:
@@ -95,7 +94,7 @@ def prepare(task: Task) -> None:
     n, k, bits, affine, transposed = task
     few = weights_of(Arrangement(512, k, bits, GROUP_SIZE), affine)[:1]
     for m in ms_of(bits):
-        config = config_of(Arrangement(n, k, bits, GROUP_SIZE), m, transposed)
+        config = config_of(Arrangement(n, k, bits, GROUP_SIZE), m, affine, transposed)
         call(random_x(m, 512 if transposed else k), few, config, transposed, 0)
     torch.cuda.synchronize()
 
@@ -112,7 +111,7 @@ def rows_of(task: Task) -> list[dict[str, Any]]:
         dense = [hat.clone() for _ in range(COLD_BYTES // hat.nbytes + 2)]
         W = hat.float()
         for m in ms_of(bits):
-            x, config = random_x(m, n if transposed else k), config_of(a, m, transposed)
+            x, config = random_x(m, n if transposed else k), config_of(a, m, affine, transposed)
             run = partial(call, x, ws, config, transposed)
             reference = x.float() @ (W if transposed else W.T)
             error = float((run(0).float() - reference).norm() / reference.norm())

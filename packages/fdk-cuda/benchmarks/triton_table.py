@@ -72,6 +72,9 @@ def counts(of: dict[Case, dict[str, Any]]) -> str:
         ("m = 256 within 1.1 of cuBLAS", 1.1, [
             row["us"] / row["cublas"] for row in y if row["m"] == 256
         ]),
+        ("m = 1024 at 0.8 of cuBLAS's speed or more", 1.25, [
+            row["us"] / row["cublas"] for row in y if row["m"] == 1024
+        ]),
         ("dy @ W_hat within 1.2 of the product", 1.2, [
             row["us"] / other["us"] for row, other in gradients
         ]),

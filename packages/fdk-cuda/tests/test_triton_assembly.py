@@ -13,7 +13,14 @@ import triton.language as tl
 from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, _words_of
 from fdk_cuda.triton.assembly import assembly, elements, is_shared, operands, to_bytes
 from fdk_cuda.triton.decode import lookup_tables
-from fdk_cuda.triton.shared import add_warps, fill, lane_place, table_bytes
+from fdk_cuda.triton.shared import (
+    add_shares,
+    add_warps,
+    fill,
+    lane_place,
+    shares_bytes,
+    table_bytes,
+)
 
 LANES = 32
 DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
@@ -246,3 +253,42 @@ def test_add_warps(tiles: int, warps: int, table: int) -> None:
     for own in sums[1:]:
         wanted = wanted + own
     assert (np.stack([registers[f"${i}"] for i in range(count)]) == wanted).all()
+
+
+@pytest.mark.parametrize(
+    ("count", "m_tiles", "warps"), [(8, 1, 8), (8, 1, 4), (8, 2, 4), (4, 4, 2)]
+)
+def test_add_shares(count: int, m_tiles: int, warps: int) -> None:
+    """Phase by phase: all warps store, then each adds up its positions, in the order of warps."""
+    own, size = count // warps, 4 * m_tiles
+    generator = np.random.default_rng(count)
+    sums = generator.standard_normal((warps, count * size, LANES), np.float32)
+    memory = np.full(shares_bytes(warps) // 4, np.nan, np.float32)
+    lanes = 16 * np.arange(LANES)
+    found = [{} for _ in range(warps)]
+    source = add_shares(count, m_tiles, warps).partition("bar.sync 0;")[2]
+    for statement in map(str.strip, source.strip("{} ").split(";")):
+        name, _, rest = statement.partition(" ")
+        if name == "bar.sync":
+            continue
+        names = re.findall(r"\$\d+|t\d", rest)
+        at = int(match[1]) if (match := re.search(r"\+ (\d+)\]", rest)) else 0
+        for warp in range(warps):
+            registers = found[warp]
+            if name == "st.shared.v4.f32":
+                for i, register in enumerate(names):
+                    value = sums[warp][int(register[1:]) - own * size]
+                    memory[(at + 512 * warp + lanes) // 4 + i] = value
+            elif name == "ld.shared.v4.f32":
+                for i, register in enumerate(names):
+                    registers[register] = memory[(at + 512 * warps * warp + lanes) // 4 + i]
+            elif name == "mov.f32":
+                registers[names[0]] = registers[names[1]]
+            elif name == "add.f32":
+                registers[names[0]] = registers[names[1]] + registers[names[2]]
+    wanted = sums[0]
+    for share in sums[1:]:
+        wanted = wanted + share
+    for warp in range(warps):
+        result = np.stack([found[warp][f"${i}"] for i in range(own * size)])
+        assert (result == wanted[warp * own * size : (warp + 1) * own * size]).all()

@@ -12,17 +12,19 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from fdk_cuda.triton.around import limit  # noqa: E402
 from fdk_cuda.triton.arrangement import POSITIONS, STRIDES, Arrangement  # noqa: E402
 from fdk_cuda.triton.configs import (  # noqa: E402
     GEMM_CONFIGS,
     GPUS,
-    TRANSPOSED_CONFIGS,
+    H200_PROCESSORS,
     UNASKED_BYTES,
     GemmConfig,
     fit,
     gemm_config,
     small_config,
     takes_table,
+    transposed_config,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
 from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
@@ -67,6 +69,7 @@ def compile_kernel(
     stages: int = 3,
     ones: tuple[str, ...] = (),
     aligned: tuple[str, ...] = ("n", "k"),
+    registers: int = 0,
 ) -> object:
     """For sizes that are 1, if the kernel lets Triton know, and such as are multiples of 16."""
     names = kernel.arg_names
@@ -82,7 +85,7 @@ def compile_kernel(
         if name in TENSORS or name in aligned
     }
     source = ASTSource(kernel, signature, known, attributes)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, **limit(registers)}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
@@ -92,13 +95,23 @@ def spills(kernel: object, target: int, arguments: dict[str, object], warps: int
 
 
 def stack_bytes(compiled: object, target: int) -> int:
+    return int(re.search(r"(\d+) bytes stack frame", assembled(compiled, target))[1])
+
+
+def registers_of(compiled: object) -> int:
+    """Registers of a thread, as a processor of compute capability 9.0 hands them out."""
+    return -(-int(re.search(r"Used (\d+) registers", assembled(compiled, 90))[1]) // 8) * 8
+
+
+def assembled(compiled: object, target: int) -> str:
+    """What ptxas tells."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     ptxas = tools / ("ptxas-blackwell" if target >= 100 else "ptxas")
     arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
     command = [str(ptxas), f"-arch={arch}", "-v", "-o", "/dev/null", "/dev/stdin"]
     done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return int(re.search(r"(\d+) bytes stack frame", done.stderr)[1])
+    return done.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -116,6 +129,20 @@ def test_small(bits: int, target: int) -> None:
 def test_small_otherwise(bits: int, affine: bool, target: int) -> None:
     """Affine codes without a table, and the widest of codebooks, up to 16 rows."""
     check_small(compile_small(bits, affine, 28672, 16, target), target)
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_small_affine(bits: int, m: int) -> None:
+    """No stack, or little of it, and programs that run all at once."""
+    config = small_config(8192, m, bits, GPUS[9, 0], affine=True)
+    compiled = compile_small(bits, True, 8192, m, 90, 8192)
+    # 3 bits: 0 with Triton 3.6, 8 with 3.7.1.
+    assert stack_bytes(compiled, 90) <= {(1, 16): 200, (3, 1): 8}.get((bits, m), 0)
+    if m == 1 and bits in (1, 3, 4):
+        programs = -(-8192 // (16 * config.n_tiles))
+        fitting = 65536 // (32 * config.warps * registers_of(compiled))
+        assert programs <= fitting * H200_PROCESSORS
 
 
 @pytest.mark.parametrize("n", [4096, 8192, 28672])
@@ -151,7 +178,8 @@ def test_small_shared(bits: int, affine: bool, rows: bool, m: int) -> None:
     """
     group_size = 88 if rows else (16, 24)[(bits + m) % 2]
     n, k = 37, 88 if rows else 3 * group_size
-    config, m_tiles = small_config(n, m, bits, GPUS[9, 0]), 1 if m <= 8 else 2
+    config = small_config(n, m, bits, GPUS[9, 0], affine=affine)
+    m_tiles = 1 if m <= 8 else 2
     compiled = compile_small(bits, affine, n, m, 90, k, group_size)
     counted, _ = small_bytes(config.n_tiles, m_tiles, config.warps, table_bytes(bits, affine))
     assert compiled.metadata.shared + static_bytes(compiled) <= counted <= UNASKED_BYTES
@@ -171,7 +199,7 @@ def compile_small(
     bits: int, affine: bool, n: int, m: int, target: int, k: int = 4096, group_size: int = 64
 ) -> object:
     """By the configuration that is chosen for a GPU."""
-    config = small_config(n, m, bits, GPUS[divmod(target, 10)])
+    config = small_config(n, m, bits, GPUS[divmod(target, 10)], affine=affine)
     arguments = constants(bits, affine, (n, k, group_size)) | {
         "N_TILES": config.n_tiles,
         "M_TILES": 1 if m <= 8 else 2,
@@ -184,7 +212,13 @@ def compile_small(
     ones = [name for name in ("k_tiles", "groups") if getattr(a, name) == 1]
     aligned = [name for name, size in (("n", n), ("k", k)) if size % 16 == 0]
     return compile_kernel(
-        small_kernel, target, arguments, config.warps, ones=tuple(ones), aligned=tuple(aligned)
+        small_kernel,
+        target,
+        arguments,
+        config.warps,
+        ones=tuple(ones),
+        aligned=tuple(aligned),
+        registers=config.registers,
     )
 
 
@@ -234,32 +268,36 @@ def test_dequantise(bits: int, target: int) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("bits", BITS)
 def test_transposed(bits: int, target: int) -> None:
-    config = TRANSPOSED_CONFIGS[bits % len(TRANSPOSED_CONFIGS)]
-    arguments = constants(bits, affine=bits == 8) | {
+    m = (1, 16, 64)[bits % 3]
+    compiled = compile_transposed(bits, bits == 8, m, target)
+    assert stack_bytes(compiled, target) == 0
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["codebook", "affine"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_transposition_is_in_its_layout(bits: int, affine: bool) -> None:
+    """Codes are transposed where a lane holds four neighbours: elsewhere it would be wrong.
+
+    A table, sums of warps and Triton's own memory are no more than a program gets unasked.
+    """
+    compiled = compile_transposed(bits, affine, (1, 16, 64)[(bits + 2 * affine) % 3], 90)
+    assert is_in_layout(compiled.asm["ttgir"])
+    assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
+    assert stack_bytes(compiled, 90) == 0
+
+
+def compile_transposed(bits: int, affine: bool, m: int, target: int) -> object:
+    """By the configuration that is chosen for a GPU."""
+    a = Arrangement(8192, 8192, bits, 64)
+    gpu = GPUS[divmod(target, 10)]
+    config = transposed_config(m, bits, a.n_tiles, a.k_tiles, gpu, affine=affine)
+    arguments = constants(bits, affine, (8192, 8192, 64)) | {
         "R": config.tiles,
         "M_TILES": config.m_tiles,
         "COUNT": min(config.positions, POSITIONS[bits]),
         "WARPS": config.warps,
-        "STAGES": config.stages,
-        "TABLE": bits == 4,
-        "OVERLAP": target >= 90,
+        "AHEAD": config.ahead,
+        "TABLE": config.table,
+        "OVERLAP": target >= 90 and config.overlap,
     }
-    assert spills(transposed_kernel, target, arguments, config.warps) == 0
-
-
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("config", TRANSPOSED_CONFIGS, ids=str)
-def test_transposition_is_in_its_layout(config: object, affine: bool) -> None:
-    """Codes are transposed where a lane holds four neighbours: elsewhere it would be wrong."""
-    arguments = constants(4, affine) | {
-        "R": config.tiles,
-        "M_TILES": config.m_tiles,
-        "COUNT": config.positions,
-        "WARPS": config.warps,
-        "STAGES": config.stages,
-        "TABLE": True,
-        "OVERLAP": False,
-    }
-    made = compile_kernel(transposed_kernel, 90, arguments, config.warps)
-    assert is_in_layout(made.asm["ttgir"])
-    assert made.metadata.shared + table_bytes(4, affine) <= UNASKED_BYTES
+    return compile_kernel(transposed_kernel, target, arguments, config.warps)

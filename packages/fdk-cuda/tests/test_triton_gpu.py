@@ -11,7 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton_cases import weight
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, plain, remembered
+from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES
 from fdk_cuda.triton.configs import (
+    AFFINE_FEW_ROWS,
+    AFFINE_MORE_ROWS,
     FEW_ROWS,
     GEMM_CONFIGS,
     MORE_ROWS,
@@ -72,18 +75,23 @@ def test_gemm(codebook: str, bits: int, config: GemmConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "bits", "config"),
+    ("codebook", "m", "bits", "config"),
     [
-        (m, bits, config)
-        for m, choices in ((3, FEW_ROWS), (16, MORE_ROWS))
+        (codebook, m, bits, config)
+        for codebook, m, choices in (
+            ("custom", 3, FEW_ROWS),
+            ("custom", 16, MORE_ROWS),
+            ("affine", 3, AFFINE_FEW_ROWS),
+            ("affine", 16, AFFINE_MORE_ROWS),
+        )
         for bits, choice in choices.items()
         for config in dict.fromkeys(choice.all)
     ],
     ids=str,
 )
-def test_small(m: int, bits: int, config: SmallConfig) -> None:
+def test_small(codebook: str, m: int, bits: int, config: SmallConfig) -> None:
     """Every configuration that is chosen, where it is chosen."""
-    case = Case(Format("custom", bits, 64), m, 333, 64 * 67, torch.bfloat16, "cuda")
+    case = Case(Format(codebook, bits, 64), m, 333, 64 * 67, torch.bfloat16, "cuda")
     q = case.quantised()
     x = case.random(case.m, case.k)
     oracle = x.double() @ q.dequantise(torch.float64).T
@@ -132,7 +140,14 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
         case = Case(Format(codebook, bits, group_size), 37, 333, k, dtype, "cuda")
         q = case.quantised()
         w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
-        chosen = replace(config, split_n=split_n, table=bits == 4, overlap=split_n == 2)
+        chosen = replace(
+            config,
+            warps=min(config.warps, POSITIONS[bits]),
+            split_n=split_n,
+            ahead=split_n % 2,
+            table=bits in TABLE_BYTES,
+            overlap=split_n == 2,
+        )
         rows = torch.arange(0, case.n, 9)
         one_hot = torch.zeros(len(rows), case.n, dtype=dtype, device="cuda")
         one_hot[range(len(rows)), rows] = 1

@@ -94,3 +94,23 @@ def test_gradient_config_of_few_rows() -> None:
     for m, gpu in ((32, H200), (33, GPUS[8, 0])):
         config = gradient_config(Arrangement(8192, 8192, 4, 64), m, gpu)
         assert isinstance(config, TransposedConfig)
+
+
+@pytest.mark.parametrize(
+    ("bits", "m", "affine", "warps", "split_n"),
+    [
+        (4, 1, False, 8, 4),
+        (2, 8, False, 4, 8),
+        (8, 1, False, 4, 4),
+        (4, 16, False, 4, 8),
+        (4, 16, True, 4, 4),
+        (7, 16, False, 4, 16),
+        (6, 64, False, 4, 2),
+    ],
+)
+def test_transposed_config(bits: int, m: int, affine: bool, warps: int, split_n: int) -> None:
+    """As many programs as the machine holds; of 6 bits to 64 rows too."""
+    config = gradient_config(Arrangement(8192, 8192, bits, 64), m, H200, affine=affine)
+    assert isinstance(config, TransposedConfig)
+    assert (config.warps, config.split_n, config.table) == (warps, split_n, bits != 2)
+    assert POSITIONS[bits] % config.warps == 0

@@ -59,6 +59,11 @@ def pdl(overlap: bool) -> dict[str, int]:
     return {"launch_pdl": True} if overlap else {}
 
 
+def limit(registers: int) -> dict[str, int]:
+    """The option of a kernel whose threads have at most so many registers."""
+    return {"maxnreg": registers} if registers else {}
+
+
 def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """The sum of ``parts :: [count, rows, n, float32]``, and the bias, into ``out :: [m, n]``.
 

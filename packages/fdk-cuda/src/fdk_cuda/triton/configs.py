@@ -13,8 +13,9 @@ class SmallConfig:
     """Of ``small_kernel``: 16 * n_tiles outputs a program, k shared between its warps.
 
     A warp loads its words ``ahead`` tiles before it needs them, and the program has them brought to
-    the L2 ``fetch`` rounds before. With ``overlap`` it starts before the last kernel ends. The last
-    two are for compute capability 9.0 and later, and do nothing elsewhere.
+    the L2 ``fetch`` rounds before. With ``overlap`` it starts before the last kernel ends. These
+    two are for compute capability 9.0 and later, and do nothing elsewhere. A thread has at most
+    ``registers``, of 0 as many as ptxas likes.
     """
 
     n_tiles: int
@@ -22,6 +23,7 @@ class SmallConfig:
     ahead: int = 1
     fetch: int = 0
     overlap: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,16 @@ class ManyTransposedConfig:
 class TransposedConfig:
     """Of ``transposed_kernel``: 8 * m_tiles rows and some positions of a tile a program.
 
-    A warp has a tile of its own along k; split_n programs share n. With ``table`` a program fills
-    one in shared memory; with ``overlap`` it starts before the last kernel ends.
+    Its warps share n, and so do split_n programs; a warp loads ``ahead`` rounds before it needs
+    what it loads. With ``table`` a program fills one in shared memory; with ``overlap`` it starts
+    before the last kernel ends.
     """
 
     tiles: int
     warps: int
     m_tiles: int
     split_n: int = 1
-    stages: int = 1
+    ahead: int = 1
     positions: int = 8
     table: bool = False
     overlap: bool = False
@@ -154,6 +157,23 @@ MORE_ROWS = {
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -
     8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),  # - 24.2 81.1
 }
+# Of affine formats where it is not the same: the sums of x and the zero points take registers, and
+# at 8192 outputs programs of 80 for 64 or of 137 for 128 no longer fit the machine all at once.
+# H200, 8192 x 8192, m = 1, as codebooks and so: 1 bit 15.1 -> 12.8 us, 3 bits 25.0 -> 15.2, 4 bits
+# 19.4 -> 16.7, 7 bits 36.1 -> 24.9; m = 16, 3 bits 31.8 -> 25.6. One tile and four warps were worse
+# at 2 bits, 14.8 -> 16.6 and 19.0 -> 33.1, and at 4 bits with 16 rows, 24.8 -> 27.2.
+AFFINE_ONE_TILE_4_WARPS = replace(ONE_TILE_4_WARPS, registers=128)
+AFFINE_ONE_TILE = SmallConfig(n_tiles=1, warps=8, ahead=0, overlap=True, registers=64)
+AFFINE_NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=4, ahead=0, overlap=True)
+AFFINE_FEW_ROWS: dict[int, Choice] = {
+    1: Choice(TWO_TILES_8_WARPS_FETCHED, AFFINE_NOTHING_AHEAD, AFFINE_NOTHING_AHEAD),
+    3: Choice(ONE_TILE, AFFINE_ONE_TILE_4_WARPS, AFFINE_ONE_TILE_4_WARPS),
+    4: Choice(ONE_TILE, AFFINE_ONE_TILE, AFFINE_ONE_TILE),
+    7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+}
+AFFINE_MORE_ROWS: dict[int, Choice] = {
+    3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
+}
 # Of ``many_kernel``: two groups of 64 outputs.
 MANY_WARPS = 8
 MANY_OUTPUTS = TILE_N * MANY_WARPS
@@ -167,13 +187,14 @@ GEMM_CONFIGS = (
     GemmConfig(tiles=1, warps=8, block_m=64),
     GemmConfig(tiles=1, warps=8, block_m=128),
 )
-# H200, 8192 x 8192, 4 bits, m = 1, 16, 64: these take 19.7, 25.5 and 62 us with a table; without
-# one, and with two warps up to 16 rows, 24.0, 29.7 and 69. Two tiles and three stages took 25.7,
-# 30.4 and 74.
+# The next three are for up to 8, 16 and 32 rows. H200, 8192 x 8192, m = 1, microseconds with four
+# warps and with eight: 1 bit 16.6 and 15.8, 4 bits 15.7 both, 6 bits 25.8 and 23.6; but 2 bits
+# 14.5 and 15.0. With more rows than 8 the sums leave no registers for words of the next tiles:
+# m = 16, 2 bits 21.7, with them 22.1, 4 bits 23.1 and 24.0.
 TRANSPOSED_CONFIGS = (
-    TransposedConfig(tiles=1, warps=4, m_tiles=1),
-    TransposedConfig(tiles=1, warps=4, m_tiles=2),
-    TransposedConfig(tiles=1, warps=4, m_tiles=4),
+    TransposedConfig(tiles=1, warps=8, m_tiles=1, overlap=True),
+    TransposedConfig(tiles=1, warps=4, m_tiles=2, ahead=0, overlap=True),
+    TransposedConfig(tiles=1, warps=4, m_tiles=4, ahead=0, overlap=True),
 )
 
 
@@ -230,9 +251,11 @@ def gpu_of(capability: tuple[int, int]) -> Gpu:
     return GPUS[max(known)] if known else GPUS[min(GPUS)]
 
 
-def small_config(n: int, m: int, bits: int, gpu: Gpu) -> SmallConfig:
+def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -> SmallConfig:
     """For ``n`` outputs; the same for every m that a batch-invariant call may meet."""
     choice = (FEW_ROWS if m <= 8 else MORE_ROWS)[bits]
+    if affine:
+        choice = (AFFINE_FEW_ROWS if m <= 8 else AFFINE_MORE_ROWS).get(bits, choice)
     if n <= gpu.few_outputs:
         return choice.few
     return choice.some if n <= 2 * gpu.few_outputs else choice.many
@@ -297,20 +320,31 @@ def many_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> ManyConfig
     return ManyConfig(block_m, split_k, min(split_k, 2))
 
 
-def transposed_config(m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu) -> TransposedConfig:
+def transposed_config(
+    m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu, *, affine: bool = False
+) -> TransposedConfig:
     """For ``dy @ W_hat`` of m rows."""
     config = next(
         c for c in TRANSPOSED_CONFIGS if m <= 8 * c.m_tiles or c is TRANSPOSED_CONFIGS[-1]
     )
-    # Other widths have not been timed with one; of 1 bit it would be another.
-    config = replace(config, table=bits == 4)
+    # At 1 bit arithmetic alone is as quick (H200, 8192 x 8192, m = 1, with a table 16.6 us, 15.8).
+    config = replace(config, table=bits in TABLE_BYTES and bits != 1)
+    if bits in (2, 8):  # A program of 8 bits has half as many positions, too few for eight warps.
+        config = replace(config, warps=4)
+    if m <= 16 and (bits == 8 or (affine and bits <= 4 and bits != 3)):
+        config = replace(config, ahead=1)
     parts = -(-POSITIONS[bits] // config.positions)
-    rows = 8 * config.m_tiles
-    warps = config.warps * -(-k_tiles // config.warps) * parts * -(-m // rows)
+    programs = k_tiles * parts * -(-m // (8 * config.m_tiles))
+    # So many warps to a processor. H200, 8192 x 8192, m = 16, of twice as many: 3 bits 32.6 us ->
+    # 31.1, 6 bits 38.3 -> 35.7, 7 bits 41.7 -> 39.8, and half as many, affine, 4 bits 28.9 -> 27.0.
     enough = gpu.enough_programs * (8 if m <= 16 else 4)
+    if 8 < m <= 16 and bits in (3, 5, 6, 7):
+        enough *= 2
+    elif 8 < m <= 16 and affine and bits != 8:
+        enough //= 2
     split_n = 1
-    # Until a part is too short, or the parts themselves are much to write.
-    while warps * split_n < enough and n_tiles >= 16 * split_n and min(m, rows) * split_n < 512:
+    # Until a part is too short.
+    while programs * config.warps * split_n < enough and n_tiles >= 16 * split_n:
         split_n *= 2
     return replace(config, split_n=split_n)
 
@@ -322,9 +356,7 @@ def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu) -> bool:
     if n * k < 1 << 22:
         return False
     limit = gpu.limits.transposed_m
-    # 8192 x 8192, m = 64, codebooks of 6 to 8 bits 219 to 326 us, affine 84 to 142; dequantising,
-    # by what it takes with 256 rows, some 116 to 145, and 90.
-    return m <= (limit if n * k >= 1 << 26 and bits <= 5 else limit // 2)
+    return m <= (limit if n * k >= 1 << 26 else limit // 2)
 
 
 def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:

@@ -79,10 +79,12 @@ def load_tables(
     SHARED: tl.constexpr,
     WARPS: tl.constexpr,
     X_DTYPE: tl.constexpr,
+    place=None,
 ):
     """The words of the table that ``assembly`` takes, as a tuple, and where a table is.
 
-    ``SHARED`` where a program is long enough to fill a table in shared memory.
+    ``SHARED`` where a program is long enough to fill a table in shared memory, at ``place`` if the
+    kernel has reserved one.
     """
     tables = ()
     table = 0
@@ -93,10 +95,11 @@ def load_tables(
         if is_shared(BITS, AFFINE, SHARED):
             STRIDE: tl.constexpr = stride_of(BITS)
             values_ptr += table_of(X_DTYPE) * (1 << BITS)
+            values_at = (values_ptr.to(tl.int64),)
             table = tl.inline_asm_elementwise(
-                fill(BITS, WARPS * 32),
-                "=&r,l",
-                [values_ptr.to(tl.int64)],
+                fill(BITS, WARPS * 32, place is not None),
+                "=&r,l" if place is None else "=&r,l,r",
+                values_at if place is None else values_at + (place,),
                 dtype=tl.int32,
                 is_pure=False,
                 pack=1,

@@ -7,7 +7,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_cuda.triton.around import add_parts, can_overlap, pdl, permute
+from fdk_cuda.triton.around import add_parts, can_overlap, limit, pdl, permute
 from fdk_cuda.triton.around import gpu_at as gpu_at
 from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
@@ -76,7 +76,7 @@ def small(x: Tensor, w: Weight, bias: Tensor | None, config: SmallConfig) -> Ten
         }
         grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
-        options = {"num_warps": config.warps, **pdl(overlap)}
+        options = {"num_warps": config.warps, **pdl(overlap), **limit(config.registers)}
         launch(key, small_kernel, grid, tensors, sizes, constants, **options)
     return out.to(x.dtype) if INTERPRETED else out
 
@@ -92,7 +92,7 @@ def _small_key(
     m: int, dtype: torch.dtype, no_bias: bool, c: SmallConfig, w: Weight
 ) -> tuple[object, ...]:
     # Field by field: a configuration takes longer to hash.
-    return (m, dtype, no_bias, c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, *w.key)
+    return (m, dtype, no_bias, c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, c.registers, *w.key)
 
 
 def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tensor:
@@ -158,11 +158,11 @@ def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
             "R": config.tiles,
             "M_TILES": config.m_tiles,
             "WARPS": config.warps,
-            "STAGES": config.stages,
+            "AHEAD": config.ahead,
             "TABLE": config.table,
             "OVERLAP": overlap,
         }
-        blocks_k = triton.cdiv(a.k_tiles, config.warps) * (POSITIONS[a.bits] // count)
+        blocks_k = a.k_tiles * (POSITIONS[a.bits] // count)
         grid = (blocks_k, triton.cdiv(m, 8 * config.m_tiles), config.split_n)
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
         arguments = tensors, sizes, constants, _transposes_in_layout

@@ -49,7 +49,9 @@ def triton_linear(
     w = launch.Weight(words, scale, zero_point, values, lanes, a)
     m = x.shape[0]
     if batch_invariant:
-        config = small_config(n, INVARIANT_M, bits, launch.gpu_at(x.get_device()))
+        config = small_config(
+            n, INVARIANT_M, bits, launch.gpu_at(x.get_device()), affine=zero_point is not None
+        )
         rows = max(1, min(MAX_OFFSET // max(n, k), MAX_ROWS))
         if m <= rows:
             return launch.small(x, w, bias, config)
@@ -76,16 +78,19 @@ def triton_grad_x(
     w = launch.Weight(words, scale, zero_point, values, lanes, a)
     m = grad_y.shape[0]
     with launch.on_device_of(grad_y):
-        config = gradient_config(a, m, launch.gpu_at(grad_y.get_device()))
+        gpu, affine = launch.gpu_at(grad_y.get_device()), zero_point is not None
+        config = gradient_config(a, m, gpu, affine=affine)
         return launch.linear_transposed(grad_y, w, config)
 
 
-def gradient_config(a: Arrangement, m: int, gpu: Gpu) -> launch.GradientConfig:
+def gradient_config(
+    a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False
+) -> launch.GradientConfig:
     """For ``dy @ W_hat`` of m rows; None is to dequantise."""
     if serves_many_transposed(a, m, gpu):
         return many_transposed_config(m, a, gpu)
     if serves_transposed(m, a.n, a.k, a.bits, gpu):
-        return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu)
+        return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu, affine=affine)
     return None
 
 

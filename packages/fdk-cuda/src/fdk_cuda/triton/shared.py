@@ -25,8 +25,22 @@ def entry(bits: int) -> tuple[list[str], list[str]]:
 
 
 @triton.constexpr_function
-def fill(bits: int, threads: int) -> str:
+def reserved_bytes(name: str, size: int) -> str:
+    """Declares so many bytes of shared memory, and returns where they are."""
+    return f".shared .align 16 .b8 {name}[{size}]; mov.u32 $0, {name};"
+
+
+@triton.constexpr_function
+def reserve(size: int) -> str:
+    """The same by itself, for assembly of several branches."""
+    return "{ " + reserved_bytes("place", size) + " }"
+
+
+@triton.constexpr_function
+def fill(bits: int, threads: int, reserved: bool = False) -> str:
     """Fills a table in shared memory from a codebook, and returns where it is.
+
+    Where it is ``reserved`` already, the second argument is its address.
 
     A thread holds one entry at a time and writes its copies, or a part of them, in an order in
     which neighbours meet different banks. Whoever reads the table must have its address from here.
@@ -36,8 +50,8 @@ def fill(bits: int, threads: int) -> str:
     values, words = entry(bits)
     lines = [
         ".reg .pred q; .reg .b16 l, h; .reg .b32 e, r, a, c, v0, v1, v2, v3; .reg .b64 p;",
-        f".shared .align 16 .b8 table[{entries * stride}];",
-        "mov.u32 $0, table; mov.u32 r, %tid.x;",
+        "mov.u32 $0, $2;" if reserved else reserved_bytes("table", entries * stride),
+        "mov.u32 r, %tid.x;",
         f"setp.lt.u32 q, r, {entries * sharing};",
     ]
     for first in range(0, entries, threads):
@@ -132,6 +146,65 @@ def add_constraints(count: int) -> str:
 
 
 @triton.constexpr_function
+def shares_bytes(warps: int) -> int:
+    """Of the sums that go through shared memory at once: 16 bytes a thread for each warp, twice."""
+    return 512 * warps * warps * (2 if warps <= 4 else 1)
+
+
+@triton.constexpr_function
+def add_shares(count: int, m_tiles: int, warps: int) -> str:
+    """The sums of all warps in their order, ``count // warps`` positions in each.
+
+    Every thread has ``4 * m_tiles`` sums of each of ``count`` positions. Warp w gets the positions
+    from ``w * count // warps`` on. The last argument is where there is room for ``shares_bytes``.
+    """
+    own, size = count // warps, 4 * m_tiles
+    assert own * warps == count
+    lines = [".reg .b32 a, b, c; .reg .f32 t0, t1, t2, t3;"]
+    # Some warp may still read a table there.
+    lines.append(f"mov.b32 a, ${(own + count) * size}; bar.sync 0;")
+    lines += [
+        "mov.u32 c, %tid.x; shr.u32 b, c, 5;",
+        f"mad.lo.u32 b, b, {512 * warps}, a; mad.lo.u32 a, c, 16, a;",
+        "and.b32 c, c, 31; mad.lo.u32 b, c, 16, b;",
+    ]
+    pieces = [(j, i) for j in range(own) for i in range(m_tiles)]
+    at_once = shares_bytes(warps) // (512 * warps * warps)
+    for first in range(0, len(pieces), at_once):
+        if first:
+            lines.append("bar.sync 0;")
+        now = range(first, min(first + at_once, len(pieces)))
+        for piece in now:
+            j, i = pieces[piece]
+            for warp in range(warps):
+                at = 512 * warps * ((piece - first) * warps + warp)
+                argument = (own + warp * own + j) * size + 4 * i
+                values = ", ".join(f"${argument + e}" for e in range(4))
+                lines.append(f"st.shared.v4.f32 [a + {at}], {{{values}}};")
+        lines.append("bar.sync 0;")
+        for piece in now:
+            j, i = pieces[piece]
+            result = j * size + 4 * i
+            for warp in range(warps):
+                at = 512 * (warps * warps * (piece - first) + warp)
+                lines.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [b + {at}];")
+                for e in range(4):
+                    sums = f"${result + e}"
+                    lines.append(
+                        f"add.f32 {sums}, {sums}, t{e};" if warp else f"mov.f32 {sums}, t{e};"
+                    )
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def shares_constraints(count: int, m_tiles: int, warps: int) -> str:
+    """Of ``add_shares``."""
+    size = 4 * m_tiles
+    results, arguments = count // warps * size, count * size
+    return ",".join(["=&f"] * results + ["f"] * arguments + ["r"] * size)
+
+
+@triton.constexpr_function
 def exchange_halves(count: int, threads: int) -> str:
     """Of a pair of programs that hold the same sums of different parts of k: each adds up a half.
 
@@ -172,3 +245,9 @@ def exchange_constraints(count: int) -> str:
 def table_bytes(bits: int, affine: bool) -> int:
     """Of the table of a kernel that may fill one."""
     return TABLE_BYTES[bits] if is_shared(bits, affine, True) else 0
+
+
+@triton.constexpr_function
+def transposed_bytes(bits: int, affine: bool, table: bool, warps: int) -> int:
+    """Of a program of ``transposed_kernel``: a table, and in its place the sums of all warps."""
+    return max(shares_bytes(warps), table_bytes(bits, affine) if table else 0)

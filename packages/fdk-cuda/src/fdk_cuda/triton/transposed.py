@@ -3,10 +3,10 @@
 """dx = dy @ W_hat from the same codes, for some tens of rows of dy: nothing dequantised is stored.
 
 The product is computed as W_hat.T @ dy.T. A lane's codes are elements of operand A of W_hat @ x.T,
-so each block of 8 x 8 codes is transposed between lanes before it is decoded. A warp takes the
-columns of one tile, or of a part of it, and several programs share a tile by splitting n; parts
-are added in a fixed order. (Warps that shared n had to add up within a program: 65 us where a
-quarter of the programs took 30, 8192 x 8192, 4 bits, H200.)
+so each block of 8 x 8 codes is transposed between lanes before it is decoded. A program takes the
+columns of one tile, or of a part of it. Its warps share n, and add up through shared memory by
+assembly; several programs share a tile by splitting n further, and ``reduce_kernel`` adds theirs.
+Both in a fixed order.
 """
 
 import re
@@ -14,17 +14,21 @@ import re
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import decode_part, decode_scale, load_tables, load_words
+from fdk_cuda.triton.assembly import results
+from fdk_cuda.triton.decode import decode_part, load_tables, prepare
 from fdk_cuda.triton.dequantise import scaled
-
-# Both units of a lane: their halves side by side are two neighbours in a row of 8 x 8 elements of
-# 16 bits. A lane gets two neighbours in a column, and takes them apart again.
-_TRANSPOSE = tl.constexpr(
-    "{ .reg .b32 l, h; prmt.b32 l, $2, $3, 0x5410; prmt.b32 h, $2, $3, 0x7632; "
-    "movmatrix.sync.aligned.m8n8.trans.b16 l, l; movmatrix.sync.aligned.m8n8.trans.b16 h, h; "
-    "prmt.b32 $0, l, h, 0x5410; prmt.b32 $1, l, h, 0x7632; }"
+from fdk_cuda.triton.shared import add_shares, reserve, shares_constraints, transposed_bytes
+from fdk_cuda.triton.transposed_tiles import (
+    as_operand_y,
+    as_row_scale,
+    as_rows,
+    joined,
+    load_codes,
+    load_scales,
+    load_y,
+    scales_y,
+    transpose_words,
 )
-
 
 # A lane's place in a matrix of codes is right where it holds four neighbours in a row, or the same
 # written as bases, and lanes follow each other.
@@ -42,72 +46,6 @@ def is_in_layout(ttgir: str) -> bool:
     names = set(re.findall(r"movmatrix.*-> tensor<[^,>]*, (#\w+)>", ttgir))
     layouts = dict(re.findall(r"^(#\w+) = (.*)", ttgir, re.MULTILINE))
     return bool(names) and all(any(right in layouts[name] for right in _RIGHT) for name in names)
-
-
-@triton.jit
-def transpose_words(
-    words, WORDS: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr, ASSEMBLY: tl.constexpr
-):
-    """``[(R, half), (warp, g, t, upper, pair)]``, where (t, pair) was the unit and g the row.
-
-    Afterwards g is the unit and (t, pair) the row.
-    """
-    result = ()
-    for i in tl.static_range(WORDS):
-        word = words[i]
-        if ASSEMBLY:
-            word = tl.inline_asm_elementwise(
-                _TRANSPOSE, "=&r,=&r,r,r", [word], dtype=tl.int32, is_pure=True, pack=2
-            )
-        else:
-            word = tl.reshape(word, [2 * R, WARPS, 4, 2, 4, 2, 2])
-            word = tl.permute(word, [0, 1, 4, 6, 2, 5, 3])
-            word = tl.reshape(word, [2 * R, WARPS * 128])
-        result = result + (word,)
-    return result
-
-
-@triton.constexpr_function
-def scales_y(x_dtype: tl.dtype, scale_dtype: tl.dtype, zero_dtype: tl.dtype, affine: bool) -> bool:
-    """Whether bf16 holds scale and zero point exactly, and x is bf16."""
-    exact = (tl.bfloat16, tl.uint8)
-    return x_dtype == tl.bfloat16 and scale_dtype in exact and (not affine or zero_dtype in exact)
-
-
-@triton.jit
-def load_row_scale(ptr, at, inside, EXPONENT: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr):
-    """``at :: [R, (warp, g, t, pair, half)]`` as ``[R, half, warp, g, t, 1, pair]``."""
-    scale = tl.load(ptr + tl.max_contiguous(at, [1, 4]), mask=inside, other=0)
-    if EXPONENT:
-        scale = decode_scale(scale)
-    scale = tl.permute(tl.reshape(scale, [R, WARPS, 8, 4, 2, 2]), [0, 5, 1, 2, 3, 4])
-    return scale[:, :, :, :, :, None, :]
-
-
-@triton.jit
-def as_rows(weight, R: tl.constexpr, WARPS: tl.constexpr):
-    """``[R, half, warp, g, t, upper, pair]`` as ``[warp, (upper, g), row of W_hat]``."""
-    return tl.reshape(tl.permute(weight, [2, 5, 3, 0, 1, 4, 6]), [WARPS, 16, 16 * R])
-
-
-@triton.jit
-def as_operand_y(
-    y,
-    scale,
-    SCALE_Y: tl.constexpr,
-    M_TILES: tl.constexpr,
-    R: tl.constexpr,
-    WARPS: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """``[M_TILES, R, half, warp, row of y, t, pair]`` as ``[warp, row of W_hat, row of y]``."""
-    if SCALE_Y:
-        scale = tl.reshape(scale, [1, R, 2, WARPS, 8, 4, 2])
-        y = (y.to(tl.float32) * scale.to(tl.float32)).to(DOT_DTYPE)
-    else:
-        y = y.to(DOT_DTYPE)
-    y = tl.permute(y, [3, 1, 2, 5, 6, 0, 4])
-    return tl.reshape(y, [WARPS, 16 * R, 8 * M_TILES])
 
 
 # y      :: [m, n, dtype]
@@ -145,14 +83,28 @@ def transposed_kernel(
     R: tl.constexpr,
     M_TILES: tl.constexpr,
     WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     TABLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     PARTS: tl.constexpr = POSITIONS // COUNT
-    # The assembly of a part is its own: each program runs one of these.
+    place = None
+    if ASSEMBLY:
+        # For all parts, each of which would declare its own.
+        place = tl.inline_asm_elementwise(
+            reserve(transposed_bytes(BITS, AFFINE, TABLE, WARPS)),
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    # The assembly of a part is its own: each program runs one of these. At 3 bits the last takes
+    # longer than others, and programs 132 apart meet on a processor of an H200: these take turns.
+    turn = tl.program_id(0) + tl.program_id(2) * tl.num_programs(0)
+    own = (turn + turn // 128) % PARTS
     for part in tl.static_range(PARTS):
-        if tl.program_id(0) % PARTS == part:
+        if own == part:
             transposed_part(
                 y_ptr,
                 words_ptr,
@@ -166,6 +118,7 @@ def transposed_kernel(
                 k,
                 k_tiles,
                 groups,
+                place,
                 part,
                 COUNT,
                 PARTS,
@@ -184,7 +137,7 @@ def transposed_kernel(
                 R,
                 M_TILES,
                 WARPS,
-                STAGES,
+                AHEAD,
                 TABLE,
                 OVERLAP,
             )
@@ -204,6 +157,7 @@ def transposed_part(
     k,
     k_tiles,
     groups,
+    place,
     part: tl.constexpr,
     COUNT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -222,13 +176,15 @@ def transposed_part(
     R: tl.constexpr,
     M_TILES: tl.constexpr,
     WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     TABLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The columns of the positions of one part of a tile."""
     BLOCK_M: tl.constexpr = 8 * M_TILES
-    ONE_SEGMENT: tl.constexpr = ONE_GROUP or SEGMENT % (16 * COUNT) == 0
+    SEGMENTS: tl.constexpr = 1 if ONE_GROUP else max(1, 16 * COUNT // SEGMENT)
+    EACH: tl.constexpr = COUNT // SEGMENTS  # positions that share a scale
+    STEP: tl.constexpr = R * WARPS
     # The scale goes to y, of which there is less, where that is as exact: in bf16, which keeps
     # small numbers.
     IS_EXPONENT: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
@@ -236,44 +192,100 @@ def transposed_part(
         X_DTYPE, scale_ptr.dtype.element_ty, zero_ptr.dtype.element_ty, AFFINE
     )
     n_tiles = tl.cdiv(n, 16)
-    first_k = tl.program_id(0) // PARTS * WARPS
+    own_k = tl.program_id(0) // PARTS
+    first_column = own_k * (16 * POSITIONS) + part * (16 * COUNT)
     first_m = tl.program_id(1) * BLOCK_M
-    share = tl.cdiv(tl.cdiv(n_tiles, R), tl.num_programs(2)) * R
+    share = tl.cdiv(tl.cdiv(n_tiles, STEP), tl.num_programs(2)) * STEP
     first_n = tl.program_id(2) * share
     last_n = min(first_n + share, n_tiles)
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE)[0]
 
     # words [R * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * R)
     i = tl.arange(0, WARPS * 128)
-    word_tile = (half // 2)[:, None]
-    word_k = (first_k + i // 128)[None, :]
-    word_at = word_k * (WORDS * 256) + (half % 2 * 128)[:, None] + (i % 128)[None, :]
+    word_tile = (half // 2)[:, None] + (i // 128 * R)[None, :]
+    word_at = (half % 2 * 128)[:, None] + (own_k * (WORDS * 256) + i % 128)[None, :]
+    word_at += word_tile * (k_tiles * (WORDS * 256))
     # scale [R, (warp, g, t, pair, half)]: every g reads the same
-    scale_tile = tl.arange(0, R)[:, None]
-    scale_at = (i % 16)[None, :]
-    # y [(M_TILES, R, half), (warp, row of y, t, pair)]: every warp reads the same
+    scale_tile = tl.arange(0, R)[:, None] + (i // 128 * R)[None, :]
+    scale_at = tl.max_contiguous(scale_tile * (groups * 16) + (i % 16)[None, :], [1, 4])
+    # y [(M_TILES, R, half), (warp, row of y, t, pair)]
     i = tl.arange(0, WARPS * 64)
     part_y = tl.arange(0, M_TILES * R * 2)
     y_row = (first_m + part_y // (2 * R) * 8)[:, None] + (i // 8 % 8)[None, :]
-    y_column = (i % 8)[None, :] + (part_y % (2 * R) * 8)[:, None]
+    y_column = (i // 64 * (16 * R) + i % 8)[None, :] + (part_y % (2 * R) * 8)[:, None]
+    y_at = tl.max_contiguous(y_row * n + y_column, [1, 2])
+    y_at = y_ptr + y_at
+    has_y = y_row < m
+    pointers = (words_ptr + word_at, scale_ptr + scale_at, zero_ptr + scale_at)
+    limits = (word_tile, scale_tile, last_n)
+    sizes = (k_tiles * (WORDS * 256), groups)
+
+    # Of groups that are short there are too many scales for the registers.
+    SCALES_AHEAD: tl.constexpr = AHEAD if SEGMENTS <= 2 else 0
+    ring = ()
+    for j in tl.static_range(AHEAD):
+        ring = ring + (load_codes(pointers, limits, sizes, first_n + j * STEP, WORDS),)
+    scale_ring = ()
+    for j in tl.static_range(SCALES_AHEAD):
+        scale_ring = scale_ring + (
+            load_scales(
+                pointers,
+                limits,
+                sizes,
+                first_n + j * STEP,
+                first_column,
+                SEGMENTS,
+                SEGMENT,
+                PADDED_GROUP,
+                ONE_GROUP,
+                AFFINE,
+            ),
+        )
+    # Filling a table waits for all warps: what is ahead is on its way by then.
+    tables = load_tables(
+        values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE, place
+    )[0]
+    if OVERLAP:
+        # The next kernel may start, which adds what this one stores, and waits for that.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # y may be what the kernel before this one writes
+    ys = ()
+    for j in tl.static_range(AHEAD):
+        ys = ys + (load_y(y_at, y_column, has_y, n, first_n + j * STEP, M_TILES, R, WARPS),)
 
     acc = ()
     for _ in tl.static_range(COUNT):
         acc = acc + (tl.zeros([WARPS, 16, BLOCK_M], tl.float32),)
-    zeros = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # y may be what the kernel before this one writes
-    for tile in tl.range(first_n, last_n, R, num_stages=STAGES):
-        at = (tile + word_tile).to(tl.int64) * (k_tiles * (WORDS * 256)) + word_at
-        words = load_words(words_ptr, at, (tile + word_tile < last_n) & (word_k < k_tiles), WORDS)
-        at = y_row * n + (tile * 16 + y_column)
-        # What lies beyond this program's tiles meets words that were not loaded, but has to be
-        # finite, and scales that are 0.
-        live = (y_row < m) & (tile * 16 + y_column < n)
-        y = tl.load(y_ptr + tl.max_contiguous(at, [1, 2]), mask=live, other=0.0)
-        y = tl.reshape(y, [M_TILES, R, 2, WARPS, 8, 4, 2])
-        words = transpose_words(words, WORDS, R, WARPS, ASSEMBLY)
+    minus = ()
+    for _ in tl.static_range(SEGMENTS):
+        minus = minus + (tl.zeros([WARPS, 16, BLOCK_M], tl.float32),)
+    for tile in tl.range(first_n, last_n, STEP, num_stages=1):
+        later = tile + AHEAD * STEP
+        ring = ring + (load_codes(pointers, limits, sizes, later, WORDS),)
+        ys = ys + (load_y(y_at, y_column, has_y, n, later, M_TILES, R, WARPS),)
+        scale_ring = scale_ring + (
+            load_scales(
+                pointers,
+                limits,
+                sizes,
+                tile + SCALES_AHEAD * STEP,
+                first_column,
+                SEGMENTS,
+                SEGMENT,
+                PADDED_GROUP,
+                ONE_GROUP,
+                AFFINE,
+            ),
+        )
+        words = ring[0]
+        y = ys[0]
+        scales, zeros = scale_ring[0]
+        ring = ring[1:]
+        ys = ys[1:]
+        scale_ring = scale_ring[1:]
+        words = prepare(
+            transpose_words(words, WORDS, R, WARPS, ASSEMBLY), BITS, AFFINE, ASSEMBLY, TABLE
+        )
         values = decode_part(
             words,
             tables,
@@ -288,55 +300,64 @@ def transposed_part(
             DOT_DTYPE,
         )
         sums = ()
-        for q in tl.static_range(COUNT):
-            if q == 0 or (part * COUNT + q) * 16 % SEGMENT == 0:
-                group = word_k * 0
-                if not ONE_GROUP:
-                    group = (word_k * (16 * POSITIONS) + (part * COUNT + q) * 16) // PADDED_GROUP
-                at = ((tile + scale_tile) * groups + group) * 16 + scale_at
-                inside = (tile + scale_tile < last_n) & (group < groups)
-                scale = load_row_scale(scale_ptr, at, inside, IS_EXPONENT, R, WARPS)
-                zero = scale
-                if AFFINE:
-                    zero = load_row_scale(zero_ptr, at, inside, False, R, WARPS)
-                operand = as_operand_y(y, scale, SCALE_Y, M_TILES, R, WARPS, DOT_DTYPE)
-                if SCALE_Y and AFFINE:
-                    minus = tl.broadcast_to(-zero.to(tl.float32), [R, 2, WARPS, 8, 4, 2, 2])
-                    minus = as_rows(minus.to(DOT_DTYPE), R, WARPS)
-                    if ONE_SEGMENT:
-                        zeros = tl.dot(minus, operand, zeros, input_precision="ieee")
-            w = tl.reshape(values[q], [R, 2, WARPS, 8, 4, 2, 2])
-            if not SCALE_Y:
-                w = scaled(w, scale, zero, AFFINE, ASSEMBLY, X_DTYPE, DOT_DTYPE)
-            total = tl.dot(as_rows(w, R, WARPS), operand, acc[q], input_precision="ieee")
-            if SCALE_Y and AFFINE and not ONE_SEGMENT:
-                total = tl.dot(minus, operand, total, input_precision="ieee")
-            sums = sums + (total,)
+        new_minus = ()
+        for at in tl.static_range(SEGMENTS):
+            scale = as_row_scale(scales[at], IS_EXPONENT, R, WARPS)
+            zero = scale
+            if AFFINE:
+                zero = as_row_scale(zeros[at], False, R, WARPS)
+            operand = as_operand_y(y, scale, SCALE_Y, M_TILES, R, WARPS, DOT_DTYPE)
+            if SCALE_Y and AFFINE:
+                # Of every column of the segment the same.
+                rows = tl.broadcast_to(-zero.to(tl.float32), [R, 2, WARPS, 8, 4, 2, 2])
+                rows = as_rows(rows.to(DOT_DTYPE), R, WARPS)
+                new_minus = new_minus + (tl.dot(rows, operand, minus[at], input_precision="ieee"),)
+            else:
+                new_minus = new_minus + (minus[at],)
+            for q in tl.static_range(at * EACH, at * EACH + EACH):
+                w = tl.reshape(values[q], [R, 2, WARPS, 8, 4, 2, 2])
+                if not SCALE_Y:
+                    w = scaled(w, scale, zero, AFFINE, ASSEMBLY, X_DTYPE, DOT_DTYPE)
+                w = as_rows(w, R, WARPS)
+                sums = sums + (tl.dot(w, operand, acc[q], input_precision="ieee"),)
         acc = sums
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-    if SCALE_Y and AFFINE and ONE_SEGMENT:
+        minus = new_minus
+    if SCALE_Y and AFFINE:
         sums = ()
         for q in tl.static_range(COUNT):
-            sums = sums + (acc[q] + zeros,)
+            sums = sums + (acc[q] + minus[q // EACH],)
         acc = sums
 
-    # [WARPS, (upper, t, pair), BLOCK_M, position in bits] to [WARPS, column, BLOCK_M]
-    total = tl.join(tl.join(acc[0], acc[1]), tl.join(acc[2], acc[3]))
-    if COUNT == 8:
-        high = tl.join(tl.join(acc[4], acc[5]), tl.join(acc[6], acc[7]))
-        total = tl.permute(tl.join(total, high), [0, 5, 4, 3, 1, 2])
+    # Of each warp, positions of its own.
+    OWN: tl.constexpr = COUNT // WARPS
+    if ASSEMBLY:
+        totals = tl.inline_asm_elementwise(
+            add_shares(COUNT, M_TILES, WARPS),
+            shares_constraints(COUNT, M_TILES, WARPS),
+            acc + (place,),
+            dtype=results(tl.float32, OWN),
+            is_pure=False,
+            pack=4 * M_TILES,
+        )
     else:
-        total = tl.permute(total, [0, 4, 3, 1, 2])
-    total = tl.reshape(total, [WARPS, COUNT * 16, BLOCK_M])
-    i = tl.arange(0, COUNT * 16)
-    position, upper, t, pair = i // 16, i // 8 % 2, i // 2 % 4, i % 2
+        totals = ()
+        of_warp = tl.arange(0, WARPS)[:, None, None]
+        for j in tl.static_range(OWN):
+            total = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+            for w in tl.static_range(WARPS):
+                total = tl.where(of_warp == w, tl.sum(acc[w * OWN + j], 0)[None], total)
+            totals = totals + (total,)
+    # [WARPS, (upper, t, pair), BLOCK_M, position in bits] to [WARPS, column, BLOCK_M]
+    total = joined(totals, OWN)
+    total = tl.reshape(tl.permute(total, [0, 3, 1, 2]), [WARPS, OWN * 16, BLOCK_M])
+    i = tl.arange(0, OWN * 16)[None, :]
+    position = tl.arange(0, WARPS)[:, None] * OWN + i // 16
+    upper, t, pair = i // 8 % 2, i // 2 % 4, i % 2
     if PAIRED:
         column = position // 2 * 32 + 8 * t + 4 * (position % 2) + 2 * upper + pair
     else:
         column = position * 16 + 4 * t + 2 * upper + pair
-    column += part * (16 * COUNT)
-    column = (first_k + tl.arange(0, WARPS))[:, None] * (16 * POSITIONS) + column[None, :]
+    column += first_column
     if GROUP == PADDED_GROUP:
         live = column < k
     else:

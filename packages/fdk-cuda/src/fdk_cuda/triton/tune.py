@@ -75,7 +75,7 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     """
     bucket, mode = bucket_of(m), _mode()
     if bucket is None or mode == "0" or not (mode == "1" or _entries(_name(device))):
-        return default(w.arrangement, m, launch.gpu_at(device))
+        return _default_of(w, m, device)
     key = (device, m, dtype, *w.key)
     # Read once: another thread may empty it at any time.
     found: Config = _chosen.get(key, _UNKNOWN)
@@ -85,11 +85,9 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     if entry is None and mode == "1":
         if _is_capturing():
             # Not remembered: the next call outside of a capture measures.
-            return default(w.arrangement, m, launch.gpu_at(device))
+            return _default_of(w, m, device)
         entry = _first_use(w, bucket, dtype, device)
-    config = (
-        default(w.arrangement, m, launch.gpu_at(device)) if entry is None else _config_of(entry)
-    )
+    config = _default_of(w, m, device) if entry is None else _config_of(entry)
     _chosen[key] = config
     return config
 
@@ -119,10 +117,15 @@ def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry
         return None
 
 
-def default(a: Arrangement, m: int, gpu: Gpu) -> Config:
+def _default_of(w: Weight, m: int, device: int) -> Config:
+    affine = w.zero_point is not None
+    return default(w.arrangement, m, launch.gpu_at(device), affine=affine)
+
+
+def default(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> Config:
     """What the data of ``configs`` says."""
     if m <= gpu.limits.small_m:
-        return as_run(small_config(a.n, m, a.bits, gpu), gpu)
+        return as_run(small_config(a.n, m, a.bits, gpu, affine=affine), gpu)
     if serves_many(a, m, gpu):
         return many_config(a.n, m, a.bits, a.k_tiles, gpu)
     if m <= gpu.limits.gemm_m:
@@ -275,7 +278,7 @@ def _tune_bucket(
 ) -> Entry:
     """Measures one bucket and stores it."""
     a, gpu, affine = ws[0].arrangement, launch.gpu_at(device), ws[0].zero_point is not None
-    first = default(a, bucket, gpu)
+    first = default(a, bucket, gpu, affine=affine)
     # A generator of its own: that of the program stays where it is.
     place = ws[0].words.device
     generator = torch.Generator(place).manual_seed(0)

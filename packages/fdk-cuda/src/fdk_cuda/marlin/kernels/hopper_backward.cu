@@ -45,11 +45,16 @@ constexpr int W_PART_BYTES = CONSUMERS * BLOCK_BYTES;  // neighbours along k
 constexpr int W_BYTES = STEP_BLOCKS * W_PART_BYTES;
 static_assert(STEP_ROWS == BLOCK_COLUMNS && GROUP_ROWS == BLOCK_COLUMNS);
 static_assert(STEP_BLOCKS * FRAGMENTS == STEPS);
-// Whether codes of the next step are loaded, and looked up or picked, before this one is handed to
-// the tensor cores. H200, 8192 x 8192, 384 rows: 1 bit 78.4 us -> 72.4, 4 bits 83.5 -> 76.9, 8 bits
-// 98.7 -> 90.3. 3 bits gain with narrow tiles (128 rows: 38.8 -> 37.4) and lose with wider ones
-// (384 rows: 86.2 -> 89.0); 8 bits by a table and tiles of 256 would spill 12 bytes.
-constexpr int MOST_AHEAD = BITS == 3 ? 128 : BITS == 8 && HAS_TABLE ? 192 : 256;
+// Up to how many columns of a tile codes of the next step are loaded, and looked up or picked,
+// before this one is handed to the tensor cores. H200, 8192 x 8192, 384 rows: 1 bit 78.4 us
+// -> 72.4, 4 bits 83.5 -> 76.9, 8 bits 98.7 -> 90.3. 3 bits gain with narrow tiles (128 rows: 38.8
+// -> 37.4) and lose with wider ones (384 rows: 86.2 -> 89.0), 1 bit gains nothing with 256, where 8
+// bits by a table would spill 12 bytes; nor do codes that are computed (affine 4, 192 rows: 41.5
+// -> 42.7).
+constexpr int MOST_AHEAD = HAS_ZERO_POINT                                ? 0
+                           : BITS == 3                                   ? 128
+                           : BITS % 2 == 0 && BITS < 8 && SCALE_TYPE < 2 ? 256
+                                                                         : 192;
 constexpr bool AHEAD = STAGES > 3 && TILE_COLUMNS <= MOST_AHEAD;
 
 // One thread: copies are issued one after another whoever does it.

@@ -26,19 +26,21 @@ DTYPES = (torch.bfloat16, torch.float16)
 # H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128.
 MAX_FUSED_ROWS = 96
 # The same on Hopper for codebooks of 256 values, whose lookups take longer than the tensor cores:
-# 8192 x 8192: 208 us against 231 with 1024 rows, 449 against 438 with 2048. Smaller ones are faster
-# fused up to 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to
-# 4096 rows only: 812 us against 850.
-MAX_HOPPER_ROWS = 1536
+# 8192 x 8192: 209 us against 246 with 1024 rows, 418 against 436 with 2048, 826 against 801 with
+# 4096; the same at four other shapes (docs/kernels/hopper.md). Smaller ones are faster fused up to
+# 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to 4096 rows
+# only: 812 us against 850.
+MAX_HOPPER_ROWS = 2048
 # From so few rows on, weights of 8 bits and at least so many of them go by it too. H200, 16 rows,
 # by small_m.cu and by it: computed codes 28672 x 8192 87.2 and 69.2 us, 8192 x 8192 23.6 and 20.6,
 # 14336 x 4096 23.7 and 19.9, 4096 x 4096 8.8 and 10.7; looked up 80.2 and 74.3, 21.7 and 21.8, 21.2
 # and 21.0, 8.2 and 10.4. With 9 rows much the same. Other widths lose.
 MIN_HOPPER_ROWS, MIN_COMPUTED_WEIGHTS, MIN_LOOKED_UP_WEIGHTS = 9, 7 << 23, 1 << 27
 # And of the gradient, on Hopper. 8192 x 8192 with 2048 rows, at 1, 2, 3 and 4 bits and affine ones
-# of 8: 357, 388, 399, 402 and 426 us against 389, 404, 396, 414 and 436; with 4096 rows, 2 bits:
-# 854 against 827. So 3 bits have the lower limit (1024 rows: 202 against 223), and codebooks of 256
-# values: 216 against 236 with 1024 rows, 438 against 421 with 2048.
+# of 8: 357, 388, 406, 402 and 426 us against 389, 404, 411, 414 and 436; with 4096 rows, 2 and 3
+# bits: 854 and 829 against 827 and 793. Codebooks of 256 values have a lower limit: with 1024 rows
+# 223 against 244, with 1536 343 against 344 and slower at two shapes of five, with 2048 424 against
+# 411.
 MAX_BACKWARD_ROWS, MAX_SLOW_BACKWARD_ROWS = 2048, 1024
 
 
@@ -170,8 +172,7 @@ def marlin_grad_x(
 @cache
 def max_backward_rows(format: str) -> int:
     """The most rows of dy whose gradient comes from the packed bytes, on Hopper."""
-    is_slow = Format.parse(format).bits == 3 or _has_large_codebook(format)
-    return MAX_SLOW_BACKWARD_ROWS if is_slow else MAX_BACKWARD_ROWS
+    return MAX_SLOW_BACKWARD_ROWS if _has_large_codebook(format) else MAX_BACKWARD_ROWS
 
 
 def hopper_grad_x(

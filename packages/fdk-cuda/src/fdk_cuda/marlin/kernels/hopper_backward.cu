@@ -45,6 +45,17 @@ constexpr int W_PART_BYTES = CONSUMERS * BLOCK_BYTES;  // neighbours along k
 constexpr int W_BYTES = STEP_BLOCKS * W_PART_BYTES;
 static_assert(STEP_ROWS == BLOCK_COLUMNS && GROUP_ROWS == BLOCK_COLUMNS);
 static_assert(STEP_BLOCKS * FRAGMENTS == STEPS);
+// Up to how many columns of a tile codes of the next step are loaded, and looked up or picked,
+// before this one is handed to the tensor cores. H200, 8192 x 8192, 384 rows: 1 bit 78.4 us
+// -> 72.4, 4 bits 83.5 -> 76.9, 8 bits 98.7 -> 90.3. 3 bits gain with narrow tiles (128 rows: 38.8
+// -> 37.4) and lose with wider ones (384 rows: 86.2 -> 89.0), 1 bit gains nothing with 256, where 8
+// bits by a table would spill 12 bytes; nor do codes that are computed (affine 4, 192 rows: 41.5
+// -> 42.7).
+constexpr int MOST_AHEAD = HAS_ZERO_POINT                                ? 0
+                           : BITS == 3                                   ? 128
+                           : BITS % 2 == 0 && BITS < 8 && SCALE_TYPE < 2 ? 256
+                                                                         : 192;
+constexpr bool AHEAD = STAGES > 3 && TILE_COLUMNS <= MOST_AHEAD;
 
 // One thread: copies are issued one after another whoever does it.
 __device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint32 w_stages,
@@ -105,15 +116,15 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
       for (int e = 0; e < 2; e++) {
         const int sum = (first + c) / 2 + e;
         const int column = c + 2 * t + e, chunk = 2 * at.warp + g / 4;
-        *reinterpret_cast<uint32*>(piece + column * 128 + ((chunk ^ (2 * t + e)) << 4) +
+        *reinterpret_cast<uint32*>(piece + column * PIECE_STRIDE + ((chunk ^ (2 * t + e)) << 4) +
                                    4 * (g % 4)) = from_floats(d[sum], d[sum + 2]);
       }
     sync_named(barrier, GROUP_THREADS);
 #pragma unroll
     for (int c = 0; c < PIECE_COLUMNS; c += GROUP_THREADS / 8) {
       const int column = c + at.thread / 8, chunk = at.thread % 8;
-      const uint4 v =
-          *reinterpret_cast<const uint4*>(piece + column * 128 + ((chunk ^ column % 8) << 4));
+      const uint4 v = *reinterpret_cast<const uint4*>(piece + column * PIECE_STRIDE +
+                                                      ((chunk ^ column % 8) << 4));
       const int dx_row = at.first_column + first + column, dx_column = at.first_row + 8 * chunk;
       uint16* out = p.dx + static_cast<uint64>(dx_row) * p.k + dx_column;
       if (dx_row < at.end_column && whole && dx_column < p.k) {
@@ -149,12 +160,27 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
   auto release = [&] {
     if (held >= 0) arrive(barriers + 16 * held + 8);
   };
-  auto step = [&](uint32(&a)[STEPS][REGISTERS]) {
-    wait_barrier(barriers + 16 * position.stage, position.phase);
+  struct Block {
+    TransposedCodes codes[STEP_BLOCKS];
+    TransposedValues values[STEP_BLOCKS];
+  };
+  auto load = [&](Block& blocks, const Position& at) {
+    wait_barrier(barriers + 16 * at.stage, at.phase);
 #pragma unroll
     for (int block = 0; block < STEP_BLOCKS; block++)
-      decoder.decode(a, block * FRAGMENTS,
-                     w_stages + position.stage * W_BYTES + block * W_PART_BYTES);
+      decoder.load(blocks.codes[block], w_stages + at.stage * W_BYTES + block * W_PART_BYTES);
+  };
+  auto look_up = [&](Block& blocks) {
+#pragma unroll
+    for (int block = 0; block < STEP_BLOCKS; block++)
+      decoder.look_up(blocks.values[block], blocks.codes[block]);
+  };
+  auto finish = [&](uint32(&a)[STEPS][REGISTERS], const Block& blocks) {
+#pragma unroll
+    for (int block = 0; block < STEP_BLOCKS; block++)
+      decoder.finish(a, block * FRAGMENTS, blocks.values[block], blocks.codes[block]);
+  };
+  auto multiply = [&](const uint32(&a)[STEPS][REGISTERS]) {
     const uint64 b = operand_b(dy_stages + position.stage * B_BYTES);
     touch(d);
     wgmma_fence();
@@ -166,6 +192,28 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
     held = position.stage;
     position.advance();
   };
+  auto step = [&](uint32(&a)[STEPS][REGISTERS]) {
+    Block blocks;
+    load(blocks, position);
+    look_up(blocks);
+    finish(a, blocks);
+    multiply(a);
+  };
+  // With look-ups of the next step on their way while the tensor cores take this one, and its codes
+  // while this one is scaled.
+  Block blocks;
+  auto step_ahead = [&](uint32(&a)[STEPS][REGISTERS], bool has_next) {
+    Block next;
+    Position later = position;
+    later.advance();
+    if (has_next) load(next, later);
+    finish(a, blocks);
+    if (has_next) {
+      look_up(next);
+      blocks = next;
+    }
+    multiply(a);
+  };
   for (int index = first_unit(); index < unit_count(p); index += gridDim.x / CLUSTER) {
     const Unit unit(p, index);
 #pragma unroll
@@ -173,11 +221,26 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
     // wgmmas in flight read one set of registers while the other is decoded to.
     uint32 a[2][STEPS][REGISTERS];
     int i = unit.first;
-    for (; i + 1 < unit.last; i += 2) {
-      step(a[0]);
-      step(a[1]);
+    if (AHEAD) {
+      load(blocks, position);
+      look_up(blocks);
+      for (; i + 2 < unit.last; i += 2) {
+        step_ahead(a[0], true);
+        step_ahead(a[1], true);
+      }
+      if (i + 1 < unit.last) {
+        step_ahead(a[0], true);
+        step_ahead(a[1], false);
+      } else {
+        step_ahead(a[0], false);
+      }
+    } else {
+      for (; i + 1 < unit.last; i += 2) {
+        step(a[0]);
+        step(a[1]);
+      }
+      if (i < unit.last) step(a[0]);
     }
-    if (i < unit.last) step(a[0]);
     wgmma_wait<0>();
     touch(d);
     release();
@@ -198,8 +261,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   uint8* const table = shared;
   uint8* const dy_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);
   uint8* const w_stages = dy_stages + STAGES * B_BYTES;
-  uint8* const pieces = w_stages + STAGES * W_BYTES;
-  const uint32 barriers = shared_address(pieces + CONSUMERS * PIECE_BYTES);
+  uint8* const end = w_stages + STAGES * W_BYTES;
+  uint8* const pieces = HAS_ROOM_IN_TABLE ? table + PIECE_STRIDE / 2 : end;
+  const uint32 barriers = shared_address(HAS_ROOM_IN_TABLE ? end : end + CONSUMERS * PIECE_BYTES);
 
   start_next_kernel();
   open_ring(barriers);

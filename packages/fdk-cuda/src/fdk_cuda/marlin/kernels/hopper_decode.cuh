@@ -124,8 +124,8 @@ struct HopperDecoder {
   uint32 turn;          // 1 and 2 bits: how far a unit is rotated
   uint32 selector;      // 2 and 3 bits: a unit's byte of two words
   uint32 entry;         // 2 bits: the byte permutation that finds a unit's entry of the table
-  uint32 places[2][2];  // 1 bit: of half h and row i in a rotated word
-  uint32 swapped;       // 1 bit: bits to exchange with those 15 places higher
+  uint32 turns[4];      // 1 bit: how far a unit is rotated for its bits to be signs of bytes
+  uint32 selectors[2];  // 1 bit: the permutation that spreads those signs, of half h
   uint32 ones;          // 8 bits, where codes are computed: see ones_place
   uint32 lower;         // 1 bit: bits of a byte for the table that come of a unit rotated so;
   uint32 upper_turn;    // the others come of one rotated so far
@@ -154,10 +154,9 @@ struct HopperDecoder {
     selector = keep(t | (t + 4) << 4, lane);
     entry = keep(0x5504 | t << 4, lane);
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) places[h][i] = keep(f ? 2 * h + 4 * i : h + 2 * i, lane);
-    swapped = keep(f ? 0 : 0xA, lane);
+    for (int i = 0; i < 4; i++) turns[i] = keep(one_bit + (f ? 2 * i : i) - 15, lane);
+    selectors[0] = keep(f ? 0xBB99 : 0xDD99, lane);
+    selectors[1] = keep(f ? 0xFFDD : 0xFFBB, lane);
     ones = ones_place(lane);
     lower = keep(f ? 0x55 : 0x0F, lane);
     upper_turn = keep(one_bit + (f ? 15 : 12), lane);
@@ -321,8 +320,8 @@ struct HopperDecoder {
                                                 const HopperCodes& codes) const {
 #pragma unroll
     for (int j = 0; j < NEIGHBOURS; j++) {
-      uint32 word = rotate_right(codes.words[0][j], turn);
       if (SCALES_LAST) {
+        const uint32 word = rotate_right(codes.words[0][j], turn);
         const uint32 byte = (word & lower) | (rotate_right(codes.words[0][j], upper_turn) & ~lower);
         const uint4 v = *reinterpret_cast<const uint4*>(table_entry(table, byte, 0, lane_part));
         const uint32 pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
@@ -332,18 +331,21 @@ struct HopperDecoder {
           for (int i = 0; i < 2; i++) values.pairs[h][j][i] = pairs[h][i];
         continue;
       }
-      const uint32 exchanged = (word >> 15 ^ word) & swapped;
-      word ^= exchanged ^ exchanged << 15;
-      // bit * (c1 - c0) + c0 in each half, on the bits of the scaled values as integers.
 #pragma unroll
-      for (int h = 0; h < 2; h++)
+      for (int i = 0; i < 2; i++) {
+        // Each has a bit of half 0 as the sign of byte 1, or the pair's first, and another of
+        // byte 3.
+        const uint32 signs[2] = {rotate_right(codes.words[0][j], turns[2 * i]),
+                                 rotate_right(codes.words[0][j], turns[2 * i + 1])};
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int h = 0; h < 2; h++) {
           const uint32 both = codes.rows[h][i].apply(codebook[0]);
-          const uint32 base = byte_permute(both, both, 0x1010);
-          const uint32 difference = (both >> 16) - (both & 0xFFFFu);
-          values.pairs[h][j][i] = (word >> places[h][i] & 0x00010001u) * difference + base;
+          const uint32 first = byte_permute(both, both, 0x1010);
+          const uint32 other = byte_permute(both, both, 0x3232);
+          const uint32 mask = byte_permute(signs[0], signs[1], selectors[h]);
+          values.pairs[h][j][i] = first ^ (mask & (first ^ other));
         }
+      }
     }
   }
 

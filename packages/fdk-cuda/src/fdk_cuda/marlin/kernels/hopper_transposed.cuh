@@ -42,14 +42,30 @@ struct PairScale {
   }
 };
 
+// What a lane has of a block.
+struct TransposedCodes {
+  uint32 words[FRAGMENTS][ROW_PAIR];
+  uint4 firsts[ROW_PAIR];  // 3 bits: three words of fragment 0, one of fragment 1
+  uint2 seconds[ROW_PAIR];
+  PairScale scales[FRAGMENTS][2];  // rows 2 * t and on, and eight further
+};
+
+// Of each fragment, rows r or r + 8.
+struct TransposedValues {
+  uint32 pairs[FRAGMENTS][2][2];    // 4 bits, looked up: rows of the pair; else columns
+  uint32 seconds[FRAGMENTS][2][2];  // 8 bits, looked up: the second row's
+};
+
 struct TransposedDecoder {
   const uint8* table;
   uint32 lane_part;
-  uint32 codebook[4];        // 1 and 2 bits: pairs; 3: two words of lower bytes, two of upper
+  uint32 codebook[4];        // 1 bit: a pair of the first value, and its bits that the second has
+                             // not; 2: pairs; 3: two words of lower bytes, two of upper
   uint32 offsets[ROW_PAIR];  // of a unit in a block
   uint32 rests[ROW_PAIR];    // 3 bits: of the last two words of fragment 1
-  uint32 places[2];          // 4 bits: selectors of a byte, for rows r and r + 8
+  uint32 places[2];          // 2 and 4 bits: selectors of bytes, for rows r and r + 8
   uint32 turns[2];           // 1 and 2 bits: how far a word of each fragment is rotated
+  uint32 fields[4];          // 2 bits: how far bytes with codes of a row and column are
   uint32 lower, upper;       // selectors of pairs along the first column, and along the second
   uint32 merging;            // selector of both rows' codes, a byte or a half of each
   uint32 ones;               // where codes are computed: see ones_place
@@ -71,6 +87,10 @@ struct TransposedDecoder {
         codebook[i] = keep_same(byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x6420), lane);
         codebook[2 + i] = keep_same(byte_permute(pairs[2 * i], pairs[2 * i + 1], 0x7531), lane);
       }
+    } else if (BITS == 1) {
+      const uint32 first = byte_permute(book.words[0], 0u, 0x1010);
+      codebook[0] = keep_same(first, lane);
+      codebook[1] = keep_same(first ^ byte_permute(book.words[0], 0u, 0x3232), lane);
     } else {
       codebook[0] = keep_same(book.words[0], lane);
       codebook[1] = keep_same(book.words[1], lane);
@@ -89,12 +109,18 @@ struct TransposedDecoder {
       places[r] = COMPUTES_TRANSPOSED ? (turned ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
                                       : 0x5504 | (2 * half + r) << 4;
     }
-    turns[0] = 16 * (unit >> 1) + 8 * (unit & 1);
-    if (BITS == 2 && half) turns[0] = 2 * unit;
-    turns[1] = turns[0];
     if (BITS == 1) {
       turns[0] = 16 * half + 8 * (unit >> 1) + 4 * (unit & 1);
       turns[1] = 3 + 2 * half + (unit >> 1) + 8 * (unit & 1);
+    }
+    if (BITS == 2) {
+      const uint32 bytes = turned ? unit + 4 | unit << 4 : unit | (unit + 4) << 4;
+      turns[0] = keep(half ? 2 * unit : 0, lane);
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        places[i] = keep(half ? (turned ? 0x1504 : 0x5140) + 0x2222 * i : bytes * 0x101, lane);
+#pragma unroll
+      for (int p = 0; p < 4; p++) fields[p] = keep(half ? 0 : 2 * p - 1, lane);
     }
     lower = turned ? 0x1054 : 0x5410;
     upper = turned ? 0x3276 : 0x7632;
@@ -159,90 +185,112 @@ struct TransposedDecoder {
     return *reinterpret_cast<const uint32*>(table + byte_permute(word, lane_part, selector));
   }
 
-  // The two steps of a block's fragments.
-  __device__ __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS], int first_step,
-                                         const uint8* block) const {
-    PairScale scales[FRAGMENTS][2];
-    load_scales(scales, block);
-    uint32 selectors[2];
-    if (BITS == 3) load_selectors(selectors, block);
+  // A block's words and scales.
+  __device__ __forceinline__ void load(TransposedCodes& codes, const uint8* block) const {
+    load_scales(codes.scales, block);
+    if constexpr (BITS == 3) {
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) {
-      uint32 values[2][2];  // rows r or r + 8, column: a pair of rows
-      if constexpr (BITS == 8) {
-        uint32 words[ROW_PAIR];
+      for (int r = 0; r < ROW_PAIR; r++) {
+        codes.firsts[r] = *reinterpret_cast<const uint4*>(block + offsets[r]);
+        codes.seconds[r] = load_two(block + rests[r]);
+      }
+    } else {
+      constexpr int FRAGMENT_BYTES = BITS == 8 ? 1024 : BITS == 4 ? 512 : 4 * BITS;
+#pragma unroll
+      for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
         for (int r = 0; r < ROW_PAIR; r++)
-          words[r] = HopperDecoder::load(block + offsets[r] + 1024 * f);
+          codes.words[f][r] = HopperDecoder::load(block + offsets[r] + FRAGMENT_BYTES * f);
+    }
+  }
+
+  // What is looked up of a block's codes, or picked.
+  __device__ __forceinline__ void look_up(TransposedValues& values,
+                                          const TransposedCodes& codes) const {
+    if constexpr (BITS == 2) return pick_2_bits(values, codes);
+    uint32 selectors[2];
+    if constexpr (BITS == 3) make_selectors(selectors, codes);
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      auto& pairs = values.pairs[f];
+      const uint32(&words)[ROW_PAIR] = codes.words[f];
+      if constexpr (BITS == 8) {
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
           for (int c = 0; c < 2; c++) {
             if (COMPUTES_TRANSPOSED) {
-              const uint32 codes = byte_permute(words[0], words[1], merging + (2 * i + c) * 0x0101);
-              values[i][c] = codes_to_values(codes, ones);
+              pairs[i][c] = codes_to_values(
+                  byte_permute(words[0], words[1], merging + (2 * i + c) * 0x0101), ones);
             } else {
               const uint32 byte = 0x5504 | (2 * i + c) << 4;
-              values[i][c] = byte_permute(look_up(words[0], byte), look_up(words[1], byte), lower);
+              pairs[i][c] = look_up(words[0], byte);
+              values.seconds[f][i][c] = look_up(words[1], byte);
             }
           }
       } else if constexpr (COMPUTES_TRANSPOSED) {
-        const uint32 words[ROW_PAIR] = {HopperDecoder::load(block + offsets[0] + 512 * f),
-                                        HopperDecoder::load(block + offsets[1] + 512 * f)};
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const uint32 codes = byte_permute(words[0], words[1], places[i]);
-          values[i][0] = codes_to_values(codes, ones);
-          values[i][1] = codes_to_values(codes >> 4, ones);
+          const uint32 both = byte_permute(words[0], words[1], places[i]);
+          pairs[i][0] = codes_to_values(both, ones);
+          pairs[i][1] = codes_to_values(both >> 4, ones);
         }
       } else if constexpr (BITS == 1) {
         // Byte 0 has bits of the first row, byte 1 those of the second at the same places.
-        const uint32 bits = byte_permute(
-            rotate_right(HopperDecoder::load(block + offsets[0] + 4 * f), turns[f]),
-            rotate_right(HopperDecoder::load(block + offsets[1] + 4 * f), turns[f]), merging);
+        const uint32 bits = byte_permute(rotate_right(words[0], turns[f]),
+                                         rotate_right(words[1], turns[f]), merging);
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
           for (int c = 0; c < 2; c++) {
-            const int place = f ? 16 * c + 4 * i : 2 * i + c;
-            const uint32 selectors = (bits >> place & 0x0101u) * 0x22u + 0x1010u;
-            values[i][c] = byte_permute(codebook[0], codebook[0], selectors);
+            // As signs of two bytes, which a permutation spreads over halves.
+            const uint32 signs = bits << (7 - (f ? 4 * i : 2 * i + c));
+            const uint32 mask = byte_permute(signs, signs, f && c ? 0xBBAA : 0x9988);
+            pairs[i][c] = codebook[0] ^ (mask & codebook[1]);
           }
       } else if constexpr (BITS == 3) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const uint32 low = byte_permute(codebook[0], codebook[1], selectors[i] >> (16 * f));
           const uint32 high = byte_permute(codebook[2], codebook[3], selectors[i] >> (16 * f));
-          values[i][0] = byte_permute(low, high, 0x6240);
-          values[i][1] = byte_permute(low, high, 0x7351);
+          pairs[i][0] = byte_permute(low, high, 0x6240);
+          pairs[i][1] = byte_permute(low, high, 0x7351);
         }
-      } else {
-        uint32 pairs[ROW_PAIR][2];  // row, rows r or r + 8: a pair of columns
+      } else if constexpr (BITS == 4) {
 #pragma unroll
-        for (int r = 0; r < ROW_PAIR; r++) look_up_pairs(pairs[r], block, f, r);
+        for (int r = 0; r < ROW_PAIR; r++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          values[i][0] = byte_permute(pairs[0][i], pairs[1][i], lower);
-          values[i][1] = byte_permute(pairs[0][i], pairs[1][i], upper);
-        }
+          for (int i = 0; i < 2; i++) pairs[i][r] = look_up(words[r], places[i]);
       }
+    }
+  }
+
+  // The two steps of a block's fragments.
+  __device__ __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], int first_step,
+                                         const TransposedValues& values,
+                                         const TransposedCodes& codes) const {
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
-        for (int c = 0; c < 2; c++) a[first_step + f][2 * i + c] = scales[f][i].apply(values[i][c]);
-    }
+        for (int c = 0; c < 2; c++) {
+          const auto& pairs = values.pairs[f][i];
+          uint32 pair = pairs[c];
+          if constexpr (BITS == 8 && !COMPUTES_TRANSPOSED)
+            pair = byte_permute(pair, values.seconds[f][i][c], lower);
+          if constexpr (BITS == 4 && !COMPUTES_TRANSPOSED)
+            pair = byte_permute(pairs[0], pairs[1], c ? upper : lower);
+          a[first_step + f][2 * i + c] = codes.scales[f][i].apply(pair);
+        }
   }
 
   // 3 bits: of rows r and r + 8, for either fragment two bytes, one of each row of the pair, with
   // a code of each column.
-  __device__ __forceinline__ void load_selectors(uint32 (&selectors)[2], const uint8* block) const {
-    uint4 firsts[ROW_PAIR];  // three words of fragment 0, one of fragment 1
-    uint2 seconds[ROW_PAIR];
-#pragma unroll
-    for (int r = 0; r < ROW_PAIR; r++) {
-      firsts[r] = *reinterpret_cast<const uint4*>(block + offsets[r]);
-      seconds[r] = load_two(block + rests[r]);
-    }
+  __device__ __forceinline__ void make_selectors(uint32 (&selectors)[2],
+                                                 const TransposedCodes& codes) const {
+    const uint4(&firsts)[ROW_PAIR] = codes.firsts;
+    const uint2(&seconds)[ROW_PAIR] = codes.seconds;
     const uint32 both[3] = {
         byte_permute(merge(firsts[0].x, firsts[1].x), merge(firsts[0].w, firsts[1].w), 0x5410),
         byte_permute(merge(firsts[0].y, firsts[1].y), merge(seconds[0].x, seconds[1].x), 0x5410),
@@ -259,23 +307,28 @@ struct TransposedDecoder {
     return byte_permute(first, second, merging);
   }
 
-  // 2 and 4 bits: of one row and of the row 8 further.
-  __device__ __forceinline__ void look_up_pairs(uint32 (&pairs)[2], const uint8* block, int f,
-                                                int r) const {
-    if constexpr (BITS == 4) {
-      const uint32 word = HopperDecoder::load(block + offsets[r] + 512 * f);
+  // 2 bits: a unit is a byte in the first half of the columns, with a field for each row and
+  // column; in the second half it is a field of four bytes. Either way a register gets, for a
+  // column and rows r or r + 8, the byte of both rows of the pair and of both fragments.
+  __device__ __forceinline__ void pick_2_bits(TransposedValues& values,
+                                              const TransposedCodes& codes) const {
+    uint32 rows[FRAGMENTS][2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) pairs[i] = look_up(word, places[i]);
-    } else {
-      // Twice a code in each byte: two columns of the row, two of the row 8 further.
-      const uint32 word = rotate_right(HopperDecoder::load(block + offsets[r] + 8 * f), turns[f]);
-      // In the first half of the columns they are the four fields of a byte: no two meet here.
-      const uint32 spread = (word & 0x33u) * 0x00002002u + (word & 0xCCu) * 0x00080080u;
-      const uint32 twice = (is_second_half ? word : spread) & 0x06060606u;
-      // 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
-      const uint32 selectors = twice * 0x11u + 0x10101010u;
-      pairs[0] = byte_permute(codebook[0], codebook[1], selectors);
-      pairs[1] = byte_permute(codebook[0], codebook[1], selectors >> 16);
-    }
+    for (int f = 0; f < FRAGMENTS; f++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        rows[f][i] = byte_permute(rotate_right(codes.words[f][0], turns[0]),
+                                  rotate_right(codes.words[f][1], turns[0]), places[i]);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const uint32 both = byte_permute(rows[0][i], rows[1][i], c ? 0x7632 : 0x5410);
+        const uint32 twice = rotate_right(both, fields[2 * i + c]) & 0x06060606u;
+        // 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
+        const uint32 selectors = twice * 0x11u + 0x10101010u;
+        values.pairs[0][i][c] = byte_permute(codebook[0], codebook[1], selectors);
+        values.pairs[1][i][c] = byte_permute(codebook[0], codebook[1], selectors >> 16);
+      }
   }
 };

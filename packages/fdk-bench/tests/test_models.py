@@ -384,6 +384,8 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
         (["--backend", "absent"], "wanted one of auto"),
         (["--text", "no-such-file"], "found none at no-such-file"),
         (["--device", "cuda:x"], "wanted cpu or cuda"),
+        (["--size", "7b"], "wanted some of tiny, 1b, 4b, 12b, 31b"),
+        (["--model", "no/such/folder"], "got 'no/such/folder'"),
     ],
 )
 def test_bad_usage(arguments, said, refused):

@@ -126,7 +126,7 @@ def curve_of(axes: Axes, x: Any, y: Any, bits: int, dash: Any, label: str) -> No
 def plain_log(axes: Axes) -> None:
     """Numbers, and no powers of ten, beside a logarithmic axis."""
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.10g}"))
     axes.yaxis.set_minor_locator(NullLocator())
 
 

@@ -13,6 +13,7 @@ from fdk_bench.chart_parts import counted
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; }
+body { padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 img { max-width: 100%; display: block; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }

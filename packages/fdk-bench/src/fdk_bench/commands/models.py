@@ -124,8 +124,17 @@ def models(
 
 def _models(names: list[str]) -> list[str]:
     from fdk_bench.llama import SIZES
+    from fdk_bench.models import HUB_ID
 
-    return [name.lower() if name.lower() in SIZES else name for name in names]
+    names = [name.lower() if name.lower() in SIZES else name for name in names]
+    for name in names:
+        # Or transformers would ask the hub for it for over a minute.
+        if not (name in SIZES or Path(name).is_dir() or HUB_ID.fullmatch(name)):
+            raise typer.BadParameter(
+                f"--size: wanted some of {', '.join(SIZES)}, the folder of a Hugging Face model, "
+                f"or an id such as owner/name; got {name!r}"
+            )
+    return names
 
 
 def _builder(text: Path | None) -> "Build":

@@ -3,8 +3,9 @@
     GOMP_SPINCOUNT=0 python packages/fdk-cpu/benchmarks/rows.py --formats custom4-g64 custom8-g64
 
 One table a shape and number of threads: minimum and median ms of each contender, all of one m in
-turns. Weights rotate through more copies than the caches hold; a wrong answer is not timed. With
---backward the product is dy @ W_hat, beside torch's dy @ W.
+turns; with --ratios the time of torch over each one's, below 1 where torch is faster. Weights
+rotate through more copies than the caches hold; a wrong answer is not timed. With --backward the
+product is dy @ W_hat, beside torch's dy @ W.
 """
 
 import argparse
@@ -97,14 +98,20 @@ def table(contenders: list[Contender], inner: int, args: argparse.Namespace, tit
     memory = torch.ones(ROTATED_BYTES, dtype=torch.uint8)
     bandwidth = statistics.median(read_bandwidth(memory, turn) for turn in range(8))
     floors = ", ".join(f"{c.name} {1e3 * c.nbytes / bandwidth:.2f}" for c in contenders)
-    print(f"\n{title}, {fdk_cpu.instruction_set()}; minimum / median ms")
+    shown = "time of torch over it, by minimum / median" if args.ratios else "minimum / median ms"
+    print(f"\n{title}, {fdk_cpu.instruction_set()}; {shown}")
     print(f"read {bandwidth / 1e9:.1f} GB/s median; floors, ms: {floors}")
     print(f"{'m':>5}" + "".join(f"{c.name:>24}" for c in contenders))
     for m in args.m:
         x = torch.randn(m, inner).to(getattr(torch, args.dtype))
         cells = times(contenders, x, args.seconds)
-        texts = (f"{1e3 * min(t):.3f} / {1e3 * statistics.median(t):.3f}" for t in cells)
-        print(f"{m:5}" + "".join(f"{text:>24}" for text in texts))
+        pairs = [(min(t), statistics.median(t)) for t in cells]
+        if args.ratios:
+            low, median = pairs[len(args.formats)]  # torch comes after ours
+            texts = [f"{low / least:.2f} / {median / middle:.2f}" for least, middle in pairs]
+        else:
+            texts = [f"{1e3 * least:.3f} / {1e3 * middle:.3f}" for least, middle in pairs]
+        print(f"{m:5}" + "".join(f"{text:>24}" for text in texts), flush=True)
 
 
 def main() -> None:
@@ -118,6 +125,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each cell of a table")
+    parser.add_argument("--ratios", action="store_true", help="times of torch over each one's")
     parser.add_argument("--backward", action="store_true", help="dy @ W_hat")
     args = parser.parse_args()
     fdk_cpu.set_instruction_set(args.isa)

@@ -125,11 +125,20 @@ constexpr std::size_t kStripes = kBlocks * kStripesAtOnce;
 // How far ahead codes of these stripes are fetched: those that the task before was asked to fetch
 // too, for some of its fetches seem to be dropped (a loop of fetches into L2 alone passes 42 GB/s,
 // 80 with two threads, where loads pass 21 and 27; once more, two threads: 229 -> 225 us, cold).
-constexpr std::size_t kTilesAhead = 4;
+// At 2 bits into L1, a tile ahead, with that tile's tables: among other kernels' calls, where a
+// thread may take 20 us for 128 rows in place of 8, medians of two threads 223 -> 203, 211 -> 197
+// and 232 -> 204 us, of one 261 -> 259. 1 bit, whose tables are half as long: 149 -> 155 with one.
+template <int kBits>
+constexpr std::size_t kTilesAhead = kBits == 2 ? 1 : 4;
+
+// Where those go: at 2 bits to L1, where the next tile's tables are fetched too.
+template <int kBits>
+constexpr Cache kNearest = kBits == 2 ? Cache::l1 : Cache::l2;
 
 template <int kBits, int kGroups, bool kAffine>
 void gemv_stripes(const TableTask& task) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
+  constexpr std::size_t kPart = ceil_div(sizeof(TileTables<kBits>), kBlocks * kLine) * kLine;
   const Weight& w = *task.weight;
   const auto* tables = static_cast<const TileTables<kBits>*>(task.tables);
   const Indices<kBits> indices;
@@ -159,9 +168,13 @@ void gemv_stripes(const TableTask& task) {
   std::size_t slot = 0, left = w.tiles_per_group;
   for (std::size_t tile = 0; tile < w.tiles; tile++) {
     for (std::size_t b = 0; b < blocks; b++) {
-      if (tile + kTilesAhead < w.tiles) {
+      if (tile + kTilesAhead<kBits> < w.tiles) {
         for (const std::uint8_t* from : stripes[b].codes) {
-          fetch(from + (tile + kTilesAhead) * kBytes, kBytes);
+          fetch<kNearest<kBits>>(from + (tile + kTilesAhead<kBits>)*kBytes, kBytes);
+        }
+        if constexpr (kNearest<kBits> == Cache::l1) {
+          // The last part may reach into the tables after, which are read next.
+          fetch<Cache::l1>(reinterpret_cast<const char*>(tables + tile + 1) + b * kPart, kPart);
         }
       }
       const std::uint8_t* later = to_fetch != 0 ? next : nothing;

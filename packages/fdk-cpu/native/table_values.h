@@ -66,10 +66,13 @@ bool takes(const Weight& w) {
 
 constexpr std::size_t kLine = 64;
 
-// Into L2: the tables need the L1.
-FDK_INLINE void fetch(const std::uint8_t* from, std::size_t bytes) {
+// Into L2: the tables need the L1. Or into that.
+enum class Cache { l1, l2 };
+template <Cache kCache = Cache::l2>
+FDK_INLINE void fetch(const void* from, std::size_t bytes) {
+  constexpr auto kHint = kCache == Cache::l1 ? _MM_HINT_T0 : _MM_HINT_T1;
   for (std::size_t i = 0; i < bytes; i += kLine) {
-    _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+    _mm_prefetch(static_cast<const char*>(from) + i, kHint);
   }
 }
 

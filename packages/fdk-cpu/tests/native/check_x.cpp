@@ -81,6 +81,43 @@ void check_outlier_share(Random& random) {
   }
 }
 
+// The limit itself: x is rounded to units of a tile's largest value but where half of the tile, or
+// more, lies below 2^-6 of that. A row has one value that is not zero, where x is next to the limit
+// and a quarter or half of a unit off: only what was rounded is not exact.
+void check_outlier_limit(Random& random) {
+  constexpr std::size_t kHalf = fdk::kTileK / 2;
+  constexpr float kLargest = 1024, kBelow = 15.9375f, kAbove = 16.125f;  // bf16 around 2^-6 of it
+  for (int bits = 1; bits <= 2; bits++) {
+    for (const std::size_t small : {kHalf - 1, kHalf}) {
+      for (const float value : {kBelow, kAbove}) {
+        ZeroColumn w(bits, 1, 0, random, small, fdk::kTileK);
+        const std::size_t first = w.c.k - small;
+        Bytes x(w.c.k * 2), zero(w.c.n * 2), out(w.c.n * 2);
+        for (std::size_t i = 0; i < w.c.k; i++) put(x, i, 0, i < first ? kLargest : value);
+        for (auto& code : w.codes) code = unsigned(bits - 1);
+        for (std::size_t n = 0; n < w.c.n; n++) w.codes[n * w.c.k + first + n] = unsigned(bits);
+        fdk::pack_codes(w.layout, pack_canonical(w.codes, w.c).data(), w.laid_out.data(), 1);
+        for (int isa = 0; isa < fdk::kIsas; isa++) {
+          if (!fdk::supported(fdk::Isa(isa))) continue;
+          const char* name = fdk::name_of(fdk::Isa(isa));
+          fdk::set_isa(name);
+          fdk::linear(w.packed(), Activation::bf16, x.data(), 1, zero.data(), out.data(), 1);
+          const bool rounds = fdk::kernels_for(fdk::Isa(isa), Activation::bf16).tables != nullptr;
+          const bool refused = small >= kHalf && value < kLargest * 0x1p-6f;
+          for (std::size_t n = 0; n < w.c.n; n++) {
+            const double exact = w.value(n * w.c.k + first + n) * double(value);
+            if ((get(out, n, 0) == exact) != (refused || !rounds)) {
+              fail(w.c.text() + " " + name + ": " + std::to_string(small) + " values of " +
+                   std::to_string(value) + " beside " + std::to_string(kLargest) + " are " +
+                   (refused ? "rounded" : "not rounded") + " to units");
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 namespace {
 
 // One row of x and a weight of scales of 1, over which x has a value that is not like the others.

@@ -108,6 +108,7 @@ inline void expect_near(const Case& c, const char* isa, const char* what, const 
 // Values of x that kernels have to take care with (check_x.cpp).
 void check_outliers(Random& random);
 void check_outlier_share(Random& random);
+void check_outlier_limit(Random& random);
 void check_extreme_x(Random& random);
 // The pool, the plain products, sizes and conversions (check_pieces.cpp).
 void check_thread_counts(Random& random);

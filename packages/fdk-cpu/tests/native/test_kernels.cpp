@@ -220,6 +220,7 @@ int main(int argc, char** argv) {
   check_thread_counts(random);
   check_outliers(random);
   check_outlier_share(random);
+  check_outlier_limit(random);
   check_extreme_x(random);
   check_plain_gemm(random);
   int cases = 0;

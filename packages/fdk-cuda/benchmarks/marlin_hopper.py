@@ -23,6 +23,7 @@ from marlin import COLD_BYTES, SHAPES, Weights, dense_runs, graph_times, line_of
 from marlin_rows import heat
 
 PAUSE, REPLAYS = 0.25, 9  # seconds
+OLDER = "†"
 
 
 def time_shape(
@@ -50,28 +51,77 @@ def time_shape(
 
 def table(rows: list[Row]) -> str:
     """A line for each shape, m and chip: microseconds by width, and over cuBLAS."""
-    widths = sorted({row["bits"] for row in rows})
-    heads = ["n x k", "m", "chip", "cuBLAS", *(f"{b} bit{'s' * (b > 1)}" for b in widths)]
+    widths = widths_of(rows)
+    heads = ["n x k", "m", "chip", "cuBLAS", *map(width_name, widths)]
     lines = [[*heads, "4 bits, no PDL", "goal at 4"], ["---"] * (len(heads) + 2)]
+    latest = latest_commit(rows)
     cases: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault((row["n"], row["k"], row["m"], row["chip"]), {})[row["bits"]] = row
     for (n, k, m, chip), by_bits in cases.items():
         told = by_bits.get(4) or next(iter(by_bits.values()))
         line = [f"{n} x {k}", str(m), chip, f"{told['cublas']:.1f}"]
-        line += [cell(by_bits.get(bits)) for bits in widths]
+        line += [cell(by_bits.get(bits), latest) for bits in widths]
         goal = told["goal"]
         line += [f"{told['plain']:.1f}", "-" if goal is None else f"{goal:.1f}"]
         lines.append(line)
-    return f"{markdown(lines)}\n{counts(rows)}\n{run_of(rows)}\n"
+    parts = markdown(lines), counts(rows), run_of(rows), spans(rows, "goal"), spans(rows, "cublas")
+    return "\n".join(f"{part.strip()}\n" for part in parts)
 
 
-def cell(row: dict[str, Any] | None) -> str:
-    """Microseconds, a star where the case's own goal is met, and the ratio to cuBLAS."""
+def widths_of(rows: list[Row]) -> list[int]:
+    """In bits."""
+    return sorted({row["bits"] for row in rows})
+
+
+def width_name(bits: int) -> str:
+    """For a heading."""
+    return f"{bits} bit{'s' * (bits > 1)}"
+
+
+def spans(rows: list[Row], over: str) -> str:
+    """The least and the most of times over goals or cuBLAS, by chip and m, and how many are over.
+
+    Rows without that are left out.
+    """
+    widths = widths_of(rows)
+    name = {"goal": "time over goal", "cublas": "time over cuBLAS"}[over]
+    heads = [name, "m", *map(width_name, widths)]
+    lines = [heads, ["---"] * len(heads)]
+    told = [row for row in rows if row[over] is not None]
+    for chip, m in sorted({(row["chip"], row["m"]) for row in told}):
+        line = [chip, str(m)]
+        for bits in widths:
+            ratios = [
+                row["pdl"] / row[over]
+                for row in told
+                if (row["chip"], row["m"], row["bits"]) == (chip, m, bits)
+            ]
+            line.append(span(ratios))
+        lines.append(line)
+    return markdown(lines)
+
+
+def span(ratios: list[float]) -> str:
+    """Of times over others."""
+    if not ratios:
+        return "-"
+    slower = sum(ratio > 1 for ratio in ratios)
+    return f"{min(ratios):.2f} to {max(ratios):.2f} ({slower} of {len(ratios)})"
+
+
+def latest_commit(rows: list[Row]) -> str:
+    """Of the row that was timed last."""
+    return str(max(rows, key=lambda row: row["started"])["commit"])
+
+
+def cell(row: dict[str, Any] | None, latest: str) -> str:
+    """Microseconds, a star where the case's own goal is met, a dagger where the row is older."""
     if row is None:
         return "-"
     is_met = row["goal"] is not None and row["pdl"] <= row["goal"]
-    return f"{row['pdl']:.1f}{'*' * is_met} ({row['pdl'] / row['cublas']:.2f})"
+    marks = "*" * is_met + OLDER * (row["commit"] != latest)
+    return f"{row['pdl']:.1f}{marks} ({row['pdl'] / row['cublas']:.2f})"
 
 
 def counts(rows: list[Row]) -> str:
@@ -84,10 +134,13 @@ def counts(rows: list[Row]) -> str:
 
 
 def run_of(rows: list[Row]) -> str:
-    """Of which runs: one process for each GPU of a host."""
-    ((device, commit),) = {(row["device"], row["commit"]) for row in rows}
+    """Of which runs: the last one's commit, and those of the rows that are marked as older."""
+    (device,) = {row["device"] for row in rows}
+    latest = latest_commit(rows)
     days = sorted({row["started"][:10] for row in rows})
-    return f"{device}, {', '.join(days)}, commit {commit}; microseconds, in brackets over cuBLAS."
+    told = f"{device}, {', '.join(days)}, commit {latest}; microseconds, in brackets over cuBLAS."
+    older = sorted({row["commit"] for row in rows} - {latest})
+    return "\n".join([told, *(f"{OLDER}: commit {commit}." for commit in older)])
 
 
 def fill(text: str, rows: list[Row]) -> str:

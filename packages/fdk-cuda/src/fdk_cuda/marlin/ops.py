@@ -39,8 +39,8 @@ MIN_HOPPER_ROWS, MIN_COMPUTED_WEIGHTS, MIN_LOOKED_UP_WEIGHTS = 9, 7 << 23, 1 << 
 # And of the gradient, on Hopper. 8192 x 8192 with 2048 rows, at 1, 2, 3 and 4 bits and affine ones
 # of 8: 357, 388, 406, 402 and 426 us against 389, 404, 411, 414 and 436; with 4096 rows, 2 and 3
 # bits: 854 and 829 against 827 and 793. Codebooks of 256 values have a lower limit: with 1024 rows
-# 223 against 244, with 1536 343 against 344 and slower at two shapes of five, with 2048 424 against
-# 411.
+# 223 against 244, with 1536 343 against 344 and slower at three shapes of five, with 2048 424
+# against 411.
 MAX_BACKWARD_ROWS, MAX_SLOW_BACKWARD_ROWS = 2048, 1024
 
 

@@ -53,8 +53,7 @@ static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
 constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS < 4 && STAGES > 3 && SCALES_LAST;
 // The same with stages of one block, one block ahead; without a table its codes are only loaded.
 // H200, 8192 x 8192, 256 rows: 3 bits 53.4 us -> 51.9, 4 bits 53.4 -> 51.7; 8 bits, 1024 rows:
-// 209.6
-// -> 199.1.
+// 209.6 -> 199.1.
 constexpr bool SHORT_AHEAD = K_BLOCKS == 1 && CONSUMERS == 2 && STAGES > 3;
 constexpr int OWN_BLOCKS = K_BLOCKS / K_GROUPS;  // of a stage, that a group takes
 constexpr int TILE_ROW_BLOCKS = TILE_ROWS / BLOCK_ROWS;

@@ -35,8 +35,9 @@ INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 # docs/kernels/hopper.md), with more weight on the fast ones. In 134 cases the plan that comes out
 # first took 0.4 % more than the fastest on average, 10 % at most. Other chips differ by a factor;
 # what counts is the order. (256 columns at 2 bits: 0.705 by the fit, whose plan for 512 rows of
-# 8192 x 8192 took 94.0 us; by this one 92.7. 64 columns at 1 bit and two groups: 0.248, before
-# its bytes took two rotations instead of one after the other; 6144 x 4096: 10.4 -> 10.2 us.)
+# 8192 x 8192 took 94.0 us; by this one 92.7. 64 columns at 1 bit: two groups had 0.248 before its
+# bytes took two rotations side by side, 6144 x 4096 10.4 -> 10.2 us; then 0.238, and pairs 0.239,
+# whose plan for 64 rows of 21504 x 6144 took 37.7 us; by these 36.7.)
 STEP_COST = {
     (32, 2, 1): {1: 0.188, 2: 0.173, 3: 0.248, 4: 0.193, 8: 0.313},
     (32, 4, 2): {1: 0.180, 2: 0.185, 3: 0.230, 4: 0.190, 8: 0.319},

@@ -250,6 +250,22 @@ def test_every_hopper_instantiation_spills_nothing(bits):
             check_hopper(variant, shape)
 
 
+@pytest.mark.parametrize("arch", DEVICES)
+def test_short_tiles_of_1_bit_spill_nothing(arch):
+    """Codebooks of bf16, 64 x 64 a warp: 12.0 has no registers for 16 warps that are no pairs."""
+    variant, device = Variant(1, torch.bfloat16, torch.bfloat16, 1, False), DEVICES[arch]
+    shapes = [
+        shape
+        for shape in widest_shapes(variant, device)
+        if (shape.fragments, shape.k_blocks, shape.column_tiles) == (4, 1, 1)
+    ]
+    assert {shape.short_blocks for shape in shapes} == {0, 1}
+    warps = {shape.row_groups: shape.warps for shape in shapes}
+    assert warps == {1: 12 if arch == "sm_120" else 16, 2: 16}
+    for shape in shapes:
+        check_resources(small_m_program(variant, shape), arch, shape)
+
+
 @pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
@@ -413,7 +429,7 @@ def test_long_loops_of_digits_have_enough_under_way():
 
 @pytest.mark.parametrize(("bits", "n", "k"), TIMED_PLANS, ids=lambda value: str(value))
 def test_timed_plans(bits, n, k):
-    """They go before those that cost least, for one row of codebooks on an H200 alone."""
+    """They go before those that cost least, for one row of codebooks on 132 processors."""
     geometry = Geometry(bits, n, k, 64, torch.bfloat16, False)
     h200 = DEVICES["sm_90a"]
     for dtype in (torch.bfloat16, torch.float16):

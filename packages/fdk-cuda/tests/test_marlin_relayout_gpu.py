@@ -31,8 +31,10 @@ def poisoned():
     """What ``new_empty`` takes is filled: 255 in bytes, NaN in floats."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def stored(bits, n, k, group_size, dtype, has_zero_point, *, device="cuda", seed=0):
@@ -120,5 +122,5 @@ def test_memory():
 
 @pytest.mark.parametrize(("bits", "k"), list(itertools.product(SUPPORTED_BITS, (4096, 4104))))
 def test_many_rows(bits, k):
-    """Indices past 2^31 bits, and a last tile that is not full."""
+    """Thousands of blocks of threads, and a last tile that is not full."""
     check(*stored(bits, 8200, k, k, torch.bfloat16, False))

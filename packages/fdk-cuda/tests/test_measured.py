@@ -38,7 +38,7 @@ def test_scores_by_hand():
 
 @pytest.mark.parametrize(
     ("n", "k", "nearest"),
-    [(4096, 4096, 0), (1, 64, 0), (6144, 4096, 0), (11008, 8192, 1), (17000, 9000, 2)],
+    [(4096, 4096, 0), (1, 64, 0), (0, 64, 0), (6144, 4096, 0), (11008, 8192, 1), (17000, 9000, 2)],
 )
 def test_the_nearest_shape_speaks(n, k, nearest):
     assert measured_case(problem(n=n, k=k)) is CASES[nearest]

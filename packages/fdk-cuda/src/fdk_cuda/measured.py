@@ -56,8 +56,8 @@ class Case:
         return dict(sorted(means.items(), key=lambda entry: entry[1]))
 
     def distance(self, n: int, k: int) -> float:
-        """From another shape, in doublings."""
-        return math.hypot(math.log2(n / self.n), math.log2(k / self.k))
+        """From another shape, in doublings; an empty one counts as one row."""
+        return math.hypot(math.log2(max(n, 1) / self.n), math.log2(k / self.k))
 
 
 def measured_case(problem: Problem) -> Case | None:

@@ -67,8 +67,9 @@ LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
 LITTLE_IN_FLIGHT_FACTOR = 1.15
 
 # One row, codebooks, H200: timed in decoding steps (docs/benchmarks.md), where the kernels before
-# and after overlap with the product; `cost` puts other plans first. By bits, rows and columns:
-# fragments, blocks of columns, groups of rows and warps of the shape, and the split.
+# and after overlap with the product; `cost` puts other plans first. Any Hopper of as many
+# processors takes them, as an H100 SXM. By bits, rows and columns: fragments, blocks of columns,
+# groups of rows and warps of the shape, and the split.
 TIMED_PROCESSORS = 132
 TIMED_PLANS = {
     (1, 28672, 4096): (8, 4, 1, 8, 1),
@@ -281,6 +282,11 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     if shape.stage_blocks == 4:
         fits = bits in (2, 3, 8) or (bits == 1 and variant.dtype == torch.bfloat16)
         return 8 if variant.per_row == 2 else 16 if fits and not tight else 12
+    # Codebooks of bf16, 64 x 64 a warp: in short tiles 12.0, and it alone, would spill 4 bytes.
+    if bits == 1 and variant.dtype == torch.bfloat16 and not variant.affine:
+        is_lone = shape.fragments == 4 and shape.row_groups == 1
+        if is_lone and device.has_clusters and not device.is_hopper:
+            return 12
     if bits == 8:
         return 12 if heavy else 16
     return 12 if variant.per_row == 2 and bits <= 2 else 16

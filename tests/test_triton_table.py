@@ -58,7 +58,7 @@ def test_a_table_by_hand(script):
         "- m = 256 within 1.1 of cuBLAS: 1 of 1, the largest 1.10.",
         "- dy @ W_hat within 1.2 of the product: 1 of 2, the largest 1.50.",
     ]
-    assert text[-1].startswith(
+    assert text[-2].startswith(
         "One run, NVIDIA H200, 2026-11-22, torch 2.11.0, triton 3.6.0, commit 1234"
     )
 

@@ -87,7 +87,7 @@ def run_of(rows: list[Row]) -> str:
     (told,) = {(row["device"], row["started"][:10], row["commit"], row["command"]) for row in rows}
     device, day, commit, command = told
     versions = f"torch {rows[0]['versions']['torch']}, triton {rows[0]['triton']}"
-    return f"One run, {device}, {day}, {versions}, commit {commit}: `{command}`."
+    return f"One run, {device}, {day}, {versions}, commit {commit}:\n`{command}`."
 
 
 def fill(text: str, rows: list[Row]) -> str:

@@ -256,7 +256,7 @@ def test_add_warps(tiles: int, warps: int, table: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "m_tiles", "warps"), [(8, 1, 8), (8, 1, 4), (8, 2, 4), (4, 4, 2)]
+    ("count", "m_tiles", "warps"), [(8, 1, 8), (8, 1, 4), (8, 2, 4), (8, 4, 8), (4, 4, 2)]
 )
 def test_add_shares(count: int, m_tiles: int, warps: int) -> None:
     """Phase by phase: all warps store, then each adds up its positions, in the order of warps."""

@@ -49,7 +49,11 @@ TENSORS = {
 # One width of each way to decode.
 BITS = (1, 3, 4, 8)
 
-
+# Affine kernels that are known to spill, by bits and m: bytes that a thread stores, at most.
+# 1 bit: 100 with Triton 3.6, 80 with 3.7.1; one tile of rows has none, but at 2 bits took 33.1 us
+# for 19.0. 3 bits: none with 3.6; with 3.7.1 one register, stored before the loop. Without the
+# limit of registers it takes 25.0 us for 15.2.
+SPILLS = {(1, 16): 100, (3, 1): 4}
 LARGE = (4096, 4096, 64)
 
 
@@ -98,6 +102,11 @@ def stack_bytes(compiled: object, target: int) -> int:
     return int(re.search(r"(\d+) bytes stack frame", assembled(compiled, target))[1])
 
 
+def spilled_bytes(compiled: object) -> int:
+    """Stored by a thread to its stack, as machine code, for want of registers."""
+    return int(re.search(r"(\d+) bytes spill stores", assembled(compiled, 90))[1])
+
+
 def registers_of(compiled: object) -> int:
     """Registers of a thread, as a processor of compute capability 9.0 hands them out."""
     return -(-int(re.search(r"Used (\d+) registers", assembled(compiled, 90))[1]) // 8) * 8
@@ -134,11 +143,13 @@ def test_small_otherwise(bits: int, affine: bool, target: int) -> None:
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize("bits", range(1, 8))
 def test_small_affine(bits: int, m: int) -> None:
-    """No stack, or little of it, and programs that run all at once."""
+    """No spills but the known ones, and programs that run all at once."""
     config = small_config(8192, m, bits, GPUS[9, 0], affine=True)
     compiled = compile_small(bits, True, 8192, m, 90, 8192)
-    # 3 bits: 0 with Triton 3.6, 8 with 3.7.1.
-    assert stack_bytes(compiled, 90) <= {(1, 16): 200, (3, 1): 8}.get((bits, m), 0)
+    if (bits, m) in SPILLS:
+        assert spilled_bytes(compiled) <= SPILLS[bits, m]
+    else:
+        assert stack_bytes(compiled, 90) == 0
     if m == 1 and bits in (1, 3, 4):
         programs = -(-8192 // (16 * config.n_tiles))
         fitting = 65536 // (32 * config.warps * registers_of(compiled))
@@ -273,17 +284,31 @@ def test_transposed(bits: int, target: int) -> None:
     assert stack_bytes(compiled, target) == 0
 
 
+@pytest.mark.parametrize("m", [1, 16, 64])
 @pytest.mark.parametrize("affine", [False, True], ids=["codebook", "affine"])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_transposition_is_in_its_layout(bits: int, affine: bool) -> None:
+def test_transposition_is_in_its_layout(bits: int, affine: bool, m: int) -> None:
     """Codes are transposed where a lane holds four neighbours: elsewhere it would be wrong.
 
-    A table, sums of warps and Triton's own memory are no more than a program gets unasked.
+    So are sums of warps, where each warp holds its own. A table, these sums and Triton's own memory
+    are no more than a program gets unasked.
     """
-    compiled = compile_transposed(bits, affine, (1, 16, 64)[(bits + 2 * affine) % 3], 90)
+    compiled = compile_transposed(bits, affine, m, 90)
     assert is_in_layout(compiled.asm["ttgir"])
+    assert_shares_by_warp(compiled)
     assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
     assert stack_bytes(compiled, 90) == 0
+
+
+def assert_shares_by_warp(compiled: object) -> None:
+    """``add_shares`` adds what differs in the first dimension, one of its elements a warp."""
+    text = compiled.asm["ttgir"]
+    uses = re.findall(r"st\.shared\.v4\.f32.*-> (tensor<.*>)", text)
+    names = {name for use in uses for name in re.findall(r"x\w+, (#\w+)>", use)}
+    assert len(names) == 1, names
+    layout = re.search(rf"^{names.pop()} = (.*)", text, re.MULTILINE)[1]
+    assert layout.startswith("#ttg.nvidia_mma<{versionMajor = 2"), layout
+    assert f"warpsPerCTA = [{compiled.metadata.num_warps}, 1, 1]" in layout, layout
 
 
 def compile_transposed(bits: int, affine: bool, m: int, target: int) -> object:

@@ -96,6 +96,12 @@ def test_gradient_config_of_few_rows() -> None:
         assert isinstance(config, TransposedConfig)
 
 
+def test_gradient_config_of_affine_7_bits() -> None:
+    """Above 32 rows dequantising is quicker."""
+    assert gradient_config(Arrangement(8192, 8192, 7, 64), 64, H200, affine=True) is None
+    assert gradient_config(Arrangement(8192, 8192, 7, 64), 64, H200) is not None
+
+
 @pytest.mark.parametrize(
     ("bits", "m", "affine", "warps", "split_n"),
     [
@@ -106,11 +112,13 @@ def test_gradient_config_of_few_rows() -> None:
         (4, 16, True, 4, 4),
         (7, 16, False, 4, 16),
         (6, 64, False, 4, 2),
+        (7, 32, True, 8, 2),
+        (5, 64, True, 4, 2),
     ],
 )
 def test_transposed_config(bits: int, m: int, affine: bool, warps: int, split_n: int) -> None:
     """As many programs as the machine holds; of 6 bits to 64 rows too."""
     config = gradient_config(Arrangement(8192, 8192, bits, 64), m, H200, affine=affine)
     assert isinstance(config, TransposedConfig)
-    assert (config.warps, config.split_n, config.table) == (warps, split_n, bits != 2)
+    assert (config.warps, config.split_n, config.table) == (warps, split_n, bits not in (2, 5))
     assert POSITIONS[bits] % config.warps == 0

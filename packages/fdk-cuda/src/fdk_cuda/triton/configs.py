@@ -333,6 +333,9 @@ def transposed_config(
         config = replace(config, warps=4)
     if m <= 16 and (bits == 8 or (affine and bits <= 4 and bits != 3)):
         config = replace(config, ahead=1)
+    if m > 16 and affine and bits == 7:
+        # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1).
+        config = replace(config, warps=8)
     parts = -(-POSITIONS[bits] // config.positions)
     programs = k_tiles * parts * -(-m // (8 * config.m_tiles))
     # So many warps to a processor. H200, 8192 x 8192, m = 16, of twice as many: 3 bits 32.6 us ->
@@ -349,14 +352,16 @@ def transposed_config(
     return replace(config, split_n=split_n)
 
 
-def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu) -> bool:
+def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu, *, affine: bool = False) -> bool:
     """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
     # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
     # against 84 and 25 against 20. What is smaller was not timed.
     if n * k < 1 << 22:
         return False
     limit = gpu.limits.transposed_m
-    return m <= (limit if n * k >= 1 << 26 else limit // 2)
+    # Affine 7 bits, 8192 x 8192, m = 64, 103 us; dequantised, by what it takes with 256 rows, 92.
+    is_quick = n * k >= 1 << 26 and not (affine and bits == 7)
+    return m <= (limit if is_quick else limit // 2)
 
 
 def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:

@@ -147,7 +147,10 @@ def add_constraints(count: int) -> str:
 
 @triton.constexpr_function
 def shares_bytes(warps: int) -> int:
-    """Of the sums that go through shared memory at once: 16 bytes a thread for each warp, twice."""
+    """Of the sums that go through shared memory at once.
+
+    Of every thread 16 bytes for each warp, and with few warps twice.
+    """
     return 512 * warps * warps * (2 if warps <= 4 else 1)
 
 

@@ -22,7 +22,8 @@ def attend(heads, kv_heads, head_dim, batch, length, position, parts, *config):
 
 
 def short(heads, kv_heads, head_dim, batch, length, position):
-    """A step, all of the cache at once."""
+    """A step, all of the cache at once, which is float32 here alone."""
+    short_attention_kernel.is_short = lambda cache: True
     calls = []
     whole = short_attention_kernel.attend_short
     short_attention_kernel.attend_short = lambda *of: calls.append(of) or whole(*of)

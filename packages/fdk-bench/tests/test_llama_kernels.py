@@ -81,13 +81,20 @@ def test_config_and_parts():
 
 
 @pytest.mark.parametrize(
-    ("batch", "kv_heads", "length", "short"),
-    [(1, 8, 192, True), (4, 8, 256, True), (5, 8, 192, False), (1, 8, 257, False)],
+    ("batch", "kv_heads", "length", "dtype", "short"),
+    [
+        (1, 8, 192, torch.bfloat16, True),
+        (4, 8, 256, torch.float16, True),
+        (5, 8, 192, torch.bfloat16, False),
+        (1, 8, 257, torch.bfloat16, False),
+        (1, 8, 256, torch.float32, False),  # too much for the shared memory
+    ],
 )
-def test_short_caches(batch, kv_heads, length, short):
+def test_short_caches(batch, kv_heads, length, dtype, short):
     from fdk_bench.short_attention_kernel import is_short
 
-    assert is_short(torch.empty(2, batch, kv_heads, length, 128, device="meta")) == short
+    cache = torch.empty(2, batch, kv_heads, length, 128, device="meta", dtype=dtype)
+    assert is_short(cache) == short
 
 
 def llama_on_gpu(size, dtype, *, crowded=True):

@@ -85,7 +85,9 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
 def is_short(cache: Tensor) -> bool:
     """Whether ``attend_short`` is for a cache ``[2, b, kv_heads, length, head_dim]``."""
     _, b, kv_heads, length, _ = cache.shape
-    return b * kv_heads <= MOST_PROGRAMS and length <= BLOCK * MOST_BLOCKS
+    # 256 entries of 128 channels take 68 KiB of shared memory, of float32 264: an H200 has 227.
+    fits = length <= BLOCK * MOST_BLOCKS and cache.itemsize == 2
+    return fits and b * kv_heads <= MOST_PROGRAMS
 
 
 def attend_short(qkv: Tensor, turns: Tensor, position: Tensor, cache: Tensor) -> Tensor:

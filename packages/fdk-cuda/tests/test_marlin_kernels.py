@@ -184,14 +184,14 @@ def test_what_is_looked_up(bits, affine, scale, columns, wanted):
 
 
 def test_stages_are_shorter_where_long_ones_do_not_fit():
-    """Three stages of 128 columns do not, at 8 bits with a table and four groups."""
+    """Three stages of 128 columns do not, at 8 bits with a table, 128 rows of x, three groups."""
     geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False)
     k_blocks = {
         (shape.columns, shape.consumers, shape.k_groups): shape.k_blocks
         for shape in hopper_shapes(geometry, DEVICES["sm_90a"])
     }
-    assert k_blocks[64, 4, 1] == 1
-    assert k_blocks[64, 2, 1] == 2
+    assert k_blocks[128, 3, 1] == 1
+    assert k_blocks[128, 2, 1] == 2
     # Groups that share rows take a block each.
     assert k_blocks[64, 4, 2] == 2
 

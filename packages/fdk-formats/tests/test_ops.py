@@ -51,6 +51,17 @@ def test_direct(through_torch: list[Tensor]) -> None:
         call(X[:, :2])
 
 
+@pytest.mark.parametrize("shape", [(3,), (0, 3), (2, 3), (2, 0, 3), (2, 2, 3)])
+def test_without_outputs(shape: tuple[int, ...]) -> None:
+    """n = 0: nothing of the right shape, and a gradient of zeros."""
+    x, bias = torch.ones(shape, requires_grad=True), torch.ones(0, requires_grad=True)
+    y = plain_linear(x, WEIGHT[:0], bias, 0, 3)
+    assert y.shape == (*shape[:-1], 0)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(shape))
+    assert bias.grad.shape == (0,)
+
+
 def test_gradient(through_torch: list[Tensor]) -> None:
     bias = torch.zeros(2, requires_grad=True)
     call(bias=bias).sum().backward()

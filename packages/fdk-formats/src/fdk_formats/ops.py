@@ -1,5 +1,6 @@
 """The convention of fdk's torch ops: one functional op per packed layout, and its gradient."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -141,7 +142,7 @@ def define_linear_op(
         plain = x.ndim == 2 and x.is_contiguous() and x.shape[0] > 0
         if plain and not torch.is_autocast_enabled(x.device.type):
             return forward(x, *args)
-        rows = x.reshape(-1, k).contiguous()
+        rows = _rows(x).contiguous()
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], n))
         with _no_autocast(x.device.type):
@@ -163,7 +164,7 @@ def define_linear_op(
             dx = grad_op(grad_y, *_kept_layout(ctx), ctx.n, ctx.k)
         if ctx.needs_input_grad[-3]:
             wide = torch.promote_types(grad_y.dtype, torch.float32)
-            dbias = grad_y.reshape(-1, ctx.n).sum(0, dtype=wide).to(ctx.bias_dtype)
+            dbias = _rows(grad_y).sum(0, dtype=wide).to(ctx.bias_dtype)
         return dx, *[None] * layout_args, dbias, None, None
 
     for key in dispatch_keys:
@@ -192,7 +193,7 @@ def _define_gradient(
         *_, n, k = args
         if grad_y.ndim < 1 or grad_y.shape[-1] != n:
             raise ValueError(f"{name}: grad_y must be [..., {n}], got {list(grad_y.shape)}")
-        rows = grad_y.reshape(-1, n).contiguous()
+        rows = _rows(grad_y).contiguous()
         if rows.shape[0] == 0:
             return grad_y.new_empty((*grad_y.shape[:-1], k))
         with _no_autocast(grad_y.device.type):
@@ -213,6 +214,11 @@ def _define_gradient(
         library.impl(f"{name}_grad_x", run, key)
     torch.library.register_fake(qualified, fake, lib=library)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """``[..., n]`` as ``[m, n]``. (reshape(-1, n) does not know m where n is 0.)"""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _no_autocast(device: str) -> AbstractContextManager[object]:

@@ -169,7 +169,7 @@ def _computed_format(q: QuantisedTensor) -> Format:
     grid = named_codebook(q.format, q.shape[1]).tensor(q.device)
     assert q.codebook is not None
     computes = torch.equal(q.codebook, grid)
-    if computes and q.format.scale_rule != "signmax":
+    if computes and q.format.scale_rule != "signmax" and q.packed.numel() > 0:
         computes = int(q.packed.max()) < 255
     return q.format if computes else replace(q.format, codebook="custom")
 

@@ -191,7 +191,8 @@ def unpack_layout(geometry: Geometry, laid_out: Tensor) -> tuple[Tensor, Tensor,
     g = geometry
     packed, kinds = [], []
     step = _rows_per_chunk(g)
-    for start in range(0, g.rows, step):
+    # Once at least: nothing of a weight without rows has shapes, too.
+    for start in range(0, max(g.rows, 1), step):
         blocks = laid_out[start // BLOCK_ROWS : (start + step) // BLOCK_ROWS]
         filled = max(0, min(start + step, g.n) - start)
         codes = _bytes_to_codes(g, blocks[..., : g.code_bytes])

@@ -56,6 +56,8 @@ def marlin_linear(
 ) -> Tensor:
     """``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
     _check_dtype("marlin_linear", "x", x, codebook)
+    if n == 0:
+        return x.new_empty((x.shape[0], 0))
     kernel = kernel_for(
         x.shape[0],
         is_hopper=device_limits(x.device.index).is_hopper,
@@ -163,6 +165,8 @@ def marlin_grad_x(
 ) -> Tensor:
     """``dy @ W_hat``, ``[m, k, dtype]``."""
     _check_dtype("the gradient of marlin_linear", "grad_y", grad_y, codebook)
+    if n == 0:
+        return grad_y.new_zeros((grad_y.shape[0], k))
     limits = device_limits(grad_y.device.index)
     if limits.is_hopper and grad_y.shape[0] <= max_backward_rows(format):
         return hopper_grad_x(grad_y, packed, codebook, format, n, k)
@@ -188,6 +192,8 @@ def hopper_grad_x(
 def dequantise(packed: Tensor, codebook: Tensor, format: str, n: int, k: int) -> Tensor:
     """``W_hat :: [n, k]`` in the codebook's dtype, from a weight in the Marlin layout."""
     out = codebook.new_empty((n, k))
+    if n == 0:
+        return out
     launch, fields = dequantise_launch_for(format, codebook.dtype, n, k, packed.device.index)
     launch(packed.data_ptr(), codebook.data_ptr(), out.data_ptr(), *fields)
     return out

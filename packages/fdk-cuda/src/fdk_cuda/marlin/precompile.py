@@ -79,9 +79,14 @@ def precompile(
 def _as_kernels_are_told(
     layers: Iterable[tuple[Format | str, int, int]],
 ) -> Iterator[tuple[Format, int, int]]:
-    """Layers by what their layouts may come to be: of a grid, the codes decide (``backend.py``)."""
+    """Layers by what their layouts may come to be: of a grid, the codes decide (``backend.py``).
+
+    Those without outputs take no kernel.
+    """
     for name, n, k in layers:
         format = Format.parse(name)
+        if n == 0:
+            continue
         yield format, n, k
         if has_grid(format):
             yield replace(format, codebook="custom"), n, k

@@ -52,7 +52,7 @@ class ReadyCalls(ready.ReadyCalls):
             n: outputs.
         """
         k = x.shape[-1]
-        if not x.is_cuda or k != columns:
+        if not x.is_cuda or k != columns or n == 0:
             return
         if 0 < x.numel() <= few_rows(format, n, k, x.get_device()) * k:
             self.put(x, lambda: ReadyCall(format, x, n))

@@ -1,0 +1,86 @@
+"""Weights without rows, n = 0: nothing of the right shape, as the other backends give."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT, precompile
+from fdk_cuda.marlin.backend import MarlinLayout
+from fdk_cuda.marlin.ops import dequantise, marlin_grad_x, marlin_linear
+from fdk_formats.format import Format
+from fdk_formats.linear import QuantisedLinear
+from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.testing import random_quantised
+
+FORMATS = ("custom1-g64", "custom3-g32", "int8-g64", "affine2-g128", "affine8-row-zint")
+K = 384
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def empty(format: str, device: str) -> QuantisedTensor:
+    q = random_quantised(Format.parse(format), 1, K).to(device)
+    by_row = {name: t[:0] for name, t in q.tensors().items() if name != "codebook"}
+    return replace(q, shape=(0, K), **by_row)
+
+
+def empty_layout(format: str, device: str) -> MarlinLayout:
+    q = empty(format, device)
+    layout = (MARLIN if q.format.is_affine else MARLIN_LUT).pack(q, dtype=torch.bfloat16)
+    assert isinstance(layout, MarlinLayout)
+    return layout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_and_back(format: str, device: str) -> None:
+    q, layout = empty(format, device), empty_layout(format, device)
+    assert layout.packed.shape[:2] == (0, K // 64)
+    unpacked = layout.unpack()
+    assert (unpacked.format, unpacked.shape) == (q.format, (0, K))
+    for name, tensor in q.tensors().items():
+        found = unpacked.tensors()[name]
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("m", [1, 16, 17, 3000])
+@pytest.mark.parametrize("format", FORMATS)
+def test_kernels_of_the_op(format: str, m: int, device: str) -> None:
+    """No plan is asked for, and nothing is launched: there is none of no blocks."""
+    layout = empty_layout(format, device)
+    weight = layout.packed, layout.codebook, format
+    x = torch.randn(m, K, device=device, dtype=torch.bfloat16)
+    for invariant in (False, True):
+        y = marlin_linear(x, *weight, invariant, x.new_empty(0), 0, K)
+        assert (y.shape, y.dtype, y.device) == ((m, 0), x.dtype, x.device)
+        dx = marlin_grad_x(y, *weight, invariant, 0, K)
+        assert torch.equal(dx, torch.zeros_like(x))
+    assert dequantise(*weight, 0, K).shape == (0, K)
+    with pytest.raises(TypeError, match="x must be"):
+        marlin_linear(x.half(), *weight, False, None, 0, K)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "marlin", "marlin-lut", "triton"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers(format: str, backend: str) -> None:
+    """Twice each shape: the second call would be one made ready."""
+    q = empty(format, "cuda")
+    if backend.startswith("marlin") and q.format.is_affine != (backend == "marlin"):
+        return
+    bias = torch.nn.Parameter(torch.empty(0, device="cuda", dtype=torch.bfloat16))
+    layer = QuantisedLinear.from_quantised(q, bias=bias, backend=backend, dtype=torch.bfloat16)
+    for shape in ((K,), (0, K), (1, K), (2, 3, K), (64, K)):
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2):
+            with torch.no_grad():
+                assert layer(x).shape == (*shape[:-1], 0)
+        leaf = x.requires_grad_()
+        layer(leaf).sum().backward()
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.gpu
+def test_precompile() -> None:
+    assert precompile([(format, 0, K) for format in FORMATS], gradient=True) == 0

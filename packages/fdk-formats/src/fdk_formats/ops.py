@@ -99,7 +99,7 @@ def define_linear_op(
         name: of the op, ``lut_linear``.
         layout: the layout's arguments as schema text, tensors first: ``"Tensor packed, Tensor
             scale, int bits"``. The first is a tensor on the layout's device.
-        forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``, with m > 0, x and bias
+        forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``, with m > 0, n > 0, x and bias
             contiguous.
         grad_x: ``(grad_y :: [m, n], *layout, n, k) -> [m, k]``, likewise. Or another op, whose
             gradient this one has too (straight through what it rounds) and whose layout arguments
@@ -139,11 +139,11 @@ def define_linear_op(
         if bias is not None and not bias.is_contiguous():
             args = *args[:-3], bias.contiguous(), n, k
         # The common case first: what follows takes 3 us.
-        plain = x.ndim == 2 and x.is_contiguous() and x.shape[0] > 0
+        plain = x.ndim == 2 and x.is_contiguous() and x.shape[0] > 0 and n > 0
         if plain and not torch.is_autocast_enabled(x.device.type):
             return forward(x, *args)
         rows = _rows(x).contiguous()
-        if rows.shape[0] == 0:
+        if rows.shape[0] == 0 or n == 0:
             return x.new_empty((*x.shape[:-1], n))
         with _no_autocast(x.device.type):
             return forward(rows, *args).view(*x.shape[:-1], n)
@@ -194,8 +194,8 @@ def _define_gradient(
         if grad_y.ndim < 1 or grad_y.shape[-1] != n:
             raise ValueError(f"{name}: grad_y must be [..., {n}], got {list(grad_y.shape)}")
         rows = _rows(grad_y).contiguous()
-        if rows.shape[0] == 0:
-            return grad_y.new_empty((*grad_y.shape[:-1], k))
+        if rows.shape[0] == 0 or n == 0:
+            return grad_y.new_zeros((*grad_y.shape[:-1], k))
         with _no_autocast(grad_y.device.type):
             return grad_x(rows, *args).view(*grad_y.shape[:-1], k)
 

@@ -56,8 +56,6 @@ def marlin_linear(
 ) -> Tensor:
     """``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
     _check_dtype("marlin_linear", "x", x, codebook)
-    if n == 0:
-        return x.new_empty((x.shape[0], 0))
     kernel = kernel_for(
         x.shape[0],
         is_hopper=device_limits(x.device.index).is_hopper,
@@ -165,8 +163,6 @@ def marlin_grad_x(
 ) -> Tensor:
     """``dy @ W_hat``, ``[m, k, dtype]``."""
     _check_dtype("the gradient of marlin_linear", "grad_y", grad_y, codebook)
-    if n == 0:
-        return grad_y.new_zeros((grad_y.shape[0], k))
     limits = device_limits(grad_y.device.index)
     if limits.is_hopper and grad_y.shape[0] <= max_backward_rows(format):
         return hopper_grad_x(grad_y, packed, codebook, format, n, k)

@@ -20,10 +20,15 @@ struct Params {
   uint32 nibbles;
 };
 
-// What decode leaves of a 1-bit odd fragment is base or base + 1: back to the codebook.
-__device__ __forceinline__ uint32 restored_pair(uint32 pair, uint32 base, uint32 c0, uint32 c1) {
-  const uint32 differs = pair ^ base;
-  return (differs & 0xFFFFu ? c1 : c0) | (differs >> 16 ? c1 : c0) << 16;
+// 1 bit: the bits of a pair, each spread over its half. They are brought to the top of two bytes
+// (layout.py: _bit_positions; eight words for a fragment's sixteen pairs), whose signs a permutation
+// repeats.
+__device__ __forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, int i) {
+  if (fragment % 2 == 0)
+    return byte_permute(word << (7 - 2 * i), word << (6 - 2 * i), 0xCC88 + 0x1111 * s);
+  const int first = 3 + s + 4 * i, turn = (first + 1) % 8, byte = (first - turn + 32) / 8 % 4;
+  const uint32 turned = rotate_right(word, turn);
+  return byte_permute(turned, turned, 0x8888 + 0x1111 * byte + (byte < 2 ? 0x2200 : -0x2200));
 }
 
 __device__ __forceinline__ uint32 scaled_pair(uint32 pair, float scale, float zero_point) {
@@ -58,16 +63,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_co
   Stored next;
   if (index < p.blocks) next.load(p.packed, index, g, t);
   const Codebook codebook(p.codebook, lane);
-  build_table<THREADS>(table, codebook, threadIdx.x);
   DecodeConstants constants;
-  constants.lane_part = table_lane_part(lane);
-  constants.nibbles = p.nibbles;
-#pragma unroll
-  for (int s = 0; s < STEPS; s++) constants.base[s] = p.base[s];
-  constants.values[0] = codebook.words[0];
-  constants.values[1] = codebook.words[1];
-  const uint32 c0 = codebook.words[0] & 0xFFFFu, c1 = codebook.words[0] >> 16;  // 1 bit
-  __syncthreads();
+  if constexpr (BITS > 1) {
+    build_table<THREADS>(table, codebook, threadIdx.x);
+    constants.lane_part = table_lane_part(lane);
+    constants.nibbles = p.nibbles;
+    constants.values[0] = codebook.words[0];
+    constants.values[1] = codebook.words[1];
+    __syncthreads();
+  }
   wait_previous_kernel();  // weights and codebook are constants, what is written to is not
 
   const bool whole_pieces = p.k % 8 == 0;
@@ -81,21 +85,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_co
 #pragma unroll
       for (int pair = 0; pair < 2; pair++) {  // of steps: eight columns
         uint32 a[2][REGISTERS];
+        if constexpr (BITS > 1) {
 #pragma unroll
-        for (int s = 0; s < 2; s++)
-          decode(a[s], now.words + f * BITS, f, 2 * pair + s, table, constants);
+          for (int s = 0; s < 2; s++)
+            decode(a[s], now.words + f * BITS, f, 2 * pair + s, table, constants);
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // rows g and g + 8
           const int group = PER_ROW == 2 ? pair : 0;
           const float scale = now.scales.get(0, group, f, half);
           const float zero_point = now.scales.get(KINDS - 1, group, f, half);
           uint32 out[4];
+          if constexpr (BITS == 1) {
+            const uint32 values = scaled_pair(codebook.words[0], scale, zero_point);
+            const uint32 low = byte_permute(values, values, 0x1010);
+            const uint32 differs = low ^ byte_permute(values, values, 0x3232);
 #pragma unroll
-          for (int i = 0; i < 4; i++) {
-            uint32 value = a[i / 2][2 * (i % 2) + half];
-            if (COMPUTES_FRAGMENT && f % 2)
-              value = restored_pair(value, p.base[2 * pair + i / 2], c0, c1);
-            out[i] = scaled_pair(value, scale, zero_point);
+            for (int i = 0; i < 4; i++) {
+              const int s = 2 * pair + i / 2, reg = 2 * (i % 2) + half;
+              out[i] = low ^ (spread_bits(now.words[f], f, s, reg) & differs);
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+              out[i] = scaled_pair(a[i / 2][2 * (i % 2) + half], scale, zero_point);
           }
           const int row = first_row + 16 * f + 8 * half, column = first_column + 32 * pair;
           uint16* target = p.out + static_cast<uint64>(row) * p.k + column;

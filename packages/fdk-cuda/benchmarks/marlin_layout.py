@@ -4,8 +4,11 @@
 
 All but the last in microseconds, in graphs over copies that the L2 does not hold, each in turns
 with a copy that reads and writes as many bytes in all: laying out from canonical bytes, taking back
-and dequantising. `pack_ms` is packing a layer, with its work on the host, by the clock; `torch_ms`
-laying out by torch alone, which is what a GPU without NVRTC does. Answers are checked first.
+and dequantising. The copy reads as the kernel does, from memory, and writes as it does, to the same
+place each time; `_warm_copy` reads the same bytes each time, from the L2 where they fit.
+`dequantise_fill` writes zeros where W_hat goes. `pack_ms` is packing a layer, with its work on the
+host, by the clock; `torch_ms` laying out by torch alone, which is what a GPU without NVRTC does.
+Answers are checked first.
 """
 
 import argparse
@@ -27,7 +30,8 @@ REPEATS, GRAPH_LAUNCHES = 5, 12
 LINE = (
     "{n:6}x{k:<6} {kind:8} b{bits} lay out {lay_out:6.1f} us, {lay_out_share:4.0%} of a copy; "
     "take back {take_back:6.1f}, {take_back_share:4.0%}; dequantise {dequantise:6.1f}, "
-    "{dequantise_share:4.0%}; pack {pack_ms:5.2f} ms; by torch {torch_ms:5.1f}"
+    "{dequantise_share:4.0%}, fill {dequantise_fill:6.1f}; pack {pack_ms:5.2f} ms; by torch "
+    "{torch_ms:5.1f}"
 )
 
 
@@ -43,12 +47,29 @@ def milliseconds(run: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def beside_copy(name: str, run: Run, moved: int) -> dict[str, float]:
-    """Microseconds of a run and of a copy of so many bytes, read and written together."""
-    source, target = (torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
-    source.random_(0, 256)
-    own, copy = graph_times([run, lambda i: target.copy_(source)], GRAPH_LAUNCHES)
-    return {name: own, f"{name}_copy": copy, f"{name}_share": copy / own}
+def beside_copy(name: str, run: Run, launches: int, moved: int, **more: Run) -> dict[str, float]:
+    """Microseconds of a run, of copies of so many bytes, read and written together, and of more.
+
+    Args:
+        name: of the run.
+        run: as ``graph_times`` takes it.
+        launches: in a graph, before which the run's bytes do not come again.
+        moved: bytes that it reads and writes.
+        more: runs beside it, by name.
+    """
+    count = min(launches, COLD_BYTES // (moved // 2) + 2)
+    sources = [torch.empty(moved // 2, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    for source in sources:
+        source.random_(0, 256)
+    target = torch.empty_like(sources[0])
+    runs = {
+        name: run,
+        f"{name}_copy": lambda i: target.copy_(sources[i % count]),
+        f"{name}_warm_copy": lambda i: target.copy_(sources[0]),
+        **more,
+    }
+    times = dict(zip(runs, graph_times(list(runs.values()), launches), strict=True))
+    return times | {f"{name}_share": times[f"{name}_copy"] / times[name]}
 
 
 def time_layout(bits: int, n: int, k: int, *, affine: bool) -> dict[str, object]:
@@ -73,14 +94,20 @@ def time_layout(bits: int, n: int, k: int, *, affine: bool) -> dict[str, object]
     canonical = [q.packed.clone() for _ in range(count)]
     stored = q.packed.nbytes + sum(kind.nbytes for kind in kinds if kind is not None)
     moved = stored + layout.packed.nbytes
+    W_hat = layout.codebook.new_empty((n, k))
+    launches = max(GRAPH_LAUNCHES, count)
     return {
         **{"n": n, "k": k, "bits": bits, "kind": "affine" if affine else "codebook"},
-        **beside_copy("lay_out", lambda i: lay_out(g, canonical[i % count], *kinds), moved),
-        **beside_copy("take_back", lambda i: take_back(g, packed[i % count])[0], moved),
+        **beside_copy(
+            "lay_out", lambda i: lay_out(g, canonical[i % count], *kinds), launches, moved
+        ),
+        **beside_copy("take_back", lambda i: take_back(g, packed[i % count])[0], launches, moved),
         **beside_copy(
             "dequantise",
             lambda i: dequantise(packed[i % count], *weight),
-            layout.packed.nbytes + 2 * n * k,
+            launches,
+            layout.packed.nbytes + W_hat.nbytes,
+            dequantise_fill=lambda i: W_hat.zero_(),
         ),
         "pack_ms": milliseconds(lambda: backend.pack(q, dtype=torch.bfloat16)),
         "torch_ms": milliseconds(lambda: pack_layout(g, q.packed, *kinds)),

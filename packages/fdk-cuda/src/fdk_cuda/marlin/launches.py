@@ -25,6 +25,9 @@ from fdk_formats.format import Format
 SMALL_FIELDS, DEQUANTISE_FIELDS = "5P10i5I", "3P4i5I"
 HOPPER_FIELDS, SUM_FIELDS = "128s5P10i", "3P8i"
 SUM_THREADS, SUM_VALUES = 256, 4
+# dequantise.cu: up to so many blocks of 32 x 64 a processor has two blocks of threads, else one
+# (H200, 16 warps, one and two: 4 bits, 4096 x 4096 11.4 and 11.1 us, 8192 x 8192 46.9 and 49.0).
+SHORT_DEQUANTISE_BLOCKS = 64
 
 
 @cache
@@ -193,16 +196,21 @@ def dequantise_launch_for(
     variant = Variant.of(geometry, dtype)
     limits = device_limits(device)
     blocks, warps = geometry.shape[0] * geometry.shape[1], dequantise_warps(variant)
-    # As few blocks as fill a processor, for each makes a table (H200, 1 bit, with three blocks of 8
-    # warps and with one of 32: 4096 x 4096 12.5 us and 9.8, 8192 x 8192 44.5 and 41.3).
-    per_processor = max(1, min(32 // warps, limits.shared_bytes // (TABLE_BYTES + 1024)))
+    # At 1 bit a warp takes one block and is gone; otherwise there are as few warps as can be, for
+    # each block of threads makes a table. See docs/kernels/marlin.md.
+    grid, shared = -(-blocks // warps), 0
+    if variant.bits > 1:
+        is_short = blocks <= SHORT_DEQUANTISE_BLOCKS * limits.processors
+        fitting = limits.shared_bytes // (TABLE_BYTES + 1024)
+        grid = min(grid, limits.processors * (2 if is_short and fitting >= 2 else 1))
+        shared = TABLE_BYTES
     launch = Launch(
         dequantise_kernel(variant),
         device,
         fields=DEQUANTISE_FIELDS,
-        grid=min(-(-blocks // warps), limits.processors * per_processor),
+        grid=grid,
         threads=32 * warps,
-        shared_bytes=TABLE_BYTES,
+        shared_bytes=shared,
         overlap=limits.has_clusters,
     )
     return launch, (n, k, geometry.columns, blocks, *variant.constants)

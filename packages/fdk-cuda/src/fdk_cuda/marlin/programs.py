@@ -168,10 +168,8 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
 
 
 def dequantise_warps(variant: Variant) -> int:
-    """Of a block: 32 leave 64 registers to a thread, which must hold the words of two blocks."""
-    kinds = 2 if variant.affine else 1
-    words = 2 * variant.bits + kinds * variant.per_row * variant.scale_dtype.itemsize
-    return 32 if words <= 18 else 16
+    """Of a block of dequantise.cu."""
+    return 4 if variant.bits == 1 else 16
 
 
 def dequantise_program(variant: Variant) -> Program:

@@ -4,7 +4,7 @@
 // codebook :: [2^BITS, dtype]
 //
 // A warp takes a block at a time. A lane decodes eight neighbouring values of a row at once, so it
-// stores 16 bytes, and its four neighbours fill a run of 64.
+// stores 16 bytes, and its four neighbours fill a run of 64. At 1 bit there is no table.
 //   WARPS  of a block of threads
 #include "decode.cuh"
 

@@ -46,6 +46,17 @@ def test_a_table_by_hand(script):
         "m <= 16, affine: of 1 goals 1 are met, 0 are within 5 %, 0 are over.",
         "m > 16, affine: of 1 goals 0 are met, 1 are within 5 %, 0 are over.",
     ]
+    classes = [[c.strip() for c in line.split("|")[1:-1]] for line in text if "4 bits, m <" in line]
+    named = "4096 x 8192: 4b m1 1.25"
+    assert classes == [
+        ["4 bits, m <= 4", "codebook", "1.25 to 1.25", "0 of 1", "1", named],
+        ["4 bits, m <= 4", "affine", "1.00 to 1.00", "1 of 1", "0", "-"],
+    ]
+    near = "| m = 64 | affine | 1.02 to 1.02 | 0 of 1 | 1 | 4096 x 8192: (4b m64 1.02) |"
+    assert near in text
+    (beside,) = (line for line in text if line.startswith("Affine over codebook"))
+    assert "m <= 4: 0.80 to 0.80, in the middle 0.80; m = 64: 1.02 to 1.02" in beside
+    assert beside.endswith("the same or better in 1 of 2 cases: 4096 x 8192 4b m1.")
     # Of few rows only: cuBLAS took 31 us at m = 1 and 34 at m = 4.
     assert "NVIDIA H200, 2026-11-22, commit 1234" in text[-1]
     assert text[-1].endswith("4096 x 8192 31.0 to 34.0.")
@@ -56,6 +67,12 @@ def test_the_document_has_the_recorded_rows(script):
     text = path.read_text("utf-8")
     wanted = script.fill(text, read("marlin.jsonl"))
     assert text == wanted, f"{SCRIPT.name} docs/results/h200/marlin.jsonl --fill {path.name}"
+
+
+def test_every_case_has_one_class(script):
+    for row in read("marlin.jsonl"):
+        found = [b for b, m in script.CLASSES.values() if row["bits"] in b and row["m"] in m]
+        assert len(found) == 1, (row["bits"], row["m"])
 
 
 def test_every_goal_up_to_64_rows_was_timed_in_one_run():

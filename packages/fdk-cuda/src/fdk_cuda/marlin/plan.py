@@ -247,7 +247,7 @@ def plan_of_shape(
     for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
         # More than half of a processor's: when a kernel starts while the one before still runs, two
         # of its blocks must not meet on a processor and leave another without (H200, 2 bits,
-        # 8192 x 8192, m = 1: 14.2 us with 100 KiB, 8.9 with 114).
+        # 8192 x 8192, m = 1: 14.2 us with 100 KiB, 9.2 with 114).
         alone = device.shared_bytes // 2 + 1024
         if (shared := max(alone, fixed + buffers * sums)) <= device.shared_bytes:
             return SmallPlan(

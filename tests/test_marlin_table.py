@@ -69,6 +69,21 @@ def test_the_document_has_the_recorded_rows(script):
     assert text == wanted, f"{SCRIPT.name} docs/results/h200/marlin.jsonl --fill {path.name}"
 
 
+def test_many_rows_by_hand_and_as_recorded(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    script = importlib.import_module("marlin_many_table")
+    case = {"n": 64, "k": 128, "m": 256, "commit": "1234", "started": "2026-11-22T09:00:00+00:00"}
+    one = case | {"bits": 1, "marlin": 3.0, "unfused": 4.0, "cublas": 5.0}
+    two = case | {"bits": 4, "marlin": 1005.0, "unfused": 2000.0, "triton": 1000.0, "cublas": 6.0}
+    text = script.table([one, two])
+    assert "| 64 x 128 | 256 | 5.5 | 3.0 (0.75) | 1005 (1.00) |" in text
+    assert "Of 2 cases 1 took longer" in text
+    assert "1.005 of its time at most: 64 x 128 4b m256 1.005. 2026-11-22, commit 1234." in text
+    path = ROOT / "docs/kernels/marlin.md"
+    text = path.read_text("utf-8")
+    assert text == script.fill(text, read("marlin-many.jsonl")), f"--fill {path.name}"
+
+
 def test_every_case_has_one_class(script):
     for row in read("marlin.jsonl"):
         found = [b for b, m in script.CLASSES.values() if row["bits"] in b and row["m"] in m]

@@ -1,4 +1,4 @@
-"""The tables of docs/kernels/hopper.md are what the recorded rows say."""
+"""The tables of docs/kernels/hopper-gemm.md are what the recorded rows say."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "packages/fdk-cuda/benchmarks"
 RESULTS = ROOT / "docs/results/h200"
-DOCUMENT = ROOT / "docs/kernels/hopper.md"
+DOCUMENT = ROOT / "docs/kernels/hopper-gemm.md"
 FACTS = {"device": "NVIDIA H200", "started": "2026-11-22T09:00:00+00:00", "commit": "1234"}
 
 

@@ -1,4 +1,4 @@
-"""Times the Hopper kernel on a cool and on a hot chip, and makes hopper.md's table of it.
+"""Times the Hopper kernel on a cool and on a hot chip, and makes hopper-gemm.md's table of it.
 
     python packages/fdk-cuda/benchmarks/marlin_hopper.py time rows.jsonl --goals goals.jsonl
     python packages/fdk-cuda/benchmarks/marlin_hopper.py table rows.jsonl [--fill F]

@@ -1,4 +1,4 @@
-"""The tables of docs/kernels/hopper.md are what the recorded rows say."""
+"""The tables of docs/kernels/hopper-gemm.md are what the recorded rows say."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "packages/fdk-cuda/benchmarks"
 RESULTS = ROOT / "docs/results/h200"
-DOCUMENT = ROOT / "docs/kernels/hopper.md"
+DOCUMENT = ROOT / "docs/kernels/hopper-gemm.md"
 FACTS = {"device": "NVIDIA H200", "started": "2026-11-22T09:00:00+00:00", "commit": "1234"}
 
 
@@ -65,6 +65,22 @@ def test_the_least_and_the_most_over_others(monkeypatch):
     assert goals[0] == "| time over goal | m | 1 bit | 4 bits |"
     assert goals[2:] == ["| cool | 64 | 0.80 to 1.50 (1 of 2) | - |"]
     assert cublas[2:] == ["| cool | 64 | 0.40 to 0.75 (0 of 2) | 1.10 to 1.10 (1 of 1) |"]
+
+
+def test_jobs(monkeypatch):
+    hopper = script("marlin_hopper", monkeypatch)
+    assert list(hopper.cases_of("4,8:0:64,128", "1")) == [(4, 0, [64, 128]), (8, 0, [64, 128])]
+    assert list(hopper.cases_of("3:1,2", "256")) == [(3, 1, [256]), (3, 2, [256])]
+
+
+def test_what_was_in_turns_with_humming_is_told_apart(monkeypatch):
+    hopper = script("marlin_hopper", monkeypatch)
+    cool, hot = (row(4, chip, pdl, None) for chip, pdl in (("cool", 6.0), ("hot", 8.0)))
+    rows = [cool | {"humming": 7.5}, hot | {"humming": 7.9}]
+    told = hopper.table([*rows, row(1, "cool", 5.0, None)])
+    assert "| 4096 x 8192 | 64 | cool | 4 | 10.0 | 6.0 | 9.5 | 7.5 | 0.80 |" in told
+    assert "Of 2 cases 1 are behind Humming." in told
+    assert "Humming" not in hopper.table([row(1, "cool", 5.0, None)])
 
 
 def test_the_document_has_the_recorded_rows(monkeypatch):

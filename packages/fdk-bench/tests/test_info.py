@@ -7,8 +7,9 @@ from typer.testing import CliRunner
 
 import fdk_formats
 from fdk_bench.cli import app
+from fdk_bench.commands.info import kernel_lines
 from fdk_bench.machine import caches, cold_bytes
-from fdk_bench.support import machine, sampled_formats, supports
+from fdk_bench.support import Support, machine, sampled_formats, supports
 
 
 def run(*arguments):
@@ -62,3 +63,17 @@ def test_cold_bytes_are_more_than_the_caches_hold():
 )
 def test_bad_usage(arguments, said, refused):
     refused(run, *arguments, said=said)
+
+
+def test_kernels_by_rows_are_told_once_for_formats_alike():
+    alike = {"device": "cuda", "chosen": "marlin-lut", "reasons": {}, "by_rows": "rows of x: some"}
+    found = [
+        Support("custom4-g64", **alike),
+        Support("custom2-g64", **alike),
+        Support("custom4-g64", "cpu", "cpu", {}),
+    ]
+    assert kernel_lines(found) == [
+        "kernels by number of rows:",
+        "  marlin-lut, custom4-g64, custom2-g64: rows of x: some",
+    ]
+    assert kernel_lines(found[2:]) == []

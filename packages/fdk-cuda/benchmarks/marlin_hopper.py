@@ -1,12 +1,14 @@
-"""Times the Hopper kernel on a cool and on a hot chip, and makes hopper.md's table of it.
+"""Times the Hopper kernel on a cool and on a hot chip, and makes hopper-gemm.md's table of it.
 
-    python packages/fdk-cuda/benchmarks/marlin_hopper.py time rows.jsonl --goals goals.jsonl
+    python packages/fdk-cuda/benchmarks/marlin_hopper.py time rows.jsonl --goals goals.jsonl \\
+        [--humming] [--job 4:0,1:64,256 --job 8:1]
     python packages/fdk-cuda/benchmarks/marlin_hopper.py table rows.jsonl [--fill F]
 
 Each case is checked first, as in marlin.py. `pdl` is with programmatic dependent launch, `plain`
 without, `cublas` the product with a bf16 weight; their replays take turns, first after a pause
-("cool"), then after as long of cuBLAS ("hot"). tests/test_hopper_table.py holds the document to the
-rows.
+("cool"), then after as long of cuBLAS ("hot"). With `--humming` its kernel for integers of as many
+bits takes its turn too, where the package is there. tests/test_hopper_table.py holds the document
+to the rows.
 """
 
 import argparse
@@ -19,34 +21,68 @@ import torch
 from _floor import product_floor
 from _rows import write_rows
 from _tables import Row, filled, goals_met, markdown, read_goals, read_rows, show
-from marlin import COLD_BYTES, SHAPES, Weights, dense_runs, graph_times, line_of
+from marlin import COLD_BYTES, SHAPES, Run, Weights, dense_runs, graph_times, line_of
 from marlin_rows import heat
+
+from fdk_bench.cases import KernelCase
+from fdk_bench.peers import Prepared, check
+from fdk_bench.peers.packages import Humming
 
 PAUSE, REPLAYS = 0.25, 9  # seconds
 OLDER = "†"
 
 
 def time_shape(
-    n: int, k: int, bits: int, ms: list[int], goals: dict[tuple[int, ...], float]
+    n: int,
+    k: int,
+    bits: int,
+    ms: list[int],
+    goals: dict[tuple[int, ...], float],
+    *,
+    with_humming: bool = False,
 ) -> Iterator[dict[str, object]]:
     """A row for each m, cool and hot."""
+    humming = humming_of(n, k, bits) if with_humming else None
     weights = Weights.of("codebook", bits, n, k)
     rounded = weights.rounded
     dense = [rounded.clone() for _ in range(COLD_BYTES // rounded.nbytes + 2)]
     for m in ms:
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
         runs = [*weights.runs(x), dense_runs(weights.layout, weights.packed, dense, x)[0]]
+        if humming is not None:
+            runs.append(humming_run(humming, x))
         count = 8 if m * n * k > 1e11 else max(30, len(weights.packed))
         for chip in ("cool", "hot"):
             if chip == "cool":
                 time.sleep(PAUSE)
             else:
                 heat(PAUSE)
-            pdl, plain, cublas = graph_times(runs, count, replays=REPLAYS)
+            pdl, plain, cublas, *peer = graph_times(runs, count, replays=REPLAYS)
             row = {"n": n, "k": k, "bits": bits, "m": m, "kind": "codebook", "chip": chip}
             row |= {"floor": product_floor(m, n, k, weights.bytes + x.nbytes)}
             row |= {"pdl": pdl, "plain": plain, "cublas": cublas}
+            if peer:
+                row["humming"] = peer[0]
             yield row | {"goal": goals.get((n, k, bits, m))}
+
+
+def humming_of(n: int, k: int, bits: int) -> Prepared:
+    """Weights of Humming, an integer grid of as many bits.
+
+    Raises:
+        SystemExit: the package is missing.
+    """
+    peer = Humming()
+    if reason := peer.missing():
+        raise SystemExit(f"--humming: {reason}")
+    return peer.prepare(KernelCase(1, n, k, f"int{bits}-g64", "bf16", "cuda", peer.name))
+
+
+def humming_run(prepared: Prepared, x: torch.Tensor) -> Run:
+    """Checked once."""
+    check(prepared, [x])
+    calls = prepared.calls
+    return lambda i: calls[i % len(calls)](x)
 
 
 def table(rows: list[Row]) -> str:
@@ -65,8 +101,24 @@ def table(rows: list[Row]) -> str:
         goal = told["goal"]
         line += [f"{told['plain']:.1f}", "-" if goal is None else f"{goal:.1f}"]
         lines.append(line)
-    parts = markdown(lines), counts(rows), run_of(rows), spans(rows, "goal"), spans(rows, "cublas")
+    parts = [markdown(lines), counts(rows), run_of(rows), spans(rows, "goal")]
+    parts += [spans(rows, "cublas"), *beside_humming(rows)]
     return "\n".join(f"{part.strip()}\n" for part in parts)
+
+
+def beside_humming(rows: list[Row]) -> list[str]:
+    """What was timed in turns with Humming: our time, without overlap, and Humming's."""
+    told = [row for row in rows if "humming" in row]
+    if not told:
+        return []
+    heads = ["n x k", "m", "chip", "bits", "cuBLAS", "ours", "no PDL", "Humming", "ours over it"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in told:
+        times = [f"{row[name]:.1f}" for name in ("cublas", "pdl", "plain", "humming")]
+        case = [f"{row['n']} x {row['k']}", str(row["m"]), row["chip"], str(row["bits"])]
+        lines.append([*case, *times, f"{row['pdl'] / row['humming']:.2f}"])
+    behind = sum(row["pdl"] > row["humming"] for row in told)
+    return [markdown(lines), f"Of {len(told)} cases {behind} are behind Humming."]
 
 
 def widths_of(rows: list[Row]) -> list[int]:
@@ -148,6 +200,14 @@ def fill(text: str, rows: list[Row]) -> str:
     return filled(text, "hopper", table(rows))
 
 
+def cases_of(job: str, ms: str) -> Iterator[tuple[int, int, list[int]]]:
+    """Bits, index of a shape and numbers of rows of ``BITS:SHAPES[:MS]``."""
+    bits, shapes, *own = job.split(":")
+    for width in bits.split(","):
+        for index in shapes.split(","):
+            yield int(width), int(index), [int(m) for m in (own[0] if own else ms).split(",")]
+
+
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -156,7 +216,9 @@ def main() -> None:
     parser.add_argument("--ms", default="64,128,256,1024,4096")
     parser.add_argument("--bits", default="1,2,3,4,8")
     parser.add_argument("--shapes", default="0,1,2,3,4,5,6,7", help="indices of marlin.SHAPES")
+    parser.add_argument("--job", action="append", help="BITS:SHAPES[:MS] instead; several times")
     parser.add_argument("--goals", type=Path)
+    parser.add_argument("--humming", action="store_true", help="in turns with Humming too")
     parser.add_argument("--fill", type=Path, help="a document with marks")
     args = parser.parse_args()
     if args.what == "table":
@@ -165,12 +227,12 @@ def main() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("not run: needs a GPU of compute capability 9.x")
         return
-    goals, ms = read_goals(args.goals), [int(m) for m in args.ms.split(",")]
+    goals = read_goals(args.goals)
     rows = (
         row
-        for bits in map(int, args.bits.split(","))
-        for index in map(int, args.shapes.split(","))
-        for row in time_shape(*SHAPES[index], bits, ms, goals)
+        for job in args.job or [f"{args.bits}:{args.shapes}"]
+        for bits, index, ms in cases_of(job, args.ms)
+        for row in time_shape(*SHAPES[index], bits, ms, goals, with_humming=args.humming)
     )
     write_rows(args.rows, rows, lambda row: f"{row['chip']:4} {line_of(row)}")
 

@@ -49,6 +49,7 @@ class Support:
         chosen: the backend.
         reasons: against the others, by name.
         decided_by: what the choice between several on a GPU goes by.
+        by_rows: which kernel of it serves which number of rows; of the backends of fdk-cuda.
     """
 
     format: str
@@ -56,6 +57,7 @@ class Support:
     chosen: str | None
     reasons: dict[str, str]
     decided_by: str = ""
+    by_rows: str = ""
 
 
 def machine() -> Machine:
@@ -90,13 +92,19 @@ def supports(
                 chosen = select(problem).name
             except NoBackendError:
                 chosen = None
-            yield Support(text, device, chosen, reasons, _decided_by(problem, chosen))
+            told = _decided_by(problem, chosen), _by_rows(problem, chosen)
+            yield Support(text, device, chosen, reasons, *told)
 
 
 def _decided_by(problem: Problem, chosen: str | None) -> str:
     fdk_cuda = module_or_none("fdk_cuda")
     is_measurable = fdk_cuda is not None and chosen in fdk_cuda.measured.BACKENDS
     return str(fdk_cuda.measured.told(problem)) if is_measurable else ""
+
+
+def _by_rows(problem: Problem, chosen: str | None) -> str:
+    fdk_cuda = module_or_none("fdk_cuda")
+    return "" if fdk_cuda is None else str(fdk_cuda.by_rows.told(problem, chosen))
 
 
 def sampled_formats(group_size: str = "64") -> list[str]:

@@ -1,4 +1,4 @@
-"""``fdk-bench info``: the machine, the versions, and which backend takes which format."""
+"""``fdk-bench info``: machine, versions, which backend takes which format by which kernels."""
 
 import json
 from dataclasses import asdict
@@ -40,6 +40,8 @@ def info(
 ) -> None:
     """Show the machine, the versions, and which backend takes which format and why not.
 
+    On a GPU also which kernel of it serves which number of rows.
+
     Exit code: 0, or 2 for bad usage.
     """
     prepare_environment()
@@ -74,6 +76,8 @@ def info(
     console.print(_facts(here, gathered.versions, gathered.environment, gathered.commit))
     title = f"[{n}, {k}] layer, {dtype} activations"
     console.print(_supports(found, title))
+    for line in kernel_lines(found):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     for line in _peers(peers):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
@@ -118,6 +122,17 @@ def _supports(found: "list[Support]", title: str) -> "Table":
         table.add_row(support.format, support.device, *chosen, shown)
         before = reasons
     return table
+
+
+def kernel_lines(found: "list[Support]") -> list[str]:
+    """A line for each choice of kernels by rows, with the formats that it is of."""
+    formats: dict[tuple[str, str], list[str]] = {}
+    for support in found:
+        if support.by_rows:
+            key = str(support.chosen), support.by_rows
+            formats.setdefault(key, []).append(support.format)
+    lines = [f"  {name}, {', '.join(of)}: {told}" for (name, told), of in formats.items()]
+    return ["kernels by number of rows:", *lines] if lines else []
 
 
 def _peers(peers: "dict[str, str | None]") -> list[str]:

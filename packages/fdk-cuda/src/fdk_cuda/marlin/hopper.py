@@ -32,12 +32,13 @@ INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 
 # What a step of 64 columns costs a block in microseconds, by columns of the tile, groups of
 # consumers and those that share rows, and by bits: least squares over 1025 timed plans (H200,
-# docs/kernels/hopper.md), with more weight on the fast ones. In 134 cases the plan that comes out
-# first took 0.4 % more than the fastest on average, 10 % at most. Other chips differ by a factor;
-# what counts is the order. (256 columns at 2 bits: 0.705 by the fit, whose plan for 512 rows of
-# 8192 x 8192 took 94.0 us; by this one 92.7. 64 columns at 1 bit: two groups had 0.248 before its
-# bytes took two rotations side by side, 6144 x 4096 10.4 -> 10.2 us; then 0.238, and pairs 0.239,
-# whose plan for 64 rows of 21504 x 6144 took 37.7 us; by these 36.7.)
+# docs/kernels/hopper-gemm.md), with more weight on the fast ones. In 134 cases the plan that comes
+# out first took 0.4 % more than the fastest on average, 10 % at most. Other chips differ by a
+# factor; what counts is the order. (256 columns at 2 bits: 0.705 by the fit, whose plan for 512
+# rows of 8192 x 8192 took 94.0 us; by this one 92.7. 64 columns at 1 bit: two groups had 0.248
+# before its bytes took two rotations side by side, 6144 x 4096 10.4 -> 10.2 us; then 0.238, and
+# pairs 0.239, whose plan for 64 rows of 21504 x 6144 took 37.7 us; by these 36.7; and three groups
+# 0.366 before a look-up was of 8 bytes: 38.0 -> 36.4 us there.)
 STEP_COST = {
     (32, 2, 1): {1: 0.188, 2: 0.173, 3: 0.248, 4: 0.193, 8: 0.313},
     (32, 4, 2): {1: 0.180, 2: 0.185, 3: 0.230, 4: 0.190, 8: 0.319},
@@ -45,7 +46,7 @@ STEP_COST = {
     (32, 4, 1): {1: 0.371, 2: 0.337, 3: 0.525, 4: 0.378, 8: 0.734},
     (64, 2, 1): {1: 0.242, 2: 0.229, 3: 0.305, 4: 0.251, 8: 0.342},
     (64, 4, 2): {1: 0.243, 2: 0.239, 3: 0.281, 4: 0.237, 8: 0.353},
-    (64, 3, 1): {1: 0.366, 2: 0.336, 3: 0.430, 4: 0.365, 8: 0.535},
+    (64, 3, 1): {1: 0.350, 2: 0.336, 3: 0.430, 4: 0.365, 8: 0.535},
     (64, 4, 1): {1: 0.479, 2: 0.464, 3: 0.577, 4: 0.493, 8: 0.767},
     (96, 2, 1): {1: 0.297, 2: 0.276, 3: 0.347, 4: 0.306, 8: 0.418},
     (96, 3, 1): {1: 0.452, 2: 0.425, 3: 0.499, 4: 0.465, 8: 0.620},

@@ -27,9 +27,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 96
 # The same on Hopper for codebooks of 256 values, whose lookups take longer than the tensor cores:
 # 8192 x 8192: 209 us against 246 with 1024 rows, 418 against 436 with 2048, 826 against 801 with
-# 4096; the same at four other shapes (docs/kernels/hopper.md). Smaller ones are faster fused up to
-# 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to 4096 rows
-# only: 812 us against 850.
+# 4096; the same at four other shapes (docs/kernels/hopper-gemm.md). Smaller ones are faster fused
+# up to 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to 4096
+# rows only: 812 us against 850.
 MAX_HOPPER_ROWS = 2048
 # From so few rows on, weights of 8 bits and at least so many of them go by it too. H200, 16 rows,
 # by small_m.cu and by it: computed codes 28672 x 8192 87.2 and 69.2 us, 8192 x 8192 23.6 and 20.6,
@@ -60,7 +60,7 @@ def marlin_linear(
         x.shape[0],
         is_hopper=device_limits(x.device.index).is_hopper,
         few_rows=few_rows(format, n, k, x.device.index),
-        has_large_codebook=_has_large_codebook(format),
+        has_large_codebook=has_large_codebook(format),
         batch_invariant=batch_invariant,
     )
     if kernel == "dequantise":
@@ -72,7 +72,7 @@ def marlin_linear(
 @cache
 def few_rows(format: str, n: int, k: int, device: int) -> int:
     """The most rows of x that one launch of the small-m kernel takes, where it is the one to."""
-    least = MIN_LOOKED_UP_WEIGHTS if _has_large_codebook(format) else MIN_COMPUTED_WEIGHTS
+    least = MIN_LOOKED_UP_WEIGHTS if has_large_codebook(format) else MIN_COMPUTED_WEIGHTS
     is_large = Format.parse(format).bits == 8 and n * k >= least
     return MIN_HOPPER_ROWS - 1 if is_large and device_limits(device).is_hopper else MAX_ROWS
 
@@ -100,7 +100,8 @@ def kernel_for(
 
 
 @cache
-def _has_large_codebook(format: str) -> bool:
+def has_large_codebook(format: str) -> bool:
+    """Whether codes of 8 bits are looked up, not computed."""
     parsed = Format.parse(format)
     return parsed.bits == 8 and not parsed.is_affine and not has_grid(parsed)
 
@@ -172,7 +173,7 @@ def marlin_grad_x(
 @cache
 def max_backward_rows(format: str) -> int:
     """The most rows of dy whose gradient comes from the packed bytes, on Hopper."""
-    return MAX_SLOW_BACKWARD_ROWS if _has_large_codebook(format) else MAX_BACKWARD_ROWS
+    return MAX_SLOW_BACKWARD_ROWS if has_large_codebook(format) else MAX_BACKWARD_ROWS
 
 
 def hopper_grad_x(

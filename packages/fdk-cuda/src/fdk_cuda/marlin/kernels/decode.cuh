@@ -56,14 +56,14 @@ __device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32
          __shfl_sync(~0u, codebook.words[0], high % CODEBOOK_SIZE) << 16;
 }
 
-// 1 and 2 bits: half a warp fills an entry, then three more with the same lower nibble, so that
+// 1 and 2 bits: ENTRY_THREADS fill an entry, then three more with the same lower nibble, so that
 // most of an entry is known from the one before (1 bit: a prologue of 161 instructions, not 416).
 // With TURNED, half of the copies of an entry of 1 bit are for bytes that hold their second and
-// third pair the other way round.
-template <int THREADS, bool TURNED>
+// third pair the other way round. With eight ENTRY_THREADS an entry of 2 bits has 16 copies.
+template <int THREADS, int ENTRY_THREADS, bool TURNED>
 __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& codebook,
                                                  int thread) {
-  constexpr int ENTRY_THREADS = 16, HIGH_PARTS = 4;
+  constexpr int HIGH_PARTS = 4;
   constexpr int UNITS = 16 * HIGH_PARTS, STEP = THREADS / ENTRY_THREADS;
 #pragma unroll
   for (int first = 0; first < UNITS; first += STEP) {
@@ -88,10 +88,10 @@ __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& c
   }
 }
 
-template <int THREADS, bool TURNED = false>
+template <int THREADS, int ENTRY_THREADS = 16, bool TURNED = false>
 __device__ __forceinline__ void build_table(uint8* table, const Codebook& codebook, int thread) {
   if constexpr (BITS <= 2) {
-    build_byte_table<THREADS, TURNED>(table, codebook, thread);
+    build_byte_table<THREADS, ENTRY_THREADS, TURNED>(table, codebook, thread);
     return;
   }
   constexpr int PIECES = 128 / 16;  // of an entry

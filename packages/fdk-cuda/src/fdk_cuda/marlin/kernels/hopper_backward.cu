@@ -14,12 +14,13 @@
 //   TILE_COLUMNS  rows of dy in a tile, a multiple of 16 up to 256
 //   STAGES        of the ring
 //   CLUSTER       blocks of a cluster: 1 or 2
-#include "hopper.cuh"
-#include "hopper_transposed.cuh"
-#include "wgmma.cuh"
 
 // Its only cut: hopper_backward_program asserts that the shape has it.
 constexpr int CONSUMERS = 2, K_GROUPS = 1, K_BLOCKS = 1;
+
+#include "hopper.cuh"
+#include "hopper_transposed.cuh"
+#include "wgmma.cuh"
 
 struct Params {
   TensorMap dy;

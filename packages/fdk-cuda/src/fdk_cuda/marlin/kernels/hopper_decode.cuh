@@ -11,6 +11,8 @@
 // bits need no table: a row has two or four values, which are scaled first, and picked by
 // arithmetic. Where tiles are narrow, though, and the tensor cores leave the shared memory time,
 // codes of 1 bit and half of those of 2 bits, the first 32 columns, go through the table too.
+//
+// TILE_COLUMNS and CONSUMERS are the kernel's.
 #pragma once
 #include "decode.cuh"
 
@@ -114,6 +116,35 @@ struct HopperValues {
   uint32 seconds[2][NEIGHBOURS][2];  // 8 bits: the upper half of a pair
 };
 
+// 1 bit: whether a look-up is of half a unit's values, 8 bytes, instead of 16: two more in a step
+// for each of its four neighbours, and a processor has three warps a scheduler that hide them.
+// H200, 64 rows: 28672 x 8192 64.9 us -> 62.0, 21504 x 6144 38.0 -> 36.4; two groups, 8192 x
+// 8192: 19.1 -> 19.7.
+constexpr bool LOOKS_UP_HALVES = BITS == 1 && CONSUMERS == 3 && TILE_COLUMNS == 64;
+// Of an entry of the table: 16 lanes read 8 bytes at a time.
+constexpr int COPIES = BITS == 2 ? 16 : 32;
+
+// LOOKS_UP_HALVES: an entry for each half of a unit's byte, 16 copies of it for either fragment,
+// whose bytes hold the second and the third pair the other way round.
+template <int THREADS>
+__device__ __forceinline__ void build_half_table(uint8* table, const Codebook& codebook,
+                                                 int thread) {
+  constexpr int ENTRY_THREADS = 8, ENTRIES = FRAGMENTS * 2 * 16;
+#pragma unroll
+  for (int first = 0; first < ENTRIES * ENTRY_THREADS; first += THREADS) {
+    const int entry = (first + thread) / ENTRY_THREADS;
+    if (first + THREADS > ENTRIES * ENTRY_THREADS && entry >= ENTRIES) break;
+    const int codes = entry % 16, h = entry / 16 % 2, f = entry / 32;
+    const int byte = f ? (codes % 4 | codes / 4 * 16) << 2 * h : codes << 4 * h;
+    const uint2 pairs =
+        make_uint2(codebook_pair(codebook, codes % 4), codebook_pair(codebook, codes / 4));
+    // Both halves have an entry of no bits set.
+    if (h == 0 || codes > 0)
+      *reinterpret_cast<uint4*>(table + byte * 256 + f * 128 + thread % ENTRY_THREADS * 16) =
+          make_uint4(pairs.x, pairs.y, pairs.x, pairs.y);
+  }
+}
+
 struct HopperDecoder {
   const uint8* table;
   uint32 lane_part;
@@ -127,8 +158,9 @@ struct HopperDecoder {
   uint32 turns[4];      // 1 bit: how far a unit is rotated for its bits to be signs of bytes
   uint32 selectors[2];  // 1 bit: the permutation that spreads those signs, of half h
   uint32 ones;          // 8 bits, where codes are computed: see ones_place
-  uint32 lower;         // 1 bit: bits of a byte for the table that come of a unit rotated so;
-  uint32 upper_turn;    // the others come of one rotated so far
+  uint32 lower;         // 1 bit: bits of a unit's byte, the second, that come of it rotated so;
+  uint32 upper_turn;    // the others come of it rotated so far
+  uint32 halves[2];     // 1 bit: bits of that byte that belong to half h
 
   __device__ __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp,
                                            int lane)
@@ -136,8 +168,9 @@ struct HopperDecoder {
     const int g = lane / 4, t = lane % 4, f = warp % FRAGMENTS;
     codebook[0] = book.words[0];
     codebook[1] = book.words[1];
-    // 1 bit: of the 16 copies of an entry, eight are for either fragment.
-    lane_part = keep(BITS == 1 ? 16 * (lane % 8) + 128 * f : table_lane_part(lane), lane);
+    // 1 bit: of the copies of an entry, half are for either fragment.
+    const int one_bit_part = (LOOKS_UP_HALVES ? 8 * (lane % 16) : 16 * (lane % 8)) + 128 * f;
+    lane_part = keep(BITS == 1 ? one_bit_part : table_lane_part(lane % COPIES), lane);
 #pragma unroll
     for (int j = 0; j < NEIGHBOURS; j++) {
       const int slot = lane_slot(g, j);
@@ -150,7 +183,7 @@ struct HopperDecoder {
       rests[j] = keep(f ? 512 + slot * 8 : slot * 16 + 4, lane);
     }
     const int one_bit = f ? 3 + (t >> 1) + 8 * (t & 1) : 8 * (t >> 1) + 4 * (t & 1);
-    turn = keep(BITS == 2 ? 2 * t : one_bit, lane);
+    turn = keep(BITS == 2 ? 2 * t : one_bit - 8, lane);
     selector = keep(t | (t + 4) << 4, lane);
     entry = keep(0x5504 | t << 4, lane);
 #pragma unroll
@@ -158,8 +191,10 @@ struct HopperDecoder {
     selectors[0] = keep(f ? 0xBB99 : 0xDD99, lane);
     selectors[1] = keep(f ? 0xFFDD : 0xFFBB, lane);
     ones = ones_place(lane);
-    lower = keep(f ? 0x55 : 0x0F, lane);
-    upper_turn = keep(one_bit + (f ? 15 : 12), lane);
+    lower = keep(f ? 0x5500 : 0x0F00, lane);
+    upper_turn = keep(one_bit + (f ? 15 : 12) - 8, lane);
+    halves[0] = keep(f ? 0x3300 : 0x0F00, lane);
+    halves[1] = keep(f ? 0xCC00 : 0xF000, lane);
     scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES, lane);
   }
 
@@ -322,13 +357,24 @@ struct HopperDecoder {
     for (int j = 0; j < NEIGHBOURS; j++) {
       if (SCALES_LAST) {
         const uint32 word = rotate_right(codes.words[0][j], turn);
+        // As the second byte: an entry's place in the table.
         const uint32 byte = (word & lower) | (rotate_right(codes.words[0][j], upper_turn) & ~lower);
-        const uint4 v = *reinterpret_cast<const uint4*>(table_entry(table, byte, 0, lane_part));
-        const uint32 pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
+        if constexpr (LOOKS_UP_HALVES) {
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+          for (int h = 0; h < 2; h++) {
+            const uint2 pairs =
+                *reinterpret_cast<const uint2*>(table + ((byte & halves[h]) | lane_part));
+            values.pairs[h][j][0] = pairs.x;
+            values.pairs[h][j][1] = pairs.y;
+          }
+        } else {
+          const uint4 v = *reinterpret_cast<const uint4*>(table_entry(table, byte, 1, lane_part));
+          const uint32 pairs[2][2] = {{v.x, v.y}, {v.z, v.w}};
 #pragma unroll
-          for (int i = 0; i < 2; i++) values.pairs[h][j][i] = pairs[h][i];
+          for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) values.pairs[h][j][i] = pairs[h][i];
+        }
         continue;
       }
 #pragma unroll

@@ -164,7 +164,10 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
   const int warp = __shfl_sync(~0u, thread / LANES % 4, 0);
   const Codebook codebook(p.codebook, lane);
   if (HAS_TABLE && SCALES_LAST) {
-    build_table<CONSUMER_THREADS, BITS == 1>(table, codebook, thread);
+    if constexpr (LOOKS_UP_HALVES)
+      build_half_table<CONSUMER_THREADS>(table, codebook, thread);
+    else
+      build_table<CONSUMER_THREADS, COPIES / 2, BITS == 1>(table, codebook, thread);
     sync_named(TABLE_BARRIER, CONSUMER_THREADS);
   }
   const HopperDecoder decoder(table, codebook, warp, lane);

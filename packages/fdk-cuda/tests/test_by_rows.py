@@ -1,0 +1,88 @@
+"""What is told of the kernels by number of rows, on GPUs that need not be there."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from fdk_cuda import by_rows
+from fdk_cuda.marlin import launches, ops
+from fdk_cuda.marlin.plan import Device
+from fdk_formats.backends import Problem
+from fdk_formats.format import Format
+
+BF16 = torch.bfloat16
+HOPPER = Device(132, 232448, has_clusters=True, is_hopper=True)
+ADA = Device(142, 101376, has_clusters=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets what the GPU of the test is."""
+
+    def is_now(device, capability):
+        for module in (launches, ops):
+            monkeypatch.setattr(module, "device_limits", lambda index: device)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
+        ops.few_rows.cache_clear()
+
+    yield is_now
+    ops.few_rows.cache_clear()
+
+
+def told(text, backend, n=4096, k=4096, device="cuda:0"):
+    return by_rows.told(Problem(Format.parse(text), n, k, BF16, torch.device(device)), backend)
+
+
+def test_ranges():
+    assert by_rows.ranges(lambda m: "a") == "any number a"
+    assert by_rows.ranges(lambda m: "a" if m < 3 or m == 4 else "b") == (
+        "1 to 2 a, 3 to 3 b, 4 to 4 a, from 5 b"
+    )
+
+
+def test_marlin_on_hopper(gpu):
+    gpu(HOPPER, (9, 0))
+    wide = "1 to 16 small_m, from 17 hopper_gemm"
+    backward = "1 to 2048 hopper_backward, from 2049 dequantise + cuBLAS"
+    assert told("custom4-g64", "marlin-lut") == f"rows of x: {wide}; of dy: {backward}"
+    looked_up = "1 to 16 small_m, 17 to 2048 hopper_gemm, from 2049 dequantise + cuBLAS"
+    gradient = "1 to 1024 hopper_backward, from 1025 dequantise + cuBLAS"
+    assert told("custom8-g64", "marlin-lut") == f"rows of x: {looked_up}; of dy: {gradient}"
+    # Large weights of 8 bits leave the small-m kernel at nine rows.
+    large = told("custom8-g64", "marlin-lut", 28672, 8192)
+    assert large.startswith("rows of x: 1 to 8 small_m, 9 to 2048 hopper_gemm, ")
+
+
+def test_marlin_elsewhere(gpu):
+    gpu(ADA, (8, 9))
+    assert told("custom4-g64", "marlin-lut") == (
+        "rows of x: 1 to 96 small_m, from 97 dequantise + cuBLAS; "
+        "of dy: any number dequantise + cuBLAS"
+    )
+
+
+def test_what_is_told_is_what_is_chosen(gpu):
+    gpu(HOPPER, (9, 0))
+    forward, _ = by_rows.marlin_choices(Format.parse("custom8-g64"), 4096, 4096, 0)
+    names = {"small": "small_m", "hopper": "hopper_gemm", "dequantise": "dequantise + cuBLAS"}
+    for m in (1, 16, 17, 2048, 2049):
+        kernel = ops.kernel_for(
+            m, is_hopper=True, few_rows=16, has_large_codebook=True, batch_invariant=False
+        )
+        assert forward(m) == names[kernel]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_triton(gpu, capability):
+    gpu(ADA, capability)
+    text = told("custom5-g64", "triton")
+    assert text.startswith("rows of x: 1 to 16 small_kernel, 17 to ")
+    assert "dequantise + cuBLAS" in text.split(";")[0]
+    assert "; of dy: " in text
+
+
+def test_others_tell_nothing():
+    assert told("custom4-g64", "cpu") == told("custom4-g64", None) == ""
+    assert told("custom4-g64", "marlin-lut", device="cpu") == ""

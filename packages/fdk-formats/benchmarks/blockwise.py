@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import bitsandbytes  # noqa: F401 (registers its ops)
 import torch
 from torch import Tensor
 

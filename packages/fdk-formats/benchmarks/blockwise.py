@@ -6,8 +6,8 @@
 Contenders: `fdk C++`, the kernels of fdk-cpu, where it is installed; `fdk torch`, those of this
 package; `bnb torch`, bitsandbytes' torch backend, which is also the oracle (it dequantises through
 torch.compile where there is a C++ compiler); `bnb C++`, its CPU library, which has no 4-bit
-quantiser. Calls are interleaved, each round in another order, so that another load on the machine
-meets all of them; a contender is left out once it has had its seconds and three calls. Every
+quantiser. They take turns as in `fdk-bench compare`, each round in another order, so that another
+load on the machine meets all of them, until each has had its seconds and three calls. Every
 contender's answer is compared with the oracle's before it is timed, and a wrong one ends the run:
 the 8-bit codes of the CPU library are the one exception, and the table says how many differ
 (docs/blockwise.md says why). Peak memory is what the process grew by during one call, the result
@@ -31,7 +31,7 @@ from torch import Tensor
 from fdk_bench.blockwise_tables import HEADINGS, BlockwiseCase, BlockwiseRow, BlockwiseValues
 from fdk_bench.blockwise_tables import cells_of as cells_of_row
 from fdk_bench.records import Row, cpu_name, gather_facts, to_json
-from fdk_bench.timing import summarise
+from fdk_bench.timing import CALLS_PER_TURN, SETTLING_CALLS, TURN_SECONDS, summarise
 from fdk_formats.blockwise import (
     TORCH_KERNELS,
     Kernels,
@@ -191,9 +191,7 @@ def rows_of(shape: str, case: Case, seconds: float) -> Iterator[BlockwiseRow]:
     left, order = dict(case.contenders), random.Random(0)
     while left:
         for name in order.sample(sorted(left), len(left)):
-            start = time.perf_counter()
-            left[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name] += turn_of(left[name])
         left = {
             name: run
             for name, run in left.items()
@@ -213,6 +211,16 @@ def rows_of(shape: str, case: Case, seconds: float) -> Iterator[BlockwiseRow]:
             coarse=coarse[name],
         )
         yield Row(BlockwiseCase(case.name, rows, columns, name), values)
+
+
+def turn_of(run: Run) -> list[float]:
+    """Seconds of the calls of a turn: of short ones the first four do not count."""
+    series: list[float] = []
+    while len(series) < SETTLING_CALLS + CALLS_PER_TURN and sum(series) < TURN_SECONDS:
+        start = time.perf_counter()
+        run()
+        series.append(time.perf_counter() - start)
+    return series[min(SETTLING_CALLS, len(series) // 2) :]
 
 
 def check(case: Case, name: str, wanted: tuple[Tensor, ...]) -> float:

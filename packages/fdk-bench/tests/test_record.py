@@ -83,6 +83,25 @@ def test_render(rows):
     assert "| 64 x 64 | 1 | int2-g64 | auto | failed |" in whole[4]
 
 
+BLOCKWISE = """\
+| shape | op | by | time | least | spread | calls | result MB | extra MB |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| 1024 x 4096 | dequantise nf4 bf16 | fdk C++ | 450 us | 400 us | 5 % | 12 | 8 | 3 |
+"""
+
+
+def test_render_blockwise(tmp_path):
+    """By hand: 11 MB more, of which 8 are the result."""
+    op = {"op": "dequantise nf4 bf16", "rows": 1024, "columns": 4096}
+    case = op | {"by": "fdk C++", "device": "cpu"}
+    values = {"time": 4.5e-4, "time_min": 4e-4, "spread": 0.05, "samples": 12, "coarse": 0.0}
+    values |= {"result_bytes": 8_000_000, "memory": 11_000_000}
+    row = FACTS | {"benchmark": "blockwise", "case": case, "values": values, "error": None}
+    path = tmp_path / "blockwise.jsonl"
+    path.write_text(json.dumps(row))
+    assert render([path], "^1024x4096-dequantise").startswith(BLOCKWISE)
+
+
 def test_render_refuses(rows, tmp_path):
     with pytest.raises(ResultsError, match="wanted rows that match 'nf4', found none"):
         render([rows], "nf4")

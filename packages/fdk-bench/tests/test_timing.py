@@ -42,9 +42,51 @@ def test_copies_rotate_and_contenders_take_turns(clock):
 
     calls = [[call("a0"), call("a1"), call("a2")], [call("b0")]]
     a, b = time_calls(calls, seconds=0, inner=2, outer=2, probe=lambda: seen.append("probe"))
-    warm = ["a0", "a1", "a2", "b0", "b0"]  # each at least once
-    assert seen == [*warm, "probe", "a0", "a1", "b0", "b0", "probe", "a2", "a0", "b0", "b0"]
+    assert seen[:5] == ["a0", "a1", "a2", "b0", "b0"]  # each at least once
+    assert seen[5] == seen[10] == "probe"
+    turns = [seen[i : i + 2] for i in (6, 8, 11, 13)]
+    assert turns.count(["b0", "b0"]) == 2
+    assert [turn for turn in turns if turn != ["b0", "b0"]] == [["a0", "a1"], ["a2", "a0"]]
     assert (a.samples, b.samples, a.median) == (4, 4, 1.0)
+
+
+def test_rounds_are_in_different_orders(clock):
+    """Of three contenders, in 60 rounds: each is the last one before each other at times."""
+    seen = []
+
+    def call(name):
+        return lambda: (seen.append(name), clock.spend(1.0))
+
+    time_calls([[call(name)] for name in "abc"], seconds=0, inner=1, outer=60)
+    rounds = ["".join(seen[i : i + 3]) for i in range(3, len(seen), 3)]
+    assert len(rounds) == 60
+    assert set(rounds) == {"abc", "acb", "bac", "bca", "cab", "cba"}
+
+
+def test_the_first_calls_of_a_turn_do_not_count(clock):
+    """By hand: 1 ms a call, so that 4 settle; the rest of each turn is what counts."""
+    seen = []
+
+    def short():
+        place = len(seen) - 8  # of the calls after the warm-up
+        seen.append(place)
+        clock.spend(1e-3 if place < 0 or place % 12 >= 4 else 3e-3)
+
+    (only,) = time_calls([[short]], seconds=0, outer=2)
+    assert len(seen) == 8 + 2 * (4 + 8)
+    assert (only.samples, only.minimum, only.spread) == (16, pytest.approx(1e-3), 0)
+
+
+def test_long_calls_have_shorter_turns_and_as_many_samples(clock):
+    """By hand: 20 ms a call are two a turn of 50 ms, and none to settle."""
+    seen = []
+
+    def call(name, seconds):
+        return lambda: (seen.append(name), clock.spend(seconds))
+
+    long, short = time_calls([[call("l", 0.02)], [call("s", 1e-3)]], seconds=0)
+    assert (long.samples, short.samples) == (24, 96)
+    assert seen.count("l") == 8 + 24
 
 
 def test_each_turn_ends_with_a_rest(clock):

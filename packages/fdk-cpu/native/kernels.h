@@ -65,6 +65,20 @@ struct PanelTask {
   std::size_t next_stripes = 0, codes_bytes = 0, codes_stride = 0;
 };
 
+// Rows of x past the last full step of a panel that meet W_hat by themselves, at most.
+inline constexpr std::size_t kMaxRest = 3;
+
+//   w :: [kTileRows][stride]   a stripe of a block, dequantised, `depth` positions
+//   x :: [m][x_stride]         as it is, m up to kMaxRest
+//   y :: [kTileRows][m]        float32, added to
+struct RestTask {
+  const void* w;
+  std::size_t stride, depth;
+  const void* x;
+  std::size_t m, x_stride;
+  float* y;
+};
+
 // y[lane][row] = products[row][lane] + bias[row], rounded, for a block of W_hat and one panel.
 //   products :: [rows][panel]   float32; rows are `outputs` raised to a multiple of kTileRows
 //   bias     :: [outputs], or null; y :: [lanes][stride], both in the dtype of the activations
@@ -158,6 +172,8 @@ struct Kernels {
   bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
   // For sets whose panel_order is natural. Null: backward is float32.
   const GradPanels* grad_panels = nullptr;
+  // For sets whose panel_order is natural. Null: rows of x past the last step are lanes of a panel.
+  void (*rest_product)(const RestTask&) = nullptr;
 };
 
 extern const Kernels kScalar;

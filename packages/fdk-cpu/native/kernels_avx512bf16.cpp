@@ -120,6 +120,7 @@ extern const Kernels kAvx512Bf16 = {true,
                                     kBlockRows,
                                     kBlockBytes,
                                     true,
-                                    &kAvx512Bf16Grad};
+                                    &kAvx512Bf16Grad,
+                                    rest_avx512bf16};
 
 }  // namespace fdk

@@ -50,6 +50,11 @@ AWKWARD = [
 ]
 # More rows of x than are worked on at once.
 AWKWARD.append(Case(Format("custom", 4, 64), m=1030, n=9, k=128, dtype=torch.bfloat16))
+# One to three rows past the panels, which meet more than one block of tiles, and of rows.
+AWKWARD += [
+    Case(Format("custom", bits, 64), m=m, n=70, k=2304, dtype=torch.bfloat16, seed=m)
+    for bits, m in ((8, 9), (7, 10), (6, 11), (4, 19))
+]
 
 
 @pytest.fixture(params=fdk_cpu.instruction_sets())

@@ -1,12 +1,13 @@
 """Time and peak memory of the blockwise ops beside bitsandbytes' own, in one run.
 
     GOMP_SPINCOUNT=0 python packages/fdk-formats/benchmarks/blockwise.py
-    ... --shapes 28672x8192 --repeats 3
+    ... --shapes 28672x8192 --ops 8-bit --append docs/results/epyc-zen4/blockwise.jsonl
 
 Contenders: `fdk C++`, the kernels of fdk-cpu, where it is installed; `fdk torch`, those of this
 package; `bnb torch`, bitsandbytes' torch backend, which is also the oracle (it dequantises through
 torch.compile where there is a C++ compiler); `bnb C++`, its CPU library, which has no 4-bit
-quantiser. Repeats are interleaved, so that another load on the machine meets all of them. Every
+quantiser. They take turns as in `fdk-bench compare`, each round in another order, so that another
+load on the machine meets all of them, until each has had its seconds and three calls. Every
 contender's answer is compared with the oracle's before it is timed, and a wrong one ends the run:
 the 8-bit codes of the CPU library are the one exception, and the table says how many differ
 (docs/blockwise.md says why). Peak memory is what the process grew by during one call, the result
@@ -15,16 +16,22 @@ included; it needs Linux.
 
 import argparse
 import ctypes
-import statistics
+import random
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import bitsandbytes
+import bitsandbytes  # noqa: F401 (registers its ops)
 import torch
 from torch import Tensor
 
+from fdk_bench.blockwise_tables import HEADINGS, BlockwiseCase, BlockwiseRow, BlockwiseValues
+from fdk_bench.blockwise_tables import cells_of as cells_of_row
+from fdk_bench.records import Row, cpu_name, gather_facts, to_json
+from fdk_bench.timing import CALLS_PER_TURN, SETTLING_CALLS, TURN_SECONDS, summarise
 from fdk_formats.blockwise import (
     TORCH_KERNELS,
     Kernels,
@@ -41,6 +48,8 @@ from fdk_formats.blockwise import (
 Run = Callable[[], object]
 TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 SHAPES = "1024x4096,4096x4096,8192x7168"
+SECONDS = 2.0
+FEWEST_CALLS, MOST_CALLS = 3, 200
 BLOCK_SIZE_4BIT = 64
 BLOCK_SIZE_8BIT = 256
 # Those of fdk-cpu, if it is there.
@@ -59,27 +68,31 @@ class Case:
 
 
 def main() -> None:
-    """Prints a table of every op and shape."""
+    """Prints a table of every op and shape, and appends its rows to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=SHAPES, help=f"comma-separated, default {SHAPES}")
     parser.add_argument("--ops", default="", help="only those whose name holds this: dequantise")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of calls of a contender")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="the smallest shape, three repeats")
+    parser.add_argument("--append", type=Path, help="JSONL file that rows are appended to")
+    parser.add_argument("--quick", action="store_true", help="the smallest shape, short")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.shapes, arguments.repeats = SHAPES.split(",")[0], 3
+        arguments.shapes, arguments.seconds = SHAPES.split(",")[0], 0.1
     torch.set_num_threads(arguments.threads)
-    print(
-        f"torch {torch.__version__}, bitsandbytes {bitsandbytes.__version__}, "
-        f"{arguments.threads} threads, {torch.backends.cpu.get_cpu_capability()}, "
-        f"best and median of {arguments.repeats}"
-    )
-    print(f"{'shape':>12} {'op':24} {'contender':10} {'best ms':>9} {'median':>9} {'peak MB':>9}")
+    modules = ("torch", "bitsandbytes")
+    facts = gather_facts("blockwise", device=cpu_name(), threads=arguments.threads, modules=modules)
+    facts = replace(facts, command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    print(" | ".join(HEADINGS))
     for shape in arguments.shapes.split(","):
         for case in cases(tuple(int(size) for size in shape.split("x"))):
-            if arguments.ops in case.name:
-                report(shape, case, arguments.repeats)
+            if arguments.ops not in case.name:
+                continue
+            for row in rows_of(shape, case, arguments.seconds):
+                print(" | ".join(cells_of_row(row).values()), flush=True)
+                if arguments.append is not None:
+                    with arguments.append.open("a", encoding="utf-8") as file:
+                        file.write(to_json(row, facts) + "\n")
 
 
 def cases(shape: tuple[int, ...]) -> Iterator[Case]:
@@ -167,51 +180,75 @@ def codes_and_absmax(answer: object) -> tuple[Tensor, ...]:
     return answer
 
 
-def report(shape: str, case: Case, repeats: int) -> None:
-    """Checks every contender, then prints a line for each."""
-    notes = {name: check(case, name) for name in case.contenders}
-    peaks = {name: peak_memory(run) for name, run in case.contenders.items()}
+def rows_of(shape: str, case: Case, seconds: float) -> Iterator[BlockwiseRow]:
+    """Checks every contender, then times them in turns: a row for each."""
+    wanted = case.answer(case.contenders["bnb torch"]())
+    coarse = {name: check(case, name, wanted) for name in case.contenders}
+    result_bytes = sum(tensor.nbytes for tensor in wanted)
+    del wanted
+    memory = {name: peak_memory(run) for name, run in case.contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in case.contenders}
-    for _ in range(repeats):
-        for name, run in case.contenders.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    for name, taken in times.items():
-        print(
-            f"{shape:>12} {case.name:24} {name:10} {min(taken):9.1f} "
-            f"{statistics.median(taken):9.1f} {peaks[name]:>9} {notes[name]}".rstrip(),
-            flush=True,
+    left, order = dict(case.contenders), random.Random(0)
+    while left:
+        for name in order.sample(sorted(left), len(left)):
+            times[name] += turn_of(left[name])
+        left = {
+            name: run
+            for name, run in left.items()
+            if len(times[name]) < FEWEST_CALLS
+            or (sum(times[name]) < seconds and len(times[name]) < MOST_CALLS)
+        }
+    rows, columns = (int(size) for size in shape.split("x"))
+    for name, series in times.items():
+        timing = summarise(series, "calls")
+        values = BlockwiseValues(
+            time=timing.median,
+            time_min=timing.minimum,
+            spread=timing.spread,
+            samples=timing.samples,
+            result_bytes=result_bytes,
+            memory=memory[name],
+            coarse=coarse[name],
         )
+        yield Row(BlockwiseCase(case.name, rows, columns, name), values)
 
 
-def check(case: Case, name: str) -> str:
-    """Compares an answer with the oracle's, and says what is different by nature.
+def turn_of(run: Run) -> list[float]:
+    """Seconds of the calls of a turn: of short ones the first four do not count."""
+    series: list[float] = []
+    while len(series) < SETTLING_CALLS + CALLS_PER_TURN and sum(series) < TURN_SECONDS:
+        start = time.perf_counter()
+        run()
+        series.append(time.perf_counter() - start)
+    return series[min(SETTLING_CALLS, len(series) // 2) :]
+
+
+def check(case: Case, name: str, wanted: tuple[Tensor, ...]) -> float:
+    """Compares an answer with the oracle's; the share that is different by nature.
 
     Raises:
         SystemExit: for a wrong answer.
     """
-    wanted = case.answer(case.contenders["bnb torch"]())
     got = case.answer(case.contenders[name]())
     share = [(one != other).float().mean().item() for one, other in zip(got, wanted, strict=True)]
     coarse = name == "bnb C++" and case.name.startswith("quantise 8-bit")
     if coarse and share[0] < COARSE_SHARE and share[1] == 0:
-        return f"({share[0]:.2%} of its codes are not the nearest)"
+        return share[0]
     if any(share):
         raise SystemExit(f"{case.name}: {name} is wrong in {share} of its elements; not timed")
-    return ""
+    return 0.0
 
 
-def peak_memory(run: Run) -> str:
-    """MB that the process grows by during one call."""
+def peak_memory(run: Run) -> int | None:
+    """Bytes that the process grows by during one call; None where the system does not tell."""
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
-        return "-"
+        return None
     ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed must not serve this one unseen
     reset.write_text("5")
     before = status_kib("VmRSS")
     run()
-    return f"{(status_kib('VmHWM') - before) * 1024 / 1e6:.0f}"
+    return (status_kib("VmHWM") - before) * 1024
 
 
 def status_kib(name: str) -> int:

@@ -10,6 +10,9 @@ from typing import Any
 from fdk_bench.accuracy_cases import AccuracyCase, AccuracyValues
 from fdk_bench.accuracy_tables import HEADINGS as ACCURACY_HEADINGS
 from fdk_bench.accuracy_tables import accuracy_cells
+from fdk_bench.blockwise_tables import HEADINGS as BLOCKWISE_HEADINGS
+from fdk_bench.blockwise_tables import BlockwiseCase, BlockwiseValues
+from fdk_bench.blockwise_tables import cells_of as blockwise_cells
 from fdk_bench.cases import KernelCase
 from fdk_bench.goal_tables import goals_table, read_goals
 from fdk_bench.kernel_tables import HEADINGS as KERNEL_HEADINGS
@@ -29,7 +32,7 @@ MARK = re.compile(
     r"(?P<start><!-- fdk-bench table (?P<arguments>[^\n]*?) -->\n).*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
-TEXT_COLUMNS = ("format", "head", "by", "model", "n x k")
+TEXT_COLUMNS = ("format", "head", "by", "model", "n x k", "shape", "op")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ KINDS = {
     "kernels": KERNELS,
     "compare": KERNELS,
     "models": Kind(MODEL_HEADINGS, _loader(ModelCase, ModelValues), model_cells),
+    "blockwise": Kind(BLOCKWISE_HEADINGS, _loader(BlockwiseCase, BlockwiseValues), blockwise_cells),
     "accuracy": Kind(ACCURACY_HEADINGS, _loader(AccuracyCase, AccuracyValues), accuracy_cells),
 }
 

@@ -1,6 +1,7 @@
 """Timing calls in turns: on a CPU one by one, on a GPU as replays of CUDA graphs."""
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +11,15 @@ import torch
 
 Call = Callable[[], object]
 
-# CPU: calls of one contender before the next has its turn.
+# CPU: calls of one contender before the next has its turn; of long ones as many as this takes.
 CALLS_PER_TURN = 8
+TURN_SECONDS = 0.05
 FEWEST_TURNS = 3
+# The first calls of a turn, which find the code and tables of another contender in the caches: ours
+# at 2 bits took 371, 257, 232, 220, 201, 198, 196 and 189 us by their place in a turn, in a layer
+# after a layer only the last. Not counted, of nobody; of long calls none, for it is little of them.
+SETTLING_CALLS = 4
+SETTLING_SECONDS = 5e-3
 # GPU: a shorter graph would show the cost of starting it. Of calls that are long for the host fewer
 # do: by the times of docs/results/h200/compare-8192x8192.jsonl graphs of theirs take 0.3 ms at
 # least, and those of 40 short calls 0.36.
@@ -65,40 +72,86 @@ def time_calls(
 ) -> list[Timing | Exception]:
     """Times each contender's calls one by one, the contenders taking turns.
 
-    Turns share the noise of the machine: a slow second is slow for all. A contender cycles through
-    its calls, one for each copy of its weight. One that raises gives its error, the others go on.
+    Turns share the noise of the machine: a slow second is slow for all. Each round of turns is in
+    another order, for who is timed after whom matters. A contender cycles through its calls, one
+    for each copy of its weight. One that raises gives its error, the others go on.
 
     Args:
         seconds: for all turns together, about; ignored where ``outer`` is given.
-        inner: calls of a contender in one turn.
+        inner: calls of a contender in one turn that count; else as many as ``TURN_SECONDS`` hold,
+            ``CALLS_PER_TURN`` at most.
         outer: turns.
-        probe: called before each turn, to measure the machine.
+        probe: called before each round, to measure the machine.
         rests: for each contender, what ends its turn: stops threads that would spin on.
     """
-    inner = inner or CALLS_PER_TURN
     samples: list[list[float]] = [[] for _ in contenders]
     errors: dict[int, Exception] = {}
-    turn = -1  # the turn before the first warms up: every call once, for some pack then
-    end = 0.0
-    while turn < (outer or FEWEST_TURNS) or (outer is None and time.perf_counter() < end):
-        if turn == 0:
-            end = time.perf_counter() + seconds
-        if turn >= 0:
-            probe()
-        for i, calls in enumerate(contenders):
-            if i in errors:
-                continue
-            count = inner if turn >= 0 else max(inner, len(calls))
-            try:
-                series = _timed(calls, max(turn, 0) * inner, count)
-            except Exception as error:  # of somebody's kernel: a row of its own
-                errors[i] = error
-            else:
-                samples[i] += series if turn >= 0 else []
-            if rests is not None:
-                rests[i]()
-        turn += 1
+    turns = [_Turns(calls, inner) for calls in contenders]
+    order = list(range(len(contenders)))
+    shuffle = random.Random(0).shuffle  # the same orders in each run
+
+    def take(i: int, turn: Callable[[], list[float]]) -> None:
+        if i in errors:
+            return
+        try:
+            samples[i] += turn()
+        except Exception as error:  # of somebody's kernel: a row of its own
+            errors[i] = error
+        if rests is not None:
+            rests[i]()
+
+    for i in order:
+        take(i, turns[i].warm_up)
+    fewest = outer or max((turns[i].fewest for i in order if i not in errors), default=0)
+    end = time.perf_counter() + (0.0 if outer else seconds)
+    done = 0
+    while done < fewest or time.perf_counter() < end:
+        probe()
+        shuffle(order)
+        for i in order:
+            take(i, turns[i].timed)
+        done += 1
     return [errors.get(i) or summarise(series, "calls") for i, series in enumerate(samples)]
+
+
+class _Turns:
+    """The turns of one contender: its calls one after another, where the last turn ended."""
+
+    def __init__(self, calls: Sequence[Call], inner: int | None) -> None:
+        self._calls, self._inner = calls, inner
+        self._next = 0
+        self._settling, self._count = 0, inner or CALLS_PER_TURN
+
+    @property
+    def fewest(self) -> int:
+        """Turns that give as many samples as short calls have in ``FEWEST_TURNS``."""
+        wanted = FEWEST_TURNS * (self._inner or CALLS_PER_TURN)
+        return -(-wanted // self._count)
+
+    def warm_up(self) -> list[float]:
+        """Every call once, for some pack then, and how many make a turn. No samples."""
+        series = self._run(max(self._count, len(self._calls)))
+        self._next = 0
+        shortest = max(min(series), 1e-9)
+        self._settling = min(SETTLING_CALLS, int(SETTLING_SECONDS / shortest))
+        if self._inner is None:
+            self._count = max(1, min(CALLS_PER_TURN, int(TURN_SECONDS / shortest)))
+        return []
+
+    def timed(self) -> list[float]:
+        """Seconds of the calls of a turn that count."""
+        self._run(self._settling)
+        return self._run(self._count)
+
+    def _run(self, count: int) -> list[float]:
+        series = []
+        for _ in range(count):
+            call = self._calls[self._next % len(self._calls)]
+            self._next += 1
+            start = time.perf_counter()
+            call()
+            series.append(time.perf_counter() - start)
+        return series
 
 
 def time_graphs(
@@ -132,16 +185,6 @@ def time_graphs(
         else summarise(series, "graph", eager=captured[2])
         for captured, series in zip(graphs, samples, strict=True)
     ]
-
-
-def _timed(calls: Sequence[Call], first: int, count: int) -> list[float]:
-    series = []
-    for i in range(first, first + count):
-        call = calls[i % len(calls)]
-        start = time.perf_counter()
-        call()
-        series.append(time.perf_counter() - start)
-    return series
 
 
 def _capture(

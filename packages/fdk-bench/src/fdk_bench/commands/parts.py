@@ -123,7 +123,7 @@ ON_GPU = (
     _compare_many_rows("6144x4096"),
     _compare_many_rows("21504x6144"),
     _compare_many_rows("128256x4096"),
-    _models("models-31b", "31b", "16,4,1", "1,16,64"),
+    _models("models-31b", "31b", "16,4,1", "1,4,16,64,256"),
     _models("models-2048", "12b", "16,4", "1", "--context", "2048"),
     _models("models-2048-31b", "31b", "16,1", "1", "--context", "2048"),
     Part(

@@ -110,6 +110,16 @@ def test_what_is_refused_on_gpu():
 
 
 @pytest.mark.gpu
+def test_what_would_be_slower_on_gpu(monkeypatch):
+    """The op takes it all the same."""
+    _, layout = pack("custom4-g64", 64, 128)
+    monkeypatch.setattr(gated, "SLOWER", {(4, 64, 128, 1)})
+    assert not takes_gated(layout, random_x(1, 1, 128))
+    assert takes_gated(layout, random_x(2, 128))
+    check(gated_linear(layout, random_x(1, 128)), layout(random_x(1, 128)))
+
+
+@pytest.mark.gpu
 def test_op_on_gpu():
     _, layout = pack("custom4-g64", 64, 128)
     weight = layout.packed, layout.codebook, layout.kernel_format

@@ -20,6 +20,9 @@ from fdk_formats.format import Format
 # Rows of gate, then as many of up, and so on: see gated.cuh.
 GATE_ROWS = 16
 LANES = 32
+# Bits, n, k and rows where a step is faster with a kernel between the two products. 31b at 1 bit,
+# one sequence: 3239 us a step for 3121 without, whatever plans both had (H200, docs/benchmarks.md).
+SLOWER = {(1, 43008, 6144, 1)}
 
 
 def in_turns(gate: Tensor, up: Tensor) -> Tensor:
@@ -41,10 +44,15 @@ def in_turns(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def takes_gated(layout: torch.nn.Module, x: Tensor) -> TypeGuard[MarlinLayout]:
-    """Whether ``gated_linear`` takes a layout and x."""
+    """Whether ``gated_linear`` takes a layout and x, and was not found to make the next one slower.
+
+    Without it: ``silu(gate) * up`` of the layer's outputs, whose channels are in turns too.
+    """
     if not isinstance(layout, MarlinLayout) or layout.batch_invariant or not x.is_cuda:
         return False
     n, k = layout.shape
+    if (layout.format.bits, n, k, x.numel() // k) in SLOWER:
+        return False
     weight = layout.packed, layout.codebook, layout.kernel_format
     return x.shape[-1] == k and _launch_for(x, *weight, n, k) is not None
 

@@ -57,10 +57,9 @@ def _models(name: str, size: str, bits: str, batches: str, *more: str, limit: fl
 # Ours in the formats that each backend is for; peers once for each width, at 256 rows and more
 # Humming alone (H200, 8192 x 8192, 4 bits, m = 256: 54 us, bitsandbytes 131, tinygemm 1255). The
 # compiled reference multiplies by cuBLAS whatever m: one case tells.
-OURS = ("--format", "custom,int", "--backend", "marlin-lut,marlin,triton")
-PEERS_ON_GPU = "torch.compile,tinygemm,bitsandbytes,humming"
-LEFT_OUT = (
-    r"-custom\d.*-marlin$|-int\d.*-cuda-(?!marlin$)"
+OURS, PEERS_ON_GPU = "marlin-lut,marlin,triton", "torch.compile,tinygemm,bitsandbytes,humming"
+EACH_IN_ITS_FORMAT = r"-custom\d.*-marlin$|-int\d.*-cuda-(?!marlin$)"
+LEFT_OUT = EACH_IN_ITS_FORMAT + (
     r"|^m(256|1024|4096)-.*-(tinygemm|bitsandbytes)$|^m(1024|4096)-.*-triton$"
     r"|^m(4|16|64|256|1024|4096)-.*compile$|-custom[1238].*compile$"
 )
@@ -90,9 +89,12 @@ def _compare(
     ms: str = f"1,4,16,{MANY_ROWS}",
     left_out: str = LEFT_OUT,
     compiled: Sequence[tuple[str, str]] = COMPILED,
+    ours: str = OURS,
+    peers: str = PEERS_ON_GPU,
 ) -> Part:
     """Ours beside every peer in one run; compiled ahead, by processes for each width."""
-    what = (*OURS, "--exclude", left_out, "--against", PEERS_ON_GPU, "--shapes", shape)
+    contenders = "--format", "custom,int", "--backend", ours, "--against", peers
+    what = (*contenders, "--exclude", left_out, "--shapes", shape)
     rest = ("-b", ",".join(("16", *WIDTHS)), "--peer-seconds", "30", "--outer-reps", "9")
     return Part(
         f"compare-{shape}",
@@ -108,8 +110,8 @@ def _compare(
 
 
 def _compare_many_rows(shape: str) -> Part:
-    left_out = LEFT_OUT + r"|-(triton|tinygemm|bitsandbytes)$|compile$"
-    return _compare(shape, MANY_ROWS, left_out, COMPILED_MANY_ROWS)
+    named = EACH_IN_ITS_FORMAT, COMPILED_MANY_ROWS, "marlin-lut,marlin", "humming"
+    return _compare(shape, MANY_ROWS, *named)
 
 
 # What matters most first: what there is no time for is left as it was.

@@ -7,13 +7,20 @@ import torch
 from marlin_cases import pack, random_x
 from torch.nn.functional import silu
 
+from fdk_cuda import nvrtc
 from fdk_cuda.marlin import MARLIN_LUT, gated, gated_linear, in_turns, takes_gated
 from fdk_cuda.marlin.launches import small_fields, small_launch
-from fdk_cuda.marlin.plan import Device, _plans
-from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.plan import Device, _plans, plan_small
+from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_formats.format import Format
 from fdk_formats.testing import nrmse, poisoned, random_quantised
 
+DEVICES = {
+    "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),
+    "sm_90a": Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True),
+    "sm_120": Device(processors=170, shared_bytes=101376, has_clusters=True),
+}
 FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
 FORMATS = [*(f"custom{bits}-g64" for bits in (1, 2, 3, 4, 8)), "affine1-g64", "affine4-g32"]
 
@@ -53,6 +60,19 @@ def test_layouts_elsewhere_are_not_taken():
     q = random_quantised(Format.parse("custom4-g64"), 64, 128)
     assert not takes_gated(MARLIN_LUT.pack(q, dtype=torch.bfloat16), torch.zeros(1, 128))
     assert not takes_gated(torch.nn.Identity(), torch.zeros(1, 128))
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("bits", [1, 4])
+def test_gated_spills_nothing(bits, arch):
+    """By the plans of a llama's gate and up, for few rows and many."""
+    geometry = Geometry.of(Format.parse(f"custom{bits}-g64"), 28672, 4096)
+    variant = Variant.of(geometry, torch.bfloat16)
+    for m in (1, 16):
+        plan = plan_small(geometry, torch.bfloat16, m, DEVICES[arch])
+        program = small_m_program(variant, replace(plan.shape, gated=True))
+        resources = nvrtc.compile_program(program, arch).resources
+        assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
 
 
 @pytest.mark.gpu

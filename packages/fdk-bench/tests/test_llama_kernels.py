@@ -73,6 +73,9 @@ def test_config_and_parts():
     assert config_for(128, 2112) == (128, 8, 2)
     assert config_for(512, 192) == (32, 4, 3)
     assert config_for(2048, 192) == (32, 2, 3)
+    # Of float32 as many bytes.
+    assert config_for(32, 192, 4) == (128, 8, 1)
+    assert config_for(2048, 192, 4) == (16, 2, 3)
     assert parts_of(8, 192, 64) == 3
     assert parts_of(8, 2112, 128) == 17
     assert parts_of(8, 4096, 64) == 33  # two programs a processor

@@ -41,9 +41,18 @@ def turn_at(turns, place, length, HEAD_DIM: tl.constexpr):  # type: ignore[no-un
     return cosine, tl.where(channels < HEAD_DIM // 2, -sine, sine)
 
 
-# qkv :: [(GROUP + 2) * KV_HEADS * HEAD_DIM, dtype]    of one sequence
-# q   :: [ROWS, HEAD_DIM, dtype]                       turned, zeros from GROUP on
-# k   :: [HEAD_DIM, dtype]                             turned
+# keys, values :: [length, HEAD_DIM, dtype]    of one sequence and head
+# returns      :: [BLOCK, HEAD_DIM, dtype]     both, zeros from the entry `end` on
+@triton.jit  # type: ignore[untyped-decorator]
+def entries_of(keys, values, seen, end, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
+    places = seen[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)
+    return K, tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+
+
+# qkv  :: [(GROUP + 2) * KV_HEADS * HEAD_DIM, dtype]    of one sequence
+# q    :: [ROWS, HEAD_DIM, dtype]                       turned, zeros from GROUP on
+# k, v :: [HEAD_DIM, dtype]                             k turned
 @triton.jit  # type: ignore[untyped-decorator]
 def turned_rows(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
@@ -66,7 +75,8 @@ def turned_rows(  # type: ignore[no-untyped-def] # noqa: D103
     k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
     k = tl.load(k_row + channels).to(tl.float32) * cosine
     k = (k + tl.load(k_row + partner).to(tl.float32) * sine).to(dtype)
-    return q, k
+    v = tl.load(qkv + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + channels)
+    return q, k, v
 
 
 # K, V :: [BLOCK, HEAD_DIM, dtype]
@@ -166,16 +176,13 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     share = tl.cdiv(tl.cdiv(last, BLOCK), PARTS) * BLOCK
     begin, end = part * share, tl.minimum(last, (part + 1) * share)
     seen = begin + entries
-    places = seen[:, None] * HEAD_DIM + channels[None, :]
-    K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)  # [BLOCK, HEAD_DIM]
-    V = tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+    K, V = entries_of(keys, values, seen, end, HEAD_DIM)
 
     if PDL:
         tl.extra.cuda.gdc_wait()
     qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
     held = rows[:, None] < GROUP
-    q, k = turned_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
-    v = tl.load(qkv + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + channels)
+    q, k, v = turned_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
 
     # The first part has the new entry, from registers: nobody reads what is stored in this kernel.
     first = part == 0
@@ -189,9 +196,7 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
         most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
     for start in range(begin + BLOCK, end, BLOCK):
         seen = start + entries
-        places = seen[:, None] * HEAD_DIM + channels[None, :]
-        K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)
-        V = tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+        K, V = entries_of(keys, values, seen, end, HEAD_DIM)
         most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
 
     y = out + (b * KV_HEADS + head) * GROUP * HEAD_DIM
@@ -214,8 +219,11 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
             join_parts(parts, y, GROUP, HEAD_DIM, PARTS, FEW, AT_ONCE)
 
 
-def config_for(programs: int, length: int) -> AttendConfig:
+def config_for(programs: int, length: int, itemsize: int = 2) -> AttendConfig:
     """For so many sequences times key heads, and a cache of so many entries.
+
+    Of float32 a block has half as many: 256 entries would take 264 KiB of shared memory, where an
+    H200 has 227; 128 take 136 (compiled for it by Triton 3.7).
 
     Times of 8 blocks with the head (H200, us), in as many parts as ``parts_of`` says. With 128
     tokens and one sequence, 64 / 128 / 256 entries and 8 warps: 12b at 4 bits 619 / 620 / 616, 31b
@@ -225,13 +233,14 @@ def config_for(programs: int, length: int) -> AttendConfig:
     693, 256 entries 704, 64 with 4 warps 708 (1); 745, 776, 754 (4); 128 with 2 stages 1063, with
     one 1131 (16).
     """
+    half = itemsize // 2
     if programs >= 1024:
-        return AttendConfig(32, 2, 3)
+        return AttendConfig(32 // half, 2, 3)
     if programs >= 256:
-        return AttendConfig(32, 4, 3)
+        return AttendConfig(32 // half, 4, 3)
     if length > LONG:
-        return AttendConfig(128, 8, 1 if programs < 64 else 2)
-    return AttendConfig(64 if programs < SEVERAL else 256, 8, 1)
+        return AttendConfig(128 // half, 8, 1 if programs < 64 else 2)
+    return AttendConfig((64 if programs < SEVERAL else 256) // half, 8, 1)
 
 
 def parts_of(programs: int, length: int, block: int) -> int:
@@ -273,7 +282,7 @@ def attend(
     """
     _, b, kv_heads, length, head_dim = cache.shape
     group = group_of(qkv, cache)
-    config = config or config_for(b * kv_heads, length)
+    config = config or config_for(b * kv_heads, length, cache.itemsize)
     parts = parts or parts_of(b * kv_heads, length, config.block)
     out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
     partial = arrived = out

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ SIZES = {
 class Block(nn.Module):
     """Attention and SwiGLU, each after a norm and added to its input.
 
-    ``fused`` makes one layer of q, k and v and one of gate and up, as servers do.
+    ``fused`` makes one layer of q, k and v and one of gate and up, as servers do; ``in_turns``
+    says how the latter's rows lie, see ``LlamaOps.gated``.
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class Block(nn.Module):
         linear: MakeLinear,
         *,
         fused: bool,
+        in_turns: bool,
         device: str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.in_turns = size, in_turns and fused
         self.ops: LlamaOps = TorchOps()
         kv = size.kv_heads * size.head_dim
         self.attention_norm = norm_weight(size, device, dtype)
@@ -98,7 +101,7 @@ class Block(nn.Module):
         x, h = ops.add_norm(x, added, self.attention_norm)
         attended = ops.attend(self.qkv(h), turns, positions, cache, self.size.heads)
         x, h = ops.add_norm(x, self.o(attended), self.mlp_norm)
-        return x, self.down(ops.gated(self.gate_up(h)))
+        return x, self.down(ops.gated(self.gate_up, h, in_turns=self.in_turns))
 
 
 class Beside(nn.Module):
@@ -119,7 +122,7 @@ class Llama(nn.Module):
     Args:
         size: see ``SIZES``.
         linear: makes each linear layer from its dotted name, outputs and inputs.
-        fused: see ``Block``.
+        fused, in_turns: see ``Block``.
     """
 
     def __init__(
@@ -130,15 +133,16 @@ class Llama(nn.Module):
         device: str,
         dtype: torch.dtype,
         fused: bool = True,
+        in_turns: bool = False,
     ) -> None:
         super().__init__()
         self.size, self.device, self.dtype = size, device, dtype
         self.ops: LlamaOps = TorchOps()
         embedding = torch.randn(size.vocabulary, size.dim, device=device, dtype=dtype)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
+        block = partial(Block, size, fused=fused, in_turns=in_turns, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
-            Block(size, f"blocks.{i}", linear, fused=fused, device=device, dtype=dtype)
-            for i in range(size.layers)
+            block(name=f"blocks.{i}", linear=linear) for i in range(size.layers)
         )
         self.norm = norm_weight(size, device, dtype)
         self.lm_head = linear("lm_head", size.vocabulary, size.dim)

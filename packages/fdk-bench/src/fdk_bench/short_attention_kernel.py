@@ -8,7 +8,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_bench.attention_kernel import ROWS, group_of, turn_at, turned_rows
+from fdk_bench.attention_kernel import ROWS, entries_of, group_of, turn_at, turned_rows
 from fdk_bench.launches import launch_options
 
 BLOCK, WARPS = 64, 8
@@ -47,16 +47,14 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     values = keys + values_stride
     K, V = (), ()
     for i in tl.static_range(BLOCKS):
-        seen = i * BLOCK + entries
-        places = seen[:, None] * HEAD_DIM + channels[None, :]
-        K += (tl.load(keys + places, mask=seen[:, None] < last, other=0.0),)  # type: ignore[assignment]
-        V += (tl.load(values + places, mask=seen[:, None] < last, other=0.0),)  # type: ignore[assignment]
+        of_block = entries_of(keys, values, i * BLOCK + entries, last, HEAD_DIM)
+        K += (of_block[0],)  # type: ignore[assignment]
+        V += (of_block[1],)  # type: ignore[assignment]
 
     if PDL:
         tl.extra.cuda.gdc_wait()
     qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
-    q, k = turned_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
-    v = tl.load(qkv + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + channels)
+    q, k, v = turned_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
     tl.store(keys + last * HEAD_DIM + channels, k)
     tl.store(values + last * HEAD_DIM + channels, v)
 

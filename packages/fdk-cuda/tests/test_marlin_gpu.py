@@ -166,7 +166,8 @@ WIDE_FORMATS = [
     *(f"custom{bits}-g64" for bits in BITS),
     *("affine4-g32", "affine8-g128-fp32-zint", "affine8-g64-zint", "affine3-g64-fp16-zint"),
 ]
-# Tiles of other numbers of groups have the decoders of those: compiling all takes minutes.
+# Tiles of other numbers of groups have the decoders of those, or one of 1 bit, among these:
+# compiling all takes minutes.
 EVERY_TILE_FORMATS = WIDE_FORMATS if os.environ.get("FDK_TEST_EVERY_KERNEL") else WIDE_FORMATS[::3]
 
 

@@ -63,17 +63,10 @@ def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return out, normed
 
 
-# gate_up :: [rows, 2 * ffn, dtype]    TURN of gate and TURN of up in turns; all of each where 0
+# gate_up :: [rows, 2 * ffn, dtype]
 # out     :: [rows, ffn, dtype]
 @triton.jit  # type: ignore[untyped-decorator]
-def gated_kernel(  # type: ignore[no-untyped-def] # noqa: D103
-    gate_up,
-    out,
-    FFN: tl.constexpr,
-    TURN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def gated_kernel(gate_up, out, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,25 +75,19 @@ def gated_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     gate_up += row * 2 * FFN
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if TURN:
-        gate_up += channels // TURN * TURN
-    up_at = gate_up + (TURN if TURN else FFN)
     gate = tl.load(gate_up + channels, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_at + channels, mask=inside, other=0.0)
+    up = tl.load(gate_up + FFN + channels, mask=inside, other=0.0)
     # Rounded where torch rounds: silu has an output of its own.
     gate = (gate * tl.sigmoid(gate)).to(up.dtype)
     tl.store(out + row * FFN + channels, gate * up, mask=inside)
 
 
-def gated(gate_up: Tensor, *, turn: int = 0) -> Tensor:
-    """``silu(gate) * up`` of ``[..., 2 * ffn]``, ``[..., ffn]``.
-
-    Channels are those of gate, then those of up; with ``turn`` so many of each in turns.
-    """
+def gated(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[..., 2 * ffn]``, ``[..., ffn]``."""
     ffn = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], ffn)
     gated_kernel[(out.numel() // ffn, triton.cdiv(ffn, GATE_BLOCK))](
-        gate_up, out, FFN=ffn, TURN=turn, BLOCK=GATE_BLOCK, num_warps=4, **launch_options(gate_up)
+        gate_up, out, FFN=ffn, BLOCK=GATE_BLOCK, num_warps=4, **launch_options(gate_up)
     )
     return out
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +54,7 @@ SIZES = {
 class Block(nn.Module):
     """Attention and SwiGLU, each after a norm and added to its input.
 
-    ``fused`` makes one layer of q, k and v and one of gate and up, as servers do; ``in_turns``
-    says how the latter's rows lie, see ``LlamaOps.gated``.
+    ``fused`` makes one layer of q, k and v and one of gate and up, as servers do.
     """
 
     def __init__(
@@ -66,12 +64,11 @@ class Block(nn.Module):
         linear: MakeLinear,
         *,
         fused: bool,
-        in_turns: bool,
         device: str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.size, self.in_turns = size, in_turns and fused
+        self.size = size
         self.ops: LlamaOps = TorchOps()
         kv = size.kv_heads * size.head_dim
         self.attention_norm = norm_weight(size, device, dtype)
@@ -101,7 +98,7 @@ class Block(nn.Module):
         x, h = ops.add_norm(x, added, self.attention_norm)
         attended = ops.attend(self.qkv(h), turns, positions, cache, self.size.heads)
         x, h = ops.add_norm(x, self.o(attended), self.mlp_norm)
-        return x, self.down(ops.gated(self.gate_up, h, in_turns=self.in_turns))
+        return x, self.down(ops.gated(self.gate_up(h)))
 
 
 class Beside(nn.Module):
@@ -122,7 +119,7 @@ class Llama(nn.Module):
     Args:
         size: see ``SIZES``.
         linear: makes each linear layer from its dotted name, outputs and inputs.
-        fused, in_turns: see ``Block``.
+        fused: see ``Block``.
     """
 
     def __init__(
@@ -133,16 +130,15 @@ class Llama(nn.Module):
         device: str,
         dtype: torch.dtype,
         fused: bool = True,
-        in_turns: bool = False,
     ) -> None:
         super().__init__()
         self.size, self.device, self.dtype = size, device, dtype
         self.ops: LlamaOps = TorchOps()
         embedding = torch.randn(size.vocabulary, size.dim, device=device, dtype=dtype)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
-        block = partial(Block, size, fused=fused, in_turns=in_turns, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
-            block(name=f"blocks.{i}", linear=linear) for i in range(size.layers)
+            Block(size, f"blocks.{i}", linear, fused=fused, device=device, dtype=dtype)
+            for i in range(size.layers)
         )
         self.norm = norm_weight(size, device, dtype)
         self.lm_head = linear("lm_head", size.vocabulary, size.dim)

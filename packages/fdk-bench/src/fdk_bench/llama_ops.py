@@ -4,14 +4,11 @@ from importlib import util
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
-
-from fdk_formats import QuantisedLinear
 
 NORM_EPS = 1e-5
 ROTARY_BASE = 500_000.0
-GATE_ROWS = 16  # of gate, then of up, where their rows come in turns: as fdk_cuda's
 
 
 class LlamaOps(Protocol):
@@ -20,12 +17,8 @@ class LlamaOps(Protocol):
     def add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """``x + added`` and its RMSNorm, ``[..., dim]`` each."""
 
-    def gated(self, layer: nn.Module, h: Tensor, *, in_turns: bool) -> Tensor:
-        """``silu(gate) * up`` of what the layer of gate and up gives for h, ``[b, t, ffn]``.
-
-        ``in_turns``: its rows are sixteen of gate, sixteen of up, and so on; else all of gate come
-        first.
-        """
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up``: ``[b, t, 2 * ffn]`` to ``[b, t, ffn]``."""
 
     def attend(
         self, qkv: Tensor, turns: Tensor, positions: Tensor, cache: Tensor, heads: int
@@ -47,13 +40,8 @@ class TorchOps:
         x = x + added
         return x, rms_norm(x, weight.shape, weight, NORM_EPS)
 
-    def gated(self, layer: nn.Module, h: Tensor, *, in_turns: bool) -> Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
         """See ``LlamaOps``."""
-        gate_up: Tensor = layer(h)
-        if in_turns:
-            turns: Tensor = gate_up.unflatten(-1, (-1, 2, GATE_ROWS))
-            gate, up = turns.unbind(-2)
-            return (silu(gate) * up).flatten(-2)
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 
@@ -82,8 +70,6 @@ class TorchOps:
 class TritonOps:
     """Kernels of ours: one each for a sum with its norm, SwiGLU, and attention of one token.
 
-    SwiGLU of few rows is part of the product ahead of it, where that is Marlin's.
-
     Args:
         crowded: whether the linear layers leave the processors no room, as ours of 16 bits do.
 
@@ -107,13 +93,11 @@ class TritonOps:
 
         return add_norm(x, added, weight, NORM_EPS)
 
-    def gated(self, layer: nn.Module, h: Tensor, *, in_turns: bool) -> Tensor:
-        """See ``LlamaOps``; for few rows by the product itself, where the layer's kernel can."""
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """See ``LlamaOps``."""
         from fdk_bench.block_kernels import gated
 
-        if in_turns and (product := gated_product(layer, h)) is not None:
-            return product
-        return gated(layer(h), turn=GATE_ROWS if in_turns else 0)
+        return gated(gate_up)
 
     def attend(
         self, qkv: Tensor, turns: Tensor, positions: Tensor, cache: Tensor, heads: int
@@ -132,16 +116,6 @@ class TritonOps:
         keys, values = cache[..., :t, :]
         y = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).reshape(b, t, -1)
-
-
-def gated_product(layer: nn.Module, h: Tensor) -> Tensor | None:
-    """``LlamaOps.gated`` in one kernel, of rows in turns; None where the layer has none."""
-    if not (isinstance(layer, QuantisedLinear) and util.find_spec("fdk_cuda")):
-        return None
-    from fdk_cuda.marlin import gated_linear, takes_gated
-
-    layout = layer.weight.layout
-    return gated_linear(layout, h) if takes_gated(layout, h) else None
 
 
 def has_kernels(device: str) -> bool:

@@ -59,11 +59,7 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
     size = SIZES[case.model]
     if case.layers is not None:
         size = replace(size, layers=case.layers)
-    # Random rows may lie as they are read best; a layer of 16 bits has no kernel for it.
-    in_turns = case.compiled and format is not None and has_kernels(case.device)
-    llama = Llama(
-        size, linear, device=case.device, dtype=dtype, fused=case.fused, in_turns=in_turns
-    )
+    llama = Llama(size, linear, device=case.device, dtype=dtype, fused=case.fused)
     norms = (2 * size.layers + 1) * size.dim * dtype.itemsize
     weight_bytes = weights[0] + norms
     return Built(

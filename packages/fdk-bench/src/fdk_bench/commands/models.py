@@ -89,9 +89,8 @@ def models(
 
     The cache is static; on a GPU a step is one CUDA graph. The roofline is the time to read every
     weight of a step once at the read rate measured in the same run. The 16-bit model has the same
-    between its layers, but SwiGLU of few rows, which Marlin's products do, and is captured too.
-    Quantised layers are checked before anything is timed. Default: 16, 4 and 1 bits. Writes
-    models.jsonl and models.md.
+    between its layers, and is captured too. Quantised layers are checked before anything is timed.
+    Default: 16, 4 and 1 bits. Writes models.jsonl and models.md.
 
     Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted.
     """

@@ -7,17 +7,6 @@ from fdk_cuda.marlin.backend import (
     MarlinLayout,
     marlin_backends,
 )
-from fdk_cuda.marlin.gated import gated_linear, in_turns, takes_gated
 from fdk_cuda.marlin.precompile import precompile
 
-__all__ = [
-    "MARLIN",
-    "MARLIN_LUT",
-    "MarlinBackend",
-    "MarlinLayout",
-    "gated_linear",
-    "in_turns",
-    "marlin_backends",
-    "precompile",
-    "takes_gated",
-]
+__all__ = ["MARLIN", "MARLIN_LUT", "MarlinBackend", "MarlinLayout", "marlin_backends", "precompile"]

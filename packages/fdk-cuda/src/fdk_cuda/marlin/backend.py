@@ -78,11 +78,6 @@ class MarlinLayout(SettledLayout):
             self._ready.keep(x, self._format, self.geometry.columns, self.shape[0])
         return y
 
-    @property
-    def kernel_format(self) -> str:
-        """What ops over the layout are told of its format: not its name alone, see below."""
-        return self._format
-
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
         packed, scale, zero_point = take_back(self.geometry, self.packed)

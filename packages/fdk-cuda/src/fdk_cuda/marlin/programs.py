@@ -96,7 +96,6 @@ class TileShape:
             ``row_groups`` are 1. 0 where it is small_m.cu's.
         short_blocks: blocks of 32 rows that a warp takes of the tiles of the last pass, 0 where
             they are as high as the others.
-        gated: whether y is ``silu(gate) * up`` of its rows: see gated.cuh.
     """
 
     fragments: int
@@ -106,7 +105,6 @@ class TileShape:
     warps: int
     digit_rows: int = 0
     short_blocks: int = 0
-    gated: bool = False
 
     @property
     def stage_blocks(self) -> int:
@@ -162,8 +160,6 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
         ROW_GROUPS=shape.row_groups,
         WARPS=shape.warps,
     )
-    if shape.gated:
-        options = *options, "-DGATED=1"
     if rows := shape.digit_rows:
         assert rows in variant.digit_rows
         more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[variant.bits, rows]}"

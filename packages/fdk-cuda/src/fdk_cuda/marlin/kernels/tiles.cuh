@@ -16,7 +16,6 @@
 //   WARPS           of a block
 #pragma once
 #include "common.cuh"
-#include "gated.cuh"
 #include "ring.cuh"
 
 constexpr int STAGES = 2;  // 3 is slower: 8192 x 8192, m = 1: 11.3 us -> 10.5 us with 2
@@ -281,14 +280,7 @@ __device__ __forceinline__ void finish_pass(const Walk& walk, const Memory& memo
     const int of_group = index % GROUP_ROWS, group = index % TILE_ROWS / GROUP_ROWS;
     const int row = (tile.start + group * tile.blocks) * BLOCK_ROWS + of_group;
     const int column = index / TILE_ROWS;
-    if (GATED) value = gate_up(value);
     if (of_group < tile.blocks * BLOCK_ROWS && row < p.n && column < p.m) {
-      if (GATED) {
-        if (is_gate(row))
-          p.y[static_cast<uint64>(column) * (p.n / 2) + gated_row(row)] =
-              from_floats(value, 0.f) & 0xFFFFu;
-        return;
-      }
       if (p.bias != nullptr) value += to_float(p.bias[row]);
       p.y[static_cast<uint64>(column) * p.n + row] = from_floats(value, 0.f) & 0xFFFFu;
     }

@@ -79,7 +79,7 @@ def test_the_readme_counts_goals_as_the_table_does():
 
 
 def test_how_the_blockwise_ops_stand():
-    """Ahead of every other implementation by the median, within the memory that is the goal."""
+    """What prose says of them is what the recorded rows say; and they keep to their memory."""
     path = ROOT / "docs" / "results" / "epyc-zen4" / "blockwise.jsonl"
     found = {}
     for row in map(json.loads, path.read_text("utf-8").splitlines()):
@@ -87,14 +87,15 @@ def test_how_the_blockwise_ops_stand():
         by_op = found.setdefault((case["rows"], case["columns"], case["op"]), {})
         by_op[case["by"]] = values
     assert len(found) == 4 * 5  # sizes, ops
-    ratios = {"bnb C++": [], "bnb torch": []}
-    for by_op in found.values():
-        ours = by_op["fdk C++"]
-        assert ours["memory"] - ours["result_bytes"] < 64e6
-        for name, series in ratios.items():
-            if name in by_op:
-                series.append(by_op[name]["time"] / ours["time"])
     page = " ".join((ROOT / "docs" / "blockwise.md").read_text("utf-8").split())
-    for name, series in ratios.items():
-        assert min(series) > 1
-        assert f"{min(series):.1f} to {max(series):.1f} times as fast as {name}" in page
+    for name in ("bnb C++", "bnb torch"):
+        pairs = [(by_op["fdk C++"], by_op[name]) for by_op in found.values() if name in by_op]
+        ratios = [theirs["time"] / ours["time"] for ours, theirs in pairs]
+        by_least = sum(ours["time_min"] < theirs["time_min"] for ours, theirs in pairs)
+        ahead = sum(ratio > 1 for ratio in ratios)
+        assert (
+            f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as {name} by the median, "
+            f"ahead in {ahead} of {len(pairs)} cases ({by_least} by the least)" in page
+        )
+    for by_op in found.values():
+        assert by_op["fdk C++"]["memory"] - by_op["fdk C++"]["result_bytes"] < 64e6

@@ -183,6 +183,13 @@ def test_small_shared(bits: int, affine: bool, rows: bool, m: int) -> None:
     assert compiled.metadata.shared + static_bytes(compiled) <= counted <= UNASKED_BYTES
 
 
+@pytest.mark.parametrize("target", [80, 100, 120])
+@pytest.mark.parametrize(("bits", "m"), [(1, 1), (1, 16), (2, 1), (3, 1), (4, 1)])
+def test_small_affine_elsewhere(bits: int, m: int, target: int) -> None:
+    """What is limited to registers on Hopper, or spilled with two tiles, without either."""
+    check_small(compile_small(bits, True, 8192, m, target, 8192), target)
+
+
 def assert_sums_by_warp(compiled: object) -> None:
     """``add_warps`` adds what differs in the first dimension, one of its elements a warp."""
     text = compiled.asm["ttgir"]

@@ -182,7 +182,7 @@ AFFINE_MORE_ROWS: dict[int, Choice] = {
     1: Choice(AFFINE_TWO_TILES_8_WARPS, AFFINE_TWO_TILES_FETCHED, AFFINE_TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
 }
-# Where the limits were not timed there are none, and 1 bit has one tile: with two, 184 bytes of stack
+# Where limits were not timed there are none, and 1 bit has one tile: with two, 184 bytes of stack
 # for sm_80, 112 for sm_100, 200 for sm_120 (Triton 3.7.1).
 AFFINE_MORE_ROWS_ELSEWHERE = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
 # Of ``many_kernel``: two groups of 64 outputs.

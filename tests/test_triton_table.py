@@ -1,4 +1,4 @@
-"""What triton_table.py makes of rows, and that docs/kernels/triton.md has it."""
+"""What triton_table.py and triton_peers.py make of rows, and that docs/kernels/triton.md has it."""
 
 import importlib
 import json
@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "packages/fdk-cuda/benchmarks/triton_table.py"
+PEER_SHAPES = ("4096x4096", "8192x8192", "28672x8192")
 FACTS = {
     "device": "NVIDIA H200",
     "started": "2026-11-22T09:00:00+00:00",
@@ -22,6 +23,12 @@ FACTS = {
 def script(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     return importlib.import_module("triton_table")
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("triton_peers")
 
 
 def row(m, direction, us, cublas):
@@ -69,3 +76,28 @@ def test_the_document_has_the_recorded_rows(script):
     lines = (ROOT / "docs/results/h200/triton.jsonl").read_text("utf-8").splitlines()
     wanted = script.fill(text, [json.loads(line) for line in lines])
     assert text == wanted, f"{SCRIPT.name} docs/results/h200/triton.jsonl --fill {path.name}"
+
+
+def test_peers_by_hand(peers):
+    def timed(format, backend, us, error=None):
+        case = {"n": 512, "k": 256, "m": 1, "format": format, "backend": backend}
+        values = None if error else {"time": us * 1e-6, "floor": 2e-6}
+        return {"case": case, "values": values, "error": error} | FACTS
+
+    rows = [
+        *(timed("bf16", "torch", 12.0), timed("custom4-g64", "triton", 5.0)),
+        *(timed("custom4-g64", "humming", 8.25), timed("custom4-g64", "tinygemm", 0, "wrong")),
+        timed("custom3-g64", "humming", 9.0),  # no line: the Triton kernels were not timed
+    ]
+    text = peers.table(rows).splitlines()
+    assert text[2] == "| 512 x 256 | 4 | 1 | 2.0 | 12.0 | 5.0 | 8.2 | - | - | - |"
+    assert text[3:] == ["", "Rows of NVIDIA H200, 2026-11-22, 1234."]
+
+
+def test_the_document_has_the_peers(peers):
+    path = ROOT / "docs/kernels/triton.md"
+    files = [f"docs/results/h200/compare-{shape}.jsonl" for shape in PEER_SHAPES]
+    rows = [row for file in files for row in peers.read_rows(ROOT / file)]
+    text = path.read_text("utf-8")
+    wanted = peers.filled(text, "triton peers", peers.table(rows))
+    assert text == wanted, f"triton_peers.py {' '.join(files)} --fill docs/kernels/triton.md"

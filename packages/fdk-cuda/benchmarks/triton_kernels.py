@@ -214,7 +214,8 @@ def short(config: Config) -> str:
     if isinstance(config, SmallConfig):
         c = config
         limit = f"r{c.registers}" if c.registers else ""
-        return f"small-n{c.n_tiles}w{c.warps}a{c.ahead}f{c.fetch}o{c.overlap:d}{limit}"
+        minus = "-minus" if c.minus else ""
+        return f"small-n{c.n_tiles}w{c.warps}a{c.ahead}f{c.fetch}o{c.overlap:d}{limit}{minus}"
     if isinstance(config, TransposedConfig):
         c = config
         sizes = f"t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}a{c.ahead}p{c.positions}"

@@ -147,3 +147,32 @@ def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
         return
     Launch(kernel, (4,), (7,), 2)((16, 32), 0)
     assert given == [(4, 1, 1, 0, "function", (8, 2, 512), None, None, None, 16, 32, 7)]
+
+
+@pytest.mark.parametrize("scratch", [0, 128])
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_launch_without_wrapper(
+    version: str, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.6's own launch gets what its wrapper would add, unless there is scratch memory."""
+    calls: list[tuple[str, tuple[object, ...]]] = []
+
+    class Run:
+        global_scratch_size, profile_scratch_size = 0, scratch
+        launch_cooperative_grid, launch_pdl = False, True
+
+        def launch(self, *args: object) -> None:
+            calls.append(("launch", args))
+
+        def __call__(self, *args: object) -> None:
+            calls.append(("run", args))
+
+    kernel = SimpleNamespace(run=Run(), function="f", packed_metadata="packed")
+    monkeypatch.setattr(remembered_module.triton, "__version__", version)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    Launch(kernel, (4,), (7,))((16, 32), 0)
+    added = (False, True, None, None)
+    expected = ("run", (4, 1, 1, 5, "f", "packed", None, None, None, 16, 32, 7))
+    if version == "3.6.0" and not scratch:
+        expected = ("launch", (4, 1, 1, 5, "f", *added, "packed", None, None, None, 16, 32, 7))
+    assert calls == [expected]

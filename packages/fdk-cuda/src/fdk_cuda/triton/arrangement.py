@@ -127,7 +127,7 @@ def arrange_codes(codes: Tensor, a: Arrangement) -> Tensor:
     # [n_tiles, half, g, k_tiles, position // 2, t, position % 2, upper, pair], or with every
     # position before t
     odd = 2 if a.paired else 1
-    split = padded.view(a.n_tiles, 2, 8, a.k_tiles, -1, 4, odd, 2, 2)
+    split = padded.view(a.n_tiles, 2, 8, a.k_tiles, POSITIONS[a.bits] // odd, 4, odd, 2, 2)
     # [n_tiles, k_tiles, half, g, t, upper, pair, position]
     units = split.permute(0, 3, 1, 2, 5, 7, 8, 4, 6).flatten(-2).to(torch.int64)
     stacked = [_to_int32(word) for word in _words_of(units, a.bits)]

@@ -15,7 +15,8 @@ class SmallConfig:
     A warp loads its words ``ahead`` tiles before it needs them, and the program has them brought to
     the L2 ``fetch`` rounds before. With ``overlap`` it starts before the last kernel ends. These
     two are for compute capability 9.0 and later, and do nothing elsewhere. A thread has at most
-    ``registers``, of 0 as many as ptxas likes.
+    ``registers``, of 0 as many as ptxas likes. With ``minus``, where x's dtype holds the zero
+    points of an affine format, these are an operand, and no sums of x are made.
     """
 
     n_tiles: int
@@ -24,6 +25,7 @@ class SmallConfig:
     fetch: int = 0
     overlap: bool = False
     registers: int = 0
+    minus: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,21 +161,30 @@ MORE_ROWS = {
 }
 # Of affine formats where it is not the same: the sums of x and the zero points take registers, and
 # at 8192 outputs programs of 80 for 64 or of 137 for 128 no longer fit the machine all at once.
-# H200, 8192 x 8192, m = 1, as codebooks and so: 1 bit 15.1 -> 12.8 us, 3 bits 25.0 -> 15.2, 4 bits
-# 19.4 -> 16.7, 7 bits 36.1 -> 24.9; m = 16, 3 bits 31.8 -> 25.6. One tile and four warps were worse
-# at 2 bits, 14.8 -> 16.6 and 19.0 -> 33.1, and at 4 bits with 16 rows, 24.8 -> 27.2.
-AFFINE_ONE_TILE_4_WARPS = replace(ONE_TILE_4_WARPS, registers=128)
+# H200, 8192 x 8192, m = 1, as codebooks and so: 1 bit 15.1 -> 12.3 us, 2 bits 14.7 -> 13.7, 3 bits
+# 25.0 -> 15.2 (without ``minus``), 4 bits 19.4 -> 16.7, 7 bits 36.1 -> 24.9; m = 16, 3 bits 31.8 ->
+# 25.6. One tile and four warps were worse with 16 rows at 2 bits, 19.0 -> 33.1, and at 4 bits, 24.8
+# -> 27.2. ``minus`` takes fewer registers: m = 1, 1 bit 12.9 -> 12.3, but two tiles of 2 bits 14.7
+# -> 17.7. 1 bit with 16 rows and, with Triton 3.7.1, 3 bits with one spill without it.
+AFFINE_ONE_TILE_4_WARPS = replace(ONE_TILE_4_WARPS, registers=128, minus=True)
 AFFINE_ONE_TILE = SmallConfig(n_tiles=1, warps=8, ahead=0, overlap=True, registers=64)
-AFFINE_NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=4, ahead=0, overlap=True)
+AFFINE_NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=4, ahead=0, overlap=True, minus=True)
+AFFINE_TWO_TILES_FETCHED = replace(TWO_TILES_FETCHED, minus=True)
+AFFINE_TWO_TILES_8_WARPS = replace(TWO_TILES_8_WARPS, minus=True)
 AFFINE_FEW_ROWS: dict[int, Choice] = {
     1: Choice(TWO_TILES_8_WARPS_FETCHED, AFFINE_NOTHING_AHEAD, AFFINE_NOTHING_AHEAD),
+    2: Choice(TWO_TILES_8_WARPS_OVERLAP, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, AFFINE_ONE_TILE_4_WARPS, AFFINE_ONE_TILE_4_WARPS),
     4: Choice(ONE_TILE, AFFINE_ONE_TILE, AFFINE_ONE_TILE),
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
 AFFINE_MORE_ROWS: dict[int, Choice] = {
+    1: Choice(AFFINE_TWO_TILES_8_WARPS, AFFINE_TWO_TILES_FETCHED, AFFINE_TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
 }
+# Where limits were not timed there are none, and 1 bit has one tile: with two, 184 bytes of stack
+# for sm_80, 112 for sm_100, 200 for sm_120 (Triton 3.7.1).
+AFFINE_MORE_ROWS_ELSEWHERE = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
 # Of ``many_kernel``: two groups of 64 outputs.
 MANY_WARPS = 8
 MANY_OUTPUTS = TILE_N * MANY_WARPS
@@ -256,6 +267,10 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
     choice = (FEW_ROWS if m <= 8 else MORE_ROWS)[bits]
     if affine:
         choice = (AFFINE_FEW_ROWS if m <= 8 else AFFINE_MORE_ROWS).get(bits, choice)
+    if affine and gpu.measured_on is None:
+        if bits == 1 and m > 8:
+            return AFFINE_MORE_ROWS_ELSEWHERE
+        choice = Choice(*(replace(config, registers=0) for config in choice.all))
     if n <= gpu.few_outputs:
         return choice.few
     return choice.some if n <= 2 * gpu.few_outputs else choice.many

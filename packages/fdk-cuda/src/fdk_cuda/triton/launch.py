@@ -73,6 +73,7 @@ def small(x: Tensor, w: Weight, bias: Tensor | None, config: SmallConfig) -> Ten
             "AHEAD": config.ahead,
             "FETCH": config.fetch if is_able else 0,
             "OVERLAP": overlap,
+            "MINUS": config.minus and w.has_exact_zeros(x.dtype),
         }
         grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
@@ -92,7 +93,8 @@ def _small_key(
     m: int, dtype: torch.dtype, no_bias: bool, c: SmallConfig, w: Weight
 ) -> tuple[object, ...]:
     # Field by field: a configuration takes longer to hash.
-    return (m, dtype, no_bias, c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, c.registers, *w.key)
+    chosen = c.n_tiles, c.warps, c.ahead, c.fetch, c.overlap, c.registers, c.minus
+    return (m, dtype, no_bias, *chosen, *w.key)
 
 
 def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tensor:

@@ -8,6 +8,7 @@ from operator import or_
 from typing import Any
 
 import torch
+import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 # Triton reads the same variable when a kernel is defined. The interpreter takes no assembly, and
@@ -45,7 +46,10 @@ class Launch:
                 raise RuntimeError(f"no way to launch clusters: packed metadata is {packed}")
             packed = packed[0], cluster, packed[2]
         # No metadata and no hooks: those serve Triton's own profiler.
-        self.fixed = kernel.function, packed, None, None, None
+        self.fixed: tuple[object, ...] = (kernel.function, packed, None, None, None)
+        if (direct := _without_wrapper(kernel.run)) is not None:
+            self.run, options = direct
+            self.fixed = (kernel.function, *options, *self.fixed[1:])
         self.grid, self.rest = (*grid, 1, 1)[:3], rest
 
     def __call__(self, addresses: Sequence[Any], device: int) -> None:
@@ -55,6 +59,19 @@ class Launch:
         """
         stream = torch._C._cuda_getCurrentRawStream(device)
         self.run(*self.grid, stream, *self.fixed, *addresses, *self.rest)
+
+
+def _without_wrapper(run: Any) -> tuple[Callable[..., object], tuple[object, ...]] | None:
+    """What Triton's launcher calls for a kernel without scratch memory, and what it adds.
+
+    The launcher asks for scratch memory in Python, twice, and hands over 50 arguments once more. No
+    version of Triton promises this; others than 3.6 are called as they are.
+    """
+    if not triton.__version__.startswith("3.6.") or not hasattr(run, "launch"):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
 
 
 _launches: dict[tuple[object, ...], Launch] = {}

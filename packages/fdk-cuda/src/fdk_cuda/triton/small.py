@@ -31,6 +31,14 @@ def spread(scale, N_TILES: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def as_minus(zero, N_TILES: tl.constexpr, WARPS: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """``[N_TILES, (warp, g, t, half)]`` as operand A, ``[warp, row, unit]``: all units alike."""
+    minus = spread((-zero.to(tl.float32)).to(DOT_DTYPE), N_TILES, WARPS)
+    minus = tl.broadcast_to(minus, [WARPS, N_TILES, 2, 8, 2, 4, 2])
+    return tl.reshape(minus, [WARPS, 16 * N_TILES, 16])
+
+
+@triton.jit
 def as_operand(value, N_TILES: tl.constexpr, WARPS: tl.constexpr):
     """``[(N_TILES, half), (warp, g, t, upper, pair)]`` as ``[warp, row, unit]``."""
     value = tl.reshape(value, [N_TILES, 2, WARPS, 8, 4, 2, 2])
@@ -140,11 +148,13 @@ def small_kernel(
     AHEAD: tl.constexpr,
     FETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
+    MINUS: tl.constexpr,
 ):
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * N_TILES
     BLOCK_M: tl.constexpr = 8 * M_TILES
-    COUNT: tl.constexpr = min(_PART, POSITIONS)
+    # Shorter parts keep 3 bits within 128 registers without stack.
+    COUNT: tl.constexpr = 4 if MINUS and BITS == 3 else min(_PART, POSITIONS)
     PARTS: tl.constexpr = POSITIONS // COUNT
     WIDTH: tl.constexpr = 16 * COUNT
     TILE: tl.constexpr = WORDS * 256
@@ -205,6 +215,7 @@ def small_kernel(
     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
     ones = tl.full([WARPS, 16, 16], 1.0, DOT_DTYPE)
+    minus = tl.zeros([WARPS, BLOCK_N, 16], DOT_DTYPE)
     # Filling a table may wait for all warps: what is ahead is on its way by then.
     tables, table = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, True, WARPS, X_DTYPE)
     scales, zeros = load_scales(
@@ -262,6 +273,8 @@ def small_kernel(
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
                     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
+                    if MINUS:
+                        minus = as_minus(zeros[q * 16 // SEGMENT], N_TILES, WARPS, DOT_DTYPE)
                 if EXACT:
                     x = tl.load(x_tile + (part * COUNT + q) * 16, mask=has_x, other=0.0)
                 else:
@@ -284,20 +297,25 @@ def small_kernel(
                     sums = tl.dot(w, x, sums, input_precision="ieee")
                     w = as_operand(values[q + 1], N_TILES, WARPS)
                     sums = tl.dot(w, odd_x, sums, input_precision="ieee")
-                    if AFFINE:
+                    if MINUS:
+                        sums = tl.dot(minus, x, sums, input_precision="ieee")
+                        sums = tl.dot(minus, odd_x, sums, input_precision="ieee")
+                    elif AFFINE:
                         x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
                         x_sums = tl.dot(ones, odd_x, x_sums, input_precision="ieee")
                 else:
                     x = tl.reshape(x, [WARPS, 16, BLOCK_M])
                     w = as_operand(values[q], N_TILES, WARPS)
                     sums = tl.dot(w, x, sums, input_precision="ieee")
-                    if AFFINE:
+                    if MINUS:
+                        sums = tl.dot(minus, x, sums, input_precision="ieee")
+                    elif AFFINE:
                         x_sums = tl.dot(ones, x, x_sums, input_precision="ieee")
                 if (part * COUNT + q + STEP) * 16 % SEGMENT == 0:
                     scale = decode_scale(scales[q * 16 // SEGMENT])
                     scale = spread(scale, N_TILES, WARPS)
                     segment = tl.reshape(sums, [WARPS, N_TILES, 2, 8, M_TILES, 4, 2])
-                    if AFFINE:
+                    if AFFINE and not MINUS:
                         zero = zeros[q * 16 // SEGMENT].to(tl.float32)
                         ones_x = tl.reshape(x_sums, [WARPS, 1, 2, 8, M_TILES, 4, 2])
                         segment -= spread(zero, N_TILES, WARPS) * ones_x

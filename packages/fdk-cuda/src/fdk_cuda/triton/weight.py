@@ -36,6 +36,10 @@ class Weight(NamedTuple):
         # Not the arrangement itself, which takes longer to hash.
         return a.n, a.k, a.bits, a.group_size, self.scale.dtype, zero_dtype
 
+    def has_exact_zeros(self, dtype: torch.dtype) -> bool:
+        """Whether there are zero points, and a dtype holds them all."""
+        return self.zero_point is not None and self.zero_point.dtype in (dtype, torch.uint8)
+
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """Compile-time arguments of the kernels, for activations of a dtype."""
         a, x_dtype = self.arrangement, TL_DTYPES[dtype]

@@ -1,0 +1,93 @@
+"""What bounds the Triton kernels: Nsight Compute of one launch of each, and a table of it.
+
+    ncu --profile-from-start off --clock-control none --csv --page raw \\
+        --section SpeedOfLight --section WarpStateStats --section ComputeWorkloadAnalysis \\
+        --section MemoryWorkloadAnalysis_Tables --section InstructionStats --section LaunchStats \\
+        python packages/fdk-cuda/benchmarks/triton_ncu.py > kernels.csv
+    python packages/fdk-cuda/benchmarks/triton_ncu.py --table kernels.csv
+
+8192 x 8192, by the configurations that the backend chooses, with a cold L2, which ncu sees to. What
+permutes x or adds parts is left out. Lines are those of marlin_ncu.py.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import torch
+from _tables import markdown
+from marlin_ncu import LINES, number
+from triton_record import call, config_of, random_x, weights_of
+
+from fdk_cuda.triton.arrangement import Arrangement
+
+SIZE, GROUP_SIZE = 8192, 64
+# Bits, whether affine, m, and whether of dy @ W_hat.
+CASES = (
+    *((4, False, 1, False), (4, False, 16, False), (4, True, 1, False), (4, True, 16, False)),
+    *((5, True, 16, False), (6, True, 16, False), (4, False, 64, False), (4, True, 64, False)),
+    *((4, False, 256, False), (4, True, 256, False), (8, False, 256, False)),
+    *((1, False, 1, True), (3, False, 1, True), (4, False, 16, True), (4, False, 64, True)),
+)
+HELPERS = ("permute_kernel", "reduce_kernel")
+
+
+def run_all() -> None:
+    """Launches every case once between marks of the profiler."""
+    for bits, affine, m, transposed in CASES:
+        a = Arrangement(SIZE, SIZE, bits, GROUP_SIZE)
+        ws, x = weights_of(a, affine)[:1], random_x(m, SIZE)
+        config = config_of(a, m, affine, transposed)
+        call(x, ws, config, transposed, 0)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        call(x, ws, config, transposed, 0)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def table(text: str) -> str:
+    """Markdown of what ncu wrote: a column for each case.
+
+    Raises:
+        ValueError: it is not of these cases.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    names, units, *rows = csv.reader(lines[start:])
+    kernels = [dict(zip(names, row, strict=True)) for row in rows]
+    kernels = [row for row in kernels if row["Kernel Name"] not in HELPERS]
+    if len(kernels) != len(CASES):
+        raise ValueError(f"wanted {len(CASES)} kernels, got {[k['Kernel Name'] for k in kernels]}")
+    unit = dict(zip(names, units, strict=True))["gpu__time_duration.sum"]
+    scale = {"ns": 1e-3, "us": 1.0}[unit]
+    heads = [head(*case) for case in CASES]
+    told: list[list[str]] = [["", *heads], ["---"] * (1 + len(heads))]
+    told.append(["kernel", *(k["Kernel Name"].removesuffix("_kernel") for k in kernels)])
+    told.append(["us", *(f"{scale * number(k, 'gpu__time_duration.sum'):.1f}" for k in kernels)])
+    for name, (metric, factor, digits) in LINES.items():
+        values = (factor * number(kernel, metric) for kernel in kernels)
+        told.append([name, *(f"{value:.{digits}f}" for value in values)])
+    return markdown(told)
+
+
+def head(bits: int, affine: bool, m: int, transposed: bool) -> str:
+    """A column's; a codebook and the product itself go without saying."""
+    return f"{'dy, ' * transposed}{'affine ' * affine}{bits} bit{'s' * (bits > 1)}, m = {m}"
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", type=Path, help="what ncu wrote")
+    args = parser.parse_args()
+    if args.table is not None:
+        print(table(args.table.read_text("utf-8")))
+    elif not torch.cuda.is_available():
+        print("not run: needs an NVIDIA GPU, torch finds none on this machine")
+    else:
+        run_all()
+
+
+if __name__ == "__main__":
+    main()

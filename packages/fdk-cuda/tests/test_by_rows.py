@@ -86,3 +86,14 @@ def test_triton(gpu, capability):
 def test_others_tell_nothing():
     assert told("custom4-g64", "cpu") == told("custom4-g64", None) == ""
     assert told("custom4-g64", "marlin-lut", device="cpu") == ""
+
+
+def test_no_gpu_is_asked_for_another_backend(monkeypatch):
+    """The device may be one that is not there, which is why nothing was chosen."""
+
+    def missing():
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(torch.cuda, "current_device", missing)
+    assert told("custom4-g64", "torch", device="cuda") == told("custom4-g64", None, device="cuda")
+    assert told("custom4-g64", None, device="cuda") == ""

@@ -18,17 +18,14 @@ Choice = Callable[[int], str]
 def told(problem: Problem, backend: str | None) -> str:
     """Of y, then of dx: ``rows of x: 1 to 16 small_m, from 17 hopper_gemm; of dy: ...``.
 
-    Empty for a backend that is none of this package's, and for a problem of another device.
+    Of backends that are not batch-invariant, as they are registered. Empty for a backend that is
+    none of this package's, which asks no GPU: there may be none.
     """
-    if problem.device.type != "cuda":
+    if backend not in ("marlin", "marlin-lut", "triton") or problem.device.type != "cuda":
         return ""
     index = torch.cuda.current_device() if problem.device.index is None else problem.device.index
-    if backend in ("marlin", "marlin-lut"):
-        forward, gradient = marlin_choices(problem.format, problem.n, problem.k, index)
-    elif backend == "triton":
-        forward, gradient = triton_choices(problem.format, problem.n, problem.k, index)
-    else:
-        return ""
+    choices = triton_choices if backend == "triton" else marlin_choices
+    forward, gradient = choices(problem.format, problem.n, problem.k, index)
     return f"rows of x: {ranges(forward)}; of dy: {ranges(gradient)}"
 
 

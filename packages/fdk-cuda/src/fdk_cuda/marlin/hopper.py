@@ -38,7 +38,9 @@ INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 # rows of 8192 x 8192 took 94.0 us; by this one 92.7. 64 columns at 1 bit: two groups had 0.248
 # before its bytes took two rotations side by side, 6144 x 4096 10.4 -> 10.2 us; then 0.238, and
 # pairs 0.239, whose plan for 64 rows of 21504 x 6144 took 37.7 us; by these 36.7; and three groups
-# 0.366 before a look-up was of 8 bytes: 38.0 -> 36.4 us there.)
+# 0.366 before a look-up was of 8 bytes: 38.0 -> 36.4 us there, but 128256 x 4096 then took 125.8
+# us for 120.3 of an earlier run.) Tiles of 160 became faster since: see docs/kernels/hopper-gemm.md
+# for 257 to 288 rows.
 STEP_COST = {
     (32, 2, 1): {1: 0.188, 2: 0.173, 3: 0.248, 4: 0.193, 8: 0.313},
     (32, 4, 2): {1: 0.180, 2: 0.185, 3: 0.230, 4: 0.190, 8: 0.319},

@@ -91,13 +91,20 @@ def test_peers_by_hand(peers):
     ]
     text = peers.table(rows).splitlines()
     assert text[2] == "| 512 x 256 | 4 | 1 | 2.0 | 12.0 | 5.0 | 8.2 | - | - | - |"
-    assert text[3:] == ["", "Rows of NVIDIA H200, 2026-11-22, 1234."]
+    assert text[3:] == ["", "512 x 256: NVIDIA H200, 2026-11-22, 1234."]
 
 
-def test_the_document_has_the_peers(peers):
+def test_the_peers_say_which_run_a_shape_is_of(peers):
+    shapes = (512, "abc"), (128, "abc"), (256, "1234")
+    rows = [{"case": {"n": n, "k": 64}} | FACTS | {"commit": commit} for n, commit in shapes]
+    run = "NVIDIA H200, 2026-11-22"
+    assert peers.run_of(rows) == f"256 x 64: {run}, 1234; 128 x 64 and 512 x 64: {run}, abc."
+
+
+def test_the_document_has_the_peers(script, peers):
     path = ROOT / "docs/kernels/triton.md"
     files = [f"docs/results/h200/compare-{shape}.jsonl" for shape in PEER_SHAPES]
     rows = [row for file in files for row in peers.read_rows(ROOT / file)]
     text = path.read_text("utf-8")
-    wanted = peers.filled(text, "triton peers", peers.table(rows))
+    wanted = script.filled(text, "triton peers", peers.table(rows))
     assert text == wanted, f"triton_peers.py {' '.join(files)} --fill docs/kernels/triton.md"

@@ -10,7 +10,7 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
-from _tables import Row, filled, markdown, read_rows
+from _tables import Row, markdown, read_rows, show
 
 # The 16-bit product is torch's.
 PEERS = ("humming", "tinygemm", "bitsandbytes", "torch.compile")
@@ -49,9 +49,16 @@ def bits_of(case: Row) -> int:
 
 
 def run_of(rows: list[Row]) -> str:
-    """Of which runs."""
-    told = {(row["device"], row["started"][:10], row["commit"][:7]) for row in rows}
-    return "Rows of " + ", ".join(f"{d}, {day}, {commit}" for d, day, commit in sorted(told)) + "."
+    """Of which run each shape is."""
+    runs: dict[tuple[str, str, str], set[tuple[int, int]]] = defaultdict(set)
+    for row in rows:
+        run = row["device"], row["started"][:10], row["commit"][:7]
+        runs[run].add((row["case"]["n"], row["case"]["k"]))
+    told = (
+        f"{' and '.join(f'{n} x {k}' for n, k in sorted(shapes))}: {', '.join(run)}"
+        for run, shapes in sorted(runs.items())
+    )
+    return f"{'; '.join(told)}."
 
 
 def main() -> None:
@@ -61,11 +68,7 @@ def main() -> None:
     parser.add_argument("--fill", type=Path, help="a document with marks")
     args = parser.parse_args()
     made = table([row for path in args.rows for row in read_rows(path)])
-    if args.fill is None:
-        print(made)
-    else:
-        text = filled(args.fill.read_text("utf-8"), "triton peers", made)
-        args.fill.write_text(text, "utf-8")
+    show("triton peers", made, args.fill)
 
 
 if __name__ == "__main__":

@@ -91,14 +91,11 @@ def test_peers_by_hand(peers):
     ]
     text = peers.table(rows).splitlines()
     assert text[2] == "| 512 x 256 | 4 | 1 | 2.0 | 12.0 | 5.0 | 8.2 | - | - | - |"
-    assert text[3:] == ["", "512 x 256: NVIDIA H200, 2026-11-22, 1234."]
-
-
-def test_the_peers_say_which_run_a_shape_is_of(peers):
-    shapes = (512, "abc"), (128, "abc"), (256, "1234")
-    rows = [{"case": {"n": n, "k": 64}} | FACTS | {"commit": commit} for n, commit in shapes]
-    run = "NVIDIA H200, 2026-11-22"
-    assert peers.run_of(rows) == f"256 x 64: {run}, 1234; 128 x 64 and 512 x 64: {run}, abc."
+    assert text[3:] == ["", "Rows of NVIDIA H200, 2026-11-22, 1234."]
+    both = peers.run_of([*rows, {**rows[0], "commit": "abc"}])
+    assert both == "Rows of NVIDIA H200, 2026-11-22, 1234; NVIDIA H200, 2026-11-22, abc."
+    without = peers.table(rows[1:]).splitlines()[2]
+    assert without == "| 512 x 256 | 4 | 1 | 2.0 | - | 5.0 | 8.2 | - | - | - |"
 
 
 def test_the_document_has_the_peers(script, peers):

@@ -37,7 +37,7 @@ def table(rows: list[Row]) -> str:
     for (n, k, bits, m), of in sorted(times.items()):
         if "triton" not in of:
             continue
-        all_of = of | {"16 bit": dense[n, k, m]}
+        all_of = of if (n, k, m) not in dense else of | {"16 bit": dense[n, k, m]}
         cells = (f"{all_of[name]:.1f}" if name in all_of else "-" for name in HEADINGS[3:])
         lines.append((f"{n} x {k}", str(bits), str(m), *cells))
     return f"{markdown(lines)}\n{run_of(rows)}\n"
@@ -49,16 +49,9 @@ def bits_of(case: Row) -> int:
 
 
 def run_of(rows: list[Row]) -> str:
-    """Of which run each shape is."""
-    runs: dict[tuple[str, str, str], set[tuple[int, int]]] = defaultdict(set)
-    for row in rows:
-        run = row["device"], row["started"][:10], row["commit"][:7]
-        runs[run].add((row["case"]["n"], row["case"]["k"]))
-    told = (
-        f"{' and '.join(f'{n} x {k}' for n, k in sorted(shapes))}: {', '.join(run)}"
-        for run, shapes in sorted(runs.items())
-    )
-    return f"{'; '.join(told)}."
+    """Of which runs."""
+    told = {(row["device"], row["started"][:10], row["commit"][:7]) for row in rows}
+    return "Rows of " + "; ".join(f"{d}, {day}, {commit}" for d, day, commit in sorted(told)) + "."
 
 
 def main() -> None:

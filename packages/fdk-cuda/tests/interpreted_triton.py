@@ -150,8 +150,9 @@ def test_plain(dtype: torch.dtype) -> None:
         plain.gemv(x[0].float(), w)
 
 
-def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(Format("custom", 3, 64), 20, 37, 192, torch.bfloat16)
+@pytest.mark.parametrize("format", ["custom3-g64", "affine1-g64"])
+def test_batch_invariant(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Format.parse(format), 20, 37, 192, torch.bfloat16)
     layout = TritonBackend(batch_invariant=True).pack(case.quantised(), dtype=case.dtype)
     x = case.random(20, case.k)
     whole = layout(x)

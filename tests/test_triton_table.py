@@ -92,12 +92,16 @@ def test_peers_by_hand(peers):
     text = peers.table(rows).splitlines()
     assert text[2] == "| 512 x 256 | 4 | 1 | 2.0 | 12.0 | 5.0 | 8.2 | - | - | - |"
     assert text[3:] == ["", "Rows of NVIDIA H200, 2026-11-22, 1234."]
+    both = peers.run_of([*rows, {**rows[0], "commit": "abc"}])
+    assert both == "Rows of NVIDIA H200, 2026-11-22, 1234; NVIDIA H200, 2026-11-22, abc."
+    without = peers.table(rows[1:]).splitlines()[2]
+    assert without == "| 512 x 256 | 4 | 1 | 2.0 | - | 5.0 | 8.2 | - | - | - |"
 
 
-def test_the_document_has_the_peers(peers):
+def test_the_document_has_the_peers(script, peers):
     path = ROOT / "docs/kernels/triton.md"
     files = [f"docs/results/h200/compare-{shape}.jsonl" for shape in PEER_SHAPES]
     rows = [row for file in files for row in peers.read_rows(ROOT / file)]
     text = path.read_text("utf-8")
-    wanted = peers.filled(text, "triton peers", peers.table(rows))
+    wanted = script.filled(text, "triton peers", peers.table(rows))
     assert text == wanted, f"triton_peers.py {' '.join(files)} --fill docs/kernels/triton.md"

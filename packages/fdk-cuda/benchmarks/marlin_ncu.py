@@ -13,6 +13,7 @@ the cycles that a warp waits between two of its instructions, by reason.
 
 import argparse
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -85,28 +86,45 @@ def table(text: str) -> str:
     Raises:
         ValueError: it is not of these cases.
     """
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    names, units, *rows = csv.reader(lines[start:])
-    kernels = [dict(zip(names, row, strict=True)) for row in rows]
-    kernels = [row for row in kernels if row["Kernel Name"] != "sum_splits"]
-    if len(kernels) != len(CASES):
-        raise ValueError(f"wanted {len(CASES)} kernels, got {[k['Kernel Name'] for k in kernels]}")
-    unit = dict(zip(names, units, strict=True))["gpu__time_duration.sum"]
+    kernels, times = kernels_of(text, len(CASES), ("sum_splits",))
     heads = [head(*case) for case in CASES]
     told: list[list[str]] = [["", *heads], ["---"] * (1 + len(heads))]
     told.append(["kernel", *(kernel["Kernel Name"] for kernel in kernels)])
-    scale = {"ns": 1e-3, "us": 1.0}[unit]
-    told.append(["us", *(f"{scale * number(k, 'gpu__time_duration.sum'):.1f}" for k in kernels)])
+    told.append(["us", *times])
     instructions = [
         f"{number(kernel, 'smsp__inst_executed.sum') / (n // 32 * k // 64):.0f}"
         for kernel, (_, _, _, (n, k)) in zip(kernels, CASES, strict=True)
     ]
     told.append(["instructions a block of 32 x 64", *instructions])
-    for name, (metric, factor, digits) in LINES.items():
-        values = (factor * number(kernel, metric) for kernel in kernels)
-        told.append([name, *(f"{value:.{digits}f}" for value in values)])
-    return markdown(told)
+    return markdown([*told, *counters(kernels)])
+
+
+def kernels_of(
+    text: str, count: int, helpers: Sequence[str]
+) -> tuple[list[dict[str, str]], list[str]]:
+    """Metrics by name of each kernel in what ncu wrote, without helpers, and its microseconds.
+
+    Raises:
+        ValueError: it has not so many kernels.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    names, units, *rows = [*csv.reader(lines[start:])] or [[], []]
+    kernels = [dict(zip(names, row, strict=True)) for row in rows]
+    kernels = [row for row in kernels if row["Kernel Name"] not in helpers]
+    if len(kernels) != count:
+        raise ValueError(f"wanted {count} kernels, got {[k['Kernel Name'] for k in kernels]}")
+    metric = "gpu__time_duration.sum"
+    scale = {"ns": 1e-3, "us": 1.0}[dict(zip(names, units, strict=True))[metric]]
+    return kernels, [f"{scale * number(kernel, metric):.1f}" for kernel in kernels]
+
+
+def counters(kernels: list[dict[str, str]]) -> list[list[str]]:
+    """``LINES`` of kernels."""
+    return [
+        [name, *(f"{factor * number(kernel, metric):.{digits}f}" for kernel in kernels)]
+        for name, (metric, factor, digits) in LINES.items()
+    ]
 
 
 def head(kind: str, bits: int, m: int, shape: tuple[int, int]) -> str:

@@ -11,12 +11,11 @@ permutes x or adds parts is left out. Lines are those of marlin_ncu.py.
 """
 
 import argparse
-import csv
 from pathlib import Path
 
 import torch
 from _tables import markdown
-from marlin_ncu import LINES, number
+from marlin_ncu import counters, kernels_of
 from triton_record import call, config_of, random_x, weights_of
 
 from fdk_cuda.triton.arrangement import Arrangement
@@ -52,23 +51,12 @@ def table(text: str) -> str:
     Raises:
         ValueError: it is not of these cases.
     """
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    names, units, *rows = csv.reader(lines[start:])
-    kernels = [dict(zip(names, row, strict=True)) for row in rows]
-    kernels = [row for row in kernels if row["Kernel Name"] not in HELPERS]
-    if len(kernels) != len(CASES):
-        raise ValueError(f"wanted {len(CASES)} kernels, got {[k['Kernel Name'] for k in kernels]}")
-    unit = dict(zip(names, units, strict=True))["gpu__time_duration.sum"]
-    scale = {"ns": 1e-3, "us": 1.0}[unit]
+    kernels, times = kernels_of(text, len(CASES), HELPERS)
     heads = [head(*case) for case in CASES]
     told: list[list[str]] = [["", *heads], ["---"] * (1 + len(heads))]
     told.append(["kernel", *(k["Kernel Name"].removesuffix("_kernel") for k in kernels)])
-    told.append(["us", *(f"{scale * number(k, 'gpu__time_duration.sum'):.1f}" for k in kernels)])
-    for name, (metric, factor, digits) in LINES.items():
-        values = (factor * number(kernel, metric) for kernel in kernels)
-        told.append([name, *(f"{value:.{digits}f}" for value in values)])
-    return markdown(told)
+    told.append(["us", *times])
+    return markdown([*told, *counters(kernels)])
 
 
 def head(bits: int, affine: bool, m: int, transposed: bool) -> str:

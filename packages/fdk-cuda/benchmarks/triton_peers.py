@@ -10,7 +10,7 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
-from _tables import Row, filled, markdown, read_rows
+from _tables import Row, markdown, read_rows, show
 
 # The 16-bit product is torch's.
 PEERS = ("humming", "tinygemm", "bitsandbytes", "torch.compile")
@@ -37,7 +37,7 @@ def table(rows: list[Row]) -> str:
     for (n, k, bits, m), of in sorted(times.items()):
         if "triton" not in of:
             continue
-        all_of = of | {"16 bit": dense[n, k, m]}
+        all_of = of if (n, k, m) not in dense else of | {"16 bit": dense[n, k, m]}
         cells = (f"{all_of[name]:.1f}" if name in all_of else "-" for name in HEADINGS[3:])
         lines.append((f"{n} x {k}", str(bits), str(m), *cells))
     return f"{markdown(lines)}\n{run_of(rows)}\n"
@@ -51,7 +51,7 @@ def bits_of(case: Row) -> int:
 def run_of(rows: list[Row]) -> str:
     """Of which runs."""
     told = {(row["device"], row["started"][:10], row["commit"][:7]) for row in rows}
-    return "Rows of " + ", ".join(f"{d}, {day}, {commit}" for d, day, commit in sorted(told)) + "."
+    return "Rows of " + "; ".join(f"{d}, {day}, {commit}" for d, day, commit in sorted(told)) + "."
 
 
 def main() -> None:
@@ -61,11 +61,7 @@ def main() -> None:
     parser.add_argument("--fill", type=Path, help="a document with marks")
     args = parser.parse_args()
     made = table([row for path in args.rows for row in read_rows(path)])
-    if args.fill is None:
-        print(made)
-    else:
-        text = filled(args.fill.read_text("utf-8"), "triton peers", made)
-        args.fill.write_text(text, "utf-8")
+    show("triton peers", made, args.fill)
 
 
 if __name__ == "__main__":

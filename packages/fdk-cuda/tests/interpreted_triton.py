@@ -75,6 +75,35 @@ def test_small(m: int, config: SmallConfig) -> None:
 
 
 @pytest.mark.parametrize(
+    ("bits", "group_size", "m", "zeros"),
+    [(1, 24, 3, "int"), (2, 64, 1, "float"), (3, 128, 9, "float"), (3, None, 2, "int")],
+)
+@pytest.mark.parametrize("config", [SmallConfig(1, 2), SmallConfig(2, 4, ahead=0)], ids=str)
+def test_small_minus(
+    bits: int, group_size: int | None, m: int, zeros: str, config: SmallConfig
+) -> None:
+    """Minus the zero points as an operand: parts of a tile, whole groups and several of them."""
+    format = Format("affine", bits, group_size, zero_point=zeros)
+    case = Case(format, m, 37, 5 * (group_size or 90), DTYPES[zeros == "int"])
+    q = case.quantised()
+    w, x, bias = weight(TritonLayout(q)), case.random(m, case.k), case.random(case.n)
+    assert w.has_exact_zeros(case.dtype)
+    y = launch.small(x, w, bias, replace(config, minus=True))
+    oracle = x.double() @ q.dequantise(torch.float64).T + bias.double()
+    assert nrmse(y, oracle) <= 1.1 * nrmse(oracle.to(case.dtype), oracle)
+
+
+@pytest.mark.parametrize(
+    ("format", "exact"), [("affine2-g32-zint", True), ("affine2-g32", False), ("custom2-g32", None)]
+)
+def test_exact_zeros(format: str, exact: bool | None) -> None:
+    """Zero points of bf16 rounded to fp16 were others: such a product makes sums of x instead."""
+    w = weight(TritonLayout(Case(Format.parse(format), 3, 37, 96, torch.bfloat16).quantised()))
+    assert w.has_exact_zeros(torch.bfloat16) is (exact is not None)
+    assert w.has_exact_zeros(torch.float16) is (exact is True)
+
+
+@pytest.mark.parametrize(
     ("codebook", "bits", "group_size", "config"),
     [
         ("custom", 4, 64, TransposedConfig(tiles=1, warps=2, m_tiles=1, split_n=2)),
@@ -121,8 +150,9 @@ def test_plain(dtype: torch.dtype) -> None:
         plain.gemv(x[0].float(), w)
 
 
-def test_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(Format("custom", 3, 64), 20, 37, 192, torch.bfloat16)
+@pytest.mark.parametrize("format", ["custom3-g64", "affine1-g64"])
+def test_batch_invariant(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Format.parse(format), 20, 37, 192, torch.bfloat16)
     layout = TritonBackend(batch_invariant=True).pack(case.quantised(), dtype=case.dtype)
     x = case.random(20, case.k)
     whole = layout(x)

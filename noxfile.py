@@ -44,6 +44,8 @@ ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
 ARM_WHEEL_TESTS = "tests/test_linux_wheel.py"
 # Half a minute on two cores: the widths that decode differently, one row of x and a few.
 SHORT_RUN = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
+# Benchmark scripts that want a file of rows, most to make a table of it: `bench` leaves them out.
+OF_ROWS = ("*_table.py", "marlin_hopper.py", "marlin_rows.py", "triton_peers.py")
 FUZZ_SECONDS = os.environ.get("FDK_FUZZ_SECONDS", "10")
 
 
@@ -160,13 +162,19 @@ def bench(session: nox.Session) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     run(session, "fdk-bench", "kernels", *SHORT_RUN, "--out", str(RESULTS))
     run(session, "fdk-bench", "guard", str(RESULTS / "kernels.jsonl"))
-    for script in sorted(Path("packages").glob("*/benchmarks/[!_]*.py")):
+    for script in benchmarks():
         quick = ["--quick"] if "--quick" in script.read_text() else []
         text = run(session, "python", str(script), *quick, *session.posargs, silent=True)
         result = RESULTS / f"{script.parts[1]}-{script.stem}.txt"
         result.write_text(str(text))
         session.log(f"{text}\nwritten to {result}")
     session.log(f"results lie in {RESULTS}")
+
+
+def benchmarks() -> list[Path]:
+    """The scripts that run without arguments."""
+    scripts = sorted(Path("packages").glob("*/benchmarks/[!_]*.py"))
+    return [script for script in scripts if not any(map(script.match, OF_ROWS))]
 
 
 def test(session: nox.Session, package: str, *args: str) -> None:

@@ -221,6 +221,20 @@ def test_machines_get_figures_of_their_own():
     assert {name.removeprefix("roofline") for name in found if "roofline" in name} == machines
 
 
+def test_a_gpu_has_no_threads(tmp_path):
+    """Neither in the name of a figure nor in the report."""
+    of_gpu = kernel()
+    of_gpu["case"]["device"] = "cuda"
+    path = write(tmp_path / "rows.jsonl", [kernel() | {"device": "B"}, of_gpu])
+    assert run(path).exit_code == 0
+    assert {p.name for p in tmp_path.glob("bits*.svg")} == {
+        "bits-b-2-bf16.svg",
+        "bits-a-chip-&-more-bf16.svg",
+    }
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<td>bf16</td><td>a chip &amp; more</td><td></td>") == 1
+
+
 def test_formats_of_the_same_bits_are_curves_of_their_own():
     rows = [kernel(format, size=size) for format in ("int4-g64", "nf4-g64") for size in (64, 128)]
     (axes,) = figures(kernel_frame(rows), model_frame([]))["throughput"].axes

@@ -244,6 +244,6 @@ def _by_machine(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     if len(groups) == 1:
         return [("", frame)]
     return [
-        ("-" + "-".join(f"{machine} {threads} {dtype}".lower().split()), rows)
+        ("-" + "-".join(f"{machine} {threads or ''} {dtype}".lower().split()), rows)
         for (machine, threads, dtype), rows in groups
     ]

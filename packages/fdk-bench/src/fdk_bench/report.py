@@ -119,6 +119,7 @@ def _failures(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(frame: pd.DataFrame, columns: Mapping[str, str]) -> str:
+    frame = frame.assign(threads=frame["threads"].map(lambda threads: threads or ""))  # of a GPU: 0
     head = "".join(f"<th>{escape(heading)}</th>" for heading in columns.values())
     body = "".join(
         "<tr>" + "".join(f"<td>{_cell(row[name])}</td>" for name in columns) + "</tr>"

@@ -125,7 +125,7 @@ ON_GPU = (
     _compare_many_rows("6144x4096"),
     _compare_many_rows("21504x6144"),
     _compare_many_rows("128256x4096"),
-    # A prompt of 256 sequences takes 2.9 s, five times a format.
+    # A prompt of 256 sequences takes 2.4 to 2.9 s, and is read four times in each format.
     _models("models-31b", "31b", "16,4,1", "1,4,16,64,256", limit=130),
     _models("models-2048", "12b", "16,4", "1", "--context", "2048"),
     _models("models-2048-31b", "31b", "16,1", "1", "--context", "2048"),

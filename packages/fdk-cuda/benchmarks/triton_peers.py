@@ -51,7 +51,7 @@ def bits_of(case: Row) -> int:
 def run_of(rows: list[Row]) -> str:
     """Of which runs."""
     told = {(row["device"], row["started"][:10], row["commit"][:7]) for row in rows}
-    return "Rows of " + ", ".join(f"{d}, {day}, {commit}" for d, day, commit in sorted(told)) + "."
+    return "Rows of " + "; ".join(f"{d}, {day}, {commit}" for d, day, commit in sorted(told)) + "."
 
 
 def main() -> None:

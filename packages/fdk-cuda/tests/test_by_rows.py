@@ -65,12 +65,23 @@ def test_marlin_on_hopper(gpu):
     assert large.startswith("rows of x: 1 to 8 small_m, 9 to 2048 hopper_gemm, ")
 
 
+def test_marlin_of_a_grid(gpu):
+    """Most weights of int8 have a code that is looked up: both ways are told."""
+    gpu(HOPPER, (9, 0))
+    computed = told("int8-g64-signmax", "marlin")
+    assert "255" not in computed
+    assert told("int8-g64", "marlin") == (
+        f"{computed}; where a code is 255, {told('custom8-g64', 'marlin')}"
+    )
+
+
 def test_marlin_elsewhere(gpu):
     gpu(ADA, (8, 9))
     assert told("custom4-g64", "marlin-lut") == (
         "rows of x: 1 to 96 small_m, from 97 dequantise + cuBLAS; "
         "of dy: any number dequantise + cuBLAS"
     )
+    assert told("int8-g64", "marlin") == told("custom4-g64", "marlin-lut")
 
 
 def test_what_is_told_is_what_is_chosen(gpu):

@@ -54,7 +54,8 @@ def test_a_table_by_hand(script):
     ]
     near = "| m = 64 | affine | 1.02 to 1.02 | 0 of 1 | 1 | 4096 x 8192: (4b m64 1.02) |"
     assert near in text
-    (beside,) = (line for line in text if line.startswith("Affine over codebook"))
+    start = text.index(next(line for line in text if line.startswith("Affine over codebook")))
+    beside = " ".join(text[start : text.index("", start)])
     assert "m <= 4: 0.80 to 0.80, in the middle 0.80; m = 64: 1.02 to 1.02" in beside
     assert beside.endswith("the same or better in 1 of 2 cases: 4096 x 8192 4b m1.")
     # Of few rows only: cuBLAS took 31 us at m = 1 and 34 at m = 4.
@@ -78,10 +79,25 @@ def test_many_rows_by_hand_and_as_recorded(monkeypatch):
     text = script.table([one, two])
     assert "| 64 x 128 | 256 | 5.5 | 3.0 (0.75) | 1005 (1.00) |" in text
     assert "Of 2 cases 1 took longer" in text
-    assert "1.005 of its time at most: 64 x 128 4b m256 1.005. 2026-11-22, commit 1234." in text
+    (told,) = (part for part in text.split("\n\n") if part.startswith("Of 2 cases"))
+    assert max(map(len, told.splitlines())) <= 120
+    slower = "1.005 of its time at most: 64 x 128 4b m256 1.005. 2026-11-22, commit 1234."
+    assert slower in " ".join(told.split())
     path = ROOT / "docs/kernels/marlin.md"
     text = path.read_text("utf-8")
     assert text == script.fill(text, read("marlin-many.jsonl")), f"--fill {path.name}"
+
+
+def test_a_decoding_step_as_recorded():
+    """Its table is filled by hand."""
+    text = (ROOT / "docs/kernels/marlin.md").read_text("utf-8")
+    lines = text.partition("| they add |")[2].split("\n\n")[0].splitlines()[2:]
+    rows = sorted(read("marlin-step.jsonl"), key=lambda row: (row["m"], row["bits"]))
+    names = ("step", "without", "add", "back_to_back")
+    assert lines == [
+        f"| {row['bits']} | {row['m']} | {' | '.join(f'{row[name]:.1f}' for name in names)} |"
+        for row in rows
+    ]
 
 
 def test_every_case_has_one_class(script):

@@ -3,12 +3,14 @@
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 NEAR = 1.05  # of a time over its goal
+WIDTH = 120
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -25,6 +27,11 @@ def read_goals(path: Path | None) -> dict[tuple[int, ...], float]:
 def markdown(lines: Iterable[Iterable[object]]) -> str:
     """Lines of cells, the first two the headings and what follows them."""
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    """Prose in the width of documents."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def goals_met(ratios: Sequence[float]) -> str:

@@ -9,7 +9,7 @@ document, and tests/test_marlin_table.py holds the document to it.
 import statistics
 from typing import Any
 
-from _tables import Row, filled, main, markdown
+from _tables import Row, filled, main, markdown, paragraph
 
 OTHERS = ("unfused", "triton")
 
@@ -57,7 +57,7 @@ def summary(rows: list[Row]) -> str:
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     days = ", ".join(sorted({row["started"][:10] for row in rows}))
     most = max(map(ratio, rows))
-    return (
+    return paragraph(
         f"Of {len(rows)} cases {len(slower)} took longer than the faster of the two, {most:.3f} of "
         f"its time at most: {', '.join(slower) or 'none'}. {days}, commit {commits}."
     )

@@ -9,7 +9,7 @@ to it.
 import statistics
 from typing import Any
 
-from _tables import NEAR, Row, filled, goals_met, main, markdown
+from _tables import NEAR, Row, filled, goals_met, main, markdown, paragraph
 
 HEADINGS = (
     *("n x k", "bits", "m", "floor", "PDL", "plain", "floor / PDL", "goal", "PDL / goal"),
@@ -129,7 +129,8 @@ def beside_codebook(by_kind: dict[str, Cases]) -> str:
             parts.append(f"{what}: {low:.2f} to {high:.2f}, in the middle {middle:.2f}")
     better = [f"{n} x {k} {b}b m{m}" for (n, k, b, m), ratio in ratios.items() if ratio <= 1]
     told = f"the same or better in {len(better)} of {len(ratios)} cases"
-    return f"Affine over codebook, {'; '.join(parts)}; {told}: {', '.join(better) or 'none'}.\n"
+    named = ", ".join(better) or "none"
+    return paragraph(f"Affine over codebook, {'; '.join(parts)}; {told}: {named}.") + "\n"
 
 
 def run_of(rows: list[Row]) -> str:
@@ -141,7 +142,8 @@ def run_of(rows: list[Row]) -> str:
             times.setdefault(f"{row['n']} x {row['k']}", []).append(row["cublas"])
     parts = [f"{shape} {min(own):.1f} to {max(own):.1f}" for shape, own in times.items()]
     device, day, commit = told
-    return f"One run, {device}, {day}, commit {commit}; cuBLAS, bf16, m <= 16: {', '.join(parts)}."
+    run = f"One run, {device}, {day}, commit {commit}"
+    return paragraph(f"{run}; cuBLAS, bf16, m <= 16: {', '.join(parts)}.")
 
 
 def fill(text: str, rows: list[Row]) -> str:

@@ -1,5 +1,6 @@
 """What is told of the kernels by number of rows, on GPUs that need not be there."""
 
+import importlib
 import importlib.util
 
 import pytest
@@ -12,6 +13,7 @@ from fdk_formats.backends import Problem
 from fdk_formats.format import Format
 
 BF16 = torch.bfloat16
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 HOPPER = Device(132, 232448, has_clusters=True, is_hopper=True)
 ADA = Device(142, 101376, has_clusters=False)
 
@@ -24,10 +26,19 @@ def gpu(monkeypatch):
         for module in (launches, ops):
             monkeypatch.setattr(module, "device_limits", lambda index: device)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
-        ops.few_rows.cache_clear()
+        forget()
 
     yield is_now
+    forget()
+
+
+def forget():
+    """What is kept of a GPU: another test's is another."""
     ops.few_rows.cache_clear()
+    if HAS_TRITON:
+        around = importlib.import_module("fdk_cuda.triton.around")
+        around.gpu_at.cache_clear()
+        around.can_overlap.cache_clear()
 
 
 def told(text, backend, n=4096, k=4096, device="cuda:0"):
@@ -54,12 +65,23 @@ def test_marlin_on_hopper(gpu):
     assert large.startswith("rows of x: 1 to 8 small_m, 9 to 2048 hopper_gemm, ")
 
 
+def test_marlin_of_a_grid(gpu):
+    """Most weights of int8 have a code that is looked up: both ways are told."""
+    gpu(HOPPER, (9, 0))
+    computed = told("int8-g64-signmax", "marlin")
+    assert "255" not in computed
+    assert told("int8-g64", "marlin") == (
+        f"{computed}; where a code is 255, {told('custom8-g64', 'marlin')}"
+    )
+
+
 def test_marlin_elsewhere(gpu):
     gpu(ADA, (8, 9))
     assert told("custom4-g64", "marlin-lut") == (
         "rows of x: 1 to 96 small_m, from 97 dequantise + cuBLAS; "
         "of dy: any number dequantise + cuBLAS"
     )
+    assert told("int8-g64", "marlin") == told("custom4-g64", "marlin-lut")
 
 
 def test_what_is_told_is_what_is_chosen(gpu):
@@ -73,7 +95,7 @@ def test_what_is_told_is_what_is_chosen(gpu):
         assert forward(m) == names[kernel]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
 def test_triton(gpu, capability):
     gpu(ADA, capability)
@@ -81,6 +103,7 @@ def test_triton(gpu, capability):
     assert text.startswith("rows of x: 1 to 16 small_kernel, 17 to ")
     assert "dequantise + cuBLAS" in text.split(";")[0]
     assert "; of dy: " in text
+    assert (" many_kernel" in text) == (capability == (9, 0))
 
 
 def test_others_tell_nothing():

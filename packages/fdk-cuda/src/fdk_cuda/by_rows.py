@@ -1,11 +1,13 @@
 """Which kernel serves which number of rows, in words: what ``fdk-bench info`` shows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 
 from fdk_cuda.marlin import launches, ops
+from fdk_cuda.marlin.layout import has_grid
 from fdk_formats.backends import Problem
 from fdk_formats.format import Format
 
@@ -18,15 +20,22 @@ Choice = Callable[[int], str]
 def told(problem: Problem, backend: str | None) -> str:
     """Of y, then of dx: ``rows of x: 1 to 16 small_m, from 17 hopper_gemm; of dy: ...``.
 
-    Of backends that are not batch-invariant, as they are registered. Empty for a backend that is
-    none of this package's, which asks no GPU: there may be none.
+    Of ``int8``, whose weights are looked up like those of ``custom8`` where they hold a code that
+    no grid has (backend.py), also what serves those, where that differs. Of backends that are not
+    batch-invariant, as they are registered. Empty for a backend that is none of this package's,
+    which asks no GPU: there may be none.
     """
     if backend not in ("marlin", "marlin-lut", "triton") or problem.device.type != "cuda":
         return ""
     index = torch.cuda.current_device() if problem.device.index is None else problem.device.index
     choices = triton_choices if backend == "triton" else marlin_choices
     forward, gradient = choices(problem.format, problem.n, problem.k, index)
-    return f"rows of x: {ranges(forward)}; of dy: {ranges(gradient)}"
+    text = f"rows of x: {ranges(forward)}; of dy: {ranges(gradient)}"
+    format = problem.format
+    if backend != "triton" and has_grid(format) and format.scale_rule != "signmax":
+        looked_up = told(replace(problem, format=replace(format, codebook="custom")), backend)
+        text += f"; where a code is 255, {looked_up}" if looked_up != text else ""
+    return text
 
 
 def ranges(choice: Choice) -> str:
@@ -36,10 +45,7 @@ def ranges(choice: Choice) -> str:
 
 
 def marlin_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, Choice]:
-    """Of y and of dx, through ``marlin`` or ``marlin-lut``.
-
-    A weight of ``int8`` whose codes are no grid's (backend.py) is one of ``custom8`` here.
-    """
+    """Of y and of dx, through ``marlin`` or ``marlin-lut``."""
     text, is_hopper = str(format), launches.device_limits(index).is_hopper
     few, most = ops.few_rows(text, n, k, index), ops.max_backward_rows(text)
     names = {"small": "small_m", "hopper": "hopper_gemm", "dequantise": DEQUANTISED}

@@ -1,7 +1,11 @@
 """Time and peak memory of the blockwise ops beside bitsandbytes' own, in one run.
 
     GOMP_SPINCOUNT=0 python packages/fdk-formats/benchmarks/blockwise.py
-    ... --shapes 28672x8192 --ops 8-bit --seconds 1 --append FILE
+    ... --shapes 28672x8192 --ops 8-bit --append docs/results/epyc-zen4/blockwise.jsonl
+
+All four sizes of docs/blockwise.md take some eight minutes; in parts of two at most: 1024x4096 and
+4096x4096, 8192x7168, and 28672x8192 with --ops 8-bit, nf4 and fp4. `fdk-bench table --fill
+docs/blockwise.md` then writes what the page says of them.
 
 Contenders: `fdk C++`, the kernels of fdk-cpu, where it is installed; `fdk torch`, those of this
 package; `bnb torch`, bitsandbytes' torch backend, which is also the oracle (it dequantises through

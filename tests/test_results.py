@@ -82,24 +82,12 @@ def test_the_readme_counts_goals_as_the_table_does():
     assert f"in {len(slower)} cases cuBLAS is faster with 16 bits, {many} of them of 256" in readme
 
 
-def test_how_the_blockwise_ops_stand():
-    """What prose says of them is what the recorded rows say; and they keep to their memory."""
+def test_the_blockwise_rows_are_of_each_case_once():
+    """Four sizes, five ops, each by all that have it; and the C++ kernels keep to their memory."""
     path = ROOT / "docs" / "results" / "epyc-zen4" / "blockwise.jsonl"
-    found = {}
-    for row in map(json.loads, path.read_text("utf-8").splitlines()):
-        case, values = row["case"], row["values"]
-        by_op = found.setdefault((case["rows"], case["columns"], case["op"]), {})
-        by_op[case["by"]] = values
-    assert len(found) == 4 * 5  # sizes, ops
-    page = " ".join((ROOT / "docs" / "blockwise.md").read_text("utf-8").split())
-    for name in ("bnb C++", "bnb torch"):
-        pairs = [(by_op["fdk C++"], by_op[name]) for by_op in found.values() if name in by_op]
-        ratios = [theirs["time"] / ours["time"] for ours, theirs in pairs]
-        by_least = sum(ours["time_min"] < theirs["time_min"] for ours, theirs in pairs)
-        ahead = sum(ratio > 1 for ratio in ratios)
-        assert (
-            f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as {name} by the median, "
-            f"ahead in {ahead} of {len(pairs)} cases ({by_least} by the least)" in page
-        )
-    for by_op in found.values():
-        assert by_op["fdk C++"]["memory"] - by_op["fdk C++"]["result_bytes"] < 64e6
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    found = [tuple(row["case"].values()) for row in rows]
+    assert len(set(found)) == len(found) == 4 * (3 * 4 + 2 * 3)  # no 4-bit quantiser in bnb C++
+    for row in rows:
+        if row["case"]["by"] == "fdk C++":
+            assert row["values"]["memory"] - row["values"]["result_bytes"] < 64e6

@@ -50,6 +50,15 @@ def test_change_is_of_the_ratio_to_the_floor(time, floor, slower, faster):
     assert (change.slower, change.faster) == (slower, faster)
 
 
+def test_rows_of_another_method_are_not_compared():
+    """Turns in one order counted their first calls: short kernels took up to 1.4 times as long."""
+    old, new = record(time=2.0), record(time=2.0)
+    old["values"]["method"], new["values"]["method"] = "calls", "turns"
+    assert compare(old, new) == []
+    old["values"]["method"] = "turns"
+    assert len(compare(old, new)) == 1
+
+
 def test_spread_of_both_runs_is_noise():
     # 3 * sqrt(0.03^2 + 0.04^2) = 15 %.
     (change,) = compare(record(spread=0.03), record(time=2.2, spread=0.04))

@@ -67,7 +67,7 @@ def test_values():
     assert quantised.bits_per_weight == 4.5
     assert quantised.operations == 2 * 3 * 32 * 64
     assert (quantised.backend, quantised.copies, quantised.samples) == ("reference", 2, 2)
-    assert (quantised.method, quantised.eager_time) == ("calls", None)
+    assert (quantised.method, quantised.eager_time) == ("turns", None)
     for values in (dense, quantised):
         assert values.bandwidth == pytest.approx(values.bytes / values.time)
         assert values.throughput == pytest.approx(values.operations / values.time)

@@ -84,22 +84,48 @@ def test_render(rows):
 
 
 BLOCKWISE = """\
-| shape | op | by | time | least | spread | calls | result MB | extra MB |
-| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-| 1024 x 4096 | dequantise nf4 bf16 | fdk C++ | 450 us | 400 us | 5 % | 12 | 8 | 3 |
+| shape | op | by | time | least | spread | calls | first | result MB | extra MB |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| 1024 x 4096 | dequantise nf4 bf16 | fdk C++ | 450 us | 400 us | 5 % | 12 | 900 us | 8 | 3 |
 """
+STANDING = """
+| by | beside | op | times as fast | ahead | by the least | by the first |
+| --- | --- | --- | ---: | ---: | ---: | ---: |
+| fdk C++ | bnb C++ | dequantise | 0.80 to 2.00 | 1 of 2 | 2 of 2 | 0 of 1 |
+| fdk torch | bnb torch | quantise | 3.00 to 3.00 | 1 of 1 | 1 of 1 |  |
+
+Beyond the result, at most: fdk C++ 3 MB, bnb C++ 0 MB, fdk torch 20 MB.
+
+`fdk-bench kernels -k 64`"""
+
+
+def blockwise_row(by, time, op="dequantise nf4 bf16", rows=1024, extra=0, **values):
+    case = {"op": op, "rows": rows, "columns": 4096, "by": by, "device": "cpu"}
+    known = {"time": time, "time_min": time, "spread": 0.05, "samples": 12, "coarse": 0.0}
+    known |= {"result_bytes": 8_000_000, "memory": 8_000_000 + extra} | values
+    return FACTS | {"benchmark": "blockwise", "case": case, "values": known, "error": None}
 
 
 def test_render_blockwise(tmp_path):
-    """By hand: 11 MB more, of which 8 are the result."""
-    op = {"op": "dequantise nf4 bf16", "rows": 1024, "columns": 4096}
-    case = op | {"by": "fdk C++", "device": "cpu"}
-    values = {"time": 4.5e-4, "time_min": 4e-4, "spread": 0.05, "samples": 12, "coarse": 0.0}
-    values |= {"result_bytes": 8_000_000, "memory": 11_000_000}
-    row = FACTS | {"benchmark": "blockwise", "case": case, "values": values, "error": None}
+    """By hand: 11 MB more, of which 8 are the result; 450 us beside 900, and 1000 beside 800."""
+    quantise = "quantise 8-bit fp32"
+    rows = [
+        blockwise_row("fdk C++", 4.5e-4, extra=3_000_000, time_min=4e-4, time_first=9e-4),
+        blockwise_row("bnb C++", 9e-4, time_first=8e-4),
+        blockwise_row("fdk C++", 1e-3, rows=4096, time_min=7e-4, time_first=1e-3),
+        blockwise_row("bnb C++", 8e-4, rows=4096, extra=-4096),
+        blockwise_row("fdk torch", 1e-3, quantise, extra=20_000_000),
+        blockwise_row("bnb torch", 3e-3, quantise, memory=None),
+        blockwise_row("fdk C++", 1e-3, quantise) | {"values": None, "error": "no"},
+    ]
     path = tmp_path / "blockwise.jsonl"
-    path.write_text(json.dumps(row))
-    assert render([path], "^1024x4096-dequantise").startswith(BLOCKWISE)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    text = render([path])
+    assert text.startswith(BLOCKWISE)
+    assert STANDING in text
+    without = "| 1024 x 4096 | quantise 8-bit fp32 | bnb torch | 3 ms | 3 ms | 5 % | 12 |  | 8 |  |"
+    assert without in text
+    assert render([path], "^4096x4096").count("| 1 of 1 |") == 1
 
 
 def test_render_refuses(rows, tmp_path):

@@ -126,6 +126,14 @@ def test_one_that_raises_does_not_stop_the_others(clock):
     assert fine.samples == 6
 
 
+def test_where_all_raise_there_are_no_rounds(clock):
+    def fails():
+        raise RuntimeError("no")
+
+    broken, again = time_calls([[fails]] * 2, seconds=10.0, probe=lambda: clock.spend(1.0))
+    assert (str(broken), str(again), clock.now) == ("no", "no", 0.0)
+
+
 @pytest.mark.parametrize("copies", [1, 40])
 def test_no_eager_sample_is_a_first_call(copies, clock, monkeypatch):
     """Of any copy: what is packed or looked up then would be counted as the host's work."""

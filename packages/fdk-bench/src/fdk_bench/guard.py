@@ -53,12 +53,12 @@ def changes(
     """Each measured case of ``after`` that ``before`` has on a machine of the same class.
 
     Compared are times over the floor of their own run, so that a machine that is busy or slow as
-    a whole is no change.
+    a whole is no change. Rows that were timed by different methods are not compared.
     """
     known = {_key(record): record["values"] for record in before if record["values"] is not None}
     for record in after:
         old, new = known.get(_key(record)), record["values"]
-        if old is None or new is None:
+        if old is None or new is None or old.get("method") != new.get("method"):
             continue
         noise = max(LEAST_CHANGE, SPREADS * (old["spread"] ** 2 + new["spread"] ** 2) ** 0.5)
         case = record["case"]

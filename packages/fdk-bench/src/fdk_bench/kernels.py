@@ -34,7 +34,8 @@ class KernelValues:
         time_min: the shortest sample.
         spread: half the distance between the quartiles over the median.
         samples: calls timed, or replays of a graph.
-        method: ``calls`` timed one by one, or a CUDA ``graph`` over all copies.
+        method: ``turns`` of calls timed one by one (``calls`` in older rows, whose turns were in
+            one order and counted from the first call), or a CUDA ``graph`` over all copies.
         eager_time: of one call started by the host; None where ``time`` is that.
         copies: of the weight, rotated.
         bandwidth: bytes over time.

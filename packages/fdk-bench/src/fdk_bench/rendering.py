@@ -13,6 +13,7 @@ from fdk_bench.accuracy_tables import accuracy_cells
 from fdk_bench.blockwise_tables import HEADINGS as BLOCKWISE_HEADINGS
 from fdk_bench.blockwise_tables import BlockwiseCase, BlockwiseValues
 from fdk_bench.blockwise_tables import cells_of as blockwise_cells
+from fdk_bench.blockwise_tables import summary as blockwise_summary
 from fdk_bench.cases import KernelCase
 from fdk_bench.goal_tables import goals_table, read_goals
 from fdk_bench.kernel_tables import HEADINGS as KERNEL_HEADINGS
@@ -37,11 +38,12 @@ TEXT_COLUMNS = ("format", "head", "by", "model", "n x k", "shape", "op")
 
 @dataclass(frozen=True)
 class Kind:
-    """How rows of a benchmark become lines of a table."""
+    """How rows of a benchmark become lines of a table, and what is said of all below it."""
 
     headings: Sequence[str]
     load: Callable[[Record], Row[Any, Any]]
     cells: Callable[[Row[Any, Any]], Cells]
+    summary: Callable[[Sequence[Row[Any, Any]]], str] | None = None
 
 
 def _loader(case: type, values: type) -> Callable[[Record], Row[Any, Any]]:
@@ -63,7 +65,12 @@ KINDS = {
     "kernels": KERNELS,
     "compare": KERNELS,
     "models": Kind(MODEL_HEADINGS, _loader(ModelCase, ModelValues), model_cells),
-    "blockwise": Kind(BLOCKWISE_HEADINGS, _loader(BlockwiseCase, BlockwiseValues), blockwise_cells),
+    "blockwise": Kind(
+        BLOCKWISE_HEADINGS,
+        _loader(BlockwiseCase, BlockwiseValues),
+        blockwise_cells,
+        blockwise_summary,
+    ),
     "accuracy": Kind(ACCURACY_HEADINGS, _loader(AccuracyCase, AccuracyValues), accuracy_cells),
 }
 
@@ -105,9 +112,12 @@ def render(
     if unknown := [name for name in columns if name not in kind.headings]:
         known = ", ".join(kind.headings)
         raise ResultsError(f"--columns: wanted some of {known}; got {', '.join(unknown)}")
-    lines = [kind.cells(kind.load(record)) for record in records]
+    rows = [kind.load(record) for record in records]
+    lines = [kind.cells(row) for row in rows]
     shown = columns or [h for h in kind.headings if any(cells.get(h) for cells in lines)]
     table = markdown(shown, TEXT_COLUMNS, lines)
+    if kind.summary is not None:
+        table += f"\n{kind.summary(rows)}"
     return f"{table}\n{_runs(records)}\n"
 
 

@@ -42,7 +42,7 @@ class Timing:
         samples: how many there were: calls on a CPU, replays on a GPU.
         eager: median of calls timed by the host one by one, its own work included; None on a CPU,
             where ``median`` is that.
-        method: ``calls`` or ``graph``.
+        method: ``turns``, ``graph``, or ``calls`` that are in no such order.
     """
 
     median: float
@@ -105,13 +105,13 @@ def time_calls(
     fewest = outer or max((turns[i].fewest for i in order if i not in errors), default=0)
     end = time.perf_counter() + (0.0 if outer else seconds)
     done = 0
-    while done < fewest or time.perf_counter() < end:
+    while len(errors) < len(contenders) and (done < fewest or time.perf_counter() < end):
         probe()
         shuffle(order)
         for i in order:
             take(i, turns[i].timed)
         done += 1
-    return [errors.get(i) or summarise(series, "calls") for i, series in enumerate(samples)]
+    return [errors.get(i) or summarise(series, "turns") for i, series in enumerate(samples)]
 
 
 class _Turns:

@@ -23,7 +23,7 @@ class Part:
 
 # Every width at one row of x, a few and many; the larger layer at one row alone, for time.
 KERNELS = ("-k", "4096,8192", "-m", "1,2,16,64,512", "--include", "^m1-|-k4096-")
-PEERS = ("-b", "16,8,4,2,1")
+PEERS = ("-k", "4096,8192", "-b", "16,8,4,2,1")
 FORMATS = "bf16,kmeans4,int4,nf4,kmeans3,int3,kmeans2,int2,int2-search,kmeans1,int1"
 
 # Under ten minutes on two cores.
@@ -31,7 +31,11 @@ ON_CPU = (
     Part("kernels", "kernels", (*KERNELS, "--seconds", "0.3")),
     Part("kernels-1-thread", "kernels", (*KERNELS, "--seconds", "0.3", "--threads", "1")),
     # Sixteen rows at 4 bits, where peers have kernels of their own.
-    Part("compare", "compare", (*PEERS, "-m", "1,16", "--exclude", r"^m16-.*-\D+[821]-g")),
+    Part(
+        "compare",
+        "compare",
+        (*PEERS, "-m", "1,16", "--exclude", r"^m16-(n8192|.*-\D+[821]-g)"),
+    ),
     Part("compare-1-thread", "compare", (*PEERS, "-m", "1", "--threads", "1")),
     Part(
         "models",

@@ -21,8 +21,8 @@ struct Params {
 };
 
 // 1 bit: the bits of a pair, each spread over its half. They are brought to the top of two bytes
-// (layout.py: _bit_positions; eight words for a fragment's sixteen pairs), whose signs a permutation
-// repeats.
+// (layout.py: _bit_positions; eight words for a fragment's sixteen pairs), whose signs a
+// permutation repeats.
 __device__ __forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, int i) {
   if (fragment % 2 == 0)
     return byte_permute(word << (7 - 2 * i), word << (6 - 2 * i), 0xCC88 + 0x1111 * s);

@@ -267,13 +267,14 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
     choice = (FEW_ROWS if m <= 8 else MORE_ROWS)[bits]
     if affine:
         choice = (AFFINE_FEW_ROWS if m <= 8 else AFFINE_MORE_ROWS).get(bits, choice)
-    if affine and gpu.measured_on is None:
-        if bits == 1 and m > 8:
-            return AFFINE_MORE_ROWS_ELSEWHERE
-        choice = Choice(*(replace(config, registers=0) for config in choice.all))
     if n <= gpu.few_outputs:
-        return choice.few
-    return choice.some if n <= 2 * gpu.few_outputs else choice.many
+        config = choice.few
+    else:
+        config = choice.some if n <= 2 * gpu.few_outputs else choice.many
+    if affine and gpu.measured_on is None:
+        would_spill = bits == 1 and m > 8
+        return AFFINE_MORE_ROWS_ELSEWHERE if would_spill else replace(config, registers=0)
+    return config
 
 
 def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:

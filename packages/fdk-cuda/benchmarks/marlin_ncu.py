@@ -13,7 +13,8 @@ the cycles that a warp waits between two of its instructions, by reason.
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,6 +64,16 @@ LINES: dict[str, tuple[str, float, int]] = {
 }
 
 
+def launch_marked(run: Callable[[], object]) -> None:
+    """Once to compile, then once between marks of the profiler."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def run_all() -> None:
     """Launches every case once between marks of the profiler."""
     for kind, bits, m, (n, k) in CASES:
@@ -72,12 +83,7 @@ def run_all() -> None:
         x = torch.randn(m, k, device="cuda").bfloat16()
         is_few = m <= few_rows(str(layout.format), n, k, 0)
         run = (small_run if is_few else hopper_run)(layout, [layout.packed], x, overlap=False)
-        run(0)
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        run(0)
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        launch_marked(partial(run, 0))
 
 
 def table(text: str) -> str:
@@ -139,9 +145,9 @@ def number(kernel: dict[str, str], metric: str) -> float:
     return float(kernel[metric].replace(",", ""))
 
 
-def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(description: str, run: Callable[[], None], table: Callable[[str], str]) -> None:
+    """Reads the command line of a script: ncu runs it, and it makes a table of what ncu wrote."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--table", type=Path, help="what ncu wrote")
     args = parser.parse_args()
     if args.table is not None:
@@ -149,8 +155,8 @@ def main() -> None:
     elif not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
     else:
-        run_all()
+        run()
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, run_all, table)

@@ -10,12 +10,10 @@
 permutes x or adds parts is left out. Lines are those of marlin_ncu.py.
 """
 
-import argparse
-from pathlib import Path
+from functools import partial
 
-import torch
 from _tables import markdown
-from marlin_ncu import counters, kernels_of
+from marlin_ncu import counters, kernels_of, launch_marked, main
 from triton_record import call, config_of, random_x, weights_of
 
 from fdk_cuda.triton.arrangement import Arrangement
@@ -37,12 +35,7 @@ def run_all() -> None:
         a = Arrangement(SIZE, SIZE, bits, GROUP_SIZE)
         ws, x = weights_of(a, affine)[:1], random_x(m, SIZE)
         config = config_of(a, m, affine, transposed)
-        call(x, ws, config, transposed, 0)
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        call(x, ws, config, transposed, 0)
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        launch_marked(partial(call, x, ws, config, transposed, 0))
 
 
 def table(text: str) -> str:
@@ -64,18 +57,5 @@ def head(bits: int, affine: bool, m: int, transposed: bool) -> str:
     return f"{'dy, ' * transposed}{'affine ' * affine}{bits} bit{'s' * (bits > 1)}, m = {m}"
 
 
-def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", type=Path, help="what ncu wrote")
-    args = parser.parse_args()
-    if args.table is not None:
-        print(table(args.table.read_text("utf-8")))
-    elif not torch.cuda.is_available():
-        print("not run: needs an NVIDIA GPU, torch finds none on this machine")
-    else:
-        run_all()
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, run_all, table)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from _tables import Row, markdown, read_rows, show
 
+from fdk_formats.format import Format
+
 # The 16-bit product is torch's.
 PEERS = ("humming", "tinygemm", "bitsandbytes", "torch.compile")
 HEADINGS = ("n x k", "bits", "m", "floor", "16 bit", "triton", *PEERS)
@@ -29,7 +31,7 @@ def table(rows: list[Row]) -> str:
         if case["format"] == "bf16":
             dense[n, k, m] = us
             continue
-        of = times[n, k, bits_of(case), m]
+        of = times[n, k, Format.parse(case["format"]).bits, m]
         of[case["backend"]] = us
         if case["backend"] == "triton":
             of["floor"] = values["floor"] * 1e6
@@ -41,11 +43,6 @@ def table(rows: list[Row]) -> str:
         cells = (f"{all_of[name]:.1f}" if name in all_of else "-" for name in HEADINGS[3:])
         lines.append((f"{n} x {k}", str(bits), str(m), *cells))
     return f"{markdown(lines)}\n{run_of(rows)}\n"
-
-
-def bits_of(case: Row) -> int:
-    """Of a format's name, such as ``custom4-g64``."""
-    return int("".join(filter(str.isdigit, case["format"].split("-")[0])))
 
 
 def run_of(rows: list[Row]) -> str:

@@ -49,6 +49,11 @@ def test_plot_names_series_and_formats(tmp_path):
     assert text.index("crd_normal4-g64") < text.index("kmeans4-g64")
 
 
+def test_a_figure_drawn_again_is_the_same(tmp_path):
+    first, second = (plot_accuracy(ROWS, tmp_path / name) for name in ("first", "second"))
+    assert [a.read_bytes() for a in first] == [b.read_bytes() for b in second]
+
+
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS[1:2]], ids=["baseline", "one"])
 def test_plot_of_one_row(rows, tmp_path):
     png, _ = plot_accuracy(rows, tmp_path / "accuracy")

@@ -18,6 +18,7 @@ from _rows import write_rows
 from _tables import read_rows
 from marlin import COLD_BYTES, graph_times, hopper_run, random_weight, small_run
 
+from fdk_bench.chart_parts import save_figure
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.ops import few_rows
 from fdk_formats.testing import nrmse
@@ -91,8 +92,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 panel.plot(row["m"], row["us"], marker=".", markersize=3, lw=1, label=name)
         panel.set(title=f"{n} x {k}", xlabel="rows of x", ylabel="us", ylim=(0, None))
         panel.legend(frameon=False)
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main() -> None:

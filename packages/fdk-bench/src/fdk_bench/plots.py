@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from fdk_bench.accuracy_cases import BASELINE, AccuracyRow
+from fdk_bench.chart_parts import save_figure
 
 # Okabe and Ito's colours, each with a marker and a dash of its own: the plot is read without them.
 STYLES = (
@@ -39,7 +40,7 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
     measured = [row for row in rows if row.values is not None]
     if not measured:
         raise ValueError("plot_accuracy: wanted at least one measured row, got none")
-    with matplotlib.rc_context({"font.size": 10, "svg.fonttype": "none", "axes.axisbelow": True}):
+    with matplotlib.rc_context({"font.size": 10, "axes.axisbelow": True}):
         figure = Figure(figsize=(13, 4.8), layout="constrained")
         left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 3))
         _draw_curves(left, measured, 0, "relative weight error (RMS)")
@@ -51,7 +52,7 @@ def plot_accuracy(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
         figure.suptitle(f"{case.model}: what a format of few bits loses", fontsize=12)
         paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
         for target in paths:
-            figure.savefig(target, dpi=160)
+            save_figure(figure, target)
     return paths
 
 

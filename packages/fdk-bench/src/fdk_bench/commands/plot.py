@@ -64,12 +64,11 @@ def plot(
 
 
 def _save(figure: "Figure", path: Path) -> list[Path]:
-    import matplotlib
+    from fdk_bench.chart_parts import save_figure
 
     paths = [path.with_name(path.name + suffix) for suffix in (".png", ".svg")]
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        for target in paths:
-            figure.savefig(target, dpi=160)
+    for target in paths:
+        save_figure(figure, target)
     return paths
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
-from fdk_cuda.marlin.programs import DIGITS_BYTES, TABLE_BYTES, TileShape, Variant
+from fdk_cuda.marlin.programs import DIGITS_BYTES, PLANES_BYTES, TABLE_BYTES, TileShape, Variant
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
@@ -43,6 +43,16 @@ DIGITS_WARPS = 8
 DIGITS_COST = {1: 6e-5, 4: 26e-5}
 # Of the table, which digits.cu does without.
 TABLE_COST = 1.0
+# Of planes.cu, fitted to 90 plans (H200, docs/kernels/marlin.md): of a block, of turning a column of
+# x into planes, of any plan beyond one of digits.cu, of each pass after the first, and of a cluster.
+PLANES_BLOCK_COST = {
+    **{(2, 2): 0.0225, (2, 4): 0.0141, (4, 2): 0.0132},
+    **{(4, 4): 0.0098, (8, 2): 0.0110, (8, 4): 0.0099},
+}
+PLANES_COST, PLANES_START_COST, PLANES_PASS_COST, PLANES_CLUSTER_COST = 16e-5, 0.4, 0.95, 0.74
+PLANES_WARPS = (8, 12)
+# Blocks of 32 rows of the lone short tile that it may take too.
+PLANES_SHORT_BLOCKS = 3
 # With two tiles of columns, by the same, by groups of rows (a second group finds x in the L1) and
 # by bits.
 WIDE_COST = {
@@ -72,8 +82,6 @@ LITTLE_IN_FLIGHT_FACTOR = 1.15
 # groups of rows and warps of the shape, and the split.
 TIMED_PROCESSORS = 132
 TIMED_PLANS = {
-    (1, 28672, 4096): (8, 4, 1, 8, 1),
-    (1, 6144, 21504): (8, 4, 1, 8, 4),
     (4, 5120, 3072): (4, 2, 1, 8, 1),
     (4, 3072, 3072): (2, 2, 1, 16, 1),
     (4, 22528, 3072): (2, 2, 2, 16, 1),
@@ -161,6 +169,11 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     """About how many microseconds a plan takes beyond what every plan does."""
     shape = plan.shape
     blocks = plan.row_blocks * plan.rounds * shape.k_blocks * shape.warps
+    if shape.by_planes:
+        time = blocks * PLANES_BLOCK_COST[shape.fragments, shape.k_blocks]
+        time += PLANES_COST * geometry.columns / plan.split
+        time += PLANES_START_COST + PLANES_PASS_COST * (plan.passes - 1)
+        return time + (PLANES_CLUSTER_COST if plan.split > 1 else 0)
     if rows := shape.digit_rows:
         block_cost = DIGITS_BLOCK_COST[geometry.bits][shape.fragments, shape.k_blocks]
         time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
@@ -193,7 +206,10 @@ def _plans(geometry: Geometry, variant: Variant, m: int, device: Device) -> Iter
 
 
 def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape]:
-    """Shapes of tile whose instantiations find enough registers, without short tiles."""
+    """Shapes of tile whose instantiations find enough registers.
+
+    With short tiles are only those of planes.cu that have no others.
+    """
     column_tiles = 1 if m <= 8 else 2
     pieces = list(WIDE_COST.items())
     if column_tiles == 1:
@@ -208,6 +224,13 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
     if rows := next((rows for rows in variant.digit_rows if rows >= m), 0):
         for fragments, k_blocks in DIGITS_BLOCK_COST[variant.bits]:
             yield TileShape(fragments, k_blocks, 1, 1, DIGITS_WARPS, digit_rows=rows)
+    if m == 1 and variant.has_planes and device.is_hopper:
+        cuts = itertools.product(PLANES_BLOCK_COST, PLANES_WARPS)
+        for (fragments, k_blocks), warps in cuts:
+            shape = TileShape(fragments, k_blocks, 1, 1, warps, digit_rows=1, by_planes=True)
+            yield shape
+            if fragments // 2 > PLANES_SHORT_BLOCKS:
+                yield replace(shape, short_blocks=PLANES_SHORT_BLOCKS)
 
 
 def plan_of_shape(
@@ -215,7 +238,8 @@ def plan_of_shape(
 ) -> SmallPlan | None:
     """The plan of one shape and split, or None where it does not fit.
 
-    Where the tiles of the last pass would leave processors without one, they are made short.
+    Where the tiles of the last pass would leave processors without one, they are made short. Where
+    the shape has short tiles already, they are all, and there is one pass.
     """
     stored = next(count for count in (1, 2, 4, 8, 16) if count >= m)
     clusters = int(device.processors * FITTING_SHARE[split]) // split
@@ -228,7 +252,12 @@ def plan_of_shape(
         return None
     whole_passes, left = divmod(rows, tile * clusters)
     short = -(-left // clusters)
-    if whole_passes > 0 and 0 < short < tile:
+    if shape.short_blocks:
+        tile = shape.short_blocks
+        if rows % tile or rows > tile * clusters:
+            return None
+        whole_passes = 0
+    elif whole_passes > 0 and 0 < short < tile:
         shape = replace(shape, short_blocks=short)
     elif rows % tile:
         return None
@@ -242,7 +271,8 @@ def plan_of_shape(
     mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
     table = TABLE_BYTES
     if rows_of_x := shape.digit_rows:
-        table = shape.warps * rounds * shape.k_blocks * DIGITS_BYTES[geometry.bits, rows_of_x]
+        each = PLANES_BYTES if shape.by_planes else DIGITS_BYTES[geometry.bits, rows_of_x]
+        table = shape.warps * rounds * shape.k_blocks * each
     fixed = table + ring + shape.warps * STAGES * BARRIER_BYTES + mail
     for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
         # More than half of a processor's: when a kernel starts while the one before still runs, two

@@ -421,17 +421,17 @@ def test_hopper_plans_expect_more_rows_to_cost_more():
         assert all(later >= before for before, later in itertools.pairwise(times))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(("dtype", "affine"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_planes_spill_nothing(dtype, affine):
-    """Every shape that takes a row by planes, with and without short tiles, and Hopper alone."""
+    """Every shape that takes a row by planes, at the most warps; and Hopper alone has them."""
     variant = Variant(1, dtype, torch.bfloat16, 1, affine)
     assert not any(s.by_planes for s in small_shapes(variant, 1, DEVICES["sm_120"]))
     assert not any(s.by_planes for s in small_shapes(variant, 2, DEVICES["sm_90a"]))
     shapes = [s for s in small_shapes(variant, 1, DEVICES["sm_90a"]) if s.by_planes]
     assert {s.warps for s in shapes} == set(PLANES_WARPS)
     for shape in shapes:
-        check_resources(small_m_program(variant, shape), "sm_90a", shape)
+        if shape.warps == max(PLANES_WARPS):
+            check_resources(small_m_program(variant, shape), "sm_90a", shape)
 
 
 def test_lone_short_tiles_of_planes():
@@ -444,7 +444,7 @@ def test_lone_short_tiles_of_planes():
 
 
 def test_long_loops_of_digits_have_enough_under_way():
-    """Two plans that the model of costs would otherwise not tell apart; planes leave them behind."""
+    """Two plans that the model of costs would otherwise not tell apart. Hopper takes planes."""
     geometry = Geometry(1, 6144, 21504, 64, torch.bfloat16, False)
     plan = cheapest_plan(geometry, 1, replace(DEVICES["sm_90a"], is_hopper=False))
     assert (plan.shape.digit_rows, plan.shape.stage_blocks, plan.passes) == (1, 8, 2)

@@ -5,7 +5,7 @@ import torch
 from marlin_cases import exact_weight, pack, random_x, run_plan
 
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.plan import _plans
+from fdk_cuda.marlin.plan import Device, _plans
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.testing import nrmse
 
@@ -71,3 +71,23 @@ def test_planes_show_what_is_not_finite(value):
         x = random_x(1, 2048)
         x[0, 77] = value
         assert not run_plan(layout, x, plans_by_planes(layout, x.dtype)[0]).isfinite().any()
+
+
+# Few processors: several tiles to a block, short ones in a last pass and by themselves.
+FEW = Device(processors=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
+
+
+@pytest.mark.parametrize("n", [192, 576, 1000, 1216])
+@pytest.mark.parametrize("format", ["custom1-g64", "affine1-g64-zint"])
+def test_every_plan_of_planes(format, n):
+    """Each shape of tile, number of warps and split that a plan may have gives the same answer."""
+    q, layout = pack(format, n, 2304)
+    plans_by_planes(layout, torch.bfloat16)  # skips where there is no Hopper
+    x = random_x(1, 2304)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    limit = 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5
+    variant = Variant.of(layout.geometry, x.dtype)
+    plans = [p for p in _plans(layout.geometry, variant, 1, FEW) if p.shape.by_planes]
+    assert {plan.split for plan in plans} == {1, 2, 4}
+    for plan in plans[:: 1 if n == 192 else 2]:
+        assert nrmse(run_plan(layout, x, plan), oracle) <= limit, plan

@@ -43,13 +43,17 @@ DIGITS_WARPS = 8
 DIGITS_COST = {1: 6e-5, 4: 26e-5}
 # Of the table, which digits.cu does without.
 TABLE_COST = 1.0
-# Of planes.cu, fitted to 90 plans (H200, docs/kernels/marlin.md): of a block, of turning a column of
-# x into planes, of any plan beyond one of digits.cu, of each pass after the first, and of a cluster.
-PLANES_BLOCK_COST = {
-    **{(2, 2): 0.0225, (2, 4): 0.0141, (4, 2): 0.0132},
-    **{(4, 4): 0.0098, (8, 2): 0.0110, (8, 4): 0.0099},
-}
-PLANES_COST, PLANES_START_COST, PLANES_PASS_COST, PLANES_CLUSTER_COST = 16e-5, 0.4, 0.95, 0.74
+# Of planes.cu, fitted to 67 plans of 9 shapes (H200, docs/kernels/marlin.md): of a block, and of a
+# stage, shared by its blocks; of turning a column of x into planes, of any plan beyond one of
+# digits.cu, of each pass after the first, and of a cluster.
+PLANES_BLOCK_COST, PLANES_STAGE_COST, PLANES_COST = 0.0095, 0.011, 20e-5
+PLANES_START_COST, PLANES_PASS_COST, PLANES_CLUSTER_COST = 0.26, 0.48, 0.7
+# Fragments, and blocks of columns.
+PLANES_CUTS = (
+    *((2, k_blocks) for k_blocks in (2, 4, 8)),
+    *((4, k_blocks) for k_blocks in (2, 4, 8, 12)),
+    *((8, k_blocks) for k_blocks in (2, 3, 4, 6)),
+)
 PLANES_WARPS = (8, 12)
 # Blocks of 32 rows of the lone short tile that it may take too.
 PLANES_SHORT_BLOCKS = 3
@@ -77,11 +81,17 @@ LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
 LITTLE_IN_FLIGHT_FACTOR = 1.15
 
 # One row, codebooks, H200: timed in decoding steps (docs/benchmarks.md), where the kernels before
-# and after overlap with the product; `cost` puts other plans first. Any Hopper of as many
+# and after overlap with the product; `cost` puts other plans first. 4096 x 14336 at 1 bit was timed
+# alone: in a step 64 x 512 weights a warp take 1.2 us less. Any Hopper of as many
 # processors takes them, as an H100 SXM. By bits, rows and columns: fragments, blocks of columns,
 # groups of rows and warps of the shape, and the split.
 TIMED_PROCESSORS = 132
 TIMED_PLANS = {
+    (1, 6144, 4096): (4, 8, 1, 8, 1),
+    (1, 4096, 4096): (4, 8, 1, 8, 1),
+    (1, 4096, 14336): (4, 4, 1, 8, 2),
+    (1, 8192, 6144): (4, 4, 1, 8, 1),
+    (1, 6144, 21504): (8, 2, 1, 12, 2),
     (4, 5120, 3072): (4, 2, 1, 8, 1),
     (4, 3072, 3072): (2, 2, 1, 16, 1),
     (4, 22528, 3072): (2, 2, 2, 16, 1),
@@ -162,7 +172,9 @@ def _is_timed(geometry: Geometry, plan: SmallPlan) -> bool:
     wanted = TIMED_PLANS.get((geometry.bits, geometry.rows, geometry.columns))
     shape = plan.shape
     cut = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
-    return cut == wanted and not geometry.has_zero_point
+    # None is of digits.cu, whose shapes are planes.cu's too.
+    has_digits = shape.digit_rows > 0 and not shape.by_planes
+    return cut == wanted and not has_digits and not geometry.has_zero_point
 
 
 def cost(geometry: Geometry, plan: SmallPlan) -> float:
@@ -170,7 +182,10 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
     shape = plan.shape
     blocks = plan.row_blocks * plan.rounds * shape.k_blocks * shape.warps
     if shape.by_planes:
-        time = blocks * PLANES_BLOCK_COST[shape.fragments, shape.k_blocks]
+        stage_blocks = (
+            shape.stage_blocks if plan.whole_passes else shape.short_blocks * shape.k_blocks
+        )
+        time = blocks * (PLANES_BLOCK_COST + PLANES_STAGE_COST / stage_blocks)
         time += PLANES_COST * geometry.columns / plan.split
         time += PLANES_START_COST + PLANES_PASS_COST * (plan.passes - 1)
         return time + (PLANES_CLUSTER_COST if plan.split > 1 else 0)
@@ -225,7 +240,7 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
         for fragments, k_blocks in DIGITS_BLOCK_COST[variant.bits]:
             yield TileShape(fragments, k_blocks, 1, 1, DIGITS_WARPS, digit_rows=rows)
     if m == 1 and variant.has_planes and device.is_hopper:
-        cuts = itertools.product(PLANES_BLOCK_COST, PLANES_WARPS)
+        cuts = itertools.product(PLANES_CUTS, PLANES_WARPS)
         for (fragments, k_blocks), warps in cuts:
             shape = TileShape(fragments, k_blocks, 1, 1, warps, digit_rows=1, by_planes=True)
             yield shape

@@ -20,6 +20,7 @@ from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIE
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
+    PLANES_WARPS,
     TIMED_PLANS,
     Device,
     _plans,
@@ -337,7 +338,8 @@ def check_passes(plan, geometry):
     rows, tile = geometry.rows // (32 * shape.row_groups), shape.fragments // 2
     if shape.short_blocks:
         left = rows - plan.whole_passes * tile * units
-        assert plan.passes == plan.whole_passes + 1 > 1
+        assert plan.passes == plan.whole_passes + 1
+        assert plan.whole_passes > 0 or shape.by_planes
         assert 0 < shape.short_blocks < tile
         assert (shape.short_blocks - 1) * units < left <= shape.short_blocks * units
     else:
@@ -419,10 +421,32 @@ def test_hopper_plans_expect_more_rows_to_cost_more():
         assert all(later >= before for before, later in itertools.pairwise(times))
 
 
+@pytest.mark.parametrize(("dtype", "affine"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_planes_spill_nothing(dtype, affine):
+    """Every shape that takes a row by planes, at the most warps; and Hopper alone has them."""
+    variant = Variant(1, dtype, torch.bfloat16, 1, affine)
+    assert not any(s.by_planes for s in small_shapes(variant, 1, DEVICES["sm_120"]))
+    assert not any(s.by_planes for s in small_shapes(variant, 2, DEVICES["sm_90a"]))
+    shapes = [s for s in small_shapes(variant, 1, DEVICES["sm_90a"]) if s.by_planes]
+    assert {s.warps for s in shapes} == set(PLANES_WARPS)
+    for shape in shapes:
+        if shape.warps == max(PLANES_WARPS):
+            check_resources(small_m_program(variant, shape), "sm_90a", shape)
+
+
+def test_lone_short_tiles_of_planes():
+    """192 blocks of 32 rows are 64 tiles of three: clusters of two leave four processors idle."""
+    geometry = Geometry(1, 6144, 6144, 64, torch.bfloat16, False)
+    plans = _plans(geometry, Variant.of(geometry, torch.bfloat16), 1, DEVICES["sm_90a"])
+    plan = next(plan for plan in plans if plan.whole_passes == 0 and plan.split == 2)
+    assert (plan.shape.short_blocks, plan.split, plan.grid, plan.passes) == (3, 2, 128, 1)
+    check_passes(plan, geometry)
+
+
 def test_long_loops_of_digits_have_enough_under_way():
-    """Two plans that the model of costs would otherwise not tell apart."""
+    """Two plans that the model of costs would otherwise not tell apart. Hopper takes planes."""
     geometry = Geometry(1, 6144, 21504, 64, torch.bfloat16, False)
-    plan = cheapest_plan(geometry, 1, DEVICES["sm_90a"])
+    plan = cheapest_plan(geometry, 1, replace(DEVICES["sm_90a"], is_hopper=False))
     assert (plan.shape.digit_rows, plan.shape.stage_blocks, plan.passes) == (1, 8, 2)
     check_resources(small_m_program(Variant.of(geometry, torch.bfloat16), plan.shape), "sm_90a")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
-from fdk_cuda.marlin.programs import DIGITS_BYTES, TABLE_BYTES, TileShape, Variant
+from fdk_cuda.marlin.programs import DIGITS_BYTES, PLANES_BYTES, TABLE_BYTES, TileShape, Variant
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
@@ -43,6 +43,20 @@ DIGITS_WARPS = 8
 DIGITS_COST = {1: 6e-5, 4: 26e-5}
 # Of the table, which digits.cu does without.
 TABLE_COST = 1.0
+# Of planes.cu, fitted to 67 plans of 9 shapes (H200, docs/kernels/marlin.md): of a block, and of a
+# stage, shared by its blocks; of turning a column of x into planes, of any plan beyond one of
+# digits.cu, of each pass after the first, and of a cluster.
+PLANES_BLOCK_COST, PLANES_STAGE_COST, PLANES_COST = 0.0095, 0.011, 20e-5
+PLANES_START_COST, PLANES_PASS_COST, PLANES_CLUSTER_COST = 0.26, 0.48, 0.7
+# Fragments, and blocks of columns.
+PLANES_CUTS = (
+    *((2, k_blocks) for k_blocks in (2, 4, 8)),
+    *((4, k_blocks) for k_blocks in (2, 4, 8, 12)),
+    *((8, k_blocks) for k_blocks in (2, 3, 4, 6)),
+)
+PLANES_WARPS = (8, 12)
+# Blocks of 32 rows of the lone short tile that it may take too.
+PLANES_SHORT_BLOCKS = 3
 # With two tiles of columns, by the same, by groups of rows (a second group finds x in the L1) and
 # by bits.
 WIDE_COST = {
@@ -67,13 +81,17 @@ LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
 LITTLE_IN_FLIGHT_FACTOR = 1.15
 
 # One row, codebooks, H200: timed in decoding steps (docs/benchmarks.md), where the kernels before
-# and after overlap with the product; `cost` puts other plans first. Any Hopper of as many
+# and after overlap with the product; `cost` puts other plans first. 4096 x 14336 at 1 bit was timed
+# alone: in a step 64 x 512 weights a warp take 1.2 us less. Any Hopper of as many
 # processors takes them, as an H100 SXM. By bits, rows and columns: fragments, blocks of columns,
 # groups of rows and warps of the shape, and the split.
 TIMED_PROCESSORS = 132
 TIMED_PLANS = {
-    (1, 28672, 4096): (8, 4, 1, 8, 1),
-    (1, 6144, 21504): (8, 4, 1, 8, 4),
+    (1, 6144, 4096): (4, 8, 1, 8, 1),
+    (1, 4096, 4096): (4, 8, 1, 8, 1),
+    (1, 4096, 14336): (4, 4, 1, 8, 2),
+    (1, 8192, 6144): (4, 4, 1, 8, 1),
+    (1, 6144, 21504): (8, 2, 1, 12, 2),
     (4, 5120, 3072): (4, 2, 1, 8, 1),
     (4, 3072, 3072): (2, 2, 1, 16, 1),
     (4, 22528, 3072): (2, 2, 2, 16, 1),
@@ -154,13 +172,23 @@ def _is_timed(geometry: Geometry, plan: SmallPlan) -> bool:
     wanted = TIMED_PLANS.get((geometry.bits, geometry.rows, geometry.columns))
     shape = plan.shape
     cut = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
-    return cut == wanted and not geometry.has_zero_point
+    # None is of digits.cu, whose shapes are planes.cu's too.
+    has_digits = shape.digit_rows > 0 and not shape.by_planes
+    return cut == wanted and not has_digits and not geometry.has_zero_point
 
 
 def cost(geometry: Geometry, plan: SmallPlan) -> float:
     """About how many microseconds a plan takes beyond what every plan does."""
     shape = plan.shape
     blocks = plan.row_blocks * plan.rounds * shape.k_blocks * shape.warps
+    if shape.by_planes:
+        stage_blocks = (
+            shape.stage_blocks if plan.whole_passes else shape.short_blocks * shape.k_blocks
+        )
+        time = blocks * (PLANES_BLOCK_COST + PLANES_STAGE_COST / stage_blocks)
+        time += PLANES_COST * geometry.columns / plan.split
+        time += PLANES_START_COST + PLANES_PASS_COST * (plan.passes - 1)
+        return time + (PLANES_CLUSTER_COST if plan.split > 1 else 0)
     if rows := shape.digit_rows:
         block_cost = DIGITS_BLOCK_COST[geometry.bits][shape.fragments, shape.k_blocks]
         time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
@@ -193,7 +221,10 @@ def _plans(geometry: Geometry, variant: Variant, m: int, device: Device) -> Iter
 
 
 def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape]:
-    """Shapes of tile whose instantiations find enough registers, without short tiles."""
+    """Shapes of tile whose instantiations find enough registers.
+
+    With short tiles are only those of planes.cu that have no others.
+    """
     column_tiles = 1 if m <= 8 else 2
     pieces = list(WIDE_COST.items())
     if column_tiles == 1:
@@ -208,6 +239,13 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
     if rows := next((rows for rows in variant.digit_rows if rows >= m), 0):
         for fragments, k_blocks in DIGITS_BLOCK_COST[variant.bits]:
             yield TileShape(fragments, k_blocks, 1, 1, DIGITS_WARPS, digit_rows=rows)
+    if m == 1 and variant.has_planes and device.is_hopper:
+        cuts = itertools.product(PLANES_CUTS, PLANES_WARPS)
+        for (fragments, k_blocks), warps in cuts:
+            shape = TileShape(fragments, k_blocks, 1, 1, warps, digit_rows=1, by_planes=True)
+            yield shape
+            if fragments // 2 > PLANES_SHORT_BLOCKS:
+                yield replace(shape, short_blocks=PLANES_SHORT_BLOCKS)
 
 
 def plan_of_shape(
@@ -215,7 +253,8 @@ def plan_of_shape(
 ) -> SmallPlan | None:
     """The plan of one shape and split, or None where it does not fit.
 
-    Where the tiles of the last pass would leave processors without one, they are made short.
+    Where the tiles of the last pass would leave processors without one, they are made short. Where
+    the shape has short tiles already, they are all, and there is one pass.
     """
     stored = next(count for count in (1, 2, 4, 8, 16) if count >= m)
     clusters = int(device.processors * FITTING_SHARE[split]) // split
@@ -228,7 +267,12 @@ def plan_of_shape(
         return None
     whole_passes, left = divmod(rows, tile * clusters)
     short = -(-left // clusters)
-    if whole_passes > 0 and 0 < short < tile:
+    if shape.short_blocks:
+        tile = shape.short_blocks
+        if rows % tile or rows > tile * clusters:
+            return None
+        whole_passes = 0
+    elif whole_passes > 0 and 0 < short < tile:
         shape = replace(shape, short_blocks=short)
     elif rows % tile:
         return None
@@ -242,7 +286,8 @@ def plan_of_shape(
     mail = MAIL_BARRIER_BYTES + (2 * shape.rows * stored * 4 if split > 1 else 0)
     table = TABLE_BYTES
     if rows_of_x := shape.digit_rows:
-        table = shape.warps * rounds * shape.k_blocks * DIGITS_BYTES[geometry.bits, rows_of_x]
+        each = PLANES_BYTES if shape.by_planes else DIGITS_BYTES[geometry.bits, rows_of_x]
+        table = shape.warps * rounds * shape.k_blocks * each
     fixed = table + ring + shape.warps * STAGES * BARRIER_BYTES + mail
     for buffers in (2, 1) if passes > 1 else (0 if sums <= ring else 1,):
         # More than half of a processor's: when a kernel starts while the one before still runs, two

@@ -15,6 +15,8 @@ TABLE_BYTES = 256 * 256
 # digits.cu, which holds itself to it, by bits and rows of x: the digits of 64 columns of x, and
 # what their sums are scaled with.
 DIGITS_BYTES = {(1, 1): 400, (1, 4): 1056, (2, 1): 208}
+# The same of planes.cu.
+PLANES_BYTES = 528
 # 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by step. See decode.cuh.
 ONE_BIT_BASES = {
     torch.bfloat16: (0x41804180, 0x41004100, 0x40804080, 0x40004000),  # 16, 8, 4, 2
@@ -65,6 +67,11 @@ class Variant:
         return (1,) if self.dtype == torch.float16 or self.bits == 2 else (1, 4)
 
     @property
+    def has_planes(self) -> bool:
+        """Whether planes.cu takes a row of x."""
+        return self.bits == 1 and 1 in self.digit_rows
+
+    @property
     def constants(self) -> tuple[int, ...]:
         """The last fields of every kernel's Params: ``base`` and ``nibbles``."""
         return *ONE_BIT_BASES[self.dtype], TWO_BIT_NIBBLES
@@ -84,7 +91,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class TileShape:
-    """What small_m.cu, or digits.cu, is compiled for beside the variant.
+    """What small_m.cu, digits.cu or planes.cu is compiled for beside the variant.
 
     Attributes:
         fragments: of 16 rows that a warp takes.
@@ -94,6 +101,7 @@ class TileShape:
         warps: of a block.
         digit_rows: rows of x that digits.cu takes, 1 or 4, where it is its; ``column_tiles`` and
             ``row_groups`` are 1. 0 where it is small_m.cu's.
+        by_planes: whether it is planes.cu's, which takes one row of x; ``digit_rows`` is 1.
         short_blocks: blocks of 32 rows that a warp takes of the tiles of the last pass, 0 where
             they are as high as the others.
     """
@@ -105,6 +113,7 @@ class TileShape:
     warps: int
     digit_rows: int = 0
     short_blocks: int = 0
+    by_planes: bool = False
 
     @property
     def stage_blocks(self) -> int:
@@ -152,7 +161,7 @@ class HopperShape:
 
 
 def small_m_program(variant: Variant, shape: TileShape) -> Program:
-    """small_m.cu or digits.cu for a variant and a shape of tile."""
+    """small_m.cu, digits.cu or planes.cu for a variant and a shape of tile."""
     options = variant.options(
         TILE_FRAGMENTS=shape.fragments,
         SHORT_BLOCKS=shape.short_blocks or shape.fragments // 2,
@@ -160,6 +169,9 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
         ROW_GROUPS=shape.row_groups,
         WARPS=shape.warps,
     )
+    if shape.by_planes:
+        assert variant.has_planes
+        return _program("planes.cu", (*options, f"-DPLANES_BYTES={PLANES_BYTES}"))
     if rows := shape.digit_rows:
         assert rows in variant.digit_rows
         more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[variant.bits, rows]}"

@@ -30,6 +30,7 @@
 //   X_ROWS        1, or 4 for up to four rows
 //   DIGITS_BYTES  what Python counts for a group: its digits, and what their sums are scaled with
 #include "tiles.cuh"
+#include "values.cuh"
 
 static_assert(PER_ROW == 1 && ROW_GROUPS == 1);
 static_assert(BITS == 1 || (BITS == 2 && AFFINE && X_ROWS == 1));
@@ -88,37 +89,6 @@ __device__ __forceinline__ void split_digits(uint32 (&digits)[DIGITS], uint32 v0
     digits[2] = (top + TOP_MIDDLE) ^ DIGIT_MIDDLE;
   }
 }
-
-// A lane's sixteen values of a group, as they lie in x.
-struct Packed {
-  uint4 halves[2];
-
-  __device__ __forceinline__ void load(const uint16* group, int t) {
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      halves[half] = *reinterpret_cast<const uint4*>(group + 32 * half + 8 * t);
-  }
-};
-
-// The same: x[s][i][e] is column 32 (s >> 1) + 8 t + 4 (s & 1) + 2 i + e.
-struct Values {
-  float x[STEPS][2][2];
-
-  __device__ __forceinline__ explicit Values(const Packed& packed) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint4& v = packed.halves[half];
-      const uint32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int word = 0; word < 4; word++) {
-        float (&pair)[2] = x[2 * half + word / 2][word % 2];
-        pair[0] = FP16 ? fp16_to_float(words[word]) : __uint_as_float(words[word] << 16);
-        pair[1] =
-            FP16 ? fp16_to_float(words[word] >> 16) : __uint_as_float(words[word] & 0xFFFF0000u);
-      }
-    }
-  }
-};
 
 // The digits of a row's group, and what sums of digits are scaled with, so that they are sums of x.
 //

@@ -10,7 +10,7 @@
 // Beside common.cuh's, an instantiation has
 //   TILE_FRAGMENTS  2, 4 or 8: fragments of 16 rows that a warp takes
 //   SHORT_BLOCKS    blocks of 32 rows that it takes of a short tile; all of them: there are none
-//   K_BLOCKS        1, 2 or 4: blocks of 64 columns in a stage; 2 halves what one costs by itself
+//   K_BLOCKS        blocks of 64 columns in a stage; 2 halve what one costs by itself
 //   ROW_GROUPS      groups of warps, one below the other: with 2, two warps that run side by side
 //                   load the same x, and the second finds it in the L1
 //   WARPS           of a block

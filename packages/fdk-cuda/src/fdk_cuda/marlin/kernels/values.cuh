@@ -1,0 +1,34 @@
+// A lane's values of x, where four lanes share a group of 64: for digits.cu and planes.cu.
+#pragma once
+#include "common.cuh"
+
+// A lane's sixteen values of a group, as they lie in x.
+struct Packed {
+  uint4 halves[2];
+
+  __device__ __forceinline__ void load(const uint16* group, int t) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      halves[half] = *reinterpret_cast<const uint4*>(group + 32 * half + 8 * t);
+  }
+};
+
+// The same: x[s][i][e] is column 32 (s >> 1) + 8 t + 4 (s & 1) + 2 i + e.
+struct Values {
+  float x[STEPS][2][2];
+
+  __device__ __forceinline__ explicit Values(const Packed& packed) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4& v = packed.halves[half];
+      const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int word = 0; word < 4; word++) {
+        float (&pair)[2] = x[2 * half + word / 2][word % 2];
+        pair[0] = FP16 ? fp16_to_float(words[word]) : __uint_as_float(words[word] << 16);
+        pair[1] =
+            FP16 ? fp16_to_float(words[word] >> 16) : __uint_as_float(words[word] & 0xFFFF0000u);
+      }
+    }
+  }
+};

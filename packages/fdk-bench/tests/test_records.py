@@ -85,5 +85,10 @@ def test_environment(monkeypatch, tmp_path):
     assert "PATH" not in found
 
 
-def test_cpu_name():
+def test_cpu_name(tmp_path):
     assert cpu_name().strip()
+    told = tmp_path / "cpuinfo"
+    told.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n")
+    assert cpu_name(told) == "AMD EPYC (family 26, model 2)"
+    told.write_text("cpu family\t: 25\nmodel\t\t: 97\nmodel name\t: AMD EPYC 9654\n")
+    assert cpu_name(told) == "AMD EPYC 9654"

@@ -106,14 +106,22 @@ def source_commit(folder: Path = Path(__file__).parent) -> str | None:
         return None
 
 
-def cpu_name() -> str:
-    """The processor's own name where the system tells it, else its architecture."""
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's own name where the system tells it, else its architecture.
+
+    A virtual machine may call all of a maker's processors by one name (``AMD EPYC``): one without a
+    number comes with its family and model (25 is Zen 3 and 4, 26 Zen 5).
+    """
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    pairs = (line.partition(":") for line in reversed(lines))
+    told = {key.strip(): value.strip() for key, _, value in pairs}  # the first one's
+    name = told.get("model name", "")
+    if name and not any(letter.isdigit() for letter in name) and "cpu family" in told:
+        name += f" (family {told['cpu family']}, model {told.get('model', '?')})"
+    return name or platform.processor() or platform.machine()
 
 
 def _git(folder: Path, *arguments: str) -> str:

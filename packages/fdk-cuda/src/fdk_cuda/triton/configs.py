@@ -95,6 +95,19 @@ class TransposedConfig:
 
 
 @dataclass(frozen=True)
+class DequantiseConfig:
+    """Of ``dequantise_kernel``: a tile of k a warp, ``rounds`` of them along n.
+
+    With ``table`` a program fills one in shared memory.
+    """
+
+    warps: int = 4
+    rounds: int = 1
+    table: bool = False
+    order: int = 0
+
+
+@dataclass(frozen=True)
 class Limits:
     """Up to which m each kernel serves; above the last of its direction, dequantise and cuBLAS."""
 
@@ -336,6 +349,22 @@ def many_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> ManyConfig
     return ManyConfig(block_m, split_k, min(split_k, 2))
 
 
+def last_round(m: int, n: int, config: ManyConfig, gpu: Gpu) -> int | None:
+    """The output from which programs are the last of several rounds, and half of one at most.
+
+    Of these, pairs may share k, and the round is over in half of its time.
+    """
+    blocks_m = -(-m // config.block_m)
+    blocks_n = -(-n // MANY_OUTPUTS)
+    first = blocks_n * blocks_m // gpu.processors * gpu.processors // blocks_m
+    last = (blocks_n - first) * blocks_m
+    # Of 64 rows a processor holds two programs.
+    is_one_round = config.block_m <= 64 or config.split_k > 1 or first == 0
+    if is_one_round or not 0 < 2 * last <= gpu.processors:
+        return None
+    return first * MANY_OUTPUTS
+
+
 def transposed_config(
     m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu, *, affine: bool = False
 ) -> TransposedConfig:
@@ -406,6 +435,11 @@ def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
         and a.n * a.k >= 1 << 26
         and fits_many(a)
     )
+
+
+def dequantise_config(bits: int, *, affine: bool) -> DequantiseConfig:
+    """For a whole weight."""
+    return DequantiseConfig(rounds=8, table=bits >= 6 and not affine)
 
 
 def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:

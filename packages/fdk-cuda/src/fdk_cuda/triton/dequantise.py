@@ -11,6 +11,7 @@ from fdk_cuda.triton.decode import (
     decode_scale,
     load_tables,
     load_words,
+    prepare,
 )
 
 _PART = tl.constexpr(PART)
@@ -157,79 +158,96 @@ def dequantise_kernel(
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    R: tl.constexpr,
     WARPS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    TABLE: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
-    """Every warp takes a tile of its own along k; R tiles along n."""
+    """Every warp takes a tile of its own along k, and ROUNDS of them along n, one by one."""
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
-    tile_n = tl.program_id(0) * R
     n_tiles = tl.cdiv(n, 16)
-    # A program is too short to fill a table in shared memory.
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)[0]
+    blocks_k = tl.cdiv(k_tiles, WARPS)
+    blocks_n = tl.cdiv(n_tiles, ROUNDS)
+    own = tl.program_id(0)
+    if ORDER == 2:
+        own = blocks_n * blocks_k - 1 - own
+    if ORDER == 0:
+        own_n = own % blocks_n
+        own_k = own // blocks_n
+    else:
+        own_n = own // blocks_k
+        own_k = own % blocks_k
+    first_n = own_n * ROUNDS
+    last_n = min(first_n + ROUNDS, n_tiles)
+    size = k_tiles.to(tl.int64) * (WORDS * 256)
 
-    # words [R * half, (warp, lane, 4)]
-    half = tl.arange(0, 2 * R)
+    # words [half, (warp, lane, 4)]
+    half = tl.arange(0, 2)
     i = tl.arange(0, WARPS * 128)
-    tile_k = tl.program_id(1) * WARPS + i // 128
-    word_at = ((tile_n + half // 2) * k_tiles * (WORDS * 256) + half % 2 * 128)[:, None]
-    word_at += (tile_k * (WORDS * 256) + i % 128)[None, :]
-    mask = (tile_n + half // 2 < n_tiles)[:, None] & (tile_k < k_tiles)[None, :]
-    words = load_words(words_ptr, word_at, mask, WORDS)
+    tile_k = own_k * WARPS + i // 128
+    word_at = (half * 128)[:, None] + (tile_k * (WORDS * 256) + i % 128)[None, :]
+    has_words = (half >= 0)[:, None] & (tile_k < k_tiles)[None, :]
+    words = load_words(words_ptr + first_n * size, word_at, has_words, WORDS)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE)[0]
 
-    # scale [R, (warp, g, t, half)]
+    # scale [1, (warp, g, t, half)]
     i = tl.arange(0, WARPS * 64)
-    tile = tile_n + tl.arange(0, R)
-    scale_at = (tile * groups * 16)[:, None] + (i // 8 % 8 * 2 + i % 2)[None, :]
-    has_scale = (tile < n_tiles)[:, None]
-    tile_s = (tl.program_id(1) * WARPS + i // 64)[None, :]
-    tile_k = tl.program_id(1) * WARPS + tl.arange(0, WARPS)
-
-    row = tile_n * 16 + tl.arange(0, 16 * R)
-    for part in tl.static_range(POSITIONS // COUNT):
-        first = tile_k * (16 * POSITIONS) + part * WIDTH
-        weights = scaled_part(
-            words,
-            tables,
-            values_ptr,
-            scale_ptr,
-            zero_ptr,
-            scale_at,
-            has_scale,
-            tile_s * (16 * POSITIONS) + part * WIDTH,
-            groups,
-            part,
-            COUNT,
-            BITS,
-            PADDED_GROUP,
-            SEGMENT,
-            ONE_GROUP,
-            AFFINE,
-            ASSEMBLY,
-            False,
-            X_DTYPE,
-            DOT_DTYPE,
-            R,
-            WARPS,
-        )
-        joined = join_part(weights, COUNT, R, WARPS)
-        # To [WARPS, R, half, g, then the columns, in either order of arrangement.py]
-        if PAIRED:
-            if COUNT == 8:
-                w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 4, 7, 5, 6])
+    scale_at = (i // 8 % 8 * 2 + i % 2)[None, :]
+    tile_s = (own_k * WARPS + i // 64)[None, :]
+    tile_k = own_k * WARPS + tl.arange(0, WARPS)
+    for tile_n in tl.range(first_n, last_n, num_stages=1):
+        later = words
+        if ROUNDS > 1:
+            at = words_ptr + (tile_n + 1) * size
+            later = load_words(at, word_at, has_words & (tile_n + 1 < last_n), WORDS)
+        now = prepare(words, BITS, AFFINE, ASSEMBLY, TABLE)
+        row = tile_n * 16 + tl.arange(0, 16)
+        for part in tl.static_range(POSITIONS // COUNT):
+            first = tile_k * (16 * POSITIONS) + part * WIDTH
+            weights = scaled_part(
+                now,
+                tables,
+                values_ptr,
+                scale_ptr,
+                zero_ptr,
+                tile_n * groups * 16 + scale_at,
+                scale_at >= 0,
+                tile_s * (16 * POSITIONS) + part * WIDTH,
+                groups,
+                part,
+                COUNT,
+                BITS,
+                PADDED_GROUP,
+                SEGMENT,
+                ONE_GROUP,
+                AFFINE,
+                ASSEMBLY,
+                TABLE,
+                X_DTYPE,
+                DOT_DTYPE,
+                1,
+                WARPS,
+            )
+            joined = join_part(weights, COUNT, 1, WARPS)
+            # To [WARPS, R, half, g, then the columns, in either order of arrangement.py]
+            if PAIRED:
+                if COUNT == 8:
+                    w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 4, 7, 5, 6])
+                else:
+                    w = tl.permute(joined, [2, 0, 1, 3, 8, 4, 7, 5, 6])
+            elif COUNT == 8:
+                w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 7, 4, 5, 6])
             else:
-                w = tl.permute(joined, [2, 0, 1, 3, 8, 4, 7, 5, 6])
-        elif COUNT == 8:
-            w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 7, 4, 5, 6])
-        else:
-            w = tl.permute(joined, [2, 0, 1, 3, 8, 7, 4, 5, 6])
-        w = tl.reshape(w, [WARPS, 16 * R, WIDTH])
-        column = first[:, None] + tl.arange(0, WIDTH)[None, :]
-        if GROUP == PADDED_GROUP:
-            live = column < k
-        else:
-            live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-            column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
-        at = row.to(tl.int64)[None, :, None] * k + column[:, None, :]
-        live = live[:, None, :] & (row < n)[None, :, None]
-        tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=live)
+                w = tl.permute(joined, [2, 0, 1, 3, 8, 7, 4, 5, 6])
+            w = tl.reshape(w, [WARPS, 16, WIDTH])
+            column = first[:, None] + tl.arange(0, WIDTH)[None, :]
+            if GROUP == PADDED_GROUP:
+                live = column < k
+            else:
+                live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
+                column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+            at = row.to(tl.int64)[None, :, None] * k + column[:, None, :]
+            live = live[:, None, :] & (row < n)[None, :, None]
+            tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=live)
+        words = later

@@ -110,7 +110,7 @@ def others_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> list[An
         if gpu.limits.small_m < m <= 2 * MANY:
             ways.append(gemm_config(a.n, m, a.bits, a.k_tiles, gpu))
         if m > MANY // 2 and fits_many(a):
-            ways.append(many_config(a.n, m, a.bits, a.k_tiles, gpu))
+            ways.append(many_config(a.n, m, a.bits, a.k_tiles, gpu, affine=affine))
     if m >= MANY:
         ways.append(None)
     return [way for way in ways if way != config_of(a, m, affine, transposed)]

@@ -275,7 +275,6 @@ def compile_dequantise(bits: int, affine: bool, target: int) -> object:
         "WARPS": config.warps,
         "ROUNDS": config.rounds,
         "TABLE": config.table,
-        "ORDER": config.order,
     }
     return compile_kernel(dequantise_kernel, target, arguments, config.warps)
 
@@ -328,5 +327,6 @@ def compile_transposed(bits: int, affine: bool, m: int, target: int) -> object:
         "AHEAD": config.ahead,
         "TABLE": config.table,
         "OVERLAP": target >= 90 and config.overlap,
+        "CLUSTER": config.cluster,
     }
     return compile_kernel(transposed_kernel, target, arguments, config.warps)

@@ -30,7 +30,15 @@ from fdk_cuda.triton.linear import triton_linear_op
 from fdk_formats import Format
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.readers import read_dequant_gemm
-from fdk_formats.testing import Case, cases, check_backend, check_numerics, nrmse, random_quantised
+from fdk_formats.testing import (
+    Case,
+    cases,
+    check_backend,
+    check_numerics,
+    nrmse,
+    poisoned,
+    random_quantised,
+)
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
@@ -157,6 +165,24 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
         oracle = grad_y.double() @ q.dequantise(torch.float64)
         error = nrmse(launch.transposed(grad_y, w, chosen), oracle)
         assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
+
+
+@pytest.mark.parametrize(("codebook", "bits"), FORMATS)
+def test_transposed_in_clusters(codebook: str, bits: int) -> None:
+    """Programs that add up among themselves: the same bits as by a kernel that adds theirs."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    case = Case(Format(codebook, bits, 64), 33, 2000, 64 * 9, DTYPES[0], "cuda")
+    w, grad_y = weight(TritonLayout(case.quantised())), case.random(case.m, case.n)
+    for i, (m_tiles, split_n, cluster) in enumerate(((1, 8, 8), (2, 8, 4), (4, 6, 2), (1, 4, 4))):
+        base = replace(TRANSPOSED_CONFIGS[m_tiles // 2], table=bits in TABLE_BYTES, ahead=i % 2)
+        base = replace(base, warps=4, split_n=split_n, positions=16 if i == 3 else 8)
+        together = replace(base, cluster=cluster)
+        with poisoned():
+            alone = launch.transposed(grad_y, w, base)
+            assert alone.isfinite().all()
+            for _ in range(3):
+                assert torch.equal(launch.transposed(grad_y, w, together), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -79,9 +79,9 @@ class ManyTransposedConfig:
 class TransposedConfig:
     """Of ``transposed_kernel``: 8 * m_tiles rows and some positions of a tile a program.
 
-    Its warps share n, and so do split_n programs; a warp loads ``ahead`` rounds before it needs
-    what it loads. With ``table`` a program fills one in shared memory; with ``overlap`` it starts
-    before the last kernel ends.
+    Its warps share n, and so do split_n programs, ``cluster`` of which add up among themselves; a
+    warp loads ``ahead`` rounds before it needs what it loads. With ``table`` a program fills one in
+    shared memory; with ``overlap`` it starts before the last kernel ends.
     """
 
     tiles: int
@@ -92,6 +92,12 @@ class TransposedConfig:
     positions: int = 8
     table: bool = False
     overlap: bool = False
+    cluster: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Sums that ``reduce_kernel`` adds."""
+        return self.split_n // self.cluster
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,6 @@ class DequantiseConfig:
     warps: int = 4
     rounds: int = 1
     table: bool = False
-    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,11 +181,14 @@ MORE_ROWS = {
 # at 8192 outputs programs of 80 for 64 or of 137 for 128 no longer fit the machine all at once.
 # H200, 8192 x 8192, m = 1, as codebooks and so: 1 bit 15.1 -> 12.3 us, 2 bits 14.7 -> 13.7, 3 bits
 # 25.0 -> 15.2 (without ``minus``), 4 bits 19.4 -> 16.7, 7 bits 36.1 -> 24.9; m = 16, 3 bits 31.8 ->
-# 25.6. One tile and four warps were worse with 16 rows at 2 bits, 19.0 -> 33.1, and at 4 bits, 24.8
-# -> 27.2. ``minus`` takes fewer registers: m = 1, 1 bit 12.9 -> 12.3, but two tiles of 2 bits 14.7
-# -> 17.7. 1 bit with 16 rows and, with Triton 3.7.1, 3 bits with one spill without it.
+# 25.6. ``minus`` takes fewer registers: m = 1, 1 bit 12.9 -> 12.3, 4 bits 17.2 -> 16.6, 6 bits 23.1
+# -> 20.8; m = 16, one tile and four warps, 4 bits 25.0 -> 21.3, 6 bits 31.8 -> 25.0. But two tiles
+# of 2 bits took 17.7 for 14.7, and with it 5 bits 24.3 for 21.7 and 30.4 for 27.7 with 16 rows, 7
+# bits 29.7 for 25.8 and 36.3 for 33.3, 3 bits with 16 rows 30.7 for 26.3. 1 bit with 16 rows and,
+# with Triton 3.7.1, 3 bits with one spill without it.
 AFFINE_ONE_TILE_4_WARPS = replace(ONE_TILE_4_WARPS, registers=128, minus=True)
-AFFINE_ONE_TILE = SmallConfig(n_tiles=1, warps=8, ahead=0, overlap=True, registers=64)
+AFFINE_ONE_TILE_FETCHED = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
+AFFINE_ONE_TILE = SmallConfig(1, warps=8, ahead=0, overlap=True, registers=64, minus=True)
 AFFINE_NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=4, ahead=0, overlap=True, minus=True)
 AFFINE_TWO_TILES_FETCHED = replace(TWO_TILES_FETCHED, minus=True)
 AFFINE_TWO_TILES_8_WARPS = replace(TWO_TILES_8_WARPS, minus=True)
@@ -189,11 +197,14 @@ AFFINE_FEW_ROWS: dict[int, Choice] = {
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, AFFINE_ONE_TILE_4_WARPS, AFFINE_ONE_TILE_4_WARPS),
     4: Choice(ONE_TILE, AFFINE_ONE_TILE, AFFINE_ONE_TILE),
+    6: Choice(ONE_TILE, AFFINE_ONE_TILE_FETCHED, ONE_TILE_OVERLAP),
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
 AFFINE_MORE_ROWS: dict[int, Choice] = {
     1: Choice(AFFINE_TWO_TILES_8_WARPS, AFFINE_TWO_TILES_FETCHED, AFFINE_TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
+    4: Choice(TWO_TILES_8_WARPS, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
+    6: Choice(NOTHING_AHEAD, AFFINE_ONE_TILE_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
 # Where limits were not timed there are none, and 1 bit has one tile: with two, 184 bytes of stack
 # for sm_80, 112 for sm_100, 200 for sm_120 (Triton 3.7.1).
@@ -301,14 +312,24 @@ def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig
     if bits == 8:
         # Its tiles are short: with a fourth there is room for a table (``takes_table``).
         config = replace(config, stages=4)
+    if gpu.measured_on is None:
+        # Without stack (Triton 3.7.1): 128 rows of x took 48 bytes at 4 bits for sm_80 and sm_120,
+        # 64 of 3 bits 16 for sm_100, of affine 6 bits 16 for sm_80, and so did eight warps of 7
+        # bits; four of affine 3 bits 8 for sm_120.
+        warps, most = {3: 8, 7: 4}.get(bits, config.warps), 32 if bits in (3, 6) else 64
+        config = replace(config, warps=warps, block_m=min(config.block_m, most))
     config = fit(config, bits, gpu.shared_bytes)
     block_n = TILE_N * config.tiles * config.warps
     programs = -(-n // block_n) * -(-m // config.block_m)
     # One program of 128 rows fills a processor (8192 x 8192, 4 bits, m = 128: k in two 48.3 us, in
-    # four 53.1), two of fewer rows do.
-    enough = gpu.enough_programs // (2 if config.block_m >= 128 else 1)
+    # four 53.1), two of fewer rows do, but of 64 rows only at 4 and 8 bits (m = 64, k in two and in
+    # four: 4 bits 31.6 and 28.6, 8 bits 40.7 and 37.6; 3 bits 35.3 and 38.1, 6 bits 38.2 and 42.1).
+    fills = config.block_m >= 128 or (config.block_m == 64 and bits not in (4, 8))
+    enough = gpu.enough_programs // (2 if fills else 1)
     split_k = 1
-    while programs * split_k < enough and split_k < 8 and k_tiles >= 4 * split_k:
+    # Parts of 1024 columns at least: 4096 x 4096, 4 bits, m = 64, k in eight 13.3 us, in four 12.8.
+    columns = k_tiles * UNITS * POSITIONS[bits]
+    while programs * split_k < enough and split_k < 8 and columns >= 2048 * split_k:
         split_k *= 2
     return replace(config, split_k=split_k)
 
@@ -318,9 +339,9 @@ def fits_many(a: Arrangement) -> bool:
     return a.n % 8 == 0 and (a.groups == 1 or a.padded_group % 64 == 0)
 
 
-def serves_many(a: Arrangement, m: int, gpu: Gpu) -> bool:
+def serves_many(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> bool:
     """Whether ``many_kernel`` takes a product, and beats what else there is."""
-    if not 32 < m <= gpu.limits.many_m or not fits_many(a):
+    if not 32 < m <= _many_rows(a.bits, gpu, affine=affine) or not fits_many(a):
         return False
     size = a.n * a.k
     if m > 64:
@@ -328,25 +349,46 @@ def serves_many(a: Arrangement, m: int, gpu: Gpu) -> bool:
         # half. 8192 x 8192, 1 to 8 bits, 52 to 107 where it is 90 to 156.
         is_quick = a.bits <= 4 or (m <= 128 and a.bits in WORDY_BITS)
         return size >= (1 << 24 if is_quick else 1 << 25)
+    if a.bits in WORDY_BITS:  # They leave gemm_kernel no registers: m = 64, 43.4 and 54.5 us for
+        return size >= 1 << 24  # 51.4 and 177 (8192 x 8192).
+    if a.bits == 3 and not affine:
+        return False  # 28672 x 8192 143.7, gemm_kernel 115.1; 8192 x 8192 39.4 and 35.3.
     # Where two programs a processor have work: H200, m = 64, 4 bits, 14336 x 4096 27.0 us and 28672
-    # x 8192 87.1, by gemm_kernel 32.1 and 94.9; but 8192 x 8192 35 at best and 29.2. There 5 and 7
-    # bits, which leave gemm_kernel no registers, take 43.4 and 54.5 us for 51.4 and 177.
-    if a.bits in WORDY_BITS:
-        return size >= 1 << 24
+    # x 8192 87.1, by gemm_kernel 32.1 and 94.9; but 8192 x 8192 29.7 and 28.6. There 1 and 2 bits
+    # take 25.3 and 26.2 for 30.5 and 27.0, affine 1, 3 and 8 bits 36.3, 39.7 and 46.5 for 42.6,
+    # 45.9 and 48.9.
+    if size >= 1 << 26 and a.bits in ((1, 3, 8) if affine else (1, 2)):
+        return True
     return size >= 1 << 25 and 4 * -(-a.n // MANY_OUTPUTS) >= 3 * gpu.processors
 
 
-def many_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> ManyConfig:
+def _many_rows(bits: int, gpu: Gpu, *, affine: bool) -> int:
+    """Up to which m ``many_kernel`` beats dequantising."""
+    # H200, 8192 x 8192, many_kernel and dequantised, 512 rows: 5 bits 184.6 and 152.8 us, affine
+    # 193.2 and 145.5, 7 bits 214.5 and 151.9, affine 4 bits 118.2 and 143.0, 6 and 8 bits 120.9 and
+    # 144.1, 131.3 and 151.4. 1024 rows: 258.2 and 238.8, 273.2 and 247.6, affine 1 to 4 bits 234 to
+    # 264 and 225 to 245; 4 bits 217.0 and 236.2, 3 bits 227.3 and 234.0.
+    if bits in WORDY_BITS:
+        return min(gpu.limits.many_m, 256)
+    return min(gpu.limits.many_m, 512) if affine or bits > 4 else gpu.limits.many_m
+
+
+def many_config(
+    n: int, m: int, bits: int, k_tiles: int, gpu: Gpu, *, affine: bool = False
+) -> ManyConfig:
     """For a product of m rows and n outputs."""
     block_m = 64 if m <= 64 else 128 if m <= 128 or bits in WORDY_BITS else 256
     programs = -(-n // MANY_OUTPUTS) * -(-m // block_m)
-    # A processor holds two programs of 64 rows; of 3 bits one, for it has 160 registers a thread.
-    room = gpu.processors * (2 if block_m == 64 and bits not in WORDY_BITS else 1)
+    # A processor holds two programs of 64 rows; one where a thread has more than 128 registers.
+    is_wide = bits in (3, *WORDY_BITS) or (affine and bits == 1)
+    room = gpu.processors * (2 if block_m == 64 and not is_wide else 1)
     split_k = 1
     while 2 * programs * split_k <= room and split_k < 8 and k_tiles >= 4 * split_k:
         split_k *= 2
     # Two parts of k are a cluster: H200, 8192 x 8192, 4 bits, m = 256, 61.1 us -> 56.9.
-    return ManyConfig(block_m, split_k, min(split_k, 2))
+    # Not so at 8 bits of affine formats with 64 rows: 46.5, in clusters 53.4.
+    pairs = 1 if affine and bits == 8 and block_m == 64 else 2
+    return ManyConfig(block_m, split_k, min(split_k, pairs))
 
 
 def last_round(m: int, n: int, config: ManyConfig, gpu: Gpu) -> int | None:
@@ -428,18 +470,24 @@ def many_transposed_programs(m: int, a: Arrangement, config: ManyTransposedConfi
 def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
     """Whether ``many_transposed_kernel`` takes a product, and beats what else there is."""
     # H200, 8192 x 8192, 4 bits: m = 64 41.5 us, by transposed_kernel 62.1; m = 128 64.4, and
-    # dequantised 85.2; m = 256 111 and 95. What is smaller was not timed.
+    # dequantised 85.2; m = 256 111 and 95.
+    # 4096 x 4096, 1 and 4 bits: m = 64 18.1 and 19.5 us, dequantised 19.6 and 20.8; m = 128 24.5
+    # and 25.7 for 23.9 and 25.3.
     return (
         32 < m <= gpu.limits.many_transposed_m
         and a.words == 1
-        and a.n * a.k >= 1 << 26
+        and a.n * a.k >= (1 << 24 if m <= 64 else 1 << 26)
         and fits_many(a)
     )
 
 
 def dequantise_config(bits: int, *, affine: bool) -> DequantiseConfig:
     """For a whole weight."""
-    return DequantiseConfig(rounds=8, table=bits >= 6 and not affine)
+    # H200, 8192 x 8192, with a table and without: 6 bits 55.8 and 104.9 us, 7 65.2 and 113.9 (194.0
+    # with one tile and 1944 bytes of stack), 8 58.7 and 82.7. At 1 to 5 bits eight tiles are no
+    # quicker than one, 48.3 and 55.8 at 4: fewer programs are done at different times.
+    table = bits >= 6 and not affine
+    return DequantiseConfig(rounds=8 if table else 1, table=table)
 
 
 def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:

@@ -161,31 +161,19 @@ def dequantise_kernel(
     WARPS: tl.constexpr,
     ROUNDS: tl.constexpr,
     TABLE: tl.constexpr,
-    ORDER: tl.constexpr,
 ):
     """Every warp takes a tile of its own along k, and ROUNDS of them along n, one by one."""
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
     n_tiles = tl.cdiv(n, 16)
-    blocks_k = tl.cdiv(k_tiles, WARPS)
-    blocks_n = tl.cdiv(n_tiles, ROUNDS)
-    own = tl.program_id(0)
-    if ORDER == 2:
-        own = blocks_n * blocks_k - 1 - own
-    if ORDER == 0:
-        own_n = own % blocks_n
-        own_k = own // blocks_n
-    else:
-        own_n = own // blocks_k
-        own_k = own % blocks_k
-    first_n = own_n * ROUNDS
+    first_n = tl.program_id(0) * ROUNDS
     last_n = min(first_n + ROUNDS, n_tiles)
     size = k_tiles.to(tl.int64) * (WORDS * 256)
 
     # words [half, (warp, lane, 4)]
     half = tl.arange(0, 2)
     i = tl.arange(0, WARPS * 128)
-    tile_k = own_k * WARPS + i // 128
+    tile_k = tl.program_id(1) * WARPS + i // 128
     word_at = (half * 128)[:, None] + (tile_k * (WORDS * 256) + i % 128)[None, :]
     has_words = (half >= 0)[:, None] & (tile_k < k_tiles)[None, :]
     words = load_words(words_ptr + first_n * size, word_at, has_words, WORDS)
@@ -194,8 +182,8 @@ def dequantise_kernel(
     # scale [1, (warp, g, t, half)]
     i = tl.arange(0, WARPS * 64)
     scale_at = (i // 8 % 8 * 2 + i % 2)[None, :]
-    tile_s = (own_k * WARPS + i // 64)[None, :]
-    tile_k = own_k * WARPS + tl.arange(0, WARPS)
+    tile_s = (tl.program_id(1) * WARPS + i // 64)[None, :]
+    tile_k = tl.program_id(1) * WARPS + tl.arange(0, WARPS)
     for tile_n in tl.range(first_n, last_n, num_stages=1):
         later = words
         if ROUNDS > 1:

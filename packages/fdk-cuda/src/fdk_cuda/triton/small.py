@@ -154,9 +154,7 @@ def small_kernel(
     BLOCK_N: tl.constexpr = 16 * N_TILES
     BLOCK_M: tl.constexpr = 8 * M_TILES
     # Shorter parts keep 3 bits within 128 registers without stack.
-    COUNT: tl.constexpr = (
-        4 if MINUS and (BITS == 3 or (BITS == 5 and M_TILES == 1)) else min(_PART, POSITIONS)
-    )
+    COUNT: tl.constexpr = 4 if MINUS and BITS == 3 else min(_PART, POSITIONS)
     PARTS: tl.constexpr = POSITIONS // COUNT
     WIDTH: tl.constexpr = 16 * COUNT
     TILE: tl.constexpr = WORDS * 256

@@ -103,7 +103,8 @@ def others_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> list[An
     ways: list[Any] = []
     if transposed:
         if m <= MANY:
-            ways.append(transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu, affine=affine))
+            sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu
+            ways.append(transposed_config(*sizes, affine=affine, segment=a.segment))
         if MANY // 2 < m <= 2 * MANY and a.words == 1 and fits_many(a):
             ways.append(many_transposed_config(m, a, gpu))
     else:

@@ -14,7 +14,6 @@ from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, _words_o
 from fdk_cuda.triton.assembly import assembly, elements, is_shared, operands, to_bytes
 from fdk_cuda.triton.decode import lookup_tables
 from fdk_cuda.triton.shared import (
-    add_programs,
     add_shares,
     add_warps,
     fill,
@@ -293,43 +292,3 @@ def test_add_shares(count: int, m_tiles: int, warps: int) -> None:
     for warp in range(warps):
         result = np.stack([found[warp][f"${i}"] for i in range(own * size)])
         assert (result == wanted[warp * own * size : (warp + 1) * own * size]).all()
-
-
-@pytest.mark.parametrize(("pieces", "cluster"), [(1, 8), (2, 4), (4, 8), (8, 4), (4, 2)])
-def test_add_programs(pieces: int, cluster: int) -> None:
-    """Statement by statement: every program sends its pieces, then some add up one or more."""
-    count = 4 * pieces
-    sums = np.random.default_rng(count).standard_normal((cluster, count, LANES), np.float32)
-    words = -(-pieces // cluster) * cluster * 4 * LANES
-    memory = np.full((cluster, words), np.nan, np.float32)
-    at_lane = 16 * np.arange(LANES)
-    found = [{f"${count + i}": own[i] for i in range(count)} for own in sums]
-    owner = adds = -1
-    for statement in map(str.strip, add_programs(pieces, LANES, cluster).strip("{} ").split(";")):
-        name, _, rest = statement.removeprefix("@q ").partition(" ")
-        names = re.findall(r"\$\d+|t\d", rest)
-        at = int(match[1]) if (match := re.search(r"\+ (\d+)\]", rest)) else 0
-        if statement.startswith("mov.u32 o"):
-            owner = int(rest.split(", ")[1])
-        elif name == "setp.eq.u32":
-            adds = int(rest.split(", ")[2])
-        for rank, registers in enumerate(found):
-            if name == "st.shared::cluster.v4.f32":
-                for i, register in enumerate(names):
-                    place = (at + 16 * LANES * rank + at_lane) // 4 + i
-                    assert np.isnan(memory[owner, place]).all()
-                    memory[owner, place] = registers[register]
-            elif statement.startswith("@q") and rank != adds:
-                continue
-            elif name == "ld.shared.v4.f32":
-                for i, register in enumerate(names):
-                    registers[register] = memory[rank, (at + at_lane) // 4 + i]
-            elif name == "mov.f32":
-                registers[names[0]] = registers[names[1]]
-            elif name == "add.f32":
-                registers[names[0]] = registers[names[1]] + registers[names[2]]
-    wanted = sums[0]
-    for own in sums[1:]:
-        wanted = wanted + own
-    for i in range(count):
-        assert (found[i // 4 % cluster][f"${i}"] == wanted[i]).all()

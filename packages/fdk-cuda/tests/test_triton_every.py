@@ -58,7 +58,8 @@ def every_transposed(bits: int, affine: bool, target: int) -> Iterator[Compiled]
     a = Arrangement(8192, 8192, bits, 64)
     for m in (1, 16, 32):
         gpu = GPUS[divmod(target, 10)]
-        config = transposed_config(m, bits, a.n_tiles, a.k_tiles, gpu, affine=affine)
+        sizes = m, bits, a.n_tiles, a.k_tiles, gpu
+        config = transposed_config(*sizes, affine=affine, segment=a.segment)
         yield compile_transposed(bits, affine, m, target), (m, config)
 
 

@@ -167,22 +167,29 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
         assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
 
 
-@pytest.mark.parametrize(("codebook", "bits"), FORMATS)
-def test_transposed_in_clusters(codebook: str, bits: int) -> None:
-    """Programs that add up among themselves: the same bits as by a kernel that adds theirs."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    case = Case(Format(codebook, bits, 64), 33, 2000, 64 * 9, DTYPES[0], "cuda")
-    w, grad_y = weight(TritonLayout(case.quantised())), case.random(case.m, case.n)
-    for i, (m_tiles, split_n, cluster) in enumerate(((1, 8, 8), (2, 8, 4), (4, 6, 2), (1, 4, 4))):
-        base = replace(TRANSPOSED_CONFIGS[m_tiles // 2], table=bits in TABLE_BYTES, ahead=i % 2)
-        base = replace(base, warps=4, split_n=split_n, positions=16 if i == 3 else 8)
-        together = replace(base, cluster=cluster)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("codebook", "bits", "positions"),
+    [("custom", 1, 32), ("custom", 3, 32), ("affine", 3, 32), ("affine", 5, 16), ("custom", 7, 16)],
+)
+def test_transposed_of_many_positions(
+    codebook: str, bits: int, positions: int, dtype: torch.dtype
+) -> None:
+    case = Case(Format(codebook, bits, 64), 5, 333, 9 * 64, dtype, "cuda")
+    q = case.quantised()
+    w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
+    grad_y = case.random(case.m, case.n)
+    oracle = grad_y.double() @ q.dequantise(torch.float64)
+    rows = torch.arange(0, case.n, 67, device="cuda")
+    one_hot = torch.zeros(len(rows), case.n, dtype=dtype, device="cuda")
+    one_hot[range(len(rows)), rows] = 1
+    for ahead, split_n in ((0, 2), (1, 1)):
+        config = replace(TRANSPOSED_CONFIGS[0], positions=positions, ahead=ahead, split_n=split_n)
+        config = replace(config, table=bits in TABLE_BYTES and bits != 1)
         with poisoned():
-            alone = launch.transposed(grad_y, w, base)
-            assert alone.isfinite().all()
-            for _ in range(3):
-                assert torch.equal(launch.transposed(grad_y, w, together), alone)
+            assert torch.equal(launch.transposed(one_hot, w, config), w_hat[rows])
+            error = nrmse(launch.transposed(grad_y, w, config), oracle)
+        assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -156,6 +156,30 @@ def test_from_how_many_rows(n: int, k: int, bits: int, from_rows: int | None) ->
     assert serves_many(a, 256, H200) == (from_rows is not None and (n, bits) != (4096, 7))
 
 
+@pytest.mark.parametrize(
+    ("bits", "affine", "rows"),
+    [
+        (2, False, (33, 64, 65, 256, 512, 1024)),
+        (3, False, (65, 256, 512, 1024)),  # gemm_kernel up to 64
+        (4, False, (65, 256, 512, 1024)),
+        (5, False, (33, 64, 65, 256)),
+        (7, True, (33, 64, 65, 256)),
+        (8, False, (65, 256, 512)),
+        (8, True, (33, 64, 65, 256, 512)),
+        (1, True, (33, 64, 65, 256, 512)),
+        (2, True, (65, 256, 512)),
+    ],
+)
+def test_which_rows_of_8192_x_8192(bits: int, affine: bool, rows: tuple[int, ...]) -> None:
+    """Where it was the fastest on an H200; else another kernel, or dequantised."""
+    a = Arrangement(8192, 8192, bits, 64)
+    tried = (32, 33, 64, 65, 256, 257, 512, 513, 1024, 1025)
+    served = {m for m in tried if serves_many(a, m, H200, affine=affine)}
+    last = max(rows)
+    assert served == {m for m in tried if min(rows) <= m <= last}
+    assert set(rows) <= served
+
+
 def test_candidates_leave_every_part_a_tile() -> None:
     for k in (128, 256, 8192):
         a = Arrangement(8192, k, 4, 64)
@@ -174,6 +198,7 @@ def test_candidates_leave_every_part_a_tile() -> None:
         (14336, 64, 4, ManyConfig(64, 2, 2)),
         (8192, 64, 2, ManyConfig(64, 4, 2)),
         (8192, 64, 7, ManyConfig(64, 2, 2)),
+        (8192, 64, 3, ManyConfig(64, 2, 2)),
         (8192, 256, 7, ManyConfig(128)),
     ],
 )

@@ -79,9 +79,9 @@ class ManyTransposedConfig:
 class TransposedConfig:
     """Of ``transposed_kernel``: 8 * m_tiles rows and some positions of a tile a program.
 
-    Its warps share n, and so do split_n programs, ``cluster`` of which add up among themselves; a
-    warp loads ``ahead`` rounds before it needs what it loads. With ``table`` a program fills one in
-    shared memory; with ``overlap`` it starts before the last kernel ends.
+    Its warps share n, and so do split_n programs; a warp loads ``ahead`` rounds before it needs
+    what it loads. With ``table`` a program fills one in shared memory; with ``overlap`` it starts
+    before the last kernel ends.
     """
 
     tiles: int
@@ -92,23 +92,19 @@ class TransposedConfig:
     positions: int = 8
     table: bool = False
     overlap: bool = False
-    cluster: int = 1
-
-    @property
-    def parts(self) -> int:
-        """Sums that ``reduce_kernel`` adds."""
-        return self.split_n // self.cluster
 
 
 @dataclass(frozen=True)
 class DequantiseConfig:
     """Of ``dequantise_kernel``: a tile of k a warp, ``rounds`` of them along n.
 
-    With ``table`` a program fills one in shared memory.
+    With ``ahead``, without which there is one round, the words of the next are loaded before one is
+    stored. With ``table`` a program fills one in shared memory.
     """
 
     warps: int = 4
     rounds: int = 1
+    ahead: bool = False
     table: bool = False
 
 
@@ -295,10 +291,16 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
         config = choice.few
     else:
         config = choice.some if n <= 2 * gpu.few_outputs else choice.many
-    if affine and gpu.measured_on is None:
-        would_spill = bits == 1 and m > 8
-        return AFFINE_MORE_ROWS_ELSEWHERE if would_spill else replace(config, registers=0)
-    return config
+    if gpu.measured_on is not None:
+        return config
+    if affine:
+        if bits == 1 and m > 8:
+            return AFFINE_MORE_ROWS_ELSEWHERE
+        if bits == 3 and m <= 8:  # With eight warps 8 bytes of stack for sm_89 (Triton 3.7.1).
+            config = choice.some
+        return replace(config, registers=0)
+    # With two tiles 16 bytes of stack for sm_120 (Triton 3.7.1).
+    return ONE_TILE_4_WARPS if bits == 3 and m > 8 and config.n_tiles == 2 else config
 
 
 def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:
@@ -408,9 +410,9 @@ def last_round(m: int, n: int, config: ManyConfig, gpu: Gpu) -> int | None:
 
 
 def transposed_config(
-    m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu, *, affine: bool = False
+    m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu, *, affine: bool = False, segment: int
 ) -> TransposedConfig:
-    """For ``dy @ W_hat`` of m rows."""
+    """For ``dy @ W_hat`` of m rows; ``segment`` is that of the arrangement."""
     config = next(
         c for c in TRANSPOSED_CONFIGS if m <= 8 * c.m_tiles or c is TRANSPOSED_CONFIGS[-1]
     )
@@ -421,13 +423,19 @@ def transposed_config(
     if m <= 16 and (bits == 8 or (affine and bits <= 4 and bits != 3)):
         config = replace(config, ahead=1)
     if m > 16 and affine and bits == 7:
-        # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1).
-        config = replace(config, warps=8)
+        # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1); with
+        # eight 8 for sm_80.
+        config = replace(config, warps=8) if gpu.measured_on else replace(config, m_tiles=2)
+    if gpu.measured_on is not None and segment >= 64:
+        positions, ahead = _wide_gradient(config, m, bits, n_tiles * k_tiles, affine=affine)
+        config = replace(config, positions=positions, ahead=ahead)
     parts = -(-POSITIONS[bits] // config.positions)
     programs = k_tiles * parts * -(-m // (8 * config.m_tiles))
     # So many warps to a processor. H200, 8192 x 8192, m = 16, of twice as many: 3 bits 32.6 us ->
     # 31.1, 6 bits 38.3 -> 35.7, 7 bits 41.7 -> 39.8, and half as many, affine, 4 bits 28.9 -> 27.0.
     enough = gpu.enough_programs * (8 if m <= 16 else 4)
+    if config.positions > 8:
+        enough //= 2  # Their sums take as many registers again.
     if 8 < m <= 16 and bits in (3, 5, 6, 7):
         enough *= 2
     elif 8 < m <= 16 and affine and bits != 8:
@@ -437,6 +445,26 @@ def transposed_config(
     while programs * config.warps * split_n < enough and n_tiles >= 16 * split_n:
         split_n *= 2
     return replace(config, split_n=split_n)
+
+
+def _wide_gradient(
+    c: TransposedConfig, m: int, bits: int, tiles: int, *, affine: bool
+) -> tuple[int, int]:
+    """Positions and ``ahead`` of a weight in so many tiles, where that is 2^26 and more."""
+    if tiles * TILE_N * UNITS * POSITIONS[bits] >= 1 << 26:
+        # H200, 8192 x 8192, m = 1, by programs of 8, 16 and 32 positions: 1 bit 15.3, 14.4 and 14.3
+        # us, 3 bits 22.9, 20.3 and 17.9, affine 24.9, 23.9 and 20.8, 5 bits 25.5, 24.3 and 28.1,
+        # affine 22.9, 21.1 and 24.6, 7 bits 29.6, 28.8 and 33.1; but affine 1 bit 16.4, 18.6 and
+        # 16.9, 7 bits 28.1, 29.2 and 31.6, and 6 bits 24.9 and 25.4.
+        if m <= 8 and bits == 3:
+            return 32, 0
+        if m <= 8 and bits == 1 and not affine:
+            return 32, 1
+        if m <= 8 and (bits == 5 or (bits == 7 and not affine)):
+            return 16, 1
+        if 16 < m <= 32 and bits == 4 and not affine:
+            return c.positions, 1  # m = 32 36.1 -> 29.9
+    return c.positions, c.ahead
 
 
 def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu, *, affine: bool = False) -> bool:
@@ -486,8 +514,10 @@ def dequantise_config(bits: int, *, affine: bool) -> DequantiseConfig:
     # H200, 8192 x 8192, with a table and without: 6 bits 55.8 and 104.9 us, 7 65.2 and 113.9 (194.0
     # with one tile and 1944 bytes of stack), 8 58.7 and 82.7. At 1 to 5 bits eight tiles are no
     # quicker than one, 48.3 and 55.8 at 4: fewer programs are done at different times.
-    table = bits >= 6 and not affine
-    return DequantiseConfig(rounds=8 if table else 1, table=table)
+    if bits >= 6 and not affine:
+        return DequantiseConfig(rounds=8, ahead=True, table=True)
+    # Affine formats of long tiles have 248 to 376 bytes of stack without the loop (Triton 3.7.1).
+    return DequantiseConfig(ahead=affine and bits in (1, 3, 5, 7))
 
 
 def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:

@@ -134,7 +134,7 @@ def join_part(weights, COUNT: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale  :: [n_tiles, groups, 8, 2], zero alike
 # out    :: [n, k, dtype]
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def dequantise_kernel(
     words_ptr,
     scale_ptr,
@@ -146,6 +146,7 @@ def dequantise_kernel(
     k,
     k_tiles,
     groups,
+    rounds,
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -159,16 +160,19 @@ def dequantise_kernel(
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     WARPS: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    AHEAD: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """Every warp takes a tile of its own along k, and ROUNDS of them along n, one by one."""
+    """Every warp takes a tile of its own along k, and some along n, one by one.
+
+    With AHEAD the words of the next are loaded before one is stored; without it there is one.
+    """
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
     n_tiles = tl.cdiv(n, 16)
-    first_n = tl.program_id(0) * ROUNDS
-    last_n = min(first_n + ROUNDS, n_tiles)
-    size = k_tiles.to(tl.int64) * (WORDS * 256)
+    first_n = tl.program_id(0) * (rounds if AHEAD else 1)
+    last_n = min(first_n + (rounds if AHEAD else 1), n_tiles)
+    size = tl.cast(k_tiles, tl.int64) * (WORDS * 256)  # Triton may know it as 1
 
     # words [half, (warp, lane, 4)]
     half = tl.arange(0, 2)
@@ -186,7 +190,7 @@ def dequantise_kernel(
     tile_k = tl.program_id(1) * WARPS + tl.arange(0, WARPS)
     for tile_n in tl.range(first_n, last_n, num_stages=1):
         later = words
-        if ROUNDS > 1:
+        if AHEAD:
             at = words_ptr + (tile_n + 1) * size
             later = load_words(at, word_at, has_words & (tile_n + 1 < last_n), WORDS)
         now = prepare(words, BITS, AFFINE, ASSEMBLY, TABLE)

@@ -24,7 +24,7 @@ from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel
 from fdk_cuda.triton.many_launch import many, many_transposed
 from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
-from fdk_cuda.triton.remembered import Launch, NotRightError, launch, prepared, relaunch, remembered
+from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered
 from fdk_cuda.triton.remembered import is_elsewhere as is_elsewhere
 from fdk_cuda.triton.remembered import on_device_of as on_device_of
 from fdk_cuda.triton.small import small_kernel
@@ -38,8 +38,6 @@ GradientConfig = TransposedConfig | ManyTransposedConfig | None
 
 # Kinds of weight and configuration for which ``transposed_kernel`` is not right.
 _not_in_layout: set[tuple[object, ...]] = set()
-# Those for which it is, and programs of a cluster cannot be launched.
-_without_clusters: set[tuple[object, ...]] = set()
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None, config: Config) -> Tensor:
@@ -151,12 +149,9 @@ def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
     kind = (grad_y.dtype, replace(config, split_n=1), *w.key)
     if kind in _not_in_layout:
         return grad_y @ dequantise(w, grad_y.dtype)
-    if kind in _without_clusters:
-        config = replace(config, cluster=1)
+    split = config.split_n > 1
     out = new_output((m, a.k), grad_y)
-    target = out
-    if config.parts > 1:
-        target = grad_y.new_empty((config.parts, m, a.k), dtype=torch.float32)
+    target = grad_y.new_empty((config.split_n, m, a.k), dtype=torch.float32) if split else out
     tensors = (grad_y, *w.tensors, target)
     key = ("transposed", m, grad_y.dtype, config, *w.key)
     if not relaunch(key, tensors):
@@ -170,30 +165,16 @@ def transposed(grad_y: Tensor, w: Weight, config: TransposedConfig) -> Tensor:
             "AHEAD": config.ahead,
             "TABLE": config.table,
             "OVERLAP": overlap,
-            "CLUSTER": config.cluster,
         }
         blocks_k = a.k_tiles * (POSITIONS[a.bits] // count)
-        grid = (blocks_k * config.parts, triton.cdiv(m, 8 * config.m_tiles))
-        sizes = (m, a.n, a.k, a.k_tiles, a.groups, config.split_n)
-        arguments = tensors, sizes, constants
+        grid = (blocks_k, triton.cdiv(m, 8 * config.m_tiles), config.split_n)
+        sizes = (m, a.n, a.k, a.k_tiles, a.groups)
+        arguments = tensors, sizes, constants, _transposes_in_layout
         options = {"num_warps": config.warps, **pdl(overlap)}
-        is_right, check = True, _transposes_in_layout
-        if config.cluster > 1:
-            try:
-                size = config.cluster
-                run = prepared(key, transposed_kernel, grid, *arguments, size, check, **options)
-                run([tensor.data_ptr() for tensor in tensors], grad_y.get_device())
-            except NotRightError:
-                is_right = False
-            except RuntimeError:  # Triton would not launch clusters
-                _without_clusters.add(kind)
-                return transposed(grad_y, w, config)
-        else:
-            is_right = launch(key, transposed_kernel, grid, *arguments, check, **options)
-        if not is_right:
+        if not launch(key, transposed_kernel, grid, *arguments, **options):
             _not_in_layout.add(kind)
             return grad_y @ dequantise(w, grad_y.dtype)
-    if config.parts > 1:
+    if split:
         add_parts(target, None, out)
     return out.to(grad_y.dtype) if INTERPRETED else out
 
@@ -212,8 +193,8 @@ def dequantise(w: Weight, dtype: torch.dtype, config: DequantiseConfig | None = 
     key = ("dequantise", dtype, config, *w.key)
     if not relaunch(key, tensors):
         c = config or dequantise_config(a.bits, affine=w.zero_point is not None)
-        constants = w.constants(dtype) | {"WARPS": c.warps, "ROUNDS": c.rounds, "TABLE": c.table}
+        constants = w.constants(dtype) | {"WARPS": c.warps, "AHEAD": c.ahead, "TABLE": c.table}
         grid = (triton.cdiv(a.n_tiles, c.rounds), triton.cdiv(a.k_tiles, c.warps))
-        sizes = (a.n, a.k, a.k_tiles, a.groups)
+        sizes = (a.n, a.k, a.k_tiles, a.groups, c.rounds)
         launch(key, dequantise_kernel, grid, tensors, sizes, constants, num_warps=c.warps)
     return out.to(dtype)

@@ -90,7 +90,8 @@ def gradient_config(
     if serves_many_transposed(a, m, gpu):
         return many_transposed_config(m, a, gpu)
     if serves_transposed(m, a.n, a.k, a.bits, gpu, affine=affine):
-        return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu, affine=affine)
+        sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu
+        return transposed_config(*sizes, affine=affine, segment=a.segment)
     return None
 
 

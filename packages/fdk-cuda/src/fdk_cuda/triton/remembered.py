@@ -74,10 +74,6 @@ def _without_wrapper(run: Any) -> tuple[Callable[..., object], tuple[object, ...
     return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
 
 
-class NotRightError(Exception):
-    """What Triton compiled is not right."""
-
-
 _launches: dict[tuple[object, ...], Launch] = {}
 
 
@@ -141,20 +137,13 @@ def prepared(
     sizes: Sequence[int],
     constants: dict[str, Any],
     cluster: int,
-    is_right: Callable[[Any], bool] = lambda compiled: True,
     /,
     **options: int,
 ) -> Launch:
-    """A launch of a kernel that Triton compiles and loads, remembered, and not launched.
-
-    Raises:
-        NotRightError: ``is_right`` refuses what was compiled.
-    """
+    """A launch of a kernel that Triton compiles and loads, remembered, and not launched."""
     names = kernel.arg_names
     compile_time = {name: constants[name] for name in names if name in constants}
     compiled = kernel.warmup(*arguments, *sizes, grid=grid, **compile_time, **options)
-    if not is_right(compiled):
-        raise NotRightError
     made = Launch(compiled, grid, (*sizes, *compile_time.values()), cluster)
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if are_aligned(tensors):

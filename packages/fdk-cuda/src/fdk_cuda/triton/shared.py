@@ -208,47 +208,6 @@ def shares_constraints(count: int, m_tiles: int, warps: int) -> str:
 
 
 @triton.constexpr_function
-def add_programs(pieces: int, threads: int, cluster: int) -> str:
-    """The sums of all programs of a cluster in their order, ``pieces`` of 16 bytes in each thread.
-
-    Piece i is whole in program ``i % cluster``; elsewhere what comes out is not used. Every program
-    writes to where the last argument says that piece's program has room for ``cluster`` of each
-    of its own. Two barriers: all are done with what lay there, and all that was sent is there.
-    """
-    size = 4 * pieces
-    lines = [
-        ".reg .pred q; .reg .b32 r, a, b, c, o; .reg .f32 t0, t1, t2, t3;",
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
-        f"mov.u32 r, %cluster_ctarank; mov.u32 c, %tid.x; mad.lo.u32 a, c, 16, ${2 * size};",
-        f"mad.lo.u32 c, r, {16 * threads}, a;",
-    ]
-    for i in range(pieces):
-        values = ", ".join(f"${size + 4 * i + e}" for e in range(4))
-        lines.append(f"mov.u32 o, {i % cluster}; mapa.shared::cluster.u32 b, c, o;")
-        at = i // cluster * cluster * 16 * threads
-        lines.append(f"st.shared::cluster.v4.f32 [b + {at}], {{{values}}};")
-    lines.append("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
-    for i in range(pieces):
-        lines += [f"mov.f32 ${4 * i + e}, ${size + 4 * i + e};" for e in range(4)]
-        lines.append(f"setp.eq.u32 q, r, {i % cluster};")
-        for rank in range(cluster):
-            at = (i // cluster * cluster + rank) * 16 * threads
-            lines.append(f"@q ld.shared.v4.f32 {{t0, t1, t2, t3}}, [a + {at}];")
-            for e in range(4):
-                own = f"${4 * i + e}"
-                lines.append(
-                    f"@q add.f32 {own}, {own}, t{e};" if rank else f"@q mov.f32 {own}, t{e};"
-                )
-    return "{ " + " ".join(lines) + " }"
-
-
-@triton.constexpr_function
-def programs_constraints(pieces: int, elements: int) -> str:
-    """Of ``add_programs``, for tensors of so many elements in a thread at a time."""
-    return ",".join(["=&f"] * (4 * pieces) + ["f"] * (4 * pieces) + ["r"] * elements)
-
-
-@triton.constexpr_function
 def exchange_halves(count: int, threads: int) -> str:
     """Of a pair of programs that hold the same sums of different parts of k: each adds up a half.
 
@@ -292,12 +251,6 @@ def table_bytes(bits: int, affine: bool) -> int:
 
 
 @triton.constexpr_function
-def transposed_bytes(
-    bits: int, affine: bool, table: bool, warps: int, pieces: int, cluster: int
-) -> int:
-    """Of a program of ``transposed_kernel``: a table, and in its place the sums of all warps.
-
-    Then those of all programs of a cluster, ``pieces`` of 16 bytes in each thread.
-    """
-    sums = 0 if cluster == 1 else -(-pieces // cluster) * cluster * 512 * warps
-    return max(shares_bytes(warps), sums, table_bytes(bits, affine) if table else 0)
+def transposed_bytes(bits: int, affine: bool, table: bool, warps: int) -> int:
+    """Of a program of ``transposed_kernel``: a table, and in its place the sums of all warps."""
+    return max(shares_bytes(warps), table_bytes(bits, affine) if table else 0)

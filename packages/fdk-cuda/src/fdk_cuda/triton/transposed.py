@@ -1,13 +1,12 @@
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, D103
 # mypy: ignore-errors
 """dx = dy @ W_hat from the same codes, for some tens of rows of dy: nothing dequantised is stored.
 
 The product is computed as W_hat.T @ dy.T. A lane's codes are elements of operand A of W_hat @ x.T,
 so each block of 8 x 8 codes is transposed between lanes before it is decoded. A program takes the
 columns of one tile, or of a part of it. Its warps share n, and add up through shared memory by
-assembly; several programs share a tile by splitting n further. On Hopper these are a cluster, and
-add up likewise; elsewhere, or where they are more than a cluster, ``reduce_kernel`` adds theirs.
-All in a fixed order.
+assembly; several programs share a tile by splitting n further, and ``reduce_kernel`` adds theirs.
+Both in a fixed order.
 """
 
 import re
@@ -18,14 +17,7 @@ import triton.language as tl
 from fdk_cuda.triton.assembly import results
 from fdk_cuda.triton.decode import PART, decode_part, load_tables, prepare
 from fdk_cuda.triton.dequantise import scaled
-from fdk_cuda.triton.shared import (
-    add_programs,
-    add_shares,
-    programs_constraints,
-    reserve,
-    shares_constraints,
-    transposed_bytes,
-)
+from fdk_cuda.triton.shared import add_shares, reserve, shares_constraints, transposed_bytes
 from fdk_cuda.triton.transposed_tiles import (
     as_operand_y,
     as_row_scale,
@@ -61,8 +53,8 @@ def is_in_layout(ttgir: str) -> bool:
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale  :: [n_tiles, groups, 8, 2], zero alike
 # values :: [dtype 2, 2^bits, int16]      lanes :: [dtype 2, 2, 32, int32]
-# out    :: [m, k, dtype], or [parts / CLUSTER, m, k, float32]
-@triton.jit(do_not_specialize=["m", "parts"])
+# out    :: [m, k, dtype], or [split_n, m, k, float32]
+@triton.jit(do_not_specialize=["m"])
 def transposed_kernel(
     y_ptr,
     words_ptr,
@@ -76,7 +68,6 @@ def transposed_kernel(
     k,
     k_tiles,
     groups,
-    parts,
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -96,16 +87,13 @@ def transposed_kernel(
     AHEAD: tl.constexpr,
     TABLE: tl.constexpr,
     OVERLAP: tl.constexpr,
-    CLUSTER: tl.constexpr,
 ):
-    """Programs of different parts of n follow each other; CLUSTER of them add up themselves."""
     PARTS: tl.constexpr = POSITIONS // COUNT
-    PIECES: tl.constexpr = COUNT // WARPS * M_TILES
     place = None
     if ASSEMBLY:
         # For all parts, each of which would declare its own.
         place = tl.inline_asm_elementwise(
-            reserve(transposed_bytes(BITS, AFFINE, TABLE, WARPS, PIECES, CLUSTER)),
+            reserve(transposed_bytes(BITS, AFFINE, TABLE, WARPS)),
             "=r",
             [],
             dtype=tl.int32,
@@ -114,9 +102,8 @@ def transposed_kernel(
         )
     # The assembly of a part is its own: each program runs one of these. At 3 bits the last takes
     # longer than others, and programs 132 apart meet on a processor of an H200: these take turns.
-    own_n = tl.program_id(0) % parts
-    block_k = tl.program_id(0) // parts
-    own = (block_k + block_k // PARTS // max(1, 32 // parts)) % PARTS
+    turn = tl.program_id(0) + tl.program_id(2) * tl.num_programs(0)
+    own = (turn + turn // 128) % PARTS
     for part in tl.static_range(PARTS):
         if own == part:
             transposed_part(
@@ -132,9 +119,6 @@ def transposed_kernel(
                 k,
                 k_tiles,
                 groups,
-                parts,
-                block_k // PARTS,
-                own_n,
                 place,
                 part,
                 COUNT,
@@ -157,7 +141,6 @@ def transposed_kernel(
                 AHEAD,
                 TABLE,
                 OVERLAP,
-                CLUSTER,
             )
 
 
@@ -175,9 +158,6 @@ def transposed_part(
     k,
     k_tiles,
     groups,
-    parts,
-    own_k,
-    own_n,
     place,
     part: tl.constexpr,
     COUNT: tl.constexpr,
@@ -200,7 +180,6 @@ def transposed_part(
     AHEAD: tl.constexpr,
     TABLE: tl.constexpr,
     OVERLAP: tl.constexpr,
-    CLUSTER: tl.constexpr,
 ):
     """The columns of the positions of one part of a tile."""
     BLOCK_M: tl.constexpr = 8 * M_TILES
@@ -215,10 +194,11 @@ def transposed_part(
         X_DTYPE, scale_ptr.dtype.element_ty, zero_ptr.dtype.element_ty, AFFINE
     )
     n_tiles = tl.cdiv(n, 16)
+    own_k = tl.program_id(0) // PARTS
     first_column = own_k * (16 * POSITIONS) + part * (16 * COUNT)
     first_m = tl.program_id(1) * BLOCK_M
-    share = tl.cdiv(tl.cdiv(n_tiles, STEP), parts) * STEP
-    first_n = own_n * share
+    share = tl.cdiv(tl.cdiv(n_tiles, STEP), tl.num_programs(2)) * STEP
+    first_n = tl.program_id(2) * share
     last_n = min(first_n + share, n_tiles)
 
     # words [R * half, (warp, lane, 4)]
@@ -363,15 +343,6 @@ def transposed_part(
             is_pure=False,
             pack=4 * M_TILES,
         )
-        if CLUSTER > 1:
-            totals = tl.inline_asm_elementwise(
-                add_programs(OWN * M_TILES, WARPS * 32, CLUSTER),
-                programs_constraints(OWN * M_TILES, 4 * M_TILES),
-                totals + (place,),
-                dtype=results(tl.float32, OWN),
-                is_pure=False,
-                pack=4 * M_TILES,
-            )
     else:
         totals = ()
         of_warp = tl.arange(0, WARPS)[:, None, None]
@@ -397,9 +368,6 @@ def transposed_part(
         live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
         column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
     row = first_m + tl.arange(0, BLOCK_M)
-    at = (own_n // CLUSTER * m + row).to(tl.int64)[None, None, :] * k + column[:, :, None]
+    at = (tl.program_id(2) * m + row).to(tl.int64)[None, None, :] * k + column[:, :, None]
     live = live[:, :, None] & (row < m)[None, None, :]
-    if CLUSTER > 1:
-        piece = (i // 16 * M_TILES)[:, :, None] + (tl.arange(0, BLOCK_M) // 8)[None, None, :]
-        live = live & (piece % CLUSTER == own_n % CLUSTER)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=live)

@@ -32,6 +32,8 @@ from fdk_cuda.triton.configs import (
     fits_many,
     gemm_config,
     many_config,
+)
+from fdk_cuda.triton.gradient_configs import (
     many_transposed_config,
     transposed_config,
 )

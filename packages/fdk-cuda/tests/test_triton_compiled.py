@@ -25,10 +25,12 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     gemm_config,
     small_config,
     takes_table,
-    transposed_config,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
 from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
+from fdk_cuda.triton.gradient_configs import (  # noqa: E402
+    transposed_config,
+)
 from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel  # noqa: E402

@@ -25,6 +25,8 @@ from fdk_cuda.triton.configs import (
     GPUS,
     gemm_config,
     small_config,
+)
+from fdk_cuda.triton.gradient_configs import (
     transposed_config,
 )
 

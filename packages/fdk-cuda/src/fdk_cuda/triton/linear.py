@@ -10,13 +10,15 @@ from fdk_cuda.triton import launch, tune
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import (
     Gpu,
+    small_config,
+)
+from fdk_cuda.triton.decode import DTYPES
+from fdk_cuda.triton.gradient_configs import (
     many_transposed_config,
     serves_many_transposed,
     serves_transposed,
-    small_config,
     transposed_config,
 )
-from fdk_cuda.triton.decode import DTYPES
 from fdk_formats.ops import define_linear_op
 
 # Rows that a batch-invariant call pretends to have, so that every m gets the same configuration.

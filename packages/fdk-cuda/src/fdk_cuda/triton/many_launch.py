@@ -17,6 +17,8 @@ from fdk_cuda.triton.configs import (
     ManyConfig,
     ManyTransposedConfig,
     last_round,
+)
+from fdk_cuda.triton.gradient_configs import (
     many_transposed_programs,
 )
 from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered

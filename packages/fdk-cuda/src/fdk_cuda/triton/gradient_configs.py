@@ -25,7 +25,9 @@ def transposed_config(
     config = replace(config, table=bits in TABLE_BYTES and bits != 1)
     if bits in (2, 8):  # A program of 8 bits has half as many positions, too few for eight warps.
         config = replace(config, warps=4)
-    if m <= 16 and (bits == 8 or (affine and bits <= 4 and bits != 3)):
+    # Affine 1 bit with 16 rows then has 8 bytes of stack for sm_120 (Triton 3.7.1).
+    gains = affine and (bits in (2, 4) or (bits == 1 and gpu.measured_on is not None))
+    if m <= 16 and (bits == 8 or gains):
         config = replace(config, ahead=1)
     if m > 16 and affine and bits == 7:
         # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1); with

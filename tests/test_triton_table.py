@@ -70,6 +70,21 @@ def test_a_table_by_hand(script):
     )
 
 
+def test_ways_by_hand(script):
+    rows = [
+        row(64, "y", 30.0, 40.0) | {"others": {"many": 33.0, "dequantise": 90.0}},
+        row(256, "y", 55.0, 50.0) | {"others": {"dequantise": 50.0}},
+        row(1024, "y", 220.0, 180.0) | {"by": "dequantise", "others": {"many": 218.0}},
+        row(1, "y", 10.0, 30.0) | {"others": {}},
+    ]
+    told = [line for line in script.table(rows).splitlines() if line.startswith("- ")][-2:]
+    assert told == [
+        "- y no later than cuBLAS by more than a dequantisation, where that was timed: 2 of 3, "
+        "the largest 1.10.",
+        "- chosen within 1.03 of the fastest of several ways: 2 of 3, the largest 1.10.",
+    ]
+
+
 def test_the_document_has_the_recorded_rows(script):
     path = ROOT / "docs/kernels/triton.md"
     text = path.read_text("utf-8")

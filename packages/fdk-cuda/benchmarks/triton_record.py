@@ -28,6 +28,15 @@ from triton_kernels import short
 
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.configs import (
+    fits_many,
+    gemm_config,
+    many_config,
+)
+from fdk_cuda.triton.gradient_configs import (
+    many_transposed_config,
+    transposed_config,
+)
 from fdk_cuda.triton.launch import Weight
 from fdk_cuda.triton.linear import gradient_config
 from fdk_cuda.triton.tune import default, random_weights
@@ -40,8 +49,8 @@ SHAPES = {
     (4096, 14336): (4,),
     (14336, 4096): (4,),
 }
-# Rows of x for every width, and for 4 bits as well.
-MS, MORE_MS = (1, 16, 64, 256), (32, 128, 512, 1024)
+# Rows of x for every width, for 8192 x 8192 and for 4 bits as well.
+MS, LARGE_MS, MORE_MS = (1, 16, 64, 256), (512, 1024), (32, 128, 512, 1024)
 MANY = 64
 LARGEST_ERROR = 6e-3  # of bf16 rounding
 GROUP_SIZE = 64
@@ -61,9 +70,10 @@ def tasks() -> list[Task]:
     ]
 
 
-def ms_of(bits: int) -> tuple[int, ...]:
+def ms_of(n: int, k: int, bits: int) -> tuple[int, ...]:
     """Rows of x that are timed."""
-    return tuple(sorted((*MS, *MORE_MS))) if bits == 4 else MS
+    more = MORE_MS if bits == 4 else LARGE_MS if n == k == 8192 else ()
+    return tuple(sorted((*MS, *more)))
 
 
 def weights_of(a: Arrangement, affine: bool) -> list[Weight]:
@@ -89,13 +99,34 @@ def config_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> Any:
     return (gradient_config if transposed else default)(a, m, launch.gpu_at(0), affine=affine)
 
 
+def others_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> list[Any]:
+    """What else would take a product, by the backend's own configurations; None dequantises."""
+    gpu = launch.gpu_at(0)
+    ways: list[Any] = []
+    if transposed:
+        if m <= MANY:
+            sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu
+            ways.append(transposed_config(*sizes, affine=affine, segment=a.segment))
+        if MANY // 2 < m <= 2 * MANY and a.words == 1 and fits_many(a):
+            ways.append(many_transposed_config(m, a, gpu))
+    else:
+        if gpu.limits.small_m < m <= 2 * MANY:
+            ways.append(gemm_config(a.n, m, a.bits, a.k_tiles, gpu))
+        if m > MANY // 2 and fits_many(a):
+            ways.append(many_config(a.n, m, a.bits, a.k_tiles, gpu, affine=affine))
+    if m >= MANY:
+        ways.append(None)
+    return [way for way in ways if way != config_of(a, m, affine, transposed)]
+
+
 def prepare(task: Task) -> None:
     """Compiles and loads the kernels of a task, with a weight of few outputs."""
     n, k, bits, affine, transposed = task
     few = weights_of(Arrangement(512, k, bits, GROUP_SIZE), affine)[:1]
-    for m in ms_of(bits):
-        config = config_of(Arrangement(n, k, bits, GROUP_SIZE), m, affine, transposed)
-        call(random_x(m, 512 if transposed else k), few, config, transposed, 0)
+    for m in ms_of(n, k, bits):
+        of = Arrangement(n, k, bits, GROUP_SIZE), m, affine, transposed
+        for config in (config_of(*of), *others_of(*of)):
+            call(random_x(m, 512 if transposed else k), few, config, transposed, 0)
     torch.cuda.synchronize()
 
 
@@ -110,16 +141,18 @@ def rows_of(task: Task) -> list[dict[str, Any]]:
         hat = launch.dequantise(ws[0], torch.bfloat16)
         dense = [hat.clone() for _ in range(COLD_BYTES // hat.nbytes + 2)]
         W = hat.float()
-        for m in ms_of(bits):
-            x, config = random_x(m, n if transposed else k), config_of(a, m, affine, transposed)
-            run = partial(call, x, ws, config, transposed)
+        for m in ms_of(n, k, bits):
+            x = random_x(m, n if transposed else k)
+            configs = [config_of(a, m, affine, transposed), *others_of(a, m, affine, transposed)]
+            ways = [partial(call, x, ws, config, transposed) for config in configs]
             reference = x.float() @ (W if transposed else W.T)
-            error = float((run(0).float() - reference).norm() / reference.norm())
-            if not error < LARGEST_ERROR:
-                raise ValueError(f"wrong answer, not timed: {task} m{m}: {error:.1e}")
-            runs: list[Callable[[int], Tensor]] = [run, partial(cublas, x, dense, transposed)]
+            for config, way in zip(configs, ways, strict=True):
+                error = float((way(0).float() - reference).norm() / reference.norm())
+                if not error < LARGEST_ERROR:
+                    raise ValueError(f"wrong, not timed: {task} m{m} {config}: {error:.1e}")
+            runs: list[Callable[[int], Tensor]] = [*ways, partial(cublas, x, dense, transposed)]
             count = max(len(dense), len(ws)) if m <= MANY else 12
-            us, peer = graph_times(runs, min(count, 40), replays=11)
+            us, *others, peer = graph_times(runs, min(count, 40), replays=11)
             read = [t for t in (ws[0].words, ws[0].scale, ws[0].zero_point, x) if t is not None]
             floor = product_floor(m, n, k, sum(t.nbytes for t in read))
             row: dict[str, Any] = {
@@ -130,8 +163,10 @@ def rows_of(task: Task) -> list[dict[str, Any]]:
                 "kind": "affine" if affine else "codebook",
             }
             row |= {"direction": "dy" if transposed else "y", "us": us, "cublas": peer}
-            rows.append(row | {"floor": floor, "by": short(config)})
-        del ws, hat, dense, W, x, run, runs, reference
+            names = [short(config) for config in configs]
+            row |= {"floor": floor, "by": names[0]}
+            rows.append(row | {"others": dict(zip(names[1:], others, strict=True))})
+        del ws, hat, dense, W, x, ways, runs, reference
         torch.cuda.empty_cache()
     return rows
 
@@ -173,6 +208,7 @@ def line_of(row: dict[str, Any]) -> str:
     return (
         f"{case} {row['direction']:2} "
         f"{row['us']:7.2f} cublas {row['cublas']:7.2f} floor {row['floor']:7.2f} {row['by']}"
+        + "".join(f", {other} {us:.2f}" for other, us in row["others"].items())
     )
 
 

@@ -78,8 +78,19 @@ def counts(of: dict[Case, dict[str, Any]]) -> str:
         ("dy @ W_hat within 1.2 of the product", 1.2, [
             row["us"] / other["us"] for row, other in gradients
         ]),
+        ("y no later than cuBLAS by more than a dequantisation, where that was timed", 1, [
+            row["us"] / ways["dequantise"] for row in y if "dequantise" in (ways := ways_of(row))
+        ]),
+        ("chosen within 1.03 of the fastest of several ways", 1.03, [
+            row["us"] / min(ways_of(row).values()) for row in of.values() if row.get("others")
+        ]),
     )  # fmt: skip
     return "".join(met(*one) for one in lists if one[2])
+
+
+def ways_of(row: Row) -> dict[str, float]:
+    """Microseconds of what was chosen and of what else would take it, in turns."""
+    return {row["by"]: row["us"]} | row.get("others", {})
 
 
 def run_of(rows: list[Row]) -> str:

@@ -8,7 +8,12 @@ from triton_cases import weight
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, linear, plain
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig
+from fdk_cuda.triton.configs import (
+    DequantiseConfig,
+    GemmConfig,
+    SmallConfig,
+    TransposedConfig,
+)
 from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 
@@ -42,8 +47,9 @@ def test_dequantise(codebook: str, bits: int) -> None:
     group_size = (16, 24, 64, None)[bits % 4]
     case = Case(Format(codebook, bits, group_size), 1, 37, 3 * (group_size or 30), DTYPES[bits % 2])
     q = case.quantised()
-    w_hat = launch.dequantise(weight(TritonLayout(q)), case.dtype)
-    assert torch.equal(w_hat, q.dequantise(case.dtype))
+    for config in (DequantiseConfig(), DequantiseConfig(2, 2, ahead=True)):
+        w_hat = launch.dequantise(weight(TritonLayout(q)), case.dtype, config)
+        assert torch.equal(w_hat, q.dequantise(case.dtype))
 
 
 @pytest.mark.parametrize("config", [GemmConfig(1, 4, 32), GemmConfig(2, 4, 16, split_k=2)])
@@ -111,6 +117,8 @@ def test_exact_zeros(format: str, exact: bool | None) -> None:
         ("custom", 3, 16, TransposedConfig(tiles=1, warps=1, m_tiles=1, split_n=3)),
         ("affine", 8, None, TransposedConfig(tiles=1, warps=4, m_tiles=1)),
         ("custom", 1, 32, TransposedConfig(tiles=2, warps=1, m_tiles=1)),
+        ("custom", 1, 64, TransposedConfig(tiles=1, warps=4, m_tiles=1, positions=32)),
+        ("affine", 3, 24, TransposedConfig(tiles=1, warps=4, m_tiles=1, positions=16)),
     ],
 )
 def test_transposed(

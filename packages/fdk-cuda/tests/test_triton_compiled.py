@@ -20,14 +20,17 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     H200_PROCESSORS,
     UNASKED_BYTES,
     GemmConfig,
+    dequantise_config,
     fit,
     gemm_config,
     small_config,
     takes_table,
-    transposed_config,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
 from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
+from fdk_cuda.triton.gradient_configs import (  # noqa: E402
+    transposed_config,
+)
 from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel  # noqa: E402
@@ -86,11 +89,6 @@ def compile_kernel(
     source = ASTSource(kernel, signature, known, attributes)
     options = {"num_warps": warps, "num_stages": stages, **limit(registers)}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-
-
-def spills(kernel: object, target: int, arguments: dict[str, object], warps: int) -> int:
-    """Bytes of stack of a kernel."""
-    return stack_bytes(compile_kernel(kernel, target, arguments, warps), target)
 
 
 def stack_bytes(compiled: object, target: int) -> int:
@@ -264,11 +262,35 @@ def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> ob
     return compile_kernel(gemm_kernel, target, arguments, config.warps, config.stages)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("target", [80, 90, 120])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_dequantise(bits: int, target: int) -> None:
-    arguments = constants(bits, affine=False) | {"R": 1, "WARPS": 4}
-    assert spills(dequantise_kernel, target, arguments, 4) == 0
+    """Of affine formats every other; a table, if there is one, and Triton's memory fit unasked."""
+    compiled = compile_dequantise(bits, (bits + target // 10) % 2 == 0, target)
+    assert stack_bytes(compiled, target) == 0
+    assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_dequantise_one_tile(bits: int) -> None:
+    """Triton knows sizes that are 1 when it compiles."""
+    compile_dequantise(bits, bits % 2 == 0, 90, (37, 64, 64), ones=("k_tiles", "groups"))
+
+
+def compile_dequantise(
+    bits: int,
+    affine: bool,
+    target: int,
+    shape: tuple[int, int, int] = LARGE,
+    ones: tuple[str, ...] = (),
+) -> object:
+    config = dequantise_config(bits, affine=affine)
+    arguments = constants(bits, affine, shape) | {
+        "WARPS": config.warps,
+        "AHEAD": config.ahead,
+        "TABLE": config.table,
+    }
+    return compile_kernel(dequantise_kernel, target, arguments, config.warps, ones=ones)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -310,7 +332,8 @@ def compile_transposed(bits: int, affine: bool, m: int, target: int) -> object:
     """By the configuration that is chosen for a GPU."""
     a = Arrangement(8192, 8192, bits, 64)
     gpu = GPUS[divmod(target, 10)]
-    config = transposed_config(m, bits, a.n_tiles, a.k_tiles, gpu, affine=affine)
+    sizes = m, bits, a.n_tiles, a.k_tiles, gpu
+    config = transposed_config(*sizes, affine=affine, segment=a.segment)
     arguments = constants(bits, affine, (8192, 8192, 64)) | {
         "R": config.tiles,
         "M_TILES": config.m_tiles,

@@ -30,7 +30,15 @@ from fdk_cuda.triton.linear import triton_linear_op
 from fdk_formats import Format
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.readers import read_dequant_gemm
-from fdk_formats.testing import Case, cases, check_backend, check_numerics, nrmse, random_quantised
+from fdk_formats.testing import (
+    Case,
+    cases,
+    check_backend,
+    check_numerics,
+    nrmse,
+    poisoned,
+    random_quantised,
+)
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16)
@@ -156,6 +164,31 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
         # The scale may be on grad_y and not on the weight, which torch rounds.
         oracle = grad_y.double() @ q.dequantise(torch.float64)
         error = nrmse(launch.transposed(grad_y, w, chosen), oracle)
+        assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("codebook", "bits", "positions"),
+    [("custom", 1, 32), ("custom", 3, 32), ("affine", 3, 32), ("affine", 5, 16), ("custom", 7, 16)],
+)
+def test_transposed_of_many_positions(
+    codebook: str, bits: int, positions: int, dtype: torch.dtype
+) -> None:
+    case = Case(Format(codebook, bits, 64), 5, 333, 9 * 64, dtype, "cuda")
+    q = case.quantised()
+    w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
+    grad_y = case.random(case.m, case.n)
+    oracle = grad_y.double() @ q.dequantise(torch.float64)
+    rows = torch.arange(0, case.n, 67, device="cuda")
+    one_hot = torch.zeros(len(rows), case.n, dtype=dtype, device="cuda")
+    one_hot[range(len(rows)), rows] = 1
+    for ahead, split_n in ((0, 2), (1, 1)):
+        config = replace(TRANSPOSED_CONFIGS[0], positions=positions, ahead=ahead, split_n=split_n)
+        config = replace(config, table=bits in TABLE_BYTES and bits != 1)
+        with poisoned():
+            assert torch.equal(launch.transposed(one_hot, w, config), w_hat[rows])
+            error = nrmse(launch.transposed(grad_y, w, config), oracle)
         assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
 
 

@@ -1,6 +1,7 @@
 """``many_kernel`` compiles for Hopper, without a GPU, spills nothing and never waits by itself."""
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
@@ -8,9 +9,17 @@ pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluo
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton_cases import check_hopper  # noqa: E402
+from triton_cases import check_hopper, weight  # noqa: E402
 
-from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, Arrangement, words_of  # noqa: E402
+from fdk_cuda.triton import TritonLayout  # noqa: E402
+from fdk_cuda.triton.arrangement import (  # noqa: E402
+    POSITIONS,
+    TABLE_BYTES,
+    Arrangement,
+    restore_codes,
+    restore_scale,
+    words_of,
+)
 from fdk_cuda.triton.configs import (  # noqa: E402
     GPUS,
     H200,
@@ -18,11 +27,14 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     MANY_WARPS,
     ManyConfig,
     fits_many,
+    last_round,
     many_config,
     serves_many,
 )
 from fdk_cuda.triton.many import many_kernel, shared_layout  # noqa: E402
 from fdk_cuda.triton.tune import many_candidates  # noqa: E402
+from fdk_formats import Format  # noqa: E402
+from fdk_formats.testing import random_quantised  # noqa: E402
 
 DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16}
 TENSORS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "bias_ptr": "*bf16"}
@@ -144,6 +156,30 @@ def test_from_how_many_rows(n: int, k: int, bits: int, from_rows: int | None) ->
     assert serves_many(a, 256, H200) == (from_rows is not None and (n, bits) != (4096, 7))
 
 
+@pytest.mark.parametrize(
+    ("bits", "affine", "rows"),
+    [
+        (2, False, (33, 64, 65, 256, 512, 1024)),
+        (3, False, (65, 256, 512, 1024)),  # gemm_kernel up to 64
+        (4, False, (65, 256, 512, 1024)),
+        (5, False, (33, 64, 65, 256)),
+        (7, True, (33, 64, 65, 256)),
+        (8, False, (65, 256, 512)),
+        (8, True, (33, 64, 65, 256, 512)),
+        (1, True, (33, 64, 65, 256, 512)),
+        (2, True, (65, 256, 512)),
+    ],
+)
+def test_which_rows_of_8192_x_8192(bits: int, affine: bool, rows: tuple[int, ...]) -> None:
+    """Where it was the fastest on an H200; else another kernel, or dequantised."""
+    a = Arrangement(8192, 8192, bits, 64)
+    tried = (32, 33, 64, 65, 256, 257, 512, 513, 1024, 1025)
+    served = {m for m in tried if serves_many(a, m, H200, affine=affine)}
+    last = max(rows)
+    assert served == {m for m in tried if min(rows) <= m <= last}
+    assert set(rows) <= served
+
+
 def test_candidates_leave_every_part_a_tile() -> None:
     for k in (128, 256, 8192):
         a = Arrangement(8192, k, 4, 64)
@@ -162,9 +198,45 @@ def test_candidates_leave_every_part_a_tile() -> None:
         (14336, 64, 4, ManyConfig(64, 2, 2)),
         (8192, 64, 2, ManyConfig(64, 4, 2)),
         (8192, 64, 7, ManyConfig(64, 2, 2)),
+        (8192, 64, 3, ManyConfig(64, 2, 2)),
         (8192, 256, 7, ManyConfig(128)),
     ],
 )
 def test_many_config(n: int, m: int, bits: int, config: ManyConfig) -> None:
     """As many programs as processors, and no more than a round of them by splitting k."""
     assert many_config(n, m, bits, Arrangement(n, 8192, bits, 64).k_tiles, H200) == config
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "first"),
+    [
+        (14336, 1024, 99 * 128),  # 3 rounds of 132 programs, and 52
+        (28672, 512, 198 * 128),
+        (6144, 1000, 33 * 128),
+        (28672, 1024, None),  # 6 rounds, and 104
+        (28672, 256, None),
+        (8192, 512, None),  # one round
+        (8192, 256, None),  # k is in two parts already
+        (21504, 128, 132 * 128),
+        (21504, 64, None),  # two programs a processor: one round
+    ],
+)
+def test_last_round(n: int, m: int, first: int | None) -> None:
+    config = many_config(n, m, 4, 64, H200)
+    assert last_round(m, n, config, H200) == first
+
+
+@pytest.mark.parametrize("group_size", [64, None])
+@pytest.mark.parametrize("codebook", ["custom", "affine"])
+def test_outputs_of_a_weight(codebook: str, group_size: int | None) -> None:
+    q = random_quantised(Format(codebook, 3, group_size), 300, 192)
+    w = weight(TritonLayout(q))
+    for part in (slice(0, 128), slice(128, None)):
+        own = w.outputs(part)
+        a = own.arrangement
+        assert a.n == len(q.scale[part])
+        assert own.words.shape == a.words_shape
+        assert torch.equal(restore_codes(own.words, a), q.codes()[part])
+        assert torch.equal(restore_scale(own.scale, a), q.scale[part])
+        if q.zero_point is not None:
+            assert torch.equal(restore_scale(own.zero_point, a), q.zero_point[part])

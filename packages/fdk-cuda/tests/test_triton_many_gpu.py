@@ -11,7 +11,7 @@ from triton_cases import weight
 
 from fdk_cuda.triton import TritonLayout, launch
 from fdk_cuda.triton.arrangement import POSITIONS
-from fdk_cuda.triton.configs import WORDY_BITS, GemmConfig, ManyConfig
+from fdk_cuda.triton.configs import WORDY_BITS, GemmConfig, ManyConfig, last_round
 from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
 
@@ -53,6 +53,25 @@ def test_many(codebook: str, bits: int) -> None:
             y = launch.many(x, w, bias, config)
             assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
             assert torch.equal(y, launch.many(x, w, bias, config))
+
+
+@pytest.mark.parametrize("codebook", ["custom", "affine"])
+def test_last_round(codebook: str) -> None:
+    """A last round of few programs is a launch of its own, in pairs that share k."""
+    processors = launch.gpu_at(torch.cuda.current_device()).processors
+    m, n, k = 300, (processors // 2 + 3) * 128 - 56, 64 * 9
+    assert last_round(m, n, ManyConfig(256), launch.gpu_at(0)) == processors // 2 * 128
+    case = Case(Format(codebook, 4, 64), m, n, k, torch.bfloat16, "cuda")
+    q = case.quantised()
+    w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
+    x, bias = case.random(m, k), case.random(n)
+    for own, torch_own in ((None, 0), (bias, bias.double())):
+        oracle = x.double() @ w_hat.double().T + torch_own
+        torch_y = torch.nn.functional.linear(x, w_hat, own)
+        with poisoned():
+            y = launch.many(x, w, own, ManyConfig(256))
+            assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
+            assert torch.equal(y, launch.many(x, w, own, ManyConfig(256)))
 
 
 def test_many_in_a_row() -> None:

@@ -84,6 +84,9 @@ def test_many_transposed_otherwise() -> None:
         (8192, 1, 65, ManyTransposedConfig(64, 4)),
         (8192, 3, 65, None),  # three words a unit
         (8192, 4, 129, None),
+        (2048, 4, 64, ManyTransposedConfig(64, 8)),
+        (2048, 4, 65, None),
+        (1024, 4, 64, None),
     ],
 )
 def test_gradient_config(n: int, bits: int, m: int, config: ManyTransposedConfig | None) -> None:
@@ -122,3 +125,23 @@ def test_transposed_config(bits: int, m: int, affine: bool, warps: int, split_n:
     assert isinstance(config, TransposedConfig)
     assert (config.warps, config.split_n, config.table) == (warps, split_n, bits not in (2, 5))
     assert POSITIONS[bits] % config.warps == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "group_size", "bits", "m", "positions", "ahead", "split_n"),
+    [
+        (8192, 64, 1, 8, 32, 1, 8),
+        (8192, 64, 3, 1, 32, 0, 8),
+        (8192, 128, 5, 1, 16, 1, 4),
+        (8192, 64, 4, 32, 8, 1, 4),
+        (8192, 32, 3, 1, 8, 1, 4),  # too many scales
+        (8192, 64, 3, 9, 8, 0, 16),
+        (4096, 64, 3, 1, 8, 1, 4),
+    ],
+)
+def test_positions_of_a_program(
+    n: int, group_size: int, bits: int, m: int, positions: int, ahead: int, split_n: int
+) -> None:
+    config = gradient_config(Arrangement(n, 8192, bits, group_size), m, H200)
+    assert isinstance(config, TransposedConfig)
+    assert (config.positions, config.ahead, config.split_n) == (positions, ahead, split_n)

@@ -95,6 +95,20 @@ class TransposedConfig:
 
 
 @dataclass(frozen=True)
+class DequantiseConfig:
+    """Of ``dequantise_kernel``: a tile of k a warp, ``rounds`` of them along n.
+
+    With ``ahead``, without which there is one round, the words of the next are loaded before one is
+    stored. With ``table`` a program fills one in shared memory.
+    """
+
+    warps: int = 4
+    rounds: int = 1
+    ahead: bool = False
+    table: bool = False
+
+
+@dataclass(frozen=True)
 class Limits:
     """Up to which m each kernel serves; above the last of its direction, dequantise and cuBLAS."""
 
@@ -163,11 +177,14 @@ MORE_ROWS = {
 # at 8192 outputs programs of 80 for 64 or of 137 for 128 no longer fit the machine all at once.
 # H200, 8192 x 8192, m = 1, as codebooks and so: 1 bit 15.1 -> 12.3 us, 2 bits 14.7 -> 13.7, 3 bits
 # 25.0 -> 15.2 (without ``minus``), 4 bits 19.4 -> 16.7, 7 bits 36.1 -> 24.9; m = 16, 3 bits 31.8 ->
-# 25.6. One tile and four warps were worse with 16 rows at 2 bits, 19.0 -> 33.1, and at 4 bits, 24.8
-# -> 27.2. ``minus`` takes fewer registers: m = 1, 1 bit 12.9 -> 12.3, but two tiles of 2 bits 14.7
-# -> 17.7. 1 bit with 16 rows and, with Triton 3.7.1, 3 bits with one spill without it.
+# 25.6. ``minus`` takes fewer registers: m = 1, 1 bit 12.9 -> 12.3, 4 bits 17.2 -> 16.6, 6 bits 23.1
+# -> 20.8; m = 16, one tile and four warps, 4 bits 25.0 -> 21.3, 6 bits 31.8 -> 25.0. But two tiles
+# of 2 bits took 17.7 for 14.7, and with it 5 bits 24.3 for 21.7 and 30.4 for 27.7 with 16 rows, 7
+# bits 29.7 for 25.8 and 36.3 for 33.3, 3 bits with 16 rows 30.7 for 26.3. 1 bit with 16 rows and,
+# with Triton 3.7.1, 3 bits with one spill without it.
 AFFINE_ONE_TILE_4_WARPS = replace(ONE_TILE_4_WARPS, registers=128, minus=True)
-AFFINE_ONE_TILE = SmallConfig(n_tiles=1, warps=8, ahead=0, overlap=True, registers=64)
+AFFINE_ONE_TILE_FETCHED = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
+AFFINE_ONE_TILE = SmallConfig(1, warps=8, ahead=0, overlap=True, registers=64, minus=True)
 AFFINE_NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=4, ahead=0, overlap=True, minus=True)
 AFFINE_TWO_TILES_FETCHED = replace(TWO_TILES_FETCHED, minus=True)
 AFFINE_TWO_TILES_8_WARPS = replace(TWO_TILES_8_WARPS, minus=True)
@@ -176,11 +193,14 @@ AFFINE_FEW_ROWS: dict[int, Choice] = {
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, AFFINE_ONE_TILE_4_WARPS, AFFINE_ONE_TILE_4_WARPS),
     4: Choice(ONE_TILE, AFFINE_ONE_TILE, AFFINE_ONE_TILE),
+    6: Choice(ONE_TILE, AFFINE_ONE_TILE_FETCHED, ONE_TILE_OVERLAP),
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
 AFFINE_MORE_ROWS: dict[int, Choice] = {
     1: Choice(AFFINE_TWO_TILES_8_WARPS, AFFINE_TWO_TILES_FETCHED, AFFINE_TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
+    4: Choice(TWO_TILES_8_WARPS, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
+    6: Choice(NOTHING_AHEAD, AFFINE_ONE_TILE_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
 # Where limits were not timed there are none, and 1 bit has one tile: with two, 184 bytes of stack
 # for sm_80, 112 for sm_100, 200 for sm_120 (Triton 3.7.1).
@@ -271,10 +291,16 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
         config = choice.few
     else:
         config = choice.some if n <= 2 * gpu.few_outputs else choice.many
-    if affine and gpu.measured_on is None:
-        would_spill = bits == 1 and m > 8
-        return AFFINE_MORE_ROWS_ELSEWHERE if would_spill else replace(config, registers=0)
-    return config
+    if gpu.measured_on is not None:
+        return config
+    if affine:
+        if bits == 1 and m > 8:
+            return AFFINE_MORE_ROWS_ELSEWHERE
+        if bits == 3 and m <= 8:  # With eight warps 8 bytes of stack for sm_89 (Triton 3.7.1).
+            config = choice.some
+        return replace(config, registers=0)
+    # With two tiles 16 bytes of stack for sm_120 (Triton 3.7.1).
+    return ONE_TILE_4_WARPS if bits == 3 and m > 8 and config.n_tiles == 2 else config
 
 
 def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:
@@ -288,14 +314,24 @@ def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig
     if bits == 8:
         # Its tiles are short: with a fourth there is room for a table (``takes_table``).
         config = replace(config, stages=4)
+    if gpu.measured_on is None:
+        # Without stack (Triton 3.7.1): 128 rows of x took 48 bytes at 4 bits for sm_80 and sm_120,
+        # 64 of 3 bits 16 for sm_100, of affine 6 bits 16 for sm_80, and so did eight warps of 7
+        # bits; four of affine 3 bits 8 for sm_120.
+        warps, most = {3: 8, 7: 4}.get(bits, config.warps), 32 if bits in (3, 6) else 64
+        config = replace(config, warps=warps, block_m=min(config.block_m, most))
     config = fit(config, bits, gpu.shared_bytes)
     block_n = TILE_N * config.tiles * config.warps
     programs = -(-n // block_n) * -(-m // config.block_m)
     # One program of 128 rows fills a processor (8192 x 8192, 4 bits, m = 128: k in two 48.3 us, in
-    # four 53.1), two of fewer rows do.
-    enough = gpu.enough_programs // (2 if config.block_m >= 128 else 1)
+    # four 53.1), two of fewer rows do, but of 64 rows only at 4 and 8 bits (m = 64, k in two and in
+    # four: 4 bits 31.6 and 28.6, 8 bits 40.7 and 37.6; 3 bits 35.3 and 38.1, 6 bits 38.2 and 42.1).
+    fills = config.block_m >= 128 or (config.block_m == 64 and bits not in (4, 8))
+    enough = gpu.enough_programs // (2 if fills else 1)
     split_k = 1
-    while programs * split_k < enough and split_k < 8 and k_tiles >= 4 * split_k:
+    # Parts of 1024 columns at least: 4096 x 4096, 4 bits, m = 64, k in eight 13.3 us, in four 12.8.
+    columns = k_tiles * UNITS * POSITIONS[bits]
+    while programs * split_k < enough and split_k < 8 and columns >= 2048 * split_k:
         split_k *= 2
     return replace(config, split_k=split_k)
 
@@ -305,9 +341,9 @@ def fits_many(a: Arrangement) -> bool:
     return a.n % 8 == 0 and (a.groups == 1 or a.padded_group % 64 == 0)
 
 
-def serves_many(a: Arrangement, m: int, gpu: Gpu) -> bool:
+def serves_many(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> bool:
     """Whether ``many_kernel`` takes a product, and beats what else there is."""
-    if not 32 < m <= gpu.limits.many_m or not fits_many(a):
+    if not 32 < m <= _many_rows(a.bits, gpu, affine=affine) or not fits_many(a):
         return False
     size = a.n * a.k
     if m > 64:
@@ -315,97 +351,73 @@ def serves_many(a: Arrangement, m: int, gpu: Gpu) -> bool:
         # half. 8192 x 8192, 1 to 8 bits, 52 to 107 where it is 90 to 156.
         is_quick = a.bits <= 4 or (m <= 128 and a.bits in WORDY_BITS)
         return size >= (1 << 24 if is_quick else 1 << 25)
+    if a.bits in WORDY_BITS:  # They leave gemm_kernel no registers: m = 64, 43.4 and 54.5 us for
+        return size >= 1 << 24  # 51.4 and 177 (8192 x 8192).
+    if a.bits == 3 and not affine:
+        return False  # 28672 x 8192 143.7, gemm_kernel 115.1; 8192 x 8192 39.4 and 35.3.
     # Where two programs a processor have work: H200, m = 64, 4 bits, 14336 x 4096 27.0 us and 28672
-    # x 8192 87.1, by gemm_kernel 32.1 and 94.9; but 8192 x 8192 35 at best and 29.2. There 5 and 7
-    # bits, which leave gemm_kernel no registers, take 43.4 and 54.5 us for 51.4 and 177.
-    if a.bits in WORDY_BITS:
-        return size >= 1 << 24
+    # x 8192 87.1, by gemm_kernel 32.1 and 94.9; but 8192 x 8192 29.7 and 28.6. There 1 and 2 bits
+    # take 25.3 and 26.2 for 30.5 and 27.0, affine 1, 3 and 8 bits 36.3, 39.7 and 46.5 for 42.6,
+    # 45.9 and 48.9.
+    if size >= 1 << 26 and a.bits in ((1, 3, 8) if affine else (1, 2)):
+        return True
     return size >= 1 << 25 and 4 * -(-a.n // MANY_OUTPUTS) >= 3 * gpu.processors
 
 
-def many_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> ManyConfig:
+def _many_rows(bits: int, gpu: Gpu, *, affine: bool) -> int:
+    """Up to which m ``many_kernel`` beats dequantising."""
+    # H200, 8192 x 8192, many_kernel and dequantised, 512 rows: 5 bits 184.6 and 152.8 us, affine
+    # 193.2 and 145.5, 7 bits 214.5 and 151.9, affine 4 bits 118.2 and 143.0, 6 and 8 bits 120.9 and
+    # 144.1, 131.3 and 151.4. 1024 rows: 258.2 and 238.8, 273.2 and 247.6, affine 1 to 4 bits 234 to
+    # 264 and 225 to 245; 4 bits 217.0 and 236.2, 3 bits 227.3 and 234.0.
+    if bits in WORDY_BITS:
+        return min(gpu.limits.many_m, 256)
+    return min(gpu.limits.many_m, 512) if affine or bits > 4 else gpu.limits.many_m
+
+
+def many_config(
+    n: int, m: int, bits: int, k_tiles: int, gpu: Gpu, *, affine: bool = False
+) -> ManyConfig:
     """For a product of m rows and n outputs."""
     block_m = 64 if m <= 64 else 128 if m <= 128 or bits in WORDY_BITS else 256
     programs = -(-n // MANY_OUTPUTS) * -(-m // block_m)
-    # A processor holds two programs of 64 rows; of 3 bits one, for it has 160 registers a thread.
-    room = gpu.processors * (2 if block_m == 64 and bits not in WORDY_BITS else 1)
+    # A processor holds two programs of 64 rows; one where a thread has more than 128 registers.
+    is_wide = bits in (3, *WORDY_BITS) or (affine and bits == 1)
+    room = gpu.processors * (2 if block_m == 64 and not is_wide else 1)
     split_k = 1
     while 2 * programs * split_k <= room and split_k < 8 and k_tiles >= 4 * split_k:
         split_k *= 2
     # Two parts of k are a cluster: H200, 8192 x 8192, 4 bits, m = 256, 61.1 us -> 56.9.
-    return ManyConfig(block_m, split_k, min(split_k, 2))
+    # Not so at 8 bits of affine formats with 64 rows: 46.5, in clusters 53.4.
+    pairs = 1 if affine and bits == 8 and block_m == 64 else 2
+    return ManyConfig(block_m, split_k, min(split_k, pairs))
 
 
-def transposed_config(
-    m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu, *, affine: bool = False
-) -> TransposedConfig:
-    """For ``dy @ W_hat`` of m rows."""
-    config = next(
-        c for c in TRANSPOSED_CONFIGS if m <= 8 * c.m_tiles or c is TRANSPOSED_CONFIGS[-1]
-    )
-    # At 1 bit arithmetic alone is as quick (H200, 8192 x 8192, m = 1, with a table 16.6 us, 15.8).
-    config = replace(config, table=bits in TABLE_BYTES and bits != 1)
-    if bits in (2, 8):  # A program of 8 bits has half as many positions, too few for eight warps.
-        config = replace(config, warps=4)
-    if m <= 16 and (bits == 8 or (affine and bits <= 4 and bits != 3)):
-        config = replace(config, ahead=1)
-    if m > 16 and affine and bits == 7:
-        # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1).
-        config = replace(config, warps=8)
-    parts = -(-POSITIONS[bits] // config.positions)
-    programs = k_tiles * parts * -(-m // (8 * config.m_tiles))
-    # So many warps to a processor. H200, 8192 x 8192, m = 16, of twice as many: 3 bits 32.6 us ->
-    # 31.1, 6 bits 38.3 -> 35.7, 7 bits 41.7 -> 39.8, and half as many, affine, 4 bits 28.9 -> 27.0.
-    enough = gpu.enough_programs * (8 if m <= 16 else 4)
-    if 8 < m <= 16 and bits in (3, 5, 6, 7):
-        enough *= 2
-    elif 8 < m <= 16 and affine and bits != 8:
-        enough //= 2
-    split_n = 1
-    # Until a part is too short.
-    while programs * config.warps * split_n < enough and n_tiles >= 16 * split_n:
-        split_n *= 2
-    return replace(config, split_n=split_n)
+def last_round(m: int, n: int, config: ManyConfig, gpu: Gpu) -> int | None:
+    """The output from which programs are the last of several rounds, and half of one at most.
+
+    Of these, pairs may share k, and the round is over in half of its time.
+    """
+    blocks_m = -(-m // config.block_m)
+    blocks_n = -(-n // MANY_OUTPUTS)
+    first = blocks_n * blocks_m // gpu.processors * gpu.processors // blocks_m
+    last = (blocks_n - first) * blocks_m
+    # Of 64 rows a processor holds two programs.
+    is_one_round = config.block_m <= 64 or config.split_k > 1 or first == 0
+    if is_one_round or not 0 < 2 * last <= gpu.processors:
+        return None
+    return first * MANY_OUTPUTS
 
 
-def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu, *, affine: bool = False) -> bool:
-    """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
-    # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
-    # against 84 and 25 against 20. What is smaller was not timed.
-    if n * k < 1 << 22:
-        return False
-    limit = gpu.limits.transposed_m
-    # Affine 7 bits, 8192 x 8192, m = 64, 103 us; dequantised, by what it takes with 256 rows, 92.
-    is_quick = n * k >= 1 << 26 and not (affine and bits == 7)
-    return m <= (limit if is_quick else limit // 2)
-
-
-def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:
-    """For ``dy @ W_hat`` of m rows."""
-    config = ManyTransposedConfig()
-    programs = many_transposed_programs(m, a, config)
-    split_n = 1
-    while 2 * programs * split_n <= gpu.processors and a.n_tiles >= 16 * split_n:
-        split_n *= 2
-    return replace(config, split_n=split_n)
-
-
-def many_transposed_programs(m: int, a: Arrangement, config: ManyTransposedConfig) -> int:
-    """Of each part of n."""
-    positions = POSITIONS[a.bits] // MANY_POSITIONS
-    return -(-a.k_tiles // MANY_WARPS) * positions * -(-m // config.block_m)
-
-
-def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
-    """Whether ``many_transposed_kernel`` takes a product, and beats what else there is."""
-    # H200, 8192 x 8192, 4 bits: m = 64 41.5 us, by transposed_kernel 62.1; m = 128 64.4, and
-    # dequantised 85.2; m = 256 111 and 95. What is smaller was not timed.
-    return (
-        32 < m <= gpu.limits.many_transposed_m
-        and a.words == 1
-        and a.n * a.k >= 1 << 26
-        and fits_many(a)
-    )
+def dequantise_config(bits: int, *, affine: bool) -> DequantiseConfig:
+    """For a whole weight."""
+    # H200, 8192 x 8192, with a table and without: 6 bits 55.8 and 104.9 us, 7 65.2 and 113.9 (194.0
+    # with one tile and 1944 bytes of stack), 8 58.7 and 82.7. At 1 to 5 bits eight tiles are no
+    # quicker than one, 48.3 and 55.8 at 4: fewer programs are done at different times.
+    if bits >= 6 and not affine:
+        return DequantiseConfig(rounds=8, ahead=True, table=True)
+    # Affine formats of long tiles have 248 to 376 bytes of stack without the loop (Triton 3.7.1).
+    return DequantiseConfig(ahead=affine and bits in (1, 3, 5, 7))
 
 
 def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:

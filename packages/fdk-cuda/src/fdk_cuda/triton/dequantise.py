@@ -11,6 +11,7 @@ from fdk_cuda.triton.decode import (
     decode_scale,
     load_tables,
     load_words,
+    prepare,
 )
 
 _PART = tl.constexpr(PART)
@@ -133,7 +134,7 @@ def join_part(weights, COUNT: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
 # scale  :: [n_tiles, groups, 8, 2], zero alike
 # out    :: [n, k, dtype]
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def dequantise_kernel(
     words_ptr,
     scale_ptr,
@@ -145,6 +146,7 @@ def dequantise_kernel(
     k,
     k_tiles,
     groups,
+    rounds,
     BITS: tl.constexpr,
     WORDS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -157,79 +159,87 @@ def dequantise_kernel(
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    R: tl.constexpr,
     WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
-    """Every warp takes a tile of its own along k; R tiles along n."""
+    """Every warp takes a tile of its own along k, and some along n, one by one.
+
+    With AHEAD the words of the next are loaded before one is stored; without it there is one.
+    """
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
-    tile_n = tl.program_id(0) * R
     n_tiles = tl.cdiv(n, 16)
-    # A program is too short to fill a table in shared memory.
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, False, WARPS, X_DTYPE)[0]
+    first_n = tl.program_id(0) * (rounds if AHEAD else 1)
+    last_n = min(first_n + (rounds if AHEAD else 1), n_tiles)
+    size = tl.cast(k_tiles, tl.int64) * (WORDS * 256)  # Triton may know it as 1
 
-    # words [R * half, (warp, lane, 4)]
-    half = tl.arange(0, 2 * R)
+    # words [half, (warp, lane, 4)]
+    half = tl.arange(0, 2)
     i = tl.arange(0, WARPS * 128)
     tile_k = tl.program_id(1) * WARPS + i // 128
-    word_at = ((tile_n + half // 2) * k_tiles * (WORDS * 256) + half % 2 * 128)[:, None]
-    word_at += (tile_k * (WORDS * 256) + i % 128)[None, :]
-    mask = (tile_n + half // 2 < n_tiles)[:, None] & (tile_k < k_tiles)[None, :]
-    words = load_words(words_ptr, word_at, mask, WORDS)
+    word_at = (half * 128)[:, None] + (tile_k * (WORDS * 256) + i % 128)[None, :]
+    has_words = (half >= 0)[:, None] & (tile_k < k_tiles)[None, :]
+    words = load_words(words_ptr + first_n * size, word_at, has_words, WORDS)
+    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE)[0]
 
-    # scale [R, (warp, g, t, half)]
+    # scale [1, (warp, g, t, half)]
     i = tl.arange(0, WARPS * 64)
-    tile = tile_n + tl.arange(0, R)
-    scale_at = (tile * groups * 16)[:, None] + (i // 8 % 8 * 2 + i % 2)[None, :]
-    has_scale = (tile < n_tiles)[:, None]
+    scale_at = (i // 8 % 8 * 2 + i % 2)[None, :]
     tile_s = (tl.program_id(1) * WARPS + i // 64)[None, :]
     tile_k = tl.program_id(1) * WARPS + tl.arange(0, WARPS)
-
-    row = tile_n * 16 + tl.arange(0, 16 * R)
-    for part in tl.static_range(POSITIONS // COUNT):
-        first = tile_k * (16 * POSITIONS) + part * WIDTH
-        weights = scaled_part(
-            words,
-            tables,
-            values_ptr,
-            scale_ptr,
-            zero_ptr,
-            scale_at,
-            has_scale,
-            tile_s * (16 * POSITIONS) + part * WIDTH,
-            groups,
-            part,
-            COUNT,
-            BITS,
-            PADDED_GROUP,
-            SEGMENT,
-            ONE_GROUP,
-            AFFINE,
-            ASSEMBLY,
-            False,
-            X_DTYPE,
-            DOT_DTYPE,
-            R,
-            WARPS,
-        )
-        joined = join_part(weights, COUNT, R, WARPS)
-        # To [WARPS, R, half, g, then the columns, in either order of arrangement.py]
-        if PAIRED:
-            if COUNT == 8:
-                w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 4, 7, 5, 6])
+    for tile_n in tl.range(first_n, last_n, num_stages=1):
+        later = words
+        if AHEAD:
+            at = words_ptr + (tile_n + 1) * size
+            later = load_words(at, word_at, has_words & (tile_n + 1 < last_n), WORDS)
+        now = prepare(words, BITS, AFFINE, ASSEMBLY, TABLE)
+        row = tile_n * 16 + tl.arange(0, 16)
+        for part in tl.static_range(POSITIONS // COUNT):
+            first = tile_k * (16 * POSITIONS) + part * WIDTH
+            weights = scaled_part(
+                now,
+                tables,
+                values_ptr,
+                scale_ptr,
+                zero_ptr,
+                tile_n * groups * 16 + scale_at,
+                scale_at >= 0,
+                tile_s * (16 * POSITIONS) + part * WIDTH,
+                groups,
+                part,
+                COUNT,
+                BITS,
+                PADDED_GROUP,
+                SEGMENT,
+                ONE_GROUP,
+                AFFINE,
+                ASSEMBLY,
+                TABLE,
+                X_DTYPE,
+                DOT_DTYPE,
+                1,
+                WARPS,
+            )
+            joined = join_part(weights, COUNT, 1, WARPS)
+            # To [WARPS, R, half, g, then the columns, in either order of arrangement.py]
+            if PAIRED:
+                if COUNT == 8:
+                    w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 4, 7, 5, 6])
+                else:
+                    w = tl.permute(joined, [2, 0, 1, 3, 8, 4, 7, 5, 6])
+            elif COUNT == 8:
+                w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 7, 4, 5, 6])
             else:
-                w = tl.permute(joined, [2, 0, 1, 3, 8, 4, 7, 5, 6])
-        elif COUNT == 8:
-            w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 7, 4, 5, 6])
-        else:
-            w = tl.permute(joined, [2, 0, 1, 3, 8, 7, 4, 5, 6])
-        w = tl.reshape(w, [WARPS, 16 * R, WIDTH])
-        column = first[:, None] + tl.arange(0, WIDTH)[None, :]
-        if GROUP == PADDED_GROUP:
-            live = column < k
-        else:
-            live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-            column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
-        at = row.to(tl.int64)[None, :, None] * k + column[:, None, :]
-        live = live[:, None, :] & (row < n)[None, :, None]
-        tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=live)
+                w = tl.permute(joined, [2, 0, 1, 3, 8, 7, 4, 5, 6])
+            w = tl.reshape(w, [WARPS, 16, WIDTH])
+            column = first[:, None] + tl.arange(0, WIDTH)[None, :]
+            if GROUP == PADDED_GROUP:
+                live = column < k
+            else:
+                live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
+                column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+            at = row.to(tl.int64)[None, :, None] * k + column[:, None, :]
+            live = live[:, None, :] & (row < n)[None, :, None]
+            tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=live)
+        words = later

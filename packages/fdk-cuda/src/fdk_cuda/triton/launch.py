@@ -11,11 +11,13 @@ from fdk_cuda.triton.around import add_parts, can_overlap, limit, pdl, permute
 from fdk_cuda.triton.around import gpu_at as gpu_at
 from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
+    DequantiseConfig,
     GemmConfig,
     ManyConfig,
     ManyTransposedConfig,
     SmallConfig,
     TransposedConfig,
+    dequantise_config,
     takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
@@ -182,17 +184,17 @@ def _transposes_in_layout(compiled: Any) -> bool:
     return is_in_layout(compiled.asm.get("ttgir", ""))
 
 
-def dequantise(w: Weight, dtype: torch.dtype) -> Tensor:
+def dequantise(w: Weight, dtype: torch.dtype, config: DequantiseConfig | None = None) -> Tensor:
     """``W_hat :: [n, k]``, the bits that ``QuantisedTensor.dequantise`` gives."""
     a = w.arrangement
     shape = a.n, a.k
     out = w.words.new_empty(shape, dtype=torch.float32 if INTERPRETED else dtype)
     tensors = (*w.tensors, out)
-    key = ("dequantise", dtype, *w.key)
+    key = ("dequantise", dtype, config, *w.key)
     if not relaunch(key, tensors):
-        tiles, warps = 1, 4
-        constants = w.constants(dtype) | {"R": tiles, "WARPS": warps}
-        grid = (triton.cdiv(a.n_tiles, tiles), triton.cdiv(a.k_tiles, warps))
-        sizes = (a.n, a.k, a.k_tiles, a.groups)
-        launch(key, dequantise_kernel, grid, tensors, sizes, constants, num_warps=warps)
+        c = config or dequantise_config(a.bits, affine=w.zero_point is not None)
+        constants = w.constants(dtype) | {"WARPS": c.warps, "AHEAD": c.ahead, "TABLE": c.table}
+        grid = (triton.cdiv(a.n_tiles, c.rounds), triton.cdiv(a.k_tiles, c.warps))
+        sizes = (a.n, a.k, a.k_tiles, a.groups, c.rounds)
+        launch(key, dequantise_kernel, grid, tensors, sizes, constants, num_warps=c.warps)
     return out.to(dtype)

@@ -10,13 +10,15 @@ from fdk_cuda.triton import launch, tune
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import (
     Gpu,
+    small_config,
+)
+from fdk_cuda.triton.decode import DTYPES
+from fdk_cuda.triton.gradient_configs import (
     many_transposed_config,
     serves_many_transposed,
     serves_transposed,
-    small_config,
     transposed_config,
 )
-from fdk_cuda.triton.decode import DTYPES
 from fdk_formats.ops import define_linear_op
 
 # Rows that a batch-invariant call pretends to have, so that every m gets the same configuration.
@@ -90,7 +92,8 @@ def gradient_config(
     if serves_many_transposed(a, m, gpu):
         return many_transposed_config(m, a, gpu)
     if serves_transposed(m, a.n, a.k, a.bits, gpu, affine=affine):
-        return transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu, affine=affine)
+        sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu
+        return transposed_config(*sizes, affine=affine, segment=a.segment)
     return None
 
 

@@ -10,12 +10,15 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
 
-from fdk_cuda.triton.around import HAS_GLUON, add_parts, permute
+from fdk_cuda.triton.around import HAS_GLUON, add_parts, gpu_at, permute
 from fdk_cuda.triton.configs import (
     MANY_OUTPUTS,
     MANY_WARPS,
     ManyConfig,
     ManyTransposedConfig,
+    last_round,
+)
+from fdk_cuda.triton.gradient_configs import (
     many_transposed_programs,
 )
 from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered
@@ -39,23 +42,39 @@ def many(x: Tensor, w: Weight, bias: Tensor | None, config: ManyConfig) -> Tenso
     None, with a warning, where the kernel cannot be made: Gluon is experimental. Without clusters
     where only they cannot be had.
     """
+    permuted, out = permute(x, w), x.new_empty((x.shape[0], w.arrangement.n))
+    first = last_round(x.shape[0], w.arrangement.n, config, gpu_at(x.get_device()))
+    if first is None:
+        return _many(permuted, w, bias, config, out)
+    pair = replace(config, split_k=2, cluster=2)
+    for part, own in ((slice(0, first), config), (slice(first, None), pair)):
+        own_bias = None if bias is None else bias[part]
+        if _many(permuted, w.outputs(part), own_bias, own, out[:, part]) is None:
+            return None
+    return out
+
+
+def _many(
+    x: Tensor, w: Weight, bias: Tensor | None, config: ManyConfig, out: Tensor
+) -> Tensor | None:
+    """``many`` of x as ``permute`` leaves it, into ``out``, which may be some columns of y."""
     a, m = w.arrangement, x.shape[0]
     has_bias = bias is not None and config.parts == 1
     kind = (x.dtype, has_bias, config.block_m, config.cluster, config.parts > 1, *w.key)
     if kind in _not_made:
-        return None if config.cluster == 1 else many(x, w, bias, replace(config, cluster=1))
-    permuted = permute(x, w)
-    out = x.new_empty((m, a.n))
+        if config.cluster == 1:
+            return None
+        return _many(x, w, bias, replace(config, cluster=1), out)
     blocks_m = triton.cdiv(m, config.block_m)
     target = out
     if config.parts > 1:  # Whole blocks: what lies outside of x is 0, and not added.
-        shape = config.parts, blocks_m * config.block_m, a.n
+        shape = config.parts * blocks_m * config.block_m, a.n
         target = x.new_empty(shape, dtype=torch.float32)
     others = (*w.tensors, bias if bias is not None and has_bias else x)
     arguments = (
-        _descriptor(permuted, [config.block_m, 64]),
+        _descriptor(x, [config.block_m, 64]),
         *others,
-        _descriptor(target.view(-1, a.n), [config.block_m // config.cluster, MANY_OUTPUTS]),
+        _descriptor(target, [config.block_m // config.cluster, MANY_OUTPUTS]),
     )
     device, key = x.get_device(), ("many", m, has_bias, config, x.dtype, *w.key)
     run = remembered(device, key) if are_aligned(others) else None
@@ -66,10 +85,13 @@ def many(x: Tensor, w: Weight, bias: Tensor | None, config: ManyConfig) -> Tenso
             _not_made.add(kind)
             if config.cluster == 1:
                 _warn("many_kernel", config, error)
-            return many(x, w, bias, config)
+            return _many(x, w, bias, config, out)
     run((arguments[0], *(tensor.data_ptr() for tensor in others), arguments[-1]), device)
     if config.parts > 1:
-        add_parts(target, bias, out)
+        y = out if out.is_contiguous() else x.new_empty((m, a.n))
+        add_parts(target.view(config.parts, -1, a.n), bias, y)
+        if y is not out:  # Only where clusters cannot be had.
+            out.copy_(y)
     return out
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fdk_cuda.triton.assembly import results
-from fdk_cuda.triton.decode import decode_part, load_tables, prepare
+from fdk_cuda.triton.decode import PART, decode_part, load_tables, prepare
 from fdk_cuda.triton.dequantise import scaled
 from fdk_cuda.triton.shared import add_shares, reserve, shares_constraints, transposed_bytes
 from fdk_cuda.triton.transposed_tiles import (
@@ -30,6 +30,7 @@ from fdk_cuda.triton.transposed_tiles import (
     transpose_words,
 )
 
+_PART = tl.constexpr(PART)
 # A lane's place in a matrix of codes is right where it holds four neighbours in a row, or the same
 # written as bases, and lanes follow each other.
 _RIGHT = (
@@ -184,6 +185,7 @@ def transposed_part(
     BLOCK_M: tl.constexpr = 8 * M_TILES
     SEGMENTS: tl.constexpr = 1 if ONE_GROUP else max(1, 16 * COUNT // SEGMENT)
     EACH: tl.constexpr = COUNT // SEGMENTS  # positions that share a scale
+    PIECE: tl.constexpr = min(COUNT, _PART)
     STEP: tl.constexpr = R * WARPS
     # The scale goes to y, of which there is less, where that is as exact: in bf16, which keeps
     # small numbers.
@@ -286,19 +288,21 @@ def transposed_part(
         words = prepare(
             transpose_words(words, WORDS, R, WARPS, ASSEMBLY), BITS, AFFINE, ASSEMBLY, TABLE
         )
-        values = decode_part(
-            words,
-            tables,
-            values_ptr,
-            part,
-            COUNT,
-            BITS,
-            AFFINE,
-            ASSEMBLY,
-            TABLE,
-            X_DTYPE,
-            DOT_DTYPE,
-        )
+        values = ()
+        for piece in tl.static_range(COUNT // PIECE):
+            values = values + decode_part(
+                words,
+                tables,
+                values_ptr,
+                part * (COUNT // PIECE) + piece,
+                PIECE,
+                BITS,
+                AFFINE,
+                ASSEMBLY,
+                TABLE,
+                X_DTYPE,
+                DOT_DTYPE,
+            )
         sums = ()
         new_minus = ()
         for at in tl.static_range(SEGMENTS):

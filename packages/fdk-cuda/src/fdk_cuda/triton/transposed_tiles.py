@@ -140,6 +140,9 @@ def as_operand_y(
 @triton.jit
 def joined(parts, COUNT: tl.constexpr):
     """1, 2, 4 or 8 tensors side by side in a last dimension, in their order."""
+    A: tl.constexpr = parts[0].shape[0]
+    B: tl.constexpr = parts[0].shape[1]
+    C: tl.constexpr = parts[0].shape[2]
     if COUNT == 1:
         return parts[0][:, :, :, None]
     elif COUNT == 2:
@@ -147,8 +150,8 @@ def joined(parts, COUNT: tl.constexpr):
     elif COUNT == 4:
         # The last of the dimensions that ``join`` makes is the higher bit.
         total = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
-        return tl.reshape(total, [*parts[0].shape, 4])
+        return tl.reshape(total, [A, B, C, 4])
     else:
         low = tl.join(tl.join(parts[0], parts[4]), tl.join(parts[2], parts[6]))
         high = tl.join(tl.join(parts[1], parts[5]), tl.join(parts[3], parts[7]))
-        return tl.reshape(tl.join(low, high), [*parts[0].shape, 8])
+        return tl.reshape(tl.join(low, high), [A, B, C, 8])

@@ -126,8 +126,8 @@ def default(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> Config
     """What the data of ``configs`` says."""
     if m <= gpu.limits.small_m:
         return as_run(small_config(a.n, m, a.bits, gpu, affine=affine), gpu)
-    if serves_many(a, m, gpu):
-        return many_config(a.n, m, a.bits, a.k_tiles, gpu)
+    if serves_many(a, m, gpu, affine=affine):
+        return many_config(a.n, m, a.bits, a.k_tiles, gpu, affine=affine)
     if m <= gpu.limits.gemm_m:
         return gemm_config(a.n, m, a.bits, a.k_tiles, gpu)
     return None

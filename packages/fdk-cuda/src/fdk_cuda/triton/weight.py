@@ -1,12 +1,13 @@
 """A weight as the kernels take it: tensors, and the sizes that go with them."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_cuda.triton.arrangement import POSITIONS, Arrangement
+from fdk_cuda.triton.arrangement import POSITIONS, TILE_N, Arrangement
 from fdk_cuda.triton.remembered import INTERPRETED
 
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -39,6 +40,18 @@ class Weight(NamedTuple):
     def has_exact_zeros(self, dtype: torch.dtype) -> bool:
         """Whether there are zero points, and a dtype holds them all."""
         return self.zero_point is not None and self.zero_point.dtype in (dtype, torch.uint8)
+
+    def outputs(self, part: slice) -> "Weight":
+        """That of some outputs: of whole tiles, but for the last."""
+        a = self.arrangement
+        rows = range(a.n)[part]
+        tiles = slice(rows.start // TILE_N, -(-rows.stop // TILE_N))
+        return self._replace(
+            words=self.words[tiles],
+            scale=self.scale[tiles],
+            zero_point=None if self.zero_point is None else self.zero_point[tiles],
+            arrangement=replace(a, n=len(rows)),
+        )
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """Compile-time arguments of the kernels, for activations of a dtype."""

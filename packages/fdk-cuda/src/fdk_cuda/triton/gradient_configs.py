@@ -1,0 +1,116 @@
+"""Configurations of ``dy @ W_hat``, and which kernel takes it: as ``configs``, of gradients."""
+
+from dataclasses import replace
+
+from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, TILE_N, UNITS, Arrangement
+from fdk_cuda.triton.configs import (
+    MANY_POSITIONS,
+    MANY_WARPS,
+    TRANSPOSED_CONFIGS,
+    Gpu,
+    ManyTransposedConfig,
+    TransposedConfig,
+    fits_many,
+)
+
+
+def transposed_config(
+    m: int, bits: int, n_tiles: int, k_tiles: int, gpu: Gpu, *, affine: bool = False, segment: int
+) -> TransposedConfig:
+    """For ``dy @ W_hat`` of m rows; ``segment`` is that of the arrangement."""
+    config = next(
+        c for c in TRANSPOSED_CONFIGS if m <= 8 * c.m_tiles or c is TRANSPOSED_CONFIGS[-1]
+    )
+    # At 1 bit arithmetic alone is as quick (H200, 8192 x 8192, m = 1, with a table 16.6 us, 15.8).
+    config = replace(config, table=bits in TABLE_BYTES and bits != 1)
+    if bits in (2, 8):  # A program of 8 bits has half as many positions, too few for eight warps.
+        config = replace(config, warps=4)
+    # Affine 1 bit with 16 rows then has 8 bytes of stack for sm_120 (Triton 3.7.1).
+    gains = affine and (bits in (2, 4) or (bits == 1 and gpu.measured_on is not None))
+    if m <= 16 and (bits == 8 or gains):
+        config = replace(config, ahead=1)
+    if m > 16 and affine and bits == 7:
+        # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1); with
+        # eight 8 for sm_80.
+        config = replace(config, warps=8) if gpu.measured_on else replace(config, m_tiles=2)
+    if gpu.measured_on is not None and segment >= 64:
+        positions, ahead = _wide_gradient(config, m, bits, n_tiles * k_tiles, affine=affine)
+        config = replace(config, positions=positions, ahead=ahead)
+    parts = -(-POSITIONS[bits] // config.positions)
+    programs = k_tiles * parts * -(-m // (8 * config.m_tiles))
+    # So many warps to a processor. H200, 8192 x 8192, m = 16, of twice as many: 3 bits 32.6 us ->
+    # 31.1, 6 bits 38.3 -> 35.7, 7 bits 41.7 -> 39.8, and half as many, affine, 4 bits 28.9 -> 27.0.
+    enough = gpu.enough_programs * (8 if m <= 16 else 4)
+    if config.positions > 8:
+        enough //= 2  # Their sums take as many registers again.
+    if 8 < m <= 16 and bits in (3, 5, 6, 7):
+        enough *= 2
+    elif 8 < m <= 16 and affine and bits != 8:
+        enough //= 2
+    split_n = 1
+    # Until a part is too short.
+    while programs * config.warps * split_n < enough and n_tiles >= 16 * split_n:
+        split_n *= 2
+    return replace(config, split_n=split_n)
+
+
+def _wide_gradient(
+    c: TransposedConfig, m: int, bits: int, tiles: int, *, affine: bool
+) -> tuple[int, int]:
+    """Positions and ``ahead`` of a weight in so many tiles, where that is 2^26 and more."""
+    if tiles * TILE_N * UNITS * POSITIONS[bits] >= 1 << 26:
+        # H200, 8192 x 8192, m = 1, by programs of 8, 16 and 32 positions: 1 bit 15.3, 14.4 and 14.3
+        # us, 3 bits 22.9, 20.3 and 17.9, affine 24.9, 23.9 and 20.8, 5 bits 25.5, 24.3 and 28.1,
+        # affine 22.9, 21.1 and 24.6, 7 bits 29.6, 28.8 and 33.1; but affine 1 bit 16.4, 18.6 and
+        # 16.9, 7 bits 28.1, 29.2 and 31.6, and 6 bits 24.9 and 25.4.
+        if m <= 8 and bits == 3:
+            return 32, 0
+        if m <= 8 and bits == 1 and not affine:
+            return 32, 1
+        if m <= 8 and (bits == 5 or (bits == 7 and not affine)):
+            return 16, 1
+        if 16 < m <= 32 and bits == 4 and not affine:
+            return c.positions, 1  # m = 32 36.1 -> 29.9
+    return c.positions, c.ahead
+
+
+def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu, *, affine: bool = False) -> bool:
+    """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
+    # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
+    # against 84 and 25 against 20. What is smaller was not timed.
+    if n * k < 1 << 22:
+        return False
+    limit = gpu.limits.transposed_m
+    # Affine 7 bits, 8192 x 8192, m = 64, 103 us; dequantised, by what it takes with 256 rows, 92.
+    is_quick = n * k >= 1 << 26 and not (affine and bits == 7)
+    return m <= (limit if is_quick else limit // 2)
+
+
+def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:
+    """For ``dy @ W_hat`` of m rows."""
+    config = ManyTransposedConfig()
+    programs = many_transposed_programs(m, a, config)
+    split_n = 1
+    while 2 * programs * split_n <= gpu.processors and a.n_tiles >= 16 * split_n:
+        split_n *= 2
+    return replace(config, split_n=split_n)
+
+
+def many_transposed_programs(m: int, a: Arrangement, config: ManyTransposedConfig) -> int:
+    """Of each part of n."""
+    positions = POSITIONS[a.bits] // MANY_POSITIONS
+    return -(-a.k_tiles // MANY_WARPS) * positions * -(-m // config.block_m)
+
+
+def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
+    """Whether ``many_transposed_kernel`` takes a product, and beats what else there is."""
+    # H200, 8192 x 8192, 4 bits: m = 64 41.5 us, by transposed_kernel 62.1; m = 128 64.4, and
+    # dequantised 85.2; m = 256 111 and 95.
+    # 4096 x 4096, 1 and 4 bits: m = 64 18.1 and 19.5 us, dequantised 19.6 and 20.8; m = 128 24.5
+    # and 25.7 for 23.9 and 25.3.
+    return (
+        32 < m <= gpu.limits.many_transposed_m
+        and a.words == 1
+        and a.n * a.k >= (1 << 24 if m <= 64 else 1 << 26)
+        and fits_many(a)
+    )

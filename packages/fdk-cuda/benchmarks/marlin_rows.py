@@ -6,7 +6,7 @@
 `time` replays graphs of all numbers of rows in turns, so that heat and clocks fall on all alike,
 and says where more rows take over 5 % less time than fewer do. Each is checked first. `--heat` runs
 cuBLAS for so many seconds before each series. Turns go from few rows to many, or with `--mix` in an
-order of chance: a graph's neighbours decide how hot it finds the chip.
+order of chance: what ran before a graph may decide how hot it finds the chip.
 """
 
 import argparse

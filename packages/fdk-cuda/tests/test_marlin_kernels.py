@@ -10,6 +10,7 @@ import torch
 from fdk_cuda import nvrtc
 from fdk_cuda.marlin.hopper import (
     MIN_STEPS,
+    TIMED_ROWS,
     has_table,
     hopper_cost,
     hopper_plans,
@@ -441,6 +442,23 @@ def test_lone_short_tiles_of_planes():
     plan = next(plan for plan in plans if plan.whole_passes == 0 and plan.split == 2)
     assert (plan.shape.short_blocks, plan.split, plan.grid, plan.passes) == (3, 2, 128, 1)
     check_passes(plan, geometry)
+
+
+def test_hopper_plans_that_were_timed():
+    """Rows of x that take the plan of more of them, which took less time (docs/kernels)."""
+    device = DEVICES["sm_90a"]
+    for (bits, n, k), rows in TIMED_ROWS.items():
+        geometry = Geometry(bits, n, k, 64, torch.bfloat16, False)
+        more = plan_hopper(geometry, rows.stop, device)
+        assert (more.shape.columns, more.shape.cluster, more.column_tiles) == (160, 1, 2)
+        assert all(plan_hopper(geometry, m, device) == more for m in rows)
+        assert all(more in hopper_plans(geometry, m, device) for m in rows)
+        assert plan_hopper(geometry, rows.start - 1, device) != more
+        few = replace(device, processors=114)
+        costs = (hopper_cost(geometry, p, few) for p in hopper_plans(geometry, rows.start, few))
+        assert hopper_cost(geometry, plan_hopper(geometry, rows.start, few), few) == min(costs)
+        affine = replace(geometry, has_zero_point=True)
+        assert plan_hopper(affine, rows.start, device).shape.columns == 96
 
 
 def test_long_loops_of_digits_have_enough_under_way():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
-from fdk_cuda.marlin.plan import FITTING_SHARE, Device
+from fdk_cuda.marlin.plan import FITTING_SHARE, TIMED_PROCESSORS, Device
 from fdk_cuda.marlin.programs import TABLE_BYTES, HopperShape
 
 # Up to so many, a stage holds 128 columns of the weight.
@@ -38,9 +38,8 @@ INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 # rows of 8192 x 8192 took 94.0 us; by this one 92.7. 64 columns at 1 bit: two groups had 0.248
 # before its bytes took two rotations side by side, 6144 x 4096 10.4 -> 10.2 us; then 0.238, and
 # pairs 0.239, whose plan for 64 rows of 21504 x 6144 took 37.7 us; by these 36.7; and three groups
-# 0.366 before a look-up was of 8 bytes: 38.0 -> 36.4 us there, but 128256 x 4096 then took 125.8
-# us for 120.3 of an earlier run.) Tiles of 160 became faster since: see docs/kernels/hopper-gemm.md
-# for 257 to 288 rows.
+# 0.366 before a look-up was of 8 bytes: 38.0 -> 36.4 us there; 128256 x 4096 131.4 so, and 131.5 by
+# four groups.) Tiles of 160 became faster since: see docs/kernels/hopper-gemm.md, and TIMED_ROWS.
 STEP_COST = {
     (32, 2, 1): {1: 0.188, 2: 0.173, 3: 0.248, 4: 0.193, 8: 0.313},
     (32, 4, 2): {1: 0.180, 2: 0.185, 3: 0.230, 4: 0.190, 8: 0.319},
@@ -58,6 +57,16 @@ STEP_COST = {
     (192, 2, 1): {1: 0.522, 2: 0.528, 3: 0.586, 4: 0.538, 8: 0.647},
     (224, 2, 1): {1: 0.608, 2: 0.610, 3: 0.642, 4: 0.627, 8: 0.722},
     (256, 2, 1): {1: 0.686, 2: 0.684, 3: 0.723, 4: 0.720, 8: 0.809},
+}
+# Rows of x, by bits and the weight's rows and columns, that take the plan of one row more than the
+# last of them: it takes any fewer, and the one that costs least by the above was slower than that
+# (H200, rows.jsonl at ef6a9f7: three tiles of 96 rows and two of 160, with 288 and 289 rows: 8192 x
+# 8192, 1 bit 65.7 us and 60.7, 4 bits 67.2 and 64.8, 28672 x 8192, 1 bit 227.9 and 215.0). Any
+# Hopper of as many processors does so.
+TIMED_ROWS = {
+    (1, 8192, 8192): range(257, 289),
+    (4, 8192, 8192): range(257, 289),
+    (1, 28672, 8192): range(257, 289),
 }
 # Columns, groups of consumers, those that share rows and blocks of 64 in a stage of the forward's
 # tiles.
@@ -107,6 +116,9 @@ class HopperPlan:
 
 def plan_hopper(geometry: Geometry, m: int, device: Device) -> HopperPlan:
     """The plan for m rows of x."""
+    timed = TIMED_ROWS.get((geometry.bits, geometry.rows, geometry.columns), range(0))
+    if m in timed and device.processors == TIMED_PROCESSORS and not geometry.has_zero_point:
+        m = timed.stop
     plans = hopper_plans(geometry, m, device)
     return min(plans, key=lambda plan: hopper_cost(geometry, plan, device))
 

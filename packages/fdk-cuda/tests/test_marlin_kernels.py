@@ -257,7 +257,7 @@ def test_short_tiles_of_1_bit_spill_nothing(arch):
     shapes = [
         shape
         for shape in widest_shapes(variant, device)
-        if (shape.fragments, shape.k_blocks, shape.column_tiles) == (4, 1, 1)
+        if (shape.fragments, shape.k_blocks, shape.is_spread) == (4, 1, True)
     ]
     assert {shape.short_blocks for shape in shapes} == {0, 1}
     warps = {shape.row_groups: shape.warps for shape in shapes}

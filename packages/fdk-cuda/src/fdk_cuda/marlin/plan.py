@@ -11,6 +11,8 @@ from fdk_cuda.marlin.programs import DIGITS_BYTES, TABLE_BYTES, TileShape, Varia
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
+# Up to so many, they lie in every other column of operand B.
+SPREAD_ROWS = 4
 STAGES, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 16, 16
 WARP_COUNTS = (16, 12, 8, 4, 2)
 # Blocks of a cluster, and the share of the processors that clusters of that size can fill (H200:
@@ -199,7 +201,7 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
     if column_tiles == 1:
         pieces = [((*key, groups), cost) for key, cost in NARROW_COST.items() for groups in (1, 2)]
     for (key, cost), warps in itertools.product(pieces, WARP_COUNTS):
-        shape = TileShape(*key, column_tiles, warps)
+        shape = TileShape(*key, column_tiles, warps, is_spread=m <= SPREAD_ROWS)
         # Eight fragments are for eight warps: with fewer, compute capability 12.0 would spill.
         fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps == 8)
         if variant.bits in cost and fits:

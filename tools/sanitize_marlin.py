@@ -172,8 +172,7 @@ def small_traits(plan: SmallPlan) -> dict[str, Hashable]:
     """What plans of small_m.cu and digits.cu differ in."""
     shape = plan.shape
     return {
-        "fragments": (shape.fragments, shape.digit_rows > 0),
-        "k_blocks": (shape.k_blocks, shape.digit_rows > 0),
+        "piece": (shape.fragments, shape.k_blocks, shape.digit_rows > 0),
         "row_groups": shape.row_groups,
         "warps": shape.warps,
         "split": (plan.split, shape.digit_rows > 0),

@@ -28,6 +28,14 @@ NARROW_COST = {
     (4, 2): {1: 0.0205, 2: 0.0230, 3: 0.0257, 4: 0.0310, 8: 0.0580},
     (8, 2): {1: 0.0190, 2: 0.0195},
 }
+# The same with up to 4 rows of x.
+SPREAD_COST = {
+    (2, 2): {1: 0.0242, 2: 0.0262, 3: 0.0276, 4: 0.0287, 8: 0.0560},
+    (4, 1): {1: 0.0209, 2: 0.0250, 3: 0.0283, 4: 0.0302, 8: 0.0580},
+    (4, 2): {1: 0.0197, 2: 0.0221, 3: 0.0247, 4: 0.0298, 8: 0.0570},
+    (8, 1): {1: 0.0197, 2: 0.0221, 3: 0.0247, 4: 0.0298, 8: 0.0570},
+    (8, 2): {1: 0.0182, 2: 0.0187, 3: 0.0247, 4: 0.0298, 8: 0.0570},
+}
 # And of digits.cu by bits, for one row of x, and for four by so much more; more warps are slower.
 # Of turning a column of x into digits.
 DIGITS_BLOCK_COST = {
@@ -168,7 +176,8 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
         time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
         time += DIGITS_COST[rows] * geometry.columns / plan.split
     elif shape.column_tiles == 1:
-        time = TABLE_COST + blocks * NARROW_COST[shape.fragments, shape.k_blocks][geometry.bits]
+        costs = SPREAD_COST if shape.is_spread else NARROW_COST
+        time = TABLE_COST + blocks * costs[shape.fragments, shape.k_blocks][geometry.bits]
     else:
         pieces = shape.fragments, shape.k_blocks, shape.row_groups
         time = TABLE_COST + blocks * WIDE_COST[pieces][geometry.bits]
@@ -197,13 +206,15 @@ def _plans(geometry: Geometry, variant: Variant, m: int, device: Device) -> Iter
 def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape]:
     """Shapes of tile whose instantiations find enough registers, without short tiles."""
     column_tiles = 1 if m <= 8 else 2
+    is_spread = m <= SPREAD_ROWS
     pieces = list(WIDE_COST.items())
     if column_tiles == 1:
-        pieces = [((*key, groups), cost) for key, cost in NARROW_COST.items() for groups in (1, 2)]
+        costs = SPREAD_COST if is_spread else NARROW_COST
+        pieces = [((*key, groups), cost) for key, cost in costs.items() for groups in (1, 2)]
     for (key, cost), warps in itertools.product(pieces, WARP_COUNTS):
-        shape = TileShape(*key, column_tiles, warps, is_spread=m <= SPREAD_ROWS)
-        # Eight fragments are for eight warps: with fewer, compute capability 12.0 would spill.
-        fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps == 8)
+        shape = TileShape(*key, column_tiles, warps, is_spread=is_spread)
+        # Eight fragments are for eight warps and more: with fewer, 12.0 would spill.
+        fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps >= 8)
         if variant.bits in cost and fits:
             yield shape
     # The fewest rows that suffice.
@@ -273,6 +284,8 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     """
     bits = variant.bits
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
+    if shape.is_spread and device.is_hopper and variant.per_row == 1 and shape.stage_blocks <= 4:
+        return 16
     if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
         return 0 if heavy else 8
     # Two tiles of columns or four blocks leave zero points no room in 128 registers, but for some

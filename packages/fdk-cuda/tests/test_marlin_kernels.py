@@ -20,6 +20,7 @@ from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIE
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
+    SPREAD_ROWS,
     TIMED_PLANS,
     Device,
     _plans,
@@ -39,6 +40,7 @@ from fdk_cuda.marlin.programs import (
     wgmma_header,
 )
 from fdk_cuda.marlin.relayout import LAYOUT_FIELDS
+from fdk_cuda.marlin.timed import TIMED_FEW_ROWS
 
 DEVICES = {
     "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),
@@ -444,6 +446,23 @@ def test_timed_plans(bits, n, k):
     fewer = replace(h200, processors=114)
     for other, m, device in ((affine, 1, h200), (geometry, 2, h200), (geometry, 1, fewer)):
         assert plan_small(other, torch.bfloat16, m, device) == cheapest_plan(other, m, device)
+
+
+@pytest.mark.parametrize("key", TIMED_FEW_ROWS, ids=str)
+def test_timed_plans_of_few_rows(key):
+    """They go before those that cost least, for as many rows as they were timed with."""
+    affine, rows, bits, n, k = key
+    geometry, h200 = Geometry(bits, n, k, 64, torch.bfloat16, affine), DEVICES["sm_90a"]
+    for m in (1,) if rows == 1 else range(2, SPREAD_ROWS + 1):
+        plan = plan_small(geometry, torch.bfloat16, m, h200)
+        shape = plan.shape
+        found = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
+        assert found == TIMED_FEW_ROWS[key]
+        assert plan != cheapest_plan(geometry, m, h200)
+        check_passes(plan, geometry)
+    check_resources(small_m_program(Variant.of(geometry, torch.bfloat16), shape), "sm_90a", shape)
+    m = SPREAD_ROWS + 1
+    assert plan_small(geometry, torch.bfloat16, m, h200) == cheapest_plan(geometry, m, h200)
 
 
 def cheapest_plan(geometry, m, device):

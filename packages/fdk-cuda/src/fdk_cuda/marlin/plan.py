@@ -8,6 +8,7 @@ import torch
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
 from fdk_cuda.marlin.programs import DIGITS_BYTES, TABLE_BYTES, TileShape, Variant
+from fdk_cuda.marlin.timed import TIMED_FEW_ROWS
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
@@ -28,13 +29,15 @@ NARROW_COST = {
     (4, 2): {1: 0.0205, 2: 0.0230, 3: 0.0257, 4: 0.0310, 8: 0.0580},
     (8, 2): {1: 0.0190, 2: 0.0195},
 }
-# The same with up to 4 rows of x.
+# The same with up to 4 rows of x: least squares over 1078 timed plans (H200, five shapes and the
+# layers of two models, codebooks and affine weights, 1 and 4 rows), then what in 94 cases puts the
+# fastest first. Those that it does not, by over 1.5 %, are ``TIMED_FEW_ROWS``.
 SPREAD_COST = {
-    (2, 2): {1: 0.0242, 2: 0.0262, 3: 0.0276, 4: 0.0287, 8: 0.0560},
-    (4, 1): {1: 0.0209, 2: 0.0250, 3: 0.0283, 4: 0.0302, 8: 0.0580},
-    (4, 2): {1: 0.0197, 2: 0.0221, 3: 0.0247, 4: 0.0298, 8: 0.0570},
-    (8, 1): {1: 0.0197, 2: 0.0221, 3: 0.0247, 4: 0.0298, 8: 0.0570},
-    (8, 2): {1: 0.0182, 2: 0.0187, 3: 0.0247, 4: 0.0298, 8: 0.0570},
+    (2, 2): {1: 0.0235, 2: 0.0279, 3: 0.0347, 4: 0.0350, 8: 0.0578},
+    (4, 1): {1: 0.0236, 2: 0.0287, 3: 0.0330, 4: 0.0350, 8: 0.0637},
+    (4, 2): {1: 0.0205, 2: 0.0268, 3: 0.0298, 4: 0.0295, 8: 0.0552},
+    (8, 1): {1: 0.0210, 2: 0.0266, 3: 0.0311, 4: 0.0339, 8: 0.0550},
+    (8, 2): {1: 0.0190, 2: 0.0208, 3: 0.0249, 4: 0.0274, 8: 0.0570},
 }
 # And of digits.cu by bits, for one row of x, and for four by so much more; more warps are slower.
 # Of turning a column of x into digits.
@@ -50,7 +53,7 @@ DIGITS_BLOCK_COST = {
 }
 DIGITS_ROWS_FACTOR = {1: 1.0, 4: 1.1}
 DIGITS_WARPS = 8
-DIGITS_COST = {1: 6e-5, 4: 26e-5}
+DIGITS_COST = {1: 6e-5, 4: 40e-5}
 # Of the table, which digits.cu does without.
 TABLE_COST = 1.0
 # With two tiles of columns, by the same, by groups of rows (a second group finds x in the L1) and
@@ -84,17 +87,13 @@ TIMED_PROCESSORS = 132
 TIMED_PLANS = {
     (1, 28672, 4096): (8, 4, 1, 8, 1),
     (1, 6144, 21504): (8, 4, 1, 8, 4),
-    (4, 5120, 3072): (4, 2, 1, 8, 1),
     (4, 3072, 3072): (2, 2, 1, 16, 1),
     (4, 22528, 3072): (2, 2, 2, 16, 1),
     (4, 3072, 11264): (2, 2, 1, 16, 1),
-    (4, 6144, 4096): (4, 2, 1, 8, 1),
     (4, 28672, 4096): (2, 2, 1, 16, 1),
     (4, 6144, 6144): (2, 2, 2, 12, 1),
     (4, 43008, 6144): (4, 2, 1, 12, 1),
-    (4, 6144, 21504): (4, 2, 1, 12, 2),
 }
-
 # Bits at which weights with zero points take 16 warps on compute capability 9.0, by tiles of
 # columns; 8.0 and 12.0 would spill 4 to 64 bytes (H200, 3 bits, 28672 x 8192, m = 1: 34.6 us ->
 # 31.4). At 2 bits there is room too, and nothing gained.
@@ -155,16 +154,23 @@ def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -
     """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
     plans = list(_plans(geometry, Variant.of(geometry, dtype), m, device))
-    if m == 1 and device.is_hopper and device.processors == TIMED_PROCESSORS:
-        plans = [plan for plan in plans if _is_timed(geometry, plan)] or plans
+    if m <= SPREAD_ROWS and device.is_hopper and device.processors == TIMED_PROCESSORS:
+        timed = timed_cut(geometry, m)
+        plans = [plan for plan in plans if _cut(plan) == timed] or plans
     return min(plans, key=lambda plan: cost(geometry, plan))
 
 
-def _is_timed(geometry: Geometry, plan: SmallPlan) -> bool:
-    wanted = TIMED_PLANS.get((geometry.bits, geometry.rows, geometry.columns))
+def timed_cut(geometry: Geometry, m: int) -> tuple[int, ...] | None:
+    """What was timed for up to ``SPREAD_ROWS`` rows of x, as ``TIMED_PLANS`` tells it, or None."""
+    g, size = geometry, (geometry.bits, geometry.rows, geometry.columns)
+    if m == 1 and not g.has_zero_point and size in TIMED_PLANS:
+        return TIMED_PLANS[size]
+    return TIMED_FEW_ROWS.get((g.has_zero_point, 1 if m == 1 else SPREAD_ROWS, *size))
+
+
+def _cut(plan: SmallPlan) -> tuple[int, ...]:
     shape = plan.shape
-    cut = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
-    return cut == wanted and not geometry.has_zero_point
+    return shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
 
 
 def cost(geometry: Geometry, plan: SmallPlan) -> float:

@@ -95,7 +95,8 @@ def test_small_m_spills_nothing(variant, arch):
         assert Variant.of(geometry, variant.dtype) == variant
         for m in (1, 4, MAX_ROWS):
             shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
-    assert {shape.digit_rows for shape in shapes} - {0} == set(variant.digit_rows)
+    for rows in variant.digit_rows:  # that these may leave to small_m.cu
+        shapes |= {s for s in small_shapes(variant, rows, DEVICES[arch]) if s.digit_rows == rows}
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
 

@@ -3,14 +3,23 @@
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import linear
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
 from fdk_cuda.marlin.launches import SMALL_FIELDS, small_fields
+from fdk_cuda.marlin.plan import MAX_ROWS, Device
 from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_cuda.nvrtc import Kernel, Launch
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
-from fdk_formats.testing import random_quantised
+from fdk_formats.testing import nrmse, poisoned, random_quantised
+
+BITS = (1, 2, 3, 4, 8)
+DTYPES = (torch.bfloat16, torch.float16)
+# Of the conformance kit.
+KIT = {"bits": BITS, "group_sizes": (32, 64, 128, None), "dtypes": DTYPES, "device": "cuda"}
+# A GPU of few processors: several tiles to a block, with and without clusters.
+FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
 
 
 def pack(format, n, k, dtype=torch.bfloat16, seed=0):
@@ -35,6 +44,20 @@ def exact_weight(q, dtype):
     else:
         values = q.codebook.to(dtype).double()[codes.int()]
     return (values * scale).view(q.shape)
+
+
+def check(layout, q, x, bias=None):
+    """y is no further from float64 than torch, where torch has nothing but its sums to round.
+
+    Few rows multiply the weight before its products with scales are rounded, many rows after.
+    """
+    W = exact_weight(q, x.dtype) if len(x) <= MAX_ROWS else q.dequantise(x.dtype).double()
+    with poisoned():
+        y = layout(x, bias)
+    oracle = linear(x.double(), W, None if bias is None else bias.double())
+    rounded_once = oracle.to(x.dtype)
+    assert nrmse(y, oracle) <= 1.2 * nrmse(rounded_once, oracle) + 1e-5
+    return y
 
 
 def run_plan(layout, x, plan, *options):

@@ -22,6 +22,7 @@ from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
     PLANES_WARPS,
+    SPREAD_ROWS,
     TIMED_PLANS,
     Device,
     _plans,
@@ -29,6 +30,7 @@ from fdk_cuda.marlin.plan import (
     plan_of_shape,
     plan_small,
     small_shapes,
+    timed_cut,
 )
 from fdk_cuda.marlin.programs import (
     KERNEL_DIRECTORY,
@@ -41,6 +43,7 @@ from fdk_cuda.marlin.programs import (
     wgmma_header,
 )
 from fdk_cuda.marlin.relayout import LAYOUT_FIELDS
+from fdk_cuda.marlin.timed import TIMED_FEW_ROWS
 
 DEVICES = {
     "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),
@@ -95,7 +98,8 @@ def test_small_m_spills_nothing(variant, arch):
         assert Variant.of(geometry, variant.dtype) == variant
         for m in (1, 4, MAX_ROWS):
             shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
-    assert {shape.digit_rows for shape in shapes} - {0} == set(variant.digit_rows)
+    for rows in variant.digit_rows:  # that these may leave to small_m.cu
+        shapes |= {s for s in small_shapes(variant, rows, DEVICES[arch]) if s.digit_rows == rows}
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
 
@@ -259,7 +263,7 @@ def test_short_tiles_of_1_bit_spill_nothing(arch):
     shapes = [
         shape
         for shape in widest_shapes(variant, device)
-        if (shape.fragments, shape.k_blocks, shape.column_tiles) == (4, 1, 1)
+        if (shape.fragments, shape.k_blocks, shape.is_spread) == (4, 1, True)
     ]
     assert {shape.short_blocks for shape in shapes} == {0, 1}
     warps = {shape.row_groups: shape.warps for shape in shapes}
@@ -484,8 +488,28 @@ def test_timed_plans(bits, n, k):
         check_resources(small_m_program(Variant.of(geometry, dtype), shape), "sm_90a", shape)
     affine = Geometry(bits, n, k, 64, torch.bfloat16, True)
     fewer = replace(h200, processors=114)
-    for other, m, device in ((affine, 1, h200), (geometry, 2, h200), (geometry, 1, fewer)):
+    others = [(affine, 1, h200), (geometry, 2, h200), (geometry, 1, fewer)]
+    if timed_cut(geometry, 2):
+        others.remove((geometry, 2, h200))
+    for other, m, device in others:
         assert plan_small(other, torch.bfloat16, m, device) == cheapest_plan(other, m, device)
+
+
+@pytest.mark.parametrize("key", TIMED_FEW_ROWS, ids=str)
+def test_timed_plans_of_few_rows(key):
+    """They go before those that cost least, for as many rows as they were timed with."""
+    affine, rows, bits, n, k = key
+    geometry, h200 = Geometry(bits, n, k, 64, torch.bfloat16, affine), DEVICES["sm_90a"]
+    for m in (1,) if rows == 1 else range(2, SPREAD_ROWS + 1):
+        plan = plan_small(geometry, torch.bfloat16, m, h200)
+        shape = plan.shape
+        found = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
+        assert found == TIMED_FEW_ROWS[key]
+        assert plan != cheapest_plan(geometry, m, h200)
+        check_passes(plan, geometry)
+    check_resources(small_m_program(Variant.of(geometry, torch.bfloat16), shape), "sm_90a", shape)
+    m = SPREAD_ROWS + 1
+    assert plan_small(geometry, torch.bfloat16, m, h200) == cheapest_plan(geometry, m, h200)
 
 
 def cheapest_plan(geometry, m, device):

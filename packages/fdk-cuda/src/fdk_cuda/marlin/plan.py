@@ -8,9 +8,12 @@ import torch
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
 from fdk_cuda.marlin.programs import DIGITS_BYTES, PLANES_BYTES, TABLE_BYTES, TileShape, Variant
+from fdk_cuda.marlin.timed import TIMED_FEW_ROWS
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
+# Up to so many, they lie in every other column of operand B.
+SPREAD_ROWS = 4
 STAGES, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 16, 16
 WARP_COUNTS = (16, 12, 8, 4, 2)
 # Blocks of a cluster, and the share of the processors that clusters of that size can fill (H200:
@@ -26,6 +29,16 @@ NARROW_COST = {
     (4, 2): {1: 0.0205, 2: 0.0230, 3: 0.0257, 4: 0.0310, 8: 0.0580},
     (8, 2): {1: 0.0190, 2: 0.0195},
 }
+# The same with up to 4 rows of x: least squares over 1078 timed plans (H200, five shapes and the
+# layers of two models, codebooks and affine weights, 1 and 4 rows), then what in 94 cases puts the
+# fastest first. Those that it does not, by over 1.5 %, are ``TIMED_FEW_ROWS``.
+SPREAD_COST = {
+    (2, 2): {1: 0.0235, 2: 0.0279, 3: 0.0347, 4: 0.0350, 8: 0.0578},
+    (4, 1): {1: 0.0236, 2: 0.0287, 3: 0.0330, 4: 0.0350, 8: 0.0637},
+    (4, 2): {1: 0.0205, 2: 0.0268, 3: 0.0298, 4: 0.0295, 8: 0.0552},
+    (8, 1): {1: 0.0210, 2: 0.0266, 3: 0.0311, 4: 0.0339, 8: 0.0550},
+    (8, 2): {1: 0.0190, 2: 0.0208, 3: 0.0249, 4: 0.0274, 8: 0.0570},
+}
 # And of digits.cu by bits, for one row of x, and for four by so much more; more warps are slower.
 # Of turning a column of x into digits.
 DIGITS_BLOCK_COST = {
@@ -40,7 +53,7 @@ DIGITS_BLOCK_COST = {
 }
 DIGITS_ROWS_FACTOR = {1: 1.0, 4: 1.1}
 DIGITS_WARPS = 8
-DIGITS_COST = {1: 6e-5, 4: 26e-5}
+DIGITS_COST = {1: 6e-5, 4: 40e-5}
 # Of the table, which digits.cu does without.
 TABLE_COST = 1.0
 # Of planes.cu, fitted to 67 plans of 9 shapes (H200, docs/kernels/marlin.md): of a block, and of a
@@ -92,17 +105,13 @@ TIMED_PLANS = {
     (1, 4096, 14336): (4, 4, 1, 8, 2),
     (1, 8192, 6144): (4, 4, 1, 8, 1),
     (1, 6144, 21504): (8, 2, 1, 12, 2),
-    (4, 5120, 3072): (4, 2, 1, 8, 1),
     (4, 3072, 3072): (2, 2, 1, 16, 1),
     (4, 22528, 3072): (2, 2, 2, 16, 1),
     (4, 3072, 11264): (2, 2, 1, 16, 1),
-    (4, 6144, 4096): (4, 2, 1, 8, 1),
     (4, 28672, 4096): (2, 2, 1, 16, 1),
     (4, 6144, 6144): (2, 2, 2, 12, 1),
     (4, 43008, 6144): (4, 2, 1, 12, 1),
-    (4, 6144, 21504): (4, 2, 1, 12, 2),
 }
-
 # Bits at which weights with zero points take 16 warps on compute capability 9.0, by tiles of
 # columns; 8.0 and 12.0 would spill 4 to 64 bytes (H200, 3 bits, 28672 x 8192, m = 1: 34.6 us ->
 # 31.4). At 2 bits there is room too, and nothing gained.
@@ -163,18 +172,25 @@ def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -
     """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
     plans = list(_plans(geometry, Variant.of(geometry, dtype), m, device))
-    if m == 1 and device.is_hopper and device.processors == TIMED_PROCESSORS:
-        plans = [plan for plan in plans if _is_timed(geometry, plan)] or plans
+    if m <= SPREAD_ROWS and device.is_hopper and device.processors == TIMED_PROCESSORS:
+        timed = timed_cut(geometry, m)
+        # Of one row, none is of digits.cu, whose shapes are planes.cu's too.
+        others = [p for p in plans if m > 1 or not p.shape.digit_rows or p.shape.by_planes]
+        plans = [plan for plan in others if _cut(plan) == timed] or plans
     return min(plans, key=lambda plan: cost(geometry, plan))
 
 
-def _is_timed(geometry: Geometry, plan: SmallPlan) -> bool:
-    wanted = TIMED_PLANS.get((geometry.bits, geometry.rows, geometry.columns))
+def timed_cut(geometry: Geometry, m: int) -> tuple[int, ...] | None:
+    """What was timed for up to ``SPREAD_ROWS`` rows of x, as ``TIMED_PLANS`` tells it, or None."""
+    g, size = geometry, (geometry.bits, geometry.rows, geometry.columns)
+    if m == 1 and not g.has_zero_point and size in TIMED_PLANS:
+        return TIMED_PLANS[size]
+    return TIMED_FEW_ROWS.get((g.has_zero_point, 1 if m == 1 else SPREAD_ROWS, *size))
+
+
+def _cut(plan: SmallPlan) -> tuple[int, ...]:
     shape = plan.shape
-    cut = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
-    # None is of digits.cu, whose shapes are planes.cu's too.
-    has_digits = shape.digit_rows > 0 and not shape.by_planes
-    return cut == wanted and not has_digits and not geometry.has_zero_point
+    return shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
 
 
 def cost(geometry: Geometry, plan: SmallPlan) -> float:
@@ -194,7 +210,8 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
         time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
         time += DIGITS_COST[rows] * geometry.columns / plan.split
     elif shape.column_tiles == 1:
-        time = TABLE_COST + blocks * NARROW_COST[shape.fragments, shape.k_blocks][geometry.bits]
+        costs = SPREAD_COST if shape.is_spread else NARROW_COST
+        time = TABLE_COST + blocks * costs[shape.fragments, shape.k_blocks][geometry.bits]
     else:
         pieces = shape.fragments, shape.k_blocks, shape.row_groups
         time = TABLE_COST + blocks * WIDE_COST[pieces][geometry.bits]
@@ -226,13 +243,15 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
     With short tiles are only those of planes.cu that have no others.
     """
     column_tiles = 1 if m <= 8 else 2
+    is_spread = m <= SPREAD_ROWS
     pieces = list(WIDE_COST.items())
     if column_tiles == 1:
-        pieces = [((*key, groups), cost) for key, cost in NARROW_COST.items() for groups in (1, 2)]
+        costs = SPREAD_COST if is_spread else NARROW_COST
+        pieces = [((*key, groups), cost) for key, cost in costs.items() for groups in (1, 2)]
     for (key, cost), warps in itertools.product(pieces, WARP_COUNTS):
-        shape = TileShape(*key, column_tiles, warps)
-        # Eight fragments are for eight warps: with fewer, compute capability 12.0 would spill.
-        fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps == 8)
+        shape = TileShape(*key, column_tiles, warps, is_spread=is_spread)
+        # Eight fragments are for eight warps and more: with fewer, 12.0 would spill.
+        fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps >= 8)
         if variant.bits in cost and fits:
             yield shape
     # The fewest rows that suffice.
@@ -316,6 +335,8 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     """
     bits = variant.bits
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
+    if shape.is_spread and device.is_hopper and variant.per_row == 1 and shape.stage_blocks <= 4:
+        return 16
     if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
         return 0 if heavy else 8
     # Two tiles of columns or four blocks leave zero points no room in 128 registers, but for some

@@ -104,6 +104,8 @@ class TileShape:
         by_planes: whether it is planes.cu's, which takes one row of x; ``digit_rows`` is 1.
         short_blocks: blocks of 32 rows that a warp takes of the tiles of the last pass, 0 where
             they are as high as the others.
+        is_spread: whether x has up to 4 rows, of which small_m.cu makes a sum less for each it
+            makes; ``column_tiles`` is 1.
     """
 
     fragments: int
@@ -114,6 +116,7 @@ class TileShape:
     digit_rows: int = 0
     short_blocks: int = 0
     by_planes: bool = False
+    is_spread: bool = False
 
     @property
     def stage_blocks(self) -> int:
@@ -176,7 +179,8 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
         assert rows in variant.digit_rows
         more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[variant.bits, rows]}"
         return _program("digits.cu", (*options, *more))
-    return _program("small_m.cu", (*options, f"-DCOLUMN_TILES={shape.column_tiles}"))
+    more = f"-DCOLUMN_TILES={shape.column_tiles}", f"-DSPREAD={int(shape.is_spread)}"
+    return _program("small_m.cu", (*options, *more))
 
 
 def dequantise_warps(variant: Variant) -> int:

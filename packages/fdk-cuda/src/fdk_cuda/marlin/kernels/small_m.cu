@@ -11,10 +11,18 @@
 //
 // Beside tiles.cuh's, an instantiation has
 //   COLUMN_TILES  1 or 2: tiles of 8 rows of x
+//   SPREAD        1: up to 4 rows of x lie in the even columns of operand B. A lane's sums of odd
+//                 columns are then nobody's, and half of what is done to sums is not done
 #include "decode.cuh"
 #include "tiles.cuh"
 
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
+static_assert(!SPREAD || COLUMN_TILES == 1);
+// Of the four sums that a lane has of a product, for row g then g + 8: those that count.
+constexpr int COLUMNS = SPREAD ? 1 : 2, VALUES = 2 * COLUMNS;
+
+// Which of the four is the one.
+__device__ constexpr int value_index(int value) { return SPREAD ? 2 * value : value; }
 
 // x of the next stage is loaded while this one's is in use, where that gains more than the
 // registers are worth (H200, 8192 x 8192, m = 16: 8 bits 21.7 us -> 20.9, 4 bits 14.4 -> 14.2, but
@@ -38,8 +46,9 @@ struct Activations {
 
 // Sums of x over the columns of a group, per row of x: what zero points and 1-bit bases multiply.
 struct RowSums {
-  float x[K_BLOCKS][PER_ROW][COLUMN_TILES][2];      // of rows 2 t and 2 t + 1
-  float based[K_BLOCKS][PER_ROW][COLUMN_TILES][2];  // 1 bit: of x times its step's base, negated
+  float x[K_BLOCKS][PER_ROW][COLUMN_TILES][COLUMNS];  // of rows 2 t and 2 t + 1; SPREAD: of t
+  // 1 bit: of x times its step's base, negated.
+  float based[K_BLOCKS][PER_ROW][COLUMN_TILES][COLUMNS];
 
   // By the tensor cores, as the products of a weight whose upper rows are negated bases and whose
   // lower ones are ones: so a lane's sums come to where it needs them.
@@ -63,7 +72,7 @@ struct RowSums {
 #pragma unroll
         for (int tile = 0; tile < COLUMN_TILES; tile++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
+          for (int e = 0; e < COLUMNS; e++) {
             based[block][half][tile][e] = d[block][tile][e];
             x[block][half][tile][e] = d[block][tile][2 + e];
           }
@@ -102,9 +111,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   bool live[COLUMN_TILES];
 #pragma unroll
   for (int tile = 0; tile < COLUMN_TILES; tile++) {
-    const int row = g + 8 * tile;
+    const int row = SPREAD ? g / 2 : g + 8 * tile;
+    const bool is_mine = row < p.m && !(SPREAD && g % 2);
     // Ahead, x goes to registers that are not cleared: rows past m read row 0.
-    live[tile] = (X_AHEAD || row < p.m) && walk.stages > 0;
+    live[tile] = (X_AHEAD || is_mine) && walk.stages > 0;
     x_rows[tile] = p.x + static_cast<uint64>(row < p.m ? row : 0) * p.columns + 8 * t +
                    static_cast<uint64>(walk.first) * STAGE_COLUMNS;
 #pragma unroll
@@ -128,9 +138,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 
   const auto take = [&](auto constant, int pass) {
     constexpr int BLOCKS = decltype(constant)::value;
-    float sum[FRAGMENTS * BLOCKS][COLUMN_TILES][4] = {};
-    float x_sum[BLOCKS][COLUMN_TILES][4] = {};  // of odd fragments, where KEEPS_SUM
-    uint32 column = 0;                          // from the warp's first
+    float sum[FRAGMENTS * BLOCKS][COLUMN_TILES][VALUES] = {};
+    float x_sum[BLOCKS][COLUMN_TILES][VALUES] = {};  // of odd fragments, where KEEPS_SUM
+    uint32 column = 0;                               // from the warp's first
     for (int i = 0; i < walk.stages; i++) {
       column = i + 1 < walk.stages ? column + walk.step * STAGE_COLUMNS : 0;
       Activations next;
@@ -157,8 +167,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
               for (int c = 0; c < COLUMN_TILES; c++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                  d[f][c][e] =
-                      COMPUTES_FRAGMENT && f % 2 ? rows.based[k_block][half][c][e & 1] : 0.f;
+                  d[f][c][e] = COMPUTES_FRAGMENT && f % 2 && !(SPREAD && e % 2)
+                                   ? rows.based[k_block][half][c][e % COLUMNS]
+                                   : 0.f;
 #pragma unroll
             for (int s = half * STEPS / PER_ROW; s < (half + 1) * STEPS / PER_ROW; s++)
 #pragma unroll
@@ -172,19 +183,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
-              for (int e = 0; e < 4; e++) {
-                const float scale = scales.get(0, half, f, e >> 1);
+              for (int e = 0; e < VALUES; e++) {
+                const float scale = scales.get(0, half, f, e / COLUMNS);
 #pragma unroll
                 for (int c = 0; c < COLUMN_TILES; c++) {
-                  float value = d[f][c][e];
+                  float value = d[f][c][value_index(e)];
                   if (AFFINE)
-                    value = fmaf(-scales.get(KINDS - 1, half, f, e >> 1),
-                                 rows.x[k_block][half][c][e & 1], value);
+                    value = fmaf(-scales.get(KINDS - 1, half, f, e / COLUMNS),
+                                 rows.x[k_block][half][c][e % COLUMNS], value);
                   float& total_sum = sum[row_block * FRAGMENTS + f][c][e];
                   total_sum = fmaf(scale, value, total_sum);
                   if (KEEPS_SUM && f % 2)
                     x_sum[row_block][c][e] =
-                        fmaf(scale, rows.x[k_block][half][c][e & 1], x_sum[row_block][c][e]);
+                        fmaf(scale, rows.x[k_block][half][c][e % COLUMNS], x_sum[row_block][c][e]);
                 }
               }
           }
@@ -195,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
       // release ahead of them.
 #pragma unroll
       for (int f = 0; f < FRAGMENTS * BLOCKS; f++)
-        asm volatile("" : "+f"(sum[f][0][0]), "+f"(sum[f][0][2])::"memory");
+        asm volatile("" : "+f"(sum[f][0][0]), "+f"(sum[f][0][COLUMNS])::"memory");
       if (X_AHEAD) x = next;
       copies.next();
     }
@@ -208,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 #pragma unroll
         for (int c = 0; c < COLUMN_TILES; c++)
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
+          for (int e = 0; e < VALUES; e++) {
             float& ones = sum[row_block * FRAGMENTS + 1][c][e];
             ones = fmaf(c1, ones, c0 * (x_sum[row_block][c][e] - ones));
           }
@@ -218,14 +229,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 #pragma unroll
     for (int c = 0; c < COLUMN_TILES; c++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int column = c * 8 + 2 * t + e;
+      for (int e = 0; e < COLUMNS; e++) {
+        const int column = c * 8 + COLUMNS * t + e;
         if (column < p.stored_columns)
 #pragma unroll
           for (int f = 0; f < FRAGMENTS * BLOCKS; f++) {
             float* own = buffer + (warp * p.stored_columns + column) * SUM_STRIDE + f * 16 + g;
             own[0] = sum[f][c][e];
-            own[8] = sum[f][c][2 + e];
+            own[8] = sum[f][c][COLUMNS + e];
           }
       }
   };

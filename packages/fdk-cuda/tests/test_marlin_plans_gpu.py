@@ -1,0 +1,87 @@
+"""Plans of the kernels for few rows on a GPU: whichever is taken, the answer is the same."""
+
+from dataclasses import replace
+
+import pytest
+from marlin_cases import BITS, FEW, exact_weight, pack, random_x, run_plan
+
+from fdk_cuda.marlin.plan import _plans, plan_small
+from fdk_cuda.marlin.programs import Variant
+from fdk_formats.testing import nrmse
+
+pytestmark = pytest.mark.gpu
+
+
+def plans_to_try(plans, *, with_short_tiles):
+    """A third of the plans of each split, in which the splits of a shape follow one another."""
+    for split in (1, 2, 4):
+        own = [plan for plan in plans if plan.split == split]
+        yield from [p for p in own if p.shape.short_blocks > 0 or not with_short_tiles][::3]
+
+
+# 1216 rows: short tiles that start early.
+PLAN_CASES = [
+    *((f"custom{bits}-g64", m, n) for bits in BITS for m in (1, 7, 16) for n in (1000, 1216)),
+    *((f"custom{bits}-g64", m, 1216) for bits in BITS for m in (2, 4)),
+    *((f"affine{bits}-g64", m, 1216) for bits in BITS for m in (1, 16)),
+    *((f"affine1-g64-{more}", m, 1216) for more in ("zint", "fp16") for m in (1, 3)),
+    *((f"affine2-g64-{more}", 1, 1216) for more in ("zint", "fp16")),
+]
+
+
+@pytest.mark.parametrize(("format", "m", "n"), PLAN_CASES)
+def test_every_plan(format, m, n):
+    """Each shape of tile, number of warps and split that a plan may have gives the same answer."""
+    q, layout = pack(format, n, 1024)
+    x = random_x(m, 1024)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    variant = Variant.of(layout.geometry, x.dtype)
+    plans = list(_plans(layout.geometry, variant, m, FEW))
+    assert any(plan.passes > 1 for plan in plans)
+    tried = list(plans_to_try(plans, with_short_tiles=n == 1216))
+    assert {plan.split for plan in tried} == {1, 2, 4}
+    if n == 1000:
+        assert {p.split for p in tried if p.shape.short_blocks == 0} == {1, 2, 4}
+    if any(rows >= m for rows in variant.digit_rows):
+        assert {p.split for p in tried if p.shape.digit_rows} == {1, 2, 4}
+    for plan in tried:
+        y = run_plan(layout, x, plan)
+        assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
+
+
+HOPPER_CASES = [
+    *(("affine1-g64", m) for m in (1, 8)),
+    *(("affine3-g64", m) for m in (1, 8, 16)),
+    *((f"{codebook}-g64", 4) for codebook in ("affine2", "affine4", "custom2", "custom4")),
+]
+
+
+@pytest.mark.parametrize(("format", "m"), HOPPER_CASES)
+def test_more_warps_of_hopper(format, m):
+    """Which plans give to it alone; the instructions are those of every GPU."""
+    q, layout = pack(format, 1216, 2048)
+    x = random_x(m, 2048)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    variant = Variant.of(layout.geometry, x.dtype)
+    plans, elsewhere = (
+        {p for p in _plans(layout.geometry, variant, m, device) if p.shape.warps >= 12}
+        for device in (replace(FEW, is_hopper=True), FEW)
+    )
+    only_here = plans - elsewhere
+    assert only_here
+    for plan in only_here:
+        y = run_plan(layout, x, plan)
+        assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("format", [f"custom{bits}-g64" for bits in BITS] + ["affine4-g32"])
+def test_copies_of_older_gpus(format, m):
+    """The path of compute capability 8, which this GPU can take too."""
+    q, layout = pack(format, 1000, 1024)
+    x = random_x(m, 1024)
+    oracle = x.double() @ exact_weight(q, x.dtype).T
+    device = replace(FEW, has_clusters=False, shared_bytes=101376)
+    plan = plan_small(layout.geometry, x.dtype, m, device)
+    y = run_plan(layout, x, plan, "-DFORCE_CP_ASYNC")
+    assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5

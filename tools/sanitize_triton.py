@@ -16,8 +16,8 @@ from fdk_cuda.triton.configs import (
     ManyTransposedConfig,
     fit,
     small_config,
-    transposed_config,
 )
+from fdk_cuda.triton.gradient_configs import transposed_config
 from fdk_cuda.triton.many_launch import many, many_transposed
 from fdk_cuda.triton.weight import Weight
 from fdk_formats.testing import nrmse

@@ -146,8 +146,8 @@ def _run_many(format: str, dtype: torch.dtype, m: int, n: int, k: int, config: M
 def _run_transposed(format: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     def run(dy: Tensor, w: Weight, _: Tensor) -> Tensor:
         a, affine = w.arrangement, w.zero_point is not None
-        gpu = launch.gpu_at(0)
-        config = transposed_config(m, a.bits, a.n_tiles, a.k_tiles, gpu, affine=affine)
+        sizes = m, a.bits, a.n_tiles, a.k_tiles, launch.gpu_at(0)
+        config = transposed_config(*sizes, affine=affine, segment=a.segment)
         return launch.transposed(dy, w, config)
 
     _check_product(run, format, dtype, (m, n, k), backward=True)

@@ -299,8 +299,9 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
         if bits == 3 and m <= 8:  # With eight warps 8 bytes of stack for sm_89 (Triton 3.7.1).
             config = choice.some
         return replace(config, registers=0)
-    # With two tiles 16 bytes of stack for sm_120 (Triton 3.7.1).
-    return ONE_TILE_4_WARPS if bits == 3 and m > 8 and config.n_tiles == 2 else config
+    # With two tiles 16 bytes of stack for sm_120; with one as many for sm_80 (Triton 3.7.1).
+    would_spill = bits == 3 and m > 8 and gpu.can_overlap and config.n_tiles == 2
+    return ONE_TILE_4_WARPS if would_spill else config
 
 
 def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:

@@ -1,6 +1,8 @@
 """Plans of the kernels for few rows on a GPU: whichever is taken, the answer is the same."""
 
+import itertools
 from dataclasses import replace
+
 
 import pytest
 from marlin_cases import BITS, FEW, exact_weight, pack, random_x, run_plan
@@ -13,9 +15,10 @@ pytestmark = pytest.mark.gpu
 
 
 def plans_to_try(plans, *, with_short_tiles):
-    """A third of the plans of each split, in which the splits of a shape follow one another."""
-    for split in (1, 2, 4):
-        own = [plan for plan in plans if plan.split == split]
+    """A third of the plans of each split and kernel; the splits of a shape follow one another."""
+    kernels = itertools.product((1, 2, 4), (False, True), (False, True))
+    for kernel in kernels:
+        own = [p for p in plans if (p.split, p.shape.digit_rows > 0, p.shape.by_planes) == kernel]
         yield from [p for p in own if p.shape.short_blocks > 0 or not with_short_tiles][::3]
 
 

@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import replace
 
-
 import pytest
 from marlin_cases import BITS, FEW, exact_weight, pack, random_x, run_plan
 

@@ -42,15 +42,17 @@ def test_how_goals_of_whole_models_stand():
     taken = [v["memory"] / (v["stored_bytes"] + v["cache_bytes"]) for v in rows.values()]
     least, worst = min((v["speedup_16"], key) for key, v in rows.items() if v["speedup_16"])
     page = (folder / "models.md").read_text("utf-8")
-    for share, met in zip(shares, ("met", "missed", "both missed"), strict=True):
+    for share, met in zip(shares, ("met", "missed", "missed; the original's beaten"), strict=True):
         assert re.search(rf"^\| .* \| {share:.1f} % \| {met}\b", page, re.MULTILINE)
     assert f"| {four['speedup_16']:.2f} times | missed |" in page
     assert f"| {least:.2f} times ({worst[0]}, {worst[2]}) or more | met |" in page
     assert f"| at most {100 * (max(taken) - 1):.1f} % more | met |" in page
     assert f"75 % would be {1e6 * four['floor'] / 0.75:.0f} us a step" in page
     # 60.7 tokens/s of an L40S that reads 864 GB/s.
-    away = one["step_time"] - one["floor"] / (60.7 * one["weight_bytes"] / 864e9)
-    assert f"43.0 % is {1e6 * away:.0f} us of {1e6 * one['step_time']:.0f} away" in page
+    original = one["floor"] / (60.7 * one["weight_bytes"] / 864e9)
+    found = " ".join(page.split())
+    says = f"A step takes {1e6 * one['step_time']:.0f} us; the original's 43.0 % would be "
+    assert f"{says}{1e6 * original:.0f}," in found
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert f"({shares[1]:.1f} and {shares[2]:.1f} % here)" in readme
     assert f"2.8 times 16 bits for 12B ({four['speedup_16']:.2f}), are missed" in readme

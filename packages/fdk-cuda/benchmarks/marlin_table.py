@@ -135,14 +135,15 @@ def beside_codebook(by_kind: dict[str, Cases]) -> str:
 
 def run_of(rows: list[Row]) -> str:
     """Of which run, and what cuBLAS took in it by shape: how the chip was."""
-    (told,) = {(row["device"], row["started"][:10], row["commit"]) for row in rows}
+    ((device, day, commit),) = {(r["device"], r["started"][:10], r["commit"]) for r in rows}
     times: dict[str, list[float]] = {}
     for row in rows:
         if row["m"] <= FEW_ROWS:
             times.setdefault(f"{row['n']} x {row['k']}", []).append(row["cublas"])
     parts = [f"{shape} {min(own):.1f} to {max(own):.1f}" for shape, own in times.items()]
-    device, day, commit = told
-    run = f"One run, {device}, {day}, commit {commit}"
+    runs = len({row["started"] for row in rows})
+    told = "One run" if runs == 1 else f"{runs} processes one after the other"
+    run = f"{told}, {device}, {day}, commit {commit}"
     return paragraph(f"{run}; cuBLAS, bf16, m <= 16: {', '.join(parts)}.")
 
 

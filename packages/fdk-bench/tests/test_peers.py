@@ -15,7 +15,7 @@ from fdk_bench.kernels import KernelRun, absent, measure
 from fdk_bench.limits import TookTooLongError, time_limit
 from fdk_bench.peers import PEERS, check, peers_named
 from fdk_bench.peers.dense import CompiledReference
-from fdk_bench.peers.gemlite import add_nearest
+from fdk_bench.peers.gemlite import add_nearest, error_of_parts
 from fdk_bench.peers.llama_cpp import LLAMA_CPP
 
 
@@ -178,6 +178,13 @@ def test_time_limit_gives_back_an_earlier_timer():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_gemlite_is_allowed_what_sums_of_16_bits_lose():
+    # 1024 parts of 16 weights: 32 times a rounding of 2^-9 (bf16) or 2^-12.
+    for dtype, error in ("bf16", 2**-4), ("fp16", 2**-7):
+        case = KernelCase(1, 64, 16384, "custom4-g64", dtype, "cuda", "gemlite")
+        assert error_of_parts(case) == error
 
 
 def test_gemlite_takes_the_configurations_of_the_nearest_shape():

@@ -61,10 +61,11 @@ def _models(name: str, size: str, bits: str, batches: str, *more: str, limit: fl
 # Ours in the formats that each backend is for; peers once for each width, at 256 rows and more
 # Humming alone (H200, 8192 x 8192, 4 bits, m = 256: 54 us, bitsandbytes 131, tinygemm 1255). The
 # compiled reference multiplies by cuBLAS whatever m: one case tells.
-OURS, PEERS_ON_GPU = "marlin-lut,marlin,triton", "torch.compile,tinygemm,bitsandbytes,humming"
+OURS = "marlin-lut,marlin,triton"
+PEERS_ON_GPU = "torch.compile,tinygemm,bitsandbytes,gemlite,humming"
 EACH_IN_ITS_FORMAT = r"-custom\d.*-marlin$|-int\d.*-cuda-(?!marlin$)"
 LEFT_OUT = EACH_IN_ITS_FORMAT + (
-    r"|^m(256|1024|4096)-.*-(tinygemm|bitsandbytes)$|^m(1024|4096)-.*-triton$"
+    r"|^m(256|1024|4096)-.*-(tinygemm|bitsandbytes|gemlite)$|^m(1024|4096)-.*-triton$"
     r"|^m(4|16|64|256|1024|4096)-.*compile$|-custom[1238].*compile$"
 )
 WIDTHS = ("4", "1", "2", "3", "8")
@@ -77,8 +78,10 @@ COMPILED = (
     ("humming", "16,64"),
     ("humming", "256,1024"),
     ("humming", "4096"),
-    ("(?!humming)", "1,4,16"),
-    ("(?!humming)", MANY_ROWS),
+    ("gemlite", "1,4"),
+    ("gemlite", "16,64"),
+    ("(?!humming|gemlite)", "1,4,16"),
+    ("(?!humming|gemlite)", MANY_ROWS),
 )
 # Shapes for many rows alone, which no case of goals.jsonl has: ours, cuBLAS and Humming.
 COMPILED_MANY_ROWS = (
@@ -142,14 +145,4 @@ ON_GPU = (
     _models("models-4b", "4b", "16,4,1", "1,4,16,64,256"),
     # What fusing gives: the same steps with seven linear layers a block instead of four.
     _models("models-12b-apart", "12b", "4", "1,64", "--no-fuse"),
-    # By itself: it takes longest to compile, and was never the best peer.
-    Part(
-        "compare-gemlite",
-        "compare",
-        (
-            *("-m", "1,16", "--shapes", "8192x8192", "-b", "16,8,4,2,1", "--backend", "marlin-lut"),
-            *("--against", "gemlite,humming", "--peer-seconds", "30", "--outer-reps", "9"),
-        ),
-        limit=150,
-    ),
 )

@@ -55,9 +55,11 @@ def test_by_planes(format, dtype):
         assert torch.equal(run_plan(layout, -x, plan), -W_hat[:, [column]].T), column
 
 
-@pytest.mark.parametrize("exponent", [-90, -40, 60, 100])
-def test_planes_of_large_and_small_values(exponent):
-    q, layout = pack("custom1-g64", 512, 1024)
+@pytest.mark.parametrize("exponent", [-106, -90, -40, 60, 120])
+@pytest.mark.parametrize("format", ["custom1-g64", "affine1-g64-zint"])
+def test_planes_of_large_and_small_values(format, exponent):
+    """Nor do their sums lose what the planes hold: 2^-106 is the last that has all of them."""
+    q, layout = pack(format, 512, 1024)
     x = random_x(1, 1024) * 2.0**exponent
     oracle = x.double() @ exact_weight(q, x.dtype).T
     y = run_plan(layout, x, plans_by_planes(layout, x.dtype)[0])

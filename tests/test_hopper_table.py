@@ -103,7 +103,7 @@ def test_goals_from_64_rows_on_were_timed_cool_and_hot():
     assert goals.items() <= timed.items()
 
 
-def test_more_rows_take_longer_within_5_per_cent_but_at_two_places(monkeypatch):
+def test_more_rows_take_longer_within_5_per_cent_but_in_three_series(monkeypatch):
     rows = read("rows.jsonl")
     steps_down = script("marlin_rows", monkeypatch).steps_down
     assert steps_down([1, 2, 3], [10.0, 9.0, 9.6]) == ["2: 9.0 after 10.0"]
@@ -114,14 +114,11 @@ def test_more_rows_take_longer_within_5_per_cent_but_at_two_places(monkeypatch):
         if told := steps_down(row["m"], row["us"]):
             case = row["n"], row["k"], row["bits"], row["heat"] > 0
             found[case] = [int(step.split(":")[0]) for step in told]
-    # Behind 257 to 288 rows and behind 65: the document says why, as far as it is known.
+    # Within one plan each, and elsewhere in the rows before: the document says what is known.
     assert found == {
-        (8192, 8192, 1, False): [289, 304, 305, 320],
-        (8192, 8192, 4, False): [289, 305],
-        (28672, 8192, 1, False): [289, 304, 305],
-        (4096, 4096, 1, True): [81, 96, 97, 112, 113, 128],
-        (8192, 8192, 1, True): [81, 96, 289, 304, 305, 320],
-        (28672, 8192, 1, True): [80, 81, 96, 289, 304, 305, 320],
+        (4096, 4096, 1, False): [49, 64],
+        (28672, 8192, 1, False): [128],
+        (4096, 4096, 1, True): [176, 177, 192],
     }
 
 

@@ -61,9 +61,10 @@ STEP_COST = {
 }
 # Rows of x, by bits and the weight's rows and columns, that take the plan of one row more than the
 # last of them: it takes any fewer, and the one that costs least by the above was slower than that
-# (H200, rows.jsonl at ef6a9f7: three tiles of 96 rows and two of 160, with 288 and 289 rows: 8192 x
-# 8192, 1 bit 65.7 us and 60.7, 4 bits 67.2 and 64.8, 28672 x 8192, 1 bit 227.9 and 215.0). Any
-# Hopper of as many processors does so.
+# (H200, rows at ef6a9f7: three tiles of 96 rows and two of 160, with 288 and 289 rows: 8192 x
+# 8192, 1 bit 65.7 us and 60.7, 4 bits 67.2 and 64.8, 28672 x 8192, 1 bit 227.9 and 215.0; with the
+# plan of 289 these 288 take 61.9, 66.0 and 212.7, rows.jsonl at 57ef800). Any Hopper of as many
+# processors does so.
 TIMED_ROWS = {
     (1, 8192, 8192): range(257, 289),
     (4, 8192, 8192): range(257, 289),

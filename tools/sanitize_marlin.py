@@ -19,7 +19,7 @@ from fdk_cuda.marlin.hopper import NARROW_COLUMNS, HopperPlan, hopper_plans
 from fdk_cuda.marlin.launches import hopper_runner, run_hopper, small_fields, small_launch
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout, unpack_layout
 from fdk_cuda.marlin.ops import dequantise
-from fdk_cuda.marlin.plan import Device, SmallPlan, _plans
+from fdk_cuda.marlin.plan import Device, SmallPlan, small_plans
 from fdk_cuda.marlin.programs import (
     Variant,
     dequantise_program,
@@ -191,7 +191,7 @@ def marlin_cases() -> Iterator[Case]:
     for format, dtype, m, (n, k) in (*((*case, sizes) for case in SMALL), *lone):
         geometry = Geometry.of(Format.parse(format), n, k)
         variant = Variant.of(geometry, dtype)
-        plans = list(_plans(geometry, variant, m, FEW))
+        plans = list(small_plans(geometry, variant, m, FEW))
         if n != SMALL_N:
             plans = [plan for plan in plans if plan.shape.by_planes]
         for plan in various(plans, small_traits):

@@ -28,7 +28,8 @@ LARGE, LONG = (28672, 8192), (4096, 14336)
 # Kind, bits, m and shape.
 CASES = (
     *(("codebook", 1, 1, LARGE), ("affine", 1, 1, LARGE), ("codebook", 2, 1, LARGE)),
-    *(("codebook", 3, 1, LARGE), ("codebook", 1, 4, LARGE), ("codebook", 1, 4, LONG)),
+    *(("codebook", bits, 1, LARGE) for bits in (3, 4)),
+    *(("codebook", 1, 4, LARGE), ("codebook", 1, 4, LONG)),
     *(("codebook", bits, 16, LARGE) for bits in (1, 2, 3, 4, 8)),
 )
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"

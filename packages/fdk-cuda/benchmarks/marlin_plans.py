@@ -5,7 +5,7 @@
 
 As marlin.py does it: graphs over rotating weights, cold L2, each answer checked first; which graph
 is replayed first changes from replay to replay. A row a plan; printed is, for each case, what is
-taken and the fastest. `cost` of plan.py was fitted to such rows, and its TIMED_FEW_ROWS are where
+taken and the fastest. costs.py was fitted to such rows, and TIMED_FEW_ROWS of timed.py are where
 another plan was faster by over 1.5 %.
 """
 
@@ -20,7 +20,7 @@ from _rows import write_rows
 from marlin import SHAPES, Run, Weights
 
 from fdk_cuda.marlin.launches import device_limits, small_fields, small_launch
-from fdk_cuda.marlin.plan import SmallPlan, _plans, cost, plan_small
+from fdk_cuda.marlin.plan import SmallPlan, cost, plan_small, small_plans
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.testing import nrmse
 
@@ -78,7 +78,7 @@ def time_case(kind: str, bits: int, n: int, k: int, ms: list[int], first: int) -
     for m in ms:
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
         taken = plan_small(geometry, x.dtype, m, limits)
-        plans = _plans(geometry, Variant.of(geometry, x.dtype), m, limits)
+        plans = small_plans(geometry, Variant.of(geometry, x.dtype), m, limits)
         ranked = sorted(plans, key=lambda plan: cost(geometry, plan))
         chosen = [taken, *(plan for plan in ranked if plan != taken)][:first]
         runs = [plan_run(weights, x, plan) for plan in chosen]

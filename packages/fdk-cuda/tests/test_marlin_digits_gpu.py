@@ -7,7 +7,7 @@ import torch
 from marlin_cases import exact_weight, pack, random_x, run_plan
 
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.plan import _plans
+from fdk_cuda.marlin.plan import small_plans
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.testing import nrmse
 
@@ -19,7 +19,7 @@ def run_by_digits(layout, x):
     variant = Variant.of(layout.geometry, x.dtype)
     # Hopper takes one row of 1 bit by planes.
     limits = replace(device_limits(x.device.index), is_hopper=False)
-    plans = _plans(layout.geometry, variant, len(x), limits)
+    plans = small_plans(layout.geometry, variant, len(x), limits)
     return run_plan(layout, x, next(plan for plan in plans if plan.shape.digit_rows))
 
 

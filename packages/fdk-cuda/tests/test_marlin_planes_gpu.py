@@ -5,7 +5,7 @@ import torch
 from marlin_cases import exact_weight, pack, random_x, run_plan
 
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.plan import Device, _plans
+from fdk_cuda.marlin.plan import Device, small_plans
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.testing import nrmse
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def plans_by_planes(layout, dtype):
     """Those that a GPU's plan is chosen from."""
     limits = device_limits(layout.packed.device.index)
-    plans = list(_plans(layout.geometry, Variant.of(layout.geometry, dtype), 1, limits))
+    plans = list(small_plans(layout.geometry, Variant.of(layout.geometry, dtype), 1, limits))
     if not limits.is_hopper:
         pytest.skip("only Hopper takes a row by planes")
     return [plan for plan in plans if plan.shape.by_planes]
@@ -55,9 +55,11 @@ def test_by_planes(format, dtype):
         assert torch.equal(run_plan(layout, -x, plan), -W_hat[:, [column]].T), column
 
 
-@pytest.mark.parametrize("exponent", [-90, -40, 60, 100])
-def test_planes_of_large_and_small_values(exponent):
-    q, layout = pack("custom1-g64", 512, 1024)
+@pytest.mark.parametrize("exponent", [-106, -90, -40, 60, 120])
+@pytest.mark.parametrize("format", ["custom1-g64", "affine1-g64-zint"])
+def test_planes_of_large_and_small_values(format, exponent):
+    """Nor do their sums lose what the planes hold: 2^-106 is the last that has all of them."""
+    q, layout = pack(format, 512, 1024)
     x = random_x(1, 1024) * 2.0**exponent
     oracle = x.double() @ exact_weight(q, x.dtype).T
     y = run_plan(layout, x, plans_by_planes(layout, x.dtype)[0])
@@ -87,7 +89,7 @@ def test_every_plan_of_planes(format, n):
     oracle = x.double() @ exact_weight(q, x.dtype).T
     limit = 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5
     variant = Variant.of(layout.geometry, x.dtype)
-    plans = [p for p in _plans(layout.geometry, variant, 1, FEW) if p.shape.by_planes]
+    plans = [p for p in small_plans(layout.geometry, variant, 1, FEW) if p.shape.by_planes]
     assert {plan.split for plan in plans} == {1, 2, 4}
     for plan in plans[:: 1 if n == 192 else 2]:
         assert nrmse(run_plan(layout, x, plan), oracle) <= limit, plan

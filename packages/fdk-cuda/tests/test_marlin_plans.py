@@ -19,18 +19,14 @@ from fdk_cuda.marlin.plan import (
     MAX_ROWS,
     PLANES_WARPS,
     SPREAD_ROWS,
-    TIMED_PLANS,
-    _plans,
     cost,
     plan_small,
+    small_plans,
     small_shapes,
     timed_cut,
 )
-from fdk_cuda.marlin.programs import (
-    Variant,
-    small_m_program,
-)
-from fdk_cuda.marlin.timed import TIMED_FEW_ROWS
+from fdk_cuda.marlin.programs import Variant, small_m_program
+from fdk_cuda.marlin.timed import TIMED_FEW_ROWS, TIMED_PLANS
 
 
 def check_passes(plan, geometry):
@@ -138,7 +134,7 @@ def test_planes_spill_nothing(dtype, affine):
 def test_lone_short_tiles_of_planes():
     """192 blocks of 32 rows are 64 tiles of three: clusters of two leave four processors idle."""
     geometry = Geometry(1, 6144, 6144, 64, torch.bfloat16, False)
-    plans = _plans(geometry, Variant.of(geometry, torch.bfloat16), 1, DEVICES["sm_90a"])
+    plans = small_plans(geometry, Variant.of(geometry, torch.bfloat16), 1, DEVICES["sm_90a"])
     plan = next(plan for plan in plans if plan.whole_passes == 0 and plan.split == 2)
     assert (plan.shape.short_blocks, plan.split, plan.grid, plan.passes) == (3, 2, 128, 1)
     check_passes(plan, geometry)
@@ -210,5 +206,5 @@ def test_timed_plans_of_few_rows(key):
 
 def cheapest_plan(geometry, m, device):
     """By the model of costs."""
-    plans = _plans(geometry, Variant.of(geometry, torch.bfloat16), m, device)
+    plans = small_plans(geometry, Variant.of(geometry, torch.bfloat16), m, device)
     return min(plans, key=lambda plan: cost(geometry, plan))

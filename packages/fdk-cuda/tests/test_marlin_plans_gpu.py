@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from marlin_cases import BITS, FEW, exact_weight, pack, random_x, run_plan
 
-from fdk_cuda.marlin.plan import _plans, plan_small
+from fdk_cuda.marlin.plan import plan_small, small_plans
 from fdk_cuda.marlin.programs import Variant
 from fdk_formats.testing import nrmse
 
@@ -38,7 +38,7 @@ def test_every_plan(format, m, n):
     x = random_x(m, 1024)
     oracle = x.double() @ exact_weight(q, x.dtype).T
     variant = Variant.of(layout.geometry, x.dtype)
-    plans = list(_plans(layout.geometry, variant, m, FEW))
+    plans = list(small_plans(layout.geometry, variant, m, FEW))
     assert any(plan.passes > 1 for plan in plans)
     tried = list(plans_to_try(plans, with_short_tiles=n == 1216))
     assert {plan.split for plan in tried} == {1, 2, 4}
@@ -66,7 +66,7 @@ def test_more_warps_of_hopper(format, m):
     oracle = x.double() @ exact_weight(q, x.dtype).T
     variant = Variant.of(layout.geometry, x.dtype)
     plans, elsewhere = (
-        {p for p in _plans(layout.geometry, variant, m, device) if p.shape.warps >= 12}
+        {p for p in small_plans(layout.geometry, variant, m, device) if p.shape.warps >= 12}
         for device in (replace(FEW, is_hopper=True), FEW)
     )
     only_here = plans - elsewhere

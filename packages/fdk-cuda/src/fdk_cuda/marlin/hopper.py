@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
-from fdk_cuda.marlin.plan import FITTING_SHARE, TIMED_PROCESSORS, Device
+from fdk_cuda.marlin.plan import FITTING_SHARE, Device
 from fdk_cuda.marlin.programs import TABLE_BYTES, HopperShape
+from fdk_cuda.marlin.timed import TIMED_PROCESSORS
 
 # Up to so many, a stage holds 128 columns of the weight.
 LONG_STAGE_COLUMNS = 128

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fdk_cuda.marlin import costs
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, Geometry
 from fdk_cuda.marlin.programs import DIGITS_BYTES, PLANES_BYTES, TABLE_BYTES, TileShape, Variant
-from fdk_cuda.marlin.timed import TIMED_FEW_ROWS
+from fdk_cuda.marlin.timed import TIMED_FEW_ROWS, TIMED_PLANS, TIMED_PROCESSORS
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
@@ -19,49 +20,9 @@ WARP_COUNTS = (16, 12, 8, 4, 2)
 # Blocks of a cluster, and the share of the processors that clusters of that size can fill (H200:
 # 66 clusters of 2 fit, 30 of 4).
 FITTING_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.84}
-
-# What a block of 32 x 64 weights costs a processor, in microseconds (H200, docs/kernels/marlin.md),
-# by fragments and blocks of columns that a warp takes at a time, and by bits. Other chips differ by
-# a factor; what counts is which plan comes first.
-NARROW_COST = {
-    (2, 2): {1: 0.0252, 2: 0.0273, 3: 0.0287, 4: 0.0299, 8: 0.0573},
-    (4, 1): {1: 0.0218, 2: 0.0260, 3: 0.0295, 4: 0.0315, 8: 0.0590},
-    (4, 2): {1: 0.0205, 2: 0.0230, 3: 0.0257, 4: 0.0310, 8: 0.0580},
-    (8, 2): {1: 0.0190, 2: 0.0195},
-}
-# The same with up to 4 rows of x: least squares over 1078 timed plans (H200, five shapes and the
-# layers of two models, codebooks and affine weights, 1 and 4 rows), then what in 94 cases puts the
-# fastest first. Those that it does not, by over 1.5 %, are ``TIMED_FEW_ROWS``.
-SPREAD_COST = {
-    (2, 2): {1: 0.0235, 2: 0.0279, 3: 0.0347, 4: 0.0350, 8: 0.0578},
-    (4, 1): {1: 0.0236, 2: 0.0287, 3: 0.0330, 4: 0.0350, 8: 0.0637},
-    (4, 2): {1: 0.0205, 2: 0.0268, 3: 0.0298, 4: 0.0295, 8: 0.0552},
-    (8, 1): {1: 0.0210, 2: 0.0266, 3: 0.0311, 4: 0.0339, 8: 0.0550},
-    (8, 2): {1: 0.0190, 2: 0.0208, 3: 0.0249, 4: 0.0274, 8: 0.0570},
-}
-# And of digits.cu by bits, for one row of x, and for four by so much more; more warps are slower.
-# Of turning a column of x into digits.
-DIGITS_BLOCK_COST = {
-    1: {
-        **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
-        **{(4, 4): 0.0150, (8, 2): 0.0160, (8, 4): 0.0150},
-    },
-    2: {
-        **{(2, 2): 0.0289, (2, 4): 0.0250, (4, 2): 0.0234},
-        **{(4, 4): 0.0192, (8, 2): 0.0199, (8, 4): 0.0170},
-    },
-}
-DIGITS_ROWS_FACTOR = {1: 1.0, 4: 1.1}
+# Of digits.cu; more are slower.
 DIGITS_WARPS = 8
-DIGITS_COST = {1: 6e-5, 4: 40e-5}
-# Of the table, which digits.cu does without.
-TABLE_COST = 1.0
-# Of planes.cu, fitted to 67 plans of 9 shapes (H200, docs/kernels/marlin.md): of a block, and of a
-# stage, shared by its blocks; of turning a column of x into planes, of any plan beyond one of
-# digits.cu, of each pass after the first, and of a cluster.
-PLANES_BLOCK_COST, PLANES_STAGE_COST, PLANES_COST = 0.0095, 0.011, 20e-5
-PLANES_START_COST, PLANES_PASS_COST, PLANES_CLUSTER_COST = 0.26, 0.48, 0.7
-# Fragments, and blocks of columns.
+# Of planes.cu: fragments, and blocks of columns.
 PLANES_CUTS = (
     *((2, k_blocks) for k_blocks in (2, 4, 8)),
     *((4, k_blocks) for k_blocks in (2, 4, 8, 12)),
@@ -70,48 +31,6 @@ PLANES_CUTS = (
 PLANES_WARPS = (8, 12)
 # Blocks of 32 rows of the lone short tile that it may take too.
 PLANES_SHORT_BLOCKS = 3
-# With two tiles of columns, by the same, by groups of rows (a second group finds x in the L1) and
-# by bits.
-WIDE_COST = {
-    (4, 1, 1): {1: 0.0410, 2: 0.0440, 3: 0.0490, 4: 0.0490, 8: 0.0800},
-    (4, 1, 2): {1: 0.0370, 2: 0.0390, 3: 0.0440, 4: 0.0470, 8: 0.0740},
-    (4, 2, 1): {1: 0.0410},
-    (8, 1, 1): {1: 0.0380, 2: 0.0420, 3: 0.0460, 4: 0.0470},
-}
-# Of each tile that a block takes; of sharing tiles in a cluster, by tiles of columns, and of each.
-PASS_COST = 0.3
-CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.4, 2: 0.45}, {1: 0.25, 2: 1.2}
-# More than this in flight when a kernel starts makes its first weights late, by so much a KiB.
-EASY_START_KIB, START_COST = 50, 0.016
-# Few warps hide less latency in a long loop, and little in flight does not fill the memory. Fitted
-# to the plans timed in docs/kernels/marlin.md.
-WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
-LONG_LOOP = 8
-# digits.cu in a long loop waits for memory with so little (1 bit, 6144 x 21504, m = 1, in pairs:
-# 14.42 us with 20 KiB, 12.48 with 40).
-LITTLE_OF_DIGITS_KIB = 24
-LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 8: 76}
-LITTLE_IN_FLIGHT_FACTOR = 1.15
-
-# One row, codebooks, H200: timed in decoding steps (docs/benchmarks.md), where the kernels before
-# and after overlap with the product; `cost` puts other plans first. 4096 x 14336 at 1 bit was timed
-# alone: in a step 64 x 512 weights a warp take 1.2 us less. Any Hopper of as many
-# processors takes them, as an H100 SXM. By bits, rows and columns: fragments, blocks of columns,
-# groups of rows and warps of the shape, and the split.
-TIMED_PROCESSORS = 132
-TIMED_PLANS = {
-    (1, 6144, 4096): (4, 8, 1, 8, 1),
-    (1, 4096, 4096): (4, 8, 1, 8, 1),
-    (1, 4096, 14336): (4, 4, 1, 8, 2),
-    (1, 8192, 6144): (4, 4, 1, 8, 1),
-    (1, 6144, 21504): (8, 2, 1, 12, 2),
-    (4, 3072, 3072): (2, 2, 1, 16, 1),
-    (4, 22528, 3072): (2, 2, 2, 16, 1),
-    (4, 3072, 11264): (2, 2, 1, 16, 1),
-    (4, 28672, 4096): (2, 2, 1, 16, 1),
-    (4, 6144, 6144): (2, 2, 2, 12, 1),
-    (4, 43008, 6144): (4, 2, 1, 12, 1),
-}
 # Bits at which weights with zero points take 16 warps on compute capability 9.0, by tiles of
 # columns; 8.0 and 12.0 would spill 4 to 64 bytes (H200, 3 bits, 28672 x 8192, m = 1: 34.6 us ->
 # 31.4). At 2 bits there is room too, and nothing gained.
@@ -130,7 +49,7 @@ class Device:
 
 @dataclass(frozen=True)
 class SmallPlan:
-    """One way to run small_m.cu or digits.cu.
+    """One way to run small_m.cu, digits.cu or planes.cu.
 
     Attributes:
         shape: of the instantiation.
@@ -171,7 +90,7 @@ class SmallPlan:
 def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -> SmallPlan:
     """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
-    plans = list(_plans(geometry, Variant.of(geometry, dtype), m, device))
+    plans = list(small_plans(geometry, Variant.of(geometry, dtype), m, device))
     if m <= SPREAD_ROWS and device.is_hopper and device.processors == TIMED_PROCESSORS:
         timed = timed_cut(geometry, m)
         # Of one row, none is of digits.cu, whose shapes are planes.cu's too.
@@ -201,36 +120,40 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
         stage_blocks = (
             shape.stage_blocks if plan.whole_passes else shape.short_blocks * shape.k_blocks
         )
-        time = blocks * (PLANES_BLOCK_COST + PLANES_STAGE_COST / stage_blocks)
-        time += PLANES_COST * geometry.columns / plan.split
-        time += PLANES_START_COST + PLANES_PASS_COST * (plan.passes - 1)
-        return time + (PLANES_CLUSTER_COST if plan.split > 1 else 0)
+        time = blocks * (costs.PLANES_BLOCK_COST + costs.PLANES_STAGE_COST / stage_blocks)
+        time += costs.PLANES_COST * geometry.columns / plan.split
+        time += costs.PLANES_START_COST + costs.PLANES_PASS_COST * (plan.passes - 1)
+        return time + (costs.PLANES_CLUSTER_COST if plan.split > 1 else 0)
     if rows := shape.digit_rows:
-        block_cost = DIGITS_BLOCK_COST[geometry.bits][shape.fragments, shape.k_blocks]
-        time = blocks * block_cost * DIGITS_ROWS_FACTOR[rows]
-        time += DIGITS_COST[rows] * geometry.columns / plan.split
+        block_cost = costs.DIGITS_BLOCK_COST[geometry.bits][shape.fragments, shape.k_blocks]
+        time = blocks * block_cost * costs.DIGITS_ROWS_FACTOR[rows]
+        time += costs.DIGITS_COST[rows] * geometry.columns / plan.split
     elif shape.column_tiles == 1:
-        costs = SPREAD_COST if shape.is_spread else NARROW_COST
-        time = TABLE_COST + blocks * costs[shape.fragments, shape.k_blocks][geometry.bits]
+        of_shapes = costs.SPREAD_COST if shape.is_spread else costs.NARROW_COST
+        block_cost = of_shapes[shape.fragments, shape.k_blocks][geometry.bits]
+        time = costs.TABLE_COST + blocks * block_cost
     else:
         pieces = shape.fragments, shape.k_blocks, shape.row_groups
-        time = TABLE_COST + blocks * WIDE_COST[pieces][geometry.bits]
-    if shape.warps < 8 or plan.passes * plan.rounds > LONG_LOOP:
-        time *= WARPS_FACTOR[shape.warps]
+        time = costs.TABLE_COST + blocks * costs.WIDE_COST[pieces][geometry.bits]
+    if shape.warps < 8 or plan.passes * plan.rounds > costs.LONG_LOOP:
+        time *= costs.WARPS_FACTOR[shape.warps]
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
-    little = LITTLE_IN_FLIGHT_KIB[geometry.bits]
-    if shape.digit_rows and plan.passes * plan.rounds > 2 * LONG_LOOP:
-        little = LITTLE_OF_DIGITS_KIB
+    little = costs.LITTLE_IN_FLIGHT_KIB[geometry.bits]
+    if shape.digit_rows and plan.passes * plan.rounds > 2 * costs.LONG_LOOP:
+        little = costs.LITTLE_OF_DIGITS_KIB
     if shape.column_tiles == 1 and in_flight < little:
-        time *= LITTLE_IN_FLIGHT_FACTOR
-    time += PASS_COST * plan.passes
+        time *= costs.LITTLE_IN_FLIGHT_FACTOR
+    time += costs.PASS_COST * plan.passes
     if plan.split > 1:
-        time += CLUSTER_COST[shape.column_tiles]
-        time += CLUSTER_PASS_COST[shape.column_tiles] * plan.passes
-    return time + START_COST * max(0.0, in_flight - EASY_START_KIB)
+        time += costs.CLUSTER_COST[shape.column_tiles]
+        time += costs.CLUSTER_PASS_COST[shape.column_tiles] * plan.passes
+    return time + costs.START_COST * max(0.0, in_flight - costs.EASY_START_KIB)
 
 
-def _plans(geometry: Geometry, variant: Variant, m: int, device: Device) -> Iterator[SmallPlan]:
+def small_plans(
+    geometry: Geometry, variant: Variant, m: int, device: Device
+) -> Iterator[SmallPlan]:
+    """Every plan that fits."""
     splits = [split for split in FITTING_SHARE if device.has_clusters or split == 1]
     for shape, split in itertools.product(small_shapes(variant, m, device), splits):
         if plan := plan_of_shape(geometry, m, device, shape, split):
@@ -244,19 +167,21 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
     """
     column_tiles = 1 if m <= 8 else 2
     is_spread = m <= SPREAD_ROWS
-    pieces = list(WIDE_COST.items())
+    pieces = list(costs.WIDE_COST.items())
     if column_tiles == 1:
-        costs = SPREAD_COST if is_spread else NARROW_COST
-        pieces = [((*key, groups), cost) for key, cost in costs.items() for groups in (1, 2)]
-    for (key, cost), warps in itertools.product(pieces, WARP_COUNTS):
+        of_shapes = costs.SPREAD_COST if is_spread else costs.NARROW_COST
+        pieces = [
+            ((*key, groups), by_bits) for key, by_bits in of_shapes.items() for groups in (1, 2)
+        ]
+    for (key, by_bits), warps in itertools.product(pieces, WARP_COUNTS):
         shape = TileShape(*key, column_tiles, warps, is_spread=is_spread)
         # Eight fragments are for eight warps and more: with fewer, 12.0 would spill.
         fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps >= 8)
-        if variant.bits in cost and fits:
+        if variant.bits in by_bits and fits:
             yield shape
     # The fewest rows that suffice.
     if rows := next((rows for rows in variant.digit_rows if rows >= m), 0):
-        for fragments, k_blocks in DIGITS_BLOCK_COST[variant.bits]:
+        for fragments, k_blocks in costs.DIGITS_BLOCK_COST[variant.bits]:
             yield TileShape(fragments, k_blocks, 1, 1, DIGITS_WARPS, digit_rows=rows)
     if m == 1 and variant.has_planes and device.is_hopper:
         cuts = itertools.product(PLANES_CUTS, PLANES_WARPS)

@@ -1,11 +1,29 @@
-"""Plans for 1 to 4 rows of x that were timed, where the model of costs puts slower ones first.
+"""Plans for few rows of x that were timed, where the model of costs puts slower ones first.
 
-H200, bf16, groups of 64, bf16 scales, integer zero points; replays in turns, back to back
-(docs/kernels/marlin.md). Each took at least 1.5 % less than what `plan.cost` puts first.
+All on an H200. Any Hopper of as many processors takes them, as an H100 SXM. A plan is told by
+fragments, blocks of columns, groups of rows and warps of its shape, and by its split.
 """
 
-# By whether there are zero points, 1 row or 4 for more, bits, rows and columns of the weight:
-# fragments, blocks of columns, groups of rows and warps of the shape, and the split.
+TIMED_PROCESSORS = 132
+# One row, codebooks, in decoding steps (docs/benchmarks.md), where the kernels before and after
+# overlap with the product. 4096 x 14336 at 1 bit was timed alone: in a step 64 x 512 weights a warp
+# take 1.2 us less. By bits, rows and columns.
+TIMED_PLANS = {
+    (1, 6144, 4096): (4, 8, 1, 8, 1),
+    (1, 4096, 4096): (4, 8, 1, 8, 1),
+    (1, 4096, 14336): (4, 4, 1, 8, 2),
+    (1, 8192, 6144): (4, 4, 1, 8, 1),
+    (1, 6144, 21504): (8, 2, 1, 12, 2),
+    (4, 3072, 3072): (2, 2, 1, 16, 1),
+    (4, 22528, 3072): (2, 2, 2, 16, 1),
+    (4, 3072, 11264): (2, 2, 1, 16, 1),
+    (4, 28672, 4096): (2, 2, 1, 16, 1),
+    (4, 6144, 6144): (2, 2, 2, 12, 1),
+    (4, 43008, 6144): (4, 2, 1, 12, 1),
+}
+# 1 to 4 rows, bf16, groups of 64, bf16 scales, integer zero points: replays in turns, back to back
+# (docs/kernels/marlin.md). Each took at least 1.5 % less than what ``plan.cost`` puts first. By
+# whether there are zero points, 1 row or 4 for more, bits, rows and columns.
 TIMED_FEW_ROWS = {
     (False, 1, 2, 8192, 8192): (4, 2, 1, 16, 1),
     (False, 4, 1, 4096, 14336): (4, 2, 1, 12, 2),

@@ -37,9 +37,11 @@ static_assert(GROUP_BYTES == PLANES_BYTES);
 constexpr int VALUE_BITS = PLANES - 1;
 // To x times a power of two this adds so much that the sum's lower bits are the integer's.
 constexpr float TO_INTEGER = 12582912.f;
-// Counts are multiplied with 2^(120 + j), for plane j of eight, so sums are 2^-29 of theirs.
-constexpr int COUNT_EXPONENT = 120;
-constexpr float SUM_FACTOR = 536870912.f;
+// Counts are multiplied with 2^(120 + j), for plane j of eight, so they are 2^-29 of the integers;
+// a group's factor makes up for 2^14 of it, for sums of small x would be subnormal otherwise, and
+// the end of a tile for the rest.
+constexpr int COUNT_EXPONENT = 120, MADE_UP = 14;
+constexpr float SUM_FACTOR = 32768.f;
 
 // Counts, for a :: [16, 128] and b :: [128, 8] of bits in fragments, how often both are one.
 __device__ __forceinline__ void count_both(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 b) {
@@ -102,7 +104,7 @@ struct GroupPlanes {
     // Below 2^-106 values lose planes.
     const int used = max(exponent, 21);
     const float once = __int_as_float((253 + VALUE_BITS - used) << 23);
-    factor = __int_as_float((used + 1 - VALUE_BITS) << 23);
+    factor = __int_as_float((used + 1 - VALUE_BITS + MADE_UP) << 23);
     if (exponent == 255) factor = __int_as_float(0x7FC00000);
     uint32 v[STEPS][2][2];
 #pragma unroll

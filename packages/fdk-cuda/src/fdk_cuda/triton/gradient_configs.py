@@ -25,9 +25,13 @@ def transposed_config(
     config = replace(config, table=bits in TABLE_BYTES and bits != 1)
     if bits in (2, 8):  # A program of 8 bits has half as many positions, too few for eight warps.
         config = replace(config, warps=4)
-    # Affine 1 bit with 16 rows then has 8 bytes of stack for sm_120 (Triton 3.7.1).
-    gains = affine and (bits in (2, 4) or (bits == 1 and gpu.measured_on is not None))
-    if m <= 16 and (bits == 8 or gains):
+    if gpu.measured_on is None and not affine and m <= 8 and bits in (2, 5):
+        # With 4 and 8 warps, as on 9.0, 8 bytes of stack for sm_86 and sm_89 (Triton 3.7.1).
+        config = replace(config, warps=8 if bits == 2 else 4)
+    # Affine formats with 16 rows then have 8 bytes of stack: 1 bit for sm_120, 4 and 8 for sm_86
+    # and sm_89 (Triton 3.7.1).
+    gains = affine and bits in (1, 2, 4, 8) and gpu.measured_on is not None
+    if m <= 16 and (gains or (bits == 8 and not affine)):
         config = replace(config, ahead=1)
     if m > 16 and affine and bits == 7:
         # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1); with

@@ -221,6 +221,7 @@ def transposed_part(
     pointers = (words_ptr + word_at, scale_ptr + scale_at, zero_ptr + scale_at)
     limits = (word_tile, scale_tile, last_n)
     sizes = (k_tiles * (WORDS * 256), groups)
+    GROUPING: tl.constexpr = (SEGMENTS, SEGMENT, PADDED_GROUP, ONE_GROUP, AFFINE)
 
     # Of groups that are short there are too many scales for the registers.
     SCALES_AHEAD: tl.constexpr = AHEAD if SEGMENTS <= 2 else 0
@@ -230,18 +231,7 @@ def transposed_part(
     scale_ring = ()
     for j in tl.static_range(SCALES_AHEAD):
         scale_ring = scale_ring + (
-            load_scales(
-                pointers,
-                limits,
-                sizes,
-                first_n + j * STEP,
-                first_column,
-                SEGMENTS,
-                SEGMENT,
-                PADDED_GROUP,
-                ONE_GROUP,
-                AFFINE,
-            ),
+            load_scales(pointers, limits, sizes, first_n + j * STEP, first_column, GROUPING),
         )
     # Filling a table waits for all warps: what is ahead is on its way by then.
     tables = load_tables(
@@ -265,19 +255,9 @@ def transposed_part(
         later = tile + AHEAD * STEP
         ring = ring + (load_codes(pointers, limits, sizes, later, WORDS),)
         ys = ys + (load_y(y_at, y_column, has_y, n, later, M_TILES, R, WARPS),)
+        scales_of = tile + SCALES_AHEAD * STEP
         scale_ring = scale_ring + (
-            load_scales(
-                pointers,
-                limits,
-                sizes,
-                tile + SCALES_AHEAD * STEP,
-                first_column,
-                SEGMENTS,
-                SEGMENT,
-                PADDED_GROUP,
-                ONE_GROUP,
-                AFFINE,
-            ),
+            load_scales(pointers, limits, sizes, scales_of, first_column, GROUPING),
         )
         words = ring[0]
         y = ys[0]

@@ -56,19 +56,17 @@ def as_row_scale(scale, EXPONENT: tl.constexpr, R: tl.constexpr, WARPS: tl.const
 
 
 @triton.jit
-def load_scales(
-    pointers,
-    limits,
-    sizes,
-    tile,
-    first_column,
-    SEGMENTS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    AFFINE: tl.constexpr,
-):
-    """Scales and zero points of the tiles from ``tile`` on, one of each a segment of columns."""
+def load_scales(pointers, limits, sizes, tile, first_column, GROUPING: tl.constexpr):
+    """Scales and zero points of the tiles from ``tile`` on, one of each a segment of columns.
+
+    ``GROUPING``: how many segments, of how many columns, the group size as it is stored, whether a
+    row is one group, whether there are zero points.
+    """
+    SEGMENTS: tl.constexpr = GROUPING[0]
+    SEGMENT: tl.constexpr = GROUPING[1]
+    PADDED_GROUP: tl.constexpr = GROUPING[2]
+    ONE_GROUP: tl.constexpr = GROUPING[3]
+    AFFINE: tl.constexpr = GROUPING[4]
     _, scale_at, zero_at = pointers
     _, scale_tile, last_n = limits
     groups = sizes[1]

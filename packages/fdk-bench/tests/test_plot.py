@@ -63,7 +63,7 @@ def kernel(format="int4-g64", m=1, size=64, time=2e-6, by="auto", benchmark="ker
     }
 
 
-def model(format="int4-g64", batch=1, parameters=4_000_000_000, **values):
+def model(format="int4-g64", batch=1, parameters=4_000_000_000, context=128, fused=True, **values):
     return FACTS | {
         "benchmark": "models",
         "error": None,
@@ -73,6 +73,8 @@ def model(format="int4-g64", batch=1, parameters=4_000_000_000, **values):
             "format": format,
             "backend": "auto",
             "dtype": "bf16",
+            "context": context,
+            "fused": fused,
         },
         "values": {
             "backends": "cpu",
@@ -219,6 +221,22 @@ def test_machines_get_figures_of_their_own():
     found = figures(kernel_frame([kernel(), other, wide]), model_frame([]))
     machines = {"-a-chip-&-more-2-bf16", "-b-2-2-bf16", "-a-chip-&-more-2-fp32"}
     assert {name.removeprefix("roofline") for name in found if "roofline" in name} == machines
+
+
+def test_contexts_get_figures_of_their_own():
+    """And projections that are not fused a curve; neither takes the place of the other's row."""
+    frame = model_frame([model(), model(fused=False), model(context=2048), model(context=2048)])
+    assert frame["by"].tolist() == ["cpu", "cpu, not fused", "cpu"]
+    found = figures(kernel_frame([]), frame)
+    assert list(found) == ["tokens-behind-128", "tokens-behind-2048"]
+    assert found["tokens-behind-2048"].get_suptitle().startswith("Decoding behind 2048 tokens")
+    assert list(figures(kernel_frame([]), model_frame([model()]))) == ["tokens"]
+
+
+def test_roofline_has_plain_numbers():
+    (axes,) = figures(kernel_frame(rows()), model_frame([]))["roofline"].axes
+    assert axes.xaxis.get_major_formatter()(1000.0, 0) == "1000"
+    assert axes.yaxis.get_major_formatter()(0.5, 0) == "0.5"
 
 
 def test_a_gpu_has_no_threads(tmp_path):

@@ -180,13 +180,15 @@ def roofline_figure(frame: pd.DataFrame) -> Figure:
     axes.plot(x, np.minimum(x * rate, peak) / 1e12, **FLOOR)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.10g}"))
+    plain_log(axes)
     limits = f"{rate / 1e9:.0f} GB/s read, {peak / 1e12:.3g} TFLOP/s"
     axes.set_xlabel(f"operations per byte (line: {limits}, the most of these rows)")
     axes.set_ylabel("TFLOP/s")
     return finish(figure, [axes], "Roofline", frame)
 
 
-def tokens_figure(frame: pd.DataFrame) -> Figure:
+def tokens_figure(frame: pd.DataFrame, title: str = "Decoding") -> Figure:
     """Tokens per second against parameters, a panel for each batch size."""
     batches = spread_of(sorted(frame["batch"].unique()))
     figure, panels = panels_of(len(batches))
@@ -219,7 +221,7 @@ def tokens_figure(frame: pd.DataFrame) -> Figure:
         axes.set_title(f"batch {batch}")
         axes.set_xlabel("parameters, 10^9 (dotted: weights read once a step)")
     panels[0].set_ylabel("tokens per second")
-    return finish(figure, panels, "Decoding", frame)
+    return finish(figure, panels, title, frame)
 
 
 def figures(kernels: pd.DataFrame, models: pd.DataFrame) -> dict[str, Figure]:
@@ -232,7 +234,12 @@ def figures(kernels: pd.DataFrame, models: pd.DataFrame) -> dict[str, Figure]:
         found[f"bits{machine}"] = bits_figure(frame)
         found[f"roofline{machine}"] = roofline_figure(frame)
     for machine, frame in _by_machine(models):
-        found[f"tokens{machine}"] = tokens_figure(frame)
+        contexts = frame["context"].unique()
+        for context in contexts:
+            behind = "" if len(contexts) == 1 else f"-behind-{context}"
+            rows = frame[frame["context"] == context]
+            title = f"Decoding behind {context} tokens" if behind else "Decoding"
+            found[f"tokens{machine}{behind}"] = tokens_figure(rows, title)
     return found
 
 

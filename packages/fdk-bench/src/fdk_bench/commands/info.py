@@ -29,6 +29,7 @@ def info(
         typer.Option(
             "--format",
             "--formats",
+            metavar="LIST",
             help=f"Formats to ask about; {LISTS}. Default: custom, int and affine, 1 to 8 bits.",
         ),
     ] = None,
@@ -86,10 +87,9 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     from rich.table import Table
 
     table = Table(box=None, show_header=False)
-    mib = 1 << 20
     memory = "" if here.memory is None else f", {here.memory / (1 << 30):.1f} GiB"
     table.add_row("CPU", f"{here.cpu}, {here.cores} cores{memory}")
-    sizes = ", ".join(f"{name} {size / mib:.3g} MiB" for name, size in here.caches.items())
+    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in here.caches.items())
     table.add_row("caches", sizes or "not told by the system")
     runs = ", ".join(here.instruction_sets) or "fdk-cpu is not installed"
     used = f" (in use: {here.instruction_set})" if here.instruction_set else ""
@@ -97,7 +97,7 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     for gpu in here.gpus:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, "
         text += f"{gpu['multiprocessors']} multiprocessors, {gpu['memory'] / (1 << 30):.1f} GiB, "
-        table.add_row("GPU", text + f"L2 {gpu['L2'] / mib:.0f} MiB")
+        table.add_row("GPU", text + f"L2 {size_text(gpu['L2'])}")
     if not here.gpus:
         table.add_row("GPU", "torch finds none")
     table.add_row("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
@@ -107,18 +107,25 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     return table
 
 
+def size_text(size: int) -> str:
+    """Bytes of a cache: ``48 KiB``, ``1.5 MiB``."""
+    kib = size / (1 << 10)
+    return f"{kib:.4g} KiB" if kib < 1024 else f"{kib / 1024:.4g} MiB"
+
+
 def _supports(found: "list[Support]", title: str) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    headings = "format", "device", "auto picks", "by", "against the others"
-    table = Table(*headings, box=SIMPLE_HEAD)
+    decided = any(support.decided_by for support in found)
+    picks = ("auto picks", "by") if decided else ("auto picks",)
+    table = Table("format", "device", *picks, "against the others", box=SIMPLE_HEAD)
     table.title, table.title_justify = title, "left"
     before = None
     for support in found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in support.reasons.items())
         shown = '"' if reasons == before else reasons
-        chosen = support.chosen or "none", support.decided_by
+        chosen = (support.chosen or "none", support.decided_by)[: len(picks)]
         table.add_row(support.format, support.device, *chosen, shown)
         before = reasons
     return table

@@ -163,17 +163,17 @@ def _shapes_named(text: str) -> Sequence[tuple[int, int]]:
     if shapes := _shapes_of_word(text):
         return shapes
     if not Path(text).is_file():
-        raise ValueError(f"shapes: wanted NxK, a file of them, or one of {models}; got {text!r}")
+        raise ValueError(f"--shapes: wanted NxK, a file of them, or one of {models}; got {text!r}")
     found: list[tuple[int, int]] = []
     for number, line in enumerate(Path(text).read_text(encoding="utf-8").splitlines(), start=1):
         word = line.partition("#")[0].strip()
         if word and not (shapes := _shapes_of_word(word)):
             raise ValueError(
-                f"shapes: {text}:{number}: wanted NxK or one of {models}; got {word!r}"
+                f"--shapes: {text}:{number}: wanted NxK or one of {models}; got {word!r}"
             )
         found += shapes if word else ()
     if not found:
-        raise ValueError(f"shapes: {text} has none")
+        raise ValueError(f"--shapes: {text} has none")
     return found
 
 

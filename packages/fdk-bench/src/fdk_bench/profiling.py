@@ -35,10 +35,7 @@ BUSY = 60.0
 INSTRUCTION = re.compile(
     r"^\s*[0-9a-f]+:\s+(?:\{[^}]*\}\s+)?(?P<mnemonic>[a-z][\w.]*)(?P<rest>.*)$"
 )
-FUNCTION = re.compile(r"^(?P<address>[0-9a-f]+) <(?P<name>.*)>:$")
-# A table of symbols has the functions of a source file behind the name of that file.
-SOURCE = re.compile(r"^[0-9a-f]+ .* df \*ABS\*\s+[0-9a-f]+\s+(?P<source>\S+)$")
-LOCAL = re.compile(r"^(?P<address>[0-9a-f]+) l +F ")
+FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
 STACK = re.compile(r"\(%rsp|\[sp[,\]]")
 
 
@@ -72,11 +69,10 @@ class KernelProfile:
 
 @dataclass(frozen=True)
 class Disassembly:
-    """A function of machine code, and the source file that it is of; empty where none is told."""
+    """A function of machine code."""
 
     name: str
     lines: Sequence[str]
-    source: str = ""
 
     @property
     def mnemonics(self) -> Counter[str]:
@@ -150,7 +146,7 @@ def disassemble(objdump: str, library: Path, pattern: str) -> list[Disassembly]:
     Raises:
         ValueError: where objdump fails.
     """
-    command = [objdump, "--syms", "--disassemble", "--demangle", "--no-show-raw-insn", str(library)]
+    command = [objdump, "--disassemble", "--demangle", "--no-show-raw-insn", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"{objdump} failed: {done.stderr.strip()}")
@@ -161,29 +157,12 @@ def functions_of(listing: str, pattern: str) -> list[Disassembly]:
     """The functions of a listing of objdump whose names ``pattern`` matches, case ignored."""
     wanted = re.compile(pattern, re.IGNORECASE)
     found: list[Disassembly] = []
-    source, sources = "", dict[int, str]()
-    name, lines, address = "", list[str](), 0
+    name, lines = "", list[str]()
     for line in [*listing.splitlines(), "0 <>:"]:
-        if match := SOURCE.match(line):
-            source = match["source"]
-        elif match := LOCAL.match(line):
-            sources[int(match["address"], 16)] = source
-        elif match := FUNCTION.match(line):
+        if match := FUNCTION.match(line):
             if name and wanted.search(name):
-                found.append(Disassembly(name, lines, sources.get(address, "")))
-            name, lines, address = match["name"], [], int(match["address"], 16)
+                found.append(Disassembly(name, lines))
+            name, lines = match["name"], []
         elif line.strip():
             lines.append(line)
     return found
-
-
-def functions_in_use(
-    functions: Sequence[Disassembly], isa: str, activations: str
-) -> list[Disassembly]:
-    """Those of fdk-cpu's source files for an instruction set, and for x as it is or in 8 bits.
-
-    Files are named for what they hold, ``int8_avx2.cpp``. All, where no file is told or named so.
-    """
-    of_isa = [function for function in functions if Path(function.source).stem.endswith(f"_{isa}")]
-    found = [f for f in of_isa if f.source.startswith("int8") == (activations == "int8")]
-    return found or list(functions)

@@ -87,9 +87,10 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     from rich.table import Table
 
     table = Table(box=None, show_header=False)
+    mib = 1 << 20
     memory = "" if here.memory is None else f", {here.memory / (1 << 30):.1f} GiB"
     table.add_row("CPU", f"{here.cpu}, {here.cores} cores{memory}")
-    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in here.caches.items())
+    sizes = ", ".join(f"{name} {size / mib:.3g} MiB" for name, size in here.caches.items())
     table.add_row("caches", sizes or "not told by the system")
     runs = ", ".join(here.instruction_sets) or "fdk-cpu is not installed"
     used = f" (in use: {here.instruction_set})" if here.instruction_set else ""
@@ -97,7 +98,7 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     for gpu in here.gpus:
         text = f"{gpu['name']}, compute capability {gpu['capability']}, "
         text += f"{gpu['multiprocessors']} multiprocessors, {gpu['memory'] / (1 << 30):.1f} GiB, "
-        table.add_row("GPU", text + f"L2 {size_text(gpu['L2'])}")
+        table.add_row("GPU", text + f"L2 {gpu['L2'] / mib:.0f} MiB")
     if not here.gpus:
         table.add_row("GPU", "torch finds none")
     table.add_row("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
@@ -105,12 +106,6 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     settings = ", ".join(f"{name}={value}" for name, value in environment.items())
     table.add_row("environment", settings or "nothing set that matters")
     return table
-
-
-def size_text(size: int) -> str:
-    """Bytes of a cache: ``48 KiB``, ``1.5 MiB``."""
-    kib = size / (1 << 10)
-    return f"{kib:.4g} KiB" if kib < 1024 else f"{kib / 1024:.4g} MiB"
 
 
 def _supports(found: "list[Support]", title: str) -> "Table":

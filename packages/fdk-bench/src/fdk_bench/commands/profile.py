@@ -116,7 +116,7 @@ def _profile_cpu(
     case: "KernelCase", library: Path | None, symbol: str | None, listing: bool, json_lines: bool
 ) -> None:
     from fdk_bench.machine import module_or_none
-    from fdk_bench.profiling import disassemble, functions_in_use
+    from fdk_bench.profiling import disassemble
 
     objdump = shutil.which("objdump")
     if objdump is None:
@@ -128,25 +128,19 @@ def _profile_cpu(
         library = Path(fdk_cpu._native.__file__)
     elif not library.is_file():
         raise typer.BadParameter(f"--library: found no file at {library}")
-    isa = fdk_cpu.instruction_set() if fdk_cpu else r"\w+"
-    if symbol is None and case.quantised is None:
-        _fail(f"{case}: wanted a quantised format, or --symbol: 16 bits are torch's")
-    # Templates over bits; one that has no instruction set before them is built for one alone.
-    pattern = symbol or rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
-    functions = checked(lambda: disassemble(objdump, library, pattern))
     if symbol is None:
-        functions = functions_in_use(functions, isa, case.activations)
+        if case.quantised is None:
+            _fail(f"{case}: wanted a quantised format, or --symbol: 16 bits are torch's")
+        isa = fdk_cpu.instruction_set() if fdk_cpu else r"\w+"
+        # Templates over bits; one that has no instruction set before them is built for one alone.
+        symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
+    functions = checked(lambda: disassemble(objdump, library, symbol))
     if not functions:
-        _fail(f"{library}: no function matches {pattern!r}\n{BUILD}")
+        _fail(f"{library}: no function matches {symbol!r}\n{BUILD}")
     for function in functions:
         if json_lines:
             counts = dict(function.mnemonics.most_common())
-            record = {
-                "name": function.name,
-                "source": function.source,
-                "on_stack": function.on_stack,
-                "instructions": counts,
-            }
+            record = {"name": function.name, "on_stack": function.on_stack, "instructions": counts}
             print(json.dumps(record))
         else:
             _print_function(function, listing)
@@ -157,9 +151,7 @@ def _print_function(function: "Disassembly", listing: bool) -> None:
     most = ", ".join(
         f"{count} {mnemonic}" for mnemonic, count in counts.most_common(TOP_INSTRUCTIONS)
     )
-    name = function.name.replace("(anonymous namespace)::", "").replace("fdk::", "")
-    source = f"{function.source}: " if function.source else ""
-    print(f"{source}{name}"[:FILE_WIDTH])
+    print(function.name[:FILE_WIDTH])
     print(f"  {counts.total()} instructions, {function.on_stack} on the stack: {most}")
     if listing:
         print("\n".join(function.lines))

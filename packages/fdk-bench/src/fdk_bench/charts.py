@@ -1,5 +1,7 @@
 """Figures of kernels and models, readable in print and for colour-blind readers."""
 
+import re
+
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
@@ -44,6 +46,7 @@ def throughput_figure(frame: pd.DataFrame) -> Figure:
                 name(format, by),
             )
         axes.set_yscale("log")
+        plain_log(axes)
         axes.set_xticks(list(places.values()), list(places), rotation=20, ha="right")
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.set_title(f"m = {m}")
@@ -251,6 +254,6 @@ def _by_machine(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     if len(groups) == 1:
         return [("", frame)]
     return [
-        ("-" + "-".join(f"{machine} {threads or ''} {dtype}".lower().split()), rows)
+        ("-" + re.sub("[^a-z0-9]+", "-", f"{machine} {threads or ''} {dtype}".lower()), rows)
         for (machine, threads, dtype), rows in groups
     ]

@@ -169,7 +169,7 @@ def _shapes_named(text: str) -> Sequence[tuple[int, int]]:
         word = line.partition("#")[0].strip()
         if word and not (shapes := _shapes_of_word(word)):
             raise ValueError(
-                f"--shapes: {text}:{number}: wanted NxK or one of {models}; got {word!r}"
+                f"--shapes: {text}:{number}: wanted NxK or one of {models}; got {word[:40]!r}"
             )
         found += shapes if word else ()
     if not found:
@@ -178,7 +178,7 @@ def _shapes_named(text: str) -> Sequence[tuple[int, int]]:
 
 
 def _shapes_of_word(word: str) -> Sequence[tuple[int, int]]:
-    """None for what is neither NxK nor a model."""
+    """Empty for what is neither NxK nor a model."""
     if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word):
         return [(int(match[1]), int(match[2]))]
     return MODEL_SHAPES.get(word.lower(), ())

@@ -10,7 +10,13 @@ from documents import documents
 from fdk_bench.rendering import MARK, fill
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = [path for path in sorted((ROOT / "docs" / "results").iterdir()) if path.is_dir()]
+BLOCKWISE = sorted((ROOT / "docs" / "results").glob("*/blockwise.jsonl"))
 WITH_TABLES = [path for path in documents(ROOT) if MARK.search(path.read_text("utf-8"))]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("path", WITH_TABLES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -84,10 +90,21 @@ def test_the_readme_counts_goals_as_the_table_does():
     assert f"in {len(slower)} cases cuBLAS is faster with 16 bits, {many} of them of 256" in readme
 
 
-def test_the_blockwise_rows_are_of_each_case_once():
+def test_each_folder_is_of_one_machine_of_its_own():
+    """Its rows tell one device, no other folder's, and the README leads to it."""
+    devices = {}
+    for folder in FOLDERS:
+        rows = [row for path in folder.glob("*.jsonl") for row in read(path)]
+        (devices[folder.name],) = {row["device"] for row in rows if "device" in row}
+    assert len(set(devices.values())) == len(devices) >= 2
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert all(f"docs/results/{name}/" in readme for name in devices)
+
+
+@pytest.mark.parametrize("path", BLOCKWISE, ids=lambda path: path.parent.name)
+def test_the_blockwise_rows_are_of_each_case_once(path):
     """Four sizes, five ops, each by all that have it; and the C++ kernels keep to their memory."""
-    path = ROOT / "docs" / "results" / "epyc-zen4" / "blockwise.jsonl"
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    rows = read(path)
     found = [tuple(row["case"].values()) for row in rows]
     assert len(set(found)) == len(found) == 4 * (3 * 4 + 2 * 3)  # no 4-bit quantiser in bnb C++
     for row in rows:

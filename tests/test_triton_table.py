@@ -70,6 +70,16 @@ def test_a_table_by_hand(script):
     )
 
 
+def test_a_run_that_went_on_with_another(script):
+    other = row(16, "y", 18.0, 36.0) | {"command": "triton_record.py --without rows.jsonl"}
+    assert script.run_of([row(1, "y", 12.0, 35.0), other, other]).splitlines() == [
+        "- 1 of 3 rows: NVIDIA H200, 2026-11-22, torch 2.11.0, triton 3.6.0, commit 1234: "
+        "`triton_record.py`.",
+        "- 2 of 3 rows: NVIDIA H200, 2026-11-22, torch 2.11.0, triton 3.6.0, commit 1234: "
+        "`triton_record.py --without rows.jsonl`.",
+    ]
+
+
 def test_ways_by_hand(script):
     rows = [
         row(64, "y", 30.0, 40.0) | {"others": {"many": 33.0, "dequantise": 90.0}},

@@ -39,11 +39,19 @@ MANY = (
     ("custom3-g128", FP16, 77, 136, 128 * 9, ManyConfig(128)),
     ("affine2-row", FP16, 130, 264, 1000, ManyConfig(256)),
     ("custom5-g64", BF16, 65, 136, 64 * 9, ManyConfig(64, 4, 2)),
+    # A last round of few programs, in pairs, on a GPU of 132 processors.
+    ("custom4-g64", BF16, 300, 8776, 64 * 9, ManyConfig(256)),
+    ("affine4-g64", BF16, 300, 8776, 64 * 9, ManyConfig(256)),
 )
 TRANSPOSED = (
     *((f"custom{bits}-g64", BF16, 7, 333, 9 * 64) for bits in (1, 2, 3)),
     *((f"custom{bits}-g64", FP16, 16, 333, 9 * 64) for bits in (4, 8)),
     ("affine4-g24", FP16, 37, 333, 9 * 24),
+)
+# The same by what an H200 takes for 8192 x 8192: programs of 16 and 32 positions.
+WIDE = (
+    *(("custom1-g64", BF16, 7, 333, 1152), ("custom3-g64", FP16, 1, 333, 1152)),
+    *(("custom5-g64", BF16, 7, 333, 1152), ("affine5-g128", FP16, 1, 333, 1152)),
 )
 MANY_TRANSPOSED = (
     ("custom4-g64", BF16, 100, 328, 64 * 41, ManyTransposedConfig(split_n=2)),
@@ -53,6 +61,7 @@ MANY_TRANSPOSED = (
 DEQUANTISE = (
     *(("custom1-g16", BF16, 37, 9 * 16), ("affine3-g24", FP16, 37, 9 * 24)),
     *(("custom6-g64", FP16, 37, 9 * 64), ("affine8-row", BF16, 37, 270)),
+    *(("custom7-g64", BF16, 37, 9 * 64), ("custom8-g64", FP16, 37, 9 * 64)),
 )
 PLAIN = ((16, 203, 1000), (130, 203, 1000))
 
@@ -68,6 +77,9 @@ def triton_cases() -> Iterator[Case]:
         yield replace(_case("many", run, format, dtype, [m, n, k]), capability=HOPPER)
     for format, dtype, *sizes in TRANSPOSED:
         yield _case("transposed", _run_transposed, format, dtype, sizes)
+    for format, dtype, *sizes in WIDE:
+        case = _case("transposed", partial(_run_transposed, wide=True), format, dtype, sizes)
+        yield replace(case, name=f"{case.name}, wide")
     for format, dtype, m, n, k, config in MANY_TRANSPOSED:
         run = partial(_run_many_transposed, config=config)
         case = _case("many transposed", run, format, dtype, [m, n, k])
@@ -143,12 +155,17 @@ def _run_many(format: str, dtype: torch.dtype, m: int, n: int, k: int, config: M
     _check_product(run, format, dtype, (m, n, k))
 
 
-def _run_transposed(format: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+def _run_transposed(
+    format: str, dtype: torch.dtype, m: int, n: int, k: int, wide: bool = False
+) -> None:
     def run(dy: Tensor, w: Weight, _: Tensor) -> Tensor:
         a, affine = w.arrangement, w.zero_point is not None
         sizes = m, a.bits, a.n_tiles, a.k_tiles, launch.gpu_at(0)
+        if wide:
+            of = replace(a, n=8192, k=8192)
+            sizes = m, a.bits, of.n_tiles, of.k_tiles, launch.gpu_at(0)
         config = transposed_config(*sizes, affine=affine, segment=a.segment)
-        return launch.transposed(dy, w, config)
+        return launch.transposed(dy, w, replace(config, split_n=2) if wide else config)
 
     _check_product(run, format, dtype, (m, n, k), backward=True)
 

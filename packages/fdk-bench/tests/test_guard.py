@@ -1,5 +1,6 @@
 """Runs compared as ratios to their floors; noise is told from change."""
 
+import itertools
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from typer.testing import CliRunner
 
 from fdk_bench.cli import app
 from fdk_bench.guard import changes, remember
+from fdk_bench.records import cpu_name
 
 
 def record(time=2.0, floor=1.0, spread=0.01, **changed):
@@ -75,6 +77,22 @@ def test_only_the_same_case_on_the_same_machine_class():
     assert compare(record(), record(values=None, error="no")) == []
     on_gpu = record()["case"] | {"device": "cuda"}
     assert len(compare(record(case=on_gpu, threads=8), record(case=on_gpu, threads=16))) == 1
+
+
+def test_generations_of_one_name_are_two_machine_classes(tmp_path):
+    """Virtual machines of Zen 4 and Zen 5 both say AMD EPYC; rows of before say no more."""
+    told = tmp_path / "cpuinfo"
+    devices = ["AMD EPYC"]
+    for family, model in (25, 17), (26, 2), (26, 17):
+        told.write_text(f"cpu family: {family}\nmodel: {model}\nmodel name: AMD EPYC\n")
+        devices.append(cpu_name(told))
+    for before, after in itertools.product(devices, repeat=2):
+        found = compare(record(device=before), record(device=after))
+        assert len(found) == (before == after)
+    last = tmp_path / "last.jsonl"
+    for device in devices:
+        remember(last, [record(device=device)])
+    assert [json.loads(line)["device"] for line in last.read_text().splitlines()] == devices
 
 
 def test_remember_replaces_and_keeps(tmp_path):

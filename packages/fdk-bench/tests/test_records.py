@@ -85,10 +85,27 @@ def test_environment(monkeypatch, tmp_path):
     assert "PATH" not in found
 
 
-def test_cpu_name(tmp_path):
-    assert cpu_name().strip()
+@pytest.mark.parametrize(
+    ("name", "family", "model", "expected"),
+    [
+        ("AMD EPYC", 26, 2, "AMD EPYC (family 26, model 2)"),
+        ("AMD EPYC", 25, 17, "AMD EPYC (family 25, model 17)"),
+        ("AMD EPYC 9654", 25, 97, "AMD EPYC 9654"),
+        ("Intel Xeon CPU @ 2.20GHz", 6, 85, "Intel Xeon CPU @ 2.20GHz (family 6, model 85)"),
+        (
+            "QEMU Virtual CPU version 2.5+",
+            15,
+            107,
+            "QEMU Virtual CPU version 2.5+ (family 15, model 107)",
+        ),
+    ],
+)
+def test_cpu_name(tmp_path, name, family, model, expected):
     told = tmp_path / "cpuinfo"
-    told.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n")
-    assert cpu_name(told) == "AMD EPYC (family 26, model 2)"
-    told.write_text("cpu family\t: 25\nmodel\t\t: 97\nmodel name\t: AMD EPYC 9654\n")
-    assert cpu_name(told) == "AMD EPYC 9654"
+    told.write_text(f"cpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: {name}\n")
+    assert cpu_name(told) == expected
+
+
+def test_cpu_name_of_this_machine(tmp_path):
+    assert cpu_name().strip()
+    assert cpu_name(tmp_path / "absent").strip()

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "kernels.h"
 
@@ -11,16 +12,36 @@ namespace fdk {
 inline constexpr std::size_t kAvx512Bf16Rows = 6;
 inline constexpr std::size_t kAvx512Bf16PanelRows = 8;
 
-// Kernels::gemv for m of 2 and more, and Kernels::gemv_limit.
+// Kernels::gemv for m of 2 and more, and how many of them meet a decoded code at once.
 void rows_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
-std::size_t rows_limit_avx512bf16(const Weight& w);
-// Kernels::decode, panel_product, rest_product, write_panel and stage_panel.
+std::size_t most_rows_avx512bf16(const Weight& w);
+// Kernels::limits, and the cycles that a product of 512 bits takes, one after another.
+RowLimits limits_avx512bf16(const Weight& w);
+double cycles_of_products_avx512bf16();
+// Kernels::decode, panel_product, stripe_product, write_panel and stage_panel.
 void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
                        void* out, std::size_t stride);
 void panel_avx512bf16(const PanelTask& task);
-void rest_avx512bf16(const RestTask& task);
+void stripe_avx512bf16(const StripeTask& task);
 void write_panel_avx512bf16(const PanelOut& out);
 void stage_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t rows,
                             std::size_t positions, std::size_t width, void* out);
+
+// Memory fetched into L2 bit by bit, `bytes` a step. May lie past the end of what there is.
+struct Fetch {
+  const std::uint8_t* from = nullptr;
+  std::size_t bytes = 0;
+
+  inline __attribute__((always_inline)) void step() {
+    for (std::size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    from += bytes;
+  }
+};
+
+void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
+                                std::size_t end, std::uint16_t* out, std::size_t stride,
+                                const Fetch& fetch);
+// Kernels::stripes.
+void stripes_avx512bf16(const StripesTask& task, std::size_t begin, std::size_t end);
 
 }  // namespace fdk

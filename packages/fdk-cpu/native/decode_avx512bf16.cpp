@@ -12,12 +12,13 @@ namespace {
 // W_hat rounded to bf16, by tables of each group.
 template <int kBits, int kGroups>
 void decode_scaled(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                   std::uint16_t* out, std::size_t stride) {
+                   std::uint16_t* out, std::size_t stride, Fetch fetch) {
   constexpr std::size_t kEntries = ScaledTable<kBits>::kEntries;
   const ScaledTable<kBits> table(w.table);
   alignas(64) std::uint16_t tables[kAhead * kTileRows * kGroups * kEntries];
   for_tiles(w, stripe, begin, end, tile_bytes(kBits),
             [&](std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
+              fetch.step();
               const std::size_t ahead = (tile - begin) % kAhead;
               if (ahead == 0) {
                 const std::size_t last = tile + kAhead < end ? tile + kAhead : end;
@@ -45,7 +46,7 @@ FDK_INLINE __m512 widened(__m512i values, __m512i lanes) {
 // The same for groups of 16, by values, each scaled and rounded itself.
 template <int kBits>
 void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                   std::uint16_t* out, std::size_t stride) {
+                   std::uint16_t* out, std::size_t stride, Fetch fetch) {
   constexpr int kGroups = 8;
   const Table16<kBits> table(w.table);
   const bool affine = w.zeros != nullptr;
@@ -56,6 +57,7 @@ void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::
   alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
   for_tiles(w, stripe, begin, end, tile_bytes(kBits),
             [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+              fetch.step();
               load_groups<kGroups, false>(w, slot, scales);
               if (affine) load_groups<kGroups, true>(w, slot, zeros);
               asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
@@ -130,7 +132,7 @@ struct Looked {
 // values).
 template <int kBits, int kGroups, bool kAffine>
 void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                  std::uint16_t* out, std::size_t stride) {
+                  std::uint16_t* out, std::size_t stride, Fetch fetch) {
   constexpr int kHalves = 2;  // 16 positions of a step
   constexpr __mmask64 kUpper = 0xCCCCCCCCCCCCCCCC;
   const ByteTable<kBits> table(w.table);
@@ -149,6 +151,7 @@ void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::s
   alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
   for_tiles(w, stripe, begin, end, tile_bytes(kBits),
             [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+              fetch.step();
               load_groups<kGroups, false>(w, slot, scales);
               if constexpr (kAffine) load_groups<kGroups, true>(w, slot, zeros);
               asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
@@ -188,24 +191,30 @@ void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::s
 
 }  // namespace
 
-void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                       void* out, std::size_t stride) {
-  std::uint16_t* to = static_cast<std::uint16_t*>(out);
+void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
+                                std::size_t end, std::uint16_t* out, std::size_t stride,
+                                const Fetch& fetch) {
   const std::size_t groups = w.groups_per_tile;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     if constexpr (!kScaledTable<b>) {
-      const bool affine = w.zeros != nullptr;
-      if (groups == 8 && affine) return decode_bytes<b, 8, true>(w, stripe, begin, end, to, stride);
-      if (groups == 8) return decode_bytes<b, 8, false>(w, stripe, begin, end, to, stride);
-      if (affine) return decode_bytes<b, 4, true>(w, stripe, begin, end, to, stride);
-      return decode_bytes<b, 4, false>(w, stripe, begin, end, to, stride);
+      if (w.zeros != nullptr) {
+        if (groups == 8) return decode_bytes<b, 8, true>(w, stripe, begin, end, out, stride, fetch);
+        return decode_bytes<b, 4, true>(w, stripe, begin, end, out, stride, fetch);
+      }
+      if (groups == 8) return decode_bytes<b, 8, false>(w, stripe, begin, end, out, stride, fetch);
+      return decode_bytes<b, 4, false>(w, stripe, begin, end, out, stride, fetch);
     } else {
-      if (groups == 8) return decode_values<b>(w, stripe, begin, end, to, stride);
-      if (groups == 4) return decode_scaled<b, 4>(w, stripe, begin, end, to, stride);
-      return decode_scaled<b, 2>(w, stripe, begin, end, to, stride);
+      if (groups == 8) return decode_values<b>(w, stripe, begin, end, out, stride, fetch);
+      if (groups == 4) return decode_scaled<b, 4>(w, stripe, begin, end, out, stride, fetch);
+      return decode_scaled<b, 2>(w, stripe, begin, end, out, stride, fetch);
     }
   });
+}
+
+void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                       void* out, std::size_t stride) {
+  decode_fetching_avx512bf16(w, stripe, begin, end, static_cast<std::uint16_t*>(out), stride, {});
 }
 
 }  // namespace fdk

@@ -41,8 +41,17 @@ struct GemvTask {
   std::size_t y_stride;
 };
 
-// Rows of x up to which gemv is used, unless it says otherwise.
-inline constexpr std::size_t kGemvLimit = 12;
+// Rows of x that each product takes, by measurement.
+struct RowLimits {
+  // Up to so many: gemv, which decodes the weight anew for every gemv_rows of them.
+  std::size_t gemv = 12;
+  // Up to so many beyond these: each stripe is dequantised once and meets all of them in L1.
+  std::size_t stripes = 0;
+  // Up to so many past the last full panel, of more: they meet stripes too, as blocks of W_hat are
+  // dequantised for panels. None: kMaxRest past the last step of a panel, where there is such a
+  // product.
+  std::size_t rest = 0;
+};
 
 // Lanes of x that a gemm kernel takes at once: the m of one panel.
 inline constexpr std::size_t kMaxPanel = 32;
@@ -65,18 +74,30 @@ struct PanelTask {
   std::size_t next_stripes = 0, codes_bytes = 0, codes_stride = 0;
 };
 
-// Rows of x past the last full step of a panel that meet W_hat by themselves, at most.
+// Rows of x past the last full step of a panel that meet W_hat by themselves, unless RowLimits says
+// more.
 inline constexpr std::size_t kMaxRest = 3;
 
-//   w :: [kTileRows][stride]   a stripe of a block, dequantised, `depth` positions
-//   x :: [m][x_stride]         as it is, m up to kMaxRest
-//   y :: [kTileRows][m]        float32, added to
-struct RestTask {
+//   w :: [kTileRows][stride]   tiles of a stripe, dequantised to bf16, `depth` positions
+//   x :: [m][x_stride]         bf16, in panel_order
+//   y :: [m][y_stride]         float32; kTileRows of each row are added to
+struct StripeTask {
   const void* w;
   std::size_t stride, depth;
   const void* x;
   std::size_t m, x_stride;
   float* y;
+  std::size_t y_stride;
+};
+
+//   x :: [m][x_stride]         bf16, in panel_order
+//   y :: [m][y_stride]         float32, at least 4 * stripes a row
+struct StripesTask {
+  const Weight* weight;
+  const void* x;
+  std::size_t m, x_stride;
+  float* y;
+  std::size_t y_stride;
 };
 
 // y[lane][row] = products[row][lane] + bias[row], rounded, for a block of W_hat and one panel.
@@ -156,9 +177,8 @@ struct Kernels {
   void (*grad_product)(const GradTask&);
   const TableKernels* tables = nullptr;
   std::size_t gemv_rows = kMaxGemvRows;  // that gemv takes at once
-  // Rows of x up to which gemv, which decodes the weight anew for every gemv_rows of them, is
-  // faster than tiles dequantised once for panels of x. Null: kGemvLimit.
-  std::size_t (*gemv_limit)(const Weight&) = nullptr;
+  // Null: those that RowLimits begins with.
+  RowLimits (*limits)(const Weight&) = nullptr;
   // For the dtype that x has in the kernel. Null: value by value.
   void (*write_panel)(const PanelOut&) = nullptr;
   // x :: [rows][positions], rows x_stride apart, to a panel [positions / unit][width][unit], whose
@@ -172,8 +192,11 @@ struct Kernels {
   bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
   // For sets whose panel_order is natural. Null: backward is float32.
   const GradPanels* grad_panels = nullptr;
-  // For sets whose panel_order is natural. Null: rows of x past the last step are lanes of a panel.
-  void (*rest_product)(const RestTask&) = nullptr;
+  // Null: rows of x past the last step are lanes of a panel.
+  void (*stripe_product)(const StripeTask&) = nullptr;
+  // y = x @ W_hat.T for stripes [begin, end) and any m: decode and stripe_product in turns. Needed
+  // where limits says so.
+  void (*stripes)(const StripesTask&, std::size_t begin, std::size_t end) = nullptr;
 };
 
 extern const Kernels kScalar;

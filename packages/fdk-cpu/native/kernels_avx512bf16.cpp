@@ -114,13 +114,14 @@ extern const Kernels kAvx512Bf16 = {true,
                                     nullptr,
                                     &kAvx512Tables,
                                     kAvx512Bf16Rows,
-                                    rows_limit_avx512bf16,
+                                    limits_avx512bf16,
                                     write_panel_avx512bf16,
                                     stage_panel_avx512bf16,
                                     kBlockRows,
                                     kBlockBytes,
                                     true,
                                     &kAvx512Bf16Grad,
-                                    rest_avx512bf16};
+                                    stripe_avx512bf16,
+                                    stripes_avx512bf16};
 
 }  // namespace fdk

@@ -27,16 +27,30 @@ Weight weight_of(const PackedWeight& packed, Activation activation) {
 
 void linear(const PackedWeight& weight, Activation activation, const void* x, std::size_t m,
             const void* bias, void* y, std::size_t threads) {
+  linear_within(nullptr, weight, activation, x, m, bias, y, threads);
+}
+
+void linear_within(const RowLimits* own, const PackedWeight& weight, Activation activation,
+                   const void* x, std::size_t m, const void* bias, void* y, std::size_t threads) {
   const Layout& layout = weight.layout;
   const Kernels& kernels = kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
-  const std::size_t limit = kernels.gemv_limit == nullptr ? kGemvLimit : kernels.gemv_limit(w);
+  const RowLimits limits = own != nullptr              ? *own
+                           : kernels.limits == nullptr ? RowLimits()
+                                                       : kernels.limits(w);
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
-    const auto product = rows <= limit ? linear_gemv : linear_panels;
-    product(weight, w, kernels, activation, offset(x, row * layout.k, activation), rows, bias,
-            offset(y, row * layout.n, activation), threads);
+    const void* const rows_x = offset(x, row * layout.k, activation);
+    void* const rows_y = offset(y, row * layout.n, activation);
+    if (rows <= limits.gemv) {
+      linear_gemv(weight, w, kernels, activation, rows_x, rows, bias, rows_y, threads);
+    } else if (rows <= limits.stripes && kernels.stripes != nullptr) {
+      linear_stripes(weight, w, kernels, activation, rows_x, rows, bias, rows_y, threads);
+    } else {
+      linear_panels(weight, w, kernels, limits.rest, activation, rows_x, rows, bias, rows_y,
+                    threads);
+    }
   }
 }
 

@@ -11,6 +11,7 @@
 #include "pool.h"
 #include "rows.h"
 #include "staging.h"
+#include "stripe_staging.h"
 
 namespace fdk {
 namespace {
@@ -19,19 +20,13 @@ namespace {
 // sets of L1.
 constexpr std::size_t kLineBytes = 64;
 
-// Rows of x past the last full step of a panel, in less time than a panel whose other lanes are
-// zero: by their products with each stripe of W_hat as it is decoded, or by gemv, which reads the
-// weight once more.
-struct Rest {
-  std::size_t by_stripes = 0, by_gemv = 0;
-};
-
-Rest rest_of(const Weight& w, const Kernels& kernels, std::size_t m, bool as_it_is) {
-  const std::size_t rest = m % kernels.panel_step;
-  if (rest == m) return {};
-  if (kernels.rest_product != nullptr && as_it_is) return {rest <= kMaxRest ? rest : 0, 0};
-  if (kernels.gemv_limit == nullptr) return {};  // elsewhere gemv is slower, or has not been timed
-  return {0, rest <= (w.bits <= 4 ? 2 : 1) ? rest : 0};
+// Rows of x past the last full panel, or step of one, that meet each stripe of W_hat as it is
+// decoded: in less time than a panel whose other lanes are zero.
+std::size_t rest_of(const Kernels& kernels, std::size_t limit, std::size_t m) {
+  if (kernels.stripe_product == nullptr) return 0;
+  const std::size_t step = limit == 0 ? kernels.panel_step : kernels.panel;
+  const std::size_t rest = m % step;
+  return rest != m && rest <= (limit == 0 ? kMaxRest : limit) ? rest : 0;
 }
 
 // Stripes of W_hat, and none past the end.
@@ -72,17 +67,15 @@ class Pieces {
 }  // namespace
 
 void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
-                   Activation type, const void* x, std::size_t m, const void* bias, void* y,
-                   std::size_t threads) {
+                   std::size_t limit, Activation type, const void* x, std::size_t m,
+                   const void* bias, void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
   const bool as_it_is = kernels.x_is_bf16 && layout.dense();
-  const Rest rest = rest_of(w, kernels, m, as_it_is);
-  m -= rest.by_gemv + rest.by_stripes;
-  const void* const rest_x = offset(x, m * layout.k, type);
+  const std::size_t rest = rest_of(kernels, limit, m);
+  m -= rest;
+  const StripeRows rest_x(layout, *kernels.panel_order,
+                          static_cast<const std::uint16_t*>(offset(x, m * layout.k, type)), rest);
   void* const rest_y = offset(y, m * layout.n, type);
-  if (rest.by_gemv != 0) {
-    linear_gemv(packed, w, kernels, type, rest_x, rest.by_gemv, bias, rest_y, threads);
-  }
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
   const Panels panels{m, kernels.panel, kernels.panel_step};
   const bool by_kernel = as_it_is && kernels.stage_panel != nullptr;
@@ -133,8 +126,8 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
   };
   const auto write_rest = [&](const Stripes& piece, const float* products) {
     const std::size_t first = piece.begin * kTileRows;
-    for (std::size_t row = 0; row < rest.by_stripes; row++) {
-      write_row(products + row, rest.by_stripes, offset(bias, first, type), type,
+    for (std::size_t row = 0; row < rest; row++) {
+      write_row(products + row * block_rows, 1, offset(bias, first, type), type,
                 std::min(layout.n - first, piece.count() * kTileRows),
                 offset(rest_y, row * layout.n + first, type));
     }
@@ -142,7 +135,7 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
   parallel_for(std::min(threads, pieces.count()), 1, threads, [&](std::size_t, std::size_t) {
     const Buffer<std::uint8_t> block(block_rows * row_bytes);
     const Buffer<float> sums(block_rows * panels.lanes());
-    const Buffer<float> rest_sums(block_rows * rest.by_stripes);
+    const Buffer<float> rest_sums(block_rows * rest);
     for (Stripes piece = take(), following; piece.count() != 0; piece = following) {
       following = take();
       const std::size_t rows = piece.count() * kTileRows;
@@ -152,7 +145,7 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
         const Stripes& next = last ? following : piece;
         const std::size_t next_tile = last ? 0 : tile + tiles;
         const std::size_t next_tiles = std::min(block_tiles, layout.tiles - next_tile);
-        if (tile == 0) std::fill_n(rest_sums.get(), rows * rest.by_stripes, 0.0f);
+        if (tile == 0) std::fill_n(rest_sums.get(), block_rows * rest, 0.0f);
         for (std::size_t s = 0; s < piece.count(); s++) {
           if (s < next.count()) {
             fetch_tiles(w, next.begin + s, next_tile, next_tile + next_tiles,
@@ -160,10 +153,10 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
           }
           std::uint8_t* const stripe = block.get() + s * kTileRows * row_bytes;
           kernels.decode(w, piece.begin + s, tile, tile + tiles, stripe, stride);
-          if (rest.by_stripes == 0) continue;
-          kernels.rest_product({stripe, stride, tiles * kTileK, offset(rest_x, tile * kTileK, type),
-                                rest.by_stripes, layout.k,
-                                rest_sums.get() + s * kTileRows * rest.by_stripes});
+          if (rest == 0) continue;
+          kernels.stripe_product({stripe, stride, tiles * kTileK, rest_x.get() + tile * kTileK,
+                                  rest, rest_x.stride(), rest_sums.get() + s * kTileRows,
+                                  block_rows});
         }
         if (last) write_rest(piece, rest_sums.get());
         for (std::size_t i = 0; i < panels.count(); i++) {

@@ -135,50 +135,7 @@ FDK_INLINE void panel_all(const PanelTask& task) {
   if (row < task.rows) panel_rows<kFew, kVectors, kHalf, false>(task, row);
 }
 
-// y[row][m] += w[row][depth] * x[m][depth], for the rows of a stripe and kRest rows of x.
-template <std::size_t kRest>
-void rest_rows(const RestTask& task) {
-  constexpr std::size_t kVector = 32;
-  static_assert(kTileK % kVector == 0);
-  const std::uint16_t* w = static_cast<const std::uint16_t*>(task.w);
-  const std::uint16_t* x = static_cast<const std::uint16_t*>(task.x);
-  __m512 sums[kTileRows][kRest];
-  FDK_UNROLL
-  for (std::size_t r = 0; r < kTileRows; r++) {
-    FDK_UNROLL
-    for (std::size_t i = 0; i < kRest; i++) sums[r][i] = _mm512_setzero_ps();
-  }
-  for (std::size_t p = 0; p < task.depth; p += kVector) {
-    __m512bh lanes[kRest];
-    FDK_UNROLL
-    for (std::size_t i = 0; i < kRest; i++) {
-      lanes[i] = as_bf16(_mm512_loadu_si512(x + i * task.x_stride + p));
-    }
-    FDK_UNROLL
-    for (std::size_t r = 0; r < kTileRows; r++) {
-      const __m512bh row = as_bf16(_mm512_loadu_si512(w + r * task.stride + p));
-      FDK_UNROLL
-      for (std::size_t i = 0; i < kRest; i++) {
-        sums[r][i] = _mm512_dpbf16_ps(sums[r][i], lanes[i], row);
-      }
-    }
-  }
-  FDK_UNROLL
-  for (std::size_t r = 0; r < kTileRows; r++) {
-    FDK_UNROLL
-    for (std::size_t i = 0; i < kRest; i++) {
-      task.y[r * kRest + i] += _mm512_reduce_add_ps(sums[r][i]);
-    }
-  }
-}
-
 }  // namespace
-
-void rest_avx512bf16(const RestTask& task) {
-  static_assert(kMaxRest == 3);
-  if (task.m == 1) return rest_rows<1>(task);
-  return task.m == 2 ? rest_rows<2>(task) : rest_rows<3>(task);
-}
 
 void panel_avx512bf16(const PanelTask& task) {
   switch (task.panel) {

@@ -5,10 +5,7 @@
 // From three rows on the table of a group is scaled and rounded once for its 32, 64 or 128 codes; a
 // scale on the sums, which two rows have, is a multiplication a row of x and group. Codes of 6 bits
 // and more, and groups of 16, have tables too large for that.
-#include <cpuid.h>
 #include <immintrin.h>
-
-#include <cstring>
 
 #include "avx512bf16.h"
 #include "avx512bf16_values.h"
@@ -188,32 +185,6 @@ FDK_INLINE void rows_of(const GemvTask& task, std::size_t begin, std::size_t end
   }
 }
 
-bool has_tables(const Weight& w) { return w.bits <= 5 && w.groups_per_tile < 8; }
-
-// Whether 512-bit instructions pass through a pipe at once, as on Zen 5, where a block of W_hat and
-// its panels cost more beside these rows. Of AMD's alone: others have not been timed.
-bool is_wide() {
-  static const bool wide = [] {
-    unsigned leaves, name[3], signature, b, c, d;
-    if (__get_cpuid(0, &leaves, &name[0], &name[2], &name[1]) == 0) return false;
-    if (std::memcmp(name, "AuthenticAMD", sizeof name) != 0) return false;
-    __get_cpuid(1, &signature, &b, &c, &d);
-    constexpr unsigned kZen5 = 0x1A;
-    return (signature >> 8 & 0xF) + (signature >> 20 & 0xFF) >= kZen5;
-  }();
-  return wide;
-}
-
-// Whether five and six rows meet a decoded code without tables. With zero points they do not fit
-// the registers (8 bits, m = 9: 2.9 ms where panels take 2.4).
-bool takes_six(const Weight& w) {
-  return w.groups_per_tile <= 2 && w.zeros == nullptr && is_wide();
-}
-
-std::size_t most_rows(const Weight& w) {
-  return has_tables(w) || takes_six(w) ? kAvx512Bf16Rows : 4;
-}
-
 // Rows `row` to `row + rows - 1` of the task.
 GemvTask part_of(const GemvTask& task, std::size_t row, std::size_t rows) {
   const std::size_t positions = task.weight->tiles * kTileK;
@@ -229,22 +200,12 @@ GemvTask part_of(const GemvTask& task, std::size_t row, std::size_t rows) {
 
 void rows_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
   const Weight& w = *task.weight;
-  const std::size_t passes = ceil_div(task.m, most_rows(w));
+  const std::size_t passes = ceil_div(task.m, most_rows_avx512bf16(w));
   for (std::size_t pass = 0; pass < passes; pass++) {
     const std::size_t row = pass * task.m / passes, rows = (pass + 1) * task.m / passes - row;
     const GemvTask part = part_of(task, row, rows);
     with_bits(w.bits, [&](auto bits) FDK_LAMBDA { rows_of<bits.value>(part, begin, end); });
   }
-}
-
-// By measurement: 4096 x 4096, groups of 64, one thread, m from 5 to 16. Groups of 16 without
-// tables keep the usual limit.
-std::size_t rows_limit_avx512bf16(const Weight& w) {
-  if (has_tables(w) && w.groups_per_tile <= 2 && is_wide()) return w.bits <= 4 ? 14 : kGemvLimit;
-  if (has_tables(w)) return w.bits <= 4 ? kGemvLimit : 6;
-  if (w.bits <= 5) return kGemvLimit;
-  if (takes_six(w)) return w.bits == 6 ? 15 : kGemvLimit;
-  return w.bits == 7 ? 6 : 8;
 }
 
 }  // namespace fdk

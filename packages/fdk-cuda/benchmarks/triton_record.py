@@ -7,7 +7,8 @@ the weight that the L2 does not hold (but 12 of 4096 x 4096 at 1 bit, with 256 r
 take turns with those of cuBLAS over a bf16 weight, and the median is quoted, in microseconds.
 `floor` is that of _floor.py for an H200. Processes compile side by side and time one after the
 other; who has compiled a kernel launches it once, on the same GPU, whoever is timing meanwhile.
-triton_table.py makes a table of rows.
+With --without, cases of which a file has rows are left out, so that a run that was cut off is gone
+on with. triton_table.py makes a table of rows.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from _floor import product_floor
 from _rows import write_rows
+from _tables import read_rows
 from marlin import COLD_BYTES, graph_times
 from torch import Tensor
 from triton_kernels import short
@@ -68,6 +70,15 @@ def tasks() -> list[Task]:
         for affine in (False, True)[: 1 + (n == k == 8192)]
         for transposed in (False, True)[: 1 + (n == k)]
     ]
+
+
+def tasks_without(path: Path | None) -> list[Task]:
+    """Those of which a file has no row; a task's rows are written together."""
+    rows = [] if path is None else read_rows(path)
+    done = {
+        (r["n"], r["k"], r["bits"], r["kind"] == "affine", r["direction"] == "dy") for r in rows
+    }
+    return [task for task in tasks() if task not in done]
 
 
 def ms_of(n: int, k: int, bits: int) -> tuple[int, ...]:
@@ -187,6 +198,7 @@ def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="a file that rows are written to as JSONL")
+    parser.add_argument("--without", type=Path, help="rows of a run that this one goes on with")
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -196,7 +208,7 @@ def main() -> None:
     with spawn.Pool(args.processes, take_turns, (spawn.Lock(),)) as pool:
         rows = (
             row | {"triton": triton.__version__}
-            for found in pool.imap_unordered(rows_of, tasks(), chunksize=1)
+            for found in pool.imap_unordered(rows_of, tasks_without(args.without), chunksize=1)
             for row in found
         )
         write_rows(args.out, rows, line_of)

@@ -5,6 +5,7 @@
 With --fill it goes between the marks of a document.
 """
 
+from collections import Counter
 from typing import Any
 
 from _tables import Row, filled, main, markdown
@@ -94,11 +95,16 @@ def ways_of(row: Row) -> dict[str, float]:
 
 
 def run_of(rows: list[Row]) -> str:
-    """Of which run."""
-    (told,) = {(row["device"], row["started"][:10], row["commit"], row["command"]) for row in rows}
-    device, day, commit, command = told
+    """Of which run, or of which, where one went on with another."""
     versions = f"torch {rows[0]['versions']['torch']}, triton {rows[0]['triton']}"
-    return f"One run, {device}, {day}, {versions}, commit {commit}:\n`{command}`."
+    runs = Counter((r["device"], r["started"][:10], r["commit"], r["command"]) for r in rows)
+    if len(runs) == 1:
+        (((device, day, commit, command), _),) = runs.items()
+        return f"One run, {device}, {day}, {versions}, commit {commit}:\n`{command}`."
+    return "\n".join(
+        f"- {count} of {len(rows)} rows: {device}, {day}, {versions}, commit {commit}: `{command}`."
+        for (device, day, commit, command), count in sorted(runs.items())
+    )
 
 
 def fill(text: str, rows: list[Row]) -> str:

@@ -42,7 +42,10 @@ class Change:
 
 
 def machine_class(record: Mapping[str, Any]) -> tuple[str, int | None]:
-    """What must be alike for runs to compare: the processor's or the GPU's name, and threads."""
+    """What must be alike for runs to compare: the processor's or the GPU's name, and threads.
+
+    Processors that share a name are told apart by what ``cpu_name`` adds to it.
+    """
     on_cpu = record["case"]["device"] == "cpu"
     return str(record["device"]), int(record["threads"]) if on_cpu else None
 

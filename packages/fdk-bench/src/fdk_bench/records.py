@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -109,8 +110,9 @@ def source_commit(folder: Path = Path(__file__).parent) -> str | None:
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's own name where the system tells it, else its architecture.
 
-    A virtual machine may call all of a maker's processors by one name (``AMD EPYC``): one without a
-    number comes with its family and model (25 is Zen 3 and 4, 26 Zen 5).
+    A virtual machine may call all of a maker's processors by one name (``AMD EPYC``, ``Intel Xeon
+    CPU @ 2.20GHz``): one without a number, but for a speed or a version, comes with its family and
+    model (25 is Zen 3 and 4, 26 Zen 5), so that rows of two generations are of two machines.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
@@ -119,7 +121,8 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     pairs = (line.partition(":") for line in reversed(lines))
     told = {key.strip(): value.strip() for key, _, value in pairs}  # the first one's
     name = told.get("model name", "")
-    if name and not any(letter.isdigit() for letter in name) and "cpu family" in told:
+    number = re.search(r"\d", re.sub(r"(@|\bversion\b).*", "", name))
+    if name and number is None and "cpu family" in told:
         name += f" (family {told['cpu family']}, model {told.get('model', '?')})"
     return name or platform.processor() or platform.machine()
 

@@ -7,11 +7,15 @@
 #include <vector>
 
 #include "../../native/int8.h"
+#include "../../native/kernels.h"
 #include "../../native/linear.h"
+#include "../../native/linear_parts.h"
 #include "checks.h"
 #include "limit.h"
 
 namespace {
+
+constexpr std::size_t kAll = 1024;  // rows of x: as many as a product is given
 
 Case random_case(Random& random) {
   constexpr std::size_t kGroups[] = {16, 17, 24, 32, 48, 64, 96, 128, 200, 256};
@@ -203,6 +207,17 @@ void check(const Case& c, Random& random) {
     const std::size_t threads = 1 + random.upto(2);
     fdk::linear(w, c.activation, x.data(), c.m, bias.data(), out.data(), threads);
     expect_near(c, name, "y", out, y, y_scale);
+    // Where products over stripes exist, each product takes as many rows as there are, whichever
+    // this machine prefers.
+    if (fdk::kernels_for(fdk::Isa(isa), c.activation).stripes != nullptr) {
+      for (const fdk::RowLimits& limits : {fdk::RowLimits{kAll, 0, 0}, fdk::RowLimits{0, kAll, 0},
+                                           fdk::RowLimits{0, 0, random.upto(32)}}) {
+        out.assign(out.size(), 0xFF);
+        fdk::linear_within(&limits, w, c.activation, x.data(), c.m, bias.data(), out.data(),
+                           threads);
+        expect_near(c, name, "y by one product", out, y, y_scale);
+      }
+    }
     fdk::linear_grad_x(w, c.activation, grad.data(), c.m, dx_out.data(), threads);
     expect_near(c, name, "dx", dx_out, dx, dx_scale);
   }

@@ -79,8 +79,18 @@ def test_shapes_of(tmp_path):
     file.write_text("# n x k\n12x34\n\n5x6  # small\nllama-8b\n")
     llama = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     assert shapes_of([str(file), "5x6"], [1], [1], default) == [(12, 34), (5, 6), *llama]
-    with pytest.raises(ValueError, match=r"one of llama-1b, .*; got 'llama-9b'"):
+    with pytest.raises(ValueError, match=r"^--shapes: .*one of llama-1b, .*; got 'llama-9b'"):
         shapes_of(["llama-9b"], [], [], default)
+    with pytest.raises(ValueError, match="got '0x64'"):
+        shapes_of(["0x64"], [], [], default)
+    file.write_text("12x34\n\n64 128\n")
+    with pytest.raises(
+        ValueError, match=r"^--shapes: .*shapes:3: wanted NxK or one of .*; got '64 128'"
+    ):
+        shapes_of([str(file)], [], [], default)
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="shapes has none"):
+        shapes_of([str(file)], [], [], default)
 
 
 @pytest.mark.parametrize(

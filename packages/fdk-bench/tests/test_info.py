@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fdk_formats
@@ -37,6 +38,8 @@ def test_table():
     assert machine().cpu in done.stdout
     assert "k must be a positive multiple of 48, got k=4096" in done.stdout
     assert "peers for compare: " in done.stdout
+    # On a CPU there is no choice to decide: no column for it.
+    assert ("auto picks by" in " ".join(done.stdout.split())) == torch.cuda.is_available()
 
 
 def test_every_backend_is_chosen_or_has_a_reason():

@@ -351,12 +351,21 @@ def test_json_and_real_model(quick, hf_folder, tmp_path):
     assert quantised != plain
 
 
+def test_real_models_get_kmeans(quick, hf_folder, tmp_path):
+    """An arbitrary codebook, what a random llama has, makes nothing of real weights."""
+    done = run(*quick, "--model", hf_folder, "-b", "16,4,1", "--out", tmp_path, "--json")
+    assert done.exit_code == 0, done.output
+    formats = [json.loads(line)["case"]["format"] for line in done.stdout.splitlines()]
+    assert formats == ["bf16", "kmeans4-g64", "kmeans1-g64"]
+    assert "Loading weights" not in done.stderr
+
+
 def test_failed_row(quick, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     done = run(*quick, "--size", empty, "-b", "4", "--out", tmp_path)
     assert done.exit_code == 1
-    assert f"{empty}-b1-custom4-g64-reference-cpu failed: " in done.stdout
+    assert f"{empty}-b1-kmeans4-g64-reference-cpu failed: " in done.stdout
     assert json.loads((tmp_path / "models.jsonl").read_text())["values"] is None
 
 
@@ -382,6 +391,7 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
         (["--bits", "12"], "got 12"),
         (["--skip", "("], "wanted a regular expression"),
         (["--backend", "absent"], "wanted one of auto"),
+        (["--text", __file__], "perplexity is of a real model, and tiny has random weights"),
         (["--text", "no-such-file"], "found none at no-such-file"),
         (["--device", "cuda:x"], "wanted cpu or cuda"),
         (["--size", "7b"], "wanted some of tiny, 1b, 4b, 12b, 31b"),

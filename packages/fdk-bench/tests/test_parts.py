@@ -47,6 +47,7 @@ def test_what_is_timed_was_compiled_ahead(part, monkeypatch):
         )
         return [str(c) for found, _ in run.contenders(*run.shapes[0]) for c in found]
 
+    assert all(cases(arguments) for arguments in part.warm)  # none would be bad usage
     timed = cases(part.arguments)
     ahead = [case for arguments in part.warm for case in cases(arguments)]
     assert len(ahead) == len(set(ahead))

@@ -63,7 +63,7 @@ def kernel(format="int4-g64", m=1, size=64, time=2e-6, by="auto", benchmark="ker
     }
 
 
-def model(format="int4-g64", batch=1, parameters=4_000_000_000, **values):
+def model(format="int4-g64", batch=1, parameters=4_000_000_000, context=128, fused=True, **values):
     return FACTS | {
         "benchmark": "models",
         "error": None,
@@ -73,6 +73,8 @@ def model(format="int4-g64", batch=1, parameters=4_000_000_000, **values):
             "format": format,
             "backend": "auto",
             "dtype": "bf16",
+            "context": context,
+            "fused": fused,
         },
         "values": {
             "backends": "cpu",
@@ -217,8 +219,26 @@ def test_machines_get_figures_of_their_own():
     wide = kernel()
     wide["case"]["dtype"] = "fp32"
     found = figures(kernel_frame([kernel(), other, wide]), model_frame([]))
-    machines = {"-a-chip-&-more-2-bf16", "-b-2-2-bf16", "-a-chip-&-more-2-fp32"}
+    machines = {"-a-chip-more-2-bf16", "-b-2-2-bf16", "-a-chip-more-2-fp32"}
     assert {name.removeprefix("roofline") for name in found if "roofline" in name} == machines
+
+
+def test_contexts_get_figures_of_their_own():
+    """And projections that are not fused a curve; neither takes the place of the other's row."""
+    frame = model_frame([model(), model(fused=False), model(context=2048), model(context=2048)])
+    assert frame["by"].tolist() == ["cpu", "cpu, not fused", "cpu"]
+    found = figures(kernel_frame([]), frame)
+    assert list(found) == ["tokens-behind-128", "tokens-behind-2048"]
+    assert found["tokens-behind-2048"].get_suptitle().startswith("Decoding behind 2048 tokens")
+    assert list(figures(kernel_frame([]), model_frame([model()]))) == ["tokens"]
+
+
+@pytest.mark.parametrize("figure", ["throughput", "roofline", "bits"])
+def test_axes_have_plain_numbers(figure):
+    for axes in figures(kernel_frame(rows()), model_frame([]))[figure].axes:
+        assert axes.yaxis.get_major_formatter()(0.5, 0) == "0.5"
+        if figure == "roofline":
+            assert axes.xaxis.get_major_formatter()(1000.0, 0) == "1000"
 
 
 def test_a_gpu_has_no_threads(tmp_path):
@@ -229,7 +249,7 @@ def test_a_gpu_has_no_threads(tmp_path):
     assert run(path).exit_code == 0
     assert {p.name for p in tmp_path.glob("bits*.svg")} == {
         "bits-b-2-bf16.svg",
-        "bits-a-chip-&-more-bf16.svg",
+        "bits-a-chip-more-bf16.svg",
     }
     page = (tmp_path / "report.html").read_text()
     assert page.count("<td>bf16</td><td>a chip &amp; more</td><td></td>") == 1

@@ -1,7 +1,7 @@
 """Cases of the kernel benchmarks: y = x @ W_hat.T for a shape, a format and who computes it."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,15 +157,28 @@ def shapes_of(
     return list(dict.fromkeys(found))
 
 
-def _shapes_named(text: str) -> Iterator[tuple[int, int]]:
-    if text.lower() in MODEL_SHAPES:
-        yield from MODEL_SHAPES[text.lower()]
-    elif match := re.fullmatch(r"(\d+)x(\d+)", text):
-        yield int(match[1]), int(match[2])
-    elif Path(text).is_file():
-        for line in Path(text).read_text(encoding="utf-8").splitlines():
-            if (line := line.partition("#")[0].strip()) and line not in (text,):
-                yield from _shapes_named(line)
-    else:
-        known = ", ".join(MODEL_SHAPES)
-        raise ValueError(f"wanted NxK, a file of them, or one of {known}; got {text!r}")
+def _shapes_named(text: str) -> Sequence[tuple[int, int]]:
+    """Of a number, of a model, or of each line of a file."""
+    models = ", ".join(MODEL_SHAPES)
+    if shapes := _shapes_of_word(text):
+        return shapes
+    if not Path(text).is_file():
+        raise ValueError(f"--shapes: wanted NxK, a file of them, or one of {models}; got {text!r}")
+    found: list[tuple[int, int]] = []
+    for number, line in enumerate(Path(text).read_text(encoding="utf-8").splitlines(), start=1):
+        word = line.partition("#")[0].strip()
+        if word and not (shapes := _shapes_of_word(word)):
+            raise ValueError(
+                f"--shapes: {text}:{number}: wanted NxK or one of {models}; got {word[:40]!r}"
+            )
+        found += shapes if word else ()
+    if not found:
+        raise ValueError(f"--shapes: {text} has none")
+    return found
+
+
+def _shapes_of_word(word: str) -> Sequence[tuple[int, int]]:
+    """Empty for what is neither NxK nor a model."""
+    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word):
+        return [(int(match[1]), int(match[2]))]
+    return MODEL_SHAPES.get(word.lower(), ())

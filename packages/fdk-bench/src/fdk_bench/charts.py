@@ -1,5 +1,7 @@
 """Figures of kernels and models, readable in print and for colour-blind readers."""
 
+import re
+
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
@@ -44,6 +46,7 @@ def throughput_figure(frame: pd.DataFrame) -> Figure:
                 name(format, by),
             )
         axes.set_yscale("log")
+        plain_log(axes)
         axes.set_xticks(list(places.values()), list(places), rotation=20, ha="right")
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.set_title(f"m = {m}")
@@ -180,13 +183,15 @@ def roofline_figure(frame: pd.DataFrame) -> Figure:
     axes.plot(x, np.minimum(x * rate, peak) / 1e12, **FLOOR)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.10g}"))
+    plain_log(axes)
     limits = f"{rate / 1e9:.0f} GB/s read, {peak / 1e12:.3g} TFLOP/s"
     axes.set_xlabel(f"operations per byte (line: {limits}, the most of these rows)")
     axes.set_ylabel("TFLOP/s")
     return finish(figure, [axes], "Roofline", frame)
 
 
-def tokens_figure(frame: pd.DataFrame) -> Figure:
+def tokens_figure(frame: pd.DataFrame, title: str = "Decoding") -> Figure:
     """Tokens per second against parameters, a panel for each batch size."""
     batches = spread_of(sorted(frame["batch"].unique()))
     figure, panels = panels_of(len(batches))
@@ -219,7 +224,7 @@ def tokens_figure(frame: pd.DataFrame) -> Figure:
         axes.set_title(f"batch {batch}")
         axes.set_xlabel("parameters, 10^9 (dotted: weights read once a step)")
     panels[0].set_ylabel("tokens per second")
-    return finish(figure, panels, "Decoding", frame)
+    return finish(figure, panels, title, frame)
 
 
 def figures(kernels: pd.DataFrame, models: pd.DataFrame) -> dict[str, Figure]:
@@ -232,7 +237,12 @@ def figures(kernels: pd.DataFrame, models: pd.DataFrame) -> dict[str, Figure]:
         found[f"bits{machine}"] = bits_figure(frame)
         found[f"roofline{machine}"] = roofline_figure(frame)
     for machine, frame in _by_machine(models):
-        found[f"tokens{machine}"] = tokens_figure(frame)
+        contexts = frame["context"].unique()
+        for context in contexts:
+            behind = "" if len(contexts) == 1 else f"-behind-{context}"
+            rows = frame[frame["context"] == context]
+            title = f"Decoding behind {context} tokens" if behind else "Decoding"
+            found[f"tokens{machine}{behind}"] = tokens_figure(rows, title)
     return found
 
 
@@ -244,6 +254,6 @@ def _by_machine(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     if len(groups) == 1:
         return [("", frame)]
     return [
-        ("-" + "-".join(f"{machine} {threads or ''} {dtype}".lower().split()), rows)
+        ("-" + re.sub("[^a-z0-9]+", "-", f"{machine} {threads or ''} {dtype}".lower()), rows)
         for (machine, threads, dtype), rows in groups
     ]

@@ -73,7 +73,9 @@ class HfDecoder:
 def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) -> Built:
     """Loads a model from a folder or by its id, quantises it, and scores a text if one is given."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=DTYPES[case.dtype])
     model = model.to(case.device).eval().requires_grad_(False)
     bits, backends, quantised = 8.0 * DTYPES[case.dtype].itemsize, "torch", model

@@ -48,6 +48,7 @@ MODEL_COLUMNS = {
     "machine": "machine",
     "threads": "threads",
     "batch": "batch",
+    "context": "context",
     "tokens_per_second": "tokens/s",
     "floor_share": "share",
     "speedup_16": "x 16 bit",

@@ -102,7 +102,7 @@ def model_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
         {
             **record["values"],
             **record["case"],
-            "by": record["values"]["backends"],
+            "by": _model_by(record),
             "bits": code_bits(record["case"]["format"]),
             "machine": record["device"],
             "threads": cpu_threads(record),
@@ -112,9 +112,15 @@ def model_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     ]
     frame = pd.DataFrame(rows)
     if rows:
-        keys = ["model", "batch", "format", "by", "dtype", "machine", "threads"]
+        keys = ["model", "batch", "format", "by", "dtype", "context", "machine", "threads"]
         frame = frame.drop_duplicates(keys, keep="last").reset_index(drop=True)
     return frame
+
+
+def _model_by(record: dict[str, Any]) -> str:
+    """The backends of a model, and whether its projections are apart."""
+    fused = record["case"].get("fused", True)  # which older rows do not say
+    return str(record["values"]["backends"]) + ("" if fused else ", not fused")
 
 
 def cpu_threads(record: dict[str, Any]) -> int:

@@ -38,6 +38,7 @@ def accuracy(
         typer.Option(
             "--format",
             "--formats",
+            metavar="LIST",
             help="Formats such as kmeans4-g64, nf4, int2-search, bf16; repeat, or separate by "
             "commas. Default: a range of codebooks at 1, 2, 3, 4 and 8 bits.",
             rich_help_panel=options.CASES,
@@ -71,6 +72,7 @@ def accuracy(
     calibrate: Annotated[
         list[Path] | None,
         typer.Option(
+            metavar="LIST",
             help="Text file, or packaged for one of ours; repeat for more. k-means and search "
             "formats are measured once more, with errors weighed by the mean square of each input "
             "over this text.",

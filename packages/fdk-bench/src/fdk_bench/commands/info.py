@@ -29,6 +29,7 @@ def info(
         typer.Option(
             "--format",
             "--formats",
+            metavar="LIST",
             help=f"Formats to ask about; {LISTS}. Default: custom, int and affine, 1 to 8 bits.",
         ),
     ] = None,
@@ -111,14 +112,15 @@ def _supports(found: "list[Support]", title: str) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    headings = "format", "device", "auto picks", "by", "against the others"
-    table = Table(*headings, box=SIMPLE_HEAD)
+    decided = any(support.decided_by for support in found)
+    picks = ("auto picks", "by") if decided else ("auto picks",)
+    table = Table("format", "device", *picks, "against the others", box=SIMPLE_HEAD)
     table.title, table.title_justify = title, "left"
     before = None
     for support in found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in support.reasons.items())
         shown = '"' if reasons == before else reasons
-        chosen = support.chosen or "none", support.decided_by
+        chosen = (support.chosen or "none", support.decided_by)[: len(picks)]
         table.add_row(support.format, support.device, *chosen, shown)
         before = reasons
     return table

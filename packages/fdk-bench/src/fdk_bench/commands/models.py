@@ -37,15 +37,28 @@ def models(
         typer.Option(
             "--size",
             "--model",
+            metavar="LIST",
             help="tiny, 1b, 4b, 12b, 31b: llamas with random weights, made on the device; or a "
             f"Hugging Face folder or id; {LISTS}. Default: 4b on a GPU, tiny on a CPU.",
         ),
     ] = None,
     batch_size: Annotated[
-        list[str] | None, typer.Option(help=f"Sequences decoded together; {LISTS}. Default: 1.")
+        list[str] | None,
+        typer.Option(metavar="LIST", help=f"Sequences decoded together; {LISTS}. Default: 1."),
     ] = None,
     bits: options.BitsOption = None,
-    formats: options.FormatsOption = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "--formats",
+            metavar="LIST",
+            help="Codebooks (int, affine, nf), which take each of --bits, or whole formats "
+            f"(kmeans4-g32); {LISTS}. Default: custom, an arbitrary codebook; kmeans where a model "
+            "is real.",
+            rich_help_panel=options.CASES,
+        ),
+    ] = None,
     group_size: options.GroupOption = "64",
     backend: Annotated[str, typer.Option(help="Of the quantised layers: auto or a name.")] = "auto",
     skip: Annotated[
@@ -95,7 +108,8 @@ def models(
     Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted.
     """
     prepare_environment()
-    from fdk_bench.cases import formats_of  # loads torch, which --help must not wait for
+    from fdk_bench.cases import DEFAULT_CODEBOOK, formats_of  # torch: --help must not wait for it
+    from fdk_bench.llama import SIZES
     from fdk_bench.model_cases import ModelRun
 
     use_threads(threads)
@@ -105,9 +119,17 @@ def models(
         raise typer.BadParameter(f"--text: wanted a text file, found none at {text}")
     where = checked_device(device)
     widths = numbers("--bits", bits, (16, 4, 1))
+    names = _models(split(size) or ["tiny" if where == "cpu" else "4b"])
+    real = [name for name in names if name not in SIZES]
+    if text is not None and not real:
+        raise typer.BadParameter(
+            f"--text: perplexity is of a real model, and {', '.join(names)} has random weights"
+        )
+    # Of weights that are real an arbitrary codebook makes nothing: k-means is fitted to them.
+    asked = split(formats) or ["kmeans" if real else DEFAULT_CODEBOOK]
     run = ModelRun(
-        models=_models(split(size) or ["tiny" if where == "cpu" else "4b"]),
-        formats=checked(lambda: formats_of(widths, split(formats), group_size, dtype)),
+        models=names,
+        formats=checked(lambda: formats_of(widths, asked, group_size, dtype)),
         batches=numbers("--batch-size", batch_size, (1,)),
         backend=checked_backends([backend])[0],
         dtype=dtype,

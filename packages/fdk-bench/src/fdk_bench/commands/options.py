@@ -16,21 +16,31 @@ MsOption = Annotated[
     typer.Option(
         "-m",
         "--m",
+        metavar="LIST",
         help=f"Rows of x; {LISTS}. Default: 1, 16, 256; for compare 1, 16.",
         rich_help_panel=CASES,
     ),
 ]
 KsOption = Annotated[
     list[str] | None,
-    typer.Option("-k", "--k", help=f"Inner sizes; {LISTS}. Default: 4096.", rich_help_panel=CASES),
+    typer.Option(
+        "-k",
+        "--k",
+        metavar="LIST",
+        help=f"Inner sizes; {LISTS}. Default: 4096.",
+        rich_help_panel=CASES,
+    ),
 ]
 NsOption = Annotated[
     list[str] | None,
-    typer.Option("-n", "--n", help=f"Outputs; {LISTS}. Default: as k.", rich_help_panel=CASES),
+    typer.Option(
+        "-n", "--n", metavar="LIST", help=f"Outputs; {LISTS}. Default: as k.", rich_help_panel=CASES
+    ),
 ]
 ShapesOption = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="LIST",
         help=f"In place of -n and -k: NxK, a model (llama-8b, llama-70b, qwen3-32b, ...), or a "
         f"file with a shape a line; {LISTS}.",
         rich_help_panel=CASES,
@@ -50,6 +60,7 @@ BitsOption = Annotated[
     typer.Option(
         "--bits",
         "-b",
+        metavar="LIST",
         help=f"1 to 8, and 16 for the layer that is not quantised; {LISTS}. "
         "Default: 16, 8, 4, 3, 2, 1; for compare 16, 4; for models 16, 4, 1.",
         rich_help_panel=CASES,
@@ -60,6 +71,7 @@ FormatsOption = Annotated[
     typer.Option(
         "--format",
         "--formats",
+        metavar="LIST",
         help="Codebooks (int, affine, nf), which take each of --bits, or whole formats "
         f"(kmeans4-g32); {LISTS}. Default: custom, an arbitrary codebook.",
         rich_help_panel=CASES,
@@ -72,6 +84,7 @@ DeviceOption = Annotated[
 BackendOption = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="LIST",
         help=f"auto, cpu, triton, marlin, marlin-lut, reference; {LISTS}. Default: auto.",
         rich_help_panel=CASES,
     ),
@@ -79,6 +92,7 @@ BackendOption = Annotated[
 ActivationsOption = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="LIST",
         help=f"float, or int8 for x rounded to 8 bits (CPU only); {LISTS}. Default: float.",
         rich_help_panel=CASES,
     ),
@@ -89,6 +103,7 @@ DtypeOption = Annotated[
 AgainstOption = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="LIST",
         help=f"Peers to measure in the same run: a name (fdk-bench info lists them), all, or none; "
         f"{LISTS}. Default: none; for compare all.",
         rich_help_panel=CASES,

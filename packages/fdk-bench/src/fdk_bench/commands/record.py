@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,11 +38,12 @@ def record(
     only: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="LIST",
             help="Parts: on a CPU kernels, kernels-1-thread, compare, compare-1-thread, models, "
             "accuracy; on a GPU models-12b, models-31b, models-2048, models-2048-31b, models-4b, "
             "models-12b-apart, compare-8192x8192 (and 28672x8192, 4096x4096, 4096x14336, "
             "14336x4096; of many rows alone 6144x4096, 21504x6144, 128256x4096), kernels; "
-            "repeat, or use commas. The others' rows stay as they are."
+            "repeat, or use commas. The others' rows stay as they are.",
         ),
     ] = None,
     resume: Annotated[
@@ -227,7 +229,9 @@ def _told(rows: Path) -> tuple[int, str]:
 
 def _draw(folder: Path) -> None:
     """Figures of what the folder holds."""
-    models = sorted(path.stem for path in folder.glob("models-*b.jsonl"))
+    # Behind 128 tokens; models-2048-31b has a context of its own.
+    found = sorted(path.stem for path in folder.glob("models-*b.jsonl"))
+    models = [name for name in found if re.fullmatch(r"models-\d+b", name)]
     main = [folder / f"{name}.jsonl" for name in ("kernels", "models", *models, "accuracy")]
     _plot([path for path in main if path.is_file()], folder, "*")
     compare = [folder / "compare.jsonl", *sorted(folder.glob("compare-*x*.jsonl"))]

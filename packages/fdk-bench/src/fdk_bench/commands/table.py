@@ -19,7 +19,10 @@ def table(
     ] = "",
     columns: Annotated[
         list[str] | None,
-        typer.Option(help="Headings to show, separated by commas. Default: all that are filled."),
+        typer.Option(
+            metavar="LIST",
+            help="Headings to show, separated by commas. Default: all that are filled.",
+        ),
     ] = None,
     goals: Annotated[
         Path | None,

@@ -34,5 +34,7 @@ def peers_named(names: Sequence[str]) -> list[Peer]:
         return list(PEERS)
     known = {peer.name: peer for peer in PEERS}
     if unknown := [name for name in names if name not in known and name != "none"]:
-        raise ValueError(f"wanted all, none or {', '.join(known)}; got {', '.join(unknown)}")
+        raise ValueError(
+            f"--against: wanted all, none or {', '.join(known)}; got {', '.join(unknown)}"
+        )
     return [known[name] for name in dict.fromkeys(names) if name in known]

@@ -117,7 +117,7 @@ def kernels(
     ks, ns = numbers("-k", k, ()), numbers("-n", n, ())
     widths = numbers("--bits", bits, defaults.bits)
     run = KernelRun(
-        shapes=checked(lambda: shapes_of(split(shapes), ns, ks, (4096, 4096)), "--shapes"),
+        shapes=checked(lambda: shapes_of(split(shapes), ns, ks, (4096, 4096))),
         ms=numbers("-m", m, defaults.ms),
         formats=checked(lambda: formats_of(widths, split(formats), group_size, dtype)),
         dtype=dtype,

@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
 from fdk_bench.charts import allowed_speedup, figures, name
@@ -212,6 +213,15 @@ def test_figures_hold_every_point():
     points = next(line for line in tokens.lines if line.get_label() == "int4-g64, cpu")
     assert list(points.get_xdata()) == [4, 12]
     assert list(points.get_ydata()) == [200, 200]
+
+
+@pytest.mark.parametrize("machine", ["A CPU", "AMD EPYC (family 26, model 2)", "x" * 50])
+def test_titles_are_no_wider_than_their_figures(machine):
+    found = figures(kernel_frame(rows()).assign(machine=machine), model_frame(rows()))
+    for figure in found.values():
+        canvas = FigureCanvasAgg(figure)
+        title = figure._suptitle
+        assert title.get_window_extent(canvas.get_renderer()).width <= figure.bbox.width
 
 
 def test_machines_get_figures_of_their_own():

@@ -11,7 +11,7 @@ from fdk_bench.cases import KernelCase
 from fdk_bench.cli import app
 from fdk_bench.kernels import contender_of
 from fdk_bench.peers import Dense
-from fdk_bench.profiling import KernelProfile, functions_of, parse_case, parse_ncu
+from fdk_bench.profiling import KernelProfile, functions_of, parse_case, parse_ncu, sources_of
 
 NCU = """==PROF== Connected to process 1
 ==PROF== Profiling "gemv" - 0: 0%....50%....100% - 8 passes
@@ -35,6 +35,20 @@ a.out:     file format elf64-x86-64
     1010:\tret
 0000000000001020 <other>:
     1020:\tnop
+"""
+
+
+SYMBOLS = """
+a.out:     file format elf64-x86-64
+
+SYMBOL TABLE:
+0000000000000000 l    df *ABS*\t0000000000000000              kernels_avx2.cpp
+0000000000001000 l     F .text\t0000000000000010              _ZN3fdk4gemvILi4EEEv
+0000000000003000 l     O .rodata\t0000000000000040              table
+0000000000001010 l     F .text\t0000000000000010              _ZN3fdk4gemvILi8EEEv
+0000000000000000 l    df *ABS*\t0000000000000000              int8_avx2.cpp
+0000000000002000 l     F .text\t0000000000000010              _ZN3fdk4gemvILi2EEEv
+0000000000001020 g     F .text\t0000000000000001              other
 """
 
 
@@ -107,6 +121,14 @@ def test_functions_of():
     assert len(functions_of(LISTING, ".")) == 3
 
 
+def test_functions_tell_their_files():
+    sources = sources_of(SYMBOLS)
+    files = {0x1000: "kernels_avx2.cpp", 0x1010: "kernels_avx2.cpp", 0x2000: "int8_avx2.cpp"}
+    assert sources == files
+    found = functions_of(LISTING, ".", sources)
+    assert [function.source for function in found] == ["kernels_avx2.cpp"] * 2 + [""]
+
+
 def test_gpu_case_runs_under_ncu(tmp_path, monkeypatch):
     arguments = stand_in(tmp_path, "ncu", NCU, monkeypatch)
     done = run("m1-n64-k64-int4-g64-bf16-cuda")
@@ -174,6 +196,11 @@ def test_kernels_of_the_installed_package():
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert any("gemv" in function["name"] for function in found)
     assert all(sum(function["instructions"].values()) > 0 for function in found)
+    assert not any("Int8Task" in function["name"] for function in found)
+    done = run("m1-n64-k64-custom4-g64-bf16-int8-cpu", "--json")
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all("Int8Task" in function["name"] for function in found)
     done = run("m1-n64-k64-bf16-bf16-cpu")
     assert done.exit_code == 1
     assert "wanted a quantised format, or --symbol" in done.stderr

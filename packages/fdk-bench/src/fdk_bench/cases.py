@@ -108,7 +108,7 @@ def formats_of(
             there are not.
     """
     if wrong := [b for b in bits if b > 8 and b != 16]:
-        raise ValueError(f"bits: wanted 1 to 8, or 16 for no quantisation; got {wrong[0]}")
+        raise ValueError(f"--bits: wanted 1 to 8, or 16 for no quantisation; got {wrong[0]}")
     suffix = "row" if group_size == "row" else f"g{group_size}"
     found = []
     for text in formats or (DEFAULT_CODEBOOK,):

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from fdk_bench.cases import DTYPES
+from fdk_bench.records import counted
 
 # Okabe and Ito's colours by bits of a code: one width has one colour in every figure.
 COLOURS = {
@@ -51,6 +52,7 @@ MOST_PANELS = 4
 # Of a legend: a letter of 10 points, what stands before the text, and a line; so many lines have
 # room in a figure as it is.
 MANY_ENTRIES, WIDE_INCHES = 8, 10.0
+TITLE_LETTER_INCHES = 0.1  # of 12 points
 LETTER_INCHES, HANDLE_INCHES, LINE_INCHES, FREE_LINES = 0.08, 0.65, 0.21, 3
 
 
@@ -94,19 +96,21 @@ def finish(figure: Figure, panels: Sequence[Axes], title: str, frame: pd.DataFra
     machine, dtype = frame["machine"].iloc[0], frame["dtype"].iloc[0]
     threads = frame["threads"].iloc[0]
     where = f"{machine}, {dtype}" + (f", {counted(threads)}" if threads else "")
-    figure.suptitle(f"{title} ({where})", fontsize=12)
+    figure.suptitle(title_of(title, where, figure.get_figwidth()), fontsize=12)
     return figure
+
+
+def title_of(title: str, where: str, inches: float) -> str:
+    """A title and the machine, below it where one line would be wider than the figure."""
+    letters = len(title) + len(where) + len(" ()")
+    separator = "\n" if letters * TITLE_LETTER_INCHES > inches else " "
+    return f"{title}{separator}({where})"
 
 
 def legend_columns(labels: Sequence[str], inches: float) -> int:
     """Columns of a legend that are no wider than the figure."""
     widest = max(map(len, labels), default=0) * LETTER_INCHES + HANDLE_INCHES
     return max(1, min(len(labels), int(inches // widest)))
-
-
-def counted(threads: int) -> str:
-    """``1 thread``, ``2 threads``."""
-    return f"{threads} thread{'' if threads == 1 else 's'}"
 
 
 def curve_of(axes: Axes, x: Any, y: Any, bits: int, dash: Any, label: str) -> None:

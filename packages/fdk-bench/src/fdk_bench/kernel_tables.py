@@ -24,18 +24,21 @@ HEADINGS = (
     "x best peer",
 )
 LEFT = ("n x k", "format", "by")
+COLUMN_GAP = 3  # between two columns of SIMPLE_HEAD
+# Left out of a terminal that is too narrow, in this order; the Markdown file has them.
+SPARE = ("least", "floor", "eager", "TFLOP/s", "GB/s", "spread", "x 16 bit")
 
 
-def kernel_table(rows: Sequence[KernelRow], caption: str = "") -> Table:
-    """A line per row, a rule between shapes and m."""
-    headings = headings_of(rows)
-    table = empty_table(headings, LEFT, caption)
+def kernel_table(rows: Sequence[KernelRow], caption: str = "", width: int | None = None) -> Table:
+    """A line per row, a rule between shapes and m; without some of ``SPARE`` in a narrow one."""
+    lines = [cells_of(row) for row in rows]
+    headings, note = fitting(headings_of(rows), lines, SPARE, width)
+    table = empty_table(headings, LEFT, caption + note)
     before = None
-    for row in rows:
+    for row, cells in zip(rows, lines, strict=True):
         group = (row.case.n, row.case.k, row.case.m)
         if before not in (None, group):
             table.add_section()
-        cells = cells_of(row)
         if before == group:  # said once
             cells |= {"n x k": "", "m": ""}
         table.add_row(*(cells[heading] for heading in headings))
@@ -46,6 +49,31 @@ def kernel_table(rows: Sequence[KernelRow], caption: str = "") -> Table:
 def kernel_markdown(rows: Sequence[KernelRow]) -> str:
     """The same table as Markdown."""
     return markdown(headings_of(rows), LEFT, map(cells_of, rows))
+
+
+def stored_bits(rows: Sequence[KernelRow], backend: str) -> str:
+    """What a backend stores for each weight, scales included; empty where it measured nothing."""
+    measured = [row.values for row in rows if row.values and row.case.backend == backend]
+    bits = sorted({values.bits_per_weight for values in measured})
+    return f"{', '.join(f'{b:.4g}' for b in bits)} bits a weight" if bits else ""
+
+
+def fitting(
+    headings: Sequence[str],
+    lines: Sequence[Mapping[str, str]],
+    spare: Sequence[str],
+    width: int | None,
+) -> tuple[list[str], str]:
+    """The headings of a table that a terminal has room for, and a note of those left out."""
+    columns = {h: max(len(h), *(len(cells[h]) for cells in lines), 0) for h in headings}
+    left_out = []
+    for heading in spare:
+        if width is None or sum(columns.values()) + COLUMN_GAP * len(columns) + 1 <= width:
+            break
+        if columns.pop(heading, None) is not None:
+            left_out.append(heading)
+    note = f"; for want of width without {', '.join(left_out)}" if left_out else ""
+    return list(columns), note
 
 
 def empty_table(headings: Sequence[str], left: Sequence[str], caption: str) -> Table:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from fdk_bench.kernel_tables import empty_table, markdown, seconds_text
+from fdk_bench.kernel_tables import empty_table, fitting, markdown, seconds_text
 from fdk_bench.model_cases import ModelRow
 
 HEADINGS = (
@@ -26,15 +26,17 @@ HEADINGS = (
     "perplexity",
 )
 LEFT = ("model", "format", "head", "by", "fused")
+# Left out of a terminal that is too narrow, in this order; the Markdown file has them.
+SPARE = ("spread", "head", "read GB", "fused")
 OPTIONAL = ("fused", "memory GB", "x 16 bit", "perplexity")
 
 
-def model_table(rows: Sequence[ModelRow], caption: str = "") -> Table:
-    """A line per row."""
-    headings = headings_of(rows)
-    table = empty_table(headings, LEFT, caption)
-    for row in rows:
-        cells = cells_of(row)
+def model_table(rows: Sequence[ModelRow], caption: str = "", width: int | None = None) -> Table:
+    """A line per row; no wider than ``width`` where ``SPARE`` allows."""
+    lines = [cells_of(row) for row in rows]
+    headings, note = fitting(headings_of(rows), lines, SPARE, width)
+    table = empty_table(headings, LEFT, caption + note)
+    for cells in lines:
         table.add_row(*(cells[heading] for heading in headings))
     return table
 

@@ -5,8 +5,9 @@ import io
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fdk_bench.cases import DTYPES, KernelCase
@@ -35,7 +36,8 @@ BUSY = 60.0
 INSTRUCTION = re.compile(
     r"^\s*[0-9a-f]+:\s+(?:\{[^}]*\}\s+)?(?P<mnemonic>[a-z][\w.]*)(?P<rest>.*)$"
 )
-FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
+FUNCTION = re.compile(r"^(?P<address>[0-9a-f]+) <(?P<name>.*)>:$")
+SYMBOL = re.compile(r"^(?P<address>[0-9a-f]+) l.{5}(?P<kind>[fF]) \S+\s+[0-9a-f]+\s+(?P<name>.*)$")
 STACK = re.compile(r"\(%rsp|\[sp[,\]]")
 
 
@@ -69,10 +71,11 @@ class KernelProfile:
 
 @dataclass(frozen=True)
 class Disassembly:
-    """A function of machine code."""
+    """A function of machine code, and the file that it was compiled from, where that is known."""
 
     name: str
     lines: Sequence[str]
+    source: str = ""
 
     @property
     def mnemonics(self) -> Counter[str]:
@@ -146,23 +149,39 @@ def disassemble(objdump: str, library: Path, pattern: str) -> list[Disassembly]:
     Raises:
         ValueError: where objdump fails.
     """
-    command = [objdump, "--disassemble", "--demangle", "--no-show-raw-insn", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
+    done = run([objdump, "--disassemble", "--demangle", "--no-show-raw-insn", str(library)])
     if done.returncode:
         raise ValueError(f"{objdump} failed: {done.stderr.strip()}")
-    return functions_of(done.stdout, pattern)
+    symbols = run([objdump, "--syms", str(library)])
+    return functions_of(done.stdout, pattern, sources_of(symbols.stdout))
 
 
-def functions_of(listing: str, pattern: str) -> list[Disassembly]:
+def sources_of(symbols: str) -> dict[int, str]:
+    """The source file of each local function by address: ``objdump --syms`` names a file first."""
+    found, source = {}, ""
+    for line in symbols.splitlines():
+        if match := SYMBOL.match(line):
+            if match["kind"] == "f":
+                source = match["name"]
+            else:
+                found[int(match["address"], 16)] = source
+    return found
+
+
+def functions_of(
+    listing: str, pattern: str, sources: Mapping[int, str] | None = None
+) -> list[Disassembly]:
     """The functions of a listing of objdump whose names ``pattern`` matches, case ignored."""
     wanted = re.compile(pattern, re.IGNORECASE)
     found: list[Disassembly] = []
-    name, lines = "", list[str]()
+    name, lines, source = "", list[str](), ""
     for line in [*listing.splitlines(), "0 <>:"]:
         if match := FUNCTION.match(line):
             if name and wanted.search(name):
-                found.append(Disassembly(name, lines))
+                found.append(Disassembly(name, lines, source))
             name, lines = match["name"], []
+            source = (sources or {}).get(int(match["address"], 16), "")
         elif line.strip():
             lines.append(line)
     return found

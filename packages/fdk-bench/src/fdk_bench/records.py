@@ -107,6 +107,17 @@ def source_commit(folder: Path = Path(__file__).parent) -> str | None:
         return None
 
 
+def counted(threads: int) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{threads} thread{'' if threads == 1 else 's'}"
+
+
+def machine_of(record: Mapping[str, Any]) -> str:
+    """The device of a written row, with its threads where that is a CPU."""
+    on_gpu = record["case"].get("device") == "cuda"
+    return str(record["device"]) + ("" if on_gpu else f", {counted(record['threads'])}")
+
+
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's own name where the system tells it, else its architecture.
 

@@ -23,7 +23,7 @@ from fdk_bench.kernels import KernelValues
 from fdk_bench.model_cases import ModelCase, ModelValues
 from fdk_bench.model_tables import HEADINGS as MODEL_HEADINGS
 from fdk_bench.model_tables import cells_of as model_cells
-from fdk_bench.records import Row
+from fdk_bench.records import Row, machine_of
 from fdk_bench.results import ResultsError, read_records
 
 Cells = Mapping[str, str]
@@ -170,13 +170,12 @@ def _runs(records: Iterable[Record]) -> str:
     """The command, machine, date and commit of each run that the rows are of."""
     lines: dict[tuple[str, str], str] = {}
     for record in records:
-        threads = "" if record["case"].get("device") == "cuda" else f", {record['threads']} threads"
         commit = ""
         if record["commit"]:
             number, _, dirty = record["commit"].partition("-")
             commit = f", commit {number[:10]}" + (" and changes" if dirty else "")
         lines[record["command"], record["started"]] = (
-            f"`{record['command']}` on {record['device']}{threads}, "
+            f"`{record['command']}` on {machine_of(record)}, "
             f"{record['started'][:10]}, torch {record['versions']['torch']}{commit}"
         )
     return ";\n".join(lines.values()) + "."

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
 
-from fdk_bench.chart_parts import counted
+from fdk_bench.records import machine_of
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; }
@@ -101,7 +101,7 @@ def _runs(records: Sequence[Mapping[str, Any]]) -> str:
         commit = record["commit"] or "no checkout"
         lines[record["command"], record["started"]] = (
             f"<li><code>{escape(record['command'])}</code><br>{escape(record['started'])}, "
-            f"{escape(record['device'])}, {counted(record['threads'])}, "
+            f"{escape(machine_of(record))}, "
             f"{escape(versions)}, commit {escape(commit)}</li>"
         )
     return f"<ul>{''.join(lines.values())}</ul>"

@@ -90,7 +90,7 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     mib = 1 << 20
     memory = "" if here.memory is None else f", {here.memory / (1 << 30):.1f} GiB"
     table.add_row("CPU", f"{here.cpu}, {here.cores} cores{memory}")
-    sizes = ", ".join(f"{name} {size / mib:.3g} MiB" for name, size in here.caches.items())
+    sizes = ", ".join(f"{name} {_size(size)}" for name, size in here.caches.items())
     table.add_row("caches", sizes or "not told by the system")
     runs = ", ".join(here.instruction_sets) or "fdk-cpu is not installed"
     used = f" (in use: {here.instruction_set})" if here.instruction_set else ""
@@ -106,6 +106,11 @@ def _facts(here: "Machine", versions: Any, environment: Any, commit: str | None)
     settings = ", ".join(f"{name}={value}" for name, value in environment.items())
     table.add_row("environment", settings or "nothing set that matters")
     return table
+
+
+def _size(size: int) -> str:
+    """``48 KiB``, ``1 MiB``."""
+    return f"{size / (1 << 20):.3g} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.3g} KiB"
 
 
 def _supports(found: "list[Support]", title: str) -> "Table":

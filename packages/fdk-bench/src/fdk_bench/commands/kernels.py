@@ -124,7 +124,7 @@ def kernels(
         device=on,
         backends=checked_backends(split(backend) or ["auto"]),
         activations=checked_activations(split(activations) or ["float"], on),
-        peers=checked(lambda: peers_named(split(against) or [defaults.against])),
+        peers=checked(lambda: peers_named(split(against) or [defaults.against]), "--against"),
         include=include,
         exclude=exclude,
         copies=copies,
@@ -139,13 +139,14 @@ def kernels(
 
 
 def _run(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None:
-    from fdk_bench.kernel_tables import kernel_markdown, kernel_table
+    from fdk_bench.kernel_tables import kernel_markdown, kernel_table, stored_bits
     from fdk_bench.kernels import absent, measure
     from fdk_bench.machine import facts
+    from fdk_bench.records import counted
 
     total = run.count()
     gathered = facts(command, run.device)
-    threads = f", {gathered.threads} threads" if run.device == "cpu" else ""
+    threads = f", {counted(gathered.threads)}" if run.device == "cpu" else ""
     caption = f"{gathered.device}{threads}, {run.dtype}; floor: weight, x and y read once"
     screen = Screen(total, to_stderr=json_lines)
     with screen.live():
@@ -154,14 +155,14 @@ def _run(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None
             gathered,
             folder / f"{command}.jsonl",
             json_lines=json_lines,
-            show=lambda rows: screen.update(len(rows), kernel_table(rows, caption)),
+            show=lambda rows: screen.update(len(rows), kernel_table(rows, caption, screen.width)),
         )
-    screen.console.print(kernel_table(rows, caption))
+    screen.console.print(kernel_table(rows, caption, screen.width))
     (folder / f"{command}.md").write_text(f"{kernel_markdown(rows)}\n{caption}\n", encoding="utf-8")
-    measured = {row.case.backend for row in rows if row.values is not None}
     for peer in run.peers:
-        if peer.name in measured:
-            screen.console.print(f"{peer.name}: {peer.note}", highlight=False, soft_wrap=True)
+        if told := stored_bits(rows, peer.name):
+            text = f"{peer.name}: {peer.note}; {told}"
+            screen.console.print(text, highlight=False, soft_wrap=True)
     for name, reason in absent(run).items():
         screen.console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)

@@ -189,10 +189,11 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
     from fdk_bench.decoding import measure
     from fdk_bench.machine import facts
     from fdk_bench.model_tables import model_markdown, model_table
+    from fdk_bench.records import counted
 
     total = run.count()
     gathered = facts("models", run.device)
-    threads = f", {gathered.threads} threads" if run.device == "cpu" else ""
+    threads = f", {counted(gathered.threads)}" if run.device == "cpu" else ""
     caption = (
         f"{gathered.device}{threads}, {run.dtype}, {_how(run)}, prompt of {run.context} tokens; "
         "share: of the time to read every weight of a step once"
@@ -204,9 +205,9 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
             gathered,
             folder / "models.jsonl",
             json_lines=json_lines,
-            show=lambda rows: screen.update(len(rows), model_table(rows, caption)),
+            show=lambda rows: screen.update(len(rows), model_table(rows, caption, screen.width)),
         )
-    screen.console.print(model_table(rows, caption))
+    screen.console.print(model_table(rows, caption, screen.width))
     (folder / "models.md").write_text(f"{model_markdown(rows)}\n{caption}\n", encoding="utf-8")
     screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)
     finish(rows, total, interrupted, screen)

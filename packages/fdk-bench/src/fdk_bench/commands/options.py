@@ -112,7 +112,7 @@ AgainstOption = Annotated[
 IncludeOption = Annotated[
     str,
     typer.Option(
-        help="Regular expression: only cases such as m1-n4096-k4096-custom4-g64-bf16-cpu-auto.",
+        help="Regular expression: only cases such as m1-n512-k512-int4-g64-bf16-cpu-auto.",
         rich_help_panel=CASES,
     ),
 ]

@@ -43,7 +43,8 @@ def profile(
     """Say what bounds a case: under Nsight Compute on a GPU, by its machine code on a CPU.
 
     GPU: runs the case once, warm, under ncu and prints the share of each pipe. CPU: the
-    instructions of the kernels for the case's bits and the instruction set in use.
+    instructions of the kernels for the case's bits and activations, and the file that each is
+    from, whose name tells the instruction set; those of the one in use come first.
 
     Exit code: 0, 1 where the tool is missing or finds nothing, 2 bad usage.
     """
@@ -134,14 +135,17 @@ def _profile_cpu(
         isa = fdk_cpu.instruction_set() if fdk_cpu else r"\w+"
         # Templates over bits; one that has no instruction set before them is built for one alone.
         symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
+        # Kernels for x of 8 bits take a task of another type.
+        symbol += r".*\bInt8Task\b" if case.activations == "int8" else r"(?!.*\bInt8Task\b)"
     functions = checked(lambda: disassemble(objdump, library, symbol))
     if not functions:
         _fail(f"{library}: no function matches {symbol!r}\n{BUILD}")
-    for function in functions:
+    in_use = f"_{fdk_cpu.instruction_set()}." if fdk_cpu else "."
+    for function in sorted(functions, key=lambda function: in_use not in function.source):
         if json_lines:
             counts = dict(function.mnemonics.most_common())
-            record = {"name": function.name, "on_stack": function.on_stack, "instructions": counts}
-            print(json.dumps(record))
+            origin = {"name": function.name, "source": function.source}
+            print(json.dumps(origin | {"on_stack": function.on_stack, "instructions": counts}))
         else:
             _print_function(function, listing)
 
@@ -152,7 +156,8 @@ def _print_function(function: "Disassembly", listing: bool) -> None:
         f"{count} {mnemonic}" for mnemonic, count in counts.most_common(TOP_INSTRUCTIONS)
     )
     print(function.name[:FILE_WIDTH])
-    print(f"  {counts.total()} instructions, {function.on_stack} on the stack: {most}")
+    place = f"{function.source}: " if function.source else ""
+    print(f"  {place}{counts.total()} instructions, {function.on_stack} on the stack: {most}")
     if listing:
         print("\n".join(function.lines))
 

@@ -5,7 +5,7 @@ fragments, blocks of columns, groups of rows and warps of its shape, and by its 
 """
 
 TIMED_PROCESSORS = 132
-# One row, codebooks, in decoding steps (docs/benchmarks.md), where the kernels before and after
+# One row, codebooks, in decoding steps (docs/kernels/models.md), where the kernels before and after
 # overlap with the product. 4096 x 14336 at 1 bit was timed alone: in a step 64 x 512 weights a warp
 # take 1.2 us less. By bits, rows and columns.
 TIMED_PLANS = {

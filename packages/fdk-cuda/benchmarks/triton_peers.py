@@ -15,7 +15,7 @@ from _tables import Row, markdown, read_rows, show
 from fdk_formats.format import Format
 
 # The 16-bit product is torch's.
-PEERS = ("humming", "tinygemm", "bitsandbytes", "torch.compile")
+PEERS = ("humming", "gemlite", "tinygemm", "bitsandbytes", "torch.compile")
 HEADINGS = ("n x k", "bits", "m", "floor", "16 bit", "triton", *PEERS)
 Case = tuple[int, int, int, int]
 

@@ -115,12 +115,12 @@ def test_peers_by_hand(peers):
         timed("custom3-g64", "humming", 9.0),  # no line: the Triton kernels were not timed
     ]
     text = peers.table(rows).splitlines()
-    assert text[2] == "| 512 x 256 | 4 | 1 | 2.0 | 12.0 | 5.0 | 8.2 | - | - | - |"
+    assert text[2] == "| 512 x 256 | 4 | 1 | 2.0 | 12.0 | 5.0 | 8.2 | - | - | - | - |"
     assert text[3:] == ["", "Rows of NVIDIA H200, 2026-11-22, 1234."]
     both = peers.run_of([*rows, {**rows[0], "commit": "abc"}])
     assert both == "Rows of NVIDIA H200, 2026-11-22, 1234; NVIDIA H200, 2026-11-22, abc."
     without = peers.table(rows[1:]).splitlines()[2]
-    assert without == "| 512 x 256 | 4 | 1 | 2.0 | - | 5.0 | 8.2 | - | - | - |"
+    assert without == "| 512 x 256 | 4 | 1 | 2.0 | - | 5.0 | 8.2 | - | - | - | - |"
 
 
 def test_the_document_has_the_peers(script, peers):

@@ -13,19 +13,31 @@ namespace fdk {
 namespace {
 
 constexpr std::size_t kChunk = std::size_t(1) << 18;
-constexpr std::size_t kWords = 8;     // sums at once: one cache line
 constexpr std::size_t kAhead = 4096;  // as far ahead as the kernels fetch
 
+// A vector register of any x86-64 and ARM. A loop over words says the same, but GCC does not make
+// vectors of it at -O2, and read 19 GB/s where this reads 33 (one thread of a Zen 5).
+using Words = std::uint64_t __attribute__((vector_size(16)));
+constexpr std::size_t kLine = 4 * sizeof(Words);
+
+Words words_at(const std::uint8_t* data) {
+  Words words;
+  std::memcpy(&words, data, sizeof words);
+  return words;
+}
+
 std::uint64_t sum_of(const std::uint8_t* data, std::size_t bytes) {
-  std::uint64_t sums[kWords] = {}, words[kWords];
+  Words a = {}, b = {}, c = {}, d = {};
   std::size_t i = 0;
-  for (; i + sizeof words <= bytes; i += sizeof words) {
+  for (; i + kLine <= bytes; i += kLine) {
     __builtin_prefetch(data + i + kAhead);
-    std::memcpy(words, data + i, sizeof words);
-    for (std::size_t j = 0; j < kWords; j++) sums[j] += words[j];
+    a += words_at(data + i);
+    b += words_at(data + i + sizeof(Words));
+    c += words_at(data + i + 2 * sizeof(Words));
+    d += words_at(data + i + 3 * sizeof(Words));
   }
-  std::uint64_t total = 0;
-  for (std::uint64_t sum : sums) total += sum;
+  a += b + c + d;
+  std::uint64_t total = a[0] + a[1];
   for (; i < bytes; i++) total += data[i];
   return total;
 }

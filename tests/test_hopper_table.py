@@ -122,14 +122,6 @@ def test_more_rows_take_longer_within_5_per_cent_but_in_three_series(monkeypatch
     }
 
 
-def test_turns_are_each_number_of_rows_once(monkeypatch):
-    turns = script("marlin_rows", monkeypatch).turns
-    assert turns(4, mix=False) == [0, 1, 2, 3]
-    mixed = turns(68, mix=True)
-    assert sorted(mixed) == list(range(68)) != mixed
-    assert mixed == turns(68, mix=True)
-
-
 def test_the_document_has_the_heated_rows():
     lines = [line.strip("|").split("|") for line in DOCUMENT.read_text("utf-8").splitlines()]
     first = next(i for i, line in enumerate(lines) if line[1:4] == [" bits ", " 1 ", " 8 "])

@@ -12,6 +12,7 @@ table of what --out writes.
 """
 
 import argparse
+import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -130,8 +131,13 @@ def dense_runs(
     return [cublas, unfused] if len(x) >= MANY_ROWS else [cublas]
 
 
-def graph_times(runs: list[Run], count: int, *, replays: int = REPLAYS) -> list[float]:
-    """Median microseconds of each ``run(i)``, captured ``count`` times in a graph; in turns."""
+def graph_times(
+    runs: list[Run], count: int, *, replays: int = REPLAYS, chance: random.Random | None = None
+) -> list[float]:
+    """Median microseconds of each ``run(i)``, captured ``count`` times in a graph; in turns.
+
+    ``chance`` puts each round of turns in an order of its own.
+    """
     graphs = []
     for run in runs:
         run(0)
@@ -141,8 +147,11 @@ def graph_times(runs: list[Run], count: int, *, replays: int = REPLAYS) -> list[
             for i in range(count):
                 run(i)
     times: list[list[float]] = [[] for _ in graphs]
+    turns = list(zip(graphs, times, strict=True))
     for _ in range(replays + 2):
-        for graph, own in zip(graphs, times, strict=True):
+        if chance is not None:
+            chance.shuffle(turns)
+        for graph, own in turns:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()

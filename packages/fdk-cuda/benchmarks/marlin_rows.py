@@ -1,12 +1,12 @@
 """Times the Marlin kernels against the number of rows of x, on Hopper, and draws it.
 
-    python packages/fdk-cuda/benchmarks/marlin_rows.py time rows.jsonl [--heat 3] [--mix]
+    python packages/fdk-cuda/benchmarks/marlin_rows.py time rows.jsonl [--heat 3]
     python packages/fdk-cuda/benchmarks/marlin_rows.py draw rows.jsonl rows.svg
 
 `time` replays graphs of all numbers of rows in turns, so that heat and clocks fall on all alike,
 and says where more rows take over 5 % less time than fewer do. Each is checked first. `--heat` runs
-cuBLAS for so many seconds before each series. Turns go from few rows to many, or with `--mix` in an
-order of chance: what ran before a graph may decide how hot it finds the chip.
+cuBLAS for so many seconds before each series. Each round of turns has an order of chance: what ran
+before a graph decides how hot it finds the chip.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SHAPES = "4096x4096,8192x8192,28672x8192"
 # Every number from which a plan may take another tile, and what lies before and between.
 MS = (1, 2, 4, 8, 12, *(m for last in range(16, 512, 16) for m in (last, last + 1)), 512)
 # The shortest graph takes about so long: its launch is then in the order of 1 %.
-GRAPH_MICROSECONDS, REPLAYS = 1200, 5
+GRAPH_MICROSECONDS, REPLAYS = 1200, 25
 TOLERANCE = 1.05
 
 
@@ -43,7 +43,7 @@ def heat(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def time_rows(n: int, k: int, bits: int, seconds: float, *, mix: bool = False) -> dict[str, Any]:
+def time_rows(n: int, k: int, bits: int, seconds: float) -> dict[str, Any]:
     """Microseconds by number of rows, on a chip heated for so many seconds."""
     q = random_weight(bits, n, k)
     layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
@@ -62,19 +62,9 @@ def time_rows(n: int, k: int, bits: int, seconds: float, *, mix: bool = False) -
         runs.append(run)
     shortest = 3 + 8 * n * k / 8192**2  # microseconds, about
     heat(seconds)
-    order = turns(len(MS), mix=mix)
     count = int(GRAPH_MICROSECONDS / shortest)
-    times = graph_times([runs[i] for i in order], count, replays=REPLAYS)
-    us = [times[order.index(i)] for i in range(len(MS))]
-    return {"n": n, "k": k, "bits": bits, "heat": seconds, "mix": mix, "m": MS, "us": us}
-
-
-def turns(count: int, *, mix: bool) -> list[int]:
-    """Which run comes when."""
-    order = list(range(count))
-    if mix:
-        random.Random(0).shuffle(order)
-    return order
+    us = graph_times(runs, count, replays=REPLAYS, chance=random.Random(0))
+    return {"n": n, "k": k, "bits": bits, "heat": seconds, "m": MS, "us": us}
 
 
 def steps_down(ms: list[int], times: list[float]) -> list[str]:
@@ -117,7 +107,6 @@ def main() -> None:
     parser.add_argument("--bits", default="1,4")
     parser.add_argument("--shapes", default=SHAPES, help="n x k of the weights")
     parser.add_argument("--heat", type=float, default=0.0, help="seconds before each series")
-    parser.add_argument("--mix", action="store_true", help="turns in an order of chance")
     args = parser.parse_args()
     if args.what == "draw":
         if args.figure is None:
@@ -128,7 +117,7 @@ def main() -> None:
         print("not run: needs a GPU of compute capability 9.x")
         return
     rows = (
-        time_rows(*map(int, shape.split("x")), bits, args.heat, mix=args.mix)
+        time_rows(*map(int, shape.split("x")), bits, args.heat)
         for shape in args.shapes.split(",")
         for bits in map(int, args.bits.split(","))
     )

@@ -103,23 +103,14 @@ def test_goals_from_64_rows_on_were_timed_cool_and_hot():
     assert goals.items() <= timed.items()
 
 
-def test_more_rows_take_longer_within_5_per_cent_but_in_three_series(monkeypatch):
+def test_more_rows_take_longer_within_5_per_cent(monkeypatch):
     rows = read("rows.jsonl")
     steps_down = script("marlin_rows", monkeypatch).steps_down
     assert steps_down([1, 2, 3], [10.0, 9.0, 9.6]) == ["2: 9.0 after 10.0"]
     assert len(rows) == 12
-    found = {}
     for row in rows:
         assert {16, 17, 64, 65, 128, 129, 256, 257, 512} <= set(row["m"])
-        if told := steps_down(row["m"], row["us"]):
-            case = row["n"], row["k"], row["bits"], row["heat"] > 0
-            found[case] = [int(step.split(":")[0]) for step in told]
-    # Within one plan each, and elsewhere in the rows before: the document says what is known.
-    assert found == {
-        (4096, 4096, 1, False): [49, 64],
-        (28672, 8192, 1, False): [128],
-        (4096, 4096, 1, True): [176, 177, 192],
-    }
+        assert steps_down(row["m"], row["us"]) == []
 
 
 def test_the_document_has_the_heated_rows():

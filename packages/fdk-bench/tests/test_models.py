@@ -222,7 +222,7 @@ def run_of(**changes):
         models=["tiny"],
         formats=["bf16", "int4-g64"],
         batches=[1, 2],
-        backend="reference",
+        backends=["reference"],
         dtype="bf16",
         device="cpu",
         skip="lm_head",
@@ -247,6 +247,20 @@ def test_rows_and_speedups(monkeypatch):
         ratio = quantised.values.tokens_per_second / dense.values.tokens_per_second
         assert quantised.values.speedup_16 == pytest.approx(ratio)
         assert dense.values.speedup_16 is None
+
+
+def test_each_backend_has_a_model_and_16_bits_are_one(monkeypatch):
+    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    run = run_of(backends=["reference", "auto"], batches=[1])
+    rows = list(measure(run, build_llama))
+    assert run.count() == len(rows) == 3
+    assert [(r.case.format, r.case.backend) for r in rows] == [
+        ("bf16", "torch"),
+        ("int4-g64", "reference"),
+        ("int4-g64", "auto"),
+    ]
+    assert rows[1].values.backends == "reference"
+    assert all(row.values.speedup_16 for row in rows[1:])
 
 
 def test_failing_model_is_rows(monkeypatch):

@@ -79,32 +79,31 @@ def measure(
     floor = read_floor(run.device)
     floor.seconds(RATE_BYTES)  # its memory is taken before that of a model
     baseline: dict[tuple[str, int], float] = {}
-    for model in run.models:
-        for format in run.formats:
-            cases = run.cases(model, format)
-            on_step(f"building {model} {format}")
-            before, start = _allocated(run.device), time.perf_counter()
-            try:
-                built = build(cases[0], run.batches)
-            except Exception as error:  # the run goes on
-                yield from (Row(case, error=f"{type(error).__name__}: {error}") for case in cases)
-                release()
-                continue
-            seconds = time.perf_counter() - start
-            for case in cases:
-                on_step(str(case))
-                try:
-                    values = measure_case(case, built, floor, seconds, before)
-                except Exception as error:
-                    yield Row(case, error=f"{type(error).__name__}: {error}")
-                    continue
-                if format in DTYPES:
-                    baseline[model, case.batch] = values.tokens_per_second
-                elif dense := baseline.get((model, case.batch)):
-                    values = replace(values, speedup_16=values.tokens_per_second / dense)
-                yield Row(case, values)
-            del built
+    for model, format, backend in run.builds():
+        cases = run.cases(model, format, backend)
+        on_step(f"building {model} {format} {backend}")
+        before, start = _allocated(run.device), time.perf_counter()
+        try:
+            built = build(cases[0], run.batches)
+        except Exception as error:  # the run goes on
+            yield from (Row(case, error=f"{type(error).__name__}: {error}") for case in cases)
             release()
+            continue
+        seconds = time.perf_counter() - start
+        for case in cases:
+            on_step(str(case))
+            try:
+                values = measure_case(case, built, floor, seconds, before)
+            except Exception as error:
+                yield Row(case, error=f"{type(error).__name__}: {error}")
+                continue
+            if format in DTYPES:
+                baseline[model, case.batch] = values.tokens_per_second
+            elif dense := baseline.get((model, case.batch)):
+                values = replace(values, speedup_16=values.tokens_per_second / dense)
+            yield Row(case, values)
+        del built
+        release()
 
 
 def release() -> None:

@@ -94,12 +94,12 @@ ModelRow = Row[ModelCase, ModelValues]
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What to measure: each model in each format at each batch size."""
+    """What to measure: each model in each format, by each backend, at each batch size."""
 
     models: Sequence[str]
     formats: Sequence[str]
     batches: Sequence[int]
-    backend: str
+    backends: Sequence[str]
     dtype: str
     device: str
     skip: str
@@ -109,9 +109,17 @@ class ModelRun:
     fused: bool = True
     layers: int | None = None
 
-    def cases(self, model: str, format: str) -> list[ModelCase]:
+    def builds(self) -> list[tuple[str, str, str]]:
+        """Models to build: size or name, format and backend; 16 bits are torch's, once."""
+        return [
+            (model, format, backend)
+            for model in self.models
+            for format in self.formats
+            for backend in (("torch",) if format in DTYPES else self.backends)
+        ]
+
+    def cases(self, model: str, format: str, backend: str) -> list[ModelCase]:
         """One for each batch size."""
-        backend = "torch" if format in DTYPES else self.backend
         return [
             ModelCase(
                 model=model,
@@ -132,4 +140,4 @@ class ModelRun:
 
     def count(self) -> int:
         """How many rows there will be."""
-        return len(self.models) * len(self.formats) * len(self.batches)
+        return len(self.builds()) * len(self.batches)

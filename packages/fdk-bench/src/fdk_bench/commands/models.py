@@ -60,7 +60,7 @@ def models(
         ),
     ] = None,
     group_size: options.GroupOption = "64",
-    backend: Annotated[str, typer.Option(help="Of the quantised layers: auto or a name.")] = "auto",
+    backend: options.BackendOption = None,
     skip: Annotated[
         str, typer.Option(help="Regular expression of layers that stay as they are.")
     ] = DEFAULT_SKIP,
@@ -131,7 +131,7 @@ def models(
         models=names,
         formats=checked(lambda: formats_of(widths, asked, group_size, dtype)),
         batches=numbers("--batch-size", batch_size, (1,)),
-        backend=checked_backends([backend])[0],
+        backends=checked_backends(split(backend) or ["auto"]),
         dtype=dtype,
         device=where,
         skip=skip,

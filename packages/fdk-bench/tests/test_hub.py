@@ -38,7 +38,8 @@ class Hub(BaseHTTPRequestHandler):
         missing = "EntryNotFound" if known else "RepoNotFound"
         return self.answer(404, b"", **{"X-Error-Code": missing})
 
-    do_GET = do_HEAD
+    def do_GET(self):
+        self.do_HEAD()
 
     def answer(self, status, data, **headers):
         self.send_response(status)

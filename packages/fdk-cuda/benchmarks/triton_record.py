@@ -5,8 +5,8 @@
 Each case is checked beside the dequantised weight, then captured in a CUDA graph over copies of
 the weight that the L2 does not hold (but 12 of 4096 x 4096 at 1 bit, with 256 rows). Its replays
 take turns with those of cuBLAS over a bf16 weight, and the median is quoted, in microseconds.
-`floor` is that of _floor.py for an H200. Processes compile side by side and time one after the
-other; who has compiled a kernel launches it once, on the same GPU, whoever is timing meanwhile.
+`floor` is that of _floor.py for an H200. Processes compile side by side first; then one times, and
+nothing else runs on the GPU.
 With --without, cases of which a file has rows are left out, so that a run that was cut off is gone
 on with. triton_table.py makes a table of rows.
 """
@@ -14,7 +14,6 @@ on with. triton_table.py makes a table of rows.
 import argparse
 import multiprocessing
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,6 @@ MS, LARGE_MS, MORE_MS = (1, 16, 64, 256), (512, 1024), (32, 128, 512, 1024)
 MANY = 64
 LARGEST_ERROR = 6e-3  # of bf16 rounding
 GROUP_SIZE = 64
-_gpu: Any = nullcontext()
 # n, k, bits, affine, and whether of dy @ W_hat.
 Task = tuple[int, int, int, bool, bool]
 
@@ -131,7 +129,10 @@ def others_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> list[An
 
 
 def prepare(task: Task) -> None:
-    """Compiles and loads the kernels of a task, with a weight of few outputs."""
+    """Compiles and loads the kernels of a task, with a weight of few outputs.
+
+    What another process compiled comes from Triton's cache.
+    """
     n, k, bits, affine, transposed = task
     few = weights_of(Arrangement(512, k, bits, GROUP_SIZE), affine)[:1]
     for m in ms_of(n, k, bits):
@@ -142,43 +143,42 @@ def prepare(task: Task) -> None:
 
 
 def rows_of(task: Task) -> list[dict[str, Any]]:
-    """A row for each number of rows of x. One process at a time has the GPU."""
+    """A row for each number of rows of x."""
     prepare(task)
     n, k, bits, affine, transposed = task
     a = Arrangement(n, k, bits, GROUP_SIZE)
     rows = []
-    with _gpu:
-        ws = weights_of(a, affine)
-        hat = launch.dequantise(ws[0], torch.bfloat16)
-        dense = [hat.clone() for _ in range(COLD_BYTES // hat.nbytes + 2)]
-        W = hat.float()
-        for m in ms_of(n, k, bits):
-            x = random_x(m, n if transposed else k)
-            configs = [config_of(a, m, affine, transposed), *others_of(a, m, affine, transposed)]
-            ways = [partial(call, x, ws, config, transposed) for config in configs]
-            reference = x.float() @ (W if transposed else W.T)
-            for config, way in zip(configs, ways, strict=True):
-                error = float((way(0).float() - reference).norm() / reference.norm())
-                if not error < LARGEST_ERROR:
-                    raise ValueError(f"wrong, not timed: {task} m{m} {config}: {error:.1e}")
-            runs: list[Callable[[int], Tensor]] = [*ways, partial(cublas, x, dense, transposed)]
-            count = max(len(dense), len(ws)) if m <= MANY else 12
-            us, *others, peer = graph_times(runs, min(count, 40), replays=11)
-            read = [t for t in (ws[0].words, ws[0].scale, ws[0].zero_point, x) if t is not None]
-            floor = product_floor(m, n, k, sum(t.nbytes for t in read))
-            row: dict[str, Any] = {
-                "n": n,
-                "k": k,
-                "bits": bits,
-                "m": m,
-                "kind": "affine" if affine else "codebook",
-            }
-            row |= {"direction": "dy" if transposed else "y", "us": us, "cublas": peer}
-            names = [short(config) for config in configs]
-            row |= {"floor": floor, "by": names[0]}
-            rows.append(row | {"others": dict(zip(names[1:], others, strict=True))})
-        del ws, hat, dense, W, x, ways, runs, reference
-        torch.cuda.empty_cache()
+    ws = weights_of(a, affine)
+    hat = launch.dequantise(ws[0], torch.bfloat16)
+    dense = [hat.clone() for _ in range(COLD_BYTES // hat.nbytes + 2)]
+    W = hat.float()
+    for m in ms_of(n, k, bits):
+        x = random_x(m, n if transposed else k)
+        configs = [config_of(a, m, affine, transposed), *others_of(a, m, affine, transposed)]
+        ways = [partial(call, x, ws, config, transposed) for config in configs]
+        reference = x.float() @ (W if transposed else W.T)
+        for config, way in zip(configs, ways, strict=True):
+            error = float((way(0).float() - reference).norm() / reference.norm())
+            if not error < LARGEST_ERROR:
+                raise ValueError(f"wrong, not timed: {task} m{m} {config}: {error:.1e}")
+        runs: list[Callable[[int], Tensor]] = [*ways, partial(cublas, x, dense, transposed)]
+        count = max(len(dense), len(ws)) if m <= MANY else 12
+        us, *others, peer = graph_times(runs, min(count, 40), replays=11)
+        read = [t for t in (ws[0].words, ws[0].scale, ws[0].zero_point, x) if t is not None]
+        floor = product_floor(m, n, k, sum(t.nbytes for t in read))
+        row: dict[str, Any] = {
+            "n": n,
+            "k": k,
+            "bits": bits,
+            "m": m,
+            "kind": "affine" if affine else "codebook",
+        }
+        row |= {"direction": "dy" if transposed else "y", "us": us, "cublas": peer}
+        names = [short(config) for config in configs]
+        row |= {"floor": floor, "by": names[0]}
+        rows.append(row | {"others": dict(zip(names[1:], others, strict=True))})
+    del ws, hat, dense, W, x, ways, runs, reference
+    torch.cuda.empty_cache()
     return rows
 
 
@@ -186,12 +186,6 @@ def cublas(x: Tensor, dense: list[Tensor], transposed: bool, i: int) -> Tensor:
     """The same by cuBLAS."""
     W = dense[i % len(dense)]
     return torch.mm(x, W if transposed else W.T)
-
-
-def take_turns(lock: Any) -> None:
-    """In a new process: who holds the lock has the GPU."""
-    global _gpu
-    _gpu = lock
 
 
 def main() -> None:
@@ -204,14 +198,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
-    spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(args.processes, take_turns, (spawn.Lock(),)) as pool:
-        rows = (
-            row | {"triton": triton.__version__}
-            for found in pool.imap_unordered(rows_of, tasks_without(args.without), chunksize=1)
-            for row in found
-        )
-        write_rows(args.out, rows, line_of)
+    left = tasks_without(args.without)
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        for _ in pool.imap_unordered(prepare, left, chunksize=1):
+            pass
+    rows = (row | {"triton": triton.__version__} for task in left for row in rows_of(task))
+    write_rows(args.out, rows, line_of)
 
 
 def line_of(row: dict[str, Any]) -> str:

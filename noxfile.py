@@ -162,12 +162,18 @@ def bench(session: nox.Session) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     run(session, "fdk-bench", "kernels", *SHORT_RUN, "--out", str(RESULTS))
     run(session, "fdk-bench", "guard", str(RESULTS / "kernels.jsonl"))
+    needs: dict[str, list[str]] = {}
     for script in benchmarks():
         quick = ["--quick"] if "--quick" in script.read_text() else []
-        text = run(session, "python", str(script), *quick, *session.posargs, silent=True)
+        text = str(run(session, "python", str(script), *quick, *session.posargs, silent=True))
         result = RESULTS / f"{script.parts[1]}-{script.stem}.txt"
-        result.write_text(str(text))
+        if text.startswith("not run: "):
+            needs.setdefault(text.strip().removeprefix("not run: "), []).append(script.stem)
+            continue
+        result.write_text(text)
         session.log(f"{text}\nwritten to {result}")
+    for reason, scripts in needs.items():
+        session.log(f"not run: {', '.join(scripts)}: {reason}")
     session.log(f"results lie in {RESULTS}")
 
 

@@ -5,6 +5,7 @@ import typer
 from fdk_bench import __version__
 from fdk_bench.commands.accuracy import accuracy
 from fdk_bench.commands.guard import guard
+from fdk_bench.commands.help import Command, Group
 from fdk_bench.commands.info import info
 from fdk_bench.commands.kernels import COMMANDS, kernels
 from fdk_bench.commands.models import models
@@ -15,6 +16,7 @@ from fdk_bench.commands.table import table
 
 app = typer.Typer(
     name="fdk-bench",
+    cls=Group,
     help="Measures and compares fdk: linear layers with weights stored in 1 to 8 bits.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -39,6 +41,6 @@ def main(
 
 
 for name, command in COMMANDS.items():
-    app.command(name, help=command.help)(kernels)
+    app.command(name, cls=Command, help=command.help)(kernels)
 for function in (models, accuracy, plot, table, record, profile, guard, info):
-    app.command()(function)
+    app.command(cls=Command)(function)

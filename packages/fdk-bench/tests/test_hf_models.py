@@ -10,7 +10,13 @@ from typer.testing import CliRunner
 
 from fdk_bench import decoding
 from fdk_bench.cli import app
-from fdk_bench.hf_decoding import HfDecoder, build_hf, perplexity_of, stored_bytes
+from fdk_bench.hf_decoding import (
+    HfDecoder,
+    build_hf,
+    continued_from,
+    perplexity_of,
+    stored_bytes,
+)
 from fdk_bench.model_cases import ModelCase
 from fdk_formats import load_model, quantise_model, save_model
 
@@ -100,6 +106,19 @@ def test_perplexity_of_a_uniform_model_is_its_vocabulary():
     assert perplexity_of(Uniform(), torch.arange(30)) == pytest.approx(40)
     with pytest.raises(ValueError, match="at least two tokens"):
         perplexity_of(Uniform(), torch.arange(1))
+
+
+def test_continuation_takes_the_likeliest_token_after_32():
+    class Counting(nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids):
+            logits = nn.functional.one_hot((input_ids + 2) % 64, 64).float()
+            return type("Output", (), {"logits": logits})
+
+    # The first 32 of 50 end with 31.
+    assert continued_from(Counting(), torch.arange(50), 3).tolist() == [33, 35, 37]
+    assert continued_from(Counting(), torch.arange(5), 2).tolist() == [6, 8]
 
 
 def test_stored_bytes_counts_tied_weights_once(hf_model):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fdk_bench import decoding
 from fdk_bench.cli import app
 from fdk_bench.decoding import Step, first_tokens, measure, measure_case
-from fdk_bench.hf_decoding import build_hf
+from fdk_bench.hf_decoding import CONTINUED_TOKENS, build_hf
 from fdk_bench.llama import SIZES, Llama, LlamaSize
 from fdk_bench.model_cases import ModelCase, ModelRun, ModelValues
 from fdk_bench.peers import WrongAnswerError
@@ -363,6 +363,10 @@ def test_json_and_real_model(quick, hf_folder, tmp_path):
     assert plain > 20
     assert quantised == pytest.approx(plain, rel=0.1)
     assert quantised != plain
+    said = [r["values"]["continuation"] for r in rows]
+    # A token of this tokeniser is a word; a model of random weights says any of them.
+    assert [len(words.split()) for words in said] == [CONTINUED_TOKENS] * 2
+    assert f"int8-g32 reference: {said[1]!r}" in (tmp_path / "models.md").read_text()
 
 
 def test_real_models_get_kmeans(quick, hf_folder, tmp_path):

@@ -57,7 +57,7 @@ class Built:
 
     Attributes:
         weight_bytes, stored_bytes, parameters, bits_per_weight, backends: see ``ModelValues``.
-        perplexity: on the text that was given, or None.
+        perplexity, continuation: of the text that was given, or None.
     """
 
     decoder: Decoder
@@ -67,6 +67,7 @@ class Built:
     bits_per_weight: float
     backends: str
     perplexity: float | None = None
+    continuation: str | None = None
 
 
 Build = Callable[[ModelCase, Sequence[int]], Built]
@@ -171,6 +172,7 @@ def _measure_case(
         build_seconds=build_seconds,
         compile_seconds=compile_seconds,
         perplexity=built.perplexity,
+        continuation=built.continuation,
     )
 
 

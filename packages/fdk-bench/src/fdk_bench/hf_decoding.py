@@ -14,6 +14,7 @@ from fdk_bench.model_cases import ModelCase
 from fdk_formats import model_report, quantise_model
 
 PERPLEXITY_TOKENS = 2048  # a window of the text; each is scored on its own
+BEGIN_TOKENS, CONTINUED_TOKENS = 32, 24
 
 
 class HfDecoder:
@@ -85,6 +86,7 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) 
         report = model_report(quantised)
         bits, backends = report.bits_per_weight, ", ".join(_backends(quantised))
     stored = stored_bytes(quantised)
+    score, continued = (None, None) if text is None else read(quantised, case.model, text)
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
@@ -95,7 +97,8 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) 
         parameters=sum(p.numel() for p in model.parameters()),
         bits_per_weight=bits,
         backends=backends,
-        perplexity=None if text is None else perplexity(quantised, case.model, text),
+        perplexity=score,
+        continuation=continued,
     )
 
 
@@ -121,13 +124,24 @@ def _backends(model: nn.Module) -> list[str]:
 
 
 @torch.inference_mode()
-def perplexity(model: nn.Module, name: str, text: Path) -> float:
-    """Of a text file under a model, in windows of ``PERPLEXITY_TOKENS``."""
+def read(model: nn.Module, name: str, text: Path) -> tuple[float, str]:
+    """The perplexity of a text file under a model, and how the model goes on from its beginning."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0]
-    return perplexity_of(model, ids)
+    return perplexity_of(model, ids), str(tokenizer.decode(continued_from(model, ids)))
+
+
+@torch.inference_mode()
+def continued_from(model: Any, ids: Tensor, count: int = CONTINUED_TOKENS) -> Tensor:
+    """``[count]`` tokens after the first ``BEGIN_TOKENS`` of ``ids :: [t]``, the likeliest each."""
+    begin = ids[:BEGIN_TOKENS].to(model.device)
+    found = begin
+    for _ in range(count):
+        logits = model(input_ids=found[None]).logits[0, -1]
+        found = torch.cat([found, logits.argmax(-1, keepdim=True)])
+    return found[len(begin) :]
 
 
 def perplexity_of(model: Any, ids: Tensor) -> float:

@@ -64,6 +64,7 @@ class ModelValues:
         build_seconds: to make or load and quantise the model.
         compile_seconds: of the first prompt and the first steps.
         perplexity: on the text that was given, or None.
+        continuation: of the first tokens of that text, each the likeliest; None in older rows too.
         speedup_16: tokens per second over those of the model that is not quantised, or None.
     """
 
@@ -87,6 +88,7 @@ class ModelValues:
     perplexity: float | None = None
     speedup_16: float | None = None
     first_token_graph: bool | None = None
+    continuation: str | None = None
 
 
 ModelRow = Row[ModelCase, ModelValues]

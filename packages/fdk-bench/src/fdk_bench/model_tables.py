@@ -46,6 +46,16 @@ def model_markdown(rows: Sequence[ModelRow]) -> str:
     return markdown(headings_of(rows), LEFT, map(cells_of, rows))
 
 
+def continuations(rows: Sequence[ModelRow]) -> str:
+    """How each real model goes on from the text that was given: a line each, or nothing."""
+    told = [
+        f"{row.case.model} {row.case.format} {row.values.backends}: {row.values.continuation!r}\n"
+        for row in rows
+        if row.values is not None and row.values.continuation is not None
+    ]
+    return "The text goes on:\n" + "".join(dict.fromkeys(told)) if told else ""
+
+
 def headings_of(rows: Sequence[ModelRow]) -> tuple[str, ...]:
     """The columns that any row fills."""
     filled = [cells_of(row) for row in rows]

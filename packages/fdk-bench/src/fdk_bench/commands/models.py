@@ -90,7 +90,8 @@ def models(
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text file whose perplexity a real model is asked for.")
+        Path | None,
+        typer.Option(help="Text file: its perplexity under a real model, and how that goes on."),
     ] = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = "bf16",
@@ -188,7 +189,7 @@ def _how(run: "ModelRun") -> str:
 def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> None:
     from fdk_bench.decoding import measure
     from fdk_bench.machine import facts
-    from fdk_bench.model_tables import model_markdown, model_table
+    from fdk_bench.model_tables import continuations, model_markdown, model_table
     from fdk_bench.records import counted
 
     total = run.count()
@@ -208,6 +209,9 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
             show=lambda rows: screen.update(len(rows), model_table(rows, caption, screen.width)),
         )
     screen.console.print(model_table(rows, caption, screen.width))
-    (folder / "models.md").write_text(f"{model_markdown(rows)}\n{caption}\n", encoding="utf-8")
+    told = continuations(rows)
+    screen.console.print(told, end="", markup=False, highlight=False, soft_wrap=True)
+    table = f"{model_markdown(rows)}\n{caption}\n"
+    (folder / "models.md").write_text(table + (f"\n{told}" if told else ""), encoding="utf-8")
     screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)
     finish(rows, total, interrupted, screen)

@@ -17,10 +17,15 @@ namespace {
 
 constexpr std::size_t kStripesAtOnce = 4;  // of 4 rows: the 16 dwords of a register
 
-// Where four stripes' codes and scales begin.
+// Where the codes of four stripes begin, that lie `apart`, and the slots of their scales. Where
+// fewer are left, of one stripe four times.
 struct Stripes {
-  const std::uint8_t* codes[kStripesAtOnce];
-  std::size_t slots[kStripesAtOnce];
+  const std::uint8_t* codes;
+  std::size_t apart, slot, slots_apart;
+
+  FDK_INLINE std::size_t slot_of(int stripe) const {
+    return slot + std::size_t(stripe) * slots_apart;
+  }
 };
 
 // The registers of codes described above.
@@ -39,8 +44,9 @@ struct Indices {
     for (unsigned h = 0; h < 2; h++) {
       for (unsigned b = 0; b < 64; b++) {
         const unsigned i = b % 4;
-        if constexpr (kBits == 1) {  // [t][8 rows][i], of two stripes that follow one another
-          bytes[h][b] = std::uint8_t(16 * (b / 4 % 8) + 2 * (4 * (b / 32) + i) + h);
+        if constexpr (kBits == 1) {  // [stripe][row][i], of qwords of two stripes, [row][stripe]
+          const unsigned stripe = b / 16, row = b / 4 % 4;
+          bytes[h][b] = std::uint8_t(64 * (stripe / 2) + 16 * row + 8 * (stripe % 2) + 2 * i + h);
         } else {  // [stripe][row][i], of rows 0 and 1 and of rows 2 and 3, [row][i / 2][stripe]
           const unsigned stripe = b / 16, row = b / 4 % 4, lane = 2 * row + i / 2;
           bytes[h][b] = std::uint8_t(16 * lane + 4 * stripe + 2 * (i % 2) + h);
@@ -51,9 +57,10 @@ struct Indices {
   }
 };
 
-// Codes of the next 16 rows to their registers, at 2 bits in parts that come between the products
-// of these (128 to 512 rows, warm, cycles of 16 rows of a tile: 93 before, 90 in one block by these
-// instructions, 88 in parts). `vpunpck` takes 0.67 cycles, other permutations of registers one.
+// Codes of the next 16 rows to their registers, in parts that come between the products of these (2
+// bits, 128 to 512 rows, warm, cycles of 16 rows of a tile: 93 before, 90 in one block by these
+// instructions, 88 in parts). `vpunpck` takes 0.67 cycles where other permutations take one (Zen
+// 4), 0.25 where they take half of one and share a pipe with `vpdpbusd` (Zen 5).
 template <int kBits>
 class NextCodes {
  public:
@@ -63,7 +70,7 @@ class NextCodes {
   // kParts / 2 lines from `later` on are fetched meanwhile.
   FDK_INLINE NextCodes(const Indices<kBits>& indices, const Stripes& stripes, std::size_t offset,
                        const std::uint8_t* later)
-      : indices_(indices), stripes_(stripes), offset_(offset), later_(later) {}
+      : indices_(indices), from_(stripes.codes + offset), apart_(stripes.apart), later_(later) {}
 
   template <int k>
   FDK_INLINE void part() {
@@ -71,22 +78,27 @@ class NextCodes {
     // 244 -> 237).
     if constexpr (k % 2 == 1) fetch(later_ + k / 2 * kLine, kLine);
     if constexpr (kBits == 2) part_of_two_bits<k>();
-    if constexpr (kBits == 1 && k == 0) all_of_one_bit();
+    if constexpr (kBits == 1) part_of_one_bit<k>();
   }
   const RowCodes<kBits>& codes() const { return codes_; }
 
  private:
   FDK_INLINE __m512i load(int stripe, int rows) const {
-    return _mm512_loadu_si512(stripes_.codes[stripe] + offset_ + kLine * std::size_t(rows));
+    return _mm512_loadu_si512(from_ + std::size_t(stripe) * apart_ + kLine * std::size_t(rows));
   }
-  FDK_INLINE void all_of_one_bit() {
-    unroll<2>([&](auto of) FDK_LAMBDA {
-      constexpr int h = of.value;
-      const __m512i first = _mm512_permutex2var_epi8(load(0, 0), indices_.of[h], load(1, 0));
-      const __m512i last = _mm512_permutex2var_epi8(load(2, 0), indices_.of[h], load(3, 0));
-      codes_.at[h][0] = _mm512_shuffle_i64x2(first, last, 0x44);
-      codes_.at[h][1] = _mm512_shuffle_i64x2(first, last, 0xEE);
-    });
+  template <int k>
+  FDK_INLINE void part_of_one_bit() {
+    if constexpr (k < 4) {  // qwords of two stripes
+      constexpr int i = k / 2;
+      const __m512i first = load(2 * i, 0), second = load(2 * i + 1, 0);
+      qwords_[i][k % 2] =
+          k % 2 == 0 ? _mm512_unpacklo_epi64(first, second) : _mm512_unpackhi_epi64(first, second);
+    } else if constexpr (k < 6) {
+      unroll<2>([&](auto h) FDK_LAMBDA {
+        codes_.at[h.value][k - 4] =
+            _mm512_permutex2var_epi8(qwords_[0][k - 4], indices_.of[h.value], qwords_[1][k - 4]);
+      });
+    }
   }
   template <int k>
   FDK_INLINE void part_of_two_bits() {
@@ -108,10 +120,11 @@ class NextCodes {
   }
 
   const Indices<kBits>& indices_;
-  const Stripes& stripes_;
-  std::size_t offset_;
+  const std::uint8_t* from_;
+  std::size_t apart_;
   const std::uint8_t* later_;
-  __m512i halves_[2][4], dwords_[2][4];
+  __m512i halves_[2][4], dwords_[2][4];  // 2 bits
+  __m512i qwords_[2][2];                 // 1 bit
   RowCodes<kBits> codes_;
 };
 

@@ -50,23 +50,22 @@ template <int kBits>
 FDK_INLINE void build_step(const float* x, const __m512* values, std::uint8_t (*out)[2][64]) {
   constexpr std::size_t kTables = 8 * std::size_t(kBits);
   constexpr int kCodes = 4 / kBits;  // of a table
+  FDK_UNROLL
   for (std::size_t j = 0; j < kTables; j++) {
     __m512 sum = _mm512_mul_ps(_mm512_set1_ps(x[j]), values[0]);
     FDK_UNROLL
     for (int i = 1; i < kCodes; i++) {
       sum = _mm512_fmadd_ps(_mm512_set1_ps(x[j + std::size_t(i) * kTables]), values[i], sum);
     }
-    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    constexpr int kDown = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-    const __m512 base = _mm512_set1_ps(255), half = _mm512_set1_ps(0.5f);
-    const __m512 integers = _mm512_roundscale_ps(sum, kNearest);
-    const __m512 high = _mm512_roundscale_ps(
-        _mm512_mul_ps(_mm512_add_ps(integers, half), _mm512_set1_ps(1.0f / 255)), kDown);
-    const __m512 low = _mm512_fnmadd_ps(high, base, integers);
+    // v is 255 high + low, low a byte without sign: 256 a + b is 255 a + (a + b), and where a + b
+    // is no such byte, one more or less of 255.
+    const __m512i v = _mm512_cvtps_epi32(sum);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_srai_epi32(v, 8)), 8);
+    const __m512i low = _mm512_add_epi32(v, high);  // but for 256 high
     constexpr auto place = place_of<kBits>;
     __m128i* to = reinterpret_cast<__m128i*>(out[place(j).t][0]) + place(j).i;
-    _mm_store_si128(to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(low)));
-    _mm_store_si128(to + 4, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(high)));
+    _mm_store_si128(to, _mm512_cvtepi32_epi8(low));
+    _mm_store_si128(to + 4, _mm512_cvtepi32_epi8(high));
   }
 }
 
@@ -84,10 +83,32 @@ bool has_outlier(const float* tile, float largest) {
   return small != 0 && small >= others;
 }
 
+// Stripes [first, stop), of so many bytes each, fetched in that many shares.
+class Shares {
+ public:
+  Shares(const void* stripes, std::size_t bytes, std::size_t first, std::size_t stop,
+         std::size_t shares)
+      : from_(static_cast<const std::uint8_t*>(stripes) + first * bytes),
+        left_((stop - first) * bytes),
+        share_(ceil_div(left_, shares * kLine) * kLine) {}
+  void fetch_one() {
+    const std::size_t now = left_ < share_ ? left_ : share_;
+    fetch(from_, now);
+    from_ += now;
+    left_ -= now;
+  }
+
+ private:
+  const std::uint8_t* from_;
+  std::size_t left_, share_;
+};
+
 // x :: [tiles * kTileK] bf16. False where x has what these integers cannot hold: NaN and infinity,
-// a tile of nothing but very small numbers, or outliers.
+// a tile of nothing but very small numbers, or outliers. Stripes [first, stop) are fetched
+// meanwhile (4096 x 4096, 1 bit, cold, one thread: 93 -> 90 us, 2 bits 175 -> 169).
 template <int kBits>
-bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out) {
+bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out, std::size_t first,
+                 std::size_t stop) {
   constexpr int kCodes = 4 / kBits;
   const float largest_of_table = largest_value(w);
   __m512 values[kCodes];  // at index e, of the i-th code in e
@@ -98,6 +119,9 @@ bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out
     }
     values[i] = _mm512_load_ps(entries);
   }
+  const std::size_t scale_bytes = w.stored_groups * kTileRows * bytes_of(w.scale_type);
+  Shares codes(w.codes, w.tiles * tile_bytes(kBits), first, stop, w.tiles * kSteps);
+  Shares scales(w.scales, scale_bytes, first, stop, w.tiles * kSteps);
   for (std::size_t tile = 0; tile < w.tiles; tile++, x += kTileK, out++) {
     alignas(64) float wide[kTileK];
     __m512 largest = _mm512_setzero_ps();
@@ -114,7 +138,7 @@ bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out
                                                        _mm512_castps_si512(_mm512_abs_ps(floats))));
         sum = _mm512_add_ps(sum, floats);
       }
-      sums[s] = _mm512_reduce_add_ps(sum);
+      sums[s] = w.zeros == nullptr ? 0.0f : _mm512_reduce_add_ps(sum);
     }
     const float largest_x =
         std::bit_cast<float>(_mm512_reduce_max_epu32(_mm512_castps_si512(largest)));
@@ -127,6 +151,8 @@ bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out
       _mm512_store_ps(wide + i, _mm512_mul_ps(_mm512_load_ps(wide + i), factor));
     }
     for (std::size_t s = 0; s < std::size_t(kSteps); s++) {
+      codes.fetch_one();
+      scales.fetch_one();
       build_step<kBits>(wide + s * kStep, values, out->sums[s]);
     }
     out->unit = power_of_two(exponent - largest_exponent(kBits));

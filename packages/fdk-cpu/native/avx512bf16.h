@@ -18,6 +18,7 @@ std::size_t most_rows_avx512bf16(const Weight& w);
 // Kernels::limits, and the cycles that a product of 512 bits takes, one after another.
 RowLimits limits_avx512bf16(const Weight& w);
 double cycles_of_products_avx512bf16();
+bool is_wide_avx512bf16();  // where two of them begin in a cycle
 // Kernels::decode, panel_product, stripe_product, write_panel and stage_panel.
 void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
                        void* out, std::size_t stride);

@@ -91,7 +91,7 @@ bool takes(const Weight& w) {
 
 // x :: [tiles * kTileK] float32, of each 16 positions the even ones first. False where x has what
 // such integers cannot hold: NaN, infinity, outliers, very large or small numbers.
-bool build(const Weight& w, const void* x, void* tables) {
+bool build(const Weight& w, const void* x, void* tables, std::size_t, std::size_t) {
   Levels levels;
   if (!levels_of(w, levels)) return false;
   const float* from = static_cast<const float*>(x);

@@ -141,8 +141,9 @@ struct TableKernels {
   bool (*takes)(const Weight&);
   std::size_t tile_bytes;  // that the tables of a tile of x take, aligned to 64
   // Tables of x :: [tiles * kTileK], as gemv has it. False where x has what they cannot hold, such
-  // as NaN or outliers: then `next` or gemv is used.
-  bool (*build)(const Weight&, const void* x, void* tables);
+  // as NaN or outliers: then `next` or gemv is used. Stripes [begin, end) are what is met first:
+  // kernels may fetch them meanwhile.
+  bool (*build)(const Weight&, const void* x, void* tables, std::size_t begin, std::size_t end);
   std::size_t stripes;  // that a task takes at most
   void (*gemv)(const TableTask&);
   const TableKernels* next = nullptr;  // tried where these do not take the weight, or x

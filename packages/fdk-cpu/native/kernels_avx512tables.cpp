@@ -5,6 +5,7 @@
 
 #include "avx512_table_codes.h"
 #include "avx512_tables.h"
+#include "avx512bf16.h"
 #include "kernels.h"
 #include "simd_float.h"
 #include "x86_scales.h"
@@ -20,7 +21,7 @@ FDK_INLINE void load_groups(const void* p, const Stripes& stripes, std::size_t s
   if (kGroups > 1 && !bytes && type == ScaleType::bf16) {
     // To the high halves of 32-bit lanes: group g of row r is item 4 g + r of its stripe.
     const auto stripe = [&](int i) FDK_LAMBDA {
-      return static_cast<const std::uint16_t*>(p) + stripes.slots[i] + slot;
+      return static_cast<const std::uint16_t*>(p) + stripes.slot_of(i) + slot;
     };
     alignas(64) constexpr static auto kIndex = [] {
       std::array<std::uint16_t, 32> index{};
@@ -58,7 +59,7 @@ FDK_INLINE void load_groups(const void* p, const Stripes& stripes, std::size_t s
   }
   unroll<kGroups>([&](auto g) FDK_LAMBDA {
     const auto four = [&](int i) FDK_LAMBDA {
-      const std::size_t at = stripes.slots[i] + slot + std::size_t(g.value) * kTileRows;
+      const std::size_t at = stripes.slot_of(i) + slot + std::size_t(g.value) * kTileRows;
       return bytes ? load4_bytes(p, at) : load4_scales(p, at, type);
     };
     const __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(four(0)), four(1), 1);
@@ -125,15 +126,19 @@ constexpr std::size_t kStripes = kBlocks * kStripesAtOnce;
 // How far ahead codes of these stripes are fetched: those that the task before was asked to fetch
 // too, for some of its fetches seem to be dropped (a loop of fetches into L2 alone passes 42 GB/s,
 // 80 with two threads, where loads pass 21 and 27; once more, two threads: 229 -> 225 us, cold).
-// At 2 bits into L1, a tile ahead, with that tile's tables: among other kernels' calls, where a
-// thread may take 20 us for 128 rows in place of 8, medians of two threads 223 -> 203, 211 -> 197
-// and 232 -> 204 us, of one 261 -> 259. 1 bit, whose tables are half as long: 149 -> 155 with one.
-template <int kBits>
-constexpr std::size_t kTilesAhead = kBits == 2 ? 1 : 4;
-
-// Where those go: at 2 bits to L1, where the next tile's tables are fetched too.
-template <int kBits>
-constexpr Cache kNearest = kBits == 2 ? Cache::l1 : Cache::l2;
+// Into L1, where the next tile's tables are fetched too, at 2 bits a tile ahead: among other
+// kernels' calls, where a thread may take 20 us for 128 rows in place of 8, medians of two threads
+// 223 -> 203, 211 -> 197 and 232 -> 204 us, of one 261 -> 259. At 1 bit, whose tables are half as
+// long, where they fit L1 beside the codes, as on wide machines (48 KiB: 95 -> 91 us with one
+// thread, 32: 149 -> 155); else into L2.
+struct Near {
+  std::size_t tiles;
+  bool l1;
+};
+Near near_of(int bits) {
+  if (bits == 2) return {1, true};
+  return is_wide_avx512bf16() ? Near{2, true} : Near{4, false};
+}
 
 template <int kBits, int kGroups, bool kAffine>
 void gemv_stripes(const TableTask& task) {
@@ -145,14 +150,21 @@ void gemv_stripes(const TableTask& task) {
   const std::size_t stripe_bytes = w.tiles * kBytes;
   const std::size_t scale_bytes = w.stored_groups * kTileRows * bytes_of(w.scale_type);
   const std::size_t scale_step = kStripesAtOnce * scale_bytes / w.tiles;
-  const std::size_t count = task.end - task.begin, blocks = ceil_div(count, kStripesAtOnce);
-  Stripes stripes[kBlocks];
-  __m512 y_sums[kBlocks];
-  for (std::size_t i = 0; i < blocks * kStripesAtOnce; i++) {
-    const std::size_t at = task.begin + (i < count ? i : count - 1);  // repeated, and then dropped
-    Stripes& of = stripes[i / kStripesAtOnce];
-    of.codes[i % kStripesAtOnce] = w.codes + at * stripe_bytes;
-    of.slots[i % kStripesAtOnce] = at * w.stored_groups * kTileRows;
+  const std::size_t stripe_slots = w.stored_groups * kTileRows;
+  const Near near = near_of(kBits);
+  // Blocks of 16 rows, and of the 4 of a stripe where fewer are left.
+  const std::size_t count = task.end - task.begin, whole = count / kStripesAtOnce;
+  const std::size_t blocks = whole + count % kStripesAtOnce;
+  const auto first_of = [&](std::size_t b) {
+    return task.begin + (b < whole ? b * kStripesAtOnce : b + whole * (kStripesAtOnce - 1));
+  };
+  constexpr std::size_t kMostBlocks = kBlocks - 1 + kStripesAtOnce - 1;
+  Stripes stripes[kMostBlocks];
+  __m512 y_sums[kMostBlocks];
+  for (std::size_t b = 0; b < blocks; b++) {
+    const std::size_t at = first_of(b), apart = b < whole ? 1 : 0;
+    stripes[b] = {w.codes + at * stripe_bytes, apart * stripe_bytes, at * stripe_slots,
+                  apart * stripe_slots};
   }
   for (std::size_t b = 0; b < blocks; b++) y_sums[b] = _mm512_setzero_ps();
   // Of the stripes that come after, four for each block here, and a tile of them for each tile.
@@ -168,16 +180,24 @@ void gemv_stripes(const TableTask& task) {
   std::size_t slot = 0, left = w.tiles_per_group;
   for (std::size_t tile = 0; tile < w.tiles; tile++) {
     for (std::size_t b = 0; b < blocks; b++) {
-      if (tile + kTilesAhead<kBits> < w.tiles) {
-        for (const std::uint8_t* from : stripes[b].codes) {
-          fetch<kNearest<kBits>>(from + (tile + kTilesAhead<kBits>)*kBytes, kBytes);
-        }
-        if constexpr (kNearest<kBits> == Cache::l1) {
+      if (tile + near.tiles < w.tiles) {
+        const std::uint8_t* const codes = stripes[b].codes + (tile + near.tiles) * kBytes;
+        if (kBits == 2 || near.l1) {
+          unroll<kStripesAtOnce>([&](auto i) FDK_LAMBDA {
+            fetch<Cache::l1>(codes + std::size_t(i.value) * stripes[b].apart, kBytes);
+          });
           // The last part may reach into the tables after, which are read next.
           fetch<Cache::l1>(reinterpret_cast<const char*>(tables + tile + 1) + b * kPart, kPart);
+        } else {
+          unroll<kStripesAtOnce>([&](auto i) FDK_LAMBDA {
+            fetch(codes + std::size_t(i.value) * stripes[b].apart, kBytes);
+          });
         }
       }
       const std::uint8_t* later = to_fetch != 0 ? next : nothing;
+      // GCC 12 would choose between both for each line, and spill registers to those of vectors (1
+      // bit, of 16 rows of a tile in L1: 26 -> 24.5 cycles, 2 bits 46.5 -> 43.5).
+      asm volatile("" : "+r"(later));
       if (to_fetch != 0) {
         fetch(next_scales, scale_step);
         next += kBytes * kStripesAtOnce;
@@ -197,9 +217,8 @@ void gemv_stripes(const TableTask& task) {
     }
   }
   for (std::size_t b = 0; b < blocks; b++) {
-    const std::size_t row = b * kStripesAtOnce * kTileRows, rows = count * kTileRows - row;
-    const __mmask16 there = rows >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << rows) - 1);
-    _mm512_mask_storeu_ps(task.y + task.begin * kTileRows + row, there, y_sums[b]);
+    const __mmask16 there = b < whole ? __mmask16(0xFFFF) : __mmask16((1u << kTileRows) - 1);
+    _mm512_mask_storeu_ps(task.y + first_of(b) * kTileRows, there, y_sums[b]);
   }
 }
 
@@ -209,10 +228,10 @@ void gemv(const TableTask& task) {
   });
 }
 
-bool build(const Weight& w, const void* x, void* tables) {
+bool build(const Weight& w, const void* x, void* tables, std::size_t begin, std::size_t end) {
   const std::uint16_t* from = static_cast<const std::uint16_t*>(x);
-  if (w.bits == 1) return build_tiles(w, from, static_cast<TileTables<1>*>(tables));
-  return build_tiles(w, from, static_cast<TileTables<2>*>(tables));
+  if (w.bits == 1) return build_tiles(w, from, static_cast<TileTables<1>*>(tables), begin, end);
+  return build_tiles(w, from, static_cast<TileTables<2>*>(tables), begin, end);
 }
 
 }  // namespace

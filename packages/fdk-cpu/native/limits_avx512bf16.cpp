@@ -53,19 +53,10 @@ std::uint64_t ticks_of_cycles() {
 
 bool has_tables(const Weight& w) { return w.bits <= 5 && w.groups_per_tile < 8; }
 
-// Whether two products of 512 bits begin in a cycle, measured once (30 us): the least of some turns
-// of each, for other work only adds. Where they do (0.52 to 0.53 cycles each on Zen 5) everything
-// else that a product needs counts twice as much beside it as where one does (Zen 4). CPUID tells
-// as much of AMD's processors (Fn8000_001A, FP512), but a virtual machine may hide it, as one did.
-bool is_wide() {
-  static const bool wide = 4 * cycles_of_products_avx512bf16() < 3;
-  return wide;
-}
-
 // Whether five and six rows meet a decoded code without tables. With zero points they do not fit
 // the registers (8 bits, m = 9: 2.9 ms where panels take 2.4).
 bool takes_six(const Weight& w) {
-  return w.groups_per_tile <= 2 && w.zeros == nullptr && is_wide();
+  return w.groups_per_tile <= 2 && w.zeros == nullptr && is_wide_avx512bf16();
 }
 
 // Rows of x up to which a wide machine decodes the weight anew for every few of them.
@@ -89,6 +80,15 @@ double cycles_of_products_avx512bf16() {
   return double(products) / double(std::max<std::uint64_t>(1, cycles));
 }
 
+// Whether two products of 512 bits begin in a cycle, measured once (30 us): the least of some turns
+// of each, for other work only adds. Where they do (0.52 to 0.53 cycles each on Zen 5) everything
+// else that a product needs counts twice as much beside it as where one does (Zen 4). CPUID tells
+// as much of AMD's processors (Fn8000_001A, FP512), but a virtual machine may hide it, as one did.
+bool is_wide_avx512bf16() {
+  static const bool wide = 4 * cycles_of_products_avx512bf16() < 3;
+  return wide;
+}
+
 std::size_t most_rows_avx512bf16(const Weight& w) {
   return has_tables(w) || takes_six(w) ? kAvx512Bf16Rows : 4;
 }
@@ -97,7 +97,7 @@ std::size_t most_rows_avx512bf16(const Weight& w) {
 // and 64, on another m from 5 to 16 and groups of 64.
 RowLimits limits_avx512bf16(const Weight& w) {
   RowLimits limits;
-  if (is_wide()) {
+  if (is_wide_avx512bf16()) {
     limits.gemv = few_rows(w);
     limits.stripes = limits.rest = 24;
   } else if (!has_tables(w)) {

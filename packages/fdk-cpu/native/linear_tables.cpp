@@ -43,7 +43,9 @@ bool product(const PackedWeight& packed, const Weight& w, const TableKernels& ke
     std::size_t begin = take();
     if (begin >= layout.stripes) return;
     const Buffer<std::uint8_t> tables(w.tiles * kernels.tile_bytes);
-    if (!kernels.build(w, x, tables.get())) {  // alike on every thread, which all leave y alone
+    const std::size_t stop = std::min(layout.stripes, begin + piece);
+    // Alike on every thread, which all leave y alone.
+    if (!kernels.build(w, x, tables.get(), begin, stop)) {
       refused.store(true, std::memory_order_relaxed);
       return;
     }

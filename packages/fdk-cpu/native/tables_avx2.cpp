@@ -217,7 +217,7 @@ void gemv(const TableTask& task) {
   });
 }
 
-bool build(const Weight& w, const void* x, void* tables) {
+bool build(const Weight& w, const void* x, void* tables, std::size_t, std::size_t) {
   const float* from = static_cast<const float*>(x);
   if (w.bits == 1) return build_tiles(w, from, static_cast<TileTables<1>*>(tables));
   return build_tiles(w, from, static_cast<TileTables<2>*>(tables));

@@ -17,11 +17,10 @@ from fdk_cuda.triton.configs import (
     ManyTransposedConfig,
     SmallConfig,
     TransposedConfig,
-    dequantise_config,
-    takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel
+from fdk_cuda.triton.many_configs import dequantise_config, takes_table
 from fdk_cuda.triton.many_launch import many, many_transposed
 from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
 from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered

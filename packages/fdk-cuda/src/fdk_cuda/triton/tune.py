@@ -24,23 +24,19 @@ from torch import Tensor
 
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import (
+from fdk_cuda.triton.configs import GemmConfig, Gpu, ManyConfig, SmallConfig
+from fdk_cuda.triton.decode import lookup_tables
+from fdk_cuda.triton.launch import Config, Weight
+from fdk_cuda.triton.many_configs import (
     WORDY_BITS,
-    GemmConfig,
-    Gpu,
-    ManyConfig,
-    SmallConfig,
-    as_run,
     fit,
     fits_many,
     gemm_config,
     many_config,
     serves_many,
-    small_config,
 )
-from fdk_cuda.triton.decode import lookup_tables
-from fdk_cuda.triton.launch import Config, Weight
 from fdk_cuda.triton.shared import fits_small, table_bytes
+from fdk_cuda.triton.small_configs import as_run, small_config
 from fdk_cuda.triton.stored import Entry, load_entries, store_entries
 from fdk_formats.format import Format
 from fdk_formats.scales import SCALE_DTYPES

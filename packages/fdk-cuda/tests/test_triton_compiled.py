@@ -28,7 +28,8 @@ from fdk_cuda.triton.many_configs import (  # noqa: E402
 from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.small_configs import small_config  # noqa: E402
-from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel  # noqa: E402
+from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
+from fdk_cuda.triton.transposed_tiles import is_in_layout  # noqa: E402
 from fdk_cuda.triton.weight import Weight  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.

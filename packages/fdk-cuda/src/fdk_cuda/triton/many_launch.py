@@ -22,8 +22,9 @@ if HAS_GLUON:
         TensorDescriptor,
     )
 
-    from fdk_cuda.triton.many import many_kernel, shared_layout
+    from fdk_cuda.triton.many import many_kernel
     from fdk_cuda.triton.many_transposed import many_transposed_kernel
+    from fdk_cuda.triton.ring import shared_layout
 
 # Kinds of product for which this release of Triton, or this machine, could not make a kernel.
 _not_made: set[tuple[object, ...]] = set()

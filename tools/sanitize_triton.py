@@ -10,15 +10,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fdk_cuda.triton import TritonLayout, launch, plain
-from fdk_cuda.triton.configs import (
-    GEMM_CONFIGS,
-    ManyConfig,
-    ManyTransposedConfig,
-    fit,
-    small_config,
-)
+from fdk_cuda.triton.configs import ManyConfig, ManyTransposedConfig
 from fdk_cuda.triton.gradient_configs import transposed_config
+from fdk_cuda.triton.many_configs import GEMM_CONFIGS, fit
 from fdk_cuda.triton.many_launch import many, many_transposed
+from fdk_cuda.triton.small_configs import small_config
 from fdk_cuda.triton.weight import Weight
 from fdk_formats.testing import nrmse
 

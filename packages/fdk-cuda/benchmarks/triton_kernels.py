@@ -32,7 +32,13 @@ from fdk_cuda.triton.configs import (
     TransposedConfig,
 )
 from fdk_cuda.triton.linear import gradient_config
-from fdk_cuda.triton.tune import candidates, default, graph_time, many_candidates, random_weights
+from fdk_cuda.triton.measuring import (
+    candidates,
+    graph_time,
+    many_candidates,
+    random_weights,
+)
+from fdk_cuda.triton.tune import default
 from fdk_formats.linear import QuantisedLinear
 
 # None: dequantise and cuBLAS

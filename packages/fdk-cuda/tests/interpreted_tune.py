@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 
 from fdk_cuda.triton import TritonBackend, launch, stored, tune
-from fdk_cuda.triton.configs import (
-    GPUS,
-    H200,
-    GemmConfig,
-    Gpu,
-    ManyConfig,
-    SmallConfig,
-    fit,
-    gpu_of,
-    serves_many,
-)
+from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, Gpu, ManyConfig, SmallConfig, gpu_of
+from fdk_cuda.triton.many_configs import fit, serves_many
 from fdk_formats import Format
 from fdk_formats.testing import Case
 

@@ -11,8 +11,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl
 
 from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, _words_of
-from fdk_cuda.triton.assembly import assembly, elements, is_shared, operands, to_bytes
+from fdk_cuda.triton.assembly import assembly, elements, is_shared, operands
 from fdk_cuda.triton.decode import lookup_tables
+from fdk_cuda.triton.pieces import to_bytes
 from fdk_cuda.triton.shared import (
     add_shares,
     add_warps,

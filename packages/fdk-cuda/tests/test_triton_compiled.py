@@ -14,26 +14,22 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from fdk_cuda.triton.around import limit  # noqa: E402
 from fdk_cuda.triton.arrangement import POSITIONS, STRIDES, Arrangement  # noqa: E402
-from fdk_cuda.triton.configs import (  # noqa: E402
+from fdk_cuda.triton.configs import GPUS, H200_PROCESSORS, UNASKED_BYTES, GemmConfig  # noqa: E402
+from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
+from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
+from fdk_cuda.triton.gradient_configs import transposed_config  # noqa: E402
+from fdk_cuda.triton.many_configs import (  # noqa: E402
     GEMM_CONFIGS,
-    GPUS,
-    H200_PROCESSORS,
-    UNASKED_BYTES,
-    GemmConfig,
     dequantise_config,
     fit,
     gemm_config,
-    small_config,
     takes_table,
-)
-from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
-from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
-from fdk_cuda.triton.gradient_configs import (  # noqa: E402
-    transposed_config,
 )
 from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
-from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel  # noqa: E402
+from fdk_cuda.triton.small_configs import small_config  # noqa: E402
+from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
+from fdk_cuda.triton.transposed_tiles import is_in_layout  # noqa: E402
 from fdk_cuda.triton.weight import Weight  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.

@@ -21,14 +21,10 @@ from test_triton_compiled import (
 )
 
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import (
-    GPUS,
-    gemm_config,
-    small_config,
-)
-from fdk_cuda.triton.gradient_configs import (
-    transposed_config,
-)
+from fdk_cuda.triton.configs import GPUS
+from fdk_cuda.triton.gradient_configs import transposed_config
+from fdk_cuda.triton.many_configs import gemm_config
+from fdk_cuda.triton.small_configs import small_config
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),

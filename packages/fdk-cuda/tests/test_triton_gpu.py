@@ -12,21 +12,18 @@ from triton_cases import weight
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, plain, remembered
 from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES
-from fdk_cuda.triton.configs import (
+from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig
+from fdk_cuda.triton.gradient_configs import TRANSPOSED_CONFIGS
+from fdk_cuda.triton.linear import triton_linear_op
+from fdk_cuda.triton.many_configs import GEMM_CONFIGS, fit
+from fdk_cuda.triton.small_configs import (
     AFFINE_FEW_ROWS,
     AFFINE_MORE_ROWS,
     FEW_ROWS,
-    GEMM_CONFIGS,
     MORE_ROWS,
     ONE_TILE_4_WARPS_FETCHED,
-    TRANSPOSED_CONFIGS,
     TWO_TILES_FETCHED,
-    GemmConfig,
-    SmallConfig,
-    TransposedConfig,
-    fit,
 )
-from fdk_cuda.triton.linear import triton_linear_op
 from fdk_formats import Format
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.readers import read_dequant_gemm

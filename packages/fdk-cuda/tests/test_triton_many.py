@@ -20,19 +20,16 @@ from fdk_cuda.triton.arrangement import (  # noqa: E402
     restore_scale,
     words_of,
 )
-from fdk_cuda.triton.configs import (  # noqa: E402
-    GPUS,
-    H200,
-    MANY_OUTPUTS,
-    MANY_WARPS,
-    ManyConfig,
+from fdk_cuda.triton.configs import GPUS, H200, MANY_OUTPUTS, MANY_WARPS, ManyConfig  # noqa: E402
+from fdk_cuda.triton.many import many_kernel  # noqa: E402
+from fdk_cuda.triton.many_configs import (  # noqa: E402
     fits_many,
     last_round,
     many_config,
     serves_many,
 )
-from fdk_cuda.triton.many import many_kernel, shared_layout  # noqa: E402
-from fdk_cuda.triton.tune import many_candidates  # noqa: E402
+from fdk_cuda.triton.measuring import many_candidates  # noqa: E402
+from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 from fdk_formats import Format  # noqa: E402
 from fdk_formats.testing import random_quantised  # noqa: E402
 

@@ -11,7 +11,8 @@ from triton_cases import weight
 
 from fdk_cuda.triton import TritonLayout, launch
 from fdk_cuda.triton.arrangement import POSITIONS
-from fdk_cuda.triton.configs import WORDY_BITS, GemmConfig, ManyConfig, last_round
+from fdk_cuda.triton.configs import GemmConfig, ManyConfig
+from fdk_cuda.triton.many_configs import WORDY_BITS, last_round
 from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
 

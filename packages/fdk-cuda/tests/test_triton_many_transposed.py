@@ -19,8 +19,8 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     TransposedConfig,
 )
 from fdk_cuda.triton.linear import gradient_config  # noqa: E402
-from fdk_cuda.triton.many import shared_layout  # noqa: E402
 from fdk_cuda.triton.many_transposed import many_transposed_kernel  # noqa: E402
+from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 
 POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "zero_ptr": "*bf16"}
 

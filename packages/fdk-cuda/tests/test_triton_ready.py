@@ -10,8 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from fdk_cuda.triton import TritonLayout, remembered, tune
 from fdk_cuda.triton import ready as ready_module
-from fdk_cuda.triton.configs import FEW_ROWS, H200
+from fdk_cuda.triton.configs import H200
 from fdk_cuda.triton.ready import ReadyCall, ReadyCalls
+from fdk_cuda.triton.small_configs import FEW_ROWS
 from fdk_formats.format import Format
 from fdk_formats.testing import random_quantised
 

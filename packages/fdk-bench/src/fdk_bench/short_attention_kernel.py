@@ -8,7 +8,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_bench.attention_kernel import ROWS, entries_of, group_of, turn_at, turned_rows
+from fdk_bench.attention_parts import ROWS, entries_of, group_of, step_of, turned_rows
 from fdk_bench.launches import launch_options
 
 BLOCK, WARPS = 64, 8
@@ -41,10 +41,9 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     channels, rows, entries = tl.arange(0, HEAD_DIM), tl.arange(0, ROWS), tl.arange(0, BLOCK)
     dtype = cache.dtype.element_ty
     # Before the kernel ahead has ended: what the steps before this one have left.
-    last = tl.load(position).to(tl.int32)
-    cosine, sine = turn_at(turns, last, length, HEAD_DIM)
-    keys = cache + (b * KV_HEADS + head) * length * HEAD_DIM
-    values = keys + values_stride
+    last, cosine, sine, keys, values = step_of(
+        turns, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
+    )
     K, V = (), ()
     for i in tl.static_range(BLOCKS):
         of_block = entries_of(keys, values, i * BLOCK + entries, last, HEAD_DIM)

@@ -18,8 +18,8 @@ from fdk_cuda.triton.assembly import (
     results,
     stride_of,
     table_of,
-    to_bytes,
 )
+from fdk_cuda.triton.pieces import to_bytes
 from fdk_cuda.triton.shared import fill, lane_place
 
 # Codebooks of these widths lie in the registers of a warp.
@@ -73,19 +73,20 @@ _EIGHT_OF_EIGHT = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 def load_tables(
     values_ptr,
     lanes_ptr,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    SHARED: tl.constexpr,
+    CODES: tl.constexpr,
     WARPS: tl.constexpr,
-    X_DTYPE: tl.constexpr,
     place=None,
 ):
     """The words of the table that ``assembly`` takes, as a tuple, and where a table is.
 
-    ``SHARED`` where a program is long enough to fill a table in shared memory, at ``place`` if the
-    kernel has reserved one.
+    ``CODES``: see ``decode_part``. With ``SHARED``, where a program is long enough to fill a table
+    in shared memory, it is at ``place`` if the kernel has reserved one.
     """
+    BITS: tl.constexpr = CODES[0]
+    AFFINE: tl.constexpr = CODES[1]
+    ASSEMBLY: tl.constexpr = CODES[2]
+    SHARED: tl.constexpr = CODES[3]
+    X_DTYPE: tl.constexpr = CODES[4]
     tables = ()
     table = 0
     lanes_ptr += table_of(X_DTYPE) * 64
@@ -184,14 +185,12 @@ def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
-def prepare(
-    words,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    SHARED: tl.constexpr,
-):
+def prepare(words, CODES: tl.constexpr):
     """What ``decode_part`` takes, once for all parts of a tile."""
+    BITS: tl.constexpr = CODES[0]
+    AFFINE: tl.constexpr = CODES[1]
+    ASSEMBLY: tl.constexpr = CODES[2]
+    SHARED: tl.constexpr = CODES[3]
     if ASSEMBLY and in_bytes(BITS, AFFINE, SHARED):
         return (
             words[0],
@@ -215,14 +214,19 @@ def decode_part(
     values_ptr,
     part: tl.constexpr,
     COUNT: tl.constexpr,
-    BITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    SHARED: tl.constexpr,
-    X_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    CODES: tl.constexpr,
 ):
-    """The values of ``COUNT`` positions, each in the shape of a word."""
+    """The values of ``COUNT`` positions, each in the shape of a word.
+
+    ``CODES``: bits, whether affine, whether by assembly, whether with a table in shared memory, the
+    dtype of the activations, and that of the product's operands.
+    """
+    BITS: tl.constexpr = CODES[0]
+    AFFINE: tl.constexpr = CODES[1]
+    ASSEMBLY: tl.constexpr = CODES[2]
+    SHARED: tl.constexpr = CODES[3]
+    X_DTYPE: tl.constexpr = CODES[4]
+    DOT_DTYPE: tl.constexpr = CODES[5]
     if ASSEMBLY and in_assembly(BITS, AFFINE, SHARED):
         return tl.inline_asm_elementwise(
             assembly(BITS, part * COUNT, COUNT, AFFINE, SHARED, X_DTYPE),
@@ -248,3 +252,33 @@ def decode_scale(raw):
         return (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         return raw.to(tl.float32)
+
+
+@triton.jit
+def load_pair(scale_at, zero_at, offset, inside, AFFINE: tl.constexpr):
+    """Scale and zero point as they are stored; without zero points the second is the first."""
+    scale = tl.load(scale_at + offset, mask=inside, other=0)
+    zero = scale
+    if AFFINE:
+        zero = tl.load(zero_at + offset, mask=inside, other=0)
+    return scale, zero
+
+
+@triton.jit
+def column_of(position, upper, t, pair, PAIRED: tl.constexpr):
+    """The padded column of an element of a unit, in either order of arrangement.py."""
+    if PAIRED:
+        return position // 2 * 32 + 8 * t + 4 * (position % 2) + 2 * upper + pair
+    else:
+        return position * 16 + 4 * t + 2 * upper + pair
+
+
+@triton.jit
+def stored_columns(column, k, groups, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr):
+    """Which padded columns hold weights, and their places without what groups are padded by."""
+    if GROUP == PADDED_GROUP:
+        live = column < k
+    else:
+        live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
+        column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+    return column, live

@@ -12,6 +12,7 @@ from fdk_cuda.triton.decode import (
     load_tables,
     load_words,
     prepare,
+    stored_columns,
 )
 
 _PART = tl.constexpr(PART)
@@ -51,16 +52,12 @@ def load_scale(
 
 
 @triton.jit
-def scaled(
-    value,
-    scale,
-    zero,
-    AFFINE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    X_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
+def scaled(value, scale, zero, CODES: tl.constexpr):
     """``(value - zero) * scale`` of a position, rounded once; the last dimension is of pairs."""
+    AFFINE: tl.constexpr = CODES[1]
+    ASSEMBLY: tl.constexpr = CODES[2]
+    X_DTYPE: tl.constexpr = CODES[4]
+    DOT_DTYPE: tl.constexpr = CODES[5]
     if ASSEMBLY and not AFFINE and scale.dtype == X_DTYPE:
         return tl.inline_asm_elementwise(
             product(X_DTYPE), "=r,r,r", [value, scale], dtype=scale.dtype, is_pure=True, pack=2
@@ -85,26 +82,23 @@ def scaled_part(
     groups,
     part: tl.constexpr,
     COUNT: tl.constexpr,
-    BITS: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    SHARED: tl.constexpr,
-    X_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUPING: tl.constexpr,
     R: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """The weights of ``COUNT`` positions, each ``[R, half, WARPS, g, t, 4]``, as a tuple.
 
     ``scale_at :: [R, (WARPS, g, t, half)]`` points to the scale of group 0 of each row, and
-    ``first_column`` (a scalar, or of that shape) is the first padded column.
+    ``first_column`` (a scalar, or of that shape) is the first padded column. ``CODES``: see
+    ``decode_part``. ``GROUPING``: the group size as it is stored, of how many columns a segment is,
+    and whether a row is one group.
     """
-    values = decode_part(
-        words, tables, values_ptr, part, COUNT, BITS, AFFINE, ASSEMBLY, SHARED, X_DTYPE, DOT_DTYPE
-    )
+    AFFINE: tl.constexpr = CODES[1]
+    PADDED_GROUP: tl.constexpr = GROUPING[0]
+    SEGMENT: tl.constexpr = GROUPING[1]
+    ONE_GROUP: tl.constexpr = GROUPING[2]
+    values = decode_part(words, tables, values_ptr, part, COUNT, CODES)
     weights = ()
     for q in tl.static_range(COUNT):
         if q == 0 or q * 16 % SEGMENT == 0:
@@ -115,7 +109,7 @@ def scaled_part(
             at = scale_at + group * 16
             scale, zero = load_scale(scale_ptr, zero_ptr, at, inside, R, WARPS, AFFINE)
         w = tl.reshape(values[q], [R, 2, WARPS, 8, 4, 4])
-        w = scaled(w, scale, zero, AFFINE, ASSEMBLY, X_DTYPE, DOT_DTYPE)
+        w = scaled(w, scale, zero, CODES)
         weights = weights + (w,)
     return weights
 
@@ -169,6 +163,8 @@ def dequantise_kernel(
     """
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
+    CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, TABLE, X_DTYPE, DOT_DTYPE)
+    GROUPING: tl.constexpr = (PADDED_GROUP, SEGMENT, ONE_GROUP)
     n_tiles = tl.cdiv(n, 16)
     first_n = tl.program_id(0) * (rounds if AHEAD else 1)
     last_n = min(first_n + (rounds if AHEAD else 1), n_tiles)
@@ -181,7 +177,7 @@ def dequantise_kernel(
     word_at = (half * 128)[:, None] + (tile_k * (WORDS * 256) + i % 128)[None, :]
     has_words = (half >= 0)[:, None] & (tile_k < k_tiles)[None, :]
     words = load_words(words_ptr + first_n * size, word_at, has_words, WORDS)
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE)[0]
+    tables = load_tables(values_ptr, lanes_ptr, CODES, WARPS)[0]
 
     # scale [1, (warp, g, t, half)]
     i = tl.arange(0, WARPS * 64)
@@ -193,7 +189,7 @@ def dequantise_kernel(
         if AHEAD:
             at = words_ptr + (tile_n + 1) * size
             later = load_words(at, word_at, has_words & (tile_n + 1 < last_n), WORDS)
-        now = prepare(words, BITS, AFFINE, ASSEMBLY, TABLE)
+        now = prepare(words, CODES)
         row = tile_n * 16 + tl.arange(0, 16)
         for part in tl.static_range(POSITIONS // COUNT):
             first = tile_k * (16 * POSITIONS) + part * WIDTH
@@ -209,15 +205,8 @@ def dequantise_kernel(
                 groups,
                 part,
                 COUNT,
-                BITS,
-                PADDED_GROUP,
-                SEGMENT,
-                ONE_GROUP,
-                AFFINE,
-                ASSEMBLY,
-                TABLE,
-                X_DTYPE,
-                DOT_DTYPE,
+                CODES,
+                GROUPING,
                 1,
                 WARPS,
             )
@@ -234,11 +223,7 @@ def dequantise_kernel(
                 w = tl.permute(joined, [2, 0, 1, 3, 8, 7, 4, 5, 6])
             w = tl.reshape(w, [WARPS, 16, WIDTH])
             column = first[:, None] + tl.arange(0, WIDTH)[None, :]
-            if GROUP == PADDED_GROUP:
-                live = column < k
-            else:
-                live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-                column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+            column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
             at = row.to(tl.int64)[None, :, None] * k + column[:, None, :]
             live = live[:, None, :] & (row < n)[None, :, None]
             tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=live)

@@ -9,7 +9,14 @@ rounded, exactly as ``dequantise`` rounds it.
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import PART, load_tables, load_words, prepare
+from fdk_cuda.triton.decode import (
+    PART,
+    column_of,
+    load_tables,
+    load_words,
+    prepare,
+    stored_columns,
+)
 from fdk_cuda.triton.dequantise import join_part, scaled_part
 
 _PART = tl.constexpr(PART)
@@ -47,16 +54,8 @@ def permute_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    upper, t, pair = i // 8 % 2, i // 2 % 4, i % 2
-    if PAIRED:
-        column = i // 32 * 32 + 8 * t + 4 * (i // 16 % 2) + 2 * upper + pair
-    else:
-        column = i // 16 * 16 + 4 * t + 2 * upper + pair
-    if GROUP == PADDED_GROUP:
-        live = column < k
-    else:
-        live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-        column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+    column = column_of(i // 16, i // 8 % 2, i // 2 % 4, i % 2, PAIRED)
+    column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
     x = tl.load(x_ptr + row * k + column, mask=live & (i < width), other=0.0)
     tl.store(out_ptr + row * width + i, x, mask=i < width)
 
@@ -102,6 +101,8 @@ def gemm_kernel(
     WIDTH: tl.constexpr = 16 * COUNT
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * R * WARPS
+    CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, TABLE, X_DTYPE, DOT_DTYPE)
+    GROUPING: tl.constexpr = (PADDED_GROUP, SEGMENT, ONE_GROUP)
     n_tiles = tl.cdiv(n, 16)
     blocks_m = tl.cdiv(m, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
@@ -115,7 +116,7 @@ def gemm_kernel(
     first_k = tl.program_id(1) * share
     last_k = min(first_k + share, k_tiles)
 
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE)[0]
+    tables = load_tables(values_ptr, lanes_ptr, CODES, WARPS)[0]
 
     # words [R * half, (warp, lane, 4)]: a warp holds rows 16 w to 16 w + 15 of every WARPS tiles
     half = tl.arange(0, 2 * R)
@@ -134,7 +135,7 @@ def gemm_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for tile_k in tl.range(first_k, last_k, num_stages=STAGES):
         words = load_words(words_ptr, word_at + tile_k * (WORDS * 256), has_rows, WORDS)
-        words = prepare(words, BITS, AFFINE, ASSEMBLY, TABLE)
+        words = prepare(words, CODES)
         for part in tl.static_range(POSITIONS // COUNT):
             first = tile_k * TILE_K + part * WIDTH
             column = first + tl.arange(0, WIDTH)
@@ -153,15 +154,8 @@ def gemm_kernel(
                 groups,
                 part,
                 COUNT,
-                BITS,
-                PADDED_GROUP,
-                SEGMENT,
-                ONE_GROUP,
-                AFFINE,
-                ASSEMBLY,
-                TABLE,
-                X_DTYPE,
-                DOT_DTYPE,
+                CODES,
+                GROUPING,
                 R,
                 WARPS,
             )

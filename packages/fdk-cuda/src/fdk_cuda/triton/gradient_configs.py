@@ -6,11 +6,20 @@ from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, TILE_N, UNITS, A
 from fdk_cuda.triton.configs import (
     MANY_POSITIONS,
     MANY_WARPS,
-    TRANSPOSED_CONFIGS,
     Gpu,
     ManyTransposedConfig,
     TransposedConfig,
-    fits_many,
+)
+from fdk_cuda.triton.many_configs import fits_many
+
+# The next three are for up to 8, 16 and 32 rows. H200, 8192 x 8192, m = 1, microseconds with four
+# warps and with eight: 1 bit 16.6 and 15.8, 4 bits 15.7 both, 6 bits 25.8 and 23.6; but 2 bits
+# 14.5 and 15.0. With more rows than 8 the sums leave no registers for words of the next tiles:
+# m = 16, 2 bits 21.7, with them 22.1, 4 bits 23.1 and 24.0.
+TRANSPOSED_CONFIGS = (
+    TransposedConfig(tiles=1, warps=8, m_tiles=1, overlap=True),
+    TransposedConfig(tiles=1, warps=4, m_tiles=2, ahead=0, overlap=True),
+    TransposedConfig(tiles=1, warps=4, m_tiles=4, ahead=0, overlap=True),
 )
 
 

@@ -17,18 +17,18 @@ from fdk_cuda.triton.configs import (
     ManyTransposedConfig,
     SmallConfig,
     TransposedConfig,
-    dequantise_config,
-    takes_table,
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel
+from fdk_cuda.triton.many_configs import dequantise_config, takes_table
 from fdk_cuda.triton.many_launch import many, many_transposed
 from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
 from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered
 from fdk_cuda.triton.remembered import is_elsewhere as is_elsewhere
 from fdk_cuda.triton.remembered import on_device_of as on_device_of
 from fdk_cuda.triton.small import small_kernel
-from fdk_cuda.triton.transposed import is_in_layout, transposed_kernel
+from fdk_cuda.triton.transposed import transposed_kernel
+from fdk_cuda.triton.transposed_tiles import is_in_layout
 from fdk_cuda.triton.weight import Weight as Weight
 
 # None: dequantise and cuBLAS.

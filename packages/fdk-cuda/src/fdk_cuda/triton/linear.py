@@ -8,10 +8,7 @@ from torch.library import Library
 
 from fdk_cuda.triton import launch, tune
 from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.configs import (
-    Gpu,
-    small_config,
-)
+from fdk_cuda.triton.configs import Gpu
 from fdk_cuda.triton.decode import DTYPES
 from fdk_cuda.triton.gradient_configs import (
     many_transposed_config,
@@ -19,6 +16,7 @@ from fdk_cuda.triton.gradient_configs import (
     serves_transposed,
     transposed_config,
 )
+from fdk_cuda.triton.small_configs import small_config
 from fdk_formats.ops import define_linear_op
 
 # Rows that a batch-invariant call pretends to have, so that every m gets the same configuration.

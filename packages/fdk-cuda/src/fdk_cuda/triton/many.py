@@ -15,23 +15,18 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from fdk_cuda.triton.configs import MANY_WARPS
-from fdk_cuda.triton.decode import decode_part, decode_scale, load_tables, prepare
+from fdk_cuda.triton.decode import decode_part, decode_scale, load_pair, load_tables, prepare
 from fdk_cuda.triton.dequantise import scaled
+from fdk_cuda.triton.ring import STEP, after, fetch_x, new_ring
 from fdk_cuda.triton.shared import exchange_constraints, exchange_halves
 
-# Positions of a step, and its columns: a row of 128 bytes of x, as wide as TMA swizzles.
+# Positions of a step.
 _COUNT = gl.constexpr(4)
-_STEP = gl.constexpr(64)
 _WARPS = gl.constexpr(MANY_WARPS)
 # A lane's part of operand A, as all that follows from words: [half, (warp, g, t), (upper, pair)].
 _WEIGHTS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, MANY_WARPS, 1], [2, 1, 0]))
 _ROWS = gl.constexpr(gl.SliceLayout(2, _WEIGHTS.value))
 _WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))
-
-
-def shared_layout(bits: int) -> gl.NVMMASharedLayout:
-    """Of x and of what is stored, for elements of so many bits."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 @gluon.jit
@@ -57,13 +52,9 @@ def scale_of_step(
     """Scale and zero point of every row, for a step; 0 past the last group, where x is 0 too."""
     group = 0
     if not ONE_GROUP:
-        group = step * _STEP // PADDED_GROUP
+        group = step * STEP // PADDED_GROUP
         inside = inside & (group < groups)
-    scale = gl.load(scale_ptr + at + group * 16, mask=inside, other=0)
-    zero = scale
-    if AFFINE:
-        zero = gl.load(zero_ptr + at + group * 16, mask=inside, other=0)
-    return scale, zero
+    return load_pair(scale_ptr + at, zero_ptr + at, group * 16, inside, AFFINE)
 
 
 @gluon.jit
@@ -73,15 +64,11 @@ def operand_of_step(
     values_ptr,
     scales,
     part: gl.constexpr,
-    BITS: gl.constexpr,
-    AFFINE: gl.constexpr,
-    X_DTYPE: gl.constexpr,
+    CODES: gl.constexpr,
     OPERAND: gl.constexpr,
 ):
     """The weights of a step, ``[128, 64]``, where wgmma takes operand A from."""
-    values = decode_part(
-        words, tables, values_ptr, part, _COUNT, BITS, AFFINE, True, True, X_DTYPE, X_DTYPE
-    )
+    values = decode_part(words, tables, values_ptr, part, _COUNT, CODES)
     scale, zero = scales
     if scale.dtype == tl.uint8:
         scale = decode_scale(scale)
@@ -91,35 +78,12 @@ def operand_of_step(
     for q in gl.static_range(_COUNT):
         value = gl.reshape(values[q], [2, _WARPS * 32, 4])
         value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)
-        weights = weights + (scaled(value, scale, zero, AFFINE, True, X_DTYPE, X_DTYPE),)
+        weights = weights + (scaled(value, scale, zero, CODES),)
     w = gl.join(gl.join(weights[0], weights[1]), gl.join(weights[2], weights[3]))
     # [half, warp, g, t, upper, pair, p0, p1] to [(warp, half, g), (p1, p0, upper, t, pair)]
     w = gl.reshape(w, [2, _WARPS, 8, 4, 2, 2, 2, 2])
     w = gl.permute(w, [1, 0, 2, 7, 6, 4, 3, 5])
-    return gl.convert_layout(gl.reshape(w, [16 * _WARPS, _STEP]), OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def fetch_x(
-    x_desc, x_stages, barriers, stage, row, step, last, COUNT: gl.constexpr, STAGES: gl.constexpr
-):
-    """Has COUNT steps of x, from ``step`` on, brought to the stages from ``stage`` on.
-
-    Those of them that are this program's. One barrier serves them all.
-    """
-    at = stage
-    for i in gl.static_range(COUNT):
-        mbarrier.expect(barriers.index(at), x_desc.block_type.nbytes, pred=step + i < last)
-        at = gl.where(at == STAGES - 1, 0, at + 1)
-    # All have done with what the stages held, and no thread runs ahead of the lines above.
-    tl.debug_barrier()
-    at = stage
-    for i in gl.static_range(COUNT):
-        place = [row, (step + i) * _STEP]
-        tma.async_copy_global_to_shared(
-            x_desc, place, barriers.index(at), x_stages.index(at), pred=step + i < last
-        )
-        at = gl.where(at == STAGES - 1, 0, at + 1)
+    return gl.convert_layout(gl.reshape(w, [16 * _WARPS, STEP]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -180,13 +144,14 @@ def many_kernel(
     PARTS: gl.constexpr = POSITIONS // _COUNT
     BLOCK_N: gl.constexpr = 16 * _WARPS
     TILE: gl.constexpr = WORDS * 256
+    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE)
     # Words are loaded two tiles ahead where a tile is short; otherwise half a tile, of at least two
     # steps, for they would not fit registers.
     FAR: gl.constexpr = WORDS == 1
     # Two steps of x are fetched together, every second step: half of the barriers.
     FETCH: gl.constexpr = 2 if PARTS % 2 == 0 else 1
     gl.static_assert(FAR or PARTS >= 4)
-    gl.static_assert(ONE_GROUP or PADDED_GROUP % _STEP == 0)
+    gl.static_assert(ONE_GROUP or PADDED_GROUP % STEP == 0)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, BLOCK_M, 16]
     )
@@ -223,21 +188,17 @@ def many_kernel(
     if FAR:
         next_k = gl.minimum(first_k + 1, last_k - 1)
         words_ahead = words_of_tile(words_ptr, word_at + next_k * TILE, has_rows, WORDS)
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, True, True, _WARPS, X_DTYPE)[0]
+    tables = load_tables(values_ptr, lanes_ptr, CODES, _WARPS)[0]
     scales = scale_of_step(
         scale_ptr, zero_ptr, scale_at, has_scale, first, groups, PADDED_GROUP, ONE_GROUP, AFFINE
     )
-    now = prepare(words, BITS, AFFINE, True, True)
-    w = operand_of_step(now, tables, values_ptr, scales, 0, BITS, AFFINE, X_DTYPE, OPERAND)
+    now = prepare(words, CODES)
+    w = operand_of_step(now, tables, values_ptr, scales, 0, CODES, OPERAND)
     scales = scale_of_step(
         scale_ptr, zero_ptr, scale_at, has_scale, first + 1, groups, PADDED_GROUP, ONE_GROUP, AFFINE
     )
 
-    x_stages = gl.allocate_shared_memory(X_DTYPE, [STAGES, BLOCK_M, _STEP], x_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
-    hopper.fence_async_shared()
+    x_stages, barriers = new_ring(x_desc, X_DTYPE, BLOCK_M, STAGES)
     row = block_m * BLOCK_M
     tl.extra.cuda.gdc_wait()  # x is what the kernel before this one writes
     fetch_x(x_desc, x_stages, barriers, 0, row, first, last, STAGES - 1, STAGES)
@@ -276,22 +237,10 @@ def many_kernel(
                 next_k = gl.minimum(tile_k + 1, last_k - 1)
                 words_ahead = words_of_tile(words_ptr, word_at + next_k * TILE, has_rows, WORDS)
             if part + 1 == PARTS:
-                now = prepare(words_ahead, BITS, AFFINE, True, True)
-            w = operand_of_step(
-                now,
-                tables,
-                values_ptr,
-                scales,
-                (part + 1) % PARTS,
-                BITS,
-                AFFINE,
-                X_DTYPE,
-                OPERAND,
-            )
+                now = prepare(words_ahead, CODES)
+            w = operand_of_step(now, tables, values_ptr, scales, (part + 1) % PARTS, CODES, OPERAND)
             scales = later
-            wraps = stage == STAGES - 1
-            stage = gl.where(wraps, 0, stage + 1)
-            phase = gl.where(wraps, phase ^ 1, phase)
+            stage, phase = after(stage, phase, STAGES)
         if FAR:
             words_ahead = words_later
     tl.extra.cuda.gdc_launch_dependents()

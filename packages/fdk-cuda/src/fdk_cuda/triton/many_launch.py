@@ -11,16 +11,9 @@ from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
 
 from fdk_cuda.triton.around import HAS_GLUON, add_parts, gpu_at, permute
-from fdk_cuda.triton.configs import (
-    MANY_OUTPUTS,
-    MANY_WARPS,
-    ManyConfig,
-    ManyTransposedConfig,
-    last_round,
-)
-from fdk_cuda.triton.gradient_configs import (
-    many_transposed_programs,
-)
+from fdk_cuda.triton.configs import MANY_OUTPUTS, MANY_WARPS, ManyConfig, ManyTransposedConfig
+from fdk_cuda.triton.gradient_configs import many_transposed_programs
+from fdk_cuda.triton.many_configs import last_round
 from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered
 from fdk_cuda.triton.weight import Weight
 
@@ -29,8 +22,9 @@ if HAS_GLUON:
         TensorDescriptor,
     )
 
-    from fdk_cuda.triton.many import many_kernel, shared_layout
+    from fdk_cuda.triton.many import many_kernel
     from fdk_cuda.triton.many_transposed import many_transposed_kernel
+    from fdk_cuda.triton.ring import shared_layout
 
 # Kinds of product for which this release of Triton, or this machine, could not make a kernel.
 _not_made: set[tuple[object, ...]] = set()

@@ -16,14 +16,21 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fdk_cuda.triton.configs import MANY_POSITIONS, MANY_WARPS
-from fdk_cuda.triton.decode import decode_part, decode_scale, load_tables, prepare
+from fdk_cuda.triton.decode import (
+    decode_part,
+    decode_scale,
+    load_pair,
+    load_tables,
+    prepare,
+    stored_columns,
+)
 from fdk_cuda.triton.dequantise import scaled
-from fdk_cuda.triton.many import fetch_x
+from fdk_cuda.triton.ring import after, fetch_x, new_ring
+from fdk_cuda.triton.transposed_tiles import TRANSPOSE
 
 _WARPS = gl.constexpr(MANY_WARPS)
-# Positions that a program decodes, rows of W_hat of a stage of dy, and tiles of them.
+# Positions that a program decodes, and tiles of a stage of dy.
 _COUNT = gl.constexpr(MANY_POSITIONS)
-_STEP = gl.constexpr(64)
 _TILES = gl.constexpr(4)
 _WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))
 # [half, (warp, g, t), upper, pair]
@@ -37,11 +44,6 @@ _TRANSPOSE_LOWER = gl.constexpr(
     "{ .reg .b32 l; prmt.b32 l, $2, $3, 0x5410; movmatrix.sync.aligned.m8n8.trans.b16 l, l; "
     "mov.b32 $0, l; shr.u32 $1, l, 16; }"
 )
-_TRANSPOSE = gl.constexpr(
-    "{ .reg .b32 l, h; prmt.b32 l, $2, $3, 0x5410; prmt.b32 h, $2, $3, 0x7632; "
-    "movmatrix.sync.aligned.m8n8.trans.b16 l, l; movmatrix.sync.aligned.m8n8.trans.b16 h, h; "
-    "prmt.b32 $0, l, h, 0x5410; prmt.b32 $1, l, h, 0x7632; }"
-)
 
 
 @gluon.jit
@@ -51,10 +53,7 @@ def load_tile(pointers, tile_n, last_n, sizes, AFFINE: gl.constexpr):
     of_words, of_scales = sizes
     live = tile_n < last_n
     word = gl.load(words_ptr + tile_n * of_words, mask=has_words & live, other=0)
-    scale = gl.load(scale_ptr + tile_n * of_scales, mask=has_scale & live, other=0)
-    zero = scale
-    if AFFINE:
-        zero = gl.load(zero_ptr + tile_n * of_scales, mask=has_scale & live, other=0)
+    scale, zero = load_pair(scale_ptr, zero_ptr, tile_n * of_scales, has_scale & live, AFFINE)
     return word, scale, zero
 
 
@@ -64,26 +63,22 @@ def operands_of_tile(
     shift,
     tables,
     values_ptr,
-    BITS: gl.constexpr,
-    AFFINE: gl.constexpr,
-    X_DTYPE: gl.constexpr,
+    CODES: gl.constexpr,
     OPERAND: gl.constexpr,
 ):
     """The weights of a tile at each position, ``[128, 16]``, where wgmma takes operand A from."""
     word, scale, zero = stored
-    if BITS * _COUNT < 32:
+    if CODES[0] * _COUNT < 32:
         word = word >> shift
         word = tl.inline_asm_elementwise(
             _TRANSPOSE_LOWER, "=&r,=&r,r,r", [word], dtype=tl.int32, is_pure=True, pack=2
         )
     else:
         word = tl.inline_asm_elementwise(
-            _TRANSPOSE, "=&r,=&r,r,r", [word], dtype=tl.int32, is_pure=True, pack=2
+            TRANSPOSE, "=&r,=&r,r,r", [word], dtype=tl.int32, is_pure=True, pack=2
         )
-    now = prepare((word,), BITS, AFFINE, True, True)
-    values = decode_part(
-        now, tables, values_ptr, 0, _COUNT, BITS, AFFINE, True, True, X_DTYPE, X_DTYPE
-    )
+    now = prepare((word,), CODES)
+    values = decode_part(now, tables, values_ptr, 0, _COUNT, CODES)
     if scale.dtype == tl.uint8:
         scale = decode_scale(scale)
     scale = gl.expand_dims(scale, 2)
@@ -92,7 +87,7 @@ def operands_of_tile(
     for q in gl.static_range(_COUNT):
         value = gl.reshape(values[q], [2, _WARPS * 32, 2, 2])
         value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)
-        w = scaled(value, scale, zero, AFFINE, True, X_DTYPE, X_DTYPE)
+        w = scaled(value, scale, zero, CODES)
         # [half, warp, g, t, upper, pair] to [(warp, upper, g), (half, t, pair)]
         w = gl.permute(gl.reshape(w, [2, _WARPS, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
         w = gl.reshape(w, [16 * _WARPS, 16])
@@ -137,6 +132,7 @@ def many_transposed_kernel(
     gl.static_assert(WORDS == 1)
     PARTS: gl.constexpr = POSITIONS // _COUNT
     TILE_K: gl.constexpr = 16 * POSITIONS
+    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, BLOCK_M, 16]
     )
@@ -184,14 +180,10 @@ def many_transposed_kernel(
     ring = ()
     for j in gl.static_range(AHEAD):
         ring = ring + (load_tile(pointers, first * _TILES + j, last_n, sizes, AFFINE),)
-    tables = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, True, True, _WARPS, X_DTYPE)[0]
-    w = operands_of_tile(ring[0], shift, tables, values_ptr, BITS, AFFINE, X_DTYPE, OPERAND)
+    tables = load_tables(values_ptr, lanes_ptr, CODES, _WARPS)[0]
+    w = operands_of_tile(ring[0], shift, tables, values_ptr, CODES, OPERAND)
 
-    y_stages = gl.allocate_shared_memory(X_DTYPE, [STAGES, BLOCK_M, _STEP], y_desc.layout)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
-    hopper.fence_async_shared()
+    y_stages, barriers = new_ring(y_desc, X_DTYPE, BLOCK_M, STAGES)
     row = block_m * BLOCK_M
     tl.extra.cuda.gdc_wait()  # dy is what the kernel before this one writes
     fetch_x(y_desc, y_stages, barriers, 0, row, first, last, STAGES - 1, STAGES)
@@ -218,10 +210,8 @@ def many_transposed_kernel(
                 fetch_x(y_desc, y_stages, barriers, free, row, ahead, last, 1, STAGES)
             later = load_tile(pointers, step * _TILES + (j + AHEAD), last_n, sizes, AFFINE)
             ring = ring[1:] + (later,)
-            w = operands_of_tile(ring[0], shift, tables, values_ptr, BITS, AFFINE, X_DTYPE, OPERAND)
-        wraps = stage == STAGES - 1
-        stage = gl.where(wraps, 0, stage + 1)
-        phase = gl.where(wraps, phase ^ 1, phase)
+            w = operands_of_tile(ring[0], shift, tables, values_ptr, CODES, OPERAND)
+        stage, phase = after(stage, phase, STAGES)
     tl.extra.cuda.gdc_launch_dependents()
     acc0, acc1, acc2, acc3 = hopper.warpgroup_mma_wait(0, deps=[acc0, acc1, acc2, acc3])
     # Sums are stored where dy lay, which the other group's last products may still read.
@@ -241,11 +231,7 @@ def many_transposed_kernel(
     i = gl.arange(0, _WARPS * 16 * _COUNT, gl.SliceLayout(0, _STORED))
     column = (block_k * _WARPS + i // (16 * _COUNT)) * TILE_K + i % (16 * _COUNT)
     column += part * (16 * _COUNT)
-    if GROUP == PADDED_GROUP:
-        live = column < k
-    else:
-        live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-        column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+    column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
     out_row = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, _STORED))
     at = (gl.program_id(1) * m + out_row).to(gl.int64)
     at = gl.expand_dims(at, 1) * k + gl.expand_dims(column, 0)

@@ -1,4 +1,4 @@
-# ruff: noqa: D103, RUF005
+# ruff: noqa: D103
 # mypy: ignore-errors
 """y = x @ W_hat.T for a few rows of x: every warp takes its own stretch of k.
 
@@ -17,91 +17,12 @@ from fdk_cuda.triton.decode import (
     load_tables,
     load_words,
     prepare,
+    stored_columns,
 )
 from fdk_cuda.triton.shared import add_constraints, add_warps, table_bytes
+from fdk_cuda.triton.small_tiles import as_minus, as_operand, fetch, load_scales, spread
 
 _PART = tl.constexpr(PART)
-
-
-@triton.jit
-def spread(scale, N_TILES: tl.constexpr, WARPS: tl.constexpr):
-    """``[N_TILES, (warp, g, t, half)]`` as ``[warp, N_TILES, half, g, 1, t, 1]``."""
-    scale = tl.reshape(scale, [N_TILES, WARPS, 8, 4, 2])
-    return tl.permute(scale, [1, 0, 4, 2, 3])[:, :, :, :, None, :, None]
-
-
-@triton.jit
-def as_minus(zero, N_TILES: tl.constexpr, WARPS: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """``[N_TILES, (warp, g, t, half)]`` as operand A, ``[warp, row, unit]``: all units alike."""
-    minus = spread((-zero.to(tl.float32)).to(DOT_DTYPE), N_TILES, WARPS)
-    minus = tl.broadcast_to(minus, [WARPS, N_TILES, 2, 8, 2, 4, 2])
-    return tl.reshape(minus, [WARPS, 16 * N_TILES, 16])
-
-
-@triton.jit
-def as_operand(value, N_TILES: tl.constexpr, WARPS: tl.constexpr):
-    """``[(N_TILES, half), (warp, g, t, upper, pair)]`` as ``[warp, row, unit]``."""
-    value = tl.reshape(value, [N_TILES, 2, WARPS, 8, 4, 2, 2])
-    return tl.reshape(tl.permute(value, [2, 0, 1, 3, 5, 4, 6]), [WARPS, 16 * N_TILES, 16])
-
-
-# One thread asks for some bytes to be brought to the L2; nobody waits for them.
-_FETCH = tl.constexpr(
-    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-    "setp.gt.and.s32 p, $2, 0, p; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
-)
-
-
-@triton.jit
-def fetch(pointer, size):
-    """Brings ``size`` bytes, a multiple of 16, to the L2 (compute capability 9.0 and later)."""
-    tl.inline_asm_elementwise(
-        _FETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def load_scales(
-    stored,
-    tile,
-    part: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILE_K: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    AFFINE: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Scales and zero points of a part of a tile as they are stored, one of each a segment.
-
-    ``stored``: pointers to both, which of them are inside, and the number of groups.
-    """
-    scale_at, zero_at, inside, groups = stored
-    scales = ()
-    zeros = ()
-    for i in tl.static_range(max(1, WIDTH // SEGMENT)):
-        if EXACT and TILE_K % PADDED_GROUP == 0:
-            # What is known when compiling is added last: it is the offset of the load.
-            offset = tile * (TILE_K // PADDED_GROUP * 16)
-            extra = (part * WIDTH + i * SEGMENT) // PADDED_GROUP * 16
-            live = inside & (tile * TILE_K < groups * PADDED_GROUP)
-            scale = tl.load(scale_at + offset + extra, mask=live, other=0)
-            zero = scale
-            if AFFINE:
-                zero = tl.load(zero_at + offset + extra, mask=live, other=0)
-        else:
-            group = tile * 0
-            if not ONE_GROUP:
-                group = (tile * TILE_K + (part * WIDTH + i * SEGMENT)) // PADDED_GROUP
-            live = inside & (group < groups)
-            scale = tl.load(scale_at + group * 16, mask=live, other=0)
-            zero = scale
-            if AFFINE:
-                zero = tl.load(zero_at + group * 16, mask=live, other=0)
-        scales = scales + (scale,)
-        zeros = zeros + (zero,)
-    return scales, zeros
 
 
 # x      :: [m, k, dtype]
@@ -158,6 +79,7 @@ def small_kernel(
     PARTS: tl.constexpr = POSITIONS // COUNT
     WIDTH: tl.constexpr = 16 * COUNT
     TILE: tl.constexpr = WORDS * 256
+    CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, True, X_DTYPE, DOT_DTYPE)
     ITEM: tl.constexpr = scale_ptr.dtype.element_ty.primitive_bitwidth // 8
     # Scales of a part are loaded one part ahead, as long as they are few; with 2 bits, 8 warps and
     # sm_100 they cost 8 bytes of stack.
@@ -217,7 +139,7 @@ def small_kernel(
     ones = tl.full([WARPS, 16, 16], 1.0, DOT_DTYPE)
     minus = tl.zeros([WARPS, BLOCK_N, 16], DOT_DTYPE)
     # Filling a table may wait for all warps: what is ahead is on its way by then.
-    tables, table = load_tables(values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, True, WARPS, X_DTYPE)
+    tables, table = load_tables(values_ptr, lanes_ptr, CODES, WARPS)
     scales, zeros = load_scales(
         stored, warp_s, 0, WIDTH, TILE_K, SEGMENT, ONE_GROUP, PADDED_GROUP, AFFINE, EXACT
     )
@@ -227,7 +149,7 @@ def small_kernel(
         ahead = first + AHEAD * WARPS
         valid = has_rows & (ahead + warp_w < k_tiles)
         ring = ring + load_words(word_at, ahead * TILE, valid, WORDS)
-        now = prepare(ring[:WORDS], BITS, AFFINE, ASSEMBLY, True)
+        now = prepare(ring[:WORDS], CODES)
         ring = ring[WORDS:]
         if FETCH:
             for j in tl.static_range(N_TILES):
@@ -256,19 +178,7 @@ def small_kernel(
             if not SCALES_AHEAD:
                 scales = new_scales
                 zeros = new_zeros
-            values = decode_part(
-                now,
-                tables,
-                values_ptr,
-                part,
-                COUNT,
-                BITS,
-                AFFINE,
-                ASSEMBLY,
-                True,
-                X_DTYPE,
-                DOT_DTYPE,
-            )
+            values = decode_part(now, tables, values_ptr, part, COUNT, CODES)
             for q in tl.static_range(0, COUNT, STEP):
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
@@ -279,11 +189,7 @@ def small_kernel(
                     x = tl.load(x_tile + (part * COUNT + q) * 16, mask=has_x, other=0.0)
                 else:
                     column = (first + warp_x) * TILE_K + ((part * COUNT + q) * 16 + unit)
-                    if GROUP == PADDED_GROUP:
-                        live = column < k
-                    else:
-                        live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-                        column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+                    column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
                     at = tl.max_contiguous(x_row * k + column, [1, EACH])
                     x = tl.load(x_ptr + at, mask=live & (x_row < m), other=0.0)
                 if X_DTYPE != DOT_DTYPE:

@@ -9,13 +9,18 @@ assembly; several programs share a tile by splitting n further, and ``reduce_ker
 Both in a fixed order.
 """
 
-import re
-
 import triton
 import triton.language as tl
 
 from fdk_cuda.triton.assembly import results
-from fdk_cuda.triton.decode import PART, decode_part, load_tables, prepare
+from fdk_cuda.triton.decode import (
+    PART,
+    column_of,
+    decode_part,
+    load_tables,
+    prepare,
+    stored_columns,
+)
 from fdk_cuda.triton.dequantise import scaled
 from fdk_cuda.triton.shared import add_shares, reserve, shares_constraints, transposed_bytes
 from fdk_cuda.triton.transposed_tiles import (
@@ -31,22 +36,6 @@ from fdk_cuda.triton.transposed_tiles import (
 )
 
 _PART = tl.constexpr(PART)
-# A lane's place in a matrix of codes is right where it holds four neighbours in a row, or the same
-# written as bases, and lanes follow each other.
-_RIGHT = (
-    "sizePerThread = [1, 4], threadsPerWarp = [1, 32]",
-    "[0, 1], [0, 2], [1, 0]], lane = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]",
-)
-
-
-def is_in_layout(ttgir: str) -> bool:
-    """Whether a compiled kernel transposes codes in the layout in which that is right.
-
-    Triton chooses it. Where scale and zero point differ in dtype, or are bytes, it takes another.
-    """
-    names = set(re.findall(r"movmatrix.*-> tensor<[^,>]*, (#\w+)>", ttgir))
-    layouts = dict(re.findall(r"^(#\w+) = (.*)", ttgir, re.MULTILINE))
-    return bool(names) and all(any(right in layouts[name] for right in _RIGHT) for name in names)
 
 
 # y      :: [m, n, dtype]
@@ -89,6 +78,7 @@ def transposed_kernel(
     OVERLAP: tl.constexpr,
 ):
     PARTS: tl.constexpr = POSITIONS // COUNT
+    CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, TABLE, X_DTYPE, DOT_DTYPE)
     place = None
     if ASSEMBLY:
         # For all parts, each of which would declare its own.
@@ -107,81 +97,53 @@ def transposed_kernel(
     for part in tl.static_range(PARTS):
         if own == part:
             transposed_part(
-                y_ptr,
-                words_ptr,
-                scale_ptr,
-                zero_ptr,
-                values_ptr,
-                lanes_ptr,
-                out_ptr,
-                m,
-                n,
-                k,
-                k_tiles,
-                groups,
+                (y_ptr, words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, out_ptr),
+                (m, n, k, k_tiles, groups),
                 place,
                 part,
-                COUNT,
                 PARTS,
-                BITS,
-                WORDS,
-                POSITIONS,
-                GROUP,
-                PADDED_GROUP,
-                SEGMENT,
-                ONE_GROUP,
-                PAIRED,
-                AFFINE,
-                ASSEMBLY,
-                X_DTYPE,
-                DOT_DTYPE,
-                R,
-                M_TILES,
-                WARPS,
-                AHEAD,
-                TABLE,
-                OVERLAP,
+                CODES,
+                (WORDS, POSITIONS, COUNT, PAIRED),
+                (GROUP, PADDED_GROUP, SEGMENT, ONE_GROUP),
+                (R, M_TILES, WARPS, AHEAD, OVERLAP),
             )
 
 
 @triton.jit
 def transposed_part(
-    y_ptr,
-    words_ptr,
-    scale_ptr,
-    zero_ptr,
-    values_ptr,
-    lanes_ptr,
-    out_ptr,
-    m,
-    n,
-    k,
-    k_tiles,
-    groups,
+    tensors,
+    sizes,
     place,
     part: tl.constexpr,
-    COUNT: tl.constexpr,
     PARTS: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
-    PAIRED: tl.constexpr,
-    AFFINE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    X_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    R: tl.constexpr,
-    M_TILES: tl.constexpr,
-    WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    TABLE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    CODES: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    OF_GROUP: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """The columns of the positions of one part of a tile."""
+    """The columns of the positions of one part of a tile; arguments as ``transposed_kernel`` has.
+
+    ``CODES``: see ``decode_part``.
+    """
+    y_ptr, words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, out_ptr = tensors
+    m, n, k, k_tiles, groups = sizes
+    AFFINE: tl.constexpr = CODES[1]
+    ASSEMBLY: tl.constexpr = CODES[2]
+    X_DTYPE: tl.constexpr = CODES[4]
+    DOT_DTYPE: tl.constexpr = CODES[5]
+    WORDS: tl.constexpr = LAYOUT[0]
+    POSITIONS: tl.constexpr = LAYOUT[1]
+    COUNT: tl.constexpr = LAYOUT[2]
+    PAIRED: tl.constexpr = LAYOUT[3]
+    GROUP: tl.constexpr = OF_GROUP[0]
+    PADDED_GROUP: tl.constexpr = OF_GROUP[1]
+    SEGMENT: tl.constexpr = OF_GROUP[2]
+    ONE_GROUP: tl.constexpr = OF_GROUP[3]
+    R: tl.constexpr = CONFIG[0]
+    M_TILES: tl.constexpr = CONFIG[1]
+    WARPS: tl.constexpr = CONFIG[2]
+    AHEAD: tl.constexpr = CONFIG[3]
+    OVERLAP: tl.constexpr = CONFIG[4]
     BLOCK_M: tl.constexpr = 8 * M_TILES
     SEGMENTS: tl.constexpr = 1 if ONE_GROUP else max(1, 16 * COUNT // SEGMENT)
     EACH: tl.constexpr = COUNT // SEGMENTS  # positions that share a scale
@@ -220,23 +182,21 @@ def transposed_part(
     has_y = y_row < m
     pointers = (words_ptr + word_at, scale_ptr + scale_at, zero_ptr + scale_at)
     limits = (word_tile, scale_tile, last_n)
-    sizes = (k_tiles * (WORDS * 256), groups)
+    strides = (k_tiles * (WORDS * 256), groups)
     GROUPING: tl.constexpr = (SEGMENTS, SEGMENT, PADDED_GROUP, ONE_GROUP, AFFINE)
 
     # Of groups that are short there are too many scales for the registers.
     SCALES_AHEAD: tl.constexpr = AHEAD if SEGMENTS <= 2 else 0
     ring = ()
     for j in tl.static_range(AHEAD):
-        ring = ring + (load_codes(pointers, limits, sizes, first_n + j * STEP, WORDS),)
+        ring = ring + (load_codes(pointers, limits, strides, first_n + j * STEP, WORDS),)
     scale_ring = ()
     for j in tl.static_range(SCALES_AHEAD):
         scale_ring = scale_ring + (
-            load_scales(pointers, limits, sizes, first_n + j * STEP, first_column, GROUPING),
+            load_scales(pointers, limits, strides, first_n + j * STEP, first_column, GROUPING),
         )
     # Filling a table waits for all warps: what is ahead is on its way by then.
-    tables = load_tables(
-        values_ptr, lanes_ptr, BITS, AFFINE, ASSEMBLY, TABLE, WARPS, X_DTYPE, place
-    )[0]
+    tables = load_tables(values_ptr, lanes_ptr, CODES, WARPS, place)[0]
     if OVERLAP:
         # The next kernel may start, which adds what this one stores, and waits for that.
         tl.extra.cuda.gdc_launch_dependents()
@@ -253,11 +213,11 @@ def transposed_part(
         minus = minus + (tl.zeros([WARPS, 16, BLOCK_M], tl.float32),)
     for tile in tl.range(first_n, last_n, STEP, num_stages=1):
         later = tile + AHEAD * STEP
-        ring = ring + (load_codes(pointers, limits, sizes, later, WORDS),)
+        ring = ring + (load_codes(pointers, limits, strides, later, WORDS),)
         ys = ys + (load_y(y_at, y_column, has_y, n, later, M_TILES, R, WARPS),)
         scales_of = tile + SCALES_AHEAD * STEP
         scale_ring = scale_ring + (
-            load_scales(pointers, limits, sizes, scales_of, first_column, GROUPING),
+            load_scales(pointers, limits, strides, scales_of, first_column, GROUPING),
         )
         words = ring[0]
         y = ys[0]
@@ -265,23 +225,11 @@ def transposed_part(
         ring = ring[1:]
         ys = ys[1:]
         scale_ring = scale_ring[1:]
-        words = prepare(
-            transpose_words(words, WORDS, R, WARPS, ASSEMBLY), BITS, AFFINE, ASSEMBLY, TABLE
-        )
+        words = prepare(transpose_words(words, WORDS, R, WARPS, ASSEMBLY), CODES)
         values = ()
         for piece in tl.static_range(COUNT // PIECE):
             values = values + decode_part(
-                words,
-                tables,
-                values_ptr,
-                part * (COUNT // PIECE) + piece,
-                PIECE,
-                BITS,
-                AFFINE,
-                ASSEMBLY,
-                TABLE,
-                X_DTYPE,
-                DOT_DTYPE,
+                words, tables, values_ptr, part * (COUNT // PIECE) + piece, PIECE, CODES
             )
         sums = ()
         new_minus = ()
@@ -301,7 +249,7 @@ def transposed_part(
             for q in tl.static_range(at * EACH, at * EACH + EACH):
                 w = tl.reshape(values[q], [R, 2, WARPS, 8, 4, 2, 2])
                 if not SCALE_Y:
-                    w = scaled(w, scale, zero, AFFINE, ASSEMBLY, X_DTYPE, DOT_DTYPE)
+                    w = scaled(w, scale, zero, CODES)
                 w = as_rows(w, R, WARPS)
                 sums = sums + (tl.dot(w, operand, acc[q], input_precision="ieee"),)
         acc = sums
@@ -336,17 +284,8 @@ def transposed_part(
     total = tl.reshape(tl.permute(total, [0, 3, 1, 2]), [WARPS, OWN * 16, BLOCK_M])
     i = tl.arange(0, OWN * 16)[None, :]
     position = tl.arange(0, WARPS)[:, None] * OWN + i // 16
-    upper, t, pair = i // 8 % 2, i // 2 % 4, i % 2
-    if PAIRED:
-        column = position // 2 * 32 + 8 * t + 4 * (position % 2) + 2 * upper + pair
-    else:
-        column = position * 16 + 4 * t + 2 * upper + pair
-    column += first_column
-    if GROUP == PADDED_GROUP:
-        live = column < k
-    else:
-        live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
-        column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
+    column = column_of(position, i // 8 % 2, i // 2 % 4, i % 2, PAIRED) + first_column
+    column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
     row = first_m + tl.arange(0, BLOCK_M)
     at = (tl.program_id(2) * m + row).to(tl.int64)[None, None, :] * k + column[:, :, None]
     live = live[:, :, None] & (row < m)[None, None, :]

@@ -2,18 +2,38 @@
 # mypy: ignore-errors
 """What ``transposed_kernel`` loads of a tile, and its operands: codes transposed between lanes."""
 
+import re
+
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.decode import decode_scale, load_words
+from fdk_cuda.triton.decode import decode_scale, load_pair, load_words
 
 # Both units of a lane: their halves side by side are two neighbours in a row of 8 x 8 elements of
 # 16 bits. A lane gets two neighbours in a column, and takes them apart again.
-_TRANSPOSE = tl.constexpr(
+TRANSPOSE = tl.constexpr(
     "{ .reg .b32 l, h; prmt.b32 l, $2, $3, 0x5410; prmt.b32 h, $2, $3, 0x7632; "
     "movmatrix.sync.aligned.m8n8.trans.b16 l, l; movmatrix.sync.aligned.m8n8.trans.b16 h, h; "
     "prmt.b32 $0, l, h, 0x5410; prmt.b32 $1, l, h, 0x7632; }"
 )
+
+
+# A lane's place in a matrix of codes is right where it holds four neighbours in a row, or the same
+# written as bases, and lanes follow each other.
+_RIGHT = (
+    "sizePerThread = [1, 4], threadsPerWarp = [1, 32]",
+    "[0, 1], [0, 2], [1, 0]], lane = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]",
+)
+
+
+def is_in_layout(ttgir: str) -> bool:
+    """Whether a compiled kernel transposes codes in the layout in which that is right.
+
+    Triton chooses it. Where scale and zero point differ in dtype, or are bytes, it takes another.
+    """
+    names = set(re.findall(r"movmatrix.*-> tensor<[^,>]*, (#\w+)>", ttgir))
+    layouts = dict(re.findall(r"^(#\w+) = (.*)", ttgir, re.MULTILINE))
+    return bool(names) and all(any(right in layouts[name] for right in _RIGHT) for name in names)
 
 
 @triton.jit
@@ -29,7 +49,7 @@ def transpose_words(
         word = words[i]
         if ASSEMBLY:
             word = tl.inline_asm_elementwise(
-                _TRANSPOSE, "=&r,=&r,r,r", [word], dtype=tl.int32, is_pure=True, pack=2
+                TRANSPOSE, "=&r,=&r,r,r", [word], dtype=tl.int32, is_pure=True, pack=2
             )
         else:
             word = tl.reshape(word, [2 * R, WARPS, 4, 2, 4, 2, 2])
@@ -78,10 +98,7 @@ def load_scales(pointers, limits, sizes, tile, first_column, GROUPING: tl.conste
             group = (first_column + i * SEGMENT) // PADDED_GROUP
         at = (tile * groups + group) * 16
         inside = (tile + scale_tile < last_n) & (group < groups)
-        scale = tl.load(scale_at + at, mask=inside, other=0)
-        zero = scale
-        if AFFINE:
-            zero = tl.load(zero_at + at, mask=inside, other=0)
+        scale, zero = load_pair(scale_at, zero_at, at, inside, AFFINE)
         scales = scales + (scale,)
         zeros = zeros + (zero,)
     return scales, zeros

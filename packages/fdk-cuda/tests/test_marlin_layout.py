@@ -13,6 +13,7 @@ from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, _fields, pack_layou
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
+from fdk_formats.quantise import quantise
 from fdk_formats.testing import cases, random_quantised
 
 CASES = list(
@@ -41,7 +42,13 @@ def test_layout_round_trip(case):
     [("int8-g64", 127), ("int8-g64-signmax", 128), ("int4-g64", None), ("uniform8-g64", None)],
 )
 def test_grids_of_8_bits_are_known(format, zero_point):
-    """Their codes are computed, unless the table is another, or has a code that is none."""
+    """Their codes are computed, unless the table is another, or has a code that is none.
+
+    ``quantise`` never gives that code, which would be the higher of two that are 127.
+    """
+    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(8))
+    made = MARLIN_LUT.pack(quantise(weight, format), dtype=torch.bfloat16)
+    assert made.geometry.grid_zero_point == zero_point
     q = random_quantised(Format.parse(format), 64, 128)
     grid = named_codebook(q.format, 128).tensor()
     q = replace(q, packed=q.packed.clamp(max=254), codebook=grid)

@@ -34,8 +34,9 @@ def quantise(
 
     The scale of a group is its statistic over the unit of the codebook, rounded to the format's
     scale dtype; with ``v = w / scale``, one float32 division by the rounded scale, the code is the
-    number of midpoints ``(c[j] + c[j+1]) / 2`` (float32) below v, so that a tie goes to the lower
-    code. A group of zeros has scale 0 and comes back as exact zeros.
+    number of midpoints ``(c[j] + c) / 2`` (float32; c is the next entry that is greater than c[j])
+    below v, so that a tie goes to the lower code, and never to the higher one of equal entries. A
+    group of zeros has scale 0 and comes back as exact zeros.
 
     Args:
         weight: on any device; a chunk of it at a time is held in float32.

@@ -103,24 +103,9 @@ struct GroupDigits {
 
   // The whole warp calls, four lanes to a group.
   __device__ __forceinline__ GroupDigits(const Values& values, int t) {
-    // By four, not one after another: two warps to a scheduler hide little.
-    float largest[STEPS] = {}, sums[STEPS] = {};
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) {
-        largest[s] = fmaxf(largest[s], fabsf(values.x[s][i >> 1][i & 1]));
-        sums[s] += values.x[s][i >> 1][i & 1];
-      }
-    float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-#pragma unroll
-    for (int lanes = 1; lanes < QUAD; lanes *= 2) {
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-      sum += __shfl_xor_sync(~0u, sum, lanes);
-    }
-    if (AFFINE) sum = -sum;
-    const int exponent = __float_as_int(most) >> 23;
+    const GroupRange range(values);
+    sum = AFFINE ? -range.sum : range.sum;
+    const int exponent = __float_as_int(range.largest) >> 23;
     // Below 2^-106 values lose digits.
     const int used = max(exponent, 21);
     const float once = __int_as_float((253 + VALUE_BITS - used) << 23), twice = 2.f * once;

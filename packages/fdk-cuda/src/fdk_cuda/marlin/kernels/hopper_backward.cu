@@ -7,8 +7,9 @@
 // sums     :: [tiles, splits, TILE_COLUMNS, TILE_ROWS, float32]   for sum_splits.cu
 //
 // hopper_gemm.cu turned round: rows of a tile are columns of the weight, 64 to a group of
-// consumers, and a step takes 64 rows of the weight, which are what is summed over. Both share the
-// ring, units of work and clusters of hopper_units.cuh; decoding is hopper_transposed.cuh's.
+// consumers, and a step takes 64 rows of the weight, which are what is summed over. Both share
+// hopper_block.cuh, and the ring, units of work and clusters of hopper_units.cuh; decoding is
+// hopper_transposed.cuh's.
 //
 // Beside common.cuh's, an instantiation has
 //   TILE_COLUMNS  rows of dy in a tile, a multiple of 16 up to 256
@@ -36,9 +37,12 @@ struct Params {
   int splits;       // of the steps, of all but whole_tiles
   int whole_tiles;
   int box_rows;  // of dy in a tile, up to TILE_COLUMNS
+
+  __device__ __forceinline__ uint16* out() const { return dx; }
+  __device__ __forceinline__ int width() const { return k; }
 };
 
-#include "hopper_units.cuh"
+#include "hopper_block.cuh"
 
 constexpr int STEP_ROWS = 64;  // of the weight
 constexpr int STEP_BLOCKS = STEP_ROWS / BLOCK_ROWS;
@@ -77,18 +81,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint3
     copy_box(dy_stages + stage * B_BYTES, p.dy, at.step * STEP_ROWS,
              at.unit.tile.column * p.box_rows, barriers + 16 * stage);
   };
-  // The ring is filled with weights before the previous kernel has ended, with dy after it.
-  Cursor ahead(p), cursor(p);
-  int filled = 0;
-  for (; filled < STAGES && ahead.any(); filled++, ahead.advance()) copy_weights(ahead, filled);
-  wait_previous_kernel();
-  for (int stage = 0; stage < filled; stage++, cursor.advance()) copy_dy(cursor, stage);
-  Position position;
-  for (; ahead.any(); ahead.advance(), position.advance()) {
-    wait_barrier(barriers + 16 * position.stage + 8, position.phase);
-    copy_weights(ahead, position.stage);
-    copy_dy(ahead, position.stage);
-  }
+  keep_full(p, barriers, copy_weights, copy_dy);
 }
 
 // Sums of a group for one tile: value e of block b belongs to column 16 * warp + 2 * g + (e >> 1)
@@ -108,7 +101,7 @@ __device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], 
 __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], const Place& at,
                                       uint8* piece, int barrier) {
   const int g = at.lane / 4, t = at.lane % 4;
-  const bool whole = p.k % 8 == 0;
+  const bool whole = p.width() % 8 == 0;
 #pragma unroll
   for (int first = 0; first < OWN_COLUMNS; first += PIECE_COLUMNS) {
 #pragma unroll
@@ -120,24 +113,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
         *reinterpret_cast<uint32*>(piece + column * PIECE_STRIDE + ((chunk ^ (2 * t + e)) << 4) +
                                    4 * (g % 4)) = from_floats(d[sum], d[sum + 2]);
       }
-    sync_named(barrier, GROUP_THREADS);
-#pragma unroll
-    for (int c = 0; c < PIECE_COLUMNS; c += GROUP_THREADS / 8) {
-      const int column = c + at.thread / 8, chunk = at.thread % 8;
-      const uint4 v = *reinterpret_cast<const uint4*>(piece + column * PIECE_STRIDE +
-                                                      ((chunk ^ column % 8) << 4));
-      const int dx_row = at.first_column + first + column, dx_column = at.first_row + 8 * chunk;
-      uint16* out = p.dx + static_cast<uint64>(dx_row) * p.k + dx_column;
-      if (dx_row < at.end_column && whole && dx_column < p.k) {
-        *reinterpret_cast<uint4*>(out) = v;
-      } else if (dx_row < at.end_column) {
-        const uint32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-          if (dx_column + i < p.k) out[i] = words[i / 2] >> (16 * (i % 2));
-      }
-    }
-    sync_named(barrier, GROUP_THREADS);
+    write_piece(p, piece, at, first, barrier, whole);
   }
 }
 
@@ -258,23 +234,5 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) uint8 shared[];
-  uint8* const table = shared;
-  uint8* const dy_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);
-  uint8* const w_stages = dy_stages + STAGES * B_BYTES;
-  uint8* const end = w_stages + STAGES * W_BYTES;
-  uint8* const pieces = HAS_ROOM_IN_TABLE ? table + PIECE_STRIDE / 2 : end;
-  const uint32 barriers = shared_address(HAS_ROOM_IN_TABLE ? end : end + CONSUMERS * PIECE_BYTES);
-
-  start_next_kernel();
-  open_ring(barriers);
-  __syncthreads();
-  if (threadIdx.x >= CONSUMER_THREADS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x < CONSUMER_THREADS + LANES && elect_one())
-      produce(p, shared_address(dy_stages), shared_address(w_stages), barriers);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-    consume(p, table, shared_address(dy_stages), w_stages, pieces, barriers);
-  }
+  run_block<W_BYTES>(p);
 }

@@ -40,9 +40,12 @@ struct Params {
   int splits;       // of the columns, of all but whole_tiles
   int whole_tiles;
   int box_rows;  // of x in a tile, up to TILE_COLUMNS
+
+  __device__ __forceinline__ uint16* out() const { return y; }
+  __device__ __forceinline__ int width() const { return n; }
 };
 
-#include "hopper_units.cuh"
+#include "hopper_block.cuh"
 
 static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
 
@@ -84,18 +87,7 @@ __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32
                (at.step * K_BLOCKS + block) * BLOCK_COLUMNS, at.unit.tile.column * p.box_rows,
                barriers + 16 * stage);
   };
-  // The ring is filled with weights before the previous kernel has ended, with x after it.
-  Cursor ahead(p), cursor(p);
-  int filled = 0;
-  for (; filled < STAGES && ahead.any(); filled++, ahead.advance()) copy_weights(ahead, filled);
-  wait_previous_kernel();
-  for (int stage = 0; stage < filled; stage++, cursor.advance()) copy_x(cursor, stage);
-  Position position;
-  for (; ahead.any(); ahead.advance(), position.advance()) {
-    wait_barrier(barriers + 16 * position.stage + 8, position.phase);
-    copy_weights(ahead, position.stage);
-    copy_x(ahead, position.stage);
-  }
+  keep_full(p, barriers, copy_weights, copy_x);
 }
 
 // Sums of a group for one tile, as wgmma leaves them: value e of block b belongs to row
@@ -117,7 +109,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
     if (row + 8 < p.n) bias[1] = to_float(p.bias[row + 8]);
   }
   const uint32 target = shared_address(piece);
-  const bool whole = p.n % 8 == 0;
+  const bool whole = p.width() % 8 == 0;
 #pragma unroll
   for (int first = 0; first < OWN_COLUMNS; first += PIECE_COLUMNS) {
 #pragma unroll
@@ -136,24 +128,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
                    "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                    : "memory");
     }
-    sync_named(barrier, GROUP_THREADS);
-#pragma unroll
-    for (int c = 0; c < PIECE_COLUMNS; c += GROUP_THREADS / 8) {
-      const int column = c + at.thread / 8, chunk = at.thread % 8;
-      const uint4 v = *reinterpret_cast<const uint4*>(piece + column * PIECE_STRIDE +
-                                                      ((chunk ^ column % 8) << 4));
-      const int y_row = at.first_column + first + column, y_column = at.first_row + 8 * chunk;
-      uint16* out = p.y + static_cast<uint64>(y_row) * p.n + y_column;
-      if (y_row < at.end_column && whole && y_column < p.n) {
-        *reinterpret_cast<uint4*>(out) = v;
-      } else if (y_row < at.end_column) {
-        const uint32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-          if (y_column + i < p.n) out[i] = words[i / 2] >> (16 * (i % 2));
-      }
-    }
-    sync_named(barrier, GROUP_THREADS);
+    write_piece(p, piece, at, first, barrier, whole);
   }
 }
 
@@ -308,23 +283,5 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_gemm(const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) uint8 shared[];
-  uint8* const table = shared;
-  uint8* const x_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);
-  uint8* const w_stages = x_stages + STAGES * B_BYTES;
-  uint8* const end = w_stages + STAGES * W_BYTES;
-  uint8* const pieces = HAS_ROOM_IN_TABLE ? table + PIECE_STRIDE / 2 : end;
-  const uint32 barriers = shared_address(HAS_ROOM_IN_TABLE ? end : end + CONSUMERS * PIECE_BYTES);
-
-  start_next_kernel();
-  open_ring(barriers);
-  __syncthreads();
-  if (threadIdx.x >= CONSUMER_THREADS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x < CONSUMER_THREADS + LANES && elect_one())
-      produce(p, shared_address(x_stages), shared_address(w_stages), barriers);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-    consume(p, table, shared_address(x_stages), w_stages, pieces, barriers);
-  }
+  run_block<W_BYTES>(p);
 }

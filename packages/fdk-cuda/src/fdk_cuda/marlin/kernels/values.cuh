@@ -32,3 +32,28 @@ struct Values {
     }
   }
 };
+
+// Of a group's values, the largest magnitude and the sum. The whole warp makes it, four lanes to a
+// group.
+struct GroupRange {
+  float largest, sum;
+
+  __device__ __forceinline__ explicit GroupRange(const Values& values) {
+    // By four, not one after another: two warps to a scheduler hide little.
+    float most[STEPS] = {}, sums[STEPS] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) {
+        most[s] = fmaxf(most[s], fabsf(values.x[s][i >> 1][i & 1]));
+        sums[s] += values.x[s][i >> 1][i & 1];
+      }
+    largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+      sum += __shfl_xor_sync(~0u, sum, lanes);
+    }
+  }
+};

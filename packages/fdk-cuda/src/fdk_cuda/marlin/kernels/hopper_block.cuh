@@ -1,0 +1,81 @@
+// What the kernels of both directions do alike on Hopper: a block of threads that produces and
+// consumes, the filling of the ring, the end of a tile.
+//
+// Included after the kernel's Params, as hopper_units.cuh is; these have out() and width() too, for
+// y or dx, and how long its rows are.
+#pragma once
+#include "hopper_units.cuh"
+
+// Writes columns `first` and on of a tile that the group has put in a piece: chunks of eight rows,
+// swizzled. `whole` is whether eight divide the width.
+//
+// p.out() :: [m, p.width(), dtype]
+__device__ __forceinline__ void write_piece(const Params& p, const uint8* piece, const Place& at,
+                                            int first, int barrier, bool whole) {
+  sync_named(barrier, GROUP_THREADS);
+#pragma unroll
+  for (int c = 0; c < PIECE_COLUMNS; c += GROUP_THREADS / 8) {
+    const int column = c + at.thread / 8, chunk = at.thread % 8;
+    const uint4 v = *reinterpret_cast<const uint4*>(piece + column * PIECE_STRIDE +
+                                                    ((chunk ^ column % 8) << 4));
+    const int out_row = at.first_column + first + column, out_column = at.first_row + 8 * chunk;
+    uint16* target = p.out() + static_cast<uint64>(out_row) * p.width() + out_column;
+    if (out_row < at.end_column && whole && out_column < p.width()) {
+      *reinterpret_cast<uint4*>(target) = v;
+    } else if (out_row < at.end_column) {
+      const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (out_column + i < p.width()) target[i] = words[i / 2] >> (16 * (i % 2));
+    }
+  }
+  sync_named(barrier, GROUP_THREADS);
+}
+
+// Fills the ring with weights before the previous kernel has ended, with operand B after it, and
+// then stage by stage as they are released.
+template <typename CopyWeights, typename CopyB>
+__device__ __forceinline__ void keep_full(const Params& p, uint32 barriers,
+                                          const CopyWeights& copy_weights, const CopyB& copy_b) {
+  Cursor ahead(p), cursor(p);
+  int filled = 0;
+  for (; filled < STAGES && ahead.any(); filled++, ahead.advance()) copy_weights(ahead, filled);
+  wait_previous_kernel();
+  for (int stage = 0; stage < filled; stage++, cursor.advance()) copy_b(cursor, stage);
+  Position position;
+  for (; ahead.any(); ahead.advance(), position.advance()) {
+    wait_barrier(barriers + 16 * position.stage + 8, position.phase);
+    copy_weights(ahead, position.stage);
+    copy_b(ahead, position.stage);
+  }
+}
+
+// The kernel's, for a producing thread and for consumers.
+__device__ __forceinline__ void produce(const Params& p, uint32 b_stages, uint32 w_stages,
+                                        uint32 barriers);
+__device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 b_stages,
+                                        const uint8* w_stages, uint8* pieces, uint32 barriers);
+
+// A block of threads; W_BYTES is what a stage has of weights.
+template <int W_BYTES>
+__device__ __forceinline__ void run_block(const Params& p) {
+  extern __shared__ __align__(1024) uint8 shared[];
+  uint8* const table = shared;
+  uint8* const b_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);
+  uint8* const w_stages = b_stages + STAGES * B_BYTES;
+  uint8* const end = w_stages + STAGES * W_BYTES;
+  uint8* const pieces = HAS_ROOM_IN_TABLE ? table + PIECE_STRIDE / 2 : end;
+  const uint32 barriers = shared_address(HAS_ROOM_IN_TABLE ? end : end + CONSUMERS * PIECE_BYTES);
+
+  start_next_kernel();
+  open_ring(barriers);
+  __syncthreads();
+  if (threadIdx.x >= CONSUMER_THREADS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (threadIdx.x < CONSUMER_THREADS + LANES && elect_one())
+      produce(p, shared_address(b_stages), shared_address(w_stages), barriers);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    consume(p, table, shared_address(b_stages), w_stages, pieces, barriers);
+  }
+}

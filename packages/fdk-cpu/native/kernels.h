@@ -62,16 +62,18 @@ inline constexpr std::size_t kPanelDepth = 8;
 //   w :: [rows][stride]            dequantised, float32 or bf16, `depth` positions
 //   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
 //   y :: [rows][panel]             float32, added to
-// What comes after is fetched into L2 meanwhile, where Kernels::panel_fetches:
-//   next_codes :: [next_stripes], codes_bytes each, codes_stride apart; null for none
+// What comes after, codes or the next panel, is fetched into L2 meanwhile, where
+// Kernels::panel_fetches:
+//   next :: [parts], part_bytes each, part_stride apart; null for none. A part for each stripe, or
+//           fewer
 struct PanelTask {
   const void* w;
   std::size_t rows, stride, depth;
   const void* x;
   std::size_t panel;
   float* y;
-  const std::uint8_t* next_codes = nullptr;
-  std::size_t next_stripes = 0, codes_bytes = 0, codes_stride = 0;
+  const std::uint8_t* next = nullptr;
+  std::size_t parts = 0, part_bytes = 0, part_stride = 0;
 };
 
 // Rows of x past the last full step of a panel that meet W_hat by themselves, unless RowLimits says

@@ -80,23 +80,30 @@ def _wide_gradient(
             return 32, 0
         if m <= 8 and bits == 1 and not affine:
             return 32, 1
-        if m <= 8 and (bits == 5 or (bits == 7 and not affine)):
+        if m <= 8 and bits == 5:
             return 16, 1
+        # Words two rounds ahead, in turns: 7 bits, m = 1, 29.0 -> 27.4, affine 4 bits, m = 16, 27.1
+        # -> 24.8; but 4 bits, m = 1, 15.5 -> 16.6, 6 bits 25.5 -> 28.4, affine 2 bits, m = 16, 23.0
+        # -> 24.0.
+        if m <= 8 and bits == 7 and not affine:
+            return 16, 2
+        if 8 < m <= 16 and bits == 4 and affine:
+            return c.positions, 2
         if 16 < m <= 32 and bits == 4 and not affine:
             return c.positions, 1  # m = 32 36.1 -> 29.9
     return c.positions, c.ahead
 
 
-def serves_transposed(m: int, n: int, k: int, bits: int, gpu: Gpu, *, affine: bool = False) -> bool:
+def serves_transposed(m: int, n: int, k: int, gpu: Gpu) -> bool:
     """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
     # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
     # against 84 and 25 against 20. What is smaller was not timed.
     if n * k < 1 << 22:
         return False
     limit = gpu.limits.transposed_m
-    # Affine 7 bits, 8192 x 8192, m = 64, 103 us; dequantised, by what it takes with 256 rows, 92.
-    is_quick = n * k >= 1 << 26 and not (affine and bits == 7)
-    return m <= (limit if is_quick else limit // 2)
+    # Affine 7 bits, 8192 x 8192, m = 64, three runs in turns: 97.4 us, 101.7 and 97.7; dequantised
+    # 104.0, 105.8 and 103.8.
+    return m <= (limit if n * k >= 1 << 26 else limit // 2)
 
 
 def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:
@@ -104,7 +111,9 @@ def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedCo
     config = ManyTransposedConfig()
     programs = many_transposed_programs(m, a, config)
     split_n = 1
-    while 2 * programs * split_n <= gpu.processors and a.n_tiles >= 16 * split_n:
+    # Parts of 512 rows of W at least. H200, 4096 x 4096, m = 64, 8 parts and 16, in turns: 1 bit
+    # 18.2 and 21.0 us, 4 bits 19.6 and 21.9; 8192 x 8192, 1 bit, 4 parts and 8: 55.6 and 37.2.
+    while 2 * programs * split_n <= gpu.processors and a.n_tiles >= 64 * split_n:
         split_n *= 2
     return replace(config, split_n=split_n)
 
@@ -119,8 +128,8 @@ def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
     """Whether ``many_transposed_kernel`` takes a product, and beats what else there is."""
     # H200, 8192 x 8192, 4 bits: m = 64 41.5 us, by transposed_kernel 62.1; m = 128 64.4, and
     # dequantised 85.2; m = 256 111 and 95.
-    # 4096 x 4096, 1 and 4 bits: m = 64 18.1 and 19.5 us, dequantised 19.6 and 20.8; m = 128 24.5
-    # and 25.7 for 23.9 and 25.3.
+    # 4096 x 4096, 1 and 4 bits: m = 64 18.2 and 19.6 us, by transposed_kernel 19.8 and 20.2,
+    # dequantised 22.4 and 21.6; m = 128 24.5 and 25.7 for 23.9 and 25.3.
     return (
         32 < m <= gpu.limits.many_transposed_m
         and a.words == 1

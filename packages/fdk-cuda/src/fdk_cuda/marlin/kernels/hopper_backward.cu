@@ -37,10 +37,9 @@ struct Params {
   int splits;       // of the steps, of all but whole_tiles
   int whole_tiles;
   int box_rows;  // of dy in a tile, up to TILE_COLUMNS
-
-  __device__ __forceinline__ uint16* out() const { return dx; }
-  __device__ __forceinline__ int width() const { return k; }
 };
+__device__ __forceinline__ uint16* out_of(const Params& p) { return p.dx; }
+__device__ __forceinline__ int width_of(const Params& p) { return p.k; }
 
 #include "hopper_block.cuh"
 
@@ -101,7 +100,7 @@ __device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], 
 __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], const Place& at,
                                       uint8* piece, int barrier) {
   const int g = at.lane / 4, t = at.lane % 4;
-  const bool whole = p.width() % 8 == 0;
+  const bool whole = width_of(p) % 8 == 0;
 #pragma unroll
   for (int first = 0; first < OWN_COLUMNS; first += PIECE_COLUMNS) {
 #pragma unroll

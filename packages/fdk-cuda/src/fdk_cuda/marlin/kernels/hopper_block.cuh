@@ -1,15 +1,15 @@
 // What the kernels of both directions do alike on Hopper: a block of threads that produces and
 // consumes, the filling of the ring, the end of a tile.
 //
-// Included after the kernel's Params, as hopper_units.cuh is; these have out() and width() too, for
-// y or dx, and how long its rows are.
+// Included after the kernel's Params, as hopper_units.cuh is, and after out_of and width_of: y or
+// dx of a launch, and how long its rows are.
 #pragma once
 #include "hopper_units.cuh"
 
 // Writes columns `first` and on of a tile that the group has put in a piece: chunks of eight rows,
 // swizzled. `whole` is whether eight divide the width.
 //
-// p.out() :: [m, p.width(), dtype]
+// out_of(p) :: [m, width_of(p), dtype]
 __device__ __forceinline__ void write_piece(const Params& p, const uint8* piece, const Place& at,
                                             int first, int barrier, bool whole) {
   sync_named(barrier, GROUP_THREADS);
@@ -19,14 +19,14 @@ __device__ __forceinline__ void write_piece(const Params& p, const uint8* piece,
     const uint4 v = *reinterpret_cast<const uint4*>(piece + column * PIECE_STRIDE +
                                                     ((chunk ^ column % 8) << 4));
     const int out_row = at.first_column + first + column, out_column = at.first_row + 8 * chunk;
-    uint16* target = p.out() + static_cast<uint64>(out_row) * p.width() + out_column;
-    if (out_row < at.end_column && whole && out_column < p.width()) {
+    uint16* target = out_of(p) + static_cast<uint64>(out_row) * width_of(p) + out_column;
+    if (out_row < at.end_column && whole && out_column < width_of(p)) {
       *reinterpret_cast<uint4*>(target) = v;
     } else if (out_row < at.end_column) {
       const uint32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        if (out_column + i < p.width()) target[i] = words[i / 2] >> (16 * (i % 2));
+        if (out_column + i < width_of(p)) target[i] = words[i / 2] >> (16 * (i % 2));
     }
   }
   sync_named(barrier, GROUP_THREADS);

@@ -40,10 +40,9 @@ struct Params {
   int splits;       // of the columns, of all but whole_tiles
   int whole_tiles;
   int box_rows;  // of x in a tile, up to TILE_COLUMNS
-
-  __device__ __forceinline__ uint16* out() const { return y; }
-  __device__ __forceinline__ int width() const { return n; }
 };
+__device__ __forceinline__ uint16* out_of(const Params& p) { return p.y; }
+__device__ __forceinline__ int width_of(const Params& p) { return p.n; }
 
 #include "hopper_block.cuh"
 
@@ -109,7 +108,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
     if (row + 8 < p.n) bias[1] = to_float(p.bias[row + 8]);
   }
   const uint32 target = shared_address(piece);
-  const bool whole = p.width() % 8 == 0;
+  const bool whole = width_of(p) % 8 == 0;
 #pragma unroll
   for (int first = 0; first < OWN_COLUMNS; first += PIECE_COLUMNS) {
 #pragma unroll

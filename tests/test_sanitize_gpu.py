@@ -11,6 +11,7 @@ from sanitize_marlin import EVERY_TILE, SMALL_K, SMALL_N, WrongAnswerError, exac
 from fdk_cuda.marlin.backward import STEP_COST as BACKWARD_COST
 from fdk_cuda.marlin.hopper import STEP_COST
 from fdk_cuda.marlin.layout import SUPPORTED_BITS
+from fdk_formats.format import Format
 
 
 @pytest.fixture
@@ -49,14 +50,14 @@ def test_every_program_of_layout_is_among_the_cases():
 
 def test_every_tile_of_hopper_is_among_the_cases():
     found = list(options("hopper"))
-    bits = {int(name.removeprefix("custom")[0]) for name in EVERY_TILE}
+    kinds = {(Format.parse(name).bits, int("binary" in name)) for name in EVERY_TILE}
     forward = {
-        (o["BITS"], o["TILE_COLUMNS"], o["CONSUMERS"], o["K_GROUPS"])
+        (o["BITS"], o["SIGNS"], o["TILE_COLUMNS"], o["CONSUMERS"], o["K_GROUPS"])
         for o in found
         if o["name"] == "hopper_gemm.cu"
     }
-    assert bits == set(SUPPORTED_BITS)
-    assert forward >= {(b, *tile) for b in bits for tile in STEP_COST}
+    assert kinds == {(1, 1), *((bits, 0) for bits in SUPPORTED_BITS)}
+    assert forward >= {(*kind, *tile) for kind in kinds for tile in STEP_COST}
     backward = {o["TILE_COLUMNS"] for o in found if o["name"] == "hopper_backward.cu"}
     assert backward == {columns for columns, *_ in BACKWARD_COST}
     for name in ("hopper_gemm.cu", "hopper_backward.cu"):

@@ -71,7 +71,7 @@ RELAID = {
 }
 # Partial tiles of rows, columns and rows of x. Of the first formats every tile.
 HOPPER_N, HOPPER_K, HOPPER_M = 568, 1088, 70
-EVERY_TILE = tuple(f"custom{bits}-g64" for bits in (4, 1, 3, 8, 2))
+EVERY_TILE = (*(f"custom{bits}-g64" for bits in (4, 1, 3, 8, 2)), "binary1-g64")
 SOME_TILES = (
     *("affine4-g32", "affine8-g64-zint", "affine3-g64-fp16-zint", "affine1-g32"),
     *("affine2-g32-fp16-zint", "int8-g64-signmax"),
@@ -134,7 +134,7 @@ def poison(*shape: int, dtype: torch.dtype) -> Tensor:
 def weight(format: str, n: int, k: int) -> QuantisedTensor:
     """A random weight, on the CPU; that of a grid has its values."""
     q = random_quantised(Format.parse(format), n, k)
-    if q.format.codebook == "int":
+    if q.format.codebook in ("int", "binary"):
         return replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
     return q
 

@@ -24,7 +24,7 @@ FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
 
 def pack(format, n, k, dtype=torch.bfloat16, seed=0):
     q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
-    if q.format.codebook == "int":
+    if q.format.codebook in ("int", "binary"):
         q = replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
     backend = MARLIN if q.format.is_affine else MARLIN_LUT
     return q, backend.pack(q, dtype=dtype)

@@ -14,7 +14,8 @@ DEVICES = {
 def geometry_of(variant, n=8192, k=8192):
     group_size = 32 if variant.per_row == 2 else 64
     zero_points = variant.affine, variant.whole_zero_point, variant.grid_zero_point
-    return Geometry(variant.bits, n, k, group_size, variant.scale_dtype, *zero_points)
+    kinds = *zero_points, variant.has_signs
+    return Geometry(variant.bits, n, k, group_size, variant.scale_dtype, *kinds)
 
 
 def check_resources(program, arch, shape=None):

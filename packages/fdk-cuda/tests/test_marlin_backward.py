@@ -264,6 +264,13 @@ def test_precompile_leaves_rows_to_hopper(
     assert [program.name for program in precompiled].count("layout.cu") == 1
 
 
+def test_precompile_takes_both_ways_of_1_bit(precompiled: list[Program]) -> None:
+    precompile([("int1-g64", 4096, 4096)])
+    options = {o for p in precompiled if p.name == "hopper_gemm.cu" for o in p.options}
+    assert {"-DSIGNS=0", "-DSIGNS=1"} <= options
+    assert [program.name for program in precompiled].count("layout.cu") == 1
+
+
 def test_precompile_takes_both_ways_of_a_grid(precompiled: list[Program]) -> None:
     """Whether codes of int8 are computed is known when a weight is packed."""
     precompile([("int8-g64", 4096, 4096)], gradient=True)

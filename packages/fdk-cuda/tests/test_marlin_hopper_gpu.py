@@ -25,6 +25,7 @@ pytestmark = [
 WIDE_FORMATS = [
     *(f"custom{bits}-g64" for bits in BITS),
     *("affine4-g32", "affine8-g128-fp32-zint", "affine8-g64-zint", "affine3-g64-fp16-zint"),
+    *("binary1-g64", "binary1-g32-fp16"),
 ]
 # Tiles of other numbers of groups have the decoders of those, or one of 1 bit, among these:
 # compiling all takes minutes.
@@ -72,7 +73,7 @@ def test_every_hopper_plan(format, dtype):
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 64), (37, 96), (130, 1000), (999, 264), (64, 4104)])
-@pytest.mark.parametrize("format", ["custom4-row", "custom1-row", "affine3-row"])
+@pytest.mark.parametrize("format", ["custom4-row", "custom1-row", "binary1-row", "affine3-row"])
 def test_hopper_awkward_shapes(format, n, k):
     """n odd and less than a tile, k that no step divides, x that the copy engine cannot take."""
     for columns in (k, k + 3):
@@ -118,9 +119,9 @@ def test_hopper_few_rows_of_large_weights(format, n):
 
 
 @pytest.mark.parametrize("m", [17, 64, 256, 1024])
-@pytest.mark.parametrize("bits", BITS)
-def test_hopper_repeats_bit_for_bit(bits, m):
-    q, layout = pack(f"custom{bits}-g64", 4096, 4096)
+@pytest.mark.parametrize("format", [*(f"custom{bits}-g64" for bits in BITS), "binary1-g64"])
+def test_hopper_repeats_bit_for_bit(format, m):
+    q, layout = pack(format, 4096, 4096)
     x = random_x(m, 4096)
     first = check(layout, q, x)
     differs = torch.zeros((), dtype=torch.bool, device="cuda")

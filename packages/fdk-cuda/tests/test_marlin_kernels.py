@@ -51,18 +51,21 @@ SMALL_VARIANTS = [
     Variant(1, torch.float16, torch.float16, 1, True),
     *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True) for bits in SUPPORTED_BITS),
 ]
-# On Hopper, a third way to scale, and integers of a grid.
+# On Hopper, a third way to scale, integers of a grid, and signs.
 HOPPER_VARIANTS = [
     *VARIANTS,
     *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True, True) for bits in (4, 8)),
     Variant(8, torch.bfloat16, torch.bfloat16, 1, False, False, 127),
     Variant(8, torch.float16, torch.float32, 2, False, False, 128),
+    Variant(1, torch.bfloat16, torch.bfloat16, 1, False, has_signs=True),
+    Variant(1, torch.float16, torch.float16, 2, False, has_signs=True),
 ]
 
 
 def variant_id(variant):
     dtypes = str(variant.dtype)[6:], str(variant.scale_dtype)[6:]
     kind = "affine" if variant.affine else "grid" if variant.grid_zero_point else "lut"
+    kind = "signs" if variant.has_signs else kind
     return f"{kind}{variant.bits}-{'-'.join(dtypes)}-{variant.per_row}"
 
 
@@ -185,6 +188,19 @@ def test_tiles_of_three_groups_and_of_pairs(bits):
     assert pairs == {(128, 32, 1), (128, 32, 2), (128, 64, 2)}
 
 
+def test_signs_are_not_looked_up():
+    """Nor is there a table in shared memory: as many stages as there may be."""
+    geometry = Geometry(1, 8192, 8192, 64, torch.bfloat16, False, has_signs=True)
+    assert not has_table(geometry, 64)
+    shapes = hopper_shapes(geometry, DEVICES["sm_90a"])
+    assert {s.stages for s in shapes if s.columns == 64} == {8}
+    for signs in (0, 1):
+        told = replace(geometry, has_signs=bool(signs))
+        shape = plan_hopper(told, 64, DEVICES["sm_90a"]).shape
+        options = hopper_program(Variant.of(told, torch.bfloat16), shape).options
+        assert {f"-DSIGNS={signs}", f"-DHAS_TABLE={1 - signs}"} <= set(options)
+
+
 def test_a_grid_is_computed():
     geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False, False, 127)
     assert not has_table(geometry, 64)
@@ -221,6 +237,8 @@ def test_every_hopper_instantiation_spills_nothing(bits):
     kinds = [(False, False, None), (True, False, None), (True, True, None)]
     if bits == 8:
         kinds += [(False, False, 127), (False, False, 128)]
+    if bits == 1:
+        kinds.append((False, False, None, True))
     for dtype, scale, per_row, kind in itertools.product(
         (torch.bfloat16, torch.float16), scales, (1, 2), kinds
     ):

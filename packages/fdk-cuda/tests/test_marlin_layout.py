@@ -66,6 +66,24 @@ def test_grids_of_8_bits_are_known(format, zero_point):
     assert MARLIN_LUT.pack(other, dtype=torch.bfloat16).geometry.grid_zero_point is None
 
 
+@pytest.mark.parametrize(
+    ("format", "codebook", "signs"),
+    [
+        ("int1-g64", (-1.0, 1.0), True),
+        ("kmeans1-g64", (0.3, -0.3), True),
+        ("kmeans1-g64", (-0.3, 0.4), False),
+        ("int1-g64-signmax", (-1.0, 0.0), False),
+        ("custom2-g64", (-1.0, -0.5, 0.5, 1.0), False),
+    ],
+)
+def test_signs_are_known(format, codebook, signs):
+    """By the table of a weight, whatever its name."""
+    q = random_quantised(Format.parse(format), 64, 128)
+    layout = MARLIN_LUT.pack(replace(q, codebook=torch.tensor(codebook)), dtype=torch.bfloat16)
+    assert layout.geometry.has_signs == signs
+    assert layout.format == layout.unpack().format == q.format
+
+
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_fields_cover_every_bit_once(bits):
     places = [

@@ -160,10 +160,14 @@ MARLIN, MARLIN_LUT = marlin_backends()
 def _computed_format(q: QuantisedTensor) -> Format:
     """The format by which kernels may compute what codes stand for: ``custom`` where they may not.
 
-    The table of a weight is what counts, not its name; and of the integers from -127 to 127 the
-    last comes twice, so that its second code is none to compute. (``quantise`` gives it to what a
-    scale that was rounded down leaves above 127: most weights of int8 without ``signmax`` have it.)
+    The table of a weight is what counts, not its name: 1 bit is ``binary`` where its values are -c
+    and c. Of the integers from -127 to 127 the last comes twice, so that its second code is none to
+    compute. (``quantise`` gives it to what a scale that was rounded down leaves above 127: most
+    weights of int8 without ``signmax`` have it.)
     """
+    if q.format.bits == 1 and q.codebook is not None:
+        by_signs = bool(q.codebook[0] == -q.codebook[1])
+        return replace(q.format, codebook="binary" if by_signs else "custom")
     if not has_grid(q.format):
         return q.format
     grid = named_codebook(q.format, q.shape[1]).tensor(q.device)

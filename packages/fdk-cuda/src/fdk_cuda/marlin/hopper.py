@@ -59,6 +59,9 @@ STEP_COST = {
     (224, 2, 1): {1: 0.608, 2: 0.610, 3: 0.642, 4: 0.627, 8: 0.722},
     (256, 2, 1): {1: 0.686, 2: 0.684, 3: 0.723, 4: 0.720, 8: 0.809},
 }
+# Of 1 bit by signs: what 2 bits take, which have more instructions and wavefronts in a step.
+SIGNS = 0
+STEP_COST = {tile: costs | {SIGNS: costs[2]} for tile, costs in STEP_COST.items()}
 # Rows of x, by bits and the weight's rows and columns, that take the plan of one row more than the
 # last of them: it takes any fewer, and the one that costs least by the above was slower than that
 # (H200, rows at ef6a9f7: three tiles of 96 rows and two of 160, with 288 and 289 rows: 8192 x
@@ -163,13 +166,13 @@ def has_table(geometry: Geometry, columns: int) -> bool:
     """Whether a tile of the forward looks codes up: affine ones and grids of 8 bits are computed.
 
     Those of 1 and 2 bits are looked up where tiles are narrow and a look-up is scaled by one
-    instruction for a pair. (Nor is it where scales have another dtype than activations, which a
-    plan does not know: the table is then not used.)
+    instruction for a pair, but signs. (Nor is it where scales have another dtype than activations,
+    which a plan does not know: the table is then not used.)
     """
     if geometry.bits > 2:
         return geometry.bits < 8 or geometry.has_table
     narrow = columns <= NARROW_COLUMNS and not geometry.has_zero_point
-    return narrow and geometry.scale_dtype != torch.float32
+    return narrow and not geometry.has_signs and geometry.scale_dtype != torch.float32
 
 
 def hopper_shapes(
@@ -250,8 +253,9 @@ def hopper_cost(
     if shape.cluster > 1:
         sent = tile_mib * (shape.cluster - 1) / shape.cluster
         time += CLUSTER_COST + SENT_MIB_COST * sent
-    tile = shape.columns, shape.consumers, shape.k_groups
-    return time + steps * step_cost[tile][geometry.bits]
+    costs = step_cost[shape.columns, shape.consumers, shape.k_groups]
+    kind = SIGNS if geometry.has_signs and SIGNS in costs else geometry.bits
+    return time + steps * costs[kind]
 
 
 def _shared_bytes(geometry: Geometry, shape: HopperShape) -> int:

@@ -71,6 +71,11 @@ def has_grid(format: Format) -> bool:
     return format.codebook == "int" and format.bits == 8
 
 
+def has_signs(format: Format) -> bool:
+    """Whether codes of 1 bit are signs of one value: what backend.py tells kernels of such."""
+    return format.codebook == "binary"
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of the layout of a weight ``[n, k]``.
@@ -84,6 +89,7 @@ class Geometry:
         whole_zero_point: whether they are integers from 0 to 255.
         grid_zero_point: what the value of a code is less than it, for codebooks of 8 bits that are
             grids of integers: 127, where no code is 255, or 128.
+        has_signs: whether the two values of 1 bit are -c and c.
     """
 
     bits: int
@@ -94,6 +100,7 @@ class Geometry:
     has_zero_point: bool
     whole_zero_point: bool = False
     grid_zero_point: int | None = None
+    has_signs: bool = False
 
     @classmethod
     def of(cls, format: Format, n: int, k: int) -> "Geometry":
@@ -101,7 +108,8 @@ class Geometry:
         size, dtype = format.group_size_for(k), STORED_DTYPES[format.scale_dtype]
         whole = format.zero_point == "int"
         grid = GRID_ZERO_POINTS.get(str(format.scale_rule), 127) if has_grid(format) else None
-        return cls(format.bits, n, k, size, dtype, format.is_affine, whole, grid)
+        signs = has_signs(format)
+        return cls(format.bits, n, k, size, dtype, format.is_affine, whole, grid, signs)
 
     @property
     def has_table(self) -> bool:

@@ -79,7 +79,7 @@ def precompile(
 def _as_kernels_are_told(
     layers: Iterable[tuple[Format | str, int, int]],
 ) -> Iterator[tuple[Format, int, int]]:
-    """Layers by what their layouts may come to be: of a grid, the codes decide (``backend.py``).
+    """Layers by what their layouts may come to be, which the weight decides (``backend.py``).
 
     Those without outputs take no kernel.
     """
@@ -87,6 +87,10 @@ def _as_kernels_are_told(
         format = Format.parse(name)
         if n == 0:
             continue
-        yield format, n, k
+        told = [format.codebook]
         if has_grid(format):
-            yield replace(format, codebook="custom"), n, k
+            told.append("custom")
+        if format.bits == 1 and not format.is_affine:
+            told = ["binary", "custom"]
+        for codebook in told:
+            yield replace(format, codebook=codebook), n, k

@@ -36,7 +36,7 @@ class Variant:
         per_row: scales that a row of a block holds.
         affine: whether there are zero points.
         whole_zero_point: whether they are integers from 0 to 255.
-        grid_zero_point: as in ``Geometry``.
+        grid_zero_point, has_signs: as in ``Geometry``.
     """
 
     bits: int
@@ -46,13 +46,14 @@ class Variant:
     affine: bool
     whole_zero_point: bool = False
     grid_zero_point: int | None = None
+    has_signs: bool = False
 
     @classmethod
     def of(cls, geometry: Geometry, dtype: torch.dtype) -> "Variant":
         """The variant for a layout."""
         g = geometry
         zero_points = g.has_zero_point, g.whole_zero_point, g.grid_zero_point
-        return cls(g.bits, dtype, g.scale_dtype, g.per_row, *zero_points)
+        return cls(g.bits, dtype, g.scale_dtype, g.per_row, *zero_points, g.has_signs)
 
     @property
     def digit_rows(self) -> tuple[int, ...]:
@@ -203,13 +204,14 @@ def layout_program(geometry: Geometry) -> Program:
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:
     """hopper_gemm.cu for a variant and a shape of tile."""
     extra = {"CONSUMERS": shape.consumers, "K_GROUPS": shape.k_groups, "K_BLOCKS": shape.k_blocks}
+    extra["SIGNS"] = int(variant.has_signs)
     return _hopper_program("hopper_gemm.cu", variant, shape, extra)
 
 
 def hopper_backward_program(variant: Variant, shape: HopperShape) -> Program:
     """hopper_backward.cu for a variant and a shape of two groups of consumers, k_blocks 1."""
     assert (shape.consumers, shape.k_blocks) == (2, 1), shape
-    return _hopper_program("hopper_backward.cu", variant, shape, {})
+    return _hopper_program("hopper_backward.cu", variant, shape, {"SIGNS": 0})
 
 
 def _hopper_program(

@@ -11,6 +11,9 @@
 // bits need no table: a row has two or four values, which are scaled first, and picked by
 // arithmetic. Where tiles are narrow, though, and the tensor cores leave the shared memory time,
 // codes of 1 bit and half of those of 2 bits, the first 32 columns, go through the table too.
+// Unless the two values of 1 bit are -c and c: then codes are signs of a row's scaled value. The
+// layout holds a pair of the first fragment side by side, and of the second 16 bits apart, which
+// takes less: so that all warps have as much to do, a warp takes rows g, or rows g + 8, of both.
 //
 // TILE_COLUMNS and CONSUMERS are the kernel's.
 #pragma once
@@ -21,6 +24,7 @@ constexpr int NEIGHBOURS = 4;
 //   HAS_TABLE        1 where codes are looked up
 //   GRID_ZERO_POINT  8 bits: what the value of a code is less than it, 127 or 128, if the codebook
 //                    is a grid of integers; else -1
+//   SIGNS            1 where the codebook of 1 bit is -c and c, and HAS_TABLE 0
 constexpr bool IS_GRID = GRID_ZERO_POINT >= 0;
 static_assert(!IS_GRID || (BITS == 8 && !AFFINE));
 static_assert(!IS_GRID || GRID_ZERO_POINT == 127 || GRID_ZERO_POINT == 128);
@@ -36,6 +40,13 @@ constexpr uint32 GRID_PAIR = GRID_VALUE * 0x10001u;
 // code and an integer zero point is exact in either dtype.
 //   WHOLE_ZERO_POINT  1 where zero points are integers from 0 to 255
 constexpr bool SCALES_IN_DTYPE = (!AFFINE || WHOLE_ZERO_POINT) && SCALE_TYPE == FP16;
+static_assert(!SIGNS || (BITS == 1 && !AFFINE && !HAS_TABLE));
+constexpr bool BY_SIGNS = SIGNS && SCALES_IN_DTYPE;
+// Which eight rows of its group of 64 a warp's first rows g are, and how far its second are.
+__device__ __forceinline__ int warp_octet(int warp) {
+  return BY_SIGNS ? 4 * (warp / 2) + warp % 2 : 2 * warp;
+}
+constexpr int NEXT_OCTET = BY_SIGNS ? 2 : 1;
 
 __device__ __forceinline__ uint32 multiply_pair(uint32 a, uint32 b) {
   uint32 out;
@@ -106,7 +117,7 @@ constexpr bool SCALES_LAST = BITS > 2 || (HAS_TABLE && SCALES_IN_DTYPE && !AFFIN
 
 // What a lane has of a block, for its fragment.
 struct HopperCodes {
-  uint32 words[BITS == 3 ? 3 : BITS == 2 || BITS == 8 ? 2 : 1][NEIGHBOURS];
+  uint32 words[BITS == 3 ? 3 : BITS == 2 || BITS == 8 || BY_SIGNS ? 2 : 1][NEIGHBOURS];
   RowScale rows[2][2];  // half, row
 };
 
@@ -148,14 +159,14 @@ __device__ __forceinline__ void build_half_table(uint8* table, const Codebook& c
 struct HopperDecoder {
   const uint8* table;
   uint32 lane_part;
-  uint32 codebook[2];          // 1 and 2 bits
+  uint32 codebook[2];          // 1 and 2 bits; BY_SIGNS its first value, as a pair
   uint32 offsets[NEIGHBOURS];  // of a unit in a block
   uint32 rests[NEIGHBOURS];    // 3 bits: of its second and third word
   uint32 scale_offset;
   uint32 turn;          // 1 and 2 bits: how far a unit is rotated
-  uint32 selector;      // 2 and 3 bits: a unit's byte of two words
+  uint32 selector;      // 2 and 3 bits: a unit's byte of two words; BY_SIGNS a warp's scale of two
   uint32 entry;         // 2 bits: the byte permutation that finds a unit's entry of the table
-  uint32 turns[4];      // 1 bit: how far a unit is rotated for its bits to be signs of bytes
+  uint32 turns[4];      // 1 bit: how far a unit is rotated for its bits to be signs
   uint32 selectors[2];  // 1 bit: the permutation that spreads those signs, of half h
   uint32 ones;          // 8 bits, where codes are computed: see ones_place
   uint32 lower;         // 1 bit: bits of a unit's byte, the second, that come of it rotated so;
@@ -196,14 +207,32 @@ struct HopperDecoder {
     halves[0] = keep(f ? 0x3300 : 0x0F00, lane);
     halves[1] = keep(f ? 0xCC00 : 0xF000, lane);
     scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES, lane);
+    if (BY_SIGNS) {
+      codebook[0] = keep(byte_permute(book.words[0], book.words[0], 0x1010), lane);
+      selector = keep(f ? 0x3232 : 0x1010, lane);
+      scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES, lane);
+#pragma unroll
+      for (int j = 0; j < NEIGHBOURS; j++) offsets[j] = keep(lane_slot(g, j) * 8, lane);
+      // Bits 15 and 31 are then of either half, for element e of the first fragment; and for half h
+      // of the second of either element.
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        turns[i] = keep(8 * (t >> 1) + 4 * (t & 1) + 2 * f + i - 15, lane);
+        turns[2 + i] = keep(3 + (t >> 1) + 8 * (t & 1) + 4 * f + 2 * i - 15, lane);
+      }
+    }
   }
 
-  // Of row g (0) or g + 8 (1), in half h of the block.
+  // Of row g (0) or g + 8 (1), in half h of the block; BY_SIGNS of either fragment.
   __device__ __forceinline__ void load_scales(RowScale (&rows)[2], const uint8* block,
                                               int h) const {
     constexpr int KIND_BYTES = PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
     const uint8* own = block + scale_offset + (PER_ROW == 2 ? h * FRAGMENTS * 2 * SCALE_BYTES : 0);
-    if constexpr (SCALE_TYPE == 2) {
+    if constexpr (BY_SIGNS) {
+      const uint2 scales = *reinterpret_cast<const uint2*>(own);
+      rows[0].scale_pair = byte_permute(scales.x, scales.x, selector);
+      rows[1].scale_pair = byte_permute(scales.y, scales.y, selector);
+    } else if constexpr (SCALE_TYPE == 2) {
       const float2 scales = *reinterpret_cast<const float2*>(own);
       const float2 zeros = *reinterpret_cast<const float2*>(own + (KINDS - 1) * KIND_BYTES);
       rows[0] = {0u, 0u, scales.x, zeros.x};
@@ -252,7 +281,7 @@ struct HopperDecoder {
     auto& words = codes.words;
 #pragma unroll
     for (int j = 0; j < NEIGHBOURS; j++) {
-      if constexpr (BITS == 2) {
+      if constexpr (BITS == 2 || BY_SIGNS) {
         const uint2 unit = *reinterpret_cast<const uint2*>(block + offsets[j]);
         words[0][j] = unit.x;
         words[1][j] = unit.y;
@@ -301,6 +330,8 @@ struct HopperDecoder {
           for (int i = 0; i < 2; i++) values.pairs[h][j][i] = look_up(pairs[2 * h + i], j);
     } else if constexpr (BITS == 2) {
       look_up_2_bits(values, codes);
+    } else if constexpr (BY_SIGNS) {
+      sign(values, codes);
     } else {
       look_up_1_bit(values, codes);
     }
@@ -347,6 +378,21 @@ struct HopperDecoder {
         const uint32 selectors = twice * 0x11u + 0x10101010u;
         values.pairs[0][j][i] = byte_permute(book[0][i][0], book[0][i][1], selectors);
         values.pairs[0][j + 1][i] = byte_permute(book[0][i][0], book[0][i][1], selectors >> 16);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void sign(HopperValues& values, const HopperCodes& codes) const {
+#pragma unroll
+    for (int j = 0; j < NEIGHBOURS; j++) {
+      const uint32 e0 = rotate_right(codes.words[0][j], turns[0]);
+      const uint32 e1 = rotate_right(codes.words[0][j], turns[1]);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const uint32 first = byte_permute(e0, e1, h ? 0x7733 : 0x5511);
+        const uint32 second = rotate_right(codes.words[1][j], turns[2 + h]);
+        values.pairs[h][j][0] = codes.rows[h][0].apply(codebook[0]) ^ (first & 0x80008000u);
+        values.pairs[h][j][1] = codes.rows[h][1].apply(codebook[0]) ^ (second & 0x80008000u);
       }
     }
   }

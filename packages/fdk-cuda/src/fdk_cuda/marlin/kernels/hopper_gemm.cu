@@ -52,7 +52,8 @@ static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
 // more, and registers that four groups do not have.
 // H200, 8192 x 8192, 64 rows, 1 bit: 20.1 us -> 18.9. With three stages, 96 rows, 8 bits: 29.9 ->
 // 31.7.
-constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS < 4 && STAGES > 3 && SCALES_LAST;
+// Signs need no look-up: their codes are loaded so far ahead, and decoded behind it.
+constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS < 4 && STAGES > 3 && (SCALES_LAST || BY_SIGNS);
 // The same with stages of one block, one block ahead; without a table its codes are only loaded.
 // H200, 8192 x 8192, 256 rows: 3 bits 53.4 us -> 51.9, 4 bits 53.4 -> 51.7; 8 bits, 1024 rows:
 // 209.6 -> 199.1.
@@ -90,22 +91,23 @@ __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32
 }
 
 // Sums of a group for one tile, as wgmma leaves them: value e of block b belongs to row
-// 16 * warp + g + 8 * (e >> 1) of the group and column 8 * b + 2 * t + (e & 1).
+// 8 * (warp_octet + NEXT_OCTET * (e >> 1)) + g of the group and column 8 * b + 2 * t + (e & 1).
 __device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], int group, int warp,
                                            int lane) {
-  sums += 2 * (lane % 4) * TILE_ROWS + GROUP_ROWS * group + 16 * warp + lane / 4;
+  sums += 2 * (lane % 4) * TILE_ROWS + GROUP_ROWS * group + 8 * warp_octet(warp) + lane / 4;
 #pragma unroll
-  for (int i = 0; i < SUMS; i++) sums[(8 * (i / 4) + (i & 1)) * TILE_ROWS + (i & 2 ? 8 : 0)] = d[i];
+  for (int i = 0; i < SUMS; i++)
+    sums[(8 * (i / 4) + (i & 1)) * TILE_ROWS + (i & 2 ? 8 * NEXT_OCTET : 0)] = d[i];
 }
 
 // Through shared memory, so that rows of y are written in runs of 128 bytes.
 __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], const Place& at,
                                       uint8* piece, int barrier) {
-  const int row = at.first_row + 16 * at.warp + at.lane / 4;
+  const int row = at.first_row + 8 * warp_octet(at.warp) + at.lane / 4;
   float bias[2] = {0.f, 0.f};
   if (p.bias != nullptr) {
     if (row < p.n) bias[0] = to_float(p.bias[row]);
-    if (row + 8 < p.n) bias[1] = to_float(p.bias[row + 8]);
+    if (row + 8 * NEXT_OCTET < p.n) bias[1] = to_float(p.bias[row + 8 * NEXT_OCTET]);
   }
   const uint32 target = shared_address(piece);
   const bool whole = width_of(p) % 8 == 0;
@@ -119,9 +121,11 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
         const int sum = (first + c) / 2 + 2 * i;
         v[i] = from_floats(d[sum] + bias[i & 1], d[sum + 1] + bias[i & 1]);
       }
-      // Matrix `lane / 8` of four: rows g or g + 8, the first or second eight columns.
+      // Matrix `lane / 8` of four: a warp's first or second rows g, the first or second eight
+      // columns.
       const int matrix = at.lane / 8, r = at.lane % 8;
-      const int column = c + 8 * (matrix / 2) + r, chunk = 2 * at.warp + matrix % 2;
+      const int column = c + 8 * (matrix / 2) + r;
+      const int chunk = warp_octet(at.warp) + NEXT_OCTET * (matrix % 2);
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                        target + column * PIECE_STRIDE + ((chunk ^ r) << 4)),
                    "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
@@ -189,11 +193,12 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
   auto step_ahead = [&](uint32(&a)[STEPS][REGISTERS], uint32(&next)[STEPS][REGISTERS], int block,
                         const Position& later, bool has_next, bool has_later) {
     HopperValues values;
-    if (has_next) decoder.look_up(values, codes);
+    if (has_next && !BY_SIGNS) decoder.look_up(values, codes);
     multiply(a, block);
     HopperCodes later_codes;
     if (has_later) later_codes = load(later, block);
     finish_last(block);
+    if (has_next && BY_SIGNS) decoder.look_up(values, codes);
     if (has_next) decoder.finish(next, values, codes);
     if (has_later) codes = later_codes;
   };

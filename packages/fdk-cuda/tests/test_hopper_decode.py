@@ -1,0 +1,131 @@
+"""hopper_decode.cuh on the host: every register of operand A, bit for bit, without a table."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from marlin_devices import DEVICES
+
+from fdk_cuda.marlin import MARLIN_LUT
+from fdk_cuda.marlin.hopper import hopper_shapes
+from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_program
+from fdk_formats.format import Format
+from fdk_formats.testing import random_quantised
+
+N, K = 128, 256
+# What nvcc gives, and PTX's instructions: prmt, whose selectors may spread a sign, and a product of
+# pairs of bf16, rounded to even. A shuffle brings a lane its own value.
+HOST = """
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+using std::min;
+#define __device__
+#define __forceinline__ inline
+#define asm(...)
+#define __shfl_sync(mask, value, lane) (value)
+#define __cvta_generic_to_shared(pointer) ((uint64_t)(pointer))
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
+inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+inline float __uint_as_float(unsigned x) { float v; memcpy(&v, &x, 4); return v; }
+inline float __fmaf_rn(float a, float b, float c) { return a * b + c; }
+inline unsigned __funnelshift_r(unsigned a, unsigned b, int n) {
+  return n % 32 ? a >> n % 32 | b << (32 - n % 32) : a;
+}
+inline unsigned byte_permute(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = (uint64_t)b << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; i++) {
+    const unsigned nibble = selector >> 4 * i, byte = bytes >> 8 * (nibble & 7) & 0xFF;
+    out |= (nibble & 8 ? byte >> 7 ? 0xFF : 0 : byte) << 8 * i;
+  }
+  return out;
+}
+inline unsigned bf16_product(unsigned a, unsigned b) {
+  const float product = __uint_as_float(a << 16) * __uint_as_float(b << 16);
+  unsigned x;
+  memcpy(&x, &product, 4);
+  return x + 0x7FFF + (x >> 16 & 1) >> 16;
+}
+inline unsigned multiply_pair(unsigned a, unsigned b) {
+  return bf16_product(a & 0xFFFF, b & 0xFFFF) | bf16_product(a >> 16, b >> 16) << 16;
+}
+"""
+# Of each block, warp and lane: the rows of the block that registers i are of, and the registers.
+MAIN = """
+#include "hopper_decode.cuh"
+int main() {
+  uint16 values[CODEBOOK_SIZE];
+  fread(values, 2, CODEBOOK_SIZE, stdin);
+  alignas(16) static uint8 block[BLOCK_BYTES];
+  while (fread(block, 1, BLOCK_BYTES, stdin) == BLOCK_BYTES)
+    for (int warp = 0; warp < 2; warp++)
+      for (int lane = 0; lane < LANES; lane++) {
+        const HopperDecoder decoder(nullptr, Codebook(values, lane), warp, lane);
+        uint32 a[STEPS][REGISTERS];
+        decoder.decode(a, block);
+        for (int i = 0; i < 2; i++) {
+          const int row = 8 * (warp_octet(warp) + NEXT_OCTET * i) + lane / 4;
+          fwrite(&row, 4, 1, stdout);
+        }
+        fwrite(a, 4, STEPS * REGISTERS, stdout);
+      }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The kernel's headers, whose inline assembly the functions of HOST stand for."""
+    folder = tmp_path_factory.mktemp("host")
+    for path in KERNEL_DIRECTORY.glob("*.cuh"):
+        text = path.read_text("utf-8").replace("asm volatile(", "asm(")
+        for name in ("byte_permute", "multiply_pair"):
+            text = text.replace(f"uint32 {name}(uint32 a,", f"uint32 ptx_{name}(uint32 a,")
+        (folder / path.name).write_text(text)
+    (folder / "host.h").write_text(HOST)
+    (folder / "main.cpp").write_text(MAIN)
+    return folder
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("group_size", [64, 32])
+@pytest.mark.parametrize(
+    "codebook", [(0.7109375, -0.7109375), (-0.3125, 1.28125), (-2.0, -0.375, 0.5, 1.0)], ids=str
+)
+def test_every_register(sources, codebook, group_size):
+    torch.manual_seed(7)
+    q = random_quantised(Format("custom", len(codebook) // 2, group_size), N, K)
+    q.scale.copy_(0.5 + torch.rand(q.scale.shape))
+    q.codebook.copy_(torch.tensor(codebook))
+    layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
+    assert layout.geometry.has_signs == (sum(codebook) == 0)
+    shape = hopper_shapes(layout.geometry, DEVICES["sm_90a"])[-1]
+    assert not shape.has_table
+    options = hopper_program(Variant.of(layout.geometry, torch.bfloat16), shape).options
+    command = ["g++", "-std=c++17", "-O1", "-w", "-include", "host.h", *options, "main.cpp"]
+    subprocess.run([*command, "-o", "main"], cwd=sources, check=True)
+    given = [layout.codebook.view(torch.uint8), layout.packed.flatten()]
+    data = torch.cat([part.contiguous() for part in given]).numpy().tobytes()
+    out = subprocess.run([sources / "main"], input=data, capture_output=True, check=True).stdout
+    told = torch.frombuffer(bytearray(out), dtype=torch.int32).view(N // 32, K // 64, 2, 32, 18)
+    rows = told[..., :2]
+    # Step 2 h + j // 2, register 2 (j % 2) + i, element e.
+    a = told[..., 2:].contiguous().view(torch.bfloat16).view(*told.shape[:4], 2, 2, 2, 2, 2)
+    tile, block, t = (
+        torch.arange(size).view(view)
+        for size, view in ((N // 32, (-1, 1, 1, 1)), (K // 64, (-1, 1, 1)), (4, (1, 1, 1, -1)))
+    )
+    lanes = t.expand(1, 1, 8, 4).reshape(1, 1, 1, 32)
+    weight = q.dequantise(torch.bfloat16)
+    for h, j, i, e in torch.cartesian_prod(*map(torch.arange, (2, 4, 2, 2))).tolist():
+        row = 32 * tile + rows[..., i]
+        column = 64 * block + 32 * h + 8 * j + 2 * lanes + e
+        assert torch.equal(a[..., h, j // 2, j % 2, i, e], weight[row, column]), (h, j, i, e)
+    # Each row of a block is of four lanes.
+    assert rows[0, 0].flatten().bincount().tolist() == [4] * 32

@@ -27,20 +27,22 @@ def read(name):
 
 
 def row(bits, chip, pdl, goal):
-    case = {"n": 4096, "k": 8192, "bits": bits, "m": 64, "chip": chip}
+    case = {"n": 4096, "k": 8192, "bits": bits, "m": 64, "kind": "codebook", "chip": chip}
     return case | {"pdl": pdl, "plain": 9.5, "cublas": 10.0, "goal": goal} | FACTS
 
 
 def test_a_table_by_hand(monkeypatch):
     hopper = script("marlin_hopper", monkeypatch)
     rows = [row(1, "cool", 5.0, 5.0), row(4, "cool", 6.2, 6.0), row(1, "hot", 8.0, None)]
+    rows.append(row(1, "hot", 7.0, None) | {"kind": "signs"})
     text = hopper.table(rows).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[:4]]
-    assert cells[0][:6] == ["n x k", "m", "chip", "cuBLAS", "1 bit", "4 bits"]
+    heads = ["n x k", "m", "chip", "cuBLAS", "1 bit", "1 bit, signs", "4 bits"]
+    assert cells[0][:7] == heads
     # The row of 4 bits tells cuBLAS, no PDL and the goal.
     case = ["4096 x 8192", "64"]
-    assert cells[2] == [*case, "cool", "10.0", "5.0* (0.50)", "6.2 (0.62)", "9.5", "6.0"]
-    assert cells[3] == [*case, "hot", "10.0", "8.0 (0.80)", "-", "9.5", "-"]
+    assert cells[2] == [*case, "cool", "10.0", "5.0* (0.50)", "-", "6.2 (0.62)", "9.5", "6.0"]
+    assert cells[3] == [*case, "hot", "10.0", "8.0 (0.80)", "7.0 (0.70)", "-", "9.5", "-"]
     assert "cool: of 2 goals 1 are met, 1 are within 5 %, 0 are over." in text
     assert "hot: of 0 goals 0 are met, 0 are within 5 %, 0 are over." in text
     assert any(line.startswith("NVIDIA H200, 2026-11-22, commit 1234; ") for line in text)
@@ -78,7 +80,7 @@ def test_what_was_in_turns_with_humming_is_told_apart(monkeypatch):
     cool, hot = (row(4, chip, pdl, None) for chip, pdl in (("cool", 6.0), ("hot", 8.0)))
     rows = [cool | {"humming": 7.5}, hot | {"humming": 7.9}]
     told = hopper.table([*rows, row(1, "cool", 5.0, None)])
-    assert "| 4096 x 8192 | 64 | cool | 4 | 10.0 | 6.0 | 9.5 | 7.5 | 0.80 |" in told
+    assert "| 4096 x 8192 | 64 | cool | 4 bits | 10.0 | 6.0 | 9.5 | 7.5 | 0.80 |" in told
     assert "Of 2 cases 1 are behind Humming." in told
     assert "Humming" not in hopper.table([row(1, "cool", 5.0, None)])
 

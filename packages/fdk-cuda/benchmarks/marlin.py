@@ -15,7 +15,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ class Weights:
     """A weight of one kind, and copies of it that the L2 does not hold.
 
     Attributes:
-        kind: ``codebook`` or ``affine``.
+        kind: ``codebook``, ``signs`` (a codebook of 1 bit, -c and c) or ``affine``.
         layout: of the weight.
         packed: copies of the layout's.
         bytes: of codes, scales and zero points, as stored in a file.
@@ -187,6 +187,9 @@ class Weights:
         """Random ones."""
         is_affine = kind == "affine"
         q = random_weight(bits, n, k, affine=is_affine)
+        if kind == "signs":
+            c = q.codebook[1:]
+            q = replace(q, codebook=torch.cat([-c, c]))
         layout = (MARLIN if is_affine else MARLIN_LUT).pack(q, dtype=torch.bfloat16)
         assert isinstance(layout, MarlinLayout)
         copies = min(400, COLD_BYTES // layout.packed.nbytes + 2)

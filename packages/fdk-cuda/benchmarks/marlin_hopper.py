@@ -1,7 +1,7 @@
 """Times the Hopper kernel on a cool and on a hot chip, and makes hopper-gemm.md's table of it.
 
     python packages/fdk-cuda/benchmarks/marlin_hopper.py time rows.jsonl --goals goals.jsonl \\
-        [--humming] [--job 4:0,1:64,256 --job 8:1]
+        [--humming] [--signs] [--job 4:0,1:64,256 --job 8:1]
     python packages/fdk-cuda/benchmarks/marlin_hopper.py table rows.jsonl [--fill F]
 
 Each case is checked first, as in marlin.py. `pdl` is with programmatic dependent launch, `plain`
@@ -30,6 +30,8 @@ from fdk_bench.peers.packages import Humming
 
 PAUSE, REPLAYS = 0.25, 9  # seconds
 OLDER = "†"
+Width = tuple[int, str]
+OF_4_BITS: Width = (4, "codebook")
 
 
 def time_shape(
@@ -38,12 +40,13 @@ def time_shape(
     bits: int,
     ms: list[int],
     goals: dict[tuple[int, ...], float],
+    kind: str = "codebook",
     *,
     with_humming: bool = False,
 ) -> Iterator[dict[str, object]]:
     """A row for each m, cool and hot."""
     humming = humming_of(n, k, bits) if with_humming else None
-    weights = Weights.of("codebook", bits, n, k)
+    weights = Weights.of(kind, bits, n, k)
     rounded = weights.rounded
     dense = [rounded.clone() for _ in range(COLD_BYTES // rounded.nbytes + 2)]
     for m in ms:
@@ -58,7 +61,7 @@ def time_shape(
             else:
                 heat(PAUSE)
             pdl, plain, cublas, *peer = graph_times(runs, count, replays=REPLAYS)
-            row = {"n": n, "k": k, "bits": bits, "m": m, "kind": "codebook", "chip": chip}
+            row = {"n": n, "k": k, "bits": bits, "m": m, "kind": kind, "chip": chip}
             row |= {"floor": product_floor(m, n, k, weights.bytes + x.nbytes)}
             row |= {"pdl": pdl, "plain": plain, "cublas": cublas}
             if peer:
@@ -91,13 +94,13 @@ def table(rows: list[Row]) -> str:
     heads = ["n x k", "m", "chip", "cuBLAS", *map(width_name, widths)]
     lines = [[*heads, "4 bits, no PDL", "goal at 4"], ["---"] * (len(heads) + 2)]
     latest = latest_commit(rows)
-    cases: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    cases: dict[tuple[Any, ...], dict[Width, dict[str, Any]]] = {}
     for row in rows:
-        cases.setdefault((row["n"], row["k"], row["m"], row["chip"]), {})[row["bits"]] = row
-    for (n, k, m, chip), by_bits in cases.items():
-        told = by_bits.get(4) or next(iter(by_bits.values()))
+        cases.setdefault((row["n"], row["k"], row["m"], row["chip"]), {})[width_of(row)] = row
+    for (n, k, m, chip), by_width in cases.items():
+        told = by_width.get(OF_4_BITS) or next(iter(by_width.values()))
         line = [f"{n} x {k}", str(m), chip, f"{told['cublas']:.1f}"]
-        line += [cell(by_bits.get(bits), latest) for bits in widths]
+        line += [cell(by_width.get(width), latest) for width in widths]
         goal = told["goal"]
         line += [f"{told['plain']:.1f}", "-" if goal is None else f"{goal:.1f}"]
         lines.append(line)
@@ -111,24 +114,30 @@ def beside_humming(rows: list[Row]) -> list[str]:
     told = [row for row in rows if "humming" in row]
     if not told:
         return []
-    heads = ["n x k", "m", "chip", "bits", "cuBLAS", "ours", "no PDL", "Humming", "ours over it"]
+    heads = ["n x k", "m", "chip", "width", "cuBLAS", "ours", "no PDL", "Humming", "ours over it"]
     lines = [heads, ["---"] * len(heads)]
     for row in told:
         times = [f"{row[name]:.1f}" for name in ("cublas", "pdl", "plain", "humming")]
-        case = [f"{row['n']} x {row['k']}", str(row["m"]), row["chip"], str(row["bits"])]
+        case = [f"{row['n']} x {row['k']}", str(row["m"]), row["chip"], width_name(width_of(row))]
         lines.append([*case, *times, f"{row['pdl'] / row['humming']:.2f}"])
     behind = sum(row["pdl"] > row["humming"] for row in told)
     return [markdown(lines), f"Of {len(told)} cases {behind} are behind Humming."]
 
 
-def widths_of(rows: list[Row]) -> list[int]:
-    """In bits."""
-    return sorted({row["bits"] for row in rows})
+def width_of(row: Row) -> Width:
+    """Bits, and the kind of weight."""
+    return row["bits"], row["kind"]
 
 
-def width_name(bits: int) -> str:
+def widths_of(rows: list[Row]) -> list[Width]:
+    """Any codebook first."""
+    return sorted({width_of(row) for row in rows})
+
+
+def width_name(width: Width) -> str:
     """For a heading."""
-    return f"{bits} bit{'s' * (bits > 1)}"
+    bits, kind = width
+    return f"{bits} bit{'s' * (bits > 1)}" + ", signs" * (kind == "signs")
 
 
 def spans(rows: list[Row], over: str) -> str:
@@ -143,11 +152,11 @@ def spans(rows: list[Row], over: str) -> str:
     told = [row for row in rows if row[over] is not None]
     for chip, m in sorted({(row["chip"], row["m"]) for row in told}):
         line = [chip, str(m)]
-        for bits in widths:
+        for width in widths:
             ratios = [
                 row["pdl"] / row[over]
                 for row in told
-                if (row["chip"], row["m"], row["bits"]) == (chip, m, bits)
+                if (row["chip"], row["m"], width_of(row)) == (chip, m, width)
             ]
             line.append(span(ratios))
         lines.append(line)
@@ -219,6 +228,7 @@ def main() -> None:
     parser.add_argument("--job", action="append", help="BITS:SHAPES[:MS] instead; several times")
     parser.add_argument("--goals", type=Path)
     parser.add_argument("--humming", action="store_true", help="in turns with Humming too")
+    parser.add_argument("--signs", action="store_true", help="codebooks of -c and c; 1 bit only")
     parser.add_argument("--fill", type=Path, help="a document with marks")
     args = parser.parse_args()
     if args.what == "table":
@@ -228,11 +238,15 @@ def main() -> None:
         print("not run: needs a GPU of compute capability 9.x")
         return
     goals = read_goals(args.goals)
+    kind = "signs" if args.signs else "codebook"
+    jobs = args.job or [f"{1 if args.signs else args.bits}:{args.shapes}"]
+    cases = [case for job in jobs for case in cases_of(job, args.ms)]
+    if args.signs and any(bits > 1 for bits, *_ in cases):
+        parser.error("--signs: wanted jobs of 1 bit")
     rows = (
         row
-        for job in args.job or [f"{args.bits}:{args.shapes}"]
-        for bits, index, ms in cases_of(job, args.ms)
-        for row in time_shape(*SHAPES[index], bits, ms, goals, with_humming=args.humming)
+        for bits, index, ms in cases
+        for row in time_shape(*SHAPES[index], bits, ms, goals, kind, with_humming=args.humming)
     )
     write_rows(args.rows, rows, lambda row: f"{row['chip']:4} {line_of(row)}")
 

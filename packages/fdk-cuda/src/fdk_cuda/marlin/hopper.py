@@ -59,7 +59,8 @@ STEP_COST = {
     (224, 2, 1): {1: 0.608, 2: 0.610, 3: 0.642, 4: 0.627, 8: 0.722},
     (256, 2, 1): {1: 0.686, 2: 0.684, 3: 0.723, 4: 0.720, 8: 0.809},
 }
-# Of 1 bit by signs: what 2 bits take, which have more instructions and wavefronts in a step.
+# Of 1 bit by signs: what 2 bits take. The plan that comes out first so was the fastest of three, or
+# level with it, in all 17 cases that were timed (32 to 256 rows, docs/kernels/hopper-gemm.md).
 SIGNS = 0
 STEP_COST = {tile: costs | {SIGNS: costs[2]} for tile, costs in STEP_COST.items()}
 # Rows of x, by bits and the weight's rows and columns, that take the plan of one row more than the

@@ -13,7 +13,7 @@ import triton.language as tl
 from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, _words_of
 from fdk_cuda.triton.assembly import assembly, elements, is_shared, operands
 from fdk_cuda.triton.decode import lookup_tables
-from fdk_cuda.triton.pieces import to_bytes
+from fdk_cuda.triton.pieces import of_two, to_bytes
 from fdk_cuda.triton.shared import (
     add_shares,
     add_warps,
@@ -33,8 +33,10 @@ def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     result = np.zeros(LANES, np.uint64)
     for i in range(4):
         nibble = selector.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(15)
-        assert (nibble < 8).all(), "prmt: the top bit of a selector repeats a sign"
-        byte = both >> nibble * np.uint64(8) & np.uint64(255)
+        byte = both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        # The top bit of a selector repeats a sign.
+        signs = np.where(byte >= 128, np.uint64(255), np.uint64(0))
+        byte = np.where(nibble >= 8, signs, byte)
         result |= byte << np.uint64(8 * i)
     return result.astype(np.uint32)
 
@@ -293,3 +295,26 @@ def test_add_shares(count: int, m_tiles: int, warps: int) -> None:
     for warp in range(warps):
         result = np.stack([found[warp][f"${i}"] for i in range(own * size)])
         assert (result == wanted[warp * own * size : (warp + 1) * own * size]).all()
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("first", [0, 4, 16, 28])
+def test_of_two(first: int, same: bool) -> None:
+    """One of two values of a group, or of the groups of two rows, by one bit."""
+    count = 4
+    generator = np.random.default_rng(first)
+    words = generator.integers(0, 1 << 32, (2, LANES), dtype=np.uint32)
+    values = generator.integers(0, 1 << 16, (2, 2, LANES), dtype=np.uint32)  # [unit, code, lane]
+    if same:
+        values[1] = values[0]
+    registers = {f"${count + i}": words[i] for i in range(2)}
+    for unit in range(2):
+        low, high = values[unit]
+        registers[f"${count + 2 + unit}"] = low * 0x10001
+        registers[f"${count + 4 + unit}"] = (low ^ high) * 0x10001
+    execute(of_two(first, count, same), registers)
+    for p in range(count):
+        for unit in range(2):
+            code = words[unit] >> (first + p) & 1
+            expected = np.where(code, values[unit, 1], values[unit, 0])
+            assert (registers[f"${p}"] >> (16 * unit) & 0xFFFF == expected).all()

@@ -20,6 +20,7 @@ from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
 from fdk_cuda.triton.gradient_configs import transposed_config  # noqa: E402
 from fdk_cuda.triton.many_configs import (  # noqa: E402
     GEMM_CONFIGS,
+    GEMM_FUSED_BITS,
     dequantise_config,
     fit,
     gemm_config,
@@ -255,6 +256,8 @@ def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> ob
         "STAGES": config.stages,
         "TABLE": takes_table(config, bits, 64, TARGETS[target]),
     }
+    if affine and bits in GEMM_FUSED_BITS and GPUS[divmod(target, 10)].measured_on:
+        arguments["AFFINE"] = 2
     return compile_kernel(gemm_kernel, target, arguments, config.warps, config.stages)
 
 

@@ -65,7 +65,10 @@ def test_dequantise(codebook: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("config", GEMM_CONFIGS, ids=str)
-@pytest.mark.parametrize(("codebook", "bits"), [("custom", 3), ("custom", 4), ("affine", 8)])
+@pytest.mark.parametrize(
+    ("codebook", "bits"),
+    [("custom", 3), ("custom", 4), ("affine", 4), ("affine", 6), ("affine", 8)],
+)
 def test_gemm(codebook: str, bits: int, config: GemmConfig) -> None:
     for group_size, split_k in ((16, 1), (64, 2), (24, 3)):
         case = Case(Format(codebook, bits, group_size), 77, 137, 9 * group_size, DTYPES[1], "cuda")
@@ -133,7 +136,9 @@ def test_overlap_in_a_row(config: SmallConfig, m: int) -> None:
         assert all(map(torch.equal, ys, wanted))
 
 
-@pytest.mark.parametrize("config", TRANSPOSED_CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    "config", [*TRANSPOSED_CONFIGS, replace(TRANSPOSED_CONFIGS[2], warps=8)], ids=str
+)
 @pytest.mark.parametrize(("codebook", "bits"), FORMATS)
 def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
     for group_size, split_n, dtype in (

@@ -23,6 +23,7 @@ from fdk_cuda.triton.arrangement import (  # noqa: E402
 from fdk_cuda.triton.configs import GPUS, H200, MANY_OUTPUTS, MANY_WARPS, ManyConfig  # noqa: E402
 from fdk_cuda.triton.many import many_kernel  # noqa: E402
 from fdk_cuda.triton.many_configs import (  # noqa: E402
+    MANY_FUSED_BITS,
     fits_many,
     last_round,
     many_config,
@@ -38,7 +39,7 @@ TENSORS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "bias
 
 
 def compile_many(
-    bits: int, config: ManyConfig, *, affine: bool, dtype: str = "bf16", scale: str = "*bf16"
+    bits: int, config: ManyConfig, *, affine: bool | int, dtype: str = "bf16", scale: str = "*bf16"
 ) -> object:
     """With a bias and 16-bit results, or float32 parts of k."""
     constants = {
@@ -53,6 +54,7 @@ def compile_many(
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
         "CLUSTER": config.cluster,
+        "TWO": bool(affine) and bits == 1,
     }
     out, size = (dtype, 16) if config.parts == 1 else ("fp32", 32)
     rows, own_rows = config.block_m, config.block_m // config.cluster
@@ -91,6 +93,18 @@ def test_many(bits: int) -> None:
 @pytest.mark.parametrize(("bits", "rows"), [(3, 128), (4, 256), (7, 128), (8, 256)])
 def test_many_affine(bits: int, rows: int) -> None:
     check(compile_many(bits, ManyConfig(rows), affine=True), bits)
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256])
+@pytest.mark.parametrize("bits", [1, *MANY_FUSED_BITS])
+def test_many_affine_otherwise(bits: int, rows: int) -> None:
+    """By one multiply-add, and 1 bit by two values, whose two programs of 64 rows fit."""
+    config = many_config(8192, rows, bits, 64, H200, affine=True)
+    compiled = compile_many(bits, config, affine=True if bits == 1 else 2)
+    check(compiled, bits)
+    assert config.block_m == rows
+    if rows == 64 and bits <= 2:
+        assert config == ManyConfig(64, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +177,9 @@ def test_from_how_many_rows(n: int, k: int, bits: int, from_rows: int | None) ->
         (7, True, (33, 64, 65, 256)),
         (8, False, (65, 256, 512)),
         (8, True, (33, 64, 65, 256, 512)),
-        (1, True, (33, 64, 65, 256, 512)),
-        (2, True, (65, 256, 512)),
+        (1, True, (33, 64, 65, 256, 512, 1024)),
+        (2, True, (33, 64, 65, 256, 512, 1024)),
+        (4, True, (65, 256, 512)),
     ],
 )
 def test_which_rows_of_8192_x_8192(bits: int, affine: bool, rows: tuple[int, ...]) -> None:

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from fdk_cuda.triton.assembly import table_of
 from fdk_cuda.triton.decode import (
     PART,
     decode_part,
@@ -64,9 +65,35 @@ def scaled(value, scale, zero, CODES: tl.constexpr):
         )
     else:
         w = value.to(tl.float32)
+        if AFFINE == 2:
+            # Both products are exact, and so the bits are those of the other way wherever value -
+            # zero is exact too: for all zero points but tiny ones that are not 0.
+            scale = scale.to(tl.float32)
+            minus = tl.broadcast_to(-(zero.to(tl.float32) * scale), w.shape)
+            return tl.fma(w, tl.broadcast_to(scale, w.shape), minus).to(DOT_DTYPE)
         if AFFINE:
             w = w - zero.to(tl.float32)
         return (w * scale.to(tl.float32)).to(DOT_DTYPE)
+
+
+@triton.jit
+def two_values(values_ptr, scale, zero, CODES: tl.constexpr):
+    """Of codes of one bit, scaled: the first twice, and the bits in which the second differs."""
+    X_DTYPE: tl.constexpr = CODES[4]
+    values_ptr += table_of(X_DTYPE) * 2
+    scale = scale.to(tl.float32)
+    low = tl.load(values_ptr).to(X_DTYPE, bitcast=True).to(tl.float32)
+    high = tl.load(values_ptr + 1).to(X_DTYPE, bitcast=True).to(tl.float32)
+    if CODES[1]:
+        zero = zero.to(tl.float32)
+        low = (low - zero) * scale
+        high = (high - zero) * scale
+    else:
+        low = low * scale
+        high = high * scale
+    low = low.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = high.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low * 0x10001, (low ^ high) * 0x10001
 
 
 @triton.jit

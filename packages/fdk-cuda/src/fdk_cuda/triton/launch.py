@@ -20,7 +20,7 @@ from fdk_cuda.triton.configs import (
 )
 from fdk_cuda.triton.dequantise import dequantise_kernel
 from fdk_cuda.triton.gemm import gemm_kernel
-from fdk_cuda.triton.many_configs import dequantise_config, takes_table
+from fdk_cuda.triton.many_configs import GEMM_FUSED_BITS, dequantise_config, takes_table
 from fdk_cuda.triton.many_launch import many, many_transposed
 from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
 from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered
@@ -121,6 +121,8 @@ def gemm(x: Tensor, w: Weight, bias: Tensor | None, config: GemmConfig) -> Tenso
                 config, a.bits, a.padded_group, gpu_at(x.get_device()).shared_bytes
             ),
         }
+        if gpu_at(x.get_device()).measured_on is not None:
+            constants |= w.fused(GEMM_FUSED_BITS)
         blocks_n = triton.cdiv(a.n_tiles, config.tiles * config.warps)
         grid = (blocks_n * triton.cdiv(m, config.block_m), config.split_k)
         options = {"num_warps": config.warps, "num_stages": config.stages}

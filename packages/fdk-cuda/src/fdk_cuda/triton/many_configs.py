@@ -14,6 +14,12 @@ from fdk_cuda.triton.configs import (
 
 # Their words leave no registers for the sums of 256 rows: 8 and 336 bytes of stack.
 WORDY_BITS = (5, 7)
+# Affine weights by one multiply-add, by which kernel. H200, 8192 x 8192: many_kernel, m = 256 and
+# 512, 2 bits 60.9 -> 57.7 and 114.6 -> 108.5 us, 4 bits 59.8 -> 58.2 and 109.6 -> 104.7, 6 bits
+# 73.3 -> 71.0 and 125.7 -> 122.4; gemm_kernel, m = 64, 4 bits 37.6 -> 35.9, 6 bits 44.5 -> 41.2,
+# but 2 bits 38.4 and 38.6. At 3, 5, 7 and 8 bits between 0.96 and 1.08 of the time.
+MANY_FUSED_BITS = (2, 4, 6)
+GEMM_FUSED_BITS = (4, 6)
 GEMM_CONFIGS = (
     GemmConfig(tiles=1, warps=4, block_m=32),
     # H200, 4 bits, m = 64, 8192 x 8192: 34.7 us, 30.2 with a table, cuBLAS 38.5.
@@ -104,8 +110,9 @@ def serves_many(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> bo
     # Where two programs a processor have work: H200, m = 64, 4 bits, 14336 x 4096 27.0 us and 28672
     # x 8192 87.1, by gemm_kernel 32.1 and 94.9; but 8192 x 8192 29.7 and 28.6. There 1 and 2 bits
     # take 25.3 and 26.2 for 30.5 and 27.0, affine 1, 3 and 8 bits 36.3, 39.7 and 46.5 for 42.6,
-    # 45.9 and 48.9.
-    if size >= 1 << 26 and a.bits in ((1, 3, 8) if affine else (1, 2)):
+    # 45.9 and 48.9. Since affine 1 bit takes two values and 2 bits one multiply-add: 28.9 and 36.6
+    # for 40.3 and 38.4.
+    if size >= 1 << 26 and a.bits in ((1, 2, 3, 8) if affine else (1, 2)):
         return True
     return size >= 1 << 25 and 4 * -(-a.n // MANY_OUTPUTS) >= 3 * gpu.processors
 
@@ -116,9 +123,11 @@ def _many_rows(bits: int, gpu: Gpu, *, affine: bool) -> int:
     # 193.2 and 145.5, 7 bits 214.5 and 151.9, affine 4 bits 118.2 and 143.0, 6 and 8 bits 120.9 and
     # 144.1, 131.3 and 151.4. 1024 rows: 258.2 and 238.8, 273.2 and 247.6, affine 1 to 4 bits 234 to
     # 264 and 225 to 245; 4 bits 217.0 and 236.2, 3 bits 227.3 and 234.0.
+    # Affine 1 and 2 bits, 1024 rows, since: 214.6 and 226.5, 234.5 and 246.5.
     if bits in WORDY_BITS:
         return min(gpu.limits.many_m, 256)
-    return min(gpu.limits.many_m, 512) if affine or bits > 4 else gpu.limits.many_m
+    is_quick = bits <= (2 if affine else 4)
+    return gpu.limits.many_m if is_quick else min(gpu.limits.many_m, 512)
 
 
 def many_config(
@@ -128,14 +137,15 @@ def many_config(
     block_m = 64 if m <= 64 else 128 if m <= 128 or bits in WORDY_BITS else 256
     programs = -(-n // MANY_OUTPUTS) * -(-m // block_m)
     # A processor holds two programs of 64 rows; one where a thread has more than 128 registers.
-    is_wide = bits in (3, *WORDY_BITS) or (affine and bits == 1)
+    is_wide = bits in (3, *WORDY_BITS)
     room = gpu.processors * (2 if block_m == 64 and not is_wide else 1)
     split_k = 1
     while 2 * programs * split_k <= room and split_k < 8 and k_tiles >= 4 * split_k:
         split_k *= 2
     # Two parts of k are a cluster: H200, 8192 x 8192, 4 bits, m = 256, 61.1 us -> 56.9.
-    # Not so at 8 bits of affine formats with 64 rows: 46.5, in clusters 53.4.
-    pairs = 1 if affine and bits == 8 and block_m == 64 else 2
+    # Not so at 1, 2 and 8 bits of affine formats with 64 rows: 8 bits 46.5, in clusters 53.4, 2
+    # bits 36.6 and 37.3; 1 bit 28.9 in four parts, in one cluster of two 41.3.
+    pairs = 1 if affine and bits in (1, 2, 8) and block_m == 64 else 2
     return ManyConfig(block_m, split_k, min(split_k, pairs))
 
 

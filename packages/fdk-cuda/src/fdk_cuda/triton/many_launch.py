@@ -13,7 +13,7 @@ from triton.errors import TritonError  # type: ignore[import-untyped]
 from fdk_cuda.triton.around import HAS_GLUON, add_parts, gpu_at, permute
 from fdk_cuda.triton.configs import MANY_OUTPUTS, MANY_WARPS, ManyConfig, ManyTransposedConfig
 from fdk_cuda.triton.gradient_configs import many_transposed_programs
-from fdk_cuda.triton.many_configs import last_round
+from fdk_cuda.triton.many_configs import MANY_FUSED_BITS, last_round
 from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered
 from fdk_cuda.triton.weight import Weight
 
@@ -106,7 +106,9 @@ def _made(
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
         "CLUSTER": config.cluster,
+        "TWO": w.zero_point is not None and a.bits == 1,
     }
+    constants |= w.fused(MANY_FUSED_BITS)
     sizes = m, a.n, a.k_tiles, a.groups, config.split_k
     grid = (triton.cdiv(a.n, MANY_OUTPUTS) * blocks_m * config.parts,)
     options = {"num_warps": MANY_WARPS, "launch_pdl": True}
@@ -136,6 +138,8 @@ def many_transposed(grad_y: Tensor, w: Weight, config: ManyTransposedConfig) -> 
         constants = w.constants(grad_y.dtype) | {
             "BLOCK_M": config.block_m,
             "STAGES": config.stages,
+            # H200, 8192 x 8192, m = 64: 49.2 us -> 41.4; codebooks 34.5 -> 37.2.
+            "TWO": w.zero_point is not None and a.bits == 1,
         }
         grid = many_transposed_programs(m, a, config), config.split_n
         sizes = m, a.n, a.k, a.k_tiles, a.groups

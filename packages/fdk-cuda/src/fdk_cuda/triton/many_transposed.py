@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from fdk_cuda.triton.assembly import results
 from fdk_cuda.triton.configs import MANY_POSITIONS, MANY_WARPS
 from fdk_cuda.triton.decode import (
     decode_part,
@@ -24,7 +25,8 @@ from fdk_cuda.triton.decode import (
     prepare,
     stored_columns,
 )
-from fdk_cuda.triton.dequantise import scaled
+from fdk_cuda.triton.dequantise import scaled, two_values
+from fdk_cuda.triton.pieces import of_two, of_two_constraints
 from fdk_cuda.triton.ring import after, fetch_x, new_ring
 from fdk_cuda.triton.transposed_tiles import TRANSPOSE
 
@@ -77,17 +79,33 @@ def operands_of_tile(
         word = tl.inline_asm_elementwise(
             TRANSPOSE, "=&r,=&r,r,r", [word], dtype=tl.int32, is_pure=True, pack=2
         )
-    now = prepare((word,), CODES)
-    values = decode_part(now, tables, values_ptr, 0, _COUNT, CODES)
     if scale.dtype == tl.uint8:
         scale = decode_scale(scale)
     scale = gl.expand_dims(scale, 2)
     zero = gl.expand_dims(zero, 2)
+    weights = ()
+    if CODES[6]:
+        value, other = two_values(values_ptr, scale, zero, CODES)
+        word = gl.reshape(word, [2, _WARPS * 32, 2, 2])
+        word = gl.convert_layout(word, _WEIGHTS, assert_trivial=True)
+        weights = tl.inline_asm_elementwise(
+            of_two(0, _COUNT, False),
+            of_two_constraints(_COUNT),
+            [word, value, other],
+            dtype=results(CODES[4], _COUNT),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        now = prepare((word,), CODES)
+        values = decode_part(now, tables, values_ptr, 0, _COUNT, CODES)
+        for q in gl.static_range(_COUNT):
+            value = gl.reshape(values[q], [2, _WARPS * 32, 2, 2])
+            value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)
+            weights = weights + (scaled(value, scale, zero, CODES),)
     operands = ()
     for q in gl.static_range(_COUNT):
-        value = gl.reshape(values[q], [2, _WARPS * 32, 2, 2])
-        value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)
-        w = scaled(value, scale, zero, CODES)
+        w = weights[q]
         # [half, warp, g, t, upper, pair] to [(warp, upper, g), (half, t, pair)]
         w = gl.permute(gl.reshape(w, [2, _WARPS, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
         w = gl.reshape(w, [16 * _WARPS, 16])
@@ -124,6 +142,7 @@ def many_transposed_kernel(
     X_DTYPE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
+    TWO: gl.constexpr = False,
 ):
     """A program computes four positions of eight tiles along k of BLOCK_M rows, over its rows of W.
 
@@ -132,7 +151,7 @@ def many_transposed_kernel(
     gl.static_assert(WORDS == 1)
     PARTS: gl.constexpr = POSITIONS // _COUNT
     TILE_K: gl.constexpr = 16 * POSITIONS
-    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE)
+    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE, TWO and BITS == 1)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, BLOCK_M, 16]
     )

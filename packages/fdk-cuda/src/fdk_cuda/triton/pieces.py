@@ -221,3 +221,35 @@ def one_bit(codes: str, shift: int, delta: str, value: str, to: str) -> list[str
         # (c0, c0) + (bit, bit) * (c1 - c0), exact as integers: no carry between halves
         f"mad.lo.u32 {to}, c, {delta}, {value};",
     ]
+
+
+@triton.constexpr_function
+def of_two(first: int, count: int, same: bool) -> str:
+    """One of two values for each code of one bit, in ``count`` positions of two units.
+
+    The arguments are the words of both units, what has the first value of each unit in both halves,
+    and likewise the bits in which the values differ; ``same`` where both units have one pair.
+    """
+    a, b, value_a, value_b, other_a, other_b = (f"${count + i}" for i in range(6))
+    lines = [".reg .b32 a, c, v, d;"]
+    lines.append(f"prmt.b32 a, {a}, {b}, {'0x5410' if first < 16 else '0x7632'};")
+    value, other = value_a, other_a
+    if not same:
+        value, other = "v", "d"
+        lines.append(f"prmt.b32 v, {value_a}, {value_b}, 0x5410;")
+        lines.append(f"prmt.b32 d, {other_a}, {other_b}, 0x5410;")
+    for p in range(count):
+        shift = 15 - (first + p) % 16
+        # The sign of a half, in all of its bits.
+        lines += [
+            f"shl.b32 c, a, {shift};",
+            "prmt.b32 c, c, c, 0xBB99;",
+            f"lop3.b32 ${p}, c, {other}, {value}, 0x6A;",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def of_two_constraints(count: int) -> str:
+    """Of ``of_two``."""
+    return ",".join(["=&r"] * count + ["r"] * 6)

@@ -53,6 +53,11 @@ class Weight(NamedTuple):
             arrangement=replace(a, n=len(rows)),
         )
 
+    def fused(self, bits: tuple[int, ...]) -> dict[str, int]:
+        """Constants by which affine weights of these widths are one multiply-add each."""
+        is_fused = self.zero_point is not None and self.arrangement.bits in bits
+        return {"AFFINE": 2} if is_fused else {}
+
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """Compile-time arguments of the kernels, for activations of a dtype."""
         a, x_dtype = self.arrangement, TL_DTYPES[dtype]

@@ -53,6 +53,10 @@ MANY_TRANSPOSED = (
     ("custom4-g64", BF16, 100, 328, 64 * 41, ManyTransposedConfig(split_n=2)),
     ("affine2-g128", FP16, 77, 136, 128 * 9, ManyTransposedConfig()),
     ("custom8-row", FP16, 40, 1208, 2000, ManyTransposedConfig(split_n=4)),
+    ("affine1-g64", BF16, 130, 328, 64 * 41, ManyTransposedConfig(128, 2, tiles=2)),
+    ("custom2-g128", BF16, 100, 136, 128 * 9, ManyTransposedConfig(128)),
+    ("custom8-row", FP16, 300, 328, 1000, ManyTransposedConfig(256, 2, tiles=2)),
+    ("affine4-g192", BF16, 77, 1208, 192 * 5, ManyTransposedConfig(256, tiles=2)),
 )
 DEQUANTISE = (
     *(("custom1-g16", BF16, 37, 9 * 16), ("affine3-g24", FP16, 37, 9 * 24)),

@@ -230,7 +230,7 @@ def short(config: Config) -> str:
         c = config
         return f"gemm-t{c.tiles}w{c.warps}m{c.block_m}k{c.split_k}s{c.stages}"
     if isinstance(config, ManyTransposedConfig):
-        return f"many-transposed-m{config.block_m}n{config.split_n}"
+        return f"many-transposed-m{config.block_m}n{config.split_n}t{config.tiles}"
     if isinstance(config, ManyConfig):
         return f"many-m{config.block_m}k{config.split_k}{'c' * (config.cluster > 1)}"
     return "dequantise"

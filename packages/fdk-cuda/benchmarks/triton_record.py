@@ -110,8 +110,8 @@ def others_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> list[An
         if m <= MANY:
             sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu
             ways.append(transposed_config(*sizes, affine=affine, segment=a.segment))
-        if MANY // 2 < m <= 2 * MANY and a.words == 1 and fits_many(a):
-            ways.append(many_transposed_config(m, a, gpu))
+        if MANY // 2 < m <= 8 * MANY and a.words == 1 and fits_many(a):
+            ways.append(many_transposed_config(m, a, gpu, affine=affine))
     else:
         if gpu.limits.small_m < m <= 2 * MANY:
             ways.append(gemm_config(a.n, m, a.bits, a.k_tiles, gpu))

@@ -1,5 +1,7 @@
 """``many_transposed_kernel`` compiles for Hopper, without a GPU, and spills nothing."""
 
+from dataclasses import replace
+
 import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -18,6 +20,7 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     ManyTransposedConfig,
     TransposedConfig,
 )
+from fdk_cuda.triton.gradient_configs import many_transposed_config  # noqa: E402
 from fdk_cuda.triton.linear import gradient_config  # noqa: E402
 from fdk_cuda.triton.many_transposed import many_transposed_kernel  # noqa: E402
 from fdk_cuda.triton.ring import shared_layout  # noqa: E402
@@ -25,9 +28,10 @@ from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "zero_ptr": "*bf16"}
 
 
-def compile_transposed(bits: int, *, affine: bool, split: bool, scale: str = "*bf16") -> object:
+def compile_transposed(
+    bits: int, config: ManyTransposedConfig, *, affine: bool, scale: str = "*bf16"
+) -> object:
     """Groups of 64, parts of n as float32 where it is split."""
-    config = ManyTransposedConfig()
     constants = {
         "BITS": bits,
         "WORDS": words_of(bits),
@@ -40,11 +44,14 @@ def compile_transposed(bits: int, *, affine: bool, split: bool, scale: str = "*b
         "X_DTYPE": tl.bfloat16,
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
+        "COUNT": config.positions,
+        "ROUND": config.tiles,
+        "TWO": affine and bits == 1,
     }
     others = POINTERS | {
         "y_desc": f"tensordesc<bf16[{config.block_m}, 64],{shared_layout(16)!r}>",
         "scale_ptr": scale,
-        "out_ptr": "*fp32" if split else "*bf16",
+        "out_ptr": "*fp32" if config.split_n > 1 else "*bf16",
     }
     names = many_transposed_kernel.arg_names
     signature = {n: "constexpr" if n in constants else others.get(n, "i32") for n in names}
@@ -58,34 +65,41 @@ def compile_transposed(bits: int, *, affine: bool, split: bool, scale: str = "*b
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("split_n", [1, 2])
+@pytest.mark.parametrize("m", [64, 128, 256])
 @pytest.mark.parametrize("affine", [False, True], ids=["codebook", "affine"])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_many_transposed(bits: int, affine: bool, split: bool) -> None:
+def test_many_transposed(bits: int, affine: bool, m: int, split_n: int) -> None:
     """No stack, room for a table, and products that run while the next weights are decoded."""
-    compiled = compile_transposed(bits, affine=affine, split=split)
+    chosen = many_transposed_config(m, Arrangement(8192, 8192, bits, 64), H200, affine=affine)
+    compiled = compile_transposed(bits, replace(chosen, split_n=split_n), affine=affine)
     ptx = compiled.asm["ptx"]
     check_hopper(ptx)
     assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
-    assert len(operands_of(ptx)) == 16
-    assert ptx.count("wgmma.wait_group.sync.aligned 4") == 4
+    assert len(operands_of(ptx)) == 4 * chosen.positions
+    running = chosen.positions * chosen.tiles
+    assert ptx.count(f"wgmma.wait_group.sync.aligned {running}") == 4 // chosen.tiles
 
 
 def test_many_transposed_otherwise() -> None:
     """Scales of another dtype than dy: exponents."""
-    compile_transposed(4, affine=False, split=False, scale="*u8")
+    compile_transposed(4, ManyTransposedConfig(), affine=False, scale="*u8")
 
 
 @pytest.mark.parametrize(
     ("n", "bits", "m", "config"),
     [
         (8192, 4, 64, ManyTransposedConfig(64, 8)),
-        (8192, 4, 128, ManyTransposedConfig(64, 4)),
-        (8192, 1, 65, ManyTransposedConfig(64, 4)),
+        (8192, 4, 128, ManyTransposedConfig(128, 4)),
+        (8192, 1, 65, ManyTransposedConfig(128, 4, tiles=2)),
+        (8192, 4, 129, ManyTransposedConfig(256, 2, tiles=2)),
+        (8192, 2, 256, ManyTransposedConfig(128, 2)),
         (8192, 3, 65, None),  # three words a unit
-        (8192, 4, 129, None),
+        (8192, 4, 257, None),
+        (4096, 4, 256, ManyTransposedConfig(256, 2, tiles=2)),
         (2048, 4, 64, ManyTransposedConfig(64, 4)),  # parts of 512 rows of W
-        (2048, 4, 65, None),
+        (2048, 4, 128, ManyTransposedConfig(128, 4)),
+        (2048, 4, 129, None),
         (1024, 4, 64, None),
     ],
 )
@@ -126,12 +140,13 @@ def test_transposed_config(bits: int, m: int, affine: bool, warps: int, split_n:
     ("n", "group_size", "bits", "m", "positions", "ahead", "split_n"),
     [
         (8192, 64, 1, 8, 32, 1, 8),
-        (8192, 64, 3, 1, 32, 0, 8),
+        (8192, 64, 3, 1, 32, 1, 8),
         (8192, 128, 5, 1, 16, 1, 4),
         (8192, 64, 4, 32, 8, 1, 4),
         (8192, 64, 7, 8, 16, 2, 4),
         (8192, 32, 3, 1, 8, 1, 4),  # too many scales
-        (8192, 64, 3, 9, 8, 0, 16),
+        (8192, 64, 3, 9, 16, 0, 16),
+        (4096, 64, 3, 9, 8, 0, 16),
         (4096, 64, 3, 1, 8, 1, 4),
     ],
 )

@@ -25,18 +25,23 @@ def hopper() -> None:
 @pytest.mark.parametrize(("codebook", "bits"), FORMATS)
 def test_many_transposed(codebook: str, bits: int) -> None:
     """Rows, outputs and columns that end within a tile; whole rows as a group; parts of n."""
-    for group_size, m, n, k, split_n in (
-        (64, 100, 328, 64 * 41, 2),
-        (128, 77, 136, 128 * 9, 1),
-        (None, 130, 264, 1000, 1),
-        (None, 40, 1208, 2000, 4),
+    for group_size, m, n, k, config in (
+        (64, 100, 328, 64 * 41, ManyTransposedConfig(64, 2)),
+        (128, 77, 136, 128 * 9, ManyTransposedConfig(64)),
+        (None, 130, 264, 1000, ManyTransposedConfig(64)),
+        (None, 40, 1208, 2000, ManyTransposedConfig(64, 4)),
+        (64, 100, 328, 64 * 41, ManyTransposedConfig(128, 2, tiles=2)),
+        (128, 130, 264, 128 * 9, ManyTransposedConfig(128)),
+        (None, 40, 1208, 1000, ManyTransposedConfig(128, 4, tiles=2)),
+        (64, 300, 328, 64 * 41, ManyTransposedConfig(256, 2, tiles=2)),
+        (None, 77, 136, 1000, ManyTransposedConfig(256, tiles=2)),
+        (192, 130, 1208, 192 * 5, ManyTransposedConfig(256, 4, tiles=2)),
     ):
         dtype = (torch.bfloat16, torch.float16)[m == 100]
         case = Case(Format(codebook, bits, group_size), m, n, k, dtype, "cuda")
         q = case.quantised()
         w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
-        config = ManyTransposedConfig(split_n=split_n)
-        rows = torch.arange(0, n, n // m)[:m]
+        rows = torch.arange(0, n, max(1, n // m))[:m]
         one_hot = torch.zeros(len(rows), n, dtype=case.dtype, device="cuda")
         one_hot[torch.arange(len(rows)), rows] = 1
         grad_y = case.random(m, n)

@@ -65,15 +65,24 @@ class ManyConfig:
 
 @dataclass(frozen=True)
 class ManyTransposedConfig:
-    """Of ``many_transposed_kernel``: block_m rows, and four positions of eight tiles a program."""
+    """Of ``many_transposed_kernel``: block_m rows a program, 64, 128 or 256, in split_n parts of n.
+
+    It decodes ``tiles`` of 16 rows of the weight while products of as many run.
+    """
 
     block_m: int = 64
     split_n: int = 1
+    tiles: int = 1
+
+    @property
+    def positions(self) -> int:
+        """Of a warp: as many as sums leave registers for."""
+        return 256 // self.block_m
 
     @property
     def stages(self) -> int:
-        """Of 64 columns of dy: 48 KiB of them."""
-        return 6
+        """Of 64 columns of dy: 128 KiB of them at most."""
+        return 6 if self.block_m < 256 else 4
 
 
 @dataclass(frozen=True)
@@ -127,8 +136,6 @@ class Limits:
 # Of ``many_kernel``: two groups of 64 outputs.
 MANY_WARPS = 8
 MANY_OUTPUTS = TILE_N * MANY_WARPS
-# Positions of a tile that a program of ``many_transposed_kernel`` has.
-MANY_POSITIONS = 4
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,7 @@ GPUS = {
     (8, 6): Gpu(None, 99 << 10, 84, can_overlap=False),  # RTX 3090, A40
     (8, 9): Gpu(None, 99 << 10, 142, can_overlap=False),  # L40S, RTX 4090
     (9, 0): Gpu(
-        "NVIDIA H200", 227 << 10, H200_PROCESSORS, limits=Limits(many_m=1024, many_transposed_m=128)
+        "NVIDIA H200", 227 << 10, H200_PROCESSORS, limits=Limits(many_m=1024, many_transposed_m=256)
     ),
     (10, 0): Gpu(None, 227 << 10, 148),  # B200
     (12, 0): Gpu(None, 99 << 10, 188),  # RTX PRO 6000, RTX 5090

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, TILE_N, UNITS, Arrangement
 from fdk_cuda.triton.configs import (
-    MANY_POSITIONS,
     MANY_WARPS,
     Gpu,
     ManyTransposedConfig,
@@ -41,7 +40,8 @@ def transposed_config(
     # and sm_89 (Triton 3.7.1).
     gains = affine and bits in (1, 2, 4, 8) and gpu.measured_on is not None
     if m <= 16 and (gains or (bits == 8 and not affine)):
-        config = replace(config, ahead=1)
+        # H200, 8192 x 8192, affine 1 bit, m = 16, one round ahead and two: 25.8 us and 24.1.
+        config = replace(config, ahead=2 if gains and bits == 1 and m > 8 else 1)
     if m > 16 and affine and bits == 7:
         # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1); with
         # eight 8 for sm_80.
@@ -76,8 +76,12 @@ def _wide_gradient(
         # us, 3 bits 22.9, 20.3 and 17.9, affine 24.9, 23.9 and 20.8, 5 bits 25.5, 24.3 and 28.1,
         # affine 22.9, 21.1 and 24.6, 7 bits 29.6, 28.8 and 33.1; but affine 1 bit 16.4, 18.6 and
         # 16.9, 7 bits 28.1, 29.2 and 31.6, and 6 bits 24.9 and 25.4.
+        # With one round ahead 3 bits take 16.5, affine ones 20.8 still without. m = 16, 3 bits: by
+        # programs of 8 positions 31.5, of 16 28.0.
         if m <= 8 and bits == 3:
-            return 32, 0
+            return 32, 0 if affine else 1
+        if 8 < m <= 16 and bits == 3 and not affine:
+            return 16, 0
         if m <= 8 and bits == 1 and not affine:
             return 32, 1
         if m <= 8 and bits == 5:
@@ -106,33 +110,46 @@ def serves_transposed(m: int, n: int, k: int, gpu: Gpu) -> bool:
     return m <= (limit if n * k >= 1 << 26 else limit // 2)
 
 
-def many_transposed_config(m: int, a: Arrangement, gpu: Gpu) -> ManyTransposedConfig:
+def many_transposed_config(
+    m: int, a: Arrangement, gpu: Gpu, *, affine: bool = False
+) -> ManyTransposedConfig:
     """For ``dy @ W_hat`` of m rows."""
-    config = ManyTransposedConfig()
+    # H200, 8192 x 8192, microseconds, one tile decoded ahead and two. Up to 128 rows: 1 bit 59.7
+    # and 49.5, 2 bits 47.4 and 49.1, 4 bits 55.3 and 56.7, 8 bits 61.7 and 63.5; affine 1 bit 67.4
+    # and 58.4, 2 bits 64.9 and 62.7, 4 bits 66.9 and 66.1, 8 bits 73.6 and 67.9. Up to 256: 1 bit
+    # 91.2 and 77.7, 2 bits 88.6 and 99.1, but 81.4 as two times 128, 4 bits 98.1 and 87.1, 8 bits
+    # 107.0 and 92.4; affine ones likewise.
+    if m <= 64:
+        config = ManyTransposedConfig(64)
+    elif m <= 128 or (a.bits == 2 and not affine):
+        config = ManyTransposedConfig(128, tiles=2 if affine or a.bits == 1 else 1)
+    else:
+        config = ManyTransposedConfig(256, tiles=2)
     programs = many_transposed_programs(m, a, config)
     split_n = 1
-    # Parts of 512 rows of W at least. H200, 4096 x 4096, m = 64, 8 parts and 16, in turns: 1 bit
-    # 18.2 and 21.0 us, 4 bits 19.6 and 21.9; 8192 x 8192, 1 bit, 4 parts and 8: 55.6 and 37.2.
-    while 2 * programs * split_n <= gpu.processors and a.n_tiles >= 64 * split_n:
+    # Parts of 512 outputs and more. H200, 4096 x 4096, m = 64, 8 and 16 parts: 1 bit 18.2 and 21.0
+    # us, 4 bits 19.6 and 21.9.
+    while 2 * programs * split_n <= gpu.processors and a.n >= 1024 * split_n:
         split_n *= 2
     return replace(config, split_n=split_n)
 
 
 def many_transposed_programs(m: int, a: Arrangement, config: ManyTransposedConfig) -> int:
     """Of each part of n."""
-    positions = POSITIONS[a.bits] // MANY_POSITIONS
-    return -(-a.k_tiles // MANY_WARPS) * positions * -(-m // config.block_m)
+    parts = a.k_tiles * (POSITIONS[a.bits] // config.positions)
+    return -(-parts // MANY_WARPS) * -(-m // config.block_m)
 
 
 def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
     """Whether ``many_transposed_kernel`` takes a product, and beats what else there is."""
-    # H200, 8192 x 8192, 4 bits: m = 64 41.5 us, by transposed_kernel 62.1; m = 128 64.4, and
-    # dequantised 85.2; m = 256 111 and 95.
-    # 4096 x 4096, 1 and 4 bits: m = 64 18.2 and 19.6 us, by transposed_kernel 19.8 and 20.2,
-    # dequantised 22.4 and 21.6; m = 128 24.5 and 25.7 for 23.9 and 25.3.
+    # H200, 8192 x 8192, 4 bits: m = 64 39.1 us, by transposed_kernel 62.1; m = 128 55.3, and
+    # dequantised 85.2; m = 256 87.1 and 98.9; m = 512 152.1 and 133.8.
+    # 4096 x 4096, 1 and 4 bits: m = 64 18.2 and 18.8 us, by transposed_kernel 19.8 and 20.2; m =
+    # 128 22.9 and 23.3, dequantised 26.8 and 26.1; m = 256 28.2 and 29.3, 28.2 and 27.2; 4 bits,
+    # 4096 x 14336 and 14336 x 4096, m = 256 77.7 and 78.2, dequantised 88.4 and 91.6.
     return (
         32 < m <= gpu.limits.many_transposed_m
         and a.words == 1
-        and a.n * a.k >= (1 << 24 if m <= 64 else 1 << 26)
+        and a.n * a.k >= (1 << 24 if m <= 128 else 1 << 25)
         and fits_many(a)
     )

@@ -32,6 +32,11 @@ TWO_TILES_FETCHED = SmallConfig(n_tiles=2, warps=4, fetch=2, overlap=True)
 TWO_TILES_8_WARPS = SmallConfig(n_tiles=2, warps=8)
 TWO_TILES_8_WARPS_OVERLAP = SmallConfig(n_tiles=2, warps=8, overlap=True)
 TWO_TILES_8_WARPS_FETCHED = SmallConfig(n_tiles=2, warps=8, fetch=2, overlap=True)
+TWO_TILES_NOTHING_AHEAD = replace(TWO_TILES, ahead=0)
+TWO_TILES_168 = replace(TWO_TILES_ALONE, registers=168)
+TWO_TILES_FETCHED_128 = replace(TWO_TILES_FETCHED, registers=128)
+TWO_TILES_8_WARPS_128 = replace(TWO_TILES_8_WARPS, registers=128)
+TWO_TILES_8_WARPS_OVERLAP_128 = replace(TWO_TILES_8_WARPS_OVERLAP, registers=128)
 # By the bits of a code. Behind each, microseconds on an H200, 2026-11-22: 4096 x 4096, 8192 x 8192,
 # 28672 x 8192; of 28672 x 8192, 6 to 8 bits, before sums went through shared memory as they do now.
 FEW_ROWS = {
@@ -46,11 +51,14 @@ FEW_ROWS = {
 }
 # The same for 9 to 16 rows of x; 8 bits at 28672 x 8192 before sums went so.
 MORE_ROWS = {
-    # 8192 columns are four rounds, too few to fetch ahead: in turns 13.3 us, without 12.3.
-    1: Choice(TWO_TILES_8_WARPS, TWO_TILES, TWO_TILES_FETCHED),  # - 12.3 49.0
-    2: Choice(TWO_TILES_8_WARPS, TWO_TILES_ALONE, TWO_TILES_FETCHED),  # - 17.5 49.0
-    3: Choice(ONE_TILE, TWO_TILES, TWO_TILES),  # - 17.0 59.3
-    4: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_FETCHED, TWO_TILES_FETCHED),  # - 17.7 55.7
+    # In turns: 6.4 us -> 5.3 with overlap; 8192 columns are four rounds, too few to fetch ahead:
+    # 13.3 -> 12.3, 49.7 -> 47.0 without.
+    1: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES, TWO_TILES),  # 5.3 12.3 47.0
+    2: Choice(TWO_TILES_8_WARPS, TWO_TILES_168, TWO_TILES_FETCHED),  # - 17.2 (without 17.7) 49.0
+    3: Choice(ONE_TILE, TWO_TILES_NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD),  # - 16.6 56.3
+    # Two programs of eight warps to a processor, four of four: 8.9 us -> 8.0, 18.5 -> 17.0, 56.6 ->
+    # 54.5, 4096 x 14336 21.7 -> 19.4.
+    4: Choice(TWO_TILES_8_WARPS_128, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_FETCHED_128),
     5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 28.7 86.1
     6: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 26.7 -
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -
@@ -69,10 +77,12 @@ AFFINE_ONE_TILE_4_WARPS = replace(ONE_TILE_4_WARPS, registers=128, minus=True)
 AFFINE_ONE_TILE_FETCHED = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
 AFFINE_ONE_TILE = SmallConfig(1, warps=8, ahead=0, overlap=True, registers=64, minus=True)
 AFFINE_NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=4, ahead=0, overlap=True, minus=True)
+AFFINE_NOTHING_AHEAD_FETCHED = replace(AFFINE_NOTHING_AHEAD, fetch=2)
 AFFINE_TWO_TILES_FETCHED = replace(TWO_TILES_FETCHED, minus=True)
 AFFINE_TWO_TILES_8_WARPS = replace(TWO_TILES_8_WARPS, minus=True)
 AFFINE_FEW_ROWS: dict[int, Choice] = {
-    1: Choice(TWO_TILES_8_WARPS_FETCHED, AFFINE_NOTHING_AHEAD, AFFINE_NOTHING_AHEAD),
+    # 8192 x 8192, in turns: fetched 11.6 and 11.7 us, otherwise 12.3.
+    1: Choice(TWO_TILES_8_WARPS_FETCHED, AFFINE_NOTHING_AHEAD_FETCHED, AFFINE_NOTHING_AHEAD),
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
     3: Choice(ONE_TILE, AFFINE_ONE_TILE_4_WARPS, AFFINE_ONE_TILE_4_WARPS),
     4: Choice(ONE_TILE, AFFINE_ONE_TILE, AFFINE_ONE_TILE),
@@ -83,7 +93,8 @@ AFFINE_MORE_ROWS: dict[int, Choice] = {
     1: Choice(AFFINE_TWO_TILES_8_WARPS, AFFINE_TWO_TILES_FETCHED, AFFINE_TWO_TILES_FETCHED),
     # 8192 x 8192, in turns: with overlap 17.1 to 17.3 us, without 17.9 and 18.2.
     2: Choice(TWO_TILES_8_WARPS, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
-    3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
+    # 8192 x 8192, in turns: fetched 24.8 us, otherwise 26.7.
+    3: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_4_WARPS),
     4: Choice(TWO_TILES_8_WARPS, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
     6: Choice(NOTHING_AHEAD, AFFINE_ONE_TILE_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
@@ -109,6 +120,7 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
         if bits == 3 and m <= 8:  # With eight warps 8 bytes of stack for sm_89 (Triton 3.7.1).
             config = choice.some
         return replace(config, registers=0)
+    config = replace(config, registers=0)
     # With two tiles 16 bytes of stack for sm_120; with one as many for sm_80 (Triton 3.7.1).
     would_spill = bits == 3 and m > 8 and gpu.can_overlap and config.n_tiles == 2
     return ONE_TILE_4_WARPS if would_spill else config

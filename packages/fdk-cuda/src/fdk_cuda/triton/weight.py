@@ -54,9 +54,14 @@ class Weight(NamedTuple):
         )
 
     def fused(self, bits: tuple[int, ...]) -> dict[str, int]:
-        """Constants by which affine weights of these widths are one multiply-add each."""
-        is_fused = self.zero_point is not None and self.arrangement.bits in bits
-        return {"AFFINE": 2} if is_fused else {}
+        """Constants by which affine weights of these widths are one multiply-add each.
+
+        Not those with scales or zero points of float32: a product of both must be exact in it.
+        """
+        if self.zero_point is None or self.arrangement.bits not in bits:
+            return {}
+        is_exact = max(self.scale.itemsize, self.zero_point.itemsize) <= 2
+        return {"AFFINE": 2} if is_exact else {}
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """Compile-time arguments of the kernels, for activations of a dtype."""

@@ -25,6 +25,7 @@ CASES = (
     *((5, True, 16, False), (6, True, 16, False), (4, False, 64, False), (4, True, 64, False)),
     *((4, False, 256, False), (4, True, 256, False), (8, False, 256, False)),
     *((1, False, 1, True), (3, False, 1, True), (4, False, 16, True), (4, False, 64, True)),
+    (4, False, 256, True),
 )
 HELPERS = ("permute_kernel", "reduce_kernel")
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton_cases import weight
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, linear, plain
@@ -14,6 +16,8 @@ from fdk_cuda.triton.configs import (
     SmallConfig,
     TransposedConfig,
 )
+from fdk_cuda.triton.dequantise import two_values
+from fdk_cuda.triton.many_configs import GEMM_FUSED_BITS, MANY_FUSED_BITS
 from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 
@@ -24,6 +28,11 @@ FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in ran
 
 # The whole kit takes the interpreter half a minute a case; a GPU runs all of it.
 SOME = list(cases(dtypes=DTYPES, bits=(4, 8), group_sizes=(16,), ms=(3,)))
+
+
+def affine_case(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> Case:
+    format = Format("affine", bits, 16, scale_dtype=scales, zero_point=zeros)
+    return Case(format, 64, 137, 64, dtype)
 
 
 @pytest.mark.parametrize("case", SOME[::3], ids=str)
@@ -65,6 +74,61 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
     oracle = x.double() @ w_hat.double().T + bias.double()
     torch_y = torch.nn.functional.linear(x, w_hat, bias)
     assert nrmse(y, oracle) <= 2 * nrmse(torch_y, oracle)  # the interpreter rounds no weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zeros", ["float", "int"])
+@pytest.mark.parametrize("scales", ["bf16", "fp16", "fp32", "e8m0"])
+@pytest.mark.parametrize("bits", GEMM_FUSED_BITS)
+def test_gemm_fused(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> None:
+    """The bits of the reference: one multiply-add, but not where float32 would round a product."""
+    q = affine_case(bits, scales, zeros, dtype).quantised()
+    w = weight(TritonLayout(q))
+    assert w.fused(GEMM_FUSED_BITS) == ({} if scales == "fp32" else {"AFFINE": 2})
+    assert w.fused(MANY_FUSED_BITS) == w.fused(GEMM_FUSED_BITS)
+    one_hot = torch.eye(64, dtype=dtype)
+    y = launch.gemm(one_hot, w, None, GemmConfig(1, 4, 32))
+    assert torch.equal(y, q.dequantise(dtype).T)
+
+
+def test_float32_products_round() -> None:
+    """What ``fused`` keeps scales of float32 from: by one multiply-add some weights differ."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.rand(4096, 1, generator=generator) / 8
+    zero = torch.rand(4096, 1, generator=generator) * 15
+    code = torch.arange(16.0)
+    for stored in (torch.float32, torch.bfloat16, torch.float16):
+        s, z = scale.to(stored).float(), zero.to(stored).float()
+        # float64 holds code * scale and its difference from the other product.
+        fused = (code.double() * s.double() - (z * s).double()).float().bfloat16()
+        apart = int((fused != ((code - z) * s).bfloat16()).sum())
+        assert (apart > 0) == (stored == torch.float32)
+
+
+@triton.jit
+def two_values_kernel(
+    values_ptr, scale_ptr, zero_ptr, out_ptr, COUNT: tl.constexpr, CODES: tl.constexpr
+):
+    at = tl.arange(0, COUNT)
+    scale, zero = tl.load(scale_ptr + at), tl.load(zero_ptr + at)
+    value, other = two_values(values_ptr, scale, zero, CODES)
+    tl.store(out_ptr + at, value)
+    tl.store(out_ptr + COUNT + at, value ^ other)
+
+
+@pytest.mark.parametrize("zeros", ["float", "int"])
+@pytest.mark.parametrize("scales", ["fp16", "fp32"])
+def test_two_values(scales: str, zeros: str) -> None:
+    """Of any dtype of scale they are the reference's: subtracted, then multiplied."""
+    q = affine_case(1, scales, zeros, torch.float16).quantised()
+    w = weight(TritonLayout(q))
+    scale, zero = q.scale[:32, 0].contiguous(), q.zero_point[:32, 0].contiguous()
+    out = torch.zeros(2, 32, dtype=torch.int32)
+    codes = (1, True, False, True, tl.float16, tl.float32)
+    two_values_kernel[(1,)](w.values, scale, zero, out, COUNT=32, CODES=codes)
+    pair = (torch.tensor([[0.0], [1.0]]) - zero.float()) * scale.float()
+    expected = pair.half().view(torch.int16).int() & 0xFFFF
+    assert torch.equal(out, expected | expected << 16)
 
 
 @pytest.mark.parametrize(

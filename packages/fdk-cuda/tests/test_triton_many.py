@@ -39,7 +39,13 @@ TENSORS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "bias
 
 
 def compile_many(
-    bits: int, config: ManyConfig, *, affine: bool | int, dtype: str = "bf16", scale: str = "*bf16"
+    bits: int,
+    config: ManyConfig,
+    *,
+    affine: bool | int,
+    dtype: str = "bf16",
+    scale: str = "*bf16",
+    zero: str = "*bf16",
 ) -> object:
     """With a bias and 16-bit results, or float32 parts of k."""
     constants = {
@@ -62,7 +68,7 @@ def compile_many(
         "x_desc": f"tensordesc<{dtype}[{rows}, 64],{shared_layout(16)!r}>",
         "out_desc": f"tensordesc<{out}[{own_rows}, {MANY_OUTPUTS}],{shared_layout(size)!r}>",
         "scale_ptr": scale,
-        "zero_ptr": "*bf16",
+        "zero_ptr": zero,
     }
     names = many_kernel.arg_names
     signature = {n: "constexpr" if n in constants else others.get(n, "i32") for n in names}
@@ -105,6 +111,15 @@ def test_many_affine_otherwise(bits: int, rows: int) -> None:
     assert config.block_m == rows
     if rows == 64 and bits <= 2:
         assert config == ManyConfig(64, 4, 1)
+
+
+@pytest.mark.parametrize("zero", ["*fp32", "*u8"])
+@pytest.mark.parametrize("rows", [64, 256])
+@pytest.mark.parametrize("bits", [1, *MANY_FUSED_BITS])
+def test_many_affine_of_float32(bits: int, rows: int, zero: str) -> None:
+    """Scales of float32: a difference and a product, by the same configurations."""
+    config = many_config(8192, rows, bits, 64, H200, affine=True)
+    check(compile_many(bits, config, affine=True, scale="*fp32", zero=zero), bits)
 
 
 @pytest.mark.parametrize(

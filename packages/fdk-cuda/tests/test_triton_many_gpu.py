@@ -12,7 +12,7 @@ from triton_cases import weight
 from fdk_cuda.triton import TritonLayout, launch
 from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import GemmConfig, ManyConfig
-from fdk_cuda.triton.many_configs import WORDY_BITS, last_round
+from fdk_cuda.triton.many_configs import MANY_FUSED_BITS, WORDY_BITS, last_round
 from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
 
@@ -54,6 +54,25 @@ def test_many(codebook: str, bits: int) -> None:
             y = launch.many(x, w, bias, config)
             assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
             assert torch.equal(y, launch.many(x, w, bias, config))
+
+
+@pytest.mark.parametrize("zeros", ["float", "int"])
+@pytest.mark.parametrize("scales", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bits", [1, *MANY_FUSED_BITS])
+def test_affine_scales(bits: int, scales: str, zeros: str) -> None:
+    """The reference's weights: by two values, by one multiply-add, or, of float32, without it."""
+    format = Format("affine", bits, 64, scale_dtype=scales, zero_point=zeros)
+    for m, dtype in ((64, DTYPES[0]), (256, DTYPES[1])):
+        case = Case(format, m, 264, 64 * 9, dtype, "cuda")
+        q = case.quantised()
+        w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
+        one_hot = torch.eye(case.k, dtype=dtype, device="cuda")[:: case.k // m][:m]
+        with poisoned():
+            for config in (ManyConfig(64), ManyConfig(256, 2, 2)):
+                y = launch.many(one_hot, w, None, config)
+                assert torch.equal(y, w_hat.T[:: case.k // m][:m])
+            y = launch.gemm(one_hot, w, None, GemmConfig(1, 4, 32))
+            assert torch.equal(y, w_hat.T[:: case.k // m][:m])
 
 
 @pytest.mark.parametrize("codebook", ["custom", "affine"])

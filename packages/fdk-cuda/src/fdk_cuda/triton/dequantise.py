@@ -66,8 +66,8 @@ def scaled(value, scale, zero, CODES: tl.constexpr):
     else:
         w = value.to(tl.float32)
         if AFFINE == 2:
-            # Both products are exact, and so the bits are those of the other way wherever value -
-            # zero is exact too: for all zero points but tiny ones that are not 0.
+            # Both products are exact (``Weight.fused``), and so the bits are those of the other way
+            # wherever value - zero is exact too: for all zero points but tiny ones that are not 0.
             scale = scale.to(tl.float32)
             minus = tl.broadcast_to(-(zero.to(tl.float32) * scale), w.shape)
             return tl.fma(w, tl.broadcast_to(scale, w.shape), minus).to(DOT_DTYPE)

@@ -57,6 +57,7 @@ class Weight(NamedTuple):
         """Constants by which affine weights of these widths are one multiply-add each.
 
         Not those with scales or zero points of float32: a product of both must be exact in it.
+        (Two values of 1 bit subtract and multiply as the reference does, whatever the dtypes.)
         """
         if self.zero_point is None or self.arrangement.bits not in bits:
             return {}

@@ -107,6 +107,21 @@ def test_gradient_config(n: int, bits: int, m: int, config: ManyTransposedConfig
     assert gradient_config(Arrangement(n, 8192, bits, 64), m, H200) == config
 
 
+@pytest.mark.parametrize(
+    ("n", "bits", "m", "serves"),
+    [
+        (8192, 1, 128, True),
+        (8192, 1, 129, False),
+        (8192, 2, 256, True),
+        (4096, 4, 64, True),
+        (2048, 4, 64, False),
+    ],
+)
+def test_gradient_config_of_affine_formats(n: int, bits: int, m: int, serves: bool) -> None:
+    config = gradient_config(Arrangement(n, 8192, bits, 64), m, H200, affine=True)
+    assert isinstance(config, ManyTransposedConfig) == serves
+
+
 def test_gradient_config_of_few_rows() -> None:
     for m, gpu in ((32, H200), (33, GPUS[8, 0])):
         config = gradient_config(Arrangement(8192, 8192, 4, 64), m, gpu)

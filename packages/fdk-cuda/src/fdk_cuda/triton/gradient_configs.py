@@ -140,16 +140,19 @@ def many_transposed_programs(m: int, a: Arrangement, config: ManyTransposedConfi
     return -(-parts // MANY_WARPS) * -(-m // config.block_m)
 
 
-def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu) -> bool:
+def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> bool:
     """Whether ``many_transposed_kernel`` takes a product, and beats what else there is."""
     # H200, 8192 x 8192, 4 bits: m = 64 39.1 us, by transposed_kernel 62.1; m = 128 55.3, and
     # dequantised 85.2; m = 256 87.1 and 98.9; m = 512 152.1 and 133.8.
     # 4096 x 4096, 1 and 4 bits: m = 64 18.2 and 18.8 us, by transposed_kernel 19.8 and 20.2; m =
     # 128 22.9 and 23.3, dequantised 26.8 and 26.1; m = 256 28.2 and 29.3, 28.2 and 27.2; 4 bits,
     # 4096 x 14336 and 14336 x 4096, m = 256 77.7 and 78.2, dequantised 88.4 and 91.6.
+    # Affine ones, 4096 x 4096, 4 bits, m = 64 24.3, dequantised 20.3 in another run; 8192 x 8192, 1
+    # bit, m = 256 100.8 and 94.6.
+    small, most = (1 << 25, 128 if a.bits == 1 else 256) if affine else (1 << 24, 256)
     return (
-        32 < m <= gpu.limits.many_transposed_m
+        32 < m <= min(most, gpu.limits.many_transposed_m)
         and a.words == 1
-        and a.n * a.k >= (1 << 24 if m <= 128 else 1 << 25)
+        and a.n * a.k >= (small if m <= 128 else 1 << 25)
         and fits_many(a)
     )

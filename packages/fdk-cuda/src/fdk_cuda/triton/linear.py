@@ -87,7 +87,7 @@ def gradient_config(
     a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False
 ) -> launch.GradientConfig:
     """For ``dy @ W_hat`` of m rows; None is to dequantise."""
-    if serves_many_transposed(a, m, gpu):
+    if serves_many_transposed(a, m, gpu, affine=affine):
         return many_transposed_config(m, a, gpu, affine=affine)
     if serves_transposed(m, a.n, a.k, gpu):
         sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu

@@ -66,7 +66,7 @@ def test_affine_scales(bits: int, scales: str, zeros: str) -> None:
         case = Case(format, m, 264, 64 * 9, dtype, "cuda")
         q = case.quantised()
         w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
-        one_hot = torch.eye(case.k, dtype=dtype, device="cuda")[:: case.k // m][:m]
+        one_hot = torch.eye(case.k, dtype=dtype, device="cuda")[:: case.k // m][:m].contiguous()
         with poisoned():
             for config in (ManyConfig(64), ManyConfig(256, 2, 2)):
                 y = launch.many(one_hot, w, None, config)

@@ -80,8 +80,10 @@ def _wide_gradient(
         # programs of 8 positions 31.5, of 16 28.0.
         if m <= 8 and bits == 3:
             return 32, 0 if affine else 1
-        if 8 < m <= 16 and bits == 3 and not affine:
-            return 16, 0
+        # Codebooks of 1, 2 and 5 bits with a round ahead besides 20.4 -> 19.0, 21.5 -> 19.4 and
+        # 37.3 -> 31.9; with 6 bits it is 33.6 for 34.7 by affine ones.
+        if 8 < m <= 16 and bits in (1, 2, 3, 5) and not affine:
+            return 16, 0 if bits == 3 else 1
         if m <= 8 and bits == 1 and not affine:
             return 32, 1
         if m <= 8 and bits == 5:
@@ -127,9 +129,9 @@ def many_transposed_config(
         config = ManyTransposedConfig(256, tiles=2)
     programs = many_transposed_programs(m, a, config)
     split_n = 1
-    # Parts of 512 outputs and more. H200, 4096 x 4096, m = 64, 8 and 16 parts: 1 bit 18.2 and 21.0
-    # us, 4 bits 19.6 and 21.9.
-    while 2 * programs * split_n <= gpu.processors and a.n >= 1024 * split_n:
+    # Parts of 384 outputs and more. H200, m = 64, 8 and 16 parts: 4096 x 4096, 1 bit 18.2 and 21.0
+    # us, 4 bits 19.6 and 21.9; 6144 x 4096, affine 4 bits 33.8 and 28.5.
+    while 2 * programs * split_n <= gpu.processors and a.n >= 768 * split_n:
         split_n *= 2
     return replace(config, split_n=split_n)
 
@@ -147,12 +149,14 @@ def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = F
     # 4096 x 4096, 1 and 4 bits: m = 64 18.2 and 18.8 us, by transposed_kernel 19.8 and 20.2; m =
     # 128 22.9 and 23.3, dequantised 26.8 and 26.1; m = 256 28.2 and 29.3, 28.2 and 27.2; 4 bits,
     # 4096 x 14336 and 14336 x 4096, m = 256 77.7 and 78.2, dequantised 88.4 and 91.6.
-    # Affine ones, 4096 x 4096, 4 bits, m = 64 24.3, dequantised 20.3 in another run; 8192 x 8192, 1
-    # bit, m = 256 100.8 and 94.6.
-    small, most = (1 << 25, 128 if a.bits == 1 else 256) if affine else (1 << 24, 256)
+    # Affine ones, 4096 x 4096, 4 bits, m = 64 25.2 and 22.9, m = 128 26.1 and 27.1; 6144 x 4096 28.5
+    # and 35.9, 32.5 and 38.9, m = 256 45.0 and 44.1; 8192 x 8192, 1 bit, m = 256 100.0 and 94.7.
+    # 6144 x 4096, codebook of 4 bits, m = 256: 38.6 and 41.5.
+    least = 1 << 24 if m <= 128 and not affine else 3 << 23
+    most = 128 if affine and a.bits == 1 else gpu.limits.many_transposed_m
     return (
         32 < m <= min(most, gpu.limits.many_transposed_m)
         and a.words == 1
-        and a.n * a.k >= (small if m <= 128 else 1 << 25)
+        and a.n * a.k >= least
         and fits_many(a)
     )

@@ -33,6 +33,7 @@ TWO_TILES_8_WARPS = SmallConfig(n_tiles=2, warps=8)
 TWO_TILES_8_WARPS_OVERLAP = SmallConfig(n_tiles=2, warps=8, overlap=True)
 TWO_TILES_8_WARPS_FETCHED = SmallConfig(n_tiles=2, warps=8, fetch=2, overlap=True)
 TWO_TILES_NOTHING_AHEAD = replace(TWO_TILES, ahead=0)
+TWO_TILES_NOTHING_AHEAD_FETCHED = replace(TWO_TILES, ahead=0, fetch=2)
 TWO_TILES_168 = replace(TWO_TILES_ALONE, registers=168)
 TWO_TILES_FETCHED_128 = replace(TWO_TILES_FETCHED, registers=128)
 TWO_TILES_8_WARPS_128 = replace(TWO_TILES_8_WARPS, registers=128)
@@ -59,8 +60,10 @@ MORE_ROWS = {
     # Two programs of eight warps to a processor, four of four: 8.9 us -> 8.0, 18.5 -> 17.0, 56.6 ->
     # 54.5, 4096 x 14336 21.7 -> 19.4.
     4: Choice(TWO_TILES_8_WARPS_128, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_FETCHED_128),
-    5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 28.7 86.1
-    6: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 26.7 -
+    # In turns, by one tile and by two: 29.9 us and 28.4, 26.9 and 25.9; 7 bits 34.7 and 32.9, but 48
+    # bytes of stack with two (Triton 3.7.1).
+    5: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD_FETCHED, NOTHING_AHEAD_4_WARPS),  # - 28.4 86.1
+    6: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD_FETCHED, NOTHING_AHEAD_4_WARPS),  # - 25.9 -
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -
     8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),  # - 24.2 81.1
 }
@@ -96,6 +99,7 @@ AFFINE_MORE_ROWS: dict[int, Choice] = {
     # 8192 x 8192, in turns: fetched 24.8 us, otherwise 26.7.
     3: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_4_WARPS),
     4: Choice(TWO_TILES_8_WARPS, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
+    5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
     6: Choice(NOTHING_AHEAD, AFFINE_ONE_TILE_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
 # Where limits were not timed there are none, and 1 bit has one tile: with two, 184 bytes of stack
@@ -120,10 +124,14 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
         if bits == 3 and m <= 8:  # With eight warps 8 bytes of stack for sm_89 (Triton 3.7.1).
             config = choice.some
         return replace(config, registers=0)
-    config = replace(config, registers=0)
-    # With two tiles 16 bytes of stack for sm_120; with one as many for sm_80 (Triton 3.7.1).
-    would_spill = bits == 3 and m > 8 and gpu.can_overlap and config.n_tiles == 2
-    return ONE_TILE_4_WARPS if would_spill else config
+    if m > 8 and config.n_tiles == 2:
+        # With two tiles 3 bits have 16 bytes of stack for sm_120, with one as many for sm_80; 5 and
+        # 6 bits 16 and 8 for sm_86 and sm_89 (Triton 3.7.1).
+        if bits == 3 and gpu.can_overlap:
+            return ONE_TILE_4_WARPS
+        if bits in (5, 6):
+            return NOTHING_AHEAD_4_WARPS
+    return replace(config, registers=0)
 
 
 def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:

@@ -60,8 +60,8 @@ MORE_ROWS = {
     # Two programs of eight warps to a processor, four of four: 8.9 us -> 8.0, 18.5 -> 17.0, 56.6 ->
     # 54.5, 4096 x 14336 21.7 -> 19.4.
     4: Choice(TWO_TILES_8_WARPS_128, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_FETCHED_128),
-    # In turns, by one tile and by two: 29.9 us and 28.4, 26.9 and 25.9; 7 bits 34.7 and 32.9, but 48
-    # bytes of stack with two (Triton 3.7.1).
+    # In turns, by one tile and by two: 29.9 us and 28.4, 26.9 and 25.9; 7 bits 34.7 and 32.9, but
+    # with 48 bytes of stack (Triton 3.7.1).
     5: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD_FETCHED, NOTHING_AHEAD_4_WARPS),  # - 28.4 86.1
     6: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD_FETCHED, NOTHING_AHEAD_4_WARPS),  # - 25.9 -
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -

@@ -149,9 +149,9 @@ def serves_many_transposed(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = F
     # 4096 x 4096, 1 and 4 bits: m = 64 18.2 and 18.8 us, by transposed_kernel 19.8 and 20.2; m =
     # 128 22.9 and 23.3, dequantised 26.8 and 26.1; m = 256 28.2 and 29.3, 28.2 and 27.2; 4 bits,
     # 4096 x 14336 and 14336 x 4096, m = 256 77.7 and 78.2, dequantised 88.4 and 91.6.
-    # 6144 x 4096, m = 256 38.6 and 41.5. Affine ones: 4096 x 4096, 4 bits, m = 64 25.2 and 22.9, m =
-    # 128 26.1 and 27.1; 6144 x 4096 28.5 and 35.9, 32.5 and 38.9, m = 256 45.0 and 44.1; 8192 x
-    # 8192, 1 bit, m = 256 100.0 and 94.7.
+    # 6144 x 4096, m = 256 38.6 and 41.5. Affine ones: 4096 x 4096, 4 bits, m = 64 25.2 and 22.9,
+    # m = 128 26.1 and 27.1; 6144 x 4096 28.5 and 35.9, 32.5 and 38.9, m = 256 45.0 and 44.1; 8192
+    # x 8192, 1 bit, m = 256 100.0 and 94.7.
     least = 1 << 24 if m <= 128 and not affine else 3 << 23
     most = 128 if affine and a.bits == 1 else gpu.limits.many_transposed_m
     return (

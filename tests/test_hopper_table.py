@@ -60,6 +60,22 @@ def test_a_table_marks_older_rows(monkeypatch):
     assert "†: commit 0123." in text
 
 
+def test_a_table_marks_each_older_commit(monkeypatch):
+    hopper = script("marlin_hopper", monkeypatch)
+    old, older = (
+        {"commit": c, "started": f"2026-11-{d}T09:00:00"} for c, d in (("b", 21), ("a", 20))
+    )
+    rows = [
+        row(1, "cool", 5.0, None) | old,
+        row(1, "hot", 5.5, None) | older,
+        row(4, "cool", 6.0, None),
+    ]
+    text = hopper.table(rows)
+    assert "| 5.0‡ (0.50) |" in text
+    assert "| 5.5† (0.55) |" in text
+    assert "†: commit a.\n‡: commit b." in text
+
+
 def test_the_least_and_the_most_over_others(monkeypatch):
     hopper = script("marlin_hopper", monkeypatch)
     rows = [row(1, "cool", 4.0, 5.0), row(1, "cool", 7.5, 5.0), row(4, "cool", 11.0, None)]

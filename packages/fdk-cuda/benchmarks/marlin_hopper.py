@@ -29,7 +29,7 @@ from fdk_bench.peers import Prepared, check
 from fdk_bench.peers.packages import Humming
 
 PAUSE, REPLAYS = 0.25, 9  # seconds
-OLDER = "†"
+MARKS = "†‡§"  # of the commits of older rows, the oldest first
 Width = tuple[int, str]
 OF_4_BITS: Width = (4, "codebook")
 
@@ -93,14 +93,14 @@ def table(rows: list[Row]) -> str:
     widths = widths_of(rows)
     heads = ["n x k", "m", "chip", "cuBLAS", *map(width_name, widths)]
     lines = [[*heads, "4 bits, no PDL", "goal at 4"], ["---"] * (len(heads) + 2)]
-    latest = latest_commit(rows)
+    marks = marks_of(rows)
     cases: dict[tuple[Any, ...], dict[Width, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault((row["n"], row["k"], row["m"], row["chip"]), {})[width_of(row)] = row
     for (n, k, m, chip), by_width in cases.items():
         told = by_width.get(OF_4_BITS) or next(iter(by_width.values()))
         line = [f"{n} x {k}", str(m), chip, f"{told['cublas']:.1f}"]
-        line += [cell(by_width.get(width), latest) for width in widths]
+        line += [cell(by_width.get(width), marks) for width in widths]
         goal = told["goal"]
         line += [f"{told['plain']:.1f}", "-" if goal is None else f"{goal:.1f}"]
         lines.append(line)
@@ -171,17 +171,22 @@ def span(ratios: list[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f} ({slower} of {len(ratios)})"
 
 
-def latest_commit(rows: list[Row]) -> str:
-    """Of the row that was timed last."""
-    return str(max(rows, key=lambda row: row["started"])["commit"])
+def marks_of(rows: list[Row]) -> dict[str, str]:
+    """A mark for each commit in the order of its last row; the last commit has none."""
+    commits = {}
+    for row in sorted(rows, key=lambda row: row["started"]):
+        commits.pop(row["commit"], None)
+        commits[row["commit"]] = None
+    *older, latest = commits
+    return dict(zip(older, MARKS, strict=False)) | {latest: ""}
 
 
-def cell(row: dict[str, Any] | None, latest: str) -> str:
-    """Microseconds, a star where the case's own goal is met, a dagger where the row is older."""
+def cell(row: dict[str, Any] | None, marks_by_commit: dict[str, str]) -> str:
+    """Microseconds, a star where the case's own goal is met, the mark of an older commit."""
     if row is None:
         return "-"
     is_met = row["goal"] is not None and row["pdl"] <= row["goal"]
-    marks = "*" * is_met + OLDER * (row["commit"] != latest)
+    marks = "*" * is_met + marks_by_commit[row["commit"]]
     return f"{row['pdl']:.1f}{marks} ({row['pdl'] / row['cublas']:.2f})"
 
 
@@ -197,11 +202,10 @@ def counts(rows: list[Row]) -> str:
 def run_of(rows: list[Row]) -> str:
     """Of which runs: the last one's commit, and those of the rows that are marked as older."""
     (device,) = {row["device"] for row in rows}
-    latest = latest_commit(rows)
+    *older, (latest, _) = marks_of(rows).items()
     days = sorted({row["started"][:10] for row in rows})
     told = f"{device}, {', '.join(days)}, commit {latest}; microseconds, in brackets over cuBLAS."
-    older = sorted({row["commit"] for row in rows} - {latest})
-    return "\n".join([told, *(f"{OLDER}: commit {commit}." for commit in older)])
+    return "\n".join([told, *(f"{mark}: commit {commit}." for commit, mark in older)])
 
 
 def fill(text: str, rows: list[Row]) -> str:

@@ -122,6 +122,15 @@ def test_gradient_config_of_affine_formats(n: int, bits: int, m: int, serves: bo
     assert isinstance(config, ManyTransposedConfig) == serves
 
 
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS.values() if gpu.measured_on is None])
+def test_gradient_config_of_affine_7_bits_elsewhere(gpu: object) -> None:
+    """By eight warps they would spill, and by four they decode each weight four times."""
+    a = Arrangement(8192, 8192, 7, 64)
+    assert gradient_config(a, 64, gpu, affine=True) is None
+    assert gradient_config(a, 32, gpu, affine=True) is not None
+    assert gradient_config(a, 64, gpu) is not None
+
+
 def test_gradient_config_of_few_rows() -> None:
     for m, gpu in ((32, H200), (33, GPUS[8, 0])):
         config = gradient_config(Arrangement(8192, 8192, 4, 64), m, gpu)
@@ -152,22 +161,34 @@ def test_transposed_config(bits: int, m: int, affine: bool, warps: int, split_n:
 
 
 @pytest.mark.parametrize(
-    ("n", "group_size", "bits", "m", "positions", "ahead", "split_n"),
+    ("n", "group_size", "bits", "affine", "m", "positions", "ahead", "split_n"),
     [
-        (8192, 64, 1, 8, 32, 1, 8),
-        (8192, 64, 3, 1, 32, 1, 8),
-        (8192, 128, 5, 1, 16, 1, 4),
-        (8192, 64, 4, 32, 8, 1, 4),
-        (8192, 64, 7, 8, 16, 2, 4),
-        (8192, 32, 3, 1, 8, 1, 4),  # too many scales
-        (8192, 64, 3, 9, 16, 0, 16),
-        (4096, 64, 3, 9, 8, 0, 16),
-        (4096, 64, 3, 1, 8, 1, 4),
+        (8192, 64, 1, False, 8, 32, 1, 8),
+        (8192, 64, 3, False, 1, 32, 1, 8),
+        (8192, 64, 3, True, 1, 32, 0, 8),
+        (8192, 128, 5, False, 1, 16, 1, 4),
+        (8192, 64, 4, False, 32, 8, 1, 4),
+        (8192, 64, 7, False, 8, 16, 2, 4),
+        (8192, 32, 3, False, 1, 8, 1, 4),  # too many scales
+        (8192, 64, 3, False, 9, 16, 0, 16),
+        (8192, 64, 2, False, 16, 16, 1, 8),
+        (8192, 64, 1, True, 16, 8, 2, 4),
+        (8192, 64, 4, True, 16, 8, 2, 4),
+        (4096, 64, 3, False, 9, 8, 0, 16),
+        (4096, 64, 3, False, 1, 8, 1, 4),
     ],
 )
 def test_positions_of_a_program(
-    n: int, group_size: int, bits: int, m: int, positions: int, ahead: int, split_n: int
+    n: int,
+    group_size: int,
+    bits: int,
+    affine: bool,
+    m: int,
+    positions: int,
+    ahead: int,
+    split_n: int,
 ) -> None:
-    config = gradient_config(Arrangement(n, 8192, bits, group_size), m, H200)
+    a = Arrangement(n, 8192, bits, group_size)
+    config = gradient_config(a, m, H200, affine=affine)
     assert isinstance(config, TransposedConfig)
     assert (config.positions, config.ahead, config.split_n) == (positions, ahead, split_n)

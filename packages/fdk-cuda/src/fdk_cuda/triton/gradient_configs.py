@@ -100,16 +100,18 @@ def _wide_gradient(
     return c.positions, c.ahead
 
 
-def serves_transposed(m: int, n: int, k: int, gpu: Gpu) -> bool:
+def serves_transposed(m: int, a: Arrangement, gpu: Gpu, *, affine: bool = False) -> bool:
     """Whether ``transposed_kernel`` beats dequantise and cuBLAS."""
     # H200, 4 bits: m = 16, 8192 x 8192 30 us against 81, 4096 x 4096 12.5 against 20; m = 64, 70
     # against 84 and 25 against 20. What is smaller was not timed.
-    if n * k < 1 << 22:
+    size = a.n * a.k
+    if size < 1 << 22:
         return False
     limit = gpu.limits.transposed_m
     # Affine 7 bits, 8192 x 8192, m = 64, three runs in turns: 97.4 us, 101.7 and 97.7; dequantised
-    # 104.0, 105.8 and 103.8.
-    return m <= (limit if n * k >= 1 << 26 else limit // 2)
+    # 104.0, 105.8 and 103.8: by eight warps and 32 rows a program, which spill elsewhere.
+    is_slow = affine and a.bits == 7 and gpu.measured_on is None
+    return m <= (limit if size >= 1 << 26 and not is_slow else limit // 2)
 
 
 def many_transposed_config(

@@ -89,7 +89,7 @@ def gradient_config(
     """For ``dy @ W_hat`` of m rows; None is to dequantise."""
     if serves_many_transposed(a, m, gpu, affine=affine):
         return many_transposed_config(m, a, gpu, affine=affine)
-    if serves_transposed(m, a.n, a.k, gpu):
+    if serves_transposed(m, a, gpu, affine=affine):
         sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu
         return transposed_config(*sizes, affine=affine, segment=a.segment)
     return None

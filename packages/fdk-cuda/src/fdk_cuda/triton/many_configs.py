@@ -36,8 +36,9 @@ def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig
         config = replace(config, stages=4)
     if gpu.measured_on is None:
         # Without stack (Triton 3.7.1): 128 rows of x took 48 bytes at 4 bits for sm_80 and sm_120,
-        # 64 of 3 bits 16 for sm_100, of affine 6 bits 16 for sm_80, of 2 bits 24 for sm_89, and so
-        # did eight warps of 7 bits; four of affine 3 bits 8 for sm_120.
+        # 64 of 3 bits 16 for sm_100, of affine 6 bits, and of 7 bits by eight warps, 16 for sm_80,
+        # of 2 bits 24 for sm_86 and sm_89; four warps of affine 3 bits 8 for sm_120. One choice
+        # for all of these GPUs, as nothing was timed there.
         warps, most = {3: 8, 7: 4}.get(bits, config.warps), 32 if bits in (2, 3, 6) else 64
         config = replace(config, warps=warps, block_m=min(config.block_m, most))
     config = fit(config, bits, gpu.shared_bytes)

@@ -52,8 +52,8 @@ FEW_ROWS = {
 }
 # The same for 9 to 16 rows of x; 8 bits at 28672 x 8192 before sums went so.
 MORE_ROWS = {
-    # In turns: 6.4 us -> 5.3 with overlap; 8192 columns are four rounds, too few to fetch ahead:
-    # 13.3 -> 12.3, 49.7 -> 47.0 without.
+    # In turns, rows of 8192 columns, which are four rounds, too few to fetch ahead: 13.3 -> 12.3,
+    # 49.7 -> 47.0 without; longer rows were not timed. 4096 x 4096: 6.4 -> 5.3 with overlap.
     1: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES, TWO_TILES),  # 5.3 12.3 47.0
     2: Choice(TWO_TILES_8_WARPS, TWO_TILES_168, TWO_TILES_FETCHED),  # - 17.2 (without 17.7) 49.0
     3: Choice(ONE_TILE, TWO_TILES_NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD),  # - 16.6 56.3

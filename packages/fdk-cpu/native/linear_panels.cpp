@@ -20,9 +20,9 @@ namespace {
 // sets of L1.
 constexpr std::size_t kLineBytes = 64;
 
-// Of more staged x a panel is no longer near when it is wanted, so it is fetched while the one before
-// is multiplied: on wide machines only, for on others the fetches cost more than they gain. Less is
-// near by itself (Zen 5, 4096 x 4096, m = 512: 37.9 ms, fetched 38.0).
+// Of more staged x a panel is no longer near when it is wanted, so it is fetched while the one
+// before is multiplied: on wide machines only, for on others the fetches cost more than they gain.
+// Less is near by itself (Zen 5, 4096 x 4096, m = 512: 37.9 ms, fetched 38.0).
 constexpr std::size_t kNearBytes = std::size_t(4) << 20;
 
 // Rows of x past the last full panel, or step of one, that meet each stripe of W_hat as it is

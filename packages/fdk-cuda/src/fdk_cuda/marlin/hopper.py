@@ -60,7 +60,8 @@ STEP_COST = {
     (256, 2, 1): {1: 0.686, 2: 0.684, 3: 0.723, 4: 0.720, 8: 0.809},
 }
 # Of 1 bit by signs: what 2 bits take. The plan that comes out first so was the fastest of three, or
-# level with it, in all 17 cases that were timed (32 to 256 rows, docs/kernels/hopper-gemm.md).
+# level with it, in all 17 cases that were timed (32 to 256 rows, docs/kernels/hopper-gemm.md). They
+# are meant for scales of the activations' dtype, which a plan does not know: others go by masks.
 SIGNS = 0
 STEP_COST = {tile: costs | {SIGNS: costs[2]} for tile, costs in STEP_COST.items()}
 # Rows of x, by bits and the weight's rows and columns, that take the plan of one row more than the
@@ -68,7 +69,7 @@ STEP_COST = {tile: costs | {SIGNS: costs[2]} for tile, costs in STEP_COST.items(
 # (H200, rows at ef6a9f7: three tiles of 96 rows and two of 160, with 288 and 289 rows: 8192 x
 # 8192, 1 bit 65.7 us and 60.7, 4 bits 67.2 and 64.8, 28672 x 8192, 1 bit 227.9 and 215.0; with the
 # plan of 289 these 288 take 61.9, 66.0 and 212.7, rows.jsonl at 57ef800). Any Hopper of as many
-# processors does so.
+# processors does so. (Signs too, which were not timed there.)
 TIMED_ROWS = {
     (1, 8192, 8192): range(257, 289),
     (4, 8192, 8192): range(257, 289),
@@ -255,7 +256,8 @@ def hopper_cost(
         sent = tile_mib * (shape.cluster - 1) / shape.cluster
         time += CLUSTER_COST + SENT_MIB_COST * sent
     costs = step_cost[shape.columns, shape.consumers, shape.k_groups]
-    kind = SIGNS if geometry.has_signs and SIGNS in costs else geometry.bits
+    by_signs = geometry.has_signs and geometry.scale_dtype != torch.float32
+    kind = SIGNS if by_signs and SIGNS in costs else geometry.bits
     return time + steps * costs[kind]
 
 

@@ -54,7 +54,12 @@ def marlin_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
+    """``x @ W_hat.T + bias``, ``[m, n, dtype]``.
+
+    ``format`` is that of ``MarlinLayout``, by which kernels may compute what codes stand for: of 1
+    bit ``binary`` where the codebook is -c and c and else ``custom``, of 8 bits ``int`` only where
+    it is that grid and no code is the second of 127.
+    """
     _check_dtype("marlin_linear", "x", x, codebook)
     kernel = kernel_for(
         x.shape[0],

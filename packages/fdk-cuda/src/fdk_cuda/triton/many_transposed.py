@@ -53,7 +53,7 @@ _TRANSPOSE_LOWER = gl.constexpr(
 def load_tile(pointers, tile_n, n_tiles, sizes, AFFINE: gl.constexpr):
     """Words, scale and zero point of a tile of 16 rows; those of the last for what is beyond.
 
-    There dy is 0.
+    There dy is 0, or nothing is multiplied.
     """
     words_ptr, scale_ptr, zero_ptr = pointers
     of_words, of_scales = sizes
@@ -150,7 +150,10 @@ def operands_of_round(
 
 @gluon.jit
 def products(w, y, acc, first: gl.constexpr, COUNT: gl.constexpr):
-    """Sums of each position and what is left to run."""
+    """The sums of each position, ``[128, BLOCK_M]``, with products that run.
+
+    Of operands ``w[first]`` and on, ``[128, 16]``, and of y, ``[16, BLOCK_M]``.
+    """
     result = ()
     for q in gl.static_range(COUNT):
         result = result + (hopper.warpgroup_mma(w[first + q], y, acc[q], is_async=True),)
@@ -159,7 +162,7 @@ def products(w, y, acc, first: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def waited(acc, left: gl.constexpr, COUNT: gl.constexpr):
-    """The sums, where so many products at most still run."""
+    """The sums, ``COUNT`` of ``[128, BLOCK_M]``, where so many products at most still run."""
     if COUNT == 4:
         return hopper.warpgroup_mma_wait(left, deps=[acc[0], acc[1], acc[2], acc[3]])
     elif COUNT == 2:
@@ -207,6 +210,7 @@ def many_transposed_kernel(
     n follow each other.
     """
     gl.static_assert(WORDS == 1)
+    gl.static_assert(PAIRED)  # Groups of multiples of 64, and whole rows, are.
     PARTS: gl.constexpr = POSITIONS // COUNT
     WIDTH: gl.constexpr = 16 * COUNT
     CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE, TWO and BITS == 1)
@@ -283,20 +287,17 @@ def many_transposed_kernel(
     if COUNT == 4:
         total = gl.join(gl.join(acc[0], acc[1]), gl.join(acc[2], acc[3]))
         total = gl.reshape(total, [_WARPS, 2, 4, 2, BLOCK_M, 2, 2])
-        if PAIRED:
-            total = gl.permute(total, [4, 0, 6, 2, 5, 1, 3])
-        else:
-            total = gl.permute(total, [4, 0, 6, 5, 2, 1, 3])
+        total = gl.permute(total, [4, 0, 6, 2, 5, 1, 3])
     elif COUNT == 2:
         total = gl.reshape(gl.join(acc[0], acc[1]), [_WARPS, 2, 4, 2, BLOCK_M, 2])
-        total = gl.permute(total, [4, 0, 2, 5, 1, 3] if PAIRED else [4, 0, 5, 2, 1, 3])
+        total = gl.permute(total, [4, 0, 2, 5, 1, 3])
     else:
         total = gl.permute(gl.reshape(acc[0], [_WARPS, 2, 4, 2, BLOCK_M]), [4, 0, 2, 1, 3])
     total = gl.reshape(total, [BLOCK_M, _WARPS * WIDTH])
     total = gl.convert_layout(total.to(out_ptr.dtype.element_ty), _STORED)
     i = gl.arange(0, _WARPS * WIDTH, gl.SliceLayout(0, _STORED))
     column = first_part * WIDTH + i
-    if COUNT == 1 and PAIRED:  # The parts of a pair take turns, four columns each.
+    if COUNT == 1:  # The parts of a pair take turns, four columns each.
         column = column // 32 * 32 + i % 16 // 4 * 8 + i // 16 % 2 * 4 + i % 4
         column = tl.max_contiguous(tl.multiple_of(column, 4), 4)
     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)

@@ -6,8 +6,9 @@
 #pragma once
 #include "hopper_units.cuh"
 
-// Writes columns `first` and on of a tile, which are rows of the output: the group has put them in a
-// piece, in chunks of eight rows of the tile, swizzled. `whole` is whether eight divide the width.
+// Writes columns `first` and on of a tile, which are rows of the output: the group has put them in
+// a piece, in chunks of eight rows of the tile, swizzled. `whole` is whether eight divide the
+// width.
 //
 // piece     :: [PIECE_COLUMNS, PIECE_STRIDE bytes]
 // out_of(p) :: [m, width_of(p), dtype]

@@ -52,7 +52,8 @@ static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
 // more, and registers that four groups do not have.
 // H200, 8192 x 8192, 64 rows, 1 bit: 20.1 us -> 18.9. With three stages, 96 rows, 8 bits: 29.9 ->
 // 31.7.
-// Signs need no look-up: their codes are loaded so far ahead, and decoded behind it.
+// Signs need no look-up: their codes are loaded two blocks ahead as well, and become weights after
+// the wgmmas are handed over.
 constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS < 4 && STAGES > 3 && (SCALES_LAST || BY_SIGNS);
 // The same with stages of one block, one block ahead; without a table its codes are only loaded.
 // H200, 8192 x 8192, 256 rows: 3 bits 53.4 us -> 51.9, 4 bits 53.4 -> 51.7; 8 bits, 1024 rows:

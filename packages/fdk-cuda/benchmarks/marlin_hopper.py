@@ -173,12 +173,9 @@ def span(ratios: list[float]) -> str:
 
 def marks_of(rows: list[Row]) -> dict[str, str]:
     """A mark for each commit in the order of its last row; the last commit has none."""
-    commits = {}
-    for row in sorted(rows, key=lambda row: row["started"]):
-        commits.pop(row["commit"], None)
-        commits[row["commit"]] = None
-    *older, latest = commits
-    return dict(zip(older, MARKS, strict=False)) | {latest: ""}
+    last = {row["commit"]: row["started"] for row in sorted(rows, key=lambda row: row["started"])}
+    *older, latest = sorted(last, key=last.__getitem__)
+    return dict(zip(older, MARKS[: len(older)], strict=True)) | {latest: ""}
 
 
 def cell(row: dict[str, Any] | None, marks_by_commit: dict[str, str]) -> str:

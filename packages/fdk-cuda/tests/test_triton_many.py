@@ -60,7 +60,6 @@ def compile_many(
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
         "CLUSTER": config.cluster,
-        "TWO": bool(affine) and bits == 1,
     }
     out, size = (dtype, 16) if config.parts == 1 else ("fp32", 32)
     rows, own_rows = config.block_m, config.block_m // config.cluster

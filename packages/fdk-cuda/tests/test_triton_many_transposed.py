@@ -46,7 +46,6 @@ def compile_transposed(
         "STAGES": config.stages,
         "COUNT": config.positions,
         "ROUND": config.tiles,
-        "TWO": affine and bits == 1,
     }
     others = POINTERS | {
         "y_desc": f"tensordesc<bf16[{config.block_m}, 64],{shared_layout(16)!r}>",

@@ -162,8 +162,7 @@ def _computed_format(q: QuantisedTensor) -> Format:
 
     The table of a weight is what counts, not its name: 1 bit is ``binary`` where its values are -c
     and c. Of the integers from -127 to 127 the last comes twice, so that its second code is none to
-    compute. (``quantise`` gives it to what a scale that was rounded down leaves above 127: most
-    weights of int8 without ``signmax`` have it.)
+    compute. (``quantise`` does not give it; older files and codes that others made may hold it.)
     """
     if q.format.bits == 1 and q.codebook is not None:
         by_signs = bool(q.codebook[0] == -q.codebook[1])

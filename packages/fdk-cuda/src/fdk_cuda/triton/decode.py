@@ -219,8 +219,7 @@ def decode_part(
     """The values of ``COUNT`` positions, each in the shape of a word.
 
     ``CODES``: bits, whether affine (2: scaled by one multiply-add), whether by assembly, whether
-    with a table in shared memory, the dtype of the activations, that of the product's operands, and
-    in kernels that know it, whether 1 bit chooses between two scaled values.
+    with a table in shared memory, the dtype of the activations, and that of the product's operands.
     """
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from fdk_cuda.triton.assembly import table_of
+from fdk_cuda.triton.assembly import results, table_of
 from fdk_cuda.triton.decode import (
     PART,
     decode_part,
@@ -15,6 +15,7 @@ from fdk_cuda.triton.decode import (
     prepare,
     stored_columns,
 )
+from fdk_cuda.triton.pieces import of_two, of_two_constraints
 
 _PART = tl.constexpr(PART)
 # Two products, each rounded once: exactly what float32 arithmetic and a cast give. With -0 added,
@@ -78,22 +79,47 @@ def scaled(value, scale, zero, CODES: tl.constexpr):
 
 @triton.jit
 def two_values(values_ptr, scale, zero, CODES: tl.constexpr):
-    """Of codes of one bit, scaled: the first twice, and the bits in which the second differs."""
+    """Of affine codes of one bit, scaled: the first twice, and the bits where the second differs.
+
+    Both in the shape of scale and zero.
+    """
     X_DTYPE: tl.constexpr = CODES[4]
     values_ptr += table_of(X_DTYPE) * 2
     scale = scale.to(tl.float32)
     low = tl.load(values_ptr).to(X_DTYPE, bitcast=True).to(tl.float32)
     high = tl.load(values_ptr + 1).to(X_DTYPE, bitcast=True).to(tl.float32)
-    if CODES[1]:
-        zero = zero.to(tl.float32)
-        low = (low - zero) * scale
-        high = (high - zero) * scale
-    else:
-        low = low * scale
-        high = high * scale
+    zero = zero.to(tl.float32)
+    low = (low - zero) * scale
+    high = (high - zero) * scale
     low = low.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     high = high.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return low * 0x10001, (low ^ high) * 0x10001
+
+
+@triton.jit
+def chosen(
+    word,
+    values_ptr,
+    scale,
+    zero,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    SAME: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """The weights of ``COUNT`` positions of affine codes of one bit, each in the shape of ``word``.
+
+    Words side by side have one scale and zero point where ``SAME``.
+    """
+    value, other = two_values(values_ptr, scale, zero, CODES)
+    return tl.inline_asm_elementwise(
+        of_two(FIRST, COUNT, SAME),
+        of_two_constraints(COUNT),
+        [word, value, other],
+        dtype=results(CODES[4], COUNT),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit

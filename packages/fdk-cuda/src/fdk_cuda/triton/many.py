@@ -14,11 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from fdk_cuda.triton.assembly import results
 from fdk_cuda.triton.configs import MANY_WARPS
 from fdk_cuda.triton.decode import decode_part, decode_scale, load_pair, load_tables, prepare
-from fdk_cuda.triton.dequantise import scaled, two_values
-from fdk_cuda.triton.pieces import of_two, of_two_constraints
+from fdk_cuda.triton.dequantise import chosen, scaled
 from fdk_cuda.triton.ring import STEP, after, fetch_x, new_ring
 from fdk_cuda.triton.shared import exchange_constraints, exchange_halves
 
@@ -76,18 +74,10 @@ def operand_of_step(
     scale = gl.expand_dims(scale, 2)
     zero = gl.expand_dims(zero, 2)
     weights = ()
-    if CODES[6]:
-        value, other = two_values(values_ptr, scale, zero, CODES)
+    if CODES[0] == 1 and CODES[1]:
         word = gl.reshape(words[0], [2, _WARPS * 32, 4])
         word = gl.convert_layout(word, _WEIGHTS, assert_trivial=True)
-        weights = tl.inline_asm_elementwise(
-            of_two(part * _COUNT, _COUNT, True),
-            of_two_constraints(_COUNT),
-            [word, value, other],
-            dtype=results(CODES[4], _COUNT),
-            is_pure=True,
-            pack=2,
-        )
+        weights = chosen(word, values_ptr, scale, zero, part * _COUNT, _COUNT, True, CODES)
     else:
         values = decode_part(words, tables, values_ptr, part, _COUNT, CODES)
         for q in gl.static_range(_COUNT):
@@ -150,7 +140,6 @@ def many_kernel(
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
     CLUSTER: gl.constexpr,
-    TWO: gl.constexpr = False,
 ):
     """A program computes 128 outputs of BLOCK_M rows, over its share of the k tiles.
 
@@ -160,7 +149,7 @@ def many_kernel(
     PARTS: gl.constexpr = POSITIONS // _COUNT
     BLOCK_N: gl.constexpr = 16 * _WARPS
     TILE: gl.constexpr = WORDS * 256
-    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE, TWO and BITS == 1)
+    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE)
     # Words are loaded two tiles ahead where a tile is short; otherwise half a tile, of at least two
     # steps, for they would not fit registers.
     FAR: gl.constexpr = WORDS == 1

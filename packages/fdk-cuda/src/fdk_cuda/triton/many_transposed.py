@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fdk_cuda.triton.assembly import results
 from fdk_cuda.triton.configs import MANY_WARPS
 from fdk_cuda.triton.decode import (
     decode_part,
@@ -25,8 +24,7 @@ from fdk_cuda.triton.decode import (
     prepare,
     stored_columns,
 )
-from fdk_cuda.triton.dequantise import scaled, two_values
-from fdk_cuda.triton.pieces import of_two, of_two_constraints
+from fdk_cuda.triton.dequantise import chosen, scaled
 from fdk_cuda.triton.ring import after, fetch_x, new_ring
 from fdk_cuda.triton.transposed_tiles import TRANSPOSE
 
@@ -99,18 +97,10 @@ def operands_of_tile(
     scale = as_rows_of_weights(scale)
     zero = as_rows_of_weights(zero)
     weights = ()
-    if CODES[6]:
-        value, other = two_values(values_ptr, scale, zero, CODES)
+    if CODES[0] == 1 and CODES[1]:
         word = gl.reshape(word, [2, _WARPS * 32, 2, 2])
         word = gl.convert_layout(word, _WEIGHTS, assert_trivial=True)
-        weights = tl.inline_asm_elementwise(
-            of_two(0, _DECODED, False),
-            of_two_constraints(_DECODED),
-            [word, value, other],
-            dtype=results(CODES[4], _DECODED),
-            is_pure=True,
-            pack=2,
-        )
+        weights = chosen(word, values_ptr, scale, zero, 0, _DECODED, False, CODES)
     else:
         now = prepare((word,), CODES)
         values = decode_part(now, tables, values_ptr, 0, _DECODED, CODES)
@@ -202,7 +192,6 @@ def many_transposed_kernel(
     STAGES: gl.constexpr,
     COUNT: gl.constexpr,
     ROUND: gl.constexpr,
-    TWO: gl.constexpr = False,
 ):
     """A program computes 8 * COUNT positions side by side of BLOCK_M rows, over its rows of W.
 
@@ -213,7 +202,7 @@ def many_transposed_kernel(
     gl.static_assert(PAIRED)  # Groups of multiples of 64, and whole rows, are.
     PARTS: gl.constexpr = POSITIONS // COUNT
     WIDTH: gl.constexpr = 16 * COUNT
-    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE, TWO and BITS == 1)
+    CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, BLOCK_M, 16]
     )

@@ -138,7 +138,7 @@ class Wrong:
         return None
 
     def unsupported(self, case):
-        return None
+        return "needs codes" if case.quantised is None else None
 
     def prepare(self, case, copies=None):
         W = torch.randn(case.n, case.k, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -301,7 +301,7 @@ def test_compare_command_names_who_is_absent(tmp_path):
         (["--device", "tpu"], "wanted cpu or cuda"),
         (["--backend", "absent"], "wanted one of auto"),
         (["--activations", "int4"], "wanted float or int8, got 'int4'"),
-        (["--against", "nobody"], "got nobody"),
+        (["--against", "nobody"], "nobody"),
         (["--shapes", "llama-9b"], "llama-9b"),
         (["--include", "("], "wanted a regular expression"),
         (["--include", "nothing"], "leave no case"),

@@ -1,7 +1,11 @@
 """Peers: right answers, what they do not take, and a limit on their time."""
 
 import itertools
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -14,7 +18,7 @@ from fdk_bench.cases import KernelCase
 from fdk_bench.kernels import KernelRun, absent, measure
 from fdk_bench.limits import TookTooLongError, time_limit
 from fdk_bench.peers import PEERS, check, peers_named
-from fdk_bench.peers.dense import CompiledReference
+from fdk_bench.peers.dense import CompiledReference, DenseTriton
 from fdk_bench.peers.gemlite import add_nearest, error_of_parts
 from fdk_bench.peers.llama_cpp import LLAMA_CPP
 
@@ -75,13 +79,57 @@ def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
     assert compiled == set(itertools.product((1, 2, 3), (64, 128), (4, 2, 1)))
 
 
-def test_peers_say_what_they_do_not_take():
+def test_peers_say_what_they_do_not_take(monkeypatch):
+    monkeypatch.setattr(DenseTriton, "missing", lambda self: None)  # as with fdk-cuda installed
     case = KernelCase(1, 64, 64, "custom3-g64", "bf16", "cpu", "")
     reasons = {peer.name: peer.unsupported(case) for peer in PEERS}
     assert reasons["int4pack"] == "needs 4 bits, got custom3-g64"
     assert reasons["tinygemm"] == "needs cuda, got cpu"
+    assert reasons["triton-16"] == "needs 16 bits, got custom3-g64"
     missing = absent(run_of(peers=PEERS, formats=["bf16", "custom3-g64"]))
     assert missing["int4pack"] == "needs 4 bits, got custom3-g64"
+    assert missing["triton-16"] == "needs 16 bits, got custom3-g64"
+
+
+def test_plain_triton_beside_16_bits(tmp_path):
+    """In a process of its own: Triton's interpreter is chosen when a kernel is defined."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("fdk_cuda", reason="fdk-cuda is not installed")
+    command = (
+        "kernels", "--device", "cpu", "-n", "40", "-k", "64", "-m", "1,3", "-b", "16,4",
+        "--backend", "reference", "--against", "triton-16", "--json", "--out", str(tmp_path),
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "fdk_bench", *command],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    of = {(r["case"]["backend"], r["case"]["m"]): r["values"] for r in rows}
+    assert set(of) == {(name, m) for name in ("torch", "triton-16", "reference") for m in (1, 3)}
+    for m in (1, 3):
+        torch_time = of["torch", m]["time"]
+        assert of["torch", m]["speedup_16"] is None
+        for name in ("triton-16", "reference"):
+            assert of[name, m]["speedup_16"] == pytest.approx(torch_time / of[name, m]["time"])
+            # Of other widths nobody is a rival.
+            assert of[name, m]["best_peer"] is None
+        assert of["triton-16", m]["weight_bytes"] == 40 * 64 * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_plain_triton_on_gpu(dtype):
+    peer = DenseTriton()
+    case = KernelCase(1, 264, 1040, dtype, dtype, "cuda", peer.name)
+    assert peer.missing() is None
+    assert peer.unsupported(case) is None
+    prepared = peer.prepare(case, 2)
+    inputs = [torch.randn(m, 1040, device="cuda").to(case.torch_dtype) for m in (1, 2, 64, 300)]
+    with torch.inference_mode():
+        assert len(check(prepared, inputs)) == len(inputs)
 
 
 def test_peers_named():
@@ -119,7 +167,7 @@ class Slow:
         return None
 
     def unsupported(self, case):
-        return None
+        return "needs codes" if case.quantised is None else None
 
     def prepare(self, case, copies=None):
         while True:

@@ -42,7 +42,7 @@ class KernelValues:
         throughput: operations over time.
         floor: time to read ``bytes`` once on this machine, measured in this run.
         floor_share: floor over time.
-        speedup_16: over the layer that is not quantised; None where that was not measured.
+        speedup_16: over torch's layer that is not quantised; None where that was not measured.
         best_peer: the fastest peer at these bits and group size in this run, or None.
         speedup_peer: over that peer.
     """
@@ -108,7 +108,7 @@ class KernelRun:
         """Who is measured on a shape, each with its case for every m that is included."""
         found: list[tuple[list[KernelCase], Peer]] = []
         for format in self.formats:
-            case = KernelCase(0, n, k, format, self.dtype, self.device, "torch")
+            case = KernelCase(0, n, k, format, self.dtype, self.device, Dense.name)
             if case.quantised is None:
                 contenders: list[tuple[KernelCase, Peer]] = [(case, Dense())]
             else:
@@ -117,8 +117,8 @@ class KernelRun:
                     for name in self.backends
                     for activations in self.activations
                 ]
-                peers = [peer for peer in self.peers if _takes(peer, case)]
-                contenders += [(replace(case, backend=peer.name), peer) for peer in peers]
+            peers = [peer for peer in self.peers if _takes(peer, case)]
+            contenders += [(replace(case, backend=peer.name), peer) for peer in peers]
             for case, contender in contenders:
                 cases = [replace(case, m=m) for m in self.ms]
                 if cases := [case for case in cases if self._included(str(case))]:
@@ -142,12 +142,12 @@ def absent(run: KernelRun) -> dict[str, str]:
         cases = [
             KernelCase(1, n, k, format, run.dtype, run.device, peer.name)
             for n, k in run.shapes
-            for format in run.formats
-            if format != run.dtype
+            # What is quantised first: most peers' reasons are about that.
+            for format in sorted(run.formats, key=run.dtype.__eq__)
         ]
         if not any(_takes(peer, case) for case in cases):
             against = (peer.unsupported(case) for case in cases)
-            reasons[peer.name] = peer.missing() or next(filter(None, against), "no quantised case")
+            reasons[peer.name] = peer.missing() or next(filter(None, against), "no case")
     return reasons
 
 
@@ -160,9 +160,8 @@ def contender_of(case: KernelCase) -> Peer:
     """Who computes a case: torch for what is not quantised, a peer of that name, or a backend."""
     from fdk_bench.peers import PEERS
 
-    if case.quantised is None:
-        return Dense()
-    return next((peer for peer in PEERS if peer.name == case.backend), Ours())
+    default = Dense() if case.quantised is None else Ours()
+    return next((peer for peer in PEERS if peer.name == case.backend), default)
 
 
 def measure(
@@ -268,10 +267,10 @@ def _values(case: KernelCase, r: _Ready, timing: Timing, floor: Floor) -> Kernel
 def compare(rows: Sequence[KernelRow], peers: Collection[str]) -> list[KernelRow]:
     """The rows of one shape and m, with their speed-ups over the 16-bit layer and the peers."""
     times = {row.case: row.values.time for row in rows if row.values is not None}
-    dense = [time for case, time in times.items() if case.quantised is None]
+    dense = [time for case, time in times.items() if case.backend == Dense.name]
     result = []
     for row in rows:
-        if row.values is None or row.case.quantised is None:
+        if row.values is None or row.case.backend == Dense.name:
             result.append(row)
             continue
         rivals = {

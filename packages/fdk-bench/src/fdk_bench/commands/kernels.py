@@ -61,10 +61,10 @@ COMMANDS = {
         help="""
         Time every peer that is installed beside ours, in turns, in one run.
 
-        The 16-bit layer of torch, a compiled reference, tinygemm, torch's int4pack, bitsandbytes,
-        gemlite, torchao, Humming and llama.cpp; those that are absent are named, with the reason.
-        A peer's answer is checked against its own dequantised weight. Default: a 4096 x 4096 layer
-        at 16 and 4 bits. Writes compare.jsonl and compare.md.
+        16-bit layers of torch and of plain Triton, a compiled reference, tinygemm, torch's
+        int4pack, bitsandbytes, gemlite, torchao, Humming and llama.cpp; those that are absent are
+        named, with the reason. A peer's answer is checked against its own dequantised weight.
+        Default: a 4096 x 4096 layer at 16 and 4 bits. Writes compare.jsonl and compare.md.
 
         Exit code: 0 all measured, 1 a case failed, 2 bad usage, 130 interrupted (Ctrl-C keeps
         what was measured).

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fdk_bench.peers.base import Peer, Prepared, WrongAnswerError, check
-from fdk_bench.peers.dense import CompiledReference, Dense
+from fdk_bench.peers.dense import CompiledReference, Dense, DenseTriton
 from fdk_bench.peers.gemlite import GemLite
 from fdk_bench.peers.llama_cpp import LLAMA_CPP
 from fdk_bench.peers.packages import BitsAndBytes, Humming, TorchAO
@@ -11,8 +11,9 @@ from fdk_bench.peers.torch_ops import Int4PackCpu, TinyGemm
 
 __all__ = ["PEERS", "Dense", "Peer", "Prepared", "WrongAnswerError", "check", "peers_named"]
 
-# In the order of the tables. The 16-bit layer is measured in every run and not listed here.
+# In the order of the tables. torch's 16-bit layer is measured in every run and not listed here.
 PEERS: tuple[Peer, ...] = (
+    DenseTriton(),
     CompiledReference(),
     TinyGemm(),
     Int4PackCpu(),

@@ -1,9 +1,11 @@
-"""The layer that is not quantised, our own backends, and the reference under torch.compile."""
+"""Layers that are not quantised, our own backends, and the reference under torch.compile."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -40,8 +42,44 @@ class Dense:
         W = torch.randn(case.n, case.k, device=case.device, generator=generator) / case.k**0.5
         W = W.to(case.torch_dtype)
         weights = [W, *(W.clone() for _ in range(copies_of(case, W.nbytes, copies) - 1))]
-        calls = [partial(_dense, W) for W in weights]
-        return Prepared(calls, W.to, W.nbytes, "torch")
+        calls = [partial(self.product, W) for W in weights]
+        return Prepared(calls, W.to, W.nbytes, self.name)
+
+    @staticmethod
+    def product(W: Tensor, x: Tensor) -> Tensor:
+        """``x @ W.T`` for ``W :: [n, k]``, ``x :: [m, k]``."""
+        return linear(x, W)
+
+
+class DenseTriton(Dense):
+    """A GEMV and a GEMM in plain Triton over 16-bit weights: what Triton gives without codes."""
+
+    name = "triton-16"
+    note = "weights not quantised, a GEMV and a GEMM in plain Triton"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        if find_spec("fdk_cuda") is None or find_spec("triton") is None:
+            return "needs fdk-cuda and Triton"
+        return None
+
+    def unsupported(self, case: KernelCase) -> str | None:
+        """See ``Peer``."""
+        if case.quantised is not None:
+            return f"needs 16 bits, got {case.format}"
+        if case.dtype not in ("bf16", "fp16"):
+            return f"needs bf16 or fp16, got {case.dtype}"
+        # Triton's interpreter runs on any device.
+        if torch.device(case.device).type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+            return f"needs cuda, got {case.device}"
+        return None
+
+    @staticmethod
+    def product(W: Tensor, x: Tensor) -> Tensor:
+        """See ``Dense``."""
+        from fdk_cuda.triton import plain
+
+        return plain.gemv(x[0], W)[None] if x.shape[0] == 1 else plain.gemm(x, W)
 
 
 class Ours:
@@ -177,7 +215,3 @@ def codebook_bytes(q: QuantisedTensor) -> int:
 
 def _int8(q: QuantisedTensor, x: Tensor) -> Tensor:
     return int8_linear(x.float(), q)
-
-
-def _dense(W: Tensor, x: Tensor) -> Tensor:
-    return linear(x, W)

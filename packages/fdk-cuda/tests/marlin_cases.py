@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import linear
 
-from fdk_cuda.marlin import MARLIN, MARLIN_LUT
+from fdk_cuda.marlin import marlin_backends
 from fdk_cuda.marlin.launches import SMALL_FIELDS, small_fields
 from fdk_cuda.marlin.plan import MAX_ROWS, Device
 from fdk_cuda.marlin.programs import Variant, small_m_program
@@ -22,11 +22,13 @@ KIT = {"bits": BITS, "group_sizes": (32, 64, 128, None), "dtypes": DTYPES, "devi
 FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
 
 
-def pack(format, n, k, dtype=torch.bfloat16, seed=0):
+def pack(format, n, k, dtype=torch.bfloat16, seed=0, *, batch_invariant=False):
+    """A weight, and its layout; that of `binary` has the codebook by which Hopper goes by signs."""
     q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
     if q.format.codebook in ("int", "binary"):
         q = replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
-    backend = MARLIN if q.format.is_affine else MARLIN_LUT
+    affine, lut = marlin_backends(batch_invariant=batch_invariant)
+    backend = affine if q.format.is_affine else lut
     return q, backend.pack(q, dtype=dtype)
 
 

@@ -1,5 +1,6 @@
 """hopper_decode.cuh on the host: every register of operand A, bit for bit, without a table."""
 
+import re
 import shutil
 import subprocess
 
@@ -14,10 +15,12 @@ from fdk_formats.format import Format
 from fdk_formats.testing import random_quantised
 
 N, K = 128, 256
-# What nvcc gives, and PTX's instructions: prmt, whose selectors may spread a sign, and a product of
-# pairs of bf16, rounded to even. A shuffle brings a lane its own value.
+BF16, FP16 = torch.bfloat16, torch.float16
+# What nvcc gives, and PTX's instructions: prmt, whose selectors may spread a sign, conversions of
+# bf16 and fp16, and a product of pairs, rounded to even. A shuffle brings a lane its own value.
 HOST = """
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -46,14 +49,28 @@ inline unsigned byte_permute(unsigned a, unsigned b, unsigned selector) {
   }
   return out;
 }
-inline unsigned bf16_product(unsigned a, unsigned b) {
-  const float product = __uint_as_float(a << 16) * __uint_as_float(b << 16);
+inline float fp16_to_float(unsigned bits) {
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const float v = exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+  return bits & 0x8000 ? -v : v;
+}
+inline unsigned from_float(float v) {
   unsigned x;
-  memcpy(&x, &product, 4);
-  return x + 0x7FFF + (x >> 16 & 1) >> 16;
+  memcpy(&x, &v, 4);
+  if (!FP16) return x + 0x7FFF + (x >> 16 & 1) >> 16;
+  const int exponent = v == 0 ? -14 : std::max(ilogbf(v), -14);
+  const unsigned ones = nearbyintf(ldexpf(fabsf(v), 10 - exponent));
+  return (x >> 31 << 15) + (exponent + 14 << 10) + ones;
+}
+inline unsigned from_floats(float low, float high) {
+  return from_float(low) | from_float(high) << 16;
 }
 inline unsigned multiply_pair(unsigned a, unsigned b) {
-  return bf16_product(a & 0xFFFF, b & 0xFFFF) | bf16_product(a >> 16, b >> 16) << 16;
+  float values[2];
+  for (int i = 0; i < 2; i++, a >>= 16, b >>= 16)
+    values[i] = FP16 ? fp16_to_float(a & 0xFFFF) * fp16_to_float(b & 0xFFFF)
+                     : __uint_as_float(a << 16) * __uint_as_float(b << 16);
+  return from_floats(values[0], values[1]);
 }
 """
 # Of each block, warp and lane: the rows of the block that registers i are of, and the registers.
@@ -85,8 +102,8 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("host")
     for path in KERNEL_DIRECTORY.glob("*.cuh"):
         text = path.read_text("utf-8").replace("asm volatile(", "asm(")
-        for name in ("byte_permute", "multiply_pair"):
-            text = text.replace(f"uint32 {name}(uint32 a,", f"uint32 ptx_{name}(uint32 a,")
+        for name in ("byte_permute", "multiply_pair", "fp16_to_float", "from_floats"):
+            text = re.sub(rf"(__forceinline__ (?:uint32|float)) {name}\(", rf"\1 ptx_{name}(", text)
         (folder / path.name).write_text(text)
     (folder / "host.h").write_text(HOST)
     (folder / "main.cpp").write_text(MAIN)
@@ -98,16 +115,22 @@ def sources(tmp_path_factory):
 @pytest.mark.parametrize(
     "codebook", [(0.7109375, -0.7109375), (-0.3125, 1.28125), (-2.0, -0.375, 0.5, 1.0)], ids=str
 )
-def test_every_register(sources, codebook, group_size):
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(BF16, "bf16"), (BF16, "fp16"), (FP16, "fp16"), (FP16, "bf16"), (FP16, "fp32")],
+    ids=str,
+)
+def test_every_register(sources, dtype, scale, codebook, group_size):
     torch.manual_seed(7)
-    q = random_quantised(Format("custom", len(codebook) // 2, group_size), N, K)
+    format = Format("custom", len(codebook) // 2, group_size, scale_dtype=scale)
+    q = random_quantised(format, N, K)
     q.scale.copy_(0.5 + torch.rand(q.scale.shape))
     q.codebook.copy_(torch.tensor(codebook))
-    layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
+    layout = MARLIN_LUT.pack(q, dtype=dtype)
     assert layout.geometry.has_signs == (sum(codebook) == 0)
     shape = hopper_shapes(layout.geometry, DEVICES["sm_90a"])[-1]
     assert not shape.has_table
-    options = hopper_program(Variant.of(layout.geometry, torch.bfloat16), shape).options
+    options = hopper_program(Variant.of(layout.geometry, dtype), shape).options
     command = ["g++", "-std=c++17", "-O1", "-w", "-include", "host.h", *options, "main.cpp"]
     subprocess.run([*command, "-o", "main"], cwd=sources, check=True)
     given = [layout.codebook.view(torch.uint8), layout.packed.flatten()]
@@ -116,13 +139,13 @@ def test_every_register(sources, codebook, group_size):
     told = torch.frombuffer(bytearray(out), dtype=torch.int32).view(N // 32, K // 64, 2, 32, 18)
     rows = told[..., :2]
     # Step 2 h + j // 2, register 2 (j % 2) + i, element e.
-    a = told[..., 2:].contiguous().view(torch.bfloat16).view(*told.shape[:4], 2, 2, 2, 2, 2)
+    a = told[..., 2:].contiguous().view(dtype).view(*told.shape[:4], 2, 2, 2, 2, 2)
     tile, block, t = (
         torch.arange(size).view(view)
         for size, view in ((N // 32, (-1, 1, 1, 1)), (K // 64, (-1, 1, 1)), (4, (1, 1, 1, -1)))
     )
     lanes = t.expand(1, 1, 8, 4).reshape(1, 1, 1, 32)
-    weight = q.dequantise(torch.bfloat16)
+    weight = q.dequantise(dtype)
     for h, j, i, e in torch.cartesian_prod(*map(torch.arange, (2, 4, 2, 2))).tolist():
         row = 32 * tile + rows[..., i]
         column = 64 * block + 32 * h + 8 * j + 2 * lanes + e

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marlin_cases import pack, random_x
 from torch.nn.functional import linear
 
 import fdk_cuda
@@ -20,8 +21,7 @@ from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
 from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
 from fdk_cuda.marlin.plan import MAX_ROWS, Device
 from fdk_formats import all_backends
-from fdk_formats.format import Format
-from fdk_formats.testing import Case, cases, check_backend, nrmse, poisoned, random_quantised
+from fdk_formats.testing import Case, cases, check_backend, nrmse, poisoned
 
 HOPPER = Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
 FEW = replace(HOPPER, processors=6)
@@ -52,10 +52,12 @@ def orders(plan: HopperPlan, geometry: Geometry) -> set[tuple[tuple[int, int], .
 
 
 @pytest.mark.parametrize("device", [HOPPER, FEW], ids=["132", "6"])
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
-def test_hopper_sums_in_one_order(bits: int, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("bits", "signs"), [*((bits, False) for bits in SUPPORTED_BITS), (1, True)]
+)
+def test_hopper_sums_in_one_order(bits: int, signs: bool, device: Device) -> None:
     for n, k in SHAPES:
-        geometry = Geometry(bits, n, k, 64, torch.bfloat16, False)
+        geometry = Geometry(bits, n, k, 64, torch.bfloat16, False, has_signs=signs)
         seen = set()
         for m in SOME_M:
             plan = plan_hopper_invariant(geometry, m, device)
@@ -174,26 +176,19 @@ def test_register_backends() -> None:
     assert not any(all_backends()[name].batch_invariant for name in names)
 
 
-def pack(format: str, n: int, k: int, dtype: torch.dtype = torch.bfloat16):
-    q = random_quantised(Format.parse(format), n, k, seed=3).to("cuda")
-    backend = BACKENDS["marlin" if q.format.is_affine else "marlin-lut"]
-    return q, backend.pack(q, dtype=dtype)
-
-
-def random_x(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(m)
-    return torch.randn(m, k, device="cuda", generator=generator).to(dtype)
-
-
-FORMATS = [*(f"custom{bits}-g64" for bits in SUPPORTED_BITS), "affine4-g32", "affine8-g64-zint"]
+FORMATS = [
+    *(f"custom{bits}-g64" for bits in SUPPORTED_BITS),
+    *("affine4-g32", "affine8-g64-zint", "binary1-g64", "binary1-g32"),
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(1000, 1088), (4096, 4096), (28672, 1024)], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_do_not_depend_on_m(format: str, n: int, k: int) -> None:
-    q, layout = pack(format, n, k)
-    x, bias = random_x(3000, k), random_x(1, n)[0]
+    q, layout = pack(format, n, k, batch_invariant=True)
+    assert layout.geometry.has_signs == format.startswith("binary")
+    x, bias = random_x(3000, k), random_x(n, seed=2)
     with poisoned():
         whole = layout(x, bias)
     if device_limits(0).is_hopper:  # elsewhere the weight is not rounded, see test_conformance
@@ -210,7 +205,7 @@ def test_rows_do_not_depend_on_m(format: str, n: int, k: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_do_not_depend_on_m_elsewhere(format: str) -> None:
     """What GPUs other than Hopper run: small_m.cu, 16 rows of x at a time."""
-    q, layout = pack(format, 1000, 1088)
+    q, layout = pack(format, 1000, 1088, batch_invariant=True)
     arguments = layout.packed, layout.codebook, str(q.format)
     x = random_x(150, 1088)
     whole = ops.small_linear(x, *arguments, None, *q.shape, True)

@@ -39,7 +39,7 @@ from fdk_formats.format import Format
 from fdk_formats.packing import pack, unpack
 
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 64
-FRAGMENT_ROWS, FRAGMENTS = 16, 2
+FRAGMENTS = 2
 STEPS, REGISTERS, PAIR = 4, 4, 2
 LANES, WORD_BITS = 32, 32
 # Where the piece of lane 4 * g + t lies among 32.

@@ -37,7 +37,7 @@ static_assert(BITS == 1 || (BITS == 2 && AFFINE && X_ROWS == 1));
 static_assert(!AFFINE || SCALE_TYPE != 2, "the product of a scale and a zero point is exact");
 static_assert(X_ROWS == 1 || X_ROWS == 4);
 
-constexpr int DIGITS = X_ROWS == 1 ? 3 : 2, QUAD = 4;
+constexpr int DIGITS = X_ROWS == 1 ? 3 : 2;
 constexpr int B_COLUMNS = X_ROWS * DIGITS;
 constexpr int FACTORS = X_ROWS == 1 ? QUAD : 2 * X_ROWS;
 constexpr int B_SETS = BITS == 1 ? FRAGMENTS : 1;  // of digits: as many as orders of columns
@@ -105,10 +105,7 @@ struct GroupDigits {
   __device__ __forceinline__ GroupDigits(const Values& values, int t) {
     const GroupRange range(values);
     sum = AFFINE ? -range.sum : range.sum;
-    const int exponent = __float_as_int(range.largest) >> 23;
-    // Below 2^-106 values lose digits.
-    const int used = max(exponent, 21);
-    const float once = __int_as_float((253 + VALUE_BITS - used) << 23), twice = 2.f * once;
+    const float once = range.to_integers(VALUE_BITS), twice = 2.f * once;
     if constexpr (BITS == 2) {
       const float fourfold = 4.f * once;
       const auto integer = [&](int s, int i, int e, bool first) {
@@ -148,8 +145,8 @@ struct GroupDigits {
       }
     }
     // Half, for bits count twice, or a fourth.
-    factor = __int_as_float((used - VALUE_BITS - (BITS - 1) + (X_ROWS == 1 ? 16 * t : 0)) << 23);
-    if (exponent == 255) factor = __int_as_float(0x7FC00000);
+    const int lane_places = X_ROWS == 1 ? 16 * t : 0;
+    factor = range.power_or_nan(range.exponent - VALUE_BITS - (BITS - 1) + lane_places);
   }
 
   __device__ __forceinline__ void store(uint8* group, int row, int t) const {

@@ -8,7 +8,8 @@
 
 // Writes columns `first` and on of a tile, which are rows of the output: the group has put them in
 // a piece, in chunks of eight rows of the tile, swizzled. `whole` is whether eight divide the
-// width.
+// width, asked once for a tile: asked here, the forward of clusters has other machine code (4 bits,
+// tiles of 192 x 32: 1712 instructions for 1704).
 //
 // piece     :: [PIECE_COLUMNS, PIECE_STRIDE bytes]
 // out_of(p) :: [m, width_of(p), dtype]

@@ -207,6 +207,7 @@ struct HopperDecoder {
     halves[0] = keep(f ? 0x3300 : 0x0F00, lane);
     halves[1] = keep(f ? 0xCC00 : 0xF000, lane);
     scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES, lane);
+    // Over what is above: told apart there, 5 of 7 programs by signs had other machine code.
     if (BY_SIGNS) {
       codebook[0] = keep(byte_permute(book.words[0], book.words[0], 0x1010), lane);
       selector = keep(f ? 0x3232 : 0x1010, lane);

@@ -28,7 +28,7 @@
 static_assert(BITS == 1 && PER_ROW == 1 && ROW_GROUPS == 1);
 static_assert(!AFFINE || SCALE_TYPE != 2, "the product of a scale and a zero point is exact");
 
-constexpr int QUAD = 4, PLANES = 16, PRODUCTS = 4, COUNTS = 8;
+constexpr int PLANES = 16, PRODUCTS = 4, COUNTS = 8;
 constexpr int ORDERS = FRAGMENTS;  // of columns in a word: one for each fragment
 constexpr int COLUMN_PLANES = 4;   // columns of operand B for a row of a fragment
 constexpr int FACTORS_AT = ORDERS * COLUMN_PLANES * QUAD * 16;  // bytes, from a group's first
@@ -86,12 +86,8 @@ struct GroupPlanes {
   __device__ __forceinline__ explicit GroupPlanes(const Values& values) {
     const GroupRange range(values);
     sum = range.sum;
-    const int exponent = __float_as_int(range.largest) >> 23;
-    // Below 2^-106 values lose planes.
-    const int used = max(exponent, 21);
-    const float once = __int_as_float((253 + VALUE_BITS - used) << 23);
-    factor = __int_as_float((used + 1 - VALUE_BITS + MADE_UP) << 23);
-    if (exponent == 255) factor = __int_as_float(0x7FC00000);
+    const float once = range.to_integers(VALUE_BITS);
+    factor = range.power_or_nan(range.exponent + 1 - VALUE_BITS + MADE_UP);
     uint32 v[STEPS][2][2];
 #pragma unroll
     for (int s = 0; s < STEPS; s++)

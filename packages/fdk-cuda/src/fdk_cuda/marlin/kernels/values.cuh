@@ -2,6 +2,8 @@
 #pragma once
 #include "common.cuh"
 
+constexpr int QUAD = 4;  // lanes that share a group
+
 // A lane's sixteen values of a group, as they lie in x.
 struct Packed {
   uint4 halves[2];
@@ -33,10 +35,12 @@ struct Values {
   }
 };
 
-// Of a group's values, the largest magnitude and the sum. The whole warp makes it, four lanes to a
-// group.
+// Of a group's values, the largest magnitude's exponent and the sum. The whole warp makes it, four
+// lanes to a group.
 struct GroupRange {
-  float largest, sum;
+  int found;     // the exponent, as floats hold it: 255 where a value is infinite
+  int exponent;  // the one that is taken: below 2^-106 values lose the last of their bits
+  float sum;
 
   __device__ __forceinline__ explicit GroupRange(const Values& values) {
     // By four, not one after another: two warps to a scheduler hide little.
@@ -48,12 +52,24 @@ struct GroupRange {
         most[s] = fmaxf(most[s], fabsf(values.x[s][i >> 1][i & 1]));
         sums[s] += values.x[s][i >> 1][i & 1];
       }
-    largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    float largest = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
     sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
 #pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
+    for (int lanes = 1; lanes < QUAD; lanes *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
       sum += __shfl_xor_sync(~0u, sum, lanes);
     }
+    found = __float_as_int(largest) >> 23;
+    exponent = max(found, 21);
+  }
+
+  // The power of two by which values become less than 2 to `bits`.
+  __device__ __forceinline__ float to_integers(int bits) const {
+    return __int_as_float((253 + bits - exponent) << 23);
+  }
+
+  // The power of two with this exponent, but NaN where a value is infinite.
+  __device__ __forceinline__ float power_or_nan(int biased) const {
+    return found == 255 ? __int_as_float(0x7FC00000) : __int_as_float(biased << 23);
   }
 };

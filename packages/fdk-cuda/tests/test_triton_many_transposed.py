@@ -25,7 +25,7 @@ from fdk_cuda.triton.linear import gradient_config  # noqa: E402
 from fdk_cuda.triton.many_transposed import many_transposed_kernel  # noqa: E402
 from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 
-POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "zero_ptr": "*bf16"}
+POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32"}
 
 
 def compile_transposed(
@@ -48,6 +48,7 @@ def compile_transposed(
         "ROUND": config.tiles,
     }
     others = POINTERS | {
+        "zero_ptr": "*bf16" if scale == "*u8" else scale,
         "y_desc": f"tensordesc<bf16[{config.block_m}, 64],{shared_layout(16)!r}>",
         "scale_ptr": scale,
         "out_ptr": "*fp32" if config.split_n > 1 else "*bf16",
@@ -80,9 +81,14 @@ def test_many_transposed(bits: int, affine: bool, m: int, split_n: int) -> None:
     assert ptx.count(f"wgmma.wait_group.sync.aligned {running}") == 4 // chosen.tiles
 
 
-def test_many_transposed_otherwise() -> None:
-    """Scales of another dtype than dy: exponents."""
-    compile_transposed(4, ManyTransposedConfig(), affine=False, scale="*u8")
+@pytest.mark.parametrize("scale", ["*fp16", "*fp32", "*u8"])
+@pytest.mark.parametrize(
+    ("bits", "affine"), [(1, True), (2, False), (4, False), (4, True), (8, False)]
+)
+def test_many_transposed_scales(bits: int, affine: bool, scale: str) -> None:
+    """Scales of another dtype than dy, zero points alike; bytes are exponents."""
+    chosen = many_transposed_config(128, Arrangement(8192, 8192, bits, 64), H200, affine=affine)
+    check_hopper(compile_transposed(bits, chosen, affine=affine, scale=scale).asm["ptx"])
 
 
 @pytest.mark.parametrize(
@@ -130,6 +136,24 @@ def test_gradient_config_of_affine_7_bits_elsewhere(gpu: object) -> None:
     assert gradient_config(a, 64, gpu) is not None
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "affine", "serves"),
+    [
+        (4096, 4096, 3, False, True),
+        (4096, 4096, 3, True, False),
+        (4096, 4096, 6, False, False),
+        (8192, 4096, 6, False, True),
+        (8192, 4096, 6, True, False),
+    ],
+)
+def test_gradient_config_of_long_units(
+    n: int, k: int, bits: int, affine: bool, serves: bool
+) -> None:
+    config = gradient_config(Arrangement(n, k, bits, 64), 64, H200, affine=affine)
+    assert isinstance(config, TransposedConfig) == serves
+    assert serves or config is None
+
+
 def test_gradient_config_of_few_rows() -> None:
     for m, gpu in ((32, H200), (33, GPUS[8, 0])):
         config = gradient_config(Arrangement(8192, 8192, 4, 64), m, gpu)
@@ -145,9 +169,12 @@ def test_gradient_config_of_few_rows() -> None:
         (4, 16, False, 4, 8),
         (4, 16, True, 4, 4),
         (7, 16, False, 4, 16),
-        (6, 64, False, 4, 2),
+        (4, 32, True, 4, 4),
+        (3, 32, False, 8, 2),
+        (6, 64, False, 8, 1),
         (7, 32, True, 8, 2),
         (5, 64, True, 4, 2),
+        (5, 64, False, 8, 1),
         (7, 64, True, 8, 1),
     ],
 )
@@ -167,6 +194,10 @@ def test_transposed_config(bits: int, m: int, affine: bool, warps: int, split_n:
         (8192, 64, 3, True, 1, 32, 0, 8),
         (8192, 128, 5, False, 1, 16, 1, 4),
         (8192, 64, 4, False, 32, 8, 1, 4),
+        (8192, 64, 4, True, 32, 8, 1, 4),
+        (8192, 64, 7, False, 64, 8, 1, 1),
+        (4096, 64, 5, False, 64, 8, 1, 1),
+        (4096, 64, 5, False, 32, 8, 0, 4),
         (8192, 64, 7, False, 8, 16, 2, 4),
         (8192, 32, 3, False, 1, 8, 1, 4),  # too many scales
         (8192, 64, 3, False, 9, 16, 0, 16),

@@ -13,6 +13,7 @@ from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
 
 pytestmark = pytest.mark.gpu
+DTYPES = (torch.bfloat16, torch.float16)
 FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in (1, 2, 4, 8)]
 
 
@@ -37,7 +38,7 @@ def test_many_transposed(codebook: str, bits: int) -> None:
         (None, 77, 136, 1000, ManyTransposedConfig(256, tiles=2)),
         (192, 130, 1208, 192 * 5, ManyTransposedConfig(256, 4, tiles=2)),
     ):
-        dtype = (torch.bfloat16, torch.float16)[m == 100]
+        dtype = DTYPES[m == 100]
         case = Case(Format(codebook, bits, group_size), m, n, k, dtype, "cuda")
         q = case.quantised()
         w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
@@ -51,3 +52,21 @@ def test_many_transposed(codebook: str, bits: int) -> None:
             grad_x = launch.many_transposed(grad_y, w, config)
             assert nrmse(grad_x, oracle) <= 1.1 * nrmse(grad_y @ w_hat, oracle)
             assert torch.equal(grad_x, launch.many_transposed(grad_y, w, config))
+
+
+@pytest.mark.parametrize("scales", ["bf16", "fp16", "fp32", "e8m0"])
+@pytest.mark.parametrize(
+    ("codebook", "bits"), [("custom", 2), ("custom", 8), ("affine", 1), ("affine", 4)]
+)
+def test_many_transposed_scales(codebook: str, bits: int, scales: str) -> None:
+    """Of dy's dtype and of others, zero points alike: the reference's weights, bit for bit."""
+    n, k = 328, 64 * 9
+    for dtype in DTYPES:
+        case = Case(Format(codebook, bits, 64, scale_dtype=scales), 66, n, k, dtype, "cuda")
+        q = case.quantised()
+        w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
+        one_hot = torch.eye(n, dtype=dtype, device="cuda")[::5].contiguous()
+        for config in (ManyTransposedConfig(64, 2), ManyTransposedConfig(128, tiles=2)):
+            with poisoned():
+                grad_x = launch.many_transposed(one_hot, w, config)
+            assert torch.equal(grad_x, w_hat[::5]), (dtype, config)

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "layout.h"
 
@@ -51,6 +52,9 @@ struct RowLimits {
   // dequantised for panels. None: kMaxRest past the last step of a panel, where there is such a
   // product.
   std::size_t rest = 0;
+  // Bytes of all panels up to which each is near when it is wanted; of more, a panel is fetched
+  // while the one before is multiplied.
+  std::size_t near_panels = std::numeric_limits<std::size_t>::max();
 };
 
 // Lanes of x that a gemm kernel takes at once: the m of one panel.

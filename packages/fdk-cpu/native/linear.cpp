@@ -48,8 +48,7 @@ void linear_within(const RowLimits* own, const PackedWeight& weight, Activation 
     } else if (rows <= limits.stripes && kernels.stripes != nullptr) {
       linear_stripes(weight, w, kernels, activation, rows_x, rows, bias, rows_y, threads);
     } else {
-      linear_panels(weight, w, kernels, limits.rest, activation, rows_x, rows, bias, rows_y,
-                    threads);
+      linear_panels(weight, w, kernels, limits, activation, rows_x, rows, bias, rows_y, threads);
     }
   }
 }

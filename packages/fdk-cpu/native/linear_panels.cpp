@@ -20,11 +20,6 @@ namespace {
 // sets of L1.
 constexpr std::size_t kLineBytes = 64;
 
-// Of more staged x a panel is no longer near when it is wanted, so it is fetched while the one
-// before is multiplied: on wide machines only, for on others the fetches cost more than they gain.
-// Less is near by itself (Zen 5, 4096 x 4096, m = 512: 37.9 ms, fetched 38.0).
-constexpr std::size_t kNearBytes = std::size_t(4) << 20;
-
 // Rows of x past the last full panel, or step of one, that meet each stripe of W_hat as it is
 // decoded: in less time than a panel whose other lanes are zero.
 std::size_t rest_of(const Kernels& kernels, std::size_t limit, std::size_t m) {
@@ -72,11 +67,11 @@ class Pieces {
 }  // namespace
 
 void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
-                   std::size_t limit, Activation type, const void* x, std::size_t m,
+                   const RowLimits& limits, Activation type, const void* x, std::size_t m,
                    const void* bias, void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
   const bool as_it_is = kernels.x_is_bf16 && layout.dense();
-  const std::size_t rest = rest_of(kernels, limit, m);
+  const std::size_t rest = rest_of(kernels, limits.rest, m);
   m -= rest;
   const StripeRows rest_x(layout, *kernels.panel_order,
                           static_cast<const std::uint16_t*>(offset(x, m * layout.k, type)), rest);
@@ -91,7 +86,7 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
     units = units_of(layout, columns, type, kernels.x_is_bf16);
   }
   const std::size_t staged_bytes = panels.lanes() * positions * item;
-  const bool is_far = limit != 0 && staged_bytes > kNearBytes;
+  const bool is_far = staged_bytes > limits.near_panels;
   const Buffer<std::uint8_t> staged(staged_bytes);
   parallel_for(panels.count(), 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; i++) {

@@ -27,9 +27,9 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& ker
 void linear_stripes(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
                     Activation type, const void* x, std::size_t m, const void* bias, void* y,
                     std::size_t threads);
-// Blocks of W_hat, dequantised once for all rows, and panels of x. rest: of RowLimits.
+// Blocks of W_hat, dequantised once for all rows, and panels of x.
 void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
-                   std::size_t rest, Activation type, const void* x, std::size_t m,
+                   const RowLimits& limits, Activation type, const void* x, std::size_t m,
                    const void* bias, void* y, std::size_t threads);
 void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kernels, Activation type,
                const void* grad_y, std::size_t m, void* grad_x, std::size_t threads);

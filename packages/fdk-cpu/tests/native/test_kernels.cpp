@@ -210,8 +210,10 @@ void check(const Case& c, Random& random) {
     // Where products over stripes exist, each product takes as many rows as there are, whichever
     // this machine prefers.
     if (fdk::kernels_for(fdk::Isa(isa), c.activation).stripes != nullptr) {
-      for (const fdk::RowLimits& limits : {fdk::RowLimits{kAll, 0, 0}, fdk::RowLimits{0, kAll, 0},
-                                           fdk::RowLimits{0, 0, random.upto(32)}}) {
+      // Panels that the next one is fetched beside, and not.
+      for (const fdk::RowLimits& limits :
+           {fdk::RowLimits{kAll, 0, 0}, fdk::RowLimits{0, kAll, 0},
+            fdk::RowLimits{0, 0, random.upto(32)}, fdk::RowLimits{0, 0, random.upto(32), 0}}) {
         out.assign(out.size(), 0xFF);
         fdk::linear_within(&limits, w, c.activation, x.data(), c.m, bias.data(), out.data(),
                            threads);

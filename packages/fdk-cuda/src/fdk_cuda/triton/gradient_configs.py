@@ -20,6 +20,8 @@ TRANSPOSED_CONFIGS = (
     TransposedConfig(tiles=1, warps=4, m_tiles=2, ahead=0, overlap=True),
     TransposedConfig(tiles=1, warps=4, m_tiles=4, ahead=0, overlap=True),
 )
+# Shorter ones give a lane more scales, too many for what `_wide_gradient` takes registers for.
+WIDE_SEGMENT = 64
 
 
 def transposed_config(
@@ -46,7 +48,7 @@ def transposed_config(
         # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1); with
         # eight 8 for sm_80.
         config = replace(config, warps=8) if gpu.measured_on else replace(config, m_tiles=2)
-    if gpu.measured_on is not None and segment >= 64:
+    if gpu.measured_on is not None and segment >= WIDE_SEGMENT:
         config = _wide_gradient(config, m, bits, n_tiles * k_tiles, affine=affine)
     parts = -(-POSITIONS[bits] // config.positions)
     programs = k_tiles * parts * -(-m // (8 * config.m_tiles))
@@ -121,10 +123,11 @@ def serves_transposed(m: int, a: Arrangement, gpu: Gpu, *, affine: bool = False)
     if size < 1 << 22:
         return False
     limit, least = gpu.limits.transposed_m, 1 << 26
-    if gpu.measured_on is not None and _gains_by_eight_warps(a.bits, affine=affine):
+    is_wide = gpu.measured_on is not None and a.segment >= WIDE_SEGMENT
+    if is_wide and _gains_by_eight_warps(a.bits, affine=affine):
         # m = 64, and dequantised: 3 bits, 4096 x 4096 21.7 us and 23.4, 14336 x 4096 58.7 and 87.0,
-        # 5 bits, 4096 x 14336 69.9 and 90.9; 8192 x 8192, both and affine 3, 64 to 70 and 87 to
-        # 105. 6 and 7 bits there, 67 to 75, were timed beside no other way.
+        # 5 bits, 4096 x 14336 69.9 and 90.9; 8192 x 8192, each of these widths, 64 to 77 and 87 to
+        # 105. 6 and 7 bits and affine ones of fewer weights than that were not timed.
         least = 1 << 24 if a.bits == 3 and not affine else 1 << 25
     elif gpu.measured_on is None and affine and a.bits == 7:
         # Eight warps and 32 rows a program, which serve an H200, spill elsewhere.

@@ -80,7 +80,7 @@ def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
 
 
 def test_peers_say_what_they_do_not_take(monkeypatch):
-    monkeypatch.setattr(DenseTriton, "missing", lambda self: None)  # as with fdk-cuda installed
+    monkeypatch.setattr(DenseTriton, "missing", lambda self: None)  # as with fdk-cuda and a GPU
     case = KernelCase(1, 64, 64, "custom3-g64", "bf16", "cpu", "")
     reasons = {peer.name: peer.unsupported(case) for peer in PEERS}
     assert reasons["int4pack"] == "needs 4 bits, got custom3-g64"
@@ -89,6 +89,15 @@ def test_peers_say_what_they_do_not_take(monkeypatch):
     missing = absent(run_of(peers=PEERS, formats=["bf16", "custom3-g64"]))
     assert missing["int4pack"] == "needs 4 bits, got custom3-g64"
     assert missing["triton-16"] == "needs 16 bits, got custom3-g64"
+
+
+@pytest.mark.parametrize(("has_gpu", "interprets"), [(False, ""), (True, ""), (False, "1")])
+def test_what_plain_triton_needs(monkeypatch, has_gpu, interprets):
+    monkeypatch.setattr("fdk_bench.peers.dense.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setenv("TRITON_INTERPRET", interprets)
+    wanted = None if has_gpu or interprets else "needs an NVIDIA GPU: torch finds none"
+    assert DenseTriton().missing() == wanted
 
 
 def test_plain_triton_beside_16_bits(tmp_path):

@@ -137,19 +137,22 @@ def test_gradient_config_of_affine_7_bits_elsewhere(gpu: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "bits", "affine", "serves"),
+    ("n", "k", "bits", "group_size", "affine", "serves"),
     [
-        (4096, 4096, 3, False, True),
-        (4096, 4096, 3, True, False),
-        (4096, 4096, 6, False, False),
-        (8192, 4096, 6, False, True),
-        (8192, 4096, 6, True, False),
+        (4096, 4096, 3, 64, False, True),
+        (4096, 4096, 3, 32, False, False),  # too many scales for eight warps, by which it gains
+        (4096, 4096, 3, 64, True, False),
+        (4096, 4096, 6, 64, False, False),
+        (8192, 4096, 6, 64, False, True),
+        (8192, 4096, 6, 32, False, False),
+        (8192, 8192, 6, 32, False, True),
+        (8192, 4096, 6, 64, True, False),
     ],
 )
 def test_gradient_config_of_long_units(
-    n: int, k: int, bits: int, affine: bool, serves: bool
+    n: int, k: int, bits: int, group_size: int, affine: bool, serves: bool
 ) -> None:
-    config = gradient_config(Arrangement(n, k, bits, 64), 64, H200, affine=affine)
+    config = gradient_config(Arrangement(n, k, bits, group_size), 64, H200, affine=affine)
     assert isinstance(config, TransposedConfig) == serves
     assert serves or config is None
 

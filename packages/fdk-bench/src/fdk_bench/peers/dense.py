@@ -61,6 +61,9 @@ class DenseTriton(Dense):
         """See ``Peer``."""
         if find_spec("fdk_cuda") is None or find_spec("triton") is None:
             return "needs fdk-cuda and Triton"
+        # Triton's interpreter runs on any device.
+        if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
+            return "needs an NVIDIA GPU: torch finds none"
         return None
 
     def unsupported(self, case: KernelCase) -> str | None:
@@ -69,7 +72,6 @@ class DenseTriton(Dense):
             return f"needs 16 bits, got {case.format}"
         if case.dtype not in ("bf16", "fp16"):
             return f"needs bf16 or fp16, got {case.dtype}"
-        # Triton's interpreter runs on any device.
         if torch.device(case.device).type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
             return f"needs cuda, got {case.device}"
         return None

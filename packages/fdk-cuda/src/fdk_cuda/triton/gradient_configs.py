@@ -20,6 +20,8 @@ TRANSPOSED_CONFIGS = (
     TransposedConfig(tiles=1, warps=4, m_tiles=2, ahead=0, overlap=True),
     TransposedConfig(tiles=1, warps=4, m_tiles=4, ahead=0, overlap=True),
 )
+# Shorter ones give a lane more scales, too many for what `_wide_gradient` takes registers for.
+WIDE_SEGMENT = 64
 
 
 def transposed_config(
@@ -46,7 +48,7 @@ def transposed_config(
         # With four warps, each with two sums to hand over, 24 bytes of spills (Triton 3.7.1); with
         # eight 8 for sm_80.
         config = replace(config, warps=8) if gpu.measured_on else replace(config, m_tiles=2)
-    if gpu.measured_on is not None and segment >= 64:
+    if gpu.measured_on is not None and segment >= WIDE_SEGMENT:
         config = _wide_gradient(config, m, bits, n_tiles * k_tiles, affine=affine)
     parts = -(-POSITIONS[bits] // config.positions)
     programs = k_tiles * parts * -(-m // (8 * config.m_tiles))
@@ -70,41 +72,42 @@ def _wide_gradient(
     c: TransposedConfig, m: int, bits: int, tiles: int, *, affine: bool
 ) -> TransposedConfig:
     """Of a weight in so many tiles, where that is 2^26 and more, and with more than 32 rows all."""
-    if m > 32 or tiles * TILE_N * UNITS * POSITIONS[bits] >= 1 << 26:
-        # H200, 8192 x 8192, m = 1, by programs of 8, 16 and 32 positions: 1 bit 15.3, 14.4 and 14.3
-        # us, 3 bits 22.9, 20.3 and 17.9, affine 24.9, 23.9 and 20.8, 5 bits 25.5, 24.3 and 28.1,
-        # affine 22.9, 21.1 and 24.6, 7 bits 29.6, 28.8 and 33.1; but affine 1 bit 16.4, 18.6 and
-        # 16.9, 7 bits 28.1, 29.2 and 31.6, and 6 bits 24.9 and 25.4.
-        # With one round ahead 3 bits take 16.5, affine ones 20.8 still without. m = 16, 3 bits: by
-        # programs of 8 positions 31.5, of 16 28.0.
-        if m <= 8 and bits == 3:
-            return replace(c, positions=32, ahead=0 if affine else 1)
-        # Codebooks of 1, 2 and 5 bits with a round ahead besides 20.4 -> 19.0, 21.5 -> 19.4 and
-        # 37.3 -> 31.9; with 6 bits it is 33.6 for 34.7 by affine ones.
-        if 8 < m <= 16 and bits in (1, 2, 3, 5) and not affine:
-            return replace(c, positions=16, ahead=0 if bits == 3 else 1)
-        if m <= 8 and bits == 1 and not affine:
-            return replace(c, positions=32, ahead=1)
-        if m <= 8 and bits == 5:
-            return replace(c, positions=16, ahead=1)
-        # Words two rounds ahead, in turns: 7 bits, m = 1, 29.0 -> 27.4, affine 4 bits, m = 16, 27.1
-        # -> 24.8; but 4 bits, m = 1, 15.5 -> 16.6, 6 bits 25.5 -> 28.4, affine 2 bits, m = 16, 23.0
-        # -> 24.0.
-        if m <= 8 and bits == 7 and not affine:
-            return replace(c, positions=16, ahead=2)
-        if 8 < m <= 16 and bits == 4 and affine:
-            return replace(c, ahead=2)
-        # m = 32, words ahead: 36.1 -> 29.9, affine 38.2 -> 29.5.
-        if 16 < m <= 32 and bits == 4:
-            return replace(c, ahead=1)
-        # Words ahead, four warps and eight: m = 32, 3 bits 41.3 -> 37.2 and 37.5, 5 bits 47.6 ->
-        # 41.4 and 39.0, 6 bits 44.1 -> 38.4 and 36.8; m = 64, 3 bits 73.1 -> 67.3 and 64.2, affine
-        # 78.1 -> 71.8 and 69.7, 5 bits 84.1 -> 75.1 and 69.0, 6 bits 77.3 -> 70.0 and 66.7, 7 bits
-        # 86.1 -> 80.5 and 72.2, affine 92.7 (eight warps, nothing ahead) -> 77.7 and 74.7. Affine 5
-        # and 6 bits have 24 bytes of stack so (Triton 3.7.1), and without scales ahead none, but
-        # take 82.4 and 78.2 for 77.6 and 75.3.
-        if m > 16 and _gains_by_eight_warps(bits, affine=affine):
-            return replace(c, ahead=1, warps=8)
+    if m <= 32 and tiles * TILE_N * UNITS * POSITIONS[bits] < 1 << 26:
+        return c
+    # H200, 8192 x 8192, m = 1, by programs of 8, 16 and 32 positions: 1 bit 15.3, 14.4 and 14.3
+    # us, 3 bits 22.9, 20.3 and 17.9, affine 24.9, 23.9 and 20.8, 5 bits 25.5, 24.3 and 28.1,
+    # affine 22.9, 21.1 and 24.6, 7 bits 29.6, 28.8 and 33.1; but affine 1 bit 16.4, 18.6 and
+    # 16.9, 7 bits 28.1, 29.2 and 31.6, and 6 bits 24.9 and 25.4.
+    # With one round ahead 3 bits take 16.5, affine ones 20.8 still without. m = 16, 3 bits: by
+    # programs of 8 positions 31.5, of 16 28.0.
+    if m <= 8 and bits == 3:
+        return replace(c, positions=32, ahead=0 if affine else 1)
+    # Codebooks of 1, 2 and 5 bits with a round ahead besides 20.4 -> 19.0, 21.5 -> 19.4 and
+    # 37.3 -> 31.9; with 6 bits it is 33.6 for 34.7 by affine ones.
+    if 8 < m <= 16 and bits in (1, 2, 3, 5) and not affine:
+        return replace(c, positions=16, ahead=0 if bits == 3 else 1)
+    if m <= 8 and bits == 1 and not affine:
+        return replace(c, positions=32, ahead=1)
+    if m <= 8 and bits == 5:
+        return replace(c, positions=16, ahead=1)
+    # Words two rounds ahead, in turns: 7 bits, m = 1, 29.0 -> 27.4, affine 4 bits, m = 16, 27.1
+    # -> 24.8; but 4 bits, m = 1, 15.5 -> 16.6, 6 bits 25.5 -> 28.4, affine 2 bits, m = 16, 23.0
+    # -> 24.0.
+    if m <= 8 and bits == 7 and not affine:
+        return replace(c, positions=16, ahead=2)
+    if 8 < m <= 16 and bits == 4 and affine:
+        return replace(c, ahead=2)
+    # m = 32, words ahead: 36.1 -> 29.9, affine 38.2 -> 29.5.
+    if 16 < m <= 32 and bits == 4:
+        return replace(c, ahead=1)
+    # Words ahead, four warps and eight: m = 32, 3 bits 41.3 -> 37.2 and 37.5, 5 bits 47.6 ->
+    # 41.4 and 39.0, 6 bits 44.1 -> 38.4 and 36.8; m = 64, 3 bits 73.1 -> 67.3 and 64.2, affine
+    # 78.1 -> 71.8 and 69.7, 5 bits 84.1 -> 75.1 and 69.0, 6 bits 77.3 -> 70.0 and 66.7, 7 bits
+    # 86.1 -> 80.5 and 72.2, affine 92.7 (eight warps, nothing ahead) -> 77.7 and 74.7. Affine 5
+    # and 6 bits have 24 bytes of stack so (Triton 3.7.1), and without scales ahead none, but
+    # take 82.4 and 78.2 for 77.6 and 75.3.
+    if m > 16 and _gains_by_eight_warps(bits, affine=affine):
+        return replace(c, ahead=1, warps=8)
     return c
 
 
@@ -121,10 +124,11 @@ def serves_transposed(m: int, a: Arrangement, gpu: Gpu, *, affine: bool = False)
     if size < 1 << 22:
         return False
     limit, least = gpu.limits.transposed_m, 1 << 26
-    if gpu.measured_on is not None and _gains_by_eight_warps(a.bits, affine=affine):
+    is_wide = gpu.measured_on is not None and a.segment >= WIDE_SEGMENT
+    if is_wide and _gains_by_eight_warps(a.bits, affine=affine):
         # m = 64, and dequantised: 3 bits, 4096 x 4096 21.7 us and 23.4, 14336 x 4096 58.7 and 87.0,
-        # 5 bits, 4096 x 14336 69.9 and 90.9; 8192 x 8192, both and affine 3, 64 to 70 and 87 to
-        # 105. 6 and 7 bits there, 67 to 75, were timed beside no other way.
+        # 5 bits, 4096 x 14336 69.9 and 90.9; 8192 x 8192, each of these widths, 64 to 77 and 87 to
+        # 105. 6 and 7 bits and affine ones of fewer weights than that were not timed.
         least = 1 << 24 if a.bits == 3 and not affine else 1 << 25
     elif gpu.measured_on is None and affine and a.bits == 7:
         # Eight warps and 32 rows a program, which serve an H200, spill elsewhere.

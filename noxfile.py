@@ -135,6 +135,13 @@ def test_cuda(session: nox.Session) -> None:
     test(session, "fdk-cuda")
 
 
+@nox.session(name="every-kernel")
+def every_kernel(session: nox.Session) -> None:
+    """Compiles every GPU kernel in every configuration for every GPU: none may spill. Hours."""
+    session.env["FDK_TEST_EVERY_KERNEL"] = "1"
+    test(session, "fdk-cuda", "-k", "every and spills")
+
+
 @nox.session(name="test-bench")
 def test_bench(session: nox.Session) -> None:
     """The tests of fdk-bench."""

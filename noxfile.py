@@ -38,6 +38,9 @@ ENV = {
     # shared: 96 conformance tests took 58 and 82 s spinning, 15 s sleeping (2 cores, load 8).
     "GOMP_SPINCOUNT": "0",
 }
+# A process a core, each with a torch of its own; `-- -n 0` for one, as a debugger wants it. Nothing
+# is timed by tests, and pytest-benchmark would warn of that.
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses=8", "--dist=worksteal", "--benchmark-disable")
 RESULTS = Path("out/bench")
 NATIVE_SOURCES = ("*.c", "*.h", "*.cpp", "*.cu", "*.cuh")
 ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
@@ -191,7 +194,8 @@ def benchmarks() -> list[Path]:
 
 
 def test(session: nox.Session, package: str, *args: str) -> None:
-    run(session, "python", "-m", "pytest", f"packages/{package}/tests", *args, *session.posargs)
+    tests = f"packages/{package}/tests"
+    run(session, "python", "-m", "pytest", tests, *SIDE_BY_SIDE, *args, *session.posargs)
 
 
 def build_native(session: nox.Session, name: str, **options: str) -> str:

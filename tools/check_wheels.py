@@ -25,6 +25,8 @@ DIST = ROOT / "dist"
 ENVIRONMENTS = ROOT / ".nox" / "wheels"
 SHARED = ("conftest.py", "pyproject.toml")  # the tests need these, and find them at their root
 UV = os.environ.get("UV", "uv")
+RUNNER = "pytest-xdist"  # beside what a package's tests ask for
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
 # Nothing of the environment that runs this may reach an environment under test. Bytecode is
 # written, for a start of torch without it takes twice as long.
 HIDDEN = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
@@ -45,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         pins = write_pins(ROOT / "pyproject.toml", Path(scratch))
         build(pins)
-        # Tests of one package seldom keep more than one core busy.
+        # Much of installing, and the last tests of a package, keep no more than one core busy.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             problems = pool.map(lambda package: check(package, pins, Path(scratch)), packages)
             found = dict(zip(packages, problems, strict=True))
@@ -124,7 +126,8 @@ def install(package: str, pins: Pins) -> Path:
         run(UV, "venv", "--quiet", "--python", sys.executable, environment)
     ours = [f"--reinstall-package={path.name}" for path in (ROOT / "packages").iterdir()]
     where = ["--python", python, "--find-links", DIST, "--constraints", pins.constraints]
-    run(UV, "pip", "install", "--quiet", "--exact", "--no-build", *where, *ours, f"{package}[test]")
+    wanted = f"{package}[test]", RUNNER
+    run(UV, "pip", "install", "--quiet", "--exact", "--no-build", *where, *ours, *wanted)
     return next(environment.glob("lib/python*/site-packages"))
 
 
@@ -154,7 +157,7 @@ def run_tests(package: str, module: str, site: Path, scratch: Path) -> None:
     python = site.parents[2] / "bin" / "python"
     from_site = f"import {module} as m; assert m.__file__.startswith({str(site)!r}), m.__file__"
     run(python, "-c", from_site, cwd=folder)
-    run(python, "-m", "pytest", "--maxfail=10", tests, cwd=folder)
+    run(python, "-m", "pytest", "--maxfail=10", *SIDE_BY_SIDE, tests, cwd=folder)
 
 
 def run(*command: object, cwd: Path = ROOT, env: Mapping[str, str] = ENV) -> None:

@@ -1,6 +1,7 @@
 """``fdk-bench accuracy``: what it writes and prints, and what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -82,6 +83,19 @@ def test_failed_row(bert_folder, tmp_path):
     assert "got k=64" in failed["error"]
     assert measured["error"] is None
     assert "int4-g48 failed: ValueError" in done.stdout
+    # In the tables too, as those of kernels and models have it.
+    assert any(re.match(" *int4-g48 .* failed", line) for line in done.stdout.splitlines())
+    table = (tmp_path / "accuracy.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table[2:4]] == ["| int4-g48", "| int4-g64"]
+    assert table[2].endswith(" failed |")
+
+
+def test_table_where_nothing_was_measured(bert_folder, tmp_path):
+    """`record` takes a run without its table for one that was killed."""
+    done = run("--model", bert_folder, "--formats", "int4-g48", "--output", tmp_path)
+    assert done.exit_code == 1
+    assert "| int4-g48 |" in (tmp_path / "accuracy.md").read_text()
+    assert not (tmp_path / "accuracy.png").exists()
 
 
 def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):

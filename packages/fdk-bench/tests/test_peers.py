@@ -80,24 +80,33 @@ def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
 
 
 def test_peers_say_what_they_do_not_take(monkeypatch):
-    monkeypatch.setattr(DenseTriton, "missing", lambda self: None)  # as with fdk-cuda and a GPU
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    # As where a GPU and fdk-cuda are.
+    monkeypatch.setattr(DenseTriton, "missing", lambda self: None)
     case = KernelCase(1, 64, 64, "custom3-g64", "bf16", "cpu", "")
     reasons = {peer.name: peer.unsupported(case) for peer in PEERS}
     assert reasons["int4pack"] == "needs 4 bits, got custom3-g64"
     assert reasons["tinygemm"] == "needs cuda, got cpu"
-    assert reasons["triton-16"] == "needs 16 bits, got custom3-g64"
+    assert reasons["triton-16"] == "needs cuda, got cpu"
+    on_gpu = replace(case, device="cuda")
+    assert DenseTriton().unsupported(on_gpu) == "needs 16 bits, got custom3-g64"
     missing = absent(run_of(peers=PEERS, formats=["bf16", "custom3-g64"]))
     assert missing["int4pack"] == "needs 4 bits, got custom3-g64"
-    assert missing["triton-16"] == "needs 16 bits, got custom3-g64"
+    assert missing["triton-16"] == "needs cuda, got cpu"
 
 
-@pytest.mark.parametrize(("has_gpu", "interprets"), [(False, ""), (True, ""), (False, "1")])
-def test_what_plain_triton_needs(monkeypatch, has_gpu, interprets):
-    monkeypatch.setattr("fdk_bench.peers.dense.find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setenv("TRITON_INTERPRET", interprets)
-    wanted = None if has_gpu or interprets else "needs an NVIDIA GPU: torch finds none"
-    assert DenseTriton().missing() == wanted
+def test_plain_triton_says_what_is_missing(monkeypatch):
+    peer, installed = DenseTriton(), set()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert peer.missing() == "needs an NVIDIA GPU: torch finds none"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert peer.missing() == "pip install fdk-cuda"
+    installed.add("fdk_cuda")
+    assert peer.missing() == "pip install triton"
+    installed.add("triton")
+    assert peer.missing() is None
 
 
 def test_plain_triton_beside_16_bits(tmp_path):
@@ -131,6 +140,7 @@ def test_plain_triton_beside_16_bits(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_plain_triton_on_gpu(dtype):
+    pytest.importorskip("fdk_cuda", reason="fdk-cuda is not installed")
     peer = DenseTriton()
     case = KernelCase(1, 264, 1040, dtype, dtype, "cuda", peer.name)
     assert peer.missing() is None

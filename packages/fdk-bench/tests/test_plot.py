@@ -215,6 +215,17 @@ def test_figures_hold_every_point():
     assert list(points.get_ydata()) == [200, 200]
 
 
+def test_two_of_16_bits_are_told_apart():
+    """By dash or filling, for they share the colour and the marker of their width."""
+    dense = [kernel("bf16", by=by, size=size) for by in ("torch", "other") for size in (64, 128)]
+    found = figures(kernel_frame([*dense, kernel()]), model_frame([]))
+    lines = {line.get_label(): line for line in found["throughput"].axes[0].lines}
+    assert lines["bf16, torch"].get_linestyle() == lines["int4-g64, auto"].get_linestyle() == "-"
+    assert lines["bf16, other"].get_linestyle() == "--"
+    fills = {line.get_label(): line.get_fillstyle() for line in found["roofline"].axes[0].lines}
+    assert (fills["bf16, torch"], fills["bf16, other"]) == ("none", "full")
+
+
 @pytest.mark.parametrize("machine", ["A CPU", "AMD EPYC (family 26, model 2)", "x" * 50])
 def test_titles_are_no_wider_than_their_figures(machine):
     found = figures(kernel_frame(rows()).assign(machine=machine), model_frame(rows()))

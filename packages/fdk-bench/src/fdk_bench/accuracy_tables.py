@@ -28,7 +28,7 @@ LAYER_HEADING = "layer (n x k)"
 
 
 def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
-    """One line per format; a line between widths; the error in place of a failed row's values."""
+    """One line per format, a rule between widths; of one that failed, that it did."""
     table = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -44,11 +44,10 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True, min_width=6)
     width = None
     for row in rows:
-        if row.values is None:
-            continue
-        if width not in (None, int(row.values.bits_per_weight)):
-            table.add_section()
-        width = int(row.values.bits_per_weight)
+        if row.values is not None:
+            if width not in (None, int(row.values.bits_per_weight)):
+                table.add_section()
+            width = int(row.values.bits_per_weight)
         cells = accuracy_cells(row)
         table.add_row(*(cells[heading] for heading in headings))
     return table
@@ -56,8 +55,7 @@ def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
 
 def accuracy_markdown(rows: Sequence[AccuracyRow]) -> str:
     """The same table as Markdown."""
-    cells = [accuracy_cells(row) for row in rows if row.values is not None]
-    table = markdown(_headings(rows), HEADINGS[:1], cells)
+    table = markdown(_headings(rows), HEADINGS[:1], map(accuracy_cells, rows))
     return f"{table}\n{_caption(rows)}\n"
 
 

@@ -152,9 +152,13 @@ def kinds_of(frame: pd.DataFrame, styles: Sequence[Any]) -> dict[tuple[str, str]
     What is not quantised has a width of its own and takes no style from the others.
     """
     kinds = dict.fromkeys(zip(frame["format"].map(family), frame["by"], strict=True))
-    plain = {kind: styles[0] for kind in kinds if kind[0] in DTYPES and styles is not MARKERS}
+    plain = [kind for kind in kinds if kind[0] in DTYPES and styles is not MARKERS]
     others = [kind for kind in kinds if kind not in plain]
-    return plain | dict(zip(others, cycle(styles), strict=False))
+    return {
+        kind: style
+        for group in (plain, others)
+        for kind, style in zip(group, cycle(styles), strict=False)
+    }
 
 
 def spread_of(values: list[Any]) -> list[Any]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fdk_bench.machine import cold_bytes, module_or_none
 from fdk_bench.timing import Call, time_graphs
 
-MIB = 1 << 20
 # Sizes that are measured on a GPU, to an octave: 3 to 6 % apart, with a line between them. Each is
 # a search over configurations, and each m, width and peer has a size of its own.
 SIZES_PER_OCTAVE = 16
@@ -20,8 +19,6 @@ SMALLEST = 64 << 10
 
 class Floor(Protocol):
     """Measures reading in the same process and, on a CPU, in turns with what is measured."""
-
-    how: str
 
     def begin(self) -> None:
         """Forgets what was measured before, where the rate of the machine varies."""
@@ -49,7 +46,6 @@ class CpuFloor:
 
     def __init__(self) -> None:
         native = module_or_none("fdk_cpu")
-        self.how = "fdk_cpu.read_sum" if native else "torch.sum"
         self._read = native.read_sum if native else _torch_sum
         self._memory = torch.ones(cold_bytes("cpu"), dtype=torch.uint8)
         self._rates: list[float] = []
@@ -85,7 +81,7 @@ class GpuFloor:
         self._device = device
         self._times: dict[int, float] = {}
         self._memory = torch.empty(0, dtype=torch.int32, device=device)
-        self.how = "triton read" if module_or_none("triton") else "torch.sum"
+        self._has_triton = module_or_none("triton") is not None
 
     def begin(self) -> None:
         """Nothing: see ``probe``."""
@@ -109,12 +105,12 @@ class GpuFloor:
             self._memory = torch.ones(copies * size // 4, dtype=torch.int32, device=self._device)
         contenders: list[list[Call]]
         parts = [self._memory[i * size // 4 : (i + 1) * size // 4] for i in range(copies)]
-        if self.how == "torch.sum":
-            contenders = [[partial(_torch_sum, part) for part in parts]]
-        else:
+        if self._has_triton:
             from fdk_bench.read_kernel import CONFIGS, read
 
             contenders = [[partial(read, part, config) for part in parts] for config in CONFIGS]
+        else:
+            contenders = [[partial(_torch_sum, part) for part in parts]]
         timings = time_graphs(contenders)
         errors = [timing for timing in timings if isinstance(timing, Exception)]
         measured = [timing.median for timing in timings if not isinstance(timing, Exception)]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fdk_bench.cases import KernelCase
+from fdk_bench.cases import DTYPES, KernelCase
 from fdk_bench.floor import Floor, read_floor
 from fdk_bench.limits import time_limit
 from fdk_bench.peers.base import Peer, Prepared, check
@@ -143,7 +143,7 @@ def absent(run: KernelRun) -> dict[str, str]:
             KernelCase(1, n, k, format, run.dtype, run.device, peer.name)
             for n, k in run.shapes
             # What is quantised first: most peers' reasons are about that.
-            for format in sorted(run.formats, key=run.dtype.__eq__)
+            for format in sorted(run.formats, key=lambda format: format in DTYPES)
         ]
         if not any(_takes(peer, case) for case in cases):
             against = (peer.unsupported(case) for case in cases)
@@ -157,7 +157,7 @@ def _takes(peer: Peer, case: KernelCase) -> bool:
 
 
 def contender_of(case: KernelCase) -> Peer:
-    """Who computes a case: torch for what is not quantised, a peer of that name, or a backend."""
+    """Who computes a case: the peer of that name; else torch at 16 bits, and a backend of ours."""
     from fdk_bench.peers import PEERS
 
     default = Dense() if case.quantised is None else Ours()

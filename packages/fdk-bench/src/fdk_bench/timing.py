@@ -40,17 +40,17 @@ class Timing:
         minimum: of them.
         spread: half the distance between the quartiles, as a share of the median.
         samples: how many there were: calls on a CPU, replays on a GPU.
+        method: ``turns`` of calls, a CUDA ``graph``, ``steps`` of a model, or plain ``calls``.
         eager: median of calls timed by the host one by one, its own work included; None on a CPU,
             where ``median`` is that.
-        method: ``turns``, ``graph``, or ``calls`` that are in no such order.
     """
 
     median: float
     minimum: float
     spread: float
     samples: int
+    method: str
     eager: float | None = None
-    method: str = "calls"
 
 
 def summarise(samples: Sequence[float], method: str, eager: float | None = None) -> Timing:
@@ -58,7 +58,7 @@ def summarise(samples: Sequence[float], method: str, eager: float | None = None)
     quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
     median = statistics.median(samples)
     spread = (quartiles[2] - quartiles[0]) / 2 / median
-    return Timing(median, min(samples), spread, len(samples), eager, method)
+    return Timing(median, min(samples), spread, len(samples), method, eager)
 
 
 def time_calls(

@@ -184,9 +184,9 @@ def _show(rows: "list[AccuracyRow]", layers: "list[LayerRow]", folder: Path, scr
     )
     from fdk_bench.plots import plot_accuracy
 
+    screen.console.print(accuracy_table(rows))
+    (folder / "accuracy.md").write_text(accuracy_markdown(rows), encoding="utf-8")
     if any(row.values is not None for row in rows):
-        screen.console.print(accuracy_table(rows))
-        (folder / "accuracy.md").write_text(accuracy_markdown(rows), encoding="utf-8")
         plot_accuracy(rows, folder / "accuracy")
     if layers:
         screen.console.print(layer_table(layers))

@@ -11,11 +11,10 @@ from fdk_bench.commands.common import (
     LISTS,
     checked,
     checked_dtype,
-    numbers,
     prepare_environment,
     split,
 )
-from fdk_bench.commands.options import DtypeOption, GroupOption
+from fdk_bench.commands.options import CASES, DtypeOption, GroupOption
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,10 +30,16 @@ def info(
             "--formats",
             metavar="LIST",
             help=f"Formats to ask about; {LISTS}. Default: custom, int and affine, 1 to 8 bits.",
+            rich_help_panel=CASES,
         ),
     ] = None,
-    n: Annotated[int, typer.Option("-n", "--n", min=1, help="Outputs of the layer.")] = 4096,
-    k: Annotated[int, typer.Option("-k", "--k", min=1, help="Inputs of the layer.")] = 4096,
+    n: Annotated[
+        int,
+        typer.Option("-n", "--n", min=1, help="Outputs of the layer.", rich_help_panel=CASES),
+    ] = 4096,
+    k: Annotated[
+        int, typer.Option("-k", "--k", min=1, help="Inputs of the layer.", rich_help_panel=CASES)
+    ] = 4096,
     group_size: GroupOption = "64",
     dtype: DtypeOption = "bf16",
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -50,16 +55,19 @@ def info(
 
     from fdk_bench.cases import DTYPES, formats_of
     from fdk_bench.machine import facts
-    from fdk_bench.support import machine, missing_peers, sampled_formats, supports
+    from fdk_bench.support import (
+        SAMPLED_BITS,
+        machine,
+        missing_peers,
+        sampled_formats,
+        supports,
+    )
 
     checked_dtype(dtype)
-    widths = numbers("--bits", None, range(8, 0, -1))
-    asked = split(formats)
-    names = checked(
-        lambda: (
-            formats_of(widths, asked, group_size, dtype) if asked else sampled_formats(group_size)
-        )
-    )
+    if asked := split(formats):
+        names = checked(lambda: formats_of(SAMPLED_BITS, asked, group_size, dtype))
+    else:
+        names = checked(lambda: sampled_formats(group_size))
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     quantised = [name for name in names if name not in DTYPES]
     found = list(supports(quantised, n, k, dtype, devices))

@@ -106,7 +106,8 @@ def models(
     between its layers, and is captured too. Quantised layers are checked before anything is timed.
     Default: 16, 4 and 1 bits. Writes models.jsonl and models.md.
 
-    Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted.
+    Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what
+    was measured).
     """
     prepare_environment()
     from fdk_bench.cases import DEFAULT_CODEBOOK, formats_of  # torch: --help must not wait for it

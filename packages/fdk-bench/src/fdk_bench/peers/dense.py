@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.functional import linear
 
 from fdk_bench.cases import KernelCase
 from fdk_bench.peers.base import Prepared, copied, copies_of
+from fdk_bench.peers.packages import missing
 from fdk_bench.weights import exact_weight, random_weight
 from fdk_formats import Problem, QuantisedTensor, select
 from fdk_formats.int8 import int8_linear
@@ -59,21 +59,17 @@ class DenseTriton(Dense):
 
     def missing(self) -> str | None:
         """See ``Peer``."""
-        if find_spec("fdk_cuda") is None or find_spec("triton") is None:
-            return "needs fdk-cuda and Triton"
-        # Triton's interpreter runs on any device.
-        if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")):
-            return "needs an NVIDIA GPU: torch finds none"
-        return None
+        needs_gpu = not _is_interpreted()
+        return missing("fdk_cuda", gpu=needs_gpu, package="fdk-cuda") or missing("triton")
 
     def unsupported(self, case: KernelCase) -> str | None:
         """See ``Peer``."""
+        if torch.device(case.device).type != "cuda" and not _is_interpreted():
+            return f"needs cuda, got {case.device}"
         if case.quantised is not None:
             return f"needs 16 bits, got {case.format}"
         if case.dtype not in ("bf16", "fp16"):
             return f"needs bf16 or fp16, got {case.dtype}"
-        if torch.device(case.device).type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
-            return f"needs cuda, got {case.device}"
         return None
 
     @staticmethod
@@ -213,6 +209,11 @@ def copy_of(q: QuantisedTensor) -> QuantisedTensor:
 def codebook_bytes(q: QuantisedTensor) -> int:
     """Bytes of the table, 0 for an affine format."""
     return 0 if q.codebook is None else q.codebook.nbytes
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels, which it does on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _int8(q: QuantisedTensor, x: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fdk_bench import decoding
+from fdk_bench import decoding, hf_decoding
 from fdk_bench.cli import app
 from fdk_bench.hf_decoding import (
     HfDecoder,
@@ -18,6 +19,7 @@ from fdk_bench.hf_decoding import (
     stored_bytes,
 )
 from fdk_bench.model_cases import ModelCase
+from fdk_bench.peers import WrongAnswerError
 from fdk_formats import load_model, quantise_model, save_model
 
 
@@ -52,6 +54,25 @@ def test_hf_bytes(hf_folder):
     codes = linear // 2 + linear // 32 * 2 + 14 * 64
     assert quantised.weight_bytes == codes + 4 * (norms + table)
     assert (quantised.bits_per_weight, quantised.backends) == (4.5, "reference")
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.down_proj"])
+def test_wrong_layer_is_not_timed(name, hf_folder, monkeypatch):
+    """Of a product that layers share, and of one alone."""
+
+    def broken(*arguments, **options):
+        model = quantise_model(*arguments, **options)
+        layout = model.model.layers[0].get_submodule(name).weight.layout
+        right = layout.forward
+        layout.forward = lambda x, bias=None: right(x, bias) * 1.01
+        return model
+
+    case = replace(case_of(hf_folder, "int4-g32"), fused=True)
+    monkeypatch.setattr(hf_decoding, "quantise_model", broken)
+    with pytest.raises(WrongAnswerError, match="wrong answer at m=3"):
+        build_hf(case, [3, 5])
+    monkeypatch.undo()
+    build_hf(case, [3, 5])
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fdk_bench.cases import DTYPES
 from fdk_bench.decoding import Built
 from fdk_bench.model_cases import ModelCase
-from fdk_formats import model_report, quantise_model
+from fdk_bench.random_llama import check_layer
+from fdk_formats import QuantisedWeight, model_report, quantise_model
 
 PERPLEXITY_TOKENS = 2048  # a window of the text; each is scored on its own
 BEGIN_TOKENS, CONTINUED_TOKENS = 32, 24
@@ -72,7 +73,11 @@ class HfDecoder:
 
 
 def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) -> Built:
-    """Loads a model from a folder or by its id, quantises it, and scores a text if one is given."""
+    """Loads a model from a folder or by its id, quantises it, and scores a text if one is given.
+
+    Raises:
+        WrongAnswerError: see ``check_layers``.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -85,6 +90,7 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) 
         quantised = quantise_model(model, case.format, skip, backend=case.backend, fuse=case.fused)
         report = model_report(quantised)
         bits, backends = report.bits_per_weight, ", ".join(_backends(quantised))
+        check_layers(quantised, case, batches)
     stored = stored_bytes(quantised)
     score, continued = (None, None) if text is None else read(quantised, case.model, text)
     embedding = model.get_input_embeddings().weight
@@ -102,10 +108,24 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) 
     )
 
 
+def check_layers(model: nn.Module, case: ModelCase, batches: Sequence[int]) -> None:
+    """Checks the first quantised layer of each kind for every batch size, as a kernel's is.
+
+    Raises:
+        WrongAnswerError: where an answer is not that of the layer's own weight.
+    """
+    checked: set[tuple[str, tuple[int, int]]] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedWeight):
+            # By name too: v has the shape of k, and may be other rows of one product.
+            kind = name.removesuffix(".weight").rpartition(".")[2], module.shape
+            if kind not in checked:
+                checked.add(kind)
+                check_layer(module, module.unpack(), case, batches)
+
+
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of the state of a model, a tensor that layers share counted once."""
-    from fdk_formats import QuantisedWeight
-
     total, seen = 0, set()
     for module in model.modules():
         if isinstance(module, QuantisedWeight):
@@ -118,8 +138,6 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def _backends(model: nn.Module) -> list[str]:
-    from fdk_formats import QuantisedWeight
-
     return sorted({m.backend_name for m in model.modules() if isinstance(m, QuantisedWeight)})
 
 

@@ -40,7 +40,7 @@ ENV = {
 }
 # A process a core, each with a torch of its own; `-- -n 0` for one, as a debugger wants it. Nothing
 # is timed by tests, and pytest-benchmark would warn of that.
-SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses=8", "--dist=worksteal", "--benchmark-disable")
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses=8", "--dist=worksteal", "-p", "no:benchmark")
 RESULTS = Path("out/bench")
 NATIVE_SOURCES = ("*.c", "*.h", "*.cpp", "*.cu", "*.cuh")
 ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"

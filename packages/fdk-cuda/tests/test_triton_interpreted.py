@@ -15,7 +15,9 @@ def test_interpreter(name):
     if INTERPRETED:
         pytest.skip("already in the interpreter")
     file = Path(__file__).with_name(name)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+    # pytest-benchmark, where it is installed, warns within a process of pytest-xdist.
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, str(file)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )

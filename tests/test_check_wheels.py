@@ -51,6 +51,7 @@ def test_content_problems_sees_a_missing_licence(tmp_path, root):
     [
         ("tests/test_a.py", "", "holds tests/test_a.py, outside fdk_a"),
         ("fdk_a/path.py", "ROOT", "holds the path of the checkout in fdk_a/path.py"),
+        ("fdk_a/b/c.py", "pass", "holds another fdk_a/b/c.py"),
     ],
 )
 def test_content_problems_sees_what_is_too_much(tmp_path, root, name, content, problem):

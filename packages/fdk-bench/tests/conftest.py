@@ -19,10 +19,15 @@ def save_tokenizer(folder, **special):
     ).save_pretrained(folder)
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """Errors are not folded where a temporary path is long."""
+    monkeypatch.setenv("COLUMNS", "240")
+
+
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
     """Asserts that a command is bad usage, says why, and writes nothing into its empty folder."""
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
 
     def check(run, *arguments, said):

@@ -68,7 +68,9 @@ def test_plot_of_nothing(tmp_path):
 def test_markdown():
     lines = accuracy_markdown(ROWS).splitlines()
     assert lines[3] == "| kmeans4-g64 | 4.250 | 1.23 | 0.0900 | 0.0450 | 0.95000 | 0.85000 | 1.3 |"
-    assert len(lines) == 8  # two of heading, four measured, an empty one, the caption
+    assert len(lines) == 9  # two of heading, five formats, an empty one, the caption
+    assert lines[6].startswith("| affine4-g64 |")
+    assert "failed" in lines[6]
     assert "1.00 million weights" in lines[-1]
 
 

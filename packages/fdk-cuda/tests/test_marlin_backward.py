@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marlin_devices import DEVICES, geometry_of
 
 from fdk_cuda import nvrtc
 from fdk_cuda.marlin import ops, precompile
@@ -21,20 +22,13 @@ from fdk_cuda.marlin.backward import (
 )
 from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout
 from fdk_cuda.marlin.ops import max_backward_rows
-from fdk_cuda.marlin.plan import Device
 from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_backward_program
 from fdk_cuda.nvrtc import Program
 from fdk_formats.packing import pack
 
-HOPPER = Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
+HOPPER = DEVICES["sm_90a"]
 FEW = replace(HOPPER, processors=6)
 WORD = (1 << 32) - 1
-
-
-def geometry_of(variant: Variant, n: int = 8192, k: int = 8192) -> Geometry:
-    group_size = 32 if variant.per_row == 2 else 64
-    kinds = variant.scale_dtype, variant.affine, variant.whole_zero_point, variant.grid_zero_point
-    return Geometry(variant.bits, n, k, group_size, *kinds)
 
 
 def rotate_right(word: int, places: int) -> int:
@@ -210,7 +204,9 @@ def test_grid_backward_spills_nothing() -> None:
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_every_backward_instantiation_spills_nothing(bits: int) -> None:
     scales = (torch.bfloat16, torch.float16, torch.float32)
-    kinds = (False, False), (True, False), (True, True)
+    kinds = [(False, False, None), (True, False, None), (True, True, None)]
+    if bits == 8:
+        kinds += [(False, False, 127), (False, False, 128)]
     dtypes = torch.bfloat16, torch.float16
     for dtype, scale, per_row, kind in itertools.product(dtypes, scales, (1, 2), kinds):
         variant = Variant(bits, dtype, scale, per_row, *kind)

@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 # Above this many rows, dequantise and cuBLAS; up to it, the small-m kernel for 16 rows at a time.
 # H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128.
 MAX_FUSED_ROWS = 96
-# The same on Hopper for codebooks of 256 values, whose lookups take longer than the tensor cores:
+# The same on Hopper for codebooks of 256 values, whose look-ups take longer than the tensor cores:
 # 8192 x 8192: 209 us against 246 with 1024 rows, 418 against 436 with 2048, 826 against 801 with
 # 4096; the same at four other shapes (docs/kernels/hopper-gemm.md). Smaller ones are faster fused
 # up to 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to 4096

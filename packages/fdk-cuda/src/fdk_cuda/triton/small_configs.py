@@ -69,64 +69,88 @@ MORE_ROWS = {
     7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -
     8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),  # - 24.2 81.1
 }
-# Of affine formats where it is not the same: the sums of x and the zero points take registers, and
-# at 8192 outputs programs of 80 for 64 or of 137 for 128 no longer fit the machine all at once.
-# H200, 8192 x 8192, m = 1, as codebooks and so: 1 bit 15.1 -> 12.3 us, 2 bits 14.7 -> 13.7, 3 bits
-# 25.0 -> 15.2 (without ``minus``), 4 bits 19.4 -> 16.7, 7 bits 36.1 -> 24.9; m = 16, 3 bits 31.8 ->
-# 25.6. ``minus`` takes fewer registers: m = 1, 1 bit 12.9 -> 12.3, 4 bits 17.2 -> 16.6, 6 bits 23.1
-# -> 20.8; m = 16, one tile and four warps, 4 bits 25.0 -> 21.3, 6 bits 31.8 -> 25.0. But two tiles
-# of 2 bits took 17.7 for 14.7, and with it 5 bits 24.3 for 21.7 and 30.4 for 27.7 with 16 rows, 7
-# bits 29.7 for 25.8 and 36.3 for 33.3, 3 bits with 16 rows 30.7 for 26.3. 1 bit with 16 rows and,
-# with Triton 3.7.1, 3 bits with one spill without it.
-AFFINE_ONE_TILE_4_WARPS = replace(ONE_TILE_4_WARPS, registers=128, minus=True)
-AFFINE_ONE_TILE_FETCHED = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
-AFFINE_ONE_TILE = SmallConfig(1, warps=8, ahead=0, overlap=True, registers=64, minus=True)
-AFFINE_NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=4, ahead=0, overlap=True, minus=True)
-AFFINE_NOTHING_AHEAD_FETCHED = replace(AFFINE_NOTHING_AHEAD, fetch=2)
-AFFINE_TWO_TILES_FETCHED = replace(TWO_TILES_FETCHED, minus=True)
-AFFINE_TWO_TILES_8_WARPS = replace(TWO_TILES_8_WARPS, minus=True)
+# Of affine formats where it is not the same: sums of x, or zero points as an operand (``minus``),
+# take registers. H200, 2026-11-24, in turns, as before and so (``-``: as it was): 4096 x 4096, 8192
+# x 8192, 28672 x 8192. Of each all of one and two tiles, four and eight warps, with and without
+# words ahead, fetching (one row of x), ``minus`` and a limit of 128 registers were timed at 8192 x
+# 8192, with overlap, and the four fastest elsewhere. With 16 rows faster ones have stack (Triton
+# 3.7.1): 3 bits 21.1, 5 bits 25.8, 7 bits 29.8, and 7.4 and 8.4 for 3 and 5 bits at 4096 x 4096; so
+# has 7 bits with one row there, 7.4.
+ONE_TILE_128 = replace(ONE_TILE_OVERLAP, registers=128)
+ONE_TILE_MINUS = replace(ONE_TILE_128, ahead=0, minus=True)
+ONE_TILE_4_WARPS_MINUS = replace(ONE_TILE_4_WARPS, minus=True)
+ONE_TILE_4_WARPS_MINUS_128 = replace(ONE_TILE_4_WARPS_MINUS, registers=128)
+ONE_TILE_4_WARPS_FETCHED_MINUS = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
+LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
+NOTHING_AHEAD_4_WARPS_MINUS = replace(NOTHING_AHEAD_4_WARPS, minus=True)
+TWO_TILES_MINUS = replace(TWO_TILES, minus=True)
+TWO_TILES_FETCHED_MINUS = replace(TWO_TILES_FETCHED, minus=True)
+TWO_TILES_NOTHING_AHEAD_MINUS = replace(TWO_TILES_NOTHING_AHEAD, minus=True)
+TWO_TILES_8_WARPS_NOTHING_AHEAD = replace(TWO_TILES_8_WARPS_OVERLAP, ahead=0)
+TWO_TILES_8_WARPS_MINUS = replace(TWO_TILES_8_WARPS_OVERLAP, minus=True)
 AFFINE_FEW_ROWS: dict[int, Choice] = {
-    # 8192 x 8192, in turns: fetched 11.6 and 11.7 us, otherwise 12.3.
-    1: Choice(TWO_TILES_8_WARPS_FETCHED, AFFINE_NOTHING_AHEAD_FETCHED, AFFINE_NOTHING_AHEAD),
-    2: Choice(TWO_TILES_8_WARPS_OVERLAP, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
-    3: Choice(ONE_TILE, AFFINE_ONE_TILE_4_WARPS, AFFINE_ONE_TILE_4_WARPS),
-    4: Choice(ONE_TILE, AFFINE_ONE_TILE, AFFINE_ONE_TILE),
-    6: Choice(ONE_TILE, AFFINE_ONE_TILE_FETCHED, ONE_TILE_OVERLAP),
-    7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    # - 4.3, 11.7 -> 10.6, 39.7 -> 37.8
+    1: Choice(TWO_TILES_8_WARPS_FETCHED, TWO_TILES, NOTHING_AHEAD_4_WARPS_MINUS),
+    # - 4.6, 13.6 -> 12.5, - 40.1
+    2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_NOTHING_AHEAD, TWO_TILES_FETCHED),
+    # 7.0 -> 6.6, 15.1 -> 13.3, 50.2 -> 47.7
+    3: Choice(TWO_TILES_FETCHED, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
+    # - 6.2, 16.3 -> 13.2, 51.7 -> 45.8
+    4: Choice(ONE_TILE, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP),
+    # 9.8 -> 6.4, 21.0 -> 18.2, - 60.5
+    5: Choice(ONE_TILE_MINUS, TWO_TILES, NOTHING_AHEAD_4_WARPS),
+    # 7.3 -> 5.7, 20.2 -> 19.1, 65.6 -> 59.9
+    6: Choice(ONE_TILE_128, ONE_TILE_128, NOTHING_AHEAD_4_WARPS),
+    # - 9.9, 25.1 -> 23.2, - 71.6
+    7: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS),
+    # - 9.0, 25.7 -> 23.1, 80.9 -> 73.7
+    8: Choice(ONE_TILE, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_8_WARPS_OVERLAP_128),
 }
 AFFINE_MORE_ROWS: dict[int, Choice] = {
-    1: Choice(AFFINE_TWO_TILES_8_WARPS, AFFINE_TWO_TILES_FETCHED, AFFINE_TWO_TILES_FETCHED),
-    # 8192 x 8192, in turns: with overlap 17.1 to 17.3 us, without 17.9 and 18.2.
+    # 6.9 -> 5.8, - 16.8, - 60.8
+    1: Choice(TWO_TILES_8_WARPS_MINUS, TWO_TILES_FETCHED_MINUS, TWO_TILES_FETCHED_MINUS),
+    # - 7.5, - 17.2, - 63.4
     2: Choice(TWO_TILES_8_WARPS, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
-    # 8192 x 8192, in turns: fetched 24.8 us, otherwise 26.7.
-    3: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_4_WARPS),
-    4: Choice(TWO_TILES_8_WARPS, AFFINE_ONE_TILE_4_WARPS, TWO_TILES_FETCHED),
+    # - 10.4, 24.2 -> 22.7, 85.9 -> 81.5
+    3: Choice(ONE_TILE, TWO_TILES_NOTHING_AHEAD_MINUS, TWO_TILES_NOTHING_AHEAD_MINUS),
+    # - 8.2, - 21.8, - 63.9
+    4: Choice(TWO_TILES_8_WARPS, ONE_TILE_4_WARPS_MINUS_128, TWO_TILES_FETCHED),
+    # - 10.5, - 27.6, - 86.3
     5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
-    6: Choice(NOTHING_AHEAD, AFFINE_ONE_TILE_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    # 11.6 -> 11.2, - 23.9, 82.0 -> 78.8
+    6: Choice(TWO_TILES_MINUS, ONE_TILE_4_WARPS_MINUS_128, ONE_TILE_4_WARPS_MINUS_128),
+    # 11.6 -> 9.5, 31.9 -> 31.3, - 98.5
+    7: Choice(LATE_4_WARPS, LATE_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
-# Where limits were not timed there are none, and 1 bit has one tile: with two, 184 bytes of stack
-# for sm_80, 112 for sm_100, 200 for sm_120 (Triton 3.7.1).
-AFFINE_MORE_ROWS_ELSEWHERE = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
+# Of affine formats on GPUs that were not timed, up to 8 rows of x and more: none of these has stack
+# for any of them, as most of the above have with no limit of registers (Triton 3.7.1).
+AFFINE_ELSEWHERE = {
+    1: (NOTHING_AHEAD_4_WARPS_MINUS, ONE_TILE_4_WARPS_FETCHED_MINUS),
+    2: (ONE_TILE_4_WARPS_MINUS, TWO_TILES_FETCHED),
+    3: (ONE_TILE_4_WARPS_MINUS, ONE_TILE_4_WARPS_FETCHED),
+    4: (replace(ONE_TILE_MINUS, registers=0), ONE_TILE_4_WARPS_MINUS),
+    5: (NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    6: (ONE_TILE_4_WARPS_FETCHED_MINUS, ONE_TILE_4_WARPS_MINUS),
+    7: (NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    8: (ONE_TILE_OVERLAP, TWO_TILES_8_WARPS_OVERLAP),
+}
 
 
 def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -> SmallConfig:
     """For ``n`` outputs; the same for every m that a batch-invariant call may meet."""
-    choice = (FEW_ROWS if m <= 8 else MORE_ROWS)[bits]
+    few_rows = m <= 8
+    if affine and gpu.measured_on is None:
+        return AFFINE_ELSEWHERE[bits][0 if few_rows else 1]
+    choice = (FEW_ROWS if few_rows else MORE_ROWS)[bits]
     if affine:
-        choice = (AFFINE_FEW_ROWS if m <= 8 else AFFINE_MORE_ROWS).get(bits, choice)
+        choice = (AFFINE_FEW_ROWS if few_rows else AFFINE_MORE_ROWS).get(bits, choice)
     if n <= gpu.few_outputs:
         config = choice.few
     else:
         config = choice.some if n <= 2 * gpu.few_outputs else choice.many
     if gpu.measured_on is not None:
         return config
-    if affine:
-        if bits == 1 and m > 8:
-            return AFFINE_MORE_ROWS_ELSEWHERE
-        if bits == 3 and m <= 8:  # With eight warps 8 bytes of stack for sm_89 (Triton 3.7.1).
-            config = choice.some
-        return replace(config, registers=0)
-    if m > 8 and config.n_tiles == 2:
+    if not few_rows and config.n_tiles == 2:
         # With two tiles 3 bits have 16 bytes of stack for sm_120, with one as many for sm_80; 5 and
         # 6 bits 16 and 8 for sm_86 and sm_89 (Triton 3.7.1).
         if bits == 3 and gpu.can_overlap:

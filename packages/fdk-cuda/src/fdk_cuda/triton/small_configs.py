@@ -24,7 +24,6 @@ ONE_TILE_OVERLAP = SmallConfig(n_tiles=1, warps=8, overlap=True)
 ONE_TILE_4_WARPS = SmallConfig(n_tiles=1, warps=4, overlap=True)
 ONE_TILE_4_WARPS_FETCHED = SmallConfig(n_tiles=1, warps=4, fetch=2, overlap=True)
 NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2)
-NOTHING_AHEAD_OVERLAP = SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2, overlap=True)
 NOTHING_AHEAD_4_WARPS = SmallConfig(n_tiles=1, warps=4, ahead=0, fetch=2, overlap=True)
 TWO_TILES = SmallConfig(n_tiles=2, warps=4, overlap=True)
 TWO_TILES_ALONE = SmallConfig(n_tiles=2, warps=4, fetch=3)
@@ -33,92 +32,107 @@ TWO_TILES_8_WARPS = SmallConfig(n_tiles=2, warps=8)
 TWO_TILES_8_WARPS_OVERLAP = SmallConfig(n_tiles=2, warps=8, overlap=True)
 TWO_TILES_8_WARPS_FETCHED = SmallConfig(n_tiles=2, warps=8, fetch=2, overlap=True)
 TWO_TILES_NOTHING_AHEAD = replace(TWO_TILES, ahead=0)
+TWO_TILES_8_WARPS_NOTHING_AHEAD = replace(TWO_TILES_8_WARPS_OVERLAP, ahead=0)
 TWO_TILES_NOTHING_AHEAD_FETCHED = replace(TWO_TILES, ahead=0, fetch=2)
 TWO_TILES_168 = replace(TWO_TILES_ALONE, registers=168)
 TWO_TILES_128 = replace(TWO_TILES, registers=128)
-TWO_TILES_8_WARPS_128 = replace(TWO_TILES_8_WARPS, registers=128)
 TWO_TILES_8_WARPS_OVERLAP_128 = replace(TWO_TILES_8_WARPS_OVERLAP, registers=128)
-# By the bits of a code. Behind each, microseconds on an H200, 2026-11-22: 4096 x 4096, 8192 x 8192,
-# 28672 x 8192; of 28672 x 8192, 6 to 8 bits, before sums went through shared memory as they do now.
+ONE_TILE_16_WARPS = SmallConfig(n_tiles=1, warps=16, overlap=True)
+TWO_TILES_16_WARPS = SmallConfig(n_tiles=2, warps=16, overlap=True)
+ONE_TILE_128 = replace(ONE_TILE_OVERLAP, registers=128)
+ONE_TILE_4_WARPS_FETCHED_128 = replace(ONE_TILE_4_WARPS_FETCHED, registers=128)
+LATE = replace(ONE_TILE_OVERLAP, ahead=0)
+LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
+# By the bits of a code. Behind each, microseconds on an H200, 2026-11-24, in turns: 4096 x 4096 (in
+# brackets 4096 x 14336), 8192 x 8192, 28672 x 8192; with an arrow, as before and so. Timed were all
+# of one and two tiles, four and eight warps, with and without words ahead, fetching and a limit of
+# 128 registers, with overlap; some without, and of sixteen warps. Of 7 bits but at 4096 x 4096, of
+# 8 bits and with 16 rows only some of these.
 FEW_ROWS = {
-    1: Choice(TWO_TILES_8_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED),  # 3.5 9.1 27
-    2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED),  # - 10.3 33
-    3: Choice(ONE_TILE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),  # - 12.1 37.4
-    4: Choice(ONE_TILE, ONE_TILE_OVERLAP, TWO_TILES_FETCHED),  # 5.7 12.0 38.8
-    5: Choice(ONE_TILE, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 19.1 59.4
-    6: Choice(ONE_TILE, ONE_TILE_4_WARPS_FETCHED, ONE_TILE_OVERLAP),  # - 19.6 71.6
-    7: Choice(NOTHING_AHEAD, ONE_TILE_4_WARPS, NOTHING_AHEAD_OVERLAP),  # - 21.1 78.2
-    8: Choice(ONE_TILE, ONE_TILE_OVERLAP, ONE_TILE_4_WARPS_FETCHED),  # - 20.4 73.8
+    # 3.5, 9.2, 27.1
+    1: Choice(TWO_TILES_8_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED),
+    # 5.5 -> 4.0 (4096 x 14336 15.2 -> 10.2), 10.2, 33.3 -> 31.3
+    2: Choice(ONE_TILE_128, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),
+    # 5.8 -> 4.5 (13.0 -> 11.8), 12.3, 37.8
+    3: Choice(ONE_TILE_OVERLAP, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
+    # 5.5 -> 5.2 (13.8 -> 12.3), 12.2 -> 11.6, 38.3 -> 37.7 (14336 x 4096 11.9 -> 11.4)
+    4: Choice(TWO_TILES_16_WARPS, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_128),
+    # 9.4 -> 6.6 (25.4 -> 18.9), 19.6, 60.6
+    5: Choice(LATE, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    # 7.3 -> 6.0 (18.4 -> 16.7), 19.7 -> 19.2, 66.8 -> 60.8
+    6: Choice(ONE_TILE_128, ONE_TILE_4_WARPS_FETCHED_128, ONE_TILE_4_WARPS_FETCHED_128),
+    # 9.2 -> 7.4 (25.1 -> 21.8), 21.9, 75.3 -> 71.0
+    7: Choice(LATE, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
+    # 8.1 -> 7.0 (22.1 -> 18.8), 21.4, 77.1 -> 71.5
+    8: Choice(ONE_TILE_16_WARPS, ONE_TILE_OVERLAP, TWO_TILES_8_WARPS_OVERLAP_128),
 }
-# The same for 9 to 16 rows of x; 8 bits at 28672 x 8192 before sums went so.
+# The same for 9 to 16 rows of x.
 MORE_ROWS = {
-    # In turns, rows of 8192 columns, which are four rounds, too few to fetch ahead: 13.3 -> 12.3,
-    # 49.7 -> 47.0 without; longer rows were not timed. 4096 x 4096: 6.4 -> 5.3 with overlap.
-    1: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES, TWO_TILES),  # 5.3 12.3 47.0
-    2: Choice(TWO_TILES_8_WARPS, TWO_TILES_168, TWO_TILES_FETCHED),  # - 17.2 (without 17.7) 49.0
-    3: Choice(ONE_TILE, TWO_TILES_NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD),  # - 16.6 56.3
-    # Two programs of eight warps to a processor, four of four: 8.9 us -> 8.0, 18.5 -> 17.0, 56.6 ->
-    # 54.5, 4096 x 14336 21.7 -> 19.4. Nothing fetched, 14336 x 4096 16.7 -> 16.0, 28672 x 8192 as
-    # before.
-    4: Choice(TWO_TILES_8_WARPS_128, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_128),
-    # In turns, by one tile and by two: 29.9 us and 28.4, 26.9 and 25.9; 7 bits 34.7 and 32.9, but
-    # with 48 bytes of stack (Triton 3.7.1), as 5 bits with nothing fetched, 28.3 -> 26.9. 6 bits
-    # with words ahead 26.3 -> 25.2.
-    5: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD_FETCHED, NOTHING_AHEAD_4_WARPS),  # - 28.4 86.1
-    6: Choice(NOTHING_AHEAD, TWO_TILES_FETCHED, NOTHING_AHEAD_4_WARPS),  # - 25.2 -
-    7: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),  # - 34.2 -
-    8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),  # - 24.2 81.1
+    # 5.2; rows of 8192 columns are four rounds, too few to fetch ahead: 13.3 -> 12.3, 49.7 -> 47.0
+    # without (2026-11-23); longer rows were not timed.
+    1: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES, TWO_TILES),
+    # 7.7 -> 6.5 (18.8 -> 18.0), 17.0, 49.0
+    2: Choice(ONE_TILE_OVERLAP, TWO_TILES_168, TWO_TILES_FETCHED),
+    # 8.7 -> 6.5 (24.8 -> 18.0), 16.5, 56.3
+    3: Choice(TWO_TILES_8_WARPS_NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD),
+    # 7.9 -> 7.2 (18.5 -> 16.1; by one tile of eight warps 6.6 and 18.0), 17.0, 54.5
+    4: Choice(TWO_TILES_16_WARPS, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_128),
+    # 10.8, 28.5 (with nothing fetched 26.9, and 48 bytes of stack, Triton 3.7.1), 88.3
+    5: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD_FETCHED, NOTHING_AHEAD_4_WARPS),
+    # 10.4 -> 8.9 (26.8 -> 24.7), 24.6 -> 23.9, 89.8 -> 82.7
+    6: Choice(ONE_TILE_128, TWO_TILES, TWO_TILES_FETCHED),
+    # 11.9 -> 11.1 (34.7 -> 32.5), 34.1 -> 32.8, 97.7 -> 93.9
+    7: Choice(LATE, LATE_4_WARPS, LATE_4_WARPS),
+    # 9.8, 24.3, 81.1
+    8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),
 }
 # Of affine formats where it is not the same: sums of x, or zero points as an operand (``minus``),
 # take registers. H200, 2026-11-24, in turns, as before and so (``-``: as it was): 4096 x 4096, 8192
 # x 8192, 28672 x 8192. Of each all of one and two tiles, four and eight warps, with and without
 # words ahead, fetching (one row of x), ``minus`` and a limit of 128 registers were timed at 8192 x
-# 8192, with overlap, and the four fastest elsewhere. With 16 rows faster ones have stack (Triton
-# 3.7.1): 3 bits 21.1, 5 bits 25.8, 7 bits 29.8, and 7.4 and 8.4 for 3 and 5 bits at 4096 x 4096; so
-# has 7 bits with one row there, 7.4.
-ONE_TILE_128 = replace(ONE_TILE_OVERLAP, registers=128)
+# 8192, with overlap, and the four fastest elsewhere; at 4096 x 4096, and in brackets 4096 x 14336,
+# some more. With 16 rows faster ones have stack (Triton 3.7.1): 3 bits 21.1, 5 bits 25.8, 7 bits
+# 29.8, and 7.4 and 8.4 for 3 and 5 bits at 4096 x 4096; so has 7 bits with one row there, 7.4.
 ONE_TILE_MINUS = replace(ONE_TILE_128, ahead=0, minus=True)
+ONE_TILE_OVERLAP_MINUS = replace(ONE_TILE_OVERLAP, minus=True)
 ONE_TILE_4_WARPS_MINUS = replace(ONE_TILE_4_WARPS, minus=True)
 ONE_TILE_4_WARPS_MINUS_128 = replace(ONE_TILE_4_WARPS_MINUS, registers=128)
 ONE_TILE_4_WARPS_FETCHED_MINUS = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
-LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
 NOTHING_AHEAD_4_WARPS_MINUS = replace(NOTHING_AHEAD_4_WARPS, minus=True)
-TWO_TILES_MINUS = replace(TWO_TILES, minus=True)
 TWO_TILES_FETCHED_MINUS = replace(TWO_TILES_FETCHED, minus=True)
 TWO_TILES_NOTHING_AHEAD_MINUS = replace(TWO_TILES_NOTHING_AHEAD, minus=True)
-TWO_TILES_8_WARPS_NOTHING_AHEAD = replace(TWO_TILES_8_WARPS_OVERLAP, ahead=0)
 TWO_TILES_8_WARPS_MINUS = replace(TWO_TILES_8_WARPS_OVERLAP, minus=True)
 AFFINE_FEW_ROWS: dict[int, Choice] = {
     # - 4.3, 11.7 -> 10.6, 39.7 -> 37.8
     1: Choice(TWO_TILES_8_WARPS_FETCHED, TWO_TILES, NOTHING_AHEAD_4_WARPS_MINUS),
     # - 4.6, 13.6 -> 12.5, - 40.1
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_NOTHING_AHEAD, TWO_TILES_FETCHED),
-    # 7.0 -> 6.6, 15.1 -> 13.3, 50.2 -> 47.7
-    3: Choice(TWO_TILES_FETCHED, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
-    # - 6.2, 16.3 -> 13.2, 51.7 -> 45.8
-    4: Choice(ONE_TILE, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP),
+    # 6.8 (by the others' 6.4, but 4096 x 14336 19.5, so 16.7), 15.1 -> 13.3, 50.2 -> 47.7
+    3: Choice(ONE_TILE, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
+    # 6.2 -> 5.0 (16.1 -> 14.1), 16.3 -> 13.2, 51.7 -> 45.8
+    4: Choice(ONE_TILE_128, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP),
     # 9.8 -> 6.4, 21.0 -> 18.2, - 60.5
     5: Choice(ONE_TILE_MINUS, TWO_TILES, NOTHING_AHEAD_4_WARPS),
     # 7.3 -> 5.7, 20.2 -> 19.1, 65.6 -> 59.9
     6: Choice(ONE_TILE_128, ONE_TILE_128, NOTHING_AHEAD_4_WARPS),
-    # - 9.9, 25.1 -> 23.2, - 71.6
-    7: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS),
-    # - 9.0, 25.7 -> 23.1, 80.9 -> 73.7
-    8: Choice(ONE_TILE, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_8_WARPS_OVERLAP_128),
+    # 9.9 -> 9.7 (26.9 -> 26.0), 25.1 -> 23.2, - 71.6
+    7: Choice(LATE, TWO_TILES_NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS),
+    # 9.2 -> 7.3 (26.2 -> 21.3), 25.7 -> 23.1, 80.9 -> 73.7
+    8: Choice(ONE_TILE_16_WARPS, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_8_WARPS_OVERLAP_128),
 }
 AFFINE_MORE_ROWS: dict[int, Choice] = {
     # 6.9 -> 5.8, - 16.8, - 60.8
     1: Choice(TWO_TILES_8_WARPS_MINUS, TWO_TILES_FETCHED_MINUS, TWO_TILES_FETCHED_MINUS),
-    # - 7.5, - 17.2, - 63.4
-    2: Choice(TWO_TILES_8_WARPS, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
-    # - 10.4, 24.2 -> 22.7, 85.9 -> 81.5
-    3: Choice(ONE_TILE, TWO_TILES_NOTHING_AHEAD_MINUS, TWO_TILES_NOTHING_AHEAD_MINUS),
-    # - 8.2, - 21.8, - 63.9
-    4: Choice(TWO_TILES_8_WARPS, ONE_TILE_4_WARPS_MINUS_128, TWO_TILES_FETCHED),
+    # 7.7 -> 6.9 (17.4 -> 16.6), - 17.2, - 63.4
+    2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
+    # 10.5 -> 9.8 (29.1 -> 28.2), 24.2 -> 22.7, 85.9 -> 81.5
+    3: Choice(ONE_TILE_OVERLAP_MINUS, TWO_TILES_NOTHING_AHEAD_MINUS, TWO_TILES_NOTHING_AHEAD_MINUS),
+    # 8.2 -> 7.2 (19.6 -> 18.7), - 21.8, - 63.9
+    4: Choice(TWO_TILES_8_WARPS_OVERLAP, ONE_TILE_4_WARPS_MINUS_128, TWO_TILES_FETCHED),
     # - 10.5, - 27.6, - 86.3
     5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
-    # 11.6 -> 11.2, - 23.9, 82.0 -> 78.8
-    6: Choice(TWO_TILES_MINUS, ONE_TILE_4_WARPS_MINUS_128, ONE_TILE_4_WARPS_MINUS_128),
+    # 11.7 (by two tiles 11.3, but 35.3 for 30.1), - 23.9, 82.0 -> 78.8
+    6: Choice(LATE, ONE_TILE_4_WARPS_MINUS_128, ONE_TILE_4_WARPS_MINUS_128),
     # 11.6 -> 9.5, 31.9 -> 31.3, - 98.5
     7: Choice(LATE_4_WARPS, LATE_4_WARPS, NOTHING_AHEAD_4_WARPS),
 }
@@ -157,7 +171,7 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
             return ONE_TILE_4_WARPS
         if bits in (5, 6):
             return NOTHING_AHEAD_4_WARPS
-    return replace(config, registers=0)
+    return config if few_rows else replace(config, registers=0)
 
 
 def as_run(config: SmallConfig, gpu: Gpu) -> SmallConfig:

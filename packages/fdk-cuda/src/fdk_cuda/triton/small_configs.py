@@ -41,8 +41,10 @@ ONE_TILE_16_WARPS = SmallConfig(n_tiles=1, warps=16, overlap=True)
 TWO_TILES_16_WARPS = SmallConfig(n_tiles=2, warps=16, overlap=True)
 ONE_TILE_128 = replace(ONE_TILE_OVERLAP, registers=128)
 ONE_TILE_4_WARPS_FETCHED_128 = replace(ONE_TILE_4_WARPS_FETCHED, registers=128)
+# Words neither ahead nor brought to the L2.
 LATE = replace(ONE_TILE_OVERLAP, ahead=0)
 LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
+
 # By the bits of a code. Behind each, microseconds on an H200, 2026-11-24, in turns: 4096 x 4096 (in
 # brackets 4096 x 14336), 8192 x 8192, 28672 x 8192; with an arrow, as before and so. Timed were all
 # of one and two tiles, four and eight warps, with and without words ahead, fetching and a limit of
@@ -51,7 +53,7 @@ LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
 FEW_ROWS = {
     # 3.5, 9.2, 27.1
     1: Choice(TWO_TILES_8_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED),
-    # 5.5 -> 4.0 (4096 x 14336 15.2 -> 10.2), 10.2, 33.3 -> 31.3
+    # 5.5 -> 4.0 (15.2 -> 10.2), 10.2, 33.3 -> 31.3
     2: Choice(ONE_TILE_128, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),
     # 5.8 -> 4.5 (13.0 -> 11.8), 12.3, 37.8
     3: Choice(ONE_TILE_OVERLAP, ONE_TILE_4_WARPS, ONE_TILE_4_WARPS),
@@ -66,7 +68,7 @@ FEW_ROWS = {
     # 8.1 -> 7.0 (22.1 -> 18.8), 21.4, 77.1 -> 71.5
     8: Choice(ONE_TILE_16_WARPS, ONE_TILE_OVERLAP, TWO_TILES_8_WARPS_OVERLAP_128),
 }
-# The same for 9 to 16 rows of x.
+# The same for 9 to 16 rows of x; 2 to 4 bits at 28672 x 8192, and 4 at 8192 x 8192, on 2026-11-23.
 MORE_ROWS = {
     # 5.2; rows of 8192 columns are four rounds, too few to fetch ahead: 13.3 -> 12.3, 49.7 -> 47.0
     # without (2026-11-23); longer rows were not timed.
@@ -151,7 +153,10 @@ AFFINE_ELSEWHERE = {
 
 
 def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -> SmallConfig:
-    """For ``n`` outputs; the same for every m that a batch-invariant call may meet."""
+    """For ``n`` outputs; the same for every m that a batch-invariant call may meet.
+
+    On a GPU that was not timed none has a limit of registers, but for codebooks with few rows.
+    """
     few_rows = m <= 8
     if affine and gpu.measured_on is None:
         return AFFINE_ELSEWHERE[bits][0 if few_rows else 1]

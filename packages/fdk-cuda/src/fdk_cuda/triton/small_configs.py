@@ -19,6 +19,10 @@ class Choice:
         return self.few, self.some, self.many
 
 
+# One tile has eight warps and two have four where the name has no number. All overlap but ONE_TILE,
+# NOTHING_AHEAD, TWO_TILES_ALONE, TWO_TILES_8_WARPS and TWO_TILES_168. Of those with no words ahead
+# the NOTHING_AHEAD of one tile are fetched to the L2; LATE, and those of two tiles, are not unless
+# the name says so.
 ONE_TILE = SmallConfig(n_tiles=1, warps=8)
 ONE_TILE_OVERLAP = SmallConfig(n_tiles=1, warps=8, overlap=True)
 ONE_TILE_4_WARPS = SmallConfig(n_tiles=1, warps=4, overlap=True)
@@ -41,15 +45,14 @@ ONE_TILE_16_WARPS = SmallConfig(n_tiles=1, warps=16, overlap=True)
 TWO_TILES_16_WARPS = SmallConfig(n_tiles=2, warps=16, overlap=True)
 ONE_TILE_128 = replace(ONE_TILE_OVERLAP, registers=128)
 ONE_TILE_4_WARPS_FETCHED_128 = replace(ONE_TILE_4_WARPS_FETCHED, registers=128)
-# Words neither ahead nor brought to the L2.
 LATE = replace(ONE_TILE_OVERLAP, ahead=0)
 LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
 
-# By the bits of a code. Behind each, microseconds on an H200, 2026-11-24, in turns: 4096 x 4096 (in
-# brackets 4096 x 14336), 8192 x 8192, 28672 x 8192; with an arrow, as before and so. Timed were all
-# of one and two tiles, four and eight warps, with and without words ahead, fetching and a limit of
-# 128 registers, with overlap; some without, and of sixteen warps. Of 7 bits but at 4096 x 4096, of
-# 8 bits and with 16 rows only some of these.
+# By the bits of a code. Above each, microseconds on an H200, 2026-11-24, in turns: 4096 x 4096 (in
+# brackets 4096 x 14336), 8192 x 8192, 28672 x 8192; an arrow leads from the one before to this one.
+# Timed were all of one and two tiles, four and eight warps, with and without words ahead, fetching
+# and a limit of 128 registers, with overlap; some without overlap, and some of sixteen warps. With
+# 16 rows, at 8 bits, and at 7 bits but for 4096 x 4096, only some of these were timed.
 FEW_ROWS = {
     # 3.5, 9.2, 27.1
     1: Choice(TWO_TILES_8_WARPS_FETCHED, ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED),
@@ -89,13 +92,14 @@ MORE_ROWS = {
     8: Choice(TWO_TILES_8_WARPS, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES),
 }
 # Of affine formats where it is not the same: sums of x, or zero points as an operand (``minus``),
-# take registers. H200, 2026-11-24, in turns, as before and so (``-``: as it was): 4096 x 4096, 8192
-# x 8192, 28672 x 8192. Of each all of one and two tiles, four and eight warps, with and without
-# words ahead, fetching (one row of x), ``minus`` and a limit of 128 registers were timed at 8192 x
-# 8192, with overlap, and the four fastest elsewhere; at 4096 x 4096, and in brackets 4096 x 14336,
-# some more. With 16 rows faster ones have stack (Triton 3.7.1): 3 bits 21.1, 5 bits 25.8, 7 bits
-# 29.8, and 7.4 and 8.4 for 3 and 5 bits at 4096 x 4096; so has 7 bits with one row there, 7.4.
-ONE_TILE_MINUS = replace(ONE_TILE_128, ahead=0, minus=True)
+# take registers. Times as above; a dash: as it was. Of each all of one and two tiles, four and
+# eight warps, with and without words ahead, fetching (one row of x), ``minus`` and a limit of 128
+# registers were timed at 8192 x 8192, with overlap, and the four fastest at the other widths; with
+# 4096 outputs some more. With 16 rows faster ones have stack (Triton 3.7.1): 3 bits 21.1, 5 bits
+# 25.8, 7 bits 29.8, and 7.4 and 8.4 for 3 and 5 bits at 4096 x 4096; so has 7 bits with one row
+# there, 7.4.
+LATE_MINUS = replace(LATE, minus=True)
+LATE_MINUS_128 = replace(LATE_MINUS, registers=128)
 ONE_TILE_OVERLAP_MINUS = replace(ONE_TILE_OVERLAP, minus=True)
 ONE_TILE_4_WARPS_MINUS = replace(ONE_TILE_4_WARPS, minus=True)
 ONE_TILE_4_WARPS_MINUS_128 = replace(ONE_TILE_4_WARPS_MINUS, registers=128)
@@ -109,12 +113,12 @@ AFFINE_FEW_ROWS: dict[int, Choice] = {
     1: Choice(TWO_TILES_8_WARPS_FETCHED, TWO_TILES, NOTHING_AHEAD_4_WARPS_MINUS),
     # - 4.6, 13.6 -> 12.5, - 40.1
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_NOTHING_AHEAD, TWO_TILES_FETCHED),
-    # 6.8 (by the others' 6.4, but 4096 x 14336 19.5, so 16.7), 15.1 -> 13.3, 50.2 -> 47.7
+    # 6.8 (16.7; fetched, by two tiles, 6.4 and 19.5), 15.1 -> 13.3, 50.2 -> 47.7
     3: Choice(ONE_TILE, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
     # 6.2 -> 5.0 (16.1 -> 14.1), 16.3 -> 13.2, 51.7 -> 45.8
     4: Choice(ONE_TILE_128, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP),
     # 9.8 -> 6.4, 21.0 -> 18.2, - 60.5
-    5: Choice(ONE_TILE_MINUS, TWO_TILES, NOTHING_AHEAD_4_WARPS),
+    5: Choice(LATE_MINUS_128, TWO_TILES, NOTHING_AHEAD_4_WARPS),
     # 7.3 -> 5.7, 20.2 -> 19.1, 65.6 -> 59.9
     6: Choice(ONE_TILE_128, ONE_TILE_128, NOTHING_AHEAD_4_WARPS),
     # 9.9 -> 9.7 (26.9 -> 26.0), 25.1 -> 23.2, - 71.6
@@ -133,7 +137,7 @@ AFFINE_MORE_ROWS: dict[int, Choice] = {
     4: Choice(TWO_TILES_8_WARPS_OVERLAP, ONE_TILE_4_WARPS_MINUS_128, TWO_TILES_FETCHED),
     # - 10.5, - 27.6, - 86.3
     5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
-    # 11.7 (by two tiles 11.3, but 35.3 for 30.1), - 23.9, 82.0 -> 78.8
+    # 11.7 (30.1; by two tiles 11.3 and 35.3), - 23.9, 82.0 -> 78.8
     6: Choice(LATE, ONE_TILE_4_WARPS_MINUS_128, ONE_TILE_4_WARPS_MINUS_128),
     # 11.6 -> 9.5, 31.9 -> 31.3, - 98.5
     7: Choice(LATE_4_WARPS, LATE_4_WARPS, NOTHING_AHEAD_4_WARPS),
@@ -144,7 +148,7 @@ AFFINE_ELSEWHERE = {
     1: (NOTHING_AHEAD_4_WARPS_MINUS, ONE_TILE_4_WARPS_FETCHED_MINUS),
     2: (ONE_TILE_4_WARPS_MINUS, TWO_TILES_FETCHED),
     3: (ONE_TILE_4_WARPS_MINUS, ONE_TILE_4_WARPS_FETCHED),
-    4: (replace(ONE_TILE_MINUS, registers=0), ONE_TILE_4_WARPS_MINUS),
+    4: (LATE_MINUS, ONE_TILE_4_WARPS_MINUS),
     5: (NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
     6: (ONE_TILE_4_WARPS_FETCHED_MINUS, ONE_TILE_4_WARPS_MINUS),
     7: (NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
@@ -155,7 +159,7 @@ AFFINE_ELSEWHERE = {
 def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -> SmallConfig:
     """For ``n`` outputs; the same for every m that a batch-invariant call may meet.
 
-    On a GPU that was not timed none has a limit of registers, but for codebooks with few rows.
+    On a GPU that was not timed codebooks with up to 8 rows of x alone keep a limit of registers.
     """
     few_rows = m <= 8
     if affine and gpu.measured_on is None:

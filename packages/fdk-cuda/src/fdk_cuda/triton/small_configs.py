@@ -19,34 +19,32 @@ class Choice:
         return self.few, self.some, self.many
 
 
-# One tile has eight warps and two have four where the name has no number. All overlap but ONE_TILE,
-# NOTHING_AHEAD, TWO_TILES_ALONE, TWO_TILES_8_WARPS and TWO_TILES_168. Of those with no words ahead
-# the NOTHING_AHEAD of one tile are fetched to the L2; LATE, and those of two tiles, are not unless
-# the name says so.
+# One tile has eight warps and two have four where the name has no number. LATE has no words ahead,
+# and one tile where it does not say two. All overlap but ONE_TILE, LATE_FETCHED_ALONE,
+# TWO_TILES_8_WARPS and TWO_TILES_168, which has three rounds fetched.
 ONE_TILE = SmallConfig(n_tiles=1, warps=8)
 ONE_TILE_OVERLAP = SmallConfig(n_tiles=1, warps=8, overlap=True)
 ONE_TILE_4_WARPS = SmallConfig(n_tiles=1, warps=4, overlap=True)
 ONE_TILE_4_WARPS_FETCHED = SmallConfig(n_tiles=1, warps=4, fetch=2, overlap=True)
-NOTHING_AHEAD = SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2)
-NOTHING_AHEAD_4_WARPS = SmallConfig(n_tiles=1, warps=4, ahead=0, fetch=2, overlap=True)
+ONE_TILE_4_WARPS_FETCHED_128 = replace(ONE_TILE_4_WARPS_FETCHED, registers=128)
+ONE_TILE_16_WARPS = SmallConfig(n_tiles=1, warps=16, overlap=True)
+ONE_TILE_128 = replace(ONE_TILE_OVERLAP, registers=128)
+LATE = replace(ONE_TILE_OVERLAP, ahead=0)
+LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
+LATE_FETCHED_ALONE = SmallConfig(n_tiles=1, warps=8, ahead=0, fetch=2)
+LATE_4_WARPS_FETCHED = SmallConfig(n_tiles=1, warps=4, ahead=0, fetch=2, overlap=True)
 TWO_TILES = SmallConfig(n_tiles=2, warps=4, overlap=True)
-TWO_TILES_ALONE = SmallConfig(n_tiles=2, warps=4, fetch=3)
 TWO_TILES_FETCHED = SmallConfig(n_tiles=2, warps=4, fetch=2, overlap=True)
 TWO_TILES_8_WARPS = SmallConfig(n_tiles=2, warps=8)
 TWO_TILES_8_WARPS_OVERLAP = SmallConfig(n_tiles=2, warps=8, overlap=True)
 TWO_TILES_8_WARPS_FETCHED = SmallConfig(n_tiles=2, warps=8, fetch=2, overlap=True)
-TWO_TILES_NOTHING_AHEAD = replace(TWO_TILES, ahead=0)
-TWO_TILES_8_WARPS_NOTHING_AHEAD = replace(TWO_TILES_8_WARPS_OVERLAP, ahead=0)
-TWO_TILES_NOTHING_AHEAD_FETCHED = replace(TWO_TILES, ahead=0, fetch=2)
-TWO_TILES_168 = replace(TWO_TILES_ALONE, registers=168)
+TWO_TILES_LATE = replace(TWO_TILES, ahead=0)
+TWO_TILES_8_WARPS_LATE = replace(TWO_TILES_8_WARPS_OVERLAP, ahead=0)
+TWO_TILES_LATE_FETCHED = replace(TWO_TILES, ahead=0, fetch=2)
+TWO_TILES_168 = SmallConfig(n_tiles=2, warps=4, fetch=3, registers=168)
 TWO_TILES_128 = replace(TWO_TILES, registers=128)
 TWO_TILES_8_WARPS_OVERLAP_128 = replace(TWO_TILES_8_WARPS_OVERLAP, registers=128)
-ONE_TILE_16_WARPS = SmallConfig(n_tiles=1, warps=16, overlap=True)
 TWO_TILES_16_WARPS = SmallConfig(n_tiles=2, warps=16, overlap=True)
-ONE_TILE_128 = replace(ONE_TILE_OVERLAP, registers=128)
-ONE_TILE_4_WARPS_FETCHED_128 = replace(ONE_TILE_4_WARPS_FETCHED, registers=128)
-LATE = replace(ONE_TILE_OVERLAP, ahead=0)
-LATE_4_WARPS = replace(ONE_TILE_4_WARPS, ahead=0)
 
 # By the bits of a code. Above each, microseconds on an H200, 2026-11-24, in turns: 4096 x 4096 (in
 # brackets 4096 x 14336), 8192 x 8192, 28672 x 8192; an arrow leads from the one before to this one.
@@ -63,7 +61,7 @@ FEW_ROWS = {
     # 5.5 -> 5.2 (13.8 -> 12.3), 12.2 -> 11.6, 38.3 -> 37.7 (14336 x 4096 11.9 -> 11.4)
     4: Choice(TWO_TILES_16_WARPS, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_128),
     # 9.4 -> 6.6 (25.4 -> 18.9), 19.6, 60.6
-    5: Choice(LATE, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    5: Choice(LATE, LATE_4_WARPS_FETCHED, LATE_4_WARPS_FETCHED),
     # 7.3 -> 6.0 (18.4 -> 16.7), 19.7 -> 19.2, 66.8 -> 60.8
     6: Choice(ONE_TILE_128, ONE_TILE_4_WARPS_FETCHED_128, ONE_TILE_4_WARPS_FETCHED_128),
     # 9.2 -> 7.4 (25.1 -> 21.8), 21.9, 75.3 -> 71.0
@@ -79,11 +77,11 @@ MORE_ROWS = {
     # 7.7 -> 6.5 (18.8 -> 18.0), 17.0, 49.0
     2: Choice(ONE_TILE_OVERLAP, TWO_TILES_168, TWO_TILES_FETCHED),
     # 8.7 -> 6.5 (24.8 -> 18.0), 16.5, 56.3
-    3: Choice(TWO_TILES_8_WARPS_NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD),
+    3: Choice(TWO_TILES_8_WARPS_LATE, TWO_TILES_LATE, TWO_TILES_LATE),
     # 7.9 -> 7.2 (18.5 -> 16.1; by one tile of eight warps 6.6 and 18.0), 17.0, 54.5
     4: Choice(TWO_TILES_16_WARPS, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_128),
     # 10.8, 28.5 (with nothing fetched 26.9, and 48 bytes of stack, Triton 3.7.1), 88.3
-    5: Choice(NOTHING_AHEAD, TWO_TILES_NOTHING_AHEAD_FETCHED, NOTHING_AHEAD_4_WARPS),
+    5: Choice(LATE_FETCHED_ALONE, TWO_TILES_LATE_FETCHED, LATE_4_WARPS_FETCHED),
     # 10.4 -> 8.9 (26.8 -> 24.7), 24.6 -> 23.9, 89.8 -> 82.7
     6: Choice(ONE_TILE_128, TWO_TILES, TWO_TILES_FETCHED),
     # 11.9 -> 11.1 (34.7 -> 32.5), 34.1 -> 32.8, 97.7 -> 93.9
@@ -104,25 +102,25 @@ ONE_TILE_OVERLAP_MINUS = replace(ONE_TILE_OVERLAP, minus=True)
 ONE_TILE_4_WARPS_MINUS = replace(ONE_TILE_4_WARPS, minus=True)
 ONE_TILE_4_WARPS_MINUS_128 = replace(ONE_TILE_4_WARPS_MINUS, registers=128)
 ONE_TILE_4_WARPS_FETCHED_MINUS = replace(ONE_TILE_4_WARPS_FETCHED, minus=True)
-NOTHING_AHEAD_4_WARPS_MINUS = replace(NOTHING_AHEAD_4_WARPS, minus=True)
+LATE_4_WARPS_FETCHED_MINUS = replace(LATE_4_WARPS_FETCHED, minus=True)
 TWO_TILES_FETCHED_MINUS = replace(TWO_TILES_FETCHED, minus=True)
-TWO_TILES_NOTHING_AHEAD_MINUS = replace(TWO_TILES_NOTHING_AHEAD, minus=True)
+TWO_TILES_LATE_MINUS = replace(TWO_TILES_LATE, minus=True)
 TWO_TILES_8_WARPS_MINUS = replace(TWO_TILES_8_WARPS_OVERLAP, minus=True)
 AFFINE_FEW_ROWS: dict[int, Choice] = {
     # - 4.3, 11.7 -> 10.6, 39.7 -> 37.8
-    1: Choice(TWO_TILES_8_WARPS_FETCHED, TWO_TILES, NOTHING_AHEAD_4_WARPS_MINUS),
+    1: Choice(TWO_TILES_8_WARPS_FETCHED, TWO_TILES, LATE_4_WARPS_FETCHED_MINUS),
     # - 4.6, 13.6 -> 12.5, - 40.1
-    2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_NOTHING_AHEAD, TWO_TILES_FETCHED),
+    2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_LATE, TWO_TILES_FETCHED),
     # 6.8 (16.7; fetched, by two tiles, 6.4 and 19.5), 15.1 -> 13.3, 50.2 -> 47.7
     3: Choice(ONE_TILE, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
     # 6.2 -> 5.0 (16.1 -> 14.1), 16.3 -> 13.2, 51.7 -> 45.8
     4: Choice(ONE_TILE_128, TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_8_WARPS_OVERLAP),
     # 9.8 -> 6.4, 21.0 -> 18.2, - 60.5
-    5: Choice(LATE_MINUS_128, TWO_TILES, NOTHING_AHEAD_4_WARPS),
+    5: Choice(LATE_MINUS_128, TWO_TILES, LATE_4_WARPS_FETCHED),
     # 7.3 -> 5.7, 20.2 -> 19.1, 65.6 -> 59.9
-    6: Choice(ONE_TILE_128, ONE_TILE_128, NOTHING_AHEAD_4_WARPS),
+    6: Choice(ONE_TILE_128, ONE_TILE_128, LATE_4_WARPS_FETCHED),
     # 9.9 -> 9.7 (26.9 -> 26.0), 25.1 -> 23.2, - 71.6
-    7: Choice(LATE, TWO_TILES_NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS),
+    7: Choice(LATE, TWO_TILES_LATE, LATE_4_WARPS_FETCHED),
     # 9.2 -> 7.3 (26.2 -> 21.3), 25.7 -> 23.1, 80.9 -> 73.7
     8: Choice(ONE_TILE_16_WARPS, TWO_TILES_8_WARPS_OVERLAP_128, TWO_TILES_8_WARPS_OVERLAP_128),
 }
@@ -132,26 +130,26 @@ AFFINE_MORE_ROWS: dict[int, Choice] = {
     # 7.7 -> 6.9 (17.4 -> 16.6), - 17.2, - 63.4
     2: Choice(TWO_TILES_8_WARPS_OVERLAP, TWO_TILES_FETCHED, TWO_TILES_FETCHED),
     # 10.5 -> 9.8 (29.1 -> 28.2), 24.2 -> 22.7, 85.9 -> 81.5
-    3: Choice(ONE_TILE_OVERLAP_MINUS, TWO_TILES_NOTHING_AHEAD_MINUS, TWO_TILES_NOTHING_AHEAD_MINUS),
+    3: Choice(ONE_TILE_OVERLAP_MINUS, TWO_TILES_LATE_MINUS, TWO_TILES_LATE_MINUS),
     # 8.2 -> 7.2 (19.6 -> 18.7), - 21.8, - 63.9
     4: Choice(TWO_TILES_8_WARPS_OVERLAP, ONE_TILE_4_WARPS_MINUS_128, TWO_TILES_FETCHED),
     # - 10.5, - 27.6, - 86.3
-    5: Choice(NOTHING_AHEAD, NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    5: Choice(LATE_FETCHED_ALONE, LATE_4_WARPS_FETCHED, LATE_4_WARPS_FETCHED),
     # 11.7 (30.1; by two tiles 11.3 and 35.3), - 23.9, 82.0 -> 78.8
     6: Choice(LATE, ONE_TILE_4_WARPS_MINUS_128, ONE_TILE_4_WARPS_MINUS_128),
     # 11.6 -> 9.5, 31.9 -> 31.3, - 98.5
-    7: Choice(LATE_4_WARPS, LATE_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    7: Choice(LATE_4_WARPS, LATE_4_WARPS, LATE_4_WARPS_FETCHED),
 }
 # Of affine formats on GPUs that were not timed, up to 8 rows of x and more: none of these has stack
 # for any of them, as most of the above have with no limit of registers (Triton 3.7.1).
 AFFINE_ELSEWHERE = {
-    1: (NOTHING_AHEAD_4_WARPS_MINUS, ONE_TILE_4_WARPS_FETCHED_MINUS),
+    1: (LATE_4_WARPS_FETCHED_MINUS, ONE_TILE_4_WARPS_FETCHED_MINUS),
     2: (ONE_TILE_4_WARPS_MINUS, TWO_TILES_FETCHED),
     3: (ONE_TILE_4_WARPS_MINUS, ONE_TILE_4_WARPS_FETCHED),
     4: (LATE_MINUS, ONE_TILE_4_WARPS_MINUS),
-    5: (NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    5: (LATE_4_WARPS_FETCHED, LATE_4_WARPS_FETCHED),
     6: (ONE_TILE_4_WARPS_FETCHED_MINUS, ONE_TILE_4_WARPS_MINUS),
-    7: (NOTHING_AHEAD_4_WARPS, NOTHING_AHEAD_4_WARPS),
+    7: (LATE_4_WARPS_FETCHED, LATE_4_WARPS_FETCHED),
     8: (ONE_TILE_OVERLAP, TWO_TILES_8_WARPS_OVERLAP),
 }
 
@@ -179,7 +177,7 @@ def small_config(n: int, m: int, bits: int, gpu: Gpu, *, affine: bool = False) -
         if bits == 3 and gpu.can_overlap:
             return ONE_TILE_4_WARPS
         if bits in (5, 6):
-            return NOTHING_AHEAD_4_WARPS
+            return LATE_4_WARPS_FETCHED
     return config if few_rows else replace(config, registers=0)
 
 

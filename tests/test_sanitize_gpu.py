@@ -10,8 +10,7 @@ from sanitize_marlin import EVERY_TILE, SMALL_K, SMALL_N, WrongAnswerError, exac
 
 from fdk_cuda.marlin.backward import STEP_COST as BACKWARD_COST
 from fdk_cuda.marlin.hopper import STEP_COST
-from fdk_cuda.marlin.layout import SUPPORTED_BITS
-from fdk_formats.format import Format
+from fdk_formats.format import BITS, Format
 
 
 @pytest.fixture
@@ -36,12 +35,12 @@ def test_every_kind_of_small_plan_is_among_the_cases():
     digits = {(o["BITS"], o["AFFINE"], o["X_ROWS"]) for o in found if o["name"] == "digits.cu"}
     assert digits == {(1, 0, 1), (1, 0, 4), (1, 1, 1), (1, 1, 4), (2, 1, 1)}
     small = [o for o in found if o["name"] == "small_m.cu"]
-    assert {(o["BITS"], o["COLUMN_TILES"]) for o in small} >= set(product(SUPPORTED_BITS, (1, 2)))
+    assert {(o["BITS"], o["COLUMN_TILES"]) for o in small} >= set(product(BITS, (1, 2)))
     assert {o["WARPS"] for o in small} == {2, 4, 8, 12, 16}
     assert any(o["TILE_FRAGMENTS"] == 8 for o in small)
     assert any(o["SHORT_BLOCKS"] < o["TILE_FRAGMENTS"] // 2 for o in small)
     clusters = [case for case in sanitize_gpu.marlin_cases() if "cluster of 4" in case.name]
-    assert len(clusters) >= len(SUPPORTED_BITS)
+    assert len(clusters) >= len(BITS)
 
 
 def test_every_program_of_layout_is_among_the_cases():
@@ -56,7 +55,7 @@ def test_every_tile_of_hopper_is_among_the_cases():
         for o in found
         if o["name"] == "hopper_gemm.cu"
     }
-    assert kinds == {(1, 1), *((bits, 0) for bits in SUPPORTED_BITS)}
+    assert kinds == {(1, 1), *((bits, 0) for bits in BITS)}
     assert forward >= {(*kind, *tile) for kind in kinds for tile in STEP_COST}
     backward = {o["TILE_COLUMNS"] for o in found if o["name"] == "hopper_backward.cu"}
     assert backward == {columns for columns, *_ in BACKWARD_COST}

@@ -17,7 +17,7 @@ from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
 from fdk_cuda.marlin.hopper import NARROW_COLUMNS, HopperPlan, hopper_plans
 from fdk_cuda.marlin.launches import hopper_runner, run_hopper, small_fields, small_launch
-from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout, unpack_layout
+from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
 from fdk_cuda.marlin.ops import dequantise
 from fdk_cuda.marlin.plan import Device, SmallPlan, small_plans
 from fdk_cuda.marlin.programs import (
@@ -32,7 +32,7 @@ from fdk_cuda.marlin.programs import (
 from fdk_cuda.marlin.relayout import lay_out, take_back
 from fdk_cuda.nvrtc import Program
 from fdk_formats.codebooks import named_codebook
-from fdk_formats.format import Format
+from fdk_formats.format import BITS, Format
 from fdk_formats.packing import packed_width
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse, random_quantised
@@ -60,7 +60,7 @@ SMALL = (
 PLANES_SIZES = 192, 768
 DEQUANTISED = tuple(
     (f"{codebook}{bits}-{more}", dtype)
-    for bits in SUPPORTED_BITS
+    for bits in BITS
     for codebook, more, dtype in (("custom", "g64", BF16), ("affine", "g32-fp32", FP16))
 )
 # n, k and group size, of one scale in 64 columns and of two: rows of an odd number of bytes, groups
@@ -230,7 +230,7 @@ def _run_dequantise(format: str, dtype: torch.dtype) -> None:
 def layout_cases() -> Iterator[Case]:
     """Every program of layout.cu, both directions."""
     dtypes = (BF16, torch.float32)
-    for bits, per_row, dtype, has_zero in product(SUPPORTED_BITS, RELAID, dtypes, (False, True)):
+    for bits, per_row, dtype, has_zero in product(BITS, RELAID, dtypes, (False, True)):
         for n, k, group_size in RELAID[per_row]:
             geometry = Geometry(bits, n, k, group_size, dtype, has_zero)
             assert geometry.per_row == per_row

@@ -11,10 +11,9 @@ from fdk_cuda.marlin.plan import MAX_ROWS, Device
 from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_cuda.nvrtc import Kernel, Launch
 from fdk_formats.codebooks import named_codebook
-from fdk_formats.format import Format
+from fdk_formats.format import BITS, Format
 from fdk_formats.testing import nrmse, poisoned, random_quantised
 
-BITS = (1, 2, 3, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16)
 # Of the conformance kit.
 KIT = {"bits": BITS, "group_sizes": (32, 64, 128, None), "dtypes": DTYPES, "device": "cuda"}

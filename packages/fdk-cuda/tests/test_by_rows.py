@@ -90,7 +90,7 @@ def test_what_is_told_is_what_is_chosen(gpu):
     names = {"small": "small_m", "hopper": "hopper_gemm", "dequantise": "dequantise + cuBLAS"}
     for m in (1, 16, 17, 2048, 2049):
         kernel = ops.kernel_for(
-            m, is_hopper=True, few_rows=16, has_large_codebook=True, batch_invariant=False
+            m, is_hopper=True, few_rows=16, decodes_slowly=True, batch_invariant=False
         )
         assert forward(m) == names[kernel]
 

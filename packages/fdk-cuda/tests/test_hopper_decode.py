@@ -1,4 +1,4 @@
-"""hopper_decode.cuh on the host: every register of operand A, bit for bit, without a table."""
+"""hopper_decode.cuh on the host: every register of operand A, bit for bit."""
 
 import re
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import torch
 from marlin_devices import DEVICES
 
-from fdk_cuda.marlin import MARLIN_LUT
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT
 from fdk_cuda.marlin.hopper import hopper_shapes
 from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_program
 from fdk_formats.format import Format
@@ -30,6 +30,7 @@ using std::min;
 #define asm(...)
 #define __shfl_sync(mask, value, lane) (value)
 #define __cvta_generic_to_shared(pointer) ((uint64_t)(pointer))
+#define __cvta_shared_to_generic(address) nullptr
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
@@ -65,6 +66,7 @@ inline unsigned from_float(float v) {
 inline unsigned from_floats(float low, float high) {
   return from_float(low) | from_float(high) << 16;
 }
+inline unsigned join_values(unsigned low, unsigned high) { return low | high << 16; }
 inline unsigned multiply_pair(unsigned a, unsigned b) {
   float values[2];
   for (int i = 0; i < 2; i++, a >>= 16, b >>= 16)
@@ -74,16 +76,28 @@ inline unsigned multiply_pair(unsigned a, unsigned b) {
 }
 """
 # Of each block, warp and lane: the rows of the block that registers i are of, and the registers.
+# The table, from 3 bits on, has an entry for each lane, of 5 bits four with 16 copies.
 MAIN = """
 #include "hopper_decode.cuh"
 int main() {
   uint16 values[CODEBOOK_SIZE];
   fread(values, 2, CODEBOOK_SIZE, stdin);
+  static unsigned table[256][64];
+  for (int byte = 0; byte < 256; byte++)
+    for (int copy = 0; copy < 64; copy++) {
+      int low = byte % CODEBOOK_SIZE, high = byte / CODEBOOK_SIZE % CODEBOOK_SIZE;
+      if (BITS == 5) {
+        low = byte % 16 + copy / 16 % 2 * 16;
+        high = byte / 16 + copy / 32 * 16;
+      }
+      table[byte][copy] = BITS > 5 ? values[low] : values[low] | values[high] << 16;
+    }
   alignas(16) static uint8 block[BLOCK_BYTES];
   while (fread(block, 1, BLOCK_BYTES, stdin) == BLOCK_BYTES)
     for (int warp = 0; warp < 2; warp++)
       for (int lane = 0; lane < LANES; lane++) {
-        const HopperDecoder decoder(nullptr, Codebook(values, lane), warp, lane);
+        const uint8* const entries = reinterpret_cast<const uint8*>(table);
+        const HopperDecoder decoder(entries, Codebook(values, lane), warp, lane);
         uint32 a[STEPS][REGISTERS];
         decoder.decode(a, block);
         for (int i = 0; i < 2; i++) {
@@ -102,8 +116,11 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("host")
     for path in KERNEL_DIRECTORY.glob("*.cuh"):
         text = path.read_text("utf-8").replace("asm volatile(", "asm(")
-        for name in ("byte_permute", "multiply_pair", "fp16_to_float", "from_floats"):
+        named = "byte_permute", "multiply_pair", "fp16_to_float", "from_floats", "join_values"
+        for name in named:
             text = re.sub(rf"(__forceinline__ (?:uint32|float)) {name}\(", rf"\1 ptx_{name}(", text)
+        half = "return static_cast<const uint8*>(__cvta_shared_to_generic(address));"
+        text = text.replace(half, "return place + offset / 2;")
         (folder / path.name).write_text(text)
     (folder / "host.h").write_text(HOST)
     (folder / "main.cpp").write_text(MAIN)
@@ -128,8 +145,31 @@ def test_every_register(sources, dtype, scale, codebook, group_size):
     q.codebook.copy_(torch.tensor(codebook))
     layout = MARLIN_LUT.pack(q, dtype=dtype)
     assert layout.geometry.has_signs == (sum(codebook) == 0)
+    check_registers(sources, q, layout, dtype, has_table=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("group_size", [64, 32])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("bits", range(3, 9))
+def test_every_register_by_the_table(sources, bits, dtype, group_size):
+    scale = "bf16" if dtype == BF16 else "fp16"
+    q = random_quantised(Format("custom", bits, group_size, scale_dtype=scale), N, K, seed=bits)
+    check_registers(sources, q, MARLIN_LUT.pack(q, dtype=dtype), dtype, has_table=True)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("group_size", [64, 32])
+@pytest.mark.parametrize("bits", [6, 7, 8])
+def test_every_register_of_affine_codes(sources, bits, group_size):
+    """Computed, in the mantissa of a float."""
+    q = random_quantised(Format("affine", bits, group_size, zero_point="int"), N, K, seed=bits)
+    check_registers(sources, q, MARLIN.pack(q, dtype=BF16), BF16, has_table=False)
+
+
+def check_registers(sources, q, layout, dtype, *, has_table):
     shape = hopper_shapes(layout.geometry, DEVICES["sm_90a"])[-1]
-    assert not shape.has_table
+    assert shape.has_table == has_table
     options = hopper_program(Variant.of(layout.geometry, dtype), shape).options
     command = ["g++", "-std=c++17", "-O1", "-w", "-include", "host.h", *options, "main.cpp"]
     subprocess.run([*command, "-o", "main"], cwd=sources, check=True)

@@ -20,10 +20,11 @@ from fdk_cuda.marlin.backward import (
     backward_plans,
     backward_shapes,
 )
-from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout
+from fdk_cuda.marlin.layout import Geometry, pack_layout
 from fdk_cuda.marlin.ops import max_backward_rows
 from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_backward_program
 from fdk_cuda.nvrtc import Program
+from fdk_formats.format import BITS
 from fdk_formats.packing import pack
 
 HOPPER = DEVICES["sm_90a"]
@@ -53,6 +54,21 @@ def lane_codes(bits: int, block: bytes, warp: int, lane: int) -> dict[tuple[int,
             if bits == 8:
                 word = load(half * 512 + slot * 16 + unit * 4 + 1024 * f)
                 code = word >> 8 * (2 * i + c) & 0xFF
+            elif bits == 5:
+                byte = load(slot * 16 + unit * 4 + 512 * f) >> 8 * (2 * half + i) & 0xFF
+                four = rotate_right(load(1024 + slot * 8 + 4 * f), 2 * unit - 6 + 16 * half)
+                code = byte >> 4 * c & 0xF | (four >> 8 * i + 6 + c & 1) << 4
+            elif bits > 5:
+                word = rotate_right(load(slot * 16 + unit * 4 + 512 * f), bits * half)
+                if half:
+                    two = load(1024 + slot * 16 + 8 * (unit >> 1) + 4 * f)
+                    two = rotate_right(two, 4 * (unit & 1) + bits - 8)
+                    left = ((0x100 >> bits) - 1) * 0x01010101
+                    word = word & left | two & WORD - left
+                if half and bits == 7:
+                    four = rotate_right(load(1536 + slot * 8 + 4 * f), 2 * unit - 5)
+                    word = word & 0x1F1F1F1F | four & 0xE0E0E0E0
+                code = word >> 8 * (2 * i + c) & (1 << bits) - 1
             elif bits == 4:
                 byte = load(slot * 16 + unit * 4 + 512 * f) >> 8 * (2 * half + i) & 0xFF
                 code = byte >> 4 * c & 0xF
@@ -80,7 +96,7 @@ def lane_codes(bits: int, block: bytes, warp: int, lane: int) -> dict[tuple[int,
     return codes
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_lanes_have_the_weights_that_wgmma_wants(bits: int) -> None:
     """Register 2 i + c of lane 4 g + t: row g + 8 c of A; columns 2 t, 2 t + 1, plus 8 i."""
     n, k = 64, 128
@@ -102,7 +118,7 @@ def test_lanes_have_the_weights_that_wgmma_wants(bits: int) -> None:
                 assert code == codes[row, column]
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_loads_meet_no_bank_conflict(bits: int) -> None:
     """In a load of units no two lanes of a warp want different words of one bank."""
     for warp, r in itertools.product(range(4), range(2)):
@@ -113,6 +129,30 @@ def test_loads_meet_no_bank_conflict(bits: int) -> None:
             slot = 8 * j + ((2 * t + (1 - r if g >= 4 else r)) ^ 2 * j)
             piece = 8 if bits == 1 else 16
             words.add((slot * piece + (unit * 4 if bits >= 4 else 0)) // 4)
+        assert len({word % 32 for word in words}) == len(words)
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7])
+def test_loads_of_shared_words_meet_no_bank_conflict(bits: int) -> None:
+    """Of 5 to 7 bits, 8 bytes for both fragments: pieces of 16 of two units, of 8 of four.
+
+    16 lanes are served at a time, in both directions; the forward's take 4 bytes of these.
+    """
+    for warp, r, sixteen in itertools.product(range(4), range(2), range(2)):
+        words = set()
+        for lane in range(16 * sixteen, 16 * sixteen + 16):
+            g, t = divmod(lane, 4)
+            j, unit = 2 * (warp & 1) + (g >> 2), g & 3
+            slot = 8 * j + ((2 * t + (1 - r if g >= 4 else r)) ^ 2 * j)
+            start = slot * 8 if bits == 5 else slot * 16 + 8 * (unit >> 1)
+            words |= {start // 4, start // 4 + 1}
+        assert len({word % 32 for word in words}) == len(words)
+    for j, f in itertools.product(range(4), range(2)):
+        words = {
+            (slot * 8 if bits == 5 else slot * 16 + 8 * (t >> 1)) // 4 + f
+            for g, t in itertools.product(range(8), range(4))
+            for slot in [8 * j + (g ^ 2 * j)]
+        }
         assert len({word % 32 for word in words}) == len(words)
 
 
@@ -128,7 +168,7 @@ def test_stores_meet_no_bank_conflict() -> None:
         assert len(banks) == 32
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_backward_plans_take_everything_once(bits: int) -> None:
     """Tiles cover dx, whole ones and parts make all of them, shared memory suffices."""
     for device, affine, (n, k), m in itertools.product(
@@ -157,7 +197,7 @@ def test_backward_plans_take_everything_once(bits: int) -> None:
 
 # The fastest of every plan that was timed on an H200 (docs/kernels/hopper-gemm.md).
 FASTEST = [
-    *((bits, 8192, 8192, 256, (256, 2, 1)) for bits in SUPPORTED_BITS),
+    *((bits, 8192, 8192, 256, (256, 2, 1)) for bits in BITS),
     *((1, 4096, 14336, 512, (256, 1, 1)), (2, 8192, 8192, 768, (256, 1, 2))),
     *((2, 4096, 14336, 1024, (256, 1, 2)), (3, 4096, 4096, 128, (128, 1, 4))),
 ]
@@ -182,7 +222,7 @@ def check(variant: Variant, *columns: int) -> None:
         assert "serialized" not in compiled.log, (variant, shape, compiled.log)
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_backward_spills_nothing(bits: int) -> None:
     """The plain variant and the one that needs the most registers, narrow and wide tiles."""
     for variant in (
@@ -201,7 +241,7 @@ def test_grid_backward_spills_nothing() -> None:
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
 )
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_every_backward_instantiation_spills_nothing(bits: int) -> None:
     scales = (torch.bfloat16, torch.float16, torch.float32)
     kinds = [(False, False, None), (True, False, None), (True, True, None)]

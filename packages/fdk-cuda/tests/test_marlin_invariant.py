@@ -17,10 +17,11 @@ from fdk_cuda.marlin.hopper import (
     plan_hopper_invariant,
 )
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
+from fdk_cuda.marlin.layout import Geometry
 from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
 from fdk_cuda.marlin.plan import MAX_ROWS, Device
 from fdk_formats import all_backends
+from fdk_formats.format import BITS
 from fdk_formats.testing import Case, cases, check_backend, nrmse, poisoned
 
 HOPPER = Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
@@ -52,9 +53,7 @@ def orders(plan: HopperPlan, geometry: Geometry) -> set[tuple[tuple[int, int], .
 
 
 @pytest.mark.parametrize("device", [HOPPER, FEW], ids=["132", "6"])
-@pytest.mark.parametrize(
-    ("bits", "signs"), [*((bits, False) for bits in SUPPORTED_BITS), (1, True)]
-)
+@pytest.mark.parametrize(("bits", "signs"), [*((bits, False) for bits in BITS), (1, True)])
 def test_hopper_sums_in_one_order(bits: int, signs: bool, device: Device) -> None:
     for n, k in SHAPES:
         geometry = Geometry(bits, n, k, 64, torch.bfloat16, False, has_signs=signs)
@@ -94,7 +93,7 @@ def test_kernel_for() -> None:
                     m,
                     is_hopper=is_hopper,
                     few_rows=MAX_ROWS,
-                    has_large_codebook=is_large,
+                    decodes_slowly=is_large,
                     batch_invariant=invariant,
                 )
                 for m in many
@@ -114,7 +113,7 @@ def test_kernel_for_few_rows(few: int, is_large: bool) -> None:
             m,
             is_hopper=is_hopper,
             few_rows=few,
-            has_large_codebook=is_large,
+            decodes_slowly=is_large,
             batch_invariant=False,
         )
 
@@ -177,7 +176,7 @@ def test_register_backends() -> None:
 
 
 FORMATS = [
-    *(f"custom{bits}-g64" for bits in SUPPORTED_BITS),
+    *(f"custom{bits}-g64" for bits in BITS),
     *("affine4-g32", "affine8-g64-zint", "binary1-g64", "binary1-g32"),
 ]
 
@@ -217,7 +216,7 @@ def test_rows_do_not_depend_on_m_elsewhere(format: str) -> None:
 
 INVARIANT_CASES = list(
     cases(
-        bits=SUPPORTED_BITS,
+        bits=BITS,
         codebooks=("custom", "affine"),
         group_sizes=(32, None),
         dtypes=(torch.bfloat16, torch.float16),

@@ -15,7 +15,7 @@ from fdk_cuda.marlin.hopper import (
     plan_hopper,
 )
 from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
-from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
+from fdk_cuda.marlin.layout import Geometry
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
     plan_of_shape,
@@ -33,11 +33,12 @@ from fdk_cuda.marlin.programs import (
     wgmma_header,
 )
 from fdk_cuda.marlin.relayout import LAYOUT_FIELDS
+from fdk_formats.format import BITS
 
 # The plain one, and the one that needs the most registers.
 VARIANTS = [
     Variant(bits, dtype, scale_dtype, per_row, affine)
-    for bits in SUPPORTED_BITS
+    for bits in BITS
     for dtype, scale_dtype, per_row, affine in (
         (torch.bfloat16, torch.bfloat16, 1, False),
         (torch.float16, torch.float32, 2, True),
@@ -49,7 +50,7 @@ SMALL_VARIANTS = [
     Variant(1, torch.float16, torch.float32, 1, False),
     Variant(1, torch.bfloat16, torch.float16, 1, False),
     Variant(1, torch.float16, torch.float16, 1, True),
-    *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True) for bits in SUPPORTED_BITS),
+    *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True) for bits in BITS),
 ]
 # On Hopper, a third way to scale, integers of a grid, and signs.
 HOPPER_VARIANTS = [
@@ -178,7 +179,7 @@ def test_stages_are_shorter_where_long_ones_do_not_fit():
     assert k_blocks[64, 4, 2] == 2
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_tiles_of_three_groups_and_of_pairs(bits):
     """192 rows; and 128 whose groups share rows, with 64 columns in clusters only."""
     geometry = Geometry(bits, 8192, 8192, 64, torch.bfloat16, False)
@@ -231,7 +232,7 @@ def test_wgmma_header_names_every_register():
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
 )
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_every_hopper_instantiation_spills_nothing(bits):
     scales = (torch.bfloat16, torch.float16, torch.float32)
     kinds = [(False, False, None), (True, False, None), (True, True, None)]
@@ -268,7 +269,7 @@ def test_short_tiles_of_1_bit_spill_nothing(arch):
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("arch", DEVICES)
 def test_every_instantiation_spills_nothing(arch, bits, dtype):
     """All variants and shapes at the most warps that plans may give them: minutes of compiling."""

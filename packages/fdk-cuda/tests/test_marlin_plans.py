@@ -14,7 +14,7 @@ from fdk_cuda.marlin.hopper import (
     hopper_plans,
     plan_hopper,
 )
-from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry
+from fdk_cuda.marlin.layout import Geometry
 from fdk_cuda.marlin.plan import (
     MAX_ROWS,
     PLANES_WARPS,
@@ -27,6 +27,7 @@ from fdk_cuda.marlin.plan import (
 )
 from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_cuda.marlin.timed import TIMED_FEW_ROWS, TIMED_PLANS
+from fdk_formats.format import BITS
 
 
 def check_passes(plan, geometry):
@@ -49,7 +50,7 @@ def check_passes(plan, geometry):
 def test_plans_fit_every_device(device):
     """Every block's work is whole: tiles and stages are all taken, shared memory suffices."""
     for bits, affine, scale in itertools.product(
-        SUPPORTED_BITS, (False, True), (torch.bfloat16, torch.float32)
+        BITS, (False, True), (torch.bfloat16, torch.float32)
     ):
         for (n, k), group in itertools.product(((1, 64), (4096, 4096), (28672, 8192)), (32, 64)):
             geometry = Geometry(bits, n, k, group, scale, affine)
@@ -67,7 +68,7 @@ def test_plans_fit_every_device(device):
                 assert 1 << plan.log_share == plan.shape.rows * plan.stored_columns // plan.split
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_hopper_plans_take_everything_once(bits):
     """Tiles cover y, whole ones and parts make all of them, shared memory suffices."""
     many = DEVICES["sm_90a"]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fdk_cuda.marlin import relayout
-from fdk_cuda.marlin.layout import SUPPORTED_BITS, Geometry, pack_layout, unpack_layout
+from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
+from fdk_formats.format import BITS
 from fdk_formats.packing import packed_width
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +61,7 @@ def check(geometry, packed, scale, zero_point):
         assert (got is None and given is None) or torch.equal(got, given)
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_give_the_bytes_of_torch(bits, shape):
     for dtype, has_zero_point in KINDS:
@@ -74,7 +75,7 @@ def test_what_is_given_comes_back():
         assert torch.equal(got, given)
 
 
-@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_bytes_that_are_not_aligned_or_not_contiguous(bits):
     geometry, packed, scale, _ = stored(bits, 70, 256, 64, torch.bfloat16, False)
     moved = torch.empty(packed.numel() + 1, dtype=torch.uint8, device="cuda")[1:]
@@ -120,7 +121,7 @@ def test_memory():
     check_peak(lambda: relayout.take_back(geometry, laid_out))
 
 
-@pytest.mark.parametrize(("bits", "k"), list(itertools.product(SUPPORTED_BITS, (4096, 4104))))
+@pytest.mark.parametrize(("bits", "k"), list(itertools.product(BITS, (4096, 4104))))
 def test_many_rows(bits, k):
     """Thousands of blocks of threads, and a last tile that is not full."""
     check(*stored(bits, 8200, k, k, torch.bfloat16, False))

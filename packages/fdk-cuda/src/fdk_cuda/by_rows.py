@@ -55,7 +55,7 @@ def marlin_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, 
             m,
             is_hopper=is_hopper,
             few_rows=few,
-            has_large_codebook=ops.has_large_codebook(text),
+            decodes_slowly=ops.decodes_slowly(text),
             batch_invariant=False,
         )
         return names[kernel]

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin.hopper import MAX_SPLITS, HopperPlan, hopper_cost, hopper_shapes, plan_of
+from fdk_cuda.marlin.hopper import MAX_SPLITS, HopperPlan, hopper_cost, plan_of, shapes_of_tiles
 from fdk_cuda.marlin.launches import HopperRunner, device_limits, plan_runner, run_plan
 from fdk_cuda.marlin.layout import BLOCK_COLUMNS, Geometry
 from fdk_cuda.marlin.plan import Device
@@ -21,10 +21,10 @@ BACKWARD_FIELDS = "128s4P10i"
 # 0.04 % more than the fastest on average, 3 % at most; by the forward's costs 2.9 % and 36 % (2
 # bits, 8192 x 8192, 768 rows: 202 us instead of 148), for its narrow tiles have a table there.
 STEP_COST = {
-    (64, 2, 1): {1: 0.353, 2: 0.387, 3: 0.430, 4: 0.341, 8: 0.428},
-    (128, 2, 1): {1: 0.461, 2: 0.491, 3: 0.530, 4: 0.487, 8: 0.553},
-    (192, 2, 1): {1: 0.569, 2: 0.600, 3: 0.630, 4: 0.621, 8: 0.689},
-    (256, 2, 1): {1: 0.684, 2: 0.708, 3: 0.754, 4: 0.751, 8: 0.833},
+    (64, 2, 1): {1: 0.353, 2: 0.387, 3: 0.430, 4: 0.341, 5: 0.361, 6: 0.428, 7: 0.428, 8: 0.428},
+    (128, 2, 1): {1: 0.461, 2: 0.491, 3: 0.530, 4: 0.487, 5: 0.520, 6: 0.553, 7: 0.553, 8: 0.553},
+    (192, 2, 1): {1: 0.569, 2: 0.600, 3: 0.630, 4: 0.621, 5: 0.655, 6: 0.689, 7: 0.689, 8: 0.689},
+    (256, 2, 1): {1: 0.684, 2: 0.708, 3: 0.754, 4: 0.751, 5: 0.792, 6: 0.833, 7: 0.833, 8: 0.833},
 }
 TILES = tuple((*tile, 1) for tile in STEP_COST)
 STEP_ROWS = 64
@@ -49,11 +49,11 @@ def backward_plans(geometry: Geometry, m: int, device: Device) -> Iterator[Hoppe
 
 def backward_shapes(geometry: Geometry, device: Device) -> list[HopperShape]:
     """Every shape that a plan may take, each with as many stages as fit."""
-    return hopper_shapes(geometry, device, TILES, lambda geometry, _: _has_table(geometry))
+    return shapes_of_tiles(geometry, device, TILES, lambda geometry, _: _has_table(geometry))
 
 
 def _has_table(geometry: Geometry) -> bool:
-    return geometry.bits > MAX_BITS_WITHOUT_TABLE and geometry.has_table
+    return geometry.bits > MAX_BITS_WITHOUT_TABLE and (geometry.has_table or geometry.bits == 5)
 
 
 def _turned(geometry: Geometry) -> Geometry:

@@ -41,23 +41,24 @@ INVARIANT_ROWS, MAX_INVARIANT_ROWS = 64, 1024
 # pairs 0.239, whose plan for 64 rows of 21504 x 6144 took 37.7 us; by these 36.7; and three groups
 # 0.366 before a look-up was of 8 bytes: 38.0 -> 36.4 us there; 128256 x 4096 131.4 so, and 131.5 by
 # four groups.) Tiles of 160 became faster since: see docs/kernels/hopper-gemm.md, and TIMED_ROWS.
+# Those of 5 to 7 bits put first what was fastest on an H100 among 250 timed plans.
 STEP_COST = {
-    (32, 2, 1): {1: 0.188, 2: 0.173, 3: 0.248, 4: 0.193, 8: 0.313},
-    (32, 4, 2): {1: 0.180, 2: 0.185, 3: 0.230, 4: 0.190, 8: 0.319},
-    (32, 3, 1): {1: 0.276, 2: 0.256, 3: 0.359, 4: 0.281, 8: 0.518},
-    (32, 4, 1): {1: 0.371, 2: 0.337, 3: 0.525, 4: 0.378, 8: 0.734},
-    (64, 2, 1): {1: 0.242, 2: 0.229, 3: 0.305, 4: 0.251, 8: 0.342},
-    (64, 4, 2): {1: 0.243, 2: 0.239, 3: 0.281, 4: 0.237, 8: 0.353},
-    (64, 3, 1): {1: 0.350, 2: 0.336, 3: 0.430, 4: 0.365, 8: 0.535},
-    (64, 4, 1): {1: 0.479, 2: 0.464, 3: 0.577, 4: 0.493, 8: 0.767},
-    (96, 2, 1): {1: 0.297, 2: 0.276, 3: 0.347, 4: 0.306, 8: 0.418},
-    (96, 3, 1): {1: 0.452, 2: 0.425, 3: 0.499, 4: 0.465, 8: 0.620},
-    (128, 2, 1): {1: 0.361, 2: 0.347, 3: 0.416, 4: 0.401, 8: 0.499},
-    (128, 3, 1): {1: 0.547, 2: 0.522, 3: 0.594, 4: 0.578, 8: 0.722},
-    (160, 2, 1): {1: 0.469, 2: 0.457, 3: 0.520, 4: 0.469, 8: 0.572},
-    (192, 2, 1): {1: 0.522, 2: 0.528, 3: 0.586, 4: 0.538, 8: 0.647},
-    (224, 2, 1): {1: 0.608, 2: 0.610, 3: 0.642, 4: 0.627, 8: 0.722},
-    (256, 2, 1): {1: 0.686, 2: 0.684, 3: 0.723, 4: 0.720, 8: 0.809},
+    (32, 2, 1): {1: 0.188, 2: 0.173, 3: 0.248, 4: 0.193, 5: 0.261, 6: 0.313, 7: 0.322, 8: 0.313},
+    (32, 4, 2): {1: 0.180, 2: 0.185, 3: 0.230, 4: 0.190, 5: 0.255, 6: 0.319, 7: 0.319, 8: 0.319},
+    (32, 3, 1): {1: 0.276, 2: 0.256, 3: 0.359, 4: 0.281, 5: 0.400, 6: 0.518, 7: 0.518, 8: 0.518},
+    (32, 4, 1): {1: 0.371, 2: 0.337, 3: 0.525, 4: 0.378, 5: 0.556, 6: 0.734, 7: 0.734, 8: 0.734},
+    (64, 2, 1): {1: 0.242, 2: 0.229, 3: 0.305, 4: 0.251, 5: 0.297, 6: 0.342, 7: 0.376, 8: 0.342},
+    (64, 4, 2): {1: 0.243, 2: 0.239, 3: 0.281, 4: 0.237, 5: 0.295, 6: 0.353, 7: 0.364, 8: 0.353},
+    (64, 3, 1): {1: 0.350, 2: 0.336, 3: 0.430, 4: 0.365, 5: 0.450, 6: 0.535, 7: 0.535, 8: 0.535},
+    (64, 4, 1): {1: 0.479, 2: 0.464, 3: 0.577, 4: 0.493, 5: 0.630, 6: 0.767, 7: 0.767, 8: 0.767},
+    (96, 2, 1): {1: 0.297, 2: 0.276, 3: 0.347, 4: 0.306, 5: 0.362, 6: 0.418, 7: 0.443, 8: 0.418},
+    (96, 3, 1): {1: 0.452, 2: 0.425, 3: 0.499, 4: 0.465, 5: 0.543, 6: 0.620, 7: 0.620, 8: 0.620},
+    (128, 2, 1): {1: 0.361, 2: 0.347, 3: 0.416, 4: 0.401, 5: 0.450, 6: 0.499, 7: 0.499, 8: 0.499},
+    (128, 3, 1): {1: 0.547, 2: 0.522, 3: 0.594, 4: 0.578, 5: 0.650, 6: 0.722, 7: 0.722, 8: 0.722},
+    (160, 2, 1): {1: 0.469, 2: 0.457, 3: 0.520, 4: 0.469, 5: 0.521, 6: 0.572, 7: 0.572, 8: 0.572},
+    (192, 2, 1): {1: 0.522, 2: 0.528, 3: 0.586, 4: 0.538, 5: 0.593, 6: 0.647, 7: 0.647, 8: 0.647},
+    (224, 2, 1): {1: 0.608, 2: 0.610, 3: 0.642, 4: 0.627, 5: 0.675, 6: 0.722, 7: 0.722, 8: 0.722},
+    (256, 2, 1): {1: 0.686, 2: 0.684, 3: 0.723, 4: 0.720, 5: 0.765, 6: 0.809, 7: 0.809, 8: 0.809},
 }
 # Of 1 bit by signs: what 2 bits take. The plan that comes out first so was the fastest of three, or
 # level with it, in all 17 cases that were timed (32 to 256 rows, docs/kernels/hopper-gemm.md). They
@@ -172,23 +173,39 @@ def has_table(geometry: Geometry, columns: int) -> bool:
     which a plan does not know: the table is then not used.)
     """
     if geometry.bits > 2:
-        return geometry.bits < 8 or geometry.has_table
+        return geometry.bits <= 5 or geometry.has_table
     narrow = columns <= NARROW_COLUMNS and not geometry.has_zero_point
     return narrow and not geometry.has_signs and geometry.scale_dtype != torch.float32
 
 
-def hopper_shapes(
+def hopper_shapes(geometry: Geometry, device: Device) -> list[HopperShape]:
+    """Every shape that a forward's plan may take, each with as many stages as fit."""
+    shapes = shapes_of_tiles(geometry, device, TILES, has_table)
+    return [shape for shape in shapes if not _is_crowded(geometry, shape)]
+
+
+def _is_crowded(geometry: Geometry, shape: HopperShape) -> bool:
+    """Whether it would spill: 6 and 7 bits, with scales of float32 or two to a row."""
+    if geometry.bits not in (6, 7):
+        return False
+    if geometry.per_row == 1 and geometry.scale_dtype != torch.float32:
+        return False
+    is_widest = (shape.columns, shape.cluster, shape.has_table) == (256, 1, True)
+    return (shape.consumers == 4 and shape.k_groups == 1) or (geometry.bits == 7 and is_widest)
+
+
+def shapes_of_tiles(
     geometry: Geometry,
     device: Device,
-    tiles: Iterable[tuple[int, int, int, int]] = TILES,
-    has_table: Callable[[Geometry, int], bool] = has_table,
+    tiles: Iterable[tuple[int, int, int, int]],
+    has_table: Callable[[Geometry, int], bool],
 ) -> list[HopperShape]:
-    """Every shape that a plan may take, each with as many stages as fit.
+    """Every shape of some tiles that fits, each with as many stages as do.
 
     Args:
         geometry: of the weight, in either direction: only bits and bytes of a block count.
         device: that it has to fit.
-        tiles: columns, consumers, k_groups and k_blocks at most of each; the forward's by default.
+        tiles: columns, consumers, k_groups and k_blocks at most of each.
         has_table: whether a tile of so many columns looks codes up.
     """
     shapes = []
@@ -265,8 +282,9 @@ def _shared_bytes(geometry: Geometry, shape: HopperShape) -> int:
     table = TABLE_BYTES if shape.has_table else 0
     weights = shape.rows // BLOCK_ROWS * geometry.shape[2]
     stage = shape.k_blocks * (shape.columns * BLOCK_COLUMNS * 2 + weights) + BARRIER_BYTES
-    # A group's columns on their way out; at 3 bits and more they lie between the table's entries.
-    in_table = shape.has_table and geometry.bits > 2 and shape.k_groups == 1
+    # A group's columns on their way out; at 3 bits and more, but 5, they lie between the table's
+    # entries.
+    in_table = shape.has_table and geometry.bits not in (1, 2, 5) and shape.k_groups == 1
     piece = 0 if in_table else (32 if shape.columns // shape.cluster % 32 == 0 else 16) * 64 * 2
     mail = BARRIER_BYTES if shape.cluster > 1 else 0
     return table + shape.stages * stage + shape.consumers * piece + mail

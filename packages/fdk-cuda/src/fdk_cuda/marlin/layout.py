@@ -16,12 +16,13 @@ steps are eight neighbours (its activations are then plain 16-byte loads):
 
 So a lane has 32 codes of a fragment, in ``bits`` words of 32 bits; ``_fields`` says where in them.
 A lane's words of both fragments lie in 16-byte pieces, piece after piece, 32 lanes to a piece (a
-last piece of 8 bytes at 1 and 3 bits): a warp's loads are contiguous.
+last piece of 8 bytes where bits are odd): a warp's loads are contiguous.
 
 Hopper's wgmma reads x from shared memory as it lies, so there the lane t' of four must have columns
 8 * j + 2 * t' + e: of each of its neighbours j = 0..3 the unit t' = 2 * (s & 1) + (i >> 1). The
 order serves both: what lies side by side in a word (at 4 bits), in a byte of every word (at 3)
-or the like is a unit; and pieces lie in the order ``SLOTS_OF_LANES``, 8 * t + (g ^ 2 * t), in which
+or the like is a unit. From 5 to 7 bits it is a word, and some bits of each byte of words that two
+or four units share. Pieces lie in the order ``SLOTS_OF_LANES``, 8 * t + (g ^ 2 * t), in which
 neither a lane's own pieces nor those of the neighbours j share banks of shared memory.
 
 The scales of a block lie by g, so that a lane finds its own side by side: for each g first the
@@ -50,7 +51,6 @@ SLOTS = FRAGMENTS * STEPS * REGISTERS * PAIR
 PIECE_WORDS = 4
 # What a kernel takes at a time; a weight is padded to whole ones.
 ROWS_MULTIPLE, COLUMNS_MULTIPLE = 64, 128
-SUPPORTED_BITS = (1, 2, 3, 4, 8)
 # Codes laid out at a time, so that temporaries stay small: about 20 bytes per code are alive.
 CODES_PER_CHUNK = 1 << 26
 
@@ -159,8 +159,6 @@ class Geometry:
 
 def why_not(format: Format, k: int) -> str | None:
     """Why the layout cannot hold a weight of this format, or None."""
-    if format.bits not in SUPPORTED_BITS:
-        return f"needs {', '.join(map(str, SUPPORTED_BITS))} bits, got {format.bits}"
     size = format.group_size_for(k)
     if size % 32 and size != k:
         return f"needs groups of a multiple of 32 or whole rows, got {size}"
@@ -291,6 +289,8 @@ def _bit_positions(bits: int, slot: int) -> list[tuple[int, int]]:
     """Word and position of each bit of a code, the lowest first."""
     fragment, s, i, e = slot >> 5, slot >> 3 & 3, slot >> 1 & 3, slot & 1
     first, unit = fragment * bits, 2 * (s & 1) + (i >> 1)
+    if 4 < bits < 8:
+        return _split_positions(bits, fragment, unit, s >> 1, i & 1, e)
     if bits == 1 and fragment == 0:
         # Looked up: a byte for a step.
         return [(first, 8 * s + 2 * i + e)]
@@ -317,6 +317,29 @@ def _bit_positions(bits: int, slot: int) -> list[tuple[int, int]]:
     assert bits == 8
     # Two words for a step, a byte for a code.
     return [(first + 2 * s + (i >> 1), 16 * (i & 1) + 8 * e + b) for b in range(8)]
+
+
+def _split_positions(
+    bits: int, fragment: int, unit: int, half: int, row: int, e: int
+) -> list[tuple[int, int]]:
+    """``_bit_positions`` of 5 to 7 bits: the units' words of both fragments, then shared ones.
+
+    At 5 bits the words are as at 4, and the last bits lie in a word that the four units of a
+    fragment share, two for each pair. At 6 and 7 bits each byte of a unit's word is a code of the
+    first 32 columns, and with what bits are left begins one of the second; four more are in a word
+    that two units share, and at 7 bits another two in a word that four do.
+    """
+    own = 4 * fragment + unit
+    if bits == 5:
+        byte = 8 * (2 * half + row)
+        return [*((own, byte + 4 * e + b) for b in range(4)), (8 + fragment, byte + 2 * unit + e)]
+    byte = 8 * (2 * row + e)
+    if half == 0:
+        return [(own, byte + b) for b in range(bits)]
+    left = [(own, byte + b) for b in range(bits, 8)]
+    of_two = [(8 + 2 * (unit >> 1) + fragment, byte + 4 * (unit & 1) + b) for b in range(4)]
+    of_four = [(12 + fragment, byte + 2 * unit + b) for b in range(2)]
+    return [*left, *of_two, *of_four][:bits]
 
 
 def _scale_columns(g: Geometry) -> int:

@@ -27,8 +27,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_FUSED_ROWS = 96
 # The same on Hopper for codebooks of 256 values, whose look-ups take longer than the tensor cores:
 # 8192 x 8192: 209 us against 246 with 1024 rows, 418 against 436 with 2048, 826 against 801 with
-# 4096; the same at four other shapes (docs/kernels/hopper-gemm.md). Smaller ones are faster fused
-# up to 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to 4096
+# 4096; the same at four other shapes (docs/kernels/hopper-gemm.md). And for 6 and 7 bits, affine
+# ones too, which take 1.15 of cuBLAS's time with 1024 rows (H100). Others are faster fused up to
+# 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to 4096
 # rows only: 812 us against 850.
 MAX_HOPPER_ROWS = 2048
 # From so few rows on, weights of 8 bits and at least so many of them go by it too. H200, 16 rows,
@@ -40,8 +41,10 @@ MIN_HOPPER_ROWS, MIN_COMPUTED_WEIGHTS, MIN_LOOKED_UP_WEIGHTS = 9, 7 << 23, 1 << 
 # of 8: 357, 388, 406, 402 and 426 us against 389, 404, 411, 414 and 436; with 4096 rows, 2 and 3
 # bits: 854 and 829 against 827 and 793. Codebooks of 256 values have a lower limit: with 1024 rows
 # 223 against 244, with 1536 343 against 344 and slower at three shapes of five, with 2048 424
-# against 411.
-MAX_BACKWARD_ROWS, MAX_SLOW_BACKWARD_ROWS = 2048, 1024
+# against 411. With 1024 rows 6 and 7 bits take 1.26 and 1.36 of cuBLAS's time, 5 take 1.16 and 8
+# 1.20, and cuBLAS and dequantising together 1.27 (H100).
+MAX_BACKWARD_ROWS = {5: 1024, 6: 768, 7: 768}
+MAX_LOOKED_UP_BACKWARD_ROWS, MAX_OTHER_BACKWARD_ROWS = 1024, 2048
 
 
 def marlin_linear(
@@ -65,7 +68,7 @@ def marlin_linear(
         x.shape[0],
         is_hopper=device_limits(x.device.index).is_hopper,
         few_rows=few_rows(format, n, k, x.device.index),
-        has_large_codebook=has_large_codebook(format),
+        decodes_slowly=decodes_slowly(format),
         batch_invariant=batch_invariant,
     )
     if kernel == "dequantise":
@@ -77,13 +80,13 @@ def marlin_linear(
 @cache
 def few_rows(format: str, n: int, k: int, device: int) -> int:
     """The most rows of x that one launch of the small-m kernel takes, where it is the one to."""
-    least = MIN_LOOKED_UP_WEIGHTS if has_large_codebook(format) else MIN_COMPUTED_WEIGHTS
+    least = MIN_LOOKED_UP_WEIGHTS if decodes_slowly(format) else MIN_COMPUTED_WEIGHTS
     is_large = Format.parse(format).bits == 8 and n * k >= least
     return MIN_HOPPER_ROWS - 1 if is_large and device_limits(device).is_hopper else MAX_ROWS
 
 
 def kernel_for(
-    m: int, *, is_hopper: bool, few_rows: int, has_large_codebook: bool, batch_invariant: bool
+    m: int, *, is_hopper: bool, few_rows: int, decodes_slowly: bool, batch_invariant: bool
 ) -> str:
     """``small``, ``hopper`` or ``dequantise`` (and cuBLAS).
 
@@ -91,7 +94,7 @@ def kernel_for(
         m: rows of x.
         is_hopper: what the GPU is.
         few_rows: up to which the small-m kernel is the one, on Hopper.
-        has_large_codebook: whether codes of 8 bits are looked up.
+        decodes_slowly: see the function.
         batch_invariant: whether a row of y may depend on m.
     """
     if batch_invariant:
@@ -101,14 +104,19 @@ def kernel_for(
         return "small" if m <= MAX_FUSED_ROWS else "dequantise"
     if m <= few_rows:
         return "small"
-    return "dequantise" if has_large_codebook and m > MAX_HOPPER_ROWS else "hopper"
+    return "dequantise" if decodes_slowly and m > MAX_HOPPER_ROWS else "hopper"
 
 
 @cache
-def has_large_codebook(format: str) -> bool:
-    """Whether codes of 8 bits are looked up, not computed."""
+def decodes_slowly(format: str) -> bool:
+    """Whether decoding takes longer than the tensor cores do with many rows.
+
+    So it is from 6 bits on, where codes are looked up one by one or put together, but for codes of
+    8 bits that are computed.
+    """
     parsed = Format.parse(format)
-    return parsed.bits == 8 and not parsed.is_affine and not has_grid(parsed)
+    is_computed = parsed.is_affine or has_grid(parsed)
+    return parsed.bits in (6, 7) or (parsed.bits == 8 and not is_computed)
 
 
 def small_linear(
@@ -178,7 +186,9 @@ def marlin_grad_x(
 @cache
 def max_backward_rows(format: str) -> int:
     """The most rows of dy whose gradient comes from the packed bytes, on Hopper."""
-    return MAX_SLOW_BACKWARD_ROWS if has_large_codebook(format) else MAX_BACKWARD_ROWS
+    is_looked_up = decodes_slowly(format)
+    other = MAX_LOOKED_UP_BACKWARD_ROWS if is_looked_up else MAX_OTHER_BACKWARD_ROWS
+    return MAX_BACKWARD_ROWS.get(Format.parse(format).bits, other)
 
 
 def hopper_grad_x(

@@ -271,13 +271,13 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     if shape.column_tiles == 2:
         return 8 if variant.per_row == 2 else 16 if bits in (2, 3) and not tight else 12
     if shape.stage_blocks == 4:
-        fits = bits in (2, 3, 8) or (bits == 1 and variant.dtype == torch.bfloat16)
+        fits = bits in (2, 3, 5, 6, 7, 8) or (bits == 1 and variant.dtype == torch.bfloat16)
         return 8 if variant.per_row == 2 else 16 if fits and not tight else 12
     # Codebooks of bf16, 64 x 64 a warp: in short tiles 12.0, and it alone, would spill 4 bytes.
     if bits == 1 and variant.dtype == torch.bfloat16 and not variant.affine:
         is_lone = shape.fragments == 4 and shape.row_groups == 1
         if is_lone and device.has_clusters and not device.is_hopper:
             return 12
-    if bits == 8:
+    if bits > 4:
         return 12 if heavy else 16
     return 12 if variant.per_row == 2 and bits <= 2 else 16

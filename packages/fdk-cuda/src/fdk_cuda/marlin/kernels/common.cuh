@@ -2,7 +2,7 @@
 // same ones and explains the order), conversions, tensor-core products.
 //
 // An instantiation is chosen by macros, given by programs.py:
-//   BITS        1, 2, 3, 4 or 8
+//   BITS        1 to 8
 //   FP16        1 where x, codebook and y are fp16, 0 for bf16
 //   SCALE_TYPE  0 bf16, 1 fp16, 2 fp32: scales, and zero points where there are any
 //   PER_ROW     scales that a row of a block holds: 1, or 2 where groups end inside 64 columns
@@ -14,7 +14,7 @@ using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
-static_assert(BITS == 1 || BITS == 2 || BITS == 3 || BITS == 4 || BITS == 8);
+static_assert(BITS >= 1 && BITS <= 8);
 static_assert(PER_ROW == 1 || PER_ROW == 2);
 
 constexpr int LANES = 32;
@@ -30,6 +30,14 @@ constexpr int CODE_BYTES = BLOCK_ROWS * BLOCK_COLUMNS * BITS / 8;
 constexpr int LANE_SCALE_BYTES = KINDS * PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
 constexpr int BLOCK_BYTES = CODE_BYTES + 8 * LANE_SCALE_BYTES;
 constexpr int LANE_WORDS = FRAGMENTS * BITS;
+// 5, 6 and 7 bits: parts of codes lie in words that units share, behind the units' own of both
+// fragments (layout.py: _split_positions).
+constexpr bool IS_SPLIT = BITS > 4 && BITS < 8;
+// Where those of a fragment are among a lane's words: of two units, and of four.
+__device__ constexpr int word_of_two(int fragment, int unit) {
+  return 8 + 2 * (unit >> 1) + fragment;
+}
+__device__ constexpr int word_of_four(int fragment) { return (BITS == 5 ? 8 : 12) + fragment; }
 static_assert(BLOCK_BYTES % 16 == 0, "blocks are copied in units of 16 bytes");
 static_assert(LANE_SCALE_BYTES % 8 == 0, "a lane's scales are loaded 8 or 16 bytes at a time");
 

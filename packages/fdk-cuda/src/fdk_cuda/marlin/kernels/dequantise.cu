@@ -52,7 +52,8 @@ struct Stored {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
+    dequantise(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8 table[];
   start_next_kernel();
   const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantise(const __grid_co
         if constexpr (BITS > 1) {
 #pragma unroll
           for (int s = 0; s < 2; s++)
-            decode(a[s], now.words + f * BITS, f, 2 * pair + s, table, constants);
+            decode(a[s], now.words, f, 2 * pair + s, table, constants);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // rows g and g + 8

@@ -57,7 +57,7 @@ static_assert(STEP_BLOCKS * FRAGMENTS == STEPS);
 // -> 42.7).
 constexpr int MOST_AHEAD = HAS_ZERO_POINT                                ? 0
                            : BITS == 3                                   ? 128
-                           : BITS % 2 == 0 && BITS < 8 && SCALE_TYPE < 2 ? 256
+                           : BITS % 2 == 0 && BITS < 5 && SCALE_TYPE < 2 ? 256
                                                                          : 192;
 constexpr bool AHEAD = STAGES > 3 && TILE_COLUMNS <= MOST_AHEAD;
 

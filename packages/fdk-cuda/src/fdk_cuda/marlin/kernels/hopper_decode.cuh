@@ -6,8 +6,9 @@
 // and i a row of g, g + 8. In the layout that is unit t of the neighbour j among four lanes, so a
 // lane reads its unit of each neighbour (layout.py).
 //
-// 3, 4 and 8 bits go through the table of decode.cuh, and are scaled then, but for codes of 8 bits
-// that are affine or integers of a grid: those are put into the mantissa of a power of two. 1 and 2
+// 3 bits and more go through the table of decode.cuh, and are scaled then, but for codes of 6 bits
+// and more that are affine, or of 8 that are integers of a grid: those are put into the mantissa of
+// a power of two. 1 and 2
 // bits need no table: a row has two or four values, which are scaled first, and picked by
 // arithmetic. Where tiles are narrow, though, and the tensor cores leave the shared memory time,
 // codes of 1 bit and half of those of 2 bits, the first 32 columns, go through the table too.
@@ -31,7 +32,7 @@ static_assert(!IS_GRID || GRID_ZERO_POINT == 127 || GRID_ZERO_POINT == 128);
 constexpr bool HAS_ZERO_POINT = AFFINE || IS_GRID;
 // H200, 8192 x 8192, affine codes of 8 bits, 1024 rows: 213 us -> 180; of 4 bits, 64 rows: 21.9 ->
 // 23.0.
-constexpr bool COMPUTES_CODES = HAS_ZERO_POINT && BITS == 8;
+constexpr bool COMPUTES_CODES = HAS_ZERO_POINT && BITS > 5;
 // The zero point, in the dtype.
 constexpr uint32 GRID_VALUE =
     GRID_ZERO_POINT == 128 ? (FP16 ? 0x5800 : 0x4300) : (FP16 ? 0x57F0 : 0x42FE);
@@ -103,9 +104,9 @@ __device__ __forceinline__ uint32 ones_place(int lane) {
   return keep(lane == 0 ? FP16 ? 0x64006400u : 0x43004300u : 0u, 0);
 }
 
-// Codes in the lower byte of each half, as values; what is in the upper byte does not matter.
+// Codes in the lower bits of each half, as values; what else is there does not matter.
 __device__ __forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
-  constexpr uint32 CODE = BITS == 8 ? 0x00FF00FFu : 0x000F000Fu;
+  constexpr uint32 CODE = (CODEBOOK_SIZE - 1) * 0x10001u;
   if (FP16) return subtract_pair((codes & CODE) | ones, 0x64006400u);
   // 8 bits: seven of a code, and less 128 unless it has the eighth.
   const uint32 excess = BITS == 8 ? (~codes & 0x00800080u) * 0x86u : 0x43004300u;
@@ -115,16 +116,21 @@ __device__ __forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
 // Whether what is looked up, or picked, is scaled after it: not at 1 and 2 bits without a table.
 constexpr bool SCALES_LAST = BITS > 2 || (HAS_TABLE && SCALES_IN_DTYPE && !AFFINE);
 
-// What a lane has of a block, for its fragment.
+// What a lane has of a block, for its fragment: of each neighbour so many words, of 5 to 7 bits its
+// unit's and then those that units share.
+constexpr int UNIT_WORDS = IS_SPLIT                                   ? (BITS == 7 ? 3 : 2)
+                           : BITS == 3                                ? 3
+                           : BITS == 2 || BITS == 8 || BY_SIGNS       ? 2
+                                                                      : 1;
 struct HopperCodes {
-  uint32 words[BITS == 3 ? 3 : BITS == 2 || BITS == 8 || BY_SIGNS ? 2 : 1][NEIGHBOURS];
+  uint32 words[UNIT_WORDS][NEIGHBOURS];
   RowScale rows[2][2];  // half, row
 };
 
 // Of half h, neighbour j, row i.
 struct HopperValues {
   uint32 pairs[2][NEIGHBOURS][2];
-  uint32 seconds[2][NEIGHBOURS][2];  // 8 bits: the upper half of a pair
+  uint32 seconds[2][NEIGHBOURS][2];  // 6 bits and more: the upper half of a pair
 };
 
 // 1 bit: whether a look-up is of half a unit's values, 8 bytes, instead of 16: two more in a step
@@ -162,13 +168,16 @@ struct HopperDecoder {
   uint32 codebook[2];          // 1 and 2 bits; BY_SIGNS its first value, as a pair
   uint32 offsets[NEIGHBOURS];  // of a unit in a block
   uint32 rests[NEIGHBOURS];    // 3 bits: of its second and third word
+  uint32 to_two;               // 6 and 7 bits: from there to the word that two units share
+  uint32 to_four;              // 5 and 7 bits: from half as far to that of four
   uint32 scale_offset;
-  uint32 turn;          // 1 and 2 bits: how far a unit is rotated
+  uint32 turn;          // 1 and 2 bits: how far a unit is rotated; 6 and 7: what two units share
+  uint32 four_turn;     // 5 and 7 bits: how far what four units share is
   uint32 selector;      // 2 and 3 bits: a unit's byte of two words; BY_SIGNS a warp's scale of two
   uint32 entry;         // 2 bits: the byte permutation that finds a unit's entry of the table
   uint32 turns[4];      // 1 bit: how far a unit is rotated for its bits to be signs
   uint32 selectors[2];  // 1 bit: the permutation that spreads those signs, of half h
-  uint32 ones;          // 8 bits, where codes are computed: see ones_place
+  uint32 ones;          // where codes are computed: see ones_place
   uint32 lower;         // 1 bit: bits of a unit's byte, the second, that come of it rotated so;
   uint32 upper_turn;    // the others come of it rotated so far
   uint32 halves[2];     // 1 bit: bits of that byte that belong to half h
@@ -193,8 +202,11 @@ struct HopperDecoder {
       offsets[j] = keep(offset, lane);
       rests[j] = keep(f ? 512 + slot * 8 : slot * 16 + 4, lane);
     }
+    to_two = keep(1024 + f * 4 - f * 512 + t / 2 * 8 - t * 4, lane);
+    to_four = keep((BITS == 5 ? 1024 : 1536) + f * 4 - f * 256 - t * 2, lane);
     const int one_bit = f ? 3 + (t >> 1) + 8 * (t & 1) : 8 * (t >> 1) + 4 * (t & 1);
-    turn = keep(BITS == 2 ? 2 * t : one_bit - 8, lane);
+    turn = keep(IS_SPLIT ? turn_of_two(t) : BITS == 2 ? 2 * t : one_bit - 8, lane);
+    four_turn = keep(BITS == 5 ? turn_of_pairs(t, 0) : turn_of_four(t), lane);
     selector = keep(t | (t + 4) << 4, lane);
     entry = keep(0x5504 | t << 4, lane);
 #pragma unroll
@@ -290,6 +302,9 @@ struct HopperDecoder {
         words[0][j] = load(block + offsets[j]);
       }
       if constexpr (BITS == 8) words[1][j] = load(block + offsets[j] + 512);
+      if constexpr (BITS == 6 || BITS == 7) words[1][j] = load(block + (offsets[j] + to_two));
+      if constexpr (BITS == 5 || BITS == 7)
+        words[UNIT_WORDS - 1][j] = load(at_half(block + to_four, offsets[j]));
       if constexpr (BITS == 3) {
         words[1][j] = load(block + rests[j]);
         words[2][j] = load(block + rests[j] + 4);
@@ -305,7 +320,7 @@ struct HopperDecoder {
 
   // Values of the codebook, or weights where they are computed from scaled ones.
   __device__ __forceinline__ void look_up(HopperValues& values, const HopperCodes& codes) const {
-    if constexpr (BITS == 8 || BITS == 4) {
+    if constexpr (BITS >= 4) {
 #pragma unroll
       for (int j = 0; j < NEIGHBOURS; j++)
 #pragma unroll
@@ -313,9 +328,15 @@ struct HopperDecoder {
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             if constexpr (BITS == 4) values.pairs[h][j][i] = look_up(codes.words[0][j], 2 * h + i);
-            if constexpr (BITS == 8 && !COMPUTES_CODES) {
-              values.pairs[h][j][i] = look_up(codes.words[h][j], 2 * i);
-              values.seconds[h][j][i] = look_up(codes.words[h][j], 2 * i + 1);
+            if constexpr (BITS == 5) {
+              const uint32 part = pair_part(codes.words[1][j], four_turn + 16 * h, lane_part);
+              values.pairs[h][j][i] = *reinterpret_cast<const uint32*>(
+                  table + byte_permute(codes.words[0][j], part, pair_selector(h, i)));
+            }
+            if constexpr (BITS > 5 && !COMPUTES_CODES) {
+              const uint32 word = code_bytes(codes, h, j);
+              values.pairs[h][j][i] = look_up(word, 2 * i);
+              values.seconds[h][j][i] = look_up(word, 2 * i + 1);
             }
           }
     } else if constexpr (BITS == 3) {
@@ -336,6 +357,14 @@ struct HopperDecoder {
     } else {
       look_up_1_bit(values, codes);
     }
+  }
+
+  // 6 bits and more: a unit's codes of half h, a byte each.
+  __device__ __forceinline__ uint32 code_bytes(const HopperCodes& codes, int h, int j) const {
+    const auto& words = codes.words;
+    if (BITS == 8 || h == 0) return words[h][j];
+    return join(words[0][j] >> BITS, rotate_right(words[1][j], turn),
+                rotate_right(words[UNIT_WORDS - 1][j], four_turn));
   }
 
   __device__ __forceinline__ void look_up_2_bits(HopperValues& values,
@@ -452,18 +481,19 @@ struct HopperDecoder {
         for (int i = 0; i < 2; i++) {
           const RowScale& row = codes.rows[h][i];
           uint32 pair = values.pairs[h][j][i];
-          if constexpr (BITS == 8 && !COMPUTES_CODES)
-            pair = byte_permute(pair, values.seconds[h][j][i], 0x5410);
+          if constexpr (BITS > 5 && !COMPUTES_CODES)
+            pair = join_values(pair, values.seconds[h][j][i]);
           if constexpr (COMPUTES_CODES)
-            pair = computed(row, codes.words[h][j], i);
+            pair = computed(row, code_bytes(codes, h, j), i);
           else if constexpr (SCALES_LAST)
             pair = row.apply(pair);
           a[2 * h + (j >> 1)][2 * (j & 1) + i] = pair;
         }
   }
 
-  // Weights of the affine or grid's codes of 8 bits in bytes 2 i and 2 i + 1 of a word.
+  // Weights of the affine or grid's codes in bytes 2 i and 2 i + 1 of a word.
   __device__ __forceinline__ uint32 computed(const RowScale& row, uint32 word, int i) const {
+    if (IS_SPLIT) word &= (CODEBOOK_SIZE - 1) * 0x01010101u;
     if (FP16) return row.apply(codes_to_values(byte_permute(word, 0u, 0x4140 + 0x0202 * i), ones));
     // 32768, whose mantissa has its byte there: two instructions fewer than codes_to_values.
     float values[2];
@@ -479,6 +509,16 @@ struct HopperDecoder {
         values[e] = (values[e] - 32768.f - row.zero_point) * row.scale;
     }
     return from_floats(values[0], values[1]);
+  }
+
+  // Half of an offset behind a place, where the compiler may not keep that half in a register: it
+  // has none left (7 bits, 256 columns: 8 bytes of spills).
+  __device__ __forceinline__ static const uint8* at_half(const uint8* place, uint32 offset) {
+    uint32 address;
+    asm("{\n.reg .b32 half;\nshr.b32 half, %1, 1;\nadd.u32 %0, half, %2;\n}"
+        : "=r"(address)
+        : "r"(offset), "r"(shared_address(place)));
+    return static_cast<const uint8*>(__cvta_shared_to_generic(address));
   }
 
   __device__ __forceinline__ static uint32 load(const uint8* address) {

@@ -12,16 +12,16 @@
 // Four lanes t want rows of one parity, and lanes g and g + 4 units of two neighbours j: all in the
 // same sixteen banks of shared memory. So lanes from g = 4 up (`turned`) load the odd row first.
 //
-// 4 and 8 bits go through the table of decode.cuh, but for affine formats and grids of integers:
-// those codes are put into the mantissa of a power of two. Fewer bits need no table: byte
+// 4 bits and more go through the table of decode.cuh, but for affine formats, unless of 5 bits, and
+// grids of integers: those codes are put into the mantissa of a power of two. Fewer bits need no table: byte
 // permutations pick the values from the codebook in registers, at 3 bits their lower and upper
 // bytes apart.
 #pragma once
 #include "hopper_decode.cuh"
 
 constexpr int ROW_PAIR = 2;
-constexpr bool COMPUTES_TRANSPOSED = HAS_ZERO_POINT && BITS > 3;
-static_assert(HAS_TABLE == (BITS > 3 && !HAS_ZERO_POINT));
+constexpr bool COMPUTES_TRANSPOSED = HAS_ZERO_POINT && BITS > 3 && BITS != 5;
+static_assert(HAS_TABLE == (BITS > 3 && !COMPUTES_TRANSPOSED));
 
 // What turns codes' values into weights, for two rows of the weight side by side in a register.
 struct PairScale {
@@ -45,6 +45,7 @@ struct PairScale {
 // What a lane has of a block.
 struct TransposedCodes {
   uint32 words[FRAGMENTS][ROW_PAIR];
+  uint2 of_two[ROW_PAIR], of_four[ROW_PAIR];  // 5 to 7 bits: what units share, of both fragments
   uint4 firsts[ROW_PAIR];  // 3 bits: three words of fragment 0, one of fragment 1
   uint2 seconds[ROW_PAIR];
   PairScale scales[FRAGMENTS][2];  // rows 2 * t and on, and eight further
@@ -52,8 +53,8 @@ struct TransposedCodes {
 
 // Of each fragment, rows r or r + 8.
 struct TransposedValues {
-  uint32 pairs[FRAGMENTS][2][2];    // 4 bits, looked up: rows of the pair; else columns
-  uint32 seconds[FRAGMENTS][2][2];  // 8 bits, looked up: the second row's
+  uint32 pairs[FRAGMENTS][2][2];    // 4 and 5 bits, looked up: rows of the pair; else columns
+  uint32 seconds[FRAGMENTS][2][2];  // 6 bits and more, looked up: the second row's
 };
 
 struct TransposedDecoder {
@@ -62,9 +63,13 @@ struct TransposedDecoder {
   uint32 codebook[4];        // 1 bit: a pair of the first value, and its bits that the second has
                              // not; 2: pairs; 3: two words of lower bytes, two of upper
   uint32 offsets[ROW_PAIR];  // of a unit in a block
-  uint32 rests[ROW_PAIR];    // 3 bits: of the last two words of fragment 1
-  uint32 places[2];          // 2 and 4 bits: selectors of bytes, for rows r and r + 8
-  uint32 turns[2];           // 1 and 2 bits: how far a word of each fragment is rotated
+  uint32 rests[ROW_PAIR];    // 3 bits: of the last two words of fragment 1; 6 and 7: of the words
+                             // that two units share
+  uint32 fours[ROW_PAIR];    // 5 and 7 bits: of those that four do
+  uint32 places[2];          // 2, 4 and 5 bits: selectors of bytes, for rows r and r + 8
+  uint32 turns[3];           // 1 and 2 bits: how far a word of each fragment is rotated; 5 to 7:
+                             // how far a unit's word is, what two units share, what four do
+  uint32 masks[2];           // 6 and 7 bits: what is not of those two: all of the first half
   uint32 fields[4];          // 2 bits: how far bytes with codes of a row and column are
   uint32 lower, upper;       // selectors of pairs along the first column, and along the second
   uint32 merging;            // selector of both rows' codes, a byte or a half of each
@@ -101,13 +106,16 @@ struct TransposedDecoder {
     for (int r = 0; r < ROW_PAIR; r++) {
       const int slot = lane_slot(2 * t + (turned ? 1 - r : r), j);
       if (BITS == 8) offsets[r] = half * 512 + slot * 16 + unit * 4;
-      if (BITS == 4) offsets[r] = slot * 16 + unit * 4;
+      if (BITS == 4 || IS_SPLIT) offsets[r] = slot * 16 + unit * 4;
       if (BITS == 3) offsets[r] = slot * 16;
       if (BITS == 2) offsets[r] = slot * 16 + half * 4;
       if (BITS == 1) offsets[r] = slot * 8;
       rests[r] = 512 + slot * 8;
+      if (IS_SPLIT) rests[r] = 1024 + slot * 16 + (unit >> 1) * 8;
+      fours[r] = (BITS == 5 ? 1024 : 1536) + slot * 8;
       places[r] = COMPUTES_TRANSPOSED ? (turned ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
                                       : 0x5504 | (2 * half + r) << 4;
+      if (BITS == 5) places[r] = pair_selector(half, r);
     }
     if (BITS == 1) {
       turns[0] = 16 * half + 8 * (unit >> 1) + 4 * (unit & 1);
@@ -121,6 +129,13 @@ struct TransposedDecoder {
         places[i] = keep(half ? (turned ? 0x1504 : 0x5140) + 0x2222 * i : bytes * 0x101, lane);
 #pragma unroll
       for (int p = 0; p < 4; p++) fields[p] = keep(half ? 0 : 2 * p - 1, lane);
+    }
+    if (IS_SPLIT) {
+      turns[0] = BITS * half;
+      turns[1] = turn_of_two(unit);
+      turns[2] = BITS == 5 ? turn_of_pairs(unit, half) : turn_of_four(unit);
+      masks[0] = half ? LEFT_MASK : ~0u;
+      masks[1] = half ? LOWER_MASK : ~0u;
     }
     lower = turned ? 0x1054 : 0x5410;
     upper = turned ? 0x3276 : 0x7632;
@@ -195,13 +210,26 @@ struct TransposedDecoder {
         codes.seconds[r] = load_two(block + rests[r]);
       }
     } else {
-      constexpr int FRAGMENT_BYTES = BITS == 8 ? 1024 : BITS == 4 ? 512 : 4 * BITS;
+      constexpr int FRAGMENT_BYTES = BITS == 8 ? 1024 : BITS >= 4 ? 512 : 4 * BITS;
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
-        for (int r = 0; r < ROW_PAIR; r++)
+        for (int r = 0; r < ROW_PAIR; r++) {
           codes.words[f][r] = HopperDecoder::load(block + offsets[r] + FRAGMENT_BYTES * f);
+          if (f > 0) continue;
+          if (BITS == 6 || BITS == 7) codes.of_two[r] = load_two(block + rests[r]);
+          if (BITS == 5 || BITS == 7) codes.of_four[r] = load_two(block + fours[r]);
+        }
     }
+  }
+
+  // 6 bits and more: a unit's codes of its half, a byte each, of the row r of the pair.
+  __device__ __forceinline__ uint32 code_bytes(const TransposedCodes& codes, int f, int r) const {
+    if (BITS == 8) return codes.words[f][r];
+    return join(rotate_right(codes.words[f][r], turns[0]),
+                rotate_right(f ? codes.of_two[r].y : codes.of_two[r].x, turns[1]),
+                rotate_right(f ? codes.of_four[r].y : codes.of_four[r].x, turns[2]), masks[0],
+                masks[1]);
   }
 
   // What is looked up of a block's codes, or picked.
@@ -214,18 +242,19 @@ struct TransposedDecoder {
     for (int f = 0; f < FRAGMENTS; f++) {
       auto& pairs = values.pairs[f];
       const uint32(&words)[ROW_PAIR] = codes.words[f];
-      if constexpr (BITS == 8) {
+      if constexpr (BITS > 5) {
+        const uint32 bytes[ROW_PAIR] = {code_bytes(codes, f, 0), code_bytes(codes, f, 1)};
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
           for (int c = 0; c < 2; c++) {
             if (COMPUTES_TRANSPOSED) {
               pairs[i][c] = codes_to_values(
-                  byte_permute(words[0], words[1], merging + (2 * i + c) * 0x0101), ones);
+                  byte_permute(bytes[0], bytes[1], merging + (2 * i + c) * 0x0101), ones);
             } else {
               const uint32 byte = 0x5504 | (2 * i + c) << 4;
-              pairs[i][c] = look_up(words[0], byte);
-              values.seconds[f][i][c] = look_up(words[1], byte);
+              pairs[i][c] = look_up(bytes[0], byte);
+              values.seconds[f][i][c] = look_up(bytes[1], byte);
             }
           }
       } else if constexpr (COMPUTES_TRANSPOSED) {
@@ -256,11 +285,16 @@ struct TransposedDecoder {
           pairs[i][0] = byte_permute(low, high, 0x6240);
           pairs[i][1] = byte_permute(low, high, 0x7351);
         }
-      } else if constexpr (BITS == 4) {
+      } else if constexpr (BITS == 4 || BITS == 5) {
 #pragma unroll
-        for (int r = 0; r < ROW_PAIR; r++)
+        for (int r = 0; r < ROW_PAIR; r++) {
+          const uint32 of_four = f ? codes.of_four[r].y : codes.of_four[r].x;
+          const uint32 part = BITS == 5 ? pair_part(of_four, turns[2], lane_part) : lane_part;
 #pragma unroll
-          for (int i = 0; i < 2; i++) pairs[i][r] = look_up(words[r], places[i]);
+          for (int i = 0; i < 2; i++)
+            pairs[i][r] =
+                *reinterpret_cast<const uint32*>(table + byte_permute(words[r], part, places[i]));
+        }
       }
     }
   }
@@ -277,9 +311,9 @@ struct TransposedDecoder {
         for (int c = 0; c < 2; c++) {
           const auto& pairs = values.pairs[f][i];
           uint32 pair = pairs[c];
-          if constexpr (BITS == 8 && !COMPUTES_TRANSPOSED)
+          if constexpr (BITS > 5 && !COMPUTES_TRANSPOSED)
             pair = byte_permute(pair, values.seconds[f][i][c], lower);
-          if constexpr (BITS == 4 && !COMPUTES_TRANSPOSED)
+          if constexpr ((BITS == 4 || BITS == 5) && !COMPUTES_TRANSPOSED)
             pair = byte_permute(pairs[0], pairs[1], c ? upper : lower);
           a[first_step + f][2 * i + c] = codes.scales[f][i].apply(pair);
         }

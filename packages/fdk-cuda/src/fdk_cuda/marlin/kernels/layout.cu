@@ -91,9 +91,12 @@ struct Unit {
   }
 };
 
-// Eight neighbouring codes: BITS bytes as they lie, or at 3 bits as the number they write.
+// Eight neighbouring codes: BITS bytes as they lie, or where codes lie across bytes the number that
+// they write.
 struct Run {
   uint32 words[2] = {0, 0};
+  uint64 number = 0;
+  static constexpr bool IS_NUMBER = BITS == 3 || IS_SPLIT;
 
   __device__ __forceinline__ void load(const uint8* from) {
     if constexpr (BITS == 8) {
@@ -102,8 +105,9 @@ struct Run {
       words[1] = v.y;
     } else if constexpr (BITS == 4) {
       words[0] = *reinterpret_cast<const uint32*>(from);
-    } else if constexpr (BITS == 3) {
-      words[0] = from[0] << 16 | from[1] << 8 | from[2];
+    } else if constexpr (IS_NUMBER) {
+#pragma unroll
+      for (int i = 0; i < BITS; i++) number = number << 8 | from[i];
     } else if constexpr (BITS == 2) {
       words[0] = *reinterpret_cast<const uint16*>(from);
     } else {
@@ -116,9 +120,9 @@ struct Run {
       *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     } else if constexpr (BITS == 4) {
       *reinterpret_cast<uint32*>(to) = words[0];
-    } else if constexpr (BITS == 3) {
+    } else if constexpr (IS_NUMBER) {
 #pragma unroll
-      for (int i = 0; i < 3; i++) to[i] = words[0] >> (16 - 8 * i);
+      for (int i = 0; i < BITS; i++) to[i] = number >> (8 * (BITS - 1 - i));
     } else if constexpr (BITS == 2) {
       *reinterpret_cast<uint16*>(to) = words[0];
     } else {
@@ -127,23 +131,27 @@ struct Run {
   }
 
   static constexpr __device__ int shift(int code) {
-    if (BITS == 3) return 21 - 3 * code;
+    if (IS_NUMBER) return BITS * (7 - code);
     return code * BITS / 8 % 4 * 8 + 8 - BITS - code * BITS % 8;
   }
   static constexpr __device__ int word(int code) { return BITS == 8 ? code / 4 : 0; }
 
   __device__ __forceinline__ uint32 get(int code) const {
+    if constexpr (IS_NUMBER) return number >> shift(code) & MASK;
     return words[word(code)] >> shift(code) & MASK;
   }
   __device__ __forceinline__ void put(int code, uint32 value) {
-    words[word(code)] |= value << shift(code);
+    if constexpr (IS_NUMBER)
+      number |= static_cast<uint64>(value) << shift(code);
+    else
+      words[word(code)] |= value << shift(code);
   }
 };
 
 // Where the pair q of a run lies among a lane's words of a fragment: layout.py's _bit_positions,
 // for the codes of columns 32 * h + 8 * t + 2 * q + e of row 8 * r + g. The first code of a pair
 // lies `between` places below the second, both rotated left by `shift`. The fourth pair of a unit
-// at 3 bits has no such place: two bits of it are in each word.
+// at 3 bits has no such place: two bits of it are in each word. At 5 to 7 bits see SplitPart.
 struct PairPlace {
   int word, shift, between;
 
@@ -173,8 +181,49 @@ __device__ __forceinline__ uint32 rotate_left(uint32 word, int places) {
   return __funnelshift_l(word, word, places);
 }
 
-__device__ __forceinline__ void put_pair(uint32* words, PairPlace place, int q, uint32 first,
-                                         uint32 second) {
+// At 5 to 7 bits, where some bits of both codes of a pair lie among a lane's words: layout.py's
+// _split_positions. Those of `mask`, from `from` on, are shifted left by `shift`, the second code's
+// by `between` more.
+struct SplitPart {
+  int from, word, shift, between;
+  uint32 mask;
+
+  constexpr __device__ SplitPart(int part, int f, int h, int r, int q)
+      : from(0), word(4 * f + q), shift(16 * r), between(8), mask(MASK) {
+    if (BITS == 5) {
+      from = part == 0 ? 0 : 4;
+      word = part == 0 ? word : word_of_four(f);
+      shift = 8 * (2 * h + r) + (part == 0 ? 0 : 2 * q);
+      between = part == 0 ? 4 : 1;
+      mask = part == 0 ? 15 : part == 1 ? 1 : 0;
+    } else if (h == 0) {
+      mask = part == 0 ? MASK : 0;
+    } else if (part == 0) {
+      shift += BITS;
+      mask = MASK >> (2 * BITS - 8);
+    } else {
+      from = part == 1 ? 8 - BITS : 5;
+      word = part == 1 ? word_of_two(f, q) : word_of_four(f);
+      shift += part == 1 ? 4 * (q & 1) : 2 * q;
+      mask = part == 1 ? 15 : BITS == 7 ? 3 : 0;
+    }
+  }
+};
+constexpr int SPLIT_PARTS = 3;
+
+__device__ __forceinline__ void put_pair(uint32 (&lane_words)[LANE_WORDS], int f, int h, int r,
+                                         int q, uint32 first, uint32 second) {
+  if constexpr (IS_SPLIT) {
+#pragma unroll
+    for (int i = 0; i < SPLIT_PARTS; i++) {
+      const SplitPart part(i, f, h, r, q);
+      const uint32 low = first >> part.from & part.mask, high = second >> part.from & part.mask;
+      if (part.mask) lane_words[part.word] |= (low | high << part.between) << part.shift;
+    }
+    return;
+  }
+  uint32* const words = lane_words + f * BITS;
+  const PairPlace place(f, h, r, q);
   const uint32 pair = first | second << place.between;
   if (BITS == 3 && place.word == LEFT_OVER) {
 #pragma unroll
@@ -184,14 +233,28 @@ __device__ __forceinline__ void put_pair(uint32* words, PairPlace place, int q, 
   }
 }
 
-__device__ __forceinline__ uint32 get_pair(const uint32* words, PairPlace place, int q) {
-  if (BITS == 3 && place.word == LEFT_OVER) {
-    uint32 pair = 0;
+// Into `run`, whose codes they are.
+__device__ __forceinline__ void get_pair(Run& run, const uint32 (&lane_words)[LANE_WORDS], int f,
+                                         int h, int r, int q) {
+  uint32 pair = 0;
+  const PairPlace place(f, h, r, q);
+  const uint32* const words = lane_words + f * BITS;
+  if constexpr (IS_SPLIT) {
+#pragma unroll
+    for (int i = 0; i < SPLIT_PARTS; i++) {
+      const SplitPart part(i, f, h, r, q);
+      if (part.mask == 0) continue;
+      const uint32 bits = lane_words[part.word] >> part.shift;
+      pair |= (bits & part.mask) << part.from | (bits >> part.between & part.mask) << (8 + part.from);
+    }
+  } else if (BITS == 3 && place.word == LEFT_OVER) {
 #pragma unroll
     for (int i = 0; i < 3; i++) pair |= (words[i] >> (8 * q + 6) & 3) << 2 * i;
-    return pair;
+  } else {
+    pair = rotate_right(words[place.word], place.shift);
   }
-  return rotate_right(words[place.word], place.shift);
+  run.put(2 * q, pair & MASK);
+  run.put(2 * q + 1, pair >> (IS_SPLIT ? 8 : place.between) & MASK);
 }
 
 // Calls `take(run's offset in shared memory, f, h, r)` for each run of a lane.
@@ -284,7 +347,8 @@ __device__ __forceinline__ void store_words(const uint32 (&words)[LANE_WORDS], u
         make_uint2(words[4 * WHOLE], words[4 * WHOLE + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) lay_out(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
+    lay_out(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_ROWS, STRIDE]
   const Place place(p);
   Scale scales[LANE_SCALES];
@@ -301,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) lay_out(const __grid_const
     run.load(tile + offset);
 #pragma unroll
     for (int q = 0; q < PAIRS; q++)
-      put_pair(words + f * BITS, PairPlace(f, h, r, q), q, run.get(2 * q), run.get(2 * q + 1));
+      put_pair(words, f, h, r, q, run.get(2 * q), run.get(2 * q + 1));
   });
   uint8* const block = p.laid_out + place.block * BLOCK_BYTES;
   const int lane = threadIdx.x % LANES;
@@ -311,7 +375,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) lay_out(const __grid_const
   });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) take_back(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
+    take_back(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_ROWS, STRIDE]
   const Place place(p);
   if (place.has_block()) {
@@ -327,12 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) take_back(const __grid_con
     for_runs([&](int offset, int f, int h, int r) {
       Run run;
 #pragma unroll
-      for (int q = 0; q < PAIRS; q++) {
-        const PairPlace at(f, h, r, q);
-        const uint32 pair = get_pair(words + f * BITS, at, q);
-        run.put(2 * q, pair & MASK);
-        run.put(2 * q + 1, pair >> at.between & MASK);
-      }
+      for (int q = 0; q < PAIRS; q++) get_pair(run, words, f, h, r, q);
       run.store(tile + offset);
     });
   }

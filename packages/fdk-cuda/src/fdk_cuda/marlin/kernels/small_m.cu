@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 #pragma unroll
               for (int f = 0; f < FRAGMENTS; f++) {
                 uint32 a[REGISTERS];
-                decode(a, words + f * BITS, f, s, table, constants);
+                decode(a, words, f, s, table, constants);
 #pragma unroll
                 for (int c = 0; c < COLUMN_TILES; c++)
                   multiply(d[f][c], a, x.word(k_block, s, c, 0), x.word(k_block, s, c, 1));

@@ -1,5 +1,6 @@
 """The parts of a record, and what compiles ahead for them."""
 
+import itertools
 import re
 import sys
 import time
@@ -35,7 +36,7 @@ def test_what_is_timed_was_compiled_ahead(part, monkeypatch):
         given = dict(zip(arguments[::2], arguments[1::2], strict=True))
         widths = [int(b) for b in given["-b"].split(",")]
         run = KernelRun(
-            shapes=shapes_of([given["--shapes"]], [], [], (1, 1)),
+            shapes=shapes_of(given["--shapes"].split(","), [], [], (1, 1)),
             ms=[int(m) for m in given["-m"].split(",")],
             formats=formats_of(widths, given["--format"].split(","), "64", "bf16"),
             dtype="bf16",
@@ -45,13 +46,18 @@ def test_what_is_timed_was_compiled_ahead(part, monkeypatch):
             include=given.get("--include", ""),
             exclude=given["--exclude"],
         )
-        return [str(c) for found, _ in run.contenders(*run.shapes[0]) for c in found]
+        shapes = [run.contenders(*shape) for shape in run.shapes]
+        return [str(c) for contenders in shapes for found, _ in contenders for c in found]
 
     assert all(cases(arguments) for arguments in part.warm)  # none would be bad usage
     timed = cases(part.arguments)
     ahead = [case for arguments in part.warm for case in cases(arguments)]
     assert len(ahead) == len(set(ahead))
     assert {case for case in timed if not case.endswith("-torch")} == set(ahead)
+    if part.name == "widths":
+        for m, bits in itertools.product((1, 4, 16, 64, 256, 1024), range(1, 9)):
+            assert f"m{m}-n28672-k8192-custom{bits}-g64-bf16-cuda-marlin-lut" in timed
+        return
     shape = re.search(r"-n\d+-k\d+", timed[0])[0]
     many_rows = part.name.endswith(("-6144x4096", "-21504x6144", "-128256x4096"))
     for m in (64, 256, 1024, 4096) if many_rows else (1, 4, 16, 64, 256, 1024, 4096):

@@ -122,6 +122,27 @@ def _compare_many_rows(shape: str) -> Part:
     return _compare(shape, MANY_ROWS, *named)
 
 
+# Every width of a codebook at the three shapes of `kernels`; Triton and Humming where they may be
+# ahead. Two processes compile a width.
+ALL_WIDTHS = ("4", "1", "2", "3", "5", "6", "7", "8")
+WIDTHS_OF_CODEBOOKS = (
+    *("--format", "custom", "--backend", "marlin-lut,triton", "--against", "humming"),
+    *("--exclude", r"^m(256|1024)-.*-triton$|^m1024-.*-humming$"),
+    *("--shapes", "4096x4096,8192x8192,28672x8192"),
+)
+
+
+def _widths() -> Part:
+    warm = (
+        ("-m", ms, *WIDTHS_OF_CODEBOOKS, "-b", width, "--include", f"-cuda-{by}", *QUICK)
+        for by, ms in (("humming", "1,4,16,64,256"), ("(?!humming)", "1,4,16,64,256,1024"))
+        for width in ALL_WIDTHS
+    )
+    rest = ("-b", ",".join(("16", *ALL_WIDTHS)), "--peer-seconds", "30", "--outer-reps", "9")
+    arguments = ("-m", "1,4,16,64,256,1024", *WIDTHS_OF_CODEBOOKS, *rest)
+    return Part("widths", "compare", arguments, warm=tuple(warm), limit=120)
+
+
 # What matters most first: what there is no time for is left as it was.
 ON_GPU = (
     _models("models-12b", "12b", "16,4,1", "1,4,16,64,256"),
@@ -143,6 +164,7 @@ ON_GPU = (
         ("--shapes", "4096x4096,8192x8192,28672x8192", "-m", "1,4,16,64,256,1024"),
         limit=60,
     ),
+    _widths(),
     _models("models-4b", "4b", "16,4,1", "1,4,16,64,256"),
     # What fusing gives: the same steps with seven linear layers a block instead of four.
     _models("models-12b-apart", "12b", "4", "1,64", "--no-fuse"),

@@ -42,8 +42,8 @@ def record(
             help="Parts: on a CPU kernels, kernels-1-thread, compare, compare-1-thread, models, "
             "accuracy; on a GPU models-12b, models-31b, models-2048, models-2048-31b, models-4b, "
             "models-12b-apart, compare-8192x8192 (and 28672x8192, 4096x4096, 4096x14336, "
-            "14336x4096; of many rows alone 6144x4096, 21504x6144, 128256x4096), kernels; "
-            "repeat, or use commas. The others' rows stay as they are.",
+            "14336x4096; of many rows alone 6144x4096, 21504x6144, 128256x4096), kernels, "
+            "widths; repeat, or use commas. The others' rows stay as they are.",
         ),
     ] = None,
     resume: Annotated[

@@ -113,13 +113,14 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--best", type=int, default=4, help="configurations to print")
     parser.add_argument("--host", action="store_true")
+    parser.add_argument("--rounds", type=int, default=300, help="of 20 calls, with --host")
     parser.add_argument("--processes", type=int, default=14)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return
     if args.host:
-        host_time()
+        host_time(args.rounds)
         return
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shape]
 
@@ -188,30 +189,46 @@ def product(is_transposed: bool, config: Config) -> Callable[[Tensor, launch.Wei
     return lambda x, w: run(x, w, config)
 
 
-def host_time() -> None:
-    """Microseconds of the host in an eager call at m = 1, GPU idle through the op."""
-    for label, layer in host_layers():
-        x = torch.randn(1, 1024, device="cuda").bfloat16()
-        times = []
-        with torch.no_grad():
+def host_time(rounds: int) -> None:
+    """Microseconds of the host in an eager call at m = 1, GPU idle through the op; in turns."""
+    x = torch.randn(1, 1024, device="cuda").bfloat16()
+    layers = host_layers()
+    times: dict[str, list[float]] = {label: [] for label, _ in layers}
+    with torch.no_grad():
+        for label, layer in layers:
             for _ in range(20):
                 layer(x)
-            for _ in range(50):
+            layout = layer.weight.layout if isinstance(layer, QuantisedLinear) else None
+            if layout is not None and layout._ready.again(x, layer.bias, layout._buffers) is None:
+                print(f"host, {label}: no call is made ready")
+        for _ in range(rounds):
+            for label, layer in layers:
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for _ in range(20):  # the GPU is done with each before the next comes
                     layer(x)
-                times.append((time.perf_counter() - start) / 20 * 1e6)
-        print(f"host, {label}: {sorted(times)[len(times) // 2]:.1f} us a call")
+                times[label].append((time.perf_counter() - start) / 20 * 1e6)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
+    for label, taken in times.items():
+        median = sorted(taken)[len(taken) // 2]
+        print(f"host, {label}: {median:.1f} us a call, {min(taken):.1f} at least")
 
 
-def host_layers() -> list[tuple[str, Callable[[Tensor], Tensor]]]:
-    """What ``host_time`` calls."""
-    linear = torch.nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16)
-    layers: list[tuple[str, Callable[[Tensor], Tensor]]] = [("nn.Linear", linear)]
-    for backend, format in (("triton", "nf4-g64"), ("triton", "affine4-g64"), ("auto", "nf4-g64")):
-        layer = QuantisedLinear.from_linear(linear, format, backend=backend)
-        layers.append((f"{layer.weight.backend_name} {format}", layer))
+def host_layers() -> list[tuple[str, torch.nn.Module]]:
+    """What ``host_time`` calls: with a bias, and without."""
+    layers: list[tuple[str, torch.nn.Module]] = []
+    for bias in (True, False):
+        linear = torch.nn.Linear(1024, 1024, bias, device="cuda", dtype=torch.bfloat16)
+        suffix = "" if bias else ", no bias"
+        layers.append((f"nn.Linear{suffix}", linear))
+        for backend, format in (
+            ("triton", "nf4-g64"),
+            ("triton", "affine4-g64"),
+            ("marlin-lut", "nf4-g64"),
+            ("marlin", "affine4-g64"),
+        ):
+            layer = QuantisedLinear.from_linear(linear, format, backend=backend)
+            layers.append((f"{backend} {format}{suffix}", layer))
     return layers
 
 

@@ -8,11 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.overrides import BaseTorchFunctionMode
 
-from fdk_cuda.marlin import ready
+from fdk_cuda.marlin import MarlinLayout, ready
 from fdk_cuda.nvrtc import Launch
 from fdk_cuda.nvrtc import launch as launch_module
-from fdk_formats.testing import poisoned
+from fdk_formats import ops
+from fdk_formats.format import Format
+from fdk_formats.testing import poisoned, random_quantised
 
 N, K, FORMAT = 96, 128, "nf4-g64"
 FIELDS = "5P2if"
@@ -149,6 +154,160 @@ X = torch.zeros(2, K, dtype=torch.bfloat16)
 def test_ready_call_leaves_other_calls_to_the_op(made, launched, x, bias, tensors):
     assert made(X)(x, bias, tensors) is None
     assert not launched
+
+
+@pytest.mark.parametrize("bias", [None, BIAS])
+def test_again(made, launched, bias):
+    """x, bias and buffers of other memory are taken by one check, and launched with."""
+    call, tensors = made(X), {name: tensor.clone() for name, tensor in TENSORS.items()}
+    assert call.again(X, bias, TENSORS) is None  # nothing was taken yet
+    assert call(X, bias, TENSORS) is not None
+    other_bias = None if bias is None else bias.clone()
+    for x in (X, X.clone()):
+        y = call.again(x, other_bias, tensors)
+        addresses = [t.data_ptr() for t in (tensors["packed"], tensors["codebook"], x)]
+        bias_address = 0 if bias is None else other_bias.data_ptr()
+        assert launched[-1][:5] == (*addresses, bias_address, y.data_ptr())
+        tensors["codebook"].data = tensors["codebook"].data.clone()
+    assert call.again(X, BIAS if bias is None else None, TENSORS) is None
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize(
+    ("x", "bias"),
+    [
+        (X.half(), BIAS),
+        (X[:1], BIAS),
+        (torch.zeros(K, 2, dtype=torch.bfloat16).T, BIAS),
+        (torch.zeros(2 * K + 1, dtype=torch.bfloat16)[1:].view(2, K), BIAS),
+        (X.clone().requires_grad_(), BIAS),
+        (X, BIAS.half()),
+        (X, BIAS[1:]),
+        (X, BIAS[:1].expand(N)),
+        (X, torch._neg_view(BIAS)),
+        (X, BIAS.clone().requires_grad_()),
+    ],
+)
+def test_again_leaves_others(made, launched, x, bias):
+    call = made(X)
+    assert call(X, BIAS, TENSORS) is not None
+    assert call.again(x, bias, TENSORS) is None
+    assert len(launched) == 1
+
+
+def test_again_with_a_bias_that_trains(made):
+    """Its gradient is asked for wherever torch records one."""
+    call, bias = made(X), BIAS.clone().requires_grad_()
+    with torch.no_grad():
+        assert call(X, bias, TENSORS) is not None
+        assert call.again(X, bias, TENSORS) is not None
+    assert call.again(X, bias, TENSORS) is None
+
+
+def test_x_that_trains_is_looked_at_anew(made):
+    call, x = made(X), X.clone().requires_grad_()
+    with torch.no_grad():
+        assert call(x, None, TENSORS) is not None
+    assert call.again(x, None, TENSORS) is None
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [
+        FakeTensorMode,
+        BaseTorchFunctionMode,
+        forward_ad.dual_level,
+        torch.autograd.profiler.profile,
+    ],
+    ids=["dispatch mode", "function mode", "forward mode", "profiler"],
+)
+def test_again_leaves_what_torch_watches(made, launched, watch):
+    call = made(X)
+    assert call(X, None, TENSORS) is not None
+    with watch():
+        assert call.again(X, None, TENSORS) is None
+    assert call.again(X, None, TENSORS) is not None
+    assert len(launched) == 2
+
+
+def test_again_in_inference_mode(made):
+    """What was taken outside is looked at once more inside, then not again."""
+    call = made(X)
+    assert call(X, None, TENSORS) is not None
+    with torch.inference_mode():
+        x = X + 1
+        assert call.again(x, None, TENSORS) is None
+        assert call(x, None, TENSORS) is not None
+        assert call.again(x, None, TENSORS) is not None
+
+
+def test_buffers_are_looked_at_in_every_call(made, launched, monkeypatch):
+    """Another dtype may come at the same address, another device only at another."""
+    call, tensors = made(X), {name: tensor.clone() for name, tensor in TENSORS.items()}
+    assert call(X, None, tensors) is not None
+    tensors["codebook"].data = tensors["codebook"].data.view(torch.float16)
+    assert call.again(X, None, tensors) is None
+    elsewhere = TENSORS | {"packed": torch.zeros(8, dtype=torch.uint8)}
+    monkeypatch.setattr(elsewhere["packed"], "get_device", lambda: HERE + 1, raising=False)
+    assert call.again(X, None, elsewhere) is None
+    assert call.again(X, None, TENSORS) is not None
+    assert len(launched) == 2
+
+
+def test_again_follows_the_current_device(made, launched, monkeypatch):
+    device = [HERE]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: device[0])
+    call = made(X)
+    assert call(X, None, TENSORS) is not None
+    device[0] += 1
+    assert call.again(X, None, TENSORS) is None
+    assert len(launched) == 1
+
+
+def test_without_the_check_of_torch_compile(made, launched, monkeypatch):
+    """No version of torch promises it."""
+    monkeypatch.setattr(ops, "_guards", lambda: None)
+    call = made(X)
+    for _ in range(2):
+        assert call.again(X, None, TENSORS) is None
+        assert call(X, None, TENSORS) is not None
+
+
+def test_layout_takes_the_call_of_its_last_shape(made, launched, monkeypatch):
+    """Then torch is not asked about x, and nothing is looked up."""
+    layout = MarlinLayout(random_quantised(Format.parse(FORMAT), N, K, seed=0), X.dtype)
+    one, two = X[:1], X
+    for x in (one, two):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True)
+            layout._ready.keep(x, FORMAT, K, N)
+        assert layout(x).shape == (len(x), N)
+    assert layout._ready.again == layout._ready.get(two).again
+    assert layout(one).shape == (1, N)
+    assert layout._ready.again == layout._ready.get(one).again
+    monkeypatch.setattr(ops, "_watched", lambda x, bias: pytest.fail("asked"))
+    monkeypatch.setattr(ready.ReadyCalls, "__call__", lambda *args: pytest.fail("looked up"))
+    assert layout(one).shape == (1, N)
+    layout.packed = layout.packed.clone()
+    assert layout(one).shape == (1, N)
+    assert launched[-1][0] == layout.packed.data_ptr()
+    assert len(launched) == 5
+
+
+def test_torch_compile_traces_the_op(made):
+    """No ready call comes into its graph, also of a layout that has one."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return lambda *args: (torch.zeros(2, N),)
+
+    layout = MarlinLayout(random_quantised(Format.parse(FORMAT), N, K, seed=0), X.dtype)
+    layout._ready.again = lambda x, bias, tensors: pytest.fail("traced")
+    torch.compile(layout, backend=keep, fullgraph=True)(X)
+    (graph,) = graphs
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets == ["fdk_cuda.marlin_linear.default"]
 
 
 def test_ready_calls_keep_what_the_kernel_takes(made, monkeypatch):

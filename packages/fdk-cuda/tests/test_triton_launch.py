@@ -150,6 +150,22 @@ def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
     assert given == [(4, 1, 1, 0, "function", (8, 2, 512), None, None, None, 16, 32, 7)]
 
 
+def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps what it hands over for the stream of the last launch."""
+    streams, seen = iter([0, 5, 5, 0]), []
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams), raising=False
+    )
+    kernel = SimpleNamespace(
+        run=lambda *arguments: seen.append(arguments), function="f", packed_metadata=None
+    )
+    own = Launch(kernel, (4,), (7,))
+    for _ in range(4):
+        own((16, 32), 0)
+    assert [arguments[:5] for arguments in seen] == [(4, 1, 1, s, "f") for s in (0, 5, 5, 0)]
+    assert {arguments[5:] for arguments in seen} == {(None, None, None, None, 16, 32, 7)}
+
+
 @pytest.mark.parametrize("scratch", [0, 128])
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 def test_launch_without_wrapper(

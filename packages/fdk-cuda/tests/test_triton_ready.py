@@ -93,14 +93,65 @@ def test_buffers_of_another_dtype(change: dict[str, torch.dtype]) -> None:
     assert not seen
 
 
+@pytest.mark.parametrize("format", ["nf4-g64", "affine4-g64"])
+def test_again(format: str) -> None:
+    """By one check of x; buffers are asked for their address, and for their dtype at the same."""
+    seen: list[tuple[object, ...]] = []
+    own = layout(format)
+    call = ReadyCall(X, own._weight(), launched(seen), False)
+    assert call.again(X, None, own._buffers) is None
+    assert call(X, None, own._buffers) is not None
+    for name, tensor in own.named_buffers():
+        tensor.data = tensor.data.clone()
+        y = call.again(X, None, own._buffers)
+        assert y is not None
+        addresses = [t.data_ptr() for t in (X, *own._weight().tensors, X, y)]
+        assert list(seen[-1][9:-1]) == addresses
+        if name in ("scale", "zero_point"):
+            kept = tensor.data
+            tensor.data = kept.view(torch.float16)
+            assert call.again(X, None, own._buffers) is None
+            tensor.data = kept
+    count = len(seen)
+    own.words.data = torch.zeros(own.words.numel() + 1, dtype=torch.int32)[1:]
+    assert call.again(X, None, own._buffers) is None  # not aligned
+    assert call(X, None, own._buffers) is None
+    assert len(seen) == count
+
+
+def test_buffers_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are at another address, then."""
+    seen: list[tuple[object, ...]] = []
+    own = layout()
+    call = ReadyCall(X, own._weight(), launched(seen), False)
+    assert call(X, None, own._buffers) is not None
+    words = own.words.clone()
+    monkeypatch.setattr(words, "get_device", lambda: HERE + 1, raising=False)
+    own.words = words
+    assert call.again(X, None, own._buffers) is None
+    assert len(seen) == 1
+
+
+def test_zero_points_that_come_or_go() -> None:
+    seen: list[tuple[object, ...]] = []
+    own, affine = layout(), layout("affine4-g64")
+    call = ReadyCall(X, own._weight(), launched(seen), False)
+    assert call(X, None, own._buffers) is not None
+    assert call.again(X, None, own._buffers | {"zero_point": affine.zero_point}) is None
+    assert call.again(X, None, own._buffers) is not None
+    assert len(seen) == 2
+
+
 def test_measuring_makes_calls_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[object, ...]] = []
     own = layout()
     call = ReadyCall(X, own._weight(), launched(seen), False)
-    monkeypatch.setattr(tune, "_times_measured", tune.times_measured() + 1)
+    assert call(X, None, own._buffers) is not None
+    monkeypatch.setattr(tune, "times_measured", tune.times_measured + 1)
     assert call.is_stale()
+    assert call.again(X, None, own._buffers) is None
     assert call(X, None, own._buffers) is None
-    assert not seen
+    assert len(seen) == 1
 
 
 def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +174,7 @@ def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept is not None
     calls.keep(X, w, None)
     assert calls.get(X) is kept
-    monkeypatch.setattr(tune, "_times_measured", tune.times_measured() + 1)
+    monkeypatch.setattr(tune, "times_measured", tune.times_measured + 1)
     calls.keep(X, w, None)
     assert calls.get(X) not in (None, kept)
     assert copy.deepcopy(calls).get(X) is None

@@ -266,6 +266,30 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.fdk_formats.reference_linear_grad_x.default, args)
 
 
+class Doubled(nn.Module):
+    """A parametrisation."""
+
+    def forward(self, bias: Tensor) -> Tensor:
+        return 2 * bias
+
+
+def test_the_bias_that_the_layer_has() -> None:
+    """A parameter, a tensor, none, or what a parametrisation makes of it."""
+    x, one = torch.zeros(1, 64), torch.ones(24)
+    with_bias, without = layer(), QuantisedLinear(layer().weight)
+    with_bias.bias = nn.Parameter(one)
+    assert torch.equal(with_bias(x), one[None])
+    assert torch.equal(torch.func.functional_call(with_bias, {"bias": 3 * one}, x), 3 * one[None])
+    nn.utils.parametrize.register_parametrization(with_bias, "bias", Doubled())
+    assert torch.equal(with_bias(x), 2 * one[None])
+    nn.utils.parametrize.remove_parametrizations(with_bias, "bias")
+    with_bias.bias = None
+    assert not with_bias(x).any()
+    assert not without(x).any()
+    without.bias = one
+    assert torch.equal(without(x), one[None])
+
+
 def test_hooks_of_the_weight_are_called() -> None:
     quantised, calls = layer(), []
     quantised.weight.register_forward_hook(lambda *_: calls.append("after"))

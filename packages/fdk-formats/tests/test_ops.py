@@ -1,13 +1,18 @@
 """A linear op's call: straight to its kernels, or through torch where torch is watching."""
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fdk_formats.ops import define_linear_op
+from fdk_formats import ops
+from fdk_formats.ops import alike, define_linear_op
 
 library = Library("fdk_test_ops", "FRAGMENT")
 plain_linear = define_linear_op(
@@ -126,3 +131,91 @@ def test_kernels_get_a_contiguous_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     for x in (X, X.clone().requires_grad_()):
         assert op(x, WEIGHT, bias, 2, 3).tolist() == [[-2.0, 0.0]]
     assert seen == [True, True]
+
+
+BIAS = torch.tensor([1.0, 2.0])
+
+
+def test_alike() -> None:
+    is_alike = alike(X, BIAS)
+    assert is_alike(X, BIAS)
+    assert is_alike(X + 1, BIAS.clone())
+    with torch.no_grad():
+        assert is_alike(X, BIAS)
+    # No stride matters where there is one row.
+    assert alike(X)(torch.zeros(3, 2).T[:1, :].as_strided((1, 3), (7, 1)))
+
+
+OTHERS: dict[str, Callable[[], Tensor]] = {
+    "dtype": X.half,
+    "sizes": lambda: X[:, :2],
+    "dimensions": lambda: X[0],
+    "rows": lambda: X.expand(2, 3),
+    "strides": lambda: torch.zeros(1, 6)[:, ::2],
+    "device": lambda: X.to("meta"),
+    "gradient": lambda: X.clone().requires_grad_(),
+    "parameter": lambda: torch.nn.Parameter(X, requires_grad=False),
+    "negative": lambda: torch._neg_view(X),
+    "zero": lambda: torch._efficientzerotensor(1, 3),
+    "fake": lambda: FakeTensorMode().from_tensor(X),
+    "inference": lambda: torch.inference_mode()(lambda: X + 1)(),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_what_is_not_alike(make: Callable[[], Tensor]) -> None:
+    other = make()
+    assert not alike(X)(other)
+    assert not alike(BIAS, X)(BIAS, other)
+
+
+@contextmanager
+def _vmap() -> Iterator[None]:
+    level = torch._C._functorch._vmap_increment_nesting(2, "error")
+    assert level
+    try:
+        yield
+    finally:
+        torch._C._functorch._vmap_decrement_nesting()
+
+
+WATCHING: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "transform": _vmap,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("watch", WATCHING.values(), ids=WATCHING)
+def test_nothing_is_alike_where_torch_does_otherwise(
+    watch: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """Of tensors made outside; what ``alike`` tells inside does not hold outside."""
+    is_alike = alike(X)
+    with watch():
+        assert not is_alike(X)
+        inside = alike(X)
+    assert not inside(X)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
+def test_nothing_is_alike_within_a_trace() -> None:
+    is_alike, seen = alike(X), []
+
+    def traced(x: Tensor) -> Tensor:
+        seen.append(is_alike(X) or is_alike(x))
+        return x + 1
+
+    torch.jit.trace(traced, X, check_trace=False)
+    torch.func.vmap(traced)(X[None])
+    torch.func.grad(lambda x: traced(x).sum())(X)
+    assert seen == [False] * 3
+
+
+def test_nothing_is_alike_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No version promises its check."""
+    for other in (None, lambda *tensors, **dims: None):
+        ops._guards.cache_clear()
+        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", other)
+        assert not alike(X)(X)
+    ops._guards.cache_clear()

@@ -2,19 +2,38 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from fdk_formats.ops import (
+    alike,
+    depth_of_dispatch_modes,
+    depth_of_function_modes,
+    is_profiled,
+    nothing_is_alike,
+)
 
 # Shapes of x that a layout keeps calls for; past it, it starts afresh.
 MAX_KEPT = 64
 # Kernels read x in pieces of so many bytes.
 ALIGNMENT = 16
-Buffers = Mapping[str, Tensor | None]
+Buffers = Mapping[str, Any]
+
+# Bound here: a call asks all of them. The first is True where torch.compile traces, and takes half
+# of is_compiling's 0.06 us, which is True for tracers that are modes of dispatch, too.
+is_traced = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_is_deterministic = torch._C._get_deterministic_algorithms
 
 
 class ReadyCall(ABC):
     """A product for x of one shape on one GPU, without looking anything up.
+
+    Where torch does not watch, ``__call__`` looks at x, the bias and the buffers. ``again`` does so
+    by one check of what ``__call__`` has taken, torch's watching included.
 
     Args:
         x: the activations that it serves, and all of their shape, dtype and device.
@@ -29,22 +48,41 @@ class ReadyCall(ABC):
         # What inductor's code takes its memory with, on the current device: 1.0 us of the host of
         # an H200, where new_empty takes 2.5. No version of torch promises it.
         self._empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-        self._is_deterministic = torch._C._get_deterministic_algorithms
+        # Of x, and of x and a bias.
+        self._is_alike = self._are_alike = nothing_is_alike
+        # Of the buffers, where they were on the device and aligned: an address is of one device.
+        self._addresses: tuple[int, ...] = ()
 
     @abstractmethod
-    def addresses(self, tensors: Buffers, bias: int) -> tuple[int, ...] | None:
-        """Of a layout's buffers, as ``launch`` takes them.
+    def run(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
+        """y, for x and a bias that fit; None where x, bias or buffers are not as the kernel needs.
 
-        None where they, or the address of a bias or 0, are not what the call was made for.
+        It asks every buffer for its address: ``.data`` of a buffer may be set at any time.
         """
 
     def is_stale(self) -> bool:
         """Whether the call has to be made anew."""
         return False
 
-    @abstractmethod
-    def launch(self, addresses: tuple[int, ...], x: int, bias: int, y: int) -> None:
-        """Launches on the current stream, with the address of a bias or 0."""
+    def again(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
+        """``__call__`` for x and a bias alike those that it last took, and None for others.
+
+        None, too, where torch has more to do with the call than to run it.
+        """
+        if bias is None:
+            if not self._is_alike(x):
+                return None
+        elif not self._are_alike(x, bias) or (_is_grad_enabled() and bias.requires_grad):
+            return None
+        if (
+            depth_of_dispatch_modes() > 0
+            or depth_of_function_modes() > 0
+            or is_profiled()
+            or forward_ad._current_level >= 0
+            or self._current_device() != self.device
+        ):
+            return None
+        return self.run(x, bias, tensors)
 
     def __call__(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
         """y, for x of the shape it was made for; None where the op has to see to the call.
@@ -62,34 +100,44 @@ class ReadyCall(ABC):
             or not x.is_contiguous()
         ):
             return None
-        bias_address = 0
-        if bias is not None:
-            if (
-                bias.dtype is not dtype
-                or bias.get_device() != device
-                or bias.shape != self._n
-                or not bias.is_contiguous()
-            ):
-                return None
-            bias_address = bias.data_ptr()
-        address, addresses = x.data_ptr(), self.addresses(tensors, bias_address)
-        if addresses is None or address % ALIGNMENT:
+        if bias is not None and (
+            bias.dtype is not dtype
+            or bias.get_device() != device
+            or bias.shape != self._n
+            or not bias.is_contiguous()
+        ):
             return None
-        y: Tensor
+        y = self.run(x, bias, tensors)
+        if y is not None and not x.requires_grad:  # with it, x alike may record a gradient
+            if bias is None:
+                self._is_alike = alike(x)
+            else:
+                self._are_alike = alike(x, bias)
+        return y
+
+    def new_output(self, x: Tensor) -> Tensor:
+        """Memory for y."""
         # Deterministic torch fills what new_empty takes with NaN: torch.utils.deterministic.
-        if self._empty is None or self._is_deterministic():
-            y = x.new_empty(self._y_shape)
-        else:
-            y = self._empty(self._y_shape, self._y_strides, dtype)
-        self.launch(addresses, address, bias_address, y.data_ptr())
+        if self._empty is None or _is_deterministic():
+            return x.new_empty(self._y_shape)
+        y: Tensor = self._empty(self._y_shape, self._y_strides, self.dtype)
         return y
 
 
+def nothing_is_ready(x: Tensor, bias: Tensor | None, tensors: Buffers) -> None:
+    """In the place of a call."""
+
+
 class ReadyCalls:
-    """The calls that a layout has made ready, by the shape of x. Copies and pickles are empty."""
+    """The calls that a layout has made ready, by the shape of x. Copies and pickles are empty.
+
+    Attributes:
+        again: the call that was last taken.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[torch.Size, ReadyCall] = {}
+        self.again: Callable[[Tensor, Tensor | None, Buffers], Tensor | None] = nothing_is_ready
 
     def __reduce__(self) -> tuple[type["ReadyCalls"], tuple[()]]:
         return type(self), ()
@@ -97,6 +145,18 @@ class ReadyCalls:
     def get(self, x: Tensor) -> ReadyCall | None:
         """The call for the shape of x, if there is one."""
         return self._calls.get(x.shape)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
+        """y by the call for the shape of x, if there is one and it takes it."""
+        call = self._calls.get(x.shape)
+        if call is None:
+            return None
+        y = call.again(x, bias, tensors)
+        if y is None:
+            y = call(x, bias, tensors)
+        if y is not None:
+            self.again = call.again
+        return y
 
     def put(self, x: Tensor, make: Callable[[], ReadyCall | None]) -> None:
         """Keeps the call that is made for the shape of x, if there is none and one can be made."""

@@ -211,7 +211,7 @@ class QuantisedLinear(nn.Module):
             TypeError: where x is not of the layer's dtype, outside autocast.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
-        # Neither it nor its layout by attribute: nn.Module takes half a microsecond to find one.
+        # None of these by attribute: nn.Module takes half a microsecond to find one.
         weight: Any = self._modules["weight"]
         layout, dtype = weight._modules.get("layout"), weight.dtype
         if x.dtype != dtype:
@@ -224,11 +224,13 @@ class QuantisedLinear(nn.Module):
                 )
             # What fused layers share is told by x itself.
             x = x if getattr(layout, "casts", False) else x.to(dtype)
+        if (bias := self._parameters.get("bias")) is None:
+            bias = self.bias
         # Not there: somebody's wrapper stands in the weight's place, such as that of torch.compile.
         if layout is None or weight._forward_hooks or weight._forward_pre_hooks:
-            y: Tensor = weight(x, self.bias)
+            y: Tensor = weight(x, bias)
         else:  # Two more calls of nn.Module take 4 us of a call's 20.
-            y = layout.forward(x, self.bias)
+            y = layout.forward(x, bias)
         return y
 
     def extra_repr(self) -> str:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,11 +52,11 @@ class LinearOp:
 
 
 # Bound here: a call asks all of them.
-_depth_of_dispatch_modes = torch._C._len_torch_dispatch_stack
-_depth_of_function_modes = torch._C._len_torch_function_stack
+depth_of_dispatch_modes = torch._C._len_torch_dispatch_stack
+depth_of_function_modes = torch._C._len_torch_function_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
-_is_profiled = torch._C._autograd._profiler_enabled
+is_profiled = torch._C._autograd._profiler_enabled
 
 
 def _watched(x: Tensor, bias: Tensor | None) -> bool:
@@ -66,13 +67,59 @@ def _watched(x: Tensor, bias: Tensor | None) -> bool:
         or x.is_neg()
         or x._is_zerotensor()
         or (bias is not None and (bias.is_neg() or bias._is_zerotensor()))
-        or _depth_of_dispatch_modes() > 0
-        or _depth_of_function_modes() > 0
+        or depth_of_dispatch_modes() > 0
+        or depth_of_function_modes() > 0
         or _functorch_level() is not None
         or _jit_trace() is not None
-        or _is_profiled()
+        or is_profiled()
         or forward_ad._current_level >= 0
     )
+
+
+def alike(*tensors: Tensor) -> Callable[..., bool]:
+    """Tells other tensors with which torch's dispatcher would do as it would now with these.
+
+    Those of the same type, dtype, device, sizes, strides, ``requires_grad`` and dispatch keys. Keys
+    change with transforms, jit's trace, autocast and inference mode. Of what ``is_direct`` asks are
+    left modes, gradients, forward mode's too, and the profiler. (Modes of dispatch change keys, but
+    torch.compile does not look at those of modes of its own, such as FakeTensorMode.)
+    """
+    # One call of 0.13 us where 14 took 0.7 (Python 3.11, without a GPU).
+    guards = _guards()
+    if guards is None:
+        return nothing_is_alike
+    sizes = [list(tensor.shape) for tensor in tensors]
+    strides = [_strides(tensor) for tensor in tensors]
+    check: Callable[..., bool] = guards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
+    return check
+
+
+def nothing_is_alike(*tensors: Tensor) -> bool:
+    """What ``alike`` returns where torch cannot tell."""
+    return False
+
+
+@cache
+def _guards() -> Any:
+    """torch.compile's check of tensors, if it is as we know it: no version of torch promises it."""
+    x, y = torch.empty(1, 2, device="cpu"), torch.empty(2, device="cpu")
+    try:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        check = guards(
+            x, y, dynamic_dims_sizes=[[1, 2], [2]], dynamic_dims_strides=[[None, 1], [1]]
+        ).check
+        is_known = check(x, y) and not (check(x, x) or check(x, y[:1]) or check(x.half(), y))
+    except Exception:
+        return None
+    return guards if is_known else None
+
+
+def _strides(tensor: Tensor) -> list[int | None]:
+    """None where any will do."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [None if size == 1 else stride for size, stride in pairs]
 
 
 def define_linear_op(

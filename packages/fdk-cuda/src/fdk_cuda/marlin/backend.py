@@ -16,6 +16,7 @@ from fdk_cuda.marlin.ops import DTYPES, linear_op
 from fdk_cuda.marlin.ready import ReadyCalls
 from fdk_cuda.marlin.relayout import lay_out, take_back
 from fdk_cuda.nvrtc import why_unavailable
+from fdk_cuda.ready import is_traced
 from fdk_cuda.settled import SettledLayout
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.codebooks import named_codebook
@@ -67,11 +68,14 @@ class MarlinLayout(SettledLayout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
-        if is_direct := not self.batch_invariant and linear_op.is_direct(x, bias):
-            call = self._ready.get(x)
-            # Not by attribute: nn.Module takes a microsecond to find a buffer.
-            if call is not None and (ready := call(x, bias, self._buffers)) is not None:
-                return ready
+        # Not by attribute: nn.Module takes a microsecond to find a buffer.
+        tensors = self._buffers
+        # torch.compile traces no further than the first question.
+        if not is_traced() and (ready := self._ready.again(x, bias, tensors)) is not None:
+            return ready
+        is_direct = not self.batch_invariant and linear_op.is_direct(x, bias)
+        if is_direct and (ready := self._ready(x, bias, tensors)) is not None:
+            return ready
         layout = self.packed, self.codebook, self._format, self.batch_invariant
         y = linear_op(x, *layout, bias, *self.shape)
         if is_direct:  # The op has checked the arguments.

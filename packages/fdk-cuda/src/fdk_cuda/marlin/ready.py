@@ -5,8 +5,8 @@ from torch import Tensor
 from fdk_cuda import ready
 from fdk_cuda.marlin.launches import small_launch_for
 from fdk_cuda.marlin.ops import few_rows
+from fdk_cuda.ready import ALIGNMENT, Buffers
 from fdk_cuda.ready import MAX_KEPT as MAX_KEPT
-from fdk_cuda.ready import Buffers
 
 
 class ReadyCall(ready.ReadyCall):
@@ -23,20 +23,25 @@ class ReadyCall(ready.ReadyCall):
         k = x.shape[-1]
         m = x.numel() // k
         launch, fields = small_launch_for(format, x.dtype, m, n, k, self.device, False)
-        self._launch = launch.bound(*fields)
+        # Bound: an object with ``__call__`` takes longer to call.
+        self._launch = launch.bound(*fields).__call__
 
-    def addresses(self, tensors: Buffers, bias: int) -> tuple[int, ...] | None:
-        """Of ``packed`` and ``codebook``."""
+    def run(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
+        """See ``ready.ReadyCall``. The kernel takes no bias as address 0."""
         packed, codebook = tensors["packed"], tensors["codebook"]
-        if packed is None or codebook is None:
+        addresses = first, second = packed.data_ptr(), codebook.data_ptr()
+        if addresses != self._addresses:
+            if packed.get_device() != self.device:
+                return None
+            self._addresses = addresses
+        x_address = x.data_ptr()
+        # The dtype is asked of each call: memory that is given back may come for another.
+        if codebook.dtype is not self.dtype or x_address % ALIGNMENT:
             return None
-        if packed.get_device() != self.device or codebook.dtype is not self.dtype:
-            return None
-        return packed.data_ptr(), codebook.data_ptr()
-
-    def launch(self, addresses: tuple[int, ...], x: int, bias: int, y: int) -> None:
-        """The kernel takes no bias as address 0."""
-        self._launch(*addresses, x, bias, y)
+        y = self.new_output(x)
+        bias_address = 0 if bias is None else bias.data_ptr()
+        self._launch(first, second, x_address, bias_address, y.data_ptr())
+        return y
 
 
 class ReadyCalls(ready.ReadyCalls):

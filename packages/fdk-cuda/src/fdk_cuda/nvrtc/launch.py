@@ -102,7 +102,7 @@ class Launch:
         self.start(address)
 
     def bound(self, *fixed: int | float) -> "BoundLaunch":
-        """This launch with its last fields given once; those before them must be addresses."""
+        """This launch with its last fields given once; before them must be five addresses."""
         return BoundLaunch(self, fixed)
 
     def start(self, address: int) -> None:
@@ -143,7 +143,7 @@ class Launch:
 
 
 class BoundLaunch:
-    """A launch of which only addresses, its first fields, change from call to call.
+    """A launch of which only five addresses, its first fields, change from call to call.
 
     Args:
         launch: what is launched.
@@ -152,22 +152,21 @@ class BoundLaunch:
 
     def __init__(self, launch: Launch, fixed: tuple[int | float, ...]) -> None:
         self._launch, self._fixed = launch, fixed
-        count = len(launch.struct.unpack(bytes(launch.struct.size))) - 1 - len(fixed)
-        self._addresses = struct.Struct(f"@{count}P")
-        self._none = (0,) * count
+        self._pack, self._start = struct.Struct("@5P").pack_into, launch.start_here
         # A buffer per thread: the driver copies it without the interpreter's lock.
         self._local = threading.local()
 
-    def __call__(self, *addresses: int) -> None:
+    def __call__(self, first: int, second: int, third: int, fourth: int, fifth: int) -> None:
         """Launches on the current stream of the launch's device, which must be the current one."""
+        # By name: as many as come, handed on as a tuple, take 0.13 us more of 0.6.
         try:
             buffer, address = self._local.kept
         except AttributeError:
             buffer, address = self._local.kept = self._launch._arguments()
-            values = address + POINTER_BYTES, *self._none, *self._fixed
+            values = address + POINTER_BYTES, *[0] * 5, *self._fixed
             self._launch.struct.pack_into(buffer, 0, *values)
-        self._addresses.pack_into(buffer, POINTER_BYTES, *addresses)
-        self._launch.start_here(address)
+        self._pack(buffer, POINTER_BYTES, first, second, third, fourth, fifth)
+        self._start(address)
 
 
 def _attributes(driver: ModuleType, cluster: int, overlap: bool) -> list[Any]:

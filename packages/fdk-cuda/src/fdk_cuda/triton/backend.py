@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fdk_cuda import measured
+from fdk_cuda.ready import is_traced
 from fdk_cuda.settled import SettledLayout
 from fdk_cuda.triton.arrangement import (
     Arrangement,
@@ -67,10 +68,12 @@ class TritonLayout(SettledLayout):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
         a, tensors = self.arrangement, self._buffers  # five look-ups of nn.Module take 2 us
-        if is_direct := not self.batch_invariant and triton_linear_op.is_direct(x, bias):
-            call = self._ready.get(x)
-            if call is not None and (ready := call(x, bias, tensors)) is not None:
-                return ready
+        # torch.compile traces no further than the first question.
+        if not is_traced() and (ready := self._ready.again(x, bias, tensors)) is not None:
+            return ready
+        is_direct = not self.batch_invariant and triton_linear_op.is_direct(x, bias)
+        if is_direct and (ready := self._ready(x, bias, tensors)) is not None:
+            return ready
         y = triton_linear_op(
             x,
             tensors["words"],

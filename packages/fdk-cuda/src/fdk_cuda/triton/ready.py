@@ -1,5 +1,8 @@
 """Calls of ``small_kernel`` with all made ready that depends only on the shape of x."""
 
+from functools import reduce
+from operator import or_
+
 from torch import Tensor
 
 from fdk_cuda import ready
@@ -23,40 +26,44 @@ class ReadyCall(ready.ReadyCall):
 
     def __init__(self, x: Tensor, w: Weight, launch: Launch, has_bias: bool) -> None:
         super().__init__(x, w.arrangement.n)
-        self._launch, self._has_bias = launch, has_bias
+        # Bound: an object with ``__call__`` takes longer to call.
+        self._launch, self._has_bias = launch.__call__, has_bias
         self._scale_dtype = w.scale.dtype
         self._zero_dtype = None if w.zero_point is None else w.zero_point.dtype
-        self._measured = tune.times_measured()
+        self._measured = tune.times_measured
 
-    def addresses(self, tensors: Buffers, bias: int) -> tuple[int, ...] | None:
-        """Of all but ``codebook``, in the kernel's order; no zero points are the scales again."""
-        if (bias != 0) is not self._has_bias or self.is_stale():
+    def run(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
+        """See ``ready.ReadyCall``. The kernel takes all buffers but ``codebook``."""
+        if tune.times_measured != self._measured or (bias is not None) is not self._has_bias:
             return None
         words, scale, zero = tensors["words"], tensors["scale"], tensors["zero_point"]
-        values, lanes = tensors["values"], tensors["lanes"]
-        if words is None or scale is None or values is None or lanes is None:
-            return None
-        if words.get_device() != self.device or scale.dtype is not self._scale_dtype:
-            return None
-        if zero is None:
-            if self._zero_dtype is not None:
+        # No zero points are the scales again.
+        first, second = words.data_ptr(), scale.data_ptr()
+        third = second if zero is None else zero.data_ptr()
+        fourth, fifth = tensors["values"].data_ptr(), tensors["lanes"].data_ptr()
+        addresses = first, second, third, fourth, fifth
+        if addresses != self._addresses:
+            if words.get_device() != self.device or reduce(or_, addresses) % ALIGNMENT:
                 return None
-            zero = scale
-        elif zero.dtype is not self._zero_dtype:
+            self._addresses = addresses
+        # The dtypes are asked of each call: memory that is given back may come for another.
+        if scale.dtype is not self._scale_dtype:
             return None
-        first, second, third = words.data_ptr(), scale.data_ptr(), zero.data_ptr()
-        fourth, fifth = values.data_ptr(), lanes.data_ptr()
-        if (first | second | third | fourth | fifth | bias) % ALIGNMENT:
+        if (None if zero is None else zero.dtype) is not self._zero_dtype:
             return None
-        return first, second, third, fourth, fifth
+        x_address = x.data_ptr()
+        # Without a bias the kernel gets x in its place, and does not read it.
+        bias_address = x_address if bias is None else bias.data_ptr()
+        if (x_address | bias_address) % ALIGNMENT:
+            return None
+        y = self.new_output(x)
+        arguments = x_address, first, second, third, fourth, fifth, bias_address, y.data_ptr()
+        self._launch(arguments, self.device)
+        return y
 
     def is_stale(self) -> bool:
         """Whether measuring may have chosen another configuration since."""
-        return tune.times_measured() != self._measured
-
-    def launch(self, addresses: tuple[int, ...], x: int, bias: int, y: int) -> None:
-        """Without a bias the kernel gets x in its place, and does not read it."""
-        self._launch((x, *addresses, bias or x, y), self.device)
+        return tune.times_measured != self._measured
 
 
 class ReadyCalls(ready.ReadyCalls):

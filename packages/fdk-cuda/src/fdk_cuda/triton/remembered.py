@@ -51,14 +51,18 @@ class Launch:
             self.run, options = direct
             self.fixed = (kernel.function, *options, *self.fixed[1:])
         self.grid, self.rest = (*grid, 1, 1)[:3], rest
+        # What comes before the addresses, for the stream of the last launch.
+        self._head: tuple[Any, ...] = (*self.grid, None, *self.fixed)
 
-    def __call__(self, addresses: Sequence[Any], device: int) -> None:
+    def __call__(self, addresses: tuple[Any, ...], device: int) -> None:
         """Launches on the current stream of a device, which must be the current one.
 
         An address may be a descriptor of TMA.
         """
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        self.run(*self.grid, stream, *self.fixed, *addresses, *self.rest)
+        stream, head = torch._C._cuda_getCurrentRawStream(device), self._head
+        if head[3] != stream:
+            head = self._head = (*self.grid, stream, *self.fixed)
+        self.run(*(head + addresses + self.rest))
 
 
 def _without_wrapper(run: Any) -> tuple[Callable[..., object], tuple[object, ...]] | None:
@@ -88,7 +92,7 @@ def relaunch(key: tuple[object, ...], tensors: Sequence[Tensor]) -> bool:
     found = remembered(device, key)
     if found is None:
         return False
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
     if reduce(or_, addresses) % ALIGNMENT:
         return False
     found(addresses, device)

@@ -54,7 +54,8 @@ Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 
 
 _chosen: dict[tuple[object, ...], Config] = {}
-_times_measured = 0
+# How often something was measured: what ``choose`` said before may no longer hold.
+times_measured = 0
 # None is a configuration too.
 _UNKNOWN: Any = object()
 # What could not be measured at first use is not tried again: GPU and key.
@@ -84,11 +85,6 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     config = _default_of(w, m, device) if entry is None else _config_of(entry)
     _chosen[key] = config
     return config
-
-
-def times_measured() -> int:
-    """How often something was measured: what ``choose`` said before may no longer hold."""
-    return _times_measured
 
 
 def _is_capturing() -> bool:
@@ -219,8 +215,8 @@ def _tune_bucket(
     new = {key_of(ws[0], bucket, dtype): entry}
     _entries(_name(device)).update(new)
     _chosen.clear()
-    global _times_measured
-    _times_measured += 1
+    global times_measured
+    times_measured += 1
     store_entries(_name(device), new)
     return entry
 

@@ -6,11 +6,11 @@
 //   - a lane owns its banks, and no two lanes of a warp collide.
 // An entry holds the values of the codes in a byte: a pair (4 bytes) at 3 and 4 bits, four (8) at 2
 // bits, eight (16) at 1 bit. From 6 bits on it is one value, and two entries make a pair; what else
-// lies in a byte of 6 or 7 bits does not matter, for all such bytes have the same entry. At 5 bits a
-// pair has two bits beside the byte, and there are four entries instead of one, 64 bytes apart, with
-// 16 copies of each. Half of the codes of 1 and 2 bits are decoded by arithmetic instead, for a table alone would keep the
-// shared-memory pipe busier than the memory (H200, m = 1, 8192 x 8192, 1 bit: 9.4 us with the table
-// alone, 8.9 with arithmetic alone, 8.3 with both).
+// lies in a byte of 6 or 7 bits does not matter, for all such bytes have the same entry. At 5 bits
+// a pair has two bits beside the byte, and there are four entries instead of one, 64 bytes apart,
+// with 16 copies of each. Half of the codes of 1 and 2 bits are decoded by arithmetic instead, for
+// a table alone would keep the shared-memory pipe busier than the memory (H200, m = 1, 8192 x 8192,
+// 1 bit: 9.4 us with the table alone, 8.9 with arithmetic alone, 8.3 with both).
 #pragma once
 #include "common.cuh"
 
@@ -32,8 +32,8 @@ struct DecodeConstants {
   uint32 nibbles;      // 2 bits: 0x10101010
 };
 
-// The codebook as a warp holds it: up to 2 bits in two words, above a value in each lane, from 6 bits
-// on several.
+// The codebook as a warp holds it: up to 2 bits in two words, above a value in each lane, from 6
+// bits on several.
 constexpr int LANE_VALUES = CODEBOOK_SIZE > LANES ? CODEBOOK_SIZE / LANES : 1;
 struct Codebook {
   uint32 words[LANE_VALUES > 2 ? LANE_VALUES : 2];
@@ -44,8 +44,7 @@ struct Codebook {
       words[1] = BITS == 2 ? reinterpret_cast<const uint32*>(codebook)[1] : 0;
     } else {
 #pragma unroll
-      for (int i = 0; i < LANE_VALUES; i++)
-        words[i] = codebook[(32 * i + lane) % CODEBOOK_SIZE];
+      for (int i = 0; i < LANE_VALUES; i++) words[i] = codebook[(32 * i + lane) % CODEBOOK_SIZE];
     }
   }
 };
@@ -143,7 +142,8 @@ __device__ __forceinline__ uint32 left_over(uint32 first, uint32 second, uint32 
 }
 
 // 6 and 7 bits: the four codes of a unit in the second half of the columns, a byte each. Of what is
-// rotated to their places: the bits left over in the unit's word, those of two units' and of four's.
+// rotated to their places: the bits left over in the unit's word, those of two units' and of
+// four's.
 constexpr uint32 LEFT_MASK = ((0x100 >> BITS) - 1) * 0x01010101u, LOWER_MASK = 0x1F1F1F1Fu;
 __device__ __forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four, uint32 left_mask,
                                        uint32 lower_mask) {
@@ -171,9 +171,9 @@ __device__ __forceinline__ uint32 code_bytes(const uint32 (&words)[LANE_WORDS], 
   }
 }
 
-// 5 bits: beside the byte that a unit's word has of a pair, a byte of an address with the pair's last
-// bits, of the rows 8 apart of one half of the columns, from the word of four units that `turn`
-// brings to its lower bytes. Two bytes above are zeros.
+// 5 bits: beside the byte that a unit's word has of a pair, a byte of an address with the pair's
+// last bits, of the rows 8 apart of one half of the columns, from the word of four units that
+// `turn` brings to its lower bytes. Two bytes above are zeros.
 __device__ __forceinline__ uint32 pair_part(uint32 of_four, int turn, uint32 lane_part) {
   return (rotate_right(of_four, turn) & 0xC0C0u) | lane_part;
 }
@@ -185,8 +185,8 @@ __device__ __forceinline__ constexpr uint32 pair_selector(int h, int i) {
   return 0x7604 + i + ((2 * h + i) << 4);
 }
 
-// A pair of two values that were looked up one by one. Not a byte permutation: those are what a lane
-// has most of, and multiplications have a pipe of their own.
+// A pair of two values that were looked up one by one. Not a byte permutation: those are what a
+// lane has most of, and multiplications have a pipe of their own.
 __device__ __forceinline__ uint32 join_values(uint32 low, uint32 high) {
   uint32 out;
   asm("mad.lo.u32 %0, %1, 65536, %2;" : "=r"(out) : "r"(high), "r"(low));
@@ -194,9 +194,9 @@ __device__ __forceinline__ uint32 join_values(uint32 low, uint32 high) {
 }
 
 // The four registers of step s of a fragment, from a lane's words (layout.py: _bit_positions).
-__device__ __forceinline__ void decode(uint32 (&a)[REGISTERS], const uint32 (&lane_words)[LANE_WORDS],
-                                       int fragment, int s, const uint8* table,
-                                       const DecodeConstants& c) {
+__device__ __forceinline__ void decode(uint32 (&a)[REGISTERS],
+                                       const uint32 (&lane_words)[LANE_WORDS], int fragment, int s,
+                                       const uint8* table, const DecodeConstants& c) {
   const uint32* const words = lane_words + fragment * BITS;
   if constexpr (BITS == 5) {
 #pragma unroll
@@ -205,8 +205,8 @@ __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS], const uint32 (&la
       const uint32 of_four = lane_words[word_of_four(fragment)];
       const uint32 part = pair_part(of_four, turn_of_pairs(unit, h), c.lane_part);
       const uint32 word = lane_words[4 * fragment + unit];
-      a[i] = *reinterpret_cast<const uint32*>(
-          table + byte_permute(word, part, pair_selector(h, i & 1)));
+      a[i] = *reinterpret_cast<const uint32*>(table +
+                                              byte_permute(word, part, pair_selector(h, i & 1)));
     }
   } else if constexpr (BITS > 5) {
 #pragma unroll

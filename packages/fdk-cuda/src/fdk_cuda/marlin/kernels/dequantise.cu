@@ -88,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
         uint32 a[2][REGISTERS];
         if constexpr (BITS > 1) {
 #pragma unroll
-          for (int s = 0; s < 2; s++)
-            decode(a[s], now.words, f, 2 * pair + s, table, constants);
+          for (int s = 0; s < 2; s++) decode(a[s], now.words, f, 2 * pair + s, table, constants);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // rows g and g + 8

@@ -8,120 +8,28 @@
 //
 // 3 bits and more go through the table of decode.cuh, and are scaled then, but for codes of 6 bits
 // and more that are affine, or of 8 that are integers of a grid: those are put into the mantissa of
-// a power of two. 1 and 2
-// bits need no table: a row has two or four values, which are scaled first, and picked by
-// arithmetic. Where tiles are narrow, though, and the tensor cores leave the shared memory time,
-// codes of 1 bit and half of those of 2 bits, the first 32 columns, go through the table too.
-// Unless the two values of 1 bit are -c and c: then codes are signs of a row's scaled value. The
-// layout holds a pair of the first fragment side by side, and of the second 16 bits apart, which
-// takes less: so that all warps have as much to do, a warp takes rows g, or rows g + 8, of both.
+// a power of two. 1 and 2 bits need no table: a row has two or four values, which are scaled first,
+// and picked by arithmetic. Where tiles are narrow, though, and the tensor cores leave the shared
+// memory time, codes of 1 bit and half of those of 2 bits, the first 32 columns, go through the
+// table too. Unless the two values of 1 bit are -c and c: then codes are signs of a row's scaled
+// value. The layout holds a pair of the first fragment side by side, and of the second 16 bits
+// apart, which takes less: so that all warps have as much to do, a warp takes rows g, or rows
+// g + 8, of both.
 //
 // TILE_COLUMNS and CONSUMERS are the kernel's.
 #pragma once
-#include "decode.cuh"
+#include "hopper_scales.cuh"
 
 constexpr int NEIGHBOURS = 4;
-// What Python decides, which counts the bytes of a block and knows the format:
-//   HAS_TABLE        1 where codes are looked up
-//   GRID_ZERO_POINT  8 bits: what the value of a code is less than it, 127 or 128, if the codebook
-//                    is a grid of integers; else -1
-//   SIGNS            1 where the codebook of 1 bit is -c and c, and HAS_TABLE 0
-constexpr bool IS_GRID = GRID_ZERO_POINT >= 0;
-static_assert(!IS_GRID || (BITS == 8 && !AFFINE));
-static_assert(!IS_GRID || GRID_ZERO_POINT == 127 || GRID_ZERO_POINT == 128);
-constexpr bool HAS_ZERO_POINT = AFFINE || IS_GRID;
-// H200, 8192 x 8192, affine codes of 8 bits, 1024 rows: 213 us -> 180; of 4 bits, 64 rows: 21.9 ->
-// 23.0.
-constexpr bool COMPUTES_CODES = HAS_ZERO_POINT && BITS > 5;
-// The zero point, in the dtype.
-constexpr uint32 GRID_VALUE =
-    GRID_ZERO_POINT == 128 ? (FP16 ? 0x5800 : 0x4300) : (FP16 ? 0x57F0 : 0x42FE);
-constexpr uint32 GRID_PAIR = GRID_VALUE * 0x10001u;
-// A product of two values of the dtype, rounded once, is what float32 gives. The difference of a
-// code and an integer zero point is exact in either dtype.
-//   WHOLE_ZERO_POINT  1 where zero points are integers from 0 to 255
-constexpr bool SCALES_IN_DTYPE = (!AFFINE || WHOLE_ZERO_POINT) && SCALE_TYPE == FP16;
-static_assert(!SIGNS || (BITS == 1 && !AFFINE && !HAS_TABLE));
-constexpr bool BY_SIGNS = SIGNS && SCALES_IN_DTYPE;
-// Which eight rows of its group of 64 a warp's first rows g are, and how far its second are.
-__device__ __forceinline__ int warp_octet(int warp) {
-  return BY_SIGNS ? 4 * (warp / 2) + warp % 2 : 2 * warp;
-}
-constexpr int NEXT_OCTET = BY_SIGNS ? 2 : 1;
-
-__device__ __forceinline__ uint32 multiply_pair(uint32 a, uint32 b) {
-  uint32 out;
-  if (FP16)
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  else
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
-__device__ __forceinline__ uint32 subtract_pair(uint32 a, uint32 b) {
-  uint32 out;
-  if (FP16)
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  else
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
-// What turns codes' values into weights, for one row of half a block.
-struct RowScale {
-  uint32 scale_pair, zero_point_pair;  // where SCALES_IN_DTYPE
-  float scale, zero_point;
-
-  __device__ __forceinline__ uint32 apply(uint32 values) const {
-    if (SCALES_IN_DTYPE) {
-      if (HAS_ZERO_POINT) values = subtract_pair(values, zero_point_pair);
-      return multiply_pair(values, scale_pair);
-    }
-    float low = to_float(values & 0xFFFFu), high = to_float(values >> 16);
-    if (HAS_ZERO_POINT) {
-      low -= zero_point;
-      high -= zero_point;
-    }
-    return from_floats(low * scale, high * scale);
-  }
-};
-
-// A value that stays in a register: the compiler cannot know what a shuffle brings, and computes a
-// lane's offsets anew in each step otherwise.
-__device__ __forceinline__ uint32 keep(uint32 value, int lane) {
-  return __shfl_sync(~0u, value, lane);
-}
-
-// The same of a value that all lanes have: the compiler would keep it in a uniform register, and
-// move it to another before each use.
-__device__ __forceinline__ uint32 keep_same(uint32 value, int lane) {
-  return keep(value + lane, lane) - lane;
-}
-
-// A power of two whose last bit of mantissa counts 1, as a pair: 1024 or 128. In a register: a
-// second immediate costs LOP3 a second instruction.
-__device__ __forceinline__ uint32 ones_place(int lane) {
-  return keep(lane == 0 ? FP16 ? 0x64006400u : 0x43004300u : 0u, 0);
-}
-
-// Codes in the lower bits of each half, as values; what else is there does not matter.
-__device__ __forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
-  constexpr uint32 CODE = (CODEBOOK_SIZE - 1) * 0x10001u;
-  if (FP16) return subtract_pair((codes & CODE) | ones, 0x64006400u);
-  // 8 bits: seven of a code, and less 128 unless it has the eighth.
-  const uint32 excess = BITS == 8 ? (~codes & 0x00800080u) * 0x86u : 0x43004300u;
-  return subtract_pair((codes & (CODE & 0x007F007Fu)) | ones, excess);
-}
-
 // Whether what is looked up, or picked, is scaled after it: not at 1 and 2 bits without a table.
 constexpr bool SCALES_LAST = BITS > 2 || (HAS_TABLE && SCALES_IN_DTYPE && !AFFINE);
 
 // What a lane has of a block, for its fragment: of each neighbour so many words, of 5 to 7 bits its
 // unit's and then those that units share.
-constexpr int UNIT_WORDS = IS_SPLIT                                   ? (BITS == 7 ? 3 : 2)
-                           : BITS == 3                                ? 3
-                           : BITS == 2 || BITS == 8 || BY_SIGNS       ? 2
-                                                                      : 1;
+constexpr int UNIT_WORDS = IS_SPLIT                             ? (BITS == 7 ? 3 : 2)
+                           : BITS == 3                          ? 3
+                           : BITS == 2 || BITS == 8 || BY_SIGNS ? 2
+                                                                : 1;
 struct HopperCodes {
   uint32 words[UNIT_WORDS][NEIGHBOURS];
   RowScale rows[2][2];  // half, row
@@ -202,11 +110,13 @@ struct HopperDecoder {
       offsets[j] = keep(offset, lane);
       rests[j] = keep(f ? 512 + slot * 8 : slot * 16 + 4, lane);
     }
-    to_two = keep(1024 + f * 4 - f * 512 + t / 2 * 8 - t * 4, lane);
-    to_four = keep((BITS == 5 ? 1024 : 1536) + f * 4 - f * 256 - t * 2, lane);
+    if (IS_SPLIT) {
+      to_two = keep(1024 + f * 4 - f * 512 + t / 2 * 8 - t * 4, lane);
+      to_four = keep((BITS == 5 ? 1024 : 1536) + f * 4 - f * 256 - t * 2, lane);
+      four_turn = keep(BITS == 5 ? turn_of_pairs(t, 0) : turn_of_four(t), lane);
+    }
     const int one_bit = f ? 3 + (t >> 1) + 8 * (t & 1) : 8 * (t >> 1) + 4 * (t & 1);
     turn = keep(IS_SPLIT ? turn_of_two(t) : BITS == 2 ? 2 * t : one_bit - 8, lane);
-    four_turn = keep(BITS == 5 ? turn_of_pairs(t, 0) : turn_of_four(t), lane);
     selector = keep(t | (t + 4) << 4, lane);
     entry = keep(0x5504 | t << 4, lane);
 #pragma unroll

@@ -13,9 +13,9 @@
 // same sixteen banks of shared memory. So lanes from g = 4 up (`turned`) load the odd row first.
 //
 // 4 bits and more go through the table of decode.cuh, but for affine formats, unless of 5 bits, and
-// grids of integers: those codes are put into the mantissa of a power of two. Fewer bits need no table: byte
-// permutations pick the values from the codebook in registers, at 3 bits their lower and upper
-// bytes apart.
+// grids of integers: those codes are put into the mantissa of a power of two. Fewer bits need no
+// table: byte permutations pick the values from the codebook in registers, at 3 bits their lower
+// and upper bytes apart.
 #pragma once
 #include "hopper_decode.cuh"
 

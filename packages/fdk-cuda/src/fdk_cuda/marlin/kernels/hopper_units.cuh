@@ -22,8 +22,8 @@ constexpr int B_BYTES = K_BLOCKS * B_BLOCK_BYTES;    // of operand B in a stage
 constexpr int OWN_COLUMNS = TILE_COLUMNS / CLUSTER;  // of a tile: those that a block finishes
 // Columns of a tile that a group writes at a time.
 constexpr int PIECE_COLUMNS = OWN_COLUMNS % 32 == 0 ? 32 : 16;
-// From one of them to the next: entries of 3 bits and more, but 5, fill half of the table's bytes, and
-// the other halves have room for a column each.
+// From one of them to the next: entries of 3 bits and more, but 5, fill half of the table's bytes,
+// and the other halves have room for a column each.
 constexpr bool HAS_ROOM_IN_TABLE = HAS_TABLE && BITS > 2 && BITS != 5 && K_GROUPS == 1;
 constexpr int PIECE_STRIDE = HAS_ROOM_IN_TABLE ? 256 : GROUP_ROWS * 2;
 constexpr int PIECE_BYTES = PIECE_COLUMNS * PIECE_STRIDE;

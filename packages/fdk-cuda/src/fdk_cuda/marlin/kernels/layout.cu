@@ -245,7 +245,8 @@ __device__ __forceinline__ void get_pair(Run& run, const uint32 (&lane_words)[LA
       const SplitPart part(i, f, h, r, q);
       if (part.mask == 0) continue;
       const uint32 bits = lane_words[part.word] >> part.shift;
-      pair |= (bits & part.mask) << part.from | (bits >> part.between & part.mask) << (8 + part.from);
+      pair |= (bits & part.mask) << part.from | (bits >> part.between & part.mask)
+                                                    << (8 + part.from);
     }
   } else if (BITS == 3 && place.word == LEFT_OVER) {
 #pragma unroll
@@ -364,8 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
     Run run;
     run.load(tile + offset);
 #pragma unroll
-    for (int q = 0; q < PAIRS; q++)
-      put_pair(words, f, h, r, q, run.get(2 * q), run.get(2 * q + 1));
+    for (int q = 0; q < PAIRS; q++) put_pair(words, f, h, r, q, run.get(2 * q), run.get(2 * q + 1));
   });
   uint8* const block = p.laid_out + place.block * BLOCK_BYTES;
   const int lane = threadIdx.x % LANES;

@@ -44,7 +44,7 @@ def test_every_kind_of_small_plan_is_among_the_cases():
 
 
 def test_every_program_of_layout_is_among_the_cases():
-    assert len(list(options("layout"))) == 40
+    assert len(list(options("layout"))) == 64
 
 
 def test_every_tile_of_hopper_is_among_the_cases():
@@ -103,7 +103,7 @@ def test_what_is_cut_is_named(monkeypatch, capsys):
     assert sanitize_gpu.main(["--only", "marlin", "-k", "dequantise", "--seconds", "0"]) == 1
     printed = capsys.readouterr().out
     assert "cut: marlin: custom4-g64 bfloat16, dequantise\n" in printed
-    assert "all answers right: marlin 0; cut: 10; 0 s on a GPU\n" in printed
+    assert "all answers right: marlin 0; cut: 16; 0 s on a GPU\n" in printed
 
 
 def test_unknown_family(capsys):

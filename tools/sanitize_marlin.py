@@ -55,6 +55,8 @@ SMALL = (
     *(("affine1-g64", BF16, 1), ("affine1-g64-zint", BF16, 3), ("affine2-g64-fp16", FP16, 1)),
     *(("affine3-g64", BF16, 1), ("affine3-g64", BF16, 16), ("affine4-g64", BF16, 1)),
     *(("affine4-g32", FP16, 9), ("affine8-g64-zint", BF16, 16)),
+    *((f"custom{bits}-g64", BF16, m) for bits in (5, 6, 7) for m in (1, 16)),
+    *(("affine5-g64-zint", BF16, 4), ("affine6-g32", FP16, 9), ("affine7-g64", BF16, 1)),
 )
 # planes.cu has tiles of 96 rows by themselves, and stages of 192, 384 and 768 columns: n and k.
 PLANES_SIZES = 192, 768
@@ -71,10 +73,10 @@ RELAID = {
 }
 # Partial tiles of rows, columns and rows of x. Of the first formats every tile.
 HOPPER_N, HOPPER_K, HOPPER_M = 568, 1088, 70
-EVERY_TILE = (*(f"custom{bits}-g64" for bits in (4, 1, 3, 8, 2)), "binary1-g64")
+EVERY_TILE = (*(f"custom{bits}-g64" for bits in (4, 1, 3, 8, 2, 5, 6, 7)), "binary1-g64")
 SOME_TILES = (
     *("affine4-g32", "affine8-g64-zint", "affine3-g64-fp16-zint", "affine1-g32"),
-    *("affine2-g32-fp16-zint", "int8-g64-signmax"),
+    *("affine2-g32-fp16-zint", "int8-g64-signmax", "affine5-g32", "affine6-g64-zint"),
 )
 
 

@@ -50,7 +50,7 @@ class ReadyCall(ABC):
         self._empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
         # Of x, and of x and a bias.
         self._is_alike = self._are_alike = nothing_is_alike
-        # Of the buffers, where they were on the device and aligned: an address is of one device.
+        # Of the buffers, where they were aligned.
         self._addresses: tuple[int, ...] = ()
 
     @abstractmethod

@@ -71,9 +71,12 @@ class MarlinLayout(SettledLayout):
         # Not by attribute: nn.Module takes a microsecond to find a buffer.
         tensors = self._buffers
         # torch.compile traces no further than the first question.
-        if not is_traced() and (ready := self._ready.again(x, bias, tensors)) is not None:
-            return ready
-        is_direct = not self.batch_invariant and linear_op.is_direct(x, bias)
+        is_invariant = self.batch_invariant
+        if not (is_traced() or is_invariant):
+            ready = self._ready.again(x, bias, tensors)
+            if ready is not None:
+                return ready
+        is_direct = not is_invariant and linear_op.is_direct(x, bias)
         if is_direct and (ready := self._ready(x, bias, tensors)) is not None:
             return ready
         layout = self.packed, self.codebook, self._format, self.batch_invariant

@@ -28,9 +28,9 @@ MAX_FUSED_ROWS = 96
 # The same on Hopper for codebooks of 256 values, whose look-ups take longer than the tensor cores:
 # 8192 x 8192: 209 us against 246 with 1024 rows, 418 against 436 with 2048, 826 against 801 with
 # 4096; the same at four other shapes (docs/kernels/hopper-gemm.md). And for 6 and 7 bits, affine
-# ones too, which take 1.15 of cuBLAS's time with 1024 rows (H100). Others are faster fused up to
-# 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to 4096
-# rows only: 812 us against 850.
+# ones too: 1.12 to 1.17 of cuBLAS's time with 1024 rows (H100), above not timed. Others are faster
+# fused up to 8192 rows at least. Affine codes of 8 bits have no limit either, but were timed up to
+# 4096 rows only: 812 us against 850.
 MAX_HOPPER_ROWS = 2048
 # From so few rows on, weights of 8 bits and at least so many of them go by it too. H200, 16 rows,
 # by small_m.cu and by it: computed codes 28672 x 8192 87.2 and 69.2 us, 8192 x 8192 23.6 and 20.6,
@@ -41,8 +41,8 @@ MIN_HOPPER_ROWS, MIN_COMPUTED_WEIGHTS, MIN_LOOKED_UP_WEIGHTS = 9, 7 << 23, 1 << 
 # of 8: 357, 388, 406, 402 and 426 us against 389, 404, 411, 414 and 436; with 4096 rows, 2 and 3
 # bits: 854 and 829 against 827 and 793. Codebooks of 256 values have a lower limit: with 1024 rows
 # 223 against 244, with 1536 343 against 344 and slower at three shapes of five, with 2048 424
-# against 411. With 1024 rows 6 and 7 bits take 1.26 and 1.36 of cuBLAS's time, 5 take 1.16 and 8
-# 1.20, and cuBLAS and dequantising together 1.27 (H100).
+# against 411. With 1024 rows of 8192 x 8192 6 and 7 bits take 1.26 and 1.36 of cuBLAS's time, and
+# cuBLAS and dequantising together 1.27 (H100); 5 bits 1.16, above not timed.
 MAX_BACKWARD_ROWS = {5: 1024, 6: 768, 7: 768}
 MAX_LOOKED_UP_BACKWARD_ROWS, MAX_OTHER_BACKWARD_ROWS = 1024, 2048
 

@@ -69,9 +69,12 @@ class TritonLayout(SettledLayout):
         """See ``Layout``."""
         a, tensors = self.arrangement, self._buffers  # five look-ups of nn.Module take 2 us
         # torch.compile traces no further than the first question.
-        if not is_traced() and (ready := self._ready.again(x, bias, tensors)) is not None:
-            return ready
-        is_direct = not self.batch_invariant and triton_linear_op.is_direct(x, bias)
+        is_invariant = self.batch_invariant
+        if not (is_traced() or is_invariant):
+            ready = self._ready.again(x, bias, tensors)
+            if ready is not None:
+                return ready
+        is_direct = not is_invariant and triton_linear_op.is_direct(x, bias)
         if is_direct and (ready := self._ready(x, bias, tensors)) is not None:
             return ready
         y = triton_linear_op(

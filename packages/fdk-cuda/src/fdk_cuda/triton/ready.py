@@ -43,11 +43,11 @@ class ReadyCall(ready.ReadyCall):
         fourth, fifth = tensors["values"].data_ptr(), tensors["lanes"].data_ptr()
         addresses = first, second, third, fourth, fifth
         if addresses != self._addresses:
-            if words.get_device() != self.device or reduce(or_, addresses) % ALIGNMENT:
+            if reduce(or_, addresses) % ALIGNMENT:
                 return None
             self._addresses = addresses
-        # The dtypes are asked of each call: memory that is given back may come for another.
-        if scale.dtype is not self._scale_dtype:
+        # Asked of each call: memory that is given back may come for another.
+        if words.get_device() != self.device or scale.dtype is not self._scale_dtype:
             return None
         if (None if zero is None else zero.dtype) is not self._zero_dtype:
             return None

@@ -148,7 +148,7 @@ class ReadyCalls:
 
     def __call__(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
         """y by the call for the shape of x, if there is one and it takes it."""
-        call = self._calls.get(x.shape)
+        call = self.get(x)
         if call is None:
             return None
         y = call.again(x, bias, tensors)

@@ -70,8 +70,8 @@ class MarlinLayout(SettledLayout):
         """See ``Layout``."""
         # Not by attribute: nn.Module takes a microsecond to find a buffer.
         tensors = self._buffers
-        # torch.compile traces no further than the first question.
         is_invariant = self.batch_invariant
+        # torch.compile traces no further than the first question.
         if not (is_traced() or is_invariant):
             ready = self._ready.again(x, bias, tensors)
             if ready is not None:

@@ -68,8 +68,8 @@ class TritonLayout(SettledLayout):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
         a, tensors = self.arrangement, self._buffers  # five look-ups of nn.Module take 2 us
-        # torch.compile traces no further than the first question.
         is_invariant = self.batch_invariant
+        # torch.compile traces no further than the first question.
         if not (is_traced() or is_invariant):
             ready = self._ready.again(x, bias, tensors)
             if ready is not None:

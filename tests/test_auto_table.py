@@ -11,8 +11,12 @@ from fdk_formats.format import Format
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "packages/fdk-cuda/benchmarks/auto_table.py"
-RESULTS = ROOT / "docs/results/h200"
-SOURCES = [*sorted(RESULTS.glob("compare-*x*.jsonl")), RESULTS / "auto-affine.jsonl"]
+RESULTS = ROOT / "docs/results"
+SOURCES = [
+    *sorted(RESULTS.glob("h200/compare-*x*.jsonl")),
+    RESULTS / "h200/auto-affine.jsonl",
+    RESULTS / "h100/auto.jsonl",
+]
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def test_a_table_by_hand(script):
 
 
 def test_the_package_has_the_recorded_times(script):
-    names = " ".join(path.name for path in SOURCES)
+    names = " ".join(str(path.relative_to(ROOT)) for path in SOURCES)
     text = measured.DATA.read_text("utf-8")
     assert text == script.table(rows()), f"{SCRIPT.name} {names} --write"
 
@@ -70,5 +74,6 @@ def test_each_recorded_time_is_in_the_table():
         if format.codebook != "int" and key in found:
             assert found[key] == pytest.approx(1e6 * one["values"]["time"], abs=0.005)
             seen += 1
-    # Five shapes, five widths, two kinds, two backends, four numbers of rows.
-    assert seen == len(found) == 5 * 5 * 2 * 2 * 4
+    # Five shapes; five widths on an H200, all eight on an H100; two kinds, two backends, four
+    # numbers of rows.
+    assert seen == len(found) == 5 * (5 + 8) * 2 * 2 * 4

@@ -1,4 +1,4 @@
-"""The tables of docs/kernels/hopper-gemm.md are what the recorded rows say."""
+"""Hopper's tables in the documents are what the recorded rows say."""
 
 import importlib
 import json
@@ -43,9 +43,11 @@ def test_a_table_by_hand(monkeypatch):
     case = ["4096 x 8192", "64"]
     assert cells[2] == [*case, "cool", "10.0", "5.0* (0.50)", "-", "6.2 (0.62)", "9.5", "6.0"]
     assert cells[3] == [*case, "hot", "10.0", "8.0 (0.80)", "7.0 (0.70)", "-", "9.5", "-"]
-    assert "cool: of 2 goals 1 are met, 1 are within 5 %, 0 are over." in text
-    assert "hot: of 0 goals 0 are met, 0 are within 5 %, 0 are over." in text
     assert any(line.startswith("NVIDIA H200, 2026-11-22, commit 1234; ") for line in text)
+    short = hopper.summary(rows).splitlines()
+    assert "cool: of 2 goals 1 are met, 1 are within 5 %, 0 are over." in short
+    assert "hot: of 0 goals 0 are met, 0 are within 5 %, 0 are over." in short
+    assert "NVIDIA H200, 2026-11-22, commits 1234." in short
 
 
 def test_a_table_marks_older_rows(monkeypatch):
@@ -97,12 +99,16 @@ def test_what_was_in_turns_with_humming_is_told_apart(monkeypatch):
     rows = [cool | {"humming": 7.5}, hot | {"humming": 7.9}]
     told = hopper.table([*rows, row(1, "cool", 5.0, None)])
     assert "| 4096 x 8192 | 64 | cool | 4 bits | 10.0 | 6.0 | 9.5 | 7.5 | 0.80 |" in told
-    assert "Of 2 cases 1 are behind Humming." in told
+    assert "Of 2 cases 1 are behind Humming." in hopper.summary(rows)
     assert "Humming" not in hopper.table([row(1, "cool", 5.0, None)])
 
 
-def test_the_document_has_the_recorded_rows(monkeypatch):
-    text = DOCUMENT.read_text("utf-8")
+@pytest.mark.parametrize(
+    ("path", "mark"), [(DOCUMENT, "hopper summary"), (RESULTS / "hopper.md", "hopper")], ids=str
+)
+def test_the_documents_have_the_recorded_rows(path, mark, monkeypatch):
+    text = path.read_text("utf-8")
+    assert f"<!-- {mark} table -->" in text
     assert text == script("marlin_hopper", monkeypatch).fill(text, read("hopper.jsonl"))
 
 

@@ -1,14 +1,14 @@
-"""Times the Hopper kernel on a cool and on a hot chip, and makes hopper-gemm.md's table of it.
+"""Times the Hopper kernel on a cool and on a hot chip, and makes the documents' tables of it.
 
     python packages/fdk-cuda/benchmarks/marlin_hopper.py time rows.jsonl --goals goals.jsonl \\
         [--humming] [--signs] [--job 4:0,1:64,256 --job 8:1]
-    python packages/fdk-cuda/benchmarks/marlin_hopper.py table rows.jsonl [--fill F]
+    python packages/fdk-cuda/benchmarks/marlin_hopper.py table rows.jsonl [--fill F ...]
 
 Each case is checked first, as in marlin.py. `pdl` is with programmatic dependent launch, `plain`
 without, `cublas` the product with a bf16 weight; their replays take turns, first after a pause
 ("cool"), then after as long of cuBLAS ("hot"). With `--humming` its kernel for integers of as many
-bits takes its turn too, where the package is there. tests/test_hopper_table.py holds the document
-to the rows.
+bits takes its turn too, where the package is there. tests/test_hopper_table.py holds the
+documents to the rows.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from _floor import product_floor
 from _rows import write_rows
-from _tables import Row, filled, goals_met, markdown, read_goals, read_rows, show
+from _tables import Row, filled, goals_met, markdown, read_goals, read_rows
 from marlin import COLD_BYTES, SHAPES, Run, Weights, dense_runs, graph_times, line_of
 from marlin_rows import heat
 
@@ -104,8 +104,24 @@ def table(rows: list[Row]) -> str:
         goal = told["goal"]
         line += [f"{told['plain']:.1f}", "-" if goal is None else f"{goal:.1f}"]
         lines.append(line)
-    parts = [markdown(lines), counts(rows), run_of(rows), spans(rows, "goal")]
-    parts += [spans(rows, "cublas"), *beside_humming(rows)]
+    return joined([markdown(lines), run_of(rows), *beside_humming(rows)])
+
+
+def summary(rows: list[Row]) -> str:
+    """How many goals are met, and the least and the most of times over goals and cuBLAS."""
+    (device,) = {row["device"] for row in rows}
+    days = sorted({row["started"][:10] for row in rows})
+    commits = ", ".join(commit[:10] for commit in marks_of(rows))
+    parts = [counts(rows), spans(rows, "goal"), spans(rows, "cublas"), *behind_humming(rows)]
+    return joined([*parts, f"{device}, {', '.join(days)}, commits {commits}."])
+
+
+# By the word in a document's mark.
+TABLES = {"hopper": table, "hopper summary": summary}
+
+
+def joined(parts: list[str]) -> str:
+    """Parts of a document, an empty line between them."""
     return "\n".join(f"{part.strip()}\n" for part in parts)
 
 
@@ -120,8 +136,14 @@ def beside_humming(rows: list[Row]) -> list[str]:
         times = [f"{row[name]:.1f}" for name in ("cublas", "pdl", "plain", "humming")]
         case = [f"{row['n']} x {row['k']}", str(row["m"]), row["chip"], width_name(width_of(row))]
         lines.append([*case, *times, f"{row['pdl'] / row['humming']:.2f}"])
+    return [markdown(lines)]
+
+
+def behind_humming(rows: list[Row]) -> list[str]:
+    """How many of the cases that were timed in turns with Humming are slower."""
+    told = [row for row in rows if "humming" in row]
     behind = sum(row["pdl"] > row["humming"] for row in told)
-    return [markdown(lines), f"Of {len(told)} cases {behind} are behind Humming."]
+    return [f"Of {len(told)} cases {behind} are behind Humming."] if told else []
 
 
 def width_of(row: Row) -> Width:
@@ -206,8 +228,19 @@ def run_of(rows: list[Row]) -> str:
 
 
 def fill(text: str, rows: list[Row]) -> str:
-    """A document with the table between its marks."""
-    return filled(text, "hopper", table(rows))
+    """A document with the tables between its marks."""
+    for name, make in TABLES.items():
+        if f"<!-- {name} table -->" in text:
+            text = filled(text, name, make(rows))
+    return text
+
+
+def tell(rows: list[Row], documents: list[Path]) -> None:
+    """Prints both tables, or puts them into documents."""
+    if not documents:
+        print(summary(rows), table(rows), sep="\n")
+    for document in documents:
+        document.write_text(fill(document.read_text("utf-8"), rows), "utf-8")
 
 
 def cases_of(job: str, ms: str) -> Iterator[tuple[int, int, list[int]]]:
@@ -230,10 +263,10 @@ def main() -> None:
     parser.add_argument("--goals", type=Path)
     parser.add_argument("--humming", action="store_true", help="in turns with Humming too")
     parser.add_argument("--signs", action="store_true", help="codebooks of -c and c; 1 bit only")
-    parser.add_argument("--fill", type=Path, help="a document with marks")
+    parser.add_argument("--fill", type=Path, nargs="+", help="documents with marks")
     args = parser.parse_args()
     if args.what == "table":
-        show("hopper", table(read_rows(args.rows)), args.fill)
+        tell(read_rows(args.rows), args.fill or [])
         return
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         print("not run: needs a GPU of compute capability 9.x")

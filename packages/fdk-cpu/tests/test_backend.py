@@ -186,3 +186,53 @@ def test_memory() -> None:
         fdk_cpu.copy_memory(data, copy[:-1])
     with pytest.raises(ValueError, match="wanted a contiguous tensor"):
         fdk_cpu.read_sum(data[::2])
+
+
+def test_a_default_device_is_not_where_layouts_go() -> None:
+    linear, x = torch.nn.Linear(128, 16), torch.randn(2, 128)
+    wanted = QuantisedLinear.from_linear(linear, "affine4-g64", backend="cpu")
+    with torch.device("meta"):
+        layer = QuantisedLinear.from_linear(linear, "affine4-g64", backend="cpu")
+        state = layer.state_dict()
+        layer.load_state_dict(state)
+    assert {tensor.device for tensor in state.values()} == {CPU}
+    assert torch.equal(layer(x), wanted(x))
+
+
+@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize("format", ["int4-g64", "affine3-g32"])
+def test_a_layer_without_outputs(format: str, activations: str) -> None:
+    linear = torch.nn.Linear(64, 16)
+    linear.weight, linear.bias = (torch.nn.Parameter(t[:0]) for t in (linear.weight, linear.bias))
+    layer = QuantisedLinear.from_linear(linear, format, backend="cpu", activations=activations)
+    x = torch.randn(3, 64, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (3, 0)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().max() == 0
+    with torch.no_grad():
+        assert layer(x[0]).shape == (0,)
+    assert layer.weight.unpack().packed.shape == (0, 64 * layer.format.bits // 8)
+
+
+def test_a_layer_has_a_codebook_of_its_own() -> None:
+    q, x = quantise(torch.randn(8, 64), "int4-g64"), torch.ones(1, 64)
+    layer = QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float32)
+    y = layer(x)
+    q.codebook.zero_()
+    layer.state_dict()["weight.codebook"].zero_()
+    assert torch.equal(layer(x), y)
+
+
+def test_rows_are_not_filled_up_with_infinities() -> None:
+    codebook = torch.tensor([-1e5, -1e3, -1, 0, 0.5, 1, 7e4, 1e5])
+    weight = torch.randn(4, 128)
+    q = quantise(weight, "custom3-g16", codebook=codebook)
+    layer = QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float16)
+    assert layer(torch.ones(1, 128).half()).isfinite().all()
+    q = quantise(weight[:, :64], "custom3-g16", codebook=codebook)
+    with pytest.raises(
+        ValueError, match=r"entry that torch.float16 holds, .*, got -100000 and k=64"
+    ):
+        QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float16)

@@ -455,3 +455,30 @@ def test_save_replaces_the_file_and_never_writes_into_it(tmp_path):
     save(path, {"x": torch.ones(4)})
     assert load(old)["x"].tolist() == [0, 0, 0, 0]
     assert load(path)["x"].tolist() == [1, 1, 1, 1]
+
+
+def test_views_that_negate_and_odd_strides(tmp_path):
+    ones, complex_one = torch.ones(3), torch.tensor([1 + 2j])
+    given = {
+        "ones": ones,
+        "less": torch._neg_view(ones),
+        "imaginary": complex_one.imag,  # one element, stride 2
+        "conjugate": complex_one.conj().imag,
+    }
+    save(tmp_path / "x.safetensors", given)
+    loaded = load(tmp_path / "x.safetensors")
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
+        "ones": [1, 1, 1],
+        "less": [-1, -1, -1],
+        "imaginary": [2],
+        "conjugate": [-2],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_wide_unsigned_integers(dtype, tmp_path):
+    given = torch.tensor([0, 1, torch.iinfo(dtype).max], dtype=dtype)
+    save(tmp_path / "x.safetensors", {"x": given})
+    loaded = load(tmp_path / "x.safetensors")["x"]
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded, given)

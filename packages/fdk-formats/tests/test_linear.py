@@ -326,3 +326,15 @@ def test_a_wrapped_weight() -> None:
     assert wrapper.calls == 1
     quantised._modules["weight"] = torch.compile(weight, backend="eager")
     assert torch.equal(quantised(x), expected)
+
+
+def test_loading_into_meta() -> None:
+    """As nn.Module does: what is assigned stays where it is, and copying does nothing and says."""
+    original, given = layer(), torch.ones(1, 64)
+    state, empty = original.state_dict(), copy.deepcopy(original).to("meta")
+    with pytest.warns(UserWarning, match="Weight: loading into the meta device does nothing"):
+        empty.weight.load_state_dict(original.weight.state_dict())
+    assert empty.weight.device.type == "meta"
+    assert empty.load_state_dict(state, assign=True).missing_keys == []
+    assert empty.weight.device.type == "cpu"
+    assert torch.equal(empty(given), original(given))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fdk_formats import (
     Format,
@@ -282,3 +283,35 @@ def test_progress(
     assert "2/2" in capsys.readouterr().err
     quantise_model(Block(), "nf4-g32", backend="reference", progress=False)
     assert capsys.readouterr().err == ""
+
+
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 32)
+        self.lm_head = self.proj
+
+
+def test_every_name_of_a_shared_layer_counts() -> None:
+    with pytest.warns(UserWarning, match="nothing to quantise"):
+        model = quantise_model(Shared(), "int4-g32", backend="reference")
+    assert type(model.lm_head) is nn.Linear
+    model = quantise_model(
+        Shared(), "int4-g32", overrides={"lm_head": "int8-g32"}, backend="reference"
+    )
+    assert isinstance(model.proj, QuantisedLinear)
+    assert model.proj is model.lm_head
+    assert str(model.proj.format) == "int8-g32"
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_computed_weight_is_refused(part: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    prune.l1_unstructured(model[1], part, 0.5)  # type: ignore[no-untyped-call]
+    wanted = f"layer 1: its {part} must be a parameter, and is computed of others"
+    with pytest.raises(ValueError, match=wanted):
+        quantise_model(model, "int4-g32", backend="reference")
+    prune.remove(model[1], part)  # type: ignore[no-untyped-call]
+    assert isinstance(quantise_model(model, "int4-g32", backend="reference")[1], QuantisedLinear)

@@ -155,3 +155,43 @@ def test_extra_state_is_stored(tmp_path: Path) -> None:
     model[1].count = 0
     again = load_model(tmp_path / "m.safetensors", model, backend="reference")
     assert again[1].count == 7
+
+
+class Normed(nn.Module):
+    """A layer, and buffers that ``state_dict`` holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        return y
+
+
+def test_buffers_have_the_dtype_of_the_model(tmp_path: Path) -> None:
+    model = Normed()
+    model.norm.running_mean += 1.5  # type: ignore[operator]
+    save_model(tmp_path / "m.safetensors", quantise_model(model, "int4-g32", backend="reference"))
+    loaded = load_model(tmp_path / "m.safetensors", Normed().bfloat16().eval(), "reference")
+    assert isinstance(loaded, Normed)
+    assert loaded.norm.running_mean is not None
+    assert loaded.norm.running_mean.dtype == torch.bfloat16
+    assert loaded.norm.running_mean.tolist() == [1.5] * 32
+    assert loaded.norm.num_batches_tracked is not None
+    assert loaded.norm.num_batches_tracked.dtype == torch.int64
+    assert loaded(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_what_the_file_ties_and_the_model_does_not(path: Path) -> None:
+    apart = net()
+    apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach().clone())
+    loaded = load_model(path, apart, "reference")
+    assert isinstance(loaded, Net)
+    assert torch.equal(loaded.lm_head.weight, loaded.embed.weight)
+    loaded.embed.weight.data.zero_()
+    assert loaded.lm_head.weight.abs().max() > 0
+    tied = load_model(path, net(), "reference")
+    assert isinstance(tied, Net)
+    assert tied.lm_head.weight is tied.embed.weight

@@ -432,3 +432,18 @@ def test_quantise_on_a_gpu(format: str) -> None:
     # Sums round in another order: a fitted codebook or scale may differ in its last bit.
     errors = [squared_error(weight, x, importance) for x in (q.to("cpu"), wanted)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("format", ["int4-g64", "kmeans3-g64", "nf4-g64", "affine4-g64"])
+def test_the_default_dtype_is_nobodys_business(format: str, dtype: torch.dtype) -> None:
+    weight = normal(4, 128)
+    wanted = quantise(weight, format).tensors()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = quantise(weight, format).tensors()
+    finally:
+        torch.set_default_dtype(before)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name

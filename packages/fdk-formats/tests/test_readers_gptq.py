@@ -135,6 +135,16 @@ def test_load_folder(tmp_path, version):
     assert torch.equal(loaded["q.weight"].dequantise(torch.float16), wanted)
 
 
+def test_a_weight_that_is_there_twice(tmp_path):
+    _, _, tensors = make(4, v1=False)
+    config = {"bits": 4, "checkpoint_format": "gptq_v2"}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config))
+    saved = {f"q.{name}": tensor for name, tensor in tensors.items()}
+    save_file(saved | {"q.weight": torch.ones(32, 96)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"q\.weight is there twice: quantised \(by its \.qweight"):
+        load_gptq(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -155,6 +165,7 @@ def test_bad_folder(tmp_path, config, message):
     ("change", "message"),
     [
         ({"bits": 5}, "bits must be 2, 3, 4 or 8, got 5"),
+        ({"bits": 4.0}, r"bits must be 2, 3, 4 or 8, got 4\.0"),
         ({"checkpoint_format": "marlin"}, "must be gptq or gptq_v2, got 'marlin'"),
         ({"scales": torch.ones(3, 12)}, "n must be a multiple of 8 to fill .* 4 bits, got 12"),
         ({"scales": torch.ones(5, 32)}, r"qzeros must be \[5, 4\], got \[3, 4\]"),

@@ -149,6 +149,16 @@ def test_load_folder_without_a_shape(tmp_path):
         load_hqq(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["nbits", "group_size", "axis"])
+def test_load_folder_where_a_number_is_two(tmp_path, name):
+    _, words, meta = make(CASES[3])
+    state = {f"q.{key}": encode(value) for key, value in meta.items()}
+    state[f"q.{name}"] = torch.tensor([4, 4])
+    save_file(state | {"q.W_q": words}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"q: HQQ: {name} must be one number, got \[4, 4\]"):
+        load_hqq(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -160,6 +170,10 @@ def test_load_folder_without_a_shape(tmp_path):
         ({"packing": "3bit_32"}, r"W_q \(3bit_32\) must be torch\.int32, got torch\.uint8"),
         ({"shape": (8, 96)}, "group_size must divide k=96, got 64"),
         ({"shape": (8, 16, 8)}, r"shape must be two sizes, got \[8, 16, 8\]"),
+        ({"shape": None}, r"shape must be two sizes, got \[None\]"),
+        ({"shape": [8.5, 128]}, r"shape must be two sizes, got \[8\.5, 128\]"),
+        ({"group_size": "64"}, "group_size must divide k=128, got '64'"),
+        ({"packing": ["4bit_u8"]}, r"packing must be one of .*, got \['4bit_u8'\]"),
         ({"scale": torch.ones(16)}, r"scale must be \[16, 1\], got \[16\]"),
         ({"zero": torch.ones(8, 1)}, r"zero must be \[16, 1\], got \[8, 1\]"),
         ({"zero": torch.full((16, 1), torch.inf)}, "HQQ: zero_point must be finite, got 16"),

@@ -16,6 +16,8 @@ from fdk_formats.backends import Layout, Problem, register
 from fdk_formats.int8 import int8_table
 from fdk_formats.tensor import QuantisedTensor
 
+TILE_K = 128  # inner positions of a tile, which rows are filled up to
+
 
 class CpuLayout(Layout):
     """Codes in tiles of 4 rows by 128 inner positions; see native/layout.h.
@@ -34,15 +36,16 @@ class CpuLayout(Layout):
     def __init__(self, q: QuantisedTensor) -> None:
         super().__init__()
         self.format, self.shape, self.group_size = q.format, q.shape, q.group_size
-        code_bytes, _ = _native.layout_sizes(*self.shape, self.group_size, q.format.bits)
-        codes = torch.empty(code_bytes, dtype=torch.uint8)
+        code_bytes, _ = self._sizes()
+        codes = torch.empty(code_bytes, dtype=torch.uint8, device="cpu")
         self._convert_codes(q.packed.contiguous(), codes, to_layout=True)
         self.register_buffer("codes", codes, persistent=False)
         for name in ("scale", "zero_point"):
             tensor = getattr(q, name)
             laid_out = None if tensor is None else self._lay_out_groups(tensor.contiguous())
             self.register_buffer(name, laid_out, persistent=False)
-        codebook = None if q.codebook is None else q.codebook.contiguous()
+        # A copy, as the other tensors are: the caller may go on to change its own.
+        codebook = None if q.codebook is None else q.codebook.clone()
         self.register_buffer("codebook", codebook, persistent=False)
         self._kept = KeptWeight()
 
@@ -60,13 +63,25 @@ class CpuLayout(Layout):
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
         n, k = self.shape
-        packed = torch.empty((n, (k * self.format.bits + 7) // 8), dtype=torch.uint8)
+        packed = torch.empty((n, (k * self.format.bits + 7) // 8), dtype=torch.uint8, device="cpu")
         self._convert_codes(packed, self.codes, to_layout=False)
         zero_point = None if self.zero_point is None else self._restore_groups(self.zero_point)
         scale = self._restore_groups(self.scale)
-        return QuantisedTensor(self.format, self.shape, packed, scale, self.codebook, zero_point)
+        codebook = None if self.codebook is None else self.codebook.clone()
+        return QuantisedTensor(self.format, self.shape, packed, scale, codebook, zero_point)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of codes, and scales: none of a layer without outputs."""
+        if self.shape[0] == 0:
+            return 0, 0
+        sizes: tuple[int, int] = _native.layout_sizes(
+            *self.shape, self.group_size, self.format.bits
+        )
+        return sizes
 
     def _convert_codes(self, packed: Tensor, codes: Tensor, *, to_layout: bool) -> None:
+        if self.shape[0] == 0:
+            return
         _native.convert_codes(
             *self.shape,
             self.group_size,
@@ -78,18 +93,20 @@ class CpuLayout(Layout):
         )
 
     def _lay_out_groups(self, groups: Tensor) -> Tensor:
-        _, stored = _native.layout_sizes(*self.shape, self.group_size, self.format.bits)
-        laid_out = torch.empty(stored, dtype=groups.dtype)
+        _, stored = self._sizes()
+        laid_out = torch.empty(stored, dtype=groups.dtype, device="cpu")
         self._convert_groups(groups, laid_out, to_layout=True)
         return laid_out
 
     def _restore_groups(self, laid_out: Tensor) -> Tensor:
         n, k = self.shape
-        groups = torch.empty((n, k // self.group_size), dtype=laid_out.dtype)
+        groups = torch.empty((n, k // self.group_size), dtype=laid_out.dtype, device="cpu")
         self._convert_groups(groups, laid_out, to_layout=False)
         return groups
 
     def _convert_groups(self, groups: Tensor, laid_out: Tensor, *, to_layout: bool) -> None:
+        if self.shape[0] == 0:
+            return
         _native.convert_groups(
             *self.shape,
             self.group_size,
@@ -143,7 +160,17 @@ class CpuBackend:
         return 10
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
-        """See ``Backend``."""
+        """See ``Backend``.
+
+        Raises:
+            ValueError: where a row is filled up with a code, 0, that stands for an infinity.
+        """
+        first = 0.0 if q.codebook is None else q.codebook[0].item()
+        if q.shape[1] % TILE_K and abs(first) > torch.finfo(dtype).max:
+            raise ValueError(
+                f"fdk_cpu: needs a first codebook entry that {dtype} holds, or k a multiple of "
+                f"{TILE_K}, got {first:g} and k={q.shape[1]}"
+            )
         return CpuLayout(q) if activations == "float" else CpuInt8Layout(q)
 
 

@@ -162,6 +162,7 @@ def takes(x: Tensor, bias: Tensor | None, n: int, k: int) -> bool:
         and x.is_contiguous()
         and x.dtype in ACTIVATIONS
         and x.numel() > 0
+        and n > 0
         and (bias is None or (bias.is_cpu and bias.shape == (n,) and bias.dtype == x.dtype))
     )
 

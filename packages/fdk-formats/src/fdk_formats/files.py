@@ -26,7 +26,7 @@ WEIGHTS_KEY = "fdk.weights"
 ALIASES_KEY = "fdk.aliases"
 RESERVED_PREFIX = "fdk."
 
-# safetensors' names of dtypes; a tensor of another dtype is refused.
+# Names of the dtypes that every version of safetensors we take holds; others are refused.
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -34,6 +34,9 @@ SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
@@ -167,7 +170,8 @@ def _memory_key(name: str, value: QuantisedTensor | Tensor) -> object:
         )
     if value.numel() == 0:
         return None
-    return (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+    read_as = value.dtype, value.is_neg(), value.shape, value.stride()
+    return (value.device, value.data_ptr(), *read_as)
 
 
 def _flatten(stored: Mapping[str, QuantisedTensor | Tensor]) -> dict[str, Tensor]:
@@ -219,7 +223,9 @@ def _write(file: IO[bytes], entries: Mapping[str, Tensor], metadata: Mapping[str
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        data = entries[name].detach().cpu().contiguous().view(-1)
+        data = entries[name].detach().cpu().resolve_neg().contiguous()
+        # By hand: one element is contiguous whatever its stride, and a view keeps that.
+        data = data.as_strided((data.numel(),), (1,))
         file.write(data.view(torch.uint8).numpy().data)
 
 

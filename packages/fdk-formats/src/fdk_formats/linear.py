@@ -1,12 +1,13 @@
 """QuantisedLinear: a linear layer whose weight is stored in a few bits."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fdk_formats.backends import Layout, Problem, select
+from fdk_formats.backends import Layout, NoBackendError, Problem, select
 from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
@@ -74,7 +75,13 @@ class QuantisedWeight(nn.Module):
         # nn.Module would cast scales with the activations; only the device is for us to follow.
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         if (probe.dtype, probe.device) != (self.dtype, self.device):
-            self._pack(self.unpack().to(probe.device), probe.dtype)
+            try:
+                self._pack(self.unpack().to(probe.device), probe.dtype)
+            except NoBackendError as error:
+                raise NoBackendError(
+                    f"{self.format} of {list(self.shape)} cannot go to {probe.dtype} on "
+                    f"{probe.device}, where modules before it in the model have gone: {error}"
+                ) from None
         else:  # what changes neither, such as share_memory
             self.layout._apply(  # type: ignore[no-untyped-call]
                 lambda t: changed if (changed := fn(t)).dtype == t.dtype else t
@@ -119,7 +126,16 @@ class QuantisedWeight(nn.Module):
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
             return
-        self._pack(q.to(self.device), self.dtype)
+        # As nn.Module does: what is assigned stays where it is.
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        if self.device.type == "meta" and q.device.type != "meta" and not is_assigned:
+            warnings.warn(
+                f"{prefix.removesuffix('.') or 'QuantisedWeight'}: loading into the meta device "
+                f"does nothing; pass assign=True",
+                stacklevel=2,
+            )
+            return
+        self._pack(q if is_assigned else q.to(self.device), self.dtype)
         self.relative_error = None
 
     def extra_repr(self) -> str:

@@ -75,9 +75,10 @@ def quantise_model(
         progress: show a bar on a terminal.
 
     Raises:
-        ValueError: where a layer does not fit its format, or a name of ``importance`` or a pattern
-            of ``overrides`` fits no layer, or ``fuse`` names no groups of layers (nothing has been
-            quantised then), or a weight holds NaN or infinity. The message names the layer.
+        ValueError: where a layer does not fit its format, or computes its weight (pruned, or
+            normed by ``torch.nn.utils``), or a name of ``importance`` or a pattern of ``overrides``
+            fits no layer, or ``fuse`` names no groups of layers (nothing has been quantised then),
+            or a weight holds NaN or infinity. The message names the layer.
         NoBackendError: where no backend takes a layer.
     """
     if not isinstance(model, nn.Module):
@@ -91,8 +92,11 @@ def quantise_model(
     }
     skips = [_pattern("skip", text) for text in ([skip] if isinstance(skip, str) else skip or ())]
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    _check_overrides(linears, chosen)
-    formats = _choose_formats(linears, default, skips, chosen)
+    names = _names(model, linears)
+    _check_overrides(names, chosen)
+    formats = _choose_formats(names, default, skips, chosen)
+    for name in formats:
+        _check_parameters(name, linears[name])
     for name, owner in _tied_elsewhere(model, formats).items():
         logger.info("left %s: tied to %s", name, owner)
         del formats[name]
@@ -206,28 +210,51 @@ def _naming(name: str) -> Iterator[None]:
         raise type(error)(f"quantise_model: layer {name}: {error}") from None
 
 
+def _check_parameters(name: str, linear: nn.Linear) -> None:
+    """Pruning and norms of ``torch.nn.utils`` make a weight, or a bias, anew before each call."""
+    for part in ("weight", "bias"):
+        if getattr(linear, part) is not None and part not in linear._parameters:
+            raise ValueError(
+                f"quantise_model: layer {name}: its {part} must be a parameter, and is computed of "
+                f"others (pruned or normed): make that permanent, or skip it"
+            )
+
+
+def _names(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, list[str]]:
+    """All names of each layer, by the first: a module may stand in several places."""
+    firsts = {id(module): name for name, module in linears.items()}
+    names: dict[str, list[str]] = {name: [] for name in linears}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in firsts:
+            names[firsts[id(module)]].append(name)
+    return names
+
+
 def _check_overrides(
-    linears: Mapping[str, nn.Linear], overrides: Mapping[re.Pattern[str], Format | None]
+    names: Mapping[str, Sequence[str]], overrides: Mapping[re.Pattern[str], Format | None]
 ) -> None:
+    every = [name for of_one in names.values() for name in of_one]
     for pattern in overrides:
-        if not any(pattern.search(name) for name in linears):
+        if not any(map(pattern.search, every)):
             raise ValueError(
                 f"quantise_model: override {pattern.pattern!r} fits no linear layer of "
-                f"{', '.join(linears) or 'the model, which has none'}"
+                f"{', '.join(every) or 'the model, which has none'}"
             )
 
 
 def _choose_formats(
-    linears: Iterable[str],
+    names: Mapping[str, Sequence[str]],
     default: Format,
     skips: Sequence[re.Pattern[str]],
     overrides: Mapping[re.Pattern[str], Format | None],
 ) -> dict[str, Format]:
     """The format of each layer that is to be quantised. An override speaks before a skip."""
     formats = {}
-    for name in linears:
-        matches = [wanted for pattern, wanted in overrides.items() if pattern.search(name)]
-        if not matches and any(pattern.search(name) for pattern in skips):
+    for name, every in names.items():
+        matches = [
+            wanted for pattern, wanted in overrides.items() if any(map(pattern.search, every))
+        ]
+        if not matches and any(any(map(pattern.search, every)) for pattern in skips):
             logger.info("left %s: skip", name)
             continue
         wanted = matches[0] if matches else default

@@ -90,6 +90,7 @@ def load_model(
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
+    plain = _apart(result, plain)
     _load_buffers(result, plain, plain.keys() - model.state_dict().keys())
     _load_plain(path, result, _as_in(result, plain), tensors.keys() - plain.keys())
     for first_name, *names in ties:
@@ -119,9 +120,29 @@ def _linear(
     return module
 
 
+def _apart(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with a copy for each further one of the model that has the same in the file."""
+    own = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    owners = {name: id(tensor) for name, tensor in own}
+    first: dict[int, object] = {}
+    return {
+        name: tensor.clone()
+        if first.setdefault(id(tensor), owners.get(name, name)) != owners.get(name, name)
+        else tensor
+        for name, tensor in plain.items()
+    }
+
+
 def _as_in(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, floating parameters in the model's dtype; buffers keep that of the file."""
-    dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
+    """The tensors, floating ones in the dtypes that the model's have."""
+    own = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    dtypes = {name: tensor.dtype for name, tensor in own}
     return {
         name: tensor.to(dtypes[name]) if name in dtypes and tensor.is_floating_point() else tensor
         for name, tensor in plain.items()

@@ -90,6 +90,6 @@ def _cells(middle: Tensor, count: int) -> _Cells | None:
     held = torch.bincount(cell, minlength=count)
     if held.max() > 1:
         return None
-    border = torch.full((count,), torch.inf, device=middle.device)
+    border = torch.full((count,), torch.inf, dtype=middle.dtype, device=middle.device)
     border[cell] = middle
     return _Cells(low, step, (held.cumsum(0) - held).to(torch.uint8), border)

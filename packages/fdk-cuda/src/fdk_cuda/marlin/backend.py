@@ -62,7 +62,9 @@ class MarlinLayout(SettledLayout):
             codebook = torch.arange(1 << q.format.bits, dtype=torch.float32, device=q.device)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("codebook", codebook.to(dtype), persistent=False)
-        self.register_buffer("canonical_codebook", q.codebook, persistent=False)
+        # A copy: the caller may go on to change its own.
+        canonical = None if q.codebook is None else q.codebook.clone()
+        self.register_buffer("canonical_codebook", canonical, persistent=False)
         self._format, self._ready = str(format), ReadyCalls()
         self.settle()
 

@@ -58,7 +58,8 @@ class TritonLayout(SettledLayout):
             "zero_point": zero_point,
             "values": values,
             "lanes": lanes,
-            "codebook": q.codebook,
+            # A copy: the caller may go on to change its own.
+            "codebook": None if q.codebook is None else q.codebook.clone(),
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)

@@ -111,6 +111,10 @@ class Checkpoint(Mapping[str, Tensor]):
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{self.folder}: {prefix}: {error}") from error
             used |= part.used
+        if twice := [name for name in self if name in weights and name not in used]:
+            raise ValueError(
+                f"{self.folder}: {twice[0]} is there twice: quantised (by its {marker}) and plain"
+            )
         return weights | {name: self[name] for name in self if name not in used}
 
 

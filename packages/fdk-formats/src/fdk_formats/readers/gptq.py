@@ -47,7 +47,7 @@ def read_gptq(
             order (act-order: its groups are no runs along k, so no format of ours holds them),
             or an ambiguous zero where ``wrap_zeros`` is None.
     """
-    if bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise ValueError(f"GPTQ: bits must be 2, 3, 4 or 8, got {bits!r}")
     if checkpoint_format not in CHECKPOINT_FORMATS:
         raise ValueError(

@@ -1,7 +1,7 @@
 """HQQ tensors: codes packed in blocks of rows, float scale and zero point."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,10 @@ def read_hqq(W_q: Tensor, meta: Mapping[str, Any]) -> QuantisedTensor:
             themselves; groups that do not divide k; a packing that is not known.
     """
     shape, axis = _entry(meta, "shape"), _entry(meta, "axis")
-    if len(shape) != 2:
-        raise ValueError(f"HQQ: shape must be two sizes, got {list(shape)}")
-    n, k = (int(size) for size in shape)
+    sizes = list(shape) if isinstance(shape, Sequence) else [shape]
+    if len(sizes) != 2 or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"HQQ: shape must be two sizes, got {sizes}")
+    n, k = sizes
     if axis != 1:
         raise ValueError(
             f"HQQ: axis must be 1, got {axis}: at axis 0 a group runs along n (the outputs), and "
@@ -53,8 +54,8 @@ def read_hqq(W_q: Tensor, meta: Mapping[str, Any]) -> QuantisedTensor:
         if meta.get(f"quant_{name}"):
             raise ValueError(f"HQQ: {name} is quantised itself (quant_{name}): not read")
     group_size = meta.get("group_size") or k
-    if k < 1 or k % group_size:
-        raise ValueError(f"HQQ: group_size must divide k={k}, got {group_size}")
+    if type(group_size) is not int or k < 1 or k % group_size:
+        raise ValueError(f"HQQ: group_size must divide k={k}, got {group_size!r}")
     rows = n * (k // group_size)
     scale = check_float("HQQ: scale", _entry(meta, "scale"), shape=(rows, 1))
     zero = check_float("HQQ: zero", _entry(meta, "zero"), shape=(rows, 1))
@@ -91,7 +92,11 @@ def _read_state(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
         meta[name] = tensors[name]
     meta["shape"] = meta["shape"].tolist()
     meta["packing"] = bytes(meta["packing"].tolist()).decode("ascii", errors="replace")
-    meta |= {name: meta[name].item() for name in NUMBERS if name in meta}
+    for name in NUMBERS:
+        if name in meta:
+            if meta[name].numel() != 1:
+                raise ValueError(f"HQQ: {name} must be one number, got {meta[name].tolist()}")
+            meta[name] = meta[name].item()
     return read_hqq(meta["W_q"], meta)
 
 
@@ -110,7 +115,7 @@ def _bits(meta: Mapping[str, Any]) -> int:
 
 
 def _unpack(W_q: Tensor, packing: str, rows: int, group_size: int) -> Tensor:
-    if packing not in PACKINGS:
+    if not isinstance(packing, str) or packing not in PACKINGS:
         raise ValueError(f"HQQ: packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
     bits, per_word, dtype = PACKINGS[packing]
     if isinstance(W_q, Tensor) and W_q.is_floating_point():

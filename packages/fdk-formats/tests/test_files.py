@@ -482,3 +482,12 @@ def test_wide_unsigned_integers(dtype, tmp_path):
     loaded = load(tmp_path / "x.safetensors")["x"]
     assert loaded.dtype == dtype
     assert torch.equal(loaded, given)
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save(path, {"x": torch.ones(1)})
+    path.chmod(0o600)
+    save(path, {"x": torch.zeros(1)})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load(path)["x"] == 0

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -238,6 +239,8 @@ def _written_beside(target: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, beside)
         os.replace(beside, target)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -44,6 +44,61 @@ def test_hf_steps_continue_a_prompt(hf_model):
     assert decoder.cache_bytes == 2 * 2 * 2 * 2 * 64 * 16 * 4
 
 
+@pytest.fixture
+def mistral(hf_sizes):
+    """Two layers that see the last five tokens."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(**hf_sizes, sliding_window=5)
+    return MistralForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("model", ["hf_model", "mistral"])
+@torch.inference_mode()
+def test_prompts_and_steps_go_back(model, request):
+    """As they are timed: steps that warm up, the prompt again and again, and steps behind it."""
+    model = request.getfixturevalue(model)
+    prompt = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(1))
+    decoder = HfDecoder(model)
+    decoder.prepare(2, 64)
+    first = decoder(prompt, torch.arange(8))
+    torch.testing.assert_close(first, model(prompt).logits[:, -1], rtol=1e-4, atol=1e-4)
+    step = decoding.Step(decoder, first.argmax(-1, keepdim=True), 8)
+    step.warm_up()
+    for _ in range(20):  # three times as many tokens as there is room for
+        again = decoding.first_tokens(decoder, prompt)
+        assert torch.equal(again, first.argmax(-1, keepdim=True))
+    found = [prompt, step.tokens.clone()]
+    for _ in range(6):
+        step()
+        found.append(step.tokens.clone())
+    tokens = torch.cat(found, dim=1)
+    wanted = model(tokens).logits.argmax(-1)
+    assert torch.equal(tokens[:, 8:], wanted[:, 7:-1])
+
+
+def test_the_command_as_it_is_by_default(hf_folder, tmp_path):
+    """Context and steps as they are where nothing is said."""
+    result = CliRunner().invoke(
+        app,
+        [
+            *("models", "--model", str(hf_folder), "-b", "16", "--batch-size", "1"),
+            *("--device", "cpu", "--no-compile", "--json", "--out", str(tmp_path)),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    (row,) = map(json.loads, (tmp_path / "models.jsonl").read_text("utf-8").splitlines())
+    assert row["error"] is None
+
+
+def test_a_model_that_is_not_quantised_is_no_row_of_a_format(hf_folder):
+    case = replace(case_of(hf_folder, "int4-g32"), skip=".")
+    wanted = "wanted layers to quantise, and skip leaves none"
+    with pytest.warns(UserWarning, match="nothing to"), pytest.raises(ValueError, match=wanted):
+        build_hf(case, [1])
+
+
 def test_hf_bytes(hf_folder):
     # A block has q, o [64, 64], k, v [32, 64], gate, up, down [128, 64]: 36864 weights.
     linear, norms, table = 2 * 36864, 5 * 64, 40 * 64

@@ -29,21 +29,26 @@ class HfDecoder:
     def prepare(self, batch: int, length: int) -> None:
         """See ``Decoder``."""
         from transformers import StaticCache
+        from transformers.cache_utils import StaticLayer
 
         self._forward = self.model.forward
         self._cache = StaticCache(config=self.model.config, max_cache_len=length)
+        # A cache of a window forgets, and so cannot go back; masks leave out what is beyond it.
+        layers = self._cache.layers
+        layers[:] = [StaticLayer(length) if layer.is_sliding else layer for layer in layers]
         # Its tensors are made at the first use, which must not be while a graph is captured.
         with torch.inference_mode():
             ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
             self(ids, torch.zeros(1, dtype=torch.int64, device=self.model.device))
-        self._cache.reset()
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See ``Decoder``."""
+        # A cache appends at a place of its own, on the device; prompts and steps may go back.
+        for layer in self._cache.layers:
+            layer.cumulative_length.copy_(positions[0])
         output = self._forward(
             input_ids=tokens,
             position_ids=positions[None].expand(tokens.shape[0], -1),
-            cache_position=positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
@@ -76,6 +81,7 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) 
     """Loads a model from a folder or by its id, quantises it, and scores a text if one is given.
 
     Raises:
+        ValueError: where nothing is quantised.
         WrongAnswerError: see ``check_layers``.
     """
     from transformers import AutoModelForCausalLM
@@ -88,6 +94,8 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) 
     if case.format not in DTYPES:
         skip = case.skip or None
         quantised = quantise_model(model, case.format, skip, backend=case.backend, fuse=case.fused)
+        if not _backends(quantised):
+            raise ValueError(f"{case.model}: wanted layers to quantise, and skip leaves none")
         report = model_report(quantised)
         bits, backends = report.bits_per_weight, ", ".join(_backends(quantised))
         check_layers(quantised, case, batches)

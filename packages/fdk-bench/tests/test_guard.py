@@ -126,6 +126,44 @@ def test_command(tmp_path):
     assert "0 got slower" in run(tmp_path / "new.jsonl", "--last", last).stdout
 
 
+def test_blank_lines_are_no_rows(tmp_path):
+    last, new = tmp_path / "last.jsonl", write(tmp_path / "new.jsonl", record())
+    last.write_text(f"\n{json.dumps(record(device='other'))}\n\n")
+    assert run(new, "--last", last).exit_code == 0
+    assert [json.loads(line)["device"] for line in last.read_text().splitlines()] == [
+        "other",
+        "chip",
+    ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"case": {}},
+        {"case": None},
+        {"values": {}},
+        {"values": record(floor=0.0)["values"]},
+        {"threads": None},
+    ],
+)
+def test_rows_that_are_not_whole(changed, tmp_path):
+    whole, broken = record(), record(**changed)
+    for new, last in (whole, broken), (broken, whole):
+        files = write(tmp_path / "new.jsonl", new), write(tmp_path / "last.jsonl", last)
+        done = run(files[0], "--last", files[1])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert f"{files[new is whole].name}:1: wanted " in done.stderr
+        assert json.loads(files[1].read_text()) == last
+
+
+def test_last_that_cannot_be_a_file(tmp_path):
+    new = write(tmp_path / "new.jsonl", record())
+    for last in (tmp_path, new / "last.jsonl", new / "folder" / "last.jsonl"):
+        done = run(new, "--last", last)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert "--last: " in done.stderr
+
+
 def test_bad_usage(tmp_path):
     (tmp_path / "bad").write_text("no\n")
     assert run(tmp_path / "bad").exit_code == 2

@@ -165,7 +165,15 @@ def test_rows_of_a_device():
     }
 
 
-@pytest.mark.parametrize("text", ["{", '{"a": 1}', "[]"])
+NO_ROWS = (
+    kernel() | {"case": None},
+    kernel() | {"benchmark": 1},
+    kernel() | {"values": 1},
+    kernel() | {"values": None},
+)
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 1}', "[]", *map(json.dumps, NO_ROWS)])
 def test_a_line_that_is_no_row(text, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"\n{json.dumps(kernel())}\n{text}\n")
@@ -364,6 +372,29 @@ def test_bad_usage(tmp_path, tmp_path_factory, refused):
     bad = tmp_path_factory.mktemp("rows") / "bad.jsonl"
     bad.write_text("no\n")
     refused(run, bad, said="bad.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        kernel() | {"case": {}},
+        model() | {"case": {}},
+        model() | {"case": {"format": "int4-g64"}},
+        kernel() | {"benchmark": "accuracy"},
+        kernel() | {"versions": None},
+    ],
+)
+def test_rows_that_are_not_whole(row, tmp_path_factory, refused):
+    path = write(tmp_path_factory.mktemp("rows") / "rows.jsonl", [kernel(), row])
+    wanted = f"rows.jsonl:2: wanted a whole row of {row['benchmark']}; got "
+    refused(run, path, "--out", "plots", said=wanted)
+
+
+def test_folders_that_cannot_be_made(tmp_path_factory, refused):
+    path = write(tmp_path_factory.mktemp("rows") / "rows.jsonl", [kernel()])
+    for out in (path, path / "plots"):
+        refused(run, path, "--out", out, said=f"--out: wanted a folder, got {out}: ")
+    refused(run, path.parent, said=f"{path.parent}: wanted a UTF-8 text file: ")
 
 
 def test_no_html(tmp_path):

@@ -157,6 +157,89 @@ def test_fill(rows):
     assert fill("no mark", rows.parent) == "no mark"
 
 
+START, END = DOCUMENT.splitlines()[1], "<!-- end -->"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f"# A\n{START}\nprose\n\n{START}\n{END}\n", 2),
+        (f"# A\n{START}\nprose\n<!-- marlin many table -->\n{END}\n", 2),
+        (f"{START}\n{END}\n\n{START}\nprose\n", 4),
+        (f"prose\r\n\r\n{START} ", 3),
+    ],
+    ids=["before-another", "before-one-of-others", "last", "last-line"],
+)
+def test_a_mark_without_its_end(text, line, rows, monkeypatch):
+    wanted = f"line {line}: wanted <!-- end --> below this mark, and before the next; got none"
+    with pytest.raises(ResultsError, match=wanted):
+        fill(text, rows.parent)
+    monkeypatch.chdir(rows.parent)
+    good, bad = rows.parent / "good.md", rows.parent / "bad.md"
+    good.write_text(DOCUMENT)
+    bad.write_text(text, newline="")
+    for options in ("--fill",), ("--fill", "--check"):
+        done = run("table", good, bad, *options)
+        assert done.exit_code == 2
+        assert f"bad.md: {wanted}" in done.stderr
+    assert (good.read_text(), bad.read_bytes()) == (DOCUMENT, text.encode())  # all or none
+
+
+def test_lines_end_as_they_did(rows, monkeypatch):
+    monkeypatch.chdir(rows.parent)
+    document = rows.parent / "README.md"
+    document.write_text(DOCUMENT, newline="\r\n")
+    assert run("table", "--fill", document).exit_code == 0
+    wanted = fill(DOCUMENT, rows.parent).replace("\n", "\r\n")
+    assert document.read_bytes() == wanted.encode()
+    assert run("table", "--fill", "--check", document).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("absent.jsonl", "absent.jsonl: wanted a UTF-8 text file: "),
+        ("absent-*.jsonl", "absent-*.jsonl: wanted files, found none"),
+        (".", "wanted a UTF-8 text file: "),
+        ("kernels.jsonl --goals absent.jsonl", "absent.jsonl: wanted a UTF-8 text file: "),
+        ("kernels.jsonl --include (", "--include: wanted a regular expression, got '('"),
+        ("kernels.jsonl --include 'a", "wanted words in a mark"),
+        ("kernels.jsonl --columns", "wanted a value of --columns in a mark"),
+        ("--include int4", "wanted files in a mark"),
+        ("kernels.jsonl --goals g --columns m", "--goals: wanted no --columns beside it, got m"),
+    ],
+)
+def test_a_mark_that_asks_amiss(arguments, said, rows, monkeypatch):
+    monkeypatch.chdir(rows.parent)
+    document = rows.parent / "README.md"
+    document.write_text(f"# A\n<!-- fdk-bench table {arguments} -->\n<!-- end -->\n")
+    done = run("table", "--fill", document)
+    assert done.exit_code == 2
+    assert "README.md: line 2: " in done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"case": {}}, {"values": {}}, {"versions": {}}, {"commit": 1}, {"started": None}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_row_that_is_not_whole(changed, rows):
+    rows.write_text(f"{json.dumps(kernel())}\n\n{json.dumps(kernel(**changed))}\n")
+    done = run("table", rows)
+    assert done.exit_code == 2
+    assert "kernels.jsonl:3: wanted a whole row of kernels; got " in done.stderr
+
+
+def test_files_that_are_no_text(rows, tmp_path):
+    latin = tmp_path / "latin.jsonl"
+    latin.write_bytes(b"\xe9\n")
+    for arguments in ((rows, latin), (tmp_path,), (rows, "--goals", tmp_path), ("--fill", latin)):
+        done = run("table", *arguments)
+        assert done.exit_code == 2
+        assert f"{arguments[-1]}: wanted a UTF-8 text file: " in done.stderr
+
+
 def test_parse_mark():
     assert parse_mark("a b --include 'x y' --columns 'm, n x k'") == (
         ["a", "b"],
@@ -219,8 +302,12 @@ def test_goals(tmp_path):
     assert lines[2].endswith("| 3 us (humming) | 1.50 |  |  |  |")
     goals.write_text(json.dumps(wanted[2]) + "\n")
     assert "- 64 x 64: has no goals." in run("table", path, "--goals", goals).stdout
-    goals.write_text('{"n": 1}\n')
-    assert "wanted n, k, bits, m and goal" in run("table", path, "--goals", goals).output
+    both = run("table", path, "--goals", goals, "--columns", "m")
+    assert both.exit_code == 2
+    assert "--goals: wanted no --columns beside it, got m" in both.stderr
+    goals.write_text('\n{"n": 1}\n')
+    told = run("table", path, "--goals", goals).output
+    assert "goals.jsonl:2: wanted n, k, bits, m and goal" in told
 
 
 TINY = ("-n", "32", "-k", "64", "-m", "1,2", "--copies", "2", "--outer-reps", "1", "-b", "16,4")

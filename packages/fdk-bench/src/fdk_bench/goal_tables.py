@@ -8,7 +8,7 @@ from typing import Any
 
 from fdk_bench.kernel_tables import markdown, seconds_text
 from fdk_bench.kernels import KernelRow
-from fdk_bench.results import ResultsError
+from fdk_bench.results import ResultsError, read_text
 
 HEADINGS = (
     "n x k",
@@ -87,10 +87,12 @@ def read_goals(path: Path) -> dict[Key, float]:
     """Seconds by case, from lines of ``{"n", "k", "bits", "m", "goal"}`` in microseconds.
 
     Raises:
-        ResultsError: for a line that is no goal.
+        ResultsError: for a file that cannot be read, and a line that is no goal.
     """
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
             goal = json.loads(line)
             key = (int(goal["n"]), int(goal["k"]), int(goal["bits"]), int(goal["m"]))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fdk_bench.results import read_records
+
 # Slower by more than this and by more than the spread of both runs is said; less is noise.
 LEAST_CHANGE = 0.10
 SPREADS = 3.0
@@ -69,11 +71,16 @@ def changes(
         yield Change(name, old["time"] / old["floor"], new["time"] / new["floor"], noise)
 
 
+def check(record: Mapping[str, Any]) -> None:
+    """Fails for a row that ``changes`` cannot compare, with itself even."""
+    list(changes([record], [record]))
+
+
 def remember(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Puts rows in the place of those of the same cases in a file, and keeps its others."""
-    kept = {}
+    kept: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     if path.is_file():
-        kept = {_key(old): old for old in map(json.loads, path.read_text("utf-8").splitlines())}
+        kept = {_key(old): old for old in read_records([path])}
     kept |= {_key(record): record for record in records if record["values"] is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(dict(record), ensure_ascii=False) for record in kept.values())

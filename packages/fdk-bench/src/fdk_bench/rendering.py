@@ -29,10 +29,10 @@ from fdk_bench.results import ResultsError, read_records
 Cells = Mapping[str, str]
 Record = Mapping[str, Any]
 # <!-- fdk-bench table FILE --include REGEX --columns a,b --goals FILE --> ... <!-- end -->
-MARK = re.compile(
-    r"(?P<start><!-- fdk-bench table (?P<arguments>[^\n]*?) -->\n).*?(?P<end><!-- end -->)",
-    re.DOTALL,
-)
+START = r"<!-- fdk-bench table (?P<arguments>[^\n]*?) -->[ \t]*(?:\r?\n|\Z)"
+# Tables of other programs are marked as <!-- NAME table -->: a body holds the start of none.
+BODY = r"(?:(?!<!-- (?:fdk-bench table |[\w -]+ table -->)).)*?"
+MARK = re.compile(rf"(?P<start>{START}){BODY}(?P<end><!-- end -->)", re.DOTALL)
 TEXT_COLUMNS = ("format", "head", "by", "model", "n x k", "shape", "op")
 
 
@@ -90,12 +90,20 @@ def render(
         goals: a file of goals, see ``read_goals``, that rows of kernels are shown beside.
 
     Raises:
-        ResultsError: for files that hold no such row, and for a column that there is not.
+        ResultsError: for files that hold no such row, for a column that there is not, and for
+            columns beside goals, which have their own.
     """
+    if goals is not None and columns:
+        raise ResultsError(f"--goals: wanted no --columns beside it, got {', '.join(columns)}")
+    try:
+        wanted = re.compile(include)
+    except re.error as error:
+        text = f"--include: wanted a regular expression, got {include!r}: {error}"
+        raise ResultsError(text) from None
     records = [
         record
-        for record in read_records(files)
-        if record["benchmark"] in KINDS and re.search(include, _text(record))
+        for record in read_records(files, _check)
+        if record["benchmark"] in KINDS and wanted.search(_text(record))
     ]
     names = ", ".join(str(file) for file in files)
     if not records:
@@ -124,42 +132,85 @@ def render(
 def fill(text: str, root: Path) -> str:
     """A document with every marked table rendered anew; paths in its marks start at ``root``.
 
-    A path may hold ``*``: the parts of a machine that were measured.
+    A path may hold ``*``: the parts of a machine that were measured. Lines end as the mark's does.
 
     Raises:
-        ResultsError: see ``render``.
+        ResultsError: see ``render``, and for a mark without its end; the text says which line.
     """
 
     def anew(match: re.Match[str]) -> str:
-        files, include, columns, goals = parse_mark(match["arguments"])
-        paths = [path for file in files for path in _matching(root, file)]
-        table = render(paths, include, columns, root / goals if goals else None)
-        return f"{match['start']}\n{table}\n{match['end']}"
+        try:
+            table = f"\n{_table(match['arguments'], root)}\n"
+        except ResultsError as error:
+            raise ResultsError(f"line {_line(match)}: {error}") from None
+        if match["start"].endswith("\r\n"):
+            table = table.replace("\n", "\r\n")
+        return f"{match['start']}{table}{match['end']}"
 
+    closed = {match.start() for match in MARK.finditer(text)}
+    for match in re.finditer(START, text):
+        if match.start() not in closed:
+            wanted = "wanted <!-- end --> below this mark, and before the next"
+            raise ResultsError(f"line {_line(match)}: {wanted}; got none")
     return MARK.sub(anew, text)
 
 
+def _line(match: re.Match[str]) -> int:
+    return match.string.count("\n", 0, match.start()) + 1
+
+
+def _table(arguments: str, root: Path) -> str:
+    """What a mark asks for."""
+    files, include, columns, goals = parse_mark(arguments)
+    paths = [path for file in files for path in _matching(root, file)]
+    return render(paths, include, columns, root / goals if goals else None)
+
+
 def _matching(root: Path, file: str) -> list[Path]:
-    return sorted(root.glob(file)) if "*" in file else [root / file]
+    if "*" not in file:
+        return [root / file]
+    try:
+        found = sorted(root.glob(file))
+    except (NotImplementedError, ValueError) as error:  # of an absolute path, of a**
+        raise ResultsError(f"{file}: wanted a pattern of paths below {root}: {error}") from None
+    if not found:
+        raise ResultsError(f"{file}: wanted files, found none")
+    return found
 
 
 def parse_mark(arguments: str) -> tuple[list[str], str, list[str], str]:
     """Files, ``--include``, ``--columns`` and ``--goals`` of a mark.
 
     Raises:
-        ResultsError: for any other option, or one without its value.
+        ResultsError: for any other option, one without its value, and no file.
     """
     files, options = [], {"--include": "", "--columns": "", "--goals": ""}
-    words = iter(shlex.split(arguments))
+    try:
+        words = iter(shlex.split(arguments))
+    except ValueError as error:
+        raise ResultsError(f"wanted words in a mark, got {arguments}: {error}") from None
     for word in words:
         if word in options:
-            options[word] = next(words, "")
+            value = next(words, None)
+            if value is None:
+                raise ResultsError(f"wanted a value of {word} in a mark, got none")
+            options[word] = value
         elif word.startswith("-"):
             raise ResultsError(f"wanted {' or '.join(options)} in a mark, got {word}")
         else:
             files.append(word)
+    if not files:
+        raise ResultsError(f"wanted files in a mark, got {arguments!r}")
     columns = [name.strip() for name in options["--columns"].split(",") if name.strip()]
     return files, options["--include"], columns, options["--goals"]
+
+
+def _check(record: Record) -> None:
+    """Fails for a row that does not render."""
+    if record["benchmark"] in KINDS:
+        kind = KINDS[record["benchmark"]]
+        kind.cells(kind.load(record))
+        _runs([record])
 
 
 def _text(record: Record) -> str:

@@ -95,20 +95,23 @@ def png_width(picture: Path) -> int:
 
 
 def _runs(records: Sequence[Mapping[str, Any]]) -> str:
-    lines = {}
-    for record in records:
-        versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
-        commit = record["commit"] or "no checkout"
-        lines[record["command"], record["started"]] = (
-            f"<li><code>{escape(record['command'])}</code><br>{escape(record['started'])}, "
-            f"{escape(machine_of(record))}, "
-            f"{escape(versions)}, commit {escape(commit)}</li>"
-        )
+    lines = {(record["command"], record["started"]): run_item(record) for record in records}
     return f"<ul>{''.join(lines.values())}</ul>"
 
 
+def run_item(record: Mapping[str, Any]) -> str:
+    """The command, machine, versions and commit of a row, as an item of a list."""
+    versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
+    commit = record["commit"] or "no checkout"
+    return (
+        f"<li><code>{escape(record['command'])}</code><br>{escape(record['started'])}, "
+        f"{escape(machine_of(record))}, "
+        f"{escape(versions)}, commit {escape(commit)}</li>"
+    )
+
+
 def _failures(records: Sequence[Mapping[str, Any]]) -> str:
-    failed = [record for record in records if record["error"] is not None]
+    failed = [record for record in records if record["values"] is None]
     if not failed:
         return ""
     items = "".join(

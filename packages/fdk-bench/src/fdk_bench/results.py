@@ -1,7 +1,7 @@
 """Rows of JSONL files as tables of pandas, whatever benchmark wrote them."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +11,62 @@ from fdk_bench.cases import DTYPES
 from fdk_formats import Format
 
 KERNELS = ("kernels", "compare")
+ROW = "a row of benchmark (text), case (an object), and values (an object) or error (text)"
 
 
 class ResultsError(ValueError):
     """A file that is no file of rows; the text says which line."""
 
 
-def read_records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """The rows of some files, one after another.
+def read_text(path: Path) -> str:
+    """The text of a file, with the line ends that it has.
 
     Raises:
-        ResultsError: for a line that is no row.
+        ResultsError: for what cannot be read, or is not UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResultsError(f"{path}: wanted a UTF-8 text file: {error}") from None
+
+
+def read_records(
+    paths: Iterable[Path], check: Callable[[dict[str, Any]], object] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of some files, one after another.
+
+    ``check`` is called with each; what it raises tells that the row is not whole.
+
+    Raises:
+        ResultsError: for a file that cannot be read, and a line that is no row.
     """
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(read_text(path).splitlines(), start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ResultsError(f"{path}:{number}: wanted JSON, got {error}") from None
-            if not isinstance(record, dict) or not {"benchmark", "case", "values"} <= set(record):
-                raise ResultsError(f"{path}:{number}: wanted a row with benchmark, case and values")
+            if not _is_row(record):
+                raise ResultsError(f"{path}:{number}: wanted {ROW}; got {line.strip()[:80]}")
+            try:
+                if check is not None:
+                    check(record)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                wanted = f"a whole row of {record['benchmark']}"
+                raise ResultsError(f"{path}:{number}: wanted {wanted}; got {error!r}") from None
             yield record
+
+
+def _is_row(record: object) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("case"), dict):
+        return False
+    values, error = record.get("values"), record.get("error")
+    measured = isinstance(values, dict) and error is None
+    failed = "values" in record and values is None and isinstance(error, str)
+    return isinstance(record.get("benchmark"), str) and (measured or failed)
 
 
 def kernel_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -42,31 +75,35 @@ def kernel_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     Columns: m, n, k, shape, format, bits (of a code), by, machine, threads, and the numbers of
     ``KernelValues``. A case that was measured more than once keeps its last row.
     """
-    rows = []
-    for record in records:
-        if record["benchmark"] in KERNELS and record["values"] is not None:
-            case, values = record["case"], record["values"]
-            if "median_us" in values:
-                values = values_of_device(record)
-            rows.append(
-                {
-                    **values,
-                    **{name: case[name] for name in ("m", "n", "k", "format", "dtype")},
-                    "by": values["backend"],
-                    "bits": code_bits(case["format"]),
-                    "shape": f"{case['n']} x {case['k']}",
-                    "size": case["n"] * case["k"],
-                    "machine": record["device"],
-                    "threads": cpu_threads(record),
-                    "us": values["time"] * 1e6,
-                    "floor_us": values["floor"] * 1e6,
-                }
-            )
+    rows = [
+        kernel_line(record)
+        for record in records
+        if record["benchmark"] in KERNELS and record["values"] is not None
+    ]
     frame = pd.DataFrame(rows)
     if rows:
         keys = ["m", "n", "k", "format", "by", "dtype", "machine", "threads"]
         frame = frame.drop_duplicates(keys, keep="last").reset_index(drop=True)
     return frame
+
+
+def kernel_line(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of ``kernel_frame``, of a row that was measured."""
+    case, values = record["case"], record["values"]
+    if "median_us" in values:
+        values = values_of_device(record)
+    return {
+        **values,
+        **{name: case[name] for name in ("m", "n", "k", "format", "dtype")},
+        "by": values["backend"],
+        "bits": code_bits(case["format"]),
+        "shape": f"{case['n']} x {case['k']}",
+        "size": case["n"] * case["k"],
+        "machine": record["device"],
+        "threads": cpu_threads(record),
+        "us": values["time"] * 1e6,
+        "floor_us": values["floor"] * 1e6,
+    }
 
 
 def values_of_device(record: dict[str, Any]) -> dict[str, Any]:
@@ -99,14 +136,7 @@ def values_of_device(record: dict[str, Any]) -> dict[str, Any]:
 def model_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """What was measured of models, a line per case."""
     rows = [
-        {
-            **record["values"],
-            **record["case"],
-            "by": _model_by(record),
-            "bits": code_bits(record["case"]["format"]),
-            "machine": record["device"],
-            "threads": cpu_threads(record),
-        }
+        model_line(record)
         for record in records
         if record["benchmark"] == "models" and record["values"] is not None
     ]
@@ -115,6 +145,20 @@ def model_frame(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
         keys = ["model", "batch", "format", "by", "dtype", "context", "machine", "threads"]
         frame = frame.drop_duplicates(keys, keep="last").reset_index(drop=True)
     return frame
+
+
+def model_line(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of ``model_frame``, of a row that was measured."""
+    case = record["case"]
+    return {
+        **record["values"],
+        **case,
+        **{name: case[name] for name in ("model", "batch", "format", "dtype", "context")},
+        "by": _model_by(record),
+        "bits": code_bits(case["format"]),
+        "machine": record["device"],
+        "threads": cpu_threads(record),
+    }
 
 
 def _model_by(record: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,11 +30,18 @@ def guard(
     Exit code: 0, or 2 for bad usage.
     """
     from fdk_bench.commands.common import checked
-    from fdk_bench.guard import changes, remember
+    from fdk_bench.guard import changes, check, remember
     from fdk_bench.results import KERNELS, read_records
 
-    after = checked(lambda: [r for r in read_records([new]) if r["benchmark"] in KERNELS])
-    before = checked(lambda: list(read_records([last]))) if last.is_file() else []
+    def check_kernels(record: dict[str, Any]) -> None:
+        if record["benchmark"] in KERNELS:
+            check(record)
+
+    rows = checked(lambda: list(read_records([new], check_kernels)))
+    after = [record for record in rows if record["benchmark"] in KERNELS]
+    before = checked(lambda: list(read_records([last], check)), "--last") if last.exists() else []
+    if update:
+        _make(last)
     found = list(changes(before, after))
     if json_lines:
         for change in found:
@@ -43,6 +50,15 @@ def guard(
         _print(found, len(after), last)
     if update:
         remember(last, after)
+
+
+def _make(last: Path) -> None:
+    """Makes the file where there is none; bad usage for one that cannot be written."""
+    try:
+        last.parent.mkdir(parents=True, exist_ok=True)
+        last.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"--last: wanted a file to write, got {last}: {error}") from None
 
 
 def _print(found: "list[Change]", count: int, last: Path) -> None:

@@ -1,5 +1,6 @@
 """``fdk-bench plot``: figures and a report from rows of any benchmark."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,13 +39,17 @@ def plot(
     import json
 
     from fdk_bench.charts import figures
-    from fdk_bench.report import write_report
+    from fdk_bench.report import run_item, write_report
     from fdk_bench.results import kernel_frame, model_frame, read_records
 
-    records = checked(lambda: list(read_records(files)))
+    def check(record: dict[str, Any]) -> None:
+        _check(record)
+        if html:
+            run_item(record)
+
+    records = checked(lambda: list(read_records(files, check)))
     kernels, models = kernel_frame(records), model_frame(records)
-    folder = out or files[0].parent
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(out or files[0].parent)
     written: list[Path] = []
     pictures: dict[str, Path] = {}
     for name, figure in figures(kernels, models).items():
@@ -63,6 +68,32 @@ def plot(
     typer.echo(json.dumps(paths) if json_lines else "\n".join(paths))
 
 
+def _folder(path: Path) -> Path:
+    """The folder for figures, made; bad usage for one that cannot be made or written in."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"--out: wanted a folder, got {path}: {error}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"--out: wanted a folder to write in, got {path}")
+    return path
+
+
+def _check(record: dict[str, Any]) -> None:
+    """Fails for a row that cannot be drawn."""
+    from fdk_bench.rendering import KINDS
+    from fdk_bench.results import KERNELS, kernel_line, model_line
+
+    if record["values"] is None:
+        return
+    if record["benchmark"] in KERNELS:
+        kernel_line(record)
+    elif record["benchmark"] == "models":
+        model_line(record)
+    elif record["benchmark"] == "accuracy":
+        KINDS["accuracy"].load(record)
+
+
 def _save(figure: "Figure", path: Path) -> list[Path]:
     from fdk_bench.chart_parts import save_figure
 
@@ -73,11 +104,11 @@ def _save(figure: "Figure", path: Path) -> list[Path]:
 
 
 def _plot_accuracy(records: list[dict[str, Any]], folder: Path) -> list[Path]:
-    from fdk_bench.accuracy_cases import AccuracyCase, AccuracyRow, AccuracyValues
     from fdk_bench.plots import plot_accuracy
+    from fdk_bench.rendering import KINDS
 
-    rows: list[AccuracyRow] = [
-        AccuracyRow(AccuracyCase(**record["case"]), AccuracyValues(**record["values"]))
+    rows = [
+        KINDS["accuracy"].load(record)
         for record in records
         if record["benchmark"] == "accuracy" and record["values"] is not None
     ]

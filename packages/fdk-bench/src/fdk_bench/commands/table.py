@@ -59,6 +59,7 @@ def table(
 
     from fdk_bench.rendering import fill as filled
     from fdk_bench.rendering import render
+    from fdk_bench.results import read_text
 
     check_pattern("--include", include)
     if check and not fill:
@@ -67,14 +68,15 @@ def table(
         text = checked(lambda: render(files, include, split(columns), goals))
         print(json.dumps(text) if json_lines else text, end="\n" if json_lines else "")
         return
-    changed = []
+    anew: dict[Path, str] = {}
     for path in files:
-        before = path.read_text(encoding="utf-8")
-        after = checked(lambda: filled(before, Path()))  # noqa: B023 (called at once)
+        before = checked(lambda: read_text(path))  # noqa: B023 (called at once)
+        after = checked(lambda: filled(before, Path()), str(path))  # noqa: B023
         if after != before:
-            changed.append(str(path))
-            if not check:
-                path.write_text(after, encoding="utf-8")
+            anew[path] = after
+    if not check:
+        _write(anew)
+    changed = [str(path) for path in anew]
     word = "would change" if check else "changed"
     if json_lines:
         print(json.dumps(changed))
@@ -82,3 +84,11 @@ def table(
         print("\n".join(f"{word}: {name}" for name in changed) or "every table is up to date")
     if check and changed:
         raise typer.Exit(EXIT_FAILED_ROWS)
+
+
+def _write(documents: dict[Path, str]) -> None:
+    for path, text in documents.items():
+        try:
+            path.write_text(text, encoding="utf-8", newline="")
+        except OSError as error:
+            raise typer.BadParameter(f"wanted a file to write, got {path}: {error}") from None

@@ -153,7 +153,7 @@ def _run(
             gathered,
             folder / "accuracy.jsonl",
             json_lines=json_lines,
-            show=lambda rows: screen.update(len(rows), accuracy_table(rows)),
+            show=lambda rows: screen.update(len(rows), accuracy_table(rows, screen.width)),
         )
     _write_layers(of_layers, gathered, folder)
     _show(rows, of_layers if print_layers else [], folder, screen)
@@ -184,12 +184,12 @@ def _show(rows: "list[AccuracyRow]", layers: "list[LayerRow]", folder: Path, scr
     )
     from fdk_bench.plots import plot_accuracy
 
-    screen.console.print(accuracy_table(rows))
+    screen.console.print(accuracy_table(rows, screen.width))
     (folder / "accuracy.md").write_text(accuracy_markdown(rows), encoding="utf-8")
     if any(row.values is not None for row in rows):
         plot_accuracy(rows, folder / "accuracy")
     if layers:
-        screen.console.print(layer_table(layers))
+        screen.console.print(layer_table(layers, screen.width))
     lines = comparison_lines(compare_kmeans(rows)) + calibration_lines(compare_calibrated(rows))
     for line in lines:
         screen.console.print(line, highlight=False, soft_wrap=True)

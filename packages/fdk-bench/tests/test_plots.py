@@ -61,6 +61,17 @@ def test_plot_names_series_and_formats(tmp_path):
     assert text.index("crd_normal4-g64") < text.index("kmeans4-g64")
 
 
+def test_formats_of_one_width_are_told_apart(tmp_path):
+    lone = [row(f"{name}-g64", 4.25, 0.1) for name in ("kmeans4", "nf4", "fp4")]
+    _, svg = plot_accuracy(lone, tmp_path / "few")
+    # In the legend, and in the ranking with the bits.
+    assert [svg.read_text().count(f">{r.case.format}<") for r in lone] == [1, 1, 1]
+    assert "formats of one width" not in svg.read_text()
+    lone = [row(f"kmeans4-g{16 << i}", 4.25, 0.1) for i in range(9)]
+    _, svg = plot_accuracy(lone, tmp_path / "many")
+    assert svg.read_text().count("formats of one width") == 1
+
+
 def test_a_figure_drawn_again_is_the_same(tmp_path):
     first, second = (plot_accuracy(ROWS, tmp_path / name) for name in ("first", "second"))
     assert [a.read_bytes() for a in first] == [b.read_bytes() for b in second]

@@ -113,6 +113,9 @@ def test_a_table_wider_than_the_terminal_goes_on_below():
     assert len(lines) == 2
     assert printed(table, 40).count("1.23 ms") == 2
     assert all(len(line) == 40 for line in lines)
+    # The blank at the end of a line makes none of its own.
+    just = max(map(len, printed(table, 200).splitlines()))
+    assert printed(table, just) == printed(table, 200)
 
 
 def test_what_is_left_out_is_named():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.table import Table
@@ -47,10 +48,11 @@ class WholeTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines at their full width, each in parts that the terminal has room for."""
-        natural = options.update(max_width=WIDEST)
+        natural, width = options.update(max_width=WIDEST), max(1, options.max_width)
         for line in Segment.split_lines(super().__rich_console__(console, natural)):  # type: ignore[arg-type]
-            length = Segment.get_line_length(line)
-            cuts = [*range(options.max_width, length, options.max_width), length]
+            # Without the blanks at its end, which would make a line of their own.
+            length = cell_len("".join(segment.text for segment in line).rstrip()) or 1
+            cuts = [*range(width, length, width), length]
             for part in Segment.divide(line, cuts):
                 yield from part
                 yield Segment.line()

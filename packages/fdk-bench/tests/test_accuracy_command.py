@@ -55,13 +55,15 @@ def test_json(bert_folder, tmp_path):
 
 
 def test_calibration_and_layers(bert_folder, tmp_path):
-    (tmp_path / "text").write_text("the cat sat\n\ndogs ran far from home\n")
-    asked = ("--formats", "kmeans2,int4", "--calibrate", tmp_path / "text", "--layers")
+    (tmp_path / "text").write_text("the cat sat\n")
+    (tmp_path / "more").write_text("dogs ran far from home\n")
+    texts = f"{tmp_path / 'text'},{tmp_path / 'more'}"
+    asked = ("--formats", "kmeans2,int4,", "--calibrate", texts, "--layers")
     done = run("--model", bert_folder, *asked, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     rows = records((tmp_path / "accuracy.jsonl").read_text())
     found = [(r["case"]["format"], r["case"]["calibration"]) for r in rows]
-    assert found == [("kmeans2-g64", ""), ("kmeans2-g64", "text"), ("int4-g64", "")]
+    assert found == [("kmeans2-g64", ""), ("kmeans2-g64", "text, more"), ("int4-g64", "")]
     assert "kmeans2-g64: output error " in done.stdout
     layers = records((tmp_path / "layers.jsonl").read_text())
     assert len(layers) == 36  # 12 of each
@@ -119,13 +121,13 @@ def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         (["--formats", "int9"], "int9"),
-        (["--formats", "int4,,nf4"], "''"),
         (["--group-size", "8"], "at least 16"),
         (["--skip", "("], "wanted a regular expression"),
         (["--backend", "absent"], "wanted one of auto, "),
         (["--model", "no-such-folder"], "found none"),
         (["--sentences", "no-such-file"], "no-such-file"),
-        (["--calibrate", "no-such-file"], "wanted a UTF-8 text file"),
+        (["--calibrate", "no-such-file"], "--calibrate: wanted a UTF-8 text file"),
+        (["--calibrate", "packaged,no-such-file"], "No such file or directory: 'no-such-file'"),
         (["--threads", "0"], "--threads"),
     ],
 )

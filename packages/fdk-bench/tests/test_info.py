@@ -42,6 +42,14 @@ def test_table():
     assert ("auto picks by" in " ".join(done.stdout.split())) == torch.cuda.is_available()
 
 
+def test_what_is_not_quantised_is_told():
+    done = run("--format", "bf16")
+    assert done.exit_code == 0
+    assert "bf16: not quantised; torch computes it" in done.stdout
+    assert "auto picks" not in done.stdout
+    assert "not quantised" not in run("--format", "int4").stdout
+
+
 def test_every_backend_is_chosen_or_has_a_reason():
     for support in supports(["custom4-g64", "affine4-g64"], 256, 256, "bf16", ["cpu"]):
         named = {*support.reasons, support.chosen} - {None}

@@ -223,6 +223,13 @@ def test_figures_hold_every_point():
     assert list(points.get_ydata()) == [200, 200]
 
 
+@pytest.mark.parametrize(("sizes", "drawn"), [((4e9,), "ticks"), ((4e9, 12e9), "dotted")])
+def test_the_floor_of_tokens_is_named_as_it_is_drawn(sizes, drawn):
+    frame = model_frame([model(parameters=size) for size in sizes])
+    (axes,) = figures(kernel_frame([]), frame)["tokens"].axes
+    assert f"({drawn}: weights read once a step)" in axes.get_xlabel()
+
+
 def test_two_of_16_bits_are_told_apart():
     """By dash or filling, for they share the colour and the marker of their width."""
     dense = [kernel("bf16", by=by, size=size) for by in ("torch", "other") for size in (64, 128)]

@@ -2,9 +2,21 @@
 
 import pytest
 from matplotlib.image import imread
+from rich.console import Console
 
-from fdk_bench.accuracy_cases import AccuracyCase, AccuracyValues, Comparison
-from fdk_bench.accuracy_tables import accuracy_markdown, comparison_lines
+from fdk_bench.accuracy_cases import (
+    AccuracyCase,
+    AccuracyValues,
+    Comparison,
+    LayerCase,
+    LayerValues,
+)
+from fdk_bench.accuracy_tables import (
+    accuracy_markdown,
+    accuracy_table,
+    comparison_lines,
+    layer_table,
+)
 from fdk_bench.plots import plot_accuracy
 from fdk_bench.records import Row
 
@@ -49,6 +61,17 @@ def test_plot_names_series_and_formats(tmp_path):
     assert text.index("crd_normal4-g64") < text.index("kmeans4-g64")
 
 
+def test_formats_of_one_width_are_told_apart(tmp_path):
+    lone = [row(f"{name}-g64", 4.25, 0.1) for name in ("kmeans4", "nf4", "fp4")]
+    _, svg = plot_accuracy(lone, tmp_path / "few")
+    # In the legend, and in the ranking with the bits.
+    assert [svg.read_text().count(f">{r.case.format}<") for r in lone] == [1, 1, 1]
+    assert "formats of one width" not in svg.read_text()
+    lone = [row(f"kmeans4-g{16 << i}", 4.25, 0.1) for i in range(9)]
+    _, svg = plot_accuracy(lone, tmp_path / "many")
+    assert svg.read_text().count("formats of one width") == 1
+
+
 def test_a_figure_drawn_again_is_the_same(tmp_path):
     first, second = (plot_accuracy(ROWS, tmp_path / name) for name in ("first", "second"))
     assert [a.read_bytes() for a in first] == [b.read_bytes() for b in second]
@@ -72,6 +95,36 @@ def test_markdown():
     assert lines[6].startswith("| affine4-g64 |")
     assert "failed" in lines[6]
     assert "1.00 million weights" in lines[-1]
+
+
+def printed(table, width):
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_cell_is_cut(width):
+    text = printed(accuracy_table(ROWS, width), width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert all(cell in text for cell in ("crd_normal4-g64", "4.250", "0.95000", "failed"))
+    told = " ".join(text.split())
+    assert ("for want of width without file MB, min." in told) == (width == 60)
+    assert ("0.85000" in text) == (width > 60)
+
+
+def test_layers_on_a_narrow_terminal():
+    values = LayerValues(64, 64, 4.25, 0.09, 0.0123)
+    names = [f"kmeans4-g{size}" for size in (16, 32, 64, 128, 256)]
+    rows = [Row(LayerCase(name, "tiny", "encoder.layer.0.output"), values) for name in names]
+    text = printed(layer_table(rows, 60), 60)
+    assert "…" not in text
+    assert text.count("0.0123") == 2
+    told = " ".join(text.split())
+    assert told.endswith("for want of width without kmeans4-g256, kmeans4-g128, kmeans4-g64")
+    assert "want of width" not in printed(layer_table(rows), 120)
 
 
 def test_comparison_lines():

@@ -90,8 +90,15 @@ def test_parse_case(text, case):
 
 
 def test_parse_case_refuses():
-    for text in ("gemv", "m1-n64-k64-int9-bf16-cpu"):
-        with pytest.raises(ValueError, match=r"int9|wanted a case such as .*, got 'gemv'"):
+    for text, said in (
+        ("gemv", "wanted a case such as .*, got 'gemv'"),
+        ("m1-n64-k64-int9-bf16-cpu", "int9"),
+        ("m0-n64-k64-int4-g64-bf16-cpu", "at least 1, got m=0, n=64, k=64"),
+        ("m1-n64-k250-int4-g64-bf16-cpu", "multiple of 64, got k=250"),
+        ("m1-n64-k64-int4-g64-bf16-cpu-zzz", "auto, .*, int4pack, .*; got 'zzz'"),
+        ("m1-n64-k64-int4-g64-bf16-cpu-torch", "got 'torch'"),
+    ):
+        with pytest.raises(ValueError, match=said):
             parse_case(text)
 
 
@@ -171,6 +178,11 @@ def test_cpu_case_is_disassembled(tmp_path, monkeypatch):
     done = run(case, "--library", library, "--symbol", "neon")
     assert done.exit_code == 1
     assert "no function matches 'neon'" in done.stderr
+    assert "stripped" not in done.stderr
+    (tmp_path / "text").write_text("")
+    done = run(case, "--library", library)
+    assert done.exit_code == 1
+    assert "is it stripped?" in done.stderr
     assert "cmake -S packages/fdk-cpu" in done.stderr
 
 
@@ -185,6 +197,11 @@ def test_real_objdump(tmp_path):
     done = run("m1-n64-k64-int4-g64-bf16-cpu", "--library", library, "--symbol", "^twice$")
     assert done.exit_code == 0, done.output
     assert "1 ret" in done.stdout
+    library.write_text("")
+    done = run("m1-n64-k64-int4-g64-bf16-cpu", "--library", library)
+    assert done.exit_code == 2
+    assert f"--library: {objdump} failed: wanted a program or library, got " in done.stderr
+    assert "a.so of 0 bytes" in done.stderr
 
 
 def test_kernels_of_the_installed_package():
@@ -209,3 +226,5 @@ def test_kernels_of_the_installed_package():
 def test_bad_usage(refused):
     refused(run, "gemv", said="wanted a case such as")
     refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--library", "absent", said="absent")
+    said = "--symbol: wanted a regular expression, got '('"
+    refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--symbol", "(", said=said)

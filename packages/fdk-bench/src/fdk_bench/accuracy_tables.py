@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fdk_bench.accuracy_cases import (
@@ -11,7 +10,7 @@ from fdk_bench.accuracy_cases import (
     Comparison,
     LayerRow,
 )
-from fdk_bench.kernel_tables import empty_table, markdown
+from fdk_bench.kernel_tables import empty_table, fitting, markdown
 
 HEADINGS = (
     "format",
@@ -24,31 +23,25 @@ HEADINGS = (
     "KL",
     "seconds",
 )
+# Left out of a terminal that is too narrow, in this order; the Markdown file has them.
+SPARE = ("file MB", "min", "seconds", "weight error", "KL", "output error")
 LAYER_HEADING = "layer (n x k)"
 
 
-def accuracy_table(rows: Sequence[AccuracyRow]) -> Table:
-    """One line per format, a rule between widths; of one that failed, that it did."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        caption=_caption(rows),
-        caption_justify="left",
-    )
-    headings = _headings(rows)
-    table.add_column(headings[0], no_wrap=True, min_width=18)
-    for heading in headings[1:]:
-        # Two lines each, so that the table fits 80 columns.
-        heading = heading.replace("/", "/ ").replace(" ", "\n")
-        table.add_column(heading, justify="right", no_wrap=True, min_width=6)
-    width = None
-    for row in rows:
-        if row.values is not None:
-            if width not in (None, int(row.values.bits_per_weight)):
+def accuracy_table(rows: Sequence[AccuracyRow], width: int | None = None) -> Table:
+    """One line per format, a rule between widths; without some of ``SPARE`` in a narrow one."""
+    lines = [accuracy_cells(row) for row in rows]
+    headings, note = fitting(_headings(rows), lines, SPARE, width, _folded)
+    caption = f"{_caption(rows).removesuffix('.')}{note}."
+    table = empty_table(headings, HEADINGS[:1], caption, _folded)
+    bits = None
+    for row, cells in zip(rows, lines, strict=True):
+        if row.values is None:
+            cells |= {headings[-1]: "failed"}
+        else:
+            if bits not in (None, int(row.values.bits_per_weight)):
                 table.add_section()
-            width = int(row.values.bits_per_weight)
-        cells = accuracy_cells(row)
+            bits = int(row.values.bits_per_weight)
         table.add_row(*(cells[heading] for heading in headings))
     return table
 
@@ -59,15 +52,25 @@ def accuracy_markdown(rows: Sequence[AccuracyRow]) -> str:
     return f"{table}\n{_caption(rows)}\n"
 
 
-def layer_table(rows: Sequence[LayerRow]) -> Table:
-    """The output error of every layer in every format, a line per layer."""
+def layer_table(rows: Sequence[LayerRow], width: int | None = None) -> Table:
+    """The output error of every layer, a line per layer, in every format that there is room for."""
     headings, lines = _by_layer(rows)
-    # A part of a format's name on each line of its heading, so that a few columns fit.
-    folded = [LAYER_HEADING, *(h.replace("-", "\n").replace(" ", "\n") for h in headings[1:])]
-    table = empty_table(folded, folded[:1], "error of each layer's output")
+    spare = headings[:1:-1]
+    shown, note = fitting(headings, lines, spare, width, _folded_format)
+    table = empty_table(shown, shown[:1], f"error of each layer's output{note}", _folded_format)
     for cells in lines:
-        table.add_row(*(cells[heading] for heading in headings))
+        table.add_row(*(cells[heading] for heading in shown))
     return table
+
+
+def _folded(heading: str) -> str:
+    """On two lines, so that the table fits 80 columns."""
+    return heading.replace("/", "/ ").replace(" ", "\n")
+
+
+def _folded_format(heading: str) -> str:
+    """A part of a format's name on each line, so that a few columns fit."""
+    return heading if heading == LAYER_HEADING else heading.replace("-", "\n").replace(" ", "\n")
 
 
 def layer_markdown(rows: Sequence[LayerRow]) -> str:

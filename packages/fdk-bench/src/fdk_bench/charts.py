@@ -222,7 +222,8 @@ def tokens_figure(frame: pd.DataFrame, title: str = "Decoding") -> Figure:
         axes.set_xlim(sizes[0] / 1.5, sizes[-1] * 1.5)
         plain_log(axes)
         axes.set_title(f"batch {batch}")
-        axes.set_xlabel("parameters, 10^9 (dotted: weights read once a step)")
+        drawn = "ticks" if len(sizes) == 1 else "dotted"  # one point makes no line
+        axes.set_xlabel(f"parameters, 10^9 ({drawn}: weights read once a step)")
     panels[0].set_ylabel("tokens per second")
     return finish(figure, panels, title, frame)
 

@@ -1,8 +1,11 @@
 """The table of a kernel benchmark, for the terminal and as Markdown."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 
 from fdk_bench.kernels import KernelRow, KernelValues
@@ -24,9 +27,35 @@ HEADINGS = (
     "x best peer",
 )
 LEFT = ("n x k", "format", "by")
-COLUMN_GAP = 3  # between two columns of SIMPLE_HEAD
+COLUMN_GAP = 2  # a column's padding and the divider of SIMPLE_HEAD, whose edges are as wide
 # Left out of a terminal that is too narrow, in this order; the Markdown file has them.
-SPARE = ("least", "floor", "eager", "TFLOP/s", "GB/s", "spread", "x 16 bit")
+SPARE = (
+    "least",
+    "floor",
+    "eager",
+    "TFLOP/s",
+    "GB/s",
+    "spread",
+    "x 16 bit",
+    "share",
+    "x best peer",
+)
+WIDEST = 10_000  # no table is
+
+
+class WholeTable(Table):
+    """A table whose lines go on below where a terminal is narrower: rich would cut its cells."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines at their full width, each in parts that the terminal has room for."""
+        natural, width = options.update(max_width=WIDEST), max(1, options.max_width)
+        for line in Segment.split_lines(super().__rich_console__(console, natural)):  # type: ignore[arg-type]
+            # Without the blanks at its end, which would make a line of their own.
+            length = cell_len("".join(segment.text for segment in line).rstrip()) or 1
+            cuts = [*range(width, length, width), length]
+            for part in Segment.divide(line, cuts):
+                yield from part
+                yield Segment.line()
 
 
 def kernel_table(rows: Sequence[KernelRow], caption: str = "", width: int | None = None) -> Table:
@@ -63,12 +92,19 @@ def fitting(
     lines: Sequence[Mapping[str, str]],
     spare: Sequence[str],
     width: int | None,
+    fold: Callable[[str], str] = str,
 ) -> tuple[list[str], str]:
-    """The headings of a table that a terminal has room for, and a note of those left out."""
-    columns = {h: max(len(h), *(len(cells[h]) for cells in lines), 0) for h in headings}
+    """The headings of a table that a terminal has room for, and a note of those left out.
+
+    ``fold`` gives a heading as it is shown, on one line or more.
+    """
+    columns = {
+        h: max(*map(len, fold(h).split("\n")), *(len(cells[h]) for cells in lines), 0)
+        for h in headings
+    }
     left_out = []
     for heading in spare:
-        if width is None or sum(columns.values()) + COLUMN_GAP * len(columns) + 1 <= width:
+        if width is None or sum(columns.values()) + COLUMN_GAP * len(columns) <= width:
             break
         if columns.pop(heading, None) is not None:
             left_out.append(heading)
@@ -76,12 +112,20 @@ def fitting(
     return list(columns), note
 
 
-def empty_table(headings: Sequence[str], left: Sequence[str], caption: str) -> Table:
-    """A table without lines, of figures but for the columns ``left``."""
-    table = Table(box=SIMPLE_HEAD, caption=caption or None, caption_justify="left")
+def empty_table(
+    headings: Sequence[str], left: Sequence[str], caption: str, fold: Callable[[str], str] = str
+) -> WholeTable:
+    """A table without lines, of figures but for columns ``left``; ``fold`` as of ``fitting``."""
+    table = WholeTable(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=caption or None,
+        caption_justify="left",
+    )
     for heading in headings:
         justify = "left" if heading in left else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(fold(heading), justify=justify, no_wrap=True)  # type: ignore[arg-type]
     return table
 
 

@@ -27,7 +27,17 @@ HEADINGS = (
 )
 LEFT = ("model", "format", "head", "by", "fused")
 # Left out of a terminal that is too narrow, in this order; the Markdown file has them.
-SPARE = ("spread", "head", "read GB", "fused")
+SPARE = (
+    "spread",
+    "head",
+    "read GB",
+    "fused",
+    "memory GB",
+    "share",
+    "x 16 bit",
+    "first token",
+    "perplexity",
+)
 OPTIONAL = ("fused", "memory GB", "x 16 bit", "perplexity")
 
 

@@ -1,13 +1,14 @@
 """Plots of results: PNG and SVG, readable in print and for colour-blind readers."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.markers import CARETDOWN, CARETLEFT, CARETRIGHT, CARETUP
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from fdk_bench.accuracy_cases import BASELINE, AccuracyRow
@@ -23,6 +24,9 @@ STYLES = (
     ("#56B4E9", "P", (0, (1, 1))),
 )
 GREY = "#555555"
+# Of formats of which one width was measured: a marker each where there are no more than these.
+# Carets touch their point with the tip, so that those of points near each other lie side by side.
+LONE_MARKERS = (CARETLEFT, CARETRIGHT, "x", "+", CARETUP, CARETDOWN, "1", "d")
 BIT_TICKS = (1, 2, 3, 4, 6, 8, 16)
 LOSS = "loss of the output (1 - mean cosine)"
 SMALLEST_LOSS = 1e-7  # of a cosine computed in float32
@@ -60,12 +64,12 @@ def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     styles = cycle(STYLES)
-    lone: list[tuple[float, float]] = []
+    lone: dict[str, tuple[float, float]] = {}
     for name, points in _series(rows, which):
         if name == BASELINE:
             axes.plot(*points[0], "*", color="black", markersize=10, label="bf16 weights")
         elif len(points) == 1:
-            lone += points
+            lone[name] = points[0]
         else:
             colour, marker, dash = next(styles)
             x, y = zip(*points, strict=True)
@@ -83,9 +87,7 @@ def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str
                 markeredgewidth=1.4,
                 label=name,
             )
-    if lone:
-        x, y = zip(*lone, strict=True)
-        axes.plot(x, y, "x", color=GREY, markersize=6, zorder=1, label="formats of one width")
+    _draw_lone(axes, lone)
     axes.xaxis.set_major_locator(FixedLocator(BIT_TICKS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -96,6 +98,25 @@ def _draw_curves(axes: Axes, rows: Sequence[AccuracyRow], which: int, label: str
         axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel(label)
     axes.grid(color="#DDDDDD")
+
+
+def _draw_lone(axes: Axes, lone: Mapping[str, tuple[float, float]]) -> None:
+    """Formats of one width, each by its name where there are few."""
+    if len(lone) > len(LONE_MARKERS):
+        x, y = zip(*lone.values(), strict=True)
+        axes.plot(x, y, "x", color=GREY, markersize=6, zorder=1, label="formats of one width")
+        return
+    for (label, point), marker in zip(lone.items(), LONE_MARKERS, strict=False):
+        axes.plot(
+            *point,
+            color="black",
+            marker=marker,
+            linestyle="none",
+            markersize=8,
+            markerfacecolor="none",
+            zorder=3,
+            label=label,
+        )
 
 
 def _draw_ranking(axes: Axes, rows: Sequence[AccuracyRow]) -> None:
@@ -124,13 +145,17 @@ def _ranked_label(row: AccuracyRow) -> str:
 def _series(
     rows: Sequence[AccuracyRow], which: int
 ) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-    """Formats that differ in nothing but their width, in the order of their first rows."""
-    series: dict[str, list[tuple[float, float]]] = {}
+    """Formats that differ in nothing but their width, in the order of their first rows.
+
+    One that is alone keeps its width in its name.
+    """
+    series: dict[str, list[AccuracyRow]] = {}
     for row in rows:
         name = re.sub(r"^([a-z_]+)\d(?=-)", r"\1", row.case.label)
-        series.setdefault(name, []).append(_point(row, which))
-    for name, points in series.items():
-        yield name, sorted(points)
+        series.setdefault(name, []).append(row)
+    for name, alike in series.items():
+        shown = name if len(alike) > 1 else alike[0].case.label
+        yield shown, sorted(_point(row, which) for row in alike)
 
 
 def _point(row: AccuracyRow, which: int) -> tuple[float, float]:

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from fdk_bench.cases import DTYPES, KernelCase
-from fdk_formats import Format
+from fdk_bench.peers import PEERS
+from fdk_formats import Format, all_backends
 
 # Shares of what the machine can do, in percent, by what each stands for.
 PIPES = {
@@ -33,6 +34,8 @@ OTHERS = {
 }
 # Below this share of every pipe it is waiting that takes the time: latency, or too little work.
 BUSY = 60.0
+# Backends that a case may name, those of packages that are not installed here too.
+BACKENDS = ("auto", "reference", "cpu", "triton", "marlin", "marlin-lut")
 INSTRUCTION = re.compile(
     r"^\s*[0-9a-f]+:\s+(?:\{[^}]*\}\s+)?(?P<mnemonic>[a-z][\w.]*)(?P<rest>.*)$"
 )
@@ -93,7 +96,7 @@ def parse_case(text: str) -> KernelCase:
     """A case from its text, ``m1-n4096-k4096-custom4-g64-bf16-cuda-auto``.
 
     Raises:
-        ValueError: for text that is none.
+        ValueError: for text that is none, and for a case that there cannot be.
     """
     pattern = (
         rf"m(\d+)-n(\d+)-k(\d+)-(.+)-({'|'.join(DTYPES)})(?:-(int8))?-(cpu|cuda)(?:-([\w.-]+))?"
@@ -108,7 +111,16 @@ def parse_case(text: str) -> KernelCase:
         format = str(Format.parse(format))
     default = "torch" if format in DTYPES else "auto"
     shape = (int(m), int(n), int(k))
-    return KernelCase(*shape, format, dtype, device, backend or default, activations or "float")
+    if min(shape) < 1:
+        raise ValueError(f"wanted m, n and k of at least 1, got m={m}, n={n}, k={k}")
+    known = [default, *BACKENDS, *all_backends(), *(peer.name for peer in PEERS)]
+    if backend and backend not in known:
+        wanted = ", ".join(dict.fromkeys(known))
+        raise ValueError(f"wanted a backend or peer of {wanted}; got {backend!r}")
+    case = KernelCase(*shape, format, dtype, device, backend or default, activations or "float")
+    if case.quantised is not None:
+        case.quantised.group_size_for(case.k)  # raises where no group divides k
+    return case
 
 
 def ncu_command(ncu: str, inner: Sequence[str]) -> list[str]:
@@ -152,7 +164,9 @@ def disassemble(objdump: str, library: Path, pattern: str) -> list[Disassembly]:
     run = partial(subprocess.run, capture_output=True, text=True, check=False)
     done = run([objdump, "--disassemble", "--demangle", "--no-show-raw-insn", str(library)])
     if done.returncode:
-        raise ValueError(f"{objdump} failed: {done.stderr.strip()}")
+        # Of an empty file objdump says nothing.
+        told = f"wanted a program or library, got {library} of {library.stat().st_size} bytes"
+        raise ValueError(f"{objdump} failed: {done.stderr.strip() or told}")
     symbols = run([objdump, "--syms", str(library)])
     return functions_of(done.stdout, pattern, sources_of(symbols.stdout))
 

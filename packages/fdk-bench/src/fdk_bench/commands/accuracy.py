@@ -7,6 +7,7 @@ import typer
 
 from fdk_bench.commands import options
 from fdk_bench.commands.common import (
+    LISTS,
     Screen,
     check_pattern,
     checked,
@@ -15,6 +16,7 @@ from fdk_bench.commands.common import (
     finish,
     output_folder,
     prepare_environment,
+    split,
     use_threads,
 )
 
@@ -39,8 +41,8 @@ def accuracy(
             "--format",
             "--formats",
             metavar="LIST",
-            help="Formats such as kmeans4-g64, nf4, int2-search, bf16; repeat, or separate by "
-            "commas. Default: a range of codebooks at 1, 2, 3, 4 and 8 bits.",
+            help=f"Formats such as kmeans4-g64, nf4, int2-search, bf16; {LISTS}. "
+            "Default: a range of codebooks at 1, 2, 3, 4 and 8 bits.",
             rich_help_panel=options.CASES,
         ),
     ] = None,
@@ -70,12 +72,12 @@ def accuracy(
         ),
     ] = None,
     calibrate: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             metavar="LIST",
-            help="Text file, or packaged for one of ours; repeat for more. k-means and search "
-            "formats are measured once more, with errors weighed by the mean square of each input "
-            "over this text.",
+            help=f"Text files, or packaged for one of ours; {LISTS}. k-means and search formats "
+            "are measured once more, with errors weighed by the mean square of each input over "
+            "this text.",
             rich_help_panel=options.CASES,
         ),
     ] = None,
@@ -101,18 +103,21 @@ def accuracy(
     lines = _read_sentences(sentences)
     from fdk_bench.accuracy import prepare
     from fdk_bench.accuracy_cases import DEFAULT_FORMATS, DEFAULT_SKIP, parse_formats
+    from fdk_bench.calibration import paragraphs
     from fdk_bench.models import ModelError, load_text_model
 
     use_threads(threads)
     checked_backends([backend])
-    asked = [name.strip() for text in formats or () for name in text.split(",")]
-    names = checked(lambda: parse_formats(asked or DEFAULT_FORMATS, group_size))
+    names = checked(lambda: parse_formats(split(formats) or DEFAULT_FORMATS, group_size))
+    texts = [Path(name) for name in split(calibrate)]
+    if texts:
+        checked(lambda: paragraphs(texts), "--calibrate")
     try:
         loaded = load_text_model(model)
     except ModelError as error:
         raise typer.BadParameter(f"--model: {error}") from None
     left = DEFAULT_SKIP if skip is None else skip
-    subject = checked(lambda: prepare(loaded, lines, left, calibrate or ()))
+    subject = checked(lambda: prepare(loaded, lines, left, texts))
     _run(subject, names, backend, output_folder(out, "accuracy"), layers, json_lines)
 
 
@@ -153,7 +158,7 @@ def _run(
             gathered,
             folder / "accuracy.jsonl",
             json_lines=json_lines,
-            show=lambda rows: screen.update(len(rows), accuracy_table(rows)),
+            show=lambda rows: screen.update(len(rows), accuracy_table(rows, screen.width)),
         )
     _write_layers(of_layers, gathered, folder)
     _show(rows, of_layers if print_layers else [], folder, screen)
@@ -184,12 +189,12 @@ def _show(rows: "list[AccuracyRow]", layers: "list[LayerRow]", folder: Path, scr
     )
     from fdk_bench.plots import plot_accuracy
 
-    screen.console.print(accuracy_table(rows))
+    screen.console.print(accuracy_table(rows, screen.width))
     (folder / "accuracy.md").write_text(accuracy_markdown(rows), encoding="utf-8")
     if any(row.values is not None for row in rows):
         plot_accuracy(rows, folder / "accuracy")
     if layers:
-        screen.console.print(layer_table(layers))
+        screen.console.print(layer_table(layers, screen.width))
     lines = comparison_lines(compare_kmeans(rows)) + calibration_lines(compare_calibrated(rows))
     for line in lines:
         screen.console.print(line, highlight=False, soft_wrap=True)

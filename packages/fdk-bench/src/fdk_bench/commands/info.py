@@ -84,7 +84,11 @@ def info(
         console = Console(width=FILE_WIDTH)
     console.print(_facts(here, gathered.versions, gathered.environment, gathered.commit))
     title = f"[{n}, {k}] layer, {dtype} activations"
-    console.print(_supports(found, title))
+    if found:
+        console.print(_supports(found, title))
+    if plain := [name for name in names if name in DTYPES]:
+        text = f"{', '.join(plain)}: not quantised; torch computes it, and no backend is asked"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
     for line in kernel_lines(found):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     for line in _peers(peers):

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fdk_bench.commands.common import EXIT_FAILED_ROWS, FILE_WIDTH, checked, prepare_environment
+from fdk_bench.commands.common import (
+    EXIT_FAILED_ROWS,
+    FILE_WIDTH,
+    check_pattern,
+    checked,
+    prepare_environment,
+)
 
 if TYPE_CHECKING:
     from fdk_bench.cases import KernelCase
@@ -51,6 +57,7 @@ def profile(
     from fdk_bench.profiling import parse_case
 
     prepare_environment()
+    check_pattern("--symbol", symbol or "")
     case = checked(lambda: parse_case(name))
     if inside:
         _run_once(case)
@@ -129,6 +136,7 @@ def _profile_cpu(
         library = Path(fdk_cpu._native.__file__)
     elif not library.is_file():
         raise typer.BadParameter(f"--library: found no file at {library}")
+    hint = "" if symbol is not None else f"\n{BUILD}"
     if symbol is None:
         if case.quantised is None:
             _fail(f"{case}: wanted a quantised format, or --symbol: 16 bits are torch's")
@@ -137,9 +145,9 @@ def _profile_cpu(
         symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
         # Kernels for x of 8 bits take a task of another type.
         symbol += r".*\bInt8Task\b" if case.activations == "int8" else r"(?!.*\bInt8Task\b)"
-    functions = checked(lambda: disassemble(objdump, library, symbol))
+    functions = checked(lambda: disassemble(objdump, library, symbol), "--library")
     if not functions:
-        _fail(f"{library}: no function matches {symbol!r}\n{BUILD}")
+        _fail(f"{library}: no function matches {symbol!r}{hint}")
     in_use = f"_{fdk_cpu.instruction_set()}." if fdk_cpu else "."
     for function in sorted(functions, key=lambda function: in_use not in function.source):
         if json_lines:

@@ -291,6 +291,16 @@ def test_compare_command_names_who_is_absent(tmp_path):
     assert "int4pack: integer grid with zero points" in done.stdout
 
 
+def test_compare_goes_on_after_a_shape_that_groups_do_not_divide(tmp_path):
+    shapes = ("--shapes", "32x100,32x64", "-b", "4", "--against", "int4pack,tinygemm")
+    done = run(*TINY[4:], *DEVICE, "-m", "1", *shapes, "--out", tmp_path, command="compare")
+    assert done.exit_code == 1, done.output
+    failed, *others = records((tmp_path / "compare.jsonl").read_text())
+    assert "k must be a positive multiple of 64, got k=100" in failed["error"]
+    assert [r["case"]["backend"] for r in others if r["values"]] == ["reference", "int4pack"]
+    assert "not measured: tinygemm: " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

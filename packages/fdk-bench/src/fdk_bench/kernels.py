@@ -146,14 +146,24 @@ def absent(run: KernelRun) -> dict[str, str]:
             for format in sorted(run.formats, key=lambda format: format in DTYPES)
         ]
         if not any(_takes(peer, case) for case in cases):
-            against = (peer.unsupported(case) for case in cases)
+            against = (_unsupported(peer, case) for case in cases)
             reasons[peer.name] = peer.missing() or next(filter(None, against), "no case")
     return reasons
 
 
 def _takes(peer: Peer, case: KernelCase) -> bool:
     # Of ours to be measured and failing is news; of a peer it is what its documentation says.
-    return peer.missing() is None and peer.unsupported(case) is None
+    return peer.missing() is None and _unsupported(peer, case) is None
+
+
+def _unsupported(peer: Peer, case: KernelCase) -> str | None:
+    """Why a peer does not take a case; no peer takes a row that the groups do not divide."""
+    try:
+        if case.quantised is not None:
+            case.quantised.group_size_for(case.k)
+    except ValueError as error:
+        return str(error)
+    return peer.unsupported(case)
 
 
 def contender_of(case: KernelCase) -> Peer:

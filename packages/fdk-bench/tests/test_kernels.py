@@ -279,6 +279,25 @@ def test_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     assert (tmp_path / "kernels.md").read_text().count("\n| 32 x 64") == 2
 
 
+def test_a_run_without_rows_leaves_those_of_the_last(tmp_path, monkeypatch):
+    assert run(*TINY, *DEVICE, "-m", "1", "-b", "4", "--out", tmp_path).exit_code == 0
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    def ended(error):
+        raise error
+        yield
+
+    for error, code in ((KeyboardInterrupt, 130), (RuntimeError, 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "measure", lambda *_, error=error: ended(error))
+            done = run(*TINY, *DEVICE, "-m", "1", "-b", "4", "--out", tmp_path)
+        assert done.exit_code == code
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    assert run(*TINY, *DEVICE, "-m", "2", "-b", "4", "--out", tmp_path).exit_code == 0
+    (row,) = records((tmp_path / "kernels.jsonl").read_text())
+    assert row["case"]["m"] == 2
+
+
 def test_compare_command_names_who_is_absent(tmp_path):
     peers = ("--against", "int4pack,tinygemm")
     done = run(*TINY, *DEVICE, "-m", "1", *peers, "--out", tmp_path, command="compare")

@@ -139,21 +139,24 @@ def collect(
     json_lines: bool,
     show: "Callable[[list[Row[Any, Any]]], None]",
 ) -> "tuple[list[Row[Any, Any]], bool]":
-    """Writes each row as it comes; returns the rows and whether Ctrl-C ended them."""
+    """Writes each row as it comes; returns the rows and whether Ctrl-C ended them.
+
+    The first row replaces what the file holds: until then the rows of an earlier run stay.
+    """
     from fdk_bench.records import to_json
 
     collected: list[Row[Any, Any]] = []
-    with path.open("w", encoding="utf-8") as file:
-        try:
-            for row in rows:
-                collected.append(row)
-                line = to_json(row, facts)
-                print(line, file=file, flush=True)
-                if json_lines:
-                    print(line, flush=True)
-                show(collected)
-        except KeyboardInterrupt:
-            return collected, True
+    try:
+        for row in rows:
+            line = to_json(row, facts)
+            collected.append(row)
+            with path.open("w" if len(collected) == 1 else "a", encoding="utf-8") as file:
+                print(line, file=file)
+            if json_lines:
+                print(line, flush=True)
+            show(collected)
+    except KeyboardInterrupt:
+        return collected, True
     return collected, False
 
 

@@ -158,7 +158,9 @@ def _run(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None
             show=lambda rows: screen.update(len(rows), kernel_table(rows, caption, screen.width)),
         )
     screen.console.print(kernel_table(rows, caption, screen.width))
-    (folder / f"{command}.md").write_text(f"{kernel_markdown(rows)}\n{caption}\n", encoding="utf-8")
+    if rows:
+        text = f"{kernel_markdown(rows)}\n{caption}\n"
+        (folder / f"{command}.md").write_text(text, encoding="utf-8")
     for peer in run.peers:
         if told := stored_bits(rows, peer.name):
             text = f"{peer.name}: {peer.note}; {told}"

@@ -213,6 +213,7 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
     told = continuations(rows)
     screen.console.print(told, end="", markup=False, highlight=False, soft_wrap=True)
     table = f"{model_markdown(rows)}\n{caption}\n"
-    (folder / "models.md").write_text(table + (f"\n{told}" if told else ""), encoding="utf-8")
+    if rows:
+        (folder / "models.md").write_text(table + (f"\n{told}" if told else ""), encoding="utf-8")
     screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)
     finish(rows, total, interrupted, screen)

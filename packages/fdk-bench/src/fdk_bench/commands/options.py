@@ -178,7 +178,8 @@ OutOption = Annotated[
     typer.Option(
         "--out",
         "--output",
-        help="Folder for results. Default: out/COMMAND-TIME.",
+        help="Folder for results; a new run replaces the rows of the last. Default: "
+        "out/COMMAND-TIME.",
         rich_help_panel=RESULTS,
     ),
 ]

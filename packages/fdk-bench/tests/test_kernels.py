@@ -325,6 +325,11 @@ def test_compare_goes_on_after_a_shape_that_groups_do_not_divide(tmp_path):
     [
         (["-m", "0"], "-m: wanted whole numbers from 1"),
         (["-k", "64,x"], "got 'x'"),
+        (["-m", ","], "-m: wanted an entry or several"),
+        (["--shapes", ""], "--shapes: wanted an entry or several"),
+        (["--format", ""], "--format: wanted an entry or several"),
+        (["--activations", ""], "--activations: wanted an entry or several"),
+        (["--against", "", "--against", ","], "got ',,'"),
         (["--format", "int9"], "int9"),
         (["--dtype", "fp8"], "wanted one of bf16, fp16, fp32"),
         (["--device", "tpu"], "wanted cpu or cuda"),

@@ -412,6 +412,9 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
     ("arguments", "said"),
     [
         (["--batch-size", "0"], "wanted whole numbers"),
+        (["--size", ""], "--size: wanted an entry or several"),
+        (["--format", ","], "--format: wanted an entry or several"),
+        (["--backend", " , "], "got ' , '"),
         (["--bits", "12"], "got 12"),
         (["--skip", "("], "wanted a regular expression"),
         (["--backend", "absent"], "wanted one of auto"),

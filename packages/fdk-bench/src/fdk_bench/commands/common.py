@@ -36,15 +36,23 @@ def prepare_environment() -> None:
             os.environ.setdefault(name, value)
 
 
-def split(texts: Sequence[str] | None) -> list[str]:
-    """The entries of an option that may be repeated and may hold commas."""
-    return [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
+def split(texts: Sequence[str] | None, option: str = "") -> list[str]:
+    """The entries of an option that may be repeated and may hold commas.
+
+    None for one that was not given; one that was given and holds nothing is bad usage.
+    """
+    found = [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
+    if texts and not found:
+        raise typer.BadParameter(
+            f"{option or 'a list'}: wanted an entry or several ({LISTS}), got {','.join(texts)!r}"
+        )
+    return found
 
 
 def numbers(option: str, texts: Sequence[str] | None, default: Sequence[int]) -> list[int]:
     """The positive whole numbers of an option, each once, in order."""
     found = []
-    for text in split(texts):
+    for text in split(texts, option):
         if not text.isdigit() or int(text) < 1:
             raise typer.BadParameter(f"{option}: wanted whole numbers from 1, got {text!r}")
         found.append(int(text))

@@ -117,14 +117,16 @@ def kernels(
     ks, ns = numbers("-k", k, ()), numbers("-n", n, ())
     widths = numbers("--bits", bits, defaults.bits)
     run = KernelRun(
-        shapes=checked(lambda: shapes_of(split(shapes), ns, ks, (4096, 4096))),
+        shapes=checked(lambda: shapes_of(split(shapes, "--shapes"), ns, ks, (4096, 4096))),
         ms=numbers("-m", m, defaults.ms),
-        formats=checked(lambda: formats_of(widths, split(formats), group_size, dtype)),
+        formats=checked(lambda: formats_of(widths, split(formats, "--format"), group_size, dtype)),
         dtype=dtype,
         device=on,
-        backends=checked_backends(split(backend) or ["auto"]),
-        activations=checked_activations(split(activations) or ["float"], on),
-        peers=checked(lambda: peers_named(split(against) or [defaults.against]), "--against"),
+        backends=checked_backends(split(backend, "--backend") or ["auto"]),
+        activations=checked_activations(split(activations, "--activations") or ["float"], on),
+        peers=checked(
+            lambda: peers_named(split(against, "--against") or [defaults.against]), "--against"
+        ),
         include=include,
         exclude=exclude,
         copies=copies,

@@ -84,10 +84,11 @@ def record(
     """
     where = checked_device(device)
     parts = {part.name: part for part in (ON_GPU if where == "cuda" else ON_CPU)}
-    if unknown := [name for name in split(only) if name not in parts]:
+    asked = split(only, "--only")
+    if unknown := [name for name in asked if name not in parts]:
         wanted = ", ".join(parts)
         raise typer.BadParameter(f"--only: wanted some of {wanted}; got {', '.join(unknown)}")
-    chosen = [parts[name] for name in split(only) or parts]
+    chosen = [parts[name] for name in asked or parts]
     end = time.perf_counter() + (seconds or float("inf"))
     left = [part for part in chosen if not (resume and _done(part) is not None)]
     _warm(left, where, jobs or os.cpu_count() or 1, min(end, time.perf_counter() + compile_seconds))

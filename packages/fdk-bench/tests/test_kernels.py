@@ -346,6 +346,21 @@ def test_bad_usage(arguments, said, refused):
     refused(run, *DEVICE, *arguments, said=said)
 
 
+@pytest.mark.parametrize("command", ["kernels", "compare", "models", "accuracy", "record"])
+def test_no_folder_for_results(command, no_folder, monkeypatch):
+    monkeypatch.setattr("fdk_bench.commands.record.ON_CPU", ())
+    done = run(*["--out"] * (command != "record"), no_folder, command=command)
+    assert done.exit_code == 2, done.output
+    assert f"wanted a folder that can be written, got {no_folder}" in done.stderr
+
+
+def test_folder_for_results_that_cannot_be_made(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere/else")
+    done = run(*TINY, *DEVICE, "--out", tmp_path / "link")
+    assert done.exit_code == 2
+    assert f"--out: wanted a folder that can be written, got {tmp_path / 'link'}" in done.stderr
+
+
 def test_help_loads_no_torch():
     code = (
         "import sys; from typer.testing import CliRunner; from fdk_bench.cli import app\n"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -132,11 +133,31 @@ def use_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+def check_output(output: Path | None) -> Path | None:
+    """Bad usage for a folder that cannot be made or written; nothing is made yet."""
+    if output is None:
+        return None
+    try:
+        there = next(path for path in (output, *output.parents) if path.exists())
+        with TemporaryFile(dir=there):
+            return output
+    except OSError as error:
+        raise typer.BadParameter(_no_folder(output, error)) from None
+
+
 def output_folder(output: Path | None, benchmark: str) -> Path:
     """The folder for results, made; ``out/<benchmark>-<time>`` where none is given."""
     folder = output or Path("out") / f"{benchmark}-{datetime.now():%Y-%m-%dT%H-%M-%S}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise typer.BadParameter(f"--out: {_no_folder(folder, error)}") from None
+
+
+def _no_folder(folder: Path, error: OSError) -> str:
+    return f"wanted a folder that can be written, got {folder}: {error.strerror}"
 
 
 def collect(

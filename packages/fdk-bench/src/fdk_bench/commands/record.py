@@ -19,6 +19,7 @@ from fdk_bench.commands.common import (
     EXIT_FAILED_ROWS,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
+    check_output,
     checked_device,
     split,
 )
@@ -33,7 +34,10 @@ WORK = Path("out") / "record"  # untracked: a commit is clean until every part w
 
 def record(
     out: Annotated[
-        Path, typer.Argument(help="Folder of the machine, such as docs/results/epyc-zen4.")
+        Path,
+        typer.Argument(
+            callback=check_output, help="Folder of the machine, such as docs/results/epyc-zen4."
+        ),
     ],
     only: Annotated[
         list[str] | None,

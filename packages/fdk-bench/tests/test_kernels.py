@@ -192,6 +192,16 @@ def test_failing_case_is_a_row():
     assert len(rows) == 6
 
 
+def test_what_memory_does_not_hold_is_a_row():
+    run = tiny_run(ms=[1, 10**11], shapes=[(32, 64), (32, 64 * 10**12)])
+    rows = list(measure(run))
+    assert len(rows) == run.count() == 8
+    assert [(row.case.m, row.case.k) for row in rows if row.error is None] == [(1, 64)] * 2
+    rows = list(measure(tiny_run(copies=10**12)))
+    assert len(rows) == 4
+    assert all("MemoryError: --copies: 1000000000000 of " in row.error for row in rows)
+
+
 def test_copies_are_of_their_own():
     case = KernelCase(1, 32, 64, "custom4-g32", "bf16", "cpu", "reference")
     prepared = Ours().prepare(case, 3)

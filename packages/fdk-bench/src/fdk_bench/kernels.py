@@ -199,9 +199,19 @@ def _measure_shape(
     run: KernelRun, floor: Floor, n: int, k: int, on_step: Callable[[str], None]
 ) -> Iterator[KernelRow]:
     torch._dynamo.reset()  # what was compiled for the last shape goes, and no longer counts
-    inputs = {m: _input(run, m, k) for m in run.ms}
+    inputs: dict[int, Tensor] = {}
+    refused: dict[int, str] = {}
+    for m in run.ms:
+        try:
+            inputs[m] = _input(run, m, k)
+        except Exception as error:  # an x that memory does not hold
+            refused[m] = _text(error)
     ready: list[_Ready] = []
-    for cases, contender in run.contenders(n, k):
+    for asked, contender in run.contenders(n, k):
+        yield from (Row(case, error=refused[case.m]) for case in asked if case.m in refused)
+        cases = [case for case in asked if case.m in inputs]
+        if not cases:
+            continue
         on_step(f"{cases[0].format} {cases[0].backend} {n}x{k}")
         limit = run.peer_seconds if contender in run.peers else None
         try:
@@ -214,9 +224,9 @@ def _measure_shape(
         else:
             by_m = {case.m: e for case, e in zip(cases, errors, strict=True)}
             ready.append(_Ready(cases, prepared, by_m))
-    for m in run.ms:
+    for m, x in inputs.items():
         on_step(f"m={m} {n}x{k}")
-        yield from _measure_turns(run, floor, inputs[m], ready)
+        yield from _measure_turns(run, floor, x, ready)
 
 
 def _measure_turns(

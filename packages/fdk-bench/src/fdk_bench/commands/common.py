@@ -28,6 +28,9 @@ OPENMP_DEFAULTS = {"GOMP_SPINCOUNT": "0"}
 
 Value = TypeVar("Value")
 LISTS = "repeat, or separate by commas"
+NUMBER = r"0*[1-9][0-9]{0,17}"  # 64 bits hold it
+# Of each core: more wait for one another, and torch 2.13 crashed with 100000.
+MOST_THREADS = 4
 
 
 def prepare_environment() -> None:
@@ -54,18 +57,20 @@ def numbers(option: str, texts: Sequence[str] | None, default: Sequence[int]) ->
     """The positive whole numbers of an option, each once, in order."""
     found = []
     for text in split(texts, option):
-        if not text.isdigit() or int(text) < 1:
-            raise typer.BadParameter(f"{option}: wanted whole numbers from 1, got {text!r}")
+        if not re.fullmatch(NUMBER, text):
+            raise typer.BadParameter(
+                f"{option}: wanted whole numbers from 1, of up to 18 digits, got {text[:40]!r}"
+            )
         found.append(int(text))
     return list(dict.fromkeys(found)) or list(default)
 
 
-def checked(call: Callable[[], Value], option: str = "") -> Value:
-    """The result of a call whose ``ValueError`` is about what the user gave, to ``option``."""
+def checked(call: Callable[[], Value]) -> Value:
+    """The result of a call whose ``ValueError`` is about what the user gave, and names it."""
     try:
         return call()
     except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}" if option else str(error)) from None
+        raise typer.BadParameter(str(error)) from None
 
 
 def check_pattern(option: str, text: str) -> None:
@@ -129,8 +134,15 @@ def use_threads(threads: int | None) -> None:
     """So many threads of torch, and with it of fdk-cpu and llama.cpp; torch's choice for None."""
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if threads is None:
+        return
+    cores = os.cpu_count() or 1
+    if threads > MOST_THREADS * cores:
+        raise typer.BadParameter(
+            f"--threads: wanted at most {MOST_THREADS * cores}, {MOST_THREADS} for each of "
+            f"{cores} cores, got {threads}"
+        )
+    torch.set_num_threads(threads)
 
 
 def check_output(output: Path | None) -> Path | None:

@@ -124,9 +124,7 @@ def kernels(
         device=on,
         backends=checked_backends(split(backend, "--backend") or ["auto"]),
         activations=checked_activations(split(activations, "--activations") or ["float"], on),
-        peers=checked(
-            lambda: peers_named(split(against, "--against") or [defaults.against]), "--against"
-        ),
+        peers=checked(lambda: peers_named(split(against, "--against") or [defaults.against])),
         include=include,
         exclude=exclude,
         copies=copies,

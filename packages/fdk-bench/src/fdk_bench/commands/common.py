@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -34,10 +36,27 @@ MOST_THREADS = 4
 
 
 def prepare_environment() -> None:
-    """Settings that make timings of torch fair; call it before torch is imported."""
+    """Settings that make timings of torch fair, and torch; call it before torch is imported."""
     if not {"OMP_PROC_BIND", "OMP_WAIT_POLICY"} & set(os.environ):
         for name, value in OPENMP_DEFAULTS.items():
             os.environ.setdefault(name, value)
+    with ended_by_interrupt():
+        import torch  # noqa: F401
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process, where modules that are imported would catch its exception."""
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def split(texts: Sequence[str] | None, option: str = "") -> list[str]:

@@ -39,6 +39,13 @@ def refused(tmp_path, monkeypatch):
     return check
 
 
+@pytest.fixture(params=["file", "file/sub", "/proc", "/proc/nope"])
+def no_folder(request, tmp_path):
+    """A path at which no folder of results can be."""
+    (tmp_path / "file").touch()
+    return tmp_path / request.param
+
+
 @pytest.fixture(scope="session")
 def write_tokenizer():
     """``save_tokenizer``."""

@@ -192,6 +192,16 @@ def test_failing_case_is_a_row():
     assert len(rows) == 6
 
 
+def test_what_memory_does_not_hold_is_a_row():
+    run = tiny_run(ms=[1, 10**11], shapes=[(32, 64), (32, 64 * 10**12)])
+    rows = list(measure(run))
+    assert len(rows) == run.count() == 8
+    assert [(row.case.m, row.case.k) for row in rows if row.error is None] == [(1, 64)] * 2
+    rows = list(measure(tiny_run(copies=10**12)))
+    assert len(rows) == 4
+    assert all("MemoryError: --copies: 1000000000000 of " in row.error for row in rows)
+
+
 def test_copies_are_of_their_own():
     case = KernelCase(1, 32, 64, "custom4-g32", "bf16", "cpu", "reference")
     prepared = Ours().prepare(case, 3)
@@ -279,6 +289,25 @@ def test_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     assert (tmp_path / "kernels.md").read_text().count("\n| 32 x 64") == 2
 
 
+def test_a_run_without_rows_leaves_those_of_the_last(tmp_path, monkeypatch):
+    assert run(*TINY, *DEVICE, "-m", "1", "-b", "4", "--out", tmp_path).exit_code == 0
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    def ended(error):
+        raise error
+        yield
+
+    for error, code in ((KeyboardInterrupt, 130), (RuntimeError, 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "measure", lambda *_, error=error: ended(error))
+            done = run(*TINY, *DEVICE, "-m", "1", "-b", "4", "--out", tmp_path)
+        assert done.exit_code == code
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    assert run(*TINY, *DEVICE, "-m", "2", "-b", "4", "--out", tmp_path).exit_code == 0
+    (row,) = records((tmp_path / "kernels.jsonl").read_text())
+    assert row["case"]["m"] == 2
+
+
 def test_compare_command_names_who_is_absent(tmp_path):
     peers = ("--against", "int4pack,tinygemm")
     done = run(*TINY, *DEVICE, "-m", "1", *peers, "--out", tmp_path, command="compare")
@@ -291,17 +320,36 @@ def test_compare_command_names_who_is_absent(tmp_path):
     assert "int4pack: integer grid with zero points" in done.stdout
 
 
+def test_compare_goes_on_after_a_shape_that_groups_do_not_divide(tmp_path):
+    shapes = ("--shapes", "32x100,32x64", "-b", "4", "--against", "int4pack,tinygemm")
+    done = run(*TINY[4:], *DEVICE, "-m", "1", *shapes, "--out", tmp_path, command="compare")
+    assert done.exit_code == 1, done.output
+    failed, *others = records((tmp_path / "compare.jsonl").read_text())
+    assert "k must be a positive multiple of 64, got k=100" in failed["error"]
+    assert [r["case"]["backend"] for r in others if r["values"]] == ["reference", "int4pack"]
+    assert "not measured: tinygemm: " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["-m", "0"], "-m: wanted whole numbers from 1"),
         (["-k", "64,x"], "got 'x'"),
+        (["-m", ","], "-m: wanted an entry or several"),
+        (["--shapes", ""], "--shapes: wanted an entry or several"),
+        (["--format", ""], "--format: wanted an entry or several"),
+        (["--activations", ""], "--activations: wanted an entry or several"),
+        (["--against", "", "--against", ","], "got ',,'"),
         (["--format", "int9"], "int9"),
         (["--dtype", "fp8"], "wanted one of bf16, fp16, fp32"),
         (["--device", "tpu"], "wanted cpu or cuda"),
         (["--backend", "absent"], "wanted one of auto"),
         (["--activations", "int4"], "wanted float or int8, got 'int4'"),
-        (["--against", "nobody"], "nobody"),
+        (["--against", "nobody"], "Invalid value: --against: wanted all, none or "),
+        (["-m", "²"], "got '²'"),
+        (["-m", "1" * 5000], "of up to 18 digits, got '1111"),
+        (["--threads", "100000"], "--threads: wanted at most "),
+        (["--threads", "99999999999"], "cores, got 99999999999"),
         (["--shapes", "llama-9b"], "llama-9b"),
         (["--include", "("], "wanted a regular expression"),
         (["--include", "nothing"], "leave no case"),
@@ -310,6 +358,21 @@ def test_compare_command_names_who_is_absent(tmp_path):
 )
 def test_bad_usage(arguments, said, refused):
     refused(run, *DEVICE, *arguments, said=said)
+
+
+@pytest.mark.parametrize("command", ["kernels", "compare", "models", "accuracy", "record"])
+def test_no_folder_for_results(command, no_folder, monkeypatch):
+    monkeypatch.setattr("fdk_bench.commands.record.ON_CPU", ())
+    done = run(*["--out"] * (command != "record"), no_folder, command=command)
+    assert done.exit_code == 2, done.output
+    assert f"wanted a folder that can be written, got {no_folder}" in done.stderr
+
+
+def test_folder_for_results_that_cannot_be_made(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere/else")
+    done = run(*TINY, *DEVICE, "--out", tmp_path / "link")
+    assert done.exit_code == 2
+    assert f"--out: wanted a folder that can be written, got {tmp_path / 'link'}" in done.stderr
 
 
 def test_help_loads_no_torch():

@@ -402,12 +402,19 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
     assert done.exit_code == 130
     assert len((tmp_path / "models.jsonl").read_text().splitlines()) == 1
     assert "Interrupted after 1 of 2 rows" in done.stdout
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    done = run(*quick, "-b", "16", "--batch-size", "2", "--out", tmp_path)
+    assert "Interrupted after 0 of 1 rows" in done.stdout
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--batch-size", "0"], "wanted whole numbers"),
+        (["--size", ""], "--size: wanted an entry or several"),
+        (["--format", ","], "--format: wanted an entry or several"),
+        (["--backend", " , "], "got ' , '"),
         (["--bits", "12"], "got 12"),
         (["--skip", "("], "wanted a regular expression"),
         (["--backend", "absent"], "wanted one of auto"),

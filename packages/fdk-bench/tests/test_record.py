@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from fdk_bench.cli import app
 from fdk_bench.commands import record as recording
+from fdk_bench.commands.common import prepare_environment
 from fdk_bench.rendering import fill, parse_mark, render
 from fdk_bench.results import ResultsError
 
@@ -342,7 +343,8 @@ def test_record(parts, tmp_path):
     assert wanted <= {p.name for p in folder.iterdir()}
     first = json.loads((folder / "kernels.jsonl").read_text().splitlines()[0])
     assert first["command"].startswith("fdk-bench kernels -n 32 -k 64")
-    assert run("record", "x", "--device", "cpu", "--only", "nothing").exit_code == 2
+    for only in ("nothing", "", ","):
+        assert run("record", "x", "--device", "cpu", "--only", only).exit_code == 2
 
 
 def test_record_goes_on_after_an_interrupt(parts, tmp_path, monkeypatch):
@@ -468,6 +470,36 @@ def interrupted(command, folder):
         time.sleep(0.02)
     output, _ = process.communicate(timeout=600)
     return process.returncode, output
+
+
+SWALLOWS_SIGINT = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+except BaseException:
+    pass
+"""
+
+
+def test_sigint_while_torch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text(SWALLOWS_SIGINT)
+    code = "from fdk_bench.commands.common import prepare_environment as p; p(); print('went on')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_sigint_after_torch_is_imported():
+    before = signal.getsignal(signal.SIGINT)
+    prepare_environment()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 ON_CPU = ("--device", "cpu", "--backend", "reference")

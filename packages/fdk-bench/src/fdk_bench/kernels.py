@@ -146,14 +146,24 @@ def absent(run: KernelRun) -> dict[str, str]:
             for format in sorted(run.formats, key=lambda format: format in DTYPES)
         ]
         if not any(_takes(peer, case) for case in cases):
-            against = (peer.unsupported(case) for case in cases)
+            against = (_unsupported(peer, case) for case in cases)
             reasons[peer.name] = peer.missing() or next(filter(None, against), "no case")
     return reasons
 
 
 def _takes(peer: Peer, case: KernelCase) -> bool:
     # Of ours to be measured and failing is news; of a peer it is what its documentation says.
-    return peer.missing() is None and peer.unsupported(case) is None
+    return peer.missing() is None and _unsupported(peer, case) is None
+
+
+def _unsupported(peer: Peer, case: KernelCase) -> str | None:
+    """Why a peer does not take a case; no peer takes a row that the groups do not divide."""
+    try:
+        if case.quantised is not None:
+            case.quantised.group_size_for(case.k)
+    except ValueError as error:
+        return str(error)
+    return peer.unsupported(case)
 
 
 def contender_of(case: KernelCase) -> Peer:
@@ -189,9 +199,19 @@ def _measure_shape(
     run: KernelRun, floor: Floor, n: int, k: int, on_step: Callable[[str], None]
 ) -> Iterator[KernelRow]:
     torch._dynamo.reset()  # what was compiled for the last shape goes, and no longer counts
-    inputs = {m: _input(run, m, k) for m in run.ms}
+    inputs: dict[int, Tensor] = {}
+    refused: dict[int, str] = {}
+    for m in run.ms:
+        try:
+            inputs[m] = _input(run, m, k)
+        except Exception as error:  # an x that memory does not hold
+            refused[m] = _text(error)
     ready: list[_Ready] = []
-    for cases, contender in run.contenders(n, k):
+    for asked, contender in run.contenders(n, k):
+        yield from (Row(case, error=refused[case.m]) for case in asked if case.m in refused)
+        cases = [case for case in asked if case.m in inputs]
+        if not cases:
+            continue
         on_step(f"{cases[0].format} {cases[0].backend} {n}x{k}")
         limit = run.peer_seconds if contender in run.peers else None
         try:
@@ -204,9 +224,9 @@ def _measure_shape(
         else:
             by_m = {case.m: e for case, e in zip(cases, errors, strict=True)}
             ready.append(_Ready(cases, prepared, by_m))
-    for m in run.ms:
+    for m, x in inputs.items():
         on_step(f"m={m} {n}x{k}")
-        yield from _measure_turns(run, floor, inputs[m], ready)
+        yield from _measure_turns(run, floor, x, ready)
 
 
 def _measure_turns(

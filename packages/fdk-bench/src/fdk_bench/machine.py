@@ -1,5 +1,6 @@
 """What this machine is: processor, caches, GPU, instruction sets, versions."""
 
+import os
 import sys
 from importlib import import_module, util
 from pathlib import Path
@@ -65,6 +66,15 @@ def cold_bytes(device: str) -> int:
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         return max(COLD_BYTES_GPU, 4 * cache)
     return max(COLD_BYTES_CPU, 2 * max(caches().values(), default=0))
+
+
+def memory_bytes(device: str) -> int:
+    """Bytes of memory that a device has, taken or free; no limit where the system tells none."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if not hasattr(os, "sysconf"):  # Windows
+        return sys.maxsize
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def module_or_none(name: str) -> Any:

@@ -2,10 +2,13 @@
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -27,36 +30,66 @@ OPENMP_DEFAULTS = {"GOMP_SPINCOUNT": "0"}
 
 Value = TypeVar("Value")
 LISTS = "repeat, or separate by commas"
+NUMBER = r"0*[1-9][0-9]{0,17}"  # 64 bits hold it
+# Of each core: more wait for one another, and torch 2.13 crashed with 100000.
+MOST_THREADS = 4
 
 
 def prepare_environment() -> None:
-    """Settings that make timings of torch fair; call it before torch is imported."""
+    """Settings that make timings of torch fair, and torch; call it before torch is imported."""
     if not {"OMP_PROC_BIND", "OMP_WAIT_POLICY"} & set(os.environ):
         for name, value in OPENMP_DEFAULTS.items():
             os.environ.setdefault(name, value)
+    with ended_by_interrupt():
+        import torch  # noqa: F401
 
 
-def split(texts: Sequence[str] | None) -> list[str]:
-    """The entries of an option that may be repeated and may hold commas."""
-    return [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process, where modules that are imported would catch its exception."""
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def split(texts: Sequence[str] | None, option: str = "") -> list[str]:
+    """The entries of an option that may be repeated and may hold commas.
+
+    None for one that was not given; one that was given and holds nothing is bad usage.
+    """
+    found = [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
+    if texts and not found:
+        raise typer.BadParameter(
+            f"{option or 'a list'}: wanted an entry or several ({LISTS}), got {','.join(texts)!r}"
+        )
+    return found
 
 
 def numbers(option: str, texts: Sequence[str] | None, default: Sequence[int]) -> list[int]:
     """The positive whole numbers of an option, each once, in order."""
     found = []
-    for text in split(texts):
-        if not text.isdigit() or int(text) < 1:
-            raise typer.BadParameter(f"{option}: wanted whole numbers from 1, got {text!r}")
+    for text in split(texts, option):
+        if not re.fullmatch(NUMBER, text):
+            raise typer.BadParameter(
+                f"{option}: wanted whole numbers from 1, of up to 18 digits, got {text[:40]!r}"
+            )
         found.append(int(text))
     return list(dict.fromkeys(found)) or list(default)
 
 
-def checked(call: Callable[[], Value], option: str = "") -> Value:
-    """The result of a call whose ``ValueError`` is about what the user gave, to ``option``."""
+def checked(call: Callable[[], Value]) -> Value:
+    """The result of a call whose ``ValueError`` is about what the user gave, and names it."""
     try:
         return call()
     except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}" if option else str(error)) from None
+        raise typer.BadParameter(str(error)) from None
 
 
 def check_pattern(option: str, text: str) -> None:
@@ -120,15 +153,42 @@ def use_threads(threads: int | None) -> None:
     """So many threads of torch, and with it of fdk-cpu and llama.cpp; torch's choice for None."""
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if threads is None:
+        return
+    cores = os.cpu_count() or 1
+    if threads > MOST_THREADS * cores:
+        raise typer.BadParameter(
+            f"--threads: wanted at most {MOST_THREADS * cores}, {MOST_THREADS} for each of "
+            f"{cores} cores, got {threads}"
+        )
+    torch.set_num_threads(threads)
+
+
+def check_output(output: Path | None) -> Path | None:
+    """Bad usage for a folder that cannot be made or written; nothing is made yet."""
+    if output is None:
+        return None
+    try:
+        there = next(path for path in (output, *output.parents) if path.exists())
+        with TemporaryFile(dir=there):
+            return output
+    except OSError as error:
+        raise typer.BadParameter(_no_folder(output, error)) from None
 
 
 def output_folder(output: Path | None, benchmark: str) -> Path:
     """The folder for results, made; ``out/<benchmark>-<time>`` where none is given."""
     folder = output or Path("out") / f"{benchmark}-{datetime.now():%Y-%m-%dT%H-%M-%S}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise typer.BadParameter(f"--out: {_no_folder(folder, error)}") from None
+
+
+def _no_folder(folder: Path, error: OSError) -> str:
+    return f"wanted a folder that can be written, got {folder}: {error.strerror}"
 
 
 def collect(
@@ -139,21 +199,24 @@ def collect(
     json_lines: bool,
     show: "Callable[[list[Row[Any, Any]]], None]",
 ) -> "tuple[list[Row[Any, Any]], bool]":
-    """Writes each row as it comes; returns the rows and whether Ctrl-C ended them."""
+    """Writes each row as it comes; returns the rows and whether Ctrl-C ended them.
+
+    The first row replaces what the file holds: until then the rows of an earlier run stay.
+    """
     from fdk_bench.records import to_json
 
     collected: list[Row[Any, Any]] = []
-    with path.open("w", encoding="utf-8") as file:
-        try:
-            for row in rows:
-                collected.append(row)
-                line = to_json(row, facts)
-                print(line, file=file, flush=True)
-                if json_lines:
-                    print(line, flush=True)
-                show(collected)
-        except KeyboardInterrupt:
-            return collected, True
+    try:
+        for row in rows:
+            line = to_json(row, facts)
+            collected.append(row)
+            with path.open("w" if len(collected) == 1 else "a", encoding="utf-8") as file:
+                print(line, file=file)
+            if json_lines:
+                print(line, flush=True)
+            show(collected)
+    except KeyboardInterrupt:
+        return collected, True
     return collected, False
 
 

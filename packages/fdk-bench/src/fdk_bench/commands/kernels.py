@@ -117,14 +117,14 @@ def kernels(
     ks, ns = numbers("-k", k, ()), numbers("-n", n, ())
     widths = numbers("--bits", bits, defaults.bits)
     run = KernelRun(
-        shapes=checked(lambda: shapes_of(split(shapes), ns, ks, (4096, 4096))),
+        shapes=checked(lambda: shapes_of(split(shapes, "--shapes"), ns, ks, (4096, 4096))),
         ms=numbers("-m", m, defaults.ms),
-        formats=checked(lambda: formats_of(widths, split(formats), group_size, dtype)),
+        formats=checked(lambda: formats_of(widths, split(formats, "--format"), group_size, dtype)),
         dtype=dtype,
         device=on,
-        backends=checked_backends(split(backend) or ["auto"]),
-        activations=checked_activations(split(activations) or ["float"], on),
-        peers=checked(lambda: peers_named(split(against) or [defaults.against]), "--against"),
+        backends=checked_backends(split(backend, "--backend") or ["auto"]),
+        activations=checked_activations(split(activations, "--activations") or ["float"], on),
+        peers=checked(lambda: peers_named(split(against, "--against") or [defaults.against])),
         include=include,
         exclude=exclude,
         copies=copies,
@@ -158,7 +158,9 @@ def _run(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None
             show=lambda rows: screen.update(len(rows), kernel_table(rows, caption, screen.width)),
         )
     screen.console.print(kernel_table(rows, caption, screen.width))
-    (folder / f"{command}.md").write_text(f"{kernel_markdown(rows)}\n{caption}\n", encoding="utf-8")
+    if rows:
+        text = f"{kernel_markdown(rows)}\n{caption}\n"
+        (folder / f"{command}.md").write_text(text, encoding="utf-8")
     for peer in run.peers:
         if told := stored_bits(rows, peer.name):
             text = f"{peer.name}: {peer.note}; {told}"

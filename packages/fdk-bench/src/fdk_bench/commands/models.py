@@ -121,19 +121,19 @@ def models(
         raise typer.BadParameter(f"--text: wanted a text file, found none at {text}")
     where = checked_device(device)
     widths = numbers("--bits", bits, (16, 4, 1))
-    names = _models(split(size) or ["tiny" if where == "cpu" else "4b"])
+    names = _models(split(size, "--size") or ["tiny" if where == "cpu" else "4b"])
     real = [name for name in names if name not in SIZES]
     if text is not None and not real:
         raise typer.BadParameter(
             f"--text: perplexity is of a real model, and {', '.join(names)} has random weights"
         )
     # Of weights that are real an arbitrary codebook makes nothing: k-means is fitted to them.
-    asked = split(formats) or ["kmeans" if real else DEFAULT_CODEBOOK]
+    asked = split(formats, "--format") or ["kmeans" if real else DEFAULT_CODEBOOK]
     run = ModelRun(
         models=names,
         formats=checked(lambda: formats_of(widths, asked, group_size, dtype)),
         batches=numbers("--batch-size", batch_size, (1,)),
-        backends=checked_backends(split(backend) or ["auto"]),
+        backends=checked_backends(split(backend, "--backend") or ["auto"]),
         dtype=dtype,
         device=where,
         skip=skip,
@@ -213,6 +213,7 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
     told = continuations(rows)
     screen.console.print(told, end="", markup=False, highlight=False, soft_wrap=True)
     table = f"{model_markdown(rows)}\n{caption}\n"
-    (folder / "models.md").write_text(table + (f"\n{told}" if told else ""), encoding="utf-8")
+    if rows:
+        (folder / "models.md").write_text(table + (f"\n{told}" if told else ""), encoding="utf-8")
     screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)
     finish(rows, total, interrupted, screen)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fdk_bench.commands.common import LISTS
+from fdk_bench.commands.common import LISTS, check_output
 
 CASES = "What is measured"
 TIMING = "How it is timed"
@@ -178,7 +178,9 @@ OutOption = Annotated[
     typer.Option(
         "--out",
         "--output",
-        help="Folder for results. Default: out/COMMAND-TIME.",
+        callback=check_output,
+        help="Folder for results; a new run replaces the rows of the last. Default: "
+        "out/COMMAND-TIME.",
         rich_help_panel=RESULTS,
     ),
 ]

@@ -19,6 +19,7 @@ from fdk_bench.commands.common import (
     EXIT_FAILED_ROWS,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
+    check_output,
     checked_device,
     split,
 )
@@ -33,7 +34,10 @@ WORK = Path("out") / "record"  # untracked: a commit is clean until every part w
 
 def record(
     out: Annotated[
-        Path, typer.Argument(help="Folder of the machine, such as docs/results/epyc-zen4.")
+        Path,
+        typer.Argument(
+            callback=check_output, help="Folder of the machine, such as docs/results/epyc-zen4."
+        ),
     ],
     only: Annotated[
         list[str] | None,
@@ -84,10 +88,11 @@ def record(
     """
     where = checked_device(device)
     parts = {part.name: part for part in (ON_GPU if where == "cuda" else ON_CPU)}
-    if unknown := [name for name in split(only) if name not in parts]:
+    asked = split(only, "--only")
+    if unknown := [name for name in asked if name not in parts]:
         wanted = ", ".join(parts)
         raise typer.BadParameter(f"--only: wanted some of {wanted}; got {', '.join(unknown)}")
-    chosen = [parts[name] for name in split(only) or parts]
+    chosen = [parts[name] for name in asked or parts]
     end = time.perf_counter() + (seconds or float("inf"))
     left = [part for part in chosen if not (resume and _done(part) is not None)]
     _warm(left, where, jobs or os.cpu_count() or 1, min(end, time.perf_counter() + compile_seconds))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fdk_bench.cases import KernelCase
-from fdk_bench.machine import cold_bytes
+from fdk_bench.machine import cold_bytes, memory_bytes
 from fdk_formats.testing import nrmse, poisoned
 
 # Beside the error of torch in the same dtype over the same dequantised weight.
@@ -67,8 +67,16 @@ class Peer(Protocol):
 
 
 def copies_of(case: KernelCase, nbytes: int, copies: int | None) -> int:
-    """Copies that are cold when their turn comes again; as asked, where something is asked."""
+    """Copies that are cold when their turn comes again; as asked, where something is asked.
+
+    Raises:
+        MemoryError: where those asked for take more than the memory there is.
+    """
     if copies is not None:
+        if copies * nbytes > (memory := memory_bytes(case.device)):
+            raise MemoryError(
+                f"--copies: {copies} of {nbytes} bytes are more than the {memory} bytes of memory"
+            )
         return copies
     return max(3, min(MOST_COPIES, -(-cold_bytes(case.device) // nbytes)))
 

@@ -112,3 +112,54 @@ def hf_folder(hf_model, tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
     return folder
+
+
+# What every row has, of a machine made up.
+FACTS = {
+    "error": None,
+    "started": "2026-11-20T00:00:00+00:00",
+    "command": "fdk-bench kernels -k 64",
+    "commit": "0123456789abcdef",
+    "device": "a chip",
+    "threads": 2,
+    "versions": {"torch": "2"},
+}
+
+
+@pytest.fixture
+def facts():
+    """``FACTS``, a copy."""
+    return dict(FACTS)
+
+
+@pytest.fixture
+def kernel():
+    """Makes a row of ``fdk-bench kernels``."""
+    return kernel_row
+
+
+def kernel_row(format="int4-g64", m=1, time=2e-6, **changed):
+    values = {
+        "backend": "cpu",
+        "bits_per_weight": 4.25,
+        "weight_bytes": 2176,
+        "bytes": 2432,
+        "operations": 8192 * m,
+        "error": 0.001,
+        "time": time,
+        "time_min": time,
+        "spread": 0.05,
+        "samples": 8,
+        "method": "calls",
+        "eager_time": None,
+        "copies": 3,
+        "bandwidth": 2432 / time,
+        "throughput": 8192 * m / time,
+        "floor": 1e-6,
+        "floor_share": 1e-6 / time,
+        "speedup_16": 3.5,
+        "of_a_newer_version": 1,
+    }
+    case = {"m": m, "n": 64, "k": 64, "format": format, "dtype": "bf16", "device": "cpu"}
+    case["backend"] = "auto"
+    return FACTS | {"benchmark": "kernels", "case": case, "values": values} | changed

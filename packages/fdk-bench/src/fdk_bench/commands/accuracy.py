@@ -108,8 +108,10 @@ def accuracy(
 
     use_threads(threads)
     checked_backends([backend])
-    names = checked(lambda: parse_formats(split(formats) or DEFAULT_FORMATS, group_size))
-    texts = [Path(name) for name in split(calibrate)]
+    names = checked(
+        lambda: parse_formats(split(formats, "--format") or DEFAULT_FORMATS, group_size)
+    )
+    texts = [Path(name) for name in split(calibrate, "--calibrate")]
     if texts:
         checked(lambda: paragraphs(texts), "--calibrate")
     try:

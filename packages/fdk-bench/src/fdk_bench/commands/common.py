@@ -84,12 +84,12 @@ def numbers(option: str, texts: Sequence[str] | None, default: Sequence[int]) ->
     return list(dict.fromkeys(found)) or list(default)
 
 
-def checked(call: Callable[[], Value]) -> Value:
-    """The result of a call whose ``ValueError`` is about what the user gave, and names it."""
+def checked(call: Callable[[], Value], option: str = "") -> Value:
+    """The result of a call whose ``ValueError`` is about what the user gave, to ``option``."""
     try:
         return call()
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"{option}: {error}" if option else str(error)) from None
 
 
 def check_pattern(option: str, text: str) -> None:

@@ -64,7 +64,7 @@ def info(
     )
 
     checked_dtype(dtype)
-    if asked := split(formats):
+    if asked := split(formats, "--format"):
         names = checked(lambda: formats_of(SAMPLED_BITS, asked, group_size, dtype))
     else:
         names = checked(lambda: sampled_formats(group_size))

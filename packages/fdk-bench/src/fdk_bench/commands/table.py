@@ -65,7 +65,7 @@ def table(
     if check and not fill:
         raise typer.BadParameter("--check goes with --fill")
     if not fill:
-        text = checked(lambda: render(files, include, split(columns), goals))
+        text = checked(lambda: render(files, include, split(columns, "--columns"), goals))
         print(json.dumps(text) if json_lines else text, end="\n" if json_lines else "")
         return
     anew: dict[Path, str] = {}

@@ -162,7 +162,8 @@ def _run(
             json_lines=json_lines,
             show=lambda rows: screen.update(len(rows), accuracy_table(rows, screen.width)),
         )
-    _write_layers(of_layers, gathered, folder)
+    if rows:
+        _write_layers(of_layers, gathered, folder)
     _show(rows, of_layers if print_layers else [], folder, screen)
     finish(rows, total, interrupted, screen)
 
@@ -192,7 +193,8 @@ def _show(rows: "list[AccuracyRow]", layers: "list[LayerRow]", folder: Path, scr
     from fdk_bench.plots import plot_accuracy
 
     screen.console.print(accuracy_table(rows, screen.width))
-    (folder / "accuracy.md").write_text(accuracy_markdown(rows), encoding="utf-8")
+    if rows:
+        (folder / "accuracy.md").write_text(accuracy_markdown(rows), encoding="utf-8")
     if any(row.values is not None for row in rows):
         plot_accuracy(rows, folder / "accuracy")
     if layers:

@@ -228,10 +228,16 @@ def run_of(rows: list[Row]) -> str:
 
 
 def fill(text: str, rows: list[Row]) -> str:
-    """A document with the tables between its marks."""
-    for name, make in TABLES.items():
-        if f"<!-- {name} table -->" in text:
-            text = filled(text, name, make(rows))
+    """A document with the tables between its marks.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = [name for name in TABLES if f"<!-- {name} table -->" in text]
+    if not found:
+        raise ValueError(f"wanted a document with a mark of {' or '.join(TABLES)} table; got none")
+    for name in found:
+        text = filled(text, name, TABLES[name](rows))
     return text
 
 

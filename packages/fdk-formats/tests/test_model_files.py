@@ -195,3 +195,30 @@ def test_what_the_file_ties_and_the_model_does_not(path: Path) -> None:
     tied = load_model(path, net(), "reference")
     assert isinstance(tied, Net)
     assert tied.lm_head.weight is tied.embed.weight
+
+
+def test_a_shared_bias_stays_shared(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        layers[1].bias = layers[0].bias
+        return layers
+
+    save_model(tmp_path / "m.safetensors", quantise_model(model(), "int4-g32", backend="reference"))
+    loaded = load_model(tmp_path / "m.safetensors", model(), "reference")
+    assert isinstance(loaded, nn.Sequential)
+    assert loaded[0].bias is loaded[1].bias
+
+
+def test_buffers_that_are_not_persistent_have_the_dtype_of_the_model(tmp_path: Path) -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+            self.register_buffer("place", torch.ones(32), persistent=False)
+            self.register_buffer("count", torch.tensor([2]))
+
+    path = tmp_path / "m.safetensors"
+    save_model(path, quantise_model(Placed(), "int4-g32", backend="reference"))
+    loaded = load_model(path, Placed().bfloat16(), "reference")
+    dtypes = {name: buffer.dtype for name, buffer in loaded.named_buffers() if "." not in name}
+    assert dtypes == {"place": torch.bfloat16, "count": torch.int64}

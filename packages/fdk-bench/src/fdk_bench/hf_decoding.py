@@ -27,15 +27,22 @@ class HfDecoder:
         self._cache: Any = None
 
     def prepare(self, batch: int, length: int) -> None:
-        """See ``Decoder``."""
+        """See ``Decoder``.
+
+        Raises:
+            ValueError: for a layer that keeps something else than keys and values.
+        """
         from transformers import StaticCache
-        from transformers.cache_utils import StaticLayer
+        from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
         self._forward = self.model.forward
         self._cache = StaticCache(config=self.model.config, max_cache_len=length)
-        # A cache of a window forgets, and so cannot go back; masks leave out what is beyond it.
         layers = self._cache.layers
-        layers[:] = [StaticLayer(length) if layer.is_sliding else layer for layer in layers]
+        for i, layer in enumerate(layers):
+            if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+                raise ValueError(f"wanted attention in every layer, got {type(layer).__name__}")
+            # A cache of a window forgets, and so cannot go back; masks leave out what is beyond it.
+            layers[i] = layer if type(layer) is StaticLayer else StaticLayer(length)
         # Its tensors are made at the first use, which must not be while a graph is captured.
         with torch.inference_mode():
             ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)

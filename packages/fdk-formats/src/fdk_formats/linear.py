@@ -77,8 +77,8 @@ class QuantisedWeight(nn.Module):
         if (probe.dtype, probe.device) != (self.dtype, self.device):
             try:
                 self._pack(self.unpack().to(probe.device), probe.dtype)
-            except NoBackendError as error:
-                raise NoBackendError(
+            except (NoBackendError, ValueError) as error:
+                raise type(error)(
                     f"{self.format} of {list(self.shape)} cannot go to {probe.dtype} on "
                     f"{probe.device}, where modules before it in the model have gone: {error}"
                 ) from None

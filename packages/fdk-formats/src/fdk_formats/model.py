@@ -123,9 +123,10 @@ def quantise_model(
             q = parts.pop(name, None)
             if q is None:
                 q = _quantise_layer(name, linear.weight, formats[name], importances.get(key))
-            weight = QuantisedWeight(
-                q, backend=backend, dtype=linear.weight.dtype, activations=activations
-            )
+            with _naming(name):
+                weight = QuantisedWeight(
+                    q, backend=backend, dtype=linear.weight.dtype, activations=activations
+                )
             weight.relative_error = relative_error(linear.weight.detach(), q)
             weights[key] = weight
         layer = QuantisedLinear(weights[key], linear.bias)

@@ -76,23 +76,29 @@ def load_model(
     tensors = load(path, device=device)
     plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     weights: dict[int, QuantisedWeight] = {}
-    memo: dict[int, nn.Module] = {}
+    memo: dict[int, object] = {}
     for name, q in tensors.items():
         if isinstance(q, Tensor):
             continue
         linear = _linear(path, model, name, q)
         if id(q) not in weights:
-            weights[id(q)] = QuantisedWeight(
-                q, backend=backend, dtype=linear.weight.dtype, activations=activations
-            )
+            try:
+                weights[id(q)] = QuantisedWeight(
+                    q, backend=backend, dtype=linear.weight.dtype, activations=activations
+                )
+            except ValueError as error:
+                raise ValueError(f"{path}: {name}: {error}") from None
         # The bias is a placeholder: load_state_dict fills it with the other tensors.
         layer = QuantisedLinear(weights[id(q)], linear.bias)
+        if linear.bias is not None:  # a bias that something shares stays shared
+            layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
-    plain = _apart(result, plain)
+    plain = _as_in(result, _apart(result, plain))
+    quantised = tensors.keys() - plain.keys()
     _load_buffers(result, plain, plain.keys() - model.state_dict().keys())
-    _load_plain(path, result, _as_in(result, plain), tensors.keys() - plain.keys())
+    _load_plain(path, result, plain, quantised)
     for first_name, *names in ties:
         parameter = result.get_parameter(first_name)
         for name in names:
@@ -142,7 +148,7 @@ def _as_in(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
-    dtypes = {name: tensor.dtype for name, tensor in own}
+    dtypes = {name: tensor.dtype for name, tensor in own if tensor.is_floating_point()}
     return {
         name: tensor.to(dtypes[name]) if name in dtypes and tensor.is_floating_point() else tensor
         for name, tensor in plain.items()

@@ -111,7 +111,11 @@ def accuracy(
     names = checked(
         lambda: parse_formats(split(formats, "--format") or DEFAULT_FORMATS, group_size)
     )
-    texts = [Path(name) for name in split(calibrate, "--calibrate")]
+    texts = [
+        Path(name)
+        for text in calibrate or ()
+        for name in ([text] if Path(text).is_file() else split([text], "--calibrate"))
+    ]
     if texts:
         checked(lambda: paragraphs(texts), "--calibrate")
     try:

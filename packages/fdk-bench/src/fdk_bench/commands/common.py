@@ -62,7 +62,7 @@ def ended_by_interrupt() -> Iterator[None]:
 def split(texts: Sequence[str] | None, option: str = "") -> list[str]:
     """The entries of an option that may be repeated and may hold commas.
 
-    None for one that was not given; one that was given and holds nothing is bad usage.
+    Empty for one that was not given; one that was given and holds nothing is bad usage.
     """
     found = [part.strip() for text in texts or () for part in text.split(",") if part.strip()]
     if texts and not found:

@@ -94,7 +94,8 @@ class MarlinLayout(SettledLayout):
             scale = (scale.view(torch.int16) >> 7).to(torch.uint8)
         if zero_point is not None:
             zero_point = zero_point.to(zero_point_dtype(self.format))
-        codebook = self.canonical_codebook
+        canonical = self.canonical_codebook
+        codebook = None if canonical is None else canonical.clone()
         return QuantisedTensor(self.format, self.shape, packed, scale, codebook, zero_point)
 
 

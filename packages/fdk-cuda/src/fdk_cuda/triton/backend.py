@@ -118,7 +118,7 @@ class TritonLayout(SettledLayout):
             shape=self.shape,
             packed=pack(restore_codes(self.words, a), a.bits),
             scale=restore_scale(self.scale, a),
-            codebook=self.codebook,
+            codebook=None if self.codebook is None else self.codebook.clone(),
             zero_point=None if self.zero_point is None else restore_scale(self.zero_point, a),
         )
 

@@ -44,8 +44,7 @@ class CpuLayout(Layout):
             tensor = getattr(q, name)
             laid_out = None if tensor is None else self._lay_out_groups(tensor.contiguous())
             self.register_buffer(name, laid_out, persistent=False)
-        # A copy, as the other tensors are: the caller may go on to change its own.
-        codebook = None if q.codebook is None else q.codebook.clone()
+        codebook = None if q.codebook is None else q.codebook.contiguous()
         self.register_buffer("codebook", codebook, persistent=False)
         self._kept = KeptWeight()
 
@@ -67,8 +66,7 @@ class CpuLayout(Layout):
         self._convert_codes(packed, self.codes, to_layout=False)
         zero_point = None if self.zero_point is None else self._restore_groups(self.zero_point)
         scale = self._restore_groups(self.scale)
-        codebook = None if self.codebook is None else self.codebook.clone()
-        return QuantisedTensor(self.format, self.shape, packed, scale, codebook, zero_point)
+        return QuantisedTensor(self.format, self.shape, packed, scale, self.codebook, zero_point)
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of codes, and scales: none of a layer without outputs."""

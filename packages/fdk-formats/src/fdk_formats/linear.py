@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ def packed_by(
     """A weight in the layout of the backend that ``select`` chooses, and that backend's name."""
     chosen = select(Problem(q.format, *q.shape, dtype, q.device, activations), backend)
     rounded = {} if activations == "float" else {"activations": activations}
-    return chosen.pack(q, dtype=dtype, **rounded), chosen.name
+    return chosen.pack(_with_own_codebook(q), dtype=dtype, **rounded), chosen.name
+
+
+def _with_own_codebook(q: QuantisedTensor) -> QuantisedTensor:
+    """Layouts keep a codebook as it is: whoever else has it may go on to change it."""
+    return q if q.codebook is None else replace(q, codebook=q.codebook.clone())
 
 
 class QuantisedWeight(nn.Module):
@@ -68,8 +74,7 @@ class QuantisedWeight(nn.Module):
 
     def unpack(self) -> QuantisedTensor:
         """The weight in canonical form."""
-        q: QuantisedTensor = self.layout.unpack()
-        return q
+        return _with_own_codebook(self.layout.unpack())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedWeight":
         # nn.Module would cast scales with the activations; only the device is for us to follow.

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,7 @@ def save_model(
     parts = tuple(f"{name}." for name in weights)
     # Not state_dict: it would unpack every weight again, and it leaves out the buffers (rotary
     # frequencies) that a model on meta has nowhere else.
-    plain = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
+    plain = _named_tensors(model)
     tensors |= {name: value.detach() for name, value in plain if not name.startswith(parts)}
     for name, module in modules.items():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -128,31 +125,30 @@ def _linear(
 
 def _apart(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, with a copy for each further one of the model that has the same in the file."""
-    own = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    owners = {name: id(tensor) for name, tensor in own}
-    first: dict[int, object] = {}
-    return {
-        name: tensor.clone()
-        if first.setdefault(id(tensor), owners.get(name, name)) != owners.get(name, name)
-        else tensor
-        for name, tensor in plain.items()
-    }
+    own = {name: id(tensor) for name, tensor in _named_tensors(model)}
+    taken: dict[int, int | str] = {}
+    apart = {}
+    for name, tensor in plain.items():
+        owner = own.get(name, name)
+        is_first = taken.setdefault(id(tensor), owner) == owner
+        apart[name] = tensor if is_first else tensor.clone()
+    return apart
 
 
 def _as_in(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, floating ones in the dtypes that the model's have."""
-    own = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
+    own = _named_tensors(model)
     dtypes = {name: tensor.dtype for name, tensor in own if tensor.is_floating_point()}
     return {
         name: tensor.to(dtypes[name]) if name in dtypes and tensor.is_floating_point() else tensor
         for name, tensor in plain.items()
     }
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _load_buffers(model: nn.Module, plain: dict[str, Tensor], beyond_state_dict: set[str]) -> None:

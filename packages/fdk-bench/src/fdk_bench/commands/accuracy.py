@@ -98,9 +98,9 @@ def accuracy(
     Exit code: 0 all measured, 1 a format failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what
     was measured).
     """
-    prepare_environment()
     check_pattern("--skip", skip or "")
     lines = _read_sentences(sentences)
+    prepare_environment()
     from fdk_bench.accuracy import prepare
     from fdk_bench.accuracy_cases import DEFAULT_FORMATS, DEFAULT_SKIP, parse_formats
     from fdk_bench.calibration import paragraphs

@@ -54,10 +54,10 @@ def profile(
 
     Exit code: 0, 1 where the tool is missing or finds nothing, 2 bad usage.
     """
+    check_pattern("--symbol", symbol or "")
+    prepare_environment()
     from fdk_bench.profiling import parse_case
 
-    prepare_environment()
-    check_pattern("--symbol", symbol or "")
     case = checked(lambda: parse_case(name))
     if inside:
         _run_once(case)

@@ -62,9 +62,7 @@ class MarlinLayout(SettledLayout):
             codebook = torch.arange(1 << q.format.bits, dtype=torch.float32, device=q.device)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("codebook", codebook.to(dtype), persistent=False)
-        # A copy: the caller may go on to change its own.
-        canonical = None if q.codebook is None else q.codebook.clone()
-        self.register_buffer("canonical_codebook", canonical, persistent=False)
+        self.register_buffer("canonical_codebook", q.codebook, persistent=False)
         self._format, self._ready = str(format), ReadyCalls()
         self.settle()
 
@@ -94,8 +92,7 @@ class MarlinLayout(SettledLayout):
             scale = (scale.view(torch.int16) >> 7).to(torch.uint8)
         if zero_point is not None:
             zero_point = zero_point.to(zero_point_dtype(self.format))
-        canonical = self.canonical_codebook
-        codebook = None if canonical is None else canonical.clone()
+        codebook = self.canonical_codebook
         return QuantisedTensor(self.format, self.shape, packed, scale, codebook, zero_point)
 
 

@@ -58,8 +58,7 @@ class TritonLayout(SettledLayout):
             "zero_point": zero_point,
             "values": values,
             "lanes": lanes,
-            # A copy: the caller may go on to change its own.
-            "codebook": None if q.codebook is None else q.codebook.clone(),
+            "codebook": q.codebook,
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -118,7 +117,7 @@ class TritonLayout(SettledLayout):
             shape=self.shape,
             packed=pack(restore_codes(self.words, a), a.bits),
             scale=restore_scale(self.scale, a),
-            codebook=None if self.codebook is None else self.codebook.clone(),
+            codebook=self.codebook,
             zero_point=None if self.zero_point is None else restore_scale(self.zero_point, a),
         )
 

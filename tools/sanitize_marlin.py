@@ -47,6 +47,7 @@ AnyPlan = TypeVar("AnyPlan", SmallPlan, HopperPlan)
 SMALL_N, SMALL_K = 448, 512
 SMALL = (
     *(("custom1-g64", BF16, m) for m in (1, 3, 16)),
+    *(("custom1-g32-fp16", FP16, 16), ("binary1-g64", BF16, 9), ("custom1-g64-fp16", BF16, 16)),
     *(
         (f"custom{bits}-g64", BF16, m)
         for bits, few in ((2, 1), (3, 3), (4, 1), (8, 5))
@@ -221,7 +222,9 @@ def _run_small(format: str, dtype: torch.dtype, m: int, plan: SmallPlan, n: int,
     tensors = w.packed, w.codebook, x.cuda(), bias.cuda(), poison(m, n, dtype=dtype)
     pointers = (tensor.data_ptr() for tensor in tensors)
     small_launch(variant, plan, 0)(*pointers, *small_fields(variant, plan, geometry, m))
-    check(tensors[-1], x.double() @ exact(w.q, dtype).T + bias.double())
+    scaled = plan.shape.scales_weights
+    W = w.q.dequantise(dtype).double() if scaled else exact(w.q, dtype)
+    check(tensors[-1], x.double() @ W.T + bias.double())
 
 
 def _run_dequantise(format: str, dtype: torch.dtype) -> None:

@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import linear
 
 from fdk_cuda.marlin import marlin_backends
-from fdk_cuda.marlin.launches import SMALL_FIELDS, small_fields
-from fdk_cuda.marlin.plan import MAX_ROWS, Device
+from fdk_cuda.marlin.launches import SMALL_FIELDS, device_limits, small_fields
+from fdk_cuda.marlin.plan import MAX_ROWS, Device, plan_small
 from fdk_cuda.marlin.programs import Variant, small_m_program
 from fdk_cuda.nvrtc import Kernel, Launch
 from fdk_formats.codebooks import named_codebook
@@ -50,15 +50,24 @@ def exact_weight(q, dtype):
 def check(layout, q, x, bias=None):
     """y is no further from float64 than torch, where torch has nothing but its sums to round.
 
-    Few rows multiply the weight before its products with scales are rounded, many rows after.
+    Few rows multiply the weight before its products with scales are rounded, many rows after, and
+    so do those that scale weights.
     """
-    W = exact_weight(q, x.dtype) if len(x) <= MAX_ROWS else q.dequantise(x.dtype).double()
+    W = exact_weight(q, x.dtype)
+    if len(x) > MAX_ROWS or scales_weights(layout, x):
+        W = q.dequantise(x.dtype).double()
     with poisoned():
         y = layout(x, bias)
     oracle = linear(x.double(), W, None if bias is None else bias.double())
     rounded_once = oracle.to(x.dtype)
     assert nrmse(y, oracle) <= 1.2 * nrmse(rounded_once, oracle) + 1e-5
     return y
+
+
+def scales_weights(layout, x):
+    """Whether the plan for a few rows of x rounds products of codebook values and scales."""
+    plan = plan_small(layout.geometry, x.dtype, len(x), device_limits(x.device.index))
+    return plan.shape.scales_weights
 
 
 def run_plan(layout, x, plan, *options):

@@ -44,12 +44,15 @@ VARIANTS = [
         (torch.float16, torch.float32, 2, True),
     )
 ]
-# And digits.cu's with scales of the other types, and zero points in the widest tiles.
+# And digits.cu's with scales of the other types, scaled weights of 1 bit, and zero points in the
+# widest tiles.
 SMALL_VARIANTS = [
     *VARIANTS,
     Variant(1, torch.float16, torch.float32, 1, False),
     Variant(1, torch.bfloat16, torch.float16, 1, False),
     Variant(1, torch.float16, torch.float16, 1, True),
+    Variant(1, torch.float16, torch.float16, 2, False),
+    Variant(1, torch.bfloat16, torch.bfloat16, 1, False, has_signs=True),
     *(Variant(bits, torch.bfloat16, torch.bfloat16, 1, True) for bits in BITS),
 ]
 # On Hopper, a third way to scale, integers of a grid, and signs.
@@ -74,10 +77,9 @@ def variant_id(variant):
 @pytest.mark.parametrize("variant", SMALL_VARIANTS, ids=variant_id)
 def test_small_m_spills_nothing(variant, arch):
     """The instantiations that the plans of usual shapes take, each at its own number of warps."""
-    group_size = 32 if variant.per_row == 2 else 64
     shapes = set()
     for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
-        geometry = Geometry(variant.bits, n, k, group_size, variant.scale_dtype, variant.affine)
+        geometry = geometry_of(variant, n, k)
         assert Variant.of(geometry, variant.dtype) == variant
         for m in (1, 4, MAX_ROWS):
             shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
@@ -262,6 +264,32 @@ def test_short_tiles_of_1_bit_spill_nothing(arch):
     assert warps == {1: 12 if arch == "sm_120" else 16, 2: 16}
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
+
+
+@pytest.mark.parametrize("has_signs", [False, True])
+@pytest.mark.parametrize("per_row", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scaled_weights_spill_nothing(dtype, per_row, has_signs):
+    """Of 1 bit with more than 8 rows of x, on Hopper alone; at the most warps, in short tiles too.
+
+    Not where a scale is of another dtype, or there are zero points.
+    """
+    hopper, scale_of_other = DEVICES["sm_90a"], {torch.bfloat16: torch.float16}
+    variant = Variant(1, dtype, dtype, per_row, False, has_signs=has_signs)
+    for other in (
+        replace(variant, scale_dtype=scale_of_other.get(dtype, torch.float32)),
+        replace(variant, affine=True),
+        replace(variant, bits=2),
+    ):
+        assert not any(shape.scales_weights for shape in small_shapes(other, MAX_ROWS, hopper))
+    assert not any(s.scales_weights for s in small_shapes(variant, 8, hopper))
+    assert not any(s.scales_weights for s in small_shapes(variant, MAX_ROWS, DEVICES["sm_120"]))
+    shapes = [s for s in widest_shapes(variant, hopper) if s.column_tiles == 2]
+    assert all(shape.scales_weights for shape in shapes)
+    # Two scales to a row of a block leave twelve warps of 128 x 128 too little shared memory.
+    assert {shape.warps for shape in shapes} == {16, 12 if per_row == 1 else 8}
+    for shape in shapes:
+        check_resources(small_m_program(variant, shape), "sm_90a", shape)
 
 
 @pytest.mark.skipif(

@@ -4,7 +4,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from marlin_cases import BITS, FEW, exact_weight, pack, random_x, run_plan
+import torch
+from marlin_cases import BITS, DTYPES, FEW, exact_weight, pack, random_x, run_plan
 
 from fdk_cuda.marlin.plan import plan_small, small_plans
 from fdk_cuda.marlin.programs import Variant
@@ -74,6 +75,34 @@ def test_more_warps_of_hopper(format, m):
     for plan in only_here:
         y = run_plan(layout, x, plan)
         assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
+
+
+# One and two scales to a row of a block, codebooks and signs.
+SCALED_FORMATS = ["custom1-g64", "custom1-g32", "custom1-row", "binary1-g64", "binary1-g32"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", SCALED_FORMATS)
+def test_plans_that_scale_weights(format, dtype):
+    """1 bit, 9 rows of x and more: y is that of W_hat, and W_hat itself where x has a lone 1."""
+    scale = {torch.bfloat16: "", torch.float16: "-fp16"}[dtype]
+    q, layout = pack(f"{format}{scale}", 1216, 1024, dtype)
+    variant = Variant.of(layout.geometry, dtype)
+    assert (variant.scale_dtype, variant.has_signs) == (dtype, format.startswith("binary"))
+    W = q.dequantise(dtype)
+    plans = list(small_plans(layout.geometry, variant, 16, replace(FEW, is_hopper=True)))
+    assert all(plan.shape.scales_weights for plan in plans)
+    assert {plan.split for plan in plans} == {1, 2, 4}
+    assert any(plan.shape.short_blocks for plan in plans)
+    for plan, m in itertools.product(plans[::2], (9, 16)):
+        x = random_x(m, 1024, dtype=dtype)
+        oracle = x.double() @ W.double().T
+        y = run_plan(layout, x, plan)
+        assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5, plan
+    columns = torch.arange(0, 1024, 64, device="cuda") + torch.arange(0, 64, 4, device="cuda")
+    lone = torch.nn.functional.one_hot(columns, 1024).to(dtype)
+    for plan in plans[::3]:
+        assert torch.equal(run_plan(layout, lone, plan), W.T[columns]), plan
 
 
 @pytest.mark.parametrize("m", [1, 16])

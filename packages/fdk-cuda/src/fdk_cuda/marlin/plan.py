@@ -13,7 +13,9 @@ from fdk_cuda.marlin.timed import TIMED_FEW_ROWS, TIMED_PLANS, TIMED_PROCESSORS
 
 # Rows of x that one launch takes at most.
 MAX_ROWS = 16
-# Up to so many, they lie in every other column of operand B.
+# Up to so many fill one tile of columns of operand B.
+NARROW_ROWS = 8
+# Up to so many lie in every other column of it.
 SPREAD_ROWS = 4
 STAGES, BARRIER_BYTES, MAIL_BARRIER_BYTES = 2, 16, 16
 WARP_COUNTS = (16, 12, 8, 4, 2)
@@ -91,7 +93,7 @@ def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -
     """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
     plans = list(small_plans(geometry, Variant.of(geometry, dtype), m, device))
-    if m <= SPREAD_ROWS and device.is_hopper and device.processors == TIMED_PROCESSORS:
+    if device.is_hopper and device.processors == TIMED_PROCESSORS:
         timed = timed_cut(geometry, m)
         # Of one row, none is of digits.cu, whose shapes are planes.cu's too.
         others = [p for p in plans if m > 1 or not p.shape.digit_rows or p.shape.by_planes]
@@ -100,11 +102,12 @@ def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -
 
 
 def timed_cut(geometry: Geometry, m: int) -> tuple[int, ...] | None:
-    """What was timed for up to ``SPREAD_ROWS`` rows of x, as ``TIMED_PLANS`` tells it, or None."""
+    """What was timed for so many rows of x, as ``TIMED_PLANS`` tells it, or None."""
     g, size = geometry, (geometry.bits, geometry.rows, geometry.columns)
     if m == 1 and not g.has_zero_point and size in TIMED_PLANS:
         return TIMED_PLANS[size]
-    return TIMED_FEW_ROWS.get((g.has_zero_point, 1 if m == 1 else SPREAD_ROWS, *size))
+    most = next(rows for rows in (1, SPREAD_ROWS, NARROW_ROWS, MAX_ROWS) if m <= rows)
+    return TIMED_FEW_ROWS.get((g.has_zero_point, most, *size))
 
 
 def _cut(plan: SmallPlan) -> tuple[int, ...]:
@@ -133,8 +136,9 @@ def cost(geometry: Geometry, plan: SmallPlan) -> float:
         block_cost = of_shapes[shape.fragments, shape.k_blocks][geometry.bits]
         time = costs.TABLE_COST + blocks * block_cost
     else:
+        of_wide = costs.SCALED_COST if shape.scales_weights else costs.WIDE_COST
         pieces = shape.fragments, shape.k_blocks, shape.row_groups
-        time = costs.TABLE_COST + blocks * costs.WIDE_COST[pieces][geometry.bits]
+        time = costs.TABLE_COST + blocks * of_wide[pieces][geometry.bits]
     if shape.warps < 8 or plan.passes * plan.rounds > costs.LONG_LOOP:
         time *= costs.WARPS_FACTOR[shape.warps]
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
@@ -165,16 +169,19 @@ def small_shapes(variant: Variant, m: int, device: Device) -> Iterator[TileShape
 
     With short tiles are only those of planes.cu that have no others.
     """
-    column_tiles = 1 if m <= 8 else 2
+    column_tiles = 1 if m <= NARROW_ROWS else 2
     is_spread = m <= SPREAD_ROWS
-    pieces = list(costs.WIDE_COST.items())
+    scales_weights = column_tiles == 2 and variant.scales_weights and device.is_hopper
+    pieces = list((costs.SCALED_COST if scales_weights else costs.WIDE_COST).items())
     if column_tiles == 1:
         of_shapes = costs.SPREAD_COST if is_spread else costs.NARROW_COST
         pieces = [
             ((*key, groups), by_bits) for key, by_bits in of_shapes.items() for groups in (1, 2)
         ]
     for (key, by_bits), warps in itertools.product(pieces, WARP_COUNTS):
-        shape = TileShape(*key, column_tiles, warps, is_spread=is_spread)
+        shape = TileShape(
+            *key, column_tiles, warps, is_spread=is_spread, scales_weights=scales_weights
+        )
         # Eight fragments are for eight warps and more: with fewer, 12.0 would spill.
         fits = warps <= most_warps(variant, shape, device) and (shape.fragments < 8 or warps >= 8)
         if variant.bits in by_bits and fits:
@@ -262,8 +269,12 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
     if shape.is_spread and device.is_hopper and variant.per_row == 1 and shape.stage_blocks <= 4:
         return 16
+    if shape.scales_weights:
+        return 12 if shape.fragments == 8 else 16
     if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
-        return 0 if heavy else 8
+        # 12.0 would spill 4 bytes with zero points of 5 bits.
+        spills = shape.column_tiles == 2 and bits == 5 and variant.affine and not device.is_hopper
+        return 0 if heavy or spills else 8
     # Two tiles of columns or four blocks leave zero points no room in 128 registers, but for some
     # widths on Hopper.
     roomy = HOPPER_ZERO_POINT_BITS[shape.column_tiles] if device.is_hopper else ()

@@ -73,6 +73,11 @@ class Variant:
         return self.bits == 1 and 1 in self.digit_rows
 
     @property
+    def scales_weights(self) -> bool:
+        """Whether small_m.cu has instantiations that scale weights, not sums: see scaled.cuh."""
+        return self.bits == 1 and not self.affine and self.scale_dtype == self.dtype
+
+    @property
     def constants(self) -> tuple[int, ...]:
         """The last fields of every kernel's Params: ``base`` and ``nibbles``."""
         return *ONE_BIT_BASES[self.dtype], TWO_BIT_NIBBLES
@@ -107,6 +112,7 @@ class TileShape:
             they are as high as the others.
         is_spread: whether x has up to 4 rows, of which small_m.cu makes a sum less for each it
             makes; ``column_tiles`` is 1.
+        scales_weights: whether small_m.cu scales weights, not sums; ``column_tiles`` is 2.
     """
 
     fragments: int
@@ -118,6 +124,7 @@ class TileShape:
     short_blocks: int = 0
     by_planes: bool = False
     is_spread: bool = False
+    scales_weights: bool = False
 
     @property
     def stage_blocks(self) -> int:
@@ -180,8 +187,15 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
         assert rows in variant.digit_rows
         more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[variant.bits, rows]}"
         return _program("digits.cu", (*options, *more))
-    more = f"-DCOLUMN_TILES={shape.column_tiles}", f"-DSPREAD={int(shape.is_spread)}"
-    return _program("small_m.cu", (*options, *more))
+    assert variant.scales_weights or not shape.scales_weights
+    macros = {
+        "COLUMN_TILES": shape.column_tiles,
+        "SPREAD": shape.is_spread,
+        "SCALES_WEIGHTS": shape.scales_weights,
+        "SIGNS": shape.scales_weights and variant.has_signs,
+    }
+    options += tuple(f"-D{name}={int(value)}" for name, value in macros.items())
+    return _program("small_m.cu", options)
 
 
 def dequantise_warps(variant: Variant) -> int:

@@ -1,7 +1,7 @@
 """Plans for few rows of x that were timed, where the model of costs puts slower ones first.
 
-All on an H200. Any Hopper of as many processors takes them, as an H100 SXM. A plan is told by
-fragments, blocks of columns, groups of rows and warps of its shape, and by its split.
+On an H200, those of 16 rows on an H100 SXM. Any Hopper of as many processors takes them. A plan is
+told by fragments, blocks of columns, groups of rows and warps of its shape, and by its split.
 """
 
 TIMED_PROCESSORS = 132
@@ -21,9 +21,10 @@ TIMED_PLANS = {
     (4, 6144, 6144): (2, 2, 2, 12, 1),
     (4, 43008, 6144): (4, 2, 1, 12, 1),
 }
-# 1 to 4 rows, bf16, groups of 64, bf16 scales, integer zero points: replays in turns, back to back
-# (docs/kernels/marlin.md). Each took at least 1.5 % less than what ``plan.cost`` puts first. By
-# whether there are zero points, 1 row or 4 for more, bits, rows and columns.
+# bf16, groups of 64, bf16 scales, integer zero points: replays in turns, back to back
+# (docs/kernels/marlin.md). Each took at least 1.5 % less than what ``plan.cost`` puts first, 2 % of
+# 16 rows. By whether there are zero points, 1 row of x, 4 for 2 to 4 or 16 for 9 to 16, bits, rows
+# and columns.
 TIMED_FEW_ROWS = {
     (False, 1, 2, 8192, 8192): (4, 2, 1, 16, 1),
     (False, 4, 1, 4096, 14336): (4, 2, 1, 12, 2),
@@ -50,4 +51,22 @@ TIMED_FEW_ROWS = {
     (True, 4, 4, 14336, 4096): (4, 1, 2, 16, 1),
     (True, 4, 8, 4096, 14336): (2, 2, 1, 8, 1),
     (True, 4, 8, 14336, 4096): (4, 1, 2, 16, 1),
+    (False, 16, 1, 4096, 4096): (4, 2, 1, 8, 2),
+    (False, 16, 1, 6144, 21504): (4, 2, 1, 16, 2),
+    (False, 16, 1, 128256, 4096): (8, 2, 2, 12, 1),
+    (False, 16, 3, 21504, 6144): (4, 1, 1, 12, 1),
+    (False, 16, 3, 43008, 6144): (8, 1, 1, 8, 1),
+    (False, 16, 4, 6144, 21504): (8, 1, 1, 8, 2),
+    (False, 16, 5, 14336, 4096): (8, 1, 1, 8, 1),
+    (False, 16, 5, 28672, 8192): (8, 1, 2, 8, 1),
+    (False, 16, 6, 6144, 4096): (4, 1, 1, 12, 1),
+    (False, 16, 6, 6144, 6144): (4, 1, 1, 12, 1),
+    (False, 16, 6, 21504, 6144): (4, 1, 1, 8, 1),
+    (False, 16, 6, 28672, 8192): (8, 1, 2, 8, 1),
+    (False, 16, 7, 6144, 6144): (4, 1, 1, 12, 1),
+    (False, 16, 7, 6144, 21504): (4, 1, 1, 12, 1),
+    (False, 16, 7, 8192, 6144): (4, 1, 1, 8, 1),
+    (False, 16, 7, 21504, 6144): (4, 1, 1, 8, 1),
+    (False, 16, 8, 6144, 6144): (4, 1, 1, 8, 1),
+    (False, 16, 8, 21504, 6144): (4, 1, 1, 8, 1),
 }

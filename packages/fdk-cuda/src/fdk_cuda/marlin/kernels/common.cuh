@@ -77,6 +77,16 @@ __device__ __forceinline__ uint32 from_floats(float low, float high) {
   return out;
 }
 
+// Two products, each rounded once to the activations' dtype.
+__device__ __forceinline__ uint32 multiply_pair(uint32 a, uint32 b) {
+  uint32 out;
+  if (FP16)
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  else
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
 // d += a b for a :: [16, 16] and b :: [16, 8] in fragments, float32 sums.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0,
                                          uint32 b1) {
@@ -143,6 +153,12 @@ struct Scales {
     const uint32 word = words[index >> 1];
     if (SCALE_TYPE == 1) return fp16_to_float(index & 1 ? word >> 16 : word & 0xFFFFu);
     return __uint_as_float(index & 1 ? word & 0xFFFF0000u : word << 16);
+  }
+
+  // A scale of 16 bits twice.
+  __device__ __forceinline__ uint32 pair(int half, int fragment, int row) const {
+    const uint32 word = words[half * FRAGMENTS + fragment];
+    return byte_permute(word, word, row ? 0x3232 : 0x1010);
   }
 };
 

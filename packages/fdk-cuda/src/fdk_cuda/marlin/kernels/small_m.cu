@@ -7,17 +7,19 @@
 // y        :: [m, n, dtype]
 //
 // W is operand A of the tensor cores, x (transposed) operand B. A group's scale multiplies its
-// float32 sum once.
+// float32 sum once, or the values of its codes.
 //
 // Beside tiles.cuh's, an instantiation has
 //   COLUMN_TILES  1 or 2: tiles of 8 rows of x
 //   SPREAD        1: up to 4 rows of x lie in the even columns of operand B. A lane's sums of odd
 //                 columns are then nobody's, and half of what is done to sums is not done
-#include "decode.cuh"
+//   SCALES_WEIGHTS, SIGNS  see scaled.cuh
+#include "scaled.cuh"
 #include "tiles.cuh"
 
 static_assert(COLUMN_TILES == 1 || COLUMN_TILES == 2);
 static_assert(!SPREAD || COLUMN_TILES == 1);
+static_assert(!SCALES_WEIGHTS || COLUMN_TILES == 2);
 // Of the four sums that a lane has of a product, for row g then g + 8: those that count.
 constexpr int COLUMNS = SPREAD ? 1 : 2, VALUES = 2 * COLUMNS;
 
@@ -31,8 +33,8 @@ constexpr bool X_AHEAD = COLUMN_TILES == 2 && BITS >= 4 && K_BLOCKS == 1;
 
 // 1 bit codebook: the sum of bits and the sum of x are kept apart, and c0 and c1 meet them at the
 // end; so a lone 1 in x gives c0 or c1 exactly.
-constexpr bool KEEPS_SUM = COMPUTES_FRAGMENT && !AFFINE;
-constexpr bool NEEDS_SUM = COMPUTES_FRAGMENT || AFFINE;
+constexpr bool KEEPS_SUM = COMPUTES_FRAGMENT && !AFFINE && !SCALES_WEIGHTS;
+constexpr bool NEEDS_SUM = KEEPS_SUM || AFFINE;
 
 // A lane's x for a stage: rows g and g + 8, eight neighbouring columns for each half of a block.
 struct Activations {
@@ -79,6 +81,29 @@ struct RowSums {
     }
   }
 };
+
+// SCALES_WEIGHTS: the products of a block, from its fragment `first` of the sums on.
+template <int COUNT>
+__device__ __forceinline__ void add_scaled(float (&sum)[COUNT][COLUMN_TILES][VALUES], int first,
+                                           const uint32 (&words)[LANE_WORDS], const Scales& scales,
+                                           const Activations& x, int k_block, const uint8* table,
+                                           const DecodeConstants& constants) {
+#pragma unroll
+  for (int half = 0; half < PER_ROW; half++)
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; f++) {
+      const ScaledRow rows[2] = {{scales, constants.values[0], half, f, 0},
+                                 {scales, constants.values[0], half, f, 1}};
+#pragma unroll
+      for (int s = half * STEPS / PER_ROW; s < (half + 1) * STEPS / PER_ROW; s++) {
+        uint32 a[REGISTERS];
+        decode_scaled(a, words, f, s, table, constants, rows);
+#pragma unroll
+        for (int c = 0; c < COLUMN_TILES; c++)
+          multiply(sum[first + f][c], a, x.word(k_block, s, c, 0), x.word(k_block, s, c, 1));
+      }
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) uint8 shared[];
@@ -158,6 +183,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
           load_words(words, block, slot);
           Scales scales;
           scales.load(block, g);
+          if constexpr (SCALES_WEIGHTS) {
+            add_scaled(sum, row_block * FRAGMENTS, words, scales, x, k_block, table, constants);
+            continue;
+          }
 #pragma unroll
           for (int half = 0; half < PER_ROW; half++) {
             float d[FRAGMENTS][COLUMN_TILES][4];

@@ -35,7 +35,7 @@ from fdk_cuda.marlin.launches import (
 )
 from fdk_cuda.marlin.ops import dequantise, few_rows
 from fdk_cuda.marlin.plan import plan_small
-from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.programs import TileShape, Variant
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse
@@ -198,6 +198,10 @@ class Weights:
         size = sum(t.nbytes for t in stored)
         return cls(kind, layout, packed, size, exact_weight(q), q.dequantise(torch.bfloat16))
 
+    def multiplied(self, shape: TileShape | None) -> torch.Tensor:
+        """The weight that a shape of small_m.cu multiplies, or hopper_gemm.cu for None."""
+        return self.exact if shape and not shape.scales_weights else self.rounded.double()
+
     def runs(self, x: torch.Tensor) -> list[Run]:
         """The product with and without programmatic dependent launch, checked.
 
@@ -205,13 +209,14 @@ class Weights:
             SystemExit: an answer is wrong.
         """
         few = len(x) <= few_rows(str(self.layout.format), *self.layout.shape, 0)
-        make, W = (small_run, self.exact) if few else (hopper_run, self.rounded.double())
+        plan = plan_small(self.layout.geometry, x.dtype, len(x), device_limits(0)) if few else None
+        make = small_run if few else hopper_run
         runs = [make(self.layout, self.packed, x, overlap=overlap) for overlap in (True, False)]
-        oracle = x.double() @ W.T
+        oracle = x.double() @ self.multiplied(plan and plan.shape).T
         for run in runs:
             error = nrmse(run(0), oracle)
             if not error < 2e-3:
-                case = f"{self.layout.format} {list(W.shape)} m{len(x)}"
+                case = f"{self.layout.format} {list(self.exact.shape)} m{len(x)}"
                 raise SystemExit(f"wrong answer, not timed: {case}: {error:.2e}")
         return runs
 

@@ -87,6 +87,31 @@ def test_the_least_and_the_most_over_others(monkeypatch):
     assert cublas[2:] == ["| cool | 64 | 0.40 to 0.75 (0 of 2) | 1.10 to 1.10 (1 of 1) |"]
 
 
+def test_cases_over_their_goals_are_told_by_class(monkeypatch):
+    """Signs and rows without a goal are left out; what is near is in brackets."""
+    hopper = script("marlin_hopper", monkeypatch)
+    cases = [(1, "cool", 4.0, 5.0), (4, "cool", 5.1, 5.0), (2, "hot", 8.0, 5.0)]
+    rows = [row(*case) for case in [*cases, (3, "cool", 8.0, 5.0), (8, "cool", 9.0, None)]]
+    rows.append(row(1, "hot", 9.0, 5.0) | {"kind": "signs"})
+    told = [line.split(" | ") for line in hopper.goals_by_class(rows).splitlines()[2:]]
+    few = "| 1, 2 and 4 bits, m = 64"
+    assert told == [
+        [few, "cool", "0.80 to 1.02", "2.00 to 2.00", "1 of 2", "4096 x 8192: (4b m64 1.02) |"],
+        [few, "hot", "1.60 to 1.60", "2.00 to 2.00", "0 of 1", "4096 x 8192: 2b m64 1.60 |"],
+        ["| 3 bits, m = 64", "cool", *told[1][2:5], "4096 x 8192: 3b m64 1.60 |"],
+    ]
+
+
+def test_every_goal_from_64_rows_on_is_of_one_class(monkeypatch):
+    hopper = script("marlin_hopper", monkeypatch)
+    for goal in read("goals.jsonl"):
+        bits, m = goal["bits"], goal["m"]
+        classes = [name for name, (b, ms) in hopper.CLASSES.items() if bits in b and m in ms]
+        assert len(classes) == (m >= 64), goal
+    text = (RESULTS / "hopper.md").read_text("utf-8")
+    assert all(f"| {name} |" in text for name in hopper.CLASSES)
+
+
 def test_jobs(monkeypatch):
     hopper = script("marlin_hopper", monkeypatch)
     assert list(hopper.cases_of("4,8:0:64,128", "1")) == [(4, 0, [64, 128]), (8, 0, [64, 128])]

@@ -43,6 +43,19 @@ def goals_met(ratios: Sequence[float]) -> str:
     return f"of {len(ratios)} goals {told}."
 
 
+def over_goals(ratios: dict[tuple[int, ...], float]) -> str:
+    """The names of the cases, by (n, k, bits, m), whose times over goals are above 1, by shape.
+
+    Those that are near are in brackets.
+    """
+    shapes: dict[str, list[str]] = {}
+    for (n, k, bits, m), ratio in ratios.items():
+        if ratio > 1:
+            told = f"{bits}b m{m} {ratio:.2f}"
+            shapes.setdefault(f"{n} x {k}", []).append(f"({told})" if ratio <= NEAR else told)
+    return "; ".join(f"{shape}: {', '.join(cases)}" for shape, cases in shapes.items()) or "-"
+
+
 def filled(text: str, name: str, table: str) -> str:
     """A document with a table between the marks of that name.
 

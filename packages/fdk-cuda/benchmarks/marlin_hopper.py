@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from _floor import product_floor
 from _rows import write_rows
-from _tables import Row, filled, goals_met, markdown, read_goals, read_rows
+from _tables import Row, filled, goals_met, markdown, over_goals, read_goals, read_rows
 from marlin import COLD_BYTES, SHAPES, Run, Weights, dense_runs, graph_times, line_of
 from marlin_rows import heat
 
@@ -32,6 +32,16 @@ PAUSE, REPLAYS = 0.25, 9  # seconds
 MARKS = "†‡§"  # of the commits of older rows, the oldest first
 Width = tuple[int, str]
 OF_4_BITS: Width = (4, "codebook")
+# What is bound alike, as docs/results/h200/hopper.md tells it, by bits and rows of x.
+CLASSES = {
+    "1, 2 and 4 bits, m = 64": ((1, 2, 4), (64,)),
+    "3 bits, m = 64": ((3,), (64,)),
+    "8 bits, m = 64": ((8,), (64,)),
+    "1, 2 and 4 bits, m = 256": ((1, 2, 4), (256,)),
+    "1, 2 and 4 bits, m >= 1024": ((1, 2, 4), (1024, 4096)),
+    "3 bits, m >= 256": ((3,), (256, 1024, 4096)),
+    "8 bits, m >= 256": ((8,), (256, 1024, 4096)),
+}
 
 
 def time_shape(
@@ -116,8 +126,33 @@ def summary(rows: list[Row]) -> str:
     return joined([*parts, f"{device}, {', '.join(days)}, commits {commits}."])
 
 
+def goals_by_class(rows: list[Row]) -> str:
+    """For each class, cool and hot, its cases that are over their goals, and cuBLAS over the same.
+
+    Signs are left out: their goals are those of any other codebook.
+    """
+    heads = ["class", "chip", "time / goal", "cuBLAS / goal", "met", "over its goal, by name"]
+    lines = [heads, ["---"] * len(heads)]
+    for name, (bits, ms) in CLASSES.items():
+        for chip in ("cool", "hot"):
+            told = {
+                (row["n"], row["k"], row["bits"], row["m"]): row
+                for row in rows
+                if (row["chip"], row["kind"]) == (chip, "codebook") and row["goal"] is not None
+            }
+            cases = {key: told[key] for key in sorted(told) if key[2] in bits and key[3] in ms}
+            if not cases:
+                continue
+            ratios = {key: row["pdl"] / row["goal"] for key, row in cases.items()}
+            cublas = [row["cublas"] / row["goal"] for row in cases.values()]
+            met = f"{sum(ratio <= 1 for ratio in ratios.values())} of {len(ratios)}"
+            spans = [f"{min(r):.2f} to {max(r):.2f}" for r in ([*ratios.values()], cublas)]
+            lines.append([name, chip, *spans, met, over_goals(ratios)])
+    return markdown(lines)
+
+
 # By the word in a document's mark.
-TABLES = {"hopper": table, "hopper summary": summary}
+TABLES = {"hopper": table, "hopper goals": goals_by_class, "hopper summary": summary}
 
 
 def joined(parts: list[str]) -> str:

@@ -9,7 +9,7 @@ to it.
 import statistics
 from typing import Any
 
-from _tables import NEAR, Row, filled, goals_met, main, markdown, paragraph
+from _tables import Row, filled, goals_met, main, markdown, over_goals, paragraph
 
 HEADINGS = (
     *("n x k", "bits", "m", "floor", "PDL", "plain", "floor / PDL", "goal", "PDL / goal"),
@@ -99,18 +99,8 @@ def by_class(by_kind: dict[str, Cases]) -> str:
                 low, high = min(ratios.values()), max(ratios.values())
                 met = sum(ratio <= 1 for ratio in ratios.values())
                 counted = f"{met} of {len(ratios)}", str(len(ratios) - met)
-                lines.append((name, kind, f"{low:.2f} to {high:.2f}", *counted, over(ratios)))
+                lines.append((name, kind, f"{low:.2f} to {high:.2f}", *counted, over_goals(ratios)))
     return markdown(lines)
-
-
-def over(ratios: dict[tuple[int, ...], float]) -> str:
-    """The names of the cases above 1, by shape."""
-    shapes: dict[str, list[str]] = {}
-    for (n, k, bits, m), ratio in ratios.items():
-        if ratio > 1:
-            told = f"{bits}b m{m} {ratio:.2f}"
-            shapes.setdefault(f"{n} x {k}", []).append(f"({told})" if ratio <= NEAR else told)
-    return "; ".join(f"{shape}: {', '.join(cases)}" for shape, cases in shapes.items()) or "-"
 
 
 def beside_codebook(by_kind: dict[str, Cases]) -> str:

@@ -61,6 +61,8 @@ SMALL = (
 )
 # planes.cu has tiles of 96 rows by themselves, and stages of 192, 384 and 768 columns: n and k.
 PLANES_SIZES = 192, 768
+# Two groups of warps with 128 rows each: three tiles.
+TALL_SIZES = 768, 512
 DEQUANTISED = tuple(
     (f"{codebook}{bits}-{more}", dtype)
     for bits in BITS
@@ -177,9 +179,8 @@ def small_traits(plan: SmallPlan) -> dict[str, Hashable]:
     """What plans of small_m.cu, digits.cu and planes.cu differ in."""
     shape = plan.shape
     return {
-        "piece": (shape.fragments, shape.k_blocks, shape.digit_rows > 0, shape.by_planes),
+        "piece": (*_piece(plan), shape.digit_rows > 0, shape.by_planes),
         "lone": (plan.whole_passes == 0, plan.split, shape.by_planes),
-        "row_groups": shape.row_groups,
         "warps": shape.warps,
         "split": (plan.split, shape.digit_rows > 0),
         "short": (shape.short_blocks > 0, plan.split > 1),
@@ -187,16 +188,24 @@ def small_traits(plan: SmallPlan) -> dict[str, Hashable]:
     }
 
 
+def _piece(plan: SmallPlan) -> tuple[int, int, int]:
+    """Of a tile, what a warp takes at a time, and the groups of warps."""
+    return plan.shape.fragments, plan.shape.k_blocks, plan.shape.row_groups
+
+
 def marlin_cases() -> Iterator[Case]:
     """Few rows of x, and dequantising."""
     sizes = SMALL_N, SMALL_K
     lone = (("custom1-g64", BF16, 1, PLANES_SIZES), ("affine1-g64-zint", FP16, 1, PLANES_SIZES))
-    for format, dtype, m, (n, k) in (*((*case, sizes) for case in SMALL), *lone):
+    tall = ((f"custom{bits}-g64", BF16, 16, TALL_SIZES) for bits in (1, 5, 6))
+    for format, dtype, m, (n, k) in (*((*case, sizes) for case in SMALL), *lone, *tall):
         geometry = Geometry.of(Format.parse(format), n, k)
         variant = Variant.of(geometry, dtype)
         plans = list(small_plans(geometry, variant, m, FEW))
-        if n != SMALL_N:
+        if (n, k) == PLANES_SIZES:
             plans = [plan for plan in plans if plan.shape.by_planes]
+        if (n, k) == TALL_SIZES:
+            plans = [plan for plan in plans if plan.shape.rows == 256]
         for plan in various(plans, small_traits):
             shape = plan.shape
             kind = f"digits of {shape.digit_rows}" if shape.digit_rows else "small_m"

@@ -40,10 +40,12 @@ from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse
 
-# The last three, fused q, k, v of two models and a vocabulary, are run where --shapes names them.
+# The first five are run where --shapes names no others, which are fused q, k, v of two models, a
+# vocabulary, and the layers of a model of 31b.
 SHAPES = (
     *((4096, 4096), (8192, 8192), (28672, 8192), (4096, 14336), (14336, 4096)),
     *((6144, 4096), (21504, 6144), (128256, 4096)),
+    *((6144, 6144), (8192, 6144), (6144, 21504), (43008, 6144)),
 )
 COLD_BYTES = 256 << 20
 REPLAYS = 15

@@ -206,6 +206,22 @@ def test_timed_plans_of_few_rows(key):
     assert plan_small(geometry, torch.bfloat16, m, h200) == cheapest_plan(geometry, m, h200)
 
 
+def test_what_was_timed_for_16_rows_is_for_codebooks_on_hopper():
+    """From 5 bits on 128 rows a warp by timed plans alone; 1 bit where weights are scaled."""
+    h200 = DEVICES["sm_90a"]
+    for bits, device, affine in itertools.product((5, 6), DEVICES.values(), (False, True)):
+        geometry = Geometry(bits, 28672, 8192, 64, torch.bfloat16, affine)
+        variant = Variant.of(geometry, torch.bfloat16)
+        tall = [s for s in small_shapes(variant, MAX_ROWS, device) if s.fragments == 8]
+        assert bool(tall) == (device is h200 and not affine)
+        assert cheapest_plan(geometry, MAX_ROWS, device).shape not in tall
+    geometry = Geometry(1, 4096, 4096, 64, torch.float16, False)
+    assert timed_cut(geometry, MAX_ROWS)
+    assert not Variant.of(geometry, torch.bfloat16).scales_weights
+    plan = plan_small(geometry, torch.bfloat16, MAX_ROWS, h200)
+    assert plan == cheapest_plan(geometry, MAX_ROWS, h200)
+
+
 def cheapest_plan(geometry, m, device):
     """By the model of costs."""
     plans = small_plans(geometry, Variant.of(geometry, torch.bfloat16), m, device)

@@ -53,24 +53,26 @@ def test_every_plan(format, m, n):
 
 
 HOPPER_CASES = [
-    *(("affine1-g64", m) for m in (1, 8)),
-    *(("affine3-g64", m) for m in (1, 8, 16)),
-    *((f"{codebook}-g64", 4) for codebook in ("affine2", "affine4", "custom2", "custom4")),
+    *(("affine1-g64", m, 1216) for m in (1, 8)),
+    *(("affine3-g64", m, 1216) for m in (1, 8, 16)),
+    *((f"{codebook}-g64", 4, 1216) for codebook in ("affine2", "affine4", "custom2", "custom4")),
+    # Whole tiles of 256 rows: short ones leave the sums no room.
+    *((f"custom{bits}-g64", 16, 768) for bits in (5, 6)),
 ]
 
 
-@pytest.mark.parametrize(("format", "m"), HOPPER_CASES)
-def test_more_warps_of_hopper(format, m):
+@pytest.mark.parametrize(("format", "m", "n"), HOPPER_CASES)
+def test_tiles_and_warps_of_hopper(format, m, n):
     """Which plans give to it alone; the instructions are those of every GPU."""
-    q, layout = pack(format, 1216, 2048)
+    q, layout = pack(format, n, 2048)
     x = random_x(m, 2048)
     oracle = x.double() @ exact_weight(q, x.dtype).T
     variant = Variant.of(layout.geometry, x.dtype)
     plans, elsewhere = (
-        {p for p in small_plans(layout.geometry, variant, m, device) if p.shape.warps >= 12}
+        set(small_plans(layout.geometry, variant, m, device))
         for device in (replace(FEW, is_hopper=True), FEW)
     )
-    only_here = plans - elsewhere
+    only_here = [p for p in plans - elsewhere if p.shape.warps >= 12 or p.shape.fragments == 8]
     assert only_here
     for plan in only_here:
         y = run_plan(layout, x, plan)
@@ -99,9 +101,11 @@ def test_plans_that_scale_weights(format, dtype):
         oracle = x.double() @ W.double().T
         y = run_plan(layout, x, plan)
         assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5, plan
-    columns = torch.arange(0, 1024, 64, device="cuda") + torch.arange(0, 64, 4, device="cuda")
-    lone = torch.nn.functional.one_hot(columns, 1024).to(dtype)
-    for plan in plans[::3]:
+    # All 64 columns of a block, 16 at a time, each in a block of its own.
+    block = torch.arange(16, device="cuda")
+    for plan, quarter in itertools.product(plans[::3], range(4)):
+        columns = 64 * block + 16 * quarter + block
+        lone = torch.nn.functional.one_hot(columns, 1024).to(dtype)
         assert torch.equal(run_plan(layout, lone, plan), W.T[columns]), plan
 
 

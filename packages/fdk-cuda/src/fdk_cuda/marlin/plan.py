@@ -92,8 +92,11 @@ class SmallPlan:
 def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -> SmallPlan:
     """The plan for ``x :: [m, k, dtype]`` with m up to ``MAX_ROWS``."""
     assert 1 <= m <= MAX_ROWS
-    plans = list(small_plans(geometry, Variant.of(geometry, dtype), m, device))
-    if device.is_hopper and device.processors == TIMED_PROCESSORS:
+    variant = Variant.of(geometry, dtype)
+    plans = list(small_plans(geometry, variant, m, device))
+    # 1 bit with more rows was timed where weights are scaled.
+    is_timed = m <= NARROW_ROWS or geometry.bits > 1 or variant.scales_weights
+    if is_timed and device.is_hopper and device.processors == TIMED_PROCESSORS:
         timed = timed_cut(geometry, m)
         # Of one row, none is of digits.cu, whose shapes are planes.cu's too.
         others = [p for p in plans if m > 1 or not p.shape.digit_rows or p.shape.by_planes]
@@ -272,9 +275,9 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     if shape.scales_weights:
         return 12 if shape.fragments == 8 else 16
     if shape.fragments == 8 or (shape.column_tiles == 2 and shape.k_blocks == 2):
-        # 12.0 would spill 4 bytes with zero points of 5 bits.
-        spills = shape.column_tiles == 2 and bits == 5 and variant.affine and not device.is_hopper
-        return 0 if heavy or spills else 8
+        # From 5 bits on what was timed: codebooks on Hopper.
+        is_timed = bits <= 4 or (device.is_hopper and not variant.affine)
+        return 8 if not heavy and (shape.column_tiles == 1 or is_timed) else 0
     # Two tiles of columns or four blocks leave zero points no room in 128 registers, but for some
     # widths on Hopper.
     roomy = HOPPER_ZERO_POINT_BITS[shape.column_tiles] if device.is_hopper else ()

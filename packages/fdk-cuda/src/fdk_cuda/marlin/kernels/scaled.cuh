@@ -1,6 +1,7 @@
 // 1 bit, nine rows of x and more: operand A is W_hat itself, rounded as dequantise.cu rounds it, so
 // products go into one float32 sum from group to group. Sums that are scaled group by group take
-// registers: with 128 rows of the weight 240 of a thread, 146 here, so twelve warps fit, not eight.
+// registers: of 128 x 64 weights 240 of a thread, 146 here, so twelve warps of 128 rows fit, not
+// eight.
 //
 // Even fragments are looked up, then scaled. In an odd one the bits of register i in step s are bit
 // 3 + s + 4 i and the one 16 above (layout.py: _bit_positions): a row's two values are scaled once,

@@ -101,6 +101,17 @@ def test_nothing_is_tuned_twice() -> None:
     assert len(clock.asked) == count
 
 
+@pytest.mark.parametrize(("n", "k", "count"), [(0, 64, 0), (1, 4, 1)])
+def test_weights_of_no_bytes(n: int, k: int, count: int) -> None:
+    """Without outputs nothing is run, so nothing is measured."""
+    assert tune.tune_layers([("custom1-row", n, k)], ms=[1], timer=Clock({})) == count
+
+
+def test_other_activations_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"bfloat16 or torch\.float16, got torch\.float32"):
+        tune.tune_layers([LAYER], dtype=torch.float32, timer=Clock({}))
+
+
 def test_a_small_gain_does_not_replace_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 9.9}))
     assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)

@@ -21,9 +21,11 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fdk_cuda.gpu import gpu_index
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import GemmConfig, Gpu, ManyConfig, SmallConfig
+from fdk_cuda.triton.decode import DTYPES
 from fdk_cuda.triton.launch import Config, Weight
 from fdk_cuda.triton.many_configs import (
     gemm_config,
@@ -150,16 +152,21 @@ def tune_layers(
 
     Returns:
         How many buckets were measured.
+
+    Raises:
+        RuntimeError: where torch finds no GPU.
+        TypeError: for activations that Triton's kernels do not take.
     """
+    if dtype not in DTYPES:
+        raise TypeError(f"tune_layers: dtype must be {' or '.join(map(str, DTYPES))}, got {dtype}")
     buckets = sorted({bucket for m in ms if (bucket := bucket_of(m)) is not None})
-    index = -1
-    if not launch.INTERPRETED:
-        with torch.cuda.device(device):
-            index = torch.cuda.current_device()
+    index = -1 if launch.INTERPRETED else gpu_index("tune_layers", device)
     count = 0
     for format, n, k in layers:
         parsed = Format.parse(format)
         a = Arrangement(n, k, parsed.bits, parsed.group_size_for(k))
+        if n == 0:  # takes no kernel
+            continue
         zero_dtype = zero_point_dtype(parsed) if parsed.is_affine else None
         ws: list[Weight] = []
         for bucket in buckets:

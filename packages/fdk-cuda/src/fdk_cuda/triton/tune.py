@@ -73,7 +73,8 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     bucket, mode = bucket_of(m), _mode()
     if bucket is None or mode == "0" or not (mode == "1" or _entries(_name(device))):
         return _default_of(w, m, device)
-    key = (device, m, dtype, *w.key)
+    # With the count, for another thread may measure between a look at what is stored and the end.
+    key = (times_measured, device, m, dtype, *w.key)
     # Read once: another thread may empty it at any time.
     found: Config = _chosen.get(key, _UNKNOWN)
     if found is not _UNKNOWN:
@@ -221,9 +222,9 @@ def _tune_bucket(
     }
     new = {key_of(ws[0], bucket, dtype): entry}
     _entries(_name(device)).update(new)
-    _chosen.clear()
     global times_measured
     times_measured += 1
+    _chosen.clear()
     store_entries(_name(device), new)
     return entry
 

@@ -95,3 +95,7 @@ def test_negative_views_and_fake_tensors():
     assert gemv(x, weight).tolist() == [[-1.0, -2.0, -3.0]]
     with FakeTensorMode(), pytest.raises(TypeError, match="gemm: needs values"):
         gemm(torch.ones(2, 3), torch.eye(3))
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"read_sum: .* got FakeTensor"):
+        read_sum(torch.ones(3))
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"copy_memory: .* got FakeTensor"):
+        copy(torch.ones(3), torch.ones(3))

@@ -81,6 +81,8 @@ def test_bad_input() -> None:
         gemm(x[0], weight)
     with pytest.raises(ValueError, match=r"gemm: weight must be \[n, 4\], got \[3, 5\]"):
         gemm(x, torch.ones(3, 5))
+    with pytest.raises(ValueError, match=r"gemm: weight must be \[n, 4\], got \[\]"):
+        gemm(x, torch.ones(()))
     with pytest.raises(TypeError, match=r"both be bfloat16 or float32, got torch\.float16"):
         gemm(x.half(), weight.half())
     with pytest.raises(TypeError, match=r"got torch\.float32 and torch\.bfloat16"):

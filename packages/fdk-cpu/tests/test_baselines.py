@@ -81,6 +81,8 @@ def test_bad_input() -> None:
         gemm(x[0], weight)
     with pytest.raises(ValueError, match=r"gemm: weight must be \[n, 4\], got \[3, 5\]"):
         gemm(x, torch.ones(3, 5))
+    with pytest.raises(ValueError, match=r"gemm: weight must be \[n, 4\], got \[\]"):
+        gemm(x, torch.ones(()))
     with pytest.raises(TypeError, match=r"both be bfloat16 or float32, got torch\.float16"):
         gemm(x.half(), weight.half())
     with pytest.raises(TypeError, match=r"got torch\.float32 and torch\.bfloat16"):
@@ -95,3 +97,7 @@ def test_negative_views_and_fake_tensors():
     assert gemv(x, weight).tolist() == [[-1.0, -2.0, -3.0]]
     with FakeTensorMode(), pytest.raises(TypeError, match="gemm: needs values"):
         gemm(torch.ones(2, 3), torch.eye(3))
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"read_sum: .* got FakeTensor"):
+        read_sum(torch.ones(3))
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"copy_memory: .* got FakeTensor"):
+        copy(torch.ones(3), torch.ones(3))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fdk_cuda.triton import TritonBackend, launch, stored, tune
+from fdk_cuda.triton import TritonBackend, TritonLayout, launch, stored, tune
 from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, Gpu, ManyConfig, SmallConfig, gpu_of
 from fdk_cuda.triton.many_configs import fit, serves_many
 from fdk_formats import Format
@@ -101,9 +101,35 @@ def test_nothing_is_tuned_twice() -> None:
     assert len(clock.asked) == count
 
 
+@pytest.mark.parametrize(("n", "k", "count"), [(0, 64, 0), (1, 4, 1)])
+def test_weights_of_no_bytes(n: int, k: int, count: int) -> None:
+    """Without outputs nothing is run, so nothing is measured."""
+    assert tune.tune_layers([("custom1-row", n, k)], ms=[1], timer=Clock({})) == count
+
+
+def test_other_activations_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"bfloat16 or torch\.float16, got torch\.float32"):
+        tune.tune_layers([LAYER], dtype=torch.float32, timer=Clock({}))
+
+
 def test_a_small_gain_does_not_replace_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 9.9}))
     assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)
+
+
+def test_what_another_thread_measures_meanwhile_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune.tune_layers([LAYER], ms=[64], timer=Clock({}))
+    q = Case(Format.parse(LAYER[0]), 8, *LAYER[1:], torch.bfloat16).quantised()
+    w, right = TritonLayout(q)._weight(), tune._default_of
+
+    def measured_meanwhile(w: launch.Weight, m: int, device: int) -> object:
+        monkeypatch.setattr(tune, "_default_of", right)
+        tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 4.0}))
+        return right(w, m, device)
+
+    monkeypatch.setattr(tune, "_default_of", measured_meanwhile)
+    assert tune.choose(w, 8, torch.bfloat16, -1) == tune.default(*arrangement(), 8, H200)
+    assert tune.choose(w, 8, torch.bfloat16, -1) == SMALL
 
 
 def test_dequantise_can_win(monkeypatch: pytest.MonkeyPatch) -> None:

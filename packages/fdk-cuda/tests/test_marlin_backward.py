@@ -266,6 +266,7 @@ def precompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """What ``precompile`` compiles on a Hopper, one after another; nothing is."""
     module = importlib.import_module("fdk_cuda.marlin.precompile")
     programs: list[Program] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -313,6 +314,15 @@ def test_precompile_takes_both_ways_of_a_grid(precompiled: list[Program]) -> Non
     for name in ("hopper_gemm.cu", "hopper_backward.cu"):
         options = {o for p in precompiled if p.name == name for o in p.options}
         assert {"-DGRID_ZERO_POINT=127", "-DGRID_ZERO_POINT=-1"} <= options
+
+
+def test_precompile_refuses_what_marlin_does_not_take(precompiled: list[Program]) -> None:
+    layers = [("nf4-g64", 64, 128), ("nf4-g16", 64, 128)]
+    with pytest.raises(ValueError, match=r"nf4-g16 \[n=64, k=128\]: needs groups of .*, got 16"):
+        precompile(layers)
+    with pytest.raises(TypeError, match=r"bfloat16 or torch\.float16, got torch\.float32"):
+        precompile(layers[:1], dtype=torch.float32)
+    assert precompiled == []
 
 
 @pytest.mark.parametrize(

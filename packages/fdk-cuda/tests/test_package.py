@@ -1,5 +1,6 @@
 """The package as it is installed, or as it lies on PYTHONPATH; its kernels are tested elsewhere."""
 
+import importlib
 from importlib import metadata
 from pathlib import Path
 
@@ -32,3 +33,15 @@ def test_without_a_gpu_every_backend_says_so():
     reasons = reasons_against(problem)
     for name in ("marlin", "marlin-lut", "triton"):
         assert "GPU" in str(reasons[name]) or "CUDA" in str(reasons[name])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said where there is no GPU")
+@pytest.mark.parametrize("device", [None, "cuda", 0])
+def test_without_a_gpu_nothing_is_made_ready(device):
+    layers = [("int4-g64", 64, 64)]
+    with pytest.raises(RuntimeError, match=r"precompile: needs an NVIDIA GPU .* torch finds none"):
+        fdk_cuda.precompile(layers, device=device)
+    pytest.importorskip("triton")
+    tune_layers = importlib.import_module("fdk_cuda.triton").tune_layers
+    with pytest.raises(RuntimeError, match=r"tune_layers: needs an NVIDIA GPU .* torch finds none"):
+        tune_layers(layers, device=device)

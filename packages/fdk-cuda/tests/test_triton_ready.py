@@ -177,5 +177,13 @@ def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "times_measured", tune.times_measured + 1)
     calls.keep(X, w, None)
     assert calls.get(X) not in (None, kept)
+
+    def measured_meanwhile(*key: object) -> remembered.Launch:
+        monkeypatch.setattr(tune, "times_measured", tune.times_measured + 1)
+        return made
+
+    monkeypatch.setattr(ready_module, "launched_small", measured_meanwhile)
+    calls.keep(X[:1], w, None)
+    assert calls.get(X[:1]) is None
     assert copy.deepcopy(calls).get(X) is None
     assert type(copy.deepcopy(calls)) is ReadyCalls

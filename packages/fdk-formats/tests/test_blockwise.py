@@ -171,6 +171,9 @@ def test_not_contiguous_is_read_in_row_major_order():
         copy = view.clone(memory_format=torch.contiguous_format)
         assert torch.equal(quantise_4bit(view).packed, quantise_4bit(copy).packed)
         assert torch.equal(quantise_blockwise(view).packed, quantise_blockwise(copy).packed)
+    for size in (0, 1):  # contiguous for torch, whatever the stride
+        view = torch.ones(2 * size)[::2]
+        assert torch.equal(dequantise_blockwise(quantise_blockwise(view)), view)
 
 
 def test_input_is_left_alone_and_needs_no_gradient():

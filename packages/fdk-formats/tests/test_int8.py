@@ -71,6 +71,12 @@ def test_what_is_not_finite_makes_its_row_nan(bad: float) -> None:
     assert torch.equal(y[[0, 2]], expected[[0, 2]])
 
 
+def test_without_rows() -> None:
+    q = random_quantised(Format("custom", 4, 48), 5, 144)
+    assert round_activations(torch.ones(0, 144), 48).shape == (0, 144)
+    assert int8_linear(torch.ones(0, 144), q, torch.ones(5)).shape == (0, 5)
+
+
 def test_an_outlier_costs_its_block_at_most_half_a_step() -> None:
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     x[:, 5] = 1000

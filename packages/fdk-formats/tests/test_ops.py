@@ -105,6 +105,21 @@ def test_watched(through_torch: list[Tensor]) -> None:
     assert len(through_torch) == 4
 
 
+# torch.func.jvp loads decompositions through it.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_forward_mode_is_refused() -> None:
+    """It would have a tangent of zero."""
+    refused = pytest.raises(NotImplementedError, match=r"plain_linear\S*: has no forward-mode")
+    with refused:
+        torch.func.jvp(call, (X,), (X,))
+    with refused:
+        torch.func.jacfwd(call)(X)
+    with refused:
+        torch.func.jvp(lambda bias: call(bias=bias), (torch.ones(2),), (torch.ones(2),))
+    with forward_ad.dual_level(), refused:
+        call(forward_ad.make_dual(X, X))
+
+
 def test_a_negative_view_of_the_bias_goes_through_torch(through_torch: list[Tensor]) -> None:
     y = call(bias=torch._neg_view(torch.tensor([1.0, 2.0])))
     assert y.tolist() == [[-3.0, -4.0]]

@@ -59,9 +59,10 @@ def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:
             f"{caller}: x and weight must both be bfloat16 or float32, "
             f"got {x.dtype} and {weight.dtype}"
         )
-    (m, k), n = x.shape, len(weight)
-    if weight.shape != (n, k):
+    m, k = x.shape
+    if weight.ndim != 2 or weight.shape[1] != k:
         raise ValueError(f"{caller}: weight must be [n, {k}], got {list(weight.shape)}")
+    n = len(weight)
     for name, tensor in (("x", x), ("weight", weight)):
         if not (tensor.is_contiguous() and tensor.is_cpu):
             raise ValueError(f"{caller}: {name} must be contiguous and on the CPU")

@@ -1,6 +1,7 @@
 """Reading and copying memory as fast as it goes: what the kernels are measured against."""
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from fdk_cpu import _native
 from fdk_cpu.runtime import num_threads
@@ -11,6 +12,7 @@ def read_sum(data: Tensor) -> int:
 
     Raises:
         ValueError: for a tensor that is not contiguous or not on the CPU.
+        TypeError: for a subclass of tensor, or what is none.
     """
     _check("read_sum", data)
     return _native.read_sum((data.data_ptr(), data.nbytes), num_threads())
@@ -21,6 +23,7 @@ def copy_memory(source: Tensor, to: Tensor) -> None:
 
     Raises:
         ValueError: for tensors that are not contiguous, not on the CPU, or of different size.
+        TypeError: for a subclass of tensor, or what is none.
     """
     _check("copy_memory", source)
     _check("copy_memory", to)
@@ -29,5 +32,12 @@ def copy_memory(source: Tensor, to: Tensor) -> None:
 
 
 def _check(caller: str, tensor: Tensor) -> None:
+    # A subclass may have no memory: torch.compile's fake tensors.
+    if type(tensor) not in (Tensor, Parameter):
+        raise TypeError(f"{caller}: wanted a plain tensor, got {type(tensor).__name__}")
     if not (tensor.is_contiguous() and tensor.is_cpu):
-        raise ValueError(f"{caller}: wanted a contiguous tensor on the CPU, got {tensor.device}")
+        strides = list(tensor.stride())
+        raise ValueError(
+            f"{caller}: wanted a contiguous tensor on the CPU, got strides {strides} "
+            f"on {tensor.device}"
+        )

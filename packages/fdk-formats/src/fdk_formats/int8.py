@@ -82,8 +82,8 @@ def round_activations(x: Tensor, group_size: int) -> Tensor:
     m, k = x.shape
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     padded = padded_group(group_size)
-    rows = pad(wide.reshape(m, -1, group_size), (0, padded - group_size)).flatten(1)
-    blocks = pad(rows, (0, -rows.shape[1] % BLOCK)).view(m, -1, BLOCK)
+    rows = pad(wide.unflatten(1, (-1, group_size)), (0, padded - group_size)).flatten(1)
+    blocks = pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     # torch has `127 / largest` as its reciprocal times 127: another rounding, and of bf16 x, where
     # halves of the largest are common, another code in 4.5 % of the rows.
@@ -91,7 +91,8 @@ def round_activations(x: Tensor, group_size: int) -> Tensor:
     # Zero codes times an infinite scale, or NaN, are NaN.
     codes = torch.where(largest >= SMALLEST_BLOCK, codes, 0)
     rounded = (codes * (largest / LARGEST_CODE)).flatten(1)[:, : rows.shape[1]]
-    return rounded.view(m, -1, padded)[..., :group_size].reshape(m, k)
+    groups: Tensor = rounded.unflatten(1, (-1, padded))[..., :group_size]
+    return groups.reshape(m, k)
 
 
 def padded_group(group_size: int) -> int:

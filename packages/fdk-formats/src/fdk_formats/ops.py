@@ -40,8 +40,18 @@ class LinearOp:
         self._run, self._devices = run, devices
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
-        """``op(x, *layout, bias, n, k)``."""
+        """``op(x, *layout, bias, n, k)``.
+
+        Raises:
+            NotImplementedError: in forward mode, for x or a bias with a tangent.
+        """
         if not self.is_direct(x, args[-3]) or x.device.type not in self._devices:
+            if not torch.compiler.is_compiling() and _has_tangent(x, args[-3]):
+                # torch itself says so only where x or the bias requires a gradient too; elsewhere
+                # the tangent of y would be zero.
+                raise NotImplementedError(
+                    f"{self.op}: has no forward-mode derivative (jvp, jacfwd), only backward's"
+                )
             return self.op(x, *args)
         return self._run(x, *args)
 
@@ -73,6 +83,14 @@ def _watched(x: Tensor, bias: Tensor | None) -> bool:
         or _jit_trace() is not None
         or is_profiled()
         or forward_ad._current_level >= 0
+    )
+
+
+def _has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward mode differentiates by one of them."""
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
     )
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from fdk_cuda.gpu import gpu_index
 from fdk_cuda.marlin.backward import backward_shapes
 from fdk_cuda.marlin.hopper import hopper_shapes, plan_hopper_invariant
 from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.layout import Geometry, has_grid
-from fdk_cuda.marlin.ops import few_rows
+from fdk_cuda.marlin.layout import Geometry, has_grid, why_not
+from fdk_cuda.marlin.ops import DTYPES, few_rows
 from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
 from fdk_cuda.marlin.programs import (
     Variant,
@@ -32,7 +33,7 @@ def precompile(
     batch_invariant: bool = False,
     gradient: bool = False,
 ) -> int:
-    """Compiles, into the cache on disk, all that layers need at any m.
+    """Compiles, into the cache on disk, all that layers of the Marlin backends need at any m.
 
     Args:
         layers: format, n and k of each.
@@ -46,9 +47,12 @@ def precompile(
 
     Raises:
         CompilerMissingError: where NVRTC is missing.
+        RuntimeError: where torch finds no GPU.
+        TypeError, ValueError: for activations or a layer that Marlin does not take.
     """
-    with torch.cuda.device(device):
-        index = torch.cuda.current_device()
+    if dtype not in DTYPES:
+        raise TypeError(f"precompile: dtype must be {' or '.join(map(str, DTYPES))}, got {dtype}")
+    index = gpu_index("precompile", device)
     arch = architecture(torch.cuda.get_device_capability(index))
     limits = device_limits(index)
     programs: set[Program] = set()
@@ -85,6 +89,11 @@ def _as_kernels_are_told(
     """
     for name, n, k in layers:
         format = Format.parse(name)
+        if reason := why_not(format, k):
+            raise ValueError(
+                f"precompile: Marlin does not take {format} [n={n}, k={k}]: {reason}; "
+                "Triton, which may, compiles at first use"
+            )
         if n == 0:
             continue
         told = [format.codebook]

@@ -61,7 +61,7 @@ def random_weights(
     """Copies of a random weight that together exceed the L2, so that each is read from memory."""
     place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     cache_bytes = 0 if device < 0 else torch.cuda.get_device_properties(device).L2_cache_size
-    count = CACHES * cache_bytes // (a.n * a.k * a.bits // 8) + 1
+    count = CACHES * cache_bytes * 8 // (a.n * a.k * a.bits) + 1
     affine = zero_dtype is not None
     codebook = torch.arange(2.0**a.bits) if affine else torch.linspace(-1, 1, 1 << a.bits)
     values, lanes = (table.to(place) for table in lookup_tables(codebook))

@@ -82,13 +82,18 @@ class ReadyCalls(ready.ReadyCalls):
         m = x.numel() // x.shape[-1]
         if m > gpu_at(x.get_device()).limits.small_m:
             return
+        measured = tune.times_measured
         config = tune.choose(w, m, x.dtype, x.get_device())
         if isinstance(config, SmallConfig):
-            self.put(x, lambda: self._made(x, w, bias, m, config))
+            self.put(x, lambda: self._made(x, w, bias, m, config, measured))
 
     @staticmethod
     def _made(
-        x: Tensor, w: Weight, bias: Tensor | None, m: int, config: SmallConfig
+        x: Tensor, w: Weight, bias: Tensor | None, m: int, config: SmallConfig, measured: int
     ) -> ReadyCall | None:
         launch = launched_small(x.get_device(), m, x.dtype, bias is None, config, w)
-        return None if launch is None else ReadyCall(x, w, launch, bias is not None)
+        if launch is None:
+            return None
+        call = ReadyCall(x, w, launch, bias is not None)
+        # Another thread may have measured since the configuration was chosen.
+        return call if tune.times_measured == measured else None

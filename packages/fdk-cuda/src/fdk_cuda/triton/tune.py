@@ -21,9 +21,11 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fdk_cuda.gpu import gpu_index
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import GemmConfig, Gpu, ManyConfig, SmallConfig
+from fdk_cuda.triton.decode import DTYPES
 from fdk_cuda.triton.launch import Config, Weight
 from fdk_cuda.triton.many_configs import (
     gemm_config,
@@ -71,7 +73,8 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     bucket, mode = bucket_of(m), _mode()
     if bucket is None or mode == "0" or not (mode == "1" or _entries(_name(device))):
         return _default_of(w, m, device)
-    key = (device, m, dtype, *w.key)
+    # With the count, for another thread may measure between a look at what is stored and the end.
+    key = (times_measured, device, m, dtype, *w.key)
     # Read once: another thread may empty it at any time.
     found: Config = _chosen.get(key, _UNKNOWN)
     if found is not _UNKNOWN:
@@ -150,16 +153,21 @@ def tune_layers(
 
     Returns:
         How many buckets were measured.
+
+    Raises:
+        RuntimeError: where torch finds no GPU.
+        TypeError: for activations that Triton's kernels do not take.
     """
+    if dtype not in DTYPES:
+        raise TypeError(f"tune_layers: dtype must be {' or '.join(map(str, DTYPES))}, got {dtype}")
     buckets = sorted({bucket for m in ms if (bucket := bucket_of(m)) is not None})
-    index = -1
-    if not launch.INTERPRETED:
-        with torch.cuda.device(device):
-            index = torch.cuda.current_device()
+    index = -1 if launch.INTERPRETED else gpu_index("tune_layers", device)
     count = 0
     for format, n, k in layers:
         parsed = Format.parse(format)
         a = Arrangement(n, k, parsed.bits, parsed.group_size_for(k))
+        if n == 0:  # takes no kernel
+            continue
         zero_dtype = zero_point_dtype(parsed) if parsed.is_affine else None
         ws: list[Weight] = []
         for bucket in buckets:
@@ -214,9 +222,9 @@ def _tune_bucket(
     }
     new = {key_of(ws[0], bucket, dtype): entry}
     _entries(_name(device)).update(new)
-    _chosen.clear()
     global times_measured
     times_measured += 1
+    _chosen.clear()
     store_entries(_name(device), new)
     return entry
 

@@ -25,7 +25,8 @@ SMALLEST_ABSMAX = 1e-38
 def quantise_8bit(flat: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """See ``Kernels.quantise_8bit``."""
     search = _search(code, tuple(range(len(code))), flat.device)
-    packed = torch.empty_like(flat, dtype=torch.uint8)
+    # Not empty_like: one element has any stride, and torch keeps it.
+    packed = flat.new_empty(len(flat), dtype=torch.uint8)
     absmax = _empty_absmax(flat, block_size)
     for start, scaled in _scaled_chunks(flat, absmax, block_size):
         search(scaled, out=packed[start : start + len(scaled)])
@@ -50,7 +51,7 @@ def dequantise_8bit(
     packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, dtype: torch.dtype
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
-    out = torch.empty_like(packed, dtype=dtype)
+    out = packed.new_empty(len(packed), dtype=dtype)
     # A float32 result is as wide as the indices, and holds them until its values are there.
     fits = dtype == torch.float32
     for start, stop, scratch in _chunks_with_scratch(out, 4 if fits else 8, block_size):

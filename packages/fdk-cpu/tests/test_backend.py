@@ -184,6 +184,15 @@ def test_memory() -> None:
     assert torch.equal(copy, data)
     with pytest.raises(ValueError, match="the copy must be"):
         fdk_cpu.copy_memory(data, copy[:-1])
+    leaf = torch.ones(4, requires_grad=True)
+    kept = torch.ones(4)
+    y = (leaf * kept).sum()
+    fdk_cpu.copy_memory(torch.zeros(4), kept)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        fdk_cpu.copy_memory(torch.ones(4), found := torch.zeros(4))
+    assert torch.equal(found, torch.ones(4))
     with pytest.raises(ValueError, match=r"got strides \[2\] on cpu"):
         fdk_cpu.read_sum(data[::2])
 

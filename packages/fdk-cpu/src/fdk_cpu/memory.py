@@ -1,6 +1,7 @@
 """Reading and copying memory as fast as it goes: what the kernels are measured against."""
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fdk_cpu import _native
@@ -29,6 +30,8 @@ def copy_memory(source: Tensor, to: Tensor) -> None:
     _check("copy_memory", to)
     sizes = (source.data_ptr(), source.nbytes), (to.data_ptr(), to.nbytes)
     _native.copy_memory(*sizes, num_threads())
+    if not to.is_inference():
+        increment_version(to)  # as every write does: a backward that has kept it then says so
 
 
 def _check(caller: str, tensor: Tensor) -> None:

@@ -178,19 +178,15 @@ def various(
 def small_traits(plan: SmallPlan) -> dict[str, Hashable]:
     """What plans of small_m.cu, digits.cu and planes.cu differ in."""
     shape = plan.shape
+    kernel = shape.digit_rows > 0, shape.by_planes
     return {
-        "piece": (*_piece(plan), shape.digit_rows > 0, shape.by_planes),
+        "piece": (shape.fragments, shape.k_blocks, shape.row_groups, *kernel),
         "lone": (plan.whole_passes == 0, plan.split, shape.by_planes),
         "warps": shape.warps,
         "split": (plan.split, shape.digit_rows > 0),
         "short": (shape.short_blocks > 0, plan.split > 1),
         "sum_buffers": plan.sum_buffers,
     }
-
-
-def _piece(plan: SmallPlan) -> tuple[int, int, int]:
-    """Of a tile, what a warp takes at a time, and the groups of warps."""
-    return plan.shape.fragments, plan.shape.k_blocks, plan.shape.row_groups
 
 
 def marlin_cases() -> Iterator[Case]:

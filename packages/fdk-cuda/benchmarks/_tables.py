@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ def goals_met(ratios: Sequence[float]) -> str:
     over = len(ratios) - met - near
     told = f"{met} are met, {near} are within {100 * (NEAR - 1):.0f} %, {over} are over"
     return f"of {len(ratios)} goals {told}."
+
+
+def least_to_most(ratios: Collection[float]) -> str:
+    """The span of times over others."""
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def over_goals(ratios: dict[tuple[int, ...], float]) -> str:

@@ -12,6 +12,8 @@ documents to the rows.
 """
 
 import argparse
+import itertools
+import operator
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,16 @@ from typing import Any
 import torch
 from _floor import product_floor
 from _rows import write_rows
-from _tables import Row, filled, goals_met, markdown, over_goals, read_goals, read_rows
+from _tables import (
+    Row,
+    filled,
+    goals_met,
+    least_to_most,
+    markdown,
+    over_goals,
+    read_goals,
+    read_rows,
+)
 from marlin import COLD_BYTES, SHAPES, Run, Weights, dense_runs, graph_times, line_of
 from marlin_rows import heat
 
@@ -133,21 +144,17 @@ def goals_by_class(rows: list[Row]) -> str:
     """
     heads = ["class", "chip", "time / goal", "cuBLAS / goal", "met", "over its goal, by name"]
     lines = [heads, ["---"] * len(heads)]
-    for name, (bits, ms) in CLASSES.items():
-        for chip in ("cool", "hot"):
-            told = {
-                (row["n"], row["k"], row["bits"], row["m"]): row
-                for row in rows
-                if (row["chip"], row["kind"]) == (chip, "codebook") and row["goal"] is not None
-            }
-            cases = {key: told[key] for key in sorted(told) if key[2] in bits and key[3] in ms}
-            if not cases:
-                continue
-            ratios = {key: row["pdl"] / row["goal"] for key, row in cases.items()}
-            cublas = [row["cublas"] / row["goal"] for row in cases.values()]
+    order = operator.itemgetter("n", "k", "bits", "m")
+    told = [row for row in rows if row["kind"] == "codebook" and row["goal"] is not None]
+    told.sort(key=order)
+    for (name, (bits, ms)), chip in itertools.product(CLASSES.items(), ("cool", "hot")):
+        cases = [r for r in told if r["chip"] == chip and r["bits"] in bits and r["m"] in ms]
+        if cases:
+            ratios = {order(row): row["pdl"] / row["goal"] for row in cases}
+            cublas = least_to_most([row["cublas"] / row["goal"] for row in cases])
             met = f"{sum(ratio <= 1 for ratio in ratios.values())} of {len(ratios)}"
-            spans = [f"{min(r):.2f} to {max(r):.2f}" for r in ([*ratios.values()], cublas)]
-            lines.append([name, chip, *spans, met, over_goals(ratios)])
+            span = least_to_most(ratios.values())
+            lines.append([name, chip, span, cublas, met, over_goals(ratios)])
     return markdown(lines)
 
 
@@ -225,7 +232,7 @@ def span(ratios: list[float]) -> str:
     if not ratios:
         return "-"
     slower = sum(ratio > 1 for ratio in ratios)
-    return f"{min(ratios):.2f} to {max(ratios):.2f} ({slower} of {len(ratios)})"
+    return f"{least_to_most(ratios)} ({slower} of {len(ratios)})"
 
 
 def marks_of(rows: list[Row]) -> dict[str, str]:

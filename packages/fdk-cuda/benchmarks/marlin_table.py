@@ -9,7 +9,7 @@ to it.
 import statistics
 from typing import Any
 
-from _tables import Row, filled, goals_met, main, markdown, over_goals, paragraph
+from _tables import Row, filled, goals_met, least_to_most, main, markdown, over_goals, paragraph
 
 HEADINGS = (
     *("n x k", "bits", "m", "floor", "PDL", "plain", "floor / PDL", "goal", "PDL / goal"),
@@ -96,10 +96,10 @@ def by_class(by_kind: dict[str, Cases]) -> str:
                 if row["goal"] is not None and key[2] in bits and key[3] in ms
             }
             if ratios:
-                low, high = min(ratios.values()), max(ratios.values())
                 met = sum(ratio <= 1 for ratio in ratios.values())
                 counted = f"{met} of {len(ratios)}", str(len(ratios) - met)
-                lines.append((name, kind, f"{low:.2f} to {high:.2f}", *counted, over_goals(ratios)))
+                span = least_to_most(ratios.values())
+                lines.append((name, kind, span, *counted, over_goals(ratios)))
     return markdown(lines)
 
 

@@ -53,9 +53,8 @@ def check(layout, q, x, bias=None):
     Few rows multiply the weight before its products with scales are rounded, many rows after, and
     so do those that scale weights.
     """
-    W = exact_weight(q, x.dtype)
-    if len(x) > MAX_ROWS or scales_weights(layout, x):
-        W = q.dequantise(x.dtype).double()
+    is_rounded = len(x) > MAX_ROWS or scales_weights(layout, x)
+    W = q.dequantise(x.dtype).double() if is_rounded else exact_weight(q, x.dtype)
     with poisoned():
         y = layout(x, bias)
     oracle = linear(x.double(), W, None if bias is None else bias.double())

@@ -77,15 +77,19 @@ __device__ __forceinline__ uint32 from_floats(float low, float high) {
   return out;
 }
 
-// Two products, each rounded once to the activations' dtype.
-__device__ __forceinline__ uint32 multiply_pair(uint32 a, uint32 b) {
-  uint32 out;
-  if (FP16)
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  else
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
+// Two products or differences, each rounded once to the activations' dtype.
+#define FDK_PAIR(name, op)                                           \
+  __device__ __forceinline__ uint32 name(uint32 a, uint32 b) {       \
+    uint32 out;                                                      \
+    if (FP16)                                                        \
+      asm(op ".rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));  \
+    else                                                             \
+      asm(op ".rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b)); \
+    return out;                                                      \
+  }
+FDK_PAIR(multiply_pair, "mul")
+FDK_PAIR(subtract_pair, "sub")
+#undef FDK_PAIR
 
 // d += a b for a :: [16, 16] and b :: [16, 8] in fragments, float32 sums.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0,

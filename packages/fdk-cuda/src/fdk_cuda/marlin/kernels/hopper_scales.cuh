@@ -31,15 +31,6 @@ __device__ __forceinline__ int warp_octet(int warp) {
 }
 constexpr int NEXT_OCTET = BY_SIGNS ? 2 : 1;
 
-__device__ __forceinline__ uint32 subtract_pair(uint32 a, uint32 b) {
-  uint32 out;
-  if (FP16)
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  else
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
 // What turns codes' values into weights, for one row of half a block.
 struct RowScale {
   uint32 scale_pair, zero_point_pair;  // where SCALES_IN_DTYPE

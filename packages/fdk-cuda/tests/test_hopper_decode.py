@@ -118,7 +118,8 @@ def sources(tmp_path_factory):
         text = path.read_text("utf-8").replace("asm volatile(", "asm(")
         named = "byte_permute", "multiply_pair", "fp16_to_float", "from_floats", "join_values"
         for name in named:
-            text = re.sub(rf"(__forceinline__ (?:uint32|float)) {name}\(", rf"\1 ptx_{name}(", text)
+            made = r"(__forceinline__ (?:uint32|float) |FDK_PAIR\()"
+            text = re.sub(rf"{made}{name}\b", rf"\1ptx_{name}", text)
         half = "return static_cast<const uint8*>(__cvta_shared_to_generic(address));"
         text = text.replace(half, "return place + offset / 2;")
         (folder / path.name).write_text(text)

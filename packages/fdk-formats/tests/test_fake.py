@@ -1,6 +1,8 @@
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fdk_formats import fake_quantise, fit_codebook, quantise
 
@@ -73,11 +75,113 @@ def test_training_a_layer_and_its_codebook_lowers_the_loss() -> None:
     assert not torch.equal(codebook.detach(), torch.tensor([-1.0, -0.3, 0.3, 1.0]))
 
 
+def test_second_derivative() -> None:
+    torch.manual_seed(0)
+    weight, table = torch.randn(4, 32), torch.linspace(-1, 1, 4).requires_grad_()
+    factor = torch.randn(4, 32, requires_grad=True)
+
+    def gradient(W_hat: Tensor, by: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad((W_hat * factor).sum(), by, create_graph=True)
+        return grad
+
+    q = quantise(weight, "custom2-g16", codebook=table)
+    direct = table[q.codes().long()] * q.scale.float().repeat_interleave(16, dim=1)
+    slopes = [
+        torch.autograd.grad(gradient(W_hat, table).square().sum(), factor)[0]
+        for W_hat in (fake_quantise(weight, "custom2-g16", table), direct)
+    ]
+    torch.testing.assert_close(*slopes)
+
+
+class Layer(nn.Module):
+    def __init__(self, k: int, n: int, format: str, codebook: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n, k))
+        self.codebook = None if codebook is None else nn.Parameter(codebook)
+        self.format = format
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, fake_quantise(self.weight, self.format, self.codebook))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    table = torch.tensor([0.3, -1.0, -0.3, 1.0])
+    return nn.Sequential(
+        Layer(64, 32, "kmeans4-g32"), nn.ReLU(), Layer(32, 3, "custom2-g16", table)
+    )
+
+
+# torch.compile traces without a C++ compiler under aot_eager, and that is where breaks would show.
+def test_compile_fullgraph_without_recompiling_over_m() -> None:
+    model = network()
+    expected = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for m in (2, 3, 17):
+            x = torch.randn(m, 64)
+            y, wanted = compiled(x), expected(x)
+            assert torch.equal(y, wanted)
+            y.square().sum().backward()
+            wanted.square().sum().backward()
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_export() -> None:
+    model, x = network(), torch.randn(4, 64)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("m", min=2)},))
+    wide = torch.randn(9, 64)
+    assert torch.equal(program.module()(wide), model(wide))
+    ops = [str(node.target) for node in program.graph.nodes]
+    assert ops.count("fdk_formats.fake_quantise.default") == 2
+
+
+@pytest.mark.parametrize("format", ["nf4-row", "affine3-g16-zint", "kmeans3-g16-search-e8m0"])
+def test_opcheck(format: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, 48, requires_grad=True)
+    torch.library.opcheck(torch.ops.fdk_formats.fake_quantise.default, (weight, None, None, format))
+
+
+def test_opcheck_with_a_codebook() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, 48, dtype=torch.bfloat16, requires_grad=True)
+    table, importance = torch.linspace(-1, 1, 8, requires_grad=True), torch.rand(48)
+    op = torch.ops.fdk_formats.fake_quantise.default
+    torch.library.opcheck(op, (weight, table, importance, "custom3-g16"))
+    grad, packed, scale = op(weight.detach(), table.detach(), None, "custom3-g16")
+    op = torch.ops.fdk_formats.fake_quantise_grad_codebook.default
+    torch.library.opcheck(op, (grad, packed, scale, "custom3-g16"))
+
+
+def test_a_weight_on_meta() -> None:
+    weight = torch.empty(4, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    W_hat = fake_quantise(weight, "kmeans4-g32")
+    assert (W_hat.shape, W_hat.dtype, W_hat.device.type) == ((4, 64), torch.bfloat16, "meta")
+    with pytest.raises(ValueError, match=r"weight must be \[n, k\], got \[64\]"):
+        fake_quantise(weight[0], "kmeans4-g32")
+
+
+def test_a_weight_without_rows() -> None:
+    weight = torch.empty(0, 32, requires_grad=True)
+    table = torch.linspace(-1, 1, 4, requires_grad=True)
+    fake_quantise(weight, "custom2-g16", table).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (0, 32)
+    assert table.grad is not None
+    assert table.grad.tolist() == [0.0] * 4
+
+
 def test_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="fake_quantise: weight must be a tensor, got NoneType"):
         fake_quantise(None, "nf4-g64")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fake_quantise: codebook must be a tensor, got list"):
         fake_quantise(torch.ones(1, 16), "custom1-g16", [0.0, 1.0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="fake_quantise: importance must be a tensor, got float"):
+        fake_quantise(torch.ones(1, 16), "nf4-row", importance=1.0)  # type: ignore[arg-type]
 
 
 def test_fixed_codebooks_take_no_other() -> None:

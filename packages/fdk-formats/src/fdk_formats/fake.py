@@ -4,10 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from fdk_formats.format import Format
+from fdk_formats.ops import define_op
+from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
 from fdk_formats.quantise import quantise
-from fdk_formats.scales import decode_scale
+from fdk_formats.scales import SCALE_DTYPES, decode_scale
 from fdk_formats.tensor import QuantisedTensor
 
 
@@ -22,6 +25,8 @@ def fake_quantise(
 
     The gradient passes to ``weight`` unchanged (Bengio et al., 2013), and to ``codebook`` where
     one is given and asks for it: each entry receives the sum of ``grad * scale`` over its weights.
+    It is one op of torch, so that ``torch.compile`` and ``torch.export`` take it whole; of a
+    weight on meta comes one on meta.
 
     Args:
         weight: ``[n, k]``.
@@ -37,37 +42,115 @@ def fake_quantise(
         raise TypeError(f"fake_quantise: weight must be a tensor, got {type(weight).__name__}")
     if codebook is not None and not isinstance(codebook, Tensor):
         raise TypeError(f"fake_quantise: codebook must be a tensor, got {type(codebook).__name__}")
+    if importance is not None and not isinstance(importance, Tensor):
+        got = type(importance).__name__
+        raise TypeError(f"fake_quantise: importance must be a tensor, got {got}")
     table = None if codebook is None else codebook.sort().values
-    result: Tensor = _FakeQuantise.apply(  # type: ignore[no-untyped-call]
-        weight, table, Format.parse(format), importance
-    )
+    result: Tensor = _op(weight, table, importance, str(Format.parse(format)))[0]
     return result
 
 
-class _FakeQuantise(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        codebook: Tensor | None,
-        format: Format,
-        importance: Tensor | None,
-    ) -> Tensor:
-        table = None if codebook is None else codebook.detach().to(torch.float32)
-        q: QuantisedTensor = quantise(
-            weight.detach(), format, importance=importance, codebook=table
-        )
-        ctx.q = q if codebook is not None and codebook.requires_grad else None
-        ctx.codebook_dtype = None if codebook is None else codebook.dtype
-        return q.dequantise(weight.dtype)
+# W_hat :: [n, k, dtype of weight], and packed and scale of a QuantisedTensor, which the gradient of
+# the codebook needs.
+Outputs = tuple[Tensor, Tensor, Tensor]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_codebook = None
-        if ctx.q is not None:
-            q: QuantisedTensor = ctx.q
-            scaled = grad.reshape(q.shape[0], -1, q.group_size) * decode_scale(q.scale)[..., None]
-            sums = torch.zeros(1 << q.format.bits, dtype=torch.float32, device=grad.device)
-            sums.index_add_(0, q.codes().view(-1).to(torch.int32), scaled.reshape(-1).float())
-            grad_codebook = sums.to(ctx.codebook_dtype)
-        return grad, grad_codebook, None, None
+
+def _run(
+    weight: Tensor,  # [n, k, floating]
+    codebook: Tensor | None,  # [2^bits], ascending
+    importance: Tensor | None,
+    format: str,
+) -> Outputs:
+    table = None if codebook is None else codebook.to(torch.float32)
+    q = quantise(weight, format, importance, codebook=table)
+    return q.dequantise(weight.dtype), q.packed, q.scale
+
+
+def _fake(
+    weight: Tensor, codebook: Tensor | None, importance: Tensor | None, format: str
+) -> Outputs:
+    wanted = Format.parse(format)
+    if weight.ndim != 2:
+        raise ValueError(f"quantise: weight must be [n, k], got {list(weight.shape)}")
+    n, k = weight.shape
+    groups = k // wanted.group_size_for(k)
+    return (
+        weight.new_empty((n, k)),
+        weight.new_empty((n, packed_width(wanted.bits, k)), dtype=torch.uint8),
+        weight.new_empty((n, groups), dtype=SCALE_DTYPES[wanted.scale_dtype]),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    _, codebook, _, ctx.format = inputs
+    _, packed, scale = output
+    ctx.mark_non_differentiable(packed, scale)
+    if ctx.needs_input_grad[1]:
+        ctx.save_for_backward(packed, scale)
+        ctx.codebook_dtype, ctx.codebook_device = codebook.dtype, codebook.device
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    grad_codebook = None
+    if ctx.needs_input_grad[1]:
+        sums = _grad_op(grad, *ctx.saved_tensors, ctx.format)
+        grad_codebook = sums.to(ctx.codebook_device, ctx.codebook_dtype)
+    return grad, grad_codebook, None, None
+
+
+def _run_grad(
+    grad: Tensor,  # [n, k, floating]
+    packed: Tensor,
+    scale: Tensor,
+    format: str,
+) -> Tensor:
+    """The sum of ``grad * scale`` over the weights of each code, ``[2^bits, float32]``."""
+    bits = Format.parse(format).bits
+    n, k = grad.shape
+    sums = grad.new_zeros(1 << bits, dtype=torch.float32)
+    step = max(1, CODES_PER_CHUNK // k)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        codes = unpack(packed[rows], bits, k).view(-1).to(torch.int32)
+        groups = grad[rows].reshape(*scale[rows].shape, -1)  # [rows, k/G, G]
+        scaled = groups.to(torch.float32) * decode_scale(scale[rows])[..., None]
+        sums.index_add_(0, codes, scaled.reshape(-1))
+    return sums
+
+
+def _fake_grad(grad: Tensor, packed: Tensor, scale: Tensor, format: str) -> Tensor:
+    return grad.new_empty(1 << Format.parse(format).bits, dtype=torch.float32)
+
+
+def _setup_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, packed, scale, ctx.format = inputs
+    ctx.save_for_backward(packed, scale)
+    ctx.shape, ctx.dtype = tuple(grad.shape), grad.dtype
+
+
+def _backward_grad(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+    """Of sums over the weights of a code: each weight gets that of its code, times its scale."""
+    packed, scale = ctx.saved_tensors
+    format = Format.parse(ctx.format)
+    q = QuantisedTensor(format, ctx.shape, packed, scale, codebook=grad_sums)
+    return q.dequantise().to(ctx.dtype), None, None, None
+
+
+_library = Library("fdk_formats", "FRAGMENT")
+_op = define_op(
+    _library,
+    "fake_quantise(Tensor weight, Tensor? codebook, Tensor? importance, str format)"
+    " -> (Tensor W_hat, Tensor packed, Tensor scale)",
+    run=_run,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+_grad_op = define_op(
+    _library,
+    "fake_quantise_grad_codebook(Tensor grad, Tensor packed, Tensor scale, str format) -> Tensor",
+    run=_run_grad,
+    fake=_fake_grad,
+    backward=_backward_grad,
+    setup_context=_setup_grad_context,
+)

@@ -140,6 +140,42 @@ def _strides(tensor: Tensor) -> list[int | None]:
     return [None if size == 1 else stride for size, stride in pairs]
 
 
+def define_op(
+    library: Library,
+    signature: str,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+    dispatch_keys: Sequence[str] = ("CompositeExplicitAutograd",),
+) -> Callable[..., Any]:
+    """Defines a functional op with its fake and, where it has one, its gradient.
+
+    Args:
+        library: made by the caller, ``Library("fdk_cpu", "FRAGMENT")``.
+        signature: name and schema, ``"round(Tensor x, int bits) -> Tensor"``.
+        run: the kernel.
+        fake: the same for tensors without values.
+        backward: see ``torch.library.register_autograd``, as for ``setup_context``.
+        dispatch_keys: where the kernel runs, ``("CUDA",)``; anywhere by default.
+
+    Returns:
+        ``torch.ops.<namespace>.<name>.default``.
+    """
+    name = library.define(signature)
+    qualified = f"{library.ns}::{name}"
+    for key in dispatch_keys:
+        library.impl(name, run, key)
+    torch.library.register_fake(qualified, fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(
+            qualified, backward, setup_context=setup_context, lib=library
+        )
+    op: Callable[..., Any] = getattr(getattr(torch.ops, library.ns), name).default
+    return op
+
+
 def define_linear_op(
     library: Library,
     name: str,
@@ -174,15 +210,8 @@ def define_linear_op(
     Returns:
         The op, to be called by the layout.
     """
-    qualified = f"{library.ns}::{name}"
-    library.define(f"{name}(Tensor x, {layout}, Tensor? bias, int n, int k) -> Tensor")
     layout_args = layout.count(",") + 1
-    if isinstance(grad_x, LinearOp):
-        grad_op, kept_args = grad_x.grad_op, grad_x.layout_args
-    else:
-        library.define(f"{name}_grad_x(Tensor grad_y, {layout}, int n, int k) -> Tensor")
-        grad_op = getattr(getattr(torch.ops, library.ns), f"{name}_grad_x").default
-        kept_args = layout_args
+    kept_args = grad_x.layout_args if isinstance(grad_x, LinearOp) else layout_args
 
     def check(x: Tensor, first: Tensor, bias: Tensor | None, n: int, k: int) -> None:
         if x.ndim < 1 or x.shape[-1] != k:
@@ -232,13 +261,19 @@ def define_linear_op(
             dbias = _rows(grad_y).sum(0, dtype=wide).to(ctx.bias_dtype)
         return dx, *[None] * layout_args, dbias, None, None
 
-    for key in dispatch_keys:
-        library.impl(name, run, key)
-    torch.library.register_fake(qualified, fake, lib=library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
-    op: Callable[..., Tensor] = getattr(getattr(torch.ops, library.ns), name).default
-    if not isinstance(grad_x, LinearOp):
-        _define_gradient(library, name, op, grad_x, layout_args, dispatch_keys)
+    op = define_op(
+        library,
+        f"{name}(Tensor x, {layout}, Tensor? bias, int n, int k) -> Tensor",
+        run=run,
+        fake=fake,
+        backward=backward,
+        setup_context=setup_context,
+        dispatch_keys=dispatch_keys,
+    )
+    if isinstance(grad_x, LinearOp):
+        grad_op = grad_x.grad_op
+    else:
+        grad_op = _define_gradient(library, name, layout, op, grad_x, dispatch_keys)
     devices = frozenset(key.lower() for key in dispatch_keys)
     return LinearOp(op, grad_op, layout_args, run, devices)
 
@@ -246,13 +281,13 @@ def define_linear_op(
 def _define_gradient(
     library: Library,
     name: str,
+    layout: str,
     op: Callable[..., Tensor],
     grad_x: Kernel,
-    layout_args: int,
     dispatch_keys: Sequence[str],
-) -> None:
-    """Kernels, fake and gradient of ``<name>_grad_x``, whose schema is defined."""
-    qualified = f"{library.ns}::{name}_grad_x"
+) -> Callable[..., Tensor]:
+    """Defines ``<name>_grad_x``, whose own gradient is the op."""
+    layout_args = layout.count(",") + 1
 
     def run(grad_y: Tensor, *args: Any) -> Tensor:
         *_, n, k = args
@@ -275,10 +310,15 @@ def _define_gradient(
         dgrad_y = op(grad_dx, *_kept_layout(ctx), None, ctx.n, ctx.k)
         return dgrad_y, *[None] * layout_args, None, None
 
-    for key in dispatch_keys:
-        library.impl(f"{name}_grad_x", run, key)
-    torch.library.register_fake(qualified, fake, lib=library)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+    return define_op(
+        library,
+        f"{name}_grad_x(Tensor grad_y, {layout}, int n, int k) -> Tensor",
+        run=run,
+        fake=fake,
+        backward=backward,
+        setup_context=setup_context,
+        dispatch_keys=dispatch_keys,
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:

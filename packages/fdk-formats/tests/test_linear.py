@@ -173,11 +173,64 @@ def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_backends")
 def test_a_move_chooses_the_backend_anew() -> None:
-    monkey = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="cpu_only")
-    with pytest.raises(NoBackendError, match=r"cpu_only does not take .*: needs the CPU, got meta"):
-        monkey.to("meta")
     auto = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="anywhere")
     assert auto.to("meta").weight.backend_name == "anywhere"
+    q = auto.weight.unpack()
+    with pytest.raises(NoBackendError, match=r"cpu_only does not take .*: needs the CPU, got meta"):
+        QuantisedLinear.from_quantised(q, backend="cpu_only")
+
+
+@pytest.mark.usefixtures("two_backends")
+def test_a_weight_on_meta_has_shapes_whatever_its_backend() -> None:
+    quantised = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="cpu_only").to("meta")
+    x = torch.ones(3, 64, device="meta", requires_grad=True)
+    assert quantised(x).shape == (3, 24)
+    quantised(x).sum().backward()
+    assert quantised.weight.backend_name == "reference"
+
+
+@pytest.mark.usefixtures("two_backends")
+@pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint", "kmeans2-g16-e8m0"])
+def test_to_empty(format: str) -> None:
+    original = QuantisedLinear.from_linear(linear(), format, backend="cpu_only")
+    quantised = copy.deepcopy(original).to("meta")
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):
+        quantised.to("cpu")
+    quantised.to_empty(device="cpu")
+    assert quantised.weight.backend_name == "cpu_only"
+    assert quantised.weight.relative_error is None
+    assert not quantised.weight.unpack().dequantise().any()
+    quantised.load_state_dict(original.state_dict())
+    assert torch.equal(quantised(torch.ones(1, 64)), original(torch.ones(1, 64)))
+
+
+class Float32Only(ReferenceBackend):
+    name = "float32_only"
+
+    def unsupported(self, problem: Problem) -> str | None:
+        fits = problem.dtype == torch.float32
+        return None if fits else f"needs torch.float32, got {problem.dtype}"
+
+
+def test_a_move_that_no_backend_takes_moves_the_whole_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backends, "_registry", dict(backends.all_backends()))
+    register(Float32Only())
+    quantised = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="float32_only")
+    model = nn.Sequential(nn.LayerNorm(64), quantised)
+    x = torch.randn(2, 64)
+    y, state = model(x), model.state_dict()
+    with pytest.warns(UserWarning, match=r"cannot be used in torch.float64 on cpu"):
+        model.double()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    with pytest.raises(NoBackendError, match=r"float32_only does not .*, got torch\.float64"):
+        model(x.double())
+    assert "backend=none" in repr(pickle.loads(pickle.dumps(model)))
+    with pytest.warns(UserWarning, match="cannot be used"):
+        model.load_state_dict(state)
+    assert torch.equal(model.float()(x), y)
+    assert quantised.weight.backend_name == "float32_only"
 
 
 def test_wrong_input() -> None:

@@ -29,12 +29,35 @@ def _with_own_codebook(q: QuantisedTensor) -> QuantisedTensor:
     return q if q.codebook is None else replace(q, codebook=q.codebook.clone())
 
 
+class Unpacked(Layout):
+    """A weight as files hold it, on a device or for a dtype that no backend takes.
+
+    Raising where it is moved would leave a model whose first modules have gone and whose last have
+    not. It waits to be moved on; a call raises NoBackendError.
+    """
+
+    def __init__(self, q: QuantisedTensor, reason: str) -> None:
+        super().__init__()
+        self.format, self.shape, self.reason = q.format, q.shape, reason
+        for name, tensor in q.tensors().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See ``Layout``."""
+        raise NoBackendError(self.reason)
+
+    def unpack(self) -> QuantisedTensor:
+        """See ``Layout``."""
+        return QuantisedTensor(self.format, self.shape, **dict(self.named_buffers()))
+
+
 class QuantisedWeight(nn.Module):
     """A quantised weight in the layout of a backend, applied to activations.
 
     Its ``state_dict`` holds the canonical tensors of ``QuantisedTensor`` whatever the backend, so
     that a file never depends on one. Moving it to another device, or to another activation dtype,
-    chooses the backend anew and packs again.
+    chooses the backend anew and packs again. Where none takes it a move warns and calls raise,
+    until it is moved on; on meta, ``reference`` stands in. ``to_empty`` from meta gives zeros.
 
     Args:
         q: the weight.
@@ -61,7 +84,24 @@ class QuantisedWeight(nn.Module):
         self._pack(q, dtype)
 
     def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
-        layout, name = packed_by(self.backend, q, dtype, self.activations)
+        self._keep(q, dtype, *packed_by(self.backend, q, dtype, self.activations))
+
+    def _pack_where_it_is(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
+        """Packs a weight that was moved or loaded, whether or not a backend takes it there."""
+        try:
+            self._pack(q, dtype)
+        except (NoBackendError, ValueError) as error:
+            if q.device.type == "meta":
+                self._keep(q, dtype, *packed_by("reference", q, dtype, self.activations))
+                return
+            reason = (
+                f"{self.format} of {list(self.shape)} cannot be used in {dtype} on {q.device} "
+                f"until it is moved on: {error}"
+            )
+            warnings.warn(reason, stacklevel=2)
+            self._keep(q, dtype, Unpacked(q, reason), "none")
+
+    def _keep(self, q: QuantisedTensor, dtype: torch.dtype, layout: Layout, name: str) -> None:
         self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device
         self.layout, self.backend_name, self.canonical_bytes = layout, name, q.nbytes
         if self.group is not None:
@@ -80,13 +120,12 @@ class QuantisedWeight(nn.Module):
         # nn.Module would cast scales with the activations; only the device is for us to follow.
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         if (probe.dtype, probe.device) != (self.dtype, self.device):
-            try:
-                self._pack(self.unpack().to(probe.device), probe.dtype)
-            except (NoBackendError, ValueError) as error:
-                raise type(error)(
-                    f"{self.format} of {list(self.shape)} cannot go to {probe.dtype} on "
-                    f"{probe.device}, where modules before it in the model have gone: {error}"
-                ) from None
+            q = self.unpack()
+            if q.device.type == "meta" and probe.device != q.device:  # to_empty
+                tensors = q.tensors().items()
+                empty = {name: torch.zeros_like(t, device=probe.device) for name, t in tensors}
+                q, self.relative_error = QuantisedTensor(q.format, q.shape, **empty), None
+            self._pack_where_it_is(q.to(probe.device), probe.dtype)
         else:  # what changes neither, such as share_memory
             self.layout._apply(  # type: ignore[no-untyped-call]
                 lambda t: changed if (changed := fn(t)).dtype == t.dtype else t
@@ -140,7 +179,7 @@ class QuantisedWeight(nn.Module):
                 stacklevel=2,
             )
             return
-        self._pack(q if is_assigned else q.to(self.device), self.dtype)
+        self._pack_where_it_is(q if is_assigned else q.to(self.device), self.dtype)
         self.relative_error = None
 
     def extra_repr(self) -> str:

@@ -68,8 +68,13 @@ def kernels_for(device: torch.device) -> Kernels:
     from fdk_formats.blockwise.torch_kernels import TORCH_KERNELS
 
     # Kernels of packages read memory: what is traced, or has none, is for torch.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if is_traced():
         return TORCH_KERNELS
     if device.type not in _REGISTERED:
         all_backends()  # imports the installed packages, which bring kernels too
     return _REGISTERED.get(device.type, TORCH_KERNELS)
+
+
+def is_traced() -> bool:
+    """Whether ``torch.compile`` traces, or a mode such as ``FakeTensorMode`` watches every op."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0

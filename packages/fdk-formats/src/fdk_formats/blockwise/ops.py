@@ -4,6 +4,7 @@ from math import isfinite
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 from fdk_formats.blockwise.blocks import (
     NestedAbsmax,
@@ -12,7 +13,8 @@ from fdk_formats.blockwise.blocks import (
     check_dtype,
 )
 from fdk_formats.blockwise.codebooks import CODES_8BIT, KINDS_4BIT, dynamic_map, four_bit_code
-from fdk_formats.blockwise.kernels import kernels_for
+from fdk_formats.blockwise.kernels import is_traced, kernels_for
+from fdk_formats.ops import define_op
 
 # bitsandbytes stores the absmax of a 4-bit tensor in blocks of this size, whatever its own blocks.
 NESTED_BLOCK_SIZE_4BIT = 256
@@ -45,24 +47,10 @@ def quantise_blockwise(
             not 256 finite ascending values, or a tensor on meta.
         TypeError: for a tensor of another dtype.
     """
-    caller = "quantise_blockwise"
-    _check_input(caller, tensor, block_size, bits=8)
-    code = dynamic_map() if code is None else _checked_code(caller, code)
-    code = code.to(tensor.device)
-    kernels = kernels_for(tensor.device)
-    packed, absmax = kernels.quantise_8bit(_flatten(tensor), code, block_size)
-    _check_finite(caller, absmax, block_size)
-    stored, state = _nest(absmax, block_size) if nested else (absmax, None)
-    return QuantisedBlocks(
-        packed=packed.view(tensor.shape),
-        absmax=stored,
-        code=code.clone(),
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        block_size=block_size,
-        kind="8bit",
-        nested=state,
-    )
+    _check_input("quantise_blockwise", tensor, block_size, bits=8)
+    quantise = _op_8bit if is_traced() else _run_8bit
+    tensors = quantise(tensor.detach(), code, block_size, nested)
+    return _blocks(tensors, tensor, block_size, "8bit", block_size)
 
 
 def quantise_4bit(
@@ -91,20 +79,9 @@ def quantise_4bit(
     _check_input(caller, tensor, block_size, bits=4)
     if kind not in KINDS_4BIT:
         raise ValueError(f"{caller}: kind must be one of {', '.join(KINDS_4BIT)}, got {kind!r}")
-    kernels = kernels_for(tensor.device)
-    packed, absmax = kernels.quantise_4bit(_flatten(tensor), kind, block_size)
-    _check_finite(caller, absmax, block_size)
-    stored, state = _nest(absmax, NESTED_BLOCK_SIZE_4BIT) if nested else (absmax, None)
-    return QuantisedBlocks(
-        packed=packed.view(-1, 1),
-        absmax=stored,
-        code=four_bit_code(kind).to(tensor.device, copy=True),
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        block_size=block_size,
-        kind=kind,
-        nested=state,
-    )
+    quantise = _op_4bit if is_traced() else _run_4bit
+    tensors = quantise(tensor.detach(), block_size, kind, nested)
+    return _blocks(tensors, tensor, block_size, kind, NESTED_BLOCK_SIZE_4BIT)
 
 
 def dequantise_blockwise(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Tensor:
@@ -143,14 +120,84 @@ def dequantise_4bit(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Ten
     return flat.view(q.shape)
 
 
-def _nest(absmax: Tensor, block_size: int) -> tuple[Tensor, NestedAbsmax]:
-    """Quantises an absmax, less its mean, to the signed dynamic map."""
+# packed, absmax and code of a QuantisedBlocks, then absmax, code and offset of its nested, if any.
+Tensors = list[Tensor]
+
+
+def _run_8bit(tensor: Tensor, code: Tensor | None, block_size: int, nested: bool) -> Tensors:
+    caller = "quantise_blockwise"
+    code = dynamic_map() if code is None else _checked_code(caller, code)
+    code = code.to(tensor.device, copy=True)
+    kernels = kernels_for(tensor.device)
+    packed, absmax = kernels.quantise_8bit(_flatten(tensor), code, block_size)
+    _check_finite(caller, absmax, block_size)
+    return [packed.view(tensor.shape), *_nested(absmax, code, block_size if nested else None)]
+
+
+def _run_4bit(tensor: Tensor, block_size: int, kind: str, nested: bool) -> Tensors:
+    kernels = kernels_for(tensor.device)
+    packed, absmax = kernels.quantise_4bit(_flatten(tensor), kind, block_size)
+    _check_finite("quantise_4bit", absmax, block_size)
+    code = four_bit_code(kind).to(tensor.device, copy=True)
+    nested_size = NESTED_BLOCK_SIZE_4BIT if nested else None
+    return [packed.view(-1, 1), *_nested(absmax, code, nested_size)]
+
+
+def _nested(absmax: Tensor, code: Tensor, block_size: int | None) -> Tensors:
+    """An absmax with its code; less its mean, quantised to the signed dynamic map, or as it is."""
+    if block_size is None:
+        return [absmax, code]
     # The mean of no blocks would be a NaN, which no one asked for.
     offset = absmax.mean() if len(absmax) else absmax.new_zeros(())
-    code = dynamic_map().to(absmax.device, copy=True)
+    nested_code = dynamic_map().to(absmax.device, copy=True)
     kernels = kernels_for(absmax.device)
-    stored, largest = kernels.quantise_8bit(absmax - offset, code, block_size)
-    return stored, NestedAbsmax(absmax=largest, code=code, offset=offset, block_size=block_size)
+    stored, largest = kernels.quantise_8bit(absmax - offset, nested_code, block_size)
+    return [stored, code, largest, nested_code, offset]
+
+
+def _fake_8bit(tensor: Tensor, code: Tensor | None, block_size: int, nested: bool) -> Tensors:
+    packed = tensor.new_empty(tensor.shape, dtype=torch.uint8)
+    sizes = block_size, block_size if nested else None
+    return [packed, *_fake_absmax(tensor, CODES_8BIT, *sizes)]
+
+
+def _fake_4bit(tensor: Tensor, block_size: int, kind: str, nested: bool) -> Tensors:
+    packed = tensor.new_empty(((tensor.numel() + 1) // 2, 1), dtype=torch.uint8)
+    sizes = block_size, NESTED_BLOCK_SIZE_4BIT if nested else None
+    return [packed, *_fake_absmax(tensor, 1 << 4, *sizes)]
+
+
+def _fake_absmax(tensor: Tensor, codes: int, block_size: int, nested_size: int | None) -> Tensors:
+    def empty(*shape: int) -> Tensor:
+        return tensor.new_empty(shape, dtype=torch.float32)
+
+    blocks = -(-tensor.numel() // block_size)
+    if nested_size is None:
+        return [empty(blocks), empty(codes)]
+    stored = tensor.new_empty(blocks, dtype=torch.uint8)
+    return [stored, empty(codes), empty(-(-blocks // nested_size)), empty(CODES_8BIT), empty()]
+
+
+def _blocks(
+    tensors: Tensors, original: Tensor, block_size: int, kind: str, nested_size: int
+) -> QuantisedBlocks:
+    packed, absmax, code, *state = tensors
+    nested = None
+    if state:
+        largest, nested_code, offset = state
+        nested = NestedAbsmax(
+            absmax=largest, code=nested_code, offset=offset, block_size=nested_size
+        )
+    return QuantisedBlocks(
+        packed=packed,
+        absmax=absmax,
+        code=code,
+        shape=original.shape,
+        dtype=original.dtype,
+        block_size=block_size,
+        kind=kind,
+        nested=nested,
+    )
 
 
 def _decoded_absmax(q: QuantisedBlocks) -> Tensor:
@@ -218,3 +265,19 @@ def _checked_output(
     dtype = q.dtype if dtype is None else dtype
     check_dtype(caller, dtype)
     return dtype
+
+
+# Whoever traces gets one op; elsewhere torch's dispatcher would only cost time.
+_library = Library("fdk_formats", "FRAGMENT")
+_op_8bit = define_op(
+    _library,
+    "quantise_blockwise(Tensor tensor, Tensor? code, int block_size, bool nested) -> Tensor[]",
+    run=_run_8bit,
+    fake=_fake_8bit,
+)
+_op_4bit = define_op(
+    _library,
+    "quantise_4bit(Tensor tensor, int block_size, str kind, bool nested) -> Tensor[]",
+    run=_run_4bit,
+    fake=_fake_4bit,
+)

@@ -1,0 +1,106 @@
+"""Blockwise quantising under torch.compile and other tracers, to whom it is one op."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from fdk_formats.blockwise import (
+    QuantisedBlocks,
+    dequantise_4bit,
+    dequantise_blockwise,
+    quantise_4bit,
+    quantise_blockwise,
+)
+
+QUANTISE: dict[str, Callable[[Tensor], QuantisedBlocks]] = {
+    "8bit": lambda x: quantise_blockwise(x, block_size=96),
+    "8bit-nested": lambda x: quantise_blockwise(x, block_size=96, nested=True),
+    "8bit-code": lambda x: quantise_blockwise(x, torch.linspace(-1, 1, 256)),
+    "nf4": quantise_4bit,
+    "fp4-nested": lambda x: quantise_4bit(x, 32, "fp4", nested=True),
+}
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def tensors(q: QuantisedBlocks) -> list[Tensor]:
+    parts = [q, *([] if q.nested is None else [q.nested])]
+    values = [getattr(part, field.name) for part in parts for field in dataclasses.fields(part)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
+def test_compile_fullgraph_without_recompiling_over_shapes(
+    quantise: Callable[[Tensor], QuantisedBlocks],
+) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(quantise, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for m in (64, 31, 333):  # a single block would be a graph of its own
+            x = normal(m, 7)
+            q, wanted = compiled(x), quantise(x)
+            assert (q.shape, q.dtype, q.kind) == (wanted.shape, wanted.dtype, wanted.kind)
+            assert all(map(torch.equal, tensors(q), tensors(wanted)))
+
+
+@pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
+def test_fake_tensors(quantise: Callable[[Tensor], QuantisedBlocks]) -> None:
+    wanted = quantise(normal(9, 11))
+    with FakeTensorMode():
+        q = quantise(torch.empty(9, 11))
+    for tensor, other in zip(tensors(q), tensors(wanted), strict=True):
+        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+
+
+def test_a_compiled_step_of_an_optimiser() -> None:
+    """Blocks go in, and blocks come out."""
+
+    def step(grad: Tensor, moment: QuantisedBlocks) -> tuple[Tensor, QuantisedBlocks]:
+        mean = 0.9 * dequantise_blockwise(moment) + 0.1 * grad
+        return mean.sign(), quantise_blockwise(mean)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    q = wanted = quantise_blockwise(torch.zeros(64, 3))
+    for _ in range(3):
+        update, q = compiled(normal(64, 3), q)
+        other, wanted = step(normal(64, 3), wanted)
+        assert torch.equal(update, other)
+        assert torch.equal(q.packed, wanted.packed)
+
+
+def test_export() -> None:
+    class RoundTrip(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return dequantise_4bit(quantise_4bit(x, nested=True))
+
+    x = normal(8, 64)
+    program = torch.export.export(RoundTrip(), (x,))
+    assert torch.equal(program.module()(x), RoundTrip()(x))
+    assert "fdk_formats.quantise_4bit.default" in [str(n.target) for n in program.graph.nodes]
+
+
+def test_errors_of_values_come_from_compiled_code() -> None:
+    compiled = torch.compile(quantise_blockwise, fullgraph=True, backend="aot_eager")
+    x, falling = normal(64), torch.linspace(1, -1, 256)
+    with pytest.raises(ValueError, match="elements 0 to 4095"):
+        compiled(x / 0)
+    with pytest.raises(ValueError, match="code must be ascending"):
+        compiled(x, falling)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype: torch.dtype, nested: bool) -> None:
+    x = normal(5, 77).to(dtype)
+    ops = torch.ops.fdk_formats
+    for code in (None, torch.linspace(-1, 1, 256)):
+        torch.library.opcheck(ops.quantise_blockwise.default, (x, code, 64, nested))
+    for kind in ("nf4", "fp4"):
+        torch.library.opcheck(ops.quantise_4bit.default, (x, 64, kind, nested))

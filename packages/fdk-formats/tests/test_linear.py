@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from fdk_formats import (
     Format,
@@ -379,6 +380,21 @@ def test_a_wrapped_weight() -> None:
     assert wrapper.calls == 1
     quantised._modules["weight"] = torch.compile(weight, backend="eager")
     assert torch.equal(quantised(x), expected)
+
+
+@pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint"])
+def test_torch_distributed_checkpoint(format: str) -> None:
+    """It asks the model for everything that ``state_dict`` names."""
+    model, other = nn.Sequential(layer(format)), nn.Sequential(layer(format))
+    state = get_model_state_dict(model)
+    assert list(state) == list(model.state_dict())
+    other.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    set_model_state_dict(other, state)
+    x = torch.ones(1, 64)
+    assert torch.equal(other(x), model(x))
+    weight = model[0].weight
+    assert torch.equal(weight.packed, state["0.weight.packed"])
+    assert (weight.codebook is None) == (weight.zero_point is not None)
 
 
 def test_loading_into_meta() -> None:

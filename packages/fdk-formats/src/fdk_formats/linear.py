@@ -51,6 +51,10 @@ class Unpacked(Layout):
         return QuantisedTensor(self.format, self.shape, **dict(self.named_buffers()))
 
 
+def _stored(name: str) -> property:
+    return property(lambda weight: getattr(weight.unpack(), name), doc=f"``unpack().{name}``.")
+
+
 class QuantisedWeight(nn.Module):
     """A quantised weight in the layout of a backend, applied to activations.
 
@@ -82,6 +86,11 @@ class QuantisedWeight(nn.Module):
         # Of layers that are one product with it: see ``fused``.
         self.group: Any = None
         self._pack(q, dtype)
+
+    # By the names of state_dict: torch.distributed.checkpoint looks each up in the model.
+    packed, scale, codebook, zero_point = map(
+        _stored, ("packed", "scale", "codebook", "zero_point")
+    )
 
     def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
         self._keep(q, dtype, *packed_by(self.backend, q, dtype, self.activations))

@@ -397,11 +397,15 @@ def test_rows_that_are_not_whole(row, tmp_path_factory, refused):
     refused(run, path, "--out", "plots", said=wanted)
 
 
-def test_folders_that_cannot_be_made(tmp_path_factory, refused):
-    path = write(tmp_path_factory.mktemp("rows") / "rows.jsonl", [kernel()])
-    for out in (path, path / "plots"):
-        refused(run, path, "--out", out, said=f"--out: wanted a folder, got {out}: ")
-    refused(run, path.parent, said=f"{path.parent}: wanted a UTF-8 text file: ")
+def test_no_folder_for_figures(no_folder, tmp_path):
+    done = run(write(tmp_path / "rows.jsonl", [kernel()]), "--out", no_folder)
+    assert done.exit_code == 2
+    assert f"wanted a folder that can be written, got {no_folder}: " in done.stderr
+
+
+def test_a_folder_in_place_of_rows(tmp_path_factory, refused):
+    folder = tmp_path_factory.mktemp("rows")
+    refused(run, folder, said=f"{folder}: wanted a UTF-8 text file: ")
 
 
 def test_no_html(tmp_path):

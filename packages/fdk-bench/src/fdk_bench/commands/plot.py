@@ -1,12 +1,16 @@
 """``fdk-bench plot``: figures and a report from rows of any benchmark."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fdk_bench.commands.common import EXIT_FAILED_ROWS, checked
+from fdk_bench.commands.common import (
+    EXIT_FAILED_ROWS,
+    check_output,
+    checked,
+    output_folder,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +24,12 @@ def plot(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "--output", help="Folder. Default: that of the first file."),
+        typer.Option(
+            "--out",
+            "--output",
+            callback=check_output,
+            help="Folder. Default: that of the first file.",
+        ),
     ] = None,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html too.")] = True,
     title: Annotated[str, typer.Option(help="Of the report.")] = "fdk-bench",
@@ -49,7 +58,7 @@ def plot(
 
     records = checked(lambda: list(read_records(files, check)))
     kernels, models = kernel_frame(records), model_frame(records)
-    folder = _folder(out or files[0].parent)
+    folder = output_folder(out or files[0].parent, "plot")
     written: list[Path] = []
     pictures: dict[str, Path] = {}
     for name, figure in figures(kernels, models).items():
@@ -66,17 +75,6 @@ def plot(
         write_report(written[-1], title, pictures, kernels, models, records)
     paths = [str(path) for path in written]
     typer.echo(json.dumps(paths) if json_lines else "\n".join(paths))
-
-
-def _folder(path: Path) -> Path:
-    """The folder for figures, made; bad usage for one that cannot be made or written in."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise typer.BadParameter(f"--out: wanted a folder, got {path}: {error}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"--out: wanted a folder to write in, got {path}")
-    return path
 
 
 def _check(record: dict[str, Any]) -> None:

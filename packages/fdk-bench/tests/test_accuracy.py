@@ -15,7 +15,7 @@ from fdk_bench.accuracy_cases import (
     BASELINE,
     takes_importance,
 )
-from fdk_bench.calibration import MOST_ROWS, calibrate, rows_of
+from fdk_bench.calibration import MOST_ROWS, CalibrationText, calibrate, rows_of
 from fdk_bench.models import TextModel, embed, load_text_model
 from fdk_bench.sentences import SENTENCES
 
@@ -150,7 +150,7 @@ def test_rows_of_layers_come_before_that_of_their_format(subject):
 
 
 def test_importance_is_the_mean_square_of_each_input(subject):
-    found = calibrate(subject.model, subject.layers, TEXT, "text")
+    found = calibrate(subject.model, subject.layers, CalibrationText("text", TEXT))
     rows = rows_of(subject.model, subject.layers, TEXT)
     assert found.tokens == sum(len(text.split()) for text in TEXT)
     for name, importance in found.importance.items():
@@ -158,14 +158,13 @@ def test_importance_is_the_mean_square_of_each_input(subject):
         torch.testing.assert_close(importance, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_calibrated_formats_lose_less_of_what_a_layer_computes(bert_folder, tmp_path):
+def test_calibrated_formats_lose_less_of_what_a_layer_computes(bert_folder):
     torch.manual_seed(3)
-    words = [" ".join(WORDS[i] for i in torch.randint(12, (9,))) for _ in range(40)]
-    (tmp_path / "text").write_text("\n\n".join(words))
+    texts = [" ".join(WORDS[i] for i in torch.randint(12, (9,))) for _ in range(40)]
     model = load_text_model(bert_folder)
     for layer in model.module.encoder.layer:  # inputs of very different sizes, as trained ones
         layer.output.LayerNorm.weight.data[::8] *= 20
-    subject = prepare(model, TEXT, calibration=[tmp_path / "text"])
+    subject = prepare(model, TEXT, calibration=CalibrationText("text", texts))
     plain, weighed = (
         accuracy.measure(subject, "kmeans2-g64-search", weighed=w)[1] for w in (False, True)
     )

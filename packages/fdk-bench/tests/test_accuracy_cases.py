@@ -13,7 +13,7 @@ from fdk_bench.accuracy_cases import (
     compare_kmeans,
     parse_formats,
 )
-from fdk_bench.calibration import PACKAGED, paragraphs
+from fdk_bench.calibration import PACKAGED, CalibrationText, read_texts
 from fdk_bench.records import Row
 from fdk_bench.sentences import SENTENCES
 
@@ -73,15 +73,15 @@ def test_parse_formats():
         parse_formats(["int9"])
 
 
-def test_paragraphs(tmp_path):
+def test_read_texts(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("a b\nc\n\n\n  d\n")
     two.write_text("\n")
-    assert paragraphs([one, two]) == ["a b c", "d"]
+    assert read_texts([one, two]) == CalibrationText("one, two", ["a b c", "d"])
     with pytest.raises(ValueError, match="two has none"):
-        paragraphs([two])
+        read_texts([two])
     with pytest.raises(ValueError, match="wanted a UTF-8 text file"):
-        paragraphs([tmp_path / "absent"])
+        read_texts([tmp_path / "absent"])
 
 
 def test_sentences_are_thirty_two_and_differ():
@@ -90,5 +90,5 @@ def test_sentences_are_thirty_two_and_differ():
 
 def test_packaged_text_is_fixed():
     """Recorded numbers are of this text: who changes it measures all of them anew."""
-    found = paragraphs([Path(PACKAGED)])
+    found = read_texts([Path(PACKAGED)]).paragraphs
     assert (len(found), sum(map(len, found))) == (29, 5478)

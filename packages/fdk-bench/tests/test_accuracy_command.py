@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,20 @@ def test_calibration_and_layers(bert_folder, tmp_path):
         (line,) = (line for line in text.splitlines() if name in line and f"{error:.4f}" in line)
         assert "64 x 64" in line
     assert (tmp_path / "layers.md").read_text().count("kmeans2-g64 +cal") == 2
+
+
+def test_calibration_text_is_read_once(bert_folder, tmp_path, monkeypatch):
+    read, read_text = [], Path.read_text
+
+    def counted(path, *arguments, **named):
+        read.append(path.name)
+        return read_text(path, *arguments, **named)
+
+    (tmp_path / "text").write_text("the cat sat\n")
+    monkeypatch.setattr(Path, "read_text", counted)
+    asked = ("--formats", "kmeans2", "--calibrate", tmp_path / "text")
+    assert run("--model", bert_folder, *asked, "--out", tmp_path / "out").exit_code == 0
+    assert read.count("text") == 1  # it may be a pipe
 
 
 def test_failed_row(bert_folder, tmp_path):

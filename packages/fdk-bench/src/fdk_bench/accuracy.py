@@ -24,7 +24,7 @@ from fdk_bench.accuracy_cases import (
     LayerValues,
     takes_importance,
 )
-from fdk_bench.calibration import Calibration, calibrate, paragraphs, rows_of
+from fdk_bench.calibration import Calibration, CalibrationText, calibrate, rows_of
 from fdk_bench.models import TextModel, embed, next_tokens
 from fdk_bench.records import Row
 from fdk_formats import NoBackendError, QuantisedLinear, QuantisedTensor
@@ -55,12 +55,12 @@ def prepare(
     model: TextModel,
     sentences: Sequence[str],
     skip: str = DEFAULT_SKIP,
-    calibration: Sequence[Path] = (),
+    calibration: CalibrationText | None = None,
 ) -> Subject:
     """Picks the linear layers whose names ``skip`` (a regular expression) does not match.
 
     Raises:
-        ValueError: where no sentence is given, no layer is left, or a text cannot be read.
+        ValueError: where no sentence is given, or no layer is left.
     """
     if not sentences:
         raise ValueError("accuracy: wanted at least one sentence, got none")
@@ -71,7 +71,6 @@ def prepare(
             f"accuracy: wanted linear layers, but {model.name} has {len(linears)} and "
             f"skip={skip!r} leaves none"
         )
-    text = ", ".join(path.name for path in calibration)
     return Subject(
         model,
         skip,
@@ -80,7 +79,7 @@ def prepare(
         embed(model, model.module, sentences),
         rows_of(model, layers, sentences),
         next_tokens(model, model.module, sentences) if model.causal else None,
-        calibrate(model, layers, paragraphs(calibration), text) if calibration else None,
+        calibrate(model, layers, calibration) if calibration else None,
     )
 
 

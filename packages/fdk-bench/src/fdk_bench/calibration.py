@@ -18,6 +18,14 @@ PACKAGED = "packaged"
 PACKAGED_TEXT = Path(__file__).parent / "calibration.txt"
 
 
+@dataclass(frozen=True)
+class CalibrationText:
+    """What a model is run over: names of the files, and the paragraphs of all."""
+
+    name: str
+    paragraphs: Sequence[str]
+
+
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """Mean squares of what each layer was given over a text.
@@ -33,7 +41,7 @@ class Calibration:
     importance: Mapping[str, Tensor]
 
 
-def paragraphs(paths: Sequence[Path]) -> list[str]:
+def read_texts(paths: Sequence[Path]) -> CalibrationText:
     """What blank lines part in some text files, each on one line.
 
     Raises:
@@ -49,13 +57,13 @@ def paragraphs(paths: Sequence[Path]) -> list[str]:
         found += filter(None, (" ".join(part.split()) for part in text.split("\n\n")))
     if not found:
         raise ValueError(f"wanted text, {', '.join(map(str, paths))} has none")
-    return found
+    return CalibrationText(", ".join(path.name for path in paths), found)
 
 
 def calibrate(
-    model: TextModel, layers: Mapping[str, nn.Linear], texts: Sequence[str], name: str
+    model: TextModel, layers: Mapping[str, nn.Linear], text: CalibrationText
 ) -> Calibration:
-    """Runs the model over texts; each layer's importance is the mean square of each input.
+    """Runs the model over a text; each layer's importance is the mean square of each input.
 
     With x of one row, the squared error of an output is ``(sum_i dW[i] x[i])^2``; inputs taken as
     independent, its mean is ``sum_i dW[i]^2 mean(x[i]^2)``, which is what importance weighs.
@@ -66,10 +74,10 @@ def calibrate(
     def add(name: str, rows: Tensor) -> None:
         totals[name] += rows.double().square().sum(0)
 
-    for count in _run(model, layers, texts, add):
+    for count in _run(model, layers, text.paragraphs, add):
         tokens += count
     importance = {name: (total / tokens).float() for name, total in totals.items()}
-    return Calibration(name, tokens, importance)
+    return Calibration(text.name, tokens, importance)
 
 
 def rows_of(

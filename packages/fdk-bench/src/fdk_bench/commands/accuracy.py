@@ -103,7 +103,7 @@ def accuracy(
     prepare_environment()
     from fdk_bench.accuracy import prepare
     from fdk_bench.accuracy_cases import DEFAULT_FORMATS, DEFAULT_SKIP, parse_formats
-    from fdk_bench.calibration import paragraphs
+    from fdk_bench.calibration import read_texts
     from fdk_bench.models import ModelError, load_text_model
 
     use_threads(threads)
@@ -111,19 +111,18 @@ def accuracy(
     names = checked(
         lambda: parse_formats(split(formats, "--format") or DEFAULT_FORMATS, group_size)
     )
-    texts = [
+    paths = [
         Path(name)
         for text in calibrate or ()
         for name in ([text] if Path(text).is_file() else split([text], "--calibrate"))
     ]
-    if texts:
-        checked(lambda: paragraphs(texts), "--calibrate")
+    text = checked(lambda: read_texts(paths), "--calibrate") if paths else None
     try:
         loaded = load_text_model(model)
     except ModelError as error:
         raise typer.BadParameter(f"--model: {error}") from None
     left = DEFAULT_SKIP if skip is None else skip
-    subject = checked(lambda: prepare(loaded, lines, left, texts))
+    subject = checked(lambda: prepare(loaded, lines, left, text))
     _run(subject, names, backend, output_folder(out, "accuracy"), layers, json_lines)
 
 

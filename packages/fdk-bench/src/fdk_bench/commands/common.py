@@ -1,8 +1,10 @@
 """What the subcommands share: lists in options, the folder of results, rows as they come."""
 
+import errno
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +59,24 @@ def ended_by_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def full_disk_is_told() -> Iterator[None]:
+    """A line and exit code 1, in place of a traceback, where a full disk takes no more."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            raise
+        # What it still holds would fail once more when Python ends, with a code of its own.
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+        if error.errno != errno.EPIPE:  # who read the pipe has seen enough
+            typer.echo(f"fdk-bench: not all was written: {error}", err=True)
+        raise SystemExit(EXIT_FAILED_ROWS) from None
 
 
 def split(texts: Sequence[str] | None, option: str = "") -> list[str]:

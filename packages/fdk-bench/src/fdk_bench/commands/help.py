@@ -1,9 +1,11 @@
-"""How ``--help`` shows the types of options: short, so that at 80 columns the text has room."""
+"""The commands' classes: short types of options in ``--help``, and an end without tracebacks."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from fdk_bench.commands.common import full_disk_is_told
 
 # A flag takes no value; of a range the limits follow.
 SHORTER = {"<bool>": "", "<int range>": "<int>", "<float range>": "<float>"}
@@ -28,6 +30,11 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """``fdk-bench`` itself."""
+
+    def main(self, *arguments: Any, **named: Any) -> Any:
+        """Runs what was typed."""
+        with full_disk_is_told():
+            return super().main(*arguments, **named)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Its options, as help shows them."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -158,7 +159,7 @@ def test_rows_that_are_not_whole(changed, tmp_path):
 
 def test_last_that_cannot_be_a_file(tmp_path):
     new = write(tmp_path / "new.jsonl", record())
-    for last in (tmp_path, new / "last.jsonl", new / "folder" / "last.jsonl"):
+    for last in (tmp_path, Path("/dev/full"), new / "last.jsonl", new / "folder" / "last.jsonl"):
         done = run(new, "--last", last)
         assert (done.exit_code, done.stdout) == (2, "")
         assert "--last: " in done.stderr

@@ -1,13 +1,23 @@
 """Rows become whole records: case, values and facts, on one line of JSON."""
 
+import errno
 import json
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 import fdk_bench
-from fdk_bench.records import Row, cpu_name, environment, gather_facts, source_commit, to_json
+from fdk_bench.records import (
+    Row,
+    cpu_name,
+    environment,
+    gather_facts,
+    replace_text,
+    source_commit,
+    to_json,
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,27 @@ class Case:
 @dataclass(frozen=True)
 class Values:
     error: float
+
+
+def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, monkeypatch):
+    path, link = tmp_path / "rows.jsonl", tmp_path / "link"
+    path.write_text("old\n")
+    path.chmod(0o640)
+    link.symlink_to(path)
+
+    def full(file, text, **named):
+        file.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            replace_text(link, "new\n")
+    assert path.read_text() == "old\n"
+    replace_text(link, "new\r\n")
+    assert path.read_bytes() == b"new\r\n"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(tmp_path.iterdir()) == [link, path]
 
 
 def test_row_is_one_line_of_json(monkeypatch):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fdk_bench.records import replace_text
 from fdk_bench.results import read_records
 
 # Slower by more than this and by more than the spread of both runs is said; less is noise.
@@ -84,7 +85,7 @@ def remember(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     kept |= {_key(record): record for record in records if record["values"] is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(dict(record), ensure_ascii=False) for record in kept.values())
-    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    replace_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:

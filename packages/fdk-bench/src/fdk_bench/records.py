@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -90,6 +91,24 @@ def to_record(row: Row[Any, Any], facts: Facts) -> dict[str, Any]:
 def to_json(row: Row[Any, Any], facts: Facts) -> str:
     """A whole row as one line of JSONL, without its newline."""
     return json.dumps(to_record(row, facts), allow_nan=False, ensure_ascii=False)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Puts a text in the place of a file's; where a disk has no room for it, the old one stays.
+
+    Raises:
+        OSError: for what cannot be written.
+    """
+    path = path.resolve()
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8", newline="")
+        if path.exists():
+            path.open("a").close()  # refuses a file that only its folder lets replace
+            shutil.copymode(path, new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def source_commit(folder: Path = Path(__file__).parent) -> str | None:

@@ -39,9 +39,9 @@ def guard(
 
     rows = checked(lambda: list(read_records([new], check_kernels)))
     after = [record for record in rows if record["benchmark"] in KERNELS]
-    before = checked(lambda: list(read_records([last], check)), "--last") if last.exists() else []
     if update:
         _make(last)
+    before = checked(lambda: list(read_records([last], check)), "--last") if last.exists() else []
     found = list(changes(before, after))
     if json_lines:
         for change in found:
@@ -54,6 +54,8 @@ def guard(
 
 def _make(last: Path) -> None:
     """Makes the file where there is none; bad usage for one that cannot be written."""
+    if last.exists() and not last.is_file():  # a device has no end
+        raise typer.BadParameter(f"--last: wanted a file, got {last}")
     try:
         last.parent.mkdir(parents=True, exist_ok=True)
         last.open("a").close()

@@ -213,6 +213,8 @@ def _keep(part: Part, folder: Path) -> None:
 
     Those of one that was cut replace no more rows of the same command, and it says what they are.
     """
+    from fdk_bench.records import replace_text
+
     folder.mkdir(parents=True, exist_ok=True)
     rows, kept = WORK / part.name / f"{part.benchmark}.jsonl", folder / f"{part.name}.jsonl"
     if _was_cut(part):
@@ -223,7 +225,7 @@ def _keep(part: Part, folder: Path) -> None:
             typer.echo(f"{told}: the {before} of an earlier run stay", err=True)
             return
         typer.echo(f"{told}, which replace {before}", err=True)
-    shutil.copyfile(rows, kept)
+    replace_text(kept, rows.read_text(encoding="utf-8"))
 
 
 def _told(rows: Path) -> tuple[int, str]:

@@ -87,8 +87,10 @@ def table(
 
 
 def _write(documents: dict[Path, str]) -> None:
+    from fdk_bench.records import replace_text
+
     for path, text in documents.items():
         try:
-            path.write_text(text, encoding="utf-8", newline="")
+            replace_text(path, text)
         except OSError as error:
             raise typer.BadParameter(f"wanted a file to write, got {path}: {error}") from None

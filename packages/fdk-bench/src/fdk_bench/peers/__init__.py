@@ -29,8 +29,10 @@ def peers_named(names: Sequence[str]) -> list[Peer]:
     """The peers of these names; ``all`` is every one, ``none`` is no one.
 
     Raises:
-        ValueError: for a name that no peer has.
+        ValueError: for a name that no peer has, and for ``none`` beside others.
     """
+    if "none" in names and set(names) != {"none"}:
+        raise ValueError(f"--against: wanted none alone, or peers; got {', '.join(names)}")
     if "all" in names:
         return list(PEERS)
     known = {peer.name: peer for peer in PEERS}

@@ -137,6 +137,8 @@ def test_skip():
     # The head too: 16 bits less 4.25 of 65536 weights, and one codebook more.
     less = build_llama(case_of(), [1]).weight_bytes - everything.weight_bytes
     assert less == 65536 * (2 - 4.25 / 8) - 64
+    with pytest.raises(ValueError, match="wanted layers to quantise, and skip leaves none"):
+        build_llama(case_of(skip="."), [1])  # no row of 4 bits whose layers have 16
 
 
 class GigabyteAPerSecond:
@@ -419,7 +421,9 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
         (["--skip", "("], "wanted a regular expression"),
         (["--backend", "absent"], "wanted one of auto"),
         (["--text", __file__], "perplexity is of a real model, and tiny has random weights"),
-        (["--text", "no-such-file"], "found none at no-such-file"),
+        (["--model", "a/b", "--text", "no-such-file"], "--text: wanted a UTF-8 text file: "),
+        (["--model", "a/b", "--text", "/dev/null"], "--text: wanted text, /dev/null has none"),
+        (["--model", "a/b", "--layers", "1"], "--layers: wanted random llamas alone, and a/b has"),
         (["--device", "cuda:x"], "wanted cpu or cuda"),
         (["--size", "7b"], "wanted some of tiny, 1b, 4b, 12b, 31b"),
         (["--model", "no/such/folder"], "got 'no/such/folder'"),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ class HfDecoder:
         return int(self.model.config.get_text_config().vocab_size)
 
 
-def build_hf(case: ModelCase, batches: Sequence[int], text: Path | None = None) -> Built:
+def build_hf(case: ModelCase, batches: Sequence[int], text: str | None = None) -> Built:
     """Loads a model from a folder or by its id, quantises it, and scores a text if one is given.
 
     Raises:
@@ -157,12 +156,12 @@ def _backends(model: nn.Module) -> list[str]:
 
 
 @torch.inference_mode()
-def read(model: nn.Module, name: str, text: Path) -> tuple[float, str]:
-    """The perplexity of a text file under a model, and how the model goes on from its beginning."""
+def read(model: nn.Module, name: str, text: str) -> tuple[float, str]:
+    """The perplexity of a text under a model, and how the model goes on from its beginning."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name)
-    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     return perplexity_of(model, ids), str(tokenizer.decode(continued_from(model, ids)))
 
 

@@ -25,6 +25,7 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
     A layer of a shape that was not seen before is checked for every batch size first.
 
     Raises:
+        ValueError: where nothing is quantised.
         WrongAnswerError: where a layer does not compute with its own weight.
     """
     dtype = DTYPES[case.dtype]
@@ -60,6 +61,8 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
     if case.layers is not None:
         size = replace(size, layers=case.layers)
     llama = Llama(size, linear, device=case.device, dtype=dtype, fused=case.fused)
+    if format is not None and not backends:
+        raise ValueError(f"{case.model}: wanted layers to quantise, and skip leaves none")
     norms = (2 * size.layers + 1) * size.dim * dtype.itemsize
     weight_bytes = weights[0] + norms
     return Built(

@@ -14,6 +14,7 @@ from fdk_bench.commands.common import (
     checked_backends,
     collect,
     finish,
+    given_text,
     output_folder,
     prepare_environment,
     split,
@@ -131,14 +132,8 @@ def _read_sentences(path: Path | None) -> tuple[str, ...]:
         from fdk_bench.sentences import SENTENCES
 
         return SENTENCES
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--sentences: wanted a UTF-8 text file: {error}") from None
-    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not lines:
-        raise typer.BadParameter(f"--sentences: wanted a sentence a line, {path} has none")
-    return lines
+    lines = given_text("--sentences", path).splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 def _run(

@@ -112,6 +112,17 @@ def checked(call: Callable[[], Value], option: str = "") -> Value:
         raise typer.BadParameter(f"{option}: {error}" if option else str(error)) from None
 
 
+def given_text(option: str, path: Path) -> str:
+    """The text of a file that the user named; bad usage for what is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{option}: wanted a UTF-8 text file: {error}") from None
+    if not text.strip():
+        raise typer.BadParameter(f"{option}: wanted text, {path} has none")
+    return text
+
+
 def check_pattern(option: str, text: str) -> None:
     """Bad usage for what is no regular expression."""
     try:

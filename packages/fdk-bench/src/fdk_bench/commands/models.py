@@ -17,6 +17,7 @@ from fdk_bench.commands.common import (
     checked_dtype,
     collect,
     finish,
+    given_text,
     numbers,
     output_folder,
     prepare_environment,
@@ -117,8 +118,6 @@ def models(
     use_threads(threads)
     check_pattern("--skip", skip)
     checked_dtype(dtype)
-    if text is not None and not text.is_file():
-        raise typer.BadParameter(f"--text: wanted a text file, found none at {text}")
     where = checked_device(device)
     widths = numbers("--bits", bits, (16, 4, 1))
     names = _models(split(size, "--size") or ["tiny" if where == "cpu" else "4b"])
@@ -127,6 +126,11 @@ def models(
         raise typer.BadParameter(
             f"--text: perplexity is of a real model, and {', '.join(names)} has random weights"
         )
+    if layers is not None and real:
+        raise typer.BadParameter(
+            f"--layers: wanted random llamas alone, and {', '.join(real)} has blocks of its own"
+        )
+    read = None if text is None else given_text("--text", text)
     # Of weights that are real an arbitrary codebook makes nothing: k-means is fitted to them.
     asked = split(formats, "--format") or ["kmeans" if real else DEFAULT_CODEBOOK]
     run = ModelRun(
@@ -143,7 +147,7 @@ def models(
         fused=fused,
         layers=layers,
     )
-    _run(run, _builder(text), output_folder(out, "models"), json_lines)
+    _run(run, _builder(read), output_folder(out, "models"), json_lines)
 
 
 def _models(names: list[str]) -> list[str]:
@@ -161,7 +165,7 @@ def _models(names: list[str]) -> list[str]:
     return names
 
 
-def _builder(text: Path | None) -> "Build":
+def _builder(text: str | None) -> "Build":
     from fdk_bench.decoding import Built
     from fdk_bench.hf_decoding import build_hf
     from fdk_bench.llama import SIZES

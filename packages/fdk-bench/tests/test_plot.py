@@ -12,6 +12,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
+from fdk_bench.chart_parts import DASHES, FILLS, MARKERS, kinds_of
 from fdk_bench.charts import allowed_speedup, figures, name
 from fdk_bench.cli import app
 from fdk_bench.report import number, png_width
@@ -239,6 +240,13 @@ def test_two_of_16_bits_are_told_apart():
     assert lines["bf16, other"].get_linestyle() == "--"
     fills = {line.get_label(): line.get_fillstyle() for line in found["roofline"].axes[0].lines}
     assert (fills["bf16, torch"], fills["bf16, other"]) == ("none", "full")
+
+
+@pytest.mark.parametrize("styles", [DASHES, FILLS, MARKERS], ids=["dashes", "fills", "markers"])
+def test_contenders_of_one_width_are_told_apart(styles):
+    """Nine at 4 bits on an H200, besides 16 bits; on a CPU as many at all widths."""
+    found = kinds_of(kernel_frame([kernel("bf16"), *(kernel(by=by) for by in "abcdefghi")]), styles)
+    assert len({style for (_, by), style in found.items() if by in "abcdefghi"}) == 9
 
 
 @pytest.mark.parametrize("machine", ["A CPU", "AMD EPYC (family 26, model 2)", "x" * 50])

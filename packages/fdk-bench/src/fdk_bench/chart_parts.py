@@ -43,9 +43,18 @@ WIDTH_MARKERS = {
     2: "v",
     1: "X",
 }
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
-FILLS = ("none", "full", "left", "top", "right", "bottom")
-MARKERS = "osD^vPX<>*"
+# As many as compare has contenders at 4 bits on one machine, and none twice.
+DASHES = (
+    *("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 4)), (0, (3, 1, 1, 1, 1, 1))),
+    *((0, (2, 4)), (0, (8, 2)), (0, (8, 2, 2, 2))),
+)
+HALVES = ("left", "top", "right", "bottom")
+# Of a marker, and of its other half.
+FILLS = (
+    *(("none", "none"), ("full", "none")),
+    *((half, other) for other in ("none", "#333333") for half in HALVES),
+)
+MARKERS = "osD^vPX<>*phd8"
 GRID = "#DDDDDD"
 FLOOR: dict[str, Any] = {"color": "#555555", "linewidth": 1.2}
 MOST_PANELS = 4

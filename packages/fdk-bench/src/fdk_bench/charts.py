@@ -166,15 +166,16 @@ def roofline_figure(frame: pd.DataFrame) -> Figure:
     fills = kinds_of(frame, FILLS)
     intensity = frame["operations"] / frame["bytes"]
     for bits, format, by, rows in series_of(frame):
+        fill, other = fills[family(format), by]
         axes.plot(
             intensity[rows.index],
             rows["throughput"] / 1e12,
             color=COLOURS[bits],
             marker=WIDTH_MARKERS[bits],
-            fillstyle=fills[family(format), by],
+            fillstyle=fill,
             linestyle="none",
             markersize=7,
-            markerfacecoloralt="none",
+            markerfacecoloralt=other,
             markeredgewidth=1.2,
             label=name(format, by),
         )

@@ -9,6 +9,9 @@
 // A row whose value is zero where x is largest has only the rest of x, rounded to that tile's unit.
 // So a tile most of whose values are rounded is refused (mostly_below): gemv takes x. One-hot x is
 // exact: its one value is a power of two times at most 8 bits.
+//
+// Sums count in a unit of y, a power of two, by which they are multiplied last: a small scale times
+// a tile's own unit would be a float of few bits or none. linear_tables.cpp sees what overflows so.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -32,13 +35,14 @@ constexpr int kSumBits = 31, kPositionBits = 3, kLevelBits = 15;
 constexpr int kMostXBits = 15;
 // Bits of codes up to which levels are looked up.
 constexpr int kLookupBits = 4;
-// Magnitudes of x and of values: their units and what scales make of them are then normal floats.
+// Magnitudes of x and of values: their units, and the ratios of these, are then normal floats.
 constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;
 
 // What is kept of a tile of x.
 struct alignas(64) Tile {
   std::int16_t x[kTileK];
-  float unit;                    // of the products
+  float unit;                    // of the products, in that of y
+  float y_unit;                  // that of the products of all tiles that is largest
   float sums[kBlocks][kFloats];  // of x by lane of the products, over a group's blocks
 };
 
@@ -97,13 +101,15 @@ bool build(const Weight& w, const void* x, void* tables, std::size_t, std::size_
   const float* from = static_cast<const float*>(x);
   Tile* out = static_cast<Tile*>(tables);
   const int parts = std::max(2, int(w.groups_per_tile)), blocks = kBlocks / parts;
+  float y_unit = 0;
   for (std::size_t tile = 0; tile < w.tiles; tile++, from += kTileK, out++) {
     const float largest = largest_of(from);
     if (largest != 0 && !(largest >= kLeast && largest <= kMost)) return false;
     // Half of a unit is not rounded up beyond the bits: no bf16 value lies so close.
-    const int up = largest == 0 ? 0 : levels.x_bits - 1 - exponent_of(largest);
+    const int up = levels.x_bits - 1 - exponent_of(std::max(largest, kLeast));
     if (mostly_below(from, power_of_two(7 - up))) return false;
     out->unit = power_of_two(-up) * levels.unit;
+    y_unit = std::max(y_unit, out->unit);
     const __m256 factor = _mm256_set1_ps(power_of_two(up));
     __m256i sum = _mm256_setzero_si256();
     for (int b = 0; b < kBlocks; b++) {
@@ -116,6 +122,10 @@ bool build(const Weight& w, const void* x, void* tables, std::size_t, std::size_
       sum = b % blocks == 0 ? pairs : _mm256_add_epi32(sum, pairs);
       _mm256_storeu_ps(out->sums[b / blocks], _mm256_cvtepi32_ps(sum));
     }
+  }
+  for (Tile* made = static_cast<Tile*>(tables); made != out; made++) {
+    made->unit /= y_unit;
+    made->y_unit = y_unit;
   }
   return true;
 }
@@ -233,7 +243,7 @@ void stripes_of(const Weight& w, const Values values, float zero, const Tile* ti
                 });
               });
     for (std::size_t r = 0; r < kTileRows; r++) {
-      y[stripe * kTileRows + r] = sum_of(y_sums[r]);
+      y[stripe * kTileRows + r] = sum_of(y_sums[r]) * tiles->y_unit;
     }
   }
 }

@@ -14,7 +14,7 @@ namespace fdk {
 void linear_within(const RowLimits* own, const PackedWeight& weight, Activation activation,
                    const void* x, std::size_t m, const void* bias, void* y, std::size_t threads);
 
-// x :: [1][positions] in the kernel's order. False, and y as it was, where none of the table
+// x :: [1][positions] in the kernel's order. False, and y of no meaning, where none of the table
 // kernels takes the weight, or x has what they cannot hold.
 bool linear_by_tables(const PackedWeight& packed, const Weight& w, const TableKernels* kernels,
                       Activation type, const void* x, const void* bias, void* y,

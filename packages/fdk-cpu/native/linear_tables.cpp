@@ -1,6 +1,7 @@
 // One row of x by what is made of it first: tables over it, or integers.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 
 #include "kernels.h"
 #include "linear_parts.h"
@@ -22,7 +23,8 @@ std::size_t piece_for(std::size_t stripes, std::size_t threads, std::size_t most
   return std::min(most, ceil_div(share, kPieceStep) * kPieceStep);
 }
 
-// linear_by_tables with these kernels, which take the weight.
+// linear_by_tables with these kernels, which take the weight. False where they refuse x, or where a
+// product is not finite: their sums may overflow where those of gemv do not.
 //
 // Each thread builds tables of its own, for those of another are read from its L2, and it would
 // wait while one builds them: they take 11 us of a cold call of 270 (k = 4096, 2 bits, two threads,
@@ -44,7 +46,7 @@ bool product(const PackedWeight& packed, const Weight& w, const TableKernels& ke
     if (begin >= layout.stripes) return;
     const Buffer<std::uint8_t> tables(w.tiles * kernels.tile_bytes);
     const std::size_t stop = std::min(layout.stripes, begin + piece);
-    // Alike on every thread, which all leave y alone.
+    // Alike on every thread.
     if (!kernels.build(w, x, tables.get(), begin, stop)) {
       refused.store(true, std::memory_order_relaxed);
       return;
@@ -53,8 +55,12 @@ bool product(const PackedWeight& packed, const Weight& w, const TableKernels& ke
       const std::size_t end = std::min(layout.stripes, begin + piece), next = take();
       kernels.gemv({&w, tables.get(), products.get(), begin, end, next, fetched});
       const std::size_t row = begin * kTileRows, stop = std::min(layout.n, end * kTileRows);
-      write_row(products.get() + row, 1, offset(bias, row, type), type, stop - row,
-                offset(y, row, type));
+      const float* sums = products.get();
+      if (!std::all_of(sums + row, sums + stop, [](float sum) { return std::isfinite(sum); })) {
+        refused.store(true, std::memory_order_relaxed);
+        return;
+      }
+      write_row(sums + row, 1, offset(bias, row, type), type, stop - row, offset(y, row, type));
       begin = next;
     }
   };

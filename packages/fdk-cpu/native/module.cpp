@@ -268,6 +268,7 @@ py::list instruction_sets() {
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
+  module.attr("TILE_K") = fdk::kTileK;
   module.def("layout_sizes", layout_sizes);
   module.def("convert_codes", convert_codes);
   module.def("convert_groups", convert_groups);

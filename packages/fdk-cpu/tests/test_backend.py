@@ -12,6 +12,7 @@ import fdk_cpu
 from fdk_cpu.linear import lut_linear_op
 from fdk_formats import Format, QuantisedLinear, QuantisedTensor, quantise
 from fdk_formats.backends import Problem, select
+from fdk_formats.format import BITS
 from fdk_formats.packing import pack
 from fdk_formats.testing import layout_digest, random_quantised
 
@@ -124,6 +125,25 @@ def test_layer() -> None:
     expected = torch.nn.functional.linear(x.double(), W_hat.double(), linear.bias.double())
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-2, rtol=1e-2)
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
+@pytest.mark.parametrize("isa", [i for i in fdk_cpu.instruction_sets() if i != "avx512bf16"])
+@pytest.mark.parametrize(("of_x", "of_scales"), [(1.0, 2.0**-129), (2.0**-30, 2.0**120)])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("codebook", ["custom", "int", "affine"])
+def test_extreme_scales(isa: str, codebook: str, bits: int, of_x: float, of_scales: float) -> None:
+    """y below the smallest normal float is no zero, nor infinite where only sums on the way are."""
+    q = random_quantised(Format(codebook, bits, 64, scale_dtype="fp32"), 24, 256)
+    q = replace(q, scale=q.scale * of_scales)
+    x = (torch.randn(1, 256) * of_x).to(torch.bfloat16)
+    fdk_cpu.set_instruction_set(isa)
+    try:
+        y = fdk_cpu.CpuBackend().pack(q, dtype=x.dtype)(x)
+    finally:
+        fdk_cpu.set_instruction_set("auto")
+    wanted = x.double() @ q.dequantise(torch.float64).T
+    unit = 2.0**-133  # of a bf16 that is not normal
+    assert (y - wanted).abs().max() <= max(unit, 2.0**-8 * wanted.abs().max().item())
 
 
 def test_threads() -> None:

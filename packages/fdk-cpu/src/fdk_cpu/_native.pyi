@@ -2,6 +2,8 @@ from typing import TypeAlias
 
 Bytes: TypeAlias = tuple[int, int]  # address and size; (0, 0) for none
 
+TILE_K: int  # inner positions of a tile, which rows are filled up to
+
 class Weight:
     def __init__(
         self,

@@ -16,11 +16,9 @@ from fdk_formats.backends import Layout, Problem, register
 from fdk_formats.int8 import int8_table
 from fdk_formats.tensor import QuantisedTensor
 
-TILE_K = 128  # inner positions of a tile, which rows are filled up to
-
 
 class CpuLayout(Layout):
-    """Codes in tiles of 4 rows by 128 inner positions; see native/layout.h.
+    """Codes in tiles of 4 rows by ``_native.TILE_K`` inner positions; see native/layout.h.
 
     codes      :: [stripes, tiles, 64 * bits, uint8]
     scale      :: [stripes, groups stored, 4, scale dtype]
@@ -164,10 +162,10 @@ class CpuBackend:
             ValueError: where a row is filled up with a code, 0, that stands for an infinity.
         """
         first = 0.0 if q.codebook is None else q.codebook[0].item()
-        if q.shape[1] % TILE_K and abs(first) > torch.finfo(dtype).max:
+        if q.shape[1] % _native.TILE_K and abs(first) > torch.finfo(dtype).max:
             raise ValueError(
                 f"fdk_cpu: needs a first codebook entry that {dtype} holds, or k a multiple of "
-                f"{TILE_K}, got {first:g} and k={q.shape[1]}"
+                f"{_native.TILE_K}, got {first:g} and k={q.shape[1]}"
             )
         return CpuLayout(q) if activations == "float" else CpuInt8Layout(q)
 

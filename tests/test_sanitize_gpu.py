@@ -6,10 +6,11 @@ import pytest
 import sanitize_gpu
 import sanitize_marlin
 import torch
-from sanitize_marlin import EVERY_TILE, SMALL_K, SMALL_N, WrongAnswerError, exact, packed_weight
+from sanitize_marlin import EVERY_TILE, SMALL_K, SMALL_N, WrongAnswerError, packed_weight
 
 from fdk_cuda.marlin.backward import STEP_COST as BACKWARD_COST
 from fdk_cuda.marlin.hopper import STEP_COST
+from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.format import BITS, Format
 
 
@@ -85,7 +86,7 @@ def test_small_cases_check_answers(on_cpu, monkeypatch, factor):
     def launch(*values):
         x = sanitize_marlin.normal(m, SMALL_K, dtype=dtype).double()
         bias = sanitize_marlin.normal(SMALL_N, dtype=dtype, seed=2).double()
-        out.copy_(factor * (x @ exact(w.q, dtype).T + bias))
+        out.copy_(factor * (x @ exact_weight(w.q, dtype).T + bias))
 
     monkeypatch.setattr(sanitize_marlin, "poison", lambda *shape, dtype: out)
     monkeypatch.setattr(sanitize_marlin, "small_launch", lambda *given: launch)

@@ -30,6 +30,7 @@ from fdk_cuda.marlin.programs import (
     sum_splits_program,
 )
 from fdk_cuda.marlin.relayout import lay_out, take_back
+from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_cuda.nvrtc import Program
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import BITS, Format
@@ -153,17 +154,6 @@ def packed_weight(format: str, n: int, k: int, dtype: torch.dtype) -> Packed:
     return Packed(q, layout, layout.packed.cuda(), layout.codebook.cuda())
 
 
-def exact(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
-    """The weight before its products with scales are rounded, float64."""
-    codes = q.codes().view(*q.scale.shape, -1)
-    if q.zero_point is None:
-        assert q.codebook is not None
-        values = q.codebook.to(dtype).double()[codes.int()]
-    else:
-        values = codes.double() - q.zero_point.double()[..., None]
-    return (values * q.scale.double()[..., None]).view(q.shape)
-
-
 def various(
     plans: list[AnyPlan], traits: Callable[[AnyPlan], dict[str, Hashable]]
 ) -> Iterator[AnyPlan]:
@@ -227,8 +217,7 @@ def _run_small(format: str, dtype: torch.dtype, m: int, plan: SmallPlan, n: int,
     tensors = w.packed, w.codebook, x.cuda(), bias.cuda(), poison(m, n, dtype=dtype)
     pointers = (tensor.data_ptr() for tensor in tensors)
     small_launch(variant, plan, 0)(*pointers, *small_fields(variant, plan, geometry, m))
-    scaled = plan.shape.scales_weights
-    W = w.q.dequantise(dtype).double() if scaled else exact(w.q, dtype)
+    W = multiplied_weight(w.q, dtype, plan.shape)
     check(tensors[-1], x.double() @ W.T + bias.double())
 
 

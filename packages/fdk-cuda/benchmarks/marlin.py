@@ -36,6 +36,7 @@ from fdk_cuda.marlin.launches import (
 from fdk_cuda.marlin.ops import dequantise, few_rows
 from fdk_cuda.marlin.plan import plan_small
 from fdk_cuda.marlin.programs import TileShape, Variant
+from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse
@@ -75,17 +76,6 @@ def random_weight(bits: int, n: int, k: int, *, affine: bool = False) -> Quantis
         codebook,
         zero_point,
     )
-
-
-def exact_weight(q: QuantisedTensor) -> torch.Tensor:
-    """The weight before its products with scales are rounded, float64."""
-    codes = q.codes().view(*q.scale.shape, -1)
-    if q.codebook is not None:
-        values = q.codebook.to(torch.bfloat16).double()[codes.int()]
-    else:
-        assert q.zero_point is not None
-        values = codes.double() - q.zero_point.double()[..., None]
-    return (values * q.scale.double()[..., None]).view(q.shape)
 
 
 def small_run(
@@ -173,7 +163,7 @@ class Weights:
         layout: of the weight.
         packed: copies of the layout's.
         bytes: of codes, scales and zero points, as stored in a file.
-        exact: the weight before its products with scales are rounded, float64.
+        q: the weight as it was quantised.
         rounded: the dequantised weight, bf16.
     """
 
@@ -181,7 +171,7 @@ class Weights:
     layout: MarlinLayout
     packed: list[torch.Tensor]
     bytes: int
-    exact: torch.Tensor
+    q: QuantisedTensor
     rounded: torch.Tensor
 
     @classmethod
@@ -198,11 +188,11 @@ class Weights:
         packed = [layout.packed.clone() for _ in range(copies)]
         stored = [t for t in (q.packed, q.scale, q.zero_point) if t is not None]
         size = sum(t.nbytes for t in stored)
-        return cls(kind, layout, packed, size, exact_weight(q), q.dequantise(torch.bfloat16))
+        return cls(kind, layout, packed, size, q, q.dequantise(torch.bfloat16))
 
     def multiplied(self, shape: TileShape | None) -> torch.Tensor:
         """The weight that a shape of small_m.cu multiplies, or hopper_gemm.cu for None."""
-        return self.exact if shape and not shape.scales_weights else self.rounded.double()
+        return multiplied_weight(self.q, torch.bfloat16, shape)
 
     def runs(self, x: torch.Tensor) -> list[Run]:
         """The product with and without programmatic dependent launch, checked.
@@ -218,7 +208,7 @@ class Weights:
         for run in runs:
             error = nrmse(run(0), oracle)
             if not error < 2e-3:
-                case = f"{self.layout.format} {list(self.exact.shape)} m{len(x)}"
+                case = f"{self.layout.format} {list(self.q.shape)} m{len(x)}"
                 raise SystemExit(f"wrong answer, not timed: {case}: {error:.2e}")
         return runs
 

@@ -9,6 +9,7 @@ from fdk_cuda.marlin import marlin_backends
 from fdk_cuda.marlin.launches import SMALL_FIELDS, device_limits, small_fields
 from fdk_cuda.marlin.plan import MAX_ROWS, Device, plan_small
 from fdk_cuda.marlin.programs import Variant, small_m_program
+from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_cuda.nvrtc import Kernel, Launch
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import BITS, Format
@@ -36,37 +37,19 @@ def random_x(*shape, dtype=torch.bfloat16, seed=1):
     return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
 
-def exact_weight(q, dtype):
-    """The weight before its products with scales are rounded, float64."""
-    scale = q.scale.double()[..., None]
-    codes = q.codes().view(*q.scale.shape, -1)
-    if q.format.is_affine:
-        values = codes.double() - q.zero_point.double()[..., None]
-    else:
-        values = q.codebook.to(dtype).double()[codes.int()]
-    return (values * scale).view(q.shape)
-
-
 def check(layout, q, x, bias=None):
-    """y is no further from float64 than torch, where torch has nothing but its sums to round.
-
-    Few rows multiply the weight before its products with scales are rounded, many rows after, and
-    so do those that scale weights.
-    """
-    is_rounded = len(x) > MAX_ROWS or scales_weights(layout, x)
-    W = q.dequantise(x.dtype).double() if is_rounded else exact_weight(q, x.dtype)
+    """y is no further from float64 than torch, where torch has nothing but its sums to round."""
+    shape = None
+    if len(x) <= MAX_ROWS:
+        limits = device_limits(x.device.index)
+        shape = plan_small(layout.geometry, x.dtype, len(x), limits).shape
+    W = multiplied_weight(q, x.dtype, shape)
     with poisoned():
         y = layout(x, bias)
     oracle = linear(x.double(), W, None if bias is None else bias.double())
     rounded_once = oracle.to(x.dtype)
     assert nrmse(y, oracle) <= 1.2 * nrmse(rounded_once, oracle) + 1e-5
     return y
-
-
-def scales_weights(layout, x):
-    """Whether the plan for a few rows of x rounds products of codebook values and scales."""
-    plan = plan_small(layout.geometry, x.dtype, len(x), device_limits(x.device.index))
-    return plan.shape.scales_weights
 
 
 def run_plan(layout, x, plan, *options):

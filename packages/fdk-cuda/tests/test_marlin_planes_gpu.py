@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from marlin_cases import exact_weight, pack, random_x, run_plan
+from marlin_cases import pack, random_x, run_plan
 
 from fdk_cuda.marlin.launches import device_limits
 from fdk_cuda.marlin.plan import Device, small_plans
 from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.testing import nrmse
 
 pytestmark = pytest.mark.gpu

@@ -112,6 +112,25 @@ def test_other_activations_are_refused() -> None:
         tune.tune_layers([LAYER], dtype=torch.float32, timer=Clock({}))
 
 
+def test_nothing_is_measured_before_all_is_checked() -> None:
+    clock = Clock({})
+    with pytest.raises(ValueError, match=r"tune_layers: n of custom4-g64 .* got -1"):
+        tune.tune_layers([LAYER, (LAYER[0], -1, 256)], timer=clock)
+    for m in (0, -3, 1.5):
+        with pytest.raises(ValueError, match=rf"ms must be .* at least 1, got {m}"):
+            tune.tune_layers([LAYER], ms=[8, m], timer=clock)
+    assert not clock.asked
+
+
+def test_no_configuration_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "linear", lambda x, w, bias, config: x.new_zeros(len(x), 48))
+    with (
+        pytest.warns(UserWarning, match="is wrong, and not used"),
+        pytest.raises(RuntimeError, match=r"m = 8: of 4 configurations none is right"),
+    ):
+        tune.tune_layers([LAYER], ms=[8], timer=Clock({}))
+
+
 def test_a_small_gain_does_not_replace_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     tune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 9.9}))
     assert configs(8, monkeypatch) == tune.default(*arrangement(), 8, H200)

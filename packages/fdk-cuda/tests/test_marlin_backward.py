@@ -322,6 +322,8 @@ def test_precompile_refuses_what_marlin_does_not_take(precompiled: list[Program]
         precompile(layers)
     with pytest.raises(TypeError, match=r"bfloat16 or torch\.float16, got torch\.float32"):
         precompile(layers[:1], dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"precompile: n of nf4-g64 must be at least 0, got -64"):
+        precompile([("nf4-g64", -64, 128)])
     assert precompiled == []
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fdk_cuda import measured
+from fdk_cuda.gpu import why_no_gpu
 from fdk_cuda.marlin.layout import (
     STORED_DTYPES,
     Geometry,
@@ -23,8 +24,6 @@ from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
-
-MIN_CAPABILITY = (8, 0)
 
 
 class MarlinLayout(SettledLayout):
@@ -127,18 +126,10 @@ class MarlinBackend:
         taken = self.codebooks
         if not format.is_affine and taken is not None and format.codebook not in taken:
             return f"needs an affine or integer grid, got the codebook {format.codebook}"
-        if problem.device.type != "cuda":
-            return f"needs an NVIDIA GPU, got device {problem.device}"
         if problem.dtype not in DTYPES:
-            return f"needs activations of {', '.join(map(str, DTYPES))}, got {problem.dtype}"
-        if reason := why_not(format, problem.k):
-            return reason
-        if not torch.cuda.is_available():
-            return "needs an NVIDIA GPU and its driver: torch finds none on this machine"
-        capability = torch.cuda.get_device_capability(problem.device)
-        if capability < MIN_CAPABILITY:
-            return f"needs compute capability 8.0 or more, got {'.'.join(map(str, capability))}"
-        return why_unavailable()
+            return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
+        reason = why_not(format, problem.k) or why_no_gpu(problem.device)
+        return reason or why_unavailable()
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""

@@ -132,7 +132,7 @@ def small_linear(
     """``marlin_linear`` through small_m.cu, 16 rows of x at a time."""
     device, m = x.device.index, x.shape[0]
     y = x.new_empty((m, n))
-    x = _padded(x, packed.shape[1] * 64)
+    x = _padded(x, packed.shape[1] * BLOCK_COLUMNS)
     bias_pointer = 0 if bias is None else bias.data_ptr()
     weight = packed.data_ptr(), codebook.data_ptr()
     x_pointer, y_pointer = x.data_ptr(), y.data_ptr()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from fdk_cuda.gpu import gpu_index
+from fdk_cuda.layers import Layer, check_activations, checked_layers
 from fdk_cuda.marlin.backward import backward_shapes
 from fdk_cuda.marlin.hopper import hopper_shapes, plan_hopper_invariant
 from fdk_cuda.marlin.launches import device_limits
@@ -26,7 +27,7 @@ from fdk_formats.format import Format
 
 
 def precompile(
-    layers: Iterable[tuple[Format | str, int, int]],
+    layers: Iterable[Layer],
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | int | None = None,
@@ -50,13 +51,13 @@ def precompile(
         RuntimeError: where torch finds no GPU.
         TypeError, ValueError: for activations or a layer that Marlin does not take.
     """
-    if dtype not in DTYPES:
-        raise TypeError(f"precompile: dtype must be {' or '.join(map(str, DTYPES))}, got {dtype}")
+    check_activations("precompile", dtype, DTYPES)
+    told = list(_as_kernels_are_told(checked_layers("precompile", layers)))
     index = gpu_index("precompile", device)
     arch = architecture(torch.cuda.get_device_capability(index))
     limits = device_limits(index)
     programs: set[Program] = set()
-    for format, n, k in _as_kernels_are_told(layers):
+    for format, n, k in told:
         geometry = Geometry.of(format, n, k)
         variant = Variant.of(geometry, dtype)
         programs |= {dequantise_program(variant), layout_program(geometry)}
@@ -81,25 +82,19 @@ def precompile(
 
 
 def _as_kernels_are_told(
-    layers: Iterable[tuple[Format | str, int, int]],
+    layers: Iterable[tuple[Format, int, int]],
 ) -> Iterator[tuple[Format, int, int]]:
-    """Layers by what their layouts may come to be, which the weight decides (``backend.py``).
-
-    Those without outputs take no kernel.
-    """
-    for name, n, k in layers:
-        format = Format.parse(name)
+    """Layers by what their layouts may come to be, which the weight decides (``backend.py``)."""
+    for format, n, k in layers:
         if reason := why_not(format, k):
             raise ValueError(
                 f"precompile: Marlin does not take {format} [n={n}, k={k}]: {reason}; "
                 "Triton, which may, compiles at first use"
             )
-        if n == 0:
-            continue
-        told = [format.codebook]
+        codebooks = [format.codebook]
         if has_grid(format):
-            told.append("custom")
+            codebooks.append("custom")
         if format.bits == 1 and not format.is_affine:
-            told = ["binary", "custom"]
-        for codebook in told:
+            codebooks = ["binary", "custom"]
+        for codebook in codebooks:
             yield replace(format, codebook=codebook), n, k

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fdk_cuda import measured
+from fdk_cuda.gpu import why_no_gpu
 from fdk_cuda.ready import is_traced
 from fdk_cuda.settled import SettledLayout
 from fdk_cuda.triton.arrangement import (
@@ -23,8 +24,6 @@ from fdk_cuda.triton.weight import Weight
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
-
-MIN_CAPABILITY = (8, 0)
 
 
 class TritonLayout(SettledLayout):
@@ -140,19 +139,7 @@ class TritonBackend:
             return f"has no {problem.activations} activations"
         if problem.dtype not in DTYPES:
             return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
-        if INTERPRETED:
-            return None
-        if problem.device.type != "cuda":
-            return f"needs a CUDA device, got {problem.device}"
-        if not torch.cuda.is_available():
-            return "needs CUDA: torch finds no driver or no GPU, or is built without CUDA"
-        if torch.version.hip is not None:
-            return "needs an NVIDIA GPU, got one of AMD"
-        capability = torch.cuda.get_device_capability(problem.device)
-        if capability < MIN_CAPABILITY:
-            wanted, got = (".".join(map(str, c)) for c in (MIN_CAPABILITY, capability))
-            return f"needs a GPU of compute capability {wanted} or later, got {got}"
-        return None
+        return None if INTERPRETED else why_no_gpu(problem.device)
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""

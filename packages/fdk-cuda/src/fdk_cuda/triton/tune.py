@@ -11,6 +11,7 @@ Anything else is an error.
 """
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fdk_cuda.gpu import gpu_index
+from fdk_cuda.layers import Layer, check_activations, checked_layers
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import GemmConfig, Gpu, ManyConfig, SmallConfig
@@ -40,7 +42,6 @@ from fdk_cuda.triton.measuring import (
 )
 from fdk_cuda.triton.small_configs import as_run, small_config
 from fdk_cuda.triton.stored import Entry, load_entries, store_entries
-from fdk_formats.format import Format
 from fdk_formats.scales import SCALE_DTYPES
 from fdk_formats.tensor import zero_point_dtype
 
@@ -54,10 +55,10 @@ LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
 KINDS = {"small": SmallConfig, "gemm": GemmConfig, "many": ManyConfig, "dequantise": None}
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 
-
 _chosen: dict[tuple[object, ...], Config] = {}
 # How often something was measured: what ``choose`` said before may no longer hold.
 times_measured = 0
+_counting = threading.Lock()
 # None is a configuration too.
 _UNKNOWN: Any = object()
 # What could not be measured at first use is not tried again: GPU and key.
@@ -132,7 +133,7 @@ def bucket_of(m: int) -> int | None:
 
 
 def tune_layers(
-    layers: Iterable[tuple[Format | str, int, int]],
+    layers: Iterable[Layer],
     *,
     ms: Iterable[int] = BUCKETS,
     dtype: torch.dtype = torch.bfloat16,
@@ -146,7 +147,7 @@ def tune_layers(
 
     Args:
         layers: format, n and k of each.
-        ms: rows of x; each stands for its bucket.
+        ms: rows of x; each stands for its bucket, above the last for none.
         dtype: of the activations.
         device: the GPU; the current one by default.
         timer: microseconds a call of functions that do the same; a CUDA graph by default.
@@ -155,28 +156,33 @@ def tune_layers(
         How many buckets were measured.
 
     Raises:
-        RuntimeError: where torch finds no GPU.
-        TypeError: for activations that Triton's kernels do not take.
+        RuntimeError: where torch finds no GPU, or no configuration of a bucket runs and is right.
+        TypeError, ValueError: for activations that Triton's kernels do not take, and for what is
+            no layer or no number of rows.
     """
-    if dtype not in DTYPES:
-        raise TypeError(f"tune_layers: dtype must be {' or '.join(map(str, DTYPES))}, got {dtype}")
-    buckets = sorted({bucket for m in ms if (bucket := bucket_of(m)) is not None})
+    check_activations("tune_layers", dtype, DTYPES)
+    checked, buckets = checked_layers("tune_layers", layers), _buckets_of(ms)
     index = -1 if launch.INTERPRETED else gpu_index("tune_layers", device)
     count = 0
-    for format, n, k in layers:
-        parsed = Format.parse(format)
-        a = Arrangement(n, k, parsed.bits, parsed.group_size_for(k))
-        if n == 0:  # takes no kernel
-            continue
-        zero_dtype = zero_point_dtype(parsed) if parsed.is_affine else None
+    for format, n, k in checked:
+        a = Arrangement(n, k, format.bits, format.group_size_for(k))
+        zero_dtype = zero_point_dtype(format) if format.is_affine else None
         ws: list[Weight] = []
         for bucket in buckets:
-            scale_dtype = SCALE_DTYPES[parsed.scale_dtype]
+            scale_dtype = SCALE_DTYPES[format.scale_dtype]
             ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
             if key_of(ws[0], bucket, dtype) not in _entries(_name(index)):
                 _tune_bucket(ws, bucket, dtype, index, timer or graph_time)
                 count += 1
     return count
+
+
+def _buckets_of(ms: Iterable[int]) -> list[int]:
+    ms = list(ms)
+    for m in ms:
+        if type(m) is not int or m < 1:
+            raise ValueError(f"tune_layers: ms must be whole numbers of at least 1, got {m!r}")
+    return sorted({bucket for m in ms if (bucket := bucket_of(m)) is not None})
 
 
 def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:
@@ -211,6 +217,8 @@ def _tune_bucket(
                 warnings.warn(f"{a}, m = {bucket}: {config} is wrong, and not used", stacklevel=2)
                 continue
             times[config] = timer([partial(launch.linear, x, w, None, config) for w in ws])
+    if not times:
+        raise RuntimeError(f"{a}, m = {bucket}: of {len(others) + 1} configurations none is right")
     best = min(times, key=lambda config: times[config])
     if times[best] > GAIN * times.get(first, float("inf")):
         best = first
@@ -221,10 +229,12 @@ def _tune_bucket(
         "default_us": round(times[first], 2) if first in times else None,
     }
     new = {key_of(ws[0], bucket, dtype): entry}
-    _entries(_name(device)).update(new)
     global times_measured
-    times_measured += 1
-    _chosen.clear()
+    # Of two counts at once one would be lost, and what was chosen before it would be kept.
+    with _counting:
+        _entries(_name(device)).update(new)
+        times_measured += 1
+        _chosen.clear()
     store_entries(_name(device), new)
     return entry
 

@@ -1,0 +1,42 @@
+"""What ``precompile`` and ``tune_layers`` are asked to make ready, checked before anything runs."""
+
+from collections.abc import Iterable
+
+import torch
+
+from fdk_formats.format import Format
+
+Layer = tuple[Format | str, int, int]
+
+
+def checked_layers(caller: str, layers: Iterable[Layer]) -> list[tuple[Format, int, int]]:
+    """Format, n and k of each layer that takes a kernel: those without outputs take none.
+
+    Args:
+        caller: named in errors.
+        layers: format, or its short form, n and k of each.
+
+    Raises:
+        TypeError: for a layer that is no such triple.
+        ValueError: for a format that does not parse, n below 0, or k that its groups do not fill.
+    """
+    checked = []
+    for layer in layers:
+        if not isinstance(layer, tuple | list) or len(layer) != 3:
+            raise TypeError(f"{caller}: a layer must be (format, n, k), got {layer!r}")
+        name, n, k = layer
+        format = Format.parse(name)
+        if type(n) is not int or type(k) is not int:
+            raise TypeError(f"{caller}: n and k of {format} must be int, got {n!r} and {k!r}")
+        if n < 0:
+            raise ValueError(f"{caller}: n of {format} must be at least 0, got {n}")
+        format.group_size_for(k)
+        if n > 0:
+            checked.append((format, n, k))
+    return checked
+
+
+def check_activations(caller: str, dtype: torch.dtype, taken: tuple[torch.dtype, ...]) -> None:
+    """Raises TypeError where kernels take no activations of a dtype."""
+    if dtype not in taken:
+        raise TypeError(f"{caller}: dtype must be {' or '.join(map(str, taken))}, got {dtype}")

@@ -3,7 +3,7 @@
 import zipfile
 
 import pytest
-from check_wheels import content_problems, foreign_files, write_pins
+from check_wheels import content_problems, foreign_files, main, write_pins
 
 WHOLE = {
     "fdk_a/__init__.py": "",
@@ -85,3 +85,12 @@ def test_write_pins(tmp_path):
     pins = write_pins(tmp_path / "pyproject.toml", tmp_path)
     assert pins.constraints.read_text() == "torch==2.13.0\nnumpy==2.4.6\n"
     assert pins.build_constraints.read_text() == "setuptools==84.2.1\n"
+
+
+def test_a_package_that_is_none(monkeypatch, capsys):
+    """It is said before anything is built."""
+    monkeypatch.setattr("sys.argv", ["check_wheels.py", "fdk-cpu", "fdk-gpu"])
+    monkeypatch.setattr("check_wheels.build", lambda pins: pytest.fail("built"))
+    assert main() == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith("check_wheels: no package fdk-gpu; there are fdk-bench, fdk-cpu, ")

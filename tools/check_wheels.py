@@ -45,8 +45,12 @@ class Pins:
 
 
 def main() -> int:
-    """Checks the packages named, or all of them; 1 where one fails."""
-    packages = sys.argv[1:] or sorted(path.name for path in (ROOT / "packages").iterdir())
+    """Checks the packages named, or all of them; 1 where one fails, 2 for one that is none."""
+    there = sorted(path.name for path in (ROOT / "packages").iterdir())
+    packages = sys.argv[1:] or there
+    if unknown := sorted(set(packages) - set(there)):
+        print(f"check_wheels: no package {', '.join(unknown)}; there are {', '.join(there)}")
+        return 2
     with tempfile.TemporaryDirectory() as scratch:
         pins = write_pins(ROOT / "pyproject.toml", Path(scratch))
         build(pins)

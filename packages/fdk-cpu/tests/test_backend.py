@@ -98,8 +98,11 @@ def test_opcheck() -> None:
     [
         (1, lambda codes: codes[:-1], "codes must be 1536 bytes, got 1535"),
         (2, lambda scale: scale[:-4], "scales must be 96 bytes, got 88"),
-        (2, lambda scale: scale[::2], "scale must be contiguous"),
-        (3, lambda codebook: codebook.double(), "codebook torch.float32"),
+        (2, lambda scale: scale[::2], r"scale must be contiguous .*, got strides \[2\] on cpu"),
+        (1, lambda codes: codes.int(), r"codes must be torch\.uint8, got torch\.int32"),
+        (2, lambda scale: scale.double(), r"scale must be .* or torch\.uint8, got torch\.float64"),
+        (3, lambda codebook: codebook.double(), r"must be torch\.float32, got torch\.float64"),
+        (3, lambda codebook: None, "needs a codebook or zero points, got neither"),
         (3, lambda codebook: codebook[:8], "codebook must be 64 bytes, got 32"),
         (6, lambda bits: 9, "bits must be 1 to 8, got 9"),
         (5, lambda group_size: 0, "group size"),
@@ -213,8 +216,27 @@ def test_memory() -> None:
     with torch.inference_mode():
         fdk_cpu.copy_memory(torch.ones(4), found := torch.zeros(4))
     assert torch.equal(found, torch.ones(4))
-    with pytest.raises(ValueError, match=r"got strides \[2\] on cpu"):
+    with pytest.raises(ValueError, match=r"data must be .*, got strides \[2\] on cpu"):
         fdk_cpu.read_sum(data[::2])
+
+
+def test_a_copy_does_not_overlap() -> None:
+    data = torch.arange(8)
+    for source, to in ((data[1:], data[:-1]), (data[:-1], data[1:]), (data, data)):
+        with pytest.raises(ValueError, match="source and to must not overlap"):
+            fdk_cpu.copy_memory(source, to)
+    assert torch.equal(data, torch.arange(8))
+    fdk_cpu.copy_memory(data[:4], data[4:])
+    assert data.tolist() == [0, 1, 2, 3] * 2
+    fdk_cpu.copy_memory(data[:0], data[:0])
+
+
+def test_pack_refuses_what_it_has_no_kernels_for() -> None:
+    q, backend = random_quantised(Format("nf", 4), 24, 128), fdk_cpu.CpuBackend()
+    with pytest.raises(TypeError, match=r"fdk_cpu: needs activations of .*, got torch\.float64"):
+        backend.pack(q, dtype=torch.float64)
+    with pytest.raises(ValueError, match="activations: wanted float or int8, got 'int4'"):
+        backend.pack(q, dtype=torch.bfloat16, activations="int4")
 
 
 def test_a_default_device_is_not_where_layouts_go() -> None:

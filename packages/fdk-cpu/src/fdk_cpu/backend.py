@@ -12,7 +12,7 @@ from fdk_cpu.linear import (
     takes,
 )
 from fdk_cpu.runtime import num_threads
-from fdk_formats.backends import Layout, Problem, register
+from fdk_formats.backends import Layout, Problem, check_activations, register
 from fdk_formats.int8 import int8_table
 from fdk_formats.tensor import QuantisedTensor
 
@@ -159,8 +159,14 @@ class CpuBackend:
         """See ``Backend``.
 
         Raises:
-            ValueError: where a row is filled up with a code, 0, that stands for an infinity.
+            TypeError: for activations of another dtype than those of ``ACTIVATIONS``.
+            ValueError: where a row is filled up with a code, 0, that stands for an infinity, and
+                for other ``activations`` than a ``Problem`` has.
         """
+        check_activations(activations)
+        if dtype not in ACTIVATIONS:
+            wanted = ", ".join(map(str, ACTIVATIONS))
+            raise TypeError(f"fdk_cpu: needs activations of {wanted}, got {dtype}")
         first = 0.0 if q.codebook is None else q.codebook[0].item()
         if q.shape[1] % _native.TILE_K and abs(first) > torch.finfo(dtype).max:
             raise ValueError(

@@ -1,9 +1,13 @@
-"""What the kernels are measured against: products with plain weights, and memory itself."""
+"""What the kernels are measured against: products with plain weights, and memory itself.
+
+No product records a gradient.
+"""
 
 import torch
 from torch import Tensor
 
 from fdk_cpu import _native
+from fdk_cpu.checks import check_placed
 from fdk_cpu.linear import ACTIVATIONS, _bytes
 from fdk_cpu.memory import copy_memory as copy
 from fdk_cpu.memory import read_sum as read_sum
@@ -64,8 +68,7 @@ def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"{caller}: weight must be [n, {k}], got {list(weight.shape)}")
     n = len(weight)
     for name, tensor in (("x", x), ("weight", weight)):
-        if not (tensor.is_contiguous() and tensor.is_cpu):
-            raise ValueError(f"{caller}: {name} must be contiguous and on the CPU")
+        check_placed(caller, name, tensor)
     if torch._C._len_torch_dispatch_stack() > 0:
         raise TypeError(f"{caller}: needs values, and cannot be traced")
     x, weight = x.resolve_neg(), weight.resolve_neg()

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_cpu import _native
+from fdk_cpu.checks import check_placed
 from fdk_cpu.runtime import num_threads
 from fdk_formats.ops import define_linear_op
 
@@ -116,15 +117,20 @@ def _weight(
         ("codebook", codebook),
         ("zero_point", zero_point),
     ):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.is_cpu):
-            raise ValueError(f"lut_linear: {name} must be contiguous and on the CPU")
+        if tensor is not None:
+            check_placed("lut_linear", name, tensor)
     if (codebook is None) == (zero_point is None):
-        raise ValueError("lut_linear: needs a codebook or zero points, and not both")
-    if codes.dtype != torch.uint8 or (codebook is not None and codebook.dtype != torch.float32):
-        raise TypeError("lut_linear: codes must be torch.uint8 and the codebook torch.float32")
-    for name, tensor in (("scale", scale), ("zero_point", zero_point)):
-        if tensor is not None and tensor.dtype not in (*STORED, torch.uint8):
-            raise TypeError(f"lut_linear: {name} cannot be {tensor.dtype}")
+        got = "neither" if codebook is None else "both"
+        raise ValueError(f"lut_linear: needs a codebook or zero points, got {got}")
+    for name, tensor, wanted in (
+        ("codes", codes, (torch.uint8,)),
+        ("codebook", codebook, (torch.float32,)),
+        ("scale", scale, (*STORED, torch.uint8)),
+        ("zero_point", zero_point, (*STORED, torch.uint8)),
+    ):
+        if tensor is not None and tensor.dtype not in wanted:
+            names = " or ".join(map(str, wanted))
+            raise TypeError(f"lut_linear: {name} must be {names}, got {tensor.dtype}")
     zero_type = "none" if zero_point is None else STORED.get(zero_point.dtype, "u8")
     return _native.Weight(
         n,
@@ -143,11 +149,9 @@ def _weight(
 def _check_levels(levels: Tensor | None) -> None:
     if levels is None:
         return
-    if not (levels.dtype == torch.int8 and levels.is_contiguous() and levels.is_cpu):
-        raise TypeError(
-            "lut_linear_int8: levels must be contiguous torch.int8 on the CPU, "
-            f"got {levels.dtype} on {levels.device}"
-        )
+    check_placed("lut_linear_int8", "levels", levels)
+    if levels.dtype != torch.int8:
+        raise TypeError(f"lut_linear_int8: levels must be torch.int8, got {levels.dtype}")
 
 
 def _bytes(tensor: Tensor | None) -> tuple[int, int]:

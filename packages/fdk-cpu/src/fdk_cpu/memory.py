@@ -5,6 +5,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from fdk_cpu import _native
+from fdk_cpu.checks import check_placed
 from fdk_cpu.runtime import num_threads
 
 
@@ -15,7 +16,7 @@ def read_sum(data: Tensor) -> int:
         ValueError: for a tensor that is not contiguous or not on the CPU.
         TypeError: for a subclass of tensor, or what is none.
     """
-    _check("read_sum", data)
+    _check("read_sum", "data", data)
     return _native.read_sum((data.data_ptr(), data.nbytes), num_threads())
 
 
@@ -23,24 +24,22 @@ def copy_memory(source: Tensor, to: Tensor) -> None:
     """Copies the bytes of one tensor to another of as many bytes.
 
     Raises:
-        ValueError: for tensors that are not contiguous, not on the CPU, or of different size.
+        ValueError: for tensors that are not contiguous, not on the CPU, or of different size, and
+            for two that overlap.
         TypeError: for a subclass of tensor, or what is none.
     """
-    _check("copy_memory", source)
-    _check("copy_memory", to)
+    _check("copy_memory", "source", source)
+    _check("copy_memory", "to", to)
     sizes = (source.data_ptr(), source.nbytes), (to.data_ptr(), to.nbytes)
+    if abs(source.data_ptr() - to.data_ptr()) < min(source.nbytes, to.nbytes):
+        raise ValueError("copy_memory: source and to must not overlap, got memory that both hold")
     _native.copy_memory(*sizes, num_threads())
     if not to.is_inference():
         increment_version(to)  # as every write does: a backward that has kept it then says so
 
 
-def _check(caller: str, tensor: Tensor) -> None:
+def _check(caller: str, name: str, tensor: Tensor) -> None:
     # A subclass may have no memory: torch.compile's fake tensors.
     if type(tensor) not in (Tensor, Parameter):
-        raise TypeError(f"{caller}: wanted a plain tensor, got {type(tensor).__name__}")
-    if not (tensor.is_contiguous() and tensor.is_cpu):
-        strides = list(tensor.stride())
-        raise ValueError(
-            f"{caller}: wanted a contiguous tensor on the CPU, got strides {strides} "
-            f"on {tensor.device}"
-        )
+        raise TypeError(f"{caller}: {name} must be a plain tensor, got {type(tensor).__name__}")
+    check_placed(caller, name, tensor)

@@ -192,7 +192,7 @@ def test_affine_for_codebook() -> None:
     layout.codes, layout.scale = affine.codes, affine.scale
     assert torch.equal(layout(x), affine(x))
     layout.codebook = laid_out().codebook
-    with pytest.raises(ValueError, match="a codebook or zero points, and not both"):
+    with pytest.raises(ValueError, match="a codebook or zero points, got both"):
         layout(x)
 
 

@@ -203,6 +203,8 @@ def host_time(rounds: int) -> None:
                 print(f"host, {label}: no call is made ready")
         for _ in range(rounds):
             for label, layer in layers:
+                for _ in range(5):  # the layer before has the processor's caches
+                    layer(x)
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for _ in range(20):  # the GPU is done with each before the next comes

@@ -1,11 +1,10 @@
 """Makes the table by which ``backend="auto"`` chooses on a GPU, from recorded rows.
 
-    python packages/fdk-cuda/benchmarks/auto_table.py docs/results/h200/compare-*x*.jsonl \\
-        docs/results/h200/auto-affine.jsonl docs/results/h100/auto.jsonl [--write]
+    python packages/fdk-cuda/benchmarks/auto_table.py docs/results/*/auto.jsonl [--write]
 
-Rows are those of ``fdk-bench compare`` (codebooks on an H200) and of auto_rows.py. A case counts
-where every number of rows in ``MS`` was timed for both of ``BACKENDS``. With --write the
-table becomes fdk_cuda/measured.json; tests/test_auto_table.py holds that to the rows.
+Rows are those of auto_rows.py; ``fdk-bench compare`` writes such rows too. A case counts where
+every number of rows in ``MS`` was timed for both of ``BACKENDS``. With --write the table becomes
+fdk_cuda/measured.json; tests/test_auto_table.py holds that to the rows.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Blockwise quantising under torch.compile and other tracers, to whom it is one op."""
+"""Blockwise quantising under torch.compile, other tracers and torch.func: it is one op to them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -104,3 +104,45 @@ def test_opcheck(dtype: torch.dtype, nested: bool) -> None:
         torch.library.opcheck(ops.quantise_blockwise.default, (x, code, 64, nested))
     for kind in ("nf4", "fp4"):
         torch.library.opcheck(ops.quantise_4bit.default, (x, 64, kind, nested))
+
+
+ROUND_TRIPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "8bit": lambda x: dequantise_blockwise(quantise_blockwise(x, block_size=96)),
+    "nf4-nested": lambda x: dequantise_4bit(quantise_4bit(x, nested=True)),
+}
+
+
+# torch.func.jvp loads decompositions through it.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
+def test_derivatives_of_torch_func_take_it_for_a_constant(
+    round_trip: Callable[[Tensor], Tensor],
+) -> None:
+    x = normal(3, 77)
+    wanted = round_trip(x)
+
+    def scored(x: Tensor) -> Tensor:
+        return (x * round_trip(x)).sum()
+
+    assert torch.equal(torch.func.grad(scored)(x), wanted)
+    _, slope = torch.func.jvp(scored, (x,), (torch.ones_like(x),))
+    assert torch.equal(slope, wanted.sum())
+
+
+@pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
+def test_vmap_quantises_each(quantise: Callable[[Tensor], QuantisedBlocks]) -> None:
+    x = normal(77, 3)
+    found = torch.func.vmap(lambda x: tuple(tensors(quantise(x))), in_dims=1)(x)
+    for index, column in enumerate(x.T):
+        for batch, wanted in zip(found, tensors(quantise(column)), strict=True):
+            assert torch.equal(batch[index], wanted)
+
+
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
+def test_vmap_dequantises_what_is_not_of_the_batch(round_trip: Callable[[Tensor], Tensor]) -> None:
+    x, factors = normal(3, 77), torch.arange(5.0)
+    found = torch.func.vmap(lambda factor: factor * round_trip(x))(factors)
+    assert torch.equal(found, factors[:, None, None] * round_trip(x))
+    for transform in (round_trip, torch.func.grad(lambda x: round_trip(x).sum())):
+        with pytest.raises(NotImplementedError, match=r"dequantise_\w+: needs blocks from outside"):
+            torch.func.vmap(transform)(x)

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fdk_formats import fake_quantise, fit_codebook, quantise
 
@@ -91,6 +92,40 @@ def test_second_derivative() -> None:
         for W_hat in (fake_quantise(weight, "custom2-g16", table), direct)
     ]
     torch.testing.assert_close(*slopes)
+
+
+def test_transforms_of_torch_func() -> None:
+    torch.manual_seed(0)
+    weights, table = torch.randn(5, 4, 32), torch.tensor([0.3, -1.0, -0.3, 1.0])
+
+    def loss(weight: Tensor, table: Tensor) -> Tensor:
+        return fake_quantise(weight, "custom2-g16", table).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(
+        weights, table
+    )
+    for index, weight in enumerate(weights):
+        inputs = weight.clone().requires_grad_(), table.clone().requires_grad_()
+        wanted = torch.autograd.grad(loss(*inputs), inputs)
+        assert all(torch.equal(f[index], w) for f, w in zip(found, wanted, strict=True))
+    each = torch.func.vmap(lambda weight: fake_quantise(weight, "kmeans2-g16"))(weights)
+    assert torch.equal(each[3], fake_quantise(weights[3], "kmeans2-g16"))
+
+
+# torch.func.jvp loads decompositions through it.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_forward_mode_is_refused() -> None:
+    """It would have a tangent of zero."""
+    weight, table = torch.ones(1, 16), torch.tensor([-1.0, 1.0])
+    refused = pytest.raises(NotImplementedError, match=r"fake_quantise\S*: has no forward-mode")
+    with refused:
+        torch.func.jvp(lambda w: fake_quantise(w, "nf4-row"), (weight,), (weight,))
+    with forward_ad.dual_level():
+        with refused:
+            fake_quantise(forward_ad.make_dual(weight, weight), "nf4-row")
+        with refused:
+            fake_quantise(weight, "custom1-g16", forward_ad.make_dual(table, table))
+        assert fake_quantise(weight, "nf4-row").tolist() == weight.tolist()
 
 
 class Layer(nn.Module):

@@ -120,6 +120,50 @@ def test_forward_mode_is_refused() -> None:
         call(forward_ad.make_dual(X, X))
 
 
+def test_transforms_of_torch_func() -> None:
+    torch.manual_seed(0)
+    xs, biases = torch.randn(5, 4, 3), torch.randn(5, 2)
+
+    def loss(x: Tensor, bias: Tensor) -> Tensor:
+        return plain_linear(x, WEIGHT, bias, 2, 3).square().sum()
+
+    def wanted(x: Tensor, bias: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, WEIGHT, bias).square().sum()
+
+    for transform in (
+        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 1))),
+        lambda f: torch.func.grad(lambda xs, biases: torch.func.vmap(f)(xs, biases).sum()),
+        lambda f: torch.func.vmap(torch.func.jacrev(torch.func.grad(f, argnums=1), argnums=0)),
+    ):
+        found = transform(loss)(xs, biases)
+        torch.testing.assert_close(found, transform(wanted)(xs, biases), rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_of_vmap_is_more_rows() -> None:
+    seen = []
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, n: int, k: int) -> Tensor:
+        seen.append(tuple(x.shape))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    op = define_linear_op(
+        library,
+        "counts_calls",
+        layout="Tensor weight",
+        forward=forward,
+        grad_x=lambda grad_y, weight, n, k: grad_y @ weight,
+        dispatch_keys=("CPU",),
+    )
+    xs, weights = torch.randn(4, 5, 3), torch.randn(5, 2, 3)
+    y = torch.func.vmap(lambda x: op(x, WEIGHT, None, 2, 3), in_dims=1, out_dims=1)(xs)
+    assert torch.equal(y, xs @ WEIGHT.T)
+    assert seen == [(20, 3)]
+    seen.clear()
+    y = torch.func.vmap(lambda x, weight: op(x, weight, None, 2, 3), in_dims=(1, 0))(xs, weights)
+    torch.testing.assert_close(y, xs.transpose(0, 1) @ weights.mT)
+    assert seen == [(4, 3)] * 5
+
+
 def test_a_negative_view_of_the_bias_goes_through_torch(through_torch: list[Tensor]) -> None:
     y = call(bias=torch._neg_view(torch.tensor([1.0, 2.0])))
     assert y.tolist() == [[-3.0, -4.0]]

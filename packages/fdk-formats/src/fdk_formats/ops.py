@@ -15,7 +15,38 @@ Kernel = Callable[..., Tensor]
 PLAIN = nullcontext()
 
 
-class LinearOp:
+class Op:
+    """An op, and a call of it that transforms of torch.func take, but for those of forward mode.
+
+    ``torch.func.grad``, ``vjp`` and ``jacrev`` refuse a gradient that torch.library registered:
+    under a transform a call is that of an autograd.Function, which has the same gradient.
+
+    Attributes:
+        op: ``torch.ops.<namespace>.<name>.default``.
+        function: the autograd.Function; None for an op without a gradient.
+    """
+
+    def __init__(self, op: Callable[..., Any], function: Any) -> None:
+        self.op, self.function = op, function
+
+    def __call__(self, *args: Any) -> Any:
+        """``op(*args)``.
+
+        Raises:
+            NotImplementedError: in forward mode, for a tensor with a tangent.
+        """
+        if torch.compiler.is_compiling():
+            return self.op(*args)
+        if self.function is not None and _functorch_level() is not None:
+            return self.function.apply(*args)
+        if _has_tangent(args):
+            # torch itself says so only where a tensor requires a gradient too; elsewhere the
+            # tangent of the result would be zero.
+            raise _no_forward_mode(self.op)
+        return self.op(*args)
+
+
+class LinearOp(Op):
     """A linear op, and a call of it that goes straight to its kernels where nothing is watching.
 
     torch's dispatcher enters Python twice for an op with a gradient, 20 us a call together. It is
@@ -24,19 +55,20 @@ class LinearOp:
 
     Attributes:
         op: ``torch.ops.<namespace>.<name>``, for ``opcheck`` and for graphs.
-        grad_op: ``torch.ops.<namespace>.<name>_grad_x``.
+        grad_op: calls ``torch.ops.<namespace>.<name>_grad_x``.
         layout_args: how many arguments the layout has.
     """
 
     def __init__(
         self,
-        op: Callable[..., Tensor],
+        plain: Op,
         grad_op: Callable[..., Tensor],
         layout_args: int,
         run: Kernel,
         devices: frozenset[str],
     ) -> None:
-        self.op, self.grad_op, self.layout_args = op, grad_op, layout_args
+        super().__init__(plain.op, plain.function)
+        self.grad_op, self.layout_args = grad_op, layout_args
         self._run, self._devices = run, devices
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
@@ -46,13 +78,8 @@ class LinearOp:
             NotImplementedError: in forward mode, for x or a bias with a tangent.
         """
         if not self.is_direct(x, args[-3]) or x.device.type not in self._devices:
-            if not torch.compiler.is_compiling() and _has_tangent(x, args[-3]):
-                # torch itself says so only where x or the bias requires a gradient too; elsewhere
-                # the tangent of y would be zero.
-                raise NotImplementedError(
-                    f"{self.op}: has no forward-mode derivative (jvp, jacfwd), only backward's"
-                )
-            return self.op(x, *args)
+            y: Tensor = super().__call__(x, *args)
+            return y
         return self._run(x, *args)
 
     def is_direct(self, x: Tensor, bias: Tensor | None) -> bool:
@@ -86,11 +113,10 @@ def _watched(x: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _has_tangent(*tensors: Tensor | None) -> bool:
+def _has_tangent(args: Sequence[Any]) -> bool:
     """Whether forward mode differentiates by one of them."""
     return forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
-        for tensor in tensors
+        isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None for arg in args
     )
 
 
@@ -140,6 +166,27 @@ def _strides(tensor: Tensor) -> list[int | None]:
     return [None if size == 1 else stride for size, stride in pairs]
 
 
+def _function(
+    op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None] | None
+) -> type[torch.autograd.Function]:
+    def forward(*args: Any) -> Any:
+        return op(*args)
+
+    def jvp(*_: Any) -> Any:
+        raise _no_forward_mode(op)
+
+    methods = {"forward": forward, "jvp": jvp, "backward": backward}
+    methods["setup_context"] = setup_context or (lambda ctx, inputs, output: None)
+    members = {name: staticmethod(method) for name, method in methods.items()}
+    return type("Transformed", (torch.autograd.Function,), {"generate_vmap_rule": True, **members})
+
+
+def _no_forward_mode(op: Callable[..., Any]) -> NotImplementedError:
+    return NotImplementedError(
+        f"{op}: has no forward-mode derivative (jvp, jacfwd), only backward's"
+    )
+
+
 def define_op(
     library: Library,
     signature: str,
@@ -148,8 +195,9 @@ def define_op(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    of_rows: bool = False,
     dispatch_keys: Sequence[str] = ("CompositeExplicitAutograd",),
-) -> Callable[..., Any]:
+) -> Op:
     """Defines a functional op with its fake and, where it has one, its gradient.
 
     Args:
@@ -158,10 +206,12 @@ def define_op(
         run: the kernel.
         fake: the same for tensors without values.
         backward: see ``torch.library.register_autograd``, as for ``setup_context``.
+        of_rows: whether the first argument and the result are ``[..., size]``: a batch of them,
+            by ``torch.func.vmap``, is more rows then. Other batches are taken one by one.
         dispatch_keys: where the kernel runs, ``("CUDA",)``; anywhere by default.
 
     Returns:
-        ``torch.ops.<namespace>.<name>.default``.
+        What calls ``torch.ops.<namespace>.<name>.default``.
     """
     name = library.define(signature)
     qualified = f"{library.ns}::{name}"
@@ -172,8 +222,25 @@ def define_op(
         torch.library.register_autograd(
             qualified, backward, setup_context=setup_context, lib=library
         )
-    op: Callable[..., Any] = getattr(getattr(torch.ops, library.ns), name).default
-    return op
+    op = getattr(getattr(torch.ops, library.ns), name).default
+
+    def batched(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        first, *others = args
+        if of_rows and in_dims[1:] == (None,) * len(others):
+            return op(first.movedim(in_dims[0], 0), *others), 0
+        pairs = list(zip(args, in_dims, strict=True))
+        results = [
+            op(*(arg if dim is None else arg.select(dim, index) for arg, dim in pairs))
+            for index in range(info.batch_size)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        kind = type(results[0])  # tuple or list, as the op returns them
+        stacked = kind(map(torch.stack, zip(*results, strict=True)))
+        return stacked, kind([0] * len(stacked))
+
+    torch.library.register_vmap(qualified, batched, lib=library)
+    return Op(op, None if backward is None else _function(op, backward, setup_context))
 
 
 def define_linear_op(
@@ -268,6 +335,7 @@ def define_linear_op(
         fake=fake,
         backward=backward,
         setup_context=setup_context,
+        of_rows=True,
         dispatch_keys=dispatch_keys,
     )
     if isinstance(grad_x, LinearOp):
@@ -285,7 +353,7 @@ def _define_gradient(
     op: Callable[..., Tensor],
     grad_x: Kernel,
     dispatch_keys: Sequence[str],
-) -> Callable[..., Tensor]:
+) -> Op:
     """Defines ``<name>_grad_x``, whose own gradient is the op."""
     layout_args = layout.count(",") + 1
 
@@ -317,6 +385,7 @@ def _define_gradient(
         fake=fake,
         backward=backward,
         setup_context=setup_context,
+        of_rows=True,
         dispatch_keys=dispatch_keys,
     )
 

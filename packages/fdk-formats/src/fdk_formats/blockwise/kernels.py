@@ -76,5 +76,9 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 def is_traced() -> bool:
-    """Whether ``torch.compile`` traces, or a mode such as ``FakeTensorMode`` watches every op."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether ``torch.compile`` traces, or a mode or a transform of torch.func watches every op."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

@@ -94,6 +94,7 @@ def dequantise_blockwise(q: QuantisedBlocks, dtype: torch.dtype | None = None) -
     Raises:
         ValueError: where ``q`` is 4-bit.
         TypeError: for another dtype, or where ``q`` is no ``QuantisedBlocks``.
+        NotImplementedError: for blocks that were made under ``torch.func.vmap``.
     """
     dtype = _checked_output("dequantise_blockwise", q, dtype, ("8bit",))
     flat = kernels_for(q.packed.device).dequantise_8bit(
@@ -112,6 +113,7 @@ def dequantise_4bit(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Ten
     Raises:
         ValueError: where ``q`` is 8-bit.
         TypeError: for another dtype, or where ``q`` is no ``QuantisedBlocks``.
+        NotImplementedError: for blocks that were made under ``torch.func.vmap``.
     """
     dtype = _checked_output("dequantise_4bit", q, dtype, KINDS_4BIT)
     flat = kernels_for(q.packed.device).dequantise_4bit(
@@ -255,6 +257,16 @@ def _check_finite(caller: str, absmax: Tensor, block_size: int) -> None:
         )
 
 
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether ``torch.func.vmap`` gave a tensor one more dimension than it shows."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def _checked_output(
     caller: str, q: QuantisedBlocks, dtype: torch.dtype | None, kinds: tuple[str, ...]
 ) -> torch.dtype:
@@ -262,6 +274,11 @@ def _checked_output(
         raise TypeError(f"{caller}: wanted a QuantisedBlocks, got {type(q).__name__}")
     if q.kind not in kinds:
         raise ValueError(f"{caller}: kind must be {' or '.join(kinds)}, got {q.kind}")
+    if not torch.compiler.is_compiling() and _is_batched(q.packed):
+        raise NotImplementedError(
+            f"{caller}: needs blocks from outside torch.func.vmap, got a batch of them; "
+            "call it for each"
+        )
     dtype = q.dtype if dtype is None else dtype
     check_dtype(caller, dtype)
     return dtype

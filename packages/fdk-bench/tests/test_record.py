@@ -158,6 +158,27 @@ def test_record_compiles_ahead(parts, tmp_path, monkeypatch):
     assert done.exit_code == 0  # what failed there is compiled when it is timed
 
 
+def test_record_counts_what_had_no_time_to_compile(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    part = recording.Part("kernels", "kernels", (), warm=((),) * 3)
+    monkeypatch.setattr(recording, "run_side_by_side", lambda *given: [1, -9, 0])
+    recording._warm([part], "cpu", 2, time.perf_counter() + 60)
+    printed = capsys.readouterr().err
+    assert printed.endswith(" s, not ended well: kernels-warm/0; 1 of 3 had no time\n")
+    monkeypatch.setattr(recording, "run_side_by_side", lambda *given: pytest.fail("started"))
+    recording._warm([part], "cpu", 2, time.perf_counter())
+    assert capsys.readouterr().err == ""
+
+
+def test_record_compiles_nothing_ahead_in_no_time(parts, monkeypatch):
+    part = recording.Part("kernels", "kernels", parts[0].arguments, warm=(("--help",),))
+    monkeypatch.setattr(recording, "ON_CPU", (part,))
+    done = run("record", "chip", "--device", "cpu", "--compile-seconds", "0", "--no-figures")
+    assert done.exit_code == 0
+    assert "ahead" not in done.stderr
+    assert not (recording.WORK / "kernels-warm").exists()
+
+
 # Ctrl-C
 
 

@@ -24,7 +24,7 @@ from fdk_bench.commands.common import (
     split,
 )
 from fdk_bench.commands.parts import ON_CPU, ON_GPU, Part
-from fdk_bench.commands.warming import Task, run_side_by_side
+from fdk_bench.commands.warming import KILLED, Task, run_side_by_side
 
 STDERR = 2  # standard output is kept for what --json prints
 STOP_SECONDS = 20.0
@@ -64,7 +64,7 @@ def record(
         typer.Option(min=1, help="Processes that compile ahead, at a time. Default: the cores."),
     ] = None,
     compile_seconds: Annotated[
-        float, typer.Option(min=0.0, help="For compiling ahead, all parts together.")
+        float, typer.Option(min=0.0, help="For compiling ahead, all parts together. 0: none is.")
     ] = 60.0,
     figures: Annotated[
         bool, typer.Option("--figures/--no-figures", help="Draw the figures of the folder anew.")
@@ -140,22 +140,23 @@ def _warm(parts: Sequence[Part], device: str, jobs: int, end: float) -> None:
         for part in parts
         for number, arguments in enumerate(part.warm)
     ]
-    if not targets:
+    start = time.perf_counter()
+    if not targets or start >= end:
         return
     tasks = [
         Task(_command(part, arguments, device, target), target / "log.txt")
         for part, arguments, target in targets
     ]
-    start = time.perf_counter()
     codes = run_side_by_side(tasks, jobs, end - start)
     taken = time.perf_counter() - start
     failed = [
         f"{target.parent.name}/{target.name}"
         for (*_, target), code in zip(targets, codes, strict=True)
-        if code
+        if code not in (0, KILLED)
     ]
-    told = ", ".join(failed) or "none"
-    typer.echo(f"compiled ahead in {taken:.0f} s, not ended well: {told}", err=True)
+    told = f"compiled ahead in {taken:.0f} s, not ended well: {', '.join(failed) or 'none'}"
+    late = f"; {codes.count(KILLED)} of {len(codes)} had no time" if KILLED in codes else ""
+    typer.echo(told + late, err=True)
 
 
 def _run(part: Part, device: str, end: float = float("inf")) -> int:

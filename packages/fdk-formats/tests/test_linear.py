@@ -5,7 +5,6 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from fdk_formats import (
     Format,
@@ -383,18 +382,20 @@ def test_a_wrapped_weight() -> None:
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint"])
-def test_torch_distributed_checkpoint(format: str) -> None:
-    """It asks the model for everything that ``state_dict`` names."""
-    model, other = nn.Sequential(layer(format)), nn.Sequential(layer(format))
-    state = get_model_state_dict(model)
-    assert list(state) == list(model.state_dict())
-    other.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in state.items()})
-    set_model_state_dict(other, state)
-    x = torch.ones(1, 64)
-    assert torch.equal(other(x), model(x))
-    weight = model[0].weight
-    assert torch.equal(weight.packed, state["0.weight.packed"])
-    assert (weight.codebook is None) == (weight.zero_point is not None)
+def test_what_inference_mode_made_can_be_trained_later(format: str) -> None:
+    with torch.inference_mode():
+        made = QuantisedLinear.from_linear(linear(), format, backend="reference")
+    moved, loaded = layer(format), layer(format)
+    with torch.inference_mode():
+        moved.to(torch.float64).to(torch.float32)
+        loaded.load_state_dict(made.state_dict())
+    for quantised in (made, moved, loaded):
+        x = torch.ones(1, 64, requires_grad=True)
+        quantised(x).sum().backward()
+        assert x.grad is not None
+        W_hat = quantised.weight.unpack().dequantise()
+        torch.testing.assert_close(x.grad, torch.ones(1, 24) @ W_hat)
+        assert quantised.bias.grad.tolist() == [1.0] * 24
 
 
 def test_loading_into_meta() -> None:

@@ -21,7 +21,12 @@ def packed_by(
     """A weight in the layout of the backend that ``select`` chooses, and that backend's name."""
     chosen = select(Problem(q.format, *q.shape, dtype, q.device, activations), backend)
     rounded = {} if activations == "float" else {"activations": activations}
-    return chosen.pack(_with_own_codebook(q), dtype=dtype, **rounded), chosen.name
+    # A gradient needs a layout's tensors, and autograd keeps none that inference mode has made.
+    with torch.inference_mode(False):
+        tensors = {name: t.clone() if t.is_inference() else t for name, t in q.tensors().items()}
+        q = _with_own_codebook(QuantisedTensor(q.format, q.shape, **tensors))
+        layout = chosen.pack(q, dtype=dtype, **rounded)
+    return layout, chosen.name
 
 
 def _with_own_codebook(q: QuantisedTensor) -> QuantisedTensor:
@@ -313,5 +318,6 @@ def _parameter(
 ) -> nn.Parameter:
     """A copy of a bias; a frozen parameter stays frozen."""
     frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
-    copy = bias.detach().to(device, dtype, copy=True)
+    with torch.inference_mode(False):  # as of the weight, see ``packed_by``
+        copy = bias.detach().to(device, dtype, copy=True)
     return nn.Parameter(copy, requires_grad=not frozen)

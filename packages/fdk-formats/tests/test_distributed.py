@@ -1,9 +1,12 @@
 """torch.distributed.checkpoint with quantised layers."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
 )
@@ -29,3 +32,49 @@ def test_model_state_dict(format: str) -> None:
     weight = model[0].weight
     assert torch.equal(weight.packed, state["0.weight.packed"])
     assert (weight.codebook is None) == (weight.zero_point is not None)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """This process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": nn.parallel.DistributedDataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("from_rank_0", [False, True])
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_state_dict_of_a_wrapped_model(
+    wrap: Callable[[nn.Module], nn.Module], from_rank_0: bool
+) -> None:
+    """``state_dict`` of a wrapper has a prefix, which it gives to what the model says it has."""
+    model, x = nn.Sequential(layer()), torch.ones(1, 64)
+    state = get_model_state_dict(model)
+    wrapped = wrap(nn.Sequential(layer()))
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    wrapped.load_state_dict(
+        {name: zeros[other] for name, other in zip(wrapped.state_dict(), state, strict=True)}
+    )
+    options = StateDictOptions(full_state_dict=from_rank_0, broadcast_from_rank0=from_rank_0)
+    set_model_state_dict(wrapped, dict(state), options=options)
+    assert torch.equal(wrapped(x), model(x))
+    found = get_model_state_dict(wrapped)
+    assert list(found) == list(state)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_buffers_of_a_weight() -> None:
+    """Its own are those of ``state_dict``; with those below it they are what memory holds."""
+    weight = layer().weight
+    assert [name for name, _ in weight.named_buffers(recurse=False)] == list(weight.state_dict())
+    named = weight.named_buffers("0.weight", recurse=False)
+    assert next(name for name, _ in named) == "0.weight.packed"
+    held = [name for name, _ in weight.named_buffers()]
+    assert held == [f"layout.{name}" for name, _ in weight.layout.named_buffers()]

@@ -1,7 +1,7 @@
 """QuantisedLinear: a linear layer whose weight is stored in a few bits."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -151,6 +151,20 @@ class QuantisedWeight(nn.Module):
         # nn.TransformerEncoderLayer hands .weight of its layers to a fused kernel unless one of
         # them overrides torch functions: this one does, and so it calls the layers.
         return NotImplemented
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As nn.Module's, but its own, without ``recurse``, are those of ``state_dict``.
+
+        ``set_model_state_dict`` of torch.distributed.checkpoint asks so what there is to load. They
+        are unpacked at each call: what is written to them is lost.
+        """
+        if recurse:
+            yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        else:
+            for name, tensor in self.unpack().tensors().items():
+                yield f"{prefix}.{name}" if prefix else name, tensor
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name, tensor in self.unpack().tensors().items():

@@ -95,6 +95,29 @@ def test_errors_of_values_come_from_compiled_code() -> None:
         compiled(x, falling)
 
 
+def test_a_code_that_asks_for_a_gradient_is_a_constant() -> None:
+    code, x = torch.linspace(-1, 1, 256, requires_grad=True), normal(64)
+
+    def round_trip(x: Tensor) -> Tensor:
+        return dequantise_blockwise(quantise_blockwise(x, code))
+
+    torch._dynamo.reset()
+    y = torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, round_trip(x))
+    assert not y.requires_grad
+    slope = torch.func.grad(lambda x: (x * round_trip(x)).sum())(x)
+    assert torch.equal(slope, y)
+
+
+def test_a_bad_code_is_refused_where_there_are_no_values() -> None:
+    with FakeTensorMode():
+        x = torch.empty(8)
+        with pytest.raises(ValueError, match=r"code must be \[256\], got \[3\]"):
+            quantise_blockwise(x, torch.empty(3))
+        with pytest.raises(TypeError, match=r"a tensor of floats, got torch\.int32"):
+            quantise_blockwise(x, torch.empty(256, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype: torch.dtype, nested: bool) -> None:

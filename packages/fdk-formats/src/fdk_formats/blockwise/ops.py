@@ -48,6 +48,8 @@ def quantise_blockwise(
         TypeError: for a tensor of another dtype.
     """
     _check_input("quantise_blockwise", tensor, block_size, bits=8)
+    if code is not None:
+        code = _checked_code("quantise_blockwise", code)
     quantise = _op_8bit if is_traced() else _run_8bit
     tensors = quantise(tensor.detach(), code, block_size, nested)
     return _blocks(tensors, tensor, block_size, "8bit", block_size)
@@ -128,8 +130,9 @@ Tensors = list[Tensor]
 
 def _run_8bit(tensor: Tensor, code: Tensor | None, block_size: int, nested: bool) -> Tensors:
     caller = "quantise_blockwise"
-    code = dynamic_map() if code is None else _checked_code(caller, code)
-    code = code.to(tensor.device, copy=True)
+    if code is not None:
+        _check_values(caller, code)
+    code = (dynamic_map() if code is None else code).to(tensor.device, copy=True)
     kernels = kernels_for(tensor.device)
     packed, absmax = kernels.quantise_8bit(_flatten(tensor), code, block_size)
     _check_finite(caller, absmax, block_size)
@@ -230,12 +233,16 @@ def _check_input(caller: str, tensor: Tensor, block_size: int, bits: int) -> Non
 
 
 def _checked_code(caller: str, code: Tensor) -> Tensor:
+    """The code as float32, without a gradient; its values are for ``_check_values``."""
     if not isinstance(code, Tensor) or not code.is_floating_point():
         got = code.dtype if isinstance(code, Tensor) else type(code).__name__
         raise TypeError(f"{caller}: code must be a tensor of floats, got {got}")
     if code.shape != (CODES_8BIT,):
         raise ValueError(f"{caller}: code must be [{CODES_8BIT}], got {list(code.shape)}")
-    code = code.detach().to(torch.float32)
+    return code.detach().to(torch.float32)
+
+
+def _check_values(caller: str, code: Tensor) -> None:
     if not torch.all(torch.isfinite(code)):
         raise ValueError(f"{caller}: code must be finite, got a NaN or an infinity")
     falls = torch.nonzero(code[1:] < code[:-1])
@@ -244,7 +251,6 @@ def _checked_code(caller: str, code: Tensor) -> Tensor:
         raise ValueError(
             f"{caller}: code must be ascending, got {code[at]} before {code[at + 1]} at {at}"
         )
-    return code
 
 
 def _check_finite(caller: str, absmax: Tensor, block_size: int) -> None:

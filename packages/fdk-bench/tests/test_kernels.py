@@ -355,6 +355,7 @@ def test_compare_goes_on_after_a_shape_that_groups_do_not_divide(tmp_path):
         (["--shapes", "64x64", "-n", "64"], "--shapes: wanted no -n and -k beside it, got 64x64"),
         (["--against", "none,all"], "--against: wanted none alone, or peers; got none, all"),
         (["--seconds", "inf"], "--seconds: wanted a time that ends, got inf"),
+        (["--peer-seconds", "inf"], "--peer-seconds: wanted a time that ends, got inf"),
         (["--include", "("], "wanted a regular expression"),
         (["--include", "nothing"], "leave no case"),
         (["--group-size", "x"], "custom"),

@@ -117,8 +117,9 @@ def kernels(
     ks, ns = numbers("-k", k, ()), numbers("-n", n, ())
     if shapes and (ks or ns):
         raise typer.BadParameter(f"--shapes: wanted no -n and -k beside it, got {','.join(shapes)}")
-    if seconds == float("inf"):
-        raise typer.BadParameter("--seconds: wanted a time that ends, got inf")
+    for option, time in (("--seconds", seconds), ("--peer-seconds", peer_seconds)):
+        if time == float("inf"):
+            raise typer.BadParameter(f"{option}: wanted a time that ends, got inf")
     widths = numbers("--bits", bits, defaults.bits)
     run = KernelRun(
         shapes=checked(lambda: shapes_of(split(shapes, "--shapes"), ns, ks, (4096, 4096))),

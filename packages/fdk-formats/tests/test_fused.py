@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fdk_formats import QuantisedLinear, fuse_layers, load_model, quantise, quantise_model
+from fdk_formats import (
+    NoBackendError,
+    QuantisedLinear,
+    fuse_layers,
+    load_model,
+    quantise,
+    quantise_model,
+)
 from fdk_formats import save_model as save
 from fdk_formats.fused import FusedRows, siblings
 
@@ -207,6 +214,30 @@ def test_moves_and_copies(x: Tensor) -> None:
     assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items() if "weight" in n)
     assert other(x.to(torch.bfloat16)).dtype == torch.bfloat16
     assert other.to("meta").q_proj.weight.device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be used in torch.float64")
+def test_a_move_that_cannot_pack_moves_the_whole_model(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fdk_formats.reference import ReferenceBackend
+
+    pack = ReferenceBackend.pack
+
+    def refuses_float64(*given: Any, dtype: torch.dtype, **more: Any) -> Any:
+        if dtype == torch.float64:
+            raise ValueError("needs less, got float64")
+        return pack(*given, dtype=dtype, **more)
+
+    monkeypatch.setattr(ReferenceBackend, "pack", refuses_float64)
+    model = quantised(Model(), fuse=True)
+    y = model(x)
+    model.double()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    with pytest.raises(NoBackendError, match="needs less, got float64"):
+        model(x.double())
+    assert torch.equal(model.float()(x), y)
+    assert is_fused(model.blocks[1])
 
 
 def test_autocast_is_one_product(x: Tensor, products: list[int]) -> None:

@@ -1,6 +1,7 @@
 import copy
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fdk_formats import (
     register,
 )
 from fdk_formats.backends import Layout
+from fdk_formats.linear import Unpacked
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 from fdk_formats.testing import nrmse, random_quantised
 
@@ -231,6 +233,13 @@ def test_a_move_that_no_backend_takes_moves_the_whole_model(
         model.load_state_dict(state)
     assert torch.equal(model.float()(x), y)
     assert quantised.weight.backend_name == "float32_only"
+
+
+def test_an_unpacked_weight_whose_tensors_are_one() -> None:
+    q = random_quantised(Format("affine", 4, 64), n=8, k=64)
+    q = replace(q, zero_point=q.scale)
+    unpacked = Unpacked(q, "no backend").unpack()
+    assert torch.equal(unpacked.dequantise(), q.dequantise())
 
 
 def test_wrong_input() -> None:

@@ -137,7 +137,7 @@ class Group:
             layout, name = packed_by(
                 kind.backend, concatenated(parts), kind.dtype, kind.activations
             )
-        except NoBackendError as error:
+        except (NoBackendError, ValueError) as error:  # raised, it would end a move half-way
             return str(error)
         product = Product(layout, kind.dtype, self)
         for index, weight in enumerate(weights):

@@ -53,7 +53,9 @@ class Unpacked(Layout):
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
-        return QuantisedTensor(self.format, self.shape, **dict(self.named_buffers()))
+        # Of two that are one tensor too.
+        tensors = dict(self.named_buffers(remove_duplicate=False))
+        return QuantisedTensor(self.format, self.shape, **tensors)
 
 
 def _stored(name: str) -> property:

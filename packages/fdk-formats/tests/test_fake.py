@@ -198,6 +198,12 @@ def test_a_weight_on_meta() -> None:
     assert (W_hat.shape, W_hat.dtype, W_hat.device.type) == ((4, 64), torch.bfloat16, "meta")
     with pytest.raises(ValueError, match=r"weight must be \[n, k\], got \[64\]"):
         fake_quantise(weight[0], "kmeans4-g32")
+    with pytest.raises(TypeError, match=r"weight must be floating, got torch\.int32"):
+        fake_quantise(weight.int(), "nf4-g32")
+    with pytest.raises(ValueError, match=r"codebook of custom2-g32 must be \[4\], got \[5\]"):
+        fake_quantise(weight, "custom2-g32", torch.empty(5, device="meta"))
+    with pytest.raises(ValueError, match="custom2-g32 needs codebook=, 4 values"):
+        fake_quantise(weight, "custom2-g32")
 
 
 def test_a_weight_without_rows() -> None:

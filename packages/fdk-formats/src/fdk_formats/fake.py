@@ -9,7 +9,7 @@ from torch.library import Library
 from fdk_formats.format import Format
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
-from fdk_formats.quantise import quantise
+from fdk_formats.quantise import check_fits, quantise
 from fdk_formats.scales import SCALE_DTYPES, decode_scale
 from fdk_formats.tensor import QuantisedTensor
 
@@ -70,8 +70,11 @@ def _fake(
     weight: Tensor, codebook: Tensor | None, importance: Tensor | None, format: str
 ) -> Outputs:
     wanted = Format.parse(format)
+    if not weight.is_floating_point():
+        raise TypeError(f"quantise: weight must be floating, got {weight.dtype}")
     if weight.ndim != 2:
         raise ValueError(f"quantise: weight must be [n, k], got {list(weight.shape)}")
+    check_fits(None if codebook is None else codebook.to(torch.float32), wanted)
     n, k = weight.shape
     groups = k // wanted.group_size_for(k)
     return (

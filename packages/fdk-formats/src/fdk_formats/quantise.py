@@ -93,10 +93,26 @@ def _check_codebook(
     codebook: Tensor | None, format: Format, source: GroupedWeight
 ) -> Tensor | None:
     """The caller's codebook as float32, checked against the format."""
+    check_fits(codebook, format)
+    if codebook is None:
+        return None
+    codebook = codebook.detach().to(source.weight.device, torch.float32)
+    if not torch.isfinite(codebook).all() or (codebook.diff() < 0).any():
+        raise ValueError(
+            f"quantise: codebook must be finite and ascending, got {codebook.tolist()[:8]}..."
+        )
+    return codebook
+
+
+def check_fits(codebook: Tensor | None, format: Format) -> None:
+    """Raises TypeError or ValueError for a codebook, or none, that a format does not take.
+
+    Values are not looked at: there may be none, on meta.
+    """
     if codebook is None:
         if format.codebook == "custom":
             raise ValueError(f"quantise: {format} needs codebook=, {1 << format.bits} values")
-        return None
+        return
     if format.codebook not in ("custom", "kmeans"):
         raise ValueError(f"quantise: {format} takes no codebook, only custom and kmeans do")
     if not isinstance(codebook, Tensor) or not codebook.dtype.is_floating_point:
@@ -107,12 +123,6 @@ def _check_codebook(
             f"quantise: codebook of {format} must be [{1 << format.bits}], "
             f"got {list(codebook.shape)}"
         )
-    codebook = codebook.detach().to(source.weight.device, torch.float32)
-    if not torch.isfinite(codebook).all() or (codebook.diff() < 0).any():
-        raise ValueError(
-            f"quantise: codebook must be finite and ascending, got {codebook.tolist()[:8]}..."
-        )
-    return codebook
 
 
 def _fit(

@@ -32,6 +32,14 @@ def test_reader_that_went_away(command, tmp_path):
     assert (process.communicate()[1], process.returncode) == ("", 1)
 
 
+def test_closed_standard_output(tmp_path):
+    """As some starters of jobs leave it."""
+    program = [sys.executable, "-m", "fdk_bench", "--version"]
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *program]
+    done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
 def start(command, stdout, folder):
     program = [sys.executable, "-m", "fdk_bench", *command]
     return subprocess.Popen(program, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=folder)

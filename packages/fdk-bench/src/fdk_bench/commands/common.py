@@ -68,7 +68,8 @@ def full_disk_is_told() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None where it was closed at the start
+                sys.stdout.flush()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
             raise

@@ -1,8 +1,20 @@
 """What every package's tests share; the `wheels` session copies this file beside them."""
 
 import sys
+from collections import Counter
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--every 8`, for `wheels`: a sample of what a package's session runs whole."""
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run each test function's first case, and every Nth after it",
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -12,8 +24,18 @@ def seed() -> None:
         torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where torch finds no GPU."""
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what `--every` does; skips tests marked `gpu` where torch finds no GPU."""
+    every, seen = config.getoption("every"), Counter[str]()
+    kept, dropped = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        (dropped if seen[function] % every else kept).append(item)
+        seen[function] += 1
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -24,7 +24,8 @@ def test_gpu_tests_skip_with_a_reason_where_there_is_no_gpu(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "test_marked.py").write_text(MARKED)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "test_marked.py"]
+    # pytest-benchmark warns within a process of pytest-xdist.
+    command = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "test_marked.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )

@@ -1,5 +1,6 @@
 """What is built for tests: the C++ test and the library for C, once a run."""
 
+import fcntl
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,19 +11,22 @@ SOURCE = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
-def native_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def native_build() -> Path:
     """A folder with fdk_native_test and libfdk_cpu of this checkout."""
     if not (SOURCE / "CMakeLists.txt").is_file():
         pytest.skip("runs without the source of the kernels")
     if missing := [tool for tool in ("cmake", "c++", "cc") if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} on PATH")
-    build = tmp_path_factory.mktemp("native")
+    build = SOURCE / "build" / "tests"
+    build.mkdir(parents=True, exist_ok=True)
     wanted = {"PYTHON": "OFF", "TESTS": "ON", "LIBRARY": "ON"}
     options = [f"-DFDK_CPU_{name}={value}" for name, value in wanted.items()]
-    for command in (
-        ["cmake", "-S", SOURCE, "-B", build, "-DBUILD_SHARED_LIBS=ON", *options],
-        ["cmake", "--build", build, "--parallel", "2"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    with (build / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of pytest-xdist builds, the others wait
+        for command in (
+            ["cmake", "-S", SOURCE, "-B", build, "-DBUILD_SHARED_LIBS=ON", *options],
+            ["cmake", "--build", build, "--parallel", "2"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
     return build

@@ -1,5 +1,6 @@
 """The ARM kernels without ARM: cross-compiled, and run by qemu as cores with and without them."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -43,23 +44,27 @@ def build() -> Path:
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} on PATH; .ci/run installs them")
     folder = SOURCE / "build" / "static-arm64"
-    for command in (
-        ["cmake", "-S", SOURCE, "--preset", "static-arm64", "-DFDK_CPU_TESTS=ON"],
-        ["cmake", "--build", folder, "--parallel", "2"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of pytest-xdist builds, the others wait
+        for command in (
+            ["cmake", "-S", SOURCE, "--preset", "static-arm64", "-DFDK_CPU_TESTS=ON"],
+            ["cmake", "--build", folder, "--parallel", "2"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 @pytest.fixture(scope="session")
-def golden(build: Path) -> Path:
-    return compile_c(SOURCE / "tests" / "native" / "golden.c", build)
+def golden(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = SOURCE / "tests" / "native" / "golden.c"
+    return compile_c(source, build, tmp_path_factory.mktemp("golden"))
 
 
-def compile_c(source: Path, build: Path) -> Path:
+def compile_c(source: Path, build: Path, folder: Path) -> Path:
     """The static executable of a C file."""
-    executable = build / f"{source.stem}_c"
+    executable = folder / f"{source.stem}_c"
     command = ["aarch64-linux-gnu-gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", source]
     command += ["-I", SOURCE / "native", "-L", build, "-lfdk_cpu", "-lstdc++", "-lm", "-lpthread"]
     subprocess.run([*command, "-static", "-o", executable], check=True)
@@ -121,8 +126,8 @@ def test_golden_bytes(golden: Path, core: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_example(build: Path, core: str) -> None:
-    done = run(core, compile_c(SOURCE / "examples" / "linear.c", build))
+def test_example(build: Path, core: str, tmp_path: Path) -> None:
+    done = run(core, compile_c(SOURCE / "examples" / "linear.c", build, tmp_path))
     assert done.stdout == f"{CORES[core][-1]}: 4 160\n"
 
 

@@ -18,9 +18,9 @@ GOLDEN = Path(__file__).parent / "native" / "golden.txt"
 BF16, FP32, U8 = 1, 3, 5  # of fdk_dtype
 
 
-def compile_c(source: Path, build: Path) -> Path:
+def compile_c(source: Path, build: Path, folder: Path) -> Path:
     """The executable of a C file, compiled as its users would, with warnings as errors."""
-    executable = build / f"{source.stem}_c"
+    executable = folder / f"{source.stem}_c"
     command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", source]
     command += ["-I", SOURCE / "native", "-L", build, "-lfdk_cpu", "-o", executable]
     subprocess.run([*command, f"-Wl,-rpath,{build}"], check=True)
@@ -33,20 +33,20 @@ def output_of(executable: Path, isa: str) -> str:
 
 
 @pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
-def test_example(native_build: Path, isa: str) -> None:
-    example = compile_c(SOURCE / "examples" / "linear.c", native_build)
+def test_example(native_build: Path, tmp_path: Path, isa: str) -> None:
+    example = compile_c(SOURCE / "examples" / "linear.c", native_build, tmp_path)
     assert output_of(example, isa) == f"{isa}: 4 160\n"
 
 
 @pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
-def test_golden_bytes(native_build: Path, isa: str) -> None:
-    golden = compile_c(SOURCE / "tests" / "native" / "golden.c", native_build)
+def test_golden_bytes(native_build: Path, tmp_path: Path, isa: str) -> None:
+    golden = compile_c(SOURCE / "tests" / "native" / "golden.c", native_build, tmp_path)
     assert output_of(golden, isa) == GOLDEN.read_text()
 
 
 @pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
-def test_int8(native_build: Path, isa: str) -> None:
-    example = compile_c(SOURCE / "tests" / "native" / "int8.c", native_build)
+def test_int8(native_build: Path, tmp_path: Path, isa: str) -> None:
+    example = compile_c(SOURCE / "tests" / "native" / "int8.c", native_build, tmp_path)
     # Codebook: 4 * (-1 + 0 + 0.5 + 1) * 2 + 0.5 and 16 * 1 * 10.
     # Zero points: 4 * (-1 + 0 + 1 + 2) * 2 + 0.5 and 16 * 3 * 10.
     assert output_of(example, isa) == (

@@ -45,6 +45,7 @@ RESULTS = Path("out/bench")
 NATIVE_SOURCES = ("*.c", "*.h", "*.cpp", "*.cu", "*.cuh")
 ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
 ARM_WHEEL_TESTS = "tests/test_linux_wheel.py"
+DEVICE_TESTS = "tests/test_run_on_device.py"
 # Half a minute on two cores: the widths that decode differently, one row of x and a few.
 SHORT_RUN = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
 # Benchmark scripts that want a file of rows, most to make a table of it: `bench` leaves them out.
@@ -61,8 +62,9 @@ def lint(session: nox.Session) -> None:
     run(session, "clang-format", "--dry-run", "-Werror", *native)
     run(session, "python", "tools/check_tree.py")
     run(session, "shellcheck", "tools/run_on_device.sh", ".ci/run")
-    elsewhere = ("tests/test_docs.py", "tests/test_run_on_device.py", ARM_WHEEL_TESTS)
-    run(session, "python", "-m", "pytest", "tests", *(f"--ignore={test}" for test in elsewhere))
+    elsewhere = ("tests/test_docs.py", DEVICE_TESTS, ARM_WHEEL_TESTS)
+    ignored = (f"--ignore={test}" for test in elsewhere)
+    run(session, "python", "-m", "pytest", "tests", *SIDE_BY_SIDE, *ignored)
 
 
 @nox.session
@@ -87,7 +89,7 @@ def test_cpu(session: nox.Session) -> None:
 @nox.session(name="test-arm")
 def test_arm(session: nox.Session) -> None:
     """The kernels built for ARM, and run by an emulator of cores with and without bf16 and SVE."""
-    run(session, "python", "-m", "pytest", ARM_TESTS, *session.posargs)
+    run(session, "python", "-m", "pytest", ARM_TESTS, *SIDE_BY_SIDE, *session.posargs)
 
 
 @nox.session(name="wheel-arm")
@@ -99,7 +101,7 @@ def wheel_arm(session: nox.Session) -> None:
 @nox.session
 def android(session: nox.Session) -> None:
     """tools/run_on_device.sh end to end: adb, an emulated device, with an NDK and without."""
-    run(session, "python", "-m", "pytest", "tests/test_run_on_device.py", *session.posargs)
+    run(session, "python", "-m", "pytest", DEVICE_TESTS, *session.posargs)
 
 
 @nox.session
@@ -159,7 +161,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Builds every wheel; installs each alone in a fresh environment and runs its tests there."""
+    """Builds every wheel; installs each alone in a new environment, with a sample of its tests."""
     run(session, "python", "tools/check_wheels.py", *session.posargs)
 
 

@@ -22,6 +22,7 @@ from fdk_formats.testing import (
     nrmse,
     poisoned,
 )
+from fdk_formats.testing.conformance import allowed_error
 
 CASE = Case(Format("custom", 3, 16), m=3, n=37, k=48, dtype=torch.bfloat16)
 
@@ -122,6 +123,19 @@ def test_nrmse() -> None:
     assert nrmse(torch.tensor([3.0, math.nan]), oracle) == math.inf
     assert nrmse(torch.zeros(2), torch.zeros(2).double()) == 0
     assert nrmse(torch.ones(2), torch.zeros(2).double()) == math.inf
+
+
+@pytest.mark.parametrize("terms", [37, 1000])
+def test_float32_may_add_one_term_after_another(terms: int) -> None:
+    values = torch.randn(4096, terms)
+    oracle, y = values.double().sum(1), torch.zeros(4096)
+    for column in values.T:
+        y += column
+    allowed = allowed_error(oracle.float(), oracle, terms)
+    assert 0.25 * allowed < nrmse(y, oracle) < 0.5 * allowed
+    y_16 = oracle.bfloat16()
+    assert allowed_error(y_16, oracle, terms) == 2 * nrmse(y_16, oracle)
+    assert allowed_error(oracle, oracle, terms) < 1e-14  # float64 has an eps of its own
 
 
 def test_poisoned() -> None:

@@ -62,7 +62,8 @@ def check_numerics(backend: Backend, case: Case) -> None:
     """y, dx and dbias are no further from the fp64 oracle than twice torch in the same dtype.
 
     The oracle's weight is not rounded to the dtype, torch's is: a kernel may apply scales to its
-    accumulator, and then does not round there either.
+    accumulator, and then does not round there either. In float32 twice what adding one term after
+    another rounds is allowed too: see ``allowed_error``.
     """
     q = case.quantised()
     layout = backend.pack(q, dtype=case.dtype)
@@ -84,9 +85,10 @@ def check_numerics(backend: Backend, case: Case) -> None:
         grad_y.double() @ W_exact,
         grad_y.double().sum(0),
     )
-    for name, y, torch_y, oracle in zip(("y", "dx", "dbias"), ours, torchs, oracles, strict=True):
+    names, terms = ("y", "dx", "dbias"), (case.k, case.n, case.m)
+    for name, y, torch_y, oracle, n in zip(names, ours, torchs, oracles, terms, strict=True):
         assert y.dtype == case.dtype, f"{name} of {case}: wanted {case.dtype}, got {y.dtype}"
-        error, allowed = nrmse(y, oracle), 2 * nrmse(torch_y, oracle)
+        error, allowed = nrmse(y, oracle), allowed_error(torch_y, oracle, n)
         assert error <= allowed, f"{name} of {case}: error {error:.3e}, allowed {allowed:.3e}"
     with poisoned():
         assert torch.equal(layout(x, bias), ours[0]), f"{case}: a second run gives another answer"
@@ -96,8 +98,21 @@ def check_numerics(backend: Backend, case: Case) -> None:
     # 2 m rows may take another kernel than m: the bits may differ, the bound holds.
     oracle = oracles[0].expand(stacked.shape)
     torch_y = linear(stack.reshape(-1, case.k), W_hat, bias).view(stacked.shape)
-    error, allowed = nrmse(stacked, oracle), 2 * nrmse(torch_y, oracle)
+    error, allowed = nrmse(stacked, oracle), allowed_error(torch_y, oracle, case.k)
     assert error <= allowed, f"stacked y of {case}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def allowed_error(torch_y: Tensor, oracle: Tensor, terms: int) -> float:
+    """Twice the error of torch, or of sums whose terms are added one after another.
+
+    Into how many parts torch's library cuts a sum differs from one processor to another, and with
+    it the error: 0.7e-7 for 37 terms in float32 on an Intel Xeon, 1.8e-7 one after another. An
+    addition rounds by up to half an eps of the sum so far, whose mean square grows with its terms
+    (after Higham, Accuracy and Stability of Numerical Algorithms, chapter 4; roundings taken as
+    random): together eps / 2 * sqrt(terms / 6). In 16 bits that is nothing beside rounding y.
+    """
+    eps = torch.finfo(torch.promote_types(torch_y.dtype, torch.float32)).eps
+    return 2 * max(nrmse(torch_y, oracle), eps / 2 * math.sqrt(terms / 6))
 
 
 def _exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:

@@ -294,7 +294,7 @@ def test_layout_takes_the_call_of_its_last_shape(made, launched, monkeypatch):
     assert len(launched) == 5
 
 
-def test_torch_compile_traces_the_op(made):
+def test_torch_compile_traces_the_op():
     """No ready call comes into its graph, also of a layout that has one."""
     graphs = []
 

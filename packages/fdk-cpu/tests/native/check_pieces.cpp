@@ -13,12 +13,15 @@
 #include "checks.h"
 #include "zero_column.h"
 
-// Any number of threads gives what one gives: none counts as one, too many as 256. The weight is
-// more than two pieces of the table kernels and more than a block of backward both ways.
+static_assert(fdk::usable_threads(0) == 1, "none counts as one");
+
+// Any number of threads gives what one gives, too many count as 256. The weight is more than two
+// pieces of the table kernels and more than a block of backward both ways. Many rows are cut alike
+// at every width: one of them is enough, and half of the time where a processor is emulated.
 void check_thread_counts(Random& random) {
   constexpr std::size_t kRows = 300, kDepth = 1152;
   for (const std::size_t m : {1, 3, 20}) {
-    for (int bits = 1; bits <= 2; bits++) {
+    for (int bits = m < 20 ? 1 : 2; bits <= 2; bits++) {
       const ZeroColumn w(bits, m, 0, random, kRows, kDepth);
       Bytes x(m * w.c.k * 2), grad(m * w.c.n * 2);
       for (std::size_t i = 0; i < m * w.c.k; i++) put(x, i, 0, random.normal());
@@ -30,7 +33,7 @@ void check_thread_counts(Random& random) {
         Bytes wanted_y(grad.size(), 0xAA), wanted_dx(x.size(), 0xAA);
         fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, wanted_y.data(), 1);
         fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, wanted_dx.data(), 1);
-        for (const std::size_t threads : {std::size_t(0), std::size_t(3), std::size_t(1) << 63}) {
+        for (const std::size_t threads : {std::size_t(3), std::size_t(1) << 63}) {
           Bytes y(grad.size(), 0xFF), dx(x.size(), 0xFF);
           fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, y.data(), threads);
           fdk::linear_grad_x(w.packed(), Activation::bf16, grad.data(), m, dx.data(), threads);

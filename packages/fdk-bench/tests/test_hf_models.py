@@ -209,6 +209,7 @@ def test_stored_bytes_counts_tied_weights_once(hf_model):
     assert left == 36864 + 2 * 36864 // 32 * 2 + 14 * 64 + 4 * (5 * 64 + 40 * 64)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
 )

@@ -274,6 +274,7 @@ def test_failing_model_is_rows(monkeypatch):
     assert "k must be a positive multiple of 48, got k=128" in rows[0].error
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
 )
@@ -312,6 +313,7 @@ def test_many_batch_sizes_are_compiled(graphs, monkeypatch):
     assert len(graphs) == 10  # prompt and step of each; the blocks share them
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hf_is_compiled_as_a_whole(graphs, hf_folder, monkeypatch):
     monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)

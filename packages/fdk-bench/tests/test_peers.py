@@ -116,6 +116,7 @@ def test_plain_triton_beside_16_bits(tmp_path):
     command = (
         "kernels", "--device", "cpu", "-n", "40", "-k", "64", "-m", "1,3", "-b", "16,4",
         "--backend", "reference", "--against", "triton-16", "--json", "--out", str(tmp_path),
+        "--copies", "2", "--inner-reps", "1", "--outer-reps", "3",
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "fdk_bench", *command],

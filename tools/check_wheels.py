@@ -29,9 +29,8 @@ RUNNER = "pytest-xdist"  # beside what a package's tests ask for
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
 # The packages' own sessions run every case, of the same sources: what a wheel holds is compared
 # with them file by file. Here each test function shows, by its first case and every eighth, that
-# the environment has what it needs. Those that compile for every GPU or whole models, for minutes,
-# need no more.
-SAMPLE = ("--every=8", "-k", "not spill", "-m", "not slow")
+# the environment has what it needs. Those that compile for minutes need no more.
+SAMPLE = ("--every=8", "-m", "not slow")
 # Nothing of the environment that runs this may reach an environment under test. Bytecode is
 # written, for a start of torch without it takes twice as long.
 HIDDEN = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")

@@ -3,6 +3,7 @@
 import fcntl
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,32 @@ SOURCE = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
-def native_build() -> Path:
+def cmake_build() -> Callable[..., None]:
+    """Configures the sources in a folder, with options for cmake, and builds them."""
+
+    def build(folder: Path, *options: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of pytest-xdist builds, the others wait
+            for command in (
+                ["cmake", "-S", SOURCE, "-B", folder, *options],
+                ["cmake", "--build", folder, "--parallel", "2"],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True)
+                assert done.returncode == 0, done.stdout + done.stderr
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def native_build(cmake_build: Callable[..., None]) -> Path:
     """A folder with fdk_native_test and libfdk_cpu of this checkout."""
     if not (SOURCE / "CMakeLists.txt").is_file():
         pytest.skip("runs without the source of the kernels")
     if missing := [tool for tool in ("cmake", "c++", "cc") if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} on PATH")
     build = SOURCE / "build" / "tests"
-    build.mkdir(parents=True, exist_ok=True)
     wanted = {"PYTHON": "OFF", "TESTS": "ON", "LIBRARY": "ON"}
     options = [f"-DFDK_CPU_{name}={value}" for name, value in wanted.items()]
-    with (build / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of pytest-xdist builds, the others wait
-        for command in (
-            ["cmake", "-S", SOURCE, "-B", build, "-DBUILD_SHARED_LIBS=ON", *options],
-            ["cmake", "--build", build, "--parallel", "2"],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+    cmake_build(build, "-DBUILD_SHARED_LIBS=ON", *options)
     return build

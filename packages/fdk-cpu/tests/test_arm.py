@@ -1,12 +1,12 @@
 """The ARM kernels without ARM: cross-compiled, and run by qemu as cores with and without them."""
 
-import fcntl
 import importlib.util
 import json
 import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -36,7 +36,7 @@ PINNED = [(core, isa) for core, isas in CORES.items() for isa in isas[1:]]
 
 
 @pytest.fixture(scope="session")
-def build() -> Path:
+def build(cmake_build: Callable[..., None]) -> Path:
     """The preset static-arm64, with the C++ test."""
     if not (SOURCE / "CMakePresets.json").is_file():
         pytest.skip("runs without the source of the kernels")
@@ -44,15 +44,7 @@ def build() -> Path:
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} on PATH; .ci/run installs them")
     folder = SOURCE / "build" / "static-arm64"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of pytest-xdist builds, the others wait
-        for command in (
-            ["cmake", "-S", SOURCE, "--preset", "static-arm64", "-DFDK_CPU_TESTS=ON"],
-            ["cmake", "--build", folder, "--parallel", "2"],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+    cmake_build(folder, "--preset", "static-arm64", "-DFDK_CPU_TESTS=ON")
     return folder
 
 

@@ -222,6 +222,7 @@ def check(variant: Variant, *columns: int) -> None:
         assert "serialized" not in compiled.log, (variant, shape, compiled.log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_backward_spills_nothing(bits: int) -> None:
     """The plain variant and the one that needs the most registers, narrow and wide tiles."""
@@ -232,11 +233,13 @@ def test_backward_spills_nothing(bits: int) -> None:
         check(variant, 64, 256)
 
 
+@pytest.mark.slow
 def test_grid_backward_spills_nothing() -> None:
     for scale, zero_point in ((torch.bfloat16, 127), (torch.float32, 128)):
         check(Variant(8, torch.bfloat16, scale, 2, False, False, zero_point), 64, 256)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",

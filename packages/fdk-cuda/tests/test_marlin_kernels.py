@@ -73,6 +73,7 @@ def variant_id(variant):
     return f"{kind}{variant.bits}-{'-'.join(dtypes)}-{variant.per_row}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("variant", SMALL_VARIANTS, ids=variant_id)
 def test_small_m_spills_nothing(variant, arch):
@@ -114,12 +115,14 @@ def test_what_is_taken_by_digits(bits, dtype, scale, per_row, affine, rows):
         assert taken == {0, *[r for r in rows if r >= m][:1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("variant", SMALL_VARIANTS, ids=variant_id)
 def test_dequantise_spills_nothing(variant, arch):
     check_resources(dequantise_program(variant), arch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 def test_layout_spills_nothing(variant, arch):
@@ -134,6 +137,7 @@ def check_hopper(variant, shape):
     assert "serialized" not in compiled.log, (variant, shape, compiled.log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", HOPPER_VARIANTS, ids=variant_id)
 def test_hopper_spills_nothing(variant):
     """The instantiations that the plans of usual shapes take; the widest is among them."""
@@ -215,6 +219,7 @@ def test_a_grid_is_computed():
     assert "-DGRID_ZERO_POINT=127" in options.options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sum_splits_spills_nothing(dtype):
     for shape in hopper_shapes(geometry_of(VARIANTS[0]), DEVICES["sm_90a"]):
@@ -230,6 +235,7 @@ def test_wgmma_header_names_every_register():
     assert header.count('"r"(a[') == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
@@ -266,6 +272,7 @@ def test_short_tiles_of_1_bit_spill_nothing(arch):
         check_resources(small_m_program(variant, shape), arch, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_signs", [False, True])
 @pytest.mark.parametrize("per_row", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -292,6 +299,7 @@ def test_scaled_weights_spill_nothing(dtype, per_row, has_signs):
         check_resources(small_m_program(variant, shape), "sm_90a", shape)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
     reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",

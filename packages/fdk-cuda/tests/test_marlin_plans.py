@@ -119,6 +119,7 @@ def test_hopper_plans_expect_more_rows_to_cost_more():
         assert all(later >= before for before, later in itertools.pairwise(times))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "affine"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_planes_spill_nothing(dtype, affine):
     """Every shape that takes a row by planes, at the most warps; and Hopper alone has them."""

@@ -66,6 +66,7 @@ def every_dequantise(bits: int, affine: bool, target: int) -> Iterator[Compiled]
     yield compile_dequantise(bits, affine, target), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("bits", "affine"), KINDS)
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_formats.format import Format
+from fdk_formats.groups import check_weight
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
 from fdk_formats.quantise import check_fits, quantise
@@ -70,10 +71,7 @@ def _fake(
     weight: Tensor, codebook: Tensor | None, importance: Tensor | None, format: str
 ) -> Outputs:
     wanted = Format.parse(format)
-    if not weight.is_floating_point():
-        raise TypeError(f"quantise: weight must be floating, got {weight.dtype}")
-    if weight.ndim != 2:
-        raise ValueError(f"quantise: weight must be [n, k], got {list(weight.shape)}")
+    check_weight(weight)
     check_fits(None if codebook is None else codebook.to(torch.float32), wanted)
     n, k = weight.shape
     groups = k // wanted.group_size_for(k)

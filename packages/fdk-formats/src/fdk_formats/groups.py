@@ -81,12 +81,7 @@ def group_weight(weight: Tensor, format: Format, importance: Tensor | None) -> G
         ValueError, TypeError: for a weight that is no floating ``[n, k]`` or does not fit the group
             size or is on meta, an importance of another shape or device, negative, or all zero.
     """
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"quantise: weight must be a tensor, got {type(weight).__name__}")
-    if not weight.dtype.is_floating_point:
-        raise TypeError(f"quantise: weight must be floating, got {weight.dtype}")
-    if weight.ndim != 2:
-        raise ValueError(f"quantise: weight must be [n, k], got {list(weight.shape)}")
+    check_weight(weight)
     if weight.is_meta:
         raise ValueError("quantise: weight needs values, got a tensor on meta")
     weight = weight.detach()
@@ -97,6 +92,16 @@ def group_weight(weight: Tensor, format: Format, importance: Tensor | None) -> G
         raise TypeError(f"quantise: importance must be a tensor, got {type(importance).__name__}")
     importance = importance.detach()
     return GroupedWeight(weight, group_size, importance, _importance_peak(importance, weight))
+
+
+def check_weight(weight: Tensor) -> None:
+    """Raises TypeError or ValueError for what is no floating ``[n, k]``; values are not read."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"quantise: weight must be a tensor, got {type(weight).__name__}")
+    if not weight.dtype.is_floating_point:
+        raise TypeError(f"quantise: weight must be floating, got {weight.dtype}")
+    if weight.ndim != 2:
+        raise ValueError(f"quantise: weight must be [n, k], got {list(weight.shape)}")
 
 
 def _importance_peak(importance: Tensor, weight: Tensor) -> float:

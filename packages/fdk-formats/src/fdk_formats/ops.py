@@ -37,7 +37,7 @@ class Op:
         """
         if torch.compiler.is_compiling():
             return self.op(*args)
-        if self.function is not None and _functorch_level() is not None:
+        if self.function is not None and functorch_level() is not None:
             return self.function.apply(*args)
         if _has_tangent(args):
             # torch itself says so only where a tensor requires a gradient too; elsewhere the
@@ -91,7 +91,7 @@ class LinearOp(Op):
 # Bound here: a call asks all of them.
 depth_of_dispatch_modes = torch._C._len_torch_dispatch_stack
 depth_of_function_modes = torch._C._len_torch_function_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
+functorch_level = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
 is_profiled = torch._C._autograd._profiler_enabled
 
@@ -106,7 +106,7 @@ def _watched(x: Tensor, bias: Tensor | None) -> bool:
         or (bias is not None and (bias.is_neg() or bias._is_zerotensor()))
         or depth_of_dispatch_modes() > 0
         or depth_of_function_modes() > 0
-        or _functorch_level() is not None
+        or functorch_level() is not None
         or _jit_trace() is not None
         or is_profiled()
         or forward_ad._current_level >= 0

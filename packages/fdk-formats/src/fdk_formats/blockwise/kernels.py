@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.backends import all_backends
+from fdk_formats.ops import depth_of_dispatch_modes, functorch_level
 
 # (flat, code, block_size) -> (packed, absmax)
 Quantise8bit = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -79,6 +80,6 @@ def is_traced() -> bool:
     """Whether ``torch.compile`` traces, or a mode or a transform of torch.func watches every op."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or depth_of_dispatch_modes() > 0
+        or functorch_level() is not None
     )

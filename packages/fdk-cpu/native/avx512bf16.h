@@ -12,7 +12,13 @@ namespace fdk {
 inline constexpr std::size_t kAvx512Bf16Rows = 6;
 inline constexpr std::size_t kAvx512Bf16PanelRows = 8;
 
-// Kernels::gemv for m of 2 and more, and how many of them meet a decoded code at once.
+// The order of all of these kernels: positions as they lie.
+struct Orders {
+  Order natural;
+};
+extern const Orders kAvx512Bf16Orders;
+// Kernels::gemv, for any m and for 2 and more, and how many of them meet a decoded code at once.
+void gemv_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
 void rows_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
 std::size_t most_rows_avx512bf16(const Weight& w);
 // Kernels::limits, and the cycles that a product of 512 bits takes, one after another.
@@ -28,21 +34,10 @@ void write_panel_avx512bf16(const PanelOut& out);
 void stage_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t rows,
                             std::size_t positions, std::size_t width, void* out);
 
-// Memory fetched into L2 bit by bit, `bytes` a step. May lie past the end of what there is.
-struct Fetch {
-  const std::uint8_t* from = nullptr;
-  std::size_t bytes = 0;
-
-  inline __attribute__((always_inline)) void step() {
-    for (std::size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-    from += bytes;
-  }
-};
-
+// Kernels::decode_fetching and stripes.
 void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
-                                std::size_t end, std::uint16_t* out, std::size_t stride,
+                                std::size_t end, void* out, std::size_t stride,
                                 const Fetch& fetch);
-// Kernels::stripes.
 void stripes_avx512bf16(const StripesTask& task, std::size_t begin, std::size_t end);
 
 }  // namespace fdk

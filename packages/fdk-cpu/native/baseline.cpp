@@ -24,7 +24,7 @@ const Dots& dots() {
   if (isa == Isa::neon || isa == Isa::neondot) return kDotsNeon;
 #endif
 #if defined(__x86_64__)
-  if (isa == Isa::avx512bf16) return kDotsAvx512Bf16;
+  if (isa >= Isa::avx512bf16) return kDotsAvx512Bf16;
   if (isa == Isa::avx512) return kDotsAvx512;
   if (isa == Isa::avx2) return kDotsAvx2;
 #endif

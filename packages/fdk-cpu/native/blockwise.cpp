@@ -35,7 +35,7 @@ const BlockKernels& block_kernels() {
   if (isa >= Isa::neon && isa < Isa::avx2) return kBlocksNeon;
 #endif
 #if defined(__x86_64__)
-  if (isa == Isa::avx512 || isa == Isa::avx512bf16) return kBlocksAvx512;
+  if (isa >= Isa::avx512) return kBlocksAvx512;
   if (isa == Isa::avx2) return kBlocksAvx2;
 #endif
   return kBlocksScalar;

@@ -192,8 +192,9 @@ void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::s
 }  // namespace
 
 void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
-                                std::size_t end, std::uint16_t* out, std::size_t stride,
+                                std::size_t end, void* to, std::size_t stride,
                                 const Fetch& fetch) {
+  auto* const out = static_cast<std::uint16_t*>(to);
   const std::size_t groups = w.groups_per_tile;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
@@ -214,7 +215,7 @@ void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t
 
 void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
                        void* out, std::size_t stride) {
-  decode_fetching_avx512bf16(w, stripe, begin, end, static_cast<std::uint16_t*>(out), stride, {});
+  decode_fetching_avx512bf16(w, stripe, begin, end, out, stride, {});
 }
 
 }  // namespace fdk

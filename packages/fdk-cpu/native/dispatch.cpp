@@ -6,6 +6,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "arm_features.h"
 #include "kernels.h"
@@ -14,7 +18,8 @@ namespace fdk {
 namespace {
 
 constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16", "neoni8mm",
-                                       "sve",    "sve2", "avx2",    "avx512",   "avx512bf16"};
+                                       "sve",    "sve2", "avx2",    "avx512",   "avx512bf16",
+                                       "amx"};
 
 Isa best() {
   for (int i = kIsas - 1; i > 0; i--) {
@@ -44,6 +49,23 @@ Isa parse(const std::string& name, const char* origin) {
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
+#if defined(__x86_64__)
+// Whether the processor multiplies tiles of bf16 and the system lets this process: Linux keeps the
+// 8 KiB of tiles of those threads alone whose process asked for them (arch_prctl(2)).
+bool may_use_amx() {
+#if defined(__linux__)
+  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
+  unsigned a, b, c, d;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  if ((d & kTile) == 0 || (d & kBf16) == 0) return false;
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 #endif
 
@@ -77,8 +99,11 @@ bool supported(Isa isa) {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
   if (isa == Isa::avx512) return avx512;
-  return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-         __builtin_cpu_supports("avx512vnni");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
+                    __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+  if (isa == Isa::avx512bf16) return bf16;
+  static const bool amx = bf16 && may_use_amx();
+  return amx;
 #else
   return false;
 #endif
@@ -120,6 +145,7 @@ const Kernels& kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
   if (bf16 && activation == Activation::bf16) return kNeonBf16;
 #endif
 #if defined(__x86_64__)
+  if (isa == Isa::amx && activation == Activation::bf16) return kAmx;
   if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kAvx512Bf16;
   if (isa == Isa::avx2 && activation == Activation::bf16) return kAvx2Bf16;
 #endif

@@ -194,7 +194,7 @@ Int8Table int8_table_of(const float* codebook, int bits) {
 const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] const Layout& layout,
                                     [[maybe_unused]] std::size_t m) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx512bf16) return kAvx512Bf16Int8;
+  if (isa >= Isa::avx512bf16) return kAvx512Bf16Int8;
   if (isa == Isa::avx2 || isa == Isa::avx512) return kAvx2Int8;
 #endif
 #if defined(__aarch64__)

@@ -25,6 +25,17 @@ struct Weight {
   float table[kMaxLevels];
 };
 
+// Memory fetched into L2 bit by bit, `bytes` a step. May lie past the end of what there is.
+struct Fetch {
+  const std::uint8_t* from = nullptr;
+  std::size_t bytes = 0;
+
+  inline __attribute__((always_inline)) void step() {
+    for (std::size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    from += bytes;
+  }
+};
+
 // Rows of x that a gemv kernel takes at once, unless it says more.
 inline constexpr std::size_t kMaxGemvRows = 4;
 
@@ -61,7 +72,7 @@ struct RowLimits {
 inline constexpr std::size_t kMaxPanel = 32;
 
 // A panel's depth is a multiple of this: kernels load so many positions of w at once.
-inline constexpr std::size_t kPanelDepth = 8;
+inline constexpr std::size_t kPanelDepth = 32;
 
 //   w :: [rows][stride]            dequantised, float32 or bf16, `depth` positions
 //   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
@@ -196,7 +207,12 @@ struct Kernels {
   // Rows of the block of W_hat that panels meet and bytes of each: 96 KiB, within the L2 of any
   // core, and one panel of x 64 KiB.
   std::size_t block_rows = 48, block_bytes = 2048;
+  // Up to so many rows where panels are far (RowLimits::near_panels), all of which every block meets.
+  std::size_t far_block_rows = 0;
   bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
+  // The same as decode, and what panels decode next is fetched meanwhile. Null: it is fetched before.
+  void (*decode_fetching)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end,
+                          void* out, std::size_t stride, const Fetch&) = nullptr;
   // For sets whose panel_order is natural. Null: backward is float32.
   const GradPanels* grad_panels = nullptr;
   // Null: rows of x past the last step are lanes of a panel.
@@ -218,6 +234,7 @@ extern const Kernels kAvx2;
 extern const Kernels kAvx2Bf16;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
+extern const Kernels kAmx;
 extern const TableKernels kAvx512Tables;
 extern const GradPanels kAvx512Bf16Grad;
 extern const TableKernels kAvx2Tables;
@@ -234,9 +251,10 @@ enum class Isa : int {
   sve2,
   avx2,
   avx512,
-  avx512bf16
+  avx512bf16,
+  amx
 };
-inline constexpr int kIsas = 10;
+inline constexpr int kIsas = 11;
 
 const char* name_of(Isa isa);
 // Whether this machine runs it.

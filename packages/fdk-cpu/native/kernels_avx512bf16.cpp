@@ -70,7 +70,9 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   }
 }
 
-void gemv_bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
+}  // namespace
+
+void gemv_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
   if (task.m > 1) return rows_avx512bf16(task, begin, end);
   const std::size_t groups = task.weight->groups_per_tile;
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
@@ -84,9 +86,7 @@ void gemv_bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
   });
 }
 
-struct Orders {
-  Order natural;
-};
+namespace {
 
 constexpr Orders make_orders() {
   Orders orders{};
@@ -94,21 +94,21 @@ constexpr Orders make_orders() {
   return orders;
 }
 
-constexpr Orders kOrders = make_orders();
-
 // W_hat 256 KiB and a panel of x 128, of an L2 of 1 MiB and more. The outputs of a block are whole
 // lines of y.
 constexpr std::size_t kBlockRows = 64, kBlockBytes = 4096;
 
 }  // namespace
 
+extern constinit const Orders kAvx512Bf16Orders = make_orders();
+
 extern const Kernels kAvx512Bf16 = {true,
-                                    &kOrders.natural,
-                                    &kOrders.natural,
+                                    &kAvx512Bf16Orders.natural,
+                                    &kAvx512Bf16Orders.natural,
                                     kAvx512Bf16PanelRows,
                                     32,
                                     8,
-                                    gemv_bf16,
+                                    gemv_avx512bf16,
                                     decode_avx512bf16,
                                     panel_avx512bf16,
                                     nullptr,
@@ -119,7 +119,9 @@ extern const Kernels kAvx512Bf16 = {true,
                                     stage_panel_avx512bf16,
                                     kBlockRows,
                                     kBlockBytes,
+                                    0,
                                     true,
+                                    nullptr,
                                     &kAvx512Bf16Grad,
                                     stripe_avx512bf16,
                                     stripes_avx512bf16};

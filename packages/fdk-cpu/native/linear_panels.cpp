@@ -57,6 +57,18 @@ class Pieces {
   std::size_t stripes_, block_, half_, whole_;
 };
 
+// Rows of a block of W_hat: more where panels are far, as long as each thread has some blocks.
+std::size_t rows_of_block(const Kernels& kernels, std::size_t rows, std::size_t threads,
+                          bool is_far) {
+  constexpr std::size_t kBlocks = 4;
+  std::size_t of_block = kernels.block_rows;
+  if (!is_far) return of_block;
+  while (2 * of_block <= kernels.far_block_rows && 2 * of_block * kBlocks * threads <= rows) {
+    of_block *= 2;
+  }
+  return of_block;
+}
+
 [[maybe_unused]] bool is_natural(const Order& order) {
   for (std::size_t p = 0; p < kTileK; p++) {
     if (order[p] != p) return false;
@@ -109,7 +121,9 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
     const std::size_t position = panels.lane(i) * positions + tile * kTileK * panels.width(i);
     return staged.get() + position * item;
   };
-  const std::size_t block_rows = kernels.block_rows, row_bytes = kernels.block_bytes + kLineBytes;
+  const std::size_t block_rows =
+      rows_of_block(kernels, layout.stripes * kTileRows, threads, is_far);
+  const std::size_t row_bytes = kernels.block_bytes + kLineBytes;
   const std::size_t stride = row_bytes / item, block_tiles = kernels.block_bytes / item / kTileK;
   const Pieces pieces(layout.stripes, block_rows / kTileRows, threads);
   // Each thread takes its next piece before it works on one, so that it knows what to fetch ahead.
@@ -153,12 +167,20 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
         const std::size_t next_tiles = std::min(block_tiles, layout.tiles - next_tile);
         if (tile == 0) std::fill_n(rest_sums.get(), block_rows * rest, 0.0f);
         for (std::size_t s = 0; s < piece.count(); s++) {
+          Fetch codes;
           if (s < next.count()) {
             fetch_tiles(w, next.begin + s, next_tile, next_tile + next_tiles,
-                        !kernels.panel_fetches);
+                        !kernels.panel_fetches && kernels.decode_fetching == nullptr);
+            const std::size_t bytes = tile_bytes(w.bits);
+            codes.from = w.codes + ((next.begin + s) * w.tiles + next_tile) * bytes;
+            codes.bytes = ceil_div(next_tiles * bytes, tiles);
           }
           std::uint8_t* const stripe = block.get() + s * kTileRows * row_bytes;
-          kernels.decode(w, piece.begin + s, tile, tile + tiles, stripe, stride);
+          if (kernels.decode_fetching != nullptr) {
+            kernels.decode_fetching(w, piece.begin + s, tile, tile + tiles, stripe, stride, codes);
+          } else {
+            kernels.decode(w, piece.begin + s, tile, tile + tiles, stripe, stride);
+          }
           if (rest == 0) continue;
           kernels.stripe_product({stripe, stride, tiles * kTileK, rest_x.get() + tile * kTileK,
                                   rest, rest_x.stride(), rest_sums.get() + s * kTileRows,

@@ -45,6 +45,14 @@ struct AmxPanel {
     Tiles::configure(rows);
   }
 
+  // The share of these rows in the next panel. Codes lie apart, and decode fetches them.
+  template <int kTiles>
+  FDK_INLINE static Fetch fetch_at(const PanelTask& task, std::size_t row) {
+    if (task.next == nullptr || task.part_stride != task.part_bytes) return {};
+    const std::size_t bytes = kTiles * kAmxRows / kTileRows * task.part_bytes;
+    return {task.next + row / kTileRows * task.part_stride, bytes * kAmxDepth / task.depth};
+  }
+
   template <int kTiles>
   FDK_INLINE static void rows(const PanelTask& task, std::size_t row) {
     const std::uint16_t* w = static_cast<const std::uint16_t*>(task.w) + row * task.stride;
@@ -56,10 +64,11 @@ struct AmxPanel {
         visit(i, y + t * kAmxRows * task.panel + half * kAmxLanes);
       });
     };
-    sums([&](auto i, float* at) FDK_LAMBDA {
-      Tiles::template load<i.value>(at, task.panel * sizeof(float));
-    });
+    sums([&](auto i, float* at)
+             FDK_LAMBDA { Tiles::template load<i.value>(at, task.panel * sizeof(float)); });
+    Fetch fetch = fetch_at<kTiles>(task, row);
     for (std::size_t p = 0; p < task.depth; p += kAmxDepth, w += kAmxDepth) {
+      fetch.step();
       unroll<kSums>([&](auto half) FDK_LAMBDA {
         Tiles::template load<kX + half.value>(x + half.value * 2 * kAmxLanes, task.panel * 4);
       });
@@ -72,9 +81,8 @@ struct AmxPanel {
       });
       x += kAmxDepth * task.panel;
     }
-    sums([&](auto i, float* at) FDK_LAMBDA {
-      Tiles::template store<i.value>(at, task.panel * sizeof(float));
-    });
+    sums([&](auto i, float* at)
+             FDK_LAMBDA { Tiles::template store<i.value>(at, task.panel * sizeof(float)); });
   }
 
   // What is left of the rows, kTiles tiles of which the last may not be full.

@@ -36,8 +36,7 @@ void stage_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t row
 
 // Kernels::decode_fetching and stripes.
 void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
-                                std::size_t end, void* out, std::size_t stride,
-                                const Fetch& fetch);
+                                std::size_t end, void* out, std::size_t stride, const Fetch& fetch);
 void stripes_avx512bf16(const StripesTask& task, std::size_t begin, std::size_t end);
 
 }  // namespace fdk

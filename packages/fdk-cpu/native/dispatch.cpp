@@ -17,9 +17,8 @@
 namespace fdk {
 namespace {
 
-constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16", "neoni8mm",
-                                       "sve",    "sve2", "avx2",    "avx512",   "avx512bf16",
-                                       "amx"};
+constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16",   "neoni8mm", "sve",
+                                       "sve2",   "avx2", "avx512",  "avx512bf16", "amx"};
 
 Isa best() {
   for (int i = kIsas - 1; i > 0; i--) {

@@ -41,6 +41,12 @@ void round_panel(const float* products, std::uint16_t* out) {
 
 }  // namespace
 
-extern const GradPanels kAvx512Bf16Grad = {kLanes, pair_rows, round_panel};
+// Of two tiles by 1024 rows it took 26 ms where this takes 22 (4096 x 4096, 8 bits, m = 128, Zen
+// 4), of four by 256 the same.
+extern const GradPanels kAvx512Bf16Grad = {kLanes, 2048, 1, pair_rows, round_panel};
+
+// Tiles of products cost less than codes that lie apart: 33 ms by 2048 rows of one tile where this
+// takes 23 (4 bits, m = 512, Emerald Rapids; m = 2 5.5 and 3.6).
+extern const GradPanels kAmxGrad = {kLanes, 512, 4, pair_rows, round_panel};
 
 }  // namespace fdk

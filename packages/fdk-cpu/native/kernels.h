@@ -170,6 +170,9 @@ struct TableKernels {
 // panels of W_hat. Optional.
 struct GradPanels {
   std::size_t panel;  // lanes: positions of W_hat
+  // The block of W_hat that rows of grad_y meet: 512 KiB as panels of pairs. A multiple of
+  // kPanelDepth.
+  std::size_t block_rows, block_tiles;
   // W_hat :: [rows][stride], bf16, to panels [positions / panel][rows / 2][panel][2], which are
   // `step` apart.
   void (*pair_rows)(const std::uint16_t* w, std::size_t stride, std::size_t rows,
@@ -207,10 +210,12 @@ struct Kernels {
   // Rows of the block of W_hat that panels meet and bytes of each: 96 KiB, within the L2 of any
   // core, and one panel of x 64 KiB.
   std::size_t block_rows = 48, block_bytes = 2048;
-  // Up to so many rows where panels are far (RowLimits::near_panels), all of which every block meets.
+  // Up to so many rows where panels are far (RowLimits::near_panels), all of which every block
+  // meets.
   std::size_t far_block_rows = 0;
   bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
-  // The same as decode, and what panels decode next is fetched meanwhile. Null: it is fetched before.
+  // The same as decode, and what panels decode next is fetched meanwhile. Null: it is fetched
+  // before.
   void (*decode_fetching)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end,
                           void* out, std::size_t stride, const Fetch&) = nullptr;
   // For sets whose panel_order is natural. Null: backward is float32.
@@ -237,6 +242,7 @@ extern const Kernels kAvx512Bf16;
 extern const Kernels kAmx;
 extern const TableKernels kAvx512Tables;
 extern const GradPanels kAvx512Bf16Grad;
+extern const GradPanels kAmxGrad;
 extern const TableKernels kAvx2Tables;
 extern const TableKernels kAvx2Fixed;
 #endif

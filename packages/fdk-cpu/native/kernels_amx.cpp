@@ -67,7 +67,7 @@ extern const Kernels kAmx = {
     .block_bytes = kBlockBytes,
     .far_block_rows = 256,
     .decode_fetching = decode_fetching_avx512bf16,
-    .grad_panels = &kAvx512Bf16Grad,
+    .grad_panels = &kAmxGrad,
 };
 
 }  // namespace fdk

@@ -11,15 +11,20 @@
 namespace fdk {
 namespace {
 
-// A block of W_hat, as panels of pairs, is a column of tiles: 512 KiB at most. Of two tiles by 1024
-// rows it took 26 ms where this takes 22 (4096 x 4096, 8 bits, m = 128), of four by 256 the same.
-constexpr std::size_t kBlockRows = 2048;
 // Rows that are decoded before they are paired, in L1.
 constexpr std::size_t kPairedRows = kPanelDepth;
-static_assert(kBlockRows % kPairedRows == 0 && kPairedRows % kTileRows == 0);
-// Stripes from the one that is decoded to the one that is fetched.
+static_assert(kPairedRows % kTileRows == 0);
+// Tiles from the one that is decoded to the one that is fetched.
 constexpr std::size_t kFetched = 64;
 constexpr std::size_t kLineItems = 32;  // bf16 of a line
+
+// Tiles of a row of a block: fewer where threads would have no two pieces each.
+std::size_t tiles_of_block(const GradPanels& grad, std::size_t tiles, std::size_t threads) {
+  constexpr std::size_t kPieces = 2;
+  std::size_t of_block = grad.block_tiles;
+  while (of_block > 1 && ceil_div(tiles, of_block) < kPieces * threads) of_block /= 2;
+  return of_block;
+}
 
 // grad_y :: [m, n] to [rows][stride], zero where there is none.
 void stage(const std::uint16_t* grad_y, std::size_t m, std::size_t n, std::size_t rows,
@@ -49,42 +54,48 @@ void grad_panels(const PackedWeight& packed, const Weight& w, const Kernels& ker
   stage(static_cast<const std::uint16_t*>(grad_y), m, layout.n, rows, stride, threads,
         staged.get());
   auto* const out = static_cast<std::uint16_t*>(grad_x);
-  const std::size_t most = std::min(kBlockRows, ceil_div(outputs, kPairedRows) * kPairedRows);
+  const std::size_t block_rows = grad.block_rows;
+  const std::size_t block_tiles = tiles_of_block(grad, layout.tiles, threads);
+  const std::size_t most = std::min(block_rows, ceil_div(outputs, kPairedRows) * kPairedRows);
   // A line between panels, for the same reason (4 bits, m = 1, when blocks had four tiles: 2.5
   // -> 1.9 ms).
   const std::size_t step = most * grad.panel + kLineItems;
-  parallel_for(layout.tiles, 1, threads, [&](std::size_t begin, std::size_t end) {
-    const Buffer<std::uint16_t> decoded(kPairedRows * kTileK), panels(kTileK / grad.panel * step);
-    const Buffer<float> products(rows * kTileK);
-    for (std::size_t tile = begin; tile < end; tile++) {
-      std::fill_n(products.get(), rows * kTileK, 0.0f);
-      for (std::size_t first = 0; first < outputs; first += kBlockRows) {
-        const std::size_t count = std::min(kBlockRows, outputs - first);
+  const std::size_t pieces = ceil_div(layout.tiles, block_tiles);
+  const std::size_t ahead = kFetched / block_tiles;
+  parallel_for(pieces, 1, threads, [&](std::size_t begin, std::size_t end) {
+    const std::size_t width = block_tiles * kTileK;
+    const Buffer<std::uint16_t> decoded(kPairedRows * width), panels(width / grad.panel * step);
+    const Buffer<float> products(rows * width);
+    for (std::size_t piece = begin; piece < end; piece++) {
+      const std::size_t tile = piece * block_tiles;
+      const std::size_t last = std::min(layout.tiles, tile + block_tiles);
+      const std::size_t positions = (last - tile) * kTileK;
+      std::fill_n(products.get(), rows * positions, 0.0f);
+      for (std::size_t first = 0; first < outputs; first += block_rows) {
+        const std::size_t count = std::min(block_rows, outputs - first);
         const std::size_t depth = ceil_div(count, kPairedRows) * kPairedRows;
         for (std::size_t r = 0; r < depth; r += kTileRows) {
           const std::size_t stripe = (first + r) / kTileRows;
-          std::uint16_t* const to = decoded.get() + r % kPairedRows * kTileK;
-          if (stripe + kFetched < layout.stripes) {
-            fetch_tiles(w, stripe + kFetched, tile, tile + 1, true);
-          }
+          std::uint16_t* const to = decoded.get() + r % kPairedRows * width;
+          if (stripe + ahead < layout.stripes) fetch_tiles(w, stripe + ahead, tile, last, true);
           if (stripe < layout.stripes) {
-            kernels.decode(w, stripe, tile, tile + 1, to, kTileK);
+            kernels.decode(w, stripe, tile, last, to, width);
           } else {
-            std::fill_n(to, kTileRows * kTileK, std::uint16_t(0));
+            std::fill_n(to, kTileRows * width, std::uint16_t(0));
           }
           if ((r + kTileRows) % kPairedRows != 0) continue;
           const std::size_t row = r + kTileRows - kPairedRows;
-          grad.pair_rows(decoded.get(), kTileK, kPairedRows, kTileK,
+          grad.pair_rows(decoded.get(), width, kPairedRows, positions,
                          panels.get() + row * grad.panel, step);
         }
-        for (std::size_t p = 0; p < kTileK; p += grad.panel) {
+        for (std::size_t p = 0; p < positions; p += grad.panel) {
           kernels.panel_product(PanelTask{staged.get() + first, rows, stride, depth,
                                           panels.get() + p / grad.panel * step, grad.panel,
                                           products.get() + p * rows});
         }
       }
       for (std::size_t row = 0; row < m; row++) {
-        for (std::size_t p = 0; p < kTileK; p += grad.panel) {
+        for (std::size_t p = 0; p < positions; p += grad.panel) {
           std::uint16_t rounded[kMaxPanel];
           grad.round(products.get() + p * rows + row * grad.panel, rounded);
           const std::size_t position = tile * kTileK + p;

@@ -130,7 +130,11 @@ def test_layer() -> None:
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
 
 
-@pytest.mark.parametrize("isa", [i for i in fdk_cpu.instruction_sets() if i != "avx512bf16"])
+# Products of bf16 take values below the least normal one for zero.
+BF16_PRODUCTS = {"avx512bf16", "amx"}
+
+
+@pytest.mark.parametrize("isa", sorted(set(fdk_cpu.instruction_sets()) - BF16_PRODUCTS))
 @pytest.mark.parametrize(("of_x", "of_scales"), [(1.0, 2.0**-129), (2.0**-30, 2.0**120)])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("codebook", ["custom", "int", "affine"])

@@ -105,6 +105,8 @@ inline void expect_near(const Case& c, const char* isa, const char* what, const 
   }
 }
 
+// Loops over tiles, by tiles of plain memory (check_amx.cpp).
+void check_tiles(Random& random);
 // Values of x that kernels have to take care with (check_x.cpp).
 void check_outliers(Random& random);
 void check_outlier_share(Random& random);

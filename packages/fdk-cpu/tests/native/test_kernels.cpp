@@ -234,6 +234,7 @@ int main(int argc, char** argv) {
   check_conversions();
   check_sizes_are_refused();
   check_pool_errors();
+  check_tiles(random);
   check_thread_counts(random);
   check_outliers(random);
   check_outlier_share(random);

@@ -45,10 +45,10 @@ struct AmxPanel {
     Tiles::configure(rows);
   }
 
-  // The share of these rows in the next panel. Codes lie apart, and decode fetches them.
+  // The share of these rows in the next panel.
   template <int kTiles>
   FDK_INLINE static Fetch fetch_at(const PanelTask& task, std::size_t row) {
-    if (task.next == nullptr || task.part_stride != task.part_bytes) return {};
+    if (task.next == nullptr) return {};
     const std::size_t bytes = kTiles * kAmxRows / kTileRows * task.part_bytes;
     return {task.next + row / kTileRows * task.part_stride, bytes * kAmxDepth / task.depth};
   }

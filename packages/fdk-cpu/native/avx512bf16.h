@@ -11,6 +11,9 @@ namespace fdk {
 // Rows of x that rows_avx512bf16 takes at once, and of w that panel_avx512bf16 is best given.
 inline constexpr std::size_t kAvx512Bf16Rows = 6;
 inline constexpr std::size_t kAvx512Bf16PanelRows = 8;
+// Kernels::block_rows and block_bytes: W_hat 256 KiB and a panel of x 128, of an L2 of 1 MiB and
+// more. The outputs of a block are whole lines of y.
+inline constexpr std::size_t kAvx512Bf16BlockRows = 64, kAvx512Bf16BlockBytes = 4096;
 
 // The order of all of these kernels: positions as they lie.
 struct Orders {

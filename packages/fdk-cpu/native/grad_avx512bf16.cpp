@@ -43,10 +43,22 @@ void round_panel(const float* products, std::uint16_t* out) {
 
 // Of two tiles by 1024 rows it took 26 ms where this takes 22 (4096 x 4096, 8 bits, m = 128, Zen
 // 4), of four by 256 the same.
-extern const GradPanels kAvx512Bf16Grad = {kLanes, 2048, 1, pair_rows, round_panel};
+extern const GradPanels kAvx512Bf16Grad = {
+    .panel = kLanes,
+    .block_rows = 2048,
+    .block_tiles = 1,
+    .pair_rows = pair_rows,
+    .round = round_panel,
+};
 
 // Tiles of products cost less than codes that lie apart: 33 ms by 2048 rows of one tile where this
 // takes 23 (4 bits, m = 512, Emerald Rapids; m = 2 5.5 and 3.6).
-extern const GradPanels kAmxGrad = {kLanes, 512, 4, pair_rows, round_panel};
+extern const GradPanels kAmxGrad = {
+    .panel = kLanes,
+    .block_rows = 512,
+    .block_tiles = 4,
+    .pair_rows = pair_rows,
+    .round = round_panel,
+};
 
 }  // namespace fdk

@@ -77,8 +77,8 @@ inline constexpr std::size_t kPanelDepth = 32;
 //   w :: [rows][stride]            dequantised, float32 or bf16, `depth` positions
 //   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
 //   y :: [rows][panel]             float32, added to
-// What comes after, codes or the next panel, is fetched into L2 meanwhile, where
-// Kernels::panel_fetches:
+// What comes after may be fetched into L2 meanwhile: the next panel of x or, after the last one,
+// codes where Kernels::panel_fetches_codes:
 //   next :: [parts], part_bytes each, part_stride apart; null for none. A part for each stripe, or
 //           fewer
 struct PanelTask {
@@ -213,7 +213,7 @@ struct Kernels {
   // Up to so many rows where panels are far (RowLimits::near_panels), all of which every block
   // meets.
   std::size_t far_block_rows = 0;
-  bool panel_fetches = false;  // panel_product does what PanelTask says of what comes after
+  bool panel_fetches_codes = false;  // panel_product is told of the codes that come after
   // The same as decode, and what panels decode next is fetched meanwhile. Null: it is fetched
   // before.
   void (*decode_fetching)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end,

@@ -43,8 +43,6 @@ RowLimits limits_amx(const Weight&) {
   return limits;
 }
 
-constexpr std::size_t kBlockRows = 64, kBlockBytes = 4096;
-
 }  // namespace
 
 extern const Kernels kAmx = {
@@ -63,8 +61,8 @@ extern const Kernels kAmx = {
     .limits = limits_amx,
     .write_panel = write_panel_avx512bf16,
     .stage_panel = stage_panel_avx512bf16,
-    .block_rows = kBlockRows,
-    .block_bytes = kBlockBytes,
+    .block_rows = kAvx512Bf16BlockRows,
+    .block_bytes = kAvx512Bf16BlockBytes,
     .far_block_rows = 256,
     .decode_fetching = decode_fetching_avx512bf16,
     .grad_panels = &kAmxGrad,

@@ -94,36 +94,32 @@ constexpr Orders make_orders() {
   return orders;
 }
 
-// W_hat 256 KiB and a panel of x 128, of an L2 of 1 MiB and more. The outputs of a block are whole
-// lines of y.
-constexpr std::size_t kBlockRows = 64, kBlockBytes = 4096;
-
 }  // namespace
 
 extern constinit const Orders kAvx512Bf16Orders = make_orders();
 
-extern const Kernels kAvx512Bf16 = {true,
-                                    &kAvx512Bf16Orders.natural,
-                                    &kAvx512Bf16Orders.natural,
-                                    kAvx512Bf16PanelRows,
-                                    32,
-                                    8,
-                                    gemv_avx512bf16,
-                                    decode_avx512bf16,
-                                    panel_avx512bf16,
-                                    nullptr,
-                                    &kAvx512Tables,
-                                    kAvx512Bf16Rows,
-                                    limits_avx512bf16,
-                                    write_panel_avx512bf16,
-                                    stage_panel_avx512bf16,
-                                    kBlockRows,
-                                    kBlockBytes,
-                                    0,
-                                    true,
-                                    nullptr,
-                                    &kAvx512Bf16Grad,
-                                    stripe_avx512bf16,
-                                    stripes_avx512bf16};
+extern const Kernels kAvx512Bf16 = {
+    .x_is_bf16 = true,
+    .gemv_order = &kAvx512Bf16Orders.natural,
+    .panel_order = &kAvx512Bf16Orders.natural,
+    .rows = kAvx512Bf16PanelRows,
+    .panel = 32,
+    .panel_step = 8,
+    .gemv = gemv_avx512bf16,
+    .decode = decode_avx512bf16,
+    .panel_product = panel_avx512bf16,
+    .grad_product = nullptr,
+    .tables = &kAvx512Tables,
+    .gemv_rows = kAvx512Bf16Rows,
+    .limits = limits_avx512bf16,
+    .write_panel = write_panel_avx512bf16,
+    .stage_panel = stage_panel_avx512bf16,
+    .block_rows = kAvx512Bf16BlockRows,
+    .block_bytes = kAvx512Bf16BlockBytes,
+    .panel_fetches_codes = true,
+    .grad_panels = &kAvx512Bf16Grad,
+    .stripe_product = stripe_avx512bf16,
+    .stripes = stripes_avx512bf16,
+};
 
 }  // namespace fdk

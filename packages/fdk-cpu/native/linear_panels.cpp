@@ -170,7 +170,7 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
           Fetch codes;
           if (s < next.count()) {
             fetch_tiles(w, next.begin + s, next_tile, next_tile + next_tiles,
-                        !kernels.panel_fetches && kernels.decode_fetching == nullptr);
+                        !kernels.panel_fetches_codes && kernels.decode_fetching == nullptr);
             const std::size_t bytes = tile_bytes(w.bits);
             codes.from = w.codes + ((next.begin + s) * w.tiles + next_tile) * bytes;
             codes.bytes = ceil_div(next_tiles * bytes, tiles);
@@ -198,7 +198,7 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
             task.parts = piece.count();
             task.part_bytes = tiles * kTileK * panels.width(i + 1) * item / piece.count();
             task.part_stride = task.part_bytes;
-          } else if (i + 1 == panels.count() && next.count() != 0) {
+          } else if (i + 1 == panels.count() && next.count() != 0 && kernels.panel_fetches_codes) {
             const std::size_t bytes = tile_bytes(w.bits);
             task.next = w.codes + (next.begin * w.tiles + next_tile) * bytes;
             task.parts = next.count();

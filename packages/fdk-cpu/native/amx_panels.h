@@ -1,11 +1,12 @@
 // Products of a block of W_hat with panels of x by tiles: what kernels_amx.cpp runs on a processor
 // that has them, and a test in plain loops on any.
 //
-// A tile has up to 16 rows of 64 bytes. One product adds w :: [16 rows, 32 positions] times
-// x :: [16 pairs of positions, 16 lanes] to sums :: [16 rows, 16 lanes], so W_hat and a panel of x
-// are operands as they lie.
+// "Tile" is the processor's here, not a tile of codes: up to 16 rows of 64 bytes. One product adds
+// w :: [16 rows, 32 positions] times x :: [16 pairs of positions, 16 lanes] to sums :: [16 rows, 16
+// lanes], so W_hat and a panel of x are operands as they lie.
 #pragma once
 
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 
@@ -54,7 +55,7 @@ struct AmxPanel {
   }
 
   template <int kTiles>
-  FDK_INLINE static void rows(const PanelTask& task, std::size_t row) {
+  FDK_INLINE static void products(const PanelTask& task, std::size_t row) {
     const std::uint16_t* w = static_cast<const std::uint16_t*>(task.w) + row * task.stride;
     const std::uint16_t* x = static_cast<const std::uint16_t*>(task.x);
     float* const y = task.y + row * task.panel;
@@ -92,14 +93,14 @@ struct AmxPanel {
       const std::size_t full = kAmxRows * (kTiles - 1), left = task.rows - row;
       if (left <= full) return last<kTiles - 1>(task, row);
       configure<kTiles>(left - full);
-      rows<kTiles>(task, row);
+      products<kTiles>(task, row);
     }
   }
 
   static void all(const PanelTask& task) {
     std::size_t row = 0;
     if (task.rows >= kStep) configure<int(kMost)>(kAmxRows);
-    for (; row + kStep <= task.rows; row += kStep) rows<int(kMost)>(task, row);
+    for (; row + kStep <= task.rows; row += kStep) products<int(kMost)>(task, row);
     last<int(kMost)>(task, row);
     Tiles::release();
   }
@@ -109,6 +110,7 @@ struct AmxPanel {
 template <class Tiles>
 void panel_by_tiles(const PanelTask& task) {
   if (task.panel == kAmxLanes) return AmxPanel<Tiles, false>::all(task);
+  assert(task.panel == 2 * kAmxLanes);
   AmxPanel<Tiles, true>::all(task);
 }
 

@@ -42,4 +42,9 @@ void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t
                                 std::size_t end, void* out, std::size_t stride, const Fetch& fetch);
 void stripes_avx512bf16(const StripesTask& task, std::size_t begin, std::size_t end);
 
+// GradPanels::decode_pairs.
+void decode_pairs_avx512bf16(const Weight& w, std::size_t first, std::size_t last,
+                             std::size_t begin, std::size_t end, std::uint16_t* panels,
+                             std::size_t step);
+
 }  // namespace fdk

@@ -9,33 +9,83 @@
 namespace fdk {
 namespace {
 
+// Where decoded tiles go: `values` are those of step s of row r, in order; `tile` counts from the
+// first of the block.
+
+// Rows of W_hat as they lie.
+struct RowsOut {
+  std::uint16_t* out;
+  std::size_t stride;
+
+  template <int r, int s>
+  FDK_INLINE void put(std::size_t tile, __m512i values) {
+    _mm512_storeu_si512(out + r * stride + tile * kTileK + s * kStep, values);
+  }
+  FDK_INLINE void next_stripe() { out += kTileRows * stride; }
+};
+
+// Panels of pairs of rows, as GradPanels has them: positions 8 q to 8 q + 3 of each 128 bits, then
+// the other four, as `unpack` leaves them.
+struct PairsOut {
+  std::uint16_t* panels;
+  std::size_t step;
+  __m512i even[kSteps] = {};
+
+  template <int r, int s>
+  FDK_INLINE void put(std::size_t tile, __m512i values) {
+    if constexpr (r % 2 == 0) {
+      even[s] = values;
+    } else {
+      std::uint16_t* const to = panels + (tile * kSteps + s) * step + (r - 1) * kStep;
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi16(even[s], values));
+      _mm512_storeu_si512(to + kStep, _mm512_unpackhi_epi16(even[s], values));
+    }
+  }
+  FDK_INLINE void next_stripe() { panels += kTileRows * kStep; }
+};
+
+// Stripes [first, last), and of each the tiles [begin, end).
+struct Block {
+  std::size_t first, last, begin, end;
+};
+
+// Calls f(stripe, tile, its codes, slot of its first scale) for the tiles of a block.
+template <class Out, class F>
+FDK_INLINE void for_block(const Weight& w, const Block& block, Out& out, std::size_t bytes, F f) {
+  for (std::size_t stripe = block.first; stripe < block.last; stripe++, out.next_stripe()) {
+    for_tiles(w, stripe, block.begin, block.end, bytes,
+              [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot)
+                  FDK_LAMBDA { f(stripe, tile, codes, slot); });
+  }
+}
+
 // W_hat rounded to bf16, by tables of each group.
-template <int kBits, int kGroups>
-void decode_scaled(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                   std::uint16_t* out, std::size_t stride, Fetch fetch) {
+template <int kBits, int kGroups, class Out>
+void decode_scaled(const Weight& w, const Block& block, Out out, Fetch fetch) {
   constexpr std::size_t kEntries = ScaledTable<kBits>::kEntries;
   const ScaledTable<kBits> table(w.table);
   alignas(64) std::uint16_t tables[kAhead * kTileRows * kGroups * kEntries];
-  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
-            [&](std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
-              fetch.step();
-              const std::size_t ahead = (tile - begin) % kAhead;
-              if (ahead == 0) {
-                const std::size_t last = tile + kAhead < end ? tile + kAhead : end;
-                scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
-              }
-              const std::uint16_t* of_tile = tables + ahead * kTileRows * kGroups * kEntries;
-              unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
-                std::uint16_t* to = out + r.value * stride + (tile - begin) * kTileK;
-                const Avx512Codes<kBits> of_row(codes, r.value);
-                unroll<kSteps>([&](auto step) FDK_LAMBDA {
-                  constexpr int s = step.value, group = r.value * kGroups + s * kGroups / kSteps;
-                  const __m512i entries = ScaledTable<kBits>::load(of_tile + group * kEntries);
-                  const __m512i index = index_of<kBits, s>(of_row);
-                  _mm512_storeu_si512(to + s * kStep, _mm512_permutexvar_epi16(index, entries));
-                });
-              });
-            });
+  for_block(
+      w, block, out, tile_bytes(kBits),
+      [&](std::size_t stripe, std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
+        fetch.step();
+        const std::size_t ahead = (tile - block.begin) % kAhead;
+        if (ahead == 0) {
+          const std::size_t last = tile + kAhead < block.end ? tile + kAhead : block.end;
+          scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
+        }
+        const std::uint16_t* of_tile = tables + ahead * kTileRows * kGroups * kEntries;
+        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
+          const Avx512Codes<kBits> of_row(codes, r.value);
+          unroll<kSteps>([&](auto step) FDK_LAMBDA {
+            constexpr int s = step.value, group = r.value * kGroups + s * kGroups / kSteps;
+            const __m512i entries = ScaledTable<kBits>::load(of_tile + group * kEntries);
+            const __m512i index = index_of<kBits, s>(of_row);
+            out.template put<r.value, s>(tile - block.begin,
+                                         _mm512_permutexvar_epi16(index, entries));
+          });
+        });
+      });
 }
 
 // Values in order as float32: the 16 that begin at `first`, by lanes (first + i) of 16 bits.
@@ -44,9 +94,8 @@ FDK_INLINE __m512 widened(__m512i values, __m512i lanes) {
 }
 
 // The same for groups of 16, by values, each scaled and rounded itself.
-template <int kBits>
-void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                   std::uint16_t* out, std::size_t stride, Fetch fetch) {
+template <int kBits, class Out>
+void decode_values(const Weight& w, const Block& block, Out out, Fetch fetch) {
   constexpr int kGroups = 8;
   const Table16<kBits> table(w.table);
   const bool affine = w.zeros != nullptr;
@@ -55,29 +104,28 @@ void decode_values(const Weight& w, std::size_t stripe, std::size_t begin, std::
   const __m512i low = _mm512_slli_epi32(count, 16);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16 << 16));
   alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
-  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
-            [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
-              fetch.step();
-              load_groups<kGroups, false>(w, slot, scales);
-              if (affine) load_groups<kGroups, true>(w, slot, zeros);
-              asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
-              for (std::size_t r = 0; r < kTileRows; r++) {
-                std::uint16_t* to = out + r * stride + (tile - begin) * kTileK;
-                const Values<kBits> values(codes, r, table);
-                const auto scaled = [&](__m512i step, __m512i lanes, int group) FDK_LAMBDA {
-                  const std::size_t at = std::size_t(group) * kTileRows + r;
-                  return _mm512_mul_ps(
-                      _mm512_sub_ps(widened(step, lanes), _mm512_set1_ps(zeros[at])),
-                      _mm512_set1_ps(scales[at]));
-                };
-                unroll<kSteps>([&](auto step) FDK_LAMBDA {
-                  constexpr int s = step.value;
-                  const __m512 upper = scaled(values.v[s], high, 2 * s + 1);
-                  const __m512bh both = _mm512_cvtne2ps_pbh(upper, scaled(values.v[s], low, 2 * s));
-                  _mm512_storeu_si512(to + s * kStep, (__m512i)both);
-                });
-              }
-            });
+  for_block(
+      w, block, out, tile_bytes(kBits),
+      [&](std::size_t, std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+        fetch.step();
+        load_groups<kGroups, false>(w, slot, scales);
+        if (affine) load_groups<kGroups, true>(w, slot, zeros);
+        asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+        unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
+          const Values<kBits> values(codes, r.value, table);
+          const auto scaled = [&](__m512i step, __m512i lanes, int group) FDK_LAMBDA {
+            const std::size_t at = std::size_t(group) * kTileRows + r.value;
+            return _mm512_mul_ps(_mm512_sub_ps(widened(step, lanes), _mm512_set1_ps(zeros[at])),
+                                 _mm512_set1_ps(scales[at]));
+          };
+          unroll<kSteps>([&](auto step) FDK_LAMBDA {
+            constexpr int s = step.value;
+            const __m512 upper = scaled(values.v[s], high, 2 * s + 1);
+            const __m512bh both = _mm512_cvtne2ps_pbh(upper, scaled(values.v[s], low, 2 * s));
+            out.template put<r.value, s>(tile - block.begin, (__m512i)both);
+          });
+        });
+      });
 }
 
 // The table of 6 to 8 bits as the low and the high bytes of its entries.
@@ -132,85 +180,96 @@ struct Looked {
 // a shift or a mask, and rounding both puts them in order. (By bytes brought into float32 16 at a
 // time 8 bits took 223 cycles a tile for 201, Emerald Rapids; 20 cycles for 32 codes by 16-bit
 // values, Zen 4.)
-template <int kBits, int kGroups, bool kAffine>
-void decode_bytes(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                  std::uint16_t* out, std::size_t stride, Fetch fetch) {
+template <int kBits, int kGroups, bool kAffine, class Out>
+void decode_bytes(const Weight& w, const Block& block, Out out, Fetch fetch) {
   constexpr int kHalves = 2;  // 16 positions of a step
   const ByteTable<kBits> table(w.table);
   alignas(64) std::uint8_t order[64];
   for (unsigned i = 0; i < 64; i++) order[i] = std::uint8_t(i / 4 * 2 + i / 2 % 2 * 32 + i % 2);
   const __m512i halves = _mm512_load_si512(order);
   alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows] = {};
-  for_tiles(w, stripe, begin, end, tile_bytes(kBits),
-            [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
-              fetch.step();
-              load_groups<kGroups, false>(w, slot, scales);
-              if constexpr (kAffine) load_groups<kGroups, true>(w, slot, zeros);
-              asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
-              // A row is looked up before the one ahead of it is scaled, so that neither waits.
-              Looked rows[2];
-              const auto look_up = [&](std::size_t r, Looked& to) FDK_LAMBDA {
-                const Avx512Codes<kBits> of_row(codes, r);
-                unroll<kSteps / 2>([&](auto pair) FDK_LAMBDA {
-                  const __m512i index =
-                      _mm512_permutexvar_epi8(halves, codes_of_steps<kBits, pair.value>(of_row));
-                  const __m512i low = table.at(index, 0), high = table.at(index, 1);
-                  to.steps[pair.value] = select_bits(0x00FF, low, _mm512_slli_epi16(high, 8));
-                  to.steps[pair.value + 2] = select_bits(0x00FF, _mm512_srli_epi16(low, 8), high);
-                });
-              };
-              look_up(0, rows[0]);
-              unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
-                constexpr std::size_t r = row.value;
-                if constexpr (r + 1 < kTileRows) look_up(r + 1, rows[(r + 1) % 2]);
-                std::uint16_t* to = out + r * stride + (tile - begin) * kTileK;
-                unroll<kSteps>([&](auto step) FDK_LAMBDA {
-                  constexpr int s = step.value;
-                  const __m512i both = rows[r % 2].steps[s];
-                  __m512 values[kHalves] = {
-                      _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
-                      _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-0x10000)))};
-                  unroll<kHalves>([&](auto half) FDK_LAMBDA {
-                    constexpr int h = half.value, group = (kHalves * s + h) * kGroups / 8;
-                    constexpr std::size_t from = std::size_t(group) * kTileRows + r;
-                    if constexpr (kAffine) {
-                      values[h] = _mm512_sub_ps(values[h], _mm512_set1_ps(zeros[from]));
-                    }
-                    values[h] = _mm512_mul_ps(values[h], _mm512_set1_ps(scales[from]));
-                  });
-                  _mm512_storeu_si512(to + s * kStep,
-                                      (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
-                });
-              });
+  for_block(
+      w, block, out, tile_bytes(kBits),
+      [&](std::size_t, std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+        fetch.step();
+        load_groups<kGroups, false>(w, slot, scales);
+        if constexpr (kAffine) load_groups<kGroups, true>(w, slot, zeros);
+        asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+        // A row is looked up before the one ahead of it is scaled, so that neither waits.
+        Looked rows[2];
+        const auto look_up = [&](std::size_t r, Looked& to) FDK_LAMBDA {
+          const Avx512Codes<kBits> of_row(codes, r);
+          unroll<kSteps / 2>([&](auto pair) FDK_LAMBDA {
+            const __m512i index =
+                _mm512_permutexvar_epi8(halves, codes_of_steps<kBits, pair.value>(of_row));
+            const __m512i low = table.at(index, 0), high = table.at(index, 1);
+            to.steps[pair.value] = select_bits(0x00FF, low, _mm512_slli_epi16(high, 8));
+            to.steps[pair.value + 2] = select_bits(0x00FF, _mm512_srli_epi16(low, 8), high);
+          });
+        };
+        look_up(0, rows[0]);
+        unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
+          constexpr std::size_t r = row.value;
+          if constexpr (r + 1 < kTileRows) look_up(r + 1, rows[(r + 1) % 2]);
+          unroll<kSteps>([&](auto step) FDK_LAMBDA {
+            constexpr int s = step.value;
+            const __m512i both = rows[r % 2].steps[s];
+            __m512 values[kHalves] = {
+                _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+                _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(-0x10000)))};
+            unroll<kHalves>([&](auto half) FDK_LAMBDA {
+              constexpr int h = half.value, group = (kHalves * s + h) * kGroups / 8;
+              constexpr std::size_t from = std::size_t(group) * kTileRows + r;
+              if constexpr (kAffine) {
+                values[h] = _mm512_sub_ps(values[h], _mm512_set1_ps(zeros[from]));
+              }
+              values[h] = _mm512_mul_ps(values[h], _mm512_set1_ps(scales[from]));
             });
+            out.template put<r, s>(tile - block.begin,
+                                   (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
+          });
+        });
+      });
 }
 
-}  // namespace
-
-void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
-                                std::size_t end, void* to, std::size_t stride, const Fetch& fetch) {
-  auto* const out = static_cast<std::uint16_t*>(to);
+template <class Out>
+void decode_block(const Weight& w, const Block& block, const Out& out, const Fetch& fetch) {
   const std::size_t groups = w.groups_per_tile;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     if constexpr (!kScaledTable<b>) {
       if (w.zeros != nullptr) {
-        if (groups == 8) return decode_bytes<b, 8, true>(w, stripe, begin, end, out, stride, fetch);
-        return decode_bytes<b, 4, true>(w, stripe, begin, end, out, stride, fetch);
+        if (groups == 8) return decode_bytes<b, 8, true>(w, block, out, fetch);
+        return decode_bytes<b, 4, true>(w, block, out, fetch);
       }
-      if (groups == 8) return decode_bytes<b, 8, false>(w, stripe, begin, end, out, stride, fetch);
-      return decode_bytes<b, 4, false>(w, stripe, begin, end, out, stride, fetch);
+      if (groups == 8) return decode_bytes<b, 8, false>(w, block, out, fetch);
+      return decode_bytes<b, 4, false>(w, block, out, fetch);
     } else {
-      if (groups == 8) return decode_values<b>(w, stripe, begin, end, out, stride, fetch);
-      if (groups == 4) return decode_scaled<b, 4>(w, stripe, begin, end, out, stride, fetch);
-      return decode_scaled<b, 2>(w, stripe, begin, end, out, stride, fetch);
+      if (groups == 8) return decode_values<b>(w, block, out, fetch);
+      if (groups == 4) return decode_scaled<b, 4>(w, block, out, fetch);
+      return decode_scaled<b, 2>(w, block, out, fetch);
     }
   });
+}
+
+}  // namespace
+
+void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
+                                std::size_t end, void* out, std::size_t stride,
+                                const Fetch& fetch) {
+  decode_block(w, {stripe, stripe + 1, begin, end},
+               RowsOut{static_cast<std::uint16_t*>(out), stride}, fetch);
 }
 
 void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
                        void* out, std::size_t stride) {
   decode_fetching_avx512bf16(w, stripe, begin, end, out, stride, {});
+}
+
+void decode_pairs_avx512bf16(const Weight& w, std::size_t first, std::size_t last,
+                             std::size_t begin, std::size_t end, std::uint16_t* panels,
+                             std::size_t step) {
+  decode_block(w, {first, last, begin, end}, PairsOut{panels, step}, {});
 }
 
 }  // namespace fdk

@@ -1,7 +1,9 @@
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -20,9 +22,49 @@ namespace {
 constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16",   "neoni8mm", "sve",
                                        "sve2",   "avx2", "avx512",  "avx512bf16", "amx"};
 
+#if defined(__x86_64__)
+// Clang has no name for it in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+// The system's state that tiles are, as arch_prctl(2) counts them.
+constexpr long kTileData = 18;
+
+// Whether the processor multiplies tiles of bf16, and the system keeps tiles for those who ask.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
+  unsigned a, b, c, d;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
+  if ((d & kTile) == 0 || (d & kBf16) == 0) return false;
+  constexpr long kSupported = 0x1021;  // ARCH_GET_XCOMP_SUPP
+  unsigned long states = 0;
+  return syscall(SYS_arch_prctl, kSupported, &states) == 0 && (states >> kTileData & 1) != 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+// Asks the system for what a supported set needs. Why it refuses, or nothing. Linux lets a process
+// have tiles, for all of its threads, unless one has an alternate signal stack that they would not
+// fit; later ones have to hold AT_MINSIGSTKSZ.
+std::string refusal([[maybe_unused]] Isa isa) {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr long kRequest = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  if (isa == Isa::amx && syscall(SYS_arch_prctl, kRequest, kTileData) != 0) {
+    return "Linux lets this process have no tiles (" + std::generic_category().message(errno) +
+           "); no thread may have an alternate signal stack smaller than AT_MINSIGSTKSZ";
+  }
+#endif
+  return {};
+}
+
 Isa best() {
   for (int i = kIsas - 1; i > 0; i--) {
-    if (supported(Isa(i))) return Isa(i);
+    if (supported(Isa(i)) && refusal(Isa(i)).empty()) return Isa(i);
   }
   return Isa::scalar;
 }
@@ -37,36 +79,14 @@ std::string names() {
 
 Isa parse(const std::string& name, const char* origin) {
   for (int i = 0; i < kIsas; i++) {
-    if (name == kNames[i] && supported(Isa(i))) return Isa(i);
+    if (name != kNames[i] || !supported(Isa(i))) continue;
+    const std::string why = refusal(Isa(i));
+    if (!why.empty()) throw std::invalid_argument(std::string(origin) + ": " + name + ": " + why);
+    return Isa(i);
   }
   throw std::invalid_argument(std::string(origin) + ": this machine runs " + names() + ", got " +
                               name);
 }
-
-#if defined(__x86_64__)
-// Clang has no name for it in __builtin_cpu_supports.
-bool has_f16c() {
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-}
-#endif
-
-#if defined(__x86_64__)
-// Whether the processor multiplies tiles of bf16 and the system lets this process: Linux keeps the
-// 8 KiB of tiles of those threads alone whose process asked for them (arch_prctl(2)).
-bool may_use_amx() {
-#if defined(__linux__)
-  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
-  unsigned a, b, c, d;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  if ((d & kTile) == 0 || (d & kBf16) == 0) return false;
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-#endif
 
 // -1 until it is first asked for.
 std::atomic<int> current{-1};
@@ -101,8 +121,7 @@ bool supported(Isa isa) {
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
                     __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
   if (isa == Isa::avx512bf16) return bf16;
-  static const bool amx = bf16 && may_use_amx();
-  return amx;
+  return bf16 && has_amx();
 #else
   return false;
 #endif

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "avx512_round.h"
+#include "avx512bf16.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -10,33 +11,12 @@ namespace {
 
 constexpr std::size_t kLanes = 32;
 
-void pair_rows(const std::uint16_t* w, std::size_t stride, std::size_t rows, std::size_t positions,
-               std::uint16_t* panels, std::size_t step) {
-  // 16-bit lanes of two rows in turns: of positions 0 to 15, and 16 more for the other half.
-  alignas(64) std::uint16_t lanes[kLanes];
-  for (unsigned i = 0; i < kLanes; i++) lanes[i] = std::uint16_t(i / 2 + kLanes * (i % 2));
-  const __m512i low = _mm512_load_si512(lanes);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kLanes / 2));
-  for (std::size_t r = 0; r < rows; r += 2) {
-    const std::uint16_t* from = w + r * stride;
-    std::uint16_t* to = panels + r * kLanes;
-    for (std::size_t p = 0; p < positions; p += kLanes, to += step) {
-      const __m512i first = _mm512_loadu_si512(from + p);
-      const __m512i second = _mm512_loadu_si512(from + stride + p);
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(first, low, second));
-      _mm512_storeu_si512(to + kLanes, _mm512_permutex2var_epi16(first, high, second));
-    }
-  }
-}
-
-FDK_INLINE __m256i rounded(__m512 sums) {
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(sums), 16));
-}
-
+// Lanes as decode_pairs leaves them: position 8 q + i is lane 4 q + i, or 16 lanes after it where
+// i is 4 and more.
 void round_panel(const float* products, std::uint16_t* out) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), rounded(_mm512_loadu_ps(products)));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16),
-                      rounded(_mm512_loadu_ps(products + 16)));
+  const __m512i first = _mm512_srli_epi32(rounded_to_bf16(_mm512_loadu_ps(products)), 16);
+  const __m512i second = _mm512_srli_epi32(rounded_to_bf16(_mm512_loadu_ps(products + 16)), 16);
+  _mm512_storeu_si512(out, _mm512_packus_epi32(first, second));
 }
 
 }  // namespace
@@ -47,7 +27,7 @@ extern const GradPanels kAvx512Bf16Grad = {
     .panel = kLanes,
     .block_rows = 2048,
     .block_tiles = 1,
-    .pair_rows = pair_rows,
+    .decode_pairs = decode_pairs_avx512bf16,
     .round = round_panel,
 };
 
@@ -57,7 +37,7 @@ extern const GradPanels kAmxGrad = {
     .panel = kLanes,
     .block_rows = 512,
     .block_tiles = 4,
-    .pair_rows = pair_rows,
+    .decode_pairs = decode_pairs_avx512bf16,
     .round = round_panel,
 };
 

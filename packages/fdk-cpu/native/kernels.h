@@ -173,11 +173,12 @@ struct GradPanels {
   // The block of W_hat that rows of grad_y meet: 512 KiB as panels of pairs. A multiple of
   // kPanelDepth.
   std::size_t block_rows, block_tiles;
-  // W_hat :: [rows][stride], bf16, to panels [positions / panel][rows / 2][panel][2], which are
-  // `step` apart.
-  void (*pair_rows)(const std::uint16_t* w, std::size_t stride, std::size_t rows,
-                    std::size_t positions, std::uint16_t* panels, std::size_t step);
-  // `panel` float32 to bf16.
+  // W_hat in bf16 of stripes [first, last), tiles [begin, end), to panels
+  // [positions / panel][rows / 2][panel][2], which are `step` apart; positions of a panel in an
+  // order of its own.
+  void (*decode_pairs)(const Weight&, std::size_t first, std::size_t last, std::size_t begin,
+                       std::size_t end, std::uint16_t* panels, std::size_t step);
+  // A row of products with a panel, [panel] float32, to bf16 in natural order.
   void (*round)(const float* products, std::uint16_t* out);
 };
 
@@ -264,6 +265,7 @@ inline constexpr int kIsas = 11;
 
 const char* name_of(Isa isa);
 // Whether this machine runs it.
+// Whether this machine has it; the system may still refuse it to this process.
 bool supported(Isa isa);
 // The one in use: the best, or FDK_CPU_ISA, or what set_isa chose.
 Isa current_isa();

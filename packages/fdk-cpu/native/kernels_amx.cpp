@@ -15,6 +15,7 @@ struct Tiles {
       std::uint16_t row_bytes[16] = {};
       std::uint8_t rows[16] = {};
     } config;
+    static_assert(sizeof(config) == 64);
     for (int i = 0; i < 8; i++) {
       config.row_bytes[i] = 64;
       config.rows[i] = rows[i];

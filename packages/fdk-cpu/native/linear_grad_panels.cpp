@@ -1,5 +1,6 @@
 // The product of backward in bf16: rows of grad_y, and blocks of W_hat as panels of pairs.
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 
 #include "kernels.h"
@@ -11,9 +12,9 @@
 namespace fdk {
 namespace {
 
-// Rows that are decoded before they are paired, in L1.
-constexpr std::size_t kPairedRows = kPanelDepth;
-static_assert(kPairedRows % kTileRows == 0);
+// Stripes that are decoded at once: a step of a panel's depth.
+constexpr std::size_t kStripes = kPanelDepth / kTileRows;
+static_assert(kPanelDepth % kTileRows == 0);
 // Tiles from the one that is decoded to the one that is fetched.
 constexpr std::size_t kFetched = 64;
 constexpr std::size_t kLineItems = 32;  // bf16 of a line
@@ -55,8 +56,9 @@ void grad_panels(const PackedWeight& packed, const Weight& w, const Kernels& ker
         staged.get());
   auto* const out = static_cast<std::uint16_t*>(grad_x);
   const std::size_t block_rows = grad.block_rows;
+  assert(block_rows % kPanelDepth == 0 && kTileK % grad.panel == 0);
   const std::size_t block_tiles = tiles_of_block(grad, layout.tiles, threads);
-  const std::size_t most = std::min(block_rows, ceil_div(outputs, kPairedRows) * kPairedRows);
+  const std::size_t most = std::min(block_rows, ceil_div(outputs, kPanelDepth) * kPanelDepth);
   // A line between panels, for the same reason (4 bits, m = 1, when blocks had four tiles: 2.5
   // -> 1.9 ms).
   const std::size_t step = most * grad.panel + kLineItems;
@@ -64,7 +66,7 @@ void grad_panels(const PackedWeight& packed, const Weight& w, const Kernels& ker
   const std::size_t ahead = kFetched / block_tiles;
   parallel_for(pieces, 1, threads, [&](std::size_t begin, std::size_t end) {
     const std::size_t width = block_tiles * kTileK;
-    const Buffer<std::uint16_t> decoded(kPairedRows * width), panels(width / grad.panel * step);
+    const Buffer<std::uint16_t> panels(width / grad.panel * step);
     const Buffer<float> products(rows * width);
     for (std::size_t piece = begin; piece < end; piece++) {
       const std::size_t tile = piece * block_tiles;
@@ -73,20 +75,20 @@ void grad_panels(const PackedWeight& packed, const Weight& w, const Kernels& ker
       std::fill_n(products.get(), rows * positions, 0.0f);
       for (std::size_t first = 0; first < outputs; first += block_rows) {
         const std::size_t count = std::min(block_rows, outputs - first);
-        const std::size_t depth = ceil_div(count, kPairedRows) * kPairedRows;
-        for (std::size_t r = 0; r < depth; r += kTileRows) {
-          const std::size_t stripe = (first + r) / kTileRows;
-          std::uint16_t* const to = decoded.get() + r % kPairedRows * width;
-          if (stripe + ahead < layout.stripes) fetch_tiles(w, stripe + ahead, tile, last, true);
-          if (stripe < layout.stripes) {
-            kernels.decode(w, stripe, tile, last, to, width);
-          } else {
-            std::fill_n(to, kTileRows * width, std::uint16_t(0));
+        const std::size_t depth = ceil_div(count, kPanelDepth) * kPanelDepth;
+        for (std::size_t row = 0; row < depth; row += kPanelDepth) {
+          const std::size_t stripe = (first + row) / kTileRows;
+          const std::size_t stop = std::min(layout.stripes, stripe + kStripes);
+          for (std::size_t s = stripe + ahead; s < std::min(layout.stripes, stop + ahead); s++) {
+            fetch_tiles(w, s, tile, last, true);
           }
-          if ((r + kTileRows) % kPairedRows != 0) continue;
-          const std::size_t row = r + kTileRows - kPairedRows;
-          grad.pair_rows(decoded.get(), width, kPairedRows, positions,
-                         panels.get() + row * grad.panel, step);
+          std::uint16_t* const to = panels.get() + row * grad.panel;
+          grad.decode_pairs(w, stripe, stop, tile, last, to, step);
+          const std::size_t decoded = (stop - stripe) * kTileRows;
+          for (std::size_t p = 0; decoded < kPanelDepth && p < positions / grad.panel; p++) {
+            std::fill(to + p * step + decoded * grad.panel,
+                      to + p * step + kPanelDepth * grad.panel, std::uint16_t(0));
+          }
         }
         for (std::size_t p = 0; p < positions; p += grad.panel) {
           kernels.panel_product(PanelTask{staged.get() + first, rows, stride, depth,

@@ -18,12 +18,12 @@ static_assert(kPanelDepth % kTurn == 0);
 // warm codes take 1.8), and panels of x that lie far away keep the products waiting (Zen 5, 4096 x
 // 14336, m = 512, one thread: 139 -> 134 ms).
 template <int kRows>
-struct Fetch {
+struct PanelFetch {
   static constexpr std::size_t kStripes = kRows / kTileRows;
   const char* next;
   std::size_t step = 0, part_step = 0;
 
-  FDK_INLINE Fetch(const PanelTask& task, std::size_t row)
+  FDK_INLINE PanelFetch(const PanelTask& task, std::size_t row)
       : next(reinterpret_cast<const char*>(task.next)) {
     const std::size_t turns = task.depth / kTurn, part = row / kTileRows;
     if (part >= task.parts) return;
@@ -96,7 +96,7 @@ void panel_rows(const PanelTask& task, std::size_t row) {
   };
   const std::size_t turns = task.depth / kTurn;
   if constexpr (kFetch) {
-    Fetch<kRows> fetch(task, row);
+    PanelFetch<kRows> fetch(task, row);
     for (std::size_t i = 0; i < turns; i++) {
       if (i == turns / 2) fetch.next_part();
       fetch.line();
@@ -123,7 +123,7 @@ void panel_rows(const PanelTask& task, std::size_t row) {
 template <int kVectors, bool kHalf>
 FDK_INLINE void panel_all(const PanelTask& task) {
   constexpr int kRows = int(kAvx512Bf16PanelRows), kFew = int(kTileRows);
-  static_assert(kRows == 2 * kFew);  // as Fetch has it
+  static_assert(kRows == 2 * kFew);  // as PanelFetch has it
   const bool fetch = task.next != nullptr;
   std::size_t row = 0;
   for (; row + kRows <= task.rows; row += kRows) {

@@ -202,6 +202,34 @@ def test_environment_pins_the_instruction_set() -> None:
     assert "got sse9" in run.stderr
 
 
+@pytest.mark.skipif("amx" not in fdk_cpu.instruction_sets(), reason="needs AMX")
+@pytest.mark.parametrize(("pinned", "used"), [("", "avx512bf16"), ("amx", None)])
+def test_tiles_that_linux_refuses(pinned: str, used: str | None) -> None:
+    """A thread with a small alternate signal stack: Linux gives its process no tiles."""
+    code = """
+import ctypes
+
+class Stack(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.addressof(memory), 0, len(memory))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+import fdk_cpu
+print(fdk_cpu.instruction_set())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FDK_CPU_ISA": pinned},
+        capture_output=True,
+        text=True,
+    )
+    if used is None:
+        assert "FDK_CPU_ISA: amx: Linux lets this process have no tiles" in run.stderr
+    else:
+        assert run.stdout.strip() == used, run.stderr
+
+
 def test_memory() -> None:
     data = torch.arange(1 << 16, dtype=torch.int64)
     assert fdk_cpu.read_sum(data) == (1 << 15) * ((1 << 16) - 1)

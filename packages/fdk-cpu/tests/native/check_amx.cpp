@@ -17,19 +17,23 @@ struct PlainTiles {
   static inline bool configured;
 
   static void configure(const std::uint8_t (&of)[kTiles]) {
+    for (const std::uint8_t count : of) {
+      if (count < 1 || count > fdk::kAmxRows) fail("a tile of " + std::to_string(count) + " rows");
+    }
     std::memcpy(rows, of, sizeof(rows));
     std::memset(bytes, 0, sizeof(bytes));
     configured = true;
   }
   template <int kTile>
   static void load(const void* from, std::size_t stride) {
-    if (!configured) fail("a tile is loaded before it has a shape");
+    expect_configured();
     for (std::size_t r = 0; r < rows[kTile]; r++) {
       std::memcpy(bytes[kTile][r], static_cast<const std::uint8_t*>(from) + r * stride, kRowBytes);
     }
   }
   template <int kTile>
   static void store(void* to, std::size_t stride) {
+    expect_configured();
     for (std::size_t r = 0; r < rows[kTile]; r++) {
       std::memcpy(static_cast<std::uint8_t*>(to) + r * stride, bytes[kTile][r], kRowBytes);
     }
@@ -37,6 +41,7 @@ struct PlainTiles {
   template <int kSum, int kRows, int kLanes>
   static void product() {
     static_assert(kSum != kRows && kSum != kLanes && kRows != kLanes);
+    expect_configured();
     if (rows[kSum] != rows[kRows] || rows[kLanes] != kRowBytes / 4) {
       fail("a product of tiles of " + std::to_string(rows[kRows]) + " and " +
            std::to_string(rows[kLanes]) + " rows into " + std::to_string(rows[kSum]));
@@ -55,6 +60,9 @@ struct PlainTiles {
   static void release() { configured = false; }
 
  private:
+  static void expect_configured() {
+    if (!configured) fail("a tile is used that has no shape");
+  }
   static float half(const std::uint8_t* row, std::size_t i) {
     std::uint16_t bits;
     std::memcpy(&bits, row + 2 * i, 2);
@@ -83,7 +91,13 @@ void check_tiles(Random& random) {
                        get(x, (p / 2 * panel + i % panel) * 2 + p % 2, 0);
         }
       }
-      fdk::panel_by_tiles<PlainTiles>({w.data(), rows, kStride, kDepth, x.data(), panel, y.data()});
+      fdk::PanelTask task{w.data(), rows, kStride, kDepth, x.data(), panel, y.data()};
+      if (random.upto(1) == 0) {  // a next panel, of which nothing but the address is used
+        task.next = x.data();
+        task.parts = fdk::ceil_div(rows, fdk::kTileRows);
+        task.part_bytes = task.part_stride = x.size() / task.parts;
+      }
+      fdk::panel_by_tiles<PlainTiles>(task);
       if (PlainTiles::configured) fail("tiles are not released");
       if (y != wanted) {
         fail("tiles: " + std::to_string(rows) + " rows by " + std::to_string(panel) + " lanes");

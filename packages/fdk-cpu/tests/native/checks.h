@@ -29,6 +29,7 @@ struct Case {
   ScaleType scale_type;
   ZeroType zero_type;
   Activation activation;
+  std::size_t threads = 1;
 
   std::string text() const {
     return "m" + std::to_string(m) + "-n" + std::to_string(n) + "-k" + std::to_string(k) + "-g" +

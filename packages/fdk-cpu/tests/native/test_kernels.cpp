@@ -17,6 +17,18 @@ namespace {
 
 constexpr std::size_t kAll = 1024;  // rows of x: as many as a product is given
 
+// Several of the largest blocks of W_hat that a set has, with panels that are far and backward, and
+// a last one that is not full, on one thread: more would be given smaller ones.
+Case large_case(Random& random) {
+  Case c{};
+  c.group = 64;
+  c.k = 640;
+  c.n = 1043;
+  c.m = 33 + random.upto(10);
+  c.bits = 1 + int(random.upto(7));
+  return c;
+}
+
 Case random_case(Random& random) {
   constexpr std::size_t kGroups[] = {16, 17, 24, 32, 48, 64, 96, 128, 200, 256};
   Case c{};
@@ -49,6 +61,7 @@ Case random_case(Random& random) {
   c.scale_type = ScaleType(random.upto(3));
   c.zero_type = c.affine ? ZeroType(1 + random.upto(3)) : ZeroType::none;
   c.activation = Activation(random.upto(2));
+  c.threads = 1 + random.upto(2);
   return c;
 }
 
@@ -80,8 +93,7 @@ std::vector<double> rounded_x(const Case& c, const fdk::Layout& layout, const By
 
 // y with x rounded to 8 bits: kernels differ from plain loops by float32 sums alone.
 void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<unsigned>& codes,
-                const std::vector<double>& weight, const Bytes& x, const Bytes& bias,
-                std::size_t threads) {
+                const std::vector<double>& weight, const Bytes& x, const Bytes& bias) {
   const std::vector<double> rounded = rounded_x(c, w.layout, x);
   fdk::Int8Table table{};
   if (!c.affine) table = fdk::int8_table_of(w.codebook, c.bits);
@@ -110,7 +122,7 @@ void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<uns
     fdk::set_isa(name);
     Bytes out(y.size() * fdk::bytes_of(c.activation), 0xFF);
     fdk::linear_int8(w, c.affine ? nullptr : &table, c.activation, x.data(), c.m, bias.data(),
-                     out.data(), threads);
+                     out.data(), c.threads);
     // Unsigned levels and zero points cancel: their sums are up to 3 times those of the products.
     expect_near(c, name, "int8 y", out, y, 4 * scale);
   }
@@ -204,26 +216,26 @@ void check(const Case& c, Random& random) {
     const char* name = fdk::name_of(fdk::Isa(isa));
     fdk::set_isa(name);
     Bytes out(y.size() * item, 0xFF), dx_out(dx.size() * item, 0xFF);
-    const std::size_t threads = 1 + random.upto(2);
-    fdk::linear(w, c.activation, x.data(), c.m, bias.data(), out.data(), threads);
+    fdk::linear(w, c.activation, x.data(), c.m, bias.data(), out.data(), c.threads);
     expect_near(c, name, "y", out, y, y_scale);
-    // Where products over stripes exist, each product takes as many rows as there are, whichever
-    // this machine prefers.
-    if (fdk::kernels_for(fdk::Isa(isa), c.activation).stripes != nullptr) {
-      // Panels that the next one is fetched beside, and not.
-      for (const fdk::RowLimits& limits :
-           {fdk::RowLimits{kAll, 0, 0}, fdk::RowLimits{0, kAll, 0},
-            fdk::RowLimits{0, 0, random.upto(32)}, fdk::RowLimits{0, 0, random.upto(32), 0}}) {
-        out.assign(out.size(), 0xFF);
-        fdk::linear_within(&limits, w, c.activation, x.data(), c.m, bias.data(), out.data(),
-                           threads);
-        expect_near(c, name, "y by one product", out, y, y_scale);
-      }
+    // Each product takes as many rows as there are, whichever this machine prefers; panels that the
+    // next one is fetched beside, and not.
+    const fdk::Kernels& kernels = fdk::kernels_for(fdk::Isa(isa), c.activation);
+    std::vector<fdk::RowLimits> limits;
+    if (kernels.stripes != nullptr) limits = {{kAll, 0, 0}, {0, kAll, 0}};
+    if (kernels.x_is_bf16) {
+      limits.push_back({0, 0, random.upto(32)});
+      limits.push_back({0, 0, random.upto(32), 0});
     }
-    fdk::linear_grad_x(w, c.activation, grad.data(), c.m, dx_out.data(), threads);
+    for (const fdk::RowLimits& of : limits) {
+      out.assign(out.size(), 0xFF);
+      fdk::linear_within(&of, w, c.activation, x.data(), c.m, bias.data(), out.data(), c.threads);
+      expect_near(c, name, "y by one product", out, y, y_scale);
+    }
+    fdk::linear_grad_x(w, c.activation, grad.data(), c.m, dx_out.data(), c.threads);
     expect_near(c, name, "dx", dx_out, dx, dx_scale);
   }
-  check_int8(c, w, codes, weight, x, bias, 1 + random.upto(2));
+  check_int8(c, w, codes, weight, x, bias);
 }
 
 }  // namespace
@@ -241,6 +253,7 @@ int main(int argc, char** argv) {
   check_outlier_limit(random);
   check_extreme_x(random);
   check_plain_gemm(random);
+  check(large_case(random), random);
   int cases = 0;
   for (; !limit.reached(cases); cases++) check(random_case(random), random);
   std::printf("%d cases passed on", cases);

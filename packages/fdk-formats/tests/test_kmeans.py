@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from fdk_formats.histogram import FEW, Array, Points, weighted_points
-from fdk_formats.kmeans import best_partition, optimal_centroids
+from fdk_formats.kmeans import MIRRORED_LOSS, best_partition, mirrored, optimal_centroids
 
 
 def uniform(count: int) -> Array:
@@ -160,6 +160,35 @@ def test_optimal_centroids_by_hand() -> None:
     assert_allclose(optimal_centroids(points, 2, uniform(2)), [0.75, 11.0])
     nothing = Points(np.zeros(0), np.zeros(0))
     assert optimal_centroids(nothing, 4, uniform(4)).tolist() == [0.0] * 4
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 99), st.floats(-0.1, 0.1), st.booleans())
+def test_mirrored_costs_next_to_nothing(seed: int, mean: float, heavy: bool) -> None:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(2000) + mean
+    points = points_of(values, rng.random(2000) if heavy else None)
+    pair = optimal_centroids(points, 2, uniform(2))
+    found = mirrored(points, pair)
+    levels = np.linspace(0.5, 1.2, 701)
+    best = min(cost(points, np.array([-level, level])) for level in levels)
+    if best <= (1 + MIRRORED_LOSS) * cost(points, pair):
+        assert found[0] == -found[1]
+        assert cost(points, found) <= min(best, (1 + MIRRORED_LOSS) * cost(points, pair))
+    elif found is not pair:  # between two of the levels
+        assert cost(points, found) <= (1 + MIRRORED_LOSS) * cost(points, pair)
+
+
+def test_mirrored_by_hand() -> None:
+    points = Points(np.array([-2.0, -1.0, 1.0, 3.0]), np.array([1.0, 1.0, 1.0, 1.0]))
+    pair = np.array([-1.5, 2.0])  # their error is 2.5, that of -1.75 and 1.75 is 2.75
+    assert mirrored(points, pair) is pair
+    even = Points(np.array([-2.001, -1.0, 1.0, 2.0]), np.array([1.0, 1.0, 1.0, 1.0]))
+    assert_allclose(mirrored(even, np.array([-1.5005, 1.5])), [-1.50025, 1.50025])
+    nothing = Points(np.zeros(0), np.zeros(0))
+    assert mirrored(nothing, np.zeros(2)).tolist() == [0.0, 0.0]
+    lone = Points(np.array([-1.0, 5.0]), np.array([1.0, 1.0]))
+    assert mirrored(lone, np.array([-1.0, 5.0])).tolist() == [-1.0, 5.0]
 
 
 def test_optimal_centroids_ignore_masses_that_vanish() -> None:

@@ -11,7 +11,7 @@ from fdk_formats.codebooks import TABLES, named_codebook
 from fdk_formats.format import Format
 from fdk_formats.groups import GroupedWeight, check_finite, group_weight
 from fdk_formats.histogram import weighted_points
-from fdk_formats.kmeans import optimal_centroids
+from fdk_formats.kmeans import mirrored, optimal_centroids
 from fdk_formats.nearest import Nearest
 from fdk_formats.packing import pack, packed_width
 from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale, statistic
@@ -202,7 +202,10 @@ def _fit_kmeans(
 
     peak = max((value.abs().max().item() for value, _ in samples()), default=0.0)
     guess = np.array(TABLES["uniform"](format.bits))
-    centroids = optimal_centroids(weighted_points(samples, peak), 1 << format.bits, guess)
+    points = weighted_points(samples, peak)
+    centroids = optimal_centroids(points, 1 << format.bits, guess)
+    if format.bits == 1:
+        centroids = mirrored(points, centroids)
     return torch.from_numpy(centroids.astype(np.float32)).to(scale.device)
 
 

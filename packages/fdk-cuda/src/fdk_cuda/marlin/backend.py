@@ -51,7 +51,7 @@ class MarlinLayout(SettledLayout):
         self.batch_invariant = batch_invariant
         self.format, self.shape = q.format, q.shape
         # What kernels are told of.
-        format = _computed_format(q)
+        format = _computed_format(q, dtype)
         self.geometry = Geometry.of(format, *q.shape)
         scale = _stored(q.scale, q.format)
         zero_point = None if q.zero_point is None else q.zero_point.to(scale.dtype)
@@ -155,15 +155,17 @@ def marlin_backends(*, batch_invariant: bool = False) -> tuple[MarlinBackend, Ma
 MARLIN, MARLIN_LUT = marlin_backends()
 
 
-def _computed_format(q: QuantisedTensor) -> Format:
+def _computed_format(q: QuantisedTensor, dtype: torch.dtype) -> Format:
     """The format by which kernels may compute what codes stand for: ``custom`` where they may not.
 
     The table of a weight is what counts, not its name: 1 bit is ``binary`` where its values are -c
-    and c. Of the integers from -127 to 127 the last comes twice, so that its second code is none to
-    compute. (``quantise`` does not give it; older files and codes that others made may hold it.)
+    and c as kernels have them, in the dtype of the activations. Of the integers from -127 to 127
+    the last comes twice, so that its second code is none to compute. (``quantise`` does not give
+    it; older files and codes that others made may hold it.)
     """
     if q.format.bits == 1 and q.codebook is not None:
-        by_signs = bool(q.codebook[0] == -q.codebook[1])
+        low, high = q.codebook.to(dtype)
+        by_signs = bool(low == -high)
         return replace(q.format, codebook="binary" if by_signs else "custom")
     if not has_grid(q.format):
         return q.format

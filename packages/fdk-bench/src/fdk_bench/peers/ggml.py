@@ -3,6 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from importlib import util
@@ -163,6 +164,9 @@ class Engine:
         self._pool = ggml.threadpool_new(ctypes.byref(params))  # type: ignore[arg-type]
         ggml.backend_cpu_set_n_threads(self.backend, threads)
         ggml.backend_cpu_set_threadpool(self.backend, self._pool)
+        # A thread whose tiles nobody else configures: ggml does that once a thread, other libraries
+        # and fdk-cpu for each product, and take it back.
+        self.apart = ThreadPoolExecutor(1)
 
     def __del__(self) -> None:
         self.ggml.backend_free(self.backend)
@@ -206,6 +210,11 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x :: [m, k]`` to ``[m, n]`` of its dtype."""
+        if self.layout == "AMX" and x.shape[0] > 1:
+            return self._engine.apart.submit(self._product, x).result()
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         m = x.shape[0]
         if m not in self._graphs:
             self._graphs[m] = self._graph(m)

@@ -1,6 +1,9 @@
 """What `fdk-bench info` tells of this machine."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -40,6 +43,19 @@ def test_table():
     assert "peers for compare: " in done.stdout
     # On a CPU there is no choice to decide: no column for it.
     assert ("auto picks by" in " ".join(done.stdout.split())) == torch.cuda.is_available()
+
+
+def test_an_instruction_set_that_is_not_there():
+    pytest.importorskip("fdk_cpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "fdk_bench", "info"],
+        env={**os.environ, "FDK_CPU_ISA": "sse9"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "FDK_CPU_ISA: this machine runs" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_what_is_not_quantised_is_told():

@@ -223,6 +223,26 @@ def test_kernels_of_the_installed_package():
     assert "wanted a quantised format, or --symbol" in done.stderr
 
 
+def test_kernels_in_use_come_first():
+    fdk_cpu = pytest.importorskip("fdk_cpu")
+    if not shutil.which("objdump"):
+        pytest.skip("needs objdump")
+    known = {"amx": ["amx", "avx512bf16"], "avx512bf16": ["avx512bf16"], "avx2": ["avx2"]}
+    for isa in set(known) & set(fdk_cpu.instruction_sets()):
+        fdk_cpu.set_instruction_set(isa)
+        try:
+            done = run("m16-n64-k64-custom4-g64-bf16-cpu", "--json")
+        finally:
+            fdk_cpu.set_instruction_set("auto")
+        sources = [json.loads(line)["source"] for line in done.stdout.splitlines()]
+        ranks = [
+            next((i for i, name in enumerate(known[isa]) if f"_{name}." in source), len(known[isa]))
+            for source in sources
+        ]
+        assert ranks == sorted(ranks)
+        assert set(ranks) >= set(range(len(known[isa])))
+
+
 def test_bad_usage(refused):
     refused(run, "gemv", said="wanted a case such as")
     refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--library", "absent", said="absent")

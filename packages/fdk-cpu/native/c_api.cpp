@@ -225,7 +225,7 @@ const char* fdk_isa(void) {
 int fdk_set_isa(const char* name) {
   return guarded([&] {
     expect_pointer("name", name);
-    fdk::set_isa(name);
+    fdk::set_isa(name, "fdk_set_isa");
   });
 }
 

@@ -55,8 +55,10 @@ std::string refusal([[maybe_unused]] Isa isa) {
 #if defined(__linux__) && defined(__x86_64__)
   constexpr long kRequest = 0x1023;  // ARCH_REQ_XCOMP_PERM
   if (isa == Isa::amx && syscall(SYS_arch_prctl, kRequest, kTileData) != 0) {
-    return "Linux lets this process have no tiles (" + std::generic_category().message(errno) +
-           "); no thread may have an alternate signal stack smaller than AT_MINSIGSTKSZ";
+    const std::string why = errno == ENOSPC
+                                ? "a thread has an alternate signal stack below AT_MINSIGSTKSZ"
+                                : std::generic_category().message(errno);
+    return "Linux lets this process have no tiles: " + why;
   }
 #endif
   return {};
@@ -77,7 +79,9 @@ std::string names() {
   return text;
 }
 
-Isa parse(const std::string& name, const char* origin) {
+// The set of a name, or the best for "auto".
+Isa chosen(const std::string& name, const char* origin) {
+  if (name == "auto") return best();
   for (int i = 0; i < kIsas; i++) {
     if (name != kNames[i] || !supported(Isa(i))) continue;
     const std::string why = refusal(Isa(i));
@@ -131,15 +135,15 @@ Isa current_isa() {
   int isa = current.load(std::memory_order_relaxed);
   if (isa < 0) {
     const char* pinned = std::getenv("FDK_CPU_ISA");
-    isa = int(pinned != nullptr && *pinned != '\0' ? parse(pinned, "FDK_CPU_ISA") : best());
+    const bool is_pinned = pinned != nullptr && *pinned != '\0';
+    isa = int(chosen(is_pinned ? pinned : "auto", "FDK_CPU_ISA"));
     current.store(isa, std::memory_order_relaxed);
   }
   return Isa(isa);
 }
 
-void set_isa(const char* name) {
-  const std::string text = name;
-  current.store(int(text == "auto" ? best() : parse(text, "set_isa")), std::memory_order_relaxed);
+void set_isa(const char* name, const char* origin) {
+  current.store(int(chosen(name, origin)), std::memory_order_relaxed);
 }
 
 const Kernels& float_kernels_for([[maybe_unused]] Isa isa) {

@@ -270,7 +270,7 @@ bool supported(Isa isa);
 // The one in use: the best, or FDK_CPU_ISA, or what set_isa chose.
 Isa current_isa();
 // Throws std::invalid_argument where the machine does not run it, or there is none of that name.
-void set_isa(const char* name);
+void set_isa(const char* name, const char* origin = "set_isa");
 // Kernels for a kind of activations: bf16 ones where the set has them, else float32.
 const Kernels& kernels_for(Isa isa, Activation activation);
 const Kernels& float_kernels_for(Isa isa);

@@ -42,6 +42,24 @@ std::uint64_t sum_of(const std::uint8_t* data, std::size_t bytes) {
   return total;
 }
 
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+constexpr int kBeHuge = MADV_HUGEPAGE, kCollapse = 25;  // MADV_COLLAPSE, from Linux 6.1 on
+#else
+constexpr int kBeHuge = 0, kCollapse = 0;
+#endif
+
+// Of the whole huge pages within; advice may be refused.
+void advise([[maybe_unused]] const void* data, [[maybe_unused]] std::size_t bytes,
+            [[maybe_unused]] int advice) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr std::uintptr_t kHugePage = std::uintptr_t(2) << 20;
+  const std::uintptr_t from = reinterpret_cast<std::uintptr_t>(data);
+  const std::uintptr_t begin = (from + kHugePage - 1) & -kHugePage;
+  const std::uintptr_t end = (from + bytes) & -kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+#endif
+}
+
 }  // namespace
 
 std::uint64_t read_sum(const std::uint8_t* data, std::size_t bytes, std::size_t threads) {
@@ -59,15 +77,14 @@ void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,
   });
 }
 
-void expect_writes([[maybe_unused]] void* to, [[maybe_unused]] std::size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
+void expect_writes(void* to, std::size_t bytes) {
   constexpr std::size_t kFresh = std::size_t(32) << 20;  // from here on malloc always maps anew
-  constexpr std::uintptr_t kHugePage = std::uintptr_t(2) << 20;
-  if (bytes < kFresh) return;
-  const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(to) + kHugePage - 1) & -kHugePage;
-  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(to) + bytes) & -kHugePage;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice may be refused
-#endif
+  if (bytes >= kFresh) advise(to, bytes, kBeHuge);
+}
+
+void use_huge_pages(const void* data, std::size_t bytes) {
+  advise(data, bytes, kBeHuge);
+  advise(data, bytes, kCollapse);
 }
 
 }  // namespace fdk

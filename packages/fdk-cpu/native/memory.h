@@ -16,4 +16,8 @@ void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,
 // fresh memory goes into its page faults. Does nothing for results that malloc may have recycled.
 void expect_writes(void* to, std::size_t bytes);
 
+// Moves memory that is read again and again into huge pages, where the system has some: reading it
+// then waits for fewer walks of page tables. Its bytes stay as they are.
+void use_huge_pages(const void* data, std::size_t bytes);
+
 }  // namespace fdk

@@ -279,9 +279,14 @@ PYBIND11_MODULE(_native, module) {
       .def("quantise", &PyNearestCode::quantise);
   module.def("read_sum", read_sum);
   module.def("copy_memory", copy_memory);
+  module.def("use_huge_pages", [](const py::tuple& data) {
+    const Bytes bytes = bytes_of(data);
+    fdk::use_huge_pages(bytes.as<void>(), bytes.size);
+  });
   module.def("instruction_sets", instruction_sets);
   module.def("instruction_set", [] { return fdk::name_of(fdk::current_isa()); });
-  module.def("set_instruction_set", [](const std::string& name) { fdk::set_isa(name.c_str()); });
+  module.def("set_instruction_set",
+             [](const std::string& name) { fdk::set_isa(name.c_str(), "set_instruction_set"); });
   py::class_<PyWeight>(module, "Weight")
       .def(py::init<std::size_t, std::size_t, std::size_t, int, const py::tuple&, const py::tuple&,
                     const std::string&, const py::tuple&, const std::string&, const py::tuple&>())

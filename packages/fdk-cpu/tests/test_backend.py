@@ -1,9 +1,13 @@
 """The backend ``cpu``: chosen for CPU tensors, its layout, its op, its settings."""
 
+import copy
 import os
+import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +188,18 @@ def test_fork() -> None:
 
 def test_environment_pins_the_instruction_set() -> None:
     code = "import fdk_cpu; print(fdk_cpu.instruction_set())"
+    with pytest.raises(TypeError, match="wanted a name or 'auto', got None"):
+        fdk_cpu.set_instruction_set(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"set_instruction_set: this machine runs .*, got sse9"):
+        fdk_cpu.set_instruction_set("sse9")
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FDK_CPU_ISA": "auto"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() in fdk_cpu.instruction_sets()
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "FDK_CPU_ISA": "scalar"},
@@ -228,6 +244,28 @@ print(fdk_cpu.instruction_set())
         assert "FDK_CPU_ISA: amx: Linux lets this process have no tiles" in run.stderr
     else:
         assert run.stdout.strip() == used, run.stderr
+
+
+def _advised_huge(address: int) -> bool:
+    """Whether the mapping that holds an address has been advised to be huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("no mapping holds it")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").is_file(), reason="needs huge pages"
+)
+def test_codes_are_in_huge_pages() -> None:
+    q = random_quantised(Format("custom", 8, 64), 2048, 4096)  # 8 MiB
+    layout = fdk_cpu.CpuBackend().pack(q, dtype=torch.bfloat16)
+    for found in (layout, copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert _advised_huge(found.codes.data_ptr() + found.codes.nbytes // 2)
+        assert torch.equal(found.unpack().packed, q.packed)
 
 
 def test_memory() -> None:

@@ -265,6 +265,11 @@ def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype: torch.dtype) -> None:
     y.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TypeError, match=r"x must be .*, got torch\.int64"),
+    ):
+        quantised(torch.ones(3, 64, dtype=torch.int64))
 
 
 def test_tied_layers_share_one_weight_through_a_move() -> None:

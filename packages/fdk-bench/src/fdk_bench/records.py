@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 # Settings that change what is measured.
-SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "FDK_", "TRITON_", "CUDA_", "TORCHINDUCTOR_")
+SETTINGS = (
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "THP_",
+    "GLIBC_",
+    "FDK_",
+    "TRITON_",
+    "CUDA_",
+    "TORCHINDUCTOR_",
+)
 
 Case = TypeVar("Case")
 Values = TypeVar("Values")

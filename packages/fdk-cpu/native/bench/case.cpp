@@ -5,6 +5,7 @@
 #include <random>
 
 #include "convert.h"
+#include "memory.h"
 
 namespace bench {
 
@@ -28,6 +29,7 @@ RandomWeight::RandomWeight(const Options& options, const Case& c)
   const std::size_t count = 1 + options.rotate_bytes / nbytes();
   for (std::size_t i = 0; i < count; i++) {
     codes_.push_back(codes);
+    fdk::use_huge_pages(codes_.back().data(), codes.size());
     scales_.push_back(laid_out(scales));
     zeros_.push_back(affine_ ? laid_out(zeros) : Bytes());
   }

@@ -1,5 +1,7 @@
 """The backend ``cpu``: every format on CPU tensors, from one packed layout."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,11 @@ class CpuLayout(Layout):
         codebook = None if q.codebook is None else q.codebook.contiguous()
         self.register_buffer("codebook", codebook, persistent=False)
         self._kept = KeptWeight()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or one from a file: its codes go into huge pages, as packed ones do."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _native.use_huge_pages((self.codes.data_ptr(), self.codes.nbytes))
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""

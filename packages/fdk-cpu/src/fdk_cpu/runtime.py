@@ -26,8 +26,12 @@ def set_instruction_set(name: str) -> None:
     """Pins the instruction set for the process; ``auto`` is the best there is.
 
     Raises:
-        ValueError: for one that this machine does not run, naming those it does.
+        TypeError: for what is no text.
+        ValueError: for one that this machine does not run, naming those it does, or that the system
+            refuses.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"set_instruction_set: wanted a name or 'auto', got {name!r}")
     _native.set_instruction_set(name)
 
 

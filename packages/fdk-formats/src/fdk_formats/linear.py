@@ -298,7 +298,7 @@ class QuantisedLinear(nn.Module):
         """``x :: [..., k]`` to ``[..., n]``.
 
         Raises:
-            TypeError: where x is not of the layer's dtype, outside autocast.
+            TypeError: where x is not of the layer's dtype, outside autocast, or no float.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
         # None of these by attribute: nn.Module takes half a microsecond to find one.
@@ -307,7 +307,8 @@ class QuantisedLinear(nn.Module):
         if x.dtype != dtype:
             device = x.device.type
             # torch asked about autocast on meta raises.
-            if device == "meta" or not torch.is_autocast_enabled(device):
+            is_cast = device != "meta" and torch.is_autocast_enabled(device)
+            if not (is_cast and x.is_floating_point()):
                 raise TypeError(
                     f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}; "
                     f"convert either with .to()"

@@ -70,8 +70,9 @@ def info(
         names = checked(lambda: sampled_formats(group_size))
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     quantised = [name for name in names if name not in DTYPES]
+    here = checked(machine)  # FDK_CPU_ISA may name what it does not run
     found = list(supports(quantised, n, k, dtype, devices))
-    gathered, here, peers = facts("info", "cpu"), machine(), missing_peers()
+    gathered, peers = facts("info", "cpu"), missing_peers()
     if json_lines:
         record = asdict(gathered) | {"machine": asdict(here), "peers": peers}
         record["supports"] = [asdict(support) for support in found]

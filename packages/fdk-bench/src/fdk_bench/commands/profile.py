@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
+# What an instruction set takes beside its own files, and its functions that are not templates over
+# bits.
+SHARED = {"amx": "avx512bf16"}
+PRODUCTS = {"amx": r"\bpanel_by_tiles\b"}
 BUILD = """the library holds no such names; is it stripped? In a checkout, build
   cmake -S packages/fdk-cpu -B build/native -DCMAKE_BUILD_TYPE=Release -DFDK_CPU_PYTHON=OFF \\
         -DFDK_CPU_TESTS=ON && cmake --build build/native
@@ -130,6 +134,7 @@ def _profile_cpu(
     if objdump is None:
         _fail("objdump is not on PATH: it comes with binutils")
     fdk_cpu = module_or_none("fdk_cpu")
+    used = checked(fdk_cpu.instruction_set) if fdk_cpu else ""
     if library is None:
         if fdk_cpu is None:
             _fail("fdk-cpu is not installed; pass --library")
@@ -140,22 +145,31 @@ def _profile_cpu(
     if symbol is None:
         if case.quantised is None:
             _fail(f"{case}: wanted a quantised format, or --symbol: 16 bits are torch's")
-        isa = fdk_cpu.instruction_set() if fdk_cpu else r"\w+"
-        # Templates over bits; one that has no instruction set before them is built for one alone.
-        symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
-        # Kernels for x of 8 bits take a task of another type.
-        symbol += r".*\bInt8Task\b" if case.activations == "int8" else r"(?!.*\bInt8Task\b)"
+        symbol = _symbol(case, used)
     functions = checked(lambda: disassemble(objdump, library, symbol), "--library")
     if not functions:
         _fail(f"{library}: no function matches {symbol!r}{hint}")
-    in_use = f"_{fdk_cpu.instruction_set()}." if fdk_cpu else "."
-    for function in sorted(functions, key=lambda function: in_use not in function.source):
+    first = [f"_{used}.", f"_{SHARED.get(used, used)}."]
+    for function in sorted(functions, key=lambda f: [name not in f.source for name in first]):
         if json_lines:
             counts = dict(function.mnemonics.most_common())
             origin = {"name": function.name, "source": function.source}
             print(json.dumps(origin | {"on_stack": function.on_stack, "instructions": counts}))
         else:
             _print_function(function, listing)
+
+
+def _symbol(case: "KernelCase", used: str) -> str:
+    """A pattern of the functions for a case's bits and activations."""
+    # Templates over bits; one that has no instruction set before them is built for one alone.
+    isa = used or r"\w+"
+    symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
+    # Kernels for x of 8 bits take a task of another type.
+    if case.activations == "int8":
+        return symbol + r".*\bInt8Task\b"
+    symbol += r"(?!.*\bInt8Task\b)"
+    products = PRODUCTS.get(used) if case.dtype == "bf16" else None
+    return f"{symbol}|{products}" if products else symbol
 
 
 def _print_function(function: "Disassembly", listing: bool) -> None:

@@ -264,7 +264,6 @@ enum class Isa : int {
 inline constexpr int kIsas = 11;
 
 const char* name_of(Isa isa);
-// Whether this machine runs it.
 // Whether this machine has it; the system may still refuse it to this process.
 bool supported(Isa isa);
 // The one in use: the best, or FDK_CPU_ISA, or what set_isa chose.

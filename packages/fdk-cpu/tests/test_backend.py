@@ -186,34 +186,29 @@ def test_fork() -> None:
         fdk_cpu.set_num_threads(None)
 
 
+def run_pinned(isa: str, code: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, with ``FDK_CPU_ISA``."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FDK_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_environment_pins_the_instruction_set() -> None:
     code = "import fdk_cpu; print(fdk_cpu.instruction_set())"
     with pytest.raises(TypeError, match="wanted a name or 'auto', got None"):
         fdk_cpu.set_instruction_set(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"set_instruction_set: this machine runs .*, got sse9"):
         fdk_cpu.set_instruction_set("sse9")
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "FDK_CPU_ISA": "auto"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_pinned("auto", code)
+    assert run.returncode == 0
     assert run.stdout.strip() in fdk_cpu.instruction_sets()
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "FDK_CPU_ISA": "scalar"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_pinned("scalar", code)
+    assert run.returncode == 0
     assert run.stdout.strip() == "scalar"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "FDK_CPU_ISA": "sse9"},
-        capture_output=True,
-        text=True,
-    )
+    run = run_pinned("sse9", code)
     assert "FDK_CPU_ISA: this machine runs scalar" in run.stderr
     assert "got sse9" in run.stderr
 
@@ -234,12 +229,7 @@ assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
 import fdk_cpu
 print(fdk_cpu.instruction_set())
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "FDK_CPU_ISA": pinned},
-        capture_output=True,
-        text=True,
-    )
+    run = run_pinned(pinned, code)
     if used is None:
         assert "FDK_CPU_ISA: amx: Linux lets this process have no tiles" in run.stderr
     else:

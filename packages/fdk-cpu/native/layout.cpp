@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "memory.h"
 #include "pool.h"
 
 namespace fdk {
@@ -121,7 +120,6 @@ void pack_codes(const Layout& layout, const std::uint8_t* packed, std::uint8_t* 
           });
     }
   });
-  use_huge_pages(codes, layout.code_bytes());
 }
 
 void unpack_codes(const Layout& layout, const std::uint8_t* codes, std::uint8_t* packed,

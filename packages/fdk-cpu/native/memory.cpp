@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <new>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -42,21 +43,22 @@ std::uint64_t sum_of(const std::uint8_t* data, std::size_t bytes) {
   return total;
 }
 
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-constexpr int kBeHuge = MADV_HUGEPAGE, kCollapse = 25;  // MADV_COLLAPSE, from Linux 6.1 on
+#if defined(__linux__)
+constexpr std::uintptr_t kPage = HugePages::kPage;
+
+std::uintptr_t next_page(const void* data) {
+  return (reinterpret_cast<std::uintptr_t>(data) + kPage - 1) & -kPage;
+}
 #else
-constexpr int kBeHuge = 0, kCollapse = 0;
+constexpr std::align_val_t kLineAligned{64};
 #endif
 
-// Of the whole huge pages within; advice may be refused.
-void advise([[maybe_unused]] const void* data, [[maybe_unused]] std::size_t bytes,
-            [[maybe_unused]] int advice) {
+// Of the whole pages within; the system may not follow.
+void advise_huge([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr std::uintptr_t kHugePage = std::uintptr_t(2) << 20;
-  const std::uintptr_t from = reinterpret_cast<std::uintptr_t>(data);
-  const std::uintptr_t begin = (from + kHugePage - 1) & -kHugePage;
-  const std::uintptr_t end = (from + bytes) & -kHugePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+  const std::uintptr_t begin = next_page(data);
+  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(data) + bytes) & -kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
 
@@ -79,12 +81,30 @@ void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,
 
 void expect_writes(void* to, std::size_t bytes) {
   constexpr std::size_t kFresh = std::size_t(32) << 20;  // from here on malloc always maps anew
-  if (bytes >= kFresh) advise(to, bytes, kBeHuge);
+  if (bytes >= kFresh) advise_huge(to, bytes);
 }
 
-void use_huge_pages(const void* data, std::size_t bytes) {
-  advise(data, bytes, kBeHuge);
-  advise(data, bytes, kCollapse);
+// Mapped anew, not by malloc: pages that were written before stay small.
+HugePages::HugePages(std::size_t bytes) : bytes_(bytes) {
+#if defined(__linux__)
+  mapped_ =
+      mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+  data_ = reinterpret_cast<std::uint8_t*>(next_page(mapped_));
+  advise_huge(data_, bytes);
+#else
+  mapped_ = ::operator new(bytes, kLineAligned);
+  data_ = static_cast<std::uint8_t*>(mapped_);
+  std::memset(data_, 0, bytes);
+#endif
+}
+
+HugePages::~HugePages() {
+#if defined(__linux__)
+  munmap(mapped_, bytes_ + kPage);
+#else
+  ::operator delete(mapped_, kLineAligned);
+#endif
 }
 
 }  // namespace fdk

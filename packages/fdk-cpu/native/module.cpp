@@ -279,10 +279,12 @@ PYBIND11_MODULE(_native, module) {
       .def("quantise", &PyNearestCode::quantise);
   module.def("read_sum", read_sum);
   module.def("copy_memory", copy_memory);
-  module.def("use_huge_pages", [](const py::tuple& data) {
-    const Bytes bytes = bytes_of(data);
-    fdk::use_huge_pages(bytes.as<void>(), bytes.size);
-  });
+  module.attr("HUGE_PAGE") = fdk::HugePages::kPage;
+  py::class_<fdk::HugePages>(module, "HugePages", py::buffer_protocol())
+      .def(py::init<std::size_t>())
+      .def_buffer([](const fdk::HugePages& memory) {
+        return py::buffer_info(memory.data(), py::ssize_t(memory.size()));
+      });
   module.def("instruction_sets", instruction_sets);
   module.def("instruction_set", [] { return fdk::name_of(fdk::current_isa()); });
   module.def("set_instruction_set",

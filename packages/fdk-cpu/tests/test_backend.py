@@ -1,14 +1,17 @@
 """The backend ``cpu``: chosen for CPU tensors, its layout, its op, its settings."""
 
 import copy
+import mmap
 import os
 import pickle
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -236,26 +239,46 @@ print(fdk_cpu.instruction_set())
         assert run.stdout.strip() == used, run.stderr
 
 
-def _advised_huge(address: int) -> bool:
-    """Whether the mapping that holds an address has been advised to be huge pages."""
+def _bytes_in_huge_pages(address: int) -> int:
+    """Of the mapping that holds an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = int(match[1], 16) <= address < int(match[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return "hg" in line.split()
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
     raise AssertionError("no mapping holds it")
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage/enabled").is_file(), reason="needs huge pages"
-)
-def test_codes_are_in_huge_pages() -> None:
-    q = random_quantised(Format("custom", 8, 64), 2048, 4096)  # 8 MiB
+def _gives_huge_pages() -> bool:
+    """Whether Linux gives the whole of some memory that is aligned, advised, then written."""
+    if not Path("/proc/self/smaps").is_file() or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+    page = 2 << 20
+    memory = mmap.mmap(-1, 5 * page, flags=mmap.MAP_PRIVATE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.uint8)
+    array[:] = 1
+    return _bytes_in_huge_pages(array.ctypes.data + 2 * page) >= 4 * page
+
+
+@pytest.mark.parametrize("bits", [1, 8])  # of 2 MiB, the least, and 16
+def test_codes_are_in_huge_pages(bits: int) -> None:
+    if not _gives_huge_pages():
+        pytest.skip("Linux gives no huge pages")
+    q = random_quantised(Format("custom", bits, 64), 4096, 4096)
     layout = fdk_cpu.CpuBackend().pack(q, dtype=torch.bfloat16)
     for found in (layout, copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
-        assert _advised_huge(found.codes.data_ptr() + found.codes.nbytes // 2)
+        assert _bytes_in_huge_pages(found.codes.data_ptr()) >= found.codes.nbytes
         assert torch.equal(found.unpack().packed, q.packed)
+
+
+def test_copies_to_another_process_share_codes() -> None:
+    q = random_quantised(Format("custom", 1, 64), 4096, 4096)
+    layout = fdk_cpu.CpuBackend().pack(q, dtype=torch.bfloat16).share_memory()
+    sent = pickle.loads(ForkingPickler.dumps(layout))
+    sent.codes[0] += 1
+    assert sent.codes[0] == layout.codes[0]
 
 
 def test_memory() -> None:

@@ -5,7 +5,6 @@
 #include <random>
 
 #include "convert.h"
-#include "memory.h"
 
 namespace bench {
 
@@ -28,8 +27,8 @@ RandomWeight::RandomWeight(const Options& options, const Case& c)
   fdk::pack_codes(layout_, packed.data(), codes.data(), c.threads);
   const std::size_t count = 1 + options.rotate_bytes / nbytes();
   for (std::size_t i = 0; i < count; i++) {
-    codes_.push_back(codes);
-    fdk::use_huge_pages(codes_.back().data(), codes.size());
+    codes_.push_back(std::make_unique<fdk::HugePages>(codes.size()));
+    std::copy(codes.begin(), codes.end(), codes_.back()->data());
     scales_.push_back(laid_out(scales));
     zeros_.push_back(affine_ ? laid_out(zeros) : Bytes());
   }
@@ -48,7 +47,7 @@ void RandomWeight::multiply(const Options& options, const Case& c, std::size_t i
 
 fdk::PackedWeight RandomWeight::at(std::size_t i) const {
   return {layout_,
-          codes_[i].data(),
+          codes_[i]->data(),
           scales_[i].data(),
           fdk::ScaleType::bf16,
           affine_ ? zeros_[i].data() : nullptr,

@@ -1,11 +1,13 @@
 // A case of the benchmark, and the weight that it multiplies by.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "int8.h"
 #include "linear.h"
+#include "memory.h"
 #include "options.h"
 
 namespace bench {
@@ -40,7 +42,8 @@ class RandomWeight {
   bool affine_;
   std::vector<float> codebook_;
   fdk::Int8Table levels_;
-  std::vector<Bytes> codes_, scales_, zeros_;
+  std::vector<std::unique_ptr<fdk::HugePages>> codes_;
+  std::vector<Bytes> scales_, zeros_;
 };
 
 // x :: [count] of normal values.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 
 #include "kernels.h"
@@ -64,8 +65,8 @@ Times measure(const Options& options, const Case& c) {
   const RandomWeight weight(options, c);
   const Bytes x = random_x(c.m * c.size.k, options.activation);
   Times times{checked(options, c, weight, x), 0, 0, 0, weight.nbytes(), 0};
-  const Bytes memory(options.rotate_bytes, 1);
-  fdk::use_huge_pages(memory.data(), memory.size());
+  const fdk::HugePages memory(options.rotate_bytes);
+  std::memset(memory.data(), 1, memory.size());
   const std::size_t quarter = memory.size() / 4;
   Bytes y(c.m * c.size.n * fdk::bytes_of(options.activation));
   std::vector<double> calls, bandwidths;

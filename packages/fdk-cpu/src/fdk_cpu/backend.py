@@ -13,6 +13,7 @@ from fdk_cpu.linear import (
     lut_linear_op,
     takes,
 )
+from fdk_cpu.memory import weight_memory
 from fdk_cpu.runtime import num_threads
 from fdk_formats.backends import Layout, Problem, check_activations, register
 from fdk_formats.int8 import int8_table
@@ -37,7 +38,7 @@ class CpuLayout(Layout):
         super().__init__()
         self.format, self.shape, self.group_size = q.format, q.shape, q.group_size
         code_bytes, _ = self._sizes()
-        codes = torch.empty(code_bytes, dtype=torch.uint8, device="cpu")
+        codes = weight_memory(code_bytes, torch.uint8)
         self._convert_codes(q.packed.contiguous(), codes, to_layout=True)
         self.register_buffer("codes", codes, persistent=False)
         for name in ("scale", "zero_point"):
@@ -49,9 +50,13 @@ class CpuLayout(Layout):
         self._kept = KeptWeight()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or one from a file: its codes go into huge pages, as packed ones do."""
+        """A copy, or one from a file: moved to where a layout that was packed has its bytes."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _native.use_huge_pages((self.codes.data_ptr(), self.codes.nbytes))
+        for name in ("codes", "scale", "zero_point"):
+            tensor = getattr(self, name)
+            # What processes share stays shared.
+            if tensor is not None and tensor.device.type == "cpu" and not tensor.is_shared():
+                setattr(self, name, weight_memory(tensor.numel(), tensor.dtype).copy_(tensor))
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
@@ -97,7 +102,7 @@ class CpuLayout(Layout):
 
     def _lay_out_groups(self, groups: Tensor) -> Tensor:
         _, stored = self._sizes()
-        laid_out = torch.empty(stored, dtype=groups.dtype, device="cpu")
+        laid_out = weight_memory(stored, groups.dtype)
         self._convert_groups(groups, laid_out, to_layout=True)
         return laid_out
 

@@ -1,5 +1,6 @@
-"""Reading and copying memory as fast as it goes: what the kernels are measured against."""
+"""Memory for weights, and reading and copying as fast as it goes, what kernels are held against."""
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
@@ -36,6 +37,21 @@ def copy_memory(source: Tensor, to: Tensor) -> None:
     _native.copy_memory(*sizes, num_threads())
     if not to.is_inference():
         increment_version(to)  # as every write does: a backward that has kept it then says so
+
+
+def weight_memory(count: int, dtype: torch.dtype) -> Tensor:
+    """A tensor to be written once and read again and again.
+
+    From 2 MiB on it lies in huge pages where Linux gives some
+    (``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``).
+
+    Shapes:
+        result :: [count, dtype], of no particular value
+    """
+    nbytes = count * dtype.itemsize
+    if nbytes < _native.HUGE_PAGE:
+        return torch.empty(count, dtype=dtype, device="cpu")
+    return torch.frombuffer(_native.HugePages(nbytes), dtype=torch.uint8).view(dtype)
 
 
 def _check(caller: str, name: str, tensor: Tensor) -> None:

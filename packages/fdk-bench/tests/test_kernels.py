@@ -157,6 +157,33 @@ def test_wrong_answer_is_not_timed():
     assert sum(row.values is not None for row in rows) == 4
 
 
+class Elsewhere(Dense):
+    """A contender whose turns run somewhere of its own, and what happens there."""
+
+    name = "elsewhere"
+
+    def __init__(self):
+        self.seen = []
+
+    def unsupported(self, case):
+        return None
+
+    def prepare(self, case, copies=None):
+        prepared = super().prepare(case, copies)
+        return replace(prepared, place=self.place, rest=lambda: self.seen.append("rest"))
+
+    def place(self, turn):
+        self.seen.append("turn")
+        return turn()
+
+
+def test_turns_run_in_the_place_of_their_contender():
+    peer = Elsewhere()
+    rows = list(measure(tiny_run(ms=[1], formats=["bf16"], peers=[peer])))
+    assert [row.case.backend for row in rows if row.values] == ["torch", "elsewhere"]
+    assert peer.seen == ["turn", "rest"] * 3  # the warm-up and two turns
+
+
 def test_check_refuses_another_shape():
     case = KernelCase(1, 32, 64, "bf16", "bf16", "cpu", "torch")
     right = Dense().prepare(case, 1)

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +20,10 @@ from fdk_bench import limits
 from fdk_bench.cases import KernelCase
 from fdk_bench.kernels import KernelRun, absent, measure
 from fdk_bench.limits import TookTooLongError, time_limit
-from fdk_bench.peers import PEERS, check, peers_named
+from fdk_bench.peers import PEERS, check, llama_cpp, peers_named
 from fdk_bench.peers.dense import CompiledReference, DenseTriton
 from fdk_bench.peers.gemlite import add_nearest, error_of_parts
+from fdk_bench.peers.ggml import OwnThread, Product
 from fdk_bench.peers.llama_cpp import LLAMA_CPP
 
 
@@ -55,6 +59,47 @@ def test_llama_cpp_types(peer, bits, text):
     stored = prepared.nbytes * 8 / (64 * 256)
     assert bits <= stored <= bits + 0.75
     assert f"llama.cpp {text} ({stored:g} bits)" in prepared.backend
+
+
+@pytest.mark.parametrize(
+    ("layout", "told", "is_apart"),
+    [("CPU", "", False), ("CPU_REPACK", " repacked", False), ("AMX", " for AMX", True)],
+)
+def test_llama_cpp_tells_its_layout(layout, told, is_apart, monkeypatch):
+    """And turns by AMX have the thread whose tiles nobody else configures."""
+    engine = SimpleNamespace(rest=lambda: None, own_thread=OwnThread())
+    monkeypatch.setattr(llama_cpp, "library_folder", Path)
+    library = SimpleNamespace(quantise=lambda type, W: torch.zeros(len(W), 144, dtype=torch.uint8))
+    monkeypatch.setattr(llama_cpp, "load", lambda folder: library)
+    monkeypatch.setattr(llama_cpp, "Engine", lambda library, threads: engine)
+    monkeypatch.setattr(llama_cpp, "Product", lambda *args: SimpleNamespace(layout=layout))
+    peer = next(peer for peer in LLAMA_CPP if peer.name == "llama.cpp-Q4_0")
+    prepared = peer.prepare(KernelCase(1, 64, 256, "custom4-g64", "bf16", "cpu", peer.name), 1)
+    assert prepared.backend == f"llama.cpp Q4_0 (4.5 bits){told}"
+    (thread,) = prepared.place(lambda: [threading.get_ident()])
+    assert (thread != threading.get_ident()) == is_apart
+
+
+def test_products_by_amx_have_a_thread_of_their_own():
+    product = Product.__new__(Product)
+    product.layout, product._held = "AMX", []
+    product._engine = SimpleNamespace(own_thread=OwnThread())
+    product._product = lambda x: threading.get_ident()
+    one, three = torch.ones(1, 4), torch.ones(3, 4)
+    own = product(three)
+    assert own == product(three) != threading.get_ident()
+    assert product(one) == threading.get_ident()  # one row takes no tiles
+    # A turn of calls is there already.
+    assert product._engine.own_thread(lambda: [product(three), product(one)]) == [own, own]
+
+
+def test_own_thread_is_in_the_mode_of_its_caller():
+    own = OwnThread()
+    assert not own(torch.is_inference_mode_enabled)
+    with torch.inference_mode():
+        assert own(torch.is_inference_mode_enabled)
+    with pytest.raises(RuntimeError, match="Boolean value of Tensor"):
+        own(lambda: bool(torch.ones(2)))
 
 
 # See above.

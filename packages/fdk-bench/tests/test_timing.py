@@ -100,6 +100,25 @@ def test_each_turn_ends_with_a_rest(clock):
     assert seen == ["a", "a", "rest a", "b", "b", "rest b"] * 2
 
 
+def test_turns_run_where_a_contender_wants_them(clock):
+    """Warm-up and turns, each as a whole: nothing of the way there is in the samples."""
+    seen = []
+
+    def place(turn):
+        clock.spend(5.0)
+        seen.append("there")
+        return turn()
+
+    def call(name):
+        return lambda: (seen.append(name), clock.spend(1.0))
+
+    places = [place, timing.here]
+    far, near = time_calls([[call("a")], [call("b")]], seconds=0, inner=2, outer=2, places=places)
+    assert seen.count("there") == 3
+    assert all(seen[i + 1 : i + 3] == ["a", "a"] for i, what in enumerate(seen) if what == "there")
+    assert (far.samples, far.median, near.median) == (4, 1.0, 1.0)
+
+
 def test_warm_up_is_not_counted(clock):
     cost = iter([100.0, *[1.0] * 99])
     (only,) = time_calls([[lambda: clock.spend(next(cost))]], seconds=0, inner=1, outer=3)

@@ -249,6 +249,7 @@ def _measure_turns(
                 outer=run.outer,
                 probe=floor.probe,
                 rests=[r.prepared.rest for _, r in timed],
+                places=[r.prepared.place for _, r in timed],
             )
     rows: list[KernelRow] = []
     for (case, r), timing in zip(timed, timings, strict=True):

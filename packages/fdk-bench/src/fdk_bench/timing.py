@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], object]
+Turn = Callable[[], list[float]]  # runs the calls of a turn; the seconds of those that count
 
 # CPU: calls of one contender before the next has its turn; of long ones as many as this takes.
 CALLS_PER_TURN = 8
@@ -61,6 +62,11 @@ def summarise(samples: Sequence[float], method: str, eager: float | None = None)
     return Timing(median, min(samples), spread, len(samples), method, eager)
 
 
+def here(turn: Turn) -> list[float]:
+    """Runs a turn in the thread that asks."""
+    return turn()
+
+
 def time_calls(
     contenders: Sequence[Sequence[Call]],
     *,
@@ -69,6 +75,7 @@ def time_calls(
     outer: int | None = None,
     probe: Call = lambda: None,
     rests: Sequence[Call] | None = None,
+    places: Sequence[Callable[[Turn], list[float]]] | None = None,
 ) -> list[Timing | Exception]:
     """Times each contender's calls one by one, the contenders taking turns.
 
@@ -83,6 +90,8 @@ def time_calls(
         outer: turns.
         probe: called before each round, to measure the machine.
         rests: for each contender, what ends its turn: stops threads that would spin on.
+        places: for each, what runs its turns, warm-up included: in a thread of their own, so that
+            none of its calls counts the way there. ``here`` by default.
     """
     samples: list[list[float]] = [[] for _ in contenders]
     errors: dict[int, Exception] = {}
@@ -90,11 +99,11 @@ def time_calls(
     order = list(range(len(contenders)))
     shuffle = random.Random(0).shuffle  # the same orders in each run
 
-    def take(i: int, turn: Callable[[], list[float]]) -> None:
+    def take(i: int, turn: Turn) -> None:
         if i in errors:
             return
         try:
-            samples[i] += turn()
+            samples[i] += turn() if places is None else places[i](turn)
         except Exception as error:  # of somebody's kernel: a row of its own
             errors[i] = error
         if rests is not None:

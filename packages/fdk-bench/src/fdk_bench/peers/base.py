@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from fdk_bench.cases import KernelCase
 from fdk_bench.machine import cold_bytes, memory_bytes
+from fdk_bench.timing import Turn, here
 from fdk_formats.testing import nrmse, poisoned
 
 # Beside the error of torch in the same dtype over the same dequantised weight.
@@ -34,6 +35,7 @@ class Prepared:
         backend: who computes it.
         codebook_bytes: of ``nbytes``, what does not grow with the weight.
         rest: ends a turn of calls: puts threads to sleep that would wait for the next one awake.
+        place: runs a turn of calls, in a thread of their own where they need one.
         extra_error: relative error that the method adds by design (8-bit activations).
         definition: of a method that is not the exact product but has a definition: y of x, in
             float32; answers are checked against that.
@@ -46,6 +48,7 @@ class Prepared:
     codebook_bytes: int = 0
     extra_error: float = 0.0
     rest: Callable[[], object] = lambda: None
+    place: Callable[[Turn], list[float]] = here
     definition: Callable[[Tensor], Tensor] | None = None
 
 

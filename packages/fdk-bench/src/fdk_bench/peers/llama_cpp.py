@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fdk_bench.cases import KernelCase
 from fdk_bench.peers.base import Prepared, copies_of
-from fdk_bench.peers.ggml import FOLDER_VARIABLE, Engine, Product, library_folder, load
+from fdk_bench.peers.ggml import AMX, FOLDER_VARIABLE, Engine, Product, library_folder, load
+from fdk_bench.timing import here
 
 # Rows that are quantised: a search per block takes seconds for a whole layer. They repeat.
 ROWS = 64
@@ -34,6 +35,8 @@ TYPES = {
     3: GgmlType("Q3_K", 11, 256),
     2: GgmlType("TQ2_0", 35, 256),
 }
+# What a row says of ggml's layout of the weight.
+LAYOUTS = {"CPU": "", AMX: " for AMX"}
 # Beside those: 4 bits without a codebook, and 2 bits that are not ternary.
 Q4_0 = {4: GgmlType("Q4_0", 2, 32)}
 Q2_K = {2: GgmlType("Q2_K", 10, 256)}
@@ -91,10 +94,16 @@ class LlamaCpp:
 
         # Types of one width differ in their scales: 2.0625 bits (TQ2_0) or 2.625 (Q2_K).
         backend = f"llama.cpp {type.name} ({8 * some.nbytes / some.shape[0] / case.k:g} bits)"
-        if calls[0].layout != "CPU":
-            backend += " repacked"
+        layout = calls[0].layout
+        backend += LAYOUTS.get(layout, " repacked")
         return Prepared(
-            calls, weight, data.nbytes, backend, extra_error=ACTIVATION_ERROR, rest=engine.rest
+            calls,
+            weight,
+            data.nbytes,
+            backend,
+            extra_error=ACTIVATION_ERROR,
+            rest=engine.rest,
+            place=engine.own_thread if layout == AMX else here,
         )
 
 

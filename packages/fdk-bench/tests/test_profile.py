@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from fdk_bench.cases import KernelCase
 from fdk_bench.cli import app
+from fdk_bench.commands.profile import _homes
 from fdk_bench.kernels import contender_of
 from fdk_bench.peers import Dense
 from fdk_bench.profiling import KernelProfile, functions_of, parse_case, parse_ncu, sources_of
@@ -223,24 +224,57 @@ def test_kernels_of_the_installed_package():
     assert "wanted a quantised format, or --symbol" in done.stderr
 
 
-def test_kernels_in_use_come_first():
+@pytest.mark.parametrize(
+    ("isa", "activations", "homes"),
+    [
+        ("amx", "bf16", ["amx", "avx512bf16"]),
+        ("amx", "fp32", ["avx512"]),
+        ("amx", "bf16-int8", ["avx512bf16"]),
+        ("avx512bf16", "bf16", ["avx512bf16"]),
+        ("avx512bf16", "fp16", ["avx512"]),
+        ("avx512bf16", "fp32", ["avx512"]),
+        ("avx512bf16", "fp32-int8", ["avx512bf16"]),
+        ("avx512", "bf16", ["avx512"]),
+        ("avx512", "bf16-int8", ["avx2"]),
+        ("avx2", "bf16", ["avx2"]),
+        ("avx2", "fp32", ["avx2"]),
+    ],
+)
+def test_kernels_in_use_come_first(isa, activations, homes):
     fdk_cpu = pytest.importorskip("fdk_cpu")
     if not shutil.which("objdump"):
         pytest.skip("needs objdump")
-    known = {"amx": ["amx", "avx512bf16"], "avx512bf16": ["avx512bf16"], "avx2": ["avx2"]}
-    for isa in set(known) & set(fdk_cpu.instruction_sets()):
-        fdk_cpu.set_instruction_set(isa)
-        try:
-            done = run("m16-n64-k64-custom4-g64-bf16-cpu", "--json")
-        finally:
-            fdk_cpu.set_instruction_set("auto")
-        sources = [json.loads(line)["source"] for line in done.stdout.splitlines()]
-        ranks = [
-            next((i for i, name in enumerate(known[isa]) if f"_{name}." in source), len(known[isa]))
-            for source in sources
-        ]
-        assert ranks == sorted(ranks)
-        assert set(ranks) >= set(range(len(known[isa])))
+    if isa not in fdk_cpu.instruction_sets():
+        pytest.skip(f"needs {isa}")
+    fdk_cpu.set_instruction_set(isa)
+    try:
+        done = run(f"m16-n64-k64-custom4-g64-{activations}-cpu", "--json")
+    finally:
+        fdk_cpu.set_instruction_set("auto")
+    assert done.exit_code == 0, done.output
+    sources = [json.loads(line)["source"] for line in done.stdout.splitlines()]
+    ranks = [
+        next((i for i, home in enumerate(homes) if f"_{home}." in source), len(homes))
+        for source in sources
+    ]
+    assert ranks == sorted(ranks)
+    assert set(ranks) >= set(range(len(homes)))
+
+
+@pytest.mark.parametrize(
+    ("case", "isa", "homes"),
+    [
+        ("m1-n64-k64-nf4-g64-bf16-cpu", "amx", ("amx", "avx512bf16")),
+        ("m1-n64-k64-nf4-g64-fp32-cpu", "amx", ("avx512",)),
+        ("m1-n64-k64-nf4-g64-fp16-int8-cpu", "amx", ("avx512bf16",)),
+        ("m1-n64-k64-nf4-g64-bf16-cpu", "neoni8mm", ("neonbf16",)),
+        ("m1-n64-k64-nf4-g64-fp16-cpu", "sve2", ("neon",)),
+        ("m1-n64-k64-nf4-g64-fp32-cpu", "scalar", ("scalar",)),
+    ],
+)
+def test_homes_of_kernels(case, isa, homes):
+    """As kernels_for and int8_kernels_for of fdk-cpu's native code choose them, on any machine."""
+    assert _homes(parse_case(case), isa) == homes
 
 
 def test_bad_usage(refused):

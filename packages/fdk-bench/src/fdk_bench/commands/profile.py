@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -24,9 +25,28 @@ if TYPE_CHECKING:
 
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
-# What an instruction set takes beside its own files, and its functions that are not templates over
-# bits.
-SHARED = {"amx": "avx512bf16"}
+# Whose files hold the kernels of an instruction set, as fdk-cpu's kernels_for and int8_kernels_for
+# choose them; a set that is not here has all its own.
+OF_BF16 = {
+    "amx": ("amx", "avx512bf16"),
+    "neondot": ("neon",),
+    "neoni8mm": ("neonbf16",),
+    "sve": ("sve", "neonbf16"),
+    "sve2": ("sve2", "neonbf16"),
+}
+OF_FLOATS = {
+    "amx": ("avx512",),
+    "avx512bf16": ("avx512",),
+    **dict.fromkeys(("neondot", "neonbf16", "neoni8mm", "sve", "sve2"), ("neon",)),
+}
+OF_INT8 = {
+    "amx": ("avx512bf16",),
+    "avx512": ("avx2",),
+    "neonbf16": ("neondot",),
+    "neoni8mm": ("neoni8mm", "neondot"),
+    **dict.fromkeys(("sve", "sve2"), ("sve", "neoni8mm", "neondot")),
+}
+# Functions that are not templates over bits.
 PRODUCTS = {"amx": r"\bpanel_by_tiles\b"}
 BUILD = """the library holds no such names; is it stripped? In a checkout, build
   cmake -S packages/fdk-cpu -B build/native -DCMAKE_BUILD_TYPE=Release -DFDK_CPU_PYTHON=OFF \\
@@ -54,7 +74,7 @@ def profile(
 
     GPU: runs the case once, warm, under ncu and prints the share of each pipe. CPU: the
     instructions of the kernels for the case's bits and activations, and the file that each is
-    from, whose name tells the instruction set; those of the one in use come first.
+    from, whose name tells the instruction set; those that this machine uses come first.
 
     Exit code: 0, 1 where the tool is missing or finds nothing, 2 bad usage.
     """
@@ -134,7 +154,7 @@ def _profile_cpu(
     if objdump is None:
         _fail("objdump is not on PATH: it comes with binutils")
     fdk_cpu = module_or_none("fdk_cpu")
-    used = checked(fdk_cpu.instruction_set) if fdk_cpu else ""
+    used = _homes(case, checked(fdk_cpu.instruction_set)) if fdk_cpu else ()
     if library is None:
         if fdk_cpu is None:
             _fail("fdk-cpu is not installed; pass --library")
@@ -149,7 +169,7 @@ def _profile_cpu(
     functions = checked(lambda: disassemble(objdump, library, symbol), "--library")
     if not functions:
         _fail(f"{library}: no function matches {symbol!r}{hint}")
-    first = [f"_{used}.", f"_{SHARED.get(used, used)}."]
+    first = [f"_{isa}." for isa in used]
     for function in sorted(functions, key=lambda f: [name not in f.source for name in first]):
         if json_lines:
             counts = dict(function.mnemonics.most_common())
@@ -159,17 +179,22 @@ def _profile_cpu(
             _print_function(function, listing)
 
 
-def _symbol(case: "KernelCase", used: str) -> str:
+def _homes(case: "KernelCase", isa: str) -> tuple[str, ...]:
+    """The instruction sets whose files hold a case's kernels where ``isa`` is in use."""
+    of_floats = OF_BF16 if case.dtype == "bf16" else OF_FLOATS
+    return (OF_INT8 if case.activations == "int8" else of_floats).get(isa, (isa,))
+
+
+def _symbol(case: "KernelCase", used: Sequence[str]) -> str:
     """A pattern of the functions for a case's bits and activations."""
     # Templates over bits; one that has no instruction set before them is built for one alone.
-    isa = used or r"\w+"
-    symbol = rf"<(?:[^<>]*\b{isa}, )?{case.bits}[,>]"
+    isa = "|".join(used) or r"\w+"
+    symbol = rf"<(?:[^<>]*\b(?:{isa}), )?{case.bits}[,>]"
     # Kernels for x of 8 bits take a task of another type.
     if case.activations == "int8":
         return symbol + r".*\bInt8Task\b"
     symbol += r"(?!.*\bInt8Task\b)"
-    products = PRODUCTS.get(used) if case.dtype == "bf16" else None
-    return f"{symbol}|{products}" if products else symbol
+    return "|".join([symbol, *(PRODUCTS[isa] for isa in used if isa in PRODUCTS)])
 
 
 def _print_function(function: "Disassembly", listing: bool) -> None:

@@ -189,6 +189,11 @@ def test_mirrored_by_hand() -> None:
     assert mirrored(nothing, np.zeros(2)).tolist() == [0.0, 0.0]
     lone = Points(np.array([-1.0, 5.0]), np.array([1.0, 1.0]))
     assert mirrored(lone, np.array([-1.0, 5.0])).tolist() == [-1.0, 5.0]
+    # Two tight heaps: in units of e^2 the error is 4, that of -c and c 5, and the spread 4 / e^2.
+    e = 1e-9
+    heaps = Points(np.array([-1 - e, -1 + e, 1, 1 + 2 * e]), np.ones(4))
+    pair = np.array([-1, 1 + e])
+    assert mirrored(heaps, pair) is pair
 
 
 def test_optimal_centroids_ignore_masses_that_vanish() -> None:

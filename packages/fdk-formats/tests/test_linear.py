@@ -1,6 +1,7 @@
 import copy
 import io
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -248,8 +249,10 @@ def test_wrong_input() -> None:
     quantised = layer()
     with pytest.raises(TypeError, match=r"x must be torch\.float32, the dtype of the layer, got"):
         quantised(torch.ones(1, 64, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"x must be \[\.\.\., 64\], got \[1, 65\]"):
-        quantised(torch.ones(1, 65))
+    for shape in ([1, 65], []):
+        said = rf"QuantisedLinear: x must be \[\.\.\., 64\], got {re.escape(str(shape))}"
+        with pytest.raises(ValueError, match=said):
+            quantised(torch.ones(shape))
     with pytest.raises(ValueError, match="x must be on cpu, got meta"):
         quantised(torch.ones(1, 64, device="meta"))
 
@@ -265,11 +268,23 @@ def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype: torch.dtype) -> None:
     y.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(TypeError, match=r"x must be .*, got torch\.int64"),
-    ):
-        quantised(torch.ones(3, 64, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (torch.float64, r"got torch\.float64; convert either with \.to\(\)$"),
+        (torch.int64, r"got torch\.int64$"),  # indices: no conversion makes activations of them
+        (torch.complex64, r"got torch\.complex64$"),
+    ],
+)
+def test_autocast_leaves_what_torch_leaves(dtype: torch.dtype, said: str) -> None:
+    x = torch.ones(3, 64, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            nn.Linear(64, 24)(x)
+        with pytest.raises(TypeError, match=rf"x must be torch\.float32, .*, {said}"):
+            layer()(x)
 
 
 def test_tied_layers_share_one_weight_through_a_move() -> None:

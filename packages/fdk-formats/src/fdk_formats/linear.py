@@ -221,10 +221,10 @@ class QuantisedWeight(nn.Module):
 class QuantisedLinear(nn.Module):
     """``y = x @ W_hat.T + bias`` with ``W_hat :: [n, k]`` stored in 1 to 8 bits.
 
-    Takes ``x :: [..., k]`` of its own dtype and returns ``[..., n]``. Under autocast x is cast to
-    that dtype, the one its backend was chosen for, whatever autocast's own. The gradient reaches x
-    and bias; the quantised weight is constant. With ``activations="int8"`` it is that of the
-    product without rounding, straight through. ``state_dict`` holds ``weight.packed``,
+    Takes ``x :: [..., k]`` of its own dtype and returns ``[..., n]``. Under autocast x, but for
+    float64, is cast to that dtype, the one its backend was chosen for, whatever autocast's own. The
+    gradient reaches x and bias; the quantised weight is constant. With ``activations="int8"`` it is
+    that of the product without rounding, straight through. ``state_dict`` holds ``weight.packed``,
     ``weight.scale``, ``weight.codebook`` or ``weight.zero_point``, and ``bias``.
 
     Args:
@@ -298,20 +298,22 @@ class QuantisedLinear(nn.Module):
         """``x :: [..., k]`` to ``[..., n]``.
 
         Raises:
-            TypeError: where x is not of the layer's dtype, outside autocast, or no float.
+            TypeError: where x is not of the layer's dtype, nor a float that autocast casts.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"QuantisedLinear: x must be [..., {self.in_features}], got {list(x.shape)}"
+            )
         # None of these by attribute: nn.Module takes half a microsecond to find one.
         weight: Any = self._modules["weight"]
         layout, dtype = weight._modules.get("layout"), weight.dtype
         if x.dtype != dtype:
-            device = x.device.type
-            # torch asked about autocast on meta raises.
-            is_cast = device != "meta" and torch.is_autocast_enabled(device)
-            if not (is_cast and x.is_floating_point()):
+            if not _is_cast(x):
+                advice = "; convert either with .to()" if x.is_floating_point() else ""
                 raise TypeError(
-                    f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}; "
-                    f"convert either with .to()"
+                    f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}"
+                    f"{advice}"
                 )
             # What fused layers share is told by x itself.
             x = x if getattr(layout, "casts", False) else x.to(dtype)
@@ -328,6 +330,15 @@ class QuantisedLinear(nn.Module):
         """Sizes as nn.Linear prints them."""
         has_bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+
+
+def _is_cast(x: Tensor) -> bool:
+    """Whether autocast is on and casts x for ``nn.Linear``: a float, but not float64."""
+    device = x.device.type
+    if device == "meta":  # torch asked about autocast there raises
+        return False
+    is_eligible = x.is_floating_point() and x.dtype != torch.float64
+    return is_eligible and torch.is_autocast_enabled(device)
 
 
 def _parameter(

@@ -159,6 +159,9 @@ def test_vmap_quantises_each(quantise: Callable[[Tensor], QuantisedBlocks]) -> N
     for index, column in enumerate(x.T):
         for batch, wanted in zip(found, tensors(quantise(column)), strict=True):
             assert torch.equal(batch[index], wanted)
+    none = torch.func.vmap(lambda x: tuple(tensors(quantise(x))), in_dims=1)(x[:, :0])
+    for empty, batch in zip(none, found, strict=True):
+        assert (empty.shape, empty.dtype) == ((0, *batch.shape[1:]), batch.dtype)
 
 
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)

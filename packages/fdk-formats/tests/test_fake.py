@@ -108,8 +108,9 @@ def test_transforms_of_torch_func() -> None:
         inputs = weight.clone().requires_grad_(), table.clone().requires_grad_()
         wanted = torch.autograd.grad(loss(*inputs), inputs)
         assert all(torch.equal(f[index], w) for f, w in zip(found, wanted, strict=True))
-    each = torch.func.vmap(lambda weight: fake_quantise(weight, "kmeans2-g16"))(weights)
-    assert torch.equal(each[3], fake_quantise(weights[3], "kmeans2-g16"))
+    each = torch.func.vmap(lambda weight: fake_quantise(weight, "kmeans2-g16"))
+    assert torch.equal(each(weights)[3], fake_quantise(weights[3], "kmeans2-g16"))
+    assert each(weights[:0]).shape == (0, 4, 32)
 
 
 # torch.func.jvp loads decompositions through it.

@@ -164,6 +164,19 @@ def test_a_batch_of_vmap_is_more_rows() -> None:
     assert seen == [(4, 3)] * 5
 
 
+def test_a_batch_of_vmap_may_be_empty() -> None:
+    xs, biases = torch.empty(4, 0, 3), torch.empty(0, 2, requires_grad=True)
+    each = torch.func.vmap(lambda x, bias: call(x, bias), in_dims=(1, 0))
+    y = each(xs, biases)
+    assert y.shape == (0, 4, 2)
+    y.sum().backward()
+    assert biases.grad is not None
+    assert biases.grad.shape == (0, 2)
+    loss = torch.func.grad(lambda x, bias: call(x, bias).sum(), argnums=(0, 1))
+    found = torch.func.vmap(loss, in_dims=(1, 0))(xs, biases.detach())
+    assert [tuple(gradient.shape) for gradient in found] == [(0, 4, 3), (0, 2)]
+
+
 def test_a_negative_view_of_the_bias_goes_through_torch(through_torch: list[Tensor]) -> None:
     y = call(bias=torch._neg_view(torch.tensor([1.0, 2.0])))
     assert y.tolist() == [[-3.0, -4.0]]

@@ -229,18 +229,32 @@ def define_op(
         if of_rows and in_dims[1:] == (None,) * len(others):
             return op(first.movedim(in_dims[0], 0), *others), 0
         pairs = list(zip(args, in_dims, strict=True))
-        results = [
-            op(*(arg if dim is None else arg.select(dim, index) for arg, dim in pairs))
-            for index in range(info.batch_size)
-        ]
+        if info.batch_size == 0:  # there is none to run, and shapes are those of one
+            results = [fake(*(_one_of(arg, dim) for arg, dim in pairs))]
+        else:
+            results = [
+                op(*(arg if dim is None else arg.select(dim, index) for arg, dim in pairs))
+                for index in range(info.batch_size)
+            ]
         if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
+            return _stacked(results, info.batch_size), 0
         kind = type(results[0])  # tuple or list, as the op returns them
-        stacked = kind(map(torch.stack, zip(*results, strict=True)))
+        columns = map(list, zip(*results, strict=True))
+        stacked = kind(_stacked(column, info.batch_size) for column in columns)
         return stacked, kind([0] * len(stacked))
 
     torch.library.register_vmap(qualified, batched, lib=library)
     return Op(op, None if backward is None else _function(op, backward, setup_context))
+
+
+def _one_of(arg: Any, dim: int | None) -> Any:
+    """An argument as one of a batch along ``dim`` would be, without values."""
+    return arg if dim is None else arg.new_empty(arg.movedim(dim, 0).shape[1:])
+
+
+def _stacked(tensors: list[Tensor], count: int) -> Tensor:
+    """A batch of them, or an empty one, in the shape of the first."""
+    return torch.stack(tensors) if count else tensors[0].new_empty((0, *tensors[0].shape))
 
 
 def define_linear_op(

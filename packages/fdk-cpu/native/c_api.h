@@ -8,7 +8,7 @@
  * fdk_pack turns the stored tensors into one block of bytes, the same on every machine, so that it
  * may be written to a file and mapped; fdk_linear multiplies with it. Functions return 0, or
  * another number where fdk_error says what was wanted and what came. They may be called from any
- * thread.
+ * thread. Of more threads than 256, 256 are used.
  */
 #ifndef FDK_CPU_C_API_H
 #define FDK_CPU_C_API_H
@@ -95,7 +95,8 @@ FDK_API int fdk_linear_grad_x(const fdk_format* format, const void* block, const
                               size_t threads);
 
 /* The instruction set in use: the best of this machine, or FDK_CPU_ISA of the environment, or what
- * fdk_set_isa chose. NULL where FDK_CPU_ISA names none of this machine. */
+ * fdk_set_isa chose. FDK_CPU_ISA=auto is the best too. NULL where FDK_CPU_ISA names none of this
+ * machine. */
 FDK_API const char* fdk_isa(void);
 FDK_API int fdk_set_isa(const char* name); /* or "auto" */
 

@@ -266,7 +266,7 @@ inline constexpr int kIsas = 11;
 const char* name_of(Isa isa);
 // Whether this machine has it; the system may still refuse it to this process.
 bool supported(Isa isa);
-// The one in use: the best, or FDK_CPU_ISA, or what set_isa chose.
+// The one in use: the best, or FDK_CPU_ISA, or what set_isa chose; "auto" is the best for both.
 Isa current_isa();
 // Throws std::invalid_argument where the machine does not run it, or there is none of that name.
 void set_isa(const char* name, const char* origin = "set_isa");

@@ -4,6 +4,7 @@ import torch
 
 from fdk_cpu import _native
 
+MAX_THREADS = 256  # kMaxThreads of native/pool.h
 # None: as many as torch uses.
 _threads: int | None = None
 
@@ -15,6 +16,8 @@ def instruction_sets() -> list[str]:
 
 def instruction_set() -> str:
     """The one in use: the best of ``instruction_sets``, or what ``FDK_CPU_ISA`` names.
+
+    ``auto`` there is the best too, as where it is empty or not set.
 
     Raises:
         ValueError: where ``FDK_CPU_ISA`` names one that this machine does not run.
@@ -36,7 +39,7 @@ def set_instruction_set(name: str) -> None:
 
 
 def num_threads() -> int:
-    """Threads a kernel uses at most: ``set_num_threads``, or as many as torch."""
+    """Threads a kernel uses at most: ``set_num_threads``, or as many as torch; no more than 256."""
     return torch.get_num_threads() if _threads is None else _threads
 
 
@@ -44,9 +47,9 @@ def set_num_threads(threads: int | None) -> None:
     """Sets how many threads a kernel uses at most; None follows ``torch.get_num_threads``.
 
     Raises:
-        ValueError: for less than one.
+        ValueError: for less than one, or more than 256.
     """
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise ValueError(f"set_num_threads: wanted 1 or more, or None, got {threads!r}")
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
+        raise ValueError(f"set_num_threads: wanted 1 to {MAX_THREADS}, or None, got {threads!r}")
     global _threads
     _threads = threads

@@ -225,22 +225,24 @@ def test_kernels_of_the_installed_package():
 
 
 @pytest.mark.parametrize(
-    ("isa", "activations", "homes"),
+    ("isa", "bits", "activations", "homes"),
     [
-        ("amx", "bf16", ["amx", "avx512bf16"]),
-        ("amx", "fp32", ["avx512"]),
-        ("amx", "bf16-int8", ["avx512bf16"]),
-        ("avx512bf16", "bf16", ["avx512bf16"]),
-        ("avx512bf16", "fp16", ["avx512"]),
-        ("avx512bf16", "fp32", ["avx512"]),
-        ("avx512bf16", "fp32-int8", ["avx512bf16"]),
-        ("avx512", "bf16", ["avx512"]),
-        ("avx512", "bf16-int8", ["avx2"]),
-        ("avx2", "bf16", ["avx2"]),
-        ("avx2", "fp32", ["avx2"]),
+        ("amx", 4, "bf16", ["amx", "avx512bf16"]),
+        ("amx", 1, "bf16", ["amx", "avx512bf16", "avx512tables"]),
+        ("amx", 4, "fp32", ["avx512"]),
+        ("amx", 4, "bf16-int8", ["avx512bf16"]),
+        ("avx512bf16", 4, "bf16", ["avx512bf16"]),
+        ("avx512bf16", 2, "bf16", ["avx512bf16", "avx512tables"]),
+        ("avx512bf16", 4, "fp16", ["avx512"]),
+        ("avx512bf16", 4, "fp32", ["avx512"]),
+        ("avx512bf16", 4, "fp32-int8", ["avx512bf16"]),
+        ("avx512", 4, "bf16", ["avx512"]),
+        ("avx512", 4, "bf16-int8", ["avx2"]),
+        ("avx2", 4, "bf16", ["avx2"]),
+        ("avx2", 4, "fp32", ["avx2"]),
     ],
 )
-def test_kernels_in_use_come_first(isa, activations, homes):
+def test_kernels_in_use_come_first(isa, bits, activations, homes):
     fdk_cpu = pytest.importorskip("fdk_cpu")
     if not shutil.which("objdump"):
         pytest.skip("needs objdump")
@@ -248,7 +250,7 @@ def test_kernels_in_use_come_first(isa, activations, homes):
         pytest.skip(f"needs {isa}")
     fdk_cpu.set_instruction_set(isa)
     try:
-        done = run(f"m16-n64-k64-custom4-g64-{activations}-cpu", "--json")
+        done = run(f"m16-n64-k64-custom{bits}-g64-{activations}-cpu", "--json")
     finally:
         fdk_cpu.set_instruction_set("auto")
     assert done.exit_code == 0, done.output
@@ -264,7 +266,7 @@ def test_kernels_in_use_come_first(isa, activations, homes):
 @pytest.mark.parametrize(
     ("case", "isa", "homes"),
     [
-        ("m1-n64-k64-nf4-g64-bf16-cpu", "amx", ("amx", "avx512bf16")),
+        ("m1-n64-k64-nf4-g64-bf16-cpu", "amx", ("amx", "avx512bf16", "avx512tables")),
         ("m1-n64-k64-nf4-g64-fp32-cpu", "amx", ("avx512",)),
         ("m1-n64-k64-nf4-g64-fp16-int8-cpu", "amx", ("avx512bf16",)),
         ("m1-n64-k64-nf4-g64-bf16-cpu", "neoni8mm", ("neonbf16",)),

@@ -9,6 +9,7 @@
 #include "int8.h"
 #include "kernels.h"
 #include "linear.h"
+#include "memory.h"
 
 namespace {
 
@@ -150,6 +151,7 @@ int fdk_pack(const fdk_format* format, const uint8_t* codes, const void* scales,
       refuse("bytes", std::to_string(block.bytes) + ", got " + std::to_string(bytes));
     }
     auto* to = static_cast<std::uint8_t*>(out);
+    fdk::advise_huge(to, bytes);
     std::fill_n(to, bytes, std::uint8_t(0));  // of the gaps, so that equal weights are equal bytes
     fdk::pack_codes(block.layout, codes, to, threads_of(threads));
     fdk::pack_groups(block.layout, static_cast<const std::uint8_t*>(scales), to + block.scales,

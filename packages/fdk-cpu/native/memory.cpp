@@ -43,23 +43,11 @@ std::uint64_t sum_of(const std::uint8_t* data, std::size_t bytes) {
   return total;
 }
 
-#if defined(__linux__)
-constexpr std::uintptr_t kPage = HugePages::kPage;
+constexpr std::uintptr_t kPage = WeightMemory::kHugePage;
+[[maybe_unused]] constexpr std::align_val_t kLineAligned{64};
 
 std::uintptr_t next_page(const void* data) {
   return (reinterpret_cast<std::uintptr_t>(data) + kPage - 1) & -kPage;
-}
-#else
-constexpr std::align_val_t kLineAligned{64};
-#endif
-
-// Of the whole pages within; the system may not follow.
-void advise_huge([[maybe_unused]] void* data, [[maybe_unused]] std::size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const std::uintptr_t begin = next_page(data);
-  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(data) + bytes) & -kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
 }
 
 }  // namespace
@@ -79,19 +67,34 @@ void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,
   });
 }
 
+void advise_huge(void* to, std::size_t bytes) {
+  const std::uintptr_t begin = next_page(to);
+  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(to) + bytes) & -kPage;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)begin, (void)end;
+#endif
+}
+
 void expect_writes(void* to, std::size_t bytes) {
   constexpr std::size_t kFresh = std::size_t(32) << 20;  // from here on malloc always maps anew
   if (bytes >= kFresh) advise_huge(to, bytes);
 }
 
-// Mapped anew, not by malloc: pages that were written before stay small.
-HugePages::HugePages(std::size_t bytes) : bytes_(bytes) {
+WeightMemory::WeightMemory(std::size_t bytes) : bytes_(bytes) {
 #if defined(__linux__)
-  mapped_ =
-      mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  // Mapped, not by malloc: pages that were written before stay small. The whole mapping is advised,
+  // so that those of many weights merge: a process has 65530 by default.
+  const std::size_t mapped = bytes + kPage;
+  mapped_ = mapped < bytes
+                ? MAP_FAILED
+                : mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+  madvise(mapped_, mapped, MADV_HUGEPAGE);
+#endif
   data_ = reinterpret_cast<std::uint8_t*>(next_page(mapped_));
-  advise_huge(data_, bytes);
 #else
   mapped_ = ::operator new(bytes, kLineAligned);
   data_ = static_cast<std::uint8_t*>(mapped_);
@@ -99,7 +102,7 @@ HugePages::HugePages(std::size_t bytes) : bytes_(bytes) {
 #endif
 }
 
-HugePages::~HugePages() {
+WeightMemory::~WeightMemory() {
 #if defined(__linux__)
   munmap(mapped_, bytes_ + kPage);
 #else

@@ -12,6 +12,7 @@
 #include "layout.h"
 #include "linear.h"
 #include "memory.h"
+#include "pool.h"
 
 namespace py = pybind11;
 
@@ -269,6 +270,7 @@ py::list instruction_sets() {
 
 PYBIND11_MODULE(_native, module) {
   module.attr("TILE_K") = fdk::kTileK;
+  module.attr("MAX_THREADS") = fdk::kMaxThreads;
   module.def("layout_sizes", layout_sizes);
   module.def("convert_codes", convert_codes);
   module.def("convert_groups", convert_groups);
@@ -279,10 +281,10 @@ PYBIND11_MODULE(_native, module) {
       .def("quantise", &PyNearestCode::quantise);
   module.def("read_sum", read_sum);
   module.def("copy_memory", copy_memory);
-  module.attr("HUGE_PAGE") = fdk::HugePages::kPage;
-  py::class_<fdk::HugePages>(module, "HugePages", py::buffer_protocol())
+  module.attr("HUGE_PAGE") = fdk::WeightMemory::kHugePage;
+  py::class_<fdk::WeightMemory>(module, "WeightMemory", py::buffer_protocol())
       .def(py::init<std::size_t>())
-      .def_buffer([](const fdk::HugePages& memory) {
+      .def_buffer([](const fdk::WeightMemory& memory) {
         return py::buffer_info(memory.data(), py::ssize_t(memory.size()));
       });
   module.def("instruction_sets", instruction_sets);

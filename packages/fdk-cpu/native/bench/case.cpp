@@ -26,9 +26,10 @@ RandomWeight::RandomWeight(const Options& options, const Case& c)
   Bytes codes(layout_.code_bytes());
   fdk::pack_codes(layout_, packed.data(), codes.data(), c.threads);
   const std::size_t count = 1 + options.rotate_bytes / nbytes();
+  code_bytes_ = fdk::ceil_div(codes.size(), 64) * 64;
+  codes_ = std::make_unique<fdk::WeightMemory>(count * code_bytes_);
   for (std::size_t i = 0; i < count; i++) {
-    codes_.push_back(std::make_unique<fdk::HugePages>(codes.size()));
-    std::copy(codes.begin(), codes.end(), codes_.back()->data());
+    std::copy(codes.begin(), codes.end(), codes_->data() + i * code_bytes_);
     scales_.push_back(laid_out(scales));
     zeros_.push_back(affine_ ? laid_out(zeros) : Bytes());
   }
@@ -47,7 +48,7 @@ void RandomWeight::multiply(const Options& options, const Case& c, std::size_t i
 
 fdk::PackedWeight RandomWeight::at(std::size_t i) const {
   return {layout_,
-          codes_[i]->data(),
+          codes_->data() + i * code_bytes_,
           scales_[i].data(),
           fdk::ScaleType::bf16,
           affine_ ? zeros_[i].data() : nullptr,

@@ -31,7 +31,7 @@ class RandomWeight {
   void multiply(const Options& options, const Case& c, std::size_t i, const Bytes& x,
                 Bytes& y) const;
 
-  std::size_t copies() const { return codes_.size(); }
+  std::size_t copies() const { return scales_.size(); }
   std::size_t nbytes() const { return layout_.code_bytes() + layout_.scales() * (affine_ ? 4 : 2); }
 
  private:
@@ -42,7 +42,8 @@ class RandomWeight {
   bool affine_;
   std::vector<float> codebook_;
   fdk::Int8Table levels_;
-  std::vector<std::unique_ptr<fdk::HugePages>> codes_;
+  std::size_t code_bytes_;  // from one copy's codes to the next's
+  std::unique_ptr<fdk::WeightMemory> codes_;
   std::vector<Bytes> scales_, zeros_;
 };
 

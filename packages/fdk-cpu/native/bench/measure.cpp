@@ -65,7 +65,7 @@ Times measure(const Options& options, const Case& c) {
   const RandomWeight weight(options, c);
   const Bytes x = random_x(c.m * c.size.k, options.activation);
   Times times{checked(options, c, weight, x), 0, 0, 0, weight.nbytes(), 0};
-  const fdk::HugePages memory(options.rotate_bytes);
+  const fdk::WeightMemory memory(options.rotate_bytes);
   std::memset(memory.data(), 1, memory.size());
   const std::size_t quarter = memory.size() / 4;
   Bytes y(c.m * c.size.n * fdk::bytes_of(options.activation));

@@ -4,6 +4,7 @@ Bytes: TypeAlias = tuple[int, int]  # address and size; (0, 0) for none
 
 TILE_K: int  # inner positions of a tile, which rows are filled up to
 HUGE_PAGE: int  # bytes
+MAX_THREADS: int
 
 class Weight:
     def __init__(
@@ -100,7 +101,7 @@ def convert_groups(
     /,
 ) -> None: ...
 
-class HugePages:
+class WeightMemory:
     def __init__(self, nbytes: int, /) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

@@ -1,7 +1,5 @@
 """The backend ``cpu``: every format on CPU tensors, from one packed layout."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -48,15 +46,6 @@ class CpuLayout(Layout):
         codebook = None if q.codebook is None else q.codebook.contiguous()
         self.register_buffer("codebook", codebook, persistent=False)
         self._kept = KeptWeight()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or one from a file: moved to where a layout that was packed has its bytes."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in ("codes", "scale", "zero_point"):
-            tensor = getattr(self, name)
-            # What processes share stays shared.
-            if tensor is not None and tensor.device.type == "cpu" and not tensor.is_shared():
-                setattr(self, name, weight_memory(tensor.numel(), tensor.dtype).copy_(tensor))
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""

@@ -1,4 +1,4 @@
-"""Memory for weights, and reading and copying as fast as it goes, what kernels are held against."""
+"""Memory that weights are kept in. Reading and copying as fast as it goes, for benchmarks."""
 
 import torch
 from torch import Tensor
@@ -40,18 +40,18 @@ def copy_memory(source: Tensor, to: Tensor) -> None:
 
 
 def weight_memory(count: int, dtype: torch.dtype) -> Tensor:
-    """A tensor to be written once and read again and again.
+    """A tensor ``[count, dtype]`` of no particular value, for what is read again and again.
 
-    From 2 MiB on it lies in huge pages where Linux gives some
+    From 2 MiB on it lies in huge pages, where Linux gives some
     (``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``).
-
-    Shapes:
-        result :: [count, dtype], of no particular value
     """
     nbytes = count * dtype.itemsize
-    if nbytes < _native.HUGE_PAGE:
-        return torch.empty(count, dtype=dtype, device="cpu")
-    return torch.frombuffer(_native.HugePages(nbytes), dtype=torch.uint8).view(dtype)
+    if nbytes >= _native.HUGE_PAGE:
+        try:
+            return torch.frombuffer(_native.WeightMemory(nbytes), dtype=torch.uint8).view(dtype)
+        except MemoryError:
+            pass  # torch says how much was wanted
+    return torch.empty(count, dtype=dtype, device="cpu")
 
 
 def _check(caller: str, name: str, tensor: Tensor) -> None:

@@ -3,8 +3,8 @@
 import torch
 
 from fdk_cpu import _native
+from fdk_cpu._native import MAX_THREADS
 
-MAX_THREADS = 256  # kMaxThreads of native/pool.h
 # None: as many as torch uses.
 _threads: int | None = None
 
@@ -39,17 +39,19 @@ def set_instruction_set(name: str) -> None:
 
 
 def num_threads() -> int:
-    """Threads a kernel uses at most: ``set_num_threads``, or as many as torch; no more than 256."""
-    return torch.get_num_threads() if _threads is None else _threads
+    """Threads a kernel uses at most: ``set_num_threads``, or as many as torch; 256 at most."""
+    return min(torch.get_num_threads() if _threads is None else _threads, MAX_THREADS)
 
 
 def set_num_threads(threads: int | None) -> None:
     """Sets how many threads a kernel uses at most; None follows ``torch.get_num_threads``.
 
+    More than 256 count as 256.
+
     Raises:
-        ValueError: for less than one, or more than 256.
+        ValueError: for less than one.
     """
-    if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
-        raise ValueError(f"set_num_threads: wanted 1 to {MAX_THREADS}, or None, got {threads!r}")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"set_num_threads: wanted 1 or more, or None, got {threads!r}")
     global _threads
     _threads = threads

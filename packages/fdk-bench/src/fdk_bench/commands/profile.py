@@ -28,7 +28,8 @@ TOP_INSTRUCTIONS = 8
 # Whose files hold the kernels of an instruction set, as fdk-cpu's kernels_for and int8_kernels_for
 # choose them; a set that is not here has all its own.
 OF_BF16 = {
-    "amx": ("amx", "avx512bf16"),
+    "amx": ("amx", "avx512bf16", "avx512tables"),
+    "avx512bf16": ("avx512bf16", "avx512tables"),
     "neondot": ("neon",),
     "neoni8mm": ("neonbf16",),
     "sve": ("sve", "neonbf16"),

@@ -147,3 +147,25 @@ def test_the_blockwise_rows_are_of_each_case_once(path):
     for row in rows:
         if row["case"]["by"] == "fdk C++":
             assert row["values"]["memory"] - row["values"]["result_bytes"] < 64e6
+
+
+def test_counts_of_an_h100():
+    """Of codebooks by Marlin-LUT, in its page and the README."""
+    folder = ROOT / "docs" / "results" / "h100"
+    rows = [row for path in sorted(folder.glob("compare-*x*.jsonl")) for row in read(path)]
+    ours = [
+        (row["case"]["m"], row["values"])
+        for row in rows
+        if row["case"]["backend"] == "marlin-lut" and row["case"]["format"].startswith("custom")
+    ]
+    ahead = sum(values["speedup_peer"] > 1 for _, values in ours)
+    slower = {m: [v["speedup_16"] < 1 for rows, v in ours if rows == m] for m, _ in ours}
+    assert not any(sum(slower[m]) for m in slower if m <= 64)
+    page = " ".join((folder / "compare.md").read_text("utf-8").split())
+    assert f"Faster than the best peer in {ahead} of {len(ours)} cases" in page
+    assert (
+        f"with 256 rows {sum(slower[256])} of {len(slower[256])} are not, with 1024 "
+        f"{sum(slower[1024])} and with 4096 {sum(slower[4096])}, with"
+    ) in page
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"On an H100 ours is faster than the best peer in {ahead} of {len(ours)} cases" in readme

@@ -333,6 +333,24 @@ def test_groups_are_checked(groups: Any, tmp_path: Path) -> None:
                 call()
 
 
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match="fuse_layers: model must be a module, got NoneType"):
+        fuse_layers(None)  # type: ignore[arg-type]
+
+
+def test_a_codebook_that_is_given(x: Tensor) -> None:
+    codebook = torch.linspace(-2, 2, 16)
+    fused = quantised(Block(), "kmeans4-g32", fuse=True, codebook=codebook)
+    assert is_fused(fused)
+    apart = quantised(Block(), "kmeans4-g32", codebook=codebook)
+    torch.testing.assert_close(fused(x), apart(x))
+    assert torch.equal(fused.k_proj.weight.unpack().codebook, codebook)
+    some = quantised(Block(), "kmeans4-g32", fuse=True, codebook={"q_proj": codebook})
+    assert not is_fused(some)
+    assert torch.equal(some.q_proj.weight.unpack().codebook, codebook)
+    assert not torch.equal(some.k_proj.weight.unpack().codebook, codebook)
+
+
 def test_bad_importance_names_the_layer() -> None:
     for importance in (torch.ones(5), torch.ones(1), torch.zeros(K)):
         with pytest.raises(ValueError, match="layer k_proj: quantise: importance"):

@@ -162,6 +162,16 @@ def test_errors_come_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
         quantised(Block(), importance={"left": torch.ones(32), "lm_head": torch.ones(32)})
     with pytest.raises(ValueError, match="does not start with"):
         quantised(Block(), "four bits")
+    with pytest.raises(ValueError, match="layer up: quantise: custom4-g32 needs codebook=, 16 val"):
+        quantised(Block(), "custom4-g32")
+    with pytest.raises(ValueError, match=r"codebook of custom4-g32 must be \[16\], got \[4\]"):
+        quantised(Block(), "custom4-g32", codebook=torch.arange(4.0))
+    with pytest.raises(ValueError, match="int4-g32 takes no codebook, only custom and kmeans do"):
+        quantised(Block(), "int4-g32", codebook=torch.arange(16.0), overrides={".": "nf4-g32"})
+    with pytest.raises(ValueError, match=r"codebook names left, wanted .*: up, down"):
+        quantised(Block(), codebook={"left": torch.arange(16.0)})
+    with pytest.raises(ValueError, match="layer down: quantise: int4-g32 takes no codebook"):
+        quantised(Block(), overrides={"down": "int4-g32"}, codebook={"down": torch.arange(16.0)})
 
 
 def test_wrong_arguments() -> None:
@@ -231,6 +241,36 @@ def test_importance_reaches_its_layer() -> None:
     )
     assert not torch.equal(plain.up.weight.unpack().codebook, weighed.up.weight.unpack().codebook)
     assert torch.equal(plain.down.weight.unpack().packed, weighed.down.weight.unpack().packed)
+
+
+def test_one_codebook_for_the_layers_of_its_kind() -> None:
+    codebook = torch.linspace(-1, 1, 16)
+    overrides = {"down": "custom4-g16-fp16", "head": "kmeans3-g32"}
+    result = quantised(Block(), "custom4-g32", codebook=codebook, overrides=overrides)
+    source = Block()
+    for name, format in {"up": "custom4-g32", "down": "custom4-g16-fp16"}.items():
+        q = quantise(getattr(source, name).weight, format, codebook=codebook)
+        assert torch.equal(getattr(result, name).weight.unpack().dequantise(), q.dequantise())
+    fitted = quantise(source.lm_head.weight, "kmeans3-g32")
+    assert torch.equal(result.lm_head.weight.unpack().codebook, fitted.codebook)
+
+
+def test_a_codebook_for_a_layer() -> None:
+    codebook = torch.linspace(-1, 1, 16)
+    result = quantised(Block(), codebook={"down": codebook})
+    assert torch.equal(result.down.weight.unpack().codebook, codebook)
+    fitted = quantise(Block().up.weight, "kmeans4-g32").codebook
+    assert torch.equal(result.up.weight.unpack().codebook, fitted)
+
+
+def test_codebooks_of_tied_layers_are_one() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    codebook = torch.linspace(-1, 1, 16)
+    result = quantised(model, codebook={"0": codebook, "1": codebook.clone()})
+    assert torch.equal(result[1].weight.unpack().codebook, codebook)
+    with pytest.raises(ValueError, match=r"layer 1: shares its weight, .* got \[-2\.0"):
+        quantised(model, codebook={"0": codebook, "1": 2 * codebook})
 
 
 def test_report() -> None:

@@ -250,6 +250,8 @@ class QuantisedLinear(nn.Module):
         backend: str = "auto",
         *,
         activations: str = "float",
+        importance: Tensor | None = None,
+        codebook: Tensor | None = None,
     ) -> "QuantisedLinear":
         """A quantised copy of a linear layer, on its device and for activations of its dtype.
 
@@ -259,14 +261,19 @@ class QuantisedLinear(nn.Module):
             backend: see ``select``.
             activations: ``int8`` rounds x to 8 bits, for speed at the error that
                 ``fdk_formats.int8`` states.
+            importance: ``[k]`` or ``[n, k]``: how much the error of a weight counts, see
+                ``quantise``.
+            codebook: ``[2^bits]`` ascending values in units of the scale: that of ``custom``, or
+                one fitted before for ``kmeans``.
 
         Raises:
             NoBackendError: where no backend takes it, with every reason.
+            ValueError, TypeError: as ``quantise`` does.
         """
         if not isinstance(linear, nn.Linear):
             got = type(linear).__name__
             raise TypeError(f"QuantisedLinear.from_linear: wanted a torch.nn.Linear, got {got}")
-        q = quantise(linear.weight.detach(), format)
+        q = quantise(linear.weight.detach(), format, importance, codebook=codebook)
         return cls.from_quantised(
             q,
             linear.bias,

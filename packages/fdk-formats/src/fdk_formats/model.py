@@ -18,7 +18,7 @@ from fdk_formats.format import Format
 from fdk_formats.fused import fuse_layers, groups_of, rows_of, siblings
 from fdk_formats.groups import group_weight
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
-from fdk_formats.quantise import quantise
+from fdk_formats.quantise import check_fits, quantise
 from fdk_formats.report import model_report, relative_error
 from fdk_formats.tensor import QuantisedTensor
 
@@ -48,6 +48,7 @@ def quantise_model(
     *,
     activations: str = "float",
     importance: Mapping[str, Tensor] | None = None,
+    codebook: Tensor | Mapping[str, Tensor] | None = None,
     fuse: bool | Sequence[Sequence[str]] = False,
     progress: bool = True,
 ) -> nn.Module:
@@ -68,17 +69,25 @@ def quantise_model(
         backend: see ``select``.
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         importance: per layer name, see ``quantise``; that of layers that share a weight adds up.
+        codebook: ``[2^bits]`` ascending values in units of the scale, see ``quantise``: one for
+            every layer whose format has the codebook and the bits of ``format`` (``custom4`` or
+            ``kmeans4``), whatever its groups and scales; layers that an override gives another
+            codebook or other bits do without. Or one per layer name, as those that
+            ``fake_quantise`` trained with; ``kmeans`` is fitted to the layers that have none.
         fuse: compute layers of one input as one product, see ``fuse_layers``: those named q_proj,
             k_proj and v_proj, and gate_proj and up_proj; or the names that are given. Files and
             ``state_dict`` are those of separate layers, and each loads into either. With ``kmeans``
-            the layers of a group get one codebook.
+            the layers of a group get one codebook, unless ``codebook`` has one for some of them.
         progress: show a bar on a terminal.
 
     Raises:
         ValueError: where a layer does not fit its format, or computes its weight (pruned, or
-            normed by ``torch.nn.utils``), or a name of ``importance`` or a pattern of ``overrides``
-            fits no layer, or ``fuse`` names no groups of layers (nothing has been quantised then),
-            or a weight holds NaN or infinity. The message names the layer.
+            normed by ``torch.nn.utils``), or a name of ``importance`` or ``codebook`` or a pattern
+            of ``overrides`` fits no layer, or a format takes no codebook, needs one or takes
+            another size, or ``fuse`` names no groups of layers (nothing has been quantised then),
+            or a weight holds NaN or infinity, or a codebook does not ascend. The message names the
+            layer.
+        TypeError: for a model that is no module, a codebook that is no floating tensor.
         NoBackendError: where no backend takes a layer.
     """
     if not isinstance(model, nn.Module):
@@ -105,10 +114,13 @@ def quantise_model(
             f"quantise_model: nothing to quantise: {len(linears)} linear layers, all left",
             stacklevel=2,
         )
+    codebooks = _codebooks(linears, formats, default, codebook)
     for name, wanted in formats.items():
+        with _naming(name):
+            check_fits(codebooks.get(id(linears[name].weight)), wanted)
         _check_layer(name, linears[name], wanted, backend, activations)
     importances = _importances(linears, formats, importance or {})
-    together = _with_one_codebook(linears, formats, groups)
+    together = _with_one_codebook(linears, formats, codebooks, groups)
     parts: dict[str, QuantisedTensor] = {}
 
     weights: dict[int, QuantisedWeight] = {}
@@ -122,7 +134,9 @@ def quantise_model(
                 parts |= _quantise_group(together[name], linears, formats[name], importances)
             q = parts.pop(name, None)
             if q is None:
-                q = _quantise_layer(name, linear.weight, formats[name], importances.get(key))
+                q = _quantise_layer(
+                    name, linear.weight, formats[name], importances.get(key), codebooks.get(key)
+                )
             with _naming(name):
                 weight = QuantisedWeight(
                     q, backend=backend, dtype=linear.weight.dtype, activations=activations
@@ -153,6 +167,7 @@ def _pattern(argument: str, text: str) -> re.Pattern[str]:
 def _with_one_codebook(
     linears: Mapping[str, nn.Linear],
     formats: Mapping[str, Format],
+    codebooks: Mapping[int, Tensor],
     groups: Sequence[Sequence[str]],
 ) -> dict[str, tuple[str, ...]]:
     """By layer, the group to fuse whose codebook is fitted: to all rows, for a product has one."""
@@ -163,7 +178,8 @@ def _with_one_codebook(
         kinds = {
             (formats[n], w.shape[1], w.dtype, w.device) for n, w in zip(names, weights, strict=True)
         }
-        fitted = formats[names[0]].codebook == "kmeans"
+        is_given = any(id(weight) in codebooks for weight in weights)
+        fitted = formats[names[0]].codebook == "kmeans" and not is_given
         return fitted and len(kinds) == 1 and all(uses[id(weight)] == 1 for weight in weights)
 
     found: dict[str, tuple[str, ...]] = {}
@@ -196,10 +212,14 @@ def _quantise_group(
 
 
 def _quantise_layer(
-    name: str, weight: Tensor, format: Format, importance: Tensor | None
+    name: str,
+    weight: Tensor,
+    format: Format,
+    importance: Tensor | None,
+    codebook: Tensor | None = None,
 ) -> QuantisedTensor:
     with _naming(name):
-        return quantise(weight.detach(), format, importance=importance)
+        return quantise(weight.detach(), format, importance=importance, codebook=codebook)
 
 
 @contextmanager
@@ -270,16 +290,49 @@ def _importances(
     linears: Mapping[str, nn.Linear], formats: Mapping[str, Format], given: Mapping[str, Tensor]
 ) -> dict[int, Tensor]:
     """Importance by id of the weight; those of layers that share a weight add up."""
-    if unknown := given.keys() - formats.keys():
-        raise ValueError(
-            f"quantise_model: importance names {', '.join(sorted(unknown))}, "
-            f"wanted names of layers to quantise: {', '.join(formats)}"
-        )
+    _check_names("importance", given, formats)
     importances: dict[int, Tensor] = {}
     for name, importance in given.items():
         key = id(linears[name].weight)
         importances[key] = importances[key] + importance if key in importances else importance
     return importances
+
+
+def _codebooks(
+    linears: Mapping[str, nn.Linear],
+    formats: Mapping[str, Format],
+    default: Format,
+    given: Tensor | Mapping[str, Tensor] | None,
+) -> dict[int, Tensor]:
+    """The caller's codebooks by id of the weight."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        check_fits(given, default)  # though an override may have every layer
+        kind = default.codebook, default.bits
+        alike = [name for name, format in formats.items() if (format.codebook, format.bits) == kind]
+        given = dict.fromkeys(alike, given)
+    _check_names("codebook", given, formats)
+    codebooks: dict[int, Tensor] = {}
+    for name, codebook in given.items():
+        with _naming(name):
+            check_fits(codebook, formats[name])
+        other = codebooks.setdefault(id(linears[name].weight), codebook)
+        if other is not codebook and not torch.equal(other, codebook):
+            raise ValueError(
+                f"quantise_model: layer {name}: shares its weight, and must have the codebook of "
+                f"the layers that it shares it with: {other.tolist()[:8]}..., "
+                f"got {codebook.tolist()[:8]}..."
+            )
+    return codebooks
+
+
+def _check_names(argument: str, given: Mapping[str, Tensor], formats: Mapping[str, Format]) -> None:
+    if unknown := given.keys() - formats.keys():
+        raise ValueError(
+            f"quantise_model: {argument} names {', '.join(sorted(unknown))}, "
+            f"wanted names of layers to quantise: {', '.join(formats)}"
+        )
 
 
 def _check_layer(

@@ -77,6 +77,10 @@ def test_bad_input() -> None:
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     with pytest.raises(ValueError, match=r"gemv: x must be \[k\] or \[1, k\], got \[2, 4\]"):
         gemv(x, weight)
+    with pytest.raises(TypeError, match="gemv: x must be a tensor, got NoneType"):
+        gemv(None, weight)
+    with pytest.raises(TypeError, match="gemm: weight must be a tensor, got list"):
+        gemm(x, weight.tolist())
     with pytest.raises(ValueError, match=r"gemm: x must be \[m, k\], got \[4\]"):
         gemm(x[0], weight)
     with pytest.raises(ValueError, match=r"gemm: weight must be \[n, 4\], got \[3, 5\]"):

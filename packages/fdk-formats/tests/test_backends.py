@@ -1,6 +1,7 @@
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,12 @@ def test_a_named_backend_says_why_not() -> None:
     whole = Problem(Format.parse("nf4-g64"), 8, 64, torch.int8, torch.device("cpu"))
     with pytest.raises(NoBackendError, match=r"got torch\.int8"):
         select(whole, "reference")
+
+
+@pytest.mark.parametrize("asked", [select, reasons_against])
+def test_what_is_no_problem_is_refused(asked: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match=f"{asked.__name__}: problem must be a Problem, got None"):
+        asked(None)
 
 
 def test_register_replaces_and_moves_between_auto_and_by_name() -> None:

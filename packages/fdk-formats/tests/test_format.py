@@ -48,7 +48,7 @@ def test_str_is_short() -> None:
     ("text", "message"),
     [
         ("", "does not start with <codebook><bits>"),
-        ("kmeans-g64", "does not start with <codebook><bits>"),
+        ("kmeans-g64", "does not say how many bits: kmeans takes 1 to 8 bits, as in kmeans4-g64"),
         ("4-g64", "does not start with <codebook><bits>"),
         ("kmeans4", "names no group size"),
         ("kmeans4-g64-g32", "names its group_size twice"),
@@ -57,6 +57,7 @@ def test_str_is_short() -> None:
         ("fp8x4-g64", "does not start with"),
         ("mean4-g64", "codebook must be one of int, uniform, nf,"),
         ("kmeans0-g64", "takes 1 to 8 bits, got 0"),
+        ("ternary-g64", r"'ternary-g64' .* bits: ternary takes 2 bits, as in ternary2-g64$"),
         ("kmeans9-g64", "takes 1 to 8 bits, got 9"),
         ("fp3-g64", "fp takes 4 bits, got 3"),
         ("ternary1-g64", "ternary takes 2 bits, got 1"),

@@ -4,6 +4,7 @@ import pickle
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -255,6 +256,22 @@ def test_wrong_input() -> None:
             quantised(torch.ones(shape))
     with pytest.raises(ValueError, match="x must be on cpu, got meta"):
         quantised(torch.ones(1, 64, device="meta"))
+    with pytest.raises(TypeError, match="QuantisedLinear: x must be a tensor, got ndarray"):
+        quantised(np.ones((1, 64), dtype=np.float32))
+
+
+def test_from_linear_passes_codebook_and_importance_on() -> None:
+    source, codebook = linear(), torch.linspace(-1, 1, 16)
+    own = layer("custom4-g32", codebook=codebook)
+    q = quantise(source.weight, "custom4-g32", codebook=codebook)
+    assert torch.equal(own.weight.unpack().dequantise(), q.dequantise())
+    importance = torch.linspace(0.1, 2, 64)
+    weighed = quantise(source.weight, "kmeans4-g32", importance).codebook
+    assert torch.equal(layer(importance=importance).weight.unpack().codebook, weighed)
+    with pytest.raises(ValueError, match="custom4-g32 needs codebook=, 16 values"):
+        layer("custom4-g32")
+    with pytest.raises(ValueError, match=r"codebook of custom4-g32 must be \[16\], got \[4\]"):
+        layer("custom4-g32", codebook=torch.arange(4.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -30,8 +30,9 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
 
     Raises:
         ValueError: for other shapes, tensors that are not contiguous, or not on the CPU.
-        TypeError: for another dtype, or two.
+        TypeError: for another dtype, or two, and what is no tensor.
     """
+    _check_tensors("gemv", x, weight)
     if x.dim() not in (1, 2) or (x.dim() == 2 and len(x) != 1):
         raise ValueError(f"gemv: x must be [k] or [1, k], got {list(x.shape)}")
     y = _product("gemv", x.view(1, -1) if x.dim() == 1 else x, weight)
@@ -50,11 +51,18 @@ def gemm(x: Tensor, weight: Tensor) -> Tensor:
 
     Raises:
         ValueError: for other shapes, tensors that are not contiguous, or not on the CPU.
-        TypeError: for another dtype, or two.
+        TypeError: for another dtype, or two, and what is no tensor.
     """
+    _check_tensors("gemm", x, weight)
     if x.dim() != 2:
         raise ValueError(f"gemm: x must be [m, k], got {list(x.shape)}")
     return _product("gemm", x, weight)
+
+
+def _check_tensors(caller: str, x: Tensor, weight: Tensor) -> None:
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{caller}: {name} must be a tensor, got {type(tensor).__name__}")
 
 
 def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:

@@ -145,7 +145,9 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
     Raises:
         NoBackendError: where none takes it, with the reason of each.
         ValueError: for a name that no backend has.
+        TypeError: for what is no ``Problem``.
     """
+    _check_problem("select", problem)
     known = all_backends()
     if backend != "auto":
         if backend not in known:
@@ -164,13 +166,23 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
 
 
 def reasons_against(problem: Problem) -> dict[str, str | None]:
-    """Per backend, why ``auto`` would not pick it for a problem, or None where it might."""
+    """Per backend, why ``auto`` would not pick it for a problem, or None where it might.
+
+    Raises:
+        TypeError: for what is no ``Problem``.
+    """
+    _check_problem("reasons_against", problem)
     return {
         name: f'chosen by name only: backend="{name}"'
         if name in _by_name_only
         else backend.unsupported(problem)
         for name, backend in all_backends().items()
     }
+
+
+def _check_problem(caller: str, problem: Problem) -> None:
+    if not isinstance(problem, Problem):
+        raise TypeError(f"{caller}: problem must be a Problem, got {type(problem).__name__}")
 
 
 @cache

@@ -115,6 +115,12 @@ class Format:
             raise TypeError(f"format: wanted a string or a Format, got {type(text).__name__}")
         head, *parts = text.split("-")
         match = re.fullmatch(r"([a-z_]+)([0-9]+)", head)
+        if widths := CODEBOOK_BITS.get(head):
+            wanted = "1 to 8 bits" if widths is BITS else f"{' or '.join(map(str, widths))} bits"
+            named = "-".join([f"{head}{4 if 4 in widths else min(widths)}", *parts])
+            raise ValueError(
+                f"format: {text!r} does not say how many bits: {head} takes {wanted}, as in {named}"
+            )
         if not match:
             raise ValueError(f"format: {text!r} does not start with <codebook><bits>: {GRAMMAR}")
         fields: dict[str, int | str | None] = {}

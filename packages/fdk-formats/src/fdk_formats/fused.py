@@ -53,7 +53,10 @@ def fuse_layers(
 
     Raises:
         ValueError: where a group is not two or more different names without dots.
+        TypeError: for a model that is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse_layers: model must be a module, got {type(model).__name__}")
     groups = groups_of(groups)
     layers = {
         name: module for name, module in model.named_modules() if type(module) is QuantisedLinear

@@ -305,7 +305,8 @@ class QuantisedLinear(nn.Module):
         """``x :: [..., k]`` to ``[..., n]``.
 
         Raises:
-            TypeError: where x is not of the layer's dtype, nor a float that autocast casts.
+            TypeError: where x is no tensor, or not of the layer's dtype, nor a float that autocast
+                casts.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
         if x.shape[-1:] != (self.in_features,):
@@ -316,6 +317,9 @@ class QuantisedLinear(nn.Module):
         weight: Any = self._modules["weight"]
         layout, dtype = weight._modules.get("layout"), weight.dtype
         if x.dtype != dtype:
+            if not isinstance(x, Tensor):
+                got = type(x).__name__
+                raise TypeError(f"QuantisedLinear: x must be a tensor, got {got}")
             if not _is_cast(x):
                 advice = "; convert either with .to()" if x.is_floating_point() else ""
                 raise TypeError(

@@ -8,6 +8,7 @@ from fdk_formats import (
     QuantisedLinear,
     load,
     load_model,
+    parameters_on_meta,
     quantise,
     quantise_model,
     save,
@@ -222,3 +223,42 @@ def test_buffers_that_are_not_persistent_have_the_dtype_of_the_model(tmp_path: P
     loaded = load_model(path, Placed().bfloat16(), "reference")
     dtypes = {name: buffer.dtype for name, buffer in loaded.named_buffers() if "." not in name}
     assert dtypes == {"place": torch.bfloat16, "count": torch.int64}
+
+
+def test_tensors_by_name_in_place_of_a_file(path: Path) -> None:
+    tensors = load(path)
+    loaded = load_model(tensors, net(seed=1), backend="reference")
+    assert torch.equal(loaded(IDS), quantised(net())(IDS))
+    assert loaded.first.weight is loaded.second.weight
+    assert loaded.lm_head.weight is loaded.embed.weight
+    loaded.embed.weight.data.zero_()
+    assert tensors["embed.weight"].abs().max() > 0
+    with pytest.raises(ValueError, match=r"load_model: does not fit .* unexpected surplus"):
+        load_model(tensors | {"surplus": torch.ones(1)}, net(), backend="reference")
+    with pytest.raises(TypeError, match=r"first\.bias must be a QuantisedTensor or .*, got list"):
+        load_model(tensors | {"first.bias": [1.0]}, net(), backend="reference")
+    with pytest.raises(TypeError, match="load_model: model must be a module, got NoneType"):
+        load_model(tensors, None)  # type: ignore[arg-type]
+
+
+def test_one_name_of_a_tied_parameter_is_enough(path: Path) -> None:
+    tensors = load(path)
+    del tensors["lm_head.weight"]
+    loaded = load_model(tensors, net(seed=1), backend="reference")
+    assert torch.equal(loaded(IDS), quantised(net())(IDS))
+    assert loaded.lm_head.weight is loaded.embed.weight
+
+
+def test_parameters_on_meta() -> None:
+    with parameters_on_meta():
+        skeleton = net()
+        frozen = nn.Module()
+        frozen.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        lazy = nn.LazyLinear(3)
+    assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+    assert skeleton.lm_head.weight is skeleton.embed.weight
+    assert skeleton.second.weight is skeleton.first.weight
+    assert skeleton.steps.tolist() == [3]
+    assert not frozen.scale.requires_grad
+    assert isinstance(lazy.weight, nn.UninitializedParameter)
+    assert nn.Linear(2, 2).weight.device.type == "cpu"

@@ -24,7 +24,7 @@ from fdk_formats.format import Format
 from fdk_formats.fused import fuse_layers
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.model import quantise_model
-from fdk_formats.model_files import load_model, save_model
+from fdk_formats.model_files import load_model, parameters_on_meta, save_model
 from fdk_formats.packing import pack, unpack
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.report import LayerReport, ModelReport, model_report, relative_error
@@ -53,6 +53,7 @@ __all__ = [
     "load_model",
     "model_report",
     "pack",
+    "parameters_on_meta",
     "quantise",
     "quantise_4bit",
     "quantise_blockwise",

@@ -16,6 +16,7 @@ CASES = [
     (3, "3bit_32", torch.int32, 10, 3),
     (2, "2bit_u8", torch.uint8, 4, 2),
     (1, "1bit_u8", torch.uint8, 8, 1),
+    (7, "8bit_u8", torch.uint8, 1, 8),
 ]
 IDS = [f"{case[0]}bit" for case in CASES]
 

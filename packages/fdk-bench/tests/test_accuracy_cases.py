@@ -1,5 +1,6 @@
 """Formats of the accuracy benchmark, and which of its rows are compared."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from fdk_bench.accuracy_cases import (
     BASELINE,
     DEFAULT_FORMATS,
+    SKIP_POOLER_AND_HEAD,
     AccuracyCase,
     AccuracyValues,
     compare_calibrated,
@@ -16,6 +18,7 @@ from fdk_bench.accuracy_cases import (
 from fdk_bench.calibration import PACKAGED, CalibrationText, read_texts
 from fdk_bench.records import Row
 from fdk_bench.sentences import SENTENCES
+from fdk_formats.model import DEFAULT_SKIP
 
 
 def values(weight_error):
@@ -92,3 +95,10 @@ def test_packaged_text_is_fixed():
     """Recorded numbers are of this text: who changes it measures all of them anew."""
     found = read_texts([Path(PACKAGED)]).paragraphs
     assert (len(found), sum(map(len, found))) == (29, 5478)
+
+
+def test_the_pooler_and_what_quantise_model_leaves_are_left():
+    left = ("pooler.dense", "lm_head", "model.lm_head")
+    assert all(re.search(SKIP_POOLER_AND_HEAD, name) for name in left)
+    assert not re.search(SKIP_POOLER_AND_HEAD, "lm_head.dense")
+    assert DEFAULT_SKIP in SKIP_POOLER_AND_HEAD

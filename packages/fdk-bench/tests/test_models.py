@@ -22,6 +22,7 @@ from fdk_bench.peers import WrongAnswerError
 from fdk_bench.random_llama import build_llama, check_dense, check_layer
 from fdk_bench.weights import random_weight
 from fdk_formats import Format, QuantisedLinear
+from fdk_formats.model import DEFAULT_SKIP
 
 SMALL = LlamaSize(dim=64, layers=2, heads=4, kv_heads=2, ffn=128, vocabulary=40)
 
@@ -347,6 +348,7 @@ def test_outputs(quick, tmp_path):
         ("custom4-g64", 1),
         ("custom4-g64", 2),
     ]
+    assert {r["case"]["skip"] for r in rows} == {DEFAULT_SKIP}
     for r in rows:
         assert ModelCase(**r["case"]).model == "tiny"
         assert ModelValues(**r["values"]).parameters == SIZES["tiny"].parameters

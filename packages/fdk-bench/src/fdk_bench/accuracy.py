@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fdk_formats
 from fdk_bench.accuracy_cases import (
     BASELINE,
-    DEFAULT_SKIP,
+    SKIP_POOLER_AND_HEAD,
     AccuracyCase,
     AccuracyRow,
     AccuracyValues,
@@ -54,7 +54,7 @@ class Subject:
 def prepare(
     model: TextModel,
     sentences: Sequence[str],
-    skip: str = DEFAULT_SKIP,
+    skip: str = SKIP_POOLER_AND_HEAD,
     calibration: CalibrationText | None = None,
 ) -> Subject:
     """Picks the linear layers whose names ``skip`` (a regular expression) does not match.

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from fdk_bench.records import Row
 from fdk_formats import Format
+from fdk_formats.model import DEFAULT_SKIP
 
 # Weights rounded to bf16: what a 16-bit model costs and loses.
 BASELINE = "bf16"
 # A pooler's output is no part of a mean-pooled embedding; an output head is often the embedding.
-DEFAULT_SKIP = r"pooler|(^|\.)lm_head$"
+SKIP_POOLER_AND_HEAD = rf"pooler|{DEFAULT_SKIP}"
 CALIBRATED = "+cal"
 # By width; a group size is added where none is named.
 DEFAULT_FORMATS = (

@@ -103,7 +103,7 @@ def accuracy(
     lines = _read_sentences(sentences)
     prepare_environment()
     from fdk_bench.accuracy import prepare
-    from fdk_bench.accuracy_cases import DEFAULT_FORMATS, DEFAULT_SKIP, parse_formats
+    from fdk_bench.accuracy_cases import DEFAULT_FORMATS, SKIP_POOLER_AND_HEAD, parse_formats
     from fdk_bench.calibration import read_texts
     from fdk_bench.models import ModelError, load_text_model
 
@@ -122,7 +122,7 @@ def accuracy(
         loaded = load_text_model(model)
     except ModelError as error:
         raise typer.BadParameter(f"--model: {error}") from None
-    left = DEFAULT_SKIP if skip is None else skip
+    left = SKIP_POOLER_AND_HEAD if skip is None else skip
     subject = checked(lambda: prepare(loaded, lines, left, text))
     _run(subject, names, backend, output_folder(out, "accuracy"), layers, json_lines)
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from fdk_bench.decoding import Build
     from fdk_bench.model_cases import ModelRun
 
-DEFAULT_SKIP = r"(^|\.)lm_head$"
-
 
 def models(
     size: Annotated[
@@ -63,8 +61,12 @@ def models(
     group_size: options.GroupOption = "64",
     backend: options.BackendOption = None,
     skip: Annotated[
-        str, typer.Option(help="Regular expression of layers that stay as they are.")
-    ] = DEFAULT_SKIP,
+        str | None,
+        typer.Option(
+            help="Regular expression of layers that stay as they are. Default: lm_head, as of "
+            "quantise_model."
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
     reps: Annotated[int, typer.Option(min=1, help="Decoding steps that are timed.")] = 100,
     compile_model: Annotated[
@@ -114,9 +116,10 @@ def models(
     from fdk_bench.cases import DEFAULT_CODEBOOK, formats_of  # torch: --help must not wait for it
     from fdk_bench.llama import SIZES
     from fdk_bench.model_cases import ModelRun
+    from fdk_formats.model import DEFAULT_SKIP
 
     use_threads(threads)
-    check_pattern("--skip", skip)
+    check_pattern("--skip", skip or "")
     checked_dtype(dtype)
     where = checked_device(device)
     widths = numbers("--bits", bits, (16, 4, 1))
@@ -140,7 +143,7 @@ def models(
         backends=checked_backends(split(backend, "--backend") or ["auto"]),
         dtype=dtype,
         device=where,
-        skip=skip,
+        skip=DEFAULT_SKIP if skip is None else skip,
         context=context,
         reps=reps,
         compiled=compile_model,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
+from fdk_cpu.arguments import FLOAT_NAMES, bytes_of
 from fdk_cpu.checks import check_placed
-from fdk_cpu.linear import ACTIVATIONS, _bytes
 from fdk_cpu.memory import copy_memory as copy
 from fdk_cpu.memory import read_sum as read_sum
 from fdk_cpu.runtime import num_threads
@@ -81,8 +81,8 @@ def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:
         raise TypeError(f"{caller}: needs values, and cannot be traced")
     x, weight = x.resolve_neg(), weight.resolve_neg()
     y = x.new_empty((m, n))
-    dtype, out = ACTIVATIONS[x.dtype], _bytes(y)
+    dtype, out = FLOAT_NAMES[x.dtype], bytes_of(y)
     _native.plain_linear(
-        caller == "gemv", dtype, _bytes(x), m, _bytes(weight), n, k, out, num_threads()
+        caller == "gemv", dtype, bytes_of(x), m, bytes_of(weight), n, k, out, num_threads()
     )
     return y

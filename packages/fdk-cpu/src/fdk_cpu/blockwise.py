@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
-from fdk_cpu.linear import ACTIVATIONS as DTYPES
-from fdk_cpu.linear import _bytes
+from fdk_cpu.arguments import FLOAT_NAMES, bytes_of
 from fdk_cpu.runtime import num_threads
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels, register_kernels
@@ -60,7 +59,7 @@ KERNELS = Kernels(
 def _nearest_code(code: bytes, order: bytes) -> _native.NearestCode:
     """256 KiB; building one takes about a millisecond."""
     values = torch.frombuffer(bytearray(code), dtype=torch.float32)
-    return _native.NearestCode(_bytes(values), order)
+    return _native.NearestCode(bytes_of(values), order)
 
 
 def _quantise(
@@ -69,11 +68,11 @@ def _quantise(
     packed = flat.new_empty(size, dtype=torch.uint8)
     absmax = flat.new_empty(-(-len(flat) // block_size), dtype=torch.float32)
     nearest.quantise(
-        DTYPES[flat.dtype],
-        _bytes(flat),
+        FLOAT_NAMES[flat.dtype],
+        bytes_of(flat),
         block_size,
-        _bytes(packed),
-        _bytes(absmax),
+        bytes_of(packed),
+        bytes_of(absmax),
         num_threads(),
     )
     return packed, absmax
@@ -91,12 +90,12 @@ def _dequantise(
     out = packed.new_empty(numel, dtype=dtype)
     _native.dequantise_blocks(
         bits,
-        _bytes(code),
-        DTYPES[dtype],
-        _bytes(packed),
-        _bytes(absmax),
+        bytes_of(code),
+        FLOAT_NAMES[dtype],
+        bytes_of(packed),
+        bytes_of(absmax),
         block_size,
-        _bytes(out),
+        bytes_of(out),
         num_threads(),
     )
     return out

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_cpu import _native
+from fdk_cpu.arguments import FLOAT_NAMES, bytes_of
 from fdk_cpu.checks import check_placed
 from fdk_cpu.runtime import num_threads
 from fdk_formats.ops import define_linear_op
 
-ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ACTIVATIONS = FLOAT_NAMES
 # uint8 is e8m0 for a scale and an integer for a zero point.
-STORED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+STORED = FLOAT_NAMES
 
 # What a kept weight was made of: the tensor's name, itself, address, bytes and dtype.
 Origin = tuple[str, ref[Tensor], int, int, torch.dtype]
@@ -36,7 +37,7 @@ def lut_linear(
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
-    weight.linear(activation, _bytes(x), len(x), _bytes(bias), _bytes(y), num_threads())
+    weight.linear(activation, bytes_of(x), len(x), bytes_of(bias), bytes_of(y), num_threads())
     return y
 
 
@@ -62,13 +63,13 @@ def lut_linear_int8(
     y = x.new_empty((len(x), n))
     weight.linear_int8(
         activation,
-        _bytes(levels),
+        bytes_of(levels),
         step,
         offset,
-        _bytes(x),
+        bytes_of(x),
         len(x),
-        _bytes(bias),
-        _bytes(y),
+        bytes_of(bias),
+        bytes_of(y),
         num_threads(),
     )
     return y
@@ -89,7 +90,7 @@ def lut_linear_grad_x(
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     grad_x = grad_y.new_empty((len(grad_y), k))
     activation = _activation("grad_y", grad_y)
-    weight.grad_x(activation, _bytes(grad_y), len(grad_y), _bytes(grad_x), num_threads())
+    weight.grad_x(activation, bytes_of(grad_y), len(grad_y), bytes_of(grad_x), num_threads())
     return grad_x
 
 
@@ -137,12 +138,12 @@ def _weight(
         k,
         group_size,
         bits,
-        _bytes(codes),
-        _bytes(scale),
+        bytes_of(codes),
+        bytes_of(scale),
         STORED.get(scale.dtype, "e8m0"),
-        _bytes(zero_point),
+        bytes_of(zero_point),
         zero_type,
-        _bytes(codebook),
+        bytes_of(codebook),
     )
 
 
@@ -152,10 +153,6 @@ def _check_levels(levels: Tensor | None) -> None:
     check_placed("lut_linear_int8", "levels", levels)
     if levels.dtype != torch.int8:
         raise TypeError(f"lut_linear_int8: levels must be torch.int8, got {levels.dtype}")
-
-
-def _bytes(tensor: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
 
 
 def takes(x: Tensor, bias: Tensor | None, n: int, k: int) -> bool:
@@ -229,12 +226,12 @@ class KeptWeight:
         kind = ACTIVATIONS[x.dtype]
         # A contiguous tensor's bytes follow from its shape.
         size = m * x.itemsize
-        given, wanted, added = (x.data_ptr(), size * k), (y.data_ptr(), size * n), _bytes(bias)
+        given, wanted, added = (x.data_ptr(), size * k), (y.data_ptr(), size * n), bytes_of(bias)
         threads = num_threads()
         if int8 is None:
             weight.linear(kind, given, m, added, wanted, threads)
         else:
-            levels, (step, offset) = _bytes(tensors["levels"]), int8
+            levels, (step, offset) = bytes_of(tensors["levels"]), int8
             weight.linear_int8(kind, levels, step, offset, given, m, added, wanted, threads)
         return y
 

@@ -88,8 +88,8 @@ Isa chosen(const std::string& name, const char* origin) {
     if (!why.empty()) throw std::invalid_argument(std::string(origin) + ": " + name + ": " + why);
     return Isa(i);
   }
-  throw std::invalid_argument(std::string(origin) + ": this machine runs " + names() + ", got " +
-                              name);
+  throw std::invalid_argument(std::string(origin) + ": this machine runs " + names() +
+                              "; wanted one of them or auto, got " + name);
 }
 
 // -1 until it is first asked for.

@@ -251,7 +251,7 @@ def test_wrong_input() -> None:
     with pytest.raises(TypeError, match=r"x must be torch\.float32, the dtype of the layer, got"):
         quantised(torch.ones(1, 64, dtype=torch.bfloat16))
     for shape in ([1, 65], []):
-        said = rf"QuantisedLinear: x must be \[\.\.\., 64\], got {re.escape(str(shape))}"
+        said = rf"x must be \[\.\.\., 64\], got {re.escape(str(shape))}"
         with pytest.raises(ValueError, match=said):
             quantised(torch.ones(shape))
     with pytest.raises(ValueError, match="x must be on cpu, got meta"):

@@ -309,10 +309,6 @@ class QuantisedLinear(nn.Module):
                 casts.
             ValueError: where x is not ``[..., k]`` or is on another device.
         """
-        if x.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"QuantisedLinear: x must be [..., {self.in_features}], got {list(x.shape)}"
-            )
         # None of these by attribute: nn.Module takes half a microsecond to find one.
         weight: Any = self._modules["weight"]
         layout, dtype = weight._modules.get("layout"), weight.dtype

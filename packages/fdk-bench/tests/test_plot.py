@@ -183,28 +183,36 @@ def test_a_line_that_is_no_row(text, tmp_path):
 
 
 def test_allowed_speedup():
-    dense, small = kernel("bf16"), kernel()
-    for row in (dense, small):  # floors at 10 GB/s, and activations that cost next to nothing
-        row["case"]["n"] = row["case"]["k"] = 4096
-    dense["values"] |= {"weight_bytes": 32e6, "bytes": 10, "floor": 1e-9}
-    small["values"] |= {"weight_bytes": 8e6, "bytes": 10, "floor": 1e-9}
-    frame = kernel_frame([dense, small])
-    # m = 1: 32016384 / 8016384 bytes. m = 1000: 3.4e10 operations at 1e12 take 34 ms, both more
-    # than their bytes. m = 100: 3.36 ms of arithmetic, against 3.36 ms and 0.96 of bytes.
-    found = allowed_speedup(frame, 4, np.array([1, 100, 1000]), 1e12)
-    at_100 = max((32e6 + 100 * 8192 * 2) / 1e10, 2 * 100 * 4096**2 / 1e12)
-    expected = [32016384 / 8016384, at_100 / (2 * 100 * 4096**2 / 1e12), 1]
-    assert list(found) == pytest.approx(expected)
+    """Over the time of 16 bits as it was measured, 4 us, half of which was no reading."""
+    read, computed = kernel(time=1e-6), kernel(time=1e-6, m=100)
+    read["values"] |= {"floor": 0.8e-6, "speedup_16": 4.0, "operations": 1e5}
+    # 1.6e6 operations at 1e12 a second take 1.6 us, more than its bytes.
+    computed["values"] |= {"floor": 0.8e-6, "speedup_16": 2.0, "operations": 1.6e6, "time": 2e-6}
+    larger = kernel("affine4-g64", time=2e-6, floor=1.6e-6, speedup_16=2.0)
+    found = allowed_speedup(kernel_frame([read, computed, larger]), 1e12)
+    assert dict(found) == pytest.approx({1: 4 / 0.8, 100: 4 / 1.6})
 
 
-def test_allowed_speedup_of_fp32():
-    dense, small = kernel("fp32"), kernel()
-    for row in (dense, small):
-        row["case"] |= {"n": 4096, "k": 4096, "dtype": "fp32"}
-    dense["values"] |= {"weight_bytes": 64e6, "bytes": 10, "floor": 1e-9}
-    small["values"] |= {"weight_bytes": 8e6, "bytes": 10, "floor": 1e-9}
-    found = allowed_speedup(kernel_frame([dense, small]), 4, np.array([1]), 1e15)
-    assert list(found) == pytest.approx([(64e6 + 8192 * 4) / (8e6 + 8192 * 4)])
+def test_no_time_above_its_floor_is_above_the_limit():
+    """Of 16 bits that took twice its floor, and 4 bits at 90 % of theirs."""
+    dense = [kernel("bf16", m, time=2 * kernel("bf16", m)["values"]["floor"]) for m in (1, 16)]
+    small = []
+    for m, row in zip((1, 16), dense, strict=True):
+        time = kernel(m=m)["values"]["floor"] / 0.9
+        small.append(kernel(m=m, time=time, speedup_16=row["values"]["time"] / time))
+    (axes,) = figures(kernel_frame([*dense, *small]), model_frame([]))["speedup"].axes
+    lines = {line.get_linestyle(): line for line in axes.lines if line.get_marker() != "None"}
+    points, limit = lines["-"], lines[":"]
+    assert "dotted: by the read floor" in axes.get_xlabel()
+    assert list(limit.get_xdata()) == list(points.get_xdata()) == [1, 16]
+    # Reading bounds m = 1; m = 16 is the most TFLOP/s that was measured.
+    assert list(np.divide(points.get_ydata(), limit.get_ydata())) == pytest.approx([0.9, 1])
+
+
+def test_limits_of_one_m_are_ticks():
+    (axes,) = figures(kernel_frame([kernel("bf16"), kernel()]), model_frame([]))["speedup"].axes
+    assert "(ticks: by the read floor" in axes.get_xlabel()
+    assert [line.get_marker() for line in axes.lines][1] == "_"
 
 
 def test_figures_hold_every_point():

@@ -57,6 +57,14 @@ FILLS = (
 MARKERS = "osD^vPX<>*phd8"
 GRID = "#DDDDDD"
 FLOOR: dict[str, Any] = {"color": "#555555", "linewidth": 1.2}
+# What the machine allows a width; of one point the tick alone is seen.
+LIMIT: dict[str, Any] = {
+    "linestyle": ":",
+    "linewidth": 0.9,
+    "marker": "_",
+    "markersize": 12,
+    "zorder": 1,
+}
 MOST_PANELS = 4
 # Of a legend: a letter of 10 points, what stands before the text, and a line; so many lines have
 # room in a figure as it is.

@@ -7,12 +7,12 @@ import pandas as pd  # type: ignore[import-untyped]
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from fdk_bench.cases import DTYPES
 from fdk_bench.chart_parts import (
     COLOURS,
     DASHES,
     FILLS,
     FLOOR,
+    LIMIT,
     MARKERS,
     WIDTH_MARKERS,
     curve_of,
@@ -65,10 +65,9 @@ def speedup_figure(frame: pd.DataFrame) -> Figure:
     figure, panels = panels_of(len(shapes))
     dashes = kinds_of(measured, DASHES)
     peak = frame["throughput"].max()
+    drawn = "dotted" if (ms_of > 1).any() else "ticks"
     for axes, shape in zip(panels, shapes, strict=True):
         here = measured[measured["shape"] == shape]
-        everything = frame[frame["shape"] == shape]
-        ms = np.geomspace(1, max(frame["m"].max(), 2), 60)
         for bits, format, by, rows in series_of(here):
             rows = rows.sort_values("m")
             curve_of(
@@ -79,33 +78,29 @@ def speedup_figure(frame: pd.DataFrame) -> Figure:
                 dashes[family(format), by],
                 name(format, by),
             )
-        for bits in sorted(here["bits"].unique(), reverse=True):
-            curve = allowed_speedup(everything, int(bits), ms, peak)
-            axes.plot(ms, curve, color=COLOURS[bits], linewidth=0.9, linestyle=":", zorder=1)
+        for bits, rows in here.groupby("bits"):
+            limit = allowed_speedup(rows, peak)
+            axes.plot(limit.index, limit, color=COLOURS[bits], **LIMIT)
         axes.axhline(1, **FLOOR)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.set_title(f"n x k = {shape}")
-        axes.set_xlabel("m (dotted: reading once, or the most TFLOP/s of this run)")
+        axes.set_xlabel(f"m ({drawn}: by the read floor and the most TFLOP/s)")
         axes.set_ylim(bottom=0)
     panels[0].set_ylabel("speed-up over 16 bits")
     return finish(figure, panels, "Speed-up over the layer that is not quantised", frame)
 
 
-def allowed_speedup(frame: pd.DataFrame, bits: int, ms: np.ndarray, peak: float) -> np.ndarray:
-    """The ratio of the least times, not quantised and at some bits, for each m; of one shape.
+def allowed_speedup(rows: pd.DataFrame, peak: float) -> pd.Series:
+    """The most speed-up that the machine allows at each measured m; of one shape and width.
 
-    The least time is the larger of reading weight, x and y once at the best rate that the floors
-    show, and of the arithmetic at ``peak`` operations a second.
+    The measured time of 16 bits that a row's speed-up is over, divided by the least time of the
+    row: the larger of its read floor and of the arithmetic at ``peak`` operations a second. Of
+    several formats the most. A speed-up above it is a time below the read floor.
     """
-    rate = (frame["bytes"] / frame["floor"]).max()
-    n, k = frame["n"].iloc[0], frame["k"].iloc[0]
-    activations = ms * (n + k) * DTYPES[frame["dtype"].iloc[0]].itemsize
-    arithmetic = 2 * ms * n * k / peak
-    small = frame[frame["bits"] == bits]["weight_bytes"].min()
-    dense = frame[frame["bits"] >= 16]["weight_bytes"].min()
-    least = [np.maximum((w + activations) / rate, arithmetic) for w in (dense, small)]
-    return np.asarray(least[0] / least[1])
+    least = np.maximum(rows["floor"], rows["operations"] / peak)
+    allowed: pd.Series = rows["speedup_16"] * rows["time"] / least
+    return allowed.groupby(rows["m"]).max()
 
 
 def bits_figure(frame: pd.DataFrame) -> Figure:
@@ -204,16 +199,7 @@ def tokens_figure(frame: pd.DataFrame, title: str = "Decoding") -> Figure:
             label = name(format, by)
             curve_of(axes, x, rows["tokens_per_second"], bits, dashes[family(format), by], label)
             roof = rows["batch"] / rows["floor"]
-            axes.plot(
-                x,
-                roof,
-                color=COLOURS[bits],
-                linestyle=":",
-                linewidth=0.9,
-                marker="_",
-                markersize=12,
-                zorder=1,
-            )
+            axes.plot(x, roof, color=COLOURS[bits], **LIMIT)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         sizes = sorted(frame["parameters"].unique() / 1e9)

@@ -39,8 +39,9 @@ def plot(
 ) -> None:
     """Draw what the rows hold: PNG and SVG, and a report that is one HTML file.
 
-    Kernels: throughput against shape, speed-up against m with what the machine allows, time
-    against bits with the read floor, roofline. Models: tokens/s against parameters. Accuracy:
+    Kernels: throughput against shape; speed-up against m with the most that the machine allows,
+    the measured time of 16 bits over the read floor, or over the operations at the most TFLOP/s;
+    time against bits with the read floor; roofline. Models: tokens/s against parameters. Accuracy:
     error against bits. A case that is there more than once counts with its last row.
 
     Exit code: 0, 1 where no row was measured, 2 bad usage.

@@ -16,7 +16,7 @@ from fdk_bench.accuracy_cases import (
     takes_importance,
 )
 from fdk_bench.calibration import MOST_ROWS, CalibrationText, calibrate, rows_of
-from fdk_bench.models import TextModel, embed, load_text_model
+from fdk_bench.models import ModelError, TextModel, embed, load_text_model
 from fdk_bench.sentences import SENTENCES
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "from", "home"]
@@ -30,6 +30,33 @@ def subject(bert_folder):
 
 def measure(subject, format, backend="auto", **options):
     return accuracy.measure(subject, format, backend, **options)[0]
+
+
+# Loading
+
+
+def test_dtype_of_the_configuration(bert_folder, tmp_path):
+    model = load_text_model(bert_folder)
+    assert (model.dtype, model.device.type) == ("fp32", "cpu")
+    model.module.bfloat16().save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    assert load_text_model(tmp_path).dtype == "fp32"
+    named = load_text_model(tmp_path, dtype=None)
+    assert named.dtype == "bf16"
+    asked = load_text_model(tmp_path, "cpu", "fp16")
+    assert {p.dtype for p in asked.module.parameters()} == {torch.float16}
+    assert embed(named, named.module, TEXT).dtype == torch.float32
+    model.module.double().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"wanted bf16, fp16, fp32, its weights are of .*float64"):
+        load_text_model(tmp_path, dtype=None)
+
+
+def test_layers_compute_in_the_dtype_of_the_model(bert_folder):
+    half = prepare(load_text_model(bert_folder, dtype="bf16"), TEXT)
+    linear = next(iter(half.layers.values()))
+    for weight in (fdk_formats.quantise(linear.weight, "int4-g64"), linear.weight):
+        layer = accuracy.layer_of(weight, linear, "reference")
+        assert layer(torch.ones(1, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 # Measuring

@@ -48,6 +48,21 @@ def test_outputs(bert_folder, tmp_path):
     assert "kmeans3-g64" in (tmp_path / "accuracy.svg").read_text()
 
 
+def test_a_model_in_bf16(bert_folder, tmp_path):
+    asked = ("--formats", "bf16,int4", "--dtype", "bf16", "--device", "cpu", "--layers")
+    done = run("--model", bert_folder, *asked, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    bf16, int4 = records((tmp_path / "accuracy.jsonl").read_text())
+    assert {(r["case"]["device"], r["case"]["dtype"]) for r in (bf16, int4)} == {("cpu", "bf16")}
+    assert bf16["values"]["weight_error"] == 0  # the model's own weights
+    assert bf16["values"]["cosine_min"] == pytest.approx(1, abs=1e-6)
+    assert 0.01 < int4["values"]["weight_error"] < 0.2
+    assert int4["values"]["cosine_min"] < 0.9999
+    assert "bf16 on cpu." in (tmp_path / "accuracy.md").read_text()
+    layers = records((tmp_path / "layers.jsonl").read_text())
+    assert {(r["case"]["device"], r["case"]["dtype"]) for r in layers} == {("cpu", "bf16")}
+
+
 def test_json(bert_folder, tmp_path):
     done = run("--model", bert_folder, "--formats", "int4,nf4", "--json", "--output", tmp_path)
     assert done.exit_code == 0
@@ -144,6 +159,8 @@ def test_interrupt_keeps_what_was_measured(bert_folder, tmp_path, monkeypatch):
         (["--calibrate", "no-such-file"], "--calibrate: wanted a UTF-8 text file"),
         (["--calibrate", "packaged,no-such-file"], "No such file or directory: 'no-such-file'"),
         (["--threads", "0"], "--threads"),
+        (["--device", "tpu"], "--device: wanted cpu or cuda"),
+        (["--dtype", "fp8"], "--dtype: wanted one of bf16, fp16, fp32, model, got 'fp8'"),
     ],
 )
 def test_bad_usage(arguments, said, refused):

@@ -107,8 +107,17 @@ def measure_formats(
     """
     for name, weighed in measured_formats(subject, formats):
         text = subject.calibration.text if weighed and subject.calibration else ""
-        sentences = len(subject.sentences)
-        case = AccuracyCase(name, subject.model.name, backend, subject.skip, sentences, text)
+        model, where = subject.model, subject.model.device.type
+        case = AccuracyCase(
+            name,
+            model.name,
+            backend,
+            subject.skip,
+            len(subject.sentences),
+            text,
+            where,
+            model.dtype,
+        )
         try:
             values, layers = measure(
                 subject, name, backend, partial(on_layer, case.label), weighed=weighed
@@ -116,7 +125,9 @@ def measure_formats(
         except Exception as error:  # whatever a format or a backend raises: the run goes on
             yield Row(case, error=f"{type(error).__name__}: {error}")
         else:
-            cases = (LayerCase(name, subject.model.name, layer, text) for layer in layers)
+            cases = (
+                LayerCase(name, model.name, layer, text, where, model.dtype) for layer in layers
+            )
             on_layers([Row(*pair) for pair in zip(cases, layers.values(), strict=True)])
             yield Row(case, values)
 
@@ -184,15 +195,16 @@ def with_layers(subject: Subject, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def layer_of(weight: QuantisedTensor | Tensor, linear: nn.Linear, backend: str) -> nn.Module:
-    """A layer with the bias of ``linear`` and the stored weight, float32 in and out.
+    """A layer with the bias of ``linear`` and the stored weight, in its dtype in and out.
 
     ``auto`` is the backend that fdk_formats picks, and the reference where none takes the layer.
     """
     if isinstance(weight, Tensor):
         rounded = copy.deepcopy(linear)
-        rounded.weight = nn.Parameter(weight.float(), requires_grad=False)
+        rounded.weight = nn.Parameter(weight.to(linear.weight.dtype), requires_grad=False)
         return rounded
-    build = partial(QuantisedLinear.from_quantised, weight, linear.bias, dtype=torch.float32)
+    dtype = linear.weight.dtype
+    build = partial(QuantisedLinear.from_quantised, weight, linear.bias, dtype=dtype)
     try:
         return build(backend=backend)
     except NoBackendError:

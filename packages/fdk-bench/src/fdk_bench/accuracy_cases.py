@@ -8,7 +8,7 @@ from fdk_bench.records import Row
 from fdk_formats import Format
 from fdk_formats.model import DEFAULT_SKIP
 
-# Weights rounded to bf16: what a 16-bit model costs and loses.
+# Weights rounded to bf16: what a 16-bit model costs and loses. Of a model in bf16 nothing.
 BASELINE = "bf16"
 # A pooler's output is no part of a mean-pooled embedding; an output head is often the embedding.
 SKIP_POOLER_AND_HEAD = rf"pooler|{DEFAULT_SKIP}"
@@ -40,7 +40,8 @@ UNIFORM_GRIDS = ("uniform", "int")
 class AccuracyCase:
     """What was measured: ``format`` is a format's short form or ``BASELINE``.
 
-    ``calibration`` names the text whose second moments weighed the error; empty for none.
+    ``calibration`` names the text whose second moments weighed the error; empty for none. The
+    model ran on ``device`` in ``dtype``, which older rows do not say.
     """
 
     format: str
@@ -49,6 +50,8 @@ class AccuracyCase:
     skip: str
     sentences: int
     calibration: str = ""
+    device: str = "cpu"
+    dtype: str = "fp32"
 
     def __str__(self) -> str:
         return self.label
@@ -102,6 +105,8 @@ class LayerCase:
     model: str
     layer: str
     calibration: str = ""
+    device: str = "cpu"
+    dtype: str = "fp32"
 
 
 @dataclass(frozen=True)

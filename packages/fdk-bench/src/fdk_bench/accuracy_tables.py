@@ -179,5 +179,6 @@ def _caption(rows: Sequence[AccuracyRow]) -> str:
     calibrated = f" {CALIBRATED}: errors weighed by the inputs that {text} gives." if text else ""
     return (
         f"{row.case.model}: {values.layers} linear layers, {values.weights / 1e6:.2f} million "
-        f"weights; outputs for {row.case.sentences} sentences.{calibrated}"
+        f"weights; outputs for {row.case.sentences} sentences, {row.case.dtype} on "
+        f"{row.case.device}.{calibrated}"
     )

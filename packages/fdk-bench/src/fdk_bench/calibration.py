@@ -68,7 +68,10 @@ def calibrate(
     With x of one row, the squared error of an output is ``(sum_i dW[i] x[i])^2``; inputs taken as
     independent, its mean is ``sum_i dW[i]^2 mean(x[i]^2)``, which is what importance weighs.
     """
-    totals = {name: torch.zeros(layer.in_features).double() for name, layer in layers.items()}
+    totals = {
+        name: torch.zeros(layer.in_features, dtype=torch.float64, device=model.device)
+        for name, layer in layers.items()
+    }
     tokens = 0
 
     def add(name: str, rows: Tensor) -> None:
@@ -84,7 +87,10 @@ def rows_of(
     model: TextModel, layers: Mapping[str, nn.Linear], texts: Sequence[str]
 ) -> dict[str, Tensor]:
     """At most ``MOST_ROWS`` inputs of each layer, ``[rows, k, float32]``, spread over the texts."""
-    kept = {name: [torch.zeros(0, layer.in_features)] for name, layer in layers.items()}
+    kept = {
+        name: [torch.zeros(0, layer.in_features, device=model.device)]
+        for name, layer in layers.items()
+    }
     share = -(-MOST_ROWS // -(-len(texts) // SENTENCES_PER_BATCH))
 
     def keep(name: str, rows: Tensor) -> None:

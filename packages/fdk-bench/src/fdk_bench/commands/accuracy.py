@@ -12,6 +12,8 @@ from fdk_bench.commands.common import (
     check_pattern,
     checked,
     checked_backends,
+    checked_device,
+    checked_dtype,
     collect,
     finish,
     given_text,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from fdk_bench.accuracy import Subject
     from fdk_bench.accuracy_cases import AccuracyRow, LayerRow
     from fdk_bench.records import Facts
+
+OF_MODEL = "model"  # the dtype of its configuration
 
 
 def accuracy(
@@ -86,6 +90,21 @@ def accuracy(
         bool,
         typer.Option("--layers", help="Print layers too.", rich_help_panel=options.RESULTS),
     ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu or cuda: where the model runs, and is quantised.",
+            rich_help_panel=options.CASES,
+        ),
+    ] = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of the model: fp32, bf16, fp16, or model for the one that its configuration "
+            "names. In 16 bits 7B take 14 GB, and the error of the dtype is in every output.",
+            rich_help_panel=options.CASES,
+        ),
+    ] = "fp32",
     threads: options.ThreadsOption = None,
     json_lines: options.JsonOption = False,
     out: options.OutOption = None,
@@ -109,6 +128,8 @@ def accuracy(
 
     use_threads(threads)
     checked_backends([backend])
+    checked_device(device)
+    taken = None if checked_dtype(dtype, OF_MODEL) == OF_MODEL else dtype
     names = checked(
         lambda: parse_formats(split(formats, "--format") or DEFAULT_FORMATS, group_size)
     )
@@ -119,7 +140,7 @@ def accuracy(
     ]
     text = checked(lambda: read_texts(paths), "--calibrate") if paths else None
     try:
-        loaded = load_text_model(model)
+        loaded = load_text_model(model, device, taken)
     except ModelError as error:
         raise typer.BadParameter(f"--model: {error}") from None
     left = SKIP_POOLER_AND_HEAD if skip is None else skip
@@ -149,7 +170,8 @@ def _run(
     from fdk_bench.machine import facts
 
     total = len(measured_formats(subject, names))
-    gathered = facts("accuracy", "cpu", more=("safetensors", "transformers"))
+    where = subject.model.device.type
+    gathered = facts("accuracy", where, more=("safetensors", "transformers"))
     screen = Screen(total, to_stderr=json_lines)
     of_layers: list[LayerRow] = []
     with screen.live():

@@ -174,12 +174,13 @@ def checked_backends(names: list[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def checked_dtype(dtype: str) -> str:
-    """The dtype asked for; bad usage for one that is not measured."""
+def checked_dtype(dtype: str, *more: str) -> str:
+    """The dtype asked for, or one of ``more``; bad usage for one that is not measured."""
     from fdk_bench.cases import DTYPES
 
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in (*DTYPES, *more):
+        wanted = ", ".join((*DTYPES, *more))
+        raise typer.BadParameter(f"--dtype: wanted one of {wanted}, got {dtype!r}")
     return dtype
 
 

@@ -149,6 +149,31 @@ def test_gpu_case_runs_under_ncu(tmp_path, monkeypatch):
     assert verdicts[0] == "device memory, at 76 %"
 
 
+def test_report_of_ncu_is_kept(tmp_path, monkeypatch):
+    arguments = stand_in(tmp_path, "ncu", NCU, monkeypatch)
+    program, name = tmp_path / "ncu", "m1-n64-k64-int4-g64-bf16-cuda"
+    report = tmp_path / "reports" / f"{name}.ncu-rep"
+    # Writes a report as the real one does, and prints a table of one that is there.
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/arguments\n'
+        f'if [ "$1" = --export ]; then echo report > "$2"; else cat "$2" {tmp_path}/text; fi\n'
+    )
+    done = run(name, "--out", tmp_path / "reports")
+    assert done.exit_code == 0, done.output
+    assert report.read_text() == "report\n"
+    assert "bound by device memory, at 76 %" in done.stdout
+    assert f"ncu's report is in {report}" in done.stderr
+    collected, imported = arguments().splitlines()
+    assert collected.startswith(f"--export {report} --force-overwrite --set full ")
+    assert collected.endswith(f"profile {name} --inside")
+    assert imported == f"--import {report} --csv --page raw"
+    # That of the last run is not taken for one that was not written.
+    program.write_text("#!/bin/sh\necho ==ERROR== no permission\n")
+    done = run(name, "--out", tmp_path / "reports")
+    assert (done.exit_code, report.exists()) == (1, False)
+    assert "no permission" in done.stderr
+
+
 def test_ncu_without_a_table(tmp_path, monkeypatch):
     stand_in(tmp_path, "ncu", "==ERROR== no permission", monkeypatch)
     done = run("m1-n64-k64-int4-g64-bf16-cuda")
@@ -284,3 +309,5 @@ def test_bad_usage(refused):
     refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--library", "absent", said="absent")
     said = "--symbol: wanted a regular expression, got '('"
     refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--symbol", "(", said=said)
+    said = "--out: wanted a case of cuda"
+    refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--out", "profiles", said=said)

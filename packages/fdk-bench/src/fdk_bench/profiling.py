@@ -123,11 +123,21 @@ def parse_case(text: str) -> KernelCase:
     return case
 
 
-def ncu_command(ncu: str, inner: Sequence[str]) -> list[str]:
-    """Runs ``inner`` under Nsight Compute, which looks at what lies between profiler marks."""
+def ncu_command(ncu: str, inner: Sequence[str], report: Path | None = None) -> list[str]:
+    """Runs ``inner`` under Nsight Compute, which looks at what lies between profiler marks.
+
+    With a ``report`` it collects every section into that file, and prints no table.
+    """
     metrics = ",".join([*PIPES, *OTHERS])
-    options = ["--csv", "--page", "raw", "--profile-from-start", "off", "--metrics", metrics]
-    return [ncu, *options, "--target-processes", "all", *inner]
+    options = ["--profile-from-start", "off", "--metrics", metrics, "--target-processes", "all"]
+    if report is None:
+        return [ncu, "--csv", "--page", "raw", *options, *inner]
+    return [ncu, "--export", str(report), "--force-overwrite", "--set", "full", *options, *inner]
+
+
+def ncu_import(ncu: str, report: Path) -> list[str]:
+    """Prints the table of a report."""
+    return [ncu, "--import", str(report), "--csv", "--page", "raw"]
 
 
 def parse_ncu(text: str) -> list[KernelProfile]:

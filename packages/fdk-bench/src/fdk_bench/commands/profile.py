@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -14,8 +15,10 @@ import typer
 from fdk_bench.commands.common import (
     EXIT_FAILED_ROWS,
     FILE_WIDTH,
+    check_output,
     check_pattern,
     checked,
+    output_folder,
     prepare_environment,
 )
 
@@ -68,6 +71,16 @@ def profile(
         typer.Option(help="CPU: regular expression of functions. Default: of the case's bits."),
     ] = None,
     listing: Annotated[bool, typer.Option(help="CPU: print the machine code too.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "--output",
+            callback=check_output,
+            help="GPU: folder to keep ncu's report in, NAME.ncu-rep, with every section for "
+            "Nsight Compute's window. Default: none is kept.",
+        ),
+    ] = None,
     inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -87,7 +100,11 @@ def profile(
     if inside:
         _run_once(case)
     elif case.device == "cuda":
-        _profile_gpu(name, json_lines)
+        _profile_gpu(name, json_lines, out)
+    elif out is not None:
+        raise typer.BadParameter(
+            f"--out: wanted a case of cuda, whose report ncu keeps; got {name}"
+        )
     else:
         _profile_cpu(case, library, symbol, listing, json_lines)
 
@@ -112,20 +129,28 @@ def _run_once(case: "KernelCase") -> None:
         torch.cuda.profiler.stop()
 
 
-def _profile_gpu(name: str, json_lines: bool) -> None:
-    from fdk_bench.profiling import ncu_command, parse_ncu
+def _profile_gpu(name: str, json_lines: bool, out: Path | None) -> None:
+    from fdk_bench.profiling import ncu_command, ncu_import, parse_ncu
 
     ncu = shutil.which("ncu")
     if ncu is None:
         _fail("ncu is not on PATH: it comes with the CUDA toolkit, or as Nsight Compute")
     inner = [sys.executable, "-m", "fdk_bench", "profile", name, "--inside"]
-    done = subprocess.run(ncu_command(ncu, inner), capture_output=True, text=True, check=False)
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
+    report = None if out is None else output_folder(out, "profile") / f"{name}.ncu-rep"
+    if report is not None:
+        report.unlink(missing_ok=True)  # or the last one would be taken for this
+    done = run(ncu_command(ncu, inner, report))
+    if report is not None and report.is_file():
+        done = run(ncu_import(ncu, report))
     try:
         profiles = parse_ncu(done.stdout)
     except ValueError as error:
         _fail(f"{error}\n{done.stderr.strip()[-2000:]}")
     if not profiles:
         _fail("ncu saw no kernel")
+    if report is not None:
+        typer.echo(f"ncu's report is in {report}", err=True)
     for found in profiles:
         if json_lines:
             print(json.dumps(asdict(found) | {"shares": found.shares, "verdict": found.verdict}))

@@ -246,3 +246,6 @@ def test_folder_compiled(hf_folder, tmp_path, monkeypatch):
         assert r["values"]["tokens_per_second"] > 0
         # 2 layers, keys and values, 2 heads, 64 places of 16 channels, 4 bytes.
         assert r["values"]["cache_bytes"] == r["case"]["batch"] * 2 * 2 * 2 * 64 * 16 * 4
+        # Frequencies of rotary positions more; codebooks of layers that are one product, once.
+        held = r["values"]["memory"] - r["values"]["cache_bytes"] - r["values"]["stored_bytes"]
+        assert abs(held) < 1000

@@ -167,8 +167,21 @@ def test_measure_case():
     assert values.tokens_per_second == pytest.approx(2 / values.step_time)
     assert 0 < values.step_time_min <= values.step_time
     assert values.first_token_time > 0
-    assert (values.memory, values.graph, values.build_seconds) == (None, False, 5.0)
+    assert (values.graph, values.build_seconds) == (False, 5.0)
     assert values.first_token_graph is False
+
+
+@pytest.mark.parametrize("format", ["bf16", "int4-g64"])
+def test_memory_of_a_cpu(format):
+    """Everything that is stored once, by the reference as files have it, and the cache."""
+    case = case_of(format=format)
+    built = build_llama(case, [1])
+    values = measure_case(case, built, GigabyteAPerSecond(), 0.0)
+    assert values.memory == built.stored_bytes + values.cache_bytes
+    # A weight that two layers share is counted once.
+    built.decoder.lm_head.weight = built.decoder.embedding
+    tied = measure_case(case, built, GigabyteAPerSecond(), 0.0)
+    assert tied.memory == values.memory - built.decoder.embedding.nbytes
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -424,6 +437,8 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
         (["--bits", "12"], "got 12"),
         (["--skip", "("], "wanted a regular expression"),
         (["--backend", "absent"], "wanted one of auto"),
+        (["--backend", "torch.compile"], "compare measures peers: --against torch.compile"),
+        (["--backend", "torch.compile"], "reference computes the same by torch, not compiled"),
         (["--text", __file__], "perplexity is of a real model, and tiny has random weights"),
         (["--model", "a/b", "--text", "no-such-file"], "--text: wanted a UTF-8 text file: "),
         (["--model", "a/b", "--text", "/dev/null"], "--text: wanted text, /dev/null has none"),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fdk_bench.cases import DTYPES
 from fdk_bench.floor import Floor, read_floor
@@ -41,6 +41,10 @@ class Decoder(Protocol):
     @property
     def captures_prompts(self) -> bool:
         """Whether a prompt can be one CUDA graph too: nothing on the host asks for its values."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds the weights."""
 
     @property
     def cache_bytes(self) -> int:
@@ -159,7 +163,7 @@ def _measure_case(
         weight_bytes=built.weight_bytes,
         stored_bytes=built.stored_bytes,
         cache_bytes=decoder.cache_bytes,
-        memory=_allocated(case.device) - before if device.type == "cuda" else None,
+        memory=_allocated(case.device) - before if device.type == "cuda" else held_bytes(decoder),
         step_time=timing.median,
         step_time_min=timing.minimum,
         spread=timing.spread,
@@ -299,6 +303,18 @@ class Step:
             return
         self.tokens.copy_(logits.argmax(-1, keepdim=True))
         self.position += 1
+
+
+def held_bytes(decoder: Decoder) -> int:
+    """Bytes of a model's parameters and buffers, packed as they are, and of its cache."""
+    module = decoder.module
+    held = end = 0
+    # Layers that are one product, tied weights and a mapped file share bytes.
+    tensors = (*module.parameters(), *module.buffers())
+    for start, nbytes in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
+        held += max(0, start + nbytes - max(start, end))
+        end = max(end, start + nbytes)
+    return held + decoder.cache_bytes
 
 
 def _allocated(device: str) -> int:

@@ -72,6 +72,12 @@ class HfDecoder:
         return False
 
     @property
+    def module(self) -> nn.Module:
+        """See ``Decoder``."""
+        module: nn.Module = self.model
+        return module
+
+    @property
     def cache_bytes(self) -> int:
         """See ``Decoder``."""
         layers = self._cache.layers

@@ -190,6 +190,11 @@ class Llama(nn.Module):
         return self.embedding.is_cuda
 
     @property
+    def module(self) -> nn.Module:
+        """See ``Decoder``."""
+        return self
+
+    @property
     def cache_bytes(self) -> int:
         """Of keys and values."""
         return self.cache.nbytes

@@ -51,7 +51,8 @@ class ModelValues:
         stored_bytes: of the whole model, embedding included.
         cache_bytes: keys and values of ``batch`` sequences of ``context + reps`` tokens, those of
             steps that are not timed, and on to a multiple of 64.
-        memory: of the device, that the model takes while decoding; None on a CPU.
+        memory: of a GPU, what the model has allocated while decoding; on a CPU the bytes of its
+            parameters, buffers and cache (None in older rows), and nothing of what libraries take.
         step_time, step_time_min, spread: of one decoding step, see ``Timing`` and ``step_seconds``.
         tokens_per_second: ``batch`` over ``step_time``.
         first_token_time: from prompts on the device to their first tokens, the best of three.

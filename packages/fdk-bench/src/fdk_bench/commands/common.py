@@ -165,12 +165,17 @@ def checked_activations(names: list[str], device: str) -> list[str]:
 
 def checked_backends(names: list[str]) -> list[str]:
     """The backends asked for; bad usage for a name that none has."""
+    from fdk_bench.peers import PEERS
     from fdk_formats import all_backends
 
     known = ("auto", *all_backends())
     if unknown := [name for name in names if name not in known]:
-        wanted = ", ".join(known)
-        raise typer.BadParameter(f"--backend: wanted one of {wanted}, got {', '.join(unknown)}")
+        text = f"--backend: wanted one of {', '.join(known)}, got {', '.join(unknown)}"
+        if peers := [peer.name for peer in PEERS if peer.name in unknown]:
+            text += f"; fdk-bench compare measures peers: --against {','.join(peers)}"
+        if "torch.compile" in unknown:  # the op of the reference is opaque to the compiler
+            text += "; reference computes the same by torch, not compiled"
+        raise typer.BadParameter(text)
     return list(dict.fromkeys(names))
 
 

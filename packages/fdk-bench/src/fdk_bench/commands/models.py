@@ -73,7 +73,8 @@ def models(
         bool,
         typer.Option(
             "--compile/--no-compile",
-            help="With torch.compile; a random llama on a GPU with our kernels; 16 bits too.",
+            help="With torch.compile; a random llama on a GPU with our kernels; 16 bits too. "
+            "Quantised layers are their backend's, reference too, and are not compiled.",
         ),
     ] = True,
     fused: Annotated[
@@ -107,6 +108,7 @@ def models(
     The cache is static; on a GPU a step is one CUDA graph. The roofline is the time to read every
     weight of a step once at the read rate measured in the same run. The 16-bit model has the same
     between its layers, and is captured too. Quantised layers are checked before anything is timed.
+    Memory: on a GPU what the model allocates, on a CPU its weights as packed, and its cache.
     Default: 16, 4 and 1 bits. Writes models.jsonl and models.md.
 
     Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what

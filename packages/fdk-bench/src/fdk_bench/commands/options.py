@@ -85,7 +85,9 @@ BackendOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="LIST",
-        help=f"auto, cpu, triton, marlin, marlin-lut, reference; {LISTS}. Default: auto.",
+        help=f"auto, cpu, triton, marlin, marlin-lut, or reference, which dequantises and "
+        f"multiplies by torch; {LISTS}. torch.compile and other peers: fdk-bench compare. "
+        "Default: auto.",
         rich_help_panel=CASES,
     ),
 ]
@@ -168,7 +170,7 @@ JsonOption = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print rows as JSON lines in place of the table.",
+        help="Print rows as JSON lines; the table goes to standard error.",
         rich_help_panel=RESULTS,
     ),
 ]

@@ -22,6 +22,7 @@ from fdk_bench.kernels import KernelRun, KernelValues, compare, measure
 from fdk_bench.peers import Dense, Prepared, WrongAnswerError, check
 from fdk_bench.peers.dense import Ours
 from fdk_bench.records import Row
+from fdk_bench.timing import CutShortError
 
 TINY = ("-n", "32", "-k", "64", "--copies", "2", "--inner-reps", "1", "--outer-reps", "2")
 # The backend that is always there: wheels of fdk-bench are tested without the others.
@@ -314,6 +315,37 @@ def test_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     assert [r["case"]["m"] for r in records((tmp_path / "kernels.jsonl").read_text())] == [1, 1]
     assert "Interrupted after 2 of 6 rows" in done.stdout
     assert (tmp_path / "kernels.md").read_text().count("\n| 32 x 64") == 2
+
+
+def test_rows_of_turns_that_were_cut_short(tmp_path, monkeypatch):
+    timed = kernels.time_calls
+
+    def cut(*arguments, **named):
+        raise CutShortError(timed(*arguments, **named))
+
+    monkeypatch.setattr(kernels, "time_calls", cut)
+    done = run(*TINY, *DEVICE, "-m", "1,2", "-b", "16,4", "--out", tmp_path)
+    assert done.exit_code == 130
+    rows = records((tmp_path / "kernels.jsonl").read_text())
+    assert [(r["case"]["m"], r["case"]["format"]) for r in rows] == [
+        (1, "bf16"),
+        (1, "custom4-g64"),
+    ]
+    assert rows[1]["values"]["speedup_16"] > 0
+    assert "Interrupted after 2 of 4 rows" in done.stdout
+    assert f"Results are in {tmp_path}" in done.stdout
+
+
+def test_nothing_was_measured(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "time_calls", stopped)
+    done = run(*TINY, *DEVICE, "-m", "1", "-b", "4", "--out", tmp_path)
+    assert done.exit_code == 130
+    assert f"Nothing was measured: no row was written to {tmp_path}" in done.stdout
+    assert "Results are in" not in done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_without_rows_leaves_those_of_the_last(tmp_path, monkeypatch):

@@ -3,7 +3,10 @@
 import importlib
 import json
 import shutil
-from contextlib import nullcontext
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -425,6 +428,43 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
     done = run(*quick, "-b", "16", "--batch-size", "2", "--out", tmp_path)
     assert "Interrupted after 0 of 1 rows" in done.stdout
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(("at", "rows"), [(2, 2), (3, 3)])
+def test_interrupt_that_python_drops(at, rows, quick, tmp_path, monkeypatch):
+    """As in a callback of a weak reference: the run ends after the case, not at its end."""
+    measured = decoding.measure_case
+    before = signal.getsignal(signal.SIGINT)
+
+    def dropped(case, *rest):
+        if case.batch == at:
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return measured(case, *rest)
+
+    monkeypatch.setattr(decoding, "measure_case", dropped)
+    done = run(*quick, "-b", "16", "--batch-size", "1,2,3", "--out", tmp_path)
+    assert done.exit_code == 130
+    assert len((tmp_path / "models.jsonl").read_text().splitlines()) == rows
+    assert f"Interrupted after {rows} of 3 rows" in done.stdout
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+SECOND_CTRL_C = """
+import signal, sys
+from contextlib import suppress
+from fdk_bench.commands.common import Screen
+with Screen(1, to_stderr=False).live():
+    for _ in range(2):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        print("went on", file=sys.stderr)
+"""
+
+
+def test_second_interrupt_ends_at_once():
+    done = subprocess.run([sys.executable, "-c", SECOND_CTRL_C], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "went on\n")
 
 
 @pytest.mark.parametrize(

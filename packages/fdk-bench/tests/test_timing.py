@@ -7,7 +7,7 @@ import torch
 
 from fdk_bench import timing
 from fdk_bench.floor import SMALLEST, GpuFloor, neighbours
-from fdk_bench.timing import summarise, time_calls
+from fdk_bench.timing import CutShortError, summarise, time_calls
 
 
 @pytest.fixture
@@ -48,6 +48,31 @@ def test_copies_rotate_and_contenders_take_turns(clock):
     assert turns.count(["b0", "b0"]) == 2
     assert [turn for turn in turns if turn != ["b0", "b0"]] == [["a0", "a1"], ["a2", "a0"]]
     assert (a.samples, b.samples, a.median) == (4, 4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("last", "outer", "kept"), [(24, None, True), (23, None, False), (24, 50, False)]
+)
+def test_ctrl_c_after_turns_enough(last, outer, kept, clock):
+    """Three turns of eight calls are as many as a short run has."""
+    calls = {"a": 0, "b": 0}
+
+    def call(name):
+        # After calls that warm up, 8, and those that settle, 4 a turn.
+        if name == "b" and calls["b"] == 8 + 3 * 4 + last:
+            raise KeyboardInterrupt
+        calls[name] += 1
+        clock.spend(1e-3)
+
+    both = [[lambda name=name: call(name)] for name in "ab"]
+    with pytest.raises(KeyboardInterrupt) as raised:
+        time_calls(both, seconds=60, outer=outer)
+    assert isinstance(raised.value, CutShortError) is kept
+    if kept:
+        a, b = raised.value.timings
+        assert b.samples == 24
+        assert a.samples in (24, 32)
+        assert a.median == b.median == pytest.approx(1e-3)
 
 
 def test_rounds_are_in_different_orders(clock):

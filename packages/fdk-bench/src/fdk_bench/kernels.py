@@ -14,7 +14,7 @@ from fdk_bench.limits import time_limit
 from fdk_bench.peers.base import Peer, Prepared, check
 from fdk_bench.peers.dense import Dense, Ours
 from fdk_bench.records import Row
-from fdk_bench.timing import Timing, time_calls, time_graphs
+from fdk_bench.timing import CutShortError, Timing, time_calls, time_graphs
 
 SECONDS_PER_CASE = 0.5  # on a CPU; a GPU has its replays
 
@@ -232,25 +232,34 @@ def _measure_shape(
 def _measure_turns(
     run: KernelRun, floor: Floor, x: Tensor, ready: Sequence[_Ready]
 ) -> Iterator[KernelRow]:
-    """Times every contender on one x, in turns."""
+    """Times every contender on one x, in turns.
+
+    Raises:
+        CutShortError: after the rows of turns that Ctrl-C cut short.
+    """
     m = x.shape[0]
     timed = [(case, r) for r in ready for case in r.cases if case.m == m]
     calls = [[partial(call, x) for call in r.prepared.calls] for _, r in timed]
     floor.begin()
+    cut: CutShortError | None = None
+    timings: list[Timing | Exception]
     with torch.inference_mode():
         if torch.device(run.device).type == "cuda":
             timings = time_graphs(calls, inner=run.inner, outer=run.outer)
         else:
             seconds = run.seconds * len(calls)
-            timings = time_calls(
-                calls,
-                seconds=seconds,
-                inner=run.inner,
-                outer=run.outer,
-                probe=floor.probe,
-                rests=[r.prepared.rest for _, r in timed],
-                places=[r.prepared.place for _, r in timed],
-            )
+            try:
+                timings = time_calls(
+                    calls,
+                    seconds=seconds,
+                    inner=run.inner,
+                    outer=run.outer,
+                    probe=floor.probe,
+                    rests=[r.prepared.rest for _, r in timed],
+                    places=[r.prepared.place for _, r in timed],
+                )
+            except CutShortError as error:
+                timings, cut = error.timings, error
     rows: list[KernelRow] = []
     for (case, r), timing in zip(timed, timings, strict=True):
         if isinstance(timing, Exception):
@@ -258,6 +267,8 @@ def _measure_turns(
         else:
             rows.append(Row(case, _values(case, r, timing, floor)))
     yield from compare(rows, {peer.name for peer in run.peers})
+    if cut is not None:
+        raise cut
 
 
 def _values(case: KernelCase, r: _Ready, timing: Timing, floor: Floor) -> KernelValues:

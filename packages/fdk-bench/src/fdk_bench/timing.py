@@ -54,6 +54,14 @@ class Timing:
     eager: float | None = None
 
 
+class CutShortError(KeyboardInterrupt):
+    """Ctrl-C after turns enough: every contender had those of ``FEWEST_TURNS``, all in turns."""
+
+    def __init__(self, timings: "list[Timing | Exception]") -> None:
+        super().__init__()
+        self.timings = timings
+
+
 def summarise(samples: Sequence[float], method: str, eager: float | None = None) -> Timing:
     """The statistics of some samples, at least one."""
     quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
@@ -92,6 +100,10 @@ def time_calls(
         rests: for each contender, what ends its turn: stops threads that would spin on.
         places: for each, what runs its turns, warm-up included: in a thread of their own, so that
             none of its calls counts the way there. ``here`` by default.
+
+    Raises:
+        CutShortError: at Ctrl-C where the turns had by then are as many as a short run has, and
+            ``outer`` asked for no other number.
     """
     samples: list[list[float]] = [[] for _ in contenders]
     errors: dict[int, Exception] = {}
@@ -114,13 +126,22 @@ def time_calls(
     fewest = outer or max((turns[i].fewest for i in order if i not in errors), default=0)
     end = time.perf_counter() + (0.0 if outer else seconds)
     done = 0
-    while len(errors) < len(contenders) and (done < fewest or time.perf_counter() < end):
-        probe()
-        shuffle(order)
-        for i in order:
-            take(i, turns[i].timed)
-        done += 1
-    return [errors.get(i) or summarise(series, "turns") for i, series in enumerate(samples)]
+
+    def timings() -> list[Timing | Exception]:
+        return [errors.get(i) or summarise(series, "turns") for i, series in enumerate(samples)]
+
+    try:
+        while len(errors) < len(contenders) and (done < fewest or time.perf_counter() < end):
+            probe()
+            shuffle(order)
+            for i in order:
+                take(i, turns[i].timed)
+            done += 1
+    except KeyboardInterrupt:
+        if done < fewest:
+            raise
+        raise CutShortError(timings()) from None
+    return timings()
 
 
 class _Turns:

@@ -185,7 +185,7 @@ def _run(
     if rows:
         _write_layers(of_layers, gathered, folder)
     _show(rows, of_layers if print_layers else [], folder, screen)
-    finish(rows, total, interrupted, screen)
+    finish(rows, total, interrupted, screen, folder)
 
 
 def _write_layers(rows: "list[LayerRow]", facts: "Facts", folder: Path) -> None:
@@ -222,4 +222,3 @@ def _show(rows: "list[AccuracyRow]", layers: "list[LayerRow]", folder: Path, scr
     lines = comparison_lines(compare_kmeans(rows)) + calibration_lines(compare_calibrated(rows))
     for line in lines:
         screen.console.print(line, highlight=False, soft_wrap=True)
-    screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)

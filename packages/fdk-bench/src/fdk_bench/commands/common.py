@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -24,6 +25,7 @@ EXIT_FAILED_ROWS = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 FILE_WIDTH = 180
+SHOW_CURSOR = b"\x1b[?25h\n"
 
 # Threads of OpenMP that spin while they wait starve the rest of a small or shared machine: torch
 # took 8 ms a parallel region for it (2 cores). Bound threads would bind those of other pools too.
@@ -61,6 +63,48 @@ def ended_by_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Interrupt:
+    """Ctrl-C that is noted besides being raised, for Python may drop what it raises.
+
+    An exception that lands in a callback of a weak reference, or in a ``__del__``, is printed as
+    ignored: a run of models went on to its end in one of five.
+    """
+
+    noted = False
+
+    def check(self) -> None:
+        """Raises what was dropped.
+
+        Raises:
+            KeyboardInterrupt: where a signal was noted.
+        """
+        if self.noted:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, the first signal is noted and raised, and the second ends the process."""
+        before = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()
+        if not main or before is not signal.default_int_handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.noted:
+            for stream in (1, 2):
+                if os.isatty(stream):  # rich hides the cursor while a table is live
+                    os.write(stream, SHOW_CURSOR)
+            os._exit(EXIT_INTERRUPTED)
+        self.noted = True
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -275,6 +319,7 @@ class Screen:
         self._task = self._progress.add_task("", total=total)
         self._table: RenderableType | None = None
         self._live: Any = None
+        self.interrupt = Interrupt()
 
     @property
     def width(self) -> int:
@@ -283,15 +328,20 @@ class Screen:
 
     @contextmanager
     def live(self) -> "Iterator[Screen]":
-        """While it runs, table and bar are drawn again as they change; both go in the end."""
+        """While it runs, table and bar are drawn again as they change; both go in the end.
+
+        Ctrl-C is noted, and ends the run at the next step where Python dropped it.
+        """
         from rich.live import Live
 
-        with Live(console=self.console, transient=True, refresh_per_second=4) as self._live:
+        live = Live(console=self.console, transient=True, refresh_per_second=4)
+        with self.interrupt.watched(), live as self._live:
             self._draw()
             yield self
 
     def step(self, text: str) -> None:
-        """What is being done."""
+        """What is being done; ``KeyboardInterrupt`` where it should not, see ``Interrupt``."""
+        self.interrupt.check()
         self._progress.update(self._task, description=text[:40])
         self._draw()
 
@@ -309,14 +359,19 @@ class Screen:
         self._live.update(Group(*parts))
 
 
-def finish(rows: "Sequence[Row[Any, Any]]", total: int, interrupted: bool, screen: Screen) -> None:
-    """Prints what failed, and leaves with the code that a run deserves."""
+def finish(
+    rows: "Sequence[Row[Any, Any]]", total: int, interrupted: bool, screen: Screen, folder: Path
+) -> None:
+    """Prints where results are and what failed, and leaves with the code that a run deserves."""
+    nothing = f"Nothing was measured: no row was written to {folder}"
+    where = f"Results are in {folder}" if rows else nothing
+    screen.console.print(where, highlight=False, soft_wrap=True)
     for row in rows:
         if row.error is not None:
             screen.console.print(
                 f"{row.case} failed: {row.error}", markup=False, style="red", soft_wrap=True
             )
-    if interrupted:
+    if interrupted or screen.interrupt.noted:
         screen.console.print(f"Interrupted after {len(rows)} of {total} rows.")
         raise typer.Exit(EXIT_INTERRUPTED)
     if any(row.error is not None for row in rows):

@@ -172,5 +172,4 @@ def _run(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None
             screen.console.print(text, highlight=False, soft_wrap=True)
     for name, reason in absent(run).items():
         screen.console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
-    screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)
-    finish(rows, total, interrupted, screen)
+    finish(rows, total, interrupted, screen, folder)

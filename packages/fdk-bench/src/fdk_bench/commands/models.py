@@ -224,5 +224,4 @@ def _run(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> Non
     table = f"{model_markdown(rows)}\n{caption}\n"
     if rows:
         (folder / "models.md").write_text(table + (f"\n{told}" if told else ""), encoding="utf-8")
-    screen.console.print(f"Results are in {folder}", highlight=False, soft_wrap=True)
-    finish(rows, total, interrupted, screen)
+    finish(rows, total, interrupted, screen, folder)

@@ -17,6 +17,7 @@ from fdk_cuda.triton.arrangement import (
     restore_scale,
 )
 from fdk_cuda.triton.decode import DTYPES, lookup_tables
+from fdk_cuda.triton.launcher import why_no_launcher
 from fdk_cuda.triton.linear import triton_linear_op
 from fdk_cuda.triton.ready import ReadyCalls
 from fdk_cuda.triton.remembered import INTERPRETED
@@ -139,7 +140,7 @@ class TritonBackend:
             return f"has no {problem.activations} activations"
         if problem.dtype not in DTYPES:
             return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
-        return None if INTERPRETED else why_no_gpu(problem.device)
+        return None if INTERPRETED else why_no_gpu(problem.device) or why_no_launcher()
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""

@@ -145,7 +145,7 @@ def test_marlin_in_a_graph(m):
 
 
 # torch 2.11's own, when Inductor is first imported.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.parametrize("m", [3, 80])
 def test_marlin_compiles(m):
     _, layout = pack("custom4-g64", 256, 512)

@@ -14,7 +14,7 @@ from fdk_formats.testing import nrmse
 pytestmark = [
     pytest.mark.gpu,
     # Inductor's first import within torch 2.11 meets a deprecation of torch's own.
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
     # torch 2.11 says so of every softmax over a dynamic number of columns, as that of attention is
     # here (its lowering of prepare_softmax_online; 2.13 no longer does).

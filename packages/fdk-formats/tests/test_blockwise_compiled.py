@@ -136,7 +136,7 @@ ROUND_TRIPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 # torch.func.jvp loads decompositions through it.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
 def test_derivatives_of_torch_func_take_it_for_a_constant(
     round_trip: Callable[[Tensor], Tensor],

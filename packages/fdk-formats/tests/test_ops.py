@@ -106,7 +106,7 @@ def test_watched(through_torch: list[Tensor]) -> None:
 
 
 # torch.func.jvp loads decompositions through it.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_forward_mode_is_refused() -> None:
     """It would have a tangent of zero."""
     refused = pytest.raises(NotImplementedError, match=r"plain_linear\S*: has no forward-mode")
@@ -270,7 +270,7 @@ def test_nothing_is_alike_where_torch_does_otherwise(
     assert not inside(X)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace`")
 def test_nothing_is_alike_within_a_trace() -> None:
     is_alike, seen = alike(X), []
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from fdk_cuda.triton.configs import MANY_WARPS
 from fdk_cuda.triton.decode import decode_part, decode_scale, load_pair, load_tables, prepare
 from fdk_cuda.triton.dequantise import chosen, scaled
-from fdk_cuda.triton.ring import STEP, after, fetch_x, new_ring
+from fdk_cuda.triton.ring import STEP, after, fetch_x, new_ring, store_by_tma
 from fdk_cuda.triton.shared import exchange_constraints, exchange_halves
 
 # Positions of a step.
@@ -271,5 +271,5 @@ def many_kernel(
     y.permute((1, 0)).store(acc.to(out_desc.dtype))
     hopper.fence_async_shared()
     tl.debug_barrier()
-    tma.async_copy_shared_to_global(out_desc, [out_row, block_n * BLOCK_N], y)
+    store_by_tma(out_desc, [out_row, block_n * BLOCK_N], y)
     tma.store_wait(0)

@@ -16,6 +16,9 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton compiles a kernel anew for addresses that are no multiple of this.
 ALIGNMENT = 16
+# What every kernel is compiled with. Products and sums were always fused: Triton 3.9 asks that a
+# kernel says so, for 3.10 is to fuse none.
+OPTIONS = {"enable_fp_fusion": True}
 HERE = nullcontext()
 
 
@@ -122,7 +125,7 @@ def launch(
     """
     names = kernel.arg_names[len(tensors) + len(sizes) :]
     compile_time = {name: constants[name] for name in names}
-    compiled = kernel[grid](*tensors, *sizes, **compile_time, **options)
+    compiled = kernel[grid](*tensors, *sizes, **compile_time, **OPTIONS, **options)
     if INTERPRETED:
         return True
     if not is_right(compiled):
@@ -147,6 +150,7 @@ def prepared(
     """A launch of a kernel that Triton compiles and loads, remembered, and not launched."""
     names = kernel.arg_names
     compile_time = {name: constants[name] for name in names if name in constants}
+    options = OPTIONS | options
     compiled = kernel.warmup(*arguments, *sizes, grid=grid, **compile_time, **options)
     made = Launch(compiled, grid, (*sizes, *compile_time.values()), cluster)
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]

@@ -9,6 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # Columns of a stage: a row of 128 bytes of 16 bits each, as wide as TMA swizzles.
 STEP = gl.constexpr(64)
+# Triton 3.8 names TMA's copies anew, and 3.9 refuses the names of before.
+load_by_tma = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_by_tma = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def shared_layout(bits: int) -> gl.NVMMASharedLayout:
@@ -51,7 +54,5 @@ def fetch_x(
     at = stage
     for i in gl.static_range(COUNT):
         place = [row, (step + i) * STEP]
-        tma.async_copy_global_to_shared(
-            x_desc, place, barriers.index(at), x_stages.index(at), pred=step + i < last
-        )
+        load_by_tma(x_desc, place, barriers.index(at), x_stages.index(at), pred=step + i < last)
         at = gl.where(at == STAGES - 1, 0, at + 1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_cases import weight
+from triton_cases import mend_interpreter, weight
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, linear, plain
 from fdk_cuda.triton.arrangement import Arrangement
@@ -22,6 +22,7 @@ from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 
 assert launch.INTERPRETED
+mend_interpreter()
 DTYPES = (torch.bfloat16, torch.float16)
 FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in range(1, 9)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from triton_cases import mend_interpreter
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, launch, stored, tune
 from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, Gpu, ManyConfig, SmallConfig, gpu_of
@@ -17,6 +18,7 @@ from fdk_formats import Format
 from fdk_formats.testing import Case
 
 assert launch.INTERPRETED
+mend_interpreter()
 LAYER = ("custom4-g64", 48, 256)
 KEY = "codebook4-n48-k256-g64-bfloat16-bfloat16-m8"
 SMALL, GEMM = SmallConfig(4, 2, ahead=0), GemmConfig(1, 2, 16, split_k=2)

@@ -1,8 +1,6 @@
 """Every kernel compiles, without a GPU, for every generation it serves, and spills no register."""
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton_cases import check_stack, registers_and_stack  # noqa: E402
 
 from fdk_cuda.triton.around import limit  # noqa: E402
 from fdk_cuda.triton.arrangement import POSITIONS, STRIDES, Arrangement  # noqa: E402
@@ -26,6 +25,7 @@ from fdk_cuda.triton.many_configs import (  # noqa: E402
     gemm_config,
     takes_table,
 )
+from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
 from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
 from fdk_cuda.triton.small import small_kernel  # noqa: E402
 from fdk_cuda.triton.small_configs import small_config  # noqa: E402
@@ -84,28 +84,8 @@ def compile_kernel(
         if name in TENSORS or name in aligned
     }
     source = ASTSource(kernel, signature, known, attributes)
-    options = {"num_warps": warps, "num_stages": stages, **limit(registers)}
+    options = OPTIONS | {"num_warps": warps, "num_stages": stages, **limit(registers)}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-
-
-def stack_bytes(compiled: object, target: int) -> int:
-    return int(re.search(r"(\d+) bytes stack frame", assembled(compiled, target))[1])
-
-
-def registers_of(compiled: object) -> int:
-    """Registers of a thread, as a processor of compute capability 9.0 hands them out."""
-    return -(-int(re.search(r"Used (\d+) registers", assembled(compiled, 90))[1]) // 8) * 8
-
-
-def assembled(compiled: object, target: int) -> str:
-    """What ptxas tells."""
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    ptxas = tools / ("ptxas-blackwell" if target >= 100 else "ptxas")
-    arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
-    command = [str(ptxas), f"-arch={arch}", "-v", "-o", "/dev/null", "/dev/stdin"]
-    done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -113,7 +93,7 @@ def assembled(compiled: object, target: int) -> str:
 def test_small(bits: int, target: int) -> None:
     """What is chosen for few and many outputs, up to 8 rows of x and up to 16, in turns."""
     n, m = ((4096, 8), (28672, 16), (4096, 16), (28672, 8))[(bits + target // 10) % 4]
-    check_small(compile_small(bits, bits == 8, n, m, target), target)
+    check_small(compile_small(bits, bits == 8, n, m, target))
 
 
 @pytest.mark.parametrize("target", [80, 90, 120])
@@ -122,7 +102,7 @@ def test_small(bits: int, target: int) -> None:
 )
 def test_small_otherwise(bits: int, affine: bool, target: int) -> None:
     """Affine codes without a table, and the widest of codebooks, up to 16 rows."""
-    check_small(compile_small(bits, affine, 28672, 16, target), target)
+    check_small(compile_small(bits, affine, 28672, 16, target))
 
 
 @pytest.mark.parametrize("m", [1, 16])
@@ -131,10 +111,12 @@ def test_small_affine(bits: int, m: int) -> None:
     """Configurations of their own, and programs that run all at once."""
     config = small_config(8192, m, bits, GPUS[9, 0], affine=True)
     compiled = compile_small(bits, True, 8192, m, 90, 8192)
-    assert stack_bytes(compiled, 90) == 0
+    check_stack(compiled)
     if m == 1 and bits <= 4:
         programs = -(-8192 // (16 * config.n_tiles))
-        fitting = 65536 // (32 * config.warps * registers_of(compiled))
+        registers, _ = registers_and_stack(compiled)
+        # A processor of compute capability 9.0 hands them out by eights.
+        fitting = 65536 // (32 * config.warps * 8 * triton.cdiv(registers, 8))
         assert programs <= fitting * H200_PROCESSORS
 
 
@@ -146,11 +128,11 @@ def test_small_table(bits: int, n: int) -> None:
         compiled = compile_small(bits, False, n, m, 90)
         assert static_bytes(compiled) >= table_bytes(bits, False)
         assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
-        check_small(compiled, 90)
+        check_small(compiled)
 
 
-def check_small(compiled: object, target: int) -> None:
-    assert stack_bytes(compiled, target) == 0
+def check_small(compiled: object) -> None:
+    check_stack(compiled)
     assert_sums_by_warp(compiled)
 
 
@@ -182,7 +164,7 @@ def test_small_shared(bits: int, affine: bool, rows: bool, m: int) -> None:
 @pytest.mark.parametrize(("bits", "m"), [(1, 1), (1, 16), (2, 1), (3, 1), (4, 1)])
 def test_small_affine_elsewhere(bits: int, m: int, target: int) -> None:
     """What is limited to registers on Hopper, or spilled with two tiles, without either."""
-    check_small(compile_small(bits, True, 8192, m, target, 8192), target)
+    check_small(compile_small(bits, True, 8192, m, target, 8192))
 
 
 def assert_sums_by_warp(compiled: object) -> None:
@@ -232,7 +214,7 @@ def compile_small(
 def test_gemm(target: int, bits: int, config: GemmConfig) -> None:
     config = fit(config, bits, TARGETS[target])
     compiled = compile_gemm(config, bits, bits == 8, target)
-    assert stack_bytes(compiled, target) == 0
+    check_stack(compiled)
 
 
 @pytest.mark.parametrize(("bits", "m"), [(4, 64), (4, 128), (6, 64), (8, 64), (8, 128)])
@@ -244,7 +226,7 @@ def test_gemm_table(bits: int, m: int) -> None:
     compiled = compile_gemm(config, bits, False, 90)
     assert compiled.metadata.shared > UNASKED_BYTES
     assert compiled.metadata.shared + table_bytes(bits, False) <= TARGETS[90]
-    assert stack_bytes(compiled, 90) == 0
+    check_stack(compiled)
 
 
 def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> object:
@@ -266,7 +248,7 @@ def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> ob
 def test_dequantise(bits: int, target: int) -> None:
     """Of affine formats every other; a table, if there is one, and Triton's memory fit unasked."""
     compiled = compile_dequantise(bits, (bits + target // 10) % 2 == 0, target)
-    assert stack_bytes(compiled, target) == 0
+    check_stack(compiled)
     assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
 
 
@@ -297,7 +279,7 @@ def compile_dequantise(
 def test_transposed(bits: int, target: int) -> None:
     m = (1, 16, 64)[bits % 3]
     compiled = compile_transposed(bits, bits == 8, m, target)
-    assert stack_bytes(compiled, target) == 0
+    check_stack(compiled)
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])
@@ -313,7 +295,7 @@ def test_transposition_is_in_its_layout(bits: int, affine: bool, m: int) -> None
     assert is_in_layout(compiled.asm["ttgir"])
     assert_shares_by_warp(compiled)
     assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
-    assert stack_bytes(compiled, 90) == 0
+    check_stack(compiled)
 
 
 def assert_shares_by_warp(compiled: object) -> None:

@@ -30,6 +30,7 @@ from fdk_cuda.triton.many_configs import (  # noqa: E402
     serves_many,
 )
 from fdk_cuda.triton.measuring import many_candidates  # noqa: E402
+from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
 from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 from fdk_formats import Format  # noqa: E402
 from fdk_formats.testing import random_quantised  # noqa: E402
@@ -77,13 +78,13 @@ def compile_many(
         if name.endswith("_ptr") or name == "n"
     }
     source = GluonASTSource(many_kernel, signature, constants, aligned)
-    options = {"num_warps": MANY_WARPS}
+    options = OPTIONS | {"num_warps": MANY_WARPS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def check(compiled: object, bits: int) -> None:
     """Besides, room for what assembly declares, and one product waited for behind the next."""
-    check_hopper(compiled.asm["ptx"])
+    check_hopper(compiled)
     assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
     assert "wgmma.wait_group.sync.aligned 1" in compiled.asm["ptx"]
 

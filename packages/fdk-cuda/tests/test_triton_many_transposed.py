@@ -23,6 +23,7 @@ from fdk_cuda.triton.configs import (  # noqa: E402
 from fdk_cuda.triton.gradient_configs import many_transposed_config  # noqa: E402
 from fdk_cuda.triton.linear import gradient_config  # noqa: E402
 from fdk_cuda.triton.many_transposed import many_transposed_kernel  # noqa: E402
+from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
 from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 
 POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32"}
@@ -61,7 +62,7 @@ def compile_transposed(
         if name.endswith("_ptr") or name in ("n", "k")
     }
     source = GluonASTSource(many_transposed_kernel, signature, constants, aligned)
-    options = {"num_warps": MANY_WARPS}
+    options = OPTIONS | {"num_warps": MANY_WARPS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -74,7 +75,7 @@ def test_many_transposed(bits: int, affine: bool, m: int, split_n: int) -> None:
     chosen = many_transposed_config(m, Arrangement(8192, 8192, bits, 64), H200, affine=affine)
     compiled = compile_transposed(bits, replace(chosen, split_n=split_n), affine=affine)
     ptx = compiled.asm["ptx"]
-    check_hopper(ptx)
+    check_hopper(compiled)
     assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
     assert len(operands_of(ptx)) == 4 * chosen.positions
     running = chosen.positions * chosen.tiles
@@ -88,7 +89,7 @@ def test_many_transposed(bits: int, affine: bool, m: int, split_n: int) -> None:
 def test_many_transposed_scales(bits: int, affine: bool, scale: str) -> None:
     """Scales of another dtype than dy, zero points alike; bytes are exponents."""
     chosen = many_transposed_config(128, Arrangement(8192, 8192, bits, 64), H200, affine=affine)
-    check_hopper(compile_transposed(bits, chosen, affine=affine, scale=scale).asm["ptx"])
+    check_hopper(compile_transposed(bits, chosen, affine=affine, scale=scale))
 
 
 @pytest.mark.parametrize(

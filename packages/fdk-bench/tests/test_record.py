@@ -54,6 +54,19 @@ def test_record(parts, tmp_path):
         assert run("record", "x", "--device", "cpu", "--only", only).exit_code == 2
 
 
+def test_parts_are_of_one_commit(parts, tmp_path, monkeypatch):
+    commits = iter(["aaaa", "aaaa-dirty", "aaaa-dirty"])
+    monkeypatch.setattr(recording, "source_commit", lambda: next(commits))
+    recording._commit.cache_clear()
+    try:
+        assert run("record", "chip", "--device", "cpu").exit_code == 1
+    finally:
+        recording._commit.cache_clear()
+    for part in parts:
+        rows = (tmp_path / "chip" / f"{part.name}.jsonl").read_text().splitlines()
+        assert {json.loads(row)["commit"] for row in rows} == {"aaaa"}
+
+
 def test_record_goes_on_after_an_interrupt(parts, tmp_path, monkeypatch, kernel):
     asked = []
 

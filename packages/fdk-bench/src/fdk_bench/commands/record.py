@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from fdk_bench.commands.common import (
 )
 from fdk_bench.commands.parts import ON_CPU, ON_GPU, Part
 from fdk_bench.commands.warming import KILLED, Task, run_side_by_side
+from fdk_bench.records import source_commit
 
 STDERR = 2  # standard output is kept for what --json prints
 STOP_SECONDS = 20.0
@@ -170,7 +172,9 @@ def _run(part: Part, device: str, end: float = float("inf")) -> int:
     left = min(end - time.perf_counter(), part.limit)
     if left <= 0:
         return EXIT_INTERRUPTED
-    process = subprocess.Popen(command, stdout=STDERR)
+    commit = _commit()
+    environment = os.environ | ({"FDK_COMMIT": commit} if commit else {})
+    process = subprocess.Popen(command, stdout=STDERR, env=environment)
     try:
         code = process.wait(None if left == float("inf") else left)
     except subprocess.TimeoutExpired:
@@ -192,6 +196,11 @@ def _run(part: Part, device: str, end: float = float("inf")) -> int:
         return EXIT_INTERRUPTED
     (target / "done.json").write_text(json.dumps([code, *part.arguments]))
     return code
+
+
+@cache  # asked once: rows of the first part, where they are kept, make the checkout differ
+def _commit() -> str | None:
+    return source_commit()
 
 
 def _done(part: Part) -> int | None:

@@ -49,9 +49,9 @@ FDK_API int fdk_packed_size(const fdk_format* format, size_t* bytes);
 /* codes  :: [n, ceil(k * bits / 8)]   each row a bit stream, first code in the highest bits
  * scales :: [n, k / group_size, scale_dtype]
  * zeros  :: [n, k / group_size, zero_dtype], or NULL where zero_dtype is FDK_NONE
- * out    :: [bytes], of fdk_packed_size; best aligned to 64, a large one to 2 MiB: on Linux the
- * whole 2 MiB within are advised to be huge pages (madvise), which are read faster threads: 1 is
- * the caller alone, 0 as many as the machine has. */
+ * out    :: [bytes], of fdk_packed_size; best aligned to 64, and where it is large to 2 MiB: on
+ *           Linux whole 2 MiB of it are advised to be huge pages, which are read faster
+ * threads: 1 is the caller alone, 0 as many as the machine has. */
 FDK_API int fdk_pack(const fdk_format* format, const uint8_t* codes, const void* scales,
                      const void* zeros, void* out, size_t bytes, size_t threads);
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
+from fdk_cpu.arguments import FLOAT_NAMES
 from fdk_cpu.linear import (
-    ACTIVATIONS,
     KeptWeight,
     lut_linear_int8_op,
     lut_linear_op,
@@ -148,8 +148,8 @@ class CpuBackend:
         """See ``Backend``."""
         if problem.device.type != "cpu":
             return f"needs tensors on the CPU, got {problem.device}"
-        if problem.dtype not in ACTIVATIONS:
-            return f"needs activations of {', '.join(map(str, ACTIVATIONS))}, got {problem.dtype}"
+        if problem.dtype not in FLOAT_NAMES:
+            return f"needs activations of {', '.join(map(str, FLOAT_NAMES))}, got {problem.dtype}"
         return None
 
     def priority(self, problem: Problem) -> int:
@@ -160,13 +160,13 @@ class CpuBackend:
         """See ``Backend``.
 
         Raises:
-            TypeError: for activations of another dtype than those of ``ACTIVATIONS``.
+            TypeError: for activations of another dtype than those of ``FLOAT_NAMES``.
             ValueError: where a row is filled up with a code, 0, that stands for an infinity, and
                 for other ``activations`` than a ``Problem`` has.
         """
         check_activations(activations)
-        if dtype not in ACTIVATIONS:
-            wanted = ", ".join(map(str, ACTIVATIONS))
+        if dtype not in FLOAT_NAMES:
+            wanted = ", ".join(map(str, FLOAT_NAMES))
             raise TypeError(f"fdk_cpu: needs activations of {wanted}, got {dtype}")
         first = 0.0 if q.codebook is None else q.codebook[0].item()
         if q.shape[1] % _native.TILE_K and abs(first) > torch.finfo(dtype).max:

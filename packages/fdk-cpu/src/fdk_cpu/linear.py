@@ -13,10 +13,6 @@ from fdk_cpu.checks import check_placed
 from fdk_cpu.runtime import num_threads
 from fdk_formats.ops import define_linear_op
 
-ACTIVATIONS = FLOAT_NAMES
-# uint8 is e8m0 for a scale and an integer for a zero point.
-STORED = FLOAT_NAMES
-
 # What a kept weight was made of: the tensor's name, itself, address, bytes and dtype.
 Origin = tuple[str, ref[Tensor], int, int, torch.dtype]
 
@@ -95,10 +91,10 @@ def lut_linear_grad_x(
 
 
 def _activation(name: str, x: Tensor) -> str:
-    if x.dtype not in ACTIVATIONS:
-        wanted = ", ".join(map(str, ACTIVATIONS))
+    if x.dtype not in FLOAT_NAMES:
+        wanted = ", ".join(map(str, FLOAT_NAMES))
         raise TypeError(f"lut_linear: {name} must be one of {wanted}, got {x.dtype}")
-    return ACTIVATIONS[x.dtype]
+    return FLOAT_NAMES[x.dtype]
 
 
 def _weight(
@@ -126,13 +122,14 @@ def _weight(
     for name, tensor, wanted in (
         ("codes", codes, (torch.uint8,)),
         ("codebook", codebook, (torch.float32,)),
-        ("scale", scale, (*STORED, torch.uint8)),
-        ("zero_point", zero_point, (*STORED, torch.uint8)),
+        # uint8 is e8m0 for a scale and an integer for a zero point.
+        ("scale", scale, (*FLOAT_NAMES, torch.uint8)),
+        ("zero_point", zero_point, (*FLOAT_NAMES, torch.uint8)),
     ):
         if tensor is not None and tensor.dtype not in wanted:
             names = " or ".join(map(str, wanted))
             raise TypeError(f"lut_linear: {name} must be {names}, got {tensor.dtype}")
-    zero_type = "none" if zero_point is None else STORED.get(zero_point.dtype, "u8")
+    zero_type = "none" if zero_point is None else FLOAT_NAMES.get(zero_point.dtype, "u8")
     return _native.Weight(
         n,
         k,
@@ -140,7 +137,7 @@ def _weight(
         bits,
         bytes_of(codes),
         bytes_of(scale),
-        STORED.get(scale.dtype, "e8m0"),
+        FLOAT_NAMES.get(scale.dtype, "e8m0"),
         bytes_of(zero_point),
         zero_type,
         bytes_of(codebook),
@@ -161,7 +158,7 @@ def takes(x: Tensor, bias: Tensor | None, n: int, k: int) -> bool:
         x.is_cpu
         and x.shape[-1:] == (k,)
         and x.is_contiguous()
-        and x.dtype in ACTIVATIONS
+        and x.dtype in FLOAT_NAMES
         and x.numel() > 0
         and n > 0
         and (bias is None or (bias.is_cpu and bias.shape == (n,) and bias.dtype == x.dtype))
@@ -223,7 +220,7 @@ class KeptWeight:
         y = x.new_empty((*batch, n))
         m = x.numel() // k
         bias = None if bias is None else bias.contiguous()
-        kind = ACTIVATIONS[x.dtype]
+        kind = FLOAT_NAMES[x.dtype]
         # A contiguous tensor's bytes follow from its shape.
         size = m * x.itemsize
         given, wanted, added = (x.data_ptr(), size * k), (y.data_ptr(), size * n), bytes_of(bias)

@@ -65,8 +65,8 @@ class Format:
             raise ValueError(f"format: codebook must be one of {_names()}, got {self.codebook!r}")
         widths = CODEBOOK_BITS[self.codebook]
         if type(self.bits) is not int or self.bits not in widths:
-            wanted = "1 to 8" if widths is BITS else " or ".join(map(str, widths))
-            raise ValueError(f"format: {self.codebook} takes {wanted} bits, got {self.bits!r}")
+            wanted = _widths(widths)
+            raise ValueError(f"format: {self.codebook} takes {wanted}, got {self.bits!r}")
         size = self.group_size
         if size is not None and (type(size) is not int or size < MIN_GROUP_SIZE):
             raise ValueError(
@@ -116,10 +116,10 @@ class Format:
         head, *parts = text.split("-")
         match = re.fullmatch(r"([a-z_]+)([0-9]+)", head)
         if widths := CODEBOOK_BITS.get(head):
-            wanted = "1 to 8 bits" if widths is BITS else f"{' or '.join(map(str, widths))} bits"
             named = "-".join([f"{head}{4 if 4 in widths else min(widths)}", *parts])
             raise ValueError(
-                f"format: {text!r} does not say how many bits: {head} takes {wanted}, as in {named}"
+                f"format: {text!r} does not say how many bits: "
+                f"{head} takes {_widths(widths)}, as in {named}"
             )
         if not match:
             raise ValueError(f"format: {text!r} does not start with <codebook><bits>: {GRAMMAR}")
@@ -190,3 +190,7 @@ def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
 
 def _names() -> str:
     return ", ".join(CODEBOOK_BITS)
+
+
+def _widths(of: Collection[int]) -> str:
+    return "1 to 8 bits" if of is BITS else f"{' or '.join(map(str, of))} bits"

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -51,18 +51,23 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def ended_by_interrupt() -> Iterator[None]:
-    """Ctrl-C ends the process, where modules that are imported would catch its exception."""
+def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Inside, Ctrl-C calls the handler, unless somebody else has one, or this is another thread."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or before is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def ended_by_interrupt() -> AbstractContextManager[None]:
+    """Ctrl-C ends the process, where modules that are imported would catch its exception."""
+    return _handled(lambda *_: os._exit(EXIT_INTERRUPTED))
 
 
 class Interrupt:
@@ -83,19 +88,9 @@ class Interrupt:
         if self.noted:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Inside, the first signal is noted and raised, and the second ends the process."""
-        before = signal.getsignal(signal.SIGINT)
-        main = threading.current_thread() is threading.main_thread()
-        if not main or before is not signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+        return _handled(self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.noted:
@@ -209,11 +204,12 @@ def checked_activations(names: list[str], device: str) -> list[str]:
 
 def checked_backends(names: list[str]) -> list[str]:
     """The backends asked for; bad usage for a name that none has."""
-    from fdk_bench.peers import PEERS
     from fdk_formats import all_backends
 
     known = ("auto", *all_backends())
     if unknown := [name for name in names if name not in known]:
+        from fdk_bench.peers import PEERS
+
         text = f"--backend: wanted one of {', '.join(known)}, got {', '.join(unknown)}"
         if peers := [peer.name for peer in PEERS if peer.name in unknown]:
             text += f"; fdk-bench compare measures peers: --against {','.join(peers)}"

@@ -66,24 +66,23 @@ def docs(session: nox.Session) -> None:
     """Build the site into out/site, strictly; run the Python blocks of every Markdown file."""
     run(session, "mkdocs", "build", "--strict", "--quiet", "--site-dir", "out/site")
     model = install_example_model(session)
-    files = map(
-        str, [*Path().glob("*.md"), *Path("docs").rglob("*.md"), *Path().glob("packages/*/*.md")]
-    )
+    globs = ("*.md", "docs/**/*.md", "packages/*/*.md")
+    files = sorted(str(path) for glob in globs for path in Path().glob(glob))
     parallel = ("-n", "auto", "--maxprocesses=8", "--dist=loadfile", "-p", "no:benchmark")
-    pytest(session, *session.posargs or sorted(files), *parallel, env={"FDK_EXAMPLE_MODEL": model})
+    pytest(session, *(session.posargs or files), *parallel, env={"FDK_EXAMPLE_MODEL": model})
 
 
 @nox.session(name="test-formats")
 def test_formats(session: nox.Session) -> None:
     """The tests of fdk-formats, with at least 95 % of its lines covered."""
     coverage = ["--cov=fdk_formats", "--cov-report=term:skip-covered", "--cov-fail-under=95"]
-    test(session, "fdk-formats", *([] if session.posargs else coverage))
+    run_tests(session, "fdk-formats", *([] if session.posargs else coverage))
 
 
 @nox.session(name="test-cpu")
 def test_cpu(session: nox.Session) -> None:
     """The tests of fdk-cpu on this processor."""
-    test(session, "fdk-cpu", f"--ignore={ARM_TESTS}")
+    run_tests(session, "fdk-cpu", f"--ignore={ARM_TESTS}")
 
 
 @nox.session(name="test-arm")
@@ -131,19 +130,19 @@ def fuzz(session: nox.Session) -> None:
 @nox.session(name="test-cuda")
 def test_cuda(session: nox.Session) -> None:
     """The tests of fdk-cuda; those that need a GPU skip where there is none."""
-    test(session, "fdk-cuda")
+    run_tests(session, "fdk-cuda")
 
 
 @nox.session(name="every-kernel")
 def every_kernel(session: nox.Session) -> None:
     """Compile every GPU kernel in every configuration for every GPU: none may spill. Hours."""
-    test(session, "fdk-cuda", "-k", "every and spills", env={"FDK_TEST_EVERY_KERNEL": "1"})
+    run_tests(session, "fdk-cuda", "-k", "every and spills", FDK_TEST_EVERY_KERNEL="1")
 
 
 @nox.session(name="test-bench")
 def test_bench(session: nox.Session) -> None:
     """The tests of fdk-bench."""
-    test(session, "fdk-bench")
+    run_tests(session, "fdk-bench")
 
 
 @nox.session
@@ -169,7 +168,7 @@ def bench(session: nox.Session) -> None:
         run(session, "python", str(script), *quick, *session.posargs)
 
 
-def test(session: nox.Session, package: str, *args: str, env: dict[str, str] | None = None) -> None:
+def run_tests(session: nox.Session, package: str, *args: str, **env: str) -> None:
     """Run the tests of a package in parallel."""
     pytest(session, f"packages/{package}/tests", *PARALLEL, *args, *session.posargs, env=env)
 

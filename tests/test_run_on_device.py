@@ -1,4 +1,4 @@
-"""tools/run_on_device.sh with a stand-in adb, device and NDK; the ARM executable runs under qemu."""
+"""tools/run_on_device.sh with a stand-in adb, device and NDK; executables run under qemu."""
 
 import json
 import os

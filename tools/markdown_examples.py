@@ -6,6 +6,7 @@ what the Python block above it prints.
 
 import contextlib
 import io
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,9 +36,17 @@ def compare_output(example: Example) -> None:
 
 
 def enter_empty_folder(namespace: dict[str, Any]) -> None:
-    """Give the examples of a file a folder that they may write to."""
+    """Give the examples of a file a folder that they may write to.
+
+    A folder ``$FDK_EXAMPLE_MODEL`` holds models by the names that the hub has for them.
+    """
     stack = namespace["__folder__"] = contextlib.ExitStack()
-    stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    stack.enter_context(contextlib.chdir(folder))
+    models = os.environ.get("FDK_EXAMPLE_MODEL")
+    namespace["no_model"] = not models
+    for path in Path(models).iterdir() if models else ():
+        (folder / path.name).symlink_to(path)
 
 
 def leave_folder(namespace: dict[str, Any]) -> None:
@@ -52,7 +61,7 @@ collect: Callable[..., Document | None] = Sybil(
         SkipParser(),
     ],
     path=str(Path(__file__).parent.parent),
-    pattern="**/*.md",
+    patterns=["*.md", "**/*.md"],
     setup=enter_empty_folder,
     teardown=leave_folder,
 ).pytest()

@@ -82,7 +82,7 @@ def archive_problems() -> Iterator[str]:
         archives = sorted(str(path) for path in Path(dist).glob("fdk_*"))
         if len(archives) != 2 * len(PACKAGES):
             yield f"wanted an sdist and a wheel of each package, got {', '.join(archives)}"
-        if problem := failure("twine", "check", "--strict", *archives):
+        if problem := failure(sys.executable, "-m", "twine", "check", "--strict", *archives):
             yield problem
 
 

@@ -16,7 +16,7 @@ from fdk_formats import (
     select,
 )
 from fdk_formats import backends as backends_module
-from fdk_formats.backends import Backend, Layout, reasons_against
+from fdk_formats.backends import Backend, Layout, unsupported_reasons
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 
 
@@ -75,7 +75,7 @@ def test_every_reason_is_told() -> None:
     assert "no backend takes nf4-g64 [n=8, k=192] with bfloat16 activations on cpu" in message
     assert "\n  a: needs k % 128 == 0, got k=192" in message
     assert "\n  b: needs k % 128 == 0, got k=192" in message
-    assert reasons_against(problem(128)) == {
+    assert unsupported_reasons(problem(128)) == {
         "reference": 'chosen by name only: backend="reference"',
         "a": None,
         "b": None,
@@ -93,7 +93,7 @@ def test_a_named_backend_says_why_not() -> None:
         select(whole, "reference")
 
 
-@pytest.mark.parametrize("asked", [select, reasons_against])
+@pytest.mark.parametrize("asked", [select, unsupported_reasons])
 def test_what_is_no_problem_is_refused(asked: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=f"{asked.__name__}: problem must be a Problem, got None"):
         asked(None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fdk_formats import Format, QuantisedTensor, groups
 from fdk_formats.codebooks import named_codebook
-from fdk_formats.nearest import Nearest
+from fdk_formats.encode import Nearest
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.scales import decode_scale
 

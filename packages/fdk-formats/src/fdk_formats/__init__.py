@@ -7,9 +7,9 @@ from fdk_formats.backends import (
     NoBackendError,
     Problem,
     all_backends,
-    reasons_against,
     register,
     select,
+    unsupported_reasons,
 )
 from fdk_formats.blockwise import (
     QuantisedBlocks,
@@ -18,14 +18,14 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
-from fdk_formats.fake import fake_quantise
 from fdk_formats.files import load, save
 from fdk_formats.format import Format
-from fdk_formats.fused import fuse_layers
+from fdk_formats.fuse import fuse_layers
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.model import quantise_model
 from fdk_formats.model_files import load_model, parameters_on_meta, save_model
 from fdk_formats.packing import pack, unpack
+from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.report import LayerReport, ModelReport, model_report, relative_error
 from fdk_formats.tensor import QuantisedTensor
@@ -58,11 +58,11 @@ __all__ = [
     "quantise_4bit",
     "quantise_blockwise",
     "quantise_model",
-    "reasons_against",
     "register",
     "relative_error",
     "save",
     "save_model",
     "select",
     "unpack",
+    "unsupported_reasons",
 ]

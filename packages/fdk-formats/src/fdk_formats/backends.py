@@ -157,7 +157,7 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
         if reason := known[backend].unsupported(problem):
             raise NoBackendError(f"backend {backend} does not take {problem}: {reason}")
         return known[backend]
-    reasons = reasons_against(problem)
+    reasons = unsupported_reasons(problem)
     taking = [known[name] for name, reason in reasons.items() if reason is None]
     if not taking:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
@@ -165,13 +165,13 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
     return max(taking, key=lambda candidate: candidate.priority(problem))
 
 
-def reasons_against(problem: Problem) -> dict[str, str | None]:
+def unsupported_reasons(problem: Problem) -> dict[str, str | None]:
     """Per backend, why ``auto`` would not pick it for a problem, or None where it might.
 
     Raises:
         TypeError: for what is no ``Problem``.
     """
-    _check_problem("reasons_against", problem)
+    _check_problem("unsupported_reasons", problem)
     return {
         name: f'chosen by name only: backend="{name}"'
         if name in _by_name_only

@@ -34,7 +34,7 @@ def _with_own_codebook(q: QuantisedTensor) -> QuantisedTensor:
     return q if q.codebook is None else replace(q, codebook=q.codebook.clone())
 
 
-class Unpacked(Layout):
+class PendingLayout(Layout):
     """A weight as files hold it, on a device or for a dtype that no backend takes.
 
     Raising where it is moved would leave a model whose first modules have gone and whose last have
@@ -90,7 +90,7 @@ class QuantisedWeight(nn.Module):
         self.backend, self.activations = backend, activations
         # Of the weight it was quantised from, where that is known: see ``report``.
         self.relative_error: float | None = None
-        # Of layers that are one product with it: see ``fused``.
+        # Of layers that are one product with it: see ``fuse``.
         self.group: Any = None
         self._pack(q, dtype)
 
@@ -115,7 +115,7 @@ class QuantisedWeight(nn.Module):
                 f"until it is moved on: {error}"
             )
             warnings.warn(reason, stacklevel=2)
-            self._keep(q, dtype, Unpacked(q, reason), "none")
+            self._keep(q, dtype, PendingLayout(q, reason), "none")
 
     def _keep(self, q: QuantisedTensor, dtype: torch.dtype, layout: Layout, name: str) -> None:
         self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device

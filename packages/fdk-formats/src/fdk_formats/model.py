@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
-from fdk_formats.fused import fuse_layers, groups_of, rows_of, siblings
+from fdk_formats.fuse import fuse_layers, groups_of, rows_of, siblings
 from fdk_formats.groups import group_weight
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.quantise import check_fits, quantise

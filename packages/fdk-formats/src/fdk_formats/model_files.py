@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fdk_formats.files import load, save
-from fdk_formats.fused import fuse_layers, groups_of
+from fdk_formats.fuse import fuse_layers, groups_of
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
 from fdk_formats.tensor import QuantisedTensor
 

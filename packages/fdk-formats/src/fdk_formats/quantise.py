@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fdk_formats.affine import quantise_affine
 from fdk_formats.codebooks import TABLES, named_codebook
+from fdk_formats.encode import Nearest
 from fdk_formats.format import Format
 from fdk_formats.groups import GroupedWeight, check_finite, group_weight
 from fdk_formats.histogram import weighted_points
 from fdk_formats.kmeans import mirrored, optimal_centroids
-from fdk_formats.nearest import Nearest
 from fdk_formats.packing import pack, packed_width
 from fdk_formats.scales import SCALE_DTYPES, decode_scale, divide, encode_scale, statistic
 from fdk_formats.search import search_scales

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from fdk_formats.encode import Nearest
 from fdk_formats.format import Format
 from fdk_formats.groups import GroupedWeight, weighted_sum
-from fdk_formats.nearest import Nearest
 from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
 
 # Candidates: the largest magnitude maps to the unit, to a little less (the first), or is clipped,

@@ -16,7 +16,7 @@ from fdk_formats import (
     quantise_model,
 )
 from fdk_formats import save_model as save
-from fdk_formats.fused import FusedRows, siblings
+from fdk_formats.fuse import FusedRows, siblings
 
 K, SIZES = 64, {"q_proj": 48, "k_proj": 16, "v_proj": 16, "gate_proj": 24, "up_proj": 24}
 

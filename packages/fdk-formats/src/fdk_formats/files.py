@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
-from fdk_formats.tensor import QuantisedTensor, tensor_names
+from fdk_formats.tensor import QuantisedTensor
 
 VERSION = "1"
 VERSION_KEY = "fdk.version"
@@ -293,7 +293,7 @@ def _load_weight(
 ) -> tuple[QuantisedTensor, set[str]]:
     """The weight, and the names of the file's tensors that it is made of."""
     format, shape = _parse_entry(path, name, entry)
-    parts = {part: f"{name}.{part}" for part in tensor_names(format)}
+    parts = {part: f"{name}.{part}" for part in format.tensor_names}
     for full_name in parts.values():
         if full_name not in names:
             raise ValueError(f"{path}: {name} ({format}) needs the tensor {full_name}: missing")

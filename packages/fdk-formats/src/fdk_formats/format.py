@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
+
 BITS = range(1, 9)
 MIN_GROUP_SIZE = 16
 
@@ -26,7 +28,13 @@ CODEBOOK_BITS: dict[str, Collection[int]] = {
 }
 CODEBOOK_SCALE_RULES = ("absmax", "absmean", "rms", "signmax", "search")
 AFFINE_SCALE_RULES = ("minmax", "search")
-SCALE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e8m0": 8}
+# Stored dtypes by name. e8m0 is a power of two in one byte.
+SCALE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e8m0": torch.uint8,
+}
 ZERO_POINT_TOKENS = {"zint": "int", "zfloat": "float"}
 GRAMMAR = (
     "<codebook><bits>-<g16, g32, ... or row>[-<scale rule>][-<scale dtype>][-zint], "
@@ -82,9 +90,9 @@ class Format:
                 f"format: {self.codebook} takes a scale rule of {', '.join(rules)}, "
                 f"got {self.scale_rule!r}"
             )
-        if self.scale_dtype not in SCALE_BITS:
+        if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(
-                f"format: scale_dtype must be one of {', '.join(SCALE_BITS)}, "
+                f"format: scale_dtype must be one of {', '.join(SCALE_DTYPES)}, "
                 f"got {self.scale_dtype!r}"
             )
         if self.scale_rule == "signmax" and self.scale_dtype == "e8m0":
@@ -159,6 +167,26 @@ class Format:
         """True where zero points are integers of one byte rather than floats."""
         return self.zero_point == "int"
 
+    @property
+    def stored_scale_dtype(self) -> torch.dtype:
+        """The torch dtype in which scales are stored; uint8 for ``e8m0``."""
+        return SCALE_DTYPES[self.scale_dtype]
+
+    @property
+    def stored_zero_point_dtype(self) -> torch.dtype:
+        """The torch dtype in which zero points of an affine format are stored.
+
+        Float zero points have the dtype of the scales, or bf16 beside ``e8m0``.
+        """
+        if self.has_integer_zero_point:
+            return torch.uint8
+        return torch.bfloat16 if self.has_power_of_two_scale else self.stored_scale_dtype
+
+    @property
+    def tensor_names(self) -> tuple[str, str, str]:
+        """The fields of ``QuantisedTensor`` that hold tensors in this format, in their order."""
+        return ("packed", "scale", "zero_point" if self.is_affine else "codebook")
+
     @classmethod
     def parse(cls, text: "str | Format") -> "Format":
         """Reads the short form, ``GRAMMAR``; a ``Format`` is returned as it is.
@@ -218,17 +246,10 @@ class Format:
 
     def bits_per_weight(self, k: int) -> float:
         """Bits that a weight of a row of ``k`` takes: its code and its share of scale and zero."""
-        per_group = SCALE_BITS[self.scale_dtype]
-        if self.zero_point == "float":
-            per_group += zero_point_bits(self.scale_dtype)
-        elif self.zero_point == "int":
-            per_group += 8
-        return self.bits + per_group / self.group_size_for(k)
-
-
-def zero_point_bits(scale_dtype: str) -> int:
-    """Bits of a float zero point: those of the scale, and bf16 where that is a power of two."""
-    return 16 if scale_dtype == "e8m0" else SCALE_BITS[scale_dtype]
+        group_bytes = self.stored_scale_dtype.itemsize
+        if self.is_affine:
+            group_bytes += self.stored_zero_point_dtype.itemsize
+        return self.bits + 8 * group_bytes / self.group_size_for(k)
 
 
 def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
@@ -238,7 +259,7 @@ def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
         return "group_size", int(match[1])
     if part in CODEBOOK_SCALE_RULES + AFFINE_SCALE_RULES:
         return "scale_rule", part
-    if part in SCALE_BITS:
+    if part in SCALE_DTYPES:
         return "scale_dtype", part
     if part in ZERO_POINT_TOKENS:
         return "zero_point", ZERO_POINT_TOKENS[part]

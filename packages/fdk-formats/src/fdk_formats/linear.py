@@ -12,7 +12,7 @@ from fdk_formats.backends import Layout, NoBackendError, Problem, select
 from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
-from fdk_formats.tensor import QuantisedTensor, tensor_names
+from fdk_formats.tensor import QuantisedTensor
 
 
 def packed_by(
@@ -182,7 +182,7 @@ class QuantisedWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        mine = tensor_names(self.format)
+        mine = self.format.tensor_names
         found = {name: state_dict[prefix + name] for name in mine if prefix + name in state_dict}
         missing_keys += [prefix + name for name in mine if name not in found]
         unexpected_keys += [

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers, groups_of, rows_of, siblings
-from fdk_formats.groups import group_weight
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
-from fdk_formats.quantise import check_fits, quantise
+from fdk_formats.quantise import quantise
 from fdk_formats.report import model_report, relative_error
+from fdk_formats.scales import GroupedWeight, check_codebook
 from fdk_formats.tensor import QuantisedTensor
 
 # The output head: few weights, much of the loss. The original keeps it in 16 bits too.
@@ -117,7 +117,7 @@ def quantise_model(
     codebooks = _codebooks(linears, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
-            check_fits(codebooks.get(id(linears[name].weight)), wanted)
+            check_codebook(codebooks.get(id(linears[name].weight)), wanted)
         _check_layer(name, linears[name], wanted, backend, activations)
     importances = _importances(linears, formats, importance or {})
     together = _with_one_codebook(linears, formats, codebooks, groups)
@@ -199,7 +199,7 @@ def _quantise_group(
     weights = [linears[name].weight for name in names]
     for name, weight in zip(names, weights, strict=True):  # all at once they have no name
         with _naming(name):
-            group_weight(weight.detach(), format, importances.get(id(weight)))
+            GroupedWeight.of(weight.detach(), format, importances.get(id(weight)))
     importance = None
     if any(id(weight) in importances for weight in weights):
         given = [importances.get(id(weight), weight.new_ones(())) for weight in weights]
@@ -308,7 +308,7 @@ def _codebooks(
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        check_fits(given, default)  # though an override may have every layer
+        check_codebook(given, default)  # though an override may have every layer
         kind = default.codebook, default.bits
         alike = [name for name, format in formats.items() if (format.codebook, format.bits) == kind]
         given = dict.fromkeys(alike, given)
@@ -316,7 +316,7 @@ def _codebooks(
     codebooks: dict[int, Tensor] = {}
     for name, codebook in given.items():
         with _naming(name):
-            check_fits(codebook, formats[name])
+            check_codebook(codebook, formats[name])
         other = codebooks.setdefault(id(linears[name].weight), codebook)
         if other is not codebook and not torch.equal(other, codebook):
             raise ValueError(

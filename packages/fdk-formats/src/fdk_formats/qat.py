@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_formats.format import Format
-from fdk_formats.groups import check_weight
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
-from fdk_formats.quantise import check_fits, quantise
-from fdk_formats.scales import SCALE_DTYPES, decode_scale
+from fdk_formats.quantise import quantise
+from fdk_formats.scales import check_codebook, check_weight, decode_scale
 from fdk_formats.tensor import QuantisedTensor
 
 
@@ -72,13 +71,13 @@ def _fake(
 ) -> Outputs:
     wanted = Format.parse(format)
     check_weight(weight)
-    check_fits(None if codebook is None else codebook.to(torch.float32), wanted)
+    check_codebook(None if codebook is None else codebook.to(torch.float32), wanted)
     n, k = weight.shape
     groups = k // wanted.group_size_for(k)
     return (
         weight.new_empty((n, k)),
         weight.new_empty((n, packed_width(wanted.bits, k)), dtype=torch.uint8),
-        weight.new_empty((n, groups), dtype=SCALE_DTYPES[wanted.scale_dtype]),
+        weight.new_empty((n, groups), dtype=wanted.stored_scale_dtype),
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
-from fdk_formats.scales import SCALE_DTYPES, decode_scale
+from fdk_formats.scales import decode_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,10 @@ class QuantisedTensor:
             raise ValueError(f"{self.format}: shape must be two integers (n, k), got {self.shape}")
         n, k = self.shape
         groups = k // self.format.group_size_for(k)
-        scale_dtype = SCALE_DTYPES[self.format.scale_dtype]
         self._check("packed", torch.uint8, (n, packed_width(self.format.bits, k)))
-        self._check("scale", scale_dtype, (n, groups))
+        self._check("scale", self.format.stored_scale_dtype, (n, groups))
         if self.format.is_affine:
-            self._check("zero_point", zero_point_dtype(self.format), (n, groups))
+            self._check("zero_point", self.format.stored_zero_point_dtype, (n, groups))
             self._check_absent("codebook")
         else:
             self._check("codebook", torch.float32, (1 << self.format.bits,))
@@ -140,15 +139,3 @@ class QuantisedTensor:
 def _check_floating(caller: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{caller}: dtype must be a floating torch.dtype, got {dtype!r}")
-
-
-def tensor_names(format: Format) -> tuple[str, str, str]:
-    """The tensors of a ``QuantisedTensor`` that a format has, in the order of the class."""
-    return ("packed", "scale", "zero_point" if format.is_affine else "codebook")
-
-
-def zero_point_dtype(format: Format) -> torch.dtype:
-    """How an affine format stores its zero points; see ``zero_point_bits``."""
-    if format.zero_point == "int":
-        return torch.uint8
-    return SCALE_DTYPES["bf16" if format.scale_dtype == "e8m0" else format.scale_dtype]

@@ -10,8 +10,7 @@ from torch import Tensor
 from fdk_formats.backends import Problem
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
-from fdk_formats.scales import SCALE_DTYPES
-from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
+from fdk_formats.tensor import QuantisedTensor
 
 ALL_BITS = tuple(range(1, 9))
 ALL_GROUP_SIZES = (16, 32, 64, 128, None)
@@ -107,14 +106,14 @@ def random_quantised(format: Format, n: int, k: int, *, seed: int = 0) -> Quanti
         zero_point = torch.rand(n, groups, generator=generator) * (levels - 1)
         if format.zero_point == "int":
             zero_point = zero_point.round()
-        zero_point = zero_point.to(zero_point_dtype(format))
+        zero_point = zero_point.to(format.stored_zero_point_dtype)
     else:
         codebook = torch.randn(levels, generator=generator).sort().values
     return QuantisedTensor(
         format=format,
         shape=(n, k),
         packed=pack(codes, format.bits),
-        scale=scale.to(SCALE_DTYPES[format.scale_dtype]),
+        scale=scale.to(format.stored_scale_dtype),
         codebook=codebook,
         zero_point=zero_point,
     )

@@ -241,7 +241,7 @@ def test_bad_name(path, name):
 def test_bad_metadata(path):
     with pytest.raises(TypeError, match="metadata must be strings, got 'epoch': 3"):
         save(path, {}, metadata={"epoch": 3})
-    with pytest.raises(ValueError, match=r"keys with 'fdk\.' are ours, got 'fdk\.version'"):
+    with pytest.raises(ValueError, match=r"keys with 'fdk\.' are reserved, got 'fdk\.version'"):
         save(path, {}, metadata={"fdk.version": "9"})
 
 

@@ -350,7 +350,7 @@ def test_every_name_of_a_shared_layer_counts() -> None:
 def test_a_computed_weight_is_refused(part: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     prune.l1_unstructured(model[1], part, 0.5)  # type: ignore[no-untyped-call]
-    wanted = f"layer 1: its {part} must be a parameter, and is computed of others"
+    wanted = f"layer 1: its {part} must be a parameter, and is computed from others"
     with pytest.raises(ValueError, match=wanted):
         quantise_model(model, "int4-g32", backend="reference")
     prune.remove(model[1], part)  # type: ignore[no-untyped-call]

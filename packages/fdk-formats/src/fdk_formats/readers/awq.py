@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import affine_weight, check_float, check_tensor
+from fdk_formats.readers.conversion import affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 BITS = 4

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.packing import pack, unpack
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import check_float, check_tensor
+from fdk_formats.readers.conversion import check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 BITS = 4
@@ -66,7 +65,7 @@ def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
         scale=absmax.view(n, -1),
         codebook=codebook,
     )
-    check_values("bitsandbytes", quantised)
+    quantised.check_values("bitsandbytes")
     return quantised
 
 

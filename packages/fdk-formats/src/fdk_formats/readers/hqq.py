@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import affine_weight, check_float, check_tensor
+from fdk_formats.readers.conversion import affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 # Packing name: bits of a code, codes of a word, dtype of a word. The first block of rows is in the

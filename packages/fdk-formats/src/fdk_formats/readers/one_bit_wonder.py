@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import FLOAT_NAMES, check_float, check_tensor
+from fdk_formats.readers.conversion import FLOAT_NAMES, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 CONFIG = "quantization_config.json"
@@ -56,7 +55,7 @@ def read_one_bit_wonder(
     weight = QuantisedTensor(
         format=format, shape=(n, k), packed=packed, scale=scales, codebook=centroids
     )
-    check_values("1-Bit-Wonder", weight)
+    weight.check_values("1-Bit-Wonder")
     return weight
 
 

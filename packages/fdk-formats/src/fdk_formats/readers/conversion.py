@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
@@ -119,7 +118,7 @@ def affine_weight(
         scale=scale.contiguous(),
         zero_point=zero_point.contiguous(),
     )
-    check_values(where, weight)
+    weight.check_values(where)
     return weight
 
 

@@ -72,7 +72,7 @@ def test_every_reason_is_told() -> None:
     with pytest.raises(NoBackendError) as caught:
         select(problem(192))
     message = str(caught.value)
-    assert "no backend takes nf4-g64 [n=8, k=192] with bfloat16 activations on cpu" in message
+    assert "no backend supports nf4-g64 [n=8, k=192] with bfloat16 activations on cpu" in message
     assert "\n  a: needs k % 128 == 0, got k=192" in message
     assert "\n  b: needs k % 128 == 0, got k=192" in message
     assert unsupported_reasons(problem(128)) == {
@@ -84,7 +84,7 @@ def test_every_reason_is_told() -> None:
 
 def test_a_named_backend_says_why_not() -> None:
     register(Wide("a", 1))
-    with pytest.raises(NoBackendError, match=r"backend a does not take .*: needs k % 128 == 0"):
+    with pytest.raises(NoBackendError, match=r"backend a does not support .*: needs k % 128 == 0"):
         select(problem(192), "a")
     with pytest.raises(ValueError, match="wanted auto or one of reference, a, got 'c'"):
         select(problem(128), "c")

@@ -154,7 +154,7 @@ def test_errors_come_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdk_formats.model.quantise", never)
     with pytest.raises(ValueError, match="layer up: kmeans4-g64: k must be a positive multiple"):
         quantised(Block(), "kmeans4-g64")
-    with pytest.raises(NoBackendError, match="layer up: no backend takes kmeans4-g32"):
+    with pytest.raises(NoBackendError, match="layer up: no backend supports kmeans4-g32"):
         quantise_model(Block().to("meta"), "kmeans4-g32")
     with pytest.raises(ValueError, match="override 'attention' fits no linear layer of up, down"):
         quantised(Block(), overrides={"attention": None})

@@ -42,8 +42,6 @@ from fdk_cuda.triton.configs.gemv import as_run, small_config
 from fdk_cuda.triton.kernels.decode import DTYPES
 from fdk_cuda.triton.launch import Config, Weight
 from fdk_cuda.triton.layout import Arrangement
-from fdk_formats.scales import SCALE_DTYPES
-from fdk_formats.tensor import zero_point_dtype
 
 TUNE_VARIABLE = "FDK_CUDA_TUNE"
 # A bucket holds m up to its number, from the one before; larger m is dequantised, always.
@@ -166,10 +164,10 @@ def tune_layers(
     count = 0
     for format, n, k in checked:
         a = Arrangement(n, k, format.bits, format.group_size_for(k))
-        zero_dtype = zero_point_dtype(format) if format.is_affine else None
+        zero_dtype = format.stored_zero_point_dtype if format.is_affine else None
         ws: list[Weight] = []
         for bucket in buckets:
-            scale_dtype = SCALE_DTYPES[format.scale_dtype]
+            scale_dtype = format.stored_scale_dtype
             ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
             if key_of(ws[0], bucket, dtype) not in _entries(_name(index)):
                 _tune_bucket(ws, bucket, dtype, index, timer or graph_time)

@@ -1,9 +1,8 @@
-"""What the readers share: checks, bit fields of int32 words, and the affine format that fits."""
+"""Checks and conversions for readers: int32 words to codes, codes to affine weights."""
 
 import torch
 from torch import Tensor
 
-from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
@@ -16,10 +15,17 @@ MAX_INT_ZERO_POINT = 255
 def check_tensor(
     where: str, tensor: object, *dtypes: torch.dtype, shape: tuple[int | None, ...]
 ) -> Tensor:
-    """``tensor``, where it has one of the dtypes and the shape; None in a shape is any size.
+    """Returns ``tensor`` detached if it has one of the dtypes and the shape.
+
+    Args:
+        where: the start of error messages.
+        tensor: anything.
+        dtypes: the accepted dtypes.
+        shape: the expected shape; None is any size.
 
     Raises:
-        TypeError, ValueError: naming what was wanted and what came.
+        TypeError: if it is not a tensor of one of the dtypes.
+        ValueError: if it has another shape.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{where} must be a tensor, got {type(tensor).__name__}")
@@ -35,15 +41,18 @@ def check_tensor(
 
 
 def check_float(where: str, tensor: object, *, shape: tuple[int | None, ...]) -> Tensor:
-    """``check_tensor`` for bf16, fp16 or fp32."""
+    """Checks that ``tensor`` is bf16, fp16 or fp32, see ``check_tensor``."""
     return check_tensor(where, tensor, *FLOAT_NAMES, shape=shape)
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Codes of ``words :: [r, c, int32]``, a little-endian bit stream down each column.
+    """Unpacks ``words :: [r, c, int32]``, a little-endian bit stream down each column.
 
-    The first code is in the least significant bits of the first word; at 3 bits a code may begin
-    in one word and end in the next. Returns ``[r * 32 / bits, c, uint8]``.
+    The first code is in the least significant bits of the first word. At 3 bits a code may cross
+    from one word into the next.
+
+    Returns:
+        The codes, ``[r * 32 / bits, c, uint8]``.
     """
     rows, columns = words.shape
     per_run = 1 if WORD_BITS % bits == 0 else bits  # words until a code begins at bit 0 again
@@ -62,10 +71,10 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def word_rows(where: str, bits: int, codes: int) -> int:
-    """int32 words that ``codes`` codes take; the codes must fill whole runs of words.
+    """Returns the int32 words of ``codes`` codes.
 
     Raises:
-        ValueError: where they do not.
+        ValueError: if the codes do not fill whole words.
     """
     per_run = WORD_BITS // bits if WORD_BITS % bits == 0 else WORD_BITS
     if codes % per_run:
@@ -84,17 +93,21 @@ def affine_weight(
     scale: Tensor,
     zero_point: Tensor,
 ) -> QuantisedTensor:
-    """``W_hat = (codes - zero_point) * scale`` in the smallest format that holds it exactly.
+    """Makes ``W_hat = (codes - zero_point) * scale`` in the smallest format that is exact.
 
-        codes      :: [n, k, uint8]
-        scale      :: [n, k/G, bf16 | fp16 | fp32]
-        zero_point :: [n, k/G, int32 of 0 to 256 | uint8 | bf16 | fp16 | fp32]
+    Integer zero points are stored in a byte; if 256 occurs, in the scale's dtype. Float zero points
+    of another dtype than the scale make both float32.
 
-    Integer zero points of 0 to 255 take a byte; with a 256 among them they take the scale's
-    dtype. Float ones of another dtype than the scale make both float32.
+    Args:
+        where: the start of error messages.
+        codes: ``[n, k, uint8]``.
+        bits: width of a code.
+        group_size: G; None for whole rows.
+        scale: ``[n, k/G]`` in bf16, fp16 or fp32.
+        zero_point: ``[n, k/G]`` in int32 (0 to 256), uint8, bf16, fp16 or fp32.
 
     Raises:
-        ValueError: for shapes or a group size that no format takes, or values that are not finite.
+        ValueError: if shapes or group size do not fit a format, or a value is not finite.
     """
     if zero_point.dtype.is_floating_point:
         if zero_point.dtype != scale.dtype:
@@ -119,7 +132,7 @@ def affine_weight(
         scale=scale.contiguous(),
         zero_point=zero_point.contiguous(),
     )
-    check_values(where, weight)
+    weight.check_values(where)
     return weight
 
 

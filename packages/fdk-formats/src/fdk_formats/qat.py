@@ -1,4 +1,4 @@
-"""fake_quantise: what a quantised weight will be, differentiable, for training with it."""
+"""Quantisation-aware training: ``fake_quantise``, differentiable."""
 
 from typing import Any
 
@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_formats.format import Format
-from fdk_formats.groups import check_weight
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
-from fdk_formats.quantise import check_fits, quantise
-from fdk_formats.scales import SCALE_DTYPES, decode_scale
+from fdk_formats.quantise import quantise
+from fdk_formats.scales import check_codebook, check_weight, decode_scale
 from fdk_formats.tensor import QuantisedTensor
 
 
@@ -22,22 +21,29 @@ def fake_quantise(
     *,
     importance: Tensor | None = None,
 ) -> Tensor:
-    """``quantise(weight, format).dequantise(weight.dtype)``, with a straight-through gradient.
+    """Quantises and dequantises a weight, with a straight-through gradient.
 
-    The gradient passes to ``weight`` unchanged (Bengio et al., 2013), and to ``codebook`` where
-    one is given and asks for it: each entry receives the sum of ``grad * scale`` over its weights.
-    It is one op of torch, so that ``torch.compile`` and ``torch.export`` take it whole; of a
-    weight on meta comes one on meta.
+    The value is ``quantise(weight, format).dequantise(weight.dtype)``. The gradient passes to the
+    weight unchanged (Bengio et al. 2013) and, if the codebook requires one, to the codebook: an
+    entry receives the sum of ``grad * scale`` over its weights. It is one torch op, so that
+    ``torch.compile`` and ``torch.export`` do not trace into it. A weight on meta gives one on meta.
 
     Args:
-        weight: ``[n, k]``.
-        format: see ``quantise``; scales follow the weight at each call.
-        codebook: ``[2^bits]``, for ``kmeans`` and ``custom`` formats; need not be sorted. Without
-            one, ``kmeans`` is fitted anew at each call.
+        weight: ``[n, k]``, floating.
+        format: see ``quantise``. Scales are chosen anew at each call.
+        codebook: ``[2^bits]`` for ``kmeans`` and ``custom`` formats, in any order. Without one,
+            ``kmeans`` fits one at each call.
         importance: see ``quantise``.
 
+    Returns:
+        ``W_hat :: [n, k]`` in the dtype of the weight.
+
     Raises:
-        TypeError: for a weight or a codebook that is no tensor; the rest is as for ``quantise``.
+        TypeError: if an argument is not a tensor.
+        ValueError: see ``quantise``.
+
+    Example:
+        >>> y = x @ fake_quantise(layer.weight, "int4-g64").T
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"fake_quantise: weight must be a tensor, got {type(weight).__name__}")
@@ -51,8 +57,8 @@ def fake_quantise(
     return result
 
 
-# W_hat :: [n, k, dtype of weight], and packed and scale of a QuantisedTensor, which the gradient of
-# the codebook needs.
+# W_hat :: [n, k, dtype of weight]; packed and scale of a QuantisedTensor, for the gradient of the
+# codebook.
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -72,13 +78,13 @@ def _fake(
 ) -> Outputs:
     wanted = Format.parse(format)
     check_weight(weight)
-    check_fits(None if codebook is None else codebook.to(torch.float32), wanted)
+    check_codebook(None if codebook is None else codebook.to(torch.float32), wanted)
     n, k = weight.shape
     groups = k // wanted.group_size_for(k)
     return (
         weight.new_empty((n, k)),
         weight.new_empty((n, packed_width(wanted.bits, k)), dtype=torch.uint8),
-        weight.new_empty((n, groups), dtype=SCALE_DTYPES[wanted.scale_dtype]),
+        weight.new_empty((n, groups), dtype=wanted.stored_scale_dtype),
     )
 
 
@@ -105,7 +111,7 @@ def _run_grad(
     scale: Tensor,
     format: str,
 ) -> Tensor:
-    """The sum of ``grad * scale`` over the weights of each code, ``[2^bits, float32]``."""
+    """Sums ``grad * scale`` over the weights of each code: ``[2^bits, float32]``."""
     bits = Format.parse(format).bits
     n, k = grad.shape
     sums = grad.new_zeros(1 << bits, dtype=torch.float32)
@@ -130,7 +136,7 @@ def _setup_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _backward_grad(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-    """Of sums over the weights of a code: each weight gets that of its code, times its scale."""
+    """Gives each weight the gradient of its code's sum, times its scale."""
     packed, scale = ctx.saved_tensors
     format = Format.parse(ctx.format)
     q = QuantisedTensor(format, ctx.shape, packed, scale, codebook=grad_sums)

@@ -16,7 +16,7 @@ from fdk_formats import (
     quantise_model,
 )
 from fdk_formats import save_model as save
-from fdk_formats.fused import FusedRows, siblings
+from fdk_formats.fuse import FusedRows, siblings
 
 K, SIZES = 64, {"q_proj": 48, "k_proj": 16, "v_proj": 16, "gate_proj": 24, "up_proj": 24}
 
@@ -295,7 +295,7 @@ def test_what_is_left_apart(caplog: pytest.LogCaptureFixture) -> None:
     block = quantised(Block())
     assert fuse_layers(block, [("k_proj", "v_proj")]) == [("k_proj", "v_proj")]
     assert fuse_layers(block) == [("gate_proj", "up_proj")]
-    assert "a layer is of a group already" in caplog.text
+    assert "a layer is in a group already" in caplog.text
 
 
 @pytest.mark.parametrize("where", [torch.float64, torch.bfloat16, "meta"])

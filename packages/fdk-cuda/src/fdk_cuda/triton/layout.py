@@ -59,7 +59,7 @@ def words_of(bits: int) -> int:
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class PackedLayout:
     """The sizes that follow from a weight's shape, width and group size.
 
     Attributes:
@@ -119,7 +119,7 @@ class Arrangement:
         return (self.n_tiles, self.k_tiles, self.words, 2, 32, 4)
 
 
-def arrange_codes(codes: Tensor, a: Arrangement) -> Tensor:
+def pack_codes(codes: Tensor, a: PackedLayout) -> Tensor:
     """``codes :: [n, k, uint8]`` to ``words_shape``, int32."""
     padded = codes.new_zeros(a.n_tiles * TILE_N, a.k_tiles * a.tile_k)
     columns = padded[: a.n, : a.groups * a.padded_group].view(a.n, a.groups, a.padded_group)
@@ -134,8 +134,8 @@ def arrange_codes(codes: Tensor, a: Arrangement) -> Tensor:
     return torch.stack(stacked, dim=2).reshape(a.words_shape)
 
 
-def restore_codes(words: Tensor, a: Arrangement) -> Tensor:
-    """The inverse of ``arrange_codes``."""
+def unpack_codes(words: Tensor, a: PackedLayout) -> Tensor:
+    """The inverse of ``pack_codes``."""
     stacked = words.view(a.n_tiles, a.k_tiles, a.words, 2, 8, 4, 2, 2).to(torch.int64)
     units = _codes_of([word & 0xFFFFFFFF for word in stacked.unbind(2)], a.bits).to(torch.uint8)
     units = units.unflatten(-1, (-1, 2 if a.paired else 1))
@@ -146,15 +146,15 @@ def restore_codes(words: Tensor, a: Arrangement) -> Tensor:
     return codes
 
 
-def arrange_scale(scale: Tensor, a: Arrangement) -> Tensor:
+def pack_scale(scale: Tensor, a: PackedLayout) -> Tensor:
     """Scales or zero points ``[n, groups]`` to ``[n_tiles, groups, g 8, half 2]``."""
     padded = scale.new_zeros(a.n_tiles * TILE_N, a.groups)
     padded[: a.n] = scale
     return padded.view(a.n_tiles, 2, 8, a.groups).permute(0, 3, 2, 1).contiguous()
 
 
-def restore_scale(arranged: Tensor, a: Arrangement) -> Tensor:
-    """The inverse of ``arrange_scale``."""
+def unpack_scale(arranged: Tensor, a: PackedLayout) -> Tensor:
+    """The inverse of ``pack_scale``."""
     return arranged.permute(0, 3, 2, 1).reshape(-1, a.groups)[: a.n].contiguous()
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdk_cuda.triton.kernels.ptx_assembly import (
+from fdk_cuda.triton.kernels.ptx_decode import (
     assembly,
     constraints,
     elements,
@@ -18,8 +18,8 @@ from fdk_cuda.triton.kernels.ptx_assembly import (
     results,
     stride_of,
     table_of,
+    to_bytes,
 )
-from fdk_cuda.triton.kernels.ptx_decode import to_bytes
 from fdk_cuda.triton.kernels.ptx_smem import fill, lane_place
 
 # Codebooks of these widths lie in the registers of a warp.

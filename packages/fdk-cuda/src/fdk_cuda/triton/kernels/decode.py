@@ -265,12 +265,12 @@ def load_pair(scale_at, zero_at, offset, inside, AFFINE: tl.constexpr):
 
 
 @triton.jit
-def column_of(position, upper, t, pair, PAIRED: tl.constexpr):
-    """The padded column of an element of a unit, in either order of arrangement.py."""
+def column_of(step, t, upper, pair, PAIRED: tl.constexpr):
+    """Returns the padded column of an element: ``fragment_order.column_of`` on the device."""
     if PAIRED:
-        return position // 2 * 32 + 8 * t + 4 * (position % 2) + 2 * upper + pair
+        return step // 2 * 32 + 8 * t + 4 * (step % 2) + 2 * upper + pair
     else:
-        return position * 16 + 4 * t + 2 * upper + pair
+        return step * 16 + 4 * t + 2 * upper + pair
 
 
 @triton.jit

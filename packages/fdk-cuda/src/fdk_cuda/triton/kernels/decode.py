@@ -1,6 +1,6 @@
-# ruff: noqa: D103, RUF005
+# ruff: noqa: RUF005
 # mypy: ignore-errors
-"""From words to the values of their codes, on the device, one tensor for each position."""
+"""Decode words to the values of their codes, one tensor per position."""
 
 import torch
 import triton
@@ -22,23 +22,23 @@ from fdk_cuda.triton.kernels.ptx_decode import (
 )
 from fdk_cuda.triton.kernels.ptx_smem import fill, lane_place
 
-# Codebooks of these widths lie in the registers of a warp.
+# Codebooks of these widths fit the registers of a warp.
 REGISTER_BITS = (1, 2, 3, 4, 5)
-# Positions that one piece of assembly decodes: more would hold too many registers.
+# Positions that one assembly block decodes: more would need too many registers.
 PART = 8
-# The activation dtypes, in the order of the tables.
+# Activation dtypes, in the order of the tables.
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables of a codebook ``[2^bits, float32]``.
+    """Builds the lookup tables of a codebook ``[2^bits, float32]``.
 
     Returns:
-        values :: [dtype 2, 2^bits, int16] the bits of the rounded values, in each of ``DTYPES``.
-        lanes  :: [dtype 2, 2, 32, int32] row 0, what lane i holds: a value of the codebook, or at
-            2 bits a pair of them. Row 1, what all hold: at 1 bit the difference of the two values
-            as integers and the first value twice; at 3 bits the low bytes of all values, then the
-            high ones, four to a word.
+        values :: [dtype 2, 2^bits, int16]: the rounded values as bits, for each of ``DTYPES``.
+        lanes  :: [dtype 2, 2, 32, int32]: row 0 has the word that lane i holds, a value of the
+            codebook or at 2 bits a pair. Row 1 has the words that all lanes hold: at 1 bit the
+            difference of the two values as integers, and the first value twice; at 3 bits the low
+            bytes of all values, then the high bytes, four to a word.
     """
     bits = codebook.numel().bit_length() - 1
     values = torch.stack([codebook.to(dtype).view(torch.int16) for dtype in DTYPES])
@@ -59,7 +59,7 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
     return values, lanes
 
 
-# What a lane holds of a table: the address is the same in every lane, the value is not.
+# Loads a lane's word of a table: the address is uniform, the value is not.
 LANE_ASSEMBLY = tl.constexpr(
     "{ .reg .b32 l; .reg .b64 p; mov.u32 l, %laneid; mad.wide.u32 p, l, 4, $1; "
     "ld.global.b32 $0, [p]; }"
@@ -77,10 +77,10 @@ def load_tables(
     WARPS: tl.constexpr,
     place=None,
 ):
-    """The words of the table that ``assembly`` takes, as a tuple, and where a table is.
+    """Loads the table operands of ``assembly``; returns them and the address of a shared table.
 
-    ``CODES``: see ``decode_part``. With ``SHARED``, where a program is long enough to fill a table
-    in shared memory, it is at ``place`` if the kernel has reserved one.
+    ``CODES``: see ``decode_part``. With SHARED it fills a table in shared memory, at ``place`` if
+    the kernel reserved room.
     """
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
@@ -131,7 +131,7 @@ def load_tables(
 
 @triton.jit
 def code_at(words, p: tl.constexpr, BITS: tl.constexpr):
-    """The code at a position of each unit, int32."""
+    """Extracts the code at a position of each unit, int32."""
     if BITS == 3:
         if p < 24:
             code = (words[p // 8] >> (p % 8 * 4)) & 7
@@ -162,10 +162,10 @@ def value_at(
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """The values of a position, without assembly."""
+    """Decodes a position without assembly."""
     code = code_at(words, p, BITS)
     if AFFINE:
-        # As the low bits of the float32 2^23: one OR and one difference, both exact.
+        # The code as the low bits of the float32 2^23: an OR and a subtraction, both exact.
         value = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     else:
         values_ptr += table_of(X_DTYPE) * (1 << BITS)
@@ -175,6 +175,7 @@ def value_at(
 
 @triton.jit
 def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
+    """Loads the words of each unit, which are read once: they are evicted first."""
     words = (tl.load(words_ptr + offsets, mask=mask, other=0, eviction_policy="evict_first"),)
     for i in tl.static_range(1, WORDS):
         word = tl.load(
@@ -186,7 +187,7 @@ def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
 
 @triton.jit
 def prepare(words, CODES: tl.constexpr):
-    """What ``decode_part`` takes, once for all parts of a tile."""
+    """Prepares words for ``decode_part``, once for all parts of a tile."""
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
     ASSEMBLY: tl.constexpr = CODES[2]
@@ -216,10 +217,10 @@ def decode_part(
     COUNT: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """The values of ``COUNT`` positions, each in the shape of a word.
+    """Decodes ``COUNT`` positions, each in the shape of a word.
 
-    ``CODES``: bits, whether affine (2: scaled by one multiply-add), whether by assembly, whether
-    with a table in shared memory, the dtype of the activations, and that of the product's operands.
+    ``CODES``: bits; affine (2: scaled by one multiply-add); by assembly; with a table in shared
+    memory; dtype of the activations; dtype of the operands of the product.
     """
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
@@ -247,7 +248,7 @@ def decode_part(
 
 @triton.jit
 def decode_scale(raw):
-    """A stored scale as float32; a byte is the exponent of a float32."""
+    """Converts a stored scale to float32; a byte is the exponent of a float32."""
     if raw.dtype == tl.uint8:
         return (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
@@ -256,7 +257,7 @@ def decode_scale(raw):
 
 @triton.jit
 def load_pair(scale_at, zero_at, offset, inside, AFFINE: tl.constexpr):
-    """Scale and zero point as they are stored; without zero points the second is the first."""
+    """Loads scale and zero point undecoded; without zero points the second is the scale."""
     scale = tl.load(scale_at + offset, mask=inside, other=0)
     zero = scale
     if AFFINE:
@@ -275,7 +276,7 @@ def column_of(step, t, upper, pair, PAIRED: tl.constexpr):
 
 @triton.jit
 def stored_columns(column, k, groups, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr):
-    """Which padded columns hold weights, and their places without what groups are padded by."""
+    """Maps padded columns to columns of W; returns these and a mask of those that exist."""
     if GROUP == PADDED_GROUP:
         live = column < k
     else:

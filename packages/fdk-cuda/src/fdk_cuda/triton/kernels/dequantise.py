@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005
 # mypy: ignore-errors
-"""W_hat from arranged codes, and the same in registers as an operand of a larger product."""
+"""Dequantise W_hat to memory, or in registers as the operand of a product."""
 
 import triton
 import triton.language as tl
@@ -17,8 +17,8 @@ from fdk_cuda.triton.kernels.decode import (
 from fdk_cuda.triton.kernels.ptx_decode import of_two, of_two_constraints, results, table_of
 
 _PART = tl.constexpr(PART)
-# Two products, each rounded once: exactly what float32 arithmetic and a cast give. With -0 added,
-# for there is no product of bf16 pairs before sm_90.
+# Products of pairs, each rounded once, as float32 arithmetic and a cast give them. bf16 adds -0:
+# there is no product of bf16 pairs before sm_90.
 _PRODUCT = {
     tl.bfloat16: "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
     tl.float16: "mul.rn.f16x2 $0, $1, $2;",
@@ -27,7 +27,7 @@ _PRODUCT = {
 
 @triton.constexpr_function
 def product(dtype: tl.dtype) -> str:
-    """The assembly of a product of pairs."""
+    """Returns the assembly that multiplies pairs."""
     return _PRODUCT[dtype]
 
 
@@ -61,7 +61,7 @@ def load_scale(
 
 @triton.jit
 def scaled(value, scale, zero, CODES: tl.constexpr):
-    """``(value - zero) * scale`` of a position, rounded once; the last dimension is of pairs."""
+    """Returns ``(value - zero) * scale``, rounded once; the last dimension is pairs."""
     AFFINE: tl.constexpr = CODES[1]
     ASSEMBLY: tl.constexpr = CODES[2]
     X_DTYPE: tl.constexpr = CODES[4]
@@ -85,9 +85,10 @@ def scaled(value, scale, zero, CODES: tl.constexpr):
 
 @triton.jit
 def two_values(values_ptr, scale, zero, CODES: tl.constexpr):
-    """Of affine codes of one bit, scaled: the first twice, and the bits where the second differs.
+    """Scales both values of affine 1-bit codes.
 
-    Both in the shape of scale and zero.
+    Returns the first value twice in a word, and the bits in which the second differs, in the shape
+    of scale and zero.
     """
     X_DTYPE: tl.constexpr = CODES[4]
     values_ptr += table_of(X_DTYPE) * 2
@@ -113,9 +114,9 @@ def chosen(
     SAME: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """The weights of ``COUNT`` positions of affine codes of one bit, each in the shape of ``word``.
+    """Decodes ``COUNT`` positions of affine 1-bit codes, each in the shape of ``word``.
 
-    Words side by side have one scale and zero point where ``SAME``.
+    ``SAME``: neighbouring words share scale and zero point.
     """
     value, other = two_values(values_ptr, scale, zero, CODES)
     return tl.inline_asm_elementwise(
@@ -146,12 +147,12 @@ def scaled_part(
     N_TILES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """The weights of ``COUNT`` positions, each ``[N_TILES, half, WARPS, g, t, 4]``, as a tuple.
+    """Decodes and scales ``COUNT`` positions, each ``[N_TILES, half, WARPS, g, t, 4]``.
 
-    ``scale_at :: [N_TILES, (WARPS, g, t, half)]`` points to the scale of group 0 of each row, and
-    ``first_column`` (a scalar, or of that shape) is the first padded column. ``CODES``: see
-    ``decode_part``. ``GROUPING``: the group size as it is stored, of how many columns a segment is,
-    and whether a row is one group.
+    ``scale_at :: [N_TILES, (WARPS, g, t, half)]`` is the offset of group 0 of each row,
+    ``first_column`` (a scalar, or of that shape) the first padded column. ``CODES``: see
+    ``decode_part``. ``GROUPING``: padded group size, columns of a segment, whether a row is one
+    group.
     """
     AFFINE: tl.constexpr = CODES[1]
     PADDED_GROUP: tl.constexpr = GROUPING[0]
@@ -175,7 +176,7 @@ def scaled_part(
 
 @triton.jit
 def join_part(weights, COUNT: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr):
-    """Positions side by side: ``[N_TILES, half, WARPS, g, t, upper, pair, p0, p1(, p2)]``."""
+    """Stacks positions: ``[N_TILES, half, WARPS, g, t, upper, pair, p0, p1(, p2)]``."""
     low = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
     if COUNT == 8:
         high = tl.join(tl.join(weights[4], weights[5]), tl.join(weights[6], weights[7]))
@@ -185,7 +186,9 @@ def join_part(weights, COUNT: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.con
 
 
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
-# scale  :: [n_tiles, groups, 8, 2], zero alike
+# scale  :: [n_tiles, n_groups, 8, 2, dtype]
+# zero   :: like scale; without zero points, scale
+# values, lanes :: see decode.lookup_tables
 # out    :: [n, k, dtype]
 @triton.jit(do_not_specialize=["rounds"])
 def dequantise_kernel(
@@ -216,9 +219,10 @@ def dequantise_kernel(
     AHEAD: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """Every warp takes a tile of its own along k, and some along n, one by one.
+    """Computes W_hat = (value - zero) * scale, with value = codebook[code] or the code.
 
-    With AHEAD the words of the next are loaded before one is stored; without it there is one.
+    Every warp decodes one tile of k and, with AHEAD, ``rounds`` tiles of n, loading the words of
+    the next tile before it stores one. Without AHEAD there is one tile.
     """
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
@@ -270,7 +274,7 @@ def dequantise_kernel(
                 WARPS,
             )
             joined = join_part(weights, COUNT, 1, WARPS)
-            # To [WARPS, N_TILES, half, g, then the columns, in either order of arrangement.py]
+            # To [WARPS, N_TILES, half, g, columns], in either order of columns.
             if PAIRED:
                 if COUNT == 8:
                     w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 4, 7, 5, 6])

@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-"""y = x @ W_hat.T for many rows of x: weights decoded in registers, straight into the product.
+"""GEMM, y = x @ W_hat.T for tens of rows of x: weights are decoded into operand A in registers.
 
-The product is computed as W_hat @ x.T with W_hat as the tensor cores' operand A, which they take
-from registers; x goes through shared memory. The scale is multiplied into the decoded weight and
-rounded, exactly as ``dequantise`` rounds it.
+The product is computed as W_hat @ x.T, with x in shared memory. The scale is multiplied into the
+decoded weight, which is rounded exactly as ``dequantise`` rounds it.
 """
 
 import triton
@@ -22,19 +21,22 @@ _PART = tl.constexpr(PART)
 
 @triton.jit
 def settled(acc):
-    """The same, by no instruction: a use of the sums within the loop.
+    """Returns the sums by empty assembly, which counts as a use of them within the loop.
 
-    Without it Triton 3.6 splits a product with operand A in registers into one asynchronous piece
-    each 16 columns and waits after each, ptxas finds accumulators that it must keep (C7515), and
-    every wgmma waits for the one before. With it eight of them run as one.
+    Without it Triton 3.6 splits a product with operand A in registers into asynchronous products of
+    16 columns and waits after each; ptxas then serialises every wgmma (C7515). With it eight of
+    them run as one.
     """
     return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
-# x      :: [m, k_tiles * TILE_K, dtype], from permute_kernel
+# x      :: [m, k_tiles * TILE_K, dtype], permuted by permute_kernel
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
-# scale  :: [n_tiles, groups, 8, 2], zero alike
-# out    :: [m, n, dtype], or [SPLIT_K, m, n, float32] without bias
+# scale  :: [n_tiles, n_groups, 8, 2, dtype]
+# zero   :: like scale; without zero points, scale
+# values, lanes :: see decode.lookup_tables
+# bias   :: [n, dtype]
+# out    :: [m, n, dtype], or [split_k, m, n, float32] without bias
 @triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     x_ptr,
@@ -80,7 +82,7 @@ def gemm_kernel(
     n_tiles = tl.cdiv(n, 16)
     blocks_m = tl.cdiv(m, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
-    # Programs that share rows of x run side by side, GROUP_M blocks of them at a time.
+    # Neighbouring programs share rows of x, GROUP_M blocks at a time, for the L2.
     pid = tl.program_id(0)
     first_m = pid // (GROUP_M * blocks_n) * GROUP_M
     size_m = min(blocks_m - first_m, GROUP_M)

@@ -8,7 +8,7 @@ from fdk_cuda.triton.kernels.decode import column_of, stored_columns
 
 
 # x   :: [m, k, dtype]
-# out :: [m, k_tiles * TILE_K, dtype]
+# out :: [m, width, dtype], width = k_tiles * TILE_K
 @triton.jit
 def permute_kernel(
     x_ptr,
@@ -22,7 +22,7 @@ def permute_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Columns of x in the order of the weight's positions and units, zero where it is padded."""
+    """Permutes columns of x to the order of positions and units, with zeros for padding."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -34,7 +34,7 @@ def permute_kernel(
     tl.store(out_ptr + row * width + i, x, mask=i < width)
 
 
-# partial :: [SPLIT_K, stride, float32], of which the first m * n are added
+# partial :: [SPLIT_K, stride, float32], of which the first size = m * n are added
 # bias    :: [n, dtype]
 # out     :: [m * n, dtype]
 @triton.jit
@@ -50,7 +50,7 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Adds the parts of a product in order, then the bias."""
+    """Adds the partial sums of split k (or n) in a fixed order, then the bias."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

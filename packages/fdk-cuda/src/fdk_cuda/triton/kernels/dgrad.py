@@ -441,7 +441,10 @@ def dgrad_part(
     total = tl.reshape(tl.permute(total, [0, 3, 1, 2]), [WARPS, OWN * 16, BLOCK_M])
     i = tl.arange(0, OWN * 16)[None, :]
     position = tl.arange(0, WARPS)[:, None] * OWN + i // 16
-    column = column_of(position, i // 2 % 4, i // 8 % 2, i % 2, PAIRED) + first_column
+    column = (
+        column_of(position, upper=i // 8 % 2, t=i // 2 % 4, pair=i % 2, PAIRED=PAIRED)
+        + first_column
+    )
     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
     row = first_m + tl.arange(0, BLOCK_M)
     at = (tl.program_id(2) * m + row).to(tl.int64)[None, None, :] * k + column[:, :, None]

@@ -15,7 +15,7 @@ from fdk_cuda.triton import TritonLayout, launch
 from fdk_cuda.triton.configs import DgradConfig, GemmConfig
 
 # Bytes of stack that a thread may take. Configurations take none with Triton 3.7; before and after
-# it registers go to other values, and some configurations have a few: docs/kernels/triton.md.
+# it registers go to other values, and some configurations have a few: docs/design/triton.md.
 MAX_STACK = 0 if triton.__version__.startswith("3.7.") else 64
 
 # One configuration per number of rows.

@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005
 # mypy: ignore-errors
-"""Decode words to the values of their codes, one tensor per position."""
+"""Decode words to the values of their codes, or to scaled weights, one tensor per position."""
 
 import torch
 import triton
@@ -14,6 +14,8 @@ from fdk_cuda.triton.kernels.ptx_decode import (
     in_assembly,
     in_bytes,
     is_shared,
+    of_two,
+    of_two_constraints,
     operands,
     results,
     stride_of,
@@ -25,7 +27,7 @@ from fdk_cuda.triton.kernels.ptx_smem import fill, lane_place
 # Codebooks of these widths fit the registers of a warp.
 REGISTER_BITS = (1, 2, 3, 4, 5)
 # Positions that one assembly block decodes: more would need too many registers.
-PART = 8
+BLOCK_POSITIONS = 8
 # Activation dtypes, in the order of the tables.
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -79,7 +81,7 @@ def load_tables(
 ):
     """Loads the table operands of ``assembly``; returns them and the address of a shared table.
 
-    ``CODES``: see ``decode_part``. With SHARED it fills a table in shared memory, at ``place`` if
+    ``CODES``: see ``decode_positions``. With SHARED it fills a table in shared memory, at ``place`` if
     the kernel reserved room.
     """
     BITS: tl.constexpr = CODES[0]
@@ -187,7 +189,7 @@ def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
 
 @triton.jit
 def prepare(words, CODES: tl.constexpr):
-    """Prepares words for ``decode_part``, once for all parts of a tile."""
+    """Prepares words for ``decode_positions``, once for all parts of a tile."""
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
     ASSEMBLY: tl.constexpr = CODES[2]
@@ -209,7 +211,7 @@ def prepare(words, CODES: tl.constexpr):
 
 
 @triton.jit
-def decode_part(
+def decode_positions(
     words,
     tables,
     values_ptr,
@@ -283,3 +285,171 @@ def stored_columns(column, k, groups, GROUP: tl.constexpr, PADDED_GROUP: tl.cons
         live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
         column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
     return column, live
+
+
+# Products of pairs, each rounded once, as float32 arithmetic and a cast give them. bf16 adds -0:
+# there is no product of bf16 pairs before sm_90.
+_PRODUCT = {
+    tl.bfloat16: "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+    tl.float16: "mul.rn.f16x2 $0, $1, $2;",
+}
+
+
+@triton.constexpr_function
+def product(dtype: tl.dtype) -> str:
+    """Returns the assembly that multiplies pairs."""
+    return _PRODUCT[dtype]
+
+
+@triton.jit
+def load_scale(
+    scale_ptr,
+    zero_ptr,
+    at,
+    inside,
+    N_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    AFFINE: tl.constexpr,
+):
+    """Loads scales and zero points for ``scaled``.
+
+    ``at :: [N_TILES, (warp, g, t, half)]``; the results are ``[N_TILES, half, warp, g, t, 1]``. A
+    16-bit scale keeps its dtype. Without zero points the second result is the scale again.
+    """
+    scale = tl.load(scale_ptr + at, mask=inside, other=0)
+    if scale.dtype == tl.uint8:
+        scale = decode_scale(scale)
+    scale = tl.permute(tl.reshape(scale, [N_TILES, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+    scale = scale[:, :, :, :, :, None]
+    zero = scale
+    if AFFINE:
+        zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
+        zero = tl.permute(tl.reshape(zero, [N_TILES, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+        zero = zero[:, :, :, :, :, None]
+    return scale, zero
+
+
+@triton.jit
+def scaled(value, scale, zero, CODES: tl.constexpr):
+    """Returns ``(value - zero) * scale``, rounded once; the last dimension is pairs."""
+    AFFINE: tl.constexpr = CODES[1]
+    ASSEMBLY: tl.constexpr = CODES[2]
+    X_DTYPE: tl.constexpr = CODES[4]
+    DOT_DTYPE: tl.constexpr = CODES[5]
+    if ASSEMBLY and not AFFINE and scale.dtype == X_DTYPE:
+        return tl.inline_asm_elementwise(
+            product(X_DTYPE), "=r,r,r", [value, scale], dtype=scale.dtype, is_pure=True, pack=2
+        )
+    else:
+        w = value.to(tl.float32)
+        if AFFINE == 2:
+            # Both products are exact (``PackedWeight.fused``). The result is that of the other
+            # formula wherever value - zero is exact: for all but tiny zero points other than 0.
+            scale = scale.to(tl.float32)
+            minus = tl.broadcast_to(-(zero.to(tl.float32) * scale), w.shape)
+            return tl.fma(w, tl.broadcast_to(scale, w.shape), minus).to(DOT_DTYPE)
+        if AFFINE:
+            w = w - zero.to(tl.float32)
+        return (w * scale.to(tl.float32)).to(DOT_DTYPE)
+
+
+@triton.jit
+def two_values(values_ptr, scale, zero, CODES: tl.constexpr):
+    """Scales both values of affine 1-bit codes.
+
+    Returns the first value twice in a word, and the bits in which the second differs, in the shape
+    of scale and zero.
+    """
+    X_DTYPE: tl.constexpr = CODES[4]
+    values_ptr += table_of(X_DTYPE) * 2
+    scale = scale.to(tl.float32)
+    low = tl.load(values_ptr).to(X_DTYPE, bitcast=True).to(tl.float32)
+    high = tl.load(values_ptr + 1).to(X_DTYPE, bitcast=True).to(tl.float32)
+    zero = zero.to(tl.float32)
+    low = (low - zero) * scale
+    high = (high - zero) * scale
+    low = low.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = high.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low * 0x10001, (low ^ high) * 0x10001
+
+
+@triton.jit
+def select_scaled(
+    word,
+    values_ptr,
+    scale,
+    zero,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    SAME: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Decodes ``COUNT`` positions of affine 1-bit codes, each in the shape of ``word``.
+
+    ``SAME``: neighbouring words share scale and zero point.
+    """
+    value, other = two_values(values_ptr, scale, zero, CODES)
+    return tl.inline_asm_elementwise(
+        of_two(FIRST, COUNT, SAME),
+        of_two_constraints(COUNT),
+        [word, value, other],
+        dtype=results(CODES[4], COUNT),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def scaled_positions(
+    words,
+    tables,
+    values_ptr,
+    scale_ptr,
+    zero_ptr,
+    scale_at,
+    has_scale,
+    first_column,
+    groups,
+    part: tl.constexpr,
+    COUNT: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUPING: tl.constexpr,
+    N_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Decodes and scales ``COUNT`` positions, each ``[N_TILES, half, WARPS, g, t, 4]``.
+
+    ``scale_at :: [N_TILES, (WARPS, g, t, half)]`` is the offset of group 0 of each row,
+    ``first_column`` (a scalar, or of that shape) the first padded column. ``CODES``: see
+    ``decode_positions``. ``GROUPING``: padded group size, columns of a segment, whether a row is one
+    group.
+    """
+    AFFINE: tl.constexpr = CODES[1]
+    PADDED_GROUP: tl.constexpr = GROUPING[0]
+    SEGMENT: tl.constexpr = GROUPING[1]
+    ONE_GROUP: tl.constexpr = GROUPING[2]
+    values = decode_positions(words, tables, values_ptr, part, COUNT, CODES)
+    weights = ()
+    for q in tl.static_range(COUNT):
+        if q == 0 or q * 16 % SEGMENT == 0:
+            group = first_column * 0
+            if not ONE_GROUP:
+                group = (first_column + q * 16) // PADDED_GROUP
+            inside = has_scale & (group < groups)
+            at = scale_at + group * 16
+            scale, zero = load_scale(scale_ptr, zero_ptr, at, inside, N_TILES, WARPS, AFFINE)
+        w = tl.reshape(values[q], [N_TILES, 2, WARPS, 8, 4, 4])
+        w = scaled(w, scale, zero, CODES)
+        weights = weights + (w,)
+    return weights
+
+
+@triton.jit
+def join_positions(weights, COUNT: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr):
+    """Stacks positions: ``[N_TILES, half, WARPS, g, t, upper, pair, p0, p1(, p2)]``."""
+    low = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
+    if COUNT == 8:
+        high = tl.join(tl.join(weights[4], weights[5]), tl.join(weights[6], weights[7]))
+        return tl.reshape(tl.join(low, high), [N_TILES, 2, WARPS, 8, 4, 2, 2, 2, 2, 2])
+    else:
+        return tl.reshape(low, [N_TILES, 2, WARPS, 8, 4, 2, 2, 2, 2])

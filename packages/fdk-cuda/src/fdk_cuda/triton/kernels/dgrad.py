@@ -15,17 +15,17 @@ import triton
 import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import (
-    PART,
+    BLOCK_POSITIONS,
     column_of,
-    decode_part,
+    decode_positions,
     decode_scale,
     load_pair,
     load_tables,
     load_words,
     prepare,
+    scaled,
     stored_columns,
 )
-from fdk_cuda.triton.kernels.dequantise import scaled
 from fdk_cuda.triton.kernels.ptx_decode import TRANSPOSE, results
 from fdk_cuda.triton.kernels.ptx_smem import (
     add_shares,
@@ -34,7 +34,7 @@ from fdk_cuda.triton.kernels.ptx_smem import (
     shares_constraints,
 )
 
-_PART = tl.constexpr(PART)
+_BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
 
 # The layout in which the transposition is right: a lane holds four neighbours in a row, and lanes
 # follow each other. The second form is the same as linear-layout bases.
@@ -281,7 +281,7 @@ def dgrad_part(
 ):
     """Computes the columns of one part of a tile; arguments as those of ``dgrad_kernel``.
 
-    ``CODES``: see ``decode_part``.
+    ``CODES``: see ``decode_positions``.
     """
     y_ptr, words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, out_ptr = tensors
     m, n, k, k_tiles, groups = sizes
@@ -305,7 +305,7 @@ def dgrad_part(
     BLOCK_M: tl.constexpr = 8 * M_TILES
     SEGMENTS: tl.constexpr = 1 if ONE_GROUP else max(1, 16 * COUNT // SEGMENT)
     EACH: tl.constexpr = COUNT // SEGMENTS  # positions per scale
-    PIECE: tl.constexpr = min(COUNT, _PART)
+    PIECE: tl.constexpr = min(COUNT, _BLOCK_POSITIONS)
     STEP: tl.constexpr = N_TILES * WARPS
     # Scale y instead of W, which is less work, where that is as exact: bf16 has the range of fp32.
     IS_EXPONENT: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
@@ -385,7 +385,7 @@ def dgrad_part(
         words = prepare(transpose_words(words, WORDS, N_TILES, WARPS, ASSEMBLY), CODES)
         values = ()
         for piece in tl.static_range(COUNT // PIECE):
-            values = values + decode_part(
+            values = values + decode_positions(
                 words, tables, values_ptr, part * (COUNT // PIECE) + piece, PIECE, CODES
             )
         sums = ()

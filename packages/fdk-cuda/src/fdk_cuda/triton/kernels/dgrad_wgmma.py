@@ -18,13 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fdk_cuda.triton.configs.gpus import WGMMA_WARPS
 from fdk_cuda.triton.kernels.decode import (
-    decode_part,
+    decode_positions,
     decode_scale,
     load_tables,
     prepare,
+    scaled,
+    select_scaled,
     stored_columns,
 )
-from fdk_cuda.triton.kernels.dequantise import chosen, scaled
 from fdk_cuda.triton.kernels.ptx_decode import TRANSPOSE
 from fdk_cuda.triton.kernels.tma_pipeline import after, fetch_x, new_ring
 
@@ -100,10 +101,10 @@ def operands_of_tile(
     if CODES[0] == 1 and CODES[1]:
         word = gl.reshape(word, [2, _WARPS * 32, 2, 2])
         word = gl.convert_layout(word, _WEIGHTS, assert_trivial=True)
-        weights = chosen(word, values_ptr, scale, zero, 0, _DECODED, False, CODES)
+        weights = select_scaled(word, values_ptr, scale, zero, 0, _DECODED, False, CODES)
     else:
         now = prepare((word,), CODES)
-        values = decode_part(now, tables, values_ptr, 0, _DECODED, CODES)
+        values = decode_positions(now, tables, values_ptr, 0, _DECODED, CODES)
         for q in gl.static_range(COUNT):
             value = gl.reshape(values[q], [2, _WARPS * 32, 2, 2])
             value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)

@@ -9,18 +9,19 @@ import triton
 import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import (
-    PART,
+    BLOCK_POSITIONS,
+    join_positions,
     load_tables,
     load_words,
     prepare,
+    scaled_positions,
 )
-from fdk_cuda.triton.kernels.dequantise import join_part, scaled_part
 
-_PART = tl.constexpr(PART)
+_BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
 
 
 @triton.jit
-def settled(acc):
+def use_in_loop(acc):
     """Returns the sums by empty assembly, which counts as a use of them within the loop.
 
     Without it Triton 3.6 splits a product with operand A in registers into asynchronous products of
@@ -73,7 +74,7 @@ def gemm_kernel(
 
     A program computes 16 * N_TILES * WARPS outputs of BLOCK_M rows, over its share of the k tiles.
     """
-    COUNT: tl.constexpr = min(_PART, POSITIONS)
+    COUNT: tl.constexpr = min(_BLOCK_POSITIONS, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * N_TILES * WARPS
@@ -120,7 +121,7 @@ def gemm_kernel(
             x = tl.load(x_ptr + x_row + column[None, :], mask=(row < m)[:, None], other=0.0)
             if X_DTYPE != DOT_DTYPE:
                 x = x.to(tl.float32)
-            weights = scaled_part(
+            weights = scaled_positions(
                 words,
                 tables,
                 values_ptr,
@@ -137,7 +138,7 @@ def gemm_kernel(
                 N_TILES,
                 WARPS,
             )
-            joined = join_part(weights, COUNT, N_TILES, WARPS)
+            joined = join_positions(weights, COUNT, N_TILES, WARPS)
             if COUNT == 8:
                 w = tl.permute(joined, [0, 2, 1, 3, 9, 8, 7, 5, 4, 6])
             else:
@@ -145,7 +146,7 @@ def gemm_kernel(
             w = tl.reshape(w, [BLOCK_N, WIDTH])
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
             if ASSEMBLY:
-                acc = settled(acc)
+                acc = use_in_loop(acc)
 
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if HAS_BIAS:

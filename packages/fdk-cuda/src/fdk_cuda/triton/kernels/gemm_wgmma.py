@@ -16,13 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from fdk_cuda.triton.configs.gpus import WGMMA_WARPS
 from fdk_cuda.triton.kernels.decode import (
-    decode_part,
+    decode_positions,
     decode_scale,
     load_pair,
     load_tables,
     prepare,
+    scaled,
+    select_scaled,
 )
-from fdk_cuda.triton.kernels.dequantise import chosen, scaled
 from fdk_cuda.triton.kernels.ptx_smem import exchange_constraints, exchange_halves
 from fdk_cuda.triton.kernels.tma_pipeline import STEP, after, fetch_x, new_ring, store_by_tma
 
@@ -84,9 +85,9 @@ def operand_of_step(
     if CODES[0] == 1 and CODES[1]:
         word = gl.reshape(words[0], [2, _WARPS * 32, 4])
         word = gl.convert_layout(word, _WEIGHTS, assert_trivial=True)
-        weights = chosen(word, values_ptr, scale, zero, part * _COUNT, _COUNT, True, CODES)
+        weights = select_scaled(word, values_ptr, scale, zero, part * _COUNT, _COUNT, True, CODES)
     else:
-        values = decode_part(words, tables, values_ptr, part, _COUNT, CODES)
+        values = decode_positions(words, tables, values_ptr, part, _COUNT, CODES)
         for q in gl.static_range(_COUNT):
             value = gl.reshape(values[q], [2, _WARPS * 32, 4])
             value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import (
-    PART,
-    decode_part,
+    BLOCK_POSITIONS,
+    decode_positions,
     decode_scale,
     load_pair,
     load_tables,
@@ -22,7 +22,7 @@ from fdk_cuda.triton.kernels.decode import (
 )
 from fdk_cuda.triton.kernels.ptx_smem import add_constraints, add_warps, table_bytes
 
-_PART = tl.constexpr(PART)
+_BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr = 16 * N_TILES
     BLOCK_M: tl.constexpr = 8 * M_TILES
     # Shorter parts keep 3 bits within 128 registers without spills.
-    COUNT: tl.constexpr = 4 if MINUS and BITS == 3 else min(_PART, POSITIONS)
+    COUNT: tl.constexpr = 4 if MINUS and BITS == 3 else min(_BLOCK_POSITIONS, POSITIONS)
     PARTS: tl.constexpr = POSITIONS // COUNT
     WIDTH: tl.constexpr = 16 * COUNT
     TILE: tl.constexpr = WORDS * 256
@@ -258,7 +258,7 @@ def gemv_kernel(
             if not SCALES_AHEAD:
                 scales = new_scales
                 zeros = new_zeros
-            values = decode_part(now, tables, values_ptr, part, COUNT, CODES)
+            values = decode_positions(now, tables, values_ptr, part, COUNT, CODES)
             for q in tl.static_range(0, COUNT, STEP):
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)

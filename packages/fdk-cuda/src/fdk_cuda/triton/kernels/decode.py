@@ -81,8 +81,8 @@ def load_tables(
 ):
     """Loads the table operands of ``assembly``; returns them and the address of a shared table.
 
-    ``CODES``: see ``decode_positions``. With SHARED it fills a table in shared memory, at ``place`` if
-    the kernel reserved room.
+    ``CODES``: see ``decode_positions``. With SHARED it fills a table in shared memory, at ``place``
+    if the kernel reserved room.
     """
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
@@ -421,8 +421,8 @@ def scaled_positions(
 
     ``scale_at :: [N_TILES, (WARPS, g, t, half)]`` is the offset of group 0 of each row,
     ``first_column`` (a scalar, or of that shape) the first padded column. ``CODES``: see
-    ``decode_positions``. ``GROUPING``: padded group size, columns of a segment, whether a row is one
-    group.
+    ``decode_positions``. ``GROUPING``: padded group size, columns of a segment, whether a row is
+    one group.
     """
     AFFINE: tl.constexpr = CODES[1]
     PADDED_GROUP: tl.constexpr = GROUPING[0]

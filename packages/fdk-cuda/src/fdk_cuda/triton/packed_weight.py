@@ -39,7 +39,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What distinguishes launches: sizes and dtypes."""
+        """Sizes and dtypes, which distinguish launches."""
         a, zero = self.layout, self.zero_point
         zero_dtype = None if zero is None else zero.dtype
         # Field by field: hashing the layout takes longer.

@@ -233,7 +233,7 @@ def dgrad_wgmma_kernel(
     pointers = words_ptr + word_at, scale_ptr + scale_at, zero_ptr + scale_at
     sizes = (k_tiles * 256, groups * 16)
 
-    # Affine ones of 2 and 4 bits, three ahead, take 8 bytes of stack (Triton 3.7.1).
+    # Three ahead, affine formats of 2 and 4 bits would spill 8 bytes (Triton 3.7.1).
     AHEAD: gl.constexpr = 2 * ROUND if ROUND > 1 else 2 if AFFINE else 3
     ring = ()
     for j in gl.static_range(AHEAD):
@@ -243,7 +243,7 @@ def dgrad_wgmma_kernel(
 
     y_stages, barriers = new_ring(y_desc, X_DTYPE, BLOCK_M, STAGES)
     row = block_m * BLOCK_M
-    tl.extra.cuda.gdc_wait()  # dy is what the kernel before this one writes
+    tl.extra.cuda.gdc_wait()  # the previous kernel writes dy
     fetch_x(y_desc, y_stages, barriers, 0, row, first, last, STAGES - 1, STAGES)
 
     acc = ()
@@ -254,17 +254,17 @@ def dgrad_wgmma_kernel(
     for step in range(first, last):
         mbarrier.wait(barriers.index(stage), phase)
         for j in gl.static_range(_TILES // ROUND):
-            for of in gl.static_range(ROUND):
-                y = y_stages.index(stage).slice(16 * (j * ROUND + of), 16, dim=1).permute((1, 0))
-                acc = products(w, y, acc, of * COUNT, COUNT)
-            # Those of the round before are done: its registers are free, and the stage of the last.
+            for r in gl.static_range(ROUND):
+                y = y_stages.index(stage).slice(16 * (j * ROUND + r), 16, dim=1).permute((1, 0))
+                acc = products(w, y, acc, r * COUNT, COUNT)
+            # The products of the previous round are done: its registers and stage are free.
             acc = waited(acc, COUNT * ROUND, COUNT)
             if j == 0:
                 free = gl.where(stage == 0, STAGES - 1, stage - 1)
                 ahead = step + (STAGES - 1)
                 fetch_x(y_desc, y_stages, barriers, free, row, ahead, last, 1, STAGES)
-            for of in gl.static_range(ROUND):
-                at = step * _TILES + (j * ROUND + of + AHEAD)
+            for r in gl.static_range(ROUND):
+                at = step * _TILES + (j * ROUND + r + AHEAD)
                 ring = ring[1:] + (load_tile(pointers, at, n_tiles, sizes, AFFINE),)
             w = operands_of_round(ring, shift, tables, values_ptr, COUNT, ROUND, CODES, OPERAND)
         stage, phase = after(stage, phase, STAGES)

@@ -49,5 +49,5 @@ def test_every_row_decides(name: str) -> None:
 
 
 def test_no_row() -> None:
-    with pytest.raises(LookupError, match="no configuration for .*'bits': 9"):
+    with pytest.raises(LookupError, match=r"no configuration for .*'bits': 9"):
         GEMM_TABLE.find(bits=9, architecture="hopper", rows="65-")

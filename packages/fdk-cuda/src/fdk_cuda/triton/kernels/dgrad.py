@@ -442,7 +442,7 @@ def dgrad_part(
     i = tl.arange(0, OWN * 16)[None, :]
     position = tl.arange(0, WARPS)[:, None] * OWN + i // 16
     column = (
-        column_of(position, upper=i // 8 % 2, t=i // 2 % 4, pair=i % 2, PAIRED=PAIRED)
+        column_of(step=position, upper=i // 8 % 2, t=i // 2 % 4, pair=i % 2, PAIRED=PAIRED)
         + first_column
     )
     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)

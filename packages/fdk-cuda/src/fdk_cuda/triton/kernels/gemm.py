@@ -98,14 +98,13 @@ def gemm_kernel(
     # words [N_TILES * half, (warp, lane, 4)]: warp w holds tile w of every WARPS tiles
     half = tl.arange(0, 2 * N_TILES)
     i = tl.arange(0, WARPS * 128)
-    tile = (block_n * (N_TILES * WARPS) + half // 2 * WARPS)[:, None] + (i // 128)[None, :]
+    first_tile = block_n * (N_TILES * WARPS)
+    tile = (first_tile + half // 2 * WARPS)[:, None] + (i // 128)[None, :]
     word_at = tile * k_tiles * (WORDS * 256) + (half % 2 * 128)[:, None] + (i % 128)[None, :]
     has_rows = tile < n_tiles
     # scale [N_TILES, (warp, g, t, half)]
     i = tl.arange(0, WARPS * 64)
-    tile = (block_n * (N_TILES * WARPS) + tl.arange(0, N_TILES) * WARPS)[:, None] + (i // 64)[
-        None, :
-    ]
+    tile = (first_tile + tl.arange(0, N_TILES) * WARPS)[:, None] + (i // 64)[None, :]
     scale_at = tile * groups * 16 + (i // 8 % 8 * 2 + i % 2)[None, :]
     has_scale = tile < n_tiles
 

@@ -28,7 +28,7 @@ def permute_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = column_of(i // 16, upper=i // 8 % 2, t=i // 2 % 4, pair=i % 2, PAIRED=PAIRED)
+    column = column_of(step=i // 16, upper=i // 8 % 2, t=i // 2 % 4, pair=i % 2, PAIRED=PAIRED)
     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
     x = tl.load(x_ptr + row * k + column, mask=live & (i < width), other=0.0)
     tl.store(out_ptr + row * width + i, x, mask=i < width)

@@ -30,7 +30,7 @@ def written(script, kernels):
 
 def test_a_table_by_hand(script):
     count = len(script.CASES)
-    kernels = [HELPER[script.__name__], *["small_kernel"] * count]
+    kernels = [HELPER[script.__name__], *["gemv_kernel"] * count]
     lines = script.table(written(script, kernels)).splitlines()
     cells = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines}
     assert [each.strip(" |") for each in cells["| us"]] == ["1.5"] * count
@@ -41,5 +41,5 @@ def test_a_table_by_hand(script):
 def test_too_few_kernels(script):
     with pytest.raises(ValueError, match=rf"wanted {len(script.CASES)} kernels, got \[\]"):
         script.table("==ERROR== no permission\n")
-    with pytest.raises(ValueError, match=r"got \['small_kernel'\]"):
-        script.table(written(script, ["small_kernel"]))
+    with pytest.raises(ValueError, match=r"got \['gemv_kernel'\]"):
+        script.table(written(script, ["gemv_kernel"]))

@@ -1,7 +1,6 @@
-"""What triton_table.py and triton_peers.py make of rows, and that docs/kernels/triton.md has it."""
+"""What triton_table.py and triton_peers.py make of rows."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -95,14 +94,6 @@ def test_ways_by_hand(script):
     ]
 
 
-def test_the_document_has_the_recorded_rows(script):
-    path = ROOT / "docs/kernels/triton.md"
-    text = path.read_text("utf-8")
-    lines = (ROOT / "docs/results/h200/triton.jsonl").read_text("utf-8").splitlines()
-    wanted = script.fill(text, [json.loads(line) for line in lines])
-    assert text == wanted, f"{SCRIPT.name} docs/results/h200/triton.jsonl --fill {path.name}"
-
-
 def test_peers_by_hand(peers):
     def timed(format, backend, us, error=None):
         case = {"n": 512, "k": 256, "m": 1, "format": format, "backend": backend}
@@ -121,12 +112,3 @@ def test_peers_by_hand(peers):
     assert both == "Rows of NVIDIA H200, 2026-11-22, 1234; NVIDIA H200, 2026-11-22, abc."
     without = peers.table(rows[1:]).splitlines()[2]
     assert without == "| 512 x 256 | 4 | 1 | 2.0 | - | 5.0 | 8.2 | - | - | - | - |"
-
-
-def test_the_document_has_the_peers(script, peers):
-    path = ROOT / "docs/kernels/triton.md"
-    files = [f"docs/results/h200/compare-{shape}.jsonl" for shape in PEER_SHAPES]
-    rows = [row for file in files for row in peers.read_rows(ROOT / file)]
-    text = path.read_text("utf-8")
-    wanted = script.filled(text, "triton peers", peers.table(rows))
-    assert text == wanted, f"triton_peers.py {' '.join(files)} --fill docs/kernels/triton.md"

@@ -1,4 +1,4 @@
-"""Importing the packages is free: no process, no socket, no GPU query, no slow import, no output."""
+"""Importing the packages is free: no process, no GPU query, no slow import, no output."""
 
 import subprocess
 import sys

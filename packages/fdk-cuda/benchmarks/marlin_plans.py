@@ -1,12 +1,12 @@
 """Time every plan of a Marlin kernel beside the one that the cost model chooses.
 
-    python packages/fdk-cuda/benchmarks/marlin_plans.py small_m --ms 1,4 --bits 3,4
-    python packages/fdk-cuda/benchmarks/marlin_plans.py hopper_gemm --ms 64,256
-    python packages/fdk-cuda/benchmarks/marlin_plans.py hopper_dgrad --ms 256 --out rows.jsonl
+    python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel small_m --ms 1,4 --bits 3,4
+    python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel hopper_gemm --ms 64,256
+    python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel hopper_dgrad --ms 256
 
 The cost models of small_m, hopper_gemm and the gradient were fitted to such rows, and the tuned
-overrides are cases where another plan was more than 1.5 % faster (2 % with 16 rows). `first`
-limits the plans of a case to those of least predicted cost. Microseconds per call, cold L2, median
+overrides are cases where another plan was more than 1.5 % faster (2 % with 16 rows). `--first`
+limits the plans of a case. Microseconds per call, cold L2, median
 of graph replays in turns; each plan's answer is checked first.
 """
 
@@ -130,7 +130,7 @@ def line_of(row: Row) -> str:
 def main() -> None:
     """Read the command line and time every plan."""
     parser = argument_parser(__doc__)
-    parser.add_argument("kernel", nargs="?", choices=KERNELS, default="small_m")
+    parser.add_argument("--kernel", choices=KERNELS, default="small_m")
     parser.add_argument("--ms", type=integers, default="1,16", help="rows of x or dy")
     parser.add_argument("--bits", type=integers, default="1,4")
     parser.add_argument("--shapes", type=shapes, default="8192x8192")

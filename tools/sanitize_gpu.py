@@ -43,10 +43,10 @@ from fdk_formats.testing import nrmse, random_quantised
 
 if importlib.util.find_spec("triton") is not None:
     from fdk_cuda.triton import TritonLayout, launch
-    from fdk_cuda.triton.configs import ManyConfig, ManyTransposedConfig
-    from fdk_cuda.triton.configs.dgrad import transposed_config
-    from fdk_cuda.triton.configs.gemm import GEMM_CONFIGS, fit
-    from fdk_cuda.triton.configs.gemv import small_config
+    from fdk_cuda.triton.configs import DgradWgmmaConfig, GemmConfig, GemmWgmmaConfig
+    from fdk_cuda.triton.configs.dgrad import dgrad_config
+    from fdk_cuda.triton.configs.gemm import fit
+    from fdk_cuda.triton.configs.gemv import gemv_config
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ARCH = "sm_90a"  # of --compile where there is no GPU
@@ -256,15 +256,15 @@ def _run_hopper(format: str, dy: bool, plan: HopperPlan) -> None:
 
 def triton_cases() -> Iterator[Case]:
     """Yield every kernel of Triton; sizes end within a tile of rows, outputs and columns."""
-    many, grad = ManyConfig, ManyTransposedConfig
+    gemm, many, grad = GemmConfig, GemmWgmmaConfig, DgradWgmmaConfig
     # Kernel, format, dtype, m, n, k and, where the backend does not choose it, the configuration.
     cases: list[tuple[Any, ...]] = [
         *(("gemv", f"custom{b}-g64", BF16, (3, 16)[b % 2], 333, 64 * 67) for b in BITS),
         *(("gemv", f"affine{b}-g128", FP16, (16, 1)[b % 2], 333, 1152) for b in (1, 2, 3, 4, 7)),
         ("gemv", "custom4-g64", BF16, 1, 8117, 256),
-        ("gemm", "custom3-g16", FP16, 77, 137, 16 * 9, GEMM_CONFIGS[0]),
-        ("gemm", "custom4-g64", BF16, 77, 137, 64 * 9, replace(GEMM_CONFIGS[1], split_k=2)),
-        ("gemm", "affine8-g24", FP16, 200, 137, 24 * 9, replace(GEMM_CONFIGS[2], split_k=3)),
+        ("gemm", "custom3-g16", FP16, 77, 137, 16 * 9, gemm(1, 4, 32)),
+        ("gemm", "custom4-g64", BF16, 77, 137, 64 * 9, gemm(1, 8, 64, split_k=2)),
+        ("gemm", "affine8-g24", FP16, 200, 137, 24 * 9, gemm(1, 8, 128, split_k=3)),
         ("gemm_wgmma", "custom4-g64", BF16, 200, 328, 64 * 41, many(256, 2, 2)),
         ("gemm_wgmma", "custom3-g128", FP16, 77, 136, 128 * 9, many(128)),
         ("gemm_wgmma", "affine2-row", FP16, 130, 264, 1000, many(256)),
@@ -282,10 +282,10 @@ def triton_cases() -> Iterator[Case]:
         ("dgrad_wgmma", "custom4-g64", BF16, 100, 328, 64 * 41, grad(split_n=2)),
         ("dgrad_wgmma", "affine2-g128", FP16, 77, 136, 128 * 9, grad()),
         ("dgrad_wgmma", "custom8-row", FP16, 40, 1208, 2000, grad(split_n=4)),
-        ("dgrad_wgmma", "affine1-g64", BF16, 130, 328, 64 * 41, grad(128, 2, tiles=2)),
+        ("dgrad_wgmma", "affine1-g64", BF16, 130, 328, 64 * 41, grad(128, 2, n_tiles=2)),
         ("dgrad_wgmma", "custom2-g128", BF16, 100, 136, 128 * 9, grad(128)),
-        ("dgrad_wgmma", "custom8-row", FP16, 300, 328, 1000, grad(256, 2, tiles=2)),
-        ("dgrad_wgmma", "affine4-g192", BF16, 77, 1208, 192 * 5, grad(256, tiles=2)),
+        ("dgrad_wgmma", "custom8-row", FP16, 300, 328, 1000, grad(256, 2, n_tiles=2)),
+        ("dgrad_wgmma", "affine4-g192", BF16, 77, 1208, 192 * 5, grad(256, n_tiles=2)),
         *(("dequantise", f"custom{b}-g64", FP16, 0, 37, 64 * 9) for b in (6, 7, 8)),
         *(("dequantise", f, BF16, 0, 37, 144) for f in ("custom1-g16", "affine3-g24")),
         ("dequantise", "affine8-row", BF16, 0, 37, 270),
@@ -302,21 +302,20 @@ def _run_triton(
     q = random_weight(format, n, k)
     layout, gpu, affine = TritonLayout(q).cuda(), launch.gpu_at(0), q.format.is_affine
     w, W_hat, exact = layout._weight(), q.dequantise(dtype), q.dequantise(torch.float64)
-    a = w.arrangement
     if kernel == "dequantise":
         return check_same(launch.dequantise(w, dtype), W_hat)
     if "dgrad" in kernel:
         x = normal(m, n, dtype=dtype)
         if config is None:
-            of = replace(a, n=8192, k=8192) if kernel == "wide dgrad" else a
-            sizes = m, a.bits, of.n_tiles, of.k_tiles, gpu
-            config = transposed_config(*sizes, affine=affine, segment=a.segment)
-            config = replace(config, split_n=2) if kernel == "wide dgrad" else config
-        y, torch_y = launch.linear_transposed(x.cuda(), w, config), x @ W_hat
+            wide = kernel == "wide dgrad"
+            sizes = replace(w.layout, n=8192, k=8192) if wide else w.layout
+            config = dgrad_config(sizes, m, gpu, affine=affine)
+            config = replace(config, split_n=2) if wide else config
+        y, torch_y = launch.linear_dgrad(x.cuda(), w, config), x @ W_hat
         return check(y, x.double() @ exact, 2 * nrmse(torch_y, x.double() @ exact))
     x, bias = normal(m, k, dtype=dtype), normal(n, dtype=dtype, seed=2)
-    config = config or small_config(n, m, a.bits, gpu, affine=affine)
-    config = fit(config, a.bits, gpu.shared_bytes) if kernel == "gemm" else config
+    config = config or gemv_config(w.layout, m, gpu, affine=affine)
+    config = fit(config, w.layout.bits, gpu.shared_bytes) if kernel == "gemm" else config
     oracle = linear(x.double(), exact, bias.double())
     y = launch.linear(x.cuda(), w, bias.cuda(), config)
     return check(y, oracle, 2 * nrmse(linear(x, W_hat, bias), oracle))

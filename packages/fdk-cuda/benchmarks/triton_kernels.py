@@ -34,12 +34,10 @@ from _timing import (
 from torch import Tensor
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.autotune import default
-from fdk_cuda.triton.autotune_candidates import candidates, many_candidates, random_weights
-from fdk_cuda.triton.configs import TransposedConfig
-from fdk_cuda.triton.layout import STRIDES, Arrangement
-from fdk_cuda.triton.linear import gradient_config
-from fdk_cuda.triton.packed_weight import Weight
+from fdk_cuda.triton.autotune import candidates, random_weights
+from fdk_cuda.triton.configs import DgradConfig, forward_config, grad_config
+from fdk_cuda.triton.layout import STRIDES, PackedLayout
+from fdk_cuda.triton.packed_weight import PackedWeight
 
 GROUP_SIZE = 64
 DEQUANTISE_ROWS = 64
@@ -58,35 +56,29 @@ class Case:
     dy: bool
     m: int
 
-    @property
-    def arrangement(self) -> Arrangement:
-        """Layout of the weight."""
-        return Arrangement(self.n, self.k, self.bits, GROUP_SIZE)
-
-    def weights(self, n: int) -> list[Weight]:
+    def weights(self, n: int) -> list[PackedWeight]:
         """Make copies of a random weight with n outputs that together exceed the L2."""
-        a = Arrangement(n, self.k, self.bits, GROUP_SIZE)
-        return random_weights(a, torch.bfloat16, torch.bfloat16 if self.affine else None, 0)
+        layout = PackedLayout(n, self.k, self.bits, GROUP_SIZE)
+        return random_weights(layout, torch.bfloat16, torch.bfloat16 if self.affine else None, 0)
 
     def configs(self, sweep: bool) -> list[Any]:
         """List the chosen configuration, then the others to time; None dequantises first."""
-        a, gpu = self.arrangement, launch.gpu_at(0)
-        choose = gradient_config if self.dy else default
-        found: list[Any] = [choose(a, self.m, gpu, affine=self.affine)]
+        layout, gpu = PackedLayout(self.n, self.k, self.bits, GROUP_SIZE), launch.gpu_at(0)
+        choose = grad_config if self.dy else forward_config
+        found: list[Any] = [choose(layout, self.m, gpu, affine=self.affine)]
         if sweep and self.dy:
             found += dgrad_candidates(self.m, self.bits)
         elif sweep:
-            found += candidates(self.m, self.bits, gpu, affine=self.affine)
-            found += many_candidates(a, self.m, gpu)
+            found += candidates(layout, self.m, gpu, affine=self.affine)
         if self.m >= DEQUANTISE_ROWS:
             found.append(None)
         return list(dict.fromkeys(found))
 
-    def run(self, x: Tensor, ws: list[Weight], config: Any, i: int) -> Tensor:
+    def run(self, x: Tensor, ws: list[PackedWeight], config: Any, i: int) -> Tensor:
         """Run one product by a configuration."""
         w = ws[i % len(ws)]
         if self.dy:
-            return launch.linear_transposed(x, w, config)
+            return launch.linear_dgrad(x, w, config)
         return launch.linear(x, w, None, config)
 
 
@@ -96,7 +88,7 @@ def dgrad_candidates(m: int, bits: int) -> list[Any]:
     tables = (False, True) if bits in STRIDES else (False,)
     grid = itertools.product((2, 4), (2, 4, 8, 16), (0, 1), (4, 8), tables)
     return [
-        TransposedConfig(1, warps, m_tiles, split, ahead, positions, table)
+        DgradConfig(1, warps, m_tiles, split, ahead, positions, table)
         for warps, split, ahead, positions, table in grid
     ]
 

@@ -65,25 +65,26 @@ def marlin_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, 
 
 def triton_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, Choice]:
     """The same through ``triton``, where nothing was tuned."""
-    from fdk_cuda.triton import autotune, configs, linear
-    from fdk_cuda.triton.permute_reduce import gpu_at
+    from fdk_cuda.triton import configs
+    from fdk_cuda.triton.launch import gpu_at
+    from fdk_cuda.triton.layout import PackedLayout
 
-    group_size = format.group_size_for(k)
-    a, gpu = linear.arrangement_of(n, k, format.bits, group_size), gpu_at(index)
+    layout = PackedLayout(n, k, format.bits, format.group_size_for(k))
+    gpu, affine = gpu_at(index), format.is_affine
     names = {
-        configs.SmallConfig: "small_kernel",
-        configs.ManyConfig: "many_kernel",
+        configs.GemvConfig: "gemv_kernel",
+        configs.GemmWgmmaConfig: "gemm_wgmma_kernel",
         configs.GemmConfig: "gemm_kernel",
-        configs.TransposedConfig: "transposed_kernel",
-        configs.ManyTransposedConfig: "many_transposed_kernel",
+        configs.DgradConfig: "dgrad_kernel",
+        configs.DgradWgmmaConfig: "dgrad_wgmma_kernel",
     }
 
     def name(config: object) -> str:
         return names.get(type(config), DEQUANTISED)
 
     return (
-        lambda m: name(autotune.default(a, m, gpu, affine=format.is_affine)),
-        lambda m: name(linear.gradient_config(a, m, gpu, affine=format.is_affine)),
+        lambda m: name(configs.forward_config(layout, m, gpu, affine=affine)),
+        lambda m: name(configs.grad_config(layout, m, gpu, affine=affine)),
     )
 
 

@@ -99,8 +99,65 @@ class Format:
 
     @property
     def is_affine(self) -> bool:
-        """Whether the grid is (code - zero_point) * scale rather than a codebook."""
+        """True for ``(code - zero_point) * scale``, False for a codebook."""
         return self.codebook == "affine"
+
+    @property
+    def is_grid(self) -> bool:
+        """True where the named codebook holds integers at equal steps (``int``)."""
+        return self.codebook == "int"
+
+    @property
+    def is_binary(self) -> bool:
+        """True where a code is a sign: the codebook is -c and c (``binary``)."""
+        return self.codebook == "binary"
+
+    @property
+    def is_fitted(self) -> bool:
+        """True where the codebook is fitted to each tensor (``kmeans``)."""
+        return self.codebook == "kmeans"
+
+    @property
+    def needs_codebook(self) -> bool:
+        """True where the caller must supply the codebook (``custom``)."""
+        return self.codebook == "custom"
+
+    @property
+    def accepts_codebook(self) -> bool:
+        """True where the caller may supply the codebook (``custom`` and ``kmeans``)."""
+        return self.needs_codebook or self.is_fitted
+
+    @property
+    def grid_zero_point(self) -> int | None:
+        """The integer to subtract from a code of an ``int`` codebook to get its value, or None.
+
+        Without ``signmax`` the grid is symmetric: the highest code repeats the value of the code
+        below it, see ``has_repeated_top``. None at 1 bit, whose two values are 2 apart.
+        """
+        if not self.is_grid or self.bits == 1:
+            return None
+        half = 1 << (self.bits - 1)
+        return half if self.has_signed_scale else half - 1
+
+    @property
+    def has_repeated_top(self) -> bool:
+        """True where the two highest codes of an ``int`` codebook share one value."""
+        return self.grid_zero_point is not None and not self.has_signed_scale
+
+    @property
+    def has_signed_scale(self) -> bool:
+        """True where scales may be negative (``signmax``)."""
+        return self.scale_rule == "signmax"
+
+    @property
+    def has_power_of_two_scale(self) -> bool:
+        """True where a scale is one exponent byte (``e8m0``)."""
+        return self.scale_dtype == "e8m0"
+
+    @property
+    def has_integer_zero_point(self) -> bool:
+        """True where zero points are integers of one byte rather than floats."""
+        return self.zero_point == "int"
 
     @classmethod
     def parse(cls, text: "str | Format") -> "Format":

@@ -1,15 +1,16 @@
-"""Which configuration runs a product, and measuring better ones, kept on disk by GPU.
+"""The configuration of a product: measured on this GPU and kept on disk, or the default.
 
-Measured is one m for each bucket of ``BUCKETS``, its largest: no call is tuned for its own m.
-``FDK_CUDA_TUNE`` says when:
+One m is measured per bucket of ``BUCKETS``, its largest: no call is tuned for its own m. The
+environment variable ``FDK_CUDA_TUNE`` controls it:
 
-    not set   what was stored for this GPU is used, nothing is measured but by ``tune_layers``
-    1         a bucket that is not stored is measured at its first call, seconds long
-    0         what was stored or measured is not used either
+    not set   uses what is stored for this GPU; only ``tune_layers`` measures
+    1         measures a bucket that is not stored at its first call, which takes seconds
+    0         ignores what was stored or measured
 
-Anything else is an error.
+Any other value is an error.
 """
 
+import itertools
 import os
 import threading
 import warnings
@@ -26,22 +27,20 @@ from fdk_cuda.gpu import gpu_index
 from fdk_cuda.precompile_args import Layer, check_activations, checked_layers
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.autotune_cache import Entry, load_entries, store_entries
-from fdk_cuda.triton.autotune_candidates import (
-    candidates,
-    graph_time,
-    many_candidates,
-    random_weights,
-)
-from fdk_cuda.triton.configs import GemmConfig, Gpu, ManyConfig, SmallConfig
+from fdk_cuda.triton.configs import Config, forward_config
 from fdk_cuda.triton.configs.gemm import (
-    gemm_config,
-    many_config,
-    serves_many,
+    WORDY_BITS,
+    GemmConfig,
+    GemmWgmmaConfig,
+    fit,
+    fits_gemm_wgmma,
 )
-from fdk_cuda.triton.configs.gemv import as_run, small_config
-from fdk_cuda.triton.kernels.decode import DTYPES
-from fdk_cuda.triton.launch import Config, Weight
-from fdk_cuda.triton.layout import Arrangement
+from fdk_cuda.triton.configs.gemv import GemvConfig, as_run
+from fdk_cuda.triton.configs.gpus import Gpu
+from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
+from fdk_cuda.triton.kernels.ptx_smem import fits_gemv, table_bytes
+from fdk_cuda.triton.layout import PackedLayout
+from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_formats.scales import SCALE_DTYPES
 from fdk_formats.tensor import zero_point_dtype
 
@@ -52,7 +51,14 @@ BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 GAIN = 0.98
 LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
 # Kernels by the name an entry gives them, and what holds their configuration, if they have one.
-KINDS = {"small": SmallConfig, "gemm": GemmConfig, "many": ManyConfig, "dequantise": None}
+KINDS = {
+    "gemv": GemvConfig,
+    "gemm": GemmConfig,
+    "gemm_wgmma": GemmWgmmaConfig,
+    "dequantise": None,
+}
+# Copies of a weight: so many times the L2 in all.
+MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 
 _chosen: dict[tuple[object, ...], Config] = {}
@@ -65,7 +71,7 @@ _UNKNOWN: Any = object()
 _failed: set[tuple[str, str]] = set()
 
 
-def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
+def choose(w: PackedWeight, m: int, dtype: torch.dtype, device: int) -> Config:
     """For m rows of x: what was measured for its bucket, or the default.
 
     Raises:
@@ -95,14 +101,14 @@ def _is_capturing() -> bool:
     return not launch.INTERPRETED and torch.cuda.is_current_stream_capturing()
 
 
-def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
+def _first_use(w: PackedWeight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
     """Measures a bucket within a forward, which goes on by the default where that fails."""
     attempt = _name(device), key_of(w, bucket, dtype)
     if attempt in _failed:
         return None
     zero_dtype = None if w.zero_point is None else w.zero_point.dtype
     try:
-        ws = random_weights(w.arrangement, w.scale.dtype, zero_dtype, device)
+        ws = random_weights(w.layout, w.scale.dtype, zero_dtype, device)
         return _tune_bucket(ws, bucket, dtype, device, graph_time)
     except Exception as error:
         _failed.add(attempt)
@@ -111,20 +117,9 @@ def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry
         return None
 
 
-def _default_of(w: Weight, m: int, device: int) -> Config:
+def _default_of(w: PackedWeight, m: int, device: int) -> Config:
     affine = w.zero_point is not None
-    return default(w.arrangement, m, launch.gpu_at(device), affine=affine)
-
-
-def default(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> Config:
-    """What the data of ``configs`` says."""
-    if m <= gpu.limits.small_m:
-        return as_run(small_config(a.n, m, a.bits, gpu, affine=affine), gpu)
-    if serves_many(a, m, gpu, affine=affine):
-        return many_config(a.n, m, a.bits, a.k_tiles, gpu, affine=affine)
-    if m <= gpu.limits.gemm_m:
-        return gemm_config(a.n, m, a.bits, a.k_tiles, gpu)
-    return None
+    return forward_config(w.layout, m, launch.gpu_at(device), affine=affine)
 
 
 def bucket_of(m: int) -> int | None:
@@ -165,9 +160,9 @@ def tune_layers(
     index = -1 if launch.INTERPRETED else gpu_index("tune_layers", device)
     count = 0
     for format, n, k in checked:
-        a = Arrangement(n, k, format.bits, format.group_size_for(k))
+        a = PackedLayout(n, k, format.bits, format.group_size_for(k))
         zero_dtype = zero_point_dtype(format) if format.is_affine else None
-        ws: list[Weight] = []
+        ws: list[PackedWeight] = []
         for bucket in buckets:
             scale_dtype = SCALE_DTYPES[format.scale_dtype]
             ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
@@ -185,21 +180,103 @@ def _buckets_of(ms: Iterable[int]) -> list[int]:
     return sorted({bucket for m in ms if (bucket := bucket_of(m)) is not None})
 
 
-def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:
+def key_of(w: PackedWeight, bucket: int, dtype: torch.dtype) -> str:
     """What a measurement holds for: sizes, dtypes of x, of scale and, if affine, of zero point."""
-    a, zero = w.arrangement, w.zero_point
+    a, zero = w.layout, w.zero_point
     kind = "codebook" if zero is None else "affine"
     dtypes = (dtype, w.scale.dtype, *([] if zero is None else [zero.dtype]))
     names = "-".join(str(each).removeprefix("torch.") for each in dtypes)
     return f"{kind}{a.bits}-n{a.n}-k{a.k}-g{a.group_size}-{names}-m{bucket}"
 
 
+def candidates(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool) -> list[Config]:
+    """Returns every configuration worth trying for m rows of x, among those that fit."""
+    bits, found = layout.bits, list[Config]()
+    if m <= gpu.limits.gemv_m:
+        ways = ((1, 0, False), (1, 0, True), (1, 2, True), (0, 2, True))
+        grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
+        table = table_bytes(bits, affine)
+        fitting = (
+            as_run(GemvConfig(tiles, warps, *way), gpu)
+            for tiles, warps, way in grid
+            if fits_gemv(tiles, 1 if m <= 8 else 2, warps, table)
+        )
+        # Some are equal on a GPU that cannot overlap.
+        found += dict.fromkeys(fitting)
+    if m > gpu.limits.gemv_m // 2:
+        base = {
+            fit(GemmConfig(tiles, warps, block, split, stages), bits, gpu.shared_bytes)
+            for (tiles, warps), block, split, stages in itertools.product(
+                ((1, 4), (1, 8), (2, 4), (2, 8)), (16, 32, 64, 128, 256), (1, 2, 4), (2, 3)
+            )
+            if m <= 2 * block < 4 * m + 32 and tiles * warps * 16 * block <= 256 * 128
+        }
+        found += [*sorted(base, key=str), None]
+    if 32 < m <= gpu.limits.gemm_wgmma_m and fits_gemm_wgmma(layout):
+        blocks = (64,) if m <= 64 else (128,) if m <= 128 or bits in WORDY_BITS else (128, 256)
+        splits = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2))
+        found += [
+            GemmWgmmaConfig(block, split, cluster)
+            for block, (split, cluster) in itertools.product(blocks, splits)
+            if split <= layout.k_tiles
+        ]
+    return found
+
+
+def random_weights(
+    a: PackedLayout, scale_dtype: torch.dtype, zero_dtype: torch.dtype | None, device: int
+) -> list[PackedWeight]:
+    """Copies of a random weight that together exceed the L2, so that each is read from memory."""
+    place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+    cache_bytes = 0 if device < 0 else torch.cuda.get_device_properties(device).L2_cache_size
+    count = CACHES * cache_bytes * 8 // (a.n * a.k * a.bits) + 1
+    affine = zero_dtype is not None
+    codebook = torch.arange(2.0**a.bits) if affine else torch.linspace(-1, 1, 1 << a.bits)
+    values, lanes = (table.to(place) for table in lookup_tables(codebook))
+    full = 1 << 31
+    found = []
+    for seed in range(min(MAX_COPIES, max(MIN_COPIES, count))):
+        generator = torch.Generator(place).manual_seed(seed)
+        like: dict[str, Any] = {"device": place, "generator": generator}
+        words = torch.randint(-full, full, a.words_shape, dtype=torch.int32, **like)
+        shape = a.n_tiles, a.groups, 8, 2
+        if scale_dtype == torch.uint8:
+            scale = torch.randint(118, 122, shape, dtype=torch.uint8, **like)
+        else:
+            scale = ((torch.rand(shape, **like) + 0.5) / a.k**0.5).to(scale_dtype)
+        zero = None
+        if zero_dtype is not None:
+            zero = (torch.rand(shape, **like) * ((1 << a.bits) - 1)).to(zero_dtype)
+        found.append(PackedWeight(words, scale, zero, values, lanes, a))
+    return found
+
+
+def graph_time(calls: Sequence[Callable[[], Tensor]], replays: int = 15) -> float:
+    """Median microseconds of a call, all of them replayed together as a CUDA graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # What other threads do meanwhile, allocate for one, does not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
 def _tune_bucket(
-    ws: list[Weight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
+    ws: list[PackedWeight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
 ) -> Entry:
     """Measures one bucket and stores it."""
-    a, gpu, affine = ws[0].arrangement, launch.gpu_at(device), ws[0].zero_point is not None
-    first = default(a, bucket, gpu, affine=affine)
+    a, gpu, affine = ws[0].layout, launch.gpu_at(device), ws[0].zero_point is not None
+    first = forward_config(a, bucket, gpu, affine=affine)
     # A generator of its own: that of the program stays where it is.
     place = ws[0].words.device
     generator = torch.Generator(place).manual_seed(0)
@@ -207,7 +284,7 @@ def _tune_bucket(
     with torch.no_grad(), launch.on_device_of(x):
         oracle = x.float() @ launch.dequantise(ws[0], dtype).float().T
         times: dict[Config, float] = {}
-        others = candidates(bucket, a.bits, gpu, affine=affine) + many_candidates(a, bucket, gpu)
+        others = candidates(a, bucket, gpu, affine=affine)
         for config in dict.fromkeys([first, *others]):
             try:
                 y = launch.linear(x, ws[0], None, config).float()

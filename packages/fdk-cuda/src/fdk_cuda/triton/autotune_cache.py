@@ -10,7 +10,7 @@ from typing import Any
 from fdk_cuda.nvrtc import cache_directory, write_whole
 
 # Raise it when a configuration or its key comes to mean something else.
-VERSION = 4
+VERSION = 5
 Entry = dict[str, Any]
 
 

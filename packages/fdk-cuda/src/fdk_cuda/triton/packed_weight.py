@@ -7,13 +7,13 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_cuda.triton.layout import POSITIONS, TILE_N, Arrangement
+from fdk_cuda.triton.layout import POSITIONS, TILE_N, PackedLayout
 from fdk_cuda.triton.remembered import INTERPRETED
 
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Weight(NamedTuple):
+class PackedWeight(NamedTuple):
     """The tensors of a layout and the sizes that go with them."""
 
     words: Tensor
@@ -21,7 +21,7 @@ class Weight(NamedTuple):
     zero_point: Tensor | None
     values: Tensor
     lanes: Tensor
-    arrangement: Arrangement
+    layout: PackedLayout
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -32,7 +32,7 @@ class Weight(NamedTuple):
     @property
     def key(self) -> tuple[object, ...]:
         """What kernels are compiled for."""
-        a, zero = self.arrangement, self.zero_point
+        a, zero = self.layout, self.zero_point
         zero_dtype = None if zero is None else zero.dtype
         # Not the arrangement itself, which takes longer to hash.
         return a.n, a.k, a.bits, a.group_size, self.scale.dtype, zero_dtype
@@ -41,16 +41,16 @@ class Weight(NamedTuple):
         """Whether there are zero points, and a dtype holds them all."""
         return self.zero_point is not None and self.zero_point.dtype in (dtype, torch.uint8)
 
-    def outputs(self, part: slice) -> "Weight":
+    def outputs(self, part: slice) -> "PackedWeight":
         """That of some outputs: of whole tiles, but for the last."""
-        a = self.arrangement
+        a = self.layout
         rows = range(a.n)[part]
         tiles = slice(rows.start // TILE_N, -(-rows.stop // TILE_N))
         return self._replace(
             words=self.words[tiles],
             scale=self.scale[tiles],
             zero_point=None if self.zero_point is None else self.zero_point[tiles],
-            arrangement=replace(a, n=len(rows)),
+            layout=replace(a, n=len(rows)),
         )
 
     def fused(self, bits: tuple[int, ...]) -> dict[str, int]:
@@ -59,14 +59,14 @@ class Weight(NamedTuple):
         Not those with scales or zero points of float32: a product of both must be exact in it.
         (Two values of 1 bit subtract and multiply as the reference does, whatever the dtypes.)
         """
-        if self.zero_point is None or self.arrangement.bits not in bits:
+        if self.zero_point is None or self.layout.bits not in bits:
             return {}
         is_exact = max(self.scale.itemsize, self.zero_point.itemsize) <= 2
         return {"AFFINE": 2} if is_exact else {}
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
         """Compile-time arguments of the kernels, for activations of a dtype."""
-        a, x_dtype = self.arrangement, TL_DTYPES[dtype]
+        a, x_dtype = self.layout, TL_DTYPES[dtype]
         return {
             "BITS": a.bits,
             "WORDS": a.words,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdk_cuda.triton.kernels.ptx_assembly import (
+from fdk_cuda.triton.kernels.ptx_decode import (
     assembly,
     constraints,
     elements,
@@ -18,8 +18,8 @@ from fdk_cuda.triton.kernels.ptx_assembly import (
     results,
     stride_of,
     table_of,
+    to_bytes,
 )
-from fdk_cuda.triton.kernels.ptx_decode import to_bytes
 from fdk_cuda.triton.kernels.ptx_smem import fill, lane_place
 
 # Codebooks of these widths lie in the registers of a warp.
@@ -265,12 +265,12 @@ def load_pair(scale_at, zero_at, offset, inside, AFFINE: tl.constexpr):
 
 
 @triton.jit
-def column_of(position, upper, t, pair, PAIRED: tl.constexpr):
-    """The padded column of an element of a unit, in either order of arrangement.py."""
+def column_of(step, t, upper, pair, PAIRED: tl.constexpr):
+    """Returns the padded column of an element: ``fragment_order.column_of`` on the device."""
     if PAIRED:
-        return position // 2 * 32 + 8 * t + 4 * (position % 2) + 2 * upper + pair
+        return step // 2 * 32 + 8 * t + 4 * (step % 2) + 2 * upper + pair
     else:
-        return position * 16 + 4 * t + 2 * upper + pair
+        return step * 16 + 4 * t + 2 * upper + pair
 
 
 @triton.jit

@@ -14,8 +14,7 @@ from fdk_cuda.triton.kernels.decode import (
     prepare,
     stored_columns,
 )
-from fdk_cuda.triton.kernels.ptx_assembly import results, table_of
-from fdk_cuda.triton.kernels.ptx_decode import of_two, of_two_constraints
+from fdk_cuda.triton.kernels.ptx_decode import of_two, of_two_constraints, results, table_of
 
 _PART = tl.constexpr(PART)
 # Two products, each rounded once: exactly what float32 arithmetic and a cast give. With -0 added,
@@ -34,21 +33,28 @@ def product(dtype: tl.dtype) -> str:
 
 @triton.jit
 def load_scale(
-    scale_ptr, zero_ptr, at, inside, R: tl.constexpr, WARPS: tl.constexpr, AFFINE: tl.constexpr
+    scale_ptr,
+    zero_ptr,
+    at,
+    inside,
+    N_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    AFFINE: tl.constexpr,
 ):
-    """Scale and zero point, ``at :: [R, (warp, g, t, half)]`` as ``[R, half, warp, g, t, 1]``.
+    """Loads scales and zero points for ``scaled``.
 
-    A scale of 16 bits stays as it is stored. Without zero points the second is the first again.
+    ``at :: [N_TILES, (warp, g, t, half)]``; the results are ``[N_TILES, half, warp, g, t, 1]``. A
+    16-bit scale keeps its dtype. Without zero points the second result is the scale again.
     """
     scale = tl.load(scale_ptr + at, mask=inside, other=0)
     if scale.dtype == tl.uint8:
         scale = decode_scale(scale)
-    scale = tl.permute(tl.reshape(scale, [R, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+    scale = tl.permute(tl.reshape(scale, [N_TILES, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
     scale = scale[:, :, :, :, :, None]
     zero = scale
     if AFFINE:
         zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
-        zero = tl.permute(tl.reshape(zero, [R, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+        zero = tl.permute(tl.reshape(zero, [N_TILES, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
         zero = zero[:, :, :, :, :, None]
     return scale, zero
 
@@ -67,8 +73,8 @@ def scaled(value, scale, zero, CODES: tl.constexpr):
     else:
         w = value.to(tl.float32)
         if AFFINE == 2:
-            # Both products are exact (``Weight.fused``), and so the bits are those of the other way
-            # wherever value - zero is exact too: for all zero points but tiny ones that are not 0.
+            # Both products are exact (``PackedWeight.fused``). The result is that of the other
+            # formula wherever value - zero is exact: for all but tiny zero points other than 0.
             scale = scale.to(tl.float32)
             minus = tl.broadcast_to(-(zero.to(tl.float32) * scale), w.shape)
             return tl.fma(w, tl.broadcast_to(scale, w.shape), minus).to(DOT_DTYPE)
@@ -137,12 +143,12 @@ def scaled_part(
     COUNT: tl.constexpr,
     CODES: tl.constexpr,
     GROUPING: tl.constexpr,
-    R: tl.constexpr,
+    N_TILES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """The weights of ``COUNT`` positions, each ``[R, half, WARPS, g, t, 4]``, as a tuple.
+    """The weights of ``COUNT`` positions, each ``[N_TILES, half, WARPS, g, t, 4]``, as a tuple.
 
-    ``scale_at :: [R, (WARPS, g, t, half)]`` points to the scale of group 0 of each row, and
+    ``scale_at :: [N_TILES, (WARPS, g, t, half)]`` points to the scale of group 0 of each row, and
     ``first_column`` (a scalar, or of that shape) is the first padded column. ``CODES``: see
     ``decode_part``. ``GROUPING``: the group size as it is stored, of how many columns a segment is,
     and whether a row is one group.
@@ -160,22 +166,22 @@ def scaled_part(
                 group = (first_column + q * 16) // PADDED_GROUP
             inside = has_scale & (group < groups)
             at = scale_at + group * 16
-            scale, zero = load_scale(scale_ptr, zero_ptr, at, inside, R, WARPS, AFFINE)
-        w = tl.reshape(values[q], [R, 2, WARPS, 8, 4, 4])
+            scale, zero = load_scale(scale_ptr, zero_ptr, at, inside, N_TILES, WARPS, AFFINE)
+        w = tl.reshape(values[q], [N_TILES, 2, WARPS, 8, 4, 4])
         w = scaled(w, scale, zero, CODES)
         weights = weights + (w,)
     return weights
 
 
 @triton.jit
-def join_part(weights, COUNT: tl.constexpr, R: tl.constexpr, WARPS: tl.constexpr):
-    """Positions side by side: ``[R, half, WARPS, g, t, upper, pair, p0, p1(, p2)]``."""
+def join_part(weights, COUNT: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr):
+    """Positions side by side: ``[N_TILES, half, WARPS, g, t, upper, pair, p0, p1(, p2)]``."""
     low = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
     if COUNT == 8:
         high = tl.join(tl.join(weights[4], weights[5]), tl.join(weights[6], weights[7]))
-        return tl.reshape(tl.join(low, high), [R, 2, WARPS, 8, 4, 2, 2, 2, 2, 2])
+        return tl.reshape(tl.join(low, high), [N_TILES, 2, WARPS, 8, 4, 2, 2, 2, 2, 2])
     else:
-        return tl.reshape(low, [R, 2, WARPS, 8, 4, 2, 2, 2, 2])
+        return tl.reshape(low, [N_TILES, 2, WARPS, 8, 4, 2, 2, 2, 2])
 
 
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
@@ -264,7 +270,7 @@ def dequantise_kernel(
                 WARPS,
             )
             joined = join_part(weights, COUNT, 1, WARPS)
-            # To [WARPS, R, half, g, then the columns, in either order of arrangement.py]
+            # To [WARPS, N_TILES, half, g, then the columns, in either order of arrangement.py]
             if PAIRED:
                 if COUNT == 8:
                     w = tl.permute(joined, [2, 0, 1, 3, 9, 8, 4, 7, 5, 6])

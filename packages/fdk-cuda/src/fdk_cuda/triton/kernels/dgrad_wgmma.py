@@ -2,12 +2,12 @@
 # mypy: ignore-errors
 """dx = dy @ W_hat from the same codes on Hopper, for tens and hundreds of rows of dy, by wgmma.
 
-The product is computed as W_hat.T @ dy.T, in Gluon as ``many_kernel`` and for its reasons. Codes
-are transposed between lanes as in ``transposed_kernel``: what a lane then holds of a tile of 16
-rows of W_hat, at one position, is its part of operand A of a product of 16 rows. A warp has one,
-two or four positions of a tile along k, as sums of 256, 128 or 64 rows of dy leave registers: so
-many products with the same dy. Those of the next tiles of 16 rows are decoded meanwhile. dy needs
-no permuting: rows of W_hat lie in their order.
+The product is computed as W_hat.T @ dy.T, in Gluon for the reasons of ``gemm_wgmma_kernel``. Codes
+are transposed between lanes as in ``dgrad_kernel``. What a lane then holds of a tile of 16 rows of
+W_hat, at one position, is its fragment of operand A of a product over these 16 rows. A warp owns
+one, two or four positions of a tile of k: as many as the sums of 256, 128 or 64 rows of dy leave
+registers for. All of them are multiplied by the same dy, while the next tiles of 16 rows are
+decoded. dy needs no permutation: rows of W_hat are stored in order.
 """
 
 import triton.language as tl
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fdk_cuda.triton.configs import MANY_WARPS
+from fdk_cuda.triton.configs.gpus import WGMMA_WARPS
 from fdk_cuda.triton.kernels.decode import (
     decode_part,
     decode_scale,
@@ -25,21 +25,21 @@ from fdk_cuda.triton.kernels.decode import (
     stored_columns,
 )
 from fdk_cuda.triton.kernels.dequantise import chosen, scaled
-from fdk_cuda.triton.kernels.dgrad_tiles import TRANSPOSE
+from fdk_cuda.triton.kernels.ptx_decode import TRANSPOSE
 from fdk_cuda.triton.kernels.tma_pipeline import after, fetch_x, new_ring
 
-_WARPS = gl.constexpr(MANY_WARPS)
+_WARPS = gl.constexpr(WGMMA_WARPS)
 # Positions that are decoded at once, of which a warp takes some, and tiles of a stage of dy.
 _DECODED = gl.constexpr(4)
 _TILES = gl.constexpr(4)
-_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))
+_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, WGMMA_WARPS], [1, 0]))
 # [half, (warp, g, t), upper, pair]
 _WEIGHTS = gl.constexpr(
-    gl.BlockedLayout([2, 1, 2, 2], [1, 32, 1, 1], [1, MANY_WARPS, 1, 1], [3, 2, 1, 0])
+    gl.BlockedLayout([2, 1, 2, 2], [1, 32, 1, 1], [1, WGMMA_WARPS, 1, 1], [3, 2, 1, 0])
 )
 _ROWS = gl.constexpr(gl.SliceLayout(2, _WEIGHTS.value))
-_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [MANY_WARPS, 1], [1, 0]))
-_STORED = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [MANY_WARPS, 1], [1, 0]))
+_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [WGMMA_WARPS, 1], [1, 0]))
+_STORED = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [WGMMA_WARPS, 1], [1, 0]))
 # Of the lower halves of two words, see transposed.py: what is left above is of no position here.
 _TRANSPOSE_LOWER = gl.constexpr(
     "{ .reg .b32 l; prmt.b32 l, $2, $3, 0x5410; movmatrix.sync.aligned.m8n8.trans.b16 l, l; "
@@ -166,7 +166,7 @@ def waited(acc, left: gl.constexpr, COUNT: gl.constexpr):
 # scale  :: [n_tiles, groups, 8, 2], zero alike
 # out    :: [m, k, dtype], or [parts, m, k, float32]
 @gluon.jit(do_not_specialize=["m"])
-def many_transposed_kernel(
+def dgrad_wgmma_kernel(
     y_desc,
     words_ptr,
     scale_ptr,

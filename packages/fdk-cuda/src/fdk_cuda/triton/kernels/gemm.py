@@ -11,11 +11,9 @@ import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import (
     PART,
-    column_of,
     load_tables,
     load_words,
     prepare,
-    stored_columns,
 )
 from fdk_cuda.triton.kernels.dequantise import join_part, scaled_part
 
@@ -31,33 +29,6 @@ def settled(acc):
     every wgmma waits for the one before. With it eight of them run as one.
     """
     return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
-
-
-# x   :: [m, k, dtype]
-# out :: [m, k_tiles * TILE_K, dtype]
-@triton.jit
-def permute_kernel(
-    x_ptr,
-    out_ptr,
-    k,
-    width,
-    groups,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Columns of x in the order of the weight's positions and units, zero where it is padded."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = column_of(i // 16, i // 8 % 2, i // 2 % 4, i % 2, PAIRED)
-    column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
-    x = tl.load(x_ptr + row * k + column, mask=live & (i < width), other=0.0)
-    tl.store(out_ptr + row * width + i, x, mask=i < width)
 
 
 # x      :: [m, k_tiles * TILE_K, dtype], from permute_kernel
@@ -89,18 +60,21 @@ def gemm_kernel(
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    R: tl.constexpr,
+    N_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """A program computes 16 * R * WARPS outputs of BLOCK_M rows, over its share of the k tiles."""
+    """Computes y = x @ W_hat.T + bias.
+
+    A program computes 16 * N_TILES * WARPS outputs of BLOCK_M rows, over its share of the k tiles.
+    """
     COUNT: tl.constexpr = min(_PART, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
     TILE_K: tl.constexpr = 16 * POSITIONS
-    BLOCK_N: tl.constexpr = 16 * R * WARPS
+    BLOCK_N: tl.constexpr = 16 * N_TILES * WARPS
     CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, TABLE, X_DTYPE, DOT_DTYPE)
     GROUPING: tl.constexpr = (PADDED_GROUP, SEGMENT, ONE_GROUP)
     n_tiles = tl.cdiv(n, 16)
@@ -118,15 +92,17 @@ def gemm_kernel(
 
     tables = load_tables(values_ptr, lanes_ptr, CODES, WARPS)[0]
 
-    # words [R * half, (warp, lane, 4)]: a warp holds rows 16 w to 16 w + 15 of every WARPS tiles
-    half = tl.arange(0, 2 * R)
+    # words [N_TILES * half, (warp, lane, 4)]: warp w holds tile w of every WARPS tiles
+    half = tl.arange(0, 2 * N_TILES)
     i = tl.arange(0, WARPS * 128)
-    tile = (block_n * (R * WARPS) + half // 2 * WARPS)[:, None] + (i // 128)[None, :]
+    tile = (block_n * (N_TILES * WARPS) + half // 2 * WARPS)[:, None] + (i // 128)[None, :]
     word_at = tile * k_tiles * (WORDS * 256) + (half % 2 * 128)[:, None] + (i % 128)[None, :]
     has_rows = tile < n_tiles
-    # scale [R, (warp, g, t, half)]
+    # scale [N_TILES, (warp, g, t, half)]
     i = tl.arange(0, WARPS * 64)
-    tile = (block_n * (R * WARPS) + tl.arange(0, R) * WARPS)[:, None] + (i // 64)[None, :]
+    tile = (block_n * (N_TILES * WARPS) + tl.arange(0, N_TILES) * WARPS)[:, None] + (i // 64)[
+        None, :
+    ]
     scale_at = tile * groups * 16 + (i // 8 % 8 * 2 + i % 2)[None, :]
     has_scale = tile < n_tiles
 
@@ -156,10 +132,10 @@ def gemm_kernel(
                 COUNT,
                 CODES,
                 GROUPING,
-                R,
+                N_TILES,
                 WARPS,
             )
-            joined = join_part(weights, COUNT, R, WARPS)
+            joined = join_part(weights, COUNT, N_TILES, WARPS)
             if COUNT == 8:
                 w = tl.permute(joined, [0, 2, 1, 3, 9, 8, 7, 5, 4, 6])
             else:
@@ -175,32 +151,3 @@ def gemm_kernel(
     at = (tl.program_id(1) * m + row).to(tl.int64)[:, None] * n + column[None, :]
     live = (row < m)[:, None] & (column < n)[None, :]
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=live)
-
-
-# partial :: [SPLIT_K, stride, float32], of which the first m * n are added
-# bias    :: [n, dtype]
-# out     :: [m * n, dtype]
-@triton.jit
-def reduce_kernel(
-    partial_ptr,
-    bias_ptr,
-    out_ptr,
-    size,
-    stride,
-    n,
-    SPLIT_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Adds the parts of a product in order, then the bias."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(SPLIT_K):
-        total += tl.load(partial_ptr + part * stride.to(tl.int64) + at, mask=at < size, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + at % n, mask=at < size, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from fdk_cuda.triton.configs import MANY_WARPS
+from fdk_cuda.triton.configs.gpus import WGMMA_WARPS
 from fdk_cuda.triton.kernels.decode import (
     decode_part,
     decode_scale,
@@ -28,11 +28,11 @@ from fdk_cuda.triton.kernels.tma_pipeline import STEP, after, fetch_x, new_ring,
 
 # Positions of a step.
 _COUNT = gl.constexpr(4)
-_WARPS = gl.constexpr(MANY_WARPS)
+_WARPS = gl.constexpr(WGMMA_WARPS)
 # A lane's part of operand A, as all that follows from words: [half, (warp, g, t), (upper, pair)].
-_WEIGHTS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, MANY_WARPS, 1], [2, 1, 0]))
+_WEIGHTS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, WGMMA_WARPS, 1], [2, 1, 0]))
 _ROWS = gl.constexpr(gl.SliceLayout(2, _WEIGHTS.value))
-_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))
+_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, WGMMA_WARPS], [1, 0]))
 
 
 @gluon.jit
@@ -121,7 +121,7 @@ def exchanged(acc, BLOCK_M: gl.constexpr):
 # out_desc :: [m, n, dtype], or [parts / CLUSTER * blocks_m * BLOCK_M, n, float32], in blocks of
 #             [BLOCK_M / CLUSTER, 128]
 @gluon.jit(do_not_specialize=["m"])
-def many_kernel(
+def gemm_wgmma_kernel(
     x_desc,
     words_ptr,
     scale_ptr,

@@ -3,8 +3,8 @@
 
 import triton
 
-from fdk_cuda.triton.configs import UNASKED_BYTES
-from fdk_cuda.triton.kernels.ptx_assembly import is_shared
+from fdk_cuda.triton.configs.gpus import STATIC_SMEM_BYTES
+from fdk_cuda.triton.kernels.ptx_decode import is_shared
 from fdk_cuda.triton.layout import INDEX_BITS, INDEX_SHIFTS, STRIDES, TABLE_BYTES
 
 
@@ -87,8 +87,8 @@ def sums_bytes(n_tiles: int, m_tiles: int, warps: int) -> int:
 
 
 @triton.constexpr_function
-def small_bytes(n_tiles: int, m_tiles: int, warps: int, table: int) -> tuple[int, bool]:
-    """Shared memory of a program of ``small_kernel`` at most, its assembly's and Triton's.
+def gemv_smem_bytes(n_tiles: int, m_tiles: int, warps: int, table: int) -> tuple[int, bool]:
+    """Shared memory of a program of ``gemv_kernel`` at most, its assembly's and Triton's.
 
     For every dtype and group size. The second is whether the sums go where the table is: where both
     would not fit what a program gets unasked, and the table has room for them.
@@ -97,14 +97,14 @@ def small_bytes(n_tiles: int, m_tiles: int, warps: int, table: int) -> tuple[int
     # Triton's own, one after the other: results, 16 bits each, and x of two positions where its
     # columns are not known to be neighbours.
     buffers = max(sums // 2, 512 * m_tiles * warps)
-    replaces = sums <= table and table + sums + buffers > UNASKED_BYTES
+    replaces = sums <= table and table + sums + buffers > STATIC_SMEM_BYTES
     return table + (0 if replaces else sums) + buffers, replaces
 
 
 @triton.constexpr_function
-def fits_small(n_tiles: int, m_tiles: int, warps: int, table: int) -> bool:
-    """Whether a program of ``small_kernel`` has room: Triton asks for no more than its own."""
-    return small_bytes(n_tiles, m_tiles, warps, table)[0] <= UNASKED_BYTES
+def fits_gemv(n_tiles: int, m_tiles: int, warps: int, table: int) -> bool:
+    """Whether a program of ``gemv_kernel`` has room: Triton asks for no more than its own."""
+    return gemv_smem_bytes(n_tiles, m_tiles, warps, table)[0] <= STATIC_SMEM_BYTES
 
 
 @triton.constexpr_function
@@ -116,9 +116,9 @@ def add_warps(n_tiles: int, m_tiles: int, warps: int, table: int) -> str:
     would not fit a program.
     """
     count, step = 4 * n_tiles * m_tiles, 512 * warps
-    assert fits_small(n_tiles, m_tiles, warps, table)
+    assert fits_gemv(n_tiles, m_tiles, warps, table)
     lines = [".reg .pred q; .reg .b32 a, c; .reg .f32 t0, t1, t2, t3;"]
-    if small_bytes(n_tiles, m_tiles, warps, table)[1]:
+    if gemv_smem_bytes(n_tiles, m_tiles, warps, table)[1]:
         # Some warp may still read the table.
         lines.append(f"mov.b32 a, ${2 * count}; bar.sync 0;")
     else:
@@ -251,6 +251,6 @@ def table_bytes(bits: int, affine: bool) -> int:
 
 
 @triton.constexpr_function
-def transposed_bytes(bits: int, affine: bool, table: bool, warps: int) -> int:
-    """Of a program of ``transposed_kernel``: a table, and in its place the sums of all warps."""
+def dgrad_smem_bytes(bits: int, affine: bool, table: bool, warps: int) -> int:
+    """Of a program of ``dgrad_kernel``: a table, and in its place the sums of all warps."""
     return max(shares_bytes(warps), table_bytes(bits, affine) if table else 0)

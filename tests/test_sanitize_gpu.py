@@ -7,8 +7,7 @@ import sanitize_gpu
 import torch
 from sanitize_gpu import EVERY_TILE, SIZES, WrongAnswerError, marlin_weight
 
-from fdk_cuda.marlin.dgrad import STEP_COST as BACKWARD_COST
-from fdk_cuda.marlin.heuristics_hopper import STEP_COST
+from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST, STEP_COST
 from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.format import BITS, Format
 
@@ -32,15 +31,17 @@ def options(family):
 
 def test_small_m_cases_cover_every_kind_of_plan():
     found = list(options("small_m"))
-    digits = {(o["BITS"], o["AFFINE"], o["X_ROWS"]) for o in found if o["name"] == "digits.cu"}
-    assert digits == {(1, 0, 1), (1, 0, 4), (1, 1, 1), (1, 1, 4), (2, 1, 1)}
-    assert any(o["name"] == "planes.cu" for o in found)
+    limbs = {
+        (o["BITS"], o["AFFINE"], o["TILE_M"]) for o in found if o["name"] == "gemv_int8_limbs.cu"
+    }
+    assert limbs == {(1, 0, 1), (1, 0, 4), (1, 1, 1), (1, 1, 4), (2, 1, 1)}
+    assert any(o["name"] == "gemv_bitplane.cu" for o in found)
     small = [o for o in found if o["name"] == "small_m.cu"]
-    assert {(o["BITS"], o["COLUMN_TILES"]) for o in small} >= set(product(BITS, (1, 2)))
+    assert {(o["BITS"], o["M_TILES"]) for o in small} >= set(product(BITS, (1, 2)))
     assert {o["WARPS"] for o in small} == {2, 4, 8, 12, 16}
     assert any(o["TILE_FRAGMENTS"] == 8 for o in small)
     assert any(o["SHORT_BLOCKS"] < o["TILE_FRAGMENTS"] // 2 for o in small)
-    clusters = [case for case in sanitize_gpu.small_m_cases() if "split=4" in case.name]
+    clusters = [case for case in sanitize_gpu.small_m_cases() if "cluster=4" in case.name]
     assert len(clusters) >= len(BITS)
 
 
@@ -52,17 +53,17 @@ def test_hopper_cases_cover_every_tile():
     found = list(options("hopper"))
     kinds = {(Format.parse(name).bits, int("binary" in name)) for name in EVERY_TILE}
     forward = {
-        (o["BITS"], o["SIGNS"], o["TILE_COLUMNS"], o["CONSUMERS"], o["K_GROUPS"])
+        (o["BITS"], o["SIGNS"], o["TILE_M"], o["CONSUMERS"], o["K_GROUPS"])
         for o in found
         if o["name"] == "hopper_gemm.cu"
     }
     assert kinds == {(1, 1), *((bits, 0) for bits in BITS)}
     assert forward >= {(*kind, *tile) for kind in kinds for tile in STEP_COST}
-    backward = {o["TILE_COLUMNS"] for o in found if o["name"] == "hopper_backward.cu"}
-    assert backward == {columns for columns, *_ in BACKWARD_COST}
-    for name in ("hopper_gemm.cu", "hopper_backward.cu"):
+    dgrad = {o["TILE_M"] for o in found if o["name"] == "hopper_dgrad.cu"}
+    assert dgrad == {tile_m for tile_m, *_ in DGRAD_STEP_COST}
+    for name in ("hopper_gemm.cu", "hopper_dgrad.cu"):
         assert {o["CLUSTER"] for o in found if o["name"] == name} == {1, 2}
-    assert any(o["name"] == "sum_splits.cu" for o in found)
+    assert any(o["name"] == "split_k_reduce.cu" for o in found)
 
 
 def test_triton_cases_cover_every_kernel():
@@ -76,7 +77,7 @@ def test_repack_cases_check_bytes(on_cpu, monkeypatch):
     cases = list(sanitize_gpu.repack_cases())[::7]
     for case in cases:
         case.run()
-    monkeypatch.setattr(sanitize_gpu.repack, "lay_out", lambda *given: torch.zeros(1))
+    monkeypatch.setattr(sanitize_gpu.repack, "pack", lambda *given: torch.zeros(1))
     with pytest.raises(WrongAnswerError):
         cases[0].run()
 

@@ -51,12 +51,12 @@ if importlib.util.find_spec("triton") is not None:
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ARCH = "sm_90a"  # of --compile where there is no GPU
 # Plans for a GPU of few processors give several tiles to a block of threads.
-FEW = Device(processors=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
-MANY = replace(FEW, processors=132)  # a tile to a cluster
+FEW = Device(sm_count=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
+MANY = replace(FEW, sm_count=132)  # a tile to a cluster
 
-# Tiles that are not full. 448 rows of 64 are seven tiles for six processors: short ones. The 1-bit
+# Tiles that are not full. 448 rows of 64 are seven tiles for six SMs: short ones. The 1-bit
 # GEMV by bit planes has tiles of 96 rows and stages of 192 to 768 columns. Last, tiles of 256 rows.
-SIZES, PLANES_SIZES, TALL_SIZES = (448, 512), (192, 768), (768, 512)
+SIZES, BITPLANE_SIZES, TALL_SIZES = (448, 512), (192, 768), (768, 512)
 SMALL = (
     *((f"custom{bits}-g64", BF16, m, SIZES) for bits in BITS for m in (1, 16)),
     *((f"custom{bits}-g64", BF16, bits, SIZES) for bits in (3, 8)),
@@ -67,7 +67,7 @@ SMALL = (
     *(("affine3-g64", BF16, 16, SIZES), ("affine5-g64-zint", BF16, 4, SIZES)),
     *((f"affine{bits}-g32", FP16, 9, SIZES) for bits in (4, 6)),
     ("affine8-g64-zint", BF16, 16, SIZES),
-    *(("custom1-g64", BF16, 1, PLANES_SIZES), ("affine1-g64-zint", FP16, 1, PLANES_SIZES)),
+    *(("custom1-g64", BF16, 1, BITPLANE_SIZES), ("affine1-g64-zint", FP16, 1, BITPLANE_SIZES)),
     *((f"custom{bits}-g64", BF16, 16, TALL_SIZES) for bits in (1, 5, 6)),
 )
 # n, k and group size, with one scale in 64 columns or two: rows of an odd number of bytes, groups
@@ -149,11 +149,11 @@ def various(plans: list[Any], traits: Callable[[Any], tuple[Hashable, ...]]) -> 
 
 
 def _small_traits(plan: SmallPlan) -> tuple[Hashable, ...]:
-    s, digits, lone = plan.shape, plan.shape.digit_rows > 0, plan.whole_passes == 0
-    tile = s.fragments, s.k_blocks, s.row_groups, digits, s.by_planes
-    short = s.short_blocks > 0, plan.split > 1
-    split = plan.split, digits
-    return tile, (lone, plan.split, s.by_planes), s.warps, split, short, plan.sum_buffers
+    s, limbs, lone = plan.shape, plan.shape.limb_rows > 0, plan.whole_passes == 0
+    tile = s.fragments, s.k_blocks, s.n_groups, limbs, s.is_bitplane
+    short = s.short_blocks > 0, plan.cluster > 1
+    cluster = plan.cluster, limbs
+    return tile, (lone, plan.cluster, s.is_bitplane), s.warps, cluster, short, plan.sum_buffers
 
 
 def small_m_cases() -> Iterator[Case]:
@@ -162,10 +162,10 @@ def small_m_cases() -> Iterator[Case]:
         geometry = Geometry.of(Format.parse(format), n, k)
         variant = programs.Variant.of(geometry, dtype)
         plans = list(small_plans(geometry, variant, m, FEW))
-        if (n, k) == PLANES_SIZES:
-            plans = [plan for plan in plans if plan.shape.by_planes]
+        if (n, k) == BITPLANE_SIZES:
+            plans = [plan for plan in plans if plan.shape.is_bitplane]
         if (n, k) == TALL_SIZES:
-            plans = [plan for plan in plans if plan.shape.rows == 256]
+            plans = [plan for plan in plans if plan.shape.tile_n == 256]
         for plan in various(plans, _small_traits):
             program = programs.small_m_program(variant, plan.shape)
             name = f"{format} {str(dtype)[6:]} m{m}, {program.name}, {plan}"
@@ -197,7 +197,7 @@ def repack_cases() -> Iterator[Case]:
     for bits, per_row, dtype, has_zero in product(BITS, REPACKED, (BF16, FP32), (False, True)):
         for sizes in REPACKED[per_row]:
             g = Geometry(bits, *sizes, dtype, has_zero)
-            yield Case(f"repack {g}", partial(_run_repack, g), (programs.layout_program(g),))
+            yield Case(f"repack {g}", partial(_run_repack, g), (programs.repack_program(g),))
 
 
 def _run_repack(g: Geometry) -> None:
@@ -211,14 +211,14 @@ def _run_repack(g: Geometry) -> None:
     unaligned = torch.cat([packed.new_zeros(1), packed.flatten()]).cuda()[1:].view(shape)
     for given in (packed.cuda(), unaligned):
         zero_on_gpu = None if own_zero is None else own_zero.cuda()
-        check_same(repack.lay_out(g, given, scale.cuda(), zero_on_gpu), wanted)
-    for parts in zip(repack.take_back(g, wanted.cuda()), unpack_layout(g, wanted), strict=True):
+        check_same(repack.pack(g, given, scale.cuda(), zero_on_gpu), wanted)
+    for parts in zip(repack.unpack(g, wanted.cuda()), unpack_layout(g, wanted), strict=True):
         check_same(*parts)
 
 
 def _hopper_traits(plan: HopperPlan) -> tuple[Hashable, ...]:
-    s, tile = plan.shape, (plan.shape.columns, plan.shape.consumers, plan.shape.k_groups)
-    cluster, whole = (s.cluster, s.k_groups, s.columns > 64), plan.whole_tiles > plan.grid
+    s, tile = plan.shape, (plan.shape.tile_m, plan.shape.consumers, plan.shape.k_groups)
+    cluster, whole = (s.cluster, s.k_groups, s.tile_m > 64), plan.whole_tiles > plan.grid
     return tile, cluster, s.k_blocks, min(plan.splits, 3), (plan.splits > 1, whole)
 
 
@@ -226,7 +226,7 @@ def hopper_cases() -> Iterator[Case]:
     """Yield plans for many rows of x or dy on Hopper."""
     directions = (
         (False, hopper_plans, programs.hopper_program),
-        (True, dgrad.backward_plans, programs.hopper_backward_program),
+        (True, dgrad.dgrad_plans, programs.hopper_dgrad_program),
     )
     for format, (dy, plans_of, program) in product((*EVERY_TILE, *TWO_TILES), directions):
         geometry = Geometry.of(Format.parse(format), *HOPPER_SIZES)
@@ -235,7 +235,8 @@ def hopper_cases() -> Iterator[Case]:
         chosen = list(various(plans, _hopper_traits))
         for plan in chosen if format in EVERY_TILE else chosen[:2]:
             needed = [program(variant, plan.shape)]
-            needed += [programs.sum_splits_program(BF16, plan.shape)] if plan.parts > 0 else []
+            if plan.partial_tiles > 0:
+                needed.append(programs.split_k_reduce_program(BF16, plan.shape))
             run = partial(_run_hopper, format, dy, plan)
             yield Case(f"{format} {'dx' if dy else 'y'}, {plan}", run, tuple(needed), hopper=True)
 
@@ -246,8 +247,8 @@ def _run_hopper(format: str, dy: bool, plan: HopperPlan) -> None:
     W_hat = q.dequantise(BF16).double()
     x, bias = normal(HOPPER_M, n if dy else k, dtype=BF16), normal(n, dtype=BF16, seed=2)
     if dy:
-        runner = dgrad.backward_runner(geometry, BF16, HOPPER_M, plan, 0)
-        check(dgrad.run_backward(runner, x.cuda(), packed, codebook, k), x.double() @ W_hat)
+        runner = dgrad.dgrad_runner(geometry, BF16, HOPPER_M, plan, 0)
+        check(dgrad.run_dgrad(runner, x.cuda(), packed, codebook, k), x.double() @ W_hat)
     else:
         runner = runtime.hopper_runner(geometry, BF16, HOPPER_M, plan, 0)
         y = runtime.run_hopper(runner, x.cuda(), packed, codebook, bias.cuda(), n)

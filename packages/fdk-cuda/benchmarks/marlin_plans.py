@@ -29,9 +29,9 @@ from _timing import (
 )
 from torch import Tensor
 
-from fdk_cuda.marlin.dgrad import backward_plan, backward_plans, backward_runner, run_backward
+from fdk_cuda.marlin.dgrad import dgrad_plan, dgrad_plans, dgrad_runner, run_dgrad
 from fdk_cuda.marlin.heuristics_hopper import HopperPlan, hopper_plans, plan_hopper
-from fdk_cuda.marlin.heuristics_small_m import SmallPlan, cost, plan_small, small_plans
+from fdk_cuda.marlin.heuristics_small_m import SmallPlan, plan_small, small_m_cost, small_plans
 from fdk_cuda.marlin.instantiations import Variant
 from fdk_cuda.marlin.runtime import (
     device_limits,
@@ -54,12 +54,12 @@ def plans_of(kernel: str, weight: MarlinWeight, m: int, first: int) -> list[Any]
         plans: list[Any] = list(
             small_plans(geometry, Variant.of(geometry, torch.bfloat16), m, limits)
         )
-        plans.sort(key=lambda plan: cost(geometry, plan))
+        plans.sort(key=lambda plan: small_m_cost(geometry, plan))
     elif kernel == "hopper_gemm":
         chosen, plans = plan_hopper(geometry, m, limits), list(hopper_plans(geometry, m, limits))
     else:
-        chosen = backward_plan(geometry, m, limits)
-        plans = list(backward_plans(geometry, m, limits))
+        chosen = dgrad_plan(geometry, m, limits)
+        plans = list(dgrad_plans(geometry, m, limits))
     return [chosen, *(plan for plan in plans if plan != chosen)][:first]
 
 
@@ -89,9 +89,9 @@ def hopper_run(weight: MarlinWeight, x: Tensor, plan: HopperPlan) -> Run:
 def dgrad_run(weight: MarlinWeight, dy: Tensor, plan: HopperPlan) -> Run:
     """Return a launch of the gradient's kernel by one plan, with its reduction of split n."""
     layout, packed = weight.layout, weight.packed
-    runner = backward_runner(layout.geometry, dy.dtype, len(dy), plan, 0)
+    runner = dgrad_runner(layout.geometry, dy.dtype, len(dy), plan, 0)
     codebook, k = layout.codebook, layout.geometry.k
-    return lambda i: run_backward(runner, dy, packed[i % len(packed)], codebook, k)
+    return lambda i: run_dgrad(runner, dy, packed[i % len(packed)], codebook, k)
 
 
 RUNS: dict[str, Callable[..., Run]] = dict(

@@ -26,9 +26,9 @@ from _timing import (
     write_rows,
 )
 
+from fdk_cuda.marlin import repack
 from fdk_cuda.marlin.layout import pack_layout
 from fdk_cuda.marlin.ops import dequantise
-from fdk_cuda.marlin.repack import lay_out, take_back
 
 REPEATS, FEWEST_CALLS = 5, 12
 LINE = (
@@ -76,7 +76,7 @@ def time_layout(bits: int, n: int, k: int, kind: str) -> Row:
     groups = q.scale, zero_point
     is_right = torch.equal(dequantise(layout.packed, *weight), q.dequantise(torch.bfloat16))
     is_right &= torch.equal(layout.packed, pack_layout(g, q.packed, *groups))
-    if not is_right or not torch.equal(take_back(g, layout.packed)[0], q.packed):
+    if not is_right or not torch.equal(repack.unpack(g, layout.packed)[0], q.packed):
         raise SystemExit(f"wrong answer, not timed: {layout.format} {[n, k]}")
     packed, stored = copies(layout.packed), copies(q.packed)
     stored_bytes = q.packed.nbytes + sum(t.nbytes for t in groups if t is not None)
@@ -84,8 +84,12 @@ def time_layout(bits: int, n: int, k: int, kind: str) -> Row:
     W_hat = layout.codebook.new_empty((n, k))
     calls = max(FEWEST_CALLS, len(packed))
     row: Row = {"n": n, "k": k, "bits": bits, "kind": kind}
-    row |= beside_copy("pack", lambda i: lay_out(g, stored[i % len(stored)], *groups), calls, moved)
-    row |= beside_copy("unpack", lambda i: take_back(g, packed[i % len(packed)])[0], calls, moved)
+    row |= beside_copy(
+        "pack", lambda i: repack.pack(g, stored[i % len(stored)], *groups), calls, moved
+    )
+    row |= beside_copy(
+        "unpack", lambda i: repack.unpack(g, packed[i % len(packed)])[0], calls, moved
+    )
     row |= beside_copy(
         "dequantise",
         lambda i: dequantise(packed[i % len(packed)], *weight),

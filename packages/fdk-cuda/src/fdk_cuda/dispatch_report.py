@@ -32,7 +32,7 @@ def explain(problem: Problem, backend: str | None) -> str:
     forward, gradient = choices(problem.format, problem.n, problem.k, index)
     text = f"rows of x: {ranges(forward)}; of dy: {ranges(gradient)}"
     format = problem.format
-    if backend != "triton" and has_grid(format) and format.scale_rule != "signmax":
+    if backend != "triton" and has_grid(format) and format.has_repeated_top:
         looked_up = explain(replace(problem, format=replace(format, codebook="custom")), backend)
         text += f"; where a code is 255, {looked_up}" if looked_up != text else ""
     return text
@@ -47,20 +47,19 @@ def ranges(choice: Choice) -> str:
 def marlin_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, Choice]:
     """Of y and of dx, through ``marlin`` or ``marlin-lut``."""
     text, is_hopper = str(format), runtime.device_limits(index).is_hopper
-    few, most = ops.few_rows(text, n, k, index), ops.max_backward_rows(text)
-    names = {"small": "small_m", "hopper": "hopper_gemm", "dequantise": DEQUANTISED}
+    few, most = ops.small_m_limit(text, n, k, index), ops.max_dgrad_rows(text)
 
     def forward(m: int) -> str:
         kernel = ops.kernel_for(
             m,
             is_hopper=is_hopper,
-            few_rows=few,
+            small_m_limit=few,
             decodes_slowly=ops.decodes_slowly(text),
             batch_invariant=False,
         )
-        return names[kernel]
+        return DEQUANTISED if kernel == "dequantise" else kernel
 
-    return forward, lambda m: "hopper_backward" if is_hopper and m <= most else DEQUANTISED
+    return forward, lambda m: "hopper_dgrad" if is_hopper and m <= most else DEQUANTISED
 
 
 def triton_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, Choice]:

@@ -12,7 +12,7 @@
 // a table alone would keep the shared-memory pipe busier than the memory (H200, m = 1, 8192 x 8192,
 // 1 bit: 9.4 us with the table alone, 8.9 with arithmetic alone, 8.3 with both).
 #pragma once
-#include "common.cuh"
+#include "common/fragments.cuh"
 
 constexpr int TABLE_BYTES = 256 * 256;
 // Entries that a byte has, see above.

@@ -1,7 +1,7 @@
 // What every Marlin kernel shares: the instantiation, the layout's constants (layout.py names the
 // same ones and explains the order), conversions, tensor-core products.
 //
-// An instantiation is chosen by macros, given by programs.py:
+// An instantiation is chosen by macros, given by instantiations.py:
 //   BITS        1 to 8
 //   FP16        1 where x, codebook and y are fp16, 0 for bf16
 //   SCALE_TYPE  0 bf16, 1 fp16, 2 fp32: scales, and zero points where there are any
@@ -21,11 +21,11 @@ constexpr int LANES = 32;
 constexpr int STEPS = 4;      // tensor-core products along the 64 columns of a block
 constexpr int REGISTERS = 4;  // of operand A, a pair of values each
 constexpr int FRAGMENTS = 2;  // of 16 rows, in a block
-constexpr int BLOCK_ROWS = 32;
-constexpr int BLOCK_COLUMNS = 64;
+constexpr int BLOCK_N = 32;
+constexpr int BLOCK_K = 64;
 constexpr int KINDS = AFFINE ? 2 : 1;  // scales, then zero points
 constexpr int SCALE_BYTES = SCALE_TYPE == 2 ? 4 : 2;
-constexpr int CODE_BYTES = BLOCK_ROWS * BLOCK_COLUMNS * BITS / 8;
+constexpr int CODE_BYTES = BLOCK_N * BLOCK_K * BITS / 8;
 // The scales and zero points that a lane needs: of rows g and g + 8 of both fragments.
 constexpr int LANE_SCALE_BYTES = KINDS * PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
 constexpr int BLOCK_BYTES = CODE_BYTES + 8 * LANE_SCALE_BYTES;

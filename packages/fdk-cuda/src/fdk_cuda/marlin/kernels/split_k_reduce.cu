@@ -1,17 +1,17 @@
 // y of the tiles that hopper_gemm.cu took in parts: the sum over the parts, in their order, + bias;
-// or dx of those that hopper_backward.cu took in parts, k wide, without a bias.
+// or dx of those that hopper_dgrad.cu took in parts, k wide, without a bias.
 //
-// sums :: [tiles, splits, TILE_COLUMNS, TILE_ROWS, float32]   of tiles `first_tile` and on
+// sums :: [tiles, splits, TILE_M, TILE_N, float32]   of tiles `first_tile` and on
 // bias :: [n, dtype] or null
 // y    :: [m, n, dtype]
 //
 // A thread takes four values, neighbours along n.
-//   TILE_COLUMNS, TILE_ROWS  as there
-#include "hopper_tiles.cuh"
+//   TILE_M, TILE_N  as there
+#include "common/tile_scheduler.cuh"
 
 constexpr int THREADS = 256;
 constexpr int VALUES = 4;
-constexpr int TILE_VALUES = TILE_COLUMNS * TILE_ROWS;
+constexpr int TILE_VALUES = TILE_M * TILE_N;
 constexpr int TILE_BLOCKS = TILE_VALUES / (THREADS * VALUES);
 static_assert(TILE_BLOCKS * THREADS * VALUES == TILE_VALUES);
 
@@ -20,19 +20,20 @@ struct Params {
   const uint16* bias;
   uint16* y;
   int n, m;
-  int row_tiles, column_tiles, group_tiles;
+  int n_tiles, m_tiles, group_m_tiles;
   int splits, first_tile;
-  int box_rows;  // of y in a tile, up to TILE_COLUMNS
+  int box_rows;  // of y in a tile, up to TILE_M
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) sum_splits(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    split_k_reduce(const __grid_constant__ Params p) {
   asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int index = blockIdx.x / TILE_BLOCKS;
   const int in_tile = (blockIdx.x % TILE_BLOCKS * THREADS + threadIdx.x) * VALUES;
-  const Tile tile(p.first_tile + index, p.row_tiles, p.column_tiles, p.group_tiles);
-  const int row = tile.row * TILE_ROWS + in_tile % TILE_ROWS;
-  const int in_box = in_tile / TILE_ROWS, column = tile.column * p.box_rows + in_box;
+  const Tile tile(p.first_tile + index, p.n_tiles, p.m_tiles, p.group_m_tiles);
+  const int row = tile.row * TILE_N + in_tile % TILE_N;
+  const int in_box = in_tile / TILE_N, column = tile.column * p.box_rows + in_box;
   if (row >= p.n || in_box >= p.box_rows || column >= p.m) return;
   const float* source = p.sums + static_cast<uint64>(index) * p.splits * TILE_VALUES + in_tile;
   float value[VALUES] = {};

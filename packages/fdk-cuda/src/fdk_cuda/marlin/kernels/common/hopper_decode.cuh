@@ -16,9 +16,9 @@
 // apart, which takes less: so that all warps have as much to do, a warp takes rows g, or rows
 // g + 8, of both.
 //
-// TILE_COLUMNS and CONSUMERS are the kernel's.
+// TILE_M and CONSUMERS are the kernel's.
 #pragma once
-#include "hopper_scales.cuh"
+#include "common/hopper_scales.cuh"
 
 constexpr int NEIGHBOURS = 4;
 // Whether what is looked up, or picked, is scaled after it: not at 1 and 2 bits without a table.
@@ -45,7 +45,7 @@ struct HopperValues {
 // for each of its four neighbours, and a processor has three warps a scheduler that hide them.
 // H200, 64 rows: 28672 x 8192 64.9 us -> 62.0, 21504 x 6144 38.0 -> 36.4; two groups, 8192 x
 // 8192: 19.1 -> 19.7.
-constexpr bool LOOKS_UP_HALVES = BITS == 1 && CONSUMERS == 3 && TILE_COLUMNS == 64;
+constexpr bool LOOKS_UP_HALVES = BITS == 1 && CONSUMERS == 3 && TILE_M == 64;
 // Of an entry of the table: 16 lanes read 8 bytes at a time.
 constexpr int COPIES = BITS == 2 ? 16 : 32;
 

@@ -1,23 +1,24 @@
 // What the kernels of both directions do alike on Hopper: a block of threads that produces and
 // consumes, the filling of the ring, the end of a tile.
 //
-// Included after the kernel's Params, as hopper_units.cuh is, and after out_of and width_of: y or
+// Included after the kernel's Params, as cluster_reduce.cuh is, and after out_of and width_of: y or
 // dx of a launch, and how long its rows are.
 #pragma once
-#include "hopper_units.cuh"
+#include "common/cluster_reduce.cuh"
 
 // Writes columns `first` and on of a tile, which are rows of the output: the group has put them in
 // a piece, in chunks of eight rows of the tile, swizzled. `whole` is whether eight divide the
 // width, asked once for a tile: asked here, the forward of clusters has other machine code (4 bits,
 // tiles of 192 x 32: 1712 instructions for 1704).
 //
-// piece     :: [PIECE_COLUMNS, PIECE_STRIDE bytes]
+// piece     :: [PIECE_M, PIECE_STRIDE bytes]
 // out_of(p) :: [m, width_of(p), dtype]
-__device__ __forceinline__ void write_piece(const Params& p, const uint8* piece, const Place& at,
-                                            int first, int barrier, bool whole) {
+__device__ __forceinline__ void store_tile_piece(const Params& p, const uint8* piece,
+                                                 const OutputPlace& at, int first, int barrier,
+                                                 bool whole) {
   sync_named(barrier, GROUP_THREADS);
 #pragma unroll
-  for (int c = 0; c < PIECE_COLUMNS; c += GROUP_THREADS / 8) {
+  for (int c = 0; c < PIECE_M; c += GROUP_THREADS / 8) {
     const int column = c + at.thread / 8, chunk = at.thread % 8;
     const uint4 v = *reinterpret_cast<const uint4*>(piece + column * PIECE_STRIDE +
                                                     ((chunk ^ column % 8) << 4));
@@ -38,18 +39,19 @@ __device__ __forceinline__ void write_piece(const Params& p, const uint8* piece,
 // Fills the ring with weights before the previous kernel has ended, with operand B after it, and
 // then stage by stage as they are released.
 template <typename CopyWeights, typename CopyB>
-__device__ __forceinline__ void keep_full(const Params& p, uint32 barriers,
-                                          const CopyWeights& copy_weights, const CopyB& copy_b) {
-  Cursor ahead(p), cursor(p);
+__device__ __forceinline__ void fill_pipeline(const Params& p, uint32 barriers,
+                                              const CopyWeights& copy_weights,
+                                              const CopyB& copy_b) {
+  WorkCursor ahead(p), cursor(p);
   int filled = 0;
   for (; filled < STAGES && ahead.any(); filled++, ahead.advance()) copy_weights(ahead, filled);
   wait_previous_kernel();
   for (int stage = 0; stage < filled; stage++, cursor.advance()) copy_b(cursor, stage);
-  Position position;
-  for (; ahead.any(); ahead.advance(), position.advance()) {
-    wait_barrier(barriers + 16 * position.stage + 8, position.phase);
-    copy_weights(ahead, position.stage);
-    copy_b(ahead, position.stage);
+  PipelineState state;
+  for (; ahead.any(); ahead.advance(), state.advance()) {
+    wait_barrier(barriers + 16 * state.stage + 8, state.phase);
+    copy_weights(ahead, state.stage);
+    copy_b(ahead, state.stage);
   }
 }
 
@@ -61,7 +63,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 b_
 
 // A block of threads; W_BYTES is what a stage has of weights.
 template <int W_BYTES>
-__device__ __forceinline__ void run_block(const Params& p) {
+__device__ __forceinline__ void run_mainloop(const Params& p) {
   extern __shared__ __align__(1024) uint8 shared[];
   uint8* const table = shared;
   uint8* const b_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);
@@ -71,7 +73,7 @@ __device__ __forceinline__ void run_block(const Params& p) {
   const uint32 barriers = shared_address(HAS_ROOM_IN_TABLE ? end : end + CONSUMERS * PIECE_BYTES);
 
   start_next_kernel();
-  open_ring(barriers);
+  open_pipeline(barriers);
   __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));

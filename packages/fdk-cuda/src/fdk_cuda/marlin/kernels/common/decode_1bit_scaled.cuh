@@ -7,7 +7,7 @@
 // 3 + s + 4 i and the one 16 above (layout.py: _bit_positions): a row's two values are scaled once,
 // and bits pick from them. With -c and c (SIGNS) a bit is the sign.
 #pragma once
-#include "decode.cuh"
+#include "common/decode.cuh"
 
 static_assert(!SCALES_WEIGHTS || (BITS == 1 && !AFFINE && SCALE_TYPE == FP16));
 static_assert(!SIGNS || SCALES_WEIGHTS);

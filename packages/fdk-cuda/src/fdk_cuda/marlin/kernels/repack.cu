@@ -3,23 +3,23 @@
 //
 // canonical :: [n, row_bytes, uint8]            a row is a bit stream, the first code highest
 // scale     :: [n, groups, SCALE_BYTES]         and zero_point where there is one
-// laid_out  :: [rows / 32, columns / 64, BLOCK_BYTES, uint8]
+// packed  :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
 //
 // A block of threads takes 32 rows x 512 columns: their bytes go through shared memory, so that
 // both sides are read and written whole. A warp takes one block of 32 x 64 of them, and a lane in
 // it eight runs of eight neighbouring codes of a row, which are BITS bytes.
-#include "common.cuh"
+#include "common/fragments.cuh"
 
 using int64 = long long;
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
-constexpr int UNIT_BYTES = 8;                              // of canonical bytes, moved at a time
-constexpr int BLOCK_ROW_BYTES = BLOCK_COLUMNS * BITS / 8;  // of a row of a block of 32 x 64
+constexpr int UNIT_BYTES = 8;                        // of canonical bytes, moved at a time
+constexpr int BLOCK_ROW_BYTES = BLOCK_K * BITS / 8;  // of a row of a block of 32 x 64
 constexpr int TILE_ROW_BYTES = WARPS * BLOCK_ROW_BYTES;
 constexpr int ROW_UNITS = TILE_ROW_BYTES / UNIT_BYTES;
-constexpr int UNITS = BLOCK_ROWS * ROW_UNITS / THREADS;  // of a thread
+constexpr int UNITS = BLOCK_N * ROW_UNITS / THREADS;  // of a thread
 // Eight rows' runs lie in different banks of shared memory, but for a few of 3 bits.
 constexpr int STRIDE = TILE_ROW_BYTES + (BITS % 2 ? 8 : 4) * BITS;
-static_assert(STRIDE % UNIT_BYTES == 0 && BLOCK_ROWS * ROW_UNITS % THREADS == 0);
+static_assert(STRIDE % UNIT_BYTES == 0 && BLOCK_N * ROW_UNITS % THREADS == 0);
 constexpr int PAIRS = 4;                      // of codes in a run
 constexpr int LANE_SCALES = KINDS * PER_ROW;  // of a block's, that a lane moves
 constexpr uint32 MASK = (1 << BITS) - 1;
@@ -28,8 +28,8 @@ struct Params {
   uint8* canonical;
   uint8* scale;
   uint8* zero_point;
-  uint8* laid_out;
-  int n, k, columns;
+  uint8* packed;
+  int n, k, padded_k;
   int row_bytes;  // of a canonical row
   int groups;     // of a row: its scales
   int repeats;    // how often a scale is stored along a row of the layout
@@ -48,20 +48,20 @@ using Scale = Unsigned<SCALE_BYTES>::type;
 
 // What a block of threads takes, and a warp of it.
 struct Place {
-  int first_row, first_byte, block_column, blocks;
+  int first_row, first_byte, k_block, blocks;
   uint64 block;  // of the layout
 
   __device__ __forceinline__ Place(const Params& p) {
-    blocks = p.columns / BLOCK_COLUMNS;
+    blocks = p.padded_k / BLOCK_K;
     const int tiles = (blocks + WARPS - 1) / WARPS;
-    const int row_block = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    first_row = row_block * BLOCK_ROWS;
+    const int n_block = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    first_row = n_block * BLOCK_N;
     first_byte = tile * TILE_ROW_BYTES;
-    block_column = tile * WARPS + threadIdx.x / LANES;
-    block = static_cast<uint64>(row_block) * blocks + block_column;
+    k_block = tile * WARPS + threadIdx.x / LANES;
+    block = static_cast<uint64>(n_block) * blocks + k_block;
   }
 
-  __device__ __forceinline__ bool has_block() const { return block_column < blocks; }
+  __device__ __forceinline__ bool has_block() const { return k_block < blocks; }
 };
 
 // A unit of canonical bytes: where in shared memory, and of which row and byte.
@@ -282,7 +282,7 @@ __device__ __forceinline__ void for_scales(const Params& p, const Place& place, 
     const int half = of_lane % PER_ROW, kind = of_lane / PER_ROW % KINDS;
     const int g = of_lane / (PER_ROW * KINDS);
     const int row = place.first_row + 16 * (index >> 1 & 1) + 8 * (index & 1) + g;
-    const int column = place.block_column * PER_ROW + half, group = column / p.repeats;
+    const int column = place.k_block * PER_ROW + half, group = column / p.repeats;
     const bool exists = row < p.n && group < p.groups;
     const int64 of_kind = exists ? static_cast<int64>(row) * p.groups + group : -1;
     take(i, index, column == group * p.repeats, kind, of_kind);
@@ -349,8 +349,8 @@ __device__ __forceinline__ void store_words(const uint32 (&words)[LANE_WORDS], u
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
-    lay_out(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_ROWS, STRIDE]
+    pack(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_N, STRIDE]
   const Place place(p);
   Scale scales[LANE_SCALES];
   for_scales(p, place, [&](int i, int, bool, int kind, int64 of_kind) {
@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
 #pragma unroll
     for (int q = 0; q < PAIRS; q++) put_pair(words, f, h, r, q, run.get(2 * q), run.get(2 * q + 1));
   });
-  uint8* const block = p.laid_out + place.block * BLOCK_BYTES;
+  uint8* const block = p.packed + place.block * BLOCK_BYTES;
   const int lane = threadIdx.x % LANES;
   store_words(words, block, lane_slot(lane / 4, lane % 4));
   for_scales(p, place, [&](int i, int index, bool, int, int64) {
@@ -376,11 +376,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
-    take_back(const __grid_constant__ Params p) {
-  extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_ROWS, STRIDE]
+    unpack(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) uint8 tile[];  // [BLOCK_N, STRIDE]
   const Place place(p);
   if (place.has_block()) {
-    const uint8* const block = p.laid_out + place.block * BLOCK_BYTES;
+    const uint8* const block = p.packed + place.block * BLOCK_BYTES;
     const int lane = threadIdx.x % LANES;
     uint32 words[LANE_WORDS];
     load_words(words, block, lane_slot(lane / 4, lane % 4));

@@ -1,6 +1,7 @@
-// A lane's values of x, where four lanes share a group of 64: for digits.cu and planes.cu.
+// A lane's values of x, where four lanes share a group of 64: for gemv_int8_limbs.cu and
+// gemv_bitplane.cu.
 #pragma once
-#include "common.cuh"
+#include "common/fragments.cuh"
 
 constexpr int QUAD = 4;  // lanes that share a group
 

@@ -1,6 +1,6 @@
 // Hopper's own: barriers, bulk and tensor copies, the order around wgmma.
 #pragma once
-#include "common.cuh"
+#include "common/fragments.cuh"
 
 // What cuTensorMapEncodeTiled writes; the kernel only takes its address.
 struct alignas(64) TensorMap {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_remote(uint32 address, const float* v, uin
 }
 
 // Until the bytes of a barrier's first phase have come from another block.
-__device__ __forceinline__ void wait_mail(uint32 barrier) {
+__device__ __forceinline__ void wait_dsmem(uint32 barrier) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n"

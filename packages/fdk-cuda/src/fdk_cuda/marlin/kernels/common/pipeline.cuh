@@ -6,7 +6,7 @@
 // wrong chunks: the copy engine is not ordered behind shared-memory loads in flight.) Before 9.0
 // every lane copies 16-byte pieces with cp.async, and counts its own groups.
 #pragma once
-#include "common.cuh"
+#include "common/fragments.cuh"
 
 #if __CUDA_ARCH__ >= 900 && !defined(FORCE_CP_ASYNC)
 #define FDK_BULK_COPY 1
@@ -34,7 +34,7 @@ __device__ __forceinline__ void wait_barrier(uint32 barrier, uint32 parity) {
 }
 
 template <int STAGES, int STAGE_BYTES>
-struct Ring {
+struct Pipeline {
   // Of a warp: its stages, then (elsewhere) two barriers a stage.
   static constexpr int BYTES = STAGES * STAGE_BYTES;
   static constexpr int BARRIER_BYTES = STAGES * 2 * 8;
@@ -47,7 +47,7 @@ struct Ring {
   int stage = 0;
   uint32 phase = 0;
 
-  __device__ __forceinline__ Ring(const uint8* stages_, const uint8* barriers_)
+  __device__ __forceinline__ Pipeline(const uint8* stages_, const uint8* barriers_)
       : stages(stages_),
         stages_address(shared_address(stages_)),
         barriers(shared_address(barriers_)) {

@@ -17,11 +17,11 @@
 // table: byte permutations pick the values from the codebook in registers, at 3 bits their lower
 // and upper bytes apart.
 #pragma once
-#include "hopper_decode.cuh"
+#include "common/hopper_decode.cuh"
 
 constexpr int ROW_PAIR = 2;
-constexpr bool COMPUTES_TRANSPOSED = HAS_ZERO_POINT && BITS > 3 && BITS != 5;
-static_assert(HAS_TABLE == (BITS > 3 && !COMPUTES_TRANSPOSED));
+constexpr bool COMPUTES_DGRAD_CODES = HAS_ZERO_POINT && BITS > 3 && BITS != 5;
+static_assert(HAS_TABLE == (BITS > 3 && !COMPUTES_DGRAD_CODES));
 
 // What turns codes' values into weights, for two rows of the weight side by side in a register.
 struct PairScale {
@@ -43,7 +43,7 @@ struct PairScale {
 };
 
 // What a lane has of a block.
-struct TransposedCodes {
+struct DgradCodes {
   uint32 words[FRAGMENTS][ROW_PAIR];
   uint2 of_two[ROW_PAIR], of_four[ROW_PAIR];  // 5 to 7 bits: what units share, of both fragments
   uint4 firsts[ROW_PAIR];  // 3 bits: three words of fragment 0, one of fragment 1
@@ -52,12 +52,12 @@ struct TransposedCodes {
 };
 
 // Of each fragment, rows r or r + 8.
-struct TransposedValues {
+struct DgradValues {
   uint32 pairs[FRAGMENTS][2][2];    // 4 and 5 bits, looked up: rows of the pair; else columns
   uint32 seconds[FRAGMENTS][2][2];  // 6 bits and more, looked up: the second row's
 };
 
-struct TransposedDecoder {
+struct DgradDecoder {
   const uint8* table;
   uint32 lane_part;
   uint32 codebook[4];        // 1 bit: a pair of the first value, and its bits that the second has
@@ -78,8 +78,8 @@ struct TransposedDecoder {
   bool is_second_half;  // of the block's columns
 
   // Of four warps that share the 64 columns of a block.
-  __device__ __forceinline__ TransposedDecoder(const uint8* table_, const Codebook& book, int warp,
-                                               int lane)
+  __device__ __forceinline__ DgradDecoder(const uint8* table_, const Codebook& book, int warp,
+                                          int lane)
       : table(table_), lane_part(table_lane_part(lane)) {
     const int g = lane / 4, t = lane % 4;
     const int half = warp >> 1, j = 2 * (warp & 1) + (g >> 2), unit = g & 3;
@@ -113,8 +113,8 @@ struct TransposedDecoder {
       rests[r] = 512 + slot * 8;
       if (IS_SPLIT) rests[r] = 1024 + slot * 16 + (unit >> 1) * 8;
       fours[r] = (BITS == 5 ? 1024 : 1536) + slot * 8;
-      places[r] = COMPUTES_TRANSPOSED ? (turned ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
-                                      : 0x5504 | (2 * half + r) << 4;
+      places[r] = COMPUTES_DGRAD_CODES ? (turned ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
+                                       : 0x5504 | (2 * half + r) << 4;
       if (BITS == 5) places[r] = pair_selector(half, r);
     }
     if (BITS == 1) {
@@ -140,7 +140,7 @@ struct TransposedDecoder {
     lower = turned ? 0x1054 : 0x5410;
     upper = turned ? 0x3276 : 0x7632;
     merging = turned ? 0x2604 : 0x6240;
-    if (COMPUTES_TRANSPOSED) merging = turned ? 0x0004 : 0x0400;
+    if (COMPUTES_DGRAD_CODES) merging = turned ? 0x0004 : 0x0400;
     if (BITS == 3) merging = turned ? unit + 4 | unit << 4 : unit | (unit + 4) << 4;
     scale_offset = CODE_BYTES + 2 * t * LANE_SCALE_BYTES +
                    (PER_ROW == 2 ? half * FRAGMENTS * 2 * SCALE_BYTES : 0);
@@ -201,7 +201,7 @@ struct TransposedDecoder {
   }
 
   // A block's words and scales.
-  __device__ __forceinline__ void load(TransposedCodes& codes, const uint8* block) const {
+  __device__ __forceinline__ void load(DgradCodes& codes, const uint8* block) const {
     load_scales(codes.scales, block);
     if constexpr (BITS == 3) {
 #pragma unroll
@@ -224,7 +224,7 @@ struct TransposedDecoder {
   }
 
   // 6 bits and more: a unit's codes of its half, a byte each, of the row r of the pair.
-  __device__ __forceinline__ uint32 code_bytes(const TransposedCodes& codes, int f, int r) const {
+  __device__ __forceinline__ uint32 code_bytes(const DgradCodes& codes, int f, int r) const {
     if (BITS == 8) return codes.words[f][r];
     return join(rotate_right(codes.words[f][r], turns[0]),
                 rotate_right(f ? codes.of_two[r].y : codes.of_two[r].x, turns[1]),
@@ -233,8 +233,7 @@ struct TransposedDecoder {
   }
 
   // What is looked up of a block's codes, or picked.
-  __device__ __forceinline__ void look_up(TransposedValues& values,
-                                          const TransposedCodes& codes) const {
+  __device__ __forceinline__ void look_up(DgradValues& values, const DgradCodes& codes) const {
     if constexpr (BITS == 2) return pick_2_bits(values, codes);
     uint32 selectors[2];
     if constexpr (BITS == 3) make_selectors(selectors, codes);
@@ -248,7 +247,7 @@ struct TransposedDecoder {
         for (int i = 0; i < 2; i++)
 #pragma unroll
           for (int c = 0; c < 2; c++) {
-            if (COMPUTES_TRANSPOSED) {
+            if (COMPUTES_DGRAD_CODES) {
               pairs[i][c] = codes_to_values(
                   byte_permute(bytes[0], bytes[1], merging + (2 * i + c) * 0x0101), ones);
             } else {
@@ -257,7 +256,7 @@ struct TransposedDecoder {
               values.seconds[f][i][c] = look_up(bytes[1], byte);
             }
           }
-      } else if constexpr (COMPUTES_TRANSPOSED) {
+      } else if constexpr (COMPUTES_DGRAD_CODES) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           const uint32 both = byte_permute(words[0], words[1], places[i]);
@@ -301,8 +300,7 @@ struct TransposedDecoder {
 
   // The two steps of a block's fragments.
   __device__ __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], int first_step,
-                                         const TransposedValues& values,
-                                         const TransposedCodes& codes) const {
+                                         const DgradValues& values, const DgradCodes& codes) const {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
@@ -311,9 +309,9 @@ struct TransposedDecoder {
         for (int c = 0; c < 2; c++) {
           const auto& pairs = values.pairs[f][i];
           uint32 pair = pairs[c];
-          if constexpr (BITS > 5 && !COMPUTES_TRANSPOSED)
+          if constexpr (BITS > 5 && !COMPUTES_DGRAD_CODES)
             pair = byte_permute(pair, values.seconds[f][i][c], lower);
-          if constexpr ((BITS == 4 || BITS == 5) && !COMPUTES_TRANSPOSED)
+          if constexpr ((BITS == 4 || BITS == 5) && !COMPUTES_DGRAD_CODES)
             pair = byte_permute(pairs[0], pairs[1], c ? upper : lower);
           a[first_step + f][2 * i + c] = codes.scales[f][i].apply(pair);
         }
@@ -322,7 +320,7 @@ struct TransposedDecoder {
   // 3 bits: of rows r and r + 8, for either fragment two bytes, one of each row of the pair, with
   // a code of each column.
   __device__ __forceinline__ void make_selectors(uint32 (&selectors)[2],
-                                                 const TransposedCodes& codes) const {
+                                                 const DgradCodes& codes) const {
     const uint4(&firsts)[ROW_PAIR] = codes.firsts;
     const uint2(&seconds)[ROW_PAIR] = codes.seconds;
     const uint32 both[3] = {
@@ -344,8 +342,7 @@ struct TransposedDecoder {
   // 2 bits: a unit is a byte in the first half of the columns, with a field for each row and
   // column; in the second half it is a field of four bytes. Either way a register gets, for a
   // column and rows r or r + 8, the byte of both rows of the pair and of both fragments.
-  __device__ __forceinline__ void pick_2_bits(TransposedValues& values,
-                                              const TransposedCodes& codes) const {
+  __device__ __forceinline__ void pick_2_bits(DgradValues& values, const DgradCodes& codes) const {
     uint32 rows[FRAGMENTS][2];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)

@@ -1,7 +1,7 @@
 // How values of codes become weights on Hopper, in both directions: what is known of the format,
 // the product with a scale, codes that are computed, and values that stay in registers.
 #pragma once
-#include "decode.cuh"
+#include "common/decode.cuh"
 
 // What Python decides, which counts the bytes of a block and knows the format:
 //   HAS_TABLE        1 where codes are looked up

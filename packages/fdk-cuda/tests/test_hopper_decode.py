@@ -175,7 +175,7 @@ def check_registers(sources, q, layout, dtype, *, has_table):
     shape = hopper_shapes(layout.geometry, HOPPER)[-1]
     assert shape.has_table == has_table
     options = hopper_program(Variant.of(layout.geometry, dtype), shape).options
-    command = ["g++", "-std=c++17", "-O1", "-w", "-include", "host.h", *options, "main.cpp"]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-I.", "-include", "host.h", *options, "main.cpp"]
     subprocess.run([*command, "-o", "main"], cwd=sources, check=True)
     given = [layout.codebook.view(torch.uint8), layout.packed.flatten()]
     data = torch.cat([part.contiguous() for part in given]).numpy().tobytes()

@@ -1,11 +1,12 @@
-// W_hat :: [n, k, dtype] of a weight in the Marlin layout, as QuantisedTensor.dequantise gives it.
+// W_hat :: [n, k, dtype] of a weight in the Marlin layout, equal to QuantisedTensor.dequantise.
 //
 // packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
 // codebook :: [2^BITS, dtype]
 //
-// A warp takes a block at a time. A lane decodes eight neighbouring values of a row at once, so it
-// stores 16 bytes, and its four neighbours fill a run of 64. At 1 bit there is no table.
-//   WARPS  of a block of threads
+// A warp decodes a block at a time. A lane stores eight neighbouring values of a row as 16 bytes,
+// and four lanes a run of 64 bytes. There is no table at 1 bit.
+//
+//   WARPS  in a thread block
 #include "common/decode.cuh"
 
 constexpr int THREADS = WARPS * LANES;
@@ -15,14 +16,13 @@ struct Params {
   const uint16* codebook;
   uint16* out;
   int n, k, padded_k;
-  int blocks;  // of the layout
+  int blocks;  // of 32 x 64 weights
   uint32 base[STEPS];
   uint32 nibbles;
 };
 
-// 1 bit: the bits of a pair, each spread over its half. They are brought to the top of two bytes
-// (layout.py: _bit_positions; eight words for a fragment's sixteen pairs), whose signs a
-// permutation repeats.
+// 1 bit: expands the bits of a pair to masks. They are moved to the top of two bytes (layout.py:
+// _bit_positions), whose signs a permutation replicates.
 __device__ __forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, int i) {
   if (fragment % 2 == 0)
     return byte_permute(word << (7 - 2 * i), word << (6 - 2 * i), 0xCC88 + 0x1111 * s);
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
   const int n_blocks = p.padded_k / BLOCK_K;
   const int step = gridDim.x * WARPS;
   int index = blockIdx.x * WARPS + threadIdx.x / LANES;
-  // A block is loaded while the one before is decoded, the first while the table is made.
+  // A block is loaded while the previous one is decoded, the first while the table is built.
   Stored next;
   if (index < p.blocks) next.load(p.packed, index, g, t);
   const Codebook codebook(p.codebook, lane);
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
     constants.values[1] = codebook.words[1];
     __syncthreads();
   }
-  wait_previous_kernel();  // weights and codebook are constants, what is written to is not
+  wait_previous_kernel();  // weights and codebook are constant, the output is not
 
   const bool whole_pieces = p.k % 8 == 0;
   for (; index < p.blocks; index += step) {

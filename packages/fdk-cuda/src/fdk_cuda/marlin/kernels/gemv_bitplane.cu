@@ -1,4 +1,4 @@
-// y = x @ W_hat.T + bias for one row of x and weights of 1 bit, by tensor cores that multiply bits.
+// y = x @ W_hat.T + bias for one row of x and 1 bit, by binary tensor cores (AND and popcount).
 //
 // x        :: [1, padded_k, dtype]
 // packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
@@ -6,23 +6,21 @@
 // bias     :: [n, dtype] or null
 // y        :: [1, n, dtype]
 //
-// Every group of 64 values of x is rounded to integers of 16 bits by the group's largest, and bit j
-// of all of them is a bitplane: 64 bits. A product of bits counts, for 16 words of W at a time, how
-// many ones of a bitplane meet a one of W; so the words are operand A as they lie, and nothing is
-// decoded. Half of a word's bits belong to row g of a fragment, half to row g + 8. Of the eight
-// columns of operand B four hold bitplanes where the bits of row g lie, four where those of g + 8
-// do, and zeros elsewhere.
+// Every group of 64 values of x is rounded to 16-bit integers relative to its largest. Bit plane j
+// holds bit j of all 64. A binary product counts, for 16 words of W at once, the ones that a plane
+// and W share, so operand A is the packed words themselves and nothing is decoded. Half of a word's
+// bits belong to row g of a fragment, half to row g + 8: four columns of operand B hold planes at
+// the bits of row g, four at those of row g + 8, with zeros elsewhere.
 //
-// Counts are summed as floats: an integer's bits, read as a float, are as many times 2^-149, and
-// multiplications by powers of two make exact sums of them.
+// Counts are summed as floats without conversion: the bits of an integer, read as a float, are that
+// many times 2^-149, and multiplying by powers of two gives exact sums.
 //
-// With a lone power of two in x the sum of bits is exact, and so is y (see small_m.cu:
-// KEEPS_X_SUM). Affine weights keep apart the sums of bits, and of x times zero points: scale times
-// zero point is exact where both have 11 bits at most. An infinity in x gives NaN.
+// With a one-hot power of two in x the sum of bits, and so y, is exact (small_m.cu: KEEPS_X_SUM).
+// Affine weights sum bits and x times zero point separately: scale times zero point is exact if
+// both have at most 11 bits. An infinity in x gives NaN.
 //
-// Beside small_m_mainloop.cuh's, an instantiation has
-//   BITPLANE_BYTES  what Python counts for a group: its bitplanes, and what their counts are scaled
-//   with
+// Macros, in addition to those of small_m_mainloop.cuh:
+//   BITPLANE_BYTES  bytes of a group of x in shared memory: planes, and the factors of their counts
 #include "common/small_m_mainloop.cuh"
 #include "common/activations.cuh"
 
@@ -30,21 +28,21 @@ static_assert(BITS == 1 && PER_ROW == 1 && N_GROUPS == 1);
 static_assert(!AFFINE || SCALE_TYPE != 2, "the product of a scale and a zero point is exact");
 
 constexpr int BITPLANES = 16, PRODUCTS = 4, COUNTS = 8;
-constexpr int ORDERS = FRAGMENTS;    // of columns in a word: one for each fragment
+constexpr int ORDERS = FRAGMENTS;    // of columns in a word: one per fragment
 constexpr int COLUMN_BITPLANES = 4;  // columns of operand B for a row of a fragment
-constexpr int FACTORS_AT = ORDERS * COLUMN_BITPLANES * QUAD * 16;  // bytes, from a group's first
+constexpr int FACTORS_AT = ORDERS * COLUMN_BITPLANES * QUAD * 16;  // bytes from a group's first
 constexpr int GROUP_BYTES = FACTORS_AT + 16;
 static_assert(GROUP_BYTES == BITPLANE_BYTES);
 constexpr int VALUE_BITS = BITPLANES - 1;
-// To x times a power of two this adds so much that the sum's lower bits are the integer's.
+// Added to x times a power of two, this makes the lower bits of the sum the integer.
 constexpr float TO_INTEGER = 12582912.f;
-// Counts are multiplied with 2^(120 + j), for bitplane j of eight, so they are 2^-29 of the
-// integers; a group's factor makes up for 2^14 of it, for sums of small x would be subnormal
-// otherwise, and the end of a tile for the rest.
+// Counts are multiplied by 2^(120 + j) for plane j of eight, so they are 2^-29 of the integers. A
+// group's factor restores 2^14 of that, because sums of small x would be subnormal otherwise, and
+// the end of a tile the rest.
 constexpr int COUNT_EXPONENT = 120, MADE_UP = 14;
 constexpr float SUM_FACTOR = 32768.f;
 
-// Counts, for a :: [16, 128] and b :: [128, 8] of bits in fragments, how often both are one.
+// Counts the bits that are one in both of a :: [16, 128] and b :: [128, 8], in fragments.
 __device__ __forceinline__ void count_both(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 b) {
   asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, "
       "{%7,%7,%7,%7};"
@@ -67,24 +65,23 @@ struct Bytes {
   }
 };
 
-// Bits of a where the mask has ones, elsewhere of b.
+// Returns bits of a where the mask is one, of b elsewhere.
 __device__ __forceinline__ uint32 choose(uint32 mask, uint32 a, uint32 b) {
   return (a & mask) | (b & ~mask);
 }
 
-// The bitplanes of a group's values, and what counts are scaled with, so that they are sums of x.
+// Bit planes of a group of x, and the factors that turn counts into sums of x.
 //
-// bitplanes  :: [ORDERS, COLUMN_BITPLANES, QUAD, PRODUCTS, uint32]  at the bits of row g; in the
-// second
-//            order three places lower
-// factors :: [2, float]                                       of counts, and the sum of x
+// bitplanes :: [ORDERS, COLUMN_BITPLANES, QUAD, PRODUCTS, uint32]   at the bits of row g; in the
+//              second order three places lower
+// factors   :: [2, float]                                           of counts, and the sum of x
 //
-// Column c has bitplanes 8 (c / 2) + c % 2 + 2 i for products i.
+// Column c has planes 8 (c / 2) + c % 2 + 2 i for products i.
 struct GroupBitplanes {
   uint4 words[ORDERS][COLUMN_BITPLANES];
   float factor, sum;
 
-  // The whole warp calls, four lanes to a group.
+  // Called by the whole warp, four lanes to a group.
   __device__ __forceinline__ explicit GroupBitplanes(const Values& values) {
     const GroupRange range(values);
     sum = range.sum;
@@ -99,7 +96,7 @@ struct GroupBitplanes {
     transpose(v);
   }
 
-  // v[s][i][e] lies at bit 8 s + 4 i + e of the first order, and 16 e + 8 i + s of the second.
+  // v[s][i][e] goes to bit 8 s + 4 i + e of the first order, and 16 e + 8 i + s of the second.
   __device__ __forceinline__ void transpose(const uint32 (&v)[STEPS][2][2]) {
     const Bytes first[4] = {{v[0][0][0], v[1][0][0], v[2][0][0], v[3][0][0]},
                             {v[0][0][1], v[1][0][1], v[2][0][1], v[3][0][1]},
@@ -107,7 +104,7 @@ struct GroupBitplanes {
                             {v[0][1][1], v[1][1][1], v[2][1][1], v[3][1][1]}};
 #pragma unroll
     for (int upper = 0; upper < 2; upper++) {
-      uint32 pairs[2][2];  // of i and of odd bitplanes: a bitplane of both e, side by side
+      uint32 pairs[2][2];  // [i][odd plane]: a plane of both e, interleaved
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint32 a = first[2 * i].of[upper], b = first[2 * i + 1].of[upper];
@@ -128,7 +125,7 @@ struct GroupBitplanes {
                              {v[3][0][0], v[3][1][0], v[3][0][1], v[3][1][1]}};
 #pragma unroll
     for (int upper = 0; upper < 2; upper++) {
-      uint32 pairs[2][2];  // of s: a bitplane of two s, side by side
+      uint32 pairs[2][2];  // [s][odd plane]: a plane of two s, interleaved
 #pragma unroll
       for (int s = 0; s < 2; s++) {
         const uint32 a = second[2 * s].of[upper], b = second[2 * s + 1].of[upper];
@@ -156,7 +153,7 @@ struct GroupBitplanes {
   }
 };
 
-// The scale, or zero point, of one of rows g and g + 8.
+// Scale and zero point of one of rows g and g + 8.
 struct RowScales {
   Scales both;
   int row;
@@ -177,17 +174,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) uint8 shared[];
   start_next_kernel();
   const int thread = threadIdx.x, lane = thread % LANES;
-  const int warp = __shfl_sync(~0u, thread / LANES, 0);  // known to be the same for the whole warp
+  const int warp = __shfl_sync(~0u, thread / LANES, 0);  // uniform in the warp
   const int g = lane / 4, t = lane % 4, slot = lane_slot(g, t);
   const TileScheduler scheduler(p, warp);
   const int warp_groups = K_BLOCKS * p.rounds;
   uint8* const own_groups = shared + warp * warp_groups * GROUP_BYTES;
   const SharedMemory memory(shared + WARPS * warp_groups * GROUP_BYTES, scheduler);
   WeightPipeline weights(scheduler, memory);
-  if (scheduler.split > 1) open_dsmem_buffers(memory.dsmem_barriers, thread);
+  if (scheduler.cluster > 1) open_dsmem_buffers(memory.dsmem_barriers, thread);
   const uint32 codebook = *reinterpret_cast<const uint32*>(p.codebook);
 
-  // See small_m.cu. A warp converts what it takes of x, the same columns in every pass.
+  // As in small_m.cu. A warp converts its own columns of x, the same in every pass.
   wait_previous_kernel();
   const int groups = K_BLOCKS * scheduler.stages;
   const auto group_of = [&](int own) {
@@ -195,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                ? (scheduler.first + own / K_BLOCKS * scheduler.step) * K_BLOCKS + own % K_BLOCKS
                : 0;
   };
-  constexpr int AT_A_TIME = LANES / QUAD;  // groups that the lanes g take
+  constexpr int AT_A_TIME = LANES / QUAD;  // groups that the lanes g convert
   Packed packed, next;
   packed.load(p.x + group_of(g) * BLOCK_K, t);
   for (int own = g; own - g < groups; own += AT_A_TIME) {
@@ -204,18 +201,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (own < groups) group.store(own_groups + own * GROUP_BYTES, t);
     packed = next;
   }
-  __syncwarp();  // the lanes of a warp may have parted at the stores above
+  __syncwarp();  // the stores above may have diverged
   weights.start_others();
-  if (scheduler.split > 1) wait_dsmem_buffers();
+  if (scheduler.cluster > 1) wait_dsmem_buffers();
 
-  // Of the last bitplane of the upper byte, the sign.
+  // The last plane of the upper byte is the sign.
   float last = __int_as_float(t % 2 ? 0xFF000000u : 0x7F000000u);
-  const int row = t / 2;  // whose counts the lane has: of rows g and g + 8
+  const int row = t / 2;  // the lane's counts are of row g (0) or g + 8 (1)
   int shift = g < 4 ? 0 : 2, turn = g < 4 ? 3 : 7;
-  // In registers: the compiler would make them anew for each stage.
+  // Kept in registers: the compiler would recompute them for each stage.
   asm volatile("" : "+f"(last), "+r"(shift), "+r"(turn));
   const int from = (g % COLUMN_BITPLANES * QUAD + t) * 16;
-  const auto take = [&](auto constant, int pass) {
+  const auto compute = [&](auto constant, int pass) {
     constexpr int BLOCKS = decltype(constant)::value;
     constexpr int PAIRS = (BLOCKS + 1) / 2;
     float sum[BLOCKS][FRAGMENTS] = {}, x_sum[BLOCKS][FRAGMENTS] = {};
@@ -242,8 +239,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (n_block == BLOCKS) break;
             const uint8* block =
                 weights.pipeline.current() + (n_block * K_BLOCKS + k_block) * BLOCK_BYTES;
-            // A word at a time: a product takes those of two blocks as a pair of registers, and
-            // the compiler would copy each pair several times.
+            // One word at a time: a product reads words of two blocks as a register pair, which the
+            // compiler would copy several times.
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; f++)
               asm volatile("ld.shared.b32 %0, [%1];"
@@ -278,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           }
         }
       }
-      // The products above have consumed every load of this stage: the compiler may not move its
-      // release ahead of them.
+      // The products above have consumed all loads of this stage: the compiler must not move its
+      // release before them.
 #pragma unroll
       for (int f = 0; f < FRAGMENTS * BLOCKS; f++)
         asm volatile("" : "+f"(sum[f / FRAGMENTS][f % FRAGMENTS])::"memory");
@@ -301,5 +298,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (t % 2 == 0) buffer[(block * FRAGMENTS + f) * 16 + 8 * row + g] = value;
       }
   };
-  run_passes(scheduler, memory, thread, take);
+  run_passes(scheduler, memory, thread, compute);
 }

@@ -1,34 +1,33 @@
-// y = x @ W_hat.T + bias for few rows of x and weights of 1 bit, or for one row and zero points of
-// 2, by integer tensor cores.
+// y = x @ W_hat.T + bias for 1 to 4 rows of x and 1 bit, or one row and affine 2 bits, by int8
+// tensor cores.
 //
 // x        :: [m, padded_k, dtype]                 m <= TILE_M
 // packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
-// codebook :: [2, dtype]                          1 bit
+// codebook :: [2, dtype]                           1 bit only
 // bias     :: [n, dtype] or null
 // y        :: [m, n, dtype]
 //
-// Of the eight columns of operand B one row of x takes one in small_m.cu; here it takes three, or
-// two where there are four rows. Every group of 64 values of a row is rounded to integers of 21
-// bits, or 14, by the group's largest, and these are cut into signed limbs of 8 bits:
-// v = d0 + 2^8 d1 + 2^16 d2. Operand A holds the bits of W as they lie in its words, four to a
-// register by one AND, so a product is exact; small_m.cu spends 2.5 times the instructions on its
-// operand, in which every value takes 16 bits.
+// Every group of 64 values of a row of x is rounded to integers relative to its largest, and these
+// are cut into signed limbs of 8 bits: v = d0 + 2^8 d1 + 2^16 d2, 21 bits in three limbs for one
+// row, 14 bits in two for four rows. Each limb takes a column of operand B. Operand A holds the
+// bits of W at their places in the packed words, four to a register by one AND. small_m.cu needs
+// 2.5 times the instructions for its operand A, whose values have 16 bits.
 //
-// The bits of a row lie at two places of a byte, one twice the other, and those in the lower half
-// of a fragment higher by a power of two. B makes up for the first: it has 2 v where the bit counts
-// once. The end of a tile makes up for the second.
+// The bits of a row are at two places of a byte, one twice the other: operand B has 2 v where the
+// bit counts once. Bits of the lower half of a fragment are higher by a power of two, which is
+// divided out at the end of a tile.
 //
-// Codes of 2 bits lie at four places of a byte. Operand A holds them as unsigned bytes at two
-// places each for the first and the second half of a fragment's rows, so that B has v and 4 v, and
-// both fragments share it. Their values of x have a bit less.
+// Codes of 2 bits are at four places of a byte. Operand A holds them as unsigned bytes at two
+// places for each half of a fragment's rows; operand B has v and 4 v, shared by both fragments, and
+// x one bit less.
 //
-// With a lone power of two in x the sum of bits is exact, and so is y (see small_m.cu:
-// KEEPS_X_SUM). Affine weights keep apart the sums of bits, and of x times zero points: scale times
-// zero point is exact where both have 11 bits at most. An infinity in x gives NaN.
+// With a one-hot power of two in x the sum of bits, and so y, is exact (small_m.cu: KEEPS_X_SUM).
+// Affine weights sum bits and x times zero point separately: scale times zero point is exact if
+// both have at most 11 bits. An infinity in x gives NaN.
 //
-// Beside small_m_mainloop.cuh's, an instantiation has
-//   TILE_M        1, or 4 for up to four rows
-//   LIMB_BYTES  what Python counts for a group: its limbs, and what their sums are scaled with
+// Macros, in addition to those of small_m_mainloop.cuh:
+//   TILE_M      1, or 4 for 2 to 4 rows
+//   LIMB_BYTES  bytes of a group of x in shared memory: limbs, and the factors of their sums
 #include "common/small_m_mainloop.cuh"
 #include "common/activations.cuh"
 
@@ -40,20 +39,20 @@ static_assert(TILE_M == 1 || TILE_M == 4);
 constexpr int LIMBS = TILE_M == 1 ? 3 : 2;
 constexpr int B_COLUMNS = TILE_M * LIMBS;
 constexpr int FACTORS = TILE_M == 1 ? QUAD : 2 * TILE_M;
-constexpr int B_SETS = BITS == 1 ? FRAGMENTS : 1;  // of limbs: as many as orders of columns
-constexpr int FACTORS_AT = B_SETS * B_COLUMNS * QUAD * 16;  // bytes, from a group's first
+constexpr int B_SETS = BITS == 1 ? FRAGMENTS : 1;  // copies of the limbs, one per order of columns
+constexpr int FACTORS_AT = B_SETS * B_COLUMNS * QUAD * 16;  // bytes from a group's first
 constexpr int GROUP_BYTES = FACTORS_AT + FACTORS * 4;
 static_assert(GROUP_BYTES == LIMB_BYTES);
 constexpr int HALVES = 2;  // of 8 rows, in a fragment
-// |v| is less than 2 to this, and 2 v, or 4 v at 2 bits, has LIMBS limbs.
+// v| < 2^VALUE_BITS, so that 2 v, or 4 v at 2 bits, has LIMBS limbs.
 constexpr int VALUE_BITS = (LIMBS == 3 ? 21 : 14) - BITS;
-// To x times a power of two this adds so much that the sum's lower bytes are its limbs, each moved
-// to the middle of a byte's range: 2^23 + 0x408080, and 2^23 + 0x8080.
+// Added to x times a power of two, this makes the lower bytes of the sum its limbs, each shifted to
+// the middle of a byte's range: 2^23 + 0x408080, or 2^23 + 0x8080.
 constexpr float TO_LIMBS = LIMBS == 3 ? 12615808.f : 8421504.f;
 constexpr uint32 LIMB_MIDDLE = 0x80808080u, TOP_MIDDLE = 0x40404040u;
 
-// d += a b for a :: [16, 32] of bytes, signed but at 2 bits, and b :: [32, 8] of signed ones, in
-// fragments.
+// d += a b for fragments of bytes: a :: [16, 32], signed (unsigned at 2 bits), and b :: [32, 8],
+// signed.
 __device__ __forceinline__ void multiply_bytes(int (&d)[4], const uint32 (&a)[4], uint32 b0,
                                                uint32 b1) {
 #define FDK_MMA_BYTES(type)                                           \
@@ -68,17 +67,18 @@ __device__ __forceinline__ void multiply_bytes(int (&d)[4], const uint32 (&a)[4]
 #undef FDK_MMA_BYTES
 }
 
-// Sums of limbs are at most 2^18, at 2 bits 2^21: added to these bits, 1.5 * 2^23 as a float, they
-// are the bits of the float that is as much greater. An I2F would keep a pipe busy for 8 cycles.
+// Sums of limbs are at most 2^18, at 2 bits 2^21. Starting from these bits, which are 1.5 * 2^23 as
+// a float, an integer sum is the bits of that float plus the sum. A conversion (I2F) would keep its
+// pipe busy for 8 cycles.
 constexpr int SUM_BITS = 0x4B400000;
 constexpr float SUM_FLOAT = 12582912.f;
 
-// d0 + 256 d1, rounded once.
+// Returns d0 + 256 d1, rounded once.
 __device__ __forceinline__ float join(int d0, int d1) {
   return __int_as_float(d0) + fmaf(__int_as_float(d1), 256.f, -257.f * SUM_FLOAT);
 }
 
-// The limbs of four integers, as four bytes to a word.
+// Splits four integers into limbs, four bytes to a word.
 __device__ __forceinline__ void split_limbs(uint32 (&limbs)[LIMBS], uint32 v0, uint32 v1, uint32 v2,
                                             uint32 v3) {
   const uint32 low = byte_permute(v0, v1, 0x5140), high = byte_permute(v2, v3, 0x5140);
@@ -90,18 +90,18 @@ __device__ __forceinline__ void split_limbs(uint32 (&limbs)[LIMBS], uint32 v0, u
   }
 }
 
-// The limbs of a row's group, and what sums of limbs are scaled with, so that they are sums of x.
+// Limbs of a group of a row of x, and the factors that turn sums of limbs into sums of x.
 //
-// limbs  :: [B_SETS, TILE_M, LIMBS, QUAD, 16 bytes]
-// factors :: [QUAD, float]       for one row, by lane: of limbs 0 and 1, of limb 2, the sum, none
-// factors :: [2, TILE_M, float]  for four: of limbs, then the sums of x
+// limbs   :: [B_SETS, TILE_M, LIMBS, QUAD, 16 bytes]
+// factors :: [QUAD, float]       one row, by lane: limbs 0 and 1, limb 2, the sum of x, unused
+// factors :: [2, TILE_M, float]  four rows: limbs, then sums of x
 //
-// The sum of x is negated where zero points multiply it.
+// The sum of x is negated if zero points multiply it.
 struct GroupLimbs {
   uint32 words[B_SETS][LIMBS][4];
   float factor, sum;
 
-  // The whole warp calls, four lanes to a group.
+  // Called by the whole warp, four lanes to a group.
   __device__ __forceinline__ GroupLimbs(const Values& values, int t) {
     const GroupRange range(values);
     sum = AFFINE ? -range.sum : range.sum;
@@ -114,7 +114,7 @@ struct GroupLimbs {
 #pragma unroll
       for (int word = 0; word < 4; word++) {
         uint32 limbs[LIMBS];
-        // The first two: register e, its bytes by unit. The others: units 2 r and 2 r + 1, each e.
+        // Words 0, 1: register e, bytes by unit. Words 2, 3: units 2 r and 2 r + 1, each e.
         const int e = word, s = word;
         if (word < 2)
           split_limbs(limbs, integer(0, 0, e, e == 0), integer(0, 1, e, e == 0),
@@ -132,7 +132,7 @@ struct GroupLimbs {
 #pragma unroll
       for (int word = 0; word < 4; word++) {
         uint32 limbs[FRAGMENTS][LIMBS];
-        // Even fragments: register 2 i + e, its bytes by s. Odd ones: register s, bytes i + 2 e.
+        // Even fragments: register 2 i + e, bytes by s. Odd ones: register s, bytes i + 2 e.
         const int i = word >> 1, e = word & 1, s = word;
         split_limbs(limbs[0], integer(0, i, e, e == 0), integer(1, i, e, e == 0),
                     integer(2, i, e, e == 0), integer(3, i, e, e == 0));
@@ -144,7 +144,7 @@ struct GroupLimbs {
           for (int limb = 0; limb < LIMBS; limb++) words[f][limb][word] = limbs[f][limb];
       }
     }
-    // Half, for bits count twice, or a fourth.
+    // Halved, because bits count twice; a fourth at 2 bits.
     const int lane_places = TILE_M == 1 ? 16 * t : 0;
     factor = range.power_or_nan(range.exponent - VALUE_BITS - (BITS - 1) + lane_places);
   }
@@ -169,17 +169,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(1024) uint8 shared[];
   start_next_kernel();
   const int thread = threadIdx.x, lane = thread % LANES;
-  const int warp = __shfl_sync(~0u, thread / LANES, 0);  // known to be the same for the whole warp
+  const int warp = __shfl_sync(~0u, thread / LANES, 0);  // uniform in the warp
   const int g = lane / 4, t = lane % 4, slot = lane_slot(g, t);
   const TileScheduler scheduler(p, warp);
   const int warp_groups = K_BLOCKS * p.rounds;
   uint8* const own_groups = shared + warp * warp_groups * GROUP_BYTES;
   const SharedMemory memory(shared + WARPS * warp_groups * GROUP_BYTES, scheduler);
   WeightPipeline weights(scheduler, memory);
-  if (scheduler.split > 1) open_dsmem_buffers(memory.dsmem_barriers, thread);
+  if (scheduler.cluster > 1) open_dsmem_buffers(memory.dsmem_barriers, thread);
   const uint32 codebook = *reinterpret_cast<const uint32*>(p.codebook);
 
-  // See small_m.cu. A warp converts what it takes of x, the same columns in every pass.
+  // As in small_m.cu. A warp converts its own columns of x, the same in every pass.
   wait_previous_kernel();
   const int groups = K_BLOCKS * scheduler.stages;
   const auto group_of = [&](int own) {
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                ? (scheduler.first + own / K_BLOCKS * scheduler.step) * K_BLOCKS + own % K_BLOCKS
                : 0;
   };
-  // Of each row of x, the lanes g take this many groups at a time, and where there are many, twice.
+  // The lanes g convert this many groups of each row at a time; with four rows, twice.
   constexpr int AT_A_TIME = LANES / QUAD / TILE_M, TIMES = TILE_M == 1 ? 1 : 2;
   const int m_index = g % TILE_M;
   const uint16* const x = p.x + static_cast<uint64>(m_index < p.m ? m_index : 0) * p.padded_k;
@@ -207,17 +207,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < TIMES; i++) packed[i] = next[i];
   }
-  __syncwarp();  // the lanes of a warp may have parted at the stores above
+  __syncwarp();  // the stores above may have diverged
   weights.start_others();
-  if (scheduler.split > 1) wait_dsmem_buffers();
+  if (scheduler.cluster > 1) wait_dsmem_buffers();
 
-  // Columns past the limbs are zeros. A count of one in the third lane meets the sum of x.
+  // Columns past the limbs are zero. A count of one in the third lane multiplies the sum of x.
   const int first_sum = SUM_BITS + (TILE_M == 1 && t == 2);
   int start[4] = {first_sum, SUM_BITS, first_sum, SUM_BITS};
-  // In registers: the compiler would make them anew for most products.
+  // Kept in registers: the compiler would recompute them for most products.
   asm volatile("" : "+r"(start[0]), "+r"(start[1]), "+r"(start[2]), "+r"(start[3]));
   uint4 b[B_SETS] = {};
-  const auto take = [&](auto constant, int pass) {
+  const auto compute = [&](auto constant, int pass) {
     constexpr int BLOCKS = decltype(constant)::value;
     float sum[FRAGMENTS * BLOCKS][HALVES] = {};
     float x_sum[FRAGMENTS * BLOCKS][HALVES] = {};  // for four rows
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           for (int f = 0; f < B_SETS; f++)
             b[f] = *reinterpret_cast<const uint4*>(limbs + (f * B_COLUMNS * QUAD + lane) * 16);
         const float* const factors = reinterpret_cast<const float*>(limbs + FACTORS_AT);
-        // Of one row, the zero point comes in in the third lane.
+        // With one row, the zero point is applied in the third lane.
         const float factor = AFFINE && TILE_M == 1 && t == 2 ? 0.f : factors[t];
         const float x_factor = TILE_M == 1 ? (t == 2 ? factors[t] : 0.f) : factors[TILE_M + t];
 #pragma unroll
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             int d[4] = {start[0], start[1], start[2], start[3]};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              // layout.py: _bit_positions
+              // See layout.py: _bit_positions.
               if constexpr (BITS == 1) {
                 const uint32 word =
                     f == 0 ? words[0] >> 4 * half : rotate_right(words[1], 3 + 2 * half);
@@ -257,13 +257,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                      word & 0x02020202u, word & 0x02020202u * lower};
                 multiply_bytes(d, a, half ? b[f].z : b[f].x, half ? b[f].w : b[f].y);
               } else if (half == 0) {
-                // Looked up elsewhere: a byte for a unit.
+                // The half that decode.cuh looks up: a byte per unit.
                 const uint32 word = words[2 * f];
                 const uint32 a[4] = {word & 0x03030303u, word & 0x30303030u, word & 0x0C0C0C0Cu,
                                      word & 0xC0C0C0C0u};
                 multiply_bytes(d, a, b[0].x, b[0].y);
               } else {
-                // Computed elsewhere: two bytes for a row, two units of both to a register.
+                // The half that it computes: two bytes per row, two units of both to a register.
                 constexpr uint32 PLACES = 0x0C0C0303u;
                 const uint32 word = rotate_right(words[2 * f + 1], 1);
                 const uint32 upper = byte_permute(word, word, 0x1010);
@@ -288,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           }
         }
       }
-      // The products above have consumed every load of this stage: the compiler may not move its
-      // release ahead of them.
+      // The products above have consumed all loads of this stage: the compiler must not move its
+      // release before them.
 #pragma unroll
       for (int f = 0; f < FRAGMENTS * BLOCKS; f++) asm volatile("" : "+f"(sum[f][0])::"memory");
       weights.next();
@@ -314,5 +314,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           buffer[t * SUM_STRIDE + f * 16 + 8 * half + g] = value;
       }
   };
-  run_passes(scheduler, memory, thread, take);
+  run_passes(scheduler, memory, thread, compute);
 }

@@ -1,4 +1,5 @@
-// dx = dy @ W_hat for many rows of dy, on Hopper's wgmma, from the bytes that the forward takes.
+// dx = dy @ W_hat for many rows of dy, by Hopper's wgmma, from the same packed bytes as the
+// forward.
 //
 // dy       :: [m, n, dtype]                     by tensor copies: any m, any n
 // packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
@@ -6,17 +7,16 @@
 // dx       :: [m, k, dtype]
 // sums     :: [tiles, splits, TILE_M, TILE_N, float32]   for split_k_reduce.cu
 //
-// hopper_gemm.cu turned round: rows of a tile are columns of the weight, 64 to a group of
-// consumers, and a step takes 64 rows of the weight, which are what is summed over. Both share
-// hopper_mainloop.cuh, and the ring, units of work and clusters of cluster_reduce.cuh; decoding is
-// hopper_dgrad_decode.cuh's.
+// hopper_gemm.cu with the weight transposed: TILE_N counts columns of the weight, the outputs of
+// this product, 64 for each consumer; a step sums over 64 of its rows. Both share
+// hopper_mainloop.cuh, tile_scheduler.cuh and cluster_reduce.cuh; hopper_dgrad_decode.cuh decodes.
 //
-// Beside fragments.cuh's, an instantiation has
-//   TILE_M  rows of dy in a tile, a multiple of 16 up to 256
-//   STAGES        of the ring
-//   CLUSTER       blocks of a cluster: 1 or 2
+// Macros, in addition to those of fragments.cuh and hopper_scales.cuh:
+//   TILE_M   rows of dy in a tile, a multiple of 16 up to 256
+//   STAGES   of the pipeline
+//   CLUSTER  thread blocks of a cluster: 1 or 2
 
-// Its only cut: hopper_backward_program asserts that the shape has it.
+// The only tile it is compiled for: hopper_dgrad_program asserts it.
 constexpr int CONSUMERS = 2, K_GROUPS = 1, K_BLOCKS = 1;
 
 #include "common/hopper.cuh"
@@ -34,9 +34,9 @@ struct Params {
   int k_blocks;  // of 64 columns
   int n_tiles, m_tiles;
   int group_m_tiles;  // see tile_scheduler.cuh
-  int splits;         // of the steps, of all but whole_tiles
+  int splits;         // of the steps, in all tiles but the first whole_tiles
   int whole_tiles;
-  int box_rows;  // of dy in a tile, up to TILE_M
+  int box_rows;  // rows of dy in a tile, up to TILE_M
 };
 __device__ __forceinline__ uint16* out_of(const Params& p) { return p.dx; }
 __device__ __forceinline__ int width_of(const Params& p) { return p.k; }
@@ -49,19 +49,17 @@ constexpr int W_PART_BYTES = CONSUMERS * BLOCK_BYTES;  // neighbours along k
 constexpr int W_BYTES = STEP_BLOCKS * W_PART_BYTES;
 static_assert(STEP_ROWS == BLOCK_K && GROUP_N == BLOCK_K);
 static_assert(STEP_BLOCKS * FRAGMENTS == STEPS);
-// Up to how many columns of a tile codes of the next step are loaded, and looked up or picked,
-// before this one is handed to the tensor cores. H200, 8192 x 8192, 384 rows: 1 bit 78.4 us
-// -> 72.4, 4 bits 83.5 -> 76.9, 8 bits 98.7 -> 90.3. 3 bits gain with narrow tiles (128 rows: 38.8
-// -> 37.4) and lose with wider ones (384 rows: 86.2 -> 89.0), 1 bit gains nothing with 256, where 8
-// bits by a table would spill 12 bytes; nor do codes that are computed (affine 4, 192 rows: 41.5
-// -> 42.7).
+// Largest TILE_M at which codes of the next step are loaded, and looked up or selected, before this
+// one goes to the tensor cores (H200, 8192 x 8192, 384 rows: 1 bit 78.4 us -> 72.4, 4 bits 83.5 ->
+// 76.9, 8 bits 98.7 -> 90.3). 3 bits gain with narrow tiles only, and computed codes do not gain.
+// With 256, 8 bits by table would spill 12 bytes.
 constexpr int MOST_AHEAD = HAS_ZERO_POINT                                ? 0
                            : BITS == 3                                   ? 128
                            : BITS % 2 == 0 && BITS < 5 && SCALE_TYPE < 2 ? 256
                                                                          : 192;
 constexpr bool AHEAD = STAGES > 3 && TILE_M <= MOST_AHEAD;
 
-// One thread: copies are issued one after another whoever does it.
+// Runs in one thread: copies are issued one after another anyway.
 __device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint32 w_stages,
                                         uint32 barriers) {
   const uint64 policy = weights_policy(p);
@@ -70,21 +68,21 @@ __device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint3
     const uint32 full = barriers + 16 * stage, target = w_stages + stage * W_BYTES;
     expect_bytes(full, p.box_rows * ROW_BYTES + W_BYTES);
     const uint8* source =
-        p.packed + at.step * STEP_BLOCKS * row_bytes + at.unit.tile.row * W_PART_BYTES;
+        p.packed + at.step * STEP_BLOCKS * row_bytes + at.unit.tile.n * W_PART_BYTES;
 #pragma unroll
     for (int block = 0; block < STEP_BLOCKS; block++)
       copy_bulk(target + block * W_PART_BYTES, source + block * row_bytes, W_PART_BYTES, full,
                 policy);
   };
   auto copy_dy = [&](const WorkCursor& at, int stage) {
-    copy_box(dy_stages + stage * B_BYTES, p.dy, at.step * STEP_ROWS,
-             at.unit.tile.column * p.box_rows, barriers + 16 * stage);
+    copy_box(dy_stages + stage * B_BYTES, p.dy, at.step * STEP_ROWS, at.unit.tile.m * p.box_rows,
+             barriers + 16 * stage);
   };
   fill_pipeline(p, barriers, copy_weights, copy_dy);
 }
 
-// Sums of a group for one tile: value e of block b belongs to column 16 * warp + 2 * g + (e >> 1)
-// of the weight, of the group's 64, and to row 8 * b + 2 * t + (e & 1) of dx.
+// Stores a consumer's sums of a split. Value e of block b belongs to column 16 * warp + 2 * g + (e
+// >> 1) of its 64 columns of the weight, and to row 8 * b + 2 * t + (e & 1) of dx.
 __device__ __forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS],
                                               int group, int warp, int lane) {
   sums += 2 * (lane % 4) * TILE_N + GROUP_N * group + 16 * warp + 2 * (lane / 4);
@@ -95,7 +93,7 @@ __device__ __forceinline__ void store_partial(float* sums, const float (&d)[ACCU
       *reinterpret_cast<float2*>(sums + (2 * i + e) * TILE_N) = make_float2(d[i + e], d[i + 2 + e]);
 }
 
-// Through shared memory, so that rows of dx are written in runs of 128 bytes.
+// Stores dx through shared memory, so that rows are written in runs of 128 bytes.
 __device__ __forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS],
                                       const OutputPlace& at, uint8* piece, int barrier) {
   const int g = at.lane / 4, t = at.lane % 4;
@@ -162,7 +160,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
 #pragma unroll
     for (int s = 0; s < STEPS; s++) wgmma(d, a[s], b + s * OPERAND_B_STEP);
     wgmma_commit();
-    wgmma_wait<1>();  // those of the step before are done
+    wgmma_wait<1>();  // those of the previous step are done
     release();
     held = state.stage;
     state.advance();
@@ -174,8 +172,8 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
     finish(a, blocks);
     multiply(a);
   };
-  // With look-ups of the next step on their way while the tensor cores take this one, and its codes
-  // while this one is scaled.
+  // Looks up the next step while the tensor cores multiply this one, and loads its codes while this
+  // one is scaled.
   Block blocks;
   auto step_ahead = [&](uint32(&a)[STEPS][REGISTERS], bool has_next) {
     Block next;
@@ -222,9 +220,9 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy
     held = -1;
     const OutputPlace at(p, unit.tile, group, warp, lane, thread % GROUP_THREADS);
     if (CLUSTER > 1) cluster_reduce(d, dy_stages, barriers, thread);
-    if (CLUSTER == 1 && unit.part >= 0)
-      store_partial(p.sums + static_cast<uint64>(unit.part) * TILE_M * TILE_N, d, group, warp,
-                    lane);
+    if (CLUSTER == 1 && unit.split_index >= 0)
+      store_partial(p.sums + static_cast<uint64>(unit.split_index) * TILE_M * TILE_N, d, group,
+                    warp, lane);
     else
       store(p, d, at, pieces + group * PIECE_BYTES, GROUP_BARRIER + group);
   }

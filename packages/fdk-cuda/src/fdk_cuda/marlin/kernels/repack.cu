@@ -1,27 +1,27 @@
-// A weight from canonical bytes into the Marlin layout, and back. layout.py explains the order; its
-// torch functions say what both must give, byte for byte.
+// Packs a canonical weight into the Marlin layout, and unpacks it. layout.py explains the order,
+// and its torch functions define the bytes.
 //
-// canonical :: [n, row_bytes, uint8]            a row is a bit stream, the first code highest
-// scale     :: [n, groups, SCALE_BYTES]         and zero_point where there is one
-// packed  :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
+// canonical :: [n, row_bytes, uint8]             a row is a bit stream, first code in the highest
+// bits scale     :: [n, groups, SCALE_BYTES]          zero_point the same, if there is one packed
+// :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
 //
-// A block of threads takes 32 rows x 512 columns: their bytes go through shared memory, so that
-// both sides are read and written whole. A warp takes one block of 32 x 64 of them, and a lane in
-// it eight runs of eight neighbouring codes of a row, which are BITS bytes.
+// A thread block takes 32 rows x 512 columns, through shared memory so that both sides are accessed
+// contiguously. A warp takes one block of 32 x 64, and a lane eight runs of eight neighbouring
+// codes of a row, BITS bytes each.
 #include "common/fragments.cuh"
 
 using int64 = long long;
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
 constexpr int UNIT_BYTES = 8;                        // of canonical bytes, moved at a time
-constexpr int BLOCK_ROW_BYTES = BLOCK_K * BITS / 8;  // of a row of a block of 32 x 64
+constexpr int BLOCK_ROW_BYTES = BLOCK_K * BITS / 8;  // of a row of a block
 constexpr int TILE_ROW_BYTES = WARPS * BLOCK_ROW_BYTES;
 constexpr int ROW_UNITS = TILE_ROW_BYTES / UNIT_BYTES;
 constexpr int UNITS = BLOCK_N * ROW_UNITS / THREADS;  // of a thread
-// Eight rows' runs lie in different banks of shared memory, but for a few of 3 bits.
+// Runs of eight rows are in different banks of shared memory, except for a few at 3 bits.
 constexpr int STRIDE = TILE_ROW_BYTES + (BITS % 2 ? 8 : 4) * BITS;
 static_assert(STRIDE % UNIT_BYTES == 0 && BLOCK_N * ROW_UNITS % THREADS == 0);
 constexpr int PAIRS = 4;                      // of codes in a run
-constexpr int LANE_SCALES = KINDS * PER_ROW;  // of a block's, that a lane moves
+constexpr int LANE_SCALES = KINDS * PER_ROW;  // of a block, that a lane moves
 constexpr uint32 MASK = (1 << BITS) - 1;
 
 struct Params {
@@ -31,9 +31,9 @@ struct Params {
   uint8* packed;
   int n, k, padded_k;
   int row_bytes;  // of a canonical row
-  int groups;     // of a row: its scales
-  int repeats;    // how often a scale is stored along a row of the layout
-  int is_whole;   // whether units lie whole and aligned in rows
+  int groups;     // scales of a row
+  int repeats;    // times that a scale is stored along a row of the layout
+  int is_whole;   // 1 where rows consist of whole, aligned units
 };
 
 template <int BYTES>
@@ -46,7 +46,7 @@ struct Unsigned<4> {
 };
 using Scale = Unsigned<SCALE_BYTES>::type;
 
-// What a block of threads takes, and a warp of it.
+// Position of a thread block, and of a warp in it.
 struct Place {
   int first_row, first_byte, k_block, blocks;
   uint64 block;  // of the layout
@@ -64,7 +64,7 @@ struct Place {
   __device__ __forceinline__ bool has_block() const { return k_block < blocks; }
 };
 
-// A unit of canonical bytes: where in shared memory, and of which row and byte.
+// A unit of canonical bytes: offset in shared memory, row and byte.
 struct Unit {
   int shared, row, byte;
 
@@ -84,15 +84,15 @@ struct Unit {
     return p.canonical + static_cast<uint64>(row) * p.row_bytes + byte;
   }
 
-  // The bits of its byte i that are of codes: all, but for a row's last.
+  // Returns the bits of its byte i that belong to codes: all, except in a row's last byte.
   __device__ __forceinline__ uint32 code_bits(const Params& p, int i) const {
     const int64 left = static_cast<int64>(p.k) * BITS - 8 * static_cast<int64>(byte + i);
     return left >= 8 ? 0xFFu : left <= 0 ? 0u : 0xFF00u >> left & 0xFFu;
   }
 };
 
-// Eight neighbouring codes: BITS bytes as they lie, or where codes lie across bytes the number that
-// they write.
+// Eight neighbouring codes: BITS bytes as stored, or, where codes cross bytes, the number that the
+// bytes form.
 struct Run {
   uint32 words[2] = {0, 0};
   uint64 number = 0;
@@ -148,10 +148,10 @@ struct Run {
   }
 };
 
-// Where the pair q of a run lies among a lane's words of a fragment: layout.py's _bit_positions,
-// for the codes of columns 32 * h + 8 * t + 2 * q + e of row 8 * r + g. The first code of a pair
-// lies `between` places below the second, both rotated left by `shift`. The fourth pair of a unit
-// at 3 bits has no such place: two bits of it are in each word. At 5 to 7 bits see SplitPart.
+// Place of pair q of a run among a lane's words of a fragment (layout.py: _bit_positions), for
+// columns 32 * h + 8 * t + 2 * q + e of row 8 * r + g. The first code of a pair is `between` places
+// below the second, both rotated left by `shift`. At 3 bits the fourth pair of a unit is spread
+// over three words. For 5 to 7 bits see SplitPart.
 struct PairPlace {
   int word, shift, between;
 
@@ -175,15 +175,14 @@ struct PairPlace {
     }
   }
 };
-constexpr int LEFT_OVER = 3;  // at 3 bits, the word of no pair
+constexpr int LEFT_OVER = 3;  // 3 bits: marks the pair without a word of its own
 
 __device__ __forceinline__ uint32 rotate_left(uint32 word, int places) {
   return __funnelshift_l(word, word, places);
 }
 
-// At 5 to 7 bits, where some bits of both codes of a pair lie among a lane's words: layout.py's
-// _split_positions. Those of `mask`, from `from` on, are shifted left by `shift`, the second code's
-// by `between` more.
+// 5 to 7 bits: place of some bits of both codes of a pair (layout.py: _split_positions). Bits of
+// `mask`, from bit `from` on, are shifted left by `shift`, the second code's by `between` more.
 struct SplitPart {
   int from, word, shift, between;
   uint32 mask;
@@ -233,7 +232,7 @@ __device__ __forceinline__ void put_pair(uint32 (&lane_words)[LANE_WORDS], int f
   }
 }
 
-// Into `run`, whose codes they are.
+// Reads a pair of codes into `run`.
 __device__ __forceinline__ void get_pair(Run& run, const uint32 (&lane_words)[LANE_WORDS], int f,
                                          int h, int r, int q) {
   uint32 pair = 0;
@@ -271,8 +270,8 @@ __device__ __forceinline__ void for_runs(const Take& take) {
       for (int h = 0; h < 2; h++) take(first + (16 * f + 8 * r) * STRIDE + 4 * h * BITS, f, h, r);
 }
 
-// Calls `take(i, index in the block, whether it is a scale's first place, kind, index among the
-// kind's, or -1 in the padding)` for each scale and zero point of a warp's block that a lane takes.
+// Calls `take(i, index in the block, is first of a scale's copies, kind, index among that kind or
+// -1 for padding)` for each scale and zero point that a lane moves.
 template <class Take>
 __device__ __forceinline__ void for_scales(const Params& p, const Place& place, const Take& take) {
 #pragma unroll
@@ -289,10 +288,10 @@ __device__ __forceinline__ void for_scales(const Params& p, const Place& place, 
   }
 }
 
-// The canonical bytes that a block of threads takes, into shared memory; zeros past rows and codes.
+// Loads the canonical bytes of a thread block into shared memory, with zeros past rows and codes.
 __device__ __forceinline__ void load_tile(uint8* tile, const Params& p, const Place& place) {
   if (p.is_whole) {
-    uint2 bytes[UNITS];  // all on their way at once
+    uint2 bytes[UNITS];  // all in flight at once
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
       const Unit unit(place, i);

@@ -1,4 +1,4 @@
-// y = x @ W_hat.T + bias for a few rows of x, at the rate at which the weights can be read.
+// y = x @ W_hat.T + bias for 1 to 16 rows of x, bound by the time to read the weights.
 //
 // x        :: [m, padded_k, dtype]                 m <= 8 * M_TILES
 // packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
@@ -6,13 +6,15 @@
 // bias     :: [n, dtype] or null
 // y        :: [m, n, dtype]
 //
-// W is operand A of the tensor cores, x (transposed) operand B. A group's scale multiplies its
-// float32 sum once, or the values of its codes.
+// The weight is operand A of mma.m16n8k16, x transposed operand B. A group's scale multiplies its
+// float32 sum once, or (SCALES_WEIGHTS) the weights. Method: Marlin (Frantar et al., 2024, arXiv
+// 2408.11743), with codebooks, all widths, and thread-block clusters.
 //
-// Beside small_m_mainloop.cuh's, an instantiation has
+// Macros, in addition to those of small_m_mainloop.cuh:
 //   M_TILES  1 or 2: tiles of 8 rows of x
-//   SPREAD        1: up to 4 rows of x lie in the even columns of operand B. A lane's sums of odd
-//                 columns are then nobody's, and half of what is done to sums is not done
+//   SPREAD   1: up to 4 rows of x are in the even columns of operand B. A lane's sums of odd
+//   columns
+//            are then unused, which halves the work on sums
 //   SCALES_WEIGHTS, SIGNS  see decode_1bit_scaled.cuh
 #include "common/decode_1bit_scaled.cuh"
 #include "common/small_m_mainloop.cuh"
@@ -20,23 +22,22 @@
 static_assert(M_TILES == 1 || M_TILES == 2);
 static_assert(!SPREAD || M_TILES == 1);
 static_assert(!SCALES_WEIGHTS || M_TILES == 2);
-// Of the four sums that a lane has of a product, for row g then g + 8: those that count.
+// Of a lane's four sums (rows g, then g + 8), those that are used.
 constexpr int COLUMNS = SPREAD ? 1 : 2, VALUES = 2 * COLUMNS;
 
-// Which of the four is the one.
+// Index of a used sum among the four.
 __device__ constexpr int value_index(int value) { return SPREAD ? 2 * value : value; }
 
-// x of the next stage is loaded while this one's is in use, where that gains more than the
-// registers are worth (H200, 8192 x 8192, m = 16: 8 bits 21.7 us -> 20.9, 4 bits 14.4 -> 14.2, but
-// 1 bit 12.3 -> 14.0, and 2 and 3 bits could not have 16 warps).
+// Loads x of the next stage during this one, where that gains more than the registers cost (H200,
+// 8192 x 8192, m = 16: 8 bits 21.7 us -> 20.9, 4 bits 14.4 -> 14.2, but 1 bit 12.3 -> 14.0).
 constexpr bool X_AHEAD = M_TILES == 2 && BITS >= 4 && K_BLOCKS == 1;
 
-// 1 bit codebook: the sum of bits and the sum of x are kept apart, and c0 and c1 meet them at the
-// end; so a lone 1 in x gives c0 or c1 exactly.
+// 1 bit codebook: the sum of bits and the sum of x are kept separately until the end, where c0 and
+// c1 multiply them. So a one-hot x gives exactly c0 or c1.
 constexpr bool KEEPS_X_SUM = COMPUTES_FRAGMENT && !AFFINE && !SCALES_WEIGHTS;
 constexpr bool NEEDS_SUM = KEEPS_X_SUM || AFFINE;
 
-// A lane's x for a stage: rows g and g + 8, eight neighbouring columns for each half of a block.
+// A lane's x for a stage: rows g and g + 8, eight neighbouring columns in each half of a block.
 struct Activations {
   uint4 v[K_BLOCKS][2][M_TILES];
 
@@ -46,14 +47,14 @@ struct Activations {
   }
 };
 
-// Sums of x over the columns of a group, per row of x: what zero points and 1-bit bases multiply.
+// Sums of x over a group, which zero points and 1-bit bases multiply.
 struct RowSums {
   float x[K_BLOCKS][PER_ROW][M_TILES][COLUMNS];  // of rows 2 t and 2 t + 1; SPREAD: of t
-  // 1 bit: of x times its step's base, negated.
+  // 1 bit: sums of x times its step's base, negated.
   float based[K_BLOCKS][PER_ROW][M_TILES][COLUMNS];
 
-  // By the tensor cores, as the products of a weight whose upper rows are negated bases and whose
-  // lower ones are ones: so a lane's sums come to where it needs them.
+  // Computed by the tensor cores, as products with a weight whose upper rows are negated bases and
+  // lower rows are ones, which puts the sums into the lanes that need them.
   __device__ __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS]) {
     const uint32 ones = FP16 ? 0x3C003C00u : 0x3F803F80u;
 #pragma unroll
@@ -82,7 +83,7 @@ struct RowSums {
   }
 };
 
-// SCALES_WEIGHTS: the products of a block, from its fragment `first` of the sums on.
+// SCALES_WEIGHTS: adds the products of a block to the sums from fragment `first` on.
 template <int COUNT>
 __device__ __forceinline__ void add_scaled(float (&sum)[COUNT][M_TILES][VALUES], int first,
                                            const uint32 (&words)[LANE_WORDS], const Scales& scales,
@@ -111,14 +112,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
 
   start_next_kernel();
   const int thread = threadIdx.x, lane = thread % LANES;
-  const int warp = __shfl_sync(~0u, thread / LANES, 0);  // known to be the same for the whole warp
+  const int warp = __shfl_sync(~0u, thread / LANES, 0);  // uniform in the warp
   const int g = lane / 4, t = lane % 4, slot = lane_slot(g, t);
   const TileScheduler scheduler(p, warp);
   const SharedMemory memory(table + TABLE_BYTES, scheduler);
   WeightPipeline weights(scheduler, memory);
   const Codebook codebook(p.codebook, lane);
   build_table<THREADS>(table, codebook, thread);
-  if (scheduler.split > 1) open_dsmem_buffers(memory.dsmem_barriers, thread);
+  if (scheduler.cluster > 1) open_dsmem_buffers(memory.dsmem_barriers, thread);
 
   DecodeConstants constants;
   constants.lane_part = table_lane_part(lane);
@@ -128,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   constants.values[0] = codebook.words[0];
   constants.values[1] = codebook.words[1];
 
-  // Weights and codebook are constants. x and y are not: from here on they may be touched. Plain
-  // loads of x, never the read-only path: the kernel before may have just written it.
+  // Weights and codebook are constant. x and y are not, and may be used from here on. x is read by
+  // plain loads, never the read-only path: the previous kernel may just have written it.
   wait_previous_kernel();
   Activations x;
   const uint16* x_rows[M_TILES];
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   for (int tile = 0; tile < M_TILES; tile++) {
     const int row = SPREAD ? g / 2 : g + 8 * tile;
     const bool is_mine = row < p.m && !(SPREAD && g % 2);
-    // Ahead, x goes to registers that are not cleared: rows past m read row 0.
+    // With X_AHEAD registers are not cleared: rows past m read row 0.
     live[tile] = (X_AHEAD || is_mine) && scheduler.stages > 0;
     x_rows[tile] = p.x + static_cast<uint64>(row < p.m ? row : 0) * p.padded_k + 8 * t +
                    static_cast<uint64>(scheduler.first) * STAGE_K;
@@ -157,15 +158,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
   };
 #pragma unroll
   for (int block = 0; block < K_BLOCKS; block++) load_x(x, block, 0);
-  if (scheduler.split > 1) wait_dsmem_buffers();
-  __syncthreads();  // the table is whole
+  if (scheduler.cluster > 1) wait_dsmem_buffers();
+  __syncthreads();  // the table is complete
   weights.start_others();
 
-  const auto take = [&](auto constant, int pass) {
+  const auto compute = [&](auto constant, int pass) {
     constexpr int BLOCKS = decltype(constant)::value;
     float sum[FRAGMENTS * BLOCKS][M_TILES][VALUES] = {};
-    float x_sum[BLOCKS][M_TILES][VALUES] = {};  // of odd fragments, where KEEPS_X_SUM
-    uint32 column = 0;                          // from the warp's first
+    float x_sum[BLOCKS][M_TILES][VALUES] = {};  // of odd fragments, if KEEPS_X_SUM
+    uint32 column = 0;                          // relative to the warp's first
     for (int i = 0; i < scheduler.stages; i++) {
       column = i + 1 < scheduler.stages ? column + scheduler.step * STAGE_K : 0;
       Activations next;
@@ -231,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
         }
         if (!X_AHEAD) load_x(x, k_block, column);  // of the next stage
       }
-      // The products above have consumed every load of this stage: the compiler may not move its
-      // release ahead of them.
+      // The products above have consumed all loads of this stage: the compiler must not move its
+      // release before them.
 #pragma unroll
       for (int f = 0; f < FRAGMENTS * BLOCKS; f++)
         asm volatile("" : "+f"(sum[f][0][0]), "+f"(sum[f][0][COLUMNS])::"memory");
@@ -269,5 +270,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
           }
       }
   };
-  run_passes(scheduler, memory, thread, take);
+  run_passes(scheduler, memory, thread, compute);
 }

@@ -1,12 +1,11 @@
-// y of the tiles that hopper_gemm.cu took in parts: the sum over the parts, in their order, + bias;
-// or dx of those that hopper_dgrad.cu took in parts, k wide, without a bias.
+// Adds the splits of tiles that hopper_gemm.cu or hopper_dgrad.cu split along k, in order, and the
+// bias. For dgrad, n is the layer's k and there is no bias.
 //
-// sums :: [tiles, splits, TILE_M, TILE_N, float32]   of tiles `first_tile` and on
+// sums :: [tiles, splits, TILE_M, TILE_N, float32]   of tiles from `first_tile` on
 // bias :: [n, dtype] or null
 // y    :: [m, n, dtype]
 //
-// A thread takes four values, neighbours along n.
-//   TILE_M, TILE_N  as there
+// A thread computes four neighbours along n. TILE_M and TILE_N are those of the product.
 #include "common/tile_scheduler.cuh"
 
 constexpr int THREADS = 256;
@@ -22,7 +21,7 @@ struct Params {
   int n, m;
   int n_tiles, m_tiles, group_m_tiles;
   int splits, first_tile;
-  int box_rows;  // of y in a tile, up to TILE_M
+  int box_rows;  // rows of y in a tile, up to TILE_M
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -32,9 +31,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int index = blockIdx.x / TILE_BLOCKS;
   const int in_tile = (blockIdx.x % TILE_BLOCKS * THREADS + threadIdx.x) * VALUES;
   const Tile tile(p.first_tile + index, p.n_tiles, p.m_tiles, p.group_m_tiles);
-  const int row = tile.row * TILE_N + in_tile % TILE_N;
-  const int in_box = in_tile / TILE_N, column = tile.column * p.box_rows + in_box;
-  if (row >= p.n || in_box >= p.box_rows || column >= p.m) return;
+  const int n_index = tile.n * TILE_N + in_tile % TILE_N;
+  const int in_box = in_tile / TILE_N, m_index = tile.m * p.box_rows + in_box;
+  if (n_index >= p.n || in_box >= p.box_rows || m_index >= p.m) return;
   const float* source = p.sums + static_cast<uint64>(index) * p.splits * TILE_VALUES + in_tile;
   float value[VALUES] = {};
 #pragma unroll 4
@@ -48,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (p.bias != nullptr)
 #pragma unroll
     for (int i = 0; i < VALUES; i++)
-      if (row + i < p.n) value[i] += to_float(p.bias[row + i]);
-  uint16* const out = p.y + static_cast<uint64>(column) * p.n + row;
+      if (n_index + i < p.n) value[i] += to_float(p.bias[n_index + i]);
+  uint16* const out = p.y + static_cast<uint64>(m_index) * p.n + n_index;
   if (p.n % VALUES == 0) {
     *reinterpret_cast<uint2*>(out) =
         make_uint2(from_floats(value[0], value[1]), from_floats(value[2], value[3]));
@@ -57,5 +56,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 #pragma unroll
   for (int i = 0; i < VALUES; i++)
-    if (row + i < p.n) out[i] = from_floats(value[i], 0.f) & 0xFFFFu;
+    if (n_index + i < p.n) out[i] = from_floats(value[i], 0.f) & 0xFFFFu;
 }

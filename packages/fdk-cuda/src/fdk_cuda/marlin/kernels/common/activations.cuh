@@ -1,11 +1,10 @@
-// A lane's values of x, where four lanes share a group of 64: for gemv_int8_limbs.cu and
-// gemv_bitplane.cu.
+// x for gemv_int8_limbs.cu and gemv_bitplane.cu: four lanes share a group of 64 values.
 #pragma once
 #include "common/fragments.cuh"
 
 constexpr int QUAD = 4;  // lanes that share a group
 
-// A lane's sixteen values of a group, as they lie in x.
+// Sixteen values of a lane, as stored in x.
 struct Packed {
   uint4 halves[2];
 
@@ -16,7 +15,7 @@ struct Packed {
   }
 };
 
-// The same: x[s][i][e] is column 32 (s >> 1) + 8 t + 4 (s & 1) + 2 i + e.
+// The same as floats: x[s][i][e] is column 32 (s >> 1) + 8 t + 4 (s & 1) + 2 i + e.
 struct Values {
   float x[STEPS][2][2];
 
@@ -36,15 +35,15 @@ struct Values {
   }
 };
 
-// Of a group's values, the largest magnitude's exponent and the sum. The whole warp makes it, four
-// lanes to a group.
+// Exponent of the largest magnitude of a group, and the sum of its values. Constructed by the whole
+// warp, four lanes to a group.
 struct GroupRange {
-  int found;     // the exponent, as floats hold it: 255 where a value is infinite
-  int exponent;  // the one that is taken: below 2^-106 values lose the last of their bits
+  int found;     // biased exponent: 255 where a value is infinite
+  int exponent;  // clamped: values below 2^-106 lose their last bits
   float sum;
 
   __device__ __forceinline__ explicit GroupRange(const Values& values) {
-    // By four, not one after another: two warps to a scheduler hide little.
+    // Four independent chains: two warps per scheduler hide little latency.
     float most[STEPS] = {}, sums[STEPS] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -64,12 +63,12 @@ struct GroupRange {
     exponent = max(found, 21);
   }
 
-  // The power of two by which values become less than 2 to `bits`.
+  // Returns the power of two that scales all values to below 2 to the power of `bits`.
   __device__ __forceinline__ float to_integers(int bits) const {
     return __int_as_float((253 + bits - exponent) << 23);
   }
 
-  // The power of two with this exponent, but NaN where a value is infinite.
+  // Returns the power of two with a biased exponent, or NaN where a value is infinite.
   __device__ __forceinline__ float power_or_nan(int biased) const {
     return found == 255 ? __int_as_float(0x7FC00000) : __int_as_float(biased << 23);
   }

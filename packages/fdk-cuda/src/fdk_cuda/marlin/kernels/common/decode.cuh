@@ -1,30 +1,34 @@
-// From codes to the registers of operand A: pairs of codebook values, exact.
+// Decodes a lane's words to registers of operand A: pairs of codebook values, exact.
 //
-// Most codes go through a table in shared memory. It has an entry for every byte of a word, 256
-// bytes apart, and a copy of the entry for each lane that may read at once, so that
-//   - the address is one byte permutation: byte << 8 | lane's part;
-//   - a lane owns its banks, and no two lanes of a warp collide.
-// An entry holds the values of the codes in a byte: a pair (4 bytes) at 3 and 4 bits, four (8) at 2
-// bits, eight (16) at 1 bit. From 6 bits on it is one value, and two entries make a pair; what else
-// lies in a byte of 6 or 7 bits does not matter, for all such bytes have the same entry. At 5 bits
-// a pair has two bits beside the byte, and there are four entries instead of one, 64 bytes apart,
-// with 16 copies of each. Half of the codes of 1 and 2 bits are decoded by arithmetic instead, for
-// a table alone would keep the shared-memory pipe busier than the memory (H200, m = 1, 8192 x 8192,
-// 1 bit: 9.4 us with the table alone, 8.9 with arithmetic alone, 8.3 with both).
+// Most codes go through a table in shared memory. It has an entry for every value of a byte, 256
+// bytes apart, with a copy for each lane that may read at once. So an address is one byte
+// permutation (byte << 8 | lane part), and lanes have no bank conflicts.
+//
+//   bits    entry
+//   1       8 values, 16 bytes
+//   2       4 values, 8 bytes
+//   3, 4    a pair, 4 bytes
+//   5       a pair; it has two bits outside the byte, so four entries per byte, 16 copies each
+//   6 to 8  one value; two lookups make a pair. Other bits of the byte are ignored
+//
+// Half of the codes of 1 and 2 bits are decoded by arithmetic instead, because a table alone keeps
+// shared memory busier than global memory (H200, m = 1, 8192 x 8192, 1 bit: table 9.4 us,
+// arithmetic 8.9, both 8.3).
 #pragma once
 #include "common/fragments.cuh"
 
 constexpr int TABLE_BYTES = 256 * 256;
-// Entries that a byte has, see above.
+// Entries per byte.
 constexpr int BYTE_ENTRIES = BITS == 5 ? 4 : 1;
 constexpr int ENTRY_BYTES = BITS == 1 ? 16 : BITS == 2 ? 8 : 4;
 constexpr int CODEBOOK_SIZE = 1 << BITS;
-// 1 bit: odd fragments are computed. Their A operand is BASE[s] or BASE[s] + 1, not the codebook's
-// values: the bit goes where it adds exactly 1.0 to a power of two. 2 bits: steps 2 and 3.
+// 1 bit: odd fragments are computed. Operand A then holds BASE[s] or BASE[s] + 1 instead of
+// codebook values: the bit is placed where it adds exactly 1.0 to a power of two. 2 bits: steps 2
+// and 3 are computed.
 constexpr bool COMPUTES_FRAGMENT = BITS == 1;
 
-// Constants that the compiler must keep in registers (kernel parameters it cannot see through: an
-// immediate in LOP3 costs a move each time; H200, 1 bit: 12.3 us -> 9.75 us).
+// Constants that must stay in registers. As kernel parameters they are opaque to the compiler; an
+// immediate in LOP3 would cost a move each time (H200, 1 bit: 12.3 us -> 9.75).
 struct DecodeConstants {
   uint32 lane_part;    // of a table address
   uint32 base[STEPS];  // 1 bit: 16, 8, 4, 2 as pairs
@@ -32,8 +36,8 @@ struct DecodeConstants {
   uint32 nibbles;      // 2 bits: 0x10101010
 };
 
-// The codebook as a warp holds it: up to 2 bits in two words, above a value in each lane, from 6
-// bits on several.
+// The codebook in a warp: up to 2 bits in two words of every lane, above that a value per lane,
+// from 6 bits on several.
 constexpr int LANE_VALUES = CODEBOOK_SIZE > LANES ? CODEBOOK_SIZE / LANES : 1;
 struct Codebook {
   uint32 words[LANE_VALUES > 2 ? LANE_VALUES : 2];
@@ -49,7 +53,8 @@ struct Codebook {
   }
 };
 
-// A pair of codebook values, for BITS <= 5; the lower code in the lower bits. The whole warp calls.
+// Returns a pair of codebook values for BITS <= 5, the lower code in the lower half. Called by the
+// whole warp.
 __device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32 codes) {
   const uint32 low = codes % CODEBOOK_SIZE, high = codes >> BITS;
   if (BITS <= 2) {
@@ -60,11 +65,11 @@ __device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32
          __shfl_sync(~0u, codebook.words[0], high % CODEBOOK_SIZE) << 16;
 }
 
-// 1 and 2 bits: ENTRY_THREADS fill an entry, then three more with the same lower nibble, so that
-// most of an entry is known from the one before (1 bit: a prologue of 161 instructions, not 416).
-// With TURNED, half of the copies of an entry of 1 bit are for bytes that hold their second and
-// third pair the other way round. With eight ENTRY_THREADS an entry of 2 bits has 16 copies.
-template <int THREADS, int ENTRY_THREADS, bool TURNED>
+// Builds the table for 1 and 2 bits. ENTRY_THREADS fill an entry, then three more with the same
+// lower nibble, which shares most of the work (1 bit: 161 instructions, not 416). With SWAPPED,
+// half of the copies of a 1-bit entry are for bytes whose second and third pair are exchanged. With
+// eight ENTRY_THREADS a 2-bit entry has 16 copies.
+template <int THREADS, int ENTRY_THREADS, bool SWAPPED>
 __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& codebook,
                                                  int thread) {
   constexpr int HIGH_PARTS = 4;
@@ -81,7 +86,7 @@ __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& c
       if (BITS == 1) {
         entry = make_uint4(codebook_pair(codebook, low & 3), codebook_pair(codebook, low >> 2),
                            codebook_pair(codebook, i), codebook_pair(codebook, part));
-        if (TURNED && thread % ENTRY_THREADS >= ENTRY_THREADS / 2)
+        if (SWAPPED && thread % ENTRY_THREADS >= ENTRY_THREADS / 2)
           entry = make_uint4(entry.x, entry.z, entry.y, entry.w);
       } else {
         entry.x = entry.z = codebook_pair(codebook, low);
@@ -92,13 +97,13 @@ __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& c
   }
 }
 
-template <int THREADS, int ENTRY_THREADS = 16, bool TURNED = false>
+template <int THREADS, int ENTRY_THREADS = 16, bool SWAPPED = false>
 __device__ __forceinline__ void build_table(uint8* table, const Codebook& codebook, int thread) {
   if constexpr (BITS <= 2) {
-    build_byte_table<THREADS, ENTRY_THREADS, TURNED>(table, codebook, thread);
+    build_byte_table<THREADS, ENTRY_THREADS, SWAPPED>(table, codebook, thread);
     return;
   }
-  constexpr int PIECES = BITS == 5 ? 16 : 8;  // of 16 bytes, for each byte
+  constexpr int PIECES = BITS == 5 ? 16 : 8;  // of 16 bytes, per byte
   static_assert(THREADS % LANES == 0 && 256 * PIECES % LANES == 0, "warps stay whole");
 #pragma unroll
   for (int first = 0; first < 256 * PIECES; first += THREADS) {
@@ -111,7 +116,7 @@ __device__ __forceinline__ void build_table(uint8* table, const Codebook& codebo
       const int low = (byte & 15) | (upper & 1) << 4, high = byte >> 4 | (upper >> 1) << 4;
       pair = codebook_pair(codebook, low | high << BITS);
     } else if (BITS > 5) {
-      // A warp's four entries lie in one of the words.
+      // A warp's four entries are all in one of the words.
 #pragma unroll
       for (int word = 0; word < LANE_VALUES; word++) {
         const uint32 value = __shfl_sync(~0u, codebook.words[word], byte % LANES);
@@ -126,24 +131,24 @@ __device__ __forceinline__ void build_table(uint8* table, const Codebook& codebo
 }
 
 __device__ __forceinline__ uint32 table_lane_part(int lane) {
-  // 5 bits: in each of the lower two bytes, see pair_part.
+  // 5 bits: in both of the lower two bytes, see pair_part.
   return ENTRY_BYTES * (lane % (BITS == 1 || BITS == 5 ? 16 : 32)) * (BITS == 5 ? 0x101 : 1);
 }
 
 __device__ __forceinline__ const uint8* table_entry(const uint8* table, uint32 word, int byte,
                                                     uint32 lane_part) {
-  // Bytes of the result, lowest first: the lane's part, the byte of the word, two of zeros.
+  // Bytes of the offset, lowest first: the lane part, the byte of the word, two zeros.
   return table + byte_permute(word, lane_part, 0x5504 | byte << 4);
 }
 
-// 3 bits: the two spare bits of each byte of three words, as a word of pairs.
+// 3 bits: collects the two spare bits of each byte of three words into a word of pairs.
 __device__ __forceinline__ uint32 left_over(uint32 first, uint32 second, uint32 third) {
   return (first >> 6 & 0x03030303u) | (second >> 4 & 0x0C0C0C0Cu) | (third >> 2 & 0x30303030u);
 }
 
-// 6 and 7 bits: the four codes of a unit in the second half of the columns, a byte each. Of what is
-// rotated to their places: the bits left over in the unit's word, those of two units' and of
-// four's.
+// 6 and 7 bits: assembles four codes of a unit in the second half of the columns, a byte each, from
+// the spare bits of the unit's word, the word of two units and that of four, each rotated into
+// place.
 constexpr uint32 LEFT_MASK = ((0x100 >> BITS) - 1) * 0x01010101u, LOWER_MASK = 0x1F1F1F1Fu;
 __device__ __forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four, uint32 left_mask,
                                        uint32 lower_mask) {
@@ -153,11 +158,11 @@ __device__ __forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_fou
 __device__ __forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four) {
   return join(left, of_two, of_four, LEFT_MASK, LOWER_MASK);
 }
-// How far words are rotated right for that.
+// Rotations to the right for that.
 __device__ __forceinline__ constexpr int turn_of_two(int unit) { return 4 * (unit & 1) + BITS - 8; }
 __device__ __forceinline__ constexpr int turn_of_four(int unit) { return 2 * unit - 5; }
 
-// 6 bits and more: four codes of a unit, those of half h, from a lane's words.
+// 6 bits and more: returns four codes of a unit, those of half h.
 __device__ __forceinline__ uint32 code_bytes(const uint32 (&words)[LANE_WORDS], int fragment,
                                              int unit, int h) {
   if constexpr (BITS == 8) {
@@ -166,34 +171,33 @@ __device__ __forceinline__ uint32 code_bytes(const uint32 (&words)[LANE_WORDS], 
     const uint32 own = words[4 * fragment + unit];
     if (h == 0) return own;
     const uint32 of_two = rotate_right(words[word_of_two(fragment, unit)], turn_of_two(unit));
-    const uint32 of_four = words[word_of_four(fragment) % LANE_WORDS];  // not at 6 bits
+    const uint32 of_four = words[word_of_four(fragment) % LANE_WORDS];  // unused at 6 bits
     return join(own >> BITS, of_two, rotate_right(of_four, turn_of_four(unit)));
   }
 }
 
-// 5 bits: beside the byte that a unit's word has of a pair, a byte of an address with the pair's
-// last bits, of the rows 8 apart of one half of the columns, from the word of four units that
-// `turn` brings to its lower bytes. Two bytes above are zeros.
+// 5 bits: the byte of an address that holds the last bits of a pair, for both rows of half h, in
+// the lower two bytes; `turn` rotates the word of four units. The upper two bytes are zero.
 __device__ __forceinline__ uint32 pair_part(uint32 of_four, int turn, uint32 lane_part) {
   return (rotate_right(of_four, turn) & 0xC0C0u) | lane_part;
 }
 __device__ __forceinline__ constexpr int turn_of_pairs(int unit, int h) {
   return 2 * unit - 6 + 16 * h;
 }
-// The permutation that makes the address of `table_entry` of it and the word: of half h and row i.
+// Returns the selector that joins it with a word's byte to an address, for half h and row i.
 __device__ __forceinline__ constexpr uint32 pair_selector(int h, int i) {
   return 0x7604 + i + ((2 * h + i) << 4);
 }
 
-// A pair of two values that were looked up one by one. Not a byte permutation: those are what a
-// lane has most of, and multiplications have a pipe of their own.
+// Joins two values that were looked up one by one. Not by a byte permutation, the busiest
+// instruction here: multiplication uses another pipe.
 __device__ __forceinline__ uint32 join_values(uint32 low, uint32 high) {
   uint32 out;
   asm("mad.lo.u32 %0, %1, 65536, %2;" : "=r"(out) : "r"(high), "r"(low));
   return out;
 }
 
-// The four registers of step s of a fragment, from a lane's words (layout.py: _bit_positions).
+// Decodes the four registers of step s of a fragment (layout.py: _bit_positions).
 __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS],
                                        const uint32 (&lane_words)[LANE_WORDS], int fragment, int s,
                                        const uint8* table, const DecodeConstants& c) {
@@ -246,7 +250,7 @@ __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS],
     } else {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        // Twice a code in each byte; 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
+        // Twice a code in each byte; 17 times that plus 0x10 selects bytes 2 c and 2 c + 1.
         const uint32 twice = rotate_right(word, 2 * (2 * (s & 1) + half)) & 0x06060606u;
         const uint32 selector = twice * 0x11u + c.nibbles;
         a[2 * half] = byte_permute(c.values[0], c.values[1], selector);
@@ -260,7 +264,7 @@ __device__ __forceinline__ void decode(uint32 (&a)[REGISTERS],
     a[2] = v.z;
     a[3] = v.w;
   } else {
-    // fp16 has three more bits of mantissa, so its bit lies three places higher.
+    // fp16 has three more mantissa bits, so its bit is three places higher.
     constexpr int PLACES = FP16 ? 3 : 0;
 #pragma unroll
     for (int i = 0; i < REGISTERS; i++)

@@ -1,11 +1,12 @@
-// What every Marlin kernel shares: the instantiation, the layout's constants (layout.py names the
-// same ones and explains the order), conversions, tensor-core products.
+// Blocks in fragment order: the macros of an instantiation, constants of the layout (the same as in
+// layout.py, which explains the order), loads of a lane's words and scales, conversions and
+// tensor-core products.
 //
-// An instantiation is chosen by macros, given by instantiations.py:
+// Macros, set by instantiations.py:
 //   BITS        1 to 8
 //   FP16        1 where x, codebook and y are fp16, 0 for bf16
-//   SCALE_TYPE  0 bf16, 1 fp16, 2 fp32: scales, and zero points where there are any
-//   PER_ROW     scales that a row of a block holds: 1, or 2 where groups end inside 64 columns
+//   SCALE_TYPE  of scales and zero points: 0 bf16, 1 fp16, 2 fp32
+//   PER_ROW     scales in a row of a block: 1, or 2 where groups end inside 64 columns
 //   AFFINE      1: the value of a code is code - zero_point, and the codebook holds 0, 1, 2, ...
 #pragma once
 
@@ -19,21 +20,21 @@ static_assert(PER_ROW == 1 || PER_ROW == 2);
 
 constexpr int LANES = 32;
 constexpr int STEPS = 4;      // tensor-core products along the 64 columns of a block
-constexpr int REGISTERS = 4;  // of operand A, a pair of values each
-constexpr int FRAGMENTS = 2;  // of 16 rows, in a block
+constexpr int REGISTERS = 4;  // of operand A, two values each
+constexpr int FRAGMENTS = 2;  // in a block, 16 rows each
 constexpr int BLOCK_N = 32;
 constexpr int BLOCK_K = 64;
 constexpr int KINDS = AFFINE ? 2 : 1;  // scales, then zero points
 constexpr int SCALE_BYTES = SCALE_TYPE == 2 ? 4 : 2;
 constexpr int CODE_BYTES = BLOCK_N * BLOCK_K * BITS / 8;
-// The scales and zero points that a lane needs: of rows g and g + 8 of both fragments.
+// Scales and zero points that a lane needs: of rows g and g + 8 of both fragments.
 constexpr int LANE_SCALE_BYTES = KINDS * PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
 constexpr int BLOCK_BYTES = CODE_BYTES + 8 * LANE_SCALE_BYTES;
 constexpr int LANE_WORDS = FRAGMENTS * BITS;
-// 5, 6 and 7 bits: parts of codes lie in words that units share, behind the units' own of both
-// fragments (layout.py: _split_positions).
+// 5, 6 and 7 bits: some bits of a code are in words that two or four units share, stored after the
+// units' own words of both fragments (layout.py: _split_positions).
 constexpr bool IS_SPLIT = BITS > 4 && BITS < 8;
-// Where those of a fragment are among a lane's words: of two units, and of four.
+// Indices of the shared words of a fragment among a lane's words.
 __device__ constexpr int word_of_two(int fragment, int unit) {
   return 8 + 2 * (unit >> 1) + fragment;
 }
@@ -67,7 +68,7 @@ __device__ __forceinline__ float to_float(uint32 bits) {
   return FP16 ? fp16_to_float(bits) : bf16_to_float(bits & 0xFFFFu);
 }
 
-// Two values rounded to the activations' dtype, the first in the lower half.
+// Rounds two values to the activations' dtype, the first in the lower half.
 __device__ __forceinline__ uint32 from_floats(float low, float high) {
   uint32 out;
   if (FP16)
@@ -77,7 +78,7 @@ __device__ __forceinline__ uint32 from_floats(float low, float high) {
   return out;
 }
 
-// Two products or differences, each rounded once to the activations' dtype.
+// Multiplies or subtracts two pairs; each result is rounded once to the activations' dtype.
 #define FDK_PAIR(name, op)                                           \
   __device__ __forceinline__ uint32 name(uint32 a, uint32 b) {       \
     uint32 out;                                                      \
@@ -91,7 +92,7 @@ FDK_PAIR(multiply_pair, "mul")
 FDK_PAIR(subtract_pair, "sub")
 #undef FDK_PAIR
 
-// d += a b for a :: [16, 16] and b :: [16, 8] in fragments, float32 sums.
+// d += a b for fragments a :: [16, 16] and b :: [16, 8], with float32 sums.
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0,
                                          uint32 b1) {
 #define FDK_MMA(type)                                              \
@@ -106,10 +107,10 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], ui
 #undef FDK_MMA
 }
 
-// Where the pieces of lane 4 * g + t lie among 32: see layout.py.
+// Returns the place of a lane's pieces among 32, see layout.py.
 __device__ __forceinline__ int lane_slot(int g, int t) { return 8 * t + (g ^ 2 * t); }
 
-// A lane's words of a block: pieces of 16 bytes, 32 slots to a piece, and a last one of 8.
+// Loads a lane's words of a block: pieces of 16 bytes, 32 lanes to a piece, and a last one of 8.
 __device__ __forceinline__ void load_words(uint32 (&words)[LANE_WORDS], const uint8* block,
                                            int slot) {
   constexpr int WHOLE = LANE_WORDS / 4;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void load_words(uint32 (&words)[LANE_WORDS], const ui
   }
 }
 
-// The scales and zero points of rows g and g + 8 of a block's fragments.
+// Scales and zero points of rows g and g + 8 of a block's fragments.
 struct Scales {
   uint32 words[LANE_SCALE_BYTES / 4];
 
@@ -150,7 +151,7 @@ struct Scales {
     }
   }
 
-  // kind: 0 the scale, 1 the zero point; half of the 64 columns; row g (0) or g + 8 (1).
+  // kind: 0 scale, 1 zero point; half of the 64 columns; row: 0 for g, 1 for g + 8.
   __device__ __forceinline__ float get(int kind, int half, int fragment, int row) const {
     const int index = ((kind * PER_ROW + half) * FRAGMENTS + fragment) * 2 + row;
     if (SCALE_TYPE == 2) return __uint_as_float(words[index % (LANE_SCALE_BYTES / 4)]);
@@ -159,14 +160,15 @@ struct Scales {
     return __uint_as_float(index & 1 ? word & 0xFFFF0000u : word << 16);
   }
 
-  // A scale of 16 bits twice.
+  // Returns a 16-bit scale in both halves.
   __device__ __forceinline__ uint32 pair(int half, int fragment, int row) const {
     const uint32 word = words[half * FRAGMENTS + fragment];
     return byte_permute(word, word, row ? 0x3232 : 0x1010);
   }
 };
 
-// Lets the next kernel of the stream start its prologue; waits for the one before to have ended.
+// Programmatic dependent launch: lets the next kernel of the stream start, and waits for the end of
+// the previous one.
 __device__ __forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

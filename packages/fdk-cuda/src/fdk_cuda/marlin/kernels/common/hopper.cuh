@@ -1,8 +1,8 @@
-// Hopper's own: barriers, bulk and tensor copies, the order around wgmma.
+// Hopper's PTX: barriers, bulk and tensor copies, clusters, and ordering around wgmma.
 #pragma once
 #include "common/fragments.cuh"
 
-// What cuTensorMapEncodeTiled writes; the kernel only takes its address.
+// The 128 bytes that cuTensorMapEncodeTiled writes; only their address is used.
 struct alignas(64) TensorMap {
   uint8 opaque[128];
 };
@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_bulk(uint32 target, const uint8* source, ui
       : "memory");
 }
 
-// A box of the map's own size; what lies outside the tensor arrives as zeros.
+// Copies a box of the map. Elements outside the tensor arrive as zeros.
 __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, int column, int row,
                                          uint32 barrier) {
   asm volatile(
@@ -47,7 +47,7 @@ __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, in
       : "memory");
 }
 
-// One thread of the warp, which the compiler then knows to be one.
+// Selects one thread of the warp; the compiler then knows that it is one.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
@@ -55,20 +55,20 @@ __device__ __forceinline__ bool elect_one() {
   return chosen != 0;
 }
 
-// Every thread of a cluster's blocks that has not ended. What they wrote need not be seen after it:
-// `arrive.release` waits for the whole GPU, which took 1700 cycles of a kernel with two of them.
+// Waits for all running threads of the cluster, without ordering their writes: `arrive.release`
+// waits for the whole GPU (1700 cycles).
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// The address of this block's `address` in another block of the cluster.
+// Returns the address of `address` in another thread block of the cluster.
 __device__ __forceinline__ uint32 in_block(uint32 address, int rank) {
   uint32 remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
 
-// Into another block, whose barrier counts the bytes when they have come.
+// Stores to another thread block, whose barrier counts the bytes on arrival.
 __device__ __forceinline__ void store_remote(uint32 address, const float* v, uint32 barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_remote(uint32 address, const float* v, uin
       : "memory");
 }
 
-// Until the bytes of a barrier's first phase have come from another block.
+// Waits for the first phase of a barrier that counts bytes from another thread block.
 __device__ __forceinline__ void wait_dsmem(uint32 barrier) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT_%=:\n"
@@ -101,12 +101,12 @@ __device__ __forceinline__ float4 load_shared(uint32 address) {
   return v;
 }
 
-// Of `threads` threads; barrier 0 is __syncthreads' own.
+// Synchronises `threads` threads; barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void sync_named(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Between the writing of operand registers and the wgmmas that read them.
+// Orders writes of operand registers before the wgmmas that read them.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -115,13 +115,13 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most PENDING groups of wgmmas are unfinished.
+// Waits until at most PENDING groups of wgmmas are unfinished.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The accumulators may have changed, and are used: the compiler keeps nothing of them across.
+// Tells the compiler that accumulators may have changed and are used.
 template <int COUNT>
 __device__ __forceinline__ void touch(float (&d)[COUNT]) {
 #pragma unroll
@@ -130,10 +130,10 @@ __device__ __forceinline__ void touch(float (&d)[COUNT]) {
 
 constexpr int ROW_BYTES = 128;    // of a box of x or dy: 64 columns
 constexpr int OPERAND_SHIFT = 4;  // a descriptor counts 16 bytes
-// Operand B: rows of 128 bytes, swizzled over 128 bytes as tensor copies write them; 8 rows, 1024
-// bytes, to the next group.
+// Descriptor of operand B: rows of 128 bytes, swizzled over 128 bytes as tensor copies write them;
+// 1024 bytes to the next eight rows.
 __device__ __forceinline__ uint64 operand_b(uint32 address) {
   return (address & 0x3FFFFull) >> OPERAND_SHIFT | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// Sixteen columns further along k, in the units of a descriptor.
+// Sixteen columns along k, in descriptor units.
 constexpr int OPERAND_B_STEP = 2;

@@ -1,31 +1,28 @@
-// From a block in shared memory to operand A of wgmma: W_hat itself, rounded as dequantise.cu
-// rounds it, for the products of a group are not summed apart here.
+// Decodes a block in shared memory to operand A of wgmma: W_hat, rounded as in dequantise.cu.
 //
-// A warp takes a fragment of 16 rows. wgmma wants of lane 4 * g + t columns 8 * j + 2 * t + e of
-// half h: register 2 * (j & 1) + i of step 2 * h + (j >> 1), where j is a chunk of eight columns
-// and i a row of g, g + 8. In the layout that is unit t of the neighbour j among four lanes, so a
+// A warp decodes a fragment of 16 rows. wgmma needs in lane 4 * g + t, for half h, columns 8 * j +
+// 2 * t + e: register 2 * (j & 1) + i of step 2 * h + (j >> 1), where j is a chunk of eight columns
+// and i selects row g or g + 8. In the layout that is unit t of neighbour j among four lanes, so a
 // lane reads its unit of each neighbour (layout.py).
 //
-// 3 bits and more go through the table of decode.cuh, and are scaled then, but for codes of 6 bits
-// and more that are affine, or of 8 that are integers of a grid: those are put into the mantissa of
-// a power of two. 1 and 2 bits need no table: a row has two or four values, which are scaled first,
-// and picked by arithmetic. Where tiles are narrow, though, and the tensor cores leave the shared
-// memory time, codes of 1 bit and half of those of 2 bits, the first 32 columns, go through the
-// table too. Unless the two values of 1 bit are -c and c: then codes are signs of a row's scaled
-// value. The layout holds a pair of the first fragment side by side, and of the second 16 bits
-// apart, which takes less: so that all warps have as much to do, a warp takes rows g, or rows
-// g + 8, of both.
+//   bits     method
+//   3 to 5   table of decode.cuh, then scaled
+//   6 to 8   the same; affine codes and integer grids are put into the mantissa of a power of two
+//   1, 2     a row has two or four values: they are scaled first and selected by arithmetic. Where
+//            tiles are narrow, 1 bit and half of 2 bits (the first 32 columns) use the table
+//   signs    1 bit, -c and c: a code is the sign of a row's scaled value. The second fragment takes
+//            less work than the first, so a warp takes rows g, or rows g + 8, of both
 //
-// TILE_M and CONSUMERS are the kernel's.
+// The kernel sets TILE_M and CONSUMERS.
 #pragma once
 #include "common/hopper_scales.cuh"
 
 constexpr int NEIGHBOURS = 4;
-// Whether what is looked up, or picked, is scaled after it: not at 1 and 2 bits without a table.
+// Scales are applied after the lookup, except at 1 and 2 bits without a table.
 constexpr bool SCALES_LAST = BITS > 2 || (HAS_TABLE && SCALES_IN_DTYPE && !AFFINE);
 
-// What a lane has of a block, for its fragment: of each neighbour so many words, of 5 to 7 bits its
-// unit's and then those that units share.
+// Words of a lane, for its fragment: from each neighbour its unit's word or words, then at 5 to 7
+// bits the shared ones.
 constexpr int UNIT_WORDS = IS_SPLIT                             ? (BITS == 7 ? 3 : 2)
                            : BITS == 3                          ? 3
                            : BITS == 2 || BITS == 8 || BY_SIGNS ? 2
@@ -35,22 +32,21 @@ struct HopperCodes {
   RowScale rows[2][2];  // half, row
 };
 
-// Of half h, neighbour j, row i.
+// Values by half h, neighbour j, row i.
 struct HopperValues {
   uint32 pairs[2][NEIGHBOURS][2];
   uint32 seconds[2][NEIGHBOURS][2];  // 6 bits and more: the upper half of a pair
 };
 
-// 1 bit: whether a look-up is of half a unit's values, 8 bytes, instead of 16: two more in a step
-// for each of its four neighbours, and a processor has three warps a scheduler that hide them.
-// H200, 64 rows: 28672 x 8192 64.9 us -> 62.0, 21504 x 6144 38.0 -> 36.4; two groups, 8192 x
-// 8192: 19.1 -> 19.7.
+// 1 bit: looks up half a unit, 8 bytes, instead of 16. That is two more lookups per step, which
+// three warps per scheduler hide (H200, 64 rows: 28672 x 8192 64.9 us -> 62.0; with two consumers,
+// 8192 x 8192: 19.1 -> 19.7).
 constexpr bool LOOKS_UP_HALVES = BITS == 1 && CONSUMERS == 3 && TILE_M == 64;
-// Of an entry of the table: 16 lanes read 8 bytes at a time.
+// Copies of a table entry: 16 lanes read 8 bytes at a time.
 constexpr int COPIES = BITS == 2 ? 16 : 32;
 
-// LOOKS_UP_HALVES: an entry for each half of a unit's byte, 16 copies of it for either fragment,
-// whose bytes hold the second and the third pair the other way round.
+// Builds the table for LOOKS_UP_HALVES: an entry for each half of a unit's byte, 16 copies for each
+// fragment, whose bytes have the second and third pair exchanged.
 template <int THREADS>
 __device__ __forceinline__ void build_half_table(uint8* table, const Codebook& codebook,
                                                  int thread) {
@@ -63,7 +59,7 @@ __device__ __forceinline__ void build_half_table(uint8* table, const Codebook& c
     const int byte = f ? (codes % 4 | codes / 4 * 16) << 2 * h : codes << 4 * h;
     const uint2 pairs =
         make_uint2(codebook_pair(codebook, codes % 4), codebook_pair(codebook, codes / 4));
-    // Both halves have an entry of no bits set.
+    // Both halves share the entry with no bits set.
     if (h == 0 || codes > 0)
       *reinterpret_cast<uint4*>(table + byte * 256 + f * 128 + thread % ENTRY_THREADS * 16) =
           make_uint4(pairs.x, pairs.y, pairs.x, pairs.y);
@@ -73,22 +69,22 @@ __device__ __forceinline__ void build_half_table(uint8* table, const Codebook& c
 struct HopperDecoder {
   const uint8* table;
   uint32 lane_part;
-  uint32 codebook[2];          // 1 and 2 bits; BY_SIGNS its first value, as a pair
+  uint32 codebook[2];          // 1 and 2 bits; BY_SIGNS: its first value as a pair
   uint32 offsets[NEIGHBOURS];  // of a unit in a block
   uint32 rests[NEIGHBOURS];    // 3 bits: of its second and third word
-  uint32 to_two;               // 6 and 7 bits: from there to the word that two units share
-  uint32 to_four;              // 5 and 7 bits: from half as far to that of four
+  uint32 to_two;               // 6 and 7 bits: offset from there to the word of two units
+  uint32 to_four;              // 5 and 7 bits: offset from half of there to that of four
   uint32 scale_offset;
-  uint32 turn;          // 1 and 2 bits: how far a unit is rotated; 6 and 7: what two units share
-  uint32 four_turn;     // 5 and 7 bits: how far what four units share is
-  uint32 selector;      // 2 and 3 bits: a unit's byte of two words; BY_SIGNS a warp's scale of two
-  uint32 entry;         // 2 bits: the byte permutation that finds a unit's entry of the table
-  uint32 turns[4];      // 1 bit: how far a unit is rotated for its bits to be signs
-  uint32 selectors[2];  // 1 bit: the permutation that spreads those signs, of half h
-  uint32 ones;          // where codes are computed: see ones_place
-  uint32 lower;         // 1 bit: bits of a unit's byte, the second, that come of it rotated so;
-  uint32 upper_turn;    // the others come of it rotated so far
-  uint32 halves[2];     // 1 bit: bits of that byte that belong to half h
+  uint32 turn;          // rotation of a unit (1, 2 bits) or of the word of two units (6, 7 bits)
+  uint32 four_turn;     // 5 and 7 bits: rotation of the word of four units
+  uint32 selector;      // 2 and 3 bits: a unit's byte of two words; BY_SIGNS: a scale of two
+  uint32 entry;         // 2 bits: byte permutation that gives a unit's table entry
+  uint32 turns[4];      // 1 bit: rotations that turn a unit's bits into sign bits
+  uint32 selectors[2];  // 1 bit: permutation that replicates those signs, by half h
+  uint32 ones;          // for computed codes, see ones_place
+  uint32 lower;         // 1 bit: bits of a unit's second byte that come from that rotation;
+  uint32 upper_turn;    // the others come from this one
+  uint32 halves[2];     // 1 bit: bits of that byte by half h
 
   __device__ __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp,
                                            int lane)
@@ -96,7 +92,7 @@ struct HopperDecoder {
     const int g = lane / 4, t = lane % 4, f = warp % FRAGMENTS;
     codebook[0] = book.words[0];
     codebook[1] = book.words[1];
-    // 1 bit: of the copies of an entry, half are for either fragment.
+    // 1 bit: each fragment has half of the copies of an entry.
     const int one_bit_part = (LOOKS_UP_HALVES ? 8 * (lane % 16) : 16 * (lane % 8)) + 128 * f;
     lane_part = keep(BITS == 1 ? one_bit_part : table_lane_part(lane % COPIES), lane);
 #pragma unroll
@@ -129,15 +125,15 @@ struct HopperDecoder {
     halves[0] = keep(f ? 0x3300 : 0x0F00, lane);
     halves[1] = keep(f ? 0xCC00 : 0xF000, lane);
     scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES + f * 2 * SCALE_BYTES, lane);
-    // Over what is above: told apart there, 5 of 7 programs by signs had other machine code.
+    // Overwrites the above: branching there changes the machine code of 5 of 7 programs by signs.
     if (BY_SIGNS) {
       codebook[0] = keep(byte_permute(book.words[0], book.words[0], 0x1010), lane);
       selector = keep(f ? 0x3232 : 0x1010, lane);
       scale_offset = keep(CODE_BYTES + g * LANE_SCALE_BYTES, lane);
 #pragma unroll
       for (int j = 0; j < NEIGHBOURS; j++) offsets[j] = keep(lane_slot(g, j) * 8, lane);
-      // Bits 15 and 31 are then of either half, for element e of the first fragment; and for half h
-      // of the second of either element.
+      // Bits 15 and 31 then belong to the two halves, for element e of the first fragment; for the
+      // second to the two elements of half h.
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         turns[i] = keep(8 * (t >> 1) + 4 * (t & 1) + 2 * f + i - 15, lane);
@@ -146,7 +142,7 @@ struct HopperDecoder {
     }
   }
 
-  // Of row g (0) or g + 8 (1), in half h of the block; BY_SIGNS of either fragment.
+  // Loads scales of rows g (0) and g + 8 (1) in half h; BY_SIGNS: of both fragments.
   __device__ __forceinline__ void load_scales(RowScale (&rows)[2], const uint8* block,
                                               int h) const {
     constexpr int KIND_BYTES = PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
@@ -181,13 +177,13 @@ struct HopperDecoder {
     return *reinterpret_cast<const uint32*>(table_entry(table, word, byte, lane_part));
   }
 
-  // Byte t of each neighbour's word, in the order of the neighbours.
+  // Collects byte t of each neighbour's word, in order.
   __device__ __forceinline__ uint32 gather(const uint32 (&words)[NEIGHBOURS]) const {
     return byte_permute(byte_permute(words[0], words[1], selector),
                         byte_permute(words[2], words[3], selector), 0x5410);
   }
 
-  // The fragment's four steps of a block.
+  // Decodes the fragment's four steps of a block.
   __device__ __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS], const uint8* block) const {
     decode(a, load_codes(block));
   }
@@ -228,7 +224,7 @@ struct HopperDecoder {
     return codes;
   }
 
-  // Values of the codebook, or weights where they are computed from scaled ones.
+  // Looks up codebook values; where values are scaled first, the result is weights.
   __device__ __forceinline__ void look_up(HopperValues& values, const HopperCodes& codes) const {
     if constexpr (BITS >= 4) {
 #pragma unroll
@@ -269,7 +265,7 @@ struct HopperDecoder {
     }
   }
 
-  // 6 bits and more: a unit's codes of half h, a byte each.
+  // 6 bits and more: returns a unit's codes of half h, a byte each.
   __device__ __forceinline__ uint32 code_bytes(const HopperCodes& codes, int h, int j) const {
     const auto& words = codes.words;
     if (BITS == 8 || h == 0) return words[h][j];
@@ -289,7 +285,7 @@ struct HopperDecoder {
           book[h][i][word] = SCALES_LAST ? codebook[word] : codes.rows[h][i].apply(codebook[word]);
 #pragma unroll
     for (int j = 0; j < NEIGHBOURS; j++) {
-      // Twice a code in each byte; 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
+      // Twice a code in each byte; 17 times that plus 0x10 selects bytes 2 c and 2 c + 1.
       const uint32 twice = rotate_right(codes.words[1][j], turn) & 0x06060606u;
       const uint32 selectors = twice * 0x11u + 0x10101010u;
 #pragma unroll
@@ -306,7 +302,7 @@ struct HopperDecoder {
       }
       return;
     }
-    // A byte for each neighbour: two codes of row g, two of row g + 8.
+    // A byte per neighbour: two codes of row g, two of row g + 8.
     const uint32 bytes = gather(codes.words[0]);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -343,7 +339,7 @@ struct HopperDecoder {
     for (int j = 0; j < NEIGHBOURS; j++) {
       if (SCALES_LAST) {
         const uint32 word = rotate_right(codes.words[0][j], turn);
-        // As the second byte: an entry's place in the table.
+        // The second byte is the index of a table entry.
         const uint32 byte = (word & lower) | (rotate_right(codes.words[0][j], upper_turn) & ~lower);
         if constexpr (LOOKS_UP_HALVES) {
 #pragma unroll
@@ -365,7 +361,7 @@ struct HopperDecoder {
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        // Each has a bit of half 0 as the sign of byte 1, or the pair's first, and another of
+        // Each has a bit of half 0 as the sign of byte 1 (the first of the pair), and another in
         // byte 3.
         const uint32 signs[2] = {rotate_right(codes.words[0][j], turns[2 * i]),
                                  rotate_right(codes.words[0][j], turns[2 * i + 1])};
@@ -401,18 +397,18 @@ struct HopperDecoder {
         }
   }
 
-  // Weights of the affine or grid's codes in bytes 2 i and 2 i + 1 of a word.
+  // Returns the weights of computed codes in bytes 2 i and 2 i + 1 of a word.
   __device__ __forceinline__ uint32 computed(const RowScale& row, uint32 word, int i) const {
     if (IS_SPLIT) word &= (CODEBOOK_SIZE - 1) * 0x01010101u;
     if (FP16) return row.apply(codes_to_values(byte_permute(word, 0u, 0x4140 + 0x0202 * i), ones));
-    // 32768, whose mantissa has its byte there: two instructions fewer than codes_to_values.
+    // 32768, whose mantissa has its lowest byte there: two instructions fewer than codes_to_values.
     float values[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const uint32 place = 0x7404 | (2 * i + e) << 4;
       values[e] = __uint_as_float(byte_permute(word, 0x47000000u, place));
-      // Exact for bf16 scales up to 2^112: the product of 32768 and a zero point with one has 24
-      // bits. From 1.98 * 2^112 on it may overflow.
+      // Exact for bf16 scales up to 2^112: (32768 + zero point) * scale has 24 bits. Above 1.98 *
+      // 2^112 it may overflow.
       if (SCALES_IN_DTYPE)
         values[e] = __fmaf_rn(values[e], row.scale, -((32768.f + row.zero_point) * row.scale));
       else
@@ -421,8 +417,8 @@ struct HopperDecoder {
     return from_floats(values[0], values[1]);
   }
 
-  // Half of an offset behind a place, where the compiler may not keep that half in a register: it
-  // has none left (7 bits, 256 columns: 8 bytes of spills).
+  // Adds half of an offset to an address, in assembly so that the compiler does not keep the half
+  // in a register (7 bits, tile_m 256: 8 bytes of spills).
   __device__ __forceinline__ static const uint8* at_half(const uint8* place, uint32 offset) {
     uint32 address;
     asm("{\n.reg .b32 half;\nshr.b32 half, %1, 1;\nadd.u32 %0, half, %2;\n}"

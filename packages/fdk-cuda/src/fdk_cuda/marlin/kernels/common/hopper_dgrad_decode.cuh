@@ -1,21 +1,21 @@
-// From blocks in shared memory to operand A of wgmma where columns of the weight are its rows, and
-// rows of the weight are what is summed over: dy @ W_hat. W_hat is rounded as dequantise.cu rounds.
+// Decodes blocks in shared memory to operand A of wgmma for dy @ W_hat: columns of the weight are
+// rows of A, and rows of the weight are summed over. W_hat is rounded as in dequantise.cu.
 //
-// A fragment of 16 rows of the weight is a step of wgmma, which wants of lane 4 * g + t in register
-// 2 * i + c: row g + 8 * c of A, and as a pair its columns 2 * t and 2 * t + 1, plus 8 * i. Which
-// column of the weight a row of A is, is free, for its sums can be stored anywhere: rows g and
-// g + 8 of warp w are columns 16 * w + 2 * g and the one after it. These are neighbours in a unit
-// of the layout (layout.py), which also holds the rows 8 apart. So a lane needs two units, of rows
-// 2 * t and 2 * t + 1, and nothing of other lanes; of two pairs along a row, two byte permutations
-// make two pairs along a column.
+// A fragment of 16 rows of the weight is one step of wgmma. Register 2 * i + c of lane 4 * g + t
+// holds row g + 8 * c of A, columns 2 * t and 2 * t + 1, plus 8 * i. Rows of A may be any columns
+// of the weight, because sums can be stored anywhere: rows g and g + 8 of warp w are columns 16 * w
+// + 2 * g and the next one. These are neighbours in a unit of the layout (layout.py), which also
+// holds the row 8 further. So a lane needs two units, of rows 2 * t and 2 * t + 1, and no other
+// lane's data; two byte permutations turn two pairs along a row into two pairs along a column.
 //
-// Four lanes t want rows of one parity, and lanes g and g + 4 units of two neighbours j: all in the
-// same sixteen banks of shared memory. So lanes from g = 4 up (`turned`) load the odd row first.
+// Four lanes t read rows of one parity, and lanes g and g + 4 units of two neighbours j, all in the
+// same sixteen banks of shared memory. So lanes from g = 4 on (`swapped`) load the odd row first.
 //
-// 4 bits and more go through the table of decode.cuh, but for affine formats, unless of 5 bits, and
-// grids of integers: those codes are put into the mantissa of a power of two. Fewer bits need no
-// table: byte permutations pick the values from the codebook in registers, at 3 bits their lower
-// and upper bytes apart.
+//   bits          method
+//   1 to 3        byte permutations select values from the codebook in registers, at 3 bits their
+//                 lower and upper bytes separately
+//   4 to 8        table of decode.cuh
+//   affine, grid  4 and 6 to 8 bits: codes are put into the mantissa of a power of two
 #pragma once
 #include "common/hopper_decode.cuh"
 
@@ -23,7 +23,7 @@ constexpr int ROW_PAIR = 2;
 constexpr bool COMPUTES_DGRAD_CODES = HAS_ZERO_POINT && BITS > 3 && BITS != 5;
 static_assert(HAS_TABLE == (BITS > 3 && !COMPUTES_DGRAD_CODES));
 
-// What turns codes' values into weights, for two rows of the weight side by side in a register.
+// Scales and zero points of two rows of the weight, as a pair.
 struct PairScale {
   uint32 scale_pair, zero_point_pair;  // where SCALES_IN_DTYPE
   float scales[ROW_PAIR], zero_points[ROW_PAIR];
@@ -42,48 +42,49 @@ struct PairScale {
   }
 };
 
-// What a lane has of a block.
+// Words and scales of a lane in a block.
 struct DgradCodes {
   uint32 words[FRAGMENTS][ROW_PAIR];
-  uint2 of_two[ROW_PAIR], of_four[ROW_PAIR];  // 5 to 7 bits: what units share, of both fragments
+  uint2 of_two[ROW_PAIR], of_four[ROW_PAIR];  // 5 to 7 bits: shared words of both fragments
   uint4 firsts[ROW_PAIR];  // 3 bits: three words of fragment 0, one of fragment 1
   uint2 seconds[ROW_PAIR];
-  PairScale scales[FRAGMENTS][2];  // rows 2 * t and on, and eight further
+  PairScale scales[FRAGMENTS][2];  // rows 2 * t and 2 * t + 1; eight further
 };
 
-// Of each fragment, rows r or r + 8.
+// Values by fragment, for rows r or r + 8.
 struct DgradValues {
-  uint32 pairs[FRAGMENTS][2][2];    // 4 and 5 bits, looked up: rows of the pair; else columns
-  uint32 seconds[FRAGMENTS][2][2];  // 6 bits and more, looked up: the second row's
+  uint32 pairs[FRAGMENTS][2][2];    // 4 and 5 bits by table: rows of the pair; else columns
+  uint32 seconds[FRAGMENTS][2][2];  // 6 bits and more by table: the second row's
 };
 
 struct DgradDecoder {
   const uint8* table;
   uint32 lane_part;
-  uint32 codebook[4];        // 1 bit: a pair of the first value, and its bits that the second has
-                             // not; 2: pairs; 3: two words of lower bytes, two of upper
+  // 1 bit: the first value as a pair, and the bits in which the second differs; 2 bits: pairs;
+  // 3 bits: two words of lower bytes, two of upper bytes.
+  uint32 codebook[4];
   uint32 offsets[ROW_PAIR];  // of a unit in a block
-  uint32 rests[ROW_PAIR];    // 3 bits: of the last two words of fragment 1; 6 and 7: of the words
-                             // that two units share
-  uint32 fours[ROW_PAIR];    // 5 and 7 bits: of those that four do
+  uint32 rests[ROW_PAIR];    // 3 bits: of fragment 1's last words; 6, 7 bits: of words of two units
+  uint32 fours[ROW_PAIR];    // 5 and 7 bits: of the words of four units
   uint32 places[2];          // 2, 4 and 5 bits: selectors of bytes, for rows r and r + 8
-  uint32 turns[3];           // 1 and 2 bits: how far a word of each fragment is rotated; 5 to 7:
-                             // how far a unit's word is, what two units share, what four do
-  uint32 masks[2];           // 6 and 7 bits: what is not of those two: all of the first half
-  uint32 fields[4];          // 2 bits: how far bytes with codes of a row and column are
-  uint32 lower, upper;       // selectors of pairs along the first column, and along the second
-  uint32 merging;            // selector of both rows' codes, a byte or a half of each
-  uint32 ones;               // where codes are computed: see ones_place
+  // Rotations: of a word of each fragment (1, 2 bits); of a unit's word, that of two units and that
+  // of four (5 to 7 bits).
+  uint32 turns[3];
+  uint32 masks[2];      // 6 and 7 bits: bits from a unit's own word; all in the first half
+  uint32 fields[4];     // 2 bits: rotations to the codes of a row and column
+  uint32 lower, upper;  // selectors of pairs along the first column, and the second
+  uint32 merging;       // selector of both rows' codes, a byte or a half each
+  uint32 ones;          // for computed codes, see ones_place
   uint32 scale_offset;
   bool is_second_half;  // of the block's columns
 
-  // Of four warps that share the 64 columns of a block.
+  // Four warps share the 64 columns of a block.
   __device__ __forceinline__ DgradDecoder(const uint8* table_, const Codebook& book, int warp,
                                           int lane)
       : table(table_), lane_part(table_lane_part(lane)) {
     const int g = lane / 4, t = lane % 4;
     const int half = warp >> 1, j = 2 * (warp & 1) + (g >> 2), unit = g & 3;
-    const bool turned = g >= 4;
+    const bool swapped = g >= 4;
     if (BITS == 3) {
       const uint32 pairs[4] = {codebook_pair(book, 0 | 1 << 3), codebook_pair(book, 2 | 3 << 3),
                                codebook_pair(book, 4 | 5 << 3), codebook_pair(book, 6 | 7 << 3)};
@@ -104,7 +105,7 @@ struct DgradDecoder {
     ones = ones_place(lane);
 #pragma unroll
     for (int r = 0; r < ROW_PAIR; r++) {
-      const int slot = lane_slot(2 * t + (turned ? 1 - r : r), j);
+      const int slot = lane_slot(2 * t + (swapped ? 1 - r : r), j);
       if (BITS == 8) offsets[r] = half * 512 + slot * 16 + unit * 4;
       if (BITS == 4 || IS_SPLIT) offsets[r] = slot * 16 + unit * 4;
       if (BITS == 3) offsets[r] = slot * 16;
@@ -113,7 +114,7 @@ struct DgradDecoder {
       rests[r] = 512 + slot * 8;
       if (IS_SPLIT) rests[r] = 1024 + slot * 16 + (unit >> 1) * 8;
       fours[r] = (BITS == 5 ? 1024 : 1536) + slot * 8;
-      places[r] = COMPUTES_DGRAD_CODES ? (turned ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
+      places[r] = COMPUTES_DGRAD_CODES ? (swapped ? 0x0004 : 0x0400) + (2 * half + r) * 0x0101
                                        : 0x5504 | (2 * half + r) << 4;
       if (BITS == 5) places[r] = pair_selector(half, r);
     }
@@ -122,11 +123,11 @@ struct DgradDecoder {
       turns[1] = 3 + 2 * half + (unit >> 1) + 8 * (unit & 1);
     }
     if (BITS == 2) {
-      const uint32 bytes = turned ? unit + 4 | unit << 4 : unit | (unit + 4) << 4;
+      const uint32 bytes = swapped ? unit + 4 | unit << 4 : unit | (unit + 4) << 4;
       turns[0] = keep(half ? 2 * unit : 0, lane);
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        places[i] = keep(half ? (turned ? 0x1504 : 0x5140) + 0x2222 * i : bytes * 0x101, lane);
+        places[i] = keep(half ? (swapped ? 0x1504 : 0x5140) + 0x2222 * i : bytes * 0x101, lane);
 #pragma unroll
       for (int p = 0; p < 4; p++) fields[p] = keep(half ? 0 : 2 * p - 1, lane);
     }
@@ -137,16 +138,16 @@ struct DgradDecoder {
       masks[0] = half ? LEFT_MASK : ~0u;
       masks[1] = half ? LOWER_MASK : ~0u;
     }
-    lower = turned ? 0x1054 : 0x5410;
-    upper = turned ? 0x3276 : 0x7632;
-    merging = turned ? 0x2604 : 0x6240;
-    if (COMPUTES_DGRAD_CODES) merging = turned ? 0x0004 : 0x0400;
-    if (BITS == 3) merging = turned ? unit + 4 | unit << 4 : unit | (unit + 4) << 4;
+    lower = swapped ? 0x1054 : 0x5410;
+    upper = swapped ? 0x3276 : 0x7632;
+    merging = swapped ? 0x2604 : 0x6240;
+    if (COMPUTES_DGRAD_CODES) merging = swapped ? 0x0004 : 0x0400;
+    if (BITS == 3) merging = swapped ? unit + 4 | unit << 4 : unit | (unit + 4) << 4;
     scale_offset = CODE_BYTES + 2 * t * LANE_SCALE_BYTES +
                    (PER_ROW == 2 ? half * FRAGMENTS * 2 * SCALE_BYTES : 0);
   }
 
-  // Of both fragments, rows 2 * t and on (0) and eight further (1).
+  // Loads scales of both fragments: rows 2 * t and 2 * t + 1 (0), and eight further (1).
   __device__ __forceinline__ void load_scales(PairScale (&scales)[FRAGMENTS][2],
                                               const uint8* block) const {
     constexpr int ZERO_POINTS = (KINDS - 1) * PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
@@ -200,7 +201,7 @@ struct DgradDecoder {
     return *reinterpret_cast<const uint32*>(table + byte_permute(word, lane_part, selector));
   }
 
-  // A block's words and scales.
+  // Loads a block's words and scales.
   __device__ __forceinline__ void load(DgradCodes& codes, const uint8* block) const {
     load_scales(codes.scales, block);
     if constexpr (BITS == 3) {
@@ -223,7 +224,7 @@ struct DgradDecoder {
     }
   }
 
-  // 6 bits and more: a unit's codes of its half, a byte each, of the row r of the pair.
+  // 6 bits and more: returns a unit's codes of its half, a byte each, for row r of the pair.
   __device__ __forceinline__ uint32 code_bytes(const DgradCodes& codes, int f, int r) const {
     if (BITS == 8) return codes.words[f][r];
     return join(rotate_right(codes.words[f][r], turns[0]),
@@ -232,7 +233,7 @@ struct DgradDecoder {
                 masks[1]);
   }
 
-  // What is looked up of a block's codes, or picked.
+  // Looks up or selects the values of a block's codes.
   __device__ __forceinline__ void look_up(DgradValues& values, const DgradCodes& codes) const {
     if constexpr (BITS == 2) return pick_2_bits(values, codes);
     uint32 selectors[2];
@@ -271,7 +272,7 @@ struct DgradDecoder {
         for (int i = 0; i < 2; i++)
 #pragma unroll
           for (int c = 0; c < 2; c++) {
-            // As signs of two bytes, which a permutation spreads over halves.
+            // Sign bits of two bytes, which a permutation replicates over halves.
             const uint32 signs = bits << (7 - (f ? 4 * i : 2 * i + c));
             const uint32 mask = byte_permute(signs, signs, f && c ? 0xBBAA : 0x9988);
             pairs[i][c] = codebook[0] ^ (mask & codebook[1]);
@@ -298,7 +299,7 @@ struct DgradDecoder {
     }
   }
 
-  // The two steps of a block's fragments.
+  // Scales the values: two steps, one per fragment.
   __device__ __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], int first_step,
                                          const DgradValues& values, const DgradCodes& codes) const {
 #pragma unroll
@@ -317,8 +318,8 @@ struct DgradDecoder {
         }
   }
 
-  // 3 bits: of rows r and r + 8, for either fragment two bytes, one of each row of the pair, with
-  // a code of each column.
+  // 3 bits: for rows r and r + 8 of each fragment two bytes, one per row of the pair, each with the
+  // codes of both columns.
   __device__ __forceinline__ void make_selectors(uint32 (&selectors)[2],
                                                  const DgradCodes& codes) const {
     const uint4(&firsts)[ROW_PAIR] = codes.firsts;
@@ -334,14 +335,14 @@ struct DgradDecoder {
       selectors[i] = (pairs[i] & 0x07070707u) | (pairs[i] << 1 & 0x70707070u);
   }
 
-  // A byte of each row, or a half.
+  // Joins a byte, or a half, of both rows.
   __device__ __forceinline__ uint32 merge(uint32 first, uint32 second) const {
     return byte_permute(first, second, merging);
   }
 
-  // 2 bits: a unit is a byte in the first half of the columns, with a field for each row and
-  // column; in the second half it is a field of four bytes. Either way a register gets, for a
-  // column and rows r or r + 8, the byte of both rows of the pair and of both fragments.
+  // 2 bits: in the first half of the columns a unit is a byte with a field per row and column; in
+  // the second half it is a field of four bytes. Either way a register gets, for a column and rows
+  // r or r + 8, the byte of both rows of the pair and both fragments.
   __device__ __forceinline__ void pick_2_bits(DgradValues& values, const DgradCodes& codes) const {
     uint32 rows[FRAGMENTS][2];
 #pragma unroll
@@ -356,7 +357,7 @@ struct DgradDecoder {
       for (int c = 0; c < 2; c++) {
         const uint32 both = byte_permute(rows[0][i], rows[1][i], c ? 0x7632 : 0x5410);
         const uint32 twice = rotate_right(both, fields[2 * i + c]) & 0x06060606u;
-        // 17 times it plus 0x10 selects bytes 2 c and 2 c + 1.
+        // 17 times that plus 0x10 selects bytes 2 c and 2 c + 1.
         const uint32 selectors = twice * 0x11u + 0x10101010u;
         values.pairs[0][i][c] = byte_permute(codebook[0], codebook[1], selectors);
         values.pairs[1][i][c] = byte_permute(codebook[0], codebook[1], selectors >> 16);

@@ -1,10 +1,9 @@
-// A warp's own ring of stages, filled from global memory by asynchronous copies.
+// A pipeline of stages per warp, filled from global memory by asynchronous copies.
 //
-// On compute capability 9.0 and up one lane starts a bulk copy, and two barriers a stage hand it
-// over: `full` counts the bytes that have landed, `empty` says that the warp has read them. (The
-// prototype filled a stage right after its last load was issued, without the second, and had rare
-// wrong chunks: the copy engine is not ordered behind shared-memory loads in flight.) Before 9.0
-// every lane copies 16-byte pieces with cp.async, and counts its own groups.
+// From compute capability 9.0 on, one lane starts bulk copies, and each stage has two barriers:
+// `full` counts the bytes that have arrived, `empty` says that the warp has read them. Both are
+// needed: the copy engine is not ordered after shared-memory loads in flight. Before 9.0 every lane
+// copies 16-byte pieces by cp.async and counts its own groups.
 #pragma once
 #include "common/fragments.cuh"
 
@@ -35,7 +34,7 @@ __device__ __forceinline__ void wait_barrier(uint32 barrier, uint32 parity) {
 
 template <int STAGES, int STAGE_BYTES>
 struct Pipeline {
-  // Of a warp: its stages, then (elsewhere) two barriers a stage.
+  // Bytes of a warp's stages, and of their barriers.
   static constexpr int BYTES = STAGES * STAGE_BYTES;
   static constexpr int BARRIER_BYTES = STAGES * 2 * 8;
   static_assert(STAGE_BYTES % 16 == 0);
@@ -52,7 +51,7 @@ struct Pipeline {
         stages_address(shared_address(stages_)),
         barriers(shared_address(barriers_)) {
 #if FDK_BULK_COPY
-    // Each weight is read once: it must not push x and other layers' data out of the L2.
+    // Each weight is read once: it must not evict x and other data from the L2.
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     if (elect_one()) {
       for (int i = 0; i < 2 * STAGES; i++)
@@ -67,7 +66,7 @@ struct Pipeline {
   __device__ __forceinline__ const uint8* current() const { return stages + stage * STAGE_BYTES; }
 
   // Starts the copy of `parts` pieces of PART_BYTES, `stride` bytes apart, to a stage, which has
-  // room for PARTS. The warp calls it together; with `any` false there is nothing left to copy.
+  // room for PARTS. Called by the whole warp; with `any` false there is nothing to copy.
   template <int PART_BYTES>
   __device__ __forceinline__ void fill(int to, const uint8* source, uint64 stride, int parts,
                                        bool any) {
@@ -104,12 +103,12 @@ struct Pipeline {
                          "l"(source + part * stride + (first + lane) * 16)
                          : "memory");
     }
-    // An empty group too, so that the groups in flight are always STAGES.
+    // An empty group too, so that STAGES groups are always in flight.
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
   }
 
-  // Waits until the current stage has landed.
+  // Waits until the current stage has arrived.
   __device__ __forceinline__ void wait() const {
 #if FDK_BULK_COPY
     wait_barrier(barriers + 16 * stage, phase);
@@ -119,7 +118,7 @@ struct Pipeline {
 #endif
   }
 
-  // Ends the reading of the current stage by every lane, and makes it ready to be filled again.
+  // Ends reading of the current stage by all lanes, so that it can be filled again.
   __device__ __forceinline__ void release() const {
     __syncwarp();
 #if FDK_BULK_COPY

@@ -52,20 +52,19 @@ def ranges(choice: Choice) -> str:
 def marlin_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, Choice]:
     """Returns the choices of y and of dx through ``marlin`` or ``marlin-lut``."""
     text, is_hopper = str(format), runtime.device_limits(index).is_hopper
-    few, most = ops.few_rows(text, n, k, index), ops.max_backward_rows(text)
-    names = {"small": "small_m", "hopper": "hopper_gemm", "dequantise": DEQUANTISED}
+    few, most = ops.small_m_limit(text, n, k, index), ops.max_dgrad_rows(text)
 
     def forward(m: int) -> str:
         kernel = ops.kernel_for(
             m,
             is_hopper=is_hopper,
-            few_rows=few,
+            small_m_limit=few,
             decodes_slowly=ops.decodes_slowly(text),
             batch_invariant=False,
         )
-        return names[kernel]
+        return DEQUANTISED if kernel == "dequantise" else kernel
 
-    return forward, lambda m: "hopper_backward" if is_hopper and m <= most else DEQUANTISED
+    return forward, lambda m: "hopper_dgrad" if is_hopper and m <= most else DEQUANTISED
 
 
 def triton_choices(format: Format, n: int, k: int, index: int) -> tuple[Choice, Choice]:

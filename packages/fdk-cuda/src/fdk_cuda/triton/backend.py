@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdk_cuda.gpu import why_no_gpu
+from fdk_cuda.gpu import unsupported_gpu
 from fdk_cuda.launch_cache import is_traced
-from fdk_cuda.stream_sync import SettledLayout
+from fdk_cuda.stream_sync import SyncedLayout
 from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
 from fdk_cuda.triton.layout import (
     PackedLayout,
@@ -26,7 +26,7 @@ from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
 
 
-class TritonLayout(SettledLayout):
+class TritonLayout(SyncedLayout):
     """A weight with codes in fragment order, scales by tiles of 16 rows, and lookup tables.
 
     Args:
@@ -62,7 +62,7 @@ class TritonLayout(SettledLayout):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
         self._ready = ReadyCalls()
-        self.settle()
+        self.synchronise()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
@@ -139,7 +139,7 @@ class TritonBackend:
             return f"has no {problem.activations} activations"
         if problem.dtype not in DTYPES:
             return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
-        return None if INTERPRETED else why_no_gpu(problem.device) or why_no_launcher()
+        return None if INTERPRETED else unsupported_gpu(problem.device) or why_no_launcher()
 
     def priority(self, problem: Problem) -> int:
         """Returns a priority below Marlin and above the reference."""

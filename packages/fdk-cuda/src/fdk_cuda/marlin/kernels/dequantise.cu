@@ -1,12 +1,12 @@
 // W_hat :: [n, k, dtype] of a weight in the Marlin layout, as QuantisedTensor.dequantise gives it.
 //
-// packed   :: [rows / 32, columns / 64, BLOCK_BYTES, uint8]
+// packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
 // codebook :: [2^BITS, dtype]
 //
 // A warp takes a block at a time. A lane decodes eight neighbouring values of a row at once, so it
 // stores 16 bytes, and its four neighbours fill a run of 64. At 1 bit there is no table.
 //   WARPS  of a block of threads
-#include "decode.cuh"
+#include "common/decode.cuh"
 
 constexpr int THREADS = WARPS * LANES;
 
@@ -14,7 +14,7 @@ struct Params {
   const uint8* packed;
   const uint16* codebook;
   uint16* out;
-  int n, k, columns;
+  int n, k, padded_k;
   int blocks;  // of the layout
   uint32 base[STEPS];
   uint32 nibbles;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
   extern __shared__ __align__(1024) uint8 table[];
   start_next_kernel();
   const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
-  const int row_blocks = p.columns / BLOCK_COLUMNS;
+  const int n_blocks = p.padded_k / BLOCK_K;
   const int step = gridDim.x * WARPS;
   int index = blockIdx.x * WARPS + threadIdx.x / LANES;
   // A block is loaded while the one before is decoded, the first while the table is made.
@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
   for (; index < p.blocks; index += step) {
     const Stored now = next;
     if (index + step < p.blocks) next.load(p.packed, index + step, g, t);
-    const int first_row = index / row_blocks * BLOCK_ROWS + g;
-    const int first_column = index % row_blocks * BLOCK_COLUMNS + 8 * t;
+    const int first_row = index / n_blocks * BLOCK_N + g;
+    const int first_column = index % n_blocks * BLOCK_K + 8 * t;
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll

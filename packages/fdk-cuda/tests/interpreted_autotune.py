@@ -167,7 +167,7 @@ def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         y = right(x, w, bias, config)
         return y * torch.nan if config == SMALL else y
 
-    monkeypatch.setattr(launch, "small", wrong)
+    monkeypatch.setattr(launch, "gemv", wrong)
     clock = Clock({SMALL: 1.0})
     with pytest.warns(UserWarning, match="is wrong, and not used"):
         autotune.tune_layers([LAYER], ms=[1], timer=clock)
@@ -215,21 +215,21 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         "",
         "{",
         "[]",
-        '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
+        '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": {}}}}',
         # When 3 bits had no table in shared memory, and room for twice the sums.
         '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "dequantise", "config": {}}}}',
-        '{"version": 4, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
-        '{"version": 4, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 4, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
-        '{"version": 4, "gpu": "NAME", "entries": {"KEY": 5}}',
-        '{"version": 4, "gpu": "NAME", "entries": 7}',
+        '{"version": 5, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": {}}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": 5}}',
+        '{"version": 5, "gpu": "NAME", "entries": 7}',
     ],
 )
 def test_a_damaged_file_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = autotune_cache.path_of(autotune._name(-1))
     text = text.replace("NAME", autotune._name(-1)).replace("KEY", KEY)
     path.write_text(text)
-    assert autotune_cache.VERSION == 4
+    assert autotune_cache.VERSION == 5
     assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
     autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
     forget()

@@ -16,7 +16,7 @@ from fdk_cuda.triton.configs import (
     GemvConfig,
 )
 from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, GEMM_WGMMA_FUSED_BITS, DequantiseConfig
-from fdk_cuda.triton.kernels.dequantise import two_values
+from fdk_cuda.triton.kernels.decode import two_values
 from fdk_cuda.triton.layout import PackedLayout
 from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse

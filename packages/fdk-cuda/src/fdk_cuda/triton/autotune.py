@@ -45,34 +45,34 @@ from fdk_formats.scales import SCALE_DTYPES
 from fdk_formats.tensor import zero_point_dtype
 
 TUNE_VARIABLE = "FDK_CUDA_TUNE"
-# A bucket holds m up to its number, from the one before; larger m is dequantised, always.
+# Largest m of each bucket; beyond the last, weights are always dequantised.
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
-# What is no faster than the default by more than noise does not replace it.
+# A configuration replaces the default only where it is faster by more than noise.
 GAIN = 0.98
-LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
-# Kernels by the name an entry gives them, and what holds their configuration, if they have one.
+LARGEST_ERROR = 6e-3  # relative to the dequantised product, from bf16 rounding
+# The configuration class of each kernel name in the cache.
 KINDS = {
     "gemv": GemvConfig,
     "gemm": GemmConfig,
     "gemm_wgmma": GemmWgmmaConfig,
     "dequantise": None,
 }
-# Copies of a weight: so many times the L2 in all.
+# Copies of a weight, which together take CACHES times the L2.
 MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 
 _chosen: dict[tuple[object, ...], Config] = {}
-# How often something was measured: what ``choose`` said before may no longer hold.
+# Counts measurements; earlier results of ``choose`` may no longer hold.
 times_measured = 0
 _counting = threading.Lock()
-# None is a configuration too.
+# Not None, which is a configuration.
 _UNKNOWN: Any = object()
-# What could not be measured at first use is not tried again: GPU and key.
+# GPU and key of what could not be measured at first use; not tried again.
 _failed: set[tuple[str, str]] = set()
 
 
 def choose(w: PackedWeight, m: int, dtype: torch.dtype, device: int) -> Config:
-    """For m rows of x: what was measured for its bucket, or the default.
+    """Returns the configuration for m rows of x: that measured for its bucket, or the default.
 
     Raises:
         ValueError: ``FDK_CUDA_TUNE`` is neither 0 nor 1.
@@ -80,16 +80,16 @@ def choose(w: PackedWeight, m: int, dtype: torch.dtype, device: int) -> Config:
     bucket, mode = bucket_of(m), _mode()
     if bucket is None or mode == "0" or not (mode == "1" or _entries(_name(device))):
         return _default_of(w, m, device)
-    # With the count, for another thread may measure between a look at what is stored and the end.
+    # The key has the count because another thread may measure in between.
     key = (times_measured, device, m, dtype, *w.key)
-    # Read once: another thread may empty it at any time.
+    # One read: another thread may clear it at any time.
     found: Config = _chosen.get(key, _UNKNOWN)
     if found is not _UNKNOWN:
         return found
     entry = _entries(_name(device)).get(key_of(w, bucket, dtype))
     if entry is None and mode == "1":
         if _is_capturing():
-            # Not remembered: the next call outside of a capture measures.
+            # Not cached: the next call outside of a capture measures.
             return _default_of(w, m, device)
         entry = _first_use(w, bucket, dtype, device)
     config = _default_of(w, m, device) if entry is None else _config_of(entry)
@@ -102,7 +102,7 @@ def _is_capturing() -> bool:
 
 
 def _first_use(w: PackedWeight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
-    """Measures a bucket within a forward, which goes on by the default where that fails."""
+    """Measures a bucket during a call, which uses the default where that fails."""
     attempt = _name(device), key_of(w, bucket, dtype)
     if attempt in _failed:
         return None
@@ -123,7 +123,7 @@ def _default_of(w: PackedWeight, m: int, device: int) -> Config:
 
 
 def bucket_of(m: int) -> int | None:
-    """The bucket of m rows, or None above the last."""
+    """Returns the bucket of m rows, or None past the last."""
     return next((bucket for bucket in BUCKETS if m <= bucket), None)
 
 
@@ -135,25 +135,24 @@ def tune_layers(
     device: torch.device | str | int | None = None,
     timer: Timer | None = None,
 ) -> int:
-    """Measures the configurations of layers, and stores the fastest for later processes.
+    """Measures configurations for layers, and stores the fastest for later processes.
 
-    Buckets that are stored already are left as they are. Layers of the same format (codebook or
-    affine), n and k share what is found.
+    Buckets that are stored are skipped. Layers of the same width, group size, dtypes, n and k share
+    their entries; so do all codebooks.
 
     Args:
         layers: format, n and k of each.
-        ms: rows of x; each stands for its bucket, above the last for none.
+        ms: rows of x; each selects its bucket, or none past the last.
         dtype: of the activations.
         device: the GPU; the current one by default.
-        timer: microseconds a call of functions that do the same; a CUDA graph by default.
+        timer: returns microseconds per call of equivalent functions; by default from a CUDA graph.
 
     Returns:
-        How many buckets were measured.
+        The number of buckets measured.
 
     Raises:
-        RuntimeError: where torch finds no GPU, or no configuration of a bucket runs and is right.
-        TypeError, ValueError: for activations that Triton's kernels do not take, and for what is
-            no layer or no number of rows.
+        RuntimeError: if torch finds no GPU, or no configuration of a bucket gives right results.
+        TypeError, ValueError: for unsupported activations, or invalid layers or ms.
     """
     check_activations("tune_layers", dtype, DTYPES)
     checked, buckets = checked_layers("tune_layers", layers), _buckets_of(ms)
@@ -181,7 +180,7 @@ def _buckets_of(ms: Iterable[int]) -> list[int]:
 
 
 def key_of(w: PackedWeight, bucket: int, dtype: torch.dtype) -> str:
-    """What a measurement holds for: sizes, dtypes of x, of scale and, if affine, of zero point."""
+    """Returns the cache key: sizes, and dtypes of x, scale and, if affine, zero point."""
     a, zero = w.layout, w.zero_point
     kind = "codebook" if zero is None else "affine"
     dtypes = (dtype, w.scale.dtype, *([] if zero is None else [zero.dtype]))
@@ -193,12 +192,16 @@ def candidates(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool) -> list[
     """Returns every configuration worth trying for m rows of x, among those that fit."""
     bits, found = layout.bits, list[Config]()
     if m <= gpu.limits.gemv_m:
-        ways = ((1, 0, False), (1, 0, True), (1, 2, True), (0, 2, True))
-        grid = itertools.product((1, 2, 4), (4, 8, 16), ways)
+        options: tuple[dict[str, Any], ...] = (
+            {},
+            {"overlap": True},
+            {"overlap": True, "fetch": 2},
+            {"overlap": True, "fetch": 2, "ahead": 0},
+        )
         table = table_bytes(bits, affine)
         fitting = (
-            as_run(GemvConfig(tiles, warps, *way), gpu)
-            for tiles, warps, way in grid
+            as_run(GemvConfig(n_tiles=tiles, warps=warps, **option), gpu)
+            for tiles, warps, option in itertools.product((1, 2, 4), (4, 8, 16), options)
             if fits_gemv(tiles, 1 if m <= 8 else 2, warps, table)
         )
         # Some are equal on a GPU that cannot overlap.
@@ -216,7 +219,7 @@ def candidates(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool) -> list[
         blocks = (64,) if m <= 64 else (128,) if m <= 128 or bits in WORDY_BITS else (128, 256)
         splits = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2))
         found += [
-            GemmWgmmaConfig(block, split, cluster)
+            GemmWgmmaConfig(block_m=block, split_k=split, cluster=cluster)
             for block, (split, cluster) in itertools.product(blocks, splits)
             if split <= layout.k_tiles
         ]
@@ -226,7 +229,7 @@ def candidates(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool) -> list[
 def random_weights(
     a: PackedLayout, scale_dtype: torch.dtype, zero_dtype: torch.dtype | None, device: int
 ) -> list[PackedWeight]:
-    """Copies of a random weight that together exceed the L2, so that each is read from memory."""
+    """Returns random weights that together exceed the L2, so that each is read from memory."""
     place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
     cache_bytes = 0 if device < 0 else torch.cuda.get_device_properties(device).L2_cache_size
     count = CACHES * cache_bytes * 8 // (a.n * a.k * a.bits) + 1
@@ -252,11 +255,11 @@ def random_weights(
 
 
 def graph_time(calls: Sequence[Callable[[], Tensor]], replays: int = 15) -> float:
-    """Median microseconds of a call, all of them replayed together as a CUDA graph."""
+    """Returns the median microseconds of a call; all calls are replayed as one CUDA graph."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # What other threads do meanwhile, allocate for one, does not end the capture.
+    # With thread_local, other threads may allocate during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
@@ -274,10 +277,10 @@ def graph_time(calls: Sequence[Callable[[], Tensor]], replays: int = 15) -> floa
 def _tune_bucket(
     ws: list[PackedWeight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
 ) -> Entry:
-    """Measures one bucket and stores it."""
+    """Measures a bucket and stores its fastest configuration."""
     a, gpu, affine = ws[0].layout, launch.gpu_at(device), ws[0].zero_point is not None
     first = forward_config(a, bucket, gpu, affine=affine)
-    # A generator of its own: that of the program stays where it is.
+    # A separate generator: the state of the global one does not change.
     place = ws[0].words.device
     generator = torch.Generator(place).manual_seed(0)
     x = torch.randn(bucket, a.k, dtype=torch.float32, device=place, generator=generator).to(dtype)
@@ -307,7 +310,7 @@ def _tune_bucket(
     }
     new = {key_of(ws[0], bucket, dtype): entry}
     global times_measured
-    # Of two counts at once one would be lost, and what was chosen before it would be kept.
+    # Without the lock, concurrent increments could be lost and stale choices stay.
     with _counting:
         _entries(_name(device)).update(new)
         times_measured += 1
@@ -318,7 +321,7 @@ def _tune_bucket(
 
 @cache
 def _entries(name: str) -> dict[str, Entry]:
-    """What is known for a GPU, by ``_name``: read once, added to."""
+    """Returns the entries of a GPU, by ``_name``: read once, then extended."""
     entries = load_entries(name)
     return {key: entry for key, entry in entries.items() if _is_whole(entry)}
 
@@ -343,7 +346,7 @@ def _kernel_of(config: Config) -> str:
 
 @cache
 def _name(device: int) -> str:
-    """Of the GPU and the version of Triton, the same for every GPU of a kind."""
+    """Returns the name of the GPU model and the version of Triton."""
     gpu = "interpreter" if device < 0 else torch.cuda.get_device_name(device)
     return f"{gpu}, triton {triton.__version__}"
 

@@ -27,12 +27,12 @@ from fdk_formats.tensor import QuantisedTensor
 
 
 class TritonLayout(SyncedLayout):
-    """Codes in fragment order, scales by tiles of 16 rows, and the tables of the codebook.
+    """A weight with codes in fragment order, scales by tiles of 16 rows, and lookup tables.
 
     Args:
-        q: the weight.
-        batch_invariant: a row of y does not depend on the other rows or their number; many rows
-            then take longer.
+        q: the quantised weight.
+        batch_invariant: make a row of y independent of the other rows and their number. This is
+            slower for many rows.
     """
 
     words: Tensor
@@ -66,9 +66,9 @@ class TritonLayout(SyncedLayout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
-        a, tensors = self.packed_layout, self._buffers  # five look-ups of nn.Module take 2 us
+        a, tensors = self.packed_layout, self._buffers  # nn.Module takes 2 us for five attributes
         is_invariant = self.batch_invariant
-        # torch.compile traces no further than the first question.
+        # torch.compile traces only as far as ``is_traced``.
         if not (is_traced() or is_invariant):
             ready = self._ready.again(x, bias, tensors)
             if ready is not None:
@@ -90,17 +90,17 @@ class TritonLayout(SyncedLayout):
             a.n,
             a.k,
         )
-        if is_direct:  # The op has checked the arguments.
+        if is_direct:  # the op has checked the arguments
             self._ready.keep(x, self._weight(), bias)
         return y
 
     def _weight(self) -> PackedWeight:
-        tensors: Any = self._buffers  # every call that is not ready comes here: see forward
+        tensors: Any = self._buffers
         *names, _ = PackedWeight._fields
         return PackedWeight._make([*(tensors[name] for name in names), self.packed_layout])
 
     def grad_x(self, grad_y: Tensor) -> Tensor:
-        """``grad_y @ W_hat`` for ``grad_y :: [..., n]``, what backward computes for x."""
+        """Computes ``grad_y @ W_hat``, the gradient of x, for ``grad_y :: [..., n]``."""
         a = self.packed_layout
         tensors = self.words, self.scale, self.zero_point, self.values, self.lanes
         dx: Tensor = torch.ops.fdk_cuda.triton_linear_grad_x(
@@ -122,10 +122,10 @@ class TritonLayout(SyncedLayout):
 
 
 class TritonBackend:
-    """Takes every format with bf16 and fp16 activations.
+    """Runs every format with bf16 and fp16 activations.
 
     Args:
-        batch_invariant: of the layouts it packs, see ``TritonLayout``.
+        batch_invariant: see ``TritonLayout``.
     """
 
     name = "triton"
@@ -142,7 +142,7 @@ class TritonBackend:
         return None if INTERPRETED else unsupported_gpu(problem.device) or why_no_launcher()
 
     def priority(self, problem: Problem) -> int:
-        """Below Marlin; above the reference."""
+        """Returns a priority below Marlin and above the reference."""
         return 10
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:

@@ -111,7 +111,7 @@ class PackedLayout:
 
     @property
     def paired(self) -> bool:
-        """Whether columns are in the paired order of ``fragment_order``."""
+        """True where columns are in the paired order of ``fragment_order``."""
         return self.groups == 1 or self.padded_group % 32 == 0
 
     @property

@@ -43,12 +43,12 @@ class Gpu:
 
     @property
     def is_measured(self) -> bool:
-        """Whether configurations were timed on one (an H200); elsewhere they only do not spill."""
+        """True where configurations were timed (on an H200); elsewhere they only do not spill."""
         return self.architecture == "hopper"
 
     @property
     def can_overlap(self) -> bool:
-        """Whether it has programmatic dependent launch and bulk prefetch to L2 (9.0 and later)."""
+        """True where it has programmatic dependent launch and bulk L2 prefetch (9.0 and later)."""
         return self.architecture != "ampere"
 
     @property

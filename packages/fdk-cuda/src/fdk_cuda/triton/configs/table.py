@@ -18,24 +18,24 @@ C = TypeVar("C")
 class Table(Generic[C]):
     """The rows of ``configs/<name>.json``.
 
+    ``find(**facts)`` returns the configuration for facts such as ``bits=4``.
+
     Args:
         name: of the file, without the suffix.
-        make: the dataclass of a configuration.
+        make: dataclass of a configuration.
+
+    Attributes:
+        rows: conditions and configuration of each row.
     """
 
     def __init__(self, name: str, make: type[C]) -> None:
         text = Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8")
-        self._rows = [(row["when"], make(**row["config"])) for row in json.loads(text)]
+        self.rows = [(row["when"], make(**row["config"])) for row in json.loads(text)]
         self.find = cache(self._find)
-
-    @property
-    def configs(self) -> list[C]:
-        """Every configuration, in the order of the rows."""
-        return [config for _, config in self._rows]
 
     def _find(self, **facts: Any) -> C:
         """Returns the configuration of the first row whose conditions all hold."""
-        for when, config in self._rows:
+        for when, config in self.rows:
             if all(_holds(wanted, facts[name]) for name, wanted in when.items()):
                 return config
         raise LookupError(f"no configuration for {facts}")

@@ -1,12 +1,12 @@
-# ruff: noqa: RUF005, D103
+# ruff: noqa: RUF005
 # mypy: ignore-errors
-"""dx = dy @ W_hat from the same codes, for some tens of rows of dy: nothing dequantised is stored.
+"""Backward product dx = dy @ W_hat for up to 64 rows of dy, from the same packed codes.
 
-The product is computed as W_hat.T @ dy.T. A lane's codes are elements of operand A of W_hat @ x.T,
-so each block of 8 x 8 codes is transposed between lanes before it is decoded. A program takes the
-columns of one tile, or of a part of it. Its warps share n, and add up through shared memory by
-assembly; several programs share a tile by splitting n further, and ``reduce_kernel`` adds theirs.
-Both in a fixed order.
+The product is computed as W_hat.T @ dy.T. Codes are in the fragment order of operand A of
+W_hat @ x.T, so each block of 8 x 8 codes is transposed between lanes before it is decoded. A
+program computes the columns of a tile of k, or of a part of one. Its warps split n and add their
+sums through shared memory; programs may split n further, and ``reduce_kernel`` adds their partial
+sums. Both orders of addition are fixed.
 """
 
 import re
@@ -15,17 +15,17 @@ import triton
 import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import (
-    PART,
+    BLOCK_POSITIONS,
     column_of,
-    decode_part,
+    decode_positions,
     decode_scale,
     load_pair,
     load_tables,
     load_words,
     prepare,
+    scaled,
     stored_columns,
 )
-from fdk_cuda.triton.kernels.dequantise import scaled
 from fdk_cuda.triton.kernels.ptx_decode import TRANSPOSE, results
 from fdk_cuda.triton.kernels.ptx_smem import (
     add_shares,
@@ -34,10 +34,10 @@ from fdk_cuda.triton.kernels.ptx_smem import (
     shares_constraints,
 )
 
-_PART = tl.constexpr(PART)
+_BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
 
-# A lane's place in a matrix of codes is right where it holds four neighbours in a row, or the same
-# written as bases, and lanes follow each other.
+# The layout in which the transposition is right: a lane holds four neighbours in a row, and lanes
+# follow each other. The second form is the same as linear-layout bases.
 _RIGHT = (
     "sizePerThread = [1, 4], threadsPerWarp = [1, 32]",
     "[0, 1], [0, 2], [1, 0]], lane = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]",
@@ -45,9 +45,10 @@ _RIGHT = (
 
 
 def is_in_layout(ttgir: str) -> bool:
-    """Whether a compiled kernel transposes codes in the layout in which that is right.
+    """Returns whether a compiled kernel transposes codes in the layout in which that is right.
 
-    Triton chooses it. Where scale and zero point differ in dtype, or are bytes, it takes another.
+    Triton chooses the layout; it chooses another where scale and zero point differ in dtype or are
+    bytes.
     """
     names = set(re.findall(r"movmatrix.*-> tensor<[^,>]*, (#\w+)>", ttgir))
     layouts = dict(re.findall(r"^(#\w+) = (.*)", ttgir, re.MULTILINE))
@@ -58,9 +59,9 @@ def is_in_layout(ttgir: str) -> bool:
 def transpose_words(
     words, WORDS: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
-    """``[(N_TILES, half), (warp, g, t, upper, pair)]``, where (t, pair) was the unit and g the row.
+    """Transposes words ``[(N_TILES, half), (warp, g, t, upper, pair)]`` between lanes.
 
-    Afterwards g is the unit and (t, pair) the row.
+    Before, g is the row and (t, pair) the unit; after, (t, pair) is the row and g the unit.
     """
     result = ()
     for i in tl.static_range(WORDS):
@@ -79,7 +80,7 @@ def transpose_words(
 
 @triton.constexpr_function
 def scales_y(x_dtype: tl.dtype, scale_dtype: tl.dtype, zero_dtype: tl.dtype, affine: bool) -> bool:
-    """Whether bf16 holds scale and zero point exactly, and x is bf16."""
+    """Returns whether dy is bf16 and bf16 holds scale and zero point exactly."""
     exact = (tl.bfloat16, tl.uint8)
     return x_dtype == tl.bfloat16 and scale_dtype in exact and (not affine or zero_dtype in exact)
 
@@ -98,10 +99,10 @@ def as_row_scale(scale, EXPONENT: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl
 
 @triton.jit
 def load_scales(pointers, limits, sizes, tile, first_column, GROUPING: tl.constexpr):
-    """Scales and zero points of the tiles from ``tile`` on, one of each a segment of columns.
+    """Loads scales and zero points of the tiles from ``tile`` on, one of each per segment.
 
-    ``GROUPING``: how many segments, of how many columns, the group size as it is stored, whether a
-    row is one group, whether there are zero points.
+    ``GROUPING``: number of segments, columns of a segment, padded group size, whether a row is one
+    group, whether there are zero points.
     """
     SEGMENTS: tl.constexpr = GROUPING[0]
     SEGMENT: tl.constexpr = GROUPING[1]
@@ -127,7 +128,7 @@ def load_scales(pointers, limits, sizes, tile, first_column, GROUPING: tl.conste
 
 @triton.jit
 def load_codes(pointers, limits, sizes, tile, WORDS: tl.constexpr):
-    """Words of the tiles from ``tile`` on, 0 from ``last_n`` on."""
+    """Loads the words of the tiles from ``tile`` on, 0 from ``last_n`` on."""
     word_tile, _, last_n = limits
     at = tl.cast(tile, tl.int64) * sizes[0]
     return load_words(pointers[0], at, (tile + word_tile < last_n) & (word_tile >= 0), WORDS)
@@ -137,10 +138,9 @@ def load_codes(pointers, limits, sizes, tile, WORDS: tl.constexpr):
 def load_y(
     at, y_column, has_y, n, tile, M_TILES: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr
 ):
-    """``[M_TILES, N_TILES, half, warp, row of y, t, pair]``, of the tiles from ``tile`` on.
+    """Loads ``[M_TILES, N_TILES, half, warp, row of y, t, pair]`` of the tiles from ``tile`` on.
 
-    What lies beyond this program's tiles meets words that were not loaded, but has to be finite,
-    and scales that are 0.
+    Past this program's tiles y is multiplied by scales of 0, but must be finite.
     """
     live = has_y & (tile * 16 + y_column < n)
     y = tl.load(at + tl.max_contiguous(tile * 16 + y_column * 0, [1, 2]), mask=live, other=0.0)
@@ -149,7 +149,7 @@ def load_y(
 
 @triton.jit
 def as_rows(weight, N_TILES: tl.constexpr, WARPS: tl.constexpr):
-    """``[N_TILES, half, warp, g, t, upper, pair]`` as ``[warp, (upper, g), row of W_hat]``."""
+    """Reshapes ``[N_TILES, half, warp, g, t, upper, pair]`` to ``[warp, (upper, g), row]``."""
     return tl.reshape(tl.permute(weight, [2, 5, 3, 0, 1, 4, 6]), [WARPS, 16, 16 * N_TILES])
 
 
@@ -175,7 +175,7 @@ def as_operand_y(
 
 @triton.jit
 def joined(parts, COUNT: tl.constexpr):
-    """1, 2, 4 or 8 tensors side by side in a last dimension, in their order."""
+    """Stacks 1, 2, 4 or 8 tensors in a last dimension, in order."""
     A: tl.constexpr = parts[0].shape[0]
     B: tl.constexpr = parts[0].shape[1]
     C: tl.constexpr = parts[0].shape[2]
@@ -184,7 +184,7 @@ def joined(parts, COUNT: tl.constexpr):
     elif COUNT == 2:
         return tl.join(parts[0], parts[1])
     elif COUNT == 4:
-        # The last of the dimensions that ``join`` makes is the higher bit.
+        # The last dimension that ``join`` adds is the higher bit.
         total = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
         return tl.reshape(total, [A, B, C, 4])
     else:
@@ -193,10 +193,12 @@ def joined(parts, COUNT: tl.constexpr):
         return tl.reshape(tl.join(low, high), [A, B, C, 8])
 
 
-# y      :: [m, n, dtype]
+# y      :: [m, n, dtype], the gradient dy
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
-# scale  :: [n_tiles, groups, 8, 2], zero alike
-# values :: [dtype 2, 2^bits, int16]      lanes :: [dtype 2, 2, 32, int32]
+# scale  :: [n_tiles, n_groups, 8, 2, dtype]
+# zero   :: like scale; without zero points, scale
+# values :: [dtype 2, 2^bits, int16]
+# lanes  :: [dtype 2, 2, 32, int32]
 # out    :: [m, k, dtype], or [split_n, m, k, float32]
 @triton.jit(do_not_specialize=["m"])
 def dgrad_kernel(
@@ -232,11 +234,12 @@ def dgrad_kernel(
     TABLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Computes dx = dy @ W_hat: COUNT positions of a tile, 8 * M_TILES rows of dy a program."""
     PARTS: tl.constexpr = POSITIONS // COUNT
     CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, TABLE, X_DTYPE, DOT_DTYPE)
     place = None
     if ASSEMBLY:
-        # For all parts, each of which would declare its own.
+        # Once for all parts: each branch below would declare its own.
         place = tl.inline_asm_elementwise(
             reserve(dgrad_smem_bytes(BITS, AFFINE, TABLE, WARPS)),
             "=r",
@@ -245,8 +248,8 @@ def dgrad_kernel(
             is_pure=True,
             pack=1,
         )
-    # The assembly of a part is its own: each program runs one of these. At 3 bits the last takes
-    # longer than others, and programs 132 apart meet on a processor of an H200: these take turns.
+    # Each part has its own assembly, and a program runs one of them. At 3 bits the last one takes
+    # longer; parts are staggered because programs 132 apart share a processor of an H200.
     turn = tl.program_id(0) + tl.program_id(2) * tl.num_programs(0)
     own = (turn + turn // 128) % PARTS
     for part in tl.static_range(PARTS):
@@ -276,9 +279,9 @@ def dgrad_part(
     OF_GROUP: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """The columns of the positions of one part of a tile; arguments as ``dgrad_kernel`` has.
+    """Computes the columns of one part of a tile; arguments as those of ``dgrad_kernel``.
 
-    ``CODES``: see ``decode_part``.
+    ``CODES``: see ``decode_positions``.
     """
     y_ptr, words_ptr, scale_ptr, zero_ptr, values_ptr, lanes_ptr, out_ptr = tensors
     m, n, k, k_tiles, groups = sizes
@@ -301,11 +304,10 @@ def dgrad_part(
     OVERLAP: tl.constexpr = CONFIG[4]
     BLOCK_M: tl.constexpr = 8 * M_TILES
     SEGMENTS: tl.constexpr = 1 if ONE_GROUP else max(1, 16 * COUNT // SEGMENT)
-    EACH: tl.constexpr = COUNT // SEGMENTS  # positions that share a scale
-    PIECE: tl.constexpr = min(COUNT, _PART)
+    EACH: tl.constexpr = COUNT // SEGMENTS  # positions per scale
+    PIECE: tl.constexpr = min(COUNT, _BLOCK_POSITIONS)
     STEP: tl.constexpr = N_TILES * WARPS
-    # The scale goes to y, of which there is less, where that is as exact: in bf16, which keeps
-    # small numbers.
+    # Scale y instead of W, which is less work, where that is as exact: bf16 has the range of fp32.
     IS_EXPONENT: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     SCALE_Y: tl.constexpr = scales_y(
         X_DTYPE, scale_ptr.dtype.element_ty, zero_ptr.dtype.element_ty, AFFINE
@@ -324,7 +326,7 @@ def dgrad_part(
     word_tile = (half // 2)[:, None] + (i // 128 * N_TILES)[None, :]
     word_at = (half % 2 * 128)[:, None] + (own_k * (WORDS * 256) + i % 128)[None, :]
     word_at += word_tile * (k_tiles * (WORDS * 256))
-    # scale [N_TILES, (warp, g, t, pair, half)]: every g reads the same
+    # scale [N_TILES, (warp, g, t, pair, half)]: the same for every g
     scale_tile = tl.arange(0, N_TILES)[:, None] + (i // 128 * N_TILES)[None, :]
     scale_at = tl.max_contiguous(scale_tile * (groups * 16) + (i % 16)[None, :], [1, 4])
     # y [(M_TILES, N_TILES, half), (warp, row of y, t, pair)]
@@ -340,7 +342,7 @@ def dgrad_part(
     strides = (k_tiles * (WORDS * 256), groups)
     GROUPING: tl.constexpr = (SEGMENTS, SEGMENT, PADDED_GROUP, ONE_GROUP, AFFINE)
 
-    # Of groups that are short there are too many scales for the registers.
+    # Short groups have too many scales for the registers.
     SCALES_AHEAD: tl.constexpr = AHEAD if SEGMENTS <= 2 else 0
     ring = ()
     for j in tl.static_range(AHEAD):
@@ -350,12 +352,12 @@ def dgrad_part(
         scale_ring = scale_ring + (
             load_scales(pointers, limits, strides, first_n + j * STEP, first_column, GROUPING),
         )
-    # Filling a table waits for all warps: what is ahead is on its way by then.
+    # Filling a table is a barrier for all warps: the loads ahead are in flight by then.
     tables = load_tables(values_ptr, lanes_ptr, CODES, WARPS, place)[0]
     if OVERLAP:
-        # The next kernel may start, which adds what this one stores, and waits for that.
+        # The next kernel, which reduces the partial sums, may start; it waits for this one.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # y may be what the kernel before this one writes
+        tl.extra.cuda.gdc_wait()  # the previous kernel may write y
     ys = ()
     for j in tl.static_range(AHEAD):
         ys = ys + (load_y(y_at, y_column, has_y, n, first_n + j * STEP, M_TILES, N_TILES, WARPS),)
@@ -383,7 +385,7 @@ def dgrad_part(
         words = prepare(transpose_words(words, WORDS, N_TILES, WARPS, ASSEMBLY), CODES)
         values = ()
         for piece in tl.static_range(COUNT // PIECE):
-            values = values + decode_part(
+            values = values + decode_positions(
                 words, tables, values_ptr, part * (COUNT // PIECE) + piece, PIECE, CODES
             )
         sums = ()
@@ -395,7 +397,7 @@ def dgrad_part(
                 zero = as_row_scale(zeros[at], False, N_TILES, WARPS)
             operand = as_operand_y(y, scale, SCALE_Y, M_TILES, N_TILES, WARPS, DOT_DTYPE)
             if SCALE_Y and AFFINE:
-                # Of every column of the segment the same.
+                # The same for every column of the segment.
                 rows = tl.broadcast_to(-zero.to(tl.float32), [N_TILES, 2, WARPS, 8, 4, 2, 2])
                 rows = as_rows(rows.to(DOT_DTYPE), N_TILES, WARPS)
                 new_minus = new_minus + (tl.dot(rows, operand, minus[at], input_precision="ieee"),)
@@ -415,7 +417,7 @@ def dgrad_part(
             sums = sums + (acc[q] + minus[q // EACH],)
         acc = sums
 
-    # Of each warp, positions of its own.
+    # Each warp gets the sums of its own positions.
     OWN: tl.constexpr = COUNT // WARPS
     if ASSEMBLY:
         totals = tl.inline_asm_elementwise(
@@ -439,7 +441,10 @@ def dgrad_part(
     total = tl.reshape(tl.permute(total, [0, 3, 1, 2]), [WARPS, OWN * 16, BLOCK_M])
     i = tl.arange(0, OWN * 16)[None, :]
     position = tl.arange(0, WARPS)[:, None] * OWN + i // 16
-    column = column_of(position, i // 2 % 4, i // 8 % 2, i % 2, PAIRED) + first_column
+    column = (
+        column_of(step=position, upper=i // 8 % 2, t=i // 2 % 4, pair=i % 2, PAIRED=PAIRED)
+        + first_column
+    )
     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
     row = first_m + tl.arange(0, BLOCK_M)
     at = (tl.program_id(2) * m + row).to(tl.int64)[None, None, :] * k + column[:, :, None]

@@ -8,7 +8,7 @@ from fdk_cuda.triton.kernels.decode import column_of, stored_columns
 
 
 # x   :: [m, k, dtype]
-# out :: [m, k_tiles * TILE_K, dtype]
+# out :: [m, width, dtype], width = k_tiles * TILE_K
 @triton.jit
 def permute_kernel(
     x_ptr,
@@ -22,19 +22,19 @@ def permute_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Columns of x in the order of the weight's positions and units, zero where it is padded."""
+    """Permutes columns of x to the order of positions and units, with zeros for padding."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = column_of(i // 16, i // 2 % 4, i // 8 % 2, i % 2, PAIRED)
+    column = column_of(step=i // 16, upper=i // 8 % 2, t=i // 2 % 4, pair=i % 2, PAIRED=PAIRED)
     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
     x = tl.load(x_ptr + row * k + column, mask=live & (i < width), other=0.0)
     tl.store(out_ptr + row * width + i, x, mask=i < width)
 
 
-# partial :: [SPLIT_K, stride, float32], of which the first m * n are added
+# partial :: [SPLIT_K, stride, float32], of which the first size = m * n are added
 # bias    :: [n, dtype]
 # out     :: [m * n, dtype]
 @triton.jit
@@ -50,7 +50,7 @@ def reduce_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Adds the parts of a product in order, then the bias."""
+    """Adds the partial sums of split k (or n) in a fixed order, then the bias."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

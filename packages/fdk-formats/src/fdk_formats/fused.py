@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from fdk_formats.backends import Layout, NoBackendError
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight, packed_by
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.torch_internals import in_place_version
 
 # Names that layers of one input have in the models of transformers.
 DEFAULT_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -179,7 +180,7 @@ class Kept:
 
     def __init__(self) -> None:
         # x, its version, whether gradients were recorded, y, the indices that are left
-        self.last: tuple[Tensor, int | None, bool, Tensor, tuple[int, ...]] | None = None
+        self.last: tuple[Tensor, object, bool, Tensor, tuple[int, ...]] | None = None
 
     def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
         return Kept, ()
@@ -206,7 +207,7 @@ class Product(nn.Module):
         if bias is not self._group.layers[index].bias:  # the weight is called by another
             alone = None if bias is None else pad(bias, (start, self.spans[-1][1] - stop))
             return self._of_all(x, alone)[..., start:stop]
-        version, grad = _version(x), torch.is_grad_enabled()
+        version, grad = in_place_version(x), torch.is_grad_enabled()
         last = self._kept.last  # read once: another thread may put its own there
         if (
             last is not None
@@ -240,11 +241,6 @@ class Product(nn.Module):
     def extra_repr(self) -> str:
         """The rows of each layer."""
         return f"rows={[list(span) for span in self.spans]}"
-
-
-def _version(x: Tensor) -> int | None:
-    # Inference tensors have none, and compiled code would ask for it at run time.
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 class FusedRows(Layout):

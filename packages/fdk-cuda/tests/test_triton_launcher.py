@@ -27,7 +27,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The only folder of PATH, empty; no CC, and a GPU, but no launcher of Triton's."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(backend, "why_no_gpu", lambda device: None)
+    monkeypatch.setattr(backend, "unsupported_gpu", lambda device: None)
     monkeypatch.setattr(driver, "_active", None)
     monkeypatch.setattr(driver, "_default", None)
     monkeypatch.setattr(type(driver), "default", property(no_launcher))

@@ -41,8 +41,6 @@ from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
 from fdk_cuda.triton.kernels.ptx_smem import fits_gemv, table_bytes
 from fdk_cuda.triton.layout import PackedLayout
 from fdk_cuda.triton.packed_weight import PackedWeight
-from fdk_formats.scales import SCALE_DTYPES
-from fdk_formats.tensor import zero_point_dtype
 
 TUNE_VARIABLE = "FDK_CUDA_TUNE"
 # Largest m of each bucket; beyond the last, weights are always dequantised.
@@ -160,10 +158,10 @@ def tune_layers(
     count = 0
     for format, n, k in checked:
         a = PackedLayout(n, k, format.bits, format.group_size_for(k))
-        zero_dtype = zero_point_dtype(format) if format.is_affine else None
+        zero_dtype = format.stored_zero_point_dtype if format.is_affine else None
         ws: list[PackedWeight] = []
         for bucket in buckets:
-            scale_dtype = SCALE_DTYPES[format.scale_dtype]
+            scale_dtype = format.stored_scale_dtype
             ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
             if key_of(ws[0], bucket, dtype) not in _entries(_name(index)):
                 _tune_bucket(ws, bucket, dtype, index, timer or graph_time)

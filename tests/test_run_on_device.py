@@ -163,7 +163,6 @@ def test_missing_tools_are_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "no_adb" / "adb").symlink_to(tmp_path / "bin" / "adb")
     (tmp_path / "no_adb" / "cmake").symlink_to("/bin/true")
     done = run(PATH=str(tmp_path / "no_adb"))
-    assert done.returncode == 1
     assert "no compiler for arm64-v8a: set ANDROID_NDK_HOME" in done.stderr
     done = run(ANDROID_NDK_HOME=str(tmp_path))
     assert f"ANDROID_NDK_HOME={tmp_path} is no NDK" in done.stderr

@@ -8,8 +8,8 @@ import sanitize_marlin
 import torch
 from sanitize_marlin import EVERY_TILE, SMALL_K, SMALL_N, WrongAnswerError, packed_weight
 
-from fdk_cuda.marlin.backward import STEP_COST as BACKWARD_COST
-from fdk_cuda.marlin.hopper import STEP_COST
+from fdk_cuda.marlin.dgrad import STEP_COST as BACKWARD_COST
+from fdk_cuda.marlin.heuristics_hopper import STEP_COST
 from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.format import BITS, Format
 

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
-from fdk_cuda.marlin.hopper import NARROW_COLUMNS, HopperPlan, hopper_plans
-from fdk_cuda.marlin.launches import hopper_runner, run_hopper, small_fields, small_launch
-from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
-from fdk_cuda.marlin.ops import dequantise
-from fdk_cuda.marlin.plan import Device, SmallPlan, small_plans
-from fdk_cuda.marlin.programs import (
+from fdk_cuda.marlin.dgrad import backward_plans, backward_runner, run_backward
+from fdk_cuda.marlin.heuristics_hopper import NARROW_COLUMNS, HopperPlan, hopper_plans
+from fdk_cuda.marlin.heuristics_small_m import Device, SmallPlan, small_plans
+from fdk_cuda.marlin.instantiations import (
     Variant,
     dequantise_program,
     hopper_backward_program,
@@ -29,7 +26,10 @@ from fdk_cuda.marlin.programs import (
     small_m_program,
     sum_splits_program,
 )
-from fdk_cuda.marlin.relayout import lay_out, take_back
+from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
+from fdk_cuda.marlin.ops import dequantise
+from fdk_cuda.marlin.repack import lay_out, take_back
+from fdk_cuda.marlin.runtime import hopper_runner, run_hopper, small_fields, small_launch
 from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_cuda.nvrtc import Program
 from fdk_formats.codebooks import named_codebook

@@ -9,13 +9,13 @@ from sanitize_marlin import BF16, FP16, HOPPER, Case, WrongAnswerError, check_sa
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fdk_cuda.triton import TritonLayout, launch, plain
+from fdk_cuda.triton import TritonLayout, bf16_baseline, launch
 from fdk_cuda.triton.configs import ManyConfig, ManyTransposedConfig
-from fdk_cuda.triton.gradient_configs import transposed_config
-from fdk_cuda.triton.many_configs import GEMM_CONFIGS, fit
+from fdk_cuda.triton.configs.dgrad import transposed_config
+from fdk_cuda.triton.configs.gemm import GEMM_CONFIGS, fit
+from fdk_cuda.triton.configs.gemv import small_config
 from fdk_cuda.triton.many_launch import many, many_transposed
-from fdk_cuda.triton.small_configs import small_config
-from fdk_cuda.triton.weight import Weight
+from fdk_cuda.triton.packed_weight import Weight
 from fdk_formats.testing import nrmse
 
 DTYPES = {BF16: "bf16", FP16: "fp16"}
@@ -190,7 +190,7 @@ def _run_plain(m: int, n: int, k: int) -> None:
     oracle = linear(x.double(), w.double(), bias.double())
     limit = 2 * nrmse(linear(x, w, bias), oracle)
     on_gpu = x.cuda(), w.cuda(), bias.cuda()
-    ys = plain.gemm(*on_gpu), plain.gemv(on_gpu[0][0], *on_gpu[1:])
+    ys = bf16_baseline.gemm(*on_gpu), bf16_baseline.gemv(on_gpu[0][0], *on_gpu[1:])
     for y, wanted in zip(ys, (oracle, oracle[0]), strict=True):
         if not (error := nrmse(y.cpu(), wanted)) <= limit:
             raise WrongAnswerError(f"error {error:.2e}, more than {limit:.2e}")

@@ -25,17 +25,17 @@ from _rows import write_rows
 from _tables import read_goals
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.hopper import plan_hopper
-from fdk_cuda.marlin.launches import (
+from fdk_cuda.marlin.heuristics_hopper import plan_hopper
+from fdk_cuda.marlin.heuristics_small_m import plan_small
+from fdk_cuda.marlin.instantiations import TileShape, Variant
+from fdk_cuda.marlin.ops import dequantise, few_rows
+from fdk_cuda.marlin.runtime import (
     device_limits,
     hopper_runner,
     run_hopper,
     small_fields,
     small_launch,
 )
-from fdk_cuda.marlin.ops import dequantise, few_rows
-from fdk_cuda.marlin.plan import plan_small
-from fdk_cuda.marlin.programs import TileShape, Variant
 from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor

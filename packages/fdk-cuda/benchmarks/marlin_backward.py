@@ -16,15 +16,15 @@ import torch
 from marlin import COLD_BYTES, Run, graph_times, random_weight
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import (
+from fdk_cuda.marlin.dgrad import (
     backward_plan,
     backward_plans,
     backward_runner,
     run_backward,
 )
-from fdk_cuda.marlin.hopper import HopperPlan
-from fdk_cuda.marlin.launches import device_limits
+from fdk_cuda.marlin.heuristics_hopper import HopperPlan
 from fdk_cuda.marlin.ops import dequantise
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_formats.testing import nrmse
 
 SHAPES = "8192x8192,28672x8192,4096x14336"

@@ -24,7 +24,7 @@ from marlin import COLD_BYTES, SHAPES, Run, graph_times, random_weight
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.layout import pack_layout
 from fdk_cuda.marlin.ops import dequantise
-from fdk_cuda.marlin.relayout import lay_out, take_back
+from fdk_cuda.marlin.repack import lay_out, take_back
 
 REPEATS, GRAPH_LAUNCHES = 5, 12
 LINE = (

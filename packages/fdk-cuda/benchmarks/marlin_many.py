@@ -20,8 +20,8 @@ from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.ops import marlin_linear
 from fdk_cuda.triton import TritonLayout
 from fdk_cuda.triton.configs import gpu_of
+from fdk_cuda.triton.configs.gemm import serves_many
 from fdk_cuda.triton.linear import triton_linear
-from fdk_cuda.triton.many_configs import serves_many
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse
 

@@ -19,9 +19,9 @@ import torch
 from _rows import write_rows
 from marlin import SHAPES, Run, Weights
 
-from fdk_cuda.marlin.launches import device_limits, small_fields, small_launch
-from fdk_cuda.marlin.plan import SmallPlan, cost, plan_small, small_plans
-from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.heuristics_small_m import SmallPlan, cost, plan_small, small_plans
+from fdk_cuda.marlin.instantiations import Variant
+from fdk_cuda.marlin.runtime import device_limits, small_fields, small_launch
 from fdk_formats.testing import nrmse
 
 REPLAYS, MIN_CALLS = 14, 40

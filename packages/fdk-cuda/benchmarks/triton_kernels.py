@@ -23,7 +23,13 @@ from _floor import product_floor
 from torch import Tensor
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.arrangement import STRIDES, Arrangement
+from fdk_cuda.triton.autotune import default
+from fdk_cuda.triton.autotune_candidates import (
+    candidates,
+    graph_time,
+    many_candidates,
+    random_weights,
+)
 from fdk_cuda.triton.configs import (
     GemmConfig,
     ManyConfig,
@@ -31,14 +37,8 @@ from fdk_cuda.triton.configs import (
     SmallConfig,
     TransposedConfig,
 )
+from fdk_cuda.triton.layout import STRIDES, Arrangement
 from fdk_cuda.triton.linear import gradient_config
-from fdk_cuda.triton.measuring import (
-    candidates,
-    graph_time,
-    many_candidates,
-    random_weights,
-)
-from fdk_cuda.triton.tune import default
 from fdk_formats.linear import QuantisedLinear
 
 # None: dequantise and cuBLAS

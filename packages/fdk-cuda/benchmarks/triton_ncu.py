@@ -16,7 +16,7 @@ from _tables import markdown
 from marlin_ncu import counters, kernels_of, launch_marked, main
 from triton_record import call, config_of, random_x, weights_of
 
-from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.layout import Arrangement
 
 SIZE, GROUP_SIZE = 8192, 64
 # Bits, whether affine, m, and whether of dy @ W_hat.

@@ -28,13 +28,13 @@ from torch import Tensor
 from triton_kernels import short
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.gradient_configs import many_transposed_config, transposed_config
+from fdk_cuda.triton.autotune import default
+from fdk_cuda.triton.autotune_candidates import random_weights
+from fdk_cuda.triton.configs.dgrad import many_transposed_config, transposed_config
+from fdk_cuda.triton.configs.gemm import fits_many, gemm_config, many_config
 from fdk_cuda.triton.launch import Weight
+from fdk_cuda.triton.layout import Arrangement
 from fdk_cuda.triton.linear import gradient_config
-from fdk_cuda.triton.many_configs import fits_many, gemm_config, many_config
-from fdk_cuda.triton.measuring import random_weights
-from fdk_cuda.triton.tune import default
 
 # By n and k, the widths that are timed.
 SHAPES = {

@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 from triton_cases import mend_interpreter, weight
 
-from fdk_cuda.triton import TritonBackend, TritonLayout, launch, linear, plain
-from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton import TritonBackend, TritonLayout, bf16_baseline, launch, linear
 from fdk_cuda.triton.configs import (
     DequantiseConfig,
     GemmConfig,
     SmallConfig,
     TransposedConfig,
 )
-from fdk_cuda.triton.dequantise import two_values
-from fdk_cuda.triton.many_configs import GEMM_FUSED_BITS, MANY_FUSED_BITS
+from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, MANY_FUSED_BITS
+from fdk_cuda.triton.kernels.dequantise import two_values
+from fdk_cuda.triton.layout import Arrangement
 from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 
@@ -197,16 +197,20 @@ def test_plain(dtype: torch.dtype) -> None:
     )
     # Integers in the first call: every sum is exact.
     x_int, w_int = x.round(), w.round()
-    assert torch.equal(plain.gemm(x_int, w_int), (x_int.float() @ w_int.float().T).to(dtype))
-    assert torch.equal(plain.gemv(x_int[0], w_int), (w_int.float() @ x_int[0].float()).to(dtype))
+    assert torch.equal(
+        bf16_baseline.gemm(x_int, w_int), (x_int.float() @ w_int.float().T).to(dtype)
+    )
+    assert torch.equal(
+        bf16_baseline.gemv(x_int[0], w_int), (w_int.float() @ x_int[0].float()).to(dtype)
+    )
     oracle = x.double() @ w.double().T + bias.double()
     allowed = 1.1 * nrmse(oracle.to(dtype), oracle)
-    assert nrmse(plain.gemm(x, w, bias), oracle) <= allowed
-    assert nrmse(plain.gemv(x[2], w, bias), oracle[2]) <= 2 * allowed
+    assert nrmse(bf16_baseline.gemm(x, w, bias), oracle) <= allowed
+    assert nrmse(bf16_baseline.gemv(x[2], w, bias), oracle[2]) <= 2 * allowed
     with pytest.raises(ValueError, match=r"x must be \[m, k\] and w \[n, k\], got \[203\] and"):
-        plain.gemm(x[0], w)
+        bf16_baseline.gemm(x[0], w)
     with pytest.raises(TypeError, match=r"must both be torch.bfloat16 or torch.float16, got"):
-        plain.gemv(x[0].float(), w)
+        bf16_baseline.gemv(x[0].float(), w)
 
 
 @pytest.mark.parametrize("format", ["custom3-g64", "affine1-g64"])

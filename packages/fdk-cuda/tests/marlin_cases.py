@@ -6,9 +6,9 @@ import torch
 from torch.nn.functional import linear
 
 from fdk_cuda.marlin import marlin_backends
-from fdk_cuda.marlin.launches import SMALL_FIELDS, device_limits, small_fields
-from fdk_cuda.marlin.plan import MAX_ROWS, Device, plan_small
-from fdk_cuda.marlin.programs import Variant, small_m_program
+from fdk_cuda.marlin.heuristics_small_m import MAX_ROWS, Device, plan_small
+from fdk_cuda.marlin.instantiations import Variant, small_m_program
+from fdk_cuda.marlin.runtime import SMALL_FIELDS, device_limits, small_fields
 from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_cuda.nvrtc import Kernel, Launch
 from fdk_formats.codebooks import named_codebook

@@ -1,8 +1,8 @@
 """What tests of the Marlin kernels without a GPU share: devices, shapes, compiling."""
 
 from fdk_cuda import nvrtc
+from fdk_cuda.marlin.heuristics_small_m import Device
 from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.plan import Device
 
 DEVICES = {
     "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),

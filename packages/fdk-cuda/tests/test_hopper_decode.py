@@ -9,8 +9,8 @@ import torch
 from marlin_devices import DEVICES
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
-from fdk_cuda.marlin.hopper import hopper_shapes
-from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_program
+from fdk_cuda.marlin.heuristics_hopper import hopper_shapes
+from fdk_cuda.marlin.instantiations import KERNEL_DIRECTORY, Variant, hopper_program
 from fdk_formats.format import Format
 from fdk_formats.testing import random_quantised
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
-from fdk_cuda.marlin.hopper import HopperPlan, hopper_plans
-from fdk_cuda.marlin.launches import device_limits, hopper_runner, run_hopper
+from fdk_cuda.marlin.dgrad import backward_plans, backward_runner, run_backward
+from fdk_cuda.marlin.heuristics_hopper import HopperPlan, hopper_plans
+from fdk_cuda.marlin.runtime import device_limits, hopper_runner, run_hopper
 from fdk_cuda.nvrtc import Kernel, Launch, Program
 from fdk_formats.format import Format
 from fdk_formats.testing import nrmse, poisoned, random_quantised

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fdk_cuda.gpu import why_no_gpu
-from fdk_cuda.layers import check_activations, checked_layers
+from fdk_cuda.precompile_args import check_activations, checked_layers
 from fdk_formats.format import Format
 
 

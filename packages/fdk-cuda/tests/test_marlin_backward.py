@@ -13,16 +13,16 @@ from marlin_devices import DEVICES, geometry_of
 
 from fdk_cuda import nvrtc
 from fdk_cuda.marlin import ops, precompile
-from fdk_cuda.marlin.backward import (
+from fdk_cuda.marlin.dgrad import (
     BACKWARD_FIELDS,
     TILES,
     backward_plan,
     backward_plans,
     backward_shapes,
 )
+from fdk_cuda.marlin.instantiations import KERNEL_DIRECTORY, Variant, hopper_backward_program
 from fdk_cuda.marlin.layout import Geometry, pack_layout
 from fdk_cuda.marlin.ops import max_backward_rows
-from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_backward_program
 from fdk_cuda.nvrtc import Program
 from fdk_formats.format import BITS
 from fdk_formats.packing import pack

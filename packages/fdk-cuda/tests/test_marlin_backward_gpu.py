@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
-from fdk_cuda.marlin.launches import device_limits
+from fdk_cuda.marlin.dgrad import backward_plans, backward_runner, run_backward
+from fdk_cuda.marlin.heuristics_small_m import Device
 from fdk_cuda.marlin.ops import dequantise, hopper_grad_x, linear_op, max_backward_rows
-from fdk_cuda.marlin.plan import Device
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_cuda.nvrtc import swizzled_map
 from fdk_cuda.nvrtc.driver import cuda
 from fdk_formats.codebooks import named_codebook

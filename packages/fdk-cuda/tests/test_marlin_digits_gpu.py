@@ -6,9 +6,9 @@ import pytest
 import torch
 from marlin_cases import pack, random_x, run_plan
 
-from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.plan import small_plans
-from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.heuristics_small_m import small_plans
+from fdk_cuda.marlin.instantiations import Variant
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.testing import nrmse
 

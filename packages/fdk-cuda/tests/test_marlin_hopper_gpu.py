@@ -9,9 +9,9 @@ from marlin_cases import BITS, DTYPES, FEW, KIT, check, pack, random_x
 from torch.nn.functional import linear
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
-from fdk_cuda.marlin.hopper import hopper_plans
-from fdk_cuda.marlin.launches import device_limits, hopper_runner, run_hopper
+from fdk_cuda.marlin.heuristics_hopper import hopper_plans
 from fdk_cuda.marlin.ops import MAX_HOPPER_ROWS, few_rows
+from fdk_cuda.marlin.runtime import device_limits, hopper_runner, run_hopper
 from fdk_formats.testing import cases, check_backend, nrmse, poisoned
 
 pytestmark = [

@@ -9,17 +9,17 @@ from torch.nn.functional import linear
 
 import fdk_cuda
 from fdk_cuda.marlin import marlin_backends, ops
-from fdk_cuda.marlin.hopper import (
+from fdk_cuda.marlin.heuristics_hopper import (
     INVARIANT_ROWS,
     MAX_INVARIANT_ROWS,
     HopperPlan,
     plan_hopper,
     plan_hopper_invariant,
 )
-from fdk_cuda.marlin.launches import device_limits
+from fdk_cuda.marlin.heuristics_small_m import MAX_ROWS, Device
 from fdk_cuda.marlin.layout import Geometry
 from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
-from fdk_cuda.marlin.plan import MAX_ROWS, Device
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_formats import all_backends
 from fdk_formats.format import BITS
 from fdk_formats.testing import Case, cases, check_backend, nrmse, poisoned

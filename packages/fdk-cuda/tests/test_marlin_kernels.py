@@ -9,20 +9,18 @@ import torch
 from marlin_devices import DEVICES, check_resources, geometry_of
 
 from fdk_cuda import nvrtc
-from fdk_cuda.marlin.hopper import (
+from fdk_cuda.marlin.heuristics_hopper import (
     has_table,
     hopper_shapes,
     plan_hopper,
 )
-from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
-from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.plan import (
+from fdk_cuda.marlin.heuristics_small_m import (
     MAX_ROWS,
     plan_of_shape,
     plan_small,
     small_shapes,
 )
-from fdk_cuda.marlin.programs import (
+from fdk_cuda.marlin.instantiations import (
     KERNEL_DIRECTORY,
     Variant,
     dequantise_program,
@@ -32,7 +30,9 @@ from fdk_cuda.marlin.programs import (
     sum_splits_program,
     wgmma_header,
 )
-from fdk_cuda.marlin.relayout import LAYOUT_FIELDS
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.repack import LAYOUT_FIELDS
+from fdk_cuda.marlin.runtime import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
 from fdk_formats.format import BITS
 
 # The plain one, and the one that needs the most registers.

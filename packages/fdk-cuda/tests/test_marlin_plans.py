@@ -7,15 +7,14 @@ import pytest
 import torch
 from marlin_devices import DEVICES, check_resources
 
-from fdk_cuda.marlin.hopper import (
+from fdk_cuda.marlin.heuristics_hopper import (
     MIN_STEPS,
     TIMED_ROWS,
     hopper_cost,
     hopper_plans,
     plan_hopper,
 )
-from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.plan import (
+from fdk_cuda.marlin.heuristics_small_m import (
     MAX_ROWS,
     PLANES_WARPS,
     SPREAD_ROWS,
@@ -25,8 +24,9 @@ from fdk_cuda.marlin.plan import (
     small_shapes,
     timed_cut,
 )
-from fdk_cuda.marlin.programs import Variant, small_m_program
-from fdk_cuda.marlin.timed import TIMED_FEW_ROWS, TIMED_PLANS
+from fdk_cuda.marlin.instantiations import Variant, small_m_program
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.tuned_overrides import TIMED_FEW_ROWS, TIMED_PLANS
 from fdk_formats.format import BITS
 
 

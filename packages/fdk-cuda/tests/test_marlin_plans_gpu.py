@@ -7,8 +7,8 @@ import pytest
 import torch
 from marlin_cases import BITS, DTYPES, FEW, pack, random_x, run_plan
 
-from fdk_cuda.marlin.plan import plan_small, small_plans
-from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.heuristics_small_m import plan_small, small_plans
+from fdk_cuda.marlin.instantiations import Variant
 from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.testing import nrmse
 

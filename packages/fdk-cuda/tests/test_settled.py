@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdk_cuda.marlin import MarlinLayout
-from fdk_cuda.settled import SettledLayout
+from fdk_cuda.stream_sync import SettledLayout
 from fdk_formats import Format
 from fdk_formats.testing import random_quantised
 

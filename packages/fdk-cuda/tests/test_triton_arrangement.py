@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fdk_cuda.triton.arrangement import (
+from fdk_cuda.triton.layout import (
     Arrangement,
     arrange_codes,
     arrange_scale,

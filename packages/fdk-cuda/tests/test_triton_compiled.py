@@ -11,13 +11,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton_cases import check_stack, registers_and_stack  # noqa: E402
 
-from fdk_cuda.triton.around import limit  # noqa: E402
-from fdk_cuda.triton.arrangement import POSITIONS, STRIDES, Arrangement  # noqa: E402
 from fdk_cuda.triton.configs import GPUS, H200_PROCESSORS, UNASKED_BYTES, GemmConfig  # noqa: E402
-from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
-from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
-from fdk_cuda.triton.gradient_configs import transposed_config  # noqa: E402
-from fdk_cuda.triton.many_configs import (  # noqa: E402
+from fdk_cuda.triton.configs.dgrad import transposed_config  # noqa: E402
+from fdk_cuda.triton.configs.gemm import (  # noqa: E402
     GEMM_CONFIGS,
     GEMM_FUSED_BITS,
     dequantise_config,
@@ -25,13 +21,17 @@ from fdk_cuda.triton.many_configs import (  # noqa: E402
     gemm_config,
     takes_table,
 )
+from fdk_cuda.triton.configs.gemv import small_config  # noqa: E402
+from fdk_cuda.triton.kernels.dequantise import dequantise_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.dgrad import transposed_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.dgrad_tiles import is_in_layout  # noqa: E402
+from fdk_cuda.triton.kernels.gemm import gemm_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.gemv import small_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.ptx_smem import small_bytes, table_bytes  # noqa: E402
+from fdk_cuda.triton.layout import POSITIONS, STRIDES, Arrangement  # noqa: E402
+from fdk_cuda.triton.packed_weight import Weight  # noqa: E402
+from fdk_cuda.triton.permute_reduce import limit  # noqa: E402
 from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
-from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
-from fdk_cuda.triton.small import small_kernel  # noqa: E402
-from fdk_cuda.triton.small_configs import small_config  # noqa: E402
-from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
-from fdk_cuda.triton.transposed_tiles import is_in_layout  # noqa: E402
-from fdk_cuda.triton.weight import Weight  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.
 TARGETS = {major * 10 + minor: gpu.shared_bytes for (major, minor), gpu in GPUS.items()}

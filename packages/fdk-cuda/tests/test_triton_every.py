@@ -20,11 +20,11 @@ from test_triton_compiled import (
 )
 from triton_cases import MAX_STACK, registers_and_stack
 
-from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import GPUS
-from fdk_cuda.triton.gradient_configs import transposed_config
-from fdk_cuda.triton.many_configs import gemm_config
-from fdk_cuda.triton.small_configs import small_config
+from fdk_cuda.triton.configs.dgrad import transposed_config
+from fdk_cuda.triton.configs.gemm import gemm_config
+from fdk_cuda.triton.configs.gemv import small_config
+from fdk_cuda.triton.layout import Arrangement
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),

@@ -15,10 +15,10 @@ from triton.runtime.errors import PTXASError
 from fdk_cuda.triton import launch as launch_module
 from fdk_cuda.triton import many_launch as many_module
 from fdk_cuda.triton import remembered as remembered_module
-from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import ManyConfig, ManyTransposedConfig
-from fdk_cuda.triton.gradient_configs import TRANSPOSED_CONFIGS
+from fdk_cuda.triton.configs.dgrad import TRANSPOSED_CONFIGS
 from fdk_cuda.triton.launch import Weight, linear, linear_transposed, transposed
+from fdk_cuda.triton.layout import Arrangement
 from fdk_cuda.triton.remembered import Launch, launch, relaunch
 
 

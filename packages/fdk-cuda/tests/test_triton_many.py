@@ -12,7 +12,18 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton_cases import check_hopper, weight  # noqa: E402
 
 from fdk_cuda.triton import TritonLayout  # noqa: E402
-from fdk_cuda.triton.arrangement import (  # noqa: E402
+from fdk_cuda.triton.autotune_candidates import many_candidates  # noqa: E402
+from fdk_cuda.triton.configs import GPUS, H200, MANY_OUTPUTS, MANY_WARPS, ManyConfig  # noqa: E402
+from fdk_cuda.triton.configs.gemm import (  # noqa: E402
+    MANY_FUSED_BITS,
+    fits_many,
+    last_round,
+    many_config,
+    serves_many,
+)
+from fdk_cuda.triton.kernels.gemm_wgmma import many_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.tma_pipeline import shared_layout  # noqa: E402
+from fdk_cuda.triton.layout import (  # noqa: E402
     POSITIONS,
     TABLE_BYTES,
     Arrangement,
@@ -20,18 +31,7 @@ from fdk_cuda.triton.arrangement import (  # noqa: E402
     restore_scale,
     words_of,
 )
-from fdk_cuda.triton.configs import GPUS, H200, MANY_OUTPUTS, MANY_WARPS, ManyConfig  # noqa: E402
-from fdk_cuda.triton.many import many_kernel  # noqa: E402
-from fdk_cuda.triton.many_configs import (  # noqa: E402
-    MANY_FUSED_BITS,
-    fits_many,
-    last_round,
-    many_config,
-    serves_many,
-)
-from fdk_cuda.triton.measuring import many_candidates  # noqa: E402
 from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
-from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 from fdk_formats import Format  # noqa: E402
 from fdk_formats.testing import random_quantised  # noqa: E402
 

@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton_cases import weight
 
 from fdk_cuda.triton import TritonLayout, launch
-from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import GemmConfig, ManyConfig
-from fdk_cuda.triton.many_configs import MANY_FUSED_BITS, WORDY_BITS, last_round
+from fdk_cuda.triton.configs.gemm import MANY_FUSED_BITS, WORDY_BITS, last_round
+from fdk_cuda.triton.layout import POSITIONS
 from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
 

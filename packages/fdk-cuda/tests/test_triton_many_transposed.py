@@ -12,7 +12,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton_cases import check_hopper, operands_of  # noqa: E402
 
-from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, Arrangement, words_of  # noqa: E402
 from fdk_cuda.triton.configs import (  # noqa: E402
     GPUS,
     H200,
@@ -20,11 +19,12 @@ from fdk_cuda.triton.configs import (  # noqa: E402
     ManyTransposedConfig,
     TransposedConfig,
 )
-from fdk_cuda.triton.gradient_configs import many_transposed_config  # noqa: E402
+from fdk_cuda.triton.configs.dgrad import many_transposed_config  # noqa: E402
+from fdk_cuda.triton.kernels.dgrad_wgmma import many_transposed_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.tma_pipeline import shared_layout  # noqa: E402
+from fdk_cuda.triton.layout import POSITIONS, TABLE_BYTES, Arrangement, words_of  # noqa: E402
 from fdk_cuda.triton.linear import gradient_config  # noqa: E402
-from fdk_cuda.triton.many_transposed import many_transposed_kernel  # noqa: E402
 from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
-from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 
 POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32"}
 

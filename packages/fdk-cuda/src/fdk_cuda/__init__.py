@@ -2,12 +2,12 @@
 
 import importlib.util
 
-from fdk_cuda import by_rows, measured
+from fdk_cuda import dispatch_report
 from fdk_cuda.marlin import marlin_backends, precompile
 from fdk_formats.backends import register
 
 __version__ = "0.1.0"
-__all__ = ["by_rows", "measured", "precompile", "register_backends"]
+__all__ = ["dispatch_report", "precompile", "register_backends"]
 
 
 def register_backends(*, batch_invariant: bool = False) -> None:

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_cuda.marlin.backward import backward_runner_for, run_backward
-from fdk_cuda.marlin.hopper import MAX_INVARIANT_ROWS
-from fdk_cuda.marlin.launches import (
+from fdk_cuda.launch_cache import ALIGNMENT
+from fdk_cuda.marlin.dgrad import backward_runner_for, run_backward
+from fdk_cuda.marlin.heuristics_hopper import MAX_INVARIANT_ROWS
+from fdk_cuda.marlin.heuristics_small_m import MAX_ROWS
+from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, has_grid
+from fdk_cuda.marlin.runtime import (
     dequantise_launch_for,
     device_limits,
     hopper_runner_for,
     run_hopper,
     small_launch_for,
 )
-from fdk_cuda.marlin.layout import BLOCK_COLUMNS, BLOCK_ROWS, has_grid
-from fdk_cuda.marlin.plan import MAX_ROWS
-from fdk_cuda.ready import ALIGNMENT
 from fdk_formats.format import Format
 from fdk_formats.ops import define_linear_op
 

@@ -6,14 +6,10 @@ from dataclasses import replace
 import torch
 
 from fdk_cuda.gpu import gpu_index
-from fdk_cuda.layers import Layer, check_activations, checked_layers
-from fdk_cuda.marlin.backward import backward_shapes
-from fdk_cuda.marlin.hopper import hopper_shapes, plan_hopper_invariant
-from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.layout import Geometry, has_grid, why_not
-from fdk_cuda.marlin.ops import DTYPES, few_rows
-from fdk_cuda.marlin.plan import MAX_ROWS, plan_small
-from fdk_cuda.marlin.programs import (
+from fdk_cuda.marlin.dgrad import backward_shapes
+from fdk_cuda.marlin.heuristics_hopper import hopper_shapes, plan_hopper_invariant
+from fdk_cuda.marlin.heuristics_small_m import MAX_ROWS, plan_small
+from fdk_cuda.marlin.instantiations import (
     Variant,
     dequantise_program,
     hopper_backward_program,
@@ -22,7 +18,11 @@ from fdk_cuda.marlin.programs import (
     small_m_program,
     sum_splits_program,
 )
+from fdk_cuda.marlin.layout import Geometry, has_grid, why_not
+from fdk_cuda.marlin.ops import DTYPES, few_rows
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_cuda.nvrtc import Program, architecture, cached_cubin
+from fdk_cuda.precompile_args import Layer, check_activations, checked_layers
 from fdk_formats.format import Format
 
 

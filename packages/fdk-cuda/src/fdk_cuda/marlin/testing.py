@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin.programs import TileShape
+from fdk_cuda.marlin.instantiations import TileShape
 from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedTensor
 

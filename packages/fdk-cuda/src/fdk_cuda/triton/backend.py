@@ -5,23 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdk_cuda import measured
 from fdk_cuda.gpu import why_no_gpu
-from fdk_cuda.ready import is_traced
-from fdk_cuda.settled import SettledLayout
-from fdk_cuda.triton.arrangement import (
+from fdk_cuda.launch_cache import is_traced
+from fdk_cuda.stream_sync import SettledLayout
+from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
+from fdk_cuda.triton.layout import (
     Arrangement,
     arrange_codes,
     arrange_scale,
     restore_codes,
     restore_scale,
 )
-from fdk_cuda.triton.decode import DTYPES, lookup_tables
-from fdk_cuda.triton.launcher import why_no_launcher
 from fdk_cuda.triton.linear import triton_linear_op
+from fdk_cuda.triton.packed_weight import Weight
 from fdk_cuda.triton.ready import ReadyCalls
 from fdk_cuda.triton.remembered import INTERPRETED
-from fdk_cuda.triton.weight import Weight
+from fdk_cuda.triton.toolchain import why_no_launcher
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
@@ -143,8 +142,8 @@ class TritonBackend:
         return None if INTERPRETED else why_no_gpu(problem.device) or why_no_launcher()
 
     def priority(self, problem: Problem) -> int:
-        """See ``Backend``."""
-        return measured.priority(self.name, problem, batch_invariant=self.batch_invariant)
+        """Below Marlin; above the reference."""
+        return 10
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""

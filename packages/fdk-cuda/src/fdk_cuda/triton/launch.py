@@ -7,9 +7,6 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_cuda.triton.around import add_parts, can_overlap, limit, pdl, permute
-from fdk_cuda.triton.around import gpu_at as gpu_at
-from fdk_cuda.triton.arrangement import POSITIONS
 from fdk_cuda.triton.configs import (
     DequantiseConfig,
     GemmConfig,
@@ -18,18 +15,21 @@ from fdk_cuda.triton.configs import (
     SmallConfig,
     TransposedConfig,
 )
-from fdk_cuda.triton.dequantise import dequantise_kernel
-from fdk_cuda.triton.gemm import gemm_kernel
-from fdk_cuda.triton.many_configs import GEMM_FUSED_BITS, dequantise_config, takes_table
+from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, dequantise_config, takes_table
+from fdk_cuda.triton.kernels.dequantise import dequantise_kernel
+from fdk_cuda.triton.kernels.dgrad import transposed_kernel
+from fdk_cuda.triton.kernels.dgrad_tiles import is_in_layout
+from fdk_cuda.triton.kernels.gemm import gemm_kernel
+from fdk_cuda.triton.kernels.gemv import small_kernel
+from fdk_cuda.triton.layout import POSITIONS
 from fdk_cuda.triton.many_launch import many, many_transposed
+from fdk_cuda.triton.packed_weight import Weight as Weight
+from fdk_cuda.triton.permute_reduce import add_parts, can_overlap, limit, pdl, permute
+from fdk_cuda.triton.permute_reduce import gpu_at as gpu_at
 from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
 from fdk_cuda.triton.remembered import Launch, launch, relaunch, remembered
 from fdk_cuda.triton.remembered import is_elsewhere as is_elsewhere
 from fdk_cuda.triton.remembered import on_device_of as on_device_of
-from fdk_cuda.triton.small import small_kernel
-from fdk_cuda.triton.transposed import transposed_kernel
-from fdk_cuda.triton.transposed_tiles import is_in_layout
-from fdk_cuda.triton.weight import Weight as Weight
 
 # None: dequantise and cuBLAS.
 Config = SmallConfig | GemmConfig | ManyConfig | None

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_cuda.triton import launch, tune
-from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton import autotune, launch
 from fdk_cuda.triton.configs import Gpu
-from fdk_cuda.triton.decode import DTYPES
-from fdk_cuda.triton.gradient_configs import (
+from fdk_cuda.triton.configs.dgrad import (
     many_transposed_config,
     serves_many_transposed,
     serves_transposed,
     transposed_config,
 )
-from fdk_cuda.triton.small_configs import small_config
+from fdk_cuda.triton.configs.gemv import small_config
+from fdk_cuda.triton.kernels.decode import DTYPES
+from fdk_cuda.triton.layout import Arrangement
 from fdk_formats.ops import define_linear_op
 
 # Rows that a batch-invariant call pretends to have, so that every m gets the same configuration.
@@ -56,7 +56,7 @@ def triton_linear(
         if m <= rows:
             return launch.small(x, w, bias, config)
         return torch.cat([launch.small(part, w, bias, config) for part in x.split(rows)])
-    return launch.linear(x, w, bias, tune.choose(w, m, x.dtype, x.get_device()))
+    return launch.linear(x, w, bias, autotune.choose(w, m, x.dtype, x.get_device()))
 
 
 def triton_grad_x(

@@ -10,21 +10,21 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
 
-from fdk_cuda.triton.around import HAS_GLUON, add_parts, gpu_at, permute
 from fdk_cuda.triton.configs import MANY_OUTPUTS, MANY_WARPS, ManyConfig, ManyTransposedConfig
-from fdk_cuda.triton.gradient_configs import many_transposed_programs
-from fdk_cuda.triton.many_configs import MANY_FUSED_BITS, last_round
+from fdk_cuda.triton.configs.dgrad import many_transposed_programs
+from fdk_cuda.triton.configs.gemm import MANY_FUSED_BITS, last_round
+from fdk_cuda.triton.packed_weight import Weight
+from fdk_cuda.triton.permute_reduce import HAS_GLUON, add_parts, gpu_at, permute
 from fdk_cuda.triton.remembered import Launch, are_aligned, prepared, remembered
-from fdk_cuda.triton.weight import Weight
 
 if HAS_GLUON:
     from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-untyped]
         TensorDescriptor,
     )
 
-    from fdk_cuda.triton.many import many_kernel
-    from fdk_cuda.triton.many_transposed import many_transposed_kernel
-    from fdk_cuda.triton.ring import shared_layout
+    from fdk_cuda.triton.kernels.dgrad_wgmma import many_transposed_kernel
+    from fdk_cuda.triton.kernels.gemm_wgmma import many_kernel
+    from fdk_cuda.triton.kernels.tma_pipeline import shared_layout
 
 # Kinds of product for which this release of Triton, or this machine, could not make a kernel.
 _not_made: set[tuple[object, ...]] = set()

@@ -5,16 +5,16 @@ from operator import or_
 
 from torch import Tensor
 
-from fdk_cuda import ready
-from fdk_cuda.ready import ALIGNMENT, Buffers
-from fdk_cuda.triton import tune
+from fdk_cuda import launch_cache
+from fdk_cuda.launch_cache import ALIGNMENT, Buffers
+from fdk_cuda.triton import autotune
 from fdk_cuda.triton.configs import SmallConfig
 from fdk_cuda.triton.launch import gpu_at, launched_small
+from fdk_cuda.triton.packed_weight import Weight
 from fdk_cuda.triton.remembered import Launch
-from fdk_cuda.triton.weight import Weight
 
 
-class ReadyCall(ready.ReadyCall):
+class ReadyCall(launch_cache.ReadyCall):
     """``small`` for x of one shape on one GPU, without looking anything up.
 
     Args:
@@ -30,11 +30,11 @@ class ReadyCall(ready.ReadyCall):
         self._launch, self._has_bias = launch.__call__, has_bias
         self._scale_dtype = w.scale.dtype
         self._zero_dtype = None if w.zero_point is None else w.zero_point.dtype
-        self._measured = tune.times_measured
+        self._measured = autotune.times_measured
 
     def run(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
         """See ``ready.ReadyCall``. The kernel takes all buffers but ``codebook``."""
-        if tune.times_measured != self._measured or (bias is not None) is not self._has_bias:
+        if autotune.times_measured != self._measured or (bias is not None) is not self._has_bias:
             return None
         words, scale, zero = tensors["words"], tensors["scale"], tensors["zero_point"]
         # No zero points are the scales again.
@@ -63,10 +63,10 @@ class ReadyCall(ready.ReadyCall):
 
     def is_stale(self) -> bool:
         """Whether measuring may have chosen another configuration since."""
-        return tune.times_measured != self._measured
+        return autotune.times_measured != self._measured
 
 
-class ReadyCalls(ready.ReadyCalls):
+class ReadyCalls(launch_cache.ReadyCalls):
     """The calls that a layout has made ready."""
 
     def keep(self, x: Tensor, w: Weight, bias: Tensor | None) -> None:
@@ -82,8 +82,8 @@ class ReadyCalls(ready.ReadyCalls):
         m = x.numel() // x.shape[-1]
         if m > gpu_at(x.get_device()).limits.small_m:
             return
-        measured = tune.times_measured
-        config = tune.choose(w, m, x.dtype, x.get_device())
+        measured = autotune.times_measured
+        config = autotune.choose(w, m, x.dtype, x.get_device())
         if isinstance(config, SmallConfig):
             self.put(x, lambda: self._made(x, w, bias, m, config, measured))
 
@@ -96,4 +96,4 @@ class ReadyCalls(ready.ReadyCalls):
             return None
         call = ReadyCall(x, w, launch, bias is not None)
         # Another thread may have measured since the configuration was chosen.
-        return call if tune.times_measured == measured else None
+        return call if autotune.times_measured == measured else None

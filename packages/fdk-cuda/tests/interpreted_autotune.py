@@ -1,4 +1,4 @@
-"""Tuning by a fake clock: run by test_triton_interpreted.py with TRITON_INTERPRET=1."""
+"""Tuning by a fake clock: run by test_interpreted.py with TRITON_INTERPRET=1."""
 
 import json
 import multiprocessing
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import mend_interpreter
+from triton_interpreter import fix_scalar_masks
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, autotune, autotune_cache, launch
 from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, GemmWgmmaConfig, GemvConfig, Gpu, gpu_of
@@ -19,7 +19,7 @@ from fdk_formats import Format
 from fdk_formats.testing import Case
 
 assert launch.INTERPRETED
-mend_interpreter()
+fix_scalar_masks()
 LAYER = ("custom4-g64", 48, 256)
 KEY = "codebook4-n48-k256-g64-bfloat16-bfloat16-m8"
 SMALL, GEMM = GemvConfig(4, 2, ahead=0), GemmConfig(1, 2, 16, split_k=2)

@@ -10,7 +10,7 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.mark.parametrize("name", ["interpreted_triton.py", "interpreted_tune.py"])
+@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_autotune.py"])
 def test_interpreter(name, pytestconfig):
     if INTERPRETED:
         pytest.skip("already in the interpreter")

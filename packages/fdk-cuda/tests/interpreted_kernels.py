@@ -1,4 +1,4 @@
-"""Run by test_triton_interpreted.py with TRITON_INTERPRET=1."""
+"""Run by test_interpreted.py with TRITON_INTERPRET=1."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton_cases import mend_interpreter, weight
+from triton_cases import DTYPES, FORMATS, packed_weight
+from triton_interpreter import fix_scalar_masks
 
-from fdk_cuda.triton import TritonBackend, TritonLayout, bf16_baseline, launch, ops
+from fdk_cuda.triton import TritonBackend, launch, ops
 from fdk_cuda.triton.configs import (
     DgradConfig,
     GemmConfig,
@@ -21,9 +22,7 @@ from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 
 assert launch.INTERPRETED
-mend_interpreter()
-DTYPES = (torch.bfloat16, torch.float16)
-FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in range(1, 9)]
+fix_scalar_masks()
 
 
 # The whole kit takes the interpreter half a minute a case; a GPU runs all of it.
@@ -57,7 +56,7 @@ def test_dequantise(codebook: str, bits: int) -> None:
     case = Case(Format(codebook, bits, group_size), 1, 37, 3 * (group_size or 30), DTYPES[bits % 2])
     q = case.quantised()
     for config in (DequantiseConfig(), DequantiseConfig(2, 2, ahead=True)):
-        w_hat = launch.dequantise(weight(TritonLayout(q)), case.dtype, config)
+        w_hat = launch.dequantise(packed_weight(q), case.dtype, config)
         assert torch.equal(w_hat, q.dequantise(case.dtype))
 
 
@@ -69,7 +68,7 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
     case = Case(Format(codebook, bits, group_size), 19, 137, 9 * group_size, DTYPES[bits % 2])
     q = case.quantised()
     x, bias = case.random(case.m, case.k), case.random(case.n)
-    y = launch.gemm(x, weight(TritonLayout(q)), bias, config)
+    y = launch.gemm(x, packed_weight(q), bias, config)
     w_hat = q.dequantise(case.dtype)
     oracle = x.double() @ w_hat.double().T + bias.double()
     torch_y = torch.nn.functional.linear(x, w_hat, bias)
@@ -83,7 +82,7 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
 def test_gemm_fused(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> None:
     """The bits of the reference: one multiply-add, but not where float32 would round a product."""
     q = affine_case(bits, scales, zeros, dtype).quantised()
-    w = weight(TritonLayout(q))
+    w = packed_weight(q)
     assert w.fused(GEMM_FUSED_BITS) == ({} if scales == "fp32" else {"AFFINE": 2})
     assert w.fused(GEMM_WGMMA_FUSED_BITS) == w.fused(GEMM_FUSED_BITS)
     one_hot = torch.eye(64, dtype=dtype)
@@ -107,7 +106,7 @@ def two_values_kernel(
 def test_two_values(scales: str, zeros: str) -> None:
     """Of any dtype of scale they are the reference's: subtracted, then multiplied."""
     q = affine_case(1, scales, zeros, torch.float16).quantised()
-    w = weight(TritonLayout(q))
+    w = packed_weight(q)
     scale, zero = q.scale[:32, 0].contiguous(), q.zero_point[:32, 0].contiguous()
     out = torch.zeros(2, 32, dtype=torch.int32)
     codes = (1, True, False, True, tl.float16, tl.float32)
@@ -125,7 +124,7 @@ def test_small(m: int, config: GemvConfig) -> None:
     case = Case(Format("custom", 4, 32), m, 41, 32 * 11, torch.float16)
     q = case.quantised()
     x = case.random(m, case.k)
-    y = launch.gemv(x, weight(TritonLayout(q)), None, config)
+    y = launch.gemv(x, packed_weight(q), None, config)
     oracle = x.double() @ q.dequantise(torch.float64).T
     assert nrmse(y, oracle) < 1e-3
 
@@ -142,7 +141,7 @@ def test_small_minus(
     format = Format("affine", bits, group_size, zero_point=zeros)
     case = Case(format, m, 37, 5 * (group_size or 90), DTYPES[zeros == "int"])
     q = case.quantised()
-    w, x, bias = weight(TritonLayout(q)), case.random(m, case.k), case.random(case.n)
+    w, x, bias = packed_weight(q), case.random(m, case.k), case.random(case.n)
     assert w.has_exact_zeros(case.dtype)
     y = launch.gemv(x, w, bias, replace(config, minus=True))
     oracle = x.double() @ q.dequantise(torch.float64).T + bias.double()
@@ -154,7 +153,7 @@ def test_small_minus(
 )
 def test_exact_zeros(format: str, exact: bool | None) -> None:
     """Zero points of bf16 rounded to fp16 were others: such a product makes sums of x instead."""
-    w = weight(TritonLayout(Case(Format.parse(format), 3, 37, 96, torch.bfloat16).quantised()))
+    w = packed_weight(Case(Format.parse(format), 3, 37, 96, torch.bfloat16).quantised())
     assert w.has_exact_zeros(torch.bfloat16) is (exact is not None)
     assert w.has_exact_zeros(torch.float16) is (exact is True)
 
@@ -175,7 +174,7 @@ def test_transposed(codebook: str, bits: int, group_size: int | None, config: Dg
     k = 5 * (group_size or 30)
     case = Case(Format(codebook, bits, group_size), 11, 137, k, DTYPES[bits % 2])
     q = case.quantised()
-    w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
+    w, w_hat = packed_weight(q), q.dequantise(case.dtype)
     rows = torch.tensor([0, 7, 8, 15, 16, 31, 90, 127, 128, 135, 136])
     one_hot = torch.zeros(11, case.n, dtype=case.dtype)
     one_hot[range(11), rows] = 1
@@ -184,30 +183,6 @@ def test_transposed(codebook: str, bits: int, group_size: int | None, config: Dg
     oracle = grad_y.double() @ w_hat.double()
     error = nrmse(launch.dgrad(grad_y, w, config), oracle)
     assert error <= 2 * nrmse(grad_y @ w_hat, oracle)  # the interpreter rounds no weights
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_plain(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, w, bias = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((5, 203), (37, 203), (37,))
-    )
-    # Integers in the first call: every sum is exact.
-    x_int, w_int = x.round(), w.round()
-    assert torch.equal(
-        bf16_baseline.gemm(x_int, w_int), (x_int.float() @ w_int.float().T).to(dtype)
-    )
-    assert torch.equal(
-        bf16_baseline.gemv(x_int[0], w_int), (w_int.float() @ x_int[0].float()).to(dtype)
-    )
-    oracle = x.double() @ w.double().T + bias.double()
-    allowed = 1.1 * nrmse(oracle.to(dtype), oracle)
-    assert nrmse(bf16_baseline.gemm(x, w, bias), oracle) <= allowed
-    assert nrmse(bf16_baseline.gemv(x[2], w, bias), oracle[2]) <= 2 * allowed
-    with pytest.raises(ValueError, match=r"x must be \[m, k\] and w \[n, k\], got \[203\] and"):
-        bf16_baseline.gemm(x[0], w)
-    with pytest.raises(TypeError, match=r"must both be torch.bfloat16 or torch.float16, got"):
-        bf16_baseline.gemv(x[0].float(), w)
 
 
 @pytest.mark.parametrize("format", ["custom3-g64", "affine1-g64"])

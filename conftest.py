@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--every 8`, for `wheels`, and `--shard 1/2`, for machines with a time limit."""
+    """Add `--every 8`, which samples for `wheels`, and `--shard 1/2`."""
     parser.addoption(
         "--every",
         type=int,
@@ -52,7 +52,7 @@ def seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Apply `--every` and `--shard`; skips tests marked `gpu` where torch finds no GPU."""
+    """Apply `--every` and `--shard`; skip tests marked `gpu` where torch finds no GPU."""
     every, seen = config.getoption("every"), Counter[str]()
     index, count = config.getoption("shard")
     kept, dropped = [], []

@@ -3,6 +3,7 @@
 Of the kernels in Gluon, which are for Hopper alone, the other tests compile every configuration.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,21 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from marlin_compile import (
+    BF16,
+    DEVICES,
+    FP16,
+    FP32,
+    HOPPER,
+    SHAPES,
+    check_dgrad,
+    check_hopper,
+    check_spills,
+    compile_log,
+    geometry_of,
+    variant_id,
+    widest_shapes,
+)
 from triton_compile import (
     MAX_STACK,
     TARGETS,
@@ -22,10 +38,15 @@ from triton_compile import (
     registers_and_stack,
 )
 
+from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST
+from fdk_cuda.marlin.heuristics_hopper import hopper_shapes
+from fdk_cuda.marlin.heuristics_small_m import MAX_M, plan_small
+from fdk_cuda.marlin.instantiations import Variant, dequantise_program, small_m_program
 from fdk_cuda.triton.configs import GPUS
 from fdk_cuda.triton.configs.dgrad import dgrad_config
 from fdk_cuda.triton.configs.gemm import gemm_config
 from fdk_cuda.triton.configs.gemv import gemv_config
+from fdk_formats.format import BITS
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,3 +99,41 @@ def test_triton_spills_nothing(kernels: object, bits: int, affine: bool, target:
     compiled = kernels(bits, affine, target)
     stacks = {str(config): registers_and_stack(kernel)[1] for kernel, config in compiled}
     assert max(stacks.values()) <= MAX_STACK, stacks
+
+
+def every_variant(bits: int, dtype: object, *, hopper: bool) -> Iterator[Variant]:
+    """Yields Marlin variants of a width; for Hopper with integer zero points, grids and signs."""
+    kinds = [(False, False, None), (True, False, None)]
+    kinds += [(True, True, None)] if hopper else []
+    kinds += [(False, False, 127), (False, False, 128)] if hopper and bits == 8 else []
+    kinds += [(False, False, None, True)] if bits == 1 else []
+    for scale, per_row, kind in itertools.product((BF16, FP16, FP32), (1, 2), kinds):
+        yield Variant(bits, dtype, scale, per_row, *kind)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("arch", DEVICES)
+def test_small_m_spills_nothing(arch: str, bits: int, dtype: object) -> None:
+    """Shapes at the most warps that plans may give them, and the plans of usual weights."""
+    spilling = {}
+    for variant in every_variant(bits, dtype, hopper=False):
+        shapes = set(widest_shapes(variant, DEVICES[arch]))
+        for (n, k), m in itertools.product(SHAPES, (1, 4, MAX_M)):
+            shapes.add(plan_small(geometry_of(variant, n, k), dtype, m, DEVICES[arch]).shape)
+        for shape in shapes:
+            _, resources = compile_log(small_m_program(variant, shape), arch)
+            if (found := (resources.stack_bytes, resources.spill_bytes)) != (0, 0):
+                spilling[variant_id(variant), shape] = found
+        check_spills(dequantise_program(variant), arch)
+    assert not spilling
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_hopper_spills_nothing(bits: int, dtype: object) -> None:
+    for variant in every_variant(bits, dtype, hopper=True):
+        for shape in hopper_shapes(geometry_of(variant), HOPPER):
+            check_hopper(variant, shape)
+        if not variant.has_signs:
+            check_dgrad(variant, [tile_m for tile_m, *_ in DGRAD_STEP_COST])

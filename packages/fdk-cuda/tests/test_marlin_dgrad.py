@@ -1,33 +1,18 @@
-"""dy @ W_hat on Hopper: the index maps of its decoding emulated, its plans, its instantiations."""
+"""dy @ W_hat by Marlin on Hopper: the index maps of its decoder, bank conflicts, plans."""
 
-import importlib
 import itertools
-import os
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from marlin_devices import DEVICES, geometry_of
+from marlin_compile import BF16, FP32, HOPPER
 
-from fdk_cuda import nvrtc
-from fdk_cuda.marlin import ops, precompile
-from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST
-from fdk_cuda.marlin.dgrad import (
-    DGRAD_FIELDS,
-    dgrad_plan,
-    dgrad_plans,
-    dgrad_shapes,
-)
-from fdk_cuda.marlin.instantiations import KERNEL_DIRECTORY, Variant, hopper_dgrad_program
+from fdk_cuda.marlin.dgrad import dgrad_plan, dgrad_plans
 from fdk_cuda.marlin.layout import Geometry, pack_layout
 from fdk_cuda.marlin.ops import max_dgrad_rows
-from fdk_cuda.nvrtc import Program
 from fdk_formats.format import BITS
 from fdk_formats.packing import pack
 
-HOPPER = DEVICES["sm_90a"]
 FEW = replace(HOPPER, sm_count=6)
 WORD = (1 << 32) - 1
 
@@ -38,7 +23,7 @@ def rotate_right(word: int, places: int) -> int:
 
 
 def lane_codes(bits: int, block: bytes, warp: int, lane: int) -> dict[tuple[int, int, int], int]:
-    """Codes by (fragment, register, half of it) as hopper_dgrad_decode.cuh's decoder picks them."""
+    """Returns codes by (fragment, register, half of it), as hopper_dgrad_decode.cuh reads them."""
 
     def load(offset: int) -> int:
         assert offset % 4 == 0
@@ -97,13 +82,13 @@ def lane_codes(bits: int, block: bytes, warp: int, lane: int) -> dict[tuple[int,
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_lanes_have_the_weights_that_wgmma_wants(bits: int) -> None:
+def test_lanes_hold_the_a_fragments_of_wgmma(bits: int) -> None:
     """Register 2 i + c of lane 4 g + t: row g + 8 c of A; columns 2 t, 2 t + 1, plus 8 i."""
     n, k = 64, 128
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(1 << bits, (n, k), dtype=torch.uint8, generator=generator)
-    geometry = Geometry(bits, n, k, 64, torch.bfloat16, False)
-    scale = torch.ones(n, k // 64, dtype=torch.bfloat16)
+    geometry = Geometry(bits, n, k, 64, BF16, False)
+    scale = torch.ones(n, k // 64, dtype=BF16)
     packed = pack_layout(geometry, pack(codes, bits), scale, None)
     for row_block, column_block in itertools.product(range(2), range(2)):
         block = packed[row_block, column_block].numpy().tobytes()
@@ -119,8 +104,8 @@ def test_lanes_have_the_weights_that_wgmma_wants(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_loads_meet_no_bank_conflict(bits: int) -> None:
-    """In a load of units no two lanes of a warp want different words of one bank."""
+def test_loads_have_no_bank_conflicts(bits: int) -> None:
+    """No two lanes of a warp load different words of one bank."""
     for warp, r in itertools.product(range(4), range(2)):
         words = set()
         for lane in range(32):
@@ -133,10 +118,10 @@ def test_loads_meet_no_bank_conflict(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [5, 6, 7])
-def test_loads_of_shared_words_meet_no_bank_conflict(bits: int) -> None:
-    """Of 5 to 7 bits, 8 bytes for both fragments: pieces of 16 of two units, of 8 of four.
+def test_loads_of_shared_words_have_no_bank_conflicts(bits: int) -> None:
+    """5 to 7 bits load 8 bytes for both fragments, from 16 bytes per two units or 8 per four.
 
-    16 lanes are served at a time, in both directions; the forward's take 4 bytes of these.
+    The hardware serves 16 lanes at a time. The forward loads 4 of these bytes.
     """
     for warp, r, sixteen in itertools.product(range(4), range(2), range(2)):
         words = set()
@@ -156,8 +141,8 @@ def test_loads_of_shared_words_meet_no_bank_conflict(bits: int) -> None:
         assert len({word % 32 for word in words}) == len(words)
 
 
-def test_stores_meet_no_bank_conflict() -> None:
-    """A store to a piece of dx: pairs of columns, rows 2 t + e, chunks of 16 bytes swizzled."""
+def test_stores_have_no_bank_conflicts() -> None:
+    """Stores to a tile of dx: pairs of columns, rows 2 t + e, swizzled 16-byte chunks."""
     for warp, c, e in itertools.product(range(4), (0, 8), range(2)):
         banks = set()
         for lane in range(32):
@@ -169,15 +154,15 @@ def test_stores_meet_no_bank_conflict() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_backward_plans_take_everything_once(bits: int) -> None:
-    """Tiles cover dx, whole ones and parts make all of them, shared memory suffices."""
+def test_plans_cover_everything_once(bits: int) -> None:
+    """Tiles cover dx, whole and split ones together, and shared memory suffices."""
     for device, affine, (n, k), m in itertools.product(
         (HOPPER, FEW),
         (False, True),
         ((1, 64), (1000, 1088), (8192, 8192), (28672, 8192), (4096, 14336)),
         (17, 64, 65, 256, 1024, 5000),
     ):
-        scale = torch.float32 if affine else torch.bfloat16
+        scale = FP32 if affine else BF16
         geometry = Geometry(bits, n, k, 32 if affine else 64, scale, affine)
         plans = list(dgrad_plans(geometry, m, device))
         assert dgrad_plan(geometry, m, device) in plans
@@ -189,13 +174,13 @@ def test_backward_plans_take_everything_once(bits: int) -> None:
             stage = shape.tile_m * 128 + blocks + 16
             assert shape.stages * stage < plan.shared_bytes <= device.shared_bytes
             assert plan.grid <= device.sm_count
-            # No part is without a step.
+            # Every split has a step.
             assert geometry.padded_n // 64 >= plan.splits * shape.cluster
             assert plan.whole_tiles + plan.partial_tiles // plan.splits == tiles
             assert shape.cluster == 1 or plan.grid == tiles * shape.cluster
 
 
-# The fastest of every plan that was timed on an H200 (docs/kernels/hopper-gemm.md).
+# The fastest of every plan that was timed on an H200 (docs/design/hopper.md).
 FASTEST = [
     *((bits, 8192, 8192, 256, (256, 2, 1)) for bits in BITS),
     *((1, 4096, 14336, 512, (256, 1, 1)), (2, 8192, 8192, 768, (256, 1, 2))),
@@ -204,130 +189,11 @@ FASTEST = [
 
 
 @pytest.mark.parametrize(("bits", "n", "k", "m", "wanted"), FASTEST)
-def test_the_plan_of_the_gradient_is_the_fastest_timed(
+def test_chosen_plan_is_the_fastest_timed(
     bits: int, n: int, k: int, m: int, wanted: tuple[int, int, int]
 ) -> None:
-    plan = dgrad_plan(Geometry(bits, n, k, 64, torch.bfloat16, False), m, HOPPER)
+    plan = dgrad_plan(Geometry(bits, n, k, 64, BF16, False), m, HOPPER)
     assert (plan.shape.tile_m, plan.shape.cluster, plan.splits) == wanted
-
-
-def check(variant: Variant, *columns: int) -> None:
-    shapes = [s for s in dgrad_shapes(geometry_of(variant), HOPPER) if s.tile_m in columns]
-    assert len(shapes) == 2 * len(columns)
-    for shape in shapes:
-        compiled = nvrtc.compile_program(hopper_dgrad_program(variant, shape), "sm_90a")
-        resources = compiled.resources
-        assert (resources.stack_bytes, resources.spill_bytes) == (0, 0), (variant, shape)
-        # What the assembler says where it cannot keep wgmmas in flight.
-        assert "serialized" not in compiled.log, (variant, shape, compiled.log)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", BITS)
-def test_backward_spills_nothing(bits: int) -> None:
-    """The plain variant and the one that needs the most registers, narrow and wide tiles."""
-    for variant in (
-        Variant(bits, torch.bfloat16, torch.bfloat16, 1, False),
-        Variant(bits, torch.float16, torch.float32, 2, True),
-    ):
-        check(variant, 64, 256)
-
-
-@pytest.mark.slow
-def test_grid_backward_spills_nothing() -> None:
-    for scale, zero_point in ((torch.bfloat16, 127), (torch.float32, 128)):
-        check(Variant(8, torch.bfloat16, scale, 2, False, False, zero_point), 64, 256)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not os.environ.get("FDK_TEST_EVERY_KERNEL"),
-    reason="compiles for minutes: set FDK_TEST_EVERY_KERNEL=1 to run it",
-)
-@pytest.mark.parametrize("bits", BITS)
-def test_every_backward_instantiation_spills_nothing(bits: int) -> None:
-    scales = (torch.bfloat16, torch.float16, torch.float32)
-    kinds = [(False, False, None), (True, False, None), (True, True, None)]
-    if bits == 8:
-        kinds += [(False, False, 127), (False, False, 128)]
-    dtypes = torch.bfloat16, torch.float16
-    for dtype, scale, per_row, kind in itertools.product(dtypes, scales, (1, 2), kinds):
-        variant = Variant(bits, dtype, scale, per_row, *kind)
-        check(variant, *(tile.tile_m for tile in DGRAD_STEP_COST))
-
-
-def test_params_struct_has_the_fields_that_are_launched() -> None:
-    body = (KERNEL_DIRECTORY / "hopper_dgrad.cu").read_text().split("struct Params {")[1]
-    lines = [line.split("//")[0].strip() for line in body.split("};")[0].splitlines()]
-    pointers = sum("*" in line for line in lines)
-    numbers = sum(len(line.split(",")) for line in lines if line.startswith("int "))
-    assert f"128s{pointers}P{numbers}i" == DGRAD_FIELDS
-
-
-@pytest.fixture
-def precompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
-    """What ``precompile`` compiles on a Hopper, one after another; nothing is."""
-    module = importlib.import_module("fdk_cuda.marlin.precompile")
-    programs: list[Program] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    for of in (module, ops):
-        monkeypatch.setattr(of, "device_limits", lambda index: HOPPER)
-    monkeypatch.setattr(module, "cached_cubin", lambda program, arch: programs.append(program))
-    ops.small_m_limit.cache_clear()
-    yield programs
-    ops.small_m_limit.cache_clear()
-
-
-def test_precompile_takes_the_gradient_where_asked(precompiled: list[Program]) -> None:
-    layers = [("custom4-g64", 4096, 4096)]
-    precompile(layers)
-    assert "hopper_dgrad.cu" not in [program.name for program in precompiled]
-    without = len(precompiled)
-    count = precompile(layers, gradient=True)
-    assert len(precompiled) == without + count
-    names = [program.name for program in precompiled]
-    assert names.count("hopper_dgrad.cu") == 2 * len(DGRAD_STEP_COST)
-
-
-@pytest.mark.parametrize(("n", "most_tiles"), [(4096, 2), (28672, 1)])
-def test_precompile_leaves_rows_to_hopper(
-    precompiled: list[Program], n: int, most_tiles: int
-) -> None:
-    """From 9 rows on, large weights of 8 bits never go by small_m.cu."""
-    precompile([("custom8-g64", n, 8192)])
-    few = [program for program in precompiled if program.name == "small_m.cu"]
-    tiles = {o for program in few for o in program.options if o.startswith("-DM_TILES")}
-    assert tiles == {f"-DM_TILES={i}" for i in range(1, most_tiles + 1)}
-    assert [program.name for program in precompiled].count("repack.cu") == 1
-
-
-def test_precompile_takes_both_ways_of_1_bit(precompiled: list[Program]) -> None:
-    precompile([("int1-g64", 4096, 4096)])
-    options = {o for p in precompiled if p.name == "hopper_gemm.cu" for o in p.options}
-    assert {"-DSIGNS=0", "-DSIGNS=1"} <= options
-    assert [program.name for program in precompiled].count("repack.cu") == 1
-
-
-def test_precompile_takes_both_ways_of_a_grid(precompiled: list[Program]) -> None:
-    """Whether codes of int8 are computed is known when a weight is packed."""
-    precompile([("int8-g64", 4096, 4096)], gradient=True)
-    for name in ("hopper_gemm.cu", "hopper_dgrad.cu"):
-        options = {o for p in precompiled if p.name == name for o in p.options}
-        assert {"-DGRID_ZERO_POINT=127", "-DGRID_ZERO_POINT=-1"} <= options
-
-
-def test_precompile_refuses_what_marlin_does_not_take(precompiled: list[Program]) -> None:
-    layers = [("nf4-g64", 64, 128), ("nf4-g16", 64, 128)]
-    with pytest.raises(ValueError, match=r"nf4-g16 \[n=64, k=128\]: needs groups of .*, got 16"):
-        precompile(layers)
-    with pytest.raises(TypeError, match=r"bfloat16 or torch\.float16, got torch\.float32"):
-        precompile(layers[:1], dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"precompile: n of nf4-g64 must be at least 0, got -64"):
-        precompile([("nf4-g64", -64, 128)])
-    assert precompiled == []
 
 
 @pytest.mark.parametrize(
@@ -342,6 +208,6 @@ def test_precompile_refuses_what_marlin_does_not_take(precompiled: list[Program]
         ("int8-g64", 2048),
     ],
 )
-def test_most_rows_from_packed_bytes(format: str, most: int) -> None:
-    """Codebooks of 256 values are slower than dequantising and cuBLAS before the others."""
+def test_largest_m_from_packed_bytes(format: str, most: int) -> None:
+    """From some m on, dequantising and cuBLAS is faster."""
     assert max_dgrad_rows(format) == most

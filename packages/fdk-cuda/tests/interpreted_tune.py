@@ -12,8 +12,9 @@ from torch import Tensor
 from triton_cases import mend_interpreter
 
 from fdk_cuda.triton import TritonBackend, TritonLayout, autotune, autotune_cache, launch
-from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, Gpu, ManyConfig, SmallConfig, gpu_of
-from fdk_cuda.triton.configs.gemm import fit, serves_many
+from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, GemmWgmmaConfig, GemvConfig, Gpu, gpu_of
+from fdk_cuda.triton.configs.gemm import fit, serves_gemm_wgmma
+from fdk_cuda.triton.layout import PackedLayout
 from fdk_formats import Format
 from fdk_formats.testing import Case
 
@@ -21,7 +22,7 @@ assert launch.INTERPRETED
 mend_interpreter()
 LAYER = ("custom4-g64", 48, 256)
 KEY = "codebook4-n48-k256-g64-bfloat16-bfloat16-m8"
-SMALL, GEMM = SmallConfig(4, 2, ahead=0), GemmConfig(1, 2, 16, split_k=2)
+SMALL, GEMM = GemvConfig(4, 2, ahead=0), GemmConfig(1, 2, 16, split_k=2)
 
 
 class Clock:
@@ -61,9 +62,9 @@ def configs(m: int, monkeypatch: pytest.MonkeyPatch, *, batch_invariant: bool = 
     case = Case(Format.parse(LAYER[0]), m, *LAYER[1:], torch.bfloat16)
     seen = []
 
-    def linear(x: Tensor, w: launch.Weight, bias: Tensor | None, config: object) -> Tensor:
+    def linear(x: Tensor, w: launch.PackedWeight, bias: Tensor | None, config: object) -> Tensor:
         seen.append(config)
-        return x.new_zeros(len(x), w.arrangement.n)
+        return x.new_zeros(len(x), w.layout.n)
 
     with monkeypatch.context() as patch:
         patch.setattr(launch, "linear", linear)
@@ -77,20 +78,20 @@ def test_the_fastest_is_used_and_stored(fresh: Path, monkeypatch: pytest.MonkeyP
     assert autotune.tune_layers([LAYER], ms=[30], timer=clock) == 1
     # Measured at the bucket's largest m: the default, then the candidates.
     assert [m for m, _ in clock.asked] == [32] * 4
-    assert clock.asked[0][1] == autotune.default(*arrangement(), 32, H200)
+    assert clock.asked[0][1] == autotune.forward_config(*arrangement(), 32, H200)
     for _ in range(2):
         assert configs(17, monkeypatch) == configs(32, monkeypatch) == GEMM
         # Other buckets are as they were.
-        assert configs(16, monkeypatch) == autotune.default(*arrangement(), 16, H200)
-        assert configs(33, monkeypatch) == autotune.default(*arrangement(), 33, H200)
+        assert configs(16, monkeypatch) == autotune.forward_config(*arrangement(), 16, H200)
+        assert configs(33, monkeypatch) == autotune.forward_config(*arrangement(), 33, H200)
         forget()
     (file,) = fresh.glob("*.json")
     (entry,) = json.loads(file.read_text())["entries"].values()
     assert (entry["kernel"], entry["us"], entry["default_us"]) == ("gemm", 4.0, 10.0)
 
 
-def arrangement() -> tuple[autotune.Arrangement]:
-    return (autotune.Arrangement(*LAYER[1:], 4, 64),)
+def arrangement() -> tuple[PackedLayout]:
+    return (PackedLayout(*LAYER[1:], 4, 64),)
 
 
 def test_nothing_is_tuned_twice() -> None:
@@ -135,7 +136,7 @@ def test_no_configuration_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_small_gain_does_not_replace_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 9.9}))
-    assert configs(8, monkeypatch) == autotune.default(*arrangement(), 8, H200)
+    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
 
 
 def test_what_another_thread_measures_meanwhile_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +144,14 @@ def test_what_another_thread_measures_meanwhile_is_used(monkeypatch: pytest.Monk
     q = Case(Format.parse(LAYER[0]), 8, *LAYER[1:], torch.bfloat16).quantised()
     w, right = TritonLayout(q)._weight(), autotune._default_of
 
-    def measured_meanwhile(w: launch.Weight, m: int, device: int) -> object:
+    def measured_meanwhile(w: launch.PackedWeight, m: int, device: int) -> object:
         monkeypatch.setattr(autotune, "_default_of", right)
         autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 4.0}))
         return right(w, m, device)
 
     monkeypatch.setattr(autotune, "_default_of", measured_meanwhile)
-    assert autotune.choose(w, 8, torch.bfloat16, -1) == autotune.default(*arrangement(), 8, H200)
+    wanted = autotune.forward_config(*arrangement(), 8, H200)
+    assert autotune.choose(w, 8, torch.bfloat16, -1) == wanted
     assert autotune.choose(w, 8, torch.bfloat16, -1) == SMALL
 
 
@@ -159,13 +161,13 @@ def test_dequantise_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = launch.small
+    right = launch.gemv
 
-    def wrong(x: Tensor, w: launch.Weight, bias: Tensor | None, config: SmallConfig) -> Tensor:
+    def wrong(x: Tensor, w: launch.PackedWeight, bias: Tensor | None, config: GemvConfig) -> Tensor:
         y = right(x, w, bias, config)
         return y * torch.nan if config == SMALL else y
 
-    monkeypatch.setattr(launch, "small", wrong)
+    monkeypatch.setattr(launch, "gemv", wrong)
     clock = Clock({SMALL: 1.0})
     with pytest.warns(UserWarning, match="is wrong, and not used"):
         autotune.tune_layers([LAYER], ms=[1], timer=clock)
@@ -204,7 +206,7 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(clock.asked) == count
     monkeypatch.setenv(autotune.TUNE_VARIABLE, "0")
     forget()
-    assert configs(3, monkeypatch) == autotune.default(*arrangement(), 3, H200)
+    assert configs(3, monkeypatch) == autotune.forward_config(*arrangement(), 3, H200)
 
 
 @pytest.mark.parametrize(
@@ -213,22 +215,22 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         "",
         "{",
         "[]",
-        '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
+        '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": {}}}}',
         # When 3 bits had no table in shared memory, and room for twice the sums.
         '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "dequantise", "config": {}}}}',
-        '{"version": 4, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
-        '{"version": 4, "gpu": "NAME", "entries": {"KEY": {"kernel": "small", "config": {}}}}',
-        '{"version": 4, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
-        '{"version": 4, "gpu": "NAME", "entries": {"KEY": 5}}',
-        '{"version": 4, "gpu": "NAME", "entries": 7}',
+        '{"version": 5, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": {}}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": 5}}',
+        '{"version": 5, "gpu": "NAME", "entries": 7}',
     ],
 )
 def test_a_damaged_file_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = autotune_cache.path_of(autotune._name(-1))
     text = text.replace("NAME", autotune._name(-1)).replace("KEY", KEY)
     path.write_text(text)
-    assert autotune_cache.VERSION == 4
-    assert configs(8, monkeypatch) == autotune.default(*arrangement(), 8, H200)
+    assert autotune_cache.VERSION == 5
+    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
     autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
     forget()
     assert configs(8, monkeypatch) == SMALL
@@ -267,7 +269,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("FDK_CUDA_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert configs(8, monkeypatch) == autotune.default(*arrangement(), 8, H200)
+    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
     assert autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0})) == 1
     assert configs(8, monkeypatch) == SMALL
 
@@ -285,7 +287,7 @@ def test_what_cannot_be_written_leaves_nothing(
     assert autotune_cache.load_entries("gpu") == {}
 
 
-def weight(scale: torch.dtype, zero: torch.dtype | None) -> launch.Weight:
+def weight(scale: torch.dtype, zero: torch.dtype | None) -> launch.PackedWeight:
     return autotune.random_weights(*arrangement(), scale, zero, -1)[0]
 
 
@@ -348,7 +350,7 @@ def test_tuning_that_fails_in_a_forward(error: Exception, monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match=f"{KEY} is not tuned.*{error}") as caught:
         found = autotune.choose(w, 8, case.dtype, -1)
     assert len(caught) == 1
-    assert found == autotune.default(*arrangement(), 8, H200)
+    assert found == autotune.forward_config(*arrangement(), 8, H200)
     # Nor again, by another m of the bucket, and where another bucket's success emptied ``_chosen``.
     autotune._chosen.clear()
     with warnings.catch_warnings():
@@ -362,7 +364,7 @@ def test_a_capture_does_not_keep_the_default(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(autotune, "graph_time", clock)
     with monkeypatch.context() as patch:
         patch.setattr(autotune, "_is_capturing", lambda: True)
-        assert configs(8, monkeypatch) == autotune.default(*arrangement(), 8, H200)
+        assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
     assert not clock.asked
     w = weight(torch.bfloat16, None)
     assert autotune.choose(w, 8, torch.bfloat16, -1) == SMALL
@@ -398,7 +400,7 @@ def test_a_capture_is_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tuning_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(autotune.TUNE_VARIABLE, "0")
     autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
-    assert configs(8, monkeypatch) == autotune.default(*arrangement(), 8, H200)
+    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
 
 
 @pytest.mark.parametrize("text", ["true", "2", "off"])
@@ -425,13 +427,13 @@ def test_gpus() -> None:
 def test_defaults_fit_every_gpu(gpu: Gpu) -> None:
     for bits in range(1, 9):
         for n, k in ((64, 64), (4096, 4096), (28672, 8192)):
-            a = autotune.Arrangement(n, k, bits, 64)
+            a = PackedLayout(n, k, bits, 64)
             for m in (1, 8, 16, 17, 64, 65, 128, 129, 4096):
-                config = autotune.default(a, m, gpu)
-                if serves_many(a, m, gpu):
-                    assert isinstance(config, ManyConfig)
+                config = autotune.forward_config(a, m, gpu)
+                if serves_gemm_wgmma(a, m, gpu):
+                    assert isinstance(config, GemmWgmmaConfig)
                     continue
-                kinds = (SmallConfig, GemmConfig, type(None))
+                kinds = (GemvConfig, GemmConfig, type(None))
                 assert isinstance(config, kinds[(m > 16) + (m > 128)])
                 if isinstance(config, GemmConfig):
                     assert fit(config, bits, gpu.shared_bytes) == config
@@ -444,18 +446,19 @@ def test_real_candidates_fit(gpu: Gpu, affine: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     for m in autotune.BUCKETS:
         for bits in (1, 4, 8):
-            found = autotune.candidates(m, bits, gpu, affine=affine)
+            layout = PackedLayout(4096, 4096, bits, 64)
+            found = autotune.candidates(layout, m, gpu, affine=affine)
             assert len(set(found)) == len(found)
             assert (None in found) == (m > 8)
-            assert any(isinstance(c, SmallConfig) for c in found) == (m <= 16)
+            assert any(isinstance(c, GemvConfig) for c in found) == (m <= 16)
             gemms = [c for c in found if isinstance(c, GemmConfig)]
             assert all(fit(c, bits, gpu.shared_bytes) == c for c in gemms)
 
 
 def small_candidates(bits: int, gpu: Gpu, *, affine: bool, m: int = 8) -> set[object]:
-    return {
-        c for c in autotune.candidates(m, bits, gpu, affine=affine) if isinstance(c, SmallConfig)
-    }
+    layout = PackedLayout(4096, 4096, bits, 64)
+    found = autotune.candidates(layout, m, gpu, affine=affine)
+    return {config for config in found if isinstance(config, GemvConfig)}
 
 
 def test_only_what_has_room_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +486,7 @@ def test_what_a_gpu_leaves_aside_is_no_candidate(
     monkeypatch.undo()
     gpu = GPUS[capability]
     found = small_candidates(2, gpu, affine=False)
-    found |= {autotune.default(autotune.Arrangement(n, 4096, 2, 64), 8, gpu) for n in (4096, 8192)}
+    found |= {autotune.forward_config(PackedLayout(n, 4096, 2, 64), 8, gpu) for n in (4096, 8192)}
     differs = capability >= (9, 0)
     assert gpu.can_overlap == differs
     assert any(c.fetch for c in found) == any(c.overlap for c in found) == differs

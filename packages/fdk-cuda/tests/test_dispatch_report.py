@@ -36,9 +36,9 @@ def forget():
     """What is kept of a GPU: another test's is another."""
     ops.small_m_limit.cache_clear()
     if HAS_TRITON:
-        around = importlib.import_module("fdk_cuda.triton.permute_reduce")
-        around.gpu_at.cache_clear()
-        around.can_overlap.cache_clear()
+        launch = importlib.import_module("fdk_cuda.triton.launch")
+        launch.gpu_at.cache_clear()
+        launch.can_overlap.cache_clear()
 
 
 def explain(text, backend, n=4096, k=4096, device="cuda:0"):
@@ -102,10 +102,10 @@ def test_what_is_told_is_what_is_chosen(gpu):
 def test_triton(gpu, capability):
     gpu(ADA, capability)
     text = explain("custom5-g64", "triton")
-    assert text.startswith("rows of x: 1 to 16 small_kernel, 17 to ")
+    assert text.startswith("rows of x: 1 to 16 gemv_kernel, 17 to ")
     assert "dequantise + cuBLAS" in text.split(";")[0]
     assert "; of dy: " in text
-    assert (" many_kernel" in text) == (capability == (9, 0))
+    assert (" gemm_wgmma_kernel" in text) == (capability == (9, 0))
 
 
 def test_others_tell_nothing():

@@ -11,8 +11,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import lookup_tables
-from fdk_cuda.triton.kernels.ptx_assembly import assembly, elements, is_shared, operands
-from fdk_cuda.triton.kernels.ptx_decode import of_two, to_bytes
+from fdk_cuda.triton.kernels.ptx_decode import (
+    assembly,
+    elements,
+    is_shared,
+    of_two,
+    operands,
+    to_bytes,
+)
 from fdk_cuda.triton.kernels.ptx_smem import (
     add_shares,
     add_warps,

@@ -17,7 +17,7 @@ from fdk_formats.backends import Layout, Problem
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
-from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
+from fdk_formats.tensor import QuantisedTensor
 
 
 class MarlinLayout(SyncedLayout):
@@ -83,7 +83,7 @@ class MarlinLayout(SyncedLayout):
         if self.format.has_power_of_two_scale:
             scale = (scale.view(torch.int16) >> 7).to(torch.uint8)
         if zero_point is not None:
-            zero_point = zero_point.to(zero_point_dtype(self.format))
+            zero_point = zero_point.to(self.format.stored_zero_point_dtype)
         codebook = self.canonical_codebook
         return QuantisedTensor(self.format, self.shape, packed, scale, codebook, zero_point)
 

@@ -10,14 +10,14 @@ from fdk_cuda.launch_cache import is_traced
 from fdk_cuda.stream_sync import SyncedLayout
 from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
 from fdk_cuda.triton.layout import (
-    Arrangement,
-    arrange_codes,
-    arrange_scale,
-    restore_codes,
-    restore_scale,
+    PackedLayout,
+    pack_codes,
+    pack_scale,
+    unpack_codes,
+    unpack_scale,
 )
-from fdk_cuda.triton.linear import triton_linear_op
-from fdk_cuda.triton.packed_weight import Weight
+from fdk_cuda.triton.ops import triton_linear_op
+from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_cuda.triton.ready import ReadyCalls
 from fdk_cuda.triton.remembered import INTERPRETED
 from fdk_cuda.triton.toolchain import why_no_launcher
@@ -27,12 +27,12 @@ from fdk_formats.tensor import QuantisedTensor
 
 
 class TritonLayout(SyncedLayout):
-    """Codes in fragment order, scales by tiles of 16 rows, and the tables of the codebook.
+    """A weight with codes in fragment order, scales by tiles of 16 rows, and lookup tables.
 
     Args:
-        q: the weight.
-        batch_invariant: a row of y does not depend on the other rows or their number; many rows
-            then take longer.
+        q: the quantised weight.
+        batch_invariant: make a row of y independent of the other rows and their number. This is
+            slower for many rows.
     """
 
     words: Tensor
@@ -45,15 +45,15 @@ class TritonLayout(SyncedLayout):
     def __init__(self, q: QuantisedTensor, *, batch_invariant: bool = False) -> None:
         super().__init__()
         self.format, self.shape, self.batch_invariant = q.format, q.shape, batch_invariant
-        a = self.arrangement = Arrangement(*q.shape, q.format.bits, q.group_size)
+        a = self.packed_layout = PackedLayout(*q.shape, q.format.bits, q.group_size)
         codebook = q.codebook
         if codebook is None:
             codebook = torch.arange(1 << a.bits, dtype=torch.float32, device=q.device)
         values, lanes = lookup_tables(codebook)
-        zero_point = None if q.zero_point is None else arrange_scale(q.zero_point, a)
+        zero_point = None if q.zero_point is None else pack_scale(q.zero_point, a)
         tensors = {
-            "words": arrange_codes(q.codes(), a),
-            "scale": arrange_scale(q.scale, a),
+            "words": pack_codes(q.codes(), a),
+            "scale": pack_scale(q.scale, a),
             "zero_point": zero_point,
             "values": values,
             "lanes": lanes,
@@ -66,9 +66,9 @@ class TritonLayout(SyncedLayout):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
-        a, tensors = self.arrangement, self._buffers  # five look-ups of nn.Module take 2 us
+        a, tensors = self.packed_layout, self._buffers  # nn.Module takes 2 us for five attributes
         is_invariant = self.batch_invariant
-        # torch.compile traces no further than the first question.
+        # torch.compile traces only as far as ``is_traced``.
         if not (is_traced() or is_invariant):
             ready = self._ready.again(x, bias, tensors)
             if ready is not None:
@@ -90,18 +90,18 @@ class TritonLayout(SyncedLayout):
             a.n,
             a.k,
         )
-        if is_direct:  # The op has checked the arguments.
+        if is_direct:  # the op has checked the arguments
             self._ready.keep(x, self._weight(), bias)
         return y
 
-    def _weight(self) -> Weight:
-        tensors: Any = self._buffers  # every call that is not ready comes here: see forward
-        *names, _ = Weight._fields
-        return Weight._make([*(tensors[name] for name in names), self.arrangement])
+    def _weight(self) -> PackedWeight:
+        tensors: Any = self._buffers
+        *names, _ = PackedWeight._fields
+        return PackedWeight._make([*(tensors[name] for name in names), self.packed_layout])
 
     def grad_x(self, grad_y: Tensor) -> Tensor:
-        """``grad_y @ W_hat`` for ``grad_y :: [..., n]``, what backward computes for x."""
-        a = self.arrangement
+        """Computes ``grad_y @ W_hat``, the gradient of x, for ``grad_y :: [..., n]``."""
+        a = self.packed_layout
         tensors = self.words, self.scale, self.zero_point, self.values, self.lanes
         dx: Tensor = torch.ops.fdk_cuda.triton_linear_grad_x(
             grad_y, *tensors, a.bits, a.group_size, self.batch_invariant, a.n, a.k
@@ -110,22 +110,22 @@ class TritonLayout(SyncedLayout):
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
-        a = self.arrangement
+        a = self.packed_layout
         return QuantisedTensor(
             format=self.format,
             shape=self.shape,
-            packed=pack(restore_codes(self.words, a), a.bits),
-            scale=restore_scale(self.scale, a),
+            packed=pack(unpack_codes(self.words, a), a.bits),
+            scale=unpack_scale(self.scale, a),
             codebook=self.codebook,
-            zero_point=None if self.zero_point is None else restore_scale(self.zero_point, a),
+            zero_point=None if self.zero_point is None else unpack_scale(self.zero_point, a),
         )
 
 
 class TritonBackend:
-    """Takes every format with bf16 and fp16 activations.
+    """Runs every format with bf16 and fp16 activations.
 
     Args:
-        batch_invariant: of the layouts it packs, see ``TritonLayout``.
+        batch_invariant: see ``TritonLayout``.
     """
 
     name = "triton"
@@ -142,7 +142,7 @@ class TritonBackend:
         return None if INTERPRETED else unsupported_gpu(problem.device) or why_no_launcher()
 
     def priority(self, problem: Problem) -> int:
-        """Below Marlin; above the reference."""
+        """Returns a priority below Marlin and above the reference."""
         return 10
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:

@@ -11,6 +11,7 @@ import torch
 from fdk_cuda.nvrtc.cache import cached_cubin
 from fdk_cuda.nvrtc.compiler import Program, architecture
 from fdk_cuda.nvrtc.driver import check, cuda, in_context, use_primary_context
+from fdk_formats import torch_internals
 
 POINTER_BYTES = 8
 MAX_ALIGNMENT = 64  # of a tensor map, the widest member of a kernel's struct
@@ -106,7 +107,7 @@ class Launch:
 
     def start(self, address: int) -> None:
         """Launches with the argument list at ``address``, which the driver copies."""
-        if torch._C._cuda_getDevice() == self.device:
+        if torch.cuda.current_device() == self.device:
             self.start_here(address)
         else:
             with torch.cuda.device(self.device):
@@ -114,7 +115,7 @@ class Launch:
 
     def start_here(self, address: int) -> None:
         """Does what ``start`` does, if the launch's device is torch's current one."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        stream = torch_internals.current_raw_stream(self.device)
         config = self._configs.get(stream) or self._config(stream)
         status = self._launch(config, self.function, address, 0)
         if status[0] is self._success:

@@ -1,13 +1,14 @@
-"""What every package's tests share; the `wheels` session copies this file beside them."""
+"""Options, markers and fixtures of every package's tests; `wheels` copies this file beside them."""
 
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--every 8`, for `wheels`: a sample of what a package's session runs whole."""
+    """Add `--every N`, with which `wheels` samples the tests."""
     parser.addoption(
         "--every",
         type=int,
@@ -17,16 +18,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect the Python blocks of Markdown files."""
+    if file_path.suffix != ".md":
+        return None
+    from markdown_examples import collect  # in tools/; only this needs Sybil
+
+    return collect(file_path, parent)
+
+
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """Each test draws the same numbers, whatever ran before it."""
-    if torch := sys.modules.get("torch"):  # tests without it start at once
+def seed(request: pytest.FixtureRequest) -> None:
+    """Seed torch, so that a test draws the same numbers whatever ran before it."""
+    # Examples in Markdown seed themselves; tests that never import torch start at once.
+    if request.path.suffix == ".py" and (torch := sys.modules.get("torch")):
         torch.manual_seed(0)
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what `--every` does; skips tests marked `gpu` where torch finds no GPU."""
+    """Sample the tests for `--every`; skip those marked `gpu` where torch finds no GPU."""
     every, seen = config.getoption("every"), Counter[str]()
     kept, dropped = [], []
     for item in items:

@@ -8,8 +8,7 @@ import sanitize_marlin
 import torch
 from sanitize_marlin import EVERY_TILE, SMALL_K, SMALL_N, WrongAnswerError, packed_weight
 
-from fdk_cuda.marlin.backward import STEP_COST as BACKWARD_COST
-from fdk_cuda.marlin.hopper import STEP_COST
+from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST, STEP_COST
 from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.format import BITS, Format
 
@@ -33,10 +32,12 @@ def options(family):
 
 def test_every_kind_of_small_plan_is_among_the_cases():
     found = list(options("marlin"))
-    digits = {(o["BITS"], o["AFFINE"], o["X_ROWS"]) for o in found if o["name"] == "digits.cu"}
+    digits = {
+        (o["BITS"], o["AFFINE"], o["TILE_M"]) for o in found if o["name"] == "gemv_int8_limbs.cu"
+    }
     assert digits == {(1, 0, 1), (1, 0, 4), (1, 1, 1), (1, 1, 4), (2, 1, 1)}
     small = [o for o in found if o["name"] == "small_m.cu"]
-    assert {(o["BITS"], o["COLUMN_TILES"]) for o in small} >= set(product(BITS, (1, 2)))
+    assert {(o["BITS"], o["M_TILES"]) for o in small} >= set(product(BITS, (1, 2)))
     assert {o["WARPS"] for o in small} == {2, 4, 8, 12, 16}
     assert any(o["TILE_FRAGMENTS"] == 8 for o in small)
     assert any(o["SHORT_BLOCKS"] < o["TILE_FRAGMENTS"] // 2 for o in small)
@@ -52,17 +53,17 @@ def test_every_tile_of_hopper_is_among_the_cases():
     found = list(options("hopper"))
     kinds = {(Format.parse(name).bits, int("binary" in name)) for name in EVERY_TILE}
     forward = {
-        (o["BITS"], o["SIGNS"], o["TILE_COLUMNS"], o["CONSUMERS"], o["K_GROUPS"])
+        (o["BITS"], o["SIGNS"], o["TILE_M"], o["CONSUMERS"], o["K_GROUPS"])
         for o in found
         if o["name"] == "hopper_gemm.cu"
     }
     assert kinds == {(1, 1), *((bits, 0) for bits in BITS)}
     assert forward >= {(*kind, *tile) for kind in kinds for tile in STEP_COST}
-    backward = {o["TILE_COLUMNS"] for o in found if o["name"] == "hopper_backward.cu"}
-    assert backward == {columns for columns, *_ in BACKWARD_COST}
-    for name in ("hopper_gemm.cu", "hopper_backward.cu"):
+    backward = {o["TILE_M"] for o in found if o["name"] == "hopper_dgrad.cu"}
+    assert backward == {columns for columns, *_ in DGRAD_STEP_COST}
+    for name in ("hopper_gemm.cu", "hopper_dgrad.cu"):
         assert {o["CLUSTER"] for o in found if o["name"] == name} == {1, 2}
-    assert any(o["name"] == "sum_splits.cu" for o in found)
+    assert any(o["name"] == "split_k_reduce.cu" for o in found)
 
 
 def test_layout_cases_check_bytes(on_cpu, monkeypatch):
@@ -70,7 +71,7 @@ def test_layout_cases_check_bytes(on_cpu, monkeypatch):
     cases = list(sanitize_gpu.layout_cases())[::7]
     for case in cases:
         case.run()
-    monkeypatch.setattr(sanitize_marlin, "lay_out", lambda *given: torch.zeros(1))
+    monkeypatch.setattr(sanitize_marlin.repack, "pack", lambda *given: torch.zeros(1))
     with pytest.raises(WrongAnswerError):
         cases[0].run()
 

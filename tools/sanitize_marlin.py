@@ -1,6 +1,6 @@
 """Cases of sanitize_gpu.py: the kernels that NVRTC compiles.
 
-Sizes are small, with tiles that are not full, and plans are those for a GPU of few processors, so
+Sizes are small, with tiles that are not full, and plans are those for a GPU of few SMs, so
 that a block of threads takes several tiles.
 """
 
@@ -13,23 +13,22 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
-from fdk_cuda.marlin.hopper import NARROW_COLUMNS, HopperPlan, hopper_plans
-from fdk_cuda.marlin.launches import hopper_runner, run_hopper, small_fields, small_launch
-from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
-from fdk_cuda.marlin.ops import dequantise
-from fdk_cuda.marlin.plan import Device, SmallPlan, small_plans
-from fdk_cuda.marlin.programs import (
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout, repack
+from fdk_cuda.marlin.dgrad import dgrad_plans, dgrad_runner, run_dgrad
+from fdk_cuda.marlin.heuristics_hopper import NARROW_TILE_M, HopperPlan, hopper_plans
+from fdk_cuda.marlin.heuristics_small_m import Device, SmallPlan, small_plans
+from fdk_cuda.marlin.instantiations import (
     Variant,
     dequantise_program,
-    hopper_backward_program,
+    hopper_dgrad_program,
     hopper_program,
-    layout_program,
+    repack_program,
     small_m_program,
-    sum_splits_program,
+    split_k_reduce_program,
 )
-from fdk_cuda.marlin.relayout import lay_out, take_back
+from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
+from fdk_cuda.marlin.ops import dequantise
+from fdk_cuda.marlin.runtime import hopper_runner, run_hopper, small_fields, small_launch
 from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_cuda.nvrtc import Program
 from fdk_formats.codebooks import named_codebook
@@ -39,12 +38,12 @@ from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse, random_quantised
 
 BF16, FP16 = torch.bfloat16, torch.float16
-FEW = Device(processors=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
-MANY = replace(FEW, processors=132)  # where a tile finds a cluster of its own
+FEW = Device(sm_count=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
+MANY = replace(FEW, sm_count=132)  # where a tile finds a cluster of its own
 HOPPER = 9  # its compute capability
 AnyPlan = TypeVar("AnyPlan", SmallPlan, HopperPlan)
 
-# Format, dtype of x and rows of it. 448 rows of 64 are seven tiles for six processors: short ones.
+# Format, dtype of x and rows of it. 448 rows of 64 are seven tiles for six SMs: short ones.
 SMALL_N, SMALL_K = 448, 512
 SMALL = (
     *(("custom1-g64", BF16, m) for m in (1, 3, 16)),
@@ -60,8 +59,8 @@ SMALL = (
     *((f"custom{bits}-g64", BF16, m) for bits in (5, 6, 7) for m in (1, 16)),
     *(("affine5-g64-zint", BF16, 4), ("affine6-g32", FP16, 9), ("affine7-g64", BF16, 1)),
 )
-# planes.cu has tiles of 96 rows by themselves, and stages of 192, 384 and 768 columns: n and k.
-PLANES_SIZES = 192, 768
+# gemv_bitplane.cu also has tiles of 96 rows, and stages of 192, 384 and 768 columns: n, k.
+BITPLANE_SIZES = 192, 768
 # Two groups of warps with 128 rows each: three tiles.
 TALL_SIZES = 768, 512
 DEQUANTISED = tuple(
@@ -166,15 +165,15 @@ def various(
 
 
 def small_traits(plan: SmallPlan) -> dict[str, Hashable]:
-    """What plans of small_m.cu, digits.cu and planes.cu differ in."""
+    """What plans of small_m.cu, gemv_int8_limbs.cu and gemv_bitplane.cu differ in."""
     shape = plan.shape
-    kernel = shape.digit_rows > 0, shape.by_planes
+    kernel = shape.limb_rows > 0, shape.is_bitplane
     return {
-        "piece": (shape.fragments, shape.k_blocks, shape.row_groups, *kernel),
-        "lone": (plan.whole_passes == 0, plan.split, shape.by_planes),
+        "piece": (shape.fragments, shape.k_blocks, shape.n_groups, *kernel),
+        "lone": (plan.whole_passes == 0, plan.cluster, shape.is_bitplane),
         "warps": shape.warps,
-        "split": (plan.split, shape.digit_rows > 0),
-        "short": (shape.short_blocks > 0, plan.split > 1),
+        "split": (plan.cluster, shape.limb_rows > 0),
+        "short": (shape.short_blocks > 0, plan.cluster > 1),
         "sum_buffers": plan.sum_buffers,
     }
 
@@ -182,27 +181,27 @@ def small_traits(plan: SmallPlan) -> dict[str, Hashable]:
 def marlin_cases() -> Iterator[Case]:
     """Few rows of x, and dequantising."""
     sizes = SMALL_N, SMALL_K
-    lone = (("custom1-g64", BF16, 1, PLANES_SIZES), ("affine1-g64-zint", FP16, 1, PLANES_SIZES))
+    lone = (("custom1-g64", BF16, 1, BITPLANE_SIZES), ("affine1-g64-zint", FP16, 1, BITPLANE_SIZES))
     tall = ((f"custom{bits}-g64", BF16, 16, TALL_SIZES) for bits in (1, 5, 6))
     for format, dtype, m, (n, k) in (*((*case, sizes) for case in SMALL), *lone, *tall):
         geometry = Geometry.of(Format.parse(format), n, k)
         variant = Variant.of(geometry, dtype)
         plans = list(small_plans(geometry, variant, m, FEW))
-        if (n, k) == PLANES_SIZES:
-            plans = [plan for plan in plans if plan.shape.by_planes]
+        if (n, k) == BITPLANE_SIZES:
+            plans = [plan for plan in plans if plan.shape.is_bitplane]
         if (n, k) == TALL_SIZES:
-            plans = [plan for plan in plans if plan.shape.rows == 256]
+            plans = [plan for plan in plans if plan.shape.tile_n == 256]
         for plan in various(plans, small_traits):
             shape = plan.shape
-            kind = f"digits of {shape.digit_rows}" if shape.digit_rows else "small_m"
-            kind = "planes" if shape.by_planes else kind
-            cut = f"{shape.fragments * 16 * shape.row_groups} x {shape.k_blocks * 64}"
+            kind = f"digits of {shape.limb_rows}" if shape.limb_rows else "small_m"
+            kind = "planes" if shape.is_bitplane else kind
+            cut = f"{shape.fragments * 16 * shape.n_groups} x {shape.k_blocks * 64}"
             short = f", short {shape.short_blocks * 32}" if shape.short_blocks else ""
             short = f", lone {shape.short_blocks * 32}" if plan.whole_passes == 0 else short
             name = f"{format} {str(dtype)[6:]} m{m}, {kind}, {cut}, {shape.warps} warps{short}"
             run = partial(_run_small, format, dtype, m, plan, n, k)
             program = small_m_program(variant, shape)
-            yield Case(f"{name}, cluster of {plan.split}", run, (program,))
+            yield Case(f"{name}, cluster of {plan.cluster}", run, (program,))
     for format, dtype in DEQUANTISED:
         variant = Variant.of(Geometry.of(Format.parse(format), SMALL_N, SMALL_K), dtype)
         run = partial(_run_dequantise, format, dtype)
@@ -227,7 +226,7 @@ def _run_dequantise(format: str, dtype: torch.dtype) -> None:
 
 
 def layout_cases() -> Iterator[Case]:
-    """Every program of layout.cu, both directions."""
+    """Every program of repack.cu, both directions."""
     dtypes = (BF16, torch.float32)
     for bits, per_row, dtype, has_zero in product(BITS, RELAID, dtypes, (False, True)):
         for n, k, group_size in RELAID[per_row]:
@@ -235,7 +234,7 @@ def layout_cases() -> Iterator[Case]:
             assert geometry.per_row == per_row
             kind = f"{bits} bits, {n} x {k}, groups of {group_size}, {str(dtype)[6:]}"
             name = f"{kind}, {'with' if has_zero else 'no'} zero points"
-            yield Case(name, partial(_run_layout, geometry), (layout_program(geometry),))
+            yield Case(name, partial(_run_layout, geometry), (repack_program(geometry),))
 
 
 def _run_layout(g: Geometry) -> None:
@@ -252,18 +251,20 @@ def _run_layout(g: Geometry) -> None:
     # Bytes that begin at no multiple of eight, too.
     moved = torch.cat([packed.new_zeros(1), packed.flatten()]).cuda()[1:].view(shape)
     for given in (packed.cuda(), moved):
-        check_same(lay_out(g, given, on_gpu[0], on_gpu[1]), laid_out)
-    for got, wanted in zip(take_back(g, laid_out.cuda()), unpack_layout(g, laid_out), strict=True):
+        check_same(repack.pack(g, given, on_gpu[0], on_gpu[1]), laid_out)
+    for got, wanted in zip(
+        repack.unpack(g, laid_out.cuda()), unpack_layout(g, laid_out), strict=True
+    ):
         if got is not None and wanted is not None:
             check_same(got, wanted)
 
 
 def hopper_traits(plan: HopperPlan) -> dict[str, Hashable]:
-    """What plans of hopper_gemm.cu and hopper_backward.cu differ in."""
+    """What plans of hopper_gemm.cu and hopper_dgrad.cu differ in."""
     shape = plan.shape
     return {
-        "tile": (shape.columns, shape.consumers, shape.k_groups),
-        "cluster": (shape.cluster, shape.k_groups, shape.columns > NARROW_COLUMNS),
+        "tile": (shape.tile_m, shape.consumers, shape.k_groups),
+        "cluster": (shape.cluster, shape.k_groups, shape.tile_m > NARROW_TILE_M),
         "k_blocks": shape.k_blocks,
         "parts": min(plan.splits, 3),
         "whole": (plan.splits > 1, plan.whole_tiles > plan.grid),
@@ -277,17 +278,17 @@ def hopper_cases() -> Iterator[Case]:
         variant = Variant.of(geometry, BF16)
         for direction, plans_of, program in (
             ("y", hopper_plans, hopper_program),
-            ("dx", backward_plans, hopper_backward_program),
+            ("dx", dgrad_plans, hopper_dgrad_program),
         ):
             plans = [plan for gpu in (FEW, MANY) for plan in plans_of(geometry, HOPPER_M, gpu)]
             chosen = list(various(plans, hopper_traits))
             for plan in chosen if format in EVERY_TILE else chosen[:2]:
                 shape = plan.shape
                 programs = [program(variant, shape)]
-                programs += [sum_splits_program(BF16, shape)] if plan.parts > 0 else []
-                tile = f"{shape.rows} x {shape.columns}, {shape.consumers} consumers"
+                programs += [split_k_reduce_program(BF16, shape)] if plan.partial_tiles > 0 else []
+                tile = f"{shape.tile_n} x {shape.tile_m}, {shape.consumers} consumers"
                 groups = " in pairs" if shape.k_groups > 1 else ""
-                tiles = f"{plan.whole_tiles} whole tiles and {plan.parts} parts"
+                tiles = f"{plan.whole_tiles} whole tiles and {plan.partial_tiles} parts"
                 name = f"{format} {direction}, {tile}{groups}, cluster of {shape.cluster}, {tiles}"
                 run = partial(_run_hopper, format, direction, plan)
                 yield Case(name, run, tuple(programs), HOPPER)
@@ -304,5 +305,5 @@ def _run_hopper(format: str, direction: str, plan: HopperPlan) -> None:
         check(y, x.double() @ W_hat.T + bias.double())
     else:
         dy = normal(HOPPER_M, HOPPER_N, dtype=BF16)
-        runner = backward_runner(geometry, BF16, HOPPER_M, plan, 0)
-        check(run_backward(runner, dy.cuda(), *tensors, HOPPER_K), dy.double() @ W_hat)
+        runner = dgrad_runner(geometry, BF16, HOPPER_M, plan, 0)
+        check(run_dgrad(runner, dy.cuda(), *tensors, HOPPER_K), dy.double() @ W_hat)

@@ -9,15 +9,20 @@ from sanitize_marlin import BF16, FP16, HOPPER, Case, WrongAnswerError, check_sa
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fdk_cuda.triton import TritonLayout, launch, plain
-from fdk_cuda.triton.configs import ManyConfig, ManyTransposedConfig
-from fdk_cuda.triton.gradient_configs import transposed_config
-from fdk_cuda.triton.many_configs import GEMM_CONFIGS, fit
-from fdk_cuda.triton.many_launch import many, many_transposed
-from fdk_cuda.triton.small_configs import small_config
-from fdk_cuda.triton.weight import Weight
+from fdk_cuda.triton import TritonLayout, bf16_baseline, launch
+from fdk_cuda.triton.configs import DgradWgmmaConfig, GemmWgmmaConfig
+from fdk_cuda.triton.configs.dgrad import dgrad_config
+from fdk_cuda.triton.configs.gemm import GemmConfig, fit
+from fdk_cuda.triton.configs.gemv import gemv_config
+from fdk_cuda.triton.launch import dgrad_wgmma, gemm_wgmma
+from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_formats.testing import nrmse
 
+GEMM_CONFIGS = (
+    GemmConfig(n_tiles=1, warps=4, block_m=32),
+    GemmConfig(n_tiles=1, warps=8, block_m=64),
+    GemmConfig(n_tiles=1, warps=8, block_m=128),
+)
 DTYPES = {BF16: "bf16", FP16: "fp16"}
 # Rows, outputs and columns that end within a tile. By kernel: format, dtype, m, n, k.
 SMALL = (
@@ -31,13 +36,13 @@ GEMM = (
     ("affine8-g24", FP16, 200, 137, 9 * 24),
 )
 MANY = (
-    ("custom4-g64", BF16, 200, 328, 64 * 41, ManyConfig(256, 2, 2)),
-    ("custom3-g128", FP16, 77, 136, 128 * 9, ManyConfig(128)),
-    ("affine2-row", FP16, 130, 264, 1000, ManyConfig(256)),
-    ("custom5-g64", BF16, 65, 136, 64 * 9, ManyConfig(64, 4, 2)),
+    ("custom4-g64", BF16, 200, 328, 64 * 41, GemmWgmmaConfig(256, 2, 2)),
+    ("custom3-g128", FP16, 77, 136, 128 * 9, GemmWgmmaConfig(128)),
+    ("affine2-row", FP16, 130, 264, 1000, GemmWgmmaConfig(256)),
+    ("custom5-g64", BF16, 65, 136, 64 * 9, GemmWgmmaConfig(64, 4, 2)),
     # A last round of few programs, in pairs, on a GPU of 132 processors.
-    ("custom4-g64", BF16, 300, 8776, 64 * 9, ManyConfig(256)),
-    ("affine4-g64", BF16, 300, 8776, 64 * 9, ManyConfig(256)),
+    ("custom4-g64", BF16, 300, 8776, 64 * 9, GemmWgmmaConfig(256)),
+    ("affine4-g64", BF16, 300, 8776, 64 * 9, GemmWgmmaConfig(256)),
 )
 TRANSPOSED = (
     *((f"custom{bits}-g64", BF16, 7, 333, 9 * 64) for bits in (1, 2, 3)),
@@ -50,13 +55,13 @@ WIDE = (
     *(("custom5-g64", BF16, 7, 333, 1152), ("affine5-g128", FP16, 1, 333, 1152)),
 )
 MANY_TRANSPOSED = (
-    ("custom4-g64", BF16, 100, 328, 64 * 41, ManyTransposedConfig(split_n=2)),
-    ("affine2-g128", FP16, 77, 136, 128 * 9, ManyTransposedConfig()),
-    ("custom8-row", FP16, 40, 1208, 2000, ManyTransposedConfig(split_n=4)),
-    ("affine1-g64", BF16, 130, 328, 64 * 41, ManyTransposedConfig(128, 2, tiles=2)),
-    ("custom2-g128", BF16, 100, 136, 128 * 9, ManyTransposedConfig(128)),
-    ("custom8-row", FP16, 300, 328, 1000, ManyTransposedConfig(256, 2, tiles=2)),
-    ("affine4-g192", BF16, 77, 1208, 192 * 5, ManyTransposedConfig(256, tiles=2)),
+    ("custom4-g64", BF16, 100, 328, 64 * 41, DgradWgmmaConfig(split_n=2)),
+    ("affine2-g128", FP16, 77, 136, 128 * 9, DgradWgmmaConfig()),
+    ("custom8-row", FP16, 40, 1208, 2000, DgradWgmmaConfig(split_n=4)),
+    ("affine1-g64", BF16, 130, 328, 64 * 41, DgradWgmmaConfig(128, 2, n_tiles=2)),
+    ("custom2-g128", BF16, 100, 136, 128 * 9, DgradWgmmaConfig(128)),
+    ("custom8-row", FP16, 300, 328, 1000, DgradWgmmaConfig(256, 2, n_tiles=2)),
+    ("affine4-g192", BF16, 77, 1208, 192 * 5, DgradWgmmaConfig(256, n_tiles=2)),
 )
 DEQUANTISE = (
     *(("custom1-g16", BF16, 37, 9 * 16), ("affine3-g24", FP16, 37, 9 * 24)),
@@ -98,14 +103,14 @@ def _case(
     return Case(name, partial(run, format, dtype, m, n, k))
 
 
-def _on_gpu(layout: TritonLayout) -> Weight:
+def _on_gpu(layout: TritonLayout) -> PackedWeight:
     tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
     moved = [None if tensor is None else tensor.cuda() for tensor in tensors]
-    return Weight._make([*moved, layout.arrangement])
+    return PackedWeight._make([*moved, layout.packed_layout])
 
 
 def _check_product(
-    run: Callable[[Tensor, Weight, Tensor], Tensor | None],
+    run: Callable[[Tensor, PackedWeight, Tensor], Tensor | None],
     format: str,
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
@@ -131,26 +136,28 @@ def _check_product(
 
 
 def _run_small(format: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
-    def run(x: Tensor, w: Weight, bias: Tensor) -> Tensor:
-        bits, affine = w.arrangement.bits, w.zero_point is not None
-        config = small_config(n, m, bits, launch.gpu_at(0), affine=affine)
-        return launch.small(x, w, bias, config)
+    def run(x: Tensor, w: PackedWeight, bias: Tensor) -> Tensor:
+        affine = w.zero_point is not None
+        config = gemv_config(w.layout, m, launch.gpu_at(0), affine=affine)
+        return launch.gemv(x, w, bias, config)
 
     _check_product(run, format, dtype, (m, n, k))
 
 
 def _run_gemm(format: str, dtype: torch.dtype, m: int, n: int, k: int, which: int) -> None:
-    def run(x: Tensor, w: Weight, bias: Tensor) -> Tensor:
+    def run(x: Tensor, w: PackedWeight, bias: Tensor) -> Tensor:
         config = replace(GEMM_CONFIGS[which], split_k=1 + which)
-        config = fit(config, w.arrangement.bits, launch.gpu_at(0).shared_bytes)
+        config = fit(config, w.layout.bits, launch.gpu_at(0).shared_bytes)
         return launch.gemm(x, w, bias, config)
 
     _check_product(run, format, dtype, (m, n, k))
 
 
-def _run_many(format: str, dtype: torch.dtype, m: int, n: int, k: int, config: ManyConfig) -> None:
-    def run(x: Tensor, w: Weight, bias: Tensor) -> Tensor | None:
-        return many(x, w, bias, config)
+def _run_many(
+    format: str, dtype: torch.dtype, m: int, n: int, k: int, config: GemmWgmmaConfig
+) -> None:
+    def run(x: Tensor, w: PackedWeight, bias: Tensor) -> Tensor | None:
+        return gemm_wgmma(x, w, bias, config)
 
     _check_product(run, format, dtype, (m, n, k))
 
@@ -158,23 +165,19 @@ def _run_many(format: str, dtype: torch.dtype, m: int, n: int, k: int, config: M
 def _run_transposed(
     format: str, dtype: torch.dtype, m: int, n: int, k: int, wide: bool = False
 ) -> None:
-    def run(dy: Tensor, w: Weight, _: Tensor) -> Tensor:
-        a, affine = w.arrangement, w.zero_point is not None
-        sizes = m, a.bits, a.n_tiles, a.k_tiles, launch.gpu_at(0)
-        if wide:
-            of = replace(a, n=8192, k=8192)
-            sizes = m, a.bits, of.n_tiles, of.k_tiles, launch.gpu_at(0)
-        config = transposed_config(*sizes, affine=affine, segment=a.segment)
-        return launch.transposed(dy, w, replace(config, split_n=2) if wide else config)
+    def run(dy: Tensor, w: PackedWeight, _: Tensor) -> Tensor:
+        layout = replace(w.layout, n=8192, k=8192) if wide else w.layout
+        config = dgrad_config(layout, m, launch.gpu_at(0), affine=w.zero_point is not None)
+        return launch.dgrad(dy, w, replace(config, split_n=2) if wide else config)
 
     _check_product(run, format, dtype, (m, n, k), backward=True)
 
 
 def _run_many_transposed(
-    format: str, dtype: torch.dtype, m: int, n: int, k: int, config: ManyTransposedConfig
+    format: str, dtype: torch.dtype, m: int, n: int, k: int, config: DgradWgmmaConfig
 ) -> None:
-    def run(dy: Tensor, w: Weight, _: Tensor) -> Tensor | None:
-        return many_transposed(dy, w, config)
+    def run(dy: Tensor, w: PackedWeight, _: Tensor) -> Tensor | None:
+        return dgrad_wgmma(dy, w, config)
 
     _check_product(run, format, dtype, (m, n, k), backward=True)
 
@@ -190,7 +193,7 @@ def _run_plain(m: int, n: int, k: int) -> None:
     oracle = linear(x.double(), w.double(), bias.double())
     limit = 2 * nrmse(linear(x, w, bias), oracle)
     on_gpu = x.cuda(), w.cuda(), bias.cuda()
-    ys = plain.gemm(*on_gpu), plain.gemv(on_gpu[0][0], *on_gpu[1:])
+    ys = bf16_baseline.gemm(*on_gpu), bf16_baseline.gemv(on_gpu[0][0], *on_gpu[1:])
     for y, wanted in zip(ys, (oracle, oracle[0]), strict=True):
         if not (error := nrmse(y.cpu(), wanted)) <= limit:
             raise WrongAnswerError(f"error {error:.2e}, more than {limit:.2e}")

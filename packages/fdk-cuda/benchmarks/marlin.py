@@ -25,17 +25,17 @@ from _rows import write_rows
 from _tables import read_goals
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.hopper import plan_hopper
-from fdk_cuda.marlin.launches import (
+from fdk_cuda.marlin.heuristics_hopper import plan_hopper
+from fdk_cuda.marlin.heuristics_small_m import plan_small
+from fdk_cuda.marlin.instantiations import TileShape, Variant
+from fdk_cuda.marlin.ops import dequantise, small_m_limit
+from fdk_cuda.marlin.runtime import (
     device_limits,
     hopper_runner,
     run_hopper,
     small_fields,
     small_launch,
 )
-from fdk_cuda.marlin.ops import dequantise, few_rows
-from fdk_cuda.marlin.plan import plan_small
-from fdk_cuda.marlin.programs import TileShape, Variant
 from fdk_cuda.marlin.testing import multiplied_weight
 from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
@@ -100,7 +100,7 @@ def small_run(
 def hopper_run(
     layout: MarlinLayout, packed: list[torch.Tensor], x: torch.Tensor, *, overlap: bool
 ) -> Run:
-    """Launches hopper_gemm.cu, and sum_splits.cu where the plan has parts."""
+    """Launches hopper_gemm.cu, and split_k_reduce.cu where the plan has parts."""
     geometry = layout.geometry
     plan = plan_hopper(geometry, len(x), device_limits(0))
     runner = hopper_runner(geometry, x.dtype, len(x), plan, 0, overlap=overlap)
@@ -200,7 +200,7 @@ class Weights:
         Raises:
             SystemExit: an answer is wrong.
         """
-        few = len(x) <= few_rows(str(self.layout.format), *self.layout.shape, 0)
+        few = len(x) <= small_m_limit(str(self.layout.format), *self.layout.shape, 0)
         plan = plan_small(self.layout.geometry, x.dtype, len(x), device_limits(0)) if few else None
         make = small_run if few else hopper_run
         runs = [make(self.layout, self.packed, x, overlap=overlap) for overlap in (True, False)]

@@ -16,15 +16,15 @@ import torch
 from marlin import COLD_BYTES, Run, graph_times, random_weight
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import (
-    backward_plan,
-    backward_plans,
-    backward_runner,
-    run_backward,
+from fdk_cuda.marlin.dgrad import (
+    dgrad_plan,
+    dgrad_plans,
+    dgrad_runner,
+    run_dgrad,
 )
-from fdk_cuda.marlin.hopper import HopperPlan
-from fdk_cuda.marlin.launches import device_limits
+from fdk_cuda.marlin.heuristics_hopper import HopperPlan
 from fdk_cuda.marlin.ops import dequantise
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_formats.testing import nrmse
 
 SHAPES = "8192x8192,28672x8192,4096x14336"
@@ -48,8 +48,8 @@ def time_case(
         oracle = dy.double() @ W_hat.double()
 
         def fused(plan: HopperPlan, dy: torch.Tensor = dy) -> Run:
-            runner = backward_runner(layout.geometry, dy.dtype, len(dy), plan, 0)
-            return lambda i: run_backward(runner, dy, packed[i % len(packed)], weight[0], k)
+            runner = dgrad_runner(layout.geometry, dy.dtype, len(dy), plan, 0)
+            return lambda i: run_dgrad(runner, dy, packed[i % len(packed)], weight[0], k)
 
         def cublas(i: int, dy: torch.Tensor = dy) -> torch.Tensor:
             return torch.mm(dy, dense[i % len(dense)])
@@ -57,10 +57,10 @@ def time_case(
         def unfused(i: int, dy: torch.Tensor = dy) -> torch.Tensor:
             return torch.mm(dy, dequantise(packed[i % len(packed)], *weight))
 
-        chosen = backward_plan(layout.geometry, m, device_limits(0))
+        chosen = dgrad_plan(layout.geometry, m, device_limits(0))
         plans = [chosen]
         if every_plan:
-            every = backward_plans(layout.geometry, m, device_limits(0))
+            every = dgrad_plans(layout.geometry, m, device_limits(0))
             plans += [plan for plan in every if plan != chosen]
         runs = [fused(plan) for plan in plans]
         for run in runs:
@@ -79,7 +79,7 @@ def time_case(
         print(
             f"{n:6}x{k:<6} {'affine' if affine else 'b'}{bits} m{m:<4} fused {times[0]:7.1f} "
             f"cublas {dense_time:7.1f} dequantise {unfused_time:7.1f} ratio "
-            f"{times[0] / dense_time:5.2f} ({unfused_time / dense_time:5.2f}) tile {shape.columns} "
+            f"{times[0] / dense_time:5.2f} ({unfused_time / dense_time:5.2f}) tile {shape.tile_m} "
             f"cluster {shape.cluster} splits {chosen.splits}"
             + (f" best {best:7.1f} of {len(plans)}" if every_plan else ""),
             flush=True,

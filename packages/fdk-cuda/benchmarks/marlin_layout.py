@@ -21,15 +21,14 @@ import torch
 from _rows import write_rows
 from marlin import COLD_BYTES, SHAPES, Run, graph_times, random_weight
 
-from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
+from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout, repack
 from fdk_cuda.marlin.layout import pack_layout
 from fdk_cuda.marlin.ops import dequantise
-from fdk_cuda.marlin.relayout import lay_out, take_back
 
 REPEATS, GRAPH_LAUNCHES = 5, 12
 LINE = (
-    "{n:6}x{k:<6} {kind:8} b{bits} lay out {lay_out:6.1f} us, {lay_out_share:4.0%} of a copy; "
-    "take back {take_back:6.1f}, {take_back_share:4.0%}; dequantise {dequantise:6.1f}, "
+    "{n:6}x{k:<6} {kind:8} b{bits} pack {pack:6.1f} us, {pack_share:4.0%} of a copy; "
+    "unpack {unpack:6.1f}, {unpack_share:4.0%}; dequantise {dequantise:6.1f}, "
     "{dequantise_share:4.0%}, fill {dequantise_fill:6.1f}; pack {pack_ms:5.2f} ms; by torch "
     "{torch_ms:5.1f}"
 )
@@ -87,7 +86,7 @@ def time_layout(bits: int, n: int, k: int, *, affine: bool) -> dict[str, object]
     kinds = q.scale, zero_point
     is_right = torch.equal(dequantise(layout.packed, *weight), q.dequantise(torch.bfloat16))
     is_right &= torch.equal(layout.packed, pack_layout(g, q.packed, *kinds))
-    if not is_right or not torch.equal(take_back(g, layout.packed)[0], q.packed):
+    if not is_right or not torch.equal(repack.unpack(g, layout.packed)[0], q.packed):
         raise SystemExit(f"wrong answer, not timed: {layout.format} {[n, k]}")
     count = COLD_BYTES // layout.packed.nbytes + 2
     packed = [layout.packed.clone() for _ in range(count)]
@@ -99,9 +98,9 @@ def time_layout(bits: int, n: int, k: int, *, affine: bool) -> dict[str, object]
     return {
         **{"n": n, "k": k, "bits": bits, "kind": "affine" if affine else "codebook"},
         **beside_copy(
-            "lay_out", lambda i: lay_out(g, canonical[i % count], *kinds), launches, moved
+            "pack", lambda i: repack.pack(g, canonical[i % count], *kinds), launches, moved
         ),
-        **beside_copy("take_back", lambda i: take_back(g, packed[i % count])[0], launches, moved),
+        **beside_copy("unpack", lambda i: repack.unpack(g, packed[i % count])[0], launches, moved),
         **beside_copy(
             "dequantise",
             lambda i: dequantise(packed[i % count], *weight),

@@ -20,8 +20,8 @@ from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
 from fdk_cuda.marlin.ops import marlin_linear
 from fdk_cuda.triton import TritonLayout
 from fdk_cuda.triton.configs import gpu_of
-from fdk_cuda.triton.linear import triton_linear
-from fdk_cuda.triton.many_configs import serves_many
+from fdk_cuda.triton.configs.gemm import serves_gemm_wgmma
+from fdk_cuda.triton.ops import triton_linear
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing import nrmse
 
@@ -48,8 +48,8 @@ class Candidates:
 
     def multiplies_codes(self, m: int) -> bool:
         """Whether the Triton backend does."""
-        arrangement, gpu = self.triton.arrangement, gpu_of(torch.cuda.get_device_capability())
-        return m <= gpu.limits.gemm_m or serves_many(arrangement, m, gpu)
+        layout, gpu = self.triton.packed_layout, gpu_of(torch.cuda.get_device_capability())
+        return m <= gpu.limits.gemm_m or serves_gemm_wgmma(layout, m, gpu)
 
     def runs(self, x: torch.Tensor) -> dict[str, Run]:
         """By name, checked.
@@ -57,7 +57,7 @@ class Candidates:
         Raises:
             SystemExit: an answer is wrong.
         """
-        m, t, a = len(x), self.triton, self.triton.arrangement
+        m, t, a = len(x), self.triton, self.triton.packed_layout
         weight = self.marlin.codebook, str(self.marlin.format), False, None, *self.marlin.shape
         other = t.scale, t.zero_point, t.values, t.lanes, a.bits, a.group_size, False, None, a.n
         cublas, unfused = dense_runs(self.marlin, self.packed, self.dense, x)

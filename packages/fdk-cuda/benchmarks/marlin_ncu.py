@@ -22,7 +22,7 @@ from _tables import markdown
 from marlin import hopper_run, random_weight, small_run
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.ops import few_rows
+from fdk_cuda.marlin.ops import small_m_limit
 
 LARGE, LONG = (28672, 8192), (4096, 14336)
 # Kind, bits, m and shape.
@@ -82,7 +82,7 @@ def run_all() -> None:
         layout = (MARLIN if kind == "affine" else MARLIN_LUT).pack(q, dtype=torch.bfloat16)
         assert isinstance(layout, MarlinLayout)
         x = torch.randn(m, k, device="cuda").bfloat16()
-        is_few = m <= few_rows(str(layout.format), n, k, 0)
+        is_few = m <= small_m_limit(str(layout.format), n, k, 0)
         run = (small_run if is_few else hopper_run)(layout, [layout.packed], x, overlap=False)
         launch_marked(partial(run, 0))
 
@@ -93,7 +93,7 @@ def table(text: str) -> str:
     Raises:
         ValueError: it is not of these cases.
     """
-    kernels, times = kernels_of(text, len(CASES), ("sum_splits",))
+    kernels, times = kernels_of(text, len(CASES), ("split_k_reduce",))
     heads = [head(*case) for case in CASES]
     told: list[list[str]] = [["", *heads], ["---"] * (1 + len(heads))]
     told.append(["kernel", *(kernel["Kernel Name"] for kernel in kernels)])

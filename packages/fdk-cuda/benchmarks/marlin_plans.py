@@ -5,7 +5,7 @@
 
 As marlin.py does it: graphs over rotating weights, cold L2, each answer checked first; which graph
 is replayed first changes from replay to replay. A row a plan; printed is, for each case, what is
-taken and the fastest. costs.py was fitted to such rows, and TIMED_FEW_ROWS of timed.py are where
+taken and the fastest. cost_model.py was fitted to such rows; tuned_overrides.py has those where
 another plan was faster by over 1.5 %, with 16 rows 2.
 """
 
@@ -19,9 +19,9 @@ import torch
 from _rows import write_rows
 from marlin import SHAPES, Run, Weights
 
-from fdk_cuda.marlin.launches import device_limits, small_fields, small_launch
-from fdk_cuda.marlin.plan import SmallPlan, cost, plan_small, small_plans
-from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.heuristics_small_m import SmallPlan, plan_small, small_m_cost, small_plans
+from fdk_cuda.marlin.instantiations import Variant
+from fdk_cuda.marlin.runtime import device_limits, small_fields, small_launch
 from fdk_formats.testing import nrmse
 
 REPLAYS, MIN_CALLS = 14, 40
@@ -80,16 +80,16 @@ def time_case(kind: str, bits: int, n: int, k: int, ms: list[int], first: int) -
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
         taken = plan_small(geometry, x.dtype, m, limits)
         plans = small_plans(geometry, Variant.of(geometry, x.dtype), m, limits)
-        ranked = sorted(plans, key=lambda plan: cost(geometry, plan))
+        ranked = sorted(plans, key=lambda plan: small_m_cost(geometry, plan))
         chosen = [taken, *(plan for plan in ranked if plan != taken)][:first]
         runs = [plan_run(weights, x, plan) for plan in chosen]
         times = times_in_turns(runs, max(MIN_CALLS, len(weights.packed)))
         best = min(times)
         for plan, us in zip(chosen, times, strict=True):
             shape = plan.shape
-            cut = shape.fragments, shape.k_blocks, shape.row_groups, shape.warps, plan.split
+            cut = shape.fragments, shape.k_blocks, shape.n_groups, shape.warps, plan.cluster
             row = {"n": n, "k": k, "bits": bits, "m": m, "kind": kind, "cut": cut}
-            row |= {"digit_rows": shape.digit_rows, "cost": cost(geometry, plan), "us": us}
+            row |= {"limb_rows": shape.limb_rows, "cost": small_m_cost(geometry, plan), "us": us}
             yield row | {"taken": plan is taken, "best": us == best}
 
 

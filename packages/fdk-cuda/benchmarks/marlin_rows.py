@@ -22,7 +22,7 @@ from marlin import COLD_BYTES, graph_times, hopper_run, random_weight, small_run
 
 from fdk_bench.chart_parts import save_figure
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.ops import few_rows
+from fdk_cuda.marlin.ops import small_m_limit
 from fdk_formats.testing import nrmse
 
 SHAPES = "4096x4096,8192x8192,28672x8192"
@@ -51,7 +51,7 @@ def time_rows(n: int, k: int, bits: int, seconds: float) -> dict[str, Any]:
     copies = COLD_BYTES // layout.packed.nbytes + 2
     packed = [layout.packed.clone() for _ in range(min(400, copies))]
     W_hat = q.dequantise(torch.float32)
-    few = few_rows(str(layout.format), n, k, 0)
+    few = small_m_limit(str(layout.format), n, k, 0)
     runs = []
     for m in MS:
         x = torch.randn(m, k, device="cuda").to(torch.bfloat16)

@@ -33,7 +33,7 @@ T = TypeVar("T")
 all_ready: Barrier
 FORMATS = "custom1-g64,custom2-g64,custom3-g64,custom4-g64,custom8-g64,affine4-g64"
 SHAPE, PROCESSES = (4096, 4096), 8
-# As many kernels: small_m.cu or digits.cu for one and 16 rows, hopper_gemm.cu for the others.
+# One kernel each: small_m.cu or gemv_int8_limbs.cu for 1 and 16 rows, else hopper_gemm.cu.
 ROWS = (1, 16, 64, 1024)
 
 

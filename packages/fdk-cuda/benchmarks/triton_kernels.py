@@ -23,44 +23,43 @@ from _floor import product_floor
 from torch import Tensor
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.arrangement import STRIDES, Arrangement
-from fdk_cuda.triton.configs import (
-    GemmConfig,
-    ManyConfig,
-    ManyTransposedConfig,
-    SmallConfig,
-    TransposedConfig,
-)
-from fdk_cuda.triton.linear import gradient_config
-from fdk_cuda.triton.measuring import (
+from fdk_cuda.triton.autotune import (
     candidates,
     graph_time,
-    many_candidates,
     random_weights,
 )
-from fdk_cuda.triton.tune import default
+from fdk_cuda.triton.configs import (
+    DgradConfig,
+    DgradWgmmaConfig,
+    GemmConfig,
+    GemmWgmmaConfig,
+    GemvConfig,
+    forward_config,
+    grad_config,
+)
+from fdk_cuda.triton.layout import STRIDES, PackedLayout
 from fdk_formats.linear import QuantisedLinear
 
 # None: dequantise and cuBLAS
-Config = SmallConfig | GemmConfig | ManyConfig | TransposedConfig | ManyTransposedConfig | None
+Config = GemvConfig | GemmConfig | GemmWgmmaConfig | DgradConfig | DgradWgmmaConfig | None
 
 
-def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[launch.Weight]:
+def weights(n: int, k: int, bits: int, group_size: int, affine: bool) -> list[launch.PackedWeight]:
     """Random weights that together exceed the L2."""
-    a = Arrangement(n, k, bits, group_size)
+    a = PackedLayout(n, k, bits, group_size)
     return random_weights(a, torch.bfloat16, torch.bfloat16 if affine else None, 0)
 
 
-def run(x: Tensor, w: launch.Weight, config: Config) -> Tensor:
+def run(x: Tensor, w: launch.PackedWeight, config: Config) -> Tensor:
     """One product by the kernel that a configuration belongs to."""
-    if isinstance(config, TransposedConfig | ManyTransposedConfig):
-        return launch.linear_transposed(x, w, config)
+    if isinstance(config, DgradConfig | DgradWgmmaConfig):
+        return launch.linear_dgrad(x, w, config)
     return launch.linear(x, w, None, config)
 
 
 def chosen(n: int, k: int, m: int, bits: int, affine: bool) -> list[Config]:
     """What the dispatcher would choose from."""
-    best = default(Arrangement(n, k, bits, 64), m, launch.gpu_at(0), affine=affine)
+    best = forward_config(PackedLayout(n, k, bits, 64), m, launch.gpu_at(0), affine=affine)
     return [best] if m <= 16 else list(dict.fromkeys([best, None]))
 
 
@@ -71,7 +70,7 @@ def transposed_configs(m: int, bits: int) -> list[Config]:
     grid = itertools.product((2, 4), (2, 4, 8, 16), (0, 1), (4, 8), tables)
     return [
         *(
-            TransposedConfig(1, warps, m_tiles, split, ahead, positions, table)
+            DgradConfig(1, warps, m_tiles, split, ahead, positions, table)
             for warps, split, ahead, positions, table in grid
         ),
         None,
@@ -82,7 +81,7 @@ def compile_one(job: tuple[int, bool, int, Config]) -> Config:
     """Fills the disk cache with one kernel; returns a configuration that does not fit the GPU."""
     bits, affine, m, config = job
     w = weights(512, 4096, bits, 64, affine)[0]
-    columns = 512 if isinstance(config, TransposedConfig | ManyTransposedConfig) else 4096
+    columns = 512 if isinstance(config, DgradConfig | DgradWgmmaConfig) else 4096
     try:
         run(torch.randn(m, columns, device="cuda").bfloat16(), w, config)
     except triton.OutOfResources:
@@ -95,9 +94,9 @@ def key_of(job: tuple[int, bool, int, Config]) -> tuple[object, ...]:
     bits, affine, m, config = job
     if isinstance(config, GemmConfig):
         return bits, affine, replace(config, split_k=1)
-    if isinstance(config, ManyConfig):
+    if isinstance(config, GemmWgmmaConfig):
         return bits, affine, replace(config, split_k=min(config.split_k, 4))  # parts are float32
-    if isinstance(config, TransposedConfig | ManyTransposedConfig):
+    if isinstance(config, DgradConfig | DgradWgmmaConfig):
         return bits, affine, replace(config, split_n=min(config.split_n, 2))
     return bits, affine, m <= 8, config
 
@@ -126,13 +125,13 @@ def main() -> None:
 
     def configs(n: int, k: int, m: int, bits: int) -> list[Config]:
         if args.transposed:
-            a = Arrangement(n, k, bits, 64)
-            one = gradient_config(a, m, launch.gpu_at(0), affine=args.affine)
+            a = PackedLayout(n, k, bits, 64)
+            one = grad_config(a, m, launch.gpu_at(0), affine=args.affine)
             return transposed_configs(m, bits) if args.sweep else [one, None]
         if args.sweep:
             gpu = launch.gpu_at(0)
-            many = many_candidates(Arrangement(n, k, bits, 64), m, gpu)
-            return candidates(m, bits, gpu, affine=args.affine) + many
+            layout = PackedLayout(n, k, bits, 64)
+            return candidates(layout, m, gpu, affine=args.affine)
         return chosen(n, k, m, bits, args.affine)
 
     jobs = {}
@@ -151,7 +150,7 @@ def main() -> None:
 
 
 def time_case(
-    ws: list[launch.Weight],
+    ws: list[launch.PackedWeight],
     dense: list[Tensor],
     m: int,
     configs: list[Config],
@@ -159,7 +158,7 @@ def time_case(
     best: int,
 ) -> str:
     """A line: cuBLAS, the floor of an H200, what the best takes of it, the best configurations."""
-    a = ws[0].arrangement
+    a = ws[0].layout
     columns = a.n if is_transposed else a.k
     x = torch.randn(m, columns, device="cuda").bfloat16()
     w_hat = launch.dequantise(ws[0], torch.bfloat16).float()
@@ -182,7 +181,7 @@ def time_case(
     return f"b{a.bits} {a.n}x{a.k} m{m}{direction}: cuBLAS {cublas:.1f} | {share} | {line}"
 
 
-def product(is_transposed: bool, config: Config) -> Callable[[Tensor, launch.Weight], Tensor]:
+def product(is_transposed: bool, config: Config) -> Callable[[Tensor, launch.PackedWeight], Tensor]:
     """A configuration's product as a function of x and the weight."""
     if is_transposed and config is None:
         return lambda x, w: x @ launch.dequantise(w, x.dtype)
@@ -236,21 +235,21 @@ def host_layers() -> list[tuple[str, torch.nn.Module]]:
 
 def short(config: Config) -> str:
     """A configuration in a few letters."""
-    if isinstance(config, SmallConfig):
+    if isinstance(config, GemvConfig):
         c = config
         limit = f"r{c.registers}" if c.registers else ""
         minus = "-minus" if c.minus else ""
         return f"small-n{c.n_tiles}w{c.warps}a{c.ahead}f{c.fetch}o{c.overlap:d}{limit}{minus}"
-    if isinstance(config, TransposedConfig):
+    if isinstance(config, DgradConfig):
         c = config
-        sizes = f"t{c.tiles}w{c.warps}m{c.m_tiles}n{c.split_n}a{c.ahead}p{c.positions}"
+        sizes = f"t{c.n_tiles}w{c.warps}m{c.m_tiles}n{c.split_n}a{c.ahead}p{c.positions}"
         return f"transposed-{sizes}{'-table' if c.table else ''}"
     if isinstance(config, GemmConfig):
         c = config
-        return f"gemm-t{c.tiles}w{c.warps}m{c.block_m}k{c.split_k}s{c.stages}"
-    if isinstance(config, ManyTransposedConfig):
-        return f"many-transposed-m{config.block_m}n{config.split_n}t{config.tiles}"
-    if isinstance(config, ManyConfig):
+        return f"gemm-t{c.n_tiles}w{c.warps}m{c.block_m}k{c.split_k}s{c.stages}"
+    if isinstance(config, DgradWgmmaConfig):
+        return f"many-transposed-m{config.block_m}n{config.split_n}t{config.n_tiles}"
+    if isinstance(config, GemmWgmmaConfig):
         return f"many-m{config.block_m}k{config.split_k}{'c' * (config.cluster > 1)}"
     return "dequantise"
 

@@ -16,7 +16,7 @@ from _tables import markdown
 from marlin_ncu import counters, kernels_of, launch_marked, main
 from triton_record import call, config_of, random_x, weights_of
 
-from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton.layout import PackedLayout
 
 SIZE, GROUP_SIZE = 8192, 64
 # Bits, whether affine, m, and whether of dy @ W_hat.
@@ -33,7 +33,7 @@ HELPERS = ("permute_kernel", "reduce_kernel")
 def run_all() -> None:
     """Launches every case once between marks of the profiler."""
     for bits, affine, m, transposed in CASES:
-        a = Arrangement(SIZE, SIZE, bits, GROUP_SIZE)
+        a = PackedLayout(SIZE, SIZE, bits, GROUP_SIZE)
         ws, x = weights_of(a, affine)[:1], random_x(m, SIZE)
         config = config_of(a, m, affine, transposed)
         launch_marked(partial(call, x, ws, config, transposed, 0))

@@ -28,13 +28,12 @@ from torch import Tensor
 from triton_kernels import short
 
 from fdk_cuda.triton import launch
-from fdk_cuda.triton.arrangement import Arrangement
-from fdk_cuda.triton.gradient_configs import many_transposed_config, transposed_config
-from fdk_cuda.triton.launch import Weight
-from fdk_cuda.triton.linear import gradient_config
-from fdk_cuda.triton.many_configs import fits_many, gemm_config, many_config
-from fdk_cuda.triton.measuring import random_weights
-from fdk_cuda.triton.tune import default
+from fdk_cuda.triton.autotune import random_weights
+from fdk_cuda.triton.configs import forward_config, grad_config
+from fdk_cuda.triton.configs.dgrad import dgrad_config, dgrad_wgmma_config
+from fdk_cuda.triton.configs.gemm import fits_gemm_wgmma, gemm_config, gemm_wgmma_config
+from fdk_cuda.triton.launch import PackedWeight
+from fdk_cuda.triton.layout import PackedLayout
 
 # By n and k, the widths that are timed.
 SHAPES = {
@@ -79,7 +78,7 @@ def ms_of(n: int, k: int, bits: int) -> tuple[int, ...]:
     return tuple(sorted((*MS, *more)))
 
 
-def weights_of(a: Arrangement, affine: bool) -> list[Weight]:
+def weights_of(a: PackedLayout, affine: bool) -> list[PackedWeight]:
     """Random ones, in copies."""
     return random_weights(a, torch.bfloat16, torch.bfloat16 if affine else None, 0)
 
@@ -89,34 +88,33 @@ def random_x(m: int, width: int) -> Tensor:
     return torch.randn(m, width, device="cuda").bfloat16()
 
 
-def call(x: Tensor, ws: list[Weight], config: Any, transposed: bool, i: int) -> Tensor:
+def call(x: Tensor, ws: list[PackedWeight], config: Any, transposed: bool, i: int) -> Tensor:
     """A product by a configuration."""
     w = ws[i % len(ws)]
     if transposed:
-        return launch.linear_transposed(x, w, config)
+        return launch.linear_dgrad(x, w, config)
     return launch.linear(x, w, None, config)
 
 
-def config_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> Any:
+def config_of(a: PackedLayout, m: int, affine: bool, transposed: bool) -> Any:
     """What the backend chooses."""
-    return (gradient_config if transposed else default)(a, m, launch.gpu_at(0), affine=affine)
+    return (grad_config if transposed else forward_config)(a, m, launch.gpu_at(0), affine=affine)
 
 
-def others_of(a: Arrangement, m: int, affine: bool, transposed: bool) -> list[Any]:
+def others_of(a: PackedLayout, m: int, affine: bool, transposed: bool) -> list[Any]:
     """What else would take a product, by the backend's own configurations; None dequantises."""
     gpu = launch.gpu_at(0)
     ways: list[Any] = []
     if transposed:
         if m <= MANY:
-            sizes = m, a.bits, a.n_tiles, a.k_tiles, gpu
-            ways.append(transposed_config(*sizes, affine=affine, segment=a.segment))
-        if MANY // 2 < m <= 8 * MANY and a.words == 1 and fits_many(a):
-            ways.append(many_transposed_config(m, a, gpu, affine=affine))
+            ways.append(dgrad_config(a, m, gpu, affine=affine))
+        if MANY // 2 < m <= 8 * MANY and a.words == 1 and fits_gemm_wgmma(a):
+            ways.append(dgrad_wgmma_config(a, m, gpu, affine=affine))
     else:
-        if gpu.limits.small_m < m <= 2 * MANY:
-            ways.append(gemm_config(a.n, m, a.bits, a.k_tiles, gpu))
-        if m > MANY // 2 and fits_many(a):
-            ways.append(many_config(a.n, m, a.bits, a.k_tiles, gpu, affine=affine))
+        if gpu.limits.gemv_m < m <= 2 * MANY:
+            ways.append(gemm_config(a, m, gpu))
+        if m > MANY // 2 and fits_gemm_wgmma(a):
+            ways.append(gemm_wgmma_config(a, m, gpu, affine=affine))
     if m >= MANY:
         ways.append(None)
     return [way for way in ways if way != config_of(a, m, affine, transposed)]
@@ -128,9 +126,9 @@ def prepare(task: Task) -> None:
     What another process compiled comes from Triton's cache.
     """
     n, k, bits, affine, transposed = task
-    few = weights_of(Arrangement(512, k, bits, GROUP_SIZE), affine)[:1]
+    few = weights_of(PackedLayout(512, k, bits, GROUP_SIZE), affine)[:1]
     for m in ms_of(n, k, bits):
-        of = Arrangement(n, k, bits, GROUP_SIZE), m, affine, transposed
+        of = PackedLayout(n, k, bits, GROUP_SIZE), m, affine, transposed
         for config in (config_of(*of), *others_of(*of)):
             call(random_x(m, 512 if transposed else k), few, config, transposed, 0)
     torch.cuda.synchronize()
@@ -140,7 +138,7 @@ def rows_of(task: Task) -> list[dict[str, Any]]:
     """A row for each number of rows of x."""
     prepare(task)
     n, k, bits, affine, transposed = task
-    a = Arrangement(n, k, bits, GROUP_SIZE)
+    a = PackedLayout(n, k, bits, GROUP_SIZE)
     rows = []
     ws = weights_of(a, affine)
     hat = launch.dequantise(ws[0], torch.bfloat16)

@@ -8,16 +8,15 @@ import triton
 import triton.language as tl
 from triton_cases import mend_interpreter, weight
 
-from fdk_cuda.triton import TritonBackend, TritonLayout, launch, linear, plain
-from fdk_cuda.triton.arrangement import Arrangement
+from fdk_cuda.triton import TritonBackend, TritonLayout, bf16_baseline, launch, ops
 from fdk_cuda.triton.configs import (
-    DequantiseConfig,
+    DgradConfig,
     GemmConfig,
-    SmallConfig,
-    TransposedConfig,
+    GemvConfig,
 )
-from fdk_cuda.triton.dequantise import two_values
-from fdk_cuda.triton.many_configs import GEMM_FUSED_BITS, MANY_FUSED_BITS
+from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, GEMM_WGMMA_FUSED_BITS, DequantiseConfig
+from fdk_cuda.triton.kernels.decode import two_values
+from fdk_cuda.triton.layout import PackedLayout
 from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
 
@@ -86,7 +85,7 @@ def test_gemm_fused(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> N
     q = affine_case(bits, scales, zeros, dtype).quantised()
     w = weight(TritonLayout(q))
     assert w.fused(GEMM_FUSED_BITS) == ({} if scales == "fp32" else {"AFFINE": 2})
-    assert w.fused(MANY_FUSED_BITS) == w.fused(GEMM_FUSED_BITS)
+    assert w.fused(GEMM_WGMMA_FUSED_BITS) == w.fused(GEMM_FUSED_BITS)
     one_hot = torch.eye(64, dtype=dtype)
     y = launch.gemm(one_hot, w, None, GemmConfig(1, 4, 32))
     assert torch.equal(y, q.dequantise(dtype).T)
@@ -119,14 +118,14 @@ def test_two_values(scales: str, zeros: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [SmallConfig(1, 2), SmallConfig(2, 4, ahead=0), SmallConfig(1, 4, ahead=3)]
+    "config", [GemvConfig(1, 2), GemvConfig(2, 4, ahead=0), GemvConfig(1, 4, ahead=3)]
 )
 @pytest.mark.parametrize("m", [1, 9, 17])
-def test_small(m: int, config: SmallConfig) -> None:
+def test_small(m: int, config: GemvConfig) -> None:
     case = Case(Format("custom", 4, 32), m, 41, 32 * 11, torch.float16)
     q = case.quantised()
     x = case.random(m, case.k)
-    y = launch.small(x, weight(TritonLayout(q)), None, config)
+    y = launch.gemv(x, weight(TritonLayout(q)), None, config)
     oracle = x.double() @ q.dequantise(torch.float64).T
     assert nrmse(y, oracle) < 1e-3
 
@@ -135,9 +134,9 @@ def test_small(m: int, config: SmallConfig) -> None:
     ("bits", "group_size", "m", "zeros"),
     [(1, 24, 3, "int"), (2, 64, 1, "float"), (3, 128, 9, "float"), (3, None, 2, "int")],
 )
-@pytest.mark.parametrize("config", [SmallConfig(1, 2), SmallConfig(2, 4, ahead=0)], ids=str)
+@pytest.mark.parametrize("config", [GemvConfig(1, 2), GemvConfig(2, 4, ahead=0)], ids=str)
 def test_small_minus(
-    bits: int, group_size: int | None, m: int, zeros: str, config: SmallConfig
+    bits: int, group_size: int | None, m: int, zeros: str, config: GemvConfig
 ) -> None:
     """Minus the zero points as an operand: parts of a tile, whole groups and several of them."""
     format = Format("affine", bits, group_size, zero_point=zeros)
@@ -145,7 +144,7 @@ def test_small_minus(
     q = case.quantised()
     w, x, bias = weight(TritonLayout(q)), case.random(m, case.k), case.random(case.n)
     assert w.has_exact_zeros(case.dtype)
-    y = launch.small(x, w, bias, replace(config, minus=True))
+    y = launch.gemv(x, w, bias, replace(config, minus=True))
     oracle = x.double() @ q.dequantise(torch.float64).T + bias.double()
     assert nrmse(y, oracle) <= 1.1 * nrmse(oracle.to(case.dtype), oracle)
 
@@ -163,18 +162,16 @@ def test_exact_zeros(format: str, exact: bool | None) -> None:
 @pytest.mark.parametrize(
     ("codebook", "bits", "group_size", "config"),
     [
-        ("custom", 4, 64, TransposedConfig(tiles=1, warps=2, m_tiles=1, split_n=2)),
-        ("affine", 4, 24, TransposedConfig(tiles=2, warps=2, m_tiles=2)),
-        ("custom", 3, 16, TransposedConfig(tiles=1, warps=1, m_tiles=1, split_n=3)),
-        ("affine", 8, None, TransposedConfig(tiles=1, warps=4, m_tiles=1)),
-        ("custom", 1, 32, TransposedConfig(tiles=2, warps=1, m_tiles=1)),
-        ("custom", 1, 64, TransposedConfig(tiles=1, warps=4, m_tiles=1, positions=32)),
-        ("affine", 3, 24, TransposedConfig(tiles=1, warps=4, m_tiles=1, positions=16)),
+        ("custom", 4, 64, DgradConfig(n_tiles=1, warps=2, m_tiles=1, split_n=2)),
+        ("affine", 4, 24, DgradConfig(n_tiles=2, warps=2, m_tiles=2)),
+        ("custom", 3, 16, DgradConfig(n_tiles=1, warps=1, m_tiles=1, split_n=3)),
+        ("affine", 8, None, DgradConfig(n_tiles=1, warps=4, m_tiles=1)),
+        ("custom", 1, 32, DgradConfig(n_tiles=2, warps=1, m_tiles=1)),
+        ("custom", 1, 64, DgradConfig(n_tiles=1, warps=4, m_tiles=1, positions=32)),
+        ("affine", 3, 24, DgradConfig(n_tiles=1, warps=4, m_tiles=1, positions=16)),
     ],
 )
-def test_transposed(
-    codebook: str, bits: int, group_size: int | None, config: TransposedConfig
-) -> None:
+def test_transposed(codebook: str, bits: int, group_size: int | None, config: DgradConfig) -> None:
     k = 5 * (group_size or 30)
     case = Case(Format(codebook, bits, group_size), 11, 137, k, DTYPES[bits % 2])
     q = case.quantised()
@@ -182,10 +179,10 @@ def test_transposed(
     rows = torch.tensor([0, 7, 8, 15, 16, 31, 90, 127, 128, 135, 136])
     one_hot = torch.zeros(11, case.n, dtype=case.dtype)
     one_hot[range(11), rows] = 1
-    assert torch.equal(launch.transposed(one_hot, w, config), w_hat[rows])
+    assert torch.equal(launch.dgrad(one_hot, w, config), w_hat[rows])
     grad_y = case.random(case.m, case.n)
     oracle = grad_y.double() @ w_hat.double()
-    error = nrmse(launch.transposed(grad_y, w, config), oracle)
+    error = nrmse(launch.dgrad(grad_y, w, config), oracle)
     assert error <= 2 * nrmse(grad_y @ w_hat, oracle)  # the interpreter rounds no weights
 
 
@@ -197,16 +194,20 @@ def test_plain(dtype: torch.dtype) -> None:
     )
     # Integers in the first call: every sum is exact.
     x_int, w_int = x.round(), w.round()
-    assert torch.equal(plain.gemm(x_int, w_int), (x_int.float() @ w_int.float().T).to(dtype))
-    assert torch.equal(plain.gemv(x_int[0], w_int), (w_int.float() @ x_int[0].float()).to(dtype))
+    assert torch.equal(
+        bf16_baseline.gemm(x_int, w_int), (x_int.float() @ w_int.float().T).to(dtype)
+    )
+    assert torch.equal(
+        bf16_baseline.gemv(x_int[0], w_int), (w_int.float() @ x_int[0].float()).to(dtype)
+    )
     oracle = x.double() @ w.double().T + bias.double()
     allowed = 1.1 * nrmse(oracle.to(dtype), oracle)
-    assert nrmse(plain.gemm(x, w, bias), oracle) <= allowed
-    assert nrmse(plain.gemv(x[2], w, bias), oracle[2]) <= 2 * allowed
+    assert nrmse(bf16_baseline.gemm(x, w, bias), oracle) <= allowed
+    assert nrmse(bf16_baseline.gemv(x[2], w, bias), oracle[2]) <= 2 * allowed
     with pytest.raises(ValueError, match=r"x must be \[m, k\] and w \[n, k\], got \[203\] and"):
-        plain.gemm(x[0], w)
+        bf16_baseline.gemm(x[0], w)
     with pytest.raises(TypeError, match=r"must both be torch.bfloat16 or torch.float16, got"):
-        plain.gemv(x[0].float(), w)
+        bf16_baseline.gemv(x[0].float(), w)
 
 
 @pytest.mark.parametrize("format", ["custom3-g64", "affine1-g64"])
@@ -217,7 +218,7 @@ def test_batch_invariant(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = layout(x)
     for m in (1, 8, 9, 17):
         assert torch.equal(layout(x[:m]), whole[:m])
-    monkeypatch.setattr(linear, "MAX_OFFSET", 7 * case.k)
+    monkeypatch.setattr(ops, "MAX_OFFSET", 7 * case.k)
     assert torch.equal(layout(x), whole)
 
 
@@ -234,6 +235,6 @@ def test_fp32_activations_are_refused() -> None:
 
 def test_arrangement_sizes() -> None:
     # 3 groups of 24 columns, each padded to 32, in tiles of 128 columns at 4 bits
-    a = Arrangement(n=37, k=72, bits=4, group_size=24)
+    a = PackedLayout(n=37, k=72, bits=4, group_size=24)
     assert (a.groups, a.padded_group, a.tile_k, a.k_tiles, a.n_tiles) == (3, 32, 128, 1, 3)
     assert (a.segment, a.paired, a.words_shape) == (32, True, (3, 1, 1, 2, 32, 4))

@@ -1,13 +1,13 @@
 """What tests of the Marlin kernels without a GPU share: devices, shapes, compiling."""
 
 from fdk_cuda import nvrtc
+from fdk_cuda.marlin.heuristics_small_m import Device
 from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.plan import Device
 
 DEVICES = {
-    "sm_80": Device(processors=108, shared_bytes=166912, has_clusters=False),
-    "sm_90a": Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True),
-    "sm_120": Device(processors=170, shared_bytes=101376, has_clusters=True),
+    "sm_80": Device(sm_count=108, shared_bytes=166912, has_clusters=False),
+    "sm_90a": Device(sm_count=132, shared_bytes=232448, has_clusters=True, is_hopper=True),
+    "sm_120": Device(sm_count=170, shared_bytes=101376, has_clusters=True),
 }
 
 

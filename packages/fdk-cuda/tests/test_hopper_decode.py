@@ -9,8 +9,8 @@ import torch
 from marlin_devices import DEVICES
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
-from fdk_cuda.marlin.hopper import hopper_shapes
-from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_program
+from fdk_cuda.marlin.heuristics_hopper import hopper_shapes
+from fdk_cuda.marlin.instantiations import KERNEL_DIRECTORY, Variant, hopper_program
 from fdk_formats.format import Format
 from fdk_formats.testing import random_quantised
 
@@ -78,7 +78,7 @@ inline unsigned multiply_pair(unsigned a, unsigned b) {
 # Of each block, warp and lane: the rows of the block that registers i are of, and the registers.
 # The table, from 3 bits on, has an entry for each lane, of 5 bits four with 16 copies.
 MAIN = """
-#include "hopper_decode.cuh"
+#include "common/hopper_decode.cuh"
 int main() {
   uint16 values[CODEBOOK_SIZE];
   fread(values, 2, CODEBOOK_SIZE, stdin);
@@ -119,12 +119,13 @@ DEFINED = (
 def sources(tmp_path_factory):
     """The kernel's headers, whose inline assembly the functions of HOST stand for."""
     folder = tmp_path_factory.mktemp("host")
-    for path in KERNEL_DIRECTORY.glob("*.cuh"):
+    (folder / "common").mkdir()
+    for path in KERNEL_DIRECTORY.glob("common/*.cuh"):
         text = path.read_text("utf-8").replace("asm volatile(", "asm(")
         text = re.sub(DEFINED, r"\1ptx_\2", text)
         half = "return static_cast<const uint8*>(__cvta_shared_to_generic(address));"
         text = text.replace(half, "return place + offset / 2;")
-        (folder / path.name).write_text(text)
+        (folder / "common" / path.name).write_text(text)
     (folder / "host.h").write_text(HOST)
     (folder / "main.cpp").write_text(MAIN)
     return folder

@@ -1,4 +1,4 @@
-"""Hopper's kernels where other work holds most of the processors, or all of them, and goes on."""
+"""Hopper's kernels where other work holds most of the SMs, or all of them, and goes on."""
 
 import time
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fdk_cuda.marlin import MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
-from fdk_cuda.marlin.hopper import HopperPlan, hopper_plans
-from fdk_cuda.marlin.launches import device_limits, hopper_runner, run_hopper
+from fdk_cuda.marlin.dgrad import dgrad_plans, dgrad_runner, run_dgrad
+from fdk_cuda.marlin.heuristics_hopper import HopperPlan, hopper_plans
+from fdk_cuda.marlin.runtime import device_limits, hopper_runner, run_hopper
 from fdk_cuda.nvrtc import Kernel, Launch, Program
 from fdk_formats.format import Format
 from fdk_formats.testing import nrmse, poisoned, random_quantised
@@ -43,7 +43,7 @@ N, K, M = 1000, 1088, 150
 
 @contextmanager
 def held(count: int) -> Iterator[None]:
-    """So many processors run nothing else within this."""
+    """So many SMs run nothing else within this."""
     device = torch.cuda.current_device()
     flags = torch.zeros(2, dtype=torch.int32).pin_memory()
     # All of a processor's shared memory: one block to each, and no other beside it.
@@ -76,7 +76,7 @@ def finishes(event: torch.cuda.Event) -> bool:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("free", [1, 2, 10, 64])
 def test_plans_end_on_the_processors_that_are_free(free: int, direction: str) -> None:
-    """Grids were planned for all processors. A cluster needs two that are near each other."""
+    """Grids were planned for all SMs. A cluster needs two that are near each other."""
     q = random_quantised(Format.parse("custom4-g64"), N, K, seed=1).to("cuda")
     layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
     assert isinstance(layout, MarlinLayout)
@@ -89,8 +89,13 @@ def test_plans_end_on_the_processors_that_are_free(free: int, direction: str) ->
     allowed = 1.2 * nrmse(oracle.bfloat16(), oracle) + 1e-5
     # One of each kind: others differ in the width of a tile.
     kinds = {
-        (plan.shape.consumers, plan.shape.k_groups, plan.shape.cluster, plan.parts > 0): plan
-        for plan in (hopper_plans if forward else backward_plans)(geometry, M, limits)
+        (
+            plan.shape.consumers,
+            plan.shape.k_groups,
+            plan.shape.cluster,
+            plan.partial_tiles > 0,
+        ): plan
+        for plan in (hopper_plans if forward else dgrad_plans)(geometry, M, limits)
     }
     plans = list(kinds.values())
     assert {(2, 1, 1, False), (2, 1, 1, True), (2, 1, 2, False)} <= set(kinds)
@@ -99,7 +104,7 @@ def test_plans_end_on_the_processors_that_are_free(free: int, direction: str) ->
         if forward:
             runner = hopper_runner(geometry, torch.bfloat16, M, plan, 0)
             return run_hopper(runner, x, *weight, None, N)
-        return run_backward(backward_runner(geometry, torch.bfloat16, M, plan, 0), x, *weight, K)
+        return run_dgrad(dgrad_runner(geometry, torch.bfloat16, M, plan, 0), x, *weight, K)
 
     # Code is loaded when it is first used, which waits for kernels that run: ours, and torch's that
     # fills with NaN.
@@ -107,9 +112,9 @@ def test_plans_end_on_the_processors_that_are_free(free: int, direction: str) ->
         for plan in plans:
             assert nrmse(run(plan), oracle) <= allowed, plan
     # Clusters may find no such pair among few; then they wait until there is one, and end.
-    alone = [plan for plan in plans if plan.shape.cluster == 1 or free >= limits.processors // 4]
+    alone = [plan for plan in plans if plan.shape.cluster == 1 or free >= limits.sm_count // 4]
     waiting = [plan for plan in plans if plan not in alone]
-    with poisoned(), held(limits.processors - free):
+    with poisoned(), held(limits.sm_count - free):
         ends = []
         outs = []
         for plan in alone + waiting:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fdk_cuda.gpu import why_no_gpu
-from fdk_cuda.layers import check_activations, checked_layers
+from fdk_cuda.gpu import unsupported_gpu
+from fdk_cuda.precompile_args import check_activations, checked_layers
 from fdk_formats.format import Format
 
 
@@ -52,7 +52,7 @@ def test_gpus(capability, hip, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert why_no_gpu(torch.device("cuda")) == reason
-    assert why_no_gpu(torch.device("cpu")) == "needs an NVIDIA GPU, got cpu"
+    assert unsupported_gpu(torch.device("cuda")) == reason
+    assert unsupported_gpu(torch.device("cpu")) == "needs an NVIDIA GPU, got cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch finds none on this machine" in str(why_no_gpu(torch.device("cuda")))
+    assert "torch finds none on this machine" in str(unsupported_gpu(torch.device("cuda")))

@@ -13,22 +13,22 @@ from marlin_devices import DEVICES, geometry_of
 
 from fdk_cuda import nvrtc
 from fdk_cuda.marlin import ops, precompile
-from fdk_cuda.marlin.backward import (
-    BACKWARD_FIELDS,
-    TILES,
-    backward_plan,
-    backward_plans,
-    backward_shapes,
+from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST
+from fdk_cuda.marlin.dgrad import (
+    DGRAD_FIELDS,
+    dgrad_plan,
+    dgrad_plans,
+    dgrad_shapes,
 )
+from fdk_cuda.marlin.instantiations import KERNEL_DIRECTORY, Variant, hopper_dgrad_program
 from fdk_cuda.marlin.layout import Geometry, pack_layout
-from fdk_cuda.marlin.ops import max_backward_rows
-from fdk_cuda.marlin.programs import KERNEL_DIRECTORY, Variant, hopper_backward_program
+from fdk_cuda.marlin.ops import max_dgrad_rows
 from fdk_cuda.nvrtc import Program
 from fdk_formats.format import BITS
 from fdk_formats.packing import pack
 
 HOPPER = DEVICES["sm_90a"]
-FEW = replace(HOPPER, processors=6)
+FEW = replace(HOPPER, sm_count=6)
 WORD = (1 << 32) - 1
 
 
@@ -38,7 +38,7 @@ def rotate_right(word: int, places: int) -> int:
 
 
 def lane_codes(bits: int, block: bytes, warp: int, lane: int) -> dict[tuple[int, int, int], int]:
-    """Codes by (fragment, register, half of it) as hopper_transposed.cuh's decoder picks them."""
+    """Codes by (fragment, register, half of it) as hopper_dgrad_decode.cuh's decoder picks them."""
 
     def load(offset: int) -> int:
         assert offset % 4 == 0
@@ -179,19 +179,19 @@ def test_backward_plans_take_everything_once(bits: int) -> None:
     ):
         scale = torch.float32 if affine else torch.bfloat16
         geometry = Geometry(bits, n, k, 32 if affine else 64, scale, affine)
-        plans = list(backward_plans(geometry, m, device))
-        assert backward_plan(geometry, m, device) in plans
+        plans = list(dgrad_plans(geometry, m, device))
+        assert dgrad_plan(geometry, m, device) in plans
         for plan in plans:
-            shape, tiles = plan.shape, plan.row_tiles * plan.column_tiles
-            assert plan.row_tiles * shape.rows == geometry.columns
-            assert (plan.column_tiles - 1) * shape.columns < m <= plan.column_tiles * shape.columns
-            blocks = shape.rows // 32 * geometry.shape[2]
-            stage = shape.columns * 128 + blocks + 16
+            shape, tiles = plan.shape, plan.n_tiles * plan.m_tiles
+            assert plan.n_tiles * shape.tile_n == geometry.padded_k
+            assert (plan.m_tiles - 1) * shape.tile_m < m <= plan.m_tiles * shape.tile_m
+            blocks = shape.tile_n // 32 * geometry.shape[2]
+            stage = shape.tile_m * 128 + blocks + 16
             assert shape.stages * stage < plan.shared_bytes <= device.shared_bytes
-            assert plan.grid <= device.processors
+            assert plan.grid <= device.sm_count
             # No part is without a step.
-            assert geometry.rows // 64 >= plan.splits * shape.cluster
-            assert plan.whole_tiles + plan.parts // plan.splits == tiles
+            assert geometry.padded_n // 64 >= plan.splits * shape.cluster
+            assert plan.whole_tiles + plan.partial_tiles // plan.splits == tiles
             assert shape.cluster == 1 or plan.grid == tiles * shape.cluster
 
 
@@ -207,15 +207,15 @@ FASTEST = [
 def test_the_plan_of_the_gradient_is_the_fastest_timed(
     bits: int, n: int, k: int, m: int, wanted: tuple[int, int, int]
 ) -> None:
-    plan = backward_plan(Geometry(bits, n, k, 64, torch.bfloat16, False), m, HOPPER)
-    assert (plan.shape.columns, plan.shape.cluster, plan.splits) == wanted
+    plan = dgrad_plan(Geometry(bits, n, k, 64, torch.bfloat16, False), m, HOPPER)
+    assert (plan.shape.tile_m, plan.shape.cluster, plan.splits) == wanted
 
 
 def check(variant: Variant, *columns: int) -> None:
-    shapes = [s for s in backward_shapes(geometry_of(variant), HOPPER) if s.columns in columns]
+    shapes = [s for s in dgrad_shapes(geometry_of(variant), HOPPER) if s.tile_m in columns]
     assert len(shapes) == 2 * len(columns)
     for shape in shapes:
-        compiled = nvrtc.compile_program(hopper_backward_program(variant, shape), "sm_90a")
+        compiled = nvrtc.compile_program(hopper_dgrad_program(variant, shape), "sm_90a")
         resources = compiled.resources
         assert (resources.stack_bytes, resources.spill_bytes) == (0, 0), (variant, shape)
         # What the assembler says where it cannot keep wgmmas in flight.
@@ -253,15 +253,15 @@ def test_every_backward_instantiation_spills_nothing(bits: int) -> None:
     dtypes = torch.bfloat16, torch.float16
     for dtype, scale, per_row, kind in itertools.product(dtypes, scales, (1, 2), kinds):
         variant = Variant(bits, dtype, scale, per_row, *kind)
-        check(variant, *(columns for columns, *_ in TILES))
+        check(variant, *(tile.tile_m for tile in DGRAD_STEP_COST))
 
 
 def test_params_struct_has_the_fields_that_are_launched() -> None:
-    body = (KERNEL_DIRECTORY / "hopper_backward.cu").read_text().split("struct Params {")[1]
+    body = (KERNEL_DIRECTORY / "hopper_dgrad.cu").read_text().split("struct Params {")[1]
     lines = [line.split("//")[0].strip() for line in body.split("};")[0].splitlines()]
     pointers = sum("*" in line for line in lines)
     numbers = sum(len(line.split(",")) for line in lines if line.startswith("int "))
-    assert f"128s{pointers}P{numbers}i" == BACKWARD_FIELDS
+    assert f"128s{pointers}P{numbers}i" == DGRAD_FIELDS
 
 
 @pytest.fixture
@@ -276,20 +276,20 @@ def precompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     for of in (module, ops):
         monkeypatch.setattr(of, "device_limits", lambda index: HOPPER)
     monkeypatch.setattr(module, "cached_cubin", lambda program, arch: programs.append(program))
-    ops.few_rows.cache_clear()
+    ops.small_m_limit.cache_clear()
     yield programs
-    ops.few_rows.cache_clear()
+    ops.small_m_limit.cache_clear()
 
 
 def test_precompile_takes_the_gradient_where_asked(precompiled: list[Program]) -> None:
     layers = [("custom4-g64", 4096, 4096)]
     precompile(layers)
-    assert "hopper_backward.cu" not in [program.name for program in precompiled]
+    assert "hopper_dgrad.cu" not in [program.name for program in precompiled]
     without = len(precompiled)
     count = precompile(layers, gradient=True)
     assert len(precompiled) == without + count
     names = [program.name for program in precompiled]
-    assert names.count("hopper_backward.cu") == 2 * len(TILES)
+    assert names.count("hopper_dgrad.cu") == 2 * len(DGRAD_STEP_COST)
 
 
 @pytest.mark.parametrize(("n", "most_tiles"), [(4096, 2), (28672, 1)])
@@ -299,22 +299,22 @@ def test_precompile_leaves_rows_to_hopper(
     """From 9 rows on, large weights of 8 bits never go by small_m.cu."""
     precompile([("custom8-g64", n, 8192)])
     few = [program for program in precompiled if program.name == "small_m.cu"]
-    tiles = {o for program in few for o in program.options if o.startswith("-DCOLUMN_TILES")}
-    assert tiles == {f"-DCOLUMN_TILES={i}" for i in range(1, most_tiles + 1)}
-    assert [program.name for program in precompiled].count("layout.cu") == 1
+    tiles = {o for program in few for o in program.options if o.startswith("-DM_TILES")}
+    assert tiles == {f"-DM_TILES={i}" for i in range(1, most_tiles + 1)}
+    assert [program.name for program in precompiled].count("repack.cu") == 1
 
 
 def test_precompile_takes_both_ways_of_1_bit(precompiled: list[Program]) -> None:
     precompile([("int1-g64", 4096, 4096)])
     options = {o for p in precompiled if p.name == "hopper_gemm.cu" for o in p.options}
     assert {"-DSIGNS=0", "-DSIGNS=1"} <= options
-    assert [program.name for program in precompiled].count("layout.cu") == 1
+    assert [program.name for program in precompiled].count("repack.cu") == 1
 
 
 def test_precompile_takes_both_ways_of_a_grid(precompiled: list[Program]) -> None:
     """Whether codes of int8 are computed is known when a weight is packed."""
     precompile([("int8-g64", 4096, 4096)], gradient=True)
-    for name in ("hopper_gemm.cu", "hopper_backward.cu"):
+    for name in ("hopper_gemm.cu", "hopper_dgrad.cu"):
         options = {o for p in precompiled if p.name == name for o in p.options}
         assert {"-DGRID_ZERO_POINT=127", "-DGRID_ZERO_POINT=-1"} <= options
 
@@ -344,4 +344,4 @@ def test_precompile_refuses_what_marlin_does_not_take(precompiled: list[Program]
 )
 def test_most_rows_from_packed_bytes(format: str, most: int) -> None:
     """Codebooks of 256 values are slower than dequantising and cuBLAS before the others."""
-    assert max_backward_rows(format) == most
+    assert max_dgrad_rows(format) == most

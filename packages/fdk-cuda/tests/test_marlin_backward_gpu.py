@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT, MarlinLayout
-from fdk_cuda.marlin.backward import backward_plans, backward_runner, run_backward
-from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.ops import dequantise, hopper_grad_x, linear_op, max_backward_rows
-from fdk_cuda.marlin.plan import Device
+from fdk_cuda.marlin.dgrad import dgrad_plans, dgrad_runner, run_dgrad
+from fdk_cuda.marlin.heuristics_small_m import Device
+from fdk_cuda.marlin.ops import dequantise, hopper_grad_x, linear_op, max_dgrad_rows
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_cuda.nvrtc import swizzled_map
 from fdk_cuda.nvrtc.driver import cuda
 from fdk_formats.codebooks import named_codebook
@@ -36,7 +36,7 @@ FORMATS = [
 ]
 # Eight kernels each, compiled for seconds: the others where time does not matter.
 EVERY_PLAN_FORMATS = FORMATS if os.environ.get("FDK_TEST_EVERY_KERNEL") else FORMATS[3:5]
-FEW = Device(processors=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
+FEW = Device(sm_count=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
 
 
 def packed_weight(
@@ -71,7 +71,7 @@ def check(q: QuantisedTensor, layout: MarlinLayout, dy: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("format", EVERY_PLAN_FORMATS)
 def test_every_backward_plan(format: str) -> None:
-    """Each tile and number of parts gives the same answer, on few processors too."""
+    """Each tile and number of parts gives the same answer, on few SMs too."""
     n, k, m, dtype = 1000, 1152, 150, torch.bfloat16
     q, layout = packed_weight(format, n, k, dtype)
     dy = random_dy(m, n, dtype)
@@ -79,11 +79,11 @@ def test_every_backward_plan(format: str) -> None:
     allowed = 1.2 * nrmse(oracle.to(dtype), oracle) + 1e-5
     seen = set()
     for device in (FEW, device_limits(0)):
-        for plan in backward_plans(layout.geometry, m, device):
+        for plan in dgrad_plans(layout.geometry, m, device):
             seen.add((plan.splits, plan.shape.cluster, plan.whole_tiles > plan.grid))
-            runner = backward_runner(layout.geometry, dtype, m, plan, 0)
+            runner = dgrad_runner(layout.geometry, dtype, m, plan, 0)
             with poisoned():
-                dx = run_backward(runner, dy, layout.packed, layout.codebook, k)
+                dx = run_dgrad(runner, dy, layout.packed, layout.codebook, k)
             assert nrmse(dx, oracle) <= allowed, plan
     assert {(1, 1, True), (1, 1, False), (2, 1, False), (1, 2, False)} <= seen
 
@@ -191,7 +191,7 @@ def test_gradient_takes_the_faster_way(bits: int) -> None:
     """From packed bytes for any number of rows up to the most; then through cuBLAS."""
     _, layout = packed_weight(f"custom{bits}-g64", 200, 320)
     weight = layout.packed, layout.codebook, str(layout.format)
-    most = max_backward_rows(str(layout.format))
+    most = max_dgrad_rows(str(layout.format))
     for m in (1, 30, most, most + 1):
         dy = random_dy(m, 200)
         dx = linear_op.grad_op(dy, *weight, False, 200, 320)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda.bindings import nvrtc
 
-from fdk_cuda.marlin.programs import HopperShape, Variant, hopper_program
+from fdk_cuda.marlin.instantiations import HopperShape, Variant, hopper_program
 from fdk_cuda.nvrtc import Program
 
 KINDS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from marlin_cases import pack, random_x, run_plan
 
-from fdk_cuda.marlin.launches import device_limits
-from fdk_cuda.marlin.plan import small_plans
-from fdk_cuda.marlin.programs import Variant
+from fdk_cuda.marlin.heuristics_small_m import small_plans
+from fdk_cuda.marlin.instantiations import Variant
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_cuda.marlin.testing import exact_weight
 from fdk_formats.testing import nrmse
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.gpu
 
 
 def run_by_digits(layout, x):
-    """y by digits.cu, whatever a plan would take."""
+    """y by gemv_int8_limbs.cu, whatever a plan would take."""
     variant = Variant.of(layout.geometry, x.dtype)
     # Hopper takes one row of 1 bit by planes.
     limits = replace(device_limits(x.device.index), is_hopper=False)
     plans = small_plans(layout.geometry, variant, len(x), limits)
-    return run_plan(layout, x, next(plan for plan in plans if plan.shape.digit_rows))
+    return run_plan(layout, x, next(plan for plan in plans if plan.shape.limb_rows))
 
 
 DIGIT_CASES = [

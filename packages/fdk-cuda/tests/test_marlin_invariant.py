@@ -9,32 +9,32 @@ from torch.nn.functional import linear
 
 import fdk_cuda
 from fdk_cuda.marlin import marlin_backends, ops
-from fdk_cuda.marlin.hopper import (
-    INVARIANT_ROWS,
-    MAX_INVARIANT_ROWS,
+from fdk_cuda.marlin.heuristics_hopper import (
+    INVARIANT_M,
+    MAX_INVARIANT_M,
     HopperPlan,
     plan_hopper,
     plan_hopper_invariant,
 )
-from fdk_cuda.marlin.launches import device_limits
+from fdk_cuda.marlin.heuristics_small_m import MAX_M, Device
 from fdk_cuda.marlin.layout import Geometry
 from fdk_cuda.marlin.ops import MAX_FUSED_ROWS, MAX_HOPPER_ROWS, kernel_for
-from fdk_cuda.marlin.plan import MAX_ROWS, Device
+from fdk_cuda.marlin.runtime import device_limits
 from fdk_formats import all_backends
 from fdk_formats.format import BITS
 from fdk_formats.testing import Case, cases, check_backend, nrmse, poisoned
 
-HOPPER = Device(processors=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
-FEW = replace(HOPPER, processors=6)
+HOPPER = Device(sm_count=132, shared_bytes=232448, has_clusters=True, is_hopper=True)
+FEW = replace(HOPPER, sm_count=6)
 SHAPES = ((1, 64), (37, 192), (1000, 1088), (4096, 4096), (4096, 14336), (28672, 8192))
-SOME_M = (*range(1, 66), 96, 97, 128, 200, 256, 257, 512, MAX_INVARIANT_ROWS)
+SOME_M = (*range(1, 66), 96, 97, 128, 200, 256, 257, 512, MAX_INVARIANT_M)
 BACKENDS = {backend.name: backend for backend in marlin_backends(batch_invariant=True)}
 
 
 def units(plan: HopperPlan, stages: int) -> list[tuple[int, int, int]]:
-    """Tile and stages of each unit, as hopper_units.cuh's Unit counts them."""
+    """Tile and stages of each unit, as tile_scheduler.cuh's Unit counts them."""
     found = []
-    tiles = plan.row_tiles * plan.column_tiles
+    tiles = plan.n_tiles * plan.m_tiles
     for index in range(plan.whole_tiles + (tiles - plan.whole_tiles) * plan.splits):
         part = index - plan.whole_tiles
         tile = index if part < 0 else plan.whole_tiles + part // plan.splits
@@ -46,9 +46,9 @@ def units(plan: HopperPlan, stages: int) -> list[tuple[int, int, int]]:
 def orders(plan: HopperPlan, geometry: Geometry) -> set[tuple[tuple[int, int], ...]]:
     """In which parts the columns of a tile are summed: one answer where all tiles agree."""
     by_tile: dict[int, list[tuple[int, int]]] = {}
-    for tile, first, last in units(plan, geometry.columns // (64 * plan.shape.k_blocks)):
+    for tile, first, last in units(plan, geometry.padded_k // (64 * plan.shape.k_blocks)):
         by_tile.setdefault(tile, []).append((first, last))
-    assert sorted(by_tile) == list(range(plan.row_tiles * plan.column_tiles))
+    assert sorted(by_tile) == list(range(plan.n_tiles * plan.m_tiles))
     return {tuple(parts) for parts in by_tile.values()}
 
 
@@ -64,12 +64,12 @@ def test_hopper_sums_in_one_order(bits: int, signs: bool, device: Device) -> Non
             assert len(found) == 1, (plan, found)
             seen.add((plan.shape, *found))
             assert plan.shape.cluster == 1
-            assert (plan.column_tiles - 1) * plan.shape.columns < m
-            assert m <= plan.column_tiles * plan.shape.columns
-            assert plan.grid <= device.processors
+            assert (plan.m_tiles - 1) * plan.shape.tile_m < m
+            assert m <= plan.m_tiles * plan.shape.tile_m
+            assert plan.grid <= device.sm_count
             assert plan.shared_bytes <= device.shared_bytes
-            # No more parts than are worth it at INVARIANT_ROWS: few outputs have many.
-            assert plan.parts * plan.shape.rows * plan.shape.columns * 4 <= 128 << 20
+            # No more parts than are worth it at INVARIANT_M: few outputs have many.
+            assert plan.partial_tiles * plan.shape.tile_n * plan.shape.tile_m * 4 <= 128 << 20
         assert len(seen) == 1, seen
 
 
@@ -92,7 +92,7 @@ def test_kernel_for() -> None:
                 kernel_for(
                     m,
                     is_hopper=is_hopper,
-                    few_rows=MAX_ROWS,
+                    small_m_limit=MAX_M,
                     decodes_slowly=is_large,
                     batch_invariant=invariant,
                 )
@@ -100,25 +100,25 @@ def test_kernel_for() -> None:
             ]
             for invariant in (False, True)
         }
-        assert set(kinds[True]) == {"hopper" if is_hopper else "small"}
-        assert kinds[False][0] == "small"
+        assert set(kinds[True]) == {"hopper_gemm" if is_hopper else "small_m"}
+        assert kinds[False][0] == "small_m"
         assert (kinds[False][-1] == "dequantise") == (not is_hopper or is_large)
 
 
-@pytest.mark.parametrize("few", [8, MAX_ROWS])
+@pytest.mark.parametrize("few", [8, MAX_M])
 @pytest.mark.parametrize("is_large", [False, True])
 def test_kernel_for_few_rows(few: int, is_large: bool) -> None:
     def kernel(m: int, is_hopper: bool) -> str:
         return kernel_for(
             m,
             is_hopper=is_hopper,
-            few_rows=few,
+            small_m_limit=few,
             decodes_slowly=is_large,
             batch_invariant=False,
         )
 
-    assert [kernel(m, True) for m in (1, few, few + 1)] == ["small", "small", "hopper"]
-    assert {kernel(m, False) for m in (1, few, few + 1)} == {"small"}
+    assert [kernel(m, True) for m in (1, few, few + 1)] == ["small_m", "small_m", "hopper_gemm"]
+    assert {kernel(m, False) for m in (1, few, few + 1)} == {"small_m"}
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_kernel_for_few_rows(few: int, is_large: bool) -> None:
     ],
 )
 def test_few_rows(format: str, n: int, k: int, wanted: int, monkeypatch) -> None:
-    for device, most in ((HOPPER, wanted), (replace(HOPPER, is_hopper=False), MAX_ROWS)):
+    for device, most in ((HOPPER, wanted), (replace(HOPPER, is_hopper=False), MAX_M)):
         monkeypatch.setattr(ops, "device_limits", lambda _, device=device: device)
-        ops.few_rows.cache_clear()
-        assert ops.few_rows(format, n, k, 0) == most
-    ops.few_rows.cache_clear()
+        ops.small_m_limit.cache_clear()
+        assert ops.small_m_limit(format, n, k, 0) == most
+    ops.small_m_limit.cache_clear()
 
 
 def test_many_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +154,9 @@ def test_many_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = torch.empty(1, 1, 1, dtype=torch.uint8)
     for m, invariant, wanted in (
         (5, True, [5]),
-        (MAX_INVARIANT_ROWS, True, [1024]),
-        (2 * MAX_INVARIANT_ROWS + 1, True, [1024, 1024, 1]),
-        (2 * MAX_INVARIANT_ROWS + 1, False, [2049]),
+        (MAX_INVARIANT_M, True, [1024]),
+        (2 * MAX_INVARIANT_M + 1, True, [1024, 1024, 1]),
+        (2 * MAX_INVARIANT_M + 1, False, [2049]),
     ):
         taken.clear()
         x = torch.arange(m * 8.0).view(m, 8)
@@ -220,7 +220,7 @@ INVARIANT_CASES = list(
         codebooks=("custom", "affine"),
         group_sizes=(32, None),
         dtypes=(torch.bfloat16, torch.float16),
-        ms=(1, INVARIANT_ROWS + 1),
+        ms=(1, INVARIANT_M + 1),
         device="cuda",
     )
 )

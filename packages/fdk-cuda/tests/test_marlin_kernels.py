@@ -9,30 +9,30 @@ import torch
 from marlin_devices import DEVICES, check_resources, geometry_of
 
 from fdk_cuda import nvrtc
-from fdk_cuda.marlin.hopper import (
+from fdk_cuda.marlin.heuristics_hopper import (
     has_table,
     hopper_shapes,
     plan_hopper,
 )
-from fdk_cuda.marlin.launches import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
-from fdk_cuda.marlin.layout import Geometry
-from fdk_cuda.marlin.plan import (
-    MAX_ROWS,
+from fdk_cuda.marlin.heuristics_small_m import (
+    MAX_M,
     plan_of_shape,
     plan_small,
     small_shapes,
 )
-from fdk_cuda.marlin.programs import (
+from fdk_cuda.marlin.instantiations import (
     KERNEL_DIRECTORY,
     Variant,
     dequantise_program,
     hopper_program,
-    layout_program,
+    repack_program,
     small_m_program,
-    sum_splits_program,
+    split_k_reduce_program,
     wgmma_header,
 )
-from fdk_cuda.marlin.relayout import LAYOUT_FIELDS
+from fdk_cuda.marlin.layout import Geometry
+from fdk_cuda.marlin.repack import REPACK_FIELDS
+from fdk_cuda.marlin.runtime import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
 from fdk_formats.format import BITS
 
 # The plain one, and the one that needs the most registers.
@@ -44,8 +44,8 @@ VARIANTS = [
         (torch.float16, torch.float32, 2, True),
     )
 ]
-# And digits.cu's with scales of the other types, scaled weights of 1 bit, and zero points in the
-# widest tiles.
+# And gemv_int8_limbs.cu's with scales of the other types, scaled weights of 1 bit, and zero points
+# in the widest tiles.
 SMALL_VARIANTS = [
     *VARIANTS,
     Variant(1, torch.float16, torch.float32, 1, False),
@@ -82,10 +82,10 @@ def test_small_m_spills_nothing(variant, arch):
     for n, k in ((4096, 4096), (8192, 8192), (28672, 8192)):
         geometry = geometry_of(variant, n, k)
         assert Variant.of(geometry, variant.dtype) == variant
-        for m in (1, 4, MAX_ROWS):
+        for m in (1, 4, MAX_M):
             shapes.add(plan_small(geometry, variant.dtype, m, DEVICES[arch]).shape)
-    for rows in variant.digit_rows:  # that these may leave to small_m.cu
-        shapes |= {s for s in small_shapes(variant, rows, DEVICES[arch]) if s.digit_rows == rows}
+    for rows in variant.limb_rows:  # that these may leave to small_m.cu
+        shapes |= {s for s in small_shapes(variant, rows, DEVICES[arch]) if s.limb_rows == rows}
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
 
@@ -109,9 +109,9 @@ def test_small_m_spills_nothing(variant, arch):
 )
 def test_what_is_taken_by_digits(bits, dtype, scale, per_row, affine, rows):
     variant = Variant(bits, dtype, scale, per_row, affine)
-    assert variant.digit_rows == rows
+    assert variant.limb_rows == rows
     for m in range(1, 9):
-        taken = {shape.digit_rows for shape in small_shapes(variant, m, DEVICES["sm_90a"])}
+        taken = {shape.limb_rows for shape in small_shapes(variant, m, DEVICES["sm_90a"])}
         assert taken == {0, *[r for r in rows if r >= m][:1]}
 
 
@@ -126,7 +126,7 @@ def test_dequantise_spills_nothing(variant, arch):
 @pytest.mark.parametrize("arch", DEVICES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
 def test_layout_spills_nothing(variant, arch):
-    check_resources(layout_program(geometry_of(variant)), arch)
+    check_resources(repack_program(geometry_of(variant)), arch)
 
 
 def check_hopper(variant, shape):
@@ -146,7 +146,7 @@ def test_hopper_spills_nothing(variant):
         geometry = geometry_of(variant, n, k)
         for m in (17, 64, 128, 256, 1024):
             shapes.add(plan_hopper(geometry, m, DEVICES["sm_90a"]).shape)
-    assert max(shape.columns for shape in shapes) == 256
+    assert max(shape.tile_m for shape in shapes) == 256
     assert max(shape.cluster for shape in shapes) == 2
     for shape in shapes:
         check_hopper(variant, shape)
@@ -167,7 +167,7 @@ def test_hopper_spills_nothing(variant):
 def test_what_is_looked_up(bits, affine, scale, columns, wanted):
     geometry = Geometry(bits, 8192, 8192, 64, scale, affine)
     assert has_table(geometry, columns) == wanted
-    shapes = [s for s in hopper_shapes(geometry, DEVICES["sm_90a"]) if s.columns == columns]
+    shapes = [s for s in hopper_shapes(geometry, DEVICES["sm_90a"]) if s.tile_m == columns]
     assert shapes
     assert all(shape.has_table == wanted for shape in shapes)
 
@@ -176,7 +176,7 @@ def test_stages_are_shorter_where_long_ones_do_not_fit():
     """Three stages of 128 columns do not, at 8 bits with a table, 128 rows of x, three groups."""
     geometry = Geometry(8, 8192, 8192, 64, torch.bfloat16, False)
     k_blocks = {
-        (shape.columns, shape.consumers, shape.k_groups): shape.k_blocks
+        (shape.tile_m, shape.consumers, shape.k_groups): shape.k_blocks
         for shape in hopper_shapes(geometry, DEVICES["sm_90a"])
     }
     assert k_blocks[128, 3, 1] == 1
@@ -190,8 +190,8 @@ def test_tiles_of_three_groups_and_of_pairs(bits):
     """192 rows; and 128 whose groups share rows, with 64 columns in clusters only."""
     geometry = Geometry(bits, 8192, 8192, 64, torch.bfloat16, False)
     shapes = hopper_shapes(geometry, DEVICES["sm_90a"])
-    assert {s.rows for s in shapes if s.consumers == 3} == {192}
-    pairs = {(s.rows, s.columns, s.cluster) for s in shapes if s.k_groups == 2}
+    assert {s.tile_n for s in shapes if s.consumers == 3} == {192}
+    pairs = {(s.tile_n, s.tile_m, s.cluster) for s in shapes if s.k_groups == 2}
     assert pairs == {(128, 32, 1), (128, 32, 2), (128, 64, 2)}
 
 
@@ -200,7 +200,7 @@ def test_signs_are_not_looked_up():
     geometry = Geometry(1, 8192, 8192, 64, torch.bfloat16, False, has_signs=True)
     assert not has_table(geometry, 64)
     shapes = hopper_shapes(geometry, DEVICES["sm_90a"])
-    assert {s.stages for s in shapes if s.columns == 64} == {8}
+    assert {s.stages for s in shapes if s.tile_m == 64} == {8}
     for signs in (0, 1):
         told = replace(geometry, has_signs=bool(signs))
         shape = plan_hopper(told, 64, DEVICES["sm_90a"]).shape
@@ -223,7 +223,7 @@ def test_a_grid_is_computed():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sum_splits_spills_nothing(dtype):
     for shape in hopper_shapes(geometry_of(VARIANTS[0]), DEVICES["sm_90a"]):
-        check_resources(sum_splits_program(dtype, shape), "sm_90a", shape)
+        check_resources(split_k_reduce_program(dtype, shape), "sm_90a", shape)
 
 
 def test_wgmma_header_names_every_register():
@@ -266,7 +266,7 @@ def test_short_tiles_of_1_bit_spill_nothing(arch):
         if (shape.fragments, shape.k_blocks, shape.is_spread) == (4, 1, True)
     ]
     assert {shape.short_blocks for shape in shapes} == {0, 1}
-    warps = {shape.row_groups: shape.warps for shape in shapes}
+    warps = {shape.n_groups: shape.warps for shape in shapes}
     assert warps == {1: 12 if arch == "sm_120" else 16, 2: 16}
     for shape in shapes:
         check_resources(small_m_program(variant, shape), arch, shape)
@@ -288,10 +288,10 @@ def test_scaled_weights_spill_nothing(dtype, per_row, has_signs):
         replace(variant, affine=True),
         replace(variant, bits=2),
     ):
-        assert not any(shape.scales_weights for shape in small_shapes(other, MAX_ROWS, hopper))
+        assert not any(shape.scales_weights for shape in small_shapes(other, MAX_M, hopper))
     assert not any(s.scales_weights for s in small_shapes(variant, 8, hopper))
-    assert not any(s.scales_weights for s in small_shapes(variant, MAX_ROWS, DEVICES["sm_120"]))
-    shapes = [s for s in widest_shapes(variant, hopper) if s.column_tiles == 2]
+    assert not any(s.scales_weights for s in small_shapes(variant, MAX_M, DEVICES["sm_120"]))
+    shapes = [s for s in widest_shapes(variant, hopper) if s.m_tiles == 2]
     assert all(shape.scales_weights for shape in shapes)
     # Two scales to a row of a block leave twelve warps of 128 x 128 too little shared memory.
     assert {shape.warps for shape in shapes} == {16, 12 if per_row == 1 else 8}
@@ -325,7 +325,7 @@ def widest_shapes(variant, device):
     """Each shape with the most warps, so the fewest registers, that plans may give it."""
     geometry = geometry_of(variant, 4096, 4096)
     widest = {}
-    for m in (1, 4, 8, MAX_ROWS):
+    for m in (1, 4, 8, MAX_M):
         for shape in small_shapes(variant, m, device):
             # The first takes the most warps.
             if plan_of_shape(geometry, m, device, shape, 1):
@@ -338,11 +338,11 @@ def widest_shapes(variant, device):
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("tiles.cuh", SMALL_FIELDS),
+        ("common/small_m_mainloop.cuh", SMALL_FIELDS),
         ("dequantise.cu", DEQUANTISE_FIELDS),
-        ("layout.cu", LAYOUT_FIELDS),
+        ("repack.cu", REPACK_FIELDS),
         ("hopper_gemm.cu", HOPPER_FIELDS),
-        ("sum_splits.cu", SUM_FIELDS),
+        ("split_k_reduce.cu", SUM_FIELDS),
     ],
 )
 def test_params_struct_has_the_fields_that_are_launched(name, fields):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fdk_cuda.marlin import relayout
+from fdk_cuda.marlin import repack
 from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
 from fdk_formats.format import BITS
 from fdk_formats.packing import packed_width
@@ -54,10 +54,10 @@ def stored(bits, n, k, group_size, dtype, has_zero_point, *, device="cuda", seed
 def check(geometry, packed, scale, zero_point):
     wanted = pack_layout(geometry, packed, scale, zero_point)
     with poisoned():
-        laid_out = relayout.lay_out(geometry, packed, scale, zero_point)
-        taken_back = relayout.take_back(geometry, wanted)
+        laid_out = repack.pack(geometry, packed, scale, zero_point)
+        unpacked = repack.unpack(geometry, wanted)
     assert torch.equal(laid_out, wanted)
-    for got, given in zip(taken_back, unpack_layout(geometry, wanted), strict=True):
+    for got, given in zip(unpacked, unpack_layout(geometry, wanted), strict=True):
         assert (got is None and given is None) or torch.equal(got, given)
 
 
@@ -70,8 +70,8 @@ def test_kernels_give_the_bytes_of_torch(bits, shape):
 
 def test_what_is_given_comes_back():
     geometry, packed, *kinds = stored(3, 70, 192, 64, torch.bfloat16, True)
-    laid_out = relayout.lay_out(geometry, packed, *kinds)
-    for got, given in zip(relayout.take_back(geometry, laid_out), (packed, *kinds), strict=True):
+    laid_out = repack.pack(geometry, packed, *kinds)
+    for got, given in zip(repack.unpack(geometry, laid_out), (packed, *kinds), strict=True):
         assert torch.equal(got, given)
 
 
@@ -88,8 +88,8 @@ def test_bytes_that_are_not_aligned_or_not_contiguous(bits):
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch):
-    monkeypatch.setattr(relayout, "why_unavailable", lambda: "missing")
-    monkeypatch.setattr(relayout, "Launch", None)
+    monkeypatch.setattr(repack, "unavailable_reason", lambda: "missing")
+    monkeypatch.setattr(repack, "Launch", None)
     check(*stored(4, 70, 192, 64, torch.bfloat16, True))
 
 
@@ -117,8 +117,8 @@ def test_memory():
         assert torch.cuda.max_memory_allocated() - before <= size + 4096
         return results
 
-    (laid_out,) = check_peak(lambda: (relayout.lay_out(geometry, *weight),))
-    check_peak(lambda: relayout.take_back(geometry, laid_out))
+    (laid_out,) = check_peak(lambda: (repack.pack(geometry, *weight),))
+    check_peak(lambda: repack.unpack(geometry, laid_out))
 
 
 @pytest.mark.parametrize(("bits", "k"), list(itertools.product(BITS, (4096, 4104))))

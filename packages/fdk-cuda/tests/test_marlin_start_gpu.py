@@ -11,7 +11,7 @@ from marlin_cases import pack, random_x
 pytestmark = pytest.mark.gpu
 
 PROCESSES, N, K = 8, 1000, 1088
-# One kernel each: digits.cu, small_m.cu, and for many rows hopper_gemm.cu or dequantise.cu.
+# One kernel each: gemv_int8_limbs.cu, small_m.cu, for many rows hopper_gemm.cu or dequantise.cu.
 ROWS = (1, 16, 200)
 barrier = None
 

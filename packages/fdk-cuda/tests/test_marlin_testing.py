@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fdk_cuda.marlin.programs import TileShape
+from fdk_cuda.marlin.instantiations import TileShape
 from fdk_cuda.marlin.testing import exact_weight, multiplied_weight
 from fdk_formats.format import Format
 from fdk_formats.packing import pack

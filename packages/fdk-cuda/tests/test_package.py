@@ -45,3 +45,10 @@ def test_without_a_gpu_nothing_is_made_ready(device):
     tune_layers = importlib.import_module("fdk_cuda.triton").tune_layers
     with pytest.raises(RuntimeError, match=r"tune_layers: needs an NVIDIA GPU .* torch finds none"):
         tune_layers(layers, device=device)
+
+
+def test_auto_prefers_marlin_to_triton():
+    problem = Problem(Format.parse("nf4-g64"), 64, 128, torch.bfloat16, torch.device("cuda", 0))
+    names = [name for name in ("reference", "triton", "marlin-lut") if name in all_backends()]
+    priorities = [all_backends()[name].priority(problem) for name in names]
+    assert priorities == sorted(set(priorities))

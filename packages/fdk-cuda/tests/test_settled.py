@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fdk_cuda.marlin import MarlinLayout
-from fdk_cuda.settled import SettledLayout
+from fdk_cuda.stream_sync import SyncedLayout
 from fdk_formats import Format
 from fdk_formats.testing import random_quantised
 
@@ -21,12 +21,12 @@ MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.fixture(params=["marlin", "triton"])
-def pack(request: pytest.FixtureRequest) -> Callable[[str], SettledLayout]:
+def pack(request: pytest.FixtureRequest) -> Callable[[str], SyncedLayout]:
     """Packs a weight of a format by a backend."""
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
 
-    def packed(format: str) -> SettledLayout:
+    def packed(format: str) -> SyncedLayout:
         q = random_quantised(Format.parse(format), 64, 128, seed=0)
         if request.param == "marlin":
             return MarlinLayout(q, torch.bfloat16)
@@ -50,16 +50,16 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The names of the buffers that were there, of every wait."""
     names: list[list[str]] = []
 
-    def settle(layout: SettledLayout) -> None:
+    def synchronise(layout: SyncedLayout) -> None:
         names.append([name for name, _ in layout.named_buffers()])
 
-    monkeypatch.setattr(SettledLayout, "settle", settle)
+    monkeypatch.setattr(SyncedLayout, "synchronise", synchronise)
     return names
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "affine4-g64"])
 def test_packing_and_copying_end_with_the_wait(
-    pack: Callable[[str], SettledLayout], format: str, settled: list[list[str]]
+    pack: Callable[[str], SyncedLayout], format: str, settled: list[list[str]]
 ) -> None:
     """Every tensor of the layout is there by then."""
     layout = pack(format)
@@ -72,7 +72,7 @@ def test_packing_and_copying_end_with_the_wait(
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_moves_are_waited_for(
-    pack: Callable[[str], SettledLayout],
+    pack: Callable[[str], SyncedLayout],
     move: Callable[[nn.Module], nn.Module],
     waited_for: list[torch.device],
 ) -> None:
@@ -84,8 +84,8 @@ def test_moves_are_waited_for(
 
 
 def test_nothing_is_waited_for_on_the_cpu(
-    pack: Callable[[str], SettledLayout], waited_for: list[torch.device]
+    pack: Callable[[str], SyncedLayout], waited_for: list[torch.device]
 ) -> None:
     layout = pack("affine4-g64").to("cpu")
-    assert isinstance(layout, SettledLayout)
+    assert isinstance(layout, SyncedLayout)
     assert not waited_for

@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fdk_cuda.triton.arrangement import (
-    Arrangement,
-    arrange_codes,
-    arrange_scale,
-    restore_codes,
-    restore_scale,
+from fdk_cuda.triton.layout import (
+    PackedLayout,
+    pack_codes,
+    pack_scale,
+    unpack_codes,
+    unpack_scale,
 )
 
 
@@ -20,10 +20,10 @@ from fdk_cuda.triton.arrangement import (
 def test_there_and_back(bits: int, group_size: int, n: int) -> None:
     """Also of a weight without outputs."""
     generator = torch.Generator().manual_seed(bits)
-    a = Arrangement(n, 192, bits, group_size)
+    a = PackedLayout(n, 192, bits, group_size)
     codes = torch.randint(1 << bits, (n, 192), dtype=torch.uint8, generator=generator)
-    words = arrange_codes(codes, a)
+    words = pack_codes(codes, a)
     assert words.shape == a.words_shape
-    assert torch.equal(restore_codes(words, a), codes)
+    assert torch.equal(unpack_codes(words, a), codes)
     scale = torch.rand(n, a.groups, generator=generator)
-    assert torch.equal(restore_scale(arrange_scale(scale, a), a), scale)
+    assert torch.equal(unpack_scale(pack_scale(scale, a), a), scale)

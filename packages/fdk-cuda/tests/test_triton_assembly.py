@@ -10,11 +10,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl
 
-from fdk_cuda.triton.arrangement import INDEX_BITS, POSITIONS, STRIDES, _words_of
-from fdk_cuda.triton.assembly import assembly, elements, is_shared, operands
-from fdk_cuda.triton.decode import lookup_tables
-from fdk_cuda.triton.pieces import of_two, to_bytes
-from fdk_cuda.triton.shared import (
+from fdk_cuda.triton.kernels.decode import lookup_tables
+from fdk_cuda.triton.kernels.ptx_decode import (
+    assembly,
+    elements,
+    is_shared,
+    of_two,
+    operands,
+    to_bytes,
+)
+from fdk_cuda.triton.kernels.ptx_smem import (
     add_shares,
     add_warps,
     fill,
@@ -22,6 +27,7 @@ from fdk_cuda.triton.shared import (
     shares_bytes,
     table_bytes,
 )
+from fdk_cuda.triton.layout import INDEX_BITS, POSITIONS, STRIDES, _words_of
 
 LANES = 32
 DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}

@@ -9,29 +9,28 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
-from triton_cases import check_stack, registers_and_stack  # noqa: E402
+from triton_cases import GEMM_CONFIGS, check_stack, registers_and_stack  # noqa: E402
 
-from fdk_cuda.triton.around import limit  # noqa: E402
-from fdk_cuda.triton.arrangement import POSITIONS, STRIDES, Arrangement  # noqa: E402
-from fdk_cuda.triton.configs import GPUS, H200_PROCESSORS, UNASKED_BYTES, GemmConfig  # noqa: E402
-from fdk_cuda.triton.dequantise import dequantise_kernel  # noqa: E402
-from fdk_cuda.triton.gemm import gemm_kernel  # noqa: E402
-from fdk_cuda.triton.gradient_configs import transposed_config  # noqa: E402
-from fdk_cuda.triton.many_configs import (  # noqa: E402
-    GEMM_CONFIGS,
+from fdk_cuda.triton.configs import GPUS, GemmConfig  # noqa: E402
+from fdk_cuda.triton.configs.dgrad import dgrad_config  # noqa: E402
+from fdk_cuda.triton.configs.gemm import (  # noqa: E402
     GEMM_FUSED_BITS,
     dequantise_config,
     fit,
     gemm_config,
     takes_table,
 )
+from fdk_cuda.triton.configs.gemv import gemv_config  # noqa: E402
+from fdk_cuda.triton.configs.gpus import H200_PROCESSORS, STATIC_SMEM_BYTES  # noqa: E402
+from fdk_cuda.triton.kernels.dequantise import dequantise_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.dgrad import dgrad_kernel, is_in_layout  # noqa: E402
+from fdk_cuda.triton.kernels.gemm import gemm_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.gemv import gemv_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.ptx_smem import gemv_smem_bytes, table_bytes  # noqa: E402
+from fdk_cuda.triton.launch import limit  # noqa: E402
+from fdk_cuda.triton.layout import POSITIONS, STRIDES, PackedLayout  # noqa: E402
+from fdk_cuda.triton.packed_weight import PackedWeight  # noqa: E402
 from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
-from fdk_cuda.triton.shared import small_bytes, table_bytes  # noqa: E402
-from fdk_cuda.triton.small import small_kernel  # noqa: E402
-from fdk_cuda.triton.small_configs import small_config  # noqa: E402
-from fdk_cuda.triton.transposed import transposed_kernel  # noqa: E402
-from fdk_cuda.triton.transposed_tiles import is_in_layout  # noqa: E402
-from fdk_cuda.triton.weight import Weight  # noqa: E402
 
 # Compute capability, and bytes of shared memory that a program may take.
 TARGETS = {major * 10 + minor: gpu.shared_bytes for (major, minor), gpu in GPUS.items()}
@@ -55,8 +54,8 @@ LARGE = (4096, 4096, 64)
 def constants(bits: int, affine: bool, shape: tuple[int, int, int] = LARGE) -> dict[str, object]:
     """Of a weight of n, k and a group size, for a product with a bias."""
     none = torch.empty(0)
-    a = Arrangement(shape[0], shape[1], bits, shape[2])
-    w = Weight(none, none, none if affine else None, none, none, a)
+    a = PackedLayout(shape[0], shape[1], bits, shape[2])
+    w = PackedWeight(none, none, none if affine else None, none, none, a)
     return w.constants(torch.bfloat16) | {"HAS_BIAS": True}
 
 
@@ -109,7 +108,7 @@ def test_small_otherwise(bits: int, affine: bool, target: int) -> None:
 @pytest.mark.parametrize("bits", range(1, 8))
 def test_small_affine(bits: int, m: int) -> None:
     """Configurations of their own, and programs that run all at once."""
-    config = small_config(8192, m, bits, GPUS[9, 0], affine=True)
+    config = gemv_config(PackedLayout(8192, 8192, bits, 64), m, GPUS[9, 0], affine=True)
     compiled = compile_small(bits, True, 8192, m, 90, 8192)
     check_stack(compiled)
     if m == 1 and bits <= 4:
@@ -127,7 +126,7 @@ def test_small_table(bits: int, n: int) -> None:
     for m in (8, 16):
         compiled = compile_small(bits, False, n, m, 90)
         assert static_bytes(compiled) >= table_bytes(bits, False)
-        assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
+        assert compiled.metadata.shared + static_bytes(compiled) <= STATIC_SMEM_BYTES
         check_small(compiled)
 
 
@@ -153,11 +152,12 @@ def test_small_shared(bits: int, affine: bool, rows: bool, m: int) -> None:
     """
     group_size = 88 if rows else (16, 24)[(bits + m) % 2]
     n, k = 37, 88 if rows else 3 * group_size
-    config = small_config(n, m, bits, GPUS[9, 0], affine=affine)
+    layout = PackedLayout(n, k, bits, group_size)
+    config = gemv_config(layout, m, GPUS[9, 0], affine=affine)
     m_tiles = 1 if m <= 8 else 2
     compiled = compile_small(bits, affine, n, m, 90, k, group_size)
-    counted, _ = small_bytes(config.n_tiles, m_tiles, config.warps, table_bytes(bits, affine))
-    assert compiled.metadata.shared + static_bytes(compiled) <= counted <= UNASKED_BYTES
+    counted, _ = gemv_smem_bytes(config.n_tiles, m_tiles, config.warps, table_bytes(bits, affine))
+    assert compiled.metadata.shared + static_bytes(compiled) <= counted <= STATIC_SMEM_BYTES
 
 
 @pytest.mark.parametrize("target", [80, 100, 120])
@@ -181,7 +181,8 @@ def compile_small(
     bits: int, affine: bool, n: int, m: int, target: int, k: int = 4096, group_size: int = 64
 ) -> object:
     """By the configuration that is chosen for a GPU."""
-    config = small_config(n, m, bits, GPUS[divmod(target, 10)], affine=affine)
+    a = PackedLayout(n, k, bits, group_size)
+    config = gemv_config(a, m, GPUS[divmod(target, 10)], affine=affine)
     arguments = constants(bits, affine, (n, k, group_size)) | {
         "N_TILES": config.n_tiles,
         "M_TILES": 1 if m <= 8 else 2,
@@ -191,11 +192,10 @@ def compile_small(
         "OVERLAP": target >= 90 and config.overlap,
         "MINUS": affine and config.minus,
     }
-    a = Arrangement(n, k, bits, group_size)
     ones = [name for name in ("k_tiles", "groups") if getattr(a, name) == 1]
     aligned = [name for name, size in (("n", n), ("k", k)) if size % 16 == 0]
     return compile_kernel(
-        small_kernel,
+        gemv_kernel,
         target,
         arguments,
         config.warps,
@@ -220,25 +220,25 @@ def test_gemm(target: int, bits: int, config: GemmConfig) -> None:
 @pytest.mark.parametrize(("bits", "m"), [(4, 64), (4, 128), (6, 64), (8, 64), (8, 128)])
 def test_gemm_table(bits: int, m: int) -> None:
     """Triton asks for more shared memory than a program gets unasked, and there is as much."""
-    config = gemm_config(8192, m, bits, Arrangement(8192, 8192, bits, 64).k_tiles, GPUS[9, 0])
+    config = gemm_config(PackedLayout(8192, 8192, bits, 64), m, GPUS[9, 0])
     assert takes_table(config, bits, 64, TARGETS[90])
     assert not takes_table(config, bits, 16, TARGETS[90])
     compiled = compile_gemm(config, bits, False, 90)
-    assert compiled.metadata.shared > UNASKED_BYTES
+    assert compiled.metadata.shared > STATIC_SMEM_BYTES
     assert compiled.metadata.shared + table_bytes(bits, False) <= TARGETS[90]
     check_stack(compiled)
 
 
 def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> object:
     arguments = constants(bits, affine) | {
-        "R": config.tiles,
+        "N_TILES": config.n_tiles,
         "WARPS": config.warps,
         "BLOCK_M": config.block_m,
         "GROUP_M": 4,
         "STAGES": config.stages,
         "TABLE": takes_table(config, bits, 64, TARGETS[target]),
     }
-    if affine and bits in GEMM_FUSED_BITS and GPUS[divmod(target, 10)].measured_on:
+    if affine and bits in GEMM_FUSED_BITS and GPUS[divmod(target, 10)].is_measured:
         arguments["AFFINE"] = 2
     return compile_kernel(gemm_kernel, target, arguments, config.warps, config.stages)
 
@@ -249,7 +249,7 @@ def test_dequantise(bits: int, target: int) -> None:
     """Of affine formats every other; a table, if there is one, and Triton's memory fit unasked."""
     compiled = compile_dequantise(bits, (bits + target // 10) % 2 == 0, target)
     check_stack(compiled)
-    assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
+    assert compiled.metadata.shared + static_bytes(compiled) <= STATIC_SMEM_BYTES
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -294,7 +294,7 @@ def test_transposition_is_in_its_layout(bits: int, affine: bool, m: int) -> None
     compiled = compile_transposed(bits, affine, m, 90)
     assert is_in_layout(compiled.asm["ttgir"])
     assert_shares_by_warp(compiled)
-    assert compiled.metadata.shared + static_bytes(compiled) <= UNASKED_BYTES
+    assert compiled.metadata.shared + static_bytes(compiled) <= STATIC_SMEM_BYTES
     check_stack(compiled)
 
 
@@ -311,12 +311,11 @@ def assert_shares_by_warp(compiled: object) -> None:
 
 def compile_transposed(bits: int, affine: bool, m: int, target: int) -> object:
     """By the configuration that is chosen for a GPU."""
-    a = Arrangement(8192, 8192, bits, 64)
+    a = PackedLayout(8192, 8192, bits, 64)
     gpu = GPUS[divmod(target, 10)]
-    sizes = m, bits, a.n_tiles, a.k_tiles, gpu
-    config = transposed_config(*sizes, affine=affine, segment=a.segment)
+    config = dgrad_config(a, m, gpu, affine=affine)
     arguments = constants(bits, affine, (8192, 8192, 64)) | {
-        "R": config.tiles,
+        "N_TILES": config.n_tiles,
         "M_TILES": config.m_tiles,
         "COUNT": min(config.positions, POSITIONS[bits]),
         "WARPS": config.warps,
@@ -324,4 +323,4 @@ def compile_transposed(bits: int, affine: bool, m: int, target: int) -> object:
         "TABLE": config.table,
         "OVERLAP": target >= 90 and config.overlap,
     }
-    return compile_kernel(transposed_kernel, target, arguments, config.warps)
+    return compile_kernel(dgrad_kernel, target, arguments, config.warps)

@@ -20,11 +20,11 @@ from test_triton_compiled import (
 )
 from triton_cases import MAX_STACK, registers_and_stack
 
-from fdk_cuda.triton.arrangement import Arrangement
 from fdk_cuda.triton.configs import GPUS
-from fdk_cuda.triton.gradient_configs import transposed_config
-from fdk_cuda.triton.many_configs import gemm_config
-from fdk_cuda.triton.small_configs import small_config
+from fdk_cuda.triton.configs.dgrad import dgrad_config
+from fdk_cuda.triton.configs.gemm import gemm_config
+from fdk_cuda.triton.configs.gemv import gemv_config
+from fdk_cuda.triton.layout import PackedLayout
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("FDK_TEST_EVERY_KERNEL"),
@@ -40,25 +40,25 @@ def every_small(bits: int, affine: bool, target: int) -> Iterator[Compiled]:
     done = set()
     for n in WIDTHS:
         for m in (1, 16):
-            config = small_config(n, m, bits, GPUS[divmod(target, 10)], affine=affine)
+            layout = PackedLayout(n, 8192, bits, 64)
+            config = gemv_config(layout, m, GPUS[divmod(target, 10)], affine=affine)
             if (config, m) not in done:
                 done.add((config, m))
                 yield compile_small(bits, affine, n, m, target, 8192), (m, config)
 
 
 def every_gemm(bits: int, affine: bool, target: int) -> Iterator[Compiled]:
-    a = Arrangement(8192, 8192, bits, 64)
+    a = PackedLayout(8192, 8192, bits, 64)
     for m in (32, 64, 128):
-        config = gemm_config(8192, m, bits, a.k_tiles, GPUS[divmod(target, 10)])
+        config = gemm_config(a, m, GPUS[divmod(target, 10)])
         yield compile_gemm(replace(config, split_k=1), bits, affine, target), (m, config)
 
 
 def every_transposed(bits: int, affine: bool, target: int) -> Iterator[Compiled]:
-    a = Arrangement(8192, 8192, bits, 64)
+    a = PackedLayout(8192, 8192, bits, 64)
     for m in (1, 16, 32):
         gpu = GPUS[divmod(target, 10)]
-        sizes = m, bits, a.n_tiles, a.k_tiles, gpu
-        config = transposed_config(*sizes, affine=affine, segment=a.segment)
+        config = dgrad_config(a, m, gpu, affine=affine)
         yield compile_transposed(bits, affine, m, target), (m, config)
 
 

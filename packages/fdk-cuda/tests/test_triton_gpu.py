@@ -8,22 +8,14 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton_cases import weight
+from triton_cases import DGRAD_CONFIGS, GEMM_CONFIGS, weight
 
-from fdk_cuda.triton import TritonBackend, TritonLayout, launch, plain, remembered
-from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES
-from fdk_cuda.triton.configs import GemmConfig, SmallConfig, TransposedConfig
-from fdk_cuda.triton.gradient_configs import TRANSPOSED_CONFIGS
-from fdk_cuda.triton.linear import triton_linear_op
-from fdk_cuda.triton.many_configs import GEMM_CONFIGS, fit
-from fdk_cuda.triton.small_configs import (
-    AFFINE_FEW_ROWS,
-    AFFINE_MORE_ROWS,
-    FEW_ROWS,
-    MORE_ROWS,
-    ONE_TILE_4_WARPS_FETCHED,
-    TWO_TILES_FETCHED,
-)
+from fdk_cuda.triton import TritonBackend, TritonLayout, bf16_baseline, launch, remembered
+from fdk_cuda.triton.configs import H200, DgradConfig, GemmConfig, GemvConfig
+from fdk_cuda.triton.configs.gemm import fit
+from fdk_cuda.triton.configs.gemv import gemv_config
+from fdk_cuda.triton.layout import POSITIONS, TABLE_BYTES, PackedLayout
+from fdk_cuda.triton.ops import triton_linear_op
 from fdk_formats import Format
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.readers import read_dequant_gemm
@@ -86,31 +78,37 @@ def test_gemm(codebook: str, bits: int, config: GemmConfig) -> None:
     ("codebook", "m", "bits", "config"),
     [
         (codebook, m, bits, config)
-        for codebook, m, choices in (
-            ("custom", 3, FEW_ROWS),
-            ("custom", 16, MORE_ROWS),
-            ("affine", 3, AFFINE_FEW_ROWS),
-            ("affine", 16, AFFINE_MORE_ROWS),
+        for codebook in ("custom", "affine")
+        for m in (3, 16)
+        for bits in range(1, 9)
+        for config in dict.fromkeys(
+            gemv_config(PackedLayout(n, 4096, bits, 64), m, H200, affine=codebook == "affine")
+            for n in (4096, 8192, 28672)
         )
-        for bits, choice in choices.items()
-        for config in dict.fromkeys(choice.all)
     ],
     ids=str,
 )
-def test_small(codebook: str, m: int, bits: int, config: SmallConfig) -> None:
+def test_small(codebook: str, m: int, bits: int, config: GemvConfig) -> None:
     """Every configuration that is chosen, where it is chosen."""
     case = Case(Format(codebook, bits, 64), m, 333, 64 * 67, torch.bfloat16, "cuda")
     q = case.quantised()
     x = case.random(case.m, case.k)
     oracle = x.double() @ q.dequantise(torch.float64).T
-    y = launch.small(x, weight(TritonLayout(q)), None, config)
+    y = launch.gemv(x, weight(TritonLayout(q)), None, config)
     assert nrmse(y, oracle) < 6e-3
-    assert torch.equal(y, launch.small(x, weight(TritonLayout(q)), None, config))
+    assert torch.equal(y, launch.gemv(x, weight(TritonLayout(q)), None, config))
 
 
 @pytest.mark.parametrize("m", [1, 16])
-@pytest.mark.parametrize("config", [ONE_TILE_4_WARPS_FETCHED, TWO_TILES_FETCHED], ids=str)
-def test_overlap_in_a_row(config: SmallConfig, m: int) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemvConfig(n_tiles=1, warps=4, fetch=2, overlap=True),
+        GemvConfig(n_tiles=2, warps=4, fetch=2, overlap=True),
+    ],
+    ids=str,
+)
+def test_overlap_in_a_row(config: GemvConfig, m: int) -> None:
     """Each kernel starts while the one before still runs, and reads as x what that one writes."""
     if not launch.can_overlap(torch.cuda.current_device()):
         pytest.skip("needs a GPU of compute capability 9.0 or later")
@@ -122,9 +120,9 @@ def test_overlap_in_a_row(config: SmallConfig, m: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     xs = torch.randn(8, m, 2048, device="cuda", generator=generator).bfloat16()
 
-    def run(x: Tensor, config: SmallConfig) -> Tensor:
+    def run(x: Tensor, config: GemvConfig) -> Tensor:
         for w in ws:
-            x = launch.small(x, w, None, config)
+            x = launch.gemv(x, w, None, config)
         return x
 
     wanted = [run(x, replace(config, overlap=False)) for x in xs]
@@ -136,11 +134,9 @@ def test_overlap_in_a_row(config: SmallConfig, m: int) -> None:
         assert all(map(torch.equal, ys, wanted))
 
 
-@pytest.mark.parametrize(
-    "config", [*TRANSPOSED_CONFIGS, replace(TRANSPOSED_CONFIGS[2], warps=8)], ids=str
-)
+@pytest.mark.parametrize("config", [*DGRAD_CONFIGS, replace(DGRAD_CONFIGS[2], warps=8)], ids=str)
 @pytest.mark.parametrize(("codebook", "bits"), FORMATS)
-def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
+def test_transposed(codebook: str, bits: int, config: DgradConfig) -> None:
     for group_size, split_n, dtype in (
         (64, 2, DTYPES[0]),
         (24, 1, DTYPES[1]),
@@ -161,11 +157,11 @@ def test_transposed(codebook: str, bits: int, config: TransposedConfig) -> None:
         rows = torch.arange(0, case.n, 9)
         one_hot = torch.zeros(len(rows), case.n, dtype=dtype, device="cuda")
         one_hot[range(len(rows)), rows] = 1
-        assert torch.equal(launch.transposed(one_hot, w, chosen), w_hat[rows.cuda()])
+        assert torch.equal(launch.dgrad(one_hot, w, chosen), w_hat[rows.cuda()])
         grad_y = case.random(case.m, case.n)
         # The scale may be on grad_y and not on the weight, which torch rounds.
         oracle = grad_y.double() @ q.dequantise(torch.float64)
-        error = nrmse(launch.transposed(grad_y, w, chosen), oracle)
+        error = nrmse(launch.dgrad(grad_y, w, chosen), oracle)
         assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
 
 
@@ -186,18 +182,18 @@ def test_transposed_of_many_positions(
     one_hot = torch.zeros(len(rows), case.n, dtype=dtype, device="cuda")
     one_hot[range(len(rows)), rows] = 1
     for ahead, split_n in ((0, 2), (1, 1)):
-        config = replace(TRANSPOSED_CONFIGS[0], positions=positions, ahead=ahead, split_n=split_n)
+        config = replace(DGRAD_CONFIGS[0], positions=positions, ahead=ahead, split_n=split_n)
         config = replace(config, table=bits in TABLE_BYTES and bits != 1)
         with poisoned():
-            assert torch.equal(launch.transposed(one_hot, w, config), w_hat[rows])
-            error = nrmse(launch.transposed(grad_y, w, config), oracle)
+            assert torch.equal(launch.dgrad(one_hot, w, config), w_hat[rows])
+            error = nrmse(launch.dgrad(grad_y, w, config), oracle)
         assert error <= 2 * nrmse(grad_y @ w_hat, oracle)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["custom4-g64", "affine4-g64", "affine4-g64-e8m0"])
 def test_gradient_of_few_rows(format: str, dtype: torch.dtype) -> None:
-    """By ``transposed_kernel`` or, where codes would be transposed in a wrong layout, without."""
+    """By ``dgrad_kernel`` or, where codes would be transposed in a wrong layout, without."""
     case = Case(Format.parse(format), 5, 2048, 2048, dtype, "cuda")
     q = case.quantised()
     layout = TritonLayout(q)
@@ -242,8 +238,8 @@ def test_plain(n: int, k: int, dtype: torch.dtype) -> None:
         x = torch.randn(m, k).cuda().to(dtype)
         oracle = x.double() @ w.double().T + bias.double()
         allowed = 1.2 * nrmse(torch.nn.functional.linear(x, w, bias), oracle)
-        assert nrmse(plain.gemm(x, w, bias), oracle) <= allowed
-        assert nrmse(plain.gemv(x[0], w, bias), oracle[0]) <= 1.2 * allowed
+        assert nrmse(bf16_baseline.gemm(x, w, bias), oracle) <= allowed
+        assert nrmse(bf16_baseline.gemv(x[0], w, bias), oracle[0]) <= 1.2 * allowed
 
 
 def test_relaunch() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime import build, driver
 
-from fdk_cuda.triton import backend, launcher
+from fdk_cuda.triton import backend, toolchain
 from fdk_formats import Format
 from fdk_formats.testing import Case
 
@@ -27,13 +27,13 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The only folder of PATH, empty; no CC, and a GPU, but no launcher of Triton's."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(backend, "why_no_gpu", lambda device: None)
+    monkeypatch.setattr(backend, "unsupported_gpu", lambda device: None)
     monkeypatch.setattr(driver, "_active", None)
     monkeypatch.setattr(driver, "_default", None)
     monkeypatch.setattr(type(driver), "default", property(no_launcher))
-    launcher._fails.cache_clear()
+    toolchain._fails.cache_clear()
     yield tmp_path
-    launcher._fails.cache_clear()
+    toolchain._fails.cache_clear()
 
 
 def no_launcher(driver: object) -> None:
@@ -87,6 +87,6 @@ def test_c_compiler(
     if find is not None:
         monkeypatch.setattr(build, "_find_compiler", find.__wrapped__)
     none = pytest.raises(RuntimeError, match="Failed to find C compiler")
-    with none if launcher.c_compiler() is None else nullcontext():
+    with none if toolchain.c_compiler() is None else nullcontext():
         build._build("name", "name.c", os.fspath(bare), [], [], [], [])
-    assert run == [program for program in (launcher.c_compiler(),) if program is not None]
+    assert run == [program for program in (toolchain.c_compiler(),) if program is not None]

@@ -1,4 +1,4 @@
-"""``many_kernel`` compiles for Hopper, without a GPU, spills nothing and never waits by itself."""
+"""``gemm_wgmma_kernel`` compiles for Hopper without a GPU, spills nothing and never serialises."""
 
 import pytest
 import torch
@@ -12,26 +12,27 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton_cases import check_hopper, weight  # noqa: E402
 
 from fdk_cuda.triton import TritonLayout  # noqa: E402
-from fdk_cuda.triton.arrangement import (  # noqa: E402
+from fdk_cuda.triton.autotune import candidates  # noqa: E402
+from fdk_cuda.triton.configs import GPUS, H200, GemmWgmmaConfig  # noqa: E402
+from fdk_cuda.triton.configs.gemm import (  # noqa: E402
+    GEMM_WGMMA_FUSED_BITS,
+    fits_gemm_wgmma,
+    gemm_wgmma_config,
+    last_wave,
+    serves_gemm_wgmma,
+)
+from fdk_cuda.triton.configs.gpus import WGMMA_TILE_N, WGMMA_WARPS  # noqa: E402
+from fdk_cuda.triton.kernels.gemm_wgmma import gemm_wgmma_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.tma_pipeline import shared_layout  # noqa: E402
+from fdk_cuda.triton.layout import (  # noqa: E402
     POSITIONS,
     TABLE_BYTES,
-    Arrangement,
-    restore_codes,
-    restore_scale,
+    PackedLayout,
+    unpack_codes,
+    unpack_scale,
     words_of,
 )
-from fdk_cuda.triton.configs import GPUS, H200, MANY_OUTPUTS, MANY_WARPS, ManyConfig  # noqa: E402
-from fdk_cuda.triton.many import many_kernel  # noqa: E402
-from fdk_cuda.triton.many_configs import (  # noqa: E402
-    MANY_FUSED_BITS,
-    fits_many,
-    last_round,
-    many_config,
-    serves_many,
-)
-from fdk_cuda.triton.measuring import many_candidates  # noqa: E402
 from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
-from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 from fdk_formats import Format  # noqa: E402
 from fdk_formats.testing import random_quantised  # noqa: E402
 
@@ -41,7 +42,7 @@ TENSORS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32", "bias
 
 def compile_many(
     bits: int,
-    config: ManyConfig,
+    config: GemmWgmmaConfig,
     *,
     affine: bool | int,
     dtype: str = "bf16",
@@ -56,29 +57,29 @@ def compile_many(
         "PADDED_GROUP": 64,
         "ONE_GROUP": False,
         "AFFINE": affine,
-        "HAS_BIAS": config.parts == 1,
+        "HAS_BIAS": config.splits == 1,
         "X_DTYPE": DTYPES[dtype],
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
         "CLUSTER": config.cluster,
     }
-    out, size = (dtype, 16) if config.parts == 1 else ("fp32", 32)
+    out, size = (dtype, 16) if config.splits == 1 else ("fp32", 32)
     rows, own_rows = config.block_m, config.block_m // config.cluster
     others = TENSORS | {
         "x_desc": f"tensordesc<{dtype}[{rows}, 64],{shared_layout(16)!r}>",
-        "out_desc": f"tensordesc<{out}[{own_rows}, {MANY_OUTPUTS}],{shared_layout(size)!r}>",
+        "out_desc": f"tensordesc<{out}[{own_rows}, {WGMMA_TILE_N}],{shared_layout(size)!r}>",
         "scale_ptr": scale,
         "zero_ptr": zero,
     }
-    names = many_kernel.arg_names
+    names = gemm_wgmma_kernel.arg_names
     signature = {n: "constexpr" if n in constants else others.get(n, "i32") for n in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
         if name.endswith("_ptr") or name == "n"
     }
-    source = GluonASTSource(many_kernel, signature, constants, aligned)
-    options = OPTIONS | {"num_warps": MANY_WARPS}
+    source = GluonASTSource(gemm_wgmma_kernel, signature, constants, aligned)
+    options = OPTIONS | {"num_warps": WGMMA_WARPS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -91,42 +92,46 @@ def check(compiled: object, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_many(bits: int) -> None:
-    config = many_config(8192, 256, bits, Arrangement(8192, 8192, bits, 64).k_tiles, H200)
+    config = gemm_wgmma_config(PackedLayout(8192, 8192, bits, 64), 256, H200)
     assert config.split_k == (1 if bits in (5, 7) else 2)
     check(compile_many(bits, config, affine=False), bits)
 
 
 @pytest.mark.parametrize(("bits", "rows"), [(3, 128), (4, 256), (7, 128), (8, 256)])
 def test_many_affine(bits: int, rows: int) -> None:
-    check(compile_many(bits, ManyConfig(rows), affine=True), bits)
+    check(compile_many(bits, GemmWgmmaConfig(rows), affine=True), bits)
 
 
 @pytest.mark.parametrize("rows", [64, 128, 256])
-@pytest.mark.parametrize("bits", [1, *MANY_FUSED_BITS])
+@pytest.mark.parametrize("bits", [1, *GEMM_WGMMA_FUSED_BITS])
 def test_many_affine_otherwise(bits: int, rows: int) -> None:
     """By one multiply-add, and 1 bit by two values, whose two programs of 64 rows fit."""
-    config = many_config(8192, rows, bits, 64, H200, affine=True)
+    config = gemm_wgmma_config(PackedLayout(8192, 8192, bits, 64), rows, H200, affine=True)
     compiled = compile_many(bits, config, affine=True if bits == 1 else 2)
     check(compiled, bits)
     assert config.block_m == rows
     if rows == 64 and bits <= 2:
-        assert config == ManyConfig(64, 4, 1)
+        assert config == GemmWgmmaConfig(64, 4, 1)
 
 
 @pytest.mark.parametrize("zero", ["*fp32", "*u8"])
 @pytest.mark.parametrize("rows", [64, 256])
-@pytest.mark.parametrize("bits", [1, *MANY_FUSED_BITS])
+@pytest.mark.parametrize("bits", [1, *GEMM_WGMMA_FUSED_BITS])
 def test_many_affine_of_float32(bits: int, rows: int, zero: str) -> None:
     """Scales of float32: a difference and a product, by the same configurations."""
-    config = many_config(8192, rows, bits, 64, H200, affine=True)
+    config = gemm_wgmma_config(PackedLayout(8192, 8192, bits, 64), rows, H200, affine=True)
     check(compile_many(bits, config, affine=True, scale="*fp32", zero=zero), bits)
 
 
 @pytest.mark.parametrize(
     ("bits", "config"),
-    [(4, ManyConfig(128, 2, 2)), (4, ManyConfig(256, 4, 2)), (7, ManyConfig(128, 2, 2))],
+    [
+        (4, GemmWgmmaConfig(128, 2, 2)),
+        (4, GemmWgmmaConfig(256, 4, 2)),
+        (7, GemmWgmmaConfig(128, 2, 2)),
+    ],
 )
-def test_many_in_clusters(bits: int, config: ManyConfig) -> None:
+def test_many_in_clusters(bits: int, config: GemmWgmmaConfig) -> None:
     """What a neighbour sends fits where it goes, and nobody leaves before it has arrived."""
     compiled = compile_many(bits, config, affine=False)
     check(compiled, bits)
@@ -141,7 +146,7 @@ def test_many_in_clusters(bits: int, config: ManyConfig) -> None:
 
 def test_many_otherwise() -> None:
     """Scales of another dtype than x: exponents."""
-    check(compile_many(4, ManyConfig(128), affine=False, dtype="fp16", scale="*u8"), 4)
+    check(compile_many(4, GemmWgmmaConfig(128), affine=False, dtype="fp16", scale="*u8"), 4)
 
 
 @pytest.mark.parametrize(
@@ -155,11 +160,11 @@ def test_many_otherwise() -> None:
     ],
 )
 def test_what_many_takes(n: int, k: int, group_size: int, fits: bool) -> None:
-    a = Arrangement(n, k, 4, group_size)
-    assert fits_many(a) == fits
+    a = PackedLayout(n, k, 4, group_size)
+    assert fits_gemm_wgmma(a) == fits
     for m in (64, 65, 1024, 1025):
-        assert serves_many(a, m, H200) == (fits and m in (65, 1024))
-        assert not any(serves_many(a, m, gpu) for own, gpu in GPUS.items() if own != (9, 0))
+        assert serves_gemm_wgmma(a, m, H200) == (fits and m in (65, 1024))
+        assert not any(serves_gemm_wgmma(a, m, gpu) for own, gpu in GPUS.items() if own != (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -176,10 +181,10 @@ def test_what_many_takes(n: int, k: int, group_size: int, fits: bool) -> None:
     ],
 )
 def test_from_how_many_rows(n: int, k: int, bits: int, from_rows: int | None) -> None:
-    a = Arrangement(n, k, bits, 64)
-    served = [m for m in (16, 32, 33, 64, 65, 128) if serves_many(a, m, H200)]
+    a = PackedLayout(n, k, bits, 64)
+    served = [m for m in (16, 32, 33, 64, 65, 128) if serves_gemm_wgmma(a, m, H200)]
     assert served == [m for m in (33, 64, 65, 128) if from_rows is not None and m >= from_rows]
-    assert serves_many(a, 256, H200) == (from_rows is not None and (n, bits) != (4096, 7))
+    assert serves_gemm_wgmma(a, 256, H200) == (from_rows is not None and (n, bits) != (4096, 7))
 
 
 @pytest.mark.parametrize(
@@ -199,9 +204,9 @@ def test_from_how_many_rows(n: int, k: int, bits: int, from_rows: int | None) ->
 )
 def test_which_rows_of_8192_x_8192(bits: int, affine: bool, rows: tuple[int, ...]) -> None:
     """Where it was the fastest on an H200; else another kernel, or dequantised."""
-    a = Arrangement(8192, 8192, bits, 64)
+    a = PackedLayout(8192, 8192, bits, 64)
     tried = (32, 33, 64, 65, 256, 257, 512, 513, 1024, 1025)
-    served = {m for m in tried if serves_many(a, m, H200, affine=affine)}
+    served = {m for m in tried if serves_gemm_wgmma(a, m, H200, affine=affine)}
     last = max(rows)
     assert served == {m for m in tried if min(rows) <= m <= last}
     assert set(rows) <= served
@@ -209,29 +214,30 @@ def test_which_rows_of_8192_x_8192(bits: int, affine: bool, rows: tuple[int, ...
 
 def test_candidates_leave_every_part_a_tile() -> None:
     for k in (128, 256, 8192):
-        a = Arrangement(8192, k, 4, 64)
-        found = many_candidates(a, 256, H200)
-        assert {c.split_k for c in found} == {s for s in (1, 2, 4) if s <= a.k_tiles}
+        a = PackedLayout(8192, k, 4, 64)
+        found = candidates(a, 256, H200, affine=False)
+        splits = {c.split_k for c in found if isinstance(c, GemmWgmmaConfig)}
+        assert splits == {s for s in (1, 2, 4) if s <= a.k_tiles}
 
 
 @pytest.mark.parametrize(
     ("n", "m", "bits", "config"),
     [
-        (8192, 128, 4, ManyConfig(128, 2, 2)),
-        (8192, 256, 4, ManyConfig(256, 2, 2)),
-        (8192, 512, 4, ManyConfig(256)),
-        (28672, 256, 4, ManyConfig(256)),
-        (4096, 256, 4, ManyConfig(256, 4, 2)),
-        (14336, 64, 4, ManyConfig(64, 2, 2)),
-        (8192, 64, 2, ManyConfig(64, 4, 2)),
-        (8192, 64, 7, ManyConfig(64, 2, 2)),
-        (8192, 64, 3, ManyConfig(64, 2, 2)),
-        (8192, 256, 7, ManyConfig(128)),
+        (8192, 128, 4, GemmWgmmaConfig(128, 2, 2)),
+        (8192, 256, 4, GemmWgmmaConfig(256, 2, 2)),
+        (8192, 512, 4, GemmWgmmaConfig(256)),
+        (28672, 256, 4, GemmWgmmaConfig(256)),
+        (4096, 256, 4, GemmWgmmaConfig(256, 4, 2)),
+        (14336, 64, 4, GemmWgmmaConfig(64, 2, 2)),
+        (8192, 64, 2, GemmWgmmaConfig(64, 4, 2)),
+        (8192, 64, 7, GemmWgmmaConfig(64, 2, 2)),
+        (8192, 64, 3, GemmWgmmaConfig(64, 2, 2)),
+        (8192, 256, 7, GemmWgmmaConfig(128)),
     ],
 )
-def test_many_config(n: int, m: int, bits: int, config: ManyConfig) -> None:
+def test_many_config(n: int, m: int, bits: int, config: GemmWgmmaConfig) -> None:
     """As many programs as processors, and no more than a round of them by splitting k."""
-    assert many_config(n, m, bits, Arrangement(n, 8192, bits, 64).k_tiles, H200) == config
+    assert gemm_wgmma_config(PackedLayout(n, 8192, bits, 64), m, H200) == config
 
 
 @pytest.mark.parametrize(
@@ -248,9 +254,9 @@ def test_many_config(n: int, m: int, bits: int, config: ManyConfig) -> None:
         (21504, 64, None),  # two programs a processor: one round
     ],
 )
-def test_last_round(n: int, m: int, first: int | None) -> None:
-    config = many_config(n, m, 4, 64, H200)
-    assert last_round(m, n, config, H200) == first
+def test_last_wave(n: int, m: int, first: int | None) -> None:
+    config = gemm_wgmma_config(PackedLayout(n, 8192, 4, 64), m, H200)
+    assert last_wave(m, n, config, H200) == first
 
 
 @pytest.mark.parametrize("group_size", [64, None])
@@ -260,10 +266,10 @@ def test_outputs_of_a_weight(codebook: str, group_size: int | None) -> None:
     w = weight(TritonLayout(q))
     for part in (slice(0, 128), slice(128, None)):
         own = w.outputs(part)
-        a = own.arrangement
+        a = own.layout
         assert a.n == len(q.scale[part])
         assert own.words.shape == a.words_shape
-        assert torch.equal(restore_codes(own.words, a), q.codes()[part])
-        assert torch.equal(restore_scale(own.scale, a), q.scale[part])
+        assert torch.equal(unpack_codes(own.words, a), q.codes()[part])
+        assert torch.equal(unpack_scale(own.scale, a), q.scale[part])
         if q.zero_point is not None:
-            assert torch.equal(restore_scale(own.zero_point, a), q.zero_point[part])
+            assert torch.equal(unpack_scale(own.zero_point, a), q.zero_point[part])

@@ -1,4 +1,4 @@
-"""``many_kernel`` on a GPU of compute capability 9.0: it is Gluon, which no interpreter takes."""
+"""``gemm_wgmma_kernel`` on compute capability 9.0: there is no interpreter for Gluon."""
 
 from dataclasses import replace
 
@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton_cases import weight
 
 from fdk_cuda.triton import TritonLayout, launch
-from fdk_cuda.triton.arrangement import POSITIONS
-from fdk_cuda.triton.configs import GemmConfig, ManyConfig
-from fdk_cuda.triton.many_configs import MANY_FUSED_BITS, WORDY_BITS, last_round
+from fdk_cuda.triton.configs import GemmConfig, GemmWgmmaConfig
+from fdk_cuda.triton.configs.gemm import GEMM_WGMMA_FUSED_BITS, WORDY_BITS, last_wave
+from fdk_cuda.triton.layout import POSITIONS
 from fdk_formats import Format
 from fdk_formats.testing import Case, nrmse, poisoned
 
@@ -23,7 +23,7 @@ FORMATS = [(codebook, bits) for codebook in ("custom", "affine") for bits in ran
 
 @pytest.fixture(autouse=True)
 def hopper() -> None:
-    if not launch.gpu_at(torch.cuda.current_device()).limits.many_m:
+    if not launch.gpu_at(torch.cuda.current_device()).limits.gemm_wgmma_m:
         pytest.skip("needs a GPU of compute capability 9.0 and a Triton with Gluon")
 
 
@@ -35,10 +35,10 @@ def test_many(codebook: str, bits: int) -> None:
     """
     widest = 128 if bits in WORDY_BITS else 256
     for group_size, m, n, k, config in (
-        (64, 200, 328, 64 * 41, ManyConfig(widest, 2, 2)),
-        (128, 77, 136, 128 * 9, ManyConfig(128)),
-        (None, 300, 264, 1000, ManyConfig(widest)),
-        (64, 65, 136, 9 * 16 * POSITIONS[bits], ManyConfig(64, 4, 1 + bits % 2)),
+        (64, 200, 328, 64 * 41, GemmWgmmaConfig(widest, 2, 2)),
+        (128, 77, 136, 128 * 9, GemmWgmmaConfig(128)),
+        (None, 300, 264, 1000, GemmWgmmaConfig(widest)),
+        (64, 65, 136, 9 * 16 * POSITIONS[bits], GemmWgmmaConfig(64, 4, 1 + bits % 2)),
     ):
         case = Case(Format(codebook, bits, group_size), m, n, k, DTYPES[m == 200], "cuda")
         q = case.quantised()
@@ -50,15 +50,15 @@ def test_many(codebook: str, bits: int) -> None:
         oracle = x.double() @ w_hat.double().T + bias.double()
         torch_y = torch.nn.functional.linear(x, w_hat, bias)
         with poisoned():
-            assert torch.equal(launch.many(one_hot, w, None, config), w_hat.T[rows])
-            y = launch.many(x, w, bias, config)
+            assert torch.equal(launch.gemm_wgmma(one_hot, w, None, config), w_hat.T[rows])
+            y = launch.gemm_wgmma(x, w, bias, config)
             assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
-            assert torch.equal(y, launch.many(x, w, bias, config))
+            assert torch.equal(y, launch.gemm_wgmma(x, w, bias, config))
 
 
 @pytest.mark.parametrize("zeros", ["float", "int"])
 @pytest.mark.parametrize("scales", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("bits", [1, *MANY_FUSED_BITS])
+@pytest.mark.parametrize("bits", [1, *GEMM_WGMMA_FUSED_BITS])
 def test_affine_scales(bits: int, scales: str, zeros: str) -> None:
     """The reference's weights: by two values, by one multiply-add, or, of float32, without it."""
     format = Format("affine", bits, 64, scale_dtype=scales, zero_point=zeros)
@@ -68,19 +68,19 @@ def test_affine_scales(bits: int, scales: str, zeros: str) -> None:
         w, w_hat = weight(TritonLayout(q)), q.dequantise(dtype)
         one_hot = torch.eye(case.k, dtype=dtype, device="cuda")[:: case.k // m][:m].contiguous()
         with poisoned():
-            for config in (ManyConfig(64), ManyConfig(256, 2, 2)):
-                y = launch.many(one_hot, w, None, config)
+            for config in (GemmWgmmaConfig(64), GemmWgmmaConfig(256, 2, 2)):
+                y = launch.gemm_wgmma(one_hot, w, None, config)
                 assert torch.equal(y, w_hat.T[:: case.k // m][:m])
             y = launch.gemm(one_hot, w, None, GemmConfig(1, 4, 32))
             assert torch.equal(y, w_hat.T[:: case.k // m][:m])
 
 
 @pytest.mark.parametrize("codebook", ["custom", "affine"])
-def test_last_round(codebook: str) -> None:
+def test_last_wave(codebook: str) -> None:
     """A last round of few programs is a launch of its own, in pairs that share k."""
     processors = launch.gpu_at(torch.cuda.current_device()).processors
     m, n, k = 300, (processors // 2 + 3) * 128 - 56, 64 * 9
-    assert last_round(m, n, ManyConfig(256), launch.gpu_at(0)) == processors // 2 * 128
+    assert last_wave(m, n, GemmWgmmaConfig(256), launch.gpu_at(0)) == processors // 2 * 128
     case = Case(Format(codebook, 4, 64), m, n, k, torch.bfloat16, "cuda")
     q = case.quantised()
     w, w_hat = weight(TritonLayout(q)), q.dequantise(case.dtype)
@@ -89,22 +89,22 @@ def test_last_round(codebook: str) -> None:
         oracle = x.double() @ w_hat.double().T + torch_own
         torch_y = torch.nn.functional.linear(x, w_hat, own)
         with poisoned():
-            y = launch.many(x, w, own, ManyConfig(256))
+            y = launch.gemm_wgmma(x, w, own, GemmWgmmaConfig(256))
             assert nrmse(y, oracle) <= 1.1 * nrmse(torch_y, oracle)
-            assert torch.equal(y, launch.many(x, w, own, ManyConfig(256)))
+            assert torch.equal(y, launch.gemm_wgmma(x, w, own, GemmWgmmaConfig(256)))
 
 
 def test_many_in_a_row() -> None:
     """Each kernel starts while the one before still runs, and reads as x what that one writes."""
     case = Case(Format("custom", 4, 64), 300, 2048, 2048, torch.bfloat16, "cuda")
     ws = [weight(TritonLayout(case.quantised())) for _ in range(3)]
-    configs = (ManyConfig(256, 2, 2), ManyConfig(128), ManyConfig(128, 4, 2))
+    configs = (GemmWgmmaConfig(256, 2, 2), GemmWgmmaConfig(128), GemmWgmmaConfig(128, 4, 2))
     generator = torch.Generator("cuda").manual_seed(0)
     xs = torch.randn(4, case.m, case.k, device="cuda", generator=generator).bfloat16()
 
     def run(x: torch.Tensor, synchronise: bool) -> torch.Tensor:
         for w, config in zip(ws, configs, strict=True):
-            x = launch.many(x, w, None, config)
+            x = launch.gemm_wgmma(x, w, None, config)
             if synchronise:
                 torch.cuda.synchronize()
         return x
@@ -125,7 +125,7 @@ def test_scales_end_with_the_groups() -> None:
     w = weight(TritonLayout(replace(case.quantised(), codebook=codebook)))
     w.scale[:, -1] = torch.inf
     x = torch.ones(case.m, case.k, device="cuda", dtype=torch.bfloat16)
-    y = launch.many(x, w, None, ManyConfig(128))
+    y = launch.gemm_wgmma(x, w, None, GemmWgmmaConfig(128))
     assert y is not None
     assert y.isposinf().all()
     assert torch.equal(y, launch.gemm(x, w, None, GemmConfig(1, 4, 32)))

@@ -1,4 +1,4 @@
-"""``many_transposed_kernel`` compiles for Hopper, without a GPU, and spills nothing."""
+"""``dgrad_wgmma_kernel`` compiles for Hopper, without a GPU, and spills nothing."""
 
 from dataclasses import replace
 
@@ -12,25 +12,25 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton_cases import check_hopper, operands_of  # noqa: E402
 
-from fdk_cuda.triton.arrangement import POSITIONS, TABLE_BYTES, Arrangement, words_of  # noqa: E402
 from fdk_cuda.triton.configs import (  # noqa: E402
     GPUS,
     H200,
-    MANY_WARPS,
-    ManyTransposedConfig,
-    TransposedConfig,
+    DgradConfig,
+    DgradWgmmaConfig,
+    grad_config,
 )
-from fdk_cuda.triton.gradient_configs import many_transposed_config  # noqa: E402
-from fdk_cuda.triton.linear import gradient_config  # noqa: E402
-from fdk_cuda.triton.many_transposed import many_transposed_kernel  # noqa: E402
+from fdk_cuda.triton.configs.dgrad import dgrad_wgmma_config  # noqa: E402
+from fdk_cuda.triton.configs.gpus import WGMMA_WARPS  # noqa: E402
+from fdk_cuda.triton.kernels.dgrad_wgmma import dgrad_wgmma_kernel  # noqa: E402
+from fdk_cuda.triton.kernels.tma_pipeline import shared_layout  # noqa: E402
+from fdk_cuda.triton.layout import POSITIONS, TABLE_BYTES, PackedLayout, words_of  # noqa: E402
 from fdk_cuda.triton.remembered import OPTIONS  # noqa: E402
-from fdk_cuda.triton.ring import shared_layout  # noqa: E402
 
 POINTERS = {"words_ptr": "*i32", "values_ptr": "*i16", "lanes_ptr": "*i32"}
 
 
 def compile_transposed(
-    bits: int, config: ManyTransposedConfig, *, affine: bool, scale: str = "*bf16"
+    bits: int, config: DgradWgmmaConfig, *, affine: bool, scale: str = "*bf16"
 ) -> object:
     """Groups of 64, parts of n as float32 where it is split."""
     constants = {
@@ -46,7 +46,7 @@ def compile_transposed(
         "BLOCK_M": config.block_m,
         "STAGES": config.stages,
         "COUNT": config.positions,
-        "ROUND": config.tiles,
+        "ROUND": config.n_tiles,
     }
     others = POINTERS | {
         "zero_ptr": "*bf16" if scale == "*u8" else scale,
@@ -54,15 +54,15 @@ def compile_transposed(
         "scale_ptr": scale,
         "out_ptr": "*fp32" if config.split_n > 1 else "*bf16",
     }
-    names = many_transposed_kernel.arg_names
+    names = dgrad_wgmma_kernel.arg_names
     signature = {n: "constexpr" if n in constants else others.get(n, "i32") for n in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
         if name.endswith("_ptr") or name in ("n", "k")
     }
-    source = GluonASTSource(many_transposed_kernel, signature, constants, aligned)
-    options = OPTIONS | {"num_warps": MANY_WARPS}
+    source = GluonASTSource(dgrad_wgmma_kernel, signature, constants, aligned)
+    options = OPTIONS | {"num_warps": WGMMA_WARPS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -72,14 +72,14 @@ def compile_transposed(
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_many_transposed(bits: int, affine: bool, m: int, split_n: int) -> None:
     """No stack, room for a table, and products that run while the next weights are decoded."""
-    chosen = many_transposed_config(m, Arrangement(8192, 8192, bits, 64), H200, affine=affine)
+    chosen = dgrad_wgmma_config(PackedLayout(8192, 8192, bits, 64), m, H200, affine=affine)
     compiled = compile_transposed(bits, replace(chosen, split_n=split_n), affine=affine)
     ptx = compiled.asm["ptx"]
     check_hopper(compiled)
     assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
     assert len(operands_of(ptx)) == 4 * chosen.positions
-    running = chosen.positions * chosen.tiles
-    assert ptx.count(f"wgmma.wait_group.sync.aligned {running}") == 4 // chosen.tiles
+    running = chosen.positions * chosen.n_tiles
+    assert ptx.count(f"wgmma.wait_group.sync.aligned {running}") == 4 // chosen.n_tiles
 
 
 @pytest.mark.parametrize("scale", ["*fp16", "*fp32", "*u8"])
@@ -88,29 +88,29 @@ def test_many_transposed(bits: int, affine: bool, m: int, split_n: int) -> None:
 )
 def test_many_transposed_scales(bits: int, affine: bool, scale: str) -> None:
     """Scales of another dtype than dy, zero points alike; bytes are exponents."""
-    chosen = many_transposed_config(128, Arrangement(8192, 8192, bits, 64), H200, affine=affine)
+    chosen = dgrad_wgmma_config(PackedLayout(8192, 8192, bits, 64), 128, H200, affine=affine)
     check_hopper(compile_transposed(bits, chosen, affine=affine, scale=scale))
 
 
 @pytest.mark.parametrize(
     ("n", "bits", "m", "config"),
     [
-        (8192, 4, 64, ManyTransposedConfig(64, 8)),
-        (8192, 4, 128, ManyTransposedConfig(128, 4)),
-        (8192, 1, 65, ManyTransposedConfig(128, 4, tiles=2)),
-        (8192, 4, 129, ManyTransposedConfig(256, 2, tiles=2)),
-        (8192, 2, 256, ManyTransposedConfig(128, 2)),
+        (8192, 4, 64, DgradWgmmaConfig(64, 8)),
+        (8192, 4, 128, DgradWgmmaConfig(128, 4)),
+        (8192, 1, 65, DgradWgmmaConfig(128, 4, n_tiles=2)),
+        (8192, 4, 129, DgradWgmmaConfig(256, 2, n_tiles=2)),
+        (8192, 2, 256, DgradWgmmaConfig(128, 2)),
         (8192, 3, 65, None),  # three words a unit
         (8192, 4, 257, None),
-        (4096, 4, 256, ManyTransposedConfig(256, 2, tiles=2)),
-        (2048, 4, 64, ManyTransposedConfig(64, 4)),  # parts of 512 rows of W
-        (2048, 4, 128, ManyTransposedConfig(128, 4)),
+        (4096, 4, 256, DgradWgmmaConfig(256, 2, n_tiles=2)),
+        (2048, 4, 64, DgradWgmmaConfig(64, 4)),  # parts of 512 rows of W
+        (2048, 4, 128, DgradWgmmaConfig(128, 4)),
         (2048, 4, 129, None),
         (1024, 4, 64, None),
     ],
 )
-def test_gradient_config(n: int, bits: int, m: int, config: ManyTransposedConfig | None) -> None:
-    assert gradient_config(Arrangement(n, 8192, bits, 64), m, H200) == config
+def test_gradient_config(n: int, bits: int, m: int, config: DgradWgmmaConfig | None) -> None:
+    assert grad_config(PackedLayout(n, 8192, bits, 64), m, H200) == config
 
 
 @pytest.mark.parametrize(
@@ -124,17 +124,17 @@ def test_gradient_config(n: int, bits: int, m: int, config: ManyTransposedConfig
     ],
 )
 def test_gradient_config_of_affine_formats(n: int, bits: int, m: int, serves: bool) -> None:
-    config = gradient_config(Arrangement(n, 8192, bits, 64), m, H200, affine=True)
-    assert isinstance(config, ManyTransposedConfig) == serves
+    config = grad_config(PackedLayout(n, 8192, bits, 64), m, H200, affine=True)
+    assert isinstance(config, DgradWgmmaConfig) == serves
 
 
-@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS.values() if gpu.measured_on is None])
+@pytest.mark.parametrize("gpu", [gpu for gpu in GPUS.values() if not gpu.is_measured])
 def test_gradient_config_of_affine_7_bits_elsewhere(gpu: object) -> None:
     """By eight warps they would spill, and by four they decode each weight four times."""
-    a = Arrangement(8192, 8192, 7, 64)
-    assert gradient_config(a, 64, gpu, affine=True) is None
-    assert gradient_config(a, 32, gpu, affine=True) is not None
-    assert gradient_config(a, 64, gpu) is not None
+    a = PackedLayout(8192, 8192, 7, 64)
+    assert grad_config(a, 64, gpu, affine=True) is None
+    assert grad_config(a, 32, gpu, affine=True) is not None
+    assert grad_config(a, 64, gpu) is not None
 
 
 @pytest.mark.parametrize(
@@ -153,15 +153,15 @@ def test_gradient_config_of_affine_7_bits_elsewhere(gpu: object) -> None:
 def test_gradient_config_of_long_units(
     n: int, k: int, bits: int, group_size: int, affine: bool, serves: bool
 ) -> None:
-    config = gradient_config(Arrangement(n, k, bits, group_size), 64, H200, affine=affine)
-    assert isinstance(config, TransposedConfig) == serves
+    config = grad_config(PackedLayout(n, k, bits, group_size), 64, H200, affine=affine)
+    assert isinstance(config, DgradConfig) == serves
     assert serves or config is None
 
 
 def test_gradient_config_of_few_rows() -> None:
     for m, gpu in ((32, H200), (33, GPUS[8, 0])):
-        config = gradient_config(Arrangement(8192, 8192, 4, 64), m, gpu)
-        assert isinstance(config, TransposedConfig)
+        config = grad_config(PackedLayout(8192, 8192, 4, 64), m, gpu)
+        assert isinstance(config, DgradConfig)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_gradient_config_of_few_rows() -> None:
 )
 def test_transposed_config(bits: int, m: int, affine: bool, warps: int, split_n: int) -> None:
     """As many programs as the machine holds; of 6 bits to 64 rows too."""
-    config = gradient_config(Arrangement(8192, 8192, bits, 64), m, H200, affine=affine)
-    assert isinstance(config, TransposedConfig)
+    config = grad_config(PackedLayout(8192, 8192, bits, 64), m, H200, affine=affine)
+    assert isinstance(config, DgradConfig)
     assert (config.warps, config.split_n, config.table) == (warps, split_n, bits not in (2, 5))
     assert POSITIONS[bits] % config.warps == 0
 
@@ -222,7 +222,7 @@ def test_positions_of_a_program(
     ahead: int,
     split_n: int,
 ) -> None:
-    a = Arrangement(n, 8192, bits, group_size)
-    config = gradient_config(a, m, H200, affine=affine)
-    assert isinstance(config, TransposedConfig)
+    a = PackedLayout(n, 8192, bits, group_size)
+    config = grad_config(a, m, H200, affine=affine)
+    assert isinstance(config, DgradConfig)
     assert (config.positions, config.ahead, config.split_n) == (positions, ahead, split_n)

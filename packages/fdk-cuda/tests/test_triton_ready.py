@@ -8,11 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fdk_cuda.triton import TritonLayout, remembered, tune
+from fdk_cuda.triton import TritonLayout, autotune, remembered
 from fdk_cuda.triton import ready as ready_module
-from fdk_cuda.triton.configs import H200
+from fdk_cuda.triton.configs import H200, GemvConfig
 from fdk_cuda.triton.ready import ReadyCall, ReadyCalls
-from fdk_cuda.triton.small_configs import FEW_ROWS
 from fdk_formats.format import Format
 from fdk_formats.testing import random_quantised
 
@@ -147,7 +146,7 @@ def test_measuring_makes_calls_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     own = layout()
     call = ReadyCall(X, own._weight(), launched(seen), False)
     assert call(X, None, own._buffers) is not None
-    monkeypatch.setattr(tune, "times_measured", tune.times_measured + 1)
+    monkeypatch.setattr(autotune, "times_measured", autotune.times_measured + 1)
     assert call.is_stale()
     assert call.again(X, None, own._buffers) is None
     assert call(X, None, own._buffers) is None
@@ -157,16 +156,17 @@ def test_measuring_makes_calls_stale(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the small kernel has launched, by the shape of x, until something is measured."""
     own, calls, made = layout(), ReadyCalls(), launched([])
+    config = GemvConfig(n_tiles=1, warps=8)
     w = own._weight()
     calls.keep(X, w, None)
     assert calls.get(X) is None  # not on a GPU
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(tune, "choose", lambda w, m, dtype, device: FEW_ROWS[4].few)
-    monkeypatch.setattr(ready_module, "launched_small", lambda *key: None)
+    monkeypatch.setattr(autotune, "choose", lambda w, m, dtype, device: config)
+    monkeypatch.setattr(ready_module, "launched_gemv", lambda *key: None)
     calls.keep(X, w, None)
     assert calls.get(X) is None  # nothing launched
-    monkeypatch.setattr(ready_module, "launched_small", lambda *key: made)
-    for x in (X[:0], torch.zeros(H200.limits.small_m + 1, K, dtype=X.dtype)):
+    monkeypatch.setattr(ready_module, "launched_gemv", lambda *key: made)
+    for x in (X[:0], torch.zeros(H200.limits.gemv_m + 1, K, dtype=X.dtype)):
         calls.keep(x, w, None)
         assert calls.get(x) is None
     calls.keep(X, w, None)
@@ -174,15 +174,15 @@ def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept is not None
     calls.keep(X, w, None)
     assert calls.get(X) is kept
-    monkeypatch.setattr(tune, "times_measured", tune.times_measured + 1)
+    monkeypatch.setattr(autotune, "times_measured", autotune.times_measured + 1)
     calls.keep(X, w, None)
     assert calls.get(X) not in (None, kept)
 
     def measured_meanwhile(*key: object) -> remembered.Launch:
-        monkeypatch.setattr(tune, "times_measured", tune.times_measured + 1)
+        monkeypatch.setattr(autotune, "times_measured", autotune.times_measured + 1)
         return made
 
-    monkeypatch.setattr(ready_module, "launched_small", measured_meanwhile)
+    monkeypatch.setattr(ready_module, "launched_gemv", measured_meanwhile)
     calls.keep(X[:1], w, None)
     assert calls.get(X[:1]) is None
     assert copy.deepcopy(calls).get(X) is None

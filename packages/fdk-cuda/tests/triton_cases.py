@@ -12,16 +12,29 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.interpreter import InterpreterBuilder
 
 from fdk_cuda.triton import TritonLayout, launch
+from fdk_cuda.triton.configs import DgradConfig, GemmConfig
 
 # Bytes of stack that a thread may take. Configurations take none with Triton 3.7; before and after
-# it registers go to other values, and some configurations have a few: docs/kernels/triton.md.
+# it registers go to other values, and some configurations have a few: docs/design/triton.md.
 MAX_STACK = 0 if triton.__version__.startswith("3.7.") else 64
 
+# One configuration per number of rows.
+GEMM_CONFIGS = (
+    GemmConfig(n_tiles=1, warps=4, block_m=32),
+    GemmConfig(n_tiles=1, warps=8, block_m=64),
+    GemmConfig(n_tiles=1, warps=8, block_m=128),
+)
+DGRAD_CONFIGS = (
+    DgradConfig(n_tiles=1, warps=8, m_tiles=1, overlap=True),
+    DgradConfig(n_tiles=1, warps=4, m_tiles=2, ahead=0, overlap=True),
+    DgradConfig(n_tiles=1, warps=4, m_tiles=4, ahead=0, overlap=True),
+)
 
-def weight(layout: TritonLayout) -> launch.Weight:
+
+def weight(layout: TritonLayout) -> launch.PackedWeight:
     """A layout's weight as the kernels take it."""
     tensors = (layout.words, layout.scale, layout.zero_point, layout.values, layout.lanes)
-    return launch.Weight(*tensors, layout.arrangement)
+    return launch.PackedWeight(*tensors, layout.packed_layout)
 
 
 def mend_interpreter() -> None:

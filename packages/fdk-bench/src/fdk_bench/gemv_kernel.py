@@ -1,7 +1,7 @@
 """A Triton kernel for a linear layer in 16 bits and one row of x: all of W on its way at once.
 
-``fdk_cuda.triton.plain.gemv`` is another, a baseline for any k and with a bias. This one starts
-before the kernel ahead has ended, and is there without fdk-cuda.
+``fdk_cuda.triton.bf16_baseline.gemv`` is another, a baseline for any k and with a bias. This one
+starts before the kernel ahead has ended, and is there without fdk-cuda.
 """
 
 import torch

@@ -48,7 +48,6 @@ class Support:
         format, device: of the problem.
         chosen: the backend.
         reasons: against the others, by name.
-        decided_by: what the choice between several on a GPU goes by.
         by_rows: which kernel of it serves which number of rows; of the backends of fdk-cuda.
     """
 
@@ -56,7 +55,6 @@ class Support:
     device: str
     chosen: str | None
     reasons: dict[str, str]
-    decided_by: str = ""
     by_rows: str = ""
 
 
@@ -94,19 +92,12 @@ def supports(
                 chosen = select(problem).name
             except NoBackendError:
                 chosen = None
-            told = _decided_by(problem, chosen), _by_rows(problem, chosen)
-            yield Support(text, device, chosen, reasons, *told)
-
-
-def _decided_by(problem: Problem, chosen: str | None) -> str:
-    fdk_cuda = module_or_none("fdk_cuda")
-    is_measurable = fdk_cuda is not None and chosen in fdk_cuda.measured.BACKENDS
-    return str(fdk_cuda.measured.told(problem)) if is_measurable else ""
+            yield Support(text, device, chosen, reasons, _by_rows(problem, chosen))
 
 
 def _by_rows(problem: Problem, chosen: str | None) -> str:
     fdk_cuda = module_or_none("fdk_cuda")
-    return "" if fdk_cuda is None else str(fdk_cuda.by_rows.told(problem, chosen))
+    return "" if fdk_cuda is None else str(fdk_cuda.dispatch_report.explain(problem, chosen))
 
 
 def sampled_formats(group_size: str = "64") -> list[str]:

@@ -130,16 +130,13 @@ def _supports(found: "list[Support]", title: str) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    decided = any(support.decided_by for support in found)
-    picks = ("auto picks", "by") if decided else ("auto picks",)
-    table = Table("format", "device", *picks, "against the others", box=SIMPLE_HEAD)
+    table = Table("format", "device", "auto picks", "against the others", box=SIMPLE_HEAD)
     table.title, table.title_justify = title, "left"
     before = None
     for support in found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in support.reasons.items())
         shown = '"' if reasons == before else reasons
-        chosen = (support.chosen or "none", support.decided_by)[: len(picks)]
-        table.add_row(support.format, support.device, *chosen, shown)
+        table.add_row(support.format, support.device, support.chosen or "none", shown)
         before = reasons
     return table
 

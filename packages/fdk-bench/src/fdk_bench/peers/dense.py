@@ -75,9 +75,9 @@ class DenseTriton(Dense):
     @staticmethod
     def product(W: Tensor, x: Tensor) -> Tensor:
         """See ``Dense``."""
-        from fdk_cuda.triton import plain
+        from fdk_cuda.triton import bf16_baseline
 
-        return plain.gemv(x[0], W)[None] if x.shape[0] == 1 else plain.gemm(x, W)
+        return bf16_baseline.gemv(x[0], W)[None] if x.shape[0] == 1 else bf16_baseline.gemm(x, W)
 
 
 class Ours:

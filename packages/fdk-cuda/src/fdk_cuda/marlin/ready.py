@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from fdk_cuda import ready
-from fdk_cuda.marlin.launches import small_launch_for
-from fdk_cuda.marlin.ops import few_rows
-from fdk_cuda.ready import ALIGNMENT, Buffers
-from fdk_cuda.ready import MAX_KEPT as MAX_KEPT
+from fdk_cuda import launch_cache
+from fdk_cuda.launch_cache import ALIGNMENT, Buffers
+from fdk_cuda.launch_cache import MAX_KEPT as MAX_KEPT
+from fdk_cuda.marlin.ops import small_m_limit
+from fdk_cuda.marlin.runtime import small_launch_for
 
 
-class ReadyCall(ready.ReadyCall):
+class ReadyCall(launch_cache.ReadyCall):
     """``small_linear`` for x of one shape on one GPU, without looking anything up.
 
     Args:
@@ -43,7 +43,7 @@ class ReadyCall(ready.ReadyCall):
         return y
 
 
-class ReadyCalls(ready.ReadyCalls):
+class ReadyCalls(launch_cache.ReadyCalls):
     """The calls that a layout has made ready."""
 
     def keep(self, x: Tensor, format: str, columns: int, n: int) -> None:
@@ -58,5 +58,5 @@ class ReadyCalls(ready.ReadyCalls):
         k = x.shape[-1]
         if not x.is_cuda or k != columns or n == 0:
             return
-        if 0 < x.numel() <= few_rows(format, n, k, x.get_device()) * k:
+        if 0 < x.numel() <= small_m_limit(format, n, k, x.get_device()) * k:
             self.put(x, lambda: ReadyCall(format, x, n))

@@ -9,7 +9,7 @@ from fdk_cuda.nvrtc.compiler import (
     compile_program,
     compiler_version,
 )
-from fdk_cuda.nvrtc.installed import why_unavailable
+from fdk_cuda.nvrtc.installed import unavailable_reason
 from fdk_cuda.nvrtc.launch import Kernel, Launch
 from fdk_cuda.nvrtc.tensor_map import swizzled_map
 
@@ -25,6 +25,6 @@ __all__ = [
     "compile_program",
     "compiler_version",
     "swizzled_map",
-    "why_unavailable",
+    "unavailable_reason",
     "write_whole",
 ]

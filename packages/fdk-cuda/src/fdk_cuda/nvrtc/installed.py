@@ -42,7 +42,7 @@ def file_facts(path: str) -> Facts:
     return [path, status.st_size, status.st_mtime_ns]
 
 
-def why_unavailable() -> str | None:
+def unavailable_reason() -> str | None:
     """Why nothing can be compiled here ("NVRTC does not load ..."), or None.
 
     It is loaded only where no file of it is in a usual place: the system's loader may know one.

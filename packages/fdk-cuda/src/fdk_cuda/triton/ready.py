@@ -1,20 +1,20 @@
-"""Calls of ``small_kernel`` with all made ready that depends only on the shape of x."""
+"""Calls of ``gemv_kernel`` with all made ready that depends only on the shape of x."""
 
 from functools import reduce
 from operator import or_
 
 from torch import Tensor
 
-from fdk_cuda import ready
-from fdk_cuda.ready import ALIGNMENT, Buffers
-from fdk_cuda.triton import tune
-from fdk_cuda.triton.configs import SmallConfig
-from fdk_cuda.triton.launch import gpu_at, launched_small
+from fdk_cuda import launch_cache
+from fdk_cuda.launch_cache import ALIGNMENT, Buffers
+from fdk_cuda.triton import autotune
+from fdk_cuda.triton.configs import GemvConfig
+from fdk_cuda.triton.launch import gpu_at, launched_gemv
+from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_cuda.triton.remembered import Launch
-from fdk_cuda.triton.weight import Weight
 
 
-class ReadyCall(ready.ReadyCall):
+class ReadyCall(launch_cache.ReadyCall):
     """``small`` for x of one shape on one GPU, without looking anything up.
 
     Args:
@@ -24,17 +24,17 @@ class ReadyCall(ready.ReadyCall):
         has_bias: whether that was with a bias.
     """
 
-    def __init__(self, x: Tensor, w: Weight, launch: Launch, has_bias: bool) -> None:
-        super().__init__(x, w.arrangement.n)
+    def __init__(self, x: Tensor, w: PackedWeight, launch: Launch, has_bias: bool) -> None:
+        super().__init__(x, w.layout.n)
         # Bound: an object with ``__call__`` takes longer to call.
         self._launch, self._has_bias = launch.__call__, has_bias
         self._scale_dtype = w.scale.dtype
         self._zero_dtype = None if w.zero_point is None else w.zero_point.dtype
-        self._measured = tune.times_measured
+        self._measured = autotune.times_measured
 
     def run(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
         """See ``ready.ReadyCall``. The kernel takes all buffers but ``codebook``."""
-        if tune.times_measured != self._measured or (bias is not None) is not self._has_bias:
+        if autotune.times_measured != self._measured or (bias is not None) is not self._has_bias:
             return None
         words, scale, zero = tensors["words"], tensors["scale"], tensors["zero_point"]
         # No zero points are the scales again.
@@ -63,13 +63,13 @@ class ReadyCall(ready.ReadyCall):
 
     def is_stale(self) -> bool:
         """Whether measuring may have chosen another configuration since."""
-        return tune.times_measured != self._measured
+        return autotune.times_measured != self._measured
 
 
-class ReadyCalls(ready.ReadyCalls):
+class ReadyCalls(launch_cache.ReadyCalls):
     """The calls that a layout has made ready."""
 
-    def keep(self, x: Tensor, w: Weight, bias: Tensor | None) -> None:
+    def keep(self, x: Tensor, w: PackedWeight, bias: Tensor | None) -> None:
         """Makes the calls of the shape of x ready, where ``small`` has taken x as it is.
 
         Args:
@@ -80,20 +80,20 @@ class ReadyCalls(ready.ReadyCalls):
         if not x.is_cuda or x.numel() == 0:
             return
         m = x.numel() // x.shape[-1]
-        if m > gpu_at(x.get_device()).limits.small_m:
+        if m > gpu_at(x.get_device()).limits.gemv_m:
             return
-        measured = tune.times_measured
-        config = tune.choose(w, m, x.dtype, x.get_device())
-        if isinstance(config, SmallConfig):
+        measured = autotune.times_measured
+        config = autotune.choose(w, m, x.dtype, x.get_device())
+        if isinstance(config, GemvConfig):
             self.put(x, lambda: self._made(x, w, bias, m, config, measured))
 
     @staticmethod
     def _made(
-        x: Tensor, w: Weight, bias: Tensor | None, m: int, config: SmallConfig, measured: int
+        x: Tensor, w: PackedWeight, bias: Tensor | None, m: int, config: GemvConfig, measured: int
     ) -> ReadyCall | None:
-        launch = launched_small(x.get_device(), m, x.dtype, bias is None, config, w)
+        launch = launched_gemv(x.get_device(), m, x.dtype, bias is None, config, w)
         if launch is None:
             return None
         call = ReadyCall(x, w, launch, bias is not None)
         # Another thread may have measured since the configuration was chosen.
-        return call if tune.times_measured == measured else None
+        return call if autotune.times_measured == measured else None

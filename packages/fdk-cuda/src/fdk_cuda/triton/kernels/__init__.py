@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels, one module per operation, and the PTX that they inline."""

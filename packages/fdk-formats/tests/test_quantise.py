@@ -44,17 +44,13 @@ def same(a: QuantisedTensor, b: QuantisedTensor) -> bool:
 
 def test_quantise_by_hand() -> None:
     # Largest magnitude 6, unit 3: the scale is 2, and 1, 3, -1 ... are half way between codes.
-    weight = torch.tensor(
-        [[6, -6, 0, 1, 1.01, 3, 3.01, 5, -1, -0.99, -3, -2.99, -5, -4.99, 2, 4]],
-    )
+    weight = torch.tensor([[6, -6, 0, 1, 1.01, 3, 3.01, 5, -1, -0.99, -3, -2.99, -5, -4.99, 2, 4]])
     q = quantise(weight, "int3-g16-fp32")
     assert q.scale.tolist() == [[2.0]]
     assert q.codebook is not None
     assert q.codebook.tolist() == [-3, -2, -1, 0, 1, 2, 3, 3]
     assert q.codes().tolist() == [[6, 0, 3, 3, 4, 4, 5, 5, 2, 3, 1, 2, 0, 1, 4, 5]]
-    assert q.dequantise().tolist() == [
-        [6, -6, 0, 0, 2, 2, 4, 4, -2, 0, -4, -2, -6, -4, 2, 4],
-    ]
+    assert q.dequantise().tolist() == [[6, -6, 0, 0, 2, 2, 4, 4, -2, 0, -4, -2, -6, -4, 2, 4]]
 
 
 def test_quantise_rounds_the_scale_first() -> None:

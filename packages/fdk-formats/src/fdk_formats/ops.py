@@ -37,7 +37,7 @@ class Op:
         self.op, self.function = op, function
 
     def __call__(self, *args: Any) -> Any:
-        """Return ``op(*args)``.
+        """Returns ``op(*args)``.
 
         Raises:
             NotImplementedError: in forward mode, for a tensor with a tangent.
@@ -73,7 +73,7 @@ class LinearOp(Op):
         self._run, self._devices = run, devices
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
-        """Return ``op(x, *layout, bias, n, k)``.
+        """Returns ``op(x, *layout, bias, n, k)``.
 
         Raises:
             NotImplementedError: in forward mode, for x or a bias with a tangent.
@@ -95,7 +95,7 @@ def define_op(
     batches_rows: bool = False,
     dispatch_keys: Sequence[str] = ("CompositeExplicitAutograd",),
 ) -> Op:
-    """Define a functional op with its fake kernel and, where it has one, its gradient.
+    """Defines a functional op with its fake kernel and, where it has one, its gradient.
 
     Args:
         library: of the caller, ``Library("fdk_cpu", "FRAGMENT")``.
@@ -135,7 +135,7 @@ def define_linear_op(
     grad_x: Kernel | LinearOp,
     dispatch_keys: Sequence[str],
 ) -> LinearOp:
-    """Define ``y = x @ W_hat.T + bias`` over one packed layout, with fake kernel and gradient.
+    """Defines ``y = x @ W_hat.T + bias`` over one packed layout, with fake kernel and gradient.
 
     Defines two functional ops in the namespace of ``library``:
 
@@ -237,7 +237,7 @@ def _define_grad_op(
     grad_x: Kernel,
     dispatch_keys: Sequence[str],
 ) -> Op:
-    """Define ``<name>_grad_x``, whose own gradient is ``op``."""
+    """Defines ``<name>_grad_x``, whose own gradient is ``op``."""
     layout_args = layout.count(",") + 1
 
     def run(grad_y: Tensor, *args: Any) -> Tensor:
@@ -276,7 +276,7 @@ def _define_grad_op(
 def _function(
     op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None] | None
 ) -> type[torch.autograd.Function]:
-    """Make the autograd.Function of an op, see ``Op``."""
+    """Makes the autograd.Function of an op, see ``Op``."""
 
     def forward(*args: Any) -> Any:
         return op(*args)
@@ -293,7 +293,7 @@ def _function(
 def _vmap_rule(
     op: Callable[..., Any], fake: Callable[..., Any], batches_rows: bool
 ) -> Callable[..., tuple[Any, Any]]:
-    """Make what ``torch.library.register_vmap`` wants, see ``define_op``."""
+    """Makes what ``torch.library.register_vmap`` wants, see ``define_op``."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         first, *others = args
@@ -318,17 +318,17 @@ def _vmap_rule(
 
 
 def _without_batch(arg: Any, dim: int | None) -> Any:
-    """Return an argument in the shape of one of a batch along ``dim``, without values."""
+    """Returns an argument in the shape of one of a batch along ``dim``, without values."""
     return arg if dim is None else arg.new_empty(arg.movedim(dim, 0).shape[1:])
 
 
 def _stacked(tensors: list[Tensor], count: int) -> Tensor:
-    """Return ``count`` tensors as a batch; where there is none, the first gives the shape."""
+    """Returns ``count`` tensors as a batch; where there is none, the first gives the shape."""
     return torch.stack(tensors) if count else tensors[0].new_empty((0, *tensors[0].shape))
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    """Return whether forward mode differentiates by a tensor."""
+    """Returns whether forward mode differentiates by a tensor."""
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -339,19 +339,19 @@ def _no_forward_mode(op: Callable[..., Any]) -> NotImplementedError:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return ``[..., n]`` as ``[m, n]``; reshape(-1, n) cannot tell m where n is 0."""
+    """Returns ``[..., n]`` as ``[m, n]``; reshape(-1, n) cannot tell m where n is 0."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _no_autocast(device: str) -> AbstractContextManager[object]:
-    """Keep autocast from casting again within a kernel, whose x has been cast already."""
+    """Keeps autocast from casting again within a kernel, whose x has been cast already."""
     return (
         torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _UNCHANGED
     )
 
 
 def _save_layout(ctx: Any, layout_args: Sequence[Any], n: int, k: int) -> None:
-    """Save the layout's arguments for backward, tensors as autograd wants them."""
+    """Saves the layout's arguments for backward, tensors as autograd wants them."""
     ctx.save_for_backward(*(arg for arg in layout_args if isinstance(arg, Tensor)))
     # None marks the place of a saved tensor; a tuple holds an argument that is none.
     ctx.layout_args = [None if isinstance(arg, Tensor) else (arg,) for arg in layout_args]
@@ -359,6 +359,6 @@ def _save_layout(ctx: Any, layout_args: Sequence[Any], n: int, k: int) -> None:
 
 
 def _saved_layout(ctx: Any) -> list[Any]:
-    """Return the arguments that ``_save_layout`` saved."""
+    """Returns the arguments that ``_save_layout`` saved."""
     saved = iter(ctx.saved_tensors)
     return [next(saved) if arg is None else arg[0] for arg in ctx.layout_args]

@@ -35,7 +35,7 @@ from torch.overrides import has_torch_function
 
 
 def _private(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of ``torch._C`` with a dotted name, or ``otherwise`` without it."""
+    """Returns the function of ``torch._C`` with a dotted name, or ``otherwise`` without it."""
     try:
         found: Callable[..., Any] = attrgetter(name)(torch._C)
     except AttributeError:
@@ -52,6 +52,7 @@ def _stream_handle(device: int) -> int:
 _dispatch_modes = _private("_len_torch_dispatch_stack", lambda: 1)
 _innermost_transform = _private("_functorch.peek_interpreter_stack", lambda: "unknown")
 _is_profiling = _private("_autograd._profiler_enabled", lambda: True)
+_is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", lambda: True)
 # The level is a variable of the module, so each call reads it there.
 _forward_ad: Any = forward_ad
 if not hasattr(forward_ad, "_current_level"):
@@ -61,17 +62,17 @@ current_raw_stream: Callable[[int], int] = _private("_cuda_getCurrentRawStream",
 
 
 def in_dispatch_mode() -> bool:
-    """Return whether a TorchDispatchMode is active, which sees every op."""
+    """Returns whether a TorchDispatchMode is active, which sees every op."""
     return bool(_dispatch_modes() > 0)
 
 
 def in_transform() -> bool:
-    """Return whether a transform of torch.func is active, such as ``grad`` or ``vmap``."""
+    """Returns whether a transform of torch.func is active, such as ``grad`` or ``vmap``."""
     return _innermost_transform() is not None
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return whether ``torch.func.vmap`` maps over a tensor, at any level of transforms."""
+    """Returns whether ``torch.func.vmap`` maps over a tensor, at any level of transforms."""
     try:
         functorch = torch._C._functorch
         while functorch.is_functorch_wrapped_tensor(tensor):
@@ -84,7 +85,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def in_place_version(tensor: Tensor) -> object:
-    """Return a value that equals an earlier one unless the tensor was changed in place since.
+    """Returns a value that equals an earlier one unless the tensor was changed in place since.
 
     Always None for inference tensors, which have no version, and in compiled code, which would
     ask for it at run time.
@@ -95,7 +96,7 @@ def in_place_version(tensor: Tensor) -> object:
 
 
 def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:
-    """Return whether torch has only to run an op over x and bias, so that a kernel may do it.
+    """Returns whether torch has only to run an op over x and bias, so that a kernel may do it.
 
     False under autograd in reverse and forward mode, torch.compile and other tracers, function
     and dispatch modes, transforms of torch.func, and profilers. False for tensor subclasses (but
@@ -116,7 +117,7 @@ def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:
         or _dispatch_modes() > 0
         or _innermost_transform() is not None
         or _forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
+        or _is_jit_tracing()
         or _is_profiling()
         or not _is_plain(x)
     ):
@@ -125,7 +126,7 @@ def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether an op needs nothing of a tensor besides its memory."""
+    """Returns whether an op needs nothing of a tensor besides its memory."""
     return not (
         (tensor.requires_grad and torch.is_grad_enabled())
         or tensor.is_neg()

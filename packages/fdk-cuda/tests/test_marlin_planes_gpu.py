@@ -19,7 +19,7 @@ def plans_by_planes(layout, dtype):
     plans = list(small_plans(layout.geometry, Variant.of(layout.geometry, dtype), 1, limits))
     if not limits.is_hopper:
         pytest.skip("only Hopper takes a row by planes")
-    return [plan for plan in plans if plan.shape.by_planes]
+    return [plan for plan in plans if plan.shape.is_bitplane]
 
 
 CASES = [
@@ -76,8 +76,8 @@ def test_planes_show_what_is_not_finite(value):
         assert not run_plan(layout, x, plans_by_planes(layout, x.dtype)[0]).isfinite().any()
 
 
-# Few processors: several tiles to a block, short ones in a last pass and by themselves.
-FEW = Device(processors=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
+# Few SMs: several tiles to a block, short ones in a last pass and by themselves.
+FEW = Device(sm_count=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
 
 
 @pytest.mark.parametrize("n", [192, 576, 1000, 1216])
@@ -90,7 +90,7 @@ def test_every_plan_of_planes(format, n):
     oracle = x.double() @ exact_weight(q, x.dtype).T
     limit = 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5
     variant = Variant.of(layout.geometry, x.dtype)
-    plans = [p for p in small_plans(layout.geometry, variant, 1, FEW) if p.shape.by_planes]
-    assert {plan.split for plan in plans} == {1, 2, 4}
+    plans = [p for p in small_plans(layout.geometry, variant, 1, FEW) if p.shape.is_bitplane]
+    assert {plan.cluster for plan in plans} == {1, 2, 4}
     for plan in plans[:: 1 if n == 192 else 2]:
         assert nrmse(run_plan(layout, x, plan), oracle) <= limit, plan

@@ -19,7 +19,9 @@ def plans_to_try(plans, *, with_short_tiles):
     """A third of the plans of each split and kernel; the splits of a shape follow one another."""
     kernels = itertools.product((1, 2, 4), (False, True), (False, True))
     for kernel in kernels:
-        own = [p for p in plans if (p.split, p.shape.digit_rows > 0, p.shape.by_planes) == kernel]
+        own = [
+            p for p in plans if (p.cluster, p.shape.limb_rows > 0, p.shape.is_bitplane) == kernel
+        ]
         yield from [p for p in own if p.shape.short_blocks > 0 or not with_short_tiles][::3]
 
 
@@ -43,11 +45,11 @@ def test_every_plan(format, m, n):
     plans = list(small_plans(layout.geometry, variant, m, FEW))
     assert any(plan.passes > 1 for plan in plans)
     tried = list(plans_to_try(plans, with_short_tiles=n == 1216))
-    assert {plan.split for plan in tried} == {1, 2, 4}
+    assert {plan.cluster for plan in tried} == {1, 2, 4}
     if n == 1000:
-        assert {p.split for p in tried if p.shape.short_blocks == 0} == {1, 2, 4}
-    if any(rows >= m for rows in variant.digit_rows):
-        assert {p.split for p in tried if p.shape.digit_rows} == {1, 2, 4}
+        assert {p.cluster for p in tried if p.shape.short_blocks == 0} == {1, 2, 4}
+    if any(rows >= m for rows in variant.limb_rows):
+        assert {p.cluster for p in tried if p.shape.limb_rows} == {1, 2, 4}
     for plan in tried:
         y = run_plan(layout, x, plan)
         assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(x.dtype), oracle) + 1e-5, plan
@@ -95,7 +97,7 @@ def test_plans_that_scale_weights(format, dtype):
     W = q.dequantise(dtype)
     plans = list(small_plans(layout.geometry, variant, 16, replace(FEW, is_hopper=True)))
     assert all(plan.shape.scales_weights for plan in plans)
-    assert {plan.split for plan in plans} == {1, 2, 4}
+    assert {plan.cluster for plan in plans} == {1, 2, 4}
     assert any(plan.shape.short_blocks for plan in plans)
     for plan, m in itertools.product(plans[::2], (9, 16)):
         x = random_x(m, 1024, dtype=dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fdk_cuda.marlin.backend import _computed_format
+from fdk_cuda.marlin.backend import _kernel_format
 from fdk_formats import quantise
 
 WEIGHT = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
@@ -24,8 +24,8 @@ def test_signs_are_those_of_the_dtype(
     pair: tuple[float, float], signs: set[torch.dtype], dtype: torch.dtype
 ) -> None:
     q = quantise(WEIGHT, "custom1-g64", codebook=torch.tensor(pair))
-    assert _computed_format(q, dtype).codebook == ("binary" if dtype in signs else "custom")
+    assert _kernel_format(q, dtype).codebook == ("binary" if dtype in signs else "custom")
 
 
 def test_kmeans_of_normal_weights_goes_by_signs() -> None:
-    assert _computed_format(quantise(WEIGHT, "kmeans1-g64"), torch.float16).codebook == "binary"
+    assert _kernel_format(quantise(WEIGHT, "kmeans1-g64"), torch.float16).codebook == "binary"

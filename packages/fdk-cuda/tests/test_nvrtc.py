@@ -253,14 +253,14 @@ def test_missing_bindings(monkeypatch):
         function.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     try:
-        reason = nvrtc.why_unavailable()
+        reason = nvrtc.unavailable_reason()
     finally:
         for function in (compiler._bindings, compiler.compiler_version):
             function.cache_clear()
     assert reason is not None
     assert "cuda-bindings" in reason
     monkeypatch.undo()
-    assert nvrtc.why_unavailable() is None
+    assert nvrtc.unavailable_reason() is None
 
 
 def test_missing_library(monkeypatch):
@@ -275,15 +275,15 @@ def test_missing_library(monkeypatch):
         compiler.compiler_version()
     # With no file in a usual place, the loader is asked; with one, it is not.
     monkeypatch.setattr(installed, "library_files", lambda: [])
-    assert "Failure finding libnvrtc.so" in str(nvrtc.why_unavailable())
+    assert "Failure finding libnvrtc.so" in str(nvrtc.unavailable_reason())
     monkeypatch.setattr(installed, "library_files", lambda: ["libnvrtc.so.13"])
-    assert nvrtc.why_unavailable() is None
+    assert nvrtc.unavailable_reason() is None
 
 
 ASKING = """
 import sys
-from fdk_cuda.nvrtc import installed, why_unavailable
-assert why_unavailable() is None
+from fdk_cuda.nvrtc import installed, unavailable_reason
+assert unavailable_reason() is None
 assert installed.library_files()
 assert "cuda.bindings.nvrtc" not in sys.modules
 """

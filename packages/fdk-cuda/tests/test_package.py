@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fdk_cuda
-from fdk_formats import Format, Problem, all_backends, reasons_against
+from fdk_formats import Format, Problem, all_backends, unsupported_reasons
 
 
 def test_registers_its_backends():
@@ -30,7 +30,7 @@ def test_types_are_shipped():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said where there is no GPU")
 def test_without_a_gpu_every_backend_says_so():
     problem = Problem(Format.parse("int4-g64"), 64, 64, torch.bfloat16, torch.device("cuda"))
-    reasons = reasons_against(problem)
+    reasons = unsupported_reasons(problem)
     for name in ("marlin", "marlin-lut", "triton"):
         assert "GPU" in str(reasons[name]) or "CUDA" in str(reasons[name])
 

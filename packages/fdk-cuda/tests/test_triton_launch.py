@@ -11,15 +11,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import CompilationError, OutOfResources
 from triton.runtime.errors import PTXASError
+from triton_cases import DGRAD_CONFIGS
 
 from fdk_cuda.triton import launch as launch_module
-from fdk_cuda.triton import many_launch as many_module
 from fdk_cuda.triton import remembered as remembered_module
-from fdk_cuda.triton.configs import ManyConfig, ManyTransposedConfig
-from fdk_cuda.triton.configs.dgrad import TRANSPOSED_CONFIGS
-from fdk_cuda.triton.launch import Weight, linear, linear_transposed, transposed
-from fdk_cuda.triton.layout import Arrangement
+from fdk_cuda.triton.configs import DgradWgmmaConfig, GemmWgmmaConfig
+from fdk_cuda.triton.launch import PackedWeight, dgrad, linear, linear_dgrad
+from fdk_cuda.triton.layout import PackedLayout
 from fdk_cuda.triton.remembered import Launch, launch, relaunch
+from fdk_formats import torch_internals
 
 
 class FakeKernel:
@@ -41,7 +41,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered_module, "INTERPRETED", False)
     monkeypatch.setattr(remembered_module, "_launches", {})
     monkeypatch.setattr(launch_module, "_not_in_layout", set())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 0)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -66,14 +66,14 @@ def test_gradient_without_the_right_layout(
 ) -> None:
     """By the dequantised weight, also where Triton has kept no text of its layouts."""
     names = "y words scale zero values lanes out m n k k_tiles groups"
-    monkeypatch.setattr(launch_module, "transposed_kernel", FakeKernel(asm, tuple(names.split())))
+    monkeypatch.setattr(launch_module, "dgrad_kernel", FakeKernel(asm, tuple(names.split())))
     weight = torch.eye(64, dtype=torch.bfloat16)
     monkeypatch.setattr(launch_module, "dequantise", lambda w, dtype: weight)
     one = torch.zeros(4)
-    w = Weight(one, one, None, one, one, Arrangement(64, 64, 4, 64))
+    w = PackedWeight(one, one, None, one, one, PackedLayout(64, 64, 4, 64))
     grad_y = torch.randn(2, 64).bfloat16()
     for _ in range(2):
-        assert torch.equal(transposed(grad_y, w, replace(TRANSPOSED_CONFIGS[0], split_n=1)), grad_y)
+        assert torch.equal(dgrad(grad_y, w, replace(DGRAD_CONFIGS[0], split_n=1)), grad_y)
     assert launch_module._not_in_layout
     assert not remembered_module._launches
 
@@ -102,16 +102,18 @@ ERRORS = (
 def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the dequantised weight: said once, and not tried again; first without clusters."""
     kernel, weight = NotMade(error), torch.eye(64, dtype=torch.bfloat16)
-    monkeypatch.setattr(many_module, "many_kernel", kernel)
-    monkeypatch.setattr(many_module, "_not_made", set())
-    monkeypatch.setattr(many_module, "permute", lambda x, w: x)
+    monkeypatch.setattr(launch_module, "gemm_wgmma_kernel", kernel)
+    monkeypatch.setattr(launch_module, "_not_made", set())
+    monkeypatch.setattr(launch_module, "permute", lambda x, w: x)
     monkeypatch.setattr(launch_module, "dequantise", lambda w, dtype: weight)
-    w = Weight(*[torch.zeros(4)] * 2, None, *[torch.zeros(4)] * 2, Arrangement(64, 64, 4, 64))
+    w = PackedWeight(
+        *[torch.zeros(4)] * 2, None, *[torch.zeros(4)] * 2, PackedLayout(64, 64, 4, 64)
+    )
     x, bias = torch.randn(70, 64).bfloat16(), torch.randn(64).bfloat16()
-    with pytest.warns(UserWarning, match="(?s)cannot make many_kernel.*no barrier"):
-        y = linear(x, w, bias, ManyConfig(128, 2, 2))
+    with pytest.warns(UserWarning, match="(?s)cannot make gemm_wgmma_kernel.*no barrier"):
+        y = linear(x, w, bias, GemmWgmmaConfig(128, 2, 2))
     assert torch.equal(y, x + bias)
-    assert torch.equal(linear(x, w, bias, ManyConfig(128, 2, 2)), y)
+    assert torch.equal(linear(x, w, bias, GemmWgmmaConfig(128, 2, 2)), y)
     assert kernel.clusters == [2, 1]
 
 
@@ -119,15 +121,17 @@ def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPat
 def test_gradient_of_many_rows_without_gluon(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the dequantised weight, said once; of a dy, too, that TMA cannot read where it lies."""
     kernel, weight = NotMade(PTXASError("no barrier")), torch.eye(64, dtype=torch.bfloat16)
-    monkeypatch.setattr(many_module, "many_transposed_kernel", kernel)
-    monkeypatch.setattr(many_module, "_not_made", set())
+    monkeypatch.setattr(launch_module, "dgrad_wgmma_kernel", kernel)
+    monkeypatch.setattr(launch_module, "_not_made", set())
     monkeypatch.setattr(launch_module, "dequantise", lambda w, dtype: weight)
-    w = Weight(*[torch.zeros(4)] * 2, None, *[torch.zeros(4)] * 2, Arrangement(64, 64, 4, 64))
+    w = PackedWeight(
+        *[torch.zeros(4)] * 2, None, *[torch.zeros(4)] * 2, PackedLayout(64, 64, 4, 64)
+    )
     grad_y = torch.randn(offset + 70 * 64).bfloat16()[offset:].view(70, 64)
-    with pytest.warns(UserWarning, match="(?s)cannot make many_transposed_kernel.*no barrier"):
-        grad_x = linear_transposed(grad_y, w, ManyTransposedConfig())
+    with pytest.warns(UserWarning, match="(?s)cannot make dgrad_wgmma_kernel.*no barrier"):
+        grad_x = linear_dgrad(grad_y, w, DgradWgmmaConfig())
     assert torch.equal(grad_x, grad_y)
-    assert torch.equal(linear_transposed(grad_y, w, ManyTransposedConfig()), grad_y)
+    assert torch.equal(linear_dgrad(grad_y, w, DgradWgmmaConfig()), grad_y)
     assert kernel.clusters == [1]
 
 
@@ -153,9 +157,7 @@ def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
 def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps what it hands over for the stream of the last launch."""
     streams, seen = iter([0, 5, 5, 0]), []
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams), raising=False
-    )
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: next(streams))
     kernel = SimpleNamespace(
         run=lambda *arguments: seen.append(arguments), function="f", packed_metadata=None
     )
@@ -186,7 +188,7 @@ def test_launch_without_wrapper(
 
     kernel = SimpleNamespace(run=Run(), function="f", packed_metadata="packed")
     monkeypatch.setattr(remembered_module.triton, "__version__", version)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 5)
     Launch(kernel, (4,), (7,))((16, 32), 0)
     added = (False, True, None, None)
     expected = ("run", (4, 1, 1, 5, "f", "packed", None, None, None, 16, 32, 7))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats import Format, QuantisedTensor
-from fdk_formats.affine import nearest_affine
+from fdk_formats.encode import affine_codes
 from fdk_formats.quantise import quantise
 from fdk_formats.scales import decode_scale
 
@@ -49,10 +49,10 @@ def test_affine_of_one_sign() -> None:
     assert (q.scale.item(), q.zero_point.item()) == (pytest.approx(4 / 3), 3)
 
 
-def test_nearest_affine_matches_distances() -> None:
+def test_affine_codes_match_distances() -> None:
     groups = torch.arange(-40, 41)[None] / 8
     scale, zero = torch.tensor([0.5]), torch.tensor([2.25])
-    codes = nearest_affine(groups, scale, zero, 3)[0]
+    codes = affine_codes(groups, scale, zero, 3)[0]
     grid = (torch.arange(8) - 2.25) * 0.5
     for value, code in zip(groups[0], codes.tolist(), strict=True):
         distance = (grid - value).abs()

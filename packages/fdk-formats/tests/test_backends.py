@@ -16,7 +16,7 @@ from fdk_formats import (
     select,
 )
 from fdk_formats import backends as backends_module
-from fdk_formats.backends import Backend, Layout, reasons_against
+from fdk_formats.backends import Backend, Layout, unsupported_reasons
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 
 
@@ -72,10 +72,10 @@ def test_every_reason_is_told() -> None:
     with pytest.raises(NoBackendError) as caught:
         select(problem(192))
     message = str(caught.value)
-    assert "no backend takes nf4-g64 [n=8, k=192] with bfloat16 activations on cpu" in message
+    assert "no backend supports nf4-g64 [n=8, k=192] with bfloat16 activations on cpu" in message
     assert "\n  a: needs k % 128 == 0, got k=192" in message
     assert "\n  b: needs k % 128 == 0, got k=192" in message
-    assert reasons_against(problem(128)) == {
+    assert unsupported_reasons(problem(128)) == {
         "reference": 'chosen by name only: backend="reference"',
         "a": None,
         "b": None,
@@ -84,7 +84,7 @@ def test_every_reason_is_told() -> None:
 
 def test_a_named_backend_says_why_not() -> None:
     register(Wide("a", 1))
-    with pytest.raises(NoBackendError, match=r"backend a does not take .*: needs k % 128 == 0"):
+    with pytest.raises(NoBackendError, match=r"backend a does not support .*: needs k % 128 == 0"):
         select(problem(192), "a")
     with pytest.raises(ValueError, match="wanted auto or one of reference, a, got 'c'"):
         select(problem(128), "c")
@@ -93,7 +93,7 @@ def test_a_named_backend_says_why_not() -> None:
         select(whole, "reference")
 
 
-@pytest.mark.parametrize("asked", [select, reasons_against])
+@pytest.mark.parametrize("asked", [select, unsupported_reasons])
 def test_what_is_no_problem_is_refused(asked: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=f"{asked.__name__}: problem must be a Problem, got None"):
         asked(None)

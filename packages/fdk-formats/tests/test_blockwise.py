@@ -153,7 +153,7 @@ def test_shape_and_dtype_come_back(shape, dtype):
 
 
 def test_error_is_that_of_the_tables():
-    # A standard normal in blocks of 64: NF4 near 0.0955, 8 bits near 0.0098 (docs/blockwise.md).
+    # A standard normal in blocks of 64: NF4 near 0.0955, 8 bits near 0.0098.
     x = normal(1 << 18)
 
     def error(back):

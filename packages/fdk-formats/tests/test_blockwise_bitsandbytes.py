@@ -1,4 +1,4 @@
-"""The blockwise ops beside bitsandbytes itself: docs/blockwise.md has the table of differences.
+"""The blockwise ops beside bitsandbytes itself. docs/guide/blockwise.md lists the differences.
 
 bitsandbytes has three implementations. Its torch backend is the oracle, without an exception. Its
 CPU library and its CUDA kernels are compared too, wherever they mean the same thing.

@@ -55,11 +55,7 @@ def test_named_codebook_is_ascending(name: str, rule: str) -> None:
         ("binary1-g64", [-1, 1], 1),
         ("nf1-g64", [-1, 1], 1),
         ("nf4-g64", NF4, 1),
-        (
-            "fp4-g64",
-            [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0, 0.5, 1, 1.5, 2, 3, 4, 6],
-            6,
-        ),
+        ("fp4-g64", [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0, 0.5, 1, 1.5, 2, 3, 4, 6], 6),
     ],
 )
 def test_named_codebook_values(text: str, values: list[float], unit: float) -> None:

@@ -103,7 +103,7 @@ def test_the_kit_catches_bytes_that_change() -> None:
 
 
 def test_the_kit_names_a_case_that_is_not_taken() -> None:
-    with pytest.raises(AssertionError, match=r"reference does not take .*int8"):
+    with pytest.raises(AssertionError, match=r"reference does not support .*int8"):
         check_backend(ReferenceBackend(), replace(CASE, dtype=torch.int8))
 
 

@@ -10,8 +10,7 @@ import torch
 from fdk_formats.files import load, load_metadata, save
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
-from fdk_formats.scales import SCALE_DTYPES
-from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
+from fdk_formats.tensor import QuantisedTensor
 
 FORMATS = [
     *(f"custom{bits}-g16" for bits in range(1, 9)),
@@ -32,13 +31,13 @@ def make_weight(text, n=3, k=192, seed=0):
     groups = (n, k // format.group_size_for(k))
     codes = torch.randint(1 << format.bits, (n, k), generator=generator)
     scale = torch.rand(groups, generator=generator) - 0.5
-    scale_dtype = SCALE_DTYPES[format.scale_dtype]
+    scale_dtype = format.stored_scale_dtype
     if format.scale_dtype == "e8m0":
         scale = torch.randint(0, 255, groups, generator=generator)
     grid = {}
     if format.is_affine:
         zero = torch.rand(groups, generator=generator) * 15
-        grid["zero_point"] = zero.to(zero_point_dtype(format))
+        grid["zero_point"] = zero.to(format.stored_zero_point_dtype)
     else:
         grid["codebook"] = torch.randn(1 << format.bits, generator=generator).sort().values
     return QuantisedTensor(
@@ -242,7 +241,7 @@ def test_bad_name(path, name):
 def test_bad_metadata(path):
     with pytest.raises(TypeError, match="metadata must be strings, got 'epoch': 3"):
         save(path, {}, metadata={"epoch": 3})
-    with pytest.raises(ValueError, match=r"keys with 'fdk\.' are ours, got 'fdk\.version'"):
+    with pytest.raises(ValueError, match=r"keys with 'fdk\.' are reserved, got 'fdk\.version'"):
         save(path, {}, metadata={"fdk.version": "9"})
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from fdk_formats import Format
+from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import CODEBOOK_BITS
 
 
@@ -120,3 +121,38 @@ def test_group_size_for() -> None:
             Format.parse(format).group_size_for(k)
     with pytest.raises(ValueError, match="nf4-row: k must be at least 1, got k=0"):
         Format.parse("nf4-row").group_size_for(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "true"),
+    [
+        ("int8-g64", {"is_grid", "has_repeated_top"}),
+        ("int8-g64-signmax", {"is_grid", "has_signed_scale"}),
+        ("int1-g64-e8m0", {"is_grid", "has_power_of_two_scale"}),
+        ("binary1-g64", {"is_binary"}),
+        ("kmeans4-g64", {"is_fitted", "accepts_codebook"}),
+        ("custom4-g64", {"needs_codebook", "accepts_codebook"}),
+        ("nf4-g64", set()),
+        ("affine4-g64", {"is_affine"}),
+        ("affine4-g64-zint", {"is_affine", "has_integer_zero_point"}),
+    ],
+)
+def test_properties_that_backends_ask_for(text: str, true: set[str]) -> None:
+    format = Format.parse(text)
+    names = {name for name in dir(Format) if name.startswith(("is_", "has_", "needs_", "accepts_"))}
+    assert {name for name in names if getattr(format, name)} == true
+
+
+@pytest.mark.parametrize("rule", ["absmax", "signmax"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_grid_zero_point_turns_codes_into_values(rule: str, bits: int) -> None:
+    format = Format("int", bits, scale_rule=rule)
+    values = named_codebook(format, 64).values
+    if bits == 1:
+        assert format.grid_zero_point is None
+        return
+    assert format.grid_zero_point is not None
+    expected = [float(code - format.grid_zero_point) for code in range(1 << bits)]
+    if format.has_repeated_top:
+        expected[-1] = expected[-2]
+    assert list(values) == expected

@@ -9,13 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fdk_formats import (
-    QuantisedLinear,
-    load_model,
-    parameters_on_meta,
-    quantise,
-    save,
-)
+from fdk_formats import QuantisedLinear, load_model, parameters_on_meta, quantise, save
 from fdk_formats.readers import load_one_bit_wonder
 
 transformers = pytest.importorskip("transformers", reason="transformers, whose llama is loaded")

@@ -118,7 +118,7 @@ def test_int8_table_by_hand() -> None:
     assert int8_table(torch.tensor([0.0, float("nan")])).values.isnan().all()
 
 
-# Error against the product with x as it is, of normal x and weights: docs/int8.md has these.
+# Error against the product with x as it is, of normal x and weights: docs/guide/int8.md has these.
 EXPECTED_ERROR = {
     "int4-g64": 0.0064,
     "fp4-g64": 0.0064,

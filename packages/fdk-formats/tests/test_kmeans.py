@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from fdk_formats.histogram import FEW, Array, Points, weighted_points
-from fdk_formats.kmeans import MIRRORED_LOSS, best_partition, mirrored, optimal_centroids
+from fdk_formats.kmeans import (
+    FEW_BINS,
+    SYMMETRY_LOSS,
+    Array,
+    Points,
+    best_partition,
+    optimal_centroids,
+    symmetric_pair,
+    weighted_points,
+)
 
 
 def uniform(count: int) -> Array:
@@ -164,36 +172,36 @@ def test_optimal_centroids_by_hand() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 99), st.floats(-0.1, 0.1), st.booleans())
-def test_mirrored_costs_next_to_nothing(seed: int, mean: float, heavy: bool) -> None:
+def test_symmetric_pair_costs_next_to_nothing(seed: int, mean: float, heavy: bool) -> None:
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(2000) + mean
     points = points_of(values, rng.random(2000) if heavy else None)
     pair = optimal_centroids(points, 2, uniform(2))
-    found = mirrored(points, pair)
+    found = symmetric_pair(points, pair)
     levels = np.linspace(0.5, 1.2, 701)
     best = min(cost(points, np.array([-level, level])) for level in levels)
-    if best <= (1 + MIRRORED_LOSS) * cost(points, pair):
+    if best <= (1 + SYMMETRY_LOSS) * cost(points, pair):
         assert found[0] == -found[1]
-        assert cost(points, found) <= min(best, (1 + MIRRORED_LOSS) * cost(points, pair))
+        assert cost(points, found) <= min(best, (1 + SYMMETRY_LOSS) * cost(points, pair))
     elif found is not pair:  # between two of the levels
-        assert cost(points, found) <= (1 + MIRRORED_LOSS) * cost(points, pair)
+        assert cost(points, found) <= (1 + SYMMETRY_LOSS) * cost(points, pair)
 
 
-def test_mirrored_by_hand() -> None:
+def test_symmetric_pair_by_hand() -> None:
     points = Points(np.array([-2.0, -1.0, 1.0, 3.0]), np.array([1.0, 1.0, 1.0, 1.0]))
     pair = np.array([-1.5, 2.0])  # their error is 2.5, that of -1.75 and 1.75 is 2.75
-    assert mirrored(points, pair) is pair
+    assert symmetric_pair(points, pair) is pair
     even = Points(np.array([-2.001, -1.0, 1.0, 2.0]), np.array([1.0, 1.0, 1.0, 1.0]))
-    assert_allclose(mirrored(even, np.array([-1.5005, 1.5])), [-1.50025, 1.50025])
+    assert_allclose(symmetric_pair(even, np.array([-1.5005, 1.5])), [-1.50025, 1.50025])
     nothing = Points(np.zeros(0), np.zeros(0))
-    assert mirrored(nothing, np.zeros(2)).tolist() == [0.0, 0.0]
+    assert symmetric_pair(nothing, np.zeros(2)).tolist() == [0.0, 0.0]
     lone = Points(np.array([-1.0, 5.0]), np.array([1.0, 1.0]))
-    assert mirrored(lone, np.array([-1.0, 5.0])).tolist() == [-1.0, 5.0]
+    assert symmetric_pair(lone, np.array([-1.0, 5.0])).tolist() == [-1.0, 5.0]
     # Two tight heaps: in units of e^2 the error is 4, that of -c and c 5, and the spread 4 / e^2.
     e = 1e-9
     heaps = Points(np.array([-1 - e, -1 + e, 1, 1 + 2 * e]), np.ones(4))
     pair = np.array([-1, 1 + e])
-    assert mirrored(heaps, pair) is pair
+    assert symmetric_pair(heaps, pair) is pair
 
 
 def test_optimal_centroids_ignore_masses_that_vanish() -> None:
@@ -228,7 +236,7 @@ def test_weighted_points_keep_the_sums(power: int) -> None:
     samples = samples_of(values[:30000].tolist(), values[30000:].tolist())
     points = weighted_points(samples, peak=float(np.abs(values).max()))
     wide = values.astype(np.float64)
-    assert len(points.position) > FEW
+    assert len(points.position) > FEW_BINS
     assert (np.diff(points.position) > 0).all()
     assert points.mass.sum() == len(values)
     assert_allclose(points.mass @ points.position, wide.sum(), rtol=1e-9)

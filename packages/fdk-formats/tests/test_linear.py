@@ -20,7 +20,7 @@ from fdk_formats import (
     register,
 )
 from fdk_formats.backends import Layout
-from fdk_formats.linear import Unpacked
+from fdk_formats.linear import PendingLayout
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 from fdk_formats.testing import nrmse, random_quantised
 
@@ -180,7 +180,7 @@ def test_a_move_chooses_the_backend_anew() -> None:
     auto = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="anywhere")
     assert auto.to("meta").weight.backend_name == "anywhere"
     q = auto.weight.unpack()
-    with pytest.raises(NoBackendError, match=r"cpu_only does not take .*: needs the CPU, got meta"):
+    with pytest.raises(NoBackendError, match=r"cpu_only does not .*: needs the CPU, got meta"):
         QuantisedLinear.from_quantised(q, backend="cpu_only")
 
 
@@ -240,7 +240,7 @@ def test_a_move_that_no_backend_takes_moves_the_whole_model(
 def test_an_unpacked_weight_whose_tensors_are_one() -> None:
     q = random_quantised(Format("affine", 4, 64), n=8, k=64)
     q = replace(q, zero_point=q.scale)
-    unpacked = Unpacked(q, "no backend").unpack()
+    unpacked = PendingLayout(q, "no backend").unpack()
     assert torch.equal(unpacked.dequantise(), q.dequantise())
 
 

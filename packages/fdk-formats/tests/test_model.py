@@ -154,7 +154,7 @@ def test_errors_come_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdk_formats.model.quantise", never)
     with pytest.raises(ValueError, match="layer up: kmeans4-g64: k must be a positive multiple"):
         quantised(Block(), "kmeans4-g64")
-    with pytest.raises(NoBackendError, match="layer up: no backend takes kmeans4-g32"):
+    with pytest.raises(NoBackendError, match="layer up: no backend supports kmeans4-g32"):
         quantise_model(Block().to("meta"), "kmeans4-g32")
     with pytest.raises(ValueError, match="override 'attention' fits no linear layer of up, down"):
         quantised(Block(), overrides={"attention": None})
@@ -350,7 +350,7 @@ def test_every_name_of_a_shared_layer_counts() -> None:
 def test_a_computed_weight_is_refused(part: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     prune.l1_unstructured(model[1], part, 0.5)  # type: ignore[no-untyped-call]
-    wanted = f"layer 1: its {part} must be a parameter, and is computed of others"
+    wanted = f"layer 1: its {part} must be a parameter, and is computed from others"
     with pytest.raises(ValueError, match=wanted):
         quantise_model(model, "int4-g32", backend="reference")
     prune.remove(model[1], part)  # type: ignore[no-untyped-call]

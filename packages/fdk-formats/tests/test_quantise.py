@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fdk_formats import Format, QuantisedTensor, groups
+from fdk_formats import Format, QuantisedTensor, scales
 from fdk_formats.codebooks import named_codebook
-from fdk_formats.nearest import Nearest
+from fdk_formats.encode import CodebookEncoder
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.scales import decode_scale
 
@@ -44,17 +44,13 @@ def same(a: QuantisedTensor, b: QuantisedTensor) -> bool:
 
 def test_quantise_by_hand() -> None:
     # Largest magnitude 6, unit 3: the scale is 2, and 1, 3, -1 ... are half way between codes.
-    weight = torch.tensor(
-        [[6, -6, 0, 1, 1.01, 3, 3.01, 5, -1, -0.99, -3, -2.99, -5, -4.99, 2, 4]],
-    )
+    weight = torch.tensor([[6, -6, 0, 1, 1.01, 3, 3.01, 5, -1, -0.99, -3, -2.99, -5, -4.99, 2, 4]])
     q = quantise(weight, "int3-g16-fp32")
     assert q.scale.tolist() == [[2.0]]
     assert q.codebook is not None
     assert q.codebook.tolist() == [-3, -2, -1, 0, 1, 2, 3, 3]
     assert q.codes().tolist() == [[6, 0, 3, 3, 4, 4, 5, 5, 2, 3, 1, 2, 0, 1, 4, 5]]
-    assert q.dequantise().tolist() == [
-        [6, -6, 0, 0, 2, 2, 4, 4, -2, 0, -4, -2, -6, -4, 2, 4],
-    ]
+    assert q.dequantise().tolist() == [[6, -6, 0, 0, 2, 2, 4, 4, -2, 0, -4, -2, -6, -4, 2, 4]]
 
 
 def test_quantise_rounds_the_scale_first() -> None:
@@ -116,7 +112,7 @@ def test_nearest_is_the_nearest_and_the_lower_of_a_tie(
     values: list[int], points: list[int]
 ) -> None:
     table = torch.tensor(sorted(values), dtype=torch.float32)
-    codes = Nearest(table).codes(torch.tensor(points) / 2)
+    codes = CodebookEncoder(table).codes(torch.tensor(points) / 2)
     assert codes.dtype == torch.uint8
     for point, code in zip(points, codes.tolist(), strict=True):
         distance = (table - point / 2).abs()
@@ -133,7 +129,7 @@ def test_nearest_counts_midpoints_at_every_spread(bits: int, spread: float) -> N
     around = torch.stack([middle, middle.nextafter(middle + 1), middle.nextafter(middle - 1)])
     value = torch.cat([around.view(-1), normal(1, 999)[0] * spread, torch.tensor([0.0, 3e38])])
     wanted = (value[:, None] > middle).sum(-1)
-    nearest = Nearest(table)
+    nearest = CodebookEncoder(table)
     assert torch.equal(nearest.codes(value), wanted.to(torch.uint8))
     assert torch.equal(nearest.values(value.view(1, -1)), table[wanted].view(1, -1))
 
@@ -213,7 +209,7 @@ def test_quantise_is_the_same_in_any_chunks_and_threads(
         assert same(quantise(weight, format), wanted)
     finally:
         torch.set_num_threads(threads)
-    monkeypatch.setattr(groups, "CODES_PER_CHUNK", 500)
+    monkeypatch.setattr(scales, "CODES_PER_CHUNK", 500)
     small = quantise(weight, format)
     assert torch.equal(small.packed, wanted.packed)
     assert torch.equal(small.scale, wanted.scale)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fdk_formats import groups
+from fdk_formats import scales
 from fdk_formats.quantise import quantise
 
 
@@ -55,7 +55,7 @@ def test_weight_is_checked(weight: Tensor, error: type[Exception], message: str)
 @pytest.mark.parametrize("format", ["kmeans4-g16", "int1-g16", "nf4-g16-search", "affine4-g16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weight_must_be_finite(format: str, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "CODES_PER_CHUNK", 96)  # three rows: the place is in a later chunk
+    monkeypatch.setattr(scales, "CODES_PER_CHUNK", 96)  # three rows: the place is in a later chunk
     weight = normal(7, 32)
     weight[5, 17] = weight[5, 30] = bad
     with pytest.raises(ValueError, match=f"finite.*, got {bad} at row 5, column 17"):

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdk_formats.scales import decode_scale, divide, encode_scale, largest_scale, statistic
+from fdk_formats.encode import divide
+from fdk_formats.scales import decode_scale, encode_scale, largest_scale, statistic
 
 
 @pytest.mark.parametrize(

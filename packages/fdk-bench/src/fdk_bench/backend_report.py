@@ -11,7 +11,7 @@ import torch
 from fdk_bench.cases import DTYPES, canonical
 from fdk_bench.machine import caches, device_name, module_or_none
 from fdk_bench.peers import PEERS
-from fdk_formats import Format, NoBackendError, Problem, reasons_against, select
+from fdk_formats import Format, NoBackendError, Problem, select, unsupported_reasons
 
 SAMPLED_CODEBOOKS = ("custom", "int", "affine")
 SAMPLED_BITS = (8, 7, 6, 5, 4, 3, 2, 1)
@@ -85,7 +85,9 @@ def supports(
                 yield Support(text, device, None, {"every backend": str(error)})
                 continue
             problem = Problem(format, n, k, DTYPES[dtype], torch.device(device))
-            reasons = {name: reason for name, reason in reasons_against(problem).items() if reason}
+            reasons = {
+                name: reason for name, reason in unsupported_reasons(problem).items() if reason
+            }
             try:
                 chosen = select(problem).name
             except NoBackendError:

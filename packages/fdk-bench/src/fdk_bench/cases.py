@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from fdk_formats import Format, QuantisedTensor, quantise
-from fdk_formats.scales import SCALE_DTYPES, decode_scale
-from fdk_formats.tensor import zero_point_dtype
+from fdk_formats.scales import decode_scale
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # (n, k) of the linear layers of a block, fused as servers fuse them.
@@ -247,7 +246,7 @@ def random_weight(
     codebook = zero_point = None
     if format.is_affine:
         zero = torch.rand(n, groups, device=device, generator=generator) * (levels - 1)
-        zero_point = zero.round().to(zero_point_dtype(format))
+        zero_point = zero.round().to(format.stored_zero_point_dtype)
         largest = levels / 2
     else:
         codebook = _codebook(format, k, seed).to(device)
@@ -256,7 +255,7 @@ def random_weight(
     scale /= largest * k**0.5
     if format.scale_dtype == "e8m0":
         scale = 127 + scale.log2().round()
-    scale = scale.to(SCALE_DTYPES[format.scale_dtype])
+    scale = scale.to(format.stored_scale_dtype)
     return QuantisedTensor(format, (n, k), packed, scale, codebook, zero_point)
 
 

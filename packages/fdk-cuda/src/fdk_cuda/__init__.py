@@ -11,15 +11,15 @@ __all__ = ["dispatch_report", "precompile", "register_backends"]
 
 
 def register_backends(*, batch_invariant: bool = False) -> None:
-    """Registers ``marlin``, ``marlin-lut`` and ``triton`` anew, for layers packed from here on.
+    """Registers ``marlin``, ``marlin-lut`` and ``triton`` again, for layers packed from now on.
 
     Args:
-        batch_invariant: a row of y does not depend on m, whichever of them a layer gets. It costs
-            time: see docs/kernels.
+        batch_invariant: a row of y does not depend on m, in any of the three. It costs time: see
+            docs/design/marlin.md and docs/design/triton.md.
     """
     for backend in marlin_backends(batch_invariant=batch_invariant):
         register(backend)
-    # Triton has wheels for Linux only; where it is missing its backend is too.
+    # Triton has wheels for Linux only.
     if importlib.util.find_spec("triton") is not None:
         from fdk_cuda.triton import TritonBackend
 

@@ -1,4 +1,4 @@
-"""Which GPU a caller means, and whether the kernels run on it."""
+"""Resolves a device argument to a GPU, and checks that the kernels run on it."""
 
 import torch
 
@@ -7,11 +7,11 @@ NO_GPU = "needs an NVIDIA GPU and its driver: torch finds none on this machine"
 
 
 def gpu_index(caller: str, device: torch.device | str | int | None) -> int:
-    """The index of a GPU, by default and of ``cuda`` that of the current one.
+    """Returns the index of a GPU; for None and ``cuda``, of the current one.
 
     Raises:
-        RuntimeError: torch finds no GPU; what it says itself depends on the device.
-        ValueError: for a device that is no GPU.
+        RuntimeError: torch finds no GPU.
+        ValueError: the device is not a GPU.
     """
     if not torch.cuda.is_available():
         raise RuntimeError(f"{caller}: {NO_GPU}")
@@ -19,8 +19,8 @@ def gpu_index(caller: str, device: torch.device | str | int | None) -> int:
         return torch.cuda.current_device()
 
 
-def why_no_gpu(device: torch.device) -> str | None:
-    """Why no kernel of this package runs on a device ("needs an NVIDIA GPU, got cpu"), or None."""
+def unsupported_gpu(device: torch.device) -> str | None:
+    """Returns why no kernel runs on a device ("needs an NVIDIA GPU, got cpu"), or None."""
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, got {device}"
     if not torch.cuda.is_available():

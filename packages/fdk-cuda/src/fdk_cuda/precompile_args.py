@@ -1,4 +1,4 @@
-"""What ``precompile`` and ``tune_layers`` are asked to make ready, checked before anything runs."""
+"""Checks of the arguments of ``precompile`` and ``tune_layers``, before anything runs."""
 
 from collections.abc import Iterable
 
@@ -10,15 +10,15 @@ Layer = tuple[Format | str, int, int]
 
 
 def checked_layers(caller: str, layers: Iterable[Layer]) -> list[tuple[Format, int, int]]:
-    """Format, n and k of each layer that takes a kernel: those without outputs take none.
+    """Returns format, n and k of each layer, without layers of n = 0, which need no kernel.
 
     Args:
-        caller: named in errors.
-        layers: format, or its short form, n and k of each.
+        caller: function named in errors.
+        layers: format or its short form, n and k of each.
 
     Raises:
-        TypeError: for a layer that is no such triple.
-        ValueError: for a format that does not parse, n below 0, or k that its groups do not fill.
+        TypeError: a layer is not such a triple.
+        ValueError: a format does not parse, n is negative, or groups do not fill k.
     """
     checked = []
     for layer in layers:
@@ -36,7 +36,7 @@ def checked_layers(caller: str, layers: Iterable[Layer]) -> list[tuple[Format, i
     return checked
 
 
-def check_activations(caller: str, dtype: torch.dtype, taken: tuple[torch.dtype, ...]) -> None:
-    """Raises TypeError where kernels take no activations of a dtype."""
-    if dtype not in taken:
-        raise TypeError(f"{caller}: dtype must be {' or '.join(map(str, taken))}, got {dtype}")
+def check_activations(caller: str, dtype: torch.dtype, supported: tuple[torch.dtype, ...]) -> None:
+    """Raises TypeError where kernels do not support the dtype of activations."""
+    if dtype not in supported:
+        raise TypeError(f"{caller}: dtype must be {' or '.join(map(str, supported))}, got {dtype}")

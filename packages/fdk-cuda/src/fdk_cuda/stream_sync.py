@@ -1,4 +1,4 @@
-"""Layouts whose weight is there before any kernel reads it."""
+"""Layouts that synchronise after each write, needed for programmatic dependent launch (PDL)."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -9,26 +9,26 @@ from torch import Tensor
 from fdk_formats.backends import Layout
 
 
-class SettledLayout(Layout):
-    """A layout for kernels that overlap with the one ahead of them in the stream.
+class SyncedLayout(Layout):
+    """A layout for kernels launched with PDL.
 
-    Such a kernel reads the weight before the one ahead has ended (programmatic dependent launch),
-    and that one may be what writes the weight. So whatever writes it, packing, a move or a copy, is
-    waited for once. ``__init__`` of a layout ends with ``settle``.
+    Such a kernel reads the weight before the previous kernel of the stream has ended, which may be
+    the one that writes the weight. So every write (packing, a move, a copy) is waited for once.
+    ``__init__`` of a subclass ends with ``synchronise``.
     """
 
-    def settle(self) -> None:
-        """Waits for all that is under way on the GPUs that hold the buffers."""
+    def synchronise(self) -> None:
+        """Waits for all work on the GPUs that hold the buffers."""
         for device in {buffer.device for buffer in self.buffers() if buffer.is_cuda}:
             torch.cuda.synchronize(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``cuda`` and their like go through."""
+        """Synchronises after ``to``, ``cuda`` and similar methods, which all call this."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.settle()
+        self.synchronise()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What ``copy.deepcopy`` and unpickling end with."""
+        """Synchronises after ``copy.deepcopy`` and unpickling, which end with this."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.settle()
+        self.synchronise()

@@ -1,15 +1,19 @@
-"""Formats of weights in 1 to 8 bits: codebooks, quantisers, packing, layers, files, reference."""
+"""Linear layers whose weights are stored in 1 to 8 bits.
 
-import fdk_formats.reference  # noqa: F401  registers its backend
+Formats, codebooks, quantisers, layers, whole models, files and the backend ``reference``. Kernels
+come with ``fdk_cpu`` and ``fdk_cuda``, which are found when they are installed.
+"""
+
+import fdk_formats.reference  # noqa: F401  registers the backend
 from fdk_formats.backends import (
     Backend,
     Layout,
     NoBackendError,
     Problem,
     all_backends,
-    reasons_against,
     register,
     select,
+    unsupported_reasons,
 )
 from fdk_formats.blockwise import (
     QuantisedBlocks,
@@ -18,17 +22,15 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
-from fdk_formats.fake import fake_quantise
-from fdk_formats.files import load, save
+from fdk_formats.files import load, load_model, parameters_on_meta, save, save_model
 from fdk_formats.format import Format
-from fdk_formats.fused import fuse_layers
+from fdk_formats.fuse import fuse_layers
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
-from fdk_formats.model import quantise_model
-from fdk_formats.model_files import load_model, parameters_on_meta, save_model
+from fdk_formats.model import LayerReport, ModelReport, model_report, quantise_model
 from fdk_formats.packing import pack, unpack
+from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import fit_codebook, quantise
-from fdk_formats.report import LayerReport, ModelReport, model_report, relative_error
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedTensor, relative_error
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,11 +60,11 @@ __all__ = [
     "quantise_4bit",
     "quantise_blockwise",
     "quantise_model",
-    "reasons_against",
     "register",
     "relative_error",
     "save",
     "save_model",
     "select",
     "unpack",
+    "unsupported_reasons",
 ]

@@ -1,4 +1,4 @@
-"""Backends: each owns one packed layout and its kernels; chosen once, when a weight is packed."""
+"""Backends: each has one packed layout and its kernels, and is chosen when a weight is packed."""
 
 import importlib
 import importlib.metadata
@@ -15,26 +15,26 @@ from fdk_formats.format import Format
 from fdk_formats.tensor import QuantisedTensor
 
 ENTRY_POINT_GROUP = "fdk_formats.backends"
-# Found without package metadata too: importing one of these registers its backends.
+# Imported without package metadata too. Importing a package registers its backends.
 KNOWN_PACKAGES = ("fdk_cuda", "fdk_cpu")
-# How x meets a weight: as it is, or rounded to 8 bits as ``fdk_formats.int8`` defines.
+# x as it is, or rounded to 8 bits as ``fdk_formats.int8`` defines.
 ACTIVATIONS = ("float", "int8")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a backend is asked to take: a weight ``[n, k]`` and the activations it will meet.
+    """A product that a backend may support: a weight ``[n, k]`` and its activations.
 
     Attributes:
-        format: the format of the weight.
+        format: format of the weight.
         n: outputs.
         k: inputs.
-        dtype: of the activations x and of y.
-        device: where x, y and the weight live.
+        dtype: dtype of x and y.
+        device: device of x, y and the weight.
         activations: ``float``, or ``int8`` for x rounded to 8 bits, see ``fdk_formats.int8``.
 
     Raises:
-        ValueError: for other activations.
+        ValueError: if ``activations`` is something else.
     """
 
     format: Format
@@ -57,55 +57,67 @@ class Problem:
 
 
 def check_activations(activations: str) -> None:
-    """Raises ValueError for what is not in ``ACTIVATIONS``."""
+    """Raises ValueError if ``activations`` is not in ``ACTIVATIONS``."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations: wanted {' or '.join(ACTIVATIONS)}, got {activations!r}")
 
 
 class Layout(nn.Module, ABC):
-    """A weight in a backend's own arrangement, with the kernels for every m.
+    """A weight in a backend's packed layout, with kernels for every m.
 
-    Its tensors are buffers with ``persistent=False``: a file holds only what ``unpack`` returns.
+    Its tensors are non-persistent buffers: files hold only what ``unpack`` returns.
 
     Attributes:
-        casts: whether it takes x of another dtype than its own, as autocast brings it.
+        casts: True if ``forward`` accepts x of another dtype, as under autocast, and casts it.
     """
 
     casts = False
 
     @abstractmethod
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``y = x @ W_hat.T + bias``, for ``x :: [..., k]`` and ``bias :: [n]``."""
+        """Computes ``y = x @ W_hat.T + bias``.
+
+        Args:
+            x: ``[..., k]``.
+            bias: ``[n]`` or None.
+
+        Returns:
+            ``[..., n]`` in the dtype of x.
+        """
 
     @abstractmethod
     def unpack(self) -> QuantisedTensor:
-        """The weight it was packed from, byte for byte."""
+        """Returns the weight it was packed from, byte for byte."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Kernels for some formats on some devices. See docs/backends.md."""
+    """Kernels for some formats on some devices. docs/guide/backends.md shows how to write one.
+
+    Attributes:
+        name: what callers pass as ``backend``.
+    """
 
     name: str
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why this backend cannot take the problem ("needs k % 128 == 0, got k=192"), or None.
+        """Returns None if the backend supports a problem, else the reason.
 
-        One without kernels for ``problem.activations`` says so: "has no int8 activations".
+        For example "needs k % 128 == 0, got k=192" or "has no int8 activations".
         """
 
     def priority(self, problem: Problem) -> int:
-        """Among the backends that can take a problem, ``auto`` picks the highest."""
+        """Returns a rank: ``auto`` picks the highest among backends that support the problem."""
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
-        """Lays a weight out on its own device, for activations of ``dtype``.
+        """Packs a weight on its device, for activations of ``dtype``.
 
-        ``activations`` is passed only where it is not ``float``.
+        ``activations`` is passed only if it is not ``float``.
         """
 
 
 class NoBackendError(RuntimeError):
-    """No backend takes a problem; the message holds every backend's reason."""
+    """No backend supports a problem. The message has every backend's reason."""
 
 
 _registry: dict[str, Backend] = {}
@@ -113,14 +125,15 @@ _by_name_only: set[str] = set()
 
 
 def register(backend: Backend, *, by_name_only: bool = False) -> None:
-    """Makes a backend known under its name; a later one of the same name replaces it.
+    """Registers a backend under its name, replacing an earlier one of that name.
 
     Args:
-        by_name_only: ``auto`` never picks it.
+        backend: the backend.
+        by_name_only: True to keep ``auto`` from picking it.
 
     Raises:
-        TypeError: for what is no ``Backend``.
-        ValueError: for the name ``auto``, which asks ``select`` to choose.
+        TypeError: if ``backend`` is not a ``Backend``.
+        ValueError: if its name is ``auto``.
     """
     if not isinstance(backend, Backend):
         raise TypeError(
@@ -134,18 +147,27 @@ def register(backend: Backend, *, by_name_only: bool = False) -> None:
 
 
 def all_backends() -> dict[str, Backend]:
-    """Every backend by name, those of installed packages included."""
+    """Returns every backend by name, including those of installed packages."""
     _discover()
     return dict(_registry)
 
 
 def select(problem: Problem, backend: str = "auto") -> Backend:
-    """The backend for a problem: the one named, or with ``auto`` the best that takes it.
+    """Selects the backend for a problem.
+
+    Args:
+        problem: the product.
+        backend: a backend's name, or ``auto`` for the highest priority among those that support it.
 
     Raises:
-        NoBackendError: where none takes it, with the reason of each.
-        ValueError: for a name that no backend has.
-        TypeError: for what is no ``Problem``.
+        NoBackendError: if none supports it, with every backend's reason.
+        ValueError: if no backend has this name.
+        TypeError: if ``problem`` is not a ``Problem``.
+
+    Example:
+        >>> problem = Problem(Format.parse("int4-g64"), 64, 128, torch.float32, torch.device("cpu"))
+        >>> select(problem, "reference").name
+        'reference'
     """
     _check_problem("select", problem)
     known = all_backends()
@@ -155,23 +177,26 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
                 f"backend: wanted auto or one of {', '.join(known)}, got {backend!r}{_failures()}"
             )
         if reason := known[backend].unsupported(problem):
-            raise NoBackendError(f"backend {backend} does not take {problem}: {reason}")
+            raise NoBackendError(f"backend {backend} does not support {problem}: {reason}")
         return known[backend]
-    reasons = reasons_against(problem)
-    taking = [known[name] for name, reason in reasons.items() if reason is None]
-    if not taking:
+    reasons = unsupported_reasons(problem)
+    supporting = [known[name] for name, reason in reasons.items() if reason is None]
+    if not supporting:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-        raise NoBackendError(f"no backend takes {problem}:{lines}{_failures()}")
-    return max(taking, key=lambda candidate: candidate.priority(problem))
+        raise NoBackendError(f"no backend supports {problem}:{lines}{_failures()}")
+    return max(supporting, key=lambda candidate: candidate.priority(problem))
 
 
-def reasons_against(problem: Problem) -> dict[str, str | None]:
-    """Per backend, why ``auto`` would not pick it for a problem, or None where it might.
+def unsupported_reasons(problem: Problem) -> dict[str, str | None]:
+    """Returns, per backend, why ``auto`` would not pick it for a problem; None if it could.
+
+    Args:
+        problem: the product.
 
     Raises:
-        TypeError: for what is no ``Problem``.
+        TypeError: if ``problem`` is not a ``Problem``.
     """
-    _check_problem("reasons_against", problem)
+    _check_problem("unsupported_reasons", problem)
     return {
         name: f'chosen by name only: backend="{name}"'
         if name in _by_name_only
@@ -187,7 +212,7 @@ def _check_problem(caller: str, problem: Problem) -> None:
 
 @cache
 def _discover() -> dict[str, str]:
-    """Imports the packages that bring backends; returns what failed, by module."""
+    """Imports packages with backends; returns the errors of those that failed, by module."""
     entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     modules = {entry.value for entry in entry_points}
     modules |= {name for name in KNOWN_PACKAGES if importlib.util.find_spec(name)}
@@ -195,7 +220,7 @@ def _discover() -> dict[str, str]:
     for module in sorted(modules):
         try:
             importlib.import_module(module)
-        except Exception as error:  # a broken package must not take the others with it
+        except Exception as error:  # a broken package must not disable the others
             failures[module] = f"{type(error).__name__}: {error}"
     return failures
 

@@ -1,4 +1,4 @@
-"""Codebooks by name: which 2^b values a code may stand for, in units of the group's statistic."""
+"""Named codebooks: the 2^b values of a code, in units of the group's statistic."""
 
 import math
 from collections.abc import Callable
@@ -12,44 +12,48 @@ from torch import Tensor
 
 from fdk_formats.format import Format
 
-# Student-t with 5 degrees of freedom: what trained weights look like (Dotzel et al. 2024, SF4).
+# Trained weights resemble Student-t with 5 degrees of freedom (Dotzel et al. 2024, SF4).
 STUDENT_DOF = 5
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Below this the expected maximum of a block is no longer the formula's: sqrt(2 ln(G / pi)) is for
-# large G. Only whole rows of fewer weights come here.
+# sqrt(2 ln(G / pi)), the expected maximum of a block, holds for large G. Only whole rows can be
+# shorter than this; they use the maximum of a block of this size.
 MIN_BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """A table and the value in it that the statistic of a group maps to.
+    """A table of values, and the value that the statistic of a group maps to.
 
     Attributes:
         values: 2^b values, ascending; an entry may repeat.
-        unit: scale = statistic / unit. Under ``absmax`` and ``signmax`` the element of largest
-            magnitude divided by the scale is the unit, before the scale is rounded.
+        unit: the divisor in scale = statistic / unit. With ``absmax`` and ``signmax``, the weight
+            of largest magnitude divided by the unrounded scale is the unit.
     """
 
     values: tuple[float, ...]
     unit: float
 
     def tensor(self, device: torch.device | None = None) -> Tensor:
-        """The table, ``[2^b, float32]``."""
+        """Returns the table, ``[2^b, float32]``."""
         return torch.tensor(self.values, dtype=torch.float32, device=device)
 
 
 def named_codebook(format: Format, k: int) -> Codebook:
-    """The table of a format whose codebook is fixed, for rows of ``k`` weights.
+    """Returns the table of a format whose codebook is fixed.
 
-    The cube-root-density tables depend on the group size and the scale rule, ``int`` on whether
-    the rule is ``signmax``; the others on the width only.
+    The width determines most tables. ``int`` also depends on whether the scale rule is ``signmax``,
+    the cube-root-density tables on the scale rule and the group size.
+
+    Args:
+        format: a format with a named codebook.
+        k: weights in a row, for formats whose group is the whole row.
 
     Raises:
-        ValueError: for ``kmeans``, ``custom`` and ``affine``, whose values are not fixed.
+        ValueError: for ``kmeans``, ``custom`` and ``affine``, which have no fixed table.
     """
     bits, name = format.bits, format.codebook
     if name == "int":
-        return _int(bits, full_range=format.scale_rule == "signmax")
+        return _int(bits, full_range=format.has_signed_scale)
     if name == "fp":
         return Codebook(tuple(0.0 - v for v in reversed(E2M1)) + E2M1, unit=6.0)
     if name.startswith("crd_"):
@@ -63,7 +67,7 @@ def named_codebook(format: Format, k: int) -> Codebook:
 
 
 def _int(bits: int, full_range: bool) -> Codebook:
-    """The symmetric integers -g to g, the top one twice, or all of them for a signed scale."""
+    """Returns the integers -g to g with g twice, or all 2^b integers for a signed scale."""
     half = 1 << (bits - 1)
     if full_range:
         return Codebook(tuple(float(v) for v in range(-half, half)), unit=float(-half))
@@ -73,17 +77,18 @@ def _int(bits: int, full_range: bool) -> Codebook:
     return Codebook(tuple(float(v) for v in values), unit=float(half - 1))
 
 
-def _uniform(bits: int) -> tuple[float, ...]:
+def uniform_values(bits: int) -> tuple[float, ...]:
+    """Returns 2^b equally spaced values from -1 to 1."""
     top = (1 << bits) - 1
     return tuple((2 * i - top) / top for i in range(1 << bits))
 
 
 def _quantile_float(quantile: Callable[[float], float], bits: int) -> tuple[float, ...]:
-    """Quantiles of a distribution, normalised to [-1, 1], with an exact zero.
+    """Computes quantiles of a distribution, normalised to [-1, 1], with an exact zero.
 
     2^(b-1) positive and 2^(b-1) - 1 negative values, evenly spaced in probability on each side,
     the outermost at 1 - (1/2^(b+1) + 1/(2^(b+1) - 2)) / 2 (Dettmers et al. 2023, QLoRA, eq. 4 and
-    its released code; at 4 bits and for the Normal this is NF4).
+    the code released with it). At 4 bits and for the normal distribution this is NF4.
     """
     if bits == 1:
         return (-1.0, 1.0)
@@ -98,9 +103,8 @@ def _quantile_float(quantile: Callable[[float], float], bits: int) -> tuple[floa
     return tuple(v / positive[0] for v in values)
 
 
-# NF4 as published (QLoRA, appendix E, https://arxiv.org/abs/2305.14314) and as every implementation
-# holds it, the blockwise ops too: the construction in double precision differs from these float32
-# results in the last digits.
+# NF4 as published (QLoRA, appendix E, https://arxiv.org/abs/2305.14314) and used everywhere, by the
+# blockwise ops too. These float32 results differ from our float64 construction in the last digits.
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -130,7 +134,7 @@ def _student_float(bits: int) -> tuple[float, ...]:
 
 
 TABLES: dict[str, Callable[[int], tuple[float, ...]]] = {
-    "uniform": _uniform,
+    "uniform": uniform_values,
     "nf": _normal_float,
     "sf": _student_float,
     "ternary": lambda bits: (-1.0, 0.0, 1.0, 1.0),
@@ -140,15 +144,16 @@ TABLES: dict[str, Callable[[int], tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Density:
-    """What a cube-root-density table needs of a distribution of rms 1.
+    """A distribution of rms 1 and its cube-root density.
 
-    The best codebook of many values has the density p(x)^(1/3) (Panter and Dite 1951); for these
-    families that is again one of the family, wider.
+    An optimal codebook of many values has the density p(x)^(1/3) (Panter and Dite 1951). For these
+    families that is a wider member of the same family, or one in closed form.
 
     Attributes:
-        cdf, quantile: of the cube-root density.
-        absmean: E|x|.
-        absmax: a typical maximum of |x| over G values.
+        cdf: distribution function of the cube-root density.
+        quantile: the inverse of ``cdf``.
+        absmean: E|x| of the distribution itself.
+        absmax: a typical maximum of |x| over G values of it, as a function of G.
     """
 
     cdf: Callable[[float], float]
@@ -158,7 +163,7 @@ class Density:
 
 
 def _crd_statistic(density: Density, bits: int, rule: str) -> tuple[float, ...]:
-    """Quantiles at i / (2^b + 1), in units of the rms or of the mean magnitude."""
+    """Returns quantiles at i / (2^b + 1), in units of the rms or of the mean magnitude."""
     count = 1 << bits
     unit = 1.0 if rule == "rms" else density.absmean
     upper = [density.quantile(i / (count + 1)) / unit for i in range(count // 2 + 1, count + 1)]
@@ -166,7 +171,7 @@ def _crd_statistic(density: Density, bits: int, rule: str) -> tuple[float, ...]:
 
 
 def _crd_block(density: Density, bits: int, group_size: int) -> tuple[float, ...]:
-    """Quantiles of the density cut off at the maximum of a block, which becomes 1."""
+    """Returns quantiles of the density truncated at the maximum of a block, scaled to 1."""
     count = 1 << bits
     top = density.absmax(max(group_size, MIN_BLOCK))
     inside = 2 * density.cdf(top) - 1
@@ -181,9 +186,9 @@ def _mirrored(upper: list[float]) -> tuple[float, ...]:
 
 
 def student_cdf(t: float) -> float:
-    """The distribution function of Student-t with 5 degrees of freedom.
+    """Evaluates the distribution function of Student-t with 5 degrees of freedom.
 
-    Closed, as for every odd count (Abramowitz and Stegun 26.7.3).
+    It has a closed form, as for every odd number (Abramowitz and Stegun 26.7.3).
     """
     theta = math.atan(t / math.sqrt(STUDENT_DOF))
     sine, cosine = math.sin(theta), math.cos(theta)
@@ -191,7 +196,7 @@ def student_cdf(t: float) -> float:
 
 
 def student_quantile(p: float) -> float:
-    """The inverse of ``student_cdf``, by bisection to the last bit; p in (0, 1)."""
+    """Inverts ``student_cdf`` by bisection to the last bit, for p in (0, 1)."""
     if p < 0.5:
         return -student_quantile(1 - p)
     lo, hi = 0.0, 1.0
@@ -215,9 +220,10 @@ _STUDENT_RMS = math.sqrt(STUDENT_DOF / (STUDENT_DOF - 2))
 
 @cache
 def _student_absmax(group_size: int) -> float:
-    """The mean of the maximum, whose distribution is P(|t| < m)^G, over evenly spaced quantiles.
+    """Returns the mean of the maximum of G values, whose distribution is P(|t| < m)^G.
 
-    Of a million values at G = 64 and 4 bits, error 0.1021 with the mean, 0.1029 with the median.
+    The mean beats the median: at G = 64 and 4 bits the relative error of a million values is 0.1021
+    instead of 0.1029.
     """
     count = 256
     levels = ((i + 0.5) / count for i in range(count))
@@ -225,9 +231,10 @@ def _student_absmax(group_size: int) -> float:
     return sum(maxima) / count / _STUDENT_RMS
 
 
-# Cube roots: of a Normal, one of scale sqrt(3); of a Laplace, one three times as wide; of
-# Student-t with 5 degrees of freedom, (1 + t^2/5)^-3, a Cauchy of scale sqrt(5), sqrt(3) in rms.
-# Typical maxima of Normal and Laplace: Orr et al. 2025, Optimal Formats for Weight Quantisation.
+# The cube root of a normal density is one sqrt(3) times as wide, that of a Laplace density three
+# times. That of Student-t with 5 degrees of freedom, (1 + t^2/5)^-3, is a Cauchy density of scale
+# sqrt(5), or sqrt(3) in units of the rms. The maxima of normal and Laplace values are from Orr et
+# al. 2025, Optimal Formats for Weight Quantisation.
 DENSITIES = {
     "normal": Density(
         cdf=NormalDist(sigma=math.sqrt(3)).cdf,

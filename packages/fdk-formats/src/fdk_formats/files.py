@@ -1,25 +1,29 @@
-"""Our file: quantised weights and plain tensors in one safetensors file. See docs/files.md.
+"""fdk's file format: quantised weights, plain tensors and whole models in safetensors files.
 
-A weight ``x`` is the tensors ``x.packed``, ``x.scale`` and ``x.codebook`` or ``x.zero_point``; what
-explains them (format string, shape) is JSON in the metadata, whose values are strings.
+A weight ``x`` is stored as the tensors ``x.packed``, ``x.scale`` and ``x.codebook`` or
+``x.zero_point``. Its format string and shape are JSON in the metadata. docs/guide/files.md has the
+layout.
 """
 
 import contextlib
+import copy
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fdk_formats.format import Format
-from fdk_formats.scales import decode_scale
-from fdk_formats.tensor import QuantisedTensor, tensor_names
+from fdk_formats.fuse import checked_groups, fuse_layers
+from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.tensor import QuantisedTensor
 
 VERSION = "1"
 VERSION_KEY = "fdk.version"
@@ -27,7 +31,7 @@ WEIGHTS_KEY = "fdk.weights"
 ALIASES_KEY = "fdk.aliases"
 RESERVED_PREFIX = "fdk."
 
-# Names of the dtypes that every version of safetensors we take holds; others are refused.
+# The dtypes that every supported version of safetensors holds; others are refused.
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,23 +52,34 @@ SAFETENSORS_DTYPES = {
 HEADER_ALIGNMENT = 8
 
 
+# Tensors
+
+
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, QuantisedTensor | Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes quantised weights and plain tensors to one file, whole or not at all.
+    """Writes quantised weights and plain tensors to one file, atomically.
 
-    The file is written beside ``path`` and renamed over it, so that a reader sees the old file or
-    the new one. The same tensors give the same bytes. Two names of one tensor (tied weights) are
-    stored once and come back as one object. ``metadata`` holds the caller's own strings.
+    The data goes to a temporary file in the same folder, which is then renamed: a reader sees the
+    old file or the new one. The same tensors give the same bytes. Two names of one tensor (tied
+    weights) are stored once and load as one object.
+
+    Args:
+        path: the file to write or replace.
+        tensors: weights and tensors by name.
+        metadata: strings of the caller's own, see ``load_metadata``.
 
     Raises:
-        TypeError: for tensors that are no mapping, a value that is no tensor, a dtype or layout
-            that safetensors does not hold, or metadata that is not strings.
-        ValueError: for a name that is taken by a part of a weight, a metadata key of ours, or a
-            weight whose codebook is not ascending or whose scales are not finite.
+        TypeError: if a value is not a tensor or QuantisedTensor, its dtype or layout is one that
+            safetensors does not hold, or metadata are not strings.
+        ValueError: if a name collides with a tensor of a weight, a metadata key begins with
+            ``fdk.``, a codebook does not ascend or a scale is not finite.
+
+    Example:
+        >>> save("layer.safetensors", {"weight": quantise(torch.randn(8, 64), "int4-g64")})
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"save: wanted a mapping of names to tensors, got {type(tensors).__name__}")
@@ -83,24 +98,30 @@ def save(
         WEIGHTS_KEY: json.dumps(weights),
         ALIASES_KEY: json.dumps(aliases),
     }
-    with _written_beside(target) as file:
+    with _atomic_write(target) as file:
         _write(file, entries, _check_metadata(metadata or {}) | ours)
 
 
 def load(
     path: str | os.PathLike[str], *, device: torch.device | str | int = "cpu"
 ) -> dict[str, QuantisedTensor | Tensor]:
-    """Reads a file that ``save`` wrote: every weight and tensor by name, bit for bit.
+    """Reads a file that ``save`` or ``save_model`` wrote, bit for bit.
 
-    Nothing in the file is executed, and no size in it is trusted: each tensor is checked against
-    its format and shape.
+    Nothing in the file is executed. Every tensor is checked against its format and shape.
+
+    Args:
+        path: the file.
+        device: where to put the tensors.
+
+    Returns:
+        Weights and tensors by name.
 
     Raises:
-        ValueError: for a file that is truncated, damaged, not ours, of an unknown version, or
-            whose tensors are missing, of a wrong size or dtype, or of impossible values; the
-            message names the file, the tensor, what was wanted and what came.
-        FileNotFoundError: where there is no file.
-        IsADirectoryError: where there is a folder.
+        ValueError: if the file is truncated, damaged, of another project or of an unknown version,
+            or if a tensor is missing or has the wrong size, dtype or impossible values. The message
+            names the file, the tensor, what was expected and what was found.
+        FileNotFoundError: if the file does not exist.
+        IsADirectoryError: if the path is a folder.
     """
     with _opened(path) as file:
         metadata = _our_metadata(path, file)
@@ -120,23 +141,20 @@ def load(
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The caller's own strings that ``save`` was given.
+    """Reads the strings that ``save`` was given as ``metadata``.
 
     Raises:
-        ValueError: as ``load`` does for a file that is not ours.
+        ValueError: see ``load``.
     """
     with _opened(path) as file:
         metadata = _our_metadata(path, file)
     return {key: v for key, v in metadata.items() if not key.startswith(RESERVED_PREFIX)}
 
 
-# Saving
-
-
 def _split_aliases(
     tensors: Mapping[str, QuantisedTensor | Tensor],
 ) -> tuple[dict[str, QuantisedTensor | Tensor], dict[str, str]]:
-    """The values to store, and for each further name of the same memory the name stored."""
+    """Returns the values to store, and the stored name for each further name of the same memory."""
     stored: dict[str, QuantisedTensor | Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[object, str] = {}
@@ -154,10 +172,10 @@ def _split_aliases(
 
 
 def _memory_key(name: str, value: QuantisedTensor | Tensor) -> object:
-    """Equal for two values that are the same memory read in the same way; None for no memory."""
+    """Returns a key that equals another's if both read the same memory alike; None if empty."""
     if isinstance(value, QuantisedTensor):
-        parts = [_memory_key(f"{name}.{part}", t) for part, t in value.tensors().items()]
-        return (value.format, value.shape, *parts)
+        keys = [_memory_key(f"{name}.{field}", t) for field, t in value.tensors().items()]
+        return (value.format, value.shape, *keys)
     if not isinstance(value, Tensor):
         raise TypeError(
             f"save: {name} must be a QuantisedTensor or a tensor, got {type(value).__name__}"
@@ -179,13 +197,13 @@ def _flatten(stored: Mapping[str, QuantisedTensor | Tensor]) -> dict[str, Tensor
     entries: dict[str, Tensor] = {}
     for name, value in stored.items():
         if isinstance(value, Tensor):
-            parts = {name: value}
+            tensors = {name: value}
         else:
-            check_values(f"save: {name}", value)
-            parts = {f"{name}.{part}": tensor for part, tensor in value.tensors().items()}
-        for part, tensor in parts.items():
-            _check_free(part, entries)
-            entries[part] = tensor
+            value.check_values(f"save: {name}")
+            tensors = {f"{name}.{field}": tensor for field, tensor in value.tensors().items()}
+        for full_name, tensor in tensors.items():
+            _check_free(full_name, entries)
+            entries[full_name] = tensor
     return entries
 
 
@@ -193,7 +211,7 @@ def _check_free(name: str, entries: Mapping[str, Tensor]) -> None:
     if name in entries:
         raise ValueError(
             f"save: {name} is taken twice: a weight x is stored as x.packed, x.scale, x.codebook "
-            "and x.zero_point, and no tensor beside it may have such a name"
+            "and x.zero_point, and no other tensor may have such a name"
         )
 
 
@@ -202,13 +220,15 @@ def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"save: metadata must be strings, got {key!r}: {value!r}")
         if key.startswith(RESERVED_PREFIX):
-            raise ValueError(f"save: metadata keys with {RESERVED_PREFIX!r} are ours, got {key!r}")
+            raise ValueError(
+                f"save: metadata keys with {RESERVED_PREFIX!r} are reserved, got {key!r}"
+            )
     return dict(metadata)
 
 
 def _write(file: IO[bytes], entries: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    # Written here rather than by safetensors.torch.save_file: that one shuffles the metadata from
-    # run to run and refuses tensors that share memory. Wide dtypes first keeps every one aligned.
+    # safetensors.torch.save_file changes the order of the metadata from run to run and refuses
+    # tensors that share memory. Wide dtypes come first, so that every tensor is aligned.
     order = sorted(entries, key=lambda name: (-entries[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0
@@ -225,29 +245,26 @@ def _write(file: IO[bytes], entries: Mapping[str, Tensor], metadata: Mapping[str
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         data = entries[name].detach().cpu().resolve_neg().contiguous()
-        # By hand: one element is contiguous whatever its stride, and a view keeps that.
+        # A tensor of one element counts as contiguous with any stride, which a view would keep.
         data = data.as_strided((data.numel(),), (1,))
         file.write(data.view(torch.uint8).numpy().data)
 
 
 @contextlib.contextmanager
-def _written_beside(target: Path) -> Iterator[IO[bytes]]:
-    """A file that becomes ``target`` where the block ends well, and is removed where it fails."""
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+def _atomic_write(target: Path) -> Iterator[IO[bytes]]:
+    """Opens a temporary file that replaces ``target`` if the block succeeds."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(beside, "xb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
-            shutil.copymode(target, beside)
-        os.replace(beside, target)
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-
-
-# Loading
 
 
 @contextlib.contextmanager
@@ -291,19 +308,19 @@ def _read_json(
 def _load_weight(
     path: str | os.PathLike[str], file: Any, name: str, entry: Any, names: set[str]
 ) -> tuple[QuantisedTensor, set[str]]:
-    """The weight, and the names of the file's tensors that it is made of."""
+    """Reads a weight; returns it and the names of its tensors in the file."""
     format, shape = _parse_entry(path, name, entry)
-    parts = {part: f"{name}.{part}" for part in tensor_names(format)}
-    for full_name in parts.values():
+    full_names = {field: f"{name}.{field}" for field in format.tensor_names}
+    for full_name in full_names.values():
         if full_name not in names:
             raise ValueError(f"{path}: {name} ({format}) needs the tensor {full_name}: missing")
-    tensors = {part: file.get_tensor(full_name) for part, full_name in parts.items()}
+    tensors = {field: file.get_tensor(full_name) for field, full_name in full_names.items()}
     try:
         weight = QuantisedTensor(format=format, shape=shape, **tensors)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name}: {error}") from error
-    check_values(f"{path}: {name}", weight)
-    return weight, set(parts.values())
+    weight.check_values(f"{path}: {name}")
+    return weight, set(full_names.values())
 
 
 def _parse_entry(
@@ -343,24 +360,255 @@ def _resolve_aliases(
     return tied
 
 
-# Both
+# Models
 
 
-def check_values(where: str, weight: QuantisedTensor) -> None:
-    """What a backend may rely on without looking: an ascending codebook and finite scales.
+def save_model(
+    path: str | os.PathLike[str], model: nn.Module, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes a model: quantised weights, other parameters, all buffers and extra state.
+
+    A quantised layer ``x`` is stored as the weight ``x.weight`` and the tensor ``x.bias``,
+    whatever its backend. Tied weights are stored once.
+
+    Args:
+        path: the file to write or replace.
+        model: of ``quantise_model`` or ``load_model``.
+        metadata: strings of the caller's own.
 
     Raises:
-        ValueError: where that is not so; the message begins with ``where``.
+        TypeError: if ``model`` is not a module.
+        ValueError: see ``save``.
     """
-    for part in ("scale", "zero_point"):
-        stored = getattr(weight, part)
-        if stored is None or (part == "zero_point" and weight.format.zero_point == "int"):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save_model: model must be a module, got {type(model).__name__}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    weights = {name: m for name, m in modules.items() if isinstance(m, QuantisedWeight)}
+    unpacked = {weight: weight.unpack() for weight in set(weights.values())}
+    tensors: dict[str, QuantisedTensor | Tensor] = {n: unpacked[w] for n, w in weights.items()}
+    prefixes = tuple(f"{name}." for name in weights)
+    # state_dict would unpack every weight again, and omits non-persistent buffers (rotary
+    # frequencies), which a model on meta cannot restore otherwise.
+    plain = _named_tensors(model)
+    tensors |= {name: value.detach() for name, value in plain if not name.startswith(prefixes)}
+    for name, module in modules.items():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            tensors[f"{name}._extra_state".removeprefix(".")] = module.get_extra_state()
+    save(path, tensors, metadata=metadata)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Builds models with their parameters on the meta device and real buffers.
+
+    For ``load_model`` with a model too large to build in full. ``torch.device("meta")`` would put
+    the buffers on meta too, and those that no file holds (rotary frequencies) would be lost.
+    Parameters are allocated one at a time before they go to meta; those of ``nn.Linear`` and
+    ``nn.Embedding`` are never written. Modules that other threads build meanwhile are affected too.
+
+    Example:
+        >>> with parameters_on_meta():
+        ...     skeleton = AutoModelForCausalLM.from_config(config)
+        >>> model = load_model("model.safetensors", skeleton)
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        # A parameter on meta may be tied and is kept; subclasses handle their own storage.
+        if type(parameter) is not nn.Parameter or parameter.device.type == "meta":
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    # torch's annotation omits that such a hook may return a replacement.
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def load_model(
+    source: str | os.PathLike[str] | Mapping[str, QuantisedTensor | Tensor],
+    model: nn.Module,
+    backend: str = "auto",
+    *,
+    device: torch.device | str | int | None = None,
+    activations: str = "float",
+    fuse: bool | Sequence[Sequence[str]] = False,
+) -> nn.Module:
+    """Returns a copy of a model with the quantised layers and tensors of a file or a mapping.
+
+    Args:
+        source: the path of a file of ``save_model`` or ``save``; or tensors by name, as
+            ``fdk_formats.readers`` return them: a QuantisedTensor ``x.weight`` for each quantised
+            layer ``x``, tensors for the rest. Tied parameters may have one name or each their own.
+        model: of the same architecture, not quantised, in the dtype of the result. It may be on the
+            meta device, which costs no memory; for buffers that the source does not hold see
+            ``parameters_on_meta``. It is left untouched.
+        backend: see ``select``.
+        device: where to put the result. None is the device of the model, or the CPU for meta.
+        activations: ``int8`` rounds the input of every quantised layer to 8 bits, see
+            ``fdk_formats.int8``. Files do not record it.
+        fuse: compute layers of one input as one product, see ``fuse_layers``. True is q_proj,
+            k_proj and v_proj, and gate_proj and up_proj. Files do not record it.
+
+    Raises:
+        ValueError: if the file is damaged (see ``load``) or does not fit the model, naming the
+            tensors that are missing, unexpected or of another shape; or ``fuse`` is malformed.
+        TypeError: if ``model`` is not a module, or a value of a mapping not a tensor.
+        NoBackendError: if no backend supports a layer.
+
+    Example:
+        >>> model = load_model("model.safetensors", build_model())
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"load_model: model must be a module, got {type(model).__name__}")
+    groups = checked_groups(fuse)
+    if device is None:
+        first = next(model.parameters(), None)
+        device = "cpu" if first is None or first.device.type == "meta" else first.device
+    if isinstance(source, Mapping):
+        where, tensors = "load_model", _copied(source, device)
+    else:
+        where, tensors = os.fspath(source), load(source, device=device)
+    plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    weights: dict[int, QuantisedWeight] = {}
+    memo: dict[int, object] = {}
+    for name, q in tensors.items():
+        if isinstance(q, Tensor):
             continue
-        bad = int((~decode_scale(stored).isfinite()).sum())
-        if bad:
-            raise ValueError(f"{where}: {part} must be finite, got {bad} that are not")
-    codebook = weight.codebook
-    if codebook is None:
-        return
-    if not bool(codebook.isfinite().all()) or bool((codebook[1:] < codebook[:-1]).any()):
-        raise ValueError(f"{where}: codebook must be finite and ascend, got {codebook.tolist()}")
+        linear = _linear(where, model, name, q)
+        if id(q) not in weights:
+            try:
+                weights[id(q)] = QuantisedWeight(
+                    q, backend=backend, dtype=linear.weight.dtype, activations=activations
+                )
+            except ValueError as error:
+                raise ValueError(f"{where}: {name}: {error}") from None
+        # The bias is a placeholder, which load_state_dict fills.
+        layer = QuantisedLinear(weights[id(q)], linear.bias)
+        if linear.bias is not None:  # keep a shared bias shared
+            layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
+        memo[id(linear)] = layer.train(linear.training)
+    result: nn.Module = copy.deepcopy(model, memo)
+    ties = _ties(result)
+    plain = _cast_like(result, _unshare(result, _fill_ties(ties, plain)))
+    quantised = tensors.keys() - plain.keys()
+    _load_buffers(result, plain, plain.keys() - model.state_dict().keys())
+    _load_plain(where, result, plain, quantised)
+    for first_name, *names in ties:
+        parameter = result.get_parameter(first_name)
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            setattr(result.get_submodule(parent), attribute, parameter)
+    result = result.to(device)
+    fuse_layers(result, groups)
+    return result
+
+
+def _copied(
+    given: Mapping[str, QuantisedTensor | Tensor], device: torch.device | str | int
+) -> dict[str, QuantisedTensor | Tensor]:
+    """Moves tensors to a device; copies plain ones, which the model may go on to train."""
+    copies: dict[int, QuantisedTensor | Tensor] = {}  # two names of one tensor stay one tensor
+    for name, value in given.items():
+        if not isinstance(value, QuantisedTensor | Tensor):
+            raise TypeError(
+                f"load_model: {name} must be a QuantisedTensor or a tensor, "
+                f"got {type(value).__name__}"
+            )
+        if id(value) not in copies:
+            if isinstance(value, Tensor):
+                copies[id(value)] = value.detach().to(device, copy=True)
+            else:
+                copies[id(value)] = value.to(device)
+    return {name: copies[id(value)] for name, value in given.items()}
+
+
+def _linear(where: str, model: nn.Module, name: str, q: QuantisedTensor) -> nn.Linear:
+    parent = name.removesuffix(".weight") if name != "weight" else ""
+    try:
+        module = model.get_submodule(parent)
+    except AttributeError:
+        raise ValueError(f"{where}: {name}: the model has no layer {parent!r}") from None
+    if not isinstance(module, nn.Linear) or module.weight.shape != q.shape:
+        shape = list(module.weight.shape) if isinstance(module, nn.Linear) else ""
+        raise ValueError(
+            f"{where}: {name} needs a Linear of weight {list(q.shape)}, "
+            f"the model has {type(module).__name__} {shape}"
+        )
+    return module
+
+
+def _fill_ties(ties: Sequence[Sequence[str]], plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adds missing names of tied parameters: other projects store only one of them."""
+    filled = dict(plain)
+    for names in ties:
+        if found := [plain[name] for name in names if name in plain]:
+            filled |= {name: found[0] for name in names if name not in plain}
+    return filled
+
+
+def _unshare(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies a tensor of the file for each further parameter of the model that uses it."""
+    own = {name: id(tensor) for name, tensor in _named_tensors(model)}
+    owners: dict[int, int | str] = {}
+    unshared = {}
+    for name, tensor in plain.items():
+        owner = own.get(name, name)
+        is_first = owners.setdefault(id(tensor), owner) == owner
+        unshared[name] = tensor if is_first else tensor.clone()
+    return unshared
+
+
+def _cast_like(model: nn.Module, plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Casts floating tensors to the dtypes of the model's."""
+    own = _named_tensors(model)
+    dtypes = {name: tensor.dtype for name, tensor in own if tensor.is_floating_point()}
+    return {
+        name: tensor.to(dtypes[name]) if name in dtypes and tensor.is_floating_point() else tensor
+        for name, tensor in plain.items()
+    }
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters and buffers under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _load_buffers(model: nn.Module, plain: dict[str, Tensor], beyond_state_dict: set[str]) -> None:
+    """Moves buffers that ``load_state_dict`` does not handle from ``plain`` to the model."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name in buffers & beyond_state_dict:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, plain.pop(name))
+
+
+def _load_plain(
+    where: str, model: nn.Module, plain: dict[str, Tensor], quantised: set[str]
+) -> None:
+    try:
+        # A model on meta has no memory to copy into.
+        keys = model.load_state_dict(plain, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{where}: does not fit the model: {error}") from None
+    missing = [key for key in keys.missing_keys if key.rpartition(".")[0] not in quantised]
+    if missing or keys.unexpected_keys:
+        raise ValueError(
+            f"{where}: does not fit the model: missing {', '.join(missing) or 'nothing'}; "
+            f"unexpected {', '.join(keys.unexpected_keys) or 'nothing'}"
+        )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if left := [name for name, tensor in tensors if tensor.device.type == "meta"]:
+        raise ValueError(
+            f"{where}: holds no {', '.join(left)}, which the model has on the meta device only; "
+            f"build the model under fdk_formats.parameters_on_meta(), whose buffers are real"
+        )
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each tied parameter, which assigning tensors would untie."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]

@@ -1,14 +1,16 @@
-"""A format: how the weights of a linear layer are turned into codes, scales and a codebook."""
+"""Format: how a weight is stored, and its short string form."""
 
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
+
 BITS = range(1, 9)
 MIN_GROUP_SIZE = 16
 
-# The codebooks by name, with the widths each exists in. `affine` has no codebook: its grid is
-# (code - zero_point) * scale. `kmeans` is fitted to the tensor, `custom` is the caller's table.
+# Codebook names and the widths they exist in. `affine` has no codebook: a code stands for
+# (code - zero_point) * scale. `kmeans` is fitted to each tensor, `custom` is the caller's table.
 CODEBOOK_BITS: dict[str, Collection[int]] = {
     "int": BITS,
     "uniform": BITS,
@@ -26,7 +28,13 @@ CODEBOOK_BITS: dict[str, Collection[int]] = {
 }
 CODEBOOK_SCALE_RULES = ("absmax", "absmean", "rms", "signmax", "search")
 AFFINE_SCALE_RULES = ("minmax", "search")
-SCALE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e8m0": 8}
+# Stored dtypes by name. e8m0 is a power of two in one byte.
+SCALE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e8m0": torch.uint8,
+}
 ZERO_POINT_TOKENS = {"zint": "int", "zfloat": "float"}
 GRAMMAR = (
     "<codebook><bits>-<g16, g32, ... or row>[-<scale rule>][-<scale dtype>][-zint], "
@@ -36,21 +44,31 @@ GRAMMAR = (
 
 @dataclass(frozen=True)
 class Format:
-    """One way of storing a weight ``W`` of shape ``[n, k]`` in a few bits.
+    """A way to store a weight ``W`` of shape ``[n, k]`` in 1 to 8 bits.
+
+    With groups of G weights along k, the weight that a code stands for is
 
         codebook formats  W_hat[i, j] = codebook[code[i, j]] * scale[i, j // G]
         affine formats    W_hat[i, j] = (code[i, j] - zero_point[i, j // G]) * scale[i, j // G]
 
+    ``str(format)`` is the short form that ``Format.parse`` reads; ``GRAMMAR`` describes it.
+
     Attributes:
         codebook: a name of ``CODEBOOK_BITS``.
         bits: width of a code, 1 to 8.
-        group_size: weights along k that share a scale (G above); None for the whole row.
-        scale_rule: how a scale is chosen. None asks for the default: ``absmean`` up to 2 bits,
-            ``absmax`` above, ``minmax`` for affine.
+        group_size: G, at least 16; None for the whole row.
+        scale_rule: how a scale is chosen: ``absmax``, ``absmean``, ``rms``, ``signmax`` or
+            ``search``; ``minmax`` or ``search`` for affine formats. None is the default:
+            ``absmean`` up to 2 bits, ``absmax`` above, ``minmax`` for affine.
         scale_dtype: ``bf16``, ``fp16``, ``fp32``, or ``e8m0`` (a power of two in one byte).
-        zero_point: ``float`` (held like a scale) or ``int`` (one byte) for affine formats.
+        zero_point: ``float`` (stored like a scale) or ``int`` (one byte) for affine formats.
 
-    ``str(format)`` is the short form, and ``Format.parse`` reads it back: see ``GRAMMAR``.
+    Raises:
+        ValueError: if the fields do not go together, naming the field and its choices.
+
+    Example:
+        >>> Format.parse("nf4-g64").bits_per_weight(k=4096)
+        4.25
     """
 
     codebook: str
@@ -82,12 +100,12 @@ class Format:
                 f"format: {self.codebook} takes a scale rule of {', '.join(rules)}, "
                 f"got {self.scale_rule!r}"
             )
-        if self.scale_dtype not in SCALE_BITS:
+        if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(
-                f"format: scale_dtype must be one of {', '.join(SCALE_BITS)}, "
+                f"format: scale_dtype must be one of {', '.join(SCALE_DTYPES)}, "
                 f"got {self.scale_dtype!r}"
             )
-        if self.scale_rule == "signmax" and self.scale_dtype == "e8m0":
+        if self.has_signed_scale and self.has_power_of_two_scale:
             raise ValueError("format: signmax needs a signed scale, and e8m0 holds no sign")
         if self.is_affine and self.zero_point is None:
             object.__setattr__(self, "zero_point", "float")
@@ -99,15 +117,93 @@ class Format:
 
     @property
     def is_affine(self) -> bool:
-        """Whether the grid is (code - zero_point) * scale rather than a codebook."""
+        """True for ``(code - zero_point) * scale``, False for a codebook."""
         return self.codebook == "affine"
+
+    @property
+    def is_grid(self) -> bool:
+        """True where the named codebook holds integers at equal steps (``int``)."""
+        return self.codebook == "int"
+
+    @property
+    def is_binary(self) -> bool:
+        """True where a code is a sign: the codebook is -c and c (``binary``)."""
+        return self.codebook == "binary"
+
+    @property
+    def is_fitted(self) -> bool:
+        """True where the codebook is fitted to each tensor (``kmeans``)."""
+        return self.codebook == "kmeans"
+
+    @property
+    def needs_codebook(self) -> bool:
+        """True where the caller must supply the codebook (``custom``)."""
+        return self.codebook == "custom"
+
+    @property
+    def accepts_codebook(self) -> bool:
+        """True where the caller may supply the codebook (``custom`` and ``kmeans``)."""
+        return self.needs_codebook or self.is_fitted
+
+    @property
+    def grid_zero_point(self) -> int | None:
+        """The integer to subtract from a code of an ``int`` codebook to get its value, or None.
+
+        Without ``signmax`` the grid is symmetric: the highest code repeats the value of the code
+        below it, see ``has_repeated_top``. None at 1 bit, whose two values are 2 apart.
+        """
+        if not self.is_grid or self.bits == 1:
+            return None
+        half = 1 << (self.bits - 1)
+        return half if self.has_signed_scale else half - 1
+
+    @property
+    def has_repeated_top(self) -> bool:
+        """True where the two highest codes of an ``int`` codebook share one value."""
+        return self.grid_zero_point is not None and not self.has_signed_scale
+
+    @property
+    def has_signed_scale(self) -> bool:
+        """True where scales may be negative (``signmax``)."""
+        return self.scale_rule == "signmax"
+
+    @property
+    def has_power_of_two_scale(self) -> bool:
+        """True where a scale is one exponent byte (``e8m0``)."""
+        return self.scale_dtype == "e8m0"
+
+    @property
+    def has_integer_zero_point(self) -> bool:
+        """True where zero points are integers of one byte rather than floats."""
+        return self.zero_point == "int"
+
+    @property
+    def stored_scale_dtype(self) -> torch.dtype:
+        """The torch dtype in which scales are stored; uint8 for ``e8m0``."""
+        return SCALE_DTYPES[self.scale_dtype]
+
+    @property
+    def stored_zero_point_dtype(self) -> torch.dtype:
+        """The torch dtype in which zero points of an affine format are stored.
+
+        Float zero points have the dtype of the scales, or bf16 beside ``e8m0``.
+        """
+        if self.has_integer_zero_point:
+            return torch.uint8
+        return torch.bfloat16 if self.has_power_of_two_scale else self.stored_scale_dtype
+
+    @property
+    def tensor_names(self) -> tuple[str, str, str]:
+        """The fields of ``QuantisedTensor`` that hold tensors in this format, in their order."""
+        return ("packed", "scale", "zero_point" if self.is_affine else "codebook")
 
     @classmethod
     def parse(cls, text: "str | Format") -> "Format":
-        """Reads the short form, ``GRAMMAR``; a ``Format`` is returned as it is.
+        """Parses the short form, for example ``"kmeans4-g64"``; returns a ``Format`` unchanged.
 
         Raises:
-            ValueError: for text that is not a format, naming the part that was not understood.
+            ValueError: if the text is not a format, naming the part that was not understood.
+            TypeError: if it is neither a string nor a ``Format``.
         """
         if isinstance(text, Format):
             return text
@@ -136,21 +232,20 @@ class Format:
     def __str__(self) -> str:
         parts = [f"{self.codebook}{self.bits}"]
         parts.append("row" if self.group_size is None else f"g{self.group_size}")
-        plain = Format(codebook=self.codebook, bits=self.bits)
-        if self.scale_rule != plain.scale_rule:
+        default = Format(codebook=self.codebook, bits=self.bits)
+        if self.scale_rule != default.scale_rule:
             parts.append(str(self.scale_rule))
-        if self.scale_dtype != plain.scale_dtype:
+        if self.scale_dtype != default.scale_dtype:
             parts.append(self.scale_dtype)
-        if self.zero_point == "int":
+        if self.has_integer_zero_point:
             parts.append("zint")
         return "-".join(parts)
 
     def group_size_for(self, k: int) -> int:
-        """The group size of a row of ``k`` weights.
+        """Returns the group size for rows of ``k`` weights.
 
         Raises:
-            ValueError: where ``k`` is not a positive multiple of the group size, or of whole rows
-                not at least 1.
+            ValueError: if ``k`` is not a positive multiple of the group size, or below 1.
         """
         size = k if self.group_size is None else self.group_size
         if k < 1 or k % size:
@@ -160,18 +255,11 @@ class Format:
         return size
 
     def bits_per_weight(self, k: int) -> float:
-        """Bits that a weight of a row of ``k`` takes: its code and its share of scale and zero."""
-        per_group = SCALE_BITS[self.scale_dtype]
-        if self.zero_point == "float":
-            per_group += zero_point_bits(self.scale_dtype)
-        elif self.zero_point == "int":
-            per_group += 8
-        return self.bits + per_group / self.group_size_for(k)
-
-
-def zero_point_bits(scale_dtype: str) -> int:
-    """Bits of a float zero point: those of the scale, and bf16 where that is a power of two."""
-    return 16 if scale_dtype == "e8m0" else SCALE_BITS[scale_dtype]
+        """Returns the bits of a code plus its share of scale and zero point, for rows of ``k``."""
+        group_bytes = self.stored_scale_dtype.itemsize
+        if self.is_affine:
+            group_bytes += self.stored_zero_point_dtype.itemsize
+        return self.bits + 8 * group_bytes / self.group_size_for(k)
 
 
 def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
@@ -181,7 +269,7 @@ def _parse_part(text: str, part: str) -> tuple[str, int | str | None]:
         return "group_size", int(match[1])
     if part in CODEBOOK_SCALE_RULES + AFFINE_SCALE_RULES:
         return "scale_rule", part
-    if part in SCALE_BITS:
+    if part in SCALE_DTYPES:
         return "scale_dtype", part
     if part in ZERO_POINT_TOKENS:
         return "zero_point", ZERO_POINT_TOKENS[part]

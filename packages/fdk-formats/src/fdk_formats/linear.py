@@ -1,4 +1,4 @@
-"""QuantisedLinear: a linear layer whose weight is stored in a few bits."""
+"""QuantisedLinear: a linear layer whose weight is stored in 1 to 8 bits."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats.backends import Layout, NoBackendError, Problem, select
-from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
-from fdk_formats.tensor import QuantisedTensor, tensor_names
+from fdk_formats.tensor import QuantisedTensor
 
 
-def packed_by(
+def pack_with(
     backend: str, q: QuantisedTensor, dtype: torch.dtype, activations: str
 ) -> tuple[Layout, str]:
-    """A weight in the layout of the backend that ``select`` chooses, and that backend's name."""
+    """Packs a weight with the backend that ``select`` chooses; returns its layout and name."""
     chosen = select(Problem(q.format, *q.shape, dtype, q.device, activations), backend)
     rounded = {} if activations == "float" else {"activations": activations}
-    # A gradient needs a layout's tensors, and autograd keeps none that inference mode has made.
+    # Autograd cannot save tensors made in inference mode, and a gradient needs the layout's.
     with torch.inference_mode(False):
         tensors = {name: t.clone() if t.is_inference() else t for name, t in q.tensors().items()}
         q = _with_own_codebook(QuantisedTensor(q.format, q.shape, **tensors))
@@ -30,15 +29,15 @@ def packed_by(
 
 
 def _with_own_codebook(q: QuantisedTensor) -> QuantisedTensor:
-    """Layouts keep a codebook as it is: whoever else has it may go on to change it."""
+    """Copies the codebook, which layouts keep as it is and the caller may go on to change."""
     return q if q.codebook is None else replace(q, codebook=q.codebook.clone())
 
 
-class Unpacked(Layout):
-    """A weight as files hold it, on a device or for a dtype that no backend takes.
+class PendingLayout(Layout):
+    """A canonical weight on a device, or for a dtype, that no backend supports.
 
-    Raising where it is moved would leave a model whose first modules have gone and whose last have
-    not. It waits to be moved on; a call raises NoBackendError.
+    Raising during ``model.to(...)`` would leave a model half moved. Instead the weight waits to be
+    moved on, and a call raises NoBackendError.
     """
 
     def __init__(self, q: QuantisedTensor, reason: str) -> None:
@@ -53,7 +52,7 @@ class Unpacked(Layout):
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
-        # Of two that are one tensor too.
+        # remove_duplicate=False: two of them may be one tensor.
         tensors = dict(self.named_buffers(remove_duplicate=False))
         return QuantisedTensor(self.format, self.shape, **tensors)
 
@@ -65,57 +64,61 @@ def _stored(name: str) -> property:
 class QuantisedWeight(nn.Module):
     """A quantised weight in the layout of a backend, applied to activations.
 
-    Its ``state_dict`` holds the canonical tensors of ``QuantisedTensor`` whatever the backend, so
-    that a file never depends on one. Moving it to another device, or to another activation dtype,
-    chooses the backend anew and packs again. Where none takes it a move warns and calls raise,
-    until it is moved on; on meta, ``reference`` stands in. ``to_empty`` from meta gives zeros.
+    Its ``state_dict`` holds the canonical tensors of ``QuantisedTensor``, so that files do not
+    depend on the backend. Moving it to another device or activation dtype selects a backend again
+    and repacks. If no backend supports the new place, the move warns and calls raise until it is
+    moved on. On meta ``reference`` is used; ``to_empty`` from meta gives zeros.
 
     Args:
         q: the weight.
         backend: ``auto`` or a backend's name, see ``select``.
-        dtype: of the activations.
-        activations: ``float``, or ``int8`` for products with x rounded to 8 bits, as
-            ``fdk_formats.int8`` defines. A property of the layer: files do not hold it.
+        dtype: dtype of the activations.
+        activations: ``float``, or ``int8`` to round x to 8 bits, see ``fdk_formats.int8``. It is a
+            property of the layer; files do not record it.
+
+    Attributes:
+        format: format of the weight.
+        shape: ``(n, k)``.
+        layout: the packed weight.
+        backend_name: name of the backend in use; ``none`` while no backend supports it.
+        relative_error: error against the source weight; None unless ``quantise_model`` made it.
+
+    Raises:
+        NoBackendError: if no backend supports it, with every backend's reason.
     """
 
     def __init__(
-        self,
-        q: QuantisedTensor,
-        *,
-        backend: str,
-        dtype: torch.dtype,
-        activations: str = "float",
+        self, q: QuantisedTensor, *, backend: str, dtype: torch.dtype, activations: str = "float"
     ) -> None:
         super().__init__()
         self.backend, self.activations = backend, activations
-        # Of the weight it was quantised from, where that is known: see ``report``.
         self.relative_error: float | None = None
-        # Of layers that are one product with it: see ``fused``.
+        # The group of layers that it is computed with, see ``fuse``.
         self.group: Any = None
         self._pack(q, dtype)
 
-    # By the names of state_dict: torch.distributed.checkpoint looks each up in the model.
+    # torch.distributed.checkpoint looks up each name of the state_dict as an attribute.
     packed, scale, codebook, zero_point = map(
         _stored, ("packed", "scale", "codebook", "zero_point")
     )
 
     def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
-        self._keep(q, dtype, *packed_by(self.backend, q, dtype, self.activations))
+        self._keep(q, dtype, *pack_with(self.backend, q, dtype, self.activations))
 
     def _pack_where_it_is(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
-        """Packs a weight that was moved or loaded, whether or not a backend takes it there."""
+        """Packs a weight that was moved or loaded, or keeps it pending if no backend can."""
         try:
             self._pack(q, dtype)
         except (NoBackendError, ValueError) as error:
             if q.device.type == "meta":
-                self._keep(q, dtype, *packed_by("reference", q, dtype, self.activations))
+                self._keep(q, dtype, *pack_with("reference", q, dtype, self.activations))
                 return
             reason = (
                 f"{self.format} of {list(self.shape)} cannot be used in {dtype} on {q.device} "
                 f"until it is moved on: {error}"
             )
             warnings.warn(reason, stacklevel=2)
-            self._keep(q, dtype, Unpacked(q, reason), "none")
+            self._keep(q, dtype, PendingLayout(q, reason), "none")
 
     def _keep(self, q: QuantisedTensor, dtype: torch.dtype, layout: Layout, name: str) -> None:
         self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device
@@ -124,16 +127,17 @@ class QuantisedWeight(nn.Module):
             self.group.join()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ W_hat.T + bias``."""
+        """Computes ``x @ W_hat.T + bias``."""
         y: Tensor = self.layout(x, bias)
         return y
 
     def unpack(self) -> QuantisedTensor:
-        """The weight in canonical form."""
+        """Returns the weight in canonical form."""
         return _with_own_codebook(self.layout.unpack())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedWeight":
-        # nn.Module would cast scales with the activations; only the device is for us to follow.
+        # nn.Module would cast scales with the activations. Apply fn to an empty tensor instead, to
+        # see the device and the activation dtype that it asks for.
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         if (probe.dtype, probe.device) != (self.dtype, self.device):
             q = self.unpack()
@@ -142,7 +146,7 @@ class QuantisedWeight(nn.Module):
                 empty = {name: torch.zeros_like(t, device=probe.device) for name, t in tensors}
                 q, self.relative_error = QuantisedTensor(q.format, q.shape, **empty), None
             self._pack_where_it_is(q.to(probe.device), probe.dtype)
-        else:  # what changes neither, such as share_memory
+        else:  # neither changes, for example in share_memory
             self.layout._apply(  # type: ignore[no-untyped-call]
                 lambda t: changed if (changed := fn(t)).dtype == t.dtype else t
             )
@@ -150,17 +154,17 @@ class QuantisedWeight(nn.Module):
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        # nn.TransformerEncoderLayer hands .weight of its layers to a fused kernel unless one of
-        # them overrides torch functions: this one does, and so it calls the layers.
+        # nn.TransformerEncoderLayer passes the weights of its layers to a fused kernel unless one
+        # of them overrides torch functions. Overriding makes it call the layers.
         return NotImplemented
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As nn.Module's, but its own, without ``recurse``, are those of ``state_dict``.
+        """Yields buffers as nn.Module does; without ``recurse``, those of ``state_dict``.
 
-        ``set_model_state_dict`` of torch.distributed.checkpoint asks so what there is to load. They
-        are unpacked at each call: what is written to them is lost.
+        ``set_model_state_dict`` of torch.distributed.checkpoint calls it without ``recurse``. The
+        canonical tensors are then unpacked for the call: writing to them has no effect.
         """
         if recurse:
             yield from super().named_buffers(prefix, recurse, remove_duplicate)
@@ -182,25 +186,25 @@ class QuantisedWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        mine = tensor_names(self.format)
-        found = {name: state_dict[prefix + name] for name in mine if prefix + name in state_dict}
-        missing_keys += [prefix + name for name in mine if name not in found]
+        names = self.format.tensor_names
+        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        missing_keys += [prefix + name for name in names if name not in found]
         unexpected_keys += [
             key
             for key in state_dict
-            if key.startswith(prefix) and key.removeprefix(prefix) not in mine
+            if key.startswith(prefix) and key.removeprefix(prefix) not in names
         ]
-        if len(found) < len(mine):
+        if len(found) < len(names):
             return
         try:
-            # Copied, as nn.Module does: the caller may go on to change its tensors.
+            # Copy, as nn.Module does: the caller may go on to change its tensors.
             copied = {name: tensor.detach().clone() for name, tensor in found.items()}
             q = QuantisedTensor(self.format, self.shape, **copied)
-            check_values(prefix.removesuffix("."), q)
+            q.check_values(prefix.removesuffix("."))
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
             return
-        # As nn.Module does: what is assigned stays where it is.
+        # As in nn.Module, assigned tensors stay on their device.
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         if self.device.type == "meta" and q.device.type != "meta" and not is_assigned:
             warnings.warn(
@@ -213,23 +217,30 @@ class QuantisedWeight(nn.Module):
         self.relative_error = None
 
     def extra_repr(self) -> str:
-        """Format, shape, the backend in use, and activations that are not ``float``."""
+        """Shows format, shape, the backend in use, and activations other than ``float``."""
         rounded = "" if self.activations == "float" else f", activations={self.activations}"
         return f"{self.format}, shape={list(self.shape)}, backend={self.backend_name}{rounded}"
 
 
 class QuantisedLinear(nn.Module):
-    """``y = x @ W_hat.T + bias`` with ``W_hat :: [n, k]`` stored in 1 to 8 bits.
+    """A linear layer ``y = x @ W_hat.T + bias`` whose weight is stored in 1 to 8 bits.
 
-    Takes ``x :: [..., k]`` of its own dtype and returns ``[..., n]``. Under autocast x, but for
-    float64, is cast to that dtype, the one its backend was chosen for, whatever autocast's own. The
-    gradient reaches x and bias; the quantised weight is constant. With ``activations="int8"`` it is
-    that of the product without rounding, straight through. ``state_dict`` holds ``weight.packed``,
-    ``weight.scale``, ``weight.codebook`` or ``weight.zero_point``, and ``bias``.
+    ``x :: [..., k]`` must have the layer's dtype; under autocast, floating x other than float64 is
+    cast to it. Gradients reach x and the bias; the quantised weight is constant. With
+    ``activations="int8"`` the gradient is that of the product without rounding (straight-through).
+    ``state_dict`` holds ``weight.packed``, ``weight.scale``, ``weight.codebook`` or
+    ``weight.zero_point``, and ``bias``.
 
     Args:
-        weight: the quantised weight; share one between layers to tie them.
+        weight: the quantised weight. Layers that share one are tied.
         bias: ``[n]`` or None.
+
+    Raises:
+        ValueError: if the bias has another shape.
+
+    Example:
+        >>> layer = QuantisedLinear.from_linear(nn.Linear(4096, 4096), "nf4-g64")
+        >>> y = layer(torch.randn(1, 4096))
     """
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None) -> None:
@@ -253,33 +264,27 @@ class QuantisedLinear(nn.Module):
         importance: Tensor | None = None,
         codebook: Tensor | None = None,
     ) -> "QuantisedLinear":
-        """A quantised copy of a linear layer, on its device and for activations of its dtype.
+        """Quantises a copy of a linear layer, on its device and for activations of its dtype.
 
         Args:
-            linear: the layer.
-            format: of its weight.
-            backend: see ``select``.
-            activations: ``int8`` rounds x to 8 bits, for speed at the error that
-                ``fdk_formats.int8`` states.
-            importance: ``[k]`` or ``[n, k]``: how much the error of a weight counts, see
-                ``quantise``.
-            codebook: ``[2^bits]`` ascending values in units of the scale: that of ``custom``, or
-                one fitted before for ``kmeans``.
+            linear: the layer, left untouched.
+            format: format of the weight, for example ``"kmeans4-g64"``.
+            backend: ``auto`` or a backend's name, see ``select``.
+            activations: ``float``, or ``int8`` to round x to 8 bits, see ``fdk_formats.int8``.
+            importance: ``[k]`` or ``[n, k]``, the weight of each squared error, see ``quantise``.
+            codebook: ``[2^bits]`` ascending values for ``custom`` or ``kmeans``, see ``quantise``.
 
         Raises:
-            NoBackendError: where no backend takes it, with every reason.
-            ValueError, TypeError: as ``quantise`` does.
+            NoBackendError: if no backend supports the layer, with every backend's reason.
+            ValueError: see ``quantise``.
+            TypeError: if ``linear`` is not an ``nn.Linear``; see also ``quantise``.
         """
         if not isinstance(linear, nn.Linear):
             got = type(linear).__name__
             raise TypeError(f"QuantisedLinear.from_linear: wanted a torch.nn.Linear, got {got}")
         q = quantise(linear.weight.detach(), format, importance, codebook=codebook)
         return cls.from_quantised(
-            q,
-            linear.bias,
-            backend=backend,
-            dtype=linear.weight.dtype,
-            activations=activations,
+            q, linear.bias, backend=backend, dtype=linear.weight.dtype, activations=activations
         )
 
     @classmethod
@@ -292,24 +297,40 @@ class QuantisedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         activations: str = "float",
     ) -> "QuantisedLinear":
-        """A layer over an already quantised weight, for activations of ``dtype``."""
+        """Makes a layer from a quantised weight.
+
+        Args:
+            q: the weight.
+            bias: ``[n]`` or None; copied to the weight's device and ``dtype``.
+            backend: ``auto`` or a backend's name, see ``select``.
+            dtype: dtype of the activations.
+            activations: see ``from_linear``.
+
+        Raises:
+            NoBackendError: if no backend supports it.
+        """
         weight = QuantisedWeight(q, backend=backend, dtype=dtype, activations=activations)
         return cls(weight, None if bias is None else _parameter(bias, q.device, dtype))
 
     @property
     def format(self) -> Format:
-        """The format of the weight."""
+        """Format of the weight."""
         return self.weight.format
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x :: [..., k]`` to ``[..., n]``.
+        """Computes ``x @ W_hat.T + bias``.
+
+        Args:
+            x: ``[..., k]`` in the layer's dtype.
+
+        Returns:
+            ``[..., n]`` in the same dtype.
 
         Raises:
-            TypeError: where x is no tensor, or not of the layer's dtype, nor a float that autocast
-                casts.
-            ValueError: where x is not ``[..., k]`` or is on another device.
+            TypeError: if x is not a tensor, or of another dtype that autocast does not cast.
+            ValueError: if x is not ``[..., k]`` or is on another device.
         """
-        # None of these by attribute: nn.Module takes half a microsecond to find one.
+        # nn.Module takes 0.5 us to find an attribute, so look each up in its dict.
         weight: Any = self._modules["weight"]
         layout, dtype = weight._modules.get("layout"), weight.dtype
         if x.dtype != dtype:
@@ -322,27 +343,27 @@ class QuantisedLinear(nn.Module):
                     f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}"
                     f"{advice}"
                 )
-            # What fused layers share is told by x itself.
+            # Fused layers recognise a shared input by identity and cast it themselves.
             x = x if getattr(layout, "casts", False) else x.to(dtype)
         if (bias := self._parameters.get("bias")) is None:
             bias = self.bias
-        # Not there: somebody's wrapper stands in the weight's place, such as that of torch.compile.
+        # There is no layout if a wrapper, such as torch.compile's, replaces the weight.
         if layout is None or weight._forward_hooks or weight._forward_pre_hooks:
             y: Tensor = weight(x, bias)
-        else:  # Two more calls of nn.Module take 4 us of a call's 20.
+        else:  # skips two calls of nn.Module, 4 us of 20
             y = layout.forward(x, bias)
         return y
 
     def extra_repr(self) -> str:
-        """Sizes as nn.Linear prints them."""
+        """Shows the sizes as nn.Linear does."""
         has_bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
 
 
 def _is_cast(x: Tensor) -> bool:
-    """Whether autocast is on and casts x for ``nn.Linear``: a float, but not float64."""
+    """Returns whether autocast is on and would cast x for ``nn.Linear`` (not float64)."""
     device = x.device.type
-    if device == "meta":  # torch asked about autocast there raises
+    if device == "meta":  # torch.is_autocast_enabled("meta") raises
         return False
     is_eligible = x.is_floating_point() and x.dtype != torch.float64
     return is_eligible and torch.is_autocast_enabled(device)
@@ -351,8 +372,8 @@ def _is_cast(x: Tensor) -> bool:
 def _parameter(
     bias: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
 ) -> nn.Parameter:
-    """A copy of a bias; a frozen parameter stays frozen."""
+    """Copies a bias as a parameter; a frozen one stays frozen."""
     frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
-    with torch.inference_mode(False):  # as of the weight, see ``packed_by``
+    with torch.inference_mode(False):  # see ``pack_with``
         copy = bias.detach().to(device, dtype, copy=True)
     return nn.Parameter(copy, requires_grad=not frozen)

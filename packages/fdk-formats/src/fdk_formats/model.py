@@ -1,4 +1,4 @@
-"""quantise_model: a copy of a model whose linear layers are quantised."""
+"""Quantising whole models, and reporting on them."""
 
 import copy
 import logging
@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -15,17 +16,16 @@ from torch import Tensor, nn
 
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
-from fdk_formats.fused import fuse_layers, groups_of, rows_of, siblings
-from fdk_formats.groups import group_weight
+from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
-from fdk_formats.quantise import check_fits, quantise
-from fdk_formats.report import model_report, relative_error
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.quantise import quantise
+from fdk_formats.scales import GroupedWeight, check_codebook
+from fdk_formats.tensor import QuantisedTensor, relative_error
 
-# The output head: few weights, much of the loss. The original keeps it in 16 bits too.
+# The output head has few of the weights and much of the loss; other quantisers skip it too.
 DEFAULT_SKIP = r"(^|\.)lm_head$"
 
-# What torch calls around forward and backward; a layer's own hooks go with it.
+# torch's dicts of hooks, which a quantised layer inherits.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -52,48 +52,52 @@ def quantise_model(
     fuse: bool | Sequence[Sequence[str]] = False,
     progress: bool = True,
 ) -> nn.Module:
-    """A copy of ``model`` with its ``nn.Linear`` layers quantised; the source is left untouched.
+    """Returns a copy of a model with its ``nn.Linear`` layers quantised.
 
-    Tied weights stay tied: linear layers that share a weight share the quantised one, and a linear
-    layer whose weight something else uses too (an embedding) is left as it is. Subclasses of
-    ``nn.Linear`` are left as they are: their owners may reach for ``.weight``. ``model_report``
-    tells of the result; what was left and why is logged at level INFO.
+    Tied weights stay tied: layers that share a weight share the quantised one. A layer whose weight
+    something else uses too, such as an embedding, is not quantised; nor are subclasses of
+    ``nn.Linear``, whose owners may access ``.weight``. ``model_report`` reports on the result.
+    Layers that are not quantised are logged with the reason at level INFO.
 
     Args:
-        model: any module, a single ``nn.Linear`` included.
-        format: of every layer that no override names.
-        skip: regular expressions searched in the dotted name of a layer; a match is left as it is.
+        model: any module, a single ``nn.Linear`` included. It is left untouched.
+        format: format of every layer that no override matches, for example ``"nf4-g64"``.
+        skip: regular expressions, searched in the dotted name of a layer. A match is not quantised.
             None or an empty list skips none.
-        overrides: regular expression to format, or to None to leave the layer; the first match of
-            a name wins, over ``skip`` too.
-        backend: see ``select``.
+        overrides: from regular expression to format, or to None to skip. The first match wins, also
+            over ``skip``.
+        backend: ``auto`` or a backend's name, see ``select``.
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
-        importance: per layer name, see ``quantise``; that of layers that share a weight adds up.
-        codebook: ``[2^bits]`` ascending values in units of the scale, see ``quantise``: one for
-            every layer whose format has the codebook and the bits of ``format`` (``custom4`` or
-            ``kmeans4``), whatever its groups and scales; layers that an override gives another
-            codebook or other bits do without. Or one per layer name, as those that
-            ``fake_quantise`` trained with; ``kmeans`` is fitted to the layers that have none.
-        fuse: compute layers of one input as one product, see ``fuse_layers``: those named q_proj,
-            k_proj and v_proj, and gate_proj and up_proj; or the names that are given. Files and
-            ``state_dict`` are those of separate layers, and each loads into either. With ``kmeans``
-            the layers of a group get one codebook, unless ``codebook`` has one for some of them.
-        progress: show a bar on a terminal.
+        importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
+        codebook: by layer name, such as the codebooks that ``fake_quantise`` trained with;
+            ``kmeans`` is fitted to layers without one. Or one ``[2^bits]`` table for every layer
+            with the codebook and bits of ``format`` (``custom4`` or ``kmeans4``), whatever its
+            group size and scales. See ``quantise``.
+        fuse: compute layers of one input as one product, see ``fuse_layers``. True is q_proj,
+            k_proj and v_proj, and gate_proj and up_proj. Files and ``state_dict`` stay those of
+            separate layers. With ``kmeans``, the layers of a group get one codebook, unless
+            ``codebook`` has one for some of them.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        A module of the same structure, with ``QuantisedLinear`` layers.
 
     Raises:
-        ValueError: where a layer does not fit its format, or computes its weight (pruned, or
-            normed by ``torch.nn.utils``), or a name of ``importance`` or ``codebook`` or a pattern
-            of ``overrides`` fits no layer, or a format takes no codebook, needs one or takes
-            another size, or ``fuse`` names no groups of layers (nothing has been quantised then),
-            or a weight holds NaN or infinity, or a codebook does not ascend. The message names the
-            layer.
-        TypeError: for a model that is no module, a codebook that is no floating tensor.
-        NoBackendError: where no backend takes a layer.
+        ValueError: if a layer does not fit its format, its weight is computed (pruned, or normed by
+            ``torch.nn.utils``) or not finite; if a codebook is missing, not wanted, of another size
+            or not ascending; if a name or pattern matches no layer; if ``fuse`` is malformed. The
+            message names the layer.
+        TypeError: if ``model`` is not a module, or a codebook not a floating tensor.
+        NoBackendError: if no backend supports a layer.
+
+    Example:
+        >>> small = quantise_model(model, "kmeans4-g64", overrides={r"down_proj$": "int8-g64"})
+        >>> print(model_report(small))
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantise_model: model must be a module, got {type(model).__name__}")
     check_activations(activations)
-    groups = groups_of(fuse)
+    groups = checked_groups(fuse)
     default = Format.parse(format)
     chosen = {
         _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
@@ -117,22 +121,22 @@ def quantise_model(
     codebooks = _codebooks(linears, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
-            check_fits(codebooks.get(id(linears[name].weight)), wanted)
+            check_codebook(codebooks.get(id(linears[name].weight)), wanted)
         _check_layer(name, linears[name], wanted, backend, activations)
     importances = _importances(linears, formats, importance or {})
-    together = _with_one_codebook(linears, formats, codebooks, groups)
-    parts: dict[str, QuantisedTensor] = {}
+    together = _sharing_codebook(linears, formats, codebooks, groups)
+    quantised: dict[str, QuantisedTensor] = {}
 
     weights: dict[int, QuantisedWeight] = {}
-    # deepcopy takes what its memo holds instead of a copy: the quantised layer for the linear one.
+    # deepcopy uses its memo instead of copying: the quantised layer replaces the linear one.
     memo: dict[int, object] = {}
     for name in _progress(formats) if progress else formats:
         linear = linears[name]
         key = id(linear.weight)
         if key not in weights:
-            if name in together and name not in parts:
-                parts |= _quantise_group(together[name], linears, formats[name], importances)
-            q = parts.pop(name, None)
+            if name in together and name not in quantised:
+                quantised |= _quantise_group(together[name], linears, formats[name], importances)
+            q = quantised.pop(name, None)
             if q is None:
                 q = _quantise_layer(
                     name, linear.weight, formats[name], importances.get(key), codebooks.get(key)
@@ -144,7 +148,7 @@ def quantise_model(
             weight.relative_error = relative_error(linear.weight.detach(), q)
             weights[key] = weight
         layer = QuantisedLinear(weights[key], linear.bias)
-        if linear.bias is not None:  # a bias that something shares stays shared
+        if linear.bias is not None:  # keep a shared bias shared
             layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
         for hooks in HOOKS:
             setattr(layer, hooks, copy.copy(getattr(linear, hooks)))
@@ -164,13 +168,13 @@ def _pattern(argument: str, text: str) -> re.Pattern[str]:
         ) from None
 
 
-def _with_one_codebook(
+def _sharing_codebook(
     linears: Mapping[str, nn.Linear],
     formats: Mapping[str, Format],
     codebooks: Mapping[int, Tensor],
     groups: Sequence[Sequence[str]],
 ) -> dict[str, tuple[str, ...]]:
-    """By layer, the group to fuse whose codebook is fitted: to all rows, for a product has one."""
+    """Returns, by layer, the groups to fuse whose codebook is fitted to all their rows."""
     uses = Counter(id(linears[name].weight) for name in formats)
 
     def fits(names: tuple[str, ...]) -> bool:
@@ -179,8 +183,8 @@ def _with_one_codebook(
             (formats[n], w.shape[1], w.dtype, w.device) for n, w in zip(names, weights, strict=True)
         }
         is_given = any(id(weight) in codebooks for weight in weights)
-        fitted = formats[names[0]].codebook == "kmeans" and not is_given
-        return fitted and len(kinds) == 1 and all(uses[id(weight)] == 1 for weight in weights)
+        is_fitted = formats[names[0]].is_fitted and not is_given
+        return is_fitted and len(kinds) == 1 and all(uses[id(weight)] == 1 for weight in weights)
 
     found: dict[str, tuple[str, ...]] = {}
     for names in filter(fits, siblings(formats, groups)):
@@ -195,11 +199,11 @@ def _quantise_group(
     format: Format,
     importances: Mapping[int, Tensor],
 ) -> dict[str, QuantisedTensor]:
-    """Layers quantised as one weight of all their rows, and cut apart again."""
+    """Quantises layers as one weight of all their rows, and returns the rows of each."""
     weights = [linears[name].weight for name in names]
-    for name, weight in zip(names, weights, strict=True):  # all at once they have no name
+    for name, weight in zip(names, weights, strict=True):  # errors name the layer
         with _naming(name):
-            group_weight(weight.detach(), format, importances.get(id(weight)))
+            GroupedWeight.of(weight.detach(), format, importances.get(id(weight)))
     importance = None
     if any(id(weight) in importances for weight in weights):
         given = [importances.get(id(weight), weight.new_ones(())) for weight in weights]
@@ -224,7 +228,7 @@ def _quantise_layer(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Errors name the layer."""
+    """Adds the name of the layer to errors."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -232,17 +236,18 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _check_parameters(name: str, linear: nn.Linear) -> None:
-    """Pruning and norms of ``torch.nn.utils`` make a weight, or a bias, anew before each call."""
-    for part in ("weight", "bias"):
-        if getattr(linear, part) is not None and part not in linear._parameters:
+    """Raises ValueError if ``torch.nn.utils`` recomputes a weight or bias before each call."""
+    parameters = dict(linear.named_parameters(recurse=False))
+    for attribute in ("weight", "bias"):
+        if getattr(linear, attribute) is not None and attribute not in parameters:
             raise ValueError(
-                f"quantise_model: layer {name}: its {part} must be a parameter, and is computed of "
-                f"others (pruned or normed): make that permanent, or skip it"
+                f"quantise_model: layer {name}: its {attribute} must be a parameter, and is "
+                f"computed from others (pruned or normed): make that permanent, or skip it"
             )
 
 
 def _names(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, list[str]]:
-    """All names of each layer, by the first: a module may stand in several places."""
+    """Returns all names of each layer by its first: a module may be registered several times."""
     firsts = {id(module): name for name, module in linears.items()}
     names: dict[str, list[str]] = {name: [] for name in linears}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -254,7 +259,7 @@ def _names(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, list
 def _check_overrides(
     names: Mapping[str, Sequence[str]], overrides: Mapping[re.Pattern[str], Format | None]
 ) -> None:
-    every = [name for of_one in names.values() for name in of_one]
+    every = [name for aliases in names.values() for name in aliases]
     for pattern in overrides:
         if not any(map(pattern.search, every)):
             raise ValueError(
@@ -269,7 +274,7 @@ def _choose_formats(
     skips: Sequence[re.Pattern[str]],
     overrides: Mapping[re.Pattern[str], Format | None],
 ) -> dict[str, Format]:
-    """The format of each layer that is to be quantised. An override speaks before a skip."""
+    """Returns the format of each layer to quantise. Overrides come before skips."""
     formats = {}
     for name, every in names.items():
         matches = [
@@ -289,7 +294,7 @@ def _choose_formats(
 def _importances(
     linears: Mapping[str, nn.Linear], formats: Mapping[str, Format], given: Mapping[str, Tensor]
 ) -> dict[int, Tensor]:
-    """Importance by id of the weight; those of layers that share a weight add up."""
+    """Returns importance by id of the weight, added up over layers that share it."""
     _check_names("importance", given, formats)
     importances: dict[int, Tensor] = {}
     for name, importance in given.items():
@@ -304,19 +309,19 @@ def _codebooks(
     default: Format,
     given: Tensor | Mapping[str, Tensor] | None,
 ) -> dict[int, Tensor]:
-    """The caller's codebooks by id of the weight."""
+    """Returns the caller's codebooks by id of the weight."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        check_fits(given, default)  # though an override may have every layer
+        check_codebook(given, default)  # even if overrides match every layer
         kind = default.codebook, default.bits
-        alike = [name for name, format in formats.items() if (format.codebook, format.bits) == kind]
-        given = dict.fromkeys(alike, given)
+        names = [name for name, format in formats.items() if (format.codebook, format.bits) == kind]
+        given = dict.fromkeys(names, given)
     _check_names("codebook", given, formats)
     codebooks: dict[int, Tensor] = {}
     for name, codebook in given.items():
         with _naming(name):
-            check_fits(codebook, formats[name])
+            check_codebook(codebook, formats[name])
         other = codebooks.setdefault(id(linears[name].weight), codebook)
         if other is not codebook and not torch.equal(other, codebook):
             raise ValueError(
@@ -350,11 +355,11 @@ def _check_layer(
 
 
 def _tied_elsewhere(model: nn.Module, formats: Mapping[str, Format]) -> dict[str, str]:
-    """Layers whose weight is also a parameter of something that is not quantised alike."""
+    """Returns layers whose weight belongs to something not quantised to the same format too."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
-    # named_modules gives a module once, named_parameters under each of its names.
+    # named_modules yields a module once, named_parameters under each of its names.
     names = {id(module): name for name, module in model.named_modules()}
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = {}
@@ -369,7 +374,7 @@ def _tied_elsewhere(model: nn.Module, formats: Mapping[str, Format]) -> dict[str
 
 
 def _progress(names: Iterable[str]) -> Iterator[str]:
-    """The names, with a bar on a terminal: tqdm's where it is installed."""
+    """Yields the names and shows a progress bar on a terminal, tqdm's if it is installed."""
     names = list(names)
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
@@ -382,3 +387,116 @@ def _progress(names: Iterable[str]) -> Iterator[str]:
             print(file=sys.stderr)
         return
     yield from tqdm(names, desc="quantise", unit="layer", disable=None)
+
+
+# Reports
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Report on one quantised layer.
+
+    Attributes:
+        name: dotted name in the model; the first of a tied weight.
+        format: format of the weight.
+        shape: ``(n, k)``.
+        bits_per_weight: bits of a code plus its share of scale and zero point.
+        bytes_before: bytes of the weight in the layer's dtype.
+        bytes_after: bytes of its canonical tensors.
+        backend: name of the backend in use.
+        relative_error: see ``relative_error``; None if the layer was loaded.
+    """
+
+    name: str
+    format: Format
+    shape: tuple[int, int]
+    bits_per_weight: float
+    bytes_before: int
+    bytes_after: int
+    backend: str
+    relative_error: float | None
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """Report on a model; ``str`` prints a table.
+
+    Attributes:
+        layers: the quantised layers, in the order of the model.
+        left: names of linear layers that are not quantised.
+        other_bytes: bytes of all other parameters, biases included.
+    """
+
+    layers: tuple[LayerReport, ...]
+    left: tuple[str, ...]
+    other_bytes: int
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the quantised weights before quantising."""
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of the quantised weights."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean bits per weight over the quantised weights, without codebooks."""
+        sizes = [layer.shape[0] * layer.shape[1] for layer in self.layers]
+        bits = sum(s * layer.bits_per_weight for s, layer in zip(sizes, self.layers, strict=True))
+        return bits / sum(sizes) if sizes else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':40} {'format':24} {'bits':>6} {'bytes':>22} {'error':>8}"]
+        for layer in self.layers:
+            error = "" if layer.relative_error is None else f"{layer.relative_error:.4f}"
+            size = f"{layer.bytes_before} -> {layer.bytes_after}"
+            lines.append(
+                f"{layer.name:40} {layer.format!s:24} {layer.bits_per_weight:6.3f} "
+                f"{size:>22} {error:>8}"
+            )
+        lines += [f"{name:40} not quantised" for name in self.left]
+        lines.append(
+            f"{len(self.layers)} layers, {self.bits_per_weight:.3f} bits per weight, "
+            f"{self.bytes_before} -> {self.bytes_after} bytes; {self.other_bytes} bytes of other "
+            f"parameters"
+        )
+        return "\n".join(lines)
+
+
+def model_report(model: nn.Module) -> ModelReport:
+    """Reports formats, bits, bytes and errors of the quantised layers of a model.
+
+    Args:
+        model: of ``quantise_model`` or ``load_model``.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_report: model must be an nn.Module, got {type(model).__name__}")
+    layers, left, seen = [], [], set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            left.append(name)
+        if not isinstance(module, QuantisedLinear) or id(module.weight) in seen:
+            continue
+        weight = module.weight
+        seen.add(id(weight))
+        n, k = weight.shape
+        layers.append(
+            LayerReport(
+                name=name,
+                format=weight.format,
+                shape=weight.shape,
+                bits_per_weight=weight.format.bits_per_weight(k),
+                bytes_before=n * k * weight.dtype.itemsize,
+                bytes_after=weight.canonical_bytes,
+                backend=weight.backend_name,
+                relative_error=weight.relative_error,
+            )
+        )
+    other_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return ModelReport(tuple(layers), tuple(left), other_bytes)

@@ -1,27 +1,36 @@
-"""Canonical packing: every row a dense bit stream, the first code in the most significant bits."""
+"""Canonical packing: each row is a dense bit stream, first code in the most significant bits."""
 
 import torch
 from torch import Tensor
 
-# Rows are packed in pieces of about this many codes, so that temporaries stay small.
+# Rows are processed in chunks of about this many codes, to keep temporaries small.
 CODES_PER_CHUNK = 1 << 20
-# torch knows wider unsigned integers too, but takes no minimum of them.
+# torch has wider unsigned integers too, but cannot compute their minimum.
 CODE_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def packed_width(bits: int, k: int) -> int:
-    """Bytes that a row of ``k`` codes takes: ceil(k * bits / 8)."""
+    """Returns the bytes of a row of ``k`` codes: ceil(k * bits / 8)."""
     return (k * bits + 7) // 8
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Packs ``codes :: [..., k, integer]`` to ``[..., ceil(k * bits / 8), uint8]``.
+    """Packs codes into bytes, row by row.
 
-    Codes [3, 0, 1, 2] at 2 bits are the byte 0b11_00_01_10. Bits after the last code are zero.
+    Args:
+        codes: ``[..., k]`` in uint8 or int8 to int64, values 0 to 2^bits - 1.
+        bits: width of a code, 1 to 8.
+
+    Returns:
+        ``[..., ceil(k * bits / 8), uint8]``. Bits after the last code of a row are zero.
 
     Raises:
-        ValueError: for bits outside 1 to 8, a code outside 0 to 2^bits - 1, or codes on meta.
-        TypeError: for codes that are no tensor of ``CODE_DTYPES``.
+        ValueError: if bits or a code are out of range, or the codes are on meta.
+        TypeError: if ``codes`` is not an integer tensor.
+
+    Example:
+        >>> pack(torch.tensor([3, 0, 1, 2]), bits=2)  # 0b11_00_01_10
+        tensor([198], dtype=torch.uint8)
     """
     _check_bits("pack", bits)
     _check_tensor("pack", "codes", codes)
@@ -49,11 +58,19 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
-    """Unpacks ``packed :: [..., ceil(k * bits / 8), uint8]`` to codes ``[..., k, uint8]``.
+    """Unpacks bytes into codes, the inverse of ``pack``.
+
+    Args:
+        packed: ``[..., ceil(k * bits / 8), uint8]``.
+        bits: width of a code, 1 to 8.
+        k: codes in a row.
+
+    Returns:
+        The codes, ``[..., k, uint8]``.
 
     Raises:
-        ValueError: for bits outside 1 to 8, or a last dimension that does not fit k.
-        TypeError: where ``packed`` is no uint8 tensor or ``k`` no integer.
+        ValueError: if bits are out of range, or the last dimension does not fit k.
+        TypeError: if ``packed`` is not a uint8 tensor or ``k`` not an integer.
     """
     _check_bits("unpack", bits)
     _check_tensor("unpack", "packed", packed)
@@ -87,7 +104,7 @@ def _check_tensor(caller: str, name: str, value: object) -> None:
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """Codes and bytes of the smallest whole word: 8/bits codes in a byte, or 8 codes in `bits`."""
+    """Returns codes and bytes of the smallest whole word: 1 byte if bits divide 8, else 8 codes."""
     return (8 // bits, 1) if bits in (1, 2, 4, 8) else (8, bits)
 
 
@@ -103,7 +120,7 @@ def _pack_rows(codes: Tensor, bits: int) -> Tensor:
     if word_bytes == 1:
         return word
     shifts = torch.arange(8 * (word_bytes - 1), -1, -8, device=codes.device)
-    out = (word[..., None] >> shifts).to(torch.uint8).reshape(n, -1)  # to uint8 keeps the low byte
+    out = (word[..., None] >> shifts).to(torch.uint8).reshape(n, -1)  # the cast keeps the low byte
     return out[:, : packed_width(bits, k)]
 
 

@@ -1,4 +1,4 @@
-"""The reference backend: dequantise, then multiply. Every other backend is tested against it."""
+"""The reference backend: dequantise, then multiply. Other backends are tested against it."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def reference_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
+    """Computes ``x @ W_hat.T + bias``, ``[m, n, dtype]``."""
     q = QuantisedTensor(Format.parse(format), (n, k), packed, scale, codebook, zero_point)
     return torch.nn.functional.linear(x, q.dequantise(x.dtype), bias)
 
@@ -40,7 +40,7 @@ def reference_linear_int8(
     n: int,
     k: int,
 ) -> Tensor:
-    """``int8_linear``, ``[m, n, dtype]``."""
+    """Computes ``int8_linear``, ``[m, n, dtype]``."""
     q = QuantisedTensor(Format.parse(format), (n, k), packed, scale, codebook, zero_point)
     return int8_linear(x, q, bias)
 
@@ -55,7 +55,7 @@ def reference_grad_x(
     n: int,
     k: int,
 ) -> Tensor:
-    """``dy @ W_hat``, ``[m, k, dtype]``."""
+    """Computes ``grad_y @ W_hat``, ``[m, k, dtype]``."""
     q = QuantisedTensor(Format.parse(format), (n, k), packed, scale, codebook, zero_point)
     return grad_y @ q.dequantise(grad_y.dtype)
 
@@ -81,7 +81,7 @@ _int8_op = define_linear_op(
 
 
 class ReferenceLayout(Layout):
-    """The canonical tensors as they are."""
+    """The canonical tensors, unchanged."""
 
     packed: Tensor
     scale: Tensor
@@ -109,7 +109,7 @@ class ReferenceLayout(Layout):
 
 
 class ReferenceBackend:
-    """Takes every format on every device, slowly."""
+    """Supports every format on every device, slowly."""
 
     name = "reference"
 

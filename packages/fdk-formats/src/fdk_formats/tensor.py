@@ -1,4 +1,4 @@
-"""A quantised weight: codes, scales and codebook, with the format that explains them."""
+"""QuantisedTensor: the codes, scales and codebook of one weight, in canonical form."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -7,21 +7,25 @@ from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
-from fdk_formats.scales import SCALE_DTYPES, decode_scale
+from fdk_formats.scales import decode_scale
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedTensor:
-    """A weight ``[n, k]`` in canonical form: what a file holds and what a backend re-lays out.
+    """A weight ``[n, k]`` in canonical form: what files hold and what backends pack from.
 
-        shape      :: (n, k)
-        packed     :: [n, ceil(k*bits/8), uint8]      codes, see ``packing``
-        scale      :: [n, k/G, scale dtype]           uint8 for e8m0, see ``decode_scale``
-        codebook   :: [2^bits, float32] or None       ascending; an entry may repeat
-        zero_point :: [n, k/G, scale dtype | uint8]   or None; affine formats only
+    Attributes:
+        format: explains the tensors.
+        shape: ``(n, k)``.
+        packed: codes, ``[n, ceil(k * bits / 8), uint8]``; see ``packing``.
+        scale: ``[n, k/G]`` in the format's scale dtype, uint8 for e8m0; see ``decode_scale``.
+        codebook: ``[2^bits, float32]``, ascending (an entry may repeat); None for affine formats.
+        zero_point: ``[n, k/G]``, uint8 or floating; affine formats only.
 
     Raises:
-        ValueError, TypeError: where a field does not have the type, shape or dtype above.
+        ValueError: if a tensor has the wrong shape or device, or is present where the format has
+            none.
+        TypeError: if an argument has the wrong type or dtype.
     """
 
     format: Format
@@ -38,11 +42,10 @@ class QuantisedTensor:
             raise ValueError(f"{self.format}: shape must be two integers (n, k), got {self.shape}")
         n, k = self.shape
         groups = k // self.format.group_size_for(k)
-        scale_dtype = SCALE_DTYPES[self.format.scale_dtype]
         self._check("packed", torch.uint8, (n, packed_width(self.format.bits, k)))
-        self._check("scale", scale_dtype, (n, groups))
+        self._check("scale", self.format.stored_scale_dtype, (n, groups))
         if self.format.is_affine:
-            self._check("zero_point", zero_point_dtype(self.format), (n, groups))
+            self._check("zero_point", self.format.stored_zero_point_dtype, (n, groups))
             self._check_absent("codebook")
         else:
             self._check("codebook", torch.float32, (1 << self.format.bits,))
@@ -75,43 +78,49 @@ class QuantisedTensor:
 
     @property
     def device(self) -> torch.device:
-        """The device of every tensor."""
+        """The device of all tensors."""
         return self.packed.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a code and its share of scale and zero point; the codebook is not counted."""
+        """Bits of a code plus its share of scale and zero point, without the codebook."""
         return self.format.bits_per_weight(self.shape[1])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name, in the order of the class."""
+        """Returns the tensors that are present by name, in the order of the class."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in values if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str | int) -> "QuantisedTensor":
-        """The same weight on another device."""
+        """Returns the same weight on another device."""
         moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)  # type: ignore[arg-type]
 
     def codes(self) -> Tensor:
-        """The codes, ``[n, k, uint8]``."""
+        """Unpacks the codes, ``[n, k, uint8]``."""
         return unpack(self.packed, self.format.bits, self.shape[1])
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``W_hat :: [n, k, dtype]`` that the codes stand for.
+        """Computes the weight that the codes stand for.
 
-        The codebook is rounded to ``dtype`` first; everything after that is one float32 product
-        (and, for affine, one float32 difference before it), rounded to ``dtype``. A kernel that
-        multiplies by the scale before or after its accumulation gives these bits, for a bf16 or
-        fp16 product is exact in float32.
+        The codebook is rounded to ``dtype`` first. The rest is one float32 product (for affine
+        formats also one float32 difference before it), rounded to ``dtype``. Kernels that scale
+        before or after their accumulation get the same bits: a product of bf16 or fp16 values is
+        exact in float32.
+
+        Args:
+            dtype: a floating dtype.
+
+        Returns:
+            ``W_hat :: [n, k, dtype]``.
 
         Raises:
-            TypeError: for a dtype that is not floating.
+            TypeError: if ``dtype`` is not floating.
         """
         _check_floating("dequantise", dtype)
         n, k = self.shape
@@ -122,7 +131,7 @@ class QuantisedTensor:
         return out
 
     def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows ``start`` to ``stop`` of ``dequantise(dtype)``."""
+        """Computes rows ``start`` to ``stop`` of ``dequantise(dtype)``."""
         _check_floating("rows", dtype)
         rows = slice(start, stop)
         codes = unpack(self.packed[rows], self.format.bits, self.shape[1])
@@ -136,19 +145,61 @@ class QuantisedTensor:
             values = codes.to(torch.float32) - self.zero_point[rows].to(torch.float32)[..., None]
         return (values * scale).view(len(codes), -1).to(dtype)
 
+    def check_values(self, where: str) -> None:
+        """Checks what backends rely on: an ascending codebook and finite scales.
+
+        Args:
+            where: the start of the error message, such as a file and a name.
+
+        Raises:
+            ValueError: if the codebook descends, or any of them is not finite.
+        """
+        for name in ("scale", "zero_point"):
+            stored = getattr(self, name)
+            if stored is None or (name == "zero_point" and self.format.has_integer_zero_point):
+                continue
+            bad = int((~decode_scale(stored).isfinite()).sum())
+            if bad:
+                raise ValueError(f"{where}: {name} must be finite, got {bad} that are not")
+        codebook = self.codebook
+        if codebook is None:
+            return
+        if not bool(codebook.isfinite().all()) or bool((codebook[1:] < codebook[:-1]).any()):
+            raise ValueError(
+                f"{where}: codebook must be finite and ascend, got {codebook.tolist()}"
+            )
+
 
 def _check_floating(caller: str, dtype: torch.dtype) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{caller}: dtype must be a floating torch.dtype, got {dtype!r}")
 
 
-def tensor_names(format: Format) -> tuple[str, str, str]:
-    """The tensors of a ``QuantisedTensor`` that a format has, in the order of the class."""
-    return ("packed", "scale", "zero_point" if format.is_affine else "codebook")
+@torch.no_grad()
+def relative_error(weight: Tensor, q: QuantisedTensor) -> float:
+    """Computes the relative RMS error ``||W - W_hat|| / ||W||``; 0 if both are equal.
 
+    ``W_hat`` is dequantised to float32. Differences and squares are float64, in chunks of rows.
 
-def zero_point_dtype(format: Format) -> torch.dtype:
-    """How an affine format stores its zero points; see ``zero_point_bits``."""
-    if format.zero_point == "int":
-        return torch.uint8
-    return SCALE_DTYPES["bf16" if format.scale_dtype == "e8m0" else format.scale_dtype]
+    Args:
+        weight: what ``q`` was quantised from, ``[n, k]``.
+        q: the quantised weight.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if an argument has another type.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"relative_error: weight must be a tensor, got {type(weight).__name__}")
+    if not isinstance(q, QuantisedTensor):
+        raise TypeError(f"relative_error: q must be a QuantisedTensor, got {type(q).__name__}")
+    if weight.shape != q.shape:
+        raise ValueError(f"relative_error: weight must be {q.shape}, got {list(weight.shape)}")
+    step = max(1, CODES_PER_CHUNK // q.shape[1])
+    error = torch.zeros((), dtype=torch.float64, device=weight.device)
+    total = error.clone()
+    for start in range(0, q.shape[0], step):
+        source = weight[start : start + step].to(torch.float64)
+        error += (source - q.rows(start, start + step).to(torch.float64)).square().sum()
+        total += source.square().sum()
+    return float((error / total).sqrt()) if total > 0 else 0.0 if error == 0 else float("inf")

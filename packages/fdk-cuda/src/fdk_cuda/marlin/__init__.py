@@ -1,4 +1,4 @@
-"""Marlin: hand-written kernels over fragment-order weights, at the rate of reading them."""
+"""Marlin: CUDA kernels over weights in fragment order, bound by the time to read them."""
 
 from fdk_cuda.marlin.backend import (
     MARLIN,

@@ -1,80 +1,170 @@
-"""What the parts of a product with few rows of x cost, as timed: what plans are compared by.
+"""Cost models: microseconds that a plan is expected to take, as tables of measured constants.
 
-Microseconds of an H200 (docs/kernels/marlin.md), those of 5 to 7 bits so that they put first what
-was fastest on an H100 among 460 timed plans. Other chips differ by a factor; what counts is which
-plan comes first. ``plan.cost`` adds them up.
+Only the order of plans matters, so one table serves all GPUs: other chips differ by a factor. The
+constants are from an H200, those of 5 to 7 bits from an H100; docs/design/marlin.md and
+docs/design/hopper.md have the fits. ``heuristics_small_m.small_m_cost`` and
+``heuristics_hopper.hopper_cost`` add them up.
 """
 
+from typing import NamedTuple
 
-def _by_bits(*costs: float) -> dict[int, float]:
-    """Of 1 bit, 2 and so on."""
+
+class WarpTile(NamedTuple):
+    """What a warp takes at a time: fragments of 16 outputs, blocks of 64 inputs."""
+
+    fragments: int
+    k_blocks: int
+
+
+class WideTile(NamedTuple):
+    """The same with 9 to 16 rows of x, and groups of warps along n."""
+
+    fragments: int
+    k_blocks: int
+    n_groups: int
+
+
+class HopperTile(NamedTuple):
+    """Rows of x (or dy), consumer warpgroups, and consumers that share outputs."""
+
+    tile_m: int
+    consumers: int
+    k_groups: int
+
+
+Costs = dict[int, float]
+
+
+def _by_bits(*costs: float) -> Costs:
+    """Returns costs by bits, from 1 bit on."""
     return dict(enumerate(costs, 1))
 
 
-# Of a block of 32 x 64 weights, by fragments and blocks of columns that a warp takes at a time, and
-# by bits: with 5 to 8 rows of x.
-NARROW_COST = {
-    (2, 2): _by_bits(0.0252, 0.0273, 0.0287, 0.0299, 0.0349, 0.0573, 0.0556, 0.0573),
-    (4, 1): _by_bits(0.0218, 0.0260, 0.0295, 0.0315, 0.0362, 0.0590, 0.0590, 0.0590),
-    (4, 2): _by_bits(0.0205, 0.0230, 0.0257, 0.0310, 0.0445, 0.0580, 0.0580, 0.0580),
-    (8, 2): {1: 0.0190, 2: 0.0195},
+# small_m.cu, us per block of 32 x 64 weights. With 5 to 8 rows of x:
+NARROW_COST: dict[WarpTile, Costs] = {
+    WarpTile(2, 2): _by_bits(0.0252, 0.0273, 0.0287, 0.0299, 0.0349, 0.0573, 0.0556, 0.0573),
+    WarpTile(4, 1): _by_bits(0.0218, 0.0260, 0.0295, 0.0315, 0.0362, 0.0590, 0.0590, 0.0590),
+    WarpTile(4, 2): _by_bits(0.0205, 0.0230, 0.0257, 0.0310, 0.0445, 0.0580, 0.0580, 0.0580),
+    WarpTile(8, 2): {1: 0.0190, 2: 0.0195},
 }
-# The same with up to 4 rows of x: least squares over 1078 timed plans (H200, five shapes and the
-# layers of two models, codebooks and affine weights, 1 and 4 rows), then what in 94 cases puts the
-# fastest first. Those that it does not, by over 1.5 %, are ``TIMED_FEW_ROWS``.
-SPREAD_COST = {
-    (2, 2): _by_bits(0.0235, 0.0279, 0.0347, 0.0350, 0.0418, 0.0491, 0.0491, 0.0578),
-    (4, 1): _by_bits(0.0236, 0.0287, 0.0330, 0.0350, 0.0494, 0.0637, 0.0637, 0.0637),
-    (4, 2): _by_bits(0.0205, 0.0268, 0.0298, 0.0295, 0.0423, 0.0552, 0.0552, 0.0552),
-    (8, 1): _by_bits(0.0210, 0.0266, 0.0311, 0.0339, 0.0445, 0.0517, 0.0550, 0.0550),
-    (8, 2): _by_bits(0.0190, 0.0208, 0.0249, 0.0274, 0.0422, 0.0570, 0.0570, 0.0570),
+# With up to 4 rows: least squares over 1078 timed plans, adjusted so that the fastest comes first
+# in 94 cases. Exceptions above 1.5 % are overrides.
+SPREAD_COST: dict[WarpTile, Costs] = {
+    WarpTile(2, 2): _by_bits(0.0235, 0.0279, 0.0347, 0.0350, 0.0418, 0.0491, 0.0491, 0.0578),
+    WarpTile(4, 1): _by_bits(0.0236, 0.0287, 0.0330, 0.0350, 0.0494, 0.0637, 0.0637, 0.0637),
+    WarpTile(4, 2): _by_bits(0.0205, 0.0268, 0.0298, 0.0295, 0.0423, 0.0552, 0.0552, 0.0552),
+    WarpTile(8, 1): _by_bits(0.0210, 0.0266, 0.0311, 0.0339, 0.0445, 0.0517, 0.0550, 0.0550),
+    WarpTile(8, 2): _by_bits(0.0190, 0.0208, 0.0249, 0.0274, 0.0422, 0.0570, 0.0570, 0.0570),
 }
-# And of digits.cu by bits, for one row of x, and for four by so much more.
-DIGITS_BLOCK_COST = {
+# Higher than any other: chosen by overrides only.
+OVERRIDE_ONLY = 1.0
+# With 9 to 16 rows. A second group of warps finds x in the L1.
+WIDE_COST: dict[WideTile, Costs] = {
+    WideTile(4, 1, 1): _by_bits(0.0410, 0.0440, 0.0490, 0.0490, 0.0645, 0.0800, 0.0776, 0.0800),
+    WideTile(4, 1, 2): _by_bits(0.0370, 0.0390, 0.0440, 0.0470, 0.0605, 0.0784, 0.0740, 0.0740),
+    WideTile(4, 2, 1): {1: 0.0410},
+    WideTile(8, 1, 1): {1: 0.0380, 2: 0.0420, 3: 0.0460, 4: 0.0470, 5: OVERRIDE_ONLY},
+    WideTile(8, 1, 2): {5: OVERRIDE_ONLY, 6: OVERRIDE_ONLY},
+}
+# The same where weights are scaled, not sums.
+SCALED_COST: dict[WideTile, Costs] = {
+    WideTile(4, 2, 1): {1: 0.0255},
+    WideTile(4, 2, 2): {1: 0.0240},
+    WideTile(8, 2, 2): {1: 0.0208},
+}
+# Building the lookup table.
+TABLE_COST = 1.0
+
+# gemv_int8_limbs.cu: us per block with one row of x by bits, the factor for rows of x, and us per
+# input for converting x to limbs. It has no table.
+LIMB_BLOCK_COST: dict[int, dict[WarpTile, float]] = {
     1: {
-        **{(2, 2): 0.0195, (2, 4): 0.0190, (4, 2): 0.0163},
-        **{(4, 4): 0.0150, (8, 2): 0.0160, (8, 4): 0.0150},
+        WarpTile(2, 2): 0.0195,
+        WarpTile(2, 4): 0.0190,
+        WarpTile(4, 2): 0.0163,
+        WarpTile(4, 4): 0.0150,
+        WarpTile(8, 2): 0.0160,
+        WarpTile(8, 4): 0.0150,
     },
     2: {
-        **{(2, 2): 0.0289, (2, 4): 0.0250, (4, 2): 0.0234},
-        **{(4, 4): 0.0192, (8, 2): 0.0199, (8, 4): 0.0170},
+        WarpTile(2, 2): 0.0289,
+        WarpTile(2, 4): 0.0250,
+        WarpTile(4, 2): 0.0234,
+        WarpTile(4, 4): 0.0192,
+        WarpTile(8, 2): 0.0199,
+        WarpTile(8, 4): 0.0170,
     },
 }
-DIGITS_ROWS_FACTOR = {1: 1.0, 4: 1.1}
-# Of turning a column of x into digits.
-DIGITS_COST = {1: 6e-5, 4: 40e-5}
-# Of the table, which digits.cu does without.
-TABLE_COST = 1.0
-# Of planes.cu, fitted to 67 plans of 9 shapes (H200, docs/kernels/marlin.md): of a block, and of a
-# stage, shared by its blocks; of turning a column of x into planes, of any plan beyond one of
-# digits.cu, of each pass after the first, and of a cluster.
-PLANES_BLOCK_COST, PLANES_STAGE_COST, PLANES_COST = 0.0095, 0.011, 20e-5
-PLANES_START_COST, PLANES_PASS_COST, PLANES_CLUSTER_COST = 0.26, 0.48, 0.7
-# Dearer than any other: faster at a size or two of ``TIMED_FEW_ROWS``, and slower at smaller ones.
-ONLY_TIMED = 1.0
-# With two tiles of columns, by the same, by groups of rows (a second group finds x in the L1) and
-# by bits.
-WIDE_COST = {
-    (4, 1, 1): _by_bits(0.0410, 0.0440, 0.0490, 0.0490, 0.0645, 0.0800, 0.0776, 0.0800),
-    (4, 1, 2): _by_bits(0.0370, 0.0390, 0.0440, 0.0470, 0.0605, 0.0784, 0.0740, 0.0740),
-    (4, 2, 1): {1: 0.0410},
-    (8, 1, 1): {1: 0.0380, 2: 0.0420, 3: 0.0460, 4: 0.0470, 5: ONLY_TIMED},
-    (8, 1, 2): {5: ONLY_TIMED, 6: ONLY_TIMED},
-}
-# 1 bit where weights are scaled, not sums: by these the plan that costs least was within 2 % of the
-# fastest in 18 of 23 cases (H100, 16 rows of x, 12 sizes, codebooks and signs).
-SCALED_COST = {(4, 2, 1): {1: 0.0255}, (4, 2, 2): {1: 0.0240}, (8, 2, 2): {1: 0.0208}}
-# Of each tile that a block takes; of sharing tiles in a cluster, by tiles of columns, and of each.
+LIMB_ROWS_FACTOR = {1: 1.0, 4: 1.1}
+LIMB_COST = {1: 6e-5, 4: 40e-5}
+
+# gemv_bitplane.cu, fitted to 67 plans of 9 shapes: us per block, per stage (shared by its blocks),
+# and per input for converting x; then a constant, each pass after the first, and a cluster.
+BITPLANE_BLOCK_COST, BITPLANE_STAGE_COST, BITPLANE_COST = 0.0095, 0.011, 20e-5
+BITPLANE_START_COST, BITPLANE_PASS_COST, BITPLANE_CLUSTER_COST = 0.26, 0.48, 0.7
+
+# Each pass of small_m.cu and gemv_int8_limbs.cu; a cluster, and each of its passes, by tiles of
+# 8 rows of x.
 PASS_COST = 0.3
 CLUSTER_COST, CLUSTER_PASS_COST = {1: 0.4, 2: 0.45}, {1: 0.25, 2: 1.2}
-# More than this in flight when a kernel starts makes its first weights late, by so much a KiB.
+# More bytes in flight than this when a kernel starts delay its first weights: us per KiB above.
 EASY_START_KIB, START_COST = 50, 0.016
-# Few warps hide less latency in a long loop, and little in flight does not fill the memory. Fitted
-# to the plans timed in docs/kernels/marlin.md.
+# Few warps hide less latency in a long loop (stages of the busiest warp).
 WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
 LONG_LOOP = 8
-# digits.cu in a long loop waits for memory with so little (1 bit, 6144 x 21504, m = 1, in pairs:
-# 14.42 us with 20 KiB, 12.48 with 40).
-LITTLE_OF_DIGITS_KIB = 24
+# Below so many KiB in flight by bits, the memory is not kept busy. In a long loop
+# gemv_int8_limbs.cu needs more (1 bit, 6144 x 21504: 14.4 us with 20 KiB, 12.5 with 40).
 LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 5: 52, 6: 60, 7: 68, 8: 76}
+LITTLE_IN_FLIGHT_LIMB_KIB = 24
 LITTLE_IN_FLIGHT_FACTOR = 1.15
+
+# Key of 1 bit by signs in the tables below.
+SIGNS = 0
+
+
+def _with_signs(costs: Costs) -> Costs:
+    """Adds signs, which cost as much as 2 bits: right or level in all 17 cases timed."""
+    return costs | {SIGNS: costs[2]}
+
+
+# hopper_gemm.cu, us per step of 64 inputs: least squares over 1025 timed plans, with more weight on
+# the fast ones. In 134 cases the plan chosen took 0.4 % more than the fastest on average, 10 % at
+# most. Five entries were then corrected by hand (docs/design/hopper.md).
+STEP_COST: dict[HopperTile, Costs] = {
+    HopperTile(*tile): _with_signs(_by_bits(*costs))
+    for tile, costs in {
+        (32, 2, 1): (0.188, 0.173, 0.248, 0.193, 0.261, 0.313, 0.322, 0.313),
+        (32, 4, 2): (0.180, 0.185, 0.230, 0.190, 0.255, 0.319, 0.319, 0.319),
+        (32, 3, 1): (0.276, 0.256, 0.359, 0.281, 0.400, 0.518, 0.518, 0.518),
+        (32, 4, 1): (0.371, 0.337, 0.525, 0.378, 0.556, 0.734, 0.734, 0.734),
+        (64, 2, 1): (0.242, 0.229, 0.305, 0.251, 0.297, 0.342, 0.376, 0.342),
+        (64, 4, 2): (0.243, 0.239, 0.281, 0.237, 0.295, 0.353, 0.364, 0.353),
+        (64, 3, 1): (0.350, 0.336, 0.430, 0.365, 0.450, 0.535, 0.535, 0.535),
+        (64, 4, 1): (0.479, 0.464, 0.577, 0.493, 0.630, 0.767, 0.767, 0.767),
+        (96, 2, 1): (0.297, 0.276, 0.347, 0.306, 0.362, 0.418, 0.443, 0.418),
+        (96, 3, 1): (0.452, 0.425, 0.499, 0.465, 0.543, 0.620, 0.620, 0.620),
+        (128, 2, 1): (0.361, 0.347, 0.416, 0.401, 0.450, 0.499, 0.499, 0.499),
+        (128, 3, 1): (0.547, 0.522, 0.594, 0.578, 0.650, 0.722, 0.722, 0.722),
+        (160, 2, 1): (0.469, 0.457, 0.520, 0.469, 0.521, 0.572, 0.572, 0.572),
+        (192, 2, 1): (0.522, 0.528, 0.586, 0.538, 0.593, 0.647, 0.647, 0.647),
+        (224, 2, 1): (0.608, 0.610, 0.642, 0.627, 0.675, 0.722, 0.722, 0.722),
+        (256, 2, 1): (0.686, 0.684, 0.723, 0.720, 0.765, 0.809, 0.809, 0.809),
+    }.items()
+}
+# hopper_dgrad.cu, us per step of 64 rows of the weight: least squares over 1030 timed plans. In 120
+# cases the plan chosen took 0.04 % more than the fastest on average, 3 % at most.
+DGRAD_STEP_COST: dict[HopperTile, Costs] = {
+    HopperTile(*tile): _by_bits(*costs)
+    for tile, costs in {
+        (64, 2, 1): (0.353, 0.387, 0.430, 0.341, 0.361, 0.428, 0.428, 0.428),
+        (128, 2, 1): (0.461, 0.491, 0.530, 0.487, 0.520, 0.553, 0.553, 0.553),
+        (192, 2, 1): (0.569, 0.600, 0.630, 0.621, 0.655, 0.689, 0.689, 0.689),
+        (256, 2, 1): (0.684, 0.708, 0.754, 0.751, 0.792, 0.833, 0.833, 0.833),
+    }.items()
+}
+# The kernel that adds partial tiles, and each MiB of them; a cluster, and each MiB that a thread
+# block sends in it.
+SPLIT_COST, SPLIT_MIB_COST = 2.61, 0.27
+HOPPER_CLUSTER_COST, SENT_MIB_COST = 0.86, 23.2
+# Blocks on all SMs leave the next kernel no room to start in; up to this share there is no cost.
+CROWD_COST, FREE_SHARE = 1.2, 0.75

@@ -1,4 +1,8 @@
-"""The Marlin kernels' source and its instantiations."""
+"""Instantiations of the Marlin kernels: source, macros and headers for NVRTC.
+
+Names used in every kernel: a block is 32 x 64 weights (``BLOCK_N`` x ``BLOCK_K``), a fragment 16 of
+its rows. ``TILE_M`` counts rows of x (or dy), ``TILE_N`` outputs, ``TILE_K`` inputs.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,13 +15,14 @@ from fdk_cuda.nvrtc import Kernel, Program
 
 KERNEL_DIRECTORY = Path(__file__).with_name("kernels")
 SCALE_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+# The lookup table in shared memory: 256 entries of 256 bytes.
 TABLE_BYTES = 256 * 256
-# digits.cu, which holds itself to it, by bits and rows of x: the digits of 64 columns of x, and
-# what their sums are scaled with.
-DIGITS_BYTES = {(1, 1): 400, (1, 4): 1056, (2, 1): 208}
-# The same of planes.cu.
-PLANES_BYTES = 528
-# 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by step. See decode.cuh.
+# Shared memory of gemv_int8_limbs.cu for 64 inputs, by bits and rows of x: limbs and scale factors.
+# The kernel asserts the same numbers.
+LIMB_BYTES = {(1, 1): 400, (1, 4): 1056, (2, 1): 208}
+# The same for gemv_bitplane.cu.
+BITPLANE_BYTES = 528
+# 1 bit: powers of two to which a bit adds exactly 1.0, as pairs, by tensor-core step (decode.cuh).
 ONE_BIT_BASES = {
     torch.bfloat16: (0x41804180, 0x41004100, 0x40804080, 0x40004000),  # 16, 8, 4, 2
     torch.float16: (0x4C004C00, 0x48004800, 0x44004400, 0x40004000),
@@ -27,15 +32,15 @@ TWO_BIT_NIBBLES = 0x10101010
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a layout and its activations the kernels are compiled for.
+    """Properties of a layout and its activations that a kernel is compiled for.
 
     Attributes:
         bits: width of a code.
         dtype: of activations and codebook, bfloat16 or float16.
         scale_dtype: as stored.
-        per_row: scales that a row of a block holds.
-        affine: whether there are zero points.
-        whole_zero_point: whether they are integers from 0 to 255.
+        per_row: scales in a row of a block, 1 or 2.
+        affine: True with zero points.
+        whole_zero_point: True where zero points are integers from 0 to 255.
         grid_zero_point, has_signs: as in ``Geometry``.
     """
 
@@ -50,17 +55,17 @@ class Variant:
 
     @classmethod
     def of(cls, geometry: Geometry, dtype: torch.dtype) -> "Variant":
-        """The variant for a layout."""
+        """Returns the variant for a layout and a dtype of activations."""
         g = geometry
         zero_points = g.has_zero_point, g.whole_zero_point, g.grid_zero_point
         return cls(g.bits, dtype, g.scale_dtype, g.per_row, *zero_points, g.has_signs)
 
     @property
-    def digit_rows(self) -> tuple[int, ...]:
-        """Rows of x that instantiations of digits.cu take.
+    def limb_rows(self) -> tuple[int, ...]:
+        """Numbers of rows of x that gemv_int8_limbs.cu is compiled for; empty where it is not.
 
-        Scale times zero point must be exact in float32; four rows have too few digits for fp16, or
-        2 bits.
+        The product of scale and zero point must be exact in float32. Two limbs, which four rows
+        have, are too few for fp16 and for 2 bits.
         """
         is_exact = not self.affine or self.scale_dtype != torch.float32
         if self.bits > (2 if self.affine else 1) or self.per_row > 1 or not is_exact:
@@ -68,13 +73,13 @@ class Variant:
         return (1,) if self.dtype == torch.float16 or self.bits == 2 else (1, 4)
 
     @property
-    def has_planes(self) -> bool:
-        """Whether planes.cu takes a row of x."""
-        return self.bits == 1 and 1 in self.digit_rows
+    def has_bitplanes(self) -> bool:
+        """True where gemv_bitplane.cu serves one row of x."""
+        return self.bits == 1 and 1 in self.limb_rows
 
     @property
     def scales_weights(self) -> bool:
-        """Whether small_m.cu has instantiations that scale weights, not sums: see scaled.cuh."""
+        """True where small_m.cu can scale weights instead of sums: see decode_1bit_scaled.cuh."""
         return self.bits == 1 and not self.affine and self.scale_dtype == self.dtype
 
     @property
@@ -83,7 +88,7 @@ class Variant:
         return *ONE_BIT_BASES[self.dtype], TWO_BIT_NIBBLES
 
     def options(self, **more: int) -> tuple[str, ...]:
-        """As macros."""
+        """Returns the variant, and more, as macros."""
         macros = {
             "BITS": self.bits,
             "FP16": int(self.dtype == torch.float16),
@@ -97,62 +102,61 @@ class Variant:
 
 @dataclass(frozen=True)
 class TileShape:
-    """What small_m.cu, digits.cu or planes.cu is compiled for beside the variant.
+    """Tile of small_m.cu, gemv_int8_limbs.cu or gemv_bitplane.cu.
 
     Attributes:
-        fragments: of 16 rows that a warp takes.
-        k_blocks: blocks of 64 columns that a warp takes at a time.
-        row_groups: groups of warps, one below the other.
-        column_tiles: tiles of 8 rows of x.
-        warps: of a block.
-        digit_rows: rows of x that digits.cu takes, 1 or 4, where it is its; ``column_tiles`` and
-            ``row_groups`` are 1. 0 where it is small_m.cu's.
-        by_planes: whether it is planes.cu's, which takes one row of x; ``digit_rows`` is 1.
-        short_blocks: blocks of 32 rows that a warp takes of the tiles of the last pass, 0 where
-            they are as high as the others.
-        is_spread: whether x has up to 4 rows, of which small_m.cu makes a sum less for each it
-            makes; ``column_tiles`` is 1.
-        scales_weights: whether small_m.cu scales weights, not sums; ``column_tiles`` is 2.
+        fragments: of 16 outputs that a warp computes.
+        k_blocks: blocks of 64 inputs that a warp takes at a time.
+        n_groups: groups of warps along n.
+        m_tiles: tiles of 8 rows of x.
+        warps: in a block of threads.
+        limb_rows: for gemv_int8_limbs.cu, the rows of x, 1 or 4 (``m_tiles`` and ``n_groups`` are
+            1); for gemv_bitplane.cu 1; for small_m.cu 0.
+        short_blocks: blocks of 32 outputs of a warp in tiles of the last pass, 0 where they are as
+            high as the others.
+        is_bitplane: True for gemv_bitplane.cu, which takes one row of x.
+        is_spread: True for small_m.cu with up to 4 rows of x, in every other column of operand B;
+            ``m_tiles`` is 1.
+        scales_weights: True where small_m.cu scales weights, not sums; ``m_tiles`` is 2.
     """
 
     fragments: int
     k_blocks: int
-    row_groups: int
-    column_tiles: int
+    n_groups: int
+    m_tiles: int
     warps: int
-    digit_rows: int = 0
+    limb_rows: int = 0
     short_blocks: int = 0
-    by_planes: bool = False
+    is_bitplane: bool = False
     is_spread: bool = False
     scales_weights: bool = False
 
     @property
     def stage_blocks(self) -> int:
-        """Blocks of 32 x 64 weights that a warp takes at a time."""
+        """Blocks of 32 x 64 weights in a warp's stage."""
         return self.fragments // 2 * self.k_blocks
 
     @property
-    def rows(self) -> int:
-        """Of a tile."""
-        return 16 * self.fragments * self.row_groups
+    def tile_n(self) -> int:
+        """Outputs of a tile."""
+        return 16 * self.fragments * self.n_groups
 
 
 @dataclass(frozen=True)
 class HopperShape:
-    """What hopper_gemm.cu or hopper_backward.cu is compiled for beside the variant.
+    """Tile of hopper_gemm.cu or hopper_dgrad.cu.
 
     Attributes:
-        columns: rows of x, or of dy, in a tile.
-        consumers: groups of four warps that decode and multiply, 64 rows of the weight each, or
-            64 columns backward.
-        k_blocks: of 64 columns, or rows backward, in a stage.
-        stages: of the ring.
-        cluster: blocks that share what is summed over in a tile.
-        has_table: whether codes are looked up in shared memory.
-        k_groups: groups of consumers that share rows, each with half of a stage's blocks if 2.
+        tile_m: rows of x, or of dy.
+        consumers: warpgroups that decode and multiply, 64 outputs of the product each.
+        k_blocks: blocks of 64 along the summed dimension in a stage.
+        stages: of the pipeline.
+        cluster: thread blocks that share the summed dimension of a tile.
+        has_table: True where codes are looked up in shared memory.
+        k_groups: consumers that share outputs, each with half of a stage's blocks if 2.
     """
 
-    columns: int
+    tile_m: int
     consumers: int
     k_blocks: int
     stages: int
@@ -161,35 +165,35 @@ class HopperShape:
     k_groups: int = 1
 
     @property
-    def rows(self) -> int:
-        """Of a tile: rows of the weight, or its columns backward."""
+    def tile_n(self) -> int:
+        """Outputs of a tile: rows of the weight, or its columns in dgrad."""
         return 64 * self.consumers // self.k_groups
 
     @property
     def threads(self) -> int:
-        """Of a block: consumers and producers."""
+        """Threads of a block: consumers and one producer warpgroup."""
         return 128 * (self.consumers + 1)
 
 
 def small_m_program(variant: Variant, shape: TileShape) -> Program:
-    """small_m.cu, digits.cu or planes.cu for a variant and a shape of tile."""
+    """Returns small_m.cu, gemv_int8_limbs.cu or gemv_bitplane.cu for a variant and a tile."""
     options = variant.options(
         TILE_FRAGMENTS=shape.fragments,
         SHORT_BLOCKS=shape.short_blocks or shape.fragments // 2,
         K_BLOCKS=shape.k_blocks,
-        ROW_GROUPS=shape.row_groups,
+        N_GROUPS=shape.n_groups,
         WARPS=shape.warps,
     )
-    if shape.by_planes:
-        assert variant.has_planes
-        return _program("planes.cu", (*options, f"-DPLANES_BYTES={PLANES_BYTES}"))
-    if rows := shape.digit_rows:
-        assert rows in variant.digit_rows
-        more = f"-DX_ROWS={rows}", f"-DDIGITS_BYTES={DIGITS_BYTES[variant.bits, rows]}"
-        return _program("digits.cu", (*options, *more))
+    if shape.is_bitplane:
+        assert variant.has_bitplanes
+        return _program("gemv_bitplane.cu", (*options, f"-DBITPLANE_BYTES={BITPLANE_BYTES}"))
+    if rows := shape.limb_rows:
+        assert rows in variant.limb_rows
+        more = f"-DTILE_M={rows}", f"-DLIMB_BYTES={LIMB_BYTES[variant.bits, rows]}"
+        return _program("gemv_int8_limbs.cu", (*options, *more))
     assert variant.scales_weights or not shape.scales_weights
     macros = {
-        "COLUMN_TILES": shape.column_tiles,
+        "M_TILES": shape.m_tiles,
         "SPREAD": shape.is_spread,
         "SCALES_WEIGHTS": shape.scales_weights,
         "SIGNS": shape.scales_weights and variant.has_signs,
@@ -199,41 +203,40 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
 
 
 def dequantise_warps(variant: Variant) -> int:
-    """Of a block of dequantise.cu."""
+    """Returns the warps in a thread block of dequantise.cu."""
     return 4 if variant.bits == 1 else 16
 
 
 def dequantise_program(variant: Variant) -> Program:
-    """dequantise.cu for a variant."""
+    """Returns dequantise.cu for a variant."""
     return _program("dequantise.cu", variant.options(WARPS=dequantise_warps(variant)))
 
 
-def layout_program(geometry: Geometry) -> Program:
-    """layout.cu, both directions: only sizes count, so all dtypes of so many bytes share it."""
+def repack_program(geometry: Geometry) -> Program:
+    """Returns repack.cu, both directions. Dtypes of the same size share a program."""
     scale = torch.float32 if geometry.scale_dtype.itemsize == 4 else torch.bfloat16
     sizes = geometry.bits, torch.bfloat16, scale, geometry.per_row, geometry.has_zero_point
-    return _program("layout.cu", Variant(*sizes).options())
+    return _program("repack.cu", Variant(*sizes).options())
 
 
 def hopper_program(variant: Variant, shape: HopperShape) -> Program:
-    """hopper_gemm.cu for a variant and a shape of tile."""
+    """Returns hopper_gemm.cu for a variant and a tile."""
     extra = {"CONSUMERS": shape.consumers, "K_GROUPS": shape.k_groups, "K_BLOCKS": shape.k_blocks}
     extra["SIGNS"] = int(variant.has_signs)
     return _hopper_program("hopper_gemm.cu", variant, shape, extra)
 
 
-def hopper_backward_program(variant: Variant, shape: HopperShape) -> Program:
-    """hopper_backward.cu for a variant and a shape of two groups of consumers, k_blocks 1."""
+def hopper_dgrad_program(variant: Variant, shape: HopperShape) -> Program:
+    """Returns hopper_dgrad.cu for a variant and a tile of two consumers, ``k_blocks`` 1."""
     assert (shape.consumers, shape.k_blocks) == (2, 1), shape
-    return _hopper_program("hopper_backward.cu", variant, shape, {"SIGNS": 0})
+    return _hopper_program("hopper_dgrad.cu", variant, shape, {"SIGNS": 0})
 
 
 def _hopper_program(
     name: str, variant: Variant, shape: HopperShape, extra: dict[str, int]
 ) -> Program:
-    """What both directions are compiled with, and macros that one alone has."""
     options = variant.options(
-        TILE_COLUMNS=shape.columns,
+        TILE_M=shape.tile_m,
         **extra,
         STAGES=shape.stages,
         CLUSTER=shape.cluster,
@@ -241,35 +244,35 @@ def _hopper_program(
         WHOLE_ZERO_POINT=int(variant.whole_zero_point),
         GRID_ZERO_POINT=-1 if variant.grid_zero_point is None else variant.grid_zero_point,
     )
-    wgmma = ("wgmma.cuh", wgmma_header(shape.columns, variant.dtype))
+    wgmma = ("common/wgmma.cuh", wgmma_header(shape.tile_m, variant.dtype))
     program = _program(name, options)
     return replace(program, headers=(*program.headers, wgmma))
 
 
-def sum_splits_program(dtype: torch.dtype, shape: HopperShape) -> Program:
-    """sum_splits.cu for activations' dtype and a shape of tile."""
+def split_k_reduce_program(dtype: torch.dtype, shape: HopperShape) -> Program:
+    """Returns split_k_reduce.cu for a dtype of activations and a tile."""
     any_weight = Variant(4, dtype, torch.bfloat16, 1, False)
-    options = any_weight.options(TILE_COLUMNS=shape.columns, TILE_ROWS=shape.rows)
-    return _program("sum_splits.cu", options)
+    options = any_weight.options(TILE_M=shape.tile_m, TILE_N=shape.tile_n)
+    return _program("split_k_reduce.cu", options)
 
 
-def wgmma_header(columns: int, dtype: torch.dtype) -> str:
-    """``wgmma(d, a, b)``: d += a b for a :: [64, 16] in registers and b :: [16, columns].
+def wgmma_header(tile_m: int, dtype: torch.dtype) -> str:
+    """Returns the source of ``wgmma(d, a, b)``: d += a b.
 
-    The instruction names every register of its accumulator, which C++ cannot write for a number
-    that is a macro.
+    a :: [64, 16] is in registers, b :: [16, tile_m] in shared memory. The instruction names every
+    accumulator register, which C++ cannot write for a number that is a macro.
     """
-    count = columns // 2
+    count = tile_m // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     kind = "f16" if dtype == torch.float16 else "bf16"
     return f"""#pragma once
-__device__ __forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4], uint64 b) {{
+__forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4], uint64 b) {{
   asm volatile(
       "{{\\n.reg .pred p;\\nsetp.eq.b32 p, 0, 0;\\n"
-      "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+      "wgmma.mma_async.sync.aligned.m64n{tile_m}k16.f32.{kind}.{kind} "
       "{{{sums}}}, {{{a}}}, %{count + 4}, p, 1, 1, 0;\\n}}"
       : {outputs} : {inputs}, "l"(b));
 }}
@@ -277,40 +280,14 @@ __device__ __forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4],
 
 
 @cache
-def small_m_kernel(variant: Variant, shape: TileShape) -> Kernel:
-    """The kernel, shared by all launches."""
-    program = small_m_program(variant, shape)
-    return Kernel(program, program.name.removesuffix(".cu"))
+def shared_kernel(program: Program, entry: str | None = None) -> Kernel:
+    """Returns the kernel of a program, shared by all launches.
 
-
-@cache
-def hopper_kernel(variant: Variant, shape: HopperShape) -> Kernel:
-    """The kernel, shared by all launches."""
-    return Kernel(hopper_program(variant, shape), "hopper_gemm")
-
-
-@cache
-def hopper_backward_kernel(variant: Variant, shape: HopperShape) -> Kernel:
-    """The kernel, shared by all launches."""
-    return Kernel(hopper_backward_program(variant, shape), "hopper_backward")
-
-
-@cache
-def sum_splits_kernel(dtype: torch.dtype, shape: HopperShape) -> Kernel:
-    """The kernel, shared by all launches."""
-    return Kernel(sum_splits_program(dtype, shape), "sum_splits")
-
-
-@cache
-def dequantise_kernel(variant: Variant) -> Kernel:
-    """The kernel, shared by all launches."""
-    return Kernel(dequantise_program(variant), "dequantise")
-
-
-@cache
-def layout_kernel(program: Program, entry: str) -> Kernel:
-    """``lay_out`` or ``take_back``, shared by all launches."""
-    return Kernel(program, entry)
+    Args:
+        program: of this module.
+        entry: name of the kernel, by default that of the file.
+    """
+    return Kernel(program, entry or program.name.removesuffix(".cu"))
 
 
 def _program(name: str, options: tuple[str, ...]) -> Program:
@@ -324,4 +301,6 @@ def _read(name: str) -> str:
 
 @cache
 def _headers() -> tuple[tuple[str, str], ...]:
-    return tuple((path.name, _read(path.name)) for path in sorted(KERNEL_DIRECTORY.glob("*.cuh")))
+    """Returns name and text of each header. NVRTC finds an include by exactly this name."""
+    names = (f"common/{path.name}" for path in sorted(KERNEL_DIRECTORY.glob("common/*.cuh")))
+    return tuple((name, _read(name)) for name in names)

@@ -1,4 +1,4 @@
-"""What answers of the Marlin kernels are held against, by tests, benchmarks and sanitize_gpu.py."""
+"""References for the Marlin kernels, used by tests, benchmarks and sanitize_gpu.py."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from fdk_formats.tensor import QuantisedTensor
 
 
 def multiplied_weight(q: QuantisedTensor, dtype: torch.dtype, shape: TileShape | None) -> Tensor:
-    """``W :: [n, k, float64]`` whose product with x a kernel computes, but for its sums.
+    """Returns ``W :: [n, k, float64]`` whose product with x a kernel computes, up to its sums.
 
     Args:
         q: the weight.
         dtype: of the activations, to which the codebook is rounded.
-        shape: that of a plan for few rows of x, which scales sums unless it says otherwise; None
-            for other kernels, all of which multiply the dequantised weight.
+        shape: of a small-m plan, which scales sums unless it says otherwise; None for other
+            kernels, all of which multiply the dequantised weight.
     """
     if shape is None or shape.scales_weights:
         return q.dequantise(dtype).double()
@@ -23,7 +23,7 @@ def multiplied_weight(q: QuantisedTensor, dtype: torch.dtype, shape: TileShape |
 
 
 def exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
-    """``W :: [n, k, float64]`` before products with scales are rounded to ``dtype``."""
+    """Returns ``W :: [n, k, float64]`` before products with scales are rounded to ``dtype``."""
     codes = q.codes().view(*q.scale.shape, -1)  # [n, k / G, G]
     if q.zero_point is not None:
         values = codes.double() - q.zero_point.double()[..., None]

@@ -1,72 +1,99 @@
-"""Plans for few rows of x that were timed, where the model of costs puts slower ones first.
+"""Measured plans that override the cost models where those rank a slower plan first.
 
-On an H200, those of 16 rows on an H100 SXM. Any Hopper of as many processors takes them. A plan is
-told by fragments, blocks of columns, groups of rows and warps of its shape, and by its split.
+The overrides are data: ``configs/*.json``, a file per kind of GPU. n and k are padded sizes.
 """
 
-TIMED_PROCESSORS = 132
-# One row, codebooks, in decoding steps (docs/kernels/models.md), where the kernels before and after
-# overlap with the product. 4096 x 14336 at 1 bit was timed alone: in a step 64 x 512 weights a warp
-# take 1.2 us less. By bits, rows and columns.
-TIMED_PLANS = {
-    (1, 6144, 4096): (4, 8, 1, 8, 1),
-    (1, 4096, 4096): (4, 8, 1, 8, 1),
-    (1, 4096, 14336): (4, 4, 1, 8, 2),
-    (1, 8192, 6144): (4, 4, 1, 8, 1),
-    (1, 6144, 21504): (8, 2, 1, 12, 2),
-    (4, 3072, 3072): (2, 2, 1, 16, 1),
-    (4, 22528, 3072): (2, 2, 2, 16, 1),
-    (4, 3072, 11264): (2, 2, 1, 16, 1),
-    (4, 28672, 4096): (2, 2, 1, 16, 1),
-    (4, 6144, 6144): (2, 2, 2, 12, 1),
-    (4, 43008, 6144): (4, 2, 1, 12, 1),
-}
-# bf16, groups of 64, bf16 scales, integer zero points: replays in turns, back to back
-# (docs/kernels/marlin.md). Each took at least 1.5 % less than what ``plan.cost`` puts first, 2 % of
-# 16 rows. By whether there are zero points, 1 row of x, 4 for 2 to 4 or 16 for 9 to 16, bits, rows
-# and columns.
-TIMED_FEW_ROWS = {
-    (False, 1, 2, 8192, 8192): (4, 2, 1, 16, 1),
-    (False, 4, 1, 4096, 14336): (4, 2, 1, 12, 2),
-    (False, 4, 2, 8192, 8192): (4, 2, 1, 16, 1),
-    (False, 4, 2, 28672, 8192): (4, 2, 1, 16, 1),
-    (False, 4, 3, 4096, 4096): (4, 2, 1, 8, 2),
-    (False, 4, 4, 14336, 4096): (4, 1, 2, 16, 1),
-    (False, 4, 8, 4096, 14336): (2, 2, 1, 8, 1),
-    (False, 4, 8, 14336, 4096): (4, 2, 1, 8, 2),
-    (True, 1, 3, 8192, 8192): (4, 1, 1, 16, 1),
-    (True, 1, 3, 28672, 8192): (8, 1, 1, 16, 1),
-    (True, 1, 4, 14336, 4096): (4, 1, 2, 16, 1),
-    (True, 1, 4, 28672, 8192): (8, 1, 1, 16, 1),
-    (True, 1, 8, 4096, 14336): (2, 2, 1, 8, 1),
-    (True, 1, 8, 28672, 8192): (8, 1, 1, 8, 2),
-    (True, 4, 1, 4096, 14336): (4, 2, 1, 12, 2),
-    (True, 4, 1, 28672, 8192): (4, 4, 1, 8, 1),
-    (True, 4, 2, 8192, 8192): (4, 2, 1, 16, 1),
-    (True, 4, 2, 14336, 4096): (8, 1, 1, 16, 1),
-    (True, 4, 3, 8192, 8192): (4, 1, 1, 16, 1),
-    (True, 4, 3, 14336, 4096): (4, 1, 2, 16, 1),
-    (True, 4, 3, 28672, 8192): (8, 1, 1, 16, 1),
-    (True, 4, 4, 4096, 4096): (2, 2, 1, 12, 1),
-    (True, 4, 4, 14336, 4096): (4, 1, 2, 16, 1),
-    (True, 4, 8, 4096, 14336): (2, 2, 1, 8, 1),
-    (True, 4, 8, 14336, 4096): (4, 1, 2, 16, 1),
-    (False, 16, 1, 4096, 4096): (4, 2, 1, 8, 2),
-    (False, 16, 1, 6144, 21504): (4, 2, 1, 16, 2),
-    (False, 16, 1, 128256, 4096): (8, 2, 2, 12, 1),
-    (False, 16, 3, 21504, 6144): (4, 1, 1, 12, 1),
-    (False, 16, 3, 43008, 6144): (8, 1, 1, 8, 1),
-    (False, 16, 4, 6144, 21504): (8, 1, 1, 8, 2),
-    (False, 16, 5, 14336, 4096): (8, 1, 1, 8, 1),
-    (False, 16, 5, 28672, 8192): (8, 1, 2, 8, 1),
-    (False, 16, 6, 6144, 4096): (4, 1, 1, 12, 1),
-    (False, 16, 6, 6144, 6144): (4, 1, 1, 12, 1),
-    (False, 16, 6, 21504, 6144): (4, 1, 1, 8, 1),
-    (False, 16, 6, 28672, 8192): (8, 1, 2, 8, 1),
-    (False, 16, 7, 6144, 6144): (4, 1, 1, 12, 1),
-    (False, 16, 7, 6144, 21504): (4, 1, 1, 12, 1),
-    (False, 16, 7, 8192, 6144): (4, 1, 1, 8, 1),
-    (False, 16, 7, 21504, 6144): (4, 1, 1, 8, 1),
-    (False, 16, 8, 6144, 6144): (4, 1, 1, 8, 1),
-    (False, 16, 8, 21504, 6144): (4, 1, 1, 8, 1),
-}
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fdk_cuda.marlin.layout import Geometry
+
+CONFIG = Path(__file__).parent / "configs" / "hopper_132_sms.json"
+
+
+class SmallMCut(NamedTuple):
+    """Fields of a ``SmallPlan`` by which an override selects it."""
+
+    fragments: int
+    k_blocks: int
+    n_groups: int
+    warps: int
+    cluster: int
+
+
+@dataclass(frozen=True)
+class Override:
+    """A row of the table: a measured plan, and the weights and rows of x that it is for.
+
+    Attributes:
+        zero_point: True for weights with zero points.
+        m_first, m_last: range of rows of x, inclusive.
+        bits: width of a code.
+        n, k: of the weight, padded.
+        cut: the small-m plan to use, or None.
+        plan_m: for hopper_gemm.cu, use the plan of so many rows of x, which serves fewer too.
+    """
+
+    zero_point: bool
+    m_first: int
+    m_last: int
+    bits: int
+    n: int
+    k: int
+    cut: SmallMCut | None = None
+    plan_m: int | None = None
+
+    def applies(self, geometry: Geometry, m: int) -> bool:
+        """Returns whether the row is for this weight and number of rows of x."""
+        g = geometry
+        size = g.has_zero_point, g.bits, g.padded_n, g.padded_k
+        is_same = size == (self.zero_point, self.bits, self.n, self.k)
+        return is_same and self.m_first <= m <= self.m_last
+
+
+def is_tuned(*, is_hopper: bool, sm_count: int) -> bool:
+    """Returns whether the overrides are for a GPU: for any Hopper with as many SMs."""
+    return is_hopper and sm_count == _read()["gpu"]["sm_count"]
+
+
+@cache
+def small_m_overrides() -> tuple[Override, ...]:
+    """Reads the overrides for few rows of x.
+
+    Rows with m 1 for 1 and 4 bits were timed in decoding steps of models, where the kernels before
+    and after overlap with this one. The others took at least 1.5 % less time than the plan that the
+    cost model puts first (2 % for m above 8), replayed back to back.
+    """
+    return tuple(_override(row) for row in _read()["small_m"])
+
+
+@cache
+def hopper_overrides() -> tuple[Override, ...]:
+    """Reads the overrides for hopper_gemm.cu."""
+    return tuple(Override(**row) for row in _read()["hopper_gemm"])
+
+
+def small_m_override(geometry: Geometry, m: int) -> SmallMCut | None:
+    """Returns the measured plan for m rows of x, or None."""
+    found = (row.cut for row in small_m_overrides() if row.applies(geometry, m))
+    return next(found, None)
+
+
+def hopper_plan_m(geometry: Geometry, m: int) -> int:
+    """Returns the number of rows of x whose plan is the fastest for m rows: m, or more."""
+    found = (row.plan_m for row in hopper_overrides() if row.applies(geometry, m))
+    return next(found, None) or m
+
+
+def _override(row: dict[str, Any]) -> Override:
+    fields = {name: value for name, value in row.items() if name not in SmallMCut._fields}
+    return Override(**fields, cut=SmallMCut(*(row[name] for name in SmallMCut._fields)))
+
+
+@cache
+def _read() -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
+    return config

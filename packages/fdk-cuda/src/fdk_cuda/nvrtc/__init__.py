@@ -1,4 +1,4 @@
-"""CUDA C++ kernels compiled at first use by NVRTC, cached on disk, launched through the driver."""
+"""CUDA C++ compiled by NVRTC at first use, cached on disk, launched through the driver."""
 
 from fdk_cuda.nvrtc.cache import cache_directory, cached_cubin, write_whole
 from fdk_cuda.nvrtc.compiler import (
@@ -9,7 +9,7 @@ from fdk_cuda.nvrtc.compiler import (
     compile_program,
     compiler_version,
 )
-from fdk_cuda.nvrtc.installed import why_unavailable
+from fdk_cuda.nvrtc.installed import unavailable_reason
 from fdk_cuda.nvrtc.launch import Kernel, Launch
 from fdk_cuda.nvrtc.tensor_map import swizzled_map
 
@@ -25,6 +25,6 @@ __all__ = [
     "compile_program",
     "compiler_version",
     "swizzled_map",
-    "why_unavailable",
+    "unavailable_reason",
     "write_whole",
 ]

@@ -1,4 +1,4 @@
-"""Kernels in Triton: every format, forward and backward, on any recent NVIDIA GPU."""
+"""Triton kernels for every format, forward and backward, on compute capability 8.0 and later."""
 
 from fdk_cuda.triton.autotune import tune_layers
 from fdk_cuda.triton.backend import TritonBackend, TritonLayout

@@ -1,15 +1,16 @@
-"""Which configuration runs a product, and measuring better ones, kept on disk by GPU.
+"""The configuration of a product: measured on this GPU and kept on disk, or the default.
 
-Measured is one m for each bucket of ``BUCKETS``, its largest: no call is tuned for its own m.
-``FDK_CUDA_TUNE`` says when:
+One m is measured per bucket of ``BUCKETS``, its largest: no call is tuned for its own m. The
+environment variable ``FDK_CUDA_TUNE`` controls it:
 
-    not set   what was stored for this GPU is used, nothing is measured but by ``tune_layers``
-    1         a bucket that is not stored is measured at its first call, seconds long
-    0         what was stored or measured is not used either
+    not set   uses what is stored for this GPU; only ``tune_layers`` measures
+    1         measures a bucket that is not stored at its first call, which takes seconds
+    0         ignores what was stored or measured
 
-Anything else is an error.
+Any other value is an error.
 """
 
+import itertools
 import os
 import threading
 import warnings
@@ -26,47 +27,50 @@ from fdk_cuda.gpu import gpu_index
 from fdk_cuda.precompile_args import Layer, check_activations, checked_layers
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.autotune_cache import Entry, load_entries, store_entries
-from fdk_cuda.triton.autotune_candidates import (
-    candidates,
-    graph_time,
-    many_candidates,
-    random_weights,
-)
-from fdk_cuda.triton.configs import GemmConfig, Gpu, ManyConfig, SmallConfig
+from fdk_cuda.triton.configs import Config, forward_config
 from fdk_cuda.triton.configs.gemm import (
-    gemm_config,
-    many_config,
-    serves_many,
+    WORDY_BITS,
+    GemmConfig,
+    GemmWgmmaConfig,
+    fit,
+    fits_gemm_wgmma,
 )
-from fdk_cuda.triton.configs.gemv import as_run, small_config
-from fdk_cuda.triton.kernels.decode import DTYPES
-from fdk_cuda.triton.launch import Config, Weight
-from fdk_cuda.triton.layout import Arrangement
-from fdk_formats.scales import SCALE_DTYPES
-from fdk_formats.tensor import zero_point_dtype
+from fdk_cuda.triton.configs.gemv import GemvConfig, as_run
+from fdk_cuda.triton.configs.gpus import Gpu
+from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
+from fdk_cuda.triton.kernels.ptx_smem import fits_gemv, table_bytes
+from fdk_cuda.triton.layout import PackedLayout
+from fdk_cuda.triton.packed_weight import PackedWeight
 
 TUNE_VARIABLE = "FDK_CUDA_TUNE"
-# A bucket holds m up to its number, from the one before; larger m is dequantised, always.
+# Largest m of each bucket; beyond the last, weights are always dequantised.
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
-# What is no faster than the default by more than noise does not replace it.
+# A configuration replaces the default only where it is faster by more than noise.
 GAIN = 0.98
-LARGEST_ERROR = 6e-3  # beside the dequantised weight, of bf16 rounding
-# Kernels by the name an entry gives them, and what holds their configuration, if they have one.
-KINDS = {"small": SmallConfig, "gemm": GemmConfig, "many": ManyConfig, "dequantise": None}
+LARGEST_ERROR = 6e-3  # relative to the dequantised product, from bf16 rounding
+# The configuration class of each kernel name in the cache.
+KINDS = {
+    "gemv": GemvConfig,
+    "gemm": GemmConfig,
+    "gemm_wgmma": GemmWgmmaConfig,
+    "dequantise": None,
+}
+# Copies of a weight, which together take CACHES times the L2.
+MIN_COPIES, MAX_COPIES, CACHES = 2, 200, 5
 Timer = Callable[[Sequence[Callable[[], Tensor]]], float]
 
 _chosen: dict[tuple[object, ...], Config] = {}
-# How often something was measured: what ``choose`` said before may no longer hold.
+# Counts measurements; earlier results of ``choose`` may no longer hold.
 times_measured = 0
 _counting = threading.Lock()
-# None is a configuration too.
+# Not None, which is a configuration.
 _UNKNOWN: Any = object()
-# What could not be measured at first use is not tried again: GPU and key.
+# GPU and key of what could not be measured at first use; not tried again.
 _failed: set[tuple[str, str]] = set()
 
 
-def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
-    """For m rows of x: what was measured for its bucket, or the default.
+def choose(w: PackedWeight, m: int, dtype: torch.dtype, device: int) -> Config:
+    """Returns the configuration for m rows of x: that measured for its bucket, or the default.
 
     Raises:
         ValueError: ``FDK_CUDA_TUNE`` is neither 0 nor 1.
@@ -74,16 +78,16 @@ def choose(w: Weight, m: int, dtype: torch.dtype, device: int) -> Config:
     bucket, mode = bucket_of(m), _mode()
     if bucket is None or mode == "0" or not (mode == "1" or _entries(_name(device))):
         return _default_of(w, m, device)
-    # With the count, for another thread may measure between a look at what is stored and the end.
+    # The key has the count because another thread may measure in between.
     key = (times_measured, device, m, dtype, *w.key)
-    # Read once: another thread may empty it at any time.
+    # One read: another thread may clear it at any time.
     found: Config = _chosen.get(key, _UNKNOWN)
     if found is not _UNKNOWN:
         return found
     entry = _entries(_name(device)).get(key_of(w, bucket, dtype))
     if entry is None and mode == "1":
         if _is_capturing():
-            # Not remembered: the next call outside of a capture measures.
+            # Not cached: the next call outside of a capture measures.
             return _default_of(w, m, device)
         entry = _first_use(w, bucket, dtype, device)
     config = _default_of(w, m, device) if entry is None else _config_of(entry)
@@ -95,14 +99,14 @@ def _is_capturing() -> bool:
     return not launch.INTERPRETED and torch.cuda.is_current_stream_capturing()
 
 
-def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
-    """Measures a bucket within a forward, which goes on by the default where that fails."""
+def _first_use(w: PackedWeight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
+    """Measures a bucket during a call, which uses the default where that fails."""
     attempt = _name(device), key_of(w, bucket, dtype)
     if attempt in _failed:
         return None
     zero_dtype = None if w.zero_point is None else w.zero_point.dtype
     try:
-        ws = random_weights(w.arrangement, w.scale.dtype, zero_dtype, device)
+        ws = random_weights(w.layout, w.scale.dtype, zero_dtype, device)
         return _tune_bucket(ws, bucket, dtype, device, graph_time)
     except Exception as error:
         _failed.add(attempt)
@@ -111,24 +115,13 @@ def _first_use(w: Weight, bucket: int, dtype: torch.dtype, device: int) -> Entry
         return None
 
 
-def _default_of(w: Weight, m: int, device: int) -> Config:
+def _default_of(w: PackedWeight, m: int, device: int) -> Config:
     affine = w.zero_point is not None
-    return default(w.arrangement, m, launch.gpu_at(device), affine=affine)
-
-
-def default(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> Config:
-    """What the data of ``configs`` says."""
-    if m <= gpu.limits.small_m:
-        return as_run(small_config(a.n, m, a.bits, gpu, affine=affine), gpu)
-    if serves_many(a, m, gpu, affine=affine):
-        return many_config(a.n, m, a.bits, a.k_tiles, gpu, affine=affine)
-    if m <= gpu.limits.gemm_m:
-        return gemm_config(a.n, m, a.bits, a.k_tiles, gpu)
-    return None
+    return forward_config(w.layout, m, launch.gpu_at(device), affine=affine)
 
 
 def bucket_of(m: int) -> int | None:
-    """The bucket of m rows, or None above the last."""
+    """Returns the bucket of m rows, or None past the last."""
     return next((bucket for bucket in BUCKETS if m <= bucket), None)
 
 
@@ -140,36 +133,35 @@ def tune_layers(
     device: torch.device | str | int | None = None,
     timer: Timer | None = None,
 ) -> int:
-    """Measures the configurations of layers, and stores the fastest for later processes.
+    """Measures configurations for layers, and stores the fastest for later processes.
 
-    Buckets that are stored already are left as they are. Layers of the same format (codebook or
-    affine), n and k share what is found.
+    Buckets that are stored are skipped. Layers of the same width, group size, dtypes, n and k share
+    their entries; so do all codebooks.
 
     Args:
         layers: format, n and k of each.
-        ms: rows of x; each stands for its bucket, above the last for none.
+        ms: rows of x; each selects its bucket, or none past the last.
         dtype: of the activations.
         device: the GPU; the current one by default.
-        timer: microseconds a call of functions that do the same; a CUDA graph by default.
+        timer: returns microseconds per call of equivalent functions; by default from a CUDA graph.
 
     Returns:
-        How many buckets were measured.
+        The number of buckets measured.
 
     Raises:
-        RuntimeError: where torch finds no GPU, or no configuration of a bucket runs and is right.
-        TypeError, ValueError: for activations that Triton's kernels do not take, and for what is
-            no layer or no number of rows.
+        RuntimeError: if torch finds no GPU, or no configuration of a bucket gives right results.
+        TypeError, ValueError: for unsupported activations, or invalid layers or ms.
     """
     check_activations("tune_layers", dtype, DTYPES)
     checked, buckets = checked_layers("tune_layers", layers), _buckets_of(ms)
     index = -1 if launch.INTERPRETED else gpu_index("tune_layers", device)
     count = 0
     for format, n, k in checked:
-        a = Arrangement(n, k, format.bits, format.group_size_for(k))
-        zero_dtype = zero_point_dtype(format) if format.is_affine else None
-        ws: list[Weight] = []
+        a = PackedLayout(n, k, format.bits, format.group_size_for(k))
+        zero_dtype = format.stored_zero_point_dtype if format.is_affine else None
+        ws: list[PackedWeight] = []
         for bucket in buckets:
-            scale_dtype = SCALE_DTYPES[format.scale_dtype]
+            scale_dtype = format.stored_scale_dtype
             ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
             if key_of(ws[0], bucket, dtype) not in _entries(_name(index)):
                 _tune_bucket(ws, bucket, dtype, index, timer or graph_time)
@@ -185,29 +177,115 @@ def _buckets_of(ms: Iterable[int]) -> list[int]:
     return sorted({bucket for m in ms if (bucket := bucket_of(m)) is not None})
 
 
-def key_of(w: Weight, bucket: int, dtype: torch.dtype) -> str:
-    """What a measurement holds for: sizes, dtypes of x, of scale and, if affine, of zero point."""
-    a, zero = w.arrangement, w.zero_point
+def key_of(w: PackedWeight, bucket: int, dtype: torch.dtype) -> str:
+    """Returns the cache key: sizes, and dtypes of x, scale and, if affine, zero point."""
+    a, zero = w.layout, w.zero_point
     kind = "codebook" if zero is None else "affine"
     dtypes = (dtype, w.scale.dtype, *([] if zero is None else [zero.dtype]))
     names = "-".join(str(each).removeprefix("torch.") for each in dtypes)
     return f"{kind}{a.bits}-n{a.n}-k{a.k}-g{a.group_size}-{names}-m{bucket}"
 
 
+def candidates(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool) -> list[Config]:
+    """Returns every configuration worth trying for m rows of x, among those that fit."""
+    bits, found = layout.bits, list[Config]()
+    if m <= gpu.limits.gemv_m:
+        options: tuple[dict[str, Any], ...] = (
+            {},
+            {"overlap": True},
+            {"overlap": True, "fetch": 2},
+            {"overlap": True, "fetch": 2, "ahead": 0},
+        )
+        table = table_bytes(bits, affine)
+        fitting = (
+            as_run(GemvConfig(n_tiles=tiles, warps=warps, **option), gpu)
+            for tiles, warps, option in itertools.product((1, 2, 4), (4, 8, 16), options)
+            if fits_gemv(tiles, 1 if m <= 8 else 2, warps, table)
+        )
+        # Some are equal on a GPU that cannot overlap.
+        found += dict.fromkeys(fitting)
+    if m > gpu.limits.gemv_m // 2:
+        base = {
+            fit(GemmConfig(tiles, warps, block, split, stages), bits, gpu.shared_bytes)
+            for (tiles, warps), block, split, stages in itertools.product(
+                ((1, 4), (1, 8), (2, 4), (2, 8)), (16, 32, 64, 128, 256), (1, 2, 4), (2, 3)
+            )
+            if m <= 2 * block < 4 * m + 32 and tiles * warps * 16 * block <= 256 * 128
+        }
+        found += [*sorted(base, key=str), None]
+    if 32 < m <= gpu.limits.gemm_wgmma_m and fits_gemm_wgmma(layout):
+        blocks = (64,) if m <= 64 else (128,) if m <= 128 or bits in WORDY_BITS else (128, 256)
+        splits = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2))
+        found += [
+            GemmWgmmaConfig(block_m=block, split_k=split, cluster=cluster)
+            for block, (split, cluster) in itertools.product(blocks, splits)
+            if split <= layout.k_tiles
+        ]
+    return found
+
+
+def random_weights(
+    a: PackedLayout, scale_dtype: torch.dtype, zero_dtype: torch.dtype | None, device: int
+) -> list[PackedWeight]:
+    """Returns random weights that together exceed the L2, so that each is read from memory."""
+    place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+    cache_bytes = 0 if device < 0 else torch.cuda.get_device_properties(device).L2_cache_size
+    count = CACHES * cache_bytes * 8 // (a.n * a.k * a.bits) + 1
+    affine = zero_dtype is not None
+    codebook = torch.arange(2.0**a.bits) if affine else torch.linspace(-1, 1, 1 << a.bits)
+    values, lanes = (table.to(place) for table in lookup_tables(codebook))
+    full = 1 << 31
+    found = []
+    for seed in range(min(MAX_COPIES, max(MIN_COPIES, count))):
+        generator = torch.Generator(place).manual_seed(seed)
+        like: dict[str, Any] = {"device": place, "generator": generator}
+        words = torch.randint(-full, full, a.words_shape, dtype=torch.int32, **like)
+        shape = a.n_tiles, a.groups, 8, 2
+        if scale_dtype == torch.uint8:
+            scale = torch.randint(118, 122, shape, dtype=torch.uint8, **like)
+        else:
+            scale = ((torch.rand(shape, **like) + 0.5) / a.k**0.5).to(scale_dtype)
+        zero = None
+        if zero_dtype is not None:
+            zero = (torch.rand(shape, **like) * ((1 << a.bits) - 1)).to(zero_dtype)
+        found.append(PackedWeight(words, scale, zero, values, lanes, a))
+    return found
+
+
+def graph_time(calls: Sequence[Callable[[], Tensor]], replays: int = 15) -> float:
+    """Returns the median microseconds of a call; all calls are replayed as one CUDA graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # With thread_local, other threads may allocate during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
 def _tune_bucket(
-    ws: list[Weight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
+    ws: list[PackedWeight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
 ) -> Entry:
-    """Measures one bucket and stores it."""
-    a, gpu, affine = ws[0].arrangement, launch.gpu_at(device), ws[0].zero_point is not None
-    first = default(a, bucket, gpu, affine=affine)
-    # A generator of its own: that of the program stays where it is.
+    """Measures a bucket and stores its fastest configuration."""
+    a, gpu, affine = ws[0].layout, launch.gpu_at(device), ws[0].zero_point is not None
+    first = forward_config(a, bucket, gpu, affine=affine)
+    # A separate generator: the state of the global one does not change.
     place = ws[0].words.device
     generator = torch.Generator(place).manual_seed(0)
     x = torch.randn(bucket, a.k, dtype=torch.float32, device=place, generator=generator).to(dtype)
     with torch.no_grad(), launch.on_device_of(x):
         oracle = x.float() @ launch.dequantise(ws[0], dtype).float().T
         times: dict[Config, float] = {}
-        others = candidates(bucket, a.bits, gpu, affine=affine) + many_candidates(a, bucket, gpu)
+        others = candidates(a, bucket, gpu, affine=affine)
         for config in dict.fromkeys([first, *others]):
             try:
                 y = launch.linear(x, ws[0], None, config).float()
@@ -230,7 +308,7 @@ def _tune_bucket(
     }
     new = {key_of(ws[0], bucket, dtype): entry}
     global times_measured
-    # Of two counts at once one would be lost, and what was chosen before it would be kept.
+    # Without the lock, concurrent increments could be lost and stale choices stay.
     with _counting:
         _entries(_name(device)).update(new)
         times_measured += 1
@@ -241,7 +319,7 @@ def _tune_bucket(
 
 @cache
 def _entries(name: str) -> dict[str, Entry]:
-    """What is known for a GPU, by ``_name``: read once, added to."""
+    """Returns the entries of a GPU, by ``_name``: read once, then extended."""
     entries = load_entries(name)
     return {key: entry for key, entry in entries.items() if _is_whole(entry)}
 
@@ -266,7 +344,7 @@ def _kernel_of(config: Config) -> str:
 
 @cache
 def _name(device: int) -> str:
-    """Of the GPU and the version of Triton, the same for every GPU of a kind."""
+    """Returns the name of the GPU model and the version of Triton."""
     gpu = "interpreter" if device < 0 else torch.cuda.get_device_name(device)
     return f"{gpu}, triton {triton.__version__}"
 

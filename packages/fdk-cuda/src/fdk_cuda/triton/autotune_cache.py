@@ -1,4 +1,4 @@
-"""Measured configurations on disk: one JSON file for each GPU and version of Triton."""
+"""Measured configurations on disk: one JSON file per GPU model and version of Triton."""
 
 import fcntl
 import json
@@ -9,13 +9,13 @@ from typing import Any
 
 from fdk_cuda.nvrtc import cache_directory, write_whole
 
-# Raise it when a configuration or its key comes to mean something else.
-VERSION = 4
+# Increase it when the meaning of a configuration or of its key changes.
+VERSION = 5
 Entry = dict[str, Any]
 
 
 def path_of(name: str) -> Path:
-    """The file of a GPU.
+    """Returns the file of a GPU.
 
     Raises:
         OSError: as ``cache_directory``.
@@ -25,7 +25,7 @@ def path_of(name: str) -> Path:
 
 
 def load_entries(name: str) -> dict[str, Entry]:
-    """What is stored for a GPU; nothing where the file is missing, damaged or another version's."""
+    """Returns the entries of a GPU; none if the file is missing, damaged or of another version."""
     try:
         found = json.loads(path_of(name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -37,20 +37,19 @@ def load_entries(name: str) -> dict[str, Entry]:
 
 
 def store_entries(name: str, entries: dict[str, Entry]) -> None:
-    """Adds to what is stored; a directory that cannot be written costs a measurement, no more.
+    """Adds entries to the file of a GPU; does nothing where the directory cannot be written.
 
-    Processes take turns, and each replaces the whole file: none is read half, and no process's
-    entries are lost.
+    A file lock serialises processes, and each replaces the whole file: readers see whole files, and
+    no entries are lost.
 
     Args:
-        name: of the GPU and the version of Triton.
-        entries: new or better ones by key; those that are stored under other keys stay.
+        name: GPU model and version of Triton.
+        entries: new entries by key; stored entries with other keys stay.
     """
     with suppress(OSError):
         path = path_of(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # The file as it is from now on: what was stored, read under the lock, and what is new.
             whole = {"version": VERSION, "gpu": name, "entries": load_entries(name) | entries}
             write_whole(path, json.dumps(whole, indent=1, sort_keys=True).encode())

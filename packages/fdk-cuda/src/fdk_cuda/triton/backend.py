@@ -1,38 +1,42 @@
 """The Triton backend: every format on any NVIDIA GPU of compute capability 8.0 or later."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fdk_cuda.gpu import why_no_gpu
-from fdk_cuda.launch_cache import is_traced
-from fdk_cuda.stream_sync import SettledLayout
+from fdk_cuda.gpu import unsupported_gpu
+from fdk_cuda.launch_cache import LaunchCache
+from fdk_cuda.stream_sync import SyncedLayout
+from fdk_cuda.triton import autotune
+from fdk_cuda.triton.configs import GemvConfig
 from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
+from fdk_cuda.triton.launch import gpu_at, launched_gemv
 from fdk_cuda.triton.layout import (
-    Arrangement,
-    arrange_codes,
-    arrange_scale,
-    restore_codes,
-    restore_scale,
+    PackedLayout,
+    pack_codes,
+    pack_scale,
+    unpack_codes,
+    unpack_scale,
 )
-from fdk_cuda.triton.linear import triton_linear_op
-from fdk_cuda.triton.packed_weight import Weight
-from fdk_cuda.triton.ready import ReadyCalls
+from fdk_cuda.triton.ops import triton_linear_op
+from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_cuda.triton.remembered import INTERPRETED
 from fdk_cuda.triton.toolchain import why_no_launcher
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.torch_internals import is_plain_call
 
 
-class TritonLayout(SettledLayout):
-    """Codes in fragment order, scales by tiles of 16 rows, and the tables of the codebook.
+class TritonLayout(SyncedLayout):
+    """A weight with codes in fragment order, scales by tiles of 16 rows, and lookup tables.
 
     Args:
-        q: the weight.
-        batch_invariant: a row of y does not depend on the other rows or their number; many rows
-            then take longer.
+        q: the quantised weight.
+        batch_invariant: make a row of y independent of the other rows and their number. This is
+            slower for many rows.
     """
 
     words: Tensor
@@ -45,15 +49,15 @@ class TritonLayout(SettledLayout):
     def __init__(self, q: QuantisedTensor, *, batch_invariant: bool = False) -> None:
         super().__init__()
         self.format, self.shape, self.batch_invariant = q.format, q.shape, batch_invariant
-        a = self.arrangement = Arrangement(*q.shape, q.format.bits, q.group_size)
+        a = self.packed_layout = PackedLayout(*q.shape, q.format.bits, q.group_size)
         codebook = q.codebook
         if codebook is None:
             codebook = torch.arange(1 << a.bits, dtype=torch.float32, device=q.device)
         values, lanes = lookup_tables(codebook)
-        zero_point = None if q.zero_point is None else arrange_scale(q.zero_point, a)
+        zero_point = None if q.zero_point is None else pack_scale(q.zero_point, a)
         tensors = {
-            "words": arrange_codes(q.codes(), a),
-            "scale": arrange_scale(q.scale, a),
+            "words": pack_codes(q.codes(), a),
+            "scale": pack_scale(q.scale, a),
             "zero_point": zero_point,
             "values": values,
             "lanes": lanes,
@@ -61,47 +65,64 @@ class TritonLayout(SettledLayout):
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
-        self._ready = ReadyCalls()
-        self.settle()
+        self._launches = LaunchCache()
+        self.synchronise()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
-        a, tensors = self.arrangement, self._buffers  # five look-ups of nn.Module take 2 us
-        is_invariant = self.batch_invariant
-        # torch.compile traces no further than the first question.
-        if not (is_traced() or is_invariant):
-            ready = self._ready.again(x, bias, tensors)
-            if ready is not None:
-                return ready
-        is_direct = not is_invariant and triton_linear_op.is_direct(x, bias)
-        if is_direct and (ready := self._ready(x, bias, tensors)) is not None:
-            return ready
-        y = triton_linear_op(
-            x,
-            tensors["words"],
-            tensors["scale"],
-            tensors["zero_point"],
-            tensors["values"],
-            tensors["lanes"],
-            a.bits,
-            a.group_size,
-            self.batch_invariant,
-            bias,
-            a.n,
-            a.k,
+        if self.batch_invariant or not is_plain_call(x, bias):
+            return self._linear(x, bias)
+        tensors: Any = self._buffers  # nn.Module takes 0.5 us to find one as an attribute
+        words, scale, zero_point = tensors["words"], tensors["scale"], tensors["zero_point"]
+        # Without zero points the kernel gets the scales in their place, and does not read them.
+        third = scale if zero_point is None else zero_point
+        addresses = (
+            words.data_ptr(),
+            scale.data_ptr(),
+            third.data_ptr(),
+            tensors["values"].data_ptr(),
+            tensors["lanes"].data_ptr(),
         )
-        if is_direct:  # The op has checked the arguments.
-            self._ready.keep(x, self._weight(), bias)
+        zero_dtype = None if zero_point is None else zero_point.dtype
+        # Tuning may replace the configuration.
+        state = words.get_device(), scale.dtype, zero_dtype, autotune.times_measured
+        y = self._launches.launch(x, bias, addresses, state)
+        if y is None:
+            y = self._linear(x, bias)
+            self._launches.insert(x, bias, y, state, self._prepare_launch)
         return y
 
-    def _weight(self) -> Weight:
-        tensors: Any = self._buffers  # every call that is not ready comes here: see forward
-        *names, _ = Weight._fields
-        return Weight._make([*(tensors[name] for name in names), self.arrangement])
+    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Calls the op, which checks x and bias."""
+        a = self.packed_layout
+        tensors = self.words, self.scale, self.zero_point, self.values, self.lanes
+        sizes = a.bits, a.group_size, self.batch_invariant
+        return triton_linear_op(x, *tensors, *sizes, bias, a.n, a.k)
+
+    def _prepare_launch(self, x: Tensor, bias: Tensor | None) -> Callable[..., None] | None:
+        """Returns the launch of gemv_kernel that the op compiled for x, if this kernel ran."""
+        w, m, device = self._weight(), x.numel() // x.shape[-1], x.get_device()
+        if m > gpu_at(device).limits.gemv_m:
+            return None
+        config = autotune.choose(w, m, x.dtype, device)
+        if not isinstance(config, GemvConfig):
+            return None
+        compiled = launched_gemv(device, m, x.dtype, bias is None, config, w)
+        if compiled is None:
+            return None
+        # Without a bias the kernel gets x in its place, and does not read it.
+        return lambda words, scale, zero, values, lanes, x, bias, y: compiled(
+            (x, words, scale, zero, values, lanes, bias or x, y), device
+        )
+
+    def _weight(self) -> PackedWeight:
+        tensors: Any = self._buffers
+        *names, _ = PackedWeight._fields
+        return PackedWeight._make([*(tensors[name] for name in names), self.packed_layout])
 
     def grad_x(self, grad_y: Tensor) -> Tensor:
-        """``grad_y @ W_hat`` for ``grad_y :: [..., n]``, what backward computes for x."""
-        a = self.arrangement
+        """Computes ``grad_y @ W_hat``, the gradient of x, for ``grad_y :: [..., n]``."""
+        a = self.packed_layout
         tensors = self.words, self.scale, self.zero_point, self.values, self.lanes
         dx: Tensor = torch.ops.fdk_cuda.triton_linear_grad_x(
             grad_y, *tensors, a.bits, a.group_size, self.batch_invariant, a.n, a.k
@@ -110,22 +131,22 @@ class TritonLayout(SettledLayout):
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
-        a = self.arrangement
+        a = self.packed_layout
         return QuantisedTensor(
             format=self.format,
             shape=self.shape,
-            packed=pack(restore_codes(self.words, a), a.bits),
-            scale=restore_scale(self.scale, a),
+            packed=pack(unpack_codes(self.words, a), a.bits),
+            scale=unpack_scale(self.scale, a),
             codebook=self.codebook,
-            zero_point=None if self.zero_point is None else restore_scale(self.zero_point, a),
+            zero_point=None if self.zero_point is None else unpack_scale(self.zero_point, a),
         )
 
 
 class TritonBackend:
-    """Takes every format with bf16 and fp16 activations.
+    """Runs every format with bf16 and fp16 activations.
 
     Args:
-        batch_invariant: of the layouts it packs, see ``TritonLayout``.
+        batch_invariant: see ``TritonLayout``.
     """
 
     name = "triton"
@@ -139,10 +160,10 @@ class TritonBackend:
             return f"has no {problem.activations} activations"
         if problem.dtype not in DTYPES:
             return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
-        return None if INTERPRETED else why_no_gpu(problem.device) or why_no_launcher()
+        return None if INTERPRETED else unsupported_gpu(problem.device) or why_no_launcher()
 
     def priority(self, problem: Problem) -> int:
-        """Below Marlin; above the reference."""
+        """Returns a priority below Marlin and above the reference."""
         return 10
 
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:

@@ -1,4 +1,4 @@
-"""A weight as the kernels take it: tensors, and the sizes that go with them."""
+"""Packed weight: the tensors that the kernels read, with the sizes of their layout."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -7,71 +7,78 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_cuda.triton.layout import POSITIONS, TILE_N, Arrangement
+from fdk_cuda.triton.layout import POSITIONS, TILE_N, PackedLayout
 from fdk_cuda.triton.remembered import INTERPRETED
 
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Weight(NamedTuple):
-    """The tensors of a layout and the sizes that go with them."""
+class PackedWeight(NamedTuple):
+    """A weight as every kernel reads it.
+
+    Attributes:
+        words: packed codes, ``layout.words_shape``, int32.
+        scale: ``[n_tiles, groups, 8, 2]``.
+        zero_point: like scale, or None for codebooks.
+        values, lanes: lookup tables, see ``decode.lookup_tables``.
+        layout: sizes.
+    """
 
     words: Tensor
     scale: Tensor
     zero_point: Tensor | None
     values: Tensor
     lanes: Tensor
-    arrangement: Arrangement
+    layout: PackedLayout
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The first arguments of every kernel after x."""
+        """The arguments of every kernel after x; without zero points, scale again."""
         zero = self.scale if self.zero_point is None else self.zero_point
         return self.words, self.scale, zero, self.values, self.lanes
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What kernels are compiled for."""
-        a, zero = self.arrangement, self.zero_point
+        """Sizes and dtypes, which distinguish launches."""
+        a, zero = self.layout, self.zero_point
         zero_dtype = None if zero is None else zero.dtype
-        # Not the arrangement itself, which takes longer to hash.
+        # Field by field: hashing the layout takes longer.
         return a.n, a.k, a.bits, a.group_size, self.scale.dtype, zero_dtype
 
     def has_exact_zeros(self, dtype: torch.dtype) -> bool:
-        """Whether there are zero points, and a dtype holds them all."""
+        """Returns whether there are zero points and a dtype holds them all exactly."""
         return self.zero_point is not None and self.zero_point.dtype in (dtype, torch.uint8)
 
-    def outputs(self, part: slice) -> "Weight":
-        """That of some outputs: of whole tiles, but for the last."""
-        a = self.arrangement
+    def outputs(self, part: slice) -> "PackedWeight":
+        """Returns the weight of a slice of outputs, which starts and ends at tiles (or at n)."""
+        a = self.layout
         rows = range(a.n)[part]
         tiles = slice(rows.start // TILE_N, -(-rows.stop // TILE_N))
         return self._replace(
             words=self.words[tiles],
             scale=self.scale[tiles],
             zero_point=None if self.zero_point is None else self.zero_point[tiles],
-            arrangement=replace(a, n=len(rows)),
+            layout=replace(a, n=len(rows)),
         )
 
     def fused(self, bits: tuple[int, ...]) -> dict[str, int]:
-        """Constants by which affine weights of these widths are one multiply-add each.
+        """Returns the constants that scale affine weights of these widths by one multiply-add.
 
-        Not those with scales or zero points of float32: a product of both must be exact in it.
-        (Two values of 1 bit subtract and multiply as the reference does, whatever the dtypes.)
+        None for float32 scales or zero points: the product of both must be exact in float32.
         """
-        if self.zero_point is None or self.arrangement.bits not in bits:
+        if self.zero_point is None or self.layout.bits not in bits:
             return {}
         is_exact = max(self.scale.itemsize, self.zero_point.itemsize) <= 2
         return {"AFFINE": 2} if is_exact else {}
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Compile-time arguments of the kernels, for activations of a dtype."""
-        a, x_dtype = self.arrangement, TL_DTYPES[dtype]
+        """Returns the compile-time arguments of the kernels, for activations of a dtype."""
+        a, x_dtype = self.layout, TL_DTYPES[dtype]
         return {
             "BITS": a.bits,
             "WORDS": a.words,
             "POSITIONS": POSITIONS[a.bits],
-            # Columns of a group that hold weights; one group needs no more than the end of k.
+            # Columns of a group without padding; one group per row is bounded by k.
             "GROUP": a.padded_group if a.groups == 1 else a.group_size,
             "PADDED_GROUP": a.padded_group,
             "SEGMENT": a.segment,

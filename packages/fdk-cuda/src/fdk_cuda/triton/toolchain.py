@@ -1,4 +1,4 @@
-"""What Triton wants of a machine besides a GPU: it builds its launcher, of C, at first use."""
+"""The toolchain of Triton's launcher: it is C code, which Triton compiles at first use."""
 
 import os
 import shutil
@@ -10,18 +10,17 @@ from triton.runtime import driver  # type: ignore[import-untyped]
 
 
 def why_no_launcher() -> str | None:
-    """Why Triton launches no kernel here ("needs a C compiler: ..."), or None.
+    """Returns why Triton cannot launch kernels here ("needs a C compiler: ..."), or None.
 
-    Where something seems to be missing Triton is asked for its launcher, for one that was built
-    before needs nothing. Triton 3.6 builds another for each kind of kernel, and is not asked for
-    those.
+    If a compiler or header is missing, Triton's driver decides: a launcher that was built before
+    needs neither. Triton 3.6 builds further launchers per kind of kernel, which this cannot see.
     """
     missing = _missing()
     return missing if missing and _fails(missing) else None
 
 
 def c_compiler() -> str | None:
-    """What Triton would build with: CC, however it is set, or else gcc, or else clang."""
+    """Returns the compiler that Triton uses: CC if set, else gcc, else clang."""
     named = os.environ.get("CC")
     return shutil.which("gcc") or shutil.which("clang") if named is None else named
 
@@ -33,7 +32,7 @@ def _missing() -> str | None:
     if shutil.which(compiler) is None:
         return f"needs a C compiler: Triton builds its launcher with CC, found no {compiler!r}"
     scheme = sysconfig.get_default_scheme()
-    # As Triton does: Debian's own scheme has no headers.
+    # As Triton does: Debian's "posix_local" scheme has no headers.
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     headers = sysconfig.get_path("include", scheme)
     if not (Path(headers) / "Python.h").is_file():
@@ -41,10 +40,10 @@ def _missing() -> str | None:
     return None
 
 
-@cache  # a compiler that finds no Python.h would say so for every layer
+@cache  # otherwise a failing compiler prints its error for every layer
 def _fails(missing: str) -> bool:
     try:
-        driver.active  # noqa: B018 (made where it was not)
-    except Exception:  # of any kind: the first call would raise it
+        driver.active  # noqa: B018 (reading it builds the launcher)
+    except Exception:  # whatever it is, the first call would raise it
         return True
     return False

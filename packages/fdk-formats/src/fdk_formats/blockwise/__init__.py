@@ -1,4 +1,4 @@
-"""Blockwise quantisation of flattened tensors, byte for byte as bitsandbytes stores them."""
+"""Blockwise quantisation of flattened tensors, with the bytes of bitsandbytes."""
 
 from fdk_formats.blockwise.blocks import NestedAbsmax, QuantisedBlocks
 from fdk_formats.blockwise.codebooks import FP4_CODE, NF4_CODE, dynamic_map, four_bit_code

@@ -1,4 +1,4 @@
-"""A tensor quantised in blocks: its codes, a largest magnitude per block, and its table."""
+"""QuantisedBlocks: a tensor as codes in blocks, an absmax per block and a table."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fdk_formats.blockwise.codebooks import CODES_8BIT, KINDS_4BIT
 
-# At 4 bits; at 8 bits bitsandbytes takes any block.
+# At 8 bits, as in bitsandbytes, a block may have any size.
 BLOCK_SIZES_4BIT = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = ("8bit", *KINDS_4BIT)
@@ -16,13 +16,15 @@ KINDS = ("8bit", *KINDS_4BIT)
 
 @dataclass(frozen=True, eq=False)
 class NestedAbsmax:
-    """How the absmax of a ``QuantisedBlocks`` is itself stored in 8 bits.
-
-        absmax :: [ceil(blocks / block_size), float32]
-        code   :: [256, float32]
-        offset :: [float32]                            the mean of the absmax, a scalar
+    """The second level of an absmax that is itself stored in 8 bits.
 
     ``absmax of block i = code[q.absmax[i]] * absmax[i // block_size] + offset``.
+
+    Attributes:
+        absmax: ``[ceil(blocks / block_size), float32]``.
+        code: ``[256, float32]``.
+        offset: the mean of the absmax, ``[]``, float32.
+        block_size: blocks that share an entry of ``absmax``.
     """
 
     absmax: Tensor
@@ -33,24 +35,25 @@ class NestedAbsmax:
 
 @dataclass(frozen=True, eq=False)
 class QuantisedBlocks:
-    """A tensor of ``n`` elements in row-major order, in blocks that share a largest magnitude.
+    """A tensor of n elements in row-major order, in blocks that share a largest magnitude.
 
-        packed :: [*shape, uint8] at 8 bits, [ceil(n/2), 1, uint8] at 4: first code in the high bits
-        absmax :: [ceil(n / block_size), float32], or uint8 where ``nested`` is there
-        code   :: [256 or 16, float32]                 the value of each code, in [-1, 1]
-
-    ``value = code[packed] * absmax``. Every tensor holds what bitsandbytes holds under the same
-    name (``code`` is its ``quant_map``); ``docs/blockwise.md`` has the layout.
+    ``value = code[packed] * absmax``. The tensors equal those of bitsandbytes under the same names
+    (``code`` is its ``quant_map``).
 
     Attributes:
-        shape: of the tensor that was quantised.
-        dtype: of the tensor that was quantised, and of what dequantising gives by default.
+        packed: ``[*shape, uint8]`` at 8 bits; ``[ceil(n/2), 1, uint8]`` at 4, first code in the
+            high bits.
+        absmax: ``[ceil(n / block_size), float32]``, or uint8 with ``nested``.
+        code: ``[256, float32]`` or ``[16, float32]``, the value of each code in [-1, 1].
+        shape: shape of the original tensor.
+        dtype: dtype of the original tensor, and the default of dequantising.
         block_size: any positive number at 8 bits, a power of two from 32 to 4096 at 4.
         kind: ``8bit``, ``nf4`` or ``fp4``.
-        nested: how the absmax is stored, where that is in 8 bits.
+        nested: the second level, if the absmax is stored in 8 bits.
 
     Raises:
-        ValueError, TypeError: where a tensor does not have the shape or dtype above.
+        ValueError: if a tensor has another shape or device, or kind or block size are unknown.
+        TypeError: if a tensor has another dtype.
     """
 
     packed: Tensor
@@ -101,19 +104,19 @@ class QuantisedBlocks:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor that was quantised."""
+        """Elements of the original tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor, tables included."""
+        """Bytes of all tensors, tables included."""
         tensors = [self.packed, self.absmax, self.code]
         if self.nested is not None:
             tensors += [self.nested.absmax, self.nested.code, self.nested.offset]
         return sum(tensor.nbytes for tensor in tensors)
 
     def to(self, device: torch.device | str | int) -> "QuantisedBlocks":
-        """The same blocks on another device."""
+        """Returns the same blocks on another device."""
         nested = self.nested
         if nested is not None:
             nested = replace(
@@ -132,7 +135,7 @@ class QuantisedBlocks:
 
 
 def check_block_size(caller: str, block_size: int, bits: int) -> None:
-    """Raises ``ValueError`` where bitsandbytes' functions take no block of this size."""
+    """Raises ValueError for a block size that bitsandbytes does not accept."""
     if bits == 4 and (type(block_size) is not int or block_size not in BLOCK_SIZES_4BIT):
         sizes = ", ".join(map(str, BLOCK_SIZES_4BIT))
         raise ValueError(f"{caller}: block_size must be one of {sizes}, got {block_size!r}")
@@ -141,6 +144,6 @@ def check_block_size(caller: str, block_size: int, bits: int) -> None:
 
 
 def check_dtype(caller: str, dtype: torch.dtype) -> None:
-    """Raises ``TypeError`` for a dtype that is neither float32, float16 nor bfloat16."""
+    """Raises TypeError unless ``dtype`` is float32, float16 or bfloat16."""
     if dtype not in DTYPES:
         raise TypeError(f"{caller}: dtype must be float32, float16 or bfloat16, got {dtype}")

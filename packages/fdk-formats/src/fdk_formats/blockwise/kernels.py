@@ -1,4 +1,4 @@
-"""The seam behind the blockwise ops: four flat functions for each type of device."""
+"""Kernels of the blockwise ops: four functions per device type, and their registry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.backends import all_backends
-from fdk_formats.ops import depth_of_dispatch_modes, functorch_level
+from fdk_formats.torch_internals import in_dispatch_mode, in_transform
 
 # (flat, code, block_size) -> (packed, absmax)
 Quantise8bit = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -21,17 +21,16 @@ Dequantise4bit = Callable[[Tensor, Tensor, Tensor, int, int, torch.dtype], Tenso
 
 @dataclass(frozen=True)
 class Kernels:
-    """The work of the blockwise ops on checked, contiguous, one-dimensional tensors.
+    """Four functions on checked, contiguous, one-dimensional tensors of one device.
 
-        flat   :: [n, float32 | float16 | bfloat16]
+        flat   :: [n, float32 | float16 | bfloat16]   n may be 0
         code   :: [256, float32] ascending, or [16, float32] in the order of the 4-bit codes
         absmax :: [ceil(n / block_size), float32]
         packed :: [n, uint8] at 8 bits, [ceil(n/2), uint8] at 4 (first code in the high bits)
 
-    ``block_size`` is a power of two from 32 to 4096 at 4 bits, and any positive number at 8.
-    All tensors lie on one device, and n may be 0. A NaN or infinity in ``flat`` must come out as a
-    NaN or infinity in its block's absmax: the op raises there, and the codes do not matter. Every
-    implementation gives the bytes of ``TORCH_KERNELS``:
+    ``block_size`` is a power of two from 32 to 4096 at 4 bits, and any positive number at 8. NaN or
+    infinity in ``flat`` must appear as NaN or infinity in its block's absmax, where the op raises.
+    Implementations return the bytes of ``TORCH_KERNELS``;
     ``fdk_formats.testing.blockwise.check_kernels`` compares them.
     """
 
@@ -45,17 +44,19 @@ _REGISTERED: dict[str, Kernels] = {}
 
 
 def register_kernels(device_type: str, kernels: Kernels, *, default: bool = False) -> None:
-    """Makes the blockwise ops use ``kernels`` for tensors of ``device_type`` (``cpu``, ``cuda``).
+    """Registers the kernels of the blockwise ops for a device type.
 
-    The latest call counts; registering ``TORCH_KERNELS`` is how to go back. A package that brings
-    kernels registers them when it is imported, which the ops do where it is installed.
+    The latest call wins; register ``TORCH_KERNELS`` to undo it. Packages with kernels register them
+    on import, and the ops import those that are installed.
 
     Args:
-        default: gives way to what is registered already, for packages.
+        device_type: ``cpu``, ``cuda`` or another.
+        kernels: the four functions.
+        default: True, for packages, to keep kernels that are registered already.
 
     Raises:
-        TypeError: where ``kernels`` is no ``Kernels``.
-        RuntimeError: where torch knows no such type of device.
+        TypeError: if ``kernels`` is not a ``Kernels``.
+        RuntimeError: if torch has no such device type.
     """
     if not isinstance(kernels, Kernels):
         raise TypeError(f"register_kernels: wanted a Kernels, got {type(kernels).__name__}")
@@ -65,21 +66,17 @@ def register_kernels(device_type: str, kernels: Kernels, *, default: bool = Fals
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The kernels registered for the type of ``device``; the torch ones, or while torch traces."""
+    """Returns the kernels registered for a device; torch's while tracing, or without others."""
     from fdk_formats.blockwise.torch_kernels import TORCH_KERNELS
 
-    # Kernels of packages read memory: what is traced, or has none, is for torch.
+    # Registered kernels read memory, which traced tensors do not have.
     if is_traced():
         return TORCH_KERNELS
     if device.type not in _REGISTERED:
-        all_backends()  # imports the installed packages, which bring kernels too
+        all_backends()  # imports installed packages, which register their kernels
     return _REGISTERED.get(device.type, TORCH_KERNELS)
 
 
 def is_traced() -> bool:
-    """Whether ``torch.compile`` traces, or a mode or a transform of torch.func watches every op."""
-    return (
-        torch.compiler.is_compiling()
-        or depth_of_dispatch_modes() > 0
-        or functorch_level() is not None
-    )
+    """Returns whether torch.compile, a dispatch mode or a torch.func transform traces ops."""
+    return torch.compiler.is_compiling() or in_dispatch_mode() or in_transform()

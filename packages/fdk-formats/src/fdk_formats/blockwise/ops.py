@@ -1,4 +1,4 @@
-"""Quantising and dequantising in blocks: the checks, and the absmax that is itself quantised."""
+"""Blockwise ops: quantise and dequantise in 8 and 4 bits, with plain or nested absmax."""
 
 from math import isfinite
 
@@ -15,37 +15,36 @@ from fdk_formats.blockwise.blocks import (
 from fdk_formats.blockwise.codebooks import CODES_8BIT, KINDS_4BIT, dynamic_map, four_bit_code
 from fdk_formats.blockwise.kernels import is_traced, kernels_for
 from fdk_formats.ops import define_op
+from fdk_formats.torch_internals import is_batched
 
-# bitsandbytes stores the absmax of a 4-bit tensor in blocks of this size, whatever its own blocks.
+# bitsandbytes nests the absmax of 4-bit tensors in blocks of this size.
 NESTED_BLOCK_SIZE_4BIT = 256
 
 
 def quantise_blockwise(
-    tensor: Tensor,
-    code: Tensor | None = None,
-    block_size: int = 4096,
-    nested: bool = False,
+    tensor: Tensor, code: Tensor | None = None, block_size: int = 4096, nested: bool = False
 ) -> QuantisedBlocks:
     """Quantises a tensor, in row-major order, to 8-bit codes of the nearest entries of ``code``.
 
-    The same bytes as bitsandbytes' torch backend, the ``default`` implementation of its op
-    ``bitsandbytes::quantize_blockwise``. ``bitsandbytes.functional.quantize_blockwise`` itself runs
-    its C++ library on a CPU and its kernels on CUDA, and ``docs/blockwise.md`` says where those
-    differ (0.15 % of the codes on a CPU, and zeros). A tie goes to the
-    lower entry, and a block of zeros decodes to zeros.
+    The bytes are those of bitsandbytes' torch implementation of its op ``quantize_blockwise``;
+    docs/guide/blockwise.md says where its C++ and CUDA kernels differ. Ties go to the lower entry,
+    and a block of zeros decodes to zeros.
 
     Args:
-        tensor: float32, float16 or bfloat16, any shape. One that is not contiguous is copied once;
-            beyond that and the result, about 18 MiB of temporaries are all the memory used (36
-            bytes an element of a block, where blocks are longer than 2^19).
-        code: 256 ascending float values (an entry may repeat), ``dynamic_map()`` by default.
+        tensor: float32, float16 or bfloat16, any shape; copied once if not contiguous. Temporaries
+            take about 18 MiB (36 bytes per element of a block, for blocks longer than 2^19).
+        code: 256 ascending values (an entry may repeat); None is ``dynamic_map()``.
         block_size: elements that share an absmax, any positive number.
-        nested: whether the absmax is stored in 8 bits too, in blocks of ``block_size``.
+        nested: True to store the absmax in 8 bits too, in blocks of ``block_size``.
 
     Raises:
-        ValueError: for a NaN or infinity in the tensor, a block size that is none, a code that is
-            not 256 finite ascending values, or a tensor on meta.
-        TypeError: for a tensor of another dtype.
+        ValueError: if the tensor is not finite or on meta, or block size or code are invalid.
+        TypeError: if the tensor has another dtype.
+
+    Example:
+        >>> q = quantise_blockwise(torch.randn(1000))
+        >>> dequantise_blockwise(q).shape
+        torch.Size([1000])
     """
     _check_input("quantise_blockwise", tensor, block_size, bits=8)
     if code is not None:
@@ -58,24 +57,21 @@ def quantise_blockwise(
 def quantise_4bit(
     tensor: Tensor, block_size: int = 64, kind: str = "nf4", nested: bool = False
 ) -> QuantisedBlocks:
-    """Quantises a tensor, in row-major order, to two codes a byte of NF4 or FP4.
+    """Quantises a tensor, in row-major order, to two NF4 or FP4 codes per byte.
 
-    The same bytes as bitsandbytes' torch backend, the ``default`` implementation of its op
-    ``bitsandbytes::quantize_4bit``: on a CPU ``bitsandbytes.functional.quantize_4bit`` uses that,
-    but for a nested absmax, which goes through its C++ library. ``docs/blockwise.md`` says where
-    that and its CUDA kernels differ.
+    The bytes are those of bitsandbytes' torch implementation of its op ``quantize_4bit``;
+    docs/guide/blockwise.md says where its C++ and CUDA kernels differ.
 
     Args:
-        tensor: float32, float16 or bfloat16, any shape. One that is not contiguous is copied once;
-            beyond that and the result, about 18 MiB of temporaries are all the memory used.
+        tensor: float32, float16 or bfloat16, any shape; copied once if not contiguous. Temporaries
+            take about 18 MiB.
         block_size: elements that share an absmax, a power of two from 32 to 4096.
         kind: ``nf4`` or ``fp4``.
-        nested: whether the absmax is stored in 8 bits too, in blocks of 256.
+        nested: True to store the absmax in 8 bits too, in blocks of 256.
 
     Raises:
-        ValueError: for a NaN or infinity in the tensor, a block size or a kind that is none,
-            or a tensor on meta.
-        TypeError: for a tensor of another dtype.
+        ValueError: if the tensor is not finite or on meta, or block size or kind are invalid.
+        TypeError: if the tensor has another dtype.
     """
     caller = "quantise_4bit"
     _check_input(caller, tensor, block_size, bits=4)
@@ -87,16 +83,19 @@ def quantise_4bit(
 
 
 def dequantise_blockwise(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor that 8-bit codes stand for: one float32 product each, rounded to ``dtype``.
+    """Dequantises 8-bit blocks: one float32 product per element, rounded to ``dtype``.
 
     Args:
-        q: from ``quantise_blockwise``, or put together from a file.
-        dtype: float32, float16 or bfloat16; that of the original by default.
+        q: of ``quantise_blockwise``, or assembled from a file.
+        dtype: float32, float16 or bfloat16; None is the dtype of the original.
+
+    Returns:
+        A tensor of shape ``q.shape``.
 
     Raises:
-        ValueError: where ``q`` is 4-bit.
-        TypeError: for another dtype, or where ``q`` is no ``QuantisedBlocks``.
-        NotImplementedError: for blocks that were made under ``torch.func.vmap``.
+        ValueError: if ``q`` is 4-bit.
+        TypeError: if ``q`` is not a ``QuantisedBlocks`` or ``dtype`` is another.
+        NotImplementedError: if the blocks were made under ``torch.func.vmap``.
     """
     dtype = _checked_output("dequantise_blockwise", q, dtype, ("8bit",))
     flat = kernels_for(q.packed.device).dequantise_8bit(
@@ -106,16 +105,19 @@ def dequantise_blockwise(q: QuantisedBlocks, dtype: torch.dtype | None = None) -
 
 
 def dequantise_4bit(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor that 4-bit codes stand for: one float32 product each, rounded to ``dtype``.
+    """Dequantises 4-bit blocks: one float32 product per element, rounded to ``dtype``.
 
     Args:
-        q: from ``quantise_4bit``, or put together from a file.
-        dtype: float32, float16 or bfloat16; that of the original by default.
+        q: of ``quantise_4bit``, or assembled from a file.
+        dtype: float32, float16 or bfloat16; None is the dtype of the original.
+
+    Returns:
+        A tensor of shape ``q.shape``.
 
     Raises:
-        ValueError: where ``q`` is 8-bit.
-        TypeError: for another dtype, or where ``q`` is no ``QuantisedBlocks``.
-        NotImplementedError: for blocks that were made under ``torch.func.vmap``.
+        ValueError: if ``q`` is 8-bit.
+        TypeError: if ``q`` is not a ``QuantisedBlocks`` or ``dtype`` is another.
+        NotImplementedError: if the blocks were made under ``torch.func.vmap``.
     """
     dtype = _checked_output("dequantise_4bit", q, dtype, KINDS_4BIT)
     flat = kernels_for(q.packed.device).dequantise_4bit(
@@ -124,7 +126,7 @@ def dequantise_4bit(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Ten
     return flat.view(q.shape)
 
 
-# packed, absmax and code of a QuantisedBlocks, then absmax, code and offset of its nested, if any.
+# packed, absmax and code of a QuantisedBlocks; then absmax, code and offset of ``nested``, if any.
 Tensors = list[Tensor]
 
 
@@ -149,10 +151,10 @@ def _run_4bit(tensor: Tensor, block_size: int, kind: str, nested: bool) -> Tenso
 
 
 def _nested(absmax: Tensor, code: Tensor, block_size: int | None) -> Tensors:
-    """An absmax with its code; less its mean, quantised to the signed dynamic map, or as it is."""
+    """Returns absmax and code, or the absmax less its mean in 8 bits, with the nested tensors."""
     if block_size is None:
         return [absmax, code]
-    # The mean of no blocks would be a NaN, which no one asked for.
+    # The mean of no blocks would be NaN.
     offset = absmax.mean() if len(absmax) else absmax.new_zeros(())
     nested_code = dynamic_map().to(absmax.device, copy=True)
     kernels = kernels_for(absmax.device)
@@ -206,7 +208,7 @@ def _blocks(
 
 
 def _decoded_absmax(q: QuantisedBlocks) -> Tensor:
-    """The absmax of each block, ``[ceil(n / block_size), float32]``."""
+    """Returns the absmax of each block, ``[ceil(n / block_size), float32]``."""
     if q.nested is None:
         return q.absmax.contiguous()
     absmax = kernels_for(q.absmax.device).dequantise_8bit(
@@ -233,7 +235,7 @@ def _check_input(caller: str, tensor: Tensor, block_size: int, bits: int) -> Non
 
 
 def _checked_code(caller: str, code: Tensor) -> Tensor:
-    """The code as float32, without a gradient; its values are for ``_check_values``."""
+    """Returns the code as float32, detached; ``_check_values`` checks its values."""
     if not isinstance(code, Tensor) or not code.is_floating_point():
         got = code.dtype if isinstance(code, Tensor) else type(code).__name__
         raise TypeError(f"{caller}: code must be a tensor of floats, got {got}")
@@ -254,23 +256,13 @@ def _check_values(caller: str, code: Tensor) -> None:
 
 
 def _check_finite(caller: str, absmax: Tensor, block_size: int) -> None:
-    """One pass over the absmax, a block's worth cheaper than one over the tensor."""
+    """Raises ValueError if an absmax is not finite, which is cheaper than checking the tensor."""
     if len(absmax) and not isfinite(absmax.amax().item()):
         block = int(torch.nonzero(~torch.isfinite(absmax))[0])
         raise ValueError(
             f"{caller}: values must be finite, got a NaN or an infinity in elements "
             f"{block * block_size} to {(block + 1) * block_size - 1}"
         )
-
-
-def _is_batched(tensor: Tensor) -> bool:
-    """Whether ``torch.func.vmap`` gave a tensor one more dimension than it shows."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
 
 
 def _checked_output(
@@ -280,7 +272,7 @@ def _checked_output(
         raise TypeError(f"{caller}: wanted a QuantisedBlocks, got {type(q).__name__}")
     if q.kind not in kinds:
         raise ValueError(f"{caller}: kind must be {' or '.join(kinds)}, got {q.kind}")
-    if not torch.compiler.is_compiling() and _is_batched(q.packed):
+    if not torch.compiler.is_compiling() and is_batched(q.packed):
         raise NotImplementedError(
             f"{caller}: needs blocks from outside torch.func.vmap, got a batch of them; "
             "call it for each"
@@ -290,7 +282,7 @@ def _checked_output(
     return dtype
 
 
-# Whoever traces gets one op; elsewhere torch's dispatcher would only cost time.
+# Tracing sees one op each. Eager calls skip torch's dispatcher, which would only cost time.
 _library = Library("fdk_formats", "FRAGMENT")
 _op_8bit = define_op(
     _library,

@@ -1,8 +1,8 @@
-"""The blockwise kernels in torch: any device, a chunk of temporaries, and the reference bytes.
+"""The blockwise kernels in torch, for any device: the reference bytes.
 
-The arithmetic follows bitsandbytes 0.50.2's torch backend step for step, because every rounding
-shows in the bytes: a whole block is multiplied by the reciprocal of its absmax, a short last block
-is divided by it, and only the short block's absmax is raised to 1e-38.
+Every rounding shows in the bytes, so the arithmetic follows bitsandbytes 0.50.2's torch backend
+step by step: whole blocks are multiplied by the reciprocal of their absmax, a short last block is
+divided by it, and only the short block's absmax is raised to 1e-38.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from torch import Tensor
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels
 
-# Quantising takes up to 36 bytes of temporaries an element: 18 MiB. Smaller chunks were slower:
-# docs/blockwise.md. Dequantising has its temporaries in the result, but for its last small chunks.
+# Quantising needs up to 36 bytes of temporaries per element: 18 MiB per chunk. Smaller chunks are
+# slower. Dequantising keeps temporaries in the unwritten part of the result.
 CHUNK = 1 << 19
 SMALL_CHUNK, LARGE_CHUNK = 1 << 15, 1 << 20
 ALIGNMENT = 64  # bytes
@@ -25,7 +25,7 @@ SMALLEST_ABSMAX = 1e-38
 def quantise_8bit(flat: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """See ``Kernels.quantise_8bit``."""
     search = _search(code, tuple(range(len(code))), flat.device)
-    # Not empty_like: one element has any stride, and torch keeps it.
+    # empty_like would keep the stride of a single element.
     packed = flat.new_empty(len(flat), dtype=torch.uint8)
     absmax = _empty_absmax(flat, block_size)
     for start, scaled in _scaled_chunks(flat, absmax, block_size):
@@ -34,7 +34,7 @@ def quantise_8bit(flat: Tensor, code: Tensor, block_size: int) -> tuple[Tensor, 
 
 
 def quantise_4bit(flat: Tensor, kind: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """See ``Kernels.quantise_4bit``; an odd n leaves the code of 0.0 in the last low bits."""
+    """See ``Kernels.quantise_4bit``. For odd n the last low bits hold the code of 0.0."""
     search = _search(four_bit_code(kind), ascending_codes(kind), flat.device)
     packed = flat.new_empty((len(flat) + 1) // 2, dtype=torch.uint8)
     absmax = _empty_absmax(flat, block_size)
@@ -52,7 +52,7 @@ def dequantise_8bit(
 ) -> Tensor:
     """See ``Kernels.dequantise_8bit``."""
     out = packed.new_empty(len(packed), dtype=dtype)
-    # A float32 result is as wide as the indices, and holds them until its values are there.
+    # A float32 result is as wide as the int32 indices and holds them until it is written.
     fits = dtype == torch.float32
     for start, stop, scratch in _chunks_with_scratch(out, 4 if fits else 8, block_size):
         values, *index = scratch.view(torch.float32).split(stop - start)
@@ -63,15 +63,10 @@ def dequantise_8bit(
 
 
 def dequantise_4bit(
-    packed: Tensor,
-    absmax: Tensor,
-    code: Tensor,
-    block_size: int,
-    numel: int,
-    dtype: torch.dtype,
+    packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
     """See ``Kernels.dequantise_4bit``."""
-    # One gather a byte: the two float32 values of each byte travel as one int64.
+    # One gather per byte: its two float32 values are one int64.
     pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), dim=1)  # [256, 2]
     pairs = pairs.view(torch.int64).view(-1)  # [256]
     out = packed.new_empty(2 * len(packed), dtype=dtype)
@@ -94,7 +89,7 @@ TORCH_KERNELS = Kernels(
 
 
 def _step(chunk: int, block_size: int) -> int:
-    """Elements of whole blocks: as many as ``chunk`` holds, one block at least."""
+    """Returns the elements of the whole blocks in a chunk, at least one block."""
     return max(1, chunk // block_size) * block_size
 
 
@@ -103,7 +98,7 @@ def _empty_absmax(flat: Tensor, block_size: int) -> Tensor:
 
 
 def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tuple[int, Tensor]]:
-    """Fills ``absmax`` and yields a start and ``flat[start:...] / absmax`` in float32, in order."""
+    """Fills ``absmax``; yields each chunk's start and ``flat / absmax`` in float32, in order."""
     whole = len(flat) - len(flat) % block_size
     step = _step(CHUNK, block_size)
     for start in range(0, whole, step):
@@ -125,11 +120,11 @@ def _scaled_chunks(flat: Tensor, absmax: Tensor, block_size: int) -> Iterator[tu
 def _chunks_with_scratch(
     out: Tensor, width: int, block_size: int
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yields ``start, stop`` of chunks that fill ``out`` in order, and ``width`` bytes an element.
+    """Yields ``start, stop`` of chunks of ``out`` in order, and scratch memory for each.
 
-    The bytes lie at the end of ``out``, in memory that is not written yet; the chunks shrink with
-    what is left of it, and the last few have a little memory of their own. Each chunk but the last
-    is an even number of blocks.
+    The scratch has ``width`` bytes per element. It is the end of ``out``, which is not written yet;
+    chunks shrink with what is left, and the last few get memory of their own. Each chunk but the
+    last is an even number of blocks.
     """
     memory = out.view(torch.uint8)
     size = out.element_size()
@@ -149,10 +144,10 @@ def _chunks_with_scratch(
 
 
 def _scale(values: Tensor, absmax: Tensor, block_size: int, *, out: Tensor) -> None:
-    """``out`` of any floating dtype = float32 values, which begin a block, times the absmax."""
+    """Writes values times absmax to ``out``, in any floating dtype; values begin at a block."""
     whole = len(values) - len(values) % block_size
     blocks = whole // block_size
-    # A product written to another dtype would go through a temporary of torch's own.
+    # torch would allocate a temporary to write a product in another dtype.
     product = out if out.dtype == values.dtype else values
     rows = values[:whole].view(-1, block_size)
     torch.mul(rows, absmax[:blocks, None], out=product[:whole].view(-1, block_size))
@@ -163,13 +158,13 @@ def _scale(values: Tensor, absmax: Tensor, block_size: int, *, out: Tensor) -> N
 
 
 class _Search:
-    """From float32 values to the codes of the nearest entries; a tie goes to the lower entry.
+    """Nearest codes by table lookup; a tie goes to the lower entry.
 
-    A binary search costs about 10 ns a value on a CPU, for its branches cannot be predicted, and
-    gathers cost about 0.5. So the upper half of a float's bits is a key: for the tables in use all
-    values with one key have at most one midpoint between them, and one comparison with it decides.
+    The upper 16 bits of a float32 are a key. For the tables in use, at most one midpoint lies among
+    the values of a key, and one comparison decides. On a CPU a gather takes 0.5 ns per value, a
+    binary search 10 ns.
 
-        thresholds :: [2^16, float32]      the midpoint within a key's values, or infinity
+        thresholds :: [2^16, float32]      the midpoint among a key's values, or infinity
         codes      :: [2^17, uint8]        the codes below and above it
     """
 
@@ -187,7 +182,7 @@ class _Search:
 
 
 class _BinarySearch:
-    """The same codes by ``torch.bucketize``: any table, any device."""
+    """Nearest codes by ``torch.bucketize``, for any table and device."""
 
     def __init__(self, bounds: Tensor, order: Tensor) -> None:
         self.bounds = bounds
@@ -218,8 +213,8 @@ def _cpu_search(code: tuple[float, ...], order: tuple[int, ...]) -> _Search | _B
     negative = keys < 0
     least = torch.where(negative, furthest, nearest_zero).nan_to_num(posinf=None)
     most = torch.where(negative, nearest_zero, furthest).nan_to_num(posinf=None)
-    # Midpoints below the least value of a key, below its greatest, and the first and last of
-    # those between the two.
+    # Midpoints below the least and below the greatest value of each key, and the first and last of
+    # those in between.
     below = torch.bucketize(least, binary.bounds, out_int32=True)
     above = torch.bucketize(most, binary.bounds, out_int32=True)
     bounds = torch.cat((binary.bounds, binary.bounds.new_tensor([torch.inf])))
@@ -232,10 +227,9 @@ def _cpu_search(code: tuple[float, ...], order: tuple[int, ...]) -> _Search | _B
 
 
 def _bounds(code: Tensor) -> Tensor:
-    """The midpoints of an ascending table, for values that rounding may put just beyond 1.
+    """Returns the midpoints of an ascending table, for values that rounding may put beyond 1.
 
-    Those count as 1 (or -1): a midpoint that 1 does not pass is out of reach, and one that -1
-    passes is always passed.
+    Such values count as 1 or -1: midpoints from 1 up become infinity, those below -1 -infinity.
     """
     bounds = (code[:-1] + code[1:]) / 2
     bounds = torch.where(bounds >= 1, torch.inf, bounds)

@@ -1,7 +1,8 @@
-"""Readers of the layouts that other projects store, one module each. See docs/files.md.
+"""Readers of other projects' quantised weights, one module per project.
 
-``read_*`` takes tensors as the project holds them, ``load_*`` a folder as it publishes one. What
-they return dequantises to the project's own weights exactly; what cannot be held is refused.
+``read_*`` converts the tensors of one weight, ``load_*`` a published folder. The result dequantises
+to the project's own weights exactly; a weight that no format can represent raises ValueError.
+docs/guide/files.md lists what is read.
 """
 
 from fdk_formats.readers.awq import load_awq, read_awq

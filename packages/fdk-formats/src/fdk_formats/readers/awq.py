@@ -1,4 +1,4 @@
-"""AWQ tensors (the GEMM layout): 4-bit codes, eight shuffled outputs to an int32 word."""
+"""AWQ tensors (GEMM version): 4-bit codes, eight interleaved outputs in an int32 word."""
 
 import os
 from collections.abc import Mapping
@@ -7,23 +7,25 @@ import torch
 from torch import Tensor
 
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import affine_weight, check_float, check_tensor
+from fdk_formats.readers.conversion import affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 BITS = 4
-# Nibble j of a word (from the least significant) is output NIBBLE_OUTPUTS[j] of its eight.
+# Nibble j of a word, from the least significant, is output NIBBLE_OUTPUTS[j] of the eight.
 NIBBLE_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> QuantisedTensor:
-    """One weight as AutoAWQ's GEMM version stores it: ``W_hat = (code - zero) * scale``.
+    """Reads a weight of AutoAWQ's GEMM version: ``W_hat = (code - zero) * scale``.
 
-        qweight :: [k, n/8, int32]     eight outputs a word, nibbles in the order 0 2 4 6 1 3 5 7
-        qzeros  :: [k/G, n/8, int32]   likewise
-        scales  :: [k/G, n, fp16]      or bf16 or fp32
+    Args:
+        qweight: ``[k, n/8, int32]``, eight outputs per word, nibbles in the order 0 2 4 6 1 3 5 7.
+        qzeros: ``[k/G, n/8, int32]``, likewise.
+        scales: ``[k/G, n]`` in fp16, bf16 or fp32.
 
     Raises:
-        TypeError, ValueError: for dtypes and shapes that are not as above.
+        TypeError: if a tensor has another dtype.
+        ValueError: if a shape does not fit.
     """
     scales = check_float("AWQ: scales", scales, shape=(None, None))
     groups, n = scales.shape
@@ -45,13 +47,14 @@ def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> QuantisedTensor
 
 
 def load_awq(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tensor]:
-    """An AWQ folder: ``<name>.weight`` for each weight, other tensors as they are.
+    """Loads an AWQ folder: ``<name>.weight`` per quantised weight, other tensors unchanged.
 
-    ``quantization_config`` in ``config.json`` (or ``quant_config.json``), where there is one, must
-    say 4 bits and version ``gemm``.
+    ``quantization_config`` in ``config.json`` (or ``quant_config.json``), if present, must have
+    4 bits and version ``gemm``.
 
     Raises:
-        FileNotFoundError, ValueError: for a file or tensor that is missing, or another version.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a tensor is missing or malformed, or the version is another one.
     """
     checkpoint = Checkpoint(folder)
     config = checkpoint.config("config.json", "quantization_config")
@@ -71,7 +74,7 @@ def load_awq(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tens
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """``[r, n/8, int32]`` to ``[r, n, uint8]``."""
+    """Unpacks ``[r, n/8, int32]`` to ``[r, n, uint8]``."""
     codes = words.new_empty((*words.shape, 8), dtype=torch.uint8)
     for nibble, output in enumerate(NIBBLE_OUTPUTS):
         codes[..., output] = (words >> 4 * nibble & 0xF).to(torch.uint8)

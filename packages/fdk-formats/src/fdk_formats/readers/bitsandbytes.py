@@ -1,4 +1,4 @@
-"""bitsandbytes 4-bit state: NF4 or FP4 codes of the flattened weight, absmax nested or not."""
+"""bitsandbytes 4-bit weights: NF4 or FP4 codes, with plain or nested absmax."""
 
 import json
 import os
@@ -8,34 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.packing import pack, unpack
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import check_float, check_tensor
+from fdk_formats.readers.conversion import check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 BITS = 4
-# bitsandbytes' NF4 is our nf4. Its FP4 has a subnormal that e2m1 has not (1/192 of the largest),
-# so that its table is no named codebook of ours.
+# bitsandbytes' NF4 is our nf4. Its FP4 differs from e2m1 in one value (1/192 of the largest), so
+# its table is a custom codebook.
 CODEBOOKS = {"nf4": "nf", "fp4": "custom"}
 STATE_KEY = "quant_state.bitsandbytes__"
 
 
 def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
-    """One 4-bit weight of bitsandbytes: ``W_hat = quant_map[code] * absmax``, in blocks along k.
+    """Reads a 4-bit weight of bitsandbytes: ``W_hat = quant_map[code] * absmax``.
 
-        weight :: [n*k/2, 1, uint8]   first code in the high nibble; another dtype of quant_storage
-                                      is read as its bytes
+    Nested absmax is computed in float32 as bitsandbytes does. Codes of a table that does not ascend
+    (FP4) are renumbered.
 
-    ``state`` is the weight's ``bitsandbytes.functional.QuantState``, or a mapping with the keys of
-    the state_dict: ``absmax``, ``quant_map``, ``quant_state.bitsandbytes__nf4`` (or ``__fp4``) and
-    for nested absmax ``nested_absmax`` and ``nested_quant_map``. Nested absmax is worked out in
-    float32 as bitsandbytes does. Codes are renumbered where the table does not ascend (FP4).
+    Args:
+        weight: ``[n * k / 2, 1, uint8]``, first code in the high nibble. Another dtype of
+            ``quant_storage`` is read as bytes.
+        state: the weight's ``bitsandbytes.functional.QuantState``, or a mapping with the keys of
+            the state_dict: ``absmax``, ``quant_map``, ``quant_state.bitsandbytes__nf4`` (or
+            ``__fp4``), and ``nested_absmax`` and ``nested_quant_map`` for nested absmax.
 
     Raises:
-        TypeError, ValueError: for entries that are missing or not as documented; blocks that
-            cross from one row into the next (k is no multiple of the block size).
+        TypeError: if an entry has another type or dtype.
+        ValueError: if an entry is missing or malformed, or k is not a multiple of the block size:
+            blocks would cross rows.
     """
     entries = dict(state) if isinstance(state, Mapping) else _entries_of(state)
     info = _info(entries)
@@ -66,16 +68,18 @@ def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
         scale=absmax.view(n, -1),
         codebook=codebook,
     )
-    check_values("bitsandbytes", quantised)
+    quantised.check_values("bitsandbytes")
     return quantised
 
 
 def load_bitsandbytes(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tensor]:
-    """A folder of 4-bit weights saved by bitsandbytes or transformers, other tensors as they are.
+    """Loads a folder of 4-bit weights by bitsandbytes or transformers, other tensors unchanged.
+
+    The 8-bit weights of bitsandbytes are not read.
 
     Raises:
-        FileNotFoundError, ValueError: for a file or tensor that is missing or not as
-            ``read_bitsandbytes`` wants it. The 8-bit weights of bitsandbytes are not read.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a tensor is missing or malformed, see ``read_bitsandbytes``.
     """
 
     def read(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
@@ -87,7 +91,7 @@ def load_bitsandbytes(folder: str | os.PathLike[str]) -> dict[str, QuantisedTens
 
 
 def _entries_of(state: object) -> dict[str, Any]:
-    """The same entries from a QuantState (whose own ``as_dict`` gives these names)."""
+    """Returns the entries of a QuantState under their names in a state_dict."""
     as_dict = getattr(state, "as_dict", None)
     if as_dict is None:
         raise TypeError(
@@ -99,7 +103,7 @@ def _entries_of(state: object) -> dict[str, Any]:
 
 
 def _info(entries: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is no tensor: JSON in a uint8 tensor, or the entries themselves."""
+    """Returns the entries that are not tensors: JSON in a uint8 tensor, or plain entries."""
     packed = [name for name in entries if name.startswith(STATE_KEY)]
     if not packed:
         if "quant_type" in entries:
@@ -168,7 +172,7 @@ def _bytes(weight: Tensor, n: int, k: int) -> Tensor:
 
 
 def _renumber(packed: Tensor, order: Tensor) -> Tensor:
-    """Codes as places in the sorted table: a byte of two codes is looked up as a whole."""
+    """Replaces codes by their rank in the sorted table, a byte of two codes at a time."""
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
     pairs = torch.arange(256, device=packed.device, dtype=torch.uint8)[:, None]

@@ -1,4 +1,4 @@
-"""A folder of safetensors files as other projects publish one: tensors by name, read when asked."""
+"""A folder of safetensors files, read lazily: tensors by name and the weights among them."""
 
 import json
 import os
@@ -17,12 +17,11 @@ Reader = Callable[[Mapping[str, Tensor]], QuantisedTensor]
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of every ``*.safetensors`` in a folder, each read from disk when it is asked for.
+    """The tensors of every ``*.safetensors`` in a folder, read from disk on access.
 
     Raises:
-        FileNotFoundError: for no folder, no safetensors file in it, or a file that its index
-            names and that is not there.
-        ValueError: for a file or index that is damaged, or a tensor that two files hold.
+        FileNotFoundError: if the folder, its safetensors files or a file in its index is missing.
+        ValueError: if a file or the index is damaged, or two files have the same tensor.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -65,10 +64,10 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self._paths)
 
     def config(self, name: str, key: str | None = None) -> dict[str, Any]:
-        """A JSON file of the folder, or what it has under ``key``; empty where it has none.
+        """Reads a JSON file of the folder, or its entry ``key``; empty if there is none.
 
         Raises:
-            ValueError: where the file holds no JSON object.
+            ValueError: if it is not a JSON object.
         """
         path = self.folder / name
         if not path.exists():
@@ -85,15 +84,17 @@ class Checkpoint(Mapping[str, Tensor]):
         return value
 
     def read_weights(self, marker: str, read: Reader) -> dict[str, QuantisedTensor | Tensor]:
-        """Every weight that ``read`` makes, and the other tensors as they are.
+        """Reads every quantised weight; returns them with the other tensors.
 
-        A name ``x`` + ``marker`` tells of a weight. ``read`` gets all tensors whose names begin
-        with ``x.``, under the rest of their names; those it uses (by asking for them) are
-        replaced by the weight, which is called ``x.weight``. A tensor it did not ask for (a bias)
-        stays.
+        A tensor named ``x`` + ``marker`` marks the weight ``x.weight``. The tensors that ``read``
+        accesses are replaced by the weight; others below ``x.``, such as a bias, are kept.
+
+        Args:
+            marker: end of the name, such as ``.qweight``.
+            read: converts the tensors below ``x.``, by the rest of their names.
 
         Raises:
-            ValueError: where there is no weight, and for what ``read`` refuses, naming the weight.
+            ValueError: if there is no such weight, or ``read`` raises, naming the weight.
         """
         prefixes = [name.removesuffix(marker) for name in self if name.endswith(marker)]
         if not prefixes:
@@ -101,16 +102,16 @@ class Checkpoint(Mapping[str, Tensor]):
         weights: dict[str, QuantisedTensor | Tensor] = {}
         used: set[str] = set()
         for prefix in prefixes:
-            part = _Part(self, f"{prefix}.")
+            below = _TensorsBelow(self, f"{prefix}.")
             try:
-                weights[f"{prefix}.weight"] = read(part)
+                weights[f"{prefix}.weight"] = read(below)
             except KeyError as error:
                 raise ValueError(
                     f"{self.folder}: {prefix} needs the tensor {prefix}.{error.args[0]}: missing"
                 ) from error
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{self.folder}: {prefix}: {error}") from error
-            used |= part.used
+            used |= below.used
         if twice := [name for name in self if name in weights and name not in used]:
             raise ValueError(
                 f"{self.folder}: {twice[0]} is there twice: quantised (by its {marker}) and plain"
@@ -118,8 +119,8 @@ class Checkpoint(Mapping[str, Tensor]):
         return weights | {name: self[name] for name in self if name not in used}
 
 
-class _Part(Mapping[str, Tensor]):
-    """The tensors of a checkpoint below a prefix; remembers which were asked for."""
+class _TensorsBelow(Mapping[str, Tensor]):
+    """The tensors of a checkpoint below a prefix, and which of them were accessed."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.checkpoint, self.prefix = checkpoint, prefix

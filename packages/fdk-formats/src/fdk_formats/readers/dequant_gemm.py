@@ -1,9 +1,9 @@
-"""Tensors of the fused asymmetric dequantise GEMM (torchao's HQQ prototype): pairs of rows of k."""
+"""Tensors of torchao's HQQ prototype (fused asymmetric dequantise GEMM): two inputs per byte."""
 
 import torch
 from torch import Tensor
 
-from fdk_formats.readers.common import affine_weight, check_float, check_tensor
+from fdk_formats.readers.conversion import affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 BITS = 4
@@ -11,18 +11,19 @@ SIGNED_OFFSET = 8  # makes -8 to 7 the codes 0 to 15
 
 
 def read_dequant_gemm(packed_w: Tensor, scales: Tensor, zeros: Tensor) -> QuantisedTensor:
-    """One weight as ``pack_2xint4(W_q.T)`` stores it: ``W_hat = (code - zero) * scale``.
+    """Reads a weight of ``pack_2xint4(W_q.T)``: ``W_hat = (code - zero) * scale``.
 
-        packed_w :: [k/2, n, uint8 | int8]   row 2p in the low nibbles, row 2p + 1 in the high ones
-        scales   :: [k/G, n, bf16 | fp16 | fp32]
-        zeros    :: [k/G, n, bf16 | fp16 | fp32]
+    int8 holds signed codes, as in that kernel. Codes and zero points are then shifted by 8, in
+    float32 if the dtype of the zero points would round the sum.
 
-    As that kernel has it, int8 holds signed codes: they become unsigned by adding 8, and so does
-    the zero point, exactly (in float32 where the zero's own dtype would round the sum).
+    Args:
+        packed_w: ``[k/2, n]`` in uint8 or int8, row 2p in the low nibbles, row 2p + 1 in the high.
+        scales: ``[k/G, n]`` in bf16, fp16 or fp32.
+        zeros: likewise.
 
     Raises:
-        TypeError, ValueError: for dtypes and shapes that are not as above, and for a zero point
-            whose sum with 8 float32 does not hold.
+        TypeError: if a tensor has another dtype.
+        ValueError: if a shape does not fit, or float32 would round a shifted zero point.
     """
     where = "dequantise GEMM: "
     packed = check_tensor(where + "packed_w", packed_w, torch.uint8, torch.int8, shape=(None, None))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import (
+from fdk_formats.readers.conversion import (
     affine_weight,
     check_float,
     check_tensor,
@@ -30,22 +30,22 @@ def read_gptq(
     checkpoint_format: str = "gptq",
     wrap_zeros: bool | None = None,
 ) -> QuantisedTensor:
-    """One weight as AutoGPTQ and GPTQModel store it: ``W_hat = (code - zero) * scale``.
+    """Reads a weight of AutoGPTQ or GPTQModel: ``W_hat = (code - zero) * scale``.
 
-        qweight :: [k*b/32, n, int32]     code i of a column at bit b*i of the column
-        qzeros  :: [k/G, n*b/32, int32]   likewise along a row; format gptq holds zero - 1
-        scales  :: [k/G, n, fp16]         or bf16 or fp32
-        g_idx   :: [k, int32]             the group of each input, or None for i // G
-
-    ``bits`` is 2, 3, 4 or 8. ``checkpoint_format`` is ``gptq`` or ``gptq_v2``, which holds the
-    zero itself. A stored 2^b - 1 in format gptq has two readings: kernels that add 1 and keep
-    the sum read 2^b, kernels that wrap it (AutoGPTQ from 0.5 on) read 0. ``wrap_zeros`` says
-    which; it is asked for only where such a zero occurs.
+    Args:
+        qweight: ``[k*b/32, n, int32]``, code i of a column at bit b*i of the column.
+        qzeros: ``[k/G, n*b/32, int32]``, likewise along a row. Format gptq stores zero - 1.
+        scales: ``[k/G, n]`` in fp16, bf16 or fp32.
+        g_idx: ``[k, int32]``, the group of each input; None is i // G.
+        bits: b, which is 2, 3, 4 or 8.
+        checkpoint_format: ``gptq``, or ``gptq_v2``, which stores the zero itself.
+        wrap_zeros: how to read a stored 2^b - 1 in format gptq, if it occurs: True is 0 (AutoGPTQ
+            from 0.5 on, whose kernels wrap the sum), False is 2^b.
 
     Raises:
-        TypeError, ValueError: for dtypes and shapes that are not as above, a ``g_idx`` of another
-            order (act-order: its groups are no runs along k, so no format of ours holds them),
-            or an ambiguous zero where ``wrap_zeros`` is None.
+        TypeError: if a tensor has another dtype.
+        ValueError: if a shape does not fit; if ``g_idx`` has another order (act-order, whose groups
+            no format represents); if a zero is ambiguous and ``wrap_zeros`` is None.
     """
     if type(bits) is not int or bits not in BITS:
         raise ValueError(f"GPTQ: bits must be 2, 3, 4 or 8, got {bits!r}")
@@ -82,14 +82,19 @@ def read_gptq(
 def load_gptq(
     folder: str | os.PathLike[str], *, wrap_zeros: bool | None = None
 ) -> dict[str, QuantisedTensor | Tensor]:
-    """A GPTQ folder: ``<name>.weight`` for each weight, other tensors as they are.
+    """Loads a GPTQ folder: ``<name>.weight`` per quantised weight, other tensors unchanged.
 
-    Bits and the checkpoint format are those of ``quantization_config`` in ``config.json``, or of
+    Bits and checkpoint format come from ``quantization_config`` in ``config.json``, or from
     ``quantize_config.json``.
 
+    Args:
+        folder: the folder.
+        wrap_zeros: see ``read_gptq``.
+
     Raises:
-        FileNotFoundError, ValueError: for a file or tensor that is missing or not as ``read_gptq``
-            wants it, and for layers with bits of their own (``dynamic``).
+        FileNotFoundError: if a file is missing.
+        ValueError: if a tensor is missing or malformed, or layers have different bits
+            (``dynamic``).
     """
     checkpoint = Checkpoint(folder)
     config = checkpoint.config("config.json", "quantization_config")

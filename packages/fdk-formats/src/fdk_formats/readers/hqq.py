@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import affine_weight, check_float, check_tensor
+from fdk_formats.readers.conversion import affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
-# Packing name: bits of a code, codes of a word, dtype of a word. The first block of rows is in the
-# most significant of the bits used (a 3bit_32 word uses 30 of its 32).
+# By packing: bits of a code, codes per word, dtype of a word. The first block of rows is in the
+# most significant of the bits used (3bit_32 uses 30 of 32).
 PACKINGS = {
     "8bit_u8": (8, 1, torch.uint8),
     "4bit_u8": (4, 2, torch.uint8),
@@ -20,25 +20,26 @@ PACKINGS = {
     "2bit_u8": (2, 4, torch.uint8),
     "1bit_u8": (1, 8, torch.uint8),
 }
-# Meta entries that HQQ's safetensors encoding holds as scalars.
+# Meta entries that HQQ stores as scalar tensors in safetensors files.
 NUMBERS = ("nbits", "group_size", "axis", "quant_scale", "quant_zero")
 
 
 def read_hqq(W_q: Tensor, meta: Mapping[str, Any]) -> QuantisedTensor:
-    """One weight as an ``HQQLinear`` holds it: ``W_hat = (code - zero) * scale``.
+    """Reads a weight of an ``HQQLinear``: ``W_hat = (code - zero) * scale``.
 
-        W_q   :: [ceil(n*k/G / E), G, uint8 | int32]   E codes a word; row r of the word's block e
-                                                       is row e * ceil(n*k/G / E) + r of the codes
-        meta  :: nbits, group_size (G, or None for rows), shape (n, k), axis, packing, and
-        scale :: [n*k/G, 1, bf16 | fp16 | fp32] and zero likewise, in meta
+    HQQ rounds ``code - zero`` to its compute dtype before the product and ``dequantise`` does not:
+    the two are equal in float32, and equal up to rounding in 16 bits.
 
-    HQQ rounds ``code - zero`` to its compute dtype before the product; ``dequantise`` does not, so
-    the two agree exactly in float32 and to rounding below it.
+    Args:
+        W_q: ``[ceil(n*k/G / E), G]`` in uint8 or int32, E codes per word: code e of the words in
+            row r belongs to row ``e * ceil(n*k/G / E) + r`` of the codes.
+        meta: ``nbits``, ``group_size`` (G, or None for rows), ``shape`` (n, k), ``axis``,
+            ``packing``, and ``scale`` and ``zero``, ``[n*k/G, 1]`` in bf16, fp16 or fp32.
 
     Raises:
-        TypeError, ValueError: for a missing entry, dtypes and shapes that are not as above;
-            ``axis`` 0 (its groups run along n, ours along k); scale or zero that are quantised
-            themselves; groups that do not divide k; a packing that is not known.
+        TypeError: if a tensor has another dtype.
+        ValueError: if an entry is missing or a shape does not fit; if ``axis`` is 0 (groups along
+            n), scale or zero are quantised, groups do not divide k or the packing is unknown.
     """
     shape, axis = _entry(meta, "shape"), _entry(meta, "axis")
     sizes = list(shape) if isinstance(shape, Sequence) else [shape]
@@ -71,20 +72,20 @@ def read_hqq(W_q: Tensor, meta: Mapping[str, Any]) -> QuantisedTensor:
 
 
 def load_hqq(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tensor]:
-    """An HQQ folder of safetensors: ``<name>.weight`` for each weight, other tensors as they are.
+    """Loads an HQQ folder: ``<name>.weight`` per quantised weight, other tensors unchanged.
 
-    HQQ keeps its meta beside ``W_q`` as tensors: numbers as scalars, text as its characters'
-    codes. Its older ``qmodel.pt`` is a pickle, which can run code: it is not read.
+    HQQ stores meta as tensors: numbers as scalars, text as character codes. The older
+    ``qmodel.pt`` is a pickle, which can run code, and is not read.
 
     Raises:
-        FileNotFoundError, ValueError: for a file or tensor that is missing or not as ``read_hqq``
-            wants it.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a tensor is missing or malformed, see ``read_hqq``.
     """
     return Checkpoint(folder).read_weights(".W_q", _read_state)
 
 
 def _read_state(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
-    # Asking for all but the bias: meta that is not used here goes with the weight, not beside it.
+    # Accessing everything but the bias removes unused meta from the loaded tensors.
     meta: dict[str, Any] = {
         name: tensors[name] for name in tensors if "." not in name and name != "bias"
     }
@@ -107,7 +108,7 @@ def _entry(meta: Mapping[str, Any], name: str) -> Any:
 
 
 def _bits(meta: Mapping[str, Any]) -> int:
-    """Bits of a code; 5 and 6 are packed as 8, and 1.58 (ternary) as 2."""
+    """Returns the bits of a code: 5 to 7 are packed as 8, 1.58 (ternary) as 2."""
     packing, nbits = meta["packing"], meta.get("nbits")
     if packing == "8bit_u8" and nbits in (5, 6, 7):
         return int(nbits)

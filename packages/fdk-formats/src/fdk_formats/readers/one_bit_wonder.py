@@ -1,4 +1,4 @@
-"""1-Bit-Wonder checkpoints: k-means codes in our own packing, one table and bf16 scales."""
+"""1-Bit-Wonder checkpoints: k-means codes in canonical packing, one table, bf16 scales."""
 
 import os
 from collections.abc import Mapping
@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fdk_formats.files import check_values
 from fdk_formats.format import Format
 from fdk_formats.readers.checkpoint import Checkpoint
-from fdk_formats.readers.common import FLOAT_NAMES, check_float, check_tensor
+from fdk_formats.readers.conversion import FLOAT_NAMES, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
 CONFIG = "quantization_config.json"
@@ -19,17 +18,19 @@ SCALE_RULES = ("absmax", "absmean", "rms")
 def read_one_bit_wonder(
     weight_packed: Tensor, scales: Tensor, centroids: Tensor, *, relative_scale: str
 ) -> QuantisedTensor:
-    """One weight of a 1-Bit-Wonder checkpoint; its packed bytes are ours as they are.
+    """Reads a weight of a 1-Bit-Wonder checkpoint, whose packed bytes are canonical.
 
-        weight_packed :: [n, k*b/8, uint8]   first code in the most significant bits, b = 1, 2, 4, 8
-        scales        :: [n, k/G, bf16]      or fp16 or fp32
-        centroids     :: [2^b, fp32]         ascending
+    The number of centroids gives the bits b, the bytes give k and the scales give G.
 
-    ``relative_scale`` is how the scales were chosen: ``absmax``, ``absmean`` or ``rms``. The
-    bits are told by the number of centroids, k by the bytes and G by the scales.
+    Args:
+        weight_packed: ``[n, k*b/8, uint8]``, b = 1, 2, 4 or 8.
+        scales: ``[n, k/G]`` in bf16, fp16 or fp32.
+        centroids: ``[2^b, fp32]``, ascending.
+        relative_scale: the rule of the scales: ``absmax``, ``absmean`` or ``rms``.
 
     Raises:
-        TypeError, ValueError: for a dtype, a shape, a value or a rule that is not as above.
+        TypeError: if a tensor has another dtype.
+        ValueError: if a shape, a value or the rule is not as above.
     """
     where = "1-Bit-Wonder: "
     packed = check_tensor(where + "weight_packed", weight_packed, torch.uint8, shape=(None, None))
@@ -56,18 +57,19 @@ def read_one_bit_wonder(
     weight = QuantisedTensor(
         format=format, shape=(n, k), packed=packed, scale=scales, codebook=centroids
     )
-    check_values("1-Bit-Wonder", weight)
+    weight.check_values("1-Bit-Wonder")
     return weight
 
 
 def load_one_bit_wonder(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tensor]:
-    """A 1-Bit-Wonder folder: ``<name>.weight`` for each weight, other tensors as they are.
+    """Loads a 1-Bit-Wonder folder: ``<name>.weight`` per quantised weight, others unchanged.
 
-    ``quantization_config.json`` (or ``quantization_config`` in ``config.json``) gives
-    ``relative_scale``; ``bits`` and ``block_size`` there must agree with the tensors.
+    ``quantization_config.json`` (or ``quantization_config`` in ``config.json``) must have
+    ``relative_scale``; its ``bits`` and ``block_size`` must agree with the tensors.
 
     Raises:
-        FileNotFoundError, ValueError: for a file or tensor that is missing or not as documented.
+        FileNotFoundError: if a file is missing.
+        ValueError: if a tensor or entry is missing or malformed.
     """
     checkpoint = Checkpoint(folder)
     config = checkpoint.config(CONFIG) or checkpoint.config("config.json", "quantization_config")

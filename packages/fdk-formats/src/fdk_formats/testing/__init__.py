@@ -1,4 +1,4 @@
-"""The conformance kit: the same tests for every backend. See docs/backends.md."""
+"""Conformance kit: the same tests for every backend. See docs/guide/backends.md."""
 
 from fdk_formats.testing.cases import Case, cases, random_quantised
 from fdk_formats.testing.conformance import (

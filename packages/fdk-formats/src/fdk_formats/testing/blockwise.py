@@ -1,4 +1,4 @@
-"""The check that any implementation of the blockwise kernels gives the reference's bytes."""
+"""Conformance of blockwise kernels: their bytes are those of the torch kernels."""
 
 import torch
 from torch import Tensor
@@ -8,21 +8,25 @@ from fdk_formats.blockwise.codebooks import KINDS_4BIT, dynamic_map, four_bit_co
 from fdk_formats.blockwise.kernels import Kernels
 from fdk_formats.blockwise.torch_kernels import TORCH_KERNELS
 
-# At 8 bits others too: single elements, odd, no power of two, long.
+# 8 bits also allow single elements, odd and long blocks.
 BLOCK_SIZES = (*BLOCK_SIZES_4BIT, 1, 7, 48, 8192)
-# Empty, shorter than most blocks, odd, whole blocks, and a tail after several.
+# Empty, shorter than a block, odd, whole blocks, and blocks with a tail.
 SIZES = (0, 1, 2, 31, 63, 64, 65, 4096, 4097, 9999)
 
 
 def check_kernels(kernels: Kernels, device: torch.device | str = "cpu", seed: int = 0) -> None:
     """Compares the four functions of ``kernels`` with the torch ones, bit for bit.
 
-    Over block sizes of every kind and each dtype, sizes with and without a tail, blocks of zeros,
-    values on and beside every midpoint, absmax below the smallest normal float, and NaN and
-    infinity.
+    Covers block sizes and dtypes, sizes with and without a tail, blocks of zeros, values at and
+    next to every midpoint, absmax below the smallest normal float, NaN and infinity.
+
+    Args:
+        kernels: the implementation to test.
+        device: where to run it.
+        seed: seed of the values.
 
     Raises:
-        AssertionError: naming the first function and case that differ, and by how much.
+        AssertionError: if bytes differ, naming function, case and difference.
     """
     generator = torch.Generator().manual_seed(seed)
     codes = {"dynamic": dynamic_map(), "unsigned": dynamic_map(signed=False)}
@@ -45,7 +49,7 @@ def check_kernels(kernels: Kernels, device: torch.device | str = "cpu", seed: in
 
 
 def beside_midpoints(code: Tensor) -> Tensor:
-    """Every entry and midpoint of an ascending table, the floats beside them, and a 1."""
+    """Returns the entries and midpoints of an ascending table, their neighbours, and 1."""
     middles = torch.cat((code, (code[:-1] + code[1:]) / 2))
     above = torch.nextafter(middles, torch.tensor(torch.inf))
     below = torch.nextafter(middles, torch.tensor(-torch.inf))
@@ -132,6 +136,6 @@ def _compare(case: str, wanted: tuple[Tensor, ...], got: tuple[Tensor, ...]) -> 
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bits of a float, so that -0.0 and 0.0 differ."""
+    """Returns the bits of floats, in which -0.0 and 0.0 differ."""
     views = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
     return tensor.view(views.get(tensor.dtype, tensor.dtype))

@@ -1,4 +1,4 @@
-"""What the conformance kit runs: problems of awkward shapes, with weights that use every code."""
+"""Conformance cases: products of awkward shapes, with weights that use every code."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -10,8 +10,7 @@ from torch import Tensor
 from fdk_formats.backends import Problem
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
-from fdk_formats.scales import SCALE_DTYPES
-from fdk_formats.tensor import QuantisedTensor, zero_point_dtype
+from fdk_formats.tensor import QuantisedTensor
 
 ALL_BITS = tuple(range(1, 9))
 ALL_GROUP_SIZES = (16, 32, 64, 128, None)
@@ -41,15 +40,15 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """What the backend is asked."""
+        """The problem that the backend must support."""
         return Problem(self.format, self.n, self.k, self.dtype, torch.device(self.device))
 
     def quantised(self) -> QuantisedTensor:
-        """The weight of the case, on its device."""
+        """Returns the weight of the case, on its device."""
         return random_quantised(self.format, self.n, self.k, seed=self.seed).to(self.device)
 
     def random(self, *shape: int) -> Tensor:
-        """Standard normal values in the case's dtype, on its device."""
+        """Returns standard normal values in the case's dtype, on its device."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         return torch.randn(*shape, generator=generator).to(self.device, self.dtype)
 
@@ -63,10 +62,10 @@ def cases(
     ms: Iterable[int] = (1, 3),
     device: str = "cpu",
 ) -> Iterator[Case]:
-    """Every combination, with n and k awkward on purpose and other scale dtypes mixed in.
+    """Yields every combination of the arguments, with awkward n and k.
 
-    n is odd, k an odd number of groups; integer zero points, fp16, fp32 and power-of-two scales
-    come in turn so that each width and group size meets some of them.
+    n is odd and k an odd number of groups. Scale dtypes and kinds of zero point alternate, so that
+    each width and group size meets some of them.
     """
     scale_dtypes = ("bf16", "fp16", "bf16", "fp32", "bf16", "e8m0")
     turn = 0
@@ -85,36 +84,36 @@ def cases(
 
 
 def random_quantised(format: Format, n: int, k: int, *, seed: int = 0) -> QuantisedTensor:
-    """A weight of random codes, scales, zero points and codebook; one of its groups is all zero.
+    """Returns a weight of random codes, scales, zero points and codebook.
 
-    Every code is used, where there are as many weights. Scales lie around 1 / sqrt(k), half of them
-    negative where the format can hold that (``signmax``).
+    Every code occurs, if there are enough weights. Scales are around 1 / sqrt(k), half of them
+    negative with ``signmax``, and one is zero.
     """
     generator = torch.Generator().manual_seed(seed)
     groups = k // format.group_size_for(k)
     levels = 1 << format.bits
     codes = (torch.randperm(n * k, generator=generator) % levels).view(n, k)
-    if format.scale_dtype == "e8m0":
+    if format.has_power_of_two_scale:
         exponent = 127 - int(math.log2(k) / 2)
         scale = torch.randint(exponent - 2, exponent + 2, (n, groups), generator=generator)
     else:
         scale = (0.5 + torch.rand(n, groups, generator=generator)) / math.sqrt(k)
-        if format.scale_rule == "signmax":
+        if format.has_signed_scale:
             scale *= torch.randint(2, scale.shape, generator=generator) * 2 - 1
     scale[n // 2, groups // 2] = 0
     codebook = zero_point = None
     if format.is_affine:
         zero_point = torch.rand(n, groups, generator=generator) * (levels - 1)
-        if format.zero_point == "int":
+        if format.has_integer_zero_point:
             zero_point = zero_point.round()
-        zero_point = zero_point.to(zero_point_dtype(format))
+        zero_point = zero_point.to(format.stored_zero_point_dtype)
     else:
         codebook = torch.randn(levels, generator=generator).sort().values
     return QuantisedTensor(
         format=format,
         shape=(n, k),
         packed=pack(codes, format.bits),
-        scale=scale.to(SCALE_DTYPES[format.scale_dtype]),
+        scale=scale.to(format.stored_scale_dtype),
         codebook=codebook,
         zero_point=zero_point,
     )

@@ -1,4 +1,4 @@
-"""What every backend must pass: exact decode, numerics, golden bytes, bad input."""
+"""Conformance of a backend: exact decode, numerics, golden bytes, bad input."""
 
 import hashlib
 import math
@@ -17,18 +17,22 @@ from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing.cases import Case
 from fdk_formats.testing.golden import golden_codes, golden_packed
 
-# One-hot calls a case makes at most; each covers m columns.
+# At most so many one-hot calls per case; each covers m columns.
 DECODE_CALLS = 24
 
 
 def check_backend(backend: Backend, case: Case) -> None:
-    """All four groups on one case.
+    """Runs all four checks on one case.
+
+    Args:
+        backend: the backend to test.
+        case: one of ``cases``.
 
     Raises:
-        AssertionError: naming what differs.
+        AssertionError: if a check fails, naming the case and the difference.
     """
     reason = backend.unsupported(case.problem)
-    assert reason is None, f"{backend.name} does not take {case.problem}: {reason}"
+    assert reason is None, f"{backend.name} does not support {case.problem}: {reason}"
     check_decode(backend, case)
     check_numerics(backend, case)
     check_golden(backend, case)
@@ -36,12 +40,12 @@ def check_backend(backend: Backend, case: Case) -> None:
 
 
 def check_decode(backend: Backend, case: Case) -> None:
-    """With one-hot x, the output is the dequantised weight bit for bit."""
+    """Checks that one-hot x gives the dequantised weight bit for bit."""
     q = case.quantised()
     layout = backend.pack(q, dtype=case.dtype)
     expected = q.dequantise(case.dtype).T  # [k, n]
     starts = list(range(0, case.k, case.m))
-    if len(starts) > DECODE_CALLS:  # both ends and a sample between them
+    if len(starts) > DECODE_CALLS:  # both ends and a sample in between
         inner = torch.randperm(len(starts) - 2, generator=torch.Generator().manual_seed(case.seed))
         starts = [starts[i] for i in (0, *(inner[: DECODE_CALLS - 2] + 1).tolist(), -1)]
     for start in starts:
@@ -59,11 +63,10 @@ def check_decode(backend: Backend, case: Case) -> None:
 
 
 def check_numerics(backend: Backend, case: Case) -> None:
-    """y, dx and dbias are no further from the fp64 oracle than twice torch in the same dtype.
+    """Checks that errors of y, dx and dbias are at most twice torch's in the same dtype.
 
-    The oracle's weight is not rounded to the dtype, torch's is: a kernel may apply scales to its
-    accumulator, and then does not round there either. In float32 twice what adding one term after
-    another rounds is allowed too: see ``allowed_error``.
+    The oracle is float64 and its weight is not rounded to the dtype, while torch's is: a kernel may
+    apply scales to its accumulator and does not round there. See ``allowed_error``.
     """
     q = case.quantised()
     layout = backend.pack(q, dtype=case.dtype)
@@ -95,7 +98,7 @@ def check_numerics(backend: Backend, case: Case) -> None:
         stack = x.expand(2, 1, *x.shape)
         stacked = layout(stack, bias)
     assert stacked.shape == (2, 1, case.m, case.n), f"{case}: got shape {list(stacked.shape)}"
-    # 2 m rows may take another kernel than m: the bits may differ, the bound holds.
+    # 2 m rows may run another kernel than m: bits may differ within the bound.
     oracle = oracles[0].expand(stacked.shape)
     torch_y = linear(stack.reshape(-1, case.k), W_hat, bias).view(stacked.shape)
     error, allowed = nrmse(stacked, oracle), allowed_error(torch_y, oracle, case.k)
@@ -103,20 +106,18 @@ def check_numerics(backend: Backend, case: Case) -> None:
 
 
 def allowed_error(torch_y: Tensor, oracle: Tensor, terms: int) -> float:
-    """Twice the error of torch, or of sums whose terms are added one after another.
+    """Returns twice torch's error, or twice that of adding one term after another.
 
-    Into how many parts torch's library cuts a sum differs from one processor to another, and with
-    it the error: 0.7e-7 for 37 terms in float32 on an Intel Xeon, 1.8e-7 one after another. An
-    addition rounds by up to half an eps of the sum so far, whose mean square grows with its terms
-    (after Higham, Accuracy and Stability of Numerical Algorithms, chapter 4; roundings taken as
-    random): together eps / 2 * sqrt(terms / 6). In 16 bits that is nothing beside rounding y.
+    torch's libraries split sums differently on each processor, and the error varies with it. With
+    random roundings, adding terms in sequence has the relative error eps / 2 * sqrt(terms / 6)
+    (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4), which matters in float32.
     """
     eps = torch.finfo(torch.promote_types(torch_y.dtype, torch.float32)).eps
     return 2 * max(nrmse(torch_y, oracle), eps / 2 * math.sqrt(terms / 6))
 
 
 def _exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
-    """``q.dequantise(dtype)`` in float64, without its last rounding."""
+    """Computes ``q.dequantise(dtype)`` in float64, without its last rounding."""
     codes = q.codes().view(q.shape[0], -1, q.group_size)
     if q.codebook is not None:
         values = q.codebook.to(dtype).double()[codes.to(torch.int32)]
@@ -127,7 +128,7 @@ def _exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_golden(backend: Backend, case: Case) -> None:
-    """Unpacking a layout gives back each byte; canonical packing gives the stored bytes."""
+    """Checks that unpacking a layout returns every byte, and packing gives the golden bytes."""
     q = case.quantised()
     unpacked = backend.pack(q, dtype=case.dtype).unpack()
     assert (unpacked.format, unpacked.shape) == (q.format, q.shape)
@@ -139,7 +140,7 @@ def check_golden(backend: Backend, case: Case) -> None:
 
 
 def check_bad_input(backend: Backend, case: Case) -> None:
-    """Bad input gives a clear error or the right answer."""
+    """Checks that bad input gives a clear error or the right answer."""
     q = case.quantised()
     layout = backend.pack(q, dtype=case.dtype)
     x, bias = case.random(case.m, case.k), case.random(case.n)
@@ -156,7 +157,7 @@ def check_bad_input(backend: Backend, case: Case) -> None:
         strided = case.random(case.m, 2 * case.k)[:, ::2].copy_(x)
         assert torch.equal(layout(strided), y), f"{case}: x that is not contiguous"
         _check_other_dtype(layout, case, x, q.dequantise(case.dtype))
-        # What is not finite stays in its own row of y, and a NaN scale in its own column.
+        # A NaN in x stays in its own row of y, and a NaN scale in its own column.
         spoilt = x.clone()
         spoilt[-1, 0] = math.nan
         rows = layout(spoilt)
@@ -171,20 +172,20 @@ def check_bad_input(backend: Backend, case: Case) -> None:
 
 
 def _check_other_dtype(layout: Layout, case: Case, x: Tensor, W_hat: Tensor) -> None:
-    """x of a dtype that the layout was not packed for is refused, or taken for what it is."""
+    """Checks that x of another dtype raises or gives the right answer."""
     other = torch.float32 if case.dtype != torch.float32 else torch.bfloat16
     try:
         y = layout(x.to(other))
     except (TypeError, ValueError):
         return
     assert y.dtype == other, f"{case}: x of {other} gives y of {y.dtype}"
-    # bf16 holds what either dtype rounds away, and little more.
+    # The eps of bf16 bounds the rounding of either dtype.
     error = nrmse(y, x.to(other).double() @ W_hat.double().T)
     assert error < torch.finfo(torch.bfloat16).eps, f"{case}: x of {other} has error {error:.3e}"
 
 
 def layout_digest(layout: Layout) -> dict[str, str]:
-    """SHA-256 of each buffer's bytes, for a backend to hold its own layout to."""
+    """Returns the SHA-256 of each buffer's bytes, to pin a backend's layout in a test."""
     return {
         name: hashlib.sha256(
             buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -194,7 +195,7 @@ def layout_digest(layout: Layout) -> dict[str, str]:
 
 
 def nrmse(value: Tensor, oracle: Tensor) -> float:
-    """``||value - oracle|| / ||oracle||``, 0 for an exact zero; infinite where it is not finite."""
+    """Computes ``||value - oracle|| / ||oracle||``: 0 if equal, infinite if not finite."""
     error = (value.double() - oracle).norm()
     relative = error / oracle.norm() if error else error
     return float(relative) if relative.isfinite() else math.inf
@@ -202,11 +203,11 @@ def nrmse(value: Tensor, oracle: Tensor) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Within, torch fills what it allocates with NaN, so that an unwritten output is seen."""
+    """Makes torch fill new memory with NaN in the block, so that unwritten outputs show."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
-        # What fills memory also warns of ops (cuBLAS) that are not known to be deterministic.
+        # This mode also warns about ops that may not be deterministic, such as cuBLAS.
         warnings.filterwarnings("ignore", message=".*deterministic.*", category=UserWarning)
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

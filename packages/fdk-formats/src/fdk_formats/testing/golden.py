@@ -1,4 +1,4 @@
-"""Golden bytes: codes and their canonical packing, stored once and compared in every language."""
+"""Golden bytes: codes and their canonical packing, for tests in every language."""
 
 import json
 from functools import cache
@@ -18,11 +18,11 @@ def _golden() -> dict[str, dict[str, list[list[int]] | list[str]]]:
 
 
 def golden_codes(bits: int) -> Tensor:
-    """Stored codes, ``[3, 19, uint8]``."""
+    """Returns stored codes, ``[3, 19, uint8]``."""
     return torch.tensor(_golden()[str(bits)]["codes"], dtype=torch.uint8)
 
 
 def golden_packed(bits: int) -> Tensor:
-    """The bytes that ``golden_codes`` must pack to, ``[3, ceil(19 * bits / 8), uint8]``."""
+    """Returns the bytes of ``golden_codes``, ``[3, ceil(19 * bits / 8), uint8]``."""
     rows = [list(bytes.fromhex(str(row))) for row in _golden()[str(bits)]["packed"]]
     return torch.tensor(rows, dtype=torch.uint8)

@@ -1,12 +1,13 @@
-// W_hat :: [n, k, dtype] of a weight in the Marlin layout, as QuantisedTensor.dequantise gives it.
+// W_hat :: [n, k, dtype] of a weight in the Marlin layout, equal to QuantisedTensor.dequantise.
 //
-// packed   :: [rows / 32, columns / 64, BLOCK_BYTES, uint8]
+// packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
 // codebook :: [2^BITS, dtype]
 //
-// A warp takes a block at a time. A lane decodes eight neighbouring values of a row at once, so it
-// stores 16 bytes, and its four neighbours fill a run of 64. At 1 bit there is no table.
-//   WARPS  of a block of threads
-#include "decode.cuh"
+// A warp decodes a block at a time. A lane stores eight neighbouring values of a row as 16 bytes,
+// and four lanes a run of 64 bytes. There is no table at 1 bit.
+//
+//   WARPS  in a thread block
+#include "common/decode.cuh"
 
 constexpr int THREADS = WARPS * LANES;
 
@@ -14,16 +15,15 @@ struct Params {
   const uint8* packed;
   const uint16* codebook;
   uint16* out;
-  int n, k, columns;
-  int blocks;  // of the layout
+  int n, k, padded_k;
+  int blocks;  // of 32 x 64 weights
   uint32 base[STEPS];
   uint32 nibbles;
 };
 
-// 1 bit: the bits of a pair, each spread over its half. They are brought to the top of two bytes
-// (layout.py: _bit_positions; eight words for a fragment's sixteen pairs), whose signs a
-// permutation repeats.
-__device__ __forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, int i) {
+// 1 bit: expands the bits of a pair to masks. They are moved to the top of two bytes (layout.py:
+// _bit_positions), whose signs a permutation replicates.
+__forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, int i) {
   if (fragment % 2 == 0)
     return byte_permute(word << (7 - 2 * i), word << (6 - 2 * i), 0xCC88 + 0x1111 * s);
   const int first = 3 + s + 4 * i, turn = (first + 1) % 8, byte = (first - turn + 32) / 8 % 4;
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, 
   return byte_permute(turned, turned, 0x8888 + 0x1111 * byte + (byte < 2 ? 0x2200 : -0x2200));
 }
 
-__device__ __forceinline__ uint32 scaled_pair(uint32 pair, float scale, float zero_point) {
+__forceinline__ uint32 scaled_pair(uint32 pair, float scale, float zero_point) {
   float low = to_float(pair & 0xFFFFu), high = to_float(pair >> 16);
   if (AFFINE) {
     low -= zero_point;
@@ -45,7 +45,7 @@ struct Stored {
   uint32 words[LANE_WORDS];
   Scales scales;
 
-  __device__ __forceinline__ void load(const uint8* packed, int index, int g, int t) {
+  __forceinline__ void load(const uint8* packed, int index, int g, int t) {
     const uint8* const block = packed + static_cast<uint64>(index) * BLOCK_BYTES;
     load_words(words, block, lane_slot(g, t));
     scales.load(block, g);
@@ -57,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
   extern __shared__ __align__(1024) uint8 table[];
   start_next_kernel();
   const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
-  const int row_blocks = p.columns / BLOCK_COLUMNS;
+  const int n_blocks = p.padded_k / BLOCK_K;
   const int step = gridDim.x * WARPS;
   int index = blockIdx.x * WARPS + threadIdx.x / LANES;
-  // A block is loaded while the one before is decoded, the first while the table is made.
+  // A block is loaded while the previous one is decoded, the first while the table is built.
   Stored next;
   if (index < p.blocks) next.load(p.packed, index, g, t);
   const Codebook codebook(p.codebook, lane);
@@ -73,14 +73,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SPLIT ? 1 : 0)
     constants.values[1] = codebook.words[1];
     __syncthreads();
   }
-  wait_previous_kernel();  // weights and codebook are constants, what is written to is not
+  wait_previous_kernel();  // weights and codebook are constant, the output is not
 
   const bool whole_pieces = p.k % 8 == 0;
   for (; index < p.blocks; index += step) {
     const Stored now = next;
     if (index + step < p.blocks) next.load(p.packed, index + step, g, t);
-    const int first_row = index / row_blocks * BLOCK_ROWS + g;
-    const int first_column = index % row_blocks * BLOCK_COLUMNS + 8 * t;
+    const int first_row = index / n_blocks * BLOCK_N + g;
+    const int first_column = index % n_blocks * BLOCK_K + 8 * t;
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll

@@ -1,29 +1,29 @@
-// y = x @ W_hat.T + bias for many rows of x, on Hopper's wgmma.
+// y = x @ W_hat.T + bias for many rows of x, by Hopper's wgmma.
 //
 // x        :: [m, k, dtype]                     by tensor copies: any m, any k
-// packed   :: [rows / 32, columns / 64, BLOCK_BYTES, uint8]
+// packed   :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
 // codebook :: [2^BITS, dtype]
 // bias     :: [n, dtype] or null
 // y        :: [m, n, dtype]
-// sums     :: [tiles, splits, TILE_COLUMNS, TILE_ROWS, float32]   for sum_splits.cu
+// sums     :: [tiles, splits, TILE_M, TILE_N, float32]   for split_k_reduce.cu
 //
-// Decoded weights are operand A, from registers; x is operand B, from shared memory. A producing
-// thread keeps a ring of stages filled; every group of consumers, four warps, owns 64 rows of the
-// tile. It decodes the next 64 columns of weights while the tensor cores multiply the last. A block
-// of threads takes units, one after another: whole tiles first, then, where those that are left are
-// too few for all blocks, parts of their columns. Or else blocks of a cluster share the columns of
-// a tile, and add their sums through distributed shared memory; a cluster takes one tile.
+// Decoded weights are operand A, in registers; x is operand B, in shared memory. A producer thread
+// keeps the pipeline full. Each consumer, a warpgroup, owns 64 outputs of the tile, and decodes the
+// next 64 inputs while the tensor cores multiply the previous ones. A thread block takes whole
+// tiles first, then, where those left are too few for all thread blocks, splits of tiles.
+// Alternatively the thread blocks of a cluster share the inputs of a tile and add their sums
+// through DSMEM; a cluster takes one tile.
 //
-// Beside common.cuh's, an instantiation has
-//   TILE_COLUMNS  rows of x in a tile, a multiple of 16 up to 256
-//   CONSUMERS     groups of consumers
-//   K_GROUPS      groups that share 64 rows, each with its own blocks of a stage: 1 or 2
-//   K_BLOCKS      blocks of 64 columns in a stage: with 2, copies are twice as long
-//   STAGES        of the ring
-//   CLUSTER       blocks of a cluster: 1 or 2
-#include "hopper.cuh"
-#include "hopper_decode.cuh"
-#include "wgmma.cuh"
+// Macros, in addition to those of fragments.cuh and hopper_scales.cuh:
+//   TILE_M     rows of x in a tile, a multiple of 16 up to 256
+//   CONSUMERS  2 to 4
+//   K_GROUPS   consumers that share 64 outputs, each with its own blocks of a stage: 1 or 2
+//   K_BLOCKS   blocks of 64 inputs in a stage: with 2, copies are twice as long
+//   STAGES     of the pipeline
+//   CLUSTER    thread blocks of a cluster: 1 or 2
+#include "common/hopper.cuh"
+#include "common/hopper_decode.cuh"
+#include "common/wgmma.cuh"
 
 struct Params {
   TensorMap x;
@@ -33,78 +33,74 @@ struct Params {
   uint16* y;
   float* sums;
   int n, m;
-  int steps;       // of K_BLOCKS * 64 columns
-  int row_blocks;  // of 32 rows
-  int row_tiles, column_tiles;
-  int group_tiles;  // see hopper_tiles.cuh
-  int splits;       // of the columns, of all but whole_tiles
+  int steps;     // of K_BLOCKS * 64 inputs
+  int n_blocks;  // of 32 outputs
+  int n_tiles, m_tiles;
+  int group_m_tiles;  // see tile_scheduler.cuh
+  int splits;         // of k, in all tiles but the first whole_tiles
   int whole_tiles;
-  int box_rows;  // of x in a tile, up to TILE_COLUMNS
+  int box_rows;  // rows of x in a tile, up to TILE_M
 };
-__device__ __forceinline__ uint16* out_of(const Params& p) { return p.y; }
-__device__ __forceinline__ int width_of(const Params& p) { return p.n; }
+__forceinline__ uint16* out_of(const Params& p) { return p.y; }
+__forceinline__ int width_of(const Params& p) { return p.n; }
 
-#include "hopper_block.cuh"
+#include "common/hopper_mainloop.cuh"
 
 static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
 
-// Whether codes are looked up while the tensor cores take the block before, which needs a stage
-// more, and registers that four groups do not have.
-// H200, 8192 x 8192, 64 rows, 1 bit: 20.1 us -> 18.9. With three stages, 96 rows, 8 bits: 29.9 ->
-// 31.7.
-// Signs need no look-up: their codes are loaded two blocks ahead as well, and become weights after
-// the wgmmas are handed over.
+// Looks codes up while the tensor cores multiply the previous block. That needs one more stage, and
+// registers that four consumers do not have (H200, 8192 x 8192, 64 rows, 1 bit: 20.1 us -> 18.9).
+// Signs need no lookup: their codes are loaded two blocks ahead too, and become weights after the
+// wgmmas are issued.
 constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS < 4 && STAGES > 3 && (SCALES_LAST || BY_SIGNS);
-// The same with stages of one block, one block ahead; without a table its codes are only loaded.
-// H200, 8192 x 8192, 256 rows: 3 bits 53.4 us -> 51.9, 4 bits 53.4 -> 51.7; 8 bits, 1024 rows:
-// 209.6 -> 199.1.
+// The same with stages of one block, one block ahead; without a table, codes are only loaded (H200,
+// 8192 x 8192, 256 rows, 4 bits: 53.4 us -> 51.7).
 constexpr bool SHORT_AHEAD = K_BLOCKS == 1 && CONSUMERS == 2 && STAGES > 3;
-constexpr int OWN_BLOCKS = K_BLOCKS / K_GROUPS;  // of a stage, that a group takes
-constexpr int TILE_ROW_BLOCKS = TILE_ROWS / BLOCK_ROWS;
-constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 rows
-constexpr int W_BYTES = TILE_ROW_BLOCKS * W_PART_BYTES;
+constexpr int OWN_BLOCKS = K_BLOCKS / K_GROUPS;  // of a stage, for one consumer
+constexpr int TILE_N_BLOCKS = TILE_N / BLOCK_N;
+constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 outputs
+constexpr int W_BYTES = TILE_N_BLOCKS * W_PART_BYTES;
 
-// One thread: copies are issued one after another whoever does it.
-__device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages,
-                                        uint32 barriers) {
+// Runs in one thread: copies are issued one after another anyway.
+__forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages, uint32 barriers) {
   const uint64 policy = weights_policy(p);
   const uint64 row_bytes = static_cast<uint64>(p.steps) * W_PART_BYTES;
-  auto copy_weights = [&](const Cursor& at, int stage) {
+  auto copy_weights = [&](const WorkCursor& at, int stage) {
     const uint32 full = barriers + 16 * stage, target = w_stages + stage * W_BYTES;
     expect_bytes(full, K_BLOCKS * p.box_rows * ROW_BYTES + W_BYTES);
     const uint8* source = p.packed + static_cast<uint64>(at.step) * W_PART_BYTES;
 #pragma unroll
-    for (int block = 0; block < TILE_ROW_BLOCKS; block++) {
-      // Below the last row a tile repeats the last block: its sums are not stored.
-      const int row_block = min(at.unit.tile.row * TILE_ROW_BLOCKS + block, p.row_blocks - 1);
-      copy_bulk(target + block * W_PART_BYTES, source + row_block * row_bytes, W_PART_BYTES, full,
+    for (int block = 0; block < TILE_N_BLOCKS; block++) {
+      // Past the last row a tile repeats the last block: those sums are not stored.
+      const int n_block = min(at.unit.tile.n * TILE_N_BLOCKS + block, p.n_blocks - 1);
+      copy_bulk(target + block * W_PART_BYTES, source + n_block * row_bytes, W_PART_BYTES, full,
                 policy);
     }
   };
-  auto copy_x = [&](const Cursor& at, int stage) {
+  auto copy_x = [&](const WorkCursor& at, int stage) {
 #pragma unroll
     for (int block = 0; block < K_BLOCKS; block++)
       copy_box(x_stages + stage * B_BYTES + block * B_BLOCK_BYTES, p.x,
-               (at.step * K_BLOCKS + block) * BLOCK_COLUMNS, at.unit.tile.column * p.box_rows,
+               (at.step * K_BLOCKS + block) * BLOCK_K, at.unit.tile.m * p.box_rows,
                barriers + 16 * stage);
   };
-  keep_full(p, barriers, copy_weights, copy_x);
+  fill_pipeline(p, barriers, copy_weights, copy_x);
 }
 
-// Sums of a group for one tile, as wgmma leaves them: value e of block b belongs to row
-// 8 * (warp_octet + NEXT_OCTET * (e >> 1)) + g of the group and column 8 * b + 2 * t + (e & 1).
-__device__ __forceinline__ void store_part(float* sums, const float (&d)[SUMS], int group, int warp,
-                                           int lane) {
-  sums += 2 * (lane % 4) * TILE_ROWS + GROUP_ROWS * group + 8 * warp_octet(warp) + lane / 4;
+// Stores a consumer's sums of a split. Value e of block b belongs to output 8 * (warp_octet +
+// NEXT_OCTET * (e >> 1)) + g of the consumer and to row 8 * b + 2 * t + (e & 1) of x.
+__forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS], int group, int warp,
+                                   int lane) {
+  sums += 2 * (lane % 4) * TILE_N + GROUP_N * group + 8 * warp_octet(warp) + lane / 4;
 #pragma unroll
-  for (int i = 0; i < SUMS; i++)
-    sums[(8 * (i / 4) + (i & 1)) * TILE_ROWS + (i & 2 ? 8 * NEXT_OCTET : 0)] = d[i];
+  for (int i = 0; i < ACCUMULATORS; i++)
+    sums[(8 * (i / 4) + (i & 1)) * TILE_N + (i & 2 ? 8 * NEXT_OCTET : 0)] = d[i];
 }
 
-// Through shared memory, so that rows of y are written in runs of 128 bytes.
-__device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], const Place& at,
-                                      uint8* piece, int barrier) {
-  const int row = at.first_row + 8 * warp_octet(at.warp) + at.lane / 4;
+// Stores y through shared memory, so that rows are written in runs of 128 bytes.
+__forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS], const OutputPlace& at,
+                           uint8* piece, int barrier) {
+  const int row = at.first_n + 8 * warp_octet(at.warp) + at.lane / 4;
   float bias[2] = {0.f, 0.f};
   if (p.bias != nullptr) {
     if (row < p.n) bias[0] = to_float(p.bias[row]);
@@ -113,17 +109,17 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
   const uint32 target = shared_address(piece);
   const bool whole = width_of(p) % 8 == 0;
 #pragma unroll
-  for (int first = 0; first < OWN_COLUMNS; first += PIECE_COLUMNS) {
+  for (int first = 0; first < OWN_M; first += PIECE_M) {
 #pragma unroll
-    for (int c = 0; c < PIECE_COLUMNS; c += 16) {
+    for (int c = 0; c < PIECE_M; c += 16) {
       uint32 v[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int sum = (first + c) / 2 + 2 * i;
         v[i] = from_floats(d[sum] + bias[i & 1], d[sum + 1] + bias[i & 1]);
       }
-      // Matrix `lane / 8` of four: a warp's first or second rows g, the first or second eight
-      // columns.
+      // Matrix `lane / 8` of four: a warp's first or second rows g, the first or second eight rows
+      // of x.
       const int matrix = at.lane / 8, r = at.lane % 8;
       const int column = c + 8 * (matrix / 2) + r;
       const int chunk = warp_octet(at.warp) + NEXT_OCTET * (matrix % 2);
@@ -132,12 +128,12 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[SUMS], c
                    "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                    : "memory");
     }
-    write_piece(p, piece, at, first, barrier, whole);
+    store_tile_piece(p, piece, at, first, barrier, whole);
   }
 }
 
-__device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages,
-                                        const uint8* w_stages, uint8* pieces, uint32 barriers) {
+__forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages, const uint8* w_stages,
+                             uint8* pieces, uint32 barriers) {
   const int thread = threadIdx.x, lane = thread % LANES;
   const int group = __shfl_sync(~0u, thread / GROUP_THREADS, 0);
   const int warp = __shfl_sync(~0u, thread / LANES % 4, 0);
@@ -150,49 +146,48 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     sync_named(TABLE_BARRIER, CONSUMER_THREADS);
   }
   const HopperDecoder decoder(table, codebook, warp, lane);
-  const int row_group = group % ROW_GROUPS, k_group = group / ROW_GROUPS;
-  w_stages += (2 * row_group + warp / FRAGMENTS) * W_PART_BYTES + k_group * BLOCK_BYTES;
+  const int n_group = group % N_GROUPS, k_group = group / N_GROUPS;
+  w_stages += (2 * n_group + warp / FRAGMENTS) * W_PART_BYTES + k_group * BLOCK_BYTES;
   const uint64 x_operand = operand_b(x_stages + k_group * B_BLOCK_BYTES);
   wait_previous_kernel();
 
-  Position position;
+  PipelineState state;
   int held = -1;  // the stage that unfinished wgmmas read last
-  float d[SUMS];
+  float d[ACCUMULATORS];
   auto release = [&] {
     if (held >= 0) arrive(barriers + 16 * held + 8);
   };
-  auto load = [&](const Position& at, int block) {
+  auto load = [&](const PipelineState& at, int block) {
     if (block == 0) wait_barrier(barriers + 16 * at.stage, at.phase);
     return decoder.load_codes(w_stages + at.stage * W_BYTES + block * BLOCK_BYTES);
   };
   auto multiply = [&](const uint32(&a)[STEPS][REGISTERS], int block) {
-    const uint64 b =
-        x_operand + ((position.stage * B_BYTES + block * B_BLOCK_BYTES) >> OPERAND_SHIFT);
+    const uint64 b = x_operand + ((state.stage * B_BYTES + block * B_BLOCK_BYTES) >> OPERAND_SHIFT);
     touch(d);
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < STEPS; s++) wgmma(d, a[s], b + s * OPERAND_B_STEP);
     wgmma_commit();
   };
-  // The products of the block before this one are done: they have read their operands.
+  // The products of the previous block are done and have read their operands.
   auto finish_last = [&](int block) {
     wgmma_wait<1>();
     if (block == 0) release();
     if (block == OWN_BLOCKS - 1) {
-      held = position.stage;
-      position.advance();
+      held = state.stage;
+      state.advance();
     }
   };
   auto step = [&](uint32(&a)[STEPS][REGISTERS], int block) {
-    decoder.decode(a, load(position, block));
+    decoder.decode(a, load(state, block));
     multiply(a, block);
     finish_last(block);
   };
-  // With look-ups of the next block on their way while the tensor cores take this one, and codes of
-  // the one after that.
+  // Looks up the next block while the tensor cores multiply this one, and loads codes of the one
+  // after that.
   HopperCodes codes;
   auto step_ahead = [&](uint32(&a)[STEPS][REGISTERS], uint32(&next)[STEPS][REGISTERS], int block,
-                        const Position& later, bool has_next, bool has_later) {
+                        const PipelineState& later, bool has_next, bool has_later) {
     HopperValues values;
     if (has_next && !BY_SIGNS) decoder.look_up(values, codes);
     multiply(a, block);
@@ -203,11 +198,11 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     if (has_next) decoder.finish(next, values, codes);
     if (has_later) codes = later_codes;
   };
-  // The same with stages of one block: codes of the next are loaded before this one is finished.
+  // The same with stages of one block: loads codes of the next before this one is finished.
   HopperValues values;
   auto step_short = [&](uint32(&a)[STEPS][REGISTERS], bool has_next) {
     HopperCodes next;
-    Position later = position;
+    PipelineState later = state;
     later.advance();
     if (has_next) next = load(later, 0);
     if (!HAS_TABLE) decoder.look_up(values, codes);
@@ -219,15 +214,15 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     multiply(a, 0);
     finish_last(0);
   };
-  for (int index = first_unit(); index < unit_count(p); index += gridDim.x / CLUSTER) {
-    const Unit unit(p, index);
+  for (int index = first_work_unit(); index < work_unit_count(p); index += gridDim.x / CLUSTER) {
+    const WorkUnit unit(p, index);
 #pragma unroll
-    for (int i = 0; i < SUMS; i++) d[i] = 0.f;
+    for (int i = 0; i < ACCUMULATORS; i++) d[i] = 0.f;
     // wgmmas in flight read one set of registers while the other is decoded to.
     uint32 a[2][STEPS][REGISTERS];
     int i = unit.first;
     if (AHEAD) {
-      Position later = position;
+      PipelineState later = state;
       decoder.decode(a[0], load(later, 0));
       codes = load(later, 1);
       for (; i + 1 < unit.last; i++) {
@@ -238,7 +233,7 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
       step_ahead(a[0], a[1], 0, later, true, false);
       step_ahead(a[1], a[0], 1, later, false, false);
     } else if (SHORT_AHEAD) {
-      codes = load(position, 0);
+      codes = load(state, 0);
       if (HAS_TABLE) decoder.look_up(values, codes);
       for (; i + 2 < unit.last; i += 2) {
         step_short(a[0], true);
@@ -266,27 +261,27 @@ __device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_
     touch(d);
     release();
     held = -1;
-    const Place at(p, unit.tile, row_group, warp, lane, thread % GROUP_THREADS);
+    const OutputPlace at(p, unit.tile, n_group, warp, lane, thread % GROUP_THREADS);
     if (K_GROUPS == 2) {
-      const uint32 mailbox = shared_address(pieces + 2 * row_group * PIECE_BYTES);
-      add_pair(d, mailbox, at.thread, PAIR_BARRIER + row_group, k_group == 0);
+      const uint32 dsmem_buffer = shared_address(pieces + 2 * n_group * PIECE_BYTES);
+      reduce_k_groups(d, dsmem_buffer, at.thread, PAIR_BARRIER + n_group, k_group == 0);
       if (k_group > 0 && CLUSTER == 1) continue;
       if (k_group > 0) return;
-      // y goes through the memory that all warps of the group have read the other's sums from: in
-      // a cluster its barrier comes between.
+      // y goes through the memory from which all warps of the group have read the other's sums: a
+      // barrier is needed, which a cluster has anyway.
       if (CLUSTER == 1) sync_named(GROUP_BARRIER + group, GROUP_THREADS);
     }
-    if (CLUSTER > 1) exchange(d, x_stages, barriers, thread);
-    if (CLUSTER == 1 && unit.part >= 0)
-      store_part(p.sums + static_cast<uint64>(unit.part) * TILE_COLUMNS * TILE_ROWS, d, row_group,
-                 warp, lane);
+    if (CLUSTER > 1) cluster_reduce(d, x_stages, barriers, thread);
+    if (CLUSTER == 1 && unit.split_index >= 0)
+      store_partial(p.sums + static_cast<uint64>(unit.split_index) * TILE_M * TILE_N, d, n_group,
+                    warp, lane);
     else
-      store(p, d, at, pieces + row_group * K_GROUPS * PIECE_BYTES, GROUP_BARRIER + group);
-    if (CLUSTER > 1) return;  // it takes one tile
+      store(p, d, at, pieces + n_group * K_GROUPS * PIECE_BYTES, GROUP_BARRIER + group);
+    if (CLUSTER > 1) return;  // a cluster takes one tile
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_gemm(const __grid_constant__ Params p) {
-  run_block<W_BYTES>(p);
+  run_mainloop<W_BYTES>(p);
 }

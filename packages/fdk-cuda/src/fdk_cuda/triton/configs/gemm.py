@@ -1,87 +1,124 @@
-"""Configurations for many rows of x, and which kernel takes them: as ``small_configs``."""
+"""Configurations of the GEMM kernels and of ``dequantise_kernel``.
 
-from dataclasses import replace
+``gemm.json`` and ``dequantise.json`` are tables. The functions that choose splits, and between
+kernels, are cost models: their constants were fitted to times of an H200.
+"""
 
-from fdk_cuda.triton.configs import (
-    MANY_OUTPUTS,
-    UNASKED_BYTES,
-    DequantiseConfig,
-    GemmConfig,
-    Gpu,
-    ManyConfig,
-)
-from fdk_cuda.triton.layout import POSITIONS, TABLE_BYTES, TILE_N, UNITS, Arrangement
+from dataclasses import dataclass, replace
 
-# Their words leave no registers for the sums of 256 rows: 8 and 336 bytes of stack.
+from fdk_cuda.triton.configs.gpus import STATIC_SMEM_BYTES, WGMMA_TILE_N, Gpu
+from fdk_cuda.triton.configs.table import Table
+from fdk_cuda.triton.layout import POSITIONS, TABLE_BYTES, TILE_N, UNITS, PackedLayout
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How ``gemm_kernel`` runs: 16 * n_tiles * warps outputs and block_m rows of x a program."""
+
+    n_tiles: int
+    warps: int
+    block_m: int
+    split_k: int = 1
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class GemmWgmmaConfig:
+    """How ``gemm_wgmma_kernel`` runs: 128 outputs and block_m rows of x a program.
+
+    Attributes:
+        block_m: rows of x of a program: 64, 128 or 256.
+        split_k: programs that share k.
+        cluster: 2 where pairs of these add their sums within a cluster.
+    """
+
+    block_m: int
+    split_k: int = 1
+    cluster: int = 1
+
+    @property
+    def splits(self) -> int:
+        """Partial sums that ``reduce_kernel`` adds."""
+        return self.split_k // self.cluster
+
+    @property
+    def stages(self) -> int:
+        """Stages of 64 columns of x: at most 192 KiB."""
+        return 6 if self.block_m > 128 else 8
+
+
+@dataclass(frozen=True)
+class DequantiseConfig:
+    """How ``dequantise_kernel`` runs: each warp decodes one tile of k.
+
+    Attributes:
+        warps: warps of a program.
+        rounds: tiles of n that a warp decodes one after the other.
+        ahead: load the words of the next tile before storing one; needed for several rounds.
+        table: fill a lookup table in shared memory.
+    """
+
+    warps: int = 4
+    rounds: int = 1
+    ahead: bool = False
+    table: bool = False
+
+
+GEMM_TABLE = Table("gemm", GemmConfig)
+DEQUANTISE_TABLE = Table("dequantise", DequantiseConfig)
+# The words of these widths take the registers that 256 rows of sums need.
 WORDY_BITS = (5, 7)
-# Affine weights by one multiply-add, by which kernel. H200, 8192 x 8192: many_kernel, m = 256 and
-# 512, 2 bits 60.9 -> 57.7 and 114.6 -> 108.5 us, 4 bits 59.8 -> 58.2 and 109.6 -> 104.7, 6 bits
-# 73.3 -> 71.0 and 125.7 -> 122.4; gemm_kernel, m = 64, 4 bits 37.6 -> 35.9, 6 bits 44.5 -> 41.2,
-# but 2 bits 38.4 and 38.6. At 3, 5, 7 and 8 bits between 0.96 and 1.08 of the time.
-MANY_FUSED_BITS = (2, 4, 6)
+# Affine widths that are scaled by one multiply-add. H200, 8192 x 8192: m = 256, 2 bits 60.9 -> 57.7
+# us; other widths change by 4 % at most either way.
+GEMM_WGMMA_FUSED_BITS = (2, 4, 6)
 GEMM_FUSED_BITS = (4, 6)
-GEMM_CONFIGS = (
-    GemmConfig(tiles=1, warps=4, block_m=32),
-    # H200, 4 bits, m = 64, 8192 x 8192: 34.7 us, 30.2 with a table, cuBLAS 38.5.
-    GemmConfig(tiles=1, warps=8, block_m=64),
-    GemmConfig(tiles=1, warps=8, block_m=128),
-)
 
 
-def gemm_config(n: int, m: int, bits: int, k_tiles: int, gpu: Gpu) -> GemmConfig:
-    """For a product of m rows and n outputs."""
-    config = next(c for c in GEMM_CONFIGS if m <= c.block_m or c is GEMM_CONFIGS[-1])
-    if bits == 8:
-        # Its tiles are short: with a fourth there is room for a table (``takes_table``).
-        config = replace(config, stages=4)
-    if gpu.measured_on is None:
-        # Without stack (Triton 3.7.1): 128 rows of x took 48 bytes at 4 bits for sm_80 and sm_120,
-        # 64 of 3 bits 16 for sm_100, of affine 6 bits, and of 7 bits by eight warps, 16 for sm_80,
-        # of 2 bits 24 for sm_86 and sm_89; four warps of affine 3 bits 8 for sm_120. One choice
-        # for all of these GPUs, as nothing was timed there.
-        warps, most = {3: 8, 7: 4}.get(bits, config.warps), 32 if bits in (2, 3, 6) else 64
-        config = replace(config, warps=warps, block_m=min(config.block_m, most))
+def gemm_config(layout: PackedLayout, m: int, gpu: Gpu) -> GemmConfig:
+    """Returns the configuration for m rows of x; ``split_k`` is a cost model."""
+    bits = layout.bits
+    rows = "17-32" if m <= 32 else "33-64" if m <= 64 else "65-"
+    config = GEMM_TABLE.find(architecture=gpu.architecture, bits=bits, rows=rows)
     config = fit(config, bits, gpu.shared_bytes)
-    block_n = TILE_N * config.tiles * config.warps
-    programs = -(-n // block_n) * -(-m // config.block_m)
-    # One program of 128 rows fills a processor (8192 x 8192, 4 bits, m = 128: k in two 48.3 us, in
-    # four 53.1), two of fewer rows do, but of 64 rows only at 4 and 8 bits (m = 64, k in two and in
-    # four: 4 bits 31.6 and 28.6, 8 bits 40.7 and 37.6; 3 bits 35.3 and 38.1, 6 bits 38.2 and 42.1).
+    block_n = TILE_N * config.n_tiles * config.warps
+    programs = -(-layout.n // block_n) * -(-m // config.block_m)
+    # One program of 128 rows occupies a processor, and one of 64 rows at most widths; otherwise
+    # two are needed.
     fills = config.block_m >= 128 or (config.block_m == 64 and bits not in (4, 8))
     enough = gpu.enough_programs // (2 if fills else 1)
     split_k = 1
-    # Parts of 1024 columns at least: 4096 x 4096, 4 bits, m = 64, k in eight 13.3 us, in four 12.8.
-    columns = k_tiles * UNITS * POSITIONS[bits]
+    # Splits of 1024 columns at least (H200, 4096 x 4096, 4 bits, m = 64: k in eight is slower than
+    # in four).
+    columns = layout.k_tiles * layout.tile_k
     while programs * split_k < enough and split_k < 8 and columns >= 2048 * split_k:
         split_k *= 2
     return replace(config, split_k=split_k)
 
 
 def stage_bytes(config: GemmConfig, bits: int) -> tuple[int, int]:
-    """Of words and of x that a stage of ``gemm_kernel`` holds: a whole tile of k."""
+    """Returns the bytes of words and of x in a stage of ``gemm_kernel``: one tile of k."""
     tile_k = UNITS * POSITIONS[bits]
-    block_n = TILE_N * config.tiles * config.warps
+    block_n = TILE_N * config.n_tiles * config.warps
     return tile_k * bits // 8 * block_n, 2 * tile_k * config.block_m
 
 
 def takes_table(config: GemmConfig, bits: int, group: int, shared: int) -> bool:
-    """Whether ``gemm_kernel`` may fill a table in shared memory, of which Triton does not know.
+    """Returns whether ``gemm_kernel`` has room for a lookup table, which Triton does not count.
 
-    Triton asks for more than a program gets unasked as soon as its own buffers need it, and then
-    for all: with buffers just below that there would be no room. Groups of 16 bring so many scales
-    to a stage that these leave none (affine, 1 bit, k = 48: 204800 bytes without the table).
+    Triton asks for dynamic shared memory only if its own buffers exceed the static limit; below
+    that there is no room for the table. With groups of 16 the scales of a stage leave none either.
     """
     if bits not in TABLE_BYTES or group < 32:
         return False
     words, x = stage_bytes(config, bits)
     least = config.stages * x + (config.stages - 1) * words
     most = (words + x) * config.stages * 6 // 5
-    return least > UNASKED_BYTES and most + TABLE_BYTES[bits] <= shared
+    return least > STATIC_SMEM_BYTES and most + TABLE_BYTES[bits] <= shared
 
 
 def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:
-    """The configuration with fewer stages, then fewer rows, until its buffers fit."""
-    # A fifth for scales and the rest.
+    """Reduces stages, then rows, until the buffers fit into shared memory."""
+    # A fifth more for scales.
     stage = sum(stage_bytes(config, bits)) * 6 // 5
     stages = min(config.stages, shared // stage)
     if stages < 2 and config.block_m > 16:
@@ -89,89 +126,77 @@ def fit(config: GemmConfig, bits: int, shared: int) -> GemmConfig:
     return replace(config, stages=max(1, stages))
 
 
-def fits_many(a: Arrangement) -> bool:
-    """Whether ``many_kernel`` takes a weight: one scale a step, rows of y where TMA may store."""
-    return a.n % 8 == 0 and (a.groups == 1 or a.padded_group % 64 == 0)
+def fits_gemm_wgmma(layout: PackedLayout) -> bool:
+    """Returns whether ``gemm_wgmma_kernel`` supports a weight: scales per step, TMA stores of y."""
+    return layout.n % 8 == 0 and (layout.groups == 1 or layout.padded_group % 64 == 0)
 
 
-def serves_many(a: Arrangement, m: int, gpu: Gpu, *, affine: bool = False) -> bool:
-    """Whether ``many_kernel`` takes a product, and beats what else there is."""
-    if not 32 < m <= _many_rows(a.bits, gpu, affine=affine) or not fits_many(a):
+def serves_gemm_wgmma(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool = False) -> bool:
+    """Predicts whether ``gemm_wgmma_kernel`` is the fastest way for m rows (a cost model).
+
+    Its constants come from an H200: 4096 x 4096 to 28672 x 8192, every width, against
+    ``gemm_kernel`` up to 64 rows and against dequantising above.
+    """
+    n, bits = layout.n, layout.bits
+    if not 32 < m <= _gemm_wgmma_rows(bits, gpu, affine=affine) or not fits_gemm_wgmma(layout):
         return False
-    size = a.n * a.k
+    weights = n * layout.k
     if m > 64:
-        # H200, m = 256, 4096 x 4096: 4 bits 22.6 us, dequantised 25.1; wider codes are slower by
-        # half. 8192 x 8192, 1 to 8 bits, 52 to 107 where it is 90 to 156.
-        is_quick = a.bits <= 4 or (m <= 128 and a.bits in WORDY_BITS)
-        return size >= (1 << 24 if is_quick else 1 << 25)
-    if a.bits in WORDY_BITS:  # They leave gemm_kernel no registers: m = 64, 43.4 and 54.5 us for
-        return size >= 1 << 24  # 51.4 and 177 (8192 x 8192).
-    if a.bits == 3 and not affine:
-        return False  # 28672 x 8192 143.7, gemm_kernel 115.1; 8192 x 8192 39.4 and 35.3.
-    # Where two programs a processor have work: H200, m = 64, 4 bits, 14336 x 4096 27.0 us and 28672
-    # x 8192 87.1, by gemm_kernel 32.1 and 94.9; but 8192 x 8192 29.7 and 28.6. There 1 and 2 bits
-    # take 25.3 and 26.2 for 30.5 and 27.0, affine 1, 3 and 8 bits 36.3, 39.7 and 46.5 for 42.6,
-    # 45.9 and 48.9. Since affine 1 bit takes two values and 2 bits one multiply-add: 28.9 and 36.6
-    # for 40.3 and 38.4.
-    if size >= 1 << 26 and a.bits in ((1, 2, 3, 8) if affine else (1, 2)):
+        is_quick = bits <= 4 or (m <= 128 and bits in WORDY_BITS)
+        return weights >= (1 << 24 if is_quick else 1 << 25)
+    if bits in WORDY_BITS:  # They spill in gemm_kernel: m = 64, 7 bits 54.5 us instead of 177.
+        return weights >= 1 << 24
+    if bits == 3 and not affine:
+        return False
+    if weights >= 1 << 26 and bits in ((1, 2, 3, 8) if affine else (1, 2)):
         return True
-    return size >= 1 << 25 and 4 * -(-a.n // MANY_OUTPUTS) >= 3 * gpu.processors
+    # Otherwise only where there is work for two programs a processor.
+    return weights >= 1 << 25 and 4 * -(-n // WGMMA_TILE_N) >= 3 * gpu.processors
 
 
-def _many_rows(bits: int, gpu: Gpu, *, affine: bool) -> int:
-    """Up to which m ``many_kernel`` beats dequantising."""
-    # H200, 8192 x 8192, many_kernel and dequantised, 512 rows: 5 bits 184.6 and 152.8 us, affine
-    # 193.2 and 145.5, 7 bits 214.5 and 151.9, affine 4 bits 118.2 and 143.0, 6 and 8 bits 120.9 and
-    # 144.1, 131.3 and 151.4. 1024 rows: 258.2 and 238.8, 273.2 and 247.6, affine 1 to 4 bits 234 to
-    # 264 and 225 to 245; 4 bits 217.0 and 236.2, 3 bits 227.3 and 234.0.
-    # Affine 1 and 2 bits, 1024 rows, since: 214.6 and 226.5, 234.5 and 246.5.
+def _gemm_wgmma_rows(bits: int, gpu: Gpu, *, affine: bool) -> int:
+    """Returns the m up to which ``gemm_wgmma_kernel`` beats dequantising (a cost model)."""
     if bits in WORDY_BITS:
-        return min(gpu.limits.many_m, 256)
+        return min(gpu.limits.gemm_wgmma_m, 256)
     is_quick = bits <= (2 if affine else 4)
-    return gpu.limits.many_m if is_quick else min(gpu.limits.many_m, 512)
+    return gpu.limits.gemm_wgmma_m if is_quick else min(gpu.limits.gemm_wgmma_m, 512)
 
 
-def many_config(
-    n: int, m: int, bits: int, k_tiles: int, gpu: Gpu, *, affine: bool = False
-) -> ManyConfig:
-    """For a product of m rows and n outputs."""
+def gemm_wgmma_config(
+    layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool = False
+) -> GemmWgmmaConfig:
+    """Returns the configuration for m rows of x (a cost model of an H200)."""
+    bits = layout.bits
     block_m = 64 if m <= 64 else 128 if m <= 128 or bits in WORDY_BITS else 256
-    programs = -(-n // MANY_OUTPUTS) * -(-m // block_m)
-    # A processor holds two programs of 64 rows; one where a thread has more than 128 registers.
+    programs = -(-layout.n // WGMMA_TILE_N) * -(-m // block_m)
+    # Two programs of 64 rows fit a processor, but one where a thread has more than 128 registers.
     is_wide = bits in (3, *WORDY_BITS)
     room = gpu.processors * (2 if block_m == 64 and not is_wide else 1)
     split_k = 1
-    while 2 * programs * split_k <= room and split_k < 8 and k_tiles >= 4 * split_k:
+    while 2 * programs * split_k <= room and split_k < 8 and layout.k_tiles >= 4 * split_k:
         split_k *= 2
-    # Two parts of k are a cluster: H200, 8192 x 8192, 4 bits, m = 256, 61.1 us -> 56.9.
-    # Not so at 1, 2 and 8 bits of affine formats with 64 rows: 8 bits 46.5, in clusters 53.4, 2
-    # bits 36.6 and 37.3; 1 bit 28.9 in four parts, in one cluster of two 41.3.
+    # Clusters of two: 8192 x 8192, 4 bits, m = 256, 61.1 -> 56.9 us. Not for affine formats of 1,
+    # 2 and 8 bits with 64 rows, where they are slower.
     pairs = 1 if affine and bits in (1, 2, 8) and block_m == 64 else 2
-    return ManyConfig(block_m, split_k, min(split_k, pairs))
+    return GemmWgmmaConfig(block_m, split_k, min(split_k, pairs))
 
 
-def last_round(m: int, n: int, config: ManyConfig, gpu: Gpu) -> int | None:
-    """The output from which programs are the last of several rounds, and half of one at most.
+def last_wave(m: int, n: int, config: GemmWgmmaConfig, gpu: Gpu) -> int | None:
+    """Returns the first output of the last wave of programs, if pairs should share its k.
 
-    Of these, pairs may share k, and the round is over in half of its time.
+    None where there is one wave, or where the last one occupies more than half of the processors.
     """
     blocks_m = -(-m // config.block_m)
-    blocks_n = -(-n // MANY_OUTPUTS)
+    blocks_n = -(-n // WGMMA_TILE_N)
     first = blocks_n * blocks_m // gpu.processors * gpu.processors // blocks_m
     last = (blocks_n - first) * blocks_m
-    # Of 64 rows a processor holds two programs.
-    is_one_round = config.block_m <= 64 or config.split_k > 1 or first == 0
-    if is_one_round or not 0 < 2 * last <= gpu.processors:
+    # Two programs of 64 rows fit a processor.
+    is_one_wave = config.block_m <= 64 or config.split_k > 1 or first == 0
+    if is_one_wave or not 0 < 2 * last <= gpu.processors:
         return None
-    return first * MANY_OUTPUTS
+    return first * WGMMA_TILE_N
 
 
 def dequantise_config(bits: int, *, affine: bool) -> DequantiseConfig:
-    """For a whole weight."""
-    # H200, 8192 x 8192, with a table and without: 6 bits 55.8 and 104.9 us, 7 65.2 and 113.9 (194.0
-    # with one tile and 1944 bytes of stack), 8 58.7 and 82.7. At 1 to 5 bits eight tiles are no
-    # quicker than one, 48.3 and 55.8 at 4: fewer programs are done at different times.
-    if bits >= 6 and not affine:
-        return DequantiseConfig(rounds=8, ahead=True, table=True)
-    # Affine formats of long tiles have 248 to 376 bytes of stack without the loop (Triton 3.7.1).
-    return DequantiseConfig(ahead=affine and bits in (1, 3, 5, 7))
+    """Returns the configuration for a whole weight."""
+    return DEQUANTISE_TABLE.find(bits=bits, affine=affine)

@@ -1,1 +1,1 @@
-"""The Triton and Gluon kernels, one module for each operation, and the PTX they are built of."""
+"""Triton and Gluon kernels, one module per operation, and the PTX that they inline."""

@@ -1,44 +1,46 @@
-# ruff: noqa: D103, RUF005
+# ruff: noqa: RUF005
 # mypy: ignore-errors
-"""From words to the values of their codes, on the device, one tensor for each position."""
+"""Decode words to the values of their codes, or to scaled weights, one tensor per position."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fdk_cuda.triton.kernels.ptx_assembly import (
+from fdk_cuda.triton.kernels.ptx_decode import (
     assembly,
     constraints,
     elements,
     in_assembly,
     in_bytes,
     is_shared,
+    of_two,
+    of_two_constraints,
     operands,
     results,
     stride_of,
     table_of,
+    to_bytes,
 )
-from fdk_cuda.triton.kernels.ptx_decode import to_bytes
 from fdk_cuda.triton.kernels.ptx_smem import fill, lane_place
 
-# Codebooks of these widths lie in the registers of a warp.
+# Codebooks of these widths fit the registers of a warp.
 REGISTER_BITS = (1, 2, 3, 4, 5)
-# Positions that one piece of assembly decodes: more would hold too many registers.
-PART = 8
-# The activation dtypes, in the order of the tables.
+# Positions that one assembly block decodes: more would need too many registers.
+BLOCK_POSITIONS = 8
+# Activation dtypes, in the order of the tables.
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables of a codebook ``[2^bits, float32]``.
+    """Builds the lookup tables of a codebook ``[2^bits, float32]``.
 
     Returns:
-        values :: [dtype 2, 2^bits, int16] the bits of the rounded values, in each of ``DTYPES``.
-        lanes  :: [dtype 2, 2, 32, int32] row 0, what lane i holds: a value of the codebook, or at
-            2 bits a pair of them. Row 1, what all hold: at 1 bit the difference of the two values
-            as integers and the first value twice; at 3 bits the low bytes of all values, then the
-            high ones, four to a word.
+        values :: [dtype 2, 2^bits, int16]: the rounded values as bits, for each of ``DTYPES``.
+        lanes  :: [dtype 2, 2, 32, int32]: row 0 has the word that lane i holds, a value of the
+            codebook or at 2 bits a pair. Row 1 has the words that all lanes hold: at 1 bit the
+            difference of the two values as integers, and the first value twice; at 3 bits the low
+            bytes of all values, then the high bytes, four to a word.
     """
     bits = codebook.numel().bit_length() - 1
     values = torch.stack([codebook.to(dtype).view(torch.int16) for dtype in DTYPES])
@@ -59,7 +61,7 @@ def lookup_tables(codebook: Tensor) -> tuple[Tensor, Tensor]:
     return values, lanes
 
 
-# What a lane holds of a table: the address is the same in every lane, the value is not.
+# Loads a lane's word of a table: the address is uniform, the value is not.
 LANE_ASSEMBLY = tl.constexpr(
     "{ .reg .b32 l; .reg .b64 p; mov.u32 l, %laneid; mad.wide.u32 p, l, 4, $1; "
     "ld.global.b32 $0, [p]; }"
@@ -77,10 +79,10 @@ def load_tables(
     WARPS: tl.constexpr,
     place=None,
 ):
-    """The words of the table that ``assembly`` takes, as a tuple, and where a table is.
+    """Loads the table operands of ``assembly``; returns them and the address of a shared table.
 
-    ``CODES``: see ``decode_part``. With ``SHARED``, where a program is long enough to fill a table
-    in shared memory, it is at ``place`` if the kernel has reserved one.
+    ``CODES``: see ``decode_positions``. With SHARED it fills a table in shared memory, at ``place``
+    if the kernel reserved room.
     """
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
@@ -131,7 +133,7 @@ def load_tables(
 
 @triton.jit
 def code_at(words, p: tl.constexpr, BITS: tl.constexpr):
-    """The code at a position of each unit, int32."""
+    """Extracts the code at a position of each unit, int32."""
     if BITS == 3:
         if p < 24:
             code = (words[p // 8] >> (p % 8 * 4)) & 7
@@ -162,10 +164,10 @@ def value_at(
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """The values of a position, without assembly."""
+    """Decodes a position without assembly."""
     code = code_at(words, p, BITS)
     if AFFINE:
-        # As the low bits of the float32 2^23: one OR and one difference, both exact.
+        # The code as the low bits of the float32 2^23: an OR and a subtraction, both exact.
         value = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     else:
         values_ptr += table_of(X_DTYPE) * (1 << BITS)
@@ -175,6 +177,7 @@ def value_at(
 
 @triton.jit
 def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
+    """Loads the words of each unit, which are read once: they are evicted first."""
     words = (tl.load(words_ptr + offsets, mask=mask, other=0, eviction_policy="evict_first"),)
     for i in tl.static_range(1, WORDS):
         word = tl.load(
@@ -186,7 +189,7 @@ def load_words(words_ptr, offsets, mask, WORDS: tl.constexpr):
 
 @triton.jit
 def prepare(words, CODES: tl.constexpr):
-    """What ``decode_part`` takes, once for all parts of a tile."""
+    """Prepares words for ``decode_positions``, once for all parts of a tile."""
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
     ASSEMBLY: tl.constexpr = CODES[2]
@@ -208,7 +211,7 @@ def prepare(words, CODES: tl.constexpr):
 
 
 @triton.jit
-def decode_part(
+def decode_positions(
     words,
     tables,
     values_ptr,
@@ -216,10 +219,10 @@ def decode_part(
     COUNT: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """The values of ``COUNT`` positions, each in the shape of a word.
+    """Decodes ``COUNT`` positions, each in the shape of a word.
 
-    ``CODES``: bits, whether affine (2: scaled by one multiply-add), whether by assembly, whether
-    with a table in shared memory, the dtype of the activations, and that of the product's operands.
+    ``CODES``: bits; affine (2: scaled by one multiply-add); by assembly; with a table in shared
+    memory; dtype of the activations; dtype of the operands of the product.
     """
     BITS: tl.constexpr = CODES[0]
     AFFINE: tl.constexpr = CODES[1]
@@ -247,7 +250,7 @@ def decode_part(
 
 @triton.jit
 def decode_scale(raw):
-    """A stored scale as float32; a byte is the exponent of a float32."""
+    """Converts a stored scale to float32; a byte is the exponent of a float32."""
     if raw.dtype == tl.uint8:
         return (raw.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
@@ -256,7 +259,7 @@ def decode_scale(raw):
 
 @triton.jit
 def load_pair(scale_at, zero_at, offset, inside, AFFINE: tl.constexpr):
-    """Scale and zero point as they are stored; without zero points the second is the first."""
+    """Loads scale and zero point undecoded; without zero points the second is the scale."""
     scale = tl.load(scale_at + offset, mask=inside, other=0)
     zero = scale
     if AFFINE:
@@ -265,20 +268,188 @@ def load_pair(scale_at, zero_at, offset, inside, AFFINE: tl.constexpr):
 
 
 @triton.jit
-def column_of(position, upper, t, pair, PAIRED: tl.constexpr):
-    """The padded column of an element of a unit, in either order of arrangement.py."""
+def column_of(step, t, upper, pair, PAIRED: tl.constexpr):
+    """Returns the padded column of an element: ``fragment_order.column_of`` on the device."""
     if PAIRED:
-        return position // 2 * 32 + 8 * t + 4 * (position % 2) + 2 * upper + pair
+        return step // 2 * 32 + 8 * t + 4 * (step % 2) + 2 * upper + pair
     else:
-        return position * 16 + 4 * t + 2 * upper + pair
+        return step * 16 + 4 * t + 2 * upper + pair
 
 
 @triton.jit
 def stored_columns(column, k, groups, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr):
-    """Which padded columns hold weights, and their places without what groups are padded by."""
+    """Maps padded columns to columns of W; returns these and a mask of those that exist."""
     if GROUP == PADDED_GROUP:
         live = column < k
     else:
         live = (column % PADDED_GROUP < GROUP) & (column < groups * PADDED_GROUP)
         column = column // PADDED_GROUP * GROUP + column % PADDED_GROUP
     return column, live
+
+
+# Products of pairs, each rounded once, as float32 arithmetic and a cast give them. bf16 adds -0:
+# there is no product of bf16 pairs before sm_90.
+_PRODUCT = {
+    tl.bfloat16: "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
+    tl.float16: "mul.rn.f16x2 $0, $1, $2;",
+}
+
+
+@triton.constexpr_function
+def product(dtype: tl.dtype) -> str:
+    """Returns the assembly that multiplies pairs."""
+    return _PRODUCT[dtype]
+
+
+@triton.jit
+def load_scale(
+    scale_ptr,
+    zero_ptr,
+    at,
+    inside,
+    N_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    AFFINE: tl.constexpr,
+):
+    """Loads scales and zero points for ``scaled``.
+
+    ``at :: [N_TILES, (warp, g, t, half)]``; the results are ``[N_TILES, half, warp, g, t, 1]``. A
+    16-bit scale keeps its dtype. Without zero points the second result is the scale again.
+    """
+    scale = tl.load(scale_ptr + at, mask=inside, other=0)
+    if scale.dtype == tl.uint8:
+        scale = decode_scale(scale)
+    scale = tl.permute(tl.reshape(scale, [N_TILES, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+    scale = scale[:, :, :, :, :, None]
+    zero = scale
+    if AFFINE:
+        zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
+        zero = tl.permute(tl.reshape(zero, [N_TILES, WARPS, 8, 4, 2]), [0, 4, 1, 2, 3])
+        zero = zero[:, :, :, :, :, None]
+    return scale, zero
+
+
+@triton.jit
+def scaled(value, scale, zero, CODES: tl.constexpr):
+    """Returns ``(value - zero) * scale``, rounded once; the last dimension is pairs."""
+    AFFINE: tl.constexpr = CODES[1]
+    ASSEMBLY: tl.constexpr = CODES[2]
+    X_DTYPE: tl.constexpr = CODES[4]
+    DOT_DTYPE: tl.constexpr = CODES[5]
+    if ASSEMBLY and not AFFINE and scale.dtype == X_DTYPE:
+        return tl.inline_asm_elementwise(
+            product(X_DTYPE), "=r,r,r", [value, scale], dtype=scale.dtype, is_pure=True, pack=2
+        )
+    else:
+        w = value.to(tl.float32)
+        if AFFINE == 2:
+            # Both products are exact (``PackedWeight.fused``). The result is that of the other
+            # formula wherever value - zero is exact: for all but tiny zero points other than 0.
+            scale = scale.to(tl.float32)
+            minus = tl.broadcast_to(-(zero.to(tl.float32) * scale), w.shape)
+            return tl.fma(w, tl.broadcast_to(scale, w.shape), minus).to(DOT_DTYPE)
+        if AFFINE:
+            w = w - zero.to(tl.float32)
+        return (w * scale.to(tl.float32)).to(DOT_DTYPE)
+
+
+@triton.jit
+def two_values(values_ptr, scale, zero, CODES: tl.constexpr):
+    """Scales both values of affine 1-bit codes.
+
+    Returns the first value twice in a word, and the bits in which the second differs, in the shape
+    of scale and zero.
+    """
+    X_DTYPE: tl.constexpr = CODES[4]
+    values_ptr += table_of(X_DTYPE) * 2
+    scale = scale.to(tl.float32)
+    low = tl.load(values_ptr).to(X_DTYPE, bitcast=True).to(tl.float32)
+    high = tl.load(values_ptr + 1).to(X_DTYPE, bitcast=True).to(tl.float32)
+    zero = zero.to(tl.float32)
+    low = (low - zero) * scale
+    high = (high - zero) * scale
+    low = low.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = high.to(X_DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low * 0x10001, (low ^ high) * 0x10001
+
+
+@triton.jit
+def select_scaled(
+    word,
+    values_ptr,
+    scale,
+    zero,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    SAME: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Decodes ``COUNT`` positions of affine 1-bit codes, each in the shape of ``word``.
+
+    ``SAME``: neighbouring words share scale and zero point.
+    """
+    value, other = two_values(values_ptr, scale, zero, CODES)
+    return tl.inline_asm_elementwise(
+        of_two(FIRST, COUNT, SAME),
+        of_two_constraints(COUNT),
+        [word, value, other],
+        dtype=results(CODES[4], COUNT),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def scaled_positions(
+    words,
+    tables,
+    values_ptr,
+    scale_ptr,
+    zero_ptr,
+    scale_at,
+    has_scale,
+    first_column,
+    groups,
+    part: tl.constexpr,
+    COUNT: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUPING: tl.constexpr,
+    N_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Decodes and scales ``COUNT`` positions, each ``[N_TILES, half, WARPS, g, t, 4]``.
+
+    ``scale_at :: [N_TILES, (WARPS, g, t, half)]`` is the offset of group 0 of each row,
+    ``first_column`` (a scalar, or of that shape) the first padded column. ``CODES``: see
+    ``decode_positions``. ``GROUPING``: padded group size, columns of a segment, whether a row is
+    one group.
+    """
+    AFFINE: tl.constexpr = CODES[1]
+    PADDED_GROUP: tl.constexpr = GROUPING[0]
+    SEGMENT: tl.constexpr = GROUPING[1]
+    ONE_GROUP: tl.constexpr = GROUPING[2]
+    values = decode_positions(words, tables, values_ptr, part, COUNT, CODES)
+    weights = ()
+    for q in tl.static_range(COUNT):
+        if q == 0 or q * 16 % SEGMENT == 0:
+            group = first_column * 0
+            if not ONE_GROUP:
+                group = (first_column + q * 16) // PADDED_GROUP
+            inside = has_scale & (group < groups)
+            at = scale_at + group * 16
+            scale, zero = load_scale(scale_ptr, zero_ptr, at, inside, N_TILES, WARPS, AFFINE)
+        w = tl.reshape(values[q], [N_TILES, 2, WARPS, 8, 4, 4])
+        w = scaled(w, scale, zero, CODES)
+        weights = weights + (w,)
+    return weights
+
+
+@triton.jit
+def join_positions(weights, COUNT: tl.constexpr, N_TILES: tl.constexpr, WARPS: tl.constexpr):
+    """Stacks positions: ``[N_TILES, half, WARPS, g, t, upper, pair, p0, p1(, p2)]``."""
+    low = tl.join(tl.join(weights[0], weights[1]), tl.join(weights[2], weights[3]))
+    if COUNT == 8:
+        high = tl.join(tl.join(weights[4], weights[5]), tl.join(weights[6], weights[7]))
+        return tl.reshape(tl.join(low, high), [N_TILES, 2, WARPS, 8, 4, 2, 2, 2, 2, 2])
+    else:
+        return tl.reshape(low, [N_TILES, 2, WARPS, 8, 4, 2, 2, 2, 2])

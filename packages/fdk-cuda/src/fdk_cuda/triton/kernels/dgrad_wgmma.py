@@ -1,13 +1,13 @@
 # ruff: noqa: RUF005
 # mypy: ignore-errors
-"""dx = dy @ W_hat from the same codes on Hopper, for tens and hundreds of rows of dy, by wgmma.
+"""Backward product on Hopper, dx = dy @ W_hat for tens and hundreds of rows of dy, by wgmma.
 
-The product is computed as W_hat.T @ dy.T, in Gluon as ``many_kernel`` and for its reasons. Codes
-are transposed between lanes as in ``transposed_kernel``: what a lane then holds of a tile of 16
-rows of W_hat, at one position, is its part of operand A of a product of 16 rows. A warp has one,
-two or four positions of a tile along k, as sums of 256, 128 or 64 rows of dy leave registers: so
-many products with the same dy. Those of the next tiles of 16 rows are decoded meanwhile. dy needs
-no permuting: rows of W_hat lie in their order.
+The product is computed as W_hat.T @ dy.T, in Gluon for the reasons of ``gemm_wgmma_kernel``. Codes
+are transposed between lanes as in ``dgrad_kernel``. What a lane then holds of a tile of 16 rows of
+W_hat, at one position, is its fragment of operand A of a product over these 16 rows. A warp owns
+one, two or four positions of a tile of k: as many as the sums of 256, 128 or 64 rows of dy leave
+registers for. All of them are multiplied by the same dy, while the next tiles of 16 rows are
+decoded. dy needs no permutation: rows of W_hat are stored in order.
 """
 
 import triton.language as tl
@@ -16,31 +16,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fdk_cuda.triton.configs import MANY_WARPS
+from fdk_cuda.triton.configs.gpus import WGMMA_WARPS
 from fdk_cuda.triton.kernels.decode import (
-    decode_part,
+    decode_positions,
     decode_scale,
     load_tables,
     prepare,
+    scaled,
+    select_scaled,
     stored_columns,
 )
-from fdk_cuda.triton.kernels.dequantise import chosen, scaled
-from fdk_cuda.triton.kernels.dgrad_tiles import TRANSPOSE
+from fdk_cuda.triton.kernels.ptx_decode import TRANSPOSE
 from fdk_cuda.triton.kernels.tma_pipeline import after, fetch_x, new_ring
 
-_WARPS = gl.constexpr(MANY_WARPS)
-# Positions that are decoded at once, of which a warp takes some, and tiles of a stage of dy.
+_WARPS = gl.constexpr(WGMMA_WARPS)
+# Positions that are decoded at once, of which a warp uses some; tiles of n of a stage of dy.
 _DECODED = gl.constexpr(4)
 _TILES = gl.constexpr(4)
-_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))
+_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, WGMMA_WARPS], [1, 0]))
 # [half, (warp, g, t), upper, pair]
 _WEIGHTS = gl.constexpr(
-    gl.BlockedLayout([2, 1, 2, 2], [1, 32, 1, 1], [1, MANY_WARPS, 1, 1], [3, 2, 1, 0])
+    gl.BlockedLayout([2, 1, 2, 2], [1, 32, 1, 1], [1, WGMMA_WARPS, 1, 1], [3, 2, 1, 0])
 )
 _ROWS = gl.constexpr(gl.SliceLayout(2, _WEIGHTS.value))
-_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [MANY_WARPS, 1], [1, 0]))
-_STORED = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [MANY_WARPS, 1], [1, 0]))
-# Of the lower halves of two words, see transposed.py: what is left above is of no position here.
+_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [WGMMA_WARPS, 1], [1, 0]))
+_STORED = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [WGMMA_WARPS, 1], [1, 0]))
+# TRANSPOSE for the lower halves of two words: the upper halves hold positions of other warps.
 _TRANSPOSE_LOWER = gl.constexpr(
     "{ .reg .b32 l; prmt.b32 l, $2, $3, 0x5410; movmatrix.sync.aligned.m8n8.trans.b16 l, l; "
     "mov.b32 $0, l; shr.u32 $1, l, 16; }"
@@ -49,9 +50,9 @@ _TRANSPOSE_LOWER = gl.constexpr(
 
 @gluon.jit
 def load_tile(pointers, tile_n, n_tiles, sizes, AFFINE: gl.constexpr):
-    """Words, scale and zero point of a tile of 16 rows; those of the last for what is beyond.
+    """Loads words, scale and zero point of a tile of 16 rows.
 
-    There dy is 0, or nothing is multiplied.
+    Past the last tile it loads the last again: dy is 0 there, or there is no product.
     """
     words_ptr, scale_ptr, zero_ptr = pointers
     of_words, of_scales = sizes
@@ -66,7 +67,7 @@ def load_tile(pointers, tile_n, n_tiles, sizes, AFFINE: gl.constexpr):
 
 @gluon.jit
 def as_rows_of_weights(scale):
-    """``[(warp, g, t), (pair, half)]`` as ``[half, (warp, g, t), 1, pair]``."""
+    """Reshapes ``[(warp, g, t), (pair, half)]`` to ``[half, (warp, g, t), 1, pair]``."""
     scale = gl.permute(gl.reshape(scale, [_WARPS * 32, 2, 2]), [2, 0, 1])
     return gl.expand_dims(gl.convert_layout(scale, _ROWS), 2)
 
@@ -81,7 +82,7 @@ def operands_of_tile(
     CODES: gl.constexpr,
     OPERAND: gl.constexpr,
 ):
-    """The weights of a tile at each position, ``[128, 16]``, where wgmma takes operand A from."""
+    """Decodes the weights of a tile at each position, ``[128, 16]``, into operand A."""
     word, scale, zero = stored
     if CODES[0] * COUNT < 32:
         word = word >> shift
@@ -100,10 +101,10 @@ def operands_of_tile(
     if CODES[0] == 1 and CODES[1]:
         word = gl.reshape(word, [2, _WARPS * 32, 2, 2])
         word = gl.convert_layout(word, _WEIGHTS, assert_trivial=True)
-        weights = chosen(word, values_ptr, scale, zero, 0, _DECODED, False, CODES)
+        weights = select_scaled(word, values_ptr, scale, zero, 0, _DECODED, False, CODES)
     else:
         now = prepare((word,), CODES)
-        values = decode_part(now, tables, values_ptr, 0, _DECODED, CODES)
+        values = decode_positions(now, tables, values_ptr, 0, _DECODED, CODES)
         for q in gl.static_range(COUNT):
             value = gl.reshape(values[q], [2, _WARPS * 32, 2, 2])
             value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)
@@ -129,7 +130,7 @@ def operands_of_round(
     CODES: gl.constexpr,
     OPERAND: gl.constexpr,
 ):
-    """Those of ``ROUND`` tiles, one after the other."""
+    """Decodes ``ROUND`` tiles, see ``operands_of_tile``."""
     operands = ()
     for i in gl.static_range(ROUND):
         operands = operands + operands_of_tile(
@@ -140,9 +141,9 @@ def operands_of_round(
 
 @gluon.jit
 def products(w, y, acc, first: gl.constexpr, COUNT: gl.constexpr):
-    """The sums of each position, ``[128, BLOCK_M]``, with products that run.
+    """Issues a product for each position and returns the sums, ``[128, BLOCK_M]`` each.
 
-    Of operands ``w[first]`` and on, ``[128, 16]``, and of y, ``[16, BLOCK_M]``.
+    Operands are ``w[first]`` and on, ``[128, 16]``, and y, ``[16, BLOCK_M]``.
     """
     result = ()
     for q in gl.static_range(COUNT):
@@ -152,7 +153,7 @@ def products(w, y, acc, first: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def waited(acc, left: gl.constexpr, COUNT: gl.constexpr):
-    """The sums, ``COUNT`` of ``[128, BLOCK_M]``, where so many products at most still run."""
+    """Waits until at most ``left`` products run; returns the sums, COUNT of ``[128, BLOCK_M]``."""
     if COUNT == 4:
         return hopper.warpgroup_mma_wait(left, deps=[acc[0], acc[1], acc[2], acc[3]])
     elif COUNT == 2:
@@ -161,12 +162,14 @@ def waited(acc, left: gl.constexpr, COUNT: gl.constexpr):
         return (hopper.warpgroup_mma_wait(left, deps=[acc[0]]),)
 
 
-# y_desc :: [m, n, dtype], in blocks of [BLOCK_M, 64]
+# y_desc :: [m, n, dtype], the gradient dy, in blocks of [BLOCK_M, 64]
 # words  :: [n_tiles, k_tiles, 1, 2, 32, 4, int32]
-# scale  :: [n_tiles, groups, 8, 2], zero alike
-# out    :: [m, k, dtype], or [parts, m, k, float32]
+# scale  :: [n_tiles, n_groups, 8, 2, dtype]
+# zero   :: like scale; without zero points, scale
+# values, lanes :: see decode.lookup_tables
+# out    :: [m, k, dtype], or [split_n, m, k, float32]
 @gluon.jit(do_not_specialize=["m"])
-def many_transposed_kernel(
+def dgrad_wgmma_kernel(
     y_desc,
     words_ptr,
     scale_ptr,
@@ -193,13 +196,13 @@ def many_transposed_kernel(
     COUNT: gl.constexpr,
     ROUND: gl.constexpr,
 ):
-    """A program computes 8 * COUNT positions side by side of BLOCK_M rows, over its rows of W.
+    """Computes dx = dy @ W_hat.
 
-    ROUND tiles of 16 rows are decoded while products of as many run. Programs of different parts of
-    n follow each other.
+    A program computes 8 * COUNT neighbouring positions of BLOCK_M rows of dy, over its share of n.
+    ROUND tiles of 16 rows of W are decoded while products of as many run.
     """
     gl.static_assert(WORDS == 1)
-    gl.static_assert(PAIRED)  # Groups of multiples of 64, and whole rows, are.
+    gl.static_assert(PAIRED)  # true for groups of multiples of 64, and for whole rows
     PARTS: gl.constexpr = POSITIONS // COUNT
     WIDTH: gl.constexpr = 16 * COUNT
     CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE)
@@ -215,13 +218,13 @@ def many_transposed_kernel(
     first = gl.program_id(1) * share
     last = gl.minimum(first + share, gl.cdiv(n_tiles, _TILES))
 
-    # words [half, (warp, lane, 4)]; what is beyond the last column is not stored
+    # words [half, (warp, lane, 4)]; columns past the last are computed, not stored
     half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, _WORDS)), 1)
     i = gl.expand_dims(gl.arange(0, _WARPS * 128, gl.SliceLayout(0, _WORDS)), 0)
     part = gl.minimum(first_part + i // 128, k_tiles * PARTS - 1)
     shift = part % PARTS * (COUNT * BITS)
     word_at = part // PARTS * 256 + half * 128 + i % 128
-    # scale [(warp, g, t), (pair, half)]: every g reads the same
+    # scale [(warp, g, t), (pair, half)]: the same for every g
     i = gl.expand_dims(gl.arange(0, _WARPS * 32, gl.SliceLayout(1, _SCALES)), 1)
     scale_at = i % 4 * 4 + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, _SCALES)), 0)
     if not ONE_GROUP:
@@ -230,7 +233,7 @@ def many_transposed_kernel(
     pointers = words_ptr + word_at, scale_ptr + scale_at, zero_ptr + scale_at
     sizes = (k_tiles * 256, groups * 16)
 
-    # Affine ones of 2 and 4 bits, three ahead, take 8 bytes of stack (Triton 3.7.1).
+    # Three ahead, affine formats of 2 and 4 bits would spill 8 bytes (Triton 3.7.1).
     AHEAD: gl.constexpr = 2 * ROUND if ROUND > 1 else 2 if AFFINE else 3
     ring = ()
     for j in gl.static_range(AHEAD):
@@ -240,7 +243,7 @@ def many_transposed_kernel(
 
     y_stages, barriers = new_ring(y_desc, X_DTYPE, BLOCK_M, STAGES)
     row = block_m * BLOCK_M
-    tl.extra.cuda.gdc_wait()  # dy is what the kernel before this one writes
+    tl.extra.cuda.gdc_wait()  # the previous kernel writes dy
     fetch_x(y_desc, y_stages, barriers, 0, row, first, last, STAGES - 1, STAGES)
 
     acc = ()
@@ -251,23 +254,23 @@ def many_transposed_kernel(
     for step in range(first, last):
         mbarrier.wait(barriers.index(stage), phase)
         for j in gl.static_range(_TILES // ROUND):
-            for of in gl.static_range(ROUND):
-                y = y_stages.index(stage).slice(16 * (j * ROUND + of), 16, dim=1).permute((1, 0))
-                acc = products(w, y, acc, of * COUNT, COUNT)
-            # Those of the round before are done: its registers are free, and the stage of the last.
+            for r in gl.static_range(ROUND):
+                y = y_stages.index(stage).slice(16 * (j * ROUND + r), 16, dim=1).permute((1, 0))
+                acc = products(w, y, acc, r * COUNT, COUNT)
+            # The products of the previous round are done: its registers and stage are free.
             acc = waited(acc, COUNT * ROUND, COUNT)
             if j == 0:
                 free = gl.where(stage == 0, STAGES - 1, stage - 1)
                 ahead = step + (STAGES - 1)
                 fetch_x(y_desc, y_stages, barriers, free, row, ahead, last, 1, STAGES)
-            for of in gl.static_range(ROUND):
-                at = step * _TILES + (j * ROUND + of + AHEAD)
+            for r in gl.static_range(ROUND):
+                at = step * _TILES + (j * ROUND + r + AHEAD)
                 ring = ring[1:] + (load_tile(pointers, at, n_tiles, sizes, AFFINE),)
             w = operands_of_round(ring, shift, tables, values_ptr, COUNT, ROUND, CODES, OPERAND)
         stage, phase = after(stage, phase, STAGES)
     tl.extra.cuda.gdc_launch_dependents()
     acc = waited(acc, 0, COUNT)
-    # Sums are stored where dy lay, which the other group's last products may still read.
+    # Sums are stored over dy, which the other warp group's last products may still read.
     tl.debug_barrier()
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(barriers.index(i))
@@ -286,7 +289,7 @@ def many_transposed_kernel(
     total = gl.convert_layout(total.to(out_ptr.dtype.element_ty), _STORED)
     i = gl.arange(0, _WARPS * WIDTH, gl.SliceLayout(0, _STORED))
     column = first_part * WIDTH + i
-    if COUNT == 1:  # The parts of a pair take turns, four columns each.
+    if COUNT == 1:  # Parts alternate, four columns each, in the paired order.
         column = column // 32 * 32 + i % 16 // 4 * 8 + i // 16 % 2 * 4 + i % 4
         column = tl.max_contiguous(tl.multiple_of(column, 4), 4)
     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)

@@ -1,69 +1,43 @@
 # mypy: ignore-errors
-"""y = x @ W_hat.T for many rows of x: weights decoded in registers, straight into the product.
+"""GEMM, y = x @ W_hat.T for tens of rows of x: weights are decoded into operand A in registers.
 
-The product is computed as W_hat @ x.T with W_hat as the tensor cores' operand A, which they take
-from registers; x goes through shared memory. The scale is multiplied into the decoded weight and
-rounded, exactly as ``dequantise`` rounds it.
+The product is computed as W_hat @ x.T, with x in shared memory. The scale is multiplied into the
+decoded weight, which is rounded exactly as ``dequantise`` rounds it.
 """
 
 import triton
 import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import (
-    PART,
-    column_of,
+    BLOCK_POSITIONS,
+    join_positions,
     load_tables,
     load_words,
     prepare,
-    stored_columns,
+    scaled_positions,
 )
-from fdk_cuda.triton.kernels.dequantise import join_part, scaled_part
 
-_PART = tl.constexpr(PART)
+_BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
 
 
 @triton.jit
-def settled(acc):
-    """The same, by no instruction: a use of the sums within the loop.
+def use_in_loop(acc):
+    """Returns the sums by empty assembly, which counts as a use of them within the loop.
 
-    Without it Triton 3.6 splits a product with operand A in registers into one asynchronous piece
-    each 16 columns and waits after each, ptxas finds accumulators that it must keep (C7515), and
-    every wgmma waits for the one before. With it eight of them run as one.
+    Without it Triton 3.6 splits a product with operand A in registers into asynchronous products of
+    16 columns and waits after each; ptxas then serialises every wgmma (C7515). With it eight of
+    them run as one.
     """
     return tl.inline_asm_elementwise("", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
-# x   :: [m, k, dtype]
-# out :: [m, k_tiles * TILE_K, dtype]
-@triton.jit
-def permute_kernel(
-    x_ptr,
-    out_ptr,
-    k,
-    width,
-    groups,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Columns of x in the order of the weight's positions and units, zero where it is padded."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column = column_of(i // 16, i // 8 % 2, i // 2 % 4, i % 2, PAIRED)
-    column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
-    x = tl.load(x_ptr + row * k + column, mask=live & (i < width), other=0.0)
-    tl.store(out_ptr + row * width + i, x, mask=i < width)
-
-
-# x      :: [m, k_tiles * TILE_K, dtype], from permute_kernel
+# x      :: [m, k_tiles * TILE_K, dtype], permuted by permute_kernel
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
-# scale  :: [n_tiles, groups, 8, 2], zero alike
-# out    :: [m, n, dtype], or [SPLIT_K, m, n, float32] without bias
+# scale  :: [n_tiles, n_groups, 8, 2, dtype]
+# zero   :: like scale; without zero points, scale
+# values, lanes :: see decode.lookup_tables
+# bias   :: [n, dtype]
+# out    :: [m, n, dtype], or [split_k, m, n, float32] without bias
 @triton.jit(do_not_specialize=["m"])
 def gemm_kernel(
     x_ptr,
@@ -89,24 +63,27 @@ def gemm_kernel(
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    R: tl.constexpr,
+    N_TILES: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """A program computes 16 * R * WARPS outputs of BLOCK_M rows, over its share of the k tiles."""
-    COUNT: tl.constexpr = min(_PART, POSITIONS)
+    """Computes y = x @ W_hat.T + bias.
+
+    A program computes 16 * N_TILES * WARPS outputs of BLOCK_M rows, over its share of the k tiles.
+    """
+    COUNT: tl.constexpr = min(_BLOCK_POSITIONS, POSITIONS)
     WIDTH: tl.constexpr = 16 * COUNT
     TILE_K: tl.constexpr = 16 * POSITIONS
-    BLOCK_N: tl.constexpr = 16 * R * WARPS
+    BLOCK_N: tl.constexpr = 16 * N_TILES * WARPS
     CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, TABLE, X_DTYPE, DOT_DTYPE)
     GROUPING: tl.constexpr = (PADDED_GROUP, SEGMENT, ONE_GROUP)
     n_tiles = tl.cdiv(n, 16)
     blocks_m = tl.cdiv(m, BLOCK_M)
     blocks_n = tl.cdiv(n, BLOCK_N)
-    # Programs that share rows of x run side by side, GROUP_M blocks of them at a time.
+    # Neighbouring programs share rows of x, GROUP_M blocks at a time, for the L2.
     pid = tl.program_id(0)
     first_m = pid // (GROUP_M * blocks_n) * GROUP_M
     size_m = min(blocks_m - first_m, GROUP_M)
@@ -118,15 +95,16 @@ def gemm_kernel(
 
     tables = load_tables(values_ptr, lanes_ptr, CODES, WARPS)[0]
 
-    # words [R * half, (warp, lane, 4)]: a warp holds rows 16 w to 16 w + 15 of every WARPS tiles
-    half = tl.arange(0, 2 * R)
+    # words [N_TILES * half, (warp, lane, 4)]: warp w holds tile w of every WARPS tiles
+    half = tl.arange(0, 2 * N_TILES)
     i = tl.arange(0, WARPS * 128)
-    tile = (block_n * (R * WARPS) + half // 2 * WARPS)[:, None] + (i // 128)[None, :]
+    first_tile = block_n * (N_TILES * WARPS)
+    tile = (first_tile + half // 2 * WARPS)[:, None] + (i // 128)[None, :]
     word_at = tile * k_tiles * (WORDS * 256) + (half % 2 * 128)[:, None] + (i % 128)[None, :]
     has_rows = tile < n_tiles
-    # scale [R, (warp, g, t, half)]
+    # scale [N_TILES, (warp, g, t, half)]
     i = tl.arange(0, WARPS * 64)
-    tile = (block_n * (R * WARPS) + tl.arange(0, R) * WARPS)[:, None] + (i // 64)[None, :]
+    tile = (first_tile + tl.arange(0, N_TILES) * WARPS)[:, None] + (i // 64)[None, :]
     scale_at = tile * groups * 16 + (i // 8 % 8 * 2 + i % 2)[None, :]
     has_scale = tile < n_tiles
 
@@ -142,7 +120,7 @@ def gemm_kernel(
             x = tl.load(x_ptr + x_row + column[None, :], mask=(row < m)[:, None], other=0.0)
             if X_DTYPE != DOT_DTYPE:
                 x = x.to(tl.float32)
-            weights = scaled_part(
+            weights = scaled_positions(
                 words,
                 tables,
                 values_ptr,
@@ -156,10 +134,10 @@ def gemm_kernel(
                 COUNT,
                 CODES,
                 GROUPING,
-                R,
+                N_TILES,
                 WARPS,
             )
-            joined = join_part(weights, COUNT, R, WARPS)
+            joined = join_positions(weights, COUNT, N_TILES, WARPS)
             if COUNT == 8:
                 w = tl.permute(joined, [0, 2, 1, 3, 9, 8, 7, 5, 4, 6])
             else:
@@ -167,7 +145,7 @@ def gemm_kernel(
             w = tl.reshape(w, [BLOCK_N, WIDTH])
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
             if ASSEMBLY:
-                acc = settled(acc)
+                acc = use_in_loop(acc)
 
     column = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if HAS_BIAS:
@@ -175,32 +153,3 @@ def gemm_kernel(
     at = (tl.program_id(1) * m + row).to(tl.int64)[:, None] * n + column[None, :]
     live = (row < m)[:, None] & (column < n)[None, :]
     tl.store(out_ptr + at, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=live)
-
-
-# partial :: [SPLIT_K, stride, float32], of which the first m * n are added
-# bias    :: [n, dtype]
-# out     :: [m * n, dtype]
-@triton.jit
-def reduce_kernel(
-    partial_ptr,
-    bias_ptr,
-    out_ptr,
-    size,
-    stride,
-    n,
-    SPLIT_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Adds the parts of a product in order, then the bias."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(SPLIT_K):
-        total += tl.load(partial_ptr + part * stride.to(tl.int64) + at, mask=at < size, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + at % n, mask=at < size, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)

@@ -1,11 +1,11 @@
-# ruff: noqa: D103, RUF005
+# ruff: noqa: RUF005
 # mypy: ignore-errors
-"""y = x @ W_hat.T for hundreds of rows of x on Hopper: the next weights decoded while wgmma runs.
+"""GEMM on Hopper, y = x @ W_hat.T for hundreds of rows of x: weights are decoded during wgmma.
 
-In Gluon, for ``tl.dot`` waits for a product with operand A in registers before anything else may
-use them. Here x comes by TMA into a ring of stages, a product is handed over and left to run, and
-the 64 columns after it are decoded meanwhile, into other registers. Values are those of
-``gemm_kernel``, bit for bit: the same decoders, scaled and rounded in the same way.
+It is written in Gluon because ``tl.dot`` waits for a product with operand A in registers before
+other instructions may use them. Here TMA loads x into a pipeline of stages, a product is issued and
+left to run, and the next 64 columns are decoded into other registers meanwhile. The decoded values
+equal those of ``gemm_kernel`` bit for bit.
 """
 
 import triton.language as tl
@@ -14,29 +14,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from fdk_cuda.triton.configs import MANY_WARPS
+from fdk_cuda.triton.configs.gpus import WGMMA_WARPS
 from fdk_cuda.triton.kernels.decode import (
-    decode_part,
+    decode_positions,
     decode_scale,
     load_pair,
     load_tables,
     prepare,
+    scaled,
+    select_scaled,
 )
-from fdk_cuda.triton.kernels.dequantise import chosen, scaled
 from fdk_cuda.triton.kernels.ptx_smem import exchange_constraints, exchange_halves
 from fdk_cuda.triton.kernels.tma_pipeline import STEP, after, fetch_x, new_ring, store_by_tma
 
-# Positions of a step.
+# Positions of a step of 64 columns.
 _COUNT = gl.constexpr(4)
-_WARPS = gl.constexpr(MANY_WARPS)
-# A lane's part of operand A, as all that follows from words: [half, (warp, g, t), (upper, pair)].
-_WEIGHTS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, MANY_WARPS, 1], [2, 1, 0]))
+_WARPS = gl.constexpr(WGMMA_WARPS)
+# A lane's fragment of operand A: [half, (warp, g, t), (upper, pair)].
+_WEIGHTS = gl.constexpr(gl.BlockedLayout([2, 1, 4], [1, 32, 1], [1, WGMMA_WARPS, 1], [2, 1, 0]))
 _ROWS = gl.constexpr(gl.SliceLayout(2, _WEIGHTS.value))
-_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, MANY_WARPS], [1, 0]))
+_WORDS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, WGMMA_WARPS], [1, 0]))
 
 
 @gluon.jit
 def words_of_tile(ptr, at, inside, WORDS: gl.constexpr):
+    """Loads the words of a tile of k."""
     words = ()
     for i in gl.static_range(WORDS):
         words = words + (gl.load(ptr + at + i * 256, mask=inside, other=0),)
@@ -55,7 +57,7 @@ def scale_of_step(
     ONE_GROUP: gl.constexpr,
     AFFINE: gl.constexpr,
 ):
-    """Scale and zero point of every row, for a step; 0 past the last group, where x is 0 too."""
+    """Loads scale and zero point of every row for a step; 0 past the last group, like x."""
     group = 0
     if not ONE_GROUP:
         group = step * STEP // PADDED_GROUP
@@ -73,7 +75,7 @@ def operand_of_step(
     CODES: gl.constexpr,
     OPERAND: gl.constexpr,
 ):
-    """The weights of a step, ``[128, 64]``, where wgmma takes operand A from."""
+    """Decodes and scales the weights of a step, ``[128, 64]``, into operand A."""
     scale, zero = scales
     if scale.dtype == tl.uint8:
         scale = decode_scale(scale)
@@ -83,9 +85,9 @@ def operand_of_step(
     if CODES[0] == 1 and CODES[1]:
         word = gl.reshape(words[0], [2, _WARPS * 32, 4])
         word = gl.convert_layout(word, _WEIGHTS, assert_trivial=True)
-        weights = chosen(word, values_ptr, scale, zero, part * _COUNT, _COUNT, True, CODES)
+        weights = select_scaled(word, values_ptr, scale, zero, part * _COUNT, _COUNT, True, CODES)
     else:
-        values = decode_part(words, tables, values_ptr, part, _COUNT, CODES)
+        values = decode_positions(words, tables, values_ptr, part, _COUNT, CODES)
         for q in gl.static_range(_COUNT):
             value = gl.reshape(values[q], [2, _WARPS * 32, 4])
             value = gl.convert_layout(value, _WEIGHTS, assert_trivial=True)
@@ -99,9 +101,9 @@ def operand_of_step(
 
 @gluon.jit
 def exchanged(acc, BLOCK_M: gl.constexpr):
-    """The half of a tile that is this program's, ``[128, BLOCK_M / 2]``, summed over its cluster.
+    """Adds the sums of a cluster of two; returns this program's half, ``[128, BLOCK_M / 2]``.
 
-    ``acc :: [128, BLOCK_M]``, each program's part of k. The first program has the first rows of x.
+    ``acc :: [128, BLOCK_M]`` is a program's share of k. The first program gets the first rows of x.
     """
     halves = gl.permute(gl.reshape(acc, [16 * _WARPS, 2, BLOCK_M // 2]), [0, 2, 1])
     low, high = gl.split(halves)
@@ -115,13 +117,16 @@ def exchanged(acc, BLOCK_M: gl.constexpr):
     )
 
 
-# x_desc   :: [m, k_tiles * 16 * POSITIONS, dtype], of permute_kernel, in blocks of [BLOCK_M, 64]
+# x_desc   :: [m, k_tiles * TILE_K, dtype], permuted by permute_kernel, in blocks of [BLOCK_M, 64]
 # words    :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
-# scale    :: [n_tiles, groups, 8, 2], zero alike
-# out_desc :: [m, n, dtype], or [parts / CLUSTER * blocks_m * BLOCK_M, n, float32], in blocks of
+# scale    :: [n_tiles, n_groups, 8, 2, dtype]
+# zero     :: like scale; without zero points, scale
+# values, lanes :: see decode.lookup_tables
+# bias     :: [n, dtype]
+# out_desc :: [m, n, dtype], or [splits / CLUSTER * blocks_m * BLOCK_M, n, float32], in blocks of
 #             [BLOCK_M / CLUSTER, 128]
 @gluon.jit(do_not_specialize=["m"])
-def many_kernel(
+def gemm_wgmma_kernel(
     x_desc,
     words_ptr,
     scale_ptr,
@@ -134,7 +139,7 @@ def many_kernel(
     n,
     k_tiles,
     groups,
-    parts,
+    splits,
     BITS: gl.constexpr,
     WORDS: gl.constexpr,
     POSITIONS: gl.constexpr,
@@ -147,19 +152,20 @@ def many_kernel(
     STAGES: gl.constexpr,
     CLUSTER: gl.constexpr,
 ):
-    """A program computes 128 outputs of BLOCK_M rows, over its share of the k tiles.
+    """Computes y = x @ W_hat.T + bias.
 
-    Programs of different parts of k follow each other. With ``CLUSTER`` of 2 two of them add up
-    their sums among themselves, and each stores half of the rows.
+    A program computes 128 outputs of BLOCK_M rows, over its share of the k tiles. Programs that
+    share k are neighbours. With a CLUSTER of 2, pairs of them add their sums through distributed
+    shared memory, and each stores half of the rows.
     """
     PARTS: gl.constexpr = POSITIONS // _COUNT
     BLOCK_N: gl.constexpr = 16 * _WARPS
     TILE: gl.constexpr = WORDS * 256
     CODES: gl.constexpr = (BITS, AFFINE, True, True, X_DTYPE, X_DTYPE)
-    # Words are loaded two tiles ahead where a tile is short; otherwise half a tile, of at least two
-    # steps, for they would not fit registers.
+    # Words are loaded two tiles ahead where a tile has one word; otherwise half a tile ahead (two
+    # steps or more), for lack of registers.
     FAR: gl.constexpr = WORDS == 1
-    # Two steps of x are fetched together, every second step: half of the barriers.
+    # Two steps of x are fetched at once where possible: half of the barriers.
     FETCH: gl.constexpr = 2 if PARTS % 2 == 0 else 1
     gl.static_assert(FAR or PARTS >= 4)
     gl.static_assert(ONE_GROUP or PADDED_GROUP % STEP == 0)
@@ -169,12 +175,12 @@ def many_kernel(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     n_tiles = (n + 15) // 16
     blocks_m = gl.cdiv(m, BLOCK_M)
-    k_part = gl.program_id(0) % parts
-    tile = gl.program_id(0) // parts
+    split = gl.program_id(0) % splits
+    tile = gl.program_id(0) // splits
     block_m = tile % blocks_m
     block_n = tile // blocks_m
-    share = gl.cdiv(k_tiles, parts)
-    first_k = k_part * share
+    share = gl.cdiv(k_tiles, splits)
+    first_k = split * share
     last_k = gl.minimum(first_k + share, k_tiles)
     first = first_k * PARTS
     last = last_k * PARTS
@@ -192,7 +198,7 @@ def many_kernel(
     scale_at = tile_n * groups * 16 + i // 4 % 8 * 2 + half
     has_scale = (tile_n < n_tiles) & (half >= 0)
 
-    # A share may be empty, past the last tile: 9 tiles in 4 parts are 3, 3, 3 and none.
+    # A share may be empty: 9 tiles in 4 shares are 3, 3, 3 and 0.
     own_k = gl.minimum(first_k, k_tiles - 1)
     words = words_of_tile(words_ptr, word_at + own_k * TILE, has_rows, WORDS)
     words_ahead = words
@@ -211,7 +217,7 @@ def many_kernel(
 
     x_stages, barriers = new_ring(x_desc, X_DTYPE, BLOCK_M, STAGES)
     row = block_m * BLOCK_M
-    tl.extra.cuda.gdc_wait()  # x is what the kernel before this one writes
+    tl.extra.cuda.gdc_wait()  # the previous kernel writes x
     fetch_x(x_desc, x_stages, barriers, 0, row, first, last, STAGES - 1, STAGES)
 
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
@@ -227,7 +233,7 @@ def many_kernel(
             mbarrier.wait(barriers.index(stage), phase)
             x = x_stages.index(stage).permute((1, 0))
             acc = hopper.warpgroup_mma(w, x, acc, is_async=True)
-            # Of two products the first is done: its stage is free, and its registers.
+            # The previous product is done: its stage and its registers are free.
             acc = hopper.warpgroup_mma_wait(1, deps=[acc])
             if (part + 1) % FETCH == 0:
                 free = gl.where(stage < FETCH, stage + (STAGES - FETCH), stage - FETCH)
@@ -256,23 +262,23 @@ def many_kernel(
             words_ahead = words_later
     tl.extra.cuda.gdc_launch_dependents()
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    # Sums are stored where x lay, which the other group's last product may still read.
+    # Sums are stored over x, which the other warp group's last product may still read.
     tl.debug_barrier()
     for stage in gl.static_range(STAGES):
         mbarrier.invalidate(barriers.index(stage))
 
     if HAS_BIAS:
         output = block_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
-        has_output = (output < n) & (k_part == 0)
+        has_output = (output < n) & (split == 0)
         bias = gl.load(bias_ptr + output, mask=has_output, other=0.0).to(gl.float32)
         acc = acc + gl.expand_dims(bias, 1)
-    out_row = k_part // CLUSTER * blocks_m * BLOCK_M + row
+    out_row = split // CLUSTER * blocks_m * BLOCK_M + row
     if CLUSTER == 2:
         acc = exchanged(acc, BLOCK_M)
-        # What was received lay where results go now.
+        # Results overwrite the sums that were received.
         tl.debug_barrier()
-        out_row += k_part % 2 * (BLOCK_M // 2)
-    # Through shared memory: stored from here, 128 addresses a thread would not fit registers.
+        out_row += split % 2 * (BLOCK_M // 2)
+    # Stored through shared memory: 128 addresses a thread would not fit registers.
     y = gl.allocate_shared_memory(out_desc.dtype, [BLOCK_M // CLUSTER, BLOCK_N], out_desc.layout)
     y.permute((1, 0)).store(acc.to(out_desc.dtype))
     hopper.fence_async_shared()

@@ -1,41 +1,120 @@
-# ruff: noqa: D103
+# ruff: noqa: RUF005
 # mypy: ignore-errors
-"""y = x @ W_hat.T for a few rows of x: every warp takes its own stretch of k.
+"""GEMV and small-m product, y = x @ W_hat.T for up to 16 rows of x: k split between warps.
 
 The product is computed as W_hat @ x.T, one batched tensor-core product whose batch is the warps of
-a program; their sums meet once, at the end, in a fixed order. Nothing but that sum goes through
-shared memory: words, x and scales are read straight into the places that the product wants.
+a program. Their sums are added once, at the end and in a fixed order. Only these sums go through
+shared memory: words, x and scales are loaded into the registers where the product needs them.
 """
 
 import triton
 import triton.language as tl
 
 from fdk_cuda.triton.kernels.decode import (
-    PART,
-    decode_part,
+    BLOCK_POSITIONS,
+    decode_positions,
     decode_scale,
+    load_pair,
     load_tables,
     load_words,
     prepare,
     stored_columns,
 )
-from fdk_cuda.triton.kernels.gemv_tiles import as_minus, as_operand, fetch, load_scales, spread
 from fdk_cuda.triton.kernels.ptx_smem import add_constraints, add_warps, table_bytes
 
-_PART = tl.constexpr(PART)
+_BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
+
+
+@triton.jit
+def spread(scale, N_TILES: tl.constexpr, WARPS: tl.constexpr):
+    """Reshapes ``[N_TILES, (warp, g, t, half)]`` to ``[warp, N_TILES, half, g, 1, t, 1]``."""
+    scale = tl.reshape(scale, [N_TILES, WARPS, 8, 4, 2])
+    return tl.permute(scale, [1, 0, 4, 2, 3])[:, :, :, :, None, :, None]
+
+
+@triton.jit
+def as_minus(zero, N_TILES: tl.constexpr, WARPS: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """Broadcasts -zero, ``[N_TILES, (warp, g, t, half)]``, to operand A, ``[warp, row, unit]``."""
+    minus = spread((-zero.to(tl.float32)).to(DOT_DTYPE), N_TILES, WARPS)
+    minus = tl.broadcast_to(minus, [WARPS, N_TILES, 2, 8, 2, 4, 2])
+    return tl.reshape(minus, [WARPS, 16 * N_TILES, 16])
+
+
+@triton.jit
+def as_operand(value, N_TILES: tl.constexpr, WARPS: tl.constexpr):
+    """Reshapes ``[(N_TILES, half), (warp, g, t, upper, pair)]`` to ``[warp, row, unit]``."""
+    value = tl.reshape(value, [N_TILES, 2, WARPS, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(value, [2, 0, 1, 3, 5, 4, 6]), [WARPS, 16 * N_TILES, 16])
+
+
+# One thread prefetches some bytes to L2.
+_FETCH = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+    "setp.gt.and.s32 p, $2, 0, p; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+)
+
+
+@triton.jit
+def fetch(pointer, size):
+    """Prefetches ``size`` bytes, a multiple of 16, to L2 (compute capability 9.0 and later)."""
+    tl.inline_asm_elementwise(
+        _FETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_scales(
+    stored,
+    tile,
+    part: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE_K: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    AFFINE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Loads scales and zero points of a part of a tile, one of each per segment, undecoded.
+
+    ``stored``: pointers to both, a mask of rows, and the number of groups.
+    """
+    scale_at, zero_at, inside, groups = stored
+    scales = ()
+    zeros = ()
+    for i in tl.static_range(max(1, WIDTH // SEGMENT)):
+        if EXACT and TILE_K % PADDED_GROUP == 0:
+            # The compile-time part is added last: it becomes the immediate offset of the load.
+            offset = tile * (TILE_K // PADDED_GROUP * 16)
+            extra = (part * WIDTH + i * SEGMENT) // PADDED_GROUP * 16
+            live = inside & (tile * TILE_K < groups * PADDED_GROUP)
+            scale = tl.load(scale_at + offset + extra, mask=live, other=0)
+            zero = scale
+            if AFFINE:
+                zero = tl.load(zero_at + offset + extra, mask=live, other=0)
+        else:
+            group = tile * 0
+            if not ONE_GROUP:
+                group = (tile * TILE_K + (part * WIDTH + i * SEGMENT)) // PADDED_GROUP
+            live = inside & (group < groups)
+            scale, zero = load_pair(scale_at, zero_at, group * 16, live, AFFINE)
+        scales = scales + (scale,)
+        zeros = zeros + (zero,)
+    return scales, zeros
 
 
 # x      :: [m, k, dtype]
 # words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
-# scale  :: [n_tiles, groups, 8, 2]
-# zero   :: as scale, or scale again where there are none
-# values :: [dtype 2, 2^bits, int16]      lanes :: [dtype 2, 2, 32, int32]
+# scale  :: [n_tiles, n_groups, 8, 2, dtype]
+# zero   :: like scale; without zero points, scale
+# values :: [dtype 2, 2^bits, int16]
+# lanes  :: [dtype 2, 2, 32, int32]
 # bias   :: [n, dtype]
 # out    :: [m, n, dtype]
-# Were k_tiles known to be 1 there would be no loop, and Triton wrote ``add_warps`` twice, each with
-# shared memory of its own (3.6, affine formats of one group a row: 52 KiB at 1 bit, no launch).
+# k_tiles is not specialised: where it is known to be 1, Triton 3.6 removes the loop and emits
+# ``add_warps`` twice, each with its own shared memory.
 @triton.jit(do_not_specialize=["m", "k_tiles"])
-def small_kernel(
+def gemv_kernel(
     x_ptr,
     words_ptr,
     scale_ptr,
@@ -71,18 +150,19 @@ def small_kernel(
     OVERLAP: tl.constexpr,
     MINUS: tl.constexpr,
 ):
+    """Computes y = x @ W_hat.T + bias: 16 * N_TILES outputs of 8 * M_TILES rows a program."""
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * N_TILES
     BLOCK_M: tl.constexpr = 8 * M_TILES
-    # Shorter parts keep 3 bits within 128 registers without stack.
-    COUNT: tl.constexpr = 4 if MINUS and BITS == 3 else min(_PART, POSITIONS)
+    # Shorter parts keep 3 bits within 128 registers without spills.
+    COUNT: tl.constexpr = 4 if MINUS and BITS == 3 else min(_BLOCK_POSITIONS, POSITIONS)
     PARTS: tl.constexpr = POSITIONS // COUNT
     WIDTH: tl.constexpr = 16 * COUNT
     TILE: tl.constexpr = WORDS * 256
     CODES: tl.constexpr = (BITS, AFFINE, ASSEMBLY, True, X_DTYPE, DOT_DTYPE)
     ITEM: tl.constexpr = scale_ptr.dtype.element_ty.primitive_bitwidth // 8
-    # Scales of a part are loaded one part ahead, as long as they are few; with 2 bits, 8 warps and
-    # sm_100 they cost 8 bytes of stack.
+    # Scales are loaded one part ahead while they are few. With 2 bits and 8 warps they would spill
+    # 8 bytes on sm_100.
     SCALES_AHEAD: tl.constexpr = N_TILES * max(1, WIDTH // SEGMENT) <= 4 and BITS != 2
     tl.static_assert(TILE_K % SEGMENT == 0)
     tile_n = tl.program_id(0) * N_TILES
@@ -90,7 +170,7 @@ def small_kernel(
     n_tiles = tl.cdiv(n, 16)
 
     if OVERLAP:
-        # The next kernel may start, and read what no kernel writes: weights.
+        # The next kernel may start and load weights, which no kernel writes.
         tl.extra.cuda.gdc_launch_dependents()
     if FETCH:
         for j in tl.static_range(N_TILES):
@@ -99,9 +179,9 @@ def small_kernel(
             size = min(FETCH * WARPS, k_tiles) * (TILE * 4)
             fetch(words_ptr + (tile_n + j) * k_tiles * TILE, tl.where(inside, size, 0))
 
-    # Two dimensions each: the last is what neighbouring lanes read, and Triton then gives every
-    # lane just the elements that the product wants from it. With more dimensions than that,
-    # releases order them differently (3.6: 8 times slower, through shared memory).
+    # Loads are two-dimensional, the last dimension across neighbouring lanes: Triton then gives
+    # each lane the elements that the product needs from it. With more dimensions Triton 3.6 orders
+    # them differently and goes through shared memory, 8 times slower.
     # words [N_TILES * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * N_TILES)
     i = tl.arange(0, WARPS * 128)
@@ -115,7 +195,7 @@ def small_kernel(
         valid = has_rows & (j * WARPS + warp_w < k_tiles)
         ring = ring + load_words(word_at, j * WARPS * TILE, valid, WORDS)
 
-    # x [M_TILES, (warp, row of x 8, t, EACH)]: what a lane needs of one or two positions
+    # x [M_TILES, (warp, row of x 8, t, EACH)]: a lane needs EACH columns for one or two positions
     EACH: tl.constexpr = 8 if PAIRED else 4
     STEP: tl.constexpr = 2 if PAIRED else 1
     i = tl.arange(0, WARPS * 32 * EACH)
@@ -124,7 +204,7 @@ def small_kernel(
     warp_x = (i // (32 * EACH))[None, :]
     x_at = x_ptr + tl.max_contiguous(x_row * k + (warp_x * TILE_K + unit), [1, EACH])
 
-    # scale [N_TILES, (warp, g, t, half)]: every t reads the same
+    # scale [N_TILES, (warp, g, t, half)]: the same for every t
     tile = tile_n + tl.arange(0, N_TILES)
     i = tl.arange(0, WARPS * 64)
     warp_s = (i // 64)[None, :]
@@ -138,13 +218,13 @@ def small_kernel(
     x_sums = tl.zeros([WARPS, 16, BLOCK_M], tl.float32)
     ones = tl.full([WARPS, 16, 16], 1.0, DOT_DTYPE)
     minus = tl.zeros([WARPS, BLOCK_N, 16], DOT_DTYPE)
-    # Filling a table may wait for all warps: what is ahead is on its way by then.
+    # Filling a table is a barrier for all warps: the loads ahead are in flight by then.
     tables, table = load_tables(values_ptr, lanes_ptr, CODES, WARPS)
     scales, zeros = load_scales(
         stored, warp_s, 0, WIDTH, TILE_K, SEGMENT, ONE_GROUP, PADDED_GROUP, AFFINE, EXACT
     )
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # x may be what the kernel before this one writes
+        tl.extra.cuda.gdc_wait()  # the previous kernel may write x
     for first in tl.range(0, k_tiles, WARPS, num_stages=1):
         ahead = first + AHEAD * WARPS
         valid = has_rows & (ahead + warp_w < k_tiles)
@@ -162,7 +242,7 @@ def small_kernel(
             scale_tile = first + warp_s
             if part + SCALES_AHEAD == PARTS:
                 scale_tile += WARPS
-            # Of this part, or ahead: of the next part, or the first of this warp's next tile.
+            # The scales of this part, or of the next one, which may be in the next tile.
             new_scales, new_zeros = load_scales(
                 stored,
                 scale_tile,
@@ -178,7 +258,7 @@ def small_kernel(
             if not SCALES_AHEAD:
                 scales = new_scales
                 zeros = new_zeros
-            values = decode_part(now, tables, values_ptr, part, COUNT, CODES)
+            values = decode_positions(now, tables, values_ptr, part, COUNT, CODES)
             for q in tl.static_range(0, COUNT, STEP):
                 if (part * COUNT + q) * 16 % SEGMENT == 0:
                     sums = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
@@ -232,7 +312,7 @@ def small_kernel(
 
     y = tl.reshape(acc, [WARPS, BLOCK_N, BLOCK_M])
     if ASSEMBLY:
-        # [WARPS, BLOCK_N, BLOCK_M], whole in the first warp
+        # [WARPS, BLOCK_N, BLOCK_M]; only the first warp has the whole sums
         SUMS: tl.constexpr = 4 * N_TILES * M_TILES
         y = tl.inline_asm_elementwise(
             add_warps(N_TILES, M_TILES, WARPS, table_bytes(BITS, AFFINE)),
@@ -248,7 +328,7 @@ def small_kernel(
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)
     m_row = (first_m + tl.arange(0, BLOCK_M))[None, None, :]
-    # Of all warps where the sums are in the first, or of one.
+    # Only the first warp stores.
     warp = tl.arange(0, WARPS if ASSEMBLY else 1)[:, None, None]
     at = out_ptr + (m_row * n + row + warp * 0)
     live = (m_row < m) & (row < n) & (warp == 0)

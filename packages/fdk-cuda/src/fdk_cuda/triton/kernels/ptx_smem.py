@@ -1,16 +1,16 @@
 # mypy: ignore-errors
-"""What programs keep in shared memory by inline assembly: tables of values, and sums of warps."""
+"""Inline PTX that uses shared memory: lookup tables, and sums of warps."""
 
 import triton
 
-from fdk_cuda.triton.configs import UNASKED_BYTES
-from fdk_cuda.triton.kernels.ptx_assembly import is_shared
+from fdk_cuda.triton.configs.gpus import STATIC_SMEM_BYTES
+from fdk_cuda.triton.kernels.ptx_decode import is_shared
 from fdk_cuda.triton.layout import INDEX_BITS, INDEX_SHIFTS, STRIDES, TABLE_BYTES
 
 
 @triton.constexpr_function
 def entry(bits: int) -> tuple[list[str], list[str]]:
-    """The 16 bytes of the entry of index e: instructions, and four words."""
+    """Returns PTX that computes the 16 bytes of entry e, and the names of its four words."""
     lines, words = [], []
     for i, shift in enumerate(INDEX_SHIFTS[bits]):
         half = "lh"[i % 2]
@@ -26,24 +26,23 @@ def entry(bits: int) -> tuple[list[str], list[str]]:
 
 @triton.constexpr_function
 def reserved_bytes(name: str, size: int) -> str:
-    """Declares so many bytes of shared memory, and returns where they are."""
+    """Returns PTX that declares shared memory and yields its address."""
     return f".shared .align 16 .b8 {name}[{size}]; mov.u32 $0, {name};"
 
 
 @triton.constexpr_function
 def reserve(size: int) -> str:
-    """The same by itself, for assembly of several branches."""
+    """Returns a block of ``reserved_bytes``, for assembly in several branches."""
     return "{ " + reserved_bytes("place", size) + " }"
 
 
 @triton.constexpr_function
 def fill(bits: int, threads: int, reserved: bool = False) -> str:
-    """Fills a table in shared memory from a codebook, and returns where it is.
+    """Returns PTX that fills a table in shared memory from a codebook and yields its address.
 
-    Where it is ``reserved`` already, the second argument is its address.
-
-    A thread holds one entry at a time and writes its copies, or a part of them, in an order in
-    which neighbours meet different banks. Whoever reads the table must have its address from here.
+    If ``reserved``, the second argument is the address. A thread computes one entry at a time and
+    writes its copies, or some of them, in an order in which neighbours use different banks. Reads
+    of the table must depend on the address that this yields.
     """
     entries, stride = 1 << INDEX_BITS[bits], STRIDES[bits]
     sharing = min(8, max(1, threads // entries))  # threads that share a row
@@ -72,7 +71,7 @@ def fill(bits: int, threads: int, reserved: bool = False) -> str:
 
 @triton.constexpr_function
 def lane_place(bits: int) -> str:
-    """This lane's place in a row of a table in shared memory, from an address on."""
+    """Returns PTX that adds this lane's offset in a row of a table to an address."""
     size, copies = (16, 8) if bits == 1 else (4, 32)
     return (
         "{ .reg .b32 l; mov.u32 l, %laneid; "
@@ -82,44 +81,44 @@ def lane_place(bits: int) -> str:
 
 @triton.constexpr_function
 def sums_bytes(n_tiles: int, m_tiles: int, warps: int) -> int:
-    """Of the sums of all warps, 16 bytes at a time."""
+    """Returns the bytes of the sums of all warps."""
     return 512 * n_tiles * m_tiles * warps
 
 
 @triton.constexpr_function
-def small_bytes(n_tiles: int, m_tiles: int, warps: int, table: int) -> tuple[int, bool]:
-    """Shared memory of a program of ``small_kernel`` at most, its assembly's and Triton's.
+def gemv_smem_bytes(n_tiles: int, m_tiles: int, warps: int, table: int) -> tuple[int, bool]:
+    """Returns the most shared memory that a program of ``gemv_kernel`` uses, for any format.
 
-    For every dtype and group size. The second is whether the sums go where the table is: where both
-    would not fit what a program gets unasked, and the table has room for them.
+    The second result is whether the sums replace the table: where both do not fit the static limit,
+    and the table has room for the sums.
     """
     sums = sums_bytes(n_tiles, m_tiles, warps)
-    # Triton's own, one after the other: results, 16 bits each, and x of two positions where its
-    # columns are not known to be neighbours.
+    # Triton's own buffers, one after the other: 16-bit results, and x of two positions where its
+    # columns are not known to be contiguous.
     buffers = max(sums // 2, 512 * m_tiles * warps)
-    replaces = sums <= table and table + sums + buffers > UNASKED_BYTES
+    replaces = sums <= table and table + sums + buffers > STATIC_SMEM_BYTES
     return table + (0 if replaces else sums) + buffers, replaces
 
 
 @triton.constexpr_function
-def fits_small(n_tiles: int, m_tiles: int, warps: int, table: int) -> bool:
-    """Whether a program of ``small_kernel`` has room: Triton asks for no more than its own."""
-    return small_bytes(n_tiles, m_tiles, warps, table)[0] <= UNASKED_BYTES
+def fits_gemv(n_tiles: int, m_tiles: int, warps: int, table: int) -> bool:
+    """Returns whether a program of ``gemv_kernel`` fits the static limit."""
+    return gemv_smem_bytes(n_tiles, m_tiles, warps, table)[0] <= STATIC_SMEM_BYTES
 
 
 @triton.constexpr_function
 def add_warps(n_tiles: int, m_tiles: int, warps: int, table: int) -> str:
-    """The sums of all warps in their order, in the first; in others what comes out is not used.
+    """Returns PTX that adds the sums of all warps, in order, in the first warp.
 
-    Every thread has ``4 * n_tiles * m_tiles`` sums of elements that differ between lanes alone.
-    They go where a table of so many bytes is, the address of which is the second argument, if both
-    would not fit a program.
+    Every thread has ``4 * n_tiles * m_tiles`` sums, of elements that depend on its lane only. If
+    both do not fit, the sums replace a table of ``table`` bytes, whose address is the second
+    argument.
     """
     count, step = 4 * n_tiles * m_tiles, 512 * warps
-    assert fits_small(n_tiles, m_tiles, warps, table)
+    assert fits_gemv(n_tiles, m_tiles, warps, table)
     lines = [".reg .pred q; .reg .b32 a, c; .reg .f32 t0, t1, t2, t3;"]
-    if small_bytes(n_tiles, m_tiles, warps, table)[1]:
-        # Some warp may still read the table.
+    if gemv_smem_bytes(n_tiles, m_tiles, warps, table)[1]:
+        # Other warps may still read the table.
         lines.append(f"mov.b32 a, ${2 * count}; bar.sync 0;")
     else:
         size = sums_bytes(n_tiles, m_tiles, warps)
@@ -141,55 +140,55 @@ def add_warps(n_tiles: int, m_tiles: int, warps: int, table: int) -> str:
 
 @triton.constexpr_function
 def add_constraints(count: int) -> str:
-    """Of ``add_warps``."""
+    """Returns the constraints of ``add_warps``."""
     return ",".join(["=&f"] * count + ["f"] * count + ["r"] * count)
 
 
 @triton.constexpr_function
 def shares_bytes(warps: int) -> int:
-    """Of the sums that go through shared memory at once.
+    """Returns the bytes of sums that go through shared memory at once.
 
-    Of every thread 16 bytes for each warp, and with few warps twice.
+    16 bytes per thread and warp; with few warps twice as many.
     """
     return 512 * warps * warps * (2 if warps <= 4 else 1)
 
 
 @triton.constexpr_function
 def add_shares(count: int, m_tiles: int, warps: int) -> str:
-    """The sums of all warps in their order, ``count // warps`` positions in each.
+    """Returns PTX that adds the sums of all warps, in order, ``count // warps`` positions in each.
 
     Every thread has ``4 * m_tiles`` sums of each of ``count`` positions. Warp w gets the positions
-    from ``w * count // warps`` on. The last argument is where there is room for ``shares_bytes``.
+    from ``w * count // warps`` on. The last argument is the address of ``shares_bytes`` bytes.
     """
     own, size = count // warps, 4 * m_tiles
     assert own * warps == count
     lines = [".reg .b32 a, b, c; .reg .f32 t0, t1, t2, t3;"]
-    # Some warp may still read a table there.
+    # Other warps may still read a table there.
     lines.append(f"mov.b32 a, ${(own + count) * size}; bar.sync 0;")
     lines += [
         "mov.u32 c, %tid.x; shr.u32 b, c, 5;",
         f"mad.lo.u32 b, b, {512 * warps}, a; mad.lo.u32 a, c, 16, a;",
         "and.b32 c, c, 31; mad.lo.u32 b, c, 16, b;",
     ]
-    pieces = [(j, i) for j in range(own) for i in range(m_tiles)]
+    tiles = [(j, i) for j in range(own) for i in range(m_tiles)]
     at_once = shares_bytes(warps) // (512 * warps * warps)
-    for first in range(0, len(pieces), at_once):
+    for first in range(0, len(tiles), at_once):
         if first:
             lines.append("bar.sync 0;")
-        now = range(first, min(first + at_once, len(pieces)))
-        for piece in now:
-            j, i = pieces[piece]
+        now = range(first, min(first + at_once, len(tiles)))
+        for tile in now:
+            j, i = tiles[tile]
             for warp in range(warps):
-                at = 512 * warps * ((piece - first) * warps + warp)
+                at = 512 * warps * ((tile - first) * warps + warp)
                 argument = (own + warp * own + j) * size + 4 * i
                 values = ", ".join(f"${argument + e}" for e in range(4))
                 lines.append(f"st.shared.v4.f32 [a + {at}], {{{values}}};")
         lines.append("bar.sync 0;")
-        for piece in now:
-            j, i = pieces[piece]
+        for tile in now:
+            j, i = tiles[tile]
             result = j * size + 4 * i
             for warp in range(warps):
-                at = 512 * (warps * warps * (piece - first) + warp)
+                at = 512 * (warps * warps * (tile - first) + warp)
                 lines.append(f"ld.shared.v4.f32 {{t0, t1, t2, t3}}, [b + {at}];")
                 for e in range(4):
                     sums = f"${result + e}"
@@ -201,7 +200,7 @@ def add_shares(count: int, m_tiles: int, warps: int) -> str:
 
 @triton.constexpr_function
 def shares_constraints(count: int, m_tiles: int, warps: int) -> str:
-    """Of ``add_shares``."""
+    """Returns the constraints of ``add_shares``."""
     size = 4 * m_tiles
     results, arguments = count // warps * size, count * size
     return ",".join(["=&f"] * results + ["f"] * arguments + ["r"] * size)
@@ -209,13 +208,13 @@ def shares_constraints(count: int, m_tiles: int, warps: int) -> str:
 
 @triton.constexpr_function
 def exchange_halves(count: int, threads: int) -> str:
-    """Of a pair of programs that hold the same sums of different parts of k: each adds up a half.
+    """Returns PTX that adds the sums of a cluster of two programs; each gets one half.
 
-    Every thread has ``count`` sums of either half. The first program of the cluster adds the first
-    half, the second the other, and each gets its neighbour's from the thread there that holds the
-    same. They are written to where the neighbour's dynamic shared memory starts, ``global_smem``
-    for Triton: all that lies there must be done with. Two barriers of the cluster say so, and that
-    what was sent has arrived; nobody writes to another program after the second.
+    Every thread has ``count`` sums of either half. The first program adds the first half, the
+    second the other; each receives its neighbour's sums from the same thread there. They are
+    written to the start of the neighbour's dynamic shared memory, Triton's ``global_smem``, which
+    must no longer be in use. One cluster barrier ensures that, a second that the sums have arrived;
+    no program writes to the other after it.
     """
     lines = [
         ".reg .pred p; .reg .b32 r, a, b; .reg .f32 t0, t1, t2, t3;",
@@ -240,17 +239,17 @@ def exchange_halves(count: int, threads: int) -> str:
 
 @triton.constexpr_function
 def exchange_constraints(count: int) -> str:
-    """Of ``exchange_halves``."""
+    """Returns the constraints of ``exchange_halves``."""
     return ",".join(["=&f"] * count + ["f"] * (2 * count))
 
 
 @triton.constexpr_function
 def table_bytes(bits: int, affine: bool) -> int:
-    """Of the table of a kernel that may fill one."""
+    """Returns the bytes of the table of a kernel that fills one."""
     return TABLE_BYTES[bits] if is_shared(bits, affine, True) else 0
 
 
 @triton.constexpr_function
-def transposed_bytes(bits: int, affine: bool, table: bool, warps: int) -> int:
-    """Of a program of ``transposed_kernel``: a table, and in its place the sums of all warps."""
+def dgrad_smem_bytes(bits: int, affine: bool, table: bool, warps: int) -> int:
+    """Returns the bytes of a program of ``dgrad_kernel``: a table, later the sums of all warps."""
     return max(shares_bytes(warps), table_bytes(bits, affine) if table else 0)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A ring of stages in shared memory that TMA fills, for the kernels in Gluon."""
+"""Pipeline of shared-memory stages that TMA fills, for the Gluon kernels."""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -7,21 +7,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# Columns of a stage: a row of 128 bytes of 16 bits each, as wide as TMA swizzles.
+# Columns of a stage: 16-bit rows of 128 bytes, the widest swizzle of TMA.
 STEP = gl.constexpr(64)
-# Triton 3.8 names TMA's copies anew, and 3.9 refuses the names of before.
+# Triton 3.8 renamed the TMA copies; 3.9 has only the new names.
 load_by_tma = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_by_tma = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def shared_layout(bits: int) -> gl.NVMMASharedLayout:
-    """Of x and of what is stored, for elements of so many bits."""
+    """Returns the layout of stages and stores, for elements of so many bits."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 
 @gluon.jit
 def new_ring(desc, DTYPE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
-    """The stages, and a barrier for each."""
+    """Allocates the stages, and a barrier for each."""
     stages = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, STEP], desc.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -32,7 +32,7 @@ def new_ring(desc, DTYPE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.conste
 
 @gluon.jit
 def after(stage, phase, STAGES: gl.constexpr):
-    """The next stage, and the phase of its barrier."""
+    """Returns the next stage and the phase of its barrier."""
     wraps = stage == STAGES - 1
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
@@ -41,15 +41,15 @@ def after(stage, phase, STAGES: gl.constexpr):
 def fetch_x(
     x_desc, x_stages, barriers, stage, row, step, last, COUNT: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Has COUNT steps of x, from ``step`` on, brought to the stages from ``stage`` on.
+    """Starts the copies of COUNT steps of x, from ``step`` on, into the stages from ``stage`` on.
 
-    Those of them that are this program's. One barrier serves them all.
+    Steps from ``last`` on belong to other programs and are skipped.
     """
     at = stage
     for i in gl.static_range(COUNT):
         mbarrier.expect(barriers.index(at), x_desc.block_type.nbytes, pred=step + i < last)
         at = gl.where(at == STAGES - 1, 0, at + 1)
-    # All have done with what the stages held, and no thread runs ahead of the lines above.
+    # All warps are done with the old contents, and with the lines above.
     tl.debug_barrier()
     at = stage
     for i in gl.static_range(COUNT):

@@ -1,0 +1,122 @@
+"""Encoding: the code whose value is nearest to a weight, the lower code of a tie."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Cells for the lookup of ``CodebookEncoder``: the smallest table (for the cache) in which no cell
+# holds two midpoints. A codebook that needs more than the last is searched with bucketize.
+CELL_COUNTS = (1 << 12, 1 << 15, 1 << 18)
+
+
+def divide(value: Tensor, by: Tensor) -> Tensor:
+    """Divides float32 tensors that broadcast; zero where the divisor is zero."""
+    return value / torch.where(by == 0, torch.inf, by)
+
+
+def affine_codes(groups: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """Encodes by ``ceil(w / scale + zero_point - 1/2)``, clamped to 0 to 2^bits - 1.
+
+    Each step is one float32 operation. The ceiling gives a tie to the lower code.
+
+    Args:
+        groups: weights, ``[..., G, float32]``.
+        scale: decoded scales, ``[..., float32]``.
+        zero_point: ``[..., float32]``.
+        bits: width of a code.
+
+    Returns:
+        The codes, ``[..., G, uint8]``.
+    """
+    value = divide(groups, scale[..., None]).add_(zero_point[..., None])
+    return value.sub_(0.5).ceil_().clamp_(0, (1 << bits) - 1).to(torch.uint8)
+
+
+class CodebookEncoder:
+    """Encodes float32 values with a codebook: a code is the number of midpoints below the value.
+
+    A tie goes to the lower code, and the higher one of two equal entries is never used. A table of
+    cells replaces the binary search where every midpoint has a cell to itself: the cell gives the
+    code up to one comparison (2^24 values on 2 CPU cores: 0.04 s instead of 0.9 s at 4 bits).
+
+    Args:
+        codebook: ``[2^bits, float32]``, ascending; an entry may repeat.
+    """
+
+    def __init__(self, codebook: Tensor) -> None:
+        self.codebook = codebook
+        entries, repeats = codebook.unique_consecutive(return_counts=True)
+        first = repeats.cumsum(0) - repeats
+        # If only the last entry repeats, as in `int`, indices of distinct entries are codes.
+        self.first: Tensor | None = None if first[-1] == len(first) - 1 else first.to(torch.uint8)
+        self.midpoints = (entries[1:] + entries[:-1]) / 2
+        tables = (_cell_table(self.midpoints, count) for count in CELL_COUNTS)
+        self.cells = next(filter(None, tables), None)
+
+    def codes(self, value: Tensor) -> Tensor:
+        """Returns the codes, uint8, in the shape of ``value``."""
+        entries = self._distinct_entries(value)
+        if self.first is None:
+            return entries
+        index = entries.reshape(-1).to(torch.int32)
+        return self.first.index_select(0, index).view(value.shape)
+
+    def _distinct_entries(self, value: Tensor) -> Tensor:
+        """Returns indices, uint8, into the codebook without its repeated entries."""
+        if self.cells is None:
+            return torch.bucketize(value, self.midpoints, out_int32=True).to(torch.uint8)
+        flat = value.reshape(-1)
+        cell = self.cells.of(flat)
+        codes = self.cells.below.index_select(0, cell)
+        codes += flat > self.cells.midpoint.index_select(0, cell)
+        return codes.view(value.shape)
+
+    def values(self, value: Tensor) -> Tensor:
+        """Returns the codebook entries of the codes, float32, in the shape of ``value``."""
+        codes = self.codes(value).view(-1).to(torch.int32)
+        return self.codebook.index_select(0, codes).view(value.shape)
+
+
+@dataclass(frozen=True)
+class _CellTable:
+    """Equal cells over the range of the midpoints, with at most one midpoint each.
+
+    The cell index is a monotonic function of the value, whatever its rounding. So midpoints of
+    lower cells are below the value, those of higher cells are not, and comparing with the midpoint
+    of the value's own cell makes the count exact.
+
+        below    :: [cells, uint8]     midpoints in lower cells
+        midpoint :: [cells, float32]   the midpoint in the cell, or infinity
+    """
+
+    low: float
+    step: float
+    below: Tensor
+    midpoint: Tensor
+
+    def of(self, value: Tensor) -> Tensor:
+        """Returns the cell of each value, int32."""
+        return _cell(value, self.low, self.step, len(self.below))
+
+
+def _cell(value: Tensor, low: float, step: float, count: int) -> Tensor:
+    return (value - low).mul_(step).clamp_(0, count - 1).to(torch.int32)
+
+
+def _cell_table(midpoints: Tensor, count: int) -> _CellTable | None:
+    """Builds a table; None if two midpoints share a cell or float32 cannot divide their range."""
+    if not len(midpoints):
+        return None
+    low, high = midpoints[0].item(), midpoints[-1].item()
+    span = high - low if len(midpoints) > 1 else 1.0
+    if not 1e-30 < span < 1e30:
+        return None
+    step = (count - 1) / span
+    cell = _cell(midpoints, low, step, count)
+    held = torch.bincount(cell, minlength=count)
+    if held.max() > 1:
+        return None
+    midpoint = torch.full((count,), torch.inf, dtype=midpoints.dtype, device=midpoints.device)
+    midpoint[cell] = midpoints
+    return _CellTable(low, step, (held.cumsum(0) - held).to(torch.uint8), midpoint)

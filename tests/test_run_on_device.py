@@ -126,10 +126,10 @@ def test_dry_run_touches_nothing(run: Run, device: Path, tmp_path: Path) -> None
     ("arguments", "message"),
     [
         (["--fast"], "unknown option --fast"),
-        (["--serial"], "--serial wants a value"),
+        (["--serial"], "--serial needs a value"),
         (["--dry-run", "--abi", "armeabi-v7a"], "not for armeabi-v7a"),
-        (["--serial", "abc"], "no device abc; there are: emulated"),
-        (["--abi", "x86_64"], "runs arm64-v8a,armeabi-v7a, not x86_64"),
+        (["--serial", "abc"], "no device abc; connected: emulated"),
+        (["--abi", "x86_64"], "supports arm64-v8a,armeabi-v7a, not x86_64"),
     ],
 )
 def test_wrong_options_are_refused(run: Run, arguments: list[str], message: str) -> None:
@@ -141,7 +141,7 @@ def test_wrong_options_are_refused(run: Run, arguments: list[str], message: str)
     ("listed", "message"),
     [
         ("", "no device: connect one"),
-        ("a\tdevice\nb\tdevice\n", "several devices, name one with --serial"),
+        ("a\tdevice\nb\tdevice\n", "several devices, choose one with --serial"),
         ("a\tunauthorized\n", "accept this computer's key"),
         ("a\toffline\n", "device a is offline, not ready"),
     ],
@@ -161,7 +161,7 @@ def test_missing_tools_are_named(run: Run, tmp_path: Path) -> None:
     done = run(PATH=str(tmp_path / "no_adb"))
     assert "no compiler for arm64-v8a: set ANDROID_NDK_HOME" in done.stderr
     done = run(ANDROID_NDK_HOME=str(tmp_path))
-    assert f"ANDROID_NDK_HOME={tmp_path} is no NDK" in done.stderr
+    assert f"ANDROID_NDK_HOME={tmp_path} is not an NDK" in done.stderr
 
 
 @pytest.mark.parametrize("where", ["named", "newest of the SDK"])
@@ -169,7 +169,7 @@ def test_dry_run_finds_the_ndk(run: Run, tmp_path: Path, where: str) -> None:
     ndk = make_ndk(tmp_path / "Android" / "Sdk" / "ndk" / "27.0.1")
     other = make_ndk(tmp_path / "Android" / "Sdk" / "ndk" / "9.9.9")
     done = run("--dry-run", **({"ANDROID_NDK_HOME": str(other)} if where == "named" else {}))
-    assert f"the NDK of {other if where == 'named' else ndk}" in done.stderr
+    assert f"NDK {other if where == 'named' else ndk}" in done.stderr
     assert "--preset android-arm64" in done.stderr
 
 

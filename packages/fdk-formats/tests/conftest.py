@@ -13,6 +13,6 @@ settings.load_profile("fdk")
 
 
 @pytest.fixture(autouse=True)
-def torch_blockwise_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_blockwise_kernels(monkeypatch):
     """The blockwise ops in torch."""
     monkeypatch.setattr(kernels, "_REGISTERED", {"cpu": TORCH_KERNELS})

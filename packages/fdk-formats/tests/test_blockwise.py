@@ -24,7 +24,7 @@ from fdk_formats.blockwise import (
 from fdk_formats.testing.blockwise import beside_midpoints, check_kernels
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -226,7 +226,7 @@ def test_the_shared_tables_cannot_be_changed_through_a_result():
 # ----------------------------------------------------------------------------------------- search
 
 
-def repeated_code() -> torch.Tensor:
+def repeated_code():
     """Entries that repeat, and midpoints closer together than the keys of the search."""
     spread, close = torch.linspace(-1, 1, 200), 0.5 + torch.arange(46) * 2.0**-12
     return torch.cat((spread, close, torch.zeros(10))).sort().values

@@ -39,15 +39,15 @@ _OPS = {
 _TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
-def torch_backend(name: str, *arguments):
+def torch_backend(name, *arguments):
     return _OPS[name].redispatch(_TORCH_BACKEND, *arguments)
 
 
-def cpu_library(name: str, *arguments):
+def cpu_library(name, *arguments):
     return _OPS[name](*arguments)
 
 
-def awkward(size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def awkward(size, dtype, scale=1.0):
     values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * scale
     values[64:256] = 0
     values[300:330] = -0.0
@@ -55,13 +55,13 @@ def awkward(size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     return values.to(dtype)
 
 
-def assert_same_bytes(got: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_same_bytes(got, wanted):
     assert got.dtype == wanted.dtype
     assert got.shape == wanted.shape
     assert got.contiguous().view(-1).view(torch.uint8).equal(wanted.view(-1).view(torch.uint8))
 
 
-def tables() -> dict[str, torch.Tensor]:
+def tables():
     return {
         "signed": bitsandbytes.functional.create_dynamic_map(),
         "unsigned": bitsandbytes.functional.create_dynamic_map(signed=False),
@@ -263,7 +263,7 @@ def cuda_bytes():
         return {name: torch.from_numpy(stored[name]) for name in stored.files}
 
 
-def nonzero_blocks(values: torch.Tensor) -> torch.Tensor:
+def nonzero_blocks(values):
     return values.view(-1, 64).any(dim=1)
 
 

@@ -3,8 +3,6 @@
 Not that of the process: malloc keeps freed pages, and from run to run 10 MiB more or fewer of them.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -28,7 +26,7 @@ OPS = {
 }
 
 
-def peak_and_kept(call: Callable[[], object]) -> tuple[int, int]:
+def peak_and_kept(call):
     """The most bytes torch had allocated at once while ``call`` ran, and those of its result."""
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True

@@ -10,7 +10,7 @@ from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 
 
 class Wide:
-    """Takes k in multiples of 128, and is the better the wider."""
+    """Supports multiples of 128 as k; its priority grows with k."""
 
     def __init__(self, name, priority):
         self.name, self.level = name, priority
@@ -31,7 +31,7 @@ def problem(k):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """The reference alone, whatever is installed; what a test registers goes with it."""
+    """Leaves only the reference registered, and undoes registrations afterwards."""
     monkeypatch.setattr(backends_module, "_registry", {"reference": ReferenceBackend()})
     monkeypatch.setattr(backends_module, "_by_name_only", {"reference"})
     monkeypatch.setattr(backends_module, "KNOWN_PACKAGES", ())
@@ -41,7 +41,7 @@ def registry(monkeypatch):
     backends_module._discover.cache_clear()
 
 
-def test_auto_picks_the_highest_priority_that_takes_it():
+def test_auto_picks_the_highest_priority():
     register(Wide("slow", 1))
     register(Wide("fast", 2))
     assert select(problem(128)).name == "fast"
@@ -55,7 +55,7 @@ def test_reference_is_chosen_by_name_only():
         select(problem(192))
 
 
-def test_every_reason_is_told():
+def test_errors_have_every_reason():
     register(Wide("a", 1))
     register(Wide("b", 2))
     with pytest.raises(NoBackendError) as caught:
@@ -83,7 +83,7 @@ def test_a_named_backend_says_why_not():
 
 
 @pytest.mark.parametrize("asked", [select, unsupported_reasons])
-def test_what_is_no_problem_is_refused(asked):
+def test_problem_is_checked(asked):
     with pytest.raises(TypeError, match=f"{asked.__name__}: problem must be a Problem, got None"):
         asked(None)
 
@@ -98,7 +98,7 @@ def test_register_replaces_and_moves_between_auto_and_by_name():
     assert list(all_backends()) == ["reference", "a"]
 
 
-def test_register_checks_what_it_gets():
+def test_register_checks_its_argument():
     message = "register: a backend has name, unsupported, priority and pack, got object"
     with pytest.raises(TypeError, match=message):
         register(object())
@@ -107,7 +107,7 @@ def test_register_checks_what_it_gets():
     assert list(all_backends()) == ["reference"]
 
 
-def test_packages_are_discovered_and_broken_ones_are_told_of(tmp_path, monkeypatch):
+def test_packages_are_discovered_and_broken_ones_reported(tmp_path, monkeypatch):
     (tmp_path / "fdk_test_broken.py").write_text("raise OSError('no driver')\n")
     (tmp_path / "fdk_test_works.py").write_text(
         "import fdk_formats.backends as b\n"

@@ -1,4 +1,4 @@
-"""Blockwise quantising under torch.compile, other tracers and torch.func: it is one op to them."""
+"""Blockwise ops under torch.compile, torch.export, fake tensors and torch.func."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def test_compile_fullgraph_without_recompiling_over_shapes(quantise):
     torch._dynamo.reset()
     compiled = torch.compile(quantise, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for m in (64, 31, 333):  # a single block would be a graph of its own
+        for m in (64, 31, 333):  # a single block would specialise the graph
             x = normal(m, 7)
             q, wanted = compiled(x), quantise(x)
             assert (q.shape, q.dtype, q.kind) == (wanted.shape, wanted.dtype, wanted.kind)
@@ -55,7 +55,7 @@ def test_fake_tensors(quantise):
 
 
 def test_a_compiled_step_of_an_optimiser():
-    """Blocks go in, and blocks come out."""
+    """QuantisedBlocks are inputs and outputs of a compiled function."""
 
     def step(grad, moment):
         mean = 0.9 * dequantise_blockwise(moment) + 0.1 * grad
@@ -91,7 +91,7 @@ def test_errors_of_values_come_from_compiled_code():
         compiled(x, falling)
 
 
-def test_a_code_that_asks_for_a_gradient_is_a_constant():
+def test_a_code_gets_no_gradient():
     code, x = torch.linspace(-1, 1, 256, requires_grad=True), normal(64)
 
     def round_trip(x):
@@ -105,7 +105,7 @@ def test_a_code_that_asks_for_a_gradient_is_a_constant():
     assert torch.equal(slope, y)
 
 
-def test_a_bad_code_is_refused_where_there_are_no_values():
+def test_a_bad_code_is_refused_on_fake_tensors():
     with FakeTensorMode():
         x = torch.empty(8)
         with pytest.raises(ValueError, match=r"code must be \[256\], got \[3\]"):
@@ -131,10 +131,10 @@ ROUND_TRIPS = {
 }
 
 
-# torch.func.jvp loads decompositions through it.
+# torch.func.jvp triggers this warning.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
-def test_derivatives_of_torch_func_take_it_for_a_constant(round_trip):
+def test_quantising_is_constant_under_derivatives(round_trip):
     x = normal(3, 77)
     wanted = round_trip(x)
 
@@ -159,7 +159,7 @@ def test_vmap_quantises_each(quantise):
 
 
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
-def test_vmap_dequantises_what_is_not_of_the_batch(round_trip):
+def test_vmap_dequantises_unbatched_blocks_only(round_trip):
     x, factors = normal(3, 77), torch.arange(5.0)
     found = torch.func.vmap(lambda factor: factor * round_trip(x))(factors)
     assert torch.equal(found, factors[:, None, None] * round_trip(x))

@@ -1,4 +1,4 @@
-"""Fixed codebooks against hand-worked values, and against scipy as the oracle of quantiles."""
+"""Named codebooks against values by hand and scipy's quantiles."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_named_codebook_values(text, values, unit):
 
 
 def quantile_float(distribution, bits):
-    """NF4 as its authors build it, with the outer quantile for any width."""
+    """Builds NF4 as its authors do, at any width."""
     half = 2 ** (bits - 1)
     outer = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
     positive = distribution.ppf(np.linspace(outer, 0.5, half + 1)[:-1])
@@ -118,7 +118,7 @@ def test_cube_root_density_of_a_statistic(bits):
 
 def test_cube_root_density_follows_the_row():
     assert table("crd_normal4-row-absmax", k=256) == table("crd_normal4-g256-absmax")
-    # Rows shorter than any group size: the formula has no value for 3 weights or fewer.
+    # The formula has no value for whole rows of 3 weights or fewer.
     assert table("crd_normal4-row-absmax", k=2) == table("crd_normal4-g16-absmax")
 
 

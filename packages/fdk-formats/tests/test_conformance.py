@@ -1,4 +1,4 @@
-"""The conformance kit on the reference backend, and on backends broken on purpose."""
+"""The conformance kit on the reference backend and on backends that are broken on purpose."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_reference(case):
     check_backend(ReferenceBackend(), case)
 
 
-def test_cases_cover_what_the_kit_promises():
+def test_cases_cover_the_formats():
     seen = list(cases())
     formats = {case.format for case in seen}
     grid = {(f.bits, f.codebook, f.group_size) for f in formats}
@@ -45,7 +45,7 @@ def test_cases_cover_what_the_kit_promises():
 
 
 def broken(change):
-    """A reference backend whose layout's forward is changed."""
+    """Returns a reference backend with a changed forward."""
 
     class Broken(ReferenceLayout):
         def forward(self, x, bias=None):
@@ -100,7 +100,7 @@ def test_the_kit_catches_bytes_that_change():
         check_golden(LossyBackend(), CASE)
 
 
-def test_the_kit_names_a_case_that_is_not_taken():
+def test_the_kit_names_an_unsupported_case():
     with pytest.raises(AssertionError, match=r"reference does not support .*int8"):
         check_backend(ReferenceBackend(), replace(CASE, dtype=torch.int8))
 
@@ -124,7 +124,7 @@ def test_nrmse():
 
 
 @pytest.mark.parametrize("terms", [37, 1000])
-def test_float32_may_add_one_term_after_another(terms):
+def test_allowed_error_covers_sequential_sums(terms):
     values = torch.randn(4096, terms)
     oracle, y = values.double().sum(1), torch.zeros(4096)
     for column in values.T:
@@ -133,7 +133,7 @@ def test_float32_may_add_one_term_after_another(terms):
     assert 0.25 * allowed < nrmse(y, oracle) < 0.5 * allowed
     y_16 = oracle.bfloat16()
     assert allowed_error(y_16, oracle, terms) == 2 * nrmse(y_16, oracle)
-    assert allowed_error(oracle, oracle, terms) < 1e-14  # float64 has an eps of its own
+    assert allowed_error(oracle, oracle, terms) < 1e-14  # uses the eps of float64
 
 
 def test_poisoned():

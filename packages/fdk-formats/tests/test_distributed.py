@@ -19,7 +19,6 @@ def layer(format="kmeans4-g32"):
 
 @pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint"])
 def test_model_state_dict(format):
-    """It asks the model for everything that ``state_dict`` names."""
     model, other = nn.Sequential(layer(format)), nn.Sequential(layer(format))
     state = get_model_state_dict(model)
     assert list(state) == list(model.state_dict())
@@ -34,7 +33,7 @@ def test_model_state_dict(format):
 
 @pytest.fixture
 def process_group():
-    """This process alone."""
+    """Initialises a group of one process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -50,7 +49,6 @@ WRAPPERS = {
 @pytest.mark.parametrize("from_rank_0", [False, True])
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_state_dict_of_a_wrapped_model(wrap, from_rank_0):
-    """``state_dict`` of a wrapper has a prefix, which it gives to what the model says it has."""
     model, x = nn.Sequential(layer()), torch.ones(1, 64)
     state = get_model_state_dict(model)
     wrapped = wrap(nn.Sequential(layer()))
@@ -67,7 +65,6 @@ def test_state_dict_of_a_wrapped_model(wrap, from_rank_0):
 
 
 def test_buffers_of_a_weight():
-    """Its own are those of ``state_dict``; with those below it they are what memory holds."""
     weight = layer().weight
     assert [name for name, _ in weight.named_buffers(recurse=False)] == list(weight.state_dict())
     named = weight.named_buffers("0.weight", recurse=False)

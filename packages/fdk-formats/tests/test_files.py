@@ -1,4 +1,4 @@
-"""Our file: the bytes of one by hand, every format bit for bit, and each way to be damaged."""
+"""Files: golden bytes, round trips of tensors and models, and damaged files."""
 
 import json
 import math
@@ -38,7 +38,7 @@ FORMATS = [
 
 
 def make_weight(text, n=3, k=192, seed=0):
-    """A weight of random codes, scales and table: whatever its format can hold."""
+    """Returns a weight of random codes, scales and table."""
     generator = torch.Generator().manual_seed(seed)
     format = Format.parse(text)
     groups = (n, k // format.group_size_for(k))
@@ -124,7 +124,7 @@ def test_round_trip_of_plain_tensors(path):
 
 
 def test_golden_file(path):
-    """The bytes, by hand: codes 3 0 1 2 four times are the byte 0xC6 four times."""
+    """The codes 3 0 1 2 four times are the byte 0xC6 four times."""
     weight = QuantisedTensor(
         format=Format.parse("custom2-g16"),
         shape=(1, 16),
@@ -183,7 +183,6 @@ def test_overlapping_memory_is_saved_apart(path):
 
 
 def test_empty_tensors_are_not_tied(path):
-    """They have no memory to share: to give one a size must not give the other one."""
     save(path, {"a": torch.empty(0, 2), "b": torch.empty(0, 2)})
     back = load(path)
     assert back["a"] is not back["b"]
@@ -204,7 +203,7 @@ def test_same_tensors_give_same_bytes(path):
     assert path.read_bytes() == first
 
 
-def test_plain_tensor_may_be_called_like_a_part_of_no_weight(path):
+def test_plain_tensor_named_packed(path):
     save(path, {"x.packed": torch.ones(3)})
     assert load(path)["x.packed"].tolist() == [1, 1, 1]
 
@@ -234,12 +233,12 @@ def test_alias_collision(path):
     ],
     ids=["list", "complex", "sparse", "meta"],
 )
-def test_value_that_cannot_be_saved(path, value, message):
+def test_unsupported_values(path, value, message):
     with pytest.raises(TypeError, match=message):
         save(path, {"x": value})
 
 
-def test_save_wants_names(path):
+def test_save_requires_a_mapping(path):
     with pytest.raises(TypeError, match="save: wanted a mapping of names to tensors, got list"):
         save(path, [torch.ones(2)])
     assert not path.exists()
@@ -293,7 +292,7 @@ def test_pickle_is_refused_and_not_run(path, monkeypatch):
     assert os.listdir() == [path.name]
 
 
-# Damage: a sound file is saved, its header or its tensors are changed, and load must say what.
+# Damaged files: save a file, change its header or tensors, and check the error of load.
 def read_parts(path):
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -385,8 +384,7 @@ def test_truncated_file(saved, keep):
     assert str(saved) in str(error.value)
 
 
-def test_every_truncation_and_flipped_header_byte_is_an_error_or_sound(path):
-    """No cut loads, and no changed byte of the header escapes as another kind of error."""
+def test_truncations_and_flipped_header_bits_raise_value_errors(path):
     weight = make_weight("custom1-g16", n=1, k=16)
     save(path, {"w": weight})
     data = path.read_bytes()
@@ -411,7 +409,7 @@ def test_missing_file(path):
 
 
 @pytest.mark.parametrize("read", [load, load_metadata])
-def test_folder_is_no_file(tmp_path, read):
+def test_folder_instead_of_a_file(tmp_path, read):
     with pytest.raises(IsADirectoryError, match="wanted a file, got a folder") as error:
         read(tmp_path)
     assert str(tmp_path) in str(error.value)
@@ -461,7 +459,7 @@ def test_repeated_codebook_entries_are_allowed(path):
 def test_save_replaces_the_file_and_never_writes_into_it(tmp_path):
     path, old = tmp_path / "weights", tmp_path / "old"
     save(path, {"x": torch.zeros(4)})
-    os.link(path, old)  # what a reader that has the file open goes on seeing
+    os.link(path, old)  # stands for a reader with the file open
     save(path, {"x": torch.ones(4)})
     assert load(old)["x"].tolist() == [0, 0, 0, 0]
     assert load(path)["x"].tolist() == [1, 1, 1, 1]
@@ -504,7 +502,7 @@ def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
 
 
 class Net(nn.Module):
-    """Two linear layers that share a weight, a head tied to the embedding, a buffer."""
+    """A model with tied linear layers, a head tied to the embedding, and a buffer."""
 
     def __init__(self, k=32):
         super().__init__()
@@ -571,12 +569,12 @@ def test_a_single_layer(tmp_path):
     assert torch.equal(layer(x), source(x))
 
 
-def test_what_is_no_module_is_refused(tmp_path):
+def test_model_must_be_a_module(tmp_path):
     with pytest.raises(TypeError, match="model must be a module, got Tensor"):
         save_model(tmp_path / "x", torch.ones(3))
 
 
-def test_what_does_not_fit_is_named(model_path, tmp_path):
+def test_errors_name_tensors_that_do_not_fit(model_path, tmp_path):
     with pytest.raises(ValueError, match=r"needs a Linear of weight \[32, 32\], .*\[64, 64\]"):
         load_model(model_path, net(k=64), backend="reference")
     with pytest.raises(ValueError, match=r"first\.weight: the model has no layer 'first'"):
@@ -613,7 +611,7 @@ def test_the_result_has_the_dtype_of_the_model(tmp_path, dtype):
     assert model(IDS).dtype == dtype
 
 
-def test_a_buffer_that_no_file_holds_cannot_come_from_meta(model_path):
+def test_a_missing_buffer_cannot_come_from_meta(model_path):
     with torch.device("meta"):
         skeleton = net()
         skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
@@ -646,7 +644,7 @@ def test_extra_state_is_stored(tmp_path):
 
 
 class Normed(nn.Module):
-    """A layer, and buffers that ``state_dict`` holds."""
+    """A layer and a BatchNorm, whose buffers are in ``state_dict``."""
 
     def __init__(self):
         super().__init__()
@@ -670,7 +668,7 @@ def test_buffers_have_the_dtype_of_the_model(tmp_path):
     assert loaded(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_what_the_file_ties_and_the_model_does_not(model_path):
+def test_ties_of_the_file_and_of_the_model(model_path):
     apart = net()
     apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach().clone())
     loaded = load_model(model_path, apart, "reference")
@@ -771,10 +769,10 @@ def llama(*, tied):
 
 
 def write_one_bit_wonder(folder, source):
-    """The folder of 2-bit weights that the project would write; ``source`` gets their values."""
+    """Writes a folder of 2-bit weights, and their values to ``source``."""
     tied = source.config.tie_word_embeddings
     tensors = dict(source.state_dict())
-    if tied:  # transformers stores one name of two
+    if tied:  # transformers stores one of the two names
         del tensors["lm_head.weight"]
     for name, module in source.named_modules():
         if type(module) is not nn.Linear or name == "lm_head":
@@ -809,7 +807,7 @@ def test_a_checkpoint_into_a_llama(tmp_path, tied, through_a_file):
     assert torch.equal(model(PROMPT).logits, dequantised(PROMPT).logits)
 
 
-def test_buffers_on_meta_are_refused_with_a_way_out(tmp_path):
+def test_buffers_on_meta_are_refused_with_a_remedy(tmp_path):
     write_one_bit_wonder(tmp_path, llama(tied=False))
     with torch.device("meta"):
         skeleton = llama(tied=False)

@@ -137,7 +137,7 @@ def test_group_size_for():
         ("affine4-g64-zint", {"is_affine", "has_integer_zero_point"}),
     ],
 )
-def test_properties_that_backends_ask_for(text, true):
+def test_boolean_properties(text, true):
     format = Format.parse(text)
     names = {name for name in dir(Format) if name.startswith(("is_", "has_", "needs_", "accepts_"))}
     assert {name for name in names if getattr(format, name)} == true

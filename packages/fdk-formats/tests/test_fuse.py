@@ -20,7 +20,7 @@ K, SIZES = 64, {"q_proj": 48, "k_proj": 16, "v_proj": 16, "gate_proj": 24, "up_p
 
 
 class Block(nn.Module):
-    """What a llama's attention and MLP do to their inputs; k_proj and up_proj may have no bias."""
+    """Attention and MLP projections of a llama; k_proj and up_proj have no bias."""
 
     def __init__(self, *, bias=True):
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, of the same input."""
+    """Two blocks with the same input."""
 
     def __init__(self, *, bias=True):
         super().__init__()
@@ -57,7 +57,7 @@ def x():
 
 @pytest.fixture
 def products(monkeypatch):
-    """How many outputs each product of the reference had."""
+    """Records the number of outputs of each product of the reference."""
     from fdk_formats.reference import ReferenceLayout
 
     seen = []
@@ -78,7 +78,7 @@ def is_fused(block):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("format", ["int4-g32", "affine3-g16-zint", "nf4-row", "int2-g32-search"])
-def test_same_bytes_and_answers(format, bias, x):
+def test_fusing_changes_neither_bytes_nor_results(format, bias, x):
     source = Model(bias=bias)
     apart, fused = quantised(source, format), quantised(source, format, fuse=True)
     assert all(map(is_fused, fused.blocks))
@@ -114,7 +114,7 @@ def test_one_product_for_one_input(x, products):
         assert products == [80, 48]
         products.clear()
         k, q, again = block.k_proj(x), block.q_proj(x), block.q_proj(x)
-        assert products == [80, 80]  # q's rows were handed out: nobody gets the same twice
+        assert products == [80, 80]  # q's rows were returned already
         assert torch.equal(q, again)
         assert q.data_ptr() != again.data_ptr()
         assert k.shape == (3, 16)
@@ -131,7 +131,7 @@ def test_a_changed_input_is_noticed(x, products):
     apart = quantised(source)
     torch.testing.assert_close(block.k_proj(x), apart.k_proj(x))
     with torch.no_grad():
-        block.v_proj(x)  # without a graph: not of what was computed with one
+        block.v_proj(x)  # no graph: must not reuse the product that has one
     assert block.q_proj(x).requires_grad
     assert products == [80, 80, 16, 80, 80]
 
@@ -163,7 +163,7 @@ def test_gradient_and_adapters(x):
 
 @pytest.mark.parametrize("format", ["int4-g32", "kmeans3-g32"])
 @pytest.mark.parametrize("fuse", [False, True])
-def test_files_load_into_either(fuse, format, x, tmp_path):
+def test_files_load_into_fused_and_separate_layers(fuse, format, x, tmp_path):
     source = Model()
     made = quantised(source, format, fuse=fuse)
     save(tmp_path / "model", made)
@@ -172,7 +172,7 @@ def test_files_load_into_either(fuse, format, x, tmp_path):
         for wanted in (False, True):
             read = load_model(tmp_path / "model", Model(), backend="reference", fuse=wanted)
             torch.testing.assert_close(read(x), y)
-            # Codebooks that were fitted apart cannot be one product.
+            # Layers with different codebooks cannot be one product.
             assert all(map(is_fused, read.blocks)) == (wanted and (fuse or format == "int4-g32"))
             other = quantised(Model().double().float(), format, fuse=wanted)
             other.load_state_dict(made.state_dict())
@@ -180,7 +180,7 @@ def test_files_load_into_either(fuse, format, x, tmp_path):
             assert all(map(is_fused, other.blocks)) == (wanted and (fuse or format == "int4-g32"))
 
 
-def test_a_codebook_that_parts_them_and_one_that_joins_them(x):
+def test_loading_codebooks_separates_and_joins(x):
     source = Block()
     block, apart = quantised(source, "kmeans3-g32", fuse=True), quantised(source, "kmeans3-g32")
     together = block.state_dict()
@@ -198,7 +198,7 @@ def test_a_codebook_that_parts_them_and_one_that_joins_them(x):
 
 def test_moves_and_copies(x):
     block = quantised(Block(), fuse=True)
-    block.q_proj(x)  # a product is kept, with a graph: it is not for a copy
+    block.q_proj(x)  # keeps a product with a graph, which copies must not share
     state = block.state_dict()
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert is_fused(other)
@@ -271,7 +271,7 @@ def test_export(x):
     assert str(program.graph).count("target=torch.ops.fdk_formats.reference_linear") == 2
 
 
-def test_what_is_left_apart(caplog):
+def test_groups_that_stay_separate(caplog):
     caplog.set_level("INFO")
     assert siblings(
         ["a.q_proj", "q_proj", "b.v_proj", "k_proj", "v_proj"], (("q_proj", "v_proj"),)
@@ -294,8 +294,8 @@ def test_what_is_left_apart(caplog):
 
 
 @pytest.mark.parametrize("where", [torch.float64, torch.bfloat16, "meta"])
-def test_a_layer_that_leaves(where, x):
-    """Moved by itself: the others answer as they did, without its bias."""
+def test_moving_one_layer(where, x):
+    """The others give the same results, without its bias."""
     block, apart = quantised(Block(), fuse=True), quantised(Block())
     block.q_proj.to(where)
     assert not isinstance(block.q_proj.weight.layout, FusedRows)
@@ -307,7 +307,7 @@ def test_a_weight_that_another_layer_calls(x):
     block, apart = quantised(Block(), fuse=True), quantised(Block())
     for bias in (None, torch.arange(48.0)):
         wanted = QuantisedLinear(apart.q_proj.weight, bias)(x)
-        block.k_proj(x)  # keeps a product that has q_proj's own bias
+        block.k_proj(x)  # keeps a product with q_proj's own bias
         got = QuantisedLinear(block.q_proj.weight, bias)(x)
         torch.testing.assert_close(got, wanted)
         torch.testing.assert_close(block.q_proj.weight(x, bias), wanted)
@@ -328,7 +328,7 @@ def test_groups_are_checked(groups, tmp_path):
                 call()
 
 
-def test_what_is_no_module_is_refused():
+def test_model_must_be_a_module():
     with pytest.raises(TypeError, match="fuse_layers: model must be a module, got NoneType"):
         fuse_layers(None)
 
@@ -353,7 +353,7 @@ def test_bad_importance_names_the_layer():
 
 
 def test_kmeans_in_the_first_group_of_a_layer():
-    """Whatever the order of the layers: k_proj comes before q_proj here."""
+    """The order of the layers does not matter: k_proj comes before q_proj here."""
     model = nn.ModuleDict({f"{name}_proj": nn.Linear(K, 16) for name in "kvq"})
     groups = [("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj")]
     made = quantised(model, "kmeans3-g32", fuse=groups)

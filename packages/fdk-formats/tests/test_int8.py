@@ -1,4 +1,4 @@
-"""Activations rounded to 8 bits: the definition, its error, and what asks for it."""
+"""8-bit activations: the definition, its error, and layers that use it."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ from fdk_formats.testing import nrmse, random_quantised
 
 
 def test_round_activations_by_hand():
-    # Largest 127: a code is the value itself, and halves go to even.
+    # With a largest magnitude of 127 codes are the values; halves round to even.
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 63.4, 0.0]])
     assert round_activations(x, 8).tolist() == [[127, 0, 2, 2, 0, -2, 63, 0]]
     assert round_activations(x / 64, 8).tolist() == [[v / 64 for v in (127, 0, 2, 2, 0, -2, 63, 0)]]
@@ -44,12 +44,12 @@ def test_padded_group(group_size, padded):
     ("k", "group_size", "blocks"),
     [
         (320, 64, [range(128), range(128, 256), range(256, 320)]),
-        (144, 48, [range(96), range(96, 144)]),  # two groups of 48 take the 128 positions
+        (144, 48, [range(96), range(96, 144)]),  # a block holds two padded groups of 48
         (400, 200, [range(128), range(128, 200), range(200, 328), range(328, 400)]),
     ],
 )
 def test_blocks(k, group_size, blocks):
-    # A block's largest is 1000, so that a 1 in it is lost, and one beside it is not.
+    # 1000 in a block rounds a 1 in it to zero, and does not affect other blocks.
     for block in blocks:
         x = torch.ones(1, k)
         x[0, block[0]] = 1000
@@ -60,7 +60,7 @@ def test_blocks(k, group_size, blocks):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_makes_its_row_nan(bad):
+def test_non_finite_x_makes_its_row_nan(bad):
     q = random_quantised(Format("custom", 4, 32), 5, 160)
     x = torch.randn(3, 160)
     expected = int8_linear(x, q)
@@ -116,7 +116,7 @@ def test_int8_table_by_hand():
     assert int8_table(torch.tensor([0.0, float("nan")])).values.isnan().all()
 
 
-# Error against the product with x as it is, of normal x and weights: docs/guide/int8.md has these.
+# Error against the product without rounding x, for normal x and weights; see docs/guide/int8.md.
 EXPECTED_ERROR = {
     "int4-g64": 0.0064,
     "fp4-g64": 0.0064,
@@ -171,7 +171,7 @@ def test_layer(format):
     assert 1e-3 < nrmse(quantised(x).detach(), plain(x).detach().double()) < 2e-2
 
 
-def test_the_layer_keeps_its_choice():
+def test_activations_belong_to_the_layer():
     quantised = layer()
     x = torch.randn(3, 96)
     expected = quantised(x)
@@ -183,7 +183,7 @@ def test_the_layer_keeps_its_choice():
     assert torch.equal(
         half(x.bfloat16()), int8_linear(x.bfloat16(), half.weight.unpack(), half.bias)
     )
-    # A state dict is the canonical tensors; the layer that loads it keeps its own choice.
+    # A state_dict does not record activations: the layer that loads it keeps its own.
     plain = QuantisedLinear.from_quantised(
         quantised.weight.unpack(), quantised.bias, backend="reference", dtype=torch.float32
     )
@@ -262,7 +262,7 @@ def test_bad_activations_are_refused():
         quantise_model(nn.Linear(64, 8), "nf4-g64", activations="int4")
 
 
-def test_a_backend_without_it_says_so(monkeypatch):
+def test_a_backend_without_int8_gives_the_reason(monkeypatch):
     from fdk_formats import backends
     from fdk_formats.reference import ReferenceBackend
 

@@ -1,4 +1,4 @@
-"""k-means on a line: its optimum, and the histogram that it is computed from."""
+"""k-means: optimal centroids, and the histogram they are computed from."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def cost(points, centroids):
 
 
 def exact_cost(points, count):
-    """The optimum by the plain O(K n^2) recurrence."""
+    """Computes the optimum by the O(K n^2) recurrence."""
     n = len(points.position)
     mass, first, second = (
         np.concatenate([[0], np.cumsum(points.mass * points.position**p)]) for p in range(3)
@@ -99,7 +99,7 @@ def shapes(n):
 @pytest.mark.parametrize("name", shapes(32))
 @pytest.mark.parametrize("count", [2, 4, 16, 64, 256])
 def test_optimal_centroids_reach_the_optimum(name, count):
-    # More points than atoms, so that atoms hold several; the partition of all points is exact.
+    # More points than atoms; the partition of all points is the exact optimum.
     values = shapes(6400)[name]
     points = points_of(values)
     centroids = optimal_centroids(points, count, uniform(count))
@@ -116,7 +116,7 @@ def test_optimal_centroids_reach_the_optimum(name, count):
 
 
 def test_optimal_centroids_with_a_thin_tail():
-    # Lone points of the tail must not be merged in pairs when atoms are shared out.
+    # Outliers in the tail must be atoms of their own.
     points, count = points_of(shapes(12800)["normal"]), 256
     mass = np.concatenate([[0], np.cumsum(points.mass)])
     moment = np.concatenate([[0], np.cumsum(points.mass * points.position)])
@@ -124,7 +124,7 @@ def test_optimal_centroids_with_a_thin_tail():
     best = np.diff(moment[borders]) / np.diff(mass[borders])
     found = optimal_centroids(points, count, uniform(count))
     assert cost(points, found) <= cost(points, best) * 1.001
-    # The optimum as a guess is better than what the atoms lead to, and is kept.
+    # A guess that is better than the result of the atoms is kept.
     assert cost(points, optimal_centroids(points, count, best)) <= cost(points, best) * (1 + 1e-9)
 
 
@@ -152,7 +152,6 @@ def test_optimal_centroids_never_worse_than_the_guess():
 
 @pytest.mark.parametrize("count", [16, 64])
 def test_optimal_centroids_are_the_means_of_their_clusters(count):
-    """What Lloyd's iterations settle: the partition's borders alone are those of atoms."""
     values = np.sort(np.random.default_rng(0).normal(size=40_000))
     centroids = optimal_centroids(points_of(values), count, uniform(count))
     codes = np.searchsorted((centroids[1:] + centroids[:-1]) / 2, values)
@@ -180,7 +179,7 @@ def test_symmetric_pair_costs_next_to_nothing(seed, mean, heavy):
     if best <= (1 + SYMMETRY_LOSS) * cost(points, pair):
         assert found[0] == -found[1]
         assert cost(points, found) <= min(best, (1 + SYMMETRY_LOSS) * cost(points, pair))
-    elif found is not pair:  # between two of the levels
+    elif found is not pair:
         assert cost(points, found) <= (1 + SYMMETRY_LOSS) * cost(points, pair)
 
 
@@ -194,7 +193,7 @@ def test_symmetric_pair_by_hand():
     assert symmetric_pair(nothing, np.zeros(2)).tolist() == [0.0, 0.0]
     lone = Points(np.array([-1.0, 5.0]), np.array([1.0, 1.0]))
     assert symmetric_pair(lone, np.array([-1.0, 5.0])).tolist() == [-1.0, 5.0]
-    # Two tight heaps: in units of e^2 the error is 4, that of -c and c 5, and the spread 4 / e^2.
+    # Two tight clusters: in units of e^2 the error is 4, that of -c and c 5, the spread 4 / e^2.
     e = 1e-9
     heaps = Points(np.array([-1 - e, -1 + e, 1, 1 + 2 * e]), np.ones(4))
     pair = np.array([-1, 1 + e])
@@ -211,14 +210,14 @@ def test_optimal_centroids_ignore_masses_that_vanish():
 
 
 def test_weighted_points_of_discrete_data():
-    # Closer together than a bin is wide: each value is still a point of its own.
+    # Values closer than a bin is wide are still points of their own.
     values = [1.0, float(np.nextafter(np.float32(1), np.float32(2))), -0.25, 0.0, -0.0, 3.0]
     points = weighted_points(samples_of(values, values[:2]), peak=3.0)
     assert points.position.tolist() == [-0.25, 0.0, values[0], values[1], 3.0]
     assert points.mass.tolist() == [1.0, 2.0, 2.0, 2.0, 1.0]
 
 
-def test_weighted_points_weigh():
+def test_weighted_points_sum_masses():
     samples = samples_of([1.0, 2.0, 1.0, 5.0], masses=[[1.0, 0.5, 2.0, 0.0]])
     points = weighted_points(samples, peak=5.0)
     assert points.position.tolist() == [1.0, 2.0]
@@ -237,7 +236,7 @@ def test_weighted_points_keep_the_sums(power):
     assert (np.diff(points.position) > 0).all()
     assert points.mass.sum() == len(values)
     assert_allclose(points.mass @ points.position, wide.sum(), rtol=1e-9)
-    # A bin loses the variance inside it: a part in 2^28 of the square of the value.
+    # A bin loses the variance inside it, 2^-28 of the square of the value.
     assert_allclose(points.mass @ points.position**2, wide @ wide, rtol=2.0**-26)
 
 

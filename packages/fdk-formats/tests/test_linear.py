@@ -132,7 +132,7 @@ def test_moves_and_casts_keep_the_weight():
 
 
 class CpuOnly(ReferenceBackend):
-    """Lays the weight out transposed, on the CPU alone."""
+    """Supports the CPU only."""
 
     name = "cpu_only"
 
@@ -198,7 +198,7 @@ class Float32Only(ReferenceBackend):
         return None if fits else f"needs torch.float32, got {problem.dtype}"
 
 
-def test_a_move_that_no_backend_takes_moves_the_whole_model(monkeypatch):
+def test_an_unsupported_move_moves_the_whole_model(monkeypatch):
     monkeypatch.setattr(backends, "_registry", dict(backends.all_backends()))
     register(Float32Only())
     quantised = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="float32_only")
@@ -217,7 +217,7 @@ def test_a_move_that_no_backend_takes_moves_the_whole_model(monkeypatch):
     assert quantised.weight.backend_name == "float32_only"
 
 
-def test_an_unpacked_weight_whose_tensors_are_one():
+def test_a_pending_weight_with_shared_tensors():
     q = random_quantised(Format("affine", 4, 64), n=8, k=64)
     q = replace(q, zero_point=q.scale)
     unpacked = PendingLayout(q, "no backend").unpack()
@@ -270,11 +270,11 @@ def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype):
     ("dtype", "said"),
     [
         (torch.float64, r"got torch\.float64; convert either with \.to\(\)$"),
-        (torch.int64, r"got torch\.int64$"),  # indices: no conversion makes activations of them
+        (torch.int64, r"got torch\.int64$"),  # integers cannot be activations
         (torch.complex64, r"got torch\.complex64$"),
     ],
 )
-def test_autocast_leaves_what_torch_leaves(dtype, said):
+def test_autocast_refuses_the_dtypes_that_torch_does(dtype, said):
     x = torch.ones(3, 64, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.raises(RuntimeError, match="same dtype"):
@@ -303,7 +303,7 @@ def test_repr():
     assert "kmeans4-g32, shape=[24, 64], backend=reference" in text
 
 
-# torch.compile traces without a C++ compiler under aot_eager, and that is where breaks would show.
+# aot_eager traces, where graph breaks show, and needs no C++ compiler.
 def test_compile_fullgraph_without_recompiling_over_m():
     quantised = layer("affine3-g16")
     compiled = torch.compile(quantised, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -345,14 +345,12 @@ def test_opcheck():
 
 
 class Doubled(nn.Module):
-    """A parametrisation."""
-
     def forward(self, bias):
         return 2 * bias
 
 
-def test_the_bias_that_the_layer_has():
-    """A parameter, a tensor, none, or what a parametrisation makes of it."""
+def test_replaced_biases():
+    """A bias may be a parameter, a tensor, None or parametrised."""
     x, one = torch.zeros(1, 64), torch.ones(24)
     with_bias, without = layer(), QuantisedLinear(layer().weight)
     with_bias.bias = nn.Parameter(one)
@@ -376,7 +374,7 @@ def test_hooks_of_the_weight_are_called():
 
 
 class Wrapper(nn.Module):
-    """A module in another's place that finds what it lacks in it, as FSDP's does."""
+    """A module that forwards missing attributes to the one it wraps, as FSDP does."""
 
     def __init__(self, wrapped):
         super().__init__()
@@ -395,7 +393,6 @@ class Wrapper(nn.Module):
 
 
 def test_a_wrapped_weight():
-    """A wrapper has the weight under a name of its own, and is called."""
     quantised, x = layer(), torch.randn(3, 64)
     weight, expected = quantised.weight, quantised(x)
     wrapper = Wrapper(weight)
@@ -407,7 +404,7 @@ def test_a_wrapped_weight():
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint"])
-def test_what_inference_mode_made_can_be_trained_later(format):
+def test_layers_made_in_inference_mode_can_be_trained(format):
     with torch.inference_mode():
         made = QuantisedLinear.from_linear(linear(), format, backend="reference")
     moved, loaded = layer(format), layer(format)
@@ -424,7 +421,7 @@ def test_what_inference_mode_made_can_be_trained_later(format):
 
 
 def test_loading_into_meta():
-    """As nn.Module does: what is assigned stays where it is, and copying does nothing and says."""
+    """As in nn.Module, assigned tensors stay on their device, and copying to meta warns."""
     original, given = layer(), torch.ones(1, 64)
     state, empty = original.state_dict(), copy.deepcopy(original).to("meta")
     with pytest.warns(UserWarning, match="Weight: loading into the meta device does nothing"):

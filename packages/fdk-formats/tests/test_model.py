@@ -19,7 +19,7 @@ from fdk_formats.testing import nrmse
 
 
 class Block(nn.Module):
-    """A llama in miniature: an embedding, a head tied to it, and an inverse-frequency buffer."""
+    """A small llama: an embedding, a head tied to it, and a buffer."""
 
     inv_freq: Tensor
 
@@ -93,7 +93,7 @@ def test_tied_linears_share_the_quantised_weight():
     assert result[0].bias is not result[1].bias
     assert len(model_report(result).layers) == 1
     result.load_state_dict(result.state_dict())
-    # formats that differ would untie them: both are left
+    # different formats would untie them: neither is quantised
     with pytest.warns(UserWarning, match="nothing to quantise"):
         other = quantised(model, overrides={"1": "nf4-g32"})
     assert type(other[0]) is nn.Linear
@@ -114,7 +114,7 @@ def test_a_head_tied_to_the_embedding_stays_tied():
     assert isinstance(result.up, QuantisedLinear)
 
 
-def test_what_was_left_is_logged(caplog):
+def test_skipped_layers_are_logged(caplog):
     with (
         caplog.at_level(logging.INFO, logger="fdk_formats"),
         pytest.warns(UserWarning, match="nothing to quantise"),
@@ -127,7 +127,7 @@ def test_what_was_left_is_logged(caplog):
 
 
 def test_subclasses_of_linear_are_left():
-    attention = nn.MultiheadAttention(32, 2)  # reaches for out_proj.weight itself
+    attention = nn.MultiheadAttention(32, 2)  # uses out_proj.weight itself
     result = quantised(nn.Sequential(attention, nn.Linear(32, 32)))
     assert isinstance(result[1], QuantisedLinear)
     x = torch.randn(3, 1, 32)
@@ -226,7 +226,7 @@ def test_a_transformer_encoder_leaves_its_fused_path():
     encoder = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True).eval()
     result = quantised(encoder, "int8-g32")
     x = torch.randn(2, 5, 32)
-    with torch.no_grad():  # where torch would hand .weight to one fused kernel
+    with torch.no_grad():  # where torch would pass the weights to a fused kernel
         y, expected = result(x), encoder(x)
     assert isinstance(result.linear1, QuantisedLinear)
     assert nrmse(y, expected.double()) < 0.02

@@ -9,7 +9,7 @@ from fdk_formats.testing import golden_codes, golden_packed
 
 
 def bit_string(codes, bits):
-    """Packs by writing the digits out: nothing in common with the code under test."""
+    """Packs by writing out binary digits, independent of the code under test."""
     digits = "".join(f"{code:0{bits}b}" for code in codes)
     digits += "0" * (-len(digits) % 8)
     return bytes(int(digits[i : i + 8], 2) for i in range(0, len(digits), 8))

@@ -111,10 +111,10 @@ def test_transforms_of_torch_func():
     assert each(weights[:0]).shape == (0, 4, 32)
 
 
-# torch.func.jvp loads decompositions through it.
+# torch.func.jvp triggers this warning.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_forward_mode_is_refused():
-    """It would have a tangent of zero."""
+    """Without the error the tangent would be zero."""
     weight, table = torch.ones(1, 16), torch.tensor([-1.0, 1.0])
     refused = pytest.raises(NotImplementedError, match=r"fake_quantise\S*: has no forward-mode")
     with refused:
@@ -146,7 +146,7 @@ def network():
     )
 
 
-# torch.compile traces without a C++ compiler under aot_eager, and that is where breaks would show.
+# aot_eager traces, where graph breaks show, and needs no C++ compiler.
 def test_compile_fullgraph_without_recompiling_over_m():
     model = network()
     expected = copy.deepcopy(model)
@@ -212,7 +212,7 @@ def test_a_weight_without_rows():
     assert table.grad.tolist() == [0.0] * 4
 
 
-def test_what_is_no_tensor_is_refused():
+def test_arguments_must_be_tensors():
     with pytest.raises(TypeError, match="fake_quantise: weight must be a tensor, got NoneType"):
         fake_quantise(None, "nf4-g64")
     with pytest.raises(TypeError, match="fake_quantise: codebook must be a tensor, got list"):

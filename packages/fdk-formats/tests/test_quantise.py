@@ -43,7 +43,7 @@ def same(a, b):
 
 
 def test_quantise_by_hand():
-    # Largest magnitude 6, unit 3: the scale is 2, and 1, 3, -1 ... are half way between codes.
+    # Largest magnitude 6 and unit 3 give scale 2: 1, 3, -1 ... are half way between codes.
     weight = torch.tensor([[6, -6, 0, 1, 1.01, 3, 3.01, 5, -1, -0.99, -3, -2.99, -5, -4.99, 2, 4]])
     q = quantise(weight, "int3-g16-fp32")
     assert q.scale.tolist() == [[2.0]]
@@ -53,8 +53,8 @@ def test_quantise_by_hand():
 
 
 def test_quantise_rounds_the_scale_first():
-    # bf16 holds 1 and 1 + 1/128; the magnitude 1 + 1/256 is a tie that goes to 1, so that
-    # 0.5 / 1 is half way (to the lower code), and not 0.5 / (1 + 1/256), which is below half.
+    # The scale 1 + 1/256 rounds to 1 in bf16. 0.5 / 1 is then a tie, which goes to the lower code;
+    # with the unrounded scale it would be below the midpoint.
     weight = torch.zeros(1, 16)
     weight[0, :3] = torch.tensor([1 + 1 / 256, 0.5, 0.5 + 2**-20])
     table = torch.tensor([0.0, 1.0])
@@ -77,7 +77,7 @@ def reference_scale(w, rule, unit):
 
 
 def reference_midpoints(table):
-    """Between each entry and the next that is greater, or infinity."""
+    """Returns the midpoints between each entry and the next greater one, or infinity."""
     greater = [table[table > entry] for entry in table[:-1]]
     above = [entries[0].item() if len(entries) else torch.inf for entries in greater]
     return (table[:-1] + torch.tensor(above)) / 2
@@ -106,7 +106,7 @@ def test_quantise_matches_numpy(name, rule):
     st.lists(st.integers(-100, 100), min_size=2, max_size=256),
     st.lists(st.integers(-300, 300), min_size=1, max_size=50),
 )
-def test_nearest_is_the_nearest_and_the_lower_of_a_tie(values, points):
+def test_codes_are_nearest_and_the_lower_of_a_tie(values, points):
     table = torch.tensor(sorted(values), dtype=torch.float32)
     codes = CodebookEncoder(table).codes(torch.tensor(points) / 2)
     assert codes.dtype == torch.uint8
@@ -118,8 +118,8 @@ def test_nearest_is_the_nearest_and_the_lower_of_a_tie(values, points):
 
 @pytest.mark.parametrize("spread", [1e-38, 1e-6, 1.0, 1e5, 1e37])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_nearest_counts_midpoints_at_every_spread(bits, spread):
-    # Cubes: near zero the entries are so close that cells of any number hold several.
+def test_codes_count_midpoints_at_every_spread(bits, spread):
+    # Cubes put entries near zero so close that no table of cells can separate them.
     table = normal(1, 1 << bits, seed=bits)[0].pow(3).sort().values * spread
     middle = reference_midpoints(table)
     around = torch.stack([middle, middle.nextafter(middle + 1), middle.nextafter(middle - 1)])
@@ -141,7 +141,7 @@ def test_zero_and_tiny_groups(name, rule, dtype):
     weight = torch.zeros(2, 64)
     weight[0, 16:32] = normal(1, 16)[0]
     weight[1, :16] = 1e-40  # subnormal
-    weight[1, 16] = -1e-45  # the smallest there is
+    weight[1, 16] = -1e-45  # the smallest float32
     q = quantise(weight, f"{name}-g16-{rule}-{dtype}")
     out = q.dequantise()
     assert torch.isfinite(out).all()
@@ -213,7 +213,7 @@ def test_quantise_is_the_same_in_any_chunks_and_threads(format, monkeypatch):
     "format", ["kmeans4-row-search-fp32", "affine4-row-search-fp32", "int3-row-rms-fp32"]
 )
 def test_one_long_group_is_the_same_with_any_threads(format):
-    # torch splits a sum that gives a single number among its threads.
+    # torch splits a sum with a single result among its threads.
     threads = torch.get_num_threads()
     found = []
     try:
@@ -261,8 +261,8 @@ def test_accuracy(million, data, format, most):
 
 
 @pytest.mark.parametrize("rule", ["absmean", "absmax", "search"])
-def test_kmeans_of_one_bit_is_mirrored_where_that_is_cheap(rule):
-    """By hand: of normal values it costs mean^2 of the squared error, 4.8e-4 at a mean of 0.022."""
+def test_one_bit_kmeans_is_symmetric_if_cheap(rule):
+    """For normal values symmetry costs mean^2 of the squared error: 4.8e-4 at a mean of 0.022."""
     half = normal(128, 1024)
     even = torch.cat([half, -half]) / half.std()
     for mean, is_mirrored in ((0.0, True), (0.01, True), (0.02, True), (0.026, False)):
@@ -322,7 +322,7 @@ def test_kmeans_never_worse_than_uniform(bits, rule):
 
 @pytest.mark.parametrize(("bits", "seed"), [(2, 0), (2, 4), (4, 10)])
 def test_kmeans_search_begins_with_the_uniform_grid_too(bits, seed):
-    # Begun with the k-means of the absmax scales alone, these end up to 0.3 % above the grid.
+    # Started from the k-means alone, the error would be up to 0.3 % above the grid's.
     weight = torch.rand(64, 128, generator=torch.Generator().manual_seed(seed)) - 0.5
     kmeans = squared_error(weight, quantise(weight, f"kmeans{bits}-g32-search"))
     plain = squared_error(weight, quantise(weight, f"uniform{bits}-g32-search"))
@@ -333,7 +333,7 @@ def test_kmeans_of_discrete_weights_is_exact():
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([-0.7, 0.1, 0.1 + 2**-26, 1.0])
     weight = values[torch.randint(0, 4, (33, 64), generator=generator)]
-    weight[:, ::16] = 1.0  # every group has its largest value: scale 1
+    weight[:, ::16] = 1.0  # the absmax of every group: scale 1
     q = quantise(weight, "kmeans2-g16-absmax-fp32")
     assert torch.equal(q.codebook, values)
     assert torch.equal(q.dequantise(), weight)
@@ -363,7 +363,7 @@ def test_importance_lowers_the_error_it_weighs(format):
     plain, weighed = quantise(weight, format), quantise(weight, format, importance=importance)
     wanted = squared_error(weight, plain, importance)
     assert squared_error(weight, weighed, importance) < 0.995 * wanted
-    whole = importance.expand(64, 128).double() * 2.0**-200  # below what float32 holds
+    whole = importance.expand(64, 128).double() * 2.0**-200  # underflows float32
     assert same(quantise(weight, format, importance=whole), weighed)
 
 
@@ -381,7 +381,7 @@ def test_importance_of_zero_is_ignored():
 
 
 @pytest.mark.parametrize("format", ["kmeans4-g32", "kmeans2-g32-absmax", "kmeans3-g32-search"])
-def test_fit_codebook_is_that_of_quantise(format):
+def test_fit_codebook_equals_quantise(format):
     weight = student(32, 64)
     table = fit_codebook(weight, format)
     wanted = quantise(weight, format)
@@ -426,14 +426,14 @@ def test_quantise_on_a_gpu(format):
     wanted = quantise(weight, format, importance=importance)
     if "kmeans" not in format and "search" not in format:
         assert same(q.to("cpu"), wanted)
-    # Sums round in another order: a fitted codebook or scale may differ in its last bit.
+    # Sums have another order on a GPU: fitted values may differ in the last bit.
     errors = [squared_error(weight, x, importance) for x in (q.to("cpu"), wanted)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("format", ["int4-g64", "kmeans3-g64", "nf4-g64", "affine4-g64"])
-def test_the_default_dtype_is_nobodys_business(format, dtype):
+def test_quantise_ignores_the_default_dtype(format, dtype):
     weight = normal(4, 128)
     wanted = quantise(weight, format).tensors()
     before = torch.get_default_dtype()
@@ -485,7 +485,9 @@ def test_weight_is_checked(weight, error, message):
 @pytest.mark.parametrize("format", ["kmeans4-g16", "int1-g16", "nf4-g16-search", "affine4-g16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weight_must_be_finite(format, bad, monkeypatch):
-    monkeypatch.setattr(scales, "CODES_PER_CHUNK", 96)  # three rows: the place is in a later chunk
+    monkeypatch.setattr(
+        scales, "CODES_PER_CHUNK", 96
+    )  # the bad value is in a later chunk
     weight = normal(7, 32)
     weight[5, 17] = weight[5, 30] = bad
     with pytest.raises(ValueError, match=f"finite.*, got {bad} at row 5, column 17"):
@@ -528,7 +530,7 @@ def test_weight_on_meta(function, format):
 
 
 @both
-def test_importance_that_is_no_tensor(function):
+def test_importance_must_be_a_tensor(function):
     with pytest.raises(TypeError, match="importance must be a tensor, got list"):
         function(torch.ones(2, 16), "kmeans2-g16", importance=[1.0] * 16)
 
@@ -543,7 +545,7 @@ def test_importance_is_the_third_argument():
     weight = torch.tensor([[0.0, 0.25, 0.5, 1.0] * 8])
     importance = torch.tensor([1.0, 1.0, 9.0, 1.0] * 8)
     table = fit_codebook(weight, "kmeans1-row-fp32-absmax", importance)
-    # By hand: {0, 0.25} and {0.5, 1.0}, whose mean is (9 * 0.5 + 1) / 10.
+    # Clusters {0, 0.25} and {0.5, 1.0}, the latter with mean (9 * 0.5 + 1) / 10.
     assert table.tolist() == pytest.approx([0.125, 0.55])
     q = quantise(weight, "kmeans1-row-fp32-absmax", importance)
     assert torch.equal(q.codebook, table)

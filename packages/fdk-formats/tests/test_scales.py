@@ -1,4 +1,4 @@
-"""Statistics of groups, and scales as they are stored."""
+"""Statistics, stored scales, and affine scales and zero points."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_statistic(rule, values, wanted):
 
 @pytest.mark.parametrize("rule", ["absmax", "signmax", "absmean", "rms"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_statistic_shows_what_is_not_finite(rule, bad):
+def test_statistic_shows_nan_and_infinity(rule, bad):
     groups = torch.tensor([[1.0, bad], [1.0, 2.0]])
     assert torch.isfinite(statistic(groups, rule)).tolist() == [False, True]
 
@@ -120,7 +120,7 @@ def group_errors(weight, q):
 
 
 def test_affine_by_hand():
-    # Range -1 to 2 at 2 bits: scale 1, zero point 1. Half way goes down.
+    # Range -1 to 2 at 2 bits: scale 1, zero point 1. Ties go down.
     weight = torch.tensor([[-1.0, 2, 0, 1, 0.5, 0.51, -0.5, -0.49, 1.5, 1.51, *[0] * 6]])
     for kind in KINDS:
         q = quantise(weight, f"affine2-g16-fp32{kind}")
@@ -130,7 +130,7 @@ def test_affine_by_hand():
 
 
 def test_affine_of_one_sign():
-    # Range 1 to 4: a float zero point takes it as it is, an integer one starts it at 0.
+    # Range 1 to 4: a float zero point uses it as it is, an integer one extends it to 0.
     weight = torch.linspace(1, 4, 16)[None]
     q = quantise(weight, "affine2-g16-fp32")
     assert (q.scale.item(), q.zero_point.item()) == (1.0, -1.0)
@@ -147,7 +147,7 @@ def test_affine_codes_match_distances():
     grid = (torch.arange(8) - 2.25) * 0.5
     for value, code in zip(groups[0], codes.tolist(), strict=True):
         distance = (grid - value).abs()
-        assert code == distance.argmin()  # the first of a tie is the lower code
+        assert code == distance.argmin()  # argmin returns the lower code of a tie
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +173,7 @@ def test_affine_error_is_half_a_step(bits, kind):
     weight = normal(64, 64, seed=bits)
     q = quantise(weight, f"affine{bits}-g32-fp32{kind}")
     step = q.scale.repeat_interleave(32, 1)
-    # An integer zero point shifts the grid by up to half a step, so the ends lose that much more.
+    # An integer zero point shifts the grid by up to half a step, which adds to errors at the ends.
     most = 1.0 if kind else 0.5
     assert ((q.dequantise() - weight).abs() <= most * step * 1.001).all()
 
@@ -219,8 +219,8 @@ def test_affine_of_constant_groups(bits, dtype, kind, rule):
     out = q.dequantise()
     assert (out[0] == 0).all()
     assert (decode_scale(q.scale)[0] == 0).all()
-    # A bf16 scale or zero point is right to 2^-9; a power of two with an integer zero point gives
-    # only a power of two times a code, at 1 bit the next one up.
+    # bf16 scales and zero points are exact to 2^-9. A power-of-two scale with an integer zero point
+    # represents only powers of two times a code.
     most = 1.0 if dtype == "e8m0" and kind else 2.0**-8
     assert ((out - weight).abs() <= most * weight.abs() + 1e-30).all()
     if not kind and dtype == "bf16":

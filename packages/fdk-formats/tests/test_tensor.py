@@ -106,24 +106,24 @@ def test_to_and_frozen():
         ({"format": Format("affine", 2, 16)}, TypeError, "zero_point must be a tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, error, message):
+def test_tensors_are_checked(changes, error, message):
     with pytest.raises(error, match=message):
         small(**changes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.complex64, None])
-def test_dequantise_to_what_is_not_floating(dtype):
+def test_dequantise_requires_a_floating_dtype(dtype):
     with pytest.raises(TypeError, match=f"dequantise: dtype must be a floating .*, got '?{dtype}"):
         small().dequantise(dtype)
     with pytest.raises(TypeError, match=f"rows: dtype must be a floating .*, got '?{dtype}"):
         small().rows(0, 1, dtype)
 
 
-def test_parts_that_need_a_gradient():
+def test_tensors_with_gradients():
     scale = small().scale.requires_grad_()
     q = small(scale=scale, shape=torch.Size((2, 32)))
     q.dequantise().sum().backward()
-    # Each group's gradient is the sum of its entries: 4 * (-1 - 0.25 + 0.5 + 1), or 16 * 1.
+    # A group's gradient is the sum of its entries: 4 * (-1 - 0.25 + 0.5 + 1), or 16 * 1.
     assert scale.grad.tolist() == [[1.0, 1.0], [16.0, 16.0]]
 
 
@@ -134,7 +134,7 @@ def test_affine_takes_no_codebook():
         replace(q, codebook=torch.ones(16))
 
 
-def test_relative_error_checks_what_it_gets():
+def test_relative_error_checks_its_arguments():
     weight = torch.ones(1, 32)
     with pytest.raises(TypeError, match="relative_error: weight must be a tensor, got NoneType"):
         relative_error(None, quantise(weight, "nf4-g16"))
@@ -142,6 +142,6 @@ def test_relative_error_checks_what_it_gets():
         relative_error(weight, weight)
 
 
-def test_model_report_wants_a_module():
+def test_model_report_requires_a_module():
     with pytest.raises(TypeError, match=r"model_report: model must be an nn\.Module, got NoneType"):
         model_report(None)

@@ -485,9 +485,7 @@ def test_weight_is_checked(weight, error, message):
 @pytest.mark.parametrize("format", ["kmeans4-g16", "int1-g16", "nf4-g16-search", "affine4-g16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_weight_must_be_finite(format, bad, monkeypatch):
-    monkeypatch.setattr(
-        scales, "CODES_PER_CHUNK", 96
-    )  # the bad value is in a later chunk
+    monkeypatch.setattr(scales, "CODES_PER_CHUNK", 96)  # the bad value is in a later chunk
     weight = normal(7, 32)
     weight[5, 17] = weight[5, 30] = bad
     with pytest.raises(ValueError, match=f"finite.*, got {bad} at row 5, column 17"):

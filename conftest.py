@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--every N`, with which `wheels` samples the tests."""
+    """Add `--every 8`, which samples for `wheels`, and `--shard 1/2`."""
     parser.addoption(
         "--every",
         type=int,
@@ -16,6 +16,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="run each test function's first case, and every Nth after it",
     )
+    parser.addoption(
+        "--shard",
+        type=parse_shard,
+        default=(1, 1),
+        metavar="I/N",
+        help="run the Ith of N equal parts of the tests, counted from 1",
+    )
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse `1/2`."""
+    index, count = map(int, text.split("/"))
+    if not 1 <= index <= count:
+        raise ValueError(f"wanted 1/{count} to {count}/{count}, got {text}")
+    return index, count
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -37,13 +52,16 @@ def seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sample the tests for `--every`; skip those marked `gpu` where torch finds no GPU."""
+    """Apply `--every` and `--shard`; skip tests marked `gpu` where torch finds no GPU."""
     every, seen = config.getoption("every"), Counter[str]()
+    index, count = config.getoption("shard")
     kept, dropped = [], []
     for item in items:
         function = item.nodeid.partition("[")[0]
         (dropped if seen[function] % every else kept).append(item)
         seen[function] += 1
+    dropped += [item for i, item in enumerate(kept, 1) if i % count != index % count]
+    kept = [item for i, item in enumerate(kept, 1) if i % count == index % count]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept

@@ -1,126 +1,150 @@
-"""Times plans for few rows of x in turns: the one that is taken, and those that cost least.
+"""Time every plan of a Marlin kernel beside the one that the cost model chooses.
 
-    python packages/fdk-cuda/benchmarks/marlin_plans.py [--shapes 0,2] [--bits 3,4] [--ms 1,4] \\
-        [--first 14] [--out rows.jsonl]
+    python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel small_m --ms 1,4 --bits 3,4
+    python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel hopper_gemm --ms 64,256
+    python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel hopper_dgrad --ms 256
 
-As marlin.py does it: graphs over rotating weights, cold L2, each answer checked first; which graph
-is replayed first changes from replay to replay. A row a plan; printed is, for each case, what is
-taken and the fastest. cost_model.py was fitted to such rows; tuned_overrides.py has those where
-another plan was faster by over 1.5 %, with 16 rows 2.
+The cost models of small_m, hopper_gemm and the gradient were fitted to such rows, and the tuned
+overrides are cases where another plan was more than 1.5 % faster (2 % with 16 rows). `--first`
+limits the plans of a case. Microseconds per call, cold L2, median
+of graph replays in turns; each plan's answer is checked first.
 """
 
-import argparse
-import statistics
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from _rows import write_rows
-from marlin import SHAPES, Run, Weights
+from _marlin_weight import GROUP_SIZE, MarlinWeight
+from _timing import (
+    Row,
+    Run,
+    argument_parser,
+    check,
+    graph_times,
+    has_gpu,
+    integers,
+    shapes,
+    write_rows,
+)
+from torch import Tensor
 
+from fdk_cuda.marlin.dgrad import dgrad_plan, dgrad_plans, dgrad_runner, run_dgrad
+from fdk_cuda.marlin.heuristics_hopper import HopperPlan, hopper_plans, plan_hopper
 from fdk_cuda.marlin.heuristics_small_m import SmallPlan, plan_small, small_m_cost, small_plans
 from fdk_cuda.marlin.instantiations import Variant
-from fdk_cuda.marlin.runtime import device_limits, small_fields, small_launch
-from fdk_formats.testing import nrmse
+from fdk_cuda.marlin.runtime import (
+    device_limits,
+    hopper_runner,
+    run_hopper,
+    small_fields,
+    small_launch,
+)
 
-REPLAYS, MIN_CALLS = 14, 40
+KERNELS = ("small_m", "hopper_gemm", "hopper_dgrad")
+REPLAYS, CALLS = 14, 40
+Plan = SmallPlan | HopperPlan
 
 
-def plan_run(weights: Weights, x: torch.Tensor, plan: SmallPlan) -> Run:
-    """Launches one plan, checked.
+def plans_of(kernel: str, weight: MarlinWeight, m: int, first: int) -> list[Any]:
+    """List the chosen plan, then the others; small_m's by predicted cost."""
+    geometry, limits = weight.layout.geometry, device_limits(0)
+    if kernel == "small_m":
+        chosen: Plan = plan_small(geometry, torch.bfloat16, m, limits)
+        plans: list[Any] = list(
+            small_plans(geometry, Variant.of(geometry, torch.bfloat16), m, limits)
+        )
+        plans.sort(key=lambda plan: small_m_cost(geometry, plan))
+    elif kernel == "hopper_gemm":
+        chosen, plans = plan_hopper(geometry, m, limits), list(hopper_plans(geometry, m, limits))
+    else:
+        chosen = dgrad_plan(geometry, m, limits)
+        plans = list(dgrad_plans(geometry, m, limits))
+    return [chosen, *(plan for plan in plans if plan != chosen)][:first]
 
-    Raises:
-        SystemExit: the answer is wrong.
-    """
-    geometry, m, packed = weights.layout.geometry, len(x), weights.packed
+
+def small_run(weight: MarlinWeight, x: Tensor, plan: SmallPlan) -> Run:
+    """Return a launch of small_m.cu by one plan."""
+    geometry, m = weight.layout.geometry, len(x)
     variant = Variant.of(geometry, x.dtype)
     launch, fields = small_launch(variant, plan, 0), small_fields(variant, plan, geometry, m)
     y = x.new_full((m, geometry.n), torch.nan)
-    pointers = weights.layout.codebook.data_ptr(), x.data_ptr(), 0, y.data_ptr()
+    pointers = weight.layout.codebook.data_ptr(), x.data_ptr(), 0, y.data_ptr()
 
-    def run(i: int) -> torch.Tensor:
-        launch(packed[i % len(packed)].data_ptr(), *pointers, *fields)
+    def run(i: int) -> Tensor:
+        launch(weight.packed[i % len(weight.packed)].data_ptr(), *pointers, *fields)
         return y
 
-    oracle = x.double() @ weights.multiplied(plan.shape).T
-    if not (error := nrmse(run(0), oracle)) < 2e-3:
-        raise SystemExit(f"wrong answer, not timed: {weights.layout.format} m{m} {plan}: {error}")
     return run
 
 
-def times_in_turns(runs: list[Run], count: int) -> list[float]:
-    """Median microseconds of each; every replay begins with the next graph."""
-    graphs = []
-    for run in runs:
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            for i in range(count):
-                run(i)
-    times: list[list[float]] = [[] for _ in graphs]
-    for replay in range(REPLAYS + 2):
-        for step in range(len(graphs)):
-            own = (replay + step) % len(graphs)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            graphs[own].replay()
-            end.record()
-            end.synchronize()
-            times[own].append(start.elapsed_time(end) * 1000 / count)
-    return [statistics.median(own[2:]) for own in times]
+def hopper_run(weight: MarlinWeight, x: Tensor, plan: HopperPlan) -> Run:
+    """Return a launch of hopper_gemm.cu by one plan, with its reduction of split k."""
+    layout, packed = weight.layout, weight.packed
+    runner = hopper_runner(layout.geometry, x.dtype, len(x), plan, 0)
+    codebook, n = layout.codebook, layout.geometry.n
+    return lambda i: run_hopper(runner, x, packed[i % len(packed)], codebook, None, n)
 
 
-def time_case(kind: str, bits: int, n: int, k: int, ms: list[int], first: int) -> Iterator[Any]:
-    """A row for each plan of each m."""
-    weights, limits = Weights.of(kind, bits, n, k), device_limits(0)
-    geometry = weights.layout.geometry
+def dgrad_run(weight: MarlinWeight, dy: Tensor, plan: HopperPlan) -> Run:
+    """Return a launch of the gradient's kernel by one plan, with its reduction of split n."""
+    layout, packed = weight.layout, weight.packed
+    runner = dgrad_runner(layout.geometry, dy.dtype, len(dy), plan, 0)
+    codebook, k = layout.codebook, layout.geometry.k
+    return lambda i: run_dgrad(runner, dy, packed[i % len(packed)], codebook, k)
+
+
+RUNS: dict[str, Callable[..., Run]] = dict(
+    zip(KERNELS, (small_run, hopper_run, dgrad_run), strict=True)
+)
+
+
+def time_case(
+    kernel: str, n: int, k: int, bits: int, kind: str, ms: list[int], first: int
+) -> Iterator[Row]:
+    """Yield a row for each plan of each m."""
+    weight, dy = MarlinWeight.random(bits, n, k, kind), kernel == "hopper_dgrad"
     for m in ms:
-        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-        taken = plan_small(geometry, x.dtype, m, limits)
-        plans = small_plans(geometry, Variant.of(geometry, x.dtype), m, limits)
-        ranked = sorted(plans, key=lambda plan: small_m_cost(geometry, plan))
-        chosen = [taken, *(plan for plan in ranked if plan != taken)][:first]
-        runs = [plan_run(weights, x, plan) for plan in chosen]
-        times = times_in_turns(runs, max(MIN_CALLS, len(weights.packed)))
-        best = min(times)
-        for plan, us in zip(chosen, times, strict=True):
-            shape = plan.shape
-            cut = shape.fragments, shape.k_blocks, shape.n_groups, shape.warps, plan.cluster
-            row = {"n": n, "k": k, "bits": bits, "m": m, "kind": kind, "cut": cut}
-            row |= {"limb_rows": shape.limb_rows, "cost": small_m_cost(geometry, plan), "us": us}
-            yield row | {"taken": plan is taken, "best": us == best}
+        x = torch.randn(m, n if dy else k, device="cuda").bfloat16()
+        plans, oracle = plans_of(kernel, weight, m, first), weight.oracle(x, dy=dy)
+        runs = [RUNS[kernel](weight, x, plan) for plan in plans]
+        for plan, run in zip(plans, runs, strict=True):
+            check(run(0), oracle, f"{n}x{k} {kind} b{bits} m{m} {plan}")
+        count = 6 if m * n * k > 1e11 else CALLS
+        times = graph_times(runs, count, replays=REPLAYS)
+        for plan, us in zip(plans, times, strict=True):
+            row = {"kernel": kernel, "n": n, "k": k, "bits": bits, "m": m, "kind": kind}
+            row |= {"plan": asdict(plan), "us": us}
+            yield row | {"chosen": plan is plans[0], "fastest": us == min(times)}
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """A row as text."""
-    what = "taken " * row["taken"] + "fastest" * row["best"]
-    cut = " ".join(map(str, row["cut"]))
-    case = f"{row['n']:6}x{row['k']:<6} {row['kind']:8} b{row['bits']} m{row['m']:<2}"
-    return f"{case} {cut:12} {row['us']:7.2f} {what}"
+def line_of(row: Row) -> str:
+    """Format a row."""
+    mark = "chosen " * row["chosen"] + "fastest" * row["fastest"]
+    fields = row["plan"]["shape"] | row["plan"]
+    plan = " ".join(f"{name}={value}" for name, value in fields.items() if name != "shape")
+    case = f"{row['n']:6}x{row['k']:<6} {row['kind']:8} b{row['bits']} m{row['m']:<4}"
+    return f"{case} {row['us']:7.2f} us {mark:15} {plan}"
 
 
 def main() -> None:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="0,1,2,3,4", help="indices of marlin.py's SHAPES")
-    parser.add_argument("--bits", default="1,2,3,4,8")
-    parser.add_argument("--ms", default="1,4")
-    parser.add_argument("--kinds", default="codebook,affine", help="of weights")
+    """Read the command line and time every plan."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--kernel", choices=KERNELS, default="small_m")
+    parser.add_argument("--ms", type=integers, default="1,16", help="rows of x or dy")
+    parser.add_argument("--bits", type=integers, default="1,4")
+    parser.add_argument("--shapes", type=shapes, default="8192x8192")
+    parser.add_argument("--kinds", default="codebook", help=f"groups of {GROUP_SIZE}")
     parser.add_argument("--first", type=int, default=14, help="plans of each case")
-    parser.add_argument("--out", type=Path, help="a file that rows are written to as JSONL")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("not run: needs an NVIDIA GPU, torch finds none on this machine")
+    if not has_gpu(hopper=args.kernel != "small_m"):
         return
-    ms = [int(m) for m in args.ms.split(",")]
     rows = (
         row
-        for index in map(int, args.shapes.split(","))
-        for bits in map(int, args.bits.split(","))
+        for n, k in args.shapes
+        for bits in args.bits
         for kind in args.kinds.split(",")
-        for row in time_case(kind, bits, *SHAPES[index], ms, args.first)
+        for row in time_case(args.kernel, n, k, bits, kind, args.ms, args.first)
     )
     write_rows(args.out, rows, line_of)
 

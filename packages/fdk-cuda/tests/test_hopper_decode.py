@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from marlin_devices import DEVICES
+from marlin_compile import HOPPER
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
 from fdk_cuda.marlin.heuristics_hopper import hopper_shapes
@@ -172,10 +172,10 @@ def test_every_register_of_affine_codes(sources, bits, group_size):
 
 
 def check_registers(sources, q, layout, dtype, *, has_table):
-    shape = hopper_shapes(layout.geometry, DEVICES["sm_90a"])[-1]
+    shape = hopper_shapes(layout.geometry, HOPPER)[-1]
     assert shape.has_table == has_table
     options = hopper_program(Variant.of(layout.geometry, dtype), shape).options
-    command = ["g++", "-std=c++17", "-O1", "-w", "-include", "host.h", *options, "main.cpp"]
+    command = ["g++", "-std=c++17", "-O1", "-w", "-I.", "-include", "host.h", *options, "main.cpp"]
     subprocess.run([*command, "-o", "main"], cwd=sources, check=True)
     given = [layout.codebook.view(torch.uint8), layout.packed.flatten()]
     data = torch.cat([part.contiguous() for part in given]).numpy().tobytes()

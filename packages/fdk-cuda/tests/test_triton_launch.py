@@ -19,6 +19,7 @@ from fdk_cuda.triton.configs import DgradWgmmaConfig, GemmWgmmaConfig
 from fdk_cuda.triton.launch import PackedWeight, dgrad, linear, linear_dgrad
 from fdk_cuda.triton.layout import PackedLayout
 from fdk_cuda.triton.remembered import Launch, launch, relaunch
+from fdk_formats import torch_internals
 
 
 class FakeKernel:
@@ -40,7 +41,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remembered_module, "INTERPRETED", False)
     monkeypatch.setattr(remembered_module, "_launches", {})
     monkeypatch.setattr(launch_module, "_not_in_layout", set())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 0)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -156,9 +157,7 @@ def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
 def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps what it hands over for the stream of the last launch."""
     streams, seen = iter([0, 5, 5, 0]), []
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams), raising=False
-    )
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: next(streams))
     kernel = SimpleNamespace(
         run=lambda *arguments: seen.append(arguments), function="f", packed_metadata=None
     )
@@ -189,7 +188,7 @@ def test_launch_without_wrapper(
 
     kernel = SimpleNamespace(run=Run(), function="f", packed_metadata="packed")
     monkeypatch.setattr(remembered_module.triton, "__version__", version)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 5)
     Launch(kernel, (4,), (7,))((16, 32), 0)
     added = (False, True, None, None)
     expected = ("run", (4, 1, 1, 5, "f", "packed", None, None, None, 16, 32, 7))

@@ -16,6 +16,7 @@ from fdk_cpu.runtime import num_threads
 from fdk_formats.backends import Layout, Problem, check_activations, register
 from fdk_formats.int8 import int8_table
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.torch_internals import is_plain_call
 
 
 class CpuLayout(Layout):
@@ -50,7 +51,7 @@ class CpuLayout(Layout):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
         n, k = self.shape
-        if lut_linear_op.is_direct(x, bias) and takes(x, bias, n, k):
+        if is_plain_call(x, bias) and takes(x, bias, n, k):
             # Not by attribute: nn.Module takes a microsecond to find a buffer.
             return self._kept.linear(x, bias, self._buffers, self.group_size, self.format.bits, n)
         group_size, bits = self.group_size, self.format.bits
@@ -133,7 +134,7 @@ class CpuInt8Layout(CpuLayout):
         """See ``Layout``."""
         n, k = self.shape
         group_size, bits, table = self.group_size, self.format.bits, (self.step, self.offset)
-        if lut_linear_int8_op.is_direct(x, bias) and takes(x, bias, n, k):
+        if is_plain_call(x, bias) and takes(x, bias, n, k):
             return self._kept.linear(x, bias, self._buffers, group_size, bits, n, table)
         tensors = (self.codes, self.scale, self.codebook, self.zero_point)
         return lut_linear_int8_op(x, *tensors, group_size, bits, self.levels, *table, bias, n, k)

@@ -12,6 +12,7 @@ from fdk_cpu.checks import check_placed
 from fdk_cpu.memory import copy_memory as copy
 from fdk_cpu.memory import read_sum as read_sum
 from fdk_cpu.runtime import num_threads
+from fdk_formats.torch_internals import in_dispatch_mode
 
 __all__ = ["copy", "gemm", "gemv", "read_sum"]
 
@@ -77,7 +78,7 @@ def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:
     n = len(weight)
     for name, tensor in (("x", x), ("weight", weight)):
         check_placed(caller, name, tensor)
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if in_dispatch_mode():
         raise TypeError(f"{caller}: needs values, and cannot be traced")
     x, weight = x.resolve_neg(), weight.resolve_neg()
     y = x.new_empty((m, n))

@@ -1,174 +1,131 @@
-"""Calls of a layer with all made ready that depends only on the shape of x."""
+"""Launches cached per input shape.
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+At m = 1 a call takes longer on the host than on the GPU: arguments are checked, a kernel is chosen
+and its parameters are computed. All this depends on shapes and dtypes only. So a layout caches the
+launch of each shape of x that it meets, and a later call fills in the addresses.
+
+A backend says how to prepare a launch, and which addresses the kernel gets of the weight. What must
+hold for a launch to be repeated is the same for every backend and is checked here.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from torch import Tensor, empty_like
+from torch.cuda import current_device
 
-from fdk_formats.ops import (
-    alike,
-    depth_of_dispatch_modes,
-    depth_of_function_modes,
-    is_profiled,
-    nothing_is_alike,
-)
-
-# Shapes of x that a layout keeps calls for; past it, it starts afresh.
-MAX_KEPT = 64
-# Kernels read x in pieces of so many bytes.
+# A layout that meets more shapes than this forgets all of them and starts again.
+MAX_LAUNCHES = 64
+# Bytes to which x, bias and weight must be aligned: kernels read 16 at a time.
 ALIGNMENT = 16
-Buffers = Mapping[str, Any]
-
-# Bound here: a call asks all of them. The first is True where torch.compile traces, and takes half
-# of is_compiling's 0.06 us, which is True for tracers that are modes of dispatch, too.
-is_traced = torch.compiler.is_dynamo_compiling
-_is_grad_enabled = torch.is_grad_enabled
-_is_deterministic = torch._C._get_deterministic_algorithms
 
 
-class ReadyCall(ABC):
-    """A product for x of one shape on one GPU, without looking anything up.
-
-    Where torch does not watch, ``__call__`` looks at x, the bias and the buffers. ``again`` does so
-    by one check of what ``__call__`` has taken, torch's watching included.
-
-    Args:
-        x: the activations that it serves, and all of their shape, dtype and device.
-        n: outputs.
-    """
-
-    def __init__(self, x: Tensor, n: int) -> None:
-        self.device, self.dtype = x.get_device(), x.dtype
-        self._n, self._y_shape = (n,), (*x.shape[:-1], n)
-        self._y_strides = torch.empty(self._y_shape, device="meta").stride()
-        self._current_device = torch._C._cuda_getDevice
-        # What inductor's code takes its memory with, on the current device: 1.0 us of the host of
-        # an H200, where new_empty takes 2.5. No version of torch promises it.
-        self._empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-        # Of x, and of x and a bias.
-        self._is_alike = self._are_alike = nothing_is_alike
-        # Of the buffers, where they were aligned.
-        self._addresses: tuple[int, ...] = ()
-
-    @abstractmethod
-    def run(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
-        """y, for x and a bias that fit; None where x, bias or buffers are not as the kernel needs.
-
-        It asks every buffer for its address: ``.data`` of a buffer may be set at any time.
-        """
-
-    def is_stale(self) -> bool:
-        """Whether the call has to be made anew."""
-        return False
-
-    def again(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
-        """``__call__`` for x and a bias alike those that it last took, and None for others.
-
-        None, too, where torch has more to do with the call than to run it.
-        """
-        if bias is None:
-            if not self._is_alike(x):
-                return None
-        elif not self._are_alike(x, bias) or (_is_grad_enabled() and bias.requires_grad):
-            return None
-        if (
-            depth_of_dispatch_modes() > 0
-            or depth_of_function_modes() > 0
-            or is_profiled()
-            or forward_ad._current_level >= 0
-            or self._current_device() != self.device
-        ):
-            return None
-        return self.run(x, bias, tensors)
-
-    def __call__(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
-        """y, for x of the shape it was made for; None where the op has to see to the call.
-
-        Args:
-            x: ``[..., k]``.
-            bias: ``[n]`` or None.
-            tensors: the buffers of the layout.
-        """
-        dtype, device = self.dtype, self.device
-        if (
-            x.dtype is not dtype
-            or x.get_device() != device
-            or self._current_device() != device
-            or not x.is_contiguous()
-        ):
-            return None
-        if bias is not None and (
-            bias.dtype is not dtype
-            or bias.get_device() != device
-            or bias.shape != self._n
-            or not bias.is_contiguous()
-        ):
-            return None
-        y = self.run(x, bias, tensors)
-        if y is not None and not x.requires_grad:  # with it, x alike may record a gradient
-            if bias is None:
-                self._is_alike = alike(x)
-            else:
-                self._are_alike = alike(x, bias)
-        return y
-
-    def new_output(self, x: Tensor) -> Tensor:
-        """Memory for y."""
-        # Deterministic torch fills what new_empty takes with NaN: torch.utils.deterministic.
-        if self._empty is None or _is_deterministic():
-            return x.new_empty(self._y_shape)
-        y: Tensor = self._empty(self._y_shape, self._y_strides, self.dtype)
-        return y
-
-
-def nothing_is_ready(x: Tensor, bias: Tensor | None, tensors: Buffers) -> None:
-    """In the place of a call."""
-
-
-class ReadyCalls:
-    """The calls that a layout has made ready, by the shape of x. Copies and pickles are empty.
+@dataclass(frozen=True, slots=True)
+class CachedLaunch:
+    """A launch for x of one shape and dtype on one GPU.
 
     Attributes:
-        again: the call that was last taken.
+        start: launches the kernel on the current stream of the GPU, which is the current one. It
+            gets the addresses of the weight's tensors, then of x, of the bias (0 for none) and y.
+        y: an output without memory. ``empty_like`` of it takes half the time of ``new_empty``.
+        bias_shape: ``[n]``.
+    """
+
+    start: Callable[..., None]
+    y: Tensor
+    bias_shape: tuple[int, ...]
+
+
+class LaunchCache:
+    """The cached launches of one layout. Copies and pickles of a cache are empty.
+
+    It is asked only for plain calls, see ``fdk_formats.torch_internals.is_plain_call``. Arguments
+    of its methods:
+
+        x          [..., k]
+        bias       [n], or None
+        addresses  of the weight's tensors; not cached, for ``.data`` of a buffer may be set
+        state      all else that the launch depends on: GPU and dtypes of the weight, tuning
     """
 
     def __init__(self) -> None:
-        self._calls: dict[torch.Size, ReadyCall] = {}
-        self.again: Callable[[Tensor, Tensor | None, Buffers], Tensor | None] = nothing_is_ready
+        self._launches: dict[Hashable, CachedLaunch] = {}
+        self._aligned: tuple[int, ...] = ()  # addresses that were found aligned
 
-    def __reduce__(self) -> tuple[type["ReadyCalls"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["LaunchCache"], tuple[()]]:
         return type(self), ()
 
-    def get(self, x: Tensor) -> ReadyCall | None:
-        """The call for the shape of x, if there is one."""
-        return self._calls.get(x.shape)
+    def __len__(self) -> int:
+        return len(self._launches)
 
-    def __call__(self, x: Tensor, bias: Tensor | None, tensors: Buffers) -> Tensor | None:
-        """y by the call for the shape of x, if there is one and it takes it."""
-        call = self.get(x)
-        if call is None:
+    def launch(
+        self, x: Tensor, bias: Tensor | None, addresses: tuple[int, ...], state: Hashable
+    ) -> Tensor | None:
+        """Runs the cached launch for a call.
+
+        Returns:
+            y, ``[..., n]``, or None for a call that the op has to run: where no launch is cached
+            for it, where x or bias is not contiguous, aligned and on the current GPU, where the
+            weight is not aligned, or where the bias does not fit.
+        """
+        device = x.get_device()
+        cached = self._launches.get((x.shape, x.dtype, device, bias is None, state))
+        if cached is None or current_device() != device or not x.is_contiguous():
             return None
-        y = call.again(x, bias, tensors)
-        if y is None:
-            y = call(x, bias, tensors)
-        if y is not None:
-            self.again = call.again
+        bias_address = 0
+        if bias is not None:
+            if (
+                bias.dtype is not x.dtype
+                or bias.get_device() != device
+                or bias.shape != cached.bias_shape
+                or not bias.is_contiguous()
+            ):
+                return None
+            bias_address = bias.data_ptr()
+        x_address = x.data_ptr()
+        if (x_address | bias_address) % ALIGNMENT:
+            return None
+        if addresses != self._aligned:
+            if any(address % ALIGNMENT for address in addresses):
+                return None
+            self._aligned = addresses
+        y = empty_like(cached.y)
+        cached.start(*addresses, x_address, bias_address, y.data_ptr())
         return y
 
-    def put(self, x: Tensor, make: Callable[[], ReadyCall | None]) -> None:
-        """Keeps the call that is made for the shape of x, if there is none and one can be made."""
-        kept = self._calls.get(x.shape)
-        if (
-            kept is not None
-            and not kept.is_stale()
-            and (kept.dtype, kept.device) == (x.dtype, x.get_device())
-        ):
-            return  # The op saw to x for another reason, such as its strides.
-        if (made := make()) is None:
+    def insert(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        state: Hashable,
+        prepare: Callable[[Tensor, Tensor | None], Callable[..., None] | None],
+    ) -> None:
+        """Caches the launch for calls like one that the op has just run.
+
+        Args:
+            x: of the call.
+            bias: of the call.
+            y: result of the call.
+            state: see the class; as it was before the call.
+            prepare: gets x and bias and returns ``CachedLaunch.start``, or None for a call that
+                takes more than one kernel over x as it is.
+        """
+        key = x.shape, x.dtype, x.get_device(), bias is None, state
+        # Already cached: the op ran for another reason, such as strides of x.
+        if not x.is_cuda or y.numel() == 0 or key in self._launches:
             return
-        if len(self._calls) >= MAX_KEPT:
-            self._calls.clear()
-        self._calls[x.shape] = made
+        start = prepare(x, bias)
+        if start is None:
+            return
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[key] = CachedLaunch(start, _without_memory(y), y.shape[-1:])
+
+
+def _without_memory(y: Tensor) -> Tensor:
+    """Returns a contiguous tensor of the shape, dtype and device of y that takes no memory."""
+    empty = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    empty.untyped_storage().resize_(0)
+    return empty

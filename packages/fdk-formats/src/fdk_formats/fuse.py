@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from fdk_formats.backends import Layout, NoBackendError
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight, pack_with
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.torch_internals import in_place_version
 
 # Names of layers with one input in the models of transformers.
 DEFAULT_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -190,7 +191,7 @@ class LastProduct:
 
     def __init__(self) -> None:
         # x, its version, whether gradients were recorded, y, indices of the remaining layers
-        self.value: tuple[Tensor, int | None, bool, Tensor, tuple[int, ...]] | None = None
+        self.value: tuple[Tensor, object, bool, Tensor, tuple[int, ...]] | None = None
 
     def __reduce__(self) -> tuple[type["LastProduct"], tuple[()]]:
         return LastProduct, ()
@@ -217,7 +218,7 @@ class Product(nn.Module):
         if bias is not self._group.layers[index].bias:  # another module calls the weight
             padded = None if bias is None else pad(bias, (start, self.spans[-1][1] - stop))
             return self._of_all(x, padded)[..., start:stop]
-        version, grad = _version(x), torch.is_grad_enabled()
+        version, grad = in_place_version(x), torch.is_grad_enabled()
         last = self._last.value  # read once: another thread may replace it
         if (
             last is not None
@@ -251,11 +252,6 @@ class Product(nn.Module):
     def extra_repr(self) -> str:
         """Shows the rows of each layer."""
         return f"rows={[list(span) for span in self.spans]}"
-
-
-def _version(x: Tensor) -> int | None:
-    # Inference tensors have no version, and compiled code would ask for it at run time.
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 class FusedRows(Layout):

@@ -1,16 +1,18 @@
 """The backends ``marlin`` (affine and integer grids) and ``marlin-lut`` (any codebook)."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdk_cuda.gpu import unsupported_gpu
-from fdk_cuda.launch_cache import is_traced
+from fdk_cuda.launch_cache import LaunchCache
 from fdk_cuda.marlin import repack
 from fdk_cuda.marlin.layout import Geometry, has_grid, stored_dtype, unsupported_reason
-from fdk_cuda.marlin.ops import DTYPES, linear_op
-from fdk_cuda.marlin.ready import ReadyCalls
+from fdk_cuda.marlin.ops import DTYPES, linear_op, small_m_limit
+from fdk_cuda.marlin.runtime import small_launch_for
 from fdk_cuda.nvrtc import unavailable_reason
 from fdk_cuda.stream_sync import SyncedLayout
 from fdk_formats.backends import Layout, Problem
@@ -18,6 +20,7 @@ from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.torch_internals import is_plain_call
 
 
 class MarlinLayout(SyncedLayout):
@@ -55,27 +58,36 @@ class MarlinLayout(SyncedLayout):
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("codebook", codebook.to(dtype), persistent=False)
         self.register_buffer("canonical_codebook", q.codebook, persistent=False)
-        self._format, self._ready = str(format), ReadyCalls()
+        self._format, self._launches = str(format), LaunchCache()
         self.synchronise()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns ``x @ W_hat.T + bias``, see ``Layout``."""
-        # Not as attributes: nn.Module takes a microsecond to find a buffer.
-        tensors = self._buffers
-        is_invariant = self.batch_invariant
-        # torch.compile traces no further than the first question.
-        if not (is_traced() or is_invariant):
-            ready = self._ready.again(x, bias, tensors)
-            if ready is not None:
-                return ready
-        is_direct = not is_invariant and linear_op.is_direct(x, bias)
-        if is_direct and (ready := self._ready(x, bias, tensors)) is not None:
-            return ready
-        layout = self.packed, self.codebook, self._format, self.batch_invariant
-        y = linear_op(x, *layout, bias, *self.shape)
-        if is_direct:  # The op has checked the arguments.
-            self._ready.keep(x, self._format, self.geometry.padded_k, self.shape[0])
+        if self.batch_invariant or not is_plain_call(x, bias):
+            return self._linear(x, bias)
+        tensors: Any = self._buffers  # nn.Module takes 0.5 us to find one as an attribute
+        packed, codebook = tensors["packed"], tensors["codebook"]
+        addresses = packed.data_ptr(), codebook.data_ptr()
+        state = packed.get_device(), codebook.dtype
+        y = self._launches.launch(x, bias, addresses, state)
+        if y is None:
+            y = self._linear(x, bias)
+            self._launches.insert(x, bias, y, state, self._prepare_launch)
         return y
+
+    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Calls the op, which checks x and bias."""
+        layout = self.packed, self.codebook, self._format, self.batch_invariant
+        return linear_op(x, *layout, bias, *self.shape)
+
+    def _prepare_launch(self, x: Tensor, bias: Tensor | None) -> Callable[..., None] | None:
+        """Prepares small_m.cu for x; None where another kernel runs or x has to be padded."""
+        (n, k), device = self.shape, x.get_device()
+        m = x.numel() // k
+        if k != self.geometry.padded_k or m > small_m_limit(self._format, n, k, device):
+            return None
+        launch, fields = small_launch_for(self._format, x.dtype, m, n, k, device, False)
+        return launch.bound(*fields).__call__
 
     def unpack(self) -> QuantisedTensor:
         """Returns the weight in canonical form, see ``Layout``."""

@@ -1,14 +1,18 @@
 """The Triton backend: every format on any NVIDIA GPU of compute capability 8.0 or later."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fdk_cuda.gpu import unsupported_gpu
-from fdk_cuda.launch_cache import is_traced
+from fdk_cuda.launch_cache import LaunchCache
 from fdk_cuda.stream_sync import SyncedLayout
+from fdk_cuda.triton import autotune
+from fdk_cuda.triton.configs import GemvConfig
 from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
+from fdk_cuda.triton.launch import gpu_at, launched_gemv
 from fdk_cuda.triton.layout import (
     PackedLayout,
     pack_codes,
@@ -18,12 +22,12 @@ from fdk_cuda.triton.layout import (
 )
 from fdk_cuda.triton.ops import triton_linear_op
 from fdk_cuda.triton.packed_weight import PackedWeight
-from fdk_cuda.triton.ready import ReadyCalls
 from fdk_cuda.triton.remembered import INTERPRETED
 from fdk_cuda.triton.toolchain import why_no_launcher
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.torch_internals import is_plain_call
 
 
 class TritonLayout(SyncedLayout):
@@ -61,38 +65,55 @@ class TritonLayout(SyncedLayout):
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
-        self._ready = ReadyCalls()
+        self._launches = LaunchCache()
         self.synchronise()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
-        a, tensors = self.packed_layout, self._buffers  # nn.Module takes 2 us for five attributes
-        is_invariant = self.batch_invariant
-        # torch.compile traces only as far as ``is_traced``.
-        if not (is_traced() or is_invariant):
-            ready = self._ready.again(x, bias, tensors)
-            if ready is not None:
-                return ready
-        is_direct = not is_invariant and triton_linear_op.is_direct(x, bias)
-        if is_direct and (ready := self._ready(x, bias, tensors)) is not None:
-            return ready
-        y = triton_linear_op(
-            x,
-            tensors["words"],
-            tensors["scale"],
-            tensors["zero_point"],
-            tensors["values"],
-            tensors["lanes"],
-            a.bits,
-            a.group_size,
-            self.batch_invariant,
-            bias,
-            a.n,
-            a.k,
+        if self.batch_invariant or not is_plain_call(x, bias):
+            return self._linear(x, bias)
+        tensors: Any = self._buffers  # nn.Module takes 0.5 us to find one as an attribute
+        words, scale, zero_point = tensors["words"], tensors["scale"], tensors["zero_point"]
+        # Without zero points the kernel gets the scales in their place, and does not read them.
+        third = scale if zero_point is None else zero_point
+        addresses = (
+            words.data_ptr(),
+            scale.data_ptr(),
+            third.data_ptr(),
+            tensors["values"].data_ptr(),
+            tensors["lanes"].data_ptr(),
         )
-        if is_direct:  # the op has checked the arguments
-            self._ready.keep(x, self._weight(), bias)
+        zero_dtype = None if zero_point is None else zero_point.dtype
+        # Tuning may replace the configuration.
+        state = words.get_device(), scale.dtype, zero_dtype, autotune.times_measured
+        y = self._launches.launch(x, bias, addresses, state)
+        if y is None:
+            y = self._linear(x, bias)
+            self._launches.insert(x, bias, y, state, self._prepare_launch)
         return y
+
+    def _linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Calls the op, which checks x and bias."""
+        a = self.packed_layout
+        tensors = self.words, self.scale, self.zero_point, self.values, self.lanes
+        sizes = a.bits, a.group_size, self.batch_invariant
+        return triton_linear_op(x, *tensors, *sizes, bias, a.n, a.k)
+
+    def _prepare_launch(self, x: Tensor, bias: Tensor | None) -> Callable[..., None] | None:
+        """Returns the launch of gemv_kernel that the op compiled for x, if this kernel ran."""
+        w, m, device = self._weight(), x.numel() // x.shape[-1], x.get_device()
+        if m > gpu_at(device).limits.gemv_m:
+            return None
+        config = autotune.choose(w, m, x.dtype, device)
+        if not isinstance(config, GemvConfig):
+            return None
+        compiled = launched_gemv(device, m, x.dtype, bias is None, config, w)
+        if compiled is None:
+            return None
+        # Without a bias the kernel gets x in its place, and does not read it.
+        return lambda words, scale, zero, values, lanes, x, bias, y: compiled(
+            (x, words, scale, zero, values, lanes, bias or x, y), device
+        )
 
     def _weight(self) -> PackedWeight:
         tensors: Any = self._buffers

@@ -11,6 +11,8 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fdk_formats import torch_internals
+
 # Triton reads the same variable when a kernel is defined. The interpreter takes no assembly, and
 # truncates where a GPU rounds to bf16: there products are float32, and torch rounds the result.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,7 +64,7 @@ class Launch:
 
         An address may be a descriptor of TMA.
         """
-        stream, head = torch._C._cuda_getCurrentRawStream(device), self._head
+        stream, head = torch_internals.current_raw_stream(device), self._head
         if head[3] != stream:
             head = self._head = (*self.grid, stream, *self.fixed)
         self.run(*(head + addresses + self.rest))
@@ -166,7 +168,7 @@ def are_aligned(tensors: Sequence[Tensor]) -> bool:
 
 def is_elsewhere(tensor: Tensor) -> bool:
     """Whether a tensor is on a GPU that is not the current one, where Triton would launch."""
-    return tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice()
+    return tensor.is_cuda and tensor.get_device() != torch.cuda.current_device()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

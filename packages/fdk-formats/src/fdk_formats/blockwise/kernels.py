@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.backends import all_backends
-from fdk_formats.ops import depth_of_dispatch_modes, functorch_level
+from fdk_formats.torch_internals import in_dispatch_mode, in_transform
 
 # (flat, code, block_size) -> (packed, absmax)
 Quantise8bit = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -79,8 +79,4 @@ def kernels_for(device: torch.device) -> Kernels:
 
 def is_traced() -> bool:
     """Returns whether torch.compile, a dispatch mode or a torch.func transform traces ops."""
-    return (
-        torch.compiler.is_compiling()
-        or depth_of_dispatch_modes() > 0
-        or functorch_level() is not None
-    )
+    return torch.compiler.is_compiling() or in_dispatch_mode() or in_transform()

@@ -15,6 +15,7 @@ from fdk_formats.blockwise.blocks import (
 from fdk_formats.blockwise.codebooks import CODES_8BIT, KINDS_4BIT, dynamic_map, four_bit_code
 from fdk_formats.blockwise.kernels import is_traced, kernels_for
 from fdk_formats.ops import define_op
+from fdk_formats.torch_internals import is_batched
 
 # bitsandbytes nests the absmax of 4-bit tensors in blocks of this size.
 NESTED_BLOCK_SIZE_4BIT = 256
@@ -264,16 +265,6 @@ def _check_finite(caller: str, absmax: Tensor, block_size: int) -> None:
         )
 
 
-def _is_batched(tensor: Tensor) -> bool:
-    """Returns whether ``torch.func.vmap`` gave a tensor a hidden batch dimension."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 def _checked_output(
     caller: str, q: QuantisedBlocks, dtype: torch.dtype | None, kinds: tuple[str, ...]
 ) -> torch.dtype:
@@ -281,7 +272,7 @@ def _checked_output(
         raise TypeError(f"{caller}: wanted a QuantisedBlocks, got {type(q).__name__}")
     if q.kind not in kinds:
         raise ValueError(f"{caller}: kind must be {' or '.join(kinds)}, got {q.kind}")
-    if not torch.compiler.is_compiling() and _is_batched(q.packed):
+    if not torch.compiler.is_compiling() and is_batched(q.packed):
         raise NotImplementedError(
             f"{caller}: needs blocks from outside torch.func.vmap, got a batch of them; "
             "call it for each"

@@ -1,0 +1,134 @@
+"""Every private name of torch that fdk uses, and what fdk does where a version lacks one.
+
+No version of torch promises these names. They were tested with torch 2.11, 2.13 and 2.15. Where
+one is missing, calls go through torch's dispatcher or through a slower public function.
+
+In ``torch._C``:
+
+- ``_len_torch_dispatch_stack``: number of active modes that see every op, such as FakeTensorMode.
+- ``_functorch.peek_interpreter_stack``: the innermost transform of torch.func (grad, vmap, jvp).
+- ``_functorch.is_functorch_wrapped_tensor``, ``.is_batchedtensor``, ``.get_unwrapped``: whether
+  ``torch.func.vmap`` maps over a tensor.
+- ``_autograd._profiler_enabled``: whether a profiler records every op.
+- ``_cuda_getCurrentRawStream``: the handle of a stream, without making a Stream of it.
+
+Elsewhere:
+
+- ``torch.autograd.forward_ad._current_level``: at least 0 in forward mode.
+- ``Tensor._version``: number of in-place changes of a tensor.
+
+Layouts and layers also use what ``nn.Module`` offers its subclasses under a leading underscore.
+They override ``_apply``, ``_save_to_state_dict`` and ``_load_from_state_dict``, because hooks can
+add to these but not replace them. They read ``_buffers``, ``_modules``, ``_parameters`` and the
+dictionaries of hooks, because finding a buffer as an attribute takes 0.5 us.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
+
+
+def _private(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of ``torch._C`` with a dotted name, or ``otherwise`` without it."""
+    try:
+        found: Callable[..., Any] = attrgetter(name)(torch._C)
+    except AttributeError:
+        return otherwise
+    return found
+
+
+def _stream_handle(device: int) -> int:
+    handle: int = torch.cuda.current_stream(device).cuda_stream
+    return handle
+
+
+# Where torch cannot be asked about a mode, a transform or a profiler, one may be active.
+_dispatch_modes = _private("_len_torch_dispatch_stack", lambda: 1)
+_innermost_transform = _private("_functorch.peek_interpreter_stack", lambda: "unknown")
+_is_profiling = _private("_autograd._profiler_enabled", lambda: True)
+_is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", lambda: True)
+# The level is a variable of the module, so each call reads it there.
+_forward_ad: Any = forward_ad
+if not hasattr(forward_ad, "_current_level"):
+    _forward_ad = SimpleNamespace(_current_level=0)
+# (device index) -> handle of its current stream.
+current_raw_stream: Callable[[int], int] = _private("_cuda_getCurrentRawStream", _stream_handle)
+
+
+def in_dispatch_mode() -> bool:
+    """Returns whether a TorchDispatchMode is active, which sees every op."""
+    return bool(_dispatch_modes() > 0)
+
+
+def in_transform() -> bool:
+    """Returns whether a transform of torch.func is active, such as ``grad`` or ``vmap``."""
+    return _innermost_transform() is not None
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Returns whether ``torch.func.vmap`` maps over a tensor, at any level of transforms."""
+    try:
+        functorch = torch._C._functorch
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                return True
+            tensor = functorch.get_unwrapped(tensor)
+    except AttributeError:
+        pass  # Another torch: vmap raises its own error for what it cannot map.
+    return False
+
+
+def in_place_version(tensor: Tensor) -> object:
+    """Returns a value that equals an earlier one unless the tensor was changed in place since.
+
+    Always None for inference tensors, which have no version, and in compiled code, which would
+    ask for it at run time.
+    """
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return None
+    return getattr(tensor, "_version", object())
+
+
+def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:
+    """Returns whether torch has only to run an op over x and bias, so that a kernel may do it.
+
+    False under autograd in reverse and forward mode, torch.compile and other tracers, function
+    and dispatch modes, transforms of torch.func, and profilers. False for tensor subclasses (but
+    a bias may be a Parameter), negative views, and tensors without memory.
+
+    It takes 0.6 us, 0.8 us with a bias (Python 3.11); torch's dispatcher takes 20 us.
+
+    Args:
+        x: activations.
+        bias: of the layer, or None.
+    """
+    # First, because torch.compile traces no further.
+    if torch.compiler.is_compiling():
+        return False
+    if (
+        type(x) is not Tensor
+        or has_torch_function((x,))
+        or _dispatch_modes() > 0
+        or _innermost_transform() is not None
+        or _forward_ad._current_level >= 0
+        or _is_jit_tracing()
+        or _is_profiling()
+        or not _is_plain(x)
+    ):
+        return False
+    return bias is None or (type(bias) in (nn.Parameter, Tensor) and _is_plain(bias))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns whether an op needs nothing of a tensor besides its memory."""
+    return not (
+        (tensor.requires_grad and torch.is_grad_enabled())
+        or tensor.is_neg()
+        or tensor.data_ptr() == 0  # empty, or zeros for which torch has no memory
+    )

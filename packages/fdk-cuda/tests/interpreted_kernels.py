@@ -9,7 +9,7 @@ import triton.language as tl
 from triton_cases import DTYPES, FORMATS, packed_weight
 from triton_interpreter import fix_scalar_masks
 
-from fdk_cuda.triton import TritonBackend, bf16_baseline, launch, ops
+from fdk_cuda.triton import TritonBackend, launch, ops
 from fdk_cuda.triton.configs import (
     DgradConfig,
     GemmConfig,
@@ -183,30 +183,6 @@ def test_transposed(codebook: str, bits: int, group_size: int | None, config: Dg
     oracle = grad_y.double() @ w_hat.double()
     error = nrmse(launch.dgrad(grad_y, w, config), oracle)
     assert error <= 2 * nrmse(grad_y @ w_hat, oracle)  # the interpreter rounds no weights
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_plain(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, w, bias = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((5, 203), (37, 203), (37,))
-    )
-    # Integers in the first call: every sum is exact.
-    x_int, w_int = x.round(), w.round()
-    assert torch.equal(
-        bf16_baseline.gemm(x_int, w_int), (x_int.float() @ w_int.float().T).to(dtype)
-    )
-    assert torch.equal(
-        bf16_baseline.gemv(x_int[0], w_int), (w_int.float() @ x_int[0].float()).to(dtype)
-    )
-    oracle = x.double() @ w.double().T + bias.double()
-    allowed = 1.1 * nrmse(oracle.to(dtype), oracle)
-    assert nrmse(bf16_baseline.gemm(x, w, bias), oracle) <= allowed
-    assert nrmse(bf16_baseline.gemv(x[2], w, bias), oracle[2]) <= 2 * allowed
-    with pytest.raises(ValueError, match=r"x must be \[m, k\] and w \[n, k\], got \[203\] and"):
-        bf16_baseline.gemm(x[0], w)
-    with pytest.raises(TypeError, match=r"must both be torch.bfloat16 or torch.float16, got"):
-        bf16_baseline.gemv(x[0].float(), w)
 
 
 @pytest.mark.parametrize("format", ["custom3-g64", "affine1-g64"])

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton_cases import DTYPES
 
-from fdk_cuda.triton import TritonBackend, TritonLayout, remembered
+from fdk_cuda.triton import TritonBackend, TritonLayout, compiled_launch
 from fdk_cuda.triton.ops import triton_linear_op
 from fdk_formats import Format
 from fdk_formats.linear import QuantisedLinear
@@ -61,16 +61,16 @@ def test_dequant_gemm(signed: bool, dtype: torch.dtype) -> None:
             assert nrmse(y, oracle) <= 2 * nrmse(torch_y, oracle)
 
 
-def test_relaunch() -> None:
+def test_launch_compiled() -> None:
     """The second call goes to the compiled kernel; x that is not aligned does not."""
     linear, x = layer()
     layout, bias = linear.weight.layout, linear.bias.detach()
     first = layout(x, bias)
-    before = len(remembered._launches)
+    before = len(compiled_launch._compiled)
     assert torch.equal(layout(x, bias), first)
-    assert len(remembered._launches) == before
+    assert len(compiled_launch._compiled) == before
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
-    assert shifted.data_ptr() % remembered.ALIGNMENT != 0
+    assert shifted.data_ptr() % compiled_launch.ALIGNMENT != 0
     assert torch.equal(layout(shifted, bias), first)
     assert torch.equal(layout(x), layout(x))
 

@@ -2,12 +2,12 @@
  *
  * From the root of the repository, with the library in out/c as README.md builds it:
  *
- *   cc packages/fdk-cpu/examples/linear.c -I packages/fdk-cpu/native -L out/c -lfdk_cpu -o linear
+ *   cc packages/fdk-cpu/examples/linear.c -I packages/fdk-cpu/native/api -L out/c -lfdk_cpu -o linear
  */
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "c_api.h"
+#include <fdk_cpu.h>
 
 int main(void) {
   const fdk_format format = {.n = 2, .k = 16, .group_size = 16, .bits = 2, .scale_dtype = FDK_FP32};

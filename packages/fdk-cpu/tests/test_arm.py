@@ -58,7 +58,7 @@ def compile_c(source: Path, build: Path, folder: Path) -> Path:
     """The static executable of a C file."""
     executable = folder / f"{source.stem}_c"
     command = ["aarch64-linux-gnu-gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", source]
-    command += ["-I", SOURCE / "native", "-L", build, "-lfdk_cpu", "-lstdc++", "-lm", "-lpthread"]
+    command += ["-I", SOURCE / "native" / "api", "-L", build, "-lfdk_cpu", "-lstdc++", "-lm", "-lpthread"]
     subprocess.run([*command, "-static", "-o", executable], check=True)
     return executable
 
@@ -162,7 +162,7 @@ def test_apple_compiles_without_sve(tmp_path: Path) -> None:
     subprocess.run(["cmake", "-S", SOURCE, "-B", tmp_path, *defines], check=True)
     commands = json.loads((tmp_path / "compile_commands.json").read_text())
     names = {Path(command["file"]).name for command in commands}
-    assert {"int8_neoni8mm.cpp", "kernels_neonbf16.cpp", "blockwise_neon.cpp"} <= names
+    assert {"linear_int8_neoni8mm.cpp", "linear_neonbf16.cpp", "blockwise_neon.cpp"} <= names
     assert not [name for name in names if "sve" in name]
     (tmp_path / "sys").mkdir()
     (tmp_path / "sys" / "sysctl.h").write_text(

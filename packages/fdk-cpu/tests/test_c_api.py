@@ -22,7 +22,7 @@ def compile_c(source: Path, build: Path, folder: Path) -> Path:
     """The executable of a C file, compiled as its users would, with warnings as errors."""
     executable = folder / f"{source.stem}_c"
     command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", source]
-    command += ["-I", SOURCE / "native", "-L", build, "-lfdk_cpu", "-o", executable]
+    command += ["-I", SOURCE / "native" / "api", "-L", build, "-lfdk_cpu", "-o", executable]
     subprocess.run([*command, f"-Wl,-rpath,{build}"], check=True)
     return executable
 

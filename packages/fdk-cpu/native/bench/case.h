@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "int8.h"
-#include "linear.h"
-#include "memory.h"
+#include "common/linear_int8.h"
+#include "common/linear.h"
+#include "common/memory.h"
 #include "options.h"
 
 namespace bench {

@@ -11,7 +11,7 @@
 #endif
 
 #include "case.h"
-#include "kernels.h"
+#include "common/kernels.h"
 #include "measure.h"
 #include "options.h"
 #include "record.h"

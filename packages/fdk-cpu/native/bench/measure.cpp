@@ -6,8 +6,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "kernels.h"
-#include "memory.h"
+#include "common/kernels.h"
+#include "common/memory.h"
 
 namespace bench {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "layout.h"
+#include "common/layout.h"
 
 namespace bench {
 

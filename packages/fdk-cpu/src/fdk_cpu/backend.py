@@ -19,7 +19,7 @@ from fdk_formats.tensor import QuantisedTensor
 
 
 class CpuLayout(Layout):
-    """Codes in tiles of 4 rows by ``_native.TILE_K`` inner positions; see native/layout.h.
+    """Codes in tiles of 4 rows by ``_native.TILE_K`` inner positions; see native/common/layout.h.
 
     codes      :: [stripes, tiles, 64 * bits, uint8]
     scale      :: [stripes, groups stored, 4, scale dtype]

@@ -19,7 +19,7 @@ Origin = tuple[str, ref[Tensor], int, int, torch.dtype]
 
 def lut_linear(
     x: Tensor,  # [m, k, bf16 | fp16 | fp32]
-    codes: Tensor,  # see native/layout.h
+    codes: Tensor,  # see native/common/layout.h
     scale: Tensor,
     codebook: Tensor | None,  # [2^bits, fp32]; None for affine formats
     zero_point: Tensor | None,

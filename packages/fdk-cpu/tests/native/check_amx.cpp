@@ -1,5 +1,5 @@
 // The loops over tiles of amx_panels.h, by tiles of plain memory.
-#include "../../native/amx_panels.h"
+#include "x86/gemm_panels_amx-inl.h"
 
 #include <cstring>
 #include <string>

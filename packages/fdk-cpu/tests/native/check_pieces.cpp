@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "../../native/baseline.h"
-#include "../../native/convert.h"
-#include "../../native/linear.h"
-#include "../../native/pool.h"
+#include "common/dense.h"
+#include "common/float_convert.h"
+#include "common/linear.h"
+#include "common/thread_pool.h"
 #include "checks.h"
 #include "zero_column.h"
 

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "../../native/linear.h"
+#include "common/linear.h"
 #include "checks.h"
 #include "zero_column.h"
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "../../native/convert.h"
-#include "../../native/kernels.h"
+#include "common/float_convert.h"
+#include "common/kernels.h"
 
 using fdk::Activation;
 using fdk::ScaleType;

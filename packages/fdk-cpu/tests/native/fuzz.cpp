@@ -12,10 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "../../native/blockwise.h"
-#include "../../native/convert.h"
-#include "../../native/kernels.h"
-#include "../../native/layout.h"
+#include "blockwise/blockwise.h"
+#include "common/float_convert.h"
+#include "common/kernels.h"
+#include "common/layout.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "c_api.h"
+#include <fdk_cpu.h>
 
 enum { kRows = 5, kMaxK = 600 };
 

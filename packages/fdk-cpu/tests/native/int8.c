@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "c_api.h"
+#include <fdk_cpu.h>
 
 enum { kRows = 3, kN = 2, kK = 16 };
 

@@ -6,10 +6,10 @@
 #include <cstdio>
 #include <vector>
 
-#include "../../native/int8.h"
-#include "../../native/kernels.h"
-#include "../../native/linear.h"
-#include "../../native/linear_parts.h"
+#include "common/linear_int8.h"
+#include "common/kernels.h"
+#include "common/linear.h"
+#include "common/linear_internal.h"
 #include "checks.h"
 #include "limit.h"
 

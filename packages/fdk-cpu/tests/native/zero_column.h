@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../../native/linear.h"
+#include "common/linear.h"
 #include "checks.h"
 
 // A weight of 1 or 2 bits with scales of 1, whose rows all have a zero at column `column`.

@@ -31,8 +31,8 @@ TOP_INSTRUCTIONS = 8
 # Whose files hold the kernels of an instruction set, as fdk-cpu's kernels_for and int8_kernels_for
 # choose them; a set that is not here has all its own.
 OF_BF16 = {
-    "amx": ("amx", "avx512bf16", "avx512tables"),
-    "avx512bf16": ("avx512bf16", "avx512tables"),
+    "amx": ("amx", "avx512bf16", "avx512vnni"),
+    "avx512bf16": ("avx512bf16", "avx512vnni"),
     "neondot": ("neon",),
     "neoni8mm": ("neonbf16",),
     "sve": ("sve", "neonbf16"),
@@ -44,7 +44,7 @@ OF_FLOATS = {
     **dict.fromkeys(("neondot", "neonbf16", "neoni8mm", "sve", "sve2"), ("neon",)),
 }
 OF_INT8 = {
-    "amx": ("avx512bf16",),
+    **dict.fromkeys(("amx", "avx512bf16"), ("avx512vnni",)),
     "avx512": ("avx2",),
     "neonbf16": ("neondot",),
     "neoni8mm": ("neoni8mm", "neondot"),

@@ -20,7 +20,6 @@ nox.options.sessions = [
     "test-formats",
     "test-cpu",
     "test-arm",
-    "wheel-arm",
     "android",
     "sanitize",
     "fuzz",
@@ -44,7 +43,6 @@ SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses=8", "--dist=worksteal", "-p", "no:
 RESULTS = Path("out/bench")
 NATIVE_SOURCES = ("*.c", "*.h", "*.cpp", "*.cu", "*.cuh")
 ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
-ARM_WHEEL_TESTS = "tests/test_linux_wheel.py"
 DEVICE_TESTS = "tests/test_run_on_device.py"
 # Half a minute on two cores: the widths that decode differently, one row of x and a few.
 SHORT_RUN = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
@@ -62,7 +60,7 @@ def lint(session: nox.Session) -> None:
     run(session, "clang-format", "--dry-run", "-Werror", *native)
     run(session, "python", "tools/check_tree.py")
     run(session, "shellcheck", "tools/run_on_device.sh", ".ci/run")
-    elsewhere = ("tests/test_docs.py", DEVICE_TESTS, ARM_WHEEL_TESTS)
+    elsewhere = ("tests/test_docs.py", DEVICE_TESTS)
     ignored = (f"--ignore={test}" for test in elsewhere)
     run(session, "python", "-m", "pytest", "tests", *SIDE_BY_SIDE, *ignored)
 
@@ -90,12 +88,6 @@ def test_cpu(session: nox.Session) -> None:
 def test_arm(session: nox.Session) -> None:
     """The kernels built for ARM, and run by an emulator of cores with and without bf16 and SVE."""
     run(session, "python", "-m", "pytest", ARM_TESTS, *SIDE_BY_SIDE, *session.posargs)
-
-
-@nox.session(name="wheel-arm")
-def wheel_arm(session: nox.Session) -> None:
-    """The wheel for ARM, cross-built, and imported by a Python for ARM under an emulator."""
-    run(session, "python", "-m", "pytest", ARM_WHEEL_TESTS, *session.posargs)
 
 
 @nox.session

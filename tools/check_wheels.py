@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from linux_wheel import retag, static_runtime
-
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 ENVIRONMENTS = ROOT / ".nox" / "wheels"
@@ -85,10 +83,11 @@ def build(pins: Pins) -> None:
     command = (UV, "build", "--quiet", "--all-packages", "--out-dir", DIST)
     # Where uv unpacks the archives: a ccache then knows what was compiled in the tree.
     unpacked = subprocess.run((UV, "cache", "dir"), check=True, capture_output=True, text=True)
-    env = ENV | static_runtime() | {"CCACHE_BASEDIR": unpacked.stdout.strip()}
+    env = ENV | {"CCACHE_BASEDIR": unpacked.stdout.strip()}
     run(*command, "-b", pins.build_constraints, env=env)
     for wheel in DIST.glob("*-linux_*.whl"):
-        print(f"wheels: {retag(wheel).name}")
+        run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", DIST, wheel)
+        wheel.unlink()
 
 
 def check(package: str, pins: Pins, scratch: Path) -> list[str]:

@@ -1,11 +1,10 @@
-"""An Android device for tests: what the real `adb` client connects to over loopback.
+"""An Android device for tests, which the real adb client connects to over loopback.
 
     python tests/emulated_device.py --root FOLDER --runner "qemu-aarch64 -cpu max"
 
-Speaks the device's side of adb's protocol (packets of 24 bytes and a payload; see
-system/core/adb/protocol.txt and SYNC.TXT of Android's sources): connection, shell (versions 1 and
-2, with exit codes) and sync (stat, push, pull). Its /data/local/tmp lies in FOLDER. Executables for
-ARM that are pushed run through the runner. Prints the port it listens on, then serves until killed.
+Implements the device's side of adb's protocol (protocol.txt and SYNC.TXT in Android's sources):
+connection, shell version 2, and sync (stat, push, pull). Its /data/local/tmp is below FOLDER, and
+pushed ARM executables run through the runner. Prints its port and serves until killed.
 """
 
 import argparse
@@ -19,21 +18,20 @@ import threading
 from pathlib import Path
 from typing import IO
 
-VERSION = 0x01000001
+VERSION = 0x01000001  # without checksums
 MAX_PAYLOAD = 256 * 1024
 # Without stat_v2 and sendrecv_v2, adb makes the simplest requests.
 BANNER = b"device::ro.product.name=emulated;ro.product.model=Emulated;features=shell_v2,cmd"
 TMP = "data/local/tmp"
 ELF_AARCH64 = (b"\x7fELF", b"\xb7\x00")  # the magic, and e_machine at byte 18
-
 HEADER = struct.Struct("<4s5I")  # command, two arguments, length, checksum, magic
 SYNC_HEADER = struct.Struct("<4sI")
 SHELL_HEADER = struct.Struct("<BI")
-STDOUT, STDERR, EXIT = 1, 2, 3  # kinds of packets of shell version 2
+STDOUT, STDERR, EXIT = 1, 2, 3  # kinds of shell packets
 
 
 class Stream:
-    """One of the streams that share a connection; one packet is under way at a time."""
+    """One of the streams that share a connection; one packet is in flight at a time."""
 
     def __init__(self, connection: "Connection", local: int, remote: int) -> None:
         self.connection, self.local, self.remote = connection, local, remote
@@ -42,21 +40,17 @@ class Stream:
         self.buffer = b""
 
     def read(self, count: int) -> bytes:
-        """The next ``count`` bytes.
-
-        Raises:
-            EOFError: where the client closes the stream before.
-        """
+        """Return the next ``count`` bytes; raise EOFError if the client closes the stream."""
         while len(self.buffer) < count:
             payload = self.inbox.get()
             if payload is None:
                 raise EOFError
             self.buffer += payload
-        taken, self.buffer = self.buffer[:count], self.buffer[count:]
-        return taken
+        data, self.buffer = self.buffer[:count], self.buffer[count:]
+        return data
 
     def write(self, data: bytes) -> None:
-        """Sends data, each packet after the one before was acknowledged."""
+        """Send data in packets, each after the one before is acknowledged."""
         for start in range(0, len(data), MAX_PAYLOAD):
             self.may_send.acquire()
             self.connection.send(b"WRTE", self.local, self.remote, data[start:][:MAX_PAYLOAD])
@@ -74,42 +68,35 @@ class Device(socketserver.ThreadingTCPServer):
         (root / TMP).mkdir(parents=True, exist_ok=True)
 
     def path(self, remote: str) -> Path:
-        """Where a path of the device lies."""
+        """Return the file of this machine that stands for a path of the device."""
         return self.root / remote.lstrip("/")
 
 
-class Connection(socketserver.BaseRequestHandler):
+class Connection(socketserver.StreamRequestHandler):
     """The connection of one adb server."""
 
     server: Device
 
     def setup(self) -> None:
+        super().setup()
         self.sending = threading.Lock()
         self.streams: dict[int, Stream] = {}
 
     def send(self, command: bytes, first: int, second: int, payload: bytes = b"") -> None:
         magic = int.from_bytes(command, "little") ^ 0xFFFFFFFF
-        with self.sending:  # this version of the protocol has no checksums
-            header = HEADER.pack(command, first, second, len(payload), 0, magic)
+        header = HEADER.pack(command, first, second, len(payload), 0, magic)
+        with self.sending:
             self.request.sendall(header + payload)
-
-    def receive(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = self.request.recv(count - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
 
     def handle(self) -> None:
         try:
-            while True:
-                command, first, second, length, _, _ = HEADER.unpack(self.receive(HEADER.size))
-                self.answer(command, first, second, self.receive(length))
-        except (EOFError, ConnectionError):
-            for stream in self.streams.values():
-                stream.inbox.put(None)
+            while header := self.rfile.read(HEADER.size):
+                command, first, second, length, _, _ = HEADER.unpack(header)
+                self.answer(command, first, second, self.rfile.read(length))
+        except (struct.error, ConnectionError):
+            pass
+        for stream in self.streams.values():
+            stream.inbox.put(None)
 
     def answer(self, command: bytes, remote: int, local: int, payload: bytes) -> None:
         if command == b"CNXN":
@@ -133,47 +120,36 @@ class Connection(socketserver.BaseRequestHandler):
         try:
             if name == "sync":
                 Sync(self.server, stream).serve()
-            elif name.startswith("shell"):
-                shell(self.server, stream, command, second_version="v2" in name.split(","))
+            elif name.startswith("shell,v2"):
+                shell(self.server, stream, command)
         except (EOFError, ConnectionError):
             pass
         finally:
             self.send(b"CLSE", stream.local, stream.remote)
 
 
-def shell(device: Device, stream: Stream, command: str, *, second_version: bool) -> None:
-    """Runs a command on this machine, its /data/local/tmp in the device's folder."""
-    text = command.replace(f"/{TMP}", str(device.path(TMP)))
-    if text.startswith("getprop "):
-        stream.write(packet(STDOUT, f"{device.properties[text.split()[1]]}\n", second_version))
-        stream.write(packet(EXIT, b"\0", second_version))
-        return
-    process = subprocess.Popen(
-        ["sh", "-c", text],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if second_version else subprocess.STDOUT,
-    )
+def shell(device: Device, stream: Stream, command: str) -> None:
+    """Run a command on this machine, with the device's /data/local/tmp."""
+
+    def write(kind: int, data: bytes) -> None:
+        stream.write(SHELL_HEADER.pack(kind, len(data)) + data)
 
     def forward(pipe: IO[bytes], kind: int) -> None:
         while data := os.read(pipe.fileno(), MAX_PAYLOAD - SHELL_HEADER.size):
-            stream.write(packet(kind, data, second_version))
+            write(kind, data)
 
+    if command.startswith("getprop "):
+        command = f"echo '{device.properties[command.split()[1]]}'"
+    command = command.replace(f"/{TMP}", str(device.path(TMP)))
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(["sh", "-c", command], **streams)  # type: ignore[call-overload]
     pipes = ((process.stdout, STDOUT), (process.stderr, STDERR))
-    threads = [threading.Thread(target=forward, args=pair) for pair in pipes if pair[0]]
+    threads = [threading.Thread(target=forward, args=pair) for pair in pipes]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    stream.write(packet(EXIT, bytes([process.wait() & 0xFF]), second_version))
-
-
-def packet(kind: int, data: bytes | str, second_version: bool) -> bytes:
-    """Output of a shell as its version sends it; version 1 has no exit codes."""
-    payload = data.encode() if isinstance(data, str) else data
-    if second_version:
-        return SHELL_HEADER.pack(kind, len(payload)) + payload
-    return b"" if kind == EXIT else payload
+    write(EXIT, bytes([process.wait() & 0xFF]))
 
 
 class Sync:
@@ -183,7 +159,7 @@ class Sync:
         self.device, self.stream = device, stream
 
     def serve(self) -> None:
-        requests = {b"STAT": self.stat, b"SEND": self.take, b"RECV": self.give}
+        requests = {b"STAT": self.stat, b"SEND": self.receive, b"RECV": self.send}
         while True:
             name, length = SYNC_HEADER.unpack(self.stream.read(SYNC_HEADER.size))
             if name == b"QUIT":
@@ -201,30 +177,25 @@ class Sync:
         numbers = (found.st_mode, found.st_size, int(found.st_mtime)) if found else (0, 0, 0)
         self.stream.write(struct.pack("<4s3I", b"STAT", *numbers))
 
-    def take(self, argument: str) -> None:
+    def receive(self, argument: str) -> None:
         remote, _, mode = argument.rpartition(",")
-        path = self.device.path(remote)
-        content = b""
+        path, content = self.device.path(remote), b""
         while True:
             name, length = SYNC_HEADER.unpack(self.stream.read(SYNC_HEADER.size))
             if name == b"DONE":  # the number is a time, not a length
                 break
             content += self.stream.read(length)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if (content[:4], content[18:20]) == ELF_AARCH64:  # a script runs it with the runner
+            executable = path.with_name(f"{path.name}.aarch64")
+            executable.write_bytes(content)
+            executable.chmod(0o755)
+            content = f'#!/bin/sh\nexec {self.device.runner} "{executable}" "$@"\n'.encode()
         path.write_bytes(content)
         path.chmod(int(mode) & 0o777)
-        if (content[:4], content[18:20]) == ELF_AARCH64:
-            self.emulate(path)
         self.stream.write(SYNC_HEADER.pack(b"OKAY", 0))
 
-    def emulate(self, path: Path) -> None:
-        """Puts a script in the place of an executable, which runs it through the runner."""
-        executable = path.with_name(f"{path.name}.aarch64")
-        path.rename(executable)
-        path.write_text(f'#!/bin/sh\nexec {self.device.runner} "{executable}" "$@"\n')
-        path.chmod(0o755)
-
-    def give(self, remote: str) -> None:
+    def send(self, remote: str) -> None:
         content = self.device.path(remote).read_bytes()
         for start in range(0, len(content), 1 << 16):
             part = content[start:][: 1 << 16]
@@ -233,14 +204,15 @@ class Sync:
 
 
 def main() -> None:
-    """Serves a device until killed."""
+    """Serve a device until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--runner", default=f"{shutil.which('qemu-aarch64')} -cpu max")
-    parser.add_argument("--abis", default="arm64-v8a,armeabi-v7a")
-    parser.add_argument("--model", default="Emulated 8")
     args = parser.parse_args()
-    properties = {"ro.product.cpu.abilist": args.abis, "ro.product.model": args.model}
+    properties = {
+        "ro.product.cpu.abilist": "arm64-v8a,armeabi-v7a",
+        "ro.product.model": "Emulated 8",
+    }
     with Device(args.root, args.runner, properties) as device:
         print(device.server_address[1], flush=True)
         device.serve_forever()

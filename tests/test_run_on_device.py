@@ -1,6 +1,6 @@
 """tools/run_on_device.sh with the real adb client, an emulated device and a stand-in NDK.
 
-One `adb` server of its own serves the tests; pushed ARM executables run through qemu.
+The tests start an adb server of their own; pushed ARM executables run through qemu.
 """
 
 import json
@@ -20,7 +20,7 @@ TOOLS = ("adb", "cmake", "ninja", "qemu-aarch64", "aarch64-linux-gnu-g++")
 CACHE = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER", "")
 # Emulation is a hundred times slower than a phone.
 SMALL = ["--", "--sizes", "8x128", "--seconds", "0", "--rotate-mb", "1", "--cores", "1"]
-# What CMake takes from an NDK: a toolchain file, here one whose compiler is Debian's.
+# The toolchain file of the stand-in NDK, whose compiler is Debian's.
 TOOLCHAIN = """
 if(NOT ANDROID_ABI STREQUAL "arm64-v8a" OR NOT ANDROID_STL STREQUAL "c++_static")
   message(FATAL_ERROR "stand-in NDK: asked for ${ANDROID_ABI} with ${ANDROID_STL}")
@@ -43,7 +43,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def adb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of an adb server of our own: another one's devices are not ours to use."""
+    """The environment of a private adb server, which sees no other devices."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         pytest.skip(f"needs {', '.join(missing)} on PATH; .ci/run installs them")
     home = str(tmp_path_factory.mktemp("adb"))
@@ -64,7 +64,7 @@ def adb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, s
 
 
 class Emulated:
-    """A running device: its folder, and its name in `adb devices`."""
+    """A running device, its folder and its name in `adb devices`."""
 
     def __init__(self, root: Path, server: dict[str, str], *options: str) -> None:
         self.root, self.server = root, server
@@ -74,7 +74,7 @@ class Emulated:
         self.serial = f"127.0.0.1:{self.process.stdout.readline().strip()}"
         try:
             self.adb("connect", self.serial)
-        except BaseException:  # nobody else would end it
+        except BaseException:
             self.process.kill()
             raise
 
@@ -103,7 +103,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
 
 
 def only(tools: tuple[str, ...], folder: Path) -> str:
-    """A PATH that has nothing but these tools and those that every system has."""
+    """Return a PATH with only these tools and those that the script needs."""
     folder.mkdir()
     for tool in (*tools, "bash", "env", "dirname", "awk", "tr", "git", "sort", "basename", "wc"):
         found = shutil.which(tool)
@@ -113,9 +113,9 @@ def only(tools: tuple[str, ...], folder: Path) -> str:
 
 
 def make_ndk(folder: Path) -> Path:
-    """A folder that looks like an NDK and compiles with Debian's cross-compiler, keeping a log.
+    """Make a folder that looks like an NDK; it logs the commands of Debian's cross-compiler.
 
-    A cache of .ci/run would take each such compiler for another: it serves the one behind.
+    ccache, if it is used, wraps Debian's compiler: it would treat each stand-in as a new one.
     """
     toolchain = folder / "build" / "cmake" / "android.toolchain.cmake"
     toolchain.parent.mkdir(parents=True)
@@ -133,7 +133,7 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_help_says_how():
+def test_help() -> None:
     done = run("--help")
     assert done.returncode == 0
     named = ("--serial", "--abi", "--output", "--dry-run", "ANDROID_NDK_HOME", "--activations int8")
@@ -141,7 +141,7 @@ def test_help_says_how():
         assert option in done.stdout
 
 
-def test_dry_run_touches_nothing(tmp_path: Path):
+def test_dry_run_touches_nothing(tmp_path: Path) -> None:
     env = {"PATH": only((), tmp_path / "bin")}  # neither adb nor a compiler
     (tmp_path / "bin" / "cmake").symlink_to("/bin/false")
     done = run("--dry-run", "--build-dir", str(tmp_path / "b"), "--", "--bits", "2", env=env)
@@ -164,69 +164,67 @@ def test_dry_run_touches_nothing(tmp_path: Path):
     ("arguments", "message"),
     [
         (["--fast"], "unknown option --fast"),
-        (["--serial"], "--serial wants a value"),
+        (["--serial"], "--serial needs a value"),
         (["--dry-run", "--abi", "armeabi-v7a"], "not for armeabi-v7a"),
     ],
 )
-def test_wrong_options_are_refused(arguments: list[str], message: str):
+def test_wrong_options(arguments: list[str], message: str) -> None:
     done = run(*arguments)
     assert (done.returncode, message in done.stderr) == (1, True), done.stderr
 
 
-def test_says_that_adb_is_missing(tmp_path: Path):
+def test_missing_adb(tmp_path: Path) -> None:
     done = run(env={"PATH": only((), tmp_path / "bin")})
     assert done.returncode == 1
     assert "needs adb on PATH" in done.stderr
     assert "apt-get install adb" in done.stderr
 
 
-def test_says_that_no_device_is_there(adb_server: dict[str, str]):
+def test_no_device(adb_server: dict[str, str]) -> None:
     done = run(env=adb_server)
     assert done.returncode == 1
     assert "no device: connect one" in done.stderr
 
 
-def test_says_which_devices_there_are(device: Emulated, adb_server: dict[str, str], tmp_path: Path):
+def test_several_devices(device: Emulated, adb_server: dict[str, str], tmp_path: Path) -> None:
     other = Emulated(tmp_path / "other", adb_server)
     try:
         done = run(env=adb_server)
-        assert "several devices, name one with --serial" in done.stderr
+        assert "several devices, choose one with --serial" in done.stderr
         assert device.serial in done.stderr
         assert other.serial in done.stderr
     finally:
         other.close()
     done = run("--serial", "abc", env=adb_server)
-    assert f"no device abc; there are: {device.serial}" in done.stderr
+    assert f"no device abc; connected: {device.serial}" in done.stderr
     done = run("--abi", "x86_64", env=adb_server)
-    assert "runs arm64-v8a,armeabi-v7a, not x86_64" in done.stderr
+    assert "supports arm64-v8a,armeabi-v7a, not x86_64" in done.stderr
 
 
-def test_says_that_no_compiler_is_there(
-    device: Emulated, adb_server: dict[str, str], tmp_path: Path
-):
+def test_missing_compiler(device: Emulated, adb_server: dict[str, str], tmp_path: Path) -> None:
     done = run(env=adb_server | {"PATH": only(("adb", "cmake"), tmp_path / "bin")})
     assert done.returncode == 1
     assert "no compiler for arm64-v8a: set ANDROID_NDK_HOME" in done.stderr
 
 
-def test_refuses_an_ndk_that_is_none(device: Emulated, adb_server: dict[str, str], tmp_path: Path):
+def test_wrong_ndk(device: Emulated, adb_server: dict[str, str], tmp_path: Path) -> None:
     done = run(env=adb_server | {"ANDROID_NDK_HOME": str(tmp_path)})
     assert done.returncode == 1
-    assert f"ANDROID_NDK_HOME={tmp_path} is no NDK" in done.stderr
+    assert f"ANDROID_NDK_HOME={tmp_path} is not an NDK" in done.stderr
 
 
 @pytest.mark.parametrize("where", ["named", "newest of the SDK"])
-def test_dry_run_finds_the_ndk(tmp_path: Path, where: str):
+def test_dry_run_finds_the_ndk(tmp_path: Path, where: str) -> None:
     ndk = make_ndk(tmp_path / "Android" / "Sdk" / "ndk" / "27.0.1")
     other = make_ndk(tmp_path / "Android" / "Sdk" / "ndk" / "9.9.9")
     env = {"ANDROID_NDK_HOME": str(other)} if where == "named" else {}
     done = run("--dry-run", env=env)
     chosen = other if where == "named" else ndk
-    assert f"the NDK of {chosen}" in done.stderr
+    assert f"NDK {chosen}" in done.stderr
     assert "--preset android-arm64" in done.stderr
 
 
-def test_runs_on_a_device(device: Emulated, adb_server: dict[str, str], tmp_path: Path):
+def test_runs_on_a_device(device: Emulated, adb_server: dict[str, str], tmp_path: Path) -> None:
     output = tmp_path / "results" / "rows.jsonl"
     build = ["--build-dir", str(tmp_path / "build"), "--output", str(output)]
     done = run(*build, *SMALL, "--bits", "4,1", "--threads", "1,2", env=adb_server)
@@ -251,7 +249,7 @@ def test_runs_on_a_device(device: Emulated, adb_server: dict[str, str], tmp_path
         assert row["values"]["read_gb_s"] > 0
     assert device.left_behind() == []
 
-    # Options of the benchmark pass through, and the rows say what they changed.
+    # Benchmark options pass through and show in the rows.
     done = run(*build, *SMALL, "--activations", "int8", "--m", "1,3", env=adb_server)
     assert done.returncode == 0, done.stderr
     rounded = rows_of(output)
@@ -263,7 +261,7 @@ def test_runs_on_a_device(device: Emulated, adb_server: dict[str, str], tmp_path
     # Against the scalar kernels with int8, not against float.
     assert all(row["error"] is None and row["values"]["nrmse"] < 2**-7 for row in rounded)
 
-    # A failure on the device is ours too, and it is cleaned up after.
+    # A failure on the device is reported, and the device cleaned up.
     done = run(*build, "--", "--bits", "9", env=adb_server)
     assert done.returncode == 1
     assert "--bits: wanted 1 to 8, got '9'" in done.stdout + done.stderr
@@ -271,7 +269,7 @@ def test_runs_on_a_device(device: Emulated, adb_server: dict[str, str], tmp_path
     assert device.left_behind() == []
 
 
-def test_builds_with_an_ndk(device: Emulated, adb_server: dict[str, str], tmp_path: Path):
+def test_builds_with_an_ndk(device: Emulated, adb_server: dict[str, str], tmp_path: Path) -> None:
     ndk = make_ndk(tmp_path / "ndk")
     environment = {"ANDROID_NDK_HOME": str(ndk), "CMAKE_CXX_COMPILER_LAUNCHER": ""}
     output = tmp_path / "rows.jsonl"
@@ -279,4 +277,4 @@ def test_builds_with_an_ndk(device: Emulated, adb_server: dict[str, str], tmp_pa
     done = run(*options, *SMALL, env=adb_server | environment)
     assert done.returncode == 0, done.stderr
     assert [row["error"] for row in rows_of(output)] == [None]
-    assert "kernels_neon.cpp" in (ndk / "log").read_text()
+    assert "linear_neon.cpp" in (ndk / "log").read_text()

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "common/linear_int8.h"
+#include "common/dispatch.h"
 #include "common/kernels.h"
 #include "common/linear.h"
 #include "common/memory.h"
@@ -15,7 +16,7 @@ namespace {
 
 thread_local std::string error;
 
-// Runs f, and keeps what it throws as text: exceptions must not reach C.
+// Runs f and keeps the text of an exception, which must not reach C.
 template <class F>
 int guarded(F f) {
   try {
@@ -88,7 +89,7 @@ std::size_t threads_of(std::size_t threads) {
   return all == 0 ? 1 : all;
 }
 
-// Where the tensors of a weight lie in its block, each from a cache line on.
+// The places of the tensors of a weight in its block, each aligned to a cache line.
 struct Block {
   fdk::Layout layout;
   fdk::ScaleType scale_type;
@@ -105,7 +106,8 @@ struct Block {
     bytes = zeros + aligned(layout.scales() * fdk::bytes_of(zero_type));
   }
 
-  // The weight but for its codebook; `table` is given, under its name, where there is one.
+  // The weight without its codebook; `table`, called `name` in errors, must be null for zero
+  // points.
   fdk::PackedWeight at(const void* block, const char* name, const void* table) const {
     expect_pointer("block", block);
     const bool affine = zero_type != fdk::ZeroType::none;
@@ -152,7 +154,7 @@ int fdk_pack(const fdk_format* format, const uint8_t* codes, const void* scales,
     }
     auto* to = static_cast<std::uint8_t*>(out);
     fdk::advise_huge(to, bytes);
-    std::fill_n(to, bytes, std::uint8_t(0));  // of the gaps, so that equal weights are equal bytes
+    std::fill_n(to, bytes, std::uint8_t(0));  // the gaps too, so that equal weights are equal bytes
     fdk::pack_codes(block.layout, codes, to, threads_of(threads));
     fdk::pack_groups(block.layout, static_cast<const std::uint8_t*>(scales), to + block.scales,
                      fdk::bytes_of(block.scale_type));

@@ -1,4 +1,4 @@
-// The Python module: addresses and sizes in, every size checked before a kernel runs.
+// The Python module _native: addresses and sizes in; every size is checked before a kernel runs.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include "common/dense.h"
 #include "blockwise/blockwise.h"
 #include "common/linear_int8.h"
+#include "common/dispatch.h"
 #include "common/kernels.h"
 #include "common/layout.h"
 #include "common/linear.h"
@@ -18,7 +19,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A tensor's address and bytes, from Python.
+// The address and size in bytes of a tensor.
 struct Bytes {
   std::uintptr_t address;
   std::size_t size;
@@ -65,13 +66,14 @@ fdk::Activation activation_type(const std::string& name) {
   return choice<fdk::Activation>("activation type", name, {"bf16", "fp16", "fp32"});
 }
 
-// A packed weight: built once a layout, so that a call passes few arguments.
+// A packed weight, built once per layout so that a call passes few arguments.
 class PyWeight {
  public:
   PyWeight(std::size_t n, std::size_t k, std::size_t group, int bits, const py::tuple& codes,
            const py::tuple& scales, const std::string& scale_name, const py::tuple& zeros,
            const std::string& zero_name, const py::tuple& codebook)
-      : weight_{fdk::layout_of(n, k, group, bits)} {
+      : weight_{} {
+    weight_.layout = fdk::layout_of(n, k, group, bits);
     const fdk::Layout& layout = weight_.layout;
     weight_.scale_type = scale_type(scale_name);
     weight_.zero_type = zero_type(zero_name);
@@ -101,7 +103,7 @@ class PyWeight {
     fdk::linear(weight_, type, in.as<const void>(), m, added, out.as<void>(), threads);
   }
 
-  // With x rounded to 8 bits. levels :: [2^bits, int8], none for affine formats.
+  // With x rounded to 8 bits. levels :: [2^bits, int8], empty for affine formats.
   void linear_int8(const std::string& activation, const py::tuple& levels, float step, float offset,
                    const py::tuple& x, std::size_t m, const py::tuple& bias, const py::tuple& y,
                    std::size_t threads) const {
@@ -137,7 +139,7 @@ class PyWeight {
 };
 
 // x :: [m, k], w :: [n, k], y :: [m, n]; `gemv` for m = 1.
-void plain_linear(bool gemv, const std::string& dtype, const py::tuple& x, std::size_t m,
+void dense_linear(bool gemv, const std::string& dtype, const py::tuple& x, std::size_t m,
                   const py::tuple& w, std::size_t n, std::size_t k, const py::tuple& y,
                   std::size_t threads) {
   const fdk::Activation type = activation_type(dtype);
@@ -151,13 +153,13 @@ void plain_linear(bool gemv, const std::string& dtype, const py::tuple& x, std::
   expect("y", out, m * n * item);
   const py::gil_scoped_release release;
   if (gemv) {
-    fdk::plain_gemv(type, in.as<void>(), weight.as<void>(), n, k, out.as<void>(), threads);
+    fdk::dense_gemv(type, in.as<void>(), weight.as<void>(), n, k, out.as<void>(), threads);
   } else {
-    fdk::plain_gemm(type, in.as<void>(), m, weight.as<void>(), n, k, out.as<void>(), threads);
+    fdk::dense_gemm(type, in.as<void>(), m, weight.as<void>(), n, k, out.as<void>(), threads);
   }
 }
 
-// A search for the nearest of 256 or 16 entries: built once a table.
+// The search for the nearest of 256 or 16 entries, built once per table.
 class PyNearestCode {
  public:
   PyNearestCode(const py::tuple& code, const std::string& order) {
@@ -211,33 +213,64 @@ void dequantise_blocks(int bits, const py::tuple& code, const std::string& dtype
                          largest.as<const float>(), n, block, out.as<void>(), threads);
 }
 
-void convert_codes(std::size_t n, std::size_t k, std::size_t group, int bits,
-                   const py::tuple& packed, const py::tuple& codes, bool to_layout,
-                   std::size_t threads) {
-  const fdk::Layout layout = fdk::layout_of(n, k, group, bits);
-  const Bytes canonical = bytes_of(packed), laid_out = bytes_of(codes);
-  expect("packed", canonical, n * fdk::ceil_div(k * std::size_t(bits), 8));
-  expect("codes", laid_out, layout.code_bytes());
-  const py::gil_scoped_release release;
-  if (to_layout) {
-    fdk::pack_codes(layout, canonical.as<std::uint8_t>(), laid_out.as<std::uint8_t>(), threads);
-  } else {
-    fdk::unpack_codes(layout, laid_out.as<std::uint8_t>(), canonical.as<std::uint8_t>(), threads);
+// Canonical and packed codes of a weight.
+struct CodeTensors {
+  fdk::Layout layout;
+  std::uint8_t *canonical, *packed;
+
+  CodeTensors(std::size_t n, std::size_t k, std::size_t group, int bits, const py::tuple& flat,
+              const py::tuple& stored)
+      : layout(fdk::layout_of(n, k, group, bits)) {
+    const Bytes from = bytes_of(flat), to = bytes_of(stored);
+    expect("packed", from, n * fdk::ceil_div(k * std::size_t(bits), 8));
+    expect("codes", to, layout.code_bytes());
+    canonical = from.as<std::uint8_t>();
+    packed = to.as<std::uint8_t>();
   }
+};
+
+void pack_codes(std::size_t n, std::size_t k, std::size_t group, int bits, const py::tuple& flat,
+                const py::tuple& stored, std::size_t threads) {
+  const CodeTensors codes(n, k, group, bits, flat, stored);
+  const py::gil_scoped_release release;
+  fdk::pack_codes(codes.layout, codes.canonical, codes.packed, threads);
 }
 
-void convert_groups(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
-                    const py::tuple& canonical, const py::tuple& laid_out, bool to_layout) {
-  const fdk::Layout layout = fdk::layout_of(n, k, group, 1);
-  const Bytes flat = bytes_of(canonical), stored = bytes_of(laid_out);
-  expect("groups", flat, n * layout.groups * item);
-  expect("stored groups", stored, layout.scales() * item);
+void unpack_codes(std::size_t n, std::size_t k, std::size_t group, int bits,
+                  const py::tuple& stored, const py::tuple& flat, std::size_t threads) {
+  const CodeTensors codes(n, k, group, bits, flat, stored);
   const py::gil_scoped_release release;
-  if (to_layout) {
-    fdk::pack_groups(layout, flat.as<std::uint8_t>(), stored.as<std::uint8_t>(), item);
-  } else {
-    fdk::unpack_groups(layout, stored.as<std::uint8_t>(), flat.as<std::uint8_t>(), item);
+  fdk::unpack_codes(codes.layout, codes.packed, codes.canonical, threads);
+}
+
+// Canonical and packed scales or zero points of a weight, of `item` bytes each.
+struct GroupTensors {
+  fdk::Layout layout;
+  std::uint8_t *canonical, *packed;
+
+  GroupTensors(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
+               const py::tuple& flat, const py::tuple& stored)
+      : layout(fdk::layout_of(n, k, group, 1)) {
+    const Bytes from = bytes_of(flat), to = bytes_of(stored);
+    expect("groups", from, n * layout.groups * item);
+    expect("packed groups", to, layout.scales() * item);
+    canonical = from.as<std::uint8_t>();
+    packed = to.as<std::uint8_t>();
   }
+};
+
+void pack_groups(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
+                 const py::tuple& flat, const py::tuple& stored) {
+  const GroupTensors groups(n, k, group, item, flat, stored);
+  const py::gil_scoped_release release;
+  fdk::pack_groups(groups.layout, groups.canonical, groups.packed, item);
+}
+
+void unpack_groups(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
+                   const py::tuple& stored, const py::tuple& flat) {
+  const GroupTensors groups(n, k, group, item, flat, stored);
+  const py::gil_scoped_release release;
+  fdk::unpack_groups(groups.layout, groups.packed, groups.canonical, item);
 }
 
 py::tuple layout_sizes(std::size_t n, std::size_t k, std::size_t group, int bits) {
@@ -272,9 +305,11 @@ PYBIND11_MODULE(_native, module) {
   module.attr("TILE_K") = fdk::kTileK;
   module.attr("MAX_THREADS") = fdk::kMaxThreads;
   module.def("layout_sizes", layout_sizes);
-  module.def("convert_codes", convert_codes);
-  module.def("convert_groups", convert_groups);
-  module.def("plain_linear", plain_linear);
+  module.def("pack_codes", pack_codes);
+  module.def("unpack_codes", unpack_codes);
+  module.def("pack_groups", pack_groups);
+  module.def("unpack_groups", unpack_groups);
+  module.def("dense_linear", dense_linear);
   module.def("dequantise_blocks", dequantise_blocks);
   py::class_<PyNearestCode>(module, "NearestCode")
       .def(py::init<const py::tuple&, const std::string&>())

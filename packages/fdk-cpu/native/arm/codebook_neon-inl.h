@@ -1,5 +1,4 @@
-// Tables of the values of codes, for NEON: looked up byte by byte in registers, or one by one in
-// memory.
+// Looks up the values of codes: NEON, byte by byte in registers or one by one in memory.
 #pragma once
 
 #include <arm_neon.h>
@@ -9,18 +8,18 @@
 #include <type_traits>
 
 #include "arm/codes_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-// Up to 6 bits a table fits registers, and `tbl` looks 16 of its bytes up at once. Wider ones would
-// fill 16 or 32 registers: 8 bits took 5.1 instructions a code that way.
+// Up to 6 bits a table fits registers, and `tbl` looks up 16 of its bytes at once. A wider one
+// would fill 16 or 32 registers (8 bits: 5.1 instructions per code).
 constexpr bool in_registers(int bits) { return bits <= 6; }
 
-// The highest kBytes bytes of float32 values, each in registers of its own. Up to 4 bits, a table
-// has 16 entries: at 2 bits they stand for two codes and at 1 bit for four, and there is a table
-// for each of these.
+// The highest kBytes bytes of float32 values, each in registers of its own. Up to 4 bits a table
+// has 16 entries: at 2 bits an index stands for two codes, at 1 bit for four, with a table for each
+// of them.
 template <int kBits, int kBytes>
 class ByteTable {
  public:
@@ -40,8 +39,8 @@ class ByteTable {
     }
   }
 
-  // Bytes b and b + 1 of the values of 16 codes, for block h of a step: those of the even codes and
-  // of the odd ones.
+  // Bytes b and b + 1 of the values of 16 codes, for block h of a step: of the even and of the odd
+  // codes.
   template <int h, int b>
   FDK_INLINE void pairs(uint8x16_t index, uint16x8_t& even, uint16x8_t& odd) const {
     constexpr int i = kBits == 1 ? h : kBits == 2 ? h / 2 : 0;
@@ -51,9 +50,9 @@ class ByteTable {
   }
 
  private:
-  static constexpr int kCodes = kBits == 1 ? 4 : kBits == 2 ? 2 : 1;  // of an index
+  static constexpr int kCodes = kBits == 1 ? 4 : kBits == 2 ? 2 : 1;  // per index
   static constexpr int kEntries = kBits <= 4 ? 16 : 1 << kBits;
-  // As long as the tables live, so that no lookup copies one to neighbouring registers.
+  // The type that the lookup takes, so that no lookup copies a table to adjacent registers.
   using Registers =
       std::conditional_t<kEntries == 16, uint8x16_t,
                          std::conditional_t<kEntries == 32, uint8x16x2_t, uint8x16x4_t>>;
@@ -84,8 +83,8 @@ class MemoryTable {
     }
   }
 
-  // The value of byte i of `codes` as lane 0, by a load to a vector register: what goes through a
-  // general one waits for the only pipe that moves there and back.
+  // The value of byte i of `codes` in lane 0, loaded into a vector register: moving it from a
+  // general register would wait for the only pipe that does so.
   template <int i>
   FDK_INLINE uint32x2_t value(std::uint64_t codes) const {
     const std::uint64_t code = codes >> (8 * i) & 0xFF;

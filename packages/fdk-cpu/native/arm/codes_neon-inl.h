@@ -1,4 +1,4 @@
-// Codes of a row of a tile in NEON registers, and scales.
+// Unpacks the codes of a row of a tile to NEON registers, and loads scales.
 #pragma once
 
 #include <arm_neon.h>
@@ -7,13 +7,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/simd-inl.h"
 #include "common/kernels.h"
-#include "common/gemv-inl.h"
 
 namespace fdk {
 namespace {
 
-// A zero that the renaming of registers makes, where a copy of one takes a vector pipe.
+// A zero by register renaming: copying another one would take a vector pipe.
 FDK_INLINE float32x4_t zeros4() {
   float32x4_t zero;
   asm volatile("movi %0.2d, #0" : "=w"(zero));
@@ -32,12 +32,12 @@ FDK_INLINE uint16x8_t load_lanes(const std::uint8_t* p) {
   return vreinterpretq_u16_u8(vld1q_u8(p));
 }
 
-// `mask ? a : b`, bit by bit.
+// `mask ? a : b` for each bit.
 FDK_INLINE uint16x8_t select16(std::uint16_t mask, uint16x8_t a, uint16x8_t b) {
   return vbslq_u16(vdupq_n_u16(mask), a, b);
 }
 
-// Plane lanes of positions 8 h to 8 h + 7 of each 32, fields 4 bits apart.
+// The lanes of a plane for positions 8 h to 8 h + 7 of each 32, with fields 4 bits apart.
 template <int kWidth>
 FDK_INLINE void load_plane(const std::uint8_t* p, uint16x8_t* q) {
   if constexpr (kWidth == 4) {
@@ -53,7 +53,7 @@ FDK_INLINE void load_plane(const std::uint8_t* p, uint16x8_t* q) {
   }
 }
 
-// Bit 2 of fields 4 bits apart, from a plane of 1 bit.
+// Adds bit 2 of fields 4 bits apart, from a plane of 1 bit.
 FDK_INLINE void add_third_bits(const std::uint8_t* plane, uint16x8_t* q) {
   const uint16x8_t top = load_lanes(plane);
   q[0] = select16(0x3333, q[0], vshlq_n_u16(top, 2));
@@ -62,8 +62,8 @@ FDK_INLINE void add_third_bits(const std::uint8_t* plane, uint16x8_t* q) {
   q[3] = select16(0x3333, q[3], vshrq_n_u16(top, 1));
 }
 
-// Fields 4 bits apart of up to 7 bits: the low 4 bits of a code in q, the others, with nothing
-// beside them, in high. Up to 3 bits the highest bit of a field is junk.
+// Fields 4 bits apart, up to 7 bits: q has the low 4 bits of a code, `high` the others and nothing
+// else. Up to 3 bits the highest bit of a field is undefined.
 template <int kBits>
 FDK_INLINE void load_fields(const std::uint8_t* tile, std::size_t r, uint16x8_t* q,
                             uint16x8_t* high) {
@@ -106,7 +106,8 @@ FDK_INLINE float32x4_t load4_bytes(const void* p, std::size_t slot) {
   return vcvtq_f32_u32(widen_bytes(static_cast<const std::uint8_t*>(p) + slot));
 }
 
-// Scales or zero points of a tile, [kGroups][kTileRows]; fewer stored groups are repeated.
+// Loads the scales or zero points of a tile, [kGroups][kTileRows]; fewer stored groups are
+// repeated.
 template <int kGroups, bool kRepeat, bool kZeros>
 FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
   const std::size_t repeats = kRepeat ? kGroups / w.groups_per_tile : 1;
@@ -124,6 +125,44 @@ FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
     vst1q_f32(out + g * kTileRows, four);
   }
 }
+
+// The codes of a row of a tile, block by block.
+template <int kBits>
+class Row {
+ public:
+  FDK_INLINE Row(const std::uint8_t* tile, std::size_t r) {
+    if constexpr (kBits == 8) {
+      bytes_ = tile + r * kTileK;
+    } else if constexpr (kBits <= 2) {
+      FDK_UNROLL
+      for (int i = 0; i < kBits; i++) q_[i] = load_lanes(tile + (r * kBits + std::size_t(i)) * 16);
+    } else {
+      load_fields<kBits>(tile, r, q_, high_);
+    }
+  }
+
+  // The indices of block h for steps 0 (even bytes) and 2 (odd bytes), and for 1 and 3. At 1 and 2
+  // bits several blocks share an index, each with its code at another place.
+  template <int h>
+  FDK_INLINE void indices(uint8x16_t& first, uint8x16_t& second) const {
+    if constexpr (kBits == 8) {
+      first = vld1q_u8(bytes_ + 16 * h), second = vld1q_u8(bytes_ + 64 + 16 * h);
+    } else {
+      constexpr int i = kBits == 1 ? 0 : kBits == 2 ? h % 2 : h;
+      const uint8x16_t q = vreinterpretq_u8_u16(q_[i]);
+      if constexpr (kBits <= 4) {
+        first = vandq_u8(q, vdupq_n_u8(15)), second = vshrq_n_u8(q, 4);
+      } else {
+        const uint8x16_t high = vreinterpretq_u8_u16(high_[i]);
+        first = vsliq_n_u8(q, high, 4), second = vsriq_n_u8(high, q, 4);
+      }
+    }
+  }
+
+ private:
+  uint16x8_t q_[4], high_[4];
+  const std::uint8_t* bytes_;
+};
 
 }  // namespace
 }  // namespace fdk

@@ -1,17 +1,17 @@
-// What this ARM core has beyond NEON, as its operating system tells.
+// The features of this ARM core beyond NEON, as the operating system reports them.
 #pragma once
 
 namespace fdk {
 
-struct ArmFeatures {
+struct ArmCpuFeatures {
   bool dotprod;    // `sdot` in NEON
-  bool bf16;       // `bfdot` and its kin in NEON
+  bool bf16;       // `bfdot` etc. in NEON
   bool i8mm;       // `smmla` in NEON
-  bool sve_bf16;   // and in SVE
+  bool sve_bf16;   // the same in SVE
   bool sve2_bf16;  // and SVE2
-  int sve_bits;    // of a vector; 0 without SVE
+  int sve_bits;    // vector length; 0 without SVE
 };
 
-ArmFeatures arm_features();
+ArmCpuFeatures arm_cpu_features();
 
 }  // namespace fdk

@@ -1,4 +1,4 @@
-// Dot products by NEON: float32 sums of 4 lanes.
+// Dot products: NEON, float32 sums of 4 lanes.
 #pragma once
 
 #include <arm_neon.h>
@@ -10,7 +10,7 @@ namespace {
 
 struct NeonDots {
   using Sum = float32x4_t;
-  // bf16 by 8: the odd ones of 8 are the upper halves of 32 bits as they lie.
+  // bf16 by 8: the odd ones are the upper halves of 32-bit lanes.
   template <int kType>
   static constexpr std::size_t kLanes = Activation(kType) == Activation::bf16 ? 8 : 4;
 

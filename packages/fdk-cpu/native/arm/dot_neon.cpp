@@ -1,4 +1,4 @@
-// Dot products by NEON, as every 64-bit ARM has it.
+// Dot products: NEON of any 64-bit ARM.
 #include "arm/dot_neon-inl.h"
 
 namespace fdk {

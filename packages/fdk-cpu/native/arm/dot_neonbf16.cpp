@@ -1,4 +1,4 @@
-// Dot products by NEON with BF16: pairs of products by `bfdot`.
+// Dot products: NEON with BF16, pairs of products (`bfdot`).
 #include "arm/dot_neon-inl.h"
 
 namespace fdk {

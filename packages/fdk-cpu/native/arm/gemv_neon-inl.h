@@ -1,34 +1,32 @@
-// The gemv and the decoding of NEON, over what the values of codes are multiplied as, V. Included
-// by one file an instruction set; all in an unnamed namespace, for each file is compiled for
-// another core.
 //
-// V has: X, the type of x and of decoded values; Value, 8 of these in registers; Table<bits>, and
-// values<h>(table, first, second, out), below; add(sum, x, value), the products added;
-// store(to, value, zero, scale), W_hat. With kPairSums zero points come off sums, by
-// GemvTask::x_sums; without, off values, by subtract(value, zero).
+// The GEMV and the dequantisation of NEON, over the values V of codes.
+//
+// V has: X, the type of x and of dequantised values; Value, 8 of these in registers; Table<bits>
+// and values<h>(table, first, second, out); add(sum, x, value), which accumulates products;
+// store(to, value, zero, scale), which writes W_hat. With kPairSums, zero points are subtracted
+// from sums, by GemvTask::x_sums; without, from values, by subtract(value, zero).
 #pragma once
 
 #include "common/kernels.h"
 #include "arm/codes_neon-inl.h"
-#include "arm/row_codes_neon-inl.h"
 #include "arm/codebook_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-constexpr int kSteps = 4;   // of 32 positions, a tile
-constexpr int kBlocks = 4;  // of 8 positions, a step
+constexpr int kSteps = 4;   // of 32 positions, per tile
+constexpr int kBlocks = 4;  // of 8 positions, per step
 constexpr std::size_t kStep = kTileK / kSteps, kBlock = kStep / kBlocks;
 
-// With 8 groups, blocks 0 and 1 of a step are one group and 2 and 3 the next; else a run of steps
-// is one.
+// With 8 groups, blocks 0 and 1 of a step are one group and 2 and 3 the next; otherwise a run of
+// steps is one group.
 template <int kGroups>
 constexpr int group_of(int s, int h) {
   return kGroups == 8 ? 2 * s + h / 2 : s * kGroups / kSteps;
 }
 
-// GemvTask::x_sums of the blocks [begin, end) of a step, lane by lane as pairs are summed.
+// GemvTask::x_sums of blocks [begin, end) of a step, lane by lane as pairs are summed.
 template <int kBegin, int kEnd>
 FDK_INLINE float32x4_t pair_sums(const float* x_sums) {
   float32x4_t sum = vld1q_f32(x_sums + kBegin * 4);
@@ -38,7 +36,7 @@ FDK_INLINE float32x4_t pair_sums(const float* x_sums) {
   return sum;
 }
 
-// Where the tasks' x and sums lie; past the last row of x it is repeated, and the result dropped.
+// The rows of x and their sums; the last row is repeated, and its results dropped.
 template <class V, int kM>
 struct Rows {
   const typename V::X* x[kM];
@@ -55,14 +53,14 @@ struct Rows {
   }
 };
 
-// Adds a row of a tile to sums[m]: its scales and zero points are kTileRows apart, x from `at` on.
+// Adds a row of a tile to sums[m]. Scales and zero points are kTileRows apart; x starts at `at`.
 template <class V, int kBits, int kGroups, bool kAffine, int kM>
 FDK_INLINE void add_row(const Row<kBits>& row, const typename V::template Table<kBits>& table,
                         const float* scales, const float* zeros, const Rows<V, kM>& rows,
                         std::size_t at, float32x4_t* sums) {
-  // Kept from loading x once for all rows: its 16 vectors would not stay in registers.
+  // Keeps the compiler from loading x once for all rows of W: its 16 vectors would be spilled.
   asm volatile("" : "+r"(at));
-  // With 8 groups a half of the blocks is finished before the other.
+  // With 8 groups one half of the blocks is finished before the other.
   constexpr int kHalves = kGroups == 8 ? 2 : 1, kPart = kGroups == 8 ? 4 : kGroups;
   unroll<kHalves>([&](auto half) FDK_LAMBDA {
     constexpr int kFirst = half.value * kBlocks / 2, kCount = kBlocks / kHalves;
@@ -99,7 +97,7 @@ FDK_INLINE void add_row(const Row<kBits>& row, const typename V::template Table<
       FDK_UNROLL
       for (int m = 0; m < kM; m++) {
         if constexpr (kAffine && V::kPairSums) {
-          // One row of x has its sums at the first step of a run, several at every step.
+          // For one row of x the sums are at the first step of a run, for several at every step.
           const float* x_sums = rows.x_sums[m] + at / 2 + s * (kStep / 2);
           part[g.value][m] = vfmsq_f32(part[g.value][m], pair_sums<kFirst, kFirst + kCount>(x_sums),
                                        vld1q_dup_f32(zeros + slot));
@@ -111,8 +109,8 @@ FDK_INLINE void add_row(const Row<kBits>& row, const typename V::template Table<
 }
 
 template <class V, int kBits, int kGroups, bool kAffine, int kM>
-void neon_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
-  static_assert(kM == 1 || kGroups >= kSteps);  // sums of x are those of single steps
+void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
+  static_assert(kM == 1 || kGroups >= kSteps);  // sums of x are per step
   constexpr std::size_t kBytes = tile_bytes(kBits);
   const Weight& w = *task.weight;
   const typename V::template Table<kBits> table(w.table);
@@ -131,7 +129,7 @@ void neon_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
                   load_groups<kGroups, true, true>(w, slot, zeros);
                 }
                 for (std::size_t i = 0; i < kBytes; i += 64)
-                  __builtin_prefetch(codes + kPrefetch + i);
+                  __builtin_prefetch(codes + kPrefetchBytes + i);
                 const auto row = [&](std::size_t r) FDK_LAMBDA {
                   add_row<V, kBits, kGroups, kAffine, kM>(Row<kBits>(codes, r), table, scales + r,
                                                           zeros + r, rows, tile * kTileK, sums[r]);
@@ -150,10 +148,10 @@ void neon_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   }
 }
 
-// W_hat as V stores it.
+// Dequantises tiles with V::store.
 template <class V, int kBits, int kGroups>
-void neon_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                typename V::X* out, std::size_t stride) {
+void dequantise_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                      typename V::X* out, std::size_t stride) {
   const typename V::template Table<kBits> table(w.table);
   for_tiles(w, stripe, begin, end, tile_bytes(kBits),
             [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
@@ -180,15 +178,15 @@ void neon_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::siz
 }
 
 template <class V>
-void decode_rows(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
-                 std::size_t stride) {
+void dequantise_rows(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                     void* out, std::size_t stride) {
   typename V::X* to = static_cast<typename V::X*>(out);
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     if (w.groups_per_tile == 8) {
-      return neon_tiles<V, b, 8>(w, stripe, begin, end, to, stride);
+      return dequantise_tiles<V, b, 8>(w, stripe, begin, end, to, stride);
     }
-    return neon_tiles<V, b, 4>(w, stripe, begin, end, to, stride);
+    return dequantise_tiles<V, b, 4>(w, stripe, begin, end, to, stride);
   });
 }
 

@@ -1,24 +1,23 @@
-// The int8 levels of the codes of a tile, by NEON. Included by one file an instruction set; all in
-// an unnamed namespace, for each file is compiled for another core.
 //
-// Levels are looked up 16 codes at a time (`tbl`). The even and the odd bytes of the layout's lanes
-// are different groups: they are taken apart (`uzp1`, `uzp2`) while two or more codes still share
-// a byte, and come out in natural order.
+// Looks up the int8 levels of the codes of a tile: NEON.
+//
+// 16 codes are looked up at a time (`tbl`). The even and the odd bytes of the layout's lanes belong
+// to different groups: they are separated (`uzp1`, `uzp2`) while a byte still has two or more
+// codes, which leaves them in memory order.
 #pragma once
 
 #include <arm_neon.h>
 
 #include "common/linear_int8.h"
 #include "arm/codes_neon-inl.h"
-#include "arm/row_codes_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-constexpr int kVectors = 8;  // of 16 positions, a tile
+constexpr int kVectors = 8;  // of 16 positions, per tile
 
-// Levels that are the codes plus a constant, in a byte: those of affine formats and int8.
+// Whether the levels are the codes plus a constant, modulo 256: affine formats and `int`.
 bool is_linear(const std::uint8_t* levels, int bits) {
   for (unsigned i = 0; i < 1u << bits; i++) {
     if (levels[i] != std::uint8_t(levels[0] + i)) return false;
@@ -26,10 +25,10 @@ bool is_linear(const std::uint8_t* levels, int bits) {
   return true;
 }
 
-// Up to 5 bits a lookup is one instruction, as is the addition for levels that are linear.
+// Up to 5 bits a lookup is one instruction, as is the addition for linear levels.
 constexpr bool worth_linear(int bits) { return bits > 5; }
 
-// At 1 and 2 bits an index of 4 bits is several codes: kApart bits apart, with a table for each.
+// At 1 and 2 bits an index of 4 bits has several codes, kApart bits apart, with a table for each.
 template <int kBits, bool kLinear, int kApart = 2>
 class LevelTable {
  public:
@@ -126,7 +125,7 @@ FDK_INLINE void levels_of(const LevelTable<kBits, kLinear>& table, const std::ui
     unroll<2>([&](auto half) FDK_LAMBDA {
       uint8x16_t fields = halves[half.value];
       if constexpr (kBits == 1) {
-        // Positions 8 to 15 of each 16 are a bit above those of 0 to 7, in the same bytes.
+        // Positions 8 to 15 of each 16 are one bit above those of 0 to 7, in the same bytes.
         fields = vshlq_u8(fields, vcombine_s8(vdup_n_s8(0), vdup_n_s8(-1)));
       }
       const uint8x16_t first = vandq_u8(fields, low), second = vshrq_n_u8(fields, 4);

@@ -1,8 +1,8 @@
-// The kernels of int8.h by NEON, over Dot, how products of bytes are summed. Included by one file
-// an instruction set; all in an unnamed namespace, for each file is compiled for another core.
 //
-// Levels come 16 codes at a time (int8_neon_levels.h). Sums of 4 lanes are added across 4 rows of
-// W, or of x, before they become floats.
+// Products with 8-bit x: NEON, over Dot, which sums products of bytes.
+//
+// Levels are looked up 16 codes at a time. Sums of 4 lanes are added across 4 rows of W, or of x,
+// before they are converted to float32.
 #pragma once
 
 #include <arm_neon.h>
@@ -13,7 +13,7 @@
 #include "arm/int8_lut_neon-inl.h"
 #include "arm/quantise_activations_neon-inl.h"
 #include "arm/codes_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
@@ -23,11 +23,11 @@ FDK_INLINE float32x4_t sums_of(const int32x4_t* v) {
   return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3])));
 }
 
-// kGroups of a tile; where the weight has half as many, each is met twice: `share` of its sum of x.
-// kM = 1: lanes of sums are rows of W. kM = 4: they are rows of x, past the last of which it is
-// repeated, and the result dropped.
+// A tile has kGroups; if the weight has half as many, each is used twice, with `share` of its sum
+// of x. kM = 1: the lanes of sums are rows of W. kM = 4: rows of x, of which the last is repeated
+// and its results dropped.
 template <class Dot, int kBits, bool kLinear, int kGroups, int kM>
-void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
+void int8_gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits), kOfGroup = kVectors / kGroups;
   constexpr int kSums = kM == 1 ? 1 : int(kTileRows);
   static_assert(kM == 1 || kM == 4);
@@ -45,8 +45,9 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
     for_tiles(
         w, stripe, 0, w.tiles, kBytes,
         [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
-          for (std::size_t i = 0; i < kBytes; i += 64) __builtin_prefetch(codes + kPrefetch + i);
-          int32x4_t dots[kGroups][4];  // of the 4 rows of W, or of x
+          for (std::size_t i = 0; i < kBytes; i += 64)
+            __builtin_prefetch(codes + kPrefetchBytes + i);
+          int32x4_t dots[kGroups][4];  // of 4 rows of W, or of x
           const auto multiply = [&](std::size_t r, auto first_dot) FDK_LAMBDA {
             int8x16_t levels[kVectors];
             levels_of(table, codes, r, levels);
@@ -119,12 +120,12 @@ void int8_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
 }
 
 template <class Dot, int kBits, bool kLinear>
-FDK_INLINE void int8_groups(const Int8Task& task, std::size_t begin, std::size_t end) {
+FDK_INLINE void int8_gemv_groups(const Int8Task& task, std::size_t begin, std::size_t end) {
   const bool few = task.weight->groups_per_tile <= 2;
-  if (task.m == 1 && few) return int8_stripes<Dot, kBits, kLinear, 2, 1>(task, begin, end);
-  if (task.m == 1) return int8_stripes<Dot, kBits, kLinear, 8, 1>(task, begin, end);
-  if (few) return int8_stripes<Dot, kBits, kLinear, 2, 4>(task, begin, end);
-  return int8_stripes<Dot, kBits, kLinear, 8, 4>(task, begin, end);
+  if (task.m == 1 && few) return int8_gemv_stripes<Dot, kBits, kLinear, 2, 1>(task, begin, end);
+  if (task.m == 1) return int8_gemv_stripes<Dot, kBits, kLinear, 8, 1>(task, begin, end);
+  if (few) return int8_gemv_stripes<Dot, kBits, kLinear, 2, 4>(task, begin, end);
+  return int8_gemv_stripes<Dot, kBits, kLinear, 8, 4>(task, begin, end);
 }
 
 template <class Dot>
@@ -132,15 +133,15 @@ void int8_gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   with_bits(task.weight->bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     if constexpr (worth_linear(b)) {
-      if (is_linear(task.levels, b)) return int8_groups<Dot, b, true>(task, begin, end);
+      if (is_linear(task.levels, b)) return int8_gemv_groups<Dot, b, true>(task, begin, end);
     }
-    return int8_groups<Dot, b, false>(task, begin, end);
+    return int8_gemv_groups<Dot, b, false>(task, begin, end);
   });
 }
 
 template <class Dot>
 constexpr Int8Kernels int8_kernels_of() {
-  return {false, 4, stage_as_it_lies, int8_gemv<Dot>};
+  return {false, 4, quantise_x_in_order, int8_gemv<Dot>};
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// 8-bit x by NEON with dot products (ARMv8.2; Cortex-A76, Apple A13): four products a lane.
+// Products with 8-bit x: NEON with dot products (ARMv8.2; Cortex-A76, Apple A13).
 #include "arm/linear_int8_neon-inl.h"
 
 namespace fdk {
@@ -12,6 +12,6 @@ struct Fours {
 
 }  // namespace
 
-extern const Int8Kernels kNeonDotInt8 = int8_kernels_of<Fours>();
+extern const Int8Kernels kInt8NeonDot = int8_kernels_of<Fours>();
 
 }  // namespace fdk

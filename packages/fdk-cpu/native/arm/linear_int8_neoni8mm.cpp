@@ -1,26 +1,25 @@
-// 8-bit x by NEON with I8MM (ARMv8.6; Neoverse V1, Apple M2), for two rows of x and more.
 //
-// `smmla` multiplies 8 positions of two rows by 8 of two others: four sums of 8 products. W's two
-// rows come together for nothing: the even, or the odd, bytes of a vector of one row and of one of
-// the next are taken by the same `uzp` that would take those of two vectors of one row. Those of x
-// are staged so. One row of x is better met by `sdot`.
+// Products of two and more rows of 8-bit x: NEON with I8MM (ARMv8.6; Neoverse V1, Apple M2).
+//
+// `smmla` multiplies 8 positions of two rows with 8 of two others: four sums of 8 products. Pairing
+// rows of W is free: the `uzp` that separates the even or odd bytes of two vectors of one row does
+// so for vectors of two rows. Rows of x are packed in pairs. For one row of x `sdot` is faster.
 #include <algorithm>
 
 #include "common/linear_int8.h"
 #include "arm/int8_lut_neon-inl.h"
 #include "arm/quantise_activations_neon-inl.h"
 #include "arm/codes_neon-inl.h"
-#include "arm/row_codes_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-constexpr int kRuns8 = int(kTileK / kPairRun);  // of a tile
-constexpr int kHalves = int(kTileRows) / 2;     // of a tile's rows
+constexpr int kRuns8 = int(kTileK / kPairRun);  // per tile
+constexpr int kHalves = int(kTileRows) / 2;     // pairs of rows per tile
 
-void stage_in_pairs(const float* x, std::size_t groups, const Int8Tile& out) {
-  stage_tile(x, groups, out, [&](std::size_t i, int8x16_t codes) FDK_LAMBDA {
+void quantise_x_in_pairs(const float* x, std::size_t groups, const Int8Tile& out) {
+  quantise_x_tile(x, groups, out, [&](std::size_t i, int8x16_t codes) FDK_LAMBDA {
     vst1_s8(out.codes + 2 * i, vget_low_s8(codes));
     vst1_s8(out.codes + 2 * i + 2 * kPairRun, vget_high_s8(codes));
   });
@@ -65,7 +64,7 @@ FDK_INLINE void pair_levels(const PairTable<kBits, kLinear>& table, const std::u
       out[12 + h.value] = table.at(vshrq_n_u8(odd, 4));
     });
   } else {
-    // A byte holds a code of each of 8 / kBits runs that are 8 kBits positions apart.
+    // A byte has one code of each of 8 / kBits runs that are 8 kBits positions apart.
     constexpr int kCodes = 4 / kBits;
     unroll<kBits>([&](auto part) FDK_LAMBDA {
       const std::uint8_t* codes = tile + r * 16 * std::size_t(kBits) + part.value * 16;
@@ -84,10 +83,10 @@ FDK_INLINE void pair_levels(const PairTable<kBits, kLinear>& table, const std::u
   }
 }
 
-// kGroups of a tile; where the weight has half as many, each is met twice: `share` of its sum of x.
-// Up to kPairs pairs of rows of x; past the last of them it is repeated, and the result dropped.
+// A tile has kGroups; if the weight has half as many, each is used twice, with `share` of its sum
+// of x. Up to kPairs pairs of rows of x; the last row is repeated, and its results dropped.
 template <int kBits, bool kLinear, int kGroups, int kPairs>
-void pair_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
+void int8_gemv_pair_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   constexpr int kOfGroup = kRuns8 / kGroups, kRows = 2 * kPairs;
   const Weight& w = *task.weight;
@@ -103,14 +102,14 @@ void pair_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
     x[m / 2] = task.x + row / 2 * 2 * w.tiles * kTileK;
   }
   for (std::size_t stripe = begin; stripe < end; stripe++) {
-    // Lanes of sums: two rows of W by two of x. Of constants: rows of W.
+    // Lanes of sums: two rows of W by two of x. Lanes of constants: rows of W.
     float32x4_t sums[kHalves][kPairs], constants[kRows];
     FDK_UNROLL
     for (int i = 0; i < kRows; i++) sums[i % 2][i / 2] = constants[i] = vdupq_n_f32(0);
     for_tiles(w, stripe, 0, w.tiles, kBytes,
               [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
                 for (std::size_t i = 0; i < kBytes; i += 64)
-                  __builtin_prefetch(codes + kPrefetch + i);
+                  __builtin_prefetch(codes + kPrefetchBytes + i);
                 float32x4_t scales[kGroups], x_scales[kPairs];
                 FDK_UNROLL
                 for (std::size_t g = 0; g < std::size_t(kGroups); g++) {
@@ -164,7 +163,7 @@ void pair_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
               });
     for (std::size_t m = 0; m < task.m; m++) {
       float* y = task.y + m * task.y_stride + (stripe - begin) * kTileRows;
-      // Of two vectors of two rows of W, the lanes of this row of x.
+      // The lanes of this row of x from two vectors of two rows of W.
       const float32x4_t top = sums[0][m / 2], bottom = sums[1][m / 2];
       const float32x4_t of_row = m % 2 == 0 ? vuzp1q_f32(top, bottom) : vuzp2q_f32(top, bottom);
       vst1q_f32(y, vfmsq_n_f32(of_row, constants[m], share));
@@ -174,9 +173,9 @@ void pair_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
 
 template <int kBits, bool kLinear, int kGroups>
 FDK_INLINE void gemv_rows(const Int8Task& task, std::size_t begin, std::size_t end) {
-  if (task.m <= 2) return pair_stripes<kBits, kLinear, kGroups, 1>(task, begin, end);
-  if (task.m <= 4) return pair_stripes<kBits, kLinear, kGroups, 2>(task, begin, end);
-  return pair_stripes<kBits, kLinear, kGroups, 4>(task, begin, end);
+  if (task.m <= 2) return int8_gemv_pair_stripes<kBits, kLinear, kGroups, 1>(task, begin, end);
+  if (task.m <= 4) return int8_gemv_pair_stripes<kBits, kLinear, kGroups, 2>(task, begin, end);
+  return int8_gemv_pair_stripes<kBits, kLinear, kGroups, 4>(task, begin, end);
 }
 
 template <int kBits, bool kLinear>
@@ -197,6 +196,6 @@ void gemv_in_pairs(const Int8Task& task, std::size_t begin, std::size_t end) {
 
 }  // namespace
 
-extern const Int8Kernels kNeonI8mmInt8 = {false, 8, stage_in_pairs, gemv_in_pairs, true};
+extern const Int8Kernels kInt8NeonI8mm = {false, 8, quantise_x_in_pairs, gemv_in_pairs, true};
 
 }  // namespace fdk

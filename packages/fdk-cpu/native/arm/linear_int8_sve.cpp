@@ -1,38 +1,38 @@
-// 8-bit x by SVE at vectors of 256 bits and their multiples, for one row of x, codes of 1, 2 and 4
-// bits and groups of half a tile or more. What is left, and vectors of 128 bits, is NEON's: shorter
-// groups would be scaled vector by vector (G = 32, 4 bits, model of neoverse-v1: 6.63 codes a
-// cycle, 8.02 by NEON).
 //
-// The even bytes of the layout's lanes are positions of a tile's first half, the odd ones of its
-// second. One `tbl` brings those of each 32 bytes apart: 16 positions of one half, then 16 of the
-// other, in 128 bits each. x is staged so, and 128 bits meet one scale: those of four rows lie in
-// the four lanes, as `fmla` by lane takes them, and sums of rows are added across the vector once,
-// at the end.
+// Products of one row of 8-bit x: SVE with vectors of 256 bits or a multiple, codes of 1, 2 and 4
+// bits and groups of 64 positions and more. NEON does the rest: shorter groups would be scaled
+// vector by vector (G = 32, 4 bits, llvm-mca for neoverse-v1: 6.63 codes per cycle, NEON 8.02).
 //
-// A vector longer than a row's plane is left inactive beyond it. SVE's types have no size: they
+// The even bytes of the layout's lanes are positions of the first half of a tile, the odd bytes of
+// the second. One `tbl` separates those of each 32 bytes: 16 positions of one half, then 16 of the
+// other, in 128 bits each. x is packed in the same way, so that 128 bits have one scale. The scales
+// of four rows are the four lanes that `fmla` by lane selects, and sums are added across the vector
+// once, at the end.
+//
+// A vector longer than the plane of a row is inactive beyond it. SVE types have no size: they
 // cannot be members, captured by value or put in arrays, hence sums 0 to 3.
 #include <arm_sve.h>
 
 #include "common/linear_int8.h"
 #include "arm/quantise_activations_neon-inl.h"
 #include "arm/codes_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-constexpr std::size_t kBlock = 32;         // bytes that are taken apart together
+constexpr std::size_t kBlock = 32;         // bytes that are separated together
 constexpr std::size_t kHalf = kTileK / 2;  // positions
-constexpr std::size_t kLongest = 256;      // bytes of a vector, at most
+constexpr std::size_t kLongest = 256;      // bytes of the longest vector
 
 // Positions i to i + 15 of the first half, then those of the second.
-void stage_by_halves(const float* x, std::size_t groups, const Int8Tile& out) {
-  stage_tile(x, groups, out, [&](std::size_t i, int8x16_t codes) FDK_LAMBDA {
+void quantise_x_by_halves(const float* x, std::size_t groups, const Int8Tile& out) {
+  quantise_x_tile(x, groups, out, [&](std::size_t i, int8x16_t codes) FDK_LAMBDA {
     vst1q_s8(out.codes + i % kHalf * 2 + i / kHalf * kVector, codes);
   });
 }
 
-// Levels of an index of 4 bits, for its code i.
+// The levels of an index of 4 bits, for its code i.
 template <int kBits>
 FDK_INLINE svint8_t load_table(const std::uint8_t* levels, int i) {
   std::int8_t entries[16];
@@ -42,8 +42,8 @@ FDK_INLINE svint8_t load_table(const std::uint8_t* levels, int i) {
   return svld1_s8(svwhilelt_b8(std::size_t(0), std::size_t(16)), entries);
 }
 
-// Where each byte of a vector comes from. At 1 bit 16 bytes of codes fill 32: twice, for positions
-// 8 to 15 of each 16 are a bit above those of 0 to 7, in the same bytes.
+// The source of each byte of a vector. At 1 bit, 16 bytes of codes fill 32: twice, because
+// positions 8 to 15 of each 16 are one bit above those of 0 to 7, in the same bytes.
 template <int kBits>
 FDK_INLINE svuint8_t load_apart() {
   std::uint8_t from[kLongest];
@@ -55,7 +55,7 @@ FDK_INLINE svuint8_t load_apart() {
   return svld1_u8(svptrue_b8(), from);
 }
 
-// The codes of a row from byte `from` on, taken apart.
+// The codes of a row from byte `from` on, separated.
 template <int kBits>
 FDK_INLINE svuint8_t load_codes(const std::uint8_t* tile, std::size_t row, std::size_t from,
                                 svuint8_t apart) {
@@ -68,7 +68,7 @@ FDK_INLINE svuint8_t load_codes(const std::uint8_t* tile, std::size_t row, std::
   return svlsr_u8_x(svptrue_b8(), codes, shift);
 }
 
-// The levels of the codes at place `part` of each byte, which are 2 * kVector * part positions on.
+// The levels of the codes at place `part` of each byte, 2 * kVector * part positions on.
 template <int kBits, int part>
 FDK_INLINE svint8_t levels_at(svuint8_t codes, svint8_t table0, svint8_t table1) {
   const svbool_t all = svptrue_b8();
@@ -79,9 +79,9 @@ FDK_INLINE svint8_t levels_at(svuint8_t codes, svint8_t table0, svint8_t table1)
 }
 
 template <int kBits>
-void sve_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
+void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits), kRowBytes = kBytes / kTileRows;
-  // Bytes of a row once it is taken apart, and codes of each.
+  // Bytes of a row after separation, and codes in each.
   constexpr std::size_t kApart = kBits == 1 ? kBlock : kRowBytes;
   constexpr int kParts = int(kTileK / kApart);
   const Weight& w = *task.weight;
@@ -90,7 +90,7 @@ void sve_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   const svint8_t table1 = load_table<kBits>(task.levels, kBits < 4 ? 1 : 0);
   const float32x4_t centre = vdupq_n_f32(task.centre);
   const std::size_t groups = w.groups_per_tile;  // 1 or 2
-  // A group of all of the tile is met twice: half of its sum of x each time.
+  // A group of a whole tile is used for both halves: half of its sum of x each.
   const float share = share_of(task) * float(groups) / 2;
   const svbool_t all = svptrue_b32();
   for (std::size_t stripe = begin; stripe < end; stripe++) {
@@ -99,8 +99,8 @@ void sve_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
     for_tiles(w, stripe, 0, w.tiles, kBytes,
               [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
                 for (std::size_t i = 0; i < kBytes; i += 64)
-                  __builtin_prefetch(codes + kPrefetch + i);
-                // Of each half, as often as a vector has room.
+                  __builtin_prefetch(codes + kPrefetchBytes + i);
+                // Of each half, repeated to fill a vector.
                 float scales[kLongest / sizeof(float)];
                 float32x4_t of_half[2];
                 for (std::size_t half = 0; half < 2; half++) {
@@ -115,7 +115,7 @@ void sve_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
                   vst1q_f32(scales + i + 4, of_half[1]);
                 }
                 svint32_t dot0 = svdup_n_s32(0), dot1 = dot0, dot2 = dot0, dot3 = dot0;
-                const std::int8_t* staged = task.x + tile * kTileK;
+                const std::int8_t* packed_x = task.x + tile * kTileK;
                 for (std::size_t from = 0; from < kApart; from += svcntb()) {
                   const svuint8_t codes0 = load_codes<kBits>(codes, 0, from, apart);
                   const svuint8_t codes1 = load_codes<kBits>(codes, 1, from, apart);
@@ -123,7 +123,7 @@ void sve_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
                   const svuint8_t codes3 = load_codes<kBits>(codes, 3, from, apart);
                   unroll<kParts>([&](auto part) FDK_LAMBDA {
                     const std::size_t at = from + std::size_t(part.value) * kApart;
-                    const svint8_t x = svld1_s8(svwhilelt_b8(from, kApart), staged + at);
+                    const svint8_t x = svld1_s8(svwhilelt_b8(from, kApart), packed_x + at);
                     dot0 = svdot_s32(dot0, levels_at<kBits, part.value>(codes0, table0, table1), x);
                     dot1 = svdot_s32(dot1, levels_at<kBits, part.value>(codes1, table0, table1), x);
                     dot2 = svdot_s32(dot2, levels_at<kBits, part.value>(codes2, table0, table1), x);
@@ -145,21 +145,21 @@ void sve_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
 void gemv_sve(const Int8Task& task, std::size_t begin, std::size_t end) {
   switch (task.weight->bits) {
     case 1:
-      return sve_stripes<1>(task, begin, end);
+      return gemv_stripes<1>(task, begin, end);
     case 2:
-      return sve_stripes<2>(task, begin, end);
+      return gemv_stripes<2>(task, begin, end);
     default:
-      return sve_stripes<4>(task, begin, end);
+      return gemv_stripes<4>(task, begin, end);
   }
 }
 
 }  // namespace
 
-bool sve_takes_int8(const Layout& layout) {
+bool int8_sve_supports(const Layout& layout) {
   const bool bits = layout.bits == 1 || layout.bits == 2 || layout.bits == 4;
   return bits && layout.groups_per_tile <= 2 && svcntb() % kBlock == 0;
 }
 
-extern const Int8Kernels kSveInt8 = {false, 1, stage_by_halves, gemv_sve};
+extern const Int8Kernels kInt8Sve = {false, 1, quantise_x_by_halves, gemv_sve};
 
 }  // namespace fdk

@@ -1,8 +1,9 @@
-// NEON as every 64-bit ARM has it: 4 float32 lanes.
 //
-// Up to 6 bits the bytes of a value are looked up apart, 16 codes at a time (`tbl`), and
-// interleaved (`trn1`, `trn2`). Values of 16 bits, as bf16 activations and zero points have them,
-// take two lookups; others four.
+// The linear kernels of NEON for any 64-bit ARM: 4 float32 lanes.
+//
+// Up to 6 bits the bytes of a value are looked up separately, 16 codes at a time (`tbl`), and
+// interleaved (`trn1`, `trn2`). Values that fit 16 bits, as for bf16 activations and zero points,
+// take two lookups, others four.
 #include <arm_neon.h>
 
 #include <cstring>
@@ -10,7 +11,7 @@
 
 #include "common/kernels.h"
 #include "arm/gemv_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 #include "common/gemm-inl.h"
 
 namespace fdk {
@@ -28,8 +29,8 @@ struct Neon {
   static FDK_INLINE Float add(Float a, Float b) { return vaddq_f32(a, b); }
 };
 
-// Values as float32: 8 positions are 4 even and 4 odd ones, as the two halves of 32 bits hold them.
-// Where kShort, the lower 16 bits of every value are zero, as they are for bf16 and integers.
+// Values as float32: 8 positions are 4 even and 4 odd ones, the two halves of 32 bits. With kShort,
+// the lower 16 bits of every value are zero, as for bf16 and integers.
 template <bool kShort>
 struct Products {
   using X = float;
@@ -70,7 +71,7 @@ struct Products {
     }
   }
 
-  // Of the even or the odd bytes of 16, every other one.
+  // Every other one of the even or the odd bytes of 16.
   template <int kFirst, int kBits>
   static FDK_INLINE float32x4_t every_fourth(const MemoryTable<kBits, std::uint32_t>& table,
                                              uint64x2_t codes) {
@@ -112,12 +113,12 @@ FDK_INLINE void gemv_bits(const GemvTask& task, std::size_t begin, std::size_t e
   const bool g16 = task.weight->groups_per_tile == 8, affine = task.weight->zeros != nullptr;
   constexpr int kMany = int(kMaxGemvRows);
   if (task.m > 1) {
-    if (g16) return neon_stripes<P, kBits, 8, true, kMany>(task, begin, end);
-    return neon_stripes<P, kBits, 4, true, kMany>(task, begin, end);
+    if (g16) return gemv_stripes<P, kBits, 8, true, kMany>(task, begin, end);
+    return gemv_stripes<P, kBits, 4, true, kMany>(task, begin, end);
   }
-  if (g16) return neon_stripes<P, kBits, 8, true, 1>(task, begin, end);
-  if (affine) return neon_stripes<P, kBits, 4, true, 1>(task, begin, end);
-  return neon_stripes<P, kBits, 4, false, 1>(task, begin, end);
+  if (g16) return gemv_stripes<P, kBits, 8, true, 1>(task, begin, end);
+  if (affine) return gemv_stripes<P, kBits, 4, true, 1>(task, begin, end);
+  return gemv_stripes<P, kBits, 4, false, 1>(task, begin, end);
 }
 
 bool is_short(const Weight& w) {
@@ -141,7 +142,7 @@ void gemv_neon(const GemvTask& task, std::size_t begin, std::size_t end) {
 }
 
 struct Orders {
-  Order pairs;  // of each 8 positions, the 4 even ones, then the 4 odd ones
+  Order pairs;  // the 4 even ones of each 8 positions, then the 4 odd ones
 };
 
 constexpr Orders make_orders() {
@@ -157,15 +158,15 @@ constexpr int kPanelRows = 8;
 
 }  // namespace
 
-extern const Kernels kNeon = {false,
-                              &kOrders.pairs,
-                              &kOrders.pairs,
-                              kPanelRows,
-                              2 * Neon::kLanes,
-                              Neon::kLanes,
-                              gemv_neon,
-                              decode_rows<Products<false>>,
-                              panel_product<Neon, kPanelRows>,
-                              grad_product<Neon, 4>};
+extern const LinearKernels kLinearNeon = {false,
+                                          &kOrders.pairs,
+                                          &kOrders.pairs,
+                                          kPanelRows,
+                                          2 * Neon::kLanes,
+                                          Neon::kLanes,
+                                          gemv_neon,
+                                          dequantise_rows<Products<false>>,
+                                          gemm_panel<Neon, kPanelRows>,
+                                          dgrad<Neon, 4>};
 
 }  // namespace fdk

@@ -1,9 +1,10 @@
-// NEON with BF16: bf16 activations, products of pairs summed in float32 (`bfdot`).
 //
-// Up to 6 bits the two bytes of a value are looked up apart, 16 codes at a time (`tbl`), and
-// interleaved (`trn1`, `trn2`): the codes of a 16-bit lane's even and odd byte come apart by
-// themselves, each in the order of x. Wider codes are looked up in memory, one by one. Scales and
-// zero points are applied to the sums, as in kernels_avx512bf16.cpp.
+// The linear kernels of NEON with BF16: products of pairs of bf16 summed in float32 (`bfdot`).
+//
+// Up to 6 bits the two bytes of a value are looked up separately, 16 codes at a time (`tbl`), and
+// interleaved (`trn1`, `trn2`), which also separates the codes of the even and odd bytes of 16-bit
+// lanes, each in the order of x. Wider codes are looked up in memory one by one. Scales and zero
+// points are applied to the sums, as in gemv_avx512bf16.cpp.
 #include <arm_neon.h>
 
 #include <type_traits>
@@ -11,12 +12,12 @@
 #include "common/kernels.h"
 #include "arm/linear_neonbf16.h"
 #include "arm/gemv_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-// `bfdot` takes values as they are looked up: x in natural order.
+// `bfdot` uses values as they are looked up, with x in memory order.
 struct Products {
   using X = bfloat16_t;
   using Value = bfloat16x8_t;
@@ -36,7 +37,7 @@ struct Products {
     for (int s = 0; s < kSteps; s++) out[s] = vreinterpretq_bf16_u16(bits[s]);
   }
 
-  // Of bytes kFirst, kFirst + 2, kFirst + 4 and kFirst + 6.
+  // The values of bytes kFirst, kFirst + 2, kFirst + 4 and kFirst + 6.
   template <int kFirst, int kBits>
   static FDK_INLINE uint16x4_t every_other(const MemoryTable<kBits, std::uint16_t>& table,
                                            std::uint64_t codes) {
@@ -77,16 +78,16 @@ struct Products {
 template <int kBits, int kGroups, int kM>
 FDK_INLINE void gemv_groups(const GemvTask& task, std::size_t begin, std::size_t end) {
   if (task.weight->zeros != nullptr) {
-    neon_stripes<Products, kBits, kGroups, true, kM>(task, begin, end);
+    gemv_stripes<Products, kBits, kGroups, true, kM>(task, begin, end);
   } else {
-    neon_stripes<Products, kBits, kGroups, false, kM>(task, begin, end);
+    gemv_stripes<Products, kBits, kGroups, false, kM>(task, begin, end);
   }
 }
 
-// y[kTileRows][panel] += w[kTileRows][depth] * x[depth / 2][panel][2], 4 lanes of x a vector.
+// y[kTileRows][panel] += w[kTileRows][depth] * x[depth / 2][panel][2], 4 lanes of x per vector.
 template <int kVectors>
-void panel_rows(const PanelTask& task, std::size_t row) {
-  constexpr int kRows = int(kTileRows), kPairs = 4;  // of a vector of w
+void panel_rows(const GemmPanelTask& task, std::size_t row) {
+  constexpr int kRows = int(kTileRows), kPairs = 4;  // per vector of w
   const bfloat16_t* w = static_cast<const bfloat16_t*>(task.w) + row * task.stride;
   const bfloat16_t* x = static_cast<const bfloat16_t*>(task.x);
   float32x4_t sums[kRows][kVectors];
@@ -129,18 +130,18 @@ void gemv_neonbf16(const GemvTask& task, std::size_t begin, std::size_t end) {
     constexpr int b = bits.value;
     if (task.m > 1 && groups == 8) return gemv_groups<b, 8, 4>(task, begin, end);
     if (task.m > 1) return gemv_groups<b, 4, 4>(task, begin, end);
-    // Runs of steps, as GemvTask::x_sums has them.
+    // Runs of steps, as in GemvTask::x_sums.
     with_groups(groups,
                 [&](auto count) FDK_LAMBDA { gemv_groups<b, count.value, 1>(task, begin, end); });
   });
 }
 
-void decode_neonbf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                     void* out, std::size_t stride) {
-  decode_rows<Products>(w, stripe, begin, end, out, stride);
+void dequantise_neonbf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                         void* out, std::size_t stride) {
+  dequantise_rows<Products>(w, stripe, begin, end, out, stride);
 }
 
-void panel_product_neonbf16(const PanelTask& task) {
+void gemm_panel_neonbf16(const GemmPanelTask& task) {
   for (std::size_t row = 0; row < task.rows; row += kTileRows) {
     switch (task.panel / kNeonPanelStep) {
       case 1:
@@ -158,8 +159,8 @@ void panel_product_neonbf16(const PanelTask& task) {
   }
 }
 
-extern const Kernels kNeonBf16 = {
-    true,          &kNatural.order, &kNatural.order,        kTileRows, kNeonPanel, kNeonPanelStep,
-    gemv_neonbf16, decode_neonbf16, panel_product_neonbf16, nullptr};
+extern const LinearKernels kLinearNeonBf16 = {
+    true,           &kNatural.order, &kNatural.order,     kTileRows,           kNeonPanel,
+    kNeonPanelStep, gemv_neonbf16,   dequantise_neonbf16, gemm_panel_neonbf16, nullptr};
 
 }  // namespace fdk

@@ -1,4 +1,4 @@
-// The NEON kernels that SVE's share: what is not worth writing twice.
+// The kernels of NEON with BF16 that SVE uses too.
 #pragma once
 
 #include "common/kernels.h"
@@ -6,11 +6,11 @@
 namespace fdk {
 
 void gemv_neonbf16(const GemvTask& task, std::size_t begin, std::size_t end);
-void decode_neonbf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                     void* out, std::size_t stride);
-void panel_product_neonbf16(const PanelTask& task);
+void dequantise_neonbf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                         void* out, std::size_t stride);
+void gemm_panel_neonbf16(const GemmPanelTask& task);
 
-// The bf16 kernels of ARM take x as it lies.
+// The bf16 kernels of ARM use x in memory order.
 struct NaturalOrder {
   Order order;
 };

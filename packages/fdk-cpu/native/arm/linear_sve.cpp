@@ -1,4 +1,5 @@
-// SVE with BF16 and without SVE2, at vectors of 256 bits or more, which hold a table of 16 entries.
+// The linear kernels of SVE with BF16: vectors of 256 bits or more, which hold a table of 16
+// entries.
 #include "arm/gemv_sve-inl.h"
 
 namespace fdk {
@@ -12,6 +13,6 @@ struct OneVector {
 
 }  // namespace
 
-extern const Kernels kSve = kSveKernels<OneVector>;
+extern const LinearKernels kLinearSve = kLinearSveWith<OneVector>;
 
 }  // namespace fdk

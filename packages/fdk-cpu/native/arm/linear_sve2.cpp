@@ -1,4 +1,4 @@
-// SVE2 with BF16, at any vector length: 16 entries of a table lie in two of the shortest vectors.
+// The linear kernels of SVE2 with BF16: any vector length, a table of 16 entries in two vectors.
 #include "arm/gemv_sve-inl.h"
 
 namespace fdk {
@@ -12,6 +12,6 @@ struct TwoVectors {
 
 }  // namespace
 
-extern const Kernels kSve2 = kSveKernels<TwoVectors>;
+extern const LinearKernels kLinearSve2 = kLinearSveWith<TwoVectors>;
 
 }  // namespace fdk

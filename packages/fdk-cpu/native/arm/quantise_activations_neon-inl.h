@@ -1,6 +1,4 @@
-// What the int8 kernels of every ARM instruction set share: how x is rounded, and what the sums of
-// x meet. Included by one file an instruction set; all in an unnamed namespace, for each file is
-// compiled for another core.
+// Rounds x to 8 bits, and the factors of its sums, for all int8 kernels of ARM.
 #pragma once
 
 #include <arm_neon.h>
@@ -10,17 +8,17 @@
 #include "common/float_convert.h"
 #include "common/linear_int8.h"
 #include "arm/codes_neon-inl.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-constexpr std::size_t kVector = 16;  // positions of a vector of codes
+constexpr std::size_t kVector = 16;  // codes per vector
 
-// Calls put(i, codes) for positions i to i + 15 of a tile of x.
+// Rounds a tile of x and calls put(i, codes) for positions i to i + 15.
 template <class Put>
-FDK_INLINE void stage_tile(const float* x, std::size_t groups, const Int8Tile& out, Put put) {
-  uint32x4_t magnitudes = vdupq_n_u32(0);  // as bits: NaN is above infinity
+FDK_INLINE void quantise_x_tile(const float* x, std::size_t groups, const Int8Tile& out, Put put) {
+  uint32x4_t magnitudes = vdupq_n_u32(0);  // as bits, which order NaN above infinity
   for (std::size_t i = 0; i < kTileK; i += 4) {
     magnitudes = vmaxq_u32(magnitudes, vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i))));
   }
@@ -45,12 +43,13 @@ FDK_INLINE void stage_tile(const float* x, std::size_t groups, const Int8Tile& o
   }
 }
 
-[[maybe_unused]] void stage_as_it_lies(const float* x, std::size_t groups, const Int8Tile& out) {
-  stage_tile(x, groups, out,
-             [&](std::size_t i, int8x16_t codes) FDK_LAMBDA { vst1q_s8(out.codes + i, codes); });
+[[maybe_unused]] void quantise_x_in_order(const float* x, std::size_t groups, const Int8Tile& out) {
+  quantise_x_tile(x, groups, out, [&](std::size_t i, int8x16_t codes) FDK_LAMBDA {
+    vst1q_s8(out.codes + i, codes);
+  });
 }
 
-// What the sums of x meet in 4 rows of W, but for share_of.
+// The factors of the sums of x for 4 rows of W, to be multiplied with share_of.
 FDK_INLINE float32x4_t constants_of(const Weight& w, std::size_t slot, float32x4_t scale,
                                     float32x4_t centre) {
   if (w.zeros == nullptr) return scale;
@@ -60,7 +59,7 @@ FDK_INLINE float32x4_t constants_of(const Weight& w, std::size_t slot, float32x4
   return vmulq_f32(scale, vaddq_f32(zero, centre));
 }
 
-// Without zero points the centre is applied once, to the sums of all tiles.
+// Without zero points the centre is applied once, to the sums over all tiles.
 FDK_INLINE float share_of(const Int8Task& task) {
   return task.weight->zeros == nullptr ? task.centre : 1;
 }

@@ -1,8 +1,9 @@
-// What the blockwise kernels of every instruction set share: how a block is cut and scaled.
 //
-// The arithmetic is that of bitsandbytes' torch backend step for step, for every rounding shows in
-// the bytes: a whole block is multiplied by the reciprocal of its absmax, a short last block is
-// divided by it, and only the absmax of the short one is raised to the smallest.
+// Splits a row into blocks and scales them.
+//
+// The arithmetic follows bitsandbytes' torch backend step by step, because every rounding changes
+// bytes: a full block is multiplied by the reciprocal of its absmax, a short last block is divided
+// by it, and only the absmax of the short one is stored raised to kSmallestAbsmax.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +14,9 @@
 namespace fdk {
 namespace {
 
-constexpr float kSmallestAbsmax = float(1e-38);  // a subnormal, whose reciprocal is finite
+constexpr float kSmallestAbsmax = float(1e-38);  // subnormal; its reciprocal is finite
 
-// By what the values of a block are multiplied, or divided.
+// The values of a block are multiplied with `factor`, or divided by it.
 struct BlockScale {
   float factor;
   bool divides;
@@ -46,7 +47,7 @@ struct BlockScale {
   return std::size_t(std::lower_bound(nearest.midpoints, end, value) - nearest.midpoints);
 }
 
-// Blocks [begin, end), by the two halves of a kernel.
+// Quantises blocks [begin, end) with the two functions of a kernel.
 template <class Absmax, class Encode>
 inline void quantise_each(const QuantiseTask& task, std::size_t begin, std::size_t end,
                           Absmax absmax, Encode encode) {
@@ -57,7 +58,7 @@ inline void quantise_each(const QuantiseTask& task, std::size_t begin, std::size
   }
 }
 
-// f(block, first, last) for the part of each block within values [begin, end).
+// Calls f(block, first, last) for the part of each block within values [begin, end).
 template <class F>
 inline void each_block(std::size_t block, std::size_t begin, std::size_t end, F f) {
   while (begin < end) {

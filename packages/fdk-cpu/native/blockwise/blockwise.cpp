@@ -7,7 +7,7 @@
 
 #include "blockwise/block_scale.h"
 #include "common/float_convert.h"
-#include "common/kernels.h"
+#include "common/dispatch.h"
 #include "common/memory.h"
 #include "common/thread_pool.h"
 
@@ -16,14 +16,15 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr std::uint32_t kKeys = 1 << 16;
-// Values of a piece of a row, at least: 64 KiB of float32.
+// The least values per piece: 64 KiB of float32.
 constexpr std::size_t kPiece = std::size_t(1) << 14;
-// Pieces a thread gets of a long row: few, so that each page of a result is new to one thread only.
+// Pieces per thread of a long row: few, so that each page of the result is first touched by one
+// thread.
 constexpr std::size_t kPieces = 8;
-// A block longer than this is shared by the threads.
+// The threads share a block longer than this.
 constexpr std::size_t kLongBlock = std::size_t(1) << 17;
 
-// Values of a piece: whole `unit`s.
+// Values per piece, a multiple of `unit`.
 std::size_t piece_of(std::size_t n, std::size_t unit, std::size_t threads) {
   const std::size_t wanted = std::max(kPiece, n / (usable_threads(threads) * kPieces));
   return ceil_div(wanted, unit) * unit;
@@ -41,8 +42,8 @@ const BlockKernels& block_kernels() {
   return kBlocksScalar;
 }
 
-// The entry of NearestCode::keys for the values whose upper half is `key`. False where two
-// midpoints lie among them.
+// Computes the entry of NearestCode::keys for values whose upper half is `key`. Returns false if
+// they include two midpoints.
 bool key_entry(const NearestCode& nearest, std::uint32_t key, std::uint32_t* entry) {
   const bool negative = (key & 0x8000) != 0;
   const float nearest_zero = float_of_bits(key << 16), furthest = float_of_bits(key << 16 | 0xFFFF);
@@ -50,13 +51,13 @@ bool key_entry(const NearestCode& nearest, std::uint32_t key, std::uint32_t* ent
   const std::size_t low = rank_of(nearest, least);
   const std::uint32_t lower = nearest.codes[low];
   *entry = lower << 24 | lower << 16;
-  if (std::isnan(furthest)) return true;  // of a block that is refused
+  if (std::isnan(furthest)) return true;  // its block is refused
   const std::size_t high = rank_of(nearest, most);
   if (low == high) return true;
   const float midpoint = nearest.midpoints[low];
   const std::uint32_t upper = nearest.codes[high], half = bits_of_float(midpoint) & 0xFFFF;
-  // The bits of negative values fall as the values grow, so that half - 1 and less are above the
-  // midpoint; `most` is one of those, so half is not 0.
+  // The bits of negative values decrease as the values grow, so half - 1 and less are above the
+  // midpoint; `most` is one of them, so half is not 0.
   *entry = negative ? lower << 24 | upper << 16 | (half - 1) : upper << 24 | lower << 16 | half;
   return midpoint == nearest.midpoints[high - 1];
 }
@@ -65,7 +66,7 @@ void quantise_long_blocks(const BlockKernels& kernels, const QuantiseTask& task,
                           std::size_t threads) {
   for (std::size_t first = 0; first < task.n; first += task.block) {
     const std::size_t count = std::min(task.block, task.n - first);
-    std::atomic<std::uint32_t> largest{0};  // as bits, so that NaN is above infinity
+    std::atomic<std::uint32_t> largest{0};  // as bits, which order NaN above infinity
     parallel_for(count, kPiece, threads, [&](std::size_t begin, std::size_t end) {
       const std::uint32_t found = bits_of_float(kernels.absmax(task, first + begin, first + end));
       std::uint32_t known = largest.load();
@@ -87,8 +88,8 @@ NearestCode nearest_code_of(const float* code, const std::uint8_t* order, std::s
   std::copy_n(order, entries, nearest.codes);
   for (std::size_t i = 0; i + 1 < entries; i++) {
     const float middle = (code[order[i]] + code[order[i + 1]]) / 2;
-    // Rounding may put a scaled value just beyond 1, where it counts as 1: a midpoint that 1 does
-    // not pass is out of reach, and one that -1 passes is always passed.
+    // A scaled value may be rounded to just beyond 1, and counts as 1 then: a midpoint of 1 or more
+    // is never passed, and one below -1 always.
     nearest.midpoints[i] = middle >= 1 ? kInfinity : middle < -1 ? -kInfinity : middle;
   }
   nearest.keys.resize(kKeys);
@@ -104,7 +105,7 @@ void quantise_blocks(const NearestCode& nearest, Activation type, const void* va
                      std::size_t block, std::uint8_t* packed, float* absmax, std::size_t threads) {
   const QuantiseTask task{&nearest, type, values, n, block, packed, absmax};
   const BlockKernels& kernels = nearest.keys.empty() ? kBlocksScalar : block_kernels();
-  expect_writes(packed, task.nearest->entries > 16 ? n : n / 2);
+  advise_huge_result(packed, task.nearest->entries > 16 ? n : n / 2);
   if (block > kLongBlock) return quantise_long_blocks(kernels, task, threads);
   const std::size_t blocks = ceil_div(n, block), chunk = piece_of(n, block, threads) / block;
   parallel_for(blocks, chunk, threads,
@@ -117,7 +118,7 @@ void dequantise_blocks(int bits, const float* code, Activation type, const std::
   const DequantiseTask task{code, type, packed, absmax, n, block, values};
   const BlockKernels& kernels = block_kernels();
   const auto dequantise = bits == 4 ? kernels.dequantise_4bit : kernels.dequantise_8bit;
-  expect_writes(values, n * bytes_of(type));
+  advise_huge_result(values, n * bytes_of(type));
   // Whole cache lines of codes and of values.
   parallel_for(n, piece_of(n, 128, threads), threads,
                [&](std::size_t begin, std::size_t end) { dequantise(task, begin, end); });

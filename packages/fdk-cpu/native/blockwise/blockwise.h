@@ -1,5 +1,6 @@
-// Blockwise quantisation: a row of n values in blocks that share a largest magnitude, 8 or 4 bits
-// a code. docs/blockwise.md says which bytes; they are those of fdk_formats' torch kernels.
+//
+// Blockwise quantisation: n values in blocks that share an absmax, with codes of 8 or 4 bits. The
+// bytes are those of the torch kernels of fdk_formats.
 //
 //   values :: [n]                   float32, float16 or bfloat16
 //   packed :: [n] at 8 bits, [ceil(n / 2)] at 4: the first of two codes in the high bits
@@ -17,24 +18,25 @@ namespace fdk {
 
 inline constexpr std::size_t kMaxEntries = 256;
 
-// From a scaled value to the code of the nearest entry; a tie goes to the lower one. A value's rank
-// is the number of midpoints below it.
+// Finds the code of the entry nearest to a scaled value; ties go to the lower entry. The rank of a
+// value is the number of midpoints below it.
 struct NearestCode {
   std::size_t entries;              // 256 or 16
   float midpoints[kMaxEntries];     // entries - 1 of them, ascending
-  std::uint8_t codes[kMaxEntries];  // of each rank
-  // One entry for each upper half of a float's bits, where no two midpoints share one; empty
-  // otherwise. Values whose lower half is above bits 0 to 15 of the entry have the code in its bits
-  // 24 to 31, the others that in 16 to 23.
+  std::uint8_t codes[kMaxEntries];  // by rank
+  // One entry per upper half of a float's bits, if no two midpoints share one; otherwise empty. If
+  // the lower half of a value is above bits 0 to 15 of the entry, its code is bits 24 to 31, else
+  // 16 to 23.
   std::vector<std::uint32_t> keys;
 };
 
+//
 // code  :: [entries], the value of each code
 // order :: [entries], the codes from the lowest value to the highest
 NearestCode nearest_code_of(const float* code, const std::uint8_t* order, std::size_t entries);
 
-// A NaN or infinity comes out as one in the absmax of its block, whose codes then mean nothing.
-// With 16 entries `block` is even.
+// A NaN or infinity shows in the absmax of its block, whose codes are undefined then. With 16
+// entries `block` must be even.
 void quantise_blocks(const NearestCode& nearest, Activation type, const void* values, std::size_t n,
                      std::size_t block, std::uint8_t* packed, float* absmax, std::size_t threads);
 
@@ -60,11 +62,11 @@ struct DequantiseTask {
   void* values;
 };
 
-// What an instruction set brings.
+// The kernels of an instruction set.
 struct BlockKernels {
-  // The largest magnitude of values [begin, end).
+  // The absmax of values [begin, end).
   float (*absmax)(const QuantiseTask&, std::size_t begin, std::size_t end);
-  // The codes of values [begin, end), all of one block whose absmax is stored.
+  // Encodes values [begin, end) of one block whose absmax is stored.
   void (*encode)(const QuantiseTask&, std::size_t begin, std::size_t end);
   // Both, for blocks [begin, end).
   void (*quantise)(const QuantiseTask&, std::size_t begin, std::size_t end);

@@ -1,4 +1,4 @@
-// Blockwise quantisation by AVX2, FMA and F16C: 8 lanes.
+// Blockwise quantisation: AVX2, FMA and F16C, 8 lanes.
 #include <immintrin.h>
 
 #include "blockwise/blockwise-inl.h"
@@ -10,7 +10,7 @@ struct Avx2 {
   using Float = __m256;
   using Codes = __m256i;
   using Table = __m256;
-  // Each code in a byte, twice: shuffles of bytes stay within 128 bits.
+  // Each code in a byte of both halves: shuffles of bytes stay within 128 bits.
   using Codes16 = __m256i;
   struct Table16 {
     __m256 low, high;
@@ -61,7 +61,7 @@ struct Avx2 {
   static FDK_INLINE Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static FDK_INLINE Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
 
-  // Magnitudes are compared as bits, so that NaN is above infinity.
+  // Compared as bits, magnitudes keep their order and NaN is above infinity.
   static FDK_INLINE __m256i no_magnitude() { return _mm256_setzero_si256(); }
   static FDK_INLINE __m256i larger_magnitude(__m256i largest, Float x) {
     const __m256i magnitude =
@@ -84,7 +84,7 @@ struct Avx2 {
     const __m256i lower = _mm256_and_si256(_mm256_srli_epi32(entry, 16), _mm256_set1_epi32(0xFF));
     return _mm256_blendv_epi8(lower, _mm256_srli_epi32(entry, 24), above);
   }
-  // Codes have no bits above the eighth.
+  // Codes have at most eight bits.
   static FDK_INLINE void store_bytes(std::uint8_t* to, Codes codes) {
     const __m128i words = narrow(_mm256_packus_epi32(codes, codes));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
@@ -122,7 +122,7 @@ struct Avx2 {
   static FDK_INLINE Float gather(const float* code, Codes at) {
     return _mm256_i32gather_ps(code, at, 4);
   }
-  // The high bits of a byte, then the low ones with junk above.
+  // The high bits of a byte, then the low ones with any bits above.
   static FDK_INLINE Codes load_nibbles(const std::uint8_t* p) {
     std::uint32_t four;
     std::memcpy(&four, p, sizeof four);
@@ -141,7 +141,7 @@ struct Avx2 {
   static FDK_INLINE Float part_of(const Table16& table, std::size_t first) {
     return first == 0 ? table.low : table.high;
   }
-  // The low bytes of 16 entries, and the high ones.
+  // The low bytes of 16 entries, and the high bytes.
   struct HalfTable {
     __m256i low, high;
   };

@@ -1,4 +1,4 @@
-// Blockwise quantisation by AVX-512 (F, BW, VL, DQ): 16 lanes.
+// Blockwise quantisation: AVX-512 (F, BW, VL, DQ), 16 lanes.
 #include <immintrin.h>
 
 #include "blockwise/blockwise-inl.h"
@@ -49,7 +49,7 @@ struct Avx512 {
   static FDK_INLINE Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static FDK_INLINE Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
 
-  // Magnitudes are compared as bits, so that NaN is above infinity.
+  // Compared as bits, magnitudes keep their order and NaN is above infinity.
   static FDK_INLINE __m512i no_magnitude() { return _mm512_setzero_si512(); }
   static FDK_INLINE __m512i larger_magnitude(__m512i largest, Float x) {
     const __m512i magnitude =
@@ -98,7 +98,7 @@ struct Avx512 {
   static FDK_INLINE Float gather(const float* code, Codes at) {
     return _mm512_i32gather_ps(at, code, 4);
   }
-  // The high bits of a byte, then the low ones with junk above.
+  // The high bits of a byte, then the low ones with any bits above.
   static FDK_INLINE Codes load_nibbles(const std::uint8_t* p) {
     const __m512i bytes =
         _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

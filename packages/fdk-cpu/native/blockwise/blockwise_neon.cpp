@@ -1,5 +1,4 @@
-// Blockwise quantisation by NEON, as every 64-bit ARM has it: 16 lanes, in four vectors, so that
-// codes fill a vector of bytes.
+// Blockwise quantisation: NEON, 16 lanes in four vectors, so that codes fill a vector of bytes.
 #include <arm_neon.h>
 
 #include "blockwise/blockwise-inl.h"
@@ -16,16 +15,16 @@ struct Neon {
   struct Codes {
     uint32x4_t v[kVectors];
   };
-  // Eight floats, looked up by bytes: the most that a level of the search has.
+  // Eight floats, the most that a level of the search has, looked up by bytes.
   using Table = uint8x16x2_t;
   using Codes16 = uint8x16_t;
-  // The values of 16 codes, and their bytes apart.
+  // The values of 16 codes, and their bytes separately.
   struct Table16 {
     Float values;
     uint8x16x4_t bytes;
   };
 
-  // f(Int<i>{}) makes vector i.
+  // Calls f(Int<i>{}) to make vector i.
   template <class T = Float, class F>
   static FDK_INLINE T each(F f) {
     T out;
@@ -80,7 +79,7 @@ struct Neon {
     return each([&](auto i) FDK_LAMBDA { return vdivq_f32(a.v[i.value], b.v[i.value]); });
   }
 
-  // Magnitudes are compared as bits, so that NaN is above infinity.
+  // Compared as bits, magnitudes keep their order and NaN is above infinity.
   static FDK_INLINE Codes no_magnitude() { return no_codes(); }
   static FDK_INLINE Codes larger_magnitude(Codes largest, Float x) {
     return each<Codes>([&](auto i) FDK_LAMBDA {
@@ -93,8 +92,8 @@ struct Neon {
     return float_of_bits(vmaxvq_u32(best));
   }
 
-  // Codes of 8 values, in the low bytes: the entry's halves are taken apart by `uzp`, and beside
-  // them the lower halves of the values.
+  // The codes of 8 values in the low bytes. `uzp` separates the halves of the entries, and of the
+  // values.
   static FDK_INLINE uint8x16_t eight_by_key(const std::uint32_t* keys, float32x4_t a,
                                             float32x4_t b) {
     const uint16x8_t bits_a = vreinterpretq_u16_f32(a), bits_b = vreinterpretq_u16_f32(b);
@@ -188,7 +187,7 @@ struct Neon {
     });
   }
   static FDK_INLINE Float part_of(const Table16& table, std::size_t) { return table.values; }
-  // The low bytes of 16 entries, and the high ones.
+  // The low bytes of 16 entries, and the high bytes.
   static FDK_INLINE uint8x16x2_t half_table(const std::uint16_t* products) {
     return vld2q_u8(reinterpret_cast<const std::uint8_t*>(products));
   }

@@ -1,4 +1,5 @@
-// The blockwise kernels in plain C++: the reference of the others, and what runs anywhere.
+// Blockwise quantisation in plain C++ for any machine: the reference for the other instruction
+// sets.
 #include <cmath>
 
 #include "blockwise/block_scale.h"
@@ -14,7 +15,7 @@ std::uint8_t code_of(const NearestCode& nearest, float value) {
 }
 
 float absmax(const QuantiseTask& task, std::size_t begin, std::size_t end) {
-  std::uint32_t largest = 0;  // as bits, so that NaN is above infinity
+  std::uint32_t largest = 0;  // as bits, which order NaN above infinity
   for (std::size_t i = begin; i < end; i++) {
     largest = std::max(largest, bits_of_float(std::fabs(read(task.values, i, task.type))));
   }

@@ -1,4 +1,4 @@
-// Rows of x and y around the kernels: aligned buffers, offsets and the last rounding of y.
+// Buffers of the linear products: aligned memory, offsets into x and y, and rounding of y.
 #pragma once
 
 #include <algorithm>
@@ -15,16 +15,16 @@
 namespace fdk {
 namespace {
 
-// Rows of x or grad_y worked on at once, so that temporaries stay small.
+// Rows of x or grad_y per call of a product, which bounds the temporaries.
 constexpr std::size_t kMaxRows = 1024;
-// Pieces a thread gets of a loop: enough that one that starts late is not waited for.
+// Pieces per thread of a loop: enough to balance a thread that starts late.
 constexpr std::size_t kPieces = 16;
 
 [[maybe_unused]] std::size_t chunk_for(std::size_t total, std::size_t threads) {
   return threads <= 1 ? total : std::max<std::size_t>(1, total / (threads * kPieces));
 }
 
-// Memory aligned to a cache line, not initialised.
+// Uninitialised memory, aligned to a cache line.
 template <class T>
 class Buffer {
  public:
@@ -40,7 +40,7 @@ class Buffer {
   std::unique_ptr<T, Delete> data_;
 };
 
-// to[i] = from[i * stride] + bias[i].
+// Converts from[i * stride] + bias[i].
 template <class Convert>
 void write_all(const float* from, std::size_t stride, const void* bias, Activation type,
                std::size_t count, Convert convert) {
@@ -71,8 +71,8 @@ T* offset(T* p, std::size_t items, Activation type) {
   return p == nullptr ? p : static_cast<Byte*>(p) + items * bytes_of(type);
 }
 
-// The weight as kernels see it, but for its table.
-[[maybe_unused]] Weight without_table(const PackedWeight& packed) {
+// The weight as kernels see it, without its table.
+[[maybe_unused]] Weight weight_without_table(const PackedWeight& packed) {
   const Layout& layout = packed.layout;
   Weight w{};
   w.codes = packed.codes;

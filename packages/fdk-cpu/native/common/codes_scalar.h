@@ -1,4 +1,4 @@
-// Codes, scales and zero points one at a time, in plain C++.
+// Single codes, scales and zero points, in plain C++.
 #pragma once
 
 #include "common/float_convert.h"

@@ -6,15 +6,16 @@
 #include <vector>
 
 #include "common/float_convert.h"
+#include "common/dispatch.h"
 #include "common/kernels.h"
 #include "common/thread_pool.h"
 
 namespace fdk {
 namespace {
 
-// Rows of w that a thread takes at once, of a product with one row of x.
+// Rows of w per piece of the GEMV.
 constexpr std::size_t kRows = 16;
-// The block of w that panels of x meet: at most 96 KiB, within the L2 of any core.
+// The block of w that panels of x are multiplied with: at most 96 KiB, which fits any L2.
 constexpr std::size_t kBlockRows = 48, kBlockDepth = 512;
 
 const Dots& dots() {
@@ -38,12 +39,12 @@ T element(const void* p, std::size_t i, Activation type) {
   return T(read(p, i, type));
 }
 
-// The product on kernels that take T: float, or uint16_t for bf16 as it is.
+// The GEMM with kernels that take T: float, or uint16_t for the bits of bf16.
 template <class T>
 class Product {
  public:
-  Product(const Kernels& kernels, Activation type, const void* x, std::size_t m, const void* w,
-          std::size_t n, std::size_t k, void* y)
+  Product(const LinearKernels& kernels, Activation type, const void* x, std::size_t m,
+          const void* w, std::size_t n, std::size_t k, void* y)
       : kernels_(kernels), type_(type), x_(x), m_(m), w_(w), n_(n), k_(k), y_(y) {
     const std::size_t last = (m - 1) % kernels.panel + 1;
     lanes_ = (m - last) + ceil_div(last, kernels.panel_step) * kernels.panel_step;
@@ -54,7 +55,7 @@ class Product {
   void run(std::size_t threads) {
     parallel_for(ceil_div(lanes_, kernels_.panel), 1, threads,
                  [this](std::size_t begin, std::size_t end) {
-                   for (std::size_t i = begin; i < end; i++) stage(i * kernels_.panel);
+                   for (std::size_t i = begin; i < end; i++) pack_panel(i * kernels_.panel);
                  });
     parallel_for(ceil_div(n_, kBlockRows), 1, threads, [this](std::size_t begin, std::size_t end) {
       for (std::size_t i = begin; i < end; i++) multiply(i * kBlockRows);
@@ -66,8 +67,8 @@ class Product {
 
   std::size_t width(std::size_t lane) const { return std::min(kernels_.panel, lanes_ - lane); }
 
-  // Rows of x from `lane` on, as a panel [depth / unit][width][unit]; beyond x it is zero.
-  void stage(std::size_t lane) {
+  // Packs rows of x from `lane` on into a panel [depth / unit][width][unit], padded with zeros.
+  void pack_panel(std::size_t lane) {
     T* out = panels_.data() + lane * depth_;
     const std::size_t wide = width(lane), rows = std::min(wide, m_ - lane);
     for (std::size_t row = 0; row < rows; row++) {
@@ -78,7 +79,7 @@ class Product {
     }
   }
 
-  // A block of w, filled up with zeros.
+  // Copies a block of w and pads it with zeros.
   void load(std::size_t row, std::size_t rows, std::size_t first, std::size_t depth, T* out) const {
     for (std::size_t r = 0; r < rows; r++, out += kBlockDepth) {
       std::fill_n(out, kBlockDepth, T(0));
@@ -103,8 +104,8 @@ class Product {
       for (std::size_t lane = 0; lane < lanes_; lane += kernels_.panel) {
         const std::size_t wide = width(lane);
         const T* panel = panels_.data() + lane * depth_ + first * wide;
-        kernels_.panel_product(PanelTask{block.data(), rows, kBlockDepth, depth, panel, wide,
-                                         sums.data() + lane * rows});
+        kernels_.gemm_panel(GemmPanelTask{block.data(), rows, kBlockDepth, depth, panel, wide,
+                                          sums.data() + lane * rows});
       }
     }
     for (std::size_t i = 0; i < m_; i++) {
@@ -114,7 +115,7 @@ class Product {
     }
   }
 
-  const Kernels& kernels_;
+  const LinearKernels& kernels_;
   Activation type_;
   const void* x_;
   std::size_t m_;
@@ -136,7 +137,7 @@ float dot(const void* x, const void* w, std::size_t k) {
 
 extern const Dots kDotsScalar = {dot<Activation::bf16>, dot<Activation::fp32>};
 
-void plain_gemv(Activation type, const void* x, const void* w, std::size_t n, std::size_t k,
+void dense_gemv(Activation type, const void* x, const void* w, std::size_t n, std::size_t k,
                 void* y, std::size_t threads) {
   const Dot product = type == Activation::bf16 ? dots().bf16 : dots().fp32;
   const auto* rows = static_cast<const std::uint8_t*>(w);
@@ -147,10 +148,10 @@ void plain_gemv(Activation type, const void* x, const void* w, std::size_t n, st
   });
 }
 
-void plain_gemm(Activation type, const void* x, std::size_t m, const void* w, std::size_t n,
+void dense_gemm(Activation type, const void* x, std::size_t m, const void* w, std::size_t n,
                 std::size_t k, void* y, std::size_t threads) {
   if (m == 0 || n == 0) return;
-  const Kernels& kernels = kernels_for(current_isa(), type);
+  const LinearKernels& kernels = linear_kernels_for(current_isa(), type);
   if (kernels.x_is_bf16) {
     Product<std::uint16_t>(kernels, type, x, m, w, n, k, y).run(threads);
   } else {

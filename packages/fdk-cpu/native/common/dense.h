@@ -1,5 +1,5 @@
-// y = x @ W.T over weights that are not quantised: what the kernels of linear.h are measured
-// against.
+//
+// y = x @ W.T with weights that are not quantised: the baseline of the kernels in linear.h.
 //
 //   x :: [m, k]    w :: [n, k]    y :: [m, n]    all bf16 or all float32, summed in float32
 #pragma once
@@ -11,14 +11,14 @@
 namespace fdk {
 
 // For m = 1: one pass over w.
-void plain_gemv(Activation type, const void* x, const void* w, std::size_t n, std::size_t k,
+void dense_gemv(Activation type, const void* x, const void* w, std::size_t n, std::size_t k,
                 void* y, std::size_t threads);
 
 // For any m.
-void plain_gemm(Activation type, const void* x, std::size_t m, const void* w, std::size_t n,
+void dense_gemm(Activation type, const void* x, std::size_t m, const void* w, std::size_t n,
                 std::size_t k, void* y, std::size_t threads);
 
-// The sum of x[i] w[i], i < k, of what an instruction set brings.
+// The sum of x[i] w[i] for i < k; each instruction set has its own.
 using Dot = float (*)(const void* x, const void* w, std::size_t k);
 
 struct Dots {

@@ -14,6 +14,7 @@
 #endif
 
 #include "arm/cpu_features.h"
+#include "common/dispatch.h"
 #include "common/kernels.h"
 
 namespace fdk {
@@ -23,16 +24,16 @@ constexpr const char* kNames[kIsas] = {"scalar", "neon", "neondot", "neonbf16", 
                                        "sve2",   "avx2", "avx512",  "avx512bf16", "amx"};
 
 #if defined(__x86_64__)
-// Clang has no name for it in __builtin_cpu_supports.
+// Clang's __builtin_cpu_supports does not know F16C.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
 
-// The system's state that tiles are, as arch_prctl(2) counts them.
+// XFEATURE_XTILEDATA, the state component of tiles in arch_prctl(2).
 constexpr long kTileData = 18;
 
-// Whether the processor multiplies tiles of bf16, and the system keeps tiles for those who ask.
+// Whether the processor has AMX-BF16 and the system can save its tiles.
 bool has_amx() {
 #if defined(__linux__)
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
@@ -48,9 +49,9 @@ bool has_amx() {
 }
 #endif
 
-// Asks the system for what a supported set needs. Why it refuses, or nothing. Linux lets a process
-// have tiles, for all of its threads, unless one has an alternate signal stack that they would not
-// fit; later ones have to hold AT_MINSIGSTKSZ.
+// Requests what the system must grant for a supported set, and returns why it refuses, or nothing.
+// Linux grants tiles to all threads of a process, unless one has an alternate signal stack too
+// small for them; later stacks must hold AT_MINSIGSTKSZ bytes.
 std::string refusal([[maybe_unused]] Isa isa) {
 #if defined(__linux__) && defined(__x86_64__)
   constexpr long kRequest = 0x1023;  // ARCH_REQ_XCOMP_PERM
@@ -79,7 +80,7 @@ std::string names() {
   return text;
 }
 
-// The set of a name, or the best for "auto".
+// The set of a name; the best for "auto".
 Isa chosen(const std::string& name, const char* origin) {
   if (name == "auto") return best();
   for (int i = 0; i < kIsas; i++) {
@@ -92,7 +93,7 @@ Isa chosen(const std::string& name, const char* origin) {
                               "; wanted one of them or auto, got " + name);
 }
 
-// -1 until it is first asked for.
+// -1 until first used.
 std::atomic<int> current{-1};
 
 }  // namespace
@@ -103,7 +104,7 @@ bool supported(Isa isa) {
   if (isa == Isa::scalar) return true;
 #if defined(__aarch64__)
   if (isa == Isa::neon) return true;  // part of the architecture
-  const ArmFeatures features = arm_features();
+  const ArmCpuFeatures features = arm_cpu_features();
   if (isa == Isa::neondot) return features.dotprod;
   const bool bf16 = features.dotprod && features.bf16, i8mm = bf16 && features.i8mm;
   if (isa == Isa::neonbf16) return bf16;
@@ -146,32 +147,32 @@ void set_isa(const char* name, const char* origin) {
   current.store(int(chosen(name, origin)), std::memory_order_relaxed);
 }
 
-const Kernels& float_kernels_for([[maybe_unused]] Isa isa) {
+const LinearKernels& float_linear_kernels_for([[maybe_unused]] Isa isa) {
 #if defined(__aarch64__)
-  if (isa >= Isa::neon && isa < Isa::avx2) return kNeon;
+  if (isa >= Isa::neon && isa < Isa::avx2) return kLinearNeon;
 #endif
 #if defined(__x86_64__)
-  if (isa >= Isa::avx512) return kAvx512;
-  if (isa == Isa::avx2) return kAvx2;
+  if (isa >= Isa::avx512) return kLinearAvx512;
+  if (isa == Isa::avx2) return kLinearAvx2;
 #endif
-  return kScalar;
+  return kLinearScalar;
 }
 
-const Kernels& kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
+const LinearKernels& linear_kernels_for(Isa isa, [[maybe_unused]] Activation activation) {
 #if defined(__aarch64__)
 #if defined(FDK_CPU_SVE)
-  if (isa == Isa::sve && activation == Activation::bf16) return kSve;
-  if (isa == Isa::sve2 && activation == Activation::bf16) return kSve2;
+  if (isa == Isa::sve && activation == Activation::bf16) return kLinearSve;
+  if (isa == Isa::sve2 && activation == Activation::bf16) return kLinearSve2;
 #endif
   const bool bf16 = isa == Isa::neonbf16 || isa == Isa::neoni8mm;
-  if (bf16 && activation == Activation::bf16) return kNeonBf16;
+  if (bf16 && activation == Activation::bf16) return kLinearNeonBf16;
 #endif
 #if defined(__x86_64__)
-  if (isa == Isa::amx && activation == Activation::bf16) return kAmx;
-  if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kAvx512Bf16;
-  if (isa == Isa::avx2 && activation == Activation::bf16) return kAvx2Bf16;
+  if (isa == Isa::amx && activation == Activation::bf16) return kLinearAmx;
+  if (isa == Isa::avx512bf16 && activation == Activation::bf16) return kLinearAvx512Bf16;
+  if (isa == Isa::avx2 && activation == Activation::bf16) return kLinearAvx2Bf16;
 #endif
-  return float_kernels_for(isa);
+  return float_linear_kernels_for(isa);
 }
 
 }  // namespace fdk

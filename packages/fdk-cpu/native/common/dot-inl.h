@@ -1,8 +1,8 @@
-// Dot products over the vector operations V of an instruction set. Included by one file each; all
-// in an unnamed namespace, for each file is compiled for another machine.
 //
-// V has, for kLanes values at a time: Sum, zero, add and sum; and for a kType of values
-// add_products<kType>(sum, x, w), of vectors at two addresses.
+// Dot products over the vector operations V of an instruction set.
+//
+// V has, for kLanes values at a time: Sum, zero, add, sum, and add_products<kType>(sum, x, w),
+// where x and w are addresses of values of a dtype.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "common/dense.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
@@ -18,7 +18,7 @@ namespace {
 template <class V, int kType>
 float dot(const void* x, const void* w, std::size_t k) {
   constexpr std::size_t kItem = bytes_of(Activation(kType)), kLanes = V::template kLanes<kType>;
-  constexpr std::size_t kSums = 4;  // at once: a product depends on the last one of its sum
+  constexpr std::size_t kSums = 4;  // independent sums, which hide the latency of one product
   const auto* a = static_cast<const std::uint8_t*>(x);
   const auto* b = static_cast<const std::uint8_t*>(w);
   typename V::Sum sums[kSums];
@@ -29,7 +29,7 @@ float dot(const void* x, const void* w, std::size_t k) {
     FDK_UNROLL
     for (std::size_t j = 0; j < kSums; j++) {
       const std::size_t at = (i + j * kLanes) * kItem;
-      __builtin_prefetch(b + at + kPrefetch);
+      __builtin_prefetch(b + at + kPrefetchBytes);
       sums[j] = V::template add_products<kType>(sums[j], a + at, b + at);
     }
   }

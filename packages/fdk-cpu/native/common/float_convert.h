@@ -1,7 +1,8 @@
-// bf16, fp16 and e8m0 to float32 and back, in plain C++.
 //
-// Everything here has internal linkage: a file compiled for AVX-512 must not hand its copy of a
-// function to one that runs anywhere.
+// Conversions between bf16, fp16, e8m0 and float32, in plain C++.
+//
+// They have internal linkage: the linker must not use a copy that was compiled for AVX-512 in code
+// that runs on any machine.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ namespace {
   return float_of_bits(std::uint32_t(v) << 16);
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 [[maybe_unused]] inline std::uint16_t to_bf16(float value) {
   const std::uint32_t bits = bits_of_float(value);
   const std::uint32_t rounded = bits + 0x7FFF + (bits >> 16 & 1);
@@ -56,7 +57,7 @@ namespace {
   const std::uint32_t bits = bits_of_float(value), magnitude = bits & 0x7FFFFFFF;
   const std::uint16_t sign = std::uint16_t(bits >> 16 & 0x8000);
   if (magnitude > 0x7F800000) return std::uint16_t(sign | 0x7E00);
-  if (magnitude >= 0x477FF000) return std::uint16_t(sign | 0x7C00);  // from 65520 on: infinity
+  if (magnitude >= 0x477FF000) return std::uint16_t(sign | 0x7C00);  // 65520 and more: infinity
   if (magnitude < 0x38800000) {  // below 2^-14: adding 1/2 rounds to a multiple of 2^-24
     const float shifted = float_of_bits(magnitude) + 0.5f;
     return std::uint16_t(sign | (bits_of_float(shifted) - 0x3F000000));

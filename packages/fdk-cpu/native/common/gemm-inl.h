@@ -1,4 +1,4 @@
-// The float32 products of an instruction set with dequantised tiles, forward and backward, over its
+// The float32 GEMM of an instruction set on dequantised tiles, forward and backward, over its
 // vector operations V: Float, kLanes, load, store, set1, zero, add, fma.
 #pragma once
 
@@ -10,11 +10,13 @@
 namespace fdk {
 namespace {
 
-// Blocks are summed by themselves and then added: the error grows with the blocks of a row and the
-// length of one, not with their product.
+//
 // y[row][panel] += w[row][depth] * x[depth][panel] for kRows rows of w and kVectors vectors of x.
+//
+// A block is summed by itself before it is added to y: the error grows with the number of blocks
+// plus the depth of one, not with their product.
 template <class V, int kRows, int kVectors>
-void panel_rows(const PanelTask& task, std::size_t row) {
+void panel_rows(const GemmPanelTask& task, std::size_t row) {
   using Float = typename V::Float;
   const float* w = static_cast<const float*>(task.w) + row * task.stride;
   const float* x = static_cast<const float*>(task.x);
@@ -47,14 +49,14 @@ void panel_rows(const PanelTask& task, std::size_t row) {
 }
 
 template <class V, int kRows, int kVectors>
-void panel_all(const PanelTask& task) {
+void panel_all(const GemmPanelTask& task) {
   std::size_t row = 0;
   for (; row + kRows <= task.rows; row += kRows) panel_rows<V, kRows, kVectors>(task, row);
   for (; row < task.rows; row += kTileRows) panel_rows<V, int(kTileRows), kVectors>(task, row);
 }
 
 template <class V, int kRows>
-void panel_product(const PanelTask& task) {
+void gemm_panel(const GemmPanelTask& task) {
   if (task.panel == V::kLanes) {
     panel_all<V, kRows, 1>(task);
   } else {
@@ -62,9 +64,9 @@ void panel_product(const PanelTask& task) {
   }
 }
 
-// out[m][..] += grad[m][row] * w[row][..] for kM rows of out and kVectors vectors at `column`.
+// out[m][..] += grad[m][row] * w[row][..] for kM rows of out and kVectors vectors from `column` on.
 template <class V, int kM, int kVectors>
-void grad_block(const GradTask& task, std::size_t m, std::size_t column) {
+void dgrad_block(const DgradTask& task, std::size_t m, std::size_t column) {
   using Float = typename V::Float;
   float* out = task.out + m * task.out_stride + column;
   Float sums[kM][kVectors];
@@ -97,12 +99,12 @@ void grad_block(const GradTask& task, std::size_t m, std::size_t column) {
 }
 
 template <class V, int kVectors>
-void grad_product(const GradTask& task) {
+void dgrad(const DgradTask& task) {
   static_assert(int(kTileK) % (kVectors * V::kLanes) == 0);
   for (std::size_t column = 0; column < kTileK; column += std::size_t(kVectors * V::kLanes)) {
     std::size_t m = 0;
-    for (; m + 3 <= task.m; m += 3) grad_block<V, 3, kVectors>(task, m, column);
-    for (; m < task.m; m++) grad_block<V, 1, kVectors>(task, m, column);
+    for (; m + 3 <= task.m; m += 3) dgrad_block<V, 3, kVectors>(task, m, column);
+    for (; m < task.m; m++) dgrad_block<V, 1, kVectors>(task, m, column);
   }
 }
 

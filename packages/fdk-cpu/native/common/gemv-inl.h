@@ -1,10 +1,10 @@
-// The float32 gemv of an instruction set and what dequantises its tiles, over its vector operations
-// V.
 //
-// V has: Float, kLanes, load, store, set1, zero, fma, sub, mul, sum, prefetch; load4 of scales;
-// Codes<bits>, the codes of a row of a tile, and Table<bits>; value<v>(codes, table), the v-th
-// vector of the row's values in the kernel's order; two_groups(a, b), where half a vector pair is a
-// group.
+// The float32 GEMV of an instruction set and its dequantisation, over its vector operations V.
+//
+// V has: Float, kLanes, load, store, set1, zero, fma, sub, mul, sum, prefetch; load4 and load4_u8
+// of scales; Codes<bits>, the codes of a row of a tile; Table<bits>; value<v>(codes, table), the
+// v-th vector of the row's values in the kernel's order; two_groups(a, b), a vector of a group each
+// half.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,13 @@
 namespace fdk {
 namespace {
 
-// A tile is worked through in runs of 32 positions that share a scale; of 16 where G is 16. Larger
-// groups repeat theirs: a product more per run, and a quarter of the instances to compile.
+// A tile is processed in runs of 32 positions that share a scale, or of 16 if G is 16. Larger
+// groups repeat their scale: one more product per run, and a quarter of the instances to compile.
 template <bool kG16>
 inline constexpr std::size_t kRuns = kG16 ? 8 : 4;
 
-// Scales (or zero points) of a tile as float32 [runs][kTileRows], from `groups` stored groups.
+// Loads the scales (or zero points) of a tile as float32 [runs][kTileRows] from `groups` stored
+// groups.
 template <bool kG16, class Load>
 FDK_INLINE void repeat_groups(std::size_t slot, std::size_t groups, float* out, Load load) {
   const std::size_t repeats = kRuns<kG16> / groups;
@@ -37,7 +38,7 @@ FDK_INLINE void load_scales(const Weight& w, std::size_t slot, float* out) {
   });
 }
 
-// Zero points of the four rows of a group, of a weight that has them.
+// Loads the zero points of the four rows of a group; the weight must have zero points.
 template <class V>
 FDK_INLINE void load_zero4(const Weight& w, std::size_t slot, float* out) {
   static_assert(int(ZeroType::bf16) == int(ScaleType::bf16) + 1);
@@ -56,13 +57,13 @@ FDK_INLINE void load_zeros(const Weight& w, std::size_t slot, float* out) {
   });
 }
 
-// The scale (or zero point) of a run's vectors, for row r. With 16 positions a run, a vector pair
-// of 16 lanes holds two runs, each in half of both vectors.
+// The scale (or zero point) of the vectors of a run, for row r. With runs of 16 positions and
+// vectors of 16 lanes, a pair of vectors has two runs, each in one half of both.
 template <class V, bool kG16>
 struct Runs {
   static constexpr bool kSplit = kG16 && V::kLanes == 16;
   static constexpr int kCount = kSplit ? 4 : int(kRuns<kG16>);
-  static constexpr int kVectors = int(kTileK) / V::kLanes / kCount;  // of a run
+  static constexpr int kVectors = int(kTileK) / V::kLanes / kCount;  // per run
 
   template <int kRun>
   static FDK_INLINE typename V::Float at(const float* scales, std::size_t r) {
@@ -75,7 +76,7 @@ struct Runs {
   }
 };
 
-// kAffine: whether to subtract zero points (0 where the format has none).
+// kAffine: subtract zero points (0 if the format has none).
 template <class V, int kBits, bool kG16, bool kAffine, int kM>
 void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   using Float = typename V::Float;
@@ -83,7 +84,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   const Weight& w = *task.weight;
   const typename V::template Table<kBits> table(w.table);
-  const float* rows[kM];  // of x; past the last it is repeated, and the result dropped
+  const float* rows[kM];  // of x; the last row is repeated, and its results dropped
   FDK_UNROLL
   for (int m = 0; m < kM; m++) {
     const std::size_t row = std::size_t(m) < task.m ? std::size_t(m) : task.m - 1;
@@ -100,11 +101,12 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
                 alignas(64) float scales[kRuns<kG16> * kTileRows], zeros[kRuns<kG16> * kTileRows];
                 load_scales<V, kG16>(w, slot, scales);
                 if constexpr (kAffine) load_zeros<V, kG16>(w, slot, zeros);
-                for (std::size_t i = 0; i < kBytes; i += 64) V::prefetch(codes + kPrefetch + i);
+                for (std::size_t i = 0; i < kBytes; i += 64)
+                  V::prefetch(codes + kPrefetchBytes + i);
                 for (std::size_t r = 0; r < kTileRows; r++) {
                   const typename V::template Codes<kBits> q(codes, r);
-                  // With an index that is no constant, `sums` lies in memory: once a tile, not once
-                  // a run.
+                  // Indexed by a variable, `sums` is in memory: copied once per tile instead of
+                  // once per run.
                   Float of_row[kM];
                   FDK_UNROLL
                   for (int m = 0; m < kM; m++) of_row[m] = sums[r][m];
@@ -140,8 +142,8 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
 }
 
 template <class V, int kBits, bool kG16>
-void decode_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                  float* out, std::size_t stride) {
+void dequantise_tiles(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                      float* out, std::size_t stride) {
   using R = Runs<V, kG16>;
   const typename V::template Table<kBits> table(w.table);
   for_tiles(w, stripe, begin, end, tile_bytes(kBits),
@@ -181,13 +183,14 @@ void gemv(const GemvTask& task, std::size_t begin, std::size_t end) {
 }
 
 template <class V>
-void decode(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
-            std::size_t stride) {
+void dequantise(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
+                std::size_t stride) {
   float* to = static_cast<float*>(out);
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
-    if (w.groups_per_tile == 8) return decode_tiles<V, b, true>(w, stripe, begin, end, to, stride);
-    return decode_tiles<V, b, false>(w, stripe, begin, end, to, stride);
+    if (w.groups_per_tile == 8)
+      return dequantise_tiles<V, b, true>(w, stripe, begin, end, to, stride);
+    return dequantise_tiles<V, b, false>(w, stripe, begin, end, to, stride);
   });
 }
 

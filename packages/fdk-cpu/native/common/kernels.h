@@ -1,7 +1,8 @@
-// What an instruction set brings: kernels over staged activations, in float32 or bf16.
+// The interface that an instruction set implements: kernels over packed activations.
 //
-// Every kernel reads the layout of layout.h. Activations are staged first: padded to whole tiles
-// and, within a tile, in the kernel's own order, so that no kernel shuffles them.
+// Every kernel reads the layout of layout.h. Activations are packed first (pack_activations.h):
+// padded to whole tiles and, within a tile, permuted to the order in which the kernel unpacks
+// codes, so that no kernel shuffles them.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +13,8 @@
 
 namespace fdk {
 
-// A packed weight, as kernels see it. `table` holds the 2^bits values of the codes, already rounded
-// to the dtype of the activations: the codebook, or 0, 1, 2, ... for affine formats.
+// The packed weight as kernels see it. `table` has the 2^bits values of the codes, rounded to the
+// dtype of the activations: the codebook, or 0, 1, 2, ... for affine formats.
 struct Weight {
   const std::uint8_t* codes;
   const void* scales;
@@ -25,8 +26,8 @@ struct Weight {
   float table[kMaxLevels];
 };
 
-// Memory fetched into L2 bit by bit, `bytes` a step. May lie past the end of what there is.
-struct Fetch {
+// Prefetches memory into L2, `bytes` a step. It may run past the end of the buffer.
+struct Prefetcher {
   const std::uint8_t* from = nullptr;
   std::size_t bytes = 0;
 
@@ -36,13 +37,15 @@ struct Fetch {
   }
 };
 
-// Rows of x that a gemv kernel takes at once, unless it says more.
+// Rows of x that one call of a GEMV kernel multiplies, unless LinearKernels::gemv_rows says more.
 inline constexpr std::size_t kMaxGemvRows = 4;
 
+//
 //   x      :: [m][tiles * kTileK]   float32 or bf16, in the kernel's order
-//   x_sums :: [m][tiles][4][16]   for the zero points of bf16 kernels, null for others: sums of
-//             pairs of x over each run of 32-position steps that share a group, at the run's first
-//             step; a run is one step unless m = 1
+//   x_sums :: [m][tiles][4][16]     for bf16 kernels with zero points, else null: sums of pairs of
+//   x
+//             over each run of 32-position steps that share a group, stored at the first step of
+//             the run; a run is one step unless m = 1
 //   y      :: [m][y_stride]         float32, at least 4 * stripes a row
 struct GemvTask {
   const Weight* weight;
@@ -53,35 +56,34 @@ struct GemvTask {
   std::size_t y_stride;
 };
 
-// Rows of x that each product takes, by measurement.
-struct RowLimits {
-  // Up to so many: gemv, which decodes the weight anew for every gemv_rows of them.
-  std::size_t gemv = 12;
-  // Up to so many beyond these: each stripe is dequantised once and meets all of them in L1.
-  std::size_t stripes = 0;
-  // Up to so many past the last full panel, of more: they meet stripes too, as blocks of W_hat are
-  // dequantised for panels. None: kMaxRest past the last step of a panel, where there is such a
-  // product.
-  std::size_t rest = 0;
-  // Bytes of all panels up to which each is near when it is wanted; of more, a panel is fetched
-  // while the one before is multiplied.
-  std::size_t near_panels = std::numeric_limits<std::size_t>::max();
+// The numbers of rows of x at which linear.cpp changes the kernel, measured per machine.
+struct DispatchThresholds {
+  // Up to this m: GEMV, which decodes the weight once for every gemv_rows rows.
+  std::size_t max_gemv_m = 12;
+  // Up to this m: each stripe is dequantised once and multiplied with all rows while it is in L1.
+  std::size_t max_stripes_m = 0;
+  // For larger m: up to this many rows after the last full panel are multiplied with stripes too,
+  // while blocks of W_hat are dequantised for the panels. 0: kMaxRest rows after the last panel
+  // step, if the set has gemm_stripe.
+  std::size_t max_rest = 0;
+  // If all panels of x take more bytes than this, each one is prefetched during the previous one.
+  std::size_t near_panel_bytes = std::numeric_limits<std::size_t>::max();
 };
 
-// Lanes of x that a gemm kernel takes at once: the m of one panel.
+// The widest panel: rows of x that one call of a GEMM kernel multiplies.
 inline constexpr std::size_t kMaxPanel = 32;
 
-// A panel's depth is a multiple of this: kernels load so many positions of w at once.
+// The depth of a panel is a multiple of this: positions of w that a kernel loads at once.
 inline constexpr std::size_t kPanelDepth = 32;
 
-//   w :: [rows][stride]            dequantised, float32 or bf16, `depth` positions
-//   x :: [depth / unit][panel][unit]   one panel; unit is 1 for float32 and 2 (a pair) for bf16
-//   y :: [rows][panel]             float32, added to
-// What comes after may be fetched into L2 meanwhile: the next panel of x or, after the last one,
-// codes where Kernels::panel_fetches_codes:
-//   next :: [parts], part_bytes each, part_stride apart; null for none. A part for each stripe, or
-//           fewer
-struct PanelTask {
+//
+//   w :: [rows][stride]               dequantised, float32 or bf16, `depth` positions
+//   x :: [depth / unit][panel][unit]  one panel; unit is 1 for float32 and 2 (a pair) for bf16
+//   y :: [rows][panel]                float32, accumulated
+// What is needed next may be prefetched into L2: the next panel of x or, after the last one, codes
+// if LinearKernels::panel_prefetches_codes:
+//   next :: [parts] of part_bytes, part_stride apart; null for none. One part per stripe or fewer
+struct GemmPanelTask {
   const void* w;
   std::size_t rows, stride, depth;
   const void* x;
@@ -91,14 +93,15 @@ struct PanelTask {
   std::size_t parts = 0, part_bytes = 0, part_stride = 0;
 };
 
-// Rows of x past the last full step of a panel that meet W_hat by themselves, unless RowLimits says
-// more.
+// Rows of x after the last full panel step that are multiplied with stripes of W_hat instead of a
+// partly empty panel, unless DispatchThresholds::max_rest says more.
 inline constexpr std::size_t kMaxRest = 3;
 
+//
 //   w :: [kTileRows][stride]   tiles of a stripe, dequantised to bf16, `depth` positions
 //   x :: [m][x_stride]         bf16, in panel_order
-//   y :: [m][y_stride]         float32; kTileRows of each row are added to
-struct StripeTask {
+//   y :: [m][y_stride]         float32; kTileRows values of each row are accumulated
+struct GemmStripeTask {
   const void* w;
   std::size_t stride, depth;
   const void* x;
@@ -109,7 +112,7 @@ struct StripeTask {
 
 //   x :: [m][x_stride]         bf16, in panel_order
 //   y :: [m][y_stride]         float32, at least 4 * stripes a row
-struct StripesTask {
+struct GemmStripesTask {
   const Weight* weight;
   const void* x;
   std::size_t m, x_stride;
@@ -117,8 +120,9 @@ struct StripesTask {
   std::size_t y_stride;
 };
 
+//
 // y[lane][row] = products[row][lane] + bias[row], rounded, for a block of W_hat and one panel.
-//   products :: [rows][panel]   float32; rows are `outputs` raised to a multiple of kTileRows
+//   products :: [rows][panel]   float32; rows is `outputs` rounded up to a multiple of kTileRows
 //   bias     :: [outputs], or null; y :: [lanes][stride], both in the dtype of the activations
 struct PanelOut {
   const float* products;
@@ -129,7 +133,7 @@ struct PanelOut {
 };
 
 // out[m][kTileK] += grad[m][rows] * w[rows][kTileK], all float32, for one column of tiles.
-struct GradTask {
+struct DgradTask {
   const float* w;
   std::size_t rows;
   const float* grad;
@@ -138,140 +142,115 @@ struct GradTask {
   std::size_t out_stride;
 };
 
-// Position p of a tile, in the kernel's order, is natural position order[p] of the tile.
+// Position p of a tile in the kernel's order is position order[p] of the tile in memory order.
 using Order = std::uint8_t[kTileK];
 
-//   tables :: of x, as TableKernels::build makes them
-//   y      :: [4 * stripes], float32: those of stripes [begin, end) are written
-struct TableTask {
+//
+//   prepared :: what TwoPassGemv::prepare made of x
+//   y        :: [4 * stripes], float32: those of stripes [begin, end) are written
+struct TwoPassTask {
   const Weight* weight;
-  const void* tables;
+  const void* prepared;
   float* y;
-  std::size_t begin, end;  // at most TableKernels::stripes of them
-  std::size_t next;        // first of the stripes that come after, which are fetched meanwhile
-  bool fetched;            // whether these were, by the task before; kernels may ignore both
+  std::size_t begin, end;  // at most TwoPassGemv::stripes
+  std::size_t next;        // first stripe of the next task, to be prefetched
+  bool prefetched;         // whether the previous task prefetched [begin, end); a hint
 };
 
-// A product of one row of x by what is made of it first: tables over it, for weights of few bits,
-// or integers. Optional.
-struct TableKernels {
-  bool (*takes)(const Weight&);
-  std::size_t tile_bytes;  // that the tables of a tile of x take, aligned to 64
-  // Tables of x :: [tiles * kTileK], as gemv has it. False where x has what they cannot hold, such
-  // as NaN or outliers: then `next` or gemv is used. Stripes [begin, end) are what is met first:
-  // kernels may fetch them meanwhile.
-  bool (*build)(const Weight&, const void* x, void* tables, std::size_t begin, std::size_t end);
-  std::size_t stripes;  // that a task takes at most
-  void (*gemv)(const TableTask&);
-  const TableKernels* next = nullptr;  // tried where these do not take the weight, or x
+// A GEMV for one row of x in two passes: `prepare` turns x into lookup tables or integers, `gemv`
+// multiplies the weight with them. Optional.
+struct TwoPassGemv {
+  bool (*supports)(const Weight&);
+  std::size_t tile_bytes;  // that `prepare` writes per tile of x, a multiple of 64
+  // Prepares x :: [tiles * kTileK], in the order of gemv. Returns false if x has values that the
+  // representation cannot hold, such as NaN or outliers; `fallback` or the plain GEMV is used then.
+  // Stripes [begin, end) are multiplied first: kernels may prefetch them.
+  bool (*prepare)(const Weight&, const void* x, void* prepared, std::size_t begin, std::size_t end);
+  std::size_t stripes;  // that one task has at most
+  void (*gemv)(const TwoPassTask&);
+  const TwoPassGemv* fallback = nullptr;  // tried if this one does not support the weight or x
 };
 
-// What grad_x = grad_y @ W_hat in bf16 takes beside decode and panel_product: rows of grad_y meet
-// panels of W_hat. Optional.
-struct GradPanels {
-  std::size_t panel;  // lanes: positions of W_hat
-  // The block of W_hat that rows of grad_y meet: 512 KiB as panels of pairs. A multiple of
-  // kPanelDepth.
+// The bf16 backward product grad_x = grad_y @ W_hat: panels of W_hat, multiplied with rows of
+// grad_y by gemm_panel. Optional.
+struct DgradPanels {
+  std::size_t panel;  // width: positions of W_hat
+  // Size of a block of W_hat, 512 KiB as panels of pairs. block_rows is a multiple of kPanelDepth.
   std::size_t block_rows, block_tiles;
-  // W_hat in bf16 of stripes [first, last), tiles [begin, end), to panels
-  // [positions / panel][rows / 2][panel][2], which are `step` apart; positions of a panel in an
-  // order of its own.
-  void (*decode_pairs)(const Weight&, std::size_t first, std::size_t last, std::size_t begin,
-                       std::size_t end, std::uint16_t* panels, std::size_t step);
-  // A row of products with a panel, [panel] float32, to bf16 in natural order.
+  // Dequantises tiles [begin, end) of stripes [first, last) to bf16 panels [positions / panel][rows
+  // / 2][panel][2], `step` values apart. The kernel chooses the order of the positions within a
+  // panel.
+  void (*dequantise_pairs)(const Weight&, std::size_t first, std::size_t last, std::size_t begin,
+                           std::size_t end, std::uint16_t* panels, std::size_t step);
+  // Rounds one row of a panel's products, [panel] float32, to bf16 in memory order.
   void (*round)(const float* products, std::uint16_t* out);
 };
 
-struct Kernels {
+struct LinearKernels {
   bool x_is_bf16;
   const Order* gemv_order;
-  const Order* panel_order;  // of decode and the gemm panel, and of grad
-  std::size_t rows;          // of w that a panel call is best given; a multiple of kTileRows
+  const Order* panel_order;  // of dequantise, gemm_panel and dgrad
+  std::size_t rows;          // of w that suit one call of gemm_panel; a multiple of kTileRows
   std::size_t panel;         // widest panel
   std::size_t panel_step;    // a panel is a multiple of this
-  // y = x @ W_hat.T for stripes [begin, end), m up to gemv_rows.
+  // Computes y = x @ W_hat.T for stripes [begin, end), m up to gemv_rows.
   void (*gemv)(const GemvTask&, std::size_t begin, std::size_t end);
-  // W_hat of kTileRows rows, tiles [begin, end) of a stripe, to out[r * stride], panel order.
-  void (*decode)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
-                 std::size_t stride);
-  void (*panel_product)(const PanelTask&);
-  // W_hat in float32 whatever x_is_bf16, and the product of backward. Null: use the float32 set's.
-  void (*grad_product)(const GradTask&);
-  const TableKernels* tables = nullptr;
-  std::size_t gemv_rows = kMaxGemvRows;  // that gemv takes at once
-  // Null: those that RowLimits begins with.
-  RowLimits (*limits)(const Weight&) = nullptr;
-  // For the dtype that x has in the kernel. Null: value by value.
+  // Dequantises tiles [begin, end) of a stripe to out[r * stride], in panel_order.
+  void (*dequantise)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end,
+                     void* out, std::size_t stride);
+  void (*gemm_panel)(const GemmPanelTask&);
+  // The backward product with W_hat in float32, whatever x_is_bf16 is. Null: that of the float32
+  // set.
+  void (*dgrad)(const DgradTask&);
+  const TwoPassGemv* two_pass = nullptr;
+  std::size_t gemv_rows = kMaxGemvRows;  // that one call of gemv multiplies
+  // Null: the defaults of DispatchThresholds.
+  DispatchThresholds (*thresholds)(const Weight&) = nullptr;
+  // For activations in the dtype of the kernel. Null: value by value.
   void (*write_panel)(const PanelOut&) = nullptr;
-  // x :: [rows][positions], rows x_stride apart, to a panel [positions / unit][width][unit], whose
-  // lanes past `rows` are zero; x in the kernel's dtype, for sets whose panel_order is natural.
-  // Null: unit by unit.
-  void (*stage_panel)(const void* x, std::size_t x_stride, std::size_t rows, std::size_t positions,
-                      std::size_t width, void* out) = nullptr;
-  // Rows of the block of W_hat that panels meet and bytes of each: 96 KiB, within the L2 of any
-  // core, and one panel of x 64 KiB.
+  // Packs x :: [rows][positions], rows x_stride apart, to a panel [positions / unit][width][unit]
+  // and pads lanes after `rows` with zeros; x is in the dtype of the kernel and panel_order is the
+  // memory order. Null: unit by unit.
+  void (*pack_panel)(const void* x, std::size_t x_stride, std::size_t rows, std::size_t positions,
+                     std::size_t width, void* out) = nullptr;
+  // Rows and bytes per row of the block of W_hat that panels are multiplied with: 96 KiB, which
+  // fits the L2 of any core beside a panel of x of 64 KiB.
   std::size_t block_rows = 48, block_bytes = 2048;
-  // Up to so many rows where panels are far (RowLimits::near_panels), all of which every block
-  // meets.
+  // Up to this many block_rows if panels exceed DispatchThresholds::near_panel_bytes: every block
+  // reads all of them.
   std::size_t far_block_rows = 0;
-  bool panel_fetches_codes = false;  // panel_product is told of the codes that come after
-  // The same as decode, and what panels decode next is fetched meanwhile. Null: it is fetched
-  // before.
-  void (*decode_fetching)(const Weight&, std::size_t stripe, std::size_t begin, std::size_t end,
-                          void* out, std::size_t stride, const Fetch&) = nullptr;
-  // For sets whose panel_order is natural. Null: backward is float32.
-  const GradPanels* grad_panels = nullptr;
-  // Null: rows of x past the last step are lanes of a panel.
-  void (*stripe_product)(const StripeTask&) = nullptr;
-  // y = x @ W_hat.T for stripes [begin, end) and any m: decode and stripe_product in turns. Needed
-  // where limits says so.
-  void (*stripes)(const StripesTask&, std::size_t begin, std::size_t end) = nullptr;
+  bool panel_prefetches_codes = false;  // GemmPanelTask::next may be codes
+  // As dequantise, and prefetches the codes of the next block. Null: they are prefetched before.
+  void (*dequantise_prefetching)(const Weight&, std::size_t stripe, std::size_t begin,
+                                 std::size_t end, void* out, std::size_t stride,
+                                 const Prefetcher&) = nullptr;
+  // For sets whose panel_order is the memory order. Null: backward is float32.
+  const DgradPanels* dgrad_panels = nullptr;
+  // Null: rows of x after the last panel step go into a partly empty panel.
+  void (*gemm_stripe)(const GemmStripeTask&) = nullptr;
+  // Computes y = x @ W_hat.T for stripes [begin, end) and any m: dequantise and gemm_stripe in
+  // turns. Needed if `thresholds` sets max_stripes_m.
+  void (*gemm_stripes)(const GemmStripesTask&, std::size_t begin, std::size_t end) = nullptr;
 };
 
-extern const Kernels kScalar;
+extern const LinearKernels kLinearScalar;
 #if defined(__aarch64__)
-extern const Kernels kNeon;
-extern const Kernels kNeonBf16;
-extern const Kernels kSve;
-extern const Kernels kSve2;
+extern const LinearKernels kLinearNeon;
+extern const LinearKernels kLinearNeonBf16;
+extern const LinearKernels kLinearSve;
+extern const LinearKernels kLinearSve2;
 #endif
 #if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx2Bf16;
-extern const Kernels kAvx512;
-extern const Kernels kAvx512Bf16;
-extern const Kernels kAmx;
-extern const TableKernels kAvx512Tables;
-extern const GradPanels kAvx512Bf16Grad;
-extern const GradPanels kAmxGrad;
-extern const TableKernels kAvx2Tables;
-extern const TableKernels kAvx2Fixed;
+extern const LinearKernels kLinearAvx2;
+extern const LinearKernels kLinearAvx2Bf16;
+extern const LinearKernels kLinearAvx512;
+extern const LinearKernels kLinearAvx512Bf16;
+extern const LinearKernels kLinearAmx;
+extern const TwoPassGemv kLutGemvAvx512Vnni;
+extern const DgradPanels kDgradAvx512Bf16;
+extern const DgradPanels kDgradAmx;
+extern const TwoPassGemv kLutGemvAvx2;
+extern const TwoPassGemv kGemvInt16Avx2;
 #endif
-
-enum class Isa : int {
-  scalar,
-  neon,
-  neondot,
-  neonbf16,
-  neoni8mm,
-  sve,
-  sve2,
-  avx2,
-  avx512,
-  avx512bf16,
-  amx
-};
-inline constexpr int kIsas = 11;
-
-const char* name_of(Isa isa);
-// Whether this machine has it; the system may still refuse it to this process.
-bool supported(Isa isa);
-// The one in use: the best, or FDK_CPU_ISA, or what set_isa chose; "auto" is the best for both.
-Isa current_isa();
-// Throws std::invalid_argument where the machine does not run it, or there is none of that name.
-void set_isa(const char* name, const char* origin = "set_isa");
-// Kernels for a kind of activations: bf16 ones where the set has them, else float32.
-const Kernels& kernels_for(Isa isa, Activation activation);
-const Kernels& float_kernels_for(Isa isa);
 
 }  // namespace fdk

@@ -11,7 +11,7 @@
 namespace fdk {
 namespace {
 
-// Beyond this the products below could overflow; no memory holds such a weight.
+// Larger sizes could overflow the products below; no machine has memory for such a weight.
 constexpr std::size_t kMaxSide = std::size_t(1) << 28;
 
 std::size_t padded(std::size_t group) {
@@ -21,7 +21,7 @@ std::size_t padded(std::size_t group) {
   return ceil_div(group, kTileK) * kTileK;
 }
 
-// A code in a canonical row: `bits` bits from bit `index * bits` on, most significant first.
+// A code of a canonical row: `bits` bits from bit `index * bits` on, most significant first.
 unsigned read_code(const std::uint8_t* row, std::size_t row_bytes, std::size_t index, int bits) {
   const std::size_t bit = index * std::size_t(bits), byte = bit / 8;
   const unsigned next = byte + 1 < row_bytes ? row[byte + 1] : 0;
@@ -37,7 +37,7 @@ void write_code(std::uint8_t* row, std::size_t row_bytes, std::size_t index, int
   if (byte + 1 < row_bytes) row[byte + 1] |= std::uint8_t(word);
 }
 
-// Where a field of one plane lies in the bytes of a tile: byte (of row 0) and shift within it.
+// The place of a field of one plane in a tile: its byte in row 0 and the shift within it.
 struct Place {
   std::size_t byte;
   int shift;
@@ -49,7 +49,7 @@ Place place_of(const Plane& plane, std::size_t position) {
   return {plane.offset + 2 * lane + std::size_t(shift / 8), shift % 8};
 }
 
-// Calls f(row in the stripe, code index, tile bytes, position in the tile) for each code.
+// Calls f(row of the stripe, code index, byte of the tile, position in the tile) for each code.
 template <class F>
 void for_codes_of_stripe(const Layout& layout, std::size_t stripe, F f) {
   const std::size_t first = stripe * kTileRows;

@@ -1,8 +1,10 @@
+// Chooses the kernel of a product by m.
 #include "common/linear.h"
 
 #include <algorithm>
 
 #include "common/float_convert.h"
+#include "common/dispatch.h"
 #include "common/kernels.h"
 #include "common/linear_internal.h"
 #include "common/thread_pool.h"
@@ -13,7 +15,7 @@ namespace {
 
 Weight weight_of(const PackedWeight& packed, Activation activation) {
   const Layout& layout = packed.layout;
-  Weight w = without_table(packed);
+  Weight w = weight_without_table(packed);
   for (std::size_t i = 0; i < std::size_t(1) << layout.bits; i++) {
     float value = packed.codebook == nullptr ? float(i) : packed.codebook[i];
     if (activation == Activation::bf16) value = from_bf16(to_bf16(value));
@@ -27,28 +29,30 @@ Weight weight_of(const PackedWeight& packed, Activation activation) {
 
 void linear(const PackedWeight& weight, Activation activation, const void* x, std::size_t m,
             const void* bias, void* y, std::size_t threads) {
-  linear_within(nullptr, weight, activation, x, m, bias, y, threads);
+  linear_with_thresholds(nullptr, weight, activation, x, m, bias, y, threads);
 }
 
-void linear_within(const RowLimits* own, const PackedWeight& weight, Activation activation,
-                   const void* x, std::size_t m, const void* bias, void* y, std::size_t threads) {
+void linear_with_thresholds(const DispatchThresholds* own, const PackedWeight& weight,
+                            Activation activation, const void* x, std::size_t m, const void* bias,
+                            void* y, std::size_t threads) {
   const Layout& layout = weight.layout;
-  const Kernels& kernels = kernels_for(current_isa(), activation);
+  const LinearKernels& kernels = linear_kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
-  const RowLimits limits = own != nullptr              ? *own
-                           : kernels.limits == nullptr ? RowLimits()
-                                                       : kernels.limits(w);
+  const DispatchThresholds thresholds = own != nullptr                  ? *own
+                                        : kernels.thresholds == nullptr ? DispatchThresholds()
+                                                                        : kernels.thresholds(w);
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
     const void* const rows_x = offset(x, row * layout.k, activation);
     void* const rows_y = offset(y, row * layout.n, activation);
-    if (rows <= limits.gemv) {
+    if (rows <= thresholds.max_gemv_m) {
       linear_gemv(weight, w, kernels, activation, rows_x, rows, bias, rows_y, threads);
-    } else if (rows <= limits.stripes && kernels.stripes != nullptr) {
-      linear_stripes(weight, w, kernels, activation, rows_x, rows, bias, rows_y, threads);
+    } else if (rows <= thresholds.max_stripes_m && kernels.gemm_stripes != nullptr) {
+      linear_gemm_stripes(weight, w, kernels, activation, rows_x, rows, bias, rows_y, threads);
     } else {
-      linear_panels(weight, w, kernels, limits, activation, rows_x, rows, bias, rows_y, threads);
+      linear_gemm_panels(weight, w, kernels, thresholds, activation, rows_x, rows, bias, rows_y,
+                         threads);
     }
   }
 }
@@ -56,19 +60,19 @@ void linear_within(const RowLimits* own, const PackedWeight& weight, Activation 
 void linear_grad_x(const PackedWeight& weight, Activation activation, const void* grad_y,
                    std::size_t m, void* grad_x, std::size_t threads) {
   const Layout& layout = weight.layout;
-  const Kernels& kernels = float_kernels_for(current_isa());
-  const Kernels& own = kernels_for(current_isa(), activation);
+  const LinearKernels& kernels = float_linear_kernels_for(current_isa());
+  const LinearKernels& own = linear_kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);
-    if (own.grad_panels != nullptr) {
-      grad_panels(weight, w, own, offset(grad_y, row * layout.n, activation), rows,
-                  offset(grad_x, row * layout.k, activation), threads);
+    if (own.dgrad_panels != nullptr) {
+      dgrad_panels(weight, w, own, offset(grad_y, row * layout.n, activation), rows,
+                   offset(grad_x, row * layout.k, activation), threads);
       continue;
     }
-    grad_rows(weight, w, kernels, activation, offset(grad_y, row * layout.n, activation), rows,
-              offset(grad_x, row * layout.k, activation), threads);
+    dgrad_float(weight, w, kernels, activation, offset(grad_y, row * layout.n, activation), rows,
+                offset(grad_x, row * layout.k, activation), threads);
   }
 }
 

@@ -1,4 +1,4 @@
-// y = x @ W_hat.T + bias, and dy @ W_hat, over a packed weight, for any m.
+// y = x @ W_hat.T + bias and its gradient dy @ W_hat over a packed weight, for any m.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace fdk {
 
-// A packed weight as its owner holds it: codes, scales and zero points of layout.h, and the
-// codebook in float32, [2^bits], or null for affine formats.
+// A packed weight as its owner holds it: codes, scales and zero points as in layout.h, and the
+// float32 codebook, [2^bits], or null for affine formats.
 struct PackedWeight {
   Layout layout;
   const std::uint8_t* codes;

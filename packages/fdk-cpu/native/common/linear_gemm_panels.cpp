@@ -1,4 +1,4 @@
-// Many rows of x: blocks of W_hat, dequantised once, times panels of x.
+// Large m: blocks of W_hat, each dequantised once, times panels of x.
 #include <algorithm>
 #include <atomic>
 #include <cassert>
@@ -7,36 +7,34 @@
 #include "common/float_convert.h"
 #include "common/kernels.h"
 #include "common/linear_internal.h"
-#include "common/pack_panels.h"
 #include "common/thread_pool.h"
 #include "common/buffers.h"
 #include "common/pack_activations.h"
-#include "common/pack_rows.h"
 
 namespace fdk {
 namespace {
 
-// Rows of the dequantised block are a line apart from a power of two, whose lines would share few
-// sets of L1.
+// Rows of the dequantised block are one cache line longer than a power of two, whose lines would
+// share few sets of L1.
 constexpr std::size_t kLineBytes = 64;
 
-// Rows of x past the last full panel, or step of one, that meet each stripe of W_hat as it is
-// decoded: in less time than a panel whose other lanes are zero.
-std::size_t rest_of(const Kernels& kernels, std::size_t limit, std::size_t m) {
-  if (kernels.stripe_product == nullptr) return 0;
+// The rows of x after the last full panel or panel step that are multiplied with each stripe of
+// W_hat when it is dequantised: faster than a panel that is mostly padding.
+std::size_t rest_of(const LinearKernels& kernels, std::size_t limit, std::size_t m) {
+  if (kernels.gemm_stripe == nullptr) return 0;
   const std::size_t step = limit == 0 ? kernels.panel_step : kernels.panel;
   const std::size_t rest = m % step;
   return rest != m && rest <= (limit == 0 ? kMaxRest : limit) ? rest : 0;
 }
 
-// Stripes of W_hat, and none past the end.
+// A range of stripes of W_hat.
 struct Stripes {
   std::size_t begin = 0, end = 0;
   std::size_t count() const { return end - begin; }
 };
 
-// Whole blocks of stripes, and halves of the last ones, so that threads end at nearly the same
-// time.
+// The pieces of W_hat that threads take: whole blocks of stripes, then half blocks at the end, so
+// that threads finish at nearly the same time.
 class Pieces {
  public:
   Pieces(std::size_t stripes, std::size_t block, std::size_t threads)
@@ -53,12 +51,13 @@ class Pieces {
   }
 
  private:
-  static constexpr std::size_t kHalved = 2;  // blocks of a thread
+  static constexpr std::size_t kHalved = 2;  // blocks per thread
   std::size_t stripes_, block_, half_, whole_;
 };
 
-// Rows of a block of W_hat: more where panels are far, as long as each thread has some blocks.
-std::size_t rows_of_block(const Kernels& kernels, std::size_t rows, std::size_t threads,
+// Rows of a block of W_hat: more if panels do not stay in the cache, as long as each thread has
+// four blocks.
+std::size_t rows_of_block(const LinearKernels& kernels, std::size_t rows, std::size_t threads,
                           bool is_far) {
   constexpr std::size_t kBlocks = 4;
   std::size_t of_block = kernels.block_rows;
@@ -78,55 +77,55 @@ std::size_t rows_of_block(const Kernels& kernels, std::size_t rows, std::size_t 
 
 }  // namespace
 
-void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
-                   const RowLimits& limits, Activation type, const void* x, std::size_t m,
-                   const void* bias, void* y, std::size_t threads) {
+void linear_gemm_panels(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
+                        const DispatchThresholds& thresholds, Activation type, const void* x,
+                        std::size_t m, const void* bias, void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
   const bool as_it_is = kernels.x_is_bf16 && layout.dense();
-  const std::size_t rest = rest_of(kernels, limits.rest, m);
+  const std::size_t rest = rest_of(kernels, thresholds.max_rest, m);
   m -= rest;
-  const StripeRows rest_x(layout, *kernels.panel_order,
+  const PackedRows rest_x(layout, *kernels.panel_order,
                           static_cast<const std::uint16_t*>(offset(x, m * layout.k, type)), rest);
   void* const rest_y = offset(y, m * layout.n, type);
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
   const Panels panels{m, kernels.panel, kernels.panel_step};
-  const bool by_kernel = as_it_is && kernels.stage_panel != nullptr;
+  const bool by_kernel = as_it_is && kernels.pack_panel != nullptr;
   assert(!by_kernel || is_natural(*kernels.panel_order));
   std::vector<std::uint32_t> columns, units;
   if (!by_kernel) {
     columns = columns_of(layout, *kernels.panel_order);
     units = units_of(layout, columns, type, kernels.x_is_bf16);
   }
-  const std::size_t staged_bytes = panels.lanes() * positions * item;
-  const bool is_far = staged_bytes > limits.near_panels;
-  const Buffer<std::uint8_t> staged(staged_bytes);
+  const std::size_t packed_bytes = panels.lanes() * positions * item;
+  const bool is_far = packed_bytes > thresholds.near_panel_bytes;
+  const Buffer<std::uint8_t> packed_x(packed_bytes);
   parallel_for(panels.count(), 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; i++) {
-      std::uint8_t* out = staged.get() + panels.lane(i) * positions * item;
+      std::uint8_t* out = packed_x.get() + panels.lane(i) * positions * item;
       const std::size_t first = panels.lane(i), width = panels.width(i);
       if (by_kernel) {
-        kernels.stage_panel(offset(x, first * layout.k, type), layout.k, std::min(width, m - first),
-                            positions, width, out);
+        kernels.pack_panel(offset(x, first * layout.k, type), layout.k, std::min(width, m - first),
+                           positions, width, out);
       } else if (!units.empty()) {
-        stage_units(layout, units, type, x, m, first, width, out);
+        pack_units(layout, units, type, x, m, first, width, out);
       } else if (kernels.x_is_bf16) {
-        stage_panel(layout, columns, type, x, m, first, width,
-                    reinterpret_cast<std::uint16_t*>(out));
+        pack_panel(layout, columns, type, x, m, first, width,
+                   reinterpret_cast<std::uint16_t*>(out));
       } else {
-        stage_panel(layout, columns, type, x, m, first, width, reinterpret_cast<float*>(out));
+        pack_panel(layout, columns, type, x, m, first, width, reinterpret_cast<float*>(out));
       }
     }
   });
-  const auto staged_at = [&](std::size_t i, std::size_t tile) {
+  const auto packed_at = [&](std::size_t i, std::size_t tile) {
     const std::size_t position = panels.lane(i) * positions + tile * kTileK * panels.width(i);
-    return staged.get() + position * item;
+    return packed_x.get() + position * item;
   };
   const std::size_t block_rows =
       rows_of_block(kernels, layout.stripes * kTileRows, threads, is_far);
   const std::size_t row_bytes = kernels.block_bytes + kLineBytes;
   const std::size_t stride = row_bytes / item, block_tiles = kernels.block_bytes / item / kTileK;
   const Pieces pieces(layout.stripes, block_rows / kTileRows, threads);
-  // Each thread takes its next piece before it works on one, so that it knows what to fetch ahead.
+  // Each thread takes its next piece before it works on one, so that it knows what to prefetch.
   std::atomic<std::size_t> taken{0};
   const auto take = [&] { return pieces.at(taken.fetch_add(1, std::memory_order_relaxed)); };
   const auto write = [&](const Stripes& piece, std::size_t i, const float* products) {
@@ -167,45 +166,47 @@ void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& k
         const std::size_t next_tiles = std::min(block_tiles, layout.tiles - next_tile);
         if (tile == 0) std::fill_n(rest_sums.get(), block_rows * rest, 0.0f);
         for (std::size_t s = 0; s < piece.count(); s++) {
-          Fetch codes;
+          Prefetcher codes;
           if (s < next.count()) {
-            fetch_tiles(w, next.begin + s, next_tile, next_tile + next_tiles,
-                        !kernels.panel_fetches_codes && kernels.decode_fetching == nullptr);
+            prefetch_tiles(
+                w, next.begin + s, next_tile, next_tile + next_tiles,
+                !kernels.panel_prefetches_codes && kernels.dequantise_prefetching == nullptr);
             const std::size_t bytes = tile_bytes(w.bits);
             codes.from = w.codes + ((next.begin + s) * w.tiles + next_tile) * bytes;
             codes.bytes = ceil_div(next_tiles * bytes, tiles);
           }
           std::uint8_t* const stripe = block.get() + s * kTileRows * row_bytes;
-          if (kernels.decode_fetching != nullptr) {
-            kernels.decode_fetching(w, piece.begin + s, tile, tile + tiles, stripe, stride, codes);
+          if (kernels.dequantise_prefetching != nullptr) {
+            kernels.dequantise_prefetching(w, piece.begin + s, tile, tile + tiles, stripe, stride,
+                                           codes);
           } else {
-            kernels.decode(w, piece.begin + s, tile, tile + tiles, stripe, stride);
+            kernels.dequantise(w, piece.begin + s, tile, tile + tiles, stripe, stride);
           }
           if (rest == 0) continue;
-          kernels.stripe_product({stripe, stride, tiles * kTileK, rest_x.get() + tile * kTileK,
-                                  rest, rest_x.stride(), rest_sums.get() + s * kTileRows,
-                                  block_rows});
+          kernels.gemm_stripe({stripe, stride, tiles * kTileK, rest_x.get() + tile * kTileK, rest,
+                               rest_x.stride(), rest_sums.get() + s * kTileRows, block_rows});
         }
         if (last) write_rest(piece, rest_sums.get());
         for (std::size_t i = 0; i < panels.count(); i++) {
           const std::size_t width = panels.width(i);
           float* const products = sums.get() + panels.lane(i) * block_rows;
           if (tile == 0) std::fill_n(products, rows * width, 0.0f);
-          PanelTask task{block.get(),        rows,  stride,  tiles * kTileK,
-                         staged_at(i, tile), width, products};
+          GemmPanelTask task{block.get(),        rows,  stride,  tiles * kTileK,
+                             packed_at(i, tile), width, products};
           if (i + 1 < panels.count() && is_far) {
-            task.next = staged_at(i + 1, tile);
+            task.next = packed_at(i + 1, tile);
             task.parts = piece.count();
             task.part_bytes = tiles * kTileK * panels.width(i + 1) * item / piece.count();
             task.part_stride = task.part_bytes;
-          } else if (i + 1 == panels.count() && next.count() != 0 && kernels.panel_fetches_codes) {
+          } else if (i + 1 == panels.count() && next.count() != 0 &&
+                     kernels.panel_prefetches_codes) {
             const std::size_t bytes = tile_bytes(w.bits);
             task.next = w.codes + (next.begin * w.tiles + next_tile) * bytes;
             task.parts = next.count();
             task.part_bytes = next_tiles * bytes;
             task.part_stride = w.tiles * bytes;
           }
-          kernels.panel_product(task);
+          kernels.gemm_panel(task);
           if (last) write(piece, i, products);
         }
       }

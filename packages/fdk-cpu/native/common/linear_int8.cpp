@@ -10,11 +10,11 @@
 namespace fdk {
 namespace {
 
-// Codes of the stripes that all rows of x meet in turn: within the L2 of any core.
+// Codes of the stripes that all rows of x are multiplied with in turn: fits the L2 of any core.
 constexpr std::size_t kBlockBytes = 192 << 10;
 
-// x[start] to x[start + count - 1] as float32.
-void read_run(const void* x, Activation type, std::size_t start, std::size_t count, float* out) {
+// Converts x[start] to x[start + count - 1] to float32.
+void read_values(const void* x, Activation type, std::size_t start, std::size_t count, float* out) {
   const auto half = static_cast<const std::uint16_t*>(x) + start;
   switch (type) {
     case Activation::bf16:
@@ -29,31 +29,31 @@ void read_run(const void* x, Activation type, std::size_t start, std::size_t cou
   }
 }
 
-// A tile of a row of x, groups and the end of the row padded with zeros.
+// Reads a tile of a row of x, with zeros for the padding of groups and of the row.
 void read_tile(const Layout& layout, const void* x, Activation type, std::size_t tile, float* out) {
-  if (layout.dense()) return read_run(x, type, tile * kTileK, kTileK, out);
+  if (layout.dense()) return read_values(x, type, tile * kTileK, kTileK, out);
   std::fill_n(out, kTileK, 0.0f);
   if (layout.tiles_per_group > 1) {
     const std::size_t group = tile / layout.tiles_per_group;
     const std::size_t within = tile % layout.tiles_per_group * kTileK;
     if (group >= layout.groups || within >= layout.group) return;
     const std::size_t count = std::min(kTileK, layout.group - within);
-    return read_run(x, type, group * layout.group + within, count, out);
+    return read_values(x, type, group * layout.group + within, count, out);
   }
   for (std::size_t g = 0; g < layout.groups_per_tile; g++) {
     const std::size_t group = tile * layout.groups_per_tile + g;
     if (group >= layout.groups) return;
-    read_run(x, type, group * layout.group, layout.group, out + g * layout.padded_group);
+    read_values(x, type, group * layout.group, layout.group, out + g * layout.padded_group);
   }
 }
 
-// Rows of x, staged.
-struct Staged {
-  std::size_t positions, tiles, groups;  // of a row, and groups of a tile
+// Rows of x, rounded to 8 bits.
+struct QuantisedX {
+  std::size_t positions, tiles, groups;  // per row; groups per tile
   Buffer<std::int8_t> codes;
   Buffer<float> scales, sums;
 
-  Staged(const Layout& layout, const Int8Kernels& kernels, std::size_t m)
+  QuantisedX(const Layout& layout, const Int8Kernels& kernels, std::size_t m)
       : positions(layout.positions()),
         tiles(layout.tiles),
         groups(layout.groups_per_tile),
@@ -70,14 +70,14 @@ struct Staged {
     return codes.get() + row / 2 * 2 * positions + tile * 2 * kTileK + row % 2 * kPairRun;
   }
 
-  void stage(const Layout& layout, const Int8Kernels& kernels, const void* x, Activation type,
-             float step, std::size_t row) {
+  void quantise_row(const Layout& layout, const Int8Kernels& kernels, const void* x,
+                    Activation type, float step, std::size_t row) {
     alignas(64) float values[kTileK];
     std::int32_t group_sums[kTileK];
     for (std::size_t tile = 0; tile < tiles; tile++) {
       read_tile(layout, x, type, tile, values);
       float* scale = scales.get() + row * tiles + tile;
-      kernels.stage(values, groups, Int8Tile{tile_of(kernels, row, tile), scale, group_sums});
+      kernels.quantise_x(values, groups, Int8Tile{tile_of(kernels, row, tile), scale, group_sums});
       *scale *= step;
       float* to = sums.get() + (row * tiles + tile) * groups;
       for (std::size_t g = 0; g < groups; g++) to[g] = *scale * float(group_sums[g]);
@@ -85,14 +85,14 @@ struct Staged {
   }
 };
 
-// What takes the place of the float table: levels as bytes, and what zero points lack.
+// The codebook as levels, which replaces the float table, and the constant added to zero points.
 struct Levels {
   std::uint8_t bytes[kMaxLevels];
   float centre, step;
 
   Levels(const Layout& layout, const Int8Table* table, bool is_unsigned) {
     const unsigned count = 1u << layout.bits;
-    // Codes of 8 bits are no int8, but less 128 they are.
+    // Codes of 8 bits do not fit an int8; 128 less, they do.
     const unsigned lower = layout.bits == kMaxBits && !is_unsigned ? 128 : 0;
     const unsigned raise = is_unsigned ? 128 : 0;
     for (unsigned i = 0; i < kMaxLevels; i++) {
@@ -109,12 +109,13 @@ void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation 
                  std::size_t m, const void* bias, void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
   const Int8Kernels& kernels = int8_kernels_for(current_isa(), layout, m);
-  const Weight w = without_table(packed);
+  const Weight w = weight_without_table(packed);
   const Levels levels(layout, table, kernels.unsigned_levels);
-  Staged staged(layout, kernels, m);
+  QuantisedX quantised(layout, kernels, m);
   parallel_for(m, 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t row = begin; row < end; row++) {
-      staged.stage(layout, kernels, offset(x, row * layout.k, type), type, levels.step, row);
+      quantised.quantise_row(layout, kernels, offset(x, row * layout.k, type), type, levels.step,
+                             row);
     }
   });
   const std::size_t stripe_bytes = layout.tiles * tile_bytes(layout.bits);
@@ -129,9 +130,10 @@ void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation 
       for (std::size_t row = 0; row < m; row += kernels.rows) {
         const std::size_t first = row * layout.tiles;
         kernels.gemv(
-            Int8Task{&w, levels.bytes, levels.centre, staged.codes.get() + row * layout.positions(),
-                     staged.scales.get() + first,
-                     staged.sums.get() + first * layout.groups_per_tile,
+            Int8Task{&w, levels.bytes, levels.centre,
+                     quantised.codes.get() + row * layout.positions(),
+                     quantised.scales.get() + first,
+                     quantised.sums.get() + first * layout.groups_per_tile,
                      std::min(kernels.rows, m - row), products.get() + row * stride, stride},
             begin, end);
       }
@@ -194,18 +196,18 @@ Int8Table int8_table_of(const float* codebook, int bits) {
 const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] const Layout& layout,
                                     [[maybe_unused]] std::size_t m) {
 #if defined(__x86_64__)
-  if (isa >= Isa::avx512bf16) return kAvx512Bf16Int8;
-  if (isa == Isa::avx2 || isa == Isa::avx512) return kAvx2Int8;
+  if (isa >= Isa::avx512bf16) return kInt8Avx512Vnni;
+  if (isa == Isa::avx2 || isa == Isa::avx512) return kInt8Avx2;
 #endif
 #if defined(__aarch64__)
-  if (isa == Isa::neon) return kNeonInt8;
-  if (isa >= Isa::neoni8mm && isa < Isa::avx2 && m > 1) return kNeonI8mmInt8;
+  if (isa == Isa::neon) return kInt8Neon;
+  if (isa >= Isa::neoni8mm && isa < Isa::avx2 && m > 1) return kInt8NeonI8mm;
 #if defined(FDK_CPU_SVE)
-  if ((isa == Isa::sve || isa == Isa::sve2) && sve_takes_int8(layout)) return kSveInt8;
+  if ((isa == Isa::sve || isa == Isa::sve2) && int8_sve_supports(layout)) return kInt8Sve;
 #endif
-  if (isa > Isa::neon && isa < Isa::avx2) return kNeonDotInt8;
+  if (isa > Isa::neon && isa < Isa::avx2) return kInt8NeonDot;
 #endif
-  return kScalarInt8;
+  return kInt8Scalar;
 }
 
 void linear_int8(const PackedWeight& weight, const Int8Table* table, Activation activation,

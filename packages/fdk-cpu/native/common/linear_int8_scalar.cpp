@@ -1,4 +1,4 @@
-// Products with 8-bit x in plain C++: what the other instruction sets are tested against.
+// Products with 8-bit x in plain C++: the reference for the other instruction sets.
 #include <cmath>
 #include <limits>
 
@@ -8,7 +8,7 @@
 namespace fdk {
 namespace {
 
-void stage(const float* x, std::size_t groups, const Int8Tile& out) {
+void quantise_x(const float* x, std::size_t groups, const Int8Tile& out) {
   float largest = 0;
   bool finite = true;
   for (std::size_t i = 0; i < kTileK; i++) {
@@ -63,6 +63,6 @@ void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
 
 }  // namespace
 
-extern const Int8Kernels kScalarInt8 = {false, 4, stage, gemv};
+extern const Int8Kernels kInt8Scalar = {false, 4, quantise_x, gemv};
 
 }  // namespace fdk

@@ -1,4 +1,4 @@
-// A linear layer's product by the rows of x and backward; linear.cpp chooses among them.
+// The products that linear.cpp chooses from by m.
 #pragma once
 
 #include <cstddef>
@@ -8,33 +8,35 @@
 
 namespace fdk {
 
-// Rows of x or grad_y up to kMaxRows of rows.h; tensors as linear and linear_grad_x have them.
+// They take up to kMaxRows (buffers.h) rows of x or grad_y; the tensors are those of linear.h.
 
-// linear with limits of one's own, as a test has them; null for those of the kernels.
-void linear_within(const RowLimits* own, const PackedWeight& weight, Activation activation,
-                   const void* x, std::size_t m, const void* bias, void* y, std::size_t threads);
+// As linear, with the given thresholds (for tests), or those of the kernels if null.
+void linear_with_thresholds(const DispatchThresholds* own, const PackedWeight& weight,
+                            Activation activation, const void* x, std::size_t m, const void* bias,
+                            void* y, std::size_t threads);
 
-// x :: [1][positions] in the kernel's order. False, and y of no meaning, where none of the table
-// kernels takes the weight, or x has what they cannot hold.
-bool linear_by_tables(const PackedWeight& packed, const Weight& w, const TableKernels* kernels,
-                      Activation type, const void* x, const void* bias, void* y,
-                      std::size_t threads);
-// Few rows: kernels.gemv, or kernels.tables for one row.
-void linear_gemv(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
+// One row, x :: [1][positions] in the kernel's order. Returns false, with y undefined, if no
+// two-pass kernel supports the weight and x.
+bool linear_two_pass(const PackedWeight& packed, const Weight& w, const TwoPassGemv* kernels,
+                     Activation type, const void* x, const void* bias, void* y,
+                     std::size_t threads);
+// Small m: kernels.gemv, or kernels.two_pass for one row.
+void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
                  Activation type, const void* x, std::size_t m, const void* bias, void* y,
                  std::size_t threads);
-// Stripes of W_hat, dequantised once for all rows, for sets that have Kernels::stripes.
-void linear_stripes(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
-                    Activation type, const void* x, std::size_t m, const void* bias, void* y,
-                    std::size_t threads);
-// Blocks of W_hat, dequantised once for all rows, and panels of x.
-void linear_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
-                   const RowLimits& limits, Activation type, const void* x, std::size_t m,
-                   const void* bias, void* y, std::size_t threads);
-void grad_rows(const PackedWeight& packed, const Weight& w, const Kernels& kernels, Activation type,
-               const void* grad_y, std::size_t m, void* grad_x, std::size_t threads);
-// The same in bf16, for sets that have GradPanels; grad_y and grad_x are bf16.
-void grad_panels(const PackedWeight& packed, const Weight& w, const Kernels& kernels,
-                 const void* grad_y, std::size_t m, void* grad_x, std::size_t threads);
+// Medium m, for sets that have gemm_stripes: each stripe of W_hat is dequantised once for all rows.
+void linear_gemm_stripes(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
+                         Activation type, const void* x, std::size_t m, const void* bias, void* y,
+                         std::size_t threads);
+// Large m: each block of W_hat is dequantised once and multiplied with panels of x.
+void linear_gemm_panels(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
+                        const DispatchThresholds& thresholds, Activation type, const void* x,
+                        std::size_t m, const void* bias, void* y, std::size_t threads);
+void dgrad_float(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
+                 Activation type, const void* grad_y, std::size_t m, void* grad_x,
+                 std::size_t threads);
+// The same in bf16, for sets that have DgradPanels; grad_y and grad_x are bf16.
+void dgrad_panels(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
+                  const void* grad_y, std::size_t m, void* grad_x, std::size_t threads);
 
 }  // namespace fdk

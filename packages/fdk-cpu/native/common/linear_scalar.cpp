@@ -1,11 +1,11 @@
-// Plain C++ on any machine: what the other instruction sets are tested against.
+// The linear kernels in plain C++ for any machine: the reference for the other instruction sets.
 #include "common/codes_scalar.h"
 #include "common/kernels.h"
 
 namespace fdk {
 namespace {
 
-// The values of row r of a tile before their scale, and the slot of its first group's scale.
+// The values of row r of a tile before scaling, and the scale of each position.
 void values_of(const Weight& w, std::size_t stripe, std::size_t tile, std::size_t r, float* values,
                float* scales) {
   const Planes planes = planes_of(w.bits);
@@ -42,8 +42,8 @@ void gemv(const GemvTask& task, std::size_t begin, std::size_t end) {
   }
 }
 
-void decode(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
-            std::size_t stride) {
+void dequantise(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end, void* out,
+                std::size_t stride) {
   float values[kTileK], scales[kTileK];
   for (std::size_t r = 0; r < kTileRows; r++) {
     float* row = static_cast<float*>(out) + r * stride;
@@ -54,7 +54,7 @@ void decode(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t 
   }
 }
 
-void panel_product(const PanelTask& task) {
+void gemm_panel(const GemmPanelTask& task) {
   const float* w = static_cast<const float*>(task.w);
   const float* x = static_cast<const float*>(task.x);
   for (std::size_t row = 0; row < task.rows; row++) {
@@ -68,7 +68,7 @@ void panel_product(const PanelTask& task) {
   }
 }
 
-void grad_product(const GradTask& task) {
+void dgrad(const DgradTask& task) {
   for (std::size_t m = 0; m < task.m; m++) {
     double sums[kTileK] = {};
     for (std::size_t row = 0; row < task.rows; row++) {
@@ -93,7 +93,7 @@ constexpr Orders kOrders = make_orders();
 
 }  // namespace
 
-extern const Kernels kScalar = {false, &kOrders.natural, &kOrders.natural, 8,           8, 1,
-                                gemv,  decode,           panel_product,    grad_product};
+extern const LinearKernels kLinearScalar = {false, &kOrders.natural, &kOrders.natural, 8,    8, 1,
+                                            gemv,  dequantise,       gemm_panel,       dgrad};
 
 }  // namespace fdk

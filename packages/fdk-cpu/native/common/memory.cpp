@@ -14,10 +14,10 @@ namespace fdk {
 namespace {
 
 constexpr std::size_t kChunk = std::size_t(1) << 18;
-constexpr std::size_t kAhead = 4096;  // as far ahead as the kernels fetch
+constexpr std::size_t kAhead = 4096;  // the prefetch distance of the kernels
 
-// A vector register of any x86-64 and ARM. A loop over words says the same, but GCC does not make
-// vectors of it at -O2, and read 19 GB/s where this reads 33 (one thread of a Zen 5).
+// A vector register of any x86-64 and ARM: GCC does not vectorise a loop over words at -O2 (Zen 5,
+// one thread: 19 GB/s instead of 33).
 using Words = std::uint64_t __attribute__((vector_size(16)));
 constexpr std::size_t kLine = 4 * sizeof(Words);
 
@@ -77,15 +77,16 @@ void advise_huge(void* to, std::size_t bytes) {
 #endif
 }
 
-void expect_writes(void* to, std::size_t bytes) {
-  constexpr std::size_t kFresh = std::size_t(32) << 20;  // from here on malloc always maps anew
+void advise_huge_result(void* to, std::size_t bytes) {
+  constexpr std::size_t kFresh = std::size_t(32)
+                                 << 20;  // malloc always maps new memory for this size
   if (bytes >= kFresh) advise_huge(to, bytes);
 }
 
 WeightMemory::WeightMemory(std::size_t bytes) : bytes_(bytes) {
 #if defined(__linux__)
-  // Mapped, not by malloc: pages that were written before stay small. The whole mapping is advised,
-  // so that those of many weights merge: a process has 65530 by default.
+  // Mapped, not from malloc, whose pages may be in use already and stay small. The whole mapping is
+  // advised, so that adjacent weights share one: Linux allows a process 65530 mappings by default.
   const std::size_t mapped = bytes + kPage;
   mapped_ = mapped < bytes
                 ? MAP_FAILED

@@ -31,10 +31,9 @@ void relax() {
 #endif
 }
 
-// A thread inherits the cores of the one that starts it, and OpenMP, asked to bind its threads,
-// binds that to a single one: all workers would share it (4096 x 4096, m = 16, two threads: as slow
-// as one). The cores before that are not to be had any more, so a worker takes all that the process
-// may use.
+// Undoes OpenMP's binding in a worker. A thread inherits the cores of the one that starts it; with
+// OMP_PROC_BIND that is a single core, which all workers would share. The cores before the binding
+// are unknown, so a worker takes all that the process may use.
 void leave_openmp_core() {
 #if defined(__linux__)
   const char* binding = std::getenv("OMP_PROC_BIND");
@@ -42,11 +41,11 @@ void leave_openmp_core() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) != 0 || CPU_COUNT(&cores) != 1) return;
   std::memset(&cores, 0xFF, sizeof cores);
-  sched_setaffinity(0, sizeof cores, &cores);  // where it is not allowed, it stays as it was
+  sched_setaffinity(0, sizeof cores, &cores);  // ignored if not permitted
 #endif
 }
 
-// A worker spins this long for the next loop before it sleeps: a decode step runs hundreds of
+// A worker spins this often for the next loop before it sleeps: a decode step runs hundreds of
 // loops a few microseconds apart, and waking a sleeper costs 5 to 50.
 constexpr int kSpins = 4000;
 
@@ -56,7 +55,7 @@ struct Loop {
   std::size_t total, chunk, workers;
   std::atomic<std::size_t> next{0};
   std::atomic<bool> failed{false};
-  std::exception_ptr error{};  // of the thread that set `failed`; read when all have left
+  std::exception_ptr error{};  // of the thread that set `failed`; read after all have left
 
   void work() {
     try {
@@ -73,7 +72,7 @@ struct Loop {
 
 class Pool {
  public:
-  // False where another loop has the pool.
+  // Returns false if another loop uses the pool.
   bool try_run(Loop& loop) {
     std::unique_lock<std::mutex> busy(running_, std::try_to_lock);
     if (!busy) return false;
@@ -88,7 +87,7 @@ class Pool {
     loop.work();
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      loop_ = nullptr;  // nobody joins any more; wait for those inside
+      loop_ = nullptr;  // no worker joins from here on; wait for those that did
     }
     for (int i = 0; active_.load(std::memory_order_acquire) != 0; i++) {
       if (i < kSpins) {
@@ -105,7 +104,7 @@ class Pool {
     try {
       for (; started_ < workers; started_++) std::thread([this] { serve(); }).detach();
     } catch (const std::exception&) {
-      // No more threads, or no memory for them: the loop runs on those there are.
+      // Out of threads or memory: the loop runs on those that started.
     }
   }
 
@@ -155,7 +154,7 @@ Pool& pool() {
   static Pool* const made = [] {
     Pool* fresh = new (storage) Pool;
 #if defined(__unix__) || defined(__APPLE__)
-    // The child of a fork has none of the threads, and perhaps locked mutexes.
+    // The child of a fork has none of the threads, and its mutexes may be locked.
     pthread_atfork(nullptr, nullptr, [] {
       new (storage) Pool;
       Pool::inside_ = false;

@@ -1,4 +1,4 @@
-// The values of codes in bf16, and the scales of a tile: what the kernels of AVX-512 BF16 share.
+// Looks up codes in a bf16 codebook and loads the scales of a tile: AVX-512 BF16.
 #pragma once
 
 #include <immintrin.h>
@@ -8,13 +8,13 @@
 
 #include "x86/codes_avx512-inl.h"
 #include "common/kernels.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 #include "x86/scales_x86-inl.h"
 
 namespace fdk {
 namespace {
 
-constexpr int kSteps = 4;  // of 32 positions, a tile
+constexpr int kSteps = 4;  // of 32 positions, per tile
 constexpr std::size_t kStep = kTileK / kSteps;
 
 FDK_INLINE __m512bh as_bf16(__m512i v) { return (__m512bh)v; }
@@ -23,7 +23,7 @@ FDK_INLINE std::uint16_t bf16_bits(float value) {
   return std::uint16_t(_mm_cvtsi128_si32(_mm_castps_si128(_mm_set_ss(value))) >> 16 & 0xFFFF);
 }
 
-// The table in 16-bit entries; for 8 bits as its low and its high bytes, which `vpermi2b` looks up
+// The codebook in 16-bit entries; for 8 bits its low and its high bytes, which `vpermi2b` looks up
 // 128 at a time.
 template <int kBits>
 struct Table16 {
@@ -46,7 +46,7 @@ struct Table16 {
     }
   }
 
-  // index: 16-bit lanes, the code in the low bits and junk above; up to 7 bits.
+  // index: 16-bit lanes with the code in the low bits and any bits above; up to 7 bits.
   FDK_INLINE __m512i at(__m512i index) const {
     if constexpr (kBits <= 5) {
       return _mm512_permutexvar_epi16(index, t[0]);
@@ -59,7 +59,7 @@ struct Table16 {
     }
   }
 
-  // One byte of the values of 64 codes; `half` 0 is the low one.
+  // One byte of the values of 64 codes; `half` 0 is the low byte.
   FDK_INLINE __m512i bytes_at(__m512i codes, __mmask64 bit7, int half) const {
     const __m512i* u = t + 4 * half;
     return _mm512_mask_blend_epi8(bit7, _mm512_permutex2var_epi8(u[0], codes, u[1]),
@@ -67,7 +67,8 @@ struct Table16 {
   }
 };
 
-// The code of each position of step s in the low bits of 16-bit lanes, junk above; up to 7 bits.
+// The code of each position of step s in the low bits of 16-bit lanes, any bits above; up to 7
+// bits.
 template <int kBits, int s>
 FDK_INLINE __m512i index_of(const Avx512Codes<kBits>& codes) {
   const __m512i low = _mm512_srli_epi16(codes.low, 4 * s);
@@ -81,7 +82,7 @@ FDK_INLINE __m512i index_of(const Avx512Codes<kBits>& codes) {
   }
 }
 
-// The values of a row of a tile: v[s] holds positions 32 s to 32 s + 31, in order.
+// The values of a row of a tile: v[s] has positions 32 s to 32 s + 31, in order.
 template <int kBits>
 struct Values {
   __m512i v[kSteps];
@@ -90,13 +91,13 @@ struct Values {
   FDK_INLINE Values(const std::uint8_t* tile, std::size_t r, const Table16<kBits>& table) {
     const Avx512Codes<kBits> codes(tile, r);
     if constexpr (kBits == 8) {
-      // The low bytes of the 16-bit lanes are steps 0 and 1, the high ones steps 2 and 3.
+      // The low bytes of the 16-bit lanes are steps 0 and 1, the high bytes steps 2 and 3.
       for (int i = 0; i < 2; i++) {
         const __m512i q = i == 0 ? codes.low : codes.high;
         const __mmask64 bit7 = _mm512_movepi8_mask(q);
         const __m512i lo = table.bytes_at(q, bit7, 0), hi = table.bytes_at(q, bit7, 1);
-        // Each byte's neighbour; a masked shuffle is one instruction where shift and select are two
-        // (4096 x 4096, 8 bits, warm: 0.85 -> 0.69 ms).
+        // The other byte of each lane; one masked shuffle instead of a shift and a select (4096 x
+        // 4096, 8 bits, warm, Zen 4: 0.85 -> 0.69 ms).
         const __m512i neighbour = _mm512_broadcast_i32x4(
             _mm_set_epi8(14, 15, 12, 13, 10, 11, 8, 9, 6, 7, 4, 5, 2, 3, 0, 1));
         v[i] = _mm512_mask_shuffle_epi8(lo, 0xAAAAAAAAAAAAAAAA, hi, neighbour);
@@ -111,12 +112,13 @@ struct Values {
   }
 };
 
-// Scales or zero points of a tile, [kGroups][kTileRows]; fewer stored groups are repeated.
+// Loads the scales or zero points of a tile, [kGroups][kTileRows]; fewer stored groups are
+// repeated.
 template <int kGroups, bool kZeros>
 FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
   const ScaleType type = kZeros ? ScaleType(int(w.zero_type) - 1) : w.scale_type;
   const bool all = w.groups_per_tile == kGroups;
-  if (kGroups > 1 && all && type == ScaleType::bf16) {  // the usual case, at once
+  if (kGroups > 1 && all && type == ScaleType::bf16) {  // the common case, all at once
     const void* stored = kZeros ? w.zeros : w.scales;
     const std::uint16_t* from = static_cast<const std::uint16_t*>(stored) + slot;
     for (int i = 0; i < kGroups * int(kTileRows); i += 8) {
@@ -128,7 +130,7 @@ FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
   }
   const std::size_t repeats = all ? 1 : kGroups / w.groups_per_tile;
   if (type == ScaleType::bf16) {
-    // The type is asked once: asked for each group it was a quarter of decoding 8 bits.
+    // The dtype is tested once: a test per group took a quarter of the time to dequantise 8 bits.
     const void* stored = kZeros ? w.zeros : w.scales;
     const std::uint16_t* from = static_cast<const std::uint16_t*>(stored) + slot;
     FDK_UNROLL
@@ -154,7 +156,7 @@ FDK_INLINE void load_groups(const Weight& w, std::size_t slot, float* out) {
   }
 }
 
-// The scale or zero point of step s of row r, for sums of pairs: 16 positions are half a register.
+// The scale or zero point of step s of row r for sums of pairs: 16 positions are half a register.
 template <int kGroups, int s>
 FDK_INLINE __m512 group_at(const float* groups, std::size_t r) {
   if constexpr (kGroups == 8) {
@@ -165,16 +167,17 @@ FDK_INLINE __m512 group_at(const float* groups, std::size_t r) {
   }
 }
 
-// Up to 5 bits and from 32 positions a group on, a row's table is scaled and rounded itself, and
-// the lookup gives W_hat: 10 instructions for 64 codes where scaling each value takes 20.
+// Up to 5 bits and for groups of 32 and more, the codebook of each row and group is scaled and
+// rounded, so that the lookup gives W_hat: 10 instructions for 64 codes instead of 20 to scale each
+// value.
 template <int kBits>
 inline constexpr bool kScaledTable = kBits <= 5;
 
-// Tiles whose tables are built at once.
+// Tiles whose scaled codebooks are built at once.
 constexpr std::size_t kAhead = 8;
 
-// The values of a group: those of the codes less the zero point, times the scale, rounded to bf16.
-// Up to 4 bits they are 16, stored once and loaded twice over; 5 bits have 32.
+// The scaled codebook of a group: (value - zero point) * scale, rounded to bf16. Up to 4 bits it
+// has 16 entries, stored once and loaded twice into a register; at 5 bits it has 32.
 template <int kBits>
 struct ScaledTable {
   static constexpr std::size_t kEntries = kBits == 5 ? 32 : 16;
@@ -189,8 +192,8 @@ struct ScaledTable {
   FDK_INLINE __m512 times(__m512 values, const float* scale, const float* zero) const {
     return _mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(*zero)), _mm512_set1_ps(*scale));
   }
-  // Two groups, whose scales and zero points are kTileRows apart: rounding two registers takes as
-  // long as one.
+  // Stores those of two groups, whose scales and zero points are kTileRows apart: rounding two
+  // registers takes as long as one.
   FDK_INLINE void store(const float* scale, const float* zero, std::uint16_t* to) const {
     const float *next_scale = scale + kTileRows, *next_zero = zero + kTileRows;
     if constexpr (kBits == 5) {
@@ -211,9 +214,9 @@ struct ScaledTable {
   }
 };
 
-// The tables of the tiles [begin, end) of a stripe, [tiles][kTileRows][kGroups][entries]. They are
-// built some tiles ahead of their use: from a scale to its table are 50 cycles, more than the
-// processor looks ahead where the products wait for them.
+// Builds the scaled codebooks of tiles [begin, end) of a stripe,
+// [tiles][kTileRows][kGroups][entries]. They are built several tiles ahead: it takes 50 cycles from
+// a scale to its codebook, more than out-of-order execution hides.
 template <int kBits, int kGroups>
 FDK_INLINE void scale_tables(const Weight& w, const ScaledTable<kBits>& table, std::size_t stripe,
                              std::size_t begin, std::size_t end, std::uint16_t* to) {
@@ -224,8 +227,8 @@ FDK_INLINE void scale_tables(const Weight& w, const ScaledTable<kBits>& table, s
             [&](std::size_t, const std::uint8_t*, std::size_t slot) FDK_LAMBDA {
               load_groups<kGroups, false>(w, slot, scales);
               if (affine) load_groups<kGroups, true>(w, slot, zeros);
-              // GCC 12 would keep the scales in registers, and take them apart by 60 instructions a
-              // tile.
+              // Keeps GCC 12 from holding the scales in registers and extracting them with 60
+              // instructions per tile.
               asm volatile("" : : "r"(scales), "r"(zeros) : "memory");
               for (std::size_t r = 0; r < kTileRows; r++) {
                 FDK_UNROLL

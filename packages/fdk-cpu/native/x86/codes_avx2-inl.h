@@ -1,8 +1,9 @@
-// Codes to indices of 16-entry byte tables, and 16-bit values looked up by them: AVX2.
 //
-// `vpshufb` looks up 32 bytes at once, in a table of 16. The low and the high bytes of 16-bit
-// values are looked up apart and joined by an unpack. More than 4 bits take more tables: bits from
-// the fifth on choose among what each gives.
+// Unpacks codes to indices of 16-entry byte tables, and looks up 16-bit values: AVX2.
+//
+// `vpshufb` looks up 32 bytes at once in a table of 16. The low and high bytes of 16-bit values are
+// looked up separately and interleaved. Codes of more than 4 bits need several tables; their upper
+// bits select among the results.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +12,7 @@
 #include <cstdint>
 
 #include "common/layout.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
@@ -24,15 +25,15 @@ FDK_INLINE float sum_of(__m256 v) {
 }
 
 // A block is 16 positions of a tile. Index register t of a row has block t in the low 8 bytes of
-// its halves and block t + 4 in the high ones.
+// both halves and block t + 4 in the high ones.
 constexpr int kIndexRegisters = 4;
 constexpr int kBlockPositions = 16;
 
 template <int kBits>
 inline constexpr int kTables = kBits > 4 ? 1 << (kBits - 4) : 1;
 
-// What chooses the entries: an index into a table, and in the top bits of the bytes of `choice`
-// each further bit of the code.
+// The code as a lookup needs it: an index into a table and, in the top bit of the bytes of
+// `choice`, each further bit of the code.
 template <int kBits>
 struct Index {
   __m256i low;
@@ -43,7 +44,7 @@ struct Index {
 template <int kBits>
 struct RowIndices {
   __m256i low[2];         // the plane of 4 bits; up to 3 bits, indices 4 bits apart
-  __m256i pairs, single;  // the planes of 2 bits and of 1
+  __m256i pairs, single;  // the planes of 2 bits and of 1 bit
 
   FDK_INLINE RowIndices(const std::uint8_t* tile, std::size_t r) {
     constexpr Planes planes = planes_of(kBits);
@@ -84,7 +85,7 @@ struct RowIndices {
     return index;
   }
 
-  // The codes that at<t> is the index of, of 4 bits and more.
+  // The codes themselves of index register t; 4 bits and more.
   template <int t>
   FDK_INLINE __m256i codes() const {
     const __m256i fields = shifted<t / 2 * 4>(low[t % 2]);
@@ -102,8 +103,8 @@ struct RowIndices {
   }
 
  private:
-  // `vpshufb` reads the low four bits of an index and its top one, which is zero here after any
-  // shift of at(), so that those need no mask. At 1 bit, bit 2 is of another code.
+  // `vpshufb` reads the low four bits of an index and the top one, which is zero here after any
+  // shift of at(), so that no mask is needed. At 1 bit, bit 2 belongs to another code.
   FDK_INLINE void pack_indices() {
     if constexpr (kBits == 1) {
       low[0] = _mm256_and_si256(single, _mm256_set1_epi8(0x55));
@@ -118,14 +119,14 @@ struct RowIndices {
       }
     }
   }
-  // 16-bit lanes, down by kShift bits, or up.
+  // 16-bit lanes shifted right by kShift bits, or left if it is negative.
   template <int kShift>
   static FDK_INLINE __m256i shifted(__m256i v) {
     if constexpr (kShift == 0) return v;
     if constexpr (kShift < 0) return _mm256_slli_epi16(v, kShift < 0 ? -kShift : 0);
     return _mm256_srli_epi16(v, kShift > 0 ? kShift : 0);
   }
-  // The low bytes of each half's 16-bit lanes, then the high ones.
+  // The low bytes of the 16-bit lanes of each half, then the high bytes.
   static FDK_INLINE __m256i apart(__m256i lanes) {
     const __m256i order = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
@@ -139,9 +140,9 @@ struct RowIndices {
 // 2^kBits values of 16 bits as tables of their bytes.
 template <int kBits>
 struct ByteTables {
-  alignas(32) std::uint8_t bytes[2][kTables<kBits>][32];  // low ones, then high ones
+  alignas(32) std::uint8_t bytes[2][kTables<kBits>][32];  // low bytes, then high bytes
 
-  template <class Value>  // value(c): of code c
+  template <class Value>  // value(c) is that of code c
   FDK_INLINE explicit ByteTables(Value value) {
     constexpr unsigned kMask = (1u << kBits) - 1;
     for (unsigned table = 0; table < unsigned(kTables<kBits>); table++) {
@@ -166,7 +167,7 @@ struct ByteTables {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes[half][i]));
   }
 
-  // Among kCount tables from `first` on.
+  // The entry of kCount tables from `first` on that the index selects.
   template <int kCount>
   FDK_INLINE __m256i choose(int half, int first, const Index<kBits>& index) const {
     if constexpr (kCount == 1) {

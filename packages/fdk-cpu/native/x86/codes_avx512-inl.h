@@ -1,4 +1,4 @@
-// Codes of a row of a tile in AVX-512 registers: 32 16-bit lanes.
+// Unpacks the codes of a row of a tile to AVX-512 registers of 32 16-bit lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -7,17 +7,17 @@
 #include <cstdint>
 
 #include "common/layout.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-// `mask ? a : b`, bit by bit.
+// `mask ? a : b` for each bit.
 FDK_INLINE __m512i select_bits(std::uint16_t mask, __m512i a, __m512i b) {
   return _mm512_ternarylogic_epi32(_mm512_set1_epi16(short(mask)), a, b, 0xCA);
 }
 
-// The lanes of a plane, its fields 4 bits apart: field s of lane j, shifted down by 4 s, is the
+// The lanes of a plane with fields 4 bits apart: field s of lane j, shifted right by 4 s, is the
 // code of position 32 s + j. Narrow planes are repeated, each copy shifted to its own fields.
 template <int kWidth>
 FDK_INLINE __m512i load_plane(const std::uint8_t* p) {
@@ -37,16 +37,16 @@ FDK_INLINE __m512i load_plane(const std::uint8_t* p) {
   }
 }
 
-// The lanes of a plane of 1 bit that follows one of 2: its bits in place 2 of fields 4 bits apart.
-// Rotating 32-bit lanes carries into these places only bits of the same 16.
+// The lanes of a plane of 1 bit above one of 2 bits: its bits are at place 2 of fields 4 bits
+// apart. Rotating 32-bit lanes moves only bits of the same 16 into these places.
 FDK_INLINE __m512i load_top_plane(const std::uint8_t* p) {
   const __m128i quarter = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   const __m512i left = _mm512_set_epi32(31, 31, 31, 31, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2);
   return _mm512_rolv_epi32(_mm512_broadcast_i32x4(quarter), left);
 }
 
-// The codes of row r of a tile. Up to 4 bits they are the fields of `low`; above, the upper bits
-// are those of `high`, also 4 bits apart. Upper bits of a field mean nothing.
+// The codes of row r of a tile. Up to 4 bits they are the fields of `low`; beyond, `high` has the
+// upper bits, also 4 bits apart. The unused bits of a field are undefined.
 template <int kBits>
 struct Avx512Codes {
   __m512i low, high;
@@ -74,7 +74,7 @@ struct Avx512Codes {
     }
   }
 
-  // Register of step s, and the shift that brings its low bits (8 bits: its code) to bit 0.
+  // The register of step s, and the shift that brings its low bits (8 bits: its code) to bit 0.
   template <int s>
   FDK_INLINE __m512i lanes() const {
     if constexpr (kBits == 8) return s % 2 == 0 ? low : high;

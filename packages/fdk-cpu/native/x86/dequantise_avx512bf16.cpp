@@ -1,18 +1,18 @@
-// W_hat rounded to bf16, tile by tile: AVX-512 BF16.
+// Dequantises tiles to bf16: AVX-512 BF16.
 #include <immintrin.h>
 
 #include "x86/linear_avx512bf16.h"
 #include "x86/codebook_avx512bf16-inl.h"
 #include "common/kernels.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
-// Where decoded tiles go: `values` are those of step s of row r, in order; `tile` counts from the
-// first of the block.
+// Outputs: put<r, s>(tile, values) stores those of step s of row r, in order. `tile` counts from
+// the first of the block.
 
-// Rows of W_hat as they lie.
+// Rows of W_hat.
 struct RowsOut {
   std::uint16_t* out;
   std::size_t stride;
@@ -24,8 +24,8 @@ struct RowsOut {
   FDK_INLINE void next_stripe() { out += kTileRows * stride; }
 };
 
-// Panels of pairs of rows, as GradPanels has them: positions 8 q to 8 q + 3 of each 128 bits, then
-// the other four, as `unpack` leaves them.
+// Panels of pairs of rows for DgradPanels: positions 8 q to 8 q + 3 of each 128 bits, then the
+// other four, as the unpack instructions leave them.
 struct PairsOut {
   std::uint16_t* panels;
   std::size_t step;
@@ -44,7 +44,7 @@ struct PairsOut {
   FDK_INLINE void next_stripe() { panels += kTileRows * kStep; }
 };
 
-// Stripes [first, last), and of each the tiles [begin, end).
+// Tiles [begin, end) of stripes [first, last).
 struct Block {
   std::size_t first, last, begin, end;
 };
@@ -59,16 +59,16 @@ FDK_INLINE void for_block(const Weight& w, const Block& block, Out& out, std::si
   }
 }
 
-// W_hat rounded to bf16, by tables of each group.
+// With the scaled codebooks of each group.
 template <int kBits, int kGroups, class Out>
-void decode_scaled(const Weight& w, const Block& block, Out out, Fetch fetch) {
+void dequantise_scaled(const Weight& w, const Block& block, Out out, Prefetcher prefetcher) {
   constexpr std::size_t kEntries = ScaledTable<kBits>::kEntries;
   const ScaledTable<kBits> table(w.table);
   alignas(64) std::uint16_t tables[kAhead * kTileRows * kGroups * kEntries];
   for_block(
       w, block, out, tile_bytes(kBits),
       [&](std::size_t stripe, std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
-        fetch.step();
+        prefetcher.step();
         const std::size_t ahead = (tile - block.begin) % kAhead;
         if (ahead == 0) {
           const std::size_t last = tile + kAhead < block.end ? tile + kAhead : block.end;
@@ -88,18 +88,18 @@ void decode_scaled(const Weight& w, const Block& block, Out out, Fetch fetch) {
       });
 }
 
-// Values in order as float32: the 16 that begin at `first`, by lanes (first + i) of 16 bits.
+// 16 values in order as float32: those that begin at `first`, for 16-bit lanes (first + i).
 FDK_INLINE __m512 widened(__m512i values, __m512i lanes) {
   return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, lanes, values));
 }
 
-// The same for groups of 16, by values, each scaled and rounded itself.
+// For groups of 16: each value is scaled and rounded.
 template <int kBits, class Out>
-void decode_values(const Weight& w, const Block& block, Out out, Fetch fetch) {
+void dequantise_values(const Weight& w, const Block& block, Out out, Prefetcher prefetcher) {
   constexpr int kGroups = 8;
   const Table16<kBits> table(w.table);
   const bool affine = w.zeros != nullptr;
-  // Into the upper half of 32-bit lane i goes value i, or 16 + i.
+  // The upper half of 32-bit lane i gets value i, or 16 + i.
   const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512i low = _mm512_slli_epi32(count, 16);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(16 << 16));
@@ -107,10 +107,10 @@ void decode_values(const Weight& w, const Block& block, Out out, Fetch fetch) {
   for_block(
       w, block, out, tile_bytes(kBits),
       [&](std::size_t, std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
-        fetch.step();
+        prefetcher.step();
         load_groups<kGroups, false>(w, slot, scales);
         if (affine) load_groups<kGroups, true>(w, slot, zeros);
-        asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+        asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as in scale_tables
         unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
           const Values<kBits> values(codes, r.value, table);
           const auto scaled = [&](__m512i step, __m512i lanes, int group) FDK_LAMBDA {
@@ -128,7 +128,7 @@ void decode_values(const Weight& w, const Block& block, Out out, Fetch fetch) {
       });
 }
 
-// The table of 6 to 8 bits as the low and the high bytes of its entries.
+// The codebook of 6 to 8 bits as the low and the high bytes of its entries.
 template <int kBits>
 struct ByteTable {
   static constexpr int kRegisters = kBits == 6 ? 1 : kBits == 7 ? 2 : 4;
@@ -136,7 +136,7 @@ struct ByteTable {
 
   FDK_INLINE explicit ByteTable(const float* table) {
     alignas(64) std::uint8_t entries[2][64 * kRegisters];
-    // Sixteen at a time: byte by byte, 0.4 us a call, it took half of a backward call of 8 bits.
+    // Sixteen at a time: one by one it took 0.4 us, half of a backward call of 8 bits.
     for (std::size_t i = 0; i < 64 * std::size_t(kRegisters); i += 16) {
       const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(table + i));
       _mm_store_si128(reinterpret_cast<__m128i*>(entries[0] + i),
@@ -150,7 +150,7 @@ struct ByteTable {
     });
   }
 
-  // Of 64 codes, a byte each, whose upper bits mean nothing.
+  // 64 codes, one byte each, whose upper bits are undefined.
   FDK_INLINE __m512i at(__m512i codes, int half) const {
     const __m512i* t = bytes[half];
     if constexpr (kBits == 6) return _mm512_permutexvar_epi8(codes, t[0]);
@@ -161,28 +161,26 @@ struct ByteTable {
   }
 };
 
-// The codes of steps s (even bytes) and s + 2 (odd ones).
+// The codes of steps s (even bytes) and s + 2 (odd bytes).
 template <int kBits, int s>
 FDK_INLINE __m512i codes_of_steps(const Avx512Codes<kBits>& codes) {
   if constexpr (kBits == 8) return s == 0 ? codes.low : codes.high;
-  // By name: the shift is a macro in builds without optimisation.
+  // A variable: without optimisation the shift is a macro.
   const __m512i second = index_of<kBits, s + 2>(codes);
   return select_bits(0x00FF, index_of<kBits, s>(codes), _mm512_slli_epi16(second, 8));
 }
 
-// Values of a row of a tile in bf16: 32-bit lane i of a step holds those of positions i and 16 + i.
+// The bf16 values of a row of a tile: 32-bit lane i of a step has positions i and 16 + i.
 struct Looked {
   __m512i steps[kSteps];
 };
 
-// W_hat rounded to bf16 of 6 to 8 bits. 64 codes are looked up byte by byte, in an order in which
-// the two halves of a step are the lower and the upper halves of 32-bit lanes: each is a float32 by
-// a shift or a mask, and rounding both puts them in order. (By bytes brought into float32 16 at a
-// time 8 bits took 223 cycles a tile for 201, Emerald Rapids; 20 cycles for 32 codes by 16-bit
-// values, Zen 4.)
+// For 6 to 8 bits. 64 codes are looked up byte by byte, in an order that puts the two halves of a
+// step into the lower and upper halves of 32-bit lanes: a shift or a mask makes each a float32, and
+// rounding both restores the order.
 template <int kBits, int kGroups, bool kAffine, class Out>
-void decode_bytes(const Weight& w, const Block& block, Out out, Fetch fetch) {
-  constexpr int kHalves = 2;  // 16 positions of a step
+void dequantise_bytes(const Weight& w, const Block& block, Out out, Prefetcher prefetcher) {
+  constexpr int kHalves = 2;  // of 16 positions, per step
   const ByteTable<kBits> table(w.table);
   alignas(64) std::uint8_t order[64];
   for (unsigned i = 0; i < 64; i++) order[i] = std::uint8_t(i / 4 * 2 + i / 2 % 2 * 32 + i % 2);
@@ -191,11 +189,11 @@ void decode_bytes(const Weight& w, const Block& block, Out out, Fetch fetch) {
   for_block(
       w, block, out, tile_bytes(kBits),
       [&](std::size_t, std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
-        fetch.step();
+        prefetcher.step();
         load_groups<kGroups, false>(w, slot, scales);
         if constexpr (kAffine) load_groups<kGroups, true>(w, slot, zeros);
-        asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
-        // A row is looked up before the one ahead of it is scaled, so that neither waits.
+        asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as in scale_tables
+        // A row is looked up while the row before is scaled.
         Looked rows[2];
         const auto look_up = [&](std::size_t r, Looked& to) FDK_LAMBDA {
           const Avx512Codes<kBits> of_row(codes, r);
@@ -233,43 +231,44 @@ void decode_bytes(const Weight& w, const Block& block, Out out, Fetch fetch) {
 }
 
 template <class Out>
-void decode_block(const Weight& w, const Block& block, const Out& out, const Fetch& fetch) {
+void dequantise_block(const Weight& w, const Block& block, const Out& out,
+                      const Prefetcher& prefetcher) {
   const std::size_t groups = w.groups_per_tile;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
     constexpr int b = bits.value;
     if constexpr (!kScaledTable<b>) {
       if (w.zeros != nullptr) {
-        if (groups == 8) return decode_bytes<b, 8, true>(w, block, out, fetch);
-        return decode_bytes<b, 4, true>(w, block, out, fetch);
+        if (groups == 8) return dequantise_bytes<b, 8, true>(w, block, out, prefetcher);
+        return dequantise_bytes<b, 4, true>(w, block, out, prefetcher);
       }
-      if (groups == 8) return decode_bytes<b, 8, false>(w, block, out, fetch);
-      return decode_bytes<b, 4, false>(w, block, out, fetch);
+      if (groups == 8) return dequantise_bytes<b, 8, false>(w, block, out, prefetcher);
+      return dequantise_bytes<b, 4, false>(w, block, out, prefetcher);
     } else {
-      if (groups == 8) return decode_values<b>(w, block, out, fetch);
-      if (groups == 4) return decode_scaled<b, 4>(w, block, out, fetch);
-      return decode_scaled<b, 2>(w, block, out, fetch);
+      if (groups == 8) return dequantise_values<b>(w, block, out, prefetcher);
+      if (groups == 4) return dequantise_scaled<b, 4>(w, block, out, prefetcher);
+      return dequantise_scaled<b, 2>(w, block, out, prefetcher);
     }
   });
 }
 
 }  // namespace
 
-void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
-                                std::size_t end, void* out, std::size_t stride,
-                                const Fetch& fetch) {
-  decode_block(w, {stripe, stripe + 1, begin, end},
-               RowsOut{static_cast<std::uint16_t*>(out), stride}, fetch);
+void dequantise_prefetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
+                                       std::size_t end, void* out, std::size_t stride,
+                                       const Prefetcher& prefetcher) {
+  dequantise_block(w, {stripe, stripe + 1, begin, end},
+                   RowsOut{static_cast<std::uint16_t*>(out), stride}, prefetcher);
 }
 
-void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                       void* out, std::size_t stride) {
-  decode_fetching_avx512bf16(w, stripe, begin, end, out, stride, {});
+void dequantise_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                           void* out, std::size_t stride) {
+  dequantise_prefetching_avx512bf16(w, stripe, begin, end, out, stride, {});
 }
 
-void decode_pairs_avx512bf16(const Weight& w, std::size_t first, std::size_t last,
-                             std::size_t begin, std::size_t end, std::uint16_t* panels,
-                             std::size_t step) {
-  decode_block(w, {first, last, begin, end}, PairsOut{panels, step}, {});
+void dequantise_pairs_avx512bf16(const Weight& w, std::size_t first, std::size_t last,
+                                 std::size_t begin, std::size_t end, std::uint16_t* panels,
+                                 std::size_t step) {
+  dequantise_block(w, {first, last, begin, end}, PairsOut{panels, step}, {});
 }
 
 }  // namespace fdk

@@ -1,4 +1,5 @@
-// Which product takes how many rows of x on AVX-512 BF16, by what products cost on this machine.
+// The dispatch thresholds of AVX-512 BF16, which depend on the throughput of products: a cost
+// model.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int kProducts = 6144, kChains = 16;
 
-// Ticks of kProducts products of 512 bits, as many chains at once as hide their latency.
+// TSC ticks of kProducts 512-bit products, in enough chains to hide their latency.
 std::uint64_t ticks_of_products() {
   const std::uint64_t start = __rdtsc();
   for (int i = 0; i < kProducts / kChains; i++) {
@@ -34,8 +35,7 @@ std::uint64_t ticks_of_products() {
   return __rdtsc() - start;
 }
 
-// Ticks of kProducts cycles: integer products that wait for each other, three cycles each on every
-// such processor.
+// TSC ticks of kProducts cycles, by dependent integer products of three cycles each.
 std::uint64_t ticks_of_cycles() {
   constexpr int kAtOnce = 16;
   std::uint64_t value = 3;
@@ -53,19 +53,19 @@ std::uint64_t ticks_of_cycles() {
 
 bool has_tables(const Weight& w) { return w.bits <= 5 && w.groups_per_tile < 8; }
 
-// Whether five and six rows meet a decoded code without tables. With zero points they do not fit
-// the registers (8 bits, m = 9: 2.9 ms where panels take 2.4).
-bool takes_six(const Weight& w) {
+// Whether five and six rows of x can share one decoding without scaled codebooks. With zero points
+// they do not fit the registers (8 bits, m = 9: 2.9 ms, with panels 2.4).
+bool six_rows_fit(const Weight& w) {
   return w.groups_per_tile <= 2 && w.zeros == nullptr && is_wide_avx512bf16();
 }
 
-// Rows of x up to which a wide machine decodes the weight anew for every few of them.
-std::size_t few_rows(const Weight& w) {
+// The largest m for which a wide machine decodes the weight again for every few rows.
+std::size_t max_gemv_m(const Weight& w) {
   const bool large_groups = w.groups_per_tile <= 2;  // 64 positions and more
-  if (has_tables(w)) return kAvx512Bf16Rows;
+  if (has_tables(w)) return kAvx512Bf16GemvRows;
   if (w.zeros != nullptr) return large_groups ? 2 : 1;
   if (!large_groups) return 4;
-  return w.bits == 6 ? 10 : kAvx512Bf16Rows;
+  return w.bits == 6 ? 10 : kAvx512Bf16GemvRows;
 }
 
 }  // namespace
@@ -80,36 +80,36 @@ double cycles_of_products_avx512bf16() {
   return double(products) / double(std::max<std::uint64_t>(1, cycles));
 }
 
-// Whether two products of 512 bits begin in a cycle, measured once (30 us): the least of some turns
-// of each, for other work only adds. Where they do (0.52 to 0.53 cycles each on Zen 5) everything
-// else that a product needs counts twice as much beside it as where one does (Zen 4). CPUID tells
-// as much of AMD's processors (Fn8000_001A, FP512), but a virtual machine may hide it, as one did.
+// Whether two 512-bit products start per cycle (Zen 5: 0.52 cycles each; Zen 4: 1). If so, all
+// other instructions beside a product cost twice as much relative to it. Measured once, in 30 us,
+// because a virtual machine may hide what CPUID says (Fn8000_001A, FP512). The least of several
+// turns is used.
 bool is_wide_avx512bf16() {
   static const bool wide = 4 * cycles_of_products_avx512bf16() < 3;
   return wide;
 }
 
-std::size_t most_rows_avx512bf16(const Weight& w) {
-  return has_tables(w) || takes_six(w) ? kAvx512Bf16Rows : 4;
+std::size_t rows_per_pass_avx512bf16(const Weight& w) {
+  return has_tables(w) || six_rows_fit(w) ? kAvx512Bf16GemvRows : 4;
 }
 
-// By measurement, 4096 x 4096, one thread: on a wide machine m from 2 to 64 and groups of 16, 32
-// and 64, on another m from 5 to 16 and groups of 64.
-RowLimits limits_avx512bf16(const Weight& w) {
-  RowLimits limits;
+// Measured with 4096 x 4096 and one thread: on a wide machine for m from 2 to 64 and groups of 16,
+// 32 and 64, on others for m from 5 to 16 and groups of 64.
+DispatchThresholds dispatch_thresholds_avx512bf16(const Weight& w) {
+  DispatchThresholds thresholds;
   if (is_wide_avx512bf16()) {
-    limits.gemv = few_rows(w);
-    limits.stripes = limits.rest = 24;
-    // 4096 x 4096, m = 512: 37.9 ms, fetched 38.0; 4096 x 14336: 139, fetched 134 (Zen 5). Where
-    // one product begins in a cycle the fetches cost more than they gain.
-    limits.near_panels = std::size_t(4) << 20;
+    thresholds.max_gemv_m = max_gemv_m(w);
+    thresholds.max_stripes_m = thresholds.max_rest = 24;
+    // Zen 5, 4096 x 14336, m = 512: 139 -> 134 ms with prefetching. On machines that are not wide
+    // it costs more than it gains.
+    thresholds.near_panel_bytes = std::size_t(4) << 20;
   } else if (!has_tables(w)) {
-    // Groups of 16 without tables keep the usual limit.
-    if (w.bits > 5) limits.gemv = w.bits == 7 ? 6 : 8;
+    // Groups of 16 without scaled codebooks keep the default.
+    if (w.bits > 5) thresholds.max_gemv_m = w.bits == 7 ? 6 : 8;
   } else if (w.bits == 5) {
-    limits.gemv = 6;
+    thresholds.max_gemv_m = 6;
   }
-  return limits;
+  return thresholds;
 }
 
 }  // namespace fdk

@@ -1,4 +1,4 @@
-// Dot products by AVX2 and FMA.
+// Dot products: AVX2 and FMA.
 #include <immintrin.h>
 
 #include "common/dot-inl.h"

@@ -1,4 +1,4 @@
-// Dot products by AVX-512.
+// Dot products: AVX-512.
 #include <immintrin.h>
 
 #include "common/dot-inl.h"

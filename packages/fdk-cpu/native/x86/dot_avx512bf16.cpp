@@ -1,4 +1,4 @@
-// Dot products by AVX-512 BF16: pairs of bf16 products.
+// Dot products: AVX-512 BF16, which multiplies pairs of bf16.
 #include <immintrin.h>
 
 #include "common/dot-inl.h"

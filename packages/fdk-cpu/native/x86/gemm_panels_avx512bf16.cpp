@@ -1,4 +1,4 @@
-// Large m on AVX-512 BF16: products of a block of W_hat with panels of x.
+// The GEMM for large m: a block of W_hat times panels of x: AVX-512 BF16.
 #include <immintrin.h>
 
 #include "x86/linear_avx512bf16.h"
@@ -9,21 +9,19 @@
 namespace fdk {
 namespace {
 
-// Positions between two fetches.
+// Positions between two prefetches.
 constexpr std::size_t kTurn = 8;
 static_assert(kPanelDepth % kTurn == 0);
 
-// What a row step of a panel fetches into L2, a line a turn at most: bursts of codes between the
-// products cost as much as the time they take to arrive (m = 64, 8 bits: 3.4 ms of decoding where
-// warm codes take 1.8), and panels of x that lie far away keep the products waiting (Zen 5, 4096 x
-// 14336, m = 512, one thread: 139 -> 134 ms).
+// What the rows of one step prefetch into L2, at most one cache line per turn: bursts would stall
+// the products (Zen 5, 4096 x 14336, m = 512, one thread: 139 -> 134 ms).
 template <int kRows>
-struct PanelFetch {
+struct PanelPrefetch {
   static constexpr std::size_t kStripes = kRows / kTileRows;
   const char* next;
   std::size_t step = 0, part_step = 0;
 
-  FDK_INLINE PanelFetch(const PanelTask& task, std::size_t row)
+  FDK_INLINE PanelPrefetch(const GemmPanelTask& task, std::size_t row)
       : next(reinterpret_cast<const char*>(task.next)) {
     const std::size_t turns = task.depth / kTurn, part = row / kTileRows;
     if (part >= task.parts) return;
@@ -35,25 +33,25 @@ struct PanelFetch {
     _mm_prefetch(next, _MM_HINT_T1);
     next += step;
   }
-  // From the part of the first four rows to the others', where there is one.
+  // From the part of the first four rows to that of the others, if there is one.
   FDK_INLINE void next_part() { next += part_step; }
 };
 
-// y[row][panel] += w[row][depth] * x[depth / 2][panel][2], for kVectors registers of 16 lanes of
-// the panel and, if kHalf, 8 lanes more.
 //
-// Eight rows and four pairs a turn reach 235.7 GFLOP/s of the 236 that vdpbf16ps alone does (one
-// thread, Zen 4); twelve rows 223 to 225, and so do eight with two pairs a turn or a prefetch for
-// each line of x.
-template <int kRows, int kVectors, bool kHalf, bool kFetch>
-void panel_rows(const PanelTask& task, std::size_t row) {
-  constexpr std::size_t kLast = 16 * std::size_t(kVectors);  // lane of the half
+// y[row][panel] += w[row][depth] * x[depth / 2][panel][2], for kVectors registers of 16 lanes of
+// the panel and, if kHalf, 8 more lanes.
+//
+// Eight rows and four pairs per turn reach 235.7 of the 236 GFLOP/s of vdpbf16ps alone (Zen 4, one
+// thread); twelve rows, two pairs per turn and a prefetch per line of x all reach 223 to 225.
+template <int kRows, int kVectors, bool kHalf, bool kPrefetching>
+void panel_rows(const GemmPanelTask& task, std::size_t row) {
+  constexpr std::size_t kLast = 16 * std::size_t(kVectors);  // first lane of the half
   constexpr std::size_t kPanel = kLast + (kHalf ? 8 : 0);
   const std::uint16_t* rows[kRows];
   const std::uint16_t* x = static_cast<const std::uint16_t*>(task.x);
   float* y = task.y + row * task.panel;
-  // Eight registers of half the lanes are summed in half the cycles that one product takes to be
-  // ready for the next; two chains a row where they are all there is.
+  // The sums of eight half registers take half the latency of a product, so panels of 8 lanes need
+  // two chains per row.
   constexpr int kChains = kVectors == 0 ? 2 : 1;
   __m512 sums[kRows][kVectors];
   __m256 half_sums[kRows][kChains];
@@ -91,15 +89,15 @@ void panel_rows(const PanelTask& task, std::size_t row) {
     FDK_UNROLL
     for (int r = 0; r < kRows; r++) {
       rows[r] += kTurn;
-      asm("" : "+r"(rows[r]));  // or GCC 12 makes a pointer of each sum, most of them in memory
+      asm("" : "+r"(rows[r]));  // keeps GCC 12 from a pointer per sum, most of them spilled
     }
   };
   const std::size_t turns = task.depth / kTurn;
-  if constexpr (kFetch) {
-    PanelFetch<kRows> fetch(task, row);
+  if constexpr (kPrefetching) {
+    PanelPrefetch<kRows> prefetch(task, row);
     for (std::size_t i = 0; i < turns; i++) {
-      if (i == turns / 2) fetch.next_part();
-      fetch.line();
+      if (i == turns / 2) prefetch.next_part();
+      prefetch.line();
       turn();
     }
   } else {
@@ -121,13 +119,13 @@ void panel_rows(const PanelTask& task, std::size_t row) {
 }
 
 template <int kVectors, bool kHalf>
-FDK_INLINE void panel_all(const PanelTask& task) {
+FDK_INLINE void panel_all(const GemmPanelTask& task) {
   constexpr int kRows = int(kAvx512Bf16PanelRows), kFew = int(kTileRows);
-  static_assert(kRows == 2 * kFew);  // as PanelFetch has it
-  const bool fetch = task.next != nullptr;
+  static_assert(kRows == 2 * kFew);  // assumed by PanelPrefetch
+  const bool prefetch = task.next != nullptr;
   std::size_t row = 0;
   for (; row + kRows <= task.rows; row += kRows) {
-    if (fetch) {
+    if (prefetch) {
       panel_rows<kRows, kVectors, kHalf, true>(task, row);
     } else {
       panel_rows<kRows, kVectors, kHalf, false>(task, row);
@@ -138,7 +136,7 @@ FDK_INLINE void panel_all(const PanelTask& task) {
 
 }  // namespace
 
-void panel_avx512bf16(const PanelTask& task) {
+void gemm_panel_avx512bf16(const GemmPanelTask& task) {
   switch (task.panel) {
     case 8:
       return panel_all<0, true>(task);

@@ -1,23 +1,24 @@
-// A few rows of x on AVX-512 BF16: each code is decoded once for up to six of them.
 //
-// Zen 4 issues one 512-bit vdpbf16ps a cycle on the two pipes that multiply, and a vpermw or shift
-// on a third beside them: m rows of x cost m cycles for 32 codes, and what else multiplies counts.
-// From three rows on the table of a group is scaled and rounded once for its 32, 64 or 128 codes; a
-// scale on the sums, which two rows have, is a multiplication a row of x and group. Codes of 6 bits
-// and more, and groups of 16, have tables too large for that.
+// The GEMM for small m: each code is decoded once for up to six rows of x: AVX-512 BF16.
+//
+// Zen 4 starts one 512-bit vdpbf16ps per cycle on its two multiplying pipes, and a vpermw or shift
+// on a third: m rows of x take m cycles for 32 codes, and other multiplications add to that. From
+// three rows on the codebook of a group is scaled and rounded once for its 32, 64 or 128 codes. For
+// two rows the sums are scaled, one multiplication per row of x and group, as they are for codes of
+// 6 bits and more and groups of 16, whose scaled codebooks are too large.
 #include <immintrin.h>
 
 #include "x86/linear_avx512bf16.h"
 #include "x86/codebook_avx512bf16-inl.h"
 #include "common/kernels.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 
 namespace fdk {
 namespace {
 
 template <int kM>
 struct Rows {
-  const std::uint16_t* x[kM];  // past the last row it is repeated, and the result dropped
+  const std::uint16_t* x[kM];  // the last row is repeated, and its results dropped
 
   FDK_INLINE explicit Rows(const GemvTask& task) {
     FDK_UNROLL
@@ -31,7 +32,7 @@ struct Rows {
   }
 };
 
-// Unrolled to the last index: one that is not a constant keeps all sums in memory throughout.
+// Fully unrolled: one variable index would keep all sums in memory.
 template <int kM>
 FDK_INLINE void write_sums(const GemvTask& task, std::size_t stripe,
                            const __m512 (&sums)[kTileRows][kM]) {
@@ -59,45 +60,45 @@ void scaled_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
       FDK_UNROLL
       for (int m = 0; m < kM; m++) sums[r.value][m] = _mm512_setzero_ps();
     });
-    for_tiles(w, stripe, 0, w.tiles, kBytes,
-              [&](std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
-                if (tile % kAhead == 0) {
-                  const std::size_t last = tile + kAhead < w.tiles ? tile + kAhead : w.tiles;
-                  scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
-                }
-                const std::uint16_t* of_tile =
-                    tables + tile % kAhead * kTileRows * kGroups * kEntries;
-                for (std::size_t i = 0; i < kBytes; i += 64) {
-                  _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
-                }
-                // Two rows of w side by side, so that a load of x serves both.
-                unroll<int(kTileRows) / 2>([&](auto pair) FDK_LAMBDA {
-                  constexpr int r = 2 * pair.value;
-                  const Avx512Codes<kBits> first(codes, r), second(codes, r + 1);
-                  // GCC 12 would keep the x of one pair for the next, and spill the sums.
-                  asm volatile("" : : : "memory");
-                  unroll<kSteps>([&](auto step) FDK_LAMBDA {
-                    constexpr int s = step.value;
-                    const std::uint16_t* of_rows = of_tile + (r * kGroups + s / kRun) * kEntries;
-                    const __m512i a = _mm512_permutexvar_epi16(index_of<kBits, s>(first),
-                                                               ScaledTable<kBits>::load(of_rows));
-                    const __m512i b = _mm512_permutexvar_epi16(
-                        index_of<kBits, s>(second),
-                        ScaledTable<kBits>::load(of_rows + kGroups * kEntries));
-                    FDK_UNROLL
-                    for (int m = 0; m < kM; m++) {
-                      const __m512bh activations = x.at(m, tile * kTileK + s * kStep);
-                      sums[r][m] = _mm512_dpbf16_ps(sums[r][m], activations, as_bf16(a));
-                      sums[r + 1][m] = _mm512_dpbf16_ps(sums[r + 1][m], activations, as_bf16(b));
-                    }
-                  });
-                });
-              });
+    for_tiles(
+        w, stripe, 0, w.tiles, kBytes,
+        [&](std::size_t tile, const std::uint8_t* codes, std::size_t) FDK_LAMBDA {
+          if (tile % kAhead == 0) {
+            const std::size_t last = tile + kAhead < w.tiles ? tile + kAhead : w.tiles;
+            scale_tables<kBits, kGroups>(w, table, stripe, tile, last, tables);
+          }
+          const std::uint16_t* of_tile = tables + tile % kAhead * kTileRows * kGroups * kEntries;
+          for (std::size_t i = 0; i < kBytes; i += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetchBytes + i), _MM_HINT_T0);
+          }
+          // Two rows of w at a time, so that one load of x serves both.
+          unroll<int(kTileRows) / 2>([&](auto pair) FDK_LAMBDA {
+            constexpr int r = 2 * pair.value;
+            const Avx512Codes<kBits> first(codes, r), second(codes, r + 1);
+            // Keeps GCC 12 from holding the x of one pair for the next, and spilling the sums.
+            asm volatile("" : : : "memory");
+            unroll<kSteps>([&](auto step) FDK_LAMBDA {
+              constexpr int s = step.value;
+              const std::uint16_t* of_rows = of_tile + (r * kGroups + s / kRun) * kEntries;
+              const __m512i a = _mm512_permutexvar_epi16(index_of<kBits, s>(first),
+                                                         ScaledTable<kBits>::load(of_rows));
+              const __m512i b =
+                  _mm512_permutexvar_epi16(index_of<kBits, s>(second),
+                                           ScaledTable<kBits>::load(of_rows + kGroups * kEntries));
+              FDK_UNROLL
+              for (int m = 0; m < kM; m++) {
+                const __m512bh activations = x.at(m, tile * kTileK + s * kStep);
+                sums[r][m] = _mm512_dpbf16_ps(sums[r][m], activations, as_bf16(a));
+                sums[r + 1][m] = _mm512_dpbf16_ps(sums[r + 1][m], activations, as_bf16(b));
+              }
+            });
+          });
+        });
     write_sums<kM>(task, stripe, sums);
   }
 }
 
-// As for m = 1: values before their scale, which is applied to the sums of a group.
+// As for m = 1: the scale is applied to the sums of a group.
 template <int kBits, int kGroups, int kM>
 void summed_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
@@ -121,9 +122,10 @@ void summed_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
                 alignas(64) float scales[kGroups * kTileRows], zeros[kGroups * kTileRows];
                 load_groups<kGroups, false>(w, slot, scales);
                 if (affine) load_groups<kGroups, true>(w, slot, zeros);
-                asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as scale_tables does
+                asm volatile("" : : "r"(scales), "r"(zeros) : "memory");  // as in scale_tables
                 for (std::size_t i = 0; i < kBytes; i += 64) {
-                  _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+                  _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetchBytes + i),
+                               _MM_HINT_T0);
                 }
                 unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
                   constexpr std::size_t r = row.value;
@@ -159,7 +161,7 @@ void summed_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
   }
 }
 
-// Fewer instances than there are groups and m: 96 of them took two minutes to compile.
+// Not every combination of groups and m has an instance: 96 of them took two minutes to compile.
 template <int kBits>
 FDK_INLINE void rows_of(const GemvTask& task, std::size_t begin, std::size_t end) {
   const std::size_t groups = task.weight->groups_per_tile;
@@ -170,7 +172,7 @@ FDK_INLINE void rows_of(const GemvTask& task, std::size_t begin, std::size_t end
       return scaled_rows<kBits, 4, 6>(task, begin, end);
     }
     if (groups < 4) {
-      // The tables of a group cost as much as two products more for each row of x.
+      // Building the scaled codebooks of a group costs as much as two more products per row of x.
       if (task.m <= 2) return summed_rows<kBits, 2, 2>(task, begin, end);
       if (task.m <= 4) return scaled_rows<kBits, 2, 4>(task, begin, end);
       return scaled_rows<kBits, 2, 6>(task, begin, end);
@@ -185,7 +187,7 @@ FDK_INLINE void rows_of(const GemvTask& task, std::size_t begin, std::size_t end
   }
 }
 
-// Rows `row` to `row + rows - 1` of the task.
+// The part of the task for `rows` rows of x from `row` on.
 GemvTask part_of(const GemvTask& task, std::size_t row, std::size_t rows) {
   const std::size_t positions = task.weight->tiles * kTileK;
   GemvTask part = task;
@@ -198,9 +200,9 @@ GemvTask part_of(const GemvTask& task, std::size_t row, std::size_t rows) {
 
 }  // namespace
 
-void rows_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
+void gemm_small_m_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end) {
   const Weight& w = *task.weight;
-  const std::size_t passes = ceil_div(task.m, most_rows_avx512bf16(w));
+  const std::size_t passes = ceil_div(task.m, rows_per_pass_avx512bf16(w));
   for (std::size_t pass = 0; pass < passes; pass++) {
     const std::size_t row = pass * task.m / passes, rows = (pass + 1) * task.m / passes - row;
     const GemvTask part = part_of(task, row, rows);

@@ -1,17 +1,18 @@
-// One row of bf16 x as 16-bit integers: AVX2.
 //
-// The values of a codebook are integers of one power of two, exactly, and x is rounded to integers
-// of a power of two for each tile: 13 to 15 bits, so that what bf16 x loses lies 2^-13 and more
-// below the largest of its tile. `vpmaddwd` then does 16 products and 8 sums, where float32 takes
-// two FMAs after four instructions that widen the values. Sums of 64 positions are exact, below
-// 2^31; float32 from there on.
+// The GEMV for one row of bf16 x in 16-bit integers: AVX2.
 //
-// A row whose value is zero where x is largest has only the rest of x, rounded to that tile's unit.
-// So a tile most of whose values are rounded is refused (mostly_below): gemv takes x. One-hot x is
-// exact: its one value is a power of two times at most 8 bits.
+// The values of the codebook must be integer multiples of a power of two. x is rounded to integers
+// of 13 to 15 bits with a power of two per tile, so that it loses 2^-13 of the largest value of its
+// tile at most. `vpmaddwd` then does 16 products and 8 sums, where float32 takes two FMAs after
+// four instructions that widen the values. Sums of 64 positions are exact, below 2^31; then float32
+// is used.
 //
-// Sums count in a unit of y, a power of two, by which they are multiplied last: a small scale times
-// a tile's own unit would be a float of few bits or none. linear_tables.cpp sees what overflows so.
+// A row that is zero where x is largest has only the rest of x, rounded in the unit of that tile.
+// So a tile most of whose values are rounded is refused (mostly_below), and the plain GEMV used.
+// One-hot x is exact: its value is a power of two times at most 8 bits.
+//
+// Sums are in a unit of y, a power of two, that is multiplied last: a small scale times the unit of
+// a tile could be subnormal. linear_gemv.cpp checks for sums that overflow because of this.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -20,43 +21,43 @@
 #include <cmath>
 
 #include "x86/codes_avx2-inl.h"
-#include "x86/activations_avx2-inl.h"
+#include "x86/outliers_avx2-inl.h"
 #include "common/float_convert.h"
 #include "common/kernels.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 #include "x86/scales_x86-inl.h"
 
 namespace fdk {
 namespace {
 
 constexpr int kBlocks = int(kTileK) / kBlockPositions;
-// Bits of the sums of a lane, of its positions of half a tile, and of a level at most.
+// Bits of the sum of a lane, of its positions in half a tile, and the most of a level.
 constexpr int kSumBits = 31, kPositionBits = 3, kLevelBits = 15;
 constexpr int kMostXBits = 15;
-// Bits of codes up to which levels are looked up.
+// Levels are looked up for codes of up to so many bits.
 constexpr int kLookupBits = 4;
-// Magnitudes of x and of values: their units, and the ratios of these, are then normal floats.
+// Bounds of x and values, within which their units and the ratios of these are normal floats.
 constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;
 
-// What is kept of a tile of x.
+// A prepared tile of x.
 struct alignas(64) Tile {
   std::int16_t x[kTileK];
-  float unit;                    // of the products, in that of y
-  float y_unit;                  // that of the products of all tiles that is largest
-  float sums[kBlocks][kFloats];  // of x by lane of the products, over a group's blocks
+  float unit;                    // of the products, relative to y_unit
+  float y_unit;                  // the largest unit of the products of any tile
+  float sums[kBlocks][kFloats];  // of x over the blocks of a group, lane by lane
 };
 
-// Values as integers: value = (level - zero) * unit. Levels of 5 bits and more are the codes; of
-// fewer, zero is 0.
+// Values as integers: value = (level - zero) * unit. From 5 bits on levels are the codes; below,
+// zero is 0.
 struct Levels {
   float unit, zero;
-  int x_bits;  // that x may have beside them
+  int x_bits;  // that x may have with these levels
 };
 
-// Bits of the integers that values are of a common unit; 0 where there are none but zeros, or they
-// are too large or small.
+// Finds a unit that all values are integer multiples of, and returns the bits of these integers; 0
+// if all values are zero or one is out of range.
 int common_unit(const Weight& w, float& unit) {
-  int least = 127;  // exponent of the lowest bit that is set
+  int least = 127;  // exponent of the lowest set bit
   float largest = 0;
   for (int c = 0; c < 1 << w.bits; c++) {
     const float value = std::fabs(w.table[c]);
@@ -71,12 +72,12 @@ int common_unit(const Weight& w, float& unit) {
   return exponent_of(largest) + 1 - least;
 }
 
-// False where the values are no such integers.
+// Returns false if there are no such integers.
 bool levels_of(const Weight& w, Levels& out) {
   int bits = common_unit(w, out.unit);
   if (bits == 0) return false;
   out.zero = 0;
-  if (w.bits > kLookupBits) {  // equidistant values, whose distance is that unit
+  if (w.bits > kLookupBits) {  // values must be equidistant, with that unit as their distance
     out.zero = -w.table[0] / out.unit;
     for (int c = 0; c < 1 << w.bits; c++) {
       if ((float(c) - out.zero) * out.unit != w.table[c]) return false;
@@ -88,24 +89,24 @@ bool levels_of(const Weight& w, Levels& out) {
   return true;
 }
 
-bool takes(const Weight& w) {
+bool supports(const Weight& w) {
   Levels levels;
   return levels_of(w, levels);
 }
 
-// x :: [tiles * kTileK] float32, of each 16 positions the even ones first. False where x has what
-// such integers cannot hold: NaN, infinity, outliers, very large or small numbers.
-bool build(const Weight& w, const void* x, void* tables, std::size_t, std::size_t) {
+// x :: [tiles * kTileK] float32, the even ones of each 16 positions first. Returns false for x that
+// these integers cannot hold: NaN, infinity, outliers, very large or small values.
+bool prepare(const Weight& w, const void* x, void* prepared, std::size_t, std::size_t) {
   Levels levels;
   if (!levels_of(w, levels)) return false;
   const float* from = static_cast<const float*>(x);
-  Tile* out = static_cast<Tile*>(tables);
+  Tile* out = static_cast<Tile*>(prepared);
   const int parts = std::max(2, int(w.groups_per_tile)), blocks = kBlocks / parts;
   float y_unit = 0;
   for (std::size_t tile = 0; tile < w.tiles; tile++, from += kTileK, out++) {
     const float largest = largest_of(from);
     if (largest != 0 && !(largest >= kLeast && largest <= kMost)) return false;
-    // Half of a unit is not rounded up beyond the bits: no bf16 value lies so close.
+    // No bf16 value is so close to the next power of two that it is rounded up to one bit more.
     const int up = levels.x_bits - 1 - exponent_of(std::max(largest, kLeast));
     if (mostly_below(from, power_of_two(7 - up))) return false;
     out->unit = power_of_two(-up) * levels.unit;
@@ -123,14 +124,14 @@ bool build(const Weight& w, const void* x, void* tables, std::size_t, std::size_
       _mm256_storeu_ps(out->sums[b / blocks], _mm256_cvtepi32_ps(sum));
     }
   }
-  for (Tile* made = static_cast<Tile*>(tables); made != out; made++) {
+  for (Tile* made = static_cast<Tile*>(prepared); made != out; made++) {
     made->unit /= y_unit;
     made->y_unit = y_unit;
   }
   return true;
 }
 
-// Levels looked up as bytes.
+// Looks levels up as bytes.
 template <int kBits>
 class LevelLookup {
  public:
@@ -140,7 +141,7 @@ class LevelLookup {
           return std::uint16_t(std::int16_t(std::lrintf(w.table[code] / unit)));
         }) {}
 
-  // Of blocks t and t + 4.
+  // The levels of blocks t and t + 4.
   template <int t>
   FDK_INLINE void at(const Row& row, __m256i& first, __m256i& second) const {
     tables_.at(row.template at<t>(), first, second);
@@ -150,7 +151,7 @@ class LevelLookup {
   ByteTables<kBits> tables_;
 };
 
-// Codes as they are, of 4 bits and more.
+// Uses codes as levels, from 4 bits on.
 template <int kBits>
 struct LevelCodes {
   using Row = RowIndices<kBits>;
@@ -177,71 +178,71 @@ struct LevelCodes<8> {
   }
 };
 
-// Zero points of four rows, or `zero` where the format has none.
+// The zero points of four rows, or `zero` if the format has none.
 FDK_INLINE __m128 load4_zeros_or(const Weight& w, std::size_t slot, float zero) {
   return w.zeros == nullptr ? _mm_set1_ps(zero) : load4_zeros(w, slot);
 }
 
-// y = W_hat x for stripes [begin, end). kParts: 2, 4 or 8 runs of a tile that share a scale; a
+// y = W_hat x for stripes [begin, end). A tile has kParts runs, 2, 4 or 8, that share a scale; a
 // larger group repeats its own.
 template <class Values, int kBits, int kParts, bool kAffine>
 void stripes_of(const Weight& w, const Values values, float zero, const Tile* tiles, float* y,
                 std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   constexpr int kHalfParts = kParts / 2, kPartBlocks = kBlocks / kParts;
-  const std::size_t shared = w.groups_per_tile == 1 ? 1 : 0;  // the two parts share a scale
+  const std::size_t shared = w.groups_per_tile == 1 ? 1 : 0;  // both parts share a scale
   for (std::size_t stripe = begin; stripe < end; stripe++) {
     __m256 y_sums[kTileRows];
     FDK_UNROLL
     for (std::size_t r = 0; r < kTileRows; r++) y_sums[r] = _mm256_setzero_ps();
-    for_tiles(w, stripe, 0, w.tiles, kBytes,
-              [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
-                const Tile& of_x = tiles[tile];
-                const __m256i* x = reinterpret_cast<const __m256i*>(of_x.x);
-                alignas(16) float scales[kParts][kTileRows], zeros[kParts][kTileRows];
-                FDK_UNROLL
-                for (std::size_t p = 0; p < std::size_t(kParts); p++) {
-                  const std::size_t at = slot + (p >> shared) * kTileRows;
-                  const __m128 scale = load4_scales(w.scales, at, w.scale_type);
-                  _mm_store_ps(scales[p], _mm_mul_ps(scale, _mm_set1_ps(of_x.unit)));
-                  if constexpr (kAffine) _mm_store_ps(zeros[p], load4_zeros_or(w, at, zero));
+    for_tiles(
+        w, stripe, 0, w.tiles, kBytes,
+        [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
+          const Tile& of_x = tiles[tile];
+          const __m256i* x = reinterpret_cast<const __m256i*>(of_x.x);
+          alignas(16) float scales[kParts][kTileRows], zeros[kParts][kTileRows];
+          FDK_UNROLL
+          for (std::size_t p = 0; p < std::size_t(kParts); p++) {
+            const std::size_t at = slot + (p >> shared) * kTileRows;
+            const __m128 scale = load4_scales(w.scales, at, w.scale_type);
+            _mm_store_ps(scales[p], _mm_mul_ps(scale, _mm_set1_ps(of_x.unit)));
+            if constexpr (kAffine) _mm_store_ps(zeros[p], load4_zeros_or(w, at, zero));
+          }
+          for (std::size_t i = 0; i < kBytes; i += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetchBytes + i), _MM_HINT_T0);
+          }
+          unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
+            constexpr std::size_t r = row.value;
+            const typename Values::Row codes_of_row(codes, r);
+            const auto add = [&](int part, __m256i integers) FDK_LAMBDA {
+              __m256 sum = _mm256_cvtepi32_ps(integers);
+              if constexpr (kAffine) {
+                sum = _mm256_fnmadd_ps(_mm256_broadcast_ss(&zeros[part][r]),
+                                       _mm256_loadu_ps(of_x.sums[part]), sum);
+              }
+              y_sums[r] = _mm256_fmadd_ps(sum, _mm256_broadcast_ss(&scales[part][r]), y_sums[r]);
+            };
+            __m256i sums[2];
+            unroll<kIndexRegisters>([&](auto i) FDK_LAMBDA {
+              constexpr int t = i.value;
+              __m256i blocks[2];
+              values.template at<t>(codes_of_row, blocks[0], blocks[1]);
+              unroll<2>([&](auto half) FDK_LAMBDA {
+                constexpr int h = half.value;
+                const __m256i of_block =
+                    _mm256_madd_epi16(blocks[h], _mm256_load_si256(x + t + 4 * h));
+                if constexpr (t % kPartBlocks == 0) {
+                  sums[h] = of_block;
+                } else {
+                  sums[h] = _mm256_add_epi32(sums[h], of_block);
                 }
-                for (std::size_t i = 0; i < kBytes; i += 64) {
-                  _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+                if constexpr (t % kPartBlocks == kPartBlocks - 1) {
+                  add(t / kPartBlocks + h * kHalfParts, sums[h]);
                 }
-                unroll<int(kTileRows)>([&](auto row) FDK_LAMBDA {
-                  constexpr std::size_t r = row.value;
-                  const typename Values::Row codes_of_row(codes, r);
-                  const auto add = [&](int part, __m256i integers) FDK_LAMBDA {
-                    __m256 sum = _mm256_cvtepi32_ps(integers);
-                    if constexpr (kAffine) {
-                      sum = _mm256_fnmadd_ps(_mm256_broadcast_ss(&zeros[part][r]),
-                                             _mm256_loadu_ps(of_x.sums[part]), sum);
-                    }
-                    y_sums[r] =
-                        _mm256_fmadd_ps(sum, _mm256_broadcast_ss(&scales[part][r]), y_sums[r]);
-                  };
-                  __m256i sums[2];
-                  unroll<kIndexRegisters>([&](auto i) FDK_LAMBDA {
-                    constexpr int t = i.value;
-                    __m256i blocks[2];
-                    values.template at<t>(codes_of_row, blocks[0], blocks[1]);
-                    unroll<2>([&](auto half) FDK_LAMBDA {
-                      constexpr int h = half.value;
-                      const __m256i of_block =
-                          _mm256_madd_epi16(blocks[h], _mm256_load_si256(x + t + 4 * h));
-                      if constexpr (t % kPartBlocks == 0) {
-                        sums[h] = of_block;
-                      } else {
-                        sums[h] = _mm256_add_epi32(sums[h], of_block);
-                      }
-                      if constexpr (t % kPartBlocks == kPartBlocks - 1) {
-                        add(t / kPartBlocks + h * kHalfParts, sums[h]);
-                      }
-                    });
-                  });
-                });
               });
+            });
+          });
+        });
     for (std::size_t r = 0; r < kTileRows; r++) {
       y[stripe * kTileRows + r] = sum_of(y_sums[r]) * tiles->y_unit;
     }
@@ -268,15 +269,15 @@ FDK_INLINE void gemv_of(const Weight& w, const Values& values, float zero, const
   }
 }
 
-// Of a task: enough that the tables of its values, made for each, cost little.
+// Stripes per task: enough to amortise the tables of values that each task builds.
 constexpr std::size_t kStripes = 32;
 
-void gemv(const TableTask& task) {
+void gemv(const TwoPassTask& task) {
   const Weight& w = *task.weight;
   Levels levels;
   [[maybe_unused]] const bool taken = levels_of(w, levels);
   assert(taken);
-  const Tile* tiles = static_cast<const Tile*>(task.tables);
+  const Tile* tiles = static_cast<const Tile*>(task.prepared);
   float* y = task.y;
   const std::size_t begin = task.begin, end = task.end;
   with_bits(w.bits, [&](auto bits) FDK_LAMBDA {
@@ -297,6 +298,6 @@ void gemv(const TableTask& task) {
 
 }  // namespace
 
-extern const TableKernels kAvx2Fixed = {takes, sizeof(Tile), build, kStripes, gemv};
+extern const TwoPassGemv kGemvInt16Avx2 = {supports, sizeof(Tile), prepare, kStripes, gemv};
 
 }  // namespace fdk

@@ -1,4 +1,5 @@
-// AMX: blocks of W_hat in bf16 times panels of x by tiles. All else is AVX-512 BF16's.
+// The linear kernels of AMX: GEMM with large m in tiles; the other kernels are those of AVX-512
+// BF16.
 #include "x86/gemm_panels_amx-inl.h"
 #include "x86/linear_avx512bf16.h"
 #include "common/kernels.h"
@@ -6,8 +7,8 @@
 namespace fdk {
 namespace {
 
-// The processor's tiles, as amx_panels.h asks for them. GCC's intrinsics take numbers of tiles as
-// literals only.
+// The tile registers, as gemm_panels_amx-inl.h uses them. GCC's intrinsics accept tile numbers only
+// as literals.
 struct Tiles {
   static void configure(const std::uint8_t (&rows)[8]) {
     struct {
@@ -37,16 +38,16 @@ struct Tiles {
   static void release() { asm volatile("tilerelease"); }
 };
 
-RowLimits limits_amx(const Weight&) {
-  RowLimits limits;
-  limits.gemv = 2;
-  limits.near_panels = std::size_t(1) << 20;
-  return limits;
+DispatchThresholds dispatch_thresholds_amx(const Weight&) {
+  DispatchThresholds thresholds;
+  thresholds.max_gemv_m = 2;
+  thresholds.near_panel_bytes = std::size_t(1) << 20;
+  return thresholds;
 }
 
 }  // namespace
 
-extern const Kernels kAmx = {
+extern const LinearKernels kLinearAmx = {
     .x_is_bf16 = true,
     .gemv_order = &kAvx512Bf16Orders.natural,
     .panel_order = &kAvx512Bf16Orders.natural,
@@ -54,19 +55,19 @@ extern const Kernels kAmx = {
     .panel = 2 * kAmxLanes,
     .panel_step = kAmxLanes,
     .gemv = gemv_avx512bf16,
-    .decode = decode_avx512bf16,
-    .panel_product = panel_by_tiles<Tiles>,
-    .grad_product = nullptr,
-    .tables = &kAvx512Tables,
-    .gemv_rows = kAvx512Bf16Rows,
-    .limits = limits_amx,
+    .dequantise = dequantise_avx512bf16,
+    .gemm_panel = gemm_panel_tiles<Tiles>,
+    .dgrad = nullptr,
+    .two_pass = &kLutGemvAvx512Vnni,
+    .gemv_rows = kAvx512Bf16GemvRows,
+    .thresholds = dispatch_thresholds_amx,
     .write_panel = write_panel_avx512bf16,
-    .stage_panel = stage_panel_avx512bf16,
+    .pack_panel = pack_panel_avx512bf16,
     .block_rows = kAvx512Bf16BlockRows,
     .block_bytes = kAvx512Bf16BlockBytes,
     .far_block_rows = 256,
-    .decode_fetching = decode_fetching_avx512bf16,
-    .grad_panels = &kAmxGrad,
+    .dequantise_prefetching = dequantise_prefetching_avx512bf16,
+    .dgrad_panels = &kDgradAmx,
 };
 
 }  // namespace fdk

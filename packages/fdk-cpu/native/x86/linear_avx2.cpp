@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C: 8 float32 lanes, table lookups on floats.
+// The linear kernels of AVX2 with FMA and F16C: 8 float32 lanes, lookups of float values.
 #include <immintrin.h>
 
 #include "x86/gemv_avx2-inl.h"
@@ -35,8 +35,8 @@ struct Avx2 {
     _mm_storeu_ps(out, load4_bytes(p, slot));
   }
 
-  // Plane lanes of positions 0 to 15 and 16 to 31 of each 32, fields 4 bits apart: field s of
-  // either, shifted down by 4 s, is the 16 codes of step s.
+  // The lanes of a plane for positions 0 to 15 and 16 to 31 of each 32, with fields 4 bits apart:
+  // field s, shifted right by 4 s, has the 16 codes of step s.
   template <int kWidth>
   static FDK_INLINE void load_plane(const std::uint8_t* p, __m256i& lo, __m256i& hi) {
     if constexpr (kWidth == 4) {
@@ -58,11 +58,11 @@ struct Avx2 {
     return _mm256_or_si256(_mm256_and_si256(m, a), _mm256_andnot_si256(m, b));
   }
 
-  // Up to 4 bits: fields 4 bits apart, whose upper bits mean nothing.
+  // The codes of a row. Up to 4 bits the upper bits of the fields, 4 bits apart, are undefined.
   template <int kBits>
   struct Codes {
     __m256i q[2], high[2];
-    const __m256i* bytes;  // of 8 bits, read as they are needed
+    const __m256i* bytes;  // of 8 bits, loaded when needed
     FDK_INLINE Codes(const std::uint8_t* tile, std::size_t r) {
       if constexpr (kBits == 8) {
         bytes = reinterpret_cast<const __m256i*>(tile + r * 128);
@@ -89,7 +89,8 @@ struct Avx2 {
         for (int h = 0; h < 2; h++) high[h] = select(0x3333, high[h], _mm256_slli_epi16(top[h], 2));
       }
     }
-    // Codes of vector v in 32-bit lanes, the even or the odd positions of 16; upper bits junk.
+    // The codes of vector v in 32-bit lanes: the even or the odd ones of 16 positions; upper bits
+    // undefined.
     template <int v>
     FDK_INLINE __m256i at() const {
       if constexpr (kBits == 8) {
@@ -135,7 +136,7 @@ struct Avx2 {
 };
 
 struct Orders {
-  Order pairs;  // of each 16 positions, the 8 even ones, then the 8 odd ones
+  Order pairs;  // the 8 even ones of each 16 positions, then the 8 odd ones
 };
 
 constexpr Orders make_orders() {
@@ -151,27 +152,20 @@ constexpr Orders kOrders = make_orders();
 constexpr int kPanelRows = 4;
 
 void gemv_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
-  if (task.m == 1 && row_gemv<Avx2>(task, begin, end)) return;
+  if (task.m == 1 && gemv_one_row<Avx2>(task, begin, end)) return;
   gemv<Avx2>(task, begin, end);
 }
 
-constexpr Kernels kernels_with(const TableKernels* tables) {
-  return {false,
-          &kOrders.pairs,
-          &kOrders.pairs,
-          kPanelRows,
-          2 * Avx2::kLanes,
-          Avx2::kLanes,
-          gemv_rows,
-          decode<Avx2>,
-          panel_product<Avx2, kPanelRows>,
-          grad_product<Avx2, 4>,
-          tables};
+constexpr LinearKernels kernels_with(const TwoPassGemv* two_pass) {
+  return {false,          &kOrders.pairs,   &kOrders.pairs,
+          kPanelRows,     2 * Avx2::kLanes, Avx2::kLanes,
+          gemv_rows,      dequantise<Avx2>, gemm_panel<Avx2, kPanelRows>,
+          dgrad<Avx2, 4>, two_pass};
 }
 
 }  // namespace
 
-extern const Kernels kAvx2 = kernels_with(nullptr);
-extern const Kernels kAvx2Bf16 = kernels_with(&kAvx2Tables);
+extern const LinearKernels kLinearAvx2 = kernels_with(nullptr);
+extern const LinearKernels kLinearAvx2Bf16 = kernels_with(&kLutGemvAvx2);
 
 }  // namespace fdk

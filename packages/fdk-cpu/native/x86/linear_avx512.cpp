@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL, DQ): 16 float32 lanes, table lookups on floats.
+// The linear kernels of AVX-512 (F, BW, VL, DQ): 16 float32 lanes, lookups of float values.
 #include <immintrin.h>
 
 #include "x86/codes_avx512-inl.h"
@@ -13,7 +13,7 @@ namespace {
 template <int kBits>
 struct Avx512Table {
   const float* values;
-  __m512 entries[4];  // 64 of the values
+  __m512 entries[4];  // the first 64 values
 
   FDK_INLINE explicit Avx512Table(const float* table) : values(table) {
     constexpr unsigned kMask = (1u << kBits) - 1;
@@ -22,7 +22,7 @@ struct Avx512Table {
     for (int i = 0; i < 4; i++) entries[i] = _mm512_load_ps(repeated + 16 * i);
   }
 
-  // index: 32-bit lanes, the code in the low bits and junk above.
+  // index: 32-bit lanes with the code in the low bits and any bits above.
   FDK_INLINE __m512 at(__m512i index) const {
     if constexpr (kBits <= 4) {
       return _mm512_permutexvar_ps(index, entries[0]);
@@ -70,7 +70,7 @@ struct Avx512 {
     _mm_storeu_ps(out, load4_bytes(p, slot));
   }
 
-  // The even (v even) or odd of 32 positions.
+  // The even (v even) or odd ones of 32 positions.
   template <int v, int kBits>
   static FDK_INLINE Float value(const Avx512Codes<kBits>& codes, const Avx512Table<kBits>& table) {
     constexpr int s = v / 2, odd = 16 * (v % 2);
@@ -85,7 +85,7 @@ struct Avx512 {
 };
 
 struct Orders {
-  Order pairs;  // of each 32 positions, the 16 even ones, then the 16 odd ones
+  Order pairs;  // the 16 even ones of each 32 positions, then the 16 odd ones
 };
 
 constexpr Orders make_orders() {
@@ -102,15 +102,10 @@ constexpr int kPanelRows = 12;
 
 }  // namespace
 
-extern const Kernels kAvx512 = {false,
-                                &kOrders.pairs,
-                                &kOrders.pairs,
-                                kPanelRows,
-                                2 * Avx512::kLanes,
-                                Avx512::kLanes,
-                                gemv<Avx512>,
-                                decode<Avx512>,
-                                panel_product<Avx512, kPanelRows>,
-                                grad_product<Avx512, 8>};
+extern const LinearKernels kLinearAvx512 = {
+    false,           &kOrders.pairs,     &kOrders.pairs,
+    kPanelRows,      2 * Avx512::kLanes, Avx512::kLanes,
+    gemv<Avx512>,    dequantise<Avx512>, gemm_panel<Avx512, kPanelRows>,
+    dgrad<Avx512, 8>};
 
 }  // namespace fdk

@@ -1,4 +1,4 @@
-// The parts of AVX-512 BF16 that are files of their own.
+// The kernels of AVX-512 BF16, one per file. AMX uses most of them.
 #pragma once
 
 #include <cstddef>
@@ -8,43 +8,46 @@
 
 namespace fdk {
 
-// Rows of x that rows_avx512bf16 takes at once, and of w that panel_avx512bf16 is best given.
-inline constexpr std::size_t kAvx512Bf16Rows = 6;
+// Rows of x that gemm_small_m_avx512bf16 multiplies at once, and rows of w that suit
+// gemm_panel_avx512bf16.
+inline constexpr std::size_t kAvx512Bf16GemvRows = 6;
 inline constexpr std::size_t kAvx512Bf16PanelRows = 8;
-// Kernels::block_rows and block_bytes: W_hat 256 KiB and a panel of x 128, of an L2 of 1 MiB and
-// more. The outputs of a block are whole lines of y.
+// LinearKernels::block_rows and block_bytes: 256 KiB of W_hat and 128 KiB of x per panel fit an L2
+// of 1 MiB and more. A row of y gets whole cache lines from each block.
 inline constexpr std::size_t kAvx512Bf16BlockRows = 64, kAvx512Bf16BlockBytes = 4096;
 
-// The order of all of these kernels: positions as they lie.
+// The memory order, which all of these kernels use.
 struct Orders {
   Order natural;
 };
 extern const Orders kAvx512Bf16Orders;
-// Kernels::gemv, for any m and for 2 and more, and how many of them meet a decoded code at once.
+// LinearKernels::gemv for any m, that for m of 2 and more, and the rows of x that share one
+// decoding of a code.
 void gemv_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
-void rows_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
-std::size_t most_rows_avx512bf16(const Weight& w);
-// Kernels::limits, and the cycles that a product of 512 bits takes, one after another.
-RowLimits limits_avx512bf16(const Weight& w);
+void gemm_small_m_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
+std::size_t rows_per_pass_avx512bf16(const Weight& w);
+// LinearKernels::thresholds, and the reciprocal throughput of a 512-bit product in cycles.
+DispatchThresholds dispatch_thresholds_avx512bf16(const Weight& w);
 double cycles_of_products_avx512bf16();
-bool is_wide_avx512bf16();  // where two of them begin in a cycle
-// Kernels::decode, panel_product, stripe_product, write_panel and stage_panel.
-void decode_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
-                       void* out, std::size_t stride);
-void panel_avx512bf16(const PanelTask& task);
-void stripe_avx512bf16(const StripeTask& task);
+bool is_wide_avx512bf16();  // two 512-bit products start per cycle
+// LinearKernels::dequantise, gemm_panel, gemm_stripe, write_panel and pack_panel.
+void dequantise_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin, std::size_t end,
+                           void* out, std::size_t stride);
+void gemm_panel_avx512bf16(const GemmPanelTask& task);
+void gemm_stripe_avx512bf16(const GemmStripeTask& task);
 void write_panel_avx512bf16(const PanelOut& out);
-void stage_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t rows,
-                            std::size_t positions, std::size_t width, void* out);
+void pack_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t rows,
+                           std::size_t positions, std::size_t width, void* out);
 
-// Kernels::decode_fetching and stripes.
-void decode_fetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
-                                std::size_t end, void* out, std::size_t stride, const Fetch& fetch);
-void stripes_avx512bf16(const StripesTask& task, std::size_t begin, std::size_t end);
+// LinearKernels::dequantise_prefetching and gemm_stripes.
+void dequantise_prefetching_avx512bf16(const Weight& w, std::size_t stripe, std::size_t begin,
+                                       std::size_t end, void* out, std::size_t stride,
+                                       const Prefetcher& prefetcher);
+void gemm_stripes_avx512bf16(const GemmStripesTask& task, std::size_t begin, std::size_t end);
 
-// GradPanels::decode_pairs.
-void decode_pairs_avx512bf16(const Weight& w, std::size_t first, std::size_t last,
-                             std::size_t begin, std::size_t end, std::uint16_t* panels,
-                             std::size_t step);
+// DgradPanels::dequantise_pairs.
+void dequantise_pairs_avx512bf16(const Weight& w, std::size_t first, std::size_t last,
+                                 std::size_t begin, std::size_t end, std::uint16_t* panels,
+                                 std::size_t step);
 
 }  // namespace fdk

@@ -1,25 +1,26 @@
+//
 // Products with 8-bit x: AVX2.
 //
 // Levels are looked up 32 codes at a time (`vpshufb`, a tree of them above 4 bits). A product is
-// |level| times x with the sign of level: `vpmaddubsw` takes one factor unsigned, and two products
-// of at most 128 * 127 cannot saturate its 16 bits.
+// |level| times x with the sign of the level, because one factor of `vpmaddubsw` is unsigned; two
+// products of at most 128 * 127 do not saturate its 16 bits.
 //
-// The codes of a row fill registers [s][h] of 32 bytes, fields s of the 16-bit lanes 16 h to
-// 16 h + 15, split so that each 64 bits are of one group: with p = 32 s + 16 h, they hold positions
-// p to p + 7, p + 64 to p + 71, p + 8 to p + 15 and p + 72 to p + 79. That is the order of x.
+// The codes of a row fill registers [s][h] of 32 bytes: fields s of 16-bit lanes 16 h to 16 h + 15,
+// split so that each 64 bits belong to one group. With p = 32 s + 16 h they have positions p to p +
+// 7, p + 64 to p + 71, p + 8 to p + 15 and p + 72 to p + 79. This is the order of x.
 #include <immintrin.h>
 
 #include <cstring>
 
 #include "common/linear_int8.h"
-#include "common/gemv-inl.h"
+#include "common/simd-inl.h"
 #include "x86/scales_x86-inl.h"
 
 namespace fdk {
 namespace {
 
 constexpr std::size_t kRows = 16;      // of x at once
-constexpr std::size_t kRegisters = 4;  // of a row's codes
+constexpr std::size_t kRegisters = 4;  // of codes per row
 
 FDK_INLINE __m256i load(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));
@@ -30,8 +31,8 @@ FDK_INLINE __m256i select(std::uint8_t mask, __m256i a, __m256i b) {
   return _mm256_or_si256(_mm256_and_si256(m, a), _mm256_andnot_si256(m, b));
 }
 
-// Lanes 0 to 15 and 16 to 31 of a plane, fields 4 bits apart, the low bytes of each 128 bits before
-// the high ones.
+// Lanes 0 to 15 and 16 to 31 of a plane with fields 4 bits apart; in each 128 bits the low bytes
+// come first, then the high ones.
 template <int kWidth>
 FDK_INLINE void load_plane(const std::uint8_t* p, __m256i (&out)[2]) {
   const __m256i split = _mm256_broadcastsi128_si256(
@@ -58,7 +59,7 @@ FDK_INLINE void load_codes(const std::uint8_t* tile, std::size_t r, __m256i (&ou
   const __m256i mask = _mm256_set1_epi8(char((1 << kBits) - 1));
   const auto row_of = [&](const Plane& p)
                           FDK_LAMBDA { return tile + p.offset + r * p.row_bytes(); };
-  if constexpr (kBits == 8) {  // lanes 0 to 31 are field 0 of steps 0 and 2, the rest of 1 and 3
+  if constexpr (kBits == 8) {  // lanes 0 to 31 are field 0 of steps 0 and 2, the others of 1 and 3
     load_plane<4>(tile + r * 128, reinterpret_cast<__m256i(&)[2]>(out[0]));
     load_plane<4>(tile + r * 128 + 64, reinterpret_cast<__m256i(&)[2]>(out[2]));
   } else {
@@ -86,7 +87,7 @@ FDK_INLINE void load_codes(const std::uint8_t* tile, std::size_t r, __m256i (&ou
   }
 }
 
-// Levels of 32 codes, by their low four bits and then the next ones.
+// The levels of 32 codes, by their low four bits and then the upper ones.
 template <int kCount>
 FDK_INLINE __m256i look_up(const std::uint8_t* levels, __m256i codes, __m256i nibbles) {
   if constexpr (kCount == 16) {
@@ -127,7 +128,7 @@ FDK_INLINE RowLevels decode_row(const std::uint8_t* tile, std::size_t r, const s
   return out;
 }
 
-// Products of a row's levels with x, in 32-bit lanes; kSums of registers with different groups.
+// Products of the levels of a row with x, in 32-bit lanes, for kSums sets of groups.
 template <int kSums>
 FDK_INLINE void dots_of(const RowLevels& levels, const std::int8_t* x, std::size_t r,
                         __m256i (&dots)[kSums][kTileRows]) {
@@ -143,7 +144,7 @@ FDK_INLINE void dots_of(const RowLevels& levels, const std::int8_t* x, std::size
   }
 }
 
-// Sums of the groups in the lower and in the upper 64 bits of each 128; row r in lane r of each.
+// Sums of the groups in the lower and in the upper 64 bits of each 128; row r is lane r of each.
 struct Sums {
   __m256 lower, upper;
 };
@@ -155,7 +156,7 @@ FDK_INLINE Sums sums_of(const __m256i (&dots)[kTileRows]) {
           _mm256_cvtepi32_ps(_mm256_castps_si256(_mm256_shuffle_ps(r01, r23, 0xDD)))};
 }
 
-// Scales of a tile twice over, and what is taken off for each sum of x, in the lower half.
+// The scales of a tile in both halves, and the factor of the sums of x in the lower half.
 template <int kGroups>
 struct Groups {
   __m256 scale[kGroups], off[kGroups];
@@ -180,7 +181,7 @@ struct Groups {
 template <int kBits, int kGroups, bool kOne>
 void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
-  // Sums of registers that hold the same groups: a lower and an upper one each.
+  // Registers with the same groups share a lower and an upper sum.
   constexpr int kSums = kGroups <= 2 ? 1 : kGroups / 2;
   const Weight& w = *task.weight;
   const std::size_t rows = kOne ? 1 : task.m;
@@ -191,7 +192,7 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
         w, stripe, 0, w.tiles, kBytes,
         [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
           for (std::size_t i = 0; i < kBytes; i += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetch + i), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(codes + kPrefetchBytes + i), _MM_HINT_T0);
           }
           const Groups<kGroups> groups(w, slot, task.centre);
           const bool affine = w.zeros != nullptr;
@@ -203,7 +204,7 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
             const std::size_t at = m * w.tiles + tile;
             __m256i dots[kSums][kTileRows];
             unroll<int(kTileRows)>([&](auto r) FDK_LAMBDA {
-              // One row of x meets the levels in registers, more rows meet them in memory.
+              // One row of x uses the levels in registers, more rows from memory.
               if constexpr (kOne)
                 levels[0] = decode_row<kBits>(codes, r.value, task.levels, affine);
               dots_of<kSums>(levels[kOne ? 0 : r.value], task.x + at * kTileK, r.value, dots);
@@ -244,11 +245,11 @@ void gemv(const Int8Task& task, std::size_t begin, std::size_t end) {
   });
 }
 
-void stage(const float* x, std::size_t groups, const Int8Tile& out) {
+void quantise_x(const float* x, std::size_t groups, const Int8Tile& out) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   __m256i most = _mm256_setzero_si256();
   for (std::size_t i = 0; i < kTileK; i += 8) {
-    // As integers, magnitudes order as they should, and NaN is the largest.
+    // Compared as integers, magnitudes keep their order and NaN is the largest.
     most = _mm256_max_epi32(most, _mm256_and_si256(load(x + i), magnitude));
   }
   alignas(32) std::int32_t codes[kTileK];
@@ -259,7 +260,7 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
   std::memcpy(&largest, &bits, sizeof largest);
   const TileRounding rounding = rounding_of(largest);
   *out.scale = rounding.scale;
-  // Where x is not finite, its product with zero is no number, and is masked.
+  // The codes of x that is not finite are masked to zero.
   const __m256i kept = _mm256_set1_epi32(rounding.is_zero ? 0 : -1);
   const __m256 inverse = _mm256_set1_ps(rounding.inverse);
   for (std::size_t i = 0; i < kTileK; i += 8) {
@@ -272,7 +273,7 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
     for (std::size_t i = g * size; i < (g + 1) * size; i++) out.sums[g] += codes[i];
   }
   for (std::size_t i = 0; i < kTileK; i++) {
-    const std::size_t block = i / 32, of_block = i % 32;  // [s][h], then 8 positions a quarter
+    const std::size_t block = i / 32, of_block = i % 32;  // [s][h], 8 positions per quarter
     const std::size_t from = 16 * block + 8 * (of_block / 16) + 64 * (of_block / 8 % 2);
     out.codes[i] = std::int8_t(codes[from + i % 8]);
   }
@@ -280,6 +281,6 @@ void stage(const float* x, std::size_t groups, const Int8Tile& out) {
 
 }  // namespace
 
-extern const Int8Kernels kAvx2Int8 = {false, kRows, stage, gemv};
+extern const Int8Kernels kInt8Avx2 = {false, kRows, quantise_x, gemv};
 
 }  // namespace fdk

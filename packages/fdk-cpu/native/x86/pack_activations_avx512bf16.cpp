@@ -1,4 +1,5 @@
-// Rows of x to panels, and panels of products to rows of y: transpositions, AVX-512 BF16.
+// Packs rows of x to panels and writes panels of products to rows of y, by transposing: AVX-512
+// BF16.
 #include <immintrin.h>
 
 #include "x86/round_bf16_avx512-inl.h"
@@ -9,7 +10,7 @@
 namespace fdk {
 namespace {
 
-// Transposed in place: lane j of v[i] becomes lane i of v[j].
+// Transposes in place: lane j of v[i] becomes lane i of v[j].
 FDK_INLINE void transpose(__m512i (&v)[16]) {
   __m512i t[16];
   FDK_UNROLL
@@ -41,7 +42,7 @@ FDK_INLINE void transpose(__m512i (&v)[16]) {
   }
 }
 
-// Sums of row r of a panel, with its bias, as bf16 in the upper halves.
+// Row r of a panel of products plus its bias, as bf16 in the upper halves.
 FDK_INLINE __m512i rounded_row(const PanelOut& out, std::size_t r, std::size_t lane,
                                __mmask16 lanes) {
   __m512 sums = _mm512_maskz_loadu_ps(lanes, out.products + r * out.panel + lane);
@@ -52,7 +53,7 @@ FDK_INLINE __m512i rounded_row(const PanelOut& out, std::size_t r, std::size_t l
   return rounded_to_bf16(sums);
 }
 
-// 32 outputs of 16 lanes of x: pairs of outputs, transposed.
+// 32 outputs of 16 rows of x: pairs of outputs, transposed.
 FDK_INLINE void write_block(const PanelOut& out, std::size_t lane, std::size_t lanes,
                             std::size_t row) {
   const __mmask16 loaded = out.panel - lane < 16 ? 0x00FF : 0xFFFF;
@@ -76,9 +77,9 @@ FDK_INLINE void write_block(const PanelOut& out, std::size_t lane, std::size_t l
   }
 }
 
-// Positions ahead of their use that x is fetched into L2: sixteen rows are more streams than the
-// processor follows (512 x 4096, cold: 0.67 -> 0.57 ms; 512 x 14336: 2.6 -> 2.1).
-constexpr std::size_t kStagedAhead = 256;
+// Prefetch distance of x into L2, in positions: sixteen rows are more streams than the hardware
+// follows (512 x 4096, cold: 0.67 -> 0.57 ms).
+constexpr std::size_t kPackAhead = 256;
 
 }  // namespace
 
@@ -89,9 +90,9 @@ void write_panel_avx512bf16(const PanelOut& out) {
   }
 }
 
-void stage_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t rows,
-                            std::size_t positions, std::size_t width, void* out) {
-  constexpr std::size_t kUnits = 16;  // pairs of a register
+void pack_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t rows,
+                           std::size_t positions, std::size_t width, void* out) {
+  constexpr std::size_t kUnits = 16;  // pairs per register
   const std::uint16_t* from = static_cast<const std::uint16_t*>(x);
   for (std::size_t p = 0; p < positions; p += 2 * kUnits) {
     for (std::size_t lane = 0; lane < width; lane += kUnits) {
@@ -101,7 +102,7 @@ void stage_panel_avx512bf16(const void* x, std::size_t x_stride, std::size_t row
         v[i] = _mm512_setzero_si512();
         if (lane + i >= rows) continue;
         const std::uint16_t* row = from + (lane + i) * x_stride + p;
-        _mm_prefetch(reinterpret_cast<const char*>(row + kStagedAhead), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(row + kPackAhead), _MM_HINT_T1);
         v[i] = _mm512_loadu_si512(row);
       }
       transpose(v);

@@ -1,4 +1,4 @@
-// float32 to bf16 as the reference rounds it: AVX-512.
+// Rounds float32 to bf16 as the reference does: AVX-512.
 #pragma once
 
 #include <immintrin.h>
@@ -8,8 +8,8 @@
 namespace fdk {
 namespace {
 
-// In the upper halves of 32-bit lanes, whose lower halves mean nothing. To nearest, ties to even,
-// and NaN as NaN: `vcvtneps2bf16` would flush subnormals.
+// The result is in the upper halves of 32-bit lanes; the lower halves are undefined. Ties go to
+// even and NaN stays NaN. `vcvtneps2bf16` would flush subnormals.
 FDK_INLINE __m512i rounded_to_bf16(__m512 values) {
   const __m512i bits = _mm512_castps_si512(values);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -1,4 +1,4 @@
-// Four scales as float32: what AVX2 and AVX-512 share.
+// Loads four scales or zero points as float32, on AVX2 and AVX-512.
 #pragma once
 
 #include <immintrin.h>
@@ -33,7 +33,7 @@ FDK_INLINE __m128 load4_bytes(const void* p, std::size_t slot) {
   return _mm_cvtepi32_ps(_mm_cvtepu8_epi32(bytes));
 }
 
-// Zero points of a weight that has them.
+// The weight must have zero points.
 FDK_INLINE __m128 load4_zeros(const Weight& w, std::size_t slot) {
   static_assert(int(ZeroType::bf16) == int(ScaleType::bf16) + 1);
   if (w.zero_type == ZeroType::u8) return load4_bytes(w.zeros, slot);

@@ -1,4 +1,4 @@
-// A tile of one row of x, in float32: what AVX2 makes integers of.
+// Finds the largest value and the outliers of a tile of x: AVX2.
 #pragma once
 
 #include <immintrin.h>
@@ -12,15 +12,15 @@
 namespace fdk {
 namespace {
 
-constexpr std::size_t kFloats = 8;  // of a register
+constexpr std::size_t kFloats = 8;  // per register
 
-// The largest magnitude of a tile; NaN is above infinity.
+// The largest magnitude of a tile; NaN counts as larger than infinity.
 [[maybe_unused]] float largest_of(const float* tile) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
   __m256i largest = _mm256_setzero_si256();
   for (std::size_t i = 0; i < kTileK; i += kFloats) {
     const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + i));
-    // As integers, magnitudes order as they should.
+    // Compared as integers, magnitudes keep their order.
     largest = _mm256_max_epi32(largest, _mm256_and_si256(x, magnitude));
   }
   alignas(32) int lanes[kFloats];
@@ -28,8 +28,8 @@ constexpr std::size_t kFloats = 8;  // of a register
   return std::bit_cast<float>(*std::max_element(lanes, lanes + kFloats));
 }
 
-// Whether half or more of the values of a tile that are not zero lie below `limit`. Zeros are exact
-// in any unit: one-hot x has no outlier.
+// Whether at least half of the nonzero values of a tile are below `limit`. Zeros are exact in any
+// unit: one-hot x has no outlier.
 [[maybe_unused]] bool mostly_below(const float* tile, float limit) {
   const __m256 top = _mm256_set1_ps(limit), zero = _mm256_setzero_ps();
   const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));

@@ -1,11 +1,11 @@
-// When a test of random cases ends: `[SECONDS | --cases N] [SEED]`.
+// The end of a test with random cases: `[SECONDS | --cases N] [SEED]`.
 #pragma once
 
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 
-// Seconds suit a machine left to itself; a count of cases does not depend on its load.
+// A number of cases does not depend on the load of the machine, seconds do.
 class Limit {
  public:
   Limit(int argc, char** argv) {
@@ -21,7 +21,7 @@ class Limit {
 
   unsigned seed() const { return seed_; }
 
-  // Whether so many cases are enough; seconds count from the first question.
+  // Whether so many cases are enough. Seconds count from the first call.
   bool reached(int cases) {
     if (cases_ >= 0) return cases >= cases_;
     const auto now = std::chrono::steady_clock::now();

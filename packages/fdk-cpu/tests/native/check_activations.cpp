@@ -1,4 +1,4 @@
-// Values of x that a kernel which rounds them, or makes tables of them, has to refuse.
+// Values of x that kernels with lookup tables or integers must refuse.
 #include <cmath>
 #include <vector>
 
@@ -6,7 +6,7 @@
 #include "checks.h"
 #include "zero_column.h"
 
-// Rows that are zero at an outlier of x err by a rounding to bf16, as if it were not there.
+// A row that is zero at an outlier of x has the error of bf16, as if the outlier were not there.
 void check_outliers(Random& random) {
   constexpr std::size_t kColumn = 5, kOther = 70;
   enum class Kind { dense, pair, one_hot };
@@ -26,13 +26,12 @@ void check_outliers(Random& random) {
             y[i] += w.value(i % w.c.n * k + j) * double(get(x, i / w.c.n * k + j, 0));
           }
         }
-        for (int isa = 0; isa < fdk::kIsas; isa++) {
-          if (!fdk::supported(fdk::Isa(isa))) continue;
-          const char* name = fdk::name_of(fdk::Isa(isa));
+        for (const char* name : tested_isas()) {
           fdk::set_isa(name);
           Bytes out(y.size() * 2, 0xFF);
           fdk::linear(w.packed(), Activation::bf16, x.data(), m, zero.data(), out.data(), 1);
-          // Sums of 512 in float32 err by less than 2^-8 of 2^-4; two or one nonzero by nothing.
+          // Float32 sums of 512 have an error below 2^-8 of 2^-4; those of one or two nonzeros have
+          // none.
           expect_near(w.c, name, "y beside an outlier", out, y, kind == Kind::dense ? 0x1p-4 : 0);
         }
       }
@@ -40,17 +39,17 @@ void check_outliers(Random& random) {
   }
 }
 
-// Around half of a tile small beside its largest: from half on x is not rounded to units of that,
-// below it by no more than those of the tables. All rows are zero where x is not small, so that the
-// small values are all that y has: far below a unit where they must not be rounded to it, and some
-// dozens of units (2^-6 of the largest is 15.6) where they may be, so that y without them, or by
-// units four times as large, is seen.
+// Tiles of which about half is small compared with the largest value: from half on x must not be
+// rounded to units of that value; below it may be. Rows are zero where x is not small, so y depends
+// on the small values alone. They are far below a unit if they must not be rounded, and some dozens
+// of units (2^-6 of the largest is 15.6) if they may, so that the test sees units four times too
+// large.
 void check_outlier_share(Random& random) {
   constexpr std::size_t kColumn = 0, kHalf = fdk::kTileK / 2;
   constexpr float kLargest = 1000, kBelowUnit = 0.01f, kUnits = 4.3f;
   for (int bits = 1; bits <= 2; bits++) {
-    // The largest product, 2^9 and more, is 2^12 units at 1 bit and 2^13 at 2; a lookup, of 4 and 2
-    // products, errs by half a unit at most. Six standard deviations of their sum.
+    // The largest product, 2^9 and more, is 2^12 units at 1 bit and 2^13 at 2 bits; a lookup of 4
+    // or 2 products has an error of half a unit. Allows six standard deviations of their sum.
     const double lookups = double(fdk::kTileK) * bits / 4, unit = bits == 1 ? 0x1p-3 : 0x1p-4;
     const double most = 6 * unit * std::sqrt(lookups / 12);
     for (std::size_t small = kHalf - 8; small <= kHalf + 8; small++) {
@@ -68,9 +67,7 @@ void check_outlier_share(Random& random) {
         }
       }
       fdk::pack_codes(w.layout, pack_canonical(w.codes, w.c).data(), w.laid_out.data(), 1);
-      for (int isa = 0; isa < fdk::kIsas; isa++) {
-        if (!fdk::supported(fdk::Isa(isa))) continue;
-        const char* name = fdk::name_of(fdk::Isa(isa));
+      for (const char* name : tested_isas()) {
         fdk::set_isa(name);
         Bytes out(y.size() * 2, 0xFF);
         fdk::linear(w.packed(), Activation::bf16, x.data(), 1, zero.data(), out.data(), 1);
@@ -81,12 +78,13 @@ void check_outlier_share(Random& random) {
   }
 }
 
-// The limit itself: x is rounded to units of a tile's largest value but where half of the tile, or
-// more, lies below 2^-6 of that. A row has one value that is not zero, where x is next to the limit
-// and a quarter or half of a unit off: only what was rounded is not exact.
+// The exact limit: x is rounded to units of the largest value of a tile unless half of the tile or
+// more is below 2^-6 of it. Each row has one nonzero, where x is close to the limit and a quarter
+// or half of a unit off, so that a result is inexact exactly if x was rounded.
 void check_outlier_limit(Random& random) {
   constexpr std::size_t kHalf = fdk::kTileK / 2;
-  constexpr float kLargest = 1024, kBelow = 15.9375f, kAbove = 16.125f;  // bf16 around 2^-6 of it
+  constexpr float kLargest = 1024, kBelow = 15.9375f,
+                  kAbove = 16.125f;  // bf16 values next to 2^-6 of it
   for (int bits = 1; bits <= 2; bits++) {
     for (const std::size_t small : {kHalf - 1, kHalf}) {
       for (const float value : {kBelow, kAbove}) {
@@ -97,13 +95,12 @@ void check_outlier_limit(Random& random) {
         for (auto& code : w.codes) code = unsigned(bits - 1);
         for (std::size_t n = 0; n < w.c.n; n++) w.codes[n * w.c.k + first + n] = unsigned(bits);
         fdk::pack_codes(w.layout, pack_canonical(w.codes, w.c).data(), w.laid_out.data(), 1);
-        for (int isa = 0; isa < fdk::kIsas; isa++) {
-          if (!fdk::supported(fdk::Isa(isa))) continue;
-          const char* name = fdk::name_of(fdk::Isa(isa));
+        for (const char* name : tested_isas()) {
           fdk::set_isa(name);
           Bytes out(w.c.n * 2, 0xFF);
           fdk::linear(w.packed(), Activation::bf16, x.data(), 1, zero.data(), out.data(), 1);
-          const bool rounds = fdk::kernels_for(fdk::Isa(isa), Activation::bf16).tables != nullptr;
+          const bool rounds =
+              fdk::linear_kernels_for(fdk::current_isa(), Activation::bf16).two_pass != nullptr;
           const bool refused = small >= kHalf && value < kLargest * 0x1p-6f;
           for (std::size_t n = 0; n < w.c.n; n++) {
             const double exact = w.value(n * w.c.k + first + n) * double(value);
@@ -121,7 +118,7 @@ void check_outlier_limit(Random& random) {
 
 namespace {
 
-// One row of x and a weight of scales of 1, over which x has a value that is not like the others.
+// One row of x with an unusual value, and a weight with scales of 1.
 struct ExtremeCase {
   Case c;
   fdk::Layout layout;
@@ -167,8 +164,8 @@ struct ExtremeCase {
 
 }  // namespace
 
-// Infinity and NaN reach y; magnitudes near the ends of float32, and tiles of nothing but zeros or
-// subnormals, give what a sum of products gives.
+// Infinity and NaN reach y. Magnitudes near the ends of float32, and tiles of zeros or subnormals,
+// give the sums of products.
 void check_extreme_x(Random& random) {
   constexpr float kValues[] = {INFINITY, -INFINITY, NAN, 1e30f, 1e-30f, 1e-40f, 0};
   for (int bits = 1; bits <= fdk::kMaxBits; bits++) {
@@ -177,7 +174,7 @@ void check_extreme_x(Random& random) {
       for (const float extreme : kValues) {
         const bool finite = std::isfinite(extreme), alone = std::abs(extreme) < 1e-20f;
         Bytes x(w.c.k * 2);
-        // The small ones fill the first group, the others are one value of it.
+        // Small values fill the first group, others are one value of it.
         for (std::size_t i = 0; i < w.c.k; i++) {
           const float other = from_bf16(to_bf16(random.normal()));
           put(x, i, 0, alone && i < group ? extreme * other : i == 3 ? extreme : other);
@@ -193,9 +190,7 @@ void check_extreme_x(Random& random) {
           }
           if (finite) scale = std::max(scale, magnitude);
         }
-        for (int isa = 0; isa < fdk::kIsas; isa++) {
-          if (!fdk::supported(fdk::Isa(isa))) continue;
-          const char* name = fdk::name_of(fdk::Isa(isa));
+        for (const char* name : tested_isas()) {
           fdk::set_isa(name);
           Bytes out(w.c.n * 2, 0xAA);
           fdk::linear(w.packed(), Activation::bf16, x.data(), 1, nullptr, out.data(), 1);

@@ -1,4 +1,4 @@
-"""The native weight that a layout keeps between calls is never that of other tensors."""
+"""The native weight that a layout caches between calls is never that of other tensors."""
 
 import copy
 import gc
@@ -13,7 +13,7 @@ from torch import Tensor
 import fdk_cpu
 from fdk_cpu import CpuLayout
 from fdk_cpu import linear as linear_module
-from fdk_cpu.linear import KeptWeight
+from fdk_cpu.linear import NativeWeightCache
 from fdk_formats import Format
 from fdk_formats.testing import random_quantised
 
@@ -31,7 +31,7 @@ def laid_out(format: str = "custom4-g64", activations: str = "float") -> CpuLayo
 def used(
     format: str = "custom4-g64", activations: str = "float"
 ) -> tuple[CpuLayout, Tensor, Tensor]:
-    """A layout that has kept its weight, x, and y."""
+    """Return a layout with a cached weight, x, and y."""
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(0))
     layout = laid_out(format, activations)
     return layout, x, layout(x)
@@ -43,7 +43,7 @@ def twice(scale: Tensor) -> Tensor:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows by one for each native weight."""
+    """A list with an item for each native weight that is built."""
     calls: list[None] = []
     make = linear_module._weight
     monkeypatch.setattr(
@@ -118,7 +118,7 @@ def test_size_that_changes_in_place() -> None:
 
 
 @pytest.mark.parametrize("activations", ["float", "int8"])
-def test_memory_that_is_gone(activations: str) -> None:
+def test_freed_storage(activations: str) -> None:
     layout, x, y = used(activations=activations)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(1))
     for name, tensors in (("x", (x.clone(), bias)), ("bias", (x, bias.clone()))):
@@ -141,9 +141,9 @@ def test_zero_tensors(activations: str) -> None:
         assert torch.equal(layout(x, torch._efficientzerotensor((N,))), y)
 
 
-def test_levels_that_change() -> None:
+def test_changed_levels() -> None:
     layout, x, y = used(activations="int8")
-    # With offset and levels of the other sign, so is y.
+    # Negating levels and offset negates y.
     layout.levels, layout.offset = -layout.levels, -layout.offset
     torch.testing.assert_close(layout(x), -y)
     levels = layout.levels
@@ -162,8 +162,8 @@ def test_levels_that_change() -> None:
         affine(x)
 
 
-class Interrupted(KeptWeight):
-    """Another thread's call comes between the first thing that a call keeps and the next."""
+class Interrupted(NativeWeightCache):
+    """Runs another thread's call after the first attribute that a call sets."""
 
     other: Callable[[], object] | None = None
 

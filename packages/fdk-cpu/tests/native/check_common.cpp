@@ -1,4 +1,4 @@
-// The pool, threads, plain products, sizes and conversions.
+// The thread pool, dense products, sizes and conversions.
 #include <atomic>
 #include <cmath>
 #include <new>
@@ -15,9 +15,9 @@
 
 static_assert(fdk::usable_threads(0) == 1, "none counts as one");
 
-// Any number of threads gives what one gives, too many count as 256. The weight is more than two
-// pieces of the table kernels and more than a block of backward both ways. Many rows are cut alike
-// at every width: one of them is enough, and half of the time where a processor is emulated.
+// Any number of threads gives the same result; too many count as 256. The weight has more than two
+// pieces of a two-pass GEMV and more than a block of dgrad in both directions. Large m is tested
+// with one width, which saves half of the time under emulation.
 void check_thread_counts(Random& random) {
   constexpr std::size_t kRows = 300, kDepth = 1152;
   for (const std::size_t m : {1, 3, 20}) {
@@ -26,9 +26,7 @@ void check_thread_counts(Random& random) {
       Bytes x(m * w.c.k * 2), grad(m * w.c.n * 2);
       for (std::size_t i = 0; i < m * w.c.k; i++) put(x, i, 0, random.normal());
       for (std::size_t i = 0; i < m * w.c.n; i++) put(grad, i, 0, random.normal());
-      for (int isa = 0; isa < fdk::kIsas; isa++) {
-        if (!fdk::supported(fdk::Isa(isa))) continue;
-        const char* name = fdk::name_of(fdk::Isa(isa));
+      for (const char* name : tested_isas()) {
         fdk::set_isa(name);
         Bytes wanted_y(grad.size(), 0xAA), wanted_dx(x.size(), 0xAA);
         fdk::linear(w.packed(), Activation::bf16, x.data(), m, nullptr, wanted_y.data(), 1);
@@ -47,7 +45,8 @@ void check_thread_counts(Random& random) {
   }
 }
 
-// What a piece throws comes to the caller, on one thread and on many, and the pool works on.
+// An exception of a piece reaches the caller, on one thread and on many, and the pool works
+// afterwards.
 void check_pool_errors() {
   constexpr std::size_t kTotal = 64;
   for (const std::size_t threads : {1, 4}) {
@@ -72,9 +71,9 @@ void check_pool_errors() {
   }
 }
 
-// A k and an m that fill no vector, pair or panel. The last row of x begins with NaN, which a
-// kernel that reads beyond a panel, or a row, brings into the rows before it.
-void check_plain_gemm(Random& random) {
+// k and m fill no vector, pair or panel. The last row of x begins with NaN, which would spread if a
+// kernel read beyond a panel or a row.
+void check_dense_gemm(Random& random) {
   for (const Activation type : {Activation::bf16, Activation::fp32}) {
     const Case c{50, 513, 513, 33, 16, false, ScaleType::bf16, ZeroType::none, type};
     const std::size_t item = fdk::bytes_of(type);
@@ -94,20 +93,18 @@ void check_plain_gemm(Random& random) {
       }
       scale = std::max(scale, magnitude);
     }
-    for (int isa = 0; isa < fdk::kIsas; isa++) {
-      if (!fdk::supported(fdk::Isa(isa))) continue;
-      const char* name = fdk::name_of(fdk::Isa(isa));
+    for (const char* name : tested_isas()) {
       fdk::set_isa(name);
       Bytes out(c.m * c.n * item, 0);
-      fdk::plain_gemm(type, x.data(), c.m, w.data(), c.n, c.k, out.data(), 2);
-      expect_near(c, name, "plain y", out, y, scale / 4);
+      fdk::dense_gemm(type, x.data(), c.m, w.data(), c.n, c.k, out.data(), 2);
+      expect_near(c, name, "dense y", out, y, scale / 4);
       for (std::size_t i = y.size(); i < c.m * c.n; i++) {
         if (!std::isnan(get(out, i, int(type)))) fail(c.text() + " " + name + ": NaN is lost");
       }
       const std::vector<double> last(y.end() - std::ptrdiff_t(c.n), y.end());
       Bytes row(c.n * item, 0xFF);
-      fdk::plain_gemv(type, x.data() + (c.m - 2) * c.k * item, w.data(), c.n, c.k, row.data(), 2);
-      expect_near(c, name, "plain y of one row", row, last, scale / 4);
+      fdk::dense_gemv(type, x.data() + (c.m - 2) * c.k * item, w.data(), c.n, c.k, row.data(), 2);
+      expect_near(c, name, "dense y of one row", row, last, scale / 4);
     }
   }
 }
@@ -134,10 +131,10 @@ void check_conversions() {
     if (!std::isnan(f) && to_fp16(f) != half) fail("fp16 " + std::to_string(i));
     if (std::isnan(f) != std::isnan(from_fp16(to_fp16(f)))) fail("fp16 NaN");
   }
-  // Ties to even, overflow, and a value below half the least subnormal.
+  // Ties to even, overflow, and a value below half of the least subnormal.
   if (to_fp16(2049.0f) != to_fp16(2048.0f) || to_fp16(2051.0f) != to_fp16(2052.0f)) fail("ties");
   if (to_fp16(65520.0f) != 0x7C00 || to_fp16(65519.0f) != 0x7BFF || to_fp16(0x1p-26f) != 0) {
-    fail("limits of fp16");
+    fail("thresholds of fp16");
   }
   if (to_bf16(257.0f) != to_bf16(256.0f) || to_bf16(259.0f) != to_bf16(260.0f)) fail("bf16 ties");
 }

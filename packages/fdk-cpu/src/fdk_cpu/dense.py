@@ -1,25 +1,23 @@
-"""What the kernels are measured against: products with plain weights, and memory itself.
+"""Products with weights that are not quantised: the baseline of the quantised kernels.
 
-No product records a gradient.
+They record no gradient.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fdk_cpu import _native
-from fdk_cpu.arguments import FLOAT_NAMES, bytes_of
-from fdk_cpu.checks import check_placed
-from fdk_cpu.memory import copy_memory as copy
-from fdk_cpu.memory import read_sum as read_sum
+from fdk_cpu.native_args import FLOAT_NAMES, bytes_of, check_contiguous_cpu
 from fdk_cpu.runtime import num_threads
 
-__all__ = ["copy", "gemm", "gemv", "read_sum"]
+__all__ = ["gemm", "gemv"]
 
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def gemv(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for one row of x: one pass over the weight, summed in float32.
+    """Compute ``x @ weight.T`` for one row of x, summed in float32.
 
     Args:
         x: ``[k]`` or ``[1, k]``, bfloat16 or float32.
@@ -29,8 +27,8 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
         ``[n]`` or ``[1, n]``, of the dtype of x.
 
     Raises:
-        ValueError: for other shapes, tensors that are not contiguous, or not on the CPU.
-        TypeError: for another dtype, or two, and what is no tensor.
+        ValueError: for other shapes, and for tensors that are not contiguous or not on the CPU.
+        TypeError: for another dtype, two different ones, and anything but a plain tensor.
     """
     _check_tensors("gemv", x, weight)
     if x.dim() not in (1, 2) or (x.dim() == 2 and len(x) != 1):
@@ -40,7 +38,7 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` for any m: panels of x times blocks of the weight, summed in float32.
+    """Compute ``x @ weight.T`` for any number of rows, summed in float32.
 
     Args:
         x: ``[m, k]``, bfloat16 or float32.
@@ -50,8 +48,8 @@ def gemm(x: Tensor, weight: Tensor) -> Tensor:
         ``[m, n]``, of the dtype of x.
 
     Raises:
-        ValueError: for other shapes, tensors that are not contiguous, or not on the CPU.
-        TypeError: for another dtype, or two, and what is no tensor.
+        ValueError: for other shapes, and for tensors that are not contiguous or not on the CPU.
+        TypeError: for another dtype, two different ones, and anything but a plain tensor.
     """
     _check_tensors("gemm", x, weight)
     if x.dim() != 2:
@@ -61,8 +59,10 @@ def gemm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _check_tensors(caller: str, x: Tensor, weight: Tensor) -> None:
     for name, tensor in (("x", x), ("weight", weight)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{caller}: {name} must be a tensor, got {type(tensor).__name__}")
+        # A subclass may have no memory, as the fake tensors of torch.compile.
+        if type(tensor) not in (Tensor, Parameter):
+            kind = type(tensor).__name__
+            raise TypeError(f"{caller}: {name} must be a plain tensor, got {kind}")
 
 
 def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -76,13 +76,11 @@ def _product(caller: str, x: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"{caller}: weight must be [n, {k}], got {list(weight.shape)}")
     n = len(weight)
     for name, tensor in (("x", x), ("weight", weight)):
-        check_placed(caller, name, tensor)
-    if torch._C._len_torch_dispatch_stack() > 0:
-        raise TypeError(f"{caller}: needs values, and cannot be traced")
+        check_contiguous_cpu(caller, name, tensor)
     x, weight = x.resolve_neg(), weight.resolve_neg()
     y = x.new_empty((m, n))
     dtype, out = FLOAT_NAMES[x.dtype], bytes_of(y)
-    _native.plain_linear(
+    _native.dense_linear(
         caller == "gemv", dtype, bytes_of(x), m, bytes_of(weight), n, k, out, num_threads()
     )
     return y

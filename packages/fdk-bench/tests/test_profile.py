@@ -300,7 +300,7 @@ def test_kernels_in_use_come_first(isa, bits, activations, homes):
     ],
 )
 def test_homes_of_kernels(case, isa, homes):
-    """As kernels_for and int8_kernels_for of fdk-cpu's native code choose them, on any machine."""
+    """Homes equal those that fdk-cpu's native code chooses, on any machine."""
     assert _homes(parse_case(case), isa) == homes
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
-# Whose files hold the kernels of an instruction set, as fdk-cpu's kernels_for and int8_kernels_for
-# choose them; a set that is not here has all its own.
+# Whose files hold the kernels of an instruction set, as fdk-cpu's linear_kernels_for and
+# int8_kernels_for choose them; a set that is not here has all its own.
 OF_BF16 = {
     "amx": ("amx", "avx512bf16", "avx512vnni"),
     "avx512bf16": ("avx512bf16", "avx512vnni"),
@@ -51,7 +51,7 @@ OF_INT8 = {
     **dict.fromkeys(("sve", "sve2"), ("sve", "neoni8mm", "neondot")),
 }
 # Functions that are not templates over bits.
-PRODUCTS = {"amx": r"\bpanel_by_tiles\b"}
+PRODUCTS = {"amx": r"\bgemm_panel_tiles\b"}
 BUILD = """the library holds no such names; is it stripped? In a checkout, build
   cmake -S packages/fdk-cpu -B build/native -DCMAKE_BUILD_TYPE=Release -DFDK_CPU_PYTHON=OFF \\
         -DFDK_CPU_TESTS=ON && cmake --build build/native

@@ -1,8 +1,8 @@
-/* y = x @ W_hat.T for a weight [2, 16] of 2 bits with one scale a row.
+/* y = x @ W_hat.T for a weight [2, 16] of 2 bits with one scale per row.
  *
- * From the root of the repository, with the library in out/c as README.md builds it:
+ * After `cmake --install`, from the root of the repository:
  *
- *   cc packages/fdk-cpu/examples/linear.c -I packages/fdk-cpu/native/api -L out/c -lfdk_cpu -o linear
+ *   cc packages/fdk-cpu/examples/linear.c $(pkg-config --cflags --libs fdk-cpu) -o linear
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, with folders as the hub has them."""
+"""Tiny models of transformers in folders, and rows made by hand."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "fr
 
 
 def save_tokenizer(folder, **special):
-    """A tokenizer of ``WORDS``."""
+    """Save a tokenizer of ``WORDS``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -21,13 +21,13 @@ def save_tokenizer(folder, **special):
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    """Errors are not folded where a temporary path is long."""
+    """Keep errors on one line where a temporary path is long."""
     monkeypatch.setenv("COLUMNS", "240")
 
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Asserts that a command is bad usage, says why, and writes nothing into its empty folder."""
+    """Return a check that a command is bad usage, says why, and writes nothing."""
     monkeypatch.chdir(tmp_path)
 
     def check(run, *arguments, said):
@@ -41,7 +41,7 @@ def refused(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["file", "file/sub", "/proc", "/proc/nope"])
 def no_folder(request, tmp_path):
-    """A path at which no folder of results can be."""
+    """A path that cannot be a folder of results."""
     (tmp_path / "file").touch()
     return tmp_path / request.param
 
@@ -54,7 +54,7 @@ def write_tokenizer():
 
 @pytest.fixture(scope="session")
 def bert_folder(tmp_path_factory):
-    """Two layers: in each 4 weights of [64, 64], one [128, 64] and one [64, 128]; and a pooler."""
+    """A BERT of two layers, each with 4 weights [64, 64], a [128, 64] and a [64, 128]; a pooler."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def bert_folder(tmp_path_factory):
 
 @pytest.fixture
 def hf_sizes():
-    """Of a decoder of two layers: those of SMALL in test_models.py."""
+    """Sizes of a decoder of two layers, as SMALL in test_models.py."""
     return {
         "vocab_size": 40,
         "hidden_size": 64,
@@ -91,7 +91,7 @@ def hf_sizes():
 
 @pytest.fixture
 def hf_model(hf_sizes):
-    """A llama of these sizes."""
+    """A llama of ``hf_sizes``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def hf_model(hf_sizes):
 
 @pytest.fixture
 def hf_folder(hf_model, tmp_path):
-    """``hf_model`` with a tokenizer of w0 to w39."""
+    """Folder of ``hf_model`` with a tokenizer of w0 to w39."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

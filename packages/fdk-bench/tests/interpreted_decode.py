@@ -38,7 +38,7 @@ def step(heads, kv_heads, head_dim, batch, length, position):
     cache = torch.randn(2, batch, kv_heads, length, head_dim)
     cache[:, :, :, position:] = torch.nan
     mine = cache.clone()
-    cache[:, :, :, position + 1 :] = 0  # torch multiplies what it masks
+    cache[:, :, :, position + 1 :] = 0  # torch multiplies masked entries
     turns, positions = rotary_table(length, head_dim, "cpu"), torch.tensor([position])
     expected = THEIRS.attend(qkv, turns, positions, cache, heads)
     for _ in range(2):  # the counters must be as before

@@ -2,7 +2,9 @@
 
 import importlib.util
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +14,24 @@ import fdk_formats
 from fdk_bench import accuracy
 from fdk_bench.accuracy import (
     BASELINE,
+    DEFAULT_FORMATS,
     MOST_ROWS,
+    PACKAGED,
+    SKIP_POOLER_AND_HEAD,
     CalibrationText,
     Subject,
     calibrate,
     layer_values,
     measure_formats,
+    parse_formats,
     prepare,
+    read_texts,
     rows_of,
     takes_importance,
     weight_error,
 )
 from fdk_bench.text_models import EVAL_TEXT, ModelError, TextModel, embed, load_text_model
+from fdk_formats.model import DEFAULT_SKIP
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "far", "from", "home"]
 SENTENCES = EVAL_TEXT.read_text("utf-8").splitlines()
@@ -66,6 +74,55 @@ def test_layers_compute_in_the_dtype_of_the_model(bert_folder):
         assert layer(torch.ones(1, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+# Formats and texts
+
+
+def test_default_formats_cover_every_width():
+    formats = parse_formats(DEFAULT_FORMATS)
+    for bits in (1, 2, 3, 4, 8):
+        assert {f"{book}{bits}-g64" for book in ("kmeans", "int", "uniform")} <= set(formats)
+    assert formats[0] == BASELINE
+
+
+def test_parse_formats():
+    asked = ["kmeans4", "kmeans4-g64", "bf16", "int2-search", "nf4-row"]
+    expected = ["kmeans4-g32", "kmeans4-g64", "bf16", "int2-g32-search", "nf4-row"]
+    assert parse_formats(asked, "32") == expected
+    assert parse_formats(["kmeans4", "kmeans4-g64"]) == ["kmeans4-g64"]
+    assert parse_formats(["int4"], "row") == ["int4-row"]
+    with pytest.raises(ValueError, match=r"'int9': .* takes 1 to 8 bits, got 9"):
+        parse_formats(["int9"])
+
+
+def test_read_texts(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("a b\nc\n\n\n  d\n")
+    two.write_text("\n")
+    assert read_texts([one, two]) == CalibrationText("one, two", ["a b c", "d"])
+    with pytest.raises(ValueError, match="two has none"):
+        read_texts([two])
+    with pytest.raises(ValueError, match="wanted a UTF-8 text file"):
+        read_texts([tmp_path / "absent"])
+
+
+def test_sentences_are_thirty_two_and_differ():
+    assert len(set(SENTENCES)) == len(SENTENCES) == 32
+    # Recorded numbers are for these sentences, and the text below.
+    assert sum(map(len, SENTENCES)) == 2247
+
+
+def test_packaged_text_is_fixed():
+    found = read_texts([Path(PACKAGED)]).paragraphs
+    assert (len(found), sum(map(len, found))) == (29, 5478)
+
+
+def test_the_pooler_and_what_quantise_model_leaves_are_left():
+    left = ("pooler.dense", "lm_head", "model.lm_head")
+    assert all(re.search(SKIP_POOLER_AND_HEAD, name) for name in left)
+    assert not re.search(SKIP_POOLER_AND_HEAD, "lm_head.dense")
+    assert DEFAULT_SKIP in SKIP_POOLER_AND_HEAD
+
+
 # Measuring
 
 
@@ -79,10 +136,10 @@ def test_bytes_and_bits(subject):
     assert measured.nbytes < measured.file_bytes < measured.nbytes + 8192
 
 
-def test_backend_is_the_one_asked_for_or_the_one_that_auto_picks(subject):
+def test_backend_is_the_one_asked_for_or_chosen_by_auto(subject):
     assert measure(subject, "int4-g64", backend="reference").backends == "reference"
-    taken = "cpu" if "cpu" in fdk_formats.all_backends() else "reference"
-    assert measure(subject, "int4-g64").backends == taken
+    chosen = "cpu" if "cpu" in fdk_formats.all_backends() else "reference"
+    assert measure(subject, "int4-g64").backends == chosen
 
 
 def test_bits_of_rows_are_weighed_by_size(subject):
@@ -201,7 +258,7 @@ def test_calibrated_formats_lose_less_of_what_a_layer_computes(bert_folder):
     plain, weighed = (
         accuracy.measure(subject, "kmeans2-g64-search", weighed=w)[1] for w in (False, True)
     )
-    name = "encoder.layer.1.attention.self.query"  # behind such a norm
+    name = "encoder.layer.1.attention.self.query"  # after such a norm
     assert weighed[name].output_error < 0.9 * plain[name].output_error
     assert weighed[name].weight_error > plain[name].weight_error
 
@@ -269,7 +326,7 @@ def test_decoder(tmp_path, write_tokenizer):
 
 
 def test_divergence_by_hand(subject):
-    # Of (1/2, 1/2) from (1/4, 3/4): (ln 2 + ln(2/3)) / 2.
+    # KL from (1/4, 3/4) to (1/2, 1/2): (ln 2 + ln(2/3)) / 2.
     before = torch.tensor([[0.5, 0.5]]).log()
     changed = replace(subject, next_tokens=before)
     assert accuracy.divergence(subject, subject.model.module) is None

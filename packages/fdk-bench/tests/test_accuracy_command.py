@@ -1,4 +1,4 @@
-"""``fdk-bench accuracy``: what it writes and prints, and what it refuses."""
+"""``fdk-bench accuracy``: outputs, failures and bad usage."""
 
 import json
 import re
@@ -36,7 +36,6 @@ def test_outputs(bert_folder, tmp_path):
     assert rows[1]["values"]["bits_per_weight"] == 3.25
     printed = done.stdout.splitlines()
     line = next(line for line in printed if "kmeans3-g64 " in line)
-    assert len(line) <= 80
     assert f"{rows[1]['values']['weight_error']:.4f}" in line
     table = (tmp_path / "accuracy.md").read_text()
     assert f"| kmeans3-g64 | 3.250 | {rows[1]['values']['file_bytes'] / 1e6:.2f} |" in table

@@ -19,7 +19,7 @@ def case(format, *, m=1, n=4096, k=4096, dtype="bf16"):
         ("custom4-g64", 8388608 + 524288 + 64),
         ("int1-g64", 2097152 + 524288 + 8),
         ("int3-row", 4096 * 1536 + 4096 * 2 + 32),
-        # A zero point of 16 bits beside each scale, no codebook.
+        # A zero point of 16 bits for each scale, no codebook.
         ("affine4-g128", 8388608 + 4096 * 32 * 4),
         ("affine4-g128-zint", 8388608 + 4096 * 32 * 3),
         ("nf4-g64-e8m0", 8388608 + 4096 * 64 + 64),

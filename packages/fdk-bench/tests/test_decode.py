@@ -162,7 +162,7 @@ def test_gemv_on_gpu(n, k, dtype):
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "dtype", "taken"),
+    ("rows", "k", "dtype", "fits"),
     [
         (1, 64, torch.bfloat16, True),
         (1, 32768, torch.float16, True),
@@ -173,18 +173,18 @@ def test_gemv_on_gpu(n, k, dtype):
         (1, 64, torch.float32, False),
     ],
 )
-def test_what_gemv_takes(rows, k, dtype, taken):
+def test_gemv_takes(rows, k, dtype, fits):
     """Fake tensors stand for those of a GPU; on a CPU it takes none."""
     for device in ("cuda", "cpu"):
         with FakeTensorMode():
             x = torch.empty(rows, 1, k, device=device, dtype=dtype)
             weight = torch.empty(7, k, device=device, dtype=dtype)
-            assert takes(x, weight) == (taken and device == "cuda")
+            assert takes(x, weight) == (fits and device == "cuda")
             assert not takes(x, torch.empty(k, 7, device=device, dtype=dtype).T)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_what_gemv_leaves_to_torch(bias):
+def test_gemv_leaves_the_rest_to_torch(bias):
     torch.manual_seed(0)
     layer = RowLinear(64, 7, bias=bias)
     x = torch.randn(1, 64)
@@ -192,7 +192,7 @@ def test_what_gemv_leaves_to_torch(bias):
 
 
 @pytest.mark.parametrize(("format", "crowded"), [("bf16", True), ("custom4-g64", False)])
-def test_which_layers_leave_no_room(format, crowded, monkeypatch):
+def test_dense_layers_leave_no_room(format, crowded, monkeypatch):
     case = ModelCase("tiny", 1, format, "reference", "bf16", "cpu", "lm_head", 8, 1, compiled=True)
     decoder = build_llama(case, [1]).decoder
     monkeypatch.setattr("fdk_bench.decode.llama.has_kernels", lambda device: True)
@@ -201,7 +201,7 @@ def test_which_layers_leave_no_room(format, crowded, monkeypatch):
     assert decoder.ops.crowded == crowded
 
 
-def test_dense_layers_of_a_dtype_that_gemv_does_not_take(monkeypatch):
+def test_dense_layers_of_fp32_are_torchs(monkeypatch):
     monkeypatch.setattr(random_llama, "has_kernels", lambda device: True)
     case = ModelCase("tiny", 1, "bf16", "torch", "bf16", "cuda", "", 8, 1, compiled=True)
     assert random_llama.dense_linear(case) == (RowLinear, "torch, gemv for one row")
@@ -231,7 +231,7 @@ def test_graph_of_a_step_on_gpu():
 
 
 @pytest.mark.gpu
-def test_dense_layers_are_ours_on_gpu():
+def test_dense_layers_run_gemv_on_gpu():
     """Only where the model is compiled; with --no-compile they are torch's."""
     case = ModelCase("tiny", 1, "bf16", "torch", "bf16", "cuda", "lm_head", 8, 1, compiled=True)
     ours, theirs = build_llama(case, [1, 3]), build_llama(replace(case, compiled=False), [1])

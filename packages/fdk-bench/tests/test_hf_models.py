@@ -58,7 +58,7 @@ def mistral(hf_sizes):
 @pytest.mark.parametrize("model", ["hf_model", "mistral"])
 @torch.inference_mode()
 def test_prompts_and_steps_go_back(model, request):
-    """As they are timed: steps that warm up, the prompt again and again, and steps behind it."""
+    """Warm-up steps, the prompt many times, and steps after it, as they are timed."""
     model = request.getfixturevalue(model)
     prompt = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(1))
     decoder = HfDecoder(model)
@@ -80,7 +80,6 @@ def test_prompts_and_steps_go_back(model, request):
 
 
 def test_the_command_as_it_is_by_default(hf_folder, tmp_path):
-    """Context and steps as they are where nothing is said."""
     result = CliRunner().invoke(
         app,
         [
@@ -114,7 +113,7 @@ def test_hf_bytes(hf_folder):
 
 @pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.down_proj"])
 def test_wrong_layer_is_not_timed(name, hf_folder, monkeypatch):
-    """Of a product that layers share, and of one alone."""
+    """A product that layers share, and a single one."""
 
     def broken(*arguments, **options):
         model = quantise_model(*arguments, **options)
@@ -147,7 +146,7 @@ def qwen2(hf_sizes):
 @pytest.mark.parametrize("model", ["hf_model", "qwen2"])
 @torch.inference_mode()
 def test_fused_logits(model, request, tmp_path):
-    """Of fused layers as of separate ones, from either's file and over a static cache."""
+    """Fused layers give the logits of separate ones, from either file, with a static cache."""
     model = request.getfixturevalue(model)
     tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
     how = {"backend": "reference", "progress": False}

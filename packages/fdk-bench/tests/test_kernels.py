@@ -90,7 +90,7 @@ def test_int8_activations():
     for row in rows:
         assert row.error is None
         assert KERNELS.cells(row)["by"].endswith(" int8") == (row.case.activations == "int8")
-    # What rounding x costs is in the row, beside what bf16 costs.
+    # The error of rounding x adds to that of bf16.
     assert rows[2].values.error < 0.004 < rows[3].values.error < 0.02
     assert rows[3].values.backend == "reference int8"
 
@@ -159,7 +159,7 @@ def test_wrong_answer_is_not_timed():
 
 
 class Elsewhere(Dense):
-    """A contender whose turns run somewhere of its own, and what happens there."""
+    """A contender with a place for its turns, which records what happens there."""
 
     name = "elsewhere"
 

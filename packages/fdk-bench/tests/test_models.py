@@ -207,8 +207,8 @@ def test_a_prompt_tells_whether_it_is_a_graph(works, monkeypatch):
 
     monkeypatch.setattr(step_module, "captured", captured)
     monkeypatch.setattr(Llama, "captures_prompts", True)
-    told = nullcontext() if works else pytest.warns(UserWarning, match="timed without a graph")
-    with told:
+    expected = nullcontext() if works else pytest.warns(UserWarning, match="timed without a graph")
+    with expected:
         prompt = step_module.captured_prompt(small_llama(), torch.zeros(2, 3, dtype=torch.int64))
     assert prompt.is_graph is works
     assert prompt.call().shape == (2, 1)

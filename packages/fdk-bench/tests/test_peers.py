@@ -1,4 +1,4 @@
-"""Peers: right answers, what they do not take, and a limit on their time."""
+"""Peers: right answers, reasons against cases, and the limit on their time."""
 
 import itertools
 import json
@@ -61,11 +61,11 @@ def test_llama_cpp_types(peer, bits, text):
 
 
 @pytest.mark.parametrize(
-    ("layout", "told", "is_apart"),
+    ("layout", "text", "is_apart"),
     [("CPU", "", False), ("CPU_REPACK", " repacked", False), ("AMX", " for AMX", True)],
 )
-def test_llama_cpp_tells_its_layout(layout, told, is_apart, monkeypatch):
-    """And turns by AMX have the thread whose tiles nobody else configures."""
+def test_llama_cpp_names_its_layout(layout, text, is_apart, monkeypatch):
+    """Turns by AMX run in a thread whose tiles nobody else configures."""
     engine = SimpleNamespace(rest=lambda: None, own_thread=OwnThread())
     monkeypatch.setattr(llama_cpp, "library_folder", Path)
     library = SimpleNamespace(quantise=lambda type, W: torch.zeros(len(W), 144, dtype=torch.uint8))
@@ -74,7 +74,7 @@ def test_llama_cpp_tells_its_layout(layout, told, is_apart, monkeypatch):
     monkeypatch.setattr(llama_cpp, "Product", lambda *args: SimpleNamespace(layout=layout))
     peer = next(peer for peer in LLAMA_CPP if peer.name == "llama.cpp-Q4_0")
     prepared = peer.prepare(KernelCase(1, 64, 256, "custom4-g64", "bf16", "cpu", peer.name), 1)
-    assert prepared.backend == f"llama.cpp Q4_0 (4.5 bits){told}"
+    assert prepared.backend == f"llama.cpp Q4_0 (4.5 bits){text}"
     (thread,) = prepared.place(lambda: [threading.get_ident()])
     assert (thread != threading.get_ident()) == is_apart
 
@@ -174,7 +174,7 @@ def test_plain_triton_beside_16_bits(tmp_path):
         assert of["torch", m]["speedup_16"] is None
         for name in ("triton-16", "reference"):
             assert of[name, m]["speedup_16"] == pytest.approx(torch_time / of[name, m]["time"])
-            # Of other widths nobody is a rival.
+            # Peers of other widths are not compared.
             assert of[name, m]["best_peer"] is None
         assert of["triton-16", m]["weight_bytes"] == 40 * 64 * 2
 
@@ -219,7 +219,7 @@ def run_of(**changes):
 
 
 class Slow:
-    """A peer that compiles for ever."""
+    """A peer that compiles forever."""
 
     name, note = "slow", ""
 
@@ -254,7 +254,7 @@ def test_time_limit():
 
 
 def test_time_limit_of_code_that_catches_exceptions(monkeypatch):
-    """It is told again, and once more at the end."""
+    """The error is raised again, and once more at the end."""
     monkeypatch.setattr(timeout, "AGAIN_SECONDS", 0.05)
     caught = []
 

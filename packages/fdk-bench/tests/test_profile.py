@@ -1,4 +1,4 @@
-"""Reading what Nsight Compute and objdump print; their stand-ins on PATH."""
+"""Profiles: the output of Nsight Compute and objdump, from stand-ins on PATH."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def run(*arguments):
 
 
 def stand_in(folder, name, text, monkeypatch):
-    """A program on PATH that prints a text and writes down its arguments."""
+    """Put a program on PATH that prints a text and records its arguments."""
     (folder / "text").write_text(text)
     program = folder / name
     program.write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\ncat {folder}/text\n')
@@ -172,7 +172,7 @@ def test_report_of_ncu_is_kept(tmp_path, monkeypatch):
     assert collected.startswith(f"--export {report} --force-overwrite --set full ")
     assert collected.endswith(f"profile {name} --inside")
     assert imported == f"--import {report} --csv --page raw"
-    # That of the last run is not taken for one that was not written.
+    # The report of an earlier run is not read instead of one that was not written.
     program.write_text("#!/bin/sh\necho ==ERROR== no permission\n")
     done = run(name, "--out", tmp_path / "reports")
     assert (done.exit_code, report.exists()) == (1, False)

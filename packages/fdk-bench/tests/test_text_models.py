@@ -11,7 +11,7 @@ from fdk_bench.text_models import ModelError, load_text_model
 
 
 def test_model_by_its_id(bert_folder, tmp_path):
-    # As the hub's cache holds it; a process of its own, which reads the variables at its start.
+    # In the layout of the hub's cache; the variables are read when a process starts.
     snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "1"
     shutil.copytree(bert_folder, snapshot)
     (tmp_path / "models--someone--tiny" / "refs").mkdir()

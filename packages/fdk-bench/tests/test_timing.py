@@ -1,4 +1,4 @@
-"""Timing in turns, with a clock that is told how long each call takes."""
+"""Timing in turns, with a clock that tests move."""
 
 from contextlib import nullcontext
 
@@ -54,11 +54,11 @@ def test_copies_rotate_and_contenders_take_turns(clock):
     ("last", "outer", "kept"), [(24, None, True), (23, None, False), (24, 50, False)]
 )
 def test_ctrl_c_after_turns_enough(last, outer, kept, clock):
-    """Three turns of eight calls are as many as a short run has."""
+    """A short run has three turns of eight calls."""
     calls = {"a": 0, "b": 0}
 
     def call(name):
-        # After calls that warm up, 8, and those that settle, 4 a turn.
+        # After 8 calls of warm-up and 4 in each turn that are not counted.
         if name == "b" and calls["b"] == 8 + 3 * 4 + last:
             raise KeyboardInterrupt
         calls[name] += 1
@@ -76,7 +76,7 @@ def test_ctrl_c_after_turns_enough(last, outer, kept, clock):
 
 
 def test_rounds_are_in_different_orders(clock):
-    """Of three contenders, in 60 rounds: each is the last one before each other at times."""
+    """In 60 rounds of three contenders every order occurs."""
     seen = []
 
     def call(name):
@@ -89,7 +89,7 @@ def test_rounds_are_in_different_orders(clock):
 
 
 def test_the_first_calls_of_a_turn_do_not_count(clock):
-    """By hand: 1 ms a call, so that 4 settle; the rest of each turn is what counts."""
+    """Of calls of 1 ms the first 4 of a turn are not counted."""
     seen = []
 
     def short():
@@ -103,7 +103,7 @@ def test_the_first_calls_of_a_turn_do_not_count(clock):
 
 
 def test_long_calls_have_shorter_turns_and_as_many_samples(clock):
-    """By hand: 20 ms a call are two a turn of 50 ms, and none to settle."""
+    """Two calls of 20 ms make a turn of 50 ms, and none is left out."""
     seen = []
 
     def call(name, seconds):
@@ -126,7 +126,7 @@ def test_each_turn_ends_with_a_rest(clock):
 
 
 def test_turns_run_where_a_contender_wants_them(clock):
-    """Warm-up and turns, each as a whole: nothing of the way there is in the samples."""
+    """Warm-up and turns run there as a whole, so the way there is in no sample."""
     seen = []
 
     def place(turn):
@@ -180,7 +180,7 @@ def test_where_all_raise_there_are_no_rounds(clock):
 
 @pytest.mark.parametrize("copies", [1, 40])
 def test_no_eager_sample_is_a_first_call(copies, clock, monkeypatch):
-    """Of any copy: what is packed or looked up then would be counted as the host's work."""
+    """Packing at the first call of a copy is not the host's work of a call."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", nullcontext)
@@ -195,7 +195,7 @@ def test_no_eager_sample_is_a_first_call(copies, clock, monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "count"), [(1e-6, 40), (100e-6, 20), (5e-3, 8)])
 def test_a_graph_of_long_calls_holds_fewer(seconds, count, clock, monkeypatch):
-    """2 ms of calls, and at least 8: by hand, 2 ms / 100 us = 20."""
+    """2 ms of calls, at least 8: 2 ms / 100 us = 20."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", nullcontext)
@@ -205,7 +205,7 @@ def test_a_graph_of_long_calls_holds_fewer(seconds, count, clock, monkeypatch):
 
 
 def test_floor_between_measured_sizes(monkeypatch):
-    """By hand: 20 MiB lie in the octave of 16 MiB, whose steps are 1 MiB; 20.25 a quarter on."""
+    """20 MiB are in the octave of 16 MiB, whose steps are 1 MiB."""
     mib = 1 << 20
     assert neighbours(20 * mib) == (20 * mib, 20 * mib)
     assert neighbours(20 * mib + mib // 4) == (20 * mib, 21 * mib)

@@ -1,3 +1,3 @@
-"""Measures and compares fdk: accuracy, kernels, models."""
+"""Benchmarks of fdk: kernels, whole models, accuracy."""
 
 __version__ = "0.1.0"

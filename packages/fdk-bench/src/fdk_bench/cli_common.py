@@ -41,143 +41,87 @@ TIMING = "Timing"
 RESULTS = "Results"
 
 
-def _option(*names: str, panel: str, **settings: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, **settings)
+def option(help: str, *names: str, panel: str | None = CASES, **settings: Any) -> Any:
+    """Declare an option; ``settings`` are those of ``typer.Option``."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
-def _list(*names: str, panel: str, help: str) -> Any:
-    return _option(*names, panel=panel, help=help, metavar="LIST")
+def list_option(help: str, default: str, *names: str, panel: str | None = CASES) -> Any:
+    """Declare an option that takes several entries."""
+    return option(f"{help}; {LISTS}. Default: {default}.", *names, panel=panel, metavar="LIST")
 
 
-MsOption = Annotated[
-    list[str] | None,
-    _list(
-        "-m", "--m", panel=CASES, help=f"Rows of x; {LISTS}. Default: 1, 16, 256; compare 1, 16."
-    ),
-]
-KsOption = Annotated[
-    list[str] | None,
-    _list("-k", "--k", panel=CASES, help=f"Inputs of the layer; {LISTS}. Default: 4096."),
-]
-NsOption = Annotated[
-    list[str] | None,
-    _list("-n", "--n", panel=CASES, help=f"Outputs of the layer; {LISTS}. Default: as k."),
-]
-ShapesOption = Annotated[
-    list[str] | None,
-    _list(
-        panel=CASES,
-        help="Instead of -n and -k: NxK, a model (llama-8b, llama-70b, qwen3-32b, ...), or a file "
-        f"with a shape a line; {LISTS}.",
-    ),
-]
+Texts = list[str] | None
+MsOption = Annotated[Texts, list_option("Rows of x", "1, 16, 256; for compare 1, 16", "-m", "--m")]
+KsOption = Annotated[Texts, list_option("Inputs of the layer", "4096", "-k", "--k")]
+NsOption = Annotated[Texts, list_option("Outputs of the layer", "as k", "-n", "--n")]
+SHAPES = "NxK, a model (llama-8b, qwen3-32b, ...), or a file with a shape a line"
+ShapesOption = Annotated[Texts, list_option(f"Instead of -n and -k: {SHAPES}", "none")]
 GroupOption = Annotated[
-    str,
-    _option(
-        "--group-size", "-g", panel=CASES, help="For formats that name none: a number, or row."
-    ),
+    str, option("For formats that name none: a number, or row.", "--group-size", "-g")
 ]
+DEFAULT_BITS = "16, 8, 4, 3, 2, 1; for compare 16, 4; for models 16, 4, 1"
 BitsOption = Annotated[
-    list[str] | None,
-    _list(
-        "--bits",
-        "-b",
-        panel=CASES,
-        help=f"1 to 8, and 16 for the layer that is not quantised; {LISTS}. "
-        "Default: 16, 8, 4, 3, 2, 1; compare 16, 4; models 16, 4, 1.",
-    ),
+    Texts,
+    list_option("1 to 8, and 16 for the layer that is not quantised", DEFAULT_BITS, "--bits", "-b"),
 ]
 FormatsOption = Annotated[
-    list[str] | None,
-    _list(
-        "--format",
-        "--formats",
-        panel=CASES,
-        help="Codebooks (int, affine, nf), which are combined with --bits, or whole formats "
-        f"(kmeans4-g32); {LISTS}. Default: custom, an arbitrary codebook; for real models kmeans.",
+    Texts,
+    list_option(
+        "Codebooks (int, affine, nf), combined with --bits, or whole formats (kmeans4-g32)",
+        "custom, an arbitrary codebook; for real models kmeans",
+        *("--format", "--formats"),
     ),
 ]
-DeviceOption = Annotated[
-    str | None, _option(panel=CASES, help="cpu or cuda. Default: the GPU, if any.")
-]
+DeviceOption = Annotated[str | None, option("cpu or cuda. Default: the GPU, if any.")]
 BackendOption = Annotated[
-    list[str] | None,
-    _list(
-        panel=CASES,
-        help="auto, cpu, triton, marlin, marlin-lut, or reference, which dequantises and "
-        f"multiplies by torch; {LISTS}. Default: auto. For torch.compile and other peers: "
-        "fdk-bench compare.",
+    Texts,
+    list_option(
+        "auto, cpu, triton, marlin, marlin-lut, or reference, which dequantises and multiplies by "
+        "torch (for torch.compile and other peers: fdk-bench compare)",
+        "auto",
     ),
 ]
 ActivationsOption = Annotated[
-    list[str] | None,
-    _list(
-        panel=CASES,
-        help=f"float, or int8 for x rounded to 8 bits (CPU only); {LISTS}. Default: float.",
-    ),
+    Texts, list_option("float, or int8 for x rounded to 8 bits (CPU only)", "float")
 ]
-DtypeOption = Annotated[str, _option(panel=CASES, help="Of x and y: bf16, fp16 or fp32.")]
+DtypeOption = Annotated[str, option("Of x and y: bf16, fp16 or fp32.")]
 AgainstOption = Annotated[
-    list[str] | None,
-    _list(
-        panel=CASES,
-        help=f"Peers to measure in the same run: a name (fdk-bench info lists them), all, or none; "
-        f"{LISTS}. Default: none; compare all.",
+    Texts,
+    list_option(
+        "Peers to measure in the same run: a name (fdk-bench info lists them), all, or none",
+        "none; for compare all",
     ),
 ]
 IncludeOption = Annotated[
-    str,
-    _option(
-        panel=CASES,
-        help="Regular expression: only cases such as m1-n512-k512-int4-g64-bf16-cpu-auto.",
-    ),
+    str, option("Regular expression: only cases such as m1-n512-k512-int4-g64-bf16-cpu-auto.")
 ]
-ExcludeOption = Annotated[
-    str | None, _option(panel=CASES, help="Regular expression of cases to leave out.")
-]
+ExcludeOption = Annotated[str | None, option("Regular expression of cases to leave out.")]
 CopiesOption = Annotated[
     int | None,
-    _option(panel=TIMING, min=1, help="Copies of each weight. Default: more than the caches hold."),
+    option("Copies of each weight. Default: more than the caches hold.", panel=TIMING, min=1),
 ]
-InnerOption = Annotated[
-    int | None,
-    _option(
-        panel=TIMING,
-        min=1,
-        help="Calls in a turn (CPU; default 8) or at least in a graph (GPU; default 40).",
-    ),
-]
-OuterOption = Annotated[
-    int | None,
-    _option(
-        panel=TIMING,
-        min=1,
-        help="Turns (CPU; default: for --seconds) or replays of the graph (GPU; default 15).",
-    ),
-]
+IN_A_TURN = "Calls in a turn (CPU; default 8) or at least in a graph (GPU; default 40)."
+InnerOption = Annotated[int | None, option(IN_A_TURN, panel=TIMING, min=1)]
+TURNS = "Turns (CPU; default: for --seconds) or replays of the graph (GPU; default 15)."
+OuterOption = Annotated[int | None, option(TURNS, panel=TIMING, min=1)]
 SecondsOption = Annotated[
     float,
-    _option(panel=TIMING, min=0.0, help="For each case on a CPU, where --outer-reps is not given."),
+    option("For each case on a CPU, where --outer-reps is not given.", panel=TIMING, min=0.0),
 ]
 PeerSecondsOption = Annotated[
     float | None,
-    _option(
+    option(
+        "For a peer to pack, compile, tune and be checked on one layer, before it is given up as "
+        "failed. Default: 120 on a GPU.",
         panel=TIMING,
         min=0.1,
-        help="For a peer to pack, compile, tune and be checked on one layer, before it is given up "
-        "as failed. Default: 120 on a GPU.",
     ),
 ]
-ThreadsOption = Annotated[
-    int | None, _option(panel=TIMING, min=1, help="Of a CPU. Default: torch's.")
-]
+ThreadsOption = Annotated[int | None, option("Of a CPU. Default: torch's.", panel=TIMING, min=1)]
 JsonOption = Annotated[
     bool,
-    _option(
-        "--json",
-        panel=RESULTS,
-        help="Print rows as JSON lines; the table goes to standard error.",
-    ),
+    option("Print rows as JSON lines; the table goes to standard error.", "--json", panel=RESULTS),
 ]
 
 
@@ -196,13 +140,11 @@ def check_output(output: Path | None) -> Path | None:
 # Help shows nothing of what is in angle brackets.
 OutOption = Annotated[
     Path | None,
-    _option(
-        "--out",
-        "--output",
+    option(
+        "Folder for results; a new run replaces the rows of the last. Default: out/COMMAND-TIME.",
+        *("--out", "--output"),
         panel=RESULTS,
         callback=check_output,
-        help="Folder for results; a new run replaces the rows of the last. Default: "
-        "out/COMMAND-TIME.",
     ),
 ]
 

@@ -102,8 +102,7 @@ def android(session: nox.Session) -> None:
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """The C++ tests of fdk-cpu under AddressSanitizer and UBSan."""
-    sanitizers = "address,undefined"
-    build = build_native(session, "sanitize", FDK_CPU_TESTS="ON", FDK_CPU_SANITIZE=sanitizers)
+    build = build_sanitized(session)
     run(session, f"{build}/fdk_native_test", "5")
     run(session, f"{build}/fdk_fuzz_random", "5")
 
@@ -112,16 +111,10 @@ def sanitize(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """libFuzzer on the layout converter and the blockwise kernels for FDK_FUZZ_SECONDS (10).
 
-    An input that fails is written to build/fuzz; `build/fuzz/fdk_fuzz FILE` repeats it.
+    An input that fails is written to build/sanitize; `build/sanitize/fdk_fuzz FILE` repeats it.
     """
     need(session, CLANG)
-    build = build_native(
-        session,
-        "fuzz",
-        CMAKE_CXX_COMPILER="clang++",
-        FDK_CPU_FUZZ="ON",
-        FDK_CPU_SANITIZE="address,undefined",
-    )
+    build = build_sanitized(session)
     limits = (f"-max_total_time={FUZZ_SECONDS}", "-max_len=4096", "-len_control=0", "-timeout=120")
     found = f"-artifact_prefix={build}/"
     run(session, f"{build}/fdk_fuzz", *limits, found, "-print_final_stats=1", *session.posargs)
@@ -186,10 +179,21 @@ def need(session: nox.Session, programs: dict[str, str]) -> None:
         session.skip(f"needs {', '.join(missing)}: apt-get install {packages}")
 
 
-def build_native(session: nox.Session, name: str, **options: str) -> str:
-    """Build the C++ of fdk-cpu without Python in build/<name>, and return that folder."""
-    build = f"build/{name}"
-    options |= {"CMAKE_BUILD_TYPE": "Release", "FDK_CPU_PYTHON": "OFF"}
+def build_sanitized(session: nox.Session) -> str:
+    """Build the C++ tests of fdk-cpu with sanitizers, and the fuzzer where clang is installed.
+
+    Returns:
+        The folder of the executables, shared by `sanitize` and `fuzz`.
+    """
+    build = "build/sanitize"
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "FDK_CPU_PYTHON": "OFF",
+        "FDK_CPU_SANITIZE": "address,undefined",
+        "FDK_CPU_TESTS": "ON",
+    }
+    if shutil.which("clang++"):
+        options |= {"CMAKE_CXX_COMPILER": "clang++", "FDK_CPU_FUZZ": "ON"}
     defines = [f"-D{option}={value}" for option, value in options.items()]
     run(session, "cmake", "-S", "packages/fdk-cpu", "-B", build, *defines)
     run(session, "cmake", "--build", build, "--parallel", "2")

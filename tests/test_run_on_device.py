@@ -86,10 +86,8 @@ def run(device: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
 
     def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [SCRIPT, *arguments]
-        return subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, check=False
-        )
+        env = os.environ | environment
+        return subprocess.run([SCRIPT, *arguments], env=env, capture_output=True, text=True)
 
     return run_script
 
@@ -115,14 +113,8 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_help_names_every_option(run: Run) -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    for option in ("--serial", "--abi", "--output", "--dry-run", "ANDROID_NDK_HOME"):
-        assert option in done.stdout
-
-
 def test_dry_run_touches_nothing(run: Run, device: Path, tmp_path: Path) -> None:
+    assert "--build-dir" in run("--help").stdout
     done = run("--dry-run", "--build-dir", str(tmp_path / "b"), "--", "--bits", "2")
     assert done.returncode == 0, done.stderr
     steps = [line.split() for line in done.stderr.splitlines() if line.startswith("+ ")]

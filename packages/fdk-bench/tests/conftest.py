@@ -114,7 +114,6 @@ def hf_folder(hf_model, tmp_path):
     return folder
 
 
-# What every row has, of a machine made up.
 FACTS = {
     "error": None,
     "started": "2026-11-20T00:00:00+00:00",
@@ -128,38 +127,68 @@ FACTS = {
 
 @pytest.fixture
 def facts():
-    """``FACTS``, a copy."""
+    """Facts of every row, for a machine that is made up."""
     return dict(FACTS)
 
 
 @pytest.fixture
 def kernel():
-    """Makes a row of ``fdk-bench kernels``."""
+    """Return a function that makes a row of ``fdk-bench kernels``."""
     return kernel_row
 
 
-def kernel_row(format="int4-g64", m=1, time=2e-6, **changed):
+def kernel_row(format="int4-g64", m=1, time=2e-6, size=64, backend="cpu", floor=1e-6, bits=None):
+    is_dense, operations = format == "bf16", 2 * m * size * size
+    bits = 16 if is_dense else (bits or int(format[3])) + 0.25
+    backend = "torch" if is_dense else backend
     values = {
-        "backend": "cpu",
-        "bits_per_weight": 4.25,
+        "backend": backend,
+        "bits_per_weight": bits,
         "weight_bytes": 2176,
         "bytes": 2432,
-        "operations": 8192 * m,
+        "operations": operations,
         "error": 0.001,
         "time": time,
         "time_min": time,
         "spread": 0.05,
         "samples": 8,
-        "method": "calls",
+        "method": "turns",
         "eager_time": None,
         "copies": 3,
         "bandwidth": 2432 / time,
-        "throughput": 8192 * m / time,
-        "floor": 1e-6,
-        "floor_share": 1e-6 / time,
-        "speedup_16": 3.5,
-        "of_a_newer_version": 1,
+        "throughput": operations / time,
+        "floor": floor,
+        "floor_share": floor / time,
+        "speedup_16": None if is_dense else 3.5,
+        "best_peer": None,
+        "speedup_peer": None,
     }
-    case = {"m": m, "n": 64, "k": 64, "format": format, "dtype": "bf16", "device": "cpu"}
-    case["backend"] = "auto"
-    return FACTS | {"benchmark": "kernels", "case": case, "values": values} | changed
+    case = {"m": m, "n": size, "k": size, "format": format, "dtype": "bf16", "device": "cpu"}
+    case |= {"backend": backend, "activations": "float"}
+    return FACTS | {"benchmark": "kernels", "case": case, "values": values}
+
+
+@pytest.fixture
+def model():
+    """Return a function that makes a row of ``fdk-bench models``."""
+    return model_row
+
+
+def model_row(format="int4-g64", batch=1, parameters=4e9, context=128, fused=True, floor=0.01):
+    case = {"model": f"{parameters / 1e9:g}b", "batch": batch, "format": format}
+    case |= {"backend": "auto", "dtype": "bf16", "context": context, "fused": fused}
+    values = {"backends": "cpu", "parameters": parameters, "tokens_per_second": 50.0 * batch}
+    values |= {"step_time": 0.02, "floor": floor, "floor_share": floor / 0.02, "speedup_16": None}
+    return FACTS | {"benchmark": "models", "case": case, "values": values}
+
+
+@pytest.fixture
+def accuracy():
+    """Return a function that makes a row of ``fdk-bench accuracy``."""
+    return accuracy_row
+
+
+def accuracy_row(format, bits):
+    case = {"format": format, "model": "m", "backend": "auto", "skip": "", "sentences": 1}
+    values = {"bits_per_weight": bits, "weight_error": 2.0**-bits, "cosine_mean": 1 - 2.0**-bits}
+    return FACTS | {"benchmark": "accuracy", "case": case, "values": values}

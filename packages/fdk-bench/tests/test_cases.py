@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fdk_bench.cases import KernelCase, formats_of, shapes_of
-from fdk_bench.weights import exact_weight, random_weight
+from fdk_bench.cases import KernelCase, exact_weight, formats_of, random_weight, shapes_of
 from fdk_formats import Format
 
 

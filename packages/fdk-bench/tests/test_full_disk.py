@@ -18,7 +18,7 @@ def test_full_disk(command, tmp_path):
         process = start(command, full, tmp_path)
         said = process.communicate()[1]
     assert process.returncode == 1
-    assert "fdk-bench: not all was written: [Errno 28] No space left on device\n" in said
+    assert "fdk-bench: not everything was written: [Errno 28] No space left on device\n" in said
     assert "Traceback" not in said
     assert "Exception ignored" not in said
 

@@ -9,16 +9,17 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fdk_bench import decoding, hf_decoding
+from fdk_bench import models
 from fdk_bench.cli import app
-from fdk_bench.hf_decoding import (
+from fdk_bench.decode.step import Step, first_tokens
+from fdk_bench.models import (
     HfDecoder,
+    ModelCase,
     build_hf,
     continued_from,
     perplexity_of,
     stored_bytes,
 )
-from fdk_bench.model_cases import ModelCase
 from fdk_bench.peers import WrongAnswerError
 from fdk_formats import load_model, quantise_model, save_model
 
@@ -64,10 +65,10 @@ def test_prompts_and_steps_go_back(model, request):
     decoder.prepare(2, 64)
     first = decoder(prompt, torch.arange(8))
     torch.testing.assert_close(first, model(prompt).logits[:, -1], rtol=1e-4, atol=1e-4)
-    step = decoding.Step(decoder, first.argmax(-1, keepdim=True), 8)
+    step = Step(decoder, first.argmax(-1, keepdim=True), 8)
     step.warm_up()
     for _ in range(20):  # three times as many tokens as there is room for
-        again = decoding.first_tokens(decoder, prompt)
+        again = first_tokens(decoder, prompt)
         assert torch.equal(again, first.argmax(-1, keepdim=True))
     found = [prompt, step.tokens.clone()]
     for _ in range(6):
@@ -94,7 +95,7 @@ def test_the_command_as_it_is_by_default(hf_folder, tmp_path):
 
 def test_a_model_that_is_not_quantised_is_no_row_of_a_format(hf_folder):
     case = replace(case_of(hf_folder, "int4-g32"), skip=".")
-    wanted = "wanted layers to quantise, and skip leaves none"
+    wanted = "wanted layers to quantise, but --skip leaves none"
     with pytest.warns(UserWarning, match="nothing to"), pytest.raises(ValueError, match=wanted):
         build_hf(case, [1])
 
@@ -123,7 +124,7 @@ def test_wrong_layer_is_not_timed(name, hf_folder, monkeypatch):
         return model
 
     case = replace(case_of(hf_folder, "int4-g32"), fused=True)
-    monkeypatch.setattr(hf_decoding, "quantise_model", broken)
+    monkeypatch.setattr(models, "quantise_model", broken)
     with pytest.raises(WrongAnswerError, match="wrong answer at m=3"):
         build_hf(case, [3, 5])
     monkeypatch.undo()
@@ -217,7 +218,7 @@ def test_stored_bytes_counts_tied_weights_once(hf_model):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_folder_compiled(hf_folder, tmp_path, monkeypatch):
     """``fdk-bench models FOLDER --compile``: whole models, for one sequence and several."""
-    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     out = tmp_path / "out"
     arguments = ["--model", hf_folder, "--compile", "-b", "16,4", "--format", "int"]
     few = [

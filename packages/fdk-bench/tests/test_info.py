@@ -10,10 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import fdk_formats
-from fdk_bench.cli import app
-from fdk_bench.commands.info import kernel_lines
+from fdk_bench.backend_report import Support, machine, sampled_formats, supports
+from fdk_bench.cli import app, kernel_lines
 from fdk_bench.machine import caches, cold_bytes
-from fdk_bench.support import Support, machine, sampled_formats, supports
 
 
 def run(*arguments):
@@ -93,7 +92,7 @@ def test_bad_usage(arguments, said, refused):
 
 
 def test_kernels_by_rows_are_told_once_for_formats_alike():
-    alike = {"device": "cuda", "chosen": "marlin-lut", "reasons": {}, "by_rows": "rows of x: some"}
+    alike = {"device": "cuda", "chosen": "marlin-lut", "reasons": {}, "kernels": "rows of x: some"}
     found = [
         Support("custom4-g64", **alike),
         Support("custom2-g64", **alike),

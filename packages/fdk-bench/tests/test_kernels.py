@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from fdk_bench import kernels
 from fdk_bench.cases import KernelCase
 from fdk_bench.cli import app
-from fdk_bench.floor import CpuFloor
-from fdk_bench.kernel_tables import cells_of, seconds_text
-from fdk_bench.kernels import KernelRun, KernelValues, compare, measure
+from fdk_bench.kernels import KernelRun, KernelValues, measure, with_speedups
 from fdk_bench.peers import Dense, Prepared, WrongAnswerError, check
-from fdk_bench.peers.dense import Ours
-from fdk_bench.records import Row
+from fdk_bench.peers.dense import Fdk
+from fdk_bench.roofline import CpuFloor
+from fdk_bench.rows import Row
+from fdk_bench.tables import KERNELS, seconds_text
 from fdk_bench.timing import CutShortError
 
 TINY = ("-n", "32", "-k", "64", "--copies", "2", "--inner-reps", "1", "--outer-reps", "2")
@@ -89,7 +89,7 @@ def test_int8_activations():
     ]
     for row in rows:
         assert row.error is None
-        assert cells_of(row)["by"].endswith(" int8") == (row.case.activations == "int8")
+        assert KERNELS.cells(row)["by"].endswith(" int8") == (row.case.activations == "int8")
     # What rounding x costs is in the row, beside what bf16 costs.
     assert rows[2].values.error < 0.004 < rows[3].values.error < 0.02
     assert rows[3].values.backend == "reference int8"
@@ -97,10 +97,10 @@ def test_int8_activations():
 
 def test_int8_is_checked_against_its_definition():
     case = KernelCase(1, 32, 64, "custom4-g32", "bf16", "cpu", "reference", "int8")
-    prepared = Ours().prepare(case, 1)
+    prepared = Fdk().prepare(case, 1)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     check(prepared, [x])
-    exact = Ours().prepare(replace(case, activations="float"), 1)
+    exact = Fdk().prepare(replace(case, activations="float"), 1)
     with pytest.raises(WrongAnswerError, match="wrong answer at m=3"):
         check(replace(prepared, calls=exact.calls), [x])
 
@@ -109,7 +109,7 @@ def values_of(time):
     return KernelValues("b", 4, 1, 1, 1, 0, time, time, 0, 1, "calls", None, 1, 1, 1, 1, 1)
 
 
-def test_compare():
+def test_with_speedups():
     base = KernelCase(1, 8, 64, "int4-g64", "bf16", "cpu", "auto")
     rows = [
         Row(replace(base, format="bf16", backend="torch"), values_of(12.0)),
@@ -120,7 +120,7 @@ def test_compare():
         Row(replace(base, backend="fast", format="int4-g32"), values_of(1.0)),
         Row(replace(base, backend="broken"), error="no"),
     ]
-    compared = compare(rows, {"slow", "fast", "broken"})
+    compared = with_speedups(rows, {"slow", "fast", "broken"})
     found = [row.values and (row.values.speedup_16, row.values.best_peer) for row in compared]
     # Peers at other bits or group sizes play no part, and nobody is his own peer.
     alone = (12.0, None)
@@ -232,7 +232,7 @@ def test_what_memory_does_not_hold_is_a_row():
 
 def test_copies_are_of_their_own():
     case = KernelCase(1, 32, 64, "custom4-g32", "bf16", "cpu", "reference")
-    prepared = Ours().prepare(case, 3)
+    prepared = Fdk().prepare(case, 3)
     assert len({layout.packed.data_ptr() for layout in prepared.calls}) == 3
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     first, *others = [layout(x) for layout in prepared.calls]
@@ -246,9 +246,9 @@ def test_include_and_exclude():
 
 
 def test_floor_is_bytes_over_a_measured_rate(monkeypatch):
-    monkeypatch.setattr("fdk_bench.floor.cold_bytes", lambda device: 4000)
+    monkeypatch.setattr("fdk_bench.roofline.cold_bytes", lambda device: 4000)
     clock = itertools.accumulate([0, 1, 0, 4, 0, 2, 0, 8])  # probes of 1, 4, 2 and 8 seconds
-    monkeypatch.setattr("fdk_bench.floor.time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr("fdk_bench.roofline.time", SimpleNamespace(perf_counter=clock.__next__))
     floor = CpuFloor()
     floor.probe()
     floor.probe()
@@ -410,8 +410,14 @@ def test_compare_goes_on_after_a_shape_that_groups_do_not_divide(tmp_path):
         (["--threads", "100000"], "--threads: wanted at most "),
         (["--threads", "99999999999"], "cores, got 99999999999"),
         (["--shapes", "llama-9b"], "llama-9b"),
-        (["--shapes", "64x64", "-k", "64"], "--shapes: wanted no -n and -k beside it, got 64x64"),
-        (["--shapes", "64x64", "-n", "64"], "--shapes: wanted no -n and -k beside it, got 64x64"),
+        (
+            ["--shapes", "64x64", "-k", "64"],
+            "--shapes: wanted no -n and -k with it, got --shapes 64x64",
+        ),
+        (
+            ["--shapes", "64x64", "-n", "64"],
+            "--shapes: wanted no -n and -k with it, got --shapes 64x64",
+        ),
         (["--against", "none,all"], "--against: wanted none alone, or peers; got none, all"),
         (["--seconds", "inf"], "--seconds: wanted a time that ends, got inf"),
         (["--peer-seconds", "inf"], "--peer-seconds: wanted a time that ends, got inf"),
@@ -424,10 +430,9 @@ def test_bad_usage(arguments, said, refused):
     refused(run, *DEVICE, *arguments, said=said)
 
 
-@pytest.mark.parametrize("command", ["kernels", "compare", "models", "accuracy", "record"])
-def test_no_folder_for_results(command, no_folder, monkeypatch):
-    monkeypatch.setattr("fdk_bench.commands.record.ON_CPU", ())
-    done = run(*["--out"] * (command != "record"), no_folder, command=command)
+@pytest.mark.parametrize("command", ["kernels", "compare", "models", "accuracy"])
+def test_no_folder_for_results(command, no_folder):
+    done = run("--out", no_folder, command=command)
     assert done.exit_code == 2, done.output
     assert f"wanted a folder that can be written, got {no_folder}" in done.stderr
 
@@ -442,7 +447,7 @@ def test_folder_for_results_that_cannot_be_made(tmp_path):
 def test_help_loads_no_torch():
     code = (
         "import sys; from typer.testing import CliRunner; from fdk_bench.cli import app\n"
-        "for command in (['kernels'], ['compare'], []):\n"
+        "for command in (['kernels'], ['models'], ['accuracy'], []):\n"
         "    done = CliRunner().invoke(app, [*command, '--help'])\n"
         "    assert done.exit_code == 0, done.output\n"
         "assert not {'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules)"
@@ -452,7 +457,7 @@ def test_help_loads_no_torch():
 
 def test_cells_of_a_failed_row():
     row = Row(KernelCase(1, 8, 8, "int4-g64", "bf16", "cpu", "auto"), error="ValueError: no")
-    assert cells_of(row)["time"] == "failed"
+    assert KERNELS.cells(row)["time"] == "failed"
 
 
 def test_seconds_text():

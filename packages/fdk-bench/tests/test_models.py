@@ -1,4 +1,4 @@
-"""Whole models: the llama against transformers', bytes by hand, the measurement, the command."""
+"""Whole models: the llama against transformers', bytes by hand, measurement, command."""
 
 import importlib
 import json
@@ -15,15 +15,25 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fdk_bench import decoding
+from fdk_bench import models
+from fdk_bench.cases import random_weight
 from fdk_bench.cli import app
-from fdk_bench.decoding import Step, first_tokens, measure, measure_case
-from fdk_bench.hf_decoding import CONTINUED_TOKENS, build_hf
-from fdk_bench.llama import SIZES, Llama, LlamaSize
-from fdk_bench.model_cases import ModelCase, ModelRun, ModelValues
+from fdk_bench.decode import step as step_module
+from fdk_bench.decode.llama import SIZES, Llama, LlamaSize
+from fdk_bench.decode.random_llama import build_llama
+from fdk_bench.decode.step import Step, first_tokens
+from fdk_bench.models import (
+    CONTINUED_TOKENS,
+    ModelCase,
+    ModelRun,
+    ModelValues,
+    build_hf,
+    check_dense,
+    check_layer,
+    measure,
+    measure_case,
+)
 from fdk_bench.peers import WrongAnswerError
-from fdk_bench.random_llama import build_llama, check_dense, check_layer
-from fdk_bench.weights import random_weight
 from fdk_formats import Format, QuantisedLinear
 from fdk_formats.model import DEFAULT_SKIP
 
@@ -141,7 +151,7 @@ def test_skip():
     # The head too: 16 bits less 4.25 of 65536 weights, and one codebook more.
     less = build_llama(case_of(), [1]).weight_bytes - everything.weight_bytes
     assert less == 65536 * (2 - 4.25 / 8) - 64
-    with pytest.raises(ValueError, match="wanted layers to quantise, and skip leaves none"):
+    with pytest.raises(ValueError, match="wanted layers to quantise, but --skip leaves none"):
         build_llama(case_of(skip="."), [1])  # no row of 4 bits whose layers have 16
 
 
@@ -195,11 +205,11 @@ def test_a_prompt_tells_whether_it_is_a_graph(works, monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing")
         return call
 
-    monkeypatch.setattr(decoding, "captured", captured)
+    monkeypatch.setattr(step_module, "captured", captured)
     monkeypatch.setattr(Llama, "captures_prompts", True)
     told = nullcontext() if works else pytest.warns(UserWarning, match="timed without a graph")
     with told:
-        prompt = decoding.captured_prompt(small_llama(), torch.zeros(2, 3, dtype=torch.int64))
+        prompt = step_module.captured_prompt(small_llama(), torch.zeros(2, 3, dtype=torch.int64))
     assert prompt.is_graph is works
     assert prompt.call().shape == (2, 1)
 
@@ -237,23 +247,20 @@ def test_wrong_dense_layer_is_refused():
 
 
 def run_of(**changes):
+    shared = {"context": 4, "reps": 2}
+    shared |= {name: changes.pop(name) for name in ("dtype", "reps", "compiled") if name in changes}
     run = ModelRun(
         models=["tiny"],
         formats=["bf16", "int4-g64"],
         batches=[1, 2],
         backends=["reference"],
-        dtype="bf16",
-        device="cpu",
-        skip="lm_head",
-        context=4,
-        reps=2,
-        compiled=False,
+        case=case_of(**shared),
     )
     return replace(run, **changes)
 
 
 def test_rows_and_speedups(monkeypatch):
-    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     rows = list(measure(run_of(), build_llama))
     assert [(r.case.format, r.case.batch) for r in rows] == [
         ("bf16", 1),
@@ -270,7 +277,7 @@ def test_rows_and_speedups(monkeypatch):
 
 def test_each_backend_has_a_model_and_16_bits_are_one(monkeypatch):
     pytest.importorskip("fdk_cpu", reason="auto has no backend to choose without it")
-    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     run = run_of(backends=["reference", "auto"], batches=[1])
     rows = list(measure(run, build_llama))
     assert run.count() == len(rows) == 3
@@ -285,7 +292,7 @@ def test_each_backend_has_a_model_and_16_bits_are_one(monkeypatch):
 
 
 def test_failing_model_is_rows(monkeypatch):
-    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     rows = list(measure(run_of(formats=["int4-g48", "int4-g64"]), build_llama))
     assert [r.values is None for r in rows] == [True, True, False, False]
     assert "k must be a positive multiple of 48, got k=128" in rows[0].error
@@ -324,7 +331,7 @@ def graphs(monkeypatch):
 # torch's compiler calls what torch itself deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_many_batch_sizes_are_compiled(graphs, monkeypatch):
-    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     run = run_of(formats=["bf16"], batches=[1, 2, 3, 4, 5], compiled=True)
     assert [row.error for row in measure(run, build_llama)] == [None] * 5
     assert len(graphs) == 10  # prompt and step of each; the blocks share them
@@ -333,7 +340,7 @@ def test_many_batch_sizes_are_compiled(graphs, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hf_is_compiled_as_a_whole(graphs, hf_folder, monkeypatch):
-    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     batches = [1, 2, 3, 4, 5]
     changes = {"models": [str(hf_folder)], "dtype": "fp32", "batches": batches, "reps": 12}
     run = run_of(formats=["int4-g32"], compiled=True, **changes)
@@ -350,7 +357,7 @@ def run(*arguments):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(decoding, "RATE_BYTES", 1 << 20)
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     return ("--no-compile", "--reps", "2", "--context", "4", "--backend", "reference")
 
 
@@ -412,14 +419,14 @@ def test_failed_row(quick, tmp_path):
 
 
 def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
-    measured = decoding.measure_case
+    measured = models.measure_case
 
     def interrupted(case, *rest):
         if case.batch == 2:
             raise KeyboardInterrupt
         return measured(case, *rest)
 
-    monkeypatch.setattr(decoding, "measure_case", interrupted)
+    monkeypatch.setattr(models, "measure_case", interrupted)
     done = run(*quick, "-b", "16", "--batch-size", "1,2", "--out", tmp_path)
     assert done.exit_code == 130
     assert len((tmp_path / "models.jsonl").read_text().splitlines()) == 1
@@ -433,7 +440,7 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("at", "rows"), [(2, 2), (3, 3)])
 def test_interrupt_that_python_drops(at, rows, quick, tmp_path, monkeypatch):
     """As in a callback of a weak reference: the run ends after the case, not at its end."""
-    measured = decoding.measure_case
+    measured = models.measure_case
     before = signal.getsignal(signal.SIGINT)
 
     def dropped(case, *rest):
@@ -442,7 +449,7 @@ def test_interrupt_that_python_drops(at, rows, quick, tmp_path, monkeypatch):
                 signal.raise_signal(signal.SIGINT)
         return measured(case, *rest)
 
-    monkeypatch.setattr(decoding, "measure_case", dropped)
+    monkeypatch.setattr(models, "measure_case", dropped)
     done = run(*quick, "-b", "16", "--batch-size", "1,2,3", "--out", tmp_path)
     assert done.exit_code == 130
     assert len((tmp_path / "models.jsonl").read_text().splitlines()) == rows
@@ -453,8 +460,8 @@ def test_interrupt_that_python_drops(at, rows, quick, tmp_path, monkeypatch):
 SECOND_CTRL_C = """
 import signal, sys
 from contextlib import suppress
-from fdk_bench.commands.common import Screen
-with Screen(1, to_stderr=False).live():
+from fdk_bench.cli_common import Screen
+with Screen(1, to_stderr=False).interrupt.watched():
     for _ in range(2):
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -479,10 +486,10 @@ def test_second_interrupt_ends_at_once():
         (["--backend", "absent"], "wanted one of auto"),
         (["--backend", "torch.compile"], "compare measures peers: --against torch.compile"),
         (["--backend", "torch.compile"], "reference computes the same by torch, not compiled"),
-        (["--text", __file__], "perplexity is of a real model, and tiny has random weights"),
+        (["--text", __file__], "perplexity needs a real model, and tiny has random weights"),
         (["--model", "a/b", "--text", "no-such-file"], "--text: wanted a UTF-8 text file: "),
         (["--model", "a/b", "--text", "/dev/null"], "--text: wanted text, /dev/null has none"),
-        (["--model", "a/b", "--layers", "1"], "--layers: wanted random llamas alone, and a/b has"),
+        (["--model", "a/b", "--layers", "1"], "--layers: wanted only random llamas, and a/b has"),
         (["--device", "cuda:x"], "wanted cpu or cuda"),
         (["--size", "7b"], "wanted some of tiny, 1b, 4b, 12b, 31b"),
         (["--model", "no/such/folder"], "got 'no/such/folder'"),

@@ -16,15 +16,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fdk_bench import limits
+from fdk_bench import timeout
 from fdk_bench.cases import KernelCase
 from fdk_bench.kernels import KernelRun, absent, measure
-from fdk_bench.limits import TookTooLongError, time_limit
 from fdk_bench.peers import PEERS, check, llama_cpp, peers_named
 from fdk_bench.peers.dense import CompiledReference, DenseTriton
-from fdk_bench.peers.gemlite import add_nearest, error_of_parts
-from fdk_bench.peers.ggml import OwnThread, Product
-from fdk_bench.peers.llama_cpp import LLAMA_CPP
+from fdk_bench.peers.llama_cpp import LLAMA_CPP, OwnThread, Product
+from fdk_bench.peers.packages import add_nearest, gemlite_error
+from fdk_bench.timeout import TookTooLongError, time_limit
 
 
 # torch's compiler calls what torch itself deprecates.
@@ -147,8 +146,6 @@ def test_plain_triton_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert peer.missing() == "needs an NVIDIA GPU: torch finds none"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert peer.missing() == "pip install fdk-cuda"
-    installed.add("fdk_cuda")
     assert peer.missing() == "pip install triton"
     installed.add("triton")
     assert peer.missing() is None
@@ -157,7 +154,6 @@ def test_plain_triton_says_what_is_missing(monkeypatch):
 def test_plain_triton_beside_16_bits(tmp_path):
     """In a process of its own: Triton's interpreter is chosen when a kernel is defined."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    pytest.importorskip("fdk_cuda", reason="fdk-cuda is not installed")
     command = (
         "kernels", "--device", "cpu", "-n", "40", "-k", "64", "-m", "1,3", "-b", "16,4",
         "--backend", "reference", "--against", "triton-16", "--json", "--out", str(tmp_path),
@@ -186,7 +182,6 @@ def test_plain_triton_beside_16_bits(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_plain_triton_on_gpu(dtype):
-    pytest.importorskip("fdk_cuda", reason="fdk-cuda is not installed")
     peer = DenseTriton()
     case = KernelCase(1, 264, 1040, dtype, dtype, "cuda", peer.name)
     assert peer.missing() is None
@@ -260,7 +255,7 @@ def test_time_limit():
 
 def test_time_limit_of_code_that_catches_exceptions(monkeypatch):
     """It is told again, and once more at the end."""
-    monkeypatch.setattr(limits, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(timeout, "AGAIN_SECONDS", 0.05)
     caught = []
 
     def loop():
@@ -297,7 +292,7 @@ def test_gemlite_is_allowed_what_sums_of_16_bits_lose():
     # 1024 parts of 16 weights: 32 times a rounding of 2^-9 (bf16) or 2^-12.
     for dtype, error in ("bf16", 2**-4), ("fp16", 2**-7):
         case = KernelCase(1, 64, 16384, "custom4-g64", dtype, "cuda", "gemlite")
-        assert error_of_parts(case) == error
+        assert gemlite_error(case) == error
 
 
 def test_gemlite_takes_the_configurations_of_the_nearest_shape():

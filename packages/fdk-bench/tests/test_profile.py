@@ -7,12 +7,17 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from fdk_bench.cases import KernelCase
+from fdk_bench.cases import KernelCase, parse_case
 from fdk_bench.cli import app
-from fdk_bench.commands.profile import _homes
 from fdk_bench.kernels import contender_of
 from fdk_bench.peers import Dense
-from fdk_bench.profiling import KernelProfile, functions_of, parse_case, parse_ncu, sources_of
+from fdk_bench.profile import (
+    KernelProfile,
+    functions_of,
+    kernel_files,
+    parse_ncu,
+    sources_of,
+)
 
 NCU = """==PROF== Connected to process 1
 ==PROF== Profiling "gemv" - 0: 0%....50%....100% - 8 passes
@@ -116,7 +121,7 @@ def test_parse_ncu():
     assert gemv.shares == {"device memory": 76.25, "issue slots": 51}
     assert gemv.verdict == "device memory, at 76 %"
     assert add.shares == {"device memory": 3.5}
-    assert add.verdict == "latency: nothing is busy, the most is device memory at 4 %"
+    assert add.verdict == "latency: nothing is busy, the busiest is device memory at 4 %"
     assert KernelProfile("x", {}).verdict == "no metric was read"
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
         parse_ncu("==ERROR== ERR_NVGPUCTRPERM")
@@ -301,7 +306,7 @@ def test_kernels_in_use_come_first(isa, bits, activations, homes):
 )
 def test_homes_of_kernels(case, isa, homes):
     """As kernels_for and int8_kernels_for of fdk-cpu's native code choose them, on any machine."""
-    assert _homes(parse_case(case), isa) == homes
+    assert kernel_files(parse_case(case), isa) == homes
 
 
 def test_bad_usage(refused):
@@ -309,5 +314,5 @@ def test_bad_usage(refused):
     refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--library", "absent", said="absent")
     said = "--symbol: wanted a regular expression, got '('"
     refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--symbol", "(", said=said)
-    said = "--out: wanted a case of cuda"
+    said = "--out: wanted a case on cuda"
     refused(run, "m1-n64-k64-int4-g64-bf16-cpu", "--out", "profiles", said=said)

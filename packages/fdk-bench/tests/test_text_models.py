@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fdk_bench.models import ModelError, load_text_model
+from fdk_bench.text_models import ModelError, load_text_model
 
 
 def test_model_by_its_id(bert_folder, tmp_path):
@@ -17,7 +17,7 @@ def test_model_by_its_id(bert_folder, tmp_path):
     (tmp_path / "models--someone--tiny" / "refs").mkdir()
     (tmp_path / "models--someone--tiny" / "refs" / "main").write_text("1")
     code = """
-from fdk_bench.models import ModelError, load_text_model
+from fdk_bench.text_models import ModelError, load_text_model
 assert load_text_model("someone/tiny").module.config.hidden_size == 64
 try:
     load_text_model("someone/absent")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fdk_bench import timing
-from fdk_bench.floor import SMALLEST, GpuFloor, neighbours
+from fdk_bench.roofline import SMALLEST, GpuFloor, neighbours
 from fdk_bench.timing import CutShortError, summarise, time_calls
 
 
@@ -137,7 +137,7 @@ def test_turns_run_where_a_contender_wants_them(clock):
     def call(name):
         return lambda: (seen.append(name), clock.spend(1.0))
 
-    places = [place, timing.here]
+    places = [place, timing.run_here]
     far, near = time_calls([[call("a")], [call("b")]], seconds=0, inner=2, outer=2, places=places)
     assert seen.count("there") == 3
     assert all(seen[i + 1 : i + 3] == ["a", "a"] for i, what in enumerate(seen) if what == "there")

@@ -1,42 +1,26 @@
-"""Time and peak memory of the blockwise ops beside bitsandbytes' own, in one run.
+"""Time and peak memory of the blockwise ops beside bitsandbytes.
 
-    GOMP_SPINCOUNT=0 python packages/fdk-formats/benchmarks/blockwise.py
-    ... --shapes 28672x8192 --ops 8-bit --append docs/results/epyc-zen4/blockwise.jsonl
+    python packages/fdk-formats/benchmarks/blockwise.py --shapes 1024x4096,8192x7168
 
-All four sizes of docs/blockwise.md take some eight minutes; in parts of two at most: 1024x4096 and
-4096x4096, 8192x7168, and 28672x8192 with --ops 8-bit, nf4 and fp4. `fdk-bench table --fill
-docs/blockwise.md` then writes what the page says of them.
-
-Contenders: `fdk C++`, the kernels of fdk-cpu, where it is installed; `fdk torch`, those of this
-package; `bnb torch`, bitsandbytes' torch backend, which is also the oracle (it dequantises through
-torch.compile where there is a C++ compiler); `bnb C++`, its CPU library, which has no 4-bit
-quantiser. They take turns as in `fdk-bench compare`, each round in another order, so that another
-load on the machine meets all of them, until each has had its seconds and three turns. Every
-contender's answer is compared with the oracle's before it is timed, and a wrong one ends the run:
-the 8-bit codes of the CPU library are the one exception, and the table says how many differ
-(docs/blockwise.md says why). Peak memory is what the process grew by during one call, the result
-included; it needs Linux.
+Contenders: ``fdk-cpu`` (if installed), ``fdk torch``, ``bnb torch`` (the oracle) and ``bnb C++``,
+which has no 4-bit quantiser. Every answer is compared with the oracle's before it is timed. Only
+the 8-bit codes of ``bnb C++`` may differ, see docs/guide/blockwise.md. Contenders take turns in
+random order, so that other load on the machine meets all of them. Set GOMP_SPINCOUNT=0 on shared
+cores.
 """
 
 import argparse
 import ctypes
 import random
-import shlex
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import bitsandbytes  # noqa: F401 (registers its ops)
+import bitsandbytes  # noqa: F401  registers its ops
 import torch
 from torch import Tensor
 
-from fdk_bench.blockwise_tables import HEADINGS, BlockwiseCase, BlockwiseRow, BlockwiseValues
-from fdk_bench.blockwise_tables import cells_of as cells_of_row
-from fdk_bench.records import Row, cpu_name, gather_facts, to_json
-from fdk_bench.timing import CALLS_PER_TURN, SETTLING_CALLS, TURN_SECONDS, summarise
 from fdk_formats.blockwise import (
     TORCH_KERNELS,
     Kernels,
@@ -52,109 +36,75 @@ from fdk_formats.blockwise import (
 
 Run = Callable[[], object]
 TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
-SHAPES = "1024x4096,4096x4096,8192x7168"
-SECONDS = 1.0
-FEWEST_TURNS, MOST_CALLS = 3, 200
-ORACLE = "bnb torch"
-BLOCK_SIZE_4BIT = 64
-BLOCK_SIZE_8BIT = 256
-# Those of fdk-cpu, if it is there.
 INSTALLED_KERNELS = kernels_for(torch.device("cpu"))
-# Of the codes of normal values, the share that the CPU library may give another entry.
+ORACLE = "bnb torch"
+BLOCK_SIZE_4BIT, BLOCK_SIZE_8BIT = 64, 256
+# The share of 8-bit codes that bnb C++ may give another entry.
 COARSE_SHARE = 0.01
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op on one tensor: contenders by name, and how to read an answer as plain tensors."""
-
-    name: str
-    contenders: dict[str, Run]
-    answer: Callable[[object], tuple[Tensor, ...]]
+# A turn is so many calls, or as many as fit in TURN_SECONDS; the first WARM_CALLS do not count.
+CALLS_PER_TURN, WARM_CALLS, TURN_SECONDS = 12, 4, 0.05
 
 
 def main() -> None:
-    """Prints a table of every op and shape, and appends its rows to a file."""
+    """Prints a table of every op, shape and contender."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default=SHAPES, help=f"comma-separated, default {SHAPES}")
-    parser.add_argument("--ops", default="", help="only those whose name holds this: dequantise")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of calls of a contender")
+    parser.add_argument("--shapes", default="1024x4096,4096x4096", help="comma-separated")
+    parser.add_argument("--ops", default="", help="only ops whose name contains this")
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--append", type=Path, help="JSONL file that rows are appended to")
-    parser.add_argument("--quick", action="store_true", help="the smallest shape, short")
+    parser.add_argument("--quick", action="store_true", help="a small shape and two turns")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.shapes, arguments.seconds = SHAPES.split(",")[0], 0.1
+        arguments.shapes, arguments.turns = "256x1024", 2
     torch.set_num_threads(arguments.threads)
-    modules = ("torch", "bitsandbytes")
-    facts = gather_facts("blockwise", device=cpu_name(), threads=arguments.threads, modules=modules)
-    facts = replace(facts, command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
-    print(" | ".join(HEADINGS))
+    print("| shape | op | by | median | minimum | extra MB |\n|---|---|---|---:|---:|---:|")
     for shape in arguments.shapes.split(","):
-        for case in cases(tuple(int(size) for size in shape.split("x"))):
-            if arguments.ops not in case.name:
+        for name, contenders in cases(tuple(int(size) for size in shape.split("x"))):
+            if arguments.ops not in name:
                 continue
-            for row in rows_of(shape, case, arguments.seconds):
-                print(" | ".join(cells_of_row(row).values()), flush=True)
-                if arguments.append is not None:
-                    with arguments.append.open("a", encoding="utf-8") as file:
-                        file.write(to_json(row, facts) + "\n")
+            result_bytes = check(name, contenders)
+            memory = {by: peak_memory(run) - result_bytes for by, run in contenders.items()}
+            for by, seconds in timed(contenders, arguments.turns).items():
+                median, least = statistics.median(seconds) * 1e3, min(seconds) * 1e3
+                extra = max(0, memory[by]) / 1e6
+                print(
+                    f"| {shape} | {name} | {by} | {median:.2f} ms | {least:.2f} ms | {extra:.0f} |"
+                )
 
 
-def cases(shape: tuple[int, ...]) -> Iterator[Case]:
-    """The ops on a normal tensor of this shape."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    code = dynamic_map()
-    yield Case(
+def cases(shape: tuple[int, ...]) -> Iterator[tuple[str, dict[str, Run]]]:
+    """Yields each op with its contenders, on normal values."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    code, q = dynamic_map(), quantise_blockwise(x, block_size=BLOCK_SIZE_8BIT)
+    arguments: tuple[object, ...] = x, code, BLOCK_SIZE_8BIT
+    yield (
         "quantise 8-bit fp32",
         {
             **ours(lambda: quantise_blockwise(x, block_size=BLOCK_SIZE_8BIT)),
-            ORACLE: lambda: torch_backend("quantize_blockwise", x, code, BLOCK_SIZE_8BIT),
-            "bnb C++": lambda: cpu_library("quantize_blockwise", x, code, BLOCK_SIZE_8BIT),
+            **theirs("quantize_blockwise", *arguments),
         },
-        codes_and_absmax,
     )
-    q = quantise_blockwise(x, block_size=BLOCK_SIZE_8BIT)
-    parts = q.packed, q.absmax, q.code, BLOCK_SIZE_8BIT, torch.float32
-    yield Case(
+    arguments = q.packed, q.absmax, q.code, BLOCK_SIZE_8BIT, torch.float32
+    yield (
         "dequantise 8-bit fp32",
-        {
-            **ours(lambda: dequantise_blockwise(q)),
-            ORACLE: lambda: torch_backend("dequantize_blockwise", *parts),
-            "bnb C++": lambda: cpu_library("dequantize_blockwise", *parts),
-        },
-        lambda out: (out,),
+        {**ours(lambda: dequantise_blockwise(q)), **theirs("dequantize_blockwise", *arguments)},
     )
     halves = x.to(torch.bfloat16)
-    yield from (four_bit_quantise(halves, kind) for kind in ("nf4", "fp4"))
+    for kind in ("nf4", "fp4"):
+        peers = theirs("quantize_4bit", halves, BLOCK_SIZE_4BIT, kind, torch.uint8)
+        del peers["bnb C++"]
+        runs = ours(lambda kind=kind: quantise_4bit(halves, BLOCK_SIZE_4BIT, kind))
+        yield f"quantise {kind} bf16", {**runs, **peers}
     q4 = quantise_4bit(halves, BLOCK_SIZE_4BIT)
-    parts4 = q4.packed, q4.absmax, BLOCK_SIZE_4BIT, "nf4", shape, torch.bfloat16
-    yield Case(
+    arguments = q4.packed, q4.absmax, BLOCK_SIZE_4BIT, "nf4", shape, torch.bfloat16
+    yield (
         "dequantise nf4 bf16",
-        {
-            **ours(lambda: dequantise_4bit(q4)),
-            ORACLE: lambda: torch_backend("dequantize_4bit", *parts4),
-            "bnb C++": lambda: cpu_library("dequantize_4bit", *parts4),
-        },
-        lambda out: (out,),
-    )
-
-
-def four_bit_quantise(x: Tensor, kind: str) -> Case:
-    """Quantising to NF4 or FP4, of which bitsandbytes has one CPU implementation."""
-    arguments = x, BLOCK_SIZE_4BIT, kind, torch.uint8
-    return Case(
-        f"quantise {kind} bf16",
-        {
-            **ours(lambda: quantise_4bit(x, BLOCK_SIZE_4BIT, kind)),
-            ORACLE: lambda: torch_backend("quantize_4bit", *arguments),
-        },
-        codes_and_absmax,
+        {**ours(lambda: dequantise_4bit(q4)), **theirs("dequantize_4bit", *arguments)},
     )
 
 
 def ours(run: Run) -> dict[str, Run]:
-    """An op of this package on each set of kernels there is."""
+    """Returns an op of fdk on the installed kernels, if any, and on the torch ones."""
 
     def on(kernels: Kernels) -> Run:
         def call() -> object:
@@ -163,114 +113,65 @@ def ours(run: Run) -> dict[str, Run]:
 
         return call
 
-    sets = {"fdk C++": INSTALLED_KERNELS, "fdk torch": TORCH_KERNELS}
-    if INSTALLED_KERNELS is TORCH_KERNELS:
-        del sets["fdk C++"]
-    return {name: on(kernels) for name, kernels in sets.items()}
+    is_installed = INSTALLED_KERNELS is not TORCH_KERNELS
+    return ({"fdk-cpu": on(INSTALLED_KERNELS)} if is_installed else {}) | {
+        "fdk torch": on(TORCH_KERNELS)
+    }
 
 
-def torch_backend(name: str, *arguments: object) -> object:
-    """An op of bitsandbytes on its torch backend."""
-    return getattr(torch.ops.bitsandbytes, name).default.redispatch(TORCH_BACKEND, *arguments)
+def theirs(name: str, *arguments: object) -> dict[str, Run]:
+    """Returns an op of bitsandbytes on its torch backend and on its CPU library."""
+    op = getattr(torch.ops.bitsandbytes, name).default
+    return {
+        ORACLE: lambda: op.redispatch(TORCH_BACKEND, *arguments),
+        "bnb C++": lambda: op(*arguments),
+    }
 
 
-def cpu_library(name: str, *arguments: object) -> object:
-    """An op of bitsandbytes as it runs on a CPU tensor."""
-    return getattr(torch.ops.bitsandbytes, name).default(*arguments)
-
-
-def codes_and_absmax(answer: object) -> tuple[Tensor, ...]:
-    """The tensors of a ``QuantisedBlocks``, or bitsandbytes' pair of them."""
+def tensors_of(answer: object) -> tuple[Tensor, ...]:
+    """Returns codes and absmax of a quantised answer, or the values of a dequantised one."""
     if isinstance(answer, QuantisedBlocks):
         return answer.packed, answer.absmax
-    return answer
+    return answer if isinstance(answer, tuple) else (answer,)
 
 
-def rows_of(shape: str, case: Case, seconds: float) -> Iterator[BlockwiseRow]:
-    """Checks every contender, then times them in turns: a row for each."""
-    wanted = case.answer(case.contenders[ORACLE]())
-    coarse = {name: check(case, name, wanted) for name in case.contenders}
-    result_bytes = sum(tensor.nbytes for tensor in wanted)
-    del wanted
-    memory = {name: peak_memory(run) for name, run in case.contenders.items()}
-    turns = turns_of(case.contenders, seconds)
-    rows, columns = (int(size) for size in shape.split("x"))
-    for name, series in turns.items():
-        timing = summarise([call for turn in series for call in counted(turn)], "calls")
-        values = BlockwiseValues(
-            time=timing.median,
-            time_min=timing.minimum,
-            spread=timing.spread,
-            samples=timing.samples,
-            result_bytes=result_bytes,
-            memory=memory[name],
-            coarse=coarse[name],
-            time_first=statistics.median(turn[0] for turn in series),
-        )
-        yield Row(BlockwiseCase(case.name, rows, columns, name), values)
-
-
-def turns_of(contenders: Mapping[str, Run], seconds: float) -> dict[str, list[list[float]]]:
-    """Seconds of all calls of each contender, turn by turn."""
-    turns: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    left, order = set(contenders), random.Random(0)
-    while left:
-        for name in order.sample(sorted(left), len(left)):
-            turns[name].append(turn_of(contenders[name]))
-        for name in list(left):
-            calls = [call for turn in turns[name] for call in counted(turn)]
-            if len(turns[name]) >= FEWEST_TURNS and (
-                sum(calls) >= seconds or len(calls) >= MOST_CALLS
-            ):
-                left.remove(name)
-    return turns
-
-
-def turn_of(run: Run) -> list[float]:
-    """Seconds of the calls of a turn, two at least."""
-    series: list[float] = []
-    while len(series) < 2 or (
-        len(series) < SETTLING_CALLS + CALLS_PER_TURN and sum(series) < TURN_SECONDS
-    ):
-        start = time.perf_counter()
-        run()
-        series.append(time.perf_counter() - start)
-    return series
-
-
-def counted(turn: list[float]) -> list[float]:
-    """Those that count: not the first half, of short ones the first four.
-
-    A result that was freed seconds ago is memory that the host may have taken back: the first call
-    finds it untouched (28672x8192 dequantised to float32: 933 ms, the next ones 100).
-    """
-    return turn[min(SETTLING_CALLS, len(turn) // 2) :]
-
-
-def check(case: Case, name: str, wanted: tuple[Tensor, ...]) -> float:
-    """Compares an answer with the oracle's; the share that is different by nature.
+def check(op: str, contenders: dict[str, Run]) -> int:
+    """Compares every answer with the oracle's; returns the bytes of the answer.
 
     Raises:
-        SystemExit: for a wrong answer.
+        SystemExit: if an answer is wrong.
     """
-    if name == ORACLE:
-        return 0.0
-    got = case.answer(case.contenders[name]())
-    share = [(one != other).float().mean().item() for one, other in zip(got, wanted, strict=True)]
-    coarse = name == "bnb C++" and case.name.startswith("quantise 8-bit")
-    if coarse and share[0] < COARSE_SHARE and share[1] == 0:
-        return share[0]
-    if any(share):
-        raise SystemExit(f"{case.name}: {name} is wrong in {share} of its elements; not timed")
-    return 0.0
+    wanted = tensors_of(contenders[ORACLE]())
+    for name, run in contenders.items():
+        got = tensors_of(run())
+        wrong = [(a != b).float().mean().item() for a, b in zip(got, wanted, strict=True)]
+        is_coarse = name == "bnb C++" and op.startswith("quantise 8-bit")
+        if any(wrong) and not (is_coarse and wrong[0] < COARSE_SHARE and wrong[1] == 0):
+            raise SystemExit(f"{op}: {name} is wrong in {wrong} of its elements")
+    return sum(tensor.nbytes for tensor in wanted)
 
 
-def peak_memory(run: Run) -> int | None:
-    """Bytes that the process grows by during one call; None where the system does not tell."""
+def timed(contenders: dict[str, Run], turns: int) -> dict[str, list[float]]:
+    """Returns the seconds of the calls that count, of each contender."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)
+    for _ in range(turns):
+        for name in order.sample(sorted(contenders), len(contenders)):
+            calls: list[float] = []
+            while len(calls) < 2 or (len(calls) < CALLS_PER_TURN and sum(calls) < TURN_SECONDS):
+                start = time.perf_counter()
+                contenders[name]()
+                calls.append(time.perf_counter() - start)
+            seconds[name] += calls[min(WARM_CALLS, len(calls) // 2) :]
+    return seconds
+
+
+def peak_memory(run: Run) -> int:
+    """Returns the bytes by which the process grows during a call (Linux only, else 0)."""
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
-        return None
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed must not serve this one unseen
+        return 0
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier calls freed must not be reused unseen
     reset.write_text("5")
     before = status_kib("VmRSS")
     run()
@@ -278,7 +179,7 @@ def peak_memory(run: Run) -> int | None:
 
 
 def status_kib(name: str) -> int:
-    """A line of /proc/self/status, in KiB."""
+    """Reads an entry of /proc/self/status in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 

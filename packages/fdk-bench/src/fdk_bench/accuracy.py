@@ -5,6 +5,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,30 +14,165 @@ import torch
 from torch import Tensor, nn
 
 import fdk_formats
-from fdk_bench.accuracy_cases import (
+from fdk_bench.cases import canonical
+from fdk_bench.rows import CALIBRATED, Row
+from fdk_bench.text_models import SENTENCES_PER_BATCH, TextModel, batches, embed, next_tokens
+from fdk_formats import Format, NoBackendError, QuantisedLinear, QuantisedTensor
+from fdk_formats.model import DEFAULT_SKIP
+
+# Weights rounded to bf16: what a 16-bit model costs and loses.
+BASELINE = "bf16"
+# A pooler's output is no part of a mean-pooled embedding; an output head is often the embedding.
+SKIP_POOLER_AND_HEAD = rf"pooler|{DEFAULT_SKIP}"
+# By width; a group size is added where none is named.
+DEFAULT_FORMATS = (
     BASELINE,
-    SKIP_POOLER_AND_HEAD,
-    AccuracyCase,
-    AccuracyRow,
-    AccuracyValues,
-    LayerCase,
-    LayerRow,
-    LayerValues,
-    takes_importance,
+    *("kmeans8", "int8", "uniform8", "affine8"),
+    *("kmeans4-search", "kmeans4", "kmeans4-g32", "kmeans4-row", "int4", "uniform4"),
+    *("uniform4-search", "nf4", "sf4", "fp4", "crd_normal4", "affine4"),
+    *("kmeans3", "int3", "uniform3"),
+    *("kmeans2-search", "kmeans2", "int2", "uniform2", "uniform2-search"),
+    *("kmeans1", "int1", "uniform1"),
 )
-from fdk_bench.calibration import Calibration, CalibrationText, calibrate, rows_of
-from fdk_bench.models import TextModel, embed, next_tokens
-from fdk_bench.records import Row
-from fdk_formats import NoBackendError, QuantisedLinear, QuantisedTensor
+# Inputs kept of each layer: 224 layers of 4096 inputs take 0.9 GB.
+MOST_ROWS = 256
+# The text of recorded results: fixed, because another text would change every number.
+PACKAGED = "packaged"
+PACKAGED_TEXT = Path(__file__).parent / "calibration.txt"
+See = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class AccuracyCase:
+    """A format of a model.
+
+    Attributes:
+        format: a format's short form, or ``BASELINE``.
+        model: its name.
+        backend: that computes the outputs.
+        skip: regular expression of layers that stay as they are.
+        sentences: whose outputs are compared, how many.
+        calibration: name of the text whose second moments weighed the error; empty for none.
+        device, dtype: of the model.
+    """
+
+    format: str
+    model: str
+    backend: str
+    skip: str
+    sentences: int
+    calibration: str = ""
+    device: str = "cpu"
+    dtype: str = "fp32"
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def label(self) -> str:
+        """The format, marked where it was calibrated."""
+        return f"{self.format} {CALIBRATED}" if self.calibration else self.format
+
+
+@dataclass(frozen=True)
+class AccuracyValues:
+    """Cost and loss of a format.
+
+    Attributes:
+        layers: linear layers quantised.
+        weights: in them.
+        bits_per_weight: codes, scales and zero points over weights.
+        nbytes: of all stored tensors, codebooks included.
+        file_bytes: size of the file of the quantised layers.
+        weight_error: root mean square of W_hat - W over that of W, over all weights together.
+        output_error: relative error of x @ W_hat.T for the inputs that the sentences give each
+            layer, root mean square over layers.
+        cosine_mean: cosine similarity of quantised and original embedding, mean over sentences.
+        cosine_min: the same for the sentence that changed most.
+        seconds: to quantise.
+        backends: that computed the embeddings; ``torch`` for the baseline.
+        divergence: Kullback-Leibler divergence of the next token's distribution from the
+            original's in nats, mean over tokens; None for a model without an output head.
+    """
+
+    layers: int
+    weights: int
+    bits_per_weight: float
+    nbytes: int
+    file_bytes: int
+    weight_error: float
+    output_error: float
+    cosine_mean: float
+    cosine_min: float
+    seconds: float
+    backends: str
+    divergence: float | None = None
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One layer in one format; see ``AccuracyCase``."""
+
+    format: str
+    model: str
+    layer: str
+    calibration: str = ""
+    device: str = "cpu"
+    dtype: str = "fp32"
+
+    @property
+    def label(self) -> str:
+        """See ``AccuracyCase``."""
+        return f"{self.format} {CALIBRATED}" if self.calibration else self.format
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """Loss of one layer; ``output_error`` is None where the sentences do not reach it."""
+
+    n: int
+    k: int
+    bits_per_weight: float
+    weight_error: float
+    output_error: float | None
+
+
+AccuracyRow = Row[AccuracyCase, AccuracyValues]
+LayerRow = Row[LayerCase, LayerValues]
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """A text that a model is run over: names of its files, and the paragraphs of all."""
+
+    name: str
+    paragraphs: Sequence[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Mean squares of the inputs of each layer over a text.
+
+    Attributes:
+        text: names of the files, for rows.
+        importance: by layer, ``[k, float32]``: weight of the squared error of an input.
+    """
+
+    text: str
+    importance: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, the layers of it that are quantised, and what it computes before that.
+    """A model, its layers that are quantised, and what it computes before that.
 
     Attributes:
+        model: the model.
+        skip: regular expression of layers that stay as they are.
+        layers: the others, by name.
+        sentences: whose outputs are compared.
         embeddings: of the sentences, ``[sentences, hidden]``.
-        rows: what each layer is given by them, ``[rows, k]``.
+        rows: inputs of each layer, ``[rows, k]``.
         next_tokens: log probabilities ``[tokens, vocabulary]``; None without an output head.
         calibration: importance of the inputs, where a text was given.
     """
@@ -51,13 +187,30 @@ class Subject:
     calibration: Calibration | None = None
 
 
+def parse_formats(texts: Sequence[str], group_size: str = "64") -> list[str]:
+    """Return canonical short forms, each once, with ``group_size`` where none is named.
+
+    Raises:
+        ValueError: for text that is not a format.
+    """
+    return list(dict.fromkeys(t if t == BASELINE else canonical(t, group_size) for t in texts))
+
+
+def takes_importance(format: str) -> bool:
+    """Tell whether fitting a format has a choice that importance can weigh."""
+    if format == BASELINE:
+        return False
+    parsed = Format.parse(format)
+    return parsed.codebook == "kmeans" or parsed.scale_rule == "search"
+
+
 def prepare(
     model: TextModel,
     sentences: Sequence[str],
     skip: str = SKIP_POOLER_AND_HEAD,
     calibration: CalibrationText | None = None,
 ) -> Subject:
-    """Picks the linear layers whose names ``skip`` (a regular expression) does not match.
+    """Choose the linear layers whose names ``skip`` (a regular expression) does not match.
 
     Raises:
         ValueError: where no sentence is given, or no layer is left.
@@ -84,7 +237,7 @@ def prepare(
 
 
 def measured_formats(subject: Subject, formats: Sequence[str]) -> list[tuple[str, bool]]:
-    """What is measured: each format, and once more calibrated where that can change its codes."""
+    """Return each format, and once more calibrated where that can change its codes."""
     calibrated = subject.calibration is not None
     return [
         (name, weighed)
@@ -100,10 +253,14 @@ def measure_formats(
     on_layer: Callable[[str], None] = lambda name: None,
     on_layers: Callable[[Sequence[LayerRow]], None] = lambda rows: None,
 ) -> Iterator[AccuracyRow]:
-    """Measures one format after another; one that fails is a row with its error.
+    """Measure one format after another; one that fails gives a row with its error.
 
-    ``on_layer`` is called with the format after each layer that was quantised, ``on_layers`` with
-    the rows of the layers before the row of a format.
+    Args:
+        subject: the model.
+        formats: short forms.
+        backend: that computes the outputs.
+        on_layer: called with the format after each layer that was quantised.
+        on_layers: called with the rows of the layers before the row of a format.
     """
     for name, weighed in measured_formats(subject, formats):
         text = subject.calibration.text if weighed and subject.calibration else ""
@@ -122,7 +279,7 @@ def measure_formats(
             values, layers = measure(
                 subject, name, backend, partial(on_layer, case.label), weighed=weighed
             )
-        except Exception as error:  # whatever a format or a backend raises: the run goes on
+        except Exception as error:  # of a format or a backend; the run goes on
             yield Row(case, error=f"{type(error).__name__}: {error}")
         else:
             cases = (
@@ -140,9 +297,14 @@ def measure(
     *,
     weighed: bool = False,
 ) -> tuple[AccuracyValues, dict[str, LayerValues]]:
-    """Quantises every layer to ``format``; what that costs and loses, as a whole and by layer.
+    """Quantise every layer to ``format`` and measure the whole and each layer.
 
-    ``weighed`` counts errors by the importance of their inputs.
+    Args:
+        subject: the model.
+        format: short form, or ``BASELINE``.
+        backend: that computes the outputs.
+        on_layer: called after each layer.
+        weighed: whether errors count by the importance of their inputs.
     """
     start = time.perf_counter()
     importance = subject.calibration.importance if weighed and subject.calibration else {}
@@ -166,6 +328,7 @@ def measure(
     weights_of = {name: linear.weight.numel() for name, linear in subject.layers.items()}
     by_layer = {name: layer_values(subject, name, weight) for name, weight in stored.items()}
     bits = sum(v.bits_per_weight * v.n * v.k for v in by_layer.values())
+    outputs = [v.output_error for v in by_layer.values() if v.output_error is not None]
     values = AccuracyValues(
         layers=len(stored),
         weights=sum(weights_of.values()),
@@ -173,9 +336,7 @@ def measure(
         nbytes=sum(weight.nbytes for weight in stored.values()),
         file_bytes=file_bytes(stored),
         weight_error=weight_error(subject, by_layer),
-        output_error=root_mean_square(
-            [v.output_error for v in by_layer.values() if v.output_error is not None]
-        ),
+        output_error=(sum(e * e for e in outputs) / len(outputs)) ** 0.5 if outputs else 0.0,
         cosine_mean=cosines.mean().item(),
         cosine_min=cosines.min().item(),
         seconds=seconds,
@@ -186,7 +347,7 @@ def measure(
 
 
 def with_layers(subject: Subject, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of the model with other layers in place; every other tensor is shared, not copied."""
+    """Return a copy of the model with other layers; every other tensor is shared."""
     module = subject.model.module
     # deepcopy takes what its memo holds instead of a copy.
     memo: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
@@ -195,9 +356,9 @@ def with_layers(subject: Subject, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def layer_of(weight: QuantisedTensor | Tensor, linear: nn.Linear, backend: str) -> nn.Module:
-    """A layer with the bias of ``linear`` and the stored weight, in its dtype in and out.
+    """Return a layer with the stored weight and the bias of ``linear``, in its dtype.
 
-    ``auto`` is the backend that fdk_formats picks, and the reference where none takes the layer.
+    ``auto`` is the backend that fdk_formats chooses, and the reference where none takes the layer.
     """
     if isinstance(weight, Tensor):
         rounded = copy.deepcopy(linear)
@@ -214,23 +375,24 @@ def layer_of(weight: QuantisedTensor | Tensor, linear: nn.Linear, backend: str) 
 
 
 def layer_values(subject: Subject, name: str, weight: QuantisedTensor | Tensor) -> LayerValues:
-    """The errors of one layer, in double precision."""
+    """Compute the errors of one layer in double precision."""
     W = subject.layers[name].weight.detach().double()
     W_hat = weight.dequantise() if isinstance(weight, QuantisedTensor) else weight
     dW = W_hat.double() - W
     x = subject.rows[name].double()
     n, k = W.shape
+    coded = weight.bits_per_weight if isinstance(weight, QuantisedTensor) else None
     return LayerValues(
         n=n,
         k=k,
-        bits_per_weight=_bits(weight) / (n * k),
+        bits_per_weight=8.0 * weight.nbytes / (n * k) if coded is None else coded,
         weight_error=_ratio(dW, W),
         output_error=_ratio(x @ dW.T, x @ W.T) if len(x) else None,
     )
 
 
 def weight_error(subject: Subject, layers: Mapping[str, LayerValues]) -> float:
-    """Root of (sum of (W_hat - W)^2 over sum of W^2), over all layers."""
+    """Return the root of sum of (W_hat - W)^2 over sum of W^2, over all layers."""
     squares = {
         name: linear.weight.detach().double().square().sum().item()
         for name, linear in subject.layers.items()
@@ -240,7 +402,7 @@ def weight_error(subject: Subject, layers: Mapping[str, LayerValues]) -> float:
 
 
 def divergence(subject: Subject, module: nn.Module) -> float | None:
-    """Mean of KL(original || ``module``) over the tokens of the sentences, in nats."""
+    """Return the mean of KL(original || ``module``) over the tokens of the sentences, in nats."""
     before = subject.next_tokens
     if before is None:
         return None
@@ -248,19 +410,14 @@ def divergence(subject: Subject, module: nn.Module) -> float | None:
     return (before.exp() * (before - after)).sum(-1).double().mean().item()
 
 
-def root_mean_square(values: Sequence[float]) -> float:
-    """Of any numbers; 0 of none."""
-    return float((sum(v * v for v in values) / len(values)) ** 0.5) if values else 0.0
-
-
 def _ratio(error: Tensor, whole: Tensor) -> float:
-    """Of the norms; 0 for a layer of zeros, which every format stores exactly."""
+    """Return the ratio of the norms; 0 for a layer of zeros, which every format stores exactly."""
     norm = whole.norm().item()
     return error.norm().item() / norm if norm else 0.0
 
 
 def file_bytes(stored: Mapping[str, QuantisedTensor | Tensor]) -> int:
-    """Size of the file that ``fdk_formats.save`` writes of these layers."""
+    """Return the size of the file that ``fdk_formats.save`` writes of these layers."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
         fdk_formats.save(path, stored)
@@ -271,8 +428,92 @@ def _backend_name(layer: nn.Module) -> str:
     return layer.weight.backend_name if isinstance(layer, QuantisedLinear) else "torch"
 
 
-def _bits(weight: QuantisedTensor | Tensor) -> float:
-    if isinstance(weight, QuantisedTensor):
-        n, k = weight.shape
-        return n * k * weight.bits_per_weight
-    return 8.0 * weight.nbytes
+def read_texts(paths: Sequence[Path]) -> CalibrationText:
+    """Return the paragraphs of some text files, which blank lines separate, each on one line.
+
+    Raises:
+        ValueError: for a file that is not UTF-8 text, and where nothing is left.
+    """
+    found: list[str] = []
+    for path in paths:
+        path = PACKAGED_TEXT if str(path) == PACKAGED else path
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"wanted a UTF-8 text file: {error}") from None
+        found += filter(None, (" ".join(part.split()) for part in text.split("\n\n")))
+    if not found:
+        raise ValueError(f"wanted text, {', '.join(map(str, paths))} has none")
+    return CalibrationText(", ".join(path.name for path in paths), found)
+
+
+def calibrate(
+    model: TextModel, layers: Mapping[str, nn.Linear], text: CalibrationText
+) -> Calibration:
+    """Run the model over a text; a layer's importance is the mean square of each input.
+
+    For one row of x the squared error of an output is ``(sum_i dW[i] x[i])^2``. With independent
+    inputs its mean is ``sum_i dW[i]^2 mean(x[i]^2)``, which is what importance weighs.
+    """
+    totals = {
+        name: torch.zeros(layer.in_features, dtype=torch.float64, device=model.device)
+        for name, layer in layers.items()
+    }
+    tokens = 0
+
+    def add(name: str, rows: Tensor) -> None:
+        totals[name] += rows.double().square().sum(0)
+
+    for count in _run(model, layers, text.paragraphs, add):
+        tokens += count
+    return Calibration(text.name, {name: (sum_ / tokens).float() for name, sum_ in totals.items()})
+
+
+def rows_of(
+    model: TextModel, layers: Mapping[str, nn.Linear], texts: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return up to ``MOST_ROWS`` inputs of each layer, ``[rows, k, float32]``, from all texts."""
+    kept = {
+        name: [torch.zeros(0, layer.in_features, device=model.device)]
+        for name, layer in layers.items()
+    }
+    share = -(-MOST_ROWS // -(-len(texts) // SENTENCES_PER_BATCH))
+
+    def keep(name: str, rows: Tensor) -> None:
+        kept[name].append(_thinned(rows.float(), share))
+
+    for _ in _run(model, layers, texts, keep):
+        pass
+    return {name: _thinned(torch.cat(parts), MOST_ROWS) for name, parts in kept.items()}
+
+
+def _thinned(rows: Tensor, most: int) -> Tensor:
+    return rows[:: max(1, -(-rows.shape[0] // most))].clone()
+
+
+def _run(
+    model: TextModel, layers: Mapping[str, nn.Linear], texts: Sequence[str], see: See
+) -> Iterator[int]:
+    """Run the model a few texts at a time, show each layer's inputs, and yield their tokens."""
+    for ids, mask in batches(model, texts):
+        with _hooked(layers, mask, see), torch.inference_mode():
+            model.module(input_ids=ids, attention_mask=mask)
+        yield int(mask.sum())
+
+
+@contextmanager
+def _hooked(layers: Mapping[str, nn.Linear], mask: Tensor, see: See) -> Iterator[None]:
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def given(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0]
+            # Padding is no text. Rows that are not one per token (a pooler's) have none.
+            see(name, x[mask.bool()] if x.shape[:-1] == mask.shape else x.flatten(0, -2))
+
+        return given
+
+    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

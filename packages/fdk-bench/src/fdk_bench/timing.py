@@ -1,4 +1,4 @@
-"""Timing calls in turns: on a CPU one by one, on a GPU as replays of CUDA graphs."""
+"""Time calls in turns: on a CPU one by one, on a GPU as replays of CUDA graphs."""
 
 import math
 import random
@@ -10,23 +10,22 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], object]
-Turn = Callable[[], list[float]]  # runs the calls of a turn; the seconds of those that count
+Turn = Callable[[], list[float]]  # runs the calls of a turn and returns the seconds that count
 
-# CPU: calls of one contender before the next has its turn; of long ones as many as this takes.
+# CPU: calls of a contender before the next has its turn; long calls as many as fit in the time.
 CALLS_PER_TURN = 8
 TURN_SECONDS = 0.05
 FEWEST_TURNS = 3
-# The first calls of a turn, which find the code and tables of another contender in the caches: ours
-# at 2 bits took 371, 257, 232, 220, 201, 198, 196 and 189 us by their place in a turn, in a layer
-# after a layer only the last. Not counted, of nobody; of long calls none, for it is little of them.
+# The first calls of a turn find the caches full of another contender's code and are not counted:
+# at 2 bits ours took 371, 257, 232, 220, 201, 198, 196 and 189 us by their place in a turn. Of long
+# calls, which lose little by it, none is left out.
 SETTLING_CALLS = 4
 SETTLING_SECONDS = 5e-3
-# GPU: a shorter graph would show the cost of starting it. Of calls that are long for the host fewer
-# do: by the times of docs/results/h200/compare-8192x8192.jsonl graphs of theirs take 0.3 ms at
-# least, and those of 40 short calls 0.36.
+# GPU: a shorter graph would show the cost of its launch. Long calls need fewer: 8 of at least
+# 0.25 ms, or 40 short ones.
 FEWEST_CAPTURED = 40
 FEWEST_LONG = 8
-LONG_ENOUGH = 2e-3  # seconds of as many eager calls
+LONG_ENOUGH = 2e-3  # seconds that the calls of a graph take eagerly
 REPLAYS = 15
 WARM_REPLAYS = 2
 EAGER_CALLS = 30
@@ -37,11 +36,11 @@ class Timing:
     """Seconds of one call.
 
     Attributes:
-        median: over the samples.
-        minimum: of them.
-        spread: half the distance between the quartiles, as a share of the median.
-        samples: how many there were: calls on a CPU, replays on a GPU.
-        method: ``turns`` of calls, a CUDA ``graph``, ``steps`` of a model, or plain ``calls``.
+        median: of the samples.
+        minimum: of the samples.
+        spread: half the distance between the quartiles over the median.
+        samples: number of them: calls on a CPU, replays on a GPU.
+        method: ``turns`` of calls, a CUDA ``graph``, or ``steps`` of a model.
         eager: median of calls timed by the host one by one, its own work included; None on a CPU,
             where ``median`` is that.
     """
@@ -55,7 +54,7 @@ class Timing:
 
 
 class CutShortError(KeyboardInterrupt):
-    """Ctrl-C after turns enough: every contender had those of ``FEWEST_TURNS``, all in turns."""
+    """Ctrl-C after at least ``FEWEST_TURNS`` turns of every contender; holds their timings."""
 
     def __init__(self, timings: "list[Timing | Exception]") -> None:
         super().__init__()
@@ -63,15 +62,15 @@ class CutShortError(KeyboardInterrupt):
 
 
 def summarise(samples: Sequence[float], method: str, eager: float | None = None) -> Timing:
-    """The statistics of some samples, at least one."""
+    """Return the statistics of at least one sample."""
     quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
     median = statistics.median(samples)
     spread = (quartiles[2] - quartiles[0]) / 2 / median
     return Timing(median, min(samples), spread, len(samples), method, eager)
 
 
-def here(turn: Turn) -> list[float]:
-    """Runs a turn in the thread that asks."""
+def run_here(turn: Turn) -> list[float]:
+    """Run a turn in the thread of the caller."""
     return turn()
 
 
@@ -85,25 +84,25 @@ def time_calls(
     rests: Sequence[Call] | None = None,
     places: Sequence[Callable[[Turn], list[float]]] | None = None,
 ) -> list[Timing | Exception]:
-    """Times each contender's calls one by one, the contenders taking turns.
+    """Time each contender's calls one by one, the contenders taking turns.
 
-    Turns share the noise of the machine: a slow second is slow for all. Each round of turns is in
-    another order, for who is timed after whom matters. A contender cycles through its calls, one
-    for each copy of its weight. One that raises gives its error, the others go on.
+    Turns share the noise of the machine: a slow second is slow for all. Each round is in another
+    order, because it matters who ran before. A contender cycles through its calls, one per copy of
+    its weight. One that raises returns its error; the others go on.
 
     Args:
+        contenders: calls of each.
         seconds: for all turns together, about; ignored where ``outer`` is given.
-        inner: calls of a contender in one turn that count; else as many as ``TURN_SECONDS`` hold,
+        inner: calls of a turn that count; else as many as ``TURN_SECONDS`` hold,
             ``CALLS_PER_TURN`` at most.
         outer: turns.
         probe: called before each round, to measure the machine.
-        rests: for each contender, what ends its turn: stops threads that would spin on.
-        places: for each, what runs its turns, warm-up included: in a thread of their own, so that
-            none of its calls counts the way there. ``here`` by default.
+        rests: for each contender, ends its turn: puts threads to sleep that would spin on.
+        places: for each contender, runs its turns, warm-up included, for instance in a thread of
+            their own, so that no call counts the way there. ``run_here`` by default.
 
     Raises:
-        CutShortError: at Ctrl-C where the turns had by then are as many as a short run has, and
-            ``outer`` asked for no other number.
+        CutShortError: at Ctrl-C after as many turns as a short run has, unless ``outer`` is given.
     """
     samples: list[list[float]] = [[] for _ in contenders]
     errors: dict[int, Exception] = {}
@@ -116,7 +115,7 @@ def time_calls(
             return
         try:
             samples[i] += turn() if places is None else places[i](turn)
-        except Exception as error:  # of somebody's kernel: a row of its own
+        except Exception as error:  # somebody's kernel; the error becomes a row
             errors[i] = error
         if rests is not None:
             rests[i]()
@@ -145,7 +144,12 @@ def time_calls(
 
 
 class _Turns:
-    """The turns of one contender: its calls one after another, where the last turn ended."""
+    """The turns of one contender; each goes on with the call after the last one of the turn before.
+
+    Args:
+        calls: of the contender.
+        inner: calls of a turn that count, or None.
+    """
 
     def __init__(self, calls: Sequence[Call], inner: int | None) -> None:
         self._calls, self._inner = calls, inner
@@ -159,7 +163,7 @@ class _Turns:
         return -(-wanted // self._count)
 
     def warm_up(self) -> list[float]:
-        """Every call once, for some pack then, and how many make a turn. No samples."""
+        """Run every call once, since some pack at first, and choose the length of a turn."""
         series = self._run(max(self._count, len(self._calls)))
         self._next = 0
         shortest = max(min(series), 1e-9)
@@ -169,7 +173,7 @@ class _Turns:
         return []
 
     def timed(self) -> list[float]:
-        """Seconds of the calls of a turn that count."""
+        """Run a turn; return the seconds of the calls that count."""
         self._run(self._settling)
         return self._run(self._count)
 
@@ -187,13 +191,14 @@ class _Turns:
 def time_graphs(
     contenders: Sequence[Sequence[Call]], *, inner: int | None = None, outer: int | None = None
 ) -> list[Timing | Exception]:
-    """Times each contender's calls as replays of one CUDA graph, the contenders taking turns.
+    """Time each contender's calls as replays of one CUDA graph, the contenders taking turns.
 
     A graph holds every call at least once, so that a rotated weight is cold again when its turn
     comes.
 
     Args:
-        inner: calls in a graph at least; None for 40, or fewer that take the host 2 ms, 8 at least.
+        contenders: calls of each.
+        inner: least calls of a graph; None for 40, or fewer that take the host 2 ms, 8 at least.
         outer: replays.
     """
     graphs: list[tuple[torch.cuda.CUDAGraph, int, float] | Exception] = []
@@ -220,7 +225,7 @@ def time_graphs(
 def _capture(
     calls: Sequence[Call], fewest: int | None = None
 ) -> tuple[torch.cuda.CUDAGraph, int, float]:
-    """A graph of all calls, their number in it, and the seconds of an eager one."""
+    """Return a graph of all calls, the number of calls in it, and the seconds of an eager one."""
     for call in calls[:EAGER_CALLS]:  # compiles and tunes; no eager sample is a copy's first call
         call()
     torch.cuda.synchronize()

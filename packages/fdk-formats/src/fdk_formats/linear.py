@@ -88,12 +88,7 @@ class QuantisedWeight(nn.Module):
     """
 
     def __init__(
-        self,
-        q: QuantisedTensor,
-        *,
-        backend: str,
-        dtype: torch.dtype,
-        activations: str = "float",
+        self, q: QuantisedTensor, *, backend: str, dtype: torch.dtype, activations: str = "float"
     ) -> None:
         super().__init__()
         self.backend, self.activations = backend, activations
@@ -289,11 +284,7 @@ class QuantisedLinear(nn.Module):
             raise TypeError(f"QuantisedLinear.from_linear: wanted a torch.nn.Linear, got {got}")
         q = quantise(linear.weight.detach(), format, importance, codebook=codebook)
         return cls.from_quantised(
-            q,
-            linear.bias,
-            backend=backend,
-            dtype=linear.weight.dtype,
-            activations=activations,
+            q, linear.bias, backend=backend, dtype=linear.weight.dtype, activations=activations
         )
 
     @classmethod

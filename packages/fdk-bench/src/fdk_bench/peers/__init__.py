@@ -1,17 +1,22 @@
-"""Who else computes y = x @ W.T: other projects' kernels, each optional and named when absent."""
+"""Other projects' kernels for y = x @ W.T, each optional and named when absent."""
 
 from collections.abc import Sequence
 
 from fdk_bench.peers.base import Peer, Prepared, WrongAnswerError, check
 from fdk_bench.peers.dense import CompiledReference, Dense, DenseTriton
-from fdk_bench.peers.gemlite import GemLite
 from fdk_bench.peers.llama_cpp import LLAMA_CPP
-from fdk_bench.peers.packages import BitsAndBytes, Humming, TorchAO
-from fdk_bench.peers.torch_ops import Int4PackCpu, TinyGemm
+from fdk_bench.peers.packages import (
+    BitsAndBytes,
+    GemLite,
+    Humming,
+    Int4PackCpu,
+    TinyGemm,
+    TorchAO,
+)
 
 __all__ = ["PEERS", "Dense", "Peer", "Prepared", "WrongAnswerError", "check", "peers_named"]
 
-# In the order of the tables. torch's 16-bit layer is measured in every run and not listed here.
+# In the order of the tables. torch's 16-bit layer is measured in every run and is not listed.
 PEERS: tuple[Peer, ...] = (
     DenseTriton(),
     CompiledReference(),
@@ -26,10 +31,10 @@ PEERS: tuple[Peer, ...] = (
 
 
 def peers_named(names: Sequence[str]) -> list[Peer]:
-    """The peers of these names; ``all`` is every one, ``none`` is no one.
+    """Return the peers of some names; ``all`` stands for every one, ``none`` for no one.
 
     Raises:
-        ValueError: for a name that no peer has, and for ``none`` beside others.
+        ValueError: for an unknown name, and for ``none`` with others.
     """
     if "none" in names and set(names) != {"none"}:
         raise ValueError(f"--against: wanted none alone, or peers; got {', '.join(names)}")

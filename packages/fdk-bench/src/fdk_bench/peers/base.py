@@ -1,9 +1,11 @@
-"""What a contender of a kernel benchmark supplies, and the check that comes before the clock."""
+"""The interface of a contender, and the check that comes before the clock."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from importlib import util
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,34 +13,34 @@ from torch.nn.functional import linear
 
 from fdk_bench.cases import KernelCase
 from fdk_bench.machine import cold_bytes, memory_bytes
-from fdk_bench.timing import Turn, here
+from fdk_bench.timing import Turn, run_here
 from fdk_formats.testing import nrmse, poisoned
 
-# Beside the error of torch in the same dtype over the same dequantised weight.
+# Times the error of torch in the same dtype over the same dequantised weight.
 ALLOWED = 2.0
 MOST_COPIES = 512
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class WrongAnswerError(RuntimeError):
-    """A kernel whose answer is not that of its own weight; it is not timed."""
+    """A kernel's answer is not that of its own weight; it is not timed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight laid out by a contender, as often as it takes to find each copy cold.
+    """A weight packed by a contender, with as many copies as it takes to find each one cold.
 
     Attributes:
         calls: for each copy, ``x :: [m, k]`` to ``y :: [m, n]``.
-        weight: gives the weight that the codes stand for, ``[n, k]``, of a dtype: its own answer.
-        nbytes: what one copy takes and a call must read.
-        backend: who computes it.
-        codebook_bytes: of ``nbytes``, what does not grow with the weight.
-        rest: ends a turn of calls: puts threads to sleep that would wait for the next one awake.
-        place: runs a turn of calls, in a thread of their own where they need one.
+        weight: returns the weight that the codes stand for, ``[n, k]``, in a dtype.
+        nbytes: of one copy, which a call must read.
+        backend: name of who computes it.
+        codebook_bytes: the part of ``nbytes`` that does not grow with the weight.
         extra_error: relative error that the method adds by design (8-bit activations).
-        definition: of a method that is not the exact product but has a definition: y of x, in
-            float32; answers are checked against that.
+        rest: ends a turn of calls: puts threads to sleep that would wait for the next one awake.
+        place: runs a turn of calls, for instance in a thread of its own.
+        definition: for a method that is defined otherwise than as the exact product: y of x in
+            float32, which answers are checked against.
     """
 
     calls: Sequence[Callable[[Tensor], Tensor]]
@@ -48,32 +50,108 @@ class Prepared:
     codebook_bytes: int = 0
     extra_error: float = 0.0
     rest: Callable[[], object] = lambda: None
-    place: Callable[[Turn], list[float]] = here
+    place: Callable[[Turn], list[float]] = run_here
     definition: Callable[[Tensor], Tensor] | None = None
 
 
-class Peer(Protocol):
-    """A contender. Importing its package is left to ``prepare`` and ``missing``."""
+class Peer:
+    """A contender. Its package is imported by ``prepare`` alone: some take seconds, or print.
 
-    name: str
-    # What is said of its rows: how its activations and scales differ from ours.
-    note: str
+    Attributes:
+        name: how it is asked for, and named in rows.
+        note: how its activations and scales differ from fdk's.
+        module, package: that it needs, and the name to install it by; none for ``module = ""``.
+        needs_gpu: whether it needs an NVIDIA GPU.
+        bits, dtypes, group_sizes: that it takes; no limit for ``group_sizes = ()``.
+        steps: of which n and k must be multiples.
+    """
+
+    name = ""
+    note = ""
+    module = ""
+    package = ""
+    needs_gpu = False
+    bits: tuple[int, ...] = tuple(range(1, 9))
+    dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    group_sizes: tuple[int, ...] = ()
+    steps = (1, 1)
 
     def missing(self) -> str | None:
-        """What has to be installed, or None."""
+        """Return what has to be installed, or None."""
+        if self.needs_gpu and not torch.cuda.is_available():
+            return "needs an NVIDIA GPU: torch finds none"
+        if self.module and util.find_spec(self.module) is None:
+            return f"pip install {self.package or self.module}"
+        return None
 
     def unsupported(self, case: KernelCase) -> str | None:
-        """Why it does not take a case ("needs 4 bits, got 3"), or None."""
+        """Return why it does not take a case ("needs 4 bits, got ..."), or None."""
+        if self.needs_gpu and torch.device(case.device).type != "cuda":
+            return f"needs cuda, got {case.device}"
+        if case.quantised is None or case.bits not in self.bits:
+            return f"needs {' or '.join(map(str, self.bits))} bits, got {case.format}"
+        if case.dtype not in self.dtypes:
+            return f"needs {' or '.join(self.dtypes)} activations, got {case.dtype}"
+        if self.group_sizes and case.group_size not in self.group_sizes:
+            sizes = " or ".join(map(str, self.group_sizes))
+            return f"needs groups of {sizes}, got {case.group_size}"
+        n_step, k_step = self.steps
+        if case.n % n_step or case.k % k_step:
+            return f"needs n % {n_step} == 0 and k % {k_step} == 0, got n={case.n}, k={case.k}"
+        return None
 
     def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
-        """Lays out a weight of the case's n, k, bits and group size; ``m`` plays no part."""
+        """Pack a weight of the case's n, k, bits and group size; ``case.m`` does not matter.
+
+        Args:
+            case: one that it takes.
+            copies: of the weight; None for as many as caches need to be cold.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerWeight:
+    """A weight on an integer grid: ``W_hat = (codes - 2^(bits-1)) * scale``.
+
+    codes :: [n, k, uint8]
+    scale :: [n, k/G, dtype]
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """Return ``W_hat :: [n, k, dtype]``."""
+        centred = self.codes.to(dtype).view(*self.scale.shape, -1) - (1 << self.bits - 1)
+        return (centred * self.scale.to(dtype)[..., None]).view(self.codes.shape)
+
+
+def random_integers(case: KernelCase) -> IntegerWeight:
+    """Make a random weight of the case's shape, bits and group size, with scales in its dtype."""
+    shape, groups = (case.n, case.k), case.k // case.group_size
+    generator = torch.Generator(case.device).manual_seed(0)
+    codes = torch.randint(
+        1 << case.bits, shape, dtype=torch.uint8, device=case.device, generator=generator
+    )
+    scale = 0.5 + torch.rand(case.n, groups, device=case.device, generator=generator)
+    scale /= case.k**0.5 * (1 << case.bits)
+    return IntegerWeight(codes, scale.to(case.torch_dtype), case.bits)
+
+
+def random_dense(case: KernelCase) -> Tensor:
+    """Make a normal weight ``[n, k, float32]`` whose products are about as large as x."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    W = torch.randn(case.n, case.k, device=case.device, generator=generator)
+    return W / math.sqrt(case.k)
 
 
 def copies_of(case: KernelCase, nbytes: int, copies: int | None) -> int:
-    """Copies that are cold when their turn comes again; as asked, where something is asked.
+    """Return the number of copies that makes each cold when its turn comes, or ``copies``.
 
     Raises:
-        MemoryError: where those asked for take more than the memory there is.
+        MemoryError: where the copies that were asked for do not fit into memory.
     """
     if copies is not None:
         if copies * nbytes > (memory := memory_bytes(case.device)):
@@ -85,19 +163,19 @@ def copies_of(case: KernelCase, nbytes: int, copies: int | None) -> int:
 
 
 def copied(layer: Layer, count: int) -> list[Layer]:
-    """A layer and copies of it in memory of their own."""
+    """Return a layer and copies of it in memory of their own."""
     return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
 
 
 def check(prepared: Prepared, inputs: Sequence[Tensor]) -> list[float]:
-    """The error of each answer against the exact product with the contender's own weight.
+    """Return the error of each answer against the exact product with the contender's own weight.
 
     Raises:
-        WrongAnswerError: where one is more than twice that of torch in the same dtype; of a method
-            with a definition, where the error against that is.
+        WrongAnswerError: where an error is more than twice that of torch in the same dtype; with a
+            definition, where the error against that is.
     """
     dtype = inputs[0].dtype
-    # Float32 is exact enough for what 16-bit inputs give, and 5 times faster on a CPU.
+    # Float32 is exact enough for 16-bit inputs, and 5 times as fast on a CPU.
     oracle = torch.float32 if inputs[0].is_cpu and dtype.itemsize == 2 else torch.float64
     W_exact = prepared.weight(oracle)
     W_rounded = W_exact.to(dtype)
@@ -109,7 +187,7 @@ def check(prepared: Prepared, inputs: Sequence[Tensor]) -> list[float]:
         right = expected if prepared.definition is None else prepared.definition(x)
         with poisoned():
             first = prepared.calls[0](x)
-        # torch.compile writes other code while memory is poisoned: what is timed is checked too.
+        # torch.compile makes other code while memory is poisoned, so check what is timed too.
         for y in (first, prepared.calls[0](x)):
             if y.shape != expected.shape:
                 raise WrongAnswerError(f"y must be {list(expected.shape)}, got {list(y.shape)}")

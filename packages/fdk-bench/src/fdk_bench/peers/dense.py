@@ -1,10 +1,11 @@
-"""Layers that are not quantised, our own backends, and the reference under torch.compile."""
+"""fdk's own backends, layers that are not quantised, and the compiled reference."""
 
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from importlib import util
 from types import FunctionType
 from typing import Any
 
@@ -12,25 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fdk_bench.cases import KernelCase
-from fdk_bench.peers.base import Prepared, copied, copies_of
-from fdk_bench.peers.packages import missing
-from fdk_bench.weights import exact_weight, random_weight
+from fdk_bench.cases import KernelCase, exact_weight, random_weight
+from fdk_bench.peers.base import Peer, Prepared, copied, copies_of, random_dense
 from fdk_formats import Problem, QuantisedTensor, select
 from fdk_formats.int8 import int8_linear
 
 COMPILERS = ("g++", "clang++")
 
 
-class Dense:
+class Dense(Peer):
     """torch's linear layer over 16- or 32-bit weights: cuBLAS on a GPU, oneDNN or MKL on a CPU."""
 
     name = "torch"
     note = "weights not quantised"
-
-    def missing(self) -> str | None:
-        """See ``Peer``."""
-        return None
 
     def unsupported(self, case: KernelCase) -> str | None:
         """See ``Peer``."""
@@ -38,16 +33,14 @@ class Dense:
 
     def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
         """See ``Peer``."""
-        generator = torch.Generator(case.device).manual_seed(0)
-        W = torch.randn(case.n, case.k, device=case.device, generator=generator) / case.k**0.5
-        W = W.to(case.torch_dtype)
+        W = random_dense(case).to(case.torch_dtype)
         weights = [W, *(W.clone() for _ in range(copies_of(case, W.nbytes, copies) - 1))]
         calls = [partial(self.product, W) for W in weights]
         return Prepared(calls, W.to, W.nbytes, self.name)
 
     @staticmethod
     def product(W: Tensor, x: Tensor) -> Tensor:
-        """``x @ W.T`` for ``W :: [n, k]``, ``x :: [m, k]``."""
+        """Return ``x @ W.T`` for ``W :: [n, k]`` and ``x :: [m, k]``."""
         return linear(x, W)
 
 
@@ -59,8 +52,9 @@ class DenseTriton(Dense):
 
     def missing(self) -> str | None:
         """See ``Peer``."""
-        needs_gpu = not _is_interpreted()
-        return missing("fdk_cuda", gpu=needs_gpu, package="fdk-cuda") or missing("triton")
+        if not _is_interpreted() and not torch.cuda.is_available():
+            return "needs an NVIDIA GPU: torch finds none"
+        return None if util.find_spec("triton") else "pip install triton"
 
     def unsupported(self, case: KernelCase) -> str | None:
         """See ``Peer``."""
@@ -75,23 +69,18 @@ class DenseTriton(Dense):
     @staticmethod
     def product(W: Tensor, x: Tensor) -> Tensor:
         """See ``Dense``."""
-        from fdk_cuda.triton import bf16_baseline
+        from fdk_bench.peers import bf16_baseline
 
         return bf16_baseline.gemv(x[0], W)[None] if x.shape[0] == 1 else bf16_baseline.gemm(x, W)
 
 
-class Ours:
-    """The backend that ``select`` gives for the case."""
+class Fdk(Peer):
+    """The backend that ``fdk_formats.select`` gives for the case."""
 
     name = "fdk"
-    note = ""
-
-    def missing(self) -> str | None:
-        """See ``Peer``."""
-        return None
 
     def unsupported(self, case: KernelCase) -> str | None:
-        """Never: ``prepare`` raises with the reason of every backend."""
+        """Return None: ``prepare`` raises with the reason of every backend."""
         return None
 
     def prepare(self, case: KernelCase, copies: int | None = None) -> Prepared:
@@ -106,21 +95,23 @@ class Ours:
         problem = Problem(format, case.n, case.k, case.torch_dtype, device, case.activations)
         backend = select(problem, case.backend)
         q = random_weight(format, case.n, case.k, device)
-        count = copies_of(case, q.nbytes, copies)
-        # A layout may keep a tensor as it is, and q is for the check. Packed once, then copied.
         weight = partial(exact_weight, q, case.torch_dtype)
-        table = codebook_bytes(q)
-        if case.activations == "float":
-            layouts = copied(backend.pack(copy_of(q), dtype=case.torch_dtype), count)
-            return Prepared(layouts, weight, q.nbytes, backend.name, table)
-        pack = partial(backend.pack, dtype=case.torch_dtype, activations=case.activations)
-        layouts = copied(pack(copy_of(q)), count)
-        name = f"{backend.name} {case.activations}"
-        return Prepared(layouts, weight, q.nbytes, name, table, definition=partial(_int8, q))
+        is_float = case.activations == "float"
+        options = {} if is_float else {"activations": case.activations}
+        # A layout may keep a tensor as it is, and the check reads q: pack a copy.
+        layout = backend.pack(copy_of(q), dtype=case.torch_dtype, **options)
+        return Prepared(
+            copied(layout, copies_of(case, q.nbytes, copies)),
+            weight,
+            q.nbytes,
+            backend.name if is_float else f"{backend.name} {case.activations}",
+            codebook_bytes(q),
+            definition=None if is_float else partial(_int8, q),
+        )
 
 
-class CompiledReference:
-    """Dequantise and multiply, written in torch and compiled: what needs no kernel of anybody's."""
+class CompiledReference(Peer):
+    """Dequantise and multiply in torch, compiled: what needs no hand-written kernel."""
 
     name = "torch.compile"
     note = "the reference backend under torch.compile"
@@ -161,10 +152,10 @@ class CompiledReference:
 
 
 def compiled_by_rows() -> Callable[..., Tensor]:
-    """``compiled_linear`` compiled for each m; what cannot be compiled is an error.
+    """Return ``compiled_linear``, compiled anew for each m; what cannot be compiled is an error.
 
-    torch counts the variants of a code object, over all shapes and bits, and past 8 runs the
-    Python: every m has a code object of its own.
+    torch counts the variants of a code object, over all shapes and bits, and runs plain Python
+    after 8 of them, so every m has a code object of its own.
     """
 
     @cache
@@ -187,7 +178,7 @@ def compiled_linear(
     codebook: Tensor | None,
     bits: int,
 ) -> Tensor:
-    """``x @ W_hat.T`` for codes that do not cross a byte, in torch."""
+    """Return ``x @ W_hat.T`` for codes that do not cross a byte."""
     shifts = torch.arange(8 - bits, -1, -bits, device=packed.device, dtype=torch.uint8)
     codes = (packed[..., None] >> shifts) & (1 << bits) - 1  # [n, k*bits/8, 8/bits]
     codes = codes.reshape(*scale.shape, -1)  # [n, k/G, G]
@@ -201,18 +192,18 @@ def compiled_linear(
 
 
 def copy_of(q: QuantisedTensor) -> QuantisedTensor:
-    """The same weight in memory of its own."""
+    """Return the same weight in memory of its own."""
     tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in q.tensors().items()}
     return replace(q, **tensors)
 
 
 def codebook_bytes(q: QuantisedTensor) -> int:
-    """Bytes of the table, 0 for an affine format."""
+    """Return the bytes of the codebook, 0 for an affine format."""
     return 0 if q.codebook is None else q.codebook.nbytes
 
 
 def _is_interpreted() -> bool:
-    """Whether Triton's interpreter runs kernels, which it does on any device."""
+    """Tell whether Triton's interpreter runs kernels, which it does on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -20,7 +20,7 @@ from fdk_cuda.marlin.heuristics_hopper import (
     shapes_of_tiles,
 )
 from fdk_cuda.marlin.heuristics_small_m import Device
-from fdk_cuda.marlin.instantiations import HopperShape, Variant, hopper_dgrad_kernel
+from fdk_cuda.marlin.instantiations import HopperShape, Variant, hopper_dgrad_program, shared_kernel
 from fdk_cuda.marlin.layout import BLOCK_K, Geometry
 from fdk_cuda.marlin.runtime import HopperRunner, device_limits, plan_runner, run_plan
 from fdk_formats.format import Format
@@ -68,7 +68,7 @@ def dgrad_runner(
     geometry: Geometry, dtype: torch.dtype, m: int, plan: HopperPlan, device: int
 ) -> HopperRunner:
     """Loads the kernels of a plan, compiling them if needed."""
-    kernel = hopper_dgrad_kernel(Variant.of(geometry, dtype), plan.shape)
+    kernel = shared_kernel(hopper_dgrad_program(Variant.of(geometry, dtype), plan.shape))
     blocks = geometry.padded_n // STEP_ROWS, geometry.padded_k // BLOCK_K
     return plan_runner(
         plan, kernel, DGRAD_FIELDS, dtype, device, sizes=(geometry.k, m), blocks=blocks

@@ -269,7 +269,7 @@ def wgmma_header(tile_m: int, dtype: torch.dtype) -> str:
     inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     kind = "f16" if dtype == torch.float16 else "bf16"
     return f"""#pragma once
-__device__ __forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4], uint64 b) {{
+__forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4], uint64 b) {{
   asm volatile(
       "{{\\n.reg .pred p;\\nsetp.eq.b32 p, 0, 0;\\n"
       "wgmma.mma_async.sync.aligned.m64n{tile_m}k16.f32.{kind}.{kind} "
@@ -280,40 +280,14 @@ __device__ __forceinline__ void wgmma(float (&d)[{count}], const uint32 (&a)[4],
 
 
 @cache
-def small_m_kernel(variant: Variant, shape: TileShape) -> Kernel:
-    """Returns the kernel of ``small_m_program``, shared by all launches."""
-    program = small_m_program(variant, shape)
-    return Kernel(program, program.name.removesuffix(".cu"))
+def shared_kernel(program: Program, entry: str | None = None) -> Kernel:
+    """Returns the kernel of a program, shared by all launches.
 
-
-@cache
-def hopper_kernel(variant: Variant, shape: HopperShape) -> Kernel:
-    """Returns the kernel of ``hopper_program``, shared by all launches."""
-    return Kernel(hopper_program(variant, shape), "hopper_gemm")
-
-
-@cache
-def hopper_dgrad_kernel(variant: Variant, shape: HopperShape) -> Kernel:
-    """Returns the kernel of ``hopper_dgrad_program``, shared by all launches."""
-    return Kernel(hopper_dgrad_program(variant, shape), "hopper_dgrad")
-
-
-@cache
-def split_k_reduce_kernel(dtype: torch.dtype, shape: HopperShape) -> Kernel:
-    """Returns the kernel of ``split_k_reduce_program``, shared by all launches."""
-    return Kernel(split_k_reduce_program(dtype, shape), "split_k_reduce")
-
-
-@cache
-def dequantise_kernel(variant: Variant) -> Kernel:
-    """Returns the kernel of ``dequantise_program``, shared by all launches."""
-    return Kernel(dequantise_program(variant), "dequantise")
-
-
-@cache
-def repack_kernel(program: Program, entry: str) -> Kernel:
-    """Returns ``pack`` or ``unpack`` of repack.cu, shared by all launches."""
-    return Kernel(program, entry)
+    Args:
+        program: of this module.
+        entry: name of the kernel, by default that of the file.
+    """
+    return Kernel(program, entry or program.name.removesuffix(".cu"))
 
 
 def _program(name: str, options: tuple[str, ...]) -> Program:

@@ -300,7 +300,7 @@ def _bit_positions(bits: int, slot: int) -> list[tuple[int, int]]:
         # Looked up: a byte per step.
         return [(first, 8 * s + 2 * i + e)]
     if bits == 1:
-        # Computed: rotated right by 4 * i, the pair lies at bits 3 + s and 19 + s.
+        # Computed: rotated right by 4 * i, the pair is at bits 3 + s and 19 + s.
         return [(first, (3 + s + 16 * e + 4 * i) % WORD_BITS)]
     if bits == 2 and s < 2:
         # Looked up: a nibble per register.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fdk_cuda.marlin.instantiations import repack_kernel, repack_program
+from fdk_cuda.marlin.instantiations import repack_program, shared_kernel
 from fdk_cuda.marlin.layout import BLOCK_K, BLOCK_N, Geometry, pack_layout, unpack_layout
 from fdk_cuda.nvrtc import Launch, unavailable_reason
 from fdk_formats.packing import packed_width
@@ -69,7 +69,7 @@ def _run(
     if packed.numel() == 0:
         return
     launch = Launch(
-        repack_kernel(repack_program(geometry), entry),
+        shared_kernel(repack_program(geometry), entry),
         packed.get_device(),
         fields=REPACK_FIELDS,
         grid=repack_grid(geometry),

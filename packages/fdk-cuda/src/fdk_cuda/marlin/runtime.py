@@ -16,11 +16,12 @@ from fdk_cuda.marlin.heuristics_small_m import MAX_M, Device, SmallPlan, plan_sm
 from fdk_cuda.marlin.instantiations import (
     TABLE_BYTES,
     Variant,
-    dequantise_kernel,
+    dequantise_program,
     dequantise_warps,
-    hopper_kernel,
-    small_m_kernel,
-    split_k_reduce_kernel,
+    hopper_program,
+    shared_kernel,
+    small_m_program,
+    split_k_reduce_program,
 )
 from fdk_cuda.marlin.layout import BLOCK_K, BLOCK_N, Geometry
 from fdk_cuda.nvrtc import Kernel, Launch, swizzled_map
@@ -49,7 +50,7 @@ def device_limits(index: int) -> Device:
 
 def small_launch(variant: Variant, plan: SmallPlan, device: int, *, overlap: bool = True) -> Launch:
     """Loads the kernel of a small-m plan, compiling it if needed."""
-    kernel = small_m_kernel(variant, plan.shape)
+    kernel = shared_kernel(small_m_program(variant, plan.shape))
     return Launch(
         kernel,
         device,
@@ -132,7 +133,7 @@ def plan_runner(
     if plan.partial_tiles > 0:
         values = plan.partial_tiles // plan.splits * shape.tile_m * shape.tile_n
         total = Launch(
-            split_k_reduce_kernel(dtype, shape),
+            shared_kernel(split_k_reduce_program(dtype, shape)),
             device,
             fields=SUM_FIELDS,
             grid=values // (SUM_THREADS * SUM_VALUES),
@@ -154,7 +155,7 @@ def hopper_runner(
     overlap: bool = True,
 ) -> HopperRunner:
     """Loads the kernels of a forward plan, compiling them if needed."""
-    kernel = hopper_kernel(Variant.of(geometry, dtype), plan.shape)
+    kernel = shared_kernel(hopper_program(Variant.of(geometry, dtype), plan.shape))
     steps = geometry.padded_k // (BLOCK_K * plan.shape.k_blocks)
     return plan_runner(
         plan,
@@ -210,7 +211,7 @@ def dequantise_launch_for(
         grid = min(grid, limits.sm_count * (2 if is_short and fitting >= 2 else 1))
         shared = TABLE_BYTES
     launch = Launch(
-        dequantise_kernel(variant),
+        shared_kernel(dequantise_program(variant)),
         device,
         fields=DEQUANTISE_FIELDS,
         grid=grid,

@@ -26,7 +26,7 @@ class SmallMCut(NamedTuple):
 
 @dataclass(frozen=True)
 class Override:
-    """A row of the table: what it applies to.
+    """A row of the table: a measured plan, and the weights and rows of x that it is for.
 
     Attributes:
         zero_point: True for weights with zero points.

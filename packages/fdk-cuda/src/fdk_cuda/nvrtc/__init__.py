@@ -1,4 +1,4 @@
-"""CUDA C++ kernels compiled at first use by NVRTC, cached on disk, launched through the driver."""
+"""CUDA C++ compiled by NVRTC at first use, cached on disk, launched through the driver."""
 
 from fdk_cuda.nvrtc.cache import cache_directory, cached_cubin, write_whole
 from fdk_cuda.nvrtc.compiler import (

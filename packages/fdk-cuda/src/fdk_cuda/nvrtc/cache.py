@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, so that each is compiled once on a machine."""
+"""Cache of compiled kernels on disk: each is compiled once per machine."""
 
 import hashlib
 import json
@@ -13,15 +13,17 @@ from fdk_cuda.nvrtc.compiler import COMMON_OPTIONS, Program, compile_program, co
 from fdk_cuda.nvrtc.installed import SEARCH_VARIABLES, file_facts, search_facts
 
 CACHE_VARIABLE = "FDK_CUDA_CACHE"
-# A file is its own check: the digest of the machine code, then the machine code.
+# A file holds the digest of the machine code, then the machine code.
 DIGEST_BYTES = 32
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels lie: ``$FDK_CUDA_CACHE``, or ``fdk-cuda`` in the user's cache.
+    """Returns the folder of compiled kernels.
+
+    ``$FDK_CUDA_CACHE``, else ``fdk-cuda`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
     Raises:
-        OSError: nothing is set and the user has no home, as in a container without a passwd entry.
+        OSError: neither is set and the user has no home, as in a container without a passwd entry.
     """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
@@ -34,12 +36,12 @@ def cache_directory() -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file under another name and renames it into place, so that none is read half.
+    """Writes a file under another name, then renames it, so that no reader sees half of it.
 
-    Who may read it is for the umask to say, as with any new file.
+    Permissions follow the umask, as for any new file.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no partial file remains.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -53,11 +55,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def cached_cubin(program: Program, arch: str) -> bytes:
-    """The machine code of a program, compiled if it is not there yet.
+    """Returns the machine code of a program, compiling it if it is not in the cache.
 
-    Processes that start at once may compile the same program; each writes a file of its own and
-    renames it into place, so none ever reads half of one. A damaged file is compiled again, and a
-    directory that is not there or cannot be written costs a compilation per process, nothing else.
+    Processes may compile the same program at once: each writes its own file and renames it into
+    place. A damaged file is compiled again. Without a writable folder, each process compiles.
 
     Raises:
         CompilerMissingError, RuntimeError: as ``compile_program``.
@@ -74,7 +75,7 @@ def cached_cubin(program: Program, arch: str) -> bytes:
 
 
 def cache_key(program: Program, arch: str) -> str:
-    """SHA-256 of all that the machine code depends on."""
+    """Returns the SHA-256 of everything that the machine code depends on."""
     digest = hashlib.sha256()
     header_parts = (part for header in program.headers for part in header)
     version = map(str, known_version())
@@ -87,10 +88,10 @@ def cache_key(program: Program, arch: str) -> str:
 
 @cache
 def known_version() -> tuple[int, int]:
-    """``compiler_version``, without loading NVRTC where a process before this one has.
+    """Returns ``compiler_version`` without loading NVRTC, where an earlier process has stored it.
 
-    It is kept beside the kernels with the library's file, and holds while that is the same and no
-    other is where NVRTC is looked for.
+    The stored version is valid while the library's file is unchanged and the places where NVRTC is
+    searched hold the same files.
 
     Raises:
         CompilerMissingError: as ``compiler_version``.
@@ -100,10 +101,10 @@ def known_version() -> tuple[int, int]:
     except OSError:
         return compiler_version()
     with suppress(OSError, ValueError, LookupError, TypeError):
-        kept = json.loads(path.read_bytes())
-        is_same = kept["loaded"] == file_facts(kept["loaded"][0])
-        if is_same and kept["found"] == search_facts():
-            major, minor = kept["version"]
+        stored = json.loads(path.read_bytes())
+        is_same = stored["loaded"] == file_facts(stored["loaded"][0])
+        if is_same and stored["found"] == search_facts():
+            major, minor = stored["version"]
             return int(major), int(minor)
     version = compiler_version()
     with suppress(ImportError, OSError, RuntimeError):
@@ -111,13 +112,13 @@ def known_version() -> tuple[int, int]:
 
         loaded = file_facts(load_nvidia_dynamic_lib("nvrtc").abs_path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = {"loaded": loaded, "found": search_facts(), "version": version}
-        write_whole(path, json.dumps(told).encode())
+        stored = {"loaded": loaded, "found": search_facts(), "version": version}
+        write_whole(path, json.dumps(stored).encode())
     return version
 
 
 def _installation() -> str:
-    """A name for where this process looks for libraries."""
+    """Returns a name for the places where this process searches libraries."""
     places = [sys.prefix, *(os.environ.get(name, "") for name in SEARCH_VARIABLES)]
     return hashlib.sha256("\0".join(places).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Compiling with NVRTC: a program in, machine code and its resource use out. No GPU is needed."""
+"""Compilation by NVRTC: a program in, machine code and its resource use out. Needs no GPU."""
 
 import re
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-# What every program is compiled with; part of the cache key.
-# Generic lambdas count as host functions where the default is not the device.
+# Options of every program, part of the cache key. Without the second, generic lambdas would be host
+# functions.
 COMMON_OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
-# From this version on, NVRTC has a cache of its own where there is a GPU: it is turned off, for
-# what comes out of it has no log, and ours does the work.
+# From this version on NVRTC has a cache of its own where there is a GPU. It is turned off: its
+# results have no log.
 OWN_CACHE_SINCE = (13, 0)
 INSTALL_HINT = (
     "the packages cuda-bindings and nvidia-cuda-nvrtc bring it (torch's CUDA wheels install the "
@@ -28,8 +28,8 @@ class Program:
 
     Attributes:
         name: of the file, for messages.
-        source: the text.
-        headers: name and text of each file that the source may ``#include``.
+        source: text of the file.
+        headers: name and text of each file that the source may ``#include``, by exactly this name.
         options: of NVRTC, such as ``-DBITS=4``; ``COMMON_OPTIONS`` are added.
     """
 
@@ -41,7 +41,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler reports of a kernel."""
+    """Resource use of a kernel, as the assembler reports it."""
 
     registers: int
     stack_bytes: int
@@ -50,14 +50,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, and the compiler's log."""
+    """Machine code and the compiler's log."""
 
     cubin: bytes
     log: str
 
     @property
     def resources(self) -> Resources:
-        """Registers, stack and spills, the largest of the program's kernels."""
+        """Registers, stack and spills: the largest among the program's kernels."""
         registers = [int(v) for v in re.findall(r"Used (\d+) registers", self.log)]
         stacks = [int(v) for v in re.findall(r"(\d+) bytes stack frame", self.log)]
         spills = [int(v) for v in re.findall(r"(\d+) bytes spill (?:stores|loads)", self.log)]
@@ -66,12 +66,12 @@ class Compiled:
 
 
 def compile_program(program: Program, arch: str) -> Compiled:
-    """Compiles for one architecture, ``sm_90a``.
+    """Compiles for one architecture, such as ``sm_90a``.
 
     Raises:
-        CompilerMissingError: where NVRTC cannot be loaded.
-        RuntimeError: for source that does not compile or an architecture that this NVRTC does not
-            know, with the compiler's own words.
+        CompilerMissingError: NVRTC cannot be loaded.
+        RuntimeError: the source does not compile, or this NVRTC does not know the architecture;
+            the message has the compiler's log.
     """
     nvrtc = _bindings()
     names = [name.encode() for name, _ in program.headers]
@@ -102,10 +102,10 @@ def compile_program(program: Program, arch: str) -> Compiled:
 
 @cache
 def compiler_version() -> tuple[int, int]:
-    """Major and minor version of the NVRTC that is loaded.
+    """Returns major and minor version of NVRTC, loading it.
 
     Raises:
-        CompilerMissingError: where there is none.
+        CompilerMissingError: it cannot be loaded.
     """
     try:
         _, major, minor = _bindings().nvrtcVersion()
@@ -115,9 +115,9 @@ def compiler_version() -> tuple[int, int]:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The target for a compute capability: ``(9, 0)`` is ``sm_90a``.
+    """Returns the target for a compute capability: ``(9, 0)`` is ``sm_90a``.
 
-    Only Hopper gets its architecture-specific instructions: nothing here uses those of others.
+    Only Hopper gets its architecture-specific instructions; no kernel uses those of others.
     """
     major, minor = capability
     return f"sm_{major}{minor}" + ("a" if major == 9 else "")

@@ -8,22 +8,22 @@ from typing import Any
 
 @cache
 def _primary_context(device: int) -> Any:
-    """The context that torch uses on a device."""
+    """Returns the context that torch uses on a device."""
     driver = cuda()
     handle = check(driver.cuDeviceGet(device), "finding the GPU")
     return check(driver.cuDevicePrimaryCtxRetain(handle), "retaining the GPU's context")
 
 
 def use_primary_context(device: int) -> None:
-    """Makes the context that torch uses on a device that of this thread."""
+    """Sets the context that torch uses on a device as that of this thread."""
     check(cuda().cuCtxSetCurrent(_primary_context(device)), "setting the GPU's context")
 
 
 def in_context(device: int, call: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """What a driver call returns that needs a context.
+    """Returns the result of a driver call that needs a context.
 
-    A thread in which torch has not called CUDA yet has none: autograd's thread of a second GPU. It
-    is given that of the device.
+    A thread in which torch has not called CUDA yet has none (autograd's thread of a second GPU);
+    it gets that of the device.
     """
     result = call(*arguments)
     if result[0] == cuda().CUresult.CUDA_ERROR_INVALID_CONTEXT:
@@ -34,7 +34,7 @@ def in_context(device: int, call: Callable[..., tuple[Any, ...]], *arguments: An
 
 @cache
 def cuda() -> ModuleType:
-    """The bindings of the driver; importing ``fdk_cuda`` must not load them."""
+    """Returns the bindings of the driver. Importing ``fdk_cuda`` must not load them."""
     from cuda.bindings import driver  # type: ignore[import-untyped]
 
     module: ModuleType = driver
@@ -42,10 +42,14 @@ def cuda() -> ModuleType:
 
 
 def check(result: tuple[Any, ...], what: str) -> Any:
-    """The value that a driver call returned.
+    """Returns the value of a driver call.
+
+    Args:
+        result: of the call: status, then values.
+        what: what it did, for the error.
 
     Raises:
-        RuntimeError: where it failed, saying at what.
+        RuntimeError: the call failed.
     """
     status, *values = result
     if status.value:

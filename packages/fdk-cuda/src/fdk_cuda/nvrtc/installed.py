@@ -1,4 +1,4 @@
-"""Which NVRTC is installed, without loading it: that takes 37 ms of a process's first call."""
+"""Finds the installed NVRTC without loading it, which would take 37 ms."""
 
 import importlib.util
 import os
@@ -7,45 +7,46 @@ from collections.abc import Iterator
 
 from fdk_cuda.nvrtc.compiler import INSTALL_HINT, CompilerMissingError, compiler_version
 
-# Of the major version of CUDA whose bindings this package asks for.
+# Names of the library for the major version of CUDA that this package depends on.
 LIBRARIES = ("libnvrtc.so.13", "nvrtc64_130_0.dll")
 WHEEL_FOLDERS = ("nvidia/cu13/lib", "nvidia/cu13/bin/x86_64", "nvidia/cu13/bin")
-# What decides, beside the Python installation, which NVRTC is found.
+# Variables that decide, with the Python installation, which NVRTC is found.
 SEARCH_VARIABLES = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
-# What the system's loader has been told of: it changes with what is installed there.
+# Cache of the system's loader: it changes when libraries are installed.
 LOADER_CACHE = "/etc/ld.so.cache"
 Facts = list[str | int]
 
 
 def library_files() -> list[str]:
-    """The files of NVRTC in the places where the bindings look for it.
+    """Returns the files of NVRTC in the places where the bindings search it.
 
-    Those of the system's loader are not among them, but for ``LD_LIBRARY_PATH``.
+    Of the system loader's places, only ``LD_LIBRARY_PATH`` is searched.
     """
-    # Every packed weight asks: by pathlib it took 743 us, so 186 (EPYC, 10 entries of sys.path).
+    # Called for every packed weight: 186 us, 743 by pathlib (EPYC, 10 entries of sys.path).
     paths = dict.fromkeys(os.path.join(folder, name) for folder in _folders() for name in LIBRARIES)
     return [path for path in paths if os.path.isfile(path)]
 
 
 def search_facts() -> list[Facts]:
-    """What tells that another NVRTC may be found than before: each file, its size and its time."""
+    """Returns path, size and time of each file that decides which NVRTC is found."""
     return [file_facts(path) for path in (*library_files(), LOADER_CACHE) if os.path.exists(path)]
 
 
 def file_facts(path: str) -> Facts:
-    """Path, size and time of a file.
+    """Returns path, size and time of a file.
 
     Raises:
-        OSError: there is none.
+        OSError: the file does not exist.
     """
     status = os.stat(path)
     return [path, status.st_size, status.st_mtime_ns]
 
 
 def unavailable_reason() -> str | None:
-    """Why nothing can be compiled here ("NVRTC does not load ..."), or None.
+    """Returns why nothing can be compiled here ("NVRTC does not load ..."), or None.
 
-    It is loaded only where no file of it is in a usual place: the system's loader may know one.
+    NVRTC is loaded only where none of the usual places has its file: the system's loader may still
+    find one.
     """
     if not _has_bindings():
         return f"no CUDA bindings: {INSTALL_HINT}"
@@ -66,7 +67,7 @@ def _has_bindings() -> bool:
 
 
 def _folders() -> Iterator[str]:
-    """In the order of the bindings."""
+    """Yields folders in the order in which the bindings search them."""
     for entry in sys.path:
         yield from (os.path.join(entry, folder) for folder in WHEEL_FOLDERS)
     yield from filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))

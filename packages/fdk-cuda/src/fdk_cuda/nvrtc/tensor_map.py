@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine needs to know of a matrix."""
+"""Tensor maps: descriptions of a matrix for Hopper's tensor copies."""
 
 import ctypes
 from functools import lru_cache
@@ -8,7 +8,7 @@ import torch
 from fdk_cuda.nvrtc.driver import check, cuda, in_context
 
 BYTES = 128
-# Of the matrix and of its rows.
+# Of the address of the matrix and of the bytes of its rows.
 ALIGNMENT = 16
 
 
@@ -16,17 +16,20 @@ ALIGNMENT = 16
 def swizzled_map(
     pointer: int, rows: int, columns: int, box_rows: int, dtype: torch.dtype, device: int
 ) -> bytes:
-    """The map of a row-major matrix ``[rows, columns, dtype]``, cut into boxes 128 bytes wide.
+    """Returns the map of a row-major matrix ``[rows, columns, dtype]``, in boxes 128 bytes wide.
 
-    A box lands in shared memory swizzled over 128 bytes, as wgmma reads it; what of it lies outside
-    the matrix is zero. Maps are kept: making one takes longer than a launch.
+    A box arrives in shared memory swizzled over 128 bytes, as wgmma reads it, with zeros outside
+    the matrix. Maps are cached: encoding one takes longer than a launch.
 
     Args:
-        pointer: of the matrix, a multiple of ``ALIGNMENT``, as a row's bytes are.
+        pointer: address of the matrix, a multiple of ``ALIGNMENT``, as a row's bytes are.
         rows, columns: of the matrix.
-        box_rows: of a box, at most 256.
+        box_rows: rows of a box, at most 256.
         dtype: bfloat16 or float16.
         device: index of the GPU that holds it.
+
+    Raises:
+        RuntimeError: the driver rejects the sizes.
     """
     api = cuda()
     types = api.CUtensorMapDataType

@@ -22,10 +22,7 @@ NESTED_BLOCK_SIZE_4BIT = 256
 
 
 def quantise_blockwise(
-    tensor: Tensor,
-    code: Tensor | None = None,
-    block_size: int = 4096,
-    nested: bool = False,
+    tensor: Tensor, code: Tensor | None = None, block_size: int = 4096, nested: bool = False
 ) -> QuantisedBlocks:
     """Quantises a tensor, in row-major order, to 8-bit codes of the nearest entries of ``code``.
 

@@ -63,12 +63,7 @@ def dequantise_8bit(
 
 
 def dequantise_4bit(
-    packed: Tensor,
-    absmax: Tensor,
-    code: Tensor,
-    block_size: int,
-    numel: int,
-    dtype: torch.dtype,
+    packed: Tensor, absmax: Tensor, code: Tensor, block_size: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
     """See ``Kernels.dequantise_4bit``."""
     # One gather per byte: its two float32 values are one int64.

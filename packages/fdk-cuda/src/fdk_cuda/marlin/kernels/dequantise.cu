@@ -23,7 +23,7 @@ struct Params {
 
 // 1 bit: expands the bits of a pair to masks. They are moved to the top of two bytes (layout.py:
 // _bit_positions), whose signs a permutation replicates.
-__device__ __forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, int i) {
+__forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, int i) {
   if (fragment % 2 == 0)
     return byte_permute(word << (7 - 2 * i), word << (6 - 2 * i), 0xCC88 + 0x1111 * s);
   const int first = 3 + s + 4 * i, turn = (first + 1) % 8, byte = (first - turn + 32) / 8 % 4;
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32 spread_bits(uint32 word, int fragment, int s, 
   return byte_permute(turned, turned, 0x8888 + 0x1111 * byte + (byte < 2 ? 0x2200 : -0x2200));
 }
 
-__device__ __forceinline__ uint32 scaled_pair(uint32 pair, float scale, float zero_point) {
+__forceinline__ uint32 scaled_pair(uint32 pair, float scale, float zero_point) {
   float low = to_float(pair & 0xFFFFu), high = to_float(pair >> 16);
   if (AFFINE) {
     low -= zero_point;
@@ -45,7 +45,7 @@ struct Stored {
   uint32 words[LANE_WORDS];
   Scales scales;
 
-  __device__ __forceinline__ void load(const uint8* packed, int index, int g, int t) {
+  __forceinline__ void load(const uint8* packed, int index, int g, int t) {
     const uint8* const block = packed + static_cast<uint64>(index) * BLOCK_BYTES;
     load_words(words, block, lane_slot(g, t));
     scales.load(block, g);

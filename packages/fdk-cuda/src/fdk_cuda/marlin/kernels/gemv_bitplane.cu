@@ -43,14 +43,14 @@ constexpr int COUNT_EXPONENT = 120, MADE_UP = 14;
 constexpr float SUM_FACTOR = 32768.f;
 
 // Counts the bits that are one in both of a :: [16, 128] and b :: [128, 8], in fragments.
-__device__ __forceinline__ void count_both(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 b) {
+__forceinline__ void count_both(uint32 (&d)[4], uint32 a0, uint32 a1, uint32 b) {
   asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, "
       "{%7,%7,%7,%7};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a0), "r"(a1), "r"(b), "r"(0));
 }
 
-__device__ __forceinline__ uint32 rotate_left(uint32 word, int places) {
+__forceinline__ uint32 rotate_left(uint32 word, int places) {
   return __funnelshift_l(word, word, places);
 }
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32 rotate_left(uint32 word, int places) {
 struct Bytes {
   uint32 of[2];
 
-  __device__ __forceinline__ Bytes(uint32 v0, uint32 v1, uint32 v2, uint32 v3) {
+  __forceinline__ Bytes(uint32 v0, uint32 v1, uint32 v2, uint32 v3) {
     const uint32 low = byte_permute(v0, v1, 0x5140), high = byte_permute(v2, v3, 0x5140);
     of[0] = byte_permute(low, high, 0x5410);
     of[1] = byte_permute(low, high, 0x7632);
@@ -66,9 +66,7 @@ struct Bytes {
 };
 
 // Returns bits of a where the mask is one, of b elsewhere.
-__device__ __forceinline__ uint32 choose(uint32 mask, uint32 a, uint32 b) {
-  return (a & mask) | (b & ~mask);
-}
+__forceinline__ uint32 choose(uint32 mask, uint32 a, uint32 b) { return (a & mask) | (b & ~mask); }
 
 // Bit planes of a group of x, and the factors that turn counts into sums of x.
 //
@@ -82,7 +80,7 @@ struct GroupBitplanes {
   float factor, sum;
 
   // Called by the whole warp, four lanes to a group.
-  __device__ __forceinline__ explicit GroupBitplanes(const Values& values) {
+  __forceinline__ explicit GroupBitplanes(const Values& values) {
     const GroupRange range(values);
     sum = range.sum;
     const float once = range.to_integers(VALUE_BITS);
@@ -97,7 +95,7 @@ struct GroupBitplanes {
   }
 
   // v[s][i][e] goes to bit 8 s + 4 i + e of the first order, and 16 e + 8 i + s of the second.
-  __device__ __forceinline__ void transpose(const uint32 (&v)[STEPS][2][2]) {
+  __forceinline__ void transpose(const uint32 (&v)[STEPS][2][2]) {
     const Bytes first[4] = {{v[0][0][0], v[1][0][0], v[2][0][0], v[3][0][0]},
                             {v[0][0][1], v[1][0][1], v[2][0][1], v[3][0][1]},
                             {v[0][1][0], v[1][1][0], v[2][1][0], v[3][1][0]},
@@ -142,7 +140,7 @@ struct GroupBitplanes {
     }
   }
 
-  __device__ __forceinline__ void store(uint8* group, int t) const {
+  __forceinline__ void store(uint8* group, int t) const {
 #pragma unroll
     for (int order = 0; order < ORDERS; order++)
 #pragma unroll
@@ -159,10 +157,9 @@ struct RowScales {
   int row;
   uint32 selector;
 
-  __device__ __forceinline__ explicit RowScales(int row_)
-      : row(row_), selector(row_ ? 0x3244u : 0x1044u) {}
+  __forceinline__ explicit RowScales(int row_) : row(row_), selector(row_ ? 0x3244u : 0x1044u) {}
 
-  __device__ __forceinline__ float get(int kind, int fragment) const {
+  __forceinline__ float get(int kind, int fragment) const {
     if (SCALE_TYPE == 0)
       return __uint_as_float(byte_permute(both.words[kind * FRAGMENTS + fragment], 0, selector));
     return row ? both.get(kind, 0, fragment, 1) : both.get(kind, 0, fragment, 0);

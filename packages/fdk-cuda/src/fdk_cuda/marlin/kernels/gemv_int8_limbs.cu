@@ -53,8 +53,7 @@ constexpr uint32 LIMB_MIDDLE = 0x80808080u, TOP_MIDDLE = 0x40404040u;
 
 // d += a b for fragments of bytes: a :: [16, 32], signed (unsigned at 2 bits), and b :: [32, 8],
 // signed.
-__device__ __forceinline__ void multiply_bytes(int (&d)[4], const uint32 (&a)[4], uint32 b0,
-                                               uint32 b1) {
+__forceinline__ void multiply_bytes(int (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
 #define FDK_MMA_BYTES(type)                                           \
   asm("mma.sync.aligned.m16n8k32.row.col.s32." type                   \
       ".s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
@@ -74,13 +73,13 @@ constexpr int SUM_BITS = 0x4B400000;
 constexpr float SUM_FLOAT = 12582912.f;
 
 // Returns d0 + 256 d1, rounded once.
-__device__ __forceinline__ float join(int d0, int d1) {
+__forceinline__ float join(int d0, int d1) {
   return __int_as_float(d0) + fmaf(__int_as_float(d1), 256.f, -257.f * SUM_FLOAT);
 }
 
 // Splits four integers into limbs, four bytes to a word.
-__device__ __forceinline__ void split_limbs(uint32 (&limbs)[LIMBS], uint32 v0, uint32 v1, uint32 v2,
-                                            uint32 v3) {
+__forceinline__ void split_limbs(uint32 (&limbs)[LIMBS], uint32 v0, uint32 v1, uint32 v2,
+                                 uint32 v3) {
   const uint32 low = byte_permute(v0, v1, 0x5140), high = byte_permute(v2, v3, 0x5140);
   limbs[0] = byte_permute(low, high, 0x5410) ^ LIMB_MIDDLE;
   limbs[1] = byte_permute(low, high, 0x7632) ^ LIMB_MIDDLE;
@@ -102,7 +101,7 @@ struct GroupLimbs {
   float factor, sum;
 
   // Called by the whole warp, four lanes to a group.
-  __device__ __forceinline__ GroupLimbs(const Values& values, int t) {
+  __forceinline__ GroupLimbs(const Values& values, int t) {
     const GroupRange range(values);
     sum = AFFINE ? -range.sum : range.sum;
     const float once = range.to_integers(VALUE_BITS), twice = 2.f * once;
@@ -149,7 +148,7 @@ struct GroupLimbs {
     factor = range.power_or_nan(range.exponent - VALUE_BITS - (BITS - 1) + lane_places);
   }
 
-  __device__ __forceinline__ void store(uint8* group, int row, int t) const {
+  __forceinline__ void store(uint8* group, int row, int t) const {
 #pragma unroll
     for (int f = 0; f < B_SETS; f++)
 #pragma unroll

@@ -38,8 +38,8 @@ struct Params {
   int whole_tiles;
   int box_rows;  // rows of dy in a tile, up to TILE_M
 };
-__device__ __forceinline__ uint16* out_of(const Params& p) { return p.dx; }
-__device__ __forceinline__ int width_of(const Params& p) { return p.k; }
+__forceinline__ uint16* out_of(const Params& p) { return p.dx; }
+__forceinline__ int width_of(const Params& p) { return p.k; }
 
 #include "common/hopper_mainloop.cuh"
 
@@ -60,8 +60,7 @@ constexpr int MOST_AHEAD = HAS_ZERO_POINT                                ? 0
 constexpr bool AHEAD = STAGES > 3 && TILE_M <= MOST_AHEAD;
 
 // Runs in one thread: copies are issued one after another anyway.
-__device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint32 w_stages,
-                                        uint32 barriers) {
+__forceinline__ void produce(const Params& p, uint32 dy_stages, uint32 w_stages, uint32 barriers) {
   const uint64 policy = weights_policy(p);
   const uint64 row_bytes = static_cast<uint64>(p.k_blocks) * BLOCK_BYTES;
   auto copy_weights = [&](const WorkCursor& at, int stage) {
@@ -83,8 +82,8 @@ __device__ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint3
 
 // Stores a consumer's sums of a split. Value e of block b belongs to column 16 * warp + 2 * g + (e
 // >> 1) of its 64 columns of the weight, and to row 8 * b + 2 * t + (e & 1) of dx.
-__device__ __forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS],
-                                              int group, int warp, int lane) {
+__forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS], int group, int warp,
+                                   int lane) {
   sums += 2 * (lane % 4) * TILE_N + GROUP_N * group + 16 * warp + 2 * (lane / 4);
 #pragma unroll
   for (int i = 0; i < ACCUMULATORS; i += 4)
@@ -94,8 +93,8 @@ __device__ __forceinline__ void store_partial(float* sums, const float (&d)[ACCU
 }
 
 // Stores dx through shared memory, so that rows are written in runs of 128 bytes.
-__device__ __forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS],
-                                      const OutputPlace& at, uint8* piece, int barrier) {
+__forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS], const OutputPlace& at,
+                           uint8* piece, int barrier) {
   const int g = at.lane / 4, t = at.lane % 4;
   const bool whole = width_of(p) % 8 == 0;
 #pragma unroll
@@ -113,8 +112,8 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[ACCUMULA
   }
 }
 
-__device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy_stages,
-                                        const uint8* w_stages, uint8* pieces, uint32 barriers) {
+__forceinline__ void consume(const Params& p, uint8* table, uint32 dy_stages, const uint8* w_stages,
+                             uint8* pieces, uint32 barriers) {
   const int thread = threadIdx.x, lane = thread % LANES;
   const int group = __shfl_sync(~0u, thread / GROUP_THREADS, 0);
   const int warp = __shfl_sync(~0u, thread / LANES % 4, 0);

@@ -41,8 +41,8 @@ struct Params {
   int whole_tiles;
   int box_rows;  // rows of x in a tile, up to TILE_M
 };
-__device__ __forceinline__ uint16* out_of(const Params& p) { return p.y; }
-__device__ __forceinline__ int width_of(const Params& p) { return p.n; }
+__forceinline__ uint16* out_of(const Params& p) { return p.y; }
+__forceinline__ int width_of(const Params& p) { return p.n; }
 
 #include "common/hopper_mainloop.cuh"
 
@@ -62,8 +62,7 @@ constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 outputs
 constexpr int W_BYTES = TILE_N_BLOCKS * W_PART_BYTES;
 
 // Runs in one thread: copies are issued one after another anyway.
-__device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages,
-                                        uint32 barriers) {
+__forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages, uint32 barriers) {
   const uint64 policy = weights_policy(p);
   const uint64 row_bytes = static_cast<uint64>(p.steps) * W_PART_BYTES;
   auto copy_weights = [&](const WorkCursor& at, int stage) {
@@ -90,8 +89,8 @@ __device__ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32
 
 // Stores a consumer's sums of a split. Value e of block b belongs to output 8 * (warp_octet +
 // NEXT_OCTET * (e >> 1)) + g of the consumer and to row 8 * b + 2 * t + (e & 1) of x.
-__device__ __forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS],
-                                              int group, int warp, int lane) {
+__forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS], int group, int warp,
+                                   int lane) {
   sums += 2 * (lane % 4) * TILE_N + GROUP_N * group + 8 * warp_octet(warp) + lane / 4;
 #pragma unroll
   for (int i = 0; i < ACCUMULATORS; i++)
@@ -99,8 +98,8 @@ __device__ __forceinline__ void store_partial(float* sums, const float (&d)[ACCU
 }
 
 // Stores y through shared memory, so that rows are written in runs of 128 bytes.
-__device__ __forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS],
-                                      const OutputPlace& at, uint8* piece, int barrier) {
+__forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS], const OutputPlace& at,
+                           uint8* piece, int barrier) {
   const int row = at.first_n + 8 * warp_octet(at.warp) + at.lane / 4;
   float bias[2] = {0.f, 0.f};
   if (p.bias != nullptr) {
@@ -133,8 +132,8 @@ __device__ __forceinline__ void store(const Params& p, const float (&d)[ACCUMULA
   }
 }
 
-__device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages,
-                                        const uint8* w_stages, uint8* pieces, uint32 barriers) {
+__forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages, const uint8* w_stages,
+                             uint8* pieces, uint32 barriers) {
   const int thread = threadIdx.x, lane = thread % LANES;
   const int group = __shfl_sync(~0u, thread / GROUP_THREADS, 0);
   const int warp = __shfl_sync(~0u, thread / LANES % 4, 0);

@@ -51,7 +51,7 @@ struct Place {
   int first_row, first_byte, k_block, blocks;
   uint64 block;  // of the layout
 
-  __device__ __forceinline__ Place(const Params& p) {
+  __forceinline__ Place(const Params& p) {
     blocks = p.padded_k / BLOCK_K;
     const int tiles = (blocks + WARPS - 1) / WARPS;
     const int n_block = blockIdx.x / tiles, tile = blockIdx.x % tiles;
@@ -61,14 +61,14 @@ struct Place {
     block = static_cast<uint64>(n_block) * blocks + k_block;
   }
 
-  __device__ __forceinline__ bool has_block() const { return k_block < blocks; }
+  __forceinline__ bool has_block() const { return k_block < blocks; }
 };
 
 // A unit of canonical bytes: offset in shared memory, row and byte.
 struct Unit {
   int shared, row, byte;
 
-  __device__ __forceinline__ Unit(const Place& place, int i) {
+  __forceinline__ Unit(const Place& place, int i) {
     const int index = i * THREADS + threadIdx.x;
     const int row_ = index / ROW_UNITS, byte_ = index % ROW_UNITS * UNIT_BYTES;
     shared = row_ * STRIDE + byte_;
@@ -76,16 +76,14 @@ struct Unit {
     byte = place.first_byte + byte_;
   }
 
-  __device__ __forceinline__ bool exists(const Params& p) const {
-    return row < p.n && byte < p.row_bytes;
-  }
+  __forceinline__ bool exists(const Params& p) const { return row < p.n && byte < p.row_bytes; }
 
-  __device__ __forceinline__ uint8* address(const Params& p) const {
+  __forceinline__ uint8* address(const Params& p) const {
     return p.canonical + static_cast<uint64>(row) * p.row_bytes + byte;
   }
 
   // Returns the bits of its byte i that belong to codes: all, except in a row's last byte.
-  __device__ __forceinline__ uint32 code_bits(const Params& p, int i) const {
+  __forceinline__ uint32 code_bits(const Params& p, int i) const {
     const int64 left = static_cast<int64>(p.k) * BITS - 8 * static_cast<int64>(byte + i);
     return left >= 8 ? 0xFFu : left <= 0 ? 0u : 0xFF00u >> left & 0xFFu;
   }
@@ -98,7 +96,7 @@ struct Run {
   uint64 number = 0;
   static constexpr bool IS_NUMBER = BITS == 3 || IS_SPLIT;
 
-  __device__ __forceinline__ void load(const uint8* from) {
+  __forceinline__ void load(const uint8* from) {
     if constexpr (BITS == 8) {
       const uint2 v = *reinterpret_cast<const uint2*>(from);
       words[0] = v.x;
@@ -115,7 +113,7 @@ struct Run {
     }
   }
 
-  __device__ __forceinline__ void store(uint8* to) const {
+  __forceinline__ void store(uint8* to) const {
     if constexpr (BITS == 8) {
       *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
     } else if constexpr (BITS == 4) {
@@ -130,17 +128,17 @@ struct Run {
     }
   }
 
-  static constexpr __device__ int shift(int code) {
+  static constexpr int shift(int code) {
     if (IS_NUMBER) return BITS * (7 - code);
     return code * BITS / 8 % 4 * 8 + 8 - BITS - code * BITS % 8;
   }
-  static constexpr __device__ int word(int code) { return BITS == 8 ? code / 4 : 0; }
+  static constexpr int word(int code) { return BITS == 8 ? code / 4 : 0; }
 
-  __device__ __forceinline__ uint32 get(int code) const {
+  __forceinline__ uint32 get(int code) const {
     if constexpr (IS_NUMBER) return number >> shift(code) & MASK;
     return words[word(code)] >> shift(code) & MASK;
   }
-  __device__ __forceinline__ void put(int code, uint32 value) {
+  __forceinline__ void put(int code, uint32 value) {
     if constexpr (IS_NUMBER)
       number |= static_cast<uint64>(value) << shift(code);
     else
@@ -155,7 +153,7 @@ struct Run {
 struct PairPlace {
   int word, shift, between;
 
-  constexpr __device__ PairPlace(int f, int h, int r, int q) : word(0), shift(0), between(BITS) {
+  constexpr PairPlace(int f, int h, int r, int q) : word(0), shift(0), between(BITS) {
     if (BITS == 8) {
       word = 4 * h + q;
       shift = 16 * r;
@@ -177,7 +175,7 @@ struct PairPlace {
 };
 constexpr int LEFT_OVER = 3;  // 3 bits: marks the pair without a word of its own
 
-__device__ __forceinline__ uint32 rotate_left(uint32 word, int places) {
+__forceinline__ uint32 rotate_left(uint32 word, int places) {
   return __funnelshift_l(word, word, places);
 }
 
@@ -187,7 +185,7 @@ struct SplitPart {
   int from, word, shift, between;
   uint32 mask;
 
-  constexpr __device__ SplitPart(int part, int f, int h, int r, int q)
+  constexpr SplitPart(int part, int f, int h, int r, int q)
       : from(0), word(4 * f + q), shift(16 * r), between(8), mask(MASK) {
     if (BITS == 5) {
       from = part == 0 ? 0 : 4;
@@ -210,8 +208,8 @@ struct SplitPart {
 };
 constexpr int SPLIT_PARTS = 3;
 
-__device__ __forceinline__ void put_pair(uint32 (&lane_words)[LANE_WORDS], int f, int h, int r,
-                                         int q, uint32 first, uint32 second) {
+__forceinline__ void put_pair(uint32 (&lane_words)[LANE_WORDS], int f, int h, int r, int q,
+                              uint32 first, uint32 second) {
   if constexpr (IS_SPLIT) {
 #pragma unroll
     for (int i = 0; i < SPLIT_PARTS; i++) {
@@ -233,8 +231,8 @@ __device__ __forceinline__ void put_pair(uint32 (&lane_words)[LANE_WORDS], int f
 }
 
 // Reads a pair of codes into `run`.
-__device__ __forceinline__ void get_pair(Run& run, const uint32 (&lane_words)[LANE_WORDS], int f,
-                                         int h, int r, int q) {
+__forceinline__ void get_pair(Run& run, const uint32 (&lane_words)[LANE_WORDS], int f, int h, int r,
+                              int q) {
   uint32 pair = 0;
   const PairPlace place(f, h, r, q);
   const uint32* const words = lane_words + f * BITS;
@@ -259,7 +257,7 @@ __device__ __forceinline__ void get_pair(Run& run, const uint32 (&lane_words)[LA
 
 // Calls `take(run's offset in shared memory, f, h, r)` for each run of a lane.
 template <class Take>
-__device__ __forceinline__ void for_runs(const Take& take) {
+__forceinline__ void for_runs(const Take& take) {
   const int lane = threadIdx.x % LANES, g = lane / 4, t = lane % 4;
   const int first = g * STRIDE + threadIdx.x / LANES * BLOCK_ROW_BYTES + t * BITS;
 #pragma unroll
@@ -273,7 +271,7 @@ __device__ __forceinline__ void for_runs(const Take& take) {
 // Calls `take(i, index in the block, is first of a scale's copies, kind, index among that kind or
 // -1 for padding)` for each scale and zero point that a lane moves.
 template <class Take>
-__device__ __forceinline__ void for_scales(const Params& p, const Place& place, const Take& take) {
+__forceinline__ void for_scales(const Params& p, const Place& place, const Take& take) {
 #pragma unroll
   for (int i = 0; i < LANE_SCALES; i++) {
     const int index = i * LANES + threadIdx.x % LANES;
@@ -289,7 +287,7 @@ __device__ __forceinline__ void for_scales(const Params& p, const Place& place, 
 }
 
 // Loads the canonical bytes of a thread block into shared memory, with zeros past rows and codes.
-__device__ __forceinline__ void load_tile(uint8* tile, const Params& p, const Place& place) {
+__forceinline__ void load_tile(uint8* tile, const Params& p, const Place& place) {
   if (p.is_whole) {
     uint2 bytes[UNITS];  // all in flight at once
 #pragma unroll
@@ -314,7 +312,7 @@ __device__ __forceinline__ void load_tile(uint8* tile, const Params& p, const Pl
   }
 }
 
-__device__ __forceinline__ void store_tile(const uint8* tile, const Params& p, const Place& place) {
+__forceinline__ void store_tile(const uint8* tile, const Params& p, const Place& place) {
   if (p.is_whole) {
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
@@ -335,8 +333,7 @@ __device__ __forceinline__ void store_tile(const uint8* tile, const Params& p, c
   }
 }
 
-__device__ __forceinline__ void store_words(const uint32 (&words)[LANE_WORDS], uint8* block,
-                                            int slot) {
+__forceinline__ void store_words(const uint32 (&words)[LANE_WORDS], uint8* block, int slot) {
   constexpr int WHOLE = LANE_WORDS / 4;
 #pragma unroll
   for (int piece = 0; piece < WHOLE; piece++)

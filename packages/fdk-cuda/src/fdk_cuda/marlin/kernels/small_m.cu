@@ -26,7 +26,7 @@ static_assert(!SCALES_WEIGHTS || M_TILES == 2);
 constexpr int COLUMNS = SPREAD ? 1 : 2, VALUES = 2 * COLUMNS;
 
 // Index of a used sum among the four.
-__device__ constexpr int value_index(int value) { return SPREAD ? 2 * value : value; }
+constexpr int value_index(int value) { return SPREAD ? 2 * value : value; }
 
 // Loads x of the next stage during this one, where that gains more than the registers cost (H200,
 // 8192 x 8192, m = 16: 8 bits 21.7 us -> 20.9, 4 bits 14.4 -> 14.2, but 1 bit 12.3 -> 14.0).
@@ -41,7 +41,7 @@ constexpr bool NEEDS_SUM = KEEPS_X_SUM || AFFINE;
 struct Activations {
   uint4 v[K_BLOCKS][2][M_TILES];
 
-  __device__ __forceinline__ uint32 word(int block, int s, int tile, int which) const {
+  __forceinline__ uint32 word(int block, int s, int tile, int which) const {
     const uint4& u = v[block][s >> 1][tile];
     return s & 1 ? (which ? u.w : u.z) : (which ? u.y : u.x);
   }
@@ -55,7 +55,7 @@ struct RowSums {
 
   // Computed by the tensor cores, as products with a weight whose upper rows are negated bases and
   // lower rows are ones, which puts the sums into the lanes that need them.
-  __device__ __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS]) {
+  __forceinline__ void compute(const Activations& a, const uint32 (&base)[STEPS]) {
     const uint32 ones = FP16 ? 0x3C003C00u : 0x3F803F80u;
 #pragma unroll
     for (int half = 0; half < PER_ROW; half++) {
@@ -85,10 +85,10 @@ struct RowSums {
 
 // SCALES_WEIGHTS: adds the products of a block to the sums from fragment `first` on.
 template <int COUNT>
-__device__ __forceinline__ void add_scaled(float (&sum)[COUNT][M_TILES][VALUES], int first,
-                                           const uint32 (&words)[LANE_WORDS], const Scales& scales,
-                                           const Activations& x, int k_block, const uint8* table,
-                                           const DecodeConstants& constants) {
+__forceinline__ void add_scaled(float (&sum)[COUNT][M_TILES][VALUES], int first,
+                                const uint32 (&words)[LANE_WORDS], const Scales& scales,
+                                const Activations& x, int k_block, const uint8* table,
+                                const DecodeConstants& constants) {
 #pragma unroll
   for (int half = 0; half < PER_ROW; half++)
 #pragma unroll

@@ -8,7 +8,7 @@ constexpr int QUAD = 4;  // lanes that share a group
 struct Packed {
   uint4 halves[2];
 
-  __device__ __forceinline__ void load(const uint16* group, int t) {
+  __forceinline__ void load(const uint16* group, int t) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
       halves[half] = *reinterpret_cast<const uint4*>(group + 32 * half + 8 * t);
@@ -19,7 +19,7 @@ struct Packed {
 struct Values {
   float x[STEPS][2][2];
 
-  __device__ __forceinline__ explicit Values(const Packed& packed) {
+  __forceinline__ explicit Values(const Packed& packed) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const uint4& v = packed.halves[half];
@@ -42,7 +42,7 @@ struct GroupRange {
   int exponent;  // clamped: values below 2^-106 lose their last bits
   float sum;
 
-  __device__ __forceinline__ explicit GroupRange(const Values& values) {
+  __forceinline__ explicit GroupRange(const Values& values) {
     // Four independent chains: two warps per scheduler hide little latency.
     float most[STEPS] = {}, sums[STEPS] = {};
 #pragma unroll
@@ -64,12 +64,12 @@ struct GroupRange {
   }
 
   // Returns the power of two that scales all values to below 2 to the power of `bits`.
-  __device__ __forceinline__ float to_integers(int bits) const {
+  __forceinline__ float to_integers(int bits) const {
     return __int_as_float((253 + bits - exponent) << 23);
   }
 
   // Returns the power of two with a biased exponent, or NaN where a value is infinite.
-  __device__ __forceinline__ float power_or_nan(int biased) const {
+  __forceinline__ float power_or_nan(int biased) const {
     return found == 255 ? __int_as_float(0x7FC00000) : __int_as_float(biased << 23);
   }
 };

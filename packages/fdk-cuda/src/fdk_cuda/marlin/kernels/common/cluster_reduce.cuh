@@ -6,8 +6,8 @@
 
 // Each thread block of a cluster receives the others' sums of its own rows and adds them to its
 // own, which then are the first OWN_ACCUMULATORS of d.
-__device__ __forceinline__ void cluster_reduce(float (&d)[ACCUMULATORS], uint32 buffers,
-                                               uint32 barriers, int thread) {
+__forceinline__ void cluster_reduce(float (&d)[ACCUMULATORS], uint32 buffers, uint32 barriers,
+                                    int thread) {
   constexpr int PIECES = OWN_ACCUMULATORS / 4;
   const int rank = blockIdx.x % CLUSTER;
   // Every thread block has read its last stage and initialised its barriers.
@@ -51,8 +51,8 @@ __device__ __forceinline__ void cluster_reduce(float (&d)[ACCUMULATORS], uint32 
 
 // Two consumers computed halves of each stage: the first gets the sums of both, PIECE_M rows of x
 // at a time, through the memory in which both stage rows of y.
-__device__ __forceinline__ void reduce_k_groups(float (&d)[ACCUMULATORS], uint32 buffer, int thread,
-                                                int barrier, bool gets) {
+__forceinline__ void reduce_k_groups(float (&d)[ACCUMULATORS], uint32 buffer, int thread,
+                                     int barrier, bool gets) {
   constexpr int SUMS_AT_ONCE = PIECE_M / 2;
 #pragma unroll
   for (int first = 0; first < ACCUMULATORS; first += SUMS_AT_ONCE) {

@@ -42,7 +42,7 @@ constexpr int LANE_VALUES = CODEBOOK_SIZE > LANES ? CODEBOOK_SIZE / LANES : 1;
 struct Codebook {
   uint32 words[LANE_VALUES > 2 ? LANE_VALUES : 2];
 
-  __device__ __forceinline__ Codebook(const uint16* codebook, int lane) {
+  __forceinline__ Codebook(const uint16* codebook, int lane) {
     if (BITS <= 2) {
       words[0] = reinterpret_cast<const uint32*>(codebook)[0];
       words[1] = BITS == 2 ? reinterpret_cast<const uint32*>(codebook)[1] : 0;
@@ -55,7 +55,7 @@ struct Codebook {
 
 // Returns a pair of codebook values for BITS <= 5, the lower code in the lower half. Called by the
 // whole warp.
-__device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32 codes) {
+__forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32 codes) {
   const uint32 low = codes % CODEBOOK_SIZE, high = codes >> BITS;
   if (BITS <= 2) {
     const uint32 twice = 2 * low | low << 5 | high << 9 | high << 13;
@@ -70,8 +70,7 @@ __device__ __forceinline__ uint32 codebook_pair(const Codebook& codebook, uint32
 // half of the copies of a 1-bit entry are for bytes whose second and third pair are exchanged. With
 // eight ENTRY_THREADS a 2-bit entry has 16 copies.
 template <int THREADS, int ENTRY_THREADS, bool SWAPPED>
-__device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& codebook,
-                                                 int thread) {
+__forceinline__ void build_byte_table(uint8* table, const Codebook& codebook, int thread) {
   constexpr int HIGH_PARTS = 4;
   constexpr int UNITS = 16 * HIGH_PARTS, STEP = THREADS / ENTRY_THREADS;
 #pragma unroll
@@ -98,7 +97,7 @@ __device__ __forceinline__ void build_byte_table(uint8* table, const Codebook& c
 }
 
 template <int THREADS, int ENTRY_THREADS = 16, bool SWAPPED = false>
-__device__ __forceinline__ void build_table(uint8* table, const Codebook& codebook, int thread) {
+__forceinline__ void build_table(uint8* table, const Codebook& codebook, int thread) {
   if constexpr (BITS <= 2) {
     build_byte_table<THREADS, ENTRY_THREADS, SWAPPED>(table, codebook, thread);
     return;
@@ -130,19 +129,19 @@ __device__ __forceinline__ void build_table(uint8* table, const Codebook& codebo
   }
 }
 
-__device__ __forceinline__ uint32 table_lane_part(int lane) {
+__forceinline__ uint32 table_lane_part(int lane) {
   // 5 bits: in both of the lower two bytes, see pair_part.
   return ENTRY_BYTES * (lane % (BITS == 1 || BITS == 5 ? 16 : 32)) * (BITS == 5 ? 0x101 : 1);
 }
 
-__device__ __forceinline__ const uint8* table_entry(const uint8* table, uint32 word, int byte,
-                                                    uint32 lane_part) {
+__forceinline__ const uint8* table_entry(const uint8* table, uint32 word, int byte,
+                                         uint32 lane_part) {
   // Bytes of the offset, lowest first: the lane part, the byte of the word, two zeros.
   return table + byte_permute(word, lane_part, 0x5504 | byte << 4);
 }
 
 // 3 bits: collects the two spare bits of each byte of three words into a word of pairs.
-__device__ __forceinline__ uint32 left_over(uint32 first, uint32 second, uint32 third) {
+__forceinline__ uint32 left_over(uint32 first, uint32 second, uint32 third) {
   return (first >> 6 & 0x03030303u) | (second >> 4 & 0x0C0C0C0Cu) | (third >> 2 & 0x30303030u);
 }
 
@@ -150,21 +149,21 @@ __device__ __forceinline__ uint32 left_over(uint32 first, uint32 second, uint32 
 // the spare bits of the unit's word, the word of two units and that of four, each rotated into
 // place.
 constexpr uint32 LEFT_MASK = ((0x100 >> BITS) - 1) * 0x01010101u, LOWER_MASK = 0x1F1F1F1Fu;
-__device__ __forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four, uint32 left_mask,
-                                       uint32 lower_mask) {
+__forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four, uint32 left_mask,
+                            uint32 lower_mask) {
   const uint32 codes = (left & left_mask) | (of_two & ~left_mask);
   return BITS == 6 ? codes : (codes & lower_mask) | (of_four & ~lower_mask);
 }
-__device__ __forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four) {
+__forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four) {
   return join(left, of_two, of_four, LEFT_MASK, LOWER_MASK);
 }
 // Rotations to the right for that.
-__device__ __forceinline__ constexpr int turn_of_two(int unit) { return 4 * (unit & 1) + BITS - 8; }
-__device__ __forceinline__ constexpr int turn_of_four(int unit) { return 2 * unit - 5; }
+__forceinline__ constexpr int turn_of_two(int unit) { return 4 * (unit & 1) + BITS - 8; }
+__forceinline__ constexpr int turn_of_four(int unit) { return 2 * unit - 5; }
 
 // 6 bits and more: returns four codes of a unit, those of half h.
-__device__ __forceinline__ uint32 code_bytes(const uint32 (&words)[LANE_WORDS], int fragment,
-                                             int unit, int h) {
+__forceinline__ uint32 code_bytes(const uint32 (&words)[LANE_WORDS], int fragment, int unit,
+                                  int h) {
   if constexpr (BITS == 8) {
     return words[8 * fragment + 4 * h + unit];
   } else {
@@ -178,29 +177,26 @@ __device__ __forceinline__ uint32 code_bytes(const uint32 (&words)[LANE_WORDS], 
 
 // 5 bits: the byte of an address that holds the last bits of a pair, for both rows of half h, in
 // the lower two bytes; `turn` rotates the word of four units. The upper two bytes are zero.
-__device__ __forceinline__ uint32 pair_part(uint32 of_four, int turn, uint32 lane_part) {
+__forceinline__ uint32 pair_part(uint32 of_four, int turn, uint32 lane_part) {
   return (rotate_right(of_four, turn) & 0xC0C0u) | lane_part;
 }
-__device__ __forceinline__ constexpr int turn_of_pairs(int unit, int h) {
-  return 2 * unit - 6 + 16 * h;
-}
+__forceinline__ constexpr int turn_of_pairs(int unit, int h) { return 2 * unit - 6 + 16 * h; }
 // Returns the selector that joins it with a word's byte to an address, for half h and row i.
-__device__ __forceinline__ constexpr uint32 pair_selector(int h, int i) {
+__forceinline__ constexpr uint32 pair_selector(int h, int i) {
   return 0x7604 + i + ((2 * h + i) << 4);
 }
 
 // Joins two values that were looked up one by one. Not by a byte permutation, the busiest
 // instruction here: multiplication uses another pipe.
-__device__ __forceinline__ uint32 join_values(uint32 low, uint32 high) {
+__forceinline__ uint32 join_values(uint32 low, uint32 high) {
   uint32 out;
   asm("mad.lo.u32 %0, %1, 65536, %2;" : "=r"(out) : "r"(high), "r"(low));
   return out;
 }
 
 // Decodes the four registers of step s of a fragment (layout.py: _bit_positions).
-__device__ __forceinline__ void decode(uint32 (&a)[REGISTERS],
-                                       const uint32 (&lane_words)[LANE_WORDS], int fragment, int s,
-                                       const uint8* table, const DecodeConstants& c) {
+__forceinline__ void decode(uint32 (&a)[REGISTERS], const uint32 (&lane_words)[LANE_WORDS],
+                            int fragment, int s, const uint8* table, const DecodeConstants& c) {
   const uint32* const words = lane_words + fragment * BITS;
   if constexpr (BITS == 5) {
 #pragma unroll

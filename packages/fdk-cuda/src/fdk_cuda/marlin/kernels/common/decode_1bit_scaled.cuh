@@ -17,8 +17,8 @@ struct ScaledRow {
   uint32 first,
       other;  // the value of code 0 as a pair, and the bits in which that of code 1 differs
 
-  __device__ __forceinline__ ScaledRow(const Scales& scales, uint32 codebook, int half,
-                                       int fragment, int row) {
+  __forceinline__ ScaledRow(const Scales& scales, uint32 codebook, int half, int fragment,
+                            int row) {
     scale = scales.pair(half, fragment, row);
     first = multiply_pair(byte_permute(codebook, codebook, 0x1010), scale);
     other = first ^ multiply_pair(byte_permute(codebook, codebook, 0x3232), scale);
@@ -26,10 +26,9 @@ struct ScaledRow {
 };
 
 // Decodes the four registers of step s of a fragment; `rows` are its rows g and g + 8.
-__device__ __forceinline__ void decode_scaled(uint32 (&a)[REGISTERS],
-                                              const uint32 (&words)[LANE_WORDS], int fragment,
-                                              int s, const uint8* table, const DecodeConstants& c,
-                                              const ScaledRow (&rows)[2]) {
+__forceinline__ void decode_scaled(uint32 (&a)[REGISTERS], const uint32 (&words)[LANE_WORDS],
+                                   int fragment, int s, const uint8* table,
+                                   const DecodeConstants& c, const ScaledRow (&rows)[2]) {
   if (fragment % 2 == 0) {
     decode(a, words, fragment, s, table, c);
 #pragma unroll

@@ -8,6 +8,8 @@
 //   SCALE_TYPE  of scales and zero points: 0 bf16, 1 fp16, 2 fp32
 //   PER_ROW     scales in a row of a block: 1, or 2 where groups end inside 64 columns
 //   AFFINE      1: the value of a code is code - zero_point, and the codebook holds 0, 1, 2, ...
+//
+// Functions are __device__ by default: NVRTC compiles with --device-as-default-execution-space.
 #pragma once
 
 using uint8 = unsigned char;
@@ -35,41 +37,39 @@ constexpr int LANE_WORDS = FRAGMENTS * BITS;
 // units' own words of both fragments (layout.py: _split_positions).
 constexpr bool IS_SPLIT = BITS > 4 && BITS < 8;
 // Indices of the shared words of a fragment among a lane's words.
-__device__ constexpr int word_of_two(int fragment, int unit) {
-  return 8 + 2 * (unit >> 1) + fragment;
-}
-__device__ constexpr int word_of_four(int fragment) { return (BITS == 5 ? 8 : 12) + fragment; }
+constexpr int word_of_two(int fragment, int unit) { return 8 + 2 * (unit >> 1) + fragment; }
+constexpr int word_of_four(int fragment) { return (BITS == 5 ? 8 : 12) + fragment; }
 static_assert(BLOCK_BYTES % 16 == 0, "blocks are copied in units of 16 bytes");
 static_assert(LANE_SCALE_BYTES % 8 == 0, "a lane's scales are loaded 8 or 16 bytes at a time");
 
-__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+__forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ uint32 byte_permute(uint32 a, uint32 b, uint32 selector) {
+__forceinline__ uint32 byte_permute(uint32 a, uint32 b, uint32 selector) {
   uint32 out;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
   return out;
 }
 
-__device__ __forceinline__ uint32 rotate_right(uint32 word, int places) {
+__forceinline__ uint32 rotate_right(uint32 word, int places) {
   return __funnelshift_r(word, word, places & 31);
 }
 
-__device__ __forceinline__ float bf16_to_float(uint32 bits) { return __uint_as_float(bits << 16); }
+__forceinline__ float bf16_to_float(uint32 bits) { return __uint_as_float(bits << 16); }
 
-__device__ __forceinline__ float fp16_to_float(uint32 bits) {
+__forceinline__ float fp16_to_float(uint32 bits) {
   float out;
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(static_cast<uint16>(bits)));
   return out;
 }
 
-__device__ __forceinline__ float to_float(uint32 bits) {
+__forceinline__ float to_float(uint32 bits) {
   return FP16 ? fp16_to_float(bits) : bf16_to_float(bits & 0xFFFFu);
 }
 
 // Rounds two values to the activations' dtype, the first in the lower half.
-__device__ __forceinline__ uint32 from_floats(float low, float high) {
+__forceinline__ uint32 from_floats(float low, float high) {
   uint32 out;
   if (FP16)
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -80,7 +80,7 @@ __device__ __forceinline__ uint32 from_floats(float low, float high) {
 
 // Multiplies or subtracts two pairs; each result is rounded once to the activations' dtype.
 #define FDK_PAIR(name, op)                                           \
-  __device__ __forceinline__ uint32 name(uint32 a, uint32 b) {       \
+  __forceinline__ uint32 name(uint32 a, uint32 b) {                  \
     uint32 out;                                                      \
     if (FP16)                                                        \
       asm(op ".rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));  \
@@ -93,8 +93,7 @@ FDK_PAIR(subtract_pair, "sub")
 #undef FDK_PAIR
 
 // d += a b for fragments a :: [16, 16] and b :: [16, 8], with float32 sums.
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0,
-                                         uint32 b1) {
+__forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
 #define FDK_MMA(type)                                              \
   asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type       \
       ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
@@ -108,11 +107,10 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], ui
 }
 
 // Returns the place of a lane's pieces among 32, see layout.py.
-__device__ __forceinline__ int lane_slot(int g, int t) { return 8 * t + (g ^ 2 * t); }
+__forceinline__ int lane_slot(int g, int t) { return 8 * t + (g ^ 2 * t); }
 
 // Loads a lane's words of a block: pieces of 16 bytes, 32 lanes to a piece, and a last one of 8.
-__device__ __forceinline__ void load_words(uint32 (&words)[LANE_WORDS], const uint8* block,
-                                           int slot) {
+__forceinline__ void load_words(uint32 (&words)[LANE_WORDS], const uint8* block, int slot) {
   constexpr int WHOLE = LANE_WORDS / 4;
 #pragma unroll
   for (int piece = 0; piece < WHOLE; piece++) {
@@ -133,7 +131,7 @@ __device__ __forceinline__ void load_words(uint32 (&words)[LANE_WORDS], const ui
 struct Scales {
   uint32 words[LANE_SCALE_BYTES / 4];
 
-  __device__ __forceinline__ void load(const uint8* block, int g) {
+  __forceinline__ void load(const uint8* block, int g) {
     const uint8* own = block + CODE_BYTES + g * LANE_SCALE_BYTES;
     if constexpr (LANE_SCALE_BYTES == 8) {
       const uint2 v = *reinterpret_cast<const uint2*>(own);
@@ -152,7 +150,7 @@ struct Scales {
   }
 
   // kind: 0 scale, 1 zero point; half of the 64 columns; row: 0 for g, 1 for g + 8.
-  __device__ __forceinline__ float get(int kind, int half, int fragment, int row) const {
+  __forceinline__ float get(int kind, int half, int fragment, int row) const {
     const int index = ((kind * PER_ROW + half) * FRAGMENTS + fragment) * 2 + row;
     if (SCALE_TYPE == 2) return __uint_as_float(words[index % (LANE_SCALE_BYTES / 4)]);
     const uint32 word = words[index >> 1];
@@ -161,7 +159,7 @@ struct Scales {
   }
 
   // Returns a 16-bit scale in both halves.
-  __device__ __forceinline__ uint32 pair(int half, int fragment, int row) const {
+  __forceinline__ uint32 pair(int half, int fragment, int row) const {
     const uint32 word = words[half * FRAGMENTS + fragment];
     return byte_permute(word, word, row ? 0x3232 : 0x1010);
   }
@@ -169,13 +167,13 @@ struct Scales {
 
 // Programmatic dependent launch: lets the next kernel of the stream start, and waits for the end of
 // the previous one.
-__device__ __forceinline__ void start_next_kernel() {
+__forceinline__ void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-__device__ __forceinline__ void wait_previous_kernel() {
+__forceinline__ void wait_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

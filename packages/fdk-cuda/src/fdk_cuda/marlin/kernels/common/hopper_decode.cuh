@@ -48,8 +48,7 @@ constexpr int COPIES = BITS == 2 ? 16 : 32;
 // Builds the table for LOOKS_UP_HALVES: an entry for each half of a unit's byte, 16 copies for each
 // fragment, whose bytes have the second and third pair exchanged.
 template <int THREADS>
-__device__ __forceinline__ void build_half_table(uint8* table, const Codebook& codebook,
-                                                 int thread) {
+__forceinline__ void build_half_table(uint8* table, const Codebook& codebook, int thread) {
   constexpr int ENTRY_THREADS = 8, ENTRIES = FRAGMENTS * 2 * 16;
 #pragma unroll
   for (int first = 0; first < ENTRIES * ENTRY_THREADS; first += THREADS) {
@@ -86,8 +85,7 @@ struct HopperDecoder {
   uint32 upper_turn;    // the others come from this one
   uint32 halves[2];     // 1 bit: bits of that byte by half h
 
-  __device__ __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp,
-                                           int lane)
+  __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp, int lane)
       : table(table_) {
     const int g = lane / 4, t = lane % 4, f = warp % FRAGMENTS;
     codebook[0] = book.words[0];
@@ -143,8 +141,7 @@ struct HopperDecoder {
   }
 
   // Loads scales of rows g (0) and g + 8 (1) in half h; BY_SIGNS: of both fragments.
-  __device__ __forceinline__ void load_scales(RowScale (&rows)[2], const uint8* block,
-                                              int h) const {
+  __forceinline__ void load_scales(RowScale (&rows)[2], const uint8* block, int h) const {
     constexpr int KIND_BYTES = PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
     const uint8* own = block + scale_offset + (PER_ROW == 2 ? h * FRAGMENTS * 2 * SCALE_BYTES : 0);
     if constexpr (BY_SIGNS) {
@@ -169,33 +166,32 @@ struct HopperDecoder {
       for (RowScale& row : rows) row.zero_point_pair = GRID_PAIR, row.zero_point = GRID_ZERO_POINT;
   }
 
-  __device__ __forceinline__ static float stored_to_float(uint32 bits) {
+  __forceinline__ static float stored_to_float(uint32 bits) {
     return SCALE_TYPE == 1 ? fp16_to_float(bits & 0xFFFFu) : bf16_to_float(bits & 0xFFFFu);
   }
 
-  __device__ __forceinline__ uint32 look_up(uint32 word, int byte) const {
+  __forceinline__ uint32 look_up(uint32 word, int byte) const {
     return *reinterpret_cast<const uint32*>(table_entry(table, word, byte, lane_part));
   }
 
   // Collects byte t of each neighbour's word, in order.
-  __device__ __forceinline__ uint32 gather(const uint32 (&words)[NEIGHBOURS]) const {
+  __forceinline__ uint32 gather(const uint32 (&words)[NEIGHBOURS]) const {
     return byte_permute(byte_permute(words[0], words[1], selector),
                         byte_permute(words[2], words[3], selector), 0x5410);
   }
 
   // Decodes the fragment's four steps of a block.
-  __device__ __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS], const uint8* block) const {
+  __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS], const uint8* block) const {
     decode(a, load_codes(block));
   }
 
-  __device__ __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS],
-                                         const HopperCodes& codes) const {
+  __forceinline__ void decode(uint32 (&a)[STEPS][REGISTERS], const HopperCodes& codes) const {
     HopperValues values;
     look_up(values, codes);
     finish(a, values, codes);
   }
 
-  __device__ __forceinline__ HopperCodes load_codes(const uint8* block) const {
+  __forceinline__ HopperCodes load_codes(const uint8* block) const {
     HopperCodes codes;
     auto& words = codes.words;
 #pragma unroll
@@ -225,7 +221,7 @@ struct HopperDecoder {
   }
 
   // Looks up codebook values; where values are scaled first, the result is weights.
-  __device__ __forceinline__ void look_up(HopperValues& values, const HopperCodes& codes) const {
+  __forceinline__ void look_up(HopperValues& values, const HopperCodes& codes) const {
     if constexpr (BITS >= 4) {
 #pragma unroll
       for (int j = 0; j < NEIGHBOURS; j++)
@@ -266,15 +262,14 @@ struct HopperDecoder {
   }
 
   // 6 bits and more: returns a unit's codes of half h, a byte each.
-  __device__ __forceinline__ uint32 code_bytes(const HopperCodes& codes, int h, int j) const {
+  __forceinline__ uint32 code_bytes(const HopperCodes& codes, int h, int j) const {
     const auto& words = codes.words;
     if (BITS == 8 || h == 0) return words[h][j];
     return join(words[0][j] >> BITS, rotate_right(words[1][j], turn),
                 rotate_right(words[UNIT_WORDS - 1][j], four_turn));
   }
 
-  __device__ __forceinline__ void look_up_2_bits(HopperValues& values,
-                                                 const HopperCodes& codes) const {
+  __forceinline__ void look_up_2_bits(HopperValues& values, const HopperCodes& codes) const {
     uint32 book[2][2][2];  // half, row
 #pragma unroll
     for (int h = 0; h < 2; h++)
@@ -318,7 +313,7 @@ struct HopperDecoder {
     }
   }
 
-  __device__ __forceinline__ void sign(HopperValues& values, const HopperCodes& codes) const {
+  __forceinline__ void sign(HopperValues& values, const HopperCodes& codes) const {
 #pragma unroll
     for (int j = 0; j < NEIGHBOURS; j++) {
       const uint32 e0 = rotate_right(codes.words[0][j], turns[0]);
@@ -333,8 +328,7 @@ struct HopperDecoder {
     }
   }
 
-  __device__ __forceinline__ void look_up_1_bit(HopperValues& values,
-                                                const HopperCodes& codes) const {
+  __forceinline__ void look_up_1_bit(HopperValues& values, const HopperCodes& codes) const {
 #pragma unroll
     for (int j = 0; j < NEIGHBOURS; j++) {
       if (SCALES_LAST) {
@@ -377,8 +371,8 @@ struct HopperDecoder {
     }
   }
 
-  __device__ __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], const HopperValues& values,
-                                         const HopperCodes& codes) const {
+  __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], const HopperValues& values,
+                              const HopperCodes& codes) const {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -398,7 +392,7 @@ struct HopperDecoder {
   }
 
   // Returns the weights of computed codes in bytes 2 i and 2 i + 1 of a word.
-  __device__ __forceinline__ uint32 computed(const RowScale& row, uint32 word, int i) const {
+  __forceinline__ uint32 computed(const RowScale& row, uint32 word, int i) const {
     if (IS_SPLIT) word &= (CODEBOOK_SIZE - 1) * 0x01010101u;
     if (FP16) return row.apply(codes_to_values(byte_permute(word, 0u, 0x4140 + 0x0202 * i), ones));
     // 32768, whose mantissa has its lowest byte there: two instructions fewer than codes_to_values.
@@ -419,7 +413,7 @@ struct HopperDecoder {
 
   // Adds half of an offset to an address, in assembly so that the compiler does not keep the half
   // in a register (7 bits, tile_m 256: 8 bytes of spills).
-  __device__ __forceinline__ static const uint8* at_half(const uint8* place, uint32 offset) {
+  __forceinline__ static const uint8* at_half(const uint8* place, uint32 offset) {
     uint32 address;
     asm("{\n.reg .b32 half;\nshr.b32 half, %1, 1;\nadd.u32 %0, half, %2;\n}"
         : "=r"(address)
@@ -427,7 +421,7 @@ struct HopperDecoder {
     return static_cast<const uint8*>(__cvta_shared_to_generic(address));
   }
 
-  __device__ __forceinline__ static uint32 load(const uint8* address) {
+  __forceinline__ static uint32 load(const uint8* address) {
     return *reinterpret_cast<const uint32*>(address);
   }
 };

@@ -28,7 +28,7 @@ struct PairScale {
   uint32 scale_pair, zero_point_pair;  // where SCALES_IN_DTYPE
   float scales[ROW_PAIR], zero_points[ROW_PAIR];
 
-  __device__ __forceinline__ uint32 apply(uint32 values) const {
+  __forceinline__ uint32 apply(uint32 values) const {
     if (SCALES_IN_DTYPE) {
       if (HAS_ZERO_POINT) values = subtract_pair(values, zero_point_pair);
       return multiply_pair(values, scale_pair);
@@ -79,8 +79,7 @@ struct DgradDecoder {
   bool is_second_half;  // of the block's columns
 
   // Four warps share the 64 columns of a block.
-  __device__ __forceinline__ DgradDecoder(const uint8* table_, const Codebook& book, int warp,
-                                          int lane)
+  __forceinline__ DgradDecoder(const uint8* table_, const Codebook& book, int warp, int lane)
       : table(table_), lane_part(table_lane_part(lane)) {
     const int g = lane / 4, t = lane % 4;
     const int half = warp >> 1, j = 2 * (warp & 1) + (g >> 2), unit = g & 3;
@@ -148,8 +147,7 @@ struct DgradDecoder {
   }
 
   // Loads scales of both fragments: rows 2 * t and 2 * t + 1 (0), and eight further (1).
-  __device__ __forceinline__ void load_scales(PairScale (&scales)[FRAGMENTS][2],
-                                              const uint8* block) const {
+  __forceinline__ void load_scales(PairScale (&scales)[FRAGMENTS][2], const uint8* block) const {
     constexpr int ZERO_POINTS = (KINDS - 1) * PER_ROW * FRAGMENTS * 2 * SCALE_BYTES;
     const uint8* own = block + scale_offset;
     if constexpr (SCALE_TYPE == 2) {
@@ -193,16 +191,16 @@ struct DgradDecoder {
       }
   }
 
-  __device__ __forceinline__ static uint2 load_two(const uint8* address) {
+  __forceinline__ static uint2 load_two(const uint8* address) {
     return *reinterpret_cast<const uint2*>(address);
   }
 
-  __device__ __forceinline__ uint32 look_up(uint32 word, uint32 selector) const {
+  __forceinline__ uint32 look_up(uint32 word, uint32 selector) const {
     return *reinterpret_cast<const uint32*>(table + byte_permute(word, lane_part, selector));
   }
 
   // Loads a block's words and scales.
-  __device__ __forceinline__ void load(DgradCodes& codes, const uint8* block) const {
+  __forceinline__ void load(DgradCodes& codes, const uint8* block) const {
     load_scales(codes.scales, block);
     if constexpr (BITS == 3) {
 #pragma unroll
@@ -225,7 +223,7 @@ struct DgradDecoder {
   }
 
   // 6 bits and more: returns a unit's codes of its half, a byte each, for row r of the pair.
-  __device__ __forceinline__ uint32 code_bytes(const DgradCodes& codes, int f, int r) const {
+  __forceinline__ uint32 code_bytes(const DgradCodes& codes, int f, int r) const {
     if (BITS == 8) return codes.words[f][r];
     return join(rotate_right(codes.words[f][r], turns[0]),
                 rotate_right(f ? codes.of_two[r].y : codes.of_two[r].x, turns[1]),
@@ -234,7 +232,7 @@ struct DgradDecoder {
   }
 
   // Looks up or selects the values of a block's codes.
-  __device__ __forceinline__ void look_up(DgradValues& values, const DgradCodes& codes) const {
+  __forceinline__ void look_up(DgradValues& values, const DgradCodes& codes) const {
     if constexpr (BITS == 2) return pick_2_bits(values, codes);
     uint32 selectors[2];
     if constexpr (BITS == 3) make_selectors(selectors, codes);
@@ -300,8 +298,8 @@ struct DgradDecoder {
   }
 
   // Scales the values: two steps, one per fragment.
-  __device__ __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], int first_step,
-                                         const DgradValues& values, const DgradCodes& codes) const {
+  __forceinline__ void finish(uint32 (&a)[STEPS][REGISTERS], int first_step,
+                              const DgradValues& values, const DgradCodes& codes) const {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)
 #pragma unroll
@@ -320,8 +318,7 @@ struct DgradDecoder {
 
   // 3 bits: for rows r and r + 8 of each fragment two bytes, one per row of the pair, each with the
   // codes of both columns.
-  __device__ __forceinline__ void make_selectors(uint32 (&selectors)[2],
-                                                 const DgradCodes& codes) const {
+  __forceinline__ void make_selectors(uint32 (&selectors)[2], const DgradCodes& codes) const {
     const uint4(&firsts)[ROW_PAIR] = codes.firsts;
     const uint2(&seconds)[ROW_PAIR] = codes.seconds;
     const uint32 both[3] = {
@@ -336,14 +333,14 @@ struct DgradDecoder {
   }
 
   // Joins a byte, or a half, of both rows.
-  __device__ __forceinline__ uint32 merge(uint32 first, uint32 second) const {
+  __forceinline__ uint32 merge(uint32 first, uint32 second) const {
     return byte_permute(first, second, merging);
   }
 
   // 2 bits: in the first half of the columns a unit is a byte with a field per row and column; in
   // the second half it is a field of four bytes. Either way a register gets, for a column and rows
   // r or r + 8, the byte of both rows of the pair and both fragments.
-  __device__ __forceinline__ void pick_2_bits(DgradValues& values, const DgradCodes& codes) const {
+  __forceinline__ void pick_2_bits(DgradValues& values, const DgradCodes& codes) const {
     uint32 rows[FRAGMENTS][2];
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++)

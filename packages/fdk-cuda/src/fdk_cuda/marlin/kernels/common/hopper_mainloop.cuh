@@ -12,7 +12,7 @@ struct PipelineState {
   int stage = 0;
   uint32 phase = 0;
 
-  __device__ __forceinline__ void advance() {
+  __forceinline__ void advance() {
     if (++stage == STAGES) {
       stage = 0;
       phase ^= 1;
@@ -23,7 +23,7 @@ struct PipelineState {
 // Initialises the barriers. Per stage, `full` counts the bytes that have arrived and `empty` the
 // threads that are done. (One lane per warp for `empty` is no faster, and racecheck then reports
 // hazards.)
-__device__ __forceinline__ void open_pipeline(uint32 barriers) {
+__forceinline__ void open_pipeline(uint32 barriers) {
   if (threadIdx.x != 0) return;
   for (int stage = 0; stage < STAGES; stage++) {
     open_barrier(barriers + 16 * stage, 1);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void open_pipeline(uint32 barriers) {
 }
 
 // Weights that only one tile along m reads are read once.
-__device__ __forceinline__ uint64 weights_policy(const Params& p) {
+__forceinline__ uint64 weights_policy(const Params& p) {
   uint64 policy;
   if (p.m_tiles == 1)
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -52,8 +52,8 @@ struct OutputPlace {
   int first_n, first_m;
   int end_m;  // past the last row of the tile that is used
 
-  __device__ __forceinline__ OutputPlace(const Params& p, const Tile& tile, int n_group, int warp_,
-                                         int lane_, int thread_)
+  __forceinline__ OutputPlace(const Params& p, const Tile& tile, int n_group, int warp_, int lane_,
+                              int thread_)
       : warp(warp_),
         lane(lane_),
         thread(thread_),
@@ -68,9 +68,8 @@ struct OutputPlace {
 //
 // piece     :: [PIECE_M, PIECE_STRIDE bytes]
 // out_of(p) :: [m, width_of(p), dtype]
-__device__ __forceinline__ void store_tile_piece(const Params& p, const uint8* piece,
-                                                 const OutputPlace& at, int first, int barrier,
-                                                 bool whole) {
+__forceinline__ void store_tile_piece(const Params& p, const uint8* piece, const OutputPlace& at,
+                                      int first, int barrier, bool whole) {
   sync_named(barrier, GROUP_THREADS);
 #pragma unroll
   for (int c = 0; c < PIECE_M; c += GROUP_THREADS / 8) {
@@ -94,9 +93,8 @@ __device__ __forceinline__ void store_tile_piece(const Params& p, const uint8* p
 // Fills the pipeline: weights before the previous kernel has ended, operand B after it, then stage
 // by stage as they are released.
 template <typename CopyWeights, typename CopyB>
-__device__ __forceinline__ void fill_pipeline(const Params& p, uint32 barriers,
-                                              const CopyWeights& copy_weights,
-                                              const CopyB& copy_b) {
+__forceinline__ void fill_pipeline(const Params& p, uint32 barriers,
+                                   const CopyWeights& copy_weights, const CopyB& copy_b) {
   WorkCursor ahead(p), cursor(p);
   int filled = 0;
   for (; filled < STAGES && ahead.any(); filled++, ahead.advance()) copy_weights(ahead, filled);
@@ -111,14 +109,13 @@ __device__ __forceinline__ void fill_pipeline(const Params& p, uint32 barriers,
 }
 
 // Defined by the kernel: the producer thread, and the consumers.
-__device__ __forceinline__ void produce(const Params& p, uint32 b_stages, uint32 w_stages,
-                                        uint32 barriers);
-__device__ __forceinline__ void consume(const Params& p, uint8* table, uint32 b_stages,
-                                        const uint8* w_stages, uint8* pieces, uint32 barriers);
+__forceinline__ void produce(const Params& p, uint32 b_stages, uint32 w_stages, uint32 barriers);
+__forceinline__ void consume(const Params& p, uint8* table, uint32 b_stages, const uint8* w_stages,
+                             uint8* pieces, uint32 barriers);
 
 // Body of a thread block. W_BYTES are the bytes of weights in a stage.
 template <int W_BYTES>
-__device__ __forceinline__ void run_mainloop(const Params& p) {
+__forceinline__ void run_mainloop(const Params& p) {
   extern __shared__ __align__(1024) uint8 shared[];
   uint8* const table = shared;
   uint8* const b_stages = table + (HAS_TABLE ? TABLE_BYTES : 0);

@@ -26,9 +26,7 @@ constexpr bool SCALES_IN_DTYPE = (!AFFINE || WHOLE_ZERO_POINT) && SCALE_TYPE == 
 static_assert(!SIGNS || (BITS == 1 && !AFFINE && !HAS_TABLE));
 constexpr bool BY_SIGNS = SIGNS && SCALES_IN_DTYPE;
 // The eight rows, of a consumer's 64, that are a warp's rows g; and the distance to its rows g + 8.
-__device__ __forceinline__ int warp_octet(int warp) {
-  return BY_SIGNS ? 4 * (warp / 2) + warp % 2 : 2 * warp;
-}
+__forceinline__ int warp_octet(int warp) { return BY_SIGNS ? 4 * (warp / 2) + warp % 2 : 2 * warp; }
 constexpr int NEXT_OCTET = BY_SIGNS ? 2 : 1;
 
 // Scale and zero point of one row, in half a block.
@@ -36,7 +34,7 @@ struct RowScale {
   uint32 scale_pair, zero_point_pair;  // where SCALES_IN_DTYPE
   float scale, zero_point;
 
-  __device__ __forceinline__ uint32 apply(uint32 values) const {
+  __forceinline__ uint32 apply(uint32 values) const {
     if (SCALES_IN_DTYPE) {
       if (HAS_ZERO_POINT) values = subtract_pair(values, zero_point_pair);
       return multiply_pair(values, scale_pair);
@@ -52,24 +50,20 @@ struct RowScale {
 
 // Keeps a value in a register: the compiler cannot see through a shuffle, and would otherwise
 // recompute a lane's offsets in each step.
-__device__ __forceinline__ uint32 keep(uint32 value, int lane) {
-  return __shfl_sync(~0u, value, lane);
-}
+__forceinline__ uint32 keep(uint32 value, int lane) { return __shfl_sync(~0u, value, lane); }
 
 // The same for a value that is equal in all lanes, which the compiler would keep in a uniform
 // register and move before each use.
-__device__ __forceinline__ uint32 keep_same(uint32 value, int lane) {
-  return keep(value + lane, lane) - lane;
-}
+__forceinline__ uint32 keep_same(uint32 value, int lane) { return keep(value + lane, lane) - lane; }
 
 // A power of two whose last mantissa bit counts 1, as a pair: 1024 or 128. In a register, because a
 // second immediate costs LOP3 a second instruction.
-__device__ __forceinline__ uint32 ones_place(int lane) {
+__forceinline__ uint32 ones_place(int lane) {
   return keep(lane == 0 ? FP16 ? 0x64006400u : 0x43004300u : 0u, 0);
 }
 
 // Converts codes in the lower bits of each half to values; other bits are ignored.
-__device__ __forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
+__forceinline__ uint32 codes_to_values(uint32 codes, uint32 ones) {
   constexpr uint32 CODE = (CODEBOOK_SIZE - 1) * 0x10001u;
   if (FP16) return subtract_pair((codes & CODE) | ones, 0x64006400u);
   // 8 bits: seven bits of a code, minus 128 unless the eighth is set.

@@ -41,7 +41,7 @@ static_assert(K_BLOCKS == 1 || K_BLOCKS == 2);
 static_assert(CLUSTER == 1 || CLUSTER == 2);
 static_assert(OWN_M % 16 == 0);
 static_assert((CLUSTER - 1) * OWN_ACCUMULATORS * 4 * FINISHING_THREADS <= STAGES * B_BYTES,
-              "other blocks' sums lie over the stages of operand B");
+              "sums of the other thread blocks overwrite the stages of operand B");
 
 // Two barriers per stage, then one for bytes from the other thread block of a cluster.
 constexpr uint32 DSMEM_BARRIER = 16 * STAGES;

@@ -5,32 +5,7 @@
 // needed: the copy engine is not ordered after shared-memory loads in flight. Before 9.0 every lane
 // copies 16-byte pieces by cp.async and counts its own groups.
 #pragma once
-#include "common/fragments.cuh"
-
-#if __CUDA_ARCH__ >= 900 && !defined(FORCE_CP_ASYNC)
-#define FDK_BULK_COPY 1
-#else
-#define FDK_BULK_COPY 0
-#endif
-
-__device__ __forceinline__ bool elect_one() {
-#if FDK_BULK_COPY
-  uint32 chosen;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(chosen));
-  return chosen != 0;
-#else
-  return threadIdx.x % LANES == 0;
-#endif
-}
-
-__device__ __forceinline__ void wait_barrier(uint32 barrier, uint32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nWAIT_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra WAIT_%=;\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
+#include "common/barrier.cuh"
 
 template <int STAGES, int STAGE_BYTES>
 struct Pipeline {
@@ -46,7 +21,7 @@ struct Pipeline {
   int stage = 0;
   uint32 phase = 0;
 
-  __device__ __forceinline__ Pipeline(const uint8* stages_, const uint8* barriers_)
+  __forceinline__ Pipeline(const uint8* stages_, const uint8* barriers_)
       : stages(stages_),
         stages_address(shared_address(stages_)),
         barriers(shared_address(barriers_)) {
@@ -63,13 +38,12 @@ struct Pipeline {
 #endif
   }
 
-  __device__ __forceinline__ const uint8* current() const { return stages + stage * STAGE_BYTES; }
+  __forceinline__ const uint8* current() const { return stages + stage * STAGE_BYTES; }
 
   // Starts the copy of `parts` pieces of PART_BYTES, `stride` bytes apart, to a stage, which has
   // room for PARTS. Called by the whole warp; with `any` false there is nothing to copy.
   template <int PART_BYTES>
-  __device__ __forceinline__ void fill(int to, const uint8* source, uint64 stride, int parts,
-                                       bool any) {
+  __forceinline__ void fill(int to, const uint8* source, uint64 stride, int parts, bool any) {
     constexpr int PARTS = STAGE_BYTES / PART_BYTES;
     static_assert(PARTS * PART_BYTES == STAGE_BYTES);
     const uint32 target = stages_address + to * STAGE_BYTES;
@@ -109,7 +83,7 @@ struct Pipeline {
   }
 
   // Waits until the current stage has arrived.
-  __device__ __forceinline__ void wait() const {
+  __forceinline__ void wait() const {
 #if FDK_BULK_COPY
     wait_barrier(barriers + 16 * stage, phase);
 #else
@@ -119,7 +93,7 @@ struct Pipeline {
   }
 
   // Ends reading of the current stage by all lanes, so that it can be filled again.
-  __device__ __forceinline__ void release() const {
+  __forceinline__ void release() const {
     __syncwarp();
 #if FDK_BULK_COPY
     if (elect_one()) {
@@ -130,7 +104,7 @@ struct Pipeline {
 #endif
   }
 
-  __device__ __forceinline__ void advance() {
+  __forceinline__ void advance() {
     if (++stage == STAGES) {
       stage = 0;
       phase ^= 1;

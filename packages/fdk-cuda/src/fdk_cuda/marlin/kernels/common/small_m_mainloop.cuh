@@ -29,8 +29,8 @@ constexpr int STAGE_K = K_BLOCKS * BLOCK_K;
 constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
 constexpr int THREADS = WARPS * LANES;
 constexpr int DSMEM_BARRIER_BYTES = 16;
-constexpr int SUM_STRIDE =
-    GROUP_N + 4;  // floats between rows of x in partial sums: avoids bank conflicts
+// Floats between rows of x in partial sums: avoids bank conflicts.
+constexpr int SUM_STRIDE = GROUP_N + 4;
 static_assert(TILE_FRAGMENTS == 2 || TILE_FRAGMENTS == 4 || TILE_FRAGMENTS == 8);
 static_assert(WARPS % N_GROUPS == 0);
 
@@ -54,7 +54,7 @@ struct Params {
 
 using WarpPipeline = Pipeline<STAGES, STAGE_BYTES>;
 
-__device__ __forceinline__ uint32 cluster_size() {
+__forceinline__ uint32 cluster_size() {
   uint32 size = 1;
 #if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32 cluster_size() {
   return size;
 }
 
-__device__ __forceinline__ uint32 cluster_rank() {
+__forceinline__ uint32 cluster_rank() {
   uint32 rank = 0;
 #if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32 cluster_rank() {
   return rank;
 }
 
-__device__ __forceinline__ uint32 cluster_index() {
+__forceinline__ uint32 cluster_index() {
   uint32 index = blockIdx.x;
 #if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32 cluster_index() {
   return index;
 }
 
-__device__ __forceinline__ uint32 cluster_count() {
+__forceinline__ uint32 cluster_count() {
   uint32 count = gridDim.x;
 #if __CUDA_ARCH__ >= 900
   asm("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
@@ -90,8 +90,8 @@ __device__ __forceinline__ uint32 cluster_count() {
 // its barrier in one instruction, so neither side needs a fence or a cluster barrier. Two buffers
 // take turns, a tile each: one is written again only after its owner has sent its sums of the tile
 // in between, hence has read it.
-__device__ __forceinline__ void dsmem_send(const float* dsmem_buffer, uint32 barrier, uint32 rank,
-                                           float value) {
+__forceinline__ void dsmem_send(const float* dsmem_buffer, uint32 barrier, uint32 rank,
+                                float value) {
 #if __CUDA_ARCH__ >= 900
   uint32 remote, remote_barrier;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -105,7 +105,7 @@ __device__ __forceinline__ void dsmem_send(const float* dsmem_buffer, uint32 bar
 #endif
 }
 
-__device__ __forceinline__ void open_dsmem_buffers(uint32 barriers, int thread) {
+__forceinline__ void open_dsmem_buffers(uint32 barriers, int thread) {
 #if __CUDA_ARCH__ >= 900
   if (thread == 0) {
     for (int i = 0; i < 2; i++)
@@ -118,13 +118,13 @@ __device__ __forceinline__ void open_dsmem_buffers(uint32 barriers, int thread) 
 }
 
 // Waits until every thread block of the cluster has initialised its barriers.
-__device__ __forceinline__ void wait_dsmem_buffers() {
+__forceinline__ void wait_dsmem_buffers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
-__device__ __forceinline__ void expect_dsmem(uint32 barrier, uint32 bytes) {
+__forceinline__ void expect_dsmem(uint32 barrier, uint32 bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -149,7 +149,7 @@ struct TileScheduler {
   int worker, workers;  // workers that take tiles: clusters, or single thread blocks
   int warp, first, step, stages;
 
-  __device__ __forceinline__ TileScheduler(const Params& params, int warp_)
+  __forceinline__ TileScheduler(const Params& params, int warp_)
       : p(params),
         cluster(cluster_size()),
         rank(cluster_rank()),
@@ -161,30 +161,26 @@ struct TileScheduler {
     stages = p.rounds - (first + (p.rounds - 1) * step >= p.padded_k / STAGE_K);
   }
 
-  __device__ __forceinline__ int group() const { return warp % N_GROUPS; }
+  __forceinline__ int group() const { return warp % N_GROUPS; }
 
-  __device__ __forceinline__ bool is_whole(int pass) const {
-    return !HAS_SHORT || pass < p.whole_passes;
-  }
+  __forceinline__ bool is_whole(int pass) const { return !HAS_SHORT || pass < p.whole_passes; }
 
   // Returns the first block of outputs of a pass; past the last one there is no tile.
-  __device__ __forceinline__ int start(int pass) const {
+  __forceinline__ int start(int pass) const {
     if (is_whole(pass)) return (pass * workers + worker) * TILE_BLOCKS * N_GROUPS;
     const int short_tile = (pass - p.whole_passes) * workers + worker;
     return (p.whole_passes * workers * TILE_BLOCKS + short_tile * SHORT_BLOCKS) * N_GROUPS;
   }
 
   // A short tile that would end past the outputs starts earlier: some are computed twice.
-  __device__ __forceinline__ Tile tile(int pass) const {
+  __forceinline__ Tile tile(int pass) const {
     const int blocks = is_whole(pass) ? TILE_BLOCKS : SHORT_BLOCKS;
     if (!HAS_SHORT) return {start(pass), blocks};
     return {min(start(pass), p.n_blocks - blocks * N_GROUPS), blocks};
   }
 
   // All workers have a tile in every pass but the last.
-  __device__ __forceinline__ int passes() const {
-    return p.passes - (start(p.passes - 1) >= p.n_blocks);
-  }
+  __forceinline__ int passes() const { return p.passes - (start(p.passes - 1) >= p.n_blocks); }
 };
 
 // Shared memory of a thread block, from `start` on.
@@ -194,7 +190,7 @@ struct SharedMemory {
   float* dsmem_buffers;
   float* sums;
 
-  __device__ __forceinline__ SharedMemory(uint8* start, const TileScheduler& scheduler)
+  __forceinline__ SharedMemory(uint8* start, const TileScheduler& scheduler)
       : pipelines(start), barriers(start + WARPS * WarpPipeline::BYTES) {
     uint8* const mail = barriers + WARPS * WarpPipeline::BARRIER_BYTES;
     dsmem_barriers = shared_address(mail);
@@ -206,7 +202,7 @@ struct SharedMemory {
   }
 
   // Partial sums of a pass :: [WARPS, stored_m, SUM_STRIDE].
-  __device__ __forceinline__ float* buffer(const Params& p, int pass) const {
+  __forceinline__ float* buffer(const Params& p, int pass) const {
     return sums + (p.sum_buffers == 2 ? pass % 2 * (WARPS * SUM_STRIDE * p.stored_m) : 0);
   }
 };
@@ -220,7 +216,7 @@ struct WeightPipeline {
   int left_at_short;                             // stages left where short tiles begin
   const uint8* source;
 
-  __device__ __forceinline__ WeightPipeline(const TileScheduler& walk_, const SharedMemory& memory)
+  __forceinline__ WeightPipeline(const TileScheduler& walk_, const SharedMemory& memory)
       : scheduler(walk_),
         pipeline(memory.pipelines + walk_.warp * WarpPipeline::BYTES,
                  memory.barriers + walk_.warp * WarpPipeline::BARRIER_BYTES),
@@ -235,19 +231,19 @@ struct WeightPipeline {
   // Starts the copies of the stages after the first. This waits until x is here, so that the first
   // stages of all warps are copied before (H200, 4096 x 4096, m = 1: 4 bits 4.41 us -> 4.14, 8 bits
   // 6.85 -> 6.07).
-  __device__ __forceinline__ void start_others() {
+  __forceinline__ void start_others() {
 #pragma unroll
     for (int stage = 1; stage < STAGES; stage++) fill(stage);
   }
 
-  __device__ __forceinline__ void go_to(const Tile& tile) {
+  __forceinline__ void go_to(const Tile& tile) {
     if (HAS_SHORT) blocks = tile.blocks;
     source = scheduler.p.packed +
              static_cast<uint64>(tile.start + scheduler.group() * tile.blocks) * row_bytes +
              static_cast<uint32>(scheduler.first) * K_BLOCKS * BLOCK_BYTES;
   }
 
-  __device__ __forceinline__ void fill(int stage) {
+  __forceinline__ void fill(int stage) {
     pipeline.fill<K_BLOCKS * BLOCK_BYTES>(stage, source, row_bytes,
                                           HAS_SHORT ? blocks : TILE_BLOCKS, left > 0);
     left--;
@@ -262,7 +258,7 @@ struct WeightPipeline {
   }
 
   // Releases the current stage, refills it, and moves on.
-  __device__ __forceinline__ void next() {
+  __forceinline__ void next() {
     pipeline.release();
     fill(pipeline.stage);
     pipeline.advance();
@@ -270,8 +266,8 @@ struct WeightPipeline {
 };
 
 // Adds the partial sums that the warps have stored for a pass, and writes y.
-__device__ __forceinline__ void finish_pass(const TileScheduler& scheduler,
-                                            const SharedMemory& memory, int pass, int thread) {
+__forceinline__ void finish_pass(const TileScheduler& scheduler, const SharedMemory& memory,
+                                 int pass, int thread) {
   const Params& p = scheduler.p;
   const Tile tile = scheduler.tile(pass);
   const int tile_values = TILE_N * p.stored_m;
@@ -316,9 +312,8 @@ __device__ __forceinline__ void finish_pass(const TileScheduler& scheduler,
 
 // Calls `compute(Constant<blocks of 32 outputs of a warp>(), pass)` for each pass, and finishes it.
 template <class Compute>
-__device__ __forceinline__ void run_passes(const TileScheduler& scheduler,
-                                           const SharedMemory& memory, int thread,
-                                           const Compute& compute) {
+__forceinline__ void run_passes(const TileScheduler& scheduler, const SharedMemory& memory,
+                                int thread, const Compute& compute) {
   const int passes = scheduler.passes();
   for (int pass = 0; pass < passes; pass++) {
     if (scheduler.is_whole(pass))

@@ -9,7 +9,7 @@
 struct Tile {
   int n, m;
 
-  __device__ __forceinline__ Tile(int index, int n_tiles, int m_tiles, int group) {
+  __forceinline__ Tile(int index, int n_tiles, int m_tiles, int group) {
     const int which = index / (group * n_tiles), in_group = index - which * group * n_tiles;
     const int width = min(group, m_tiles - which * group);
     m = which * group + in_group % width;
@@ -28,7 +28,7 @@ struct WorkUnit {
                     // whole tile
   int first, last;  // steps
 
-  __device__ __forceinline__ WorkUnit(const Params& p, int index)
+  __forceinline__ WorkUnit(const Params& p, int index)
       : tile(tile_index(p, index), p.n_tiles, p.m_tiles, p.group_m_tiles) {
     split_index = index - p.whole_tiles;
     const int rank = CLUSTER > 1       ? blockIdx.x % CLUSTER
@@ -39,15 +39,15 @@ struct WorkUnit {
     last = p.steps * (rank + 1) / parts;
   }
 
-  __device__ __forceinline__ static int tile_index(const Params& p, int index) {
+  __forceinline__ static int tile_index(const Params& p, int index) {
     const int split_index = index - p.whole_tiles;
     return split_index < 0 ? index : p.whole_tiles + split_index / p.splits;
   }
 };
 
-__device__ __forceinline__ int first_work_unit() { return blockIdx.x / CLUSTER; }
+__forceinline__ int first_work_unit() { return blockIdx.x / CLUSTER; }
 
-__device__ __forceinline__ int work_unit_count(const Params& p) {
+__forceinline__ int work_unit_count(const Params& p) {
   return p.whole_tiles + (p.n_tiles * p.m_tiles - p.whole_tiles) * p.splits;
 }
 
@@ -58,12 +58,12 @@ struct WorkCursor {
   WorkUnit unit;
   int step;
 
-  __device__ __forceinline__ WorkCursor(const Params& p_)
+  __forceinline__ WorkCursor(const Params& p_)
       : p(p_), index(first_work_unit()), unit(p_, first_work_unit()), step(unit.first) {}
 
-  __device__ __forceinline__ bool any() const { return index < work_unit_count(p); }
+  __forceinline__ bool any() const { return index < work_unit_count(p); }
 
-  __device__ __forceinline__ void advance() {
+  __forceinline__ void advance() {
     if (++step < unit.last) return;
     index += gridDim.x / CLUSTER;
     if (!any()) return;

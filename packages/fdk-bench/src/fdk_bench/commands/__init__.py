@@ -1,1 +1,0 @@
-"""What each subcommand does with its options; importing them loads no torch."""

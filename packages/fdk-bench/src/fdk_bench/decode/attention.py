@@ -1,0 +1,464 @@
+"""Triton kernels for attention of one token: rotary positions, cache entry and softmax in one.
+
+``attend_kernel`` cuts a cache into parts, one program each, and the last program of a key head
+adds the parts up. ``attend_short_kernel`` has one program for each key head and all of a short
+cache in flight at once, so nothing waits for other programs. In both, what earlier steps left in
+the cache is read before the kernel ahead has ended (see ``pdl``).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from fdk_bench.decode.pdl import launch_options
+
+ROWS = 16  # rows of q that a tensor core takes at least; a group has fewer heads
+FEWEST_CHANNELS = 16  # that tl.dot takes
+ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200
+PARTS_AT_ONCE = 8  # parts that the last program of a head loads together
+SEVERAL = 16  # sequences times key heads from which on programs may be large
+LONG = 512  # entries above which a cache is long, see config_for
+SHORT_BLOCK, SHORT_WARPS = 64, 8
+MOST_SHORT_BLOCKS = 4  # that registers have room for
+MOST_SHORT_PROGRAMS = 32
+
+
+class AttendConfig(NamedTuple):
+    """Tiling of ``attend_kernel``.
+
+    Attributes:
+        block: cache entries of an iteration, a power of two from 16 on.
+        warps: of a program.
+        stages: blocks in flight at once.
+    """
+
+    block: int
+    warps: int
+    stages: int
+
+
+# turns :: [2, length, HEAD_DIM, dtype]
+@triton.jit  # type: ignore[untyped-decorator]
+def rotary_at(turns, place, length, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
+    channels = tl.arange(0, HEAD_DIM)
+    turn = turns + place * HEAD_DIM + channels
+    cosine = tl.load(turn).to(tl.float32)
+    sine = tl.load(turn + length * HEAD_DIM).to(tl.float32)
+    return cosine, tl.where(channels < HEAD_DIM // 2, -sine, sine)
+
+
+# position :: [1, int64]
+# cache    :: [2, b, KV_HEADS, length, HEAD_DIM, dtype]
+# returns  :: position, cosine and sine [HEAD_DIM, float32], pointers to keys and values of a head
+@triton.jit  # type: ignore[untyped-decorator]
+def step_inputs(  # type: ignore[no-untyped-def] # noqa: D103
+    turns,
+    position,
+    cache,
+    length,
+    values_stride,
+    head,
+    b,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    place = tl.load(position).to(tl.int32)
+    cosine, sine = rotary_at(turns, place, length, HEAD_DIM)
+    keys = cache + (b * KV_HEADS + head) * length * HEAD_DIM
+    return place, cosine, sine, keys, keys + values_stride
+
+
+# keys, values :: [length, HEAD_DIM, dtype]    of one sequence and head
+# returns      :: [BLOCK, HEAD_DIM, dtype]     both, zeros from entry `end` on
+@triton.jit  # type: ignore[untyped-decorator]
+def load_entries(keys, values, seen, end, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
+    places = seen[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)
+    return K, tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+
+
+# qkv  :: [(GROUP + 2) * KV_HEADS * HEAD_DIM, dtype]    of one sequence
+# q    :: [ROWS, HEAD_DIM, dtype]                       rotated, zeros from GROUP on
+# k, v :: [HEAD_DIM, dtype]                             k rotated
+@triton.jit  # type: ignore[untyped-decorator]
+def rotated_rows(  # type: ignore[no-untyped-def] # noqa: D103
+    qkv,
+    head,
+    cosine,
+    sine,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    channels, rows = tl.arange(0, HEAD_DIM), tl.arange(0, ROWS)
+    partner = (channels + HEAD_DIM // 2) % HEAD_DIM
+    dtype = qkv.dtype.element_ty
+    q_rows = qkv + (head * GROUP + rows[:, None]) * HEAD_DIM
+    held = rows[:, None] < GROUP
+    q = tl.load(q_rows + channels[None, :], mask=held, other=0.0).to(tl.float32)
+    swapped = tl.load(q_rows + partner[None, :], mask=held, other=0.0).to(tl.float32)
+    q = (q * cosine[None, :] + swapped * sine[None, :]).to(dtype)
+    k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
+    k = tl.load(k_row + channels).to(tl.float32) * cosine
+    k = (k + tl.load(k_row + partner).to(tl.float32) * sine).to(dtype)
+    v = tl.load(qkv + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + channels)
+    return q, k, v
+
+
+# K, V :: [BLOCK, HEAD_DIM, dtype]
+@triton.jit
+def attend_block(q, K, V, there, scale, most, weight, sums):  # type: ignore[no-untyped-def] # noqa: D103
+    scores = tl.dot(q, K.T, input_precision="ieee") * scale  # [ROWS, BLOCK]
+    scores = tl.where(there[None, :], scores, float("-inf"))
+    highest = tl.maximum(most, tl.max(scores, axis=1))
+    kept = tl.exp(most - highest)
+    weights = tl.exp(scores - highest[:, None])
+    weight = weight * kept + tl.sum(weights, axis=1)
+    sums = sums * kept[:, None] + tl.dot(weights.to(V.dtype), V, input_precision="ieee")
+    return highest, weight, sums
+
+
+# parts :: [PARTS, GROUP, HEAD_DIM + 2, float32]    see attend_kernel
+# y     :: [GROUP, HEAD_DIM, dtype]
+@triton.jit  # type: ignore[untyped-decorator]
+def join_parts(  # type: ignore[no-untyped-def] # noqa: D103
+    parts,
+    y,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    width: tl.constexpr = HEAD_DIM + 2
+    rows, channels = tl.arange(0, FEW), tl.arange(0, HEAD_DIM)
+    there = rows < GROUP
+    most = tl.full([FEW], float("-inf"), tl.float32)
+    weight = tl.zeros([FEW], tl.float32)
+    sums = tl.zeros([FEW, HEAD_DIM], tl.float32)
+    # Part by part, so that no sum is over threads; AT_ONCE parts are loaded together.
+    for begin in range(0, PARTS, AT_ONCE):
+        loaded = ()
+        for i in tl.static_range(AT_ONCE):
+            live = there & (begin + i < PARTS)
+            at = parts + ((begin + i) * GROUP + rows) * width
+            most_of = tl.load(at + HEAD_DIM, mask=live, other=float("-inf"))
+            weight_of = tl.load(at + HEAD_DIM + 1, mask=live, other=0.0)
+            places = at[:, None] + channels[None, :]
+            sums_of = tl.load(places, mask=live[:, None], other=0.0)
+            loaded += ((most_of, weight_of, sums_of),)  # type: ignore[assignment]
+        for i in tl.static_range(AT_ONCE):
+            most_of, weight_of, sums_of = loaded[i]
+            highest = tl.maximum(most, most_of)
+            kept, new = tl.exp(most - highest), tl.exp(most_of - highest)
+            weight = weight * kept + weight_of * new
+            sums = sums * kept[:, None] + sums_of * new[:, None]
+            most = highest
+    places = y + rows[:, None] * HEAD_DIM + channels[None, :]
+    tl.store(places, (sums / weight[:, None]).to(y.dtype.element_ty), mask=there[:, None])
+
+
+# qkv      :: [b, 1, (heads + 2 kv_heads) * head_dim, dtype]
+# turns    :: [2, length, head_dim, dtype]                 cosines and sines
+# position :: [1, int64]
+# cache    :: [2, b, kv_heads, length, head_dim, dtype]    keys, then values
+# out      :: [b, 1, heads * head_dim, dtype]
+# parts    :: [b, kv_heads, PARTS, GROUP, head_dim + 2, float32]    sums, highest score, weight
+# arrived  :: [b, kv_heads, int32]                         zeros before and after
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
+    qkv,
+    turns,
+    position,
+    cache,
+    out,
+    parts,
+    arrived,
+    length,
+    values_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    FEW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    channels = tl.arange(0, HEAD_DIM)
+    rows = tl.arange(0, ROWS)
+    entries = tl.arange(0, BLOCK)
+    dtype = cache.dtype.element_ty
+    # Written by earlier steps, so read before the kernel ahead has ended.
+    last, cosine, sine, keys, values = step_inputs(
+        turns, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
+    )
+    share = tl.cdiv(tl.cdiv(last, BLOCK), PARTS) * BLOCK
+    begin, end = part * share, tl.minimum(last, (part + 1) * share)
+    seen = begin + entries
+    K, V = load_entries(keys, values, seen, end, HEAD_DIM)
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
+    held = rows[:, None] < GROUP
+    q, k, v = rotated_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
+
+    # The first part adds the new entry from registers: nobody reads here what is stored here.
+    first = part == 0
+    tl.store(keys + last * HEAD_DIM + channels, k, mask=first)
+    tl.store(values + last * HEAD_DIM + channels, v, mask=first)
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
+    most = tl.where(first, score, float("-inf"))
+    weight = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
+    sums = tl.where(first, weight[:, None] * v.to(tl.float32)[None, :], 0.0)  # [ROWS, HEAD_DIM]
+    if begin < end:
+        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
+    for start in range(begin + BLOCK, end, BLOCK):
+        seen = start + entries
+        K, V = load_entries(keys, values, seen, end, HEAD_DIM)
+        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
+
+    y = out + (b * KV_HEADS + head) * GROUP * HEAD_DIM
+    if PARTS == 1:
+        mine = y + rows[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(mine, (sums / weight[:, None]).to(dtype), mask=held)
+    else:
+        width: tl.constexpr = HEAD_DIM + 2
+        parts += (b * KV_HEADS + head) * PARTS * GROUP * width
+        mine = parts + (part * GROUP + rows) * width
+        tl.store(mine[:, None] + channels[None, :], sums, mask=held)
+        tl.store(mine + HEAD_DIM, most, mask=rows < GROUP)
+        tl.store(mine + HEAD_DIM + 1, weight, mask=rows < GROUP)
+        # The stores of every thread come before the count, which one thread adds to.
+        tl.debug_barrier()
+        arrived += b * KV_HEADS + head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
+            tl.debug_barrier()
+            tl.store(arrived, 0)
+            join_parts(parts, y, GROUP, HEAD_DIM, PARTS, FEW, AT_ONCE)
+
+
+# Tensors as for attend_kernel; K, V :: [BLOCK, HEAD_DIM, dtype]
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
+    qkv,
+    turns,
+    position,
+    cache,
+    out,
+    length,
+    values_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channels, rows, entries = tl.arange(0, HEAD_DIM), tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    dtype = cache.dtype.element_ty
+    # Written by earlier steps, so read before the kernel ahead has ended.
+    last, cosine, sine, keys, values = step_inputs(
+        turns, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
+    )
+    K, V = (), ()
+    for i in tl.static_range(BLOCKS):
+        of_block = load_entries(keys, values, i * BLOCK + entries, last, HEAD_DIM)
+        K += (of_block[0],)  # type: ignore[assignment]
+        V += (of_block[1],)  # type: ignore[assignment]
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
+    q, k, v = rotated_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
+    tl.store(keys + last * HEAD_DIM + channels, k)
+    tl.store(values + last * HEAD_DIM + channels, v)
+
+    # The new entry comes from registers: nobody reads here what is stored here.
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
+    scores = ()
+    most = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(BLOCKS):
+        product = tl.dot(q, K[i].T, input_precision="ieee") * scale  # [ROWS, BLOCK]
+        product = tl.where((i * BLOCK + entries < last)[None, :], product, float("-inf"))
+        most = tl.maximum(most, product)
+        scores += (product,)  # type: ignore[assignment]
+    highest = tl.maximum(tl.max(most, axis=1), score)
+    own = tl.exp(score - highest)
+    weights = tl.zeros([ROWS, BLOCK], tl.float32)
+    y = own[:, None] * v.to(tl.float32)[None, :]  # [ROWS, HEAD_DIM]
+    for i in tl.static_range(BLOCKS):
+        weight = tl.exp(scores[i] - highest[:, None])
+        weights += weight
+        y += tl.dot(weight.to(dtype), V[i], input_precision="ieee")
+    y /= (tl.sum(weights, axis=1) + own)[:, None]
+    mine = out + ((b * KV_HEADS + head) * GROUP + rows[:, None]) * HEAD_DIM + channels[None, :]
+    tl.store(mine, y.to(dtype), mask=rows[:, None] < GROUP)
+
+
+def config_for(programs: int, length: int, itemsize: int = 2) -> AttendConfig:
+    """Choose the tiling, by times measured on an H200.
+
+    Large blocks win with few programs and a short cache; in bf16 models 256 entries lose, because
+    the 16-bit layers ahead leave them no registers. Float32 takes half as many entries: 256 would
+    take 264 KiB of shared memory, and an H200 has 227.
+
+    Args:
+        programs: sequences times key heads.
+        length: entries of the cache.
+        itemsize: bytes of an element.
+    """
+    half = itemsize // 2
+    if programs >= 1024:
+        return AttendConfig(32 // half, 2, 3)
+    if programs >= 256:
+        return AttendConfig(32 // half, 4, 3)
+    if length > LONG:
+        return AttendConfig(128 // half, 8, 1 if programs < 64 else 2)
+    return AttendConfig((64 if programs < SEVERAL else 256) // half, 8, 1)
+
+
+def parts_of(programs: int, length: int, block: int) -> int:
+    """Choose the number of parts of a cache: more where fewer programs read it."""
+    return max(1, min(-(-length // block), ENOUGH_PROGRAMS // programs))
+
+
+def attend(
+    qkv: Tensor,
+    turns: Tensor,
+    position: Tensor,
+    cache: Tensor,
+    *,
+    counters: Tensor | None = None,
+    parts: int | None = None,
+    config: AttendConfig | None = None,
+) -> Tensor:
+    """Rotate q and k of one token of each sequence, add k and v to the cache, and attend.
+
+    The older entries of the cache must come from earlier steps, each of which begins with a kernel
+    of torch, which waits for all before it.
+
+    Args:
+        qkv: ``[b, 1, (heads + 2 kv_heads) * head_dim]``.
+        turns: ``[2, length, head_dim]``, cosines and sines of every position.
+        position: ``[1, int64]``, of the token.
+        cache: ``[2, b, kv_heads, length, head_dim]``, keys and values; written in place.
+        counters: of ``new_counters``, for one stream at a time: calls that may run at once, graphs
+            included, need counters of their own. None makes some for this call.
+        parts: of the cache; None chooses.
+        config: None chooses.
+
+    Returns:
+        ``[b, 1, heads * head_dim]``.
+
+    Raises:
+        ValueError: see ``group_of``.
+    """
+    _, b, kv_heads, length, head_dim = cache.shape
+    group = group_of(qkv, cache)
+    config = config or config_for(b * kv_heads, length, cache.itemsize)
+    parts = parts or parts_of(b * kv_heads, length, config.block)
+    out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
+    partial = arrived = out
+    if parts > 1:
+        shape = (b, kv_heads, parts, group, head_dim + 2)
+        partial = qkv.new_empty(shape, dtype=torch.float32)
+        arrived = new_counters(b, kv_heads, qkv.device) if counters is None else counters
+    attend_kernel[kv_heads, b, parts](
+        qkv,
+        turns,
+        position,
+        cache,
+        out,
+        partial,
+        arrived,
+        length,
+        cache.stride(0),
+        head_dim**-0.5,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        ROWS=ROWS,
+        BLOCK=config.block,
+        PARTS=parts,
+        FEW=triton.next_power_of_2(group),
+        AT_ONCE=min(parts, PARTS_AT_ONCE),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **launch_options(qkv),
+    )
+    return out
+
+
+def new_counters(batch: int, kv_heads: int, device: str | torch.device) -> Tensor:
+    """Return the counters of ``attend``: zeros, which the kernel leaves as zeros."""
+    return torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
+
+
+def is_short(cache: Tensor) -> bool:
+    """Tell whether ``attend_short`` takes a cache ``[2, b, kv_heads, length, head_dim]``."""
+    _, b, kv_heads, length, _ = cache.shape
+    # 256 entries of 128 channels take 68 KiB of shared memory, in float32 264; an H200 has 227.
+    fits = length <= SHORT_BLOCK * MOST_SHORT_BLOCKS and cache.itemsize == 2
+    return fits and b * kv_heads <= MOST_SHORT_PROGRAMS
+
+
+def attend_short(qkv: Tensor, turns: Tensor, position: Tensor, cache: Tensor) -> Tensor:
+    """Compute ``attend`` for a cache that ``is_short``.
+
+    Raises:
+        ValueError: see ``group_of``.
+    """
+    _, b, kv_heads, length, head_dim = cache.shape
+    group = group_of(qkv, cache)
+    out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
+    attend_short_kernel[kv_heads, b](
+        qkv,
+        turns,
+        position,
+        cache,
+        out,
+        length,
+        cache.stride(0),
+        head_dim**-0.5,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        ROWS=ROWS,
+        BLOCK=SHORT_BLOCK,
+        BLOCKS=triton.cdiv(length, SHORT_BLOCK),
+        num_warps=SHORT_WARPS,
+        **launch_options(qkv),
+    )
+    return out
+
+
+def group_of(qkv: Tensor, cache: Tensor) -> int:
+    """Return the heads that share a key head.
+
+    Raises:
+        ValueError: for more heads, or other numbers of channels, than the kernels take.
+    """
+    kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    group = qkv.shape[-1] // head_dim // kv_heads - 2
+    if group > ROWS or head_dim < FEWEST_CHANNELS or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"attend: wanted at most {ROWS} heads for a key head and a power of two of at least "
+            f"{FEWEST_CHANNELS} channels for a head, got {group} and {head_dim}"
+        )
+    return group

@@ -50,7 +50,7 @@ def test_read_by_hand():
 
 @pytest.mark.parametrize("where", ["quantization_config.json", "config.json"])
 def test_load_folder(tmp_path, where):
-    """Writes two shards with an index, and a norm."""
+    """Two shards with an index, and a norm."""
     config = {"quant_method": "1bw", "bits": 1, "block_size": 64, "relative_scale": "absmean"}
     text = config if where.startswith("quant") else {"quantization_config": config}
     (tmp_path / where).write_text(json.dumps(text))

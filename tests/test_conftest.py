@@ -1,4 +1,4 @@
-"""conftest.py at the root, in a run of pytest of its own: the `gpu` marker and `--shard`."""
+"""The root's conftest.py, in a run of pytest of its own: the marker `gpu`, `--every`, `--shard`."""
 
 import os
 import shutil
@@ -22,38 +22,24 @@ def test_anywhere(i):
 """
 
 
-@pytest.fixture
-def run_pytest(tmp_path):
-    """Runs pytest on SUITE where no GPU is visible, and returns what it prints."""
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        ("", ["5 passed, 1 skipped", "needs an NVIDIA GPU: torch"]),
+        ("--every=4 -k anywhere", ["[0] PASSED", "[4] PASSED", "2 passed"]),
+        ("--shard=1/2 -k anywhere", ["[0] PASSED", "[2] PASSED", "[4] PASSED", "3 passed"]),
+        ("--shard=2/2 -k anywhere", ["[1] PASSED", "[3] PASSED", "2 passed"]),
+        ("--shard=4/3", ["argument --shard: invalid parse_shard value: '4/3'"]),
+    ],
+)
+def test_options_and_the_marker(tmp_path: Path, options: str, printed: list[str]) -> None:
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "test_suite.py").write_text(SUITE)
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    # pytest-benchmark warns within a process of pytest-xdist.
+    # Within pytest-xdist, pytest-benchmark warns.
     command = [sys.executable, "-m", "pytest", "-p", "no:benchmark", "-v", "test_suite.py"]
-
-    def run(*arguments):
-        done = subprocess.run(
-            [*command, *arguments],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stdout + done.stderr
-
-    return run
-
-
-def test_gpu_tests_skip_with_a_reason_where_there_is_no_gpu(run_pytest):
-    printed = run_pytest()
-    assert "5 passed, 1 skipped" in printed
-    assert "needs an NVIDIA GPU: torch" in printed
-
-
-def test_shards_are_disjoint_and_complete(run_pytest):
-    shards = [run_pytest("--shard", f"{i}/2", "-k", "anywhere") for i in (1, 2)]
-    for i in range(5):
-        assert sum(f"test_anywhere[{i}] PASSED" in shard for shard in shards) == 1
-    assert "argument --shard: invalid parse_shard value: '4/3'" in run_pytest("--shard", "4/3")
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, *options.split()], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert [text for text in printed if text not in done.stdout + done.stderr] == []

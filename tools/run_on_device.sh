@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the CPU benchmark for an Android device, runs it there and brings back its rows of JSON.
+# Builds the CPU benchmark for an Android device, runs it there and brings back rows of JSON.
 set -euo pipefail
 
 readonly NAME=run_on_device
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 readonly ROOT
 readonly SOURCE=$ROOT/packages/fdk-cpu
-readonly REMOTE=/data/local/tmp/fdk-bench.$$  # the one place that a shell of Android may run from
+readonly REMOTE=/data/local/tmp/fdk-bench.$$  # a shell may run programs only from there
 
 usage() {
     cat <<'TEXT'
@@ -14,20 +14,20 @@ usage: tools/run_on_device.sh [options] [-- benchmark arguments]
 
 Builds fdk_cpu_bench, pushes it with adb, runs it, pulls its result and cleans up on the device.
 
-  --serial ID     the device, as `adb devices` names it (not needed where there is one)
+  --serial ID     the device, as `adb devices` lists it (default: the only one)
   --abi ABI       arm64-v8a or x86_64 (default: the device's own)
-  --output FILE   where the rows go (default: out/bench/device-<model>.jsonl)
-  --build-dir DIR where it is built (default: packages/fdk-cpu/build)
-  --dry-run       print what would be run, and run nothing
+  --output FILE   the file for the rows (default: out/bench/device-<model>.jsonl)
+  --build-dir DIR the build folder (default: packages/fdk-cpu/build)
+  --dry-run       print the commands without running them
   --help          this text
 
-Benchmark arguments, as `--sizes 4096 --bits 4,1 --threads 1,4 --cores f0 --isa all`, are listed
-in docs/kernels/arm.md. --cores takes a mask in hexadecimal: f0 is cores 4 to 7; --activations int8
-rounds x to 8 bits.
+docs/guide/android.md lists the benchmark arguments, such as
+`--sizes 4096 --bits 4,1 --threads 1,4 --cores f0 --isa all`. --cores is a mask in hexadecimal: f0 is
+cores 4 to 7; --activations int8 rounds x to 8 bits.
 
-The compiler is the NDK's: of ANDROID_NDK_HOME, else ANDROID_NDK_ROOT, else the newest under
+The compiler comes from the NDK in ANDROID_NDK_HOME, else in ANDROID_NDK_ROOT, else the newest below
 ANDROID_HOME, ANDROID_SDK_ROOT, ~/Android/Sdk or ~/Library/Android/sdk. Without an NDK, Debian's
-cross-compiler builds a static executable, which Android's kernel runs as well
+cross-compiler builds a static executable, which Android runs as well
 (apt-get install g++-aarch64-linux-gnu).
 TEXT
 }
@@ -46,7 +46,7 @@ parse() {
             --help | -h) usage && exit 0 ;;
             --dry-run) dry_run=true ;;
             --serial | --abi | --output | --build-dir)
-                (($# > 1)) || fail "$1 wants a value (--help)"
+                (($# > 1)) || fail "$1 needs a value (--help)"
                 local name=${1#--}
                 printf -v "${name//-/_}" '%s' "$2"
                 shift
@@ -56,13 +56,13 @@ parse() {
                 arguments=("$@")
                 return
                 ;;
-            *) fail "unknown option $1; arguments of the benchmark come after -- (--help)" ;;
+            *) fail "unknown option $1; benchmark arguments come after -- (--help)" ;;
         esac
         shift
     done
 }
 
-# Prints a command, and runs it unless this is a dry run.
+# Prints a command and runs it, unless this is a dry run.
 run() {
     printf '+%s\n' "$(printf ' %q' "$@")" >&2
     $dry_run || "$@"
@@ -72,14 +72,14 @@ adb_device() {
     run adb ${serial:+-s "$serial"} "$@"
 }
 
-# What the device answers, without a word about the question; carriage returns are old adb's.
+# Prints the output of a command on the device; old versions of adb add carriage returns.
 ask() {
     adb ${serial:+-s "$serial"} shell "$@" </dev/null | tr -d '\r'
 }
 
 # --- the device ---------------------------------------------------------------------------------
 
-# Sets serial to the one device that is ready, or checks the one that was named.
+# Sets serial to the only device, or checks the given one.
 choose_device() {
     command -v adb >/dev/null ||
         fail "needs adb on PATH: install Android's platform-tools (Debian: apt-get install adb)"
@@ -89,14 +89,14 @@ choose_device() {
         [[ -n $listed ]] ||
             fail "no device: connect one with USB debugging on, or \`adb connect HOST:PORT\`"
         (($(wc -l <<<"$listed") == 1)) ||
-            fail "several devices, name one with --serial:"$'\n'"$listed"
+            fail "several devices, choose one with --serial:"$'\n'"$listed"
         serial=${listed%% *}
     fi
     state=$(awk -v id="$serial" '$1 == id {print $2}' <<<"$listed")
     case $state in
         device) ;;
-        "") fail "no device $serial; there are: ${listed:-none}" ;;
-        unauthorized) fail "device $serial: accept this computer's key on its screen, then repeat" ;;
+        "") fail "no device $serial; connected: ${listed:-none}" ;;
+        unauthorized) fail "device $serial: accept this computer's key on its screen, then try again" ;;
         *) fail "device $serial is $state, not ready" ;;
     esac
 }
@@ -105,7 +105,7 @@ choose_abi() {
     local offered
     offered=$(ask getprop ro.product.cpu.abilist)
     [[ -n $abi ]] || abi=${offered%%,*}
-    [[ ,$offered, == *,$abi,* ]] || fail "device $serial runs $offered, not $abi"
+    [[ ,$offered, == *,$abi,* ]] || fail "device $serial supports $offered, not $abi"
 }
 
 # --- the build ----------------------------------------------------------------------------------
@@ -114,14 +114,14 @@ is_ndk() {
     [[ -f $1/build/cmake/android.toolchain.cmake ]]
 }
 
-# Prints the folder of an NDK, or nothing where there is none.
+# Prints the folder of an NDK, or nothing.
 find_ndk() {
     local name folder sdk
     for name in ANDROID_NDK_HOME ANDROID_NDK_ROOT; do
         folder=${!name:-}
         [[ -n $folder ]] || continue
         is_ndk "$folder" ||
-            fail "$name=$folder is no NDK: it has no build/cmake/android.toolchain.cmake"
+            fail "$name=$folder is not an NDK: it has no build/cmake/android.toolchain.cmake"
         echo "$folder"
         return
     done
@@ -136,7 +136,7 @@ find_ndk() {
     done
 }
 
-# Sets binary to the executable that it builds.
+# Builds the benchmark and sets binary to it.
 build() {
     local target ndk preset compiler debian
     case $abi in
@@ -149,13 +149,13 @@ build() {
     if [[ -n $ndk ]]; then
         preset=android-$target
         export ANDROID_NDK_HOME=$ndk
-        echo "$NAME: the NDK of $ndk" >&2
+        echo "$NAME: NDK $ndk" >&2
     else
         preset=static-$target
         debian=g++-${compiler%-g++}
-        debian=${debian//_/-}  # x86_64 is x86-64 in the names of packages
+        debian=${debian//_/-}  # package names have x86-64
         $dry_run || command -v "$compiler" >/dev/null ||
-            fail "no compiler for $abi: set ANDROID_NDK_HOME to an NDK, or have $compiler" \
+            fail "no compiler for $abi: set ANDROID_NDK_HOME to an NDK, or install $compiler" \
                 "(Debian: apt-get install $debian)"
         echo "$NAME: no NDK found, building a static executable with $compiler" >&2
     fi
@@ -178,7 +178,7 @@ measure() {
     fi
     commit=$(git -C "$ROOT" describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null || true)
     : "${output:=$ROOT/out/bench/device-${model//[^[:alnum:].-]/_}.jsonl}"
-    # The device's shell takes one text, not words: they are quoted for it.
+    # The device's shell receives one string, so the words are quoted.
     arguments+=(--device "$model" --commit "$commit" --out "$REMOTE/result.jsonl")
     words=$(printf ' %q' "${arguments[@]}")
     trap clean_up EXIT
@@ -187,7 +187,7 @@ measure() {
     adb_device shell "chmod 755 $REMOTE/fdk_cpu_bench" </dev/null
     local status=0
     adb_device shell "$REMOTE/fdk_cpu_bench$words" </dev/null || status=$?
-    # 1: some case failed, and its row says why. Anything else wrote no rows.
+    # Status 1: a case failed, and its row says why. With any other status there are no rows.
     ((status <= 1)) || fail "the benchmark ended with status $status on the device"
     run mkdir -p "$(dirname "$output")"
     adb_device pull "$REMOTE/result.jsonl" "$output" >&2

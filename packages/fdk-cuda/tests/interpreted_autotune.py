@@ -39,7 +39,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, few candidates, and nothing remembered."""
+    """An empty cache, few candidates, and nothing compiled."""
     monkeypatch.setenv("FDK_CUDA_CACHE", str(tmp_path))
     monkeypatch.delenv(autotune.TUNE_VARIABLE, raising=False)
     monkeypatch.setattr(autotune, "candidates", lambda m, bits, gpu, affine: [SMALL, GEMM, None])
@@ -324,7 +324,7 @@ def test_another_thread_may_forget_what_was_chosen(monkeypatch: pytest.MonkeyPat
     assert configs(8, monkeypatch) == SMALL
 
 
-def test_dequantise_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dequantise_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     autotune.tune_layers([LAYER], ms=[64], timer=Clock({None: 1.0}))
     assert configs(40, monkeypatch) is None
     monkeypatch.setattr(autotune, "key_of", None)

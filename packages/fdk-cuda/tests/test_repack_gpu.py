@@ -1,7 +1,6 @@
 """Laying weights out and taking them back by kernel: the bytes of the torch functions."""
 
 import itertools
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from fdk_cuda.marlin import repack
 from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
 from fdk_formats.format import BITS
 from fdk_formats.packing import packed_width
+from fdk_formats.testing import poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -25,17 +25,6 @@ KINDS = (
     (torch.float32, False),
     (torch.float32, True),
 )
-
-
-@contextmanager
-def poisoned():
-    """What ``new_empty`` takes is filled: 255 in bytes, NaN in floats."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def stored(bits, n, k, group_size, dtype, has_zero_point, *, device="cuda", seed=0):

@@ -13,12 +13,12 @@ from triton import CompilationError, OutOfResources
 from triton.runtime.errors import PTXASError
 from triton_cases import DGRAD_CONFIGS
 
+from fdk_cuda.triton import compiled_launch as compiled_launch_module
 from fdk_cuda.triton import launch as launch_module
-from fdk_cuda.triton import remembered as remembered_module
+from fdk_cuda.triton.compiled_launch import CompiledLaunch, compile_and_launch, launch_compiled
 from fdk_cuda.triton.configs import DgradWgmmaConfig, GemmWgmmaConfig
 from fdk_cuda.triton.launch import PackedWeight, dgrad, linear, linear_dgrad
 from fdk_cuda.triton.layout import PackedLayout
-from fdk_cuda.triton.remembered import Launch, launch, relaunch
 from fdk_formats import torch_internals
 
 
@@ -38,25 +38,25 @@ class FakeKernel:
 
 @pytest.fixture(autouse=True)
 def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered_module, "INTERPRETED", False)
-    monkeypatch.setattr(remembered_module, "_launches", {})
+    monkeypatch.setattr(compiled_launch_module, "INTERPRETED", False)
+    monkeypatch.setattr(compiled_launch_module, "_compiled", {})
     monkeypatch.setattr(launch_module, "_not_in_layout", set())
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 0)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_what_is_not_right_is_not_remembered(is_right: bool) -> None:
+def test_kernels_that_are_not_right_are_not_kept(is_right: bool) -> None:
     """While it is looked at, another thread finds nothing either."""
     tensors, kernel, key = (torch.zeros(4),), FakeKernel({}), ("some", "key")
     found = []
 
     def look(compiled: object) -> bool:
-        found.append(relaunch(key, tensors))
+        found.append(launch_compiled(key, tensors))
         return is_right
 
-    assert launch(key, kernel, (1,), tensors, (), {}, look) == is_right
+    assert compile_and_launch(key, kernel, (1,), tensors, (), {}, look) == is_right
     assert found == [False]
-    assert relaunch(key, tensors) == is_right
+    assert launch_compiled(key, tensors) == is_right
     assert kernel.again == int(is_right)
 
 
@@ -75,7 +75,7 @@ def test_gradient_without_the_right_layout(
     for _ in range(2):
         assert torch.equal(dgrad(grad_y, w, replace(DGRAD_CONFIGS[0], split_n=1)), grad_y)
     assert launch_module._not_in_layout
-    assert not remembered_module._launches
+    assert not compiled_launch_module._compiled
 
 
 class NotMade(FakeKernel):
@@ -148,9 +148,9 @@ def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
     )
     if len(packed) > 3:
         with pytest.raises(RuntimeError, match="no way to launch clusters"):
-            Launch(kernel, (4,), (7,), 2)
+            CompiledLaunch(kernel, (4,), (7,), 2)
         return
-    Launch(kernel, (4,), (7,), 2)((16, 32), 0)
+    CompiledLaunch(kernel, (4,), (7,), 2)((16, 32), 0)
     assert given == [(4, 1, 1, 0, "function", (8, 2, 512), None, None, None, 16, 32, 7)]
 
 
@@ -161,7 +161,7 @@ def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -
     kernel = SimpleNamespace(
         run=lambda *arguments: seen.append(arguments), function="f", packed_metadata=None
     )
-    own = Launch(kernel, (4,), (7,))
+    own = CompiledLaunch(kernel, (4,), (7,))
     for _ in range(4):
         own((16, 32), 0)
     assert [arguments[:5] for arguments in seen] == [(4, 1, 1, s, "f") for s in (0, 5, 5, 0)]
@@ -187,9 +187,9 @@ def test_launch_without_wrapper(
             calls.append(("run", args))
 
     kernel = SimpleNamespace(run=Run(), function="f", packed_metadata="packed")
-    monkeypatch.setattr(remembered_module.triton, "__version__", version)
+    monkeypatch.setattr(compiled_launch_module.triton, "__version__", version)
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 5)
-    Launch(kernel, (4,), (7,))((16, 32), 0)
+    CompiledLaunch(kernel, (4,), (7,))((16, 32), 0)
     added = (False, True, None, None)
     expected = ("run", (4, 1, 1, 5, "f", "packed", None, None, None, 16, 32, 7))
     if version == "3.6.0" and not scratch:

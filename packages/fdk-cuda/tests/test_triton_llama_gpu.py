@@ -8,7 +8,6 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fdk_formats import quantise_model
-from fdk_formats.linear import QuantisedLinear
 from fdk_formats.testing import nrmse
 
 pytestmark = [
@@ -78,37 +77,6 @@ def quantised(format: str) -> nn.Module:
     return quantise_model(model, format, backend="triton", progress=False)
 
 
-def errors_by_module(model: nn.Module, tokens: Tensor, compiler: str) -> str:
-    """Of each module compiled alone, on the input that it has in the whole model: where it differs.
-
-    For the message of a failed test.
-    """
-    inputs: dict[str, Tensor] = {}
-    modules = {name: module for name, module in model.named_modules() if name}
-    kinds = (nn.Embedding, nn.RMSNorm, nn.Linear, QuantisedLinear, Block)
-    modules = {name: module for name, module in modules.items() if isinstance(module, kinds)}
-    handles = [
-        module.register_forward_pre_hook(lambda _, x, name=name: inputs.update({name: x[0]}))
-        for name, module in modules.items()
-    ]
-    model(tokens)
-    for handle in handles:
-        handle.remove()
-    lines = [""]
-    for name, module in modules.items():
-        x = inputs[name]
-        kind = f"{name} ({type(module).__name__}), x {list(x.shape)} {x.dtype}"
-        try:
-            compiled = torch.compile(module, dynamic=True, backend=compiler)
-            y, expected = compiled(x), module(x)
-            largest = (y.double() - expected.double()).abs().max().item()
-            error = nrmse(y, expected.double())
-            lines.append(f"{kind}: {y.dtype}, largest difference {largest:.2e}, nrmse {error:.2e}")
-        except Exception as error:  # what does not compile is a finding too
-            lines.append(f"{kind}: {type(error).__name__}: {str(error)[:400]}")
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("format", ["nf4-g64", "affine3-g32"])
 def test_compiles_without_recompiling_over_m(format: str, compiler: str) -> None:
@@ -123,11 +91,7 @@ def test_compiles_without_recompiling_over_m(format: str, compiler: str) -> None
                 y, expected = compiled(tokens[:m]), model(tokens[:m])
                 # Inductor keeps float32 between fused operations where eager rounds to bf16.
                 errors[m] = nrmse(y, expected.double())
-    worst = max(errors, key=errors.__getitem__)
-    with torch.no_grad():
-        assert errors[worst] < 0.02, (
-            f"error by m: {errors}{errors_by_module(model, tokens[:worst], compiler)}"
-        )
+    assert max(errors.values()) < 0.02, errors
 
 
 def test_exports() -> None:
@@ -177,7 +141,4 @@ def test_low_rank_adapters_train(compiler: str | None) -> None:
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.3 * losses[0], (
-        f"losses {[round(loss, 3) for loss in losses]}"
-        f"{errors_by_module(model, text[:-1], compiler or 'eager')}"
-    )
+    assert losses[-1] < 0.3 * losses[0], losses

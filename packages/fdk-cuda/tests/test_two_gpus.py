@@ -58,7 +58,7 @@ def test_launch_follows_the_tensor(backend: str, format: str) -> None:
         with torch.cuda.device(current):
             assert all(map(torch.equal, outputs(linear, x.to("cuda:1")), expected))
             assert torch.cuda.current_device() == current
-    # Back on the first one, with what is loaded and remembered for both.
+    # Back on the first one, with the kernels of both loaded and their launches cached.
     linear.to("cuda:0")
     with torch.cuda.device(1):
         assert all(map(torch.equal, outputs(linear, x), expected))

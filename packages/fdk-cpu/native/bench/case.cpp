@@ -4,7 +4,7 @@
 #include <cstring>
 #include <random>
 
-#include "convert.h"
+#include "common/float_convert.h"
 
 namespace bench {
 

@@ -1,20 +1,20 @@
-// A case of the benchmark, and the weight that it multiplies by.
+// A case of the benchmark and its random weight.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "int8.h"
-#include "linear.h"
-#include "memory.h"
+#include "common/linear_int8.h"
+#include "common/linear.h"
+#include "common/memory.h"
 #include "options.h"
 
 namespace bench {
 
 using Bytes = std::vector<std::uint8_t>;
 
-// One weight and activations, and how they are multiplied.
+// The sizes of a product and how it is run.
 struct Case {
   Size size;
   int bits;
@@ -22,12 +22,12 @@ struct Case {
   std::string isa;
 };
 
-// A weight of random codes, scales around 1 and a codebook of normal values, in `copies` copies.
+// Copies of a weight with random codes, scales near 1 and a codebook of normal values.
 class RandomWeight {
  public:
   RandomWeight(const Options& options, const Case& c);
 
-  // y = x @ W_hat.T with copy i, of x as it is or rounded to 8 bits.
+  // Computes y = x @ W_hat.T with copy i, with x as given or rounded to 8 bits.
   void multiply(const Options& options, const Case& c, std::size_t i, const Bytes& x,
                 Bytes& y) const;
 
@@ -42,12 +42,12 @@ class RandomWeight {
   bool affine_;
   std::vector<float> codebook_;
   fdk::Int8Table levels_;
-  std::size_t code_bytes_;  // from one copy's codes to the next's
+  std::size_t code_bytes_;  // distance between the codes of two copies
   std::unique_ptr<fdk::WeightMemory> codes_;
   std::vector<Bytes> scales_, zeros_;
 };
 
-// x :: [count] of normal values.
+// x :: [count], normal values.
 Bytes random_x(std::size_t count, fdk::Activation type);
 
 double value_at(const Bytes& from, std::size_t i, fdk::Activation type);

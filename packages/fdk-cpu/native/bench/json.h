@@ -1,4 +1,4 @@
-// A JSON object as text: enough for rows of a benchmark.
+// A JSON object as text, for one row of a benchmark.
 #pragma once
 
 #include <cmath>

@@ -6,8 +6,9 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "kernels.h"
-#include "memory.h"
+#include "common/dispatch.h"
+#include "common/kernels.h"
+#include "common/memory.h"
 
 namespace bench {
 namespace {
@@ -24,7 +25,7 @@ double median(std::vector<T> values) {
   return values[values.size() / 2];
 }
 
-// Root mean square of the difference over that of the reference.
+// The RMS of the difference over that of the reference.
 double nrmse(const Bytes& got, const Bytes& wanted, std::size_t count, fdk::Activation type) {
   double error = 0, total = 0;
   for (std::size_t i = 0; i < count; i++) {
@@ -35,7 +36,7 @@ double nrmse(const Bytes& got, const Bytes& wanted, std::size_t count, fdk::Acti
   return std::sqrt(error / total);
 }
 
-// Both outputs are rounded to the dtype; twice its unit is beyond what rounding can do.
+// Both outputs are rounded to the dtype; rounding alone cannot reach twice its unit.
 double most_error(fdk::Activation type) {
   return type == fdk::Activation::bf16 ? 0x1p-7 : type == fdk::Activation::fp16 ? 0x1p-10 : 0x1p-18;
 }
@@ -59,9 +60,9 @@ double checked(const Options& options, const Case& c, const RandomWeight& weight
 
 }  // namespace
 
-// Kernels and reads of memory in turns, so that both meet the same machine.
+// Alternates between kernels and reads of memory, so that both see the same machine.
 Times measure(const Options& options, const Case& c) {
-  constexpr std::size_t kCalls = 8;  // of the kernel for one read
+  constexpr std::size_t kCalls = 8;  // of the kernel per read
   const RandomWeight weight(options, c);
   const Bytes x = random_x(c.m * c.size.k, options.activation);
   Times times{checked(options, c, weight, x), 0, 0, 0, weight.nbytes(), 0};

@@ -1,12 +1,12 @@
 /* y = x @ W_hat.T with x rounded to 8 bits, by a codebook and by zero points.
  *
- * Three rows of x: ones, which are exact, a NaN among ones, and zeros.
+ * The rows of x: ones, which are exact; ones and a NaN; zeros.
  */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "c_api.h"
+#include <fdk_cpu.h>
 
 enum { kRows = 3, kN = 2, kK = 16 };
 

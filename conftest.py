@@ -1,5 +1,6 @@
 """Options, markers and fixtures of every package's tests; `wheels` copies this file beside them."""
 
+import importlib.util
 import sys
 from collections import Counter
 from pathlib import Path
@@ -34,10 +35,11 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect the Python blocks of Markdown files."""
-    if file_path.suffix != ".md":
+    """Collect the Python blocks of Markdown files, where Sybil is installed."""
+    # pytest asks for every file beside the tests, also where only those of a package are run.
+    if file_path.suffix != ".md" or importlib.util.find_spec("sybil") is None:
         return None
-    from markdown_examples import collect  # in tools/; only this needs Sybil
+    from markdown_examples import collect  # in tools/
 
     return collect(file_path, parent)
 

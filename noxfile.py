@@ -44,7 +44,7 @@ RESULTS = Path("out/bench")
 FUZZ_SECONDS = os.environ.get("FDK_FUZZ_SECONDS", "10")
 # Programs that sessions need, and the Debian packages that have them.
 ARM_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
-DEVICE_TOOLS = ARM_TOOLS | {"cmake": "cmake", "ninja": "ninja-build"}
+DEVICE_TOOLS = ARM_TOOLS | {"adb": "adb", "cmake": "cmake", "ninja": "ninja-build"}
 CLANG = {"clang++": "clang libclang-rt-dev"}
 
 
@@ -94,7 +94,7 @@ def test_arm(session: nox.Session) -> None:
 
 @nox.session
 def android(session: nox.Session) -> None:
-    """tools/run_on_device.sh with a stand-in for adb, with an NDK and without."""
+    """tools/run_on_device.sh end to end: adb, an emulated device, with an NDK and without."""
     need(session, DEVICE_TOOLS)
     pytest(session, DEVICE_TESTS, *session.posargs)
 

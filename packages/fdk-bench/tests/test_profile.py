@@ -48,11 +48,11 @@ SYMBOLS = """
 a.out:     file format elf64-x86-64
 
 SYMBOL TABLE:
-0000000000000000 l    df *ABS*\t0000000000000000              kernels_avx2.cpp
+0000000000000000 l    df *ABS*\t0000000000000000              linear_avx2.cpp
 0000000000001000 l     F .text\t0000000000000010              _ZN3fdk4gemvILi4EEEv
 0000000000003000 l     O .rodata\t0000000000000040              table
 0000000000001010 l     F .text\t0000000000000010              _ZN3fdk4gemvILi8EEEv
-0000000000000000 l    df *ABS*\t0000000000000000              int8_avx2.cpp
+0000000000000000 l    df *ABS*\t0000000000000000              linear_int8_avx2.cpp
 0000000000002000 l     F .text\t0000000000000010              _ZN3fdk4gemvILi2EEEv
 0000000000001020 g     F .text\t0000000000000001              other
 """
@@ -136,10 +136,10 @@ def test_functions_of():
 
 def test_functions_tell_their_files():
     sources = sources_of(SYMBOLS)
-    files = {0x1000: "kernels_avx2.cpp", 0x1010: "kernels_avx2.cpp", 0x2000: "int8_avx2.cpp"}
+    files = {0x1000: "linear_avx2.cpp", 0x1010: "linear_avx2.cpp", 0x2000: "linear_int8_avx2.cpp"}
     assert sources == files
     found = functions_of(LISTING, ".", sources)
-    assert [function.source for function in found] == ["kernels_avx2.cpp"] * 2 + [""]
+    assert [function.source for function in found] == ["linear_avx2.cpp"] * 2 + [""]
 
 
 def test_gpu_case_runs_under_ncu(tmp_path, monkeypatch):
@@ -258,14 +258,14 @@ def test_kernels_of_the_installed_package():
     ("isa", "bits", "activations", "homes"),
     [
         ("amx", 4, "bf16", ["amx", "avx512bf16"]),
-        ("amx", 1, "bf16", ["amx", "avx512bf16", "avx512tables"]),
+        ("amx", 1, "bf16", ["amx", "avx512bf16", "avx512vnni"]),
         ("amx", 4, "fp32", ["avx512"]),
-        ("amx", 4, "bf16-int8", ["avx512bf16"]),
+        ("amx", 4, "bf16-int8", ["avx512vnni"]),
         ("avx512bf16", 4, "bf16", ["avx512bf16"]),
-        ("avx512bf16", 2, "bf16", ["avx512bf16", "avx512tables"]),
+        ("avx512bf16", 2, "bf16", ["avx512bf16", "avx512vnni"]),
         ("avx512bf16", 4, "fp16", ["avx512"]),
         ("avx512bf16", 4, "fp32", ["avx512"]),
-        ("avx512bf16", 4, "fp32-int8", ["avx512bf16"]),
+        ("avx512bf16", 4, "fp32-int8", ["avx512vnni"]),
         ("avx512", 4, "bf16", ["avx512"]),
         ("avx512", 4, "bf16-int8", ["avx2"]),
         ("avx2", 4, "bf16", ["avx2"]),
@@ -296,9 +296,9 @@ def test_kernels_in_use_come_first(isa, bits, activations, homes):
 @pytest.mark.parametrize(
     ("case", "isa", "homes"),
     [
-        ("m1-n64-k64-nf4-g64-bf16-cpu", "amx", ("amx", "avx512bf16", "avx512tables")),
+        ("m1-n64-k64-nf4-g64-bf16-cpu", "amx", ("amx", "avx512bf16", "avx512vnni")),
         ("m1-n64-k64-nf4-g64-fp32-cpu", "amx", ("avx512",)),
-        ("m1-n64-k64-nf4-g64-fp16-int8-cpu", "amx", ("avx512bf16",)),
+        ("m1-n64-k64-nf4-g64-fp16-int8-cpu", "amx", ("avx512vnni",)),
         ("m1-n64-k64-nf4-g64-bf16-cpu", "neoni8mm", ("neonbf16",)),
         ("m1-n64-k64-nf4-g64-fp16-cpu", "sve2", ("neon",)),
         ("m1-n64-k64-nf4-g64-fp32-cpu", "scalar", ("scalar",)),

@@ -1,11 +1,11 @@
-"""The kernels under pytest-benchmark, each beside the time that its bytes take to read.
+"""Times every kernel with pytest-benchmark, against the time to read its bytes.
 
     GOMP_SPINCOUNT=0 python packages/fdk-cpu/benchmarks/suite.py
     ... -k blockwise --benchmark-json=out/suite.json
 
-Arguments go to pytest. `floor_ms` in a row's extra_info is its bytes (weights, or what goes in and
-out) at the bandwidth that `read_sum` reaches in this process; `share` is that over the median.
-Weights rotate through more copies than the caches hold, and no wrong answer is timed.
+Arguments go to pytest. In extra_info, `floor_ms` is the time for the bytes (weights, or input and
+output) at the bandwidth of `read_sum`, and `share` is that over the median. Weights rotate through
+more copies than the caches hold; a wrong result is not timed.
 """
 
 import itertools
@@ -13,14 +13,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import pytest
 import torch
 
 import fdk_cpu
-from fdk_cpu.baselines import copy, gemm, gemv, read_sum
+from fdk_cpu import copy_memory, read_sum
 from fdk_cpu.blockwise import KERNELS
+from fdk_cpu.dense import gemm, gemv
 from fdk_formats import Format
 from fdk_formats.blockwise import TORCH_KERNELS, dynamic_map, four_bit_code
 from fdk_formats.testing import nrmse, random_quantised
@@ -34,7 +34,7 @@ FORMATS = ("custom8-g64", "affine4-g64", *(f"custom{bits}-g64" for bits in (4, 3
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"], autouse=True)
 def threads(request: pytest.FixtureRequest):
     """Threads of every kernel."""
-    # pytest-benchmark 5.2.3 reads this name, which pytest 9.2 has no more; delete with a later one.
+    # pytest-benchmark 5.2.3 reads this attribute, which pytest 9.2 no longer has.
     request.node._nodeid = request.node.nodeid
     fdk_cpu.set_num_threads(request.param)
     yield
@@ -43,7 +43,7 @@ def threads(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def timed(benchmark, threads):
-    """Times calls in turn, of kernels that move `nbytes`, and notes their floor."""
+    """Time calls in turn, each moving `nbytes`, and record the read floor."""
 
     def run(calls: Sequence[Callable[[], object]], nbytes: int) -> None:
         bandwidth = read_bandwidth()
@@ -59,18 +59,12 @@ def timed(benchmark, threads):
     return run
 
 
-@cache
-def memory() -> torch.Tensor:
-    """More bytes than the caches hold."""
-    return torch.ones(ROTATED_BYTES, dtype=torch.uint8)
-
-
 def read_bandwidth() -> float:
     """Bytes a second, the median of nine reads."""
-    times = []
+    data, times = torch.ones(ROTATED_BYTES, dtype=torch.uint8), []
     for _ in range(9):
         start = time.perf_counter()
-        read_sum(memory())
+        read_sum(data)
         times.append(time.perf_counter() - start)
     return ROTATED_BYTES / statistics.median(times)
 
@@ -97,8 +91,8 @@ def test_linear(timed, format: str, m: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("m", [1, 16])
-def test_plain_linear(timed, m: int, dtype: torch.dtype) -> None:
-    """x @ W.T, the baseline."""
+def test_dense_linear(timed, m: int, dtype: torch.dtype) -> None:
+    """x @ W.T with a weight that is not quantised."""
     x, weight = normal(m, SIZE).to(dtype), normal(SIZE, SIZE).to(dtype)
     product = gemv if m == 1 else gemm
     assert nrmse(product(x, weight), x.double() @ weight.double().T) < MAX_ERROR
@@ -146,9 +140,9 @@ def test_copy_memory(timed) -> None:
     """A copy: as many bytes read as written."""
     source = torch.ones(ROTATED_BYTES // 2, dtype=torch.uint8)
     to = torch.empty_like(source)
-    copy(source, to)
+    copy_memory(source, to)
     assert torch.equal(source, to)
-    timed([lambda: copy(source, to)], 2 * source.nbytes)
+    timed([lambda: copy_memory(source, to)], 2 * source.nbytes)
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -1,13 +1,13 @@
-/* y = x @ W_hat.T for a weight [2, 16] of 2 bits with one scale a row.
+/* y = x @ W_hat.T for a weight [2, 16] of 2 bits with one scale per row.
  *
- * From the root of the repository, with the library in out/c as README.md builds it:
+ * After `cmake --install`, from the root of the repository:
  *
- *   cc packages/fdk-cpu/examples/linear.c -I packages/fdk-cpu/native -L out/c -lfdk_cpu -o linear
+ *   cc packages/fdk-cpu/examples/linear.c $(pkg-config --cflags --libs fdk-cpu) -o linear
  */
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "c_api.h"
+#include <fdk_cpu.h>
 
 int main(void) {
   const fdk_format format = {.n = 2, .k = 16, .group_size = 16, .bits = 2, .scale_dtype = FDK_FP32};

@@ -1,4 +1,4 @@
-"""The backend ``cpu``: chosen for CPU tensors, its layout, its op, its settings."""
+"""The backend ``cpu``: selection, layout, op, threads, memory and settings."""
 
 import copy
 import mmap
@@ -31,7 +31,7 @@ def problem(**changes: object) -> Problem:
     return replace(Problem(Format("nf", 4), 64, 128, torch.bfloat16, CPU), **changes)
 
 
-def test_auto_picks_it_on_the_cpu() -> None:
+def test_auto_selects_cpu() -> None:
     assert select(problem()).name == "cpu"
 
 
@@ -116,7 +116,7 @@ def test_opcheck() -> None:
         (5, lambda group_size: 0, "group size"),
     ],
 )
-def test_op_refuses(index: int, change: object, message: str) -> None:
+def test_op_rejects(index: int, change: object, message: str) -> None:
     layout = fdk_cpu.CpuBackend().pack(
         random_quantised(Format("nf", 4), 24, 128), dtype=torch.float32
     )
@@ -138,16 +138,16 @@ def test_layer() -> None:
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
 
 
-# Products of bf16 take values below the least normal one for zero.
-BF16_PRODUCTS = {"avx512bf16", "amx"}
+# The bf16 instructions treat subnormal inputs as zero.
+FLUSHES_SUBNORMALS = {"avx512bf16", "amx"}
 
 
-@pytest.mark.parametrize("isa", sorted(set(fdk_cpu.instruction_sets()) - BF16_PRODUCTS))
+@pytest.mark.parametrize("isa", sorted(set(fdk_cpu.instruction_sets()) - FLUSHES_SUBNORMALS))
 @pytest.mark.parametrize(("of_x", "of_scales"), [(1.0, 2.0**-129), (2.0**-30, 2.0**120)])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("codebook", ["custom", "int", "affine"])
 def test_extreme_scales(isa: str, codebook: str, bits: int, of_x: float, of_scales: float) -> None:
-    """y below the smallest normal float is no zero, nor infinite where only sums on the way are."""
+    """Subnormal results are not flushed; a large scale alone gives no infinity."""
     q = random_quantised(Format(codebook, bits, 64, scale_dtype="fp32"), 24, 256)
     q = replace(q, scale=q.scale * of_scales)
     x = (torch.randn(1, 256) * of_x).to(torch.bfloat16)
@@ -157,7 +157,7 @@ def test_extreme_scales(isa: str, codebook: str, bits: int, of_x: float, of_scal
     finally:
         fdk_cpu.set_instruction_set("auto")
     wanted = x.double() @ q.dequantise(torch.float64).T
-    unit = 2.0**-133  # of a bf16 that is not normal
+    unit = 2.0**-133  # the smallest bf16
     assert (y - wanted).abs().max() <= max(unit, 2.0**-8 * wanted.abs().max().item())
 
 
@@ -176,7 +176,7 @@ def test_threads() -> None:
         fdk_cpu.set_num_threads(None)
 
 
-# The pool is made for this; from Python 3.12 on os.fork warns of any thread.
+# The pool supports fork; from Python 3.12 os.fork warns if the process has any thread.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_fork() -> None:
     layout = fdk_cpu.CpuBackend().pack(
@@ -185,7 +185,7 @@ def test_fork() -> None:
     x = torch.randn(1, 256)
     fdk_cpu.set_num_threads(2)
     try:
-        expected = layout(x)  # starts the threads
+        expected = layout(x)  # start the pool's threads
         child = os.fork()
         if child == 0:
             os._exit(0 if torch.equal(layout(x), expected) else 1)
@@ -196,7 +196,7 @@ def test_fork() -> None:
 
 
 def run_pinned(isa: str, code: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, with ``FDK_CPU_ISA``."""
+    """Run code in a new process with ``FDK_CPU_ISA`` set."""
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "FDK_CPU_ISA": isa},
@@ -205,7 +205,7 @@ def run_pinned(isa: str, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_environment_pins_the_instruction_set() -> None:
+def test_environment_variable_sets_the_instruction_set() -> None:
     code = "import fdk_cpu; print(fdk_cpu.instruction_set())"
     with pytest.raises(TypeError, match="wanted a name or 'auto', got None"):
         fdk_cpu.set_instruction_set(None)  # type: ignore[arg-type]
@@ -224,8 +224,8 @@ def test_environment_pins_the_instruction_set() -> None:
 
 @pytest.mark.skipif("amx" not in fdk_cpu.instruction_sets(), reason="needs AMX")
 @pytest.mark.parametrize(("pinned", "used"), [("", "avx512bf16"), ("amx", None)])
-def test_tiles_that_linux_refuses(pinned: str, used: str | None) -> None:
-    """A thread with a small alternate signal stack: Linux gives its process no tiles."""
+def test_amx_without_permission(pinned: str, used: str | None) -> None:
+    """Linux refuses AMX to a process with a small alternate signal stack."""
     code = """
 import ctypes
 
@@ -247,21 +247,21 @@ print(fdk_cpu.instruction_set())
 
 
 def _bytes_in_huge_pages(address: int) -> int:
-    """Of the mapping that holds an address."""
+    """Return how much of the mapping that contains the address is in huge pages."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             inside = int(match[1], 16) <= address < int(match[2], 16)
         elif inside and line.startswith("AnonHugePages:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("no mapping holds it")
+    raise AssertionError("no mapping contains the address")
 
 
-def _gives_huge_pages() -> bool:
-    """Whether Linux gives the whole of some memory that is aligned, advised, then written."""
+def _has_huge_pages() -> bool:
+    """Whether Linux backs aligned, advised memory with huge pages throughout."""
     if not Path("/proc/self/smaps").is_file() or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
-    size = 32 << 20  # more than the test below wants at once
+    size = 32 << 20  # more than the test below allocates at once
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
     memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
@@ -269,13 +269,13 @@ def _gives_huge_pages() -> bool:
     return _bytes_in_huge_pages(array.ctypes.data + size // 2) >= size - 2 * _native.HUGE_PAGE
 
 
-@pytest.mark.parametrize("format", ["custom1-g16", "affine8-g16"])  # codes of 2 MiB, and of 16
+@pytest.mark.parametrize("format", ["custom1-g16", "affine8-g16"])  # 2 and 16 MiB of codes
 def test_weights_are_in_huge_pages(format: str) -> None:
-    if not _gives_huge_pages():
+    if not _has_huge_pages():
         pytest.skip("Linux gives no huge pages")
     q = random_quantised(Format.parse(format), 4096, 4096)
     layout = fdk_cpu.CpuBackend().pack(q, dtype=torch.bfloat16)
-    tensors = [layout.codes, layout.scale, layout.zero_point]  # scales of 2 MiB
+    tensors = [layout.codes, layout.scale, layout.zero_point]  # 2 MiB of scales
     for tensor in (tensor for tensor in tensors if tensor is not None):
         assert tensor.data_ptr() % _native.HUGE_PAGE == 0
         assert _bytes_in_huge_pages(tensor.data_ptr()) >= tensor.nbytes
@@ -288,7 +288,7 @@ def test_weights_are_in_huge_pages(format: str) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs /proc")
 def test_mappings_of_weights_merge() -> None:
-    """A process may have 65530 mappings, and a mixture of experts has as many weights."""
+    """Linux allows 65,530 mappings; a mixture-of-experts model can have more weights."""
     maps = Path("/proc/self/maps")
     before = len(maps.read_text().splitlines())
     kept = [weight_memory(_native.HUGE_PAGE + 1, torch.uint8) for _ in range(200)]
@@ -296,7 +296,7 @@ def test_mappings_of_weights_merge() -> None:
     del kept
 
 
-def test_memory_that_nobody_has() -> None:
+def test_allocation_failure() -> None:
     for count in (1 << 50, (1 << 63) - 1):
         with pytest.raises(RuntimeError, match=f"{count} bytes|alloc"):
             weight_memory(count, torch.uint8)
@@ -304,7 +304,7 @@ def test_memory_that_nobody_has() -> None:
         _native.WeightMemory((1 << 64) - 5)
 
 
-def test_memory() -> None:
+def test_read_sum_and_copy_memory() -> None:
     data = torch.arange(1 << 16, dtype=torch.int64)
     assert fdk_cpu.read_sum(data) == (1 << 15) * ((1 << 16) - 1)
     assert fdk_cpu.read_sum(torch.ones(13, dtype=torch.uint8)) == 13
@@ -326,7 +326,7 @@ def test_memory() -> None:
         fdk_cpu.read_sum(data[::2])
 
 
-def test_a_copy_does_not_overlap() -> None:
+def test_copy_memory_rejects_overlap() -> None:
     data = torch.arange(8)
     for source, to in ((data[1:], data[:-1]), (data[:-1], data[1:]), (data, data)):
         with pytest.raises(ValueError, match="source and to must not overlap"):
@@ -337,7 +337,7 @@ def test_a_copy_does_not_overlap() -> None:
     fdk_cpu.copy_memory(data[:0], data[:0])
 
 
-def test_pack_refuses_what_it_has_no_kernels_for() -> None:
+def test_pack_rejects_unsupported_types() -> None:
     q, backend = random_quantised(Format("nf", 4), 24, 128), fdk_cpu.CpuBackend()
     with pytest.raises(TypeError, match=r"fdk_cpu: needs activations of .*, got torch\.float64"):
         backend.pack(q, dtype=torch.float64)
@@ -345,7 +345,7 @@ def test_pack_refuses_what_it_has_no_kernels_for() -> None:
         backend.pack(q, dtype=torch.bfloat16, activations="int4")
 
 
-def test_a_default_device_is_not_where_layouts_go() -> None:
+def test_layouts_ignore_the_default_device() -> None:
     linear, x = torch.nn.Linear(128, 16), torch.randn(2, 128)
     wanted = QuantisedLinear.from_linear(linear, "affine4-g64", backend="cpu")
     with torch.device("meta"):
@@ -358,7 +358,7 @@ def test_a_default_device_is_not_where_layouts_go() -> None:
 
 @pytest.mark.parametrize("activations", ["float", "int8"])
 @pytest.mark.parametrize("format", ["int4-g64", "affine3-g32"])
-def test_a_layer_without_outputs(format: str, activations: str) -> None:
+def test_layer_without_outputs(format: str, activations: str) -> None:
     linear = torch.nn.Linear(64, 16)
     linear.weight, linear.bias = (torch.nn.Parameter(t[:0]) for t in (linear.weight, linear.bias))
     layer = QuantisedLinear.from_linear(linear, format, backend="cpu", activations=activations)
@@ -373,7 +373,7 @@ def test_a_layer_without_outputs(format: str, activations: str) -> None:
     assert layer.weight.unpack().packed.shape == (0, 64 * layer.format.bits // 8)
 
 
-def test_a_layer_has_a_codebook_of_its_own() -> None:
+def test_layer_copies_its_codebook() -> None:
     q, x = quantise(torch.randn(8, 64), "int4-g64"), torch.ones(1, 64)
     layer = QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float32)
     y = layer(x)
@@ -382,7 +382,7 @@ def test_a_layer_has_a_codebook_of_its_own() -> None:
     assert torch.equal(layer(x), y)
 
 
-def test_rows_are_not_filled_up_with_infinities() -> None:
+def test_padding_is_finite() -> None:
     codebook = torch.tensor([-1e5, -1e3, -1, 0, 0.5, 1, 7e4, 1e5])
     weight = torch.randn(4, 128)
     q = quantise(weight, "custom3-g16", codebook=codebook)

@@ -1,11 +1,10 @@
-"""The blockwise kernels on every instruction set: the bytes of the torch kernels, which are those
-of bitsandbytes' torch backend.
+"""The blockwise kernels on every instruction set give the same bytes as the torch kernels and as
+bitsandbytes' torch backend.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,13 +26,6 @@ from fdk_formats.testing.blockwise import beside_midpoints, check_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
-
-
-@pytest.fixture(params=fdk_cpu.instruction_sets())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    fdk_cpu.set_instruction_set(request.param)
-    yield request.param
-    fdk_cpu.set_instruction_set("auto")
 
 
 def normal(size: int, seed: int = 0) -> torch.Tensor:
@@ -61,14 +53,14 @@ def test_by_hand(isa: str) -> None:
     assert values.tolist() == [0, 4, 4 * dynamic_map()[0].item(), 0]
 
 
-def test_bytes_are_those_of_the_torch_kernels(isa: str) -> None:
+def test_equals_torch_kernels(isa: str) -> None:
     check_kernels(KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [64, 4096])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_4_bits_are_bitsandbytes(isa: str, kind: str, block_size: int, dtype: torch.dtype) -> None:
+def test_4bit_equals_bitsandbytes(isa: str, kind: str, block_size: int, dtype: torch.dtype) -> None:
     ops = bitsandbytes_ops()
     for size in (1, 64, 4097, 300_001):
         x = normal(size, seed=size)
@@ -78,7 +70,7 @@ def test_4_bits_are_bitsandbytes(isa: str, kind: str, block_size: int, dtype: to
             TORCH_BACKEND, x, block_size, kind, torch.uint8
         )
         assert same(KERNELS.quantise_4bit(x, kind, block_size), (packed.view(-1), absmax))
-    # Its C++ library takes rows of an even length; others would go through torch.compile.
+    # An odd row length would go through torch.compile in bitsandbytes.
     q = quantise_4bit(normal(5 * 700).view(5, 700), block_size, kind)
     wanted = ops.dequantize_4bit.default(q.packed, q.absmax, block_size, kind, q.shape, dtype)
     assert torch.equal(dequantise_4bit(q, dtype), wanted)
@@ -87,7 +79,9 @@ def test_4_bits_are_bitsandbytes(isa: str, kind: str, block_size: int, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 7, 256, 500_000])
 @pytest.mark.parametrize("table", ["signed", "unsigned", "linear", "fp8"])
-def test_8_bits_are_bitsandbytes(isa: str, table: str, block_size: int, dtype: torch.dtype) -> None:
+def test_8bit_equals_bitsandbytes(
+    isa: str, table: str, block_size: int, dtype: torch.dtype
+) -> None:
     ops, tables = bitsandbytes_ops(), pytest.importorskip("bitsandbytes").functional
     code = {
         "signed": tables.create_dynamic_map,
@@ -108,12 +102,12 @@ def test_8_bits_are_bitsandbytes(isa: str, table: str, block_size: int, dtype: t
 
 
 def bitsandbytes_ops():
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes, the oracle, is missing")
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     return torch.ops.bitsandbytes
 
 
 @pytest.mark.parametrize("spread", [1e-3, 0.0])
-def test_a_table_whose_midpoints_share_a_key(isa: str, spread: float) -> None:
+def test_midpoints_that_share_a_key(isa: str, spread: float) -> None:
     code = (0.7 + spread * torch.linspace(-1, 1, 256)).to(torch.float32)
     code[0], code[255] = -1, 1
     x = torch.cat((beside_midpoints(code), normal(5001)))
@@ -121,7 +115,7 @@ def test_a_table_whose_midpoints_share_a_key(isa: str, spread: float) -> None:
     assert same(KERNELS.quantise_8bit(x, code, 300), wanted)
 
 
-def test_a_table_beyond_one(isa: str) -> None:
+def test_code_beyond_one(isa: str) -> None:
     code = torch.linspace(-300, 300, 256)
     code[:3] = torch.tensor([-3.4e38, -3.3e38, -3e38])
     x = normal(4001)
@@ -160,7 +154,7 @@ def test_not_finite(isa: str, value: float) -> None:
         quantise_4bit(torch.tensor([1.0] * 70 + [value] + [1.0] * 200).to(torch.float16))
 
 
-def test_the_ops_use_them_without_an_import() -> None:
+def test_ops_use_native_kernels_without_import() -> None:
     code = (
         "import sys, torch, fdk_formats;"
         "assert 'fdk_cpu' not in sys.modules;"
@@ -172,7 +166,7 @@ def test_the_ops_use_them_without_an_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_was_registered_stays() -> None:
+def test_import_keeps_registered_kernels() -> None:
     code = (
         "import torch;"
         "from fdk_formats.blockwise import TORCH_KERNELS, kernels_for, register_kernels;"
@@ -197,8 +191,8 @@ def test_sizes_are_checked() -> None:
         _native.dequantise_blocks(3, sized, "fp32", sized, sized, 64, sized, 1)
 
 
-# The op runs once, and again with as much address space as its result takes and 2 MiB. Not resident
-# memory: which pages the system counts, and malloc keeps, varies from run to run by megabytes.
+# The op runs once without a limit, then with 2 MiB more address space than its result needs.
+# Resident memory would vary by megabytes from run to run.
 LIMITED = """
 import resource, sys, torch
 from fdk_formats.blockwise import *
@@ -227,7 +221,7 @@ except RuntimeError:
     run()
     print("enough")
 """
-# So that each large allocation takes address space, and none is kept for the next.
+# Map each large allocation anew and return it to the system when freed.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_ARENA_MAX": "1"}
 
 
@@ -235,15 +229,15 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_ARENA_MAX": "1"}
 @pytest.mark.parametrize(
     "op", ["quantise_blockwise", "quantise_4bit", "dequantise_blockwise", "dequantise_4bit"]
 )
-def test_there_is_no_extra_memory(op: str) -> None:
+def test_needs_no_extra_memory(op: str) -> None:
     command, environment = [sys.executable, "-c", LIMITED, op], os.environ | MALLOC
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.stdout == "without a limit\n":
-        pytest.skip("needs a system and a malloc that heed RLIMIT_AS")
+        pytest.skip("needs a malloc that respects RLIMIT_AS")
     assert done.stdout == "enough\n", done.stderr
 
 
-def test_the_ops_round_trip_any_shape() -> None:
+def test_round_trip_of_any_shape() -> None:
     x = normal(1200).view(3, 20, 20).transpose(0, 2)
     for nested in (False, True):
         back = dequantise_blockwise(quantise_blockwise(x, nested=nested))
@@ -253,12 +247,13 @@ def test_the_ops_round_trip_any_shape() -> None:
 
 
 def test_negative_views():
-    x = torch._neg_view(normal(640))
+    x = torch.complex(normal(640), normal(640, seed=1)).conj().imag
+    assert x.is_neg()
     assert torch.equal(quantise_blockwise(x).packed, quantise_blockwise(x.clone()).packed)
     assert torch.equal(quantise_4bit(x).packed, quantise_4bit(x.clone()).packed)
 
 
-def test_what_is_traced_goes_to_torch():
+def test_tracing_uses_torch_kernels():
     q = quantise_4bit(normal(640))
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert dequantise_4bit(q).shape == (640,)

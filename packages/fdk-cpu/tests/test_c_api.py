@@ -1,8 +1,9 @@
-"""libfdk_cpu from C: the example, golden bytes on every instruction set, and what is refused."""
+"""The C library: installation, golden bytes on every instruction set, int8 and errors."""
 
 import ctypes
 import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,42 +17,56 @@ from fdk_formats.int8 import int8_table
 SOURCE = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "native" / "golden.txt"
 BF16, FP32, U8 = 1, 3, 5  # of fdk_dtype
+STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror"]
+CONSUMER = """
+cmake_minimum_required(VERSION 3.20)
+project(consumer LANGUAGES C)
+find_package(fdk-cpu 0.1 REQUIRED)
+add_executable(linear {source})
+target_link_libraries(linear PRIVATE fdk-cpu::fdk-cpu)
+"""
 
 
 def compile_c(source: Path, build: Path, folder: Path) -> Path:
-    """The executable of a C file, compiled as its users would, with warnings as errors."""
+    """Compile a C file against the library in a build folder and return the executable."""
     executable = folder / f"{source.stem}_c"
-    command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror", source]
-    command += ["-I", SOURCE / "native", "-L", build, "-lfdk_cpu", "-o", executable]
-    subprocess.run([*command, f"-Wl,-rpath,{build}"], check=True)
+    command = ["cc", *STRICT, source, "-I", SOURCE / "native" / "api"]
+    command += ["-L", build, "-lfdk_cpu", f"-Wl,-rpath,{build}", "-o", executable]
+    subprocess.run(command, check=True)
     return executable
 
 
-def output_of(executable: Path, isa: str) -> str:
+def run_pinned(executable: Path, isa: str) -> str:
     env = os.environ | {"FDK_CPU_ISA": isa}
     return subprocess.run([executable], env=env, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
-def test_example(native_build: Path, tmp_path: Path, isa: str) -> None:
-    example = compile_c(SOURCE / "examples" / "linear.c", native_build, tmp_path)
-    assert output_of(example, isa) == f"{isa}: 4 160\n"
+def test_cmake_package(prefix: Path, tmp_path: Path) -> None:
+    text = CONSUMER.format(source=SOURCE / "examples" / "linear.c")
+    (tmp_path / "CMakeLists.txt").write_text(text)
+    configure = ["cmake", "-S", tmp_path, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}"]
+    for command in (configure, ["cmake", "--build", tmp_path]):
+        subprocess.run(command, check=True, capture_output=True)
+    assert run_pinned(tmp_path / "linear", "scalar") == "scalar: 4 160\n"
+
+
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="needs pkg-config on PATH")
+def test_pkg_config(prefix: Path, tmp_path: Path) -> None:
+    (package,) = prefix.rglob("fdk-cpu.pc")
+    env = os.environ | {"PKG_CONFIG_PATH": str(package.parent)}
+    command = ["pkg-config", "--cflags", "--libs", "fdk-cpu"]
+    flags = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    executable = tmp_path / "linear"
+    rpath = f"-Wl,-rpath,{package.parents[1]}"
+    source = SOURCE / "examples" / "linear.c"
+    subprocess.run(["cc", *STRICT, source, *flags.split(), rpath, "-o", executable], check=True)
+    assert run_pinned(executable, "scalar") == "scalar: 4 160\n"
 
 
 @pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
 def test_golden_bytes(native_build: Path, tmp_path: Path, isa: str) -> None:
     golden = compile_c(SOURCE / "tests" / "native" / "golden.c", native_build, tmp_path)
-    assert output_of(golden, isa) == GOLDEN.read_text()
-
-
-@pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
-def test_int8(native_build: Path, tmp_path: Path, isa: str) -> None:
-    example = compile_c(SOURCE / "tests" / "native" / "int8.c", native_build, tmp_path)
-    # Codebook: 4 * (-1 + 0 + 0.5 + 1) * 2 + 0.5 and 16 * 1 * 10.
-    # Zero points: 4 * (-1 + 0 + 1 + 2) * 2 + 0.5 and 16 * 3 * 10.
-    assert output_of(example, isa) == (
-        f"{isa} codebook: 4.5 160 nan nan 0.5 0\n{isa} zero points: 16.5 480 nan nan 0.5 0\n"
-    )
+    assert run_pinned(golden, isa) == GOLDEN.read_text()
 
 
 class Format(ctypes.Structure):
@@ -90,17 +105,17 @@ def library(native_build: Path) -> ctypes.CDLL:
         (Format(4, 64, 64, 4, FP32, 4), "zero_dtype: wanted none, bf16, fp16, fp32 or u8, got 4"),
     ],
 )
-def test_formats_are_refused(library: ctypes.CDLL, format: Format, message: str) -> None:
+def test_invalid_formats(library: ctypes.CDLL, format: Format, message: str) -> None:
     size = ctypes.c_size_t()
     assert library.fdk_packed_size(ctypes.byref(format), ctypes.byref(size)) != 0
     assert message in library.fdk_error().decode()
 
 
-def test_pointers_and_sizes_are_refused(library: ctypes.CDLL) -> None:
+def test_invalid_pointers_and_sizes(library: ctypes.CDLL) -> None:
     format = ctypes.byref(Format(4, 128, 64, 4, FP32, 0))
     size = ctypes.c_size_t()
     assert library.fdk_packed_size(format, ctypes.byref(size)) == 0
-    # 256 bytes of codes; 8 scales of 4 bytes, filled up to a cache line.
+    # 256 bytes of codes; 8 scales of 4 bytes, padded to a cache line.
     assert size.value == 256 + 64
     tensors = (bytes(256), bytes(32))
     block = ctypes.create_string_buffer(size.value)
@@ -117,8 +132,8 @@ def test_pointers_and_sizes_are_refused(library: ctypes.CDLL) -> None:
     assert "got mmx" in library.fdk_error().decode()
 
 
-def made_by_c(library: ctypes.CDLL, codebook: Tensor) -> tuple[Tensor, float, float]:
-    """Levels, step and offset."""
+def c_int8_table(library: ctypes.CDLL, codebook: Tensor) -> tuple[Tensor, float, float]:
+    """Return the levels, step and offset that the C API computes."""
     values = (ctypes.c_float * len(codebook))(*codebook.tolist())
     table = Int8Table()
     bits = len(codebook).bit_length() - 1
@@ -133,9 +148,9 @@ def test_int8_table(library: ctypes.CDLL, bits: int) -> None:
     for turn in range(40):
         codebook = torch.randn(1 << bits, generator=generator).sort().values
         codebook = (codebook + turn % 3) * 10.0 ** (turn % 7 - 3)
-        levels, step, offset = made_by_c(library, codebook)
+        levels, step, offset = c_int8_table(library, codebook)
         expected = int8_table(codebook)
-        # Any two values are exact in every table: which one is best is a matter of rounding.
+        # Two values are exact in many tables, so at 1 bit only the values are compared.
         if bits > 1:
             assert torch.equal(levels, expected.levels.long())
             assert step == pytest.approx(expected.step, rel=1e-6)
@@ -163,7 +178,7 @@ def test_int8_table(library: ctypes.CDLL, bits: int) -> None:
 )
 def test_int8_table_degenerate(library: ctypes.CDLL, values: list[float]) -> None:
     codebook = torch.tensor(values, dtype=torch.float32)
-    levels, step, offset = made_by_c(library, codebook)
+    levels, step, offset = c_int8_table(library, codebook)
     got = ((levels.double() - offset) * step).float()
     expected = int8_table(codebook).values
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6 * float(codebook.abs().max()))
@@ -174,7 +189,7 @@ def test_int8_table_degenerate(library: ctypes.CDLL, values: list[float]) -> Non
 def test_int8_table_not_finite(library: ctypes.CDLL, bad: float, at: int) -> None:
     codebook = torch.linspace(-1, 1, 16)
     codebook[at] = bad
-    levels, step, offset = made_by_c(library, codebook)
+    levels, step, offset = c_int8_table(library, codebook)
     expected = int8_table(codebook)
     assert math.isnan(step)
     assert math.isnan(expected.step)
@@ -182,7 +197,34 @@ def test_int8_table_not_finite(library: ctypes.CDLL, bad: float, at: int) -> Non
     assert offset == expected.offset == 0
 
 
-def test_int8_is_refused(library: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
+def test_int8(library: ctypes.CDLL, isa: str) -> None:
+    codes = bytes([0x1B] * 4 + [0xFF] * 4)  # 0 1 2 3 0 1 2 3 ... in row 0, 3 3 3 3 ... in row 1
+    scales, bias = (ctypes.c_float * 2)(2, 10), (ctypes.c_float * 2)(0.5, 0)
+    x = torch.stack((torch.ones(16), torch.ones(16), torch.zeros(16)))
+    x[1, 7] = torch.nan
+    table = Int8Table()
+    assert (
+        library.fdk_make_int8_table((ctypes.c_float * 4)(-1, 0, 0.5, 1), 2, ctypes.byref(table))
+        == 0
+    )
+    assert library.fdk_set_isa(isa.encode()) == 0
+    for zero_dtype, zeros, levels, first in (
+        (0, None, ctypes.byref(table), [4.5, 160]),  # 4 (-1 + 0 + 0.5 + 1) 2 + 0.5 and 16 1 10
+        (U8, bytes([1, 0]), None, [16.5, 480]),  # 4 (-1 + 0 + 1 + 2) 2 + 0.5 and 16 3 10
+    ):
+        format, size = ctypes.byref(Format(2, 16, 16, 2, FP32, zero_dtype)), ctypes.c_size_t()
+        assert library.fdk_packed_size(format, ctypes.byref(size)) == 0
+        block, y = torch.zeros(size.value, dtype=torch.uint8), torch.empty(3, 2)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (block, x, y)]
+        assert library.fdk_pack(format, codes, scales, zeros, pointers[0], size, 1) == 0
+        arguments = (format, pointers[0], levels, FP32, pointers[1], 3, bias, pointers[2], 1)
+        assert library.fdk_linear_int8(*arguments) == 0
+        expected = torch.tensor([first, [torch.nan] * 2, [0.5, 0]])
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_int8_invalid_arguments(library: ctypes.CDLL) -> None:
     codebook, table = (ctypes.c_float * 16)(), ctypes.byref(Int8Table())
     for arguments, message in (
         ((None, 4, table), "codebook: wanted a pointer, got NULL"),

@@ -1,24 +1,21 @@
-"""The conformance kit of fdk-formats on every instruction set that this machine runs."""
+"""The conformance tests of fdk-formats and the C++ tests, on every instruction set."""
 
-from collections.abc import Iterator
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import fdk_cpu
 from fdk_formats import Format
-from fdk_formats.testing import (
-    Case,
-    cases,
-    check_backend,
-)
+from fdk_formats.testing import Case, cases, check_backend
 
 BACKEND = fdk_cpu.CpuBackend()
 CASES = list(cases())
-# Groups that straddle tiles or need padding, rows that end within a tile, every kernel's m, more
-# rows and depth than a block of W_hat has (64 x 2048 at most, 256 x 512 for backward), and more
-# rows than two pieces of the kernels that take one row of x (128 each).
+# Groups that straddle tiles or need padding, rows that end within a tile, an m for each kernel,
+# more than one block of W_hat (64 x 2048; 256 x 512 for dgrad), and more than two pieces of a
+# two-pass GEMV (128 rows each).
 AWKWARD = [
     Case(Format(codebook, bits, group), m=m, n=n, k=k, dtype=dtype, seed=bits)
     for bits, (codebook, group, m, n, k, dtype) in zip(
@@ -48,34 +45,27 @@ AWKWARD = [
         strict=True,
     )
 ]
-# More rows of x than are worked on at once.
+# More rows of x than one pass handles.
 AWKWARD.append(Case(Format("custom", 4, 64), m=1030, n=9, k=128, dtype=torch.bfloat16))
-# One to three rows past the panels, which meet more than one block of tiles, and of rows.
+# One to three rows after the panels, with more than one block of tiles and of rows.
 AWKWARD += [
     Case(Format("custom", bits, 64), m=m, n=70, k=2304, dtype=torch.bfloat16, seed=m)
     for bits, m in ((8, 9), (7, 10), (6, 11), (4, 19))
 ]
 
 
-@pytest.fixture(params=fdk_cpu.instruction_sets())
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    fdk_cpu.set_instruction_set(request.param)
-    yield request.param
-    fdk_cpu.set_instruction_set("auto")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kit(instruction_set: str, case: Case) -> None:
+def test_kit(isa: str, case: Case) -> None:
     check_backend(BACKEND, case)
 
 
 @pytest.mark.parametrize("case", AWKWARD, ids=str)
-def test_awkward(instruction_set: str, case: Case) -> None:
+def test_awkward(isa: str, case: Case) -> None:
     check_backend(BACKEND, case)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_do_not_change_a_bit(instruction_set: str, threads: int) -> None:
+def test_result_does_not_depend_on_threads(isa: str, threads: int) -> None:
     case = replace(AWKWARD[3], n=1031)
     layout = BACKEND.pack(case.quantised(), dtype=case.dtype)
     x = case.random(case.m, case.k)
@@ -86,3 +76,10 @@ def test_threads_do_not_change_a_bit(instruction_set: str, threads: int) -> None
         assert torch.equal(layout(x[:1]), alone)
     finally:
         fdk_cpu.set_num_threads(None)
+
+
+@pytest.mark.parametrize("test", ["fdk_native_test", "fdk_fuzz_random"])
+def test_native(native_build: Path, test: str) -> None:
+    run = subprocess.run([native_build / test, "--cases", "300"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("300 cases passed")

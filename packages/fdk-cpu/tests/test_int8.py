@@ -1,6 +1,4 @@
-"""Products with x rounded to 8 bits on every instruction set, against the reference."""
-
-from collections.abc import Iterator
+"""The kernels with int8 activations on every instruction set, against the reference."""
 
 import pytest
 import torch
@@ -13,43 +11,36 @@ from fdk_formats.testing import Case, cases, nrmse, poisoned, random_quantised
 
 BACKEND = fdk_cpu.CpuBackend()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Seven group sizes and three dtypes in turn: over the widths each group size meets all.
+# Every third case, such that each group size still occurs with each dtype.
 CASES = [
     case
     for i, case in enumerate(
         cases(
             group_sizes=(16, 32, 64, 128, 48, 200, None),
             dtypes=DTYPES,
-            ms=(7,),  # and the last row alone
+            ms=(7,),  # test_kit runs the last row alone, too
         )
     )
     if i % 3 == i // 3 % 3
 ]
-# Several blocks of stripes, and more rows of x than are worked on at once.
+# Several blocks of stripes; more rows of x than one pass handles.
 LARGE = [
     Case(Format("custom", 8, 64), m=17, n=203, k=4096, dtype=torch.bfloat16),
     Case(Format("custom", 4, 64), m=1030, n=9, k=128, dtype=torch.float32),
 ]
-# Half a unit in the last place; float32 sums of a row have more.
+# Half a unit in the last place, except for float32, where the sums themselves round.
 MAX_ERROR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 
 
-@pytest.fixture(params=fdk_cpu.instruction_sets())
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    fdk_cpu.set_instruction_set(request.param)
-    yield request.param
-    fdk_cpu.set_instruction_set("auto")
-
-
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
-def test_kit(instruction_set: str, case: Case) -> None:
+def test_kit(isa: str, case: Case) -> None:
     q = case.quantised()
     layout = BACKEND.pack(q, dtype=case.dtype, activations="int8")
     x, bias = case.random(case.m, case.k), case.random(case.n)
     with poisoned():
         y = layout(x, bias)
         assert torch.equal(layout(x, bias), y)
-        # One row alone may take another kernel, but not other integers.
+        # A single row may use another kernel; its result meets the same bound.
         alone = layout(x[-1:], bias)
     expected = int8_linear(x.float(), q, bias.float())
     assert y.dtype == case.dtype
@@ -61,19 +52,19 @@ def test_kit(instruction_set: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_codes_of_x(instruction_set: str, dtype: torch.dtype) -> None:
-    # Halves of the largest magnitude lie between two codes, and are common on the grid of bf16.
+def test_codes_of_x(isa: str, dtype: torch.dtype) -> None:
+    # Half the largest magnitude lies midway between two codes, and bf16 values often hit it.
     q = random_quantised(Format.parse("affine8-g64"), 3, 128)
     layout = BACKEND.pack(q, dtype=torch.float32, activations="int8")
     x = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0)).to(dtype).float()
     size = x.norm(dim=1, keepdim=True) * q.dequantise().norm(dim=1) + 1e-9
     error = (layout(x) - int8_linear(x, q)).abs() / size
-    assert error.max() < 1e-5  # a code more or less: 5e-4
+    assert error.max() < 1e-5  # an x code off by one gives 5e-4
 
 
 @pytest.mark.parametrize("format", ["custom4-g64", "affine8-g16", "custom1-g128", "affine3-g200"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite(instruction_set: str, format: str, bad: float) -> None:
+def test_not_finite(isa: str, format: str, bad: float) -> None:
     q = random_quantised(Format.parse(format), 21, 400 if "200" in format else 384)
     layout = BACKEND.pack(q, dtype=torch.bfloat16, activations="int8")
     x = torch.randn(3, q.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -89,8 +80,8 @@ def test_what_is_not_finite(instruction_set: str, format: str, bad: float) -> No
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_extremes(instruction_set: str, bits: int) -> None:
-    # The largest codes meet the largest levels: no sum of theirs may saturate.
+def test_extremes(isa: str, bits: int) -> None:
+    # The largest codes times the largest levels must not saturate an integer sum.
     k = 256
     for format in (Format("int", bits, 64), Format("affine", bits, 64, zero_point="int")):
         q = quantise(torch.ones(8, k) * torch.tensor([1.0, -1.0]).repeat(4)[:, None], format)
@@ -112,7 +103,7 @@ def test_extremes(instruction_set: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 9])
-def test_threads_do_not_change_a_bit(instruction_set: str, m: int) -> None:
+def test_result_does_not_depend_on_threads(isa: str, m: int) -> None:
     case = Case(Format("custom", 4, 64), m=m, n=1031, k=384, dtype=torch.bfloat16)
     layout = BACKEND.pack(case.quantised(), dtype=case.dtype, activations="int8")
     x = case.random(m, case.k)
@@ -134,9 +125,9 @@ def test_layer() -> None:
     expected = int8_linear(x.detach().float(), layer.weight.unpack(), linear.bias.float())
     assert nrmse(y.detach(), expected.detach().double()) < MAX_ERROR[torch.bfloat16]
     y.sum().backward()
-    plain = QuantisedLinear.from_linear(linear, "nf4-g32")
+    float_layer = QuantisedLinear.from_linear(linear, "nf4-g32")
     leaf = x.detach().clone().requires_grad_()
-    plain(leaf).sum().backward()
+    float_layer(leaf).sum().backward()
     assert x.grad is not None
     assert leaf.grad is not None
     assert torch.equal(x.grad, leaf.grad)
@@ -157,7 +148,7 @@ def test_opcheck(format: Format) -> None:
     torch.library.opcheck(lut_linear_int8_op.op, (x, *tensors, *sizes, *table, bias, 24, 192))
 
 
-def test_op_refuses() -> None:
+def test_op_rejects() -> None:
     layout = BACKEND.pack(
         random_quantised(Format("nf", 4), 24, 128), dtype=torch.float32, activations="int8"
     )

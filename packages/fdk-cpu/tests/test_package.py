@@ -1,4 +1,4 @@
-"""The package as it is installed, or as it lies on PYTHONPATH."""
+"""The package as installed, or as found on PYTHONPATH."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import fdk_cpu
 
 
-def test_offers_what_it_says():
+def test_exported_names_exist():
     for name in fdk_cpu.__all__:
         assert hasattr(fdk_cpu, name), name
 
@@ -24,7 +24,7 @@ def test_requires_fdk_formats():
     assert any(line.replace(" ", "").startswith("fdk-formats<0.2,>=0.1") for line in requirements)
 
 
-def test_types_are_shipped():
+def test_ships_type_information():
     assert (Path(fdk_cpu.__file__).parent / "py.typed").is_file()
 
 
@@ -42,7 +42,7 @@ def test_workers_do_not_share_the_core_that_openmp_binds():
     cores = getattr(os, "sched_getaffinity", lambda _: ())(0)
     if len(cores) < 2 or not Path("/proc/self/task").is_dir():
         pytest.skip("needs Linux, /proc and two cores")
-    # A worker widens its cores when it first runs, which may be after the call that started it.
+    # A worker resets its affinity when it first runs, perhaps after the call that started it.
     code = """
 import os, time, torch, fdk_cpu
 fdk_cpu.set_num_threads(2)

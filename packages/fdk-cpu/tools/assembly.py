@@ -1,10 +1,10 @@
-"""Writes the assembly of a kernel for a target; without a name, lists what there is.
+"""Prints the assembly of a kernel for a target, or lists the kernels.
 
     python packages/fdk-cpu/tools/assembly.py --target arm64
     python packages/fdk-cpu/tools/assembly.py --target arm64 'TwoVectors, 4, 2, false, 1>'
 
-A name is a regular expression over C++ names. Builds the benchmark executable of the preset
-static-<target> first: what is shown is what runs. Needs that preset's compiler, and its objdump.
+A name is a regular expression for a C++ name. The benchmark executable of the preset
+static-<target> is built first. Needs that preset's compiler and its objdump.
 """
 
 import argparse
@@ -20,7 +20,7 @@ TARGETS = {"arm64": "aarch64-linux-gnu-", "x86_64": ""}
 
 @dataclass(frozen=True)
 class Symbol:
-    """A function of an executable: its C++ name, and where it lies."""
+    """A function of an executable."""
 
     name: str
     start: int
@@ -28,7 +28,7 @@ class Symbol:
 
 
 def build(target: str) -> Path:
-    """The benchmark executable of a target, built where it is not up to date."""
+    """Build the benchmark executable of a target and return its path."""
     preset = f"static-{target}"
     folder = SOURCE / "build" / preset
     for command in (
@@ -40,7 +40,7 @@ def build(target: str) -> Path:
 
 
 def functions(executable: Path, target: str) -> list[Symbol]:
-    """The functions of our own in an executable, without the arguments in their names."""
+    """Return the functions in namespace fdk, named without their arguments."""
     command = [f"{TARGETS[target]}nm", "-S", "-C", "--defined-only", executable]
     found = []
     for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(
@@ -53,20 +53,20 @@ def functions(executable: Path, target: str) -> list[Symbol]:
 
 
 def find(symbols: list[Symbol], pattern: str) -> Symbol:
-    """The one symbol that a regular expression is found in.
+    """Return the symbol that matches a regular expression.
 
     Raises:
-        SystemExit: where it is none, or several.
+        SystemExit: unless exactly one symbol matches.
     """
     found = [symbol for symbol in symbols if re.search(pattern, symbol.name)]
     if len(found) != 1:
         names = "\n  ".join(symbol.name for symbol in found or symbols)
-        raise SystemExit(f"wanted one function that fits {pattern!r}, got {len(found)}:\n  {names}")
+        raise SystemExit(f"wanted one match of {pattern!r}, got {len(found)}:\n  {names}")
     return found[0]
 
 
 def instructions(executable: Path, target: str, symbol: Symbol) -> dict[int, str]:
-    """Address and text of each instruction of a function."""
+    """Return the text of each instruction of a function by address."""
     span = [f"--start-address={symbol.start}", f"--stop-address={symbol.start + symbol.size}"]
     command = [f"{TARGETS[target]}objdump", "-d", "--no-show-raw-insn", *span, executable]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -75,9 +75,9 @@ def instructions(executable: Path, target: str, symbol: Symbol) -> dict[int, str
 
 
 def main() -> None:
-    """Prints the assembly of a kernel, or the kernels' names."""
+    """Print the assembly of a kernel, or the kernels' names."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("name", nargs="?", help="a regular expression over C++ names")
+    parser.add_argument("name", nargs="?", help="a regular expression for a C++ name")
     parser.add_argument("--target", choices=TARGETS, default="arm64")
     args = parser.parse_args()
     executable = build(args.target)

@@ -1,7 +1,8 @@
-"""Weights, activations and single plans of the Marlin kernels, for the tests on a GPU."""
+"""Weights, activations, single plans and checks of the Marlin kernels, for the tests on a GPU."""
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch.nn.functional import linear
 
@@ -16,14 +17,22 @@ from fdk_formats.format import BITS, Format
 from fdk_formats.testing import nrmse, poisoned, random_quantised
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Of the conformance kit.
+# Cases of the conformance kit.
 KIT = {"bits": BITS, "group_sizes": (32, 64, 128, None), "dtypes": DTYPES, "device": "cuda"}
-# A GPU of few SMs: several tiles to a block, with and without clusters.
+# With few SMs each block runs several tiles.
 FEW = Device(sm_count=6, shared_bytes=232448, has_clusters=True)
+FEW_HOPPER = replace(FEW, is_hopper=True)
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a GPU of compute capability 9.x",
+    ),
+]
 
 
 def pack(format, n, k, dtype=torch.bfloat16, seed=0, *, batch_invariant=False):
-    """A weight, and its layout; that of `binary` has the codebook by which Hopper goes by signs."""
+    """Returns a random weight and its layout; named grids get the codebook of their name."""
     q = random_quantised(Format.parse(format), n, k, seed=seed).to("cuda")
     if q.format.codebook in ("int", "binary"):
         q = replace(q, codebook=named_codebook(q.format, k).tensor(q.device))
@@ -37,8 +46,21 @@ def random_x(*shape, dtype=torch.bfloat16, seed=1):
     return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
 
+def check_rounded_once(y, oracle, *context):
+    """Asserts that y is nearly as close to float64 as rounding the oracle once makes it."""
+    assert nrmse(y, oracle) <= 1.2 * nrmse(oracle.to(y.dtype), oracle) + 1e-5, context
+
+
+def repeats_bit_for_bit(run, first):
+    """Returns whether 1000 more runs give the same bits."""
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        differs |= (run() != first).any()
+    return not differs
+
+
 def check(layout, q, x, bias=None):
-    """y is no further from float64 than torch, where torch has nothing but its sums to round."""
+    """Checks y against the weight that the chosen kernel multiplies, and returns it."""
     shape = None
     if len(x) <= MAX_M:
         limits = device_limits(x.device.index)
@@ -46,14 +68,12 @@ def check(layout, q, x, bias=None):
     W = multiplied_weight(q, x.dtype, shape)
     with poisoned():
         y = layout(x, bias)
-    oracle = linear(x.double(), W, None if bias is None else bias.double())
-    rounded_once = oracle.to(x.dtype)
-    assert nrmse(y, oracle) <= 1.2 * nrmse(rounded_once, oracle) + 1e-5
+    check_rounded_once(y, linear(x.double(), W, None if bias is None else bias.double()))
     return y
 
 
 def run_plan(layout, x, plan, *options):
-    """y by one plan; ``options`` are added to the compiler's."""
+    """Returns y by one plan of small m; ``options`` are added to the compiler's."""
     variant = Variant.of(layout.geometry, x.dtype)
     program = small_m_program(variant, plan.shape)
     kernel = Kernel(

@@ -22,8 +22,9 @@ from fdk_cuda.marlin import backend as marlin_backend
 from fdk_cuda.marlin.heuristics_small_m import MAX_M
 from fdk_cuda.nvrtc import Launch
 from fdk_cuda.nvrtc import launch as nvrtc_launch
-from fdk_cuda.triton import TritonLayout, autotune, remembered
+from fdk_cuda.triton import TritonLayout, autotune
 from fdk_cuda.triton import backend as triton_backend
+from fdk_cuda.triton.compiled_launch import CompiledLaunch
 from fdk_cuda.triton.configs import H200
 from fdk_cuda.triton.configs.gemv import gemv_config
 from fdk_cuda.triton.layout import PackedLayout
@@ -150,7 +151,7 @@ def setup(
     kernel = SimpleNamespace(
         run=lambda *arguments: launches.append(arguments[9:]), function=5, packed_metadata=None
     )
-    compiled = remembered.Launch(kernel, (3,), ())
+    compiled = CompiledLaunch(kernel, (3,), ())
     for module, name, stand_in in (
         (marlin_backend, "linear_op", own.op),
         (marlin_backend, "small_launch_for", lambda f, d, m, *_: (nvrtc_launch_of(), (m, N, 0.0))),

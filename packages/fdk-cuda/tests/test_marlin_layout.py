@@ -1,14 +1,13 @@
-"""The Marlin layout on the CPU: round trip, positions worked by hand, golden digests."""
+"""The Marlin layout on the CPU: round trips, positions by hand, golden digests, kernel formats."""
 
 import hashlib
-import itertools
-import struct
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fdk_cuda.marlin import MARLIN, MARLIN_LUT
+from fdk_cuda.marlin.backend import _kernel_format
 from fdk_cuda.marlin.layout import Geometry, _fields, pack_layout, unsupported_reason
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import BITS, Format
@@ -42,7 +41,7 @@ def test_layout_round_trip(case):
     [("int8-g64", 127), ("int8-g64-signmax", 128), ("int4-g64", None), ("uniform8-g64", None)],
 )
 def test_grids_of_8_bits_are_known(format, zero_point):
-    """Their codes are computed, unless the table is another, or has a code that is none.
+    """Their codes are computed, unless the table differs or a code has no grid value.
 
     ``quantise`` never gives that code, which would be the higher of two that are 127.
     """
@@ -77,7 +76,7 @@ def test_grids_of_8_bits_are_known(format, zero_point):
     ],
 )
 def test_signs_are_known(format, codebook, signs):
-    """By the table of a weight, whatever its name."""
+    """Decided by the codebook of a weight, not by its name."""
     q = random_quantised(Format.parse(format), 64, 128)
     layout = MARLIN_LUT.pack(replace(q, codebook=torch.tensor(codebook)), dtype=torch.bfloat16)
     assert layout.geometry.has_signs == signs
@@ -95,7 +94,7 @@ def test_fields_cover_every_bit_once(bits):
 
 
 def lone_code(bits, row, column, code):
-    """The bytes of a 64 x 128 weight of zeros with one code in it."""
+    """Returns the one nonzero byte of a 64 x 128 weight with one nonzero code."""
     codes = torch.zeros(64, 128, dtype=torch.uint8)
     codes[row, column] = code
     geometry = Geometry(bits, 64, 128, 64, torch.bfloat16, has_zero_point=False)
@@ -111,10 +110,10 @@ def test_positions_by_hand():
     # block 1, step 2 + 1 = 3, t = 2, i = 2 + 1 = 3, e = 1. Slot 8 * 2 + (5 ^ 4) = 17 of the first
     # piece; unit 2 * 1 + 1 = 3 is its word 3, pair 2 * 1 + 1 its byte 3, e the upper nibble.
     assert lone_code(4, 45, 64 + 32 + 16 + 4 + 3, 0xB) == (1, 1, 17 * 16 + 15, 0xB0)
-    # Row 16: tile 0, fragment 1, g = 0. 8 bits: words 8 to 15 are its own, column 0 is byte 0
-    # of word 8: the third piece of 512 bytes, slot 0.
+    # Row 16: tile 0, fragment 1, g = 0. 8 bits: words 8 to 15, column 0 is byte 0 of word
+    # 8: the third piece of 512 bytes, slot 0.
     assert lone_code(8, 16, 0, 0xA5) == (0, 0, 2 * 512, 0xA5)
-    # 1 bit: a piece of 8 bytes a lane. Row 16 + 8 + 1: g = 1, t = 0, slot 1. Column 4: step 1,
+    # 1 bit: a piece of 8 bytes per lane. Row 16 + 8 + 1: g = 1, t = 0, slot 1. Column 4: step 1,
     # i = 1, e = 0: bit 3 + 1 + 4 = 8 of word 1.
     assert lone_code(1, 25, 4, 1) == (0, 0, 1 * 8 + 4 + 1, 1)
     # 3 bits, row 0, column 32 + 8 * 3 + 4: step 3, t = 3, i = 0, e = 0. Slot 8 * 3 + (0 ^ 6) = 30,
@@ -137,82 +136,6 @@ def test_positions_by_hand():
     assert lone_code(5, 24, 39, 0x10) == (0, 0, 2 * 512 + 4 + 3, 0x80)
 
 
-def rotated(word, places):
-    return (word >> places % 32 | word << -places % 32) & 0xFFFFFFFF
-
-
-def joined_unit(bits, words, f, unit):
-    """``neighbours_unit`` of 5 to 7 bits: what is above a code in its byte is of others."""
-    own = words[4 * f + unit]
-    if bits == 5:
-        codes = []
-        for h, i in itertools.product(range(2), repeat=2):
-            part = rotated(words[8 + f], 2 * unit - 6 + 16 * h) & 0xC0C0
-            # The byte below one with the pair's lower bits in the address of their values.
-            upper, lower = part >> 8 * i & 0xFF, own >> 8 * (2 * h + i) & 0xFF
-            codes += [lower & 15 | (upper >> 6 & 1) << 4, lower >> 4 | (upper >> 7) << 4]
-        return codes
-    second = rotated(words[8 + 2 * (unit >> 1) + f], 4 * (unit & 1) + bits - 8)
-    left = (0x100 >> bits) - 1
-    second = own >> bits & left * 0x01010101 | second & (0xFF - left) * 0x01010101
-    if bits == 7:
-        second = second & 0x1F1F1F1F | rotated(words[12 + f], 2 * unit - 5) & 0xE0E0E0E0
-    return [word >> 8 * c & (1 << bits) - 1 for word in (own, second) for c in range(4)]
-
-
-def neighbours_unit(bits, words, f, unit):
-    """The codes (h, i, e) of a unit, from a lane's words as hopper_decode.cuh takes them apart."""
-    if 4 < bits < 8:
-        return joined_unit(bits, words, f, unit)
-    own, byte = words[f * bits : (f + 1) * bits], 8 * unit
-    if bits == 8:
-        return [own[4 * h + unit] >> 8 * c & 0xFF for h in range(2) for c in range(4)]
-    if bits == 4:
-        return [own[unit] >> 4 * c & 0xF for c in range(8)]
-    if bits == 3:
-        pairs = [word >> byte & 0xFF for word in own]
-        pairs.append(pairs[0] >> 6 | pairs[1] >> 4 & 0xC | pairs[2] >> 2 & 0x30)
-        return [pair >> 3 * e & 7 for pair in pairs for e in range(2)]
-    if bits == 2:
-        second = rotated(own[1], 2 * unit) >> 1
-        return [own[0] >> byte + 2 * c & 3 for c in range(4)] + [
-            second >> 8 * c & 3 for c in range(4)
-        ]
-    s, i1 = unit >> 1, unit & 1
-    hie = list(itertools.product(range(2), repeat=3))
-    if f == 0:
-        word = rotated(own[0], 8 * s + 4 * i1)
-        return [word >> 16 * h + 2 * i + e & 1 for h, i, e in hie]
-    word = rotated(own[0], s + 8 * i1)
-    return [word >> 3 + 2 * h + 4 * i + 16 * e & 1 for h, i, e in hie]
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_neighbours_hold_what_wgmma_wants(bits):
-    """Lane 4 g + t finds columns 8 j + 2 t + e of a half as unit t of the neighbour j."""
-    codes = torch.randint(1 << bits, (64, 128), generator=torch.Generator().manual_seed(1))
-    codes = codes.to(torch.uint8)
-    geometry = Geometry(bits, 64, 128, 64, torch.bfloat16, has_zero_point=False)
-    scale = torch.zeros(64, 2, dtype=torch.bfloat16)
-    laid_out = pack_layout(geometry, pack(codes, bits), scale, None)
-    whole = 2 * bits // 4
-    for tile, block, f, g, t, j in itertools.product(
-        range(2), range(2), range(2), range(8), range(4), range(4)
-    ):
-        data = laid_out[tile, block].numpy().tobytes()
-        slot = 8 * j + (g ^ 2 * j)
-        pieces = [data[512 * p + 16 * slot :][:16] for p in range(whole)]
-        if 2 * bits % 4:
-            pieces.append(data[512 * whole + 8 * slot :][:8])
-        words = struct.unpack(f"<{2 * bits}I", b"".join(pieces))
-        rows, column = 32 * tile + 16 * f + g, 64 * block + 8 * j + 2 * t
-        wanted = [
-            int(codes[rows + 8 * i, column + 32 * h + e])
-            for h, i, e in itertools.product(range(2), repeat=3)
-        ]
-        assert neighbours_unit(bits, words, f, t) == wanted
-
-
 def test_scale_positions():
     geometry = Geometry(4, 64, 128, 32, torch.bfloat16, has_zero_point=True)
     scale = torch.zeros(64, 4, dtype=torch.bfloat16)
@@ -225,8 +148,7 @@ def test_scale_positions():
     assert values.nonzero().tolist() == [[0, 0, 2 * 16 + 4 + 3], [0, 1, 8]]
 
 
-# The first 16 digits of SHA-256 over the laid-out bytes of random_quantised(format, 37, 384): a
-# layout never changes silently.
+# First 16 digits of SHA-256 over the packed bytes of random_quantised(format, 37, 384).
 GOLDEN = {
     "custom1-g64": "3cbed1c32bd467cf",
     "custom2-g64": "e1ec56a731a9e8c8",
@@ -278,3 +200,28 @@ def test_longer_groups_are_repeated():
 )
 def test_why_not(format, k, reason):
     assert unsupported_reason(Format.parse(format), k) == reason
+
+
+NORMAL = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("pair", "signs"),
+    [
+        ((-1.0, 1.0), {torch.float16, torch.bfloat16}),
+        ((-1.0, 1.0002), {torch.float16, torch.bfloat16}),
+        ((-1.0, 1.003), {torch.bfloat16}),
+        ((-1.0, 1.01), set()),
+        ((0.5, 1.0), set()),
+    ],
+)
+def test_signs_are_those_of_the_dtype(
+    pair: tuple[float, float], signs: set[torch.dtype], dtype: torch.dtype
+) -> None:
+    q = quantise(NORMAL, "custom1-g64", codebook=torch.tensor(pair))
+    assert _kernel_format(q, dtype).codebook == ("binary" if dtype in signs else "custom")
+
+
+def test_kmeans_of_normal_weights_has_signs() -> None:
+    assert _kernel_format(quantise(NORMAL, "kmeans1-g64"), torch.float16).codebook == "binary"

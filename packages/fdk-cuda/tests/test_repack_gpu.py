@@ -1,7 +1,6 @@
-"""Laying weights out and taking them back by kernel: the bytes of the torch functions."""
+"""Packing and unpacking by kernel gives the bytes of the torch functions."""
 
 import itertools
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from fdk_cuda.marlin import repack
 from fdk_cuda.marlin.layout import Geometry, pack_layout, unpack_layout
 from fdk_formats.format import BITS
 from fdk_formats.packing import packed_width
+from fdk_formats.testing import poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -27,19 +27,8 @@ KINDS = (
 )
 
 
-@contextmanager
-def poisoned():
-    """What ``new_empty`` takes is filled: 255 in bytes, NaN in floats."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def stored(bits, n, k, group_size, dtype, has_zero_point, *, device="cuda", seed=0):
-    """A geometry, and canonical bytes (with bits after the last code) and scales."""
+    """Returns a geometry, canonical bytes with random padding bits, scale and zero point."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = n, packed_width(bits, k)
     packed = torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
@@ -105,7 +94,7 @@ def test_on_a_stream_and_another_gpu(device):
 
 
 def test_memory():
-    """Nothing but what is returned, where torch takes some 20 bytes a code."""
+    """Allocates only what it returns; torch needs about 20 bytes per code."""
     geometry, *weight = stored(4, 4096, 8192, 64, torch.bfloat16, True)
 
     def check_peak(run):
@@ -123,5 +112,5 @@ def test_memory():
 
 @pytest.mark.parametrize(("bits", "k"), list(itertools.product(BITS, (4096, 4104))))
 def test_many_rows(bits, k):
-    """Thousands of blocks of threads, and a last tile that is not full."""
+    """Thousands of thread blocks, and a partial last tile."""
     check(*stored(bits, 8200, k, k, torch.bfloat16, False))

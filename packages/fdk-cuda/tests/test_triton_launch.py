@@ -1,4 +1,4 @@
-"""What the launcher remembers, with a kernel that only counts."""
+"""Compiled launches that are kept, with a kernel that only counts."""
 
 import ast
 from dataclasses import replace
@@ -13,17 +13,17 @@ from triton import CompilationError, OutOfResources
 from triton.runtime.errors import PTXASError
 from triton_cases import DGRAD_CONFIGS
 
+from fdk_cuda.triton import compiled_launch as compiled_launch_module
 from fdk_cuda.triton import launch as launch_module
-from fdk_cuda.triton import remembered as remembered_module
+from fdk_cuda.triton.compiled_launch import CompiledLaunch, compile_and_launch, launch_compiled
 from fdk_cuda.triton.configs import DgradWgmmaConfig, GemmWgmmaConfig
 from fdk_cuda.triton.launch import PackedWeight, dgrad, linear, linear_dgrad
 from fdk_cuda.triton.layout import PackedLayout
-from fdk_cuda.triton.remembered import Launch, launch, relaunch
 from fdk_formats import torch_internals
 
 
 class FakeKernel:
-    """Stands for a kernel and what Triton compiles of it; counts calls that go past Triton."""
+    """A kernel and its compiled form; counts launches that bypass Triton."""
 
     def __init__(self, asm: dict[str, str], arg_names: tuple[str, ...] = ("x_ptr",)) -> None:
         self.arg_names, self.again = arg_names, 0
@@ -38,33 +38,33 @@ class FakeKernel:
 
 @pytest.fixture(autouse=True)
 def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered_module, "INTERPRETED", False)
-    monkeypatch.setattr(remembered_module, "_launches", {})
+    monkeypatch.setattr(compiled_launch_module, "INTERPRETED", False)
+    monkeypatch.setattr(compiled_launch_module, "_compiled", {})
     monkeypatch.setattr(launch_module, "_not_in_layout", set())
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 0)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_what_is_not_right_is_not_remembered(is_right: bool) -> None:
-    """While it is looked at, another thread finds nothing either."""
+def test_wrong_kernels_are_not_kept(is_right: bool) -> None:
+    """Another thread finds nothing during the check either."""
     tensors, kernel, key = (torch.zeros(4),), FakeKernel({}), ("some", "key")
     found = []
 
     def look(compiled: object) -> bool:
-        found.append(relaunch(key, tensors))
+        found.append(launch_compiled(key, tensors))
         return is_right
 
-    assert launch(key, kernel, (1,), tensors, (), {}, look) == is_right
+    assert compile_and_launch(key, kernel, (1,), tensors, (), {}, look) == is_right
     assert found == [False]
-    assert relaunch(key, tensors) == is_right
+    assert launch_compiled(key, tensors) == is_right
     assert kernel.again == int(is_right)
 
 
 @pytest.mark.parametrize("asm", [{}, {"ttgir": "no transposition"}], ids=["none", "other"])
-def test_gradient_without_the_right_layout(
+def test_dgrad_without_the_right_layout(
     asm: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the dequantised weight, also where Triton has kept no text of its layouts."""
+    """Uses the dequantised weight, also where Triton kept no text of its layouts."""
     names = "y words scale zero values lanes out m n k k_tiles groups"
     monkeypatch.setattr(launch_module, "dgrad_kernel", FakeKernel(asm, tuple(names.split())))
     weight = torch.eye(64, dtype=torch.bfloat16)
@@ -75,11 +75,11 @@ def test_gradient_without_the_right_layout(
     for _ in range(2):
         assert torch.equal(dgrad(grad_y, w, replace(DGRAD_CONFIGS[0], split_n=1)), grad_y)
     assert launch_module._not_in_layout
-    assert not remembered_module._launches
+    assert not compiled_launch_module._compiled
 
 
 class NotMade(FakeKernel):
-    """As a release of Triton whose Gluon names things anew, or a machine that has no room."""
+    """A kernel that this Triton cannot compile, or that this machine cannot hold."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__({}, ("CLUSTER",))
@@ -99,8 +99,8 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the dequantised weight: said once, and not tried again; first without clusters."""
+def test_gemm_wgmma_that_cannot_compile(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries without clusters, then uses the dequantised weight, and warns once."""
     kernel, weight = NotMade(error), torch.eye(64, dtype=torch.bfloat16)
     monkeypatch.setattr(launch_module, "gemm_wgmma_kernel", kernel)
     monkeypatch.setattr(launch_module, "_not_made", set())
@@ -118,8 +118,8 @@ def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
-def test_gradient_of_many_rows_without_gluon(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the dequantised weight, said once; of a dy, too, that TMA cannot read where it lies."""
+def test_dgrad_wgmma_that_cannot_compile(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the dequantised weight and warns once; also for a dy that TMA cannot read."""
     kernel, weight = NotMade(PTXASError("no barrier")), torch.eye(64, dtype=torch.bfloat16)
     monkeypatch.setattr(launch_module, "dgrad_wgmma_kernel", kernel)
     monkeypatch.setattr(launch_module, "_not_made", set())
@@ -137,7 +137,7 @@ def test_gradient_of_many_rows_without_gluon(offset: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("packed", [(8, 1, 512), (8, 1, 512, 1, 1, 1)], ids=["known", "other"])
 def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
-    """The launch alone makes clusters; where Triton would not, that is an error."""
+    """The launch adds clusters; an error where this Triton has no way to."""
     metadata = SimpleNamespace(num_warps=8, shared=512)
     given = []
     kernel = SimpleNamespace(
@@ -148,20 +148,20 @@ def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
     )
     if len(packed) > 3:
         with pytest.raises(RuntimeError, match="no way to launch clusters"):
-            Launch(kernel, (4,), (7,), 2)
+            CompiledLaunch(kernel, (4,), (7,), 2)
         return
-    Launch(kernel, (4,), (7,), 2)((16, 32), 0)
+    CompiledLaunch(kernel, (4,), (7,), 2)((16, 32), 0)
     assert given == [(4, 1, 1, 0, "function", (8, 2, 512), None, None, None, 16, 32, 7)]
 
 
-def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps what it hands over for the stream of the last launch."""
+def test_launch_uses_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments are kept for the stream of the last launch."""
     streams, seen = iter([0, 5, 5, 0]), []
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: next(streams))
     kernel = SimpleNamespace(
         run=lambda *arguments: seen.append(arguments), function="f", packed_metadata=None
     )
-    own = Launch(kernel, (4,), (7,))
+    own = CompiledLaunch(kernel, (4,), (7,))
     for _ in range(4):
         own((16, 32), 0)
     assert [arguments[:5] for arguments in seen] == [(4, 1, 1, s, "f") for s in (0, 5, 5, 0)]
@@ -173,7 +173,7 @@ def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -
 def test_launch_without_wrapper(
     version: str, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton 3.6's own launch gets what its wrapper would add, unless there is scratch memory."""
+    """Triton 3.6's launch gets its wrapper's arguments, unless there is scratch memory."""
     calls: list[tuple[str, tuple[object, ...]]] = []
 
     class Run:
@@ -187,9 +187,9 @@ def test_launch_without_wrapper(
             calls.append(("run", args))
 
     kernel = SimpleNamespace(run=Run(), function="f", packed_metadata="packed")
-    monkeypatch.setattr(remembered_module.triton, "__version__", version)
+    monkeypatch.setattr(compiled_launch_module.triton, "__version__", version)
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: 5)
-    Launch(kernel, (4,), (7,))((16, 32), 0)
+    CompiledLaunch(kernel, (4,), (7,))((16, 32), 0)
     added = (False, True, None, None)
     expected = ("run", (4, 1, 1, 5, "f", "packed", None, None, None, 16, 32, 7))
     if version == "3.6.0" and not scratch:

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from fdk_cuda.triton.compiled_launch import OPTIONS
 from fdk_cuda.triton.configs import GPUS, DgradWgmmaConfig, GemmConfig, GemmWgmmaConfig
 from fdk_cuda.triton.configs.dgrad import dgrad_config
 from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, dequantise_config, takes_table
@@ -28,7 +29,6 @@ from fdk_cuda.triton.kernels.tma_pipeline import shared_layout
 from fdk_cuda.triton.launch import limit
 from fdk_cuda.triton.layout import POSITIONS, PackedLayout, words_of
 from fdk_cuda.triton.packed_weight import PackedWeight
-from fdk_cuda.triton.remembered import OPTIONS
 
 # Bytes of stack per thread. Configurations were chosen with Triton 3.7, where none uses any; other
 # versions allocate registers differently, and a few configurations spill.

@@ -1,11 +1,11 @@
-"""These are the tests of fdk_formats alone: its own kernels, whatever else is installed."""
+"""Tests run on the kernels of fdk_formats, whatever else is installed."""
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from fdk_formats.blockwise import TORCH_KERNELS, kernels
 
-# The same examples in each run, and no limit of time: by default 200 ms for one is a failure.
+# The same examples in each run, and no deadline (the default is 200 ms per example).
 settings.register_profile(
     "fdk", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -13,6 +13,6 @@ settings.load_profile("fdk")
 
 
 @pytest.fixture(autouse=True)
-def torch_blockwise_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blockwise ops in torch."""
+def torch_blockwise_kernels(monkeypatch):
+    """Uses the torch kernels for blockwise ops."""
     monkeypatch.setattr(kernels, "_REGISTERED", {"cpu": TORCH_KERNELS})

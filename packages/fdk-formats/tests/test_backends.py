@@ -1,48 +1,37 @@
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fdk_formats import (
-    Format,
-    NoBackendError,
-    Problem,
-    QuantisedTensor,
-    all_backends,
-    register,
-    select,
-)
+from fdk_formats import Format, NoBackendError, Problem, all_backends, register, select
 from fdk_formats import backends as backends_module
-from fdk_formats.backends import Backend, Layout, unsupported_reasons
+from fdk_formats.backends import Backend, unsupported_reasons
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 
 
 class Wide:
-    """Takes k in multiples of 128, and is the better the wider."""
+    """Supports multiples of 128 as k; its priority grows with k."""
 
-    def __init__(self, name: str, priority: int) -> None:
+    def __init__(self, name, priority):
         self.name, self.level = name, priority
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem):
         return f"needs k % 128 == 0, got k={problem.k}" if problem.k % 128 else None
 
-    def priority(self, problem: Problem) -> int:
+    def priority(self, problem):
         return self.level
 
-    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+    def pack(self, q, *, dtype):
         return ReferenceLayout(q)
 
 
-def problem(k: int) -> Problem:
+def problem(k):
     return Problem(Format.parse("nf4-g64"), 8, k, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The reference alone, whatever is installed; what a test registers goes with it."""
+def registry(monkeypatch):
+    """Leaves only the reference registered, and undoes registrations afterwards."""
     monkeypatch.setattr(backends_module, "_registry", {"reference": ReferenceBackend()})
     monkeypatch.setattr(backends_module, "_by_name_only", {"reference"})
     monkeypatch.setattr(backends_module, "KNOWN_PACKAGES", ())
@@ -52,7 +41,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backends_module._discover.cache_clear()
 
 
-def test_auto_picks_the_highest_priority_that_takes_it() -> None:
+def test_auto_picks_the_highest_priority():
     register(Wide("slow", 1))
     register(Wide("fast", 2))
     assert select(problem(128)).name == "fast"
@@ -60,13 +49,13 @@ def test_auto_picks_the_highest_priority_that_takes_it() -> None:
     assert isinstance(select(problem(128)), Backend)
 
 
-def test_reference_is_chosen_by_name_only() -> None:
+def test_reference_is_chosen_by_name_only():
     assert select(problem(192), "reference").name == "reference"
     with pytest.raises(NoBackendError, match='reference: chosen by name only: backend="reference"'):
         select(problem(192))
 
 
-def test_every_reason_is_told() -> None:
+def test_errors_have_every_reason():
     register(Wide("a", 1))
     register(Wide("b", 2))
     with pytest.raises(NoBackendError) as caught:
@@ -82,7 +71,7 @@ def test_every_reason_is_told() -> None:
     }
 
 
-def test_a_named_backend_says_why_not() -> None:
+def test_a_named_backend_says_why_not():
     register(Wide("a", 1))
     with pytest.raises(NoBackendError, match=r"backend a does not support .*: needs k % 128 == 0"):
         select(problem(192), "a")
@@ -94,12 +83,12 @@ def test_a_named_backend_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("asked", [select, unsupported_reasons])
-def test_what_is_no_problem_is_refused(asked: Callable[[Any], object]) -> None:
+def test_problem_is_checked(asked):
     with pytest.raises(TypeError, match=f"{asked.__name__}: problem must be a Problem, got None"):
         asked(None)
 
 
-def test_register_replaces_and_moves_between_auto_and_by_name() -> None:
+def test_register_replaces_and_moves_between_auto_and_by_name():
     register(Wide("a", 1), by_name_only=True)
     with pytest.raises(NoBackendError):
         select(problem(128))
@@ -109,18 +98,16 @@ def test_register_replaces_and_moves_between_auto_and_by_name() -> None:
     assert list(all_backends()) == ["reference", "a"]
 
 
-def test_register_checks_what_it_gets() -> None:
+def test_register_checks_its_argument():
     message = "register: a backend has name, unsupported, priority and pack, got object"
     with pytest.raises(TypeError, match=message):
-        register(object())  # type: ignore[arg-type]
+        register(object())
     with pytest.raises(ValueError, match="needs a name of its own, got 'auto'"):
         register(Wide("auto", 1))
     assert list(all_backends()) == ["reference"]
 
 
-def test_packages_are_discovered_and_broken_ones_are_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_are_discovered_and_broken_ones_reported(tmp_path, monkeypatch):
     (tmp_path / "fdk_test_broken.py").write_text("raise OSError('no driver')\n")
     (tmp_path / "fdk_test_works.py").write_text(
         "import fdk_formats.backends as b\n"

@@ -24,11 +24,8 @@ from fdk_formats.blockwise import (
 from fdk_formats.testing.blockwise import beside_midpoints, check_kernels
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-# ---------------------------------------------------------------------------------------- tables
 
 
 def test_dynamic_map():
@@ -36,7 +33,7 @@ def test_dynamic_map():
     assert signed.shape == unsigned.shape == (256,)
     assert torch.all(signed[1:] > signed[:-1])
     assert torch.all(unsigned[1:] > unsigned[:-1])
-    # The top decade has 64 steps of 0.9 / 64 signed, 128 unsigned; an entry is a step's middle.
+    # The top decade has 64 steps of 0.9 / 64 signed, 128 unsigned; entries are the middles.
     assert signed[[0, 127, 254, 255]].tolist() == pytest.approx([-0.99296875, 0, 0.99296875, 1])
     assert unsigned[[0, 254, 255]].tolist() == pytest.approx([0, 0.996484375, 1])
     assert signed[128].item() == pytest.approx(0.55e-6)
@@ -46,9 +43,6 @@ def test_four_bit_code():
     assert four_bit_code("nf4").tolist() == list(NF4_CODE)
     assert [round(12 * value, 6) for value in FP4_CODE[:8]] == [0, 0.0625, 8, 12, 4, 6, 2, 3]
     assert four_bit_code("fp4")[9:].tolist() == (-four_bit_code("fp4")[1:8]).tolist()
-
-
-# ---------------------------------------------------------------------------------- hand-worked
 
 
 def test_quantise_4bit_by_hand():
@@ -63,7 +57,7 @@ def test_quantise_4bit_by_hand():
 
 
 def test_quantise_4bit_fp4_by_hand():
-    # absmax 12: every entry of the table is itself, in twelfths.
+    # absmax 12: table entries in twelfths are exact.
     x = torch.tensor([12.0, 8.0, 6.0, 4.0, 3.0, 2.0, 0.0625, -0.0625, -12.0, -3.0])
     q = quantise_4bit(x, kind="fp4")
     assert q.packed.flatten().tolist() == [0x32, 0x54, 0x76, 0x19, 0xBF]
@@ -132,9 +126,6 @@ def test_a_block_of_zeros_among_others():
     assert back[128:].any()
 
 
-# ------------------------------------------------------------------------------ shapes and dtypes
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 129)])
 def test_shape_and_dtype_come_back(shape, dtype):
@@ -152,7 +143,7 @@ def test_shape_and_dtype_come_back(shape, dtype):
         assert dequantise_blockwise(q8, torch.float16).dtype == torch.float16
 
 
-def test_error_is_that_of_the_tables():
+def test_error_of_normal_values():
     # A standard normal in blocks of 64: NF4 near 0.0955, 8 bits near 0.0098.
     x = normal(1 << 18)
 
@@ -171,7 +162,7 @@ def test_not_contiguous_is_read_in_row_major_order():
         copy = view.clone(memory_format=torch.contiguous_format)
         assert torch.equal(quantise_4bit(view).packed, quantise_4bit(copy).packed)
         assert torch.equal(quantise_blockwise(view).packed, quantise_blockwise(copy).packed)
-    for size in (0, 1):  # contiguous for torch, whatever the stride
+    for size in (0, 1):  # torch calls these contiguous with any stride
         view = torch.ones(2 * size)[::2]
         assert torch.equal(dequantise_blockwise(quantise_blockwise(view)), view)
 
@@ -203,7 +194,7 @@ def test_the_default_device_does_not_matter():
     wanted = [quantise_4bit(x), quantise_4bit(x, kind="fp4"), quantise_blockwise(x, nested=True)]
     for table in (dynamic_map, four_bit_code, torch_kernels._cpu_search):
         table.cache_clear()
-    with torch.device("meta"):  # the tables are built, and kept, here
+    with torch.device("meta"):  # tables are built and cached here
         got = [quantise_4bit(x), quantise_4bit(x, kind="fp4"), quantise_blockwise(x, nested=True)]
         backs = [dequantise_4bit(got[0]), dequantise_4bit(got[1]), dequantise_blockwise(got[2])]
     for one, other in zip(wanted, got, strict=True):
@@ -223,11 +214,8 @@ def test_the_shared_tables_cannot_be_changed_through_a_result():
     assert four_bit_code("nf4")[0] == -1
 
 
-# ----------------------------------------------------------------------------------------- search
-
-
-def repeated_code() -> torch.Tensor:
-    """Entries that repeat, and midpoints closer together than the keys of the search."""
+def repeated_code():
+    """Returns a table with repeated entries and midpoints that share a search key."""
     spread, close = torch.linspace(-1, 1, 200), 0.5 + torch.arange(46) * 2.0**-12
     return torch.cat((spread, close, torch.zeros(10))).sort().values
 
@@ -243,7 +231,7 @@ def repeated_code() -> torch.Tensor:
         (repeated_code(), False),
     ],
 )
-def test_search_is_that_of_the_midpoints(code, by_key):
+def test_search_counts_midpoints(code, by_key):
     order = tuple(range(256))
     search = torch_kernels._cpu_search(tuple(code.tolist()), order)
     assert isinstance(search, torch_kernels._Search) == by_key
@@ -265,9 +253,6 @@ def test_binary_search_of_other_devices_gives_the_same_codes(kind):
     by_key(values, out=one)
     torch_kernels._binary_search(code, order)(values, out=other)
     assert torch.equal(one, other)
-
-
-# ------------------------------------------------------------------------------------------- seam
 
 
 def test_torch_kernels_pass_their_own_check():
@@ -292,7 +277,7 @@ def test_check_kernels_sees_one_wrong_bit(field):
 
 
 @pytest.mark.parametrize("field", ["quantise_8bit", "quantise_4bit"])
-def test_check_kernels_wants_a_nan_to_show(field):
+def test_check_kernels_requires_nan_in_the_absmax(field):
     right = getattr(TORCH_KERNELS, field)
 
     def wrong(*arguments):
@@ -358,14 +343,11 @@ def test_kernels_of_installed_packages_are_found(tmp_path, monkeypatch):
     assert kernels_for(cpu) is TORCH_KERNELS
 
 
-def test_register_kernels_wants_kernels():
+def test_register_kernels_checks_its_arguments():
     with pytest.raises(TypeError, match="wanted a Kernels, got int"):
         register_kernels("cpu", 3)
     with pytest.raises(RuntimeError, match="nothing"):
         register_kernels("nothing", TORCH_KERNELS)
-
-
-# -------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -379,20 +361,20 @@ def test_not_finite(value, at, elements):
 
 
 @pytest.mark.parametrize("block_size", [0, -64, 64.0, True, None])
-def test_block_size_that_is_none(block_size):
+def test_block_size_is_checked(block_size):
     wanted = f"quantise_blockwise: block_size must be a positive integer, got {block_size}"
     with pytest.raises(ValueError, match=wanted):
         quantise_blockwise(normal(10), block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [0, -64, 16, 96, 8192, 64.0, True, None])
-def test_block_size_that_is_none_at_4_bits(block_size):
+def test_block_size_is_checked_at_4_bits(block_size):
     wanted = f"quantise_4bit: block_size must be one of 32, 64.*, got {block_size}"
     with pytest.raises(ValueError, match=wanted):
         quantise_4bit(normal(10), block_size=block_size)
 
 
-def test_tensor_of_another_type():
+def test_tensor_type_is_checked():
     for quantise in (quantise_4bit, quantise_blockwise):
         for dtype in (torch.float64, torch.int8, torch.complex64):
             with pytest.raises(TypeError, match=f"float32, float16 or bfloat16, got {dtype}"):
@@ -419,17 +401,17 @@ def test_tensor_on_meta():
         (torch.linspace(1, -1, 256), ValueError, r"ascending, got 1\.0 before 0\.99.* at 0"),
     ],
 )
-def test_code_that_is_none(code, error, match):
+def test_code_is_checked(code, error, match):
     with pytest.raises(error, match=f"quantise_blockwise: code must be .*{match}"):
         quantise_blockwise(normal(10), code)
 
 
-def test_kind_that_is_none():
+def test_kind_is_checked():
     with pytest.raises(ValueError, match="nf4, fp4, got 'int4'"):
         quantise_4bit(normal(10), kind="int4")
 
 
-def test_dequantise_of_something_else():
+def test_dequantise_checks_its_input():
     q8, q4 = quantise_blockwise(normal(10)), quantise_4bit(normal(10))
     with pytest.raises(ValueError, match="dequantise_blockwise: kind must be 8bit, got nf4"):
         dequantise_blockwise(q4)
@@ -464,7 +446,7 @@ def test_dequantise_of_something_else():
         ({"code": torch.zeros(16, device="meta")}, ValueError, "must be on cpu, got meta"),
     ],
 )
-def test_quantised_blocks_checks_its_parts(change, error, match):
+def test_quantised_blocks_checks_its_tensors(change, error, match):
     with pytest.raises(error, match=match):
         dataclasses.replace(quantise_4bit(normal(99)), **change)
 
@@ -478,7 +460,7 @@ def test_quantised_blocks_checks_its_parts(change, error, match):
         ({"offset": torch.zeros(1)}, r"nested\.offset .* must be \[\]"),
     ],
 )
-def test_quantised_blocks_checks_what_is_nested(change, match):
+def test_quantised_blocks_checks_nested_tensors(change, match):
     q = quantise_4bit(normal(99), nested=True)
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(q, nested=dataclasses.replace(q.nested, **change))

@@ -1,4 +1,4 @@
-"""The blockwise ops beside bitsandbytes itself. docs/guide/blockwise.md lists the differences.
+"""Blockwise ops compared with bitsandbytes. docs/guide/blockwise.md lists the differences.
 
 bitsandbytes has three implementations. Its torch backend is the oracle, without an exception. Its
 CPU library and its CUDA kernels are compared too, wherever they mean the same thing.
@@ -26,7 +26,7 @@ from fdk_formats.testing.blockwise import beside_midpoints
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes, the oracle, is missing")
 default_ops = pytest.importorskip("bitsandbytes.backends.default.ops")
 
-# What its functions take: these at 4 bits, any at 8 (its CUDA kernels these but 32).
+# Block sizes of bitsandbytes at 4 bits. At 8 bits it accepts any, its CUDA kernels these except 32.
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 BLOCK_SIZES_8BIT = (*BLOCK_SIZES, 1, 7, 16, 48, 100, 8192, 500_000)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -39,29 +39,29 @@ _OPS = {
 _TORCH_BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
-def torch_backend(name: str, *arguments):
+def torch_backend(name, *arguments):
     return _OPS[name].redispatch(_TORCH_BACKEND, *arguments)
 
 
-def cpu_library(name: str, *arguments):
+def cpu_library(name, *arguments):
     return _OPS[name](*arguments)
 
 
-def awkward(size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+def awkward(size, dtype, scale=1.0):
     values = torch.randn(size, generator=torch.Generator().manual_seed(size)) * scale
     values[64:256] = 0
     values[300:330] = -0.0
-    values[-1:] = 0  # a tail of one element is a tail of zeros
+    values[-1:] = 0  # also a tail of one element
     return values.to(dtype)
 
 
-def assert_same_bytes(got: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_same_bytes(got, wanted):
     assert got.dtype == wanted.dtype
     assert got.shape == wanted.shape
     assert got.contiguous().view(-1).view(torch.uint8).equal(wanted.view(-1).view(torch.uint8))
 
 
-def tables() -> dict[str, torch.Tensor]:
+def tables():
     return {
         "signed": bitsandbytes.functional.create_dynamic_map(),
         "unsigned": bitsandbytes.functional.create_dynamic_map(signed=False),
@@ -78,13 +78,10 @@ def test_tables():
         assert_same_bytes(four_bit_code(kind), wanted)
 
 
-# ------------------------------------------------------------------- the torch backend: everything
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_quantise_4bit_is_the_torch_backend(kind, block_size, dtype):
+def test_quantise_4bit_equals_torch(kind, block_size, dtype):
     for size in (0, 1, 2, 31, 64, 65, 4095, 4097, 300_001):
         for scale in (1.0, 1e-4, 1e-39):
             x = awkward(size, dtype, scale)
@@ -97,7 +94,7 @@ def test_quantise_4bit_is_the_torch_backend(kind, block_size, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES_8BIT)
 @pytest.mark.parametrize("table", ["signed", "unsigned", "linear", "fp8"])
-def test_quantise_blockwise_is_the_torch_backend(table, block_size, dtype):
+def test_quantise_blockwise_equals_torch(table, block_size, dtype):
     code = tables()[table]
     for size in (0, 1, 31, 64, 65, 4097, 300_001):
         for scale in (1.0, 1e-4, 1e-39):
@@ -108,7 +105,7 @@ def test_quantise_blockwise_is_the_torch_backend(table, block_size, dtype):
             assert_same_bytes(q.absmax, absmax)
 
 
-def test_midpoints_and_their_neighbours_are_the_torch_backend():
+def test_midpoints_equal_torch():
     for kind in ("nf4", "fp4"):
         x = beside_midpoints(four_bit_code(kind).sort().values)
         packed, _ = torch_backend("quantize_4bit", x, 4096, kind, torch.uint8)
@@ -121,8 +118,8 @@ def test_midpoints_and_their_neighbours_are_the_torch_backend():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 64, 65, 16_384, 100_001])
-def test_nested_is_the_torch_backend(size, dtype, monkeypatch):
-    # bitsandbytes' own two functions, with the op below them sent to the torch backend.
+def test_nested_equals_torch(size, dtype, monkeypatch):
+    # The functions of bitsandbytes, with their op redirected to the torch implementation.
     def redirected(x, code, block_size):
         return torch_backend("quantize_blockwise", x, code, block_size)
 
@@ -152,12 +149,9 @@ def assert_same_nested(q, packed, state):
     assert q.dtype == state.dtype
 
 
-# ------------------------------------------------------------------ dequantising: every path agrees
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_dequantise_4bit_is_the_cpu_library_and_the_torch_backend(block_size, dtype):
+def test_dequantise_4bit_equals_both_implementations(block_size, dtype):
     for kind in ("nf4", "fp4"):
         for shape in ((3, 700), (5, 4096), (1, 2)):
             x = awkward(shape[0] * shape[1], torch.float32).view(shape)
@@ -165,7 +159,7 @@ def test_dequantise_4bit_is_the_cpu_library_and_the_torch_backend(block_size, dt
             arguments = q.absmax, block_size, kind, x.shape, dtype
             back = dequantise_4bit(q, dtype)
             assert torch.equal(back, cpu_library("dequantize_4bit", q.packed, *arguments))
-            # Uncompiled: torch.compile of it takes seconds and gives the same values.
+            # Not compiled, which would take seconds.
             plain = inspect.unwrap(default_ops._dequantize_4bit_compute)
             code = q.code, block_size, x.shape, dtype
             assert_same_bytes(back, plain(q.packed.view(-1), q.absmax, *code))
@@ -173,7 +167,7 @@ def test_dequantise_4bit_is_the_cpu_library_and_the_torch_backend(block_size, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES_8BIT)
-def test_dequantise_blockwise_is_the_cpu_library_and_the_torch_backend(block_size, dtype):
+def test_dequantise_blockwise_equals_both_implementations(block_size, dtype):
     for code in tables().values():
         x = awkward(10_001, torch.float32)
         q = quantise_blockwise(x, code, block_size)
@@ -185,7 +179,7 @@ def test_dequantise_blockwise_is_the_cpu_library_and_the_torch_backend(block_siz
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_dequantise_nested_is_bitsandbytes(kind):
+def test_dequantise_nested_equals_bitsandbytes(kind):
     x = awkward(100_000, torch.bfloat16).view(100, 1000)
     packed, state = bitsandbytes.functional.quantize_4bit(
         x, quant_type=kind, compress_statistics=True
@@ -195,7 +189,7 @@ def test_dequantise_nested_is_bitsandbytes(kind):
 
 
 def quantised_from(packed, state):
-    """The blocks of a bitsandbytes state, as a reader of its files puts them together."""
+    """Converts a state of bitsandbytes to QuantisedBlocks."""
     nested = NestedAbsmax(
         absmax=state.state2.absmax,
         code=state.state2.code,
@@ -221,14 +215,11 @@ def test_its_4_bit_functions_take_powers_of_two_only(block_size):
         bitsandbytes.functional.quantize_4bit(torch.ones(64), blocksize=block_size)
 
 
-# ---------------------------------------------------- the CPU library's 8-bit codes: a coarser map
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [16, 48, 100, *BLOCK_SIZES, 8192])
-def test_quantise_blockwise_is_the_cpu_library_away_from_midpoints(block_size, dtype):
-    # The library looks a value up among 65536 even steps of 2 / 65535, so that a value within a
-    # step of a midpoint may get the neighbouring code, and several entries near zero share a step.
+def test_quantise_blockwise_equals_the_cpp_library_away_from_midpoints(block_size, dtype):
+    # The library rounds values to 65,536 even steps: within a step of a midpoint the code may be
+    # the neighbour's, and several entries near zero share a step.
     x = torch.randn(200_003, generator=torch.Generator().manual_seed(1)).to(dtype)
     code = dynamic_map()
     q = quantise_blockwise(x, block_size=block_size)
@@ -247,14 +238,11 @@ def test_quantise_blockwise_is_the_cpu_library_away_from_midpoints(block_size, d
     assert ours < theirs
 
 
-def test_the_cpu_library_does_not_keep_zero():
-    # Why its 8-bit codes are not the ones we store: if this fails, it has been mended.
+def test_the_cpp_library_does_not_keep_zero():
+    # The reason that we do not store its 8-bit codes. If this fails, bitsandbytes has fixed it.
     packed, _ = cpu_library("quantize_blockwise", torch.tensor([0.0, 1.0]), dynamic_map(), 64)
     assert dynamic_map()[packed[0].long()] != 0
     assert dequantise_blockwise(quantise_blockwise(torch.tensor([0.0, 1.0])))[0] == 0
-
-
-# ------------------------------------------------------------------- the CUDA kernels: stored bytes
 
 
 @pytest.fixture
@@ -263,24 +251,24 @@ def cuda_bytes():
         return {name: torch.from_numpy(stored[name]) for name in stored.files}
 
 
-def nonzero_blocks(values: torch.Tensor) -> torch.Tensor:
+def nonzero_blocks(values):
     return values.view(-1, 64).any(dim=1)
 
 
-def test_quantise_4bit_nf4_is_the_cuda_kernel(cuda_bytes):
+def test_nf4_equals_the_cuda_kernel(cuda_bytes):
     values = cuda_bytes["values"]
     q = quantise_4bit(values)
     keep = nonzero_blocks(values)
     assert_same_bytes(q.absmax, cuda_bytes["absmax_nf4"])
     stored = cuda_bytes["packed_nf4"].view(-1, 32)
     assert torch.equal(q.packed.view(-1, 32)[keep], stored[keep])
-    # A block of zeros: there it has code 0, which is -1 times an absmax of 0.
+    # CUDA stores code 0 for a block of zeros, which is -1 times an absmax of 0.
     assert not keep.all()
     assert set(stored[~keep].flatten().tolist()) == {0x00}
     assert set(q.packed.view(-1, 32)[~keep].flatten().tolist()) == {0x77}
 
 
-def test_quantise_4bit_fp4_is_the_cuda_kernel_but_for_the_sign_of_zero(cuda_bytes):
+def test_fp4_equals_the_cuda_kernel_except_for_the_sign_of_zero(cuda_bytes):
     values = cuda_bytes["values"]
     q = quantise_4bit(values, kind="fp4")
     assert_same_bytes(q.absmax, cuda_bytes["absmax_fp4"])
@@ -294,7 +282,7 @@ def test_quantise_4bit_fp4_is_the_cuda_kernel_but_for_the_sign_of_zero(cuda_byte
 
 
 @pytest.mark.parametrize(("table", "zero"), [("s8", 127), ("u8", 0)])
-def test_quantise_blockwise_is_the_cuda_kernel(cuda_bytes, table, zero):
+def test_8_bit_equals_the_cuda_kernel(cuda_bytes, table, zero):
     signed = table == "s8"
     values = cuda_bytes["values"] if signed else cuda_bytes["values"].abs()
     q = quantise_blockwise(values, dynamic_map(signed), 64)

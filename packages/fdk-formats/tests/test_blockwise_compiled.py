@@ -1,7 +1,6 @@
-"""Blockwise quantising under torch.compile, other tracers and torch.func: it is one op to them."""
+"""Blockwise ops under torch.compile, torch.export, fake tensors and torch.func."""
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,14 +8,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from fdk_formats.blockwise import (
-    QuantisedBlocks,
     dequantise_4bit,
     dequantise_blockwise,
     quantise_4bit,
     quantise_blockwise,
 )
 
-QUANTISE: dict[str, Callable[[Tensor], QuantisedBlocks]] = {
+QUANTISE = {
     "8bit": lambda x: quantise_blockwise(x, block_size=96),
     "8bit-nested": lambda x: quantise_blockwise(x, block_size=96, nested=True),
     "8bit-code": lambda x: quantise_blockwise(x, torch.linspace(-1, 1, 256)),
@@ -25,24 +23,22 @@ QUANTISE: dict[str, Callable[[Tensor], QuantisedBlocks]] = {
 }
 
 
-def normal(*shape: int) -> Tensor:
+def normal(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def tensors(q: QuantisedBlocks) -> list[Tensor]:
+def tensors(q):
     parts = [q, *([] if q.nested is None else [q.nested])]
     values = [getattr(part, field.name) for part in parts for field in dataclasses.fields(part)]
     return [value for value in values if isinstance(value, Tensor)]
 
 
 @pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
-def test_compile_fullgraph_without_recompiling_over_shapes(
-    quantise: Callable[[Tensor], QuantisedBlocks],
-) -> None:
+def test_compile_fullgraph_without_recompiling_over_shapes(quantise):
     torch._dynamo.reset()
     compiled = torch.compile(quantise, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for m in (64, 31, 333):  # a single block would be a graph of its own
+        for m in (64, 31, 333):  # a single block would specialise the graph
             x = normal(m, 7)
             q, wanted = compiled(x), quantise(x)
             assert (q.shape, q.dtype, q.kind) == (wanted.shape, wanted.dtype, wanted.kind)
@@ -50,7 +46,7 @@ def test_compile_fullgraph_without_recompiling_over_shapes(
 
 
 @pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
-def test_fake_tensors(quantise: Callable[[Tensor], QuantisedBlocks]) -> None:
+def test_fake_tensors(quantise):
     wanted = quantise(normal(9, 11))
     with FakeTensorMode():
         q = quantise(torch.empty(9, 11))
@@ -58,10 +54,10 @@ def test_fake_tensors(quantise: Callable[[Tensor], QuantisedBlocks]) -> None:
         assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
 
-def test_a_compiled_step_of_an_optimiser() -> None:
-    """Blocks go in, and blocks come out."""
+def test_a_compiled_step_of_an_optimiser():
+    """QuantisedBlocks are inputs and outputs of a compiled function."""
 
-    def step(grad: Tensor, moment: QuantisedBlocks) -> tuple[Tensor, QuantisedBlocks]:
+    def step(grad, moment):
         mean = 0.9 * dequantise_blockwise(moment) + 0.1 * grad
         return mean.sign(), quantise_blockwise(mean)
 
@@ -75,9 +71,9 @@ def test_a_compiled_step_of_an_optimiser() -> None:
         assert torch.equal(q.packed, wanted.packed)
 
 
-def test_export() -> None:
+def test_export():
     class RoundTrip(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return dequantise_4bit(quantise_4bit(x, nested=True))
 
     x = normal(8, 64)
@@ -86,7 +82,7 @@ def test_export() -> None:
     assert "fdk_formats.quantise_4bit.default" in [str(n.target) for n in program.graph.nodes]
 
 
-def test_errors_of_values_come_from_compiled_code() -> None:
+def test_errors_of_values_come_from_compiled_code():
     compiled = torch.compile(quantise_blockwise, fullgraph=True, backend="aot_eager")
     x, falling = normal(64), torch.linspace(1, -1, 256)
     with pytest.raises(ValueError, match="elements 0 to 4095"):
@@ -95,10 +91,10 @@ def test_errors_of_values_come_from_compiled_code() -> None:
         compiled(x, falling)
 
 
-def test_a_code_that_asks_for_a_gradient_is_a_constant() -> None:
+def test_a_code_gets_no_gradient():
     code, x = torch.linspace(-1, 1, 256, requires_grad=True), normal(64)
 
-    def round_trip(x: Tensor) -> Tensor:
+    def round_trip(x):
         return dequantise_blockwise(quantise_blockwise(x, code))
 
     torch._dynamo.reset()
@@ -109,7 +105,7 @@ def test_a_code_that_asks_for_a_gradient_is_a_constant() -> None:
     assert torch.equal(slope, y)
 
 
-def test_a_bad_code_is_refused_where_there_are_no_values() -> None:
+def test_a_bad_code_is_refused_on_fake_tensors():
     with FakeTensorMode():
         x = torch.empty(8)
         with pytest.raises(ValueError, match=r"code must be \[256\], got \[3\]"):
@@ -120,7 +116,7 @@ def test_a_bad_code_is_refused_where_there_are_no_values() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype: torch.dtype, nested: bool) -> None:
+def test_opcheck(dtype, nested):
     x = normal(5, 77).to(dtype)
     ops = torch.ops.fdk_formats
     for code in (None, torch.linspace(-1, 1, 256)):
@@ -129,22 +125,20 @@ def test_opcheck(dtype: torch.dtype, nested: bool) -> None:
         torch.library.opcheck(ops.quantise_4bit.default, (x, 64, kind, nested))
 
 
-ROUND_TRIPS: dict[str, Callable[[Tensor], Tensor]] = {
+ROUND_TRIPS = {
     "8bit": lambda x: dequantise_blockwise(quantise_blockwise(x, block_size=96)),
     "nf4-nested": lambda x: dequantise_4bit(quantise_4bit(x, nested=True)),
 }
 
 
-# torch.func.jvp loads decompositions through it.
+# torch.func.jvp triggers this warning.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
-def test_derivatives_of_torch_func_take_it_for_a_constant(
-    round_trip: Callable[[Tensor], Tensor],
-) -> None:
+def test_quantising_is_constant_under_derivatives(round_trip):
     x = normal(3, 77)
     wanted = round_trip(x)
 
-    def scored(x: Tensor) -> Tensor:
+    def scored(x):
         return (x * round_trip(x)).sum()
 
     assert torch.equal(torch.func.grad(scored)(x), wanted)
@@ -153,7 +147,7 @@ def test_derivatives_of_torch_func_take_it_for_a_constant(
 
 
 @pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
-def test_vmap_quantises_each(quantise: Callable[[Tensor], QuantisedBlocks]) -> None:
+def test_vmap_quantises_each(quantise):
     x = normal(77, 3)
     found = torch.func.vmap(lambda x: tuple(tensors(quantise(x))), in_dims=1)(x)
     for index, column in enumerate(x.T):
@@ -165,7 +159,7 @@ def test_vmap_quantises_each(quantise: Callable[[Tensor], QuantisedBlocks]) -> N
 
 
 @pytest.mark.parametrize("round_trip", ROUND_TRIPS.values(), ids=ROUND_TRIPS)
-def test_vmap_dequantises_what_is_not_of_the_batch(round_trip: Callable[[Tensor], Tensor]) -> None:
+def test_vmap_dequantises_unbatched_blocks_only(round_trip):
     x, factors = normal(3, 77), torch.arange(5.0)
     found = torch.func.vmap(lambda factor: factor * round_trip(x))(factors)
     assert torch.equal(found, factors[:, None, None] * round_trip(x))

@@ -1,4 +1,4 @@
-"""Fixed codebooks against hand-worked values, and against scipy as the oracle of quantiles."""
+"""Named codebooks against values by hand and scipy's quantiles."""
 
 import math
 
@@ -25,13 +25,13 @@ NF4 = [
 ]  # fmt: skip
 
 
-def table(text: str, k: int = 256) -> list[float]:
+def table(text, k=256):
     return list(named_codebook(Format.parse(text), k).values)
 
 
 @pytest.mark.parametrize("rule", ["absmax", "absmean", "rms", "signmax", "search"])
 @pytest.mark.parametrize("name", FIXED)
-def test_named_codebook_is_ascending(name: str, rule: str) -> None:
+def test_named_codebook_is_ascending(name, rule):
     format = Format.parse(f"{name}-g64-{rule}")
     values = named_codebook(format, 64).tensor()
     assert values.dtype == torch.float32
@@ -58,15 +58,15 @@ def test_named_codebook_is_ascending(name: str, rule: str) -> None:
         ("fp4-g64", [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0, 0.5, 1, 1.5, 2, 3, 4, 6], 6),
     ],
 )
-def test_named_codebook_values(text: str, values: list[float], unit: float) -> None:
+def test_named_codebook_values(text, values, unit):
     codebook = named_codebook(Format.parse(text), 64)
     assert list(codebook.values) == values
     assert codebook.unit == unit
     assert not any(math.copysign(1, v) < 0 for v in codebook.values if v == 0)
 
 
-def quantile_float(distribution: stats.rv_continuous, bits: int) -> np.ndarray:
-    """NF4 as its authors build it, with the outer quantile for any width."""
+def quantile_float(distribution, bits):
+    """Builds NF4 as its authors do, at any width."""
     half = 2 ** (bits - 1)
     outer = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
     positive = distribution.ppf(np.linspace(outer, 0.5, half + 1)[:-1])
@@ -76,7 +76,7 @@ def quantile_float(distribution: stats.rv_continuous, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_normal_and_student_float(bits: int) -> None:
+def test_normal_and_student_float(bits):
     atol = 1e-6 if bits == 4 else 1e-12  # NF4 was published from float32 quantiles
     assert_allclose(table(f"nf{bits}-g64"), quantile_float(stats.norm, bits), atol=atol)
     assert_allclose(table(f"sf{bits}-g64"), quantile_float(stats.t(5), bits), atol=1e-12)
@@ -84,7 +84,7 @@ def test_normal_and_student_float(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("group_size", [16, 64, 256])
-def test_cube_root_density_of_a_block(bits: int, group_size: int) -> None:
+def test_cube_root_density_of_a_block(bits, group_size):
     p = np.linspace(0, 1, 2**bits)
     s = math.sqrt(3) / math.sqrt(2 * math.log(group_size / math.pi))
     normal = stats.truncnorm(-1 / s, 1 / s, scale=s).ppf(p)
@@ -102,7 +102,7 @@ def test_cube_root_density_of_a_block(bits: int, group_size: int) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_cube_root_density_of_a_statistic(bits: int) -> None:
+def test_cube_root_density_of_a_statistic(bits):
     p = np.linspace(0, 1, 2**bits + 2)[1:-1]
     families = {
         "normal": (stats.norm, stats.norm(scale=math.sqrt(3))),
@@ -116,13 +116,13 @@ def test_cube_root_density_of_a_statistic(bits: int) -> None:
         assert_allclose(values, cube_root.ppf(p) / absmean, rtol=1e-7)
 
 
-def test_cube_root_density_follows_the_row() -> None:
+def test_cube_root_density_follows_the_row():
     assert table("crd_normal4-row-absmax", k=256) == table("crd_normal4-g256-absmax")
-    # Rows shorter than any group size: the formula has no value for 3 weights or fewer.
+    # The formula has no value for whole rows of 3 weights or fewer.
     assert table("crd_normal4-row-absmax", k=2) == table("crd_normal4-g16-absmax")
 
 
-def test_student_distribution() -> None:
+def test_student_distribution():
     x = np.linspace(-40, 40, 333)
     assert_allclose([student_cdf(v) for v in x], stats.t(5).cdf(x), rtol=1e-9, atol=1e-15)
     p = np.concatenate([np.linspace(0, 1, 101)[1:-1], [1e-6, 1 - 1e-6]])
@@ -130,6 +130,6 @@ def test_student_distribution() -> None:
 
 
 @pytest.mark.parametrize("text", ["kmeans4-g64", "custom3-g64", "affine4-g64"])
-def test_named_codebook_refuses_fitted_ones(text: str) -> None:
+def test_named_codebook_refuses_fitted_ones(text):
     with pytest.raises(ValueError, match="has no fixed codebook"):
         named_codebook(Format.parse(text), 64)

@@ -1,14 +1,12 @@
-"""The conformance kit on the reference backend, and on backends broken on purpose."""
+"""The conformance kit on the reference backend and on backends that are broken on purpose."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from fdk_formats import Format, QuantisedTensor
-from fdk_formats.backends import Layout
+from fdk_formats import Format
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 from fdk_formats.testing import (
     Case,
@@ -28,11 +26,11 @@ CASE = Case(Format("custom", 3, 16), m=3, n=37, k=48, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_reference(case: Case) -> None:
+def test_reference(case):
     check_backend(ReferenceBackend(), case)
 
 
-def test_cases_cover_what_the_kit_promises() -> None:
+def test_cases_cover_the_formats():
     seen = list(cases())
     formats = {case.format for case in seen}
     grid = {(f.bits, f.codebook, f.group_size) for f in formats}
@@ -46,22 +44,22 @@ def test_cases_cover_what_the_kit_promises() -> None:
         assert (q.scale == 0).sum() == 1
 
 
-def broken(change: object) -> ReferenceBackend:
-    """A reference backend whose layout's forward is changed."""
+def broken(change):
+    """Returns a reference backend with a changed forward."""
 
     class Broken(ReferenceLayout):
-        def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            return change(super().forward, x, bias)  # type: ignore[operator,no-any-return]
+        def forward(self, x, bias=None):
+            return change(super().forward, x, bias)
 
     class BrokenBackend(ReferenceBackend):
-        def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        def pack(self, q, *, dtype):
             return Broken(q)
 
     return BrokenBackend()
 
 
-def unwritten(forward: object, x: Tensor, bias: Tensor | None) -> Tensor:
-    y = forward(x, bias)  # type: ignore[operator]
+def unwritten(forward, x, bias):
+    y = forward(x, bias)
     out = torch.empty_like(y)
     out[..., :-1] = y[..., :-1]
     return out
@@ -83,31 +81,31 @@ def unwritten(forward: object, x: Tensor, bias: Tensor | None) -> Tensor:
         (lambda f, x, b: f(x, b).nan_to_num(), check_bad_input, "NaN in x is lost"),
     ],
 )
-def test_the_kit_catches(change: object, check: object, message: str) -> None:
+def test_the_kit_catches(change, check, message):
     with pytest.raises(AssertionError, match=message):
-        check(broken(change), CASE)  # type: ignore[operator]
+        check(broken(change), CASE)
 
 
-def test_the_kit_catches_bytes_that_change() -> None:
+def test_the_kit_catches_bytes_that_change():
     class Lossy(ReferenceLayout):
-        def unpack(self) -> QuantisedTensor:
+        def unpack(self):
             q = super().unpack()
             return replace(q, scale=q.scale + 1)
 
     class LossyBackend(ReferenceBackend):
-        def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+        def pack(self, q, *, dtype):
             return Lossy(q)
 
     with pytest.raises(AssertionError, match="scale comes back changed"):
         check_golden(LossyBackend(), CASE)
 
 
-def test_the_kit_names_a_case_that_is_not_taken() -> None:
+def test_the_kit_names_an_unsupported_case():
     with pytest.raises(AssertionError, match=r"reference does not support .*int8"):
         check_backend(ReferenceBackend(), replace(CASE, dtype=torch.int8))
 
 
-def test_layout_digest() -> None:
+def test_layout_digest():
     q = CASE.quantised()
     digest = layout_digest(ReferenceLayout(q))
     assert list(digest) == ["packed", "scale", "codebook"]
@@ -117,7 +115,7 @@ def test_layout_digest() -> None:
     assert {name for name in digest if digest[name] != changed[name]} == {"packed"}
 
 
-def test_nrmse() -> None:
+def test_nrmse():
     oracle = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert nrmse(torch.tensor([3.0, 4.5]), oracle) == pytest.approx(0.1)
     assert nrmse(torch.tensor([3.0, math.nan]), oracle) == math.inf
@@ -126,7 +124,7 @@ def test_nrmse() -> None:
 
 
 @pytest.mark.parametrize("terms", [37, 1000])
-def test_float32_may_add_one_term_after_another(terms: int) -> None:
+def test_allowed_error_covers_sequential_sums(terms):
     values = torch.randn(4096, terms)
     oracle, y = values.double().sum(1), torch.zeros(4096)
     for column in values.T:
@@ -135,10 +133,10 @@ def test_float32_may_add_one_term_after_another(terms: int) -> None:
     assert 0.25 * allowed < nrmse(y, oracle) < 0.5 * allowed
     y_16 = oracle.bfloat16()
     assert allowed_error(y_16, oracle, terms) == 2 * nrmse(y_16, oracle)
-    assert allowed_error(oracle, oracle, terms) < 1e-14  # float64 has an eps of its own
+    assert allowed_error(oracle, oracle, terms) < 1e-14  # uses the eps of float64
 
 
-def test_poisoned() -> None:
+def test_poisoned():
     with poisoned():
         assert torch.empty(1000).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint with quantised layers."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from torch import distributed, nn
@@ -14,14 +12,13 @@ from torch.distributed.checkpoint.state_dict import (
 from fdk_formats import QuantisedLinear
 
 
-def layer(format: str = "kmeans4-g32") -> QuantisedLinear:
+def layer(format="kmeans4-g32"):
     torch.manual_seed(0)
     return QuantisedLinear.from_linear(nn.Linear(64, 24), format, backend="reference")
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint"])
-def test_model_state_dict(format: str) -> None:
-    """It asks the model for everything that ``state_dict`` names."""
+def test_model_state_dict(format):
     model, other = nn.Sequential(layer(format)), nn.Sequential(layer(format))
     state = get_model_state_dict(model)
     assert list(state) == list(model.state_dict())
@@ -35,26 +32,23 @@ def test_model_state_dict(format: str) -> None:
 
 
 @pytest.fixture
-def process_group() -> Iterator[None]:
-    """This process alone."""
+def process_group():
+    """Initialises a group of one process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
 
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+WRAPPERS = {
     "DDP": nn.parallel.DistributedDataParallel,
-    "compiled": lambda model: torch.compile(model, backend="eager"),  # type: ignore[dict-item]
+    "compiled": lambda model: torch.compile(model, backend="eager"),
 }
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("from_rank_0", [False, True])
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_state_dict_of_a_wrapped_model(
-    wrap: Callable[[nn.Module], nn.Module], from_rank_0: bool
-) -> None:
-    """``state_dict`` of a wrapper has a prefix, which it gives to what the model says it has."""
+def test_state_dict_of_a_wrapped_model(wrap, from_rank_0):
     model, x = nn.Sequential(layer()), torch.ones(1, 64)
     state = get_model_state_dict(model)
     wrapped = wrap(nn.Sequential(layer()))
@@ -70,8 +64,7 @@ def test_state_dict_of_a_wrapped_model(
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_buffers_of_a_weight() -> None:
-    """Its own are those of ``state_dict``; with those below it they are what memory holds."""
+def test_buffers_of_a_weight():
     weight = layer().weight
     assert [name for name, _ in weight.named_buffers(recurse=False)] == list(weight.state_dict())
     named = weight.named_buffers("0.weight", recurse=False)

@@ -1,4 +1,4 @@
-"""Our file: the bytes of one by hand, every format bit for bit, and each way to be damaged."""
+"""Files: golden bytes, round trips of tensors and models, and damaged files."""
 
 import json
 import math
@@ -6,8 +6,19 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
-from fdk_formats.files import load, load_metadata, save
+from fdk_formats import (
+    QuantisedLinear,
+    load,
+    load_model,
+    parameters_on_meta,
+    quantise,
+    quantise_model,
+    save,
+    save_model,
+)
+from fdk_formats.files import load_metadata
 from fdk_formats.format import Format
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
@@ -25,7 +36,7 @@ FORMATS = [
 
 
 def make_weight(text, n=3, k=192, seed=0):
-    """A weight of random codes, scales and table: whatever its format can hold."""
+    """Returns a weight of random codes, scales and table."""
     generator = torch.Generator().manual_seed(seed)
     format = Format.parse(text)
     groups = (n, k // format.group_size_for(k))
@@ -111,7 +122,7 @@ def test_round_trip_of_plain_tensors(path):
 
 
 def test_golden_file(path):
-    """The bytes, by hand: codes 3 0 1 2 four times are the byte 0xC6 four times."""
+    """The codes 3 0 1 2 four times are the byte 0xC6 four times."""
     weight = QuantisedTensor(
         format=Format.parse("custom2-g16"),
         shape=(1, 16),
@@ -170,7 +181,6 @@ def test_overlapping_memory_is_saved_apart(path):
 
 
 def test_empty_tensors_are_not_tied(path):
-    """They have no memory to share: to give one a size must not give the other one."""
     save(path, {"a": torch.empty(0, 2), "b": torch.empty(0, 2)})
     back = load(path)
     assert back["a"] is not back["b"]
@@ -191,7 +201,7 @@ def test_same_tensors_give_same_bytes(path):
     assert path.read_bytes() == first
 
 
-def test_plain_tensor_may_be_called_like_a_part_of_no_weight(path):
+def test_plain_tensor_named_packed(path):
     save(path, {"x.packed": torch.ones(3)})
     assert load(path)["x.packed"].tolist() == [1, 1, 1]
 
@@ -221,12 +231,12 @@ def test_alias_collision(path):
     ],
     ids=["list", "complex", "sparse", "meta"],
 )
-def test_value_that_cannot_be_saved(path, value, message):
+def test_unsupported_values(path, value, message):
     with pytest.raises(TypeError, match=message):
         save(path, {"x": value})
 
 
-def test_save_wants_names(path):
+def test_save_requires_a_mapping(path):
     with pytest.raises(TypeError, match="save: wanted a mapping of names to tensors, got list"):
         save(path, [torch.ones(2)])
     assert not path.exists()
@@ -280,9 +290,7 @@ def test_pickle_is_refused_and_not_run(path, monkeypatch):
     assert os.listdir() == [path.name]
 
 
-# Damage: a sound file is saved, its header or its tensors are changed, and load must say what.
-
-
+# Damaged files: save a file, change its header or tensors, and check the error of load.
 def read_parts(path):
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -374,8 +382,7 @@ def test_truncated_file(saved, keep):
     assert str(saved) in str(error.value)
 
 
-def test_every_truncation_and_flipped_header_byte_is_an_error_or_sound(path):
-    """No cut loads, and no changed byte of the header escapes as another kind of error."""
+def test_truncations_and_flipped_header_bits_raise_value_errors(path):
     weight = make_weight("custom1-g16", n=1, k=16)
     save(path, {"w": weight})
     data = path.read_bytes()
@@ -400,7 +407,7 @@ def test_missing_file(path):
 
 
 @pytest.mark.parametrize("read", [load, load_metadata])
-def test_folder_is_no_file(tmp_path, read):
+def test_folder_instead_of_a_file(tmp_path, read):
     with pytest.raises(IsADirectoryError, match="wanted a file, got a folder") as error:
         read(tmp_path)
     assert str(tmp_path) in str(error.value)
@@ -450,7 +457,7 @@ def test_repeated_codebook_entries_are_allowed(path):
 def test_save_replaces_the_file_and_never_writes_into_it(tmp_path):
     path, old = tmp_path / "weights", tmp_path / "old"
     save(path, {"x": torch.zeros(4)})
-    os.link(path, old)  # what a reader that has the file open goes on seeing
+    os.link(path, old)  # stands for a reader with the file open
     save(path, {"x": torch.ones(4)})
     assert load(old)["x"].tolist() == [0, 0, 0, 0]
     assert load(path)["x"].tolist() == [1, 1, 1, 1]
@@ -490,3 +497,249 @@ def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
     save(path, {"x": torch.zeros(1)})
     assert path.stat().st_mode & 0o777 == 0o600
     assert load(path)["x"] == 0
+
+
+class Net(nn.Module):
+    """A model with tied linear layers, a head tied to the embedding, and a buffer."""
+
+    def __init__(self, k=32):
+        super().__init__()
+        self.embed = nn.Embedding(20, k)
+        self.first = nn.Linear(k, k)
+        self.second = nn.Linear(k, k, bias=False)
+        self.second.weight = self.first.weight
+        self.lm_head = nn.Linear(k, 20, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor([3]))
+
+    def forward(self, ids):
+        y = self.lm_head(self.second(torch.relu(self.first(self.embed(ids)))))
+        return y
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+def net(seed=0, k=32):
+    torch.manual_seed(seed)
+    return Net(k)
+
+
+def quantised(model):
+    return quantise_model(model, "kmeans4-g32", backend="reference", progress=False)
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    save_model(tmp_path / "net.safetensors", quantised(net()), metadata={"made": "here"})
+    return tmp_path / "net.safetensors"
+
+
+def test_the_file_is_canonical(model_path):
+    tensors = load(model_path)
+    expected = ["embed.weight", "first.bias", "first.weight", "lm_head.weight", "second.weight"]
+    assert sorted(tensors) == [*expected, "steps"]
+    q = quantise(net().first.weight, "kmeans4-g32")
+    assert torch.equal(tensors["first.weight"].packed, q.packed)
+    assert tensors["first.weight"] is tensors["second.weight"]
+    assert tensors["embed.weight"] is tensors["lm_head.weight"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_load_model(model_path, device):
+    with torch.device(device):
+        skeleton = net(seed=1)
+    model = load_model(model_path, skeleton, backend="reference")
+    assert torch.equal(model(IDS), quantised(net())(IDS))
+    assert isinstance(model.first, QuantisedLinear)
+    assert model.first.weight is model.second.weight
+    assert model.lm_head.weight is model.embed.weight
+    assert model.steps.tolist() == [3]
+    assert type(skeleton.first) is nn.Linear
+    assert skeleton.embed.weight.device.type == device
+
+
+def test_a_single_layer(tmp_path):
+    source = QuantisedLinear.from_linear(nn.Linear(32, 8), "nf4-g16", backend="reference")
+    save_model(tmp_path / "layer", source)
+    layer = load_model(tmp_path / "layer", nn.Linear(32, 8), backend="reference")
+    x = torch.randn(3, 32)
+    assert torch.equal(layer(x), source(x))
+
+
+def test_model_must_be_a_module(tmp_path):
+    with pytest.raises(TypeError, match="model must be a module, got Tensor"):
+        save_model(tmp_path / "x", torch.ones(3))
+
+
+def test_errors_name_tensors_that_do_not_fit(model_path, tmp_path):
+    with pytest.raises(ValueError, match=r"needs a Linear of weight \[32, 32\], .*\[64, 64\]"):
+        load_model(model_path, net(k=64), backend="reference")
+    with pytest.raises(ValueError, match=r"first\.weight: the model has no layer 'first'"):
+        load_model(model_path, nn.Module(), backend="reference")
+    other = net()
+    other.extra = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match=r"missing extra\.weight, extra\.bias; unexpected nothing"):
+        load_model(model_path, other, backend="reference")
+    save(tmp_path / "more", load(model_path) | {"surplus": torch.ones(1)})
+    with pytest.raises(ValueError, match="missing nothing; unexpected surplus"):
+        load_model(tmp_path / "more", net(), backend="reference")
+    save(tmp_path / "steps", load(model_path) | {"steps": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"(?s)does not fit the model: .*size mismatch for steps"):
+        load_model(tmp_path / "steps", net(), backend="reference")
+
+
+def test_buffers_that_state_dict_leaves_out_are_kept(tmp_path):
+    source = net()
+    source.register_buffer("inv_freq", torch.tensor([1.0, 0.5]), persistent=False)
+    save_model(tmp_path / "net", quantised(source))
+    with torch.device("meta"):
+        skeleton = net()
+        skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    model = load_model(tmp_path / "net", skeleton, backend="reference")
+    assert model.inv_freq.tolist() == [1.0, 0.5]
+    assert "inv_freq" not in model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_has_the_dtype_of_the_model(tmp_path, dtype):
+    save_model(tmp_path / "net", quantised(net().to(torch.bfloat16)))
+    model = load_model(tmp_path / "net", net().to(dtype), backend="reference")
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model(IDS).dtype == dtype
+
+
+def test_a_missing_buffer_cannot_come_from_meta(model_path):
+    with torch.device("meta"):
+        skeleton = net()
+        skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    with pytest.raises(ValueError, match="holds no inv_freq, which the model has on the meta"):
+        load_model(model_path, skeleton, backend="reference")
+
+
+class Counter(nn.Module):
+    """A module whose state is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state):
+        self.count = int(state)
+
+
+def test_extra_state_is_stored(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 4), Counter())
+    model[1].count = 7
+    small = quantise_model(model, "int4-g64", backend="reference", progress=False)
+    save_model(tmp_path / "m.safetensors", small)
+    model[1].count = 0
+    again = load_model(tmp_path / "m.safetensors", model, backend="reference")
+    assert again[1].count == 7
+
+
+class Normed(nn.Module):
+    """A layer and a BatchNorm, whose buffers are in ``state_dict``."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        return y
+
+
+def test_buffers_have_the_dtype_of_the_model(tmp_path):
+    model = Normed()
+    model.norm.running_mean += 1.5
+    save_model(tmp_path / "m.safetensors", quantise_model(model, "int4-g32", backend="reference"))
+    loaded = load_model(tmp_path / "m.safetensors", Normed().bfloat16().eval(), "reference")
+    assert isinstance(loaded, Normed)
+    assert loaded.norm.running_mean.dtype == torch.bfloat16
+    assert loaded.norm.running_mean.tolist() == [1.5] * 32
+    assert loaded.norm.num_batches_tracked.dtype == torch.int64
+    assert loaded(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_ties_of_the_file_and_of_the_model(model_path):
+    apart = net()
+    apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.detach().clone())
+    loaded = load_model(model_path, apart, "reference")
+    assert isinstance(loaded, Net)
+    assert torch.equal(loaded.lm_head.weight, loaded.embed.weight)
+    loaded.embed.weight.data.zero_()
+    assert loaded.lm_head.weight.abs().max() > 0
+    tied = load_model(model_path, net(), "reference")
+    assert isinstance(tied, Net)
+    assert tied.lm_head.weight is tied.embed.weight
+
+
+def test_a_shared_bias_stays_shared(tmp_path):
+    def model():
+        layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        layers[1].bias = layers[0].bias
+        return layers
+
+    save_model(tmp_path / "m.safetensors", quantise_model(model(), "int4-g32", backend="reference"))
+    loaded = load_model(tmp_path / "m.safetensors", model(), "reference")
+    assert isinstance(loaded, nn.Sequential)
+    assert loaded[0].bias is loaded[1].bias
+
+
+def test_buffers_that_are_not_persistent_have_the_dtype_of_the_model(tmp_path):
+    class Placed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+            self.register_buffer("place", torch.ones(32), persistent=False)
+            self.register_buffer("count", torch.tensor([2]))
+
+    path = tmp_path / "m.safetensors"
+    save_model(path, quantise_model(Placed(), "int4-g32", backend="reference"))
+    loaded = load_model(path, Placed().bfloat16(), "reference")
+    dtypes = {name: buffer.dtype for name, buffer in loaded.named_buffers() if "." not in name}
+    assert dtypes == {"place": torch.bfloat16, "count": torch.int64}
+
+
+def test_tensors_by_name_in_place_of_a_file(model_path):
+    tensors = load(model_path)
+    loaded = load_model(tensors, net(seed=1), backend="reference")
+    assert torch.equal(loaded(IDS), quantised(net())(IDS))
+    assert loaded.first.weight is loaded.second.weight
+    assert loaded.lm_head.weight is loaded.embed.weight
+    loaded.embed.weight.data.zero_()
+    assert tensors["embed.weight"].abs().max() > 0
+    with pytest.raises(ValueError, match=r"load_model: does not fit .* unexpected surplus"):
+        load_model(tensors | {"surplus": torch.ones(1)}, net(), backend="reference")
+    with pytest.raises(TypeError, match=r"first\.bias must be a QuantisedTensor or .*, got list"):
+        load_model(tensors | {"first.bias": [1.0]}, net(), backend="reference")
+    with pytest.raises(TypeError, match="load_model: model must be a module, got NoneType"):
+        load_model(tensors, None)
+
+
+def test_one_name_of_a_tied_parameter_is_enough(model_path):
+    tensors = load(model_path)
+    del tensors["lm_head.weight"]
+    loaded = load_model(tensors, net(seed=1), backend="reference")
+    assert torch.equal(loaded(IDS), quantised(net())(IDS))
+    assert loaded.lm_head.weight is loaded.embed.weight
+
+
+def test_parameters_on_meta():
+    with parameters_on_meta():
+        skeleton = net()
+        frozen = nn.Module()
+        frozen.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        lazy = nn.LazyLinear(3)
+    assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+    assert skeleton.lm_head.weight is skeleton.embed.weight
+    assert skeleton.second.weight is skeleton.first.weight
+    assert skeleton.steps.tolist() == [3]
+    assert not frozen.scale.requires_grad
+    assert isinstance(lazy.weight, nn.UninitializedParameter)
+    assert nn.Linear(2, 2).weight.device.type == "cpu"

@@ -1,11 +1,9 @@
 import copy
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fdk_formats import (
     NoBackendError,
@@ -22,15 +20,15 @@ K, SIZES = 64, {"q_proj": 48, "k_proj": 16, "v_proj": 16, "gate_proj": 24, "up_p
 
 
 class Block(nn.Module):
-    """What a llama's attention and MLP do to their inputs; k_proj and up_proj may have no bias."""
+    """Attention and MLP projections of a llama; k_proj and up_proj have no bias."""
 
-    def __init__(self, *, bias: bool = True) -> None:
+    def __init__(self, *, bias=True):
         super().__init__()
         torch.manual_seed(0)
         for name, n in SIZES.items():
             setattr(self, name, nn.Linear(K, n, bias=bias and name not in ("k_proj", "up_proj")))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         h = x + 1
         gated = nn.functional.silu(self.gate_proj(h)) * self.up_proj(h)
@@ -38,34 +36,34 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, of the same input."""
+    """Two blocks with the same input."""
 
-    def __init__(self, *, bias: bool = True) -> None:
+    def __init__(self, *, bias=True):
         super().__init__()
         self.blocks = nn.ModuleList([Block(bias=bias), Block(bias=bias)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return sum((block(x) for block in self.blocks), start=torch.zeros(()))
 
 
-def quantised(model: nn.Module, format: str = "int4-g32", **more: Any) -> Any:
+def quantised(model, format="int4-g32", **more):
     return quantise_model(model, format, backend="reference", progress=False, **more)
 
 
 @pytest.fixture
-def x() -> Tensor:
+def x():
     return torch.randn(3, K, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many outputs each product of the reference had."""
+def products(monkeypatch):
+    """Records the number of outputs of each product of the reference."""
     from fdk_formats.reference import ReferenceLayout
 
-    seen: list[int] = []
+    seen = []
     forward = ReferenceLayout.forward
 
-    def counted(self: ReferenceLayout, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def counted(self, x, bias=None):
         seen.append(self.shape[0])
         return forward(self, x, bias)
 
@@ -73,14 +71,14 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def is_fused(block: Any) -> bool:
+def is_fused(block):
     layers = [getattr(block, name) for name in SIZES]
     return all(isinstance(layer.weight.layout, FusedRows) for layer in layers)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("format", ["int4-g32", "affine3-g16-zint", "nf4-row", "int2-g32-search"])
-def test_same_bytes_and_answers(format: str, bias: bool, x: Tensor) -> None:
+def test_fusing_changes_neither_bytes_nor_results(format, bias, x):
     source = Model(bias=bias)
     apart, fused = quantised(source, format), quantised(source, format, fuse=True)
     assert all(map(is_fused, fused.blocks))
@@ -92,7 +90,7 @@ def test_same_bytes_and_answers(format: str, bias: bool, x: Tensor) -> None:
         torch.testing.assert_close(fused(x), apart(x))
 
 
-def test_kmeans_fits_one_codebook_to_all(x: Tensor) -> None:
+def test_kmeans_fits_one_codebook_to_all(x):
     source = Block()
     fused = quantised(source, "kmeans3-g32", fuse=True)
     whole = quantise(
@@ -103,21 +101,20 @@ def test_kmeans_fits_one_codebook_to_all(x: Tensor) -> None:
     for name in ("packed", "scale"):
         rows = torch.cat([getattr(part, name) for part in parts])
         assert torch.equal(rows, getattr(whole, name))
-    assert whole.codebook is not None
     assert all(torch.equal(part.codebook, whole.codebook) for part in parts)
     weighed = {"k_proj": torch.linspace(0.1, 2, K), "q_proj": torch.ones(SIZES["q_proj"], K)}
     other = quantised(source, "kmeans3-g32", fuse=True, importance=weighed)
     assert not torch.equal(other.q_proj.weight.unpack().codebook, whole.codebook)
 
 
-def test_one_product_for_one_input(x: Tensor, products: list[int]) -> None:
+def test_one_product_for_one_input(x, products):
     block = quantised(Block(), fuse=True)
     with torch.no_grad():
         block(x)
         assert products == [80, 48]
         products.clear()
         k, q, again = block.k_proj(x), block.q_proj(x), block.q_proj(x)
-        assert products == [80, 80]  # q's rows were handed out: nobody gets the same twice
+        assert products == [80, 80]  # q's rows were returned already
         assert torch.equal(q, again)
         assert q.data_ptr() != again.data_ptr()
         assert k.shape == (3, 16)
@@ -126,7 +123,7 @@ def test_one_product_for_one_input(x: Tensor, products: list[int]) -> None:
         assert products == [80, 80, 80]
 
 
-def test_a_changed_input_is_noticed(x: Tensor, products: list[int]) -> None:
+def test_a_changed_input_is_noticed(x, products):
     source = Block()
     block = quantised(source, fuse=True)
     block.q_proj(x)
@@ -134,20 +131,20 @@ def test_a_changed_input_is_noticed(x: Tensor, products: list[int]) -> None:
     apart = quantised(source)
     torch.testing.assert_close(block.k_proj(x), apart.k_proj(x))
     with torch.no_grad():
-        block.v_proj(x)  # without a graph: not of what was computed with one
+        block.v_proj(x)  # no graph: must not reuse the product that has one
     assert block.q_proj(x).requires_grad
     assert products == [80, 80, 16, 80, 80]
 
 
-def test_gradient_and_adapters(x: Tensor) -> None:
+def test_gradient_and_adapters(x):
     class Adapted(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
+        def __init__(self, base):
             super().__init__()
             self.base_layer = base
             self.down = nn.Parameter(torch.full((2, K), 0.01))
 
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.base_layer(x)
+        def forward(self, x):
+            y = self.base_layer(x)
             return y + (x @ self.down.T).sum(-1, keepdim=True)
 
     source, grads = Block(), []
@@ -166,16 +163,16 @@ def test_gradient_and_adapters(x: Tensor) -> None:
 
 @pytest.mark.parametrize("format", ["int4-g32", "kmeans3-g32"])
 @pytest.mark.parametrize("fuse", [False, True])
-def test_files_load_into_either(fuse: bool, format: str, x: Tensor, tmp_path: Path) -> None:
+def test_files_load_into_fused_and_separate_layers(fuse, format, x, tmp_path):
     source = Model()
     made = quantised(source, format, fuse=fuse)
     save(tmp_path / "model", made)
     with torch.inference_mode():
         y = made(x)
         for wanted in (False, True):
-            read: Any = load_model(tmp_path / "model", Model(), backend="reference", fuse=wanted)
+            read = load_model(tmp_path / "model", Model(), backend="reference", fuse=wanted)
             torch.testing.assert_close(read(x), y)
-            # Codebooks that were fitted apart cannot be one product.
+            # Layers with different codebooks cannot be one product.
             assert all(map(is_fused, read.blocks)) == (wanted and (fuse or format == "int4-g32"))
             other = quantised(Model().double().float(), format, fuse=wanted)
             other.load_state_dict(made.state_dict())
@@ -183,7 +180,7 @@ def test_files_load_into_either(fuse: bool, format: str, x: Tensor, tmp_path: Pa
             assert all(map(is_fused, other.blocks)) == (wanted and (fuse or format == "int4-g32"))
 
 
-def test_a_codebook_that_parts_them_and_one_that_joins_them(x: Tensor) -> None:
+def test_loading_codebooks_separates_and_joins(x):
     source = Block()
     block, apart = quantised(source, "kmeans3-g32", fuse=True), quantised(source, "kmeans3-g32")
     together = block.state_dict()
@@ -199,9 +196,9 @@ def test_a_codebook_that_parts_them_and_one_that_joins_them(x: Tensor) -> None:
         torch.testing.assert_close(block(x), y)
 
 
-def test_moves_and_copies(x: Tensor) -> None:
+def test_moves_and_copies(x):
     block = quantised(Block(), fuse=True)
-    block.q_proj(x)  # a product is kept, with a graph: it is not for a copy
+    block.q_proj(x)  # keeps a product with a graph, which copies must not share
     state = block.state_dict()
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert is_fused(other)
@@ -217,14 +214,12 @@ def test_moves_and_copies(x: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be used in torch.float64")
-def test_a_move_that_cannot_pack_moves_the_whole_model(
-    x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_that_cannot_pack_moves_the_whole_model(x, monkeypatch):
     from fdk_formats.reference import ReferenceBackend
 
     pack = ReferenceBackend.pack
 
-    def refuses_float64(*given: Any, dtype: torch.dtype, **more: Any) -> Any:
+    def refuses_float64(*given, dtype, **more):
         if dtype == torch.float64:
             raise ValueError("needs less, got float64")
         return pack(*given, dtype=dtype, **more)
@@ -240,7 +235,7 @@ def test_a_move_that_cannot_pack_moves_the_whole_model(
     assert is_fused(model.blocks[1])
 
 
-def test_autocast_is_one_product(x: Tensor, products: list[int]) -> None:
+def test_autocast_is_one_product(x, products):
     block = quantised(Block(bias=False).to(torch.bfloat16), fuse=True)
     expected = block(x.to(torch.bfloat16))
     products.clear()
@@ -251,13 +246,13 @@ def test_autocast_is_one_product(x: Tensor, products: list[int]) -> None:
     assert (k.dtype, v.shape) == (torch.bfloat16, (3, 16))
 
 
-def test_compiled_graph_has_one_product(x: Tensor) -> None:
+def test_compiled_graph_has_one_product(x):
     block = quantised(Block(), fuse=True)
     with torch.inference_mode():
         expected = block(x)
     counted = []
 
-    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+    def backend(graph, _):
         ops = [node for node in graph.graph.nodes if "reference_linear" in str(node.target)]
         counted.append(len(ops))
         return graph
@@ -269,14 +264,14 @@ def test_compiled_graph_has_one_product(x: Tensor) -> None:
     assert torch.equal(y, expected)
 
 
-def test_export(x: Tensor) -> None:
+def test_export(x):
     block = quantised(Block(), fuse=True).eval().requires_grad_(False)
     program = torch.export.export(block, (x,))
     assert torch.equal(program.module()(x), block(x))
     assert str(program.graph).count("target=torch.ops.fdk_formats.reference_linear") == 2
 
 
-def test_what_is_left_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_that_stay_separate(caplog):
     caplog.set_level("INFO")
     assert siblings(
         ["a.q_proj", "q_proj", "b.v_proj", "k_proj", "v_proj"], (("q_proj", "v_proj"),)
@@ -299,8 +294,8 @@ def test_what_is_left_apart(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("where", [torch.float64, torch.bfloat16, "meta"])
-def test_a_layer_that_leaves(where: Any, x: Tensor) -> None:
-    """Moved by itself: the others answer as they did, without its bias."""
+def test_moving_one_layer(where, x):
+    """The others give the same results, without its bias."""
     block, apart = quantised(Block(), fuse=True), quantised(Block())
     block.q_proj.to(where)
     assert not isinstance(block.q_proj.weight.layout, FusedRows)
@@ -308,11 +303,11 @@ def test_a_layer_that_leaves(where: Any, x: Tensor) -> None:
         torch.testing.assert_close(getattr(block, name)(x), getattr(apart, name)(x))
 
 
-def test_a_weight_that_another_layer_calls(x: Tensor) -> None:
+def test_a_weight_that_another_layer_calls(x):
     block, apart = quantised(Block(), fuse=True), quantised(Block())
     for bias in (None, torch.arange(48.0)):
         wanted = QuantisedLinear(apart.q_proj.weight, bias)(x)
-        block.k_proj(x)  # keeps a product that has q_proj's own bias
+        block.k_proj(x)  # keeps a product with q_proj's own bias
         got = QuantisedLinear(block.q_proj.weight, bias)(x)
         torch.testing.assert_close(got, wanted)
         torch.testing.assert_close(block.q_proj.weight(x, bias), wanted)
@@ -320,7 +315,7 @@ def test_a_weight_that_another_layer_calls(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("groups", ["q_proj", ["q_proj", "k_proj"], [()], [("q_proj",)]])
-def test_groups_are_checked(groups: Any, tmp_path: Path) -> None:
+def test_groups_are_checked(groups, tmp_path):
     block = quantised(Block())
     save(tmp_path / "model", block)
     for wrong in (groups, [("q_proj", "q_proj")], [("a.q_proj", "a.k_proj")]):
@@ -333,12 +328,12 @@ def test_groups_are_checked(groups: Any, tmp_path: Path) -> None:
                 call()
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_model_must_be_a_module():
     with pytest.raises(TypeError, match="fuse_layers: model must be a module, got NoneType"):
-        fuse_layers(None)  # type: ignore[arg-type]
+        fuse_layers(None)
 
 
-def test_a_codebook_that_is_given(x: Tensor) -> None:
+def test_a_codebook_that_is_given(x):
     codebook = torch.linspace(-2, 2, 16)
     fused = quantised(Block(), "kmeans4-g32", fuse=True, codebook=codebook)
     assert is_fused(fused)
@@ -351,14 +346,14 @@ def test_a_codebook_that_is_given(x: Tensor) -> None:
     assert not torch.equal(some.k_proj.weight.unpack().codebook, codebook)
 
 
-def test_bad_importance_names_the_layer() -> None:
+def test_bad_importance_names_the_layer():
     for importance in (torch.ones(5), torch.ones(1), torch.zeros(K)):
         with pytest.raises(ValueError, match="layer k_proj: quantise: importance"):
             quantised(Block(), "kmeans3-g32", fuse=True, importance={"k_proj": importance})
 
 
-def test_kmeans_in_the_first_group_of_a_layer() -> None:
-    """Whatever the order of the layers: k_proj comes before q_proj here."""
+def test_kmeans_in_the_first_group_of_a_layer():
+    """The order of the layers does not matter: k_proj comes before q_proj here."""
     model = nn.ModuleDict({f"{name}_proj": nn.Linear(K, 16) for name in "kvq"})
     groups = [("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj")]
     made = quantised(model, "kmeans3-g32", fuse=groups)

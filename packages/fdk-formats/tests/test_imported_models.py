@@ -1,8 +1,6 @@
-"""Checkpoints of other projects in models of transformers: reader, load_model, the same logits."""
+"""Checkpoints of other projects loaded into models of transformers."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +11,12 @@ from fdk_formats import QuantisedLinear, load_model, parameters_on_meta, quantis
 from fdk_formats.readers import load_one_bit_wonder
 
 transformers = pytest.importorskip("transformers", reason="transformers, whose llama is loaded")
-IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-def llama(*, tied: bool) -> Any:
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+def llama(*, tied):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32,
@@ -31,17 +31,16 @@ def llama(*, tied: bool) -> Any:
     return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def write_one_bit_wonder(folder: Path, source: nn.Module) -> None:
-    """The folder of 2-bit weights that the project would write; ``source`` gets their values."""
+def write_one_bit_wonder(folder, source):
+    """Writes a folder of 2-bit weights, and their values to ``source``."""
     tied = source.config.tie_word_embeddings
     tensors = dict(source.state_dict())
-    if tied:  # transformers stores one name of two
+    if tied:  # transformers stores one of the two names
         del tensors["lm_head.weight"]
     for name, module in source.named_modules():
         if type(module) is not nn.Linear or name == "lm_head":
             continue
         q = quantise(tensors.pop(f"{name}.weight"), "kmeans2-g64")
-        assert q.codebook is not None
         tensors |= {
             f"{name}.weight_packed": q.packed,
             f"{name}.scales": q.scale,
@@ -55,10 +54,10 @@ def write_one_bit_wonder(folder: Path, source: nn.Module) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("through_a_file", [False, True])
-def test_a_checkpoint_into_a_llama(tmp_path: Path, tied: bool, through_a_file: bool) -> None:
+def test_a_checkpoint_into_a_llama(tmp_path, tied, through_a_file):
     dequantised = llama(tied=tied)
     write_one_bit_wonder(tmp_path, dequantised)
-    source: Any = load_one_bit_wonder(tmp_path)
+    source = load_one_bit_wonder(tmp_path)
     if through_a_file:
         save(tmp_path / "ours.safetensors", source)
         source = tmp_path / "ours.safetensors"
@@ -68,10 +67,10 @@ def test_a_checkpoint_into_a_llama(tmp_path: Path, tied: bool, through_a_file: b
     model = load_model(source, skeleton, backend="reference")
     assert isinstance(model.model.layers[1].mlp.down_proj, QuantisedLinear)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert torch.equal(model(IDS).logits, dequantised(IDS).logits)
+    assert torch.equal(model(PROMPT).logits, dequantised(PROMPT).logits)
 
 
-def test_buffers_on_meta_are_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_buffers_on_meta_are_refused_with_a_remedy(tmp_path):
     write_one_bit_wonder(tmp_path, llama(tied=False))
     with torch.device("meta"):
         skeleton = llama(tied=False)

@@ -1,13 +1,12 @@
-"""Activations rounded to 8 bits: the definition, its error, and what asks for it."""
+"""8-bit activations: the definition, its error, and layers that use it."""
 
 import copy
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fdk_formats import (
     Format,
@@ -24,8 +23,8 @@ from fdk_formats.packing import pack
 from fdk_formats.testing import nrmse, random_quantised
 
 
-def test_round_activations_by_hand() -> None:
-    # Largest 127: a code is the value itself, and halves go to even.
+def test_round_activations_by_hand():
+    # With a largest magnitude of 127 codes are the values; halves round to even.
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 63.4, 0.0]])
     assert round_activations(x, 8).tolist() == [[127, 0, 2, 2, 0, -2, 63, 0]]
     assert round_activations(x / 64, 8).tolist() == [[v / 64 for v in (127, 0, 2, 2, 0, -2, 63, 0)]]
@@ -37,7 +36,7 @@ def test_round_activations_by_hand() -> None:
 @pytest.mark.parametrize(
     ("group_size", "padded"), [(1, 16), (16, 16), (17, 32), (48, 64), (128, 128), (129, 256)]
 )
-def test_padded_group(group_size: int, padded: int) -> None:
+def test_padded_group(group_size, padded):
     assert padded_group(group_size) == padded
 
 
@@ -45,12 +44,12 @@ def test_padded_group(group_size: int, padded: int) -> None:
     ("k", "group_size", "blocks"),
     [
         (320, 64, [range(128), range(128, 256), range(256, 320)]),
-        (144, 48, [range(96), range(96, 144)]),  # two groups of 48 take the 128 positions
+        (144, 48, [range(96), range(96, 144)]),  # a block holds two padded groups of 48
         (400, 200, [range(128), range(128, 200), range(200, 328), range(328, 400)]),
     ],
 )
-def test_blocks(k: int, group_size: int, blocks: list[range]) -> None:
-    # A block's largest is 1000, so that a 1 in it is lost, and one beside it is not.
+def test_blocks(k, group_size, blocks):
+    # 1000 in a block rounds a 1 in it to zero, and does not affect other blocks.
     for block in blocks:
         x = torch.ones(1, k)
         x[0, block[0]] = 1000
@@ -61,7 +60,7 @@ def test_blocks(k: int, group_size: int, blocks: list[range]) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_makes_its_row_nan(bad: float) -> None:
+def test_non_finite_x_makes_its_row_nan(bad):
     q = random_quantised(Format("custom", 4, 32), 5, 160)
     x = torch.randn(3, 160)
     expected = int8_linear(x, q)
@@ -71,13 +70,13 @@ def test_what_is_not_finite_makes_its_row_nan(bad: float) -> None:
     assert torch.equal(y[[0, 2]], expected[[0, 2]])
 
 
-def test_without_rows() -> None:
+def test_without_rows():
     q = random_quantised(Format("custom", 4, 48), 5, 144)
     assert round_activations(torch.ones(0, 144), 48).shape == (0, 144)
     assert int8_linear(torch.ones(0, 144), q, torch.ones(5)).shape == (0, 5)
 
 
-def test_an_outlier_costs_its_block_at_most_half_a_step() -> None:
+def test_an_outlier_costs_its_block_at_most_half_a_step():
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     x[:, 5] = 1000
     error = (round_activations(x, 64) - x).abs()
@@ -98,16 +97,15 @@ def test_an_outlier_costs_its_block_at_most_half_a_step() -> None:
     ]
     + [f"{name}{bits}-g64" for name in ("int", "uniform") for bits in (2, 3, 5, 6, 7)],
 )
-def test_tables_of_grids_are_exact(format: str) -> None:
+def test_tables_of_grids_are_exact(format):
     codebook = quantise(torch.randn(4, 64), format).codebook
-    assert codebook is not None
     table = int8_table(codebook)
     assert (table.values - codebook).abs().max() <= 1e-6 * codebook.abs().max()
     if len(codebook) < 256:
         assert table.levels.min() >= -127
 
 
-def test_int8_table_by_hand() -> None:
+def test_int8_table_by_hand():
     # 0, 1 and 3 are the steps 0, L/3 and L; the smallest multiple of 3 from 128 on is 129.
     table = int8_table(torch.tensor([0.0, 1.0, 3.0, 3.0]))
     assert table.levels.diff().tolist() == [43, 86, 0]
@@ -118,7 +116,7 @@ def test_int8_table_by_hand() -> None:
     assert int8_table(torch.tensor([0.0, float("nan")])).values.isnan().all()
 
 
-# Error against the product with x as it is, of normal x and weights: docs/guide/int8.md has these.
+# Error against the product without rounding x, for normal x and weights; see docs/guide/int8.md.
 EXPECTED_ERROR = {
     "int4-g64": 0.0064,
     "fp4-g64": 0.0064,
@@ -135,7 +133,7 @@ EXPECTED_ERROR = {
 
 
 @pytest.mark.parametrize(("format", "expected"), EXPECTED_ERROR.items())
-def test_error(format: str, expected: float) -> None:
+def test_error(format, expected):
     generator = torch.Generator().manual_seed(0)
     q = quantise(torch.randn(512, 1024, generator=generator), format)
     x = torch.randn(64, 1024, generator=generator)
@@ -144,14 +142,14 @@ def test_error(format: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize("format", ["affine4-g16", "custom3-g48", "affine8-g200", "custom2-row"])
-def test_rounding_is_done_once_and_the_bias_is_not_rounded_before(format: str) -> None:
+def test_rounding_is_done_once_and_the_bias_is_not_rounded_before(format):
     q = random_quantised(Format.parse(format), 7, 600 if "200" in format else 240)
     x, bias = torch.randn(3, q.shape[1]).bfloat16(), torch.randn(7).bfloat16()
     wide = int8_linear(x.float(), q, bias.float())
     assert torch.equal(int8_linear(x, q, bias), wide.bfloat16())
 
 
-def layer(format: str = "nf4-g32", **changes: object) -> QuantisedLinear:
+def layer(format="nf4-g32", **changes):
     torch.manual_seed(0)
     source = nn.Linear(96, 24)
     return QuantisedLinear.from_linear(
@@ -160,7 +158,7 @@ def layer(format: str = "nf4-g32", **changes: object) -> QuantisedLinear:
 
 
 @pytest.mark.parametrize("format", ["nf4-g32", "affine4-g48"])
-def test_layer(format: str) -> None:
+def test_layer(format):
     quantised = layer(format)
     x = torch.randn(2, 3, 96)
     expected = int8_linear(x.view(6, 96), quantised.weight.unpack(), quantised.bias)
@@ -173,7 +171,7 @@ def test_layer(format: str) -> None:
     assert 1e-3 < nrmse(quantised(x).detach(), plain(x).detach().double()) < 2e-2
 
 
-def test_the_layer_keeps_its_choice() -> None:
+def test_activations_belong_to_the_layer():
     quantised = layer()
     x = torch.randn(3, 96)
     expected = quantised(x)
@@ -185,7 +183,7 @@ def test_the_layer_keeps_its_choice() -> None:
     assert torch.equal(
         half(x.bfloat16()), int8_linear(x.bfloat16(), half.weight.unpack(), half.bias)
     )
-    # A state dict is the canonical tensors; the layer that loads it keeps its own choice.
+    # A state_dict does not record activations: the layer that loads it keeps its own.
     plain = QuantisedLinear.from_quantised(
         quantised.weight.unpack(), quantised.bias, backend="reference", dtype=torch.float32
     )
@@ -198,7 +196,7 @@ def test_the_layer_keeps_its_choice() -> None:
     assert torch.equal(quantised(x), expected)
 
 
-def test_the_gradient_is_that_of_the_product_without_rounding() -> None:
+def test_the_gradient_is_that_of_the_product_without_rounding():
     quantised = layer()
     x = torch.randn(5, 96, requires_grad=True)
     grad_y = torch.randn(5, 24)
@@ -208,17 +206,11 @@ def test_the_gradient_is_that_of_the_product_without_rounding() -> None:
     )
     leaf = x.detach().clone().requires_grad_()
     plain(leaf).backward(grad_y)
-    assert x.grad is not None
-    assert leaf.grad is not None
     assert torch.equal(x.grad, leaf.grad)
-    assert quantised.bias is not None
-    assert plain.bias is not None
-    assert quantised.bias.grad is not None
-    assert plain.bias.grad is not None
     assert torch.equal(quantised.bias.grad, plain.bias.grad)
 
 
-def test_compile_and_export() -> None:
+def test_compile_and_export():
     quantised = layer("affine3-g16")
     compiled = torch.compile(quantised, fullgraph=True, backend="aot_eager", dynamic=True)
     for m in (2, 3, 17):
@@ -235,7 +227,7 @@ def test_compile_and_export() -> None:
 
 
 @pytest.mark.parametrize("format", [Format("custom", 3, 16), Format("affine", 4, 48)])
-def test_opcheck(format: Format) -> None:
+def test_opcheck(format):
     q = random_quantised(format, n=5, k=144)
     x = torch.randn(3, 144, requires_grad=True)
     bias = torch.randn(5, requires_grad=True)
@@ -243,7 +235,7 @@ def test_opcheck(format: Format) -> None:
     torch.library.opcheck(torch.ops.fdk_formats.reference_linear_int8.default, args)
 
 
-def test_models_and_files(tmp_path: Path) -> None:
+def test_models_and_files(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
     quantised = quantise_model(model, "nf4-g32", backend="reference", activations="int8")
@@ -258,7 +250,7 @@ def test_models_and_files(tmp_path: Path) -> None:
     assert not torch.equal(plain(x), quantised(x))
 
 
-def test_bad_activations_are_refused() -> None:
+def test_bad_activations_are_refused():
     message = "activations: wanted float or int8, got 'int4'"
     with pytest.raises(ValueError, match=message):
         Problem(Format("nf", 4), 8, 64, torch.float32, torch.device("cpu"), "int4")
@@ -270,14 +262,14 @@ def test_bad_activations_are_refused() -> None:
         quantise_model(nn.Linear(64, 8), "nf4-g64", activations="int4")
 
 
-def test_a_backend_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_int8_gives_the_reason(monkeypatch):
     from fdk_formats import backends
     from fdk_formats.reference import ReferenceBackend
 
     class Plain(ReferenceBackend):
         name = "plain"
 
-        def unsupported(self, problem: Problem) -> str | None:
+        def unsupported(self, problem):
             return None if problem.activations == "float" else "has no int8 activations"
 
     monkeypatch.setattr(backends, "_registry", {"plain": Plain()})
@@ -288,10 +280,10 @@ def test_a_backend_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         backends.select(replace(problem, activations="int8"))
 
 
-def test_codes_of_one_hot_rows_are_the_weights() -> None:
+def test_codes_of_one_hot_rows_are_the_weights():
     q = replace(
         random_quantised(Format("affine", 8, 16), 3, 32),
         packed=pack(torch.arange(96).view(3, 32) + 100, 8),
     )
-    y: Tensor = int8_linear(torch.eye(32), q)
+    y = int8_linear(torch.eye(32), q)
     assert torch.allclose(y, q.dequantise().T, rtol=1e-6, atol=0)

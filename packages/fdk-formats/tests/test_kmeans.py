@@ -1,6 +1,4 @@
-"""k-means on a line: its optimum, and the histogram that it is computed from."""
-
-from collections.abc import Iterator
+"""k-means: optimal centroids, and the histogram they are computed from."""
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from numpy.testing import assert_allclose
 from fdk_formats.kmeans import (
     FEW_BINS,
     SYMMETRY_LOSS,
-    Array,
     Points,
     best_partition,
     optimal_centroids,
@@ -21,23 +18,23 @@ from fdk_formats.kmeans import (
 )
 
 
-def uniform(count: int) -> Array:
+def uniform(count):
     return np.linspace(-1, 1, count)
 
 
-def points_of(values: Array, mass: Array | None = None) -> Points:
+def points_of(values, mass=None):
     position, where = np.unique(values, return_inverse=True)
     return Points(position, np.bincount(where, weights=mass).astype(np.float64))
 
 
-def cost(points: Points, centroids: Array) -> float:
+def cost(points, centroids):
     middle = (centroids[1:] + centroids[:-1]) / 2
     nearest = centroids[np.searchsorted(middle, points.position, side="left")]
     return float(np.sum(points.mass * (points.position - nearest) ** 2))
 
 
-def exact_cost(points: Points, count: int) -> float:
-    """The optimum by the plain O(K n^2) recurrence."""
+def exact_cost(points, count):
+    """Computes the optimum by the O(K n^2) recurrence."""
     n = len(points.position)
     mass, first, second = (
         np.concatenate([[0], np.cumsum(points.mass * points.position**p)]) for p in range(3)
@@ -52,8 +49,8 @@ def exact_cost(points: Points, count: int) -> float:
     return float(best[n])
 
 
-def samples_of(*chunks: list[float], masses: list[list[float]] | None = None):
-    def samples() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def samples_of(*chunks, masses=None):
+    def samples():
         for i, chunk in enumerate(chunks):
             value = torch.tensor(chunk, dtype=torch.float32)
             mass = torch.ones(len(chunk)) if masses is None else torch.tensor(masses[i])
@@ -67,7 +64,7 @@ def samples_of(*chunks: list[float], masses: list[list[float]] | None = None):
     st.lists(st.tuples(st.integers(-50, 50), st.integers(1, 9)), min_size=9, max_size=40),
     st.integers(2, 8),
 )
-def test_best_partition_is_the_optimum(data: list[tuple[int, int]], count: int) -> None:
+def test_best_partition_is_the_optimum(data, count):
     values, mass = np.array(data, dtype=np.float64).T
     points = points_of(values, mass)
     if len(points.position) <= count:
@@ -83,7 +80,7 @@ def test_best_partition_is_the_optimum(data: list[tuple[int, int]], count: int) 
     assert_allclose(total - gained, exact_cost(points, count), rtol=1e-9, atol=1e-9)
 
 
-def shapes(n: int) -> dict[str, Array]:
+def shapes(n):
     rng = np.random.default_rng(7)
     normal = rng.standard_normal((n // 32, 32))
     return {
@@ -101,8 +98,8 @@ def shapes(n: int) -> dict[str, Array]:
 
 @pytest.mark.parametrize("name", shapes(32))
 @pytest.mark.parametrize("count", [2, 4, 16, 64, 256])
-def test_optimal_centroids_reach_the_optimum(name: str, count: int) -> None:
-    # More points than atoms, so that atoms hold several; the partition of all points is exact.
+def test_optimal_centroids_reach_the_optimum(name, count):
+    # More points than atoms; the partition of all points is the exact optimum.
     values = shapes(6400)[name]
     points = points_of(values)
     centroids = optimal_centroids(points, count, uniform(count))
@@ -118,8 +115,8 @@ def test_optimal_centroids_reach_the_optimum(name: str, count: int) -> None:
     assert cost(points, centroids) <= best * 1.001
 
 
-def test_optimal_centroids_with_a_thin_tail() -> None:
-    # Lone points of the tail must not be merged in pairs when atoms are shared out.
+def test_optimal_centroids_with_a_thin_tail():
+    # Outliers in the tail must be atoms of their own.
     points, count = points_of(shapes(12800)["normal"]), 256
     mass = np.concatenate([[0], np.cumsum(points.mass)])
     moment = np.concatenate([[0], np.cumsum(points.mass * points.position)])
@@ -127,13 +124,13 @@ def test_optimal_centroids_with_a_thin_tail() -> None:
     best = np.diff(moment[borders]) / np.diff(mass[borders])
     found = optimal_centroids(points, count, uniform(count))
     assert cost(points, found) <= cost(points, best) * 1.001
-    # The optimum as a guess is better than what the atoms lead to, and is kept.
+    # A guess that is better than the result of the atoms is kept.
     assert cost(points, optimal_centroids(points, count, best)) <= cost(points, best) * (1 + 1e-9)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(-1000, 1000), min_size=3, max_size=60), st.integers(1, 4))
-def test_optimal_centroids_of_few_points(data: list[int], bits: int) -> None:
+def test_optimal_centroids_of_few_points(data, bits):
     points, count = points_of(np.array(data, dtype=np.float64)), 1 << bits
     centroids = optimal_centroids(points, count, uniform(count))
     assert centroids.shape == (count,)
@@ -144,7 +141,7 @@ def test_optimal_centroids_of_few_points(data: list[int], bits: int) -> None:
         assert cost(points, centroids) <= exact_cost(points, count) * (1 + 1e-9) + 1e-9
 
 
-def test_optimal_centroids_never_worse_than_the_guess() -> None:
+def test_optimal_centroids_never_worse_than_the_guess():
     values = np.repeat(uniform(16), 40) + np.tile(np.linspace(-1e-4, 1e-4, 40), 16)
     points = points_of(values)
     guess = uniform(16)
@@ -154,8 +151,7 @@ def test_optimal_centroids_never_worse_than_the_guess() -> None:
 
 
 @pytest.mark.parametrize("count", [16, 64])
-def test_optimal_centroids_are_the_means_of_their_clusters(count: int) -> None:
-    """What Lloyd's iterations settle: the partition's borders alone are those of atoms."""
+def test_optimal_centroids_are_the_means_of_their_clusters(count):
     values = np.sort(np.random.default_rng(0).normal(size=40_000))
     centroids = optimal_centroids(points_of(values), count, uniform(count))
     codes = np.searchsorted((centroids[1:] + centroids[:-1]) / 2, values)
@@ -163,7 +159,7 @@ def test_optimal_centroids_are_the_means_of_their_clusters(count: int) -> None:
     assert_allclose(centroids, means, rtol=1e-9)
 
 
-def test_optimal_centroids_by_hand() -> None:
+def test_optimal_centroids_by_hand():
     points = Points(np.array([0.0, 1.0, 10.0, 12.0]), np.array([1.0, 3.0, 1.0, 1.0]))
     assert_allclose(optimal_centroids(points, 2, uniform(2)), [0.75, 11.0])
     nothing = Points(np.zeros(0), np.zeros(0))
@@ -172,7 +168,7 @@ def test_optimal_centroids_by_hand() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 99), st.floats(-0.1, 0.1), st.booleans())
-def test_symmetric_pair_costs_next_to_nothing(seed: int, mean: float, heavy: bool) -> None:
+def test_symmetric_pair_costs_next_to_nothing(seed, mean, heavy):
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(2000) + mean
     points = points_of(values, rng.random(2000) if heavy else None)
@@ -183,11 +179,11 @@ def test_symmetric_pair_costs_next_to_nothing(seed: int, mean: float, heavy: boo
     if best <= (1 + SYMMETRY_LOSS) * cost(points, pair):
         assert found[0] == -found[1]
         assert cost(points, found) <= min(best, (1 + SYMMETRY_LOSS) * cost(points, pair))
-    elif found is not pair:  # between two of the levels
+    elif found is not pair:
         assert cost(points, found) <= (1 + SYMMETRY_LOSS) * cost(points, pair)
 
 
-def test_symmetric_pair_by_hand() -> None:
+def test_symmetric_pair_by_hand():
     points = Points(np.array([-2.0, -1.0, 1.0, 3.0]), np.array([1.0, 1.0, 1.0, 1.0]))
     pair = np.array([-1.5, 2.0])  # their error is 2.5, that of -1.75 and 1.75 is 2.75
     assert symmetric_pair(points, pair) is pair
@@ -197,14 +193,14 @@ def test_symmetric_pair_by_hand() -> None:
     assert symmetric_pair(nothing, np.zeros(2)).tolist() == [0.0, 0.0]
     lone = Points(np.array([-1.0, 5.0]), np.array([1.0, 1.0]))
     assert symmetric_pair(lone, np.array([-1.0, 5.0])).tolist() == [-1.0, 5.0]
-    # Two tight heaps: in units of e^2 the error is 4, that of -c and c 5, and the spread 4 / e^2.
+    # Two tight clusters: in units of e^2 the error is 4, that of -c and c 5, the spread 4 / e^2.
     e = 1e-9
     heaps = Points(np.array([-1 - e, -1 + e, 1, 1 + 2 * e]), np.ones(4))
     pair = np.array([-1, 1 + e])
     assert symmetric_pair(heaps, pair) is pair
 
 
-def test_optimal_centroids_ignore_masses_that_vanish() -> None:
+def test_optimal_centroids_ignore_masses_that_vanish():
     rng = np.random.default_rng(3)
     values = rng.standard_normal(3000)
     mass = np.where(rng.random(3000) < 0.5, 1.0, 1e-40)
@@ -213,15 +209,15 @@ def test_optimal_centroids_ignore_masses_that_vanish() -> None:
     assert_allclose(found, optimal_centroids(kept, 8, uniform(8)), rtol=1e-9)
 
 
-def test_weighted_points_of_discrete_data() -> None:
-    # Closer together than a bin is wide: each value is still a point of its own.
+def test_weighted_points_of_discrete_data():
+    # Values closer than a bin is wide are still points of their own.
     values = [1.0, float(np.nextafter(np.float32(1), np.float32(2))), -0.25, 0.0, -0.0, 3.0]
     points = weighted_points(samples_of(values, values[:2]), peak=3.0)
     assert points.position.tolist() == [-0.25, 0.0, values[0], values[1], 3.0]
     assert points.mass.tolist() == [1.0, 2.0, 2.0, 2.0, 1.0]
 
 
-def test_weighted_points_weigh() -> None:
+def test_weighted_points_sum_masses():
     samples = samples_of([1.0, 2.0, 1.0, 5.0], masses=[[1.0, 0.5, 2.0, 0.0]])
     points = weighted_points(samples, peak=5.0)
     assert points.position.tolist() == [1.0, 2.0]
@@ -229,7 +225,7 @@ def test_weighted_points_weigh() -> None:
 
 
 @pytest.mark.parametrize("power", [-100, -20, 0, 100])
-def test_weighted_points_keep_the_sums(power: int) -> None:
+def test_weighted_points_keep_the_sums(power):
     rng = np.random.default_rng(5)
     values = (rng.standard_normal(40000) * 2.0**power).astype(np.float32)
     values[0] *= 1000
@@ -240,10 +236,10 @@ def test_weighted_points_keep_the_sums(power: int) -> None:
     assert (np.diff(points.position) > 0).all()
     assert points.mass.sum() == len(values)
     assert_allclose(points.mass @ points.position, wide.sum(), rtol=1e-9)
-    # A bin loses the variance inside it: a part in 2^28 of the square of the value.
+    # A bin loses the variance inside it, 2^-28 of the square of the value.
     assert_allclose(points.mass @ points.position**2, wide @ wide, rtol=2.0**-26)
 
 
-def test_weighted_points_of_nothing() -> None:
+def test_weighted_points_of_nothing():
     assert len(weighted_points(samples_of(), peak=0.0).position) == 0
     assert len(weighted_points(samples_of([0.0], masses=[[0.0]]), peak=0.0).position) == 0

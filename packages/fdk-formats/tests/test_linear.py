@@ -9,34 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fdk_formats import (
-    Format,
-    NoBackendError,
-    Problem,
-    QuantisedLinear,
-    QuantisedTensor,
-    backends,
-    quantise,
-    register,
-)
-from fdk_formats.backends import Layout
+from fdk_formats import Format, NoBackendError, QuantisedLinear, backends, quantise, register
 from fdk_formats.linear import PendingLayout
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 from fdk_formats.testing import nrmse, random_quantised
 
 
-def linear(n: int = 24, k: int = 64, *, bias: bool = True, seed: int = 0) -> nn.Linear:
+def linear(n=24, k=64, *, bias=True, seed=0):
     torch.manual_seed(seed)
     return nn.Linear(k, n, bias=bias)
 
 
-def layer(format: str = "kmeans4-g32", **kwargs: object) -> QuantisedLinear:
-    return QuantisedLinear.from_linear(linear(), format, backend="reference", **kwargs)  # type: ignore[arg-type]
+def layer(format="kmeans4-g32", **kwargs):
+    return QuantisedLinear.from_linear(linear(), format, backend="reference", **kwargs)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_from_linear(bias: bool, dtype: torch.dtype) -> None:
+def test_from_linear(bias, dtype):
     source = linear(bias=bias).to(dtype)
     quantised = QuantisedLinear.from_linear(source, "nf4-g64", backend="reference")
     x = torch.randn(2, 3, 64, dtype=dtype)
@@ -48,51 +38,44 @@ def test_from_linear(bias: bool, dtype: torch.dtype) -> None:
     assert quantised.format == Format.parse("nf4-g64")
 
 
-def test_from_quantised_casts_the_bias() -> None:
+def test_from_quantised_casts_the_bias():
     q = random_quantised(Format("affine", 5, 16), n=8, k=32)
     quantised = QuantisedLinear.from_quantised(q, torch.ones(8), backend="reference")
-    assert quantised.bias is not None
     assert quantised.bias.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"bias must be \[8\], got \[9\]"):
         QuantisedLinear.from_quantised(q, torch.ones(9), backend="reference")
 
 
-def test_a_frozen_bias_stays_frozen() -> None:
+def test_a_frozen_bias_stays_frozen():
     source = linear()
     source.bias.requires_grad_(False)
     quantised = QuantisedLinear.from_linear(source, "nf4-g64", backend="reference")
-    assert quantised.bias is not None
     assert not quantised.bias.requires_grad
     assert quantised.bias.data_ptr() != source.bias.data_ptr()
 
 
-def test_gradient_reaches_x_and_bias() -> None:
+def test_gradient_reaches_x_and_bias():
     quantised = layer()
     x = torch.randn(5, 64, dtype=torch.float32, requires_grad=True)
     grad_y = torch.randn(5, 24)
     quantised(x).backward(grad_y)
     W_hat = quantised.weight.unpack().dequantise(torch.float64)
-    assert x.grad is not None
     assert nrmse(x.grad, grad_y.double() @ W_hat) < 1e-6
-    assert quantised.bias is not None
-    assert quantised.bias.grad is not None
     assert nrmse(quantised.bias.grad, grad_y.double().sum(0)) < 1e-6
     assert [name for name, _ in quantised.named_parameters()] == ["bias"]
 
 
-def test_gradient_of_float64_is_float64() -> None:
+def test_gradient_of_float64_is_float64():
     q = random_quantised(Format("custom", 3, 16), n=5, k=48)
     quantised = QuantisedLinear.from_quantised(
         q, torch.zeros(5), backend="reference", dtype=torch.float64
     )
     grad_y = torch.randn(1000, 5, dtype=torch.float64)
     quantised(torch.randn(1000, 48, dtype=torch.float64)).backward(grad_y)
-    assert quantised.bias is not None
-    assert quantised.bias.grad is not None
     assert nrmse(quantised.bias.grad, grad_y.sum(0)) < 1e-14
 
 
-def test_second_derivative() -> None:
+def test_second_derivative():
     q = random_quantised(Format("custom", 3, 16), n=5, k=48)
     quantised = QuantisedLinear.from_quantised(q, backend="reference", dtype=torch.float64)
     x = torch.randn(3, 48, dtype=torch.float64, requires_grad=True)
@@ -100,7 +83,7 @@ def test_second_derivative() -> None:
     assert torch.autograd.gradgradcheck(quantised, (x,))
 
 
-def test_state_dict_is_canonical_and_comes_back() -> None:
+def test_state_dict_is_canonical_and_comes_back():
     source = layer()
     state = source.state_dict()
     assert sorted(state) == ["bias", "weight.codebook", "weight.packed", "weight.scale"]
@@ -116,7 +99,7 @@ def test_state_dict_is_canonical_and_comes_back() -> None:
     assert torch.equal(other(x), source(x))
 
 
-def test_load_state_dict_refuses() -> None:
+def test_load_state_dict_refuses():
     quantised, state = layer(), layer().state_dict()
     with pytest.raises(RuntimeError, match=r"Missing key.*weight\.scale"):
         quantised.load_state_dict({k: v for k, v in state.items() if k != "weight.scale"})
@@ -133,11 +116,10 @@ def test_load_state_dict_refuses() -> None:
     assert quantised.weight.unpack().packed.any()
 
 
-def test_moves_and_casts_keep_the_weight() -> None:
+def test_moves_and_casts_keep_the_weight():
     quantised = layer()
     before = quantised.weight.unpack()
     half = copy.deepcopy(quantised).to(torch.bfloat16)
-    assert half.bias is not None
     assert half.bias.dtype == half.weight.dtype == torch.bfloat16
     for name, tensor in half.weight.unpack().tensors().items():
         assert torch.equal(tensor, before.tensors()[name])  # the same dtype and bytes
@@ -150,33 +132,33 @@ def test_moves_and_casts_keep_the_weight() -> None:
 
 
 class CpuOnly(ReferenceBackend):
-    """Lays the weight out transposed, on the CPU alone."""
+    """Supports the CPU only."""
 
     name = "cpu_only"
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem):
         return None if problem.device.type == "cpu" else f"needs the CPU, got {problem.device}"
 
-    def pack(self, q: QuantisedTensor, *, dtype: torch.dtype) -> Layout:
+    def pack(self, q, *, dtype):
         return ReferenceLayout(q)
 
 
 class Anywhere(ReferenceBackend):
     name = "anywhere"
 
-    def priority(self, problem: Problem) -> int:
+    def priority(self, problem):
         return -1
 
 
 @pytest.fixture
-def two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_backends(monkeypatch):
     monkeypatch.setattr(backends, "_registry", dict(backends.all_backends()))
     register(CpuOnly())
     register(Anywhere())
 
 
 @pytest.mark.usefixtures("two_backends")
-def test_a_move_chooses_the_backend_anew() -> None:
+def test_a_move_chooses_the_backend_anew():
     auto = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="anywhere")
     assert auto.to("meta").weight.backend_name == "anywhere"
     q = auto.weight.unpack()
@@ -185,7 +167,7 @@ def test_a_move_chooses_the_backend_anew() -> None:
 
 
 @pytest.mark.usefixtures("two_backends")
-def test_a_weight_on_meta_has_shapes_whatever_its_backend() -> None:
+def test_a_weight_on_meta_has_shapes_whatever_its_backend():
     quantised = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="cpu_only").to("meta")
     x = torch.ones(3, 64, device="meta", requires_grad=True)
     assert quantised(x).shape == (3, 24)
@@ -195,7 +177,7 @@ def test_a_weight_on_meta_has_shapes_whatever_its_backend() -> None:
 
 @pytest.mark.usefixtures("two_backends")
 @pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint", "kmeans2-g16-e8m0"])
-def test_to_empty(format: str) -> None:
+def test_to_empty(format):
     original = QuantisedLinear.from_linear(linear(), format, backend="cpu_only")
     quantised = copy.deepcopy(original).to("meta")
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta"):
@@ -211,14 +193,12 @@ def test_to_empty(format: str) -> None:
 class Float32Only(ReferenceBackend):
     name = "float32_only"
 
-    def unsupported(self, problem: Problem) -> str | None:
+    def unsupported(self, problem):
         fits = problem.dtype == torch.float32
         return None if fits else f"needs torch.float32, got {problem.dtype}"
 
 
-def test_a_move_that_no_backend_takes_moves_the_whole_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unsupported_move_moves_the_whole_model(monkeypatch):
     monkeypatch.setattr(backends, "_registry", dict(backends.all_backends()))
     register(Float32Only())
     quantised = QuantisedLinear.from_linear(linear(), "nf4-g64", backend="float32_only")
@@ -237,16 +217,16 @@ def test_a_move_that_no_backend_takes_moves_the_whole_model(
     assert quantised.weight.backend_name == "float32_only"
 
 
-def test_an_unpacked_weight_whose_tensors_are_one() -> None:
+def test_a_pending_weight_with_shared_tensors():
     q = random_quantised(Format("affine", 4, 64), n=8, k=64)
     q = replace(q, zero_point=q.scale)
     unpacked = PendingLayout(q, "no backend").unpack()
     assert torch.equal(unpacked.dequantise(), q.dequantise())
 
 
-def test_wrong_input() -> None:
+def test_wrong_input():
     with pytest.raises(TypeError, match=r"wanted a torch\.nn\.Linear, got Tensor"):
-        QuantisedLinear.from_linear(torch.ones(3, 64), "nf4-g64")  # type: ignore[arg-type]
+        QuantisedLinear.from_linear(torch.ones(3, 64), "nf4-g64")
     quantised = layer()
     with pytest.raises(TypeError, match=r"x must be torch\.float32, the dtype of the layer, got"):
         quantised(torch.ones(1, 64, dtype=torch.bfloat16))
@@ -260,7 +240,7 @@ def test_wrong_input() -> None:
         quantised(np.ones((1, 64), dtype=np.float32))
 
 
-def test_from_linear_passes_codebook_and_importance_on() -> None:
+def test_from_linear_passes_codebook_and_importance_on():
     source, codebook = linear(), torch.linspace(-1, 1, 16)
     own = layer("custom4-g32", codebook=codebook)
     q = quantise(source.weight, "custom4-g32", codebook=codebook)
@@ -275,7 +255,7 @@ def test_from_linear_passes_codebook_and_importance_on() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype: torch.dtype) -> None:
+def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype):
     quantised = layer().to(dtype)
     x = torch.randn(3, 64, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -283,7 +263,6 @@ def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype: torch.dtype) -> None:
     assert y.dtype == dtype
     assert torch.equal(y, quantised(x.to(dtype)))
     y.float().sum().backward()
-    assert x.grad is not None
     assert x.grad.dtype == torch.float32
 
 
@@ -291,11 +270,11 @@ def test_autocast_casts_x_to_the_dtype_of_the_layer(dtype: torch.dtype) -> None:
     ("dtype", "said"),
     [
         (torch.float64, r"got torch\.float64; convert either with \.to\(\)$"),
-        (torch.int64, r"got torch\.int64$"),  # indices: no conversion makes activations of them
+        (torch.int64, r"got torch\.int64$"),  # integers cannot be activations
         (torch.complex64, r"got torch\.complex64$"),
     ],
 )
-def test_autocast_leaves_what_torch_leaves(dtype: torch.dtype, said: str) -> None:
+def test_autocast_refuses_the_dtypes_that_torch_does(dtype, said):
     x = torch.ones(3, 64, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.raises(RuntimeError, match="same dtype"):
@@ -304,7 +283,7 @@ def test_autocast_leaves_what_torch_leaves(dtype: torch.dtype, said: str) -> Non
             layer()(x)
 
 
-def test_tied_layers_share_one_weight_through_a_move() -> None:
+def test_tied_layers_share_one_weight_through_a_move():
     weight = layer().weight
     model = nn.ModuleList([QuantisedLinear(weight), QuantisedLinear(weight)])
     model.to(torch.bfloat16)
@@ -312,20 +291,20 @@ def test_tied_layers_share_one_weight_through_a_move() -> None:
     assert model[0].weight.dtype == torch.bfloat16
 
 
-def test_share_memory() -> None:
+def test_share_memory():
     quantised = layer().share_memory()
     assert quantised.weight.unpack().packed.is_shared()
     assert quantised.weight.unpack().scale.is_shared()
 
 
-def test_repr() -> None:
+def test_repr():
     text = repr(layer())
     assert "in_features=64, out_features=24, bias=True" in text
     assert "kmeans4-g32, shape=[24, 64], backend=reference" in text
 
 
-# torch.compile traces without a C++ compiler under aot_eager, and that is where breaks would show.
-def test_compile_fullgraph_without_recompiling_over_m() -> None:
+# aot_eager traces, where graph breaks show, and needs no C++ compiler.
+def test_compile_fullgraph_without_recompiling_over_m():
     quantised = layer("affine3-g16")
     compiled = torch.compile(quantised, fullgraph=True, backend="aot_eager", dynamic=True)
     torch._dynamo.reset()
@@ -338,7 +317,7 @@ def test_compile_fullgraph_without_recompiling_over_m() -> None:
             assert x.grad is not None
 
 
-def test_export() -> None:
+def test_export():
     quantised = layer()
     x = torch.randn(4, 64)
     m = torch.export.Dim("m", min=2)
@@ -350,7 +329,7 @@ def test_export() -> None:
     assert program.module()(x).shape == (4, 24)
 
 
-def test_opcheck() -> None:
+def test_opcheck():
     q = random_quantised(Format("custom", 3, 16), n=5, k=48)
     bias: Tensor | None
     for m, dtype, bias in (
@@ -366,14 +345,12 @@ def test_opcheck() -> None:
 
 
 class Doubled(nn.Module):
-    """A parametrisation."""
-
-    def forward(self, bias: Tensor) -> Tensor:
+    def forward(self, bias):
         return 2 * bias
 
 
-def test_the_bias_that_the_layer_has() -> None:
-    """A parameter, a tensor, none, or what a parametrisation makes of it."""
+def test_replaced_biases():
+    """A bias may be a parameter, a tensor, None or parametrised."""
     x, one = torch.zeros(1, 64), torch.ones(24)
     with_bias, without = layer(), QuantisedLinear(layer().weight)
     with_bias.bias = nn.Parameter(one)
@@ -389,7 +366,7 @@ def test_the_bias_that_the_layer_has() -> None:
     assert torch.equal(without(x), one[None])
 
 
-def test_hooks_of_the_weight_are_called() -> None:
+def test_hooks_of_the_weight_are_called():
     quantised, calls = layer(), []
     quantised.weight.register_forward_hook(lambda *_: calls.append("after"))
     quantised(torch.ones(1, 64))
@@ -397,26 +374,25 @@ def test_hooks_of_the_weight_are_called() -> None:
 
 
 class Wrapper(nn.Module):
-    """A module in another's place that finds what it lacks in it, as FSDP's does."""
+    """A module that forwards missing attributes to the one it wraps, as FSDP does."""
 
-    def __init__(self, wrapped: nn.Module) -> None:
+    def __init__(self, wrapped):
         super().__init__()
         self.wrapped, self.calls = wrapped, 0
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("wrapped"), name)
 
-    def forward(self, *args: Tensor | None) -> Tensor:
+    def forward(self, *args):
         self.calls += 1
-        y: Tensor = self.wrapped(*args)
+        y = self.wrapped(*args)
         return y
 
 
-def test_a_wrapped_weight() -> None:
-    """A wrapper has the weight under a name of its own, and is called."""
+def test_a_wrapped_weight():
     quantised, x = layer(), torch.randn(3, 64)
     weight, expected = quantised.weight, quantised(x)
     wrapper = Wrapper(weight)
@@ -428,7 +404,7 @@ def test_a_wrapped_weight() -> None:
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "affine3-row-zint"])
-def test_what_inference_mode_made_can_be_trained_later(format: str) -> None:
+def test_layers_made_in_inference_mode_can_be_trained(format):
     with torch.inference_mode():
         made = QuantisedLinear.from_linear(linear(), format, backend="reference")
     moved, loaded = layer(format), layer(format)
@@ -444,8 +420,8 @@ def test_what_inference_mode_made_can_be_trained_later(format: str) -> None:
         assert quantised.bias.grad.tolist() == [1.0] * 24
 
 
-def test_loading_into_meta() -> None:
-    """As nn.Module does: what is assigned stays where it is, and copying does nothing and says."""
+def test_loading_into_meta():
+    """As in nn.Module, assigned tensors stay on their device, and copying to meta warns."""
     original, given = layer(), torch.ones(1, 64)
     state, empty = original.state_dict(), copy.deepcopy(original).to("meta")
     with pytest.warns(UserWarning, match="Weight: loading into the meta device does nothing"):

@@ -1,9 +1,7 @@
-"""The peak memory of quantising and of the blockwise ops in torch, as torch's allocator counts it.
+"""Peak memory of quantising and of the blockwise ops, as torch's allocator counts it.
 
-Not that of the process: malloc keeps freed pages, and from run to run 10 MiB more or fewer of them.
+The memory of the process varies by 10 MiB from run to run: malloc keeps freed pages.
 """
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,8 +26,8 @@ OPS = {
 }
 
 
-def peak_and_kept(call: Callable[[], object]) -> tuple[int, int]:
-    """The most bytes torch had allocated at once while ``call`` ran, and those of its result."""
+def peak_and_kept(call):
+    """Returns the peak of allocated bytes during a call, and the bytes of its result."""
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiled:
@@ -44,7 +42,7 @@ def peak_and_kept(call: Callable[[], object]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_extra_memory_is_that_of_chunks(op):
+def test_extra_memory_of_blockwise_ops(op):
     to_codes, dequantise = OPS[op]
     torch.manual_seed(0)
     x = torch.randn(SIZE).to(torch.bfloat16)
@@ -54,15 +52,15 @@ def test_extra_memory_is_that_of_chunks(op):
     else:
         peak, kept = peak_and_kept(lambda: dequantise(q))
     extra = peak - kept
-    # 6 float32 chunks are 12 MiB to quantise; the tensor is 32 MiB, and its float32 copy would be
-    # 64. Dequantising has the absmax where that is nested, 1 MiB, and little else.
+    # Quantising needs 6 float32 chunks, 12 MiB; a float32 copy of the tensor would be 64 MiB.
+    # Dequantising needs the absmax, 1 MiB.
     limit = 6 * 4 * CHUNK if dequantise is None else 2 * MIB
     assert kept >= x.numel() // 2, "the profiler saw no result"
     assert extra < limit, f"{op} took {extra / MIB:.1f} MiB beyond its result"
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "kmeans8-g64"])
-def test_quantising_a_weight_takes_little(format):
+def test_extra_memory_of_quantise(format):
     torch.manual_seed(0)
     weight = torch.randn(256, SIZE[1]).to(torch.bfloat16).repeat(16, 1)
     peak, kept = peak_and_kept(lambda: quantise(weight, format))

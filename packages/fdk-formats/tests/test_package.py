@@ -1,4 +1,4 @@
-"""The package as it is installed, or as it lies on PYTHONPATH."""
+"""The public API of the package."""
 
 from pathlib import Path
 

@@ -7,55 +7,54 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from fdk_formats import Format, QuantisedTensor, scales
+from fdk_formats import Format, fit_codebook, quantise, scales
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.encode import CodebookEncoder
-from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.scales import decode_scale
 
 NAMES = ["int3", "uniform5", "nf4", "sf3", "fp4", "crd_student2", "ternary2", "binary1", "kmeans3"]
+
+
 RULES = ["absmax", "absmean", "rms", "signmax", "search"]
 
 
-def normal(n: int, k: int, seed: int = 0) -> Tensor:
+def normal(n, k, seed=0):
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
 
 
-def student(n: int, k: int, seed: int = 0) -> Tensor:
+def student(n, k, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).standard_t(5, (n, k))).float()
 
 
-def squared_error(weight: Tensor, q: QuantisedTensor, importance: Tensor | None = None) -> float:
+def squared_error(weight, q, importance=None):
     error = (q.dequantise().double() - weight.double()).square()
     return (error if importance is None else error * importance).sum().item()
 
 
-def relative_error(weight: Tensor, format: str, **options: bool) -> float:
+def relative_error(weight, format, **options):
     q = quantise(weight, format, **options)
     return math.sqrt(squared_error(weight, q) / weight.double().square().sum().item())
 
 
-def same(a: QuantisedTensor, b: QuantisedTensor) -> bool:
+def same(a, b):
     pairs = zip(a.tensors().items(), b.tensors().items(), strict=True)
     return all(x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in pairs)
 
 
-def test_quantise_by_hand() -> None:
-    # Largest magnitude 6, unit 3: the scale is 2, and 1, 3, -1 ... are half way between codes.
+def test_quantise_by_hand():
+    # Largest magnitude 6 and unit 3 give scale 2: 1, 3, -1 ... are half way between codes.
     weight = torch.tensor([[6, -6, 0, 1, 1.01, 3, 3.01, 5, -1, -0.99, -3, -2.99, -5, -4.99, 2, 4]])
     q = quantise(weight, "int3-g16-fp32")
     assert q.scale.tolist() == [[2.0]]
-    assert q.codebook is not None
     assert q.codebook.tolist() == [-3, -2, -1, 0, 1, 2, 3, 3]
     assert q.codes().tolist() == [[6, 0, 3, 3, 4, 4, 5, 5, 2, 3, 1, 2, 0, 1, 4, 5]]
     assert q.dequantise().tolist() == [[6, -6, 0, 0, 2, 2, 4, 4, -2, 0, -4, -2, -6, -4, 2, 4]]
 
 
-def test_quantise_rounds_the_scale_first() -> None:
-    # bf16 holds 1 and 1 + 1/128; the magnitude 1 + 1/256 is a tie that goes to 1, so that
-    # 0.5 / 1 is half way (to the lower code), and not 0.5 / (1 + 1/256), which is below half.
+def test_quantise_rounds_the_scale_first():
+    # The scale 1 + 1/256 rounds to 1 in bf16. 0.5 / 1 is then a tie, which goes to the lower code;
+    # with the unrounded scale it would be below the midpoint.
     weight = torch.zeros(1, 16)
     weight[0, :3] = torch.tensor([1 + 1 / 256, 0.5, 0.5 + 2**-20])
     table = torch.tensor([0.0, 1.0])
@@ -64,7 +63,7 @@ def test_quantise_rounds_the_scale_first() -> None:
     assert q.codes()[0, :3].tolist() == [1, 0, 1]
 
 
-def reference_scale(w: np.ndarray, rule: str, unit: float) -> np.ndarray:
+def reference_scale(w, rule, unit):
     wide = w.astype(np.float64)
     if rule == "absmax":
         value = np.abs(wide).max(-1)
@@ -77,8 +76,8 @@ def reference_scale(w: np.ndarray, rule: str, unit: float) -> np.ndarray:
     return value.astype(np.float32) / np.float32(unit)
 
 
-def reference_midpoints(table: Tensor) -> Tensor:
-    """Between each entry and the next that is greater, or infinity."""
+def reference_midpoints(table):
+    """Returns the midpoints between each entry and the next greater one, or infinity."""
     greater = [table[table > entry] for entry in table[:-1]]
     above = [entries[0].item() if len(entries) else torch.inf for entries in greater]
     return (table[:-1] + torch.tensor(above)) / 2
@@ -86,11 +85,10 @@ def reference_midpoints(table: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("rule", RULES[:-1])
 @pytest.mark.parametrize("name", NAMES)
-def test_quantise_matches_numpy(name: str, rule: str) -> None:
+def test_quantise_matches_numpy(name, rule):
     weight = student(37, 96).bfloat16()
     format = Format.parse(f"{name}-g32-{rule}")
     q = quantise(weight, format)
-    assert q.codebook is not None
     w = weight.float().numpy().reshape(37, 3, 32)
     table, unit = q.codebook.numpy(), 1.0
     if format.codebook != "kmeans":
@@ -108,9 +106,7 @@ def test_quantise_matches_numpy(name: str, rule: str) -> None:
     st.lists(st.integers(-100, 100), min_size=2, max_size=256),
     st.lists(st.integers(-300, 300), min_size=1, max_size=50),
 )
-def test_nearest_is_the_nearest_and_the_lower_of_a_tie(
-    values: list[int], points: list[int]
-) -> None:
+def test_codes_are_nearest_and_the_lower_of_a_tie(values, points):
     table = torch.tensor(sorted(values), dtype=torch.float32)
     codes = CodebookEncoder(table).codes(torch.tensor(points) / 2)
     assert codes.dtype == torch.uint8
@@ -122,8 +118,8 @@ def test_nearest_is_the_nearest_and_the_lower_of_a_tie(
 
 @pytest.mark.parametrize("spread", [1e-38, 1e-6, 1.0, 1e5, 1e37])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_nearest_counts_midpoints_at_every_spread(bits: int, spread: float) -> None:
-    # Cubes: near zero the entries are so close that cells of any number hold several.
+def test_codes_count_midpoints_at_every_spread(bits, spread):
+    # Cubes put entries near zero so close that no table of cells can separate them.
     table = normal(1, 1 << bits, seed=bits)[0].pow(3).sort().values * spread
     middle = reference_midpoints(table)
     around = torch.stack([middle, middle.nextafter(middle + 1), middle.nextafter(middle - 1)])
@@ -137,7 +133,7 @@ def test_nearest_counts_midpoints_at_every_spread(bits: int, spread: float) -> N
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "e8m0"])
-def test_zero_and_tiny_groups(name: str, rule: str, dtype: str) -> None:
+def test_zero_and_tiny_groups(name, rule, dtype):
     if rule == "signmax" and dtype == "e8m0":
         with pytest.raises(ValueError, match="signmax"):
             Format.parse(f"{name}-g16-{rule}-{dtype}")
@@ -145,7 +141,7 @@ def test_zero_and_tiny_groups(name: str, rule: str, dtype: str) -> None:
     weight = torch.zeros(2, 64)
     weight[0, 16:32] = normal(1, 16)[0]
     weight[1, :16] = 1e-40  # subnormal
-    weight[1, 16] = -1e-45  # the smallest there is
+    weight[1, 16] = -1e-45  # the smallest float32
     q = quantise(weight, f"{name}-g16-{rule}-{dtype}")
     out = q.dequantise()
     assert torch.isfinite(out).all()
@@ -157,7 +153,7 @@ def test_zero_and_tiny_groups(name: str, rule: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int1", "int2", "int4", "uniform3", "nf4", "crd_normal4"])
-def test_signmax_maps_the_extreme_to_the_unit(name: str) -> None:
+def test_signmax_maps_the_extreme_to_the_unit(name):
     weight = normal(50, 64)
     format = Format.parse(f"{name}-g32-signmax-fp32")
     q = quantise(weight, format)
@@ -171,7 +167,7 @@ def test_signmax_maps_the_extreme_to_the_unit(name: str) -> None:
     assert (q.scale > 0).any()
 
 
-def test_e8m0_absmax_clips_nothing() -> None:
+def test_e8m0_absmax_clips_nothing():
     weight = student(64, 64)
     q = quantise(weight, "int4-g16-e8m0")
     largest = 7 * decode_scale(q.scale)
@@ -181,12 +177,12 @@ def test_e8m0_absmax_clips_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_quantise_takes_every_floating_dtype(dtype: torch.dtype) -> None:
+def test_quantise_takes_every_floating_dtype(dtype):
     weight = normal(9, 48).to(dtype)
     assert same(quantise(weight, "kmeans4-g16"), quantise(weight.float(), "kmeans4-g16"))
 
 
-def test_quantise_takes_parameters_and_strides() -> None:
+def test_quantise_takes_parameters_and_strides():
     weight = normal(48, 32)
     wanted = quantise(weight, "kmeans3-g16-search")
     turned = torch.nn.Parameter(weight.t().contiguous().t())
@@ -198,9 +194,7 @@ def test_quantise_takes_parameters_and_strides() -> None:
 
 
 @pytest.mark.parametrize("format", ["nf4-row", "kmeans4-g16-search", "kmeans2-g48", "affine3-g16"])
-def test_quantise_is_the_same_in_any_chunks_and_threads(
-    format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantise_is_the_same_in_any_chunks_and_threads(format, monkeypatch):
     weight = student(67, 48)
     wanted = quantise(weight, format)
     threads = torch.get_num_threads()
@@ -218,8 +212,8 @@ def test_quantise_is_the_same_in_any_chunks_and_threads(
 @pytest.mark.parametrize(
     "format", ["kmeans4-row-search-fp32", "affine4-row-search-fp32", "int3-row-rms-fp32"]
 )
-def test_one_long_group_is_the_same_with_any_threads(format: str) -> None:
-    # torch splits a sum that gives a single number among its threads.
+def test_one_long_group_is_the_same_with_any_threads(format):
+    # torch splits a sum with a single result among its threads.
     threads = torch.get_num_threads()
     found = []
     try:
@@ -236,7 +230,7 @@ def test_one_long_group_is_the_same_with_any_threads(format: str) -> None:
 @pytest.mark.parametrize(
     "format", ["kmeans4-g16", "kmeans3-g16-search", "nf3-g48-signmax", "affine3-g16-search"]
 )
-def test_quantise_ignores_the_default_device(format: str, rows: int) -> None:
+def test_quantise_ignores_the_default_device(format, rows):
     weight = student(24, 48)[:rows]
     wanted = quantise(weight, format)
     with torch.device("meta"):
@@ -244,7 +238,7 @@ def test_quantise_ignores_the_default_device(format: str, rows: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def million() -> dict[str, Tensor]:
+def million():
     return {"normal": normal(15625, 64), "student": student(15625, 64)}
 
 
@@ -262,35 +256,33 @@ def million() -> dict[str, Tensor]:
         ("normal", "affine4-g64", 0.0900),
     ],
 )
-def test_accuracy(million: dict[str, Tensor], data: str, format: str, most: float) -> None:
+def test_accuracy(million, data, format, most):
     assert relative_error(million[data], format) <= most
 
 
 @pytest.mark.parametrize("rule", ["absmean", "absmax", "search"])
-def test_kmeans_of_one_bit_is_mirrored_where_that_is_cheap(rule: str) -> None:
-    """By hand: of normal values it costs mean^2 of the squared error, 4.8e-4 at a mean of 0.022."""
+def test_one_bit_kmeans_is_symmetric_if_cheap(rule):
+    """For normal values symmetry costs mean^2 of the squared error: 4.8e-4 at a mean of 0.022."""
     half = normal(128, 1024)
     even = torch.cat([half, -half]) / half.std()
     for mean, is_mirrored in ((0.0, True), (0.01, True), (0.02, True), (0.026, False)):
         codebook = quantise(even + mean, f"kmeans1-g64-{rule}").codebook
-        assert codebook is not None
         assert (codebook[0] == -codebook[1]) == is_mirrored
     four = quantise(half, f"kmeans2-g64-{rule}").codebook
-    assert four is not None
     assert (four != -four.flip(0)).all()
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("name", ["int", "uniform", "nf", "crd_laplace", "kmeans"])
 @pytest.mark.parametrize("shape", [normal, student])
-def test_search_beats_absmax(shape, name: str, bits: int) -> None:
+def test_search_beats_absmax(shape, name, bits):
     weight = shape(128, 256, seed=bits)
     found = relative_error(weight, f"{name}{bits}-g64-search")
     assert found < 0.995 * relative_error(weight, f"{name}{bits}-g64-absmax")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "e8m0"])
-def test_search_is_no_worse_in_any_group(dtype: str) -> None:
+def test_search_is_no_worse_in_any_group(dtype):
     weight = student(64, 128)
     for name in ("int3", "nf4"):
         errors = [
@@ -303,7 +295,7 @@ def test_search_is_no_worse_in_any_group(dtype: str) -> None:
         assert (errors[0] <= errors[1] * (1 + 1e-5)).all()
 
 
-def test_search_of_extreme_weights() -> None:
+def test_search_of_extreme_weights():
     for factor in (1e-38, 1e-20, 1e20, 1e38):
         weight = normal(8, 64).clamp(-3, 3) * factor
         scaled = relative_error(weight, "int4-g32-search-fp32")
@@ -314,7 +306,7 @@ def test_search_of_extreme_weights() -> None:
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("rule", ["absmax", "absmean", "rms", "signmax", "search"])
-def test_kmeans_never_worse_than_uniform(bits: int, rule: str) -> None:
+def test_kmeans_never_worse_than_uniform(bits, rule):
     generator = torch.Generator().manual_seed(bits)
     weights = [
         student(64, 128),
@@ -329,32 +321,30 @@ def test_kmeans_never_worse_than_uniform(bits: int, rule: str) -> None:
 
 
 @pytest.mark.parametrize(("bits", "seed"), [(2, 0), (2, 4), (4, 10)])
-def test_kmeans_search_begins_with_the_uniform_grid_too(bits: int, seed: int) -> None:
-    # Begun with the k-means of the absmax scales alone, these end up to 0.3 % above the grid.
+def test_kmeans_search_begins_with_the_uniform_grid_too(bits, seed):
+    # Started from the k-means alone, the error would be up to 0.3 % above the grid's.
     weight = torch.rand(64, 128, generator=torch.Generator().manual_seed(seed)) - 0.5
     kmeans = squared_error(weight, quantise(weight, f"kmeans{bits}-g32-search"))
     plain = squared_error(weight, quantise(weight, f"uniform{bits}-g32-search"))
     assert kmeans <= plain
 
 
-def test_kmeans_of_discrete_weights_is_exact() -> None:
+def test_kmeans_of_discrete_weights_is_exact():
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([-0.7, 0.1, 0.1 + 2**-26, 1.0])
     weight = values[torch.randint(0, 4, (33, 64), generator=generator)]
-    weight[:, ::16] = 1.0  # every group has its largest value: scale 1
+    weight[:, ::16] = 1.0  # the absmax of every group: scale 1
     q = quantise(weight, "kmeans2-g16-absmax-fp32")
-    assert q.codebook is not None
     assert torch.equal(q.codebook, values)
     assert torch.equal(q.dequantise(), weight)
     padded = quantise(weight, "kmeans4-g16-absmax-fp32")
-    assert padded.codebook is not None
     assert padded.codebook.tolist() == values.tolist() + [1.0] * 12
     assert torch.equal(padded.dequantise(), weight)
     constant = torch.full((4, 32), -0.3)
     assert torch.equal(quantise(constant, "kmeans4-g16-fp32").dequantise(), constant)
 
 
-def test_weight_by_scale() -> None:
+def test_weight_by_scale():
     weight = student(128, 128) * torch.logspace(-1, 1, 128)[:, None]
     by_scale = quantise(weight, "kmeans3-g32-absmax")
     even = quantise(weight, "kmeans3-g32-absmax", weight_by_scale=False)
@@ -366,18 +356,18 @@ def test_weight_by_scale() -> None:
 
 
 @pytest.mark.parametrize("format", ["kmeans3-g32", "kmeans3-g32-search", "nf3-g32-search"])
-def test_importance_lowers_the_error_it_weighs(format: str) -> None:
+def test_importance_lowers_the_error_it_weighs(format):
     weight = student(64, 128)
     generator = torch.Generator().manual_seed(1)
     importance = torch.rand(128, generator=generator) ** 6
     plain, weighed = quantise(weight, format), quantise(weight, format, importance=importance)
     wanted = squared_error(weight, plain, importance)
     assert squared_error(weight, weighed, importance) < 0.995 * wanted
-    whole = importance.expand(64, 128).double() * 2.0**-200  # below what float32 holds
+    whole = importance.expand(64, 128).double() * 2.0**-200  # underflows float32
     assert same(quantise(weight, format, importance=whole), weighed)
 
 
-def test_importance_of_zero_is_ignored() -> None:
+def test_importance_of_zero_is_ignored():
     weight = normal(16, 64).clamp(-1, 1)
     importance = torch.ones(16, 64)
     importance[3, 7] = 0
@@ -391,36 +381,33 @@ def test_importance_of_zero_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("format", ["kmeans4-g32", "kmeans2-g32-absmax", "kmeans3-g32-search"])
-def test_fit_codebook_is_that_of_quantise(format: str) -> None:
+def test_fit_codebook_equals_quantise(format):
     weight = student(32, 64)
     table = fit_codebook(weight, format)
     wanted = quantise(weight, format)
-    assert wanted.codebook is not None
     assert torch.equal(table, wanted.codebook)
     frozen = quantise(weight, format, codebook=table)
-    assert frozen.codebook is not None
     assert torch.equal(frozen.codebook, table)
     if "search" not in format:
         assert same(frozen, wanted)
 
 
-def test_fit_codebook_of_fixed_formats() -> None:
+def test_fit_codebook_of_fixed_formats():
     weight = normal(2, 32)
     assert fit_codebook(weight, "uniform2-g16").tolist() == pytest.approx([-1, -1 / 3, 1 / 3, 1])
     with pytest.raises(ValueError, match="affine4-g16 has no codebook"):
         fit_codebook(weight, "affine4-g16")
 
 
-def test_custom_codebook() -> None:
+def test_custom_codebook():
     weight = normal(4, 32)
     table = torch.tensor([-0.8, -0.1, 0.2, 0.9])
     q = quantise(weight, "custom2-g16-absmax", codebook=table.double())
-    assert q.codebook is not None
     assert torch.equal(q.codebook, table)
     assert torch.equal(q.scale.float(), weight.view(4, 2, 16).abs().amax(-1).bfloat16().float())
 
 
-def test_quantise_of_no_rows() -> None:
+def test_quantise_of_no_rows():
     for format in ("nf4-g16", "kmeans4-g16", "affine4-g16", "int4-g16-search"):
         q = quantise(torch.zeros(0, 32), format, importance=torch.ones(0, 32))
         assert q.dequantise().shape == (0, 32)
@@ -432,21 +419,21 @@ def test_quantise_of_no_rows() -> None:
     "format",
     ["nf4-g64", "kmeans3-g32", "int3-g16-search-e8m0", "fp4-g32-signmax", "affine4-g64-search"],
 )
-def test_quantise_on_a_gpu(format: str) -> None:
+def test_quantise_on_a_gpu(format):
     weight, importance = student(96, 128), torch.rand(128, generator=torch.manual_seed(0))
     q = quantise(weight.cuda(), format, importance=importance.cuda())
     assert all(t.is_cuda for t in q.tensors().values())
     wanted = quantise(weight, format, importance=importance)
     if "kmeans" not in format and "search" not in format:
         assert same(q.to("cpu"), wanted)
-    # Sums round in another order: a fitted codebook or scale may differ in its last bit.
+    # Sums have another order on a GPU: fitted values may differ in the last bit.
     errors = [squared_error(weight, x, importance) for x in (q.to("cpu"), wanted)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("format", ["int4-g64", "kmeans3-g64", "nf4-g64", "affine4-g64"])
-def test_the_default_dtype_is_nobodys_business(format: str, dtype: torch.dtype) -> None:
+def test_quantise_ignores_the_default_dtype(format, dtype):
     weight = normal(4, 128)
     wanted = quantise(weight, format).tensors()
     before = torch.get_default_dtype()
@@ -457,3 +444,111 @@ def test_the_default_dtype_is_nobodys_business(format: str, dtype: torch.dtype) 
         torch.set_default_dtype(before)
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("format", "table", "error", "message"),
+    [
+        ("custom2-g16", None, ValueError, "needs codebook=, 4 values"),
+        ("nf4-g16", [0.0] * 16, ValueError, "nf4-g16 takes no codebook"),
+        ("affine4-g16", [0.0] * 16, ValueError, "affine4-g16 takes no codebook"),
+        ("custom2-g16", [0.0, 1.0], ValueError, r"must be \[4\], got \[2\]"),
+        ("custom2-g16", [], ValueError, r"must be \[4\], got \[0\]"),
+        ("kmeans1-g16", [1.0, 0.0], ValueError, "finite and ascending"),
+        ("kmeans1-g16", [1.0, math.nan], ValueError, "finite and ascending"),
+        ("kmeans1-g16", [0, 1], TypeError, "floating tensor, got torch.int64"),
+    ],
+)
+def test_codebook_is_checked(format, table, error, message):
+    given_table = None if table is None else torch.tensor(table)
+    with pytest.raises(error, match=message):
+        quantise(normal(2, 32), format, codebook=given_table)
+    with pytest.raises(TypeError, match="floating tensor, got list"):
+        quantise(normal(2, 32), "custom1-g16", codebook=[0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        ([[1.0] * 32], TypeError, "must be a tensor, got list"),
+        (torch.ones(2, 32, dtype=torch.int32), TypeError, "must be floating, got torch.int32"),
+        (torch.ones(32), ValueError, r"must be \[n, k\], got \[32\]"),
+        (torch.ones(2, 24), ValueError, "multiple of 16, got k=24"),
+        (torch.ones(2, 0), ValueError, "multiple of 16, got k=0"),
+    ],
+)
+def test_weight_is_checked(weight, error, message):
+    with pytest.raises(error, match=message):
+        quantise(weight, "nf4-g16")
+
+
+@pytest.mark.parametrize("format", ["kmeans4-g16", "int1-g16", "nf4-g16-search", "affine4-g16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weight_must_be_finite(format, bad, monkeypatch):
+    monkeypatch.setattr(scales, "CODES_PER_CHUNK", 96)  # the bad value is in a later chunk
+    weight = normal(7, 32)
+    weight[5, 17] = weight[5, 30] = bad
+    with pytest.raises(ValueError, match=f"finite.*, got {bad} at row 5, column 17"):
+        quantise(weight, format)
+
+
+def test_weight_must_fit_float32():
+    weight = torch.full((2, 16), 1e300, dtype=torch.float64)
+    with pytest.raises(ValueError, match="finite in float32, got inf at row 0, column 0"):
+        quantise(weight, "nf4-g16")
+    with pytest.raises(ValueError, match="fp16 holds up to 65504, got 1e"):
+        quantise(torch.full((2, 16), 1e6), "nf4-g16-fp16")
+
+
+@pytest.mark.parametrize(
+    ("importance", "error", "message"),
+    [
+        (torch.ones(31), ValueError, r"must be \[32\] or \[2, 32\], got \[31\]"),
+        (torch.ones(32, 2), ValueError, r"must be \[32\] or \[2, 32\], got \[32, 2\]"),
+        (-torch.ones(32), ValueError, "finite and not negative, got -1 to -1"),
+        (torch.full((32,), math.nan), ValueError, "finite and not negative, got nan"),
+        (torch.full((32,), math.inf), ValueError, "finite and not negative, got inf"),
+        (torch.zeros(2, 32), ValueError, "positive somewhere"),
+        (torch.ones(32, dtype=torch.bool), TypeError, "real numbers, got torch.bool"),
+    ],
+)
+def test_importance_is_checked(importance, error, message):
+    with pytest.raises(error, match=message):
+        quantise(normal(2, 32), "kmeans4-g16", importance=importance)
+
+
+both = pytest.mark.parametrize("function", [quantise, fit_codebook])
+
+
+@both
+@pytest.mark.parametrize("format", ["kmeans4-g16", "int4-g16"])
+def test_weight_on_meta(function, format):
+    with pytest.raises(ValueError, match="weight needs values, got a tensor on meta"):
+        function(torch.empty(4, 32, device="meta"), format)
+
+
+@both
+def test_importance_must_be_a_tensor(function):
+    with pytest.raises(TypeError, match="importance must be a tensor, got list"):
+        function(torch.ones(2, 16), "kmeans2-g16", importance=[1.0] * 16)
+
+
+@both
+def test_importance_on_meta(function):
+    with pytest.raises(ValueError, match="importance must be on cpu, got meta"):
+        function(torch.ones(2, 16), "kmeans2-g16", torch.ones(16, device="meta"))
+
+
+def test_importance_is_the_third_argument():
+    weight = torch.tensor([[0.0, 0.25, 0.5, 1.0] * 8])
+    importance = torch.tensor([1.0, 1.0, 9.0, 1.0] * 8)
+    table = fit_codebook(weight, "kmeans1-row-fp32-absmax", importance)
+    # Clusters {0, 0.25} and {0.5, 1.0}, the latter with mean (9 * 0.5 + 1) / 10.
+    assert table.tolist() == pytest.approx([0.125, 0.55])
+    q = quantise(weight, "kmeans1-row-fp32-absmax", importance)
+    assert torch.equal(q.codebook, table)
+
+
+def test_rows_of_no_weights():
+    with pytest.raises(ValueError, match="int4-row: k must be at least 1, got k=0"):
+        quantise(torch.empty(4, 0), "int4-row")

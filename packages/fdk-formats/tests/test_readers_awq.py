@@ -13,7 +13,7 @@ ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def pack_columns(codes):
-    """``[r, n]`` to ``[r, n/8, int32]``: nibble j of a word is its output ORDER[j]."""
+    """Packs ``[r, n]`` to ``[r, n/8, int32]``: nibble j of a word is output ORDER[j]."""
     rows = []
     for row in codes.tolist():
         words = [
@@ -51,7 +51,6 @@ def test_read(group, dtype):
 
 
 def test_read_by_hand():
-    """Outputs 0 to 7 with codes 0 to 7 are the word 0x75316420."""
     weight = read_awq(
         torch.full((16, 1), 0x75316420, dtype=torch.int32),
         torch.full((1, 1), 0x11111111, dtype=torch.int32),

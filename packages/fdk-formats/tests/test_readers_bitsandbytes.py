@@ -1,4 +1,4 @@
-"""bitsandbytes 4-bit state against bitsandbytes itself."""
+"""bitsandbytes 4-bit weights against bitsandbytes itself."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_equals_bitsandbytes(kind, blocksize, nested, entries):
 
 
 def test_nested_absmax_over_more_than_one_outer_block():
-    packed, state = quantise(nested=True, shape=(30, 1024))  # 480 blocks, 256 to an outer one
+    packed, state = quantise(nested=True, shape=(30, 1024))  # 480 blocks, in outer blocks of 256
     assert len(state.state2.absmax) == 2
     weight = read_bitsandbytes(packed, state)
     assert torch.equal(weight.dequantise(), bnb.dequantize_4bit(packed, state))
@@ -53,7 +53,7 @@ def test_half_precision_weight(dtype):
     assert torch.equal(read_bitsandbytes(packed, state).dequantise().to(dtype), wanted)
 
 
-def test_nf4_bytes_are_ours():
+def test_nf4_bytes_are_canonical():
     packed, state = quantise("nf4")
     weight = read_bitsandbytes(packed, state)
     assert weight.packed.view(-1).tolist() == packed.view(-1).tolist()
@@ -61,7 +61,7 @@ def test_nf4_bytes_are_ours():
 
 
 def test_fp4_codes_are_renumbered():
-    """By hand: +1 is code 3 of FP4 and the last of 16 ascending values, -1 is code 11 and 0."""
+    """+1 is FP4 code 3 and rank 15 of the ascending values; -1 is code 11 and rank 0."""
     _, state = quantise("fp4", 64, shape=(1, 64))
     packed = torch.full((32, 1), 0x3B, dtype=torch.uint8)
     weight = read_bitsandbytes(packed, state)
@@ -79,7 +79,7 @@ def test_quant_storage_of_another_dtype():
 
 
 def test_load_folder(tmp_path):
-    """The keys that Linear4bit and transformers save."""
+    """Returns tensors under the keys of Linear4bit and transformers."""
     tensors, wanted = {"norm.weight": torch.ones(3), "a.bias": torch.zeros(N)}, {}
     for name, kind, nested in [("a", "nf4", True), ("b", "fp4", False)]:
         packed, state = quantise(kind, nested=nested)
@@ -130,7 +130,7 @@ def test_bad_nested_state():
         read_bitsandbytes(packed, entries)
 
 
-def test_state_that_is_none():
+def test_state_type_is_checked():
     packed, state = quantise()
     with pytest.raises(ValueError, match=r"needs quant_state\.bitsandbytes__nf4 or __fp4, got a"):
         read_bitsandbytes(packed, {"a": torch.ones(1)})

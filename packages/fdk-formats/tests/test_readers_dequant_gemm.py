@@ -1,4 +1,4 @@
-"""Tensors of the asymmetric dequantise GEMM against its documented row interleave."""
+"""Tensors of torchao's HQQ prototype against its documented row interleaving."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ K, N, G = 96, 10, 32
 
 
 def make(signed, dtype=torch.float16, whole=False):
-    """Codes ``[k, n]``, and rows 2p and 2p + 1 in the low and high nibbles of row p."""
+    """Returns codes ``[k, n]``, and their packing: rows 2p and 2p + 1 in one byte."""
     torch.manual_seed(0)
     codes = torch.randint(-8, 8, (K, N)) if signed else torch.randint(16, (K, N))
     packed = torch.empty(K // 2, N, dtype=torch.uint8)
@@ -23,7 +23,7 @@ def make(signed, dtype=torch.float16, whole=False):
 
 
 def dequantise(codes, scales, zeros):
-    """The kernel's formula in float32, as [n, k]."""
+    """Computes the kernel's formula in float32, ``[n, k]``."""
     groups = torch.arange(K) // G
     return ((codes.float() - zeros.float()[groups]) * scales.float()[groups]).T
 
@@ -41,7 +41,7 @@ def test_read(signed, dtype, whole):
 
 
 def test_signed_zero_points_stay_exact():
-    """Whole zeros plus 8 fit bf16; others take float32, and scales with them."""
+    """Integer zeros plus 8 fit bf16; others become float32, with their scales."""
     codes, packed, scales, zeros = make(True, torch.bfloat16, whole=True)
     assert read_dequant_gemm(packed, scales, zeros).format == Format.parse("affine4-g32")
     zeros[0, 0] = 0.3
@@ -51,7 +51,7 @@ def test_signed_zero_points_stay_exact():
 
 
 def test_read_by_hand():
-    """The documented example: rows 0 1 2 3 and 4 5 6 7 are the nibbles 0|4, 1|5, 2|6, 3|7."""
+    """The documented example: rows 0 1 2 3 and 4 5 6 7 become nibbles 0|4, 1|5, 2|6, 3|7."""
     pair = torch.tensor([[0x40, 0x51, 0x62, 0x73]], dtype=torch.uint8)
     packed = pair.repeat(8, 1)
     weight = read_dequant_gemm(packed, torch.ones(1, 4), torch.zeros(1, 4))
@@ -61,7 +61,7 @@ def test_read_by_hand():
     assert weight.dequantise()[:, :2].tolist() == [[-8, -4], [-7, -3], [-6, -2], [-5, -1]]
 
 
-def test_zero_point_that_no_sum_holds():
+def test_zero_point_that_float32_cannot_shift():
     _, packed, scales, zeros = make(True, torch.float32)
     zeros[0, 0] = 1e-9
     with pytest.raises(ValueError, match=r"zeros \+ 8, which float32 does not hold for [1-9]"):

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from fdk_formats.format import Format
 from fdk_formats.readers import load_gptq, read_gptq
 
-# AutoGPTQ's three-word pattern of 3-bit codes: word, shift and how far down the code is moved
-# first. Codes 10 and 21 are in two words each.
+# AutoGPTQ's three-word pattern of 3-bit codes: word, shift left, shift right. Codes 10 and 21 are
+# in two words each.
 THREE_BITS = (
     *((0, 3 * i, 0) for i in range(10)),
     ((0, 30, 0), (1, 0, 2)),
@@ -21,7 +21,7 @@ THREE_BITS = (
 
 
 def pack_rows(codes, bits):
-    """``[r, c]`` codes to int32 words down each column, one code at a time, in Python integers."""
+    """Packs ``[r, c]`` codes into int32 words down each column, in Python integers."""
     rows, columns = codes.shape
     words = [[0] * columns for _ in range(rows * bits // 32)]
     for i in range(rows):
@@ -41,7 +41,7 @@ def pack_rows(codes, bits):
 def make(bits, *, k=96, n=32, group=32, v1=True, dtype=torch.float16, symmetric=False, top=None):
     torch.manual_seed(bits)
     codes = torch.randint(1 << bits, (k, n))
-    zeros = torch.randint(1, 1 << bits, (k // group, n))  # 1 and up: format gptq holds zero - 1
+    zeros = torch.randint(1, 1 << bits, (k // group, n))  # from 1: format gptq stores zero - 1
     if symmetric:
         zeros[:] = 1 << bits - 1
     if top is not None:
@@ -58,7 +58,7 @@ def make(bits, *, k=96, n=32, group=32, v1=True, dtype=torch.float16, symmetric=
 
 
 def dequantise(codes, zeros, scales, group):
-    """``(code - zero) * scale`` in the scale's dtype, of shape [n, k]."""
+    """Computes ``(code - zero) * scale`` in the scale's dtype, ``[n, k]``."""
     groups = torch.arange(len(codes)) // group
     return ((codes - zeros[groups]).to(scales.dtype) * scales[groups]).T
 
@@ -82,7 +82,7 @@ def test_read(bits, v1, dtype, symmetric):
 
 
 def test_read_by_hand():
-    """One column, 4 bits: the first code is the low nibble, and a stored zero of 6 is 7."""
+    """At 4 bits the first code is the low nibble, and a stored zero of 6 means 7."""
     weight = read_gptq(
         torch.tensor([[0x76543210] * 8, [-0x01234568] * 8], dtype=torch.int32),  # 0xFEDCBA98
         torch.tensor([[0x66666666]], dtype=torch.int32),
@@ -95,7 +95,7 @@ def test_read_by_hand():
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_zero_points_at_the_top(bits):
-    """A stored 2^b - 1 is 0 where the sum wraps and 2^b where it does not: it must be said."""
+    """A stored 2^b - 1 is ambiguous: 0 if the sum wraps, else 2^b."""
     top = 1 << bits
     codes, zeros, tensors = make(bits, top=top)
     with pytest.raises(ValueError, match=rf"1 stored zero points are {top - 1}, .* as {top} "):
@@ -103,7 +103,7 @@ def test_zero_points_at_the_top(bits):
     kept = read_gptq(**tensors, bits=bits, wrap_zeros=False)
     wanted = dequantise(codes, zeros, tensors["scales"], 32)
     assert torch.equal(kept.dequantise(torch.float16), wanted)
-    assert kept.format.zero_point == ("float" if bits == 8 else "int")  # a byte holds no 256
+    assert kept.format.zero_point == ("float" if bits == 8 else "int")  # 256 does not fit a byte
     wrapped = read_gptq(**tensors, bits=bits, wrap_zeros=True)
     wanted = dequantise(codes, zeros % top, tensors["scales"], 32)
     assert torch.equal(wrapped.dequantise(torch.float16), wanted)
@@ -135,7 +135,7 @@ def test_load_folder(tmp_path, version):
     assert torch.equal(loaded["q.weight"].dequantise(torch.float16), wanted)
 
 
-def test_a_weight_that_is_there_twice(tmp_path):
+def test_duplicate_weight(tmp_path):
     _, _, tensors = make(4, v1=False)
     config = {"bits": 4, "checkpoint_format": "gptq_v2"}
     (tmp_path / "quantize_config.json").write_text(json.dumps(config))

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from fdk_formats.format import Format
 from fdk_formats.readers import load_hqq, read_hqq
 
-# nbits, packing, dtype of a word, codes of a word, bits of a code in it
+# nbits, packing, dtype of a word, codes per word, bits of a packed code
 CASES = [
     (8, "8bit_u8", torch.uint8, 1, 8),
     (6, "8bit_u8", torch.uint8, 1, 8),
@@ -22,7 +22,7 @@ IDS = [f"{case[0]}bit" for case in CASES]
 
 
 def pack_blocks(codes, dtype, per_word, bits):
-    """Rows of codes in ``per_word`` blocks, the first in the highest bits; zero rows at the end."""
+    """Packs rows of codes in ``per_word`` blocks, the first in the highest bits, zero-padded."""
     block = -(-len(codes) // per_word)
     words = torch.zeros(block, codes.shape[1], dtype=torch.int64)
     for row in range(len(codes)):
@@ -52,7 +52,7 @@ def make(case, n=8, k=128, group=64, dtype=torch.float16, zero_dtype=None):
 
 
 def dequantise(codes, meta):
-    """HQQ's formula in float32."""
+    """Computes HQQ's formula in float32."""
     weight = (codes.float() - meta["zero"].float()) * meta["scale"].float()
     return weight.reshape(meta["shape"])
 
@@ -72,15 +72,15 @@ def test_read(case, group, dtype):
     assert torch.equal(weight.dequantise(torch.bfloat16), wanted.to(torch.bfloat16))
 
 
-def test_three_bit_rows_that_fill_no_word():
-    """7 x 2 groups are 14 rows of codes: two words of ten blocks, six of them empty rows."""
+def test_three_bit_rows_that_do_not_fill_a_word():
+    """7 x 2 groups are 14 rows of codes in two words of ten, six of them padding."""
     codes, words, meta = make(CASES[4], n=7)
     assert words.shape == (2, 64)
     assert torch.equal(read_hqq(words, meta).dequantise(), dequantise(codes, meta))
 
 
 def test_read_by_hand():
-    """Two rows of one group each at 4 bits: the first row is in the high nibbles."""
+    """At 4 bits the first of two rows is in the high nibbles."""
     meta = {
         "nbits": 4,
         "group_size": 16,
@@ -102,14 +102,13 @@ def test_ternary_packed_as_two_bits():
 
 
 def test_words_under_a_float_dtype():
-    """view_as_float: the same bytes, called float16."""
+    """HQQ's view_as_float views the words as float16."""
     codes, words, meta = make(CASES[3])
     weight = read_hqq(words.view(torch.float16), meta)
     assert torch.equal(weight.dequantise(), dequantise(codes, meta))
 
 
 def test_scale_and_zero_of_two_dtypes():
-    """Neither is rounded to the other's dtype."""
     codes, words, meta = make(CASES[3], dtype=torch.float16, zero_dtype=torch.bfloat16)
     weight = read_hqq(words, meta)
     assert weight.format == Format.parse("affine4-g64-fp32")
@@ -117,7 +116,7 @@ def test_scale_and_zero_of_two_dtypes():
 
 
 def encode(value):
-    """HQQ's safetensors encoding of what is no tensor."""
+    """Encodes numbers and text as tensors, as HQQ does in safetensors files."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, str):
@@ -151,7 +150,7 @@ def test_load_folder_without_a_shape(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nbits", "group_size", "axis"])
-def test_load_folder_where_a_number_is_two(tmp_path, name):
+def test_load_folder_with_a_malformed_number(tmp_path, name):
     _, words, meta = make(CASES[3])
     state = {f"q.{key}": encode(value) for key, value in meta.items()}
     state[f"q.{name}"] = torch.tensor([4, 4])

@@ -1,4 +1,4 @@
-"""1-Bit-Wonder tensors, laid out by hand and by a packer of the documented rule."""
+"""1-Bit-Wonder tensors, by hand and by a packer of the documented rule."""
 
 import json
 
@@ -13,7 +13,7 @@ RULES = {1: "absmean", 2: "absmean", 4: "absmax", 8: "rms"}
 
 
 def make(bits, n=5, k=128, group=64, seed=0):
-    """Codes, and the tensors: first code of a byte in its most significant bits."""
+    """Returns codes and tensors, first code in the most significant bits of a byte."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(1 << bits, (n, k), generator=generator)
     packed = torch.zeros(n, k * bits // 8, dtype=torch.int64)
@@ -38,7 +38,7 @@ def test_read(bits, group):
 
 
 def test_read_by_hand():
-    """Codes 3 0 1 2, again and again, at 2 bits are bytes 0xC6."""
+    """Codes 3 0 1 2 at 2 bits are the byte 0xC6."""
     weight = read_one_bit_wonder(
         torch.full((1, 4), 0xC6, dtype=torch.uint8),
         torch.tensor([[2.0]], dtype=torch.bfloat16),
@@ -50,7 +50,7 @@ def test_read_by_hand():
 
 @pytest.mark.parametrize("where", ["quantization_config.json", "config.json"])
 def test_load_folder(tmp_path, where):
-    """Two shards and their index, a norm beside the weights."""
+    """Two shards with an index, and a norm."""
     config = {"quant_method": "1bw", "bits": 1, "block_size": 64, "relative_scale": "absmean"}
     text = config if where.startswith("quant") else {"quantization_config": config}
     (tmp_path / where).write_text(json.dumps(text))

@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from fdk_formats import Format, QuantisedTensor, pack
+from fdk_formats import Format, QuantisedTensor, model_report, pack, quantise, relative_error
 from fdk_formats.packing import CODES_PER_CHUNK
 from fdk_formats.scales import decode_scale
 from fdk_formats.testing import random_quantised
@@ -11,7 +11,7 @@ from fdk_formats.testing import random_quantised
 CODEBOOK = torch.tensor([-1.0, -0.25, 0.5, 1.0])
 
 
-def small(**changes: object) -> QuantisedTensor:
+def small(**changes):
     codes = torch.tensor([[0, 1, 2, 3] * 8, [3] * 32])
     fields = {
         "format": Format("custom", 2, 16),
@@ -20,10 +20,10 @@ def small(**changes: object) -> QuantisedTensor:
         "scale": torch.tensor([[1.0, 2.0], [0.5, 0.0]], dtype=torch.bfloat16),
         "codebook": CODEBOOK,
     }
-    return QuantisedTensor(**{**fields, **changes})  # type: ignore[arg-type]
+    return QuantisedTensor(**{**fields, **changes})
 
 
-def test_dequantise_codebook() -> None:
+def test_dequantise_codebook():
     W_hat = small().dequantise()
     assert W_hat.dtype == torch.float32
     assert W_hat[0, :16].tolist() == [-1.0, -0.25, 0.5, 1.0] * 4
@@ -31,7 +31,7 @@ def test_dequantise_codebook() -> None:
     assert W_hat[1].tolist() == [0.5] * 16 + [0.0] * 16
 
 
-def test_dequantise_affine() -> None:
+def test_dequantise_affine():
     q = QuantisedTensor(
         format=Format("affine", 3, None, zero_point="float"),
         shape=(1, 8),
@@ -44,9 +44,8 @@ def test_dequantise_affine() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dequantise_rounds_the_codebook_then_the_product(dtype: torch.dtype) -> None:
+def test_dequantise_rounds_the_codebook_then_the_product(dtype):
     q = random_quantised(Format("custom", 6, 16), n=8, k=64)
-    assert q.codebook is not None
     scale = q.scale.double().repeat_interleave(16, dim=1)
     rounded = q.codebook.to(dtype).double()[q.codes().int()] * scale
     assert torch.equal(q.dequantise(dtype), rounded.to(dtype))
@@ -54,7 +53,7 @@ def test_dequantise_rounds_the_codebook_then_the_product(dtype: torch.dtype) -> 
     assert not torch.equal(q.dequantise(dtype), unrounded.to(dtype))
 
 
-def test_e8m0_scales_are_powers_of_two_and_zero() -> None:
+def test_e8m0_scales_are_powers_of_two_and_zero():
     stored = torch.tensor([[127, 130], [120, 0]], dtype=torch.uint8)
     assert decode_scale(stored).tolist() == [[1.0, 8.0], [2**-7, 0.0]]
     q = small(format=Format("custom", 2, 16, scale_dtype="e8m0"), scale=stored)
@@ -62,14 +61,14 @@ def test_e8m0_scales_are_powers_of_two_and_zero() -> None:
     assert q.dequantise()[1, 16:].abs().max() == 0
 
 
-def test_dequantise_in_chunks() -> None:
+def test_dequantise_in_chunks():
     q = random_quantised(Format("custom", 3, 32), n=CODES_PER_CHUNK // 96 + 5, k=96)
     W_hat = q.dequantise(torch.bfloat16)
     for row in (0, CODES_PER_CHUNK // 96 - 1, CODES_PER_CHUNK // 96, q.shape[0] - 1):
         assert torch.equal(W_hat[row : row + 1], q.rows(row, row + 1, torch.bfloat16))
 
 
-def test_sizes() -> None:
+def test_sizes():
     q = small()
     assert q.nbytes == 16 + 8 + 16  # 64 codes of 2 bits, 4 bf16 scales, 4 float32 entries
     assert q.bits_per_weight == 2 + 16 / 16
@@ -78,13 +77,13 @@ def test_sizes() -> None:
     assert list(q.tensors()) == ["packed", "scale", "codebook"]
 
 
-def test_to_and_frozen() -> None:
+def test_to_and_frozen():
     q = small()
     moved = q.to("meta")
     assert moved.device.type == "meta"
     assert q.device.type == "cpu"
     with pytest.raises(FrozenInstanceError):
-        q.scale = moved.scale  # type: ignore[misc]
+        q.scale = moved.scale
 
 
 @pytest.mark.parametrize(
@@ -107,33 +106,42 @@ def test_to_and_frozen() -> None:
         ({"format": Format("affine", 2, 16)}, TypeError, "zero_point must be a tensor"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    changes: dict[str, object], error: type[Exception], message: str
-) -> None:
+def test_tensors_are_checked(changes, error, message):
     with pytest.raises(error, match=message):
         small(**changes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int8, torch.complex64, None])
-def test_dequantise_to_what_is_not_floating(dtype: torch.dtype) -> None:
+def test_dequantise_requires_a_floating_dtype(dtype):
     with pytest.raises(TypeError, match=f"dequantise: dtype must be a floating .*, got '?{dtype}"):
         small().dequantise(dtype)
     with pytest.raises(TypeError, match=f"rows: dtype must be a floating .*, got '?{dtype}"):
         small().rows(0, 1, dtype)
 
 
-def test_parts_that_need_a_gradient() -> None:
+def test_tensors_with_gradients():
     scale = small().scale.requires_grad_()
     q = small(scale=scale, shape=torch.Size((2, 32)))
     q.dequantise().sum().backward()
-    assert scale.grad is not None
-    # Each group's gradient is the sum of its entries: 4 * (-1 - 0.25 + 0.5 + 1), or 16 * 1.
+    # A group's gradient is the sum of its entries: 4 * (-1 - 0.25 + 0.5 + 1), or 16 * 1.
     assert scale.grad.tolist() == [[1.0, 1.0], [16.0, 16.0]]
 
 
-def test_affine_takes_no_codebook() -> None:
+def test_affine_takes_no_codebook():
     q = random_quantised(Format("affine", 4, 16, zero_point="int"), n=2, k=32)
-    assert q.zero_point is not None
     assert q.zero_point.dtype == torch.uint8
     with pytest.raises(ValueError, match="takes no codebook"):
         replace(q, codebook=torch.ones(16))
+
+
+def test_relative_error_checks_its_arguments():
+    weight = torch.ones(1, 32)
+    with pytest.raises(TypeError, match="relative_error: weight must be a tensor, got NoneType"):
+        relative_error(None, quantise(weight, "nf4-g16"))
+    with pytest.raises(TypeError, match="relative_error: q must be a QuantisedTensor, got Tensor"):
+        relative_error(weight, weight)
+
+
+def test_model_report_requires_a_module():
+    with pytest.raises(TypeError, match=r"model_report: model must be an nn\.Module, got NoneType"):
+        model_report(None)

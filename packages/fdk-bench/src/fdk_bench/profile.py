@@ -35,8 +35,8 @@ BUSY = 60.0
 # Instruction sets whose files hold the kernels of another, as fdk-cpu chooses them; a set that is
 # not listed has files of its own.
 OF_BF16 = {
-    "amx": ("amx", "avx512bf16", "avx512tables"),
-    "avx512bf16": ("avx512bf16", "avx512tables"),
+    "amx": ("amx", "avx512bf16", "avx512vnni"),
+    "avx512bf16": ("avx512bf16", "avx512vnni"),
     "neondot": ("neon",),
     "neoni8mm": ("neonbf16",),
     "sve": ("sve", "neonbf16"),
@@ -48,14 +48,14 @@ OF_FLOATS = {
     **dict.fromkeys(("neondot", "neonbf16", "neoni8mm", "sve", "sve2"), ("neon",)),
 }
 OF_INT8 = {
-    "amx": ("avx512bf16",),
+    **dict.fromkeys(("amx", "avx512bf16"), ("avx512vnni",)),
     "avx512": ("avx2",),
     "neonbf16": ("neondot",),
     "neoni8mm": ("neoni8mm", "neondot"),
     **dict.fromkeys(("sve", "sve2"), ("sve", "neoni8mm", "neondot")),
 }
 # Functions that are not templates over bits.
-PRODUCTS = {"amx": r"\bpanel_by_tiles\b"}
+PRODUCTS = {"amx": r"\bgemm_panel_tiles\b"}
 INSTRUCTION = re.compile(
     r"^\s*[0-9a-f]+:\s+(?:\{[^}]*\}\s+)?(?P<mnemonic>[a-z][\w.]*)(?P<rest>.*)$"
 )

@@ -1,4 +1,4 @@
-// The benchmark executable: what runs on a phone, where there is no Python.
+// The benchmark executable for devices without Python, such as phones.
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -10,8 +10,7 @@
 #include <sched.h>
 #endif
 
-#include "case.h"
-#include "kernels.h"
+#include "common/dispatch.h"
 #include "measure.h"
 #include "options.h"
 #include "record.h"
@@ -32,10 +31,10 @@ void pin_cores(unsigned long long cores) {
   throw std::invalid_argument("--cores: this machine has none of these cores, or cannot pin");
 }
 
-// Names of instruction sets, `auto` and `all` resolved.
+// The names of instruction sets, with `auto` and `all` replaced.
 std::vector<std::string> instruction_sets(const Options& options) {
   std::vector<std::string> names;
-  const std::string best = fdk::name_of(fdk::current_isa());  // before set_isa below
+  const std::string best = fdk::name_of(fdk::current_isa());  // before the calls of set_isa below
   for (const std::string& name : options.isas) {
     if (name == "all") {
       for (int i = 0; i < fdk::kIsas; i++) {
@@ -44,7 +43,7 @@ std::vector<std::string> instruction_sets(const Options& options) {
     } else if (name == "auto") {
       names.push_back(best);
     } else {
-      fdk::set_isa(name.c_str());  // throws where the machine does not run it
+      fdk::set_isa(name.c_str());  // throws if the machine does not have it
       names.push_back(name);
     }
   }

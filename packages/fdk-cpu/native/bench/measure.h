@@ -1,9 +1,8 @@
-// A case, checked and timed.
+// Checks and times a case.
 #pragma once
 
 #include <cstddef>
 
-#include "case.h"
 #include "options.h"
 
 namespace bench {
@@ -13,7 +12,7 @@ struct Times {
   std::size_t nbytes, runs;
 };
 
-// Throws std::runtime_error where the answer differs from the scalar one.
+// Throws std::runtime_error if the result differs from that of the scalar kernels.
 Times measure(const Options& options, const Case& c);
 
 }  // namespace bench

@@ -137,7 +137,7 @@ Options parse(int argc, char** argv) {
 }
 
 std::string usage() {
-  return R"(Times y = x @ W_hat.T over weights of 1 to 8 bits, beside the process's read bandwidth.
+  return R"(Times y = x @ W_hat.T over weights of 1 to 8 bits, with the read bandwidth of the process.
 
 Every case is checked against the scalar kernels first; a wrong answer is not timed. Weights rotate
 through more copies than the caches hold. A table goes to standard error, rows of JSON to --out.

@@ -1,11 +1,11 @@
-// What the benchmark executable is asked to do.
+// The options of the benchmark executable, and the cases that they give.
 #pragma once
 
 #include <cstddef>
 #include <string>
 #include <vector>
 
-#include "layout.h"
+#include "common/layout.h"
 
 namespace bench {
 
@@ -23,14 +23,22 @@ struct Options {
   bool zero_points = false;
   fdk::Activation activation = fdk::Activation::bf16;
   bool int8 = false;             // x rounded to 8 bits
-  unsigned long long cores = 0;  // a mask; 0 leaves the system's choice
-  double seconds = 0.5;          // for each case
+  unsigned long long cores = 0;  // a mask; 0 for no pinning
+  double seconds = 0.5;          // per case
   std::size_t rotate_bytes = std::size_t(192) << 20;
-  std::string out;  // of the rows; empty is standard output
+  std::string out;  // file of the rows; empty for standard output
   std::string device, commit;
 };
 
-// Throws std::invalid_argument, saying what was wanted and what came.
+// The sizes of a product and how it is run.
+struct Case {
+  Size size;
+  int bits;
+  std::size_t m, threads;
+  std::string isa;
+};
+
+// Throws std::invalid_argument with what was wanted and what came.
 Options parse(int argc, char** argv);
 std::string usage();
 

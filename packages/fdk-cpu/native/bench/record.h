@@ -1,9 +1,8 @@
-// A result as a row of JSON, and the facts beside it.
+// A result as a row of JSON.
 #pragma once
 
 #include <string>
 
-#include "case.h"
 #include "measure.h"
 #include "options.h"
 
@@ -17,8 +16,8 @@ Facts facts_of(const Options& options, int argc, char** argv);
 
 std::string format_of(const Options& options, const Case& c);
 
-// A row as fdk_bench.records writes it: benchmark, case, values, error, then the facts. `times` is
-// null where the case failed.
+// A row in the format of fdk-bench: benchmark, case, values, error, then the machine. `times` is
+// null if the case failed.
 std::string row_of(const Options& options, const Facts& facts, const Case& c, const Times* times,
                    const std::string& error);
 

@@ -1,7 +1,7 @@
 """Linear layers with 1- to 8-bit weights on x86 and ARM CPUs.
 
-Importing this registers the backend ``cpu`` of ``fdk_formats``, which ``backend="auto"`` picks for
-tensors on the CPU, and the kernels of its blockwise ops.
+Importing this package registers the backend ``cpu`` of ``fdk_formats``, which ``backend="auto"``
+selects for CPU tensors, and the kernels of its blockwise ops.
 """
 
 try:
@@ -9,7 +9,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "fdk_cpu: the compiled module _native is missing or does not load here "
-        f"({error}); install a wheel, or build the package with pip and a C++20 compiler"
+        f"({error}); install a wheel, or build the package with a C++20 compiler"
     ) from error
 
 from fdk_cpu import blockwise as blockwise

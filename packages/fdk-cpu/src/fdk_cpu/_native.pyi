@@ -1,8 +1,8 @@
 from typing import TypeAlias
 
-Bytes: TypeAlias = tuple[int, int]  # address and size; (0, 0) for none
+Bytes: TypeAlias = tuple[int, int]  # address and size; (0, 0) for None
 
-TILE_K: int  # inner positions of a tile, which rows are filled up to
+TILE_K: int  # positions of k in a tile; rows are padded to a multiple
 HUGE_PAGE: int  # bytes
 MAX_THREADS: int
 
@@ -41,7 +41,7 @@ class Weight:
         self, activation: str, grad_y: Bytes, m: int, grad_x: Bytes, threads: int, /
     ) -> None: ...
 
-def plain_linear(
+def dense_linear(
     gemv: bool,
     dtype: str,
     x: Bytes,
@@ -79,26 +79,17 @@ def dequantise_blocks(
     /,
 ) -> None: ...
 def layout_sizes(n: int, k: int, group_size: int, bits: int, /) -> tuple[int, int]: ...
-def convert_codes(
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    packed: Bytes,
-    codes: Bytes,
-    to_layout: bool,
-    threads: int,
-    /,
+def pack_codes(
+    n: int, k: int, group_size: int, bits: int, packed: Bytes, codes: Bytes, threads: int, /
 ) -> None: ...
-def convert_groups(
-    n: int,
-    k: int,
-    group_size: int,
-    item: int,
-    canonical: Bytes,
-    laid_out: Bytes,
-    to_layout: bool,
-    /,
+def unpack_codes(
+    n: int, k: int, group_size: int, bits: int, codes: Bytes, packed: Bytes, threads: int, /
+) -> None: ...
+def pack_groups(
+    n: int, k: int, group_size: int, item: int, groups: Bytes, packed: Bytes, /
+) -> None: ...
+def unpack_groups(
+    n: int, k: int, group_size: int, item: int, packed: Bytes, groups: Bytes, /
 ) -> None: ...
 
 class WeightMemory:

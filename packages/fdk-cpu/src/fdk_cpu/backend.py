@@ -1,17 +1,17 @@
-"""The backend ``cpu``: every format on CPU tensors, from one packed layout."""
+"""The backend ``cpu``: every format on CPU tensors, in one packed layout."""
 
 import torch
 from torch import Tensor
 
 from fdk_cpu import _native
-from fdk_cpu.arguments import FLOAT_NAMES
 from fdk_cpu.linear import (
-    KeptWeight,
+    NativeWeightCache,
     lut_linear_int8_op,
     lut_linear_op,
-    takes,
+    supports_direct_call,
 )
 from fdk_cpu.memory import weight_memory
+from fdk_cpu.native_args import FLOAT_NAMES, bytes_of
 from fdk_cpu.runtime import num_threads
 from fdk_formats.backends import Layout, Problem, check_activations, register
 from fdk_formats.int8 import int8_table
@@ -20,12 +20,14 @@ from fdk_formats.torch_internals import is_plain_call
 
 
 class CpuLayout(Layout):
-    """Codes in tiles of 4 rows by ``_native.TILE_K`` inner positions; see native/layout.h.
+    """A weight packed in tiles of 4 rows by ``_native.TILE_K`` positions of k.
+
+    native/common/layout.h describes the bytes.
 
     codes      :: [stripes, tiles, 64 * bits, uint8]
-    scale      :: [stripes, groups stored, 4, scale dtype]
+    scale      :: [stripes, stored groups, 4, scale dtype]
     zero_point :: like scale, or None
-    codebook   :: [2^bits, float32] or None
+    codebook   :: [2^bits, float32], or None for affine formats
     """
 
     codes: Tensor
@@ -36,24 +38,21 @@ class CpuLayout(Layout):
     def __init__(self, q: QuantisedTensor) -> None:
         super().__init__()
         self.format, self.shape, self.group_size = q.format, q.shape, q.group_size
-        code_bytes, _ = self._sizes()
-        codes = weight_memory(code_bytes, torch.uint8)
-        self._convert_codes(q.packed.contiguous(), codes, to_layout=True)
-        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("codes", self._pack_codes(q.packed.contiguous()), persistent=False)
         for name in ("scale", "zero_point"):
             tensor = getattr(q, name)
-            laid_out = None if tensor is None else self._lay_out_groups(tensor.contiguous())
-            self.register_buffer(name, laid_out, persistent=False)
+            packed = None if tensor is None else self._pack_groups(tensor.contiguous())
+            self.register_buffer(name, packed, persistent=False)
         codebook = None if q.codebook is None else q.codebook.contiguous()
         self.register_buffer("codebook", codebook, persistent=False)
-        self._kept = KeptWeight()
+        self._weight = NativeWeightCache()
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""
         n, k = self.shape
-        if is_plain_call(x, bias) and takes(x, bias, n, k):
-            # Not by attribute: nn.Module takes a microsecond to find a buffer.
-            return self._kept.linear(x, bias, self._buffers, self.group_size, self.format.bits, n)
+        if is_plain_call(x, bias) and supports_direct_call(x, bias, n, k):
+            # As a dict: nn.Module takes a microsecond to find a buffer by attribute.
+            return self._weight.linear(x, bias, self._buffers, self.group_size, self.format.bits, n)
         group_size, bits = self.group_size, self.format.bits
         return lut_linear_op(
             x, self.codes, self.scale, self.codebook, self.zero_point, group_size, bits, bias, n, k
@@ -61,15 +60,18 @@ class CpuLayout(Layout):
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
-        n, k = self.shape
-        packed = torch.empty((n, (k * self.format.bits + 7) // 8), dtype=torch.uint8, device="cpu")
-        self._convert_codes(packed, self.codes, to_layout=False)
-        zero_point = None if self.zero_point is None else self._restore_groups(self.zero_point)
-        scale = self._restore_groups(self.scale)
-        return QuantisedTensor(self.format, self.shape, packed, scale, self.codebook, zero_point)
+        zero_point = None if self.zero_point is None else self._unpack_groups(self.zero_point)
+        return QuantisedTensor(
+            self.format,
+            self.shape,
+            self._unpack_codes(self.codes),
+            self._unpack_groups(self.scale),
+            self.codebook,
+            zero_point,
+        )
 
     def _sizes(self) -> tuple[int, int]:
-        """Bytes of codes, and scales: none of a layer without outputs."""
+        """Return the bytes of codes and the number of scales; zeros for a layer without outputs."""
         if self.shape[0] == 0:
             return 0, 0
         sizes: tuple[int, int] = _native.layout_sizes(
@@ -77,46 +79,41 @@ class CpuLayout(Layout):
         )
         return sizes
 
-    def _convert_codes(self, packed: Tensor, codes: Tensor, *, to_layout: bool) -> None:
-        if self.shape[0] == 0:
-            return
-        _native.convert_codes(
-            *self.shape,
-            self.group_size,
-            self.format.bits,
-            (packed.data_ptr(), packed.nbytes),
-            (codes.data_ptr(), codes.nbytes),
-            to_layout,
-            num_threads(),
-        )
+    def _pack_codes(self, packed: Tensor) -> Tensor:
+        code_bytes, _ = self._sizes()
+        codes = weight_memory(code_bytes, torch.uint8)
+        if self.shape[0] != 0:
+            sizes = (*self.shape, self.group_size, self.format.bits)
+            _native.pack_codes(*sizes, bytes_of(packed), bytes_of(codes), num_threads())
+        return codes
 
-    def _lay_out_groups(self, groups: Tensor) -> Tensor:
-        _, stored = self._sizes()
-        laid_out = weight_memory(stored, groups.dtype)
-        self._convert_groups(groups, laid_out, to_layout=True)
-        return laid_out
-
-    def _restore_groups(self, laid_out: Tensor) -> Tensor:
+    def _unpack_codes(self, codes: Tensor) -> Tensor:
         n, k = self.shape
-        groups = torch.empty((n, k // self.group_size), dtype=laid_out.dtype, device="cpu")
-        self._convert_groups(groups, laid_out, to_layout=False)
-        return groups
+        packed = torch.empty((n, (k * self.format.bits + 7) // 8), dtype=torch.uint8, device="cpu")
+        if n != 0:
+            sizes = (n, k, self.group_size, self.format.bits)
+            _native.unpack_codes(*sizes, bytes_of(codes), bytes_of(packed), num_threads())
+        return packed
 
-    def _convert_groups(self, groups: Tensor, laid_out: Tensor, *, to_layout: bool) -> None:
-        if self.shape[0] == 0:
-            return
-        _native.convert_groups(
-            *self.shape,
-            self.group_size,
-            groups.element_size(),
-            (groups.data_ptr(), groups.nbytes),
-            (laid_out.data_ptr(), laid_out.nbytes),
-            to_layout,
-        )
+    def _pack_groups(self, groups: Tensor) -> Tensor:
+        _, count = self._sizes()
+        packed = weight_memory(count, groups.dtype)
+        if self.shape[0] != 0:
+            sizes = (*self.shape, self.group_size, groups.element_size())
+            _native.pack_groups(*sizes, bytes_of(groups), bytes_of(packed))
+        return packed
+
+    def _unpack_groups(self, packed: Tensor) -> Tensor:
+        n, k = self.shape
+        groups = torch.empty((n, k // self.group_size), dtype=packed.dtype, device="cpu")
+        if n != 0:
+            sizes = (n, k, self.group_size, groups.element_size())
+            _native.unpack_groups(*sizes, bytes_of(packed), bytes_of(groups))
+        return groups
 
 
 class CpuInt8Layout(CpuLayout):
-    """The same bytes, and products with x rounded to 8 bits, see ``fdk_formats.int8``.
+    """The same bytes, multiplied with x rounded to 8 bits (``fdk_formats.int8``).
 
     levels :: [2^bits, int8], or None for affine formats
     """
@@ -134,14 +131,14 @@ class CpuInt8Layout(CpuLayout):
         """See ``Layout``."""
         n, k = self.shape
         group_size, bits, table = self.group_size, self.format.bits, (self.step, self.offset)
-        if is_plain_call(x, bias) and takes(x, bias, n, k):
-            return self._kept.linear(x, bias, self._buffers, group_size, bits, n, table)
+        if is_plain_call(x, bias) and supports_direct_call(x, bias, n, k):
+            return self._weight.linear(x, bias, self._buffers, group_size, bits, n, table)
         tensors = (self.codes, self.scale, self.codebook, self.zero_point)
         return lut_linear_int8_op(x, *tensors, group_size, bits, self.levels, *table, bias, n, k)
 
 
 class CpuBackend:
-    """Takes every format on the CPU."""
+    """The backend for tensors on the CPU; it supports every format."""
 
     name = "cpu"
 
@@ -161,9 +158,9 @@ class CpuBackend:
         """See ``Backend``.
 
         Raises:
-            TypeError: for activations of another dtype than those of ``FLOAT_NAMES``.
-            ValueError: where a row is filled up with a code, 0, that stands for an infinity, and
-                for other ``activations`` than a ``Problem`` has.
+            TypeError: if ``dtype`` is not one of ``FLOAT_NAMES``.
+            ValueError: if rows are padded with code 0 and the codebook's first entry overflows
+                ``dtype``, and for ``activations`` that no ``Problem`` has.
         """
         check_activations(activations)
         if dtype not in FLOAT_NAMES:

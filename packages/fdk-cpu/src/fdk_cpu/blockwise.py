@@ -1,6 +1,6 @@
-"""The blockwise ops of ``fdk_formats`` in C++: the bytes of the torch kernels, faster.
+"""The blockwise ops of ``fdk_formats`` in C++: the same bytes as the torch kernels, faster.
 
-Importing this registers them for tensors on the CPU; ``docs/blockwise.md`` has the bytes.
+Importing this module registers them for CPU tensors.
 """
 
 from functools import lru_cache
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
-from fdk_cpu.arguments import FLOAT_NAMES, bytes_of
+from fdk_cpu.native_args import FLOAT_NAMES, bytes_of
 from fdk_cpu.runtime import num_threads
 from fdk_formats.blockwise.codebooks import ascending_codes, four_bit_code
 from fdk_formats.blockwise.kernels import Kernels, register_kernels
@@ -57,7 +57,7 @@ KERNELS = Kernels(
 
 @lru_cache(maxsize=16)
 def _nearest_code(code: bytes, order: bytes) -> _native.NearestCode:
-    """256 KiB; building one takes about a millisecond."""
+    """Cache the search tables of a codebook: 256 KiB each, built in about a millisecond."""
     values = torch.frombuffer(bytearray(code), dtype=torch.float32)
     return _native.NearestCode(bytes_of(values), order)
 

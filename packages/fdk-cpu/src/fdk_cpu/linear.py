@@ -1,4 +1,4 @@
-"""The op ``torch.ops.fdk_cpu.lut_linear``: a linear layer over the packed layout, for every m."""
+"""The ops ``torch.ops.fdk_cpu.lut_linear`` and ``lut_linear_int8`` over the packed layout."""
 
 from collections.abc import Mapping
 from weakref import ref
@@ -8,18 +8,17 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_cpu import _native
-from fdk_cpu.arguments import FLOAT_NAMES, bytes_of
-from fdk_cpu.checks import check_placed
+from fdk_cpu.native_args import FLOAT_NAMES, bytes_of, check_contiguous_cpu
 from fdk_cpu.runtime import num_threads
 from fdk_formats.ops import define_linear_op
 
-# What a kept weight was made of: the tensor's name, itself, address, bytes and dtype.
+# A tensor that a cached weight was built from: its name, reference, address, bytes and dtype.
 Origin = tuple[str, ref[Tensor], int, int, torch.dtype]
 
 
 def lut_linear(
     x: Tensor,  # [m, k, bf16 | fp16 | fp32]
-    codes: Tensor,  # see native/layout.h
+    codes: Tensor,  # see native/common/layout.h
     scale: Tensor,
     codebook: Tensor | None,  # [2^bits, fp32]; None for affine formats
     zero_point: Tensor | None,
@@ -29,7 +28,7 @@ def lut_linear(
     n: int,
     k: int,
 ) -> Tensor:
-    """``x @ W_hat.T + bias``, ``[m, n]``."""
+    """Compute ``x @ W_hat.T + bias``, ``[m, n]``."""
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
@@ -52,7 +51,7 @@ def lut_linear_int8(
     n: int,
     k: int,
 ) -> Tensor:
-    """``int8_linear`` of ``fdk_formats.int8``: with x rounded to 8 bits, ``[m, n]``."""
+    """Compute ``fdk_formats.int8.int8_linear``, with x rounded to 8 bits, ``[m, n]``."""
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     _check_levels(levels)
     activation = _activation("x", x)
@@ -82,7 +81,7 @@ def lut_linear_grad_x(
     n: int,
     k: int,
 ) -> Tensor:
-    """``grad_y @ W_hat``, ``[m, k]``."""
+    """Compute ``grad_y @ W_hat``, ``[m, k]``."""
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     grad_x = grad_y.new_empty((len(grad_y), k))
     activation = _activation("grad_y", grad_y)
@@ -107,7 +106,7 @@ def _weight(
     n: int,
     k: int,
 ) -> _native.Weight:
-    """Checks the layout's tensors, sizes included, and hands their addresses over."""
+    """Check the tensors of a layout and return a native weight that points to them."""
     for name, tensor in (
         ("codes", codes),
         ("scale", scale),
@@ -115,7 +114,7 @@ def _weight(
         ("zero_point", zero_point),
     ):
         if tensor is not None:
-            check_placed("lut_linear", name, tensor)
+            check_contiguous_cpu("lut_linear", name, tensor)
     if (codebook is None) == (zero_point is None):
         got = "neither" if codebook is None else "both"
         raise ValueError(f"lut_linear: needs a codebook or zero points, got {got}")
@@ -147,13 +146,13 @@ def _weight(
 def _check_levels(levels: Tensor | None) -> None:
     if levels is None:
         return
-    check_placed("lut_linear_int8", "levels", levels)
+    check_contiguous_cpu("lut_linear_int8", "levels", levels)
     if levels.dtype != torch.int8:
         raise TypeError(f"lut_linear_int8: levels must be torch.int8, got {levels.dtype}")
 
 
-def takes(x: Tensor, bias: Tensor | None, n: int, k: int) -> bool:
-    """Whether a call is one that ``KeptWeight.linear`` may run; the op has the errors of others."""
+def supports_direct_call(x: Tensor, bias: Tensor | None, n: int, k: int) -> bool:
+    """Return whether ``NativeWeightCache.linear`` may run a call; the op raises for bad ones."""
     return (
         x.is_cpu
         and x.shape[-1:] == (k,)
@@ -165,24 +164,25 @@ def takes(x: Tensor, bias: Tensor | None, n: int, k: int) -> bool:
     )
 
 
-class KeptWeight:
-    """The checked native weight of a layout: making it anew took 7 of the 16 us of a small call.
+class NativeWeightCache:
+    """The checked native weight of a layout, cached: building it took 7 of 16 us of a small call.
 
-    It is made again where one of the layout's tensors is another one, or has another address, size
-    or dtype. It keeps no tensor alive. Copies and pickles are empty.
+    It is rebuilt when a tensor of the layout is replaced or changes its address, size or dtype. It
+    keeps no tensor alive. Copies and pickles are empty.
     """
 
     def __init__(self) -> None:
-        # One tuple, for threads: the weight, what it was made of, and what it was made without.
+        # One tuple, replaced at once for other threads: the weight, the tensors that it was built
+        # from, and the name of the one that was None.
         self._made: tuple[_native.Weight | None, list[Origin], str]
         self._made = None, [], ""
 
-    def __reduce__(self) -> tuple[type["KeptWeight"], tuple[()]]:
-        return KeptWeight, ()
+    def __reduce__(self) -> tuple[type["NativeWeightCache"], tuple[()]]:
+        return NativeWeightCache, ()
 
     def linear(
         self,
-        x: Tensor,  # [..., k], see takes
+        x: Tensor,  # [..., k], see supports_direct_call
         bias: Tensor | None,
         tensors: Mapping[str, Tensor | None],  # arguments of lut_linear or lut_linear_int8, by name
         group_size: int,
@@ -190,12 +190,13 @@ class KeptWeight:
         n: int,
         int8: tuple[float, float] | None = None,
     ) -> Tensor:
-        """``x @ W_hat.T + bias``, ``[..., n]``; with x rounded to 8 bits by ``int8``: step, offset.
+        """Compute ``x @ W_hat.T + bias``, ``[..., n]``.
 
-        Any threads may call at once, also while one replaces tensors of the layout.
+        With ``int8``, the step and offset of the codebook's levels, x is rounded to 8 bits. Threads
+        may call this at once, also while one of them replaces tensors of the layout.
         """
         *batch, k = x.shape
-        tensors = {**tensors}  # kept alive for this call, whatever becomes of the layout meanwhile
+        tensors = {**tensors}  # keeps them alive for this call if the layout drops them
         weight, origins, absent = self._made
         for name, original, address, size, dtype in origins:
             tensor = tensors[name]
@@ -214,14 +215,14 @@ class KeptWeight:
             assert scale is not None
             weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
             _check_levels(tensors.get("levels"))
-            there = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-            origins = [(name, ref(t), t.data_ptr(), t.nbytes, t.dtype) for name, t in there]
+            present = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+            origins = [(name, ref(t), t.data_ptr(), t.nbytes, t.dtype) for name, t in present]
             self._made = weight, origins, "codebook" if codebook is None else "zero_point"
         y = x.new_empty((*batch, n))
         m = x.numel() // k
         bias = None if bias is None else bias.contiguous()
         kind = FLOAT_NAMES[x.dtype]
-        # A contiguous tensor's bytes follow from its shape.
+        # Cheaper than nbytes of x and y, which are contiguous.
         size = m * x.itemsize
         given, wanted, added = (x.data_ptr(), size * k), (y.data_ptr(), size * n), bytes_of(bias)
         threads = num_threads()

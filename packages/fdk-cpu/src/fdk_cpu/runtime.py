@@ -1,37 +1,37 @@
-"""What the kernels run on: instruction set and threads."""
+"""The instruction set and the number of threads that the kernels use."""
 
 import torch
 
 from fdk_cpu import _native
 from fdk_cpu._native import MAX_THREADS
 
-# None: as many as torch uses.
+# None follows torch.get_num_threads.
 _threads: int | None = None
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that this machine runs, plainest first."""
+    """Return the instruction sets that this machine supports, ``scalar`` first."""
     return _native.instruction_sets()
 
 
 def instruction_set() -> str:
-    """The one in use: the best of ``instruction_sets``, or what ``FDK_CPU_ISA`` names.
+    """Return the instruction set in use.
 
-    ``auto`` there is the best too, as where it is empty or not set.
+    It is the best of ``instruction_sets`` unless ``FDK_CPU_ISA`` or ``set_instruction_set`` names
+    another; empty and ``auto`` mean the best.
 
     Raises:
-        ValueError: where ``FDK_CPU_ISA`` names one that this machine does not run.
+        ValueError: if ``FDK_CPU_ISA`` names one that this machine does not support.
     """
     return _native.instruction_set()
 
 
 def set_instruction_set(name: str) -> None:
-    """Pins the instruction set for the process; ``auto`` is the best there is.
+    """Pin the instruction set of this process; ``auto`` is the best one.
 
     Raises:
-        TypeError: for what is no text.
-        ValueError: for one that this machine does not run, naming those it does, or that the system
-            refuses.
+        TypeError: if the name is not a string.
+        ValueError: for one that this machine does not support, or that the system refuses.
     """
     if not isinstance(name, str):
         raise TypeError(f"set_instruction_set: wanted a name or 'auto', got {name!r}")
@@ -39,17 +39,17 @@ def set_instruction_set(name: str) -> None:
 
 
 def num_threads() -> int:
-    """Threads a kernel uses at most: ``set_num_threads``, or as many as torch; 256 at most."""
+    """Return how many threads a kernel uses at most: that of torch, or of ``set_num_threads``."""
     return min(torch.get_num_threads() if _threads is None else _threads, MAX_THREADS)
 
 
 def set_num_threads(threads: int | None) -> None:
-    """Sets how many threads a kernel uses at most; None follows ``torch.get_num_threads``.
+    """Set how many threads a kernel uses at most; None follows ``torch.get_num_threads``.
 
     More than 256 count as 256.
 
     Raises:
-        ValueError: for less than one.
+        ValueError: for fewer than one.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"set_num_threads: wanted 1 or more, or None, got {threads!r}")

@@ -1,5 +1,5 @@
-// The loops over tiles of amx_panels.h, by tiles of plain memory.
-#include "../../native/amx_panels.h"
+// Runs gemm_panels_amx-inl.h on tiles of plain memory.
+#include "x86/gemm_panels_amx-inl.h"
 
 #include <cstring>
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace {
 
-// What a processor's tiles do, and what it would fault at.
+// Does what tiles do, and fails where a processor would fault.
 struct PlainTiles {
   static constexpr int kTiles = 8, kRowBytes = 64;
   static inline std::uint8_t rows[kTiles];
@@ -72,8 +72,8 @@ struct PlainTiles {
 
 }  // namespace
 
-// Blocks of any number of rows and both widths of a panel; y is added to, and what lies after it is
-// left alone. Values are small integers, so that sums are exact.
+// Blocks of any number of rows and both widths of a panel. y is accumulated, and memory after it is
+// not touched. Values are small integers, so sums are exact.
 void check_tiles(Random& random) {
   constexpr std::size_t kDepth = 2 * fdk::kAmxDepth, kStride = kDepth + 32;
   const auto integer = [&] { return float(random.upto(16)) - 8; };
@@ -91,13 +91,13 @@ void check_tiles(Random& random) {
                        get(x, (p / 2 * panel + i % panel) * 2 + p % 2, 0);
         }
       }
-      fdk::PanelTask task{w.data(), rows, kStride, kDepth, x.data(), panel, y.data()};
-      if (random.upto(1) == 0) {  // a next panel, of which nothing but the address is used
+      fdk::GemmPanelTask task{w.data(), rows, kStride, kDepth, x.data(), panel, y.data()};
+      if (random.upto(1) == 0) {  // a next panel; only its address is used
         task.next = x.data();
         task.parts = fdk::ceil_div(rows, fdk::kTileRows);
         task.part_bytes = task.part_stride = x.size() / task.parts;
       }
-      fdk::panel_by_tiles<PlainTiles>(task);
+      fdk::gemm_panel_tiles<PlainTiles>(task);
       if (PlainTiles::configured) fail("tiles are not released");
       if (y != wanted) {
         fail("tiles: " + std::to_string(rows) + " rows by " + std::to_string(panel) + " lanes");

@@ -1,4 +1,4 @@
-// What the native tests share, and the checks that are files of their own.
+// Random cases, comparisons and the checks of the other files.
 #pragma once
 
 #include <cmath>
@@ -9,8 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "../../native/convert.h"
-#include "../../native/kernels.h"
+#include "common/float_convert.h"
+#include "common/dispatch.h"
+#include "common/kernels.h"
 
 using fdk::Activation;
 using fdk::ScaleType;
@@ -20,6 +21,19 @@ using Bytes = std::vector<std::uint8_t>;
 [[noreturn]] inline void fail(const std::string& what) {
   std::fprintf(stderr, "FAILED: %s\n", what.c_str());
   std::exit(1);
+}
+
+// The instruction sets of this machine, or those of FDK_TEST_ISAS=sve,sve2 that it has.
+inline std::vector<const char*> tested_isas() {
+  const char* const listed = std::getenv("FDK_TEST_ISAS");
+  const std::string names = listed == nullptr ? "" : "," + std::string(listed) + ",";
+  std::vector<const char*> isas;
+  for (int isa = 0; isa < fdk::kIsas; isa++) {
+    const char* const name = fdk::name_of(fdk::Isa(isa));
+    const bool wanted = names.empty() || names.find("," + std::string(name) + ",") != names.npos;
+    if (wanted && fdk::supported(fdk::Isa(isa))) isas.push_back(name);
+  }
+  return isas;
 }
 
 struct Case {
@@ -76,7 +90,7 @@ inline float get(const Bytes& from, std::size_t i, int type) {
   return type == 0 ? from_bf16(half) : from_fp16(half);
 }
 
-// Canonical bit streams, first code in the most significant bits, and zero bits at the end.
+// Packs codes canonically: first code in the most significant bits, zero bits at the end of a row.
 inline Bytes pack_canonical(const std::vector<unsigned>& codes, const Case& c) {
   const std::size_t width = fdk::ceil_div(c.k * std::size_t(c.bits), 8);
   Bytes packed(c.n * width);
@@ -90,7 +104,7 @@ inline Bytes pack_canonical(const std::vector<unsigned>& codes, const Case& c) {
   return packed;
 }
 
-// error: of `got` against `wanted`, relative to the largest sum of magnitudes.
+// Compares with an error relative to `scale`, the largest sum of magnitudes.
 inline void expect_near(const Case& c, const char* isa, const char* what, const Bytes& got,
                         const std::vector<double>& wanted, double scale) {
   const double unit = c.activation == Activation::bf16   ? 0x1p-8
@@ -106,16 +120,16 @@ inline void expect_near(const Case& c, const char* isa, const char* what, const 
   }
 }
 
-// Loops over tiles, by tiles of plain memory (check_amx.cpp).
+// AMX tiles in plain memory (check_amx.cpp).
 void check_tiles(Random& random);
-// Values of x that kernels have to take care with (check_x.cpp).
+// Extreme values of x (check_activations.cpp).
 void check_outliers(Random& random);
 void check_outlier_share(Random& random);
 void check_outlier_limit(Random& random);
 void check_extreme_x(Random& random);
-// The pool, the plain products, sizes and conversions (check_pieces.cpp).
+// The thread pool, dense products, sizes and conversions (check_common.cpp).
 void check_thread_counts(Random& random);
 void check_pool_errors();
-void check_plain_gemm(Random& random);
+void check_dense_gemm(Random& random);
 void check_sizes_are_refused();
 void check_conversions();

@@ -1,7 +1,8 @@
-// The fuzz target: any bytes as the sizes and the content of what the layout converter and the
-// blockwise kernels take. libFuzzer calls it, and fuzz_random.cpp where there is none.
+// The fuzz target: takes any bytes as sizes and contents for packing and the blockwise kernels.
+// libFuzzer calls it, or fuzz_random.cpp.
 //
-// Each tensor is a heap block of exactly its size, so that AddressSanitizer sees any access beyond.
+// Each tensor is a heap block of its exact size, so that AddressSanitizer sees any access beyond
+// it.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -12,22 +13,14 @@
 #include <string>
 #include <vector>
 
-#include "../../native/blockwise.h"
-#include "../../native/convert.h"
-#include "../../native/kernels.h"
-#include "../../native/layout.h"
+#include "blockwise/blockwise.h"
+#include "common/dispatch.h"
+#include "common/layout.h"
+#include "checks.h"
 
 namespace {
 
-using fdk::Activation;
-using Bytes = std::vector<std::uint8_t>;
-
-[[noreturn]] void fail(const std::string& what) {
-  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-  std::abort();
-}
-
-// The input, read from its start and then again from there, each round changed a little.
+// The input, read again from its start, slightly changed, when it ends.
 class Input {
  public:
   Input(const std::uint8_t* data, std::size_t size) : data_(data), size_(size) {}
@@ -49,7 +42,7 @@ class Input {
   std::size_t size_, next_ = 0;
 };
 
-// Zeroes the bits after the last code of each row, as a canonical tensor has them.
+// Clears the bits after the last code of each row, as canonical tensors have them.
 void clear_padding(Bytes& packed, std::size_t row_bits) {
   const std::size_t row = fdk::ceil_div(row_bits, 8);
   if (row_bits % 8 == 0) return;
@@ -75,7 +68,7 @@ void fuzz_layout(Input& in) {
   fdk::pack_codes(layout, packed.data(), codes.data(), threads);
   fdk::unpack_codes(layout, codes.data(), back.data(), threads);
   if (back != packed) fail("codes come back changed");
-  // Any bytes unpack, padding with bits set included, and what they unpack to is canonical.
+  // Any bytes can be unpacked, even with padding bits set, and the result is canonical.
   codes = in.bytes(codes.size());
   fdk::unpack_codes(layout, codes.data(), packed.data(), threads);
   fdk::pack_codes(layout, packed.data(), codes.data(), threads);
@@ -104,17 +97,6 @@ struct Blocks {
   }
 };
 
-float value_at(const Bytes& values, std::size_t i, Activation type) {
-  float value;
-  if (type == Activation::fp32) {
-    std::memcpy(&value, &values[4 * i], 4);
-    return value;
-  }
-  std::uint16_t half;
-  std::memcpy(&half, &values[2 * i], 2);
-  return type == Activation::bf16 ? from_bf16(half) : from_fp16(half);
-}
-
 Blocks random_blocks(Input& in) {
   Blocks b;
   b.type = Activation(in.upto(2));
@@ -135,9 +117,9 @@ Blocks random_blocks(Input& in) {
   b.order.resize(b.entries());
   std::iota(b.order.begin(), b.order.end(), std::uint8_t(0));
   b.values = in.bytes(b.n * fdk::bytes_of(b.type));
-  if (in.upto(3) != 0) {  // mostly finite, so that there are codes to compare
+  if (in.upto(3) != 0) {  // mostly finite, so that codes are compared
     for (std::size_t i = 0; i < b.n; i++) {
-      if (std::isfinite(value_at(b.values, i, b.type))) continue;
+      if (std::isfinite(get(b.values, i, int(b.type)))) continue;
       std::memset(&b.values[i * fdk::bytes_of(b.type)], 0x3A, fdk::bytes_of(b.type));
     }
   }
@@ -169,7 +151,7 @@ unsigned code_at(const Blocks& b, const Quantised& q, std::size_t i) {
   return i % 2 == 0 ? q.packed[i / 2] >> 4 : q.packed[i / 2] & 15;
 }
 
-// Plain counting, by the definitions.
+// The definition, by counting midpoints.
 void check_by_counting(const Blocks& b, const Quantised& q) {
   std::vector<float> midpoints;
   for (std::size_t i = 0; i + 1 < b.entries(); i++) {
@@ -181,7 +163,7 @@ void check_by_counting(const Blocks& b, const Quantised& q) {
     float absmax = 0;
     bool finite = true;
     for (std::size_t i = first; i < first + count; i++) {
-      const float value = value_at(b.values, i, b.type);
+      const float value = get(b.values, i, int(b.type));
       finite = finite && std::isfinite(value);
       absmax = std::max(absmax, std::fabs(value));
     }
@@ -191,7 +173,7 @@ void check_by_counting(const Blocks& b, const Quantised& q) {
     const bool is_short = count < b.block;
     if (q.absmax[block] != (is_short ? raised : absmax)) fail(b.text() + ": absmax");
     for (std::size_t i = first; i < first + count; i++) {
-      const float value = value_at(b.values, i, b.type), inverse = 1.0f / raised;
+      const float value = get(b.values, i, int(b.type)), inverse = 1.0f / raised;
       const float scaled = is_short ? value / raised : value * inverse;
       const auto below = [&](float midpoint) { return midpoint < scaled; };
       const auto wanted = std::count_if(midpoints.begin(), midpoints.end(), below);
@@ -233,7 +215,7 @@ void check_dequantised(const Blocks& b, const Bytes& packed, const std::vector<f
     float wanted = b.code[code] * absmax[i / b.block];
     if (b.type == Activation::bf16) wanted = from_bf16(to_bf16(wanted));
     if (b.type == Activation::fp16) wanted = from_fp16(to_fp16(wanted));
-    if (!same_but_nan(value_at(out, i, b.type), wanted)) {
+    if (!same_but_nan(get(out, i, int(b.type)), wanted)) {
       fail(b.text() + ": value " + std::to_string(i));
     }
   }

@@ -1,12 +1,12 @@
-// Random bytes for the fuzz target, where libFuzzer is not at hand: a test of every run.
+// Feeds random bytes to the fuzz target, without libFuzzer.
 //
-// Arguments: see limit.h.
+// run_limit.h has the arguments.
 #include <cstdint>
 #include <cstdio>
 #include <random>
 #include <vector>
 
-#include "limit.h"
+#include "run_limit.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
 

@@ -1,24 +1,25 @@
-// Every instruction set against plain loops, and the layout converter on random shapes and bytes.
+// Compares every instruction set with plain loops, and packs random shapes and bytes.
 //
-// Arguments: see limit.h. Each tensor is a heap block of exactly its size, so that AddressSanitizer
-// sees any access beyond it.
+// run_limit.h has the arguments; FDK_TEST_ISAS limits the instruction sets. Each tensor is a heap
+// block of its exact size, so that AddressSanitizer sees any access beyond it.
 #include <cmath>
 #include <cstdio>
 #include <vector>
 
-#include "../../native/int8.h"
-#include "../../native/kernels.h"
-#include "../../native/linear.h"
-#include "../../native/linear_parts.h"
+#include "common/linear_int8.h"
+#include "common/dispatch.h"
+#include "common/kernels.h"
+#include "common/linear.h"
+#include "common/linear_internal.h"
 #include "checks.h"
-#include "limit.h"
+#include "run_limit.h"
 
 namespace {
 
-constexpr std::size_t kAll = 1024;  // rows of x: as many as a product is given
+constexpr std::size_t kAll = 1024;  // the most rows of x that a product is given
 
-// Several of the largest blocks of W_hat that a set has, with panels that are far and backward, and
-// a last one that is not full, on one thread: more would be given smaller ones.
+// Several of the largest blocks of W_hat of any set, for panels beyond the cache and for dgrad, and
+// a last one that is not full. One thread, because more threads use smaller blocks.
 Case large_case(Random& random) {
   Case c{};
   c.group = 64;
@@ -39,16 +40,16 @@ Case random_case(Random& random) {
   c.m = 1 + random.upto(random.upto(3) == 0 ? 40 : 5);
   if (c.group < c.k) {
     switch (random.upto(15)) {
-      case 0:  // panels, and more than a block of W_hat both ways
+      case 0:  // panels, and more than a block of W_hat in both directions
         c.k = c.group * (1 + 2048 / c.group + random.upto(4));
         c.n = 65 + random.upto(10);
         c.m = 13 + random.upto(60);
         break;
-      case 1:  // the same for backward
+      case 1:  // the same for dgrad
         c.k = c.group * (1 + 128 / c.group + random.upto(2));
         c.n = 2049 + random.upto(30);
         break;
-      case 2:  // more than a piece of the kernels that take one row of x
+      case 2:  // more than a piece of a two-pass GEMV
         c.n = 129 + random.upto(200);
         c.m = 1;
         break;
@@ -65,14 +66,14 @@ Case random_case(Random& random) {
   return c;
 }
 
-// The tiles that x is rounded in, as columns of the weight: those of one scale.
+// The tile of each column of the weight, which shares a scale of x.
 std::vector<std::size_t> tiles_of(const fdk::Layout& layout) {
   std::vector<std::size_t> tiles(layout.k);
   for (std::size_t i = 0; i < layout.k; i++) tiles[i] = layout.position(i) / fdk::kTileK;
   return tiles;
 }
 
-// x :: [m, k] rounded to 8 bits and back, in plain loops.
+// Rounds x :: [m, k] to 8 bits and back, in plain loops.
 std::vector<double> rounded_x(const Case& c, const fdk::Layout& layout, const Bytes& x) {
   const std::vector<std::size_t> tiles = tiles_of(layout);
   std::vector<double> rounded(c.m * c.k);
@@ -91,7 +92,7 @@ std::vector<double> rounded_x(const Case& c, const fdk::Layout& layout, const By
   return rounded;
 }
 
-// y with x rounded to 8 bits: kernels differ from plain loops by float32 sums alone.
+// y with x rounded to 8 bits: kernels differ from plain loops only by float32 sums.
 void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<unsigned>& codes,
                 const std::vector<double>& weight, const Bytes& x, const Bytes& bias) {
   const std::vector<double> rounded = rounded_x(c, w.layout, x);
@@ -116,9 +117,7 @@ void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<uns
       scale = std::max(scale, magnitude);
     }
   }
-  for (int isa = 0; isa < fdk::kIsas; isa++) {
-    if (!fdk::supported(fdk::Isa(isa))) continue;
-    const char* name = fdk::name_of(fdk::Isa(isa));
+  for (const char* name : tested_isas()) {
     fdk::set_isa(name);
     Bytes out(y.size() * fdk::bytes_of(c.activation), 0xFF);
     fdk::linear_int8(w, c.affine ? nullptr : &table, c.activation, x.data(), c.m, bias.data(),
@@ -211,25 +210,24 @@ void check(const Case& c, Random& random) {
                             c.affine ? zeros_out.data() : nullptr,
                             c.zero_type,
                             c.affine ? nullptr : codebook.data()};
-  for (int isa = 0; isa < fdk::kIsas; isa++) {
-    if (!fdk::supported(fdk::Isa(isa))) continue;
-    const char* name = fdk::name_of(fdk::Isa(isa));
+  for (const char* name : tested_isas()) {
     fdk::set_isa(name);
     Bytes out(y.size() * item, 0xFF), dx_out(dx.size() * item, 0xFF);
     fdk::linear(w, c.activation, x.data(), c.m, bias.data(), out.data(), c.threads);
     expect_near(c, name, "y", out, y, y_scale);
-    // Each product takes as many rows as there are, whichever this machine prefers; panels that the
-    // next one is fetched beside, and not.
-    const fdk::Kernels& kernels = fdk::kernels_for(fdk::Isa(isa), c.activation);
-    std::vector<fdk::RowLimits> limits;
-    if (kernels.stripes != nullptr) limits = {{kAll, 0, 0}, {0, kAll, 0}};
+    // Each kernel multiplies all rows, whatever the thresholds of this machine, and panels with and
+    // without prefetching the next one.
+    const fdk::LinearKernels& kernels = fdk::linear_kernels_for(fdk::current_isa(), c.activation);
+    std::vector<fdk::DispatchThresholds> thresholds;
+    if (kernels.gemm_stripes != nullptr) thresholds = {{kAll, 0, 0}, {0, kAll, 0}};
     if (kernels.x_is_bf16) {
-      limits.push_back({0, 0, random.upto(32)});
-      limits.push_back({0, 0, random.upto(32), 0});
+      thresholds.push_back({0, 0, random.upto(32)});
+      thresholds.push_back({0, 0, random.upto(32), 0});
     }
-    for (const fdk::RowLimits& of : limits) {
+    for (const fdk::DispatchThresholds& of : thresholds) {
       out.assign(out.size(), 0xFF);
-      fdk::linear_within(&of, w, c.activation, x.data(), c.m, bias.data(), out.data(), c.threads);
+      fdk::linear_with_thresholds(&of, w, c.activation, x.data(), c.m, bias.data(), out.data(),
+                                  c.threads);
       expect_near(c, name, "y by one product", out, y, y_scale);
     }
     fdk::linear_grad_x(w, c.activation, grad.data(), c.m, dx_out.data(), c.threads);
@@ -252,13 +250,11 @@ int main(int argc, char** argv) {
   check_outlier_share(random);
   check_outlier_limit(random);
   check_extreme_x(random);
-  check_plain_gemm(random);
+  check_dense_gemm(random);
   check(large_case(random), random);
   int cases = 0;
   for (; !limit.reached(cases); cases++) check(random_case(random), random);
   std::printf("%d cases passed on", cases);
-  for (int isa = 0; isa < fdk::kIsas; isa++) {
-    if (fdk::supported(fdk::Isa(isa))) std::printf(" %s", fdk::name_of(fdk::Isa(isa)));
-  }
+  for (const char* name : tested_isas()) std::printf(" %s", name);
   std::printf("\n");
 }

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "../../native/linear.h"
+#include "common/linear.h"
 #include "checks.h"
 
-// A weight of 1 or 2 bits with scales of 1, whose rows all have a zero at column `column`.
+// A weight of 1 or 2 bits with scales of 1, whose rows are all zero at column `column`.
 struct ZeroColumn {
-  static constexpr std::size_t kRows = 50, kDepth = 512;  // unless others are asked for
+  static constexpr std::size_t kRows = 50, kDepth = 512;  // defaults
   static constexpr float kValues[2][4] = {{0, 1, 0, 0}, {-1, 0, 0.5f, 1}};
   Case c;
   fdk::Layout layout;

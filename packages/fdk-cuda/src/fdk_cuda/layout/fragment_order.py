@@ -6,7 +6,7 @@ lane ``4 * g + t`` of a warp (g = 0..7, t = 0..3) holds four registers of two va
     row    = 8 * half + g                half 0 or 1
     column = 2 * t + 8 * upper + pair    upper 0 or 1, pair 0 or 1      (PTX's own order)
 
-The columns of a product may be permuted freely if x is permuted with them. Two orders are used here.
+The columns of a product may be permuted freely if x is permuted with them. Two orders are used.
 ``column_of`` gives the column, in memory, of what a lane holds in step ``step``:
 
     paired   32 * (step // 2) + 8 * t + 4 * (step % 2) + 2 * upper + pair

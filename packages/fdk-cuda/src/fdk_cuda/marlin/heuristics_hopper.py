@@ -80,8 +80,8 @@ def plan_hopper_invariant(geometry: Geometry, m: int, device: Device) -> HopperP
     """Returns a plan for m rows of x in which no row of y depends on m.
 
     A value of y is a sum over the steps of each split, in order, then over the splits, in order. So
-    all tiles have the same splits, and tile and splits are the same for every m. Clusters take one tile
-    each, which limits m, and are not used.
+    all tiles have the same splits, and tile and splits are the same for every m. Clusters are not
+    used: each takes one tile, which limits m.
     """
     best = min(
         (

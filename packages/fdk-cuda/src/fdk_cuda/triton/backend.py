@@ -10,6 +10,7 @@ from fdk_cuda.gpu import unsupported_gpu
 from fdk_cuda.launch_cache import LaunchCache
 from fdk_cuda.stream_sync import SyncedLayout
 from fdk_cuda.triton import autotune
+from fdk_cuda.triton.compiled_launch import INTERPRETED
 from fdk_cuda.triton.configs import GemvConfig
 from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
 from fdk_cuda.triton.launch import gpu_at, launched_gemv
@@ -22,7 +23,6 @@ from fdk_cuda.triton.layout import (
 )
 from fdk_cuda.triton.ops import triton_linear_op
 from fdk_cuda.triton.packed_weight import PackedWeight
-from fdk_cuda.triton.remembered import INTERPRETED
 from fdk_cuda.triton.toolchain import why_no_launcher
 from fdk_formats.backends import Layout, Problem
 from fdk_formats.packing import pack

@@ -11,6 +11,17 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped]
 
+from fdk_cuda.triton.compiled_launch import INTERPRETED as INTERPRETED
+from fdk_cuda.triton.compiled_launch import (
+    CompiledLaunch,
+    are_aligned,
+    compile_and_launch,
+    compile_launch,
+    find_compiled,
+    launch_compiled,
+)
+from fdk_cuda.triton.compiled_launch import is_on_other_gpu as is_on_other_gpu
+from fdk_cuda.triton.compiled_launch import on_device_of as on_device_of
 from fdk_cuda.triton.configs import Config, GradConfig
 from fdk_cuda.triton.configs.dgrad import DgradConfig, DgradWgmmaConfig, dgrad_wgmma_programs
 from fdk_cuda.triton.configs.gemm import (
@@ -32,17 +43,6 @@ from fdk_cuda.triton.kernels.gemv import gemv_kernel
 from fdk_cuda.triton.kernels.permute_reduce import permute_kernel, reduce_kernel
 from fdk_cuda.triton.layout import POSITIONS
 from fdk_cuda.triton.packed_weight import PackedWeight as PackedWeight
-from fdk_cuda.triton.remembered import INTERPRETED as INTERPRETED
-from fdk_cuda.triton.remembered import (
-    Launch,
-    are_aligned,
-    launch,
-    prepared,
-    relaunch,
-    remembered,
-)
-from fdk_cuda.triton.remembered import is_elsewhere as is_elsewhere
-from fdk_cuda.triton.remembered import on_device_of as on_device_of
 
 try:
     from triton.experimental.gluon.nvidia.hopper import (  # type: ignore[import-untyped]
@@ -109,7 +109,7 @@ def gemv(x: Tensor, w: PackedWeight, bias: Tensor | None, config: GemvConfig) ->
     out = new_output((m, a.n), x)
     tensors = (x, *w.tensors, x if bias is None else bias, out)
     key = _gemv_key(m, x.dtype, bias is None, config, w)
-    if not relaunch(key, tensors):
+    if not launch_compiled(key, tensors):
         m_tiles = 1 if m <= 8 else 2
         is_able = can_overlap(x.get_device())
         overlap = is_able and config.overlap
@@ -126,15 +126,15 @@ def gemv(x: Tensor, w: PackedWeight, bias: Tensor | None, config: GemvConfig) ->
         grid = (triton.cdiv(a.n_tiles, config.n_tiles), triton.cdiv(m, 8 * m_tiles))
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
         options = {"num_warps": config.warps, **pdl(overlap), **limit(config.registers)}
-        launch(key, gemv_kernel, grid, tensors, sizes, constants, **options)
+        compile_and_launch(key, gemv_kernel, grid, tensors, sizes, constants, **options)
     return _rounded(out, x)
 
 
 def launched_gemv(
     device: int, m: int, dtype: torch.dtype, no_bias: bool, config: GemvConfig, w: PackedWeight
-) -> Launch | None:
+) -> CompiledLaunch | None:
     """Returns the launch that ``gemv`` cached for m rows, if there is one."""
-    return remembered(device, _gemv_key(m, dtype, no_bias, config, w))
+    return find_compiled(device, _gemv_key(m, dtype, no_bias, config, w))
 
 
 def _gemv_key(
@@ -155,7 +155,7 @@ def gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, config: GemmConfig) ->
     has_bias = bias is not None and not split
     tensors = (permuted, *w.tensors, bias if bias is not None else x, target)
     key = ("gemm", m, x.dtype, has_bias, config, *w.key)
-    if not relaunch(key, tensors):
+    if not launch_compiled(key, tensors):
         constants = w.constants(x.dtype) | {
             "HAS_BIAS": has_bias,
             "N_TILES": config.n_tiles,
@@ -170,7 +170,9 @@ def gemm(x: Tensor, w: PackedWeight, bias: Tensor | None, config: GemmConfig) ->
         blocks_n = triton.cdiv(a.n_tiles, config.n_tiles * config.warps)
         grid = (blocks_n * triton.cdiv(m, config.block_m), config.split_k)
         options = {"num_warps": config.warps, "num_stages": config.stages}
-        launch(key, gemm_kernel, grid, tensors, (m, a.n, a.k_tiles, a.groups), constants, **options)
+        compile_and_launch(
+            key, gemm_kernel, grid, tensors, (m, a.n, a.k_tiles, a.groups), constants, **options
+        )
     if split:
         split_k_reduce(target, bias, out)
     return _rounded(out, x)
@@ -216,7 +218,7 @@ def _gemm_wgmma(
     tensors = (*w.tensors, bias if bias is not None and has_bias else x)
     store_rows = config.block_m // config.cluster
 
-    def make(key: tuple[object, ...], arguments: tuple[Any, ...]) -> Launch:
+    def make(key: tuple[object, ...], arguments: tuple[Any, ...]) -> CompiledLaunch:
         constants = w.constants(x.dtype) | {
             "HAS_BIAS": has_bias,
             "BLOCK_M": config.block_m,
@@ -226,7 +228,7 @@ def _gemm_wgmma(
         constants |= w.fused(GEMM_WGMMA_FUSED_BITS)
         sizes = m, a.n, a.k_tiles, a.groups, config.split_k
         grid = (triton.cdiv(a.n, WGMMA_TILE_N) * blocks_m * config.splits,)
-        return _prepared(
+        return _compile(
             key, gemm_wgmma_kernel, grid, arguments, sizes, constants, cluster=config.cluster
         )
 
@@ -258,7 +260,7 @@ def dgrad(grad_y: Tensor, w: PackedWeight, config: DgradConfig) -> Tensor:
     target = grad_y.new_empty((config.split_n, m, a.k), dtype=torch.float32) if split else out
     tensors = (grad_y, *w.tensors, target)
     key = ("dgrad", m, grad_y.dtype, config, *w.key)
-    if not relaunch(key, tensors):
+    if not launch_compiled(key, tensors):
         count = min(config.positions, POSITIONS[a.bits])
         overlap = config.overlap and can_overlap(grad_y.get_device())
         constants = w.constants(grad_y.dtype) | {
@@ -275,7 +277,7 @@ def dgrad(grad_y: Tensor, w: PackedWeight, config: DgradConfig) -> Tensor:
         sizes = (m, a.n, a.k, a.k_tiles, a.groups)
         arguments = tensors, sizes, constants, _transposes_in_layout
         options = {"num_warps": config.warps, **pdl(overlap)}
-        if not launch(key, dgrad_kernel, grid, *arguments, **options):
+        if not compile_and_launch(key, dgrad_kernel, grid, *arguments, **options):
             _not_in_layout.add(kind)
             return grad_y @ dequantise(w, grad_y.dtype)
     if split:
@@ -303,7 +305,7 @@ def dgrad_wgmma(grad_y: Tensor, w: PackedWeight, config: DgradWgmmaConfig) -> Te
     if split:
         target = grad_y.new_empty((config.split_n, m, a.k), dtype=torch.float32)
 
-    def make(key: tuple[object, ...], arguments: tuple[Any, ...]) -> Launch:
+    def make(key: tuple[object, ...], arguments: tuple[Any, ...]) -> CompiledLaunch:
         constants = w.constants(grad_y.dtype) | {
             "BLOCK_M": config.block_m,
             "STAGES": config.stages,
@@ -312,7 +314,7 @@ def dgrad_wgmma(grad_y: Tensor, w: PackedWeight, config: DgradWgmmaConfig) -> Te
         }
         grid = dgrad_wgmma_programs(a, m, config), config.split_n
         sizes = m, a.n, a.k, a.k_tiles, a.groups
-        return _prepared(key, dgrad_wgmma_kernel, grid, arguments, sizes, constants)
+        return _compile(key, dgrad_wgmma_kernel, grid, arguments, sizes, constants)
 
     # TMA needs an aligned address, which a view of a larger tensor may not have.
     rows = grad_y if are_aligned((grad_y,)) else grad_y.clone()
@@ -325,7 +327,7 @@ def dgrad_wgmma(grad_y: Tensor, w: PackedWeight, config: DgradWgmmaConfig) -> Te
     return out
 
 
-def _prepared(
+def _compile(
     key: tuple[object, ...],
     kernel: Any,
     grid: tuple[int, ...],
@@ -333,10 +335,10 @@ def _prepared(
     sizes: tuple[int, ...],
     constants: dict[str, Any],
     cluster: int = 1,
-) -> Launch:
+) -> CompiledLaunch:
     """Compiles a Gluon kernel."""
     options = {"num_warps": WGMMA_WARPS, "launch_pdl": True}
-    return prepared(key, kernel, grid, arguments, sizes, constants, cluster, **options)
+    return compile_launch(key, kernel, grid, arguments, sizes, constants, cluster, **options)
 
 
 def _run_wgmma(
@@ -345,7 +347,7 @@ def _run_wgmma(
     load: Any,
     tensors: tuple[Tensor, ...],
     stores: tuple[Any, ...],
-    make: Callable[[tuple[object, ...], tuple[Any, ...]], Launch],
+    make: Callable[[tuple[object, ...], tuple[Any, ...]], CompiledLaunch],
     reported: object | None,
 ) -> bool:
     """Launches a Gluon kernel; False, and ``kind`` in ``_not_made``, where it cannot be made.
@@ -360,7 +362,7 @@ def _run_wgmma(
         reported: the configuration that a warning of a failure names; None for no warning.
     """
     device = tensors[0].get_device()
-    run = remembered(device, key) if are_aligned(tensors) else None
+    run = find_compiled(device, key) if are_aligned(tensors) else None
     if run is None:
         try:
             run = make(key, (load, *tensors, *stores))
@@ -389,12 +391,14 @@ def dequantise(
     out = w.words.new_empty((a.n, a.k), dtype=torch.float32 if INTERPRETED else dtype)
     tensors = (*w.tensors, out)
     key = ("dequantise", dtype, config, *w.key)
-    if not relaunch(key, tensors):
+    if not launch_compiled(key, tensors):
         c = config or dequantise_config(a.bits, affine=w.zero_point is not None)
         constants = w.constants(dtype) | {"WARPS": c.warps, "AHEAD": c.ahead, "TABLE": c.table}
         grid = (triton.cdiv(a.n_tiles, c.rounds), triton.cdiv(a.k_tiles, c.warps))
         sizes = (a.n, a.k, a.k_tiles, a.groups, c.rounds)
-        launch(key, dequantise_kernel, grid, tensors, sizes, constants, num_warps=c.warps)
+        compile_and_launch(
+            key, dequantise_kernel, grid, tensors, sizes, constants, num_warps=c.warps
+        )
     return out.to(dtype)
 
 
@@ -404,12 +408,14 @@ def permute(x: Tensor, w: PackedWeight) -> Tensor:
     width = a.k_tiles * a.tile_k
     permuted = x.new_empty((m, width))
     key = ("permute", m, x.dtype, a)
-    if not relaunch(key, (x, permuted)):
+    if not launch_compiled(key, (x, permuted)):
         overlap = can_overlap(x.get_device())
         constants = w.constants(x.dtype) | {"BLOCK": PERMUTE_BLOCK, "OVERLAP": overlap}
         grid = (m, triton.cdiv(width, PERMUTE_BLOCK))
         sizes = (a.k, width, a.groups)
-        launch(key, permute_kernel, grid, (x, permuted), sizes, constants, **pdl(overlap))
+        compile_and_launch(
+            key, permute_kernel, grid, (x, permuted), sizes, constants, **pdl(overlap)
+        )
     return permuted
 
 
@@ -423,7 +429,7 @@ def split_k_reduce(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """
     tensors = (partial, out if bias is None else bias, out)
     key = ("reduce", *partial.shape, out.shape[0], out.dtype, bias is None)
-    if not relaunch(key, tensors):
+    if not launch_compiled(key, tensors):
         overlap = can_overlap(out.get_device())
         # Small results take smaller blocks, to occupy every processor.
         block = REDUCE_BLOCK if out.numel() >= 256 * REDUCE_BLOCK else REDUCE_BLOCK // 8
@@ -435,7 +441,7 @@ def split_k_reduce(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
         }
         sizes = (out.numel(), partial.stride(0), out.shape[1])
         grid = (triton.cdiv(out.numel(), block),)
-        launch(key, reduce_kernel, grid, tensors, sizes, constants, **pdl(overlap))
+        compile_and_launch(key, reduce_kernel, grid, tensors, sizes, constants, **pdl(overlap))
 
 
 def pdl(overlap: bool) -> dict[str, int]:

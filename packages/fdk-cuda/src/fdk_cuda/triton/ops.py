@@ -36,7 +36,7 @@ def triton_linear(
 ) -> Tensor:
     """Computes ``x @ W_hat.T + bias``, ``[m, n, dtype of x]``."""
     check_dtype("x", x)
-    if launch.is_elsewhere(x):
+    if launch.is_on_other_gpu(x):
         with launch.on_device_of(x):
             layout = words, scale, zero_point, values, lanes, bits, group_size, batch_invariant
             return triton_linear(x, *layout, bias, n, k)

@@ -7,8 +7,8 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fdk_cuda.triton.compiled_launch import INTERPRETED
 from fdk_cuda.triton.layout import POSITIONS, TILE_N, PackedLayout
-from fdk_cuda.triton.remembered import INTERPRETED
 
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -1,0 +1,335 @@
+// The Python module _native: addresses and sizes in; every size is checked before a kernel runs.
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "common/dense.h"
+#include "blockwise/blockwise.h"
+#include "common/linear_int8.h"
+#include "common/dispatch.h"
+#include "common/kernels.h"
+#include "common/layout.h"
+#include "common/linear.h"
+#include "common/memory.h"
+#include "common/thread_pool.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// The address and size in bytes of a tensor.
+struct Bytes {
+  std::uintptr_t address;
+  std::size_t size;
+
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(address);
+  }
+};
+
+Bytes bytes_of(const py::tuple& pair) {
+  return {pair[0].cast<std::uintptr_t>(), pair[1].cast<std::size_t>()};
+}
+
+void expect(const char* name, const Bytes& bytes, std::size_t wanted) {
+  if (bytes.size != wanted) {
+    throw std::invalid_argument("fdk_cpu: " + std::string(name) + " must be " +
+                                std::to_string(wanted) + " bytes, got " +
+                                std::to_string(bytes.size));
+  }
+  if (bytes.size != 0 && bytes.address == 0) {
+    throw std::invalid_argument("fdk_cpu: " + std::string(name) + " must be " +
+                                std::to_string(wanted) + " bytes, got no memory");
+  }
+}
+
+template <class E>
+E choice(const char* what, const std::string& name, std::initializer_list<const char*> names) {
+  int i = 0;
+  for (const char* candidate : names) {
+    if (name == candidate) return E(i);
+    i++;
+  }
+  throw std::invalid_argument("fdk_cpu: there is no " + std::string(what) + " " + name);
+}
+
+fdk::ScaleType scale_type(const std::string& name) {
+  return choice<fdk::ScaleType>("scale type", name, {"bf16", "fp16", "fp32", "e8m0"});
+}
+fdk::ZeroType zero_type(const std::string& name) {
+  return choice<fdk::ZeroType>("zero point type", name, {"none", "bf16", "fp16", "fp32", "u8"});
+}
+fdk::Activation activation_type(const std::string& name) {
+  return choice<fdk::Activation>("activation type", name, {"bf16", "fp16", "fp32"});
+}
+
+// A packed weight, built once per layout so that a call passes few arguments.
+class PyWeight {
+ public:
+  PyWeight(std::size_t n, std::size_t k, std::size_t group, int bits, const py::tuple& codes,
+           const py::tuple& scales, const std::string& scale_name, const py::tuple& zeros,
+           const std::string& zero_name, const py::tuple& codebook)
+      : weight_{} {
+    weight_.layout = fdk::layout_of(n, k, group, bits);
+    const fdk::Layout& layout = weight_.layout;
+    weight_.scale_type = scale_type(scale_name);
+    weight_.zero_type = zero_type(zero_name);
+    const Bytes c = bytes_of(codes), s = bytes_of(scales), z = bytes_of(zeros),
+                b = bytes_of(codebook);
+    const bool affine = weight_.zero_type != fdk::ZeroType::none;
+    expect("codes", c, layout.code_bytes());
+    expect("scales", s, layout.scales() * fdk::bytes_of(weight_.scale_type));
+    expect("zero points", z, layout.scales() * fdk::bytes_of(weight_.zero_type));
+    expect("codebook", b, affine ? 0 : sizeof(float) << bits);
+    weight_.codes = c.as<const std::uint8_t>();
+    weight_.scales = s.as<const void>();
+    weight_.zeros = affine ? z.as<const void>() : nullptr;
+    weight_.codebook = affine ? nullptr : b.as<const float>();
+  }
+
+  void linear(const std::string& activation, const py::tuple& x, std::size_t m,
+              const py::tuple& bias, const py::tuple& y, std::size_t threads) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type);
+    const Bytes in = bytes_of(x), add = bytes_of(bias), out = bytes_of(y);
+    expect("x", in, m * weight_.layout.k * item);
+    if (add.size != 0) expect("bias", add, weight_.layout.n * item);
+    expect("y", out, m * weight_.layout.n * item);
+    const void* added = add.size == 0 ? nullptr : add.as<const void>();
+    const py::gil_scoped_release release;
+    fdk::linear(weight_, type, in.as<const void>(), m, added, out.as<void>(), threads);
+  }
+
+  // With x rounded to 8 bits. levels :: [2^bits, int8], empty for affine formats.
+  void linear_int8(const std::string& activation, const py::tuple& levels, float step, float offset,
+                   const py::tuple& x, std::size_t m, const py::tuple& bias, const py::tuple& y,
+                   std::size_t threads) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type);
+    const Bytes table = bytes_of(levels), in = bytes_of(x), add = bytes_of(bias), out = bytes_of(y);
+    const bool affine = weight_.codebook == nullptr;
+    expect("levels", table, affine ? 0 : std::size_t(1) << weight_.layout.bits);
+    expect("x", in, m * weight_.layout.k * item);
+    if (add.size != 0) expect("bias", add, weight_.layout.n * item);
+    expect("y", out, m * weight_.layout.n * item);
+    fdk::Int8Table of_codebook{{}, step, offset};
+    if (!affine) std::copy_n(table.as<const std::int8_t>(), table.size, of_codebook.levels);
+    const void* added = add.size == 0 ? nullptr : add.as<const void>();
+    const py::gil_scoped_release release;
+    fdk::linear_int8(weight_, affine ? nullptr : &of_codebook, type, in.as<const void>(), m, added,
+                     out.as<void>(), threads);
+  }
+
+  void grad_x(const std::string& activation, const py::tuple& grad_y, std::size_t m,
+              const py::tuple& grad_x, std::size_t threads) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type);
+    const Bytes in = bytes_of(grad_y), out = bytes_of(grad_x);
+    expect("grad_y", in, m * weight_.layout.n * item);
+    expect("grad_x", out, m * weight_.layout.k * item);
+    const py::gil_scoped_release release;
+    fdk::linear_grad_x(weight_, type, in.as<const void>(), m, out.as<void>(), threads);
+  }
+
+ private:
+  fdk::PackedWeight weight_;
+};
+
+// x :: [m, k], w :: [n, k], y :: [m, n]; `gemv` for m = 1.
+void dense_linear(bool gemv, const std::string& dtype, const py::tuple& x, std::size_t m,
+                  const py::tuple& w, std::size_t n, std::size_t k, const py::tuple& y,
+                  std::size_t threads) {
+  const fdk::Activation type = activation_type(dtype);
+  const std::size_t item = fdk::bytes_of(type);
+  if (type == fdk::Activation::fp16 || (gemv && m != 1)) {
+    throw std::invalid_argument("fdk_cpu: plain products are of bf16 or fp32, and a gemv of one x");
+  }
+  const Bytes in = bytes_of(x), weight = bytes_of(w), out = bytes_of(y);
+  expect("x", in, m * k * item);
+  expect("w", weight, n * k * item);
+  expect("y", out, m * n * item);
+  const py::gil_scoped_release release;
+  if (gemv) {
+    fdk::dense_gemv(type, in.as<void>(), weight.as<void>(), n, k, out.as<void>(), threads);
+  } else {
+    fdk::dense_gemm(type, in.as<void>(), m, weight.as<void>(), n, k, out.as<void>(), threads);
+  }
+}
+
+// The search for the nearest of 256 or 16 entries, built once per table.
+class PyNearestCode {
+ public:
+  PyNearestCode(const py::tuple& code, const std::string& order) {
+    const std::size_t entries = order.size();
+    if (entries != 16 && entries != 256) throw std::invalid_argument("fdk_cpu: 16 or 256 codes");
+    const auto* codes = reinterpret_cast<const std::uint8_t*>(order.data());
+    for (std::size_t i = 0; i < entries; i++) {
+      if (codes[i] >= entries) throw std::invalid_argument("fdk_cpu: there is no such code");
+    }
+    const Bytes values = bytes_of(code);
+    expect("code", values, entries * sizeof(float));
+    nearest_ = fdk::nearest_code_of(values.as<const float>(), codes, entries);
+  }
+
+  void quantise(const std::string& dtype, const py::tuple& values, std::size_t block,
+                const py::tuple& packed, const py::tuple& absmax, std::size_t threads) const {
+    const fdk::Activation type = activation_type(dtype);
+    const Bytes in = bytes_of(values), out = bytes_of(packed), largest = bytes_of(absmax);
+    const std::size_t n = in.size / fdk::bytes_of(type), bits = nearest_.entries == 16 ? 4 : 8;
+    expect_blocks(bits, n, block, out, largest);
+    const py::gil_scoped_release release;
+    fdk::quantise_blocks(nearest_, type, in.as<const void>(), n, block, out.as<std::uint8_t>(),
+                         largest.as<float>(), threads);
+  }
+
+  static void expect_blocks(std::size_t bits, std::size_t n, std::size_t block, const Bytes& packed,
+                            const Bytes& absmax) {
+    if (block == 0 || (bits == 4 && block % 2 != 0)) {
+      throw std::invalid_argument("fdk_cpu: blocks of " + std::to_string(block));
+    }
+    expect("packed", packed, bits == 4 ? fdk::ceil_div(n, 2) : n);
+    expect("absmax", absmax, fdk::ceil_div(n, block) * sizeof(float));
+  }
+
+ private:
+  fdk::NearestCode nearest_;
+};
+
+void dequantise_blocks(int bits, const py::tuple& code, const std::string& dtype,
+                       const py::tuple& packed, const py::tuple& absmax, std::size_t block,
+                       const py::tuple& values, std::size_t threads) {
+  const fdk::Activation type = activation_type(dtype);
+  const Bytes table = bytes_of(code), in = bytes_of(packed), largest = bytes_of(absmax),
+              out = bytes_of(values);
+  if (bits != 4 && bits != 8) throw std::invalid_argument("fdk_cpu: blocks have 4 or 8 bits");
+  const std::size_t n = out.size / fdk::bytes_of(type);
+  expect("code", table, sizeof(float) << bits);
+  PyNearestCode::expect_blocks(std::size_t(bits), n, block, in, largest);
+  const py::gil_scoped_release release;
+  fdk::dequantise_blocks(bits, table.as<const float>(), type, in.as<const std::uint8_t>(),
+                         largest.as<const float>(), n, block, out.as<void>(), threads);
+}
+
+// Canonical and packed codes of a weight.
+struct CodeTensors {
+  fdk::Layout layout;
+  std::uint8_t *canonical, *packed;
+
+  CodeTensors(std::size_t n, std::size_t k, std::size_t group, int bits, const py::tuple& flat,
+              const py::tuple& stored)
+      : layout(fdk::layout_of(n, k, group, bits)) {
+    const Bytes from = bytes_of(flat), to = bytes_of(stored);
+    expect("packed", from, n * fdk::ceil_div(k * std::size_t(bits), 8));
+    expect("codes", to, layout.code_bytes());
+    canonical = from.as<std::uint8_t>();
+    packed = to.as<std::uint8_t>();
+  }
+};
+
+void pack_codes(std::size_t n, std::size_t k, std::size_t group, int bits, const py::tuple& flat,
+                const py::tuple& stored, std::size_t threads) {
+  const CodeTensors codes(n, k, group, bits, flat, stored);
+  const py::gil_scoped_release release;
+  fdk::pack_codes(codes.layout, codes.canonical, codes.packed, threads);
+}
+
+void unpack_codes(std::size_t n, std::size_t k, std::size_t group, int bits,
+                  const py::tuple& stored, const py::tuple& flat, std::size_t threads) {
+  const CodeTensors codes(n, k, group, bits, flat, stored);
+  const py::gil_scoped_release release;
+  fdk::unpack_codes(codes.layout, codes.packed, codes.canonical, threads);
+}
+
+// Canonical and packed scales or zero points of a weight, of `item` bytes each.
+struct GroupTensors {
+  fdk::Layout layout;
+  std::uint8_t *canonical, *packed;
+
+  GroupTensors(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
+               const py::tuple& flat, const py::tuple& stored)
+      : layout(fdk::layout_of(n, k, group, 1)) {
+    const Bytes from = bytes_of(flat), to = bytes_of(stored);
+    expect("groups", from, n * layout.groups * item);
+    expect("packed groups", to, layout.scales() * item);
+    canonical = from.as<std::uint8_t>();
+    packed = to.as<std::uint8_t>();
+  }
+};
+
+void pack_groups(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
+                 const py::tuple& flat, const py::tuple& stored) {
+  const GroupTensors groups(n, k, group, item, flat, stored);
+  const py::gil_scoped_release release;
+  fdk::pack_groups(groups.layout, groups.canonical, groups.packed, item);
+}
+
+void unpack_groups(std::size_t n, std::size_t k, std::size_t group, std::size_t item,
+                   const py::tuple& stored, const py::tuple& flat) {
+  const GroupTensors groups(n, k, group, item, flat, stored);
+  const py::gil_scoped_release release;
+  fdk::unpack_groups(groups.layout, groups.packed, groups.canonical, item);
+}
+
+py::tuple layout_sizes(std::size_t n, std::size_t k, std::size_t group, int bits) {
+  const fdk::Layout layout = fdk::layout_of(n, k, group, bits);
+  return py::make_tuple(layout.code_bytes(), layout.scales());
+}
+
+std::uint64_t read_sum(const py::tuple& data, std::size_t threads) {
+  const Bytes bytes = bytes_of(data);
+  const py::gil_scoped_release release;
+  return fdk::read_sum(bytes.as<std::uint8_t>(), bytes.size, threads);
+}
+
+void copy_memory(const py::tuple& from, const py::tuple& to, std::size_t threads) {
+  const Bytes in = bytes_of(from), out = bytes_of(to);
+  expect("the copy", out, in.size);
+  const py::gil_scoped_release release;
+  fdk::copy_memory(in.as<std::uint8_t>(), out.as<std::uint8_t>(), in.size, threads);
+}
+
+py::list instruction_sets() {
+  py::list names;
+  for (int i = 0; i < fdk::kIsas; i++) {
+    if (fdk::supported(fdk::Isa(i))) names.append(fdk::name_of(fdk::Isa(i)));
+  }
+  return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.attr("TILE_K") = fdk::kTileK;
+  module.attr("MAX_THREADS") = fdk::kMaxThreads;
+  module.def("layout_sizes", layout_sizes);
+  module.def("pack_codes", pack_codes);
+  module.def("unpack_codes", unpack_codes);
+  module.def("pack_groups", pack_groups);
+  module.def("unpack_groups", unpack_groups);
+  module.def("dense_linear", dense_linear);
+  module.def("dequantise_blocks", dequantise_blocks);
+  py::class_<PyNearestCode>(module, "NearestCode")
+      .def(py::init<const py::tuple&, const std::string&>())
+      .def("quantise", &PyNearestCode::quantise);
+  module.def("read_sum", read_sum);
+  module.def("copy_memory", copy_memory);
+  module.attr("HUGE_PAGE") = fdk::WeightMemory::kHugePage;
+  py::class_<fdk::WeightMemory>(module, "WeightMemory", py::buffer_protocol())
+      .def(py::init<std::size_t>())
+      .def_buffer([](const fdk::WeightMemory& memory) {
+        return py::buffer_info(memory.data(), py::ssize_t(memory.size()));
+      });
+  module.def("instruction_sets", instruction_sets);
+  module.def("instruction_set", [] { return fdk::name_of(fdk::current_isa()); });
+  module.def("set_instruction_set",
+             [](const std::string& name) { fdk::set_isa(name.c_str(), "set_instruction_set"); });
+  py::class_<PyWeight>(module, "Weight")
+      .def(py::init<std::size_t, std::size_t, std::size_t, int, const py::tuple&, const py::tuple&,
+                    const std::string&, const py::tuple&, const std::string&, const py::tuple&>())
+      .def("linear", &PyWeight::linear)
+      .def("linear_int8", &PyWeight::linear_int8)
+      .def("grad_x", &PyWeight::grad_x);
+}

@@ -1,8 +1,0 @@
-// Dot products by NEON, as every 64-bit ARM has it.
-#include "baseline_neon.h"
-
-namespace fdk {
-
-extern const Dots kDotsNeon = dots_of<NeonDots>();
-
-}  // namespace fdk

@@ -1,0 +1,223 @@
+#include "common/linear_int8.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "common/thread_pool.h"
+#include "common/buffers.h"
+
+namespace fdk {
+namespace {
+
+// Codes of the stripes that all rows of x are multiplied with in turn: fits the L2 of any core.
+constexpr std::size_t kBlockBytes = 192 << 10;
+
+// Converts x[start] to x[start + count - 1] to float32.
+void read_values(const void* x, Activation type, std::size_t start, std::size_t count, float* out) {
+  const auto half = static_cast<const std::uint16_t*>(x) + start;
+  switch (type) {
+    case Activation::bf16:
+      for (std::size_t i = 0; i < count; i++) out[i] = from_bf16(half[i]);
+      return;
+    case Activation::fp16:
+      for (std::size_t i = 0; i < count; i++) out[i] = from_fp16(half[i]);
+      return;
+    case Activation::fp32:
+      std::copy_n(static_cast<const float*>(x) + start, count, out);
+      return;
+  }
+}
+
+// Reads a tile of a row of x, with zeros for the padding of groups and of the row.
+void read_tile(const Layout& layout, const void* x, Activation type, std::size_t tile, float* out) {
+  if (layout.dense()) return read_values(x, type, tile * kTileK, kTileK, out);
+  std::fill_n(out, kTileK, 0.0f);
+  if (layout.tiles_per_group > 1) {
+    const std::size_t group = tile / layout.tiles_per_group;
+    const std::size_t within = tile % layout.tiles_per_group * kTileK;
+    if (group >= layout.groups || within >= layout.group) return;
+    const std::size_t count = std::min(kTileK, layout.group - within);
+    return read_values(x, type, group * layout.group + within, count, out);
+  }
+  for (std::size_t g = 0; g < layout.groups_per_tile; g++) {
+    const std::size_t group = tile * layout.groups_per_tile + g;
+    if (group >= layout.groups) return;
+    read_values(x, type, group * layout.group, layout.group, out + g * layout.padded_group);
+  }
+}
+
+// Rows of x, rounded to 8 bits.
+struct QuantisedX {
+  std::size_t positions, tiles, groups;  // per row; groups per tile
+  Buffer<std::int8_t> codes;
+  Buffer<float> scales, sums;
+
+  QuantisedX(const Layout& layout, const Int8Kernels& kernels, std::size_t m)
+      : positions(layout.positions()),
+        tiles(layout.tiles),
+        groups(layout.groups_per_tile),
+        codes((m + m % 2) * positions),
+        scales(m * tiles),
+        sums(m * tiles * groups) {
+    if (kernels.pairs && m % 2 != 0) {
+      std::fill_n(codes.get() + (m - 1) * positions, 2 * positions, std::int8_t(0));
+    }
+  }
+
+  std::int8_t* tile_of(const Int8Kernels& kernels, std::size_t row, std::size_t tile) const {
+    if (!kernels.pairs) return codes.get() + row * positions + tile * kTileK;
+    return codes.get() + row / 2 * 2 * positions + tile * 2 * kTileK + row % 2 * kPairRun;
+  }
+
+  void quantise_row(const Layout& layout, const Int8Kernels& kernels, const void* x,
+                    Activation type, float step, std::size_t row) {
+    alignas(64) float values[kTileK];
+    std::int32_t group_sums[kTileK];
+    for (std::size_t tile = 0; tile < tiles; tile++) {
+      read_tile(layout, x, type, tile, values);
+      float* scale = scales.get() + row * tiles + tile;
+      kernels.quantise_x(values, groups, Int8Tile{tile_of(kernels, row, tile), scale, group_sums});
+      *scale *= step;
+      float* to = sums.get() + (row * tiles + tile) * groups;
+      for (std::size_t g = 0; g < groups; g++) to[g] = *scale * float(group_sums[g]);
+    }
+  }
+};
+
+// The codebook as levels, which replaces the float table, and the constant added to zero points.
+struct Levels {
+  std::uint8_t bytes[kMaxLevels];
+  float centre, step;
+
+  Levels(const Layout& layout, const Int8Table* table, bool is_unsigned) {
+    const unsigned count = 1u << layout.bits;
+    // Codes of 8 bits do not fit an int8; 128 less, they do.
+    const unsigned lower = layout.bits == kMaxBits && !is_unsigned ? 128 : 0;
+    const unsigned raise = is_unsigned ? 128 : 0;
+    for (unsigned i = 0; i < kMaxLevels; i++) {
+      const unsigned code = i % count;
+      bytes[i] =
+          std::uint8_t(table == nullptr ? code - lower : unsigned(table->levels[code]) + raise);
+    }
+    centre = table == nullptr ? -float(lower) : table->offset + float(raise);
+    step = table == nullptr ? 1 : table->step;
+  }
+};
+
+void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation type, const void* x,
+                 std::size_t m, const void* bias, void* y, std::size_t threads) {
+  const Layout& layout = packed.layout;
+  const Int8Kernels& kernels = int8_kernels_for(current_isa(), layout, m);
+  const Weight w = weight_without_table(packed);
+  const Levels levels(layout, table, kernels.unsigned_levels);
+  QuantisedX quantised(layout, kernels, m);
+  parallel_for(m, 1, threads, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t row = begin; row < end; row++) {
+      quantised.quantise_row(layout, kernels, offset(x, row * layout.k, type), type, levels.step,
+                             row);
+    }
+  });
+  const std::size_t stripe_bytes = layout.tiles * tile_bytes(layout.bits);
+  const std::size_t block =
+      m <= kernels.rows ? layout.stripes : std::max<std::size_t>(1, kBlockBytes / stripe_bytes);
+  const std::size_t chunk = chunk_for(layout.stripes, threads);
+  parallel_for(layout.stripes, chunk, threads, [&](std::size_t from, std::size_t to) {
+    const std::size_t stride = std::min(block, to - from) * kTileRows;
+    const Buffer<float> products(m * stride);
+    for (std::size_t begin = from; begin < to; begin += block) {
+      const std::size_t end = std::min(to, begin + block);
+      for (std::size_t row = 0; row < m; row += kernels.rows) {
+        const std::size_t first = row * layout.tiles;
+        kernels.gemv(
+            Int8Task{&w, levels.bytes, levels.centre,
+                     quantised.codes.get() + row * layout.positions(),
+                     quantised.scales.get() + first,
+                     quantised.sums.get() + first * layout.groups_per_tile,
+                     std::min(kernels.rows, m - row), products.get() + row * stride, stride},
+            begin, end);
+      }
+      const std::size_t column = begin * kTileRows;
+      const std::size_t count = std::min(layout.n, end * kTileRows) - column;
+      for (std::size_t row = 0; row < m; row++) {
+        write_row(products.get() + row * stride, 1, offset(bias, column, type), type, count,
+                  offset(y, row * layout.n + column, type));
+      }
+    }
+  });
+}
+
+}  // namespace
+
+Int8Table int8_table_of(const float* codebook, int bits) {
+  const int count = 1 << bits, most = bits == kMaxBits ? 255 : 254;
+  Int8Table table{{}, 1, 0};
+  double low = codebook[0], high = codebook[0], mean = 0;
+  for (int i = 0; i < count; i++) {
+    const double value = codebook[i];
+    low = value < low ? value : low;
+    high = value > high ? value : high;
+    mean += value / count;
+  }
+  if (!std::isfinite(mean) || !std::isfinite(high - low)) {
+    table.step = std::numeric_limits<float>::quiet_NaN();
+    return table;
+  }
+  if (low == high) {
+    table.offset = float(-low);
+    return table;
+  }
+  double least = std::numeric_limits<double>::infinity();
+  for (int steps = 128; steps <= most; steps++) {
+    double levels[kMaxLevels], level_mean = 0, squares = 0, products = 0, error = 0;
+    for (int i = 0; i < count; i++) {
+      levels[i] = std::nearbyint((codebook[i] - low) / (high - low) * steps) - (steps + 1) / 2;
+      level_mean += levels[i] / count;
+    }
+    for (int i = 0; i < count; i++) {
+      const double level = levels[i] - level_mean;
+      squares += level * level;
+      products += level * (codebook[i] - mean);
+    }
+    const double step = products / squares;
+    for (int i = 0; i < count; i++) {
+      const double off = (levels[i] - level_mean) * step - (codebook[i] - mean);
+      error += off * off;
+    }
+    if (!(error < least)) continue;
+    least = error;
+    for (int i = 0; i < count; i++) table.levels[i] = std::int8_t(levels[i]);
+    table.step = float(step);
+    table.offset = float(level_mean - mean / step);
+  }
+  return table;
+}
+
+const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] const Layout& layout,
+                                    [[maybe_unused]] std::size_t m) {
+#if defined(__x86_64__)
+  if (isa >= Isa::avx512bf16) return kInt8Avx512Vnni;
+  if (isa == Isa::avx2 || isa == Isa::avx512) return kInt8Avx2;
+#endif
+#if defined(__aarch64__)
+  if (isa == Isa::neon) return kInt8Neon;
+  if (isa >= Isa::neoni8mm && isa < Isa::avx2 && m > 1) return kInt8NeonI8mm;
+#if defined(FDK_CPU_SVE)
+  if ((isa == Isa::sve || isa == Isa::sve2) && int8_sve_supports(layout)) return kInt8Sve;
+#endif
+  if (isa > Isa::neon && isa < Isa::avx2) return kInt8NeonDot;
+#endif
+  return kInt8Scalar;
+}
+
+void linear_int8(const PackedWeight& weight, const Int8Table* table, Activation activation,
+                 const void* x, std::size_t m, const void* bias, void* y, std::size_t threads) {
+  const Layout& layout = weight.layout;
+  threads = usable_threads(threads);
+  for (std::size_t row = 0; row < m; row += kMaxRows) {
+    linear_rows(weight, table, activation, offset(x, row * layout.k, activation),
+                std::min(kMaxRows, m - row), bias, offset(y, row * layout.n, activation), threads);
+  }
+}
+
+}  // namespace fdk

@@ -192,8 +192,8 @@ def build_sanitized(session: nox.Session) -> str:
         "FDK_CPU_SANITIZE": "address,undefined",
         "FDK_CPU_TESTS": "ON",
     }
-    if shutil.which("clang++"):
-        options |= {"CMAKE_CXX_COMPILER": "clang++", "FDK_CPU_FUZZ": "ON"}
+    if clang := shutil.which("clang++"):  # by its path: CMake takes another spelling for a change
+        options |= {"CMAKE_CXX_COMPILER": clang, "FDK_CPU_FUZZ": "ON"}
     defines = [f"-D{option}={value}" for option, value in options.items()]
     run(session, "cmake", "-S", "packages/fdk-cpu", "-B", build, *defines)
     run(session, "cmake", "--build", build, "--parallel", "2")

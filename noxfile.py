@@ -35,6 +35,7 @@ ENV = {
     # Waiting OpenMP threads sleep: spinning ones starve the others where cores are shared.
     # 96 conformance tests took 15 s in place of 58 to 82 (2 cores, load 8).
     "GOMP_SPINCOUNT": "0",
+    "NO_MKDOCS_2_WARNING": "1",
 }
 # One process per core; `-- -n 0` for a debugger. Tests time nothing, so pytest-benchmark is off.
 PARALLEL = ("-n", "auto", "--maxprocesses=8", "--dist=worksteal", "-p", "no:benchmark")

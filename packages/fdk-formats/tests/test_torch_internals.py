@@ -26,7 +26,8 @@ from fdk_formats.torch_internals import (
 X, BIAS = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([1.0, 2.0])
 # Except ops: fdk-bench times some of torch's own that have no other name.
 PRIVATE_NAME = re.compile(
-    r"\b(torch|forward_ad|functorch)\.(?!ops\.)(\w+\.)*_(?!_)\w+|\bfrom torch(\.\w+)*\._(?!_)\w+ import"
+    r"\b(torch|forward_ad|functorch)\.(?!ops\.)(\w+\.)*_(?!_)\w+"
+    r"|\bfrom torch(\.\w+)*\._(?!_)\w+ import"
     r"|\.(_version|_is_zerotensor)\b"
 )
 

@@ -39,10 +39,10 @@ def step(heads, kv_heads, head_dim, batch, length, position):
     cache[:, :, :, position:] = torch.nan
     mine = cache.clone()
     cache[:, :, :, position + 1 :] = 0  # torch multiplies masked entries
-    turns, positions = rotary_table(length, head_dim, "cpu"), torch.tensor([position])
-    expected = THEIRS.attend(qkv, turns, positions, cache, heads)
+    cos_sin, positions = rotary_table(length, head_dim, "cpu"), torch.tensor([position])
+    expected = THEIRS.attend(qkv, cos_sin, positions, cache, heads)
     for _ in range(2):  # the counters must be as before
-        y = OURS.attend(qkv, turns, positions, mine, heads)
+        y = OURS.attend(qkv, cos_sin, positions, mine, heads)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine[:, :, :, : position + 1], cache[:, :, :, : position + 1])
     assert mine[:, :, :, position + 1 :].isnan().all()
@@ -52,12 +52,12 @@ def refused(heads, kv_heads, head_dim):
     """Check that shapes which the kernel does not take are named."""
     qkv = torch.randn(1, 1, (heads + 2 * kv_heads) * head_dim)
     cache, position = torch.zeros(2, 1, kv_heads, 64, head_dim), torch.tensor([3])
-    turns = rotary_table(64, head_dim, "cpu")
+    cos_sin = rotary_table(64, head_dim, "cpu")
     group = heads // kv_heads
     said = f"got {group} and {head_dim}"
     for attend in (attention.attend, attention.attend_short):
         with pytest.raises(ValueError, match=said):
-            attend(qkv, turns, position, cache)
+            attend(qkv, cos_sin, position, cache)
 
 
 def prompt(heads, kv_heads, head_dim, batch, length, tokens):
@@ -65,9 +65,9 @@ def prompt(heads, kv_heads, head_dim, batch, length, tokens):
     qkv = torch.randn(batch, tokens, (heads + 2 * kv_heads) * head_dim)
     mine = torch.full((2, batch, kv_heads, length, head_dim), torch.nan)
     cache = mine.clone()
-    turns, positions = rotary_table(length, head_dim, "cpu"), torch.arange(tokens)
-    expected = THEIRS.attend(qkv, turns, positions, cache, heads)
-    y = OURS.attend(qkv, turns, positions, mine, heads)
+    cos_sin, positions = rotary_table(length, head_dim, "cpu"), torch.arange(tokens)
+    expected = THEIRS.attend(qkv, cos_sin, positions, cache, heads)
+    y = OURS.attend(qkv, cos_sin, positions, mine, heads)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine, cache, equal_nan=True)
 

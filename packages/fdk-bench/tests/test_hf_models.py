@@ -220,20 +220,8 @@ def test_folder_compiled(hf_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     out = tmp_path / "out"
     arguments = ["--model", hf_folder, "--compile", "-b", "16,4", "--format", "int"]
-    few = [
-        "--batch-size",
-        "1,3",
-        "--context",
-        "5",
-        "--reps",
-        "2",
-        "--backend",
-        "reference",
-        "-g",
-        "32",
-        "--dtype",
-        "fp32",
-    ]
+    few = ["--batch-size", "1,3", "--context", "5", "--reps", "2", "--dtype", "fp32"]
+    few += ["--backend", "reference", "-g", "32"]
     command = ["models", "--device", "cpu", *arguments, *few, "--out", out]
     done = CliRunner().invoke(app, list(map(str, command)))
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""libfdk_cpu from C: installation, golden bytes on every instruction set, and errors."""
+"""The C library: installation, golden bytes on every instruction set, int8 and errors."""
 
 import ctypes
 import math
@@ -17,9 +17,6 @@ from fdk_formats.int8 import int8_table
 SOURCE = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "native" / "golden.txt"
 BF16, FP32, U8 = 1, 3, 5  # of fdk_dtype
-
-
-# A C compiler with warnings as errors, as a careful application has it.
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Werror"]
 CONSUMER = """
 cmake_minimum_required(VERSION 3.20)
@@ -70,16 +67,6 @@ def test_pkg_config(prefix: Path, tmp_path: Path) -> None:
 def test_golden_bytes(native_build: Path, tmp_path: Path, isa: str) -> None:
     golden = compile_c(SOURCE / "tests" / "native" / "golden.c", native_build, tmp_path)
     assert run_pinned(golden, isa) == GOLDEN.read_text()
-
-
-@pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
-def test_int8(native_build: Path, tmp_path: Path, isa: str) -> None:
-    example = compile_c(SOURCE / "tests" / "native" / "int8.c", native_build, tmp_path)
-    # Codebook: 4 * (-1 + 0 + 0.5 + 1) * 2 + 0.5 and 16 * 1 * 10.
-    # Zero points: 4 * (-1 + 0 + 1 + 2) * 2 + 0.5 and 16 * 3 * 10.
-    assert run_pinned(example, isa) == (
-        f"{isa} codebook: 4.5 160 nan nan 0.5 0\n{isa} zero points: 16.5 480 nan nan 0.5 0\n"
-    )
 
 
 class Format(ctypes.Structure):
@@ -210,7 +197,34 @@ def test_int8_table_not_finite(library: ctypes.CDLL, bad: float, at: int) -> Non
     assert offset == expected.offset == 0
 
 
-def test_int8_is_refused(library: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
+def test_int8(library: ctypes.CDLL, isa: str) -> None:
+    codes = bytes([0x1B] * 4 + [0xFF] * 4)  # 0 1 2 3 0 1 2 3 ... in row 0, 3 3 3 3 ... in row 1
+    scales, bias = (ctypes.c_float * 2)(2, 10), (ctypes.c_float * 2)(0.5, 0)
+    x = torch.stack((torch.ones(16), torch.ones(16), torch.zeros(16)))
+    x[1, 7] = torch.nan
+    table = Int8Table()
+    assert (
+        library.fdk_make_int8_table((ctypes.c_float * 4)(-1, 0, 0.5, 1), 2, ctypes.byref(table))
+        == 0
+    )
+    assert library.fdk_set_isa(isa.encode()) == 0
+    for zero_dtype, zeros, levels, first in (
+        (0, None, ctypes.byref(table), [4.5, 160]),  # 4 (-1 + 0 + 0.5 + 1) 2 + 0.5 and 16 1 10
+        (U8, bytes([1, 0]), None, [16.5, 480]),  # 4 (-1 + 0 + 1 + 2) 2 + 0.5 and 16 3 10
+    ):
+        format, size = ctypes.byref(Format(2, 16, 16, 2, FP32, zero_dtype)), ctypes.c_size_t()
+        assert library.fdk_packed_size(format, ctypes.byref(size)) == 0
+        block, y = torch.zeros(size.value, dtype=torch.uint8), torch.empty(3, 2)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (block, x, y)]
+        assert library.fdk_pack(format, codes, scales, zeros, pointers[0], size, 1) == 0
+        arguments = (format, pointers[0], levels, FP32, pointers[1], 3, bias, pointers[2], 1)
+        assert library.fdk_linear_int8(*arguments) == 0
+        expected = torch.tensor([first, [torch.nan] * 2, [0.5, 0]])
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_int8_invalid_arguments(library: ctypes.CDLL) -> None:
     codebook, table = (ctypes.c_float * 16)(), ctypes.byref(Int8Table())
     for arguments, message in (
         ((None, 4, table), "codebook: wanted a pointer, got NULL"),

@@ -1,4 +1,4 @@
-"""Tuning by a fake clock: run by test_interpreted.py with TRITON_INTERPRET=1."""
+"""Tuning with a fake clock; test_interpreted.py runs this file with TRITON_INTERPRET=1."""
 
 import json
 import multiprocessing
@@ -15,18 +15,21 @@ from fdk_cuda.triton import TritonBackend, TritonLayout, autotune, autotune_cach
 from fdk_cuda.triton.configs import GPUS, H200, GemmConfig, GemmWgmmaConfig, GemvConfig, Gpu, gpu_of
 from fdk_cuda.triton.configs.gemm import fit, serves_gemm_wgmma
 from fdk_cuda.triton.layout import PackedLayout
+from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_formats import Format
 from fdk_formats.testing import Case
 
+Patch, Chosen = pytest.MonkeyPatch, Callable[..., object]
 assert launch.INTERPRETED
 fix_scalar_masks()
 LAYER = ("custom4-g64", 48, 256)
+LAYOUT = PackedLayout(*LAYER[1:], 4, 64)
 KEY = "codebook4-n48-k256-g64-bfloat16-bfloat16-m8"
 SMALL, GEMM = GemvConfig(4, 2, ahead=0), GemmConfig(1, 2, 16, split_k=2)
 
 
 class Clock:
-    """Microseconds by configuration; remembers what it was asked for."""
+    """A timer with fixed microseconds per configuration, which records what it timed."""
 
     def __init__(self, times: dict[object, float]) -> None:
         self.times, self.asked = times, []
@@ -38,8 +41,8 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, few candidates, and nothing compiled."""
+def fresh(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
+    """Gives each test an empty cache, few candidates and a fresh process's state."""
     monkeypatch.setenv("FDK_CUDA_CACHE", str(tmp_path))
     monkeypatch.delenv(autotune.TUNE_VARIABLE, raising=False)
     monkeypatch.setattr(autotune, "candidates", lambda m, bits, gpu, affine: [SMALL, GEMM, None])
@@ -49,7 +52,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    """As a new process."""
+    """Resets the state that a new process would not have."""
     autotune._entries.cache_clear()
     autotune._mode.cache_clear()
     autotune._name.cache_clear()
@@ -57,41 +60,53 @@ def forget() -> None:
     autotune._failed.clear()
 
 
-def configs(m: int, monkeypatch: pytest.MonkeyPatch, *, batch_invariant: bool = False) -> object:
-    """What the op runs for m rows of LAYER."""
-    case = Case(Format.parse(LAYER[0]), m, *LAYER[1:], torch.bfloat16)
-    seen = []
+@pytest.fixture
+def chosen(monkeypatch: Patch) -> Chosen:
+    """Returns the configuration that the op runs for m rows of LAYER."""
 
-    def linear(x: Tensor, w: launch.PackedWeight, bias: Tensor | None, config: object) -> Tensor:
-        seen.append(config)
-        return x.new_zeros(len(x), w.layout.n)
+    def configuration(m: int, *, batch_invariant: bool = False) -> object:
+        case = Case(Format.parse(LAYER[0]), m, *LAYER[1:], torch.bfloat16)
+        seen = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, "linear", linear)
-        backend = TritonBackend(batch_invariant=batch_invariant)
-        backend.pack(case.quantised(), dtype=case.dtype)(case.random(m, case.k))
-    return seen[0] if seen else "not asked"
+        def linear(x: Tensor, w: PackedWeight, bias: Tensor | None, config: object) -> Tensor:
+            seen.append(config)
+            return x.new_zeros(len(x), w.layout.n)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "linear", linear)
+            backend = TritonBackend(batch_invariant=batch_invariant)
+            backend.pack(case.quantised(), dtype=case.dtype)(case.random(m, case.k))
+        return seen[0] if seen else "not asked"
+
+    return configuration
 
 
-def test_the_fastest_is_used_and_stored(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def default(m: int) -> object:
+    return autotune.forward_config(LAYOUT, m, H200)
+
+
+def tune(times: dict[object, float], *ms: int) -> Clock:
+    """Tunes LAYER by a clock with these times."""
+    clock = Clock(times)
+    autotune.tune_layers([LAYER], ms=ms or [8], timer=clock)
+    return clock
+
+
+def test_the_fastest_is_used_and_stored(fresh: Path, chosen: Chosen) -> None:
     clock = Clock({GEMM: 4.0, SMALL: 6.0})
     assert autotune.tune_layers([LAYER], ms=[30], timer=clock) == 1
     # Measured at the bucket's largest m: the default, then the candidates.
     assert [m for m, _ in clock.asked] == [32] * 4
-    assert clock.asked[0][1] == autotune.forward_config(*arrangement(), 32, H200)
+    assert clock.asked[0][1] == default(32)
     for _ in range(2):
-        assert configs(17, monkeypatch) == configs(32, monkeypatch) == GEMM
-        # Other buckets are as they were.
-        assert configs(16, monkeypatch) == autotune.forward_config(*arrangement(), 16, H200)
-        assert configs(33, monkeypatch) == autotune.forward_config(*arrangement(), 33, H200)
+        assert chosen(17) == chosen(32) == GEMM
+        # Other buckets keep their defaults.
+        assert chosen(16) == default(16)
+        assert chosen(33) == default(33)
         forget()
     (file,) = fresh.glob("*.json")
     (entry,) = json.loads(file.read_text())["entries"].values()
     assert (entry["kernel"], entry["us"], entry["default_us"]) == ("gemm", 4.0, 10.0)
-
-
-def arrangement() -> tuple[PackedLayout]:
-    return (PackedLayout(*LAYER[1:], 4, 64),)
 
 
 def test_nothing_is_tuned_twice() -> None:
@@ -105,8 +120,8 @@ def test_nothing_is_tuned_twice() -> None:
 
 
 @pytest.mark.parametrize(("n", "k", "count"), [(0, 64, 0), (1, 4, 1)])
-def test_weights_of_no_bytes(n: int, k: int, count: int) -> None:
-    """Without outputs nothing is run, so nothing is measured."""
+def test_empty_weights(n: int, k: int, count: int) -> None:
+    """Nothing runs without outputs, so nothing is timed."""
     assert autotune.tune_layers([("custom1-row", n, k)], ms=[1], timer=Clock({})) == count
 
 
@@ -115,7 +130,7 @@ def test_other_activations_are_refused() -> None:
         autotune.tune_layers([LAYER], dtype=torch.float32, timer=Clock({}))
 
 
-def test_nothing_is_measured_before_all_is_checked() -> None:
+def test_arguments_are_checked_first() -> None:
     clock = Clock({})
     with pytest.raises(ValueError, match=r"tune_layers: n of custom4-g64 .* got -1"):
         autotune.tune_layers([LAYER, (LAYER[0], -1, 256)], timer=clock)
@@ -125,45 +140,40 @@ def test_nothing_is_measured_before_all_is_checked() -> None:
     assert not clock.asked
 
 
-def test_no_configuration_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_right_configuration(monkeypatch: Patch) -> None:
     monkeypatch.setattr(launch, "linear", lambda x, w, bias, config: x.new_zeros(len(x), 48))
     with (
         pytest.warns(UserWarning, match="is wrong, and not used"),
         pytest.raises(RuntimeError, match=r"m = 8: of 4 configurations none is right"),
     ):
-        autotune.tune_layers([LAYER], ms=[8], timer=Clock({}))
+        tune({})
 
 
-def test_a_small_gain_does_not_replace_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 9.9}))
-    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
+def test_a_small_gain_does_not_replace_the_default(chosen: Chosen) -> None:
+    tune({SMALL: 9.9})
+    assert chosen(8) == default(8)
 
 
-def test_what_another_thread_measures_meanwhile_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune.tune_layers([LAYER], ms=[64], timer=Clock({}))
+def test_results_of_another_thread_are_used(monkeypatch: Patch) -> None:
+    tune({}, 64)
     q = Case(Format.parse(LAYER[0]), 8, *LAYER[1:], torch.bfloat16).quantised()
     w, right = TritonLayout(q)._weight(), autotune._default_of
 
-    def measured_meanwhile(w: launch.PackedWeight, m: int, device: int) -> object:
+    def measured_meanwhile(w: PackedWeight, m: int, device: int) -> object:
         monkeypatch.setattr(autotune, "_default_of", right)
-        autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 4.0}))
+        tune({SMALL: 4.0})
         return right(w, m, device)
 
     monkeypatch.setattr(autotune, "_default_of", measured_meanwhile)
-    wanted = autotune.forward_config(*arrangement(), 8, H200)
+    wanted = default(8)
     assert autotune.choose(w, 8, torch.bfloat16, -1) == wanted
     assert autotune.choose(w, 8, torch.bfloat16, -1) == SMALL
 
 
-def test_dequantise_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune.tune_layers([LAYER], ms=[64], timer=Clock({None: 1.0}))
-    assert configs(40, monkeypatch) is None
-
-
-def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_is_not_timed(chosen: Chosen, monkeypatch: Patch) -> None:
     right = launch.gemv
 
-    def wrong(x: Tensor, w: launch.PackedWeight, bias: Tensor | None, config: GemvConfig) -> Tensor:
+    def wrong(x: Tensor, w: PackedWeight, bias: Tensor | None, config: GemvConfig) -> Tensor:
         y = right(x, w, bias, config)
         return y * torch.nan if config == SMALL else y
 
@@ -172,10 +182,10 @@ def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="is wrong, and not used"):
         autotune.tune_layers([LAYER], ms=[1], timer=clock)
     assert SMALL not in [config for _, config in clock.asked]
-    assert configs(1, monkeypatch) != SMALL
+    assert chosen(1) != SMALL
 
 
-def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_that_do_not_fit_are_skipped(monkeypatch: Patch) -> None:
     def too_large(*_: object) -> Tensor:
         raise autotune.triton.OutOfResources(300, 200, "shared memory")
 
@@ -185,13 +195,13 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GEMM not in [config for _, config in clock.asked]
 
 
-def test_batch_invariant_calls_are_not_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune.tune_layers([LAYER], ms=[1, 8], timer=Clock({SMALL: 1.0}))
-    assert configs(1, monkeypatch) == SMALL
-    assert configs(1, monkeypatch, batch_invariant=True) == "not asked"
+def test_batch_invariant_calls_are_not_tuned(chosen: Chosen) -> None:
+    tune({SMALL: 1.0}, 1, 8)
+    assert chosen(1) == SMALL
+    assert chosen(1, batch_invariant=True) == "not asked"
 
 
-def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_use(chosen: Chosen, monkeypatch: Patch) -> None:
     monkeypatch.setenv(autotune.TUNE_VARIABLE, "1")
     clock = Clock({SMALL: 1.0})
     monkeypatch.setattr(autotune, "graph_time", clock)
@@ -206,7 +216,7 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(clock.asked) == count
     monkeypatch.setenv(autotune.TUNE_VARIABLE, "0")
     forget()
-    assert configs(3, monkeypatch) == autotune.forward_config(*arrangement(), 3, H200)
+    assert chosen(3) == default(3)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +226,6 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         "{",
         "[]",
         '{"version": 0, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": {}}}}',
-        # When 3 bits had no table in shared memory, and room for twice the sums.
         '{"version": 3, "gpu": "NAME", "entries": {"KEY": {"kernel": "dequantise", "config": {}}}}',
         '{"version": 5, "gpu": "another", "entries": {"KEY": {"kernel": "dequantise"}}}',
         '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": {}}}}',
@@ -225,15 +234,15 @@ def test_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         '{"version": 5, "gpu": "NAME", "entries": 7}',
     ],
 )
-def test_a_damaged_file_is_as_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_ignored(text: str, chosen: Chosen) -> None:
     path = autotune_cache.path_of(autotune._name(-1))
     text = text.replace("NAME", autotune._name(-1)).replace("KEY", KEY)
     path.write_text(text)
     assert autotune_cache.VERSION == 5
-    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
-    autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
+    assert chosen(8) == default(8)
+    tune({SMALL: 1.0})
     forget()
-    assert configs(8, monkeypatch) == SMALL
+    assert chosen(8) == SMALL
 
 
 def test_another_gpu_has_a_file_of_its_own() -> None:
@@ -244,7 +253,7 @@ def test_another_gpu_has_a_file_of_its_own() -> None:
 
 
 def store(i: int) -> None:
-    """One process's entries."""
+    """Stores the entries of one process."""
     for j in range(5):
         autotune_cache.store_entries("gpu", {f"{i}-{j}": {"us": i}})
 
@@ -255,28 +264,28 @@ def test_processes_lose_no_entries() -> None:
     assert len(autotune_cache.load_entries("gpu")) == 40
 
 
-def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
+def test_a_directory_that_cannot_be_written(
+    chosen: Chosen, monkeypatch: Patch, fresh: Path
+) -> None:
     (fresh / "file").touch()
     monkeypatch.setenv("FDK_CUDA_CACHE", str(fresh / "file"))
     assert autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0})) == 1
-    assert configs(8, monkeypatch) == SMALL
+    assert chosen(8) == SMALL
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home(chosen: Chosen, monkeypatch: Patch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     for variable in ("FDK_CUDA_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
+    assert chosen(8) == default(8)
     assert autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0})) == 1
-    assert configs(8, monkeypatch) == SMALL
+    assert chosen(8) == SMALL
 
 
-def test_what_cannot_be_written_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, fresh: Path
-) -> None:
+def test_failed_writes_leave_nothing(monkeypatch: Patch, fresh: Path) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -287,8 +296,8 @@ def test_what_cannot_be_written_leaves_nothing(
     assert autotune_cache.load_entries("gpu") == {}
 
 
-def weight(scale: torch.dtype, zero: torch.dtype | None) -> launch.PackedWeight:
-    return autotune.random_weights(*arrangement(), scale, zero, -1)[0]
+def weight(scale: torch.dtype, zero: torch.dtype | None) -> PackedWeight:
+    return autotune.random_weights(LAYOUT, scale, zero, -1)[0]
 
 
 def test_keys_hold_every_dtype() -> None:
@@ -300,9 +309,7 @@ def test_keys_hold_every_dtype() -> None:
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "int4-g64", "affine4-g64", "nf4-g64-e8m0"])
-def test_layers_are_found_by_the_dtypes_they_have(
-    format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_found_by_their_dtypes(format: str, monkeypatch: Patch) -> None:
     autotune.tune_layers([(format, *LAYER[1:])], ms=[8], timer=Clock({SMALL: 1.0}))
     case = Case(Format.parse(format), 8, *LAYER[1:], torch.bfloat16)
     seen = []
@@ -312,34 +319,34 @@ def test_layers_are_found_by_the_dtypes_they_have(
     assert seen == [SMALL]
 
 
-def test_another_thread_may_forget_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_may_clear_the_choices(chosen: Chosen, monkeypatch: Patch) -> None:
     class Emptied(dict[tuple[object, ...], object]):
-        """Another thread has emptied it whenever this one looks again."""
+        """A dictionary that another thread empties at once."""
 
         def __setitem__(self, key: tuple[object, ...], config: object) -> None:
             pass
 
-    autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
+    tune({SMALL: 1.0})
     monkeypatch.setattr(autotune, "_chosen", Emptied())
-    assert configs(8, monkeypatch) == SMALL
+    assert chosen(8) == SMALL
 
 
-def test_dequantise_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune.tune_layers([LAYER], ms=[64], timer=Clock({None: 1.0}))
-    assert configs(40, monkeypatch) is None
+def test_dequantise_can_win_and_is_kept(chosen: Chosen, monkeypatch: Patch) -> None:
+    tune({None: 1.0}, 64)
+    assert chosen(40) is None
     monkeypatch.setattr(autotune, "key_of", None)
-    assert configs(40, monkeypatch) is None
+    assert chosen(40) is None
 
 
-def test_the_programs_generator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_random_state_is_unchanged(monkeypatch: Patch) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    autotune.tune_layers([LAYER], ms=[1, 8], timer=Clock({}))
+    tune({}, 1, 8)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ValueError("min of nothing")])
-def test_tuning_that_fails_in_a_forward(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_tuning_at_first_use(error: Exception, monkeypatch: Patch) -> None:
     def fails(*_: object) -> float:
         raise error
 
@@ -350,39 +357,39 @@ def test_tuning_that_fails_in_a_forward(error: Exception, monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match=f"{KEY} is not tuned.*{error}") as caught:
         found = autotune.choose(w, 8, case.dtype, -1)
     assert len(caught) == 1
-    assert found == autotune.forward_config(*arrangement(), 8, H200)
-    # Nor again, by another m of the bucket, and where another bucket's success emptied ``_chosen``.
+    assert found == default(8)
+    # It is not tried again, for another m of the bucket or after ``_chosen`` was cleared.
     autotune._chosen.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [autotune.choose(w, m, case.dtype, -1) for m in (8, 5)] == [found, found]
 
 
-def test_a_capture_does_not_keep_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_does_not_cache_the_default(chosen: Chosen, monkeypatch: Patch) -> None:
     monkeypatch.setenv(autotune.TUNE_VARIABLE, "1")
     clock = Clock({SMALL: 1.0})
     monkeypatch.setattr(autotune, "graph_time", clock)
     with monkeypatch.context() as patch:
         patch.setattr(autotune, "_is_capturing", lambda: True)
-        assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
+        assert chosen(8) == default(8)
     assert not clock.asked
     w = weight(torch.bfloat16, None)
     assert autotune.choose(w, 8, torch.bfloat16, -1) == SMALL
     with monkeypatch.context() as patch:
         patch.setattr(autotune, "_is_capturing", lambda: True)
-        assert configs(8, monkeypatch) == SMALL
+        assert chosen(8) == SMALL
 
 
-def test_gpus_of_a_kind_share_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_gpus_share_results(monkeypatch: Patch) -> None:
     monkeypatch.setattr(autotune, "_name", autotune.cache(lambda device: "two of them"))
     monkeypatch.setattr(launch, "gpu_at", lambda device: H200)
     w = weight(torch.bfloat16, None)
     before = autotune.choose(w, 8, torch.bfloat16, 1)
-    autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
+    tune({SMALL: 1.0})
     assert autotune.choose(w, 8, torch.bfloat16, 1) == SMALL != before
 
 
-def test_a_capture_is_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_are_thread_local(monkeypatch: Patch) -> None:
     asked = {}
 
     def refuse(graph: object, **options: object) -> None:
@@ -397,29 +404,28 @@ def test_a_capture_is_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == {"capture_error_mode": "thread_local"}
 
 
-def test_tuning_switched_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_switched_off(chosen: Chosen, monkeypatch: Patch) -> None:
     monkeypatch.setenv(autotune.TUNE_VARIABLE, "0")
-    autotune.tune_layers([LAYER], ms=[8], timer=Clock({SMALL: 1.0}))
-    assert configs(8, monkeypatch) == autotune.forward_config(*arrangement(), 8, H200)
+    tune({SMALL: 1.0})
+    assert chosen(8) == default(8)
 
 
 @pytest.mark.parametrize("text", ["true", "2", "off"])
-def test_an_unknown_value_of_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_of_the_variable(text: str, chosen: Chosen, monkeypatch: Patch) -> None:
     monkeypatch.setenv(autotune.TUNE_VARIABLE, text)
     with pytest.raises(ValueError, match=f"FDK_CUDA_TUNE must be 0, 1 or not set, got '{text}'"):
-        configs(8, monkeypatch)
+        chosen(8)
 
 
 def test_gpus() -> None:
     assert [gpu_of(c) for c in ((9, 0), (8, 0), (8, 6))] == [GPUS[9, 0], GPUS[8, 0], GPUS[8, 6]]
-    # The nearest before it; the first for what is older than all.
+    # The nearest older one; the first for GPUs that are older than all.
     assert [gpu_of(c) for c in ((8, 7), (10, 3), (12, 1), (7, 5))] == [
         GPUS[8, 6],
         GPUS[10, 0],
         GPUS[12, 0],
         GPUS[8, 0],
     ]
-    # The numbers that the H200's configurations were measured with.
     assert (H200.few_outputs, H200.enough_programs, H200.shared_bytes) == (4096, 256, 232448)
 
 
@@ -442,7 +448,7 @@ def test_defaults_fit_every_gpu(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=[f"{a}.{b}" for a, b in GPUS])
-def test_real_candidates_fit(gpu: Gpu, affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_candidates_fit(gpu: Gpu, affine: bool, monkeypatch: Patch) -> None:
     monkeypatch.undo()
     for m in autotune.BUCKETS:
         for bits in (1, 4, 8):
@@ -461,8 +467,8 @@ def small_candidates(bits: int, gpu: Gpu, *, affine: bool, m: int = 8) -> set[ob
     return {config for config in found if isinstance(config, GemvConfig)}
 
 
-def test_only_what_has_room_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums of all warps lie in a table, if it is large enough, or beside it."""
+def test_candidates_fit_in_shared_memory(monkeypatch: Patch) -> None:
+    """Partial sums of all warps reuse the table if it is large enough."""
     monkeypatch.undo()
     every = small_candidates(4, H200, affine=True)
     assert len(every) == 36
@@ -479,10 +485,10 @@ def test_only_what_has_room_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("capability", GPUS, ids=str)
-def test_what_a_gpu_leaves_aside_is_no_candidate(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+def test_candidates_without_prefetch_and_overlap(
+    capability: tuple[int, int], monkeypatch: Patch
 ) -> None:
-    """Fetching to the L2 and overlap need 9.0: before it, two ways are left of four."""
+    """Both need compute capability 9.0; earlier GPUs have half of the candidates."""
     monkeypatch.undo()
     gpu = GPUS[capability]
     found = small_candidates(2, gpu, affine=False)

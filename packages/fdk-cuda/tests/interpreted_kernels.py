@@ -1,4 +1,4 @@
-"""Run by test_interpreted.py with TRITON_INTERPRET=1."""
+"""The Triton kernels in Triton's interpreter; test_interpreted.py runs this file."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ assert launch.INTERPRETED
 fix_scalar_masks()
 
 
-# The whole kit takes the interpreter half a minute a case; a GPU runs all of it.
+# The interpreter needs half a minute per case; a GPU runs the whole kit.
 SOME = list(cases(dtypes=DTYPES, bits=(4, 8), group_sizes=(16,), ms=(3,)))
 
 
@@ -80,7 +80,7 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
 @pytest.mark.parametrize("scales", ["bf16", "fp16", "fp32", "e8m0"])
 @pytest.mark.parametrize("bits", GEMM_FUSED_BITS)
 def test_gemm_fused(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> None:
-    """The bits of the reference: one multiply-add, but not where float32 would round a product."""
+    """Bits of the reference: by one multiply-add, except where float32 would round the product."""
     q = affine_case(bits, scales, zeros, dtype).quantised()
     w = packed_weight(q)
     assert w.fused(GEMM_FUSED_BITS) == ({} if scales == "fp32" else {"AFFINE": 2})
@@ -104,7 +104,7 @@ def two_values_kernel(
 @pytest.mark.parametrize("zeros", ["float", "int"])
 @pytest.mark.parametrize("scales", ["fp16", "fp32"])
 def test_two_values(scales: str, zeros: str) -> None:
-    """Of any dtype of scale they are the reference's: subtracted, then multiplied."""
+    """The reference's values for any dtype of scale: subtracted, then multiplied."""
     q = affine_case(1, scales, zeros, torch.float16).quantised()
     w = packed_weight(q)
     scale, zero = q.scale[:32, 0].contiguous(), q.zero_point[:32, 0].contiguous()
@@ -137,7 +137,7 @@ def test_small(m: int, config: GemvConfig) -> None:
 def test_small_minus(
     bits: int, group_size: int | None, m: int, zeros: str, config: GemvConfig
 ) -> None:
-    """Minus the zero points as an operand: parts of a tile, whole groups and several of them."""
+    """Negated zero points as an operand, for groups smaller and larger than a tile."""
     format = Format("affine", bits, group_size, zero_point=zeros)
     case = Case(format, m, 37, 5 * (group_size or 90), DTYPES[zeros == "int"])
     q = case.quantised()
@@ -152,7 +152,7 @@ def test_small_minus(
     ("format", "exact"), [("affine2-g32-zint", True), ("affine2-g32", False), ("custom2-g32", None)]
 )
 def test_exact_zeros(format: str, exact: bool | None) -> None:
-    """Zero points of bf16 rounded to fp16 were others: such a product makes sums of x instead."""
+    """bf16 zero points do not survive rounding to fp16: sums of x are used instead."""
     w = packed_weight(Case(Format.parse(format), 3, 37, 96, torch.bfloat16).quantised())
     assert w.has_exact_zeros(torch.bfloat16) is (exact is not None)
     assert w.has_exact_zeros(torch.float16) is (exact is True)

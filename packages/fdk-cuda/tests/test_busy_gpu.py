@@ -1,4 +1,4 @@
-"""Hopper's kernels where other work holds most of the SMs, or all of them, and goes on."""
+"""Hopper kernels finish while other work occupies most SMs."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-# A block holds its processor until the host lets go, or for ten seconds. It counts itself first.
+# A block occupies its SM until the host releases it, or for ten seconds. It counts itself first.
 HOLD = Program(
     "hold.cu",
     """
@@ -43,10 +43,10 @@ N, K, M = 1000, 1088, 150
 
 @contextmanager
 def held(count: int) -> Iterator[None]:
-    """So many SMs run nothing else within this."""
+    """Occupies ``count`` SMs within this context."""
     device = torch.cuda.current_device()
     flags = torch.zeros(2, dtype=torch.int32).pin_memory()
-    # All of a processor's shared memory: one block to each, and no other beside it.
+    # All shared memory of an SM: no other block fits.
     shared = device_limits(device).shared_bytes
     launch = Launch(
         Kernel(HOLD, "hold"), device, fields="2P", grid=count, threads=32, shared_bytes=shared
@@ -65,7 +65,7 @@ def held(count: int) -> Iterator[None]:
 
 
 def finishes(event: torch.cuda.Event) -> bool:
-    """Whether an event comes in time."""
+    """Returns whether an event completes in time."""
     end = time.monotonic() + SECONDS
     while not event.query():
         if time.monotonic() > end:
@@ -76,7 +76,7 @@ def finishes(event: torch.cuda.Event) -> bool:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("free", [1, 2, 10, 64])
 def test_plans_end_on_the_processors_that_are_free(free: int, direction: str) -> None:
-    """Grids were planned for all SMs. A cluster needs two that are near each other."""
+    """Grids are planned for all SMs. A cluster needs two SMs of one GPC."""
     q = random_quantised(Format.parse("custom4-g64"), N, K, seed=1).to("cuda")
     layout = MARLIN_LUT.pack(q, dtype=torch.bfloat16)
     assert isinstance(layout, MarlinLayout)
@@ -87,7 +87,7 @@ def test_plans_end_on_the_processors_that_are_free(free: int, direction: str) ->
     W_hat = q.dequantise(torch.bfloat16).double()
     oracle = x.double() @ (W_hat.T if forward else W_hat)
     allowed = 1.2 * nrmse(oracle.bfloat16(), oracle) + 1e-5
-    # One of each kind: others differ in the width of a tile.
+    # One plan of each kind; others differ in the tile's width.
     kinds = {
         (
             plan.shape.consumers,
@@ -106,12 +106,11 @@ def test_plans_end_on_the_processors_that_are_free(free: int, direction: str) ->
             return run_hopper(runner, x, *weight, None, N)
         return run_dgrad(dgrad_runner(geometry, torch.bfloat16, M, plan, 0), x, *weight, K)
 
-    # Code is loaded when it is first used, which waits for kernels that run: ours, and torch's that
-    # fills with NaN.
+    # Loading code at first use waits for running kernels: load ours, and torch's fill.
     with poisoned():
         for plan in plans:
             assert nrmse(run(plan), oracle) <= allowed, plan
-    # Clusters may find no such pair among few; then they wait until there is one, and end.
+    # With few free SMs clusters may find no such pair, and wait.
     alone = [plan for plan in plans if plan.shape.cluster == 1 or free >= limits.sm_count // 4]
     waiting = [plan for plan in plans if plan not in alone]
     with poisoned(), held(limits.sm_count - free):

@@ -1,4 +1,4 @@
-"""Processes that start at once on one GPU, with nothing compiled."""
+"""Processes that start at once on one GPU with an empty cache."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -17,13 +17,13 @@ barrier = None
 
 
 def keep(own):
-    """For ``first_calls`` of this process."""
+    """Keeps the barrier for ``first_calls`` in this process."""
     global barrier
     barrier = own
 
 
 def first_calls(cache):
-    """y of each number of rows, by kernels that this process compiles or finds in ``cache``."""
+    """Returns y for each m, by kernels that this process compiles or finds in ``cache``."""
     os.environ["FDK_CUDA_CACHE"] = cache
     _, layout = pack("custom1-g64", N, K)
     xs = [random_x(m, K, seed=m) for m in ROWS]

@@ -1,4 +1,4 @@
-"""What is explain of the kernels by number of rows, on GPUs that need not be there."""
+"""The kernels that dispatch_report names for each m, on GPUs that need not be there."""
 
 import importlib
 import importlib.util
@@ -20,7 +20,7 @@ ADA = Device(142, 101376, has_clusters=False)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Sets what the GPU of the test is."""
+    """Returns a function that sets the GPU of the test."""
 
     def is_now(device, capability):
         for module in (runtime, ops):
@@ -33,7 +33,7 @@ def gpu(monkeypatch):
 
 
 def forget():
-    """What is kept of a GPU: another test's is another."""
+    """Clears what is cached about the GPU."""
     ops.small_m_limit.cache_clear()
     if HAS_TRITON:
         launch = importlib.import_module("fdk_cuda.triton.launch")
@@ -62,13 +62,13 @@ def test_marlin_on_hopper(gpu):
     looked_up = "1 to 16 small_m, 17 to 2048 hopper_gemm, from 2049 dequantise + cuBLAS"
     gradient = "1 to 1024 hopper_dgrad, from 1025 dequantise + cuBLAS"
     assert explain("custom8-g64", "marlin-lut") == f"rows of x: {looked_up}; of dy: {gradient}"
-    # Large weights of 8 bits leave the small-m kernel at nine rows.
+    # Large weights of 8 bits use hopper_gemm from nine rows on.
     large = explain("custom8-g64", "marlin-lut", 28672, 8192)
     assert large.startswith("rows of x: 1 to 8 small_m, 9 to 2048 hopper_gemm, ")
 
 
 def test_marlin_of_a_grid(gpu):
-    """Most weights of int8 have a code that is looked up: both ways are explain."""
+    """Both ways are reported: most weights of int8 contain a code that needs a table."""
     gpu(HOPPER, (9, 0))
     computed = explain("int8-g64-signmax", "marlin")
     assert "255" not in computed
@@ -86,7 +86,7 @@ def test_marlin_elsewhere(gpu):
     assert explain("int8-g64", "marlin") == explain("custom4-g64", "marlin-lut")
 
 
-def test_what_is_told_is_what_is_chosen(gpu):
+def test_report_matches_the_dispatch(gpu):
     gpu(HOPPER, (9, 0))
     forward, _ = dispatch_report.marlin_choices(Format.parse("custom8-g64"), 4096, 4096, 0)
     names = {"dequantise": "dequantise + cuBLAS"}
@@ -108,13 +108,13 @@ def test_triton(gpu, capability):
     assert (" gemm_wgmma_kernel" in text) == (capability == (9, 0))
 
 
-def test_others_tell_nothing():
+def test_other_backends_report_nothing():
     assert explain("custom4-g64", "cpu") == explain("custom4-g64", None) == ""
     assert explain("custom4-g64", "marlin-lut", device="cpu") == ""
 
 
-def test_no_gpu_is_asked_for_another_backend(monkeypatch):
-    """The device may be one that is not there, which is why nothing was chosen."""
+def test_other_backends_do_not_query_the_gpu(monkeypatch):
+    """The device may be missing, which can be why nothing was chosen."""
 
     def missing():
         raise RuntimeError("no GPU")

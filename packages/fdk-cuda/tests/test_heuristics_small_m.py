@@ -82,8 +82,8 @@ def test_widths_that_use_int8_limbs(bits, dtype, scale, per_row, affine, rows):
     variant = Variant(bits, dtype, scale, per_row, affine)
     assert variant.limb_rows == rows
     for m in range(1, 9):
-        taken = {shape.limb_rows for shape in small_shapes(variant, m, HOPPER)}
-        assert taken == {0, *[r for r in rows if r >= m][:1]}
+        chosen = {shape.limb_rows for shape in small_shapes(variant, m, HOPPER)}
+        assert chosen == {0, *[r for r in rows if r >= m][:1]}
 
 
 def test_bitplane_plans_of_short_tiles_alone():

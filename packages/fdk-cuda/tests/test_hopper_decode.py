@@ -16,8 +16,8 @@ from fdk_formats.testing import random_quantised
 
 N, K = 128, 256
 BF16, FP16 = torch.bfloat16, torch.float16
-# What nvcc gives, and PTX's instructions: prmt, whose selectors may spread a sign, conversions of
-# bf16 and fp16, and a product of pairs, rounded to even. A shuffle brings a lane its own value.
+# CUDA's built-ins and PTX instructions on the host: prmt with sign replication, conversions of bf16
+# and fp16, products of pairs rounded to even. A shuffle returns the lane's own value.
 HOST = """
 #include <algorithm>
 #include <cmath>
@@ -75,8 +75,8 @@ inline unsigned multiply_pair(unsigned a, unsigned b) {
   return from_floats(values[0], values[1]);
 }
 """
-# Of each block, warp and lane: the rows of the block that registers i are of, and the registers.
-# The table, from 3 bits on, has an entry for each lane, of 5 bits four with 16 copies.
+# Prints, for each block, warp and lane, the rows of the registers and the registers. From 3 bits on
+# the table has an entry per lane, with 5 bits four entries in 16 copies.
 MAIN = """
 #include "common/hopper_decode.cuh"
 int main() {
@@ -108,7 +108,7 @@ int main() {
       }
 }
 """
-# Where the headers define what HOST does, themselves or by a macro.
+# Definitions in the headers that HOST replaces.
 DEFINED = (
     r"(__forceinline__ (?:uint32|float) |FDK_PAIR\()"
     r"(byte_permute|multiply_pair|fp16_to_float|from_floats|join_values)(?=[(,])"
@@ -117,7 +117,7 @@ DEFINED = (
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The kernel's headers, whose inline assembly the functions of HOST stand for."""
+    """Copies the kernel's headers, with HOST's functions in place of inline assembly."""
     folder = tmp_path_factory.mktemp("host")
     (folder / "common").mkdir()
     for path in KERNEL_DIRECTORY.glob("common/*.cuh"):
@@ -166,7 +166,7 @@ def test_every_register_by_the_table(sources, bits, dtype, group_size):
 @pytest.mark.parametrize("group_size", [64, 32])
 @pytest.mark.parametrize("bits", [6, 7, 8])
 def test_every_register_of_affine_codes(sources, bits, group_size):
-    """Computed, in the mantissa of a float."""
+    """Codes are computed, in the mantissa of a float."""
     q = random_quantised(Format("affine", bits, group_size, zero_point="int"), N, K, seed=bits)
     check_registers(sources, q, MARLIN.pack(q, dtype=BF16), BF16, has_table=False)
 
@@ -180,10 +180,10 @@ def check_registers(sources, q, layout, dtype, *, has_table):
     given = [layout.codebook.view(torch.uint8), layout.packed.flatten()]
     data = torch.cat([part.contiguous() for part in given]).numpy().tobytes()
     out = subprocess.run([sources / "main"], input=data, capture_output=True, check=True).stdout
-    told = torch.frombuffer(bytearray(out), dtype=torch.int32).view(N // 32, K // 64, 2, 32, 18)
-    rows = told[..., :2]
+    decoded = torch.frombuffer(bytearray(out), dtype=torch.int32).view(N // 32, K // 64, 2, 32, 18)
+    rows = decoded[..., :2]
     # Step 2 h + j // 2, register 2 (j % 2) + i, element e.
-    a = told[..., 2:].contiguous().view(dtype).view(*told.shape[:4], 2, 2, 2, 2, 2)
+    a = decoded[..., 2:].contiguous().view(dtype).view(*decoded.shape[:4], 2, 2, 2, 2, 2)
     tile, block, t = (
         torch.arange(size).view(view)
         for size, view in ((N // 32, (-1, 1, 1, 1)), (K // 64, (-1, 1, 1)), (4, (1, 1, 1, -1)))
@@ -194,5 +194,5 @@ def check_registers(sources, q, layout, dtype, *, has_table):
         row = 32 * tile + rows[..., i]
         column = 64 * block + 32 * h + 8 * j + 2 * lanes + e
         assert torch.equal(a[..., h, j // 2, j % 2, i, e], weight[row, column]), (h, j, i, e)
-    # Each row of a block is of four lanes.
+    # Four lanes hold each row of a block.
     assert rows[0, 0].flatten().bincount().tolist() == [4] * 32

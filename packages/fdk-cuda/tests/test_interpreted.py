@@ -1,4 +1,7 @@
-"""Every Triton kernel in Triton's interpreter, in a process of its own: it is chosen at import."""
+"""Runs the tests that need Triton's interpreter in a process of its own.
+
+TRITON_INTERPRET is read when Triton is imported.
+"""
 
 import os
 import subprocess

@@ -180,7 +180,7 @@ def test_plans_cover_everything_once(bits: int) -> None:
             assert shape.cluster == 1 or plan.grid == tiles * shape.cluster
 
 
-# The fastest of every plan that was timed on an H200 (docs/design/hopper.md).
+# The fastest plans, as timed on an H200 (docs/design/hopper.md).
 FASTEST = [
     *((bits, 8192, 8192, 256, (256, 2, 1)) for bits in BITS),
     *((1, 4096, 14336, 512, (256, 1, 1)), (2, 8192, 8192, 768, (256, 1, 2))),

@@ -1,4 +1,4 @@
-"""Weights without rows, n = 0: nothing of the right shape, forward and back."""
+"""Weights without outputs, n = 0: empty results of the right shape, in both directions."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from fdk_formats.testing import random_quantised
 
 FORMATS = ("custom1-g64", "custom3-g32", "int8-g64", "affine2-g128", "affine8-row-zint")
 K = 384
-# Integers of a codebook are for both.
+# Both backends accept integer codebooks.
 BACKENDS_OF_FORMATS = [
     (format, backend)
     for format in FORMATS
@@ -53,7 +53,7 @@ def test_packed_and_back(format: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_dequantised(format: str, device: str) -> None:
-    """Nothing is launched: there is no grid of no blocks."""
+    """Nothing is launched: a grid has at least one block."""
     layout = empty_layout(format, device)
     W_hat = dequantise(layout.packed, layout.codebook, format, 0, K)
     assert (W_hat.shape, W_hat.dtype, W_hat.device.type) == ((0, K), torch.bfloat16, device)
@@ -62,7 +62,7 @@ def test_dequantised(format: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("format", "backend"), BACKENDS_OF_FORMATS)
 def test_layers(format: str, backend: str) -> None:
-    """Twice each shape: the second call would be one made ready."""
+    """Each shape twice: the second call would use a cached launch."""
     q = empty(format, "cuda")
     bias = torch.nn.Parameter(torch.empty(0, device="cuda", dtype=torch.bfloat16))
     layer = QuantisedLinear.from_quantised(q, bias=bias, backend=backend, dtype=torch.bfloat16)

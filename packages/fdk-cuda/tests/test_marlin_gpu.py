@@ -28,7 +28,7 @@ def test_conformance(case):
     check_backend(MARLIN, case)
 
 
-# A tile more and less than whole, several tiles to a block, clusters of every size, all-pad rows.
+# Partial tiles, several tiles per block, clusters of every size, rows of padding alone.
 SHAPES = [(1, 64), (37, 192), (64, 4096), (1000, 2048), (4096, 4096), (8224, 1024), (14336, 576)]
 
 
@@ -128,7 +128,7 @@ def test_cuda_graph(m):
         assert torch.equal(z, layout(y))
 
 
-# torch 2.11's own, when Inductor is first imported.
+# torch 2.11 warns of its own deprecation when Inductor is first imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.parametrize("m", [3, 80])
 def test_compiles(m):
@@ -143,7 +143,7 @@ def test_compiles(m):
 
 
 def test_in_a_new_thread():
-    """A thread in which nothing has touched the GPU."""
+    """Runs in a thread that has not used the GPU."""
     _, layout = pack("custom4-g64", 256, 512)
     x = random_x(3, 512)
     expected = layout(x)

@@ -1,4 +1,4 @@
-"""The Marlin layout on the CPU: round trip, positions worked by hand, golden digests."""
+"""The Marlin layout on the CPU: round trips, positions by hand, golden digests, kernel formats."""
 
 import hashlib
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_layout_round_trip(case):
     [("int8-g64", 127), ("int8-g64-signmax", 128), ("int4-g64", None), ("uniform8-g64", None)],
 )
 def test_grids_of_8_bits_are_known(format, zero_point):
-    """Their codes are computed, unless the table is another, or has a code that is none.
+    """Their codes are computed, unless the table differs or a code has no grid value.
 
     ``quantise`` never gives that code, which would be the higher of two that are 127.
     """
@@ -76,7 +76,7 @@ def test_grids_of_8_bits_are_known(format, zero_point):
     ],
 )
 def test_signs_are_known(format, codebook, signs):
-    """By the table of a weight, whatever its name."""
+    """Decided by the codebook of a weight, not by its name."""
     q = random_quantised(Format.parse(format), 64, 128)
     layout = MARLIN_LUT.pack(replace(q, codebook=torch.tensor(codebook)), dtype=torch.bfloat16)
     assert layout.geometry.has_signs == signs
@@ -94,7 +94,7 @@ def test_fields_cover_every_bit_once(bits):
 
 
 def lone_code(bits, row, column, code):
-    """The bytes of a 64 x 128 weight of zeros with one code in it."""
+    """Returns the one nonzero byte of a 64 x 128 weight with one nonzero code."""
     codes = torch.zeros(64, 128, dtype=torch.uint8)
     codes[row, column] = code
     geometry = Geometry(bits, 64, 128, 64, torch.bfloat16, has_zero_point=False)
@@ -110,10 +110,10 @@ def test_positions_by_hand():
     # block 1, step 2 + 1 = 3, t = 2, i = 2 + 1 = 3, e = 1. Slot 8 * 2 + (5 ^ 4) = 17 of the first
     # piece; unit 2 * 1 + 1 = 3 is its word 3, pair 2 * 1 + 1 its byte 3, e the upper nibble.
     assert lone_code(4, 45, 64 + 32 + 16 + 4 + 3, 0xB) == (1, 1, 17 * 16 + 15, 0xB0)
-    # Row 16: tile 0, fragment 1, g = 0. 8 bits: words 8 to 15 are its own, column 0 is byte 0
-    # of word 8: the third piece of 512 bytes, slot 0.
+    # Row 16: tile 0, fragment 1, g = 0. 8 bits: words 8 to 15, column 0 is byte 0 of word
+    # 8: the third piece of 512 bytes, slot 0.
     assert lone_code(8, 16, 0, 0xA5) == (0, 0, 2 * 512, 0xA5)
-    # 1 bit: a piece of 8 bytes a lane. Row 16 + 8 + 1: g = 1, t = 0, slot 1. Column 4: step 1,
+    # 1 bit: a piece of 8 bytes per lane. Row 16 + 8 + 1: g = 1, t = 0, slot 1. Column 4: step 1,
     # i = 1, e = 0: bit 3 + 1 + 4 = 8 of word 1.
     assert lone_code(1, 25, 4, 1) == (0, 0, 1 * 8 + 4 + 1, 1)
     # 3 bits, row 0, column 32 + 8 * 3 + 4: step 3, t = 3, i = 0, e = 0. Slot 8 * 3 + (0 ^ 6) = 30,
@@ -148,8 +148,7 @@ def test_scale_positions():
     assert values.nonzero().tolist() == [[0, 0, 2 * 16 + 4 + 3], [0, 1, 8]]
 
 
-# The first 16 digits of SHA-256 over the laid-out bytes of random_quantised(format, 37, 384): a
-# layout never changes silently.
+# First 16 digits of SHA-256 over the packed bytes of random_quantised(format, 37, 384).
 GOLDEN = {
     "custom1-g64": "3cbed1c32bd467cf",
     "custom2-g64": "e1ec56a731a9e8c8",

@@ -1,4 +1,4 @@
-"""Which Marlin kernel runs for which m, and how large batches are split."""
+"""The Marlin kernel for each m, and how large batches are split."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The weights that answers of the Marlin kernels are held against."""
+"""The reference weights for answers of the Marlin kernels."""
 
 from dataclasses import replace
 
@@ -30,13 +30,13 @@ def test_exact_weight_by_hand():
 
 @pytest.mark.parametrize("scales", ["bf16", "fp32", "e8m0"])
 @pytest.mark.parametrize("format", ["custom4-g32", "affine3-g32-zint", "affine2-g32"])
-def test_rounded_it_is_the_dequantised_weight(format, scales):
+def test_exact_weight_rounds_to_the_dequantised_weight(format, scales):
     q = random_quantised(replace(Format.parse(format), scale_dtype=scales), 24, 96)
     exact = exact_weight(q, torch.float32)
     torch.testing.assert_close(exact.float(), q.dequantise(torch.float32), rtol=2**-22, atol=0)
 
 
-def test_what_a_plan_multiplies():
+def test_multiplied_weight():
     q = random_quantised(Format.parse("custom1-g64"), 24, 128)
     rounded, exact = q.dequantise(torch.bfloat16).double(), exact_weight(q, torch.bfloat16)
     assert not torch.equal(rounded, exact)

@@ -1,4 +1,4 @@
-"""Compiling and caching, without a GPU."""
+"""Compiling with NVRTC and caching machine code, without a GPU."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ PROGRAM = nvrtc.Program(
     options=("-DFACTOR=3",),
 )
 ARCH = "sm_90a"
-# A column of a local array picked at run time: the array must live in a stack frame.
+# A local array indexed at run time needs a stack frame.
 STACK_SOURCE = """
 extern "C" __global__ void kernel(float* p, int n) {
   float a[40];
@@ -58,7 +58,7 @@ def suffixes(folder):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The programs that were really compiled."""
+    """Records the programs that are compiled."""
     done = []
 
     def counting(program, arch):
@@ -164,7 +164,7 @@ def test_cache_key_covers_everything(monkeypatch):
 
 @pytest.fixture
 def library(monkeypatch, tmp_path):
-    """A file in NVRTC's place; and how often NVRTC is asked for its version."""
+    """Replaces NVRTC by a file, and counts how often its version is asked for."""
     path, asked = tmp_path / "libnvrtc.so", []
     path.write_bytes(b"one")
     found = type("Library", (), {"abs_path": str(path)})
@@ -192,7 +192,7 @@ def test_known_version_does_not_load_the_library_again(cache_directory, library)
 
 @pytest.mark.parametrize("place", ["wheel", "CUDA_HOME"])
 def test_known_version_sees_another_library(cache_directory, library, monkeypatch, tmp_path, place):
-    """The older file is as it was: it is the newer one that will be loaded."""
+    """The older file is unchanged, but the newer one would be loaded."""
     path, _ = library
     wheel = tmp_path / "site-packages"
     folder = wheel / "nvidia/cu13/lib" if place == "wheel" else tmp_path / "toolkit/lib64"
@@ -221,7 +221,7 @@ def test_known_version_mends_a_damaged_file(cache_directory, library, text):
     assert [in_a_new_process() for _ in range(2)] == [(13, 2)] * 2
 
 
-def test_known_version_is_of_where_libraries_are_looked_for(cache_directory, library, monkeypatch):
+def test_known_version_depends_on_the_search_path(cache_directory, library, monkeypatch):
     assert in_a_new_process() == (13, 1)
     monkeypatch.setenv("CUDA_HOME", "/elsewhere")
     assert in_a_new_process() == (13, 2)
@@ -273,7 +273,7 @@ def test_missing_library(monkeypatch):
     monkeypatch.setattr(compiler, "_bindings", lambda: Bindings)
     with pytest.raises(nvrtc.CompilerMissingError, match=r"libnvrtc\.so.*nvidia-cuda-nvrtc"):
         compiler.compiler_version()
-    # With no file in a usual place, the loader is asked; with one, it is not.
+    # The loader is only asked where no file is in a usual place.
     monkeypatch.setattr(installed, "library_files", lambda: [])
     assert "Failure finding libnvrtc.so" in str(nvrtc.unavailable_reason())
     monkeypatch.setattr(installed, "library_files", lambda: ["libnvrtc.so.13"])
@@ -289,12 +289,12 @@ assert "cuda.bindings.nvrtc" not in sys.modules
 """
 
 
-def test_asking_loads_nothing():
+def test_asking_loads_no_library():
     subprocess.run([sys.executable, "-c", ASKING], check=True, timeout=120)
 
 
 def test_places_of_the_library(monkeypatch, tmp_path):
-    """Wheels first, each file once."""
+    """Wheels come first, and each file once."""
     for variable in installed.SEARCH_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "site")])

@@ -1,4 +1,4 @@
-"""The package as it is installed, or as it lies on PYTHONPATH; its kernels are tested elsewhere."""
+"""The package as installed or on PYTHONPATH: backends, metadata, messages without a GPU."""
 
 import importlib
 from importlib import metadata
@@ -37,7 +37,7 @@ def test_without_a_gpu_every_backend_says_so():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said where there is no GPU")
 @pytest.mark.parametrize("device", [None, "cuda", 0])
-def test_without_a_gpu_nothing_is_made_ready(device):
+def test_without_a_gpu_nothing_is_compiled(device):
     layers = [("int4-g64", 64, 64)]
     with pytest.raises(RuntimeError, match=r"precompile: needs an NVIDIA GPU .* torch finds none"):
         fdk_cuda.precompile(layers, device=device)

@@ -1,4 +1,4 @@
-"""The inline assembly that decodes, run here instruction by instruction on 32 lanes."""
+"""The inline assembly that decodes, emulated instruction by instruction on 32 lanes."""
 
 import re
 
@@ -40,7 +40,7 @@ def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     for i in range(4):
         nibble = selector.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(15)
         byte = both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255)
-        # The top bit of a selector repeats a sign.
+        # The top bit of a selector nibble replicates the sign.
         signs = np.where(byte >= 128, np.uint64(255), np.uint64(0))
         byte = np.where(nibble >= 8, signs, byte)
         result |= byte << np.uint64(8 * i)
@@ -57,7 +57,7 @@ def logic(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray
 
 
 def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Of pairs, rounded once."""
+    """Multiplies and adds pairs, rounding once."""
     x, y, z = (
         torch.from_numpy(v.astype(np.uint32)).view(torch.int32).view(dtype).double()
         for v in (a, b, c)
@@ -68,7 +68,7 @@ def multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray, dtype: torch.dtype
 def execute(
     source: str, registers: dict[str, np.ndarray], memory: np.ndarray | None = None
 ) -> None:
-    """One warp runs; ``memory`` is shared, in words."""
+    """Runs one warp; ``memory`` is shared memory, in words."""
     for statement in source.strip("{} ").split(";"):
         if not statement.strip() or ".reg" in statement:
             continue
@@ -119,7 +119,7 @@ def execute(
 
 
 def table_rows(bits: int, raw: np.ndarray) -> np.ndarray:
-    """What ``fill`` leaves in shared memory, a row an entry: copies of the values of its codes."""
+    """Returns shared memory after ``fill``: a row per entry, with copies of its values."""
     entries = np.arange(1 << INDEX_BITS[bits])
     shifts = {1: (0, 1, 4, 5, 2, 3, 6, 7), 3: (0, 3), 4: (0, 4)}.get(bits, (0, 0))
     values = raw[entries[:, None] >> np.array(shifts) & ((1 << bits) - 1)]
@@ -130,7 +130,7 @@ def table_rows(bits: int, raw: np.ndarray) -> np.ndarray:
 
 
 def check(bits: int, affine: bool, shared: bool, which: int) -> None:
-    """Every position of random codes, in pieces of 8 and of 4."""
+    """Decodes every position of random codes, 8 and 4 at a time."""
     generator = torch.Generator().manual_seed(bits)
     codebook = torch.randn(1 << bits, generator=generator).sort().values
     if affine:
@@ -199,7 +199,7 @@ def test_assembly_without_a_table(bits: int, which: int) -> None:
 @pytest.mark.parametrize("threads", [32, 128, 256, 512])
 @pytest.mark.parametrize("bits", STRIDES)
 def test_fill(bits: int, threads: int) -> None:
-    """Every thread of a program in turn: all copies of all values are where they are looked for."""
+    """Every thread in turn: each copy of each value is where the decoder loads it."""
     codebook = torch.randn(1 << bits, generator=torch.Generator().manual_seed(bits))
     raw = lookup_tables(codebook)[0][0].numpy().view(np.uint16).astype(np.uint32)
     memory = np.zeros(table_bytes(bits, False) // 4, np.uint32)
@@ -210,7 +210,7 @@ def test_fill(bits: int, threads: int) -> None:
 
 
 def run_fill(source: str, warp: int, raw: np.ndarray, memory: np.ndarray) -> None:
-    """The instructions of ``fill`` that ``execute`` does not know, the others by it."""
+    """Runs ``fill``: its own instructions here, the others by ``execute``."""
     registers = {"$0": np.zeros(LANES, np.uint32), "$1": np.zeros(LANES, np.uint32)}
     live = np.ones(LANES, bool)
     for statement in source.strip("{} ").split(";"):
@@ -236,7 +236,7 @@ def run_fill(source: str, warp: int, raw: np.ndarray, memory: np.ndarray) -> Non
 @pytest.mark.parametrize(("tiles", "warps"), [(1, 8), (2, 4)])
 @pytest.mark.parametrize("table", [0, 32 << 10])
 def test_add_warps(tiles: int, warps: int, table: int) -> None:
-    """Phase by phase: all warps store, then the first adds, in the order of the warps."""
+    """All warps store, then the first sums in the order of the warps."""
     count = 4 * tiles * tiles
     lines = add_warps(tiles, tiles, warps, table)
     generator = np.random.default_rng(count)
@@ -268,7 +268,7 @@ def test_add_warps(tiles: int, warps: int, table: int) -> None:
     ("count", "m_tiles", "warps"), [(8, 1, 8), (8, 1, 4), (8, 2, 4), (8, 4, 8), (4, 4, 2)]
 )
 def test_add_shares(count: int, m_tiles: int, warps: int) -> None:
-    """Phase by phase: all warps store, then each adds up its positions, in the order of warps."""
+    """All warps store, then each sums its positions in the order of the warps."""
     own, size = count // warps, 4 * m_tiles
     generator = np.random.default_rng(count)
     sums = generator.standard_normal((warps, count * size, LANES), np.float32)
@@ -306,7 +306,7 @@ def test_add_shares(count: int, m_tiles: int, warps: int) -> None:
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("first", [0, 4, 16, 28])
 def test_of_two(first: int, same: bool) -> None:
-    """One of two values of a group, or of the groups of two rows, by one bit."""
+    """One bit selects one of two values, of the same group or of two rows' groups."""
     count = 4
     generator = np.random.default_rng(first)
     words = generator.integers(0, 1 << 32, (2, LANES), dtype=np.uint32)

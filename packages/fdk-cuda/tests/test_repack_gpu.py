@@ -1,4 +1,4 @@
-"""Laying weights out and taking them back by kernel: the bytes of the torch functions."""
+"""Packing and unpacking by kernel gives the bytes of the torch functions."""
 
 import itertools
 
@@ -28,7 +28,7 @@ KINDS = (
 
 
 def stored(bits, n, k, group_size, dtype, has_zero_point, *, device="cuda", seed=0):
-    """A geometry, and canonical bytes (with bits after the last code) and scales."""
+    """Returns a geometry, canonical bytes with random padding bits, scale and zero point."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = n, packed_width(bits, k)
     packed = torch.randint(256, shape, dtype=torch.uint8, device=device, generator=generator)
@@ -94,7 +94,7 @@ def test_on_a_stream_and_another_gpu(device):
 
 
 def test_memory():
-    """Nothing but what is returned, where torch takes some 20 bytes a code."""
+    """Allocates only what it returns; torch needs about 20 bytes per code."""
     geometry, *weight = stored(4, 4096, 8192, 64, torch.bfloat16, True)
 
     def check_peak(run):
@@ -112,5 +112,5 @@ def test_memory():
 
 @pytest.mark.parametrize(("bits", "k"), list(itertools.product(BITS, (4096, 4104))))
 def test_many_rows(bits, k):
-    """Thousands of blocks of threads, and a last tile that is not full."""
+    """Thousands of thread blocks, and a partial last tile."""
     check(*stored(bits, 8200, k, k, torch.bfloat16, False))

@@ -1,4 +1,4 @@
-"""A weight is waited for when it is packed, moved or copied; fake tensors stand for a GPU's."""
+"""Layouts synchronise when packed, moved or copied; fake tensors stand in for a GPU."""
 
 import copy
 from collections.abc import Callable
@@ -38,16 +38,16 @@ def pack(request: pytest.FixtureRequest) -> Callable[[str], SyncedLayout]:
 
 
 @pytest.fixture
-def waited_for(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The devices that were waited for."""
+def synchronised_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """Records the devices that are synchronised."""
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", devices.append)
     return devices
 
 
 @pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The names of the buffers that were there, of every wait."""
+def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Records the buffers that exist at each synchronisation."""
     names: list[list[str]] = []
 
     def synchronise(layout: SyncedLayout) -> None:
@@ -58,34 +58,34 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("format", ["nf4-g64", "affine4-g64"])
-def test_packing_and_copying_end_with_the_wait(
-    pack: Callable[[str], SyncedLayout], format: str, settled: list[list[str]]
+def test_packing_and_copying_end_with_a_synchronisation(
+    pack: Callable[[str], SyncedLayout], format: str, synchronised: list[list[str]]
 ) -> None:
-    """Every tensor of the layout is there by then."""
+    """Every tensor of the layout exists by then."""
     layout = pack(format)
     whole = [name for name, _ in layout.named_buffers()]
     assert whole
-    assert settled == [whole]
+    assert synchronised == [whole]
     copy.deepcopy(layout)
-    assert settled == [whole, whole]
+    assert synchronised == [whole, whole]
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_moves_are_waited_for(
+def test_moves_synchronise(
     pack: Callable[[str], SyncedLayout],
     move: Callable[[nn.Module], nn.Module],
-    waited_for: list[torch.device],
+    synchronised_devices: list[torch.device],
 ) -> None:
     layout = pack("nf4-g64")
     with FakeTensorMode(allow_non_fake_inputs=True):
         move(layout)
     assert {buffer.device for buffer in layout.buffers()} == {torch.device("cuda", 1)}
-    assert waited_for == [torch.device("cuda", 1)]
+    assert synchronised_devices == [torch.device("cuda", 1)]
 
 
-def test_nothing_is_waited_for_on_the_cpu(
-    pack: Callable[[str], SyncedLayout], waited_for: list[torch.device]
+def test_the_cpu_is_not_synchronised(
+    pack: Callable[[str], SyncedLayout], synchronised_devices: list[torch.device]
 ) -> None:
     layout = pack("affine4-g64").to("cpu")
     assert isinstance(layout, SyncedLayout)
-    assert not waited_for
+    assert not synchronised_devices

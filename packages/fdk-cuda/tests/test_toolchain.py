@@ -1,4 +1,4 @@
-"""Where Triton finds no C compiler its backend says so, unless its launcher is there."""
+"""The Triton backend reports a missing C compiler, unless the launcher is built."""
 
 import os
 import stat
@@ -24,7 +24,7 @@ PROBLEM = Case(Format.parse("nf4-g64"), 1, 64, 64, torch.bfloat16).problem
 
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The only folder of PATH, empty; no CC, and a GPU, but no launcher of Triton's."""
+    """Returns the only folder of PATH, empty; no CC, a GPU, and no launcher."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(backend, "unsupported_gpu", lambda device: None)
@@ -65,8 +65,8 @@ def test_no_headers(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason() is None
 
 
-def test_launcher_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton has it in its cache, or in this process: nothing is missing."""
+def test_built_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is missing where the launcher is cached on disk or in this process."""
     monkeypatch.setattr(type(driver), "default", property(lambda driver: object()))
     assert reason() is None
 
@@ -76,7 +76,7 @@ def test_launcher_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_c_compiler(
     programs: tuple[str, ...], named: str | None, bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the one that the installed Triton would run."""
+    """The compiler is the one that the installed Triton would run."""
     for program in programs:
         add_program(bare, program)
     if named is not None:

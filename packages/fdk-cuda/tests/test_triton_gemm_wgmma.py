@@ -182,7 +182,7 @@ def test_candidates_split_at_most_the_tiles() -> None:
     ],
 )
 def test_config(n: int, m: int, bits: int, config: GemmWgmmaConfig) -> None:
-    """As many programs as processors, and no more than a round of them by splitting k."""
+    """As many programs as SMs; split k adds at most one wave."""
     assert gemm_wgmma_config(layout_of(bits, n), m, H200) == config
 
 

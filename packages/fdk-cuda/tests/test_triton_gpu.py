@@ -1,4 +1,4 @@
-"""The Triton backend on a GPU: the whole conformance kit, and its place in PyTorch."""
+"""The Triton backend on a GPU: the conformance kit, streams, graphs, torch.compile."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_every_m(format: str, m: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("signed", [False, True])
 def test_dequant_gemm(signed: bool, dtype: torch.dtype) -> None:
-    """pack_2xint4's bytes, both products, beside the formula in float64."""
+    """Bytes of pack_2xint4 in both directions, against the formula in float64."""
     torch.manual_seed(0)
     n, k, group_size = 256, 384, 128
     low = -8 if signed else 0
@@ -62,7 +62,7 @@ def test_dequant_gemm(signed: bool, dtype: torch.dtype) -> None:
 
 
 def test_launch_compiled() -> None:
-    """The second call goes to the compiled kernel; x that is not aligned does not."""
+    """The second call launches the compiled kernel directly, except with unaligned x."""
     linear, x = layer()
     layout, bias = linear.weight.layout, linear.bias.detach()
     first = layout(x, bias)
@@ -100,7 +100,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(triton_linear_op.op, (*arguments, False, linear.bias, 128, 256))
 
 
-# Inductor's first import within torch 2.11 meets a deprecation of torch's own.
+# torch 2.11 warns of its own deprecation when Inductor is first imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 def test_compiles_whole() -> None:
     linear, x = layer()
@@ -132,14 +132,14 @@ def test_runs_on_the_current_stream() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
-        late = x.clone()  # ordered behind the sleep on this stream only
+        late = x.clone()  # ordered after the sleep on this stream only
         y = linear(late)
     stream.synchronize()
     assert torch.equal(y, expected)
 
 
 def test_two_streams() -> None:
-    """Calls on two streams at once, each ordered on its own."""
+    """Concurrent calls on two streams, each in its own order."""
     linear, x = layer(5)
     streams = [torch.cuda.Stream() for _ in range(2)]
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_two_streams() -> None:
     assert all(map(torch.equal, results, expected))
 
 
-# What the debug mode says of itself.
+# The debug mode's own warning.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("m", [1, 16, 40, 300])
 def test_no_synchronisation(m: int) -> None:

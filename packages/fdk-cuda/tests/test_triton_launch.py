@@ -1,4 +1,4 @@
-"""What the launcher remembers, with a kernel that only counts."""
+"""Compiled launches that are kept, with a kernel that only counts."""
 
 import ast
 from dataclasses import replace
@@ -23,7 +23,7 @@ from fdk_formats import torch_internals
 
 
 class FakeKernel:
-    """Stands for a kernel and what Triton compiles of it; counts calls that go past Triton."""
+    """A kernel and its compiled form; counts launches that bypass Triton."""
 
     def __init__(self, asm: dict[str, str], arg_names: tuple[str, ...] = ("x_ptr",)) -> None:
         self.arg_names, self.again = arg_names, 0
@@ -45,8 +45,8 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_kernels_that_are_not_right_are_not_kept(is_right: bool) -> None:
-    """While it is looked at, another thread finds nothing either."""
+def test_wrong_kernels_are_not_kept(is_right: bool) -> None:
+    """Another thread finds nothing during the check either."""
     tensors, kernel, key = (torch.zeros(4),), FakeKernel({}), ("some", "key")
     found = []
 
@@ -61,10 +61,10 @@ def test_kernels_that_are_not_right_are_not_kept(is_right: bool) -> None:
 
 
 @pytest.mark.parametrize("asm", [{}, {"ttgir": "no transposition"}], ids=["none", "other"])
-def test_gradient_without_the_right_layout(
+def test_dgrad_without_the_right_layout(
     asm: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the dequantised weight, also where Triton has kept no text of its layouts."""
+    """Uses the dequantised weight, also where Triton kept no text of its layouts."""
     names = "y words scale zero values lanes out m n k k_tiles groups"
     monkeypatch.setattr(launch_module, "dgrad_kernel", FakeKernel(asm, tuple(names.split())))
     weight = torch.eye(64, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_gradient_without_the_right_layout(
 
 
 class NotMade(FakeKernel):
-    """As a release of Triton whose Gluon names things anew, or a machine that has no room."""
+    """A kernel that this Triton cannot compile, or that this machine cannot hold."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__({}, ("CLUSTER",))
@@ -99,8 +99,8 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the dequantised weight: said once, and not tried again; first without clusters."""
+def test_gemm_wgmma_that_cannot_compile(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries without clusters, then uses the dequantised weight, and warns once."""
     kernel, weight = NotMade(error), torch.eye(64, dtype=torch.bfloat16)
     monkeypatch.setattr(launch_module, "gemm_wgmma_kernel", kernel)
     monkeypatch.setattr(launch_module, "_not_made", set())
@@ -118,8 +118,8 @@ def test_many_rows_without_gluon(error: Exception, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "unaligned"])
-def test_gradient_of_many_rows_without_gluon(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the dequantised weight, said once; of a dy, too, that TMA cannot read where it lies."""
+def test_dgrad_wgmma_that_cannot_compile(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the dequantised weight and warns once; also for a dy that TMA cannot read."""
     kernel, weight = NotMade(PTXASError("no barrier")), torch.eye(64, dtype=torch.bfloat16)
     monkeypatch.setattr(launch_module, "dgrad_wgmma_kernel", kernel)
     monkeypatch.setattr(launch_module, "_not_made", set())
@@ -137,7 +137,7 @@ def test_gradient_of_many_rows_without_gluon(offset: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("packed", [(8, 1, 512), (8, 1, 512, 1, 1, 1)], ids=["known", "other"])
 def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
-    """The launch alone makes clusters; where Triton would not, that is an error."""
+    """The launch adds clusters; an error where this Triton has no way to."""
     metadata = SimpleNamespace(num_warps=8, shared=512)
     given = []
     kernel = SimpleNamespace(
@@ -154,8 +154,8 @@ def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
     assert given == [(4, 1, 1, 0, "function", (8, 2, 512), None, None, None, 16, 32, 7)]
 
 
-def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps what it hands over for the stream of the last launch."""
+def test_launch_uses_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments are kept for the stream of the last launch."""
     streams, seen = iter([0, 5, 5, 0]), []
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: next(streams))
     kernel = SimpleNamespace(
@@ -173,7 +173,7 @@ def test_launch_on_the_stream_that_is_current(monkeypatch: pytest.MonkeyPatch) -
 def test_launch_without_wrapper(
     version: str, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton 3.6's own launch gets what its wrapper would add, unless there is scratch memory."""
+    """Triton 3.6's launch gets its wrapper's arguments, unless there is scratch memory."""
     calls: list[tuple[str, tuple[object, ...]]] = []
 
     class Run:

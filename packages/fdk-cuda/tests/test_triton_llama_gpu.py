@@ -1,4 +1,4 @@
-"""A small llama of Triton layers, compiled whole, exported and trained."""
+"""A small llama of Triton layers: compiled as a whole, exported, trained."""
 
 import pytest
 import torch
@@ -12,11 +12,10 @@ from fdk_formats.testing import nrmse
 
 pytestmark = [
     pytest.mark.gpu,
-    # Inductor's first import within torch 2.11 meets a deprecation of torch's own.
+    # torch 2.11 warns of its own deprecation when Inductor is first imported.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
-    # torch 2.11 says so of every softmax over a dynamic number of columns, as that of attention is
-    # here (its lowering of prepare_softmax_online; 2.13 no longer does).
+    # torch 2.11 warns for every softmax over a dynamic number of columns; 2.13 does not.
     pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning"),
 ]
 
@@ -25,12 +24,12 @@ HEAD = 32
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """A test must not inherit that m was dynamic in the one before: torch keeps it for the code."""
+    """Resets the compiler, which otherwise remembers that m was dynamic in another test."""
     torch.compiler.reset()
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, each behind a norm."""
+    """Attention and a gated feed-forward layer, each after a norm."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class SmallLlama(nn.Module):
 
 
 def small_llama(device: str, dtype: torch.dtype) -> SmallLlama:
-    """With weights of seed 0."""
+    """Makes a llama with weights of seed 0."""
     torch.manual_seed(0)
     return SmallLlama().to(device, dtype)
 
@@ -108,7 +107,7 @@ def test_exports() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen quantised layer and a low-rank product beside it."""
+    """A frozen quantised layer plus a low-rank product."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""With two GPUs: the launch follows the tensor's device and that device's current stream."""
+"""On two GPUs a launch uses the tensor's device and that device's current stream."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ LAYERS = (
     ("marlin-lut", "custom4-g64"),
     ("marlin-lut", "custom1-g64"),
 )
-# Every kernel: few rows, the GEMM, and dequantise and cuBLAS.
+# GEMV, GEMM, and dequantising with cuBLAS.
 ROWS = (1, 16, 40, 300)
 
 
 def layer(backend: str, format: str) -> tuple[QuantisedLinear, torch.Tensor]:
-    """On the first GPU, with x for the most rows."""
+    """Returns a layer on the first GPU, and x with the most rows."""
     q = random_quantised(Format.parse(format), 256, 512).to("cuda:0")
     generator = torch.Generator("cuda:0").manual_seed(1)
     x = torch.randn(max(ROWS), 512, device="cuda:0", generator=generator).bfloat16()
@@ -35,7 +35,7 @@ def layer(backend: str, format: str) -> tuple[QuantisedLinear, torch.Tensor]:
 
 
 def outputs(linear: QuantisedLinear, x: torch.Tensor) -> list[torch.Tensor]:
-    """y and dx for each number of rows, on the CPU."""
+    """Returns y and dx for each m, on the CPU."""
     found = []
     for m in ROWS:
         rows = x[:m].detach().requires_grad_()
@@ -50,7 +50,7 @@ def outputs(linear: QuantisedLinear, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("backend", "format"), LAYERS)
 def test_launch_follows_the_tensor(backend: str, format: str) -> None:
-    """Each layer on its own GPU, whichever is current; both kinds of call."""
+    """Whichever GPU is current, for first and cached calls."""
     linear, x = layer(backend, format)
     expected = outputs(linear, x)
     linear.to("cuda:1")
@@ -67,7 +67,7 @@ def test_launch_follows_the_tensor(backend: str, format: str) -> None:
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize(("backend", "format"), LAYERS)
 def test_launch_follows_the_stream_of_the_device(backend: str, format: str, m: int) -> None:
-    """x is late on the second GPU's current stream; the other GPU's streams must not be asked."""
+    """x is written late on the second GPU's current stream, not on the first GPU's."""
     linear, x = layer(backend, format)
     with torch.no_grad():
         expected = linear(x[:m]).cpu()
@@ -78,7 +78,7 @@ def test_launch_follows_the_stream_of_the_device(backend: str, format: str, m: i
         torch.cuda.synchronize(1)
         stream = torch.cuda.Stream("cuda:1")
         with torch.cuda.stream(stream), torch.cuda.device(0):
-            # stream is the second GPU's current one, though the first is current again.
+            # The first GPU is current again; stream is still the second one's current stream.
             assert torch.cuda.current_stream("cuda:1") == stream
             with torch.cuda.device(1):
                 torch.cuda._sleep(20_000_000)

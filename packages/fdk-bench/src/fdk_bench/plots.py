@@ -89,9 +89,7 @@ def bits_figure(frame: pd.DataFrame) -> Figure:
     figure, panels = _panels(_spread(sorted(frame["m"].unique())), "m = {}")
     for axes, m in panels:
         here = frame[frame["m"] == m]
-        for name, style in zip(names, STYLES, strict=False):
-            rows = here[here["series"] == name]
-            _curve(axes, rows["bits_per_weight"], rows["time"] * 1e6, style, name)
+        _draw_series(axes, here, names, here["bits_per_weight"], here["time"] * 1e6)
         _mark_disturbed(axes, here, here["bits_per_weight"], here["time"] * 1e6)
         axes.plot(here["bits_per_weight"], here["floor"] * 1e6, **FLOOR)
         _bit_axis(axes)
@@ -110,9 +108,7 @@ def speedup_figure(frame: pd.DataFrame) -> Figure:
     figure, panels = _panels(_spread(list(frame["shape"].unique())), "{}")
     for axes, shape in panels:
         here = frame[frame["shape"] == shape]
-        for name, style in zip(names, STYLES, strict=False):
-            rows = here[here["series"] == name]
-            _curve(axes, rows["m"], rows["speedup_16"], style, name)
+        _draw_series(axes, here, names, here["m"], here["speedup_16"])
         _mark_disturbed(axes, here, here["m"], here["speedup_16"])
         axes.axhline(1, color=FLOOR["color"], linewidth=0.8)
         axes.set_xscale("log", base=2)
@@ -131,10 +127,9 @@ def roofline_figure(frame: pd.DataFrame) -> Figure:
     ).sort_values("bits", ascending=False)
     names, dropped = most_measured(frame, "intensity", MOST_SERIES)
     figure, ((axes, _),) = _panels([""], "{}")
-    for name, style in zip(names, STYLES, strict=False):
-        rows = frame[frame["series"] == name]
-        points = {**style, "linestyle": "none"}
-        _curve(axes, rows["intensity"], rows["throughput"] / 1e12, points, name)
+    _draw_series(
+        axes, frame, names, frame["intensity"], frame["throughput"] / 1e12, linestyle="none"
+    )
     rate, peak = (frame["bytes"] / frame["floor"]).max(), frame["throughput"].max()
     most = max(frame["intensity"].max(), peak / rate) * 2
     x = np.geomspace(frame["intensity"].min() / 2, most, 100)
@@ -155,9 +150,7 @@ def tokens_figure(frame: pd.DataFrame) -> Figure:
     figure, panels = _panels(_spread(sorted(frame["batch"].unique())), "batch {}")
     for axes, batch in panels:
         here = frame[frame["batch"] == batch]
-        for name, style in zip(names, STYLES, strict=False):
-            rows = here[here["series"] == name]
-            _curve(axes, rows["parameters"] / 1e9, rows["tokens_per_second"], style, name)
+        _draw_series(axes, here, names, here["parameters"] / 1e9, here["tokens_per_second"])
         _mark_disturbed(axes, here, here["parameters"] / 1e9, here["tokens_per_second"])
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(FixedLocator(sorted(frame["parameters"].unique() / 1e9)))
@@ -180,9 +173,7 @@ def accuracy_figure(frame: pd.DataFrame) -> Figure:
     figure, panels = _panels(["weight error (relative)", "loss of the output (1 - cosine)"], "{}")
     values = shown["weight_error"], (1 - shown["cosine_mean"]).clip(lower=SMALLEST_LOSS)
     for (axes, _), error in zip(panels, values, strict=True):
-        for name, style in zip(names, STYLES, strict=False):
-            rows = shown[shown["series"] == name]
-            _curve(axes, rows["bits_per_weight"], error[rows.index], style, name)
+        _draw_series(axes, shown, names, shown["bits_per_weight"], error)
         _bit_axis(axes)
         _log_axis(axes)
     title = f"{frame['model'].iloc[0]}: error against bits per weight"
@@ -291,10 +282,20 @@ def _panels(values: Sequence[Any], title: str) -> tuple[Figure, list[tuple[Axes,
     return figure, list(zip(panels, values, strict=True))
 
 
-def _curve(axes: Axes, x: Any, y: Any, style: Mapping[str, Any], label: str) -> None:
-    if len(x):
-        line = axes.plot(x, y, label=label, markersize=6, linewidth=1.3, **style)[0]
-        line.set_markerfacecolor("none")
+def _draw_series(
+    axes: Axes,
+    frame: pd.DataFrame,
+    names: Sequence[str],
+    x: pd.Series,
+    y: pd.Series,
+    **changes: Any,
+) -> None:
+    """Draw the named series of a frame, each in its style, with ``changes`` to all."""
+    for name, style in zip(names, STYLES, strict=False):
+        rows = (frame["series"] == name).to_numpy()
+        if rows.any():
+            options = {**style, "label": name, "markersize": 6, "linewidth": 1.3, **changes}
+            axes.plot(x[rows], y[rows], **options)[0].set_markerfacecolor("none")
 
 
 def _mark_disturbed(axes: Axes, frame: pd.DataFrame, x: pd.Series, y: pd.Series) -> None:

@@ -10,7 +10,6 @@
 #include <sched.h>
 #endif
 
-#include "case.h"
 #include "common/dispatch.h"
 #include "measure.h"
 #include "options.h"

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 
-#include "case.h"
 #include "options.h"
 
 namespace bench {

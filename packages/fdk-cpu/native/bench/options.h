@@ -1,4 +1,4 @@
-// The options of the benchmark executable.
+// The options of the benchmark executable, and the cases that they give.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +28,14 @@ struct Options {
   std::size_t rotate_bytes = std::size_t(192) << 20;
   std::string out;  // file of the rows; empty for standard output
   std::string device, commit;
+};
+
+// The sizes of a product and how it is run.
+struct Case {
+  Size size;
+  int bits;
+  std::size_t m, threads;
+  std::string isa;
 };
 
 // Throws std::invalid_argument with what was wanted and what came.

@@ -3,7 +3,6 @@
 
 #include <string>
 
-#include "case.h"
 #include "measure.h"
 #include "options.h"
 

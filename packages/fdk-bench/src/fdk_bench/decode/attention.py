@@ -40,11 +40,11 @@ class AttendConfig(NamedTuple):
     stages: int
 
 
-# turns :: [2, length, HEAD_DIM, dtype]
+# cos_sin :: [2, length, HEAD_DIM, dtype]    cosines, then sines
 @triton.jit  # type: ignore[untyped-decorator]
-def rotary_at(turns, place, length, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
+def rotary_at(cos_sin, place, length, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
     channels = tl.arange(0, HEAD_DIM)
-    turn = turns + place * HEAD_DIM + channels
+    turn = cos_sin + place * HEAD_DIM + channels
     cosine = tl.load(turn).to(tl.float32)
     sine = tl.load(turn + length * HEAD_DIM).to(tl.float32)
     return cosine, tl.where(channels < HEAD_DIM // 2, -sine, sine)
@@ -55,7 +55,7 @@ def rotary_at(turns, place, length, HEAD_DIM: tl.constexpr):  # type: ignore[no-
 # returns  :: position, cosine and sine [HEAD_DIM, float32], pointers to keys and values of a head
 @triton.jit  # type: ignore[untyped-decorator]
 def step_inputs(  # type: ignore[no-untyped-def] # noqa: D103
-    turns,
+    cos_sin,
     position,
     cache,
     length,
@@ -66,7 +66,7 @@ def step_inputs(  # type: ignore[no-untyped-def] # noqa: D103
     HEAD_DIM: tl.constexpr,
 ):
     place = tl.load(position).to(tl.int32)
-    cosine, sine = rotary_at(turns, place, length, HEAD_DIM)
+    cosine, sine = rotary_at(cos_sin, place, length, HEAD_DIM)
     keys = cache + (b * KV_HEADS + head) * length * HEAD_DIM
     return place, cosine, sine, keys, keys + values_stride
 
@@ -74,10 +74,10 @@ def step_inputs(  # type: ignore[no-untyped-def] # noqa: D103
 # keys, values :: [length, HEAD_DIM, dtype]    of one sequence and head
 # returns      :: [BLOCK, HEAD_DIM, dtype]     both, zeros from entry `end` on
 @triton.jit  # type: ignore[untyped-decorator]
-def load_entries(keys, values, seen, end, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
-    places = seen[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    K = tl.load(keys + places, mask=seen[:, None] < end, other=0.0)
-    return K, tl.load(values + places, mask=seen[:, None] < end, other=0.0)
+def load_entries(keys, values, entry, end, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: D103
+    places = entry[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    K = tl.load(keys + places, mask=entry[:, None] < end, other=0.0)
+    return K, tl.load(values + places, mask=entry[:, None] < end, other=0.0)
 
 
 # qkv  :: [(GROUP + 2) * KV_HEADS * HEAD_DIM, dtype]    of one sequence
@@ -98,9 +98,9 @@ def rotated_rows(  # type: ignore[no-untyped-def] # noqa: D103
     partner = (channels + HEAD_DIM // 2) % HEAD_DIM
     dtype = qkv.dtype.element_ty
     q_rows = qkv + (head * GROUP + rows[:, None]) * HEAD_DIM
-    held = rows[:, None] < GROUP
-    q = tl.load(q_rows + channels[None, :], mask=held, other=0.0).to(tl.float32)
-    swapped = tl.load(q_rows + partner[None, :], mask=held, other=0.0).to(tl.float32)
+    inside = rows[:, None] < GROUP
+    q = tl.load(q_rows + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    swapped = tl.load(q_rows + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     q = (q * cosine[None, :] + swapped * sine[None, :]).to(dtype)
     k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
     k = tl.load(k_row + channels).to(tl.float32) * cosine
@@ -111,15 +111,15 @@ def rotated_rows(  # type: ignore[no-untyped-def] # noqa: D103
 
 # K, V :: [BLOCK, HEAD_DIM, dtype]
 @triton.jit
-def attend_block(q, K, V, there, scale, most, weight, sums):  # type: ignore[no-untyped-def] # noqa: D103
+def attend_block(q, K, V, inside, scale, row_max, row_sum, acc):  # type: ignore[no-untyped-def] # noqa: D103
     scores = tl.dot(q, K.T, input_precision="ieee") * scale  # [ROWS, BLOCK]
-    scores = tl.where(there[None, :], scores, float("-inf"))
-    highest = tl.maximum(most, tl.max(scores, axis=1))
-    kept = tl.exp(most - highest)
-    weights = tl.exp(scores - highest[:, None])
-    weight = weight * kept + tl.sum(weights, axis=1)
-    sums = sums * kept[:, None] + tl.dot(weights.to(V.dtype), V, input_precision="ieee")
-    return highest, weight, sums
+    scores = tl.where(inside[None, :], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    alpha = tl.exp(row_max - new_max)
+    p = tl.exp(scores - new_max[:, None])
+    row_sum = row_sum * alpha + tl.sum(p, axis=1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(V.dtype), V, input_precision="ieee")
+    return new_max, row_sum, acc
 
 
 # parts :: [PARTS, GROUP, HEAD_DIM + 2, float32]    see attend_kernel
@@ -136,43 +136,43 @@ def join_parts(  # type: ignore[no-untyped-def] # noqa: D103
 ):
     width: tl.constexpr = HEAD_DIM + 2
     rows, channels = tl.arange(0, FEW), tl.arange(0, HEAD_DIM)
-    there = rows < GROUP
-    most = tl.full([FEW], float("-inf"), tl.float32)
-    weight = tl.zeros([FEW], tl.float32)
-    sums = tl.zeros([FEW, HEAD_DIM], tl.float32)
+    inside = rows < GROUP
+    row_max = tl.full([FEW], float("-inf"), tl.float32)
+    row_sum = tl.zeros([FEW], tl.float32)
+    acc = tl.zeros([FEW, HEAD_DIM], tl.float32)
     # Part by part, so that no sum is over threads; AT_ONCE parts are loaded together.
     for begin in range(0, PARTS, AT_ONCE):
         loaded = ()
         for i in tl.static_range(AT_ONCE):
-            live = there & (begin + i < PARTS)
+            live = inside & (begin + i < PARTS)
             at = parts + ((begin + i) * GROUP + rows) * width
-            most_of = tl.load(at + HEAD_DIM, mask=live, other=float("-inf"))
-            weight_of = tl.load(at + HEAD_DIM + 1, mask=live, other=0.0)
+            part_max = tl.load(at + HEAD_DIM, mask=live, other=float("-inf"))
+            part_sum = tl.load(at + HEAD_DIM + 1, mask=live, other=0.0)
             places = at[:, None] + channels[None, :]
-            sums_of = tl.load(places, mask=live[:, None], other=0.0)
-            loaded += ((most_of, weight_of, sums_of),)  # type: ignore[assignment]
+            part_acc = tl.load(places, mask=live[:, None], other=0.0)
+            loaded += ((part_max, part_sum, part_acc),)  # type: ignore[assignment]
         for i in tl.static_range(AT_ONCE):
-            most_of, weight_of, sums_of = loaded[i]
-            highest = tl.maximum(most, most_of)
-            kept, new = tl.exp(most - highest), tl.exp(most_of - highest)
-            weight = weight * kept + weight_of * new
-            sums = sums * kept[:, None] + sums_of * new[:, None]
-            most = highest
+            part_max, part_sum, part_acc = loaded[i]
+            new_max = tl.maximum(row_max, part_max)
+            alpha, beta = tl.exp(row_max - new_max), tl.exp(part_max - new_max)
+            row_sum = row_sum * alpha + part_sum * beta
+            acc = acc * alpha[:, None] + part_acc * beta[:, None]
+            row_max = new_max
     places = y + rows[:, None] * HEAD_DIM + channels[None, :]
-    tl.store(places, (sums / weight[:, None]).to(y.dtype.element_ty), mask=there[:, None])
+    tl.store(places, (acc / row_sum[:, None]).to(y.dtype.element_ty), mask=inside[:, None])
 
 
 # qkv      :: [b, 1, (heads + 2 kv_heads) * head_dim, dtype]
-# turns    :: [2, length, head_dim, dtype]                 cosines and sines
+# cos_sin  :: [2, length, head_dim, dtype]
 # position :: [1, int64]
-# cache    :: [2, b, kv_heads, length, head_dim, dtype]    keys, then values
+# cache    :: [2, b, kv_heads, length, head_dim, dtype]             keys, then values
 # out      :: [b, 1, heads * head_dim, dtype]
-# parts    :: [b, kv_heads, PARTS, GROUP, head_dim + 2, float32]    sums, highest score, weight
-# arrived  :: [b, kv_heads, int32]                         zeros before and after
+# parts    :: [b, kv_heads, PARTS, GROUP, head_dim + 2, float32]    acc, row_max, row_sum
+# arrived  :: [b, kv_heads, int32]                                  zeros before and after
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
-    turns,
+    cos_sin,
     position,
     cache,
     out,
@@ -200,17 +200,17 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     dtype = cache.dtype.element_ty
     # Written by earlier steps, so read before the kernel ahead has ended.
     last, cosine, sine, keys, values = step_inputs(
-        turns, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
+        cos_sin, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
     )
     share = tl.cdiv(tl.cdiv(last, BLOCK), PARTS) * BLOCK
     begin, end = part * share, tl.minimum(last, (part + 1) * share)
-    seen = begin + entries
-    K, V = load_entries(keys, values, seen, end, HEAD_DIM)
+    entry = begin + entries
+    K, V = load_entries(keys, values, entry, end, HEAD_DIM)
 
     if PDL:
         tl.extra.cuda.gdc_wait()
     qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
-    held = rows[:, None] < GROUP
+    inside = rows[:, None] < GROUP
     q, k, v = rotated_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
 
     # The first part adds the new entry from registers: nobody reads here what is stored here.
@@ -218,27 +218,27 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     tl.store(keys + last * HEAD_DIM + channels, k, mask=first)
     tl.store(values + last * HEAD_DIM + channels, v, mask=first)
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
-    most = tl.where(first, score, float("-inf"))
-    weight = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
-    sums = tl.where(first, weight[:, None] * v.to(tl.float32)[None, :], 0.0)  # [ROWS, HEAD_DIM]
+    row_max = tl.where(first, score, float("-inf"))
+    row_sum = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)
+    acc = tl.where(first, row_sum[:, None] * v.to(tl.float32)[None, :], 0.0)  # [ROWS, HEAD_DIM]
     if begin < end:
-        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
+        row_max, row_sum, acc = attend_block(q, K, V, entry < end, scale, row_max, row_sum, acc)
     for start in range(begin + BLOCK, end, BLOCK):
-        seen = start + entries
-        K, V = load_entries(keys, values, seen, end, HEAD_DIM)
-        most, weight, sums = attend_block(q, K, V, seen < end, scale, most, weight, sums)
+        entry = start + entries
+        K, V = load_entries(keys, values, entry, end, HEAD_DIM)
+        row_max, row_sum, acc = attend_block(q, K, V, entry < end, scale, row_max, row_sum, acc)
 
     y = out + (b * KV_HEADS + head) * GROUP * HEAD_DIM
     if PARTS == 1:
-        mine = y + rows[:, None] * HEAD_DIM + channels[None, :]
-        tl.store(mine, (sums / weight[:, None]).to(dtype), mask=held)
+        out_rows = y + rows[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(out_rows, (acc / row_sum[:, None]).to(dtype), mask=inside)
     else:
         width: tl.constexpr = HEAD_DIM + 2
         parts += (b * KV_HEADS + head) * PARTS * GROUP * width
-        mine = parts + (part * GROUP + rows) * width
-        tl.store(mine[:, None] + channels[None, :], sums, mask=held)
-        tl.store(mine + HEAD_DIM, most, mask=rows < GROUP)
-        tl.store(mine + HEAD_DIM + 1, weight, mask=rows < GROUP)
+        out_rows = parts + (part * GROUP + rows) * width
+        tl.store(out_rows[:, None] + channels[None, :], acc, mask=inside)
+        tl.store(out_rows + HEAD_DIM, row_max, mask=rows < GROUP)
+        tl.store(out_rows + HEAD_DIM + 1, row_sum, mask=rows < GROUP)
         # The stores of every thread come before the count, which one thread adds to.
         tl.debug_barrier()
         arrived += b * KV_HEADS + head
@@ -252,7 +252,7 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
-    turns,
+    cos_sin,
     position,
     cache,
     out,
@@ -274,13 +274,13 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     dtype = cache.dtype.element_ty
     # Written by earlier steps, so read before the kernel ahead has ended.
     last, cosine, sine, keys, values = step_inputs(
-        turns, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
+        cos_sin, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
     )
     K, V = (), ()
     for i in tl.static_range(BLOCKS):
-        of_block = load_entries(keys, values, i * BLOCK + entries, last, HEAD_DIM)
-        K += (of_block[0],)  # type: ignore[assignment]
-        V += (of_block[1],)  # type: ignore[assignment]
+        loaded = load_entries(keys, values, i * BLOCK + entries, last, HEAD_DIM)
+        K += (loaded[0],)  # type: ignore[assignment]
+        V += (loaded[1],)  # type: ignore[assignment]
 
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -292,23 +292,23 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     # The new entry comes from registers: nobody reads here what is stored here.
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
     scores = ()
-    most = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
+    row_max = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
     for i in tl.static_range(BLOCKS):
         product = tl.dot(q, K[i].T, input_precision="ieee") * scale  # [ROWS, BLOCK]
         product = tl.where((i * BLOCK + entries < last)[None, :], product, float("-inf"))
-        most = tl.maximum(most, product)
+        row_max = tl.maximum(row_max, product)
         scores += (product,)  # type: ignore[assignment]
-    highest = tl.maximum(tl.max(most, axis=1), score)
-    own = tl.exp(score - highest)
-    weights = tl.zeros([ROWS, BLOCK], tl.float32)
-    y = own[:, None] * v.to(tl.float32)[None, :]  # [ROWS, HEAD_DIM]
+    new_max = tl.maximum(tl.max(row_max, axis=1), score)
+    own_p = tl.exp(score - new_max)
+    row_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    y = own_p[:, None] * v.to(tl.float32)[None, :]  # [ROWS, HEAD_DIM]
     for i in tl.static_range(BLOCKS):
-        weight = tl.exp(scores[i] - highest[:, None])
-        weights += weight
-        y += tl.dot(weight.to(dtype), V[i], input_precision="ieee")
-    y /= (tl.sum(weights, axis=1) + own)[:, None]
-    mine = out + ((b * KV_HEADS + head) * GROUP + rows[:, None]) * HEAD_DIM + channels[None, :]
-    tl.store(mine, y.to(dtype), mask=rows[:, None] < GROUP)
+        p = tl.exp(scores[i] - new_max[:, None])
+        row_sum += p
+        y += tl.dot(p.to(dtype), V[i], input_precision="ieee")
+    y /= (tl.sum(row_sum, axis=1) + own_p)[:, None]
+    out_rows = out + ((b * KV_HEADS + head) * GROUP + rows[:, None]) * HEAD_DIM + channels[None, :]
+    tl.store(out_rows, y.to(dtype), mask=rows[:, None] < GROUP)
 
 
 def config_for(programs: int, length: int, itemsize: int = 2) -> AttendConfig:
@@ -340,7 +340,7 @@ def parts_of(programs: int, length: int, block: int) -> int:
 
 def attend(
     qkv: Tensor,
-    turns: Tensor,
+    cos_sin: Tensor,
     position: Tensor,
     cache: Tensor,
     *,
@@ -355,7 +355,7 @@ def attend(
 
     Args:
         qkv: ``[b, 1, (heads + 2 kv_heads) * head_dim]``.
-        turns: ``[2, length, head_dim]``, cosines and sines of every position.
+        cos_sin: ``[2, length, head_dim]``, cosines and sines of every position.
         position: ``[1, int64]``, of the token.
         cache: ``[2, b, kv_heads, length, head_dim]``, keys and values; written in place.
         counters: of ``new_counters``, for one stream at a time: calls that may run at once, graphs
@@ -381,7 +381,7 @@ def attend(
         arrived = new_counters(b, kv_heads, qkv.device) if counters is None else counters
     attend_kernel[kv_heads, b, parts](
         qkv,
-        turns,
+        cos_sin,
         position,
         cache,
         out,
@@ -418,7 +418,7 @@ def is_short(cache: Tensor) -> bool:
     return fits and b * kv_heads <= MOST_SHORT_PROGRAMS
 
 
-def attend_short(qkv: Tensor, turns: Tensor, position: Tensor, cache: Tensor) -> Tensor:
+def attend_short(qkv: Tensor, cos_sin: Tensor, position: Tensor, cache: Tensor) -> Tensor:
     """Compute ``attend`` for a cache that ``is_short``.
 
     Raises:
@@ -429,7 +429,7 @@ def attend_short(qkv: Tensor, turns: Tensor, position: Tensor, cache: Tensor) ->
     out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
     attend_short_kernel[kv_heads, b](
         qkv,
-        turns,
+        cos_sin,
         position,
         cache,
         out,

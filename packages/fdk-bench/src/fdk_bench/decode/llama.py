@@ -68,13 +68,13 @@ class LlamaOps(Protocol):
         """Return ``silu(gate) * up``: ``[b, t, 2 * ffn]`` to ``[b, t, ffn]``."""
 
     def attend(
-        self, qkv: Tensor, turns: Tensor, positions: Tensor, cache: Tensor, heads: int
+        self, qkv: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, heads: int
     ) -> Tensor:
         """Add t tokens to the cache and attend: ``[b, t, heads * head_dim]``.
 
         Args:
             qkv: ``[b, t, (heads + 2 kv_heads) * head_dim]``.
-            turns: ``[2, length, head_dim]``, cosines and sines of every position.
+            cos_sin: ``[2, length, head_dim]``, cosines and sines of every position.
             positions: ``[t, int64]``, 0 to t-1, or one anywhere.
             cache: ``[2, b, kv_heads, length, head_dim]``, keys and values; written in place.
             heads: of q.
@@ -95,12 +95,12 @@ class TorchOps:
         return silu(gate) * up
 
     def attend(
-        self, qkv: Tensor, turns: Tensor, positions: Tensor, cache: Tensor, heads: int
+        self, qkv: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, heads: int
     ) -> Tensor:
         """See ``LlamaOps``."""
         b, t, _ = qkv.shape
         kv_heads, length, head_dim = cache.shape[2:]
-        turn = turns[:, positions]
+        turn = cos_sin[:, positions]
         split = [heads, kv_heads, kv_heads]
         q, k, v = qkv.view(b, t, -1, head_dim).transpose(1, 2).split(split, dim=1)
         q, k = rotate(q, turn), rotate(k, turn)
@@ -151,7 +151,7 @@ class TritonOps:
         return swiglu(gate_up)
 
     def attend(
-        self, qkv: Tensor, turns: Tensor, positions: Tensor, cache: Tensor, heads: int
+        self, qkv: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor, heads: int
     ) -> Tensor:
         """See ``LlamaOps``; attention within a prompt is torch's."""
         from fdk_bench.decode import attention
@@ -160,9 +160,9 @@ class TritonOps:
         b, t, _ = qkv.shape
         if t == 1:
             if attention.is_short(cache) and not self.crowded:
-                return attention.attend_short(qkv, turns, positions, cache)
-            return attention.attend(qkv, turns, positions, cache, counters=self.counters)
-        q = rotate_prompt(qkv, turns, cache, heads).transpose(1, 2)
+                return attention.attend_short(qkv, cos_sin, positions, cache)
+            return attention.attend(qkv, cos_sin, positions, cache, counters=self.counters)
+        q = rotate_prompt(qkv, cos_sin, cache, heads).transpose(1, 2)
         keys, values = cache[..., :t, :]
         y = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).reshape(b, t, -1)
@@ -226,7 +226,7 @@ class Block(nn.Module):
             self.gate_up = Concatenated(*mlp)
 
     def forward(
-        self, x: Tensor, added: Tensor, turns: Tensor, positions: Tensor, cache: Tensor
+        self, x: Tensor, added: Tensor, cos_sin: Tensor, positions: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Add t tokens to the cache; return two tensors whose sum is the block's output.
 
@@ -234,11 +234,11 @@ class Block(nn.Module):
 
         Args:
             x, added: ``[b, t, dim]``; their sum is the input.
-            turns, positions, cache: see ``LlamaOps.attend``.
+            cos_sin, positions, cache: see ``LlamaOps.attend``.
         """
         ops = self.ops
         x, h = ops.add_norm(x, added, self.attention_norm)
-        attended = ops.attend(self.qkv(h), turns, positions, cache, self.size.heads)
+        attended = ops.attend(self.qkv(h), cos_sin, positions, cache, self.size.heads)
         x, h = ops.add_norm(x, self.o(attended), self.mlp_norm)
         return x, self.down(ops.swiglu(self.gate_up(h)))
 
@@ -291,7 +291,7 @@ class Llama(nn.Module):
         size = self.size
         shape = (size.layers, 2, batch, size.kv_heads, length, size.head_dim)
         self.cache = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        self.turns = rotary_table(length, size.head_dim, self.device).to(self.dtype)
+        self.cos_sin = rotary_table(length, size.head_dim, self.device).to(self.dtype)
         self.nothing = torch.zeros(batch, 1, size.dim, device=self.device, dtype=self.dtype)
         self._prepare_ops()
 
@@ -306,7 +306,7 @@ class Llama(nn.Module):
         # Zeros made once: filling new ones took 3 us of a step on an H200.
         added = self.nothing.expand_as(x).contiguous()
         for block, cache in zip(self.blocks, self.cache, strict=True):
-            x, added = block(x, added, self.turns, positions, cache)
+            x, added = block(x, added, self.cos_sin, positions, cache)
         _, h = self.ops.add_norm(x[:, -1].contiguous(), added[:, -1].contiguous(), self.norm)
         logits: Tensor = self.lm_head(h)
         return logits

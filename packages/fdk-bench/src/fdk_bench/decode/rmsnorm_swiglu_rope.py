@@ -92,14 +92,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-# qkv   :: [b, t, (heads + 2 kv_heads) * head_dim, dtype]
-# turns :: [2, length, head_dim, dtype]
-# cache :: [2, b, kv_heads, length, head_dim, dtype]    keys, then values
-# q     :: [b, t, heads, head_dim, dtype]
+# qkv     :: [b, t, (heads + 2 kv_heads) * head_dim, dtype]
+# cos_sin :: [2, length, head_dim, dtype]
+# cache   :: [2, b, kv_heads, length, head_dim, dtype]    keys, then values
+# q       :: [b, t, heads, head_dim, dtype]
 @triton.jit  # type: ignore[untyped-decorator]
 def rotate_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
-    turns,
+    cos_sin,
     cache,
     q,
     tokens,
@@ -121,8 +121,8 @@ def rotate_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     partner = (channels + half) % HEAD_DIM
     qkv += row * (HEADS + 2 * KV_HEADS) * HEAD_DIM
     inside = heads < HEADS + 2 * KV_HEADS
-    cosine = tl.load(turns + token * HEAD_DIM + channels).to(tl.float32)
-    sine = tl.load(turns + (length + token) * HEAD_DIM + channels).to(tl.float32)
+    cosine = tl.load(cos_sin + token * HEAD_DIM + channels).to(tl.float32)
+    sine = tl.load(cos_sin + (length + token) * HEAD_DIM + channels).to(tl.float32)
     sine = tl.where(channels < half, -sine, sine)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -137,7 +137,7 @@ def rotate_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     tl.store(values, x, mask=(kv >= KV_HEADS) & inside)
 
 
-def rotate_prompt(qkv: Tensor, turns: Tensor, cache: Tensor, heads: int) -> Tensor:
+def rotate_prompt(qkv: Tensor, cos_sin: Tensor, cache: Tensor, heads: int) -> Tensor:
     """Rotate q and k of a whole prompt and write k and v to the cache.
 
     Returns:
@@ -148,7 +148,7 @@ def rotate_prompt(qkv: Tensor, turns: Tensor, cache: Tensor, heads: int) -> Tens
     q = qkv.new_empty(b, t, heads, head_dim)
     rotate_kernel[(b * t, triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))](
         qkv,
-        turns,
+        cos_sin,
         cache,
         q,
         t,

@@ -168,7 +168,9 @@ def accuracy_figure(frame: pd.DataFrame) -> Figure:
     baseline = frame["format"].isin(list(DTYPES))
     shown = frame[~baseline].sort_values("bits_per_weight")
     # Formats that differ only in their width are a series: kmeans3-g64, kmeans4-g64.
-    shown = shown.assign(series=[re.sub(r"^([a-z_]+)\d(?=-)", r"\1", t) for t in shown["label"]])
+    families = [re.sub(r"^([a-z_]+)\d(?=-)", r"\1", label) for label in shown["label"]]
+    pairs = zip(families, shown["label"], strict=True)
+    shown = shown.assign(series=[f if families.count(f) > 1 else label for f, label in pairs])
     names, dropped = most_measured(shown, "bits_per_weight", MOST_SERIES)
     figure, panels = _panels(["weight error (relative)", "loss of the output (1 - cosine)"], "{}")
     values = shown["weight_error"], (1 - shown["cosine_mean"]).clip(lower=SMALLEST_LOSS)

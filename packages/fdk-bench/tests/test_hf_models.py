@@ -224,7 +224,7 @@ def test_folder_compiled(hf_folder, tmp_path, monkeypatch):
     few += ["--backend", "reference", "-g", "32"]
     command = ["models", "--device", "cpu", *arguments, *few, "--out", out]
     done = CliRunner().invoke(app, list(map(str, command)))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (out / "models.jsonl").read_text().splitlines()]
     assert [(r["case"]["format"], r["case"]["batch"], r["case"]["compiled"]) for r in rows] == [

@@ -325,7 +325,7 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
     yield found
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 # torch's compiler calls what torch itself deprecates.

@@ -119,7 +119,7 @@ def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
             call = peer.prepare(case, 1).calls[0]
             for m in (1, 2, 3):
                 call(torch.ones(m, k).bfloat16())
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert compiled == set(itertools.product((1, 2, 3), (64, 128), (4, 2, 1)))
 
 

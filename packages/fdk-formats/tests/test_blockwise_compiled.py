@@ -35,7 +35,7 @@ def tensors(q):
 
 @pytest.mark.parametrize("quantise", QUANTISE.values(), ids=QUANTISE)
 def test_compile_fullgraph_without_recompiling_over_shapes(quantise):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(quantise, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (64, 31, 333):  # a single block would specialise the graph
@@ -61,7 +61,7 @@ def test_a_compiled_step_of_an_optimiser():
         mean = 0.9 * dequantise_blockwise(moment) + 0.1 * grad
         return mean.sign(), quantise_blockwise(mean)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     q = wanted = quantise_blockwise(torch.zeros(64, 3))
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_a_code_gets_no_gradient():
     def round_trip(x):
         return dequantise_blockwise(quantise_blockwise(x, code))
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     y = torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x)
     assert torch.equal(y, round_trip(x))
     assert not y.requires_grad

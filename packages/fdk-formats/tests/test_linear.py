@@ -307,7 +307,7 @@ def test_repr():
 def test_compile_fullgraph_without_recompiling_over_m():
     quantised = layer("affine3-g16")
     compiled = torch.compile(quantised, fullgraph=True, backend="aot_eager", dynamic=True)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (2, 3, 17):
             x = torch.randn(m, 64, requires_grad=True)

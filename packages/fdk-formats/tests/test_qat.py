@@ -150,7 +150,7 @@ def network():
 def test_compile_fullgraph_without_recompiling_over_m():
     model = network()
     expected = copy.deepcopy(model)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (2, 3, 17):

@@ -201,7 +201,7 @@ class _Checked:
 def _measure_shape(
     run: KernelRun, floor: Floor, n: int, k: int, on_step: Callable[[str], None]
 ) -> Iterator[KernelRow]:
-    torch._dynamo.reset()  # drops what was compiled for the last shape, which counts towards limits
+    torch.compiler.reset()  # code of the last shape counts towards limits
     inputs: dict[int, Tensor] = {}
     refused: dict[int, str] = {}
     for m in run.ms:

@@ -228,7 +228,7 @@ def measure(
 
 def release() -> None:
     """Free the memory of a model that is no longer needed, and its compiled code."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -261,7 +261,7 @@ def _measure_case(
     prompt = torch.randint(decoder.vocabulary, shape, device=device, generator=generator)
     if case.compiled:
         # Shapes are static: two variants for each batch size, and torch stops at 8 of a function.
-        torch._dynamo.reset()
+        torch.compiler.reset()
         decoder.compile_blocks()
     start = time.perf_counter()
     step = Step(decoder, first_tokens(decoder, prompt), case.context)

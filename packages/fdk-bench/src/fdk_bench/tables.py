@@ -262,7 +262,8 @@ def _kernel_line(record: Mapping[str, Any]) -> dict[str, Any]:
         **case,
         **values,
         **_machine(record),
-        "by": values["backend"] if _is_peer(case) else f"fdk {values['backend']}",
+        # A peer's values name its weight type too, which would split its series.
+        "by": case["backend"] if _is_peer(case) else f"fdk {values['backend']}",
         "shape": f"{case['n']} x {case['k']}",
         "size": case["n"] * case["k"],
         "operations": operations,

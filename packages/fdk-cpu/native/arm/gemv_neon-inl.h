@@ -1,4 +1,3 @@
-//
 // The GEMV and the dequantisation of NEON, over the values V of codes.
 //
 // V has: X, the type of x and of dequantised values; Value, 8 of these in registers; Table<bits>

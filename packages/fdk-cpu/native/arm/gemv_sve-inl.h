@@ -1,4 +1,3 @@
-//
 // The bf16 GEMV of SVE and SVE2 for 1, 2 and 4 bits, at any vector length. Other widths,
 // dequantisation and GEMM are those of NEON.
 //
@@ -180,7 +179,6 @@ struct SafeTile {
   }
 };
 
-//
 // Subtracts the zero points from the sums of a run of steps, scales them and adds them to the
 // result.
 //   scales, zeros: of rows of W (kM = 1), or of one row
@@ -334,8 +332,16 @@ void gemv_sve(const GemvTask& task, std::size_t begin, std::size_t end) {
 // The kernels of a set with the given lookups.
 template <class Lookup>
 inline constexpr LinearKernels kLinearSveWith = {
-    true,           &kNatural.order,  &kNatural.order,     kTileRows,           kNeonPanel,
-    kNeonPanelStep, gemv_sve<Lookup>, dequantise_neonbf16, gemm_panel_neonbf16, nullptr};
+    .x_is_bf16 = true,
+    .gemv_order = &kNatural.order,
+    .panel_order = &kNatural.order,
+    .panel = kNeonPanel,
+    .panel_step = kNeonPanelStep,
+    .gemv = gemv_sve<Lookup>,
+    .dequantise = dequantise_neonbf16,
+    .gemm_panel = gemm_panel_neonbf16,
+    .dgrad = nullptr,
+};
 
 }  // namespace
 }  // namespace fdk

@@ -1,4 +1,3 @@
-//
 // Looks up the int8 levels of the codes of a tile: NEON.
 //
 // 16 codes are looked up at a time (`tbl`). The even and the odd bytes of the layout's lanes belong

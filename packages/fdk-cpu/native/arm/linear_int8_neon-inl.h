@@ -1,4 +1,3 @@
-//
 // Products with 8-bit x: NEON, over Dot, which sums products of bytes.
 //
 // Levels are looked up 16 codes at a time. Sums of 4 lanes are added across 4 rows of W, or of x,

@@ -1,4 +1,3 @@
-//
 // Products of two and more rows of 8-bit x: NEON with I8MM (ARMv8.6; Neoverse V1, Apple M2).
 //
 // `smmla` multiplies 8 positions of two rows with 8 of two others: four sums of 8 products. Pairing

@@ -1,4 +1,3 @@
-//
 // The linear kernels of NEON for any 64-bit ARM: 4 float32 lanes.
 //
 // Up to 6 bits the bytes of a value are looked up separately, 16 codes at a time (`tbl`), and
@@ -158,15 +157,16 @@ constexpr int kPanelRows = 8;
 
 }  // namespace
 
-extern const LinearKernels kLinearNeon = {false,
-                                          &kOrders.pairs,
-                                          &kOrders.pairs,
-                                          kPanelRows,
-                                          2 * Neon::kLanes,
-                                          Neon::kLanes,
-                                          gemv_neon,
-                                          dequantise_rows<Products<false>>,
-                                          gemm_panel<Neon, kPanelRows>,
-                                          dgrad<Neon, 4>};
+extern const LinearKernels kLinearNeon = {
+    .x_is_bf16 = false,
+    .gemv_order = &kOrders.pairs,
+    .panel_order = &kOrders.pairs,
+    .panel = 2 * Neon::kLanes,
+    .panel_step = Neon::kLanes,
+    .gemv = gemv_neon,
+    .dequantise = dequantise_rows<Products<false>>,
+    .gemm_panel = gemm_panel<Neon, kPanelRows>,
+    .dgrad = dgrad<Neon, 4>,
+};
 
 }  // namespace fdk

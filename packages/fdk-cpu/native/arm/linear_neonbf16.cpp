@@ -1,4 +1,3 @@
-//
 // The linear kernels of NEON with BF16: products of pairs of bf16 summed in float32 (`bfdot`).
 //
 // Up to 6 bits the two bytes of a value are looked up separately, 16 codes at a time (`tbl`), and
@@ -160,7 +159,15 @@ void gemm_panel_neonbf16(const GemmPanelTask& task) {
 }
 
 extern const LinearKernels kLinearNeonBf16 = {
-    true,           &kNatural.order, &kNatural.order,     kTileRows,           kNeonPanel,
-    kNeonPanelStep, gemv_neonbf16,   dequantise_neonbf16, gemm_panel_neonbf16, nullptr};
+    .x_is_bf16 = true,
+    .gemv_order = &kNatural.order,
+    .panel_order = &kNatural.order,
+    .panel = kNeonPanel,
+    .panel_step = kNeonPanelStep,
+    .gemv = gemv_neonbf16,
+    .dequantise = dequantise_neonbf16,
+    .gemm_panel = gemm_panel_neonbf16,
+    .dgrad = nullptr,
+};
 
 }  // namespace fdk

@@ -10,10 +10,8 @@
 #include <sched.h>
 #endif
 
+#include "bench.h"
 #include "common/dispatch.h"
-#include "measure.h"
-#include "options.h"
-#include "record.h"
 
 namespace bench {
 namespace {

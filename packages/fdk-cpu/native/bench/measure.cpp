@@ -1,5 +1,3 @@
-#include "measure.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -9,6 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bench.h"
 #include "common/dispatch.h"
 #include "common/float_convert.h"
 #include "common/kernels.h"

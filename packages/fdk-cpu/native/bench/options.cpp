@@ -1,9 +1,7 @@
-#include "options.h"
-
 #include <cstdlib>
-#include <functional>
-#include <map>
 #include <stdexcept>
+
+#include "bench.h"
 
 namespace bench {
 namespace {
@@ -90,48 +88,45 @@ double seconds(const std::string& option, const std::string& text) {
 
 Options parse(int argc, char** argv) {
   Options o;
-  using Set = std::function<void(const std::string&, const std::string&)>;
-  const std::map<std::string, Set> setters{
-      {"--sizes", [&](auto& name, auto& text) { o.sizes = sizes(name, text); }},
-      {"--bits",
-       [&](auto& name, auto& text) { o.bits = numbers<int>(name, text, 1, 8, "1 to 8"); }},
-      {"--m",
-       [&](auto& name, auto& text) {
-         o.rows = numbers<std::size_t>(name, text, 1, 65536, "rows of x, 1 to 65536");
-       }},
-      {"--threads",
-       [&](auto& name, auto& text) {
-         o.threads = numbers<std::size_t>(name, text, 1, 256, "threads, 1 to 256");
-       }},
-      {"--group",
-       [&](auto& name, auto& text) {
-         o.group = number(name, text, 1, kMaxSize, "the positions of a group");
-       }},
-      {"--dtype", [&](auto& name, auto& text) { o.activation = activation(name, text); }},
-      {"--activations", [&](auto& name, auto& text) { o.int8 = is_int8(name, text); }},
-      {"--isa", [&](auto&, auto& text) { o.isas = split(text, ','); }},
-      {"--cores", [&](auto& name, auto& text) { o.cores = mask(name, text); }},
-      {"--seconds", [&](auto& name, auto& text) { o.seconds = seconds(name, text); }},
-      {"--rotate-mb",
-       [&](auto& name, auto& text) {
-         o.rotate_bytes = number(name, text, 1, 65536, "MiB, 1 to 65536") << 20;
-       }},
-      {"--out", [&](auto&, auto& text) { o.out = text; }},
-      {"--device", [&](auto&, auto& text) { o.device = text; }},
-      {"--commit", [&](auto&, auto& text) { o.commit = text; }},
-  };
   for (int i = 1; i < argc; i++) {
     const std::string name = argv[i];
     if (name == "--zero-points") {
       o.zero_points = true;
       continue;
     }
-    const auto setter = setters.find(name);
-    if (setter == setters.end()) {
+    if (i + 1 == argc) throw std::invalid_argument(name + ": wanted a value, got none");
+    const std::string text = argv[++i];
+    if (name == "--sizes") {
+      o.sizes = sizes(name, text);
+    } else if (name == "--bits") {
+      o.bits = numbers<int>(name, text, 1, 8, "1 to 8");
+    } else if (name == "--m") {
+      o.rows = numbers<std::size_t>(name, text, 1, 65536, "rows of x, 1 to 65536");
+    } else if (name == "--threads") {
+      o.threads = numbers<std::size_t>(name, text, 1, 256, "threads, 1 to 256");
+    } else if (name == "--group") {
+      o.group = number(name, text, 1, kMaxSize, "the positions of a group");
+    } else if (name == "--dtype") {
+      o.activation = activation(name, text);
+    } else if (name == "--activations") {
+      o.int8 = is_int8(name, text);
+    } else if (name == "--isa") {
+      o.isas = split(text, ',');
+    } else if (name == "--cores") {
+      o.cores = mask(name, text);
+    } else if (name == "--seconds") {
+      o.seconds = seconds(name, text);
+    } else if (name == "--rotate-mb") {
+      o.rotate_bytes = number(name, text, 1, 65536, "MiB, 1 to 65536") << 20;
+    } else if (name == "--out") {
+      o.out = text;
+    } else if (name == "--device") {
+      o.device = text;
+    } else if (name == "--commit") {
+      o.commit = text;
+    } else {
       throw std::invalid_argument("unknown option " + name + " (--help lists them)");
     }
-    if (i + 1 == argc) throw std::invalid_argument(name + ": wanted a value, got none");
-    setter->second(name, argv[++i]);
   }
   return o;
 }

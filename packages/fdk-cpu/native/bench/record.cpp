@@ -1,5 +1,3 @@
-#include "record.h"
-
 #include <cmath>
 #include <cstdio>
 #include <ctime>
@@ -7,6 +5,8 @@
 #if defined(__linux__)
 #include <sys/utsname.h>
 #endif
+
+#include "bench.h"
 
 namespace bench {
 namespace {

@@ -1,4 +1,3 @@
-//
 // Splits a row into blocks and scales them.
 //
 // The arithmetic follows bitsandbytes' torch backend step by step, because every rounding changes

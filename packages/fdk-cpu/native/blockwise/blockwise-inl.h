@@ -1,4 +1,3 @@
-//
 // The blockwise kernels over the vector operations V of an instruction set.
 //
 // V has kLanes float32 lanes: Float; Codes, as many 32-bit integers; Table16, 16 floats that are

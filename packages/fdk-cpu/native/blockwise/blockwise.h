@@ -1,4 +1,3 @@
-//
 // Blockwise quantisation: n values in blocks that share an absmax, with codes of 8 or 4 bits. The
 // bytes are those of the torch kernels of fdk_formats.
 //
@@ -30,7 +29,6 @@ struct NearestCode {
   std::vector<std::uint32_t> keys;
 };
 
-//
 // code  :: [entries], the value of each code
 // order :: [entries], the codes from the lowest value to the highest
 NearestCode nearest_code_of(const float* code, const std::uint8_t* order, std::size_t entries);

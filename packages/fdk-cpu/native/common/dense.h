@@ -1,4 +1,3 @@
-//
 // y = x @ W.T with weights that are not quantised: the baseline of the kernels in linear.h.
 //
 //   x :: [m, k]    w :: [n, k]    y :: [m, n]    all bf16 or all float32, summed in float32

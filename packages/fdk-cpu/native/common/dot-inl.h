@@ -1,4 +1,3 @@
-//
 // Dot products over the vector operations V of an instruction set.
 //
 // V has, for kLanes values at a time: Sum, zero, add, sum, and add_products<kType>(sum, x, w),

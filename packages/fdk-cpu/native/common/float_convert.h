@@ -1,4 +1,3 @@
-//
 // Conversions between bf16, fp16, e8m0 and float32, in plain C++.
 //
 // They have internal linkage: the linker must not use a copy that was compiled for AVX-512 in code

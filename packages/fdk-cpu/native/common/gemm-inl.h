@@ -10,7 +10,6 @@
 namespace fdk {
 namespace {
 
-//
 // y[row][panel] += w[row][depth] * x[depth][panel] for kRows rows of w and kVectors vectors of x.
 //
 // A block is summed by itself before it is added to y: the error grows with the number of blocks

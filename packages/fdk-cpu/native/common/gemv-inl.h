@@ -1,4 +1,3 @@
-//
 // The float32 GEMV of an instruction set and its dequantisation, over its vector operations V.
 //
 // V has: Float, kLanes, load, store, set1, zero, fma, sub, mul, sum, prefetch; load4 and load4_u8

@@ -40,12 +40,11 @@ struct Prefetcher {
 // Rows of x that one call of a GEMV kernel multiplies, unless LinearKernels::gemv_rows says more.
 inline constexpr std::size_t kMaxGemvRows = 4;
 
-//
+// The operands of a GEMV:
 //   x      :: [m][tiles * kTileK]   float32 or bf16, in the kernel's order
-//   x_sums :: [m][tiles][4][16]     for bf16 kernels with zero points, else null: sums of pairs of
-//   x
-//             over each run of 32-position steps that share a group, stored at the first step of
-//             the run; a run is one step unless m = 1
+//   x_sums :: [m][tiles][4][16]     for bf16 kernels with zero points, else null: sums of pairs
+//             of x over each run of 32-position steps that share a group, stored at the first step
+//             of the run; a run is one step unless m = 1
 //   y      :: [m][y_stride]         float32, at least 4 * stripes a row
 struct GemvTask {
   const Weight* weight;
@@ -76,7 +75,7 @@ inline constexpr std::size_t kMaxPanel = 32;
 // The depth of a panel is a multiple of this: positions of w that a kernel loads at once.
 inline constexpr std::size_t kPanelDepth = 32;
 
-//
+// The operands of a GEMM with one panel:
 //   w :: [rows][stride]               dequantised, float32 or bf16, `depth` positions
 //   x :: [depth / unit][panel][unit]  one panel; unit is 1 for float32 and 2 (a pair) for bf16
 //   y :: [rows][panel]                float32, accumulated
@@ -97,7 +96,7 @@ struct GemmPanelTask {
 // partly empty panel, unless DispatchThresholds::max_rest says more.
 inline constexpr std::size_t kMaxRest = 3;
 
-//
+// The operands of a GEMM of one stripe with the rest rows:
 //   w :: [kTileRows][stride]   tiles of a stripe, dequantised to bf16, `depth` positions
 //   x :: [m][x_stride]         bf16, in panel_order
 //   y :: [m][y_stride]         float32; kTileRows values of each row are accumulated
@@ -110,6 +109,7 @@ struct GemmStripeTask {
   std::size_t y_stride;
 };
 
+// The operands of a GEMM of several stripes:
 //   x :: [m][x_stride]         bf16, in panel_order
 //   y :: [m][y_stride]         float32, at least 4 * stripes a row
 struct GemmStripesTask {
@@ -120,7 +120,6 @@ struct GemmStripesTask {
   std::size_t y_stride;
 };
 
-//
 // y[lane][row] = products[row][lane] + bias[row], rounded, for a block of W_hat and one panel.
 //   products :: [rows][panel]   float32; rows is `outputs` rounded up to a multiple of kTileRows
 //   bias     :: [outputs], or null; y :: [lanes][stride], both in the dtype of the activations
@@ -145,7 +144,7 @@ struct DgradTask {
 // Position p of a tile in the kernel's order is position order[p] of the tile in memory order.
 using Order = std::uint8_t[kTileK];
 
-//
+// The operands of the second pass of a GEMV:
 //   prepared :: what TwoPassGemv::prepare made of x
 //   y        :: [4 * stripes], float32: those of stripes [begin, end) are written
 struct TwoPassTask {
@@ -177,9 +176,9 @@ struct DgradPanels {
   std::size_t panel;  // width: positions of W_hat
   // Size of a block of W_hat, 512 KiB as panels of pairs. block_rows is a multiple of kPanelDepth.
   std::size_t block_rows, block_tiles;
-  // Dequantises tiles [begin, end) of stripes [first, last) to bf16 panels [positions / panel][rows
-  // / 2][panel][2], `step` values apart. The kernel chooses the order of the positions within a
-  // panel.
+  // Dequantises tiles [begin, end) of stripes [first, last) to bf16 panels
+  // [positions / panel][rows / 2][panel][2], `step` values apart. The kernel chooses the order of
+  // the positions within a panel.
   void (*dequantise_pairs)(const Weight&, std::size_t first, std::size_t last, std::size_t begin,
                            std::size_t end, std::uint16_t* panels, std::size_t step);
   // Rounds one row of a panel's products, [panel] float32, to bf16 in memory order.
@@ -190,7 +189,6 @@ struct LinearKernels {
   bool x_is_bf16;
   const Order* gemv_order;
   const Order* panel_order;  // of dequantise, gemm_panel and dgrad
-  std::size_t rows;          // of w that suit one call of gemm_panel; a multiple of kTileRows
   std::size_t panel;         // widest panel
   std::size_t panel_step;    // a panel is a multiple of this
   // Computes y = x @ W_hat.T for stripes [begin, end), m up to gemv_rows.

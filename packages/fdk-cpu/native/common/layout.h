@@ -1,4 +1,3 @@
-//
 // The packed layout, the same for every instruction set.
 //
 // A weight [n, k] is cut into stripes of kTileRows rows, and a stripe into tiles of kTileK

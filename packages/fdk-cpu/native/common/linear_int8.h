@@ -1,4 +1,3 @@
-//
 // Products with x rounded to 8 bits, as defined by fdk_formats.int8.
 //
 // x is rounded per tile: 128 int8 codes and one scale, the tile's absmax / 127. The values of a
@@ -31,7 +30,6 @@ struct Int8Table {
 // The table of codebook :: [2^bits], the same as fdk_formats.int8.int8_table.
 Int8Table int8_table_of(const float* codebook, int bits);
 
-//
 // y = x_hat @ W_hat.T + bias, as fdk_formats.int8.int8_linear; `table` is null for affine formats.
 //
 // x    :: [m, k, activation]
@@ -72,7 +70,7 @@ static inline TileRounding rounding_of(float largest) {
   return {false, kMaxXCode / largest, largest / kMaxXCode};
 }
 
-//
+// The operands of a GEMV with int8 x:
 //   x        :: [m][tiles][kTileK]         int8, in the kernel's order; for kernels that take pairs
 //               [ceil(m / 2)][tiles][kTileK / kPairRun][2][kPairRun], zeros after an odd last row
 //   x_scales :: [m][tiles]                 times the step of the table
@@ -80,8 +78,8 @@ static inline TileRounding rounding_of(float largest) {
 //   y        :: [m][y_stride]              float32; its first column is the first row of `begin`
 struct Int8Task {
   const Weight* weight;  // without its float table
-  const std::uint8_t*
-      levels;    // [kMaxLevels], int8 or uint8; the first 2^bits are repeated to the end
+  // [kMaxLevels], int8 or uint8; the first 2^bits are repeated to the end.
+  const std::uint8_t* levels;
   float centre;  // added to zero points, or used instead of them
   const std::int8_t* x;
   const float* x_scales;

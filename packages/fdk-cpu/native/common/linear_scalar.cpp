@@ -93,7 +93,16 @@ constexpr Orders kOrders = make_orders();
 
 }  // namespace
 
-extern const LinearKernels kLinearScalar = {false, &kOrders.natural, &kOrders.natural, 8,    8, 1,
-                                            gemv,  dequantise,       gemm_panel,       dgrad};
+extern const LinearKernels kLinearScalar = {
+    .x_is_bf16 = false,
+    .gemv_order = &kOrders.natural,
+    .panel_order = &kOrders.natural,
+    .panel = 8,
+    .panel_step = 1,
+    .gemv = gemv,
+    .dequantise = dequantise,
+    .gemm_panel = gemm_panel,
+    .dgrad = dgrad,
+};
 
 }  // namespace fdk

@@ -1,4 +1,3 @@
-//
 // Unrolled loops over registers, loops over the tiles of a stripe, and sizes as constants.
 //
 // Headers named -inl.h are compiled once per instruction set, with its flags. Everything in them is

@@ -1,4 +1,3 @@
-//
 // A thread pool for parallel loops, in which the caller works too.
 //
 // It is not OpenMP: two OpenMP runtimes in one process fight for cores, phones' compilers lack it,

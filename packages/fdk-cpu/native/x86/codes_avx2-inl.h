@@ -1,4 +1,3 @@
-//
 // Unpacks codes to indices of 16-entry byte tables, and looks up 16-bit values: AVX2.
 //
 // `vpshufb` looks up 32 bytes at once in a table of 16. The low and high bytes of 16-bit values are

@@ -1,4 +1,3 @@
-//
 // The GEMM of a block of W_hat with panels of x in AMX tiles. It is a template over the tiles, so
 // that a test runs it on any machine.
 //

@@ -37,7 +37,6 @@ struct PanelPrefetch {
   FDK_INLINE void next_part() { next += part_step; }
 };
 
-//
 // y[row][panel] += w[row][depth] * x[depth / 2][panel][2], for kVectors registers of 16 lanes of
 // the panel and, if kHalf, 8 more lanes.
 //
@@ -120,7 +119,7 @@ void panel_rows(const GemmPanelTask& task, std::size_t row) {
 
 template <int kVectors, bool kHalf>
 FDK_INLINE void panel_all(const GemmPanelTask& task) {
-  constexpr int kRows = int(kAvx512Bf16PanelRows), kFew = int(kTileRows);
+  constexpr int kRows = 8, kFew = int(kTileRows);
   static_assert(kRows == 2 * kFew);  // assumed by PanelPrefetch
   const bool prefetch = task.next != nullptr;
   std::size_t row = 0;

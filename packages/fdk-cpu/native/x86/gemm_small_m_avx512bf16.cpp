@@ -1,4 +1,3 @@
-//
 // The GEMM for small m: each code is decoded once for up to six rows of x: AVX-512 BF16.
 //
 // Zen 4 starts one 512-bit vdpbf16ps per cycle on its two multiplying pipes, and a vpermw or shift

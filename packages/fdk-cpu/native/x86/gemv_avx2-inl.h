@@ -1,4 +1,3 @@
-//
 // The GEMV for one row of x and codes of 4 to 8 bits: AVX2.
 //
 // Up to 7 bits, values that fit bf16, as for any codebook with bf16 activations, are looked up as

@@ -1,4 +1,3 @@
-//
 // The GEMV of AVX-512 with BF16 and VBMI: bf16 activations, products of pairs summed in float32.
 //
 // Values before scaling are exact in bf16 (a codebook rounded to bf16, or codes below 256), and so
@@ -18,7 +17,6 @@
 namespace fdk {
 namespace {
 
-//
 // The values of a tile in bf16, row by row, for one row of x.
 //
 // Rows are decoded one by one except at 3 bits, where that would take two broadcasts, two shifts

@@ -1,4 +1,3 @@
-//
 // The GEMV for one row of bf16 x in 16-bit integers: AVX2.
 //
 // The values of the codebook must be integer multiples of a power of two. x is rounded to integers

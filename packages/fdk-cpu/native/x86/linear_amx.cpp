@@ -51,7 +51,6 @@ extern const LinearKernels kLinearAmx = {
     .x_is_bf16 = true,
     .gemv_order = &kAvx512Bf16Orders.natural,
     .panel_order = &kAvx512Bf16Orders.natural,
-    .rows = AmxPanel<Tiles, true>::kStep,
     .panel = 2 * kAmxLanes,
     .panel_step = kAmxLanes,
     .gemv = gemv_avx512bf16,

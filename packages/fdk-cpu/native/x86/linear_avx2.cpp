@@ -157,10 +157,18 @@ void gemv_rows(const GemvTask& task, std::size_t begin, std::size_t end) {
 }
 
 constexpr LinearKernels kernels_with(const TwoPassGemv* two_pass) {
-  return {false,          &kOrders.pairs,   &kOrders.pairs,
-          kPanelRows,     2 * Avx2::kLanes, Avx2::kLanes,
-          gemv_rows,      dequantise<Avx2>, gemm_panel<Avx2, kPanelRows>,
-          dgrad<Avx2, 4>, two_pass};
+  return {
+      .x_is_bf16 = false,
+      .gemv_order = &kOrders.pairs,
+      .panel_order = &kOrders.pairs,
+      .panel = 2 * Avx2::kLanes,
+      .panel_step = Avx2::kLanes,
+      .gemv = gemv_rows,
+      .dequantise = dequantise<Avx2>,
+      .gemm_panel = gemm_panel<Avx2, kPanelRows>,
+      .dgrad = dgrad<Avx2, 4>,
+      .two_pass = two_pass,
+  };
 }
 
 }  // namespace

@@ -103,9 +103,15 @@ constexpr int kPanelRows = 12;
 }  // namespace
 
 extern const LinearKernels kLinearAvx512 = {
-    false,           &kOrders.pairs,     &kOrders.pairs,
-    kPanelRows,      2 * Avx512::kLanes, Avx512::kLanes,
-    gemv<Avx512>,    dequantise<Avx512>, gemm_panel<Avx512, kPanelRows>,
-    dgrad<Avx512, 8>};
+    .x_is_bf16 = false,
+    .gemv_order = &kOrders.pairs,
+    .panel_order = &kOrders.pairs,
+    .panel = 2 * Avx512::kLanes,
+    .panel_step = Avx512::kLanes,
+    .gemv = gemv<Avx512>,
+    .dequantise = dequantise<Avx512>,
+    .gemm_panel = gemm_panel<Avx512, kPanelRows>,
+    .dgrad = dgrad<Avx512, 8>,
+};
 
 }  // namespace fdk

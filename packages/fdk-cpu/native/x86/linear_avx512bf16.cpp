@@ -20,7 +20,6 @@ extern const LinearKernels kLinearAvx512Bf16 = {
     .x_is_bf16 = true,
     .gemv_order = &kAvx512Bf16Orders.natural,
     .panel_order = &kAvx512Bf16Orders.natural,
-    .rows = kAvx512Bf16PanelRows,
     .panel = 32,
     .panel_step = 8,
     .gemv = gemv_avx512bf16,

@@ -8,10 +8,8 @@
 
 namespace fdk {
 
-// Rows of x that gemm_small_m_avx512bf16 multiplies at once, and rows of w that suit
-// gemm_panel_avx512bf16.
+// Rows of x that gemm_small_m_avx512bf16 multiplies at once.
 inline constexpr std::size_t kAvx512Bf16GemvRows = 6;
-inline constexpr std::size_t kAvx512Bf16PanelRows = 8;
 // LinearKernels::block_rows and block_bytes: 256 KiB of W_hat and 128 KiB of x per panel fit an L2
 // of 1 MiB and more. A row of y gets whole cache lines from each block.
 inline constexpr std::size_t kAvx512Bf16BlockRows = 64, kAvx512Bf16BlockBytes = 4096;

@@ -1,4 +1,3 @@
-//
 // Products with 8-bit x: AVX2.
 //
 // Levels are looked up 32 codes at a time (`vpshufb`, a tree of them above 4 bits). A product is

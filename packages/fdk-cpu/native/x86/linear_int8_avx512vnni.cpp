@@ -1,4 +1,3 @@
-//
 // Products with 8-bit x: AVX-512 with VBMI and VNNI.
 //
 // Levels are looked up 64 at a time, and `vpdpbusd` adds their products with four codes of x to one
@@ -17,7 +16,6 @@
 namespace fdk {
 namespace {
 
-//
 // Lookup of levels. The level of a code is one byte, level + 128, looked up 64 codes at a time
 // (`vpermb`). The bytes of the layout's 16-bit lanes are 64 positions apart, so the codes are split
 // first: the lower half of a register gets the low bytes, the upper half the high ones, and no

@@ -1,4 +1,3 @@
-//
 // The lookup-table GEMV for codes of 1 and 2 bits: AVX2.
 //
 // `vpshufb` looks up 16 rows in one table, the low and the high bytes of the sums separately, so

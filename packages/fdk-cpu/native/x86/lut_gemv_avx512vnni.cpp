@@ -1,4 +1,3 @@
-//
 // The lookup-table GEMV for codes of 1 and 2 bits: AVX-512 with VBMI and VNNI, 16 rows at a time.
 //
 // The integers of lut_gemv_x86-inl.h are looked up as two bytes, 255 high + low (`vpermb`, 4 tables

@@ -1,4 +1,3 @@
-//
 // The lookup-table GEMV for codes of 1 and 2 bits: what AVX2 and AVX-512 have in common.
 //
 // After T-MAC (Wei et al., 2024): four bits of a row are the codes of 4 or 2 positions. The 16 sums

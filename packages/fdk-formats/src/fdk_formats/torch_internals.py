@@ -16,6 +16,7 @@ Elsewhere:
 
 - ``torch.autograd.forward_ad._current_level``: at least 0 in forward mode.
 - ``Tensor._version``: number of in-place changes of a tensor.
+- ``torch._inductor.config``: options of torch.compile for a measurement.
 
 Layouts and layers also use what ``nn.Module`` offers its subclasses under a leading underscore.
 They override ``_apply``, ``_save_to_state_dict`` and ``_load_from_state_dict``, because hooks can
@@ -93,6 +94,13 @@ def in_place_version(tensor: Tensor) -> object:
     if torch.compiler.is_compiling() or tensor.is_inference():
         return None
     return getattr(tensor, "_version", object())
+
+
+def inductor_config() -> Any:
+    """Returns the options of torch.compile's inductor, whose import takes a second."""
+    from torch._inductor import config
+
+    return config
 
 
 def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:

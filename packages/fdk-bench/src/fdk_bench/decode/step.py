@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fdk_bench.decode.llama import has_kernels
+from fdk_formats.torch_internals import inductor_config
 
 WARM_STEPS = 4
 
@@ -120,8 +121,7 @@ def step_seconds(
 @contextmanager
 def dependent_launches() -> Iterator[None]:
     """Let torch's compiler use PDL on Hopper while the context is open; every model gets it."""
-    from torch._inductor import config
-
+    config = inductor_config()
     if not hasattr(config.triton, "enable_pdl"):
         yield
         return

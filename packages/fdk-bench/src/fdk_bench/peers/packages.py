@@ -40,7 +40,7 @@ WORD_BITS, TYPE_OF_16_BITS, STORED_BITS = 32, 100, 4
 
 
 class TinyGemm(Peer):
-    """``torch._weight_int4pack_mm``: integer codes with bf16 scales and zero points."""
+    """``aten::_weight_int4pack_mm``: integer codes with bf16 scales and zero points."""
 
     name = "tinygemm"
     note = "integer grid with zero points"
@@ -61,7 +61,7 @@ class TinyGemm(Peer):
 
 
 class Int4PackCpu(Peer):
-    """``torch._weight_int4pack_mm_for_cpu``."""
+    """``aten::_weight_int4pack_mm_for_cpu``."""
 
     name = "int4pack"
     note = "integer grid with zero points"

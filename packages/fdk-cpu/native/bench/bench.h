@@ -1,4 +1,4 @@
-// The options of the benchmark executable, and the cases that they give.
+// The benchmark executable: its options, the cases that they give, their times and their records.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,10 @@ struct Options {
   std::string device, commit;
 };
 
+// Throws std::invalid_argument with what was wanted and what came.
+Options parse(int argc, char** argv);
+std::string usage();
+
 // The sizes of a product and how it is run.
 struct Case {
   Size size;
@@ -38,8 +42,24 @@ struct Case {
   std::string isa;
 };
 
-// Throws std::invalid_argument with what was wanted and what came.
-Options parse(int argc, char** argv);
-std::string usage();
+struct Times {
+  double nrmse, min_us, median_us, read_gb_s;
+  std::size_t nbytes, runs;
+};
+
+// Throws std::runtime_error if the result differs from that of the scalar kernels.
+Times measure(const Options& options, const Case& c);
+
+struct Facts {
+  std::string started, command, device, commit, platform;
+};
+
+Facts facts_of(const Options& options, int argc, char** argv);
+std::string format_of(const Options& options, const Case& c);
+
+// A row of JSON in the format of fdk-bench: benchmark, case, values, error, then the machine.
+// `times` is null if the case failed.
+std::string row_of(const Options& options, const Facts& facts, const Case& c, const Times* times,
+                   const std::string& error);
 
 }  // namespace bench

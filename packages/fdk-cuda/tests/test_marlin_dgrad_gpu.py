@@ -55,7 +55,7 @@ def test_every_plan(format: str) -> None:
     """Each tile and split gives the same answer, on few SMs too."""
     n, k, m, dtype = 1000, 1152, 150, torch.bfloat16
     q, layout = pack(format, n, k, dtype)
-    dy = random_x(m, n, dtype)
+    dy = random_x(m, n, dtype=dtype)
     oracle = dy.double() @ q.dequantise(dtype).double()
     seen = set()
     for device in (FEW_HOPPER, device_limits(0)):
@@ -91,7 +91,7 @@ def test_grids_are_computed(last_code: int, scale_dtype: str) -> None:
         x = torch.eye(640, dtype=dtype, device="cuda", requires_grad=True)
         y = layout(x)
         assert torch.equal(y, q.dequantise(dtype).T)
-        dy = random_x(640, 200, dtype)
+        dy = random_x(640, 200, dtype=dtype)
         y.backward(dy)
         assert x.grad is not None
         oracle = dy.double() @ q.dequantise(dtype).double()

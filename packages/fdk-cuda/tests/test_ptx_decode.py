@@ -172,28 +172,17 @@ def check(bits: int, affine: bool, shared: bool, which: int) -> None:
                     assert (registers[f"${p * units // 2 + i}"] == wanted).all(), (count, first, p)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize(
+    ("bits", "affine", "shared"),
+    [
+        *((bits, False, True) for bits in range(1, 9)),
+        *((bits, False, False) for bits in range(1, 6)),  # values in registers
+        *((bits, True, True) for bits in range(1, 8)),
+    ],
+)
 @pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
-def test_assembly(bits: int, which: int) -> None:
-    check(bits, affine=False, shared=True, which=which)
-
-
-@pytest.mark.parametrize("bits", range(1, 6))
-@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
-def test_assembly_in_registers(bits: int, which: int) -> None:
-    check(bits, affine=False, shared=False, which=which)
-
-
-@pytest.mark.parametrize("bits", [1, 3])
-@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
-def test_assembly_of_affine_codes(bits: int, which: int) -> None:
-    check(bits, affine=True, shared=True, which=which)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 5, 6, 7])
-@pytest.mark.parametrize("which", [0, 1], ids=["bf16", "fp16"])
-def test_assembly_without_a_table(bits: int, which: int) -> None:
-    check(bits, affine=True, shared=True, which=which)
+def test_assembly(bits: int, affine: bool, shared: bool, which: int) -> None:
+    check(bits, affine=affine, shared=shared, which=which)
 
 
 @pytest.mark.parametrize("threads", [32, 128, 256, 512])

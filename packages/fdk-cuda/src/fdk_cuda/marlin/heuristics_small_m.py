@@ -265,7 +265,7 @@ def plan_of_shape(
 def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     """Returns how many warps find enough registers: 16 leave 128 to a thread, 12 168, 8 255.
 
-    The rules are measured: test_marlin_kernels.py checks that no instantiation spills.
+    The rules are measured: test_instantiations.py checks that no instantiation spills.
     """
     bits = variant.bits
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32

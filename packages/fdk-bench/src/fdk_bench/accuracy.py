@@ -1,4 +1,4 @@
-"""Formats against the error of weights and layers, and the change of a model's output."""
+"""Accuracy of formats: error of weights and layers, and change of the model's output."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ from fdk_formats.model import DEFAULT_SKIP
 BASELINE = "bf16"
 # A pooler's output is no part of a mean-pooled embedding; an output head is often the embedding.
 SKIP_POOLER_AND_HEAD = rf"pooler|{DEFAULT_SKIP}"
-# By width; a group size is added where none is named.
+# Default format per width; the group size is added where a format names none.
 DEFAULT_FORMATS = (
     BASELINE,
     *("kmeans8", "int8", "uniform8", "affine8"),
@@ -44,14 +44,14 @@ See = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class AccuracyCase:
-    """A format of a model.
+    """A model in one format.
 
     Attributes:
         format: a format's short form, or ``BASELINE``.
         model: its name.
-        backend: that computes the outputs.
+        backend: the backend that computes the outputs.
         skip: regular expression of layers that stay as they are.
-        sentences: whose outputs are compared, how many.
+        sentences: number of sentences whose outputs are compared.
         calibration: name of the text whose second moments weighed the error; empty for none.
         device, dtype: of the model.
     """
@@ -76,11 +76,11 @@ class AccuracyCase:
 
 @dataclass(frozen=True)
 class AccuracyValues:
-    """Cost and loss of a format.
+    """Size and error of a model in one format.
 
     Attributes:
         layers: linear layers quantised.
-        weights: in them.
+        weights: number of weights in those layers.
         bits_per_weight: codes, scales and zero points over weights.
         nbytes: of all stored tensors, codebooks included.
         file_bytes: size of the file of the quantised layers.
@@ -89,8 +89,8 @@ class AccuracyValues:
             layer, root mean square over layers.
         cosine_mean: cosine similarity of quantised and original embedding, mean over sentences.
         cosine_min: the same for the sentence that changed most.
-        seconds: to quantise.
-        backends: that computed the embeddings; ``torch`` for the baseline.
+        seconds: time to quantise.
+        backends: the backends that computed the embeddings; ``torch`` for the baseline.
         divergence: Kullback-Leibler divergence of the next token's distribution from the
             original's in nats, mean over tokens; None for a model without an output head.
     """
@@ -111,7 +111,7 @@ class AccuracyValues:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer in one format; see ``AccuracyCase``."""
+    """A layer in one format; see ``AccuracyCase``."""
 
     format: str
     model: str
@@ -128,7 +128,7 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class LayerValues:
-    """Loss of one layer; ``output_error`` is None where the sentences do not reach it."""
+    """Error of one layer; ``output_error`` is None where the sentences do not reach it."""
 
     n: int
     k: int
@@ -143,7 +143,7 @@ LayerRow = Row[LayerCase, LayerValues]
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """A text that a model is run over: names of its files, and the paragraphs of all."""
+    """Calibration text: the names of its files, and their paragraphs."""
 
     name: str
     paragraphs: Sequence[str]
@@ -164,13 +164,13 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, its layers that are quantised, and what it computes before that.
+    """A model, the layers to quantise, and its outputs before quantisation.
 
     Attributes:
         model: the model.
         skip: regular expression of layers that stay as they are.
-        layers: the others, by name.
-        sentences: whose outputs are compared.
+        layers: the layers to quantise, by name.
+        sentences: the sentences whose outputs are compared.
         embeddings: of the sentences, ``[sentences, hidden]``.
         rows: inputs of each layer, ``[rows, k]``.
         next_tokens: log probabilities ``[tokens, vocabulary]``; None without an output head.
@@ -197,7 +197,7 @@ def parse_formats(texts: Sequence[str], group_size: str = "64") -> list[str]:
 
 
 def takes_importance(format: str) -> bool:
-    """Tell whether fitting a format has a choice that importance can weigh."""
+    """Return whether importance can change the codes of a format."""
     if format == BASELINE:
         return False
     parsed = Format.parse(format)
@@ -253,12 +253,12 @@ def measure_formats(
     on_layer: Callable[[str], None] = lambda name: None,
     on_layers: Callable[[Sequence[LayerRow]], None] = lambda rows: None,
 ) -> Iterator[AccuracyRow]:
-    """Measure one format after another; one that fails gives a row with its error.
+    """Measure each format in turn; a format that fails yields a row with its error.
 
     Args:
         subject: the model.
         formats: short forms.
-        backend: that computes the outputs.
+        backend: the backend that computes the outputs.
         on_layer: called with the format after each layer that was quantised.
         on_layers: called with the rows of the layers before the row of a format.
     """
@@ -297,12 +297,12 @@ def measure(
     *,
     weighed: bool = False,
 ) -> tuple[AccuracyValues, dict[str, LayerValues]]:
-    """Quantise every layer to ``format`` and measure the whole and each layer.
+    """Quantise every layer to ``format``; measure the model and each layer.
 
     Args:
         subject: the model.
         format: short form, or ``BASELINE``.
-        backend: that computes the outputs.
+        backend: the backend that computes the outputs.
         on_layer: called after each layer.
         weighed: whether errors count by the importance of their inputs.
     """
@@ -358,7 +358,7 @@ def with_layers(subject: Subject, layers: Mapping[str, nn.Module]) -> nn.Module:
 def layer_of(weight: QuantisedTensor | Tensor, linear: nn.Linear, backend: str) -> nn.Module:
     """Return a layer with the stored weight and the bias of ``linear``, in its dtype.
 
-    ``auto`` is the backend that fdk_formats chooses, and the reference where none takes the layer.
+    ``auto`` is the backend that fdk_formats chooses, or the reference if none supports the layer.
     """
     if isinstance(weight, Tensor):
         rounded = copy.deepcopy(linear)
@@ -506,7 +506,7 @@ def _hooked(layers: Mapping[str, nn.Linear], mask: Tensor, see: See) -> Iterator
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def given(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0]
-            # Padding is no text. Rows that are not one per token (a pooler's) have none.
+            # Skip padding. Inputs without a row per token (a pooler's) have no padding.
             see(name, x[mask.bool()] if x.shape[:-1] == mask.shape else x.flatten(0, -2))
 
         return given

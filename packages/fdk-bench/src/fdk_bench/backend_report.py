@@ -1,4 +1,4 @@
-"""This machine, and which backend takes which format on it, with the reasons of the others."""
+"""Report on this machine: the backend of each format, and why the others do not support it."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ class Support:
     Attributes:
         format, device: of the problem.
         chosen: the backend that ``auto`` picks, or None.
-        reasons: of those that do not take it, by name.
+        reasons: why the other backends do not support it, by name.
         kernels: which kernel of the chosen backend serves which m; for fdk-cuda.
     """
 
@@ -59,7 +59,7 @@ class Support:
 
 
 def machine() -> Machine:
-    """Ask the system, torch and fdk-cpu."""
+    """Return the hardware, as the system, torch and fdk-cpu report it."""
     fdk_cpu = module_or_none("fdk_cpu")
     return Machine(
         cpu=device_name("cpu"),
@@ -75,7 +75,7 @@ def machine() -> Machine:
 def supports(
     formats: Sequence[str], n: int, k: int, dtype: str, devices: Sequence[str]
 ) -> Iterator[Support]:
-    """Yield the answers for each format on each device."""
+    """Yield the backends' answers for each format and device."""
     for device in devices:
         for text in formats:
             format = Format.parse(text)

@@ -21,7 +21,7 @@ MODEL_SHAPES = {
     "qwen3-32b": ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)),
     "mistral-7b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
 }
-# An arbitrary codebook: to a kernel the same as a k-means format, without fitting one.
+# An arbitrary codebook costs a kernel as much as a k-means format, and needs no fitting.
 DEFAULT_CODEBOOK = "custom"
 SAMPLE_ROWS = 4  # rows of a normal weight that a named codebook is fitted to
 
@@ -122,7 +122,7 @@ def parse_case(text: str) -> KernelCase:
     shape = (int(m), int(n), int(k))
     if min(shape) < 1:
         raise ValueError(f"wanted m, n and k of at least 1, got m={m}, n={n}, k={k}")
-    # Also backends of packages that are not installed here.
+    # The backend may belong to a package that is not installed here.
     known = [default, "auto", "reference", "cpu", "triton", "marlin", "marlin-lut"]
     known += [*all_backends(), *(peer.name for peer in PEERS)]
     if backend and backend not in known:
@@ -193,7 +193,7 @@ def shapes_of(
         default: without any.
 
     Raises:
-        ValueError: for text that is none of these.
+        ValueError: for any other text.
     """
     found = [shape for text in named for shape in _shapes_named(text)]
     if not named:
@@ -269,7 +269,7 @@ def _codebook(format: Format, k: int, seed: int) -> torch.Tensor:
 
 
 def exact_weight(q: QuantisedTensor, dtype: torch.dtype, oracle: torch.dtype) -> torch.Tensor:
-    """Return ``q.dequantise(dtype)`` without its last rounding, in ``oracle`` (float32, float64).
+    """Compute ``q.dequantise(dtype)`` in ``oracle`` (float32, float64), without its last rounding.
 
     The codebook is rounded to ``dtype``, because that is what every kernel is given.
     """

@@ -1,4 +1,4 @@
-"""Shared by the subcommands: options, checks of their values, the folder of results, the screen."""
+"""Options, checks of option values, result folder and console output of every subcommand."""
 
 import errno
 import os
@@ -209,7 +209,7 @@ def full_disk_ends_run() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
             raise
-        # Its buffer would fail once more when Python ends, with an exit code of its own.
+        # Python would flush its buffer again at exit, fail, and change the exit code.
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
         if error.errno != errno.EPIPE:  # the reader of a pipe has seen enough
             typer.echo(f"fdk-bench: not everything was written: {error}", err=True)
@@ -217,7 +217,7 @@ def full_disk_ends_run() -> Iterator[None]:
 
 
 def prepare_environment() -> None:
-    """Set what makes timings of torch fair, and import torch; call it before torch is imported."""
+    """Set the environment for fair timings and import torch; call before torch is imported."""
     # Huge pages for torch's weights, as in fdk-cpu, and for the memory of the read floor.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not {"OMP_PROC_BIND", "OMP_WAIT_POLICY"} & set(os.environ):
@@ -229,7 +229,7 @@ def prepare_environment() -> None:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle Ctrl-C, unless somebody else does, or this is not the main thread."""
+    """Install the handler of Ctrl-C, unless there is one or this is not the main thread."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or before is not signal.default_int_handler:
@@ -407,7 +407,7 @@ def make_console(*, to_stderr: bool = False) -> "Console":
 
 
 class Screen:
-    """A table that grows while a bar shows the progress of a run."""
+    """A table that grows during a run, with a progress bar."""
 
     def __init__(self, total: int, *, to_stderr: bool) -> None:
         from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn

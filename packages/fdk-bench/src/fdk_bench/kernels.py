@@ -24,7 +24,7 @@ class KernelValues:
     """Measurements of a case. Times are seconds of one call, rates are per second.
 
     Attributes:
-        backend: that computed it: the one that ``auto`` chose, or the peer.
+        backend: the backend that ``auto`` chose, or the peer.
         bits_per_weight: scales and zero points included, the codebook not.
         weight_bytes: of one copy of the weight.
         bytes: weight, x and y, each once.
@@ -36,7 +36,7 @@ class KernelValues:
         samples: calls timed, or replays of a graph.
         method: ``turns`` of calls timed one by one, or a CUDA ``graph`` over all copies.
         eager_time: of one call started by the host; None where ``time`` is that.
-        copies: of the weight, used in turn.
+        copies: number of copies of the weight, used in turn.
         bandwidth: bytes over time.
         throughput: operations over time.
         floor: time to read ``bytes`` once on this machine, measured in this run.
@@ -82,11 +82,11 @@ class KernelRun:
         dtype, device: see ``KernelCase``.
         backends: of fdk, for every quantised format.
         activations: of fdk's backends, see ``KernelCase``.
-        peers: measured beside them.
+        peers: other projects' kernels to measure in the same turns.
         include, exclude: regular expressions searched in the text of a case.
         copies, inner, outer: see ``timing``; None chooses.
         seconds: of one case, on a CPU.
-        peer_seconds: a peer that is not ready to be timed by then is given up; None waits.
+        peer_seconds: time limit for preparing a peer; None waits.
     """
 
     shapes: Sequence[tuple[int, int]]
@@ -191,7 +191,7 @@ def measure(
 
 @dataclass(frozen=True, eq=False)
 class _Checked:
-    """A contender that gave right answers, with their errors by m."""
+    """A contender that passed the check, with its errors by m."""
 
     cases: Sequence[KernelCase]
     prepared: Prepared

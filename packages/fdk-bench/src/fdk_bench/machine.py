@@ -64,7 +64,7 @@ def caches() -> dict[str, int]:
 
 
 def cold_bytes(device: str) -> int:
-    """Return the bytes that copies of a weight must take together to be cold in their turn."""
+    """Return how many bytes copies of a weight must have so that each is cold in its turn."""
     if torch.device(device).type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         return max(COLD_BYTES_GPU, 4 * cache)

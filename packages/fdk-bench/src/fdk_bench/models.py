@@ -82,7 +82,7 @@ class ModelValues:
     """Measurements of a model; times are seconds.
 
     Attributes:
-        backends: that computed the quantised layers; without any, ``torch``, with ``gemv`` where
+        backends: those of the quantised layers; without any, ``torch``, with ``gemv`` where
             one row runs through it.
         parameters: all of them.
         bits_per_weight: of the quantised layers; 16 without any.
@@ -361,7 +361,7 @@ class HfDecoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """See ``Decoder``."""
-        # A cache appends at a position of its own, on the device; steps may go back.
+        # The cache keeps its own position on the device; steps may go back.
         for layer in self._cache.layers:
             layer.cumulative_length.copy_(positions[0])
         output = self._forward(
@@ -380,7 +380,7 @@ class HfDecoder:
 
     @property
     def captures_prompts(self) -> bool:
-        """See ``Decoder``; other projects' code may read values while it makes masks."""
+        """See ``Decoder``; masks of other projects may read values from the device."""
         return False
 
     @property
@@ -452,7 +452,7 @@ def check_layers(model: nn.Module, case: ModelCase, batches: Sequence[int]) -> N
     checked: set[tuple[str, tuple[int, int]]] = set()
     for name, module in model.named_modules():
         if isinstance(module, QuantisedWeight):
-            # By name too: v has the shape of k, and may be other rows of one product.
+            # The name matters too: v has the shape of k, but may be other rows of a fused product.
             kind = name.removesuffix(".weight").rpartition(".")[2], module.shape
             if kind not in checked:
                 checked.add(kind)

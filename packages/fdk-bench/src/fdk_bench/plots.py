@@ -1,7 +1,7 @@
 """Figures of rows, and a report in one HTML file.
 
-A figure has at most six series, each with a colour, a marker and a dash of its own, so that it is
-read in grey too; letters are sized for a width of 800 pixels. Series that are left out are named
+A figure has at most six series, each with a distinct colour, marker and dash, so that it is
+readable in grey; letters are sized for a width of 800 pixels. Series that are left out are named
 below the figure.
 """
 
@@ -52,7 +52,7 @@ def figures(
 ) -> dict[str, Figure]:
     """Draw every figure that the rows have the numbers for, by the name of its file.
 
-    Machines, thread counts and dtypes get figures of their own, and so do lengths of prompts.
+    Machines, thread counts, dtypes and prompt lengths get separate figures.
 
     Args:
         kernels, models, accuracy: frames of ``tables``; empty where there are no rows.
@@ -76,7 +76,7 @@ def figures(
 
 
 def bits_figure(frame: pd.DataFrame) -> Figure:
-    """Draw time against bits per weight beside the read floor, a panel for each m.
+    """Draw time against bits per weight and the read floor, a panel for each m.
 
     Of several shapes the one measured at the most m is drawn, then the largest.
     """

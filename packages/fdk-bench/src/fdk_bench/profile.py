@@ -33,7 +33,7 @@ OTHERS = {
 # Below this share of every pipe a kernel waits: latency, or too little work.
 BUSY = 60.0
 # Instruction sets whose files hold the kernels of another, as fdk-cpu chooses them; a set that is
-# not listed has files of its own.
+# not listed has its own files.
 OF_BF16 = {
     "amx": ("amx", "avx512bf16", "avx512vnni"),
     "avx512bf16": ("avx512bf16", "avx512vnni"),
@@ -66,7 +66,7 @@ STACK = re.compile(r"\(%rsp|\[sp[,\]]")
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """One kernel that ran: its name, and each metric with its unit."""
+    """A profiled kernel: its name, and each metric with its unit."""
 
     name: str
     metrics: dict[str, tuple[float, str]]
@@ -83,7 +83,7 @@ class KernelProfile:
 
     @property
     def verdict(self) -> str:
-        """What bounds the kernel, in words."""
+        """The bottleneck of the kernel, as text."""
         if not self.shares:
             return "no metric was read"
         label, share = next(iter(self.shares.items()))

@@ -146,7 +146,7 @@ class ReadConfig:
 
 # Small blocks fill the machine at 1 MiB, large ones read fastest at 100 MiB.
 CONFIGS = (ReadConfig(1024, 4), ReadConfig(4096, 4), ReadConfig(8192, 8), ReadConfig(16384, 8))
-# A sum that the memory does not have: nothing is stored, yet the loads are not optimised away.
+# A sum that never occurs: nothing is stored, yet the loads are not optimised away.
 NEVER = -0x5EED5EED
 
 if triton is not None:

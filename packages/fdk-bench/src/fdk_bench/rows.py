@@ -1,4 +1,4 @@
-"""Rows of a benchmark: what was measured, and the facts that let somebody repeat it."""
+"""Rows of a benchmark: measured values, and the facts needed to repeat the run."""
 
 import json
 import os
@@ -32,7 +32,7 @@ class RowsError(ValueError):
 
 @dataclass(frozen=True)
 class Row(Generic[Case, Values]):
-    """One case of a benchmark with its values, or with the error that it failed with.
+    """A case of a benchmark with its values, or the error it failed with.
 
     ``case`` and ``values`` are frozen dataclasses of numbers and strings.
     """

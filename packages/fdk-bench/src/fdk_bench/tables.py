@@ -273,7 +273,7 @@ def _kernel_line(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_peer(case: Mapping[str, Any]) -> bool:
-    """Tell whether another project's kernel computed a row, or torch without quantising."""
+    """Return whether a row is of another project's kernel, or of torch without quantisation."""
     from fdk_bench.peers import PEERS
 
     return case["format"] in DTYPES or any(peer.name == case["backend"] for peer in PEERS)

@@ -12,7 +12,7 @@ AGAIN_SECONDS = 1.0
 
 
 class TookTooLongError(RuntimeError):
-    """Something was not ready in time."""
+    """A peer exceeded its time limit."""
 
 
 @contextmanager

@@ -87,8 +87,8 @@ def time_calls(
     """Time each contender's calls one by one, the contenders taking turns.
 
     Turns share the noise of the machine: a slow second is slow for all. Each round is in another
-    order, because it matters who ran before. A contender cycles through its calls, one per copy of
-    its weight. One that raises returns its error; the others go on.
+    order, because the previous contender affects the next. A contender cycles through its calls,
+    one per copy of its weight. One that raises returns its error; the others go on.
 
     Args:
         contenders: calls of each.
@@ -99,7 +99,7 @@ def time_calls(
         probe: called before each round, to measure the machine.
         rests: for each contender, ends its turn: puts threads to sleep that would spin on.
         places: for each contender, runs its turns, warm-up included, for instance in a thread of
-            their own, so that no call counts the way there. ``run_here`` by default.
+            their own, so that no call includes the switch. ``run_here`` by default.
 
     Raises:
         CutShortError: at Ctrl-C after as many turns as a short run has, unless ``outer`` is given.

@@ -51,7 +51,7 @@ class CpuLayout(Layout):
         """See ``Layout``."""
         n, k = self.shape
         if is_plain_call(x, bias) and supports_direct_call(x, bias, n, k):
-            # As a dict: nn.Module takes a microsecond to find a buffer by attribute.
+            # Read the dict: nn.Module takes a microsecond to find a buffer as an attribute.
             return self._weight.linear(x, bias, self._buffers, self.group_size, self.format.bits, n)
         group_size, bits = self.group_size, self.format.bits
         return lut_linear_op(

@@ -39,7 +39,7 @@ def set_instruction_set(name: str) -> None:
 
 
 def num_threads() -> int:
-    """Return how many threads a kernel uses at most: that of torch, or of ``set_num_threads``."""
+    """Return the most threads a kernel uses: torch's number, or that of ``set_num_threads``."""
     return min(torch.get_num_threads() if _threads is None else _threads, MAX_THREADS)
 
 

@@ -14,7 +14,7 @@ def register_backends(*, batch_invariant: bool = False) -> None:
     """Registers ``marlin``, ``marlin-lut`` and ``triton`` again, for layers packed from now on.
 
     Args:
-        batch_invariant: a row of y does not depend on m, in any of the three. It costs time: see
+        batch_invariant: a row of y does not depend on m, in all three backends. It costs time: see
             docs/design/marlin.md and docs/design/triton.md.
     """
     for backend in marlin_backends(batch_invariant=batch_invariant):

@@ -40,7 +40,7 @@ class CachedLaunch:
 class LaunchCache:
     """The cached launches of one layout. Copies and pickles of a cache are empty.
 
-    It is asked only for plain calls, see ``fdk_formats.torch_internals.is_plain_call``. Arguments
+    It is used only for plain calls, see ``fdk_formats.torch_internals.is_plain_call``. Arguments
     of its methods:
 
         x          [..., k]

@@ -70,7 +70,7 @@ def save(
     Args:
         path: the file to write or replace.
         tensors: weights and tensors by name.
-        metadata: strings of the caller's own, see ``load_metadata``.
+        metadata: strings of the caller, see ``load_metadata``.
 
     Raises:
         TypeError: if a value is not a tensor or QuantisedTensor, its dtype or layout is one that
@@ -172,7 +172,7 @@ def _split_aliases(
 
 
 def _memory_key(name: str, value: QuantisedTensor | Tensor) -> object:
-    """Returns a key that equals another's if both read the same memory alike; None if empty."""
+    """Returns a key, equal for values that read the same memory the same way; None if empty."""
     if isinstance(value, QuantisedTensor):
         keys = [_memory_key(f"{name}.{field}", t) for field, t in value.tensors().items()]
         return (value.format, value.shape, *keys)
@@ -374,7 +374,7 @@ def save_model(
     Args:
         path: the file to write or replace.
         model: of ``quantise_model`` or ``load_model``.
-        metadata: strings of the caller's own.
+        metadata: strings of the caller.
 
     Raises:
         TypeError: if ``model`` is not a module.

@@ -186,7 +186,7 @@ class Format:
     def stored_zero_point_dtype(self) -> torch.dtype:
         """The torch dtype in which zero points of an affine format are stored.
 
-        Float zero points have the dtype of the scales, or bf16 beside ``e8m0``.
+        Float zero points have the dtype of the scales, or bf16 if scales are ``e8m0``.
         """
         if self.has_integer_zero_point:
             return torch.uint8

@@ -123,7 +123,7 @@ class Group:
 
     Attributes:
         layers: all of them.
-        separate: indices of the layers that have a layout of their own; their biases may be on
+        separate: indices of the layers that have their own layout; their biases may be on
             another device than the product of the others.
     """
 
@@ -178,7 +178,7 @@ def concatenated(weights: Sequence[QuantisedTensor]) -> QuantisedTensor:
 
 
 def rows_of(q: QuantisedTensor, start: int, stop: int) -> QuantisedTensor:
-    """Copies rows ``start`` to ``stop`` of a weight to a weight of their own."""
+    """Copies rows ``start`` to ``stop`` of a weight to a separate weight."""
     tensors: dict[str, Any] = {
         name: tensor.clone() if name == "codebook" else tensor[start:stop].clone()
         for name, tensor in q.tensors().items()
@@ -198,7 +198,7 @@ class LastProduct:
 
 
 class Product(nn.Module):
-    """One layout of the rows of several layers.
+    """A layout of the rows of several layers.
 
     Args:
         layout: the layout of all rows.
@@ -255,7 +255,7 @@ class Product(nn.Module):
 
 
 class FusedRows(Layout):
-    """One layer's rows of a product that it shares with others."""
+    """The rows of one layer in a shared product."""
 
     casts = True
 

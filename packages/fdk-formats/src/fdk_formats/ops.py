@@ -18,7 +18,7 @@ from torch.library import Library
 from fdk_formats.torch_internals import in_transform, is_plain_call
 
 Kernel = Callable[..., Tensor]
-# Of a type of device without autocast, or where autocast is off already.
+# Used for device types without autocast, and where autocast is off already.
 _UNCHANGED = nullcontext()
 
 
@@ -293,7 +293,7 @@ def _function(
 def _vmap_rule(
     op: Callable[..., Any], fake: Callable[..., Any], batches_rows: bool
 ) -> Callable[..., tuple[Any, Any]]:
-    """Makes what ``torch.library.register_vmap`` wants, see ``define_op``."""
+    """Makes the function for ``torch.library.register_vmap``, see ``define_op``."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         first, *others = args
@@ -339,7 +339,7 @@ def _no_forward_mode(op: Callable[..., Any]) -> NotImplementedError:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Returns ``[..., n]`` as ``[m, n]``; reshape(-1, n) cannot tell m where n is 0."""
+    """Returns ``[..., n]`` as ``[m, n]``; reshape(-1, n) cannot infer m if n is 0."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -353,7 +353,7 @@ def _no_autocast(device: str) -> AbstractContextManager[object]:
 def _save_layout(ctx: Any, layout_args: Sequence[Any], n: int, k: int) -> None:
     """Saves the layout's arguments for backward, tensors as autograd wants them."""
     ctx.save_for_backward(*(arg for arg in layout_args if isinstance(arg, Tensor)))
-    # None marks the place of a saved tensor; a tuple holds an argument that is none.
+    # None marks the place of a saved tensor; an argument that is not a tensor is in a tuple.
     ctx.layout_args = [None if isinstance(arg, Tensor) else (arg,) for arg in layout_args]
     ctx.n, ctx.k = n, k
 

@@ -32,7 +32,7 @@ def quantise(
             a diagonal Fisher or the second moments of the inputs. Only ``kmeans`` and ``search``
             use it; other formats have nothing to choose.
         codebook: ``[2^bits]`` ascending values in units of the scale: required for ``custom``,
-            optional for ``kmeans`` (one fitted before, for training with a frozen codebook).
+            optional for ``kmeans`` (one fitted earlier, for training with a frozen codebook).
         weight_by_scale: True for a k-means that minimises the error of the weight; False for that
             of weight over scale, in which every group counts the same. ``search`` keeps the fit of
             least error of the weight either way.

@@ -1,4 +1,4 @@
-"""Scales: what a group of weights shares, how it is chosen and how it is stored.
+"""Scales: how the value that a group of weights shares is chosen and stored.
 
 ``GroupedWeight`` is a weight cut into groups of G neighbours along k. It owns the rules of its
 format: ``fit`` chooses the scale of every group and the zero points or the codebook that go with
@@ -242,7 +242,7 @@ class GroupedWeight:
         return rows.to(torch.float32).contiguous().view(len(rows), -1, self.group_size)
 
     def fit(self, codebook: Tensor | None = None, *, weight_by_scale: bool = True) -> "Grid":
-        """Chooses what the format stores beside the codes, by its scale rule.
+        """Chooses scales and zero points or codebook, by the format's scale rule.
 
         Args:
             codebook: ``[2^bits, float32]`` to use as it is, for ``custom`` and ``kmeans``.

@@ -1,4 +1,4 @@
-"""Every private name of torch that fdk uses, and what fdk does where a version lacks one.
+"""Private names of torch that fdk uses, with a fallback for versions that lack one.
 
 No version of torch promises these names. They were tested with torch 2.11, 2.13 and 2.15. Where
 one is missing, calls go through torch's dispatcher or through a slower public function.
@@ -134,7 +134,7 @@ def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Returns whether an op needs nothing of a tensor besides its memory."""
+    """Returns whether an op needs only the memory of a tensor."""
     return not (
         (tensor.requires_grad and torch.is_grad_enabled())
         or tensor.is_neg()

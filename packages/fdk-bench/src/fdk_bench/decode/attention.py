@@ -3,7 +3,7 @@
 ``attend_kernel`` cuts a cache into parts, one program each, and the last program of a key head
 adds the parts up. ``attend_short_kernel`` has one program for each key head and all of a short
 cache in flight at once, so nothing waits for other programs. In both, what earlier steps left in
-the cache is read before the kernel ahead has ended (see ``pdl``).
+the cache is read before the previous kernel has ended (see ``pdl``).
 """
 
 from typing import NamedTuple
@@ -198,7 +198,7 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     rows = tl.arange(0, ROWS)
     entries = tl.arange(0, BLOCK)
     dtype = cache.dtype.element_ty
-    # Written by earlier steps, so read before the kernel ahead has ended.
+    # Written by earlier steps, so read before the previous kernel has ended.
     last, cosine, sine, keys, values = step_inputs(
         cos_sin, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
     )
@@ -272,7 +272,7 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channels, rows, entries = tl.arange(0, HEAD_DIM), tl.arange(0, ROWS), tl.arange(0, BLOCK)
     dtype = cache.dtype.element_ty
-    # Written by earlier steps, so read before the kernel ahead has ended.
+    # Written by earlier steps, so read before the previous kernel has ended.
     last, cosine, sine, keys, values = step_inputs(
         cos_sin, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
     )
@@ -411,7 +411,7 @@ def new_counters(batch: int, kv_heads: int, device: str | torch.device) -> Tenso
 
 
 def is_short(cache: Tensor) -> bool:
-    """Tell whether ``attend_short`` takes a cache ``[2, b, kv_heads, length, head_dim]``."""
+    """Return whether ``attend_short`` supports a cache ``[2, b, kv_heads, length, head_dim]``."""
     _, b, kv_heads, length, _ = cache.shape
     # 256 entries of 128 channels take 68 KiB of shared memory, in float32 264; an H200 has 227.
     fits = length <= SHORT_BLOCK * MOST_SHORT_BLOCKS and cache.itemsize == 2
@@ -452,7 +452,7 @@ def group_of(qkv: Tensor, cache: Tensor) -> int:
     """Return the heads that share a key head.
 
     Raises:
-        ValueError: for more heads, or other numbers of channels, than the kernels take.
+        ValueError: for more heads, or other numbers of channels, than the kernels support.
     """
     kv_heads, head_dim = cache.shape[2], cache.shape[4]
     group = qkv.shape[-1] // head_dim // kv_heads - 2

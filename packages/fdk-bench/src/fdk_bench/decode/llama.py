@@ -42,7 +42,7 @@ class LlamaSize:
 
     @property
     def parameters(self) -> int:
-        """All weights: blocks, embedding, output head and norms."""
+        """Total number of weights: blocks, embedding, output head and norms."""
         norms = (2 * self.layers + 1) * self.dim
         return self.linear_parameters + 2 * self.vocabulary * self.dim + norms
 
@@ -75,7 +75,7 @@ class LlamaOps(Protocol):
         Args:
             qkv: ``[b, t, (heads + 2 kv_heads) * head_dim]``.
             cos_sin: ``[2, length, head_dim]``, cosines and sines of every position.
-            positions: ``[t, int64]``, 0 to t-1, or one anywhere.
+            positions: ``[t, int64]``, 0 to t-1, or a single position.
             cache: ``[2, b, kv_heads, length, head_dim]``, keys and values; written in place.
             heads: of q.
         """
@@ -169,7 +169,7 @@ class TritonOps:
 
 
 def has_kernels(device: str) -> bool:
-    """Tell whether the Triton kernels run on a device."""
+    """Return whether the Triton kernels run on a device."""
     return torch.device(device).type == "cuda" and util.find_spec("triton") is not None
 
 
@@ -300,7 +300,7 @@ class Llama(nn.Module):
 
         Args:
             tokens: ``[b, t, int64]``.
-            positions: ``[t, int64]``, 0 to t-1, or one anywhere.
+            positions: ``[t, int64]``, 0 to t-1, or a single position.
         """
         x = embedding(tokens, self.embedding)
         # Zeros made once: filling new ones took 3 us of a step on an H200.

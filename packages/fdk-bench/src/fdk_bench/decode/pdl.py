@@ -1,4 +1,4 @@
-"""Programmatic dependent launch (PDL): a kernel starts before the one ahead of it has ended."""
+"""Programmatic dependent launch (PDL): a kernel starts before the previous one has ended."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ def launch_options(x: Tensor) -> dict[str, Any]:
     """Return the launch options of a kernel with a ``PDL`` constexpr, for the device of ``x``.
 
     Such a kernel lets the next one start at once (``gdc_launch_dependents``) and waits
-    (``gdc_wait``) before it touches what other kernels write.
+    (``gdc_wait``) before it accesses memory that other kernels write.
     """
     if x.is_cuda and _has_pdl(x.get_device()):
         return {"PDL": True, "launch_pdl": True}

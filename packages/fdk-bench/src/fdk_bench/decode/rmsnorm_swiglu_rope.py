@@ -77,7 +77,7 @@ def gated_kernel(gate_up, out, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up + channels, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + FFN + channels, mask=inside, other=0.0)
-    # Rounded where torch rounds, whose silu is an op of its own.
+    # Round as torch does after silu, which is a separate op there.
     gate = (gate * tl.sigmoid(gate)).to(up.dtype)
     tl.store(out + row * FFN + channels, gate * up, mask=inside)
 

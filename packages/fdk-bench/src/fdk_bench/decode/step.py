@@ -27,11 +27,11 @@ class Decoder(Protocol):
         """Return logits ``[b, vocabulary]`` for ``tokens :: [b, t]`` at ``positions :: [t]``."""
 
     def compile_blocks(self) -> None:
-        """Compile what a step calls, anew; a part that cannot be compiled is an error."""
+        """Compile the parts of a step again; raise where one cannot be compiled."""
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a prompt can be one CUDA graph: the host reads no value from the device."""
+        """True if a prompt can be one CUDA graph: the host reads no value from the device."""
 
     @property
     def module(self) -> nn.Module:
@@ -47,7 +47,7 @@ class Decoder(Protocol):
 
 
 class Step:
-    """One decoding step after another.
+    """A sequence of decoding steps.
 
     Token and position stay on the device and each step updates them, so the host does nothing but
     replay a graph.
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def is_graph(self) -> bool:
-        """Whether a step is the replay of a graph."""
+        """True if a step is the replay of a graph."""
         return self._replay is not None
 
     def __call__(self) -> None:
@@ -146,7 +146,7 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A call that gives the first tokens of a prompt, and whether it replays a graph."""
+    """A function that returns the first tokens after a prompt, and whether it replays a graph."""
 
     call: Callable[[], Any]
     is_graph: bool

@@ -31,7 +31,7 @@ PEERS: tuple[Peer, ...] = (
 
 
 def peers_named(names: Sequence[str]) -> list[Peer]:
-    """Return the peers of some names; ``all`` stands for every one, ``none`` for no one.
+    """Return the peers of some names; ``all`` selects every peer, ``none`` selects no peer.
 
     Raises:
         ValueError: for an unknown name, and for ``none`` with others.

@@ -1,4 +1,4 @@
-"""The interface of a contender, and the check that comes before the clock."""
+"""Interface of a contender, and the check of its answers before it is timed."""
 
 import copy
 import math
@@ -28,17 +28,17 @@ class WrongAnswerError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight packed by a contender, with as many copies as it takes to find each one cold.
+    """A weight packed by a contender, in enough copies that each is cold in its turn.
 
     Attributes:
         calls: for each copy, ``x :: [m, k]`` to ``y :: [m, n]``.
         weight: returns the weight that the codes stand for, ``[n, k]``, in a dtype.
         nbytes: of one copy, which a call must read.
-        backend: name of who computes it.
+        backend: name of the backend that computes the product.
         codebook_bytes: the part of ``nbytes`` that does not grow with the weight.
         extra_error: relative error that the method adds by design (8-bit activations).
-        rest: ends a turn of calls: puts threads to sleep that would wait for the next one awake.
-        place: runs a turn of calls, for instance in a thread of its own.
+        rest: called after a turn: puts threads to sleep that would spin until the next one.
+        place: runs a turn of calls, for instance in a separate thread.
         definition: for a method that is defined otherwise than as the exact product: y of x in
             float32, which answers are checked against.
     """
@@ -58,12 +58,12 @@ class Peer:
     """A contender. Its package is imported by ``prepare`` alone: some take seconds, or print.
 
     Attributes:
-        name: how it is asked for, and named in rows.
+        name: its name in options and rows.
         note: how its activations and scales differ from fdk's.
-        module, package: that it needs, and the name to install it by; none for ``module = ""``.
+        module, package: the module it needs and the package to install; ``""`` needs none.
         needs_gpu: whether it needs an NVIDIA GPU.
-        bits, dtypes, group_sizes: that it takes; no limit for ``group_sizes = ()``.
-        steps: of which n and k must be multiples.
+        bits, dtypes, group_sizes: what it supports; ``group_sizes = ()`` is no limit.
+        steps: n and k must be multiples of these.
     """
 
     name = ""
@@ -77,7 +77,7 @@ class Peer:
     steps = (1, 1)
 
     def missing(self) -> str | None:
-        """Return what has to be installed, or None."""
+        """Return which package has to be installed, or None."""
         if self.needs_gpu and not torch.cuda.is_available():
             return "needs an NVIDIA GPU: torch finds none"
         if self.module and util.find_spec(self.module) is None:
@@ -85,7 +85,7 @@ class Peer:
         return None
 
     def unsupported(self, case: KernelCase) -> str | None:
-        """Return why it does not take a case ("needs 4 bits, got ..."), or None."""
+        """Return why it does not support a case ("needs 4 bits, got ..."), or None."""
         if self.needs_gpu and torch.device(case.device).type != "cuda":
             return f"needs cuda, got {case.device}"
         if case.quantised is None or case.bits not in self.bits:
@@ -104,7 +104,7 @@ class Peer:
         """Pack a weight of the case's n, k, bits and group size; ``case.m`` does not matter.
 
         Args:
-            case: one that it takes.
+            case: a case that it supports.
             copies: of the weight; None for as many as caches need to be cold.
         """
         raise NotImplementedError
@@ -163,7 +163,7 @@ def copies_of(case: KernelCase, nbytes: int, copies: int | None) -> int:
 
 
 def copied(layer: Layer, count: int) -> list[Layer]:
-    """Return a layer and copies of it in memory of their own."""
+    """Return a layer and copies of it that share no memory."""
     return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
 
 

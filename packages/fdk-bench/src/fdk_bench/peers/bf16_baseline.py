@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Read when the kernels are defined, as Triton does.
+# Triton reads this variable too when kernels are defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GEMV_CONFIG = {"BLOCK_N": 8, "BLOCK_K": 1024}
-# By the largest m that each serves; the last one serves every m above.
+# Configurations by the largest m that each serves; the last also serves every larger m.
 GEMM_CONFIGS = {
     16: {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "warps": 4, "stages": 5},
     64: {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "warps": 4, "stages": 4},

@@ -87,7 +87,7 @@ class Fdk(Peer):
         """See ``Peer``.
 
         Raises:
-            NoBackendError: where no backend takes the case.
+            NoBackendError: where no backend supports the case.
         """
         format = case.quantised
         assert format is not None
@@ -155,7 +155,7 @@ def compiled_by_rows() -> Callable[..., Tensor]:
     """Return ``compiled_linear``, compiled anew for each m; what cannot be compiled is an error.
 
     torch counts the variants of a code object, over all shapes and bits, and runs plain Python
-    after 8 of them, so every m has a code object of its own.
+    after 8 of them, so every m gets its own code object.
     """
 
     @cache
@@ -192,7 +192,7 @@ def compiled_linear(
 
 
 def copy_of(q: QuantisedTensor) -> QuantisedTensor:
-    """Return the same weight in memory of its own."""
+    """Return a copy of the weight that shares no memory with it."""
     tensors: dict[str, Any] = {name: tensor.clone() for name, tensor in q.tensors().items()}
     return replace(q, **tensors)
 
@@ -203,7 +203,7 @@ def codebook_bytes(q: QuantisedTensor) -> int:
 
 
 def _is_interpreted() -> bool:
-    """Tell whether Triton's interpreter runs kernels, which it does on any device."""
+    """Return whether Triton's interpreter runs the kernels, which it does on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

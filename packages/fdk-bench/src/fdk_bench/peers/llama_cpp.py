@@ -168,14 +168,14 @@ def load(folder: Path) -> Ggml:
 
 
 class OwnThread:
-    """A thread for work that must not share one with other code; ``own(work)`` runs it there."""
+    """A thread reserved for one library; ``own(work)`` runs work in it."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._local = threading.local()
 
     def __call__(self, work: Callable[[], Result]) -> Result:
-        """Return the result of the work, or raise its error. The way there takes 42 to 99 us."""
+        """Run work in the thread; return its result or raise its error. It adds 42 to 99 us."""
         if getattr(self._local, "is_own", False):
             return work()
         return self._thread.submit(self._run, work, torch.is_inference_mode_enabled()).result()
@@ -187,7 +187,7 @@ class OwnThread:
 
 
 class Engine:
-    """ggml's CPU backend with a thread pool of its own."""
+    """ggml's CPU backend with its own thread pool."""
 
     def __init__(self, ggml: Ggml, threads: int) -> None:
         self.ggml = ggml
@@ -197,7 +197,7 @@ class Engine:
         ggml.backend_cpu_set_n_threads(self.backend, threads)
         ggml.backend_cpu_set_threadpool(self.backend, self._pool)
         # ggml configures AMX tiles once per thread, but other libraries and fdk-cpu configure and
-        # release them for each product, so ggml gets a thread of its own.
+        # release them for each product, so ggml gets its own thread.
         self.own_thread = OwnThread()
 
     def __del__(self) -> None:
@@ -205,7 +205,7 @@ class Engine:
         self.ggml.threadpool_free(self._pool)
 
     def rest(self) -> None:
-        """Put the threads to sleep, which would spin for long in wait of the next product."""
+        """Put the threads to sleep, which would otherwise spin until the next product."""
         self.ggml.threadpool_pause(self._pool)
 
     def buffer_types(self) -> list[int]:
@@ -317,10 +317,10 @@ Q2_K = {2: GgmlType("Q2_K", 10, 256)}
 
 
 class LlamaCpp(Peer):
-    """One product of ggml, with the weight type that has the bits of the case.
+    """A matrix product of ggml, with the weight type that has the bits of the case.
 
     Args:
-        name: how it is asked for.
+        name: its name in options and rows.
         types: weight type by bits.
     """
 

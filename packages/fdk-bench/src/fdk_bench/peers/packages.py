@@ -162,7 +162,7 @@ def torchao_config(case: KernelCase) -> object:
     if torch.device(case.device).type == "cuda":
         tiled = {"int4_packing_format": "tile_packed_to_4d", "int4_choose_qparams_algorithm": "hqq"}
         return stable(**options, **tiled)
-    try:  # since 0.18 the packing for a CPU has a configuration of its own
+    try:  # since 0.18 there is a separate configuration for a CPU
         own = import_module("torchao.prototype.quantization.int4").PrototypeInt4WeightOnlyConfig
     except ImportError:
         return stable(**options, int4_packing_format="opaque")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class WarpTile(NamedTuple):
-    """What a warp takes at a time: fragments of 16 outputs, blocks of 64 inputs."""
+    """Tile of a warp: fragments of 16 outputs, blocks of 64 inputs."""
 
     fragments: int
     k_blocks: int
@@ -25,7 +25,7 @@ class WideTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """Rows of x (or dy), consumer warpgroups, and consumers that share outputs."""
+    """Shape of a Hopper tile: rows of x (or dy), consumers, and consumers that share outputs."""
 
     tile_m: int
     consumers: int
@@ -166,5 +166,5 @@ DGRAD_STEP_COST: dict[HopperTile, Costs] = {
 # block sends in it.
 SPLIT_COST, SPLIT_MIB_COST = 2.61, 0.27
 HOPPER_CLUSTER_COST, SENT_MIB_COST = 0.86, 23.2
-# Blocks on all SMs leave the next kernel no room to start in; up to this share there is no cost.
+# Blocks on all SMs keep the next kernel from starting early; up to this share there is no cost.
 CROWD_COST, FREE_SHARE = 1.2, 0.75

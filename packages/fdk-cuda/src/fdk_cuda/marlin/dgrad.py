@@ -1,6 +1,6 @@
 """Gradient with respect to x on Hopper, from the packed weight: plan and launch dx = dy @ W_hat.
 
-A plan counts as in ``heuristics_hopper``, with the weight transposed: outputs of the product are
+Plans are those of ``heuristics_hopper`` for the transposed weight: outputs of the product are
 the layer's inputs k, and it sums over n.
 """
 

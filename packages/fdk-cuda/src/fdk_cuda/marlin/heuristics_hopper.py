@@ -20,7 +20,7 @@ NARROW_TILE_M = 128
 # Above this tile_m, two consumers that share outputs would spill without a cluster (1 bit: 16
 # bytes).
 MAX_PAIRED_TILE_M = 32
-# Only 30 clusters of 4 fit, and their plans were 8 to 20 % behind the best.
+# Only 30 clusters of 4 fit, and their plans were 8 to 20 % slower than the best.
 CLUSTERS = (1, 2)
 MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 16
@@ -29,8 +29,8 @@ MIN_STEPS = 4
 MAX_SPLITS = 8
 # Tiles along m that are computed one after another, so that their weights come from the L2.
 GROUP_M_TILES = 4
-# A batch-invariant product is cut as is best for INVARIANT_M rows, whatever m is, and takes at most
-# MAX_INVARIANT_M at a time, which bounds the memory for partial tiles (n = k = 8192: 64 MiB).
+# A batch-invariant product is cut as is best for INVARIANT_M rows, for every m, and has at most
+# MAX_INVARIANT_M rows at a time, which bounds the memory for partial tiles (n = k = 8192: 64 MiB).
 INVARIANT_M, MAX_INVARIANT_M = 64, 1024
 
 
@@ -42,7 +42,7 @@ class HopperPlan:
         shape: of the instantiation.
         n_tiles, m_tiles: tiles along outputs and along rows of x or dy.
         whole_tiles: tiles that are not split along the summed dimension.
-        splits: parts of the others, which split_k_reduce.cu adds up.
+        splits: parts of each split tile, which split_k_reduce.cu adds up.
         grid: thread blocks.
         shared_bytes: of a thread block.
     """
@@ -57,13 +57,13 @@ class HopperPlan:
 
     @property
     def partial_tiles(self) -> int:
-        """Parts of split tiles, in all."""
+        """Total number of parts of split tiles."""
         return (self.n_tiles * self.m_tiles - self.whole_tiles) * self.splits
 
     def box_rows(self, m: int) -> int:
         """Returns the rows of x or dy in a tile, as even as possible: the box of a tensor copy.
 
-        A copy fills rows that are missing with zeros, which takes as long.
+        A copy fills missing rows with zeros, which takes as long as copying them.
         """
         return -(-m // self.m_tiles)
 
@@ -174,7 +174,7 @@ def shapes_of_tiles(
 def plan_of(
     geometry: Geometry, m: int, device: Device, shape: HopperShape, splits: int
 ) -> HopperPlan | None:
-    """Returns the plan of one tile and number of splits, or None where it makes no sense.
+    """Returns the plan of one tile and number of splits, or None if it has no use.
 
     With one split, all tiles are whole. With more, those tiles are split that would be the last for
     some thread blocks while others have none.
@@ -229,7 +229,7 @@ def _shared_bytes(geometry: Geometry, shape: HopperShape) -> int:
     table = TABLE_BYTES if shape.has_table else 0
     weights = shape.tile_n // BLOCK_N * geometry.shape[2]
     stage = shape.k_blocks * (shape.tile_m * BLOCK_K * 2 + weights) + BARRIER_BYTES
-    # Rows of y on their way out. At 3 bits and more, except 5, they fit between table entries.
+    # Rows of y staged for the store. At 3 bits and more, except 5, they fit between table entries.
     in_table = shape.has_table and geometry.bits not in (1, 2, 5) and shape.k_groups == 1
     piece = 0 if in_table else (32 if shape.tile_m // shape.cluster % 32 == 0 else 16) * 64 * 2
     dsmem_barrier = BARRIER_BYTES if shape.cluster > 1 else 0

@@ -66,7 +66,7 @@ class SmallPlan:
         cluster: thread blocks of a cluster, which share the inputs of a tile.
         grid: thread blocks.
         passes: tiles of the busiest thread block.
-        whole_passes: how many of them, the first ones, are not short.
+        whole_passes: number of passes before the short tiles.
         rounds: stages per tile of the busiest warp.
         stored_m: rows of x in the partial sums.
         sum_buffers: buffers of partial sums, 0 where they overwrite the pipeline.
@@ -98,7 +98,7 @@ class SmallPlan:
 
     @property
     def cut(self) -> SmallMCut:
-        """The fields by which overrides select a plan."""
+        """Fields by which overrides select a plan."""
         shape = self.shape
         return SmallMCut(shape.fragments, shape.k_blocks, shape.n_groups, shape.warps, self.cluster)
 
@@ -112,7 +112,7 @@ def plan_small(geometry: Geometry, dtype: torch.dtype, m: int, device: Device) -
     has_overrides = m <= NARROW_M or geometry.bits > 1 or variant.scales_weights
     if has_overrides and is_tuned(is_hopper=device.is_hopper, sm_count=device.sm_count):
         tuned = small_m_override(geometry, m)
-        # For one row an override never means gemv_int8_limbs.cu, which has cuts in common.
+        # For one row an override never means gemv_int8_limbs.cu, which has some of the same cuts.
         others = [p for p in plans if m > 1 or not p.shape.limb_rows or p.shape.is_bitplane]
         plans = [plan for plan in others if plan.cut == tuned] or plans
     return min(plans, key=lambda plan: small_m_cost(geometry, plan))
@@ -263,7 +263,7 @@ def plan_of_shape(
 
 
 def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
-    """Returns how many warps find enough registers: 16 leave 128 to a thread, 12 168, 8 255.
+    """Returns how many warps get enough registers: 16 leave 128 to a thread, 12 168, 8 255.
 
     The rules are measured: test_instantiations.py checks that no instantiation spills.
     """
@@ -274,7 +274,7 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     if shape.scales_weights:
         return 12 if shape.fragments == 8 else 16
     if shape.fragments == 8 or (shape.m_tiles == 2 and shape.k_blocks == 2):
-        # From 5 bits on only what was tuned: codebooks on Hopper.
+        # From 5 bits on, only the tuned case: codebooks on Hopper.
         is_tuned_kind = bits <= 4 or (device.is_hopper and not variant.affine)
         return 8 if not heavy and (shape.m_tiles == 1 or is_tuned_kind) else 0
     # Two tiles of rows, or four blocks, leave zero points too few of 128 registers, except for

@@ -88,7 +88,7 @@ class Variant:
         return *ONE_BIT_BASES[self.dtype], TWO_BIT_NIBBLES
 
     def options(self, **more: int) -> tuple[str, ...]:
-        """Returns the variant, and more, as macros."""
+        """Returns the variant and further values as macros."""
         macros = {
             "BITS": self.bits,
             "FP16": int(self.dtype == torch.float16),
@@ -284,7 +284,7 @@ def shared_kernel(program: Program, entry: str | None = None) -> Kernel:
     """Returns the kernel of a program, shared by all launches.
 
     Args:
-        program: of this module.
+        program: a program of this module.
         entry: name of the kernel, by default that of the file.
     """
     return Kernel(program, entry or program.name.removesuffix(".cu"))

@@ -1,4 +1,4 @@
-"""The Marlin layout: a weight in the order in which tensor-core fragments take it.
+"""The Marlin layout: a weight in the order of tensor-core fragments.
 
 A weight ``[n, k]`` is padded to ``[padded_n, padded_k]`` and cut into blocks of 32 x 64, stored one
 after another along k, then along n. A block holds its codes, then its scales:
@@ -20,7 +20,7 @@ similar. From 5 to 7 bits it is a word, plus some bits of each byte of words tha
 share. Pieces are stored in the order ``SLOTS_OF_LANES``, ``8 * t + (g ^ 2 * t)``, which has no bank
 conflicts, neither for a lane's own pieces nor for those of its neighbours.
 
-The scales of a block are ordered by g, so that a lane finds its own together: for each g first the
+The scales of a block are ordered by g, so that those of a lane are contiguous: for each g first the
 scales, then the zero points, each as [half of the 64 columns, if per_row is 2][fragment][row g,
 row g + 8].
 """
@@ -45,7 +45,7 @@ LANES_OF_SLOTS = tuple(SLOTS_OF_LANES.index(slot) for slot in range(LANES))
 # Codes of a lane in a block, and words of a 16-byte piece.
 SLOTS = FRAGMENTS * STEPS * REGISTERS * PAIR
 PIECE_WORDS = 4
-# A weight is padded to multiples of what a kernel takes at a time.
+# A weight is padded to multiples of the tile that a kernel reads at a time.
 N_MULTIPLE, K_MULTIPLE = 64, 128
 # Codes packed at a time, which bounds temporaries: about 20 bytes per code.
 CODES_PER_CHUNK = 1 << 26

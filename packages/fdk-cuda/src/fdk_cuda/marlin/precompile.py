@@ -89,7 +89,7 @@ def _kernel_formats(
 ) -> Iterator[tuple[Format, int, int]]:
     """Yields each layer with every format that its kernels may be compiled for.
 
-    Which one it is depends on the weight, see ``backend.py``.
+    The format depends on the values of the weight, see ``backend.py``.
     """
     for format, n, k in layers:
         if reason := unsupported_reason(format, k):

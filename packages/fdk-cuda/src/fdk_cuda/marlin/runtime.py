@@ -1,4 +1,4 @@
-"""Launches of the Marlin kernels: a plan becomes a launch once per kind of call."""
+"""Launches of the Marlin kernels: each plan is turned into a launch once."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache

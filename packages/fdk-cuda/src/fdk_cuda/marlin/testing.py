@@ -9,7 +9,7 @@ from fdk_formats.tensor import QuantisedTensor
 
 
 def multiplied_weight(q: QuantisedTensor, dtype: torch.dtype, shape: TileShape | None) -> Tensor:
-    """Returns ``W :: [n, k, float64]`` whose product with x a kernel computes, up to its sums.
+    """Returns the ``W :: [n, k, float64]`` by which a kernel multiplies x; only its sums round.
 
     Args:
         q: the weight.

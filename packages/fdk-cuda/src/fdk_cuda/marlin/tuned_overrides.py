@@ -34,7 +34,7 @@ class Override:
         bits: width of a code.
         n, k: of the weight, padded.
         cut: the small-m plan to use, or None.
-        plan_m: for hopper_gemm.cu, use the plan of so many rows of x, which serves fewer too.
+        plan_m: for hopper_gemm.cu, use the plan for this many rows of x, which also serves fewer.
     """
 
     zero_point: bool

@@ -9,8 +9,8 @@ from typing import Any
 # Options of every program, part of the cache key. Without the second, generic lambdas would be host
 # functions.
 COMMON_OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
-# From this version on NVRTC has a cache of its own where there is a GPU. It is turned off: its
-# results have no log.
+# From this version on NVRTC has its own cache where there is a GPU. It is turned off: its results
+# have no log.
 OWN_CACHE_SINCE = (13, 0)
 INSTALL_HINT = (
     "the packages cuda-bindings and nvidia-cuda-nvrtc bring it (torch's CUDA wheels install the "
@@ -109,7 +109,7 @@ def compiler_version() -> tuple[int, int]:
     """
     try:
         _, major, minor = _bindings().nvrtcVersion()
-    except RuntimeError as error:  # the bindings are there, the library is not
+    except RuntimeError as error:  # the bindings are installed, the library is not
         raise CompilerMissingError(f"NVRTC does not load ({error}): {INSTALL_HINT}") from error
     return int(major), int(minor)
 

@@ -45,8 +45,8 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     """Returns the value of a driver call.
 
     Args:
-        result: of the call: status, then values.
-        what: what it did, for the error.
+        result: what the call returned: status, then values.
+        what: the action, for the error message.
 
     Raises:
         RuntimeError: the call failed.

@@ -41,7 +41,7 @@ class Kernel:
             function = check(
                 driver.cuModuleGetFunction(module, self.entry.encode()), f"finding {self.entry}"
             )
-            # The most that the device has: launches share the kernel and use different amounts.
+            # The maximum of the device: launches share the kernel and use different amounts.
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             properties = torch.cuda.get_device_properties(device)
             most = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ class Launch:
 
 
 class BoundLaunch:
-    """A launch whose first five fields, addresses, are all that changes from call to call.
+    """A launch of which only the first five fields, all addresses, change between calls.
 
     Args:
         launch: to bind.

@@ -8,7 +8,7 @@ import torch
 from fdk_cuda.nvrtc.driver import check, cuda, in_context
 
 BYTES = 128
-# Of the address of the matrix and of the bytes of its rows.
+# Alignment of the matrix's address and of the bytes of a row.
 ALIGNMENT = 16
 
 

@@ -63,9 +63,9 @@ _chosen: dict[tuple[object, ...], Config] = {}
 # Counts measurements; earlier results of ``choose`` may no longer hold.
 times_measured = 0
 _counting = threading.Lock()
-# Not None, which is a configuration.
+# A sentinel, because None is a configuration (dequantise, then cuBLAS).
 _UNKNOWN: Any = object()
-# GPU and key of what could not be measured at first use; not tried again.
+# GPU and key of measurements that failed at first use; they are not tried again.
 _failed: set[tuple[str, str]] = set()
 
 
@@ -80,7 +80,7 @@ def choose(w: PackedWeight, m: int, dtype: torch.dtype, device: int) -> Config:
         return _default_of(w, m, device)
     # The key has the count because another thread may measure in between.
     key = (times_measured, device, m, dtype, *w.key)
-    # One read: another thread may clear it at any time.
+    # Read once: another thread may clear it at any time.
     found: Config = _chosen.get(key, _UNKNOWN)
     if found is not _UNKNOWN:
         return found
@@ -202,7 +202,7 @@ def candidates(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool) -> list[
             for tiles, warps, option in itertools.product((1, 2, 4), (4, 8, 16), options)
             if fits_gemv(tiles, 1 if m <= 8 else 2, warps, table)
         )
-        # Some are equal on a GPU that cannot overlap.
+        # Some are equal on a GPU without overlap of kernels.
         found += dict.fromkeys(fitting)
     if m > gpu.limits.gemv_m // 2:
         base = {

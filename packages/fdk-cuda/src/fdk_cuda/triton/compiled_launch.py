@@ -1,7 +1,7 @@
 """Launches of compiled Triton kernels by address.
 
 Triton finds the kernel of a call by examining each argument, which takes longer than the launch. So
-a kernel goes through Triton once for each key, which compiles it; later calls launch what was
+Triton launches a kernel once for each key, which compiles it; later calls launch what was
 compiled, with new addresses.
 """
 
@@ -49,7 +49,7 @@ class CompiledLaunch:
         packed = kernel.packed_metadata
         if cluster > 1:
             # Triton's own clusters spread the tensors of one program over several SMs. Here each
-            # program is compiled by itself, and only the launch makes it part of a cluster.
+            # program is compiled alone, and only the launch makes it part of a cluster.
             if packed != (kernel.metadata.num_warps, 1, kernel.metadata.shared):
                 raise RuntimeError(f"no way to launch clusters: packed metadata is {packed}")
             packed = packed[0], cluster, packed[2]
@@ -88,7 +88,7 @@ def _without_wrapper(run: Any) -> tuple[Callable[..., object], tuple[object, ...
     return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
 
 
-# By index of the GPU and key. A key holds all that decides about kernel, grid and arguments,
+# Indexed by GPU and key. A key holds everything that determines kernel, grid and arguments,
 # except the GPU and the alignment of addresses.
 _compiled: dict[tuple[object, ...], CompiledLaunch] = {}
 
@@ -141,8 +141,8 @@ def compile_and_launch(
         options: of Triton's compiler and of the launch.
 
     Returns:
-        False where ``is_right`` does: the output is wrong, and the kernel is not kept, so that no
-        other thread finds it.
+        False if ``is_right`` returns False: the output is wrong, and the kernel is not kept, so
+        that no other thread finds it.
     """
     names = kernel.arg_names[len(tensors) + len(sizes) :]
     compile_time = {name: constants[name] for name in names}

@@ -286,7 +286,7 @@ def dgrad(grad_y: Tensor, w: PackedWeight, config: DgradConfig) -> Tensor:
 
 
 def _transposes_in_layout(compiled: Any) -> bool:
-    """Returns False, too, where Triton kept no text of the layouts that it chose."""
+    """Returns whether codes are transposed correctly; False if Triton kept no layout text."""
     return is_in_layout(compiled.asm.get("ttgir", ""))
 
 
@@ -350,16 +350,16 @@ def _run_wgmma(
     make: Callable[[tuple[object, ...], tuple[Any, ...]], CompiledLaunch],
     reported: object | None,
 ) -> bool:
-    """Launches a Gluon kernel; False, and ``kind`` in ``_not_made``, where it cannot be made.
+    """Launches a Gluon kernel; returns False and adds ``kind`` to ``_not_made`` if that fails.
 
     Args:
         key: of the cached launch.
-        kind: what a failure holds for.
+        kind: key under which a failure is recorded.
         load: TMA descriptor of x or dy.
         tensors: arguments that the kernel gets as addresses.
-        stores: TMA descriptors of what it stores.
+        stores: TMA descriptors of the results.
         make: compiles the kernel for ``(load, *tensors, *stores)``.
-        reported: the configuration that a warning of a failure names; None for no warning.
+        reported: the configuration that the warning of a failure names; None for no warning.
     """
     device = tensors[0].get_device()
     run = find_compiled(device, key) if are_aligned(tensors) else None

@@ -8,7 +8,7 @@ this package calls positions, in ``words`` 32-bit words:
     column = fragment_order.column_of(position, t, upper, pair)
     words :: [n_tiles, k_tiles, words, half 2, g 8, t 4, (upper, pair) 4, int32]
 
-A lane of a warp is (g, t). It reads 16 contiguous bytes, and what it then holds of a position is
+A lane of a warp is (g, t). It reads 16 contiguous bytes, and its codes of a position are then
 its fragment of operand A of a 16 x 8 x 16 product: no data moves between lanes. All columns of a
 position are in one group, so a scale is applied once per group, to the sums. The paired order of
 columns, which needs groups of whole 32 columns, lets a lane read x for two positions by one 16-byte
@@ -42,7 +42,7 @@ from fdk_cuda.layout.fragment_order import column_axes
 TILE_N = 16
 UNITS = 16  # columns of a position
 # Lookup tables in shared memory, by the bits of a code: bits of an index, and bytes from one entry
-# to the next. Every lane reads a copy of its own, in its own banks. An index has two codes at 3 and
+# to the next. Every lane reads its own copy, in its own banks. An index has two codes at 3 and
 # 4 bits and eight at 1 bit: those at the bits INDEX_SHIFTS, in the order of the values of an entry.
 # With 256 bytes an address is one byte permute, but 256 entries would take 64 KiB.
 INDEX_BITS = {1: 8, 3: 6, 4: 8, 6: 6, 7: 7, 8: 8}

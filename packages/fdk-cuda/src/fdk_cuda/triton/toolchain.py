@@ -44,6 +44,6 @@ def _missing() -> str | None:
 def _fails(missing: str) -> bool:
     try:
         driver.active  # noqa: B018 (reading it builds the launcher)
-    except Exception:  # whatever it is, the first call would raise it
+    except Exception:  # any error here would also be raised by the first call
         return True
     return False

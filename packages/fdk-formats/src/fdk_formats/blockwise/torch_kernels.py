@@ -123,7 +123,7 @@ def _chunks_with_scratch(
     """Yields ``start, stop`` of chunks of ``out`` in order, and scratch memory for each.
 
     The scratch has ``width`` bytes per element. It is the end of ``out``, which is not written yet;
-    chunks shrink with what is left, and the last few get memory of their own. Each chunk but the
+    chunks shrink with what is left, and the last few get separate memory. Each chunk but the
     last is an even number of blocks.
     """
     memory = out.view(torch.uint8)

@@ -11,7 +11,7 @@ from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.readers.conversion import affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 
-# By packing: bits of a code, codes per word, dtype of a word. The first block of rows is in the
+# Bits of a code, codes per word and dtype of a word, by packing. The first block of rows is in the
 # most significant of the bits used (3bit_32 uses 30 of 32).
 PACKINGS = {
     "8bit_u8": (8, 1, torch.uint8),

@@ -1,4 +1,4 @@
-"""Which kernel runs a product, and how: tables and cost models per GPU, without any kernel.
+"""Choice of kernel and configuration per product: tables and cost models per GPU.
 
 ``autotune.tune_layers`` measures better configurations for a GPU and a layer; these are the
 defaults.

@@ -17,7 +17,7 @@ WIDE_SEGMENT = 64
 
 @dataclass(frozen=True)
 class DgradConfig:
-    """How ``dgrad_kernel`` runs: 8 * m_tiles rows of dy and some positions of a tile a program.
+    """Configuration of ``dgrad_kernel``: 8 * m_tiles rows of dy per program.
 
     Attributes:
         n_tiles: tiles of 16 outputs that a warp multiplies at once.
@@ -42,7 +42,7 @@ class DgradConfig:
 
 @dataclass(frozen=True)
 class DgradWgmmaConfig:
-    """How ``dgrad_wgmma_kernel`` runs: block_m rows of dy a program.
+    """Configuration of ``dgrad_wgmma_kernel``: block_m rows of dy per program.
 
     Attributes:
         block_m: rows of dy of a program: 64, 128 or 256.

@@ -13,7 +13,7 @@ from fdk_cuda.triton.layout import POSITIONS, TABLE_BYTES, TILE_N, UNITS, Packed
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How ``gemm_kernel`` runs: 16 * n_tiles * warps outputs and block_m rows of x a program."""
+    """Configuration of ``gemm_kernel``: 16 * n_tiles * warps outputs, block_m rows of x."""
 
     n_tiles: int
     warps: int
@@ -24,7 +24,7 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class GemmWgmmaConfig:
-    """How ``gemm_wgmma_kernel`` runs: 128 outputs and block_m rows of x a program.
+    """Configuration of ``gemm_wgmma_kernel``: 128 outputs and block_m rows of x per program.
 
     Attributes:
         block_m: rows of x of a program: 64, 128 or 256.
@@ -49,7 +49,7 @@ class GemmWgmmaConfig:
 
 @dataclass(frozen=True)
 class DequantiseConfig:
-    """How ``dequantise_kernel`` runs: each warp decodes one tile of k.
+    """Configuration of ``dequantise_kernel``: each warp decodes one tile of k.
 
     Attributes:
         warps: warps of a program.
@@ -150,7 +150,7 @@ def serves_gemm_wgmma(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool = 
         return False
     if weights >= 1 << 26 and bits in ((1, 2, 3, 8) if affine else (1, 2)):
         return True
-    # Otherwise only where there is work for two programs a processor.
+    # Otherwise only where every processor gets two programs.
     return weights >= 1 << 25 and 4 * -(-n // WGMMA_TILE_N) >= 3 * gpu.processors
 
 
@@ -169,7 +169,7 @@ def gemm_wgmma_config(
     bits = layout.bits
     block_m = 64 if m <= 64 else 128 if m <= 128 or bits in WORDY_BITS else 256
     programs = -(-layout.n // WGMMA_TILE_N) * -(-m // block_m)
-    # Two programs of 64 rows fit a processor, but one where a thread has more than 128 registers.
+    # Two programs of 64 rows fit a processor, or one if a thread has more than 128 registers.
     is_wide = bits in (3, *WORDY_BITS)
     room = gpu.processors * (2 if block_m == 64 and not is_wide else 1)
     split_k = 1

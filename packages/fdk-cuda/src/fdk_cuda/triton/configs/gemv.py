@@ -15,7 +15,7 @@ from fdk_cuda.triton.layout import PackedLayout
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """How ``gemv_kernel`` runs: 16 * n_tiles outputs a program, k shared between its warps.
+    """Configuration of ``gemv_kernel``: 16 * n_tiles outputs per program, k split between warps.
 
     Attributes:
         n_tiles: tiles of 16 outputs of a program.

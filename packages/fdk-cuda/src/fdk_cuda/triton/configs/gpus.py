@@ -43,7 +43,7 @@ class Gpu:
 
     @property
     def is_measured(self) -> bool:
-        """True where configurations were timed (on an H200); elsewhere they only do not spill."""
+        """True where configurations were timed (on an H200), not only checked for spills."""
         return self.architecture == "hopper"
 
     @property

@@ -36,8 +36,8 @@ from fdk_cuda.triton.kernels.ptx_smem import (
 
 _BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
 
-# The layout in which the transposition is right: a lane holds four neighbours in a row, and lanes
-# follow each other. The second form is the same as linear-layout bases.
+# The layout that the transposition needs: a lane holds four neighbours in a row, and lanes follow
+# each other. The second form is the same as linear-layout bases.
 _RIGHT = (
     "sizePerThread = [1, 4], threadsPerWarp = [1, 32]",
     "[0, 1], [0, 2], [1, 0]], lane = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]",
@@ -45,7 +45,7 @@ _RIGHT = (
 
 
 def is_in_layout(ttgir: str) -> bool:
-    """Returns whether a compiled kernel transposes codes in the layout in which that is right.
+    """Returns whether a compiled kernel transposes codes in the layout for which that is correct.
 
     Triton chooses the layout; it chooses another where scale and zero point differ in dtype or are
     bytes.
@@ -307,7 +307,7 @@ def dgrad_part(
     EACH: tl.constexpr = COUNT // SEGMENTS  # positions per scale
     PIECE: tl.constexpr = min(COUNT, _BLOCK_POSITIONS)
     STEP: tl.constexpr = N_TILES * WARPS
-    # Scale y instead of W, which is less work, where that is as exact: bf16 has the range of fp32.
+    # Scale y instead of W, which is less work, if that is as exact: bf16 has the range of fp32.
     IS_EXPONENT: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     SCALE_Y: tl.constexpr = scales_y(
         X_DTYPE, scale_ptr.dtype.element_ty, zero_ptr.dtype.element_ty, AFFINE
@@ -417,7 +417,7 @@ def dgrad_part(
             sums = sums + (acc[q] + minus[q // EACH],)
         acc = sums
 
-    # Each warp gets the sums of its own positions.
+    # Each warp receives the sums of its positions.
     OWN: tl.constexpr = COUNT // WARPS
     if ASSEMBLY:
         totals = tl.inline_asm_elementwise(

@@ -3,8 +3,8 @@
 """Backward product on Hopper, dx = dy @ W_hat for tens and hundreds of rows of dy, by wgmma.
 
 The product is computed as W_hat.T @ dy.T, in Gluon for the reasons of ``gemm_wgmma_kernel``. Codes
-are transposed between lanes as in ``dgrad_kernel``. What a lane then holds of a tile of 16 rows of
-W_hat, at one position, is its fragment of operand A of a product over these 16 rows. A warp owns
+are transposed between lanes as in ``dgrad_kernel``. A lane's values of a tile of 16 rows of W_hat,
+at one position, are then its fragment of operand A of a product over these 16 rows. A warp owns
 one, two or four positions of a tile of k: as many as the sums of 256, 128 or 64 rows of dy leave
 registers for. All of them are multiplied by the same dy, while the next tiles of 16 rows are
 decoded. dy needs no permutation: rows of W_hat are stored in order.

@@ -15,7 +15,7 @@ store_by_tma = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 
 
 def shared_layout(bits: int) -> gl.NVMMASharedLayout:
-    """Returns the layout of stages and stores, for elements of so many bits."""
+    """Returns the layout of stages and stores, for elements of a number of bits."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
 
 

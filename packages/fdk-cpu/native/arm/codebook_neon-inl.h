@@ -17,7 +17,7 @@ namespace {
 // would fill 16 or 32 registers (8 bits: 5.1 instructions per code).
 constexpr bool in_registers(int bits) { return bits <= 6; }
 
-// The highest kBytes bytes of float32 values, each in registers of its own. Up to 4 bits a table
+// The highest kBytes bytes of float32 values, each in its own registers. Up to 4 bits a table
 // has 16 entries: at 2 bits an index stands for two codes, at 1 bit for four, with a table for each
 // of them.
 template <int kBits, int kBytes>

@@ -76,7 +76,7 @@ struct Part {
   static constexpr bool has(int i) { return !kHalved || kByLanes || i * 2 / kCodes == kHalf; }
 };
 
-// What the four sums of a kernel differ in: the row of W (kM = 1) or of x.
+// Operands of the four sums of a kernel, which differ in the row of W (kM = 1) or of x.
 template <int kM>
 struct Operands {
   const std::uint8_t* codes[4];  // of rows of W; one if kM > 1

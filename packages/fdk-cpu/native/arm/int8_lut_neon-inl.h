@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kVectors = 8;  // of 16 positions, per tile
 
-// Whether the levels are the codes plus a constant, modulo 256: affine formats and `int`.
+// True if the levels are the codes plus a constant, modulo 256: affine formats and `int`.
 bool is_linear(const std::uint8_t* levels, int bits) {
   for (unsigned i = 0; i < 1u << bits; i++) {
     if (levels[i] != std::uint8_t(levels[0] + i)) return false;

@@ -99,7 +99,7 @@ void gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
               [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
                 for (std::size_t i = 0; i < kBytes; i += 64)
                   __builtin_prefetch(codes + kPrefetchBytes + i);
-                // Of each half, repeated to fill a vector.
+                // The scales of each half, repeated to fill a vector.
                 float scales[kLongest / sizeof(float)];
                 float32x4_t of_half[2];
                 for (std::size_t half = 0; half < 2; half++) {

@@ -30,7 +30,7 @@ struct Options {
   std::string device, commit;
 };
 
-// Throws std::invalid_argument with what was wanted and what came.
+// Throws std::invalid_argument with what was wanted and what was given.
 Options parse(int argc, char** argv);
 std::string usage();
 

@@ -33,7 +33,7 @@ bool has_f16c() {
 // XFEATURE_XTILEDATA, the state component of tiles in arch_prctl(2).
 constexpr long kTileData = 18;
 
-// Whether the processor has AMX-BF16 and the system can save its tiles.
+// Returns whether the processor has AMX-BF16 and the system can save its tiles.
 bool has_amx() {
 #if defined(__linux__)
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;

@@ -21,7 +21,7 @@ enum class Isa : int {
 inline constexpr int kIsas = 11;
 
 const char* name_of(Isa isa);
-// Whether this machine has the instructions; the system may still refuse them to the process (AMX).
+// Returns whether this machine has the instructions; the system may still refuse AMX to a process.
 bool supported(Isa isa);
 // The set in use: that of set_isa, else of FDK_CPU_ISA, else the best. "auto" means the best.
 Isa current_isa();

@@ -23,7 +23,7 @@ namespace {
   return bits;
 }
 
-// Of normal numbers.
+// The binary exponent; valid for normal numbers.
 [[maybe_unused]] inline int exponent_of(float value) {
   return int(bits_of_float(value) >> 23 & 0xFF) - 127;
 }

@@ -12,7 +12,7 @@ namespace {
 
 // y[row][panel] += w[row][depth] * x[depth][panel] for kRows rows of w and kVectors vectors of x.
 //
-// A block is summed by itself before it is added to y: the error grows with the number of blocks
+// A block is summed separately before it is added to y: the error grows with the number of blocks
 // plus the depth of one, not with their product.
 template <class V, int kRows, int kVectors>
 void panel_rows(const GemmPanelTask& task, std::size_t row) {

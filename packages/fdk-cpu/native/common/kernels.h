@@ -79,7 +79,7 @@ inline constexpr std::size_t kPanelDepth = 32;
 //   w :: [rows][stride]               dequantised, float32 or bf16, `depth` positions
 //   x :: [depth / unit][panel][unit]  one panel; unit is 1 for float32 and 2 (a pair) for bf16
 //   y :: [rows][panel]                float32, accumulated
-// What is needed next may be prefetched into L2: the next panel of x or, after the last one, codes
+// The next operand may be prefetched into L2: the next panel of x or, after the last one, codes
 // if LinearKernels::panel_prefetches_codes:
 //   next :: [parts] of part_bytes, part_stride apart; null for none. One part per stripe or fewer
 struct GemmPanelTask {
@@ -145,7 +145,7 @@ struct DgradTask {
 using Order = std::uint8_t[kTileK];
 
 // The operands of the second pass of a GEMV:
-//   prepared :: what TwoPassGemv::prepare made of x
+//   prepared :: result of TwoPassGemv::prepare for x
 //   y        :: [4 * stripes], float32: those of stripes [begin, end) are written
 struct TwoPassTask {
   const Weight* weight;
@@ -212,13 +212,13 @@ struct LinearKernels {
   void (*pack_panel)(const void* x, std::size_t x_stride, std::size_t rows, std::size_t positions,
                      std::size_t width, void* out) = nullptr;
   // Rows and bytes per row of the block of W_hat that panels are multiplied with: 96 KiB, which
-  // fits the L2 of any core beside a panel of x of 64 KiB.
+  // fits the L2 of any core together with a panel of x of 64 KiB.
   std::size_t block_rows = 48, block_bytes = 2048;
   // Up to this many block_rows if panels exceed DispatchThresholds::near_panel_bytes: every block
   // reads all of them.
   std::size_t far_block_rows = 0;
   bool panel_prefetches_codes = false;  // GemmPanelTask::next may be codes
-  // As dequantise, and prefetches the codes of the next block. Null: they are prefetched before.
+  // Like dequantise, and prefetches the codes of the next block. Null: they are prefetched before.
   void (*dequantise_prefetching)(const Weight&, std::size_t stripe, std::size_t begin,
                                  std::size_t end, void* out, std::size_t stride,
                                  const Prefetcher&) = nullptr;

@@ -94,7 +94,7 @@ struct Layout {
   std::size_t code_bytes() const { return stripes * tiles * tile_bytes(bits); }
   std::size_t scales() const { return stripes * stored_groups * kTileRows; }
   std::size_t positions() const { return tiles * kTileK; }
-  // Whether no group or row is padded, so that x needs no gaps.
+  // True if no group or row is padded, so that x needs no gaps.
   bool dense() const { return positions() == k; }
   // The position, padding included, of column `index` of the weight.
   std::size_t position(std::size_t index) const {

@@ -90,7 +90,7 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernel
     }
   }
   const std::uint8_t* from = as_it_is ? static_cast<const std::uint8_t*>(x) : packed_x.get();
-  // A two-pass kernel prepares each row of x by itself; for several rows gemv decodes the weight
+  // A two-pass kernel prepares each row of x separately; for several rows gemv decodes the weight
   // once.
   if (m == 1 && linear_two_pass(packed, w, kernels.two_pass, type, from, bias, y, threads)) return;
   const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;

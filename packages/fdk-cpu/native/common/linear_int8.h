@@ -3,8 +3,8 @@
 // x is rounded per tile: 128 int8 codes and one scale, the tile's absmax / 127. The values of a
 // codebook are (level - offset) * step with int8 levels; for affine formats the codes are the
 // levels. A kernel sums level * x_code over each group of a tile in integers and scales these sums.
-// What is constant over a group (zero points, the offset, and the 128 by which unsigned levels are
-// too large) is multiplied with the sum of x over the group, once for all rows:
+// Constants of a group (zero points, the offset, and the 128 by which unsigned levels are too
+// large) are multiplied with the sum of x over the group, once for all rows:
 //
 //   y = sum of scale x_scale (sum of level x_code)  -  sum of scale (zero + centre) x_sum
 //
@@ -109,7 +109,7 @@ extern const Int8Kernels kInt8Neon;
 extern const Int8Kernels kInt8NeonDot;
 extern const Int8Kernels kInt8NeonI8mm;
 extern const Int8Kernels kInt8Sve;  // for one row of x
-// Whether kInt8Sve supports the weight with the vector length of this machine.
+// Returns whether kInt8Sve supports the weight with the vector length of this machine.
 bool int8_sve_supports(const Layout& layout);
 #endif
 

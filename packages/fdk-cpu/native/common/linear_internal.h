@@ -10,7 +10,7 @@ namespace fdk {
 
 // They take up to kMaxRows (buffers.h) rows of x or grad_y; the tensors are those of linear.h.
 
-// As linear, with the given thresholds (for tests), or those of the kernels if null.
+// Like linear, with the given thresholds (for tests), or those of the kernels if null.
 void linear_with_thresholds(const DispatchThresholds* own, const PackedWeight& weight,
                             Activation activation, const void* x, std::size_t m, const void* bias,
                             void* y, std::size_t threads);

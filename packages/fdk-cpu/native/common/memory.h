@@ -6,7 +6,7 @@
 
 namespace fdk {
 
-// Returns the sum of all bytes as 64-bit words, and of the bytes left over.
+// Returns the sum of all bytes as 64-bit words, plus the remaining bytes one by one.
 std::uint64_t read_sum(const std::uint8_t* data, std::size_t bytes, std::size_t threads);
 
 void copy_memory(const std::uint8_t* from, std::uint8_t* to, std::size_t bytes,

@@ -53,7 +53,7 @@ std::uint64_t ticks_of_cycles() {
 
 bool has_tables(const Weight& w) { return w.bits <= 5 && w.groups_per_tile < 8; }
 
-// Whether five and six rows of x can share one decoding without scaled codebooks. With zero points
+// True if five and six rows of x can share one decoding without scaled codebooks. With zero points
 // they do not fit the registers (8 bits, m = 9: 2.9 ms, with panels 2.4).
 bool six_rows_fit(const Weight& w) {
   return w.groups_per_tile <= 2 && w.zeros == nullptr && is_wide_avx512bf16();
@@ -80,9 +80,9 @@ double cycles_of_products_avx512bf16() {
   return double(products) / double(std::max<std::uint64_t>(1, cycles));
 }
 
-// Whether two 512-bit products start per cycle (Zen 5: 0.52 cycles each; Zen 4: 1). If so, all
-// other instructions beside a product cost twice as much relative to it. Measured once, in 30 us,
-// because a virtual machine may hide what CPUID says (Fn8000_001A, FP512). The least of several
+// True if two 512-bit products start per cycle (Zen 5: 0.52 cycles each; Zen 4: 1). If so, all
+// other instructions cost twice as much relative to a product. Measured once, in 30 us,
+// because a virtual machine may hide the CPUID bit (Fn8000_001A, FP512). The least of several
 // turns is used.
 bool is_wide_avx512bf16() {
   static const bool wide = 4 * cycles_of_products_avx512bf16() < 3;

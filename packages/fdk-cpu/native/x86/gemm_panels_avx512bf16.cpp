@@ -13,7 +13,7 @@ namespace {
 constexpr std::size_t kTurn = 8;
 static_assert(kPanelDepth % kTurn == 0);
 
-// What the rows of one step prefetch into L2, at most one cache line per turn: bursts would stall
+// Prefetches into L2 by the rows of one step, at most one cache line per turn: bursts would stall
 // the products (Zen 5, 4096 x 14336, m = 512, one thread: 139 -> 134 ms).
 template <int kRows>
 struct PanelPrefetch {

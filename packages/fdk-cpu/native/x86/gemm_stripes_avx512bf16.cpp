@@ -92,7 +92,7 @@ void gemm_stripe_avx512bf16(const GemmStripeTask& task) {
 }
 
 void gemm_stripes_avx512bf16(const GemmStripesTask& task, std::size_t begin, std::size_t end) {
-  // 16 KiB of W_hat, which fits an L1 of 32 KiB beside x. Rows are one cache line longer than a
+  // 16 KiB of W_hat, which fits an L1 of 32 KiB with x. Rows are one cache line longer than a
   // power of two. The codes of the next 16 tiles are prefetched into L2 while these are dequantised
   // (4096 x 4096, m = 9, 8 bits, cold: 1.61 ms; without 2.81, during the products 2.16).
   constexpr std::size_t kTiles = 16, kStride = kTiles * kTileK + 64 / sizeof(std::uint16_t);

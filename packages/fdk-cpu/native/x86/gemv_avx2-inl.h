@@ -118,7 +118,7 @@ void gemv_8bit(const GemvTask& task, std::size_t begin, std::size_t end) {
   gemv_8bit_stripes<V, 2>(task, tables, begin, end);
 }
 
-// Whether all values fit bf16, as they do if the activations are bf16.
+// True if all values fit bf16, as they do if the activations are bf16.
 bool fits_bf16(const Weight& w) {
   std::uint32_t low = 0;
   for (int c = 0; c < 1 << w.bits; c++) low |= std::bit_cast<std::uint32_t>(w.table[c]);

@@ -69,7 +69,7 @@ FDK_INLINE void build_step(const float* x, const __m512* values, std::uint8_t (*
   }
 }
 
-// Whether at least half of the nonzero values of a tile are small compared with its largest. Zeros
+// True if at least half of the nonzero values of a tile are small compared with its largest. Zeros
 // are exact in any unit: one-hot x has no outlier.
 bool has_outlier(const float* tile, float largest) {
   const __m512 limit = _mm512_set1_ps(largest * kOutlier), zero = _mm512_setzero_ps();

@@ -1,4 +1,4 @@
-// The lookup-table GEMV for codes of 1 and 2 bits: what AVX2 and AVX-512 have in common.
+// The lookup-table GEMV for codes of 1 and 2 bits: common to AVX2 and AVX-512.
 //
 // After T-MAC (Wei et al., 2024): four bits of a row are the codes of 4 or 2 positions. The 16 sums
 // of x times value that they can stand for are computed once for all rows, so that one lookup

@@ -28,7 +28,7 @@ constexpr std::size_t kFloats = 8;  // per register
   return std::bit_cast<float>(*std::max_element(lanes, lanes + kFloats));
 }
 
-// Whether at least half of the nonzero values of a tile are below `limit`. Zeros are exact in any
+// True if at least half of the nonzero values of a tile are below `limit`. Zeros are exact in any
 // unit: one-hot x has no outlier.
 [[maybe_unused]] bool mostly_below(const float* tile, float limit) {
   const __m256 top = _mm256_set1_ps(limit), zero = _mm256_setzero_ps();

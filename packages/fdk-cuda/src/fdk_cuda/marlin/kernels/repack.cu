@@ -1,9 +1,9 @@
 // Packs a canonical weight into the Marlin layout, and unpacks it. layout.py explains the order,
 // and its torch functions define the bytes.
 //
-// canonical :: [n, row_bytes, uint8]             a row is a bit stream, first code in the highest
-// bits scale     :: [n, groups, SCALE_BYTES]          zero_point the same, if there is one packed
-// :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
+// canonical  :: [n, row_bytes, uint8]       a row is a bit stream, first code in the highest bits
+// scale      :: [n, groups, SCALE_BYTES]    zero_point likewise, if there is one
+// packed     :: [padded_n / 32, padded_k / 64, BLOCK_BYTES, uint8]
 //
 // A thread block takes 32 rows x 512 columns, through shared memory so that both sides are accessed
 // contiguously. A warp takes one block of 32 x 64, and a lane eight runs of eight neighbouring

@@ -13,8 +13,7 @@
 // Macros, in addition to those of small_m_mainloop.cuh:
 //   M_TILES  1 or 2: tiles of 8 rows of x
 //   SPREAD   1: up to 4 rows of x are in the even columns of operand B. A lane's sums of odd
-//   columns
-//            are then unused, which halves the work on sums
+//            columns are then unused, which halves the work on sums
 //   SCALES_WEIGHTS, SIGNS  see decode_1bit_scaled.cuh
 #include "common/decode_1bit_scaled.cuh"
 #include "common/small_m_mainloop.cuh"
@@ -22,7 +21,7 @@
 static_assert(M_TILES == 1 || M_TILES == 2);
 static_assert(!SPREAD || M_TILES == 1);
 static_assert(!SCALES_WEIGHTS || M_TILES == 2);
-// Of a lane's four sums (rows g, then g + 8), those that are used.
+// The used ones of a lane's four sums (rows g, then g + 8).
 constexpr int COLUMNS = SPREAD ? 1 : 2, VALUES = 2 * COLUMNS;
 
 // Index of a used sum among the four.

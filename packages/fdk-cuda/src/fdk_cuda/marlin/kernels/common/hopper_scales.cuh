@@ -4,11 +4,10 @@
 #include "common/decode.cuh"
 
 // Macros, set by Python:
-//   HAS_TABLE        1 where codes are looked up
-//   GRID_ZERO_POINT  8 bits: the integer, 127 or 128, to subtract from a code of an integer grid;
-//   -1
-//                    for other codebooks
-//   SIGNS            1 where the codebook of 1 bit is -c and c, and HAS_TABLE is 0
+//   HAS_TABLE         1 where codes are looked up
+//   GRID_ZERO_POINT   8 bits: 127 or 128, to be subtracted from a code of an integer grid; else -1
+//   SIGNS             1 where the codebook of 1 bit is -c and c, and HAS_TABLE is 0
+//   WHOLE_ZERO_POINT  1 where zero points are integers from 0 to 255
 constexpr bool IS_GRID = GRID_ZERO_POINT >= 0;
 static_assert(!IS_GRID || (BITS == 8 && !AFFINE));
 static_assert(!IS_GRID || GRID_ZERO_POINT == 127 || GRID_ZERO_POINT == 128);
@@ -21,7 +20,6 @@ constexpr uint32 GRID_VALUE =
 constexpr uint32 GRID_PAIR = GRID_VALUE * 0x10001u;
 // The product of two values of the dtype, rounded once, equals that of float32 rounded. The
 // difference of a code and an integer zero point is exact in either dtype.
-//   WHOLE_ZERO_POINT  1 where zero points are integers from 0 to 255
 constexpr bool SCALES_IN_DTYPE = (!AFFINE || WHOLE_ZERO_POINT) && SCALE_TYPE == FP16;
 static_assert(!SIGNS || (BITS == 1 && !AFFINE && !HAS_TABLE));
 constexpr bool BY_SIGNS = SIGNS && SCALES_IN_DTYPE;

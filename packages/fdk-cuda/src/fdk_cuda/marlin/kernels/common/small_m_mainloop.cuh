@@ -1,7 +1,7 @@
 // Tiles, pipelines and reduction of the kernels for few rows of x.
 //
-// A thread block computes tiles of TILE_N outputs. Its warps share k, each with a pipeline of its
-// own, and their partial sums are added in shared memory at the end of a tile. Thread blocks of a
+// A thread block computes tiles of TILE_N outputs. Its warps share k, each with its own
+// pipeline, and partial sums are added in shared memory at the end of a tile. Thread blocks of a
 // cluster share k too and add their sums through distributed shared memory (DSMEM). The order of
 // every sum is fixed, so results do not depend on timing. Tiles of the last pass may be shorter, so
 // that every SM has work.
@@ -44,7 +44,7 @@ struct Params {
   int stored_m;      // rows of x in partial sums: m, rounded up to what the threads divide evenly
   int n_blocks;      // blocks of 32 outputs
   int passes;        // tiles of the busiest thread block
-  int whole_passes;  // of them, the first ones, whose tiles are not short
+  int whole_passes;  // passes before those with short tiles
   int rounds;        // stages per tile of the busiest warp
   int log_share;     // logarithm of the values of a tile that a thread block of a cluster finishes
   int sum_buffers;   // 0: partial sums overwrite the pipeline, for thread blocks with a single tile

@@ -1,4 +1,4 @@
-"""Options, markers and fixtures of every package's tests; `wheels` copies this file beside them."""
+"""Options, markers and fixtures of every package's tests; `wheels` copies this file to them."""
 
 import importlib.util
 import sys
@@ -36,7 +36,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Collect the Python blocks of Markdown files, where Sybil is installed."""
-    # pytest asks for every file beside the tests, also where only those of a package are run.
+    # pytest calls this for every file next to the tests, even when it runs a single package.
     if file_path.suffix != ".md" or importlib.util.find_spec("sybil") is None:
         return None
     from markdown_examples import collect  # in tools/

@@ -10,7 +10,7 @@ from pathlib import Path
 import nox
 
 # Every session uses the workspace's .venv, which `uv run` brings to the pinned versions in 0.1 s.
-# What each package declares for itself is tested by `wheels`, in environments of their own.
+# What each package declares for itself is tested by `wheels`, in separate environments.
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = [
@@ -51,14 +51,14 @@ CLANG = {"clang++": "clang libclang-rt-dev"}
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Every hook of .pre-commit-config.yaml on every file, and the tests of the repository."""
+    """Run every hook of .pre-commit-config.yaml on every file, and the repository's tests."""
     run(session, "pre-commit", "run", "--all-files", "--show-diff-on-failure")
     pytest(session, "tests", *PARALLEL, f"--ignore={DEVICE_TESTS}")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy, strict, over every package's src and over tools/."""
+    """Run mypy, strict, over every package's src and over tools/."""
     run(session, "mypy", *map(str, sorted(Path("packages").glob("*/src"))), "tools")
 
 
@@ -75,34 +75,34 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(name="test-formats")
 def test_formats(session: nox.Session) -> None:
-    """The tests of fdk-formats, with at least 95 % of its lines covered."""
+    """Run the tests of fdk-formats, with at least 95 % of its lines covered."""
     coverage = ["--cov=fdk_formats", "--cov-report=term:skip-covered", "--cov-fail-under=95"]
     run_tests(session, "fdk-formats", *([] if session.posargs else coverage))
 
 
 @nox.session(name="test-cpu")
 def test_cpu(session: nox.Session) -> None:
-    """The tests of fdk-cpu on this processor."""
+    """Run the tests of fdk-cpu on this processor."""
     run_tests(session, "fdk-cpu", f"--ignore={ARM_TESTS}")
 
 
 @nox.session(name="test-arm")
 def test_arm(session: nox.Session) -> None:
-    """The C++ tests of fdk-cpu built for ARM, on emulated cores with and without bf16 and SVE."""
+    """Run fdk-cpu's C++ tests built for ARM, on emulated cores with and without bf16 and SVE."""
     need(session, ARM_TOOLS)
     pytest(session, ARM_TESTS, *PARALLEL, *session.posargs)
 
 
 @nox.session
 def android(session: nox.Session) -> None:
-    """tools/run_on_device.sh end to end: adb, an emulated device, with an NDK and without."""
+    """Run tools/run_on_device.sh end to end: adb, an emulated device, with an NDK and without."""
     need(session, DEVICE_TOOLS)
     pytest(session, DEVICE_TESTS, *session.posargs)
 
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """The C++ tests of fdk-cpu under AddressSanitizer and UBSan."""
+    """Run the C++ tests of fdk-cpu under AddressSanitizer and UBSan."""
     build = build_sanitized(session)
     run(session, f"{build}/fdk_native_test", "5")
     run(session, f"{build}/fdk_fuzz_random", "5")
@@ -110,7 +110,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """libFuzzer on the layout converter and the blockwise kernels for FDK_FUZZ_SECONDS (10).
+    """Fuzz the layout converter and the blockwise kernels for FDK_FUZZ_SECONDS (10).
 
     An input that fails is written to build/sanitize; `build/sanitize/fdk_fuzz FILE` repeats it.
     """
@@ -123,7 +123,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(name="test-cuda")
 def test_cuda(session: nox.Session) -> None:
-    """The tests of fdk-cuda; those that need a GPU skip where there is none."""
+    """Run the tests of fdk-cuda; those that need a GPU skip where there is none."""
     run_tests(session, "fdk-cuda")
 
 
@@ -135,7 +135,7 @@ def every_kernel(session: nox.Session) -> None:
 
 @nox.session(name="test-bench")
 def test_bench(session: nox.Session) -> None:
-    """The tests of fdk-bench."""
+    """Run the tests of fdk-bench."""
     run_tests(session, "fdk-bench")
 
 
@@ -147,13 +147,13 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session(name="release-check")
 def release_check(session: nox.Session) -> None:
-    """Everything that a release needs: versions, changelogs, metadata, archives, a clean tree."""
+    """Check what a release needs: versions, changelogs, metadata, archives, a clean tree."""
     run(session, "python", "tools/release_check.py", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """A short run of `fdk-bench kernels` and of every benchmark script. Slow is no failure."""
+    """Run `fdk-bench kernels` and every benchmark script briefly; slow is no failure."""
     # Half a minute on two cores: the widths that decode differently, one row of x and a few.
     short = ("-k", "2048", "-m", "1,16", "-b", "16,8,4,3,2,1")
     run(session, "fdk-bench", "kernels", *short, "--out", str(RESULTS))
@@ -193,7 +193,7 @@ def build_sanitized(session: nox.Session) -> str:
         "FDK_CPU_SANITIZE": "address,undefined",
         "FDK_CPU_TESTS": "ON",
     }
-    if clang := shutil.which("clang++"):  # by its path: CMake takes another spelling for a change
+    if clang := shutil.which("clang++"):  # full path: CMake compares spellings
         options |= {"CMAKE_CXX_COMPILER": clang, "FDK_CPU_FUZZ": "ON"}
     defines = [f"-D{option}={value}" for option, value in options.items()]
     run(session, "cmake", "-S", "packages/fdk-cpu", "-B", build, *defines)

@@ -31,7 +31,7 @@ STDOUT, STDERR, EXIT = 1, 2, 3  # kinds of shell packets
 
 
 class Stream:
-    """One of the streams that share a connection; one packet is in flight at a time."""
+    """A stream of a shared connection; one packet is in flight at a time."""
 
     def __init__(self, connection: "Connection", local: int, remote: int) -> None:
         self.connection, self.local, self.remote = connection, local, remote

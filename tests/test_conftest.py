@@ -1,4 +1,4 @@
-"""The root's conftest.py, in a run of pytest of its own: the marker `gpu`, `--every`, `--shard`."""
+"""The root's conftest.py, in a separate run of pytest: the marker `gpu`, `--every`, `--shard`."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
 """tools/run_on_device.sh with the real adb client, an emulated device and a stand-in NDK.
 
-The tests start an adb server of their own; pushed ARM executables run through qemu.
+The tests start their own adb server; pushed ARM executables run through qemu.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the build of fdk-cpu from source says if the compiler is missing or too old."""
+"""Errors of the source build of fdk-cpu if the compiler is missing or too old."""
 
 import os
 import shutil

@@ -93,7 +93,7 @@ def failure(*command: str) -> str:
 
 
 def main() -> int:
-    """Print what stands against a release; return 1 where anything does."""
+    """Print every obstacle to a release; return 1 if there is any."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tag", help="the tag that is released")
     parser.add_argument("--no-build", action="store_true", help="leave out building the archives")

@@ -276,7 +276,7 @@ def triton_cases() -> Iterator[Case]:
         *(("dgrad", f"custom{b}-g64", BF16, 7, 333, 64 * 9) for b in (1, 2, 3)),
         *(("dgrad", f"custom{b}-g64", FP16, 16, 333, 64 * 9) for b in (4, 8)),
         ("dgrad", "affine4-g24", FP16, 37, 333, 24 * 9),
-        # As an H200 runs 8192 x 8192: programs of 16 and 32 positions.
+        # The configurations of an H200 for 8192 x 8192: programs of 16 and 32 positions.
         *(("wide dgrad", f"custom{b}-g64", BF16, 7, 333, 1152) for b in (1, 5)),
         ("wide dgrad", "custom3-g64", FP16, 1, 333, 1152),
         ("wide dgrad", "affine5-g128", FP16, 1, 333, 1152),

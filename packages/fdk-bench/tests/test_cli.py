@@ -63,7 +63,7 @@ def test_reader_that_went_away(command, tmp_path):
 
 
 def test_closed_standard_output(tmp_path):
-    """As some starters of jobs leave it."""
+    """Some job launchers close standard output."""
     program = [sys.executable, "-m", "fdk_bench", "--version"]
     shell = ["sh", "-c", 'exec "$@" >&-', "sh", *program]
     done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path)

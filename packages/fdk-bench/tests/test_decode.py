@@ -232,7 +232,7 @@ def test_graph_of_a_step_on_gpu():
 
 @pytest.mark.gpu
 def test_dense_layers_run_gemv_on_gpu():
-    """Only where the model is compiled; with --no-compile they are torch's."""
+    """Only if the model is compiled; with --no-compile torch runs them."""
     case = ModelCase("tiny", 1, "bf16", "torch", "bf16", "cuda", "lm_head", 8, 1, compiled=True)
     ours, theirs = build_llama(case, [1, 3]), build_llama(replace(case, compiled=False), [1])
     assert (ours.backends, theirs.backends) == ("torch, gemv for one row", "torch")
@@ -259,7 +259,7 @@ def test_seconds_of_steps_on_gpu():
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_graph_of_a_prompt_on_gpu():
-    """Its replay fills the cache as the call did."""
+    """A replay fills the cache as the call did."""
     llama = llama_on_gpu(LlamaSize(512, 2, 4, 2, 1056, vocabulary=5000), torch.bfloat16)
     llama.compile_blocks()
     prompt = torch.randint(5000, (3, 130), device="cuda")

@@ -215,7 +215,7 @@ def test_a_prompt_tells_whether_it_is_a_graph(works, monkeypatch):
 
 
 def test_dependent_launches_end_with_the_measurement(monkeypatch):
-    """Compiled inside, and nobody else's code is compiled so afterwards."""
+    """Code is compiled with PDL inside the context, and without it afterwards."""
     config = importlib.import_module("torch._inductor.config").triton
     if not hasattr(config, "enable_pdl"):
         pytest.skip("needs a torch whose compiler has enable_pdl")
@@ -390,18 +390,18 @@ def test_json_and_real_model(quick, hf_folder, tmp_path):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     plain, quantised = (r["values"]["perplexity"] for r in rows)
     assert [r["case"]["format"] for r in rows] == ["fp32", "int8-g32"]
-    # A model that nobody trained knows less than nothing of the text; 8 bits change little.
+    # An untrained model is worse than a uniform guess; 8 bits change little.
     assert plain > 20
     assert quantised == pytest.approx(plain, rel=0.1)
     assert quantised != plain
     said = [r["values"]["continuation"] for r in rows]
-    # A token of this tokeniser is a word; a model of random weights says any of them.
+    # A token of this tokeniser is a word; a model of random weights may produce any.
     assert [len(words.split()) for words in said] == [CONTINUED_TOKENS] * 2
     assert f"int8-g32 reference: {said[1]!r}" in (tmp_path / "models.md").read_text()
 
 
 def test_real_models_get_kmeans(quick, hf_folder, tmp_path):
-    """An arbitrary codebook, what a random llama has, makes nothing of real weights."""
+    """The arbitrary codebook of random llamas would destroy real weights."""
     done = run(*quick, "--model", hf_folder, "-b", "16,4,1", "--out", tmp_path, "--json")
     assert done.exit_code == 0, done.output
     formats = [json.loads(line)["case"]["format"] for line in done.stdout.splitlines()]
@@ -439,7 +439,7 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("at", "rows"), [(2, 2), (3, 3)])
 def test_interrupt_that_python_drops(at, rows, quick, tmp_path, monkeypatch):
-    """As in a callback of a weak reference: the run ends after the case, not at its end."""
+    """As in the callback of a weak reference: the run still ends after the case."""
     measured = models.measure_case
     before = signal.getsignal(signal.SIGINT)
 

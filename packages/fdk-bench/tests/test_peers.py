@@ -125,7 +125,7 @@ def test_every_case_of_the_compiled_peer_is_compiled(monkeypatch):
 
 def test_peers_say_what_they_do_not_take(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    # As where a GPU and fdk-cuda are.
+    # As if a GPU and fdk-cuda were installed.
     monkeypatch.setattr(DenseTriton, "missing", lambda self: None)
     case = KernelCase(1, 64, 64, "custom3-g64", "bf16", "cpu", "")
     reasons = {peer.name: peer.unsupported(case) for peer in PEERS}
@@ -152,7 +152,7 @@ def test_plain_triton_says_what_is_missing(monkeypatch):
 
 
 def test_plain_triton_beside_16_bits(tmp_path):
-    """In a process of its own: Triton's interpreter is chosen when a kernel is defined."""
+    """In a separate process: Triton's interpreter is chosen when a kernel is defined."""
     pytest.importorskip("triton", reason="Triton is not installed")
     command = (
         "kernels", "--device", "cpu", "-n", "40", "-k", "64", "-m", "1,3", "-b", "16,4",
@@ -250,7 +250,7 @@ def test_time_limit():
     said = r"a loop took more than 0.05 s"
     with pytest.raises(TookTooLongError, match=said), time_limit(0.05, "a loop"):
         time.sleep(5)
-    time.sleep(0.1)  # nothing is left of it
+    time.sleep(0.1)  # the timer is gone
 
 
 def test_time_limit_of_code_that_catches_exceptions(monkeypatch):

@@ -305,7 +305,7 @@ def test_kernels_in_use_come_first(isa, bits, activations, homes):
     ],
 )
 def test_homes_of_kernels(case, isa, homes):
-    """As kernels_for and int8_kernels_for of fdk-cpu's native code choose them, on any machine."""
+    """The same choice as kernels_for and int8_kernels_for in fdk-cpu's native code."""
     assert kernel_files(parse_case(case), isa) == homes
 
 

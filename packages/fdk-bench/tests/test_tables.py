@@ -196,7 +196,7 @@ def test_threads_belong_to_a_case_on_a_cpu(kernel, model):
 
 
 def test_rows_of_a_phone(facts):
-    """Of ``fdk_cpu_bench``, which names its values otherwise."""
+    """Rows of ``fdk_cpu_bench`` name their values differently."""
     case = {"m": 2, "n": 256, "k": 256, "format": "custom4-g64", "dtype": "bf16"}
     case |= {"op": "linear", "backend": "cpu", "instruction_set": "neon"}
     values = {"nbytes": 34816, "min_us": 3, "median_us": 4, "read_gb_s": 17.408, "nrmse": 0}

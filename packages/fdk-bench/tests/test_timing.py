@@ -89,7 +89,7 @@ def test_rounds_are_in_different_orders(clock):
 
 
 def test_the_first_calls_of_a_turn_do_not_count(clock):
-    """Of calls of 1 ms the first 4 of a turn are not counted."""
+    """The first 4 calls of a turn are not counted if calls take 1 ms."""
     seen = []
 
     def short():
@@ -126,7 +126,7 @@ def test_each_turn_ends_with_a_rest(clock):
 
 
 def test_turns_run_where_a_contender_wants_them(clock):
-    """Warm-up and turns run there as a whole, so the way there is in no sample."""
+    """Warm-up and turns run there as a whole, so no sample includes the switch."""
     seen = []
 
     def place(turn):

@@ -1,4 +1,4 @@
-"""Times y = x @ W_hat.T on the CPU for several m, beside torch and bitsandbytes.
+"""Times y = x @ W_hat.T on the CPU for several m, against torch and bitsandbytes.
 
     GOMP_SPINCOUNT=0 python packages/fdk-cpu/benchmarks/linear.py --formats custom4-g64 custom8-g64
 

@@ -70,7 +70,7 @@ def read_bandwidth() -> float:
 
 
 def copies(nbytes: int) -> range:
-    """As many copies of a weight as exceed the caches."""
+    """Copies of a weight, enough to exceed the caches."""
     return range(max(3, min(100, ROTATED_BYTES // nbytes)))
 
 

@@ -258,7 +258,7 @@ def _bytes_in_huge_pages(address: int) -> int:
 
 
 def _has_huge_pages() -> bool:
-    """Whether Linux backs aligned, advised memory with huge pages throughout."""
+    """Return whether Linux backs aligned, advised memory with huge pages throughout."""
     if not Path("/proc/self/smaps").is_file() or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
     size = 32 << 20  # more than the test below allocates at once

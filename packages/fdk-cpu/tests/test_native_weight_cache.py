@@ -135,7 +135,7 @@ def test_freed_storage(activations: str) -> None:
 def test_zero_tensors(activations: str) -> None:
     layout, x, y = used(activations=activations)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(1))
-    # What autograd passes on where nothing was: it has a shape and no memory.
+    # Autograd passes this on in place of a missing gradient: it has a shape but no memory.
     with torch.no_grad():
         assert torch.equal(layout(torch._efficientzerotensor((3, K)), bias), bias.expand(3, N))
         assert torch.equal(layout(x, torch._efficientzerotensor((N,))), y)

@@ -116,7 +116,7 @@ def argument_parser(module_doc: str) -> argparse.ArgumentParser:
 
 
 def has_gpu(*, hopper: bool = False) -> bool:
-    """Return whether the GPU that a script needs is there; say why it does not run otherwise."""
+    """Return whether the GPU that a script needs is present; otherwise print why not."""
     if not torch.cuda.is_available():
         print("not run: needs an NVIDIA GPU, torch finds none on this machine")
         return False

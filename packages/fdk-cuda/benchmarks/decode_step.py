@@ -4,7 +4,7 @@
 
 m sequences of LENGTH tokens go through BLOCKS blocks of Llama 3 8B in one CUDA graph, with and
 without the linear layers; without, their outputs are read from memory. What the layers add between
-torch's norms, rotations and attention is printed beside the same layers back to back.
+torch's norms, rotations and attention is printed with the time of the same layers back to back.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Time the host in eager calls at m = 1: nn.Linear beside layers of each backend.
+"""Time the host in eager calls at m = 1: nn.Linear against layers of each backend.
 
     python packages/fdk-cuda/benchmarks/host_time.py [--rounds 300]
 

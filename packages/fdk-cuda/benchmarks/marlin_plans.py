@@ -1,4 +1,4 @@
-"""Time every plan of a Marlin kernel beside the one that the cost model chooses.
+"""Time every plan of a Marlin kernel against the one that the cost model chooses.
 
     python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel small_m --ms 1,4 --bits 3,4
     python packages/fdk-cuda/benchmarks/marlin_plans.py --kernel hopper_gemm --ms 64,256

@@ -1,4 +1,4 @@
-"""Time packing into the Marlin layout, unpacking and dequantising, beside a copy of as many bytes.
+"""Time packing into the Marlin layout, unpacking and dequantising, against a copy of as many bytes.
 
     python packages/fdk-cuda/benchmarks/repack.py [--bits 4] [--shapes 8192x8192] [--out rows.jsonl]
 

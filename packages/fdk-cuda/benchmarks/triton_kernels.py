@@ -1,4 +1,4 @@
-"""Time the Triton kernels beside cuBLAS, by the configuration that the backend chooses.
+"""Time the Triton kernels, as the backend configures them, against cuBLAS.
 
     python packages/fdk-cuda/benchmarks/triton_kernels.py --bits 1,4 --ms 1,16,64 [--out rows.jsonl]
     python packages/fdk-cuda/benchmarks/triton_kernels.py --dy --bits 4 --ms 1,64    dy @ W_hat
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--affine", action="store_true", help="zero points, no codebook")
     parser.add_argument("--dy", action="store_true", help="time dy @ W_hat instead")
     parser.add_argument("--sweep", action="store_true", help="time every candidate")
-    parser.add_argument("--best", type=int, default=4, help="rows beside the chosen one")
+    parser.add_argument("--best", type=int, default=4, help="rows in addition to the chosen one")
     parser.add_argument("--processes", type=int, default=14, help="processes that compile")
     args = parser.parse_args()
     if not has_gpu():

@@ -1,4 +1,4 @@
-"""The kernels that dispatch_report names for each m, on GPUs that need not be there."""
+"""The kernels that dispatch_report names for each m, on emulated GPUs."""
 
 import importlib
 import importlib.util
@@ -68,7 +68,7 @@ def test_marlin_on_hopper(gpu):
 
 
 def test_marlin_of_a_grid(gpu):
-    """Both ways are reported: most weights of int8 contain a code that needs a table."""
+    """Both kernels are reported: most weights of int8 contain a code that needs a table."""
     gpu(HOPPER, (9, 0))
     computed = explain("int8-g64-signmax", "marlin")
     assert "255" not in computed

@@ -1,6 +1,6 @@
 """Every configuration of the GPU kernels compiles and spills nothing: `nox -s every-kernel`.
 
-Of the kernels in Gluon, which are for Hopper alone, the other tests compile every configuration.
+The Gluon kernels run on Hopper only; other tests compile every configuration of them.
 """
 
 import itertools

@@ -108,7 +108,7 @@ def test_scaled_weights(dtype, per_row, has_signs):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "affine"), [(BF16, True), (FP16, False)])
 def test_bitplanes(dtype, affine):
-    """Every shape of the GEMV by bit planes, at the most warps; Hopper alone has them."""
+    """Every shape of the bit-plane GEMV with the most warps; only Hopper runs it."""
     variant = Variant(1, dtype, BF16, 1, affine)
     assert not any(s.is_bitplane for s in small_shapes(variant, 1, DEVICES["sm_120"]))
     assert not any(s.is_bitplane for s in small_shapes(variant, 2, HOPPER))

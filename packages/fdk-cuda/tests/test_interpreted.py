@@ -1,4 +1,4 @@
-"""Runs the tests that need Triton's interpreter in a process of its own.
+"""Runs the tests that need Triton's interpreter in a separate process.
 
 TRITON_INTERPRET is read when Triton is imported.
 """

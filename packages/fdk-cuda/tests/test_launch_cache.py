@@ -252,7 +252,7 @@ def test_cached_launch_keeps_no_memory(setup: Setup) -> None:
 
 
 def test_buffers_may_be_replaced(setup: Setup) -> None:
-    """By ``.data`` or as attributes, at any time; addresses are checked by ``launched``."""
+    """Tensors may be replaced by ``.data`` or as attributes; ``launched`` checks the addresses."""
     setup.launched()
     for name, buffer in setup.layout.named_buffers():
         buffer.data = buffer.data.clone()
@@ -282,7 +282,7 @@ def test_buffers_that_are_not_aligned(setup: Setup) -> None:
     indirect=["setup"],
 )
 def test_buffers_of_another_dtype(setup: Setup, name: str) -> None:
-    """As ``layer.half()`` makes them: the kernel was compiled for what was packed."""
+    """``layer.half()`` does this; the kernel was compiled for the packed dtypes."""
     buffer = getattr(setup.layout, name)
     setup.launched()
     kept = buffer.data

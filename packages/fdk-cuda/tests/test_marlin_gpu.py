@@ -128,7 +128,7 @@ def test_cuda_graph(m):
         assert torch.equal(z, layout(y))
 
 
-# torch 2.11 warns of its own deprecation when Inductor is first imported.
+# torch 2.11 raises a deprecation warning when Inductor is first imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.parametrize("m", [3, 80])
 def test_compiles(m):

@@ -1,7 +1,7 @@
 """Kernels for up to 16 rows of x on a GPU: every plan gives the same answer.
 
-The 1-bit and affine 2-bit GEMV multiply x in fixed point, by int8 limbs or by bit planes: what is
-exact, what is close and what is not finite has tests of its own.
+The 1-bit and affine 2-bit GEMV multiply x in fixed point, by int8 limbs or by bit planes: exact,
+close and non-finite results have separate tests.
 """
 
 import itertools
@@ -184,7 +184,7 @@ def test_fixed_point(kernel, format, dtype, m):
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_fixed_point_propagates_non_finite_values(value, kernel, format, m):
-    """In their own row of x, and in no other."""
+    """They reach their own row of x and no other."""
     layout = pack(format, 4000, 2048)[1]
     x = random_x(m, 2048)
     x[-1, 77] = value
@@ -206,7 +206,7 @@ def test_bitplanes_of_large_and_small_values(format, exponent):
 @pytest.mark.parametrize("n", [192, 576, 1000, 1216])
 @pytest.mark.parametrize("format", ["custom1-g64", "affine1-g64-zint"])
 def test_bitplane_plans(format, n):
-    """With several tiles to a block: short ones in a last pass and alone."""
+    """Blocks run several tiles: short ones in a last pass, and short ones alone."""
     q, layout = pack(format, n, 2304)
     x = random_x(1, 2304)
     run_fixed_point(layout, x, "bitplane")  # skips where there is no Hopper

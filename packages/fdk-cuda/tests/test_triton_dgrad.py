@@ -114,7 +114,7 @@ def test_serves_few_rows() -> None:
     ],
 )
 def test_config(bits: int, m: int, affine: bool, warps: int, split_n: int) -> None:
-    """As many programs as the GPU holds at once."""
+    """Splits of n give as many programs as the GPU holds at once."""
     config = grad_config(layout_of(bits), m, H200, affine=affine)
     assert isinstance(config, DgradConfig)
     assert (config.warps, config.split_n, config.table) == (warps, split_n, bits not in (2, 5))
@@ -191,7 +191,7 @@ def test_many_positions(codebook: str, bits: int, positions: int, dtype: torch.d
 
 
 def check_dgrad(case: Case, config: DgradConfig, step: int) -> None:
-    """Every ``step``-th row of W_hat bit for bit, and a random dy."""
+    """Checks every ``step``-th row of W_hat bit for bit, and a random dy."""
     q = case.quantised()
     w, w_hat = packed_weight(q), q.dequantise(case.dtype)
     rows = torch.arange(0, case.n, step, device="cuda")

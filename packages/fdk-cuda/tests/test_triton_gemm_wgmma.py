@@ -31,7 +31,7 @@ from fdk_formats.testing import Case, nrmse, poisoned, random_quantised
 
 
 def check(compiled: object, bits: int) -> None:
-    """As ``check_hopper``; inline assembly's table fits, and one wgmma stays in flight."""
+    """Like ``check_hopper``; the table of inline assembly fits, and one wgmma stays in flight."""
     check_hopper(compiled)
     assert compiled.metadata.shared + TABLE_BYTES.get(bits, 0) <= GPUS[9, 0].shared_bytes
     assert "wgmma.wait_group.sync.aligned 1" in compiled.asm["ptx"]
@@ -279,7 +279,7 @@ def test_affine_scales(bits: int, scales: str, zeros: str) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("codebook", ["custom", "affine"])
 def test_last_wave_on_gpu(codebook: str) -> None:
-    """A last wave of few programs is a launch of its own, in pairs that share k."""
+    """A last wave of few programs is a separate launch, in pairs that share k."""
     processors = launch.gpu_at(torch.cuda.current_device()).processors
     m, n, k = 300, (processors // 2 + 3) * 128 - 56, 64 * 9
     assert last_wave(m, n, GemmWgmmaConfig(256), launch.gpu_at(0)) == processors // 2 * 128

@@ -84,7 +84,7 @@ def test_affine_programs_run_in_one_wave(bits: int, m: int) -> None:
 @pytest.mark.parametrize("n", [4096, 8192, 28672])
 @pytest.mark.parametrize("bits", STRIDES)
 def test_table_fits_in_static_shared_memory(bits: int, n: int) -> None:
-    """With the sums of the warps and what Triton allocates."""
+    """The table fits with the sums of the warps and the memory that Triton allocates."""
     for m in (8, 16):
         compiled = compile_gemv(layout_of(bits, n, 4096), m, 90, affine=False)
         assert static_bytes(compiled) >= table_bytes(bits, False)

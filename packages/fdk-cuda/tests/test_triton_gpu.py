@@ -100,7 +100,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(triton_linear_op.op, (*arguments, False, linear.bias, 128, 256))
 
 
-# torch 2.11 warns of its own deprecation when Inductor is first imported.
+# torch 2.11 raises a deprecation warning when Inductor is first imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 def test_compiles_whole() -> None:
     linear, x = layer()

@@ -12,7 +12,7 @@ from fdk_formats.testing import nrmse
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch 2.11 warns of its own deprecation when Inductor is first imported.
+    # torch 2.11 raises a deprecation warning when Inductor is first imported.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning"),
     # torch 2.11 warns for every softmax over a dynamic number of columns; 2.13 does not.

@@ -1,4 +1,4 @@
-"""Time and peak memory of the blockwise ops beside bitsandbytes.
+"""Time and peak memory of the blockwise ops against bitsandbytes.
 
     python packages/fdk-formats/benchmarks/blockwise.py --shapes 1024x4096,8192x7168
 

@@ -116,7 +116,7 @@ def test_optimal_centroids_reach_the_optimum(name, count):
 
 
 def test_optimal_centroids_with_a_thin_tail():
-    # Outliers in the tail must be atoms of their own.
+    # Outliers in the tail must be separate atoms.
     points, count = points_of(shapes(12800)["normal"]), 256
     mass = np.concatenate([[0], np.cumsum(points.mass)])
     moment = np.concatenate([[0], np.cumsum(points.mass * points.position)])
@@ -210,7 +210,7 @@ def test_optimal_centroids_ignore_masses_that_vanish():
 
 
 def test_weighted_points_of_discrete_data():
-    # Values closer than a bin is wide are still points of their own.
+    # Values closer than a bin is wide are still separate points.
     values = [1.0, float(np.nextafter(np.float32(1), np.float32(2))), -0.25, 0.0, -0.0, 3.0]
     points = weighted_points(samples_of(values, values[:2]), peak=3.0)
     assert points.position.tolist() == [-0.25, 0.0, values[0], values[1], 3.0]

@@ -35,7 +35,7 @@ PRIVATE_NAME = re.compile(
 def test_private_names_are_in_one_module() -> None:
     sources = list(Path(__file__).parents[2].glob("*/src/**/*.py"))
     if not sources:
-        pytest.skip("needs the sources of a checkout, and these tests run beside a wheel")
+        pytest.skip("needs the sources of a checkout; these tests run against a wheel")
     with_names = {path.name for path in sources if PRIVATE_NAME.search(path.read_text())}
     assert with_names == {"torch_internals.py"}
 

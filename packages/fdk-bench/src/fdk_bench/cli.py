@@ -821,7 +821,7 @@ def info(
     dtype: common.DtypeOption = "bf16",
     json_lines: Annotated[bool, option("Print one JSON object.", "--json", panel=RESULTS)] = False,
 ) -> None:
-    """Show the machine, the versions, and which backend takes which format and why not.
+    """Show the machine, the versions, and which backend supports which format, and why not.
 
     On a GPU also which kernel of it serves which number of rows.
 

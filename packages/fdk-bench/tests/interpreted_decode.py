@@ -49,7 +49,7 @@ def step(heads, kv_heads, head_dim, batch, length, position):
 
 
 def refused(heads, kv_heads, head_dim):
-    """Check that shapes which the kernel does not take are named."""
+    """Check that errors name the shapes that the kernel does not support."""
     qkv = torch.randn(1, 1, (heads + 2 * kv_heads) * head_dim)
     cache, position = torch.zeros(2, 1, kv_heads, 64, head_dim), torch.tensor([3])
     cos_sin = rotary_table(64, head_dim, "cpu")

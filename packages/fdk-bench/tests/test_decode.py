@@ -174,7 +174,7 @@ def test_gemv_on_gpu(n, k, dtype):
     ],
 )
 def test_gemv_takes(rows, k, dtype, fits):
-    """Fake tensors stand for those of a GPU; on a CPU it takes none."""
+    """Fake tensors stand for those of a GPU; tensors on a CPU are not supported."""
     for device in ("cuda", "cpu"):
         with FakeTensorMode():
             x = torch.empty(rows, 1, k, device=device, dtype=dtype)

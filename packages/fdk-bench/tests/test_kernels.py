@@ -304,10 +304,10 @@ def test_failed_row(tmp_path):
 def test_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
     measured = kernels._measure_turns
 
-    def interrupted(run, floor, x, ready):
+    def interrupted(run, floor, x, checked):
         if x.shape[0] == 2:
             raise KeyboardInterrupt
-        return measured(run, floor, x, ready)
+        return measured(run, floor, x, checked)
 
     monkeypatch.setattr(kernels, "_measure_turns", interrupted)
     done = run(*TINY, *DEVICE, "-m", "1,2,3", "-b", "16,4", "--out", tmp_path)

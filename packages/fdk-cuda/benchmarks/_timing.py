@@ -26,7 +26,7 @@ Run = Callable[[int], Tensor]  # call i of a series, each on another copy of the
 COLD_BYTES = 256 << 20
 MAX_COPIES = 400
 REPLAYS, WARM_REPLAYS = 15, 2
-# Time to read so many MiB once, in microseconds (H200).
+# Time to read a number of MiB once, in microseconds (H200).
 READ_MIB = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 READ_TIME = (2.06, 2.36, 2.66, 3.03, 3.91, 5.67, 9.23, 16.6, 31.2)
 # cuBLAS, bf16 (H200).

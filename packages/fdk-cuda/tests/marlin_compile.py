@@ -101,7 +101,7 @@ def check_hopper(variant, shape):
 
 
 def check_dgrad(variant, tile_ms, clusters=(1, 2)):
-    """Tiles of so many rows of dy, in clusters of these sizes."""
+    """Tiles of a number of rows of dy, in clusters of these sizes."""
     shapes = [s for s in dgrad_shapes(geometry_of(variant), HOPPER) if s.tile_m in tile_ms]
     assert {(s.tile_m, s.cluster) for s in shapes} == {(m, c) for m in tile_ms for c in (1, 2)}
     for shape in shapes:

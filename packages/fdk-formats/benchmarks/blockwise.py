@@ -41,7 +41,7 @@ ORACLE = "bnb torch"
 BLOCK_SIZE_4BIT, BLOCK_SIZE_8BIT = 64, 256
 # The share of 8-bit codes that bnb C++ may give another entry.
 COARSE_SHARE = 0.01
-# A turn is so many calls, or as many as fit in TURN_SECONDS; the first WARM_CALLS do not count.
+# A turn is this many calls, or as many as fit in TURN_SECONDS; the first WARM_CALLS do not count.
 CALLS_PER_TURN, WARM_CALLS, TURN_SECONDS = 12, 4, 0.05
 
 

@@ -210,14 +210,14 @@ def test_plain_tensor_named_packed(path):
 @pytest.mark.parametrize("first", [True, False])
 def test_name_collision(path, part, first):
     named = [("x", make_weight("custom4-g64")), (f"x.{part}", torch.ones(3))]
-    with pytest.raises(ValueError, match=rf"save: x\.{part} is taken twice"):
+    with pytest.raises(ValueError, match=rf"save: x\.{part} is used twice"):
         save(path, dict(named if first else reversed(named)))
     assert not path.exists()
 
 
 def test_alias_collision(path):
     tensor = torch.ones(2)
-    with pytest.raises(ValueError, match=r"save: x\.scale is taken twice"):
+    with pytest.raises(ValueError, match=r"save: x\.scale is used twice"):
         save(path, {"a": tensor, "x.scale": tensor, "x": make_weight("custom4-g64")})
 
 

@@ -141,7 +141,9 @@ def test_duplicate_weight(tmp_path):
     (tmp_path / "quantize_config.json").write_text(json.dumps(config))
     saved = {f"q.{name}": tensor for name, tensor in tensors.items()}
     save_file(saved | {"q.weight": torch.ones(32, 96)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"q\.weight is there twice: quantised \(by its \.qweight"):
+    with pytest.raises(
+        ValueError, match=r"q\.weight is stored twice: quantised \(by its \.qweight"
+    ):
         load_gptq(tmp_path)
 
 
@@ -149,7 +151,7 @@ def test_duplicate_weight(tmp_path):
     ("config", "message"),
     [
         ({}, "quantization_config must name the bits"),
-        ({"bits": 4, "dynamic": {"q": {"bits": 8}}}, "layers with bits of their own"),
+        ({"bits": 4, "dynamic": {"q": {"bits": 8}}}, "layers with different bits"),
         ({"bits": 8}, r"q: GPTQ: qzeros must be \[3, 8\], got \[3, 4\]"),
     ],
 )

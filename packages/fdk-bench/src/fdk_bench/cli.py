@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fdk_bench.rows import Facts
 
 PEER_SECONDS = 120.0  # some peers would compile and tune for minutes
-SKIP = "Regular expression of layers that stay as they are. Default:"
+SKIP = "Regular expression of layers that are not quantised. Default:"
 OF_MODEL = "model"  # --dtype of accuracy: the one that the model's configuration names
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
@@ -258,11 +258,11 @@ def models(
     backend: common.BackendOption = None,
     skip: Annotated[str | None, option(f"{SKIP} lm_head, as in quantise_model.")] = None,
     context: Annotated[int, option("Tokens of the prompt.", min=1)] = 128,
-    reps: Annotated[int, option("Decoding steps that are timed.", panel=TIMING, min=1)] = 100,
+    reps: Annotated[int, option("Decoding steps to time.", panel=TIMING, min=1)] = 100,
     compile_model: Annotated[
         bool,
         option(
-            "Compile the rest of the model, of 16 bits too; a random llama on a GPU runs Triton "
+            "Compile the rest of the model, also in 16 bits; a random llama on a GPU runs Triton "
             "kernels instead. Quantised layers run their backend either way.",
             "--compile/--no-compile",
         ),
@@ -277,10 +277,10 @@ def models(
     ] = True,
     layers: Annotated[
         int | None,
-        option("Blocks of a random llama. Default: as its size. A few make a profile.", min=1),
+        option("Blocks of a random llama. Default: its size. A few suffice for profiles.", min=1),
     ] = None,
     text: Annotated[
-        Path | None, option("Text file: its perplexity under a real model, and its continuation.")
+        Path | None, option("Text file: measure its perplexity on a real model; continue it.")
     ] = None,
     device: common.DeviceOption = None,
     dtype: common.DtypeOption = "bf16",
@@ -376,7 +376,7 @@ def _builder(text: str | None) -> "Build":
 
 
 def _rest_of_model(run: "ModelRun") -> str:
-    """Name what computes between the linear layers."""
+    """Name the implementation of the operations between linear layers."""
     from fdk_bench.decode.llama import SIZES, has_kernels
 
     if not run.case.compiled:
@@ -449,7 +449,7 @@ def accuracy(
         str,
         option(
             "Backend that computes the outputs. auto: the one that fdk_formats chooses for each "
-            "layer, and its reference where none takes the layer."
+            "layer, or the reference if none supports the layer."
         ),
     ] = "auto",
     sentences: Annotated[
@@ -472,7 +472,7 @@ def accuracy(
     dtype: Annotated[
         str,
         option(
-            "Of the model: fp32, bf16, fp16, or model for the one that its configuration names. "
+            "Dtype: fp32, bf16, fp16, or model for the one that its configuration names. "
             "In 16 bits 7B take 14 GB, and every output has the error of the dtype."
         ),
     ] = "fp32",
@@ -480,7 +480,7 @@ def accuracy(
     json_lines: common.JsonOption = False,
     out: common.OutOption = None,
 ) -> None:
-    """Quantise a trained model's linear layers; print what each format costs and loses.
+    """Quantise a trained model's linear layers; print the size and error of each format.
 
     Weight error, error of each layer's output for the inputs that it gets, cosine of sentence
     embeddings and, for a model with an output head, divergence of the next token. Writes
@@ -659,8 +659,8 @@ def profile(
     out: Annotated[
         Path | None,
         option(
-            "GPU: folder to keep ncu's report in, NAME.ncu-rep, with every section for the window "
-            "of Nsight Compute. Default: none is kept.",
+            "GPU: folder for ncu's report, NAME.ncu-rep, with every section, for the window of "
+            "Nsight Compute. Default: no report.",
             *("--out", "--output"),
             panel=RESULTS,
             callback=check_output,
@@ -669,7 +669,7 @@ def profile(
     inside: Annotated[bool, typer.Option("--inside", hidden=True)] = False,
     json_lines: Annotated[bool, option("Print JSON.", "--json", panel=RESULTS)] = False,
 ) -> None:
-    """Say what bounds a case: under Nsight Compute on a GPU, by its machine code on a CPU.
+    """Find the bottleneck of a case: under Nsight Compute on a GPU, by its machine code on a CPU.
 
     GPU: runs the case once, warm, under ncu and prints the share of each pipe. CPU: the
     instructions of the kernels for the case's bits and activations, and the file of each, whose
@@ -695,7 +695,7 @@ def profile(
 
 
 def _run_once(case: "KernelCase") -> None:
-    """Run in the process that ncu looks at: a cold weight each time, the last one profiled."""
+    """Run in the process that ncu profiles: a cold weight each time, the last call profiled."""
     import torch
 
     from fdk_bench.kernels import contender_of

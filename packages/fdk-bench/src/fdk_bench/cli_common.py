@@ -58,17 +58,17 @@ NsOption = Annotated[Texts, list_option("Outputs of the layer", "as k", "-n", "-
 SHAPES = "NxK, a model (llama-8b, qwen3-32b, ...), or a file with a shape a line"
 ShapesOption = Annotated[Texts, list_option(f"Instead of -n and -k: {SHAPES}", "none")]
 GroupOption = Annotated[
-    str, option("For formats that name none: a number, or row.", "--group-size", "-g")
+    str, option("Group size of formats that name none: a number, or row.", "--group-size", "-g")
 ]
 DEFAULT_BITS = "16, 8, 4, 3, 2, 1; for compare 16, 4; for models 16, 4, 1"
 BitsOption = Annotated[
     Texts,
-    list_option("1 to 8, and 16 for the layer that is not quantised", DEFAULT_BITS, "--bits", "-b"),
+    list_option("Bits: 1 to 8, and 16 for no quantisation", DEFAULT_BITS, "--bits", "-b"),
 ]
 FormatsOption = Annotated[
     Texts,
     list_option(
-        "Codebooks (int, affine, nf), combined with --bits, or whole formats (kmeans4-g32)",
+        "Codebooks (int, affine, nf), combined with --bits, or full formats (kmeans4-g32)",
         "custom, an arbitrary codebook; for real models kmeans",
         *("--format", "--formats"),
     ),
@@ -77,15 +77,15 @@ DeviceOption = Annotated[str | None, option("cpu or cuda. Default: the GPU, if a
 BackendOption = Annotated[
     Texts,
     list_option(
-        "auto, cpu, triton, marlin, marlin-lut, or reference, which dequantises and multiplies by "
-        "torch (for torch.compile and other peers: fdk-bench compare)",
+        "Backends: auto, cpu, triton, marlin, marlin-lut, or reference, which dequantises and "
+        "multiplies in torch (for torch.compile and other peers: fdk-bench compare)",
         "auto",
     ),
 ]
 ActivationsOption = Annotated[
-    Texts, list_option("float, or int8 for x rounded to 8 bits (CPU only)", "float")
+    Texts, list_option("Activations: float, or int8 for x rounded to 8 bits (CPU only)", "float")
 ]
-DtypeOption = Annotated[str, option("Of x and y: bf16, fp16 or fp32.")]
+DtypeOption = Annotated[str, option("Dtype of x and y: bf16, fp16 or fp32.")]
 AgainstOption = Annotated[
     Texts,
     list_option(
@@ -107,18 +107,18 @@ TURNS = "Turns (CPU; default: for --seconds) or replays of the graph (GPU; defau
 OuterOption = Annotated[int | None, option(TURNS, panel=TIMING, min=1)]
 SecondsOption = Annotated[
     float,
-    option("For each case on a CPU, where --outer-reps is not given.", panel=TIMING, min=0.0),
+    option("Seconds per case on a CPU, unless --outer-reps is given.", panel=TIMING, min=0.0),
 ]
 PeerSecondsOption = Annotated[
     float | None,
     option(
-        "For a peer to pack, compile, tune and be checked on one layer, before it is given up as "
-        "failed. Default: 120 on a GPU.",
+        "Seconds for a peer to pack, compile, tune and pass the check on one layer. "
+        "Default: 120 on a GPU.",
         panel=TIMING,
         min=0.1,
     ),
 ]
-ThreadsOption = Annotated[int | None, option("Of a CPU. Default: torch's.", panel=TIMING, min=1)]
+ThreadsOption = Annotated[int | None, option("CPU threads. Default: torch's.", panel=TIMING, min=1)]
 JsonOption = Annotated[
     bool,
     option("Print rows as JSON lines; the table goes to standard error.", "--json", panel=RESULTS),
@@ -126,7 +126,7 @@ JsonOption = Annotated[
 
 
 def check_output(output: Path | None) -> Path | None:
-    """Refuse a folder that cannot be made or written; nothing is made yet."""
+    """Refuse a folder that cannot be created or written; create nothing yet."""
     if output is None:
         return None
     try:
@@ -137,7 +137,7 @@ def check_output(output: Path | None) -> Path | None:
         raise typer.BadParameter(_no_folder(output, error)) from None
 
 
-# Help shows nothing of what is in angle brackets.
+# Help drops text in angle brackets.
 OutOption = Annotated[
     Path | None,
     option(

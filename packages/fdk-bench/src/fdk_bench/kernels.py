@@ -153,12 +153,12 @@ def absent(run: KernelRun) -> dict[str, str]:
 
 
 def _takes(peer: Peer, case: KernelCase) -> bool:
-    # Only for peers: a case that fdk does not take is a row with the error.
+    # Only for peers: a case that fdk does not support is a row with the error.
     return peer.missing() is None and _unsupported(peer, case) is None
 
 
 def _unsupported(peer: Peer, case: KernelCase) -> str | None:
-    """Return why a peer does not take a case; none takes a k that the groups do not divide."""
+    """Return why a peer does not support a case; no peer supports groups that do not divide k."""
     try:
         if case.quantised is not None:
             case.quantised.group_size_for(case.k)
@@ -209,7 +209,7 @@ def _measure_shape(
             inputs[m] = _input(run, m, k)
         except Exception as error:  # x does not fit into memory
             refused[m] = _text(error)
-    ready: list[_Checked] = []
+    checked: list[_Checked] = []
     for asked, contender in run.contenders(n, k):
         yield from (Row(case, error=refused[case.m]) for case in asked if case.m in refused)
         cases = [case for case in asked if case.m in inputs]
@@ -226,14 +226,14 @@ def _measure_shape(
             yield from (Row(case, error=_text(error)) for case in cases)
         else:
             by_m = {case.m: e for case, e in zip(cases, errors, strict=True)}
-            ready.append(_Checked(cases, prepared, by_m))
+            checked.append(_Checked(cases, prepared, by_m))
     for m, x in inputs.items():
         on_step(f"m={m} {n}x{k}")
-        yield from _measure_turns(run, floor, x, ready)
+        yield from _measure_turns(run, floor, x, checked)
 
 
 def _measure_turns(
-    run: KernelRun, floor: Floor, x: Tensor, ready: Sequence[_Checked]
+    run: KernelRun, floor: Floor, x: Tensor, checked: Sequence[_Checked]
 ) -> Iterator[KernelRow]:
     """Time every contender on one x, in turns.
 
@@ -241,7 +241,7 @@ def _measure_turns(
         CutShortError: after yielding the rows of turns that Ctrl-C cut short.
     """
     m = x.shape[0]
-    timed = [(case, r) for r in ready for case in r.cases if case.m == m]
+    timed = [(case, r) for r in checked for case in r.cases if case.m == m]
     calls = [[partial(call, x) for call in r.prepared.calls] for _, r in timed]
     floor.begin()
     cut: CutShortError | None = None

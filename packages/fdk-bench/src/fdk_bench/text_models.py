@@ -113,8 +113,8 @@ def _load(
         causal = any(kind.endswith("ForCausalLM") for kind in config.architectures or ())
         auto: Any = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
-        taken = "auto" if dtype is None else DTYPES[dtype]
-        module = auto.from_pretrained(source, local_files_only=local, dtype=taken)
+        wanted_dtype = "auto" if dtype is None else DTYPES[dtype]
+        module = auto.from_pretrained(source, local_files_only=local, dtype=wanted_dtype)
         if module.dtype not in DTYPES.values():
             raise ValueError(f"wanted {', '.join(DTYPES)}, its weights are of {module.dtype}")
         module = module.to(device)

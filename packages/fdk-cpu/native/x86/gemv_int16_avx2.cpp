@@ -33,7 +33,7 @@ constexpr int kBlocks = int(kTileK) / kBlockPositions;
 // Bits of the sum of a lane, of its positions in half a tile, and the most of a level.
 constexpr int kSumBits = 31, kPositionBits = 3, kLevelBits = 15;
 constexpr int kMostXBits = 15;
-// Levels are looked up for codes of up to so many bits.
+// Levels are looked up for codes of up to this many bits.
 constexpr int kLookupBits = 4;
 // Bounds of x and values, within which their units and the ratios of these are normal floats.
 constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;

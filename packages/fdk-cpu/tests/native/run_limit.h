@@ -21,7 +21,7 @@ class Limit {
 
   unsigned seed() const { return seed_; }
 
-  // Returns whether so many cases are enough. Seconds count from the first call.
+  // Returns whether this many cases are enough. Seconds count from the first call.
   bool reached(int cases) {
     if (cases_ >= 0) return cases >= cases_;
     const auto now = std::chrono::steady_clock::now();

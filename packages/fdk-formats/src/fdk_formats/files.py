@@ -210,7 +210,7 @@ def _flatten(stored: Mapping[str, QuantisedTensor | Tensor]) -> dict[str, Tensor
 def _check_free(name: str, entries: Mapping[str, Tensor]) -> None:
     if name in entries:
         raise ValueError(
-            f"save: {name} is taken twice: a weight x is stored as x.packed, x.scale, x.codebook "
+            f"save: {name} is used twice: a weight x is stored as x.packed, x.scale, x.codebook "
             "and x.zero_point, and no other tensor may have such a name"
         )
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from fdk_bench.decode.pdl import launch_options
 
 LOADED = 8  # values per load: 16 bytes
-WARPS, MANY_WARPS = 4, 8
+WARPS, WARPS_LONG = 4, 8
 PROGRAM_VALUES = 16384  # of W that a program of few warps holds in registers
 MOST_ROWS = 8
 LONGEST_ROW = 2 * PROGRAM_VALUES
@@ -77,7 +77,7 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
     """
     n, k = weight.shape
     is_long = k > PROGRAM_VALUES
-    warps = MANY_WARPS if is_long else WARPS
+    warps = WARPS_LONG if is_long else WARPS
     fitting = 1 if is_long else PROGRAM_VALUES // k
     rows = min(MOST_ROWS, 1 << fitting.bit_length() - 1)
     out = x.new_empty(*x.shape[:-1], n)

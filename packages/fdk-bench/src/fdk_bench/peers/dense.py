@@ -134,7 +134,7 @@ class CompiledReference(Peer):
         format = case.quantised
         assert format is not None
         q = random_weight(format, case.n, case.k, case.device)
-        compiled = compiled_by_rows()
+        compiled = compile_per_m()
         weights = [copy_of(q) for _ in range(copies_of(case, q.nbytes, copies))]
         calls = [
             partial(
@@ -151,7 +151,7 @@ class CompiledReference(Peer):
         return Prepared(calls, weight, q.nbytes, self.name, codebook_bytes(q))
 
 
-def compiled_by_rows() -> Callable[..., Tensor]:
+def compile_per_m() -> Callable[..., Tensor]:
     """Return ``compiled_linear``, compiled anew for each m; what cannot be compiled is an error.
 
     torch counts the variants of a code object, over all shapes and bits, and runs plain Python

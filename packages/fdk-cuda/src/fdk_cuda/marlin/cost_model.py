@@ -112,7 +112,7 @@ EASY_START_KIB, START_COST = 50, 0.016
 # Few warps hide less latency in a long loop (stages of the busiest warp).
 WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
 LONG_LOOP = 8
-# Below so many KiB in flight by bits, the memory is not kept busy. In a long loop
+# Fewer KiB in flight than this, by bits, leave the memory idle at times. In a long loop
 # gemv_int8_limbs.cu needs more (1 bit, 6144 x 21504: 14.4 us with 20 KiB, 12.5 with 40).
 LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 5: 52, 6: 60, 7: 68, 8: 76}
 LITTLE_IN_FLIGHT_LIMB_KIB = 24

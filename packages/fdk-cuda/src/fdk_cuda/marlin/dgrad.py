@@ -29,7 +29,7 @@ from fdk_formats.format import Format
 DGRAD_FIELDS = "128s4P10i"
 # Rows of the weight in a step.
 STEP_ROWS = 64
-# Codebooks of up to so many bits stay in registers; affine formats have none.
+# Codebooks of up to this many bits stay in registers; affine formats have none.
 MAX_BITS_WITHOUT_TABLE = 3
 
 

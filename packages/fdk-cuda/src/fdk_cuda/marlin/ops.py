@@ -24,14 +24,15 @@ from fdk_formats.ops import define_linear_op
 DTYPES = (torch.bfloat16, torch.float16)
 # Crossovers between kernels, measured; docs/design/marlin.md and hopper.md have the tables.
 #
-# Other GPUs than Hopper: above so many rows dequantise + cuBLAS, up to it small_m.cu, 16 rows at a
-# time (H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128).
+# Other GPUs than Hopper: above this many rows dequantise + cuBLAS, up to it small_m.cu, 16 rows at
+# a time (H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128).
 MAX_FUSED_ROWS = 96
-# Hopper: above so many rows dequantise + cuBLAS for formats that decode slowly (8192 x 8192, 256
+# Hopper: above this many rows dequantise + cuBLAS for formats that decode slowly (8192 x 8192, 256
 # values: 418 us against 436 with 2048 rows, 826 against 801 with 4096).
 MAX_HOPPER_ROWS = 2048
-# Hopper, 8 bits: from so many rows on hopper_gemm.cu, for at least so many weights, whose codes are
-# computed or looked up (16 rows, computed: 28672 x 8192 87.2 us -> 69.2, 4096 x 4096 8.8 -> 10.7).
+# Hopper, 8 bits: from this many rows on hopper_gemm.cu, for weights of at least these sizes, whose
+# codes are computed or looked up (16 rows, computed: 28672 x 8192 87.2 us -> 69.2, 4096 x 4096 8.8
+# -> 10.7).
 MIN_HOPPER_ROWS, MIN_COMPUTED_WEIGHTS, MIN_LOOKED_UP_WEIGHTS = 9, 7 << 23, 1 << 27
 # Hopper: most rows of dy for hopper_dgrad.cu, by bits; then for formats that decode slowly, and for
 # others.

@@ -94,7 +94,7 @@ def _kernel_formats(
     for format, n, k in layers:
         if reason := unsupported_reason(format, k):
             raise ValueError(
-                f"precompile: Marlin does not take {format} [n={n}, k={k}]: {reason}; "
+                f"precompile: Marlin does not support {format} [n={n}, k={k}]: {reason}; "
                 "Triton, which may, compiles at first use"
             )
         codebooks = [format.codebook]

@@ -31,7 +31,7 @@ from fdk_formats.format import Format
 SMALL_FIELDS, DEQUANTISE_FIELDS = "5P10i5I", "3P4i5I"
 HOPPER_FIELDS, SUM_FIELDS = "128s5P10i", "3P8i"
 SUM_THREADS, SUM_VALUES = 256, 4
-# dequantise.cu: up to so many blocks of 32 x 64 weights per SM, two thread blocks per SM, else one
+# dequantise.cu: two thread blocks per SM up to this many blocks of 32 x 64 weights per SM, else one
 # (H200, 4 bits, one and two: 4096 x 4096 11.4 and 11.1 us, 8192 x 8192 46.9 and 49.0).
 SHORT_DEQUANTISE_BLOCKS = 64
 

@@ -114,7 +114,7 @@ class Checkpoint(Mapping[str, Tensor]):
             used |= below.used
         if twice := [name for name in self if name in weights and name not in used]:
             raise ValueError(
-                f"{self.folder}: {twice[0]} is there twice: quantised (by its {marker}) and plain"
+                f"{self.folder}: {twice[0]} is stored twice: quantised (by its {marker}) and plain"
             )
         return weights | {name: self[name] for name in self if name not in used}
 

@@ -102,7 +102,7 @@ def load_gptq(
     if "bits" not in config:
         raise ValueError(f"{checkpoint.folder}: quantization_config must name the bits")
     if config.get("dynamic"):
-        raise ValueError(f"{checkpoint.folder}: layers with bits of their own (dynamic) not read")
+        raise ValueError(f"{checkpoint.folder}: layers with different bits (dynamic) not supported")
 
     def read(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
         return read_gptq(

@@ -17,7 +17,7 @@ from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.testing.cases import Case
 from fdk_formats.testing.golden import golden_codes, golden_packed
 
-# At most so many one-hot calls per case; each covers m columns.
+# At most this many one-hot calls per case; each covers m columns.
 DECODE_CALLS = 24
 
 
@@ -222,5 +222,5 @@ def _expect_error(case: Case, what: str, call: Callable[[], Tensor]) -> None:
         call()
     except (TypeError, ValueError) as error:
         message = str(error)
-    assert message is not None, f"{case}: {what} is taken without an error"
+    assert message is not None, f"{case}: {what} is accepted without an error"
     assert message, f"{case}: the error for {what} says nothing"

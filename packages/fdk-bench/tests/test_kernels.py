@@ -122,7 +122,7 @@ def test_with_speedups():
     ]
     compared = with_speedups(rows, {"slow", "fast", "broken"})
     found = [row.values and (row.values.speedup_16, row.values.best_peer) for row in compared]
-    # Peers at other bits or group sizes play no part, and nobody is his own peer.
+    # Peers at other bits or group sizes do not count, and no case is its own peer.
     alone = (12.0, None)
     expected = [(None, None), (6.0, "fast"), (1.5, "fast"), (4.0, "slow"), alone, alone, None]
     assert found == expected

@@ -65,7 +65,7 @@ def test_llama_cpp_types(peer, bits, text):
     [("CPU", "", False), ("CPU_REPACK", " repacked", False), ("AMX", " for AMX", True)],
 )
 def test_llama_cpp_names_its_layout(layout, text, is_apart, monkeypatch):
-    """Turns by AMX run in a thread whose tiles nobody else configures."""
+    """Turns by AMX run in a thread whose tiles no other code configures."""
     engine = SimpleNamespace(rest=lambda: None, own_thread=OwnThread())
     monkeypatch.setattr(llama_cpp, "library_folder", Path)
     library = SimpleNamespace(quantise=lambda type, W: torch.zeros(len(W), 144, dtype=torch.uint8))
@@ -88,7 +88,7 @@ def test_products_by_amx_have_a_thread_of_their_own():
     own = product(three)
     assert own == product(three) != threading.get_ident()
     assert product(one) == threading.get_ident()  # one row takes no tiles
-    # A turn of calls is there already.
+    # A turn of calls runs in that thread already.
     assert product._engine.own_thread(lambda: [product(three), product(one)]) == [own, own]
 
 
@@ -310,7 +310,7 @@ def test_gemlite_takes_the_configurations_of_the_nearest_shape():
     for bits in (4, 1):
         add_nearest(stored, KernelCase(1, 28672, 8192, f"int{bits}-g64", "bf16", "cuda", ""))
     added = {key: value for key, value in stored["GEMM"].items() if key not in before}
-    # As many weights a word as a block of k at least.
+    # A block of k holds at least the weights of a word.
     assert added == {
         "(16, 28672, 8192, 64, 8, 104)": {"BLOCK_SIZE_K": 64, "num_warps": 2},
         "(64, 28672, 8192, 64, 8, 104)": {"BLOCK_SIZE_K": 8, "num_warps": 4},

@@ -158,7 +158,7 @@ def test_report_of_ncu_is_kept(tmp_path, monkeypatch):
     arguments = stand_in(tmp_path, "ncu", NCU, monkeypatch)
     program, name = tmp_path / "ncu", "m1-n64-k64-int4-g64-bf16-cuda"
     report = tmp_path / "reports" / f"{name}.ncu-rep"
-    # Writes a report as the real one does, and prints a table of one that is there.
+    # Writes a report as the real one does, and prints the table of an existing one.
     program.write_text(
         f'#!/bin/sh\necho "$@" >> {tmp_path}/arguments\n'
         f'if [ "$1" = --export ]; then echo report > "$2"; else cat "$2" {tmp_path}/text; fi\n'

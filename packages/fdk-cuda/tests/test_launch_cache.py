@@ -99,7 +99,7 @@ class Setup:
     """A layout whose op returns zeros and whose kernel does nothing.
 
     Attributes:
-        layout: of one of the backends.
+        layout: layout of one of the backends.
         launches: arguments of every launch, from the first address on.
         op_calls: the x of every call of the op.
     """

@@ -53,7 +53,7 @@ class AccuracyCase:
         skip: regular expression of layers that stay as they are.
         sentences: number of sentences whose outputs are compared.
         calibration: name of the text whose second moments weighed the error; empty for none.
-        device, dtype: of the model.
+        device, dtype: device and dtype of the model.
     """
 
     format: str
@@ -82,7 +82,7 @@ class AccuracyValues:
         layers: linear layers quantised.
         weights: number of weights in those layers.
         bits_per_weight: codes, scales and zero points over weights.
-        nbytes: of all stored tensors, codebooks included.
+        nbytes: bytes of all stored tensors, codebooks included.
         file_bytes: size of the file of the quantised layers.
         weight_error: root mean square of W_hat - W over that of W, over all weights together.
         output_error: relative error of x @ W_hat.T for the inputs that the sentences give each
@@ -171,7 +171,7 @@ class Subject:
         skip: regular expression of layers that stay as they are.
         layers: the layers to quantise, by name.
         sentences: the sentences whose outputs are compared.
-        embeddings: of the sentences, ``[sentences, hidden]``.
+        embeddings: embeddings of the sentences, ``[sentences, hidden]``.
         rows: inputs of each layer, ``[rows, k]``.
         next_tokens: log probabilities ``[tokens, vocabulary]``; None without an output head.
         calibration: importance of the inputs, where a text was given.

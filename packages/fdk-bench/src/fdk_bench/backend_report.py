@@ -23,10 +23,10 @@ class Machine:
 
     Attributes:
         cpu: the processor's name.
-        cores: that this process may use.
+        cores: number of cores that this process may use.
         memory: bytes; None where the system does not report it.
         caches: bytes by level.
-        instruction_sets: that fdk-cpu runs here, plainest first; empty without fdk-cpu.
+        instruction_sets: sets that fdk-cpu runs here, simplest first; empty without fdk-cpu.
         instruction_set: the one in use, or None.
         gpus: each with its properties by name.
     """
@@ -45,10 +45,10 @@ class Support:
     """Answers of the backends for one problem.
 
     Attributes:
-        format, device: of the problem.
+        format, device: format and device of the problem.
         chosen: the backend that ``auto`` picks, or None.
         reasons: why the other backends do not support it, by name.
-        kernels: which kernel of the chosen backend serves which m; for fdk-cuda.
+        kernels: report of which kernel serves which m, for backends of fdk-cuda.
     """
 
     format: str

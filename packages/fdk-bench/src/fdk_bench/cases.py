@@ -33,7 +33,7 @@ class KernelCase:
     Attributes:
         m, n, k: the shape.
         format: a format's short form, or the name of ``dtype`` for a weight that is not quantised.
-        dtype: of x and y, a name of ``DTYPES``.
+        dtype: dtype of x and y, a name of ``DTYPES``.
         device: ``cpu`` or ``cuda``.
         backend: ``auto``, a backend's name, or a peer's.
         activations: ``float``, or ``int8`` for x rounded to 8 bits, see ``fdk_formats.int8``.
@@ -144,7 +144,7 @@ def formats_of(
         formats: codebooks (``int``, ``affine``), which are combined with ``bits``, and whole
             formats (``nf4-g32``). Empty for the default codebook.
         group_size: a number or ``row``, for formats that name none.
-        dtype: of x.
+        dtype: dtype of x.
 
     Raises:
         ValueError: for text that is not a format, another dtype, and widths that do not exist.

@@ -593,7 +593,7 @@ def plot(
     Kernels: time against bits with the read floor, speed-up over 16 bits against m, roofline.
     Models: tokens/s against parameters. Accuracy: error against bits. A figure has at most six
     series; those left out are named. A time below the read floor by more than 5 % is marked: the
-    machine was disturbed. A case that is there more than once counts with its last row.
+    machine was disturbed. Of a case with several rows the last one counts.
 
     Exit code: 0, 1 where no row was measured, 2 bad usage.
     """

@@ -442,9 +442,9 @@ class Screen:
         Ctrl-C ends the rows.
 
         Args:
-            rows: of the run.
-            facts: of the run.
-            path: of the JSONL file.
+            rows: rows of the run.
+            facts: facts of the run.
+            path: path of the JSONL file.
             table: makes the table of rows for a width.
             json_lines: whether rows are printed too.
         """

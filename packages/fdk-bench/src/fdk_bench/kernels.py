@@ -26,7 +26,7 @@ class KernelValues:
     Attributes:
         backend: the backend that ``auto`` chose, or the peer.
         bits_per_weight: scales and zero points included, the codebook not.
-        weight_bytes: of one copy of the weight.
+        weight_bytes: bytes of one copy of the weight.
         bytes: weight, x and y, each once.
         operations: 2 m n k.
         error: against the exact product with its own weight, normalised RMSE.
@@ -35,7 +35,7 @@ class KernelValues:
         spread: half the distance between the quartiles over the median.
         samples: calls timed, or replays of a graph.
         method: ``turns`` of calls timed one by one, or a CUDA ``graph`` over all copies.
-        eager_time: of one call started by the host; None where ``time`` is that.
+        eager_time: time of one call started by the host; None where ``time`` is that.
         copies: number of copies of the weight, used in turn.
         bandwidth: bytes over time.
         throughput: operations over time.
@@ -80,12 +80,12 @@ class KernelRun:
         ms: rows of x.
         formats: short forms, and a name of ``DTYPES`` for the weight that is not quantised.
         dtype, device: see ``KernelCase``.
-        backends: of fdk, for every quantised format.
-        activations: of fdk's backends, see ``KernelCase``.
+        backends: backends of fdk, for every quantised format.
+        activations: activations of fdk's backends, see ``KernelCase``.
         peers: other projects' kernels to measure in the same turns.
         include, exclude: regular expressions searched in the text of a case.
         copies, inner, outer: see ``timing``; None chooses.
-        seconds: of one case, on a CPU.
+        seconds: time for one case, on a CPU.
         peer_seconds: time limit for preparing a peer; None waits.
     """
 
@@ -222,7 +222,7 @@ def _measure_shape(
                 prepared = contender.prepare(cases[0], run.copies)
                 with torch.inference_mode():
                     errors = check(prepared, [inputs[case.m] for case in cases])
-        except Exception as error:  # somebody's kernel; the run goes on
+        except Exception as error:  # another project's kernel; the run goes on
             yield from (Row(case, error=_text(error)) for case in cases)
         else:
             by_m = {case.m: e for case, e in zip(cases, errors, strict=True)}

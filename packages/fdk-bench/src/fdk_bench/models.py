@@ -47,8 +47,8 @@ class ModelCase:
         model: a size of ``SIZES``, or a Hugging Face folder or id.
         batch: sequences decoded together.
         format: a format's short form, or a name of ``DTYPES`` for no quantisation.
-        backend: of the quantised layers.
-        dtype: of activations, a name of ``DTYPES``.
+        backend: backend of the quantised layers.
+        dtype: dtype of activations, a name of ``DTYPES``.
         device: ``cpu`` or ``cuda``.
         skip: regular expression of layers that are not quantised.
         context: tokens of the prompt.
@@ -85,25 +85,25 @@ class ModelValues:
         backends: those of the quantised layers; without any, ``torch``, with ``gemv`` where
             one row runs through it.
         parameters: all of them.
-        bits_per_weight: of the quantised layers; 16 without any.
+        bits_per_weight: bits per weight of the quantised layers; 16 without any.
         weight_bytes: read in one step: all layers and norms, nothing of the embedding.
-        stored_bytes: of the whole model, embedding included.
+        stored_bytes: bytes of the whole model, embedding included.
         cache_bytes: keys and values of ``batch`` sequences, see ``_measure_case`` for their length.
         memory: on a GPU what the model has allocated while decoding; on a CPU its parameters,
             buffers and cache.
-        step_time, step_time_min, spread: of a decoding step, see ``Timing`` and ``step_seconds``.
+        step_time, step_time_min, spread: of decoding steps, see ``Timing`` and ``step_seconds``.
         tokens_per_second: ``batch`` over ``step_time``.
         first_token_time: from prompts on the device to their first tokens, the best of three.
         floor: time to read ``weight_bytes`` at the read rate measured in the run: on a CPU between
             the steps, on a GPU before the first model.
         floor_share: floor over step_time, the share of the roofline.
         graph: whether a step was one CUDA graph.
-        build_seconds: to make or load the model and quantise it.
-        compile_seconds: of the first prompt and the first steps.
+        build_seconds: time to make or load the model and quantise it.
+        compile_seconds: time of the first prompt and the first steps.
         perplexity: on the text that was given, or None.
         speedup_16: tokens per second over those of the model that is not quantised, or None.
         first_token_graph: whether the first token was one CUDA graph.
-        continuation: of the first tokens of the text that was given, greedy; or None.
+        continuation: continuation of the first tokens of the text that was given, greedy; or None.
     """
 
     backends: str
@@ -240,10 +240,10 @@ def measure_case(
     """Decode ``reps`` tokens after a prompt and time each step.
 
     Args:
-        case: of the model that was built.
+        case: case of the model that was built.
         built: the model.
-        floor: of its device.
-        build_seconds: passed on.
+        floor: read floor of its device.
+        build_seconds: time to build the model, stored in the row.
         before: bytes that were allocated on the device before the model was built.
     """
     with torch.inference_mode(), dependent_launches() if case.compiled else nullcontext():
@@ -492,7 +492,7 @@ def perplexity_of(model: Any, ids: Tensor) -> float:
     The first token of each window is not scored.
 
     Raises:
-        ValueError: for fewer than two tokens.
+        ValueError: if there are fewer than two tokens.
     """
     loss, count = 0.0, 0
     for window in ids.split(PERPLEXITY_TOKENS):

@@ -216,7 +216,7 @@ def write_report(
     """Write one HTML file with figures, tables and the runs that the rows are from.
 
     Args:
-        path: of the file.
+        path: path of the file.
         pictures: PNG files by caption; they are inlined.
         tables: HTML by caption.
         records: all rows, those that failed included.

@@ -68,7 +68,7 @@ def gather_facts(
     Args:
         benchmark: name of the subcommand.
         device: name of the GPU or processor.
-        threads: of torch.
+        threads: number of threads of torch.
         modules: imported modules whose versions matter.
     """
     versions = {"python": platform.python_version()}
@@ -106,7 +106,7 @@ def environment() -> dict[str, str]:
 def source_commit(folder: Path = Path(__file__).parent) -> str | None:
     """Return the commit of the checkout that tracks ``folder``, with ``-dirty``; None without one.
 
-    A package installed below somebody else's checkout is not tracked there, so it gets None.
+    A package installed below another project's checkout is not tracked there, so it gets None.
     ``FDK_COMMIT`` overrides it, for sources copied out of their checkout.
     """
     if given := os.environ.get("FDK_COMMIT"):

@@ -27,7 +27,7 @@ class Layout:
 
     Attributes:
         cells: texts of a row by heading, empty where a row has nothing to show.
-        headings: in order.
+        headings: column headings, in order.
         left: headings of text, aligned to the left.
         spare: left out of a terminal that is too narrow, in this order.
         optional: left out where no row fills them.

@@ -134,7 +134,7 @@ def embed(model: TextModel, module: nn.Module, sentences: Sequence[str]) -> Tens
     Args:
         model: with the tokenizer.
         module: ``model.module``, or a quantised copy of it.
-        sentences: to embed.
+        sentences: sentences to embed.
 
     Returns:
         ``[len(sentences), hidden, float32]``.

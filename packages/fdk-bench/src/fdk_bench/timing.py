@@ -36,8 +36,8 @@ class Timing:
     """Seconds of one call.
 
     Attributes:
-        median: of the samples.
-        minimum: of the samples.
+        median: median of the samples.
+        minimum: minimum of the samples.
         spread: half the distance between the quartiles over the median.
         samples: number of them: calls on a CPU, replays on a GPU.
         method: ``turns`` of calls, a CUDA ``graph``, or ``steps`` of a model.
@@ -91,18 +91,18 @@ def time_calls(
     one per copy of its weight. One that raises returns its error; the others go on.
 
     Args:
-        contenders: calls of each.
-        seconds: for all turns together, about; ignored where ``outer`` is given.
+        contenders: the calls of each contender.
+        seconds: approximate time of all turns; ignored where ``outer`` is given.
         inner: calls of a turn that count; else as many as ``TURN_SECONDS`` hold,
             ``CALLS_PER_TURN`` at most.
-        outer: turns.
+        outer: number of turns.
         probe: called before each round, to measure the machine.
-        rests: for each contender, ends its turn: puts threads to sleep that would spin on.
-        places: for each contender, runs its turns, warm-up included, for instance in a thread of
-            their own, so that no call includes the switch. ``run_here`` by default.
+        rests: one function per contender, called after its turn to stop spinning threads.
+        places: one function per contender, which runs its turns, warm-up included, for instance
+            in a thread, so that no call includes the switch. ``run_here`` by default.
 
     Raises:
-        CutShortError: at Ctrl-C after as many turns as a short run has, unless ``outer`` is given.
+        CutShortError: on Ctrl-C after as many turns as a short run has, unless ``outer`` is given.
     """
     samples: list[list[float]] = [[] for _ in contenders]
     errors: dict[int, Exception] = {}
@@ -115,7 +115,7 @@ def time_calls(
             return
         try:
             samples[i] += turn() if places is None else places[i](turn)
-        except Exception as error:  # somebody's kernel; the error becomes a row
+        except Exception as error:  # another project's kernel; the error becomes a row
             errors[i] = error
         if rests is not None:
             rests[i]()
@@ -147,7 +147,7 @@ class _Turns:
     """The turns of one contender; each goes on with the call after the last one of the turn before.
 
     Args:
-        calls: of the contender.
+        calls: calls of the contender.
         inner: calls of a turn that count, or None.
     """
 
@@ -197,7 +197,7 @@ def time_graphs(
     comes.
 
     Args:
-        contenders: calls of each.
+        contenders: the calls of each contender.
         inner: least calls of a graph; None for 40, or fewer that take the host 2 ms, 8 at least.
         outer: replays.
     """

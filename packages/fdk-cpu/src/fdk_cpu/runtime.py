@@ -31,7 +31,7 @@ def set_instruction_set(name: str) -> None:
 
     Raises:
         TypeError: if the name is not a string.
-        ValueError: for one that this machine does not support, or that the system refuses.
+        ValueError: if this machine does not support it, or the system refuses it.
     """
     if not isinstance(name, str):
         raise TypeError(f"set_instruction_set: wanted a name or 'auto', got {name!r}")
@@ -49,7 +49,7 @@ def set_num_threads(threads: int | None) -> None:
     More than 256 count as 256.
 
     Raises:
-        ValueError: for fewer than one.
+        ValueError: if the number is less than one.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"set_num_threads: wanted 1 or more, or None, got {threads!r}")

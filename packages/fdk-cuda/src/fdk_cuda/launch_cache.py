@@ -105,8 +105,8 @@ class LaunchCache:
         """Caches the launch for calls like one that the op has just run.
 
         Args:
-            x: of the call.
-            bias: of the call.
+            x: activations of the call.
+            bias: bias of the call.
             y: result of the call.
             state: see the class; as it was before the call.
             prepare: gets x and bias and returns ``CachedLaunch.start``, or None for a call that

@@ -373,7 +373,7 @@ def save_model(
 
     Args:
         path: the file to write or replace.
-        model: of ``quantise_model`` or ``load_model``.
+        model: result of ``quantise_model`` or ``load_model``.
         metadata: strings of the caller.
 
     Raises:
@@ -441,7 +441,7 @@ def load_model(
         source: the path of a file of ``save_model`` or ``save``; or tensors by name, as
             ``fdk_formats.readers`` return them: a QuantisedTensor ``x.weight`` for each quantised
             layer ``x``, tensors for the rest. Tied parameters may have one name or each their own.
-        model: of the same architecture, not quantised, in the dtype of the result. It may be on the
+        model: the same architecture, not quantised, in the dtype of the result. It may be on the
             meta device, which costs no memory; for buffers that the source does not hold see
             ``parameters_on_meta``. It is left untouched.
         backend: see ``select``.

@@ -46,7 +46,7 @@ def fuse_layers(
     autograd graph.
 
     Args:
-        model: of ``quantise_model`` or ``load_model``.
+        model: result of ``quantise_model`` or ``load_model``.
         groups: names of layers in one parent module. A layer in several groups is fused in the
             first.
 

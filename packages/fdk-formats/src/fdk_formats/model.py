@@ -470,7 +470,7 @@ def model_report(model: nn.Module) -> ModelReport:
     """Reports formats, bits, bytes and errors of the quantised layers of a model.
 
     Args:
-        model: of ``quantise_model`` or ``load_model``.
+        model: result of ``quantise_model`` or ``load_model``.
 
     Raises:
         TypeError: if ``model`` is not a module.

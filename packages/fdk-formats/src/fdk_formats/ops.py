@@ -98,7 +98,7 @@ def define_op(
     """Defines a functional op with its fake kernel and, where it has one, its gradient.
 
     Args:
-        library: of the caller, ``Library("fdk_cpu", "FRAGMENT")``.
+        library: the caller's library, ``Library("fdk_cpu", "FRAGMENT")``.
         signature: name and schema, ``"round(Tensor x, int bits) -> Tensor"``.
         run: the kernel.
         fake: the same for tensors without values.
@@ -146,8 +146,8 @@ def define_linear_op(
     The layout's tensors are saved for them, not copied.
 
     Args:
-        library: of the caller, ``Library("fdk_cpu", "FRAGMENT")``.
-        name: of the op, ``lut_linear``.
+        library: the caller's library, ``Library("fdk_cpu", "FRAGMENT")``.
+        name: name of the op, ``lut_linear``.
         layout: the layout's arguments as schema text, tensors first: ``"Tensor packed, Tensor
             scale, int bits"``. The first is a tensor on the layout's device.
         forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``. It is called with m > 0 and

@@ -114,7 +114,7 @@ def is_plain_call(x: Tensor, bias: Tensor | None) -> bool:
 
     Args:
         x: activations.
-        bias: of the layer, or None.
+        bias: bias of the layer, or None.
     """
     # First, because torch.compile traces no further.
     if torch.compiler.is_compiling():

@@ -31,7 +31,7 @@ class AttendConfig(NamedTuple):
 
     Attributes:
         block: cache entries of an iteration, a power of two from 16 on.
-        warps: of a program.
+        warps: number of warps of a program.
         stages: blocks in flight at once.
     """
 
@@ -213,7 +213,7 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     inside = rows[:, None] < GROUP
     q, k, v = rotated_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
 
-    # The first part adds the new entry from registers: nobody reads here what is stored here.
+    # The first part adds the new entry from registers: no thread reads here what is stored here.
     first = part == 0
     tl.store(keys + last * HEAD_DIM + channels, k, mask=first)
     tl.store(values + last * HEAD_DIM + channels, v, mask=first)
@@ -289,7 +289,7 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     tl.store(keys + last * HEAD_DIM + channels, k)
     tl.store(values + last * HEAD_DIM + channels, v)
 
-    # The new entry comes from registers: nobody reads here what is stored here.
+    # The new entry comes from registers: no thread reads here what is stored here.
     score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale  # [ROWS]
     scores = ()
     row_max = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
@@ -358,9 +358,9 @@ def attend(
         cos_sin: ``[2, length, head_dim]``, cosines and sines of every position.
         position: ``[1, int64]``, of the token.
         cache: ``[2, b, kv_heads, length, head_dim]``, keys and values; written in place.
-        counters: of ``new_counters``, for one stream at a time: calls that may run at once, graphs
-            included, need counters of their own. None makes some for this call.
-        parts: of the cache; None chooses.
+        counters: from ``new_counters``, for one stream at a time: calls that may run at once,
+            graphs included, need separate counters. None makes some for this call.
+        parts: number of parts of the cache; None chooses.
         config: None chooses.
 
     Returns:

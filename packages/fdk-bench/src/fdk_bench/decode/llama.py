@@ -77,7 +77,7 @@ class LlamaOps(Protocol):
             cos_sin: ``[2, length, head_dim]``, cosines and sines of every position.
             positions: ``[t, int64]``, 0 to t-1, or a single position.
             cache: ``[2, b, kv_heads, length, head_dim]``, keys and values; written in place.
-            heads: of q.
+            heads: number of heads of q.
         """
 
 
@@ -191,11 +191,11 @@ class Block(nn.Module):
     """Attention and SwiGLU, each after a norm and added to its input.
 
     Args:
-        size: of the model.
+        size: sizes of the model.
         name: dotted prefix of its layers.
         linear: makes a linear layer from its name, outputs and inputs.
         fused: whether q, k and v are one layer, and gate and up another, as servers do.
-        device, dtype: of the norms.
+        device, dtype: device and dtype of the norms.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Llama(nn.Module):
     Args:
         size: see ``SIZES``.
         linear, fused: see ``Block``.
-        device, dtype: of weights and cache.
+        device, dtype: device and dtype of weights and cache.
     """
 
     def __init__(

@@ -31,15 +31,15 @@ class Prepared:
     """A weight packed by a contender, in enough copies that each is cold in its turn.
 
     Attributes:
-        calls: for each copy, ``x :: [m, k]`` to ``y :: [m, n]``.
+        calls: one function per copy, from ``x :: [m, k]`` to ``y :: [m, n]``.
         weight: returns the weight that the codes stand for, ``[n, k]``, in a dtype.
-        nbytes: of one copy, which a call must read.
+        nbytes: bytes of one copy, which a call must read.
         backend: name of the backend that computes the product.
         codebook_bytes: the part of ``nbytes`` that does not grow with the weight.
         extra_error: relative error that the method adds by design (8-bit activations).
         rest: called after a turn: puts threads to sleep that would spin until the next one.
         place: runs a turn of calls, for instance in a separate thread.
-        definition: for a method that is defined otherwise than as the exact product: y of x in
+        definition: for methods that do not define y as the exact product: computes y of x in
             float32, which answers are checked against.
     """
 
@@ -105,7 +105,7 @@ class Peer:
 
         Args:
             case: a case that it supports.
-            copies: of the weight; None for as many as caches need to be cold.
+            copies: number of copies of the weight; None for as many as caches need to be cold.
         """
         raise NotImplementedError
 

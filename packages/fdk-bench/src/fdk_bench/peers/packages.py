@@ -261,7 +261,7 @@ def add_nearest(stored: dict[str, dict[str, dict[str, Any]]], case: KernelCase) 
 
     Args:
         stored: configurations by kernel and key; added to.
-        case: of any m.
+        case: a case, of any m.
     """
     wanted = case.group_size, WORD_BITS // STORED_BITS, TYPE_OF_16_BITS + STORED_BITS
     per_word = WORD_BITS // case.bits

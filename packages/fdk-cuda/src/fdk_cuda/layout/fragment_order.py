@@ -36,7 +36,7 @@ def column_of(step: int, t: int, upper: int, pair: int, *, paired: bool = True) 
         step: tensor-core step along k.
         t: lane within a group of four.
         upper: 0 for the lower eight columns of the step as PTX counts them, 1 for the upper.
-        pair: which of the two values of a register.
+        pair: index of the value in a register, 0 or 1.
         paired: the order, see the module.
     """
     if paired:

@@ -32,7 +32,7 @@ class MarlinLayout(SyncedLayout):
 
     Args:
         q: the weight.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         batch_invariant: a row of y does not depend on the other rows or their number; see
             docs/design/marlin.md for the cost.
     """

@@ -39,12 +39,12 @@ class HopperPlan:
     """A way to run hopper_gemm.cu or hopper_dgrad.cu.
 
     Attributes:
-        shape: of the instantiation.
+        shape: shape of the instantiation.
         n_tiles, m_tiles: tiles along outputs and along rows of x or dy.
         whole_tiles: tiles that are not split along the summed dimension.
         splits: parts of each split tile, which split_k_reduce.cu adds up.
         grid: thread blocks.
-        shared_bytes: of a thread block.
+        shared_bytes: shared memory of a thread block.
     """
 
     shape: HopperShape
@@ -149,8 +149,8 @@ def shapes_of_tiles(
     """Returns the tiles that fit, each with as many stages as fit.
 
     Args:
-        geometry: of the weight, in either direction: only bits and bytes of a block matter.
-        device: whose shared memory they use.
+        geometry: of the weight, for either direction: only bits and bytes of a block matter.
+        device: the GPU; its shared memory limits the tiles.
         tiles: each with the most blocks of 64 in a stage.
         has_table: whether codes are looked up with a given tile_m.
     """

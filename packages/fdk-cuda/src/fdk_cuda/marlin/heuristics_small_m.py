@@ -62,7 +62,7 @@ class SmallPlan:
     """A way to run small_m.cu, gemv_int8_limbs.cu or gemv_bitplane.cu.
 
     Attributes:
-        shape: of the instantiation.
+        shape: shape of the instantiation.
         cluster: thread blocks of a cluster, which share the inputs of a tile.
         grid: thread blocks.
         passes: tiles of the busiest thread block.
@@ -70,7 +70,7 @@ class SmallPlan:
         rounds: stages per tile of the busiest warp.
         stored_m: rows of x in the partial sums.
         sum_buffers: buffers of partial sums, 0 where they overwrite the pipeline.
-        shared_bytes: of a thread block.
+        shared_bytes: shared memory of a thread block.
     """
 
     shape: TileShape

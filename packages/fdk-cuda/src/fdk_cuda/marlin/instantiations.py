@@ -36,7 +36,7 @@ class Variant:
 
     Attributes:
         bits: width of a code.
-        dtype: of activations and codebook, bfloat16 or float16.
+        dtype: dtype of activations and codebook, bfloat16 or float16.
         scale_dtype: as stored.
         per_row: scales in a row of a block, 1 or 2.
         affine: True with zero points.
@@ -105,11 +105,11 @@ class TileShape:
     """Tile of small_m.cu, gemv_int8_limbs.cu or gemv_bitplane.cu.
 
     Attributes:
-        fragments: of 16 outputs that a warp computes.
+        fragments: number of fragments of 16 outputs that a warp computes.
         k_blocks: blocks of 64 inputs that a warp takes at a time.
         n_groups: groups of warps along n.
         m_tiles: tiles of 8 rows of x.
-        warps: in a block of threads.
+        warps: number of warps in a thread block.
         limb_rows: for gemv_int8_limbs.cu, the rows of x, 1 or 4 (``m_tiles`` and ``n_groups`` are
             1); for gemv_bitplane.cu 1; for small_m.cu 0.
         short_blocks: blocks of 32 outputs of a warp in tiles of the last pass, 0 where they are as
@@ -150,7 +150,7 @@ class HopperShape:
         tile_m: rows of x, or of dy.
         consumers: warpgroups that decode and multiply, 64 outputs of the product each.
         k_blocks: blocks of 64 along the summed dimension in a stage.
-        stages: of the pipeline.
+        stages: number of stages of the pipeline.
         cluster: thread blocks that share the summed dimension of a tile.
         has_table: True where codes are looked up in shared memory.
         k_groups: consumers that share outputs, each with half of a stage's blocks if 2.

@@ -75,9 +75,9 @@ class Geometry:
 
     Attributes:
         bits: width of a code.
-        n, k: of the weight.
+        n, k: outputs and inputs of the weight.
         group_size: weights that share a scale.
-        scale_dtype: of stored scales and zero points.
+        scale_dtype: dtype of stored scales and zero points.
         has_zero_point: True with zero points.
         whole_zero_point: True where they are integers from 0 to 255.
         grid_zero_point: for 8-bit codebooks that are integer grids, the integer to subtract from a
@@ -170,7 +170,7 @@ def pack_layout(
     """Packs a canonical weight, on its own device.
 
     Args:
-        geometry: of the weight.
+        geometry: geometry of the weight.
         canonical: ``[n, ceil(k * bits / 8), uint8]``.
         scale: ``[n, k / G, geometry.scale_dtype]``.
         zero_point: the same shape and dtype, or None.

@@ -38,9 +38,9 @@ def precompile(
 
     Args:
         layers: format, n and k of each.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         device: the GPU, by default the current one.
-        batch_invariant: for layers packed so, which need fewer kernels.
+        batch_invariant: True for layers of batch-invariant backends, which need fewer kernels.
         gradient: also compile the kernels of the gradient, on Hopper.
 
     Returns:

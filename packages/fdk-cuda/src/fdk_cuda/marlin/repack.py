@@ -43,7 +43,7 @@ def repack_fields(geometry: Geometry, *, is_aligned: bool) -> tuple[int, ...]:
     """Returns the fields of repack.cu's Params after the pointers.
 
     Args:
-        geometry: of the weight.
+        geometry: geometry of the weight.
         is_aligned: whether the canonical bytes begin at a multiple of ``UNIT_BYTES``.
     """
     g = geometry

@@ -79,9 +79,9 @@ class HopperRunner:
         plan: how the product is cut.
         box_rows: rows of x or dy in a tile, the box of a tensor copy.
         product: launches hopper_gemm.cu or hopper_dgrad.cu.
-        fields: of its Params, after the pointers.
+        fields: fields of the Params, after the pointers.
         sum: launches split_k_reduce.cu, or None where no tile is split.
-        sum_fields: of its Params, after the pointers.
+        sum_fields: fields of the Params, after the pointers.
     """
 
     plan: HopperPlan
@@ -107,9 +107,9 @@ def plan_runner(
 
     Args:
         plan: how the product is cut.
-        kernel: of the product.
-        notation: of its Params, for ``struct``.
-        dtype: of the activations.
+        kernel: kernel of the product.
+        notation: format of the Params, for ``struct``.
+        dtype: dtype of the activations.
         device: index of the GPU.
         sizes: outputs (columns of the result) and m.
         blocks: the two fields of Params between sizes and tiles: steps, and blocks of the weight.
@@ -242,11 +242,11 @@ def run_plan(
     """Computes a product ``[m, width, dtype]``, forward or dgrad.
 
     Args:
-        runner: of that product.
+        runner: runner of that product.
         operand: x or dy, [m, ...], whose rows are a multiple of 16 bytes.
         pointers: the fields of Params between the tensor map of the operand and the result.
         width: columns of the result.
-        bias_pointer: for split_k_reduce.cu; 0 for no bias.
+        bias_pointer: address of the bias for split_k_reduce.cu, or 0.
     """
     plan, shape = runner.plan, runner.plan.shape
     m = operand.shape[0]

@@ -13,8 +13,8 @@ def multiplied_weight(q: QuantisedTensor, dtype: torch.dtype, shape: TileShape |
 
     Args:
         q: the weight.
-        dtype: of the activations, to which the codebook is rounded.
-        shape: of a small-m plan, which scales sums unless it says otherwise; None for other
+        dtype: dtype of the activations, to which the codebook is rounded.
+        shape: shape of a small-m plan, which scales sums unless it says otherwise; None for other
             kernels, all of which multiply the dequantised weight.
     """
     if shape is None or shape.scales_weights:

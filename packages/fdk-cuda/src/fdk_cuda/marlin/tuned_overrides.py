@@ -32,7 +32,7 @@ class Override:
         zero_point: True for weights with zero points.
         m_first, m_last: range of rows of x, inclusive.
         bits: width of a code.
-        n, k: of the weight, padded.
+        n, k: outputs and inputs of the weight, padded.
         cut: the small-m plan to use, or None.
         plan_m: for hopper_gemm.cu, use the plan for this many rows of x, which also serves fewer.
     """

@@ -27,10 +27,10 @@ class Program:
     """CUDA C++ source, complete: it includes only ``headers``, so no toolkit is searched.
 
     Attributes:
-        name: of the file, for messages.
+        name: name of the file, for messages.
         source: text of the file.
         headers: name and text of each file that the source may ``#include``, by exactly this name.
-        options: of NVRTC, such as ``-DBITS=4``; ``COMMON_OPTIONS`` are added.
+        options: options of NVRTC, such as ``-DBITS=4``; ``COMMON_OPTIONS`` are added.
     """
 
     name: str

@@ -56,11 +56,11 @@ class Launch:
     The kernel takes one argument, a struct; a call gives its fields.
 
     Args:
-        kernel: to launch.
+        kernel: the kernel to launch.
         device: index of the GPU.
-        fields: of the struct, in the notation of ``struct``, native order and alignment.
+        fields: fields of the struct, in the notation of ``struct``, native order and alignment.
         grid: thread blocks.
-        threads: in a thread block.
+        threads: number of threads in a thread block.
         shared_bytes: dynamic shared memory of a thread block.
         cluster: thread blocks of a cluster; above 1 it needs compute capability 9.0.
         overlap: programmatic dependent launch: the kernel may start before the previous one of the
@@ -146,7 +146,7 @@ class BoundLaunch:
     """A launch of which only the first five fields, all addresses, change between calls.
 
     Args:
-        launch: to bind.
+        launch: the launch to bind.
         fixed: the fields after the addresses.
     """
 

@@ -23,7 +23,7 @@ def swizzled_map(
 
     Args:
         pointer: address of the matrix, a multiple of ``ALIGNMENT``, as a row's bytes are.
-        rows, columns: of the matrix.
+        rows, columns: sizes of the matrix.
         box_rows: rows of a box, at most 256.
         dtype: bfloat16 or float16.
         device: index of the GPU that holds it.

@@ -141,7 +141,7 @@ def tune_layers(
     Args:
         layers: format, n and k of each.
         ms: rows of x; each selects its bucket, or none past the last.
-        dtype: of the activations.
+        dtype: dtype of the activations.
         device: the GPU; the current one by default.
         timer: returns microseconds per call of equivalent functions; by default from a CUDA graph.
 

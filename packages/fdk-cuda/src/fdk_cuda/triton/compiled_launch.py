@@ -66,7 +66,7 @@ class CompiledLaunch:
         """Launches on the current stream of a GPU.
 
         Args:
-            addresses: of the tensors; one may be a TMA descriptor instead.
+            addresses: addresses of the tensors; one may be a TMA descriptor instead.
             device: index of the GPU, which must be the current one.
         """
         stream, head = torch_internals.current_raw_stream(device), self._head
@@ -131,14 +131,14 @@ def compile_and_launch(
     """Launches a kernel through Triton, which compiles it if needed, for later launches too.
 
     Args:
-        key: for ``launch_compiled``.
+        key: the key for ``launch_compiled``.
         kernel: the Triton kernel.
         grid: number of programs along each dimension.
         tensors: its first arguments.
         sizes: the arguments after them.
         constants: ``tl.constexpr`` by name; others than the kernel's are ignored.
         is_right: checks what was compiled.
-        options: of Triton's compiler and of the launch.
+        options: options of Triton's compiler and of the launch.
 
     Returns:
         False if ``is_right`` returns False: the output is wrong, and the kernel is not kept, so
@@ -171,14 +171,14 @@ def compile_launch(
     """Compiles and loads a kernel without launching it, for later launches too.
 
     Args:
-        key: for ``find_compiled``.
+        key: the key for ``find_compiled``.
         kernel: the Triton kernel.
         grid: number of clusters along each dimension.
         arguments: its first ones, tensors and TMA descriptors.
         sizes: the arguments after them.
         constants: ``tl.constexpr`` by name; others than the kernel's are ignored.
         cluster: programs of a cluster.
-        options: of Triton's compiler and of the launch.
+        options: options of Triton's compiler and of the launch.
     """
     names = kernel.arg_names
     compile_time = {name: constants[name] for name in names if name in constants}

@@ -353,7 +353,7 @@ def _run_wgmma(
     """Launches a Gluon kernel; returns False and adds ``kind`` to ``_not_made`` if that fails.
 
     Args:
-        key: of the cached launch.
+        key: key of the cached launch.
         kind: key under which a failure is recorded.
         load: TMA descriptor of x or dy.
         tensors: arguments that the kernel gets as addresses.

@@ -86,7 +86,7 @@ def dequantise_blockwise(q: QuantisedBlocks, dtype: torch.dtype | None = None) -
     """Dequantises 8-bit blocks: one float32 product per element, rounded to ``dtype``.
 
     Args:
-        q: of ``quantise_blockwise``, or assembled from a file.
+        q: blocks of ``quantise_blockwise``, or assembled from a file.
         dtype: float32, float16 or bfloat16; None is the dtype of the original.
 
     Returns:
@@ -108,7 +108,7 @@ def dequantise_4bit(q: QuantisedBlocks, dtype: torch.dtype | None = None) -> Ten
     """Dequantises 4-bit blocks: one float32 product per element, rounded to ``dtype``.
 
     Args:
-        q: of ``quantise_4bit``, or assembled from a file.
+        q: blocks of ``quantise_4bit``, or assembled from a file.
         dtype: float32, float16 or bfloat16; None is the dtype of the original.
 
     Returns:

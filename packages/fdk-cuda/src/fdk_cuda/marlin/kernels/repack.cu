@@ -173,7 +173,7 @@ struct PairPlace {
     }
   }
 };
-constexpr int LEFT_OVER = 3;  // 3 bits: marks the pair without a word of its own
+constexpr int LEFT_OVER = 3;  // 3 bits: marks the pair without its own word
 
 __forceinline__ uint32 rotate_left(uint32 word, int places) {
   return __funnelshift_l(word, word, places);

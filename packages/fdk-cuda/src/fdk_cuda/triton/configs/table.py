@@ -21,7 +21,7 @@ class Table(Generic[C]):
     ``find(**facts)`` returns the configuration for facts such as ``bits=4``.
 
     Args:
-        name: of the file, without the suffix.
+        name: name of the file, without the suffix.
         make: dataclass of a configuration.
 
     Attributes:

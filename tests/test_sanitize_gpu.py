@@ -73,7 +73,7 @@ def test_triton_cases_cover_every_kernel():
 
 
 def test_repack_cases_check_bytes(on_cpu, monkeypatch):
-    """The functions of torch are right; zeros are not."""
+    """The cases accept torch's functions and reject zeros."""
     cases = list(sanitize_gpu.repack_cases())[::7]
     for case in cases:
         case.run()
@@ -84,7 +84,7 @@ def test_repack_cases_check_bytes(on_cpu, monkeypatch):
 
 @pytest.mark.parametrize("factor", [1.0, 1.02])
 def test_small_m_cases_check_answers(on_cpu, monkeypatch, factor):
-    """A product that is 2 % too large is wrong."""
+    """The cases reject a product that is 2 % too large."""
     case = next(case for case in sanitize_gpu.small_m_cases() if "m16" in case.name)
     format, dtype, m, *_ = case.run.args
     q = marlin_weight(format, *SIZES, dtype)[0]

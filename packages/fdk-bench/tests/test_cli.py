@@ -19,7 +19,7 @@ COMMANDS = sorted(get_command(app).commands)
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=" ".join)
 def test_types_leave_room(command):
-    """A flag takes no value and shows none; a number shows its limits, and no word for them."""
+    """Help shows no type for a flag, and only the limits of a number."""
     done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()

@@ -232,7 +232,7 @@ def test_graph_of_a_step_on_gpu():
 
 @pytest.mark.gpu
 def test_dense_layers_run_gemv_on_gpu():
-    """Only if the model is compiled; with --no-compile torch runs them."""
+    """Compiled models run gemv; with --no-compile torch runs the layers."""
     case = ModelCase("tiny", 1, "bf16", "torch", "bf16", "cuda", "lm_head", 8, 1, compiled=True)
     ours, theirs = build_llama(case, [1, 3]), build_llama(replace(case, compiled=False), [1])
     assert (ours.backends, theirs.backends) == ("torch, gemv for one row", "torch")

@@ -58,7 +58,7 @@ def mistral(hf_sizes):
 @pytest.mark.parametrize("model", ["hf_model", "mistral"])
 @torch.inference_mode()
 def test_prompts_and_steps_go_back(model, request):
-    """Warm-up steps, the prompt many times, and steps after it, as they are timed."""
+    """Steps, the prompt many times, then steps again, in the order of a measurement."""
     model = request.getfixturevalue(model)
     prompt = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(1))
     decoder = HfDecoder(model)

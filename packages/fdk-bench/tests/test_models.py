@@ -186,7 +186,7 @@ def test_measure_case():
 
 @pytest.mark.parametrize("format", ["bf16", "int4-g64"])
 def test_memory_of_a_cpu(format):
-    """Everything that is stored once, by the reference as files have it, and the cache."""
+    """Memory is all stored tensors, each once and as in files, and the cache."""
     case = case_of(format=format)
     built = build_llama(case, [1])
     values = measure_case(case, built, GigabyteAPerSecond(), 0.0)

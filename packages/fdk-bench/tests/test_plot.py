@@ -82,7 +82,7 @@ def test_styles_are_distinct_in_grey():
 
 
 def test_at_most_six_series_and_the_others_named(kernel):
-    """16 bits first, then the series of most widths, then the fastest."""
+    """The order is 16 bits, then the series with the most widths, then the fastest."""
     many = [kernel(backend=f"peer{i}", time=(9 - i) * 1e-6) for i in range(8)]
     wide = [kernel(f"int{bits}-g64", time=1e-3, bits=bits) for bits in (2, 4)]
     (axes,) = (figure := draw([*many, *wide, kernel("bf16", time=1.0)])["bits"]).axes

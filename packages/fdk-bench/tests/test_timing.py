@@ -180,7 +180,7 @@ def test_where_all_raise_there_are_no_rounds(clock):
 
 @pytest.mark.parametrize("copies", [1, 40])
 def test_no_eager_sample_is_a_first_call(copies, clock, monkeypatch):
-    """Packing at the first call of a copy is not the host's work of a call."""
+    """Packing, at the first call of a copy, does not count as host time of a call."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", nullcontext)
@@ -195,7 +195,7 @@ def test_no_eager_sample_is_a_first_call(copies, clock, monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "count"), [(1e-6, 40), (100e-6, 20), (5e-3, 8)])
 def test_a_graph_of_long_calls_holds_fewer(seconds, count, clock, monkeypatch):
-    """2 ms of calls, at least 8: 2 ms / 100 us = 20."""
+    """A graph holds 2 ms of calls, at least 8: 2 ms / 100 us = 20."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", nullcontext)

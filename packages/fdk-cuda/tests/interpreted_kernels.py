@@ -80,7 +80,7 @@ def test_gemm(codebook: str, bits: int, group_size: int, config: GemmConfig) -> 
 @pytest.mark.parametrize("scales", ["bf16", "fp16", "fp32", "e8m0"])
 @pytest.mark.parametrize("bits", GEMM_FUSED_BITS)
 def test_gemm_fused(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> None:
-    """Bits of the reference: by one multiply-add, except where float32 would round the product."""
+    """Gives the reference's bits by one multiply-add, except where float32 rounds the product."""
     q = affine_case(bits, scales, zeros, dtype).quantised()
     w = packed_weight(q)
     assert w.fused(GEMM_FUSED_BITS) == ({} if scales == "fp32" else {"AFFINE": 2})
@@ -104,7 +104,7 @@ def two_values_kernel(
 @pytest.mark.parametrize("zeros", ["float", "int"])
 @pytest.mark.parametrize("scales", ["fp16", "fp32"])
 def test_two_values(scales: str, zeros: str) -> None:
-    """The reference's values for any dtype of scale: subtracted, then multiplied."""
+    """Gives the reference's values for any dtype of scale, by subtracting, then multiplying."""
     q = affine_case(1, scales, zeros, torch.float16).quantised()
     w = packed_weight(q)
     scale, zero = q.scale[:32, 0].contiguous(), q.zero_point[:32, 0].contiguous()
@@ -137,7 +137,7 @@ def test_small(m: int, config: GemvConfig) -> None:
 def test_small_minus(
     bits: int, group_size: int | None, m: int, zeros: str, config: GemvConfig
 ) -> None:
-    """Negated zero points as an operand, for groups smaller and larger than a tile."""
+    """Negated zero points are an operand, for groups smaller and larger than a tile."""
     format = Format("affine", bits, group_size, zero_point=zeros)
     case = Case(format, m, 37, 5 * (group_size or 90), DTYPES[zeros == "int"])
     q = case.quantised()

@@ -114,7 +114,7 @@ def test_other_backends_report_nothing():
 
 
 def test_other_backends_do_not_query_the_gpu(monkeypatch):
-    """The device may be missing, which can be why nothing was chosen."""
+    """No GPU may be present, which can be why no backend was chosen."""
 
     def missing():
         raise RuntimeError("no GPU")

@@ -115,7 +115,7 @@ def every_variant(bits: int, dtype: object, *, hopper: bool) -> Iterator[Variant
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("arch", DEVICES)
 def test_small_m_spills_nothing(arch: str, bits: int, dtype: object) -> None:
-    """Shapes at the most warps that plans may give them, and the plans of usual weights."""
+    """Shapes with the most warps that plans allow, and the plans of usual weights."""
     spilling = {}
     for variant in every_variant(bits, dtype, hopper=False):
         shapes = set(widest_shapes(variant, DEVICES[arch]))

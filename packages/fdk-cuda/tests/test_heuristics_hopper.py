@@ -68,7 +68,7 @@ def test_plans_cover_everything_once(bits):
 
 
 def test_predicted_cost_grows_with_m():
-    """Up to 512 rows."""
+    """The predicted cost grows up to 512 rows."""
     for n, k in SHAPES:
         geometry = Geometry(4, n, k, 64, BF16, False)
         plans = (plan_hopper(geometry, m, HOPPER) for m in range(17, 513))
@@ -78,7 +78,7 @@ def test_predicted_cost_grows_with_m():
 
 @pytest.mark.parametrize("row", hopper_overrides(), ids=str)
 def test_overrides(row):
-    """An m that uses the plan of a larger m, which is faster."""
+    """Some m use the plan of a larger m, which is faster."""
     device = HOPPER
     geometry = Geometry(row.bits, row.n, row.k, 64, BF16, row.zero_point)
     more = plan_hopper(geometry, row.plan_m, device)
@@ -138,7 +138,7 @@ def test_consumer_groups(bits):
 
 
 def test_signs_have_no_table():
-    """So that the pipeline has the most stages."""
+    """Without a table the pipeline has the most stages."""
     geometry = Geometry(1, 8192, 8192, 64, BF16, False, has_signs=True)
     assert not has_table(geometry, 64)
     shapes = hopper_shapes(geometry, HOPPER)
@@ -208,7 +208,7 @@ def test_invariant_plans_sum_in_one_order(bits: int, signs: bool, device: Device
 
 
 def test_ordinary_plans_sum_in_several_orders() -> None:
-    """So the test above can fail."""
+    """Plans that are not batch-invariant differ, so the test above can fail."""
     geometry = Geometry(4, 4096, 4096, 64, BF16, False)
     seen = set()
     for m in (32, 64, 256):

@@ -105,7 +105,7 @@ def test_limbs_with_long_k_have_longer_stages():
 
 @pytest.mark.parametrize("row", small_m_overrides(), ids=str)
 def test_small_m_overrides(row):
-    """They replace the plan of least cost, for their m, on a Hopper GPU with 132 SMs."""
+    """Overrides replace the plan of least cost, for their m, on a Hopper GPU with 132 SMs."""
     geometry = Geometry(row.bits, row.n, row.k, 64, BF16, row.zero_point)
     h200, fewer = HOPPER, replace(HOPPER, sm_count=114)
     for m in range(row.m_first, row.m_last + 1):
@@ -123,7 +123,7 @@ def test_small_m_overrides(row):
 
 
 def test_overrides_apply_to_fp16():
-    """For m = 1; they were timed with bf16."""
+    """Overrides for m = 1 were timed with bf16 and apply to fp16."""
     for row in small_m_overrides():
         if row.m_last == 1 and not row.zero_point:
             geometry = Geometry(row.bits, row.n, row.k, 64, BF16, False)
@@ -131,7 +131,7 @@ def test_overrides_apply_to_fp16():
 
 
 def test_overrides_for_16_rows():
-    """Tiles of 128 rows per warp only there from 5 bits on; 1 bit only where weights are scaled."""
+    """From 5 bits on only overrides use 128 rows per warp; at 1 bit they need scaled weights."""
     h200 = HOPPER
     for bits, device, affine in itertools.product((5, 6), DEVICES.values(), (False, True)):
         geometry = Geometry(bits, 28672, 8192, 64, BF16, affine)

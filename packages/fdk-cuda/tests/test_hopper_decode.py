@@ -166,7 +166,7 @@ def test_every_register_by_the_table(sources, bits, dtype, group_size):
 @pytest.mark.parametrize("group_size", [64, 32])
 @pytest.mark.parametrize("bits", [6, 7, 8])
 def test_every_register_of_affine_codes(sources, bits, group_size):
-    """Codes are computed, in the mantissa of a float."""
+    """Codes are computed in the mantissa of a float."""
     q = random_quantised(Format("affine", bits, group_size, zero_point="int"), N, K, seed=bits)
     check_registers(sources, q, MARLIN.pack(q, dtype=BF16), BF16, has_table=False)
 

@@ -85,7 +85,7 @@ def test_short_tiles_of_1_bit(arch):
 @pytest.mark.parametrize("per_row", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_scaled_weights(dtype, per_row, has_signs):
-    """1 bit with 9 to 16 rows of x on Hopper, codebooks with scales of x's dtype: nothing else."""
+    """Weights are scaled only on Hopper: 1-bit codebooks, scales of x's dtype, m from 9 to 16."""
     variant = Variant(1, dtype, dtype, per_row, False, has_signs=has_signs)
     for other in (
         replace(variant, scale_dtype=FP16 if dtype == BF16 else FP32),

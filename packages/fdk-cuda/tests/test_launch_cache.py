@@ -238,7 +238,7 @@ def test_current_device(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_output_of_deterministic_torch_is_filled(setup: Setup) -> None:
-    """NaN in an element that no kernel wrote is seen."""
+    """Deterministic torch fills y with NaN, so an element that no kernel wrote shows."""
     setup.launched()
     with poisoned():
         assert setup.layout(X).isnan().all()
@@ -310,7 +310,7 @@ def test_buffers_on_another_device(setup: Setup, monkeypatch: pytest.MonkeyPatch
 
 
 def test_calls_that_are_not_cached(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without rows, above the kernel's rows, and not on a GPU."""
+    """Calls without rows, with more than the kernel's, or not on a GPU are not cached."""
     limit = MAX_M if isinstance(setup.layout, MarlinLayout) else H200.limits.gemv_m
     for x in (X[:0], torch.zeros(limit + 1, K, dtype=X.dtype)):
         assert [setup.launched(x) for _ in range(2)] == [False] * 2
@@ -327,7 +327,7 @@ def test_inputs_that_marlin_pads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ONLY_TRITON
 def test_tuning(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may choose another configuration, also in another thread while a launch is prepared."""
+    """Tuning may choose another configuration, even in another thread during preparation."""
     setup.launched()
     tuned = triton_backend.launched_gemv
     monkeypatch.setattr(autotune, "times_measured", autotune.times_measured + 1)
@@ -343,7 +343,7 @@ def test_tuning(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ONLY_TRITON
 def test_other_kernels_of_triton(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that was not launched, or a configuration of another kernel."""
+    """No launch is cached if the kernel was not launched or another kernel is configured."""
     with monkeypatch.context() as patch:
         patch.setattr(triton_backend, "launched_gemv", lambda *_: None)
         assert [setup.launched() for _ in range(2)] == [False] * 2
@@ -366,7 +366,7 @@ def test_size_and_copies(setup: Setup) -> None:
 
 
 def test_torch_compile_traces_the_op() -> None:
-    """Also of a layout that has launches: none comes into the graph."""
+    """The graph holds no cached launch, even if the layout has some."""
     graphs = []
 
     def keep(graph: Any, inputs: Any) -> Any:

@@ -209,5 +209,5 @@ def test_chosen_plan_is_the_fastest_timed(
     ],
 )
 def test_largest_m_from_packed_bytes(format: str, most: int) -> None:
-    """From some m on, dequantising and cuBLAS is faster."""
+    """Above some m, dequantising with cuBLAS is faster."""
     assert max_dgrad_rows(format) == most

@@ -71,7 +71,7 @@ def test_every_plan(format: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_decodes_exactly(format: str, dtype: torch.dtype) -> None:
-    """Rows of dy with a single 1: the dequantised weight, bit for bit, at every row."""
+    """One-hot rows of dy give the dequantised weight, bit for bit, at every row."""
     q, layout = pack(format, 200, 640, dtype)
     with poisoned():
         dx = gradient(layout, torch.eye(200, dtype=dtype, device="cuda"))
@@ -164,7 +164,7 @@ def test_in_a_row() -> None:
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_gradient_is_the_faster_kernel(bits: int) -> None:
-    """From packed bytes up to an m, then through cuBLAS."""
+    """The gradient is computed from packed bytes up to an m, then through cuBLAS."""
     _, layout = pack(f"custom{bits}-g64", 200, 320)
     weight = layout.packed, layout.codebook, str(layout.format)
     most = max_dgrad_rows(str(layout.format))
@@ -178,7 +178,7 @@ def test_gradient_is_the_faster_kernel(bits: int) -> None:
 
 
 def test_tensor_map_in_a_thread_without_a_context():
-    """Like autograd's thread of a second GPU before torch has called CUDA in it."""
+    """Autograd's thread of a second GPU is such a thread before torch calls CUDA in it."""
     operand = torch.zeros(64, 128, dtype=torch.bfloat16, device="cuda")
     arguments = operand.data_ptr(), 64, 128, 64, operand.dtype, operand.get_device()
 

@@ -53,7 +53,7 @@ def test_packed_and_back(format: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_dequantised(format: str, device: str) -> None:
-    """Nothing is launched: a grid has at least one block."""
+    """Nothing is launched, since a grid has at least one block."""
     layout = empty_layout(format, device)
     W_hat = dequantise(layout.packed, layout.codebook, format, 0, K)
     assert (W_hat.shape, W_hat.dtype, W_hat.device.type) == ((0, K), torch.bfloat16, device)
@@ -62,7 +62,7 @@ def test_dequantised(format: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("format", "backend"), BACKENDS_OF_FORMATS)
 def test_layers(format: str, backend: str) -> None:
-    """Each shape twice: the second call would use a cached launch."""
+    """Each shape is called twice: the second call would use a cached launch."""
     q = empty(format, "cuda")
     bias = torch.nn.Parameter(torch.empty(0, device="cuda", dtype=torch.bfloat16))
     layer = QuantisedLinear.from_quantised(q, bias=bias, backend=backend, dtype=torch.bfloat16)

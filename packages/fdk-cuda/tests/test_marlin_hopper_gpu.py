@@ -88,7 +88,7 @@ def test_hopper_awkward_shapes(format, n, k):
 
 @pytest.mark.parametrize("format", [*WIDE_FORMATS, "int8-g64-signmax"])
 def test_hopper_decodes_exactly(format):
-    """Rows of x with a single 1: the dequantised weight, bit for bit, at every column."""
+    """One-hot rows of x give the dequantised weight, bit for bit, at every column."""
     n, k = 200, 640
     for dtype in DTYPES:
         q, layout = pack(format, n, k, dtype)

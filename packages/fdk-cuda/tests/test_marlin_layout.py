@@ -41,7 +41,7 @@ def test_layout_round_trip(case):
     [("int8-g64", 127), ("int8-g64-signmax", 128), ("int4-g64", None), ("uniform8-g64", None)],
 )
 def test_grids_of_8_bits_are_known(format, zero_point):
-    """Their codes are computed, unless the table differs or a code has no grid value.
+    """Codes of integer grids are computed, unless the table differs or a code has no grid value.
 
     ``quantise`` never gives that code, which would be the higher of two that are 127.
     """
@@ -76,7 +76,7 @@ def test_grids_of_8_bits_are_known(format, zero_point):
     ],
 )
 def test_signs_are_known(format, codebook, signs):
-    """Decided by the codebook of a weight, not by its name."""
+    """The codebook of a weight decides, not its name."""
     q = random_quantised(Format.parse(format), 64, 128)
     layout = MARLIN_LUT.pack(replace(q, codebook=torch.tensor(codebook)), dtype=torch.bfloat16)
     assert layout.geometry.has_signs == signs

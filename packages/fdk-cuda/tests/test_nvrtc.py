@@ -294,7 +294,7 @@ def test_asking_loads_no_library():
 
 
 def test_places_of_the_library(monkeypatch, tmp_path):
-    """Wheels come first, and each file once."""
+    """Wheels are searched first, and each file is listed once."""
     for variable in installed.SEARCH_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), str(tmp_path / "site")])

@@ -188,7 +188,7 @@ def test_assembly(bits: int, affine: bool, shared: bool, which: int) -> None:
 @pytest.mark.parametrize("threads", [32, 128, 256, 512])
 @pytest.mark.parametrize("bits", STRIDES)
 def test_fill(bits: int, threads: int) -> None:
-    """Every thread in turn: each copy of each value is where the decoder loads it."""
+    """Each copy of each value is where the decoder loads it."""
     codebook = torch.randn(1 << bits, generator=torch.Generator().manual_seed(bits))
     raw = lookup_tables(codebook)[0][0].numpy().view(np.uint16).astype(np.uint32)
     memory = np.zeros(table_bytes(bits, False) // 4, np.uint32)
@@ -225,7 +225,7 @@ def run_fill(source: str, warp: int, raw: np.ndarray, memory: np.ndarray) -> Non
 @pytest.mark.parametrize(("tiles", "warps"), [(1, 8), (2, 4)])
 @pytest.mark.parametrize("table", [0, 32 << 10])
 def test_add_warps(tiles: int, warps: int, table: int) -> None:
-    """All warps store, then the first sums in the order of the warps."""
+    """All warps store, then the first warp adds the sums in order."""
     count = 4 * tiles * tiles
     lines = add_warps(tiles, tiles, warps, table)
     generator = np.random.default_rng(count)
@@ -257,7 +257,7 @@ def test_add_warps(tiles: int, warps: int, table: int) -> None:
     ("count", "m_tiles", "warps"), [(8, 1, 8), (8, 1, 4), (8, 2, 4), (8, 4, 8), (4, 4, 2)]
 )
 def test_add_shares(count: int, m_tiles: int, warps: int) -> None:
-    """All warps store, then each sums its positions in the order of the warps."""
+    """All warps store, then each warp adds the sums of its positions in order."""
     own, size = count // warps, 4 * m_tiles
     generator = np.random.default_rng(count)
     sums = generator.standard_normal((warps, count * size, LANES), np.float32)

@@ -80,7 +80,7 @@ HOPPER_CASES = [
 
 @pytest.mark.parametrize(("format", "m", "n"), HOPPER_CASES)
 def test_plans_of_hopper_alone(format, m, n):
-    """Their instructions run on every GPU."""
+    """The instructions of these plans run on every GPU."""
     q, layout = pack(format, n, 2048)
     x = random_x(m, 2048)
     oracle = x.double() @ exact_weight(q, x.dtype).T
@@ -96,7 +96,7 @@ def test_plans_of_hopper_alone(format, m, n):
     "format", ["custom1-g64", "custom1-g32", "custom1-row", "binary1-g64", "binary1-g32"]
 )
 def test_plans_that_scale_weights(format, dtype):
-    """1 bit, m >= 9: the product with W_hat, and W_hat itself where x has a single 1."""
+    """At 1 bit and m >= 9, y is the product with W_hat; one-hot x gives W_hat itself."""
     q, layout = pack(f"{format}{'-fp16' if dtype == FP16 else ''}", 1216, 1024, dtype)
     variant = Variant.of(layout.geometry, dtype)
     assert (variant.scale_dtype, variant.has_signs) == (dtype, format.startswith("binary"))
@@ -150,7 +150,7 @@ FIXED_POINT = [
 
 @pytest.mark.parametrize(("kernel", "format", "dtype", "m"), FIXED_POINT, ids=str)
 def test_fixed_point(kernel, format, dtype, m):
-    """x in fixed point by the largest of a group: exact where it fits, close elsewhere."""
+    """x is in fixed point relative to the largest of a group: exact where it fits, else close."""
     q, layout = pack(format, 4000, 2048, dtype)
     W = exact_weight(q, dtype)
     x = random_x(m, 2048, dtype=dtype)

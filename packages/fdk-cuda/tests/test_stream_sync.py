@@ -61,7 +61,7 @@ def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_packing_and_copying_end_with_a_synchronisation(
     pack: Callable[[str], SyncedLayout], format: str, synchronised: list[list[str]]
 ) -> None:
-    """Every tensor of the layout exists by then."""
+    """Every tensor of the layout exists before the synchronisation."""
     layout = pack(format)
     whole = [name for name, _ in layout.named_buffers()]
     assert whole

@@ -66,7 +66,7 @@ def test_no_headers(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_built_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is missing where the launcher is cached on disk or in this process."""
+    """No compiler is missing if the launcher is cached on disk or in this process."""
     monkeypatch.setattr(type(driver), "default", property(lambda driver: object()))
     assert reason() is None
 

@@ -61,7 +61,7 @@ def test_layouts_on_hopper(bits: int, affine: bool, m: int) -> None:
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in GPUS.values() if not gpu.is_measured])
 def test_affine_7_bits_from_33_rows_elsewhere_dequantise(gpu: object) -> None:
-    """Eight warps would spill, and four decode each weight four times."""
+    """Eight warps would spill, and four would decode each weight four times."""
     a = layout_of(7)
     assert grad_config(a, 64, gpu, affine=True) is None
     assert grad_config(a, 32, gpu, affine=True) is not None

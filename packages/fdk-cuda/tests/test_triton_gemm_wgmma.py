@@ -149,7 +149,7 @@ def test_serves_from_rows(n: int, k: int, bits: int, from_rows: int | None) -> N
     ],
 )
 def test_serves_rows_of_8192_x_8192(bits: int, affine: bool, rows: tuple[int, ...]) -> None:
-    """Where it is the fastest on an H200."""
+    """It serves the cases in which it is the fastest on an H200."""
     a = layout_of(bits)
     tried = (32, 33, 64, 65, 256, 257, 512, 513, 1024, 1025)
     served = {m for m in tried if serves_gemm_wgmma(a, m, H200, affine=affine)}
@@ -182,7 +182,7 @@ def test_candidates_split_at_most_the_tiles() -> None:
     ],
 )
 def test_config(n: int, m: int, bits: int, config: GemmWgmmaConfig) -> None:
-    """As many programs as SMs; split k adds at most one wave."""
+    """There are as many programs as SMs; split k adds at most one wave."""
     assert gemm_wgmma_config(layout_of(bits, n), m, H200) == config
 
 
@@ -260,7 +260,7 @@ def test_gemm_wgmma(codebook: str, bits: int) -> None:
 @pytest.mark.parametrize("scales", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("bits", [1, *GEMM_WGMMA_FUSED_BITS])
 def test_affine_scales(bits: int, scales: str, zeros: str) -> None:
-    """Bits of the reference's weights: by selection, multiply-add, or subtract and multiply."""
+    """Weights have the reference's bits, by selection, multiply-add, or subtraction and product."""
     format = Format("affine", bits, 64, scale_dtype=scales, zero_point=zeros)
     for m, dtype in ((64, DTYPES[0]), (256, DTYPES[1])):
         case = Case(format, m, 264, 64 * 9, dtype, "cuda")

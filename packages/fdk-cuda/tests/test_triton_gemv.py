@@ -129,7 +129,7 @@ def test_affine_spills_nothing_elsewhere(bits: int, m: int, target: int) -> None
     ids=str,
 )
 def test_every_config(codebook: str, m: int, bits: int, config: GemvConfig) -> None:
-    """Each configuration where it is chosen; the same bits twice."""
+    """Each configuration runs where it is chosen, and gives the same bits twice."""
     case = Case(Format(codebook, bits, 64), m, 333, 64 * 67, torch.bfloat16, "cuda")
     q = case.quantised()
     x = case.random(case.m, case.k)

@@ -46,7 +46,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_wrong_kernels_are_not_kept(is_right: bool) -> None:
-    """Another thread finds nothing during the check either."""
+    """During the check, another thread does not find the kernel either."""
     tensors, kernel, key = (torch.zeros(4),), FakeKernel({}), ("some", "key")
     found = []
 
@@ -137,7 +137,7 @@ def test_dgrad_wgmma_that_cannot_compile(offset: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("packed", [(8, 1, 512), (8, 1, 512, 1, 1, 1)], ids=["known", "other"])
 def test_launch_of_clusters(packed: tuple[int, ...]) -> None:
-    """The launch adds clusters; an error where this Triton has no way to."""
+    """The launch adds clusters, or raises if this Triton cannot."""
     metadata = SimpleNamespace(num_warps=8, shared=512)
     given = []
     kernel = SimpleNamespace(

@@ -18,7 +18,7 @@ from fdk_cuda.triton.layout import (
 @pytest.mark.parametrize("group_size", [24, 64, 192])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_there_and_back(bits: int, group_size: int, n: int) -> None:
-    """A weight without outputs included."""
+    """Covers a weight without outputs too."""
     generator = torch.Generator().manual_seed(bits)
     a = PackedLayout(n, 192, bits, group_size)
     codes = torch.randint(1 << bits, (n, 192), dtype=torch.uint8, generator=generator)

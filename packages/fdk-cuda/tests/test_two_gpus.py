@@ -50,7 +50,7 @@ def outputs(linear: QuantisedLinear, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("backend", "format"), LAYERS)
 def test_launch_follows_the_tensor(backend: str, format: str) -> None:
-    """Whichever GPU is current, for first and cached calls."""
+    """Any GPU may be current, for first and cached calls."""
     linear, x = layer(backend, format)
     expected = outputs(linear, x)
     linear.to("cuda:1")

@@ -103,7 +103,7 @@ def test_calls_that_are_not_plain(dispatched: list[Tensor]) -> None:
 # torch.func.jvp loads decompositions through it.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_forward_mode_is_refused() -> None:
-    """Otherwise y would have a tangent of zero."""
+    """Without the error y would have a tangent of zero."""
     refused = pytest.raises(NotImplementedError, match=r"plain_linear\S*: has no forward-mode")
     with refused:
         torch.func.jvp(call, (X,), (X,))

@@ -344,6 +344,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [
         case for name in args.only.split(",") for case in FAMILIES[name]() if args.word in case.name
     ]
+    if not cases:
+        parser.error(f"-k {args.word}: no case of {args.only} has that in its name")
     has_gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_gpu else None
     if args.compile:

@@ -129,7 +129,7 @@ def _with_signs(costs: Costs) -> Costs:
 
 # hopper_gemm.cu, us per step of 64 inputs: least squares over 1025 timed plans, with more weight on
 # the fast ones. In 134 cases the plan chosen took 0.4 % more than the fastest on average, 10 % at
-# most. Five entries were then corrected by hand (docs/design/hopper.md).
+# most. Four entries were then corrected by hand (docs/design/hopper.md).
 STEP_COST: dict[HopperTile, Costs] = {
     HopperTile(*tile): _with_signs(_by_bits(*costs))
     for tile, costs in {

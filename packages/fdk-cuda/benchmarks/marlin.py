@@ -5,8 +5,8 @@
     python packages/fdk-cuda/benchmarks/marlin.py --ms 256,4096 --heat 0.25
 
 Microseconds per call, cold L2, median of graph replays in turns with cuBLAS on a bf16 weight and,
-from 128 rows on, with dequantising first. `floor` is the larger of reading weight and x once and
-of the arithmetic at the rate of cuBLAS (H200). Each case is checked against float64 first.
+for 128 or more rows, with dequantising first. `floor` is the larger of reading weight and x once
+and of the arithmetic at the rate of cuBLAS (H200). Each case is checked against float64 first.
 """
 
 from collections.abc import Iterator

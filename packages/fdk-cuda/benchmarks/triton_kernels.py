@@ -5,9 +5,9 @@
     python packages/fdk-cuda/benchmarks/triton_kernels.py --sweep --bits 4 --ms 64   every candidate
 
 Microseconds per call, cold L2, median of graph replays in turns with cuBLAS on a bf16 weight and,
-from 64 rows on, with dequantising first. `floor` is the larger of reading weight and x once and of
-the arithmetic at the rate of cuBLAS (H200). Each case is checked against float64 first. Kernels are
-compiled by several processes before anything is timed.
+for 64 or more rows, with dequantising first. `floor` is the larger of reading weight and x once and
+of the arithmetic at the rate of cuBLAS (H200). Each case is checked against float64 first. Kernels
+are compiled by several processes before anything is timed.
 """
 
 import itertools

@@ -62,7 +62,7 @@ def test_marlin_on_hopper(gpu):
     looked_up = "1 to 16 small_m, 17 to 2048 hopper_gemm, from 2049 dequantise + cuBLAS"
     gradient = "1 to 1024 hopper_dgrad, from 1025 dequantise + cuBLAS"
     assert explain("custom8-g64", "marlin-lut") == f"rows of x: {looked_up}; of dy: {gradient}"
-    # Large weights of 8 bits use hopper_gemm from nine rows on.
+    # Large weights of 8 bits use hopper_gemm with nine or more rows.
     large = explain("custom8-g64", "marlin-lut", 28672, 8192)
     assert large.startswith("rows of x: 1 to 8 small_m, 9 to 2048 hopper_gemm, ")
 

@@ -98,7 +98,7 @@ def test_gradient_is_compiled_on_request(precompiled: list[Program]) -> None:
 def test_small_m_ends_where_hopper_begins(
     precompiled: list[Program], n: int, most_tiles: int
 ) -> None:
-    """From 9 rows on, large weights of 8 bits never use small_m.cu."""
+    """With 9 or more rows, large weights of 8 bits never use small_m.cu."""
     precompile([("custom8-g64", n, 8192)])
     few = [program for program in precompiled if program.name == "small_m.cu"]
     tiles = {o for program in few for o in program.options if o.startswith("-DM_TILES")}

@@ -80,7 +80,7 @@ HOPPER_CASES = [
 
 @pytest.mark.parametrize(("format", "m", "n"), HOPPER_CASES)
 def test_plans_of_hopper_alone(format, m, n):
-    """The instructions of these plans run on every GPU."""
+    """Plans offered on Hopper only; their code runs on any GPU, so they are tested on this one."""
     q, layout = pack(format, n, 2048)
     x = random_x(m, 2048)
     oracle = x.double() @ exact_weight(q, x.dtype).T

@@ -12,13 +12,13 @@ import torch
 Call = Callable[[], object]
 Turn = Callable[[], list[float]]  # runs the calls of a turn and returns the seconds that count
 
-# CPU: calls of a contender before the next has its turn; long calls as many as fit in the time.
+# CPU: calls of a contender per turn; fewer if they exceed TURN_SECONDS.
 CALLS_PER_TURN = 8
 TURN_SECONDS = 0.05
 FEWEST_TURNS = 3
 # The first calls of a turn find the caches full of another contender's code and are not counted:
-# at 2 bits ours took 371, 257, 232, 220, 201, 198, 196 and 189 us by their place in a turn. Of long
-# calls, which lose little by it, none is left out.
+# at 2 bits ours took 371, 257, 232, 220, 201, 198, 196 and 189 us by their place in a turn.
+# Long calls are hardly affected, so all of them are counted.
 SETTLING_CALLS = 4
 SETTLING_SECONDS = 5e-3
 # GPU: a shorter graph would show the cost of its launch. Long calls need fewer: 8 of at least

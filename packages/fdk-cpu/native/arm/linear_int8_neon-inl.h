@@ -22,9 +22,10 @@ FDK_INLINE float32x4_t sums_of(const int32x4_t* v) {
   return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3])));
 }
 
-// A tile has kGroups; if the weight has half as many, each is used twice, with `share` of its sum
-// of x. kM = 1: the lanes of sums are rows of W. kM = 4: rows of x, of which the last is repeated
-// and its results dropped.
+// The kernel assumes kGroups groups per tile. If the weight has half as many, each scale is used
+// twice, each time with half of the group's sum of x (`share`). kM = 1: the lanes of
+// sums are rows of W. kM = 4: the lanes are rows of x; the last row is repeated, and its results
+// dropped.
 template <class Dot, int kBits, bool kLinear, int kGroups, int kM>
 void int8_gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits), kOfGroup = kVectors / kGroups;

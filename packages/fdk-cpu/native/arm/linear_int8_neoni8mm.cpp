@@ -82,8 +82,9 @@ FDK_INLINE void pair_levels(const PairTable<kBits, kLinear>& table, const std::u
   }
 }
 
-// A tile has kGroups; if the weight has half as many, each is used twice, with `share` of its sum
-// of x. Up to kPairs pairs of rows of x; the last row is repeated, and its results dropped.
+// The kernel assumes kGroups groups per tile. If the weight has half as many, each scale is used
+// twice, each time with half of the group's sum of x (`share`). Up to kPairs pairs of rows
+// of x; the last row is repeated, and its results dropped.
 template <int kBits, bool kLinear, int kGroups, int kPairs>
 void int8_gemv_pair_stripes(const Int8Task& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);

@@ -145,8 +145,8 @@ struct DgradTask {
 using Order = std::uint8_t[kTileK];
 
 // The operands of the second pass of a GEMV:
-//   prepared :: result of TwoPassGemv::prepare for x
-//   y        :: [4 * stripes], float32: those of stripes [begin, end) are written
+//   prepared :: the output of TwoPassGemv::prepare for x
+//   y        :: [4 * stripes], float32; the values of stripes [begin, end) are written
 struct TwoPassTask {
   const Weight* weight;
   const void* prepared;
@@ -160,12 +160,12 @@ struct TwoPassTask {
 // multiplies the weight with them. Optional.
 struct TwoPassGemv {
   bool (*supports)(const Weight&);
-  std::size_t tile_bytes;  // that `prepare` writes per tile of x, a multiple of 64
+  std::size_t tile_bytes;  // bytes that `prepare` writes per tile of x, a multiple of 64
   // Prepares x :: [tiles * kTileK], in the order of gemv. Returns false if x has values that the
   // representation cannot hold, such as NaN or outliers; `fallback` or the plain GEMV is used then.
   // Stripes [begin, end) are multiplied first: kernels may prefetch them.
   bool (*prepare)(const Weight&, const void* x, void* prepared, std::size_t begin, std::size_t end);
-  std::size_t stripes;  // that one task has at most
+  std::size_t stripes;  // most stripes per task
   void (*gemv)(const TwoPassTask&);
   const TwoPassGemv* fallback = nullptr;  // tried if this one does not support the weight or x
 };
@@ -201,7 +201,7 @@ struct LinearKernels {
   // set.
   void (*dgrad)(const DgradTask&);
   const TwoPassGemv* two_pass = nullptr;
-  std::size_t gemv_rows = kMaxGemvRows;  // that one call of gemv multiplies
+  std::size_t gemv_rows = kMaxGemvRows;  // most rows of x per call of gemv
   // Null: the defaults of DispatchThresholds.
   DispatchThresholds (*thresholds)(const Weight&) = nullptr;
   // For activations in the dtype of the kernel. Null: value by value.

@@ -18,9 +18,9 @@ constexpr std::size_t usable_threads(std::size_t threads) {
 }
 
 // Runs body over [0, total) in pieces of at most `chunk` on up to `threads` threads, and returns
-// when all are done. A nested loop, one during that of another thread, and one for a single thread
-// run on the caller alone, in one piece. The first exception of a piece is rethrown to the caller
-// after all running pieces; pieces that have not started are dropped.
+// when all are done. A nested loop, a loop started while another thread's loop runs, and a loop
+// for a single thread run on the caller alone, in one piece. The first exception of a piece is
+// rethrown to the caller after all running pieces; pieces that have not started are dropped.
 void run_loop(std::size_t total, std::size_t chunk, std::size_t threads, LoopBody body,
               void* context);
 

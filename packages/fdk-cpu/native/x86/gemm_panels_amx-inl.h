@@ -86,7 +86,7 @@ struct AmxPanel {
              FDK_LAMBDA { Tiles::template store<i.value>(at, task.panel * sizeof(float)); });
   }
 
-  // The remaining rows: kTiles tiles, of which the last may be partly filled.
+  // The remaining rows: kTiles tiles; the last may be partly filled.
   template <int kTiles>
   static void last(const GemmPanelTask& task, std::size_t row) {
     if constexpr (kTiles > 0) {

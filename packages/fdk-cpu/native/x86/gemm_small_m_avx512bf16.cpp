@@ -1,10 +1,10 @@
 // The GEMM for small m: each code is decoded once for up to six rows of x: AVX-512 BF16.
 //
 // Zen 4 starts one 512-bit vdpbf16ps per cycle on its two multiplying pipes, and a vpermw or shift
-// on a third: m rows of x take m cycles for 32 codes, and other multiplications add to that. From
-// three rows on the codebook of a group is scaled and rounded once for its 32, 64 or 128 codes. For
-// two rows the sums are scaled, one multiplication per row of x and group, as they are for codes of
-// 6 bits and more and groups of 16, whose scaled codebooks are too large.
+// on a third: m rows of x take m cycles for 32 codes, and other multiplications add to that. With
+// three or more rows the codebook of a group is scaled and rounded once for its 32, 64 or 128
+// codes. For two rows the sums are scaled, one multiplication per row of x and group, as they are
+// for codes of 6 or more bits and groups of 16, whose scaled codebooks are too large.
 #include <immintrin.h>
 
 #include "x86/linear_avx512bf16.h"

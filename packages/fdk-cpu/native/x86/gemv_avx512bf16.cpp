@@ -112,7 +112,7 @@ struct TileCodes<3> {
   }
 };
 
-// y = W_hat x for one row of x and stripes [begin, end), of which there is at least one.
+// y = W_hat x for one row of x and stripes [begin, end), at least one.
 template <int kBits, int kGroups, bool kAffine>
 void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);

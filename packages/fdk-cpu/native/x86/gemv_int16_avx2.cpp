@@ -33,7 +33,7 @@ constexpr int kBlocks = int(kTileK) / kBlockPositions;
 // Bits of the sum of a lane, of its positions in half a tile, and the most of a level.
 constexpr int kSumBits = 31, kPositionBits = 3, kLevelBits = 15;
 constexpr int kMostXBits = 15;
-// Levels are looked up for codes of up to this many bits.
+// Most bits of a code whose level is looked up.
 constexpr int kLookupBits = 4;
 // Bounds of x and values, within which their units and the ratios of these are normal floats.
 constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;
@@ -46,11 +46,11 @@ struct alignas(64) Tile {
   float sums[kBlocks][kFloats];  // of x over the blocks of a group, lane by lane
 };
 
-// Values as integers: value = (level - zero) * unit. From 5 bits on levels are the codes; below,
-// zero is 0.
+// Values as integers: value = (level - zero) * unit. With 5 or more bits levels are the codes; with
+// fewer, zero is 0.
 struct Levels {
   float unit, zero;
-  int x_bits;  // that x may have with these levels
+  int x_bits;  // most bits of x with these levels
 };
 
 // Finds a unit that all values are integer multiples of, and returns the bits of these integers; 0
@@ -150,7 +150,7 @@ class LevelLookup {
   ByteTables<kBits> tables_;
 };
 
-// Uses codes as levels, from 4 bits on.
+// Uses codes as levels, at 4 or more bits.
 template <int kBits>
 struct LevelCodes {
   using Row = RowIndices<kBits>;

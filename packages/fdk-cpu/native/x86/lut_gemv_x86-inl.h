@@ -5,9 +5,9 @@
 // replaces 4 or 2 products. The sums are 16-bit integers, scaled by a power of two per tile of x:
 // the error of a sum is at most 2^-13 of the largest product.
 //
-// A row that is zero where x is largest has the same error but only the rest of x. So a tile most
-// of whose values are smaller than its largest by more than kOutlier is refused, and the plain GEMV
-// used.
+// The largest x of a tile sets the rounding error, which is then large for a row of the weight that
+// is zero there and sums only the rest of x. So a tile with such an outlier (kOutlier) is refused,
+// and the plain GEMV is used.
 //
 // For x with a single nonzero, the sum is value times x, rounded. With x = 1 nothing is lost if the
 // values of the codebook are within 2^5 (1 bit: 2^4) of each other; other codebooks are not
@@ -31,8 +31,8 @@ namespace {
 
 // A tile is refused if half of its values are smaller than this times its largest. The sums of a
 // tile have an error of 4e-4 of its largest product (RMS), 0.2 % of the sum of 128 values at this
-// limit, about one bf16 rounding. It never refused rows of normal or Laplace values, and 4 % of
-// those of silu(a) b with normal a and b.
+// limit, about one bf16 rounding. In tests no row of normal or Laplace values was refused, but 4 %
+// of the rows silu(a) * b with normal a and b were.
 constexpr float kOutlier = 0x1p-6f;
 
 // The exponent of the largest product as an integer, so that a sum of 4 or 2 fits 16 bits.

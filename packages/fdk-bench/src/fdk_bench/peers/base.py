@@ -34,13 +34,13 @@ class Prepared:
         calls: one function per copy, from ``x :: [m, k]`` to ``y :: [m, n]``.
         weight: returns the weight that the codes stand for, ``[n, k]``, in a dtype.
         nbytes: bytes of one copy, which a call must read.
-        backend: name of the backend that computes the product.
+        backend: name of the backend that computes y.
         codebook_bytes: the part of ``nbytes`` that does not grow with the weight.
         extra_error: relative error that the method adds by design (8-bit activations).
-        rest: called after a turn: puts threads to sleep that would spin until the next one.
+        rest: called after each turn, to stop worker threads that would spin until the next call.
         place: runs a turn of calls, for instance in a separate thread.
-        definition: for methods that do not define y as the exact product: computes y of x in
-            float32, which answers are checked against.
+        definition: for methods that do not compute the exact product: their own definition of y,
+            in float32, which answers are checked against.
     """
 
     calls: Sequence[Callable[[Tensor], Tensor]]
@@ -62,7 +62,7 @@ class Peer:
         note: how its activations and scales differ from fdk's.
         module, package: the module it needs and the package to install; ``""`` needs none.
         needs_gpu: whether it needs an NVIDIA GPU.
-        bits, dtypes, group_sizes: what it supports; ``group_sizes = ()`` is no limit.
+        bits, dtypes, group_sizes: supported values; ``group_sizes = ()`` means any.
         steps: n and k must be multiples of these.
     """
 
@@ -105,7 +105,7 @@ class Peer:
 
         Args:
             case: a case that it supports.
-            copies: number of copies of the weight; None for as many as caches need to be cold.
+            copies: number of copies of the weight; None for enough to keep each out of the caches.
         """
         raise NotImplementedError
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class WarpTile(NamedTuple):
-    """Tile of a warp: fragments of 16 outputs, blocks of 64 inputs."""
+    """Tile that a warp processes per step: fragments of 16 outputs, blocks of 64 inputs."""
 
     fragments: int
     k_blocks: int
 
 
 class WideTile(NamedTuple):
-    """The same with 9 to 16 rows of x, and groups of warps along n."""
+    """Tile of a warp with 9 to 16 rows of x, and the groups of warps along n."""
 
     fragments: int
     k_blocks: int
@@ -36,7 +36,7 @@ Costs = dict[int, float]
 
 
 def _by_bits(*costs: float) -> Costs:
-    """Returns costs by bits, from 1 bit on."""
+    """Returns a dict of the costs of 1, 2, ... bits."""
     return dict(enumerate(costs, 1))
 
 
@@ -66,7 +66,7 @@ WIDE_COST: dict[WideTile, Costs] = {
     WideTile(8, 1, 1): {1: 0.0380, 2: 0.0420, 3: 0.0460, 4: 0.0470, 5: OVERRIDE_ONLY},
     WideTile(8, 1, 2): {5: OVERRIDE_ONLY, 6: OVERRIDE_ONLY},
 }
-# The same where weights are scaled, not sums.
+# With 9 to 16 rows, where weights are scaled instead of sums.
 SCALED_COST: dict[WideTile, Costs] = {
     WideTile(4, 2, 1): {1: 0.0255},
     WideTile(4, 2, 2): {1: 0.0240},
@@ -112,11 +112,12 @@ EASY_START_KIB, START_COST = 50, 0.016
 # Few warps hide less latency in a long loop (stages of the busiest warp).
 WARPS_FACTOR = {16: 1.0, 12: 1.0, 8: 1.05, 4: 1.4, 2: 2.0}
 LONG_LOOP = 8
-# Fewer KiB in flight than this, by bits, leave the memory idle at times. In a long loop
-# gemv_int8_limbs.cu needs more (1 bit, 6144 x 21504: 14.4 us with 20 KiB, 12.5 with 40).
-LITTLE_IN_FLIGHT_KIB = {1: 13, 2: 18, 3: 23, 4: 28, 5: 52, 6: 60, 7: 68, 8: 76}
-LITTLE_IN_FLIGHT_LIMB_KIB = 24
-LITTLE_IN_FLIGHT_FACTOR = 1.15
+# KiB in flight, by bits, below which memory bandwidth is not saturated, and the factor that this
+# costs. In a long loop gemv_int8_limbs.cu needs more (1 bit, 6144 x 21504: 14.4 us with 20 KiB,
+# 12.5 with 40).
+MIN_KIB_IN_FLIGHT = {1: 13, 2: 18, 3: 23, 4: 28, 5: 52, 6: 60, 7: 68, 8: 76}
+MIN_LIMB_KIB_IN_FLIGHT = 24
+UNSATURATED_FACTOR = 1.15
 
 # Key of 1 bit by signs in the tables below.
 SIGNS = 0
@@ -166,5 +167,6 @@ DGRAD_STEP_COST: dict[HopperTile, Costs] = {
 # block sends in it.
 SPLIT_COST, SPLIT_MIB_COST = 2.61, 0.27
 HOPPER_CLUSTER_COST, SENT_MIB_COST = 0.86, 23.2
-# Blocks on all SMs keep the next kernel from starting early; up to this share there is no cost.
-CROWD_COST, FREE_SHARE = 1.2, 0.75
+# Thread blocks on every SM leave the next kernel no room to start. The penalty in us for a grid of
+# that size, and the share of the SMs up to which there is none.
+FULL_GPU_PENALTY, MAX_SM_SHARE_WITHOUT_PENALTY = 1.2, 0.75

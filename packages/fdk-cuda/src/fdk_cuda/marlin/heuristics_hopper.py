@@ -29,8 +29,9 @@ MIN_STEPS = 4
 MAX_SPLITS = 8
 # Tiles along m that are computed one after another, so that their weights come from the L2.
 GROUP_M_TILES = 4
-# A batch-invariant product is cut as is best for INVARIANT_M rows, for every m, and has at most
-# MAX_INVARIANT_M rows at a time, which bounds the memory for partial tiles (n = k = 8192: 64 MiB).
+# At every m a batch-invariant product uses the plan that is best for INVARIANT_M rows. It processes
+# at most MAX_INVARIANT_M rows at a time, which bounds the memory for partial tiles (n = k = 8192:
+# 64 MiB).
 INVARIANT_M, MAX_INVARIANT_M = 64, 1024
 
 
@@ -211,8 +212,9 @@ def hopper_cost(
     tile_mib = shape.tile_n * shape.tile_m * 4 / 2**20
     all_steps = geometry.padded_k // BLOCK_K
     steps = -(-plan.whole_tiles * shape.cluster // plan.grid) * all_steps / shape.cluster
-    crowd = plan.grid / device.sm_count - cost_model.FREE_SHARE
-    time = cost_model.CROWD_COST * max(0.0, crowd) / (1 - cost_model.FREE_SHARE)
+    free_share = cost_model.MAX_SM_SHARE_WITHOUT_PENALTY
+    excess = max(0.0, plan.grid / device.sm_count - free_share)
+    time = cost_model.FULL_GPU_PENALTY * excess / (1 - free_share)
     if plan.partial_tiles > 0:
         steps += -(-all_steps // plan.splits)
         time += cost_model.SPLIT_COST + cost_model.SPLIT_MIB_COST * plan.partial_tiles * tile_mib

@@ -147,11 +147,11 @@ def small_m_cost(geometry: Geometry, plan: SmallPlan) -> float:
     if shape.warps < 8 or plan.passes * plan.rounds > cost_model.LONG_LOOP:
         time *= cost_model.WARPS_FACTOR[shape.warps]
     in_flight = shape.warps * STAGES * shape.stage_blocks * geometry.shape[2] / 1024
-    little = cost_model.LITTLE_IN_FLIGHT_KIB[geometry.bits]
+    least = cost_model.MIN_KIB_IN_FLIGHT[geometry.bits]
     if shape.limb_rows and plan.passes * plan.rounds > 2 * cost_model.LONG_LOOP:
-        little = cost_model.LITTLE_IN_FLIGHT_LIMB_KIB
-    if shape.m_tiles == 1 and in_flight < little:
-        time *= cost_model.LITTLE_IN_FLIGHT_FACTOR
+        least = cost_model.MIN_LIMB_KIB_IN_FLIGHT
+    if shape.m_tiles == 1 and in_flight < least:
+        time *= cost_model.UNSATURATED_FACTOR
     time += cost_model.PASS_COST * plan.passes
     if plan.cluster > 1:
         time += cost_model.CLUSTER_COST[shape.m_tiles]

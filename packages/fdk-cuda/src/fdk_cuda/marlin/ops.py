@@ -24,18 +24,18 @@ from fdk_formats.ops import define_linear_op
 DTYPES = (torch.bfloat16, torch.float16)
 # Crossovers between kernels, measured; docs/design/marlin.md and hopper.md have the tables.
 #
-# Other GPUs than Hopper: above this many rows dequantise + cuBLAS, up to it small_m.cu, 16 rows at
-# a time (H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128).
+# On GPUs other than Hopper: small_m.cu up to this many rows, 16 at a time; dequantise + cuBLAS
+# above (H200, 4 bits, 28672 x 8192: 289 us against 298 with 96 rows, 388 against 303 with 128).
 MAX_FUSED_ROWS = 96
-# Hopper: above this many rows dequantise + cuBLAS for formats that decode slowly (8192 x 8192, 256
-# values: 418 us against 436 with 2048 rows, 826 against 801 with 4096).
+# On Hopper, formats that decode slowly: hopper_gemm.cu up to this many rows; dequantise + cuBLAS
+# above (8192 x 8192, 256 values: 418 us against 436 with 2048 rows, 826 against 801 with 4096).
 MAX_HOPPER_ROWS = 2048
-# Hopper, 8 bits: from this many rows on hopper_gemm.cu, for weights of at least these sizes, whose
-# codes are computed or looked up (16 rows, computed: 28672 x 8192 87.2 us -> 69.2, 4096 x 4096 8.8
-# -> 10.7).
+# On Hopper, 8 bits: hopper_gemm.cu for MIN_HOPPER_ROWS or more rows if the weight has at least
+# MIN_COMPUTED_WEIGHTS elements (codes computed) or MIN_LOOKED_UP_WEIGHTS (codes looked up). With 16
+# rows, computed: 28672 x 8192 87.2 us -> 69.2, but 4096 x 4096 8.8 -> 10.7.
 MIN_HOPPER_ROWS, MIN_COMPUTED_WEIGHTS, MIN_LOOKED_UP_WEIGHTS = 9, 7 << 23, 1 << 27
-# Hopper: most rows of dy for hopper_dgrad.cu, by bits; then for formats that decode slowly, and for
-# others.
+# On Hopper, the most rows of dy for hopper_dgrad.cu: by bits; for other formats that decode slowly;
+# for the rest.
 MAX_DGRAD_ROWS = {5: 1024, 6: 768, 7: 768}
 MAX_LOOKED_UP_DGRAD_ROWS, MAX_OTHER_DGRAD_ROWS = 1024, 2048
 
@@ -104,8 +104,8 @@ def kernel_for(
 def decodes_slowly(format: str) -> bool:
     """Returns True where decoding is slower than the tensor cores with many rows.
 
-    That is from 6 bits on, where codes are assembled or looked up one by one, except computed codes
-    of 8 bits.
+    These are 6 and 7 bits, and 8 bits unless codes are computed: codes are assembled or looked up
+    one by one.
     """
     parsed = Format.parse(format)
     is_computed = parsed.is_affine or has_grid(parsed)

@@ -34,7 +34,8 @@ class Override:
         bits: width of a code.
         n, k: outputs and inputs of the weight, padded.
         cut: the small-m plan to use, or None.
-        plan_m: for hopper_gemm.cu, use the plan for this many rows of x, which also serves fewer.
+        plan_m: for hopper_gemm.cu, use the plan made for ``plan_m`` rows of x, which also works for
+            fewer.
     """
 
     zero_point: bool

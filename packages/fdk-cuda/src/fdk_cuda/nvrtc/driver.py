@@ -41,12 +41,12 @@ def cuda() -> ModuleType:
     return module
 
 
-def check(result: tuple[Any, ...], what: str) -> Any:
+def check(result: tuple[Any, ...], action: str) -> Any:
     """Returns the value of a driver call.
 
     Args:
         result: what the call returned: status, then values.
-        what: the action, for the error message.
+        action: what the call does, for the error message.
 
     Raises:
         RuntimeError: the call failed.
@@ -54,5 +54,5 @@ def check(result: tuple[Any, ...], what: str) -> Any:
     status, *values = result
     if status.value:
         _, text = cuda().cuGetErrorString(status)
-        raise RuntimeError(f"{what}: {status.name} ({text.decode()})")
+        raise RuntimeError(f"{action}: {status.name} ({text.decode()})")
     return values[0] if values else None

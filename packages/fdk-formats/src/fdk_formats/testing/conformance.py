@@ -222,5 +222,5 @@ def _expect_error(case: Case, what: str, call: Callable[[], Tensor]) -> None:
         call()
     except (TypeError, ValueError) as error:
         message = str(error)
-    assert message is not None, f"{case}: {what} is accepted without an error"
-    assert message, f"{case}: the error for {what} says nothing"
+    assert message is not None, f"{case}: {what} was accepted, expected an error"
+    assert message, f"{case}: the error for {what} has an empty message"

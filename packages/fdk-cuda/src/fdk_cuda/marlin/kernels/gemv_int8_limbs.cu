@@ -44,7 +44,7 @@ constexpr int FACTORS_AT = B_SETS * B_COLUMNS * QUAD * 16;  // bytes from a grou
 constexpr int GROUP_BYTES = FACTORS_AT + FACTORS * 4;
 static_assert(GROUP_BYTES == LIMB_BYTES);
 constexpr int HALVES = 2;  // of 8 rows, in a fragment
-// v| < 2^VALUE_BITS, so that 2 v, or 4 v at 2 bits, has LIMBS limbs.
+// |v| < 2^VALUE_BITS, so that 2 v, or 4 v at 2 bits, has LIMBS limbs.
 constexpr int VALUE_BITS = (LIMBS == 3 ? 21 : 14) - BITS;
 // Added to x times a power of two, this makes the lower bytes of the sum its limbs, each shifted to
 // the middle of a byte's range: 2^23 + 0x408080, or 2^23 + 0x8080.

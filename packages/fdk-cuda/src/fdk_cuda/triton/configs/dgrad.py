@@ -103,7 +103,7 @@ def serves_dgrad(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool = False
         return False
     limit, least = gpu.limits.dgrad_m, 1 << 26
     if gpu.is_measured and layout.segment >= WIDE_SEGMENT:
-        # These gain by eight warps from 33 rows on, and win for smaller weights too.
+        # With 33 or more rows, eight warps make these faster, so smaller weights gain too.
         if bits in (3, 7) or (bits in (5, 6) and not affine):
             least = 1 << 24 if bits == 3 and not affine else 1 << 25
     elif not gpu.is_measured and affine and bits == 7:

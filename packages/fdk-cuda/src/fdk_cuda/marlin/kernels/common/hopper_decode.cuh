@@ -70,9 +70,11 @@ struct HopperDecoder {
   uint32 lane_part;
   uint32 codebook[2];          // 1 and 2 bits; BY_SIGNS: its first value as a pair
   uint32 offsets[NEIGHBOURS];  // of a unit in a block
-  uint32 rests[NEIGHBOURS];    // 3 bits: of its second and third word
-  uint32 to_two;               // 6 and 7 bits: offset from there to the word of two units
-  uint32 to_four;              // 5 and 7 bits: offset from half of there to that of four
+  uint32 rests[NEIGHBOURS];    // 3 bits: offsets of the unit's second and third words
+  // Bytes from offsets[j] to the word of two units (6 and 7 bits), and from offsets[j] / 2 to the
+  // word of four units (5 and 7 bits).
+  uint32 to_two;
+  uint32 to_four;
   uint32 scale_offset;
   uint32 turn;          // rotation of a unit (1, 2 bits) or of the word of two units (6, 7 bits)
   uint32 four_turn;     // 5 and 7 bits: rotation of the word of four units
@@ -81,9 +83,11 @@ struct HopperDecoder {
   uint32 turns[4];      // 1 bit: rotations that turn a unit's bits into sign bits
   uint32 selectors[2];  // 1 bit: permutation that replicates those signs, by half h
   uint32 ones;          // for computed codes, see ones_place
-  uint32 lower;         // 1 bit: bits of a unit's second byte that come from that rotation;
-  uint32 upper_turn;    // the others come from this one
-  uint32 halves[2];     // 1 bit: bits of that byte by half h
+  // 1 bit: mask of the bits of a unit's second byte that come from the word rotated by `turn`; the
+  // others come from the word rotated by `upper_turn`.
+  uint32 lower;
+  uint32 upper_turn;
+  uint32 halves[2];  // 1 bit: mask of the bits of that byte that half h uses
 
   __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp, int lane)
       : table(table_) {

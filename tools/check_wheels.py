@@ -1,4 +1,4 @@
-"""Builds every package's wheel, installs each alone, and runs a sample of its tests there.
+"""Builds every package's wheel, and runs a sample of its tests in an environment with it alone.
 
     python tools/check_wheels.py [package ...]
 

@@ -49,7 +49,7 @@ if importlib.util.find_spec("triton") is not None:
     from fdk_cuda.triton.configs.gemv import gemv_config
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ARCH = "sm_90a"  # of --compile where there is no GPU
+ARCH = "sm_90a"  # target of --compile where there is no GPU
 # Plans for a GPU of few processors give several tiles to a block of threads.
 FEW = Device(sm_count=6, shared_bytes=232448, has_clusters=True, is_hopper=True)
 MANY = replace(FEW, sm_count=132)  # a tile to a cluster

@@ -279,7 +279,7 @@ def measure_formats(
             values, layers = measure(
                 subject, name, backend, partial(on_layer, case.label), weighed=weighed
             )
-        except Exception as error:  # of a format or a backend; the run goes on
+        except Exception as error:  # from a format or backend; the run goes on
             yield Row(case, error=f"{type(error).__name__}: {error}")
         else:
             cases = (

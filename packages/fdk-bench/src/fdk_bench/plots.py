@@ -38,7 +38,7 @@ FLOOR: dict[str, Any] = {"color": "#777777", "linewidth": 1.2, "label": "read fl
 INCHES, DPI = 8.0, 160  # 800 pixels wide, letters of 10 points are 14 pixels high
 MOST_PANELS = 3
 BIT_TICKS = (1, 2, 3, 4, 6, 8, 16)
-SMALLEST_LOSS = 1e-7  # of a cosine computed in float32
+SMALLEST_LOSS = 1e-7  # resolution of a cosine computed in float32
 STYLE_SHEET = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
 h2 { font-size: 1.15rem; margin-top: 2rem } img { max-width: 100%; width: 800px }

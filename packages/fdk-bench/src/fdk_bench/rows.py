@@ -135,7 +135,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         lines = []
     pairs = (line.partition(":") for line in reversed(lines))
-    entries = {key.strip(): value.strip() for key, _, value in pairs}  # of the first core
+    entries = {key.strip(): value.strip() for key, _, value in pairs}  # the first core only
     name = entries.get("model name", "")
     number = re.search(r"\d", re.sub(r"(@|\bversion\b).*", "", name))
     if name and number is None and "cpu family" in entries:

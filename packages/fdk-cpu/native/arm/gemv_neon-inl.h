@@ -14,8 +14,8 @@
 namespace fdk {
 namespace {
 
-constexpr int kSteps = 4;   // of 32 positions, per tile
-constexpr int kBlocks = 4;  // of 8 positions, per step
+constexpr int kSteps = 4;   // steps of 32 positions per tile
+constexpr int kBlocks = 4;  // blocks of 8 positions per step
 constexpr std::size_t kStep = kTileK / kSteps, kBlock = kStep / kBlocks;
 
 // With 8 groups, blocks 0 and 1 of a step are one group and 2 and 3 the next; otherwise a run of

@@ -28,7 +28,7 @@
 namespace fdk {
 namespace {
 
-constexpr std::size_t kSteps = 4, kStep = kTileK / kSteps;  // of 32 positions, per tile
+constexpr std::size_t kSteps = 4, kStep = kTileK / kSteps;  // steps of 32 positions per tile
 constexpr std::size_t kEntries = 16;
 
 // A zero by register renaming: copying another one would take a vector pipe.
@@ -69,7 +69,7 @@ FDK_INLINE svuint16_t indices(svbool_t active, svuint16_t low, const std::uint8_
 template <int kBits, int kHalf>
 struct Part {
   static constexpr int kCodes = 4 / kBits;                       // per index
-  static constexpr std::size_t kLanes = 8 * std::size_t(kBits);  // of the plane of a row
+  static constexpr std::size_t kLanes = 8 * std::size_t(kBits);  // lanes of the plane of a row
   static constexpr bool kHalved = kHalf >= 0, kByLanes = kHalved && kBits == 4;
   static constexpr std::size_t kFirstLane = kByLanes && kHalf == 1 ? kLanes / 2 : 0;
   static constexpr std::size_t kLastLane = kByLanes && kHalf == 0 ? kLanes / 2 : kLanes;
@@ -79,8 +79,8 @@ struct Part {
 // Operands of the four sums of a kernel, which differ in the row of W (kM = 1) or of x.
 template <int kM>
 struct Operands {
-  const std::uint8_t* codes[4];  // of rows of W; one if kM > 1
-  const bfloat16_t* x[4];        // one if kM = 1
+  const std::uint8_t* codes[4];  // codes of the rows of W; one row if kM > 1
+  const bfloat16_t* x[4];        // rows of x; one row if kM = 1
 };
 
 // Adds the products of step t of a tile, for the lanes from `lane` on.

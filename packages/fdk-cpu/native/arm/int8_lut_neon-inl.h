@@ -14,7 +14,7 @@
 namespace fdk {
 namespace {
 
-constexpr int kVectors = 8;  // of 16 positions, per tile
+constexpr int kVectors = 8;  // vectors of 16 positions per tile
 
 // True if the levels are the codes plus a constant, modulo 256: affine formats and `int`.
 bool is_linear(const std::uint8_t* levels, int bits) {

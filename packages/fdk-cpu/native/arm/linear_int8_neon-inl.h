@@ -47,7 +47,7 @@ void int8_gemv_stripes(const Int8Task& task, std::size_t begin, std::size_t end)
         [&](std::size_t tile, const std::uint8_t* codes, std::size_t slot) FDK_LAMBDA {
           for (std::size_t i = 0; i < kBytes; i += 64)
             __builtin_prefetch(codes + kPrefetchBytes + i);
-          int32x4_t dots[kGroups][4];  // of 4 rows of W, or of x
+          int32x4_t dots[kGroups][4];  // products with 4 rows of W, or of x
           const auto multiply = [&](std::size_t r, auto first_dot) FDK_LAMBDA {
             int8x16_t levels[kVectors];
             levels_of(table, codes, r, levels);

@@ -1,5 +1,5 @@
 // Products of one row of 8-bit x: SVE with vectors of 256 bits or a multiple, codes of 1, 2 and 4
-// bits and groups of 64 positions and more. NEON does the rest: shorter groups would be scaled
+// bits and groups of 64 or more positions. NEON does the rest: shorter groups would be scaled
 // vector by vector (G = 32, 4 bits, llvm-mca for neoverse-v1: 6.63 codes per cycle, NEON 8.02).
 //
 // The even bytes of the layout's lanes are positions of the first half of a tile, the odd bytes of

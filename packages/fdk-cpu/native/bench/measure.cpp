@@ -167,7 +167,7 @@ double checked(const Options& options, const Case& c, const RandomWeight& weight
 
 // Alternates between kernels and reads of memory, so that both see the same machine.
 Times measure(const Options& options, const Case& c) {
-  constexpr std::size_t kCalls = 8;  // of the kernel per read
+  constexpr std::size_t kCalls = 8;  // calls of the kernel per read
   const RandomWeight weight(options, c);
   const Bytes x = random_x(c.m * c.size.k, options.activation);
   Times times{checked(options, c, weight, x), 0, 0, 0, weight.nbytes(), 0};

@@ -56,7 +56,7 @@ bool key_entry(const NearestCode& nearest, std::uint32_t key, std::uint32_t* ent
   if (low == high) return true;
   const float midpoint = nearest.midpoints[low];
   const std::uint32_t upper = nearest.codes[high], half = bits_of_float(midpoint) & 0xFFFF;
-  // The bits of negative values decrease as the values grow, so half - 1 and less are above the
+  // The bits of negative values decrease as the values grow, so half - 1 or less is above the
   // midpoint; `most` is one of them, so half is not 0.
   *entry = negative ? lower << 24 | upper << 16 | (half - 1) : upper << 24 | lower << 16 | half;
   return midpoint == nearest.midpoints[high - 1];

@@ -56,7 +56,7 @@ namespace {
   const std::uint32_t bits = bits_of_float(value), magnitude = bits & 0x7FFFFFFF;
   const std::uint16_t sign = std::uint16_t(bits >> 16 & 0x8000);
   if (magnitude > 0x7F800000) return std::uint16_t(sign | 0x7E00);
-  if (magnitude >= 0x477FF000) return std::uint16_t(sign | 0x7C00);  // 65520 and more: infinity
+  if (magnitude >= 0x477FF000) return std::uint16_t(sign | 0x7C00);  // 65520 or more: infinity
   if (magnitude < 0x38800000) {  // below 2^-14: adding 1/2 rounds to a multiple of 2^-24
     const float shifted = float_of_bits(magnitude) + 0.5f;
     return std::uint16_t(sign | (bits_of_float(shifted) - 0x3F000000));

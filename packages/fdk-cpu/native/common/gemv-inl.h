@@ -83,7 +83,7 @@ void gemv_stripes(const GemvTask& task, std::size_t begin, std::size_t end) {
   constexpr std::size_t kBytes = tile_bytes(kBits);
   const Weight& w = *task.weight;
   const typename V::template Table<kBits> table(w.table);
-  const float* rows[kM];  // of x; the last row is repeated, and its results dropped
+  const float* rows[kM];  // rows of x; the last is repeated, and its results dropped
   FDK_UNROLL
   for (int m = 0; m < kM; m++) {
     const std::size_t row = std::size_t(m) < task.m ? std::size_t(m) : task.m - 1;

@@ -188,7 +188,7 @@ struct DgradPanels {
 struct LinearKernels {
   bool x_is_bf16;
   const Order* gemv_order;
-  const Order* panel_order;  // of dequantise, gemm_panel and dgrad
+  const Order* panel_order;  // order for dequantise, gemm_panel and dgrad
   std::size_t panel;         // widest panel
   std::size_t panel_step;    // a panel is a multiple of this
   // Computes y = x @ W_hat.T for stripes [begin, end), m up to gemv_rows.

@@ -86,7 +86,7 @@ struct Layout {
   std::size_t groups;           // per row of the weight: k / G
   std::size_t padded_group;     // positions of a group with its padding
   std::size_t tiles;            // per row
-  std::size_t stripes;          // of kTileRows rows
+  std::size_t stripes;          // stripes of kTileRows rows
   std::size_t groups_per_tile;  // 8, 4, 2 or 1
   std::size_t tiles_per_group;  // 1, or more if a group spans tiles
   std::size_t stored_groups;    // groups of a stripe, padding included

@@ -91,7 +91,7 @@ struct Int8Task {
 
 struct Int8Kernels {
   bool unsigned_levels;  // levels are uint8: int8 + 128, or the codes of affine formats
-  std::size_t rows;      // of x that one call of gemv multiplies, up to kMaxInt8Rows
+  std::size_t rows;      // most rows of x per call of gemv, up to kMaxInt8Rows
   // Rounds x :: [kTileK] in memory order to codes in the order of gemv.
   void (*quantise_x)(const float* x, std::size_t groups, const Int8Tile& out);
   // Computes y for stripes [begin, end).

@@ -55,7 +55,7 @@ struct Loop {
   std::size_t total, chunk, workers;
   std::atomic<std::size_t> next{0};
   std::atomic<bool> failed{false};
-  std::exception_ptr error{};  // of the thread that set `failed`; read after all have left
+  std::exception_ptr error{};  // error of the thread that set `failed`; read after all threads left
 
   void work() {
     try {

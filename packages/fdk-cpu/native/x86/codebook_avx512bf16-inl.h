@@ -14,7 +14,7 @@
 namespace fdk {
 namespace {
 
-constexpr int kSteps = 4;  // of 32 positions, per tile
+constexpr int kSteps = 4;  // steps of 32 positions per tile
 constexpr std::size_t kStep = kTileK / kSteps;
 
 FDK_INLINE __m512bh as_bf16(__m512i v) { return (__m512bh)v; }
@@ -167,7 +167,7 @@ FDK_INLINE __m512 group_at(const float* groups, std::size_t r) {
   }
 }
 
-// Up to 5 bits and for groups of 32 and more, the codebook of each row and group is scaled and
+// Up to 5 bits and for groups of 32 or more, the codebook of each row and group is scaled and
 // rounded, so that the lookup gives W_hat: 10 instructions for 64 codes instead of 20 to scale each
 // value.
 template <int kBits>

@@ -84,7 +84,7 @@ struct RowIndices {
     return index;
   }
 
-  // The codes themselves of index register t; 4 bits and more.
+  // The codes themselves of index register t; 4 or more bits.
   template <int t>
   FDK_INLINE __m256i codes() const {
     const __m256i fields = shifted<t / 2 * 4>(low[t % 2]);

@@ -180,7 +180,7 @@ struct Looked {
 // rounding both restores the order.
 template <int kBits, int kGroups, bool kAffine, class Out>
 void dequantise_bytes(const Weight& w, const Block& block, Out out, Prefetcher prefetcher) {
-  constexpr int kHalves = 2;  // of 16 positions, per step
+  constexpr int kHalves = 2;  // halves of 16 positions per step
   const ByteTable<kBits> table(w.table);
   alignas(64) std::uint8_t order[64];
   for (unsigned i = 0; i < 64; i++) order[i] = std::uint8_t(i / 4 * 2 + i / 2 % 2 * 32 + i % 2);

@@ -12,7 +12,7 @@ namespace {
 constexpr std::size_t kLanes = 32;
 
 // The lanes are those of dequantise_pairs: position 8 q + i is lane 4 q + i, or 16 lanes later for
-// i of 4 and more.
+// i of 4 or more.
 void round_panel(const float* products, std::uint16_t* out) {
   const __m512i first = _mm512_srli_epi32(rounded_to_bf16(_mm512_loadu_ps(products)), 16);
   const __m512i second = _mm512_srli_epi32(rounded_to_bf16(_mm512_loadu_ps(products + 16)), 16);

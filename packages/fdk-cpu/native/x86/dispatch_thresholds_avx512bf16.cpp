@@ -61,7 +61,7 @@ bool six_rows_fit(const Weight& w) {
 
 // The largest m for which a wide machine decodes the weight again for every few rows.
 std::size_t max_gemv_m(const Weight& w) {
-  const bool large_groups = w.groups_per_tile <= 2;  // 64 positions and more
+  const bool large_groups = w.groups_per_tile <= 2;  // 64 or more positions
   if (has_tables(w)) return kAvx512Bf16GemvRows;
   if (w.zeros != nullptr) return large_groups ? 2 : 1;
   if (!large_groups) return 4;

@@ -6,9 +6,10 @@
 // four instructions that widen the values. Sums of 64 positions are exact, below 2^31; then float32
 // is used.
 //
-// A row that is zero where x is largest has only the rest of x, rounded in the unit of that tile.
-// So a tile most of whose values are rounded is refused (mostly_below), and the plain GEMV used.
-// One-hot x is exact: its value is a power of two times at most 8 bits.
+// The largest x of a tile sets the unit of rounding, which is coarse for a row of the weight that
+// is zero there and sums only the rest of x. So a tile most of whose values are rounded is refused
+// (mostly_below), and the plain GEMV is used. One-hot x is exact: its value is a power of two times
+// at most 8 bits.
 //
 // Sums are in a unit of y, a power of two, that is multiplied last: a small scale times the unit of
 // a tile could be subnormal. linear_gemv.cpp checks for sums that overflow because of this.
@@ -41,9 +42,9 @@ constexpr float kLeast = 0x1p-40f, kMost = 0x1p30f;
 // A prepared tile of x.
 struct alignas(64) Tile {
   std::int16_t x[kTileK];
-  float unit;                    // of the products, relative to y_unit
+  float unit;                    // unit of the products, relative to y_unit
   float y_unit;                  // the largest unit of the products of any tile
-  float sums[kBlocks][kFloats];  // of x over the blocks of a group, lane by lane
+  float sums[kBlocks][kFloats];  // sums of x over the blocks of a group, lane by lane
 };
 
 // Values as integers: value = (level - zero) * unit. With 5 or more bits levels are the codes; with

@@ -62,7 +62,7 @@ struct Avx2 {
   template <int kBits>
   struct Codes {
     __m256i q[2], high[2];
-    const __m256i* bytes;  // of 8 bits, loaded when needed
+    const __m256i* bytes;  // 8 bits: the codes, loaded when needed
     FDK_INLINE Codes(const std::uint8_t* tile, std::size_t r) {
       if constexpr (kBits == 8) {
         bytes = reinterpret_cast<const __m256i*>(tile + r * 128);
@@ -94,7 +94,7 @@ struct Avx2 {
     template <int v>
     FDK_INLINE __m256i at() const {
       if constexpr (kBits == 8) {
-        constexpr int block = v / 2;  // of 16 positions: lanes 16 (block % 4), byte block / 4
+        constexpr int block = v / 2;  // block of 16 positions: lanes 16 (block % 4), byte block / 4
         constexpr int shift = 8 * (block / 4) + 16 * (v % 2);
         return _mm256_srli_epi32(_mm256_loadu_si256(bytes + block % 4), shift);
       }

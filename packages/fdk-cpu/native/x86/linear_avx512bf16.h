@@ -19,7 +19,7 @@ struct Orders {
   Order natural;
 };
 extern const Orders kAvx512Bf16Orders;
-// LinearKernels::gemv for any m, that for m of 2 and more, and the rows of x that share one
+// LinearKernels::gemv for any m, the GEMM for m of 2 or more, and the rows of x that share one
 // decoding of a code.
 void gemv_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);
 void gemm_small_m_avx512bf16(const GemvTask& task, std::size_t begin, std::size_t end);

@@ -18,8 +18,8 @@
 namespace fdk {
 namespace {
 
-constexpr std::size_t kRows = 16;      // of x at once
-constexpr std::size_t kRegisters = 4;  // of codes per row
+constexpr std::size_t kRows = 16;      // rows of x at once
+constexpr std::size_t kRegisters = 4;  // registers of codes per row
 
 FDK_INLINE __m256i load(const void* p) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(p));

@@ -122,7 +122,7 @@ struct ByteTable {
   }
 };
 
-constexpr std::size_t kRows = 16;  // of x at once
+constexpr std::size_t kRows = 16;  // rows of x at once
 
 // The scales or zero points of a tile, [kGroups][kTileRows], padded with zeros.
 template <int kGroups>

@@ -25,17 +25,17 @@ namespace {
 
 // The tables hold the integers of lut_gemv_x86-inl.h as unsigned low and high bytes.
 
-constexpr int kBytesOfHalf = 16;  // of a row, per register of 16 rows and half
+constexpr int kBytesOfHalf = 16;  // bytes of a row per register of 16 rows and half
 constexpr int kNibbles = 2;
 constexpr int kRunCount =
-    4;  // of 32 positions, per tile: byte b and nibble q belong to run 2 (b % 2) + q
+    4;  // runs of 32 positions per tile: byte b and nibble q belong to run 2 (b % 2) + q
 constexpr int kBias = 1 << 15;  // added to the sums, so that their bytes are unsigned
 // The tables of a tile of x.
 template <int kBits>
 struct alignas(64) TileTables {
   // For byte b and nibble q: low bytes, then high bytes.
   std::uint8_t sums[kBytesOfHalf][kNibbles][2][16 * kBits];
-  float x_sums[kRunCount][kFloats];  // of x per group, for zero points
+  float x_sums[kRunCount][kFloats];  // sums of x per group, for zero points
   float unit;                        // the value of 1 in the sums
 };
 

@@ -21,7 +21,7 @@
 namespace fdk {
 namespace {
 
-constexpr int kSteps = 4;  // of 32 positions, per tile
+constexpr int kSteps = 4;  // steps of 32 positions per tile
 constexpr std::size_t kStep = kTileK / kSteps;
 // Registers of tables per step.
 template <int kBits>
@@ -41,7 +41,7 @@ constexpr Place place_of(std::size_t j) {
 template <int kBits>
 struct alignas(64) TileTables {
   std::uint8_t sums[kSteps][kRegisters<kBits>][2][64];  // low bytes, then high bytes
-  float x_sums[kSteps];                                 // of x per group, for zero points
+  float x_sums[kSteps];                                 // sums of x per group, for zero points
   float unit;                                           // the value of 1 in the sums
 };
 
@@ -165,7 +165,7 @@ bool build_tiles(const Weight& w, const std::uint16_t* x, TileTables<kBits>* out
   return true;
 }
 
-constexpr std::size_t kStripesAtOnce = 4;  // of 4 rows: the 16 dwords of a register
+constexpr std::size_t kStripesAtOnce = 4;  // stripes of 4 rows: the 16 dwords of a register
 
 // The codes and the scale slots of four stripes, which are `apart`; if fewer are left, of one
 // stripe four times.

@@ -48,7 +48,7 @@ void check_outlier_share(Random& random) {
   constexpr std::size_t kColumn = 0, kHalf = fdk::kTileK / 2;
   constexpr float kLargest = 1000, kBelowUnit = 0.01f, kUnits = 4.3f;
   for (int bits = 1; bits <= 2; bits++) {
-    // The largest product, 2^9 and more, is 2^12 units at 1 bit and 2^13 at 2 bits; a lookup of 4
+    // The largest product, 2^9 or more, is 2^12 units at 1 bit and 2^13 at 2 bits; a lookup of 4
     // or 2 products has an error of half a unit. Allows six standard deviations of their sum.
     const double lookups = double(fdk::kTileK) * bits / 4, unit = bits == 1 ? 0x1p-3 : 0x1p-4;
     const double most = 6 * unit * std::sqrt(lookups / 12);

@@ -36,8 +36,8 @@ MAX_ATOMS = 4096
 LEVELLING_ROUNDS = 20
 OUTLIER_SHARE = 1.25
 MAX_ITERATIONS = 1000
-NEGLIGIBLE = 1e-15  # of the total mass: lost in the rounding of prefix sums
-SYMMETRY_LOSS = 5e-4  # of the squared error, accepted to make two centroids -c and c
+NEGLIGIBLE = 1e-15  # share of the total mass, lost in the rounding of prefix sums
+SYMMETRY_LOSS = 5e-4  # share of the squared error, accepted to make two centroids -c and c
 
 
 def fit_centroids(samples: Samples, guess: Sequence[float]) -> Tensor:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fdk_bench.decode.pdl import launch_options
 
-ROWS = 16  # rows of q that a tensor core takes at least; a group has fewer heads
-FEWEST_CHANNELS = 16  # that tl.dot takes
+ROWS = 16  # fewest rows of q for a tensor core; a group has fewer heads
+FEWEST_CHANNELS = 16  # minimum for tl.dot
 ENOUGH_PROGRAMS = 264  # two for each multiprocessor of an H200
 PARTS_AT_ONCE = 8  # parts that the last program of a head loads together
-SEVERAL = 16  # sequences times key heads from which on programs may be large
+SEVERAL = 16  # fewest sequences times key heads for large programs
 LONG = 512  # entries above which a cache is long, see config_for
 SHORT_BLOCK, SHORT_WARPS = 64, 8
-MOST_SHORT_BLOCKS = 4  # that registers have room for
+MOST_SHORT_BLOCKS = 4  # limited by registers
 MOST_SHORT_PROGRAMS = 32
 
 
@@ -30,7 +30,7 @@ class AttendConfig(NamedTuple):
     """Tiling of ``attend_kernel``.
 
     Attributes:
-        block: cache entries of an iteration, a power of two from 16 on.
+        block: cache entries of an iteration, a power of two, at least 16.
         warps: number of warps of a program.
         stages: blocks in flight at once.
     """

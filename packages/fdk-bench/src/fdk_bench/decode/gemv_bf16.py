@@ -14,7 +14,7 @@ from fdk_bench.decode.pdl import launch_options
 
 LOADED = 8  # values per load: 16 bytes
 WARPS, WARPS_LONG = 4, 8
-PROGRAM_VALUES = 16384  # of W that a program of few warps holds in registers
+PROGRAM_VALUES = 16384  # values of W that a program of few warps holds in registers
 MOST_ROWS = 8
 LONGEST_ROW = 2 * PROGRAM_VALUES
 

@@ -231,7 +231,7 @@ def _shared_bytes(geometry: Geometry, shape: HopperShape) -> int:
     table = TABLE_BYTES if shape.has_table else 0
     weights = shape.tile_n // BLOCK_N * geometry.shape[2]
     stage = shape.k_blocks * (shape.tile_m * BLOCK_K * 2 + weights) + BARRIER_BYTES
-    # Rows of y staged for the store. At 3 bits and more, except 5, they fit between table entries.
+    # Rows of y staged for the store. At 3 or more bits, except 5, they fit between table entries.
     in_table = shape.has_table and geometry.bits not in (1, 2, 5) and shape.k_groups == 1
     piece = 0 if in_table else (32 if shape.tile_m // shape.cluster % 32 == 0 else 16) * 64 * 2
     dsmem_barrier = BARRIER_BYTES if shape.cluster > 1 else 0

@@ -14,7 +14,7 @@ from fdk_cuda.nvrtc.driver import check, cuda, in_context, use_primary_context
 from fdk_formats import torch_internals
 
 POINTER_BYTES = 8
-MAX_ALIGNMENT = 64  # of a tensor map, the widest member of a kernel's struct
+MAX_ALIGNMENT = 64  # alignment of a tensor map, the widest member of a kernel's struct
 
 
 class Kernel:

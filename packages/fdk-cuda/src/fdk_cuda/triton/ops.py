@@ -17,7 +17,7 @@ from fdk_formats.ops import define_linear_op
 # Batch-invariant calls use the configuration of this many rows, whatever m is.
 INVARIANT_M = 16
 MAX_OFFSET = (1 << 31) - 1  # within x and y of ``gemv_kernel``
-MAX_ROWS = 8 * 65535  # of ``gemv_kernel``: 65535 programs along m, of 8 rows or 16
+MAX_ROWS = 8 * 65535  # limit of ``gemv_kernel``: 65535 programs along m, of 8 or 16 rows
 
 
 def triton_linear(

@@ -16,7 +16,7 @@ struct Params {
   const uint16* codebook;
   uint16* out;
   int n, k, padded_k;
-  int blocks;  // of 32 x 64 weights
+  int blocks;  // blocks of 32 x 64 weights
   uint32 base[STEPS];
   uint32 nibbles;
 };

@@ -28,7 +28,7 @@ static_assert(BITS == 1 && PER_ROW == 1 && N_GROUPS == 1);
 static_assert(!AFFINE || SCALE_TYPE != 2, "the product of a scale and a zero point is exact");
 
 constexpr int BITPLANES = 16, PRODUCTS = 4, COUNTS = 8;
-constexpr int ORDERS = FRAGMENTS;    // of columns in a word: one per fragment
+constexpr int ORDERS = FRAGMENTS;    // orders of columns in a word: one per fragment
 constexpr int COLUMN_BITPLANES = 4;  // columns of operand B for a row of a fragment
 constexpr int FACTORS_AT = ORDERS * COLUMN_BITPLANES * QUAD * 16;  // bytes from a group's first
 constexpr int GROUP_BYTES = FACTORS_AT + 16;

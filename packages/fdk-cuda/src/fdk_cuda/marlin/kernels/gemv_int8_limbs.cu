@@ -43,7 +43,7 @@ constexpr int B_SETS = BITS == 1 ? FRAGMENTS : 1;  // copies of the limbs, one p
 constexpr int FACTORS_AT = B_SETS * B_COLUMNS * QUAD * 16;  // bytes from a group's first
 constexpr int GROUP_BYTES = FACTORS_AT + FACTORS * 4;
 static_assert(GROUP_BYTES == LIMB_BYTES);
-constexpr int HALVES = 2;  // of 8 rows, in a fragment
+constexpr int HALVES = 2;  // halves of 8 rows in a fragment
 // |v| < 2^VALUE_BITS, so that 2 v, or 4 v at 2 bits, has LIMBS limbs.
 constexpr int VALUE_BITS = (LIMBS == 3 ? 21 : 14) - BITS;
 // Added to x times a power of two, this makes the lower bytes of the sum its limbs, each shifted to

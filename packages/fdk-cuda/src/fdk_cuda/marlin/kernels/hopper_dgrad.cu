@@ -30,11 +30,11 @@ struct Params {
   uint16* dx;
   float* sums;
   int k, m;
-  int steps;     // of STEP_ROWS rows of the weight
-  int k_blocks;  // of 64 columns
+  int steps;     // steps of STEP_ROWS rows of the weight
+  int k_blocks;  // blocks of 64 columns
   int n_tiles, m_tiles;
   int group_m_tiles;  // see tile_scheduler.cuh
-  int splits;         // of the steps, in all tiles but the first whole_tiles
+  int splits;         // splits of the steps, in all tiles but the first whole_tiles
   int whole_tiles;
   int box_rows;  // rows of dy in a tile, up to TILE_M
 };
@@ -43,7 +43,7 @@ __forceinline__ int width_of(const Params& p) { return p.k; }
 
 #include "common/hopper_mainloop.cuh"
 
-constexpr int STEP_ROWS = 64;  // of the weight
+constexpr int STEP_ROWS = 64;  // rows of the weight per step
 constexpr int STEP_BLOCKS = STEP_ROWS / BLOCK_N;
 constexpr int W_PART_BYTES = CONSUMERS * BLOCK_BYTES;  // neighbours along k
 constexpr int W_BYTES = STEP_BLOCKS * W_PART_BYTES;

@@ -33,11 +33,11 @@ struct Params {
   uint16* y;
   float* sums;
   int n, m;
-  int steps;     // of K_BLOCKS * 64 inputs
-  int n_blocks;  // of 32 outputs
+  int steps;     // steps of K_BLOCKS * 64 inputs
+  int n_blocks;  // blocks of 32 outputs
   int n_tiles, m_tiles;
   int group_m_tiles;  // see tile_scheduler.cuh
-  int splits;         // of k, in all tiles but the first whole_tiles
+  int splits;         // splits of k, in all tiles but the first whole_tiles
   int whole_tiles;
   int box_rows;  // rows of x in a tile, up to TILE_M
 };
@@ -56,7 +56,7 @@ constexpr bool AHEAD = K_BLOCKS == 2 && CONSUMERS < 4 && STAGES > 3 && (SCALES_L
 // The same with stages of one block, one block ahead; without a table, codes are only loaded (H200,
 // 8192 x 8192, 256 rows, 4 bits: 53.4 us -> 51.7).
 constexpr bool SHORT_AHEAD = K_BLOCKS == 1 && CONSUMERS == 2 && STAGES > 3;
-constexpr int OWN_BLOCKS = K_BLOCKS / K_GROUPS;  // of a stage, for one consumer
+constexpr int OWN_BLOCKS = K_BLOCKS / K_GROUPS;  // blocks of a stage for one consumer
 constexpr int TILE_N_BLOCKS = TILE_N / BLOCK_N;
 constexpr int W_PART_BYTES = K_BLOCKS * BLOCK_BYTES;  // 32 outputs
 constexpr int W_BYTES = TILE_N_BLOCKS * W_PART_BYTES;

@@ -12,16 +12,16 @@
 
 using int64 = long long;
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
-constexpr int UNIT_BYTES = 8;                        // of canonical bytes, moved at a time
-constexpr int BLOCK_ROW_BYTES = BLOCK_K * BITS / 8;  // of a row of a block
+constexpr int UNIT_BYTES = 8;                        // canonical bytes moved at a time
+constexpr int BLOCK_ROW_BYTES = BLOCK_K * BITS / 8;  // bytes of a row of a block
 constexpr int TILE_ROW_BYTES = WARPS * BLOCK_ROW_BYTES;
 constexpr int ROW_UNITS = TILE_ROW_BYTES / UNIT_BYTES;
-constexpr int UNITS = BLOCK_N * ROW_UNITS / THREADS;  // of a thread
+constexpr int UNITS = BLOCK_N * ROW_UNITS / THREADS;  // units per thread
 // Runs of eight rows are in different banks of shared memory, except for a few at 3 bits.
 constexpr int STRIDE = TILE_ROW_BYTES + (BITS % 2 ? 8 : 4) * BITS;
 static_assert(STRIDE % UNIT_BYTES == 0 && BLOCK_N * ROW_UNITS % THREADS == 0);
-constexpr int PAIRS = 4;                      // of codes in a run
-constexpr int LANE_SCALES = KINDS * PER_ROW;  // of a block, that a lane moves
+constexpr int PAIRS = 4;                      // pairs of codes in a run
+constexpr int LANE_SCALES = KINDS * PER_ROW;  // scales of a block that a lane moves
 constexpr uint32 MASK = (1 << BITS) - 1;
 
 struct Params {
@@ -30,7 +30,7 @@ struct Params {
   uint8* zero_point;
   uint8* packed;
   int n, k, padded_k;
-  int row_bytes;  // of a canonical row
+  int row_bytes;  // bytes of a canonical row
   int groups;     // scales of a row
   int repeats;    // times that a scale is stored along a row of the layout
   int is_whole;   // 1 where rows consist of whole, aligned units
@@ -49,7 +49,7 @@ using Scale = Unsigned<SCALE_BYTES>::type;
 // Position of a thread block, and of a warp in it.
 struct Place {
   int first_row, first_byte, k_block, blocks;
-  uint64 block;  // of the layout
+  uint64 block;  // index of the warp's block in the layout
 
   __forceinline__ Place(const Params& p) {
     blocks = p.padded_k / BLOCK_K;

@@ -48,7 +48,7 @@ struct Activations {
 
 // Sums of x over a group, which zero points and 1-bit bases multiply.
 struct RowSums {
-  float x[K_BLOCKS][PER_ROW][M_TILES][COLUMNS];  // of rows 2 t and 2 t + 1; SPREAD: of t
+  float x[K_BLOCKS][PER_ROW][M_TILES][COLUMNS];  // sums for rows 2 t and 2 t + 1; SPREAD: row t
   // 1 bit: sums of x times its step's base, negated.
   float based[K_BLOCKS][PER_ROW][M_TILES][COLUMNS];
 
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_m(const __grid_co
               }
           }
         }
-        if (!X_AHEAD) load_x(x, k_block, column);  // of the next stage
+        if (!X_AHEAD) load_x(x, k_block, column);  // x of the next stage
       }
       // The products above have consumed all loads of this stage: the compiler must not move its
       // release before them.

@@ -41,7 +41,7 @@ GEMV_TABLE = Table("gemv", GemvConfig)
 
 
 def gemv_config(layout: PackedLayout, m: int, gpu: Gpu, *, affine: bool = False) -> GemvConfig:
-    """Returns the configuration for m rows of x, the same for every m from 9 on."""
+    """Returns the configuration for m rows of x, the same for every m of 9 or more."""
     if layout.n <= gpu.few_outputs:
         outputs = "few"
     else:

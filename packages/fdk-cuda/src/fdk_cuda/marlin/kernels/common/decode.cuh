@@ -30,14 +30,14 @@ constexpr bool COMPUTES_FRAGMENT = BITS == 1;
 // Constants that must stay in registers. As kernel parameters they are opaque to the compiler; an
 // immediate in LOP3 would cost a move each time (H200, 1 bit: 12.3 us -> 9.75).
 struct DecodeConstants {
-  uint32 lane_part;    // of a table address
+  uint32 lane_part;    // the lane's part of a table address
   uint32 base[STEPS];  // 1 bit: 16, 8, 4, 2 as pairs
   uint32 values[2];    // 2 bits: the codebook
   uint32 nibbles;      // 2 bits: 0x10101010
 };
 
 // The codebook in a warp: up to 2 bits in two words of every lane, above that a value per lane,
-// from 6 bits on several.
+// with 6 or more bits several.
 constexpr int LANE_VALUES = CODEBOOK_SIZE > LANES ? CODEBOOK_SIZE / LANES : 1;
 struct Codebook {
   uint32 words[LANE_VALUES > 2 ? LANE_VALUES : 2];
@@ -102,7 +102,7 @@ __forceinline__ void build_table(uint8* table, const Codebook& codebook, int thr
     build_byte_table<THREADS, ENTRY_THREADS, SWAPPED>(table, codebook, thread);
     return;
   }
-  constexpr int PIECES = BITS == 5 ? 16 : 8;  // of 16 bytes, per byte
+  constexpr int PIECES = BITS == 5 ? 16 : 8;  // pieces of 16 bytes in a table entry
   static_assert(THREADS % LANES == 0 && 256 * PIECES % LANES == 0, "warps stay whole");
 #pragma unroll
   for (int first = 0; first < 256 * PIECES; first += THREADS) {
@@ -161,7 +161,7 @@ __forceinline__ uint32 join(uint32 left, uint32 of_two, uint32 of_four) {
 __forceinline__ constexpr int turn_of_two(int unit) { return 4 * (unit & 1) + BITS - 8; }
 __forceinline__ constexpr int turn_of_four(int unit) { return 2 * unit - 5; }
 
-// 6 bits and more: returns four codes of a unit, those of half h.
+// 6 or more bits: returns four codes of a unit, those of half h.
 __forceinline__ uint32 code_bytes(const uint32 (&words)[LANE_WORDS], int fragment, int unit,
                                   int h) {
   if constexpr (BITS == 8) {

@@ -22,7 +22,7 @@ static_assert(PER_ROW == 1 || PER_ROW == 2);
 
 constexpr int LANES = 32;
 constexpr int STEPS = 4;      // tensor-core products along the 64 columns of a block
-constexpr int REGISTERS = 4;  // of operand A, two values each
+constexpr int REGISTERS = 4;  // registers of operand A, two values each
 constexpr int FRAGMENTS = 2;  // in a block, 16 rows each
 constexpr int BLOCK_N = 32;
 constexpr int BLOCK_K = 64;

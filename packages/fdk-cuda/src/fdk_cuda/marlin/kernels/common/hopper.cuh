@@ -110,7 +110,7 @@ __forceinline__ void touch(float (&d)[COUNT]) {
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-constexpr int ROW_BYTES = 128;    // of a box of x or dy: 64 columns
+constexpr int ROW_BYTES = 128;    // bytes of a row of a box of x or dy: 64 columns
 constexpr int OPERAND_SHIFT = 4;  // a descriptor counts 16 bytes
 // Descriptor of operand B: rows of 128 bytes, swizzled over 128 bytes as tensor copies write them;
 // 1024 bytes to the next eight rows.

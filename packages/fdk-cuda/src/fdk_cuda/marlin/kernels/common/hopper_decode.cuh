@@ -35,7 +35,7 @@ struct HopperCodes {
 // Values by half h, neighbour j, row i.
 struct HopperValues {
   uint32 pairs[2][NEIGHBOURS][2];
-  uint32 seconds[2][NEIGHBOURS][2];  // 6 bits and more: the upper half of a pair
+  uint32 seconds[2][NEIGHBOURS][2];  // 6 or more bits: the upper half of a pair
 };
 
 // 1 bit: looks up half a unit, 8 bytes, instead of 16. That is two more lookups per step, which
@@ -69,7 +69,7 @@ struct HopperDecoder {
   const uint8* table;
   uint32 lane_part;
   uint32 codebook[2];          // 1 and 2 bits; BY_SIGNS: its first value as a pair
-  uint32 offsets[NEIGHBOURS];  // of a unit in a block
+  uint32 offsets[NEIGHBOURS];  // byte offsets of units in a block
   uint32 rests[NEIGHBOURS];    // 3 bits: offsets of the unit's second and third words
   // Bytes from offsets[j] to the word of two units (6 and 7 bits), and from offsets[j] / 2 to the
   // word of four units (5 and 7 bits).
@@ -265,7 +265,7 @@ struct HopperDecoder {
     }
   }
 
-  // 6 bits and more: returns a unit's codes of half h, a byte each.
+  // 6 or more bits: returns a unit's codes of half h, a byte each.
   __forceinline__ uint32 code_bytes(const HopperCodes& codes, int h, int j) const {
     const auto& words = codes.words;
     if (BITS == 8 || h == 0) return words[h][j];

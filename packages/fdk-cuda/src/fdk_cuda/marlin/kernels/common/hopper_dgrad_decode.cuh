@@ -54,7 +54,7 @@ struct DgradCodes {
 // Values by fragment, for rows r or r + 8.
 struct DgradValues {
   uint32 pairs[FRAGMENTS][2][2];    // 4 and 5 bits by table: rows of the pair; else columns
-  uint32 seconds[FRAGMENTS][2][2];  // 6 bits and more by table: the second row's
+  uint32 seconds[FRAGMENTS][2][2];  // 6 or more bits by table: the second row's
 };
 
 struct DgradDecoder {
@@ -63,7 +63,7 @@ struct DgradDecoder {
   // 1 bit: the first value as a pair, and the bits in which the second differs; 2 bits: pairs;
   // 3 bits: two words of lower bytes, two of upper bytes.
   uint32 codebook[4];
-  uint32 offsets[ROW_PAIR];  // of a unit in a block
+  uint32 offsets[ROW_PAIR];  // byte offsets of units in a block
   uint32 rests[ROW_PAIR];    // 3 bits: of fragment 1's last words; 6, 7 bits: of words of two units
   uint32 fours[ROW_PAIR];    // 5 and 7 bits: of the words of four units
   uint32 places[2];          // 2, 4 and 5 bits: selectors of bytes, for rows r and r + 8
@@ -76,7 +76,7 @@ struct DgradDecoder {
   uint32 merging;       // selector of both rows' codes, a byte or a half each
   uint32 ones;          // for computed codes, see ones_place
   uint32 scale_offset;
-  bool is_second_half;  // of the block's columns
+  bool is_second_half;  // whether the lane has the second half of the block's columns
 
   // Four warps share the 64 columns of a block.
   __forceinline__ DgradDecoder(const uint8* table_, const Codebook& book, int warp, int lane)
@@ -222,7 +222,7 @@ struct DgradDecoder {
     }
   }
 
-  // 6 bits and more: returns a unit's codes of its half, a byte each, for row r of the pair.
+  // 6 or more bits: returns a unit's codes of its half, a byte each, for row r of the pair.
   __forceinline__ uint32 code_bytes(const DgradCodes& codes, int f, int r) const {
     if (BITS == 8) return codes.words[f][r];
     return join(rotate_right(codes.words[f][r], turns[0]),

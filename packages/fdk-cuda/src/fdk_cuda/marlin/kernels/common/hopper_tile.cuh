@@ -12,16 +12,16 @@ constexpr int GROUP_N = 64;
 constexpr int N_GROUPS = CONSUMERS / K_GROUPS;
 constexpr int TILE_N = N_GROUPS * GROUP_N;
 constexpr int B_BLOCK_BYTES = TILE_M * BLOCK_K * 2;
-constexpr int B_BYTES = K_BLOCKS * B_BLOCK_BYTES;  // of operand B in a stage
+constexpr int B_BYTES = K_BLOCKS * B_BLOCK_BYTES;  // bytes of operand B in a stage
 constexpr int OWN_M = TILE_M / CLUSTER;  // rows of x of a tile that a thread block finishes
 // Rows of y that a consumer writes at a time.
 constexpr int PIECE_M = OWN_M % 32 == 0 ? 32 : 16;
-// Distance between them. Table entries of 3 bits and more, except 5, fill half of their 256 bytes;
-// the other halves hold a row of y each.
+// Bytes between these rows. Table entries of 3 or more bits, except 5, fill half of their 256
+// bytes; the other halves hold a row of y each.
 constexpr bool HAS_ROOM_IN_TABLE = HAS_TABLE && BITS > 2 && BITS != 5 && K_GROUPS == 1;
 constexpr int PIECE_STRIDE = HAS_ROOM_IN_TABLE ? 256 : GROUP_N * 2;
 constexpr int PIECE_BYTES = PIECE_M * PIECE_STRIDE;
-constexpr int ACCUMULATORS = TILE_M / 2;  // of a thread
+constexpr int ACCUMULATORS = TILE_M / 2;  // float32 sums of a thread
 constexpr int OWN_ACCUMULATORS = ACCUMULATORS / CLUSTER;
 // Registers of a thread, after the producers have handed theirs over.
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 160 : 232;

@@ -75,9 +75,9 @@ def unwritten(forward, x, bias):
         (lambda f, x, b: f(x.detach(), b) + x.sum(), check_numerics, "of .* error"),
         (lambda f, x, b: f(x + torch.rand(()), b), check_numerics, "of .* error"),
         (lambda f, x, b: f(x.nan_to_num(), b), check_bad_input, "NaN in x is lost"),
-        (lambda f, x, b: f(x[..., : CASE.k], b), check_bad_input, "k \\+ 1 columns is accepted"),
-        (lambda f, x, b: f(x.to(torch.bfloat16), b), check_bad_input, "integers is accepted"),
-        (lambda f, x, b: f(x, None), check_bad_input, "a long bias is accepted"),
+        (lambda f, x, b: f(x[..., : CASE.k], b), check_bad_input, "k \\+ 1 columns was accepted"),
+        (lambda f, x, b: f(x.to(torch.bfloat16), b), check_bad_input, "integers was accepted"),
+        (lambda f, x, b: f(x, None), check_bad_input, "a long bias was accepted"),
         (lambda f, x, b: f(x, b).nan_to_num(), check_bad_input, "NaN in x is lost"),
     ],
 )

@@ -1,6 +1,6 @@
 """Private names of torch that fdk uses, with a fallback for versions that lack one.
 
-No version of torch promises these names. They were tested with torch 2.11, 2.13 and 2.15. Where
+No version of torch promises these names. They were tested with torch 2.11 and 2.13. Where
 one is missing, calls go through torch's dispatcher or through a slower public function.
 
 In ``torch._C``:

@@ -10,7 +10,7 @@ from pathlib import Path
 import nox
 
 # Every session uses the workspace's .venv, which `uv run` brings to the pinned versions in 0.1 s.
-# What each package declares for itself is tested by `wheels`, in separate environments.
+# `wheels` tests the dependencies that each package declares, in separate environments.
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = [

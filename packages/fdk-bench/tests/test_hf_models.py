@@ -117,7 +117,7 @@ def test_wrong_layer_is_not_timed(name, hf_folder, monkeypatch):
 
     def broken(*arguments, **options):
         model = quantise_model(*arguments, **options)
-        layout = model.model.layers[0].get_submodule(name).weight.layout
+        layout = model.model.layers[0].get_submodule(name).layout
         right = layout.forward
         layout.forward = lambda x, bias=None: right(x, bias) * 1.01
         return model
@@ -153,9 +153,9 @@ def test_fused_logits(model, request, tmp_path):
     apart, fused = (quantise_model(model, "int4-g32", fuse=fuse, **how) for fuse in (False, True))
     attention, mlp = fused.model.layers[1].self_attn, fused.model.layers[1].mlp
     names = ["q_proj", "k_proj", "v_proj"]
-    products = {id(getattr(attention, name).weight.layout.product) for name in names}
+    products = {id(getattr(attention, name).layout.product) for name in names}
     assert len(products) == 1
-    assert mlp.gate_proj.weight.layout.product is mlp.up_proj.weight.layout.product
+    assert mlp.gate_proj.layout.product is mlp.up_proj.layout.product
     expected = apart(tokens).logits
     torch.testing.assert_close(fused(tokens).logits, expected, rtol=1e-4, atol=1e-4)
     decoder = HfDecoder(fused)

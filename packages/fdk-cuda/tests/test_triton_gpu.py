@@ -64,7 +64,7 @@ def test_dequant_gemm(signed: bool, dtype: torch.dtype) -> None:
 def test_launch_compiled() -> None:
     """The second call launches the compiled kernel directly, except with unaligned x."""
     linear, x = layer()
-    layout, bias = linear.weight.layout, linear.bias.detach()
+    layout, bias = linear.layout, linear.bias.detach()
     first = layout(x, bias)
     before = len(compiled_launch._compiled)
     assert torch.equal(layout(x, bias), first)
@@ -95,7 +95,7 @@ def layer(m: int = 3) -> tuple[QuantisedLinear, Tensor]:
 
 def test_opcheck() -> None:
     linear, x = layer()
-    a: TritonLayout = linear.weight.layout
+    a: TritonLayout = linear.layout
     arguments = (x.requires_grad_(), a.words, a.scale, a.zero_point, a.values, a.lanes, 4, 64)
     torch.library.opcheck(triton_linear_op.op, (*arguments, False, linear.bias, 128, 256))
 

@@ -27,7 +27,7 @@ def test_model_state_dict(format):
     x = torch.ones(1, 64)
     assert torch.equal(other(x), model(x))
     weight = model[0].weight
-    assert torch.equal(weight.packed, state["0.weight.packed"])
+    assert torch.equal(weight.packed, state["0.weight_packed"])
     assert (weight.codebook is None) == (weight.zero_point is not None)
 
 
@@ -68,6 +68,6 @@ def test_buffers_of_a_weight():
     weight = layer().weight
     assert [name for name, _ in weight.named_buffers(recurse=False)] == list(weight.state_dict())
     named = weight.named_buffers("0.weight", recurse=False)
-    assert next(name for name, _ in named) == "0.weight.packed"
+    assert next(name for name, _ in named) == "0.weight_packed"
     held = [name for name, _ in weight.named_buffers()]
     assert held == [f"layout.{name}" for name, _ in weight.layout.named_buffers()]

@@ -73,7 +73,7 @@ def products(monkeypatch):
 
 def is_fused(block):
     layers = [getattr(block, name) for name in SIZES]
-    return all(isinstance(layer.weight.layout, FusedRows) for layer in layers)
+    return all(isinstance(layer.layout, FusedRows) for layer in layers)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -96,7 +96,7 @@ def test_kmeans_fits_one_codebook_to_all(x):
     whole = quantise(
         torch.cat([getattr(source, f"{name}_proj").weight for name in "qkv"]), "kmeans3-g32"
     )
-    parts = [getattr(fused, f"{name}_proj").weight.unpack() for name in "qkv"]
+    parts = [getattr(fused, f"{name}_proj").quantised for name in "qkv"]
     assert is_fused(fused)
     for name in ("packed", "scale"):
         rows = torch.cat([getattr(part, name) for part in parts])
@@ -104,7 +104,7 @@ def test_kmeans_fits_one_codebook_to_all(x):
     assert all(torch.equal(part.codebook, whole.codebook) for part in parts)
     weighed = {"k_proj": torch.linspace(0.1, 2, K), "q_proj": torch.ones(SIZES["q_proj"], K)}
     other = quantised(source, "kmeans3-g32", fuse=True, importance=weighed)
-    assert not torch.equal(other.q_proj.weight.unpack().codebook, whole.codebook)
+    assert not torch.equal(other.q_proj.quantised.codebook, whole.codebook)
 
 
 def test_one_product_for_one_input(x, products):
@@ -188,7 +188,7 @@ def test_loading_codebooks_separates_and_joins(x):
         y = block(x)
         one = {n: t for n, t in apart.state_dict().items() if n.startswith("q_proj")}
         block.load_state_dict(one, strict=False)
-        assert not isinstance(block.q_proj.weight.layout, FusedRows)
+        assert not isinstance(block.q_proj.layout, FusedRows)
         torch.testing.assert_close(block.q_proj(x), apart.q_proj(x))
         torch.testing.assert_close(block.k_proj(x), y[:, 48:64] / block.v_proj(x).sum(-1)[:, None])
         block.load_state_dict(together)
@@ -203,9 +203,9 @@ def test_moves_and_copies(x):
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert is_fused(other)
         assert torch.equal(other(x), block(x))
-        rows = other.q_proj.weight.layout
-        assert rows.product is other.k_proj.weight.layout.product
-        assert rows.product is not block.q_proj.weight.layout.product
+        rows = other.q_proj.layout
+        assert rows.product is other.k_proj.layout.product
+        assert rows.product is not block.q_proj.layout.product
     other = copy.deepcopy(block).to(torch.bfloat16)
     assert is_fused(other)
     assert all(torch.equal(t, state[n]) for n, t in other.state_dict().items() if "weight" in n)
@@ -279,7 +279,7 @@ def test_groups_that_stay_separate(caplog):
     block = quantised(Block(), overrides={"k_proj": "int3-g32", "up_proj": None}, fuse=True)
     assert "left q_proj, k_proj, v_proj apart: formats" in caplog.text
     assert not any(
-        isinstance(layer.weight.layout, FusedRows)
+        isinstance(layer.layout, FusedRows)
         for layer in block.children()
         if isinstance(layer, QuantisedLinear)
     )
@@ -298,7 +298,7 @@ def test_moving_one_layer(where, x):
     """The others give the same results, without its bias."""
     block, apart = quantised(Block(), fuse=True), quantised(Block())
     block.q_proj.to(where)
-    assert not isinstance(block.q_proj.weight.layout, FusedRows)
+    assert not isinstance(block.q_proj.layout, FusedRows)
     for name in ("k_proj", "v_proj"):
         torch.testing.assert_close(getattr(block, name)(x), getattr(apart, name)(x))
 
@@ -339,11 +339,11 @@ def test_a_codebook_that_is_given(x):
     assert is_fused(fused)
     apart = quantised(Block(), "kmeans4-g32", codebook=codebook)
     torch.testing.assert_close(fused(x), apart(x))
-    assert torch.equal(fused.k_proj.weight.unpack().codebook, codebook)
+    assert torch.equal(fused.k_proj.quantised.codebook, codebook)
     some = quantised(Block(), "kmeans4-g32", fuse=True, codebook={"q_proj": codebook})
     assert not is_fused(some)
-    assert torch.equal(some.q_proj.weight.unpack().codebook, codebook)
-    assert not torch.equal(some.k_proj.weight.unpack().codebook, codebook)
+    assert torch.equal(some.q_proj.quantised.codebook, codebook)
+    assert not torch.equal(some.k_proj.quantised.codebook, codebook)
 
 
 def test_bad_importance_names_the_layer():
@@ -357,4 +357,4 @@ def test_kmeans_in_the_first_group_of_a_layer():
     model = nn.ModuleDict({f"{name}_proj": nn.Linear(K, 16) for name in "kvq"})
     groups = [("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj")]
     made = quantised(model, "kmeans3-g32", fuse=groups)
-    assert all(isinstance(layer.weight.layout, FusedRows) for layer in made.values())
+    assert all(isinstance(layer.layout, FusedRows) for layer in made.values())

@@ -161,11 +161,11 @@ def layer(format="nf4-g32", **changes):
 def test_layer(format):
     quantised = layer(format)
     x = torch.randn(2, 3, 96)
-    expected = int8_linear(x.view(6, 96), quantised.weight.unpack(), quantised.bias)
+    expected = int8_linear(x.view(6, 96), quantised.quantised, quantised.bias)
     assert torch.equal(quantised(x), expected.view(2, 3, 24))
     assert "backend=reference, activations=int8" in repr(quantised)
     plain = QuantisedLinear.from_quantised(
-        quantised.weight.unpack(), quantised.bias, backend="reference", dtype=torch.float32
+        quantised.quantised, quantised.bias, backend="reference", dtype=torch.float32
     )
     assert "activations" not in repr(plain)
     assert 1e-3 < nrmse(quantised(x).detach(), plain(x).detach().double()) < 2e-2
@@ -176,21 +176,21 @@ def test_activations_belong_to_the_layer():
     x = torch.randn(3, 96)
     expected = quantised(x)
     for other in (copy.deepcopy(quantised), pickle.loads(pickle.dumps(quantised))):
-        assert other.weight.activations == "int8"
+        assert other.activations == "int8"
         assert torch.equal(other(x), expected)
     half = copy.deepcopy(quantised).to(torch.bfloat16)
-    assert half.weight.activations == "int8"
+    assert half.activations == "int8"
     assert torch.equal(
-        half(x.bfloat16()), int8_linear(x.bfloat16(), half.weight.unpack(), half.bias)
+        half(x.bfloat16()), int8_linear(x.bfloat16(), half.quantised, half.bias)
     )
     # A state_dict does not record activations: the layer that loads it keeps its own.
     plain = QuantisedLinear.from_quantised(
-        quantised.weight.unpack(), quantised.bias, backend="reference", dtype=torch.float32
+        quantised.quantised, quantised.bias, backend="reference", dtype=torch.float32
     )
     assert quantised.state_dict().keys() == plain.state_dict().keys()
     before = plain(x)
     plain.load_state_dict(quantised.state_dict())
-    assert plain.weight.activations == "float"
+    assert plain.activations == "float"
     assert torch.equal(plain(x), before)
     quantised.load_state_dict(plain.state_dict())
     assert torch.equal(quantised(x), expected)
@@ -202,7 +202,7 @@ def test_the_gradient_is_that_of_the_product_without_rounding():
     grad_y = torch.randn(5, 24)
     quantised(x).backward(grad_y)
     plain = QuantisedLinear.from_quantised(
-        quantised.weight.unpack(), quantised.bias, backend="reference", dtype=torch.float32
+        quantised.quantised, quantised.bias, backend="reference", dtype=torch.float32
     )
     leaf = x.detach().clone().requires_grad_()
     plain(leaf).backward(grad_y)
@@ -241,7 +241,7 @@ def test_models_and_files(tmp_path):
     quantised = quantise_model(model, "nf4-g32", backend="reference", activations="int8")
     x = torch.randn(3, 64)
     layers = [module for module in quantised if isinstance(module, QuantisedLinear)]
-    assert [module.weight.activations for module in layers] == ["int8", "int8"]
+    assert [module.activations for module in layers] == ["int8", "int8"]
     save_model(tmp_path / "model.safetensors", quantised)
     read = tmp_path / "model.safetensors"
     again = load_model(read, model, backend="reference", activations="int8")

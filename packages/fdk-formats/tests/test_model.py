@@ -218,7 +218,7 @@ def test_importances_of_tied_layers_add_up():
     one, two = torch.rand(32), torch.rand(32)
     result = quantised(model, "kmeans2-g32", importance={"0": one, "1": two})
     expected = quantise(model[0].weight, "kmeans2-g32", importance=one + two)
-    assert torch.equal(result[0].weight.unpack().codebook, expected.codebook)
+    assert torch.equal(result[0].quantised.codebook, expected.codebook)
 
 
 def test_a_transformer_encoder_leaves_its_fused_path():
@@ -238,8 +238,8 @@ def test_importance_reaches_its_layer():
     plain, weighed = (
         quantised(Block(), "kmeans2-g32", importance=given) for given in (None, {"up": importance})
     )
-    assert not torch.equal(plain.up.weight.unpack().codebook, weighed.up.weight.unpack().codebook)
-    assert torch.equal(plain.down.weight.unpack().packed, weighed.down.weight.unpack().packed)
+    assert not torch.equal(plain.up.quantised.codebook, weighed.up.quantised.codebook)
+    assert torch.equal(plain.down.quantised.packed, weighed.down.quantised.packed)
 
 
 def test_one_codebook_for_the_layers_of_its_kind():
@@ -249,17 +249,17 @@ def test_one_codebook_for_the_layers_of_its_kind():
     source = Block()
     for name, format in {"up": "custom4-g32", "down": "custom4-g16-fp16"}.items():
         q = quantise(getattr(source, name).weight, format, codebook=codebook)
-        assert torch.equal(getattr(result, name).weight.unpack().dequantise(), q.dequantise())
+        assert torch.equal(getattr(result, name).quantised.dequantise(), q.dequantise())
     fitted = quantise(source.lm_head.weight, "kmeans3-g32")
-    assert torch.equal(result.lm_head.weight.unpack().codebook, fitted.codebook)
+    assert torch.equal(result.lm_head.quantised.codebook, fitted.codebook)
 
 
 def test_a_codebook_for_a_layer():
     codebook = torch.linspace(-1, 1, 16)
     result = quantised(Block(), codebook={"down": codebook})
-    assert torch.equal(result.down.weight.unpack().codebook, codebook)
+    assert torch.equal(result.down.quantised.codebook, codebook)
     fitted = quantise(Block().up.weight, "kmeans4-g32").codebook
-    assert torch.equal(result.up.weight.unpack().codebook, fitted)
+    assert torch.equal(result.up.quantised.codebook, fitted)
 
 
 def test_codebooks_of_tied_layers_are_one():
@@ -267,7 +267,7 @@ def test_codebooks_of_tied_layers_are_one():
     model[1].weight = model[0].weight
     codebook = torch.linspace(-1, 1, 16)
     result = quantised(model, codebook={"0": codebook, "1": codebook.clone()})
-    assert torch.equal(result[1].weight.unpack().codebook, codebook)
+    assert torch.equal(result[1].quantised.codebook, codebook)
     with pytest.raises(ValueError, match=r"layer 1: shares its weight, .* got \[-2\.0"):
         quantised(model, codebook={"0": codebook, "1": 2 * codebook})
 

@@ -425,7 +425,7 @@ def file_bytes(stored: Mapping[str, QuantisedTensor | Tensor]) -> int:
 
 
 def _backend_name(layer: nn.Module) -> str:
-    return layer.weight.backend_name if isinstance(layer, QuantisedLinear) else "torch"
+    return layer.backend_name if isinstance(layer, QuantisedLinear) else "torch"
 
 
 def read_texts(paths: Sequence[Path]) -> CalibrationText:

@@ -22,10 +22,11 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
+from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.files import load, load_model, parameters_on_meta, save, save_model
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
-from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.linear import QuantisedLinear
 from fdk_formats.model import LayerReport, ModelReport, model_report, quantise_model
 from fdk_formats.packing import pack, unpack
 from fdk_formats.qat import fake_quantise
@@ -35,6 +36,7 @@ from fdk_formats.tensor import QuantisedTensor, relative_error
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
+    "DequantisedWeight",
     "Format",
     "LayerReport",
     "Layout",
@@ -44,7 +46,6 @@ __all__ = [
     "QuantisedBlocks",
     "QuantisedLinear",
     "QuantisedTensor",
-    "QuantisedWeight",
     "all_backends",
     "dequantise_4bit",
     "dequantise_blockwise",

@@ -69,9 +69,12 @@ class Layout(nn.Module, ABC):
 
     Attributes:
         casts: True if ``forward`` accepts x of another dtype, as under autocast, and casts it.
+        dtypes: dtypes of x that it has kernels for. A layout that leaves it empty gets the dtype
+            that it was packed for.
     """
 
     casts = False
+    dtypes: tuple[torch.dtype, ...] = ()
 
     @abstractmethod
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

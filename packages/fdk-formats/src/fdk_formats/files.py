@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
-from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.linear import QuantisedLinear
 from fdk_formats.tensor import QuantisedTensor
 
 VERSION = "1"
@@ -383,14 +383,20 @@ def save_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_model: model must be a module, got {type(model).__name__}")
     modules = dict(model.named_modules(remove_duplicate=False))
-    weights = {name: m for name, m in modules.items() if isinstance(m, QuantisedWeight)}
-    unpacked = {weight: weight.unpack() for weight in set(weights.values())}
-    tensors: dict[str, QuantisedTensor | Tensor] = {n: unpacked[w] for n, w in weights.items()}
-    prefixes = tuple(f"{name}." for name in weights)
+    layers = {name: m for name, m in modules.items() if isinstance(m, QuantisedLinear)}
+    stored = {layer.stored for layer in layers.values()}
+    quantised = {weight: weight.quantised() for weight in stored}
+    tensors: dict[str, QuantisedTensor | Tensor] = {
+        f"{name}.weight".removeprefix("."): quantised[layer.stored] for name, layer in layers.items()
+    }
+    own = {
+        f"{name}.{parameter}".removeprefix(".")
+        for name, layer in layers.items()
+        for parameter in layer.weight_names
+    }
     # state_dict would unpack every weight again, and omits non-persistent buffers (rotary
     # frequencies), which a model on meta cannot restore otherwise.
-    plain = _named_tensors(model)
-    tensors |= {name: value.detach() for name, value in plain if not name.startswith(prefixes)}
+    tensors |= {name: value.detach() for name, value in _named_tensors(model) if name not in own}
     for name, module in modules.items():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             tensors[f"{name}._extra_state".removeprefix(".")] = module.get_extra_state()
@@ -471,28 +477,33 @@ def load_model(
     else:
         where, tensors = os.fspath(source), load(source, device=device)
     plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    weights: dict[int, QuantisedWeight] = {}
+    owners: dict[int, QuantisedLinear] = {}
     memo: dict[int, object] = {}
     for name, q in tensors.items():
         if isinstance(q, Tensor):
             continue
         linear = _linear(where, model, name, q)
-        if id(q) not in weights:
-            try:
-                weights[id(q)] = QuantisedWeight(
-                    q, backend=backend, dtype=linear.weight.dtype, activations=activations
-                )
-            except ValueError as error:
-                raise ValueError(f"{where}: {name}: {error}") from None
-        # The bias is a placeholder, which load_state_dict fills.
-        layer = QuantisedLinear(weights[id(q)], linear.bias)
+        try:  # The bias is a placeholder, which load_state_dict fills.
+            layer = QuantisedLinear.from_quantised(
+                q, backend=backend, dtype=linear.weight.dtype, activations=activations
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {name}: {error}") from None
+        if linear.bias is not None:
+            layer.bias = copy.deepcopy(linear.bias)
+        layer.tie_weight(owners.setdefault(id(q), layer))
         if linear.bias is not None:  # keep a shared bias shared
             layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
     plain = _cast_like(result, _unshare(result, _fill_ties(ties, plain)))
-    quantised = tensors.keys() - plain.keys()
+    quantised = {
+        f"{name}_{field}"
+        for name, q in tensors.items()
+        if isinstance(q, QuantisedTensor)
+        for field in q.format.tensor_names
+    }
     _load_buffers(result, plain, plain.keys() - model.state_dict().keys())
     _load_plain(where, result, plain, quantised)
     for first_name, *names in ties:
@@ -592,7 +603,7 @@ def _load_plain(
         keys = model.load_state_dict(plain, strict=False, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{where}: does not fit the model: {error}") from None
-    missing = [key for key in keys.missing_keys if key.rpartition(".")[0] not in quantised]
+    missing = [key for key in keys.missing_keys if key not in quantised]
     if missing or keys.unexpected_keys:
         raise ValueError(
             f"{where}: does not fit the model: missing {', '.join(missing) or 'nothing'}; "

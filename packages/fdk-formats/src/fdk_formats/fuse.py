@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fdk_formats.backends import Layout, NoBackendError
-from fdk_formats.linear import QuantisedLinear, QuantisedWeight, pack_with
+from fdk_formats import tensor_parallel
+from fdk_formats.linear import QuantisedLinear, compute_dtype
+from fdk_formats.stored_weight import pack_with
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import in_place_version
 
@@ -66,22 +68,22 @@ def fuse_layers(
     layers = {
         name: module for name, module in model.named_modules() if type(module) is QuantisedLinear
     }
-    uses = Counter(id(layer.weight) for layer in layers.values())
+    uses = Counter(id(layer.stored) for layer in layers.values())
     fused = []
     for names in siblings(layers, groups):
         found = [layers[name] for name in names]
         group = Group(found)
-        if any(uses[id(layer.weight)] > 1 for layer in found):
+        if any(uses[id(layer.stored)] > 1 for layer in found):
             reason: str | None = "a weight is shared"
-        elif any(layer.weight.group is not None for layer in found):
+        elif any(layer.group is not None for layer in found):
             reason = "a layer is in a group already"
         else:
-            reason = group.join()
+            reason = group.reason_apart()
         if reason:
             logger.info("left %s apart: %s", ", ".join(names), reason)
             continue
         for layer in found:
-            layer.weight.group = group
+            layer.group = group
         fused.append(names)
     return fused
 
@@ -131,39 +133,55 @@ class Group:
         self.layers = tuple(layers)  # a tuple, so that no module registers them as its own
         self.separate: tuple[int, ...] = ()
 
-    def join(self) -> str | None:
-        """Packs the weights as one; returns the reason if they stay separate, else None."""
-        weights = [layer.weight for layer in self.layers]
-        self.separate = tuple(
-            i for i, w in enumerate(weights) if not isinstance(w.layout, FusedRows)
-        )
-        if len({_kind(weight) for weight in weights}) > 1:
+    def reason_apart(self) -> str | None:
+        """Returns the reason why the layers cannot be one product, or None."""
+        first, *others = self.layers
+        if any(tensor_parallel.is_sharded(layer) for layer in self.layers):
+            return "weights are sharded"
+        if len({_kind(layer) for layer in self.layers}) > 1:
             return "formats, inputs, dtypes or devices differ"
-        quantised = [weight.unpack() for weight in weights]
-        first, kind = quantised[0], weights[0]
-        if first.codebook is not None:
-            if first.device.type == "meta":
+        codebook = first.quantised.codebook
+        if codebook is not None:
+            if codebook.device.type == "meta":
                 return "codebooks on meta cannot be compared"
-            others = [q.codebook for q in quantised[1:]]
-            if not all(torch.equal(first.codebook, table) for table in others if table is not None):
+            tables = [layer.quantised.codebook for layer in others]
+            if not all(torch.equal(codebook, table) for table in tables if table is not None):
                 return "codebooks differ"
-        try:
-            layout, name = pack_with(
-                kind.backend, concatenated(quantised), kind.dtype, kind.activations
-            )
-        except (NoBackendError, ValueError) as error:  # raising would leave a model half moved
-            return str(error)
-        product = Product(layout, kind.dtype, self)
-        for index, weight in enumerate(weights):
-            weight.layout, weight.backend_name = FusedRows(product, index), name
-        self.separate = ()
         return None
 
+    def join(self, dtype: torch.dtype) -> None:
+        """Packs the weights as one for x of a dtype, unless they stay separate."""
+        stored = [layer.stored for layer in self.layers]
+        self.separate = tuple(
+            i for i, weight in enumerate(stored) if not isinstance(weight.layout, FusedRows)
+        )
+        if self.reason_apart():
+            return
+        first = self.layers[0]
+        quantised = [weight.quantised() for weight in stored]
+        try:
+            layout, name = pack_with(
+                first.backend, concatenated(quantised), dtype, first.activations
+            )
+        except (NoBackendError, ValueError) as error:
+            logger.info("left layers of one input apart: %s", error)
+            return
+        product = Product(layout, self)
+        for index, weight in enumerate(stored):
+            weight.hold_in(FusedRows(product, index), name)
+        self.separate = ()
 
-def _kind(weight: QuantisedWeight) -> tuple[object, ...]:
-    """Returns what weights must have in common to be fused."""
-    device, k = weight.device, weight.shape[1]
-    return weight.format, k, weight.dtype, device, weight.activations, weight.backend
+
+def _kind(layer: QuantisedLinear) -> tuple[object, ...]:
+    """Returns what layers must have in common to be fused."""
+    return (
+        layer.format,
+        layer.in_features,
+        layer.dtype,
+        layer.device,
+        layer.activations,
+        layer.backend,
+    )
 
 
 def concatenated(weights: Sequence[QuantisedTensor]) -> QuantisedTensor:
@@ -202,13 +220,12 @@ class Product(nn.Module):
 
     Args:
         layout: the layout of all rows.
-        dtype: dtype of its activations; under autocast x may have another.
         group: the layers, for their biases.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, group: Group) -> None:
+    def __init__(self, layout: Layout, group: Group) -> None:
         super().__init__()
-        self.layout, self.dtype, self._group, self._last = layout, dtype, group, LastProduct()
+        self.layout, self._group, self._last = layout, group, LastProduct()
         ends = accumulate((layer.out_features for layer in group.layers), initial=0)
         self.spans = tuple(pairwise(ends))
 
@@ -235,7 +252,10 @@ class Product(nn.Module):
         return y[..., start:stop]
 
     def _of_all(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = self.layout(x if x.dtype == self.dtype else x.to(self.dtype), bias)
+        dtype = compute_dtype(x)
+        if bias is not None:
+            bias = bias.to(dtype)
+        y: Tensor = self.layout(x.to(dtype), bias)
         return y
 
     def _bias(self) -> Tensor | None:
@@ -261,7 +281,7 @@ class FusedRows(Layout):
 
     def __init__(self, product: Product, index: int) -> None:
         super().__init__()
-        self.product, self.index = product, index
+        self.product, self.index, self.dtypes = product, index, product.layout.dtypes
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See ``Layout``."""

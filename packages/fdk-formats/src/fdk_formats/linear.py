@@ -1,257 +1,95 @@
 """QuantisedLinear: a linear layer whose weight is stored in 1 to 8 bits."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fdk_formats.backends import Layout, NoBackendError, Problem, select
+from fdk_formats import tensor_parallel
+from fdk_formats.backends import Layout, NoBackendError, Problem, check_activations, select
+from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
+from fdk_formats.stored_weight import StoredWeight, saved_as_canonical, zero_weight
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.torch_internals import without_dispatch_modes
+
+PREFIX = "weight_"
 
 
-def pack_with(
-    backend: str, q: QuantisedTensor, dtype: torch.dtype, activations: str
-) -> tuple[Layout, str]:
-    """Packs a weight with the backend that ``select`` chooses; returns its layout and name."""
-    chosen = select(Problem(q.format, *q.shape, dtype, q.device, activations), backend)
-    rounded = {} if activations == "float" else {"activations": activations}
-    # Autograd cannot save tensors made in inference mode, and a gradient needs the layout's.
-    with torch.inference_mode(False):
-        tensors = {name: t.clone() if t.is_inference() else t for name, t in q.tensors().items()}
-        q = _with_own_codebook(QuantisedTensor(q.format, q.shape, **tensors))
-        layout = chosen.pack(q, dtype=dtype, **rounded)
-    return layout, chosen.name
+class QuantisedLinear(nn.Linear):
+    """A linear layer ``y = x @ W_hat.T + bias`` whose weight is stored in 1 to 8 bits.
 
+    It works in place of ``nn.Linear``. Its parameters are the canonical tensors of
+    ``QuantisedTensor``, frozen: ``weight_packed``, ``weight_scale`` and ``weight_codebook`` or
+    ``weight_zero_point``; and ``bias``. At the first call a backend packs them into the layout of
+    its kernels, which then holds their values; they are packed again after they were replaced,
+    moved or written to.
 
-def _with_own_codebook(q: QuantisedTensor) -> QuantisedTensor:
-    """Copies the codebook, which layouts keep as it is and the caller may go on to change."""
-    return q if q.codebook is None else replace(q, codebook=q.codebook.clone())
-
-
-class PendingLayout(Layout):
-    """A canonical weight on a device, or for a dtype, that no backend supports.
-
-    Raising during ``model.to(...)`` would leave a model half moved. Instead the weight waits to be
-    moved on, and a call raises NoBackendError.
-    """
-
-    def __init__(self, q: QuantisedTensor, reason: str) -> None:
-        super().__init__()
-        self.format, self.shape, self.reason = q.format, q.shape, reason
-        for name, tensor in q.tensors().items():
-            self.register_buffer(name, tensor, persistent=False)
-
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See ``Layout``."""
-        raise NoBackendError(self.reason)
-
-    def unpack(self) -> QuantisedTensor:
-        """See ``Layout``."""
-        # remove_duplicate=False: two of them may be one tensor.
-        tensors = dict(self.named_buffers(remove_duplicate=False))
-        return QuantisedTensor(self.format, self.shape, **tensors)
-
-
-def _stored(name: str) -> property:
-    return property(lambda weight: getattr(weight.unpack(), name), doc=f"``unpack().{name}``.")
-
-
-class QuantisedWeight(nn.Module):
-    """A quantised weight in the layout of a backend, applied to activations.
-
-    Its ``state_dict`` holds the canonical tensors of ``QuantisedTensor``, so that files do not
-    depend on the backend. Moving it to another device or activation dtype selects a backend again
-    and repacks. If no backend supports the new place, the move warns and calls raise until it is
-    moved on. On meta ``reference`` is used; ``to_empty`` from meta gives zeros.
+    ``x :: [..., k]`` may have any dtype that the backend has kernels for; y has the dtype of x.
+    Under autocast x is cast as for ``nn.Linear``. Gradients reach x and the bias; the quantised
+    weight is constant. With ``activations="int8"`` the gradient is that of the product without
+    rounding (straight-through).
 
     Args:
-        q: the weight.
+        in_features: k.
+        out_features: n.
+        bias: whether the layer has one.
+        device: device of the weight, which is zero until it is loaded.
+        dtype: dtype of the bias and of ``weight``; torch's default if None.
+        format: format of the weight, for example ``"kmeans4-g64"``.
         backend: ``auto`` or a backend's name, see ``select``.
-        dtype: dtype of the activations.
-        activations: ``float``, or ``int8`` to round x to 8 bits, see ``fdk_formats.int8``. It is a
-            property of the layer; files do not record it.
+        activations: ``float``, or ``int8`` to round x to 8 bits, see ``fdk_formats.int8``. Files
+            do not record it.
 
     Attributes:
         format: format of the weight.
-        shape: ``(n, k)``.
-        layout: the packed weight.
-        backend_name: name of the backend in use; ``none`` while no backend supports it.
+        dtype: dtype of ``weight``, and of x if neither autocast nor the caller chooses another.
+        backend: the argument.
+        activations: the argument.
+        backend_name: name of the backend in use or, before the first call, to be used; ``none`` if
+            no backend supports the layer.
         relative_error: error against the source weight; None unless ``quantise_model`` made it.
+        group: the layers that it is computed with, or None; see ``fuse_layers``.
 
     Raises:
-        NoBackendError: if no backend supports it, with every backend's reason.
-    """
-
-    def __init__(
-        self, q: QuantisedTensor, *, backend: str, dtype: torch.dtype, activations: str = "float"
-    ) -> None:
-        super().__init__()
-        self.backend, self.activations = backend, activations
-        self.relative_error: float | None = None
-        # The group of layers that it is computed with, see ``fuse``.
-        self.group: Any = None
-        self._pack(q, dtype)
-
-    # torch.distributed.checkpoint looks up each name of the state_dict as an attribute.
-    packed, scale, codebook, zero_point = map(
-        _stored, ("packed", "scale", "codebook", "zero_point")
-    )
-
-    def _pack(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
-        self._keep(q, dtype, *pack_with(self.backend, q, dtype, self.activations))
-
-    def _pack_where_it_is(self, q: QuantisedTensor, dtype: torch.dtype) -> None:
-        """Packs a weight that was moved or loaded, or keeps it pending if no backend can."""
-        try:
-            self._pack(q, dtype)
-        except (NoBackendError, ValueError) as error:
-            if q.device.type == "meta":
-                self._keep(q, dtype, *pack_with("reference", q, dtype, self.activations))
-                return
-            reason = (
-                f"{self.format} of {list(self.shape)} cannot be used in {dtype} on {q.device} "
-                f"until it is moved on: {error}"
-            )
-            warnings.warn(reason, stacklevel=2)
-            self._keep(q, dtype, PendingLayout(q, reason), "none")
-
-    def _keep(self, q: QuantisedTensor, dtype: torch.dtype, layout: Layout, name: str) -> None:
-        self.format, self.shape, self.dtype, self.device = q.format, q.shape, dtype, q.device
-        self.layout, self.backend_name, self.canonical_bytes = layout, name, q.nbytes
-        if self.group is not None:
-            self.group.join()
-
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Computes ``x @ W_hat.T + bias``."""
-        y: Tensor = self.layout(x, bias)
-        return y
-
-    def unpack(self) -> QuantisedTensor:
-        """Returns the weight in canonical form."""
-        return _with_own_codebook(self.layout.unpack())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedWeight":
-        # nn.Module would cast scales with the activations. Apply fn to an empty tensor instead, to
-        # see the device and the activation dtype that it asks for.
-        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
-        if (probe.dtype, probe.device) != (self.dtype, self.device):
-            q = self.unpack()
-            if q.device.type == "meta" and probe.device != q.device:  # to_empty
-                tensors = q.tensors().items()
-                empty = {name: torch.zeros_like(t, device=probe.device) for name, t in tensors}
-                q, self.relative_error = QuantisedTensor(q.format, q.shape, **empty), None
-            self._pack_where_it_is(q.to(probe.device), probe.dtype)
-        else:  # neither changes, for example in share_memory
-            self.layout._apply(  # type: ignore[no-untyped-call]
-                lambda t: changed if (changed := fn(t)).dtype == t.dtype else t
-            )
-        return self
-
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        # nn.TransformerEncoderLayer passes the weights of its layers to a fused kernel unless one
-        # of them overrides torch functions. Overriding makes it call the layers.
-        return NotImplemented
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields buffers as nn.Module does; without ``recurse``, those of ``state_dict``.
-
-        ``set_model_state_dict`` of torch.distributed.checkpoint calls it without ``recurse``. The
-        canonical tensors are then unpacked for the call: writing to them has no effect.
-        """
-        if recurse:
-            yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        else:
-            for name, tensor in self.unpack().tensors().items():
-                yield f"{prefix}.{name}" if prefix else name, tensor
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        for name, tensor in self.unpack().tensors().items():
-            destination[prefix + name] = tensor
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        names = self.format.tensor_names
-        found = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        missing_keys += [prefix + name for name in names if name not in found]
-        unexpected_keys += [
-            key
-            for key in state_dict
-            if key.startswith(prefix) and key.removeprefix(prefix) not in names
-        ]
-        if len(found) < len(names):
-            return
-        try:
-            # Copy, as nn.Module does: the caller may go on to change its tensors.
-            copied = {name: tensor.detach().clone() for name, tensor in found.items()}
-            q = QuantisedTensor(self.format, self.shape, **copied)
-            q.check_values(prefix.removesuffix("."))
-        except (TypeError, ValueError) as error:
-            error_msgs.append(f"{prefix.removesuffix('.')}: {error}")
-            return
-        # As in nn.Module, assigned tensors stay on their device.
-        is_assigned = local_metadata.get("assign_to_params_buffers", False)
-        if self.device.type == "meta" and q.device.type != "meta" and not is_assigned:
-            warnings.warn(
-                f"{prefix.removesuffix('.') or 'QuantisedWeight'}: loading into the meta device "
-                f"does nothing; pass assign=True",
-                stacklevel=2,
-            )
-            return
-        self._pack_where_it_is(q if is_assigned else q.to(self.device), self.dtype)
-        self.relative_error = None
-
-    def extra_repr(self) -> str:
-        """Shows format, shape, the backend in use, and activations other than ``float``."""
-        rounded = "" if self.activations == "float" else f", activations={self.activations}"
-        return f"{self.format}, shape={list(self.shape)}, backend={self.backend_name}{rounded}"
-
-
-class QuantisedLinear(nn.Module):
-    """A linear layer ``y = x @ W_hat.T + bias`` whose weight is stored in 1 to 8 bits.
-
-    ``x :: [..., k]`` must have the layer's dtype; under autocast, floating x other than float64 is
-    cast to it. Gradients reach x and the bias; the quantised weight is constant. With
-    ``activations="int8"`` the gradient is that of the product without rounding (straight-through).
-    ``state_dict`` holds ``weight.packed``, ``weight.scale``, ``weight.codebook`` or
-    ``weight.zero_point``, and ``bias``.
-
-    Args:
-        weight: the quantised weight. Layers that share one are tied.
-        bias: ``[n]`` or None.
-
-    Raises:
-        ValueError: if the bias has another shape.
+        ValueError: if k does not fit the format.
 
     Example:
         >>> layer = QuantisedLinear.from_linear(nn.Linear(4096, 4096), "nf4-g64")
         >>> y = layer(torch.randn(1, 4096))
     """
 
-    def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        if bias is not None and bias.shape != (self.out_features,):
-            raise ValueError(
-                f"QuantisedLinear: bias must be [{self.out_features}], got {list(bias.shape)}"
-            )
-        self.weight = weight
-        self.bias = None if bias is None else _parameter(bias)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        format: Format | str,
+        backend: str = "auto",
+        activations: str = "float",
+    ) -> None:
+        nn.Module.__init__(self)
+        check_activations(activations)
+        self.in_features, self.out_features = in_features, out_features
+        self.format, self.backend, self.activations = Format.parse(format), backend, activations
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.backend_name = "none"
+        self.relative_error: float | None = None
+        self.group: Any = None
+        self._table_name = PREFIX + self.format.tensor_names[-1]
+        # Whether the parameters were replaced since the layer was made, and again since.
+        self._was_replaced = self._is_replaced_often = False
+        self._set_stored(StoredWeight(zero_weight(self.format, self._shape, device)))
+        zeros = torch.zeros(out_features, dtype=self.dtype, device=device) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
 
     @classmethod
     def from_linear(
@@ -300,7 +138,7 @@ class QuantisedLinear(nn.Module):
         """Makes a layer from a quantised weight.
 
         Args:
-            q: the weight.
+            q: the weight; the layer holds its tensors themselves until it packs them.
             bias: ``[n]`` or None; copied to the weight's device and ``dtype``.
             backend: ``auto`` or a backend's name, see ``select``.
             dtype: dtype of the activations.
@@ -308,72 +146,411 @@ class QuantisedLinear(nn.Module):
 
         Raises:
             NoBackendError: if no backend supports it.
+            ValueError: if the bias has another shape.
         """
-        weight = QuantisedWeight(q, backend=backend, dtype=dtype, activations=activations)
-        return cls(weight, None if bias is None else _parameter(bias, q.device, dtype))
+        n, k = q.shape
+        if bias is not None and bias.shape != (n,):
+            raise ValueError(f"QuantisedLinear: bias must be [{n}], got {list(bias.shape)}")
+        settings: Any = {"format": q.format, "backend": backend, "activations": activations}
+        layer = cls(k, n, bias is not None, "meta", dtype, **settings)
+        layer._set_stored(StoredWeight(q))
+        if bias is not None:
+            layer.bias = _parameter(bias, q.device, dtype)
+        layer.backend_name = layer._select(dtype)
+        return layer
+
+    def tie_weight(self, other: "QuantisedLinear") -> None:
+        """Shares the weight of another layer of the same format and shape."""
+        if (other.format, other._shape) != (self.format, self._shape):
+            raise ValueError(
+                f"tie_weight: wanted a weight {self.format} {list(self._shape)}, "
+                f"got {other.format} {list(other._shape)}"
+            )
+        self._set_stored(other.stored)
+        self.backend_name, self.relative_error = other.backend_name, other.relative_error
+
+    _layout: Layout | None
+    _stored: Callable[[], StoredWeight | None]
 
     @property
-    def format(self) -> Format:
-        """Format of the weight."""
-        return self.weight.format
+    def _shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Device of the weight."""
+        device: torch.device = self._parameters["weight_packed"].device  # type: ignore[union-attr]
+        return device
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dequantised weight ``[n, k]``, see ``DequantisedWeight``.
+
+        Assigning a weight ``[n, k]``, of other sizes too, quantises it in the layer's format.
+        """
+        if torch.compiler.is_compiling():
+            return self._dequantised_in_graph()
+        return DequantisedWeight.of(self)
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        self._assign(value)
+
+    @property
+    def quantised(self) -> QuantisedTensor:
+        """The weight in canonical form; gathered from all processes if it is sharded."""
+        if tensor_parallel.is_sharded(self):
+            return tensor_parallel.gathered(self)
+        return self.stored.quantised()
+
+    @property
+    def layout(self) -> Layout:
+        """The weight in the layout of its backend, packed if it was not.
+
+        Raises:
+            NoBackendError: if no backend supports the layer.
+        """
+        return self._pack(self.dtype)
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Computes the weight ``[n, k]`` in a dtype, that of the layer by default."""
+        return self.quantised.dequantise(self.dtype if dtype is None else dtype)
+
+    # The weight's parameters
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the weight's parameters."""
+        return tuple(PREFIX + name for name in self.format.tensor_names)
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The weight that the layer's parameters belong to.
+
+        If somebody replaced them (accelerate, FSDP2, a caller), a weight made of the new ones.
+        """
+        found = {name: self._parameters[PREFIX + name] for name in self.format.tensor_names}
+        local = {name: tensor_parallel.local(tensor) for name, tensor in found.items()}
+        owners = {id(getattr(tensor, "stored", None)) for tensor in local.values()}
+        stored = getattr(local["packed"], "stored", None)
+        if stored is not None and len(owners) == 1:
+            return stored  # type: ignore[no-any-return]
+        q = tensor_parallel.local_weight(self, local)
+        stored = StoredWeight(q)
+        self._set_stored(stored)
+        return stored
+
+    def _set_stored(self, stored: StoredWeight) -> None:
+        for name, parameter in stored.parameters().items():
+            sharded = self._parameters.get(PREFIX + name)
+            if tensor_parallel.is_dtensor(sharded):
+                parameter = tensor_parallel.like(sharded, parameter)
+            if PREFIX + name in self._parameters:
+                self._parameters[PREFIX + name] = parameter
+            else:  # init_empty_weights of accelerate replaces this method
+                self.register_parameter(PREFIX + name, parameter)
+        self.__dict__["_layout"] = None
+        self._watch(stored)
+
+    def _watch(self, stored: StoredWeight) -> None:
+        """Drops the layout with the weight's last parameter: when it is replaced, or offloaded."""
+        layer = weakref.ref(self)
+
+        def drop_layout(_: object) -> None:
+            if (owner := layer()) is not None:
+                owner.__dict__["_layout"] = None
+
+        self.__dict__["_stored"] = weakref.ref(stored, drop_layout)
+
+    def _assign(self, value: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.ndim != 2:
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"QuantisedLinear: weight must be a tensor [n, k], got {got}")
+        if tensor_parallel.is_dtensor(value):
+            tensor_parallel.shard_weight(self, value)
+            return
+        warnings.warn(
+            f"QuantisedLinear: an assigned weight is quantised again to {self.format}, which "
+            f"loses precision; layer.dequantise() has the weight to compute with",
+            stacklevel=3,
+        )
+        q = quantise(value.detach().to(self.device), self.format)
+        self.out_features, self.in_features = q.shape
+        self.relative_error = None
+        self._set_stored(StoredWeight(q))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers a parameter as nn.Module does; ``weight`` is assigned to."""
+        if name == "weight" and param is not None:
+            self._assign(param)
+            return
+        if name == "weight_codebook" and tensor_parallel.is_dtensor(param):
+            # ColwiseParallel cuts every parameter along its first dimension.
+            param = nn.Parameter(tensor_parallel.replicated(param), requires_grad=False)
+        super().register_parameter(name, param)
+
+    # Backends
+
+    def _select(self, dtype: torch.dtype) -> str:
+        """Returns the name of the backend to use; raises NoBackendError without one."""
+        device = self.device
+        backend = "reference" if device.type == "meta" else self.backend
+        n, k = self._shape
+        return select(Problem(self.format, n, k, dtype, device, self.activations), backend).name
+
+    def _select_or_warn(self) -> None:
+        """Selects a backend after a move or a load; raising would leave a model half moved."""
+        try:
+            self.backend_name = self._select(self.dtype)
+        except NoBackendError as error:
+            self.backend_name = "none"
+            warnings.warn(
+                f"{self.format} of {list(self._shape)} cannot be used in {self.dtype} on "
+                f"{self.device} until it is moved on: {error}",
+                stacklevel=3,
+            )
+
+    def _pack(self, dtype: torch.dtype) -> Layout:
+        """Returns the layout for x of a dtype, packed if need be."""
+        stored = self.stored
+        layout = stored.layout
+        if layout is None or dtype not in layout.dtypes:
+            if self.group is not None:
+                self.group.join(dtype)
+            layout = stored.pack(self.backend, dtype, self.activations)
+        self._keep_layout(stored, layout)
+        return layout
+
+    def _keep_layout(self, stored: StoredWeight, layout: Layout) -> None:
+        self.__dict__["_layout"] = layout  # nn.Module would register it as a submodule
+        self.backend_name, self._layout_device = stored.backend_name, stored.device
+
+    # Calls
+
+    def forward(self, input: Tensor) -> Tensor:
         """Computes ``x @ W_hat.T + bias``.
 
         Args:
-            x: ``[..., k]`` in the layer's dtype.
+            input: x, ``[..., k]``.
 
         Returns:
-            ``[..., n]`` in the same dtype.
+            ``[..., n]`` in the dtype of x, or in autocast's.
 
         Raises:
-            TypeError: if x is not a tensor, or of another dtype that autocast does not cast.
+            TypeError: if x is not a floating tensor, or of a dtype without kernels.
             ValueError: if x is not ``[..., k]`` or is on another device.
+            NoBackendError: if no backend supports the layer.
         """
-        # nn.Module takes 0.5 us to find an attribute, so look each up in its dict.
-        weight: Any = self._modules["weight"]
-        layout, dtype = weight._modules.get("layout"), weight.dtype
-        if x.dtype != dtype:
-            if not isinstance(x, Tensor):
-                got = type(x).__name__
-                raise TypeError(f"QuantisedLinear: x must be a tensor, got {got}")
-            if not _is_cast(x):
-                advice = "; convert either with .to()" if x.is_floating_point() else ""
-                raise TypeError(
-                    f"QuantisedLinear: x must be {dtype}, the dtype of the layer, got {x.dtype}"
-                    f"{advice}"
-                )
-            # Fused layers recognise a shared input by identity and cast it themselves.
-            x = x if getattr(layout, "casts", False) else x.to(dtype)
-        if (bias := self._parameters.get("bias")) is None:
-            bias = self.bias
-        # There is no layout if a wrapper, such as torch.compile's, replaces the weight.
-        if layout is None or weight._forward_hooks or weight._forward_pre_hooks:
-            y: Tensor = weight(x, bias)
-        else:  # skips two calls of nn.Module, 4 us of 20
-            y = layout.forward(x, bias)
+        if torch.compiler.is_compiling():
+            return self._call_in_graph(input)
+        # The common case in 1 us: the layout is that of the layer's parameters, and fits x.
+        layout, parameters = self._layout, self._parameters
+        bias = parameters.get("bias")
+        try:
+            stored = parameters["weight_packed"].stored
+            is_ready = (
+                layout is not None
+                and stored.layout is layout
+                and parameters["weight_scale"].stored is stored
+                and parameters[self._table_name].stored is stored
+                and input.dtype in layout.dtypes
+                and not torch.is_autocast_enabled(input.device.type)
+                and (bias is None or bias.dtype == input.dtype)
+            )
+        except (AttributeError, RuntimeError):  # no tensors of a StoredWeight, or x on meta
+            is_ready = False
+        if not is_ready or layout is None:
+            return self._prepare_and_call(input)
+        y: Tensor = layout.forward(input, self.bias if bias is None else bias)
         return y
 
+    def _prepare_and_call(self, x: Tensor) -> Tensor:
+        """Calls a layer that may have to be packed, or an x or a bias that have to be cast."""
+        dtype = compute_dtype(x)
+        if tensor_parallel.is_dtensor(x) or tensor_parallel.is_sharded(self):
+            return tensor_parallel.call(self, x, dtype)
+        known, stored = self._stored(), self.stored
+        if stored is known:
+            return self._call(x, self._pack(dtype), dtype)
+        self._is_replaced_often, self._was_replaced = self._was_replaced, True
+        q = stored.quantised()
+        layout = self._pack(dtype)
+        with saved_as_canonical(q, layout, self.backend, dtype, self.activations):
+            return self._call(x, layout, dtype)
+
+    def _call(self, x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+        bias = self.bias
+        if not layout.casts:
+            x = x if x.dtype == dtype else x.to(dtype)
+            bias = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
+        y: Tensor = layout.forward(x, bias)
+        return y
+
+    def _call_in_graph(self, x: Tensor) -> Tensor:
+        if self._is_replaced_often:  # a layout in the graph would be compiled again at each call
+            return _call_outside_graph(self, x)
+        dtype = compute_dtype(x)
+        _pack_for_graph(self, dtype)
+        layout: Any = self._layout  # read after packing: the trace keeps what it has read
+        return self._call(x, layout, dtype)
+
+    def _dequantised_in_graph(self) -> Tensor:
+        if self.activations != "float":  # x would be rounded
+            return _dequantise_outside_graph(self)
+        _pack_for_graph(self, self.dtype)
+        layout: Any = self._layout
+        # Products with unit vectors are exact, and are dropped where only the dtype is used.
+        eye = torch.eye(self.in_features, dtype=self.dtype, device=self._layout_device)
+        weight: Tensor = layout.forward(eye).t()
+        return weight
+
+    # What nn.Module calls
+
+    @contextmanager
+    def _without_weight(self) -> Iterator[None]:
+        """Hides the weight's parameters from methods of nn.Module."""
+        hidden = {name: self._parameters.pop(name) for name in self.weight_names}
+        try:
+            yield
+        finally:
+            others = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update(hidden | others)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantisedLinear":
+        # nn.Module would cast scales with the activations.
+        with self._without_weight():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tensor_parallel.is_sharded(self):
+            tensor_parallel.apply(self, fn)
+            return self
+        # Apply fn to an empty tensor, to see the device and the activation dtype that it asks for.
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        stored, is_cast = self.stored, probe.dtype != self.dtype
+        self.dtype = probe.dtype
+        if probe.device == self.device:  # share_memory, or a cast
+            if not is_cast:
+                stored.apply(fn)
+                return self
+        else:
+            if self.device.type == "meta":  # to_empty
+                self.relative_error = None
+            self._set_stored(stored.moved(probe.device))
+        self._select_or_warn()
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if keep_vars or tensor_parallel.is_sharded(self):
+            return
+        for name, tensor in self.stored.quantised().tensors().items():
+            destination[prefix + PREFIX + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        lists = strict, missing_keys, unexpected_keys, error_msgs
+        state_dict = dict(state_dict)
+        for name in self.format.tensor_names:  # names of 0.1, and of files
+            if (key := f"{prefix}weight.{name}") in state_dict:
+                state_dict[prefix + PREFIX + name] = state_dict.pop(key)
+        if tensor_parallel.is_sharded(self):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
+            return
+        keys = {name: prefix + PREFIX + name for name in self.format.tensor_names}
+        found = {name: state_dict.pop(key) for name, key in keys.items() if key in state_dict}
+        with self._without_weight():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
+        missing_keys += [key for name, key in keys.items() if name not in found]
+        if len(found) < len(keys):
+            return
+        where = prefix.removesuffix(".") or "QuantisedLinear"
+        try:
+            # Copy, as nn.Module does: the caller may go on to change its tensors.
+            copied = {name: tensor.detach().clone() for name, tensor in found.items()}
+            q = QuantisedTensor(self.format, self._shape, **copied)
+            q.check_values(where)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{where}: {error}")
+            return
+        # As in nn.Module, assigned tensors stay on their device.
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        if self.device.type == "meta" and q.device.type != "meta" and not is_assigned:
+            warnings.warn(
+                f"{where}: loading into the meta device does nothing; pass assign=True",
+                stacklevel=2,
+            )
+            return
+        stored, self.relative_error = self.stored, None
+        if is_assigned and q.device != self.device:
+            stored = stored.moved(q.device)
+        stored.replace(q.to(stored.device))
+        self._set_stored(stored)
+        self._select_or_warn()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_stored")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__["_layout"] = None
+        if not tensor_parallel.is_sharded(self):
+            self._watch(self.stored)
+            self._select_or_warn()
+
     def extra_repr(self) -> str:
-        """Shows the sizes as nn.Linear does."""
-        has_bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+        """Shows the sizes as nn.Linear does, format, backend and activations."""
+        rounded = "" if self.activations == "float" else f", activations={self.activations}"
+        return f"{super().extra_repr()}, {self.format}, backend={self.backend_name}{rounded}"
 
 
-def _is_cast(x: Tensor) -> bool:
-    """Returns whether autocast is on and would cast x for ``nn.Linear`` (not float64)."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of a product of x: that of x, or the one to which autocast casts x.
+
+    Raises:
+        TypeError: if x is not a floating tensor.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"QuantisedLinear: x must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"QuantisedLinear: x must be floating, got {x.dtype}")
     device = x.device.type
-    if device == "meta":  # torch.is_autocast_enabled("meta") raises
-        return False
-    is_eligible = x.is_floating_point() and x.dtype != torch.float64
-    return is_eligible and torch.is_autocast_enabled(device)
+    # torch.is_autocast_enabled("meta") raises; autocast leaves float64 as it is.
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
-def _parameter(
-    bias: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> nn.Parameter:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _pack_for_graph(layer: QuantisedLinear, dtype: torch.dtype) -> bool:
+    """Packs a layer while torch.compile or torch.export traces it."""
+    with without_dispatch_modes():
+        # torch.export puts fake tensors in the place of the parameters.
+        stored = layer._stored() or layer.stored
+        layer._keep_layout(stored, stored.pack(layer.backend, dtype, layer.activations))
+    return True
+
+
+@torch.compiler.disable
+def _call_outside_graph(layer: QuantisedLinear, x: Tensor) -> Tensor:
+    return layer.forward(x)
+
+
+@torch.compiler.disable
+def _dequantise_outside_graph(layer: QuantisedLinear) -> Tensor:
+    return layer.dequantise()
+
+
+def _parameter(bias: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
     """Copies a bias as a parameter; a frozen one stays frozen."""
     frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
-    with torch.inference_mode(False):  # see ``pack_with``
+    with torch.inference_mode(False):  # autograd cannot save tensors made in inference mode
         copy = bias.detach().to(device, dtype, copy=True)
     return nn.Parameter(copy, requires_grad=not frozen)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
-from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantise import quantise
 from fdk_formats.scales import GroupedWeight, check_codebook
 from fdk_formats.tensor import QuantisedTensor, relative_error
@@ -127,13 +127,13 @@ def quantise_model(
     together = _sharing_codebook(linears, formats, codebooks, groups)
     quantised: dict[str, QuantisedTensor] = {}
 
-    weights: dict[int, QuantisedWeight] = {}
+    owners: dict[int, QuantisedLinear] = {}
     # deepcopy uses its memo instead of copying: the quantised layer replaces the linear one.
     memo: dict[int, object] = {}
     for name in _progress(formats) if progress else formats:
         linear = linears[name]
         key = id(linear.weight)
-        if key not in weights:
+        if key not in owners:
             if name in together and name not in quantised:
                 quantised |= _quantise_group(together[name], linears, formats[name], importances)
             q = quantised.pop(name, None)
@@ -141,13 +141,15 @@ def quantise_model(
                 q = _quantise_layer(
                     name, linear.weight, formats[name], importances.get(key), codebooks.get(key)
                 )
-            with _naming(name):
-                weight = QuantisedWeight(
-                    q, backend=backend, dtype=linear.weight.dtype, activations=activations
-                )
-            weight.relative_error = relative_error(linear.weight.detach(), q)
-            weights[key] = weight
-        layer = QuantisedLinear(weights[key], linear.bias)
+            error = relative_error(linear.weight.detach(), q)
+        else:
+            q, error = owners[key].quantised, owners[key].relative_error
+        with _naming(name):
+            layer = QuantisedLinear.from_quantised(
+                q, linear.bias, backend=backend, dtype=linear.weight.dtype, activations=activations
+            )
+        layer.relative_error = error
+        layer.tie_weight(owners.setdefault(key, layer))
         if linear.bias is not None:  # keep a shared bias shared
             layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
         for hooks in HOOKS:
@@ -479,24 +481,24 @@ def model_report(model: nn.Module) -> ModelReport:
         raise TypeError(f"model_report: model must be an nn.Module, got {type(model).__name__}")
     layers, left, seen = [], [], set()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and not isinstance(module, QuantisedLinear):
             left.append(name)
-        if not isinstance(module, QuantisedLinear) or id(module.weight) in seen:
+        if not isinstance(module, QuantisedLinear) or id(module.stored) in seen:
             continue
-        weight = module.weight
-        seen.add(id(weight))
-        n, k = weight.shape
+        seen.add(id(module.stored))
+        n, k = module.out_features, module.in_features
         layers.append(
             LayerReport(
                 name=name,
-                format=weight.format,
-                shape=weight.shape,
-                bits_per_weight=weight.format.bits_per_weight(k),
-                bytes_before=n * k * weight.dtype.itemsize,
-                bytes_after=weight.canonical_bytes,
-                backend=weight.backend_name,
-                relative_error=weight.relative_error,
+                format=module.format,
+                shape=(n, k),
+                bits_per_weight=module.format.bits_per_weight(k),
+                bytes_before=n * k * module.dtype.itemsize,
+                bytes_after=sum(p.nbytes for p in module.stored.parameters().values()),
+                backend=module.backend_name,
+                relative_error=module.relative_error,
             )
         )
-    other_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    own = {id(p) for m in model.modules() if isinstance(m, QuantisedLinear) for p in m.stored.parameters().values()}
+    other_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in own)
     return ModelReport(tuple(layers), tuple(left), other_bytes)

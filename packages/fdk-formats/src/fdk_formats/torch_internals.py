@@ -12,7 +12,12 @@ In ``torch._C``:
 - ``_autograd._profiler_enabled``: whether a profiler records every op.
 - ``_cuda_getCurrentRawStream``: the handle of a stream, without making a Stream of it.
 
+- ``DisableTorchFunctionSubclass``: calls a function of torch on a tensor subclass itself.
+
 Elsewhere:
+
+- ``torch.utils._python_dispatch._disable_current_modes``: real tensors amid a trace.
+- ``DTensor._local_tensor``: this process's shard, without a view made for autograd.
 
 - ``torch.autograd.forward_ad._current_level``: at least 0 in forward mode.
 - ``Tensor._version``: number of in-place changes of a tensor.
@@ -25,6 +30,7 @@ dictionaries of hooks, because finding a buffer as an attribute takes 0.5 us.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +100,26 @@ def in_place_version(tensor: Tensor) -> object:
     if torch.compiler.is_compiling() or tensor.is_inference():
         return None
     return getattr(tensor, "_version", object())
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Makes functions of torch run on tensor subclasses without their ``__torch_function__``."""
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Makes operations run on real tensors while a mode traces the caller."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    context: AbstractContextManager[object] = _disable_current_modes()
+    return context
+
+
+def local_tensor(sharded: Any) -> Tensor:
+    """Returns the shard of a DTensor that this process holds."""
+    tensor: Tensor = sharded._local_tensor
+    return tensor
 
 
 def inductor_config() -> Any:

@@ -49,7 +49,7 @@ def build_llama(case: ModelCase, batches: Sequence[int]) -> Built:
         weight_bytes += q.nbytes
         code_bits += q.bits_per_weight * n * k
         coded_weights += n * k
-        backends.add(quantised.weight.backend_name)
+        backends.add(quantised.backend_name)
         return quantised
 
     size = SIZES[case.model]

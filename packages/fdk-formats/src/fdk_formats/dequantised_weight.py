@@ -1,0 +1,113 @@
+"""``layer.weight`` of a quantised layer: a tensor that is dequantised where it is used."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fdk_formats.torch_internals import without_torch_function
+
+if TYPE_CHECKING:
+    from fdk_formats.linear import QuantisedLinear
+
+
+class DequantisedWeight(Tensor):
+    """The dequantised weight ``[n, k]`` of a layer, in the layer's dtype and on its device.
+
+    Dtype, device and sizes cost nothing. Any other use dequantises the whole weight, once for each
+    use, and keeps no copy. Writing to it (``weight.data = ...``, ``weight += ...``,
+    ``weight.copy_(...)``) assigns to ``layer.weight``, which quantises the result again and loses
+    precision. It has no gradient: the quantised weight is constant.
+
+    Attributes:
+        layer: the layer.
+    """
+
+    layer: "QuantisedLinear"
+    # nn.Parameter's instance check, as for the weight of nn.Linear.
+    _is_param = True
+
+    @classmethod
+    def of(cls, layer: "QuantisedLinear") -> "DequantisedWeight":
+        """Makes the weight of a layer."""
+        shape = layer.out_features, layer.in_features
+        own: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)
+        own.layer = layer
+        return own  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], DequantisedWeight) else None
+        if func in _METADATA:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        if func in _SAME or (func is _SET_DATA and args[1] is own):
+            return own
+        if func is _SET_DATA:
+            assert own is not None
+            own.layer.weight = args[1]
+            return None
+        plain_args, plain_kwargs = tree_map_only(DequantisedWeight, _plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if own is not None and _writes(func):
+            own.layer.weight = plain_args[0]
+            return None if func is Tensor.__setitem__ else own
+        return result
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            raise TypeError(
+                f"{func} cannot write to a dequantised weight: assign to layer.weight, which "
+                f"quantises it again"
+            )
+        args, kwargs = tree_map_only(DequantisedWeight, _plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"DequantisedWeight({_plain(self)}, format={self.layer.format})"
+
+
+def _plain(weight: DequantisedWeight) -> Tensor:
+    return weight.layer.dequantise()
+
+
+def _writes(func: Any) -> bool:
+    """Returns whether a function of torch changes its first argument."""
+    name = getattr(func, "__name__", "")
+    is_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_operator or is_method or func is Tensor.__setitem__
+
+
+def _getters(*names: str) -> tuple[Any, ...]:
+    return tuple(getattr(Tensor, name).__get__ for name in names)
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_METADATA = frozenset(
+    (
+        *_getters("dtype", "device", "shape", "ndim", "layout", "requires_grad", "grad", "grad_fn"),
+        *_getters("is_leaf", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "itemsize"),
+        *_getters("nbytes"),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device),
+        *(Tensor.__len__, Tensor.__hash__, Tensor.is_inference, Tensor.is_signed),
+    )
+)
+# ``data`` is another name of the weight; flags of gradients have no effect.
+_SAME = frozenset(
+    (
+        *_getters("data"),
+        Tensor.detach,
+        Tensor.requires_grad_,
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        Tensor.grad.__set__,  # type: ignore[attr-defined]
+    )
+)

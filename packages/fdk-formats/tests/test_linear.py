@@ -253,7 +253,8 @@ def test_autocast_computes_as_nn_linear(dtype):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, expected = quantised(x), source(x)
     assert y.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(y, expected)
+    exact = x.detach().double() @ quantised.dequantise().double().T + source.bias.detach().double()
+    assert nrmse(y.detach(), exact) < 1.5 * nrmse(expected.detach(), exact)
     y.float().sum().backward()
     assert x.grad.dtype == quantised.bias.grad.dtype == torch.float32
 

@@ -4,9 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from fdk_formats.torch_internals import without_torch_function
+from fdk_formats.torch_internals import (
+    map_tensors,
+    tensor_without_memory,
+    without_torch_function,
+)
 
 if TYPE_CHECKING:
     from fdk_formats.linear import QuantisedLinear
@@ -32,7 +35,7 @@ class DequantisedWeight(Tensor):
     def of(cls, layer: "QuantisedLinear") -> "DequantisedWeight":
         """Makes the weight of a layer."""
         shape = layer.out_features, layer.in_features
-        own: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)
+        own: Any = tensor_without_memory(cls, shape, layer.dtype, layer.device)
         own.layer = layer
         return own  # type: ignore[no-any-return]
 
@@ -51,7 +54,7 @@ class DequantisedWeight(Tensor):
             assert own is not None
             own.layer.weight = args[1]
             return None
-        plain_args, plain_kwargs = tree_map_only(DequantisedWeight, _plain, (args, kwargs))
+        plain_args, plain_kwargs = map_tensors(DequantisedWeight, _plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if own is not None and _writes(func):
             own.layer.weight = plain_args[0]
@@ -67,7 +70,7 @@ class DequantisedWeight(Tensor):
                 f"{func} cannot write to a dequantised weight: assign to layer.weight, which "
                 f"quantises it again"
             )
-        args, kwargs = tree_map_only(DequantisedWeight, _plain, (args, kwargs or {}))
+        args, kwargs = map_tensors(DequantisedWeight, _plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -229,6 +229,8 @@ class QuantisedLinear(nn.Linear):
 
         If somebody replaced them (accelerate, FSDP2, a caller), a weight made of the new ones.
         """
+        if torch.compiler.is_compiling() and (known := self._stored()) is not None:
+            return known  # torch.export puts fake tensors in the place of the parameters
         found = {name: self._parameters[PREFIX + name] for name in self.format.tensor_names}
         local = {name: tensor_parallel.local(tensor) for name, tensor in found.items()}
         owners = {id(getattr(tensor, "stored", None)) for tensor in local.values()}
@@ -503,7 +505,6 @@ class QuantisedLinear(nn.Linear):
         self.__dict__["_layout"] = None
         if not tensor_parallel.is_sharded(self):
             self._watch(self.stored)
-            self._select_or_warn()
 
     def extra_repr(self) -> str:
         """Shows the sizes as nn.Linear does, format, backend and activations."""
@@ -532,9 +533,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _pack_for_graph(layer: QuantisedLinear, dtype: torch.dtype) -> bool:
     """Packs a layer while torch.compile or torch.export traces it."""
     with without_dispatch_modes():
-        # torch.export puts fake tensors in the place of the parameters.
-        stored = layer._stored() or layer.stored
-        layer._keep_layout(stored, stored.pack(layer.backend, dtype, layer.activations))
+        layer._pack(dtype)
     return True
 
 

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fdk_formats.backends import Layout, Problem, select
 from fdk_formats.format import Format
 from fdk_formats.packing import packed_width
 from fdk_formats.tensor import QuantisedTensor
-from fdk_formats.torch_internals import without_torch_function
+from fdk_formats.torch_internals import (
+    map_tensors,
+    tensor_without_memory,
+    without_torch_function,
+)
 
 
 class StoredWeight:
@@ -167,9 +170,7 @@ class StoredTensor(Tensor):
     @classmethod
     def of(cls, stored: StoredWeight, field: str, like: Tensor) -> "StoredTensor":
         """Makes the parameter for one tensor of a weight, with the metadata of ``like``."""
-        own: Any = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
+        own: Any = tensor_without_memory(cls, like.shape, like.dtype, like.device)
         own.stored, own.field = stored, field
         return own  # type: ignore[no-any-return]
 
@@ -205,12 +206,12 @@ class StoredTensor(Tensor):
             return cls.of(args[0].stored, args[0].field, args[0])
         if func._schema.is_mutable:
             written = [a for a in args if isinstance(a, StoredTensor)]
-            plain_args, plain_kwargs = tree_map_only(
+            plain_args, plain_kwargs = map_tensors(
                 StoredTensor, lambda t: t.stored.canonical_tensors()[t.field], (args, kwargs or {})
             )
             result = func(*plain_args, **plain_kwargs)
             return written[0] if len(written) == 1 and written[0] is args[0] else result
-        args, kwargs = tree_map_only(StoredTensor, StoredTensor.plain, (args, kwargs or {}))
+        args, kwargs = map_tensors(StoredTensor, StoredTensor.plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StoredTensor":

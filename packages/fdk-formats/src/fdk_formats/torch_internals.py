@@ -16,10 +16,12 @@ In ``torch._C``:
 
 Elsewhere:
 
+- ``torch.utils._pytree.tree_map_only``: applies a function within nested arguments.
 - ``torch.utils._python_dispatch._disable_current_modes``: real tensors amid a trace.
 - ``DTensor._local_tensor``: this process's shard, without a view made for autograd.
 
 - ``torch.autograd.forward_ad._current_level``: at least 0 in forward mode.
+- ``Tensor._make_wrapper_subclass``: a tensor subclass whose values are held elsewhere.
 - ``Tensor._version``: number of in-place changes of a tensor.
 - ``torch._inductor.config``: options of torch.compile for a measurement.
 
@@ -29,7 +31,7 @@ add to these but not replace them. They read ``_buffers``, ``_modules``, ``_para
 dictionaries of hooks, because finding a buffer as an attribute takes 0.5 us.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import SimpleNamespace
@@ -39,6 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
+from torch.utils._pytree import tree_map_only
 
 
 def _private(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,6 +103,19 @@ def in_place_version(tensor: Tensor) -> object:
     if torch.compiler.is_compiling() or tensor.is_inference():
         return None
     return getattr(tensor, "_version", object())
+
+
+def tensor_without_memory(
+    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Makes a tensor of a subclass that has metadata only; it must define its operations."""
+    with torch.inference_mode(False):  # an inference tensor cannot be detached outside
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def map_tensors(cls: type[Tensor], fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies a function to the tensors of a class in nested arguments."""
+    return tree_map_only(cls, fn, tree)
 
 
 def without_torch_function() -> AbstractContextManager[object]:

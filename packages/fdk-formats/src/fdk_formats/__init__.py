@@ -27,10 +27,11 @@ from fdk_formats.files import load, load_model, parameters_on_meta, save, save_m
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.model import LayerReport, ModelReport, model_report, quantise_model
+from fdk_formats.model import quantise_model
 from fdk_formats.packing import pack, unpack
 from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import fit_codebook, quantise
+from fdk_formats.report import LayerReport, LeftWeight, ModelReport, model_report
 from fdk_formats.tensor import QuantisedTensor, relative_error
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "Format",
     "LayerReport",
     "Layout",
+    "LeftWeight",
     "ModelReport",
     "NoBackendError",
     "Problem",

@@ -12,7 +12,7 @@ from fdk_formats.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from fdk_formats.linear import QuantisedLinear
+    from fdk_formats.quantised_module import QuantisedModule
 
 
 class DequantisedWeight(Tensor):
@@ -27,15 +27,14 @@ class DequantisedWeight(Tensor):
         layer: the layer.
     """
 
-    layer: "QuantisedLinear"
+    layer: "QuantisedModule"
     # nn.Parameter's instance check, as for the weight of nn.Linear.
     _is_param = True
 
     @classmethod
-    def of(cls, layer: "QuantisedLinear") -> "DequantisedWeight":
+    def of(cls, layer: "QuantisedModule") -> "DequantisedWeight":
         """Makes the weight of a layer."""
-        shape = layer.out_features, layer.in_features
-        own: Any = tensor_without_memory(cls, shape, layer.dtype, layer.device)
+        own: Any = tensor_without_memory(cls, layer.weight_shape, layer.dtype, layer.device)
         own.layer = layer
         return own  # type: ignore[no-any-return]
 

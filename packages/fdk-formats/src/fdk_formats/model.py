@@ -1,29 +1,36 @@
-"""Quantising whole models, and reporting on them."""
+"""Quantising the layers of whole models."""
 
 import copy
+import functools
 import logging
 import re
 import sys
+import types
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantise import quantise
+from fdk_formats.report import left_weights, model_report, summary_of
 from fdk_formats.scales import GroupedWeight, check_codebook
+from fdk_formats.stored_weight import zero_weight
 from fdk_formats.tensor import QuantisedTensor, relative_error
 
 # The output head has few of the weights and much of the loss; other quantisers skip it too.
 DEFAULT_SKIP = r"(^|\.)lm_head$"
+# A share of the weights that may be left without a warning.
+UNREMARKABLE = 0.05
 
 # torch's dicts of hooks, which a quantised layer inherits.
 HOOKS = (
@@ -35,6 +42,7 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+OWN_ATTRIBUTES = frozenset(vars(nn.Linear(1, 1, device="meta")))
 
 logger = logging.getLogger(__name__)
 
@@ -42,31 +50,39 @@ logger = logging.getLogger(__name__)
 def quantise_model(
     model: nn.Module,
     format: Format | str,
-    skip: str | Sequence[str] | None = DEFAULT_SKIP,
+    skip: str | Sequence[str] | None = (),
     overrides: Mapping[str, Format | str | None] | None = None,
     backend: str = "auto",
     *,
+    default_skip: bool = True,
     activations: str = "float",
     importance: Mapping[str, Tensor] | None = None,
     codebook: Tensor | Mapping[str, Tensor] | None = None,
     fuse: bool | Sequence[Sequence[str]] = False,
+    inplace: bool = False,
     progress: bool = True,
 ) -> nn.Module:
-    """Returns a copy of a model with its ``nn.Linear`` layers quantised.
+    """Quantises the ``nn.Linear`` layers of a model, and GPT-2's ``Conv1D`` as linear layers.
 
     Tied weights stay tied: layers that share a weight share the quantised one. A layer whose weight
     something else uses too, such as an embedding, is not quantised; nor are subclasses of
-    ``nn.Linear``, whose owners may access ``.weight``. ``model_report`` reports on the result.
-    Layers that are not quantised are logged with the reason at level INFO.
+    ``nn.Linear``, whose owners may do more than call them. What is left is logged with the reason
+    at level INFO; at level WARNING if it is more than the skipped layers and more than 5 % of the
+    weights. ``model_report`` reports on the result.
+
+    A model on the meta device gives a plan: layers of the right formats and sizes without values,
+    for ``model_report`` or for loading a file.
 
     Args:
-        model: any module, a single ``nn.Linear`` included. It is left untouched.
+        model: any module, a single ``nn.Linear`` included. It is left untouched unless ``inplace``.
         format: format of every layer that no override matches, for example ``"nf4-g64"``.
         skip: regular expressions, searched in the dotted name of a layer. A match is not quantised.
-            None or an empty list skips none.
+            They add to the default, the output head ``lm_head``. None skips nothing, the head
+            neither.
         overrides: from regular expression to format, or to None to skip. The first match wins, also
             over ``skip``.
         backend: ``auto`` or a backend's name, see ``select``.
+        default_skip: False to let ``skip`` replace the default.
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
         codebook: by layer name, such as the codebooks that ``fake_quantise`` trained with;
@@ -77,15 +93,20 @@ def quantise_model(
             k_proj and v_proj, and gate_proj and up_proj. Files and ``state_dict`` stay those of
             separate layers. With ``kmeans``, the layers of a group get one codebook, unless
             ``codebook`` has one for some of them.
+        inplace: True to change ``model`` itself, a layer at a time: peak memory is that of one
+            layer more. An error leaves the layers before it quantised.
         progress: show a progress bar on a terminal.
 
     Returns:
-        A module of the same structure, with ``QuantisedLinear`` layers.
+        A module of the same structure with ``QuantisedLinear`` layers; ``model`` if ``inplace``,
+        unless it is a layer itself.
 
     Raises:
         ValueError: if a layer does not fit its format, its weight is computed (pruned, or normed by
-            ``torch.nn.utils``) or not finite; if a codebook is missing, not wanted, of another size
-            or not ascending; if a name or pattern matches no layer; if ``fuse`` is malformed. The
+            ``torch.nn.utils``), sharded or not finite; if a layer's ``forward`` is patched or it
+            holds more than ``nn.Linear`` does; without ``inplace``, if a patched ``forward`` would
+            call the source's modules; if a codebook is missing, not wanted, of another size or not
+            ascending; if a name or an override matches no layer; if ``fuse`` is malformed. The
             message names the layer.
         TypeError: if ``model`` is not a module, or a codebook not a floating tensor.
         NoBackendError: if no backend supports a layer.
@@ -103,62 +124,209 @@ def quantise_model(
         _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
         for pattern, wanted in (overrides or {}).items()
     }
-    skips = [_pattern("skip", text) for text in ([skip] if isinstance(skip, str) else skip or ())]
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    names = _names(model, linears)
+    given = [skip] if isinstance(skip, str) else skip or ()
+    skips = [_pattern("skip", text) for text in given]
+    sources = {name: module for name, module in model.named_modules() if is_source(module)}
+    names = _names(model, sources)
     _check_overrides(names, chosen)
+    _warn_of_unmatched(names, skips)
+    if default_skip and skip is not None:
+        skips.append(re.compile(DEFAULT_SKIP))
     formats = _choose_formats(names, default, skips, chosen)
+    skipped = {f"{alias}.weight" for name in names.keys() - formats.keys() for alias in names[name]}
     for name in formats:
-        _check_parameters(name, linears[name])
+        _check_source(name, sources[name])
     for name, owner in _tied_elsewhere(model, formats).items():
         logger.info("left %s: tied to %s", name, owner)
         del formats[name]
-    if not formats:
-        warnings.warn(
-            f"quantise_model: nothing to quantise: {len(linears)} linear layers, all left",
-            stacklevel=2,
-        )
-    codebooks = _codebooks(linears, formats, default, codebook)
+    _warn_of_left(model, formats, sources, skipped)
+    if not inplace:
+        _check_patches(model)
+    codebooks = _codebooks(sources, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
-            check_codebook(codebooks.get(id(linears[name].weight)), wanted)
-        _check_layer(name, linears[name], wanted, backend, activations)
-    importances = _importances(linears, formats, importance or {})
-    together = _sharing_codebook(linears, formats, codebooks, groups)
+            check_codebook(codebooks.get(id(sources[name].weight)), wanted)
+        _check_layer(name, sources[name], wanted, backend, activations)
+    importances = _importances(sources, formats, importance or {})
+    together = _sharing_codebook(sources, formats, codebooks, groups)
     quantised: dict[str, QuantisedTensor] = {}
 
+    settings: dict[str, Any] = {"backend": backend, "activations": activations}
     owners: dict[int, QuantisedLinear] = {}
-    # deepcopy uses its memo instead of copying: the quantised layer replaces the linear one.
-    memo: dict[int, object] = {}
+    kept: list[object] = []  # weights whose ids are keys
+    # By id of a module of the source, its copy: deepcopy uses it instead of copying.
+    memo: dict[int, Any] = {}
     for name in _progress(formats) if progress else formats:
-        linear = linears[name]
-        key = id(linear.weight)
-        if key not in owners:
+        source = sources[name]
+        weight, key = matrix_of(source), id(source.weight)
+        if key in owners:
+            layer = _layer(name, owners[key].quantised, source, weight.dtype, settings)
+            layer.tie_weight(owners[key])
+        else:
             if name in together and name not in quantised:
-                quantised |= _quantise_group(together[name], linears, formats[name], importances)
+                quantised |= _quantise_group(together[name], sources, formats[name], importances)
             q = quantised.pop(name, None)
             if q is None:
                 q = _quantise_layer(
-                    name, linear.weight, formats[name], importances.get(key), codebooks.get(key)
+                    name, weight, formats[name], importances.get(key), codebooks.get(key)
                 )
-            error = relative_error(linear.weight.detach(), q)
+            layer = owners[key] = _layer(name, q, source, weight.dtype, settings)
+            if weight.device.type != "meta":
+                layer.relative_error = relative_error(weight.detach(), q)
+        _carry_over(source, layer, memo, inplace)
+        if inplace:
+            kept.append(layer)
+            model = _replace(model, source, layer)
+            sources[name] = layer
         else:
-            q, error = owners[key].quantised, owners[key].relative_error
-        with _naming(name):
-            layer = QuantisedLinear.from_quantised(
-                q, linear.bias, backend=backend, dtype=linear.weight.dtype, activations=activations
-            )
-        layer.relative_error = error
-        layer.tie_weight(owners.setdefault(key, layer))
-        if linear.bias is not None:  # keep a shared bias shared
-            layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
-        for hooks in HOOKS:
-            setattr(layer, hooks, copy.copy(getattr(linear, hooks)))
-        memo[id(linear)] = layer.train(linear.training)
-    result: nn.Module = copy.deepcopy(model, memo)
+            memo[id(source)] = layer
+        del source, weight
+    result: nn.Module = model if inplace else copy.deepcopy(model, memo)
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
     return result
+
+
+def is_source(module: nn.Module) -> bool:
+    """Returns whether ``quantise_model`` quantises a module."""
+    return type(module) is nn.Linear or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Returns whether a module is GPT-2's linear layer, whose weight is ``[k, n]``."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def matrix_of(source: Any) -> Tensor:
+    """Returns the weight ``[n, k]`` of a layer that ``quantise_model`` quantises."""
+    weight: Tensor = source.weight
+    return weight.t() if _is_conv1d(source) else weight
+
+
+def _layer(
+    name: str, q: QuantisedTensor, source: Any, dtype: torch.dtype, settings: Mapping[str, Any]
+) -> QuantisedLinear:
+    with _naming(name):
+        return QuantisedLinear.from_quantised(q, source.bias, dtype=dtype, **settings)
+
+
+def _carry_over(
+    source: Any, layer: QuantisedLinear, memo: dict[int, Any], inplace: bool
+) -> None:
+    """Gives a quantised layer the mode, hooks, shared bias and own attributes of its source."""
+    layer.train(source.training)
+    if source.bias is not None:
+        if inplace:
+            layer.bias = source.bias
+        else:  # keep a shared bias shared
+            layer.bias = memo.setdefault(id(source.bias), layer.bias)
+    for hooks in HOOKS:
+        setattr(layer, hooks, copy.copy(getattr(source, hooks)))
+    for name, value in vars(source).items():
+        if name not in OWN_ATTRIBUTES and name not in vars(layer):
+            vars(layer)[name] = value
+
+
+def _replace(model: nn.Module, source: nn.Module, layer: nn.Module) -> nn.Module:
+    """Puts a layer in every place of a module; returns the model, the layer if it is the model."""
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is source:
+                parent._modules[name] = layer
+    return layer if model is source else model
+
+
+def _check_patches(model: nn.Module) -> None:
+    """Raises ValueError where a copy of a model would go on to call modules of the source."""
+    own = {id(module): name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        patch = vars(module).get("forward")
+        if patch is not None and (called := _reached(patch, own, set())) is not None:
+            raise ValueError(
+                f"quantise_model: module {name!r}: its forward is patched with a function that "
+                f"calls {called!r} of the source, which a copy would go on to call unquantised: "
+                f"pass inplace=True, or patch the result"
+            )
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if (called := _reached(hook, own, set())) is not None:
+                logger.warning(
+                    "quantise_model: a hook of %r holds the module %r of the source, and will do "
+                    "so in the copy; inplace=True keeps one model",
+                    name,
+                    called,
+                )
+
+
+def _reached(value: object, own: Mapping[int, str], seen: set[int]) -> str | None:
+    """Returns the name of a module that a plain function holds on to when it is copied.
+
+    ``copy.deepcopy`` copies bound methods and partial functions, but not functions.
+    """
+    if id(value) in seen:
+        return None
+    seen.add(id(value))
+    if isinstance(value, functools.partial):
+        held: Iterable[object] = (value.func,)
+    elif isinstance(value, types.FunctionType):
+        cells = (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+        held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for each in held:
+            owner = getattr(each, "__self__", each)
+            if id(owner) in own:
+                return own[id(owner)]
+    else:
+        return None
+    return next((name for each in held if (name := _reached(each, own, seen)) is not None), None)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _warn_of_unmatched(
+    names: Mapping[str, Sequence[str]], skips: Sequence[re.Pattern[str]]
+) -> None:
+    every = [name for aliases in names.values() for name in aliases]
+    for pattern in skips:
+        if not any(map(pattern.search, every)):
+            logger.warning("quantise_model: skip %r matches no linear layer", pattern.pattern)
+
+
+def _warn_of_left(
+    model: nn.Module,
+    formats: Mapping[str, Format],
+    sources: Mapping[str, nn.Module],
+    skipped: set[str],
+) -> None:
+    """Logs the weights that are not quantised; warns where they are many and nobody asked."""
+    chosen = {id(sources[name].weight) for name in formats}
+    quantised = sum(sources[name].weight.numel() for name in formats)  # type: ignore[operator]
+    left = [
+        weight
+        for weight in left_weights(model)
+        if id(model.get_parameter(weight.name)) not in chosen
+    ]
+    total = quantised + sum(weight.weights for weight in left)
+    for weight in left:
+        logger.info("left %s: %s", weight.name, weight.kind)
+    unasked = [weight for weight in left if weight.name not in skipped]
+    share = sum(weight.weights for weight in unasked) / max(1, total)
+    if not formats:
+        warnings.warn(
+            f"quantise_model: nothing to quantise: {len(sources)} linear layers, all left",
+            stacklevel=3,
+        )
+    elif share > UNREMARKABLE:
+        logger.warning(
+            "quantise_model: %.0f %% of the weights are not in linear layers and stay as they "
+            "are: %s",
+            100 * share,
+            summary_of(unasked, total),
+        )
 
 
 def _pattern(argument: str, text: str) -> re.Pattern[str]:
@@ -171,7 +339,7 @@ def _pattern(argument: str, text: str) -> re.Pattern[str]:
 
 
 def _sharing_codebook(
-    linears: Mapping[str, nn.Linear],
+    linears: Mapping[str, Any],
     formats: Mapping[str, Format],
     codebooks: Mapping[int, Tensor],
     groups: Sequence[Sequence[str]],
@@ -180,13 +348,14 @@ def _sharing_codebook(
     uses = Counter(id(linears[name].weight) for name in formats)
 
     def fits(names: tuple[str, ...]) -> bool:
-        weights = [linears[name].weight for name in names]
+        weights = [matrix_of(linears[name]) for name in names]
         kinds = {
             (formats[n], w.shape[1], w.dtype, w.device) for n, w in zip(names, weights, strict=True)
         }
-        is_given = any(id(weight) in codebooks for weight in weights)
+        keys = [id(linears[name].weight) for name in names]
+        is_given = any(key in codebooks for key in keys)
         is_fitted = formats[names[0]].is_fitted and not is_given
-        return is_fitted and len(kinds) == 1 and all(uses[id(weight)] == 1 for weight in weights)
+        return is_fitted and len(kinds) == 1 and all(uses[key] == 1 for key in keys)
 
     found: dict[str, tuple[str, ...]] = {}
     for names in filter(fits, siblings(formats, groups)):
@@ -197,18 +366,19 @@ def _sharing_codebook(
 
 def _quantise_group(
     names: Sequence[str],
-    linears: Mapping[str, nn.Linear],
+    linears: Mapping[str, Any],
     format: Format,
     importances: Mapping[int, Tensor],
 ) -> dict[str, QuantisedTensor]:
     """Quantises layers as one weight of all their rows, and returns the rows of each."""
-    weights = [linears[name].weight for name in names]
-    for name, weight in zip(names, weights, strict=True):  # errors name the layer
+    weights = [matrix_of(linears[name]) for name in names]
+    own = [importances.get(id(linears[name].weight)) for name in names]
+    for name, weight, each in zip(names, weights, own, strict=True):  # errors name the layer
         with _naming(name):
-            GroupedWeight.of(weight.detach(), format, importances.get(id(weight)))
+            GroupedWeight.of(weight.detach(), format, each)
     importance = None
-    if any(id(weight) in importances for weight in weights):
-        given = [importances.get(id(weight), weight.new_ones(())) for weight in weights]
+    if any(each is not None for each in own):
+        given = [w.new_ones(()) if each is None else each for each, w in zip(own, weights, strict=True)]
         importance = torch.cat(
             [each.expand(weight.shape) for each, weight in zip(given, weights, strict=True)]
         )
@@ -224,6 +394,8 @@ def _quantise_layer(
     importance: Tensor | None,
     codebook: Tensor | None = None,
 ) -> QuantisedTensor:
+    if weight.device.type == "meta":
+        return zero_weight(format, (weight.shape[0], weight.shape[1]), weight.device)
     with _naming(name):
         return quantise(weight.detach(), format, importance=importance, codebook=codebook)
 
@@ -237,8 +409,8 @@ def _naming(name: str) -> Iterator[None]:
         raise type(error)(f"quantise_model: layer {name}: {error}") from None
 
 
-def _check_parameters(name: str, linear: nn.Linear) -> None:
-    """Raises ValueError if ``torch.nn.utils`` recomputes a weight or bias before each call."""
+def _check_source(name: str, linear: Any) -> None:
+    """Raises ValueError if a layer is more than its weight and bias."""
     parameters = dict(linear.named_parameters(recurse=False))
     for attribute in ("weight", "bias"):
         if getattr(linear, attribute) is not None and attribute not in parameters:
@@ -246,9 +418,27 @@ def _check_parameters(name: str, linear: nn.Linear) -> None:
                 f"quantise_model: layer {name}: its {attribute} must be a parameter, and is "
                 f"computed from others (pruned or normed): make that permanent, or skip it"
             )
+    if "forward" in vars(linear):
+        raise ValueError(
+            f"quantise_model: layer {name}: its forward is patched (by an attribute of the layer), "
+            f"and a quantised layer would not call it: remove the patch, or skip the layer"
+        )
+    more = [own for own in parameters if own not in ("weight", "bias")]
+    more += [own for own, _ in linear.named_buffers(recurse=False)]
+    more += [own for own, _ in linear.named_children()]
+    if more:
+        raise ValueError(
+            f"quantise_model: layer {name}: holds {', '.join(more)} besides weight and bias, which "
+            f"a quantised layer would drop: remove them, or skip the layer"
+        )
+    if tensor_parallel.is_dtensor(linear.weight):
+        raise ValueError(
+            f"quantise_model: layer {name}: its weight is a DTensor: quantise the model before it "
+            f"is sharded, and shard the result"
+        )
 
 
-def _names(model: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, list[str]]:
+def _names(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     """Returns all names of each layer by its first: a module may be registered several times."""
     firsts = {id(module): name for name, module in linears.items()}
     names: dict[str, list[str]] = {name: [] for name in linears}
@@ -294,7 +484,7 @@ def _choose_formats(
 
 
 def _importances(
-    linears: Mapping[str, nn.Linear], formats: Mapping[str, Format], given: Mapping[str, Tensor]
+    linears: Mapping[str, Any], formats: Mapping[str, Format], given: Mapping[str, Tensor]
 ) -> dict[int, Tensor]:
     """Returns importance by id of the weight, added up over layers that share it."""
     _check_names("importance", given, formats)
@@ -306,7 +496,7 @@ def _importances(
 
 
 def _codebooks(
-    linears: Mapping[str, nn.Linear],
+    linears: Mapping[str, Any],
     formats: Mapping[str, Format],
     default: Format,
     given: Tensor | Mapping[str, Tensor] | None,
@@ -343,13 +533,14 @@ def _check_names(argument: str, given: Mapping[str, Tensor], formats: Mapping[st
 
 
 def _check_layer(
-    name: str, linear: nn.Linear, format: Format, backend: str, activations: str
+    name: str, linear: Any, format: Format, backend: str, activations: str
 ) -> None:
-    n, k = linear.weight.shape
-    weight = linear.weight
+    weight = matrix_of(linear)
+    n, k = weight.shape
     try:
         format.group_size_for(k)
-        select(Problem(format, n, k, weight.dtype, weight.device, activations), backend)
+        if weight.device.type != "meta":
+            select(Problem(format, n, k, weight.dtype, weight.device, activations), backend)
     except ValueError as error:
         raise ValueError(f"quantise_model: layer {name}: {error}; skip or override it") from None
     except NoBackendError as error:
@@ -389,116 +580,3 @@ def _progress(names: Iterable[str]) -> Iterator[str]:
             print(file=sys.stderr)
         return
     yield from tqdm(names, desc="quantise", unit="layer", disable=None)
-
-
-# Reports
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """Report on one quantised layer.
-
-    Attributes:
-        name: dotted name in the model; the first of a tied weight.
-        format: format of the weight.
-        shape: ``(n, k)``.
-        bits_per_weight: bits of a code plus its share of scale and zero point.
-        bytes_before: bytes of the weight in the layer's dtype.
-        bytes_after: bytes of its canonical tensors.
-        backend: name of the backend in use.
-        relative_error: see ``relative_error``; None if the layer was loaded.
-    """
-
-    name: str
-    format: Format
-    shape: tuple[int, int]
-    bits_per_weight: float
-    bytes_before: int
-    bytes_after: int
-    backend: str
-    relative_error: float | None
-
-
-@dataclass(frozen=True)
-class ModelReport:
-    """Report on a model; ``str`` prints a table.
-
-    Attributes:
-        layers: the quantised layers, in the order of the model.
-        left: names of linear layers that are not quantised.
-        other_bytes: bytes of all other parameters, biases included.
-    """
-
-    layers: tuple[LayerReport, ...]
-    left: tuple[str, ...]
-    other_bytes: int
-
-    @property
-    def bytes_before(self) -> int:
-        """Bytes of the quantised weights before quantising."""
-        return sum(layer.bytes_before for layer in self.layers)
-
-    @property
-    def bytes_after(self) -> int:
-        """Bytes of the quantised weights."""
-        return sum(layer.bytes_after for layer in self.layers)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Mean bits per weight over the quantised weights, without codebooks."""
-        sizes = [layer.shape[0] * layer.shape[1] for layer in self.layers]
-        bits = sum(s * layer.bits_per_weight for s, layer in zip(sizes, self.layers, strict=True))
-        return bits / sum(sizes) if sizes else 0.0
-
-    def __str__(self) -> str:
-        lines = [f"{'layer':40} {'format':24} {'bits':>6} {'bytes':>22} {'error':>8}"]
-        for layer in self.layers:
-            error = "" if layer.relative_error is None else f"{layer.relative_error:.4f}"
-            size = f"{layer.bytes_before} -> {layer.bytes_after}"
-            lines.append(
-                f"{layer.name:40} {layer.format!s:24} {layer.bits_per_weight:6.3f} "
-                f"{size:>22} {error:>8}"
-            )
-        lines += [f"{name:40} not quantised" for name in self.left]
-        lines.append(
-            f"{len(self.layers)} layers, {self.bits_per_weight:.3f} bits per weight, "
-            f"{self.bytes_before} -> {self.bytes_after} bytes; {self.other_bytes} bytes of other "
-            f"parameters"
-        )
-        return "\n".join(lines)
-
-
-def model_report(model: nn.Module) -> ModelReport:
-    """Reports formats, bits, bytes and errors of the quantised layers of a model.
-
-    Args:
-        model: result of ``quantise_model`` or ``load_model``.
-
-    Raises:
-        TypeError: if ``model`` is not a module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model_report: model must be an nn.Module, got {type(model).__name__}")
-    layers, left, seen = [], [], set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not isinstance(module, QuantisedLinear):
-            left.append(name)
-        if not isinstance(module, QuantisedLinear) or id(module.stored) in seen:
-            continue
-        seen.add(id(module.stored))
-        n, k = module.out_features, module.in_features
-        layers.append(
-            LayerReport(
-                name=name,
-                format=module.format,
-                shape=(n, k),
-                bits_per_weight=module.format.bits_per_weight(k),
-                bytes_before=n * k * module.dtype.itemsize,
-                bytes_after=sum(p.nbytes for p in module.stored.parameters().values()),
-                backend=module.backend_name,
-                relative_error=module.relative_error,
-            )
-        )
-    own = {id(p) for m in model.modules() if isinstance(m, QuantisedLinear) for p in m.stored.parameters().values()}
-    other_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in own)
-    return ModelReport(tuple(layers), tuple(left), other_bytes)

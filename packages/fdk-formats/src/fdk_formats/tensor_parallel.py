@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from fdk_formats.linear import QuantisedLinear
+    from fdk_formats.quantised_module import QuantisedModule
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -27,7 +28,7 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def is_sharded(layer: "QuantisedLinear") -> bool:
+def is_sharded(layer: "QuantisedModule") -> bool:
     """Returns whether the weight of a layer is a DTensor."""
     return is_dtensor(layer._parameters["weight_packed"])
 
@@ -37,12 +38,12 @@ def local(tensor: Any) -> Tensor:
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
-def local_weight(layer: "QuantisedLinear", tensors: "Mapping[str, Tensor]") -> QuantisedTensor:
+def local_weight(layer: "QuantisedModule", tensors: "Mapping[str, Tensor]") -> QuantisedTensor:
     """Makes the weight of this process from the tensors that a layer's parameters hold.
 
     Mixed precision of FSDP2 casts scales and codebooks; they get back the dtypes of the format.
     """
-    format, (n, k) = layer.format, (layer.out_features, layer.in_features)
+    format, (n, k) = layer.format, layer.weight_shape
     if is_sharded(layer):
         n = len(tensors["packed"])
         k //= _ranks_along_k(layer)
@@ -71,16 +72,16 @@ def like(sharded: Any, shard: Tensor) -> nn.Parameter:
     return nn.Parameter(placed, requires_grad=False)
 
 
-def gathered(layer: "QuantisedLinear") -> QuantisedTensor:
+def gathered(layer: "QuantisedModule") -> QuantisedTensor:
     """Gathers the weight of a sharded layer from all processes."""
     tensors: dict[str, Any] = {}
     for name in layer.format.tensor_names:
         parameter: Any = layer._parameters["weight_" + name]
         tensors[name] = parameter.full_tensor() if is_dtensor(parameter) else parameter
-    return QuantisedTensor(layer.format, (layer.out_features, layer.in_features), **tensors)
+    return QuantisedTensor(layer.format, layer.weight_shape, **tensors)
 
 
-def shard_weight(layer: "QuantisedLinear", weight: Any) -> None:
+def shard_weight(layer: "QuantisedModule", weight: Any) -> None:
     """Shards the parameters of a layer as a DTensor of its weight ``[n, k]`` is sharded.
 
     Raises:
@@ -109,7 +110,7 @@ def replicated(tensor: Any) -> Any:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
-def apply(layer: "QuantisedLinear", fn: "Callable[[Tensor], Tensor]") -> None:
+def apply(layer: "QuantisedModule", fn: "Callable[[Tensor], Tensor]") -> None:
     """Applies a function of ``nn.Module.to`` to a sharded weight, whose dtypes stay."""
     for name in layer.weight_names:
         parameter: Any = layer._parameters[name]
@@ -177,16 +178,16 @@ def _check_placements(placements: Any) -> Any:
     return placements
 
 
-def _ranks_along_k(layer: "QuantisedLinear") -> int:
+def _ranks_along_k(layer: "QuantisedModule") -> int:
     packed: Any = layer._parameters["weight_packed"]
     (placement,) = _check_placements(packed.placements)
     ranks: int = packed.device_mesh.size() if placement.is_shard(1) else 1
     return ranks
 
 
-def _check_cut(layer: "QuantisedLinear", ranks: int) -> None:
+def _check_cut(layer: "QuantisedModule", ranks: int) -> None:
     """Raises ValueError if shards along k would cut a group or a byte of codes."""
-    k, bits = layer.in_features, layer.format.bits
+    (_, k), bits = layer.weight_shape, layer.format.bits
     group_size = layer.format.group_size_for(k)
     group = 1 if group_size == k else group_size
     if k % (ranks * group) or (k // ranks * bits) % 8:

@@ -1,0 +1,278 @@
+"""Modules with a quantised weight: what torch and others see of it, and where it is held."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fdk_formats import tensor_parallel
+from fdk_formats.backends import Layout
+from fdk_formats.dequantised_weight import DequantisedWeight
+from fdk_formats.format import Format
+from fdk_formats.quantise import quantise
+from fdk_formats.stored_weight import StoredWeight
+from fdk_formats.tensor import QuantisedTensor
+
+PREFIX = "weight_"
+
+
+class QuantisedModule(nn.Module):
+    """A module whose weight ``[n, k]`` is stored in 1 to 8 bits.
+
+    Its parameters are the canonical tensors of ``QuantisedTensor``, frozen: ``weight_packed``,
+    ``weight_scale`` and ``weight_codebook`` or ``weight_zero_point``. A ``StoredWeight`` holds
+    their values. They may be replaced, moved and written to; the module follows.
+
+    Attributes:
+        format: format of the weight.
+        dtype: dtype of ``weight``.
+        relative_error: error against the source weight; None unless ``quantise_model`` made it.
+    """
+
+    format: Format
+    dtype: torch.dtype
+    relative_error: float | None
+    _layout: Layout | None
+    _stored: Callable[[], StoredWeight | None]
+
+    def _init_weight(self, stored: StoredWeight, dtype: torch.dtype) -> None:
+        """Registers the parameters; called once, by the constructor."""
+        self.format, self.dtype, self.relative_error = stored.format, dtype, None
+        self._set_stored(stored)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """``(n, k)``, of the whole weight if it is sharded."""
+        raise NotImplementedError
+
+    def _set_shape(self, n: int, k: int) -> None:
+        raise NotImplementedError
+
+    def _dequantised_in_graph(self) -> Tensor:
+        """Computes the weight in a graph of torch.compile."""
+        raise NotImplementedError
+
+    def _weight_changed(self) -> None:
+        """Follows a move or a load of the weight."""
+
+    def tie_weight(self, other: "QuantisedModule") -> None:
+        """Shares the weight of another module of the same format and shape."""
+        own, given = (self.format, self.weight_shape), (other.format, other.weight_shape)
+        if own != given:
+            raise ValueError(
+                f"tie_weight: wanted a weight {own[0]} {list(own[1])}, "
+                f"got {given[0]} {list(given[1])}"
+            )
+        self._set_stored(other.stored)
+        self.relative_error = other.relative_error
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weight."""
+        device: torch.device = self._parameters["weight_packed"].device  # type: ignore[union-attr]
+        return device
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dequantised weight ``[n, k]``, see ``DequantisedWeight``.
+
+        Assigning a weight ``[n, k]``, of other sizes too, quantises it in the layer's format.
+        """
+        if torch.compiler.is_compiling():
+            return self._dequantised_in_graph()
+        return DequantisedWeight.of(self)
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        self._assign(value)
+
+    @property
+    def quantised(self) -> QuantisedTensor:
+        """The weight in canonical form; gathered from all processes if it is sharded."""
+        if tensor_parallel.is_sharded(self):
+            return tensor_parallel.gathered(self)
+        return self.stored.quantised()
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Computes the weight ``[n, k]`` in a dtype, that of the layer by default."""
+        return self.quantised.dequantise(self.dtype if dtype is None else dtype)
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the weight's parameters."""
+        return tuple(PREFIX + name for name in self.format.tensor_names)
+
+    @property
+    def weight_parameters(self) -> tuple[Tensor, ...]:
+        """The weight's parameters."""
+        return tuple(self._parameters[name] for name in self.weight_names)  # type: ignore[misc]
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The weight that the layer's parameters belong to.
+
+        If somebody replaced them (accelerate, FSDP2, a caller), a weight made of the new ones.
+        """
+        if torch.compiler.is_compiling() and (known := self._stored()) is not None:
+            return known  # torch.export puts fake tensors in the place of the parameters
+        found = {name: self._parameters[PREFIX + name] for name in self.format.tensor_names}
+        local = {name: tensor_parallel.local(tensor) for name, tensor in found.items()}
+        owners = {id(getattr(tensor, "stored", None)) for tensor in local.values()}
+        stored = getattr(local["packed"], "stored", None)
+        if stored is not None and len(owners) == 1:
+            return stored  # type: ignore[no-any-return]
+        q = tensor_parallel.local_weight(self, local)
+        stored = StoredWeight(q)
+        self._set_stored(stored)
+        return stored
+
+    def _set_stored(self, stored: StoredWeight) -> None:
+        for name, parameter in stored.parameters().items():
+            sharded = self._parameters.get(PREFIX + name)
+            if tensor_parallel.is_dtensor(sharded):
+                parameter = tensor_parallel.like(sharded, parameter)
+            if PREFIX + name in self._parameters:
+                self._parameters[PREFIX + name] = parameter
+            else:  # init_empty_weights of accelerate replaces this method
+                self.register_parameter(PREFIX + name, parameter)
+        self.__dict__["_layout"] = None
+        self._watch(stored)
+
+    def _watch(self, stored: StoredWeight) -> None:
+        """Drops the layout with the weight's last parameter: when it is replaced, or offloaded."""
+        layer = weakref.ref(self)
+
+        def drop_layout(_: object) -> None:
+            if (owner := layer()) is not None:
+                owner.__dict__["_layout"] = None
+
+        self.__dict__["_stored"] = weakref.ref(stored, drop_layout)
+
+    def _assign(self, value: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.ndim != 2:
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{type(self).__name__}: weight must be a tensor [n, k], got {got}")
+        if tensor_parallel.is_dtensor(value):
+            tensor_parallel.shard_weight(self, value)
+            return
+        warnings.warn(
+            f"{type(self).__name__}: an assigned weight is quantised again to {self.format}, which "
+            f"loses precision; layer.dequantise() has the weight to compute with",
+            stacklevel=3,
+        )
+        q = quantise(value.detach().to(self.device), self.format)
+        self._set_shape(*q.shape)
+        self.relative_error = None
+        self._set_stored(StoredWeight(q))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers a parameter as nn.Module does; ``weight`` is assigned to."""
+        if name == "weight" and param is not None:
+            self._assign(param)
+            return
+        if name == "weight_codebook" and tensor_parallel.is_dtensor(param):
+            # ColwiseParallel cuts every parameter along its first dimension.
+            param = nn.Parameter(tensor_parallel.replicated(param), requires_grad=False)
+        super().register_parameter(name, param)
+
+    @contextmanager
+    def _without_weight(self) -> Iterator[None]:
+        """Hides the weight's parameters from methods of nn.Module."""
+        hidden = {name: self._parameters.pop(name) for name in self.weight_names}
+        try:
+            yield
+        finally:
+            others = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update(hidden | others)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # nn.Module would cast scales with the activations.
+        with self._without_weight():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if tensor_parallel.is_sharded(self):
+            tensor_parallel.apply(self, fn)
+            return self
+        # Apply fn to an empty tensor, to see the device and the activation dtype that it asks for.
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        stored, is_cast = self.stored, probe.dtype != self.dtype
+        self.dtype = probe.dtype
+        if probe.device == self.device:  # share_memory, or a cast
+            if not is_cast:
+                stored.apply(fn)
+                return self
+        else:
+            if self.device.type == "meta":  # to_empty
+                self.relative_error = None
+            self._set_stored(stored.moved(probe.device))
+        self._weight_changed()
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if keep_vars or tensor_parallel.is_sharded(self):
+            return
+        for name, tensor in self.stored.quantised().tensors().items():
+            destination[prefix + PREFIX + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        lists = strict, missing_keys, unexpected_keys, error_msgs
+        state_dict = dict(state_dict)
+        for name in self.format.tensor_names:  # names of 0.1, and of files
+            if (key := f"{prefix}weight.{name}") in state_dict:
+                state_dict[prefix + PREFIX + name] = state_dict.pop(key)
+        if tensor_parallel.is_sharded(self):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
+            return
+        keys = {name: prefix + PREFIX + name for name in self.format.tensor_names}
+        found = {name: state_dict.pop(key) for name, key in keys.items() if key in state_dict}
+        with self._without_weight():
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
+        missing_keys += [key for name, key in keys.items() if name not in found]
+        if len(found) < len(keys):
+            return
+        where = prefix.removesuffix(".") or type(self).__name__
+        try:
+            # Copy, as nn.Module does: the caller may go on to change its tensors.
+            copied = {name: tensor.detach().clone() for name, tensor in found.items()}
+            q = QuantisedTensor(self.format, self.weight_shape, **copied)
+            q.check_values(where)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{where}: {error}")
+            return
+        # As in nn.Module, assigned tensors stay on their device.
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        if self.device.type == "meta" and q.device.type != "meta" and not is_assigned:
+            warnings.warn(
+                f"{where}: loading into the meta device does nothing; pass assign=True",
+                stacklevel=2,
+            )
+            return
+        stored, self.relative_error = self.stored, None
+        if is_assigned and q.device != self.device:
+            stored = stored.moved(q.device)
+        stored.replace(q.to(stored.device))
+        self._set_stored(stored)
+        self._weight_changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_stored")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__["_layout"] = None
+        if not tensor_parallel.is_sharded(self):
+            self._watch(self.stored)

@@ -180,9 +180,7 @@ def test_activations_belong_to_the_layer():
         assert torch.equal(other(x), expected)
     half = copy.deepcopy(quantised).to(torch.bfloat16)
     assert half.activations == "int8"
-    assert torch.equal(
-        half(x.bfloat16()), int8_linear(x.bfloat16(), half.quantised, half.bias)
-    )
+    assert torch.equal(half(x.bfloat16()), int8_linear(x.bfloat16(), half.quantised, half.bias))
     # A state_dict does not record activations: the layer that loads it keeps its own.
     plain = QuantisedLinear.from_quantised(
         quantised.quantised, quantised.bias, backend="reference", dtype=torch.float32

@@ -23,6 +23,7 @@ from fdk_formats.blockwise import (
     quantise_blockwise,
 )
 from fdk_formats.dequantised_weight import DequantisedWeight
+from fdk_formats.embedding import QuantisedEmbedding
 from fdk_formats.files import load, load_model, parameters_on_meta, save, save_model
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
@@ -46,6 +47,7 @@ __all__ = [
     "NoBackendError",
     "Problem",
     "QuantisedBlocks",
+    "QuantisedEmbedding",
     "QuantisedLinear",
     "QuantisedTensor",
     "all_backends",

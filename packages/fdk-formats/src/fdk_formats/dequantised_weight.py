@@ -96,9 +96,18 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _METADATA = frozenset(
     (
         *_getters("dtype", "device", "shape", "ndim", "layout", "requires_grad", "grad", "grad_fn"),
-        *_getters("is_leaf", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "itemsize"),
+        *_getters(
+            "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "itemsize"
+        ),
         *_getters("nbytes"),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+        *(
+            Tensor.size,
+            Tensor.dim,
+            Tensor.numel,
+            Tensor.nelement,
+            Tensor.element_size,
+            Tensor.stride,
+        ),
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device),
         *(Tensor.__len__, Tensor.__hash__, Tensor.is_inference, Tensor.is_signed),
     )

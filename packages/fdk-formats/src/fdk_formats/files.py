@@ -22,7 +22,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
-from fdk_formats.linear import QuantisedLinear
+from fdk_formats.layer_kinds import kind_of, matrix_of, quantised_like
+from fdk_formats.quantised_module import QuantisedModule
 from fdk_formats.tensor import QuantisedTensor
 
 VERSION = "1"
@@ -383,11 +384,12 @@ def save_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_model: model must be a module, got {type(model).__name__}")
     modules = dict(model.named_modules(remove_duplicate=False))
-    layers = {name: m for name, m in modules.items() if isinstance(m, QuantisedLinear)}
+    layers = {name: m for name, m in modules.items() if isinstance(m, QuantisedModule)}
     stored = {layer.stored for layer in layers.values()}
     quantised = {weight: weight.quantised() for weight in stored}
     tensors: dict[str, QuantisedTensor | Tensor] = {
-        f"{name}.weight".removeprefix("."): quantised[layer.stored] for name, layer in layers.items()
+        f"{name}.weight".removeprefix("."): quantised[layer.stored]
+        for name, layer in layers.items()
     }
     own = {
         f"{name}.{parameter}".removeprefix(".")
@@ -477,23 +479,23 @@ def load_model(
     else:
         where, tensors = os.fspath(source), load(source, device=device)
     plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    owners: dict[int, QuantisedLinear] = {}
+    settings = {"backend": backend, "activations": activations}
+    owners: dict[int, QuantisedModule] = {}
     memo: dict[int, object] = {}
     for name, q in tensors.items():
         if isinstance(q, Tensor):
             continue
-        linear = _linear(where, model, name, q)
-        try:  # The bias is a placeholder, which load_state_dict fills.
-            layer = QuantisedLinear.from_quantised(
-                q, backend=backend, dtype=linear.weight.dtype, activations=activations
-            )
+        linear: Any = _layer_for(where, model, name, q)
+        try:
+            layer = quantised_like(linear, q, None, linear.weight.dtype, settings)
         except ValueError as error:
             raise ValueError(f"{where}: {name}: {error}") from None
-        if linear.bias is not None:
-            layer.bias = copy.deepcopy(linear.bias)
-        layer.tie_weight(owners.setdefault(id(q), layer))
-        if linear.bias is not None:  # keep a shared bias shared
-            layer.bias = memo.setdefault(id(linear.bias), layer.bias)  # type: ignore[assignment]
+        bias = getattr(linear, "bias", None)
+        if bias is not None:  # a placeholder, which load_state_dict fills; keep shared ones shared
+            layer.bias = memo.setdefault(id(bias), copy.deepcopy(bias))
+        owner = owners.setdefault(id(q), layer)
+        if owner is not layer and type(owner) is type(layer):
+            layer.tie_weight(owner)
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
@@ -535,17 +537,18 @@ def _copied(
     return {name: copies[id(value)] for name, value in given.items()}
 
 
-def _linear(where: str, model: nn.Module, name: str, q: QuantisedTensor) -> nn.Linear:
+def _layer_for(where: str, model: nn.Module, name: str, q: QuantisedTensor) -> nn.Module:
+    """Returns the layer of a model that a quantised weight replaces."""
     parent = name.removesuffix(".weight") if name != "weight" else ""
     try:
         module = model.get_submodule(parent)
     except AttributeError:
         raise ValueError(f"{where}: {name}: the model has no layer {parent!r}") from None
-    if not isinstance(module, nn.Linear) or module.weight.shape != q.shape:
-        shape = list(module.weight.shape) if isinstance(module, nn.Linear) else ""
+    shape = None if kind_of(module) is None else tuple(matrix_of(module).shape)
+    if shape != q.shape:
         raise ValueError(
-            f"{where}: {name} needs a Linear of weight {list(q.shape)}, "
-            f"the model has {type(module).__name__} {shape}"
+            f"{where}: {name} needs a Linear, Embedding or Conv1D of weight {list(q.shape)}, "
+            f"the model has {type(module).__name__} {'' if shape is None else list(shape)}"
         )
     return module
 

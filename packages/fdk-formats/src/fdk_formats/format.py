@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -251,8 +251,17 @@ class Format:
         if k < 1 or k % size:
             whole = self.group_size is None
             wanted = "at least 1" if whole else f"a positive multiple of {size}"
-            raise ValueError(f"{self}: k must be {wanted}, got k={k}")
+            raise ValueError(f"{self}: k must be {wanted}, got k={k}{self._fitting(k)}")
         return size
+
+    def _fitting(self, k: int) -> str:
+        """Names the format with the largest usual groups that fit k, or whole rows."""
+        if k < 1 or self.group_size is None:
+            return ""
+        usual = [
+            size for size in (256, 128, 64, 32, 16) if size < self.group_size and k % size == 0
+        ]
+        return f"; {replace(self, group_size=usual[0] if usual else None)} fits"
 
     def bits_per_weight(self, k: int) -> float:
         """Returns the bits of a code plus its share of scale and zero point, for rows of ``k``."""

@@ -20,8 +20,9 @@ from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
-from fdk_formats.linear import QuantisedLinear
+from fdk_formats.layer_kinds import check_include, kind_of, matrix_of, quantised_like
 from fdk_formats.quantise import quantise
+from fdk_formats.quantised_module import QuantisedModule
 from fdk_formats.report import left_weights, model_report, summary_of
 from fdk_formats.scales import GroupedWeight, check_codebook
 from fdk_formats.stored_weight import zero_weight
@@ -42,7 +43,8 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-OWN_ATTRIBUTES = frozenset(vars(nn.Linear(1, 1, device="meta")))
+# Attributes of Conv1D that a quantised layer has under other names.
+CLASS_ATTRIBUTES = ("nf", "nx")
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ def quantise_model(
     backend: str = "auto",
     *,
     default_skip: bool = True,
+    include: Sequence[str] = (),
     activations: str = "float",
     importance: Mapping[str, Tensor] | None = None,
     codebook: Tensor | Mapping[str, Tensor] | None = None,
@@ -62,7 +65,7 @@ def quantise_model(
     inplace: bool = False,
     progress: bool = True,
 ) -> nn.Module:
-    """Quantises the ``nn.Linear`` layers of a model, and GPT-2's ``Conv1D`` as linear layers.
+    """Quantises the ``nn.Linear`` layers of a model.
 
     Tied weights stay tied: layers that share a weight share the quantised one. A layer whose weight
     something else uses too, such as an embedding, is not quantised; nor are subclasses of
@@ -83,6 +86,8 @@ def quantise_model(
             over ``skip``.
         backend: ``auto`` or a backend's name, see ``select``.
         default_skip: False to let ``skip`` replace the default.
+        include: more kinds of layers to quantise: ``embedding`` (``nn.Embedding``) and ``conv1d``
+            (the linear layer of GPT-2, which becomes a ``QuantisedLinear``).
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
         codebook: by layer name, such as the codebooks that ``fake_quantise`` trained with;
@@ -126,7 +131,9 @@ def quantise_model(
     }
     given = [skip] if isinstance(skip, str) else skip or ()
     skips = [_pattern("skip", text) for text in given]
-    sources = {name: module for name, module in model.named_modules() if is_source(module)}
+    check_include(include)
+    kinds = {"linear", *include}
+    sources = {name: module for name, module in model.named_modules() if kind_of(module) in kinds}
     names = _names(model, sources)
     _check_overrides(names, chosen)
     _warn_of_unmatched(names, skips)
@@ -152,8 +159,7 @@ def quantise_model(
     quantised: dict[str, QuantisedTensor] = {}
 
     settings: dict[str, Any] = {"backend": backend, "activations": activations}
-    owners: dict[int, QuantisedLinear] = {}
-    kept: list[object] = []  # weights whose ids are keys
+    owners: dict[int, QuantisedModule] = {}
     # By id of a module of the source, its copy: deepcopy uses it instead of copying.
     memo: dict[int, Any] = {}
     for name in _progress(formats) if progress else formats:
@@ -161,7 +167,8 @@ def quantise_model(
         weight, key = matrix_of(source), id(source.weight)
         if key in owners:
             layer = _layer(name, owners[key].quantised, source, weight.dtype, settings)
-            layer.tie_weight(owners[key])
+            if type(layer) is type(owners[key]):  # an embedding and a head have each their own
+                layer.tie_weight(owners[key])
         else:
             if name in together and name not in quantised:
                 quantised |= _quantise_group(together[name], sources, formats[name], importances)
@@ -175,7 +182,6 @@ def quantise_model(
                 layer.relative_error = relative_error(weight.detach(), q)
         _carry_over(source, layer, memo, inplace)
         if inplace:
-            kept.append(layer)
             model = _replace(model, source, layer)
             sources[name] = layer
         else:
@@ -187,44 +193,24 @@ def quantise_model(
     return result
 
 
-def is_source(module: nn.Module) -> bool:
-    """Returns whether ``quantise_model`` quantises a module."""
-    return type(module) is nn.Linear or _is_conv1d(module)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Returns whether a module is GPT-2's linear layer, whose weight is ``[k, n]``."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def matrix_of(source: Any) -> Tensor:
-    """Returns the weight ``[n, k]`` of a layer that ``quantise_model`` quantises."""
-    weight: Tensor = source.weight
-    return weight.t() if _is_conv1d(source) else weight
-
-
 def _layer(
     name: str, q: QuantisedTensor, source: Any, dtype: torch.dtype, settings: Mapping[str, Any]
-) -> QuantisedLinear:
+) -> QuantisedModule:
     with _naming(name):
-        return QuantisedLinear.from_quantised(q, source.bias, dtype=dtype, **settings)
+        return quantised_like(source, q, getattr(source, "bias", None), dtype, settings)
 
 
-def _carry_over(
-    source: Any, layer: QuantisedLinear, memo: dict[int, Any], inplace: bool
-) -> None:
+def _carry_over(source: Any, layer: QuantisedModule, memo: dict[int, Any], inplace: bool) -> None:
     """Gives a quantised layer the mode, hooks, shared bias and own attributes of its source."""
     layer.train(source.training)
-    if source.bias is not None:
-        if inplace:
-            layer.bias = source.bias
-        else:  # keep a shared bias shared
-            layer.bias = memo.setdefault(id(source.bias), layer.bias)
+    bias = getattr(source, "bias", None)
+    if bias is not None:
+        # keep a shared bias shared
+        layer.bias = bias if inplace else memo.setdefault(id(bias), layer.bias)
     for hooks in HOOKS:
         setattr(layer, hooks, copy.copy(getattr(source, hooks)))
     for name, value in vars(source).items():
-        if name not in OWN_ATTRIBUTES and name not in vars(layer):
+        if name not in vars(layer) and name not in CLASS_ATTRIBUTES:
             vars(layer)[name] = value
 
 
@@ -312,7 +298,8 @@ def _warn_of_left(
     ]
     total = quantised + sum(weight.weights for weight in left)
     for weight in left:
-        logger.info("left %s: %s", weight.name, weight.kind)
+        if weight.name.removesuffix(".weight") not in sources:  # their reasons are logged already
+            logger.info("left %s: %s", weight.name, weight.kind)
     unasked = [weight for weight in left if weight.name not in skipped]
     share = sum(weight.weights for weight in unasked) / max(1, total)
     if not formats:
@@ -322,8 +309,7 @@ def _warn_of_left(
         )
     elif share > UNREMARKABLE:
         logger.warning(
-            "quantise_model: %.0f %% of the weights are not in linear layers and stay as they "
-            "are: %s",
+            "quantise_model: %.0f %% of the weights are left as they are: %s",
             100 * share,
             summary_of(unasked, total),
         )
@@ -378,7 +364,9 @@ def _quantise_group(
             GroupedWeight.of(weight.detach(), format, each)
     importance = None
     if any(each is not None for each in own):
-        given = [w.new_ones(()) if each is None else each for each, w in zip(own, weights, strict=True)]
+        given = [
+            w.new_ones(()) if each is None else each for each, w in zip(own, weights, strict=True)
+        ]
         importance = torch.cat(
             [each.expand(weight.shape) for each, weight in zip(given, weights, strict=True)]
         )
@@ -413,7 +401,7 @@ def _check_source(name: str, linear: Any) -> None:
     """Raises ValueError if a layer is more than its weight and bias."""
     parameters = dict(linear.named_parameters(recurse=False))
     for attribute in ("weight", "bias"):
-        if getattr(linear, attribute) is not None and attribute not in parameters:
+        if getattr(linear, attribute, None) is not None and attribute not in parameters:
             raise ValueError(
                 f"quantise_model: layer {name}: its {attribute} must be a parameter, and is "
                 f"computed from others (pruned or normed): make that permanent, or skip it"
@@ -422,6 +410,10 @@ def _check_source(name: str, linear: Any) -> None:
         raise ValueError(
             f"quantise_model: layer {name}: its forward is patched (by an attribute of the layer), "
             f"and a quantised layer would not call it: remove the patch, or skip the layer"
+        )
+    if getattr(linear, "max_norm", None) is not None:
+        raise ValueError(
+            f"quantise_model: layer {name}: max_norm changes the table at each call; skip it"
         )
     more = [own for own in parameters if own not in ("weight", "bias")]
     more += [own for own, _ in linear.named_buffers(recurse=False)]
@@ -532,14 +524,12 @@ def _check_names(argument: str, given: Mapping[str, Tensor], formats: Mapping[st
         )
 
 
-def _check_layer(
-    name: str, linear: Any, format: Format, backend: str, activations: str
-) -> None:
+def _check_layer(name: str, linear: Any, format: Format, backend: str, activations: str) -> None:
     weight = matrix_of(linear)
     n, k = weight.shape
     try:
         format.group_size_for(k)
-        if weight.device.type != "meta":
+        if weight.device.type != "meta" and kind_of(linear) != "embedding":
             select(Problem(format, n, k, weight.dtype, weight.device, activations), backend)
     except ValueError as error:
         raise ValueError(f"quantise_model: layer {name}: {error}; skip or override it") from None

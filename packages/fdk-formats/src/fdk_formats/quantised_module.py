@@ -30,11 +30,14 @@ class QuantisedModule(nn.Module):
     Attributes:
         format: format of the weight.
         dtype: dtype of ``weight``.
+        backend_name: name of the backend in use, or to be used at the first call; ``none`` if no
+            backend supports the weight.
         relative_error: error against the source weight; None unless ``quantise_model`` made it.
     """
 
     format: Format
     dtype: torch.dtype
+    backend_name: str
     relative_error: float | None
     _layout: Layout | None
     _stored: Callable[[], StoredWeight | None]
@@ -68,7 +71,7 @@ class QuantisedModule(nn.Module):
                 f"got {given[0]} {list(given[1])}"
             )
         self._set_stored(other.stored)
-        self.relative_error = other.relative_error
+        self.backend_name, self.relative_error = other.backend_name, other.relative_error
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fdk_formats.format import Format
-from fdk_formats.linear import QuantisedLinear
+from fdk_formats.quantised_module import QuantisedModule
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ def model_report(model: nn.Module) -> ModelReport:
         raise TypeError(f"model_report: model must be an nn.Module, got {type(model).__name__}")
     layers, seen, own = [], set(), set()
     for name, module in model.named_modules():
-        if not isinstance(module, QuantisedLinear):
+        if not isinstance(module, QuantisedModule):
             continue
         parameters = module.weight_parameters
         own |= {id(parameter) for parameter in parameters}
         if id(parameters[0]) in seen:
             continue
         seen.add(id(parameters[0]))
-        n, k = module.out_features, module.in_features
+        n, k = module.weight_shape
         layers.append(
             LayerReport(
                 name=name,
@@ -149,7 +149,7 @@ def left_weights(model: nn.Module) -> Iterator[LeftWeight]:
     """Yields the weights of a model that are not quantised, each under its first name."""
     seen: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedLinear):
+        if isinstance(module, QuantisedModule):
             seen |= {id(parameter) for parameter in module.weight_parameters}
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.ndim < 2 or not parameter.is_floating_point() or id(parameter) in seen:

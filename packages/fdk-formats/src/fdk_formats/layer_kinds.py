@@ -1,0 +1,66 @@
+"""The kinds of layers that have a quantised counterpart."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdk_formats.embedding import QuantisedEmbedding
+from fdk_formats.linear import QuantisedLinear
+from fdk_formats.quantised_module import QuantisedModule
+from fdk_formats.tensor import QuantisedTensor
+
+# What ``include`` of ``quantise_model`` may name, besides linear layers.
+OPTIONAL_KINDS = ("embedding", "conv1d")
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Returns the kind of a layer that has a quantised counterpart, else None.
+
+    Subclasses have none: their owners may do more than call them. ``conv1d`` is the linear layer
+    of GPT-2 in transformers, whose weight is ``[k, n]``.
+    """
+    kind = type(module)
+    if kind is nn.Linear:
+        return "linear"
+    if kind is nn.Embedding:
+        return "embedding"
+    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return "conv1d" if is_conv1d else None
+
+
+def check_include(include: Collection[str]) -> None:
+    """Raises ValueError for a kind that ``quantise_model`` does not know."""
+    unknown = [kind for kind in include if kind not in OPTIONAL_KINDS]
+    if isinstance(include, str) or unknown:
+        raise ValueError(
+            f"include: wanted a list of {' or '.join(OPTIONAL_KINDS)}, got {include!r}"
+        )
+
+
+def matrix_of(source: Any) -> Tensor:
+    """Returns the weight of a layer as ``[n, k]``."""
+    weight: Tensor = source.weight
+    return weight.t() if kind_of(source) == "conv1d" else weight
+
+
+def quantised_like(
+    source: Any,
+    q: QuantisedTensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    settings: Mapping[str, Any],
+) -> QuantisedModule:
+    """Makes the quantised counterpart of a layer.
+
+    Args:
+        source: the layer.
+        q: the weight.
+        bias: ``[n]`` or None.
+        dtype: dtype of the activations.
+        settings: arguments ``backend`` and ``activations`` of ``QuantisedLinear``.
+    """
+    if kind_of(source) == "embedding":
+        return QuantisedEmbedding.from_quantised(q, source.padding_idx, dtype=dtype)
+    return QuantisedLinear.from_quantised(q, bias, dtype=dtype, **settings)

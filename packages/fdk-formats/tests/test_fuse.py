@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from fdk_formats import (
-    NoBackendError,
     QuantisedLinear,
     fuse_layers,
     load_model,

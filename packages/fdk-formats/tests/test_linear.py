@@ -2,7 +2,6 @@ import copy
 import io
 import pickle
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest

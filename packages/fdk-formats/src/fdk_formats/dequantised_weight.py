@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from fdk_formats.torch_internals import (
@@ -61,7 +60,7 @@ class DequantisedWeight(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func._schema.is_mutable:
@@ -119,6 +118,6 @@ _SAME = frozenset(
         Tensor.detach,
         Tensor.requires_grad_,
         Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-        Tensor.grad.__set__,  # type: ignore[attr-defined]
+        Tensor.grad.__set__,  # type: ignore[union-attr]
     )
 )

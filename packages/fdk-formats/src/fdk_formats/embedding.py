@@ -169,7 +169,8 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
     def _dequantised_in_graph(self) -> Tensor:
         _hold_for_graph(self)
         layout: Any = self._layout
-        return self(torch.arange(self.num_embeddings, device=layout.packed.device))
+        weight: Tensor = self(torch.arange(self.num_embeddings, device=layout.packed.device))
+        return weight
 
     def extra_repr(self) -> str:
         """Shows the sizes as nn.Embedding does, and the format."""

@@ -481,7 +481,7 @@ def load_model(
     plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     settings = {"backend": backend, "activations": activations}
     owners: dict[int, QuantisedModule] = {}
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     for name, q in tensors.items():
         if isinstance(q, Tensor):
             continue

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fdk_formats.backends import Layout, NoBackendError
 from fdk_formats import tensor_parallel
+from fdk_formats.backends import Layout, NoBackendError
 from fdk_formats.linear import QuantisedLinear, compute_dtype
 from fdk_formats.stored_weight import pack_with
 from fdk_formats.tensor import QuantisedTensor

@@ -224,7 +224,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         if torch.compiler.is_compiling():
             return self._call_in_graph(input)
         # The common case in 1 us: the layout is that of the layer's parameters, and fits x.
-        layout, parameters = self._layout, self._parameters
+        layout: Any = self._layout
+        parameters: Any = self._parameters
         bias = parameters.get("bias")
         try:
             stored = parameters["weight_packed"].stored
@@ -239,7 +240,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
             )
         except (AttributeError, RuntimeError):  # no tensors of a StoredWeight, or x on meta
             is_ready = False
-        if not is_ready or layout is None:
+        if not is_ready:
             return self._prepare_and_call(input)
         y: Tensor = layout.forward(input, self.bias if bias is None else bias)
         return y
@@ -259,7 +260,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
             return self._call(x, layout, dtype)
 
     def _call(self, x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if not layout.casts:
             x = x if x.dtype == dtype else x.to(dtype)
             bias = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
@@ -268,7 +269,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
 
     def _call_in_graph(self, x: Tensor) -> Tensor:
         if self._is_replaced_often:  # a layout in the graph would be compiled again at each call
-            return _call_outside_graph(self, x)
+            y: Tensor = _call_outside_graph(self, x)
+            return y
         dtype = compute_dtype(x)
         _pack_for_graph(self, dtype)
         layout: Any = self._layout  # read after packing: the trace keeps what it has read
@@ -276,7 +278,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
 
     def _dequantised_in_graph(self) -> Tensor:
         if self.activations != "float":  # x would be rounded
-            return _dequantise_outside_graph(self)
+            outside: Tensor = _dequantise_outside_graph(self)
+            return outside
         _pack_for_graph(self, self.dtype)
         layout: Any = self._layout
         # Products with unit vectors are exact, and are dropped where only the dtype is used.
@@ -315,12 +318,12 @@ def _pack_for_graph(layer: QuantisedLinear, dtype: torch.dtype) -> bool:
     return True
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call_outside_graph(layer: QuantisedLinear, x: Tensor) -> Tensor:
     return layer.forward(x)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dequantise_outside_graph(layer: QuantisedLinear) -> Tensor:
     return layer.dequantise()
 

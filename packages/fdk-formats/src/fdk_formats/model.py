@@ -285,12 +285,12 @@ def _warn_of_unmatched(
 def _warn_of_left(
     model: nn.Module,
     formats: Mapping[str, Format],
-    sources: Mapping[str, nn.Module],
+    sources: Mapping[str, Any],
     skipped: set[str],
 ) -> None:
     """Logs the weights that are not quantised; warns where they are many and nobody asked."""
     chosen = {id(sources[name].weight) for name in formats}
-    quantised = sum(sources[name].weight.numel() for name in formats)  # type: ignore[operator]
+    quantised = sum(sources[name].weight.numel() for name in formats)
     left = [
         weight
         for weight in left_weights(model)

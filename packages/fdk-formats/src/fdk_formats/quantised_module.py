@@ -80,7 +80,7 @@ class QuantisedModule(nn.Module):
         return device
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """The dequantised weight ``[n, k]``, see ``DequantisedWeight``.
 
         Assigning a weight ``[n, k]``, of other sizes too, quantises it in the layer's format.
@@ -134,7 +134,8 @@ class QuantisedModule(nn.Module):
         return stored
 
     def _set_stored(self, stored: StoredWeight) -> None:
-        for name, parameter in stored.parameters().items():
+        parameters: dict[str, Any] = dict(stored.parameters())
+        for name, parameter in parameters.items():
             sharded = self._parameters.get(PREFIX + name)
             if tensor_parallel.is_dtensor(sharded):
                 parameter = tensor_parallel.like(sharded, parameter)
@@ -216,7 +217,7 @@ class QuantisedModule(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars or tensor_parallel.is_sharded(self):
             return
         for name, tensor in self.stored.quantised().tensors().items():

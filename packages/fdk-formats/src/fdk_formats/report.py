@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from fdk_formats.format import Format
 from fdk_formats.quantised_module import QuantisedModule

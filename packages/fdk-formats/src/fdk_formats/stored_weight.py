@@ -160,6 +160,7 @@ class StoredTensor(Tensor):
     """
 
     stored: StoredWeight
+    field: str
     # nn.Parameter's instance check.
     _is_param = True
 
@@ -199,7 +200,7 @@ class StoredTensor(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _ALIASES:
@@ -218,7 +219,7 @@ class StoredTensor(Tensor):
         stored = memo.get(id(self.stored))
         if stored is None:
             stored = memo[id(self.stored)] = self.stored.__deepcopy__(memo)
-        return stored.parameters()[self.field]  # type: ignore[no-any-return]
+        return stored.parameters()[self.field]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _parameter_of, (self.stored, self.field)

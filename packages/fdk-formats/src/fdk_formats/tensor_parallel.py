@@ -7,7 +7,7 @@ replicated. The codebook is replicated.
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,9 @@ def call(layer: "QuantisedLinear", x: Any, dtype: torch.dtype) -> Tensor:
 
     packed: Any = layer._parameters["weight_packed"]
     mesh, (placement,) = packed.device_mesh, _check_placements(packed.placements)
-    last, bias = x.ndim - 1, layer.bias
+    last, bias = x.ndim - 1, cast("Any", layer.bias)
+    placed_x: list[Any]
+    placed_y: list[Any]
     if placement.is_shard(0):
         x, placed_x, placed_y = x.redistribute(placements=[Replicate()]), [Partial()], [Shard(last)]
         bias = None if bias is None else bias.to_local()

@@ -30,7 +30,7 @@ from fdk_bench.peers.dense import codebook_bytes
 from fdk_bench.roofline import Floor, read_floor
 from fdk_bench.rows import Row
 from fdk_bench.timing import summarise
-from fdk_formats import QuantisedTensor, QuantisedWeight, model_report, quantise_model
+from fdk_formats import QuantisedLinear, QuantisedTensor, model_report, quantise_model
 
 RATE_BYTES = 1 << 30  # the read rate of a model is that of one large read
 FIRST_TOKEN_REPS = 3
@@ -419,8 +419,15 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: str | None = None) -
     bits, backends, quantised = 8.0 * DTYPES[case.dtype].itemsize, "torch", model
     if case.format not in DTYPES:
         skip = case.skip or None
-        quantised = quantise_model(model, case.format, skip, backend=case.backend, fuse=case.fused)
-        layers = [m for m in quantised.modules() if isinstance(m, QuantisedWeight)]
+        quantised = quantise_model(
+            model,
+            case.format,
+            skip,
+            backend=case.backend,
+            default_skip=False,
+            fuse=case.fused,
+        )
+        layers = [m for m in quantised.modules() if isinstance(m, QuantisedLinear)]
         if not layers:
             raise ValueError(f"{case.model}: wanted layers to quantise, but --skip leaves none")
         bits = model_report(quantised).bits_per_weight
@@ -451,18 +458,17 @@ def check_layers(model: nn.Module, case: ModelCase, batches: Sequence[int]) -> N
     """
     checked: set[tuple[str, tuple[int, int]]] = set()
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedWeight):
+        if isinstance(module, QuantisedLinear):
             # The name matters too: v has the shape of k, but may be other rows of a fused product.
-            kind = name.removesuffix(".weight").rpartition(".")[2], module.shape
+            kind = name.rpartition(".")[2], module.weight_shape
             if kind not in checked:
                 checked.add(kind)
-                check_layer(module, module.unpack(), case, batches)
+                check_layer(module.layout, module.quantised, case, batches)
 
 
 def stored_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's state; a tensor that layers share counts once."""
-    total = sum(m.canonical_bytes for m in model.modules() if isinstance(m, QuantisedWeight))
-    return total + sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    return sum(parameter.nbytes for parameter in {id(p): p for p in model.parameters()}.values())
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, runtime_checkable
@@ -56,6 +57,25 @@ class Problem:
         )
 
 
+def all_reasons(*reasons: str | None) -> str | None:
+    """Returns the reasons that are not None in one text, or None.
+
+    For ``Backend.unsupported``: a caller who is told one reason at a time fixes them one by one.
+    """
+    return "; ".join(reason for reason in reasons if reason is not None) or None
+
+
+def no_activations(problem: Problem) -> str | None:
+    """Returns the reason of a backend that has no int8 activations, or None."""
+    return None if problem.activations == "float" else f"has no {problem.activations} activations"
+
+
+def wrong_dtype(dtype: torch.dtype, wanted: Collection[torch.dtype]) -> str | None:
+    """Returns the reason of a backend without kernels for a dtype of x, or None."""
+    names = " or ".join(map(str, wanted))
+    return None if dtype in wanted else f"needs activations of {names}, got {dtype}"
+
+
 def check_activations(activations: str) -> None:
     """Raises ValueError if ``activations`` is not in ``ACTIVATIONS``."""
     if activations not in ACTIVATIONS:
@@ -104,9 +124,9 @@ class Backend(Protocol):
     name: str
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Returns None if the backend supports a problem, else the reason.
+        """Returns None if the backend supports a problem, else every reason, see ``all_reasons``.
 
-        For example "needs k % 128 == 0, got k=192" or "has no int8 activations".
+        For example "needs k % 128 == 0, got k=192; has no int8 activations".
         """
 
     def priority(self, problem: Problem) -> int:

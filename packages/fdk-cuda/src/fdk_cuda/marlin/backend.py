@@ -15,7 +15,7 @@ from fdk_cuda.marlin.ops import DTYPES, linear_op, small_m_limit
 from fdk_cuda.marlin.runtime import small_launch_for
 from fdk_cuda.nvrtc import unavailable_reason
 from fdk_cuda.stream_sync import SyncedLayout
-from fdk_formats.backends import Layout, Problem
+from fdk_formats.backends import Layout, Problem, all_reasons, no_activations, wrong_dtype
 from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.scales import decode_scale
@@ -117,18 +117,21 @@ class MarlinBackend:
         self.batch_invariant = batch_invariant
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Returns the reason why a layer is not supported, or None; see ``Backend``."""
-        if problem.activations != "float":
-            return f"has no {problem.activations} activations"
-        format = problem.format
-        if format.is_affine and not self.takes_affine:
-            return "needs a codebook, got an affine format (the backend marlin takes those)"
-        if self.grids_only and not (format.is_affine or format.is_grid):
-            return f"needs an affine or integer grid, got the codebook {format.codebook}"
-        if problem.dtype not in DTYPES:
-            return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
-        reason = unsupported_reason(format, problem.k) or unsupported_gpu(problem.device)
-        return reason or unavailable_reason()
+        """Returns every reason why a layer is not supported, or None; see ``Backend``."""
+        format, dtype = problem.format, problem.dtype
+        is_known_codebook = format.is_affine or format.is_grid or not self.grids_only
+        return all_reasons(
+            no_activations(problem),
+            "needs a codebook, got an affine format (the backend marlin takes those)"
+            if format.is_affine and not self.takes_affine
+            else None,
+            None
+            if is_known_codebook
+            else f"needs an affine or integer grid, got the codebook {format.codebook}",
+            wrong_dtype(dtype, DTYPES),
+            unsupported_reason(format, problem.k),
+            unsupported_gpu(problem.device) or unavailable_reason(),
+        )
 
     def priority(self, problem: Problem) -> int:
         """Returns a priority above triton's: Marlin was faster in every case measured on Hopper."""

@@ -24,7 +24,7 @@ from fdk_cuda.triton.layout import (
 from fdk_cuda.triton.ops import triton_linear_op
 from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_cuda.triton.toolchain import why_no_launcher
-from fdk_formats.backends import Layout, Problem
+from fdk_formats.backends import Layout, Problem, all_reasons, no_activations, wrong_dtype
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import is_plain_call
@@ -156,11 +156,8 @@ class TritonBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
-        if problem.activations != "float":
-            return f"has no {problem.activations} activations"
-        if problem.dtype not in DTYPES:
-            return f"needs activations of {' or '.join(map(str, DTYPES))}, got {problem.dtype}"
-        return None if INTERPRETED else unsupported_gpu(problem.device) or why_no_launcher()
+        gpu = None if INTERPRETED else unsupported_gpu(problem.device) or why_no_launcher()
+        return all_reasons(no_activations(problem), wrong_dtype(problem.dtype, DTYPES), gpu)
 
     def priority(self, problem: Problem) -> int:
         """Returns a priority below Marlin and above the reference."""

@@ -9,7 +9,7 @@ import torch
 
 import fdk_cpu
 from fdk_formats import Format
-from fdk_formats.testing import Case, cases, check_backend
+from fdk_formats.testing import Case, cases, check_backend, check_in_place
 
 BACKEND = fdk_cpu.CpuBackend()
 CASES = list(cases())
@@ -62,6 +62,11 @@ def test_kit(isa: str, case: Case) -> None:
 @pytest.mark.parametrize("case", AWKWARD, ids=str)
 def test_awkward(isa: str, case: Case) -> None:
     check_backend(BACKEND, case)
+
+
+def test_int8_activations_in_place(isa: str) -> None:
+    for case in AWKWARD[:8]:
+        check_in_place(BACKEND, case, "int8")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -19,7 +19,7 @@ from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, GEMM_WGMMA_FUSED_BITS,
 from fdk_cuda.triton.kernels.decode import two_values
 from fdk_cuda.triton.layout import PackedLayout
 from fdk_formats import Format
-from fdk_formats.testing import Case, cases, check_golden, check_numerics, nrmse
+from fdk_formats.testing import Case, cases, check_golden, check_in_place, check_numerics, nrmse
 
 assert launch.INTERPRETED
 fix_scalar_masks()
@@ -37,6 +37,7 @@ def affine_case(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("case", SOME[::3], ids=str)
 def test_conformance(case: Case) -> None:
     check_numerics(TritonBackend(), case)
+    check_in_place(TritonBackend(), case)
     check_golden(TritonBackend(), case)
 
 

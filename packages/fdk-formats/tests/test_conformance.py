@@ -15,6 +15,7 @@ from fdk_formats.testing import (
     check_bad_input,
     check_decode,
     check_golden,
+    check_in_place,
     check_numerics,
     layout_digest,
     nrmse,
@@ -52,7 +53,7 @@ def broken(change):
             return change(super().forward, x, bias)
 
     class BrokenBackend(ReferenceBackend):
-        def pack(self, q, *, dtype):
+        def pack(self, q, *, dtype, activations="float"):
             return Broken(q)
 
     return BrokenBackend()
@@ -98,6 +99,25 @@ def test_the_kit_catches_bytes_that_change():
 
     with pytest.raises(AssertionError, match="scale comes back changed"):
         check_golden(LossyBackend(), CASE)
+
+
+def test_the_kit_catches_results_that_are_views():
+    class View(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y[:]
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    backend = broken(lambda f, x, b: View.apply(f(x, b)))
+    with pytest.raises(AssertionError, match=r"y of .*: in-place work is refused for x of"):
+        check_in_place(backend, CASE)
+
+
+def test_int8_activations_in_place():
+    check_in_place(ReferenceBackend(), CASE, "int8")
 
 
 def test_the_kit_names_an_unsupported_case():

@@ -72,6 +72,21 @@ def test_gradient(dispatched: list[Tensor]) -> None:
     assert len(dispatched) == 2
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (3,), (2, 3, 3), (0, 3), (2, 0, 3)])
+@pytest.mark.parametrize("n", [0, 2])
+def test_results_are_not_views(shape: tuple[int, ...], n: int) -> None:
+    """Autograd refuses in-place work on a view that an op made of its own result."""
+    x, bias = torch.ones(shape, requires_grad=True), torch.ones(n, requires_grad=True)
+    for rows in (x, torch.ones(*shape, 2)[..., 0].requires_grad_()):
+        y = plain_linear(rows, WEIGHT[:n], bias, n, 3)
+        (dx,) = torch.autograd.grad(y, rows, torch.ones_like(y).requires_grad_(), create_graph=True)
+        for result in (y, dx):
+            wanted = 2 * (result.detach() + 1)
+            result += 1
+            result.mul_(2)
+            assert torch.equal(torch.nn.ReLU(inplace=True)(result), wanted.relu())
+
+
 class Names(TorchDispatchMode):
     """Records the names of ops."""
 

@@ -150,8 +150,9 @@ def define_linear_op(
         name: name of the op, ``lut_linear``.
         layout: the layout's arguments as schema text, tensors first: ``"Tensor packed, Tensor
             scale, int bits"``. The first is a tensor on the layout's device.
-        forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``. It is called with m > 0 and
-            n > 0, and with x and bias contiguous.
+        forward: ``(x :: [m, k], *layout, bias, n, k) -> [m, n]``, a new contiguous tensor: it is
+            resized in place, because autograd refuses in-place work on an op's result that is a
+            view. It is called with m > 0 and n > 0, and with x and bias contiguous.
         grad_x: ``(grad_y :: [m, n], *layout, n, k) -> [m, k]``, likewise. Or another op whose
             gradient this one shares (straight through what it rounds) and whose layout arguments
             come first in ``layout``; then no ``<name>_grad_x`` is defined.
@@ -190,7 +191,7 @@ def define_linear_op(
         if rows.shape[0] == 0 or n == 0:
             return x.new_empty((*x.shape[:-1], n))
         with _no_autocast(x.device.type):
-            return forward(rows, *args).view(*x.shape[:-1], n)
+            return forward(rows, *args).resize_(*x.shape[:-1], n)
 
     def fake(x: Tensor, *args: Any) -> Tensor:
         *_, bias, n, k = args
@@ -248,7 +249,7 @@ def _define_grad_op(
         if rows.shape[0] == 0 or n == 0:
             return grad_y.new_zeros((*grad_y.shape[:-1], k))
         with _no_autocast(grad_y.device.type):
-            return grad_x(rows, *args).view(*grad_y.shape[:-1], k)
+            return grad_x(rows, *args).resize_(*grad_y.shape[:-1], k)
 
     def fake(grad_y: Tensor, *args: Any) -> Tensor:
         return grad_y.new_empty((*grad_y.shape[:-1], args[-1]))

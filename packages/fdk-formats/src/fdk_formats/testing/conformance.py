@@ -1,4 +1,4 @@
-"""Conformance of a backend: exact decode, numerics, golden bytes, bad input."""
+"""Conformance of a backend: exact decode, numerics, results of their own, golden bytes, bad input."""
 
 import hashlib
 import math
@@ -22,7 +22,7 @@ DECODE_CALLS = 24
 
 
 def check_backend(backend: Backend, case: Case) -> None:
-    """Runs all four checks on one case.
+    """Runs all five checks on one case.
 
     Args:
         backend: the backend to test.
@@ -35,6 +35,7 @@ def check_backend(backend: Backend, case: Case) -> None:
     assert reason is None, f"{backend.name} does not support {case.problem}: {reason}"
     check_decode(backend, case)
     check_numerics(backend, case)
+    check_in_place(backend, case)
     check_golden(backend, case)
     check_bad_input(backend, case)
 
@@ -114,6 +115,33 @@ def allowed_error(torch_y: Tensor, oracle: Tensor, terms: int) -> float:
     """
     eps = torch.finfo(torch.promote_types(torch_y.dtype, torch.float32)).eps
     return 2 * max(nrmse(torch_y, oracle), eps / 2 * math.sqrt(terms / 6))
+
+
+def check_in_place(backend: Backend, case: Case, activations: str = "float") -> None:
+    """Checks that y and dx may be changed in place under autograd, like those of nn.Linear.
+
+    Autograd refuses it for a view that an op made of its own result.
+    """
+    layout = backend.pack(case.quantised(), dtype=case.dtype, activations=activations)
+    x, bias = case.random(case.m, case.k), case.random(case.n).requires_grad_()
+    for rows in (x, x[0], x.expand(2, *x.shape), x.expand(2, 0, *x.shape), x.T.contiguous().T):
+        for autocast in (False, case.dtype in (torch.bfloat16, torch.float16)):
+            leaf = rows.detach().requires_grad_()
+            with torch.autocast(torch.device(case.device).type, case.dtype, enabled=autocast):
+                y = layout(leaf, bias)
+            grad_y = torch.ones_like(y).requires_grad_()
+            (dx,) = torch.autograd.grad(y, leaf, grad_y, create_graph=True)
+            for name, result in (("y", y), ("dx", dx)):
+                wanted = 2 * (result.detach() + 1)
+                try:
+                    result += 1
+                    result.mul_(2)
+                except RuntimeError as error:
+                    raise AssertionError(
+                        f"{name} of {case}: in-place work is refused for x of {list(rows.shape)}: "
+                        f"{error}"
+                    ) from error
+                assert torch.equal(result, wanted), f"{name} of {case}: in-place work is lost"
 
 
 def _exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:

@@ -140,7 +140,14 @@ def test_state_type_is_checked():
     del saved["absmax"]
     with pytest.raises(ValueError, match="bitsandbytes: needs absmax"):
         read_bitsandbytes(packed, saved)
-    for text, message in [(b"{", "is no JSON"), (b"[]", r"must be a JSON object, got \[\]")]:
+    for text, message in [
+        (b"{", "damaged JSON"),
+        (b"[]", r"must be a JSON object, got \[\]"),
+        (b"[" * 60_000, "damaged JSON: nested deeper than 64"),
+        (b" " * 100_000, "must have at most 65536 bytes, got 100000"),
+        (b'{"nested_offset": 1' + b"0" * 400 + b"}", "an integer must fit 64 bits"),
+        (b'{"shape": [1], "shape": [2]}', "the key 'shape' occurs twice"),
+    ]:
         saved["quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
         with pytest.raises(ValueError, match=message):
             read_bitsandbytes(packed, saved)

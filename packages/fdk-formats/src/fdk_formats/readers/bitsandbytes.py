@@ -1,6 +1,5 @@
 """bitsandbytes 4-bit weights: NF4 or FP4 codes, with plain or nested absmax."""
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +12,15 @@ from fdk_formats.packing import pack, unpack
 from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.readers.conversion import check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.untrusted import parse_json_object
 
 BITS = 4
 # bitsandbytes' NF4 is our nf4. Its FP4 differs from e2m1 in one value (1/192 of the largest), so
 # its table is a custom codebook.
 CODEBOOKS = {"nf4": "nf", "fp4": "custom"}
 STATE_KEY = "quant_state.bitsandbytes__"
+# A state has six entries and takes some 200 bytes.
+MAX_STATE_BYTES = 1 << 16
 
 
 def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
@@ -111,13 +113,11 @@ def _info(entries: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"bitsandbytes: needs {STATE_KEY}nf4 or __fp4, got {', '.join(entries)}")
     name = packed[0]
     text = check_tensor(f"bitsandbytes: {name}", entries[name], torch.uint8, shape=(None,))
-    try:
-        info = json.loads(bytes(text.tolist()))
-    except ValueError as error:
-        raise ValueError(f"bitsandbytes: {name} is no JSON: {error}") from error
-    if not isinstance(info, dict):
-        raise ValueError(f"bitsandbytes: {name} must be a JSON object, got {info!r}")
-    return info
+    if text.numel() > MAX_STATE_BYTES:
+        raise ValueError(
+            f"bitsandbytes: {name} must have at most {MAX_STATE_BYTES} bytes, got {text.numel()}"
+        )
+    return parse_json_object(bytes(text.tolist()), f"bitsandbytes: {name}")
 
 
 def _entry(entries: Mapping[str, Any], name: str) -> Any:

@@ -293,6 +293,12 @@ def test_a_planted_lock_is_not_followed(fresh: Path) -> None:
     assert autotune_cache.load_entries("gpu") == {"a": {}}
 
 
+def test_times_that_are_not_finite_damage_no_file() -> None:
+    autotune_cache.store_entries("gpu", {"a": {"us": 1}})
+    autotune_cache.store_entries("gpu", {"b": {"us": float("inf")}})
+    assert autotune_cache.load_entries("gpu") == {"a": {"us": 1}}
+
+
 def test_a_lock_that_is_never_released(fresh: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(autotune_cache, "LOCK_SECONDS", 0.05)
     with autotune_cache.path_of("gpu").with_suffix(".lock").open("w") as lock:

@@ -1,8 +1,8 @@
 """Mutations of files: damaged bytes, headers and metadata, from a seed.
 
-Used by ``test_mutated_files.py`` and by fuzz tests of the readers. A long run:
+Used by ``test_mutated_files.py`` and by fuzz tests of the readers. A long run, with a seed:
 
-    python packages/fdk-formats/tests/test_mutated_files.py 50000
+    python packages/fdk-formats/tests/test_mutated_files.py 50000 1
 """
 
 import json

@@ -200,8 +200,9 @@ def test_the_strict_reading_refuses(tmp_path, damage):
         strict_reading(size.to_bytes(8, "little") + changed)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # count and seed
+    count, seed = int(sys.argv[1]), int(sys.argv[2])
     with tempfile.TemporaryDirectory() as name:
-        found = check_mutations(Path(name), int(sys.argv[1]), int(sys.argv[2]))
+        found = check_mutations(Path(name), count, seed)
     for outcome, times in found.most_common():
         print(f"{times:7} {outcome}")

@@ -55,7 +55,7 @@ def load_entries(name: str) -> dict[str, Entry]:
 
 
 def store_entries(name: str, entries: dict[str, Entry]) -> None:
-    """Adds entries to the file of a GPU; does nothing where the directory cannot be written.
+    """Adds entries to the file of a GPU; does nothing where they cannot be written.
 
     A file lock serialises processes, and each replaces the whole file: readers see whole files, and
     no entries are lost.
@@ -64,11 +64,13 @@ def store_entries(name: str, entries: dict[str, Entry]) -> None:
         name: GPU model and version of Triton.
         entries: new entries by key; stored entries with other keys stay.
     """
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         path = path_of(name, create=True)
         with _locked(path.with_suffix(".lock")):
             whole = {"version": VERSION, "gpu": name, "entries": load_entries(name) | entries}
-            write_whole(path, json.dumps(whole, indent=1, sort_keys=True).encode())
+            # A time that is not finite would make the whole file unreadable.
+            text = json.dumps(whole, indent=1, sort_keys=True, allow_nan=False)
+            write_whole(path, text.encode())
 
 
 @contextmanager

@@ -82,10 +82,10 @@ def load_bitsandbytes(folder: str | os.PathLike[str]) -> dict[str, QuantisedTens
         ValueError: if a tensor is missing or malformed, see ``read_bitsandbytes``.
     """
 
-    def read(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
+    def read(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor]:
         names = [name for name in tensors if name.startswith("weight.")]
         state = {name.removeprefix("weight."): tensors[name] for name in names}
-        return read_bitsandbytes(tensors["weight"], state)
+        return {"weight": read_bitsandbytes(tensors["weight"], state)}
 
     return Checkpoint(folder).read_weights(".weight.quant_map", read)
 
@@ -113,7 +113,7 @@ def _info(entries: Mapping[str, Any]) -> Mapping[str, Any]:
     text = check_tensor(f"bitsandbytes: {name}", entries[name], torch.uint8, shape=(None,))
     try:
         info = json.loads(bytes(text.tolist()))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"bitsandbytes: {name} is no JSON: {error}") from error
     if not isinstance(info, dict):
         raise ValueError(f"bitsandbytes: {name} must be a JSON object, got {info!r}")
@@ -139,10 +139,11 @@ def _absmax(entries: Mapping[str, Any], info: Mapping[str, Any], blocks: int) ->
         return check_float("bitsandbytes: absmax", absmax, shape=(blocks,)).float()
     absmax = check_tensor("bitsandbytes: absmax", absmax, torch.uint8, shape=(blocks,))
     size, offset = info.get("nested_blocksize"), info.get("nested_offset")
-    if type(size) is not int or size < 1 or not isinstance(offset, int | float):
+    offset = _finite(offset)
+    if type(size) is not int or size < 1 or offset is None:
         raise ValueError(
-            "bitsandbytes: nested absmax needs nested_blocksize and nested_offset, "
-            f"got {size!r} and {offset!r}"
+            "bitsandbytes: nested absmax needs a nested_blocksize of 1 or more and a finite "
+            f"nested_offset, got {size!r} and {info.get('nested_offset')!r:.40}"
         )
     outer = check_tensor(
         "bitsandbytes: nested_absmax",
@@ -156,14 +157,24 @@ def _absmax(entries: Mapping[str, Any], info: Mapping[str, Any], blocks: int) ->
         torch.float32,
         shape=(256,),
     )
-    values = table[absmax.to(torch.int32)] * outer.repeat_interleave(size)[:blocks]
+    block = torch.arange(blocks, device=outer.device) // min(size, blocks)
+    values = table[absmax.to(torch.int32)] * outer[block]
     return values + torch.tensor(offset, dtype=torch.float32, device=values.device)
+
+
+def _finite(value: object) -> float | None:
+    """Returns a number that float32 holds as a float; None for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()  # a live QuantState
+    if not isinstance(value, int | float) or not abs(value) <= torch.finfo(torch.float32).max:
+        return None
+    return float(value)
 
 
 def _bytes(weight: Tensor, n: int, k: int) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError(f"bitsandbytes: weight must be a tensor, got {type(weight).__name__}")
-    flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+    flat = weight.detach().contiguous().flatten().view(torch.uint8)
     if flat.numel() * 2 != n * k:
         raise ValueError(
             f"bitsandbytes: weight of shape {[n, k]} must be {n * k // 2} bytes, got {flat.numel()}"

@@ -297,10 +297,18 @@ def test_hugging_face_names_and_rows(tmp_path, architecture, per_layer):
         ({}, {"architecture": "gemma2"}, r"must be llama, qwen2, qwen3 .*, got 'gemma2'"),
         ({"blk.0.ffn_gate_inp.weight": 2}, {}, r"ffn_gate_inp\.weight has no name in Hugging"),
         ({"blk.00.attn_v.weight": 2}, {}, r"blk\.00\.attn_v\.weight has no name"),
-        ({"blk.0.attn_q.weight": 6}, {}, r"head_count must be the number of heads, got None"),
-        ({"blk.0.attn_q.weight": 6}, {"heads": 0}, "number of heads, got 0"),
+        ({"blk.0.attn_q.weight": 6}, {}, r"head_count must be an integer .*, got None"),
+        (
+            {"blk.0.attn_q.weight": 6},
+            {"heads": 0},
+            "head_count must be an integer from 1 .*, got 0",
+        ),
         ({"blk.0.attn_q.weight": 6}, {"heads": 2}, "has 6 rows, which 2 heads do not divide"),
-        ({"blk.3.attn_k.weight": 6}, {"heads": [3]}, r"number of heads, got array\("),
+        (
+            {"blk.3.attn_k.weight": 6},
+            {"heads": [3]},
+            r"head_count_kv must be an integer .*, got array\(",
+        ),
     ],
 )
 def test_names_that_are_refused(tmp_path, tensors, options, message):
@@ -354,11 +362,15 @@ DEEP = struct.pack("<IQ", 9, 1) * 9 + struct.pack("<IQB", 0, 1, 7)
         (header(metadata=[(b"\xff", 0, b"1")]), "a metadata key is no UTF-8"),
         (
             header(metadata=[("general.alignment", 4, struct.pack("<I", 0))]),
-            "general.alignment must be a multiple of 8, got 0",
+            "general.alignment must be an integer from 1 .*, got 0",
+        ),
+        (
+            header(metadata=[("general.alignment", 4, struct.pack("<I", 12))]),
+            "general.alignment must be a multiple of 8, got 12",
         ),
         (
             header(metadata=[("general.alignment", 8, text("32"))]),
-            "general.alignment must be a multiple of 8, got '32'",
+            "general.alignment must be an integer from 1 .*, got '32'",
         ),
         (header([("a", (4,), 0, 0)]), r"a \(F32 \[4\]\) ends at byte \d+, the file has"),
         (header([("a", (4,), 99, 0)]), "a has the unknown tensor type 99"),
@@ -407,5 +419,5 @@ def test_a_file_cut_while_it_is_read():
 def test_missing_files(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_gguf(tmp_path / "none.gguf")
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(ValueError, match="wanted a file, got a folder"):
         load_gguf(tmp_path)

@@ -1,6 +1,5 @@
 """bitsandbytes 4-bit weights: NF4 or FP4 codes, with plain or nested absmax."""
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from fdk_formats.packing import pack, unpack
 from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.readers.conversion import check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.untrusted import check_int, check_number, check_shape, parse_json_object
 
 BITS = 4
 # bitsandbytes' NF4 is our nf4. Its FP4 differs from e2m1 in one value (1/192 of the largest), so
@@ -44,7 +44,7 @@ def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
     kind, block_size = info.get("quant_type"), info.get("blocksize")
     if kind not in CODEBOOKS:
         raise ValueError(f"bitsandbytes: quant_type must be nf4 or fp4, got {kind!r}")
-    n, k = _shape(info.get("shape"))
+    n, k = check_shape("bitsandbytes: shape", info.get("shape"), ndim=2)
     if type(block_size) is not int or block_size < 1 or k % block_size:
         raise ValueError(
             f"bitsandbytes: blocks of {block_size!r} over the flattened weight cross its rows of "
@@ -111,13 +111,7 @@ def _info(entries: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"bitsandbytes: needs {STATE_KEY}nf4 or __fp4, got {', '.join(entries)}")
     name = packed[0]
     text = check_tensor(f"bitsandbytes: {name}", entries[name], torch.uint8, shape=(None,))
-    try:
-        info = json.loads(bytes(text.tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"bitsandbytes: {name} is no JSON: {error}") from error
-    if not isinstance(info, dict):
-        raise ValueError(f"bitsandbytes: {name} must be a JSON object, got {info!r}")
-    return info
+    return parse_json_object(bytes(text.tolist()), f"bitsandbytes: {name}")
 
 
 def _entry(entries: Mapping[str, Any], name: str) -> Any:
@@ -126,25 +120,13 @@ def _entry(entries: Mapping[str, Any], name: str) -> Any:
     return entries[name]
 
 
-def _shape(shape: Any) -> tuple[int, int]:
-    sizes = list(shape) if isinstance(shape, list | tuple) else []
-    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
-        raise ValueError(f"bitsandbytes: shape must be two positive sizes, got {shape!r}")
-    return sizes[0], sizes[1]
-
-
 def _absmax(entries: Mapping[str, Any], info: Mapping[str, Any], blocks: int) -> Tensor:
     absmax = _entry(entries, "absmax")
     if "nested_absmax" not in entries:
         return check_float("bitsandbytes: absmax", absmax, shape=(blocks,)).float()
     absmax = check_tensor("bitsandbytes: absmax", absmax, torch.uint8, shape=(blocks,))
-    size, offset = info.get("nested_blocksize"), info.get("nested_offset")
-    offset = _finite(offset)
-    if type(size) is not int or size < 1 or offset is None:
-        raise ValueError(
-            "bitsandbytes: nested absmax needs a nested_blocksize of 1 or more and a finite "
-            f"nested_offset, got {size!r} and {info.get('nested_offset')!r:.40}"
-        )
+    size = check_int("bitsandbytes: nested_blocksize", info.get("nested_blocksize"), low=1)
+    offset = check_number("bitsandbytes: nested_offset", info.get("nested_offset"))
     outer = check_tensor(
         "bitsandbytes: nested_absmax",
         entries["nested_absmax"],
@@ -160,15 +142,6 @@ def _absmax(entries: Mapping[str, Any], info: Mapping[str, Any], blocks: int) ->
     block = torch.arange(blocks, device=outer.device) // min(size, blocks)
     values = table[absmax.to(torch.int32)] * outer[block]
     return values + torch.tensor(offset, dtype=torch.float32, device=values.device)
-
-
-def _finite(value: object) -> float | None:
-    """Returns a number that float32 holds as a float; None for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        value = value.item()  # a live QuantState
-    if not isinstance(value, int | float) or not abs(value) <= torch.finfo(torch.float32).max:
-        return None
-    return float(value)
 
 
 def _bytes(weight: Tensor, n: int, k: int) -> Tensor:

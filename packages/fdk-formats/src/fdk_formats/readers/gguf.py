@@ -14,6 +14,7 @@ from torch import Tensor
 from fdk_formats.readers.gguf_blocks import BLOCK_TYPES
 from fdk_formats.readers.gguf_file import GgufTensor, read_header
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.untrusted import check_int, open_regular
 
 PLAIN_TYPES = {
     "F32": torch.float32,
@@ -74,9 +75,9 @@ def load_gguf(
         Weights and tensors by name, for ``load_model``.
 
     Raises:
-        ValueError: if the file is truncated or malformed, or a tensor has another type.
+        ValueError: if the file is truncated or malformed or no file, or a tensor has another type.
+        TypeError: if ``dequantise`` is not a floating dtype.
         FileNotFoundError: if the file does not exist.
-        IsADirectoryError: if the path is a folder.
         ImportError: if a tensor of another type is to be dequantised without the package gguf.
 
     Example:
@@ -85,7 +86,7 @@ def load_gguf(
         ...     skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         >>> model = load_model(load_gguf("folder/model.gguf"), skeleton)
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         try:
             return read_gguf(file, hf_names=hf_names, dequantise=dequantise)
         except ValueError as error:
@@ -211,6 +212,4 @@ class _Renamer:
         heads = next((self.metadata[key] for key in keys if key in self.metadata), None)
         if isinstance(heads, np.ndarray) and layer < len(heads):
             heads = heads[layer].item()
-        if type(heads) is not int or heads < 1:
-            raise ValueError(f"{keys[0]} must be the number of heads, got {heads!r}")
-        return heads
+        return check_int(keys[0], heads, low=1)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fdk_formats.untrusted import check_int
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
@@ -141,8 +143,8 @@ def read_header(file: BinaryIO) -> GgufHeader:
         if key in metadata:
             raise ValueError(f"metadata key {key!r} occurs twice")
         metadata[key] = _value(cursor, key, cursor.number("I", key), 0)
-    alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment < 8 or alignment % 8:
+    alignment = check_int(ALIGNMENT_KEY, metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT), low=1)
+    if alignment % 8:
         raise ValueError(f"{ALIGNMENT_KEY} must be a multiple of 8, got {alignment!r}")
     places: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for _ in range(tensor_count):

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from fdk_formats.format import MIN_GROUP_SIZE
 from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.readers.conversion import FLOAT_NAMES, affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.untrusted import check_shape
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,8 @@ def _entry(meta: Mapping[str, Any], name: str) -> Any:
 
 
 def _shape(meta: Mapping[str, Any]) -> tuple[int, int]:
-    shape = _entry(meta, "shape")
-    sizes = list(shape) if isinstance(shape, Sequence) else [shape]
-    if len(sizes) != 2 or not all(type(size) is int and size >= 1 for size in sizes):
-        raise ValueError(f"HQQ: shape must be two sizes of 1 or more, got {sizes}")
-    return sizes[0], sizes[1]
+    n, k = check_shape("HQQ: shape", _entry(meta, "shape"), ndim=2)
+    return n, k
 
 
 def _group_size(meta: Mapping[str, Any]) -> int | None:

@@ -4,40 +4,12 @@ import json
 
 import pytest
 import torch
-from reader_oracles import gptq_dequantise, gptq_layer
+from reader_oracles import gptq_dequantise, gptq_layer, pack_rows
 from safetensors.torch import save_file
 
 from fdk_formats.format import Format
 from fdk_formats.readers import load_gptq, read_gptq, read_gptq_act_order
 from fdk_formats.readers.gptq import group_permutation
-
-# AutoGPTQ's three-word pattern of 3-bit codes: word, shift left, shift right. Codes 10 and 21 are
-# in two words each.
-THREE_BITS = (
-    *((0, 3 * i, 0) for i in range(10)),
-    ((0, 30, 0), (1, 0, 2)),
-    *((1, 3 * i + 1, 0) for i in range(10)),
-    ((1, 31, 0), (2, 0, 1)),
-    *((2, 3 * i + 2, 0) for i in range(10)),
-)
-
-
-def pack_rows(codes, bits):
-    """Packs ``[r, c]`` codes into int32 words down each column, in Python integers."""
-    rows, columns = codes.shape
-    words = [[0] * columns for _ in range(rows * bits // 32)]
-    for i in range(rows):
-        if bits == 3:
-            places = THREE_BITS[i % 32]
-            base, places = i // 32 * 3, places if isinstance(places[0], tuple) else (places,)
-        else:
-            base, places = i // (32 // bits), ((0, i % (32 // bits) * bits, 0),)
-        for column in range(columns):
-            for word, shift, down in places:
-                moved = (int(codes[i, column]) >> down << shift) & 0xFFFFFFFF
-                words[base + word][column] |= moved
-    signed = [[w - (1 << 32) if w >> 31 else w for w in row] for row in words]
-    return torch.tensor(signed, dtype=torch.int32)
 
 
 def make(bits, *, k=96, n=32, group=32, v1=True, dtype=torch.float16, symmetric=False, top=None):

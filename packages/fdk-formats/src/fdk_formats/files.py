@@ -150,7 +150,10 @@ def load(
         for name in sorted(names):
             if name in tensors:
                 raise ValueError(f"{path}: {name} is both a weight and a plain tensor")
-            tensors[name] = read_tensor(path, file, name, mmap=mmap).to(device)
+            tensor = read_tensor(path, file, name, mmap=mmap)
+            if tensor.dtype not in SAFETENSORS_DTYPES:
+                raise ValueError(f"{path}: {name}: {tensor.dtype} is not a dtype that save writes")
+            tensors[name] = tensor.to(device)
     return tensors | _resolve_aliases(path, aliases, tensors)
 
 

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -44,7 +45,7 @@ def read_tensor(path: str | os.PathLike[str], file: Any, name: str, *, mmap: boo
             the file is written into. False copies.
 
     Raises:
-        ValueError: if torch has no such dtype or cannot hold the shape.
+        ValueError: if torch has no such dtype or cannot hold the shape, or a bool is no 0 or 1.
     """
     where = f"{path}: {name}"
     entry = file.get_slice(name)
@@ -56,4 +57,7 @@ def read_tensor(path: str | os.PathLike[str], file: Any, name: str, *, mmap: boo
     except (SafetensorError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         # AttributeError: a dtype that this version of torch does not have.
         raise ValueError(f"{where}: cannot be read as {entry.get_dtype()}: {error}") from error
+    # Other bytes are neither true nor false to torch: each op may read them in its own way.
+    if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+        raise ValueError(f"{where}: a bool must be a byte of 0 or 1, got others")
     return tensor if mmap else tensor.clone()

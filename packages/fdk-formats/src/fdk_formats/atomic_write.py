@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
+from io import RawIOBase
 from pathlib import Path
 from typing import IO
 
@@ -88,7 +89,7 @@ def _create(folder: Path, prefix: str, mode: int) -> tuple[IO[bytes], Path]:
         file.close()  # another process removed it as stale, before it was locked
 
 
-def _locked(file: IO[bytes], *, wait: bool) -> bool:
+def _locked(file: IO[bytes] | RawIOBase, *, wait: bool) -> bool:
     """Locks an open file; returns False where it is locked, or where nothing has locks."""
     if fcntl is None:
         return False
@@ -109,12 +110,14 @@ def _remove_stale(folder: Path, prefix: str) -> None:
     Unlike a process number in the name, a lock also holds on other machines of a shared folder,
     and no new process can have it by chance.
     """
-    with contextlib.suppress(OSError):  # a folder that cannot be listed, or files of others
-        for path in folder.glob(f"{prefix}*.tmp"):
-            flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-            with os.fdopen(os.open(path, flags), "r+b") as file:
-                if _locked(file, wait=False):
-                    path.unlink(missing_ok=True)
+    flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    for path in folder.glob(f"{prefix}*.tmp"):
+        with (
+            contextlib.suppress(OSError),  # another user's, or just removed
+            open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags)) as file,
+        ):
+            if _locked(file, wait=False):
+                path.unlink()
 
 
 def _copy_owner_and_mode(file: IO[bytes], path: Path, replaced: os.stat_result) -> None:

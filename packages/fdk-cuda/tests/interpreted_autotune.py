@@ -1,7 +1,9 @@
 """Tuning with a fake clock; test_interpreted.py runs this file with TRITON_INTERPRET=1."""
 
+import fcntl
 import json
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,7 +234,26 @@ def test_first_use(chosen: Chosen, monkeypatch: Patch) -> None:
         '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "other", "config": {}}}}',
         '{"version": 5, "gpu": "NAME", "entries": {"KEY": 5}}',
         '{"version": 5, "gpu": "NAME", "entries": 7}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": ["gemv"], "config": {}}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": [1]}}}',
+        '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"config": {}}}}',
+        '{"version": [Infinity, 1]}',
+        "[" * 100_000,
+        '{"version":' + "[" * 100_000,
+        *(
+            '{"version": 5, "gpu": "NAME", "entries": {"KEY": {"kernel": "gemv", "config": '
+            f'{{"n_tiles": {n_tiles}, "warps": {warps}, "ahead": {ahead}, "fetch": 0, '
+            '"overlap": false, "registers": 0, "minus": false}}}}'
+            for n_tiles, warps, ahead in [
+                (4, 3, 0),  # each number is of the right type and was never tried
+                (1 << 40, 2, 0),
+                (-4, 2, 0),
+                ('"4"', 2, 0),
+                (4, 2, 9999),
+            ]
+        ),
     ],
+    ids=range(21),
 )
 def test_damaged_files_are_ignored(text: str, chosen: Chosen) -> None:
     path = autotune_cache.path_of(autotune._name(-1))
@@ -256,6 +277,54 @@ def store(i: int) -> None:
     """Stores the entries of one process."""
     for j in range(5):
         autotune_cache.store_entries("gpu", {f"{i}-{j}": {"us": i}})
+
+
+def test_a_planted_lock_is_not_followed(fresh: Path) -> None:
+    kept = fresh / "kept"
+    kept.write_text("kept")
+    lock = autotune_cache.path_of("gpu").with_suffix(".lock")
+    lock.symlink_to(kept)
+    autotune_cache.store_entries("gpu", {"a": {}})
+    assert kept.read_text() == "kept"
+    assert autotune_cache.load_entries("gpu") == {}
+    lock.unlink()
+    os.mkfifo(lock)
+    autotune_cache.store_entries("gpu", {"a": {}})  # a FIFO can be locked, and does not block
+    assert autotune_cache.load_entries("gpu") == {"a": {}}
+
+
+def test_a_lock_that_is_never_released(fresh: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(autotune_cache, "LOCK_SECONDS", 0.05)
+    with autotune_cache.path_of("gpu").with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        autotune_cache.store_entries("gpu", {"a": {}})
+        assert autotune_cache.load_entries("gpu") == {}
+    autotune_cache.store_entries("gpu", {"a": {}})
+    assert autotune_cache.load_entries("gpu") == {"a": {}}
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: os.symlink(path.parent / "x", path)])
+def test_planted_entries_are_neither_read_nor_waited_for(
+    plant: Callable[[Path], None], chosen: Chosen, fresh: Path
+) -> None:
+    tune({SMALL: 1.0})
+    path = autotune_cache.path_of(autotune._name(-1))
+    path.rename(fresh / "x")
+    plant(path)
+    forget()
+    with pytest.warns(RuntimeWarning, match="does not use its cache .*tuned-"):
+        assert chosen(8) == default(8)
+    tune({SMALL: 1.0})  # replaces what was planted
+    forget()
+    assert chosen(8) == SMALL
+
+
+def test_entries_that_others_can_write(chosen: Chosen, fresh: Path) -> None:
+    tune({SMALL: 1.0})
+    autotune_cache.path_of(autotune._name(-1)).chmod(0o666)
+    forget()
+    with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0666"):
+        assert chosen(8) == default(8)
 
 
 def test_processes_lose_no_entries() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fdk_cuda import nvrtc
-from fdk_cuda.nvrtc import cache, compiler, installed
+from fdk_cuda.nvrtc import cache, cache_files, compiler, installed
 
 SOURCE = """
 #include "twice.cuh"
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) kernel(float* p) {
 
 @pytest.fixture(autouse=True)
 def cache_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path / "cache"))
     forget = cache.known_version.cache_clear
     forget()
     yield tmp_path / "cache"
@@ -110,7 +110,7 @@ def test_cached_cubin_mends_a_damaged_file(compilations, cache_directory, keep):
 
 def test_cached_cubin_without_a_directory(compilations, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a directory")
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(cache_files.CACHE_VARIABLE, str(tmp_path / "file"))
     assert nvrtc.cached_cubin(PROGRAM, ARCH).startswith(b"\x7fELF")
 
 
@@ -118,17 +118,19 @@ def test_cached_cubin_without_a_home(compilations, monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    for variable in (cache.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+    for variable in (cache_files.CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(cache.Path, "home", no_home)
+    monkeypatch.setattr(cache_files.Path, "home", no_home)
     with pytest.raises(FileNotFoundError, match="FDK_CUDA_CACHE is not set"):
         nvrtc.cache_directory()
     assert nvrtc.cached_cubin(PROGRAM, ARCH).startswith(b"\x7fELF")
     assert len(compilations) == 1
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_write_whole_leaves_permissions_to_the_umask(tmp_path, umask, mode):
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o644), (0o000, 0o644)]
+)
+def test_write_whole_makes_files_that_nobody_else_can_write(tmp_path, umask, mode):
     path = tmp_path / "file"
     before = os.umask(umask)
     try:

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ def make_weight(text, n=3, k=192, seed=0):
     scale = torch.rand(groups, generator=generator) - 0.5
     scale_dtype = format.stored_scale_dtype
     if format.scale_dtype == "e8m0":
-        scale = torch.randint(0, 255, groups, generator=generator)
+        scale = torch.randint(0, 240, groups, generator=generator)  # products are finite
     grid = {}
     if format.is_affine:
         zero = torch.rand(groups, generator=generator) * 15
@@ -268,6 +270,45 @@ def test_failed_save_leaves_the_old_file_and_no_other(path, monkeypatch):
     assert load(path)["a"].tolist() == [1, 1]
 
 
+LONE = "\udcff"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metadata": {"x": LONE}}, "truncated or no safetensors file"),
+        ({"metadata": {LONE: "x"}}, "truncated or no safetensors file"),
+        ({"tensors": {LONE: torch.zeros(2)}}, "truncated or no safetensors file"),
+        ({"tensors": {LONE: make_weight("custom4-g64")}}, "truncated or no safetensors file"),
+        ({"metadata": {"x": "y" * 101_000_000}}, "truncated or no safetensors file"),
+    ],
+    ids=["metadata", "key", "tensor", "weight", "large"],
+)
+def test_a_header_that_cannot_be_read_back_replaces_nothing(path, arguments, message):
+    save(path, {"a": torch.ones(3)})
+    arguments = {"tensors": {"a": torch.zeros(3)}} | arguments
+    with pytest.raises(ValueError, match=f"save: .* cannot be read back, .*: {message}") as error:
+        save(path, **arguments)
+    assert "fdk-" not in str(error.value)  # the temporary file
+    assert os.listdir(path.parent) == [path.name]
+    assert load(path)["a"].tolist() == [1, 1, 1]
+
+
+def test_a_lone_surrogate_in_an_alias(path):
+    tensor = torch.ones(2)
+    with pytest.raises(ValueError, match=r"cannot be read back, .*surrogates"):
+        save(path, {"a": tensor, LONE: tensor})
+    assert os.listdir(path.parent) == []
+
+
+def test_names_and_metadata_of_any_unicode_text(path):
+    text = '\0\n"\\/\u00e9\u2028\ufffe\U0001f600'
+    tensors = {text: torch.ones(2), f"{text}w": make_weight("custom4-g64")}
+    save(path, tensors, metadata={text: text})
+    assert load(path).keys() == tensors.keys()
+    assert load_metadata(path) == {text: text}
+
+
 def test_save_into_no_folder(path):
     with pytest.raises(FileNotFoundError):
         save(path.parent / "nowhere" / "x", {"a": torch.ones(2)})
@@ -328,25 +369,39 @@ def saved(path):
         ({"version": None}, r"not a file of fdk: no fdk\.version"),
         ({"version": "2"}, r"fdk\.version must be 1, got 2"),
         ({"weights": None}, r"damaged metadata: fdk\.weights is missing"),
-        ({"weights": "{"}, r"damaged metadata: fdk\.weights is no JSON"),
-        ({"weights": "[" * 100_000}, r"damaged metadata: fdk\.weights is no JSON"),
-        ({"weights": []}, r"fdk\.weights must be an object, got \[\]"),
+        ({"weights": "{"}, r"damaged metadata: fdk\.weights: damaged JSON"),
+        ({"weights": "[" * 100_000}, r"damaged metadata: fdk\.weights: damaged JSON"),
+        ({"weights": []}, r"fdk\.weights: must be a JSON object, got \[\]"),
         ({"weights": {"w": {}}}, r"w must have a format and a shape, got \{\}"),
         ({"weights": {"w": 3}}, "w must have a format and a shape, got 3"),
         ({"weights": weights("kmeans9-g64")}, "w: format: kmeans takes 1 to 8 bits, got 9"),
         ({"weights": weights("zip4-g64")}, "w: format: codebook must be one of .*, got 'zip'"),
         ({"weights": weights(4)}, "w: format: wanted a string or a Format, got int"),
-        ({"weights": weights(shape=[3])}, r"shape of w must be two integers.*, got \[3\]"),
-        ({"weights": weights(shape=[3, -192])}, r"two integers, .*, got \[3, -192\]"),
-        ({"weights": weights(shape=[3, 192.0])}, r"two integers, .*, got \[3, 192\.0\]"),
-        ({"weights": weights(shape=[True, 192])}, r"two integers, .*, got \[True, 192\]"),
-        ({"weights": weights(shape=[3, 0])}, r"two integers, .* k of 1 or more, got \[3, 0\]"),
-        ({"weights": weights(shape="ab")}, "two integers, .*, got 'ab'"),
-        ({"weights": weights(shape=[3, 100])}, "k must be a positive multiple of 64, got k=100"),
+        ({"weights": weights(shape=[3])}, r"shape of w must be 2 integers.*, got \[3\]"),
         (
-            {"weights": weights(shape=[3, 1 << 62])},
+            {"weights": weights(shape=[3, -192])},
+            r"must be 2 integers of 0 or more, got \[3, -192\]",
+        ),
+        (
+            {"weights": weights(shape=[3, 192.0])},
+            r"must be 2 integers of 0 or more, got \[3, 192\.0\]",
+        ),
+        (
+            {"weights": weights(shape=[True, 192])},
+            r"must be 2 integers of 0 or more, got \[True, 192\]",
+        ),
+        ({"weights": weights(shape=[3, 0])}, r"shape of w must have k of 1 or more, got \[3, 0\]"),
+        ({"weights": weights(shape="ab")}, "must be 2 integers of 0 or more, got 'ab'"),
+        ({"weights": weights(shape=[3, 100])}, "k must be a positive multiple of 64, got k=100"),
+        ({"weights": weights(shape=[3, 1 << 62])}, r"shape of w must have at most \d+ elements"),
+        (
+            {"weights": weights(shape=[3, 1 << 60])},
             r"w: .*packed of a \[3, \d+\] weight must be \[3, \d+\], got \[3, 96\]",
         ),
+        ({"weights": '{"w": 1, "w": 2}'}, r"fdk\.weights: damaged JSON: the key 'w' occurs twice"),
+        ({"aliases": '{"c": "b", "c": "b"}'}, r"fdk\.aliases: damaged JSON: .* 'c' occurs twice"),
+        ({"weights": '{"\\ud800": 1}'}, r"fdk\.weights: damaged JSON: .*surrogates"),
+        ({"weights": '{"w": Infinity}'}, r"fdk\.weights: damaged JSON: a number must be finite"),
         ({"weights": weights("custom5-g64")}, r"packed .* must be \[3, 120\], got \[3, 96\]"),
         ({"weights": weights("custom4-g64-fp16")}, r"scale must be .*float16, got .*bfloat16"),
         ({"weights": weights("affine4-g64")}, r"w \(affine4-g64\) needs .* w\.zero_point: missing"),
@@ -407,6 +462,23 @@ def test_missing_file(path):
 
 
 @pytest.mark.parametrize("read", [load, load_metadata])
+def test_fifo_instead_of_a_file(path, read):
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="wanted a regular file, got a FIFO"):
+        read(path)
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 62, 4], [1 << 62, 0, 1 << 62]])
+def test_shapes_that_torch_cannot_hold(path, shape):
+    save(path, {"a": torch.empty(0)})
+    header, data = read_parts(path)
+    header["a"]["shape"] = shape
+    write_parts(path, header, data)
+    with pytest.raises(ValueError, match="a: shape must have at most 9223372036854775807 elements"):
+        load(path)
+
+
+@pytest.mark.parametrize("read", [load, load_metadata])
 def test_folder_instead_of_a_file(tmp_path, read):
     with pytest.raises(IsADirectoryError, match="wanted a file, got a folder") as error:
         read(tmp_path)
@@ -429,6 +501,16 @@ BAD_VALUES = [
     ("custom4-g64", "codebook", math.nan, "codebook must be finite and ascend"),
     ("custom4-g64", "codebook", math.inf, "codebook must be finite and ascend"),
     ("custom4-g64", "codebook", 100.0, "codebook must be finite and ascend"),
+    ("custom4-g64", "codebook", -65505.0, r"codebook must be within \+-65504, got 65505; divide"),
+    ("custom4-g64-fp32", "scale", 3.4e38, "scale must have finite float32 products .*, got 1"),
+    ("custom4-g64-e8m0", "scale", 254, "scale must have finite float32 products .*, got 1"),
+    (
+        "affine4-g64-fp32",
+        "zero_point",
+        -(2.0**24 + 2),
+        r"zero_point must be within \+-2\^24, got 1",
+    ),
+    ("affine4-g64-fp32", "scale", -3e37, "scale must have finite float32 products .*, got 1"),
 ]
 
 
@@ -584,7 +666,7 @@ def test_errors_name_tensors_that_do_not_fit(model_path, tmp_path):
     save(tmp_path / "more", load(model_path) | {"surplus": torch.ones(1)})
     with pytest.raises(ValueError, match="missing nothing; unexpected surplus"):
         load_model(tmp_path / "more", net(), backend="reference")
-    save(tmp_path / "steps", load(model_path) | {"steps": torch.ones(2)})
+    save(tmp_path / "steps", load(model_path) | {"steps": torch.ones(2, dtype=torch.int64)})
     with pytest.raises(ValueError, match=r"(?s)does not fit the model: .*size mismatch for steps"):
         load_model(tmp_path / "steps", net(), backend="reference")
 
@@ -615,6 +697,107 @@ def test_a_missing_buffer_cannot_come_from_meta(model_path):
         skeleton.register_buffer("inv_freq", torch.ones(2), persistent=False)
     with pytest.raises(ValueError, match="holds no inv_freq, which the model has on the meta"):
         load_model(model_path, skeleton, backend="reference")
+
+
+class Table(nn.Module):
+    """A frozen embedding, a buffer of integers and one that ``state_dict`` leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4).requires_grad_(False)
+        self.register_buffer("steps", torch.tensor([3]))
+        self.register_buffer("freq", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("embed.weight", torch.arange(32).view(8, 4).bool()),
+        ("embed.weight", torch.arange(32, dtype=torch.uint8).view(8, 4)),
+        ("embed.weight", torch.arange(32).view(8, 4)),
+        ("steps", torch.tensor([3.0])),
+        ("steps", torch.tensor([3], dtype=torch.int32)),
+        ("steps", torch.tensor([True])),
+        ("freq", torch.tensor([1, 2])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value.dtype),
+)
+@pytest.mark.parametrize("by_path", [True, False], ids=["path", "mapping"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_floating_tensors_are_cast(tmp_path, name, value, by_path, device):
+    good = {"embed.weight": torch.ones(8, 4, dtype=torch.bfloat16), "steps": torch.tensor([4])}
+    with torch.device(device):
+        model = Table()
+    if device == "meta":
+        good["freq"] = torch.ones(2, dtype=torch.float64)
+    assert load_model(good, model).embed.weight.dtype == torch.float32
+    source = good | {name: value}
+    if by_path:
+        save(tmp_path / "x", source)
+        source = tmp_path / "x"
+    with pytest.raises(ValueError, match=rf"{name} must be torch\.\w+ as in the model, got"):
+        load_model(source, model)
+
+
+def test_a_bias_of_integers_is_refused():
+    source = {
+        "weight": quantise(torch.randn(8, 32), "nf4-g16"),
+        "bias": torch.ones(8, dtype=torch.int8),
+    }
+    with pytest.raises(
+        ValueError, match=r"bias must be torch\.float32 as in the model, got .*int8"
+    ):
+        load_model(source, nn.Linear(32, 8), backend="reference")
+
+
+USE_AFTER_CHANGE = """
+import os, sys, torch
+from torch import nn
+from fdk_formats import load, load_model, quantise, save
+
+path, how, change = sys.argv[1:]
+n, k = 256, 4096  # more than a page of each tensor
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(k, n), nn.Linear(n, k))
+save(path, {
+    "0.weight": quantise(model[0].weight.detach(), "nf4-g64-fp32"),
+    **{name: value for name, value in model.state_dict().items() if name != "0.weight"},
+})
+if how == "load":
+    tensors = load(path, mmap=False)
+    use = lambda: [t for v in tensors.values()
+                   for t in ([v.dequantise()] if hasattr(v, "dequantise") else [v.clone()])]
+else:
+    loaded = load_model(path, model, backend="reference", mmap=how == "mapped")
+    x = torch.randn(2, k)
+    use = lambda: [loaded(x).detach()]
+before = None if change == "truncate" and how == "mapped" else use()
+if change == "truncate":
+    os.truncate(path, 100)
+else:
+    size = os.path.getsize(path)
+    with open(path, "r+b") as file:
+        file.write(bytes(size))
+after = use()
+same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+print("same" if same else "changed")
+"""
+
+
+@pytest.mark.parametrize("change", ["truncate", "overwrite"])
+@pytest.mark.parametrize("how", ["load", "copied"])
+def test_a_copying_load_does_not_depend_on_the_file(path, how, change):
+    command = [sys.executable, "-c", USE_AFTER_CHANGE, str(path), how, change]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout) == (0, "same\n"), run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="documents what a map does on Linux")
+@pytest.mark.parametrize(("change", "result"), [("truncate", -7), ("overwrite", "changed\n")])
+def test_a_mapped_load_does(path, change, result):
+    command = [sys.executable, "-c", USE_AFTER_CHANGE, str(path), "mapped", change]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result in (run.returncode, run.stdout), run.stderr
 
 
 class Counter(nn.Module):

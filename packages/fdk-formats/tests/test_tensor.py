@@ -145,3 +145,56 @@ def test_relative_error_checks_its_arguments():
 def test_model_report_requires_a_module():
     with pytest.raises(TypeError, match=r"model_report: model must be an nn\.Module, got NoneType"):
         model_report(None)
+
+
+def sum_then_scale(q, x):
+    """Computes ``x @ W_hat.T`` as kernels do: over each group, then scaled, in float32."""
+    values = q.codebook[q.codes().int()] if q.codebook is not None else q.codes() - q.zero_point
+    groups = values.view(*q.scale.shape, q.group_size)
+    return ((groups * x.view(1, -1, q.group_size)).sum(-1) * decode_scale(q.scale)).sum(-1)
+
+
+EXTREME = {
+    "table": {"codebook": torch.tensor([-65504.0, 0.0, 1.0, 65504.0])},
+    "zero": {
+        "zero_point": torch.full((1, 1), 2.0**24),
+        "format": Format("affine", 2, None, None, "fp32"),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", EXTREME)
+@pytest.mark.parametrize("scale", [1e-38, 1.0, 2.0**100])
+def test_sums_over_a_group_are_finite_in_the_valid_range(kind, scale):
+    k = 1 << 15
+    fields = {"format": Format("custom", 2, None, scale_dtype="fp32")} | EXTREME[kind]
+    q = QuantisedTensor(
+        shape=(1, k),
+        packed=torch.full((1, k // 4), 0xFF, dtype=torch.uint8),
+        scale=torch.full((1, 1), scale),
+        **fields,
+    )
+    q.check_values("w")
+    largest = 1.5e26
+    x = torch.full((k,), min(largest, 1e30 / scale / k / 2.0**24))
+    expected = torch.nn.functional.linear(x.double(), q.dequantise(torch.float64))
+    assert expected.abs() < 2.0**127
+    assert torch.allclose(sum_then_scale(q, x).double(), expected, rtol=1e-4)
+
+
+def test_a_table_that_overflows_before_its_scale_is_refused():
+    table = torch.tensor([-1e30, 0.0, 1.0, 1e30])
+    q = QuantisedTensor(
+        format=Format("custom", 2, 64, scale_dtype="fp32"),
+        shape=(1, 64),
+        packed=torch.full((1, 16), 0xFF, dtype=torch.uint8),
+        scale=torch.full((1, 1), 1e-30),
+        codebook=table,
+    )
+    x = torch.full((64,), 6e6)
+    assert torch.nn.functional.linear(x, q.dequantise()).isfinite()
+    assert sum_then_scale(q, x).isinf()
+    with pytest.raises(
+        ValueError, match=r"w: codebook must be within \+-65504, got 1e\+30; divide"
+    ):
+        q.check_values("w")

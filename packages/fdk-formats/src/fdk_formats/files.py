@@ -9,21 +9,21 @@ import contextlib
 import copy
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from fdk_formats.atomic_write import atomic_write
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
 from fdk_formats.linear import QuantisedLinear, QuantisedWeight
+from fdk_formats.safetensors_file import open_safetensors, read_tensor
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.untrusted import check_shape, parse_json_object
 
 VERSION = "1"
 VERSION_KEY = "fdk.version"
@@ -63,9 +63,11 @@ def save(
 ) -> None:
     """Writes quantised weights and plain tensors to one file, atomically.
 
-    The data goes to a temporary file in the same folder, which is then renamed: a reader sees the
-    old file or the new one. The same tensors give the same bytes. Two names of one tensor (tied
-    weights) are stored once and load as one object.
+    The data goes to a temporary file in the same folder, whose header is read back, which is
+    flushed to disk and then renamed: a reader sees the old file or the new one, and a save that
+    fails leaves the old one. The same tensors give the same bytes. Two names of one tensor (tied
+    weights) are stored once and load as one object. docs/guide/files.md has what happens to links,
+    owners and modes.
 
     Args:
         path: the file to write or replace.
@@ -76,7 +78,11 @@ def save(
         TypeError: if a value is not a tensor or QuantisedTensor, its dtype or layout is one that
             safetensors does not hold, or metadata are not strings.
         ValueError: if a name collides with a tensor of a weight, a metadata key begins with
-            ``fdk.``, a codebook does not ascend or a scale is not finite.
+            ``fdk.``, the values of a weight are outside the valid range (see
+            ``QuantisedTensor.check_values``), the header could not be read back (a name or a
+            string with a lone surrogate, more than 100 MB) or ``path`` is a FIFO, device or socket.
+        IsADirectoryError: if ``path`` is a folder.
+        OSError: if the file cannot be written.
 
     Example:
         >>> save("layer.safetensors", {"weight": quantise(torch.randn(8, 64), "int4-g64")})
@@ -98,12 +104,16 @@ def save(
         WEIGHTS_KEY: json.dumps(weights),
         ALIASES_KEY: json.dumps(aliases),
     }
-    with _atomic_write(target) as file:
-        _write(file, entries, _check_metadata(metadata or {}) | ours)
+    all_metadata = _check_metadata(metadata or {}) | ours
+    with atomic_write(target) as file:
+        _write(file, path, entries, all_metadata)
 
 
 def load(
-    path: str | os.PathLike[str], *, device: torch.device | str | int = "cpu"
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | int = "cpu",
+    mmap: bool = True,
 ) -> dict[str, QuantisedTensor | Tensor]:
     """Reads a file that ``save`` or ``save_model`` wrote, bit for bit.
 
@@ -112,31 +122,38 @@ def load(
     Args:
         path: the file.
         device: where to put the tensors.
+        mmap: True maps the file, as safetensors does: tensors on the CPU are read from it when
+            they are used. If it is written into meanwhile they change; if it is truncated the
+            process dies of SIGBUS. ``save`` does neither: it replaces the file, and tensors keep
+            the old one. False copies the tensors, which then do not depend on the file.
 
     Returns:
         Weights and tensors by name.
 
     Raises:
         ValueError: if the file is truncated, damaged, of another project or of an unknown version,
-            or if a tensor is missing or has the wrong size, dtype or impossible values. The message
-            names the file, the tensor, what was expected and what was found.
+            or no regular file; or if a tensor is missing or has the wrong size, dtype or impossible
+            values. The message names the file, the tensor, what was expected and what was found.
         FileNotFoundError: if the file does not exist.
         IsADirectoryError: if the path is a folder.
     """
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         metadata = _our_metadata(path, file)
         weights = _read_json(path, metadata, WEIGHTS_KEY)
         aliases = _read_json(path, metadata, ALIASES_KEY)
         names = set(file.keys())
         tensors: dict[str, QuantisedTensor | Tensor] = {}
         for name, entry in weights.items():
-            weight, used = _load_weight(path, file, name, entry, names)
+            weight, used = _load_weight(path, file, name, entry, names, mmap)
             tensors[name] = weight.to(device)
             names -= used
         for name in sorted(names):
             if name in tensors:
                 raise ValueError(f"{path}: {name} is both a weight and a plain tensor")
-            tensors[name] = file.get_tensor(name).to(device)
+            tensor = read_tensor(path, file, name, mmap=mmap)
+            if tensor.dtype not in SAFETENSORS_DTYPES:
+                raise ValueError(f"{path}: {name}: {tensor.dtype} is not a dtype that save writes")
+            tensors[name] = tensor.to(device)
     return tensors | _resolve_aliases(path, aliases, tensors)
 
 
@@ -146,7 +163,7 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
         ValueError: see ``load``.
     """
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         metadata = _our_metadata(path, file)
     return {key: v for key, v in metadata.items() if not key.startswith(RESERVED_PREFIX)}
 
@@ -226,7 +243,12 @@ def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     return dict(metadata)
 
 
-def _write(file: IO[bytes], entries: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def _write(
+    file: IO[bytes],
+    path: str | os.PathLike[str],
+    entries: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+) -> None:
     # safetensors.torch.save_file changes the order of the metadata from run to run and refuses
     # tensors that share memory. Wide dtypes come first, so that every tensor is aligned.
     order = sorted(entries, key=lambda name: (-entries[name].element_size(), name))
@@ -243,6 +265,10 @@ def _write(file: IO[bytes], entries: Mapping[str, Tensor], metadata: Mapping[str
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
+    file.flush()
+    # Gigabytes of data follow: the header is read back before them, from a file of holes.
+    file.truncate(file.tell() + end)
+    _read_back(file.name, path, header)
     for name in order:
         data = entries[name].detach().cpu().resolve_neg().contiguous()
         # A tensor of one element counts as contiguous with any stride, which a view would keep.
@@ -250,32 +276,29 @@ def _write(file: IO[bytes], entries: Mapping[str, Tensor], metadata: Mapping[str
         file.write(data.view(torch.uint8).numpy().data)
 
 
-@contextlib.contextmanager
-def _atomic_write(target: Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file that replaces ``target`` if the block succeeds."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+def _read_back(
+    written: str, path: str | os.PathLike[str], header: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Reads a header as ``load`` does; raises ValueError unless it is the header given."""
+    where = f"save: {path}: the header cannot be read back, nothing was replaced"
     try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            shutil.copymode(target, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"{path}: wanted a file, got a folder")
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise ValueError(f"{path}: truncated or no safetensors file: {error}") from error
+        with open_safetensors(written) as file:
+            metadata = _our_metadata(where, file)
+            _read_json(where, metadata, WEIGHTS_KEY)
+            _read_json(where, metadata, ALIASES_KEY)
+            found: dict[str, dict[str, Any]] = {"__metadata__": metadata}
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                entry = file.get_slice(name)
+                found[name] = {"dtype": entry.get_dtype(), "shape": list(entry.get_shape())}
+    except ValueError as error:
+        reason = str(error).removeprefix(f"{written}: ").removeprefix(f"{where}: ")
+        raise ValueError(f"{where}: {reason}") from error
+    wanted = {
+        name: {key: value for key, value in entry.items() if key != "data_offsets"}
+        for name, entry in header.items()
+    }
+    if found != wanted:
+        raise ValueError(f"{where}: it reads as other names, dtypes, shapes or metadata")
 
 
 def _our_metadata(path: str | os.PathLike[str], file: Any) -> dict[str, str]:
@@ -294,19 +317,13 @@ def _our_metadata(path: str | os.PathLike[str], file: Any) -> dict[str, str]:
 def _read_json(
     path: str | os.PathLike[str], metadata: Mapping[str, str], key: str
 ) -> dict[str, Any]:
-    try:
-        value = json.loads(metadata[key])
-    except KeyError:
-        raise ValueError(f"{path}: damaged metadata: {key} is missing") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged metadata: {key} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: damaged metadata: {key} must be an object, got {value!r}")
-    return value
+    if key not in metadata:
+        raise ValueError(f"{path}: damaged metadata: {key} is missing")
+    return parse_json_object(metadata[key], f"{path}: damaged metadata: {key}")
 
 
 def _load_weight(
-    path: str | os.PathLike[str], file: Any, name: str, entry: Any, names: set[str]
+    path: str | os.PathLike[str], file: Any, name: str, entry: Any, names: set[str], mmap: bool
 ) -> tuple[QuantisedTensor, set[str]]:
     """Reads a weight; returns it and the names of its tensors in the file."""
     format, shape = _parse_entry(path, name, entry)
@@ -314,7 +331,10 @@ def _load_weight(
     for full_name in full_names.values():
         if full_name not in names:
             raise ValueError(f"{path}: {name} ({format}) needs the tensor {full_name}: missing")
-    tensors = {field: file.get_tensor(full_name) for field, full_name in full_names.items()}
+    tensors = {
+        field: read_tensor(path, file, full_name, mmap=mmap)
+        for field, full_name in full_names.items()
+    }
     try:
         weight = QuantisedTensor(format=format, shape=shape, **tensors)
     except (TypeError, ValueError) as error:
@@ -334,14 +354,11 @@ def _parse_entry(
         format = Format.parse(entry["format"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name}: {error}") from error
-    shape = entry["shape"]
-    whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if not whole or len(shape) != 2 or shape[1] == 0:
-        raise ValueError(
-            f"{path}: damaged metadata: the shape of {name} must be two integers, n of 0 or more "
-            f"and k of 1 or more, got {shape!r}"
-        )
-    return format, (shape[0], shape[1])
+    where = f"{path}: damaged metadata: the shape of {name}"
+    n, k = check_shape(where, entry["shape"], ndim=2, low=0)
+    if k == 0:
+        raise ValueError(f"{where} must have k of 1 or more, got {[n, k]}")
+    return format, (n, k)
 
 
 def _resolve_aliases(
@@ -358,6 +375,23 @@ def _resolve_aliases(
             )
         tied[name] = tensors[target]
     return tied
+
+
+def _check_dtypes(where: str, model: nn.Module, plain: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where a tensor is not of the kind of the model's.
+
+    Floating tensors are cast to each other's dtypes. Integers and bools are not made floats, nor
+    floats integers: ``True`` would become a weight of 1.0. Integers keep their width.
+    """
+    own = dict(_named_tensors(model))
+    for name, tensor in plain.items():
+        if name not in own or tensor.dtype == own[name].dtype:
+            continue
+        if not (tensor.is_floating_point() and own[name].is_floating_point()):
+            raise ValueError(
+                f"{where}: {name} must be {own[name].dtype} as in the model, got {tensor.dtype}; "
+                "only floating tensors are cast"
+            )
 
 
 # Models
@@ -434,6 +468,7 @@ def load_model(
     device: torch.device | str | int | None = None,
     activations: str = "float",
     fuse: bool | Sequence[Sequence[str]] = False,
+    mmap: bool = True,
 ) -> nn.Module:
     """Returns a copy of a model with the quantised layers and tensors of a file or a mapping.
 
@@ -450,10 +485,12 @@ def load_model(
             ``fdk_formats.int8``. Files do not record it.
         fuse: compute layers of one input as one product, see ``fuse_layers``. True is q_proj,
             k_proj and v_proj, and gate_proj and up_proj. Files do not record it.
+        mmap: see ``load``: False copies what it reads from a file. It has no effect on a mapping.
 
     Raises:
         ValueError: if the file is damaged (see ``load``) or does not fit the model, naming the
-            tensors that are missing, unexpected or of another shape; or ``fuse`` is malformed.
+            tensors that are missing, unexpected, of another shape or of another kind of dtype; or
+            ``fuse`` is malformed.
         TypeError: if ``model`` is not a module, or a value of a mapping not a tensor.
         NoBackendError: if no backend supports a layer.
 
@@ -469,7 +506,7 @@ def load_model(
     if isinstance(source, Mapping):
         where, tensors = "load_model", _copied(source, device)
     else:
-        where, tensors = os.fspath(source), load(source, device=device)
+        where, tensors = os.fspath(source), load(source, device=device, mmap=mmap)
     plain = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     weights: dict[int, QuantisedWeight] = {}
     memo: dict[int, object] = {}
@@ -491,7 +528,9 @@ def load_model(
         memo[id(linear)] = layer.train(linear.training)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
-    plain = _cast_like(result, _unshare(result, _fill_ties(ties, plain)))
+    plain = _fill_ties(ties, plain)
+    _check_dtypes(where, result, plain)
+    plain = _cast_like(result, _unshare(result, plain))
     quantised = tensors.keys() - plain.keys()
     _load_buffers(result, plain, plain.keys() - model.state_dict().keys())
     _load_plain(where, result, plain, quantised)

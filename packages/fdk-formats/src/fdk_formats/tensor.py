@@ -9,6 +9,11 @@ from fdk_formats.format import Format
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
 from fdk_formats.scales import decode_scale
 
+# The largest finite float16, to which dequantise and kernels round a codebook.
+MAX_CODEBOOK = 65504.0
+# Integers are exact in float32 up to here.
+MAX_ZERO_POINT = float(1 << 24)
+
 
 @dataclass(frozen=True, eq=False)
 class QuantisedTensor:
@@ -146,28 +151,62 @@ class QuantisedTensor:
         return (values * scale).view(len(codes), -1).to(dtype)
 
     def check_values(self, where: str) -> None:
-        """Checks what backends rely on: an ascending codebook and finite scales.
+        """Checks what backends rely on: the order of the codebook and the range of all values.
+
+        Kernels sum over a group before they scale, in float32; ``dequantise`` scales first. A
+        product of both is finite only if the sums are: they are below ``G * T * |x|`` with T the
+        largest codebook entry or ``2^bits + |zero_point|``. The valid range keeps T at 2^16 or
+        2^24, so that no group of less than 2^16 weights overflows for ``|x|`` up to 2^87, which is
+        1.5e26. A codebook of 1e30 with scales of 1e-30 dequantises to 1.0, and yet a group of 64
+        overflows at ``|x|`` of 5e6.
+
+        - codebook: finite, ascending, within +-65504, which is finite in float16 too. Quantisers
+          of fdk make tables within +-1, or integers up to 128.
+        - zero_point: finite and within +-2^24: beyond it ``code - zero_point`` drops codes. Those
+          of ``quantise`` reach 2^16.
+        - scale: finite, and so is its product in float32 with each codebook entry, or with the
+          largest code and the zero point.
 
         Args:
             where: the start of the error message, such as a file and a name.
 
         Raises:
-            ValueError: if the codebook descends, or any of them is not finite.
+            ValueError: if a value is outside the range.
         """
-        for name in ("scale", "zero_point"):
-            stored = getattr(self, name)
-            if stored is None or (name == "zero_point" and self.format.has_integer_zero_point):
-                continue
-            bad = int((~decode_scale(stored).isfinite()).sum())
-            if bad:
-                raise ValueError(f"{where}: {name} must be finite, got {bad} that are not")
-        codebook = self.codebook
-        if codebook is None:
-            return
-        if not bool(codebook.isfinite().all()) or bool((codebook[1:] < codebook[:-1]).any()):
+        scale = decode_scale(self.scale)
+        _check_finite(where, "scale", scale)
+        if self.codebook is not None:
+            codebook = self.codebook.detach()
+            if not bool(codebook.isfinite().all()) or bool((codebook[1:] < codebook[:-1]).any()):
+                raise ValueError(
+                    f"{where}: codebook must be finite and ascend, got {codebook.tolist()}"
+                )
+            largest = codebook.abs().max()
+            if largest > MAX_CODEBOOK:
+                raise ValueError(
+                    f"{where}: codebook must be within +-{MAX_CODEBOOK:g}, got {float(largest):g}; "
+                    "divide it by a power of two and multiply the scales by it"
+                )
+        else:
+            assert self.zero_point is not None
+            zero = self.zero_point.to(torch.float32)
+            _check_finite(where, "zero_point", zero)
+            largest = zero.abs()
+            if bad := int((largest > MAX_ZERO_POINT).sum()):
+                raise ValueError(
+                    f"{where}: zero_point must be within +-2^24, got {bad} that are not"
+                )
+            largest = largest.clamp(min=float((1 << self.format.bits) - 1))
+        if bad := int((~(scale * largest).isfinite()).sum()):
             raise ValueError(
-                f"{where}: codebook must be finite and ascend, got {codebook.tolist()}"
+                f"{where}: scale must have finite float32 products with the codebook, or with "
+                f"codes and zero point, got {bad} that have not"
             )
+
+
+def _check_finite(where: str, name: str, values: Tensor) -> None:
+    if bad := int((~values.isfinite()).sum()):
+        raise ValueError(f"{where}: {name} must be finite, got {bad} that are not")
 
 
 def _check_floating(caller: str, dtype: torch.dtype) -> None:

@@ -1,6 +1,12 @@
 """CUDA C++ compiled by NVRTC at first use, cached on disk, launched through the driver."""
 
-from fdk_cuda.nvrtc.cache import cache_directory, cached_cubin, write_whole
+from fdk_cuda.nvrtc.cache import cached_cubin
+from fdk_cuda.nvrtc.cache_files import (
+    cache_directory,
+    private_directory,
+    read_private,
+    write_whole,
+)
 from fdk_cuda.nvrtc.compiler import (
     CompilerMissingError,
     Program,
@@ -24,6 +30,8 @@ __all__ = [
     "cached_cubin",
     "compile_program",
     "compiler_version",
+    "private_directory",
+    "read_private",
     "swizzled_map",
     "unavailable_reason",
     "write_whole",

@@ -3,74 +3,37 @@
 import hashlib
 import json
 import os
-import secrets
 import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from fdk_cuda.nvrtc.cache_files import private_directory, read_private, write_whole
 from fdk_cuda.nvrtc.compiler import COMMON_OPTIONS, Program, compile_program, compiler_version
 from fdk_cuda.nvrtc.installed import SEARCH_VARIABLES, file_facts, search_facts
+from fdk_formats.untrusted import check_int, parse_json_object
 
-CACHE_VARIABLE = "FDK_CUDA_CACHE"
 # A file holds the digest of the machine code, then the machine code.
 DIGEST_BYTES = 32
-
-
-def cache_directory() -> Path:
-    """Returns the folder of compiled kernels.
-
-    ``$FDK_CUDA_CACHE``, else ``fdk-cuda`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-
-    Raises:
-        OSError: neither is set and the user has no home, as in a container without a passwd entry.
-    """
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "fdk-cuda"
-    try:
-        return Path.home() / ".cache" / "fdk-cuda"
-    except RuntimeError as error:
-        raise FileNotFoundError(f"no home directory, and {CACHE_VARIABLE} is not set") from error
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file under another name, then renames it, so that no reader sees half of it.
-
-    Permissions follow the umask, as for any new file.
-
-    Raises:
-        OSError: the file cannot be written; no partial file remains.
-    """
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        with partial.open("xb") as file:
-            file.write(data)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+# Machine code of a program is below 1 MB, a stored version below 10 kB.
+MAX_CUBIN_BYTES, MAX_VERSION_BYTES = 1 << 28, 1 << 20
 
 
 def cached_cubin(program: Program, arch: str) -> bytes:
     """Returns the machine code of a program, compiling it if it is not in the cache.
 
     Processes may compile the same program at once: each writes its own file and renames it into
-    place. A damaged file is compiled again. Without a writable folder, each process compiles.
+    place. A damaged file is compiled again. Without a writable folder, or with one that another
+    user can change, each process compiles.
 
     Raises:
         CompilerMissingError, RuntimeError: as ``compile_program``.
     """
-    try:
-        path = cache_directory() / f"{cache_key(program, arch)}.cubin"
-    except OSError:
-        return compile_program(program, arch).cubin
-    if (cubin := _load(path)) is not None:
+    name = f"{cache_key(program, arch)}.cubin"
+    if (cubin := _load(name)) is not None:
         return cubin
     cubin = compile_program(program, arch).cubin
-    _store(path, cubin)
+    _store(name, hashlib.sha256(cubin).digest() + cubin)
     return cubin
 
 
@@ -96,25 +59,31 @@ def known_version() -> tuple[int, int]:
     Raises:
         CompilerMissingError: as ``compiler_version``.
     """
-    try:
-        path = cache_directory() / f"{_installation()}.nvrtc"
-    except OSError:
-        return compiler_version()
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        stored = json.loads(path.read_bytes())
-        is_same = stored["loaded"] == file_facts(stored["loaded"][0])
-        if is_same and stored["found"] == search_facts():
-            major, minor = stored["version"]
-            return int(major), int(minor)
+    name = f"{_installation()}.nvrtc"
+    with suppress(OSError, ValueError):
+        return _stored_version(private_directory() / name)
     version = compiler_version()
     with suppress(ImportError, OSError, RuntimeError):
         from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
         loaded = file_facts(load_nvidia_dynamic_lib("nvrtc").abs_path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         stored = {"loaded": loaded, "found": search_facts(), "version": version}
-        write_whole(path, json.dumps(stored).encode())
+        _store(name, json.dumps(stored).encode())
     return version
+
+
+def _stored_version(path: Path) -> tuple[int, int]:
+    """Reads a stored version; raises ValueError or OSError if there is none that is valid."""
+    stored = parse_json_object(read_private(path, MAX_VERSION_BYTES), str(path))
+    loaded, version = stored.get("loaded"), stored.get("version")
+    if not isinstance(loaded, list) or not loaded or not isinstance(loaded[0], str):
+        raise ValueError(f"{path}: loaded must be path, size and time of a file")
+    if loaded != file_facts(loaded[0]) or stored.get("found") != search_facts():
+        raise ValueError(f"{path}: of other files than those installed")
+    if not isinstance(version, list) or len(version) != 2:
+        raise ValueError(f"{path}: version must be two integers")
+    major, minor = (check_int(f"{path}: version", part, high=9999) for part in version)
+    return major, minor
 
 
 def _installation() -> str:
@@ -123,16 +92,15 @@ def _installation() -> str:
     return hashlib.sha256("\0".join(places).encode()).hexdigest()
 
 
-def _load(path: Path) -> bytes | None:
+def _load(name: str) -> bytes | None:
     try:
-        data = path.read_bytes()
+        data = read_private(private_directory() / name, MAX_CUBIN_BYTES)
     except OSError:
         return None
     digest, cubin = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     return cubin if hashlib.sha256(cubin).digest() == digest else None
 
 
-def _store(path: Path, cubin: bytes) -> None:
+def _store(name: str, data: bytes) -> None:
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, hashlib.sha256(cubin).digest() + cubin)
+        write_whole(private_directory(create=True) / name, data)

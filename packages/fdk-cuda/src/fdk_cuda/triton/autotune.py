@@ -84,13 +84,15 @@ def choose(w: PackedWeight, m: int, dtype: torch.dtype, device: int) -> Config:
     found: Config = _chosen.get(key, _UNKNOWN)
     if found is not _UNKNOWN:
         return found
-    entry = _entries(_name(device)).get(key_of(w, bucket, dtype))
-    if entry is None and mode == "1":
+    config = _stored_config(w, bucket, dtype, device)
+    if config is _UNKNOWN and mode == "1":
         if _is_capturing():
             # Not cached: the next call outside of a capture measures.
             return _default_of(w, m, device)
-        entry = _first_use(w, bucket, dtype, device)
-    config = _default_of(w, m, device) if entry is None else _config_of(entry)
+        _first_use(w, bucket, dtype, device)
+        config = _stored_config(w, bucket, dtype, device)
+    if config is _UNKNOWN:
+        config = _default_of(w, m, device)
     _chosen[key] = config
     return config
 
@@ -99,20 +101,19 @@ def _is_capturing() -> bool:
     return not launch.INTERPRETED and torch.cuda.is_current_stream_capturing()
 
 
-def _first_use(w: PackedWeight, bucket: int, dtype: torch.dtype, device: int) -> Entry | None:
+def _first_use(w: PackedWeight, bucket: int, dtype: torch.dtype, device: int) -> None:
     """Measures a bucket during a call, which uses the default where that fails."""
     attempt = _name(device), key_of(w, bucket, dtype)
     if attempt in _failed:
-        return None
+        return
     zero_dtype = None if w.zero_point is None else w.zero_point.dtype
     try:
         ws = random_weights(w.layout, w.scale.dtype, zero_dtype, device)
-        return _tune_bucket(ws, bucket, dtype, device, graph_time)
+        _tune_bucket(ws, bucket, dtype, device, graph_time)
     except Exception as error:
         _failed.add(attempt)
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"{attempt[1]} is not tuned, the default is used: {reason}", stacklevel=2)
-        return None
 
 
 def _default_of(w: PackedWeight, m: int, device: int) -> Config:
@@ -163,7 +164,7 @@ def tune_layers(
         for bucket in buckets:
             scale_dtype = format.stored_scale_dtype
             ws = ws or random_weights(a, scale_dtype, zero_dtype, index)
-            if key_of(ws[0], bucket, dtype) not in _entries(_name(index)):
+            if _stored_config(ws[0], bucket, dtype, index) is _UNKNOWN:
                 _tune_bucket(ws, bucket, dtype, index, timer or graph_time)
                 count += 1
     return count
@@ -274,10 +275,10 @@ def graph_time(calls: Sequence[Callable[[], Tensor]], replays: int = 15) -> floa
 
 def _tune_bucket(
     ws: list[PackedWeight], bucket: int, dtype: torch.dtype, device: int, timer: Timer
-) -> Entry:
+) -> None:
     """Measures a bucket and stores its fastest configuration."""
-    a, gpu, affine = ws[0].layout, launch.gpu_at(device), ws[0].zero_point is not None
-    first = forward_config(a, bucket, gpu, affine=affine)
+    a = ws[0].layout
+    first, *others = configs = _configs_to_try(ws[0], bucket, device)
     # A separate generator: the state of the global one does not change.
     place = ws[0].words.device
     generator = torch.Generator(place).manual_seed(0)
@@ -285,8 +286,7 @@ def _tune_bucket(
     with torch.no_grad(), launch.on_device_of(x):
         oracle = x.float() @ launch.dequantise(ws[0], dtype).float().T
         times: dict[Config, float] = {}
-        others = candidates(a, bucket, gpu, affine=affine)
-        for config in dict.fromkeys([first, *others]):
+        for config in dict.fromkeys(configs):
             try:
                 y = launch.linear(x, ws[0], None, config).float()
             except triton.OutOfResources:
@@ -300,9 +300,7 @@ def _tune_bucket(
     best = min(times, key=lambda config: times[config])
     if times[best] > GAIN * times.get(first, float("inf")):
         best = first
-    entry: Entry = {
-        "kernel": _kernel_of(best),
-        "config": {} if best is None else asdict(best),
+    entry: Entry = _fields_of(best) | {
         "us": round(times[best], 2),
         "default_us": round(times[first], 2) if first in times else None,
     }
@@ -314,28 +312,36 @@ def _tune_bucket(
         times_measured += 1
         _chosen.clear()
     store_entries(_name(device), new)
-    return entry
 
 
 @cache
 def _entries(name: str) -> dict[str, Entry]:
     """Returns the entries of a GPU, by ``_name``: read once, then extended."""
-    entries = load_entries(name)
-    return {key: entry for key, entry in entries.items() if _is_whole(entry)}
+    return load_entries(name)
 
 
-def _is_whole(entry: Entry) -> bool:
-    try:
-        _config_of(entry)
-    except (KeyError, TypeError):
-        return False
-    return True
+def _stored_config(w: PackedWeight, bucket: int, dtype: torch.dtype, device: int) -> Config:
+    """Returns the stored configuration of a bucket, or ``_UNKNOWN``.
+
+    A file may hold any value: only a configuration that tuning would try here is used.
+    """
+    found: Config = _UNKNOWN
+    if entry := _entries(_name(device)).get(key_of(w, bucket, dtype)):
+        stored = {name: entry.get(name) for name in ("kernel", "config")}
+        tried = _configs_to_try(w, bucket, device)
+        found = next((config for config in tried if _fields_of(config) == stored), found)
+    return found
 
 
-def _config_of(entry: Entry) -> Config:
-    make = KINDS[entry["kernel"]]
-    config: Config = None if make is None else make(**entry["config"])
-    return config
+def _configs_to_try(w: PackedWeight, bucket: int, device: int) -> list[Config]:
+    """Returns the default of a bucket, then its candidates."""
+    gpu, affine = launch.gpu_at(device), w.zero_point is not None
+    first = forward_config(w.layout, bucket, gpu, affine=affine)
+    return [first, *candidates(w.layout, bucket, gpu, affine=affine)]
+
+
+def _fields_of(config: Config) -> Entry:
+    return {"kernel": _kernel_of(config), "config": {} if config is None else asdict(config)}
 
 
 def _kernel_of(config: Config) -> str:

@@ -19,6 +19,8 @@ BITS = 4
 # its table is a custom codebook.
 CODEBOOKS = {"nf4": "nf", "fp4": "custom"}
 STATE_KEY = "quant_state.bitsandbytes__"
+# A state has six entries and takes some 200 bytes.
+MAX_STATE_BYTES = 1 << 16
 
 
 def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
@@ -111,6 +113,10 @@ def _info(entries: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(f"bitsandbytes: needs {STATE_KEY}nf4 or __fp4, got {', '.join(entries)}")
     name = packed[0]
     text = check_tensor(f"bitsandbytes: {name}", entries[name], torch.uint8, shape=(None,))
+    if text.numel() > MAX_STATE_BYTES:
+        raise ValueError(
+            f"bitsandbytes: {name} must have at most {MAX_STATE_BYTES} bytes, got {text.numel()}"
+        )
     return parse_json_object(bytes(text.tolist()), f"bitsandbytes: {name}")
 
 

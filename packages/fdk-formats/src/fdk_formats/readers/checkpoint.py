@@ -1,61 +1,109 @@
 """A folder of safetensors files, read lazily: tensors by name and the weights among them."""
 
-import json
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fdk_formats.safetensors_file import open_safetensors, read_tensor
 from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.untrusted import parse_json_object, read_file
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 
 Reader = Callable[[Mapping[str, Tensor]], Mapping[str, QuantisedTensor | Tensor]]
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of every ``*.safetensors`` in a folder, read from disk on access.
+    """The tensors of a folder, read from disk on access.
+
+    A folder with an index (``model.safetensors.index.json``) holds what the index names, and other
+    safetensors files in it are left alone, such as an adapter or the same weights in one file.
+    transformers reads such folders likewise, but takes a tensor that a listed file holds and the
+    index does not name; here it is an error, because index and files are then of two checkpoints.
+    Without an index the folder is its ``model.safetensors``, else all of its safetensors files.
+
+    Args:
+        folder: the folder.
+        mmap: see ``fdk_formats.load``: False copies the tensors.
 
     Raises:
         FileNotFoundError: if the folder, its safetensors files or a file in its index is missing.
-        ValueError: if a file or the index is damaged, or two files have the same tensor.
+        ValueError: if a file or the index is damaged or no regular file; if the index names no
+            tensor, a tensor that its file does not hold, or a file outside the folder; if a file
+            holds a tensor that the index does not place there; or if two files have the same
+            tensor.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], *, mmap: bool = True) -> None:
+        self.folder, self.mmap = Path(folder), mmap
+        if (self.folder / INDEX).exists():
+            self._paths = self._indexed()
+            return
         paths = sorted(self.folder.glob("*.safetensors"))
-        listed = self.config(INDEX, "weight_map").values()
-        for name in listed:
-            if not isinstance(name, str):
-                got = type(name).__name__
-                raise ValueError(
-                    f"{self.folder / INDEX}: weight_map must hold names of files, got {got}"
-                )
-        missing = set(listed) - {path.name for path in paths}
-        if missing or not paths:
-            what = ", ".join(sorted(missing)) or "*.safetensors"
-            raise FileNotFoundError(f"{self.folder}: no {what} in this folder")
-        self._paths: dict[str, Path] = {}
+        whole = self.folder / WHOLE
+        if whole in paths:
+            paths = [whole]
+        if not paths:
+            raise FileNotFoundError(f"{self.folder}: no *.safetensors in this folder")
+        self._paths = {}
         for path in paths:
             for name in self._names(path):
                 if name in self._paths:
                     raise ValueError(f"{name} is both in {self._paths[name]} and in {path}")
                 self._paths[name] = path
 
+    def _indexed(self) -> dict[str, Path]:
+        """Returns the file of each tensor that the index names, after looking into the files."""
+        index = self.folder / INDEX
+        weight_map = self.config(INDEX, "weight_map")
+        if not weight_map:
+            raise ValueError(f"{index}: weight_map must name a tensor, names none")
+        for file in weight_map.values():
+            if not isinstance(file, str):
+                got = type(file).__name__
+                raise ValueError(f"{index}: weight_map must hold names of files, got {got}")
+            if file != os.path.basename(file) or file in ("", ".", ".."):
+                raise ValueError(f"{index}: weight_map must name files in its folder, got {file!r}")
+        files = sorted(set(weight_map.values()))
+        if missing := [file for file in files if not (self.folder / file).exists()]:
+            raise FileNotFoundError(f"{self.folder}: no {', '.join(missing)} in this folder")
+        held = {file: set(self._names(self.folder / file)) for file in files}
+        if absent := [name for name, file in weight_map.items() if name not in held[file]]:
+            name = absent[0]
+            raise ValueError(
+                f"{index}: weight_map places {name} in {weight_map[name]}, which does not hold it "
+                f"({len(absent)} such tensors)"
+            )
+        for file in files:
+            if extra := sorted(name for name in held[file] if weight_map.get(name) != file):
+                raise ValueError(
+                    f"{self.folder / file}: holds {extra[0]}, which the index {INDEX} does not "
+                    f"place there ({len(extra)} such tensors); add it to weight_map, or remove the "
+                    "index to read every file"
+                )
+        return {name: self.folder / file for name, file in weight_map.items()}
+
     def _names(self, path: Path) -> list[str]:
+        with self._opened(path) as file:
+            return list(file.keys())
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
         try:
-            with safe_open(path, framework="pt") as file:
-                return list(file.keys())
-        except SafetensorError as error:
-            raise ValueError(f"{path}: truncated or no safetensors file: {error}") from error
+            with open_safetensors(path) as file:
+                yield file
+        except IsADirectoryError as error:
+            raise ValueError(str(error)) from None
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._paths[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        path = self._paths[name]
+        with self._opened(path) as file:
+            return read_tensor(path, file, name, mmap=self.mmap)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths)
@@ -66,22 +114,22 @@ class Checkpoint(Mapping[str, Tensor]):
     def config(self, name: str, key: str | None = None) -> dict[str, Any]:
         """Reads a JSON file of the folder, or its entry ``key``; empty if there is none.
 
+        Numbers may be NaN or infinite, as in configurations of transformers.
+
         Raises:
-            ValueError: if it is not a JSON object.
+            ValueError: if it is not a JSON object, see ``parse_json_object``.
         """
         path = self.folder / name
-        if not path.exists():
-            return {}
         try:
-            value = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: no JSON: {error}") from error
-        where = str(path)
-        if isinstance(value, dict) and key is not None:
-            where, value = f"{path}: {key}", value.get(key, {})
-        if not isinstance(value, dict):
-            raise ValueError(f"{where}: wanted a JSON object, got {type(value).__name__}")
-        return value
+            value = parse_json_object(read_file(path), str(path), allow_infinity=True)
+        except FileNotFoundError:
+            return {}
+        if key is None:
+            return value
+        entry = value.get(key, {})
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}: {key} must be a JSON object, got {type(entry).__name__}")
+        return entry
 
     def read_weights(self, marker: str, read: Reader) -> dict[str, QuantisedTensor | Tensor]:
         """Reads every quantised weight; returns them with the other tensors.

@@ -16,7 +16,7 @@ from fdk_formats.codebooks import named_codebook
 from fdk_formats.format import Format
 from fdk_formats.packing import CODES_PER_CHUNK, pack, packed_width
 from fdk_formats.scales import decode_scale
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import MAX_ZERO_POINT, QuantisedTensor
 
 # The table of IQ4_NL and IQ4_XS, from ggml-common.h.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -121,9 +121,17 @@ def _affine(decoded: Decoded) -> tuple[Tensor, Tensor, Tensor]:
     assert minimum is not None
     # Without a scale every weight of the group is -minimum, which is (0 - 1) * minimum.
     flat = scale == 0
-    codes = codes.view(*scale.shape, -1).masked_fill(flat[..., None], 0)
-    zero = torch.where(flat, 1.0, minimum / scale.masked_fill(flat, 1.0))
-    return codes, torch.where(flat, minimum, scale), zero
+    scale = torch.where(flat, minimum, scale)
+    zero = torch.where(flat, 1.0, minimum / torch.where(flat, 1.0, scale))
+    # A zero point beyond the valid range has a scale below the float32 spacing of the minimum. The
+    # scale is made as large as that, which moves a weight by no more than half of it.
+    far = zero.abs() > MAX_ZERO_POINT
+    zero = zero.clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT)
+    wider = torch.where(far, minimum / zero, scale)
+    values = (
+        codes.view(*scale.shape, -1) * torch.where(far, scale / wider, (~flat).float())[..., None]
+    )
+    return values.round().to(torch.uint8), wider, zero
 
 
 def _bits(data: Tensor, bits: int, run: int) -> Tensor:

@@ -1,0 +1,63 @@
+"""Safetensors files: opened and read with every damage reported as a ValueError."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fdk_formats.untrusted import check_shape, kind_of
+
+
+@contextlib.contextmanager
+def open_safetensors(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Opens a safetensors file; yields what ``safetensors.safe_open`` does.
+
+    Raises:
+        ValueError: if it is truncated or damaged, or no regular file.
+        IsADirectoryError: if it is a folder.
+        OSError: if it is missing or cannot be read.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{path}: wanted a file, got a folder")
+    if not stat.S_ISREG(mode):  # safe_open would wait for a FIFO
+        raise ValueError(f"{path}: wanted a regular file, got {kind_of(mode)}")
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path}: truncated or no safetensors file: {error}") from error
+
+
+def read_tensor(path: str | os.PathLike[str], file: Any, name: str, *, mmap: bool) -> Tensor:
+    """Reads a tensor of a file that ``open_safetensors`` opened.
+
+    Args:
+        path: the file, for messages.
+        file: the open file.
+        name: a name of ``file.keys()``.
+        mmap: True maps the file: the tensor is read from disk when it is used, and changes when
+            the file is written into. False copies.
+
+    Raises:
+        ValueError: if torch has no such dtype or cannot hold the shape, or a bool is no 0 or 1.
+    """
+    where = f"{path}: {name}"
+    entry = file.get_slice(name)
+    shape = entry.get_shape()
+    # A size of 0 lets the others be any: torch multiplies them for the strides.
+    check_shape(f"{where}: shape", shape, ndim=len(shape), low=0)
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except (SafetensorError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+        # AttributeError: a dtype that this version of torch does not have.
+        raise ValueError(f"{where}: cannot be read as {entry.get_dtype()}: {error}") from error
+    # Other bytes are neither true nor false to torch: each op may read them in its own way.
+    if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+        raise ValueError(f"{where}: a bool must be a byte of 0 or 1, got others")
+    return tensor if mmap else tensor.clone()

@@ -195,6 +195,18 @@ def test_groups_without_a_scale_hold_their_minimum(tmp_path):
     assert torch.equal(weight.dequantise(), torch.full((2, 64), 0.75))
 
 
+@pytest.mark.parametrize("minimum", [100.0, -100.0])
+def test_scales_below_the_spacing_of_the_minimum(tmp_path, minimum):
+    """A zero point beyond 2^24 is out of range: the group gets a wider scale."""
+    block = np.zeros((1, 20), np.uint8)
+    block[0, :4] = np.array([6e-8, minimum], np.float16).view(np.uint8)
+    block[0, 4:] = np.arange(16) * 17
+    weight = load_gguf(write(tmp_path / "m.gguf", {"w": ("Q4_1", block)}), hf_names=False)["w"]
+    assert float(weight.zero_point.abs().max()) == 2**24
+    wanted = oracle("Q4_1", block)
+    assert bool(((weight.dequantise() - wanted).abs() <= 2**-22 * abs(minimum)).all())
+
+
 def test_mxfp4_scale_that_e8m0_lacks(tmp_path):
     data = random_blocks("MXFP4", (1, 32))
     data[0, 0] = 0

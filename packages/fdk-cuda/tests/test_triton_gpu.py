@@ -173,7 +173,7 @@ def test_no_synchronisation(m: int) -> None:
 def test_autocast() -> None:
     linear, x = layer()
     with torch.no_grad():
-        expected = linear(x)
+        expected = linear(x.half())
         with torch.autocast("cuda", dtype=torch.float16):
             assert torch.equal(linear(x.float()), expected)
             assert torch.equal(linear(x), expected)

@@ -151,7 +151,7 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
     def _canonical(self) -> tuple[Tensor | None, ...]:
         """Returns the tensors: in a graph those that it was traced with."""
         if torch.compiler.is_compiling():
-            _hold_for_graph(self)
+            self._hold_for_graph()
             layout: Any = self._layout
         else:
             layout = self._hold()
@@ -166,8 +166,14 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
         self.__dict__["_layout"] = layout
         return layout  # type: ignore[no-any-return]
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _hold_for_graph(self) -> bool:
+        with without_dispatch_modes():
+            self._hold()
+        return True
+
     def _dequantised_in_graph(self) -> Tensor:
-        _hold_for_graph(self)
+        self._hold_for_graph()
         layout: Any = self._layout
         weight: Tensor = self(torch.arange(self.num_embeddings, device=layout.packed.device))
         return weight
@@ -175,10 +181,3 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
     def extra_repr(self) -> str:
         """Shows the sizes as nn.Embedding does, and the format."""
         return f"{super().extra_repr()}, {self.format}"
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _hold_for_graph(embedding: QuantisedEmbedding) -> bool:
-    with without_dispatch_modes():
-        embedding._hold()
-    return True

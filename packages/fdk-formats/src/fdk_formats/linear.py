@@ -272,15 +272,22 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
             y: Tensor = _call_outside_graph(self, x)
             return y
         dtype = compute_dtype(x)
-        _pack_for_graph(self, dtype)
+        self._pack_for_graph(dtype)
         layout: Any = self._layout  # read after packing: the trace keeps what it has read
         return self._call(x, layout, dtype)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _pack_for_graph(self, dtype: torch.dtype) -> bool:
+        """Packs the layer while torch.compile or torch.export traces it."""
+        with without_dispatch_modes():
+            self._pack(dtype)
+        return True
 
     def _dequantised_in_graph(self) -> Tensor:
         if self.activations != "float":  # x would be rounded
             outside: Tensor = _dequantise_outside_graph(self)
             return outside
-        _pack_for_graph(self, self.dtype)
+        self._pack_for_graph(self.dtype)
         layout: Any = self._layout
         # Products with unit vectors are exact, and are dropped where only the dtype is used.
         eye = torch.eye(self.in_features, dtype=self.dtype, device=self._layout_device)
@@ -308,14 +315,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _pack_for_graph(layer: QuantisedLinear, dtype: torch.dtype) -> bool:
-    """Packs a layer while torch.compile or torch.export traces it."""
-    with without_dispatch_modes():
-        layer._pack(dtype)
-    return True
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -152,7 +152,7 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
         """Returns the tensors: in a graph those that it was traced with."""
         if torch.compiler.is_compiling():
             _hold_for_graph(self)
-            layout: Any = self._layout
+            layout = self._layout_in_graph()
         else:
             layout = self._hold()
         return layout.packed, layout.scale, layout.codebook, layout.zero_point
@@ -162,13 +162,11 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
         stored = self.stored
         if not isinstance(stored.layout, ReferenceLayout):
             stored.hold_in(ReferenceLayout(stored.quantised()), "reference")
-        layout: Any = stored.layout
-        self.__dict__["_layout"] = layout
-        return layout  # type: ignore[no-any-return]
+        return stored.layout  # type: ignore[return-value]
 
     def _dequantised_in_graph(self) -> Tensor:
         _hold_for_graph(self)
-        layout: Any = self._layout
+        layout = self._layout_in_graph()
         weight: Tensor = self(torch.arange(self.num_embeddings, device=layout.packed.device))
         return weight
 

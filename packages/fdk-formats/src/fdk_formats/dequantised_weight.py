@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fdk_formats.torch_internals import (
+    in_place_version,
     map_tensors,
     tensor_without_memory,
     without_torch_function,
@@ -20,7 +22,8 @@ class DequantisedWeight(Tensor):
     Dtype, device and sizes cost nothing. Any other use dequantises the whole weight, once for each
     use, and keeps no copy. Writing to it (``weight.data = ...``, ``weight += ...``,
     ``weight.copy_(...)``) assigns to ``layer.weight``, which quantises the result again and loses
-    precision. It has no gradient: the quantised weight is constant.
+    precision. Its rows and views are copies: writing to them changes nothing. It has no gradient:
+    the quantised weight is constant.
 
     Attributes:
         layer: the layer.
@@ -46,17 +49,25 @@ class DequantisedWeight(Tensor):
         if func in _METADATA:
             with without_torch_function():
                 return func(*args, **kwargs)
-        if func in _SAME or (func is _SET_DATA and args[1] is own):
+        if func in _SAME or (func == _SET_DATA and args[1] is own):
             return own
-        if func is _SET_DATA:
+        if func == _SET_DATA:
             assert own is not None
             own.layer.weight = args[1]
             return None
-        plain_args, plain_kwargs = map_tensors(DequantisedWeight, _plain, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
-        if own is not None and _writes(func):
-            own.layer.weight = plain_args[0]
-            return None if func is Tensor.__setitem__ else own
+        copies: list[tuple[DequantisedWeight, Tensor, object]] = []
+
+        def copy(weight: DequantisedWeight) -> Tensor:
+            plain = _plain(weight)
+            copies.append((weight, plain, in_place_version(plain)))
+            return plain
+
+        args, kwargs = map_tensors(DequantisedWeight, copy, (args, kwargs))
+        result = func(*args, **kwargs)
+        for weight, plain, version in copies:
+            if in_place_version(plain) != version:
+                weight.layer.weight = plain
+                result = weight if result is plain else result
         return result
 
     @classmethod
@@ -76,15 +87,8 @@ class DequantisedWeight(Tensor):
 
 
 def _plain(weight: DequantisedWeight) -> Tensor:
-    return weight.layer.dequantise()
-
-
-def _writes(func: Any) -> bool:
-    """Returns whether a function of torch changes its first argument."""
-    name = getattr(func, "__name__", "")
-    is_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    is_method = name.endswith("_") and not name.endswith("__")
-    return is_operator or is_method or func is Tensor.__setitem__
+    with torch.inference_mode(False):  # inference tensors do not count changes in place
+        return weight.layer.dequantise()
 
 
 def _getters(*names: str) -> tuple[Any, ...]:
@@ -108,6 +112,7 @@ _METADATA = frozenset(
             Tensor.stride,
         ),
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.get_device),
+        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel),
         *(Tensor.__len__, Tensor.__hash__, Tensor.is_inference, Tensor.is_signed),
     )
 )

@@ -152,7 +152,7 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
         """Returns the tensors: in a graph those that it was traced with."""
         if torch.compiler.is_compiling():
             self._hold_for_graph()
-            layout: Any = self._layout
+            layout = self._layout_in_graph()
         else:
             layout = self._hold()
         return layout.packed, layout.scale, layout.codebook, layout.zero_point
@@ -162,9 +162,7 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
         stored = self.stored
         if not isinstance(stored.layout, ReferenceLayout):
             stored.hold_in(ReferenceLayout(stored.quantised()), "reference")
-        layout: Any = stored.layout
-        self.__dict__["_layout"] = layout
-        return layout  # type: ignore[no-any-return]
+        return stored.layout  # type: ignore[return-value]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _hold_for_graph(self) -> bool:
@@ -174,7 +172,7 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
 
     def _dequantised_in_graph(self) -> Tensor:
         self._hold_for_graph()
-        layout: Any = self._layout
+        layout = self._layout_in_graph()
         weight: Tensor = self(torch.arange(self.num_embeddings, device=layout.packed.device))
         return weight
 

@@ -198,12 +198,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
             if self.group is not None:
                 self.group.join(dtype)
             layout = stored.pack(self.backend, dtype, self.activations)
-        self._keep_layout(stored, layout)
-        return layout
-
-    def _keep_layout(self, stored: StoredWeight, layout: Layout) -> None:
-        self.__dict__["_layout"] = layout  # nn.Module would register it as a submodule
         self.backend_name, self._layout_device = stored.backend_name, stored.device
+        return layout
 
     # Calls
 
@@ -224,14 +220,14 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         if torch.compiler.is_compiling():
             return self._call_in_graph(input)
         # The common case in 1 us: the layout is that of the layer's parameters, and fits x.
-        layout: Any = self._layout
+        layout: Any = None
         parameters: Any = self._parameters
         bias = parameters.get("bias")
         try:
             stored = parameters["weight_packed"].stored
+            layout = stored.layout
             is_ready = (
                 layout is not None
-                and stored.layout is layout
                 and parameters["weight_scale"].stored is stored
                 and parameters[self._table_name].stored is stored
                 and input.dtype in layout.dtypes
@@ -273,7 +269,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
             return y
         dtype = compute_dtype(x)
         self._pack_for_graph(dtype)
-        layout: Any = self._layout  # read after packing: the trace keeps what it has read
+        layout = self._layout_in_graph()  # read after packing: the trace keeps what it has read
         return self._call(x, layout, dtype)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -288,7 +284,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
             outside: Tensor = _dequantise_outside_graph(self)
             return outside
         self._pack_for_graph(self.dtype)
-        layout: Any = self._layout
+        layout = self._layout_in_graph()
         # Products with unit vectors are exact, and are dropped where only the dtype is used.
         eye = torch.eye(self.in_features, dtype=self.dtype, device=self._layout_device)
         weight: Tensor = layout.forward(eye).t()

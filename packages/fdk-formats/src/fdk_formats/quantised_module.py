@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats import tensor_parallel
-from fdk_formats.backends import Layout
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
@@ -39,7 +38,6 @@ class QuantisedModule(nn.Module):
     dtype: torch.dtype
     backend_name: str
     relative_error: float | None
-    _layout: Layout | None
     _stored: Callable[[], StoredWeight | None]
 
     def _init_weight(self, stored: StoredWeight, dtype: torch.dtype) -> None:
@@ -143,18 +141,13 @@ class QuantisedModule(nn.Module):
                 self._parameters[PREFIX + name] = parameter
             else:  # init_empty_weights of accelerate replaces this method
                 self.register_parameter(PREFIX + name, parameter)
-        self.__dict__["_layout"] = None
-        self._watch(stored)
+        # Its parameters keep it: a weight that was replaced or offloaded goes, with its layout.
+        self._stored = weakref.ref(stored)
 
-    def _watch(self, stored: StoredWeight) -> None:
-        """Drops the layout with the weight's last parameter: when it is replaced, or offloaded."""
-        layer = weakref.ref(self)
-
-        def drop_layout(_: object) -> None:
-            if (owner := layer()) is not None:
-                owner.__dict__["_layout"] = None
-
-        self.__dict__["_stored"] = weakref.ref(stored, drop_layout)
+    def _layout_in_graph(self) -> Any:
+        """Returns the layout, by attributes that torch.compile can read."""
+        stored: Any = self._stored()
+        return stored.layout
 
     def _assign(self, value: Tensor) -> None:
         if not isinstance(value, Tensor) or value.ndim != 2:
@@ -273,10 +266,9 @@ class QuantisedModule(nn.Module):
         self._weight_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_layout", "_stored")}
+        return {k: v for k, v in self.__dict__.items() if k != "_stored"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__["_layout"] = None
         if not tensor_parallel.is_sharded(self):
-            self._watch(self.stored)
+            self._stored = weakref.ref(self.stored)

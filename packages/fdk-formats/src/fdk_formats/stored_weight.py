@@ -188,10 +188,11 @@ class StoredTensor(Tensor):
             own = args[0]
             if func in _GRADIENT_FLAGS:  # The quantised weight is constant.
                 return own
-            if func is _SET_DATA:
-                plain = own.stored.canonical_tensors()
+            if func == _SET_DATA:
+                value, plain = args[1], own.stored.canonical_tensors()
+                value = value.plain() if isinstance(value, StoredTensor) else value.detach()
                 # Casting a whole model casts scales too; they keep the format's dtype.
-                plain[own.field] = args[1].detach().to(own.dtype)
+                plain[own.field] = value.to(own.dtype)
                 return None
             if func in _READ_MEMORY:
                 plain = own.stored.canonical_tensors()

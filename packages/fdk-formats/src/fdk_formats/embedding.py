@@ -13,7 +13,7 @@ from fdk_formats.quantised_module import QuantisedModule
 from fdk_formats.reference import ReferenceLayout
 from fdk_formats.stored_weight import StoredWeight, zero_weight
 from fdk_formats.tensor import QuantisedTensor
-from fdk_formats.torch_internals import without_dispatch_modes
+from fdk_formats.torch_internals import constant_in_graphs, without_dispatch_modes
 
 
 def _rows(ids: Tensor, packed: Tensor, scale: Tensor, *args: Any) -> Tensor:
@@ -164,7 +164,7 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
             stored.hold_in(ReferenceLayout(stored.quantised()), "reference")
         return stored.layout  # type: ignore[return-value]
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_in_graphs
     def _hold_for_graph(self) -> bool:
         with without_dispatch_modes():
             self._hold()

@@ -1,6 +1,7 @@
 """QuantisedLinear: a linear layer whose weight is stored in 1 to 8 bits."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fdk_formats.quantise import quantise
 from fdk_formats.quantised_module import PREFIX, QuantisedModule
 from fdk_formats.stored_weight import StoredWeight, saved_as_canonical, zero_weight
 from fdk_formats.tensor import QuantisedTensor
-from fdk_formats.torch_internals import without_dispatch_modes
+from fdk_formats.torch_internals import constant_in_graphs, without_dispatch_modes
 
 
 class QuantisedLinear(QuantisedModule, nn.Linear):
@@ -265,14 +266,15 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
 
     def _call_in_graph(self, x: Tensor) -> Tensor:
         if self._is_replaced_often:  # a layout in the graph would be compiled again at each call
-            y: Tensor = _call_outside_graph(self, x)
+            make_eager_calls()
+            y: Tensor = EAGER["forward"](self, x)
             return y
         dtype = compute_dtype(x)
         self._pack_for_graph(dtype)
         layout = self._layout_in_graph()  # read after packing: the trace keeps what it has read
         return self._call(x, layout, dtype)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_in_graphs
     def _pack_for_graph(self, dtype: torch.dtype) -> bool:
         """Packs the layer while torch.compile or torch.export traces it."""
         with without_dispatch_modes():
@@ -281,7 +283,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
 
     def _dequantised_in_graph(self) -> Tensor:
         if self.activations != "float":  # x would be rounded
-            outside: Tensor = _dequantise_outside_graph(self)
+            make_eager_calls()
+            outside: Tensor = EAGER["dequantise"](self)
             return outside
         self._pack_for_graph(self.dtype)
         layout = self._layout_in_graph()
@@ -313,14 +316,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call_outside_graph(layer: QuantisedLinear, x: Tensor) -> Tensor:
-    return layer.forward(x)
+# Methods that a graph of torch.compile calls as they are, by name; see ``make_eager_calls``.
+EAGER: dict[str, Callable[..., Any]] = {}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _dequantise_outside_graph(layer: QuantisedLinear) -> Tensor:
-    return layer.dequantise()
+@constant_in_graphs
+def make_eager_calls() -> bool:
+    """Fills ``EAGER`` while a graph is traced: the compiler takes seconds to import."""
+    for name in ("forward", "dequantise"):
+        EAGER.setdefault(name, torch.compiler.disable(getattr(QuantisedLinear, name)))
+    return True
 
 
 def _parameter(bias: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

@@ -18,6 +18,7 @@ Elsewhere:
 
 - ``torch.utils._pytree.tree_map_only``: applies a function within nested arguments.
 - ``torch.utils._python_dispatch._disable_current_modes``: real tensors amid a trace.
+- ``_dynamo_marked_constant``: what ``torch.compiler.assume_constant_result`` sets on a function.
 - ``DTensor._local_tensor``: this process's shard, without a view made for autograd.
 
 - ``torch.autograd.forward_ad._current_level``: at least 0 in forward mode.
@@ -35,13 +36,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_map_only
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _private(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,6 +127,15 @@ def without_torch_function() -> AbstractContextManager[object]:
     """Makes functions of torch run on tensor subclasses without their ``__torch_function__``."""
     context: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function that torch.compile runs as it is while it traces, once for each graph.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports the compiler: seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:

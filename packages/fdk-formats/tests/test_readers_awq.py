@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from reader_oracles import awq_dequantise, import_alone
 from safetensors.torch import save_file
 
 from fdk_formats.format import Format
@@ -75,11 +76,113 @@ def test_load_folder(tmp_path, config):
     assert torch.equal(loaded["q.weight"].dequantise(torch.float16), wanted)
 
 
-@pytest.mark.parametrize("config", [{"bits": 3}, {"bits": 4, "version": "GEMV"}])
-def test_other_versions(tmp_path, config):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bits": 3}, "got 'awq', 3 bits and version gemm"),
+        ({"version": "marlin"}, "version gemm, gemv, gemv_fast, got 'awq', 4 bits and version mar"),
+        ({"quant_method": "gptq"}, "must be quant_method awq, 4 bits .*, got 'gptq'"),
+        ({"zero_point": False}, "must have zero_point true, got false"),
+        ({"group_size": 64}, "q: AWQ: group_size is 64, the tensors have 32"),
+        ({"q_group_size": -1}, "q: AWQ: group_size is -1, the tensors have 32"),
+        ({"group_size": "32"}, "q: AWQ: group_size must be 1 or more, or -1 for k, got '32'"),
+        ({"version": "gemv"}, "q: AWQ: version gemv pads its groups and needs group_size"),
+        ({"version": "gemv", "group_size": 32}, r"group_size must divide k=24, got 32, for n=96"),
+        ({"version": "gemv_fast", "group_size": 32}, r"qweight must be torch\.int16"),
+    ],
+)
+def test_other_configurations(tmp_path, config, message):
     save_folder(tmp_path, config)
-    with pytest.raises(ValueError, match=r"AWQ must be 4 bits and version gemm, got [34] bits"):
+    with pytest.raises(ValueError, match=message):
         load_awq(tmp_path)
+
+
+# Against AutoAWQ
+
+
+def quantised(n, k, group, dtype=torch.float16):
+    """Returns a linear layer, scales and zeros ``[n, k/G]`` for AutoAWQ's packers."""
+    torch.manual_seed(0)
+    size = k if group == -1 else group
+    linear = torch.nn.Linear(k, n, bias=False, dtype=torch.float32)
+    scales = (torch.rand(n, k // size) * 0.01 + 0.005).to(dtype)
+    zeros = torch.randint(16, (n, k // size))
+    # The packers do not clamp: codes must be in range already.
+    codes = torch.randint(16, (n, k))
+    wide = [t.repeat_interleave(size, 1).float() for t in (scales, zeros)]
+    linear.weight.data = (codes - wide[1]) * wide[0]
+    return linear, codes, scales, zeros
+
+
+def test_equals_autoawq():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        _, _, tensors = make(dtype=dtype)
+        assert torch.equal(read_awq(**tensors).dequantise(dtype), awq_dequantise(tensors))
+
+
+@pytest.mark.parametrize(("version", "layer"), [("gemv", "GEMV"), ("gemv_fast", "GEMVFast")])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_other_versions_equal_gemm(tmp_path, version, layer, group):
+    """AutoAWQ packs the same weight for three kernels; the result is the same."""
+    n, k = 16, 384
+    linear, codes, scales, zeros = quantised(n, k, group)
+    module = import_alone(f"awq.modules.linear.{version}")
+    packer = getattr(module, f"WQLinear_{layer}")
+    size = k if group == -1 else group  # the packers do not know -1
+    packed = packer.from_linear(linear, 4, size, scales=scales, zeros=zeros)
+    tensors = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales")}
+    weight = read_awq(**tensors, version=version, group_size=group)
+    gemm = {
+        "qweight": pack_columns(codes.T),
+        "qzeros": pack_columns(zeros.T),
+        "scales": scales.T.contiguous(),
+    }
+    assert torch.equal(weight.dequantise(torch.float16), awq_dequantise(gemm))
+    wanted = read_awq(**gemm)
+    assert weight.format == wanted.format
+    for name, tensor in wanted.tensors().items():
+        assert torch.equal(getattr(weight, name), tensor)
+    save_file({f"q.{name}": t for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    config = {"w_bit": 4, "version": version.upper(), "q_group_size": group, "zero_point": True}
+    (tmp_path / "quant_config.json").write_text(json.dumps(config))
+    assert torch.equal(load_awq(tmp_path)["q.weight"].packed, wanted.packed)
+
+
+def gemv_fast():
+    linear, _, scales, zeros = quantised(16, 384, 128)
+    packer = import_alone("awq.modules.linear.gemv_fast").WQLinear_GEMVFast
+    packed = packer.from_linear(linear, 4, 128, scales=scales, zeros=zeros)
+    return {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": None}, "version gemv_fast pads its groups and needs group_size, got None"),
+        ({"group_size": 100}, "group_size must divide k=384, got 100"),
+        ({"group_size": 96}, "group_size must be 32, 64 or from 128 on, got 96"),
+        ({"group_size": 0}, "group_size must be 1 or more, or -1 for k, got 0"),
+        ({"group_size": 64}, r"scales must be \[16, 16\], got \[8, 16\]"),
+        ({"qweight": torch.zeros(4, 100).short()}, "a multiple of 64 columns, got 100"),
+        ({"qweight": torch.zeros(0, 384).short()}, "must divide k=384, got 128, for n=0 outputs"),
+        ({"qweight": torch.zeros(4, 384)}, r"qweight must be torch\.int16, got torch\.float32"),
+        ({"qzeros": torch.ones(8, 16).half()}, "zero of 0 to 15, got 48 that are not"),
+        ({"qzeros": torch.ones(8, 16)}, r"qzeros must be torch\.float16, got torch\.float32"),
+        ({"version": "exllama"}, "version must be gemm, gemv, gemv_fast, got 'exllama'"),
+    ],
+)
+def test_bad_gemv_fast(change, message):
+    arguments = {**gemv_fast(), "version": "gemv_fast", "group_size": 128}
+    with pytest.raises((TypeError, ValueError), match=message):
+        read_awq(**arguments | change)
+
+
+def test_gemv_fast_without_a_scale():
+    tensors = gemv_fast()
+    for name in ("scales", "qzeros"):
+        tensors[name][0] = 0
+    weight = read_awq(**tensors, version="gemv_fast", group_size=128)
+    assert (weight.dequantise()[:, :128] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_blocks_that_cross_rows():
     ("change", "message"),
     [
         ({"quant_type": "int4"}, "quant_type must be nf4 or fp4, got 'int4'"),
-        ({"shape": [N * K]}, r"shape must be two positive sizes, got \[1536\]"),
-        ({"shape": None}, "shape must be two positive sizes, got None"),
+        ({"shape": [N * K]}, r"shape must be 2 integers of 1 or more, got \[1536\]"),
+        ({"shape": None}, "shape must be 2 integers of 1 or more, got None"),
         ({"shape": [N, 2 * K]}, r"absmax must be \[48\], got \[24\]"),
         ({"blocksize": 0}, "blocks of 0 over the flattened weight"),
         ({"absmax": torch.ones(7)}, r"absmax must be \[24\], got \[7\]"),
@@ -123,11 +123,36 @@ def test_bad_nested_state():
     packed, state = quantise(nested=True)
     entries = state.as_dict()
     del entries["nested_offset"]
-    with pytest.raises(ValueError, match="nested_offset, got 256 and None"):
+    with pytest.raises(ValueError, match=r"nested_offset must be a number from .*, got None"):
         read_bitsandbytes(packed, entries)
     entries = state.as_dict() | {"nested_absmax": torch.ones(2)}
     with pytest.raises(ValueError, match=r"nested_absmax must be \[1\], got \[2\]"):
         read_bitsandbytes(packed, entries)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nested_blocksize": 10**9}, None),  # 24 blocks are in the first of these
+        ({"nested_blocksize": 10**18}, None),
+        ({"nested_blocksize": 10**19}, "nested_blocksize must be an integer from 1 to"),
+        ({"nested_blocksize": 0}, "nested_blocksize must be an integer from 1 to .*, got 0"),
+        ({"nested_blocksize": True}, "nested_blocksize must be an integer .*, got True"),
+        ({"nested_offset": 10**400}, "nested_offset must be a number from .*, got 1000000"),
+        ({"nested_offset": float("nan")}, "nested_offset must be a number from .*, got nan"),
+        ({"nested_offset": 1e39}, r"nested_offset must be a number from .*, got 1e\+39"),
+        ({"shape": [10**18, 10**18]}, "shape must have at most"),
+    ],
+)
+def test_hostile_numbers(change, message):
+    packed, state = quantise(nested=True)
+    entries = state.as_dict() | change
+    if message is None:
+        plain = read_bitsandbytes(packed, state)
+        assert torch.equal(read_bitsandbytes(packed, entries).scale, plain.scale)
+    else:
+        with pytest.raises(ValueError, match=message):
+            read_bitsandbytes(packed, entries)
 
 
 def test_state_type_is_checked():
@@ -147,6 +172,8 @@ def test_state_type_is_checked():
         (b" " * 100_000, "must have at most 65536 bytes, got 100000"),
         (b'{"nested_offset": 1' + b"0" * 400 + b"}", "an integer must fit 64 bits"),
         (b'{"shape": [1], "shape": [2]}', "the key 'shape' occurs twice"),
+        (b'{"nested_offset": Infinity}', "a number must be finite, got Infinity"),
+        (b"\xff", "damaged JSON"),
     ]:
         saved["quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
         with pytest.raises(ValueError, match=message):

@@ -4,38 +4,12 @@ import json
 
 import pytest
 import torch
+from reader_oracles import gptq_dequantise, gptq_layer, pack_rows
 from safetensors.torch import save_file
 
 from fdk_formats.format import Format
-from fdk_formats.readers import load_gptq, read_gptq
-
-# AutoGPTQ's three-word pattern of 3-bit codes: word, shift left, shift right. Codes 10 and 21 are
-# in two words each.
-THREE_BITS = (
-    *((0, 3 * i, 0) for i in range(10)),
-    ((0, 30, 0), (1, 0, 2)),
-    *((1, 3 * i + 1, 0) for i in range(10)),
-    ((1, 31, 0), (2, 0, 1)),
-    *((2, 3 * i + 2, 0) for i in range(10)),
-)
-
-
-def pack_rows(codes, bits):
-    """Packs ``[r, c]`` codes into int32 words down each column, in Python integers."""
-    rows, columns = codes.shape
-    words = [[0] * columns for _ in range(rows * bits // 32)]
-    for i in range(rows):
-        if bits == 3:
-            places = THREE_BITS[i % 32]
-            base, places = i // 32 * 3, places if isinstance(places[0], tuple) else (places,)
-        else:
-            base, places = i // (32 // bits), ((0, i % (32 // bits) * bits, 0),)
-        for column in range(columns):
-            for word, shift, down in places:
-                moved = (int(codes[i, column]) >> down << shift) & 0xFFFFFFFF
-                words[base + word][column] |= moved
-    signed = [[w - (1 << 32) if w >> 31 else w for w in row] for row in words]
-    return torch.tensor(signed, dtype=torch.int32)
+from fdk_formats.readers import load_gptq, read_gptq, read_gptq_act_order
+from fdk_formats.readers.gptq import group_permutation
 
 
 def make(bits, *, k=96, n=32, group=32, v1=True, dtype=torch.float16, symmetric=False, top=None):
@@ -117,8 +91,160 @@ def test_group_order():
         read_gptq(**tensors, bits=4).packed, read_gptq(**tensors, g_idx=order, bits=4).packed
     )
     order[[5, 40]] = order[[40, 5]]
-    with pytest.raises(ValueError, match=r"g_idx must be i // 32 .*, got 1 at 5: .* act-order"):
+    with pytest.raises(ValueError, match=r"g_idx must be i // 32 .* read_gptq_act_order reads"):
         read_gptq(**tensors, g_idx=order, bits=4)
+
+
+# Act-order
+
+
+def shuffled(tensors):
+    order = torch.randperm(len(tensors["g_idx"]), generator=torch.Generator().manual_seed(1))
+    return tensors | {"g_idx": tensors["g_idx"][order]}
+
+
+def restored(weight, permutation, dtype=torch.float32):
+    """Returns the weight with its columns in the order of the inputs."""
+    columns = torch.empty(weight.shape, dtype=dtype)
+    columns[:, permutation] = weight.dequantise(dtype)
+    return columns
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_equals_autogptq(bits, dtype, act_order):
+    """AutoGPTQ packs a weight, reads it in float32 or fp16 and multiplies by I."""
+    n, k, size = 64, 128, 32
+    torch.manual_seed(bits)
+    layer = gptq_layer(bits, size, k, n, dtype)
+    scales = (torch.rand(n, k // size) * 0.1 + 0.05).to(dtype)
+    zeros = torch.randint(1, 1 << bits, (n, k // size)).to(dtype)
+    g_idx = torch.arange(k, dtype=torch.int32) // size
+    if act_order:
+        g_idx = g_idx[torch.randperm(k)]
+    linear = torch.nn.Linear(k, n, bias=False, dtype=dtype)
+    layer.pack(linear, scales, zeros, g_idx)
+    names = ("qweight", "qzeros", "scales", "g_idx")
+    tensors = {name: getattr(layer, name) for name in names}
+    weight, permutation = read_gptq_act_order(**tensors, bits=bits, wrap_zeros=False)
+    assert (permutation is not None) == act_order
+    found = restored(weight, permutation, dtype) if act_order else weight.dequantise(dtype)
+    assert torch.equal(found, gptq_dequantise(bits, tensors))
+    x = torch.randn(3, k)
+    if act_order:
+        y = x[..., permutation] @ weight.dequantise().T
+        torch.testing.assert_close(y, x @ restored(weight, permutation).T)
+
+
+def test_permutation():
+    """Inputs of a group keep their order; the codes follow."""
+    g_idx = torch.tensor([1, 0, 0, 1, 0, 1], dtype=torch.int32)
+    found = group_permutation(g_idx, 6, 2)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [1, 2, 4, 0, 3, 5]
+    assert group_permutation(torch.tensor([0, 0, 1, 1]), 4, 2) is None
+    assert group_permutation(torch.tensor([1, 1, 0, 0]), 4, 2).tolist() == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("g_idx", "message"),
+    [
+        ([0, 0, 0, 1], "must have each of 0 to 1 2 times, and sorted it has 0 at 2"),
+        ([0, 0, 1, 2], "sorted it has 2 at 3"),
+        ([-1, 0, 1, 1], "sorted it has -1 at 0"),
+        ([0, 0, 1], r"g_idx must be \[4\], got \[3\]"),
+    ],
+)
+def test_groups_that_are_no_permutation(g_idx, message):
+    with pytest.raises(ValueError, match=message):
+        group_permutation(torch.tensor(g_idx), 4, 2)
+
+
+def write_folder(folder, tensors, **config):
+    (folder / "quantize_config.json").write_text(json.dumps({"bits": 4} | config))
+    save_file({f"q.{name}": t for name, t in tensors.items()}, folder / "m.safetensors")
+
+
+def test_load_folder_in_act_order(tmp_path):
+    codes, zeros, tensors = make(4, v1=False)
+    tensors = shuffled(tensors)
+    config = {"checkpoint_format": "gptq_v2", "desc_act": True, "group_size": 32, "sym": False}
+    write_folder(tmp_path, tensors, **config)
+    loaded = load_gptq(tmp_path)
+    assert loaded.keys() == {"q.weight", "q.input_permutation"}
+    groups = tensors["g_idx"].long()
+    wanted = ((codes - zeros[groups]).half() * tensors["scales"][groups]).T
+    found = restored(loaded["q.weight"], loaded["q.input_permutation"], torch.float16)
+    assert torch.equal(found, wanted)
+
+
+def test_layers_with_settings_of_their_own(tmp_path):
+    """Reads 4 bits and, by ``dynamic`` of GPTQModel, 8 bits in groups of 16."""
+    saved, wanted = {}, {}
+    for name, bits, group in [("a", 4, 32), ("b", 8, 16)]:
+        codes, zeros, tensors = make(bits, group=group, v1=False)
+        saved |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        wanted[f"{name}.weight"] = dequantise(codes, zeros, tensors["scales"], group)
+    save_file(saved, tmp_path / "model.safetensors")
+    hostile = "(a+)+$"  # never evaluated
+    dynamic = {"-:c.*": {}, f"+:{hostile}": {"bits": 8, "group_size": 16}}
+    config = {"bits": 4, "group_size": 32, "format": "gptq_v2", "dynamic": dynamic}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config))
+    loaded = load_gptq(tmp_path)
+    for name, value in wanted.items():
+        assert torch.equal(loaded[name].dequantise(torch.float16), value)
+    config["dynamic"] = {"b": {"bits": 8}}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="b: GPTQ: the configuration has bits 4, the tensors 8"):
+        load_gptq(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq"}, "GPTQ: quant_method must be gptq, got 'awq'"),
+        ({"quant_method": ["gptq"]}, r"quant_method must be gptq, got \['gptq'\]"),
+        ({"checkpoint_format": "marlin"}, "must be gptq or gptq_v2, got 'marlin'"),
+        ({"is_marlin_format": True}, "must be gptq or gptq_v2, got 'marlin'"),
+        ({"format": "bitblas"}, "must be gptq or gptq_v2, got 'bitblas'"),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "got 'gptq', 'gptq_v2'"),
+        ({"checkpoint_format": {}}, r"must be gptq or gptq_v2, got \{\}"),
+        ({"group_size": 64}, "q: GPTQ: the configuration has group_size 64, the tensors 32"),
+        ({"group_size": -1}, "the configuration has group_size -1, the tensors 32"),
+        ({"group_size": "32"}, "the configuration has group_size '32', the tensors 32"),
+        ({"desc_act": False}, "desc_act is false and g_idx is not in order"),
+        ({"sym": True}, r"sym is true and \d+ zero points are not 8"),
+        ({"dynamic": [1]}, "dynamic must be an object, got list"),
+        ({"dynamic": {"q": 8}}, "dynamic.'q'. must be an object, got 8"),
+    ],
+)
+def test_configurations_that_contradict_the_tensors(tmp_path, config, message):
+    _, _, tensors = make(4)
+    write_folder(tmp_path, shuffled(tensors), **config)
+    with pytest.raises(ValueError, match=message):
+        load_gptq(tmp_path, wrap_zeros=True)
+
+
+def test_act_order_without_groups_of_inputs(tmp_path):
+    _, _, tensors = make(4, v1=False)
+    del tensors["g_idx"]
+    config = {"checkpoint_format": "gptq_v2", "desc_act": True}
+    write_folder(tmp_path, tensors, **config)
+    with pytest.raises(ValueError, match=r"desc_act is true and g_idx, .*, is missing"):
+        load_gptq(tmp_path)
+    _, _, tensors = make(4, v1=False, group=96)  # one group: its order does not matter
+    del tensors["g_idx"]
+    write_folder(tmp_path, tensors, **config, group_size=-1)
+    assert load_gptq(tmp_path)["q.weight"].group_size == 96
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_symmetric_folders(tmp_path, bits):
+    codes, zeros, tensors = make(bits, symmetric=True)
+    write_folder(tmp_path, tensors, sym=True, bits=bits)
+    wanted = dequantise(codes, zeros, tensors["scales"], 32)
+    assert torch.equal(load_gptq(tmp_path)["q.weight"].dequantise(torch.float16), wanted)
 
 
 @pytest.mark.parametrize("version", ["config.json", "quantize_config.json"])
@@ -151,7 +277,6 @@ def test_duplicate_weight(tmp_path):
     ("config", "message"),
     [
         ({}, "quantization_config must name the bits"),
-        ({"bits": 4, "dynamic": {"q": {"bits": 8}}}, "layers with different bits"),
         ({"bits": 8}, r"q: GPTQ: qzeros must be \[3, 8\], got \[3, 4\]"),
     ],
 )
@@ -177,6 +302,7 @@ def test_bad_folder(tmp_path, config, message):
         ({"qweight": torch.zeros(10, 32).int()}, "qweight of 10 rows is k=80 at 4 bits"),
         ({"qweight": torch.zeros(0, 32).int()}, "qweight of 0 rows is k=0"),
         ({"g_idx": torch.zeros(9).int()}, r"g_idx must be \[96\], got \[9\]"),
+        ({"scales": torch.ones(3, 0)}, "scales must have 1 output or more, got 0"),
     ],
 )
 def test_bad_tensors(change, message):

@@ -12,7 +12,7 @@ from fdk_formats.packing import pack, unpack
 from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.readers.conversion import check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
-from fdk_formats.untrusted import parse_json_object
+from fdk_formats.untrusted import check_int, check_number, check_shape, parse_json_object
 
 BITS = 4
 # bitsandbytes' NF4 is our nf4. Its FP4 differs from e2m1 in one value (1/192 of the largest), so
@@ -46,7 +46,7 @@ def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
     kind, block_size = info.get("quant_type"), info.get("blocksize")
     if kind not in CODEBOOKS:
         raise ValueError(f"bitsandbytes: quant_type must be nf4 or fp4, got {kind!r}")
-    n, k = _shape(info.get("shape"))
+    n, k = check_shape("bitsandbytes: shape", info.get("shape"), ndim=2)
     if type(block_size) is not int or block_size < 1 or k % block_size:
         raise ValueError(
             f"bitsandbytes: blocks of {block_size!r} over the flattened weight cross its rows of "
@@ -84,10 +84,10 @@ def load_bitsandbytes(folder: str | os.PathLike[str]) -> dict[str, QuantisedTens
         ValueError: if a tensor is missing or malformed, see ``read_bitsandbytes``.
     """
 
-    def read(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
+    def read(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor]:
         names = [name for name in tensors if name.startswith("weight.")]
         state = {name.removeprefix("weight."): tensors[name] for name in names}
-        return read_bitsandbytes(tensors["weight"], state)
+        return {"weight": read_bitsandbytes(tensors["weight"], state)}
 
     return Checkpoint(folder).read_weights(".weight.quant_map", read)
 
@@ -126,24 +126,13 @@ def _entry(entries: Mapping[str, Any], name: str) -> Any:
     return entries[name]
 
 
-def _shape(shape: Any) -> tuple[int, int]:
-    sizes = list(shape) if isinstance(shape, list | tuple) else []
-    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
-        raise ValueError(f"bitsandbytes: shape must be two positive sizes, got {shape!r}")
-    return sizes[0], sizes[1]
-
-
 def _absmax(entries: Mapping[str, Any], info: Mapping[str, Any], blocks: int) -> Tensor:
     absmax = _entry(entries, "absmax")
     if "nested_absmax" not in entries:
         return check_float("bitsandbytes: absmax", absmax, shape=(blocks,)).float()
     absmax = check_tensor("bitsandbytes: absmax", absmax, torch.uint8, shape=(blocks,))
-    size, offset = info.get("nested_blocksize"), info.get("nested_offset")
-    if type(size) is not int or size < 1 or not isinstance(offset, int | float):
-        raise ValueError(
-            "bitsandbytes: nested absmax needs nested_blocksize and nested_offset, "
-            f"got {size!r} and {offset!r}"
-        )
+    size = check_int("bitsandbytes: nested_blocksize", info.get("nested_blocksize"), low=1)
+    offset = check_number("bitsandbytes: nested_offset", info.get("nested_offset"))
     outer = check_tensor(
         "bitsandbytes: nested_absmax",
         entries["nested_absmax"],
@@ -156,14 +145,15 @@ def _absmax(entries: Mapping[str, Any], info: Mapping[str, Any], blocks: int) ->
         torch.float32,
         shape=(256,),
     )
-    values = table[absmax.to(torch.int32)] * outer.repeat_interleave(size)[:blocks]
+    block = torch.arange(blocks, device=outer.device) // min(size, blocks)
+    values = table[absmax.to(torch.int32)] * outer[block]
     return values + torch.tensor(offset, dtype=torch.float32, device=values.device)
 
 
 def _bytes(weight: Tensor, n: int, k: int) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError(f"bitsandbytes: weight must be a tensor, got {type(weight).__name__}")
-    flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+    flat = weight.detach().contiguous().flatten().view(torch.uint8)
     if flat.numel() * 2 != n * k:
         raise ValueError(
             f"bitsandbytes: weight of shape {[n, k]} must be {n * k // 2} bytes, got {flat.numel()}"

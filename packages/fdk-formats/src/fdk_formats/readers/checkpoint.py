@@ -15,7 +15,7 @@ from fdk_formats.untrusted import parse_json_object, read_file
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 
-Reader = Callable[[Mapping[str, Tensor]], QuantisedTensor]
+Reader = Callable[[Mapping[str, Tensor]], Mapping[str, QuantisedTensor | Tensor]]
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -135,11 +135,11 @@ class Checkpoint(Mapping[str, Tensor]):
         """Reads every quantised weight; returns them with the other tensors.
 
         A tensor named ``x`` + ``marker`` marks the weight ``x.weight``. The tensors that ``read``
-        accesses are replaced by the weight; others below ``x.``, such as a bias, are kept.
+        accesses are replaced by those it returns; others below ``x.``, such as a bias, are kept.
 
         Args:
             marker: end of the name, such as ``.qweight``.
-            read: converts the tensors below ``x.``, by the rest of their names.
+            read: converts the tensors below ``x.``, both by the rest of their names.
 
         Raises:
             ValueError: if there is no such weight, or ``read`` raises, naming the weight.
@@ -152,7 +152,7 @@ class Checkpoint(Mapping[str, Tensor]):
         for prefix in prefixes:
             below = _TensorsBelow(self, f"{prefix}.")
             try:
-                weights[f"{prefix}.weight"] = read(below)
+                weights |= {f"{prefix}.{name}": value for name, value in read(below).items()}
             except KeyError as error:
                 raise ValueError(
                     f"{self.folder}: {prefix} needs the tensor {prefix}.{error.args[0]}: missing"

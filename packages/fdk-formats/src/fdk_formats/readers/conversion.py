@@ -58,7 +58,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     per_run = 1 if WORD_BITS % bits == 0 else bits  # words until a code begins at bit 0 again
     assert rows % per_run == 0, "the caller has checked the rows"
     codes_per_run = per_run * WORD_BITS // bits
-    runs = words.view(-1, per_run, columns)
+    runs = words.view(rows // per_run, per_run, columns)
     codes = words.new_empty((len(runs), codes_per_run, columns), dtype=torch.uint8)
     for i in range(codes_per_run):
         word, shift = divmod(i * bits, WORD_BITS)
@@ -67,7 +67,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
         if low < bits:
             code |= (runs[:, word + 1] & (1 << bits - low) - 1) << low
         codes[:, i] = code.to(torch.uint8)
-    return codes.view(-1, columns)
+    return codes.view(len(runs) * codes_per_run, columns)
 
 
 def word_rows(where: str, bits: int, codes: int) -> int:

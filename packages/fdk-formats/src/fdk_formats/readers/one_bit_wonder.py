@@ -76,7 +76,7 @@ def load_one_bit_wonder(folder: str | os.PathLike[str]) -> dict[str, QuantisedTe
     if "relative_scale" not in config:
         raise ValueError(f"{checkpoint.folder}: {CONFIG} must name the relative_scale")
 
-    def read(tensors: Mapping[str, Tensor]) -> QuantisedTensor:
+    def read(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor]:
         weight = read_one_bit_wonder(
             tensors["weight_packed"],
             tensors["scales"],
@@ -87,6 +87,6 @@ def load_one_bit_wonder(folder: str | os.PathLike[str]) -> dict[str, QuantisedTe
         for key, value in found.items():
             if config.get(key, value) != value:
                 raise ValueError(f"{CONFIG} has {key} {config[key]}, the tensors {value}")
-        return weight
+        return {"weight": weight}
 
     return checkpoint.read_weights(".weight_packed", read)

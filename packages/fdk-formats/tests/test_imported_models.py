@@ -1,14 +1,24 @@
 """Checkpoints of other projects loaded into models of transformers."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from reader_oracles import pack_rows
 from safetensors.torch import save_file
 from torch import nn
 
-from fdk_formats import QuantisedLinear, load_model, parameters_on_meta, quantise, save
-from fdk_formats.readers import load_one_bit_wonder
+from fdk_formats import (
+    QuantisedLinear,
+    QuantisedTensor,
+    load_model,
+    parameters_on_meta,
+    quantise,
+    save,
+)
+from fdk_formats.readers import load_gguf, load_gptq, load_one_bit_wonder
 
 transformers = pytest.importorskip("transformers", reason="transformers, whose llama is loaded")
 
@@ -77,3 +87,90 @@ def test_buffers_on_meta_are_refused_with_a_remedy(tmp_path):
     said = r"load_model: holds no model\.rotary_emb\.inv_freq, .* fdk_formats\.parameters_on_meta"
     with pytest.raises(ValueError, match=said):
         load_model(load_one_bit_wonder(tmp_path), skeleton, backend="reference")
+
+
+# GPTQ in act-order
+
+
+def write_gptq(folder, source, group=32):
+    """Writes 4-bit weights in act-order, and GPTQ's own values of them to ``source``."""
+    tensors = dict(source.state_dict())
+    for name, module in source.named_modules():
+        if type(module) is not nn.Linear or name == "lm_head":
+            continue
+        del tensors[f"{name}.weight"]
+        n, k = module.weight.shape
+        g_idx = (torch.arange(k, dtype=torch.int32) // group)[torch.randperm(k)]
+        codes, zeros = torch.randint(16, (k, n)), torch.randint(1, 16, (k // group, n))
+        scales = torch.rand(k // group, n) * 0.02 + 0.01
+        tensors |= {
+            f"{name}.qweight": pack_rows(codes, 4),
+            f"{name}.qzeros": pack_rows(zeros.T, 4).T.contiguous(),
+            f"{name}.scales": scales,
+            f"{name}.g_idx": g_idx,
+        }
+        module.weight.copy_(((codes - zeros[g_idx.long()]) * scales[g_idx.long()]).T)
+    save_file(tensors, folder / "model.safetensors")
+    config = {"bits": 4, "group_size": group, "desc_act": True, "sym": False}
+    config |= {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+def permute_inputs(model, permutations):
+    """Makes each layer with a permutation read x in its order."""
+    for name, permutation in permutations.items():
+        layer = model.get_submodule(name.removesuffix(".input_permutation"))
+        layer.register_forward_pre_hook(
+            lambda module, inputs, order=permutation: (inputs[0][..., order],)
+        )
+
+
+def test_a_gptq_checkpoint_in_act_order_into_a_llama(tmp_path):
+    dequantised = llama(tied=False)
+    write_gptq(tmp_path, dequantised)
+    source = load_gptq(tmp_path)
+    permutations = {name: source.pop(name) for name in list(source) if "permutation" in name}
+    assert len(permutations) == 14
+    for name, permutation in permutations.items():
+        weight = name.replace("input_permutation", "weight")
+        columns = torch.empty(source[weight].shape)
+        columns[:, permutation] = source[weight].dequantise()
+        assert torch.equal(columns, dequantised.state_dict()[weight])
+    model = load_model(source, llama(tied=False), backend="reference")
+    permute_inputs(model, permutations)
+    # The sums of a product run in the order of the columns, which is another one.
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(model(PROMPT).logits, dequantised(PROMPT).logits, **close)
+
+
+# GGUF
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow
+def test_a_gguf_file_into_a_llama():
+    """SmolLM2-135M, 210 weights in Q4_1, beside transformers' own dequantisation."""
+    folder = os.environ.get("FDK_EXAMPLE_GGUF", "")
+    if not (Path(folder) / GGUF).exists():
+        pytest.skip(f"FDK_EXAMPLE_GGUF names no folder with {GGUF}, which nox -s test-formats does")
+    source = load_gguf(Path(folder) / GGUF)
+    assert sum(isinstance(value, QuantisedTensor) for value in source.values()) == 210
+    dequantised = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=GGUF,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    ).eval()
+    state = dequantised.state_dict()
+    for name, value in source.items():
+        found = value if isinstance(value, torch.Tensor) else value.dequantise()
+        # Twice the float32 spacing at the largest minimum, 2.9.
+        torch.testing.assert_close(found, state[name], rtol=0, atol=4.8e-7)
+    with parameters_on_meta():
+        skeleton = transformers.AutoModelForCausalLM.from_config(dequantised.config)
+    model = load_model(source, skeleton.float(), backend="reference").eval()
+    with torch.no_grad():
+        found, wanted = model(PROMPT).logits, dequantised(PROMPT).logits
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())

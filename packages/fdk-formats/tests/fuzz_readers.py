@@ -21,7 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from mutations import mutate_file
 from safetensors.torch import save
+from test_mutated_files import originals, plain, strict_reading
 
 try:
     import atheris
@@ -34,7 +36,7 @@ with atheris.instrument_imports(include=instrumented) if atheris else contextlib
     import fdk_formats.files
     import fdk_formats.readers
     import fdk_formats.untrusted
-    from fdk_formats import QuantisedTensor, quantise, readers
+    from fdk_formats import QuantisedTensor, readers
     from fdk_formats.readers.gguf import read_gguf
 
 LIMIT_BYTES = 64 << 20  # inputs are of at most 100 kB, and torch's own buffers grow now and then
@@ -267,18 +269,6 @@ def strict_one_bit_wonder(found, tensors, config):
         same(found[name].dequantise().numpy(), values.reshape(codes.shape))
 
 
-def strict_plain(found, tensors, config):
-    """fdk's own file: every plain tensor is what was stored."""
-    for name, value in found.items():
-        if not is_quantised(value) and name in tensors:
-            assert value.dtype == tensors[name].dtype
-            assert (
-                value.reshape(-1)
-                .view(torch.uint8)
-                .equal(tensors[name].reshape(-1).view(torch.uint8))
-            )
-
-
 def strict_gguf(found, data):
     import gguf
 
@@ -419,19 +409,6 @@ def one_bit_wonder_seeds():
         )
 
 
-def file_seeds():
-    for format in ("int4-g32", "kmeans3-g16", "affine4-g32-zint", "nf4-g32-e8m0"):
-        q = quantise(torch.randn(4, 64), format)
-        tensors = {f"a.{name}": tensor for name, tensor in q.tensors().items()}
-        weights = {"a": {"format": format, "shape": [4, 64]}}
-        config = {
-            "fdk.version": "1",
-            "fdk.weights": json.dumps(weights),
-            "fdk.aliases": '{"c": "b"}',
-        }
-        yield tensors | {"b": torch.randn(3)}, config
-
-
 def gguf_seeds():
     """Returns whole files: one of each type, and one that transformers would load."""
     import gguf
@@ -482,30 +459,16 @@ def run_folder(load, strict, config_name, seeds):
     def target(data: bytes) -> None:
         choices = Choices(data)
         tensors, config = choices.of(seeds)
-        if load is readers.load_bitsandbytes:
-            tensors, text = damaged(choices, tensors, config)
-            raw = text.encode("utf8", "surrogatepass")[:4096]
+        tensors, text = damaged(choices, tensors, config)
+        raw = text.encode("utf8", "surrogatepass")
+        if config_name is not None:
+            (folder / config_name).write_bytes(raw)
+        elif config:  # the state of bitsandbytes, a tensor of JSON
             state = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            kind = "fp4" if config["quant_type"] == "fp4" else "nf4"
-            tensors[f"a.weight.quant_state.bitsandbytes__{kind}"] = state
-        else:
-            tensors, text = damaged(choices, tensors, config)
-        metadata = None
-        if load is fdk_formats.load:
-            try:
-                metadata = {k: v for k, v in json.loads(text).items() if isinstance(v, str)}
-            except ValueError:
-                metadata = dict(config, **{"fdk.weights": text})
-            save_metadata = {k: v.encode("utf8", "replace").decode() for k, v in metadata.items()}
-            path = folder / "model.safetensors"
-            path.write_bytes(save(tensors, save_metadata))
-        else:
-            (folder / "model.safetensors").write_bytes(save(tensors))
-            if config_name:
-                (folder / config_name).write_bytes(text.encode("utf8", "surrogatepass"))
-            path = folder
+            tensors[f"a.weight.quant_state.bitsandbytes__{config['quant_type']}"] = state
+        (folder / "model.safetensors").write_bytes(save(tensors))
         try:
-            found = load(path)
+            found = load(folder)
         except DOCUMENTED:
             COUNTS["refused"] += 1
             return
@@ -515,6 +478,29 @@ def run_folder(load, strict, config_name, seeds):
         except ValueError:
             settings = {}
         strict(found, tensors, settings)
+
+    return target, []
+
+
+def run_file():
+    """Returns a target that loads fdk's own files, damaged by the mutator of their tests."""
+    path = Path(tempfile.mkdtemp(dir=FOLDER)) / "file.safetensors"
+    files = []
+    for tensors in originals():
+        fdk_formats.save(path, tensors, metadata={"by": "fuzz"})
+        files.append(path.read_bytes())
+
+    def target(data: bytes) -> None:
+        rng = random.Random(data)
+        content = mutate_file(rng.choice(files), rng)
+        path.write_bytes(content)
+        try:
+            found = fdk_formats.load(path, mmap=False)
+        except DOCUMENTED:
+            COUNTS["refused"] += 1
+            return
+        COUNTS["read"] += 1
+        assert {name: plain(value) for name, value in found.items()} == strict_reading(content)
 
     return target, []
 
@@ -552,7 +538,7 @@ def load_hqq(folder):
 
 
 TARGETS = {
-    "file": lambda: run_folder(fdk_formats.load, strict_plain, None, file_seeds()),
+    "file": run_file,
     "gguf": run_gguf,
     "gptq": lambda: run_folder(load_gptq, strict_gptq, "quantize_config.json", gptq_seeds()),
     "awq": lambda: run_folder(readers.load_awq, strict_awq, "quant_config.json", awq_seeds()),

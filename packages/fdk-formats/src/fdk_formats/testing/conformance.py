@@ -1,4 +1,4 @@
-"""Conformance of a backend: exact decode, numerics, results of their own, golden bytes, bad input."""
+"""Conformance of a backend: exact decode, numerics, in-place work, golden bytes, bad input."""
 
 import hashlib
 import math

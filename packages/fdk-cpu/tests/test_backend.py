@@ -25,6 +25,7 @@ from fdk_formats.packing import pack
 from fdk_formats.testing import layout_digest, random_quantised
 
 CPU = torch.device("cpu")
+BACKEND = fdk_cpu.CpuBackend()
 
 
 def problem(**changes: object) -> Problem:
@@ -97,7 +98,7 @@ def test_opcheck() -> None:
         random_quantised(Format("nf", 4), 24, 128), dtype=torch.float32
     )
     x = torch.randn(3, 128, requires_grad=True)
-    args = (x, layout.codes, layout.scale, layout.codebook, None, 64, 4, None, 24, 128)
+    args = (x, layout.codes, layout.scale, layout.codebook, None, 64, 4, False, None, 24, 128)
     torch.library.opcheck(lut_linear_op.op, args)
 
 
@@ -120,7 +121,8 @@ def test_op_rejects(index: int, change: object, message: str) -> None:
     layout = fdk_cpu.CpuBackend().pack(
         random_quantised(Format("nf", 4), 24, 128), dtype=torch.float32
     )
-    args = [torch.randn(3, 128), layout.codes, layout.scale, layout.codebook, None, 64, 4, None]
+    tensors = layout.codes, layout.scale, layout.codebook, None
+    args = [torch.randn(3, 128), *tensors, 64, 4, False, None]
     args[index] = change(args[index])  # type: ignore[operator]
     with pytest.raises((TypeError, ValueError), match=message):
         lut_linear_op(*args, 24, 128)
@@ -393,3 +395,85 @@ def test_padding_is_finite() -> None:
         ValueError, match=r"entry that torch.float16 holds, .*, got -100000 and k=64"
     ):
         QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("k", [128, 100])
+def test_dtypes_share_the_bytes(isa: str, k: int) -> None:
+    """A layout packed for one dtype gives what one packed for the dtype of x gives."""
+    q = random_quantised(Format("nf", 4, None), 24, k)
+    layout = BACKEND.pack(q, dtype=torch.float32)
+    assert layout.dtypes == (torch.bfloat16, torch.float16, torch.float32)
+    for dtype in layout.dtypes:
+        own, x = BACKEND.pack(q, dtype=dtype), torch.randn(3, k).to(dtype)
+        assert layout_digest(own) == layout_digest(layout)
+        assert torch.equal(own(x), layout(x))
+
+
+def test_dtypes_without_one_that_overflows() -> None:
+    q = random_quantised(Format("custom", 4, None), 24, 100)
+    q.codebook[0] = -1e5  # type: ignore[index]
+    layout = BACKEND.pack(q, dtype=torch.bfloat16)
+    assert layout.dtypes == (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match=r"first codebook entry that torch.float16 holds"):
+        BACKEND.pack(q, dtype=torch.float16)
+    assert (
+        torch.float16
+        in BACKEND.pack(
+            replace(random_quantised(Format("custom", 4, None), 24, 128), codebook=q.codebook),
+            dtype=torch.float16,
+        ).dtypes
+    )
+
+
+# (largest magnitude of codebook or zero points, of scales, of x): sums of codebook values times x
+# exceed float32, weights and outputs do not.
+EXTREMES = [(2.0**110, 2.0**-110, 2.0**17), (2.0**126, 2.0**-100, 1.0), (1.0, 2.0**-20, 2.0**122)]
+
+
+@pytest.mark.parametrize("activations", ["float", "int8"])
+@pytest.mark.parametrize(("values", "scales", "xs"), EXTREMES)
+@pytest.mark.parametrize("codebook", ["custom", "affine"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_that_overflow_before_their_scale(
+    isa: str,
+    codebook: str,
+    values: float,
+    scales: float,
+    xs: float,
+    dtype: torch.dtype,
+    activations: str,
+) -> None:
+    for bits in (1, 2, 4, 8):
+        q = random_quantised(Format(codebook, bits, 32, scale_dtype="fp32"), 21, 128)
+        changes = {"scale": q.scale * scales}
+        for name in ("codebook", "zero_point"):
+            tensor = getattr(q, name)
+            if tensor is not None:
+                changes[name] = (tensor.float() / tensor.float().abs().max() * values).to(
+                    torch.float32 if name == "codebook" else tensor.dtype
+                )
+        if codebook == "affine":
+            q = replace(q, format=replace(q.format, zero_point="float"))
+        q = replace(q, **changes)
+        layout = BACKEND.pack(q, dtype=dtype, activations=activations)
+        for m in (1, 3, 40):
+            x = (torch.rand(m, 128) * xs).to(dtype)
+            exact = x.double() @ q.dequantise(torch.float32).double().T
+            y = layout(x)
+            assert y.isfinite().all(), (bits, m)
+            error = (y.double() - exact).norm() / exact.norm()
+            assert error < (0.03 if activations == "int8" else 0.01), (bits, m, error)
+
+
+def test_repair_keeps_other_outputs() -> None:
+    """NaN in one row leaves the bits of the others, and infinity stays infinite."""
+    q = random_quantised(Format("custom", 4, 32), 21, 128)
+    layout = BACKEND.pack(q, dtype=torch.float32)
+    x = torch.randn(3, 128)
+    y = layout(x)
+    spoilt = x.clone()
+    spoilt[1, 5], spoilt[2, 7] = torch.nan, torch.inf
+    found = layout(spoilt)
+    assert torch.equal(found[0], y[0])
+    assert found[1].isnan().all()
+    assert not found[2].isfinite().any()

@@ -143,7 +143,7 @@ def test_opcheck(format: Format) -> None:
     x = torch.randn(3, 192, requires_grad=True)
     bias = torch.randn(24, requires_grad=True)
     tensors = (layout.codes, layout.scale, layout.codebook, layout.zero_point)
-    sizes = (layout.group_size, format.bits)
+    sizes = (layout.group_size, format.bits, False)
     table = (layout.levels, layout.step, layout.offset)
     torch.library.opcheck(lut_linear_int8_op.op, (x, *tensors, *sizes, *table, bias, 24, 192))
 
@@ -159,4 +159,4 @@ def test_op_rejects() -> None:
         (None, "levels must be 16 bytes, got 0"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            lut_linear_int8_op(*args, levels, 1.0, 0.0, None, 24, 128)
+            lut_linear_int8_op(*args, False, levels, 1.0, 0.0, None, 24, 128)

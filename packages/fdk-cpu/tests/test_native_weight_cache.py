@@ -179,10 +179,10 @@ def test_threads_with_other_tensors() -> None:
     ours = dict(layout.named_buffers()) | {"zero_point": None}
     theirs = ours | {"scale": twice(layout.scale)}
     y = layout(x)
-    kept.__dict__["other"] = lambda: kept.linear(x, None, theirs, 64, 4, N)
+    kept.__dict__["other"] = lambda: kept.linear(x, None, theirs, 64, 4, N, False)
     for _ in range(2):
-        assert torch.equal(kept.linear(x, None, ours, 64, 4, N), y)
-        assert torch.equal(kept.linear(x, None, theirs, 64, 4, N), 2 * y)
+        assert torch.equal(kept.linear(x, None, ours, 64, 4, N, False), y)
+        assert torch.equal(kept.linear(x, None, theirs, 64, 4, N, False), 2 * y)
 
 
 def test_affine_for_codebook() -> None:

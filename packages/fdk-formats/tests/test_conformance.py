@@ -156,6 +156,22 @@ def test_allowed_error_covers_sequential_sums(terms):
     assert allowed_error(oracle, oracle, terms) < 1e-14  # uses the eps of float64
 
 
+def test_allowed_error_for_few_outputs():
+    # Sequential sums of 3 outputs, some of which nearly cancel.
+    terms = torch.randn(2000, 3, 48, generator=torch.Generator().manual_seed(0))
+    exceeded = dict.fromkeys(("typical", "norm"), 0)
+    for values in terms:
+        oracle, y = values.double().sum(1), torch.zeros(3)
+        for column in values.T:
+            y += column
+        error, rounded = nrmse(y, oracle), oracle.float()
+        typical = float(values.double().norm())
+        exceeded["typical"] += error > allowed_error(rounded, oracle, 48, typical)
+        exceeded["norm"] += error > allowed_error(rounded, oracle, 48)
+    assert exceeded["typical"] == 0
+    assert exceeded["norm"] > 0
+
+
 def test_poisoned():
     with poisoned():
         assert torch.empty(1000).isnan().all()

@@ -91,7 +91,8 @@ class PyWeight {
   }
 
   void linear(const std::string& activation, const py::tuple& x, std::size_t m,
-              const py::tuple& bias, const py::tuple& y, std::size_t threads) const {
+              const py::tuple& bias, const py::tuple& y, std::size_t threads,
+              bool batch_invariant) const {
     const fdk::Activation type = activation_type(activation);
     const std::size_t item = fdk::bytes_of(type);
     const Bytes in = bytes_of(x), add = bytes_of(bias), out = bytes_of(y);
@@ -100,13 +101,14 @@ class PyWeight {
     expect("y", out, m * weight_.layout.n * item);
     const void* added = add.size == 0 ? nullptr : add.as<const void>();
     const py::gil_scoped_release release;
-    fdk::linear(weight_, type, in.as<const void>(), m, added, out.as<void>(), threads);
+    fdk::linear(weight_, type, in.as<const void>(), m, added, out.as<void>(), threads,
+                batch_invariant);
   }
 
   // With x rounded to 8 bits. levels :: [2^bits, int8], empty for affine formats.
   void linear_int8(const std::string& activation, const py::tuple& levels, float step, float offset,
                    const py::tuple& x, std::size_t m, const py::tuple& bias, const py::tuple& y,
-                   std::size_t threads) const {
+                   std::size_t threads, bool batch_invariant) const {
     const fdk::Activation type = activation_type(activation);
     const std::size_t item = fdk::bytes_of(type);
     const Bytes table = bytes_of(levels), in = bytes_of(x), add = bytes_of(bias), out = bytes_of(y);
@@ -120,7 +122,7 @@ class PyWeight {
     const void* added = add.size == 0 ? nullptr : add.as<const void>();
     const py::gil_scoped_release release;
     fdk::linear_int8(weight_, affine ? nullptr : &of_codebook, type, in.as<const void>(), m, added,
-                     out.as<void>(), threads);
+                     out.as<void>(), threads, batch_invariant);
   }
 
   void grad_x(const std::string& activation, const py::tuple& grad_y, std::size_t m,

@@ -67,6 +67,8 @@ struct DispatchThresholds {
   std::size_t max_rest = 0;
   // If all panels of x take more bytes than this, each one is prefetched during the previous one.
   std::size_t near_panel_bytes = std::numeric_limits<std::size_t>::max();
+  // Panels for every m, all with one order of sums: a row of y does not depend on the other rows.
+  bool batch_invariant = false;
 };
 
 // The widest panel: rows of x that one call of a GEMM kernel multiplies.
@@ -191,6 +193,8 @@ struct LinearKernels {
   const Order* panel_order;  // order for dequantise, gemm_panel and dgrad
   std::size_t panel;         // widest panel
   std::size_t panel_step;    // a panel is a multiple of this
+  // The same if batch-invariant: narrower panels add in another order. 0: panel_step.
+  std::size_t invariant_panel_step = 0;
   // Computes y = x @ W_hat.T for stripes [begin, end), m up to gemv_rows.
   void (*gemv)(const GemvTask&, std::size_t begin, std::size_t end);
   // Dequantises tiles [begin, end) of a stripe to out[r * stride], in panel_order.

@@ -25,11 +25,22 @@ Weight weight_of(const PackedWeight& packed, Activation activation) {
   return w;
 }
 
+DispatchThresholds thresholds_of(const LinearKernels& kernels, const Weight& w) {
+  return kernels.thresholds == nullptr ? DispatchThresholds() : kernels.thresholds(w);
+}
+
 }  // namespace
 
 void linear(const PackedWeight& weight, Activation activation, const void* x, std::size_t m,
-            const void* bias, void* y, std::size_t threads) {
-  linear_with_thresholds(nullptr, weight, activation, x, m, bias, y, threads);
+            const void* bias, void* y, std::size_t threads, bool batch_invariant) {
+  if (!batch_invariant) {
+    return linear_with_thresholds(nullptr, weight, activation, x, m, bias, y, threads);
+  }
+  DispatchThresholds thresholds = thresholds_of(
+      linear_kernels_for(current_isa(), activation), weight_of(weight, activation));
+  thresholds.max_gemv_m = thresholds.max_stripes_m = 0;
+  thresholds.batch_invariant = true;
+  linear_with_thresholds(&thresholds, weight, activation, x, m, bias, y, threads);
 }
 
 void linear_with_thresholds(const DispatchThresholds* own, const PackedWeight& weight,
@@ -38,9 +49,7 @@ void linear_with_thresholds(const DispatchThresholds* own, const PackedWeight& w
   const Layout& layout = weight.layout;
   const LinearKernels& kernels = linear_kernels_for(current_isa(), activation);
   const Weight w = weight_of(weight, activation);
-  const DispatchThresholds thresholds = own != nullptr                  ? *own
-                                        : kernels.thresholds == nullptr ? DispatchThresholds()
-                                                                        : kernels.thresholds(w);
+  const DispatchThresholds thresholds = own != nullptr ? *own : thresholds_of(kernels, w);
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
     const std::size_t rows = std::min(kMaxRows, m - row);

@@ -22,8 +22,10 @@ struct PackedWeight {
 // x    :: [m, k, activation]
 // bias :: [n, activation] or null
 // y    :: [m, n, activation]
+//
+// batch_invariant: a row of y does not depend on the other rows of x or their number.
 void linear(const PackedWeight& weight, Activation activation, const void* x, std::size_t m,
-            const void* bias, void* y, std::size_t threads);
+            const void* bias, void* y, std::size_t threads, bool batch_invariant = false);
 
 // grad_y :: [m, n, activation]
 // grad_x :: [m, k, activation]

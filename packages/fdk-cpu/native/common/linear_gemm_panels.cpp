@@ -82,13 +82,17 @@ void linear_gemm_panels(const PackedWeight& packed, const Weight& w, const Linea
                         std::size_t m, const void* bias, void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
   const bool as_it_is = kernels.x_is_bf16 && layout.dense();
-  const std::size_t rest = rest_of(kernels, thresholds.max_rest, m);
+  const bool invariant = thresholds.batch_invariant;
+  const std::size_t rest = invariant ? 0 : rest_of(kernels, thresholds.max_rest, m);
   m -= rest;
   const PackedRows rest_x(layout, *kernels.panel_order,
                           static_cast<const std::uint16_t*>(offset(x, m * layout.k, type)), rest);
   void* const rest_y = offset(y, m * layout.n, type);
   const std::size_t positions = layout.positions(), item = kernels.x_is_bf16 ? 2 : 4;
-  const Panels panels{m, kernels.panel, kernels.panel_step};
+  const std::size_t step = invariant && kernels.invariant_panel_step != 0
+                               ? kernels.invariant_panel_step
+                               : kernels.panel_step;
+  const Panels panels{m, kernels.panel, step};
   const bool by_kernel = as_it_is && kernels.pack_panel != nullptr;
   assert(!by_kernel || is_natural(*kernels.panel_order));
   std::vector<std::uint32_t> columns, units;

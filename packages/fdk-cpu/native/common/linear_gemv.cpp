@@ -66,6 +66,32 @@ void sum_pairs(const std::uint16_t* x, std::size_t count, std::size_t run, float
   }
 }
 
+bool is_finite(const float* values, std::size_t count) {
+  return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
+}
+
+// Computes the outputs whose products are not finite again, from the dequantised weight. The gemv
+// kernels scale sums of codebook values times x: with a large codebook and small scales such a sum
+// may overflow where no weight and no output does.
+//
+//   products :: [m][stride], from gemv
+void repair(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
+            Activation type, const void* x, std::size_t m, const void* bias, const float* products,
+            std::size_t stride, void* y, std::size_t threads) {
+  const std::size_t n = packed.layout.n, item = bytes_of(type);
+  const Buffer<std::uint8_t> again(n * item);
+  for (std::size_t row = 0; row < m; row++) {
+    const float* of_row = products + row * stride;
+    if (is_finite(of_row, n)) continue;
+    linear_gemm_panels(packed, w, kernels, DispatchThresholds(), type,
+                       offset(x, row * packed.layout.k, type), 1, bias, again.get(), threads);
+    for (std::size_t i = 0; i < n; i++) {
+      if (std::isfinite(of_row[i])) continue;
+      std::memcpy(offset(y, row * n + i, type), again.get() + i * item, item);
+    }
+  }
+}
+
 }  // namespace
 
 void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
@@ -103,6 +129,7 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernel
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);
   const std::size_t chunk = chunk_for(layout.stripes, threads);
+  std::atomic<bool> overflows{false};
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t begin, std::size_t end) {
     // A few stripes at a time, so that the second pass finds their codes in the cache.
     const std::size_t passes = ceil_div(m, kernels.gemv_rows);
@@ -124,10 +151,14 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernel
     const std::size_t stop = std::min(layout.n, end * kTileRows);
     for (std::size_t row = 0; row < m; row++) {
       const std::size_t first = begin * kTileRows;
-      write_row(products.get() + row * y_stride + first, 1, offset(bias, first, type), type,
-                stop - first, offset(y, row * layout.n + first, type));
+      const float* of_row = products.get() + row * y_stride + first;
+      if (!is_finite(of_row, stop - first)) overflows.store(true, std::memory_order_relaxed);
+      write_row(of_row, 1, offset(bias, first, type), type, stop - first,
+                offset(y, row * layout.n + first, type));
     }
   });
+  if (!overflows.load(std::memory_order_relaxed)) return;
+  repair(packed, w, kernels, type, x, m, bias, products.get(), y_stride, y, threads);
 }
 
 // One row of x in two passes: lookup tables over x, or x as integers.
@@ -176,7 +207,7 @@ bool product(const PackedWeight& packed, const Weight& w, const TwoPassGemv& ker
       kernels.gemv({&w, prepared.get(), products.get(), begin, end, next, prefetched});
       const std::size_t row = begin * kTileRows, stop = std::min(layout.n, end * kTileRows);
       const float* sums = products.get();
-      if (!std::all_of(sums + row, sums + stop, [](float sum) { return std::isfinite(sum); })) {
+      if (!is_finite(sums + row, stop - row)) {
         refused.store(true, std::memory_order_relaxed);
         return;
       }

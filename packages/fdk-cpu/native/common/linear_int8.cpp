@@ -1,11 +1,13 @@
 #include "common/linear_int8.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
 #include "common/thread_pool.h"
 #include "common/buffers.h"
+#include "common/pack_activations.h"
 
 namespace fdk {
 namespace {
@@ -85,6 +87,16 @@ struct QuantisedX {
   }
 };
 
+// Writes factor * sums + bias where y is not finite. Where bias made it so, the result is the same.
+void write_missing(const float* sums, float factor, const void* bias, Activation type,
+                   std::size_t count, void* y) {
+  for (std::size_t i = 0; i < count; i++) {
+    if (std::isfinite(element<float>(y, i, type))) continue;
+    const float sum = sums[i] * factor;
+    write_row(&sum, 1, offset(bias, i, type), type, 1, offset(y, i, type));
+  }
+}
+
 // The codebook as levels, which replaces the float table, and the constant added to zero points.
 struct Levels {
   std::uint8_t bytes[kMaxLevels];
@@ -105,23 +117,30 @@ struct Levels {
   }
 };
 
-void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation type, const void* x,
-                 std::size_t m, const void* bias, void* y, std::size_t threads) {
+// Sums of levels times x_scale may overflow where scales are so small that no output does. A second
+// run multiplies x_scale with this power of two, and the products with its inverse: exact.
+constexpr float kSmaller = 0x1p-64f;
+
+// Computes y from x_scale times `smaller`. Returns whether all products are finite. If `smaller` is
+// not 1, it writes only those outputs that are not finite.
+bool linear_rows(const PackedWeight& packed, const Int8Table* table, const Int8Kernels& kernels,
+                 float smaller, Activation type, const void* x, std::size_t m, const void* bias,
+                 void* y, std::size_t threads) {
   const Layout& layout = packed.layout;
-  const Int8Kernels& kernels = int8_kernels_for(current_isa(), layout, m);
   const Weight w = weight_without_table(packed);
   const Levels levels(layout, table, kernels.unsigned_levels);
   QuantisedX quantised(layout, kernels, m);
   parallel_for(m, 1, threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t row = begin; row < end; row++) {
-      quantised.quantise_row(layout, kernels, offset(x, row * layout.k, type), type, levels.step,
-                             row);
+      quantised.quantise_row(layout, kernels, offset(x, row * layout.k, type), type,
+                             levels.step * smaller, row);
     }
   });
   const std::size_t stripe_bytes = layout.tiles * tile_bytes(layout.bits);
   const std::size_t block =
       m <= kernels.rows ? layout.stripes : std::max<std::size_t>(1, kBlockBytes / stripe_bytes);
   const std::size_t chunk = chunk_for(layout.stripes, threads);
+  std::atomic<bool> finite{true};
   parallel_for(layout.stripes, chunk, threads, [&](std::size_t from, std::size_t to) {
     const std::size_t stride = std::min(block, to - from) * kTileRows;
     const Buffer<float> products(m * stride);
@@ -140,11 +159,20 @@ void linear_rows(const PackedWeight& packed, const Int8Table* table, Activation 
       const std::size_t column = begin * kTileRows;
       const std::size_t count = std::min(layout.n, end * kTileRows) - column;
       for (std::size_t row = 0; row < m; row++) {
-        write_row(products.get() + row * stride, 1, offset(bias, column, type), type, count,
-                  offset(y, row * layout.n + column, type));
+        float* const sums = products.get() + row * stride;
+        void* const out = offset(y, row * layout.n + column, type);
+        if (smaller != 1) {
+          write_missing(sums, 1 / smaller, offset(bias, column, type), type, count, out);
+          continue;
+        }
+        if (!std::all_of(sums, sums + count, [](float sum) { return std::isfinite(sum); })) {
+          finite.store(false, std::memory_order_relaxed);
+        }
+        write_row(sums, 1, offset(bias, column, type), type, count, out);
       }
     }
   });
+  return finite.load(std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -211,12 +239,20 @@ const Int8Kernels& int8_kernels_for([[maybe_unused]] Isa isa, [[maybe_unused]] c
 }
 
 void linear_int8(const PackedWeight& weight, const Int8Table* table, Activation activation,
-                 const void* x, std::size_t m, const void* bias, void* y, std::size_t threads) {
+                 const void* x, std::size_t m, const void* bias, void* y, std::size_t threads,
+                 bool batch_invariant) {
   const Layout& layout = weight.layout;
   threads = usable_threads(threads);
   for (std::size_t row = 0; row < m; row += kMaxRows) {
-    linear_rows(weight, table, activation, offset(x, row * layout.k, activation),
-                std::min(kMaxRows, m - row), bias, offset(y, row * layout.n, activation), threads);
+    const std::size_t rows = std::min(kMaxRows, m - row);
+    const Int8Kernels& kernels =
+        int8_kernels_for(current_isa(), layout, batch_invariant ? kMaxInt8Rows : rows);
+    const auto run = [&](float smaller) {
+      return linear_rows(weight, table, kernels, smaller, activation,
+                         offset(x, row * layout.k, activation), rows, bias,
+                         offset(y, row * layout.n, activation), threads);
+    };
+    if (!run(1)) run(kSmaller);
   }
 }
 

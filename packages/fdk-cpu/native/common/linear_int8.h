@@ -35,8 +35,11 @@ Int8Table int8_table_of(const float* codebook, int bits);
 // x    :: [m, k, activation]
 // bias :: [n, activation] or null
 // y    :: [m, n, activation]
+//
+// batch_invariant: a row of y does not depend on the other rows of x or their number.
 void linear_int8(const PackedWeight& weight, const Int8Table* table, Activation activation,
-                 const void* x, std::size_t m, const void* bias, void* y, std::size_t threads);
+                 const void* x, std::size_t m, const void* bias, void* y, std::size_t threads,
+                 bool batch_invariant = false);
 
 // The most rows of x that one call of a kernel multiplies.
 inline constexpr std::size_t kMaxInt8Rows = 16;

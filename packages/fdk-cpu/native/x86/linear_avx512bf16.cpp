@@ -22,6 +22,7 @@ extern const LinearKernels kLinearAvx512Bf16 = {
     .panel_order = &kAvx512Bf16Orders.natural,
     .panel = 32,
     .panel_step = 8,
+    .invariant_panel_step = 16,  // panels of 8 have two chains of sums
     .gemv = gemv_avx512bf16,
     .dequantise = dequantise_avx512bf16,
     .gemm_panel = gemm_panel_avx512bf16,

@@ -13,7 +13,7 @@ except ImportError as error:
     ) from error
 
 from fdk_cpu import blockwise as blockwise
-from fdk_cpu.backend import CpuBackend, CpuLayout
+from fdk_cpu.backend import CpuBackend, CpuLayout, register_backends
 from fdk_cpu.memory import copy_memory, read_sum
 from fdk_cpu.runtime import (
     instruction_set,
@@ -33,6 +33,7 @@ __all__ = [
     "instruction_sets",
     "num_threads",
     "read_sum",
+    "register_backends",
     "set_instruction_set",
     "set_num_threads",
 ]

@@ -22,7 +22,15 @@ class Weight:
         /,
     ) -> None: ...
     def linear(
-        self, activation: str, x: Bytes, m: int, bias: Bytes, y: Bytes, threads: int, /
+        self,
+        activation: str,
+        x: Bytes,
+        m: int,
+        bias: Bytes,
+        y: Bytes,
+        threads: int,
+        batch_invariant: bool,
+        /,
     ) -> None: ...
     def linear_int8(
         self,
@@ -35,6 +43,7 @@ class Weight:
         bias: Bytes,
         y: Bytes,
         threads: int,
+        batch_invariant: bool,
         /,
     ) -> None: ...
     def grad_x(

@@ -28,6 +28,14 @@ class CpuLayout(Layout):
     scale      :: [stripes, stored groups, 4, scale dtype]
     zero_point :: like scale, or None
     codebook   :: [2^bits, float32], or None for affine formats
+
+    Args:
+        q: the weight.
+        batch_invariant: a row of y does not depend on the other rows of x or their number, nor on
+            the threads. The gradient does depend on them.
+
+    Attributes:
+        dtypes: the dtypes of x that ``forward`` supports; the bytes are the same for each.
     """
 
     codes: Tensor
@@ -35,8 +43,9 @@ class CpuLayout(Layout):
     codebook: Tensor | None
     zero_point: Tensor | None
 
-    def __init__(self, q: QuantisedTensor) -> None:
+    def __init__(self, q: QuantisedTensor, *, batch_invariant: bool = False) -> None:
         super().__init__()
+        self.batch_invariant, self.dtypes = batch_invariant, supported_dtypes(q)
         self.format, self.shape, self.group_size = q.format, q.shape, q.group_size
         self.register_buffer("codes", self._pack_codes(q.packed.contiguous()), persistent=False)
         for name in ("scale", "zero_point"):
@@ -52,11 +61,13 @@ class CpuLayout(Layout):
         n, k = self.shape
         if is_plain_call(x, bias) and supports_direct_call(x, bias, n, k):
             # Read the dict: nn.Module takes a microsecond to find a buffer as an attribute.
-            return self._weight.linear(x, bias, self._buffers, self.group_size, self.format.bits, n)
-        group_size, bits = self.group_size, self.format.bits
-        return lut_linear_op(
-            x, self.codes, self.scale, self.codebook, self.zero_point, group_size, bits, bias, n, k
-        )
+            group_size, bits = self.group_size, self.format.bits
+            return self._weight.linear(
+                x, bias, self._buffers, group_size, bits, n, self.batch_invariant
+            )
+        tensors = (self.codes, self.scale, self.codebook, self.zero_point)
+        options = self.group_size, self.format.bits, self.batch_invariant
+        return lut_linear_op(x, *tensors, *options, bias, n, k)
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
@@ -120,8 +131,8 @@ class CpuInt8Layout(CpuLayout):
 
     levels: Tensor | None
 
-    def __init__(self, q: QuantisedTensor) -> None:
-        super().__init__(q)
+    def __init__(self, q: QuantisedTensor, *, batch_invariant: bool = False) -> None:
+        super().__init__(q, batch_invariant=batch_invariant)
         table = None if q.codebook is None else int8_table(q.codebook)
         self.step, self.offset = (1.0, 0.0) if table is None else (table.step, table.offset)
         levels = None if table is None else table.levels
@@ -131,16 +142,38 @@ class CpuInt8Layout(CpuLayout):
         """See ``Layout``."""
         n, k = self.shape
         group_size, bits, table = self.group_size, self.format.bits, (self.step, self.offset)
+        invariant = self.batch_invariant
         if is_plain_call(x, bias) and supports_direct_call(x, bias, n, k):
-            return self._weight.linear(x, bias, self._buffers, group_size, bits, n, table)
+            return self._weight.linear(
+                x, bias, self._buffers, group_size, bits, n, invariant, table
+            )
         tensors = (self.codes, self.scale, self.codebook, self.zero_point)
-        return lut_linear_int8_op(x, *tensors, group_size, bits, self.levels, *table, bias, n, k)
+        options = group_size, bits, invariant, self.levels, *table
+        return lut_linear_int8_op(x, *tensors, *options, bias, n, k)
+
+
+def supported_dtypes(q: QuantisedTensor) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of x that a packed weight supports.
+
+    Rows are padded with code 0 up to a multiple of ``_native.TILE_K``. Its value must be finite in
+    the dtype, because it is multiplied with zeros.
+    """
+    first = 0.0 if q.codebook is None else abs(q.codebook[0].item())
+    padded = q.shape[1] % _native.TILE_K != 0
+    return tuple(dtype for dtype in FLOAT_NAMES if not (padded and first > torch.finfo(dtype).max))
 
 
 class CpuBackend:
-    """The backend for tensors on the CPU; it supports every format."""
+    """The backend for tensors on the CPU; it supports every format.
+
+    Attributes:
+        batch_invariant: property of the layouts that it packs, see ``CpuLayout``.
+    """
 
     name = "cpu"
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
@@ -166,13 +199,24 @@ class CpuBackend:
         if dtype not in FLOAT_NAMES:
             wanted = ", ".join(map(str, FLOAT_NAMES))
             raise TypeError(f"fdk_cpu: needs activations of {wanted}, got {dtype}")
-        first = 0.0 if q.codebook is None else q.codebook[0].item()
-        if q.shape[1] % _native.TILE_K and abs(first) > torch.finfo(dtype).max:
+        kind = CpuLayout if activations == "float" else CpuInt8Layout
+        layout = kind(q, batch_invariant=self.batch_invariant)
+        if dtype not in layout.dtypes:
+            assert q.codebook is not None
             raise ValueError(
                 f"fdk_cpu: needs a first codebook entry that {dtype} holds, or k a multiple of "
-                f"{_native.TILE_K}, got {first:g} and k={q.shape[1]}"
+                f"{_native.TILE_K}, got {q.codebook[0]:g} and k={q.shape[1]}"
             )
-        return CpuLayout(q) if activations == "float" else CpuInt8Layout(q)
+        return layout
 
 
-register(CpuBackend())
+def register_backends(*, batch_invariant: bool = False) -> None:
+    """Register ``cpu`` again, for layers packed from now on.
+
+    Args:
+        batch_invariant: a row of y does not depend on m; docs/guide/serve.md has what it costs.
+    """
+    register(CpuBackend(batch_invariant=batch_invariant))
+
+
+register_backends()

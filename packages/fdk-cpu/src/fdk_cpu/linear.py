@@ -24,6 +24,7 @@ def lut_linear(
     zero_point: Tensor | None,
     group_size: int,
     bits: int,
+    batch_invariant: bool,
     bias: Tensor | None,  # [n, dtype of x]
     n: int,
     k: int,
@@ -32,7 +33,8 @@ def lut_linear(
     weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
-    weight.linear(activation, bytes_of(x), len(x), bytes_of(bias), bytes_of(y), num_threads())
+    added, out = bytes_of(bias), bytes_of(y)
+    weight.linear(activation, bytes_of(x), len(x), added, out, num_threads(), batch_invariant)
     return y
 
 
@@ -44,6 +46,7 @@ def lut_linear_int8(
     zero_point: Tensor | None,
     group_size: int,
     bits: int,
+    batch_invariant: bool,
     levels: Tensor | None,  # [2^bits, int8], of ``int8_table``; None for affine formats
     step: float,
     offset: float,
@@ -66,6 +69,7 @@ def lut_linear_int8(
         bytes_of(bias),
         bytes_of(y),
         num_threads(),
+        batch_invariant,
     )
     return y
 
@@ -78,6 +82,7 @@ def lut_linear_grad_x(
     zero_point: Tensor | None,
     group_size: int,
     bits: int,
+    batch_invariant: bool,  # ignored: the order of sums in the gradient depends on m
     n: int,
     k: int,
 ) -> Tensor:
@@ -188,6 +193,7 @@ class NativeWeightCache:
         group_size: int,
         bits: int,
         n: int,
+        batch_invariant: bool,
         int8: tuple[float, float] | None = None,
     ) -> Tensor:
         """Compute ``x @ W_hat.T + bias``, ``[..., n]``.
@@ -227,16 +233,18 @@ class NativeWeightCache:
         given, wanted, added = (x.data_ptr(), size * k), (y.data_ptr(), size * n), bytes_of(bias)
         threads = num_threads()
         if int8 is None:
-            weight.linear(kind, given, m, added, wanted, threads)
+            weight.linear(kind, given, m, added, wanted, threads, batch_invariant)
         else:
             levels, (step, offset) = bytes_of(tensors["levels"]), int8
-            weight.linear_int8(kind, levels, step, offset, given, m, added, wanted, threads)
+            sizes = m, added, wanted, threads, batch_invariant
+            weight.linear_int8(kind, levels, step, offset, given, *sizes)
         return y
 
 
 _library = Library("fdk_cpu", "FRAGMENT")
 _SCHEMA = (
-    "Tensor codes, Tensor scale, Tensor? codebook, Tensor? zero_point, int group_size, int bits"
+    "Tensor codes, Tensor scale, Tensor? codebook, Tensor? zero_point, int group_size, int bits, "
+    "bool batch_invariant"
 )
 lut_linear_op = define_linear_op(
     _library,

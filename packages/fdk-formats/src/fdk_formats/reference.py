@@ -81,8 +81,13 @@ _int8_op = define_linear_op(
 
 
 class ReferenceLayout(Layout):
-    """The canonical tensors, unchanged."""
+    """The canonical tensors, unchanged.
 
+    Attributes:
+        dtypes: the dtypes of x that ``forward`` supports.
+    """
+
+    dtypes = DTYPES
     packed: Tensor
     scale: Tensor
     codebook: Tensor | None

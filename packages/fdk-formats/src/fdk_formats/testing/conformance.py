@@ -1,4 +1,4 @@
-"""Conformance of a backend: exact decode, numerics, own results, golden bytes, bad input."""
+"""Conformance of a backend: exact decode, numerics, in-place work, golden bytes, bad input."""
 
 import hashlib
 import math
@@ -90,9 +90,18 @@ def check_numerics(backend: Backend, case: Case) -> None:
         grad_y.double().sum(0),
     )
     names, terms = ("y", "dx", "dbias"), (case.k, case.n, case.m)
-    for name, y, torch_y, oracle, n in zip(names, ours, torchs, oracles, terms, strict=True):
+    x_squares, grad_squares = x.double().square(), grad_y.double().square()
+    squares = (
+        linear(x_squares, W_exact.square(), bias.double().square()),
+        grad_squares @ W_exact.square(),
+        grad_squares,
+    )
+    typicals = [float(square.sum().sqrt()) for square in squares]
+    for name, y, torch_y, oracle, n, typical in zip(
+        names, ours, torchs, oracles, terms, typicals, strict=True
+    ):
         assert y.dtype == case.dtype, f"{name} of {case}: wanted {case.dtype}, got {y.dtype}"
-        error, allowed = nrmse(y, oracle), allowed_error(torch_y, oracle, n)
+        error, allowed = nrmse(y, oracle), allowed_error(torch_y, oracle, n, typical)
         assert error <= allowed, f"{name} of {case}: error {error:.3e}, allowed {allowed:.3e}"
     with poisoned():
         assert torch.equal(layout(x, bias), ours[0]), f"{case}: a second run gives another answer"
@@ -102,19 +111,38 @@ def check_numerics(backend: Backend, case: Case) -> None:
     # 2 m rows may run another kernel than m: bits may differ within the bound.
     oracle = oracles[0].expand(stacked.shape)
     torch_y = linear(stack.reshape(-1, case.k), W_hat, bias).view(stacked.shape)
-    error, allowed = nrmse(stacked, oracle), allowed_error(torch_y, oracle, case.k)
+    typical = math.sqrt(2) * typicals[0]
+    error, allowed = nrmse(stacked, oracle), allowed_error(torch_y, oracle, case.k, typical)
     assert error <= allowed, f"stacked y of {case}: error {error:.3e}, allowed {allowed:.3e}"
 
 
-def allowed_error(torch_y: Tensor, oracle: Tensor, terms: int) -> float:
+def allowed_error(
+    torch_y: Tensor, oracle: Tensor, terms: int, typical: float | None = None
+) -> float:
     """Returns twice torch's error, or twice that of adding one term after another.
+
+    Args:
+        torch_y: torch's result.
+        oracle: the exact one.
+        terms: number of terms in a sum.
+        typical: root of the sum of squares of all terms, which is the norm of y for terms of random
+            sign. By default the norm of the oracle, which is as good for many outputs. Few outputs
+            may cancel by chance while their errors do not: with 3 outputs of 48 terms torch's own
+            error exceeded a bound from the oracle's norm in 86 of 3000 seeds, up to 9 times.
 
     torch's libraries split sums differently on each processor, and the error varies with it. With
     random roundings, adding terms in sequence has the relative error eps / 2 * sqrt(terms / 6)
     (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4), which matters in float32.
+    The norm of d random errors has a relative standard deviation of 1 / sqrt(2 d); the bound allows
+    sqrt(2) times that.
     """
     eps = torch.finfo(torch.promote_types(torch_y.dtype, torch.float32)).eps
-    return 2 * max(nrmse(torch_y, oracle), eps / 2 * math.sqrt(terms / 6))
+    sequential = eps / 2 * math.sqrt(terms / 6)
+    norm = float(oracle.norm())
+    if typical is not None and 0 < norm < typical:
+        sequential *= typical / norm
+    sequential *= 1 + 1 / math.sqrt(max(1, oracle.numel()))
+    return 2 * max(nrmse(torch_y, oracle), sequential)
 
 
 def check_in_place(backend: Backend, case: Case, activations: str = "float") -> None:

@@ -23,7 +23,7 @@ int main(void) {
   void* block = aligned_alloc(64, bytes);
   if (block == NULL) return 1;
   if (fdk_pack(&format, codes[0], scales, NULL, block, bytes, 1) != 0 ||
-      fdk_linear(&format, block, codebook, FDK_FP32, x, 1, NULL, y, 1) != 0) {
+      fdk_linear(&format, block, bytes, codebook, FDK_FP32, x, 1, NULL, y, 1) != 0) {
     return fprintf(stderr, "%s\n", fdk_error()), 1;
   }
   printf("%s: %g %g\n", fdk_isa(), y[0], y[1]); /* 4 * (-1 + 0 + 0.5 + 1) * 2 and 16 * 1 * 10 */

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,8 +127,27 @@ def test_invalid_pointers_and_sizes(library: ctypes.CDLL) -> None:
     ):
         assert library.fdk_pack(format, *arguments) != 0
         assert message in library.fdk_error().decode()
-    assert library.fdk_linear(format, block, None, BF16, b"", 1, None, b"", 1) != 0
+    assert library.fdk_linear(format, block, size, None, BF16, b"", 1, None, b"", 1) != 0
     assert library.fdk_error().decode() == "codebook: wanted a pointer, got NULL"
+    memory = torch.zeros(64)
+    at = memory.data_ptr()
+    for function in (library.fdk_linear, library.fdk_linear_grad_x):
+        bias = (None,) if function is library.fdk_linear else ()
+        x, y = ("x", "y") if function is library.fdk_linear else ("grad_y", "grad_x")
+        for offsets, short, message in (
+            ((0, 0, 0), 64, "bytes: wanted 320, got 256"),
+            ((2, 0, 0), 0, "codebook: wanted a multiple of 4 as its address, got one that is 2"),
+            ((0, 1, 0), 0, f"{x}: wanted a multiple of 2 as its address, got one that is 1 more"),
+            ((0, 0, 1), 0, f"{y}: wanted a multiple of 2 as its address, got one that is 1 more"),
+        ):
+            codebook, row, out = (ctypes.c_void_p(at + offset) for offset in offsets)
+            bytes_ = ctypes.c_size_t(size.value - short)
+            arguments = (codebook, BF16, row, 1, *bias, out, 1)
+            assert function(format, block, bytes_, *arguments) != 0
+            assert message in library.fdk_error().decode()
+    shifted = ctypes.c_void_p(ctypes.addressof(block) + 1)
+    assert library.fdk_pack(format, *tensors, None, shifted, size, 1) != 0
+    assert "out: wanted a multiple of 4 as its address" in library.fdk_error().decode()
     assert library.fdk_set_isa(b"mmx") != 0
     assert "got mmx" in library.fdk_error().decode()
 
@@ -189,12 +209,30 @@ def test_int8_table_degenerate(library: ctypes.CDLL, values: list[float]) -> Non
 def test_int8_table_not_finite(library: ctypes.CDLL, bad: float, at: int) -> None:
     codebook = torch.linspace(-1, 1, 16)
     codebook[at] = bad
-    levels, step, offset = c_int8_table(library, codebook)
-    expected = int8_table(codebook)
-    assert math.isnan(step)
-    assert math.isnan(expected.step)
-    assert torch.equal(levels, expected.levels.long())
-    assert offset == expected.offset == 0
+    values = (ctypes.c_float * 16)(*codebook.tolist())
+    table = Int8Table(step=3)
+    assert library.fdk_make_int8_table(values, 4, ctypes.byref(table)) != 0
+    said = f"codebook: wanted finite values, got {bad} at {at}"
+    assert library.fdk_error().decode() == said
+    assert table.step == 3
+    assert math.isnan(int8_table(codebook).step)
+
+
+def test_each_thread_has_its_own_error(library: ctypes.CDLL) -> None:
+    def fail(name: bytes) -> tuple[str, str]:
+        before = library.fdk_error().decode()
+        assert library.fdk_set_isa(name) != 0
+        return before, library.fdk_error().decode()
+
+    ours = fail(b"ours")[1]
+    with ThreadPoolExecutor(1) as pool:
+        before, theirs = pool.submit(fail, b"theirs").result()
+    assert before == ""
+    assert "got theirs" in theirs
+    assert library.fdk_error().decode() == ours
+    assert library.fdk_set_isa(b"auto") == 0
+    assert library.fdk_error().decode() == ours  # calls that succeed leave it
+    assert len(fail(b"x" * 1000)[1]) == 511
 
 
 @pytest.mark.parametrize("isa", fdk_cpu.instruction_sets())
@@ -218,7 +256,7 @@ def test_int8(library: ctypes.CDLL, isa: str) -> None:
         block, y = torch.zeros(size.value, dtype=torch.uint8), torch.empty(3, 2)
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (block, x, y)]
         assert library.fdk_pack(format, codes, scales, zeros, pointers[0], size, 1) == 0
-        arguments = (format, pointers[0], levels, FP32, pointers[1], 3, bias, pointers[2], 1)
+        arguments = (format, pointers[0], size, levels, FP32, pointers[1], 3, bias, pointers[2], 1)
         assert library.fdk_linear_int8(*arguments) == 0
         expected = torch.tensor([first, [torch.nan] * 2, [0.5, 0]])
         torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
@@ -226,8 +264,10 @@ def test_int8(library: ctypes.CDLL, isa: str) -> None:
 
 def test_int8_invalid_arguments(library: ctypes.CDLL) -> None:
     codebook, table = (ctypes.c_float * 16)(), ctypes.byref(Int8Table())
+    spoilt = (ctypes.c_float * 16)(0, 1, 2, math.nan)
     for arguments, message in (
         ((None, 4, table), "codebook: wanted a pointer, got NULL"),
+        ((spoilt, 4, table), "codebook: wanted finite values, got nan at 3"),
         ((codebook, 4, None), "table: wanted a pointer, got NULL"),
         ((codebook, 9, table), "bits: wanted 1 to 8, got 9"),
         ((codebook, 0, table), "bits: wanted 1 to 8, got 0"),
@@ -236,7 +276,9 @@ def test_int8_invalid_arguments(library: ctypes.CDLL) -> None:
         assert library.fdk_error().decode() == message
     format, affine = (ctypes.byref(Format(4, 128, 64, 4, FP32, zero)) for zero in (0, U8))
     block, x, y = bytes(512), bytes(128 * 2), ctypes.create_string_buffer(8)
-    for arguments, message in (
+    size = ctypes.c_size_t()
+    assert library.fdk_packed_size(format, ctypes.byref(size)) == 0
+    for (form, at, *others), message in (
         ((format, block, None, BF16, x, 1, None, y, 1), "table: wanted a pointer, got NULL"),
         ((affine, block, table, BF16, x, 1, None, y, 1), "table: wanted NULL, for the format"),
         ((format, None, table, BF16, x, 1, None, y, 1), "block: wanted a pointer, got NULL"),
@@ -244,5 +286,5 @@ def test_int8_invalid_arguments(library: ctypes.CDLL) -> None:
         ((format, block, table, BF16, None, 1, None, y, 1), "x: wanted a pointer, got NULL"),
         ((format, block, table, BF16, x, 1, None, None, 1), "y: wanted a pointer, got NULL"),
     ):
-        assert library.fdk_linear_int8(*arguments) != 0
+        assert library.fdk_linear_int8(form, at, size, *others) != 0
         assert message in library.fdk_error().decode()

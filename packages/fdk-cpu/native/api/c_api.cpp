@@ -1,6 +1,9 @@
 #include "fdk_cpu.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -14,7 +17,11 @@
 
 namespace {
 
-thread_local std::string error;
+// An array, because to keep the text of an exception must not throw.
+constexpr std::size_t kMaxError = 512;
+thread_local char error[kMaxError] = "";
+
+void keep(const char* text) { std::snprintf(error, kMaxError, "%s", text); }
 
 // Runs f and keeps the text of an exception, which must not reach C.
 template <class F>
@@ -23,9 +30,9 @@ int guarded(F f) {
     f();
     return 0;
   } catch (const std::exception& thrown) {
-    error = thrown.what();
+    keep(thrown.what());
   } catch (...) {
-    error = "fdk-cpu: an error without a name";
+    keep("fdk-cpu: an error without a name");
   }
   return 1;
 }
@@ -36,6 +43,25 @@ int guarded(F f) {
 
 void expect_pointer(const char* name, const void* pointer) {
   if (pointer == nullptr) refuse(name, "a pointer, got NULL");
+}
+
+void expect_aligned(const char* name, const void* pointer, std::size_t item) {
+  const std::size_t off = reinterpret_cast<std::uintptr_t>(pointer) % item;
+  if (off == 0) return;
+  refuse(name, "a multiple of " + std::to_string(item) + " as its address, got one that is " +
+                   std::to_string(off) + " more");
+}
+
+// A required array of values of `item` bytes.
+void expect_array(const char* name, const void* pointer, std::size_t item) {
+  expect_pointer(name, pointer);
+  expect_aligned(name, pointer, item);
+}
+
+void expect_bytes(std::size_t bytes, std::size_t wanted) {
+  if (bytes != wanted) {
+    refuse("bytes", std::to_string(wanted) + ", got " + std::to_string(bytes));
+  }
 }
 
 fdk::ScaleType scale_type(fdk_dtype dtype) {
@@ -96,6 +122,9 @@ struct Block {
   fdk::ZeroType zero_type;
   std::size_t scales, zeros, bytes;
 
+  // Of a block in memory: scales and zero points are values of up to 4 bytes.
+  static constexpr std::size_t kAlignment = 4;
+
   explicit Block(const fdk_format* format) : layout{} {
     expect_pointer("format", format);
     scale_type = ::scale_type(format->scale_dtype);
@@ -108,8 +137,10 @@ struct Block {
 
   // The weight without its codebook; `table`, called `name` in errors, must be null for zero
   // points.
-  fdk::PackedWeight at(const void* block, const char* name, const void* table) const {
-    expect_pointer("block", block);
+  fdk::PackedWeight at(const void* block, std::size_t size, const char* name,
+                       const void* table) const {
+    expect_array("block", block, kAlignment);
+    expect_bytes(size, bytes);
     const bool affine = zero_type != fdk::ZeroType::none;
     if (affine == (table != nullptr)) {
       refuse(name, affine ? "NULL, for the format has zero points" : "a pointer, got NULL");
@@ -119,8 +150,9 @@ struct Block {
     return {layout, at, at + scales, scale_type, zeros_at, zero_type, nullptr};
   }
 
-  fdk::PackedWeight at(const void* block, const float* codebook) const {
-    fdk::PackedWeight weight = at(block, "codebook", codebook);
+  fdk::PackedWeight at(const void* block, std::size_t size, const float* codebook) const {
+    fdk::PackedWeight weight = at(block, size, "codebook", codebook);
+    expect_aligned("codebook", codebook, sizeof(float));
     weight.codebook = codebook;
     return weight;
   }
@@ -143,15 +175,14 @@ int fdk_pack(const fdk_format* format, const uint8_t* codes, const void* scales,
   return guarded([&] {
     const Block block(format);
     expect_pointer("codes", codes);
-    expect_pointer("scales", scales);
-    expect_pointer("out", out);
+    expect_array("scales", scales, fdk::bytes_of(block.scale_type));
+    expect_array("out", out, Block::kAlignment);
     const bool affine = block.zero_type != fdk::ZeroType::none;
     if (affine != (zeros != nullptr)) {
       refuse("zeros", affine ? "a pointer, got NULL" : "NULL, for the format has no zero points");
     }
-    if (bytes != block.bytes) {
-      refuse("bytes", std::to_string(block.bytes) + ", got " + std::to_string(bytes));
-    }
+    if (affine) expect_aligned("zeros", zeros, fdk::bytes_of(block.zero_type));
+    expect_bytes(bytes, block.bytes);
     auto* to = static_cast<std::uint8_t*>(out);
     fdk::advise_huge(to, bytes);
     std::fill_n(to, bytes, std::uint8_t(0));  // the gaps too, so that equal weights are equal bytes
@@ -164,14 +195,16 @@ int fdk_pack(const fdk_format* format, const uint8_t* codes, const void* scales,
   });
 }
 
-int fdk_linear(const fdk_format* format, const void* block, const float* codebook, fdk_dtype dtype,
-               const void* x, size_t m, const void* bias, void* y, size_t threads) {
+int fdk_linear(const fdk_format* format, const void* block, size_t bytes, const float* codebook,
+               fdk_dtype dtype, const void* x, size_t m, const void* bias, void* y,
+               size_t threads) {
   return guarded([&] {
-    const fdk::PackedWeight weight = Block(format).at(block, codebook);
+    const fdk::PackedWeight weight = Block(format).at(block, bytes, codebook);
     const fdk::Activation type = activation(dtype);
     if (m == 0) return;
-    expect_pointer("x", x);
-    expect_pointer("y", y);
+    expect_array("x", x, fdk::bytes_of(type));
+    expect_aligned("bias", bias, fdk::bytes_of(type));
+    expect_array("y", y, fdk::bytes_of(type));
     fdk::linear(weight, type, x, m, bias, y, threads_of(threads));
   });
 }
@@ -180,7 +213,13 @@ int fdk_make_int8_table(const float* codebook, int bits, fdk_int8_table* table) 
   return guarded([&] {
     expect_pointer("codebook", codebook);
     expect_pointer("table", table);
+    expect_aligned("codebook", codebook, sizeof(float));
     if (bits < 1 || bits > fdk::kMaxBits) refuse("bits", "1 to 8, got " + std::to_string(bits));
+    for (int i = 0; i < 1 << bits; i++) {
+      if (std::isfinite(codebook[i])) continue;
+      refuse("codebook", "finite values, got " + std::to_string(codebook[i]) + " at " +
+                             std::to_string(i));
+    }
     const fdk::Int8Table made = fdk::int8_table_of(codebook, bits);
     std::copy_n(made.levels, fdk::kMaxLevels, table->levels);
     table->step = made.step;
@@ -188,15 +227,16 @@ int fdk_make_int8_table(const float* codebook, int bits, fdk_int8_table* table) 
   });
 }
 
-int fdk_linear_int8(const fdk_format* format, const void* block, const fdk_int8_table* table,
-                    fdk_dtype dtype, const void* x, size_t m, const void* bias, void* y,
-                    size_t threads) {
+int fdk_linear_int8(const fdk_format* format, const void* block, size_t bytes,
+                    const fdk_int8_table* table, fdk_dtype dtype, const void* x, size_t m,
+                    const void* bias, void* y, size_t threads) {
   return guarded([&] {
-    const fdk::PackedWeight weight = Block(format).at(block, "table", table);
+    const fdk::PackedWeight weight = Block(format).at(block, bytes, "table", table);
     const fdk::Activation type = activation(dtype);
     if (m == 0) return;
-    expect_pointer("x", x);
-    expect_pointer("y", y);
+    expect_array("x", x, fdk::bytes_of(type));
+    expect_aligned("bias", bias, fdk::bytes_of(type));
+    expect_array("y", y, fdk::bytes_of(type));
     fdk::Int8Table levels{};
     if (table != nullptr) {
       std::copy_n(table->levels, fdk::kMaxLevels, levels.levels);
@@ -208,14 +248,15 @@ int fdk_linear_int8(const fdk_format* format, const void* block, const fdk_int8_
   });
 }
 
-int fdk_linear_grad_x(const fdk_format* format, const void* block, const float* codebook,
-                      fdk_dtype dtype, const void* grad_y, size_t m, void* grad_x, size_t threads) {
+int fdk_linear_grad_x(const fdk_format* format, const void* block, size_t bytes,
+                      const float* codebook, fdk_dtype dtype, const void* grad_y, size_t m,
+                      void* grad_x, size_t threads) {
   return guarded([&] {
-    const fdk::PackedWeight weight = Block(format).at(block, codebook);
+    const fdk::PackedWeight weight = Block(format).at(block, bytes, codebook);
     const fdk::Activation type = activation(dtype);
     if (m == 0) return;
-    expect_pointer("grad_y", grad_y);
-    expect_pointer("grad_x", grad_x);
+    expect_array("grad_y", grad_y, fdk::bytes_of(type));
+    expect_array("grad_x", grad_x, fdk::bytes_of(type));
     fdk::linear_grad_x(weight, type, grad_y, m, grad_x, threads_of(threads));
   });
 }
@@ -233,4 +274,4 @@ int fdk_set_isa(const char* name) {
   });
 }
 
-const char* fdk_error(void) { return error.c_str(); }
+const char* fdk_error(void) { return error; }

@@ -57,9 +57,9 @@ static void add_golden(int bits, size_t k, size_t group, fdk_dtype zero_dtype) {
   expect(fdk_pack(&format, codes, scales, affine ? zeros : NULL, block, bytes, 1));
   memset(x, 0, sizeof x);
   for (size_t i = 0; i < k; i++) x[i * k + i] = 1;
-  expect(fdk_linear(&format, block, table, FDK_FP32, x, k, NULL, all, 2));
+  expect(fdk_linear(&format, block, bytes, table, FDK_FP32, x, k, NULL, all, 2));
   for (size_t i = 0; i < k; i++) {
-    expect(fdk_linear(&format, block, table, FDK_FP32, x + i * k, 1, NULL, one, 1));
+    expect(fdk_linear(&format, block, bytes, table, FDK_FP32, x + i * k, 1, NULL, one, 1));
     for (size_t row = 0; row < kRows; row++) {
       if (one[row] != all[i * kRows + row]) {
         fprintf(stderr, "FAILED: b%d-g%zu: W_hat[%zu][%zu] is %g alone and %g in a panel\n", bits,

@@ -4,6 +4,7 @@
 // block of its exact size, so that AddressSanitizer sees any access beyond it.
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <vector>
 
 #include "common/linear_int8.h"
@@ -92,6 +93,24 @@ std::vector<double> rounded_x(const Case& c, const fdk::Layout& layout, const By
   return rounded;
 }
 
+// Batch-invariant: a row alone, and the last rows on more threads, give the bits of the batch.
+template <class Linear>
+void check_invariant(const Case& c, Linear linear, const Bytes& x) {
+  const std::size_t in = x.size() / c.m, out = c.n * fdk::bytes_of(c.activation);
+  for (const char* name : tested_isas()) {
+    fdk::set_isa(name);
+    Bytes all(c.m * out, 0xFF), alone(out, 0xFF), last((c.m - c.m / 2) * out, 0xFF);
+    linear(x.data(), c.m, all.data(), c.threads);
+    const std::size_t first = c.m / 2;
+    linear(x.data() + first * in, 1, alone.data(), c.threads);
+    linear(x.data() + first * in, c.m - first, last.data(), c.threads + 1);
+    if (std::memcmp(alone.data(), all.data() + first * out, out) != 0 ||
+        std::memcmp(last.data(), all.data() + first * out, last.size()) != 0) {
+      fail(c.text() + " " + name + ": a row depends on the batch");
+    }
+  }
+}
+
 // y with x rounded to 8 bits: kernels differ from plain loops only by float32 sums.
 void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<unsigned>& codes,
                 const std::vector<double>& weight, const Bytes& x, const Bytes& bias) {
@@ -117,6 +136,11 @@ void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<uns
       scale = std::max(scale, magnitude);
     }
   }
+  check_invariant(c, [&](const std::uint8_t* from, std::size_t m, std::uint8_t* to,
+                            std::size_t threads) {
+    fdk::linear_int8(w, c.affine ? nullptr : &table, c.activation, from, m, bias.data(), to,
+                     threads, true);
+  }, x);
   for (const char* name : tested_isas()) {
     fdk::set_isa(name);
     Bytes out(y.size() * fdk::bytes_of(c.activation), 0xFF);
@@ -233,6 +257,10 @@ void check(const Case& c, Random& random) {
     fdk::linear_grad_x(w, c.activation, grad.data(), c.m, dx_out.data(), c.threads);
     expect_near(c, name, "dx", dx_out, dx, dx_scale);
   }
+  check_invariant(c, [&](const std::uint8_t* from, std::size_t m, std::uint8_t* to,
+                         std::size_t threads) {
+    fdk::linear(w, c.activation, from, m, bias.data(), to, threads, true);
+  }, x);
   check_int8(c, w, codes, weight, x, bias);
 }
 

@@ -17,6 +17,7 @@ from fdk_formats import (
     parameters_on_meta,
     quantise,
     save,
+    save_model,
 )
 from fdk_formats.readers import load_gguf, load_gptq, load_one_bit_wonder
 
@@ -116,20 +117,11 @@ def write_gptq(folder, source, group=32):
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
 
 
-def permute_inputs(model, permutations):
-    """Makes each layer with a permutation read x in its order."""
-    for name, permutation in permutations.items():
-        layer = model.get_submodule(name.removesuffix(".input_permutation"))
-        layer.register_forward_pre_hook(
-            lambda module, inputs, order=permutation: (inputs[0][..., order],)
-        )
-
-
 def test_a_gptq_checkpoint_in_act_order_into_a_llama(tmp_path):
     dequantised = llama(tied=False)
     write_gptq(tmp_path, dequantised)
     source = load_gptq(tmp_path)
-    permutations = {name: source.pop(name) for name in list(source) if "permutation" in name}
+    permutations = {name: value for name, value in source.items() if "permutation" in name}
     assert len(permutations) == 14
     for name, permutation in permutations.items():
         weight = name.replace("input_permutation", "weight")
@@ -137,7 +129,23 @@ def test_a_gptq_checkpoint_in_act_order_into_a_llama(tmp_path):
         columns[:, permutation] = source[weight].dequantise()
         assert torch.equal(columns, dequantised.state_dict()[weight])
     model = load_model(source, llama(tied=False), backend="reference")
-    permute_inputs(model, permutations)
+    layer = model.model.layers[0].mlp.down_proj
+    assert torch.equal(
+        layer.dequantise(), dequantised.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    )
+    assert torch.equal(layer.weight @ torch.eye(layer.in_features), layer.dequantise())
+    save_model(tmp_path / "model", model)
+    again = load_model(tmp_path / "model", llama(tied=False), backend="reference")
+    assert torch.equal(again(PROMPT).logits, model(PROMPT).logits)
+    empty = load_model(tmp_path / "model", llama(tied=False), backend="reference")
+    empty.model.layers[0].mlp.down_proj.permute_inputs(None)
+    empty.load_state_dict(model.state_dict())
+    assert torch.equal(empty(PROMPT).logits, model(PROMPT).logits)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, layer.in_features)
+    assert torch.equal(compiled(x), layer(x))
+    with pytest.raises(ValueError, match="input_permutation must hold each of 0 to"):
+        layer.permute_inputs(torch.zeros(layer.in_features, dtype=torch.int32))
     # The sums of a product run in the order of the columns, which is another one.
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(model(PROMPT).logits, dequantised(PROMPT).logits, **close)

@@ -21,6 +21,7 @@ from fdk_formats.atomic_write import atomic_write
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
 from fdk_formats.layer_kinds import kind_of, matrix_of, quantised_like
+from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantised_module import QuantisedModule
 from fdk_formats.safetensors_file import open_safetensors, read_tensor
 from fdk_formats.tensor import QuantisedTensor
@@ -527,6 +528,12 @@ def load_model(
             layer = quantised_like(linear, q, None, linear.weight.dtype, settings)
         except ValueError as error:
             raise ValueError(f"{where}: {name}: {error}") from None
+        permutation = plain.pop(f"{name.removesuffix('weight')}input_permutation")
+        if permutation is not None and isinstance(layer, QuantisedLinear):
+            try:
+                layer.permute_inputs(permutation)
+            except ValueError as error:
+                raise ValueError(f"{where}: {name}: {error}") from None
         bias = getattr(linear, "bias", None)
         if bias is not None:  # a placeholder, which load_state_dict fills; keep shared ones shared
             layer.bias = memo.setdefault(id(bias), copy.deepcopy(bias))
@@ -545,6 +552,7 @@ def load_model(
         if isinstance(q, QuantisedTensor)
         for field in q.format.tensor_names
     }
+    quantised |= {name for name in tensors if name.endswith("input_permutation")} - plain.keys()
     _load_buffers(result, plain, plain.keys() - model.state_dict().keys())
     _load_plain(where, result, plain, quantised)
     for first_name, *names in ties:

@@ -138,6 +138,8 @@ class Group:
         first, *others = self.layers
         if any(tensor_parallel.is_sharded(layer) for layer in self.layers):
             return "weights are sharded"
+        if any(layer.input_permutation is not None for layer in self.layers):
+            return "inputs are permuted"
         if len({_kind(layer) for layer in self.layers}) > 1:
             return "formats, inputs, dtypes or devices differ"
         codebook = first.quantised.codebook

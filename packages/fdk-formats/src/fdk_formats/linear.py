@@ -47,6 +47,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         dtype: dtype of ``weight``, and of x if neither autocast nor the caller chooses another.
         backend: the argument.
         activations: the argument.
+        input_permutation: int32 ``[k]`` or None: column j of the stored weight is that of input
+            ``input_permutation[j]``, as in GPTQ's act-order. A buffer; files hold it.
         backend_name: name of the backend in use or, before the first call, to be used; ``none`` if
             no backend supports the layer.
         relative_error: error against the source weight; None unless ``quantise_model`` made it.
@@ -59,6 +61,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         >>> layer = QuantisedLinear.from_linear(nn.Linear(4096, 4096), "nf4-g64")
         >>> y = layer(torch.randn(1, 4096))
     """
+
+    input_permutation: Tensor | None
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.backend, self.activations, self.backend_name = backend, activations, "none"
         self.group: Any = None
+        self.register_buffer("input_permutation", None)
         # Whether the parameters were replaced since the layer was made, and again since.
         self._was_replaced = self._is_replaced_often = False
         zero = zero_weight(Format.parse(format), (out_features, in_features), device)
@@ -160,6 +165,32 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
 
     def _set_shape(self, n: int, k: int) -> None:
         self.out_features, self.in_features = n, k
+        self.input_permutation = None
+
+    def permute_inputs(self, permutation: Tensor | None) -> None:
+        """Sets ``input_permutation``.
+
+        Raises:
+            ValueError: if it is not a permutation of k integers.
+        """
+        if permutation is not None:
+            k = self.in_features
+            wanted = torch.arange(k, dtype=torch.int32)
+            found = permutation.detach().to("cpu", torch.int32)
+            if not torch.equal(found.sort().values, wanted):
+                raise ValueError(
+                    f"QuantisedLinear: input_permutation must hold each of 0 to {k - 1} once, got "
+                    f"{list(permutation.shape)} {permutation.dtype}"
+                )
+            permutation = permutation.detach().to(self.device, torch.int32, copy=True)
+        self.input_permutation = permutation
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Computes the weight ``[n, k]`` in a dtype, that of the layer by default."""
+        stored = super().dequantise(dtype)
+        if self.input_permutation is None:
+            return stored
+        return torch.empty_like(stored).index_copy_(1, self.input_permutation.long(), stored)
 
     @property
     def layout(self) -> Layout:
@@ -234,6 +265,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
                 and input.dtype in layout.dtypes
                 and not torch.is_autocast_enabled(input.device.type)
                 and (bias is None or bias.dtype == input.dtype)
+                and self._buffers["input_permutation"] is None
             )
         except (AttributeError, RuntimeError):  # no tensors of a StoredWeight, or x on meta
             is_ready = False
@@ -258,6 +290,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
 
     def _call(self, x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
         bias: Tensor | None = self.bias
+        if self.input_permutation is not None:
+            x = x.index_select(-1, self.input_permutation)
         if not layout.casts:
             x = x if x.dtype == dtype else x.to(dtype)
             bias = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
@@ -290,6 +324,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         layout = self._layout_in_graph()
         # Products with unit vectors are exact, and are dropped where only the dtype is used.
         eye = torch.eye(self.in_features, dtype=self.dtype, device=self._layout_device)
+        if self.input_permutation is not None:
+            eye = eye.index_select(1, self.input_permutation)
         weight: Tensor = layout.forward(eye).t()
         return weight
 

@@ -234,6 +234,9 @@ class QuantisedModule(nn.Module):
         if tensor_parallel.is_sharded(self):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
             return
+        if (key := f"{prefix}input_permutation") in state_dict:  # its buffer may be None so far
+            permutation = torch.empty_like(state_dict[key], device=self.device)
+            self.register_buffer("input_permutation", permutation)
         keys = {name: prefix + PREFIX + name for name in self.format.tensor_names}
         found = {name: state_dict.pop(key) for name, key in keys.items() if key in state_dict}
         with self._without_weight():

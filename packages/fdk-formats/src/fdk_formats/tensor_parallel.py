@@ -94,6 +94,11 @@ def shard_weight(layer: "QuantisedModule", weight: Any) -> None:
     _check_placements(placements)
     by_k, by_n = placements[0].is_shard(1), placements[0].is_shard(0)
     if by_k:
+        if getattr(layer, "input_permutation", None) is not None:
+            raise ValueError(
+                "QuantisedLinear: a weight with permuted inputs cannot be cut along k, whose order "
+                "is not that of x: cut it along n (ColwiseParallel)"
+            )
         _check_cut(layer, mesh.size())
     q = layer.stored.quantised()
     for name, tensor in q.tensors().items():
@@ -164,6 +169,9 @@ def call(layer: "QuantisedLinear", x: Any, dtype: torch.dtype) -> Tensor:
         placed_x = placed_y = list(x.placements)
         bias = None if bias is None else bias.to_local(grad_placements=[Partial()])
     local_x = x.to_local(grad_placements=placed_x).to(dtype)
+    if layer.input_permutation is not None:
+        permutation: Any = layer.input_permutation
+        local_x = local_x.index_select(-1, local(permutation))
     bias = None if bias is None else bias.to(dtype)
     y = layer._pack(dtype)(local_x, bias)
     shape = torch.Size((*x.shape[:-1], layer.out_features))

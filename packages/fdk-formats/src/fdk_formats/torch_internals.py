@@ -44,7 +44,6 @@ from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_map_only
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

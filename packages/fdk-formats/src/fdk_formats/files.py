@@ -528,7 +528,7 @@ def load_model(
             layer = quantised_like(linear, q, None, linear.weight.dtype, settings)
         except ValueError as error:
             raise ValueError(f"{where}: {name}: {error}") from None
-        permutation = plain.pop(f"{name.removesuffix('weight')}input_permutation")
+        permutation = plain.pop(f"{name.removesuffix('weight')}input_permutation", None)
         if permutation is not None and isinstance(layer, QuantisedLinear):
             try:
                 layer.permute_inputs(permutation)

@@ -4,7 +4,7 @@ import copy
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -204,6 +204,22 @@ def takes_importance(format: str) -> bool:
     return parsed.codebook == "kmeans" or parsed.scale_rule == "search"
 
 
+def layers_of(model: TextModel, skip: str) -> dict[str, nn.Linear]:
+    """Return the linear layers whose names ``skip`` (a regular expression) does not match.
+
+    Raises:
+        ValueError: where no layer is left.
+    """
+    linears = {n: m for n, m in model.module.named_modules() if isinstance(m, nn.Linear)}
+    layers = {n: m for n, m in linears.items() if not (skip and re.search(skip, n))}
+    if not layers:
+        raise ValueError(
+            f"accuracy: wanted linear layers, but {model.name} has {len(linears)} and "
+            f"skip={skip!r} leaves none"
+        )
+    return layers
+
+
 def prepare(
     model: TextModel,
     sentences: Sequence[str],
@@ -217,13 +233,7 @@ def prepare(
     """
     if not sentences:
         raise ValueError("accuracy: wanted at least one sentence, got none")
-    linears = {n: m for n, m in model.module.named_modules() if isinstance(m, nn.Linear)}
-    layers = {n: m for n, m in linears.items() if not (skip and re.search(skip, n))}
-    if not layers:
-        raise ValueError(
-            f"accuracy: wanted linear layers, but {model.name} has {len(linears)} and "
-            f"skip={skip!r} leaves none"
-        )
+    layers = layers_of(model, skip)
     return Subject(
         model,
         skip,
@@ -455,18 +465,39 @@ def calibrate(
     For one row of x the squared error of an output is ``(sum_i dW[i] x[i])^2``. With independent
     inputs its mean is ``sum_i dW[i]^2 mean(x[i]^2)``, which is what importance weighs.
     """
-    totals = {
-        name: torch.zeros(layer.in_features, dtype=torch.float64, device=model.device)
-        for name, layer in layers.items()
-    }
-    tokens = 0
+    squares = _mean_squares(layers, lambda see: _run(model, layers, text.paragraphs, see))
+    return Calibration(text.name, squares)
+
+
+def mean_squares(
+    model: TextModel, layers: Mapping[str, nn.Linear], windows: Tensor
+) -> dict[str, Tensor]:
+    """Return the mean square of each input of each layer over windows of tokens.
+
+    Args:
+        model: the model.
+        layers: its layers by name.
+        windows: tokens, ``[windows, window]``.
+
+    Returns:
+        ``[k, float32]`` by layer.
+    """
+    masks = torch.ones_like(windows)
+    batches = list(zip(windows.split(1), masks.split(1), strict=True))
+    return _mean_squares(layers, lambda see: _run_batches(model, layers, batches, see))
+
+
+def _mean_squares(
+    layers: Mapping[str, nn.Linear], run: Callable[[See], Iterator[int]]
+) -> dict[str, Tensor]:
+    totals: dict[str, Tensor | float] = dict.fromkeys(layers, 0.0)
 
     def add(name: str, rows: Tensor) -> None:
-        totals[name] += rows.double().square().sum(0)
+        totals[name] = totals[name] + rows.double().square().sum(0)
 
-    for count in _run(model, layers, text.paragraphs, add):
-        tokens += count
-    return Calibration(text.name, {name: (sum_ / tokens).float() for name, sum_ in totals.items()})
+    tokens = sum(run(add))
+    # A layer that the text does not reach (an expert, say) has no importance.
+    return {n: (sum_ / tokens).float() for n, sum_ in totals.items() if isinstance(sum_, Tensor)}
 
 
 def rows_of(
@@ -495,7 +526,16 @@ def _run(
     model: TextModel, layers: Mapping[str, nn.Linear], texts: Sequence[str], see: See
 ) -> Iterator[int]:
     """Run the model a few texts at a time, show each layer's inputs, and yield their tokens."""
-    for ids, mask in batches(model, texts):
+    yield from _run_batches(model, layers, batches(model, texts), see)
+
+
+def _run_batches(
+    model: TextModel,
+    layers: Mapping[str, nn.Linear],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    see: See,
+) -> Iterator[int]:
+    for ids, mask in batches:
         with _hooked(layers, mask, see), torch.inference_mode():
             model.module(input_ids=ids, attention_mask=mask)
         yield int(mask.sum())

@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,17 +42,19 @@ from fdk_bench.cli_common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fdk_bench.accuracy import LayerRow, Subject
+    from fdk_bench.accuracy import CalibrationText, LayerRow, Subject
     from fdk_bench.backend_report import Machine, Support
     from fdk_bench.cases import KernelCase
     from fdk_bench.kernels import KernelRun
     from fdk_bench.models import Build, ModelRun
     from fdk_bench.profile import Disassembly, KernelProfile
     from fdk_bench.rows import Facts
+    from fdk_bench.text_models import TextModel
 
 PEER_SECONDS = 120.0  # some peers would compile and tune for minutes
 SKIP = "Regular expression of layers that are not quantised. Default:"
 OF_MODEL = "model"  # --dtype of accuracy: the one that the model's configuration names
+LANGUAGE = "Language models, with --text"
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
 BUILD = """the library holds no such names; is it stripped? In a checkout, build
@@ -463,9 +465,52 @@ def accuracy(
         common.Texts,
         list_option(
             "Text files, or packaged for the one that comes with fdk-bench: k-means and search "
-            "formats are measured once more, with errors weighed by the mean square of each input",
+            "formats are measured once more, with errors weighed by the mean square of each input. "
+            "With --text: what +importance methods and peers fit to",
             "none",
         ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        option(
+            "Held-out text file: measure perplexity and divergence of the next token on a model "
+            "made for text generation. Formats may end in +importance.",
+            panel=LANGUAGE,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, option("Tokens of --text, spread evenly over it.", panel=LANGUAGE, min=2)
+    ] = 16384,
+    window: Annotated[
+        int,
+        option("Tokens that the model sees at once, of both texts.", panel=LANGUAGE, min=2),
+    ] = 512,
+    calibration_tokens: Annotated[
+        int, option("Tokens of the --calibrate text, with --text.", panel=LANGUAGE, min=2)
+    ] = 16384,
+    against: Annotated[
+        common.Texts,
+        list_option(
+            "Other projects' quantisers to measure with the same evaluator: hqq, bitsandbytes, "
+            "torchao, gptqmodel, llm-compressor, auto-round, llama.cpp; rows such as hqq3-g64; all",
+            "none",
+            panel=LANGUAGE,
+        ),
+    ] = None,
+    peer_python: Annotated[
+        common.Texts,
+        list_option(
+            "NAME=PATH: a Python that has a quantiser, where it needs an environment of its own",
+            "this one",
+            panel=LANGUAGE,
+        ),
+    ] = None,
+    tasks: Annotated[
+        common.Texts, list_option("Tasks of lm-eval to score too", "none", panel=LANGUAGE)
+    ] = None,
+    limit: Annotated[
+        int | None,
+        option("Documents of each task. Default: all.", panel=LANGUAGE, min=1),
     ] = None,
     layers: Annotated[bool, option("Print layers too.", "--layers", panel=RESULTS)] = False,
     device: Annotated[str, option("cpu or cuda: where the model runs and is quantised.")] = "cpu",
@@ -486,6 +531,10 @@ def accuracy(
     embeddings and, for a model with an output head, divergence of the next token. Writes
     accuracy.jsonl, .md, .png and .svg, and layers.jsonl and .md.
 
+    With --text: perplexity of a held-out text and divergence of the next token from the 16-bit
+    model, each with its standard error, for fdk's formats and other projects' quantisers, with all
+    stored bits of a weight. Writes language.jsonl and language.md.
+
     Exit code: 0 all measured, 1 a format failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what
     was measured).
     """
@@ -505,22 +554,51 @@ def accuracy(
     checked_backends([backend])
     checked_device(device)
     model_dtype = None if checked_dtype(dtype, OF_MODEL) == OF_MODEL else dtype
-    asked = split(formats, "--format") or DEFAULT_FORMATS
-    names = checked(lambda: parse_formats(asked, group_size))
     paths = [
         Path(name)
         for text in calibrate or ()
         for name in ([text] if Path(text).is_file() else split([text], "--calibrate"))
     ]
-    text = checked(lambda: read_texts(paths), "--calibrate") if paths else None
+    calibration = checked(lambda: read_texts(paths), "--calibrate") if paths else None
+    left = SKIP_POOLER_AND_HEAD if skip is None else skip
+
+    def load() -> "TextModel":
+        try:
+            return load_text_model(model, device, model_dtype)
+        except ModelError as error:
+            raise typer.BadParameter(f"--model: {error}") from None
+
+    if text is not None:
+        if model is None or layers or given is not None or backend != "auto":
+            raise typer.BadParameter(
+                "--text: wanted --model with it, and none of --layers, --sentences and --backend: "
+                "every method's weights are dequantised into one model"
+            )
+        request = LanguageRequest(
+            model=model,
+            skip=left,
+            methods=split(formats, "--format"),
+            group_size=group_size,
+            name=text.name,
+            text=given_text("--text", text),
+            calibration=calibration,
+            tokens=tokens,
+            calibration_tokens=calibration_tokens,
+            window=window,
+            against=split(against, "--against") or ["none"],
+            pythons=_pythons(split(peer_python, "--peer-python")),
+            tasks=split(tasks, "--tasks"),
+            limit=limit,
+        )
+        _run_language(request, load, out, json_lines)
+        return
+    if against or peer_python or tasks:
+        raise typer.BadParameter("--against, --peer-python and --tasks: wanted --text with them")
+    asked = split(formats, "--format") or DEFAULT_FORMATS
+    names = checked(lambda: parse_formats(asked, group_size))
     lines = (EVAL_TEXT.read_text(encoding="utf-8") if given is None else given).splitlines()
     lines = [line.strip() for line in lines if line.strip()]
-    try:
-        loaded = load_text_model(model, device, model_dtype)
-    except ModelError as error:
-        raise typer.BadParameter(f"--model: {error}") from None
-    left = SKIP_POOLER_AND_HEAD if skip is None else skip
-    subject = checked(lambda: prepare(loaded, lines, left, text))
+    subject = checked(lambda: prepare(load(), lines, left, calibration))
     _run_accuracy(subject, names, backend, output_folder(out, "accuracy"), layers, json_lines)
 
 
@@ -570,6 +648,121 @@ def _run_accuracy(
     if print_layers:
         table = tables.table(tables.LAYERS, of_layers, width=screen.console.width)
         screen.console.print(table)
+    screen.finish(rows, folder)
+
+
+@dataclass(frozen=True)
+class LanguageRequest:
+    """What ``accuracy --text`` was asked for; the fields are its options."""
+
+    model: str
+    skip: str
+    methods: Sequence[str]
+    group_size: str
+    name: str
+    text: str
+    calibration: "CalibrationText | None"
+    tokens: int
+    calibration_tokens: int
+    window: int
+    against: Sequence[str]
+    pythons: Mapping[str, str]
+    tasks: Sequence[str]
+    limit: int | None
+
+
+def _pythons(entries: Sequence[str]) -> dict[str, str]:
+    """Return the path of a Python by the name of a quantiser."""
+    from fdk_bench.peers.quantisers import QUANTISERS
+
+    known = [quantiser.name for quantiser in QUANTISERS]
+    found = dict(entry.partition("=")[::2] for entry in entries)
+    if wrong := [name for name, path in found.items() if name not in known or not path]:
+        raise typer.BadParameter(
+            f"--peer-python: wanted NAME=PATH with a name of {', '.join(known)}; got {wrong[0]!r}"
+        )
+    return found
+
+
+def _run_language(
+    request: LanguageRequest, load: "Callable[[], TextModel]", out: Path | None, json_lines: bool
+) -> None:
+    from fdk_bench import language_accuracy as language
+    from fdk_bench import tables
+    from fdk_bench.machine import facts
+    from fdk_bench.peers.quantisers import quantisers_named
+    from fdk_bench.perplexity import windows_of
+
+    methods = checked(
+        lambda: language.methods_named(
+            request.methods or language.DEFAULT_METHODS, request.group_size
+        )
+    )
+    if request.calibration is None and not request.methods:
+        methods = [method for method in methods if not method.calibrated]
+    asked = checked(lambda: quantisers_named(request.against))
+    pythons = {q: request.pythons.get(q.name, sys.executable) for q in {q for q, _ in asked}}
+    absent = {q.name: reason for q, python in pythons.items() if (reason := q.missing(python))}
+    methods += [
+        language.peer_method(quantiser, row, pythons[quantiser], request.model)
+        for quantiser, row in asked
+        if quantiser.name not in absent
+    ]
+    calibrated = [method.name for method in methods if method.calibrated]
+    if calibrated and request.calibration is None:
+        raise typer.BadParameter(f"--calibrate: wanted a text for {', '.join(calibrated)}")
+    fitted_to = "\n\n".join(request.calibration.paragraphs) if request.calibration else ""
+    if " ".join(fitted_to.split()) == " ".join(request.text.split()):
+        raise typer.BadParameter("--text: wanted another text than that of --calibrate")
+    loaded = load()
+    if not loaded.causal:
+        raise typer.BadParameter(
+            f"--text: wanted a model made for text generation, and {loaded.name} has no output head"
+        )
+
+    def windows(option: str, name: str, text: str, tokens: int) -> "language.Text":
+        cut = checked(lambda: windows_of(loaded.tokenizer, text, tokens, request.window), option)
+        return language.Text(name, cut.to(loaded.device))
+
+    held_out = windows("--text", request.name, request.text, request.tokens)
+    calibration = None
+    if calibrated and request.calibration is not None:
+        tokens = request.calibration_tokens
+        calibration = windows("--calibrate", request.calibration.name, fitted_to, tokens)
+    subject = checked(lambda: language.prepare(loaded, request.skip, held_out, calibration))
+    score = None
+    if request.tasks:
+        try:
+            score = checked(
+                lambda: language.task_scores(loaded, request.tasks, request.limit), "--tasks"
+            )
+        except ImportError:
+            raise typer.BadParameter(
+                "--tasks: lm-eval is not installed: pip install lm-eval"
+            ) from None
+    caption = (
+        f"{loaded.name}: {len(subject.layers)} linear layers, {subject.weights / 1e6:.1f} million "
+        f"weights; the other {subject.other_weights / 1e6:.1f} million (embedding, head, norms) as "
+        f"loaded; {held_out.tokens} tokens of {held_out.name} in windows of {request.window}"
+    )
+    if calibration:
+        caption += f", calibrated on {calibration.tokens} of {calibration.name}"
+    caption += "; ± standard error over windows; excess and KL to the model as loaded, nats"
+    folder = output_folder(out, "accuracy")
+    gathered = facts("language", loaded.device.type, more=("transformers",))
+    screen = Screen(len(methods), to_stderr=json_lines)
+    rows = screen.run(
+        language.measure(subject, methods, score, screen.step),
+        gathered,
+        folder / "language.jsonl",
+        lambda rows, width: tables.table(tables.LANGUAGE, rows, caption, width),
+        json_lines=json_lines,
+    )
+    if rows:
+        table = f"{tables.markdown(tables.LANGUAGE, rows)}\n{caption}\n"
+        (folder / "language.md").write_text(table, encoding="utf-8")
+    for name, reason in absent.items():
+        screen.console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     screen.finish(rows, folder)
 
 

@@ -108,7 +108,9 @@ class Quantiser:
             }
             torch.save(fields, request)
             # -P: else the folder of the script would come first among the modules.
-            command = [python, "-P", str(SCRIPT), str(request)]
+            # Not resolved: the link in an environment is what names the environment.
+            here = str(Path(python).absolute())
+            command = [here, "-P", str(SCRIPT), str(request)]
             # Its logs stay where it runs, and nothing is fetched for a folder.
             done = subprocess.run(
                 command,

@@ -246,56 +246,53 @@ def prepare(
     )
 
 
-def measured_formats(subject: Subject, formats: Sequence[str]) -> list[tuple[str, bool]]:
-    """Return each format, and once more calibrated where that can change its codes."""
-    calibrated = subject.calibration is not None
+def cases_of(subject: Subject, formats: Sequence[str], backend: str) -> list[AccuracyCase]:
+    """Return a case for each format, and one more, calibrated, where that can change its codes."""
+    model, calibration = subject.model, subject.calibration
     return [
-        (name, weighed)
-        for name in formats
-        for weighed in ((False, True) if calibrated and takes_importance(name) else (False,))
-    ]
-
-
-def measure_formats(
-    subject: Subject,
-    formats: Sequence[str],
-    backend: str = "auto",
-    on_layer: Callable[[str], None] = lambda name: None,
-    on_layers: Callable[[Sequence[LayerRow]], None] = lambda rows: None,
-) -> Iterator[AccuracyRow]:
-    """Measure each format in turn; a format that fails yields a row with its error.
-
-    Args:
-        subject: the model.
-        formats: short forms.
-        backend: the backend that computes the outputs.
-        on_layer: called with the format after each layer that was quantised.
-        on_layers: called with the rows of the layers before the row of a format.
-    """
-    for name, weighed in measured_formats(subject, formats):
-        text = subject.calibration.text if weighed and subject.calibration else ""
-        model, where = subject.model, subject.model.device.type
-        case = AccuracyCase(
+        AccuracyCase(
             name,
             model.name,
             backend,
             subject.skip,
             len(subject.sentences),
             text,
-            where,
+            model.device.type,
             model.dtype,
         )
+        for name in formats
+        for text in (("", calibration.text) if calibration and takes_importance(name) else ("",))
+    ]
+
+
+def measure_formats(
+    subject: Subject,
+    cases: Sequence[AccuracyCase],
+    on_layer: Callable[[str], None] = lambda name: None,
+    on_layers: Callable[[Sequence[LayerRow]], None] = lambda rows: None,
+) -> Iterator[AccuracyRow]:
+    """Measure each case in turn; one that fails yields a row with its error.
+
+    Args:
+        subject: the model.
+        cases: some of ``cases_of``.
+        on_layer: called with the label of the case after each layer that was quantised.
+        on_layers: called with the rows of the layers before the row of a case.
+    """
+    for case in cases:
+        format, text = case.format, case.calibration
         try:
             values, layers = measure(
-                subject, name, backend, partial(on_layer, case.label), weighed=weighed
+                subject, format, case.backend, partial(on_layer, case.label), weighed=bool(text)
             )
         except Exception as error:  # from a format or backend; the run goes on
             yield Row(case, error=f"{type(error).__name__}: {error}")
         else:
-            cases = (
-                LayerCase(name, model.name, layer, text, where, model.dtype) for layer in layers
+            names = (
+                LayerCase(format, case.model, layer, text, case.device, case.dtype)
+                for layer in layers
             )
-            on_layers([Row(*pair) for pair in zip(cases, layers.values(), strict=True)])
+            on_layers([Row(*pair) for pair in zip(names, layers.values(), strict=True)])
             yield Row(case, values)
 
 

@@ -24,6 +24,7 @@ from fdk_bench.cli_common import (
     Screen,
     check_output,
     check_pattern,
+    check_results,
     checked,
     checked_backends,
     checked_device,
@@ -32,6 +33,7 @@ from fdk_bench.cli_common import (
     list_option,
     make_console,
     numbers,
+    open_log,
     option,
     output_folder,
     prepare_environment,
@@ -158,6 +160,8 @@ def kernels(
     threads: common.ThreadsOption = None,
     json_lines: common.JsonOption = False,
     out: common.OutOption = None,
+    resume: common.ResumeOption = False,
+    overwrite: common.OverwriteOption = False,
 ) -> None:
     """Run ``kernels`` or ``compare``, as the user typed."""
     prepare_environment()
@@ -166,6 +170,7 @@ def kernels(
     from fdk_bench.peers import peers_named
 
     name = str(context.info_name)
+    check_results(out, f"{name}.jsonl", resume, overwrite)
     defaults = KERNELS[name]
     use_threads(threads)
     check_pattern("--include", include)
@@ -199,23 +204,30 @@ def kernels(
         seconds=seconds,
         peer_seconds=peer_seconds or (PEER_SECONDS if on == "cuda" else None),
     )
-    if not run.count():
+    if not run.cases():
         raise typer.BadParameter("--include and --exclude leave no case")
-    _run_kernels(name, run, output_folder(out, name), json_lines)
+    _run_kernels(name, run, output_folder(out, name), json_lines, resume)
 
 
-def _run_kernels(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None:
+def _run_kernels(
+    command: str, run: "KernelRun", folder: Path, json_lines: bool, resume: bool
+) -> None:
     from fdk_bench import tables
-    from fdk_bench.kernels import absent, measure, stored_bits
+    from fdk_bench.cases import KernelCase
+    from fdk_bench.kernels import KernelValues, absent, measure, stored_bits
     from fdk_bench.machine import facts
 
     gathered = facts(command, run.device)
     caption = f"{_where(gathered, run.device)}, {run.dtype}; floor: weight, x and y read once"
-    screen = Screen(run.count(), to_stderr=json_lines)
+    path = folder / f"{command}.jsonl"
+    log = open_log(path, gathered, KernelCase, KernelValues, resume=resume)
+    measured = log.measured
+    todo = run.unfinished(measured)
+    log.forget(todo)
+    screen = Screen(len(todo), to_stderr=json_lines)
     rows = screen.run(
-        measure(run, screen.step),
-        gathered,
-        folder / f"{command}.jsonl",
+        measure(run, screen.step, measured),
+        log,
         lambda rows, width: tables.table(tables.KERNELS, rows, caption, width),
         json_lines=json_lines,
     )
@@ -289,6 +301,8 @@ def models(
     threads: common.ThreadsOption = None,
     json_lines: common.JsonOption = False,
     out: common.OutOption = None,
+    resume: common.ResumeOption = False,
+    overwrite: common.OverwriteOption = False,
 ) -> None:
     """Decode with whole models: tokens/s, first token, memory, share of the roofline.
 
@@ -307,6 +321,7 @@ def models(
     from fdk_bench.models import ModelCase, ModelRun
     from fdk_formats.model import DEFAULT_SKIP
 
+    check_results(out, "models.jsonl", resume, overwrite)
     use_threads(threads)
     check_pattern("--skip", skip or "")
     checked_dtype(dtype)
@@ -346,7 +361,7 @@ def models(
         backends=checked_backends(split(backend, "--backend") or ["auto"]),
         case=case,
     )
-    _run_models(run, _builder(read), output_folder(out, "models"), json_lines)
+    _run_models(run, _builder(read), output_folder(out, "models"), json_lines, resume)
 
 
 def _model_names(names: list[str]) -> list[str]:
@@ -388,10 +403,12 @@ def _rest_of_model(run: "ModelRun") -> str:
     return " or ".join(dict.fromkeys(names))
 
 
-def _run_models(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> None:
+def _run_models(
+    run: "ModelRun", build: "Build", folder: Path, json_lines: bool, resume: bool
+) -> None:
     from fdk_bench import tables
     from fdk_bench.machine import facts
-    from fdk_bench.models import measure
+    from fdk_bench.models import ModelCase, ModelValues, measure
 
     case = run.case
     gathered = facts("models", case.device)
@@ -399,11 +416,15 @@ def _run_models(run: "ModelRun", build: "Build", folder: Path, json_lines: bool)
         f"{_where(gathered, case.device)}, {case.dtype}, {_rest_of_model(run)}, prompt of "
         f"{case.context} tokens; share: of the time to read every weight of a step once"
     )
-    screen = Screen(run.count(), to_stderr=json_lines)
+    path = folder / "models.jsonl"
+    log = open_log(path, gathered, ModelCase, ModelValues, resume=resume)
+    measured = log.measured
+    todo = [case for case in run.cases() if case not in measured]
+    log.forget(todo)
+    screen = Screen(len(todo), to_stderr=json_lines)
     rows = screen.run(
-        measure(run, build, screen.step),
-        gathered,
-        folder / "models.jsonl",
+        measure(run, build, screen.step, log.rows),
+        log,
         lambda rows, width: tables.table(tables.MODELS, rows, caption, width),
         json_lines=json_lines,
     )
@@ -524,6 +545,8 @@ def accuracy(
     threads: common.ThreadsOption = None,
     json_lines: common.JsonOption = False,
     out: common.OutOption = None,
+    resume: common.ResumeOption = False,
+    overwrite: common.OverwriteOption = False,
 ) -> None:
     """Quantise a trained model's linear layers; print the size and error of each format.
 
@@ -550,6 +573,8 @@ def accuracy(
     )
     from fdk_bench.text_models import EVAL_TEXT, ModelError, load_text_model
 
+    file = "accuracy.jsonl" if text is None else "language.jsonl"
+    check_results(out, file, resume, overwrite)
     use_threads(threads)
     checked_backends([backend])
     checked_device(device)
@@ -590,7 +615,7 @@ def accuracy(
             tasks=split(tasks, "--tasks"),
             limit=limit,
         )
-        _run_language(request, load, out, json_lines)
+        _run_language(request, load, out, json_lines, resume)
         return
     if against or peer_python or tasks:
         raise typer.BadParameter("--against, --peer-python and --tasks: wanted --text with them")
@@ -599,7 +624,8 @@ def accuracy(
     lines = (EVAL_TEXT.read_text(encoding="utf-8") if given is None else given).splitlines()
     lines = [line.strip() for line in lines if line.strip()]
     subject = checked(lambda: prepare(load(), lines, left, calibration))
-    _run_accuracy(subject, names, backend, output_folder(out, "accuracy"), layers, json_lines)
+    folder = output_folder(out, "accuracy")
+    _run_accuracy(subject, names, backend, folder, layers, json_lines, resume)
 
 
 def _run_accuracy(
@@ -609,11 +635,19 @@ def _run_accuracy(
     folder: Path,
     print_layers: bool,
     json_lines: bool,
+    resume: bool,
 ) -> None:
     from fdk_bench import plots, tables
-    from fdk_bench.accuracy import measure_formats, measured_formats
+    from fdk_bench.accuracy import (
+        AccuracyCase,
+        AccuracyValues,
+        LayerCase,
+        LayerValues,
+        cases_of,
+        measure_formats,
+    )
     from fdk_bench.machine import facts
-    from fdk_bench.rows import read_records, to_json
+    from fdk_bench.rows import read_records
 
     where, dtype = subject.model.device.type, subject.model.dtype
     gathered = facts("accuracy", where, more=("safetensors", "transformers"))
@@ -624,29 +658,43 @@ def _run_accuracy(
     )
     if subject.calibration:
         caption += f"; +cal: errors weighed by the inputs that {subject.calibration.text} gives"
-    screen = Screen(len(measured_formats(subject, names)), to_stderr=json_lines)
-    of_layers: list[LayerRow] = []
     path = folder / "accuracy.jsonl"
+    log = open_log(path, gathered, AccuracyCase, AccuracyValues, resume=resume)
+    of_layers = open_log(
+        folder / "layers.jsonl",
+        replace(gathered, benchmark="layers"),
+        LayerCase,
+        LayerValues,
+        resume=resume,
+    )
+    measured = log.measured
+    todo = [case for case in cases_of(subject, names, backend) if case not in measured]
+    log.forget(todo)
+    again = {(case.format, case.model, case.calibration) for case in todo}
+    layer_cases = [row.case for row in of_layers.rows]
+    of_layers.forget([c for c in layer_cases if (c.format, c.model, c.calibration) in again])
+
+    def keep(rows: "Sequence[LayerRow]") -> None:
+        for row in rows:
+            of_layers.append(row)
+
+    screen = Screen(len(todo), to_stderr=json_lines)
     rows = screen.run(
-        measure_formats(subject, names, backend, screen.step, of_layers.extend),
-        gathered,
-        path,
+        measure_formats(subject, todo, screen.step, keep),
+        log,
         lambda rows, width: tables.table(tables.ACCURACY, rows, caption, width),
         json_lines=json_lines,
     )
     if rows:
         text = f"{tables.markdown(tables.ACCURACY, rows)}\n{caption}\n"
         (folder / "accuracy.md").write_text(text, encoding="utf-8")
-        lines = (to_json(row, replace(gathered, benchmark="layers")) for row in of_layers)
-        text = "".join(f"{line}\n" for line in lines)
-        (folder / "layers.jsonl").write_text(text, encoding="utf-8")
-        text = tables.markdown(tables.LAYERS, of_layers)
+        text = tables.markdown(tables.LAYERS, of_layers.rows)
         (folder / "layers.md").write_text(text, encoding="utf-8")
     if any(row.values is not None for row in rows):
         frame = tables.accuracy_frame(read_records([path]))
         plots.save(plots.accuracy_figure(frame), folder / "accuracy")
     if print_layers:
-        table = tables.table(tables.LAYERS, of_layers, width=screen.console.width)
+        table = tables.table(tables.LAYERS, of_layers.rows, width=screen.console.width)
         screen.console.print(table)
     screen.finish(rows, folder)
 
@@ -685,7 +733,11 @@ def _pythons(entries: Sequence[str]) -> dict[str, str]:
 
 
 def _run_language(
-    request: LanguageRequest, load: "Callable[[], TextModel]", out: Path | None, json_lines: bool
+    request: LanguageRequest,
+    load: "Callable[[], TextModel]",
+    out: Path | None,
+    json_lines: bool,
+    resume: bool,
 ) -> None:
     from fdk_bench import language_accuracy as language
     from fdk_bench import tables
@@ -750,11 +802,20 @@ def _run_language(
     caption += "; ± standard error over windows; excess and KL to the model as loaded, nats"
     folder = output_folder(out, "accuracy")
     gathered = facts("language", loaded.device.type, more=("transformers",))
+    log = open_log(
+        folder / "language.jsonl",
+        gathered,
+        language.LanguageCase,
+        language.LanguageValues,
+        resume=resume,
+    )
+    measured = log.measured
+    methods = [m for m in methods if language.case_of(subject, m) not in measured]
+    log.forget([language.case_of(subject, method) for method in methods])
     screen = Screen(len(methods), to_stderr=json_lines)
     rows = screen.run(
         language.measure(subject, methods, score, screen.step),
-        gathered,
-        folder / "language.jsonl",
+        log,
         lambda rows, width: tables.table(tables.LANGUAGE, rows, caption, width),
         json_lines=json_lines,
     )

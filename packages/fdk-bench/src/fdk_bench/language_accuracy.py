@@ -1,6 +1,7 @@
 """Accuracy of quantised language models: perplexity and divergence by method and stored bits."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,6 +328,8 @@ def _measure_method(
             changed.get_parameter(f"{name}.weight").copy_(W_hat)
     nbytes = sum(done.nbytes[name] for name in subject.layers)
     compared = reference.compare(changed, on_window)
+    if not math.isfinite(compared.divergence.mean):
+        raise ValueError("the model's predictions are not finite")
     weights, others = subject.weights, subject.other_weights
     return LanguageValues(
         layers=len(subject.layers),

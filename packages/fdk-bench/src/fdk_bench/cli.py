@@ -495,7 +495,7 @@ def accuracy(
         Path | None,
         option(
             "Held-out text file: measure perplexity and divergence of the next token on a model "
-            "made for text generation. Formats may end in +importance.",
+            "made for text generation. Formats may end in +importance; none measures peers alone.",
             panel=LANGUAGE,
         ),
     ] = None,
@@ -745,9 +745,10 @@ def _run_language(
     from fdk_bench.peers.quantisers import quantisers_named
     from fdk_bench.perplexity import windows_of
 
+    asked_methods = request.methods or language.DEFAULT_METHODS
     methods = checked(
         lambda: language.methods_named(
-            request.methods or language.DEFAULT_METHODS, request.group_size
+            () if asked_methods == ["none"] else asked_methods, request.group_size
         )
     )
     if request.calibration is None and not request.methods:
@@ -766,6 +767,8 @@ def _run_language(
     fitted_to = "\n\n".join(request.calibration.paragraphs) if request.calibration else ""
     if " ".join(fitted_to.split()) == " ".join(request.text.split()):
         raise typer.BadParameter("--text: wanted another text than that of --calibrate")
+    if not methods:
+        raise typer.BadParameter("--format and --against: wanted some method, got none")
     loaded = load()
     if not loaded.causal:
         raise typer.BadParameter(

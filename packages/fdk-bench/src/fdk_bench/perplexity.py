@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,8 +93,8 @@ def windows_of(tokenizer: Any, text: str, tokens: int, window: int) -> Tensor:
 
 
 def _begin_of(tokenizer: Any) -> list[int]:
-    first = tokenizer("a").input_ids[0]
-    return [first] if first == tokenizer.bos_token_id else []
+    first: list[int] = tokenizer("a").input_ids[:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 class Reference:
@@ -116,13 +116,11 @@ class Reference:
         self, module: nn.Module, windows: Tensor, on_window: Callable[[], None] = lambda: None
     ) -> None:
         self.windows = windows
-        # Open as long as this object.
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._logits = torch.empty(0)
         losses = []
         for number, (words, logits) in enumerate(_predictions(module, windows)):
             if not number:
-                self._logits = _mapped(self._file, (len(windows), *logits.shape), logits.dtype)
+                self._logits = _mapped((len(windows), *logits.shape), logits.dtype)
             self._logits[number] = logits.cpu()
             losses.append(torch.cat([_loss(q, w) for q, w in _pieces(logits, words)]))
             on_window()
@@ -181,8 +179,8 @@ def _loss(log_probabilities: Tensor, words: Tensor) -> Tensor:
     return -log_probabilities.gather(1, words[:, None])[:, 0]
 
 
-def _mapped(file: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose bytes are those of a file."""
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose bytes are those of a file that goes with it."""
     nbytes, folder = math.prod(shape) * dtype.itemsize, tempfile.gettempdir()
     # Written through a map, a full disk would be a bus error.
     if nbytes > (free := shutil.disk_usage(folder).free):
@@ -191,5 +189,6 @@ def _mapped(file: IO[bytes], shape: tuple[int, ...], dtype: torch.dtype) -> Tens
             f"the 16-bit model's logits need {nbytes / 1e9:.1f} GB in {folder}, which has "
             f"{free / 1e9:.1f}; set TMPDIR to a larger folder, or pass fewer --tokens",
         )
-    data = np.memmap(file, dtype=np.uint8, mode="w+", shape=(nbytes,))
+    with tempfile.TemporaryFile() as file:
+        data = np.memmap(file, dtype=np.uint8, mode="w+", shape=(nbytes,))
     return torch.from_numpy(data).view(dtype).view(shape)

@@ -97,6 +97,26 @@ def test_importance_is_that_of_the_calibration_text(subject):
     assert any(not torch.equal(plain.weights[n], W_hat) for n, W_hat in expected.items())
 
 
+def test_calibrated(subject):
+    reason = "comes with the calibration of fdk-formats"
+    calibration = pytest.importorskip("fdk_formats.calibration", reason=reason)
+    model = load_text_model(subject.model.name).module
+    expected = {}
+    formats = dict.fromkeys(subject.layers, "kmeans2-g32")
+    for layers in calibration.calibrate(model, formats, subject.calibration.windows):
+        expected |= {layer.name: layer.quantised for layer in layers}
+        calibration.replace_layers(model, {layer.name: layer.quantised for layer in layers})
+    (method,) = methods_named(["kmeans2-g32+calibrated"])
+    assert method.calibrated
+    before = [layer.weight.clone() for layer in subject.layers.values()]
+    done = method.quantise(subject, {})
+    assert all(map(torch.equal, before, (m.weight for m in subject.layers.values())))
+    assert set(done.weights) == set(subject.layers)
+    for name, quantised in expected.items():
+        assert torch.equal(done.weights[name], quantised.dequantise())
+        assert done.nbytes[name] == quantised.nbytes
+
+
 def test_mean_squares(subject):
     seen = []
     name, layer = next(iter(subject.layers.items()))
@@ -138,7 +158,7 @@ def test_broken_predictions_are_a_failure(subject):
     ("text", "said"),
     [
         ("int9", "int9"),
-        ("kmeans3+luck", r"wanted a format, alone or with one of \+importance"),
+        ("kmeans3+luck", r"wanted a format, alone or with one of \+importance, \+calibrated"),
         ("original+importance", "original"),
     ],
 )

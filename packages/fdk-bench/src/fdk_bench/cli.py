@@ -495,7 +495,8 @@ def accuracy(
         Path | None,
         option(
             "Held-out text file: measure perplexity and divergence of the next token on a model "
-            "made for text generation. Formats may end in +importance; none measures peers alone.",
+            "made for text generation. Formats may end in +importance or +calibrated; none leaves "
+            "peers alone.",
             panel=LANGUAGE,
         ),
     ] = None,

@@ -160,9 +160,31 @@ def _plain(
         yield name, stored.dequantise(), stored.nbytes
 
 
+def _calibrated(
+    subject: Subject, format: str, importance: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, float]]:
+    """Quantise block after block with errors compensated, on what the blocks before give."""
+    from fdk_formats.calibration import (  # type: ignore[import-not-found,unused-ignore]
+        calibrate,
+        replace_layers,
+    )
+
+    assert subject.calibration is not None, "the command asks for one"
+    module = _copy_with_own_weights(subject)
+    formats = dict.fromkeys(subject.layers, format)
+    for layers in calibrate(module, formats, subject.calibration.windows, progress=False):
+        replace_layers(module, {layer.name: layer.quantised for layer in layers})
+        for layer in layers:
+            yield layer.name, layer.quantised.dequantise(), layer.quantised.nbytes
+
+
 # How a format is fitted, by what follows it in a method's name. Each gets the importance of the
 # inputs, empty without calibration, and yields layer, W_hat and bytes.
-FITS: dict[str, tuple[Fit, bool]] = {"": (_plain, False), "importance": (_plain, True)}
+FITS: dict[str, tuple[Fit, bool]] = {
+    "": (_plain, False),
+    "importance": (_plain, True),
+    "calibrated": (_calibrated, True),
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ def hf_folder(hf_folder):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(hf_folder)
-    tokenizer.pad_token = "w1"
+    tokenizer.pad_token = "w0"  # w1 would be found in w12
     tokenizer.save_pretrained(hf_folder)
     return hf_folder
 

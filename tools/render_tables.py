@@ -23,12 +23,12 @@ import pandas as pd  # type: ignore[import-untyped]
 from fdk_bench.cases import DTYPES
 from fdk_bench.peers import PEERS
 from fdk_bench.rows import read_records, run_text
-from fdk_bench.tables import code_bits, make_markdown, seconds_text, share_text
+from fdk_bench.tables import code_bits, make_markdown, seconds_text, share_text, with_error
 
 ROOT = Path(__file__).parent.parent
 START = r"<!-- rows (?P<arguments>[^\n]*) -->\n"
 MARK = re.compile(rf"(?P<start>{START})(?:(?!<!-- ).)*?(?P<end><!-- end -->)", re.DOTALL)
-LEFT = ("shape", "format", "by", "model", "series", "op", "machine")
+LEFT = ("shape", "format", "method", "by", "model", "series", "op", "machine")
 PEER_NAMES = {peer.name for peer in PEERS}
 
 
@@ -38,7 +38,8 @@ def frame(files: list[Path]) -> pd.DataFrame:
     Also ``benchmark``, ``machine`` (the file), ``bits``, ``shape``, ``series`` (``bf16``,
     ``4-bit fdk``, ``4-bit best peer``), ``seconds`` (by which a cell's fastest row is chosen),
     ``run``, and the texts ``by``, ``time``, ``us``, ``result`` (``us``, for peers with their name),
-    ``share``, ``spread``, ``x 16 bit``, ``tokens/s``, ``first token`` and ``memory GB``.
+    ``share``, ``spread``, ``x 16 bit``, ``tokens/s``, ``first token`` and ``memory GB``; of
+    language models ``bits/weight``, ``model bits``, ``perplexity``, ``KL`` and ``same token``.
     """
     rows = [
         {**_line(record), "machine": file.stem}
@@ -86,6 +87,12 @@ def _line(record: dict[str, Any]) -> dict[str, Any]:
         line["format"] += " +cal" if case.get("calibration") else ""
         line["bits/weight"] = f"{values['bits_per_weight']:.3f}"
         line["file MB"] = f"{values['file_bytes'] / 1e6:.2f}"
+    if record["benchmark"] == "language":
+        for name, key in (("perplexity", "perplexity"), ("KL", "divergence")):
+            line[name] = with_error(values[key], values[f"{key}_error"])
+        line["bits/weight"] = f"{values['bits_per_weight']:.2f}"
+        line["model bits"] = f"{values['model_bits_per_weight']:.2f}"
+        line["same token"] = f"{100 * values['agreement']:.0f} %"
     return line
 
 

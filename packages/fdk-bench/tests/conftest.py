@@ -1,5 +1,7 @@
 """Tiny models of transformers in folders, and rows made by hand."""
 
+import signal
+
 import pytest
 import torch
 
@@ -23,6 +25,14 @@ def save_tokenizer(folder, **special):
 def wide(monkeypatch):
     """Keep errors on one line where a temporary path is long."""
     monkeypatch.setenv("COLUMNS", "240")
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, as in a terminal: below nohup, cron and some CI it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from fdk_bench.accuracy import (
     CalibrationText,
     Subject,
     calibrate,
+    cases_of,
     layer_values,
     measure_formats,
     parse_formats,
@@ -227,9 +228,13 @@ def test_layers_are_measured_with_what_they_are_given(subject):
     assert MOST_ROWS / 2 < len(many[name]) <= MOST_ROWS
 
 
+def cases(subject, formats):
+    return cases_of(subject, formats, "auto")
+
+
 def test_rows_of_layers_come_before_that_of_their_format(subject):
     seen = []
-    for row in measure_formats(subject, ["int4-g64"], on_layers=seen.extend):
+    for row in measure_formats(subject, cases(subject, ["int4-g64"]), on_layers=seen.extend):
         assert row.values.output_error == pytest.approx(
             math.sqrt(sum(r.values.output_error**2 for r in seen) / len(seen))
         )
@@ -266,13 +271,14 @@ def test_calibrated_formats_lose_less_of_what_a_layer_computes(bert_folder):
 def test_only_formats_with_a_choice_are_calibrated(subject):
     names = ["bf16", "int4-g64", "kmeans4-g64", "int2-g64-search", "affine4-g64"]
     assert [takes_importance(name) for name in names] == [False, False, True, True, False]
-    rows = list(measure_formats(subject, names[:3]))
+    rows = list(measure_formats(subject, cases(subject, names[:3])))
     assert [row.case.label for row in rows] == names[:3]  # there is no text
 
 
 def test_failing_format_is_a_row(subject):
     seen = []
-    rows = list(measure_formats(subject, ["int4-g48", "int4-g64"], on_layer=seen.append))
+    asked = cases(subject, ["int4-g48", "int4-g64"])
+    rows = list(measure_formats(subject, asked, on_layer=seen.append))
     assert rows[0].values is None
     assert "k must be a positive multiple of 48, got k=64" in rows[0].error
     assert rows[1].values.layers == 12

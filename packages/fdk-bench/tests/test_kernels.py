@@ -223,7 +223,7 @@ def test_failing_case_is_a_row():
 def test_what_memory_does_not_hold_is_a_row():
     run = tiny_run(ms=[1, 10**11], shapes=[(32, 64), (32, 64 * 10**12)])
     rows = list(measure(run))
-    assert len(rows) == run.count() == 8
+    assert len(rows) == len(run.cases()) == 8
     assert [(row.case.m, row.case.k) for row in rows if row.error is None] == [(1, 64)] * 2
     rows = list(measure(tiny_run(copies=10**12)))
     assert len(rows) == 4
@@ -240,9 +240,9 @@ def test_copies_are_of_their_own():
 
 
 def test_include_and_exclude():
-    assert tiny_run().count() == 4
-    assert tiny_run(include="m3-.*custom4").count() == 1
-    assert tiny_run(exclude="custom").count() == 2
+    assert len(tiny_run().cases()) == 4
+    assert len(tiny_run(include="m3-.*custom4").cases()) == 1
+    assert len(tiny_run(exclude="custom").cases()) == 2
 
 
 def test_floor_is_bytes_over_a_measured_rate(monkeypatch):
@@ -359,10 +359,11 @@ def test_a_run_without_rows_leaves_those_of_the_last(tmp_path, monkeypatch):
     for error, code in ((KeyboardInterrupt, 130), (RuntimeError, 1)):
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "measure", lambda *_, error=error: ended(error))
-            done = run(*TINY, *DEVICE, "-m", "1", "-b", "4", "--out", tmp_path)
+            done = run(*TINY, *DEVICE, "-m", "1", "-b", "4", "--out", tmp_path, "--overwrite")
         assert done.exit_code == code
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
-    assert run(*TINY, *DEVICE, "-m", "2", "-b", "4", "--out", tmp_path).exit_code == 0
+    done = run(*TINY, *DEVICE, "-m", "2", "-b", "4", "--out", tmp_path, "--overwrite")
+    assert done.exit_code == 0
     (row,) = records((tmp_path / "kernels.jsonl").read_text())
     assert row["case"]["m"] == 2
 

@@ -280,7 +280,7 @@ def test_each_backend_has_a_model_and_16_bits_are_one(monkeypatch):
     monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     run = run_of(backends=["reference", "auto"], batches=[1])
     rows = list(measure(run, build_llama))
-    assert run.count() == len(rows) == 3
+    assert len(run.cases()) == len(rows) == 3
     assert [r.error for r in rows] == [None] * 3
     assert [(r.case.format, r.case.backend) for r in rows] == [
         ("bf16", "torch"),
@@ -432,13 +432,14 @@ def test_interrupt_keeps_what_was_measured(quick, tmp_path, monkeypatch):
     assert len((tmp_path / "models.jsonl").read_text().splitlines()) == 1
     assert "Interrupted after 1 of 2 rows" in done.stdout
     before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    done = run(*quick, "-b", "16", "--batch-size", "2", "--out", tmp_path)
+    again = (*quick, "-b", "16", "--batch-size", "2", "--out", tmp_path, "--overwrite")
+    done = run(*again)
     assert "Interrupted after 0 of 1 rows" in done.stdout
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(("at", "rows"), [(2, 2), (3, 3)])
-def test_interrupt_that_python_drops(at, rows, quick, tmp_path, monkeypatch):
+def test_interrupt_that_python_drops(at, rows, quick, tmp_path, monkeypatch, interruptible):
     """As in the callback of a weak reference: the run still ends after the case."""
     measured = models.measure_case
     before = signal.getsignal(signal.SIGINT)
@@ -461,6 +462,7 @@ SECOND_CTRL_C = """
 import signal, sys
 from contextlib import suppress
 from fdk_bench.cli_common import Screen
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below nohup
 with Screen(1, to_stderr=False).interrupt.watched():
     for _ in range(2):
         with suppress(KeyboardInterrupt):

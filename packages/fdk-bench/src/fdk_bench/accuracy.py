@@ -4,7 +4,7 @@ import copy
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -204,6 +204,22 @@ def takes_importance(format: str) -> bool:
     return parsed.codebook == "kmeans" or parsed.scale_rule == "search"
 
 
+def layers_of(model: TextModel, skip: str) -> dict[str, nn.Linear]:
+    """Return the linear layers whose names ``skip`` (a regular expression) does not match.
+
+    Raises:
+        ValueError: where no layer is left.
+    """
+    linears = {n: m for n, m in model.module.named_modules() if isinstance(m, nn.Linear)}
+    layers = {n: m for n, m in linears.items() if not (skip and re.search(skip, n))}
+    if not layers:
+        raise ValueError(
+            f"accuracy: wanted linear layers, but {model.name} has {len(linears)} and "
+            f"skip={skip!r} leaves none"
+        )
+    return layers
+
+
 def prepare(
     model: TextModel,
     sentences: Sequence[str],
@@ -217,13 +233,7 @@ def prepare(
     """
     if not sentences:
         raise ValueError("accuracy: wanted at least one sentence, got none")
-    linears = {n: m for n, m in model.module.named_modules() if isinstance(m, nn.Linear)}
-    layers = {n: m for n, m in linears.items() if not (skip and re.search(skip, n))}
-    if not layers:
-        raise ValueError(
-            f"accuracy: wanted linear layers, but {model.name} has {len(linears)} and "
-            f"skip={skip!r} leaves none"
-        )
+    layers = layers_of(model, skip)
     return Subject(
         model,
         skip,
@@ -236,56 +246,53 @@ def prepare(
     )
 
 
-def measured_formats(subject: Subject, formats: Sequence[str]) -> list[tuple[str, bool]]:
-    """Return each format, and once more calibrated where that can change its codes."""
-    calibrated = subject.calibration is not None
+def cases_of(subject: Subject, formats: Sequence[str], backend: str) -> list[AccuracyCase]:
+    """Return a case for each format, and one more, calibrated, where that can change its codes."""
+    model, calibration = subject.model, subject.calibration
     return [
-        (name, weighed)
-        for name in formats
-        for weighed in ((False, True) if calibrated and takes_importance(name) else (False,))
-    ]
-
-
-def measure_formats(
-    subject: Subject,
-    formats: Sequence[str],
-    backend: str = "auto",
-    on_layer: Callable[[str], None] = lambda name: None,
-    on_layers: Callable[[Sequence[LayerRow]], None] = lambda rows: None,
-) -> Iterator[AccuracyRow]:
-    """Measure each format in turn; a format that fails yields a row with its error.
-
-    Args:
-        subject: the model.
-        formats: short forms.
-        backend: the backend that computes the outputs.
-        on_layer: called with the format after each layer that was quantised.
-        on_layers: called with the rows of the layers before the row of a format.
-    """
-    for name, weighed in measured_formats(subject, formats):
-        text = subject.calibration.text if weighed and subject.calibration else ""
-        model, where = subject.model, subject.model.device.type
-        case = AccuracyCase(
+        AccuracyCase(
             name,
             model.name,
             backend,
             subject.skip,
             len(subject.sentences),
             text,
-            where,
+            model.device.type,
             model.dtype,
         )
+        for name in formats
+        for text in (("", calibration.text) if calibration and takes_importance(name) else ("",))
+    ]
+
+
+def measure_formats(
+    subject: Subject,
+    cases: Sequence[AccuracyCase],
+    on_layer: Callable[[str], None] = lambda name: None,
+    on_layers: Callable[[Sequence[LayerRow]], None] = lambda rows: None,
+) -> Iterator[AccuracyRow]:
+    """Measure each case in turn; one that fails yields a row with its error.
+
+    Args:
+        subject: the model.
+        cases: some of ``cases_of``.
+        on_layer: called with the label of the case after each layer that was quantised.
+        on_layers: called with the rows of the layers before the row of a case.
+    """
+    for case in cases:
+        format, text = case.format, case.calibration
         try:
             values, layers = measure(
-                subject, name, backend, partial(on_layer, case.label), weighed=weighed
+                subject, format, case.backend, partial(on_layer, case.label), weighed=bool(text)
             )
         except Exception as error:  # from a format or backend; the run goes on
             yield Row(case, error=f"{type(error).__name__}: {error}")
         else:
-            cases = (
-                LayerCase(name, model.name, layer, text, where, model.dtype) for layer in layers
+            names = (
+                LayerCase(format, case.model, layer, text, case.device, case.dtype)
+                for layer in layers
             )
-            on_layers([Row(*pair) for pair in zip(cases, layers.values(), strict=True)])
+            on_layers([Row(*pair) for pair in zip(names, layers.values(), strict=True)])
             yield Row(case, values)
 
 
@@ -455,18 +462,39 @@ def calibrate(
     For one row of x the squared error of an output is ``(sum_i dW[i] x[i])^2``. With independent
     inputs its mean is ``sum_i dW[i]^2 mean(x[i]^2)``, which is what importance weighs.
     """
-    totals = {
-        name: torch.zeros(layer.in_features, dtype=torch.float64, device=model.device)
-        for name, layer in layers.items()
-    }
-    tokens = 0
+    squares = _mean_squares(layers, lambda see: _run(model, layers, text.paragraphs, see))
+    return Calibration(text.name, squares)
+
+
+def mean_squares(
+    model: TextModel, layers: Mapping[str, nn.Linear], windows: Tensor
+) -> dict[str, Tensor]:
+    """Return the mean square of each input of each layer over windows of tokens.
+
+    Args:
+        model: the model.
+        layers: its layers by name.
+        windows: tokens, ``[windows, window]``.
+
+    Returns:
+        ``[k, float32]`` by layer.
+    """
+    masks = torch.ones_like(windows)
+    batches = list(zip(windows.split(1), masks.split(1), strict=True))
+    return _mean_squares(layers, lambda see: _run_batches(model, layers, batches, see))
+
+
+def _mean_squares(
+    layers: Mapping[str, nn.Linear], run: Callable[[See], Iterator[int]]
+) -> dict[str, Tensor]:
+    totals: dict[str, Tensor | float] = dict.fromkeys(layers, 0.0)
 
     def add(name: str, rows: Tensor) -> None:
-        totals[name] += rows.double().square().sum(0)
+        totals[name] = totals[name] + rows.double().square().sum(0)
 
-    for count in _run(model, layers, text.paragraphs, add):
-        tokens += count
-    return Calibration(text.name, {name: (sum_ / tokens).float() for name, sum_ in totals.items()})
+    tokens = sum(run(add))
+    # A layer that the text does not reach (an expert, say) has no importance.
+    return {n: (sum_ / tokens).float() for n, sum_ in totals.items() if isinstance(sum_, Tensor)}
 
 
 def rows_of(
@@ -495,7 +523,16 @@ def _run(
     model: TextModel, layers: Mapping[str, nn.Linear], texts: Sequence[str], see: See
 ) -> Iterator[int]:
     """Run the model a few texts at a time, show each layer's inputs, and yield their tokens."""
-    for ids, mask in batches(model, texts):
+    yield from _run_batches(model, layers, batches(model, texts), see)
+
+
+def _run_batches(
+    model: TextModel,
+    layers: Mapping[str, nn.Linear],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    see: See,
+) -> Iterator[int]:
+    for ids, mask in batches:
         with _hooked(layers, mask, see), torch.inference_mode():
             model.module(input_ids=ids, attention_mask=mask)
         yield int(mask.sum())

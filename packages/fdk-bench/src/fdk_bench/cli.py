@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from fdk_bench.cli_common import (
     Screen,
     check_output,
     check_pattern,
+    check_results,
     checked,
     checked_backends,
     checked_device,
@@ -32,6 +33,7 @@ from fdk_bench.cli_common import (
     list_option,
     make_console,
     numbers,
+    open_log,
     option,
     output_folder,
     prepare_environment,
@@ -42,17 +44,19 @@ from fdk_bench.cli_common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fdk_bench.accuracy import LayerRow, Subject
+    from fdk_bench.accuracy import CalibrationText, LayerRow, Subject
     from fdk_bench.backend_report import Machine, Support
     from fdk_bench.cases import KernelCase
     from fdk_bench.kernels import KernelRun
     from fdk_bench.models import Build, ModelRun
     from fdk_bench.profile import Disassembly, KernelProfile
     from fdk_bench.rows import Facts
+    from fdk_bench.text_models import TextModel
 
 PEER_SECONDS = 120.0  # some peers would compile and tune for minutes
 SKIP = "Regular expression of layers that are not quantised. Default:"
 OF_MODEL = "model"  # --dtype of accuracy: the one that the model's configuration names
+LANGUAGE = "Language models, with --text"
 WARM_CALLS = 5
 TOP_INSTRUCTIONS = 8
 BUILD = """the library holds no such names; is it stripped? In a checkout, build
@@ -156,6 +160,8 @@ def kernels(
     threads: common.ThreadsOption = None,
     json_lines: common.JsonOption = False,
     out: common.OutOption = None,
+    resume: common.ResumeOption = False,
+    overwrite: common.OverwriteOption = False,
 ) -> None:
     """Run ``kernels`` or ``compare``, as the user typed."""
     prepare_environment()
@@ -164,6 +170,7 @@ def kernels(
     from fdk_bench.peers import peers_named
 
     name = str(context.info_name)
+    check_results(out, f"{name}.jsonl", resume, overwrite)
     defaults = KERNELS[name]
     use_threads(threads)
     check_pattern("--include", include)
@@ -197,23 +204,30 @@ def kernels(
         seconds=seconds,
         peer_seconds=peer_seconds or (PEER_SECONDS if on == "cuda" else None),
     )
-    if not run.count():
+    if not run.cases():
         raise typer.BadParameter("--include and --exclude leave no case")
-    _run_kernels(name, run, output_folder(out, name), json_lines)
+    _run_kernels(name, run, output_folder(out, name), json_lines, resume)
 
 
-def _run_kernels(command: str, run: "KernelRun", folder: Path, json_lines: bool) -> None:
+def _run_kernels(
+    command: str, run: "KernelRun", folder: Path, json_lines: bool, resume: bool
+) -> None:
     from fdk_bench import tables
-    from fdk_bench.kernels import absent, measure, stored_bits
+    from fdk_bench.cases import KernelCase
+    from fdk_bench.kernels import KernelValues, absent, measure, stored_bits
     from fdk_bench.machine import facts
 
     gathered = facts(command, run.device)
     caption = f"{_where(gathered, run.device)}, {run.dtype}; floor: weight, x and y read once"
-    screen = Screen(run.count(), to_stderr=json_lines)
+    path = folder / f"{command}.jsonl"
+    log = open_log(path, gathered, KernelCase, KernelValues, resume=resume)
+    measured = log.measured
+    todo = run.unfinished(measured)
+    log.forget(todo)
+    screen = Screen(len(todo), to_stderr=json_lines)
     rows = screen.run(
-        measure(run, screen.step),
-        gathered,
-        folder / f"{command}.jsonl",
+        measure(run, screen.step, measured),
+        log,
         lambda rows, width: tables.table(tables.KERNELS, rows, caption, width),
         json_lines=json_lines,
     )
@@ -287,6 +301,8 @@ def models(
     threads: common.ThreadsOption = None,
     json_lines: common.JsonOption = False,
     out: common.OutOption = None,
+    resume: common.ResumeOption = False,
+    overwrite: common.OverwriteOption = False,
 ) -> None:
     """Decode with whole models: tokens/s, first token, memory, share of the roofline.
 
@@ -305,6 +321,7 @@ def models(
     from fdk_bench.models import ModelCase, ModelRun
     from fdk_formats.model import DEFAULT_SKIP
 
+    check_results(out, "models.jsonl", resume, overwrite)
     use_threads(threads)
     check_pattern("--skip", skip or "")
     checked_dtype(dtype)
@@ -344,7 +361,7 @@ def models(
         backends=checked_backends(split(backend, "--backend") or ["auto"]),
         case=case,
     )
-    _run_models(run, _builder(read), output_folder(out, "models"), json_lines)
+    _run_models(run, _builder(read), output_folder(out, "models"), json_lines, resume)
 
 
 def _model_names(names: list[str]) -> list[str]:
@@ -386,10 +403,12 @@ def _rest_of_model(run: "ModelRun") -> str:
     return " or ".join(dict.fromkeys(names))
 
 
-def _run_models(run: "ModelRun", build: "Build", folder: Path, json_lines: bool) -> None:
+def _run_models(
+    run: "ModelRun", build: "Build", folder: Path, json_lines: bool, resume: bool
+) -> None:
     from fdk_bench import tables
     from fdk_bench.machine import facts
-    from fdk_bench.models import measure
+    from fdk_bench.models import ModelCase, ModelValues, measure
 
     case = run.case
     gathered = facts("models", case.device)
@@ -397,11 +416,15 @@ def _run_models(run: "ModelRun", build: "Build", folder: Path, json_lines: bool)
         f"{_where(gathered, case.device)}, {case.dtype}, {_rest_of_model(run)}, prompt of "
         f"{case.context} tokens; share: of the time to read every weight of a step once"
     )
-    screen = Screen(run.count(), to_stderr=json_lines)
+    path = folder / "models.jsonl"
+    log = open_log(path, gathered, ModelCase, ModelValues, resume=resume)
+    measured = log.measured
+    todo = [case for case in run.cases() if case not in measured]
+    log.forget(todo)
+    screen = Screen(len(todo), to_stderr=json_lines)
     rows = screen.run(
-        measure(run, build, screen.step),
-        gathered,
-        folder / "models.jsonl",
+        measure(run, build, screen.step, log.rows),
+        log,
         lambda rows, width: tables.table(tables.MODELS, rows, caption, width),
         json_lines=json_lines,
     )
@@ -463,9 +486,53 @@ def accuracy(
         common.Texts,
         list_option(
             "Text files, or packaged for the one that comes with fdk-bench: k-means and search "
-            "formats are measured once more, with errors weighed by the mean square of each input",
+            "formats are measured once more, with errors weighed by the mean square of each input. "
+            "With --text: what +importance methods and peers fit to",
             "none",
         ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        option(
+            "Held-out text file: measure perplexity and divergence of the next token on a model "
+            "made for text generation. Formats may end in +importance or +calibrated; none leaves "
+            "peers alone.",
+            panel=LANGUAGE,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, option("Tokens of --text, spread evenly over it.", panel=LANGUAGE, min=2)
+    ] = 16384,
+    window: Annotated[
+        int,
+        option("Tokens that the model sees at once, of both texts.", panel=LANGUAGE, min=2),
+    ] = 512,
+    calibration_tokens: Annotated[
+        int, option("Tokens of the --calibrate text, with --text.", panel=LANGUAGE, min=2)
+    ] = 16384,
+    against: Annotated[
+        common.Texts,
+        list_option(
+            "Other projects' quantisers to measure with the same evaluator: hqq, bitsandbytes, "
+            "torchao, gptqmodel, llm-compressor, auto-round, llama.cpp; rows such as hqq3-g64; all",
+            "none",
+            panel=LANGUAGE,
+        ),
+    ] = None,
+    peer_python: Annotated[
+        common.Texts,
+        list_option(
+            "NAME=PATH: a Python that has a quantiser, where it needs an environment of its own",
+            "this one",
+            panel=LANGUAGE,
+        ),
+    ] = None,
+    tasks: Annotated[
+        common.Texts, list_option("Tasks of lm-eval to score too", "none", panel=LANGUAGE)
+    ] = None,
+    limit: Annotated[
+        int | None,
+        option("Documents of each task. Default: all.", panel=LANGUAGE, min=1),
     ] = None,
     layers: Annotated[bool, option("Print layers too.", "--layers", panel=RESULTS)] = False,
     device: Annotated[str, option("cpu or cuda: where the model runs and is quantised.")] = "cpu",
@@ -479,12 +546,18 @@ def accuracy(
     threads: common.ThreadsOption = None,
     json_lines: common.JsonOption = False,
     out: common.OutOption = None,
+    resume: common.ResumeOption = False,
+    overwrite: common.OverwriteOption = False,
 ) -> None:
     """Quantise a trained model's linear layers; print the size and error of each format.
 
     Weight error, error of each layer's output for the inputs that it gets, cosine of sentence
     embeddings and, for a model with an output head, divergence of the next token. Writes
     accuracy.jsonl, .md, .png and .svg, and layers.jsonl and .md.
+
+    With --text: perplexity of a held-out text and divergence of the next token from the 16-bit
+    model, each with its standard error, for fdk's formats and other projects' quantisers, with all
+    stored bits of a weight. Writes language.jsonl and language.md.
 
     Exit code: 0 all measured, 1 a format failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what
     was measured).
@@ -501,27 +574,59 @@ def accuracy(
     )
     from fdk_bench.text_models import EVAL_TEXT, ModelError, load_text_model
 
+    file = "accuracy.jsonl" if text is None else "language.jsonl"
+    check_results(out, file, resume, overwrite)
     use_threads(threads)
     checked_backends([backend])
     checked_device(device)
     model_dtype = None if checked_dtype(dtype, OF_MODEL) == OF_MODEL else dtype
-    asked = split(formats, "--format") or DEFAULT_FORMATS
-    names = checked(lambda: parse_formats(asked, group_size))
     paths = [
         Path(name)
         for text in calibrate or ()
         for name in ([text] if Path(text).is_file() else split([text], "--calibrate"))
     ]
-    text = checked(lambda: read_texts(paths), "--calibrate") if paths else None
+    calibration = checked(lambda: read_texts(paths), "--calibrate") if paths else None
+    left = SKIP_POOLER_AND_HEAD if skip is None else skip
+
+    def load() -> "TextModel":
+        try:
+            return load_text_model(model, device, model_dtype)
+        except ModelError as error:
+            raise typer.BadParameter(f"--model: {error}") from None
+
+    if text is not None:
+        if model is None or layers or given is not None or backend != "auto":
+            raise typer.BadParameter(
+                "--text: wanted --model with it, and none of --layers, --sentences and --backend: "
+                "every method's weights are dequantised into one model"
+            )
+        request = LanguageRequest(
+            model=model,
+            skip=left,
+            methods=split(formats, "--format"),
+            group_size=group_size,
+            name=text.name,
+            text=given_text("--text", text),
+            calibration=calibration,
+            tokens=tokens,
+            calibration_tokens=calibration_tokens,
+            window=window,
+            against=split(against, "--against") or ["none"],
+            pythons=_pythons(split(peer_python, "--peer-python")),
+            tasks=split(tasks, "--tasks"),
+            limit=limit,
+        )
+        _run_language(request, load, out, json_lines, resume)
+        return
+    if against or peer_python or tasks:
+        raise typer.BadParameter("--against, --peer-python and --tasks: wanted --text with them")
+    asked = split(formats, "--format") or DEFAULT_FORMATS
+    names = checked(lambda: parse_formats(asked, group_size))
     lines = (EVAL_TEXT.read_text(encoding="utf-8") if given is None else given).splitlines()
     lines = [line.strip() for line in lines if line.strip()]
-    try:
-        loaded = load_text_model(model, device, model_dtype)
-    except ModelError as error:
-        raise typer.BadParameter(f"--model: {error}") from None
-    left = SKIP_POOLER_AND_HEAD if skip is None else skip
-    subject = checked(lambda: prepare(loaded, lines, left, text))
-    _run_accuracy(subject, names, backend, output_folder(out, "accuracy"), layers, json_lines)
+    subject = checked(lambda: prepare(load(), lines, left, calibration))
+    folder = output_folder(out, "accuracy")
+    _run_accuracy(subject, names, backend, folder, layers, json_lines, resume)
 
 
 def _run_accuracy(
@@ -531,11 +636,19 @@ def _run_accuracy(
     folder: Path,
     print_layers: bool,
     json_lines: bool,
+    resume: bool,
 ) -> None:
     from fdk_bench import plots, tables
-    from fdk_bench.accuracy import measure_formats, measured_formats
+    from fdk_bench.accuracy import (
+        AccuracyCase,
+        AccuracyValues,
+        LayerCase,
+        LayerValues,
+        cases_of,
+        measure_formats,
+    )
     from fdk_bench.machine import facts
-    from fdk_bench.rows import read_records, to_json
+    from fdk_bench.rows import read_records
 
     where, dtype = subject.model.device.type, subject.model.dtype
     gathered = facts("accuracy", where, more=("safetensors", "transformers"))
@@ -546,30 +659,175 @@ def _run_accuracy(
     )
     if subject.calibration:
         caption += f"; +cal: errors weighed by the inputs that {subject.calibration.text} gives"
-    screen = Screen(len(measured_formats(subject, names)), to_stderr=json_lines)
-    of_layers: list[LayerRow] = []
     path = folder / "accuracy.jsonl"
+    log = open_log(path, gathered, AccuracyCase, AccuracyValues, resume=resume)
+    of_layers = open_log(
+        folder / "layers.jsonl",
+        replace(gathered, benchmark="layers"),
+        LayerCase,
+        LayerValues,
+        resume=resume,
+    )
+    measured = log.measured
+    todo = [case for case in cases_of(subject, names, backend) if case not in measured]
+    log.forget(todo)
+    again = {(case.format, case.model, case.calibration) for case in todo}
+    layer_cases = [row.case for row in of_layers.rows]
+    of_layers.forget([c for c in layer_cases if (c.format, c.model, c.calibration) in again])
+
+    def keep(rows: "Sequence[LayerRow]") -> None:
+        for row in rows:
+            of_layers.append(row)
+
+    screen = Screen(len(todo), to_stderr=json_lines)
     rows = screen.run(
-        measure_formats(subject, names, backend, screen.step, of_layers.extend),
-        gathered,
-        path,
+        measure_formats(subject, todo, screen.step, keep),
+        log,
         lambda rows, width: tables.table(tables.ACCURACY, rows, caption, width),
         json_lines=json_lines,
     )
     if rows:
         text = f"{tables.markdown(tables.ACCURACY, rows)}\n{caption}\n"
         (folder / "accuracy.md").write_text(text, encoding="utf-8")
-        lines = (to_json(row, replace(gathered, benchmark="layers")) for row in of_layers)
-        text = "".join(f"{line}\n" for line in lines)
-        (folder / "layers.jsonl").write_text(text, encoding="utf-8")
-        text = tables.markdown(tables.LAYERS, of_layers)
+        text = tables.markdown(tables.LAYERS, of_layers.rows)
         (folder / "layers.md").write_text(text, encoding="utf-8")
     if any(row.values is not None for row in rows):
         frame = tables.accuracy_frame(read_records([path]))
         plots.save(plots.accuracy_figure(frame), folder / "accuracy")
     if print_layers:
-        table = tables.table(tables.LAYERS, of_layers, width=screen.console.width)
+        table = tables.table(tables.LAYERS, of_layers.rows, width=screen.console.width)
         screen.console.print(table)
+    screen.finish(rows, folder)
+
+
+@dataclass(frozen=True)
+class LanguageRequest:
+    """What ``accuracy --text`` was asked for; the fields are its options."""
+
+    model: str
+    skip: str
+    methods: Sequence[str]
+    group_size: str
+    name: str
+    text: str
+    calibration: "CalibrationText | None"
+    tokens: int
+    calibration_tokens: int
+    window: int
+    against: Sequence[str]
+    pythons: Mapping[str, str]
+    tasks: Sequence[str]
+    limit: int | None
+
+
+def _pythons(entries: Sequence[str]) -> dict[str, str]:
+    """Return the path of a Python by the name of a quantiser."""
+    from fdk_bench.peers.quantisers import QUANTISERS
+
+    known = [quantiser.name for quantiser in QUANTISERS]
+    found = dict(entry.partition("=")[::2] for entry in entries)
+    if wrong := [name for name, path in found.items() if name not in known or not path]:
+        raise typer.BadParameter(
+            f"--peer-python: wanted NAME=PATH with a name of {', '.join(known)}; got {wrong[0]!r}"
+        )
+    return found
+
+
+def _run_language(
+    request: LanguageRequest,
+    load: "Callable[[], TextModel]",
+    out: Path | None,
+    json_lines: bool,
+    resume: bool,
+) -> None:
+    from fdk_bench import language_accuracy as language
+    from fdk_bench import tables
+    from fdk_bench.machine import facts
+    from fdk_bench.peers.quantisers import quantisers_named
+    from fdk_bench.perplexity import windows_of
+
+    asked_methods = request.methods or language.DEFAULT_METHODS
+    methods = checked(
+        lambda: language.methods_named(
+            () if asked_methods == ["none"] else asked_methods, request.group_size
+        )
+    )
+    if request.calibration is None and not request.methods:
+        methods = [method for method in methods if not method.calibrated]
+    asked = checked(lambda: quantisers_named(request.against))
+    pythons = {q: request.pythons.get(q.name, sys.executable) for q in {q for q, _ in asked}}
+    absent = {q.name: reason for q, python in pythons.items() if (reason := q.missing(python))}
+    methods += [
+        language.peer_method(quantiser, row, pythons[quantiser], request.model)
+        for quantiser, row in asked
+        if quantiser.name not in absent
+    ]
+    calibrated = [method.name for method in methods if method.calibrated]
+    if calibrated and request.calibration is None:
+        raise typer.BadParameter(f"--calibrate: wanted a text for {', '.join(calibrated)}")
+    fitted_to = "\n\n".join(request.calibration.paragraphs) if request.calibration else ""
+    if " ".join(fitted_to.split()) == " ".join(request.text.split()):
+        raise typer.BadParameter("--text: wanted another text than that of --calibrate")
+    if not methods:
+        raise typer.BadParameter("--format and --against: wanted some method, got none")
+    loaded = load()
+    if not loaded.causal:
+        raise typer.BadParameter(
+            f"--text: wanted a model made for text generation, and {loaded.name} has no output head"
+        )
+
+    def windows(option: str, name: str, text: str, tokens: int) -> "language.Text":
+        cut = checked(lambda: windows_of(loaded.tokenizer, text, tokens, request.window), option)
+        return language.Text(name, cut.to(loaded.device))
+
+    held_out = windows("--text", request.name, request.text, request.tokens)
+    calibration = None
+    if calibrated and request.calibration is not None:
+        tokens = request.calibration_tokens
+        calibration = windows("--calibrate", request.calibration.name, fitted_to, tokens)
+    subject = checked(lambda: language.prepare(loaded, request.skip, held_out, calibration))
+    score = None
+    if request.tasks:
+        try:
+            score = checked(
+                lambda: language.task_scores(loaded, request.tasks, request.limit), "--tasks"
+            )
+        except ImportError:
+            raise typer.BadParameter(
+                "--tasks: lm-eval is not installed: pip install lm-eval"
+            ) from None
+    caption = (
+        f"{loaded.name}: {len(subject.layers)} linear layers, {subject.weights / 1e6:.1f} million "
+        f"weights; the other {subject.other_weights / 1e6:.1f} million (embedding, head, norms) as "
+        f"loaded; {held_out.tokens} tokens of {held_out.name} in windows of {request.window}"
+    )
+    if calibration:
+        caption += f", calibrated on {calibration.tokens} of {calibration.name}"
+    caption += "; ± standard error over windows; excess and KL to the model as loaded, nats"
+    folder = output_folder(out, "accuracy")
+    gathered = facts("language", loaded.device.type, more=("transformers",))
+    log = open_log(
+        folder / "language.jsonl",
+        gathered,
+        language.LanguageCase,
+        language.LanguageValues,
+        resume=resume,
+    )
+    measured = log.measured
+    methods = [m for m in methods if language.case_of(subject, m) not in measured]
+    log.forget([language.case_of(subject, method) for method in methods])
+    screen = Screen(len(methods), to_stderr=json_lines)
+    rows = screen.run(
+        language.measure(subject, methods, score, screen.step),
+        log,
+        lambda rows, width: tables.table(tables.LANGUAGE, rows, caption, width),
+        json_lines=json_lines,
+    )
+    if rows:
+        table = f"{tables.markdown(tables.LANGUAGE, rows)}\n{caption}\n"
+        (folder / "language.md").write_text(table, encoding="utf-8")
+    for name, reason in absent.items():
+        screen.console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     screen.finish(rows, folder)
 
 

@@ -20,7 +20,8 @@ from typer.core import TyperCommand, TyperGroup
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from fdk_bench.rows import Facts, Row
+    from fdk_bench.row_log import RowLog
+    from fdk_bench.rows import Case, Facts, Row, Values
 
 EXIT_FAILED_ROWS = 1
 EXIT_USAGE = 2
@@ -141,12 +142,57 @@ def check_output(output: Path | None) -> Path | None:
 OutOption = Annotated[
     Path | None,
     option(
-        "Folder for results; a new run replaces the rows of the last. Default: out/COMMAND-TIME.",
+        "Folder for results. Default: out/COMMAND-TIME.",
         *("--out", "--output"),
         panel=RESULTS,
         callback=check_output,
     ),
 ]
+
+
+ResumeOption = Annotated[
+    bool,
+    option(
+        "Go on with the rows in --out: cases that were measured are skipped. Rows of another "
+        "commit, machine, version or environment are refused.",
+        "--resume",
+        panel=RESULTS,
+    ),
+]
+OverwriteOption = Annotated[
+    bool,
+    option("Replace the rows in --out when the first is measured.", "--overwrite", panel=RESULTS),
+]
+
+
+def check_results(output: Path | None, file: str, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder that holds rows, unless they are to be resumed or overwritten."""
+    if resume and overwrite:
+        raise typer.BadParameter("--resume and --overwrite: wanted one of them, got both")
+    if output is None:
+        if resume:
+            raise typer.BadParameter("--resume: wanted --out with it, the folder of the rows")
+        return
+    path = output / file
+    if path.is_file() and path.stat().st_size and not (resume or overwrite):
+        raise typer.BadParameter(
+            f"--out: {path} holds rows of an earlier run: --resume goes on with them, --overwrite "
+            "replaces them, or name another folder"
+        )
+
+
+def open_log(
+    path: Path,
+    facts: "Facts",
+    case: "type[Case]",
+    values: "type[Values]",
+    *,
+    resume: bool,
+) -> "RowLog[Case, Values]":
+    """Return the rows of a file that a run goes on with; bad usage where it cannot."""
+    from fdk_bench.row_log import RowLog
+
+    return checked(lambda: RowLog(path, facts, case, values, resume=resume), "--resume")
 
 
 def output_folder(output: Path | None, benchmark: str) -> Path:
@@ -416,7 +462,7 @@ class Screen:
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=self.console)
         self._task = self._progress.add_task("", total=total)
-        self._total = total
+        self._total, self._measured = total, 0
         self._table: RenderableType | None = None
         self._live: Any = None
         self.interrupt = Interrupt()
@@ -429,48 +475,48 @@ class Screen:
 
     def run(
         self,
-        rows: "Iterable[Row[Any, Any]]",
-        facts: "Facts",
-        path: Path,
-        table: "Callable[[list[Row[Any, Any]], int], RenderableType]",
+        rows: "Iterable[Row[Case, Values]]",
+        log: "RowLog[Case, Values]",
+        table: "Callable[[Sequence[Row[Any, Any]], int], RenderableType]",
         *,
         json_lines: bool,
-    ) -> "list[Row[Any, Any]]":
+    ) -> "list[Row[Case, Values]]":
         """Write each row as it comes, show the table of all, and print it at the end.
 
-        The first row replaces what the file holds: until then the rows of an earlier run stay.
         Ctrl-C ends the rows.
 
         Args:
             rows: rows of the run.
-            facts: facts of the run.
-            path: path of the JSONL file.
+            log: the file; the table begins with the rows that it holds.
             table: makes the table of rows for a width.
-            json_lines: whether rows are printed too.
+            json_lines: whether new rows are printed too.
+
+        Returns:
+            All rows of the file, or only those of an earlier run where there is no new one.
         """
         from rich.live import Live
 
-        from fdk_bench.rows import to_json
-
-        found: list[Row[Any, Any]] = []
+        earlier = len(log.rows)
+        if earlier:
+            self._table = table(log.rows, self.console.width)
+            text = f"Resumed: {earlier} rows of {log.path} are not measured again."
+            self.console.print(text, highlight=False, soft_wrap=True)
         live = Live(console=self.console, transient=True, refresh_per_second=4)
         with self.interrupt.watched(), live as self._live:
             self._draw()
             try:
                 for row in rows:
-                    line = to_json(row, facts)
-                    found.append(row)
-                    with path.open("w" if len(found) == 1 else "a", encoding="utf-8") as file:
-                        print(line, file=file)
+                    line = log.append(row)
                     if json_lines:
                         print(line, flush=True)
-                    self._table = table(found, self.console.width)
-                    self._progress.update(self._task, completed=len(found))
+                    self._table = table(log.rows, self.console.width)
+                    self._measured += 1
+                    self._progress.update(self._task, completed=self._measured)
                     self._draw()
             except KeyboardInterrupt:
                 self.interrupt.noted = True
-        self.console.print(table(found, self.console.width))
-        return found
+        self.console.print(table(log.rows, self.console.width))
+        return log.rows
 
     def _draw(self) -> None:
         from rich.console import Group
@@ -490,7 +536,8 @@ class Screen:
                     f"{row.case} failed: {row.error}", markup=False, style="red", soft_wrap=True
                 )
         if self.interrupt.noted:
-            self.console.print(f"Interrupted after {len(rows)} of {self._total} rows.")
+            done = f"{self._measured} of {self._total} rows"
+            self.console.print(f"Interrupted after {done}.")
             raise typer.Exit(EXIT_INTERRUPTED)
         if any(row.error is not None for row in rows):
             raise typer.Exit(EXIT_FAILED_ROWS)

@@ -131,9 +131,17 @@ class KernelRun:
             return False
         return self.exclude is None or not re.search(self.exclude, text)
 
-    def count(self) -> int:
-        """Return the number of rows."""
-        return sum(len(cases) for n, k in self.shapes for cases, _ in self.contenders(n, k))
+    def cases(self) -> list[KernelCase]:
+        """Return the case of each row."""
+        return [
+            case for n, k in self.shapes for cases, _ in self.contenders(n, k) for case in cases
+        ]
+
+    def unfinished(self, measured: Collection[KernelCase]) -> list[KernelCase]:
+        """Return the cases to measure where some have been: whole turns, which are compared."""
+        cases = self.cases()
+        turns = {(c.n, c.k, c.m) for c in cases if c not in measured}
+        return [case for case in cases if (case.n, case.k, case.m) in turns]
 
 
 def absent(run: KernelRun) -> dict[str, str]:
@@ -176,17 +184,24 @@ def contender_of(case: KernelCase) -> Peer:
 
 
 def measure(
-    run: KernelRun, on_step: Callable[[str], None] = lambda text: None
+    run: KernelRun,
+    on_step: Callable[[str], None] = lambda text: None,
+    measured: Collection[KernelCase] = (),
 ) -> Iterator[KernelRow]:
     """Yield rows as they are measured, those of one shape and m together.
 
     Args:
         run: what to measure.
         on_step: called with a text before each contender is prepared and each m is timed.
+        measured: cases that have been measured; see ``KernelRun.unfinished``.
     """
+    todo = {(case.n, case.k, case.m) for case in run.unfinished(measured)}
+    if not todo:
+        return
     floor = read_floor(run.device)
     for n, k in run.shapes:
-        yield from _measure_shape(run, floor, n, k, on_step)
+        if ms := [m for m in run.ms if (n, k, m) in todo]:
+            yield from _measure_shape(replace(run, ms=ms), floor, n, k, on_step)
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,9 +156,9 @@ class ModelRun:
             for backend in (("torch",) if format in DTYPES else self.backends)
         ]
 
-    def count(self) -> int:
-        """Return the number of rows."""
-        return len(self.builds()) * len(self.batches)
+    def cases(self) -> list[ModelCase]:
+        """Return the case of each row."""
+        return [replace(first, batch=batch) for first in self.builds() for batch in self.batches]
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +185,10 @@ Build = Callable[[ModelCase, Sequence[int]], Built]
 
 
 def measure(
-    run: ModelRun, build: Build, on_step: Callable[[str], None] = lambda text: None
+    run: ModelRun,
+    build: Build,
+    on_step: Callable[[str], None] = lambda text: None,
+    earlier: Sequence[ModelRow] = (),
 ) -> Iterator[ModelRow]:
     """Yield rows as they are measured; a model that fails gives rows with its error.
 
@@ -193,13 +196,24 @@ def measure(
         run: what to measure.
         build: makes a model, checked for all batch sizes.
         on_step: called with a text before each step of the run.
+        earlier: rows of cases that have been measured, which are left out.
     """
+    measured = {row.case: row.values for row in earlier if row.values is not None}
+    if all(case in measured for case in run.cases()):
+        return
     device = run.case.device
     floor = read_floor(device)
     floor.seconds(RATE_BYTES)  # allocates its memory before that of a model is counted
-    baseline: dict[tuple[str, int], float] = {}
+    baseline = {
+        (case.model, case.batch): values.tokens_per_second
+        for case, values in measured.items()
+        if case.format in DTYPES
+    }
     for first in run.builds():
         cases = [replace(first, batch=batch) for batch in run.batches]
+        cases = [case for case in cases if case not in measured]
+        if not cases:
+            continue
         on_step(f"building {first.model} {first.format} {first.backend}")
         before, start = _allocated(device), time.perf_counter()
         try:

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -149,34 +149,50 @@ def to_json(row: Row[Any, Any], facts: Facts) -> str:
     return json.dumps(record, allow_nan=False, ensure_ascii=False)
 
 
-def read_records(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def print_error(text: str) -> None:
+    """Print a line to standard error."""
+    print(text, file=sys.stderr)
+
+
+def read_records(
+    paths: Iterable[Path], say: Callable[[str], object] = print_error
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of some files, one after another, as dictionaries.
 
     A line with neither ``values`` nor ``error`` holds facts, and entries of ``case``, that are
-    shared by the rows after it. Recorded results use that; `fdk-bench` writes whole rows.
+    shared by the rows after it. Recorded results use that; `fdk-bench` writes whole rows. A last
+    line that a kill or a full disk cut short is left out.
+
+    Args:
+        paths: the files.
+        say: called with a sentence for each line that is left out.
 
     Raises:
         RowsError: for a file that cannot be read, and for a line that is not a row.
     """
     for path in paths:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            # Not by splitlines: texts may hold other separators of lines.
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
             raise RowsError(f"{path}: wanted a UTF-8 text file: {error}") from None
         shared: dict[str, Any] = {}
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise RowsError(f"{path}:{number}: wanted JSON, got {error}") from None
+                record = json.loads(line.decode())
+            except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+                if number == len(lines) and line.startswith(b"{"):  # no newline follows it
+                    say(f"{path}:{number}: the last line was cut short and is left out")
+                    continue
+                raise RowsError(f"{path}:{number}: wanted JSON in UTF-8, got {error}") from None
             if isinstance(record, dict) and not {"values", "error"} & set(record):
                 shared = record
                 continue
             record = _with_shared(record, shared)
             if not _is_row(record):
-                raise RowsError(f"{path}:{number}: wanted {ROW}; got {line.strip()[:80]}")
+                raise RowsError(f"{path}:{number}: wanted {ROW}; got {line.decode().strip()[:80]}")
             yield record
 
 
@@ -184,7 +200,8 @@ def _with_shared(record: Any, shared: Mapping[str, Any]) -> Any:
     if not isinstance(record, dict) or not isinstance(record.get("case"), dict):
         return record
     case = {**shared.get("case", {}), **record["case"]}
-    return {"values": None, "error": None, **shared, **record, "case": case}
+    whole = {**shared, **record, "case": case}
+    return whole | {name: whole.get(name) for name in ("values", "error")}
 
 
 def _is_row(record: object) -> bool:

@@ -1,5 +1,6 @@
 """Tables of rows: for the terminal, as Markdown, and as frames of pandas for figures."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,6 +236,45 @@ LAYERS = Layout(
     left=("layer", "n x k", "format"),
     spare=("n x k", "weight error"),
     optional=(),
+)
+
+
+def _language_cells(row: Row[Any, Any]) -> Cells:
+    case, values = row.case, row.values
+    cells = dict.fromkeys(LANGUAGE.headings, "") | {"method": case.method, "by": case.by}
+    if values is None:
+        return cells | {"seconds": "failed"}
+    tasks = (values.tasks or {}).items()
+    return cells | {
+        "bits/weight": f"{values.bits_per_weight:.3f}",
+        "model bits": f"{values.model_bits_per_weight:.2f}",
+        "weight error": f"{values.weight_error:.4f}",
+        "perplexity": with_error(values.perplexity, values.perplexity_error),
+        "excess": with_error(values.excess, values.excess_error),
+        "KL": with_error(values.divergence, values.divergence_error),
+        "same token": f"{100 * values.agreement:.1f} %",
+        "tasks": ", ".join(f"{name} {value:.3f}" for name, value in tasks),
+        "seconds": f"{values.seconds:.1f}",
+    }
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Return a mean with its standard error, both to the digits that the error leaves."""
+    if not error or not math.isfinite(error):
+        return f"{value:.4g}"
+    digits = max(0, 1 - math.floor(math.log10(error)))  # two digits of the error
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+LANGUAGE = Layout(
+    _language_cells,
+    headings=(
+        *("method", "by", "bits/weight", "model bits", "weight error", "perplexity"),
+        *("excess", "KL", "same token", "tasks", "seconds"),
+    ),
+    left=("method", "by", "tasks"),
+    spare=("weight error", "by", "same token", "model bits", "seconds", "excess"),
+    optional=("tasks",),
 )
 
 

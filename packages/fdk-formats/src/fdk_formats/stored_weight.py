@@ -302,13 +302,12 @@ def saved_as_canonical(
     FSDP2 frees the memory of parameters after forward and gathers them again before backward. A
     saved layout would keep the weights of all layers until then.
     """
-    names = {buffer.data_ptr(): name for name, buffer in layout.named_buffers()}
+    # Autograd keeps the hooks, so they may not refer to the layout.
+    names = {(b.data_ptr(), b.shape): name for name, b in layout.named_buffers()}
     again: list[Layout] = []
 
     def pack(tensor: Tensor) -> Tensor | str:
-        name = names.get(tensor.data_ptr())
-        is_buffer = name is not None and layout.get_buffer(name).shape == tensor.shape
-        return name if is_buffer and name is not None else tensor
+        return names.get((tensor.data_ptr(), tensor.shape), tensor)
 
     def unpack(saved: Tensor | str) -> Tensor:
         if isinstance(saved, Tensor):

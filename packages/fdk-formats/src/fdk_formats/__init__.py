@@ -22,6 +22,8 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
+from fdk_formats.calibration import CalibratedLayer, calibrate, replace_layers, token_windows
+from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.files import load, load_model, parameters_on_meta, save, save_model
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
@@ -35,7 +37,9 @@ from fdk_formats.tensor import QuantisedTensor, relative_error
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
+    "CalibratedLayer",
     "Format",
+    "Hessian",
     "LayerReport",
     "Layout",
     "ModelReport",
@@ -46,6 +50,7 @@ __all__ = [
     "QuantisedTensor",
     "QuantisedWeight",
     "all_backends",
+    "calibrate",
     "dequantise_4bit",
     "dequantise_blockwise",
     "fake_quantise",
@@ -54,6 +59,7 @@ __all__ = [
     "load",
     "load_model",
     "model_report",
+    "output_error",
     "pack",
     "parameters_on_meta",
     "quantise",
@@ -62,9 +68,11 @@ __all__ = [
     "quantise_model",
     "register",
     "relative_error",
+    "replace_layers",
     "save",
     "save_model",
     "select",
+    "token_windows",
     "unpack",
     "unsupported_reasons",
 ]

@@ -1,12 +1,20 @@
 """Calibrating whole models block after block."""
 
+import copy
 import logging
 
 import pytest
 import torch
 from torch import nn
 
-from fdk_formats import Format, QuantisedLinear, calibration, quantise
+from fdk_formats import (
+    Format,
+    QuantisedEmbedding,
+    QuantisedLinear,
+    calibration,
+    quantise,
+    quantise_model,
+)
 from fdk_formats.calibration import calibrate, replace_layers, token_windows
 from fdk_formats.compensate import output_error
 
@@ -294,3 +302,30 @@ def test_calibration_is_advised_once(caplog):
     for _ in range(2):
         calibration.advise_calibration([Format.parse("int4-g64"), Format.parse("kmeans3-g64")])
     assert caplog.text.count("without calibration") == 1
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_quantise_model_calibrates(inplace):
+    """The layers are those of ``calibrate``; embeddings are quantised without."""
+    model = nn.Sequential(nn.Embedding(20, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    ids = torch.randint(20, (4, 8), generator=torch.Generator().manual_seed(0))
+    expected, reference = {}, copy.deepcopy(model)
+    for layers in calibrate(
+        reference, dict.fromkeys(["1", "3"], "kmeans3-g32"), ids, progress=False
+    ):
+        expected |= {each.name: each.quantised for each in layers}
+        replace_layers(reference, {each.name: each.quantised for each in layers})
+    result = quantise_model(
+        model,
+        "kmeans3-g32",
+        calibration=ids,
+        include=["embedding"],
+        inplace=inplace,
+        progress=False,
+    )
+    assert (result is model) == inplace
+    for name, q in expected.items():
+        assert torch.equal(result.get_submodule(name).quantised.packed, q.packed)
+    assert isinstance(result[0], QuantisedEmbedding)
+    with pytest.raises(ValueError, match="wanted calibration, or importance and codebook"):
+        quantise_model(model, "nf4-g32", calibration=ids, importance={"1": torch.ones(32)})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
+from fdk_formats.calibration import advise_calibration, calibrate
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
 from fdk_formats.layer_kinds import check_include, kind_of, matrix_of, quantised_like
@@ -59,6 +60,7 @@ def quantise_model(
     default_skip: bool = True,
     include: Sequence[str] = (),
     activations: str = "float",
+    calibration: Iterable[Any] | None = None,
     importance: Mapping[str, Tensor] | None = None,
     codebook: Tensor | Mapping[str, Tensor] | None = None,
     fuse: bool | Sequence[Sequence[str]] = False,
@@ -89,6 +91,10 @@ def quantise_model(
         include: more kinds of layers to quantise: ``embedding`` (``nn.Embedding``) and ``conv1d``
             (the linear layer of GPT-2, which becomes a ``QuantisedLinear``).
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
+        calibration: inputs of the model, such as token ids ``[windows, tokens]``, to quantise
+            linear layers for, block after block; see ``calibrate``. It lowers the error of a
+            language model several times at 3 bits and fewer. Other layers are quantised without.
+            Not with ``importance`` or ``codebook``.
         importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
         codebook: by layer name, such as the codebooks that ``fake_quantise`` trained with;
             ``kmeans`` is fitted to layers without one. Or one ``[2^bits]`` table for every layer
@@ -159,10 +165,21 @@ def quantise_model(
     quantised: dict[str, QuantisedTensor] = {}
 
     settings: dict[str, Any] = {"backend": backend, "activations": activations}
+    if calibration is not None:
+        if importance or codebook is not None:
+            raise ValueError("quantise_model: wanted calibration, or importance and codebook")
+        if not inplace:  # calibration replaces layers as it goes
+            model, inplace = copy.deepcopy(model), True
+            sources = {name: model.get_submodule(name) for name in sources}
+        work, together = _calibrated(model, sources, formats, calibration, progress), {}
+    else:
+        advise_calibration(formats.values())
+        names_in_order = _progress(formats) if progress else iter(formats)
+        work = ((name, None) for name in names_in_order)
     owners: dict[int, QuantisedModule] = {}
     # By id of a module of the source, its copy: deepcopy uses it instead of copying.
     memo: dict[int, Any] = {}
-    for name in _progress(formats) if progress else formats:
+    for name, q in work:
         source = sources[name]
         weight, key = matrix_of(source), id(source.weight)
         if key in owners:
@@ -172,7 +189,7 @@ def quantise_model(
         else:
             if name in together and name not in quantised:
                 quantised |= _quantise_group(together[name], sources, formats[name], importances)
-            q = quantised.pop(name, None)
+            q = q or quantised.pop(name, None)
             if q is None:
                 q = _quantise_layer(
                     name, weight, formats[name], importances.get(key), codebooks.get(key)
@@ -191,6 +208,26 @@ def quantise_model(
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
     return result
+
+
+def _calibrated(
+    model: nn.Module,
+    sources: Mapping[str, nn.Module],
+    formats: Mapping[str, Format],
+    inputs: Iterable[Any],
+    progress: bool,
+) -> Iterator[tuple[str, QuantisedTensor | None]]:
+    """Yields calibrated weights of linear layers, and the names of other layers, without a weight.
+
+    The caller replaces each layer before it asks for the next.
+    """
+    linear = {name: format for name, format in formats.items() if type(sources[name]) is nn.Linear}
+    for layers in calibrate(model, linear, inputs, progress=progress):
+        for layer in layers:
+            yield layer.name, layer.quantised
+    for name in formats.keys() - linear.keys():
+        logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
+        yield name, None
 
 
 def _layer(

@@ -129,6 +129,8 @@ def quantise_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantise_model: model must be a module, got {type(model).__name__}")
     check_activations(activations)
+    if calibration is not None and (importance or codebook is not None):
+        raise ValueError("quantise_model: wanted calibration, or importance and codebook, got both")
     groups = checked_groups(fuse)
     default = Format.parse(format)
     chosen = {
@@ -166,8 +168,6 @@ def quantise_model(
 
     settings: dict[str, Any] = {"backend": backend, "activations": activations}
     if calibration is not None:
-        if importance or codebook is not None:
-            raise ValueError("quantise_model: wanted calibration, or importance and codebook")
         if not inplace:  # calibration replaces layers as it goes
             model, inplace = copy.deepcopy(model), True
             sources = {name: model.get_submodule(name) for name in sources}

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from fdk_formats.compensate import Hessian, compensate
 from fdk_formats.format import Format
 from fdk_formats.packing import pack, packed_width
-from fdk_formats.scales import GroupedWeight, check_codebook
+from fdk_formats.scales import GroupedWeight, check_codebook, check_weight
 from fdk_formats.tensor import QuantisedTensor
 
 
@@ -16,8 +17,9 @@ def quantise(
     *,
     codebook: Tensor | None = None,
     weight_by_scale: bool = True,
+    hessian: Hessian | Tensor | None = None,
 ) -> QuantisedTensor:
-    """Quantises a weight to the nearest values of a format.
+    """Quantises a weight to the nearest values of a format, or for the least error of its outputs.
 
     A codebook format divides each group's statistic by the codebook's unit and rounds that to the
     scale dtype. With ``v = w / scale`` in float32, a code is the number of midpoints between
@@ -36,6 +38,10 @@ def quantise(
         weight_by_scale: True for a k-means that minimises the error of the weight; False for that
             of weight over scale, in which every group counts the same. ``search`` keeps the fit of
             least error of the weight either way.
+        hessian: ``[k, k]``, the mean of ``x x^T`` over inputs x of the layer, or a ``Hessian`` that
+            several weights of one input share. Scales are then searched, and codes chosen for the
+            least mean square error of ``x @ W_hat.T`` (see ``compensate``): a code need not be the
+            nearest. It replaces ``importance``. Of a given codebook only the values are used.
 
     Returns:
         The codes, scales and codebook or zero points, on the device of the weight.
@@ -51,12 +57,25 @@ def quantise(
         torch.Size([16, 128])
     """
     format = Format.parse(format)
+    if hessian is not None:
+        if importance is not None:
+            raise ValueError("quantise: wanted importance or hessian, got both")
+        hessian = _checked_hessian(hessian, weight)
+        importance = hessian.diagonal
     grouped = GroupedWeight.of(weight, format, importance)
-    grid = grouped.fit(_checked_codebook(codebook, format, weight), weight_by_scale=weight_by_scale)
+    grid = grouped.fit(
+        _checked_codebook(codebook, format, weight),
+        weight_by_scale=weight_by_scale,
+        search=hessian is not None,
+    )
     n, k = weight.shape
-    packed = torch.empty((n, packed_width(format.bits, k)), dtype=torch.uint8, device=weight.device)
-    for chunk in grouped.chunks():
-        packed[chunk.rows] = pack(grid.encode(chunk), format.bits)
+    if hessian is not None:
+        result = compensate(weight.detach().to(torch.float32), grid, hessian)
+        grid, packed = result.grid, pack(result.codes, format.bits)
+    else:
+        packed = weight.new_empty((n, packed_width(format.bits, k)), dtype=torch.uint8)
+        for chunk in grouped.chunks():
+            packed[chunk.rows] = pack(grid.encode(chunk), format.bits)
     return QuantisedTensor(format, (n, k), packed, grid.scale, grid.codebook, grid.zero_point)
 
 
@@ -104,3 +123,14 @@ def _checked_codebook(codebook: Tensor | None, format: Format, weight: Tensor) -
             f"quantise: codebook must be finite and ascending, got {codebook.tolist()[:8]}..."
         )
     return codebook
+
+
+def _checked_hessian(hessian: Hessian | Tensor, weight: Tensor) -> Hessian:
+    check_weight(weight)
+    hessian = hessian if isinstance(hessian, Hessian) else Hessian(hessian)
+    if len(hessian.matrix) != weight.shape[1]:
+        raise ValueError(
+            f"quantise: hessian must be [{weight.shape[1]}, {weight.shape[1]}], "
+            f"got {list(hessian.matrix.shape)}"
+        )
+    return hessian.to(weight.device)

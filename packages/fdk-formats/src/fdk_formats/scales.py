@@ -6,7 +6,7 @@ them. The result is a ``Grid``, which encodes the weight.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,13 +23,17 @@ SQRT2_MANTISSA = 0x3504F3
 
 # ``search`` tries scales that map a little more than the largest magnitude to the end of the grid,
 # down to CLIP times the rms (the optimum at 1 bit), then refits by least squares.
-CANDIDATES = 16
+CANDIDATES = 8
 WIDEN = 1.1
 CLIP = 0.7
-CODEBOOK_REFITS = 3
+CODEBOOK_REFITS = 2
 AFFINE_REFITS = 4
 # ``search`` with k-means refits scales and codebook in turn, at most this often.
 ROUNDS = 3
+# They do so on about this many weights, rows at equal distances; then once on all of them.
+SAMPLE = 1 << 16
+# Weights that ``search`` has in work at once on a CPU: its temporaries then stay in the L2 cache.
+SEARCH_CHUNK = 1 << 16
 
 # The largest float zero point. A group far from zero, or of one value, gets a wider scale instead:
 # beyond 2^8 a bf16 zero point cannot resolve one code.
@@ -224,10 +228,10 @@ class GroupedWeight:
         n, k = self.weight.shape
         return n, k // self.group_size
 
-    def chunks(self) -> Iterator[Chunk]:
-        """Yields the rows in order, about ``CODES_PER_CHUNK`` weights at a time."""
+    def chunks(self, size: int | None = None) -> Iterator[Chunk]:
+        """Yields the rows in order, ``size`` or ``CODES_PER_CHUNK`` weights at a time."""
         n, k = self.weight.shape
-        step = max(1, CODES_PER_CHUNK // k)
+        step = max(1, (size or CODES_PER_CHUNK) // k)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
             yield Chunk(rows, self._grouped(self.weight[rows]), self._importance_of(rows))
@@ -241,24 +245,31 @@ class GroupedWeight:
     def _grouped(self, rows: Tensor) -> Tensor:
         return rows.to(torch.float32).contiguous().view(len(rows), -1, self.group_size)
 
-    def fit(self, codebook: Tensor | None = None, *, weight_by_scale: bool = True) -> "Grid":
+    def fit(
+        self,
+        codebook: Tensor | None = None,
+        *,
+        weight_by_scale: bool = True,
+        search: bool = False,
+    ) -> "Grid":
         """Chooses scales and zero points or codebook, by the format's scale rule.
 
         Args:
             codebook: ``[2^bits, float32]`` to use as it is, for ``custom`` and ``kmeans``.
             weight_by_scale: see ``quantise``.
+            search: search for scales whatever the rule, from those that it gives.
 
         Raises:
             ValueError: if the weight is not finite, or a scale overflows its dtype.
         """
         if self.format.is_affine:
-            return self._fit_affine()
+            return self._fit_affine(search or self.format.scale_rule == "search")
         unit = 1.0
         if codebook is None and not self.format.is_fitted:
             named = named_codebook(self.format, self.weight.shape[1])
             codebook, unit = named.tensor(self.weight.device), named.unit
         scale = self._statistic_scales(unit)
-        is_searched = self.format.scale_rule == "search"
+        is_searched = search or self.format.scale_rule == "search"
         if codebook is None and is_searched:
             codebook, scale = self._search_codebook(scale, weight_by_scale)
         elif codebook is None:
@@ -294,19 +305,25 @@ class GroupedWeight:
 
         return fit_centroids(samples, uniform_values(self.format.bits)).to(scale.device)
 
-    def _search_scales(self, codebook: Tensor, unit: float, start: Tensor) -> tuple[Tensor, float]:
+    def _search_scales(
+        self, codebook: Tensor, unit: float, start: Tensor, *, only_refit: bool = False
+    ) -> tuple[Tensor, float]:
         """Lowers the squared error of scales, group by group; returns them and the error left.
 
-        Each group tries a geometric series of scales, then the least-squares scale for the codes
-        of the best so far, a few times. A candidate is rounded to its stored dtype before it is
+        Each group tries a geometric series of scales (unless ``only_refit``), then the
+        least-squares scale for the codes of the best so far, a few times. A candidate is rounded to its stored dtype before it is
         judged. The error is summed over the whole weight, weighted by importance.
         """
         best, encoder, error = start.clone(), CodebookEncoder(codebook), 0.0
-        for chunk in self.chunks():
+        for chunk in self._search_chunks():
             fit = _CodebookFit(chunk, self.format, encoder)
-            best[chunk.rows], group_errors = fit.search(best[chunk.rows], unit)
+            best[chunk.rows], group_errors = fit.search(start[chunk.rows], unit, only_refit)
             error += fit.absolute(group_errors)
         return best, error
+
+    def _search_chunks(self) -> Iterator[Chunk]:
+        is_cpu = self.weight.device.type == "cpu"
+        return self.chunks(min(SEARCH_CHUNK, CODES_PER_CHUNK) if is_cpu else CODES_PER_CHUNK)
 
     def _search_codebook(self, start: Tensor, weight_by_scale: bool) -> tuple[Tensor, Tensor]:
         """Fits codebook and scales to each other; returns the pair of least error.
@@ -314,25 +331,40 @@ class GroupedWeight:
         The uniform grid is tried too: a k-means at the starting scales followed by a search can be
         worse than a search for the uniform grid, by up to 1.4 % of the error.
         """
+        stride = max(1, self.weight.numel() // SAMPLE)
+        sample = self._every(stride)
+        codebook, scale = sample._alternate(start[::stride], weight_by_scale)
+        if stride == 1:
+            return codebook, scale
+        scale, error = self._search_scales(codebook, 1.0, start)
+        refitted = self._kmeans(scale, weight_by_scale)
+        better, refitted_error = self._search_scales(refitted, 1.0, scale, only_refit=True)
+        return (refitted, better) if refitted_error < error else (codebook, scale)
 
-        def searched(codebook: Tensor, scale: Tensor) -> tuple[float, Tensor, Tensor]:
-            found, error = self._search_scales(codebook, 1.0, scale)
-            return error, codebook, found
+    def _every(self, stride: int) -> "GroupedWeight":
+        """Returns every stride-th row."""
+        importance = self.importance
+        if importance is not None and importance.ndim == 2:
+            importance = importance[::stride]
+        return replace(self, weight=self.weight[::stride], importance=importance)
 
+    def _alternate(self, start: Tensor, weight_by_scale: bool) -> tuple[Tensor, Tensor]:
         values = uniform_values(self.format.bits)
         uniform = torch.tensor(values, dtype=torch.float32, device=start.device)
-        first = self._kmeans(start, weight_by_scale)
-        error, codebook, scale = min(
-            searched(first, start), searched(uniform, start), key=lambda fit: fit[0]
-        )
+        codebook = self._kmeans(start, weight_by_scale)
+        scale, error = self._search_scales(codebook, 1.0, start)
+        other, other_error = self._search_scales(uniform, 1.0, start)
+        if other_error < error:
+            codebook, scale, error = uniform, other, other_error
         for _ in range(ROUNDS):
-            refitted = searched(self._kmeans(scale, weight_by_scale), scale)
-            if refitted[0] >= error:
+            refitted = self._kmeans(scale, weight_by_scale)
+            better, refitted_error = self._search_scales(refitted, 1.0, scale, only_refit=True)
+            if refitted_error >= error:
                 break
-            error, codebook, scale = refitted
+            codebook, scale, error = refitted, better, refitted_error
         return codebook, scale
 
-    def _fit_affine(self) -> "Grid":
+    def _fit_affine(self, search: bool) -> "Grid":
         """Chooses scale and zero point of each group from its range.
 
         ``minmax``: scale = (hi - lo) / (2^b - 1), rounded to its dtype; zero point = -lo / scale,
@@ -345,7 +377,7 @@ class GroupedWeight:
         zero = torch.empty(self.shape, dtype=self.format.stored_zero_point_dtype, device=device)
         for chunk in self.chunks():
             fit = _AffineFit(chunk, self.format)
-            grid = fit.minmax() if self.format.scale_rule == "minmax" else fit.search()
+            grid = fit.search() if search else fit.minmax()
             scale[chunk.rows], zero[chunk.rows] = grid
         return Grid(self.format, scale, zero_point=zero)
 
@@ -445,15 +477,19 @@ class _CodebookFit:
 
     def __init__(self, chunk: Chunk, format: Format, encoder: CodebookEncoder) -> None:
         self.groups, self.importance = chunk.groups, chunk.importance
+        if self.importance is not None:
+            self.importance = self.importance.to(torch.float32)
         self.scale_dtype, self.encoder = format.scale_dtype, encoder
         self.peak = statistic(chunk.groups, "absmax")
         self.value = divide(chunk.groups, self.peak[..., None])
 
-    def search(self, start: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+    def search(self, start: Tensor, unit: float, only_refit: bool) -> tuple[Tensor, Tensor]:
         """Returns the best stored scales found, ``start`` included, and their errors."""
         best, error = start, self._error(start)
-        for candidate in _clip_candidates(self.groups):
-            best, error = self._better(candidate / unit, best, error)
+        # With signed scales the statistic chose the sign; the unit is negative for `int`.
+        sign = torch.where(decode_scale(start) < 0, -1.0, 1.0) / abs(unit)
+        for candidate in [] if only_refit else _clip_candidates(self.groups):
+            best, error = self._better(candidate * sign, best, error)
         for _ in range(CODEBOOK_REFITS):
             best, error = self._better(self._least_squares(best), best, error)
         return best, error
@@ -473,12 +509,12 @@ class _CodebookFit:
 
     def _error(self, stored: Tensor) -> Tensor:
         ratio, decoded = self._decoded(stored)
-        return self._sum((self.value - decoded * ratio).square_())
+        return self._sum(decoded.mul_(ratio).sub_(self.value).square_())
 
     def _least_squares(self, stored: Tensor) -> Tensor:
         """Returns the scale of least error for the codes that ``stored`` gives."""
         _, decoded = self._decoded(stored)
-        product, square = self._sum(self.value * decoded), self._sum(decoded.square())
+        product, square = self._sum(self.value * decoded), self._sum(decoded.square_())
         return divide(product, square) * self.peak
 
     def _decoded(self, stored: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,295 @@
+"""Error compensation: codes chosen column by column for the least error of a layer's outputs.
+
+With inputs x whose second moments are ``H = mean(x x^T)``, quantising ``W`` to ``W_hat`` changes the
+outputs by a mean square of ``tr(D H D^T)`` with ``D = W - W_hat``. Every row counts alone. Factor
+``H = M diag(d) M^T`` with a unit upper triangular M; a row's error is then
+
+    sum_i d_i (v_i - w_hat_i)^2   with   v_i = w_i + sum_{j < i} (w_j - w_hat_j) M_ji
+
+so that the best value of column i, given the columns before it, is the one nearest to ``v_i``. That is
+GPTQ (Frantar et al. 2022) in the form of LDLQ (Chee et al. 2023, QuIP), which needs no inverse. Columns
+go by descending ``H_ii``, and each keeps the scale of its group in the original order: a file is the
+same as without compensation.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fdk_formats.encode import CodebookEncoder
+from fdk_formats.scales import Grid, decode_scale, encode_scale, largest_scale
+
+# Columns per block: within it a column is a product with a vector, between blocks one with a matrix.
+BLOCK = 128
+# Added to the diagonal, in units of its mean: raised tenfold until the Cholesky factor exists.
+DAMPING = 0.01
+# Rows of a least-squares system for scales that are held at once, in float32 numbers.
+SYSTEM_SIZE = 1 << 26
+# Rounds of refitting scales and codebook, each followed by a pass.
+REFIT_ROUNDS = 2
+REFIT_CODEBOOK_BITS = 4
+CONJUGATE_STEPS = 12
+
+
+class Hessian:
+    """Second moments of a layer's inputs, factored once for all layers of that input.
+
+    A column of zeros (an input that is always zero) and moments of zeros everywhere are allowed.
+
+    Args:
+        moments: ``[k, k]``, the mean of ``x x^T`` over inputs x; floating, symmetric.
+
+    Raises:
+        TypeError: if ``moments`` is not a floating tensor.
+        ValueError: if it is not square, or not finite, or has a negative diagonal.
+
+    Example:
+        >>> hessian = Hessian(x.T @ x / len(x))
+        >>> q, k = (quantise(w, "kmeans3-g64", hessian=hessian) for w in (w_q, w_k))
+    """
+
+    def __init__(self, moments: Tensor) -> None:
+        if not isinstance(moments, Tensor) or not moments.dtype.is_floating_point:
+            got = moments.dtype if isinstance(moments, Tensor) else type(moments).__name__
+            raise TypeError(f"hessian: wanted a floating tensor [k, k], got {got}")
+        if moments.ndim != 2 or moments.shape[0] != moments.shape[1]:
+            raise ValueError(f"hessian: wanted [k, k], got {list(moments.shape)}")
+        moments = moments.detach().to(torch.float32)
+        if not torch.isfinite(moments).all() or (moments.diagonal() < 0).any():
+            raise ValueError(
+                "hessian: wanted finite second moments with no negative diagonal: "
+                "an input of the calibration overflows, or the model gives NaN"
+            )
+        # In units of the mean: moments of tiny and of huge inputs are factored alike.
+        mean = float(moments.diagonal().mean()) if len(moments) else 0.0
+        self.matrix = moments / mean if mean > 0 else torch.eye(len(moments)).to(moments)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """The mean of each squared input, ``[k, float32]``, in units of their mean."""
+        return self.matrix.diagonal()
+
+    def to(self, device: torch.device) -> "Hessian":
+        """Returns the moments on another device."""
+        return self if self.matrix.device == device else Hessian(self.matrix.to(device))
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Columns by descending diagonal, ``[k, int64]``: the later ones make up for the earlier."""
+        return self.diagonal.argsort(descending=True, stable=True)
+
+    @cached_property
+    def feedback(self) -> Tensor:
+        """``M^T``, unit lower triangular in ``order``: row i has what column i adds to itself."""
+        flipped = self.order.flip(0)
+        matrix = self.matrix[flipped][:, flipped]
+        damping = DAMPING
+        while True:
+            damped = matrix + damping * torch.eye(len(matrix), device=matrix.device)
+            factor, info = torch.linalg.cholesky_ex(damped)
+            if info.item() == 0 and bool(torch.isfinite(factor).all()):
+                break
+            damping *= 10
+        upper = factor.flip(0, 1)  # damped = upper @ upper^T, in order
+        return (upper / upper.diagonal()).T.contiguous()
+
+    def row_errors(self, error: Tensor) -> Tensor:
+        """Computes ``d H d^T`` of each row of ``error :: [n, k]``: ``[n, float32]``."""
+        return ((error @ self.matrix) * error).sum(-1)
+
+
+def output_error(weight: Tensor, quantised: Tensor, hessian: Hessian | Tensor) -> float:
+    """Computes the relative RMS error of a layer's outputs, ``sqrt(tr(D H D^T) / tr(W H W^T))``.
+
+    Args:
+        weight: ``[n, k]``.
+        quantised: ``[n, k]``, the values that stand for it.
+        hessian: second moments of the inputs.
+    """
+    hessian = hessian if isinstance(hessian, Hessian) else Hessian(hessian)
+    weight = weight.detach().to(torch.float32)
+    error = hessian.row_errors(weight - quantised.to(torch.float32)).sum()
+    total = hessian.row_errors(weight).sum()
+    return float((error / total).clamp(min=0).sqrt()) if total > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Compensated:
+    """A grid with its codes.
+
+    codes  :: [n, k, uint8]
+    errors :: [n, float32]    tr(D H D^T) of each row
+    """
+
+    grid: Grid
+    codes: Tensor
+    errors: Tensor
+
+
+def compensate(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
+    """Chooses codes for the least error of the outputs, and refits the grid to them.
+
+    After a pass over the columns, the scales of each row are refitted together by least squares,
+    then a fitted codebook, each followed by another pass. Every row keeps the best that was found
+    for it by ``tr(D H D^T)``.
+
+    Args:
+        weight: ``[n, k, float32]``.
+        grid: scales, and codebook or zero points, to start from.
+        hessian: second moments of the inputs of the layer, on the weight's device.
+    """
+    found = _pass(weight, grid, hessian)
+    for _ in range(REFIT_ROUNDS):
+        refitted = _refit_scales(weight, found, hessian)
+        found = _better_rows(found, refitted)
+        found = _better_rows(found, _pass(weight, refitted.grid, hessian))
+        if grid.format.is_fitted and grid.format.bits <= REFIT_CODEBOOK_BITS:
+            refitted = _refit_codebook(weight, found, hessian)
+            if refitted.errors.sum() < found.errors.sum():
+                found = _better_rows(refitted, _pass(weight, refitted.grid, hessian))
+    return found
+
+
+def _pass(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
+    """Chooses codes column by column, each making up for the error of those before it."""
+    order, feedback = hessian.order, hessian.feedback
+    rounding = _Rounding(grid)
+    columns = weight.T[order].contiguous()  # [k, n]
+    error, codes = torch.empty_like(columns), torch.empty_like(columns, dtype=torch.uint8)
+    group = (order // (len(order) // grid.scale.shape[1])).tolist()
+    for start in range(0, len(columns), BLOCK):
+        stop = min(start + BLOCK, len(columns))
+        block = torch.addmm(columns[start:stop], feedback[start:stop, :start], error[:start])
+        for i in range(start, stop):
+            wanted = torch.addmv(block[i - start], error[start:i].T, feedback[i, start:i])
+            value = rounding(wanted, group[i], codes[i])
+            torch.sub(columns[i], value, out=error[i])
+    original = order.argsort()
+    errors = hessian.row_errors(error[original].T)
+    return Compensated(grid, codes[original].T.contiguous(), errors)
+
+
+class _Rounding:
+    """Rounds one column to the grid, as ``Grid.encode`` does."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.top = (1 << grid.format.bits) - 1
+        self.scale = decode_scale(grid.scale).T.contiguous()  # [k/G, n]
+        self.divisor = torch.where(self.scale == 0, torch.inf, self.scale)
+        self.zero = self.table = self.first = None
+        if grid.codebook is None:
+            assert grid.zero_point is not None
+            self.zero = grid.zero_point.to(torch.float32).T.contiguous()
+            return
+        encoder = CodebookEncoder(grid.codebook)
+        self.midpoints, self.first = encoder.midpoints, encoder.first
+        self.table = grid.codebook.unique_consecutive()
+
+    def __call__(self, wanted: Tensor, group: int, codes: Tensor) -> Tensor:
+        """Writes the codes of a column ``wanted :: [n]``; returns their values, ``[n]``."""
+        value = wanted / self.divisor[group]
+        if self.table is None:
+            assert self.zero is not None
+            zero = self.zero[group]
+            code = value.add_(zero).sub_(0.5).ceil_().clamp_(0, self.top)
+            codes.copy_(code)
+            return code.sub_(zero).mul_(self.scale[group])
+        entry = torch.bucketize(value, self.midpoints, out_int32=True)
+        codes.copy_(entry if self.first is None else self.first.index_select(0, entry))
+        return self.table.index_select(0, entry).mul_(self.scale[group])
+
+
+def _better_rows(a: Compensated, b: Compensated) -> Compensated:
+    """Returns, row by row, the better of two results that differ in scales and codes only."""
+    is_better = (b.errors < a.errors)[:, None]
+    scale = torch.where(is_better, b.grid.scale, a.grid.scale)
+    return Compensated(
+        replace(a.grid, scale=scale),
+        torch.where(is_better, b.codes, a.codes),
+        torch.minimum(a.errors, b.errors),
+    )
+
+
+def _refit_scales(weight: Tensor, found: Compensated, hessian: Hessian) -> Compensated:
+    """Refits the scales of each row together by least squares, codes fixed."""
+    grid, matrix = found.grid, hessian.matrix
+    n, k = weight.shape
+    groups = grid.scale.shape[1]
+    size = k // groups
+    scale = grid.scale.clone()
+    damping = DAMPING * torch.eye(k, device=matrix.device)
+    for rows in torch.arange(n).split(max(1, SYSTEM_SIZE // max(groups * groups, k))):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        unit = _unit_values(grid, found.codes, part)
+        target = (unit * (weight[part] @ (matrix + damping))).view(-1, groups, size).sum(-1)
+        system = unit.new_empty((len(unit), groups, groups))
+        for group in range(groups):
+            columns = slice(group * size, (group + 1) * size)
+            product = unit[:, columns] @ (matrix + damping)[columns]
+            system[:, group] = product.mul_(unit).view(-1, groups, size).sum(-1)
+        diagonal = system.diagonal(dim1=-2, dim2=-1)
+        diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + (diagonal == 0)
+        solved, info = torch.linalg.solve_ex(system, target)
+        old = decode_scale(grid.scale[part])
+        limit = largest_scale(grid.format.scale_dtype)
+        # A scale that changes its sign is a group whose codes say nothing: it keeps its own.
+        is_sound = (solved * old > 0) & (solved.abs() <= limit) & (info == 0)[:, None]
+        solved = torch.where(is_sound, solved, old)
+        scale[part] = encode_scale(solved, grid.format.scale_dtype)
+    return _evaluated(weight, replace(grid, scale=scale), found.codes, hessian)
+
+
+def _refit_codebook(weight: Tensor, found: Compensated, hessian: Hessian) -> Compensated:
+    """Refits the codebook of a tensor by least squares, codes and scales fixed.
+
+    The normal equations are solved by conjugate gradients, a product with H per step.
+    """
+    grid = found.grid
+    assert grid.codebook is not None
+    codes = [found.codes == code for code in range(len(grid.codebook))]
+    scale = decode_scale(grid.scale).repeat_interleave(weight.shape[1] // grid.scale.shape[1], 1)
+
+    def gathered(value: Tensor) -> Tensor:  # sums in float64 and in order, on a GPU too
+        value = (value @ hessian.matrix).mul_(scale)
+        return torch.stack([value.mul(c).sum(dtype=torch.float64) for c in codes])
+
+    def spread(table: Tensor) -> Tensor:
+        return table.to(torch.float32)[found.codes.to(torch.int32)] * scale
+
+    change = torch.zeros(len(codes), dtype=torch.float64, device=weight.device)
+    residual = gathered(weight - spread(grid.codebook))
+    direction, square = residual, residual.square().sum()
+    for _ in range(min(CONJUGATE_STEPS, len(codes))):
+        if square == 0:
+            break
+        product = gathered(spread(direction))
+        curvature = (direction * product).sum()
+        if curvature <= 0:
+            break
+        step = square / curvature
+        change, residual = change + step * direction, residual - step * product
+        before, square = square, residual.square().sum()
+        direction = residual + square / before * direction
+    table, order = (grid.codebook.double() + change).to(torch.float32).sort()
+    codes_of = order.argsort().to(torch.uint8)
+    refitted = codes_of[found.codes.to(torch.int32)]
+    return _evaluated(weight, replace(grid, codebook=table), refitted, hessian)
+
+
+def _unit_values(grid: Grid, codes: Tensor, rows: slice) -> Tensor:
+    """Returns the values of the codes for scales of 1, ``[rows, k, float32]``."""
+    codes = codes[rows]
+    if grid.codebook is not None:
+        return grid.codebook[codes.to(torch.int32)]
+    assert grid.zero_point is not None
+    zero = grid.zero_point[rows].to(torch.float32)
+    return codes - zero.repeat_interleave(codes.shape[1] // zero.shape[1], 1)
+
+
+def _evaluated(weight: Tensor, grid: Grid, codes: Tensor, hessian: Hessian) -> Compensated:
+    scale = decode_scale(grid.scale)
+    scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+    value = _unit_values(grid, codes, slice(None)) * scale
+    return Compensated(grid, codes, hessian.row_errors(weight - value))

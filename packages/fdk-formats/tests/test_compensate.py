@@ -201,7 +201,8 @@ def test_deterministic_and_pure():
     kept, copy = hessian.clone(), weight.clone()
     results = [quantise(weight, "kmeans2-g32", hessian=hessian) for _ in range(2)]
     assert same(*results)
-    assert torch.equal(hessian, kept) and torch.equal(weight, copy)
+    assert torch.equal(hessian, kept)
+    assert torch.equal(weight, copy)
     shared = Hessian(hessian)
     assert same(quantise(weight, "kmeans2-g32", hessian=shared), results[0])
     assert same(quantise(weight.to(torch.float64), "kmeans2-g32", hessian=shared), results[0])

@@ -1,15 +1,15 @@
 """Error compensation: codes chosen column by column for the least error of a layer's outputs.
 
-With inputs x whose second moments are ``H = mean(x x^T)``, quantising ``W`` to ``W_hat`` changes the
-outputs by a mean square of ``tr(D H D^T)`` with ``D = W - W_hat``. Every row counts alone. Factor
-``H = M diag(d) M^T`` with a unit upper triangular M; a row's error is then
+With inputs x whose second moments are ``H = mean(x x^T)``, quantising ``W`` to ``W_hat`` changes
+the outputs by a mean square of ``tr(D H D^T)`` with ``D = W - W_hat``. Every row counts alone.
+Factor ``H = M diag(d) M^T`` with a unit upper triangular M; a row's error is then
 
     sum_i d_i (v_i - w_hat_i)^2   with   v_i = w_i + sum_{j < i} (w_j - w_hat_j) M_ji
 
-so that the best value of column i, given the columns before it, is the one nearest to ``v_i``. That is
-GPTQ (Frantar et al. 2022) in the form of LDLQ (Chee et al. 2023, QuIP), which needs no inverse. Columns
-go by descending ``H_ii``, and each keeps the scale of its group in the original order: a file is the
-same as without compensation.
+so that the best value of column i, given the columns before it, is the one nearest to ``v_i``.
+That is GPTQ (Frantar et al. 2022) in the form of LDLQ (Chee et al. 2023, QuIP), which needs no
+inverse. Columns go by descending ``H_ii``, and each keeps the scale of its group in the original
+order: a file is the same as without compensation.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from torch import Tensor
 from fdk_formats.encode import CodebookEncoder
 from fdk_formats.scales import Grid, decode_scale, encode_scale, largest_scale
 
-# Columns per block: within it a column is a product with a vector, between blocks one with a matrix.
+# Columns per block: inside it a column is a matrix-vector product, between blocks all are GEMMs.
 BLOCK = 128
 # Added to the diagonal, in units of its mean: raised tenfold until the Cholesky factor exists.
 DAMPING = 0.01
@@ -77,7 +77,7 @@ class Hessian:
 
     @cached_property
     def order(self) -> Tensor:
-        """Columns by descending diagonal, ``[k, int64]``: the later ones make up for the earlier."""
+        """Columns by descending diagonal, ``[k, int64]``: later ones make up for earlier ones."""
         return self.diagonal.argsort(descending=True, stable=True)
 
     @cached_property
@@ -93,7 +93,8 @@ class Hessian:
                 break
             damping *= 10
         upper = factor.flip(0, 1)  # damped = upper @ upper^T, in order
-        return (upper / upper.diagonal()).T.contiguous()
+        unit: Tensor = upper / upper.diagonal()
+        return unit.T.contiguous()
 
     def row_errors(self, error: Tensor) -> Tensor:
         """Computes ``d H d^T`` of each row of ``error :: [n, k]``: ``[n, float32]``."""
@@ -198,7 +199,8 @@ class _Rounding:
             return code.sub_(zero).mul_(self.scale[group])
         entry = torch.bucketize(value, self.midpoints, out_int32=True)
         codes.copy_(entry if self.first is None else self.first.index_select(0, entry))
-        return self.table.index_select(0, entry).mul_(self.scale[group])
+        values: Tensor = self.table.index_select(0, entry)
+        return values.mul_(self.scale[group])
 
 
 def _better_rows(a: Compensated, b: Compensated) -> Compensated:

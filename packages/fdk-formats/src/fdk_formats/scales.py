@@ -140,11 +140,14 @@ def weighted_sum(values: Tensor, importance: Tensor | None) -> Tensor:
     return weighted.sum(-1, dtype=torch.float64 if is_single else None).to(torch.float32)
 
 
-def _clip_candidates(groups: Tensor) -> list[Tensor]:
-    """Returns a geometric series of magnitudes to map to the end of the grid, per group."""
+def _clip_candidates(groups: Tensor, bits: int) -> list[Tensor]:
+    """Returns a geometric series of magnitudes to map to the end of the grid, per group.
+
+    More bits clip less: the series ends at the square root of its range at 4 bits.
+    """
     top, low = statistic(groups, "absmax") * WIDEN, statistic(groups, "rms") * CLIP
     top = top.clamp(max=torch.finfo(torch.float32).max)
-    ratio = divide(low, top)
+    ratio = divide(low, top) ** min(1.0, 2 / bits)
     return [top * ratio ** (i / (CANDIDATES - 1)) for i in range(CANDIDATES)]
 
 
@@ -311,8 +314,9 @@ class GroupedWeight:
         """Lowers the squared error of scales, group by group; returns them and the error left.
 
         Each group tries a geometric series of scales (unless ``only_refit``), then the
-        least-squares scale for the codes of the best so far, a few times. A candidate is rounded to its stored dtype before it is
-        judged. The error is summed over the whole weight, weighted by importance.
+        least-squares scale for the codes of the best so far, a few times. A candidate is rounded
+        to its stored dtype before it is judged. The error is summed over the whole weight,
+        weighted by importance.
         """
         best, encoder, error = start.clone(), CodebookEncoder(codebook), 0.0
         for chunk in self._search_chunks():
@@ -479,7 +483,7 @@ class _CodebookFit:
         self.groups, self.importance = chunk.groups, chunk.importance
         if self.importance is not None:
             self.importance = self.importance.to(torch.float32)
-        self.scale_dtype, self.encoder = format.scale_dtype, encoder
+        self.scale_dtype, self.bits, self.encoder = format.scale_dtype, format.bits, encoder
         self.peak = statistic(chunk.groups, "absmax")
         self.value = divide(chunk.groups, self.peak[..., None])
 
@@ -488,7 +492,7 @@ class _CodebookFit:
         best, error = start, self._error(start)
         # With signed scales the statistic chose the sign; the unit is negative for `int`.
         sign = torch.where(decode_scale(start) < 0, -1.0, 1.0) / abs(unit)
-        for candidate in [] if only_refit else _clip_candidates(self.groups):
+        for candidate in [] if only_refit else _clip_candidates(self.groups, self.bits):
             best, error = self._better(candidate * sign, best, error)
         for _ in range(CODEBOOK_REFITS):
             best, error = self._better(self._least_squares(best), best, error)
@@ -550,7 +554,7 @@ class _AffineFit:
         best = self.minmax()
         error = self._error(best)
         half = torch.maximum(self.hi - mean, mean - self.lo)
-        for reach in _clip_candidates(self.groups - mean[..., None]):
+        for reach in _clip_candidates(self.groups - mean[..., None], self.format.bits):
             share = divide(reach, half)
             lo, hi = mean + (self.lo - mean) * share, mean + (self.hi - mean) * share
             best, error = self._better(self._grid(lo, hi, clipping=True), best, error)

@@ -1,0 +1,549 @@
+"""Calibrated quantisation of whole models: Hessians by streaming, block after block.
+
+Most models are chains of equal blocks. A block is run on what the quantised blocks before it give,
+the second moments of what its linear layers receive are summed up, its layers are quantised and
+replaced, and it is run again for the inputs of the next block. At any time the hidden states of the
+calibration inputs and the Hessians of one block are held, whatever the size of the model. Layers
+outside such chains are calibrated at the end, by runs of the whole model.
+"""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fdk_formats.compensate import Hessian, output_error
+from fdk_formats.format import Format
+from fdk_formats.quantise import quantise
+from fdk_formats.tensor import QuantisedTensor, relative_error
+
+logger = logging.getLogger(__name__)
+
+RESULTS = "quantised-{:05}.safetensors"
+
+
+@dataclass(frozen=True)
+class CalibratedLayer:
+    """One quantised layer, as ``calibrate`` yields it.
+
+    Attributes:
+        name: dotted name in the model.
+        quantised: the weight.
+        relative_error: RMS error of the weight, see ``relative_error``.
+        output_error: RMS error of the outputs, see ``output_error``; None if the layer was never
+            called with the calibration inputs, and so quantised without them.
+    """
+
+    name: str
+    quantised: QuantisedTensor
+    relative_error: float
+    output_error: float | None
+
+
+def calibrate(
+    model: nn.Module,
+    formats: Mapping[str, Format | str],
+    inputs: Iterable[Any],
+    *,
+    device: torch.device | str | None = None,
+    folder: Path | str | None = None,
+    progress: bool = True,
+) -> Iterator[list[CalibratedLayer]]:
+    """Quantises the linear layers of a model block after block, with calibration inputs.
+
+    A generator. The layers that it yields must be replaced in ``model`` before it goes on (see
+    ``replace_layers``), because the next block is calibrated with what they give.
+
+    Args:
+        model: any module, in evaluation mode. Its layers are only read.
+        formats: the format of each layer to quantise, by dotted name; ``nn.Linear`` layers.
+        inputs: what the model is called with, one call each: a tensor such as token ids
+            ``[batch, tokens]``, a mapping of keyword arguments, or a tuple of arguments. One tensor
+            ``[windows, tokens]`` is called window by window. Every row of a batch counts, padding
+            too: better give none.
+        device: where to run blocks; they move there and back one at a time. By default they run
+            where the model is.
+        folder: keeps the result of each block in files. Called again with the same arguments after
+            a kill, it goes on where it stopped and gives the same result.
+        progress: show a line with the remaining time on a terminal.
+
+    Yields:
+        The layers of one block at a time, in the order of the model.
+
+    Raises:
+        ValueError: if a name is no linear layer, if there are no inputs, if a block gives numbers
+            that are not finite, or if ``folder`` holds the results of other arguments.
+
+    Example:
+        >>> for layers in calibrate(model, dict.fromkeys(names, "kmeans3-g64"), tokens):
+        ...     replace_layers(model, {each.name: each.quantised for each in layers})
+    """
+    wanted = {name: Format.parse(format) for name, format in formats.items()}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for name in wanted:
+        if name not in linears:
+            raise ValueError(f"calibrate: {name!r} is not a linear layer of the model")
+    calls = _calls(inputs)
+    store = _Store(Path(folder), wanted, linears, calls) if folder is not None else None
+    bar = _Progress(len(wanted)) if progress else None
+    for step, block in enumerate(_blocks(model, linears, wanted, calls, device)):
+        layers = store.load(step, block.names) if store else None
+        if layers is None:
+            layers = _quantise_block(block, wanted)
+            if store:
+                store.save(step, layers)
+        yield layers
+        if bar:
+            bar.advance(len(layers))
+
+
+def replace_layers(model: nn.Module, layers: Mapping[str, QuantisedTensor]) -> None:
+    """Replaces linear layers of a model, in place, by quantised ones.
+
+    Args:
+        model: the model.
+        layers: quantised weights by the dotted name of their layer.
+    """
+    from fdk_formats.linear import QuantisedLinear
+
+    for name, q in layers.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        parent, _, attribute = name.rpartition(".")
+        layer = QuantisedLinear.from_quantised(q, linear.bias, dtype=linear.weight.dtype)
+        setattr(model.get_submodule(parent), attribute, layer.train(linear.training))
+
+
+def token_windows(text: str, tokenizer: Any, length: int = 512, count: int | None = None) -> Tensor:
+    """Cuts a text into windows of tokens for calibration.
+
+    Args:
+        text: the text. It has to be broad: what it lacks is quantised worse.
+        tokenizer: a Hugging Face tokenizer, or any callable from a text to a mapping with
+            ``input_ids``.
+        length: tokens in a window.
+        count: how many windows, spread evenly over the text; None for all.
+
+    Returns:
+        ``[windows, length, int64]``.
+
+    Raises:
+        ValueError: if the text is too short for one window.
+    """
+    ids = torch.as_tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+    whole = len(ids) // length
+    if whole < (count or 1):
+        raise ValueError(
+            f"token_windows: wanted {count or 1} windows of {length} tokens, got {len(ids)} tokens"
+        )
+    windows = ids[: whole * length].view(whole, length)
+    if count is None:
+        return windows
+    return windows[torch.arange(count) * whole // count]
+
+
+def _quantise_block(block: "_Block", formats: Mapping[str, Format]) -> list[CalibratedLayer]:
+    hessians = block.hessians()
+    layers = []
+    for name in block.names:
+        weight = block.linears[name].weight.detach()
+        hessian = hessians.get(name)
+        if hessian is None:
+            logger.warning("%s: never called with the calibration inputs", name)
+        on = weight.to(hessian.matrix.device) if hessian else weight
+        try:
+            q = quantise(on, formats[name], hessian=hessian)
+        except ValueError as error:
+            raise ValueError(f"calibrate: layer {name}: {error}") from None
+        loss = output_error(on, q.dequantise(), hessian) if hessian else None
+        layers.append(CalibratedLayer(name, q.to(weight.device), relative_error(on, q), loss))
+    return layers
+
+
+# Inputs
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def to(self, device: torch.device) -> "_Call":
+        return _Call(_moved(self.args, device), _moved(self.kwargs, device))
+
+
+def _calls(inputs: Iterable[Any]) -> list[_Call]:
+    """Returns the inputs as calls of the model."""
+    if isinstance(inputs, Tensor):
+        inputs = inputs.split(1)
+    elif isinstance(inputs, (str, bytes, Mapping)):
+        raise ValueError(
+            f"calibrate: inputs must be an iterable of model inputs, got "
+            f"{type(inputs).__name__}; for a text see token_windows"
+        )
+    calls = []
+    for each in inputs:
+        if isinstance(each, Mapping):
+            calls.append(_Call((), dict(each)))
+        else:
+            calls.append(_Call(each if isinstance(each, tuple) else (each,), {}))
+    if not calls:
+        raise ValueError("calibrate: no calibration inputs")
+    return calls
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Moves the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_moved(each, device) for each in value)
+    return value
+
+
+# Blocks
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Layers that are calibrated together.
+
+    Attributes:
+        names: the layers to quantise.
+        run: runs the block, or the model, with all its inputs.
+        linears: the linear layers of the model by name.
+    """
+
+    names: Sequence[str]
+    run: Callable[[], None]
+    linears: Mapping[str, nn.Linear]
+
+    def hessians(self) -> dict[str, Hessian]:
+        """Runs the block; returns second moments by layer, one object per distinct input."""
+        sums = _Moments()
+        with ExitStack() as hooks:
+            for name in self.names:
+                handle = self.linears[name].register_forward_pre_hook(sums.hook(name))
+                hooks.callback(handle.remove)
+            self.run()
+        return sums.hessians()
+
+
+class _Moments:
+    """Sums of ``x x^T``, one per distinct input of the layers."""
+
+    def __init__(self) -> None:
+        self.leader: dict[str, str] = {}  # the first layer of the same input
+        self.total: dict[str, Tensor] = {}
+        self.count: dict[str, int] = {}
+        self.latest: dict[str, Tensor] = {}  # the last input of each leader
+
+    def hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """Returns a forward pre-hook for a layer."""
+
+        def add(_: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0]
+            if name not in self.leader:
+                found = (other for other, seen in self.latest.items() if seen is x)
+                self.leader[name] = next(found, name)
+            leader = self.leader[name]
+            if leader != name and self.latest.get(leader) is x:
+                return
+            self.leader[name] = name
+            self.latest[name] = x
+            rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
+            if name not in self.total:
+                self.total[name] = rows.new_zeros((rows.shape[1],) * 2)
+                self.count[name] = 0
+            self.total[name].addmm_(rows.T, rows)
+            self.count[name] += len(rows)
+
+        return add
+
+    def hessians(self) -> dict[str, Hessian]:
+        """Returns the mean of ``x x^T`` by layer."""
+        self.latest.clear()
+        means = {
+            name: Hessian(total / max(1, self.count[name])) for name, total in self.total.items()
+        }
+        return {name: means[leader] for name, leader in self.leader.items()}
+
+
+def _blocks(
+    model: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    wanted: Iterable[str],
+    calls: Sequence[_Call],
+    device: torch.device | str | None,
+) -> Iterator[_Block]:
+    """Yields groups of layers in the order of the model; each must be replaced before the next."""
+    left = dict.fromkeys(wanted)
+    with torch.no_grad():
+        for prefix, chain in _chains(model):
+            names = [[n for n in left if n.startswith(f"{prefix}.{i}.")] for i in range(len(chain))]
+            if not any(names):
+                continue
+            recorded = _record(model, chain, calls)
+            if recorded is None:
+                logger.info("%s: its blocks are no chain; calibrating them at the end", prefix)
+                continue
+            states, arguments = recorded
+            for block, own, call in zip(chain, names, arguments, strict=True):
+                yield from _run_block(block, own, linears, states, call, device)
+                for name in own:
+                    del left[name]
+        if left:
+
+            def run() -> None:
+                for call in calls:
+                    moved = call.to(_device_of(model))
+                    model(*moved.args, **moved.kwargs)
+
+            yield _Block(list(left), run, linears)
+
+
+def _run_block(
+    block: nn.Module,
+    names: Sequence[str],
+    linears: Mapping[str, nn.Linear],
+    states: list[Tensor],
+    calls: Sequence[_Call],
+    device: torch.device | str | None,
+) -> Iterator[_Block]:
+    """Yields one block of a chain, then replaces the states by what it gives."""
+    home = _device_of(block)
+    place = torch.device(device) if device is not None else home
+
+    def outputs() -> Iterator[Tensor]:
+        for state, call in zip(states, calls, strict=True):
+            moved = call.to(place)
+            args = (state.to(place), *moved.args[1:])
+            yield _first(block(*args, **moved.kwargs)).to(state.device)
+
+    def run() -> None:
+        for _ in outputs():
+            pass
+
+    block.to(place)
+    if names:
+        yield _Block(names, run, linears)
+        block.to(place)  # the replaced layers
+    for index, state in enumerate(outputs()):
+        states[index] = state
+    block.to(home)
+
+
+def _chains(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Yields the outermost lists of several modules of one type, with their names."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        is_list = isinstance(module, nn.ModuleList) and len(module) > 1
+        if is_list and len({type(block) for block in module.children()}) == 1:
+            found.append(name)
+            yield name, list(module.children())
+
+
+class _RecordedError(Exception):
+    """Ends a run of the model once the last block has been called."""
+
+
+class _NoChainError(Exception):
+    """Ends a recording: a block is not called with the output of the one before it."""
+
+
+def _record(
+    model: nn.Module, blocks: Sequence[nn.Module], calls: Sequence[_Call]
+) -> tuple[list[Tensor], list[list[_Call]]] | None:
+    """Records what each block is called with, without running any block but the first.
+
+    The other blocks pass on what they receive. Masks and positions, which blocks share, are thus
+    held once per input. Returns None if the blocks are no chain, each on the output of the last.
+
+    Returns:
+        The input of the first block per call, and the arguments of each block per call. Those of
+        the first argument, the hidden state, are to be replaced.
+    """
+    recording = _Recording(len(blocks))
+    with ExitStack() as stubs:
+        for index, block in enumerate(blocks):
+            block.forward = recording.stub(index, block.forward)
+            stubs.callback(block.__dict__.pop, "forward")
+        for call in calls:
+            moved = call.to(_device_of(model))
+            recording.position = 0
+            try:
+                model(*moved.args, **moved.kwargs)
+            except _RecordedError:
+                continue
+            except _NoChainError:
+                pass
+            return None
+    return recording.states, recording.arguments
+
+
+class _Recording:
+    """What the blocks of a chain are called with, and where in the chain the model is."""
+
+    def __init__(self, depth: int) -> None:
+        self.states: list[Tensor] = []
+        self.arguments: list[list[_Call]] = [[] for _ in range(depth)]
+        self.position = 0
+        self.passed: Tensor | None = None  # what the block before gave
+        self.rest: tuple[Any, ...] | None = None  # what blocks return after the hidden state
+
+    def stub(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what takes the place of a block's ``forward``."""
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            if not args:  # the hidden state was passed by name
+                first = next((k for k, v in kwargs.items() if isinstance(v, Tensor)), None)
+                args = (kwargs.pop(first),) if first else (None,)
+            state = args[0]
+            is_next = index == self.position and isinstance(state, Tensor)
+            if not is_next or (index > 0 and state is not self.passed):
+                raise _NoChainError
+            # A block runs twice: it must not append to a cache of keys and values.
+            kwargs |= {name: None for name in kwargs if name.startswith("past_key_value")}
+            if index == 0:
+                if not self.states:
+                    output = forward(*args, **kwargs)
+                    self.rest = output[1:] if isinstance(output, tuple) else None
+                self.states.append(state)
+            self.arguments[index].append(_Call((None, *args[1:]), kwargs))
+            self.position += 1
+            if self.position == len(self.arguments):
+                raise _RecordedError
+            self.passed = state.view_as(state)
+            return self.passed if self.rest is None else (self.passed, *self.rest)
+
+        return record
+
+
+def _first(output: Any) -> Tensor:
+    state: Tensor = output[0] if isinstance(output, tuple) else output
+    if not bool(torch.isfinite(state).all()):
+        raise ValueError("calibrate: a block gives NaN or infinity; try the model in bfloat16")
+    return state
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensors = (*module.parameters(), *module.buffers())
+    return next((t.device for t in tensors), torch.device("cpu"))
+
+
+# Results on disk
+
+
+class _Store:
+    """Results of blocks in a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        formats: Mapping[str, Format],
+        linears: Mapping[str, nn.Linear],
+        calls: Sequence[_Call],
+    ) -> None:
+        self.folder, self.formats, self.linears = folder, formats, linears
+        folder.mkdir(parents=True, exist_ok=True)
+        plan = {
+            "formats": {name: str(format) for name, format in formats.items()},
+            "inputs": _fingerprint([call.args for call in calls], [call.kwargs for call in calls]),
+            "weights": _fingerprint([linears[name].weight for name in formats]),
+        }
+        file = folder / "plan.json"
+        if not file.exists():
+            file.write_text(json.dumps(plan, indent=1))
+        elif json.loads(file.read_text()) != plan:
+            raise ValueError(
+                f"calibrate: {folder} holds results of another model, format or calibration; "
+                f"give an empty folder"
+            )
+
+    def save(self, step: int, layers: Sequence[CalibratedLayer]) -> None:
+        """Writes the layers of a block; the file appears whole or not at all."""
+        tensors, errors = {}, {}
+        for layer in layers:
+            errors[layer.name] = [layer.relative_error, layer.output_error]
+            for key, tensor in layer.quantised.tensors().items():
+                tensors[f"{layer.name}|{key}"] = tensor.contiguous()
+        file = self.folder / RESULTS.format(step)
+        part = file.with_suffix(".part")
+        save_file(tensors, part, metadata={"errors": json.dumps(errors)})
+        part.replace(file)
+
+    def load(self, step: int, names: Sequence[str]) -> list[CalibratedLayer] | None:
+        """Reads the layers of a block, or returns None if they are not there yet."""
+        file = self.folder / RESULTS.format(step)
+        if not file.exists():
+            return None
+        layers = []
+        with safe_open(file, "pt") as tensors:
+            errors = json.loads(tensors.metadata()["errors"])
+            for name in names:
+                weight = self.linears[name].weight
+                format = self.formats[name]
+                found = {key: tensors.get_tensor(f"{name}|{key}") for key in format.tensor_names}
+                shape = (weight.shape[0], weight.shape[1])
+                q = QuantisedTensor(format, shape, **found).to(weight.device)
+                layers.append(CalibratedLayer(name, q, *errors[name]))
+        return layers
+
+
+def _fingerprint(*values: Any) -> str:
+    """Hashes nested values with tensors; a tensor counts by its shape, dtype and bytes."""
+    import hashlib
+
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            tensor = value.detach().cpu().contiguous()
+            digest.update(f"{tensor.shape}{tensor.dtype}".encode())
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                digest.update(str(key).encode())
+                add(each)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                add(each)
+        else:
+            digest.update(repr(value).encode())
+
+    add(values)
+    return digest.hexdigest()
+
+
+class _Progress:
+    """A line on the terminal with the remaining time."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.start = total, 0, time.monotonic()
+
+    def advance(self, count: int) -> None:
+        """Counts layers that are done."""
+        self.done += count
+        passed = time.monotonic() - self.start
+        rest = passed / self.done * (self.total - self.done)
+        line = f"quantise {self.done}/{self.total} layers, {passed:.0f} s, about {rest:.0f} s to go"
+        if sys.stderr.isatty():
+            print(f"\r{line}", end="\n" if self.done == self.total else "", file=sys.stderr)
+        else:
+            logger.info("%s", line)

@@ -1,0 +1,287 @@
+"""Calibrating whole models block after block."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from fdk_formats import QuantisedLinear, quantise
+from fdk_formats.calibration import calibrate, replace_layers, token_windows
+from fdk_formats.compensate import output_error
+
+K = 32
+
+
+class Block(nn.Module):
+    """A block that also needs a keyword argument, and returns a tuple if asked to."""
+
+    def __init__(self, as_tuple=False):
+        super().__init__()
+        self.q, self.k = nn.Linear(K, K, bias=False), nn.Linear(K, K)
+        self.down = nn.Linear(K, K)
+        self.as_tuple = as_tuple
+
+    def forward(self, x, shift=None):
+        y = x + self.down(torch.tanh(self.q(x) * self.k(x)) + shift)
+        return (y, None) if self.as_tuple else y
+
+
+class Chain(nn.Module):
+    def __init__(self, depth=3, as_tuple=False):
+        super().__init__()
+        self.embed = nn.Embedding(50, K)
+        self.blocks = nn.ModuleList(Block(as_tuple) for _ in range(depth))
+        self.head = nn.Linear(K, 50)
+        self.calls = 0
+
+    def forward(self, ids):
+        x, shift = self.embed(ids), torch.ones(K) / 8
+        for block in self.blocks:
+            out = block(x, shift=shift)
+            x = out[0] if isinstance(out, tuple) else out
+        return self.head(x)
+
+
+class Parallel(nn.Module):
+    """Equal modules that do not follow on each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.arms = nn.ModuleList(nn.Sequential(nn.Linear(K, K), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        return sum(arm(x) for arm in self.arms)
+
+
+def build(kind=Chain, **options):
+    torch.manual_seed(0)
+    return kind(**options).eval()
+
+
+def tokens(count=12, seed=1):
+    return torch.randint(0, 50, (count, 20), generator=torch.Generator().manual_seed(seed))
+
+
+def linear_names(model):
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def run(model, inputs, format="int3-g16", names=None, replace=True, **options):
+    """Quantises in place; returns all layers by name."""
+    found = {}
+    formats = dict.fromkeys(names or linear_names(model), format)
+    for layers in calibrate(model, formats, inputs, progress=False, **options):
+        if replace:
+            replace_layers(model, {each.name: each.quantised for each in layers})
+        found |= {each.name: each for each in layers}
+    return found
+
+
+def moments_of(model, name, batches):
+    """Returns the mean of x x^T over what a layer is given, summed call by call."""
+    seen = []
+    handle = model.get_submodule(name).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
+    with torch.no_grad():
+        for ids in batches:
+            model(ids)
+    handle.remove()
+    total = torch.zeros(K, K)
+    for x in seen:
+        total.addmm_(x.reshape(-1, K).T, x.reshape(-1, K))
+    return total / sum(x.numel() // K for x in seen)
+
+
+def same(a, b):
+    return all(torch.equal(a.tensors()[name], b.tensors()[name]) for name in a.tensors())
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_each_block_sees_what_the_quantised_blocks_before_give(as_tuple):
+    source, model = (build(as_tuple=as_tuple) for _ in range(2))
+    found = run(model, tokens().split(4))
+    assert list(found) == linear_names(source)
+    # By hand: the first block is calibrated with the source model, the second with a model whose
+    # first block is quantised, the head with a model whose blocks all are.
+    staged = build(as_tuple=as_tuple)
+    for names in (["blocks.0"], ["blocks.1"], ["blocks.2"], ["head"]):
+        own = [name for name in found if name.startswith(names[0])]
+        for name in own:
+            weight, q = source.get_submodule(name).weight, found[name].quantised
+            moments = moments_of(staged, name, tokens().split(4))
+            assert same(q, quantise(weight, "int3-g16", hessian=moments)), name
+            assert found[name].output_error == output_error(weight, q.dequantise(), moments)
+        replace_layers(staged, {name: found[name].quantised for name in own})
+
+
+def test_calibration_lowers_the_error_of_the_model():
+    source, calibrated, plain = (build() for _ in range(3))
+    few = torch.randn(50, 3) @ torch.randn(3, K) / 2  # inputs that go together
+    for model in (source, calibrated, plain):
+        model.embed.weight.data = few
+    run(calibrated, tokens(), "kmeans2-g16")
+    names = linear_names(plain)
+    weights = {name: plain.get_submodule(name).weight for name in names}
+    replace_layers(plain, {n: quantise(w, "kmeans2-g16-search") for n, w in weights.items()})
+    held_out = tokens(seed=9)
+    with torch.no_grad():
+        wanted = source(held_out)
+        errors = [(model(held_out) - wanted).square().mean() for model in (calibrated, plain)]
+    assert errors[0] < 0.7 * errors[1]
+    assert isinstance(calibrated.blocks[0].q, QuantisedLinear)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
+def test_inputs_of_every_kind(kind):
+    ids = tokens()
+    inputs = {
+        "tensor": ids,
+        "tuple": [(row,) for row in ids.split(1)],
+        "dict": [{"ids": row} for row in ids.split(1)],
+    }[kind]
+    found, wanted = run(build(), inputs), run(build(), iter(ids.split(1)))
+    assert all(same(found[name].quantised, wanted[name].quantised) for name in wanted)
+
+
+def test_layers_of_one_input_share_their_moments():
+    model, seen = build(), []
+    original = torch.Tensor.addmm_
+    try:
+        torch.Tensor.addmm_ = lambda self, *args: seen.append(1) or original(self, *args)
+        run(model, tokens(2))
+    finally:
+        torch.Tensor.addmm_ = original
+    # Two calls, and per block one input for q and k and one for down; one input of the head.
+    assert len(seen) == 2 * (3 * 2 + 1)
+
+
+def test_blocks_run_twice_and_the_source_once(monkeypatch):
+    model, calls = build(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: calls.append(1))
+    run(model, tokens(4), names=[f"blocks.{i}.q" for i in range(3)])
+    # Per input and block one run for the moments, one for the outputs. The recording calls hooks
+    # of the stubs, except of the last, which ends the run.
+    assert len(calls) == 4 * (2 * 3 + 2)
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_modules_that_are_no_chain_are_calibrated_at_the_end():
+    x = torch.randn(9, 7, K, generator=torch.Generator().manual_seed(0))
+    found = run(build(Parallel), x)
+    moments = x.reshape(-1, K).T @ x.reshape(-1, K) / 63
+    for name, layer in found.items():
+        weight = build(Parallel).get_submodule(name).weight
+        assert layer.output_error == pytest.approx(
+            output_error(weight, layer.quantised.dequantise(), moments), rel=1e-3
+        )
+
+
+def test_a_single_linear_model_and_layers_never_called(caplog):
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(K, K), nn.Linear(K, K)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = build(Idle)
+    with caplog.at_level(logging.WARNING):
+        found = run(model, [torch.randn(5, K)])
+    assert "idle: never called" in caplog.text
+    assert found["idle"].output_error is None
+    assert same(found["idle"].quantised, quantise(build(Idle).idle.weight, "int3-g16"))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_resumed_after_a_kill_bit_for_bit(tmp_path, stop):
+    wanted = run(build(), tokens(), "kmeans3-g16")
+    model = build()
+    formats = dict.fromkeys(linear_names(model), "kmeans3-g16")
+    steps = calibrate(model, formats, tokens(), folder=tmp_path, progress=False)
+    for _ in range(stop):
+        replace_layers(model, {each.name: each.quantised for each in next(steps)})
+    steps.close()
+    assert len(list(tmp_path.glob("quantised-*"))) == stop
+    found = run(build(), tokens(), "kmeans3-g16", folder=tmp_path)
+    assert list(found) == list(wanted)
+    for name, layer in wanted.items():
+        assert same(found[name].quantised, layer.quantised)
+        assert found[name].relative_error == layer.relative_error
+        assert found[name].output_error == layer.output_error
+    again = run(build(), tokens(), "kmeans3-g16", folder=tmp_path)
+    assert all(same(again[name].quantised, wanted[name].quantised) for name in wanted)
+
+
+def test_a_folder_of_other_arguments_is_refused(tmp_path):
+    run(build(), tokens(), folder=tmp_path)
+    for change in ({"inputs": tokens(seed=5)}, {"format": "int2-g16"}):
+        with pytest.raises(ValueError, match="holds results of another"):
+            run(build(), **({"inputs": tokens(), "folder": tmp_path} | change))
+
+
+def test_errors_name_the_cause():
+    with pytest.raises(ValueError, match="no calibration inputs"):
+        run(build(), [])
+    with pytest.raises(ValueError, match="'embed' is not a linear layer"):
+        run(build(), tokens(), names=["embed"])
+    with pytest.raises(ValueError, match="iterable of model inputs, got str"):
+        run(build(), "a text")
+    broken = build()
+    with torch.no_grad():
+        broken.blocks[0].q.weight[0, 0] = float("inf")
+    with pytest.raises(ValueError, match=r"layer blocks.0.q: quantise: weight must be finite"):
+        run(broken, tokens())
+
+
+def test_a_cache_of_keys_and_values_is_not_extended():
+    class Caching(Block):
+        def forward(self, x, shift=None, past_key_values=None):
+            if past_key_values is not None:
+                past_key_values.append(x)
+                x = x + len(past_key_values)
+            return super().forward(x, shift)
+
+    class Model(Chain):
+        def forward(self, ids):
+            x, cache = self.embed(ids), []
+            for block in self.blocks:
+                x = block(x, shift=torch.zeros(K), past_key_values=cache)
+            return x
+
+    model = build(Model)
+    model.blocks = nn.ModuleList(Caching() for _ in range(2))
+    weight = model.blocks[0].q.weight
+    found = run(model, tokens())
+    assert found["blocks.1.q"].output_error > 0
+    with torch.no_grad():
+        x = model.embed(tokens()).reshape(-1, K)
+    assert found["blocks.0.q"].output_error == pytest.approx(
+        output_error(weight, found["blocks.0.q"].quantised.dequantise(), x.T @ x / len(x)), rel=1e-3
+    )
+
+
+def test_hooks_and_forwards_are_removed():
+    model = build()
+    steps = calibrate(model, {"blocks.1.q": "int4-g16"}, tokens(), progress=False)
+    assert [layer.name for layers in steps for layer in layers] == ["blocks.1.q"]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_token_windows():
+    def tokenizer(text, add_special_tokens):
+        assert add_special_tokens is False
+        return {"input_ids": list(range(len(text)))}
+
+    assert token_windows("x" * 11, tokenizer, length=3).tolist() == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+    assert token_windows("x" * 40, tokenizer, 4, count=3)[:, 0].tolist() == [0, 12, 24]
+    with pytest.raises(ValueError, match="wanted 3 windows of 8 tokens, got 20 tokens"):
+        token_windows("x" * 20, tokenizer, 8, count=3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fdk_formats import QuantisedLinear, quantise
+from fdk_formats import Format, QuantisedLinear, calibration, quantise
 from fdk_formats.calibration import calibrate, replace_layers, token_windows
 from fdk_formats.compensate import output_error
 
@@ -285,3 +285,12 @@ def test_token_windows():
     assert token_windows("x" * 40, tokenizer, 4, count=3)[:, 0].tolist() == [0, 12, 24]
     with pytest.raises(ValueError, match="wanted 3 windows of 8 tokens, got 20 tokens"):
         token_windows("x" * 20, tokenizer, 8, count=3)
+
+
+def test_calibration_is_advised_once(caplog):
+    calibration._advise.cache_clear()
+    calibration.advise_calibration([Format.parse("int4-g64")])
+    assert caplog.text == ""
+    for _ in range(2):
+        calibration.advise_calibration([Format.parse("int4-g64"), Format.parse("kmeans3-g64")])
+    assert caplog.text.count("without calibration") == 1

@@ -22,6 +22,8 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
+from fdk_formats.calibration import CalibratedLayer, calibrate, replace_layers, token_windows
+from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.embedding import QuantisedEmbedding
 from fdk_formats.files import load, load_model, parameters_on_meta, save, save_model
@@ -38,8 +40,10 @@ from fdk_formats.tensor import QuantisedTensor, relative_error
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
+    "CalibratedLayer",
     "DequantisedWeight",
     "Format",
+    "Hessian",
     "LayerReport",
     "Layout",
     "LeftWeight",
@@ -51,6 +55,7 @@ __all__ = [
     "QuantisedLinear",
     "QuantisedTensor",
     "all_backends",
+    "calibrate",
     "dequantise_4bit",
     "dequantise_blockwise",
     "fake_quantise",
@@ -59,6 +64,7 @@ __all__ = [
     "load",
     "load_model",
     "model_report",
+    "output_error",
     "pack",
     "parameters_on_meta",
     "quantise",
@@ -67,9 +73,11 @@ __all__ = [
     "quantise_model",
     "register",
     "relative_error",
+    "replace_layers",
     "save",
     "save_model",
     "select",
+    "token_windows",
     "unpack",
     "unsupported_reasons",
 ]

@@ -27,7 +27,7 @@ BLOCK = 128
 DAMPING = 0.01
 # Rows of a least-squares system for scales that are held at once, in float32 numbers.
 SYSTEM_SIZE = 1 << 26
-# Rounds of refitting scales and codebook, each followed by a pass.
+# Rounds of refitting scales and codebook, each followed by a pass, for up to 2 bits; above, one.
 REFIT_ROUNDS = 2
 REFIT_CODEBOOK_BITS = 4
 CONJUGATE_STEPS = 12
@@ -142,7 +142,7 @@ def compensate(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
         hessian: second moments of the inputs of the layer, on the weight's device.
     """
     found = _pass(weight, grid, hessian)
-    for _ in range(REFIT_ROUNDS):
+    for _ in range(REFIT_ROUNDS if grid.format.bits <= 2 else min(1, REFIT_ROUNDS)):
         refitted = _refit_scales(weight, found, hessian)
         found = _better_rows(found, refitted)
         found = _better_rows(found, _pass(weight, refitted.grid, hessian))

@@ -1,0 +1,220 @@
+"""Quantises a Hugging Face model folder with calibration: `python -m fdk_formats`."""
+
+import argparse
+import json
+import logging
+import math
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdk_formats.calibration import CalibratedLayer, calibrate, replace_layers, token_windows
+from fdk_formats.files import save_model
+from fdk_formats.format import Format
+
+# Files of a model folder that the weights are not in.
+KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses arguments, quantises, and writes the folder and the report."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        report = quantise_folder(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"fdk_formats: {error}")
+    print(json.dumps({key: value for key, value in report.items() if key != "layers"}, indent=1))
+
+
+def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
+    """Quantises the model of a folder into another; returns the report.
+
+    Args:
+        options: as ``_parser`` describes them.
+    """
+    start = time.monotonic()
+    out = Path(options.out)
+    if out.exists() and any(out.iterdir()) and not options.resume:
+        raise ValueError(f"{out} is not empty; give another --out, or --resume to go on with it")
+    model, tokenizer = _load(options.model)
+    texts = [Path(file).read_text(encoding="utf-8") for file in options.calibration]
+    inputs = torch.cat(
+        [token_windows(text, tokenizer, options.length, options.windows) for text in texts]
+    )
+    formats = choose_formats(model, options.format, options.skip, _overrides(options.override))
+    out.mkdir(parents=True, exist_ok=True)
+    work = out / "calibration"
+    layers: list[CalibratedLayer] = []
+    batches = inputs.split(options.batch)
+    for block in calibrate(model, formats, batches, device=options.device, folder=work):
+        for layer in block:  # plain weights until the end: blocks then run at the speed of torch
+            weight = model.get_submodule(layer.name).weight
+            assert isinstance(weight, Tensor)
+            weight.data.copy_(layer.quantised.dequantise())
+        layers += block
+    seconds = time.monotonic() - start
+    replace_layers(model, {layer.name: layer.quantised for layer in layers})
+    save_model(out / "model.safetensors", model)
+    for pattern in KEPT:
+        for file in sorted(Path(options.model).glob(pattern)):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, out / file.name)
+    report: dict[str, Any] = {
+        "format": str(options.format),
+        "bits_per_weight": _bits(layers),
+        "calibration_tokens": inputs.numel(),
+        "seconds": round(seconds, 1),
+    }
+    if options.held_out:
+        text = Path(options.held_out).read_text(encoding="utf-8")
+        windows = token_windows(text, tokenizer, options.length, options.windows)
+        report |= divergence(_load(options.model)[0], model, windows)
+    report["layers"] = [
+        {
+            "name": layer.name,
+            "format": str(layer.quantised.format),
+            "relative_error": layer.relative_error,
+            "output_error": layer.output_error,
+        }
+        for layer in layers
+    ]
+    (out / "report.json").write_text(json.dumps(report, indent=1))
+    shutil.rmtree(work)
+    return report
+
+
+def choose_formats(
+    model: nn.Module, format: str, skip: str, overrides: Sequence[tuple[str, str]]
+) -> dict[str, Format]:
+    """Returns the format of every linear layer to quantise, by name.
+
+    Args:
+        model: the model.
+        format: of layers that no override matches.
+        skip: a regular expression; layers that it matches are left, unless overridden.
+        overrides: pairs of a regular expression and a format, or ``none`` to leave a layer.
+
+    Raises:
+        ValueError: if a format does not fit a layer, an override matches none, or none is left.
+    """
+    formats = {}
+    unused = {pattern for pattern, _ in overrides}
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear:
+            continue
+        chosen: str | None = None if re.search(skip, name) else format
+        for pattern, wanted in overrides:
+            if re.search(pattern, name):
+                unused.discard(pattern)
+                chosen = None if wanted == "none" else wanted
+                break
+        if chosen is None:
+            continue
+        formats[name] = Format.parse(chosen)
+        try:
+            formats[name].group_size_for(module.in_features)
+        except ValueError as error:
+            raise ValueError(f"layer {name}: {error}; skip or override it") from None
+    if unused:
+        raise ValueError(f"override {sorted(unused)[0]!r} matches no linear layer")
+    if not formats:
+        raise ValueError("the model has no linear layer to quantise")
+    return formats
+
+
+@torch.inference_mode()
+def divergence(source: nn.Module, model: nn.Module, windows: Tensor) -> dict[str, float]:
+    """Compares the next-token distributions of two language models.
+
+    Args:
+        source: the model in 16 or 32 bits.
+        model: the quantised model.
+        windows: token ids, ``[windows, tokens, int64]``.
+
+    Returns:
+        KL from source to model in nats per token, its standard error over windows, and the
+        perplexity of both.
+    """
+    losses: list[list[float]] = []
+    kls = []
+    for window in windows:
+        a, b = (
+            each(input_ids=window[None]).logits[0, :-1].float().log_softmax(-1)
+            for each in (source, model)
+        )
+        kls.append(float((a.exp() * (a - b)).sum(-1).mean()))
+        wanted = window[1:, None]
+        losses.append([-float(each.gather(1, wanted).mean()) for each in (a, b)])
+    kl = torch.tensor(kls, dtype=torch.float64)
+    mean = torch.tensor(losses, dtype=torch.float64).mean(0)
+    return {
+        "kl": float(kl.mean()),
+        "kl_standard_error": float(kl.std() / math.sqrt(len(kl))) if len(kl) > 1 else math.nan,
+        "perplexity_source": math.exp(mean[0]),
+        "perplexity": math.exp(mean[1]),
+        "held_out_tokens": windows.numel(),
+    }
+
+
+def _load(folder: str) -> tuple[nn.Module, Any]:
+    """Loads model and tokenizer of a Hugging Face folder."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        raise ValueError(
+            "a Hugging Face folder needs the package transformers: pip install transformers"
+        ) from None
+    if not Path(folder, "config.json").exists():
+        raise ValueError(f"{folder} is no Hugging Face folder: it has no config.json")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # in evaluation mode
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _overrides(texts: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for text in texts:
+        pattern, equals, format = text.rpartition("=")
+        if not equals:
+            raise ValueError(f"--override takes REGEX=FORMAT, got {text!r}")
+        pairs.append((pattern, format))
+    return pairs
+
+
+def _bits(layers: Sequence[CalibratedLayer]) -> float:
+    sizes = [layer.quantised.shape[0] * layer.quantised.shape[1] for layer in layers]
+    bits = (layer.quantised.bits_per_weight for layer in layers)
+    return sum(size * each for size, each in zip(sizes, bits, strict=True)) / sum(sizes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m fdk_formats", description=__doc__)
+    parser.add_argument("model", help="folder of a causal language model")
+    parser.add_argument("format", help="for example kmeans3-g64")
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument(
+        "--calibration", required=True, nargs="+", help="text files; broad text works best"
+    )
+    parser.add_argument("--length", type=int, default=512, help="tokens in a window")
+    parser.add_argument("--windows", type=int, help="windows per text (default: all)")
+    parser.add_argument("--batch", type=int, default=4, help="windows per call")
+    parser.add_argument("--skip", default=r"(^|\.)lm_head$", help="regex of layers to leave")
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="REGEX=FORMAT",
+        help="another format for some layers, or none to leave them; the first match counts",
+    )  # fmt: skip
+    parser.add_argument("--device", help="where blocks run, such as cuda (default: cpu)")
+    parser.add_argument("--resume", action="store_true", help="go on with a folder cut short")
+    parser.add_argument("--held-out", help="text file: report perplexity and KL on it")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

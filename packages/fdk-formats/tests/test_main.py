@@ -1,0 +1,122 @@
+"""`python -m fdk_formats`: a Hugging Face folder to a quantised one."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from fdk_formats import load_model
+from fdk_formats.__main__ import choose_formats, divergence, main
+from fdk_formats.calibration import calibrate
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = " ".join(f"word{i % 7} stands before word{i % 11}." for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A llama of two blocks with a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    words = sorted(set(TEXT.replace(".", " .").split()))
+    vocabulary = {word: index for index, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        vocab_size=len(vocabulary),
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+def command(folder, out, *more):
+    text = str(folder / "text.txt")
+    length = ["--length", "32", "--windows", "12"]
+    main([str(folder), "kmeans3-g32", "--out", str(out), "--calibration", text, *length, *more])
+
+
+def test_a_folder_to_a_folder(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    text = str(folder / "text.txt")
+    command(folder, out, "--override", "down_proj=int4-g32", "--held-out", text)
+    printed, report = (
+        json.loads(capsys.readouterr().out),
+        json.loads((out / "report.json").read_text()),
+    )
+    assert report.items() >= printed.items()
+    formats = {layer["name"]: layer["format"] for layer in report["layers"]}
+    assert len(formats) == 14
+    assert formats["model.layers.0.mlp.down_proj"] == "int4-g32"
+    assert formats["model.layers.1.self_attn.q_proj"] == "kmeans3-g32"
+    assert all(0 < layer["output_error"] < 0.3 for layer in report["layers"])
+    assert 3.5 < report["bits_per_weight"] < 4.5
+    assert 0 < report["kl"] < 0.1
+    assert {"config.json", "tokenizer.json", "model.safetensors"} < {f.name for f in out.iterdir()}
+    assert not (out / "calibration").exists()
+    source = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded = load_model(out / "model.safetensors", source)
+    ids = torch.arange(20)[None] % 12
+    found = divergence(source, loaded, ids)
+    assert 0 < found["kl"] < 0.1
+
+
+def test_resumed_after_a_kill(folder, tmp_path, monkeypatch):
+    command(folder, tmp_path / "whole")
+
+    def killed(*args, **options):
+        steps = calibrate(*args, **options)
+        yield next(steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fdk_formats.__main__.calibrate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        command(folder, tmp_path / "cut")
+    monkeypatch.undo()
+    with pytest.raises(SystemExit, match=r"not empty.*--resume"):
+        command(folder, tmp_path / "cut")
+    command(folder, tmp_path / "cut", "--resume")
+    files = [tmp_path / name / "model.safetensors" for name in ("whole", "cut")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--override", "down_proj"], "takes REGEX=FORMAT"),
+        (["--override", "nothing=int4-g32"], "'nothing' matches no linear layer"),
+        (
+            ["--override", "down_proj=int4-g64"],
+            "down_proj: int4-g64: k must be .* skip or override",
+        ),
+        (["--skip", "proj|lm_head"], "no linear layer to quantise"),
+        (["--windows", "9999"], "wanted 9999 windows"),
+        (["--calibration", "absent.txt"], "absent.txt"),
+    ],
+)
+def test_errors_end_with_a_message(folder, tmp_path, more, message):
+    with pytest.raises(SystemExit, match=message):
+        command(folder, tmp_path / "out", *more)
+
+
+def test_no_hugging_face_folder(tmp_path):
+    with pytest.raises(SystemExit, match="it has no config"):
+        main([str(tmp_path), "int4-g32", "--out", str(tmp_path / "o"), "--calibration", "x"])
+
+
+def test_choose_formats():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.ReLU()})
+    found = choose_formats(model, "int4-g32", "b", [])
+    assert {name: str(format) for name, format in found.items()} == {"a": "int4-g32"}
+    assert list(choose_formats(model, "int4-g32", "b", [("b", "int8-g32"), ("a", "none")])) == ["b"]

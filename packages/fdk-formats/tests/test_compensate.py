@@ -125,13 +125,14 @@ def test_ties_go_to_the_lower_code(monkeypatch):
     assert found.codes.tolist() == [[6, 0, 3, 3, 4, 4, 5, 5, 2, 3, 1, 2, 0, 1, 4, 5]]
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_refits_lower_the_error(bits, monkeypatch):
+@pytest.mark.parametrize(("bits", "most"), [(1, 0.97), (2, 0.97), (3, 0.985)])
+def test_refits_lower_the_error(bits, most, monkeypatch):
+    """Up to 2 bits there are two rounds, above one, which gains less."""
     weight, hessian = random(64, 128), moments(128, rank=16)
     refitted = quantise(weight, f"kmeans{bits}-g32", hessian=hessian)
     monkeypatch.setattr("fdk_formats.compensate.REFIT_ROUNDS", 0)
     once = quantise(weight, f"kmeans{bits}-g32", hessian=hessian)
-    assert squared(weight, refitted, hessian) < 0.97 * squared(weight, once, hessian)
+    assert squared(weight, refitted, hessian) < most * squared(weight, once, hessian)
 
 
 def test_dead_inputs_do_no_harm():

@@ -89,9 +89,27 @@ class Int8Table(ctypes.Structure):
     )
 
 
+AT, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+LINEAR = (AT, AT, SIZE, AT, INT, AT, SIZE, AT, AT, SIZE)
+# Without types ctypes passes an int of Python as 32 bits, and a size_t on the stack has garbage
+# above them.
+ARGUMENTS = {
+    "fdk_packed_size": (AT, AT),
+    "fdk_pack": (AT, AT, AT, AT, AT, SIZE, SIZE),
+    "fdk_linear": LINEAR,
+    "fdk_linear_int8": LINEAR,
+    "fdk_linear_grad_x": (AT, AT, SIZE, AT, INT, AT, SIZE, AT, SIZE),
+    "fdk_make_int8_table": (AT, INT, AT),
+    "fdk_set_isa": (ctypes.c_char_p,),
+    "fdk_error": (),
+}
+
+
 @pytest.fixture
 def library(native_build: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(native_build / "libfdk_cpu.so"))
+    for name, types in ARGUMENTS.items():
+        getattr(loaded, name).argtypes = types
     loaded.fdk_error.restype = ctypes.c_char_p
     return loaded
 
@@ -276,8 +294,6 @@ def test_int8_invalid_arguments(library: ctypes.CDLL) -> None:
         assert library.fdk_error().decode() == message
     format, affine = (ctypes.byref(Format(4, 128, 64, 4, FP32, zero)) for zero in (0, U8))
     block, x, y = bytes(512), bytes(128 * 2), ctypes.create_string_buffer(8)
-    size = ctypes.c_size_t()
-    assert library.fdk_packed_size(format, ctypes.byref(size)) == 0
     for (form, at, *others), message in (
         ((format, block, None, BF16, x, 1, None, y, 1), "table: wanted a pointer, got NULL"),
         ((affine, block, table, BF16, x, 1, None, y, 1), "table: wanted NULL, for the format"),
@@ -286,5 +302,7 @@ def test_int8_invalid_arguments(library: ctypes.CDLL) -> None:
         ((format, block, table, BF16, None, 1, None, y, 1), "x: wanted a pointer, got NULL"),
         ((format, block, table, BF16, x, 1, None, None, 1), "y: wanted a pointer, got NULL"),
     ):
+        size = ctypes.c_size_t()
+        assert library.fdk_packed_size(form, ctypes.byref(size)) == 0
         assert library.fdk_linear_int8(form, at, size, *others) != 0
         assert message in library.fdk_error().decode()

@@ -159,17 +159,24 @@ def test_allowed_error_covers_sequential_sums(terms):
 def test_allowed_error_for_few_outputs():
     # Sequential sums of 3 outputs, some of which nearly cancel.
     terms = torch.randn(2000, 3, 48, generator=torch.Generator().manual_seed(0))
-    exceeded = dict.fromkeys(("typical", "norm"), 0)
+    names = "typical", "norm", "dropped", "bfloat16"
+    exceeded = dict.fromkeys(names, 0)
     for values in terms:
-        oracle, y = values.double().sum(1), torch.zeros(3)
+        oracle, y, coarse = values.double().sum(1), torch.zeros(3), torch.zeros(3).bfloat16()
         for column in values.T:
             y += column
-        error, rounded = nrmse(y, oracle), oracle.float()
-        typical = float(values.double().norm())
-        exceeded["typical"] += error > allowed_error(rounded, oracle, 48, typical)
-        exceeded["norm"] += error > allowed_error(rounded, oracle, 48)
+            coarse += column
+        dropped = oracle.clone()
+        dropped[0] -= values[0, 0]  # one term of one output
+        rounded, typical = oracle.float(), float(values.double().norm())
+        allowed = allowed_error(rounded, oracle, 48, typical)
+        exceeded["typical"] += nrmse(y, oracle) > allowed
+        exceeded["norm"] += nrmse(y, oracle) > allowed_error(rounded, oracle, 48)
+        exceeded["dropped"] += nrmse(dropped, oracle) > allowed
+        exceeded["bfloat16"] += nrmse(coarse, oracle) > allowed
     assert exceeded["typical"] == 0
     assert exceeded["norm"] > 0
+    assert exceeded["dropped"] == exceeded["bfloat16"] == len(terms)
 
 
 def test_poisoned():

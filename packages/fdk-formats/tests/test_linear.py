@@ -1,7 +1,9 @@
 import copy
 import io
+import os
 import pickle
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -318,6 +320,24 @@ def test_compile_fullgraph_without_recompiling_over_m():
             assert torch.equal(y, quantised(x))
             y.sum().backward()
             assert x.grad is not None
+
+
+# torch.vmap puts the repr of the layer in its messages, which are traced too.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # of inductor
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_compile_vmap_over_batch_sizes(backend, compiler):
+    if backend == "cpu":
+        pytest.importorskip("fdk_cpu")
+    if compiler == "inductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("needs a C++ compiler")
+    quantised = QuantisedLinear.from_linear(linear(), "kmeans4-g32", backend)
+    torch.compiler.reset()
+    compiled = torch.compile(torch.vmap(quantised), fullgraph=True, backend=compiler)
+    for batch in (4, 5, 7, 1):
+        x = torch.randn(batch, 3, 64)
+        torch.testing.assert_close(compiled(x), quantised(x))
+    assert quantised.backend_name == backend
 
 
 def test_export():

@@ -329,6 +329,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         weight: Tensor = layout.forward(eye).t()
         return weight
 
+    @constant_in_graphs  # torch.vmap reads it, and dynamo cannot trace Format.__str__
     def extra_repr(self) -> str:
         """Shows the sizes as nn.Linear does, format, backend and activations."""
         rounded = "" if self.activations == "float" else f", activations={self.activations}"

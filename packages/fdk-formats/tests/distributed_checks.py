@@ -1,5 +1,6 @@
 """Runs checks in several processes, spawned once per module and number of processes."""
 
+import importlib
 import os
 import socket
 import traceback
@@ -14,13 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 Check = Callable[[DeviceMesh, Path], None]
 
 
-def _run(rank: int, ranks: int, port: int, checks: dict[str, Check], folder: Path) -> None:
+def _run(rank: int, ranks: int, port: int, module: str, folder: Path, device: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo" if device == "cpu" else "nccl",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+        device_id=None if device == "cpu" else torch.device(device, rank),
     )
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(device, (ranks,))
+    checks: dict[str, Check] = importlib.import_module(module).CHECKS
     for name, check in checks.items():
         try:
             check(mesh, folder)
@@ -32,8 +40,18 @@ def _run(rank: int, ranks: int, port: int, checks: dict[str, Check], folder: Pat
     distributed.destroy_process_group()
 
 
-def results(checks: dict[str, Check], ranks: int, folder: Path) -> dict[str, str]:
+def results(
+    file: str, checks: dict[str, Check], ranks: int, folder: Path, device: str = "cpu"
+) -> dict[str, str]:
     """Runs each check on all processes.
+
+    Args:
+        file: the file whose ``CHECKS`` are run. The processes import it by its stem: pytest's name
+            of the module cannot be imported from every folder.
+        checks: the same ``CHECKS``.
+        ranks: number of processes.
+        folder: an empty folder.
+        device: ``cpu`` for gloo, ``cuda`` for NCCL with a GPU for each process.
 
     Returns:
         Name of a check -> traceback of the first process that failed, or ``""``.
@@ -41,7 +59,8 @@ def results(checks: dict[str, Check], ranks: int, folder: Path) -> dict[str, str
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.spawn(_run, (ranks, port, checks, folder), nprocs=ranks, join=False)
+    arguments = ranks, port, Path(file).stem, folder, device
+    context = multiprocessing.spawn(_run, arguments, nprocs=ranks, join=False)
     try:
         while not context.join(timeout=100):
             pass

@@ -1,4 +1,6 @@
-"""FSDP2 and DDP with quantised layers, in gloo processes."""
+"""FSDP2 and DDP with quantised layers, in two and four gloo processes."""
+
+import weakref
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fdk_formats import quantise_model
+from fdk_formats import QuantisedLinear, quantise_model
 
 FORMATS = ("kmeans4-g32", "affine3-g32", "int4-row")
 
@@ -95,6 +97,24 @@ def check_memory_falls_with_the_ranks(mesh, folder):
         made[0].unshard()
         made[0].reshard()
         assert all(isinstance(p, DTensor) for p in made.parameters())
+
+
+def check_layouts_are_freed(mesh, folder):
+    """Neither a module nor autograd keeps a layout between forward and backward."""
+    made, layouts = sharded(mesh, model()), []
+
+    def note(module, args, output):
+        layouts.append(weakref.ref(module.stored.layout))
+
+    for block in made:
+        for layer in block.children():
+            layer.register_forward_hook(note)
+    y = made(x().requires_grad_())
+    assert len(layouts) == 4
+    # Blocks reshard after forward, except the last one, which backward needs first.
+    assert [layout() for layout in layouts[:2]] == [None, None]
+    y.sum().backward()
+    assert [layout() for layout in layouts] == [None] * 4
 
 
 def check_kept_unsharded(mesh, folder):
@@ -232,11 +252,31 @@ def assert_same_step_ddp(made, plain):
 CHECKS = {name: value for name, value in globals().items() if name.startswith("check_")}
 
 
-@pytest.fixture(scope="module", params=[2], ids="{} processes".format)
+@pytest.fixture(scope="module", params=[2, 4], ids="{} processes".format)
 def found(request, tmp_path_factory):
-    return results(CHECKS, request.param, tmp_path_factory.mktemp("processes"))
+    return results(__file__, CHECKS, request.param, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_fsdp(check, found):
     assert not found[check], found[check]
+
+
+def test_saved_tensors_are_canonical():
+    """A layer whose parameters are replaced at each call saves no layout for backward."""
+    torch.manual_seed(0)
+    layer = QuantisedLinear.from_linear(nn.Linear(64, 24), "int4-g32", backend="reference")
+    wanted = layer.dequantise()
+    tensors = layer.quantised.tensors()
+    for name, tensor in tensors.items():
+        replaced = nn.Parameter(tensor.clone(), requires_grad=False)
+        layer._parameters[f"weight_{name}"] = replaced
+    given = torch.randn(3, 64, requires_grad=True)
+    y = layer(given)
+    layout = weakref.ref(layer.stored.layout)
+    assert layout() is not None
+    for name, tensor in tensors.items():
+        layer._parameters[f"weight_{name}"] = nn.Parameter(tensor, requires_grad=False)
+    assert layout() is None
+    y.sum().backward()
+    torch.testing.assert_close(given.grad, torch.ones(3, 24) @ wanted)

@@ -1,10 +1,10 @@
-"""Quantised layers called as nn.Linear is."""
+"""Quantised layers in models whose code asks for nn.Linear's attributes."""
 
 import pytest
 import torch
 from torch import nn
 
-from fdk_formats import QuantisedLinear
+from fdk_formats import QuantisedLinear, quantise_model
 
 
 def layer(n=24, k=64, dtype=torch.float32, **settings):
@@ -35,3 +35,81 @@ def test_autocast_rounds_as_nn_linear(dtype, x_dtype, bias_dtype):
     assert torch.equal(y, wanted)
     y.float().sum().backward()
     assert quantised.bias.grad.dtype == bias_dtype
+
+
+@pytest.mark.parametrize("name", ["T5", "MT5"])
+def test_t5(name):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16, vocab_size=256
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).half().eval()
+    ids = torch.ones(1, 3, dtype=torch.long)
+    model = quantise_model(model, "int8-g32", backend="reference", progress=False)
+    logits = model(input_ids=ids, decoder_input_ids=ids).logits
+    assert logits.dtype == torch.float16
+    assert logits.isfinite().all()
+
+
+def test_weight_of_mamba():
+    dt_proj, x = layer(), torch.randn(64, 5)
+    assert torch.equal(dt_proj.weight @ x, dt_proj.dequantise() @ x)
+
+
+def test_fast_path_of_the_transformer_encoder():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, dropout=0, batch_first=True).eval()
+    quantised = quantise_model(encoder, "int8-g32", backend="reference", progress=False)
+    kinds = {name: type(module) for name, module in quantised.named_modules()}
+    assert kinds["linear1"] is kinds["linear2"] is QuantisedLinear
+    x = torch.randn(2, 5, 64)
+    wanted = encoder(x)
+    with torch.inference_mode():
+        y = quantised(x)
+    assert 0 < (y - wanted).norm() / wanted.norm() < 0.02
+
+
+def test_kbit_training_of_peft():
+    from peft import prepare_model_for_kbit_training
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+    )
+    model = quantise_model(
+        GPTNeoXForCausalLM(config).half(), "int8-g32", backend="reference", progress=False
+    )
+    stored = {name: p.dtype for name, p in model.named_parameters() if ".weight_" in name}
+    model.is_loaded_in_8bit = True
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert {n: p.dtype for n, p in model.named_parameters() if ".weight_" in n} == stored
+    ids = torch.arange(5)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(input_ids=ids).logits.isfinite().all()
+
+
+def test_counts_and_footprints():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+    )
+    model = quantise_model(
+        LlamaForCausalLM(config), "int4-g32", backend="reference", progress=False
+    )
+    stored = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    assert model.get_memory_footprint() == stored
+    model(input_ids=torch.arange(5)[None])
+    assert model.get_memory_footprint() == stored
+    # Stored elements are counted: two 4-bit codes in each.
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())

@@ -190,7 +190,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         stored = super().dequantise(dtype)
         if self.input_permutation is None:
             return stored
-        return torch.empty_like(stored).index_copy_(1, self.input_permutation.long(), stored)
+        permutation = tensor_parallel.local(self.input_permutation).long()
+        return torch.empty_like(stored).index_copy_(1, permutation, stored)
 
     @property
     def layout(self) -> Layout:

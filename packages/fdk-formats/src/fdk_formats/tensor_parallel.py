@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from fdk_formats.stored_weight import StoredTensor
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import local_tensor
 
@@ -53,7 +54,12 @@ def local_weight(layer: "QuantisedModule", tensors: "Mapping[str, Tensor]") -> Q
         "codebook": torch.float32,
         "zero_point": format.stored_zero_point_dtype,
     }
-    own = {name: tensor.detach().to(dtypes[name]) for name, tensor in tensors.items()}
+    # Where one parameter was replaced, the others are still those of the weight before.
+    plain = {
+        name: tensor.plain() if isinstance(tensor, StoredTensor) else tensor
+        for name, tensor in tensors.items()
+    }
+    own = {name: tensor.detach().to(dtypes[name]) for name, tensor in plain.items()}
     return QuantisedTensor(format, (n, k), **own)
 
 

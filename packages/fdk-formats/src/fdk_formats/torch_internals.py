@@ -13,6 +13,7 @@ In ``torch._C``:
 - ``_cuda_getCurrentRawStream``: the handle of a stream, without making a Stream of it.
 
 - ``DisableTorchFunctionSubclass``: calls a function of torch on a tensor subclass itself.
+- ``DisableTorchFunction``: the same without modes that see functions, as torch.export has.
 
 Elsewhere:
 
@@ -32,8 +33,8 @@ add to these but not replace them. They read ``_buffers``, ``_modules``, ``_para
 dictionaries of hooks, because finding a buffer as an attribute takes 0.5 us.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
@@ -137,12 +138,14 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def without_dispatch_modes() -> AbstractContextManager[object]:
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
     """Makes operations run on real tensors while a mode traces the caller."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    context: AbstractContextManager[object] = _disable_current_modes()
-    return context
+    # Functions too: torch.export would record no_grad, and cannot save such a region if empty.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def local_tensor(sharded: Any) -> Tensor:

@@ -41,6 +41,10 @@ def test_auto_selects_cpu() -> None:
     [
         ({"dtype": torch.float64}, "needs activations of .*got torch.float64"),
         ({"device": torch.device("cuda")}, "needs tensors on the CPU, got cuda"),
+        (
+            {"dtype": torch.float64, "device": torch.device("cuda")},
+            "needs tensors on the CPU, got cuda; needs activations of .*got torch.float64",
+        ),
     ],
 )
 def test_unsupported(changes: dict[str, object], reason: str) -> None:

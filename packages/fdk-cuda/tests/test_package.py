@@ -36,6 +36,20 @@ def test_without_a_gpu_every_backend_says_so():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said where there is no GPU")
+def test_every_reason_is_said_at_once():
+    format, device = Format.parse("affine4-g48"), torch.device("cuda")
+    reasons = unsupported_reasons(Problem(format, 64, 96, torch.float64, device, "int8"))
+    for name in {"marlin", "marlin-lut", "triton"} & reasons.keys():
+        said = str(reasons[name]).split("; ")
+        assert said[0] == "has no int8 activations"
+        assert any("got torch.float64" in reason for reason in said)
+        assert "GPU" in said[-1] or "CUDA" in said[-1]
+    assert "needs a codebook, got an affine format" in str(reasons["marlin-lut"])
+    for name in ("marlin", "marlin-lut"):
+        assert "needs groups of a multiple of 32 or whole rows, got 48" in str(reasons[name])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said where there is no GPU")
 @pytest.mark.parametrize("device", [None, "cuda", 0])
 def test_without_a_gpu_nothing_is_compiled(device):
     layers = [("int4-g64", 64, 64)]

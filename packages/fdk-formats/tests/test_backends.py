@@ -5,7 +5,13 @@ import torch
 
 from fdk_formats import Format, NoBackendError, Problem, all_backends, register, select
 from fdk_formats import backends as backends_module
-from fdk_formats.backends import Backend, unsupported_reasons
+from fdk_formats.backends import (
+    Backend,
+    all_reasons,
+    no_activations,
+    unsupported_reasons,
+    wrong_dtype,
+)
 from fdk_formats.reference import ReferenceBackend, ReferenceLayout
 
 
@@ -80,6 +86,38 @@ def test_a_named_backend_says_why_not():
     whole = Problem(Format.parse("nf4-g64"), 8, 64, torch.int8, torch.device("cpu"))
     with pytest.raises(NoBackendError, match=r"got torch\.int8"):
         select(whole, "reference")
+
+
+class Narrow(Wide):
+    """Has a reason about k, one about the activations and one about their dtype."""
+
+    def unsupported(self, problem):
+        wide = super().unsupported(problem)
+        float16 = wrong_dtype(problem.dtype, [torch.float16])
+        return all_reasons(wide, no_activations(problem), float16)
+
+
+def test_a_backend_gives_all_its_reasons_at_once():
+    register(Narrow("a", 1))
+    format = Format.parse("nf4-g64")
+    bad = Problem(format, 8, 192, torch.int8, torch.device("cpu"), "int8")
+    reasons = (
+        "needs k % 128 == 0, got k=192; has no int8 activations; "
+        "needs activations of torch.float16, got torch.int8"
+    )
+    for backend in ("auto", "a"):
+        with pytest.raises(NoBackendError) as caught:
+            select(bad, backend)
+        assert reasons in str(caught.value)
+    assert unsupported_reasons(bad)["a"] == reasons
+    good = Problem(format, 8, 128, torch.float16, torch.device("cpu"))
+    assert select(good).name == "a"
+
+
+def test_all_reasons():
+    assert all_reasons() is None
+    assert all_reasons(None, None) is None
+    assert all_reasons(None, "a", None, "b") == "a; b"
 
 
 @pytest.mark.parametrize("asked", [select, unsupported_reasons])

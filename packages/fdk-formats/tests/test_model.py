@@ -1,19 +1,29 @@
+import gc
 import logging
 import sys
+import types
+import weakref
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.utils import parametrizations, prune
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from fdk_formats import (
     Format,
+    LeftWeight,
     NoBackendError,
+    QuantisedEmbedding,
     QuantisedLinear,
+    load_model,
     model_report,
     quantise,
     quantise_model,
     relative_error,
+    save_model,
 )
 from fdk_formats.testing import nrmse
 
@@ -355,3 +365,427 @@ def test_a_computed_weight_is_refused(part):
         quantise_model(model, "int4-g32", backend="reference")
     prune.remove(model[1], part)
     assert isinstance(quantise_model(model, "int4-g32", backend="reference")[1], QuantisedLinear)
+
+
+# In place
+
+
+def pair(*, bias=True):
+    return nn.Sequential(nn.Linear(32, 32, bias=bias), nn.Linear(32, 32, bias=bias))
+
+
+def test_inplace_changes_the_model_as_a_copy_would_be():
+    model, copied = Block(), quantised(Block())
+    bias = model.up.bias
+    assert quantised(model, inplace=True) is model
+    assert model.up.bias is bias
+    for name, tensor in copied.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert torch.equal(model(IDS), copied(IDS))
+    assert model_report(model) == model_report(copied)
+
+
+def test_inplace_keeps_ties_and_shared_biases():
+    model = pair()
+    model[1].weight, model[1].bias = model[0].weight, model[0].bias
+    quantised(model, inplace=True)
+    assert model[0].stored is model[1].stored
+    assert model[0].bias is model[1].bias
+
+
+def test_inplace_replaces_a_layer_under_all_its_names():
+    model = Shared()
+    quantised(model, default_skip=False, inplace=True)
+    assert isinstance(model.proj, QuantisedLinear)
+    assert model.proj is model.lm_head
+
+
+def test_inplace_returns_the_layer_of_a_model_that_is_one():
+    linear = nn.Linear(32, 8)
+    result = quantised(linear, inplace=True)
+    assert isinstance(result, QuantisedLinear)
+    assert type(linear) is nn.Linear
+    assert result.bias is linear.bias
+
+
+def test_inplace_fuses():
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("q_proj", "k_proj", "v_proj")})
+    x = torch.randn(2, 32)
+    expected = quantised(model, "kmeans3-g32", fuse=True)
+    quantised(model, "kmeans3-g32", fuse=True, inplace=True)
+    assert model["q_proj"].group is model["v_proj"].group is not None
+    for name, layer in model.items():
+        assert torch.equal(layer(x), expected[name](x))
+
+
+def test_an_error_in_place_leaves_the_layers_before_quantised():
+    model = pair()
+    model[1].weight.data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="layer 1: quantise: weight"):
+        quantised(model, inplace=True)
+    assert isinstance(model[0], QuantisedLinear)
+    assert type(model[1]) is nn.Linear
+
+
+def test_inplace_frees_each_weight_before_the_next(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    sources = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+
+    def counting(*args, **kwargs):
+        gc.collect()
+        alive.append(sum(source() is not None for source in sources))
+        return quantise(*args, **kwargs)
+
+    monkeypatch.setattr("fdk_formats.model.quantise", counting)
+    quantised(model, "int4-g32", inplace=True)
+    assert alive == [6, 5, 4, 3, 2, 1]
+    assert not any(source() is not None for source in sources)
+
+
+# What layers carry
+
+
+def test_own_attributes_go_with_a_layer_and_are_copied():
+    model = pair()
+    model[0].notes = ["a"]
+    result = quantised(model)
+    assert result[0].notes == ["a"]
+    assert result[0].notes is not model[0].notes
+    notes = model[0].notes
+    assert quantised(model, inplace=True)[0].notes is notes
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_every_kind_of_hook_is_kept(inplace):
+    model, calls = pair(), []
+    layer = model[0]
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    layer.register_full_backward_pre_hook(lambda *_: calls.append("before backward"))
+    layer.register_state_dict_pre_hook(lambda *_: calls.append("before state_dict"))
+    layer.register_state_dict_post_hook(lambda *_: calls.append("state_dict"))
+    layer.register_load_state_dict_pre_hook(lambda module, *_: calls.append(module))
+    layer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    result = quantised(model, inplace=inplace)
+    del layer, model
+    result(torch.ones(1, 32, requires_grad=True)).sum().backward()
+    result.load_state_dict(result.state_dict())
+    expected = ["before backward", "backward", "before state_dict", "state_dict", result[0]]
+    assert calls == [*expected, "loaded"]
+
+
+def test_handles_remove_the_hooks_of_a_model_in_place():
+    model, calls = pair(), []
+    handle = model[0].register_forward_hook(lambda *_: calls.append(1))
+    quantised(model, inplace=True)(torch.ones(1, 32))
+    handle.remove()
+    model(torch.ones(1, 32))
+    assert calls == [1]
+
+
+class Counting(nn.Module):
+    """Counts calls of its layer, by a hook that is a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.count = nn.Linear(32, 32), 0
+        self.layer.register_forward_hook(self.add)
+
+    def add(self, *_):
+        self.count += 1
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_hooks_that_are_methods_belong_to_the_copy():
+    source = Counting()
+    result = quantised(source)
+    result(torch.ones(1, 32))
+    assert (source.count, result.count) == (0, 1)
+
+
+# Patched forwards and closures (A5, A6)
+
+x32 = torch.ones(1, 32)
+
+
+def forwards(model):
+    """Ways to patch the forward of a module so that it calls the old one, by name."""
+    old = model.forward
+    olds = [old]
+    return {
+        "closure": lambda x: old(x),
+        "default": lambda x, call=old: call(x),
+        "method": types.MethodType(lambda self, x: old(x), model),
+        "container": lambda x: olds[0](x),
+        "nested": lambda x: (lambda: old(x))(),
+        "module": lambda x: model.layer(x),
+    }
+
+
+WAYS = ("closure", "default", "method", "container", "nested", "module")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_that_calls_the_source_is_refused_in_a_copy(way):
+    model = Counting()
+    y = model(x32)
+    model.forward = forwards(model)[way]
+    with pytest.raises(ValueError, match=r"forward is patched .* calls .*: pass inplace=True"):
+        quantised(model)
+    assert type(model.layer) is nn.Linear
+    assert torch.equal(model(x32), y)
+    quantised(model, "int1-g32", inplace=True)
+    assert torch.equal(model(x32), model.layer(x32))
+    assert not torch.equal(model(x32), y)
+
+
+in_globals = Counting()
+old_in_globals = in_globals.forward
+
+
+def test_a_forward_that_calls_the_source_through_a_global_is_refused(monkeypatch):
+    monkeypatch.setattr(in_globals, "forward", lambda x: old_in_globals(x))
+    with pytest.raises(ValueError, match="calls the whole model of the source"):
+        quantised(in_globals)
+
+
+def test_a_forward_that_holds_a_layer_is_refused_in_place_too():
+    model = Counting()
+    layer = model.layer
+    model.forward = lambda x: layer(x)
+    with pytest.raises(
+        ValueError, match=r"calls module 'layer' of the source.* set it on the resu"
+    ):
+        quantised(model, inplace=True)
+    assert model.layer is layer
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_patched_layer_is_refused_or_skipped(inplace):
+    model = pair()
+    old = model[1].forward
+    model[1].forward = lambda x: old(x) + 100
+    with pytest.raises(ValueError, match="layer 1: its forward is patched"):
+        quantised(model, inplace=inplace)
+    y = quantised(model, skip="1", inplace=True)(torch.zeros(1, 32))
+    assert y.mean() > 90
+
+
+def test_a_patch_that_calls_nothing_of_the_model_is_kept():
+    model = Counting()
+    model.forward = lambda x: x + 1
+    assert torch.equal(quantised(model)(x32), x32 + 1)
+
+
+@pytest.mark.parametrize("attribute", ["helper", "layers"])
+def test_other_attributes_that_hold_the_source_are_named(attribute, caplog):
+    model = Counting()
+    held = {"helper": lambda x: model.layer(x), "layers": [model.layer]}[attribute]
+    setattr(model, attribute, held)
+    result = quantised(model)
+    if attribute == "layers":  # a copy copies it
+        assert result.layers[0] is result.layer
+        assert not caplog.records
+        quantised(model, inplace=True)
+    assert f"{attribute} of the whole model holds" in caplog.text
+
+
+def test_compiled_models_and_layers():
+    model = Counting()
+    model.layer.compile(backend="eager")  # would go on to compute with the source's weight
+    compiled = torch.compile(model, backend="eager")
+    y = compiled(x32)
+    result = quantised(compiled, "int1-g32")
+    assert torch.equal(result(x32), result.layer(x32))
+    assert not torch.equal(result(x32), y)
+    quantised(compiled, "int1-g32", inplace=True)
+    assert torch.equal(compiled(x32), result(x32))
+
+
+def test_layers_with_more_than_a_weight_and_a_bias_are_refused():
+    for name, value in {
+        "gain": nn.Parameter(torch.ones(1)),
+        "lora": nn.Linear(2, 2),
+    }.items():
+        model = pair()
+        setattr(model[0], name, value)
+        with pytest.raises(ValueError, match=f"layer 0: holds {name} besides weight and bias"):
+            quantised(model)
+    model = pair()
+    model[0].register_buffer("mask", torch.ones(32))
+    with pytest.raises(ValueError, match="layer 0: holds mask besides"):
+        quantised(model)
+
+
+# What is left (A7)
+
+
+def mixtral():
+    return MixtralForCausalLM(
+        MixtralConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=256,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def warnings_of(caplog):
+    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_experts_are_left_with_a_warning(caplog):
+    result = quantised(mixtral(), "nf4-g64")
+    (message,) = warnings_of(caplog)
+    experts = 8 * 3 * 64 * 128
+    report = model_report(result)
+    left = {weight.name: weight for weight in report.left}
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert left[name] == LeftWeight(
+        name, "3-D parameter of MixtralExperts", experts * 2 // 3, experts * 2 // 3 * 4
+    )
+    # The head is skipped by default, and not counted among what nobody asked for.
+    total = report.weights + sum(weight.weights for weight in report.left)
+    unasked = sum(w.weights for w in report.left if w.name != "lm_head.weight")
+    assert unasked >= experts
+    assert f"{100 * unasked / total:.0f} % of the weights are left as they are: 3-D" in message
+    assert f"3-D parameter of MixtralExperts ({name} and 1 more, " in message
+    assert "Embedding (model.embed_tokens.weight, " in message
+
+
+def test_weights_that_a_skip_names_are_no_surprise(caplog):
+    quantised(mixtral(), "nf4-g64", skip=["experts", "embed"])
+    assert not [m for m in warnings_of(caplog) if "of the weights are left" in m]
+
+
+def test_parametrised_layers_and_subclasses_are_left_with_a_warning(caplog):
+    normed = parametrizations.weight_norm(nn.Linear(32, 32))
+    quantised(nn.Sequential(nn.Linear(32, 32), normed, nn.MultiheadAttention(32, 2)))
+    (message,) = warnings_of(caplog)
+    assert "2-D parameter of ParametrizationList" in message
+    assert "2-D parameter of MultiheadAttention (2.in_proj_weight" in message
+    assert "NonDynamicallyQuantizableLinear (2.out_proj.weight" in message
+
+
+def test_little_that_is_left_is_no_warning(caplog):
+    with caplog.at_level(logging.INFO, logger="fdk_formats"):
+        quantised(nn.Sequential(nn.Linear(256, 256), nn.Embedding(2, 256)))
+    assert not warnings_of(caplog)
+    assert "left 1.weight: Embedding" in caplog.text
+
+
+# Choosing
+
+
+def test_a_skip_that_matches_nothing_is_named(caplog):
+    quantised(Block(), skip=["^upp$", "down"])
+    assert "quantise_model: skip '^upp$' matches no linear layer" in warnings_of(caplog)
+    assert "'down'" not in caplog.text
+
+
+def test_skip_adds_to_the_default_unless_told():
+    assert type(quantised(Block(), skip="down").lm_head) is nn.Linear
+    assert isinstance(quantised(Block(), skip="down", default_skip=False).lm_head, QuantisedLinear)
+    assert isinstance(quantised(Block(), default_skip=False).lm_head, QuantisedLinear)
+
+
+def test_a_k_that_does_not_fit_names_a_format_that_does():
+    with pytest.raises(ValueError, match=r"layer 0: int4-g64: k must .* got k=96; int4-g32 fits"):
+        quantised(nn.Sequential(nn.Linear(96, 8)), "int4-g64")
+    with pytest.raises(ValueError, match="got k=100; nf4-row fits; skip or override it"):
+        quantised(nn.Sequential(nn.Linear(100, 8)), "nf4-g64")
+    assert quantised(nn.Sequential(nn.Linear(96, 8)), "int4-g32")[0].in_features == 96
+
+
+@pytest.mark.parametrize("include", ["embedding", ["embeddings"], ["linear"]])
+def test_include_is_checked(include):
+    with pytest.raises(ValueError, match="include: wanted a list of embedding or conv1d, got"):
+        quantised(Block(), include=include)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gpt2_with_its_conv1d_and_embeddings(inplace, tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96, n_positions=32)
+    source = GPT2LMHeadModel(config).eval()
+    ids = torch.tensor([[1, 2, 3]])
+    y = source(ids).logits.detach()
+    weight = source.transformer.h[0].mlp.c_fc.weight.detach().clone()
+    kinds = {"include": ["embedding", "conv1d"], "default_skip": False}
+    result = quantised(source, "int8-g32", inplace=inplace, **kinds)
+    fc = result.transformer.h[0].mlp.c_fc
+    assert type(fc) is QuantisedLinear
+    assert torch.equal(fc.weight, quantise(weight.t(), "int8-g32").dequantise(torch.float32))
+    assert isinstance(result.transformer.wte, QuantisedEmbedding)
+    assert isinstance(result.lm_head, QuantisedLinear)  # tied to wte
+    assert not model_report(result).left
+    assert 0 < nrmse(result(ids).logits.detach(), y.double()) < 0.05
+    save_model(tmp_path / "m", result)
+    with torch.device("meta"):
+        skeleton = GPT2LMHeadModel(config).eval()
+    for model in (GPT2LMHeadModel(config).eval(), skeleton):
+        loaded = load_model(tmp_path / "m", model, backend="reference")
+        assert torch.equal(loaded(ids).logits, result(ids).logits)
+
+
+def test_a_head_tied_to_an_embedding_is_quantised_with_it():
+    source = Block(tied=True)
+    result = quantised(source, include=["embedding"], default_skip=False)
+    assert isinstance(result.embed, QuantisedEmbedding)
+    assert isinstance(result.lm_head, QuantisedLinear)
+    assert torch.equal(result.embed.weight, result.lm_head.weight)
+    # The head is skipped by default, and the embedding with it.
+    other = quantised(source, include=["embedding"])
+    assert other.embed.weight is other.lm_head.weight
+
+
+# Meta and sharded models (A11)
+
+
+def test_a_model_on_meta_becomes_a_plan(tmp_path):
+    real = quantised(Block(), include=["embedding"])
+    with torch.device("meta"):
+        source = Block()
+    plan = quantised(source, include=["embedding"])
+    assert all(parameter.device.type == "meta" for parameter in plan.parameters())
+    for planned, made in zip(model_report(plan).layers, model_report(real).layers, strict=True):
+        assert planned.relative_error is None
+        sizes = [
+            (r.name, r.format, r.shape, r.bytes_before, r.bytes_after) for r in (planned, made)
+        ]
+        assert sizes[0] == sizes[1]
+    plan.load_state_dict(real.state_dict(), assign=True)
+    assert torch.equal(plan.embed(IDS), real.embed(IDS))
+    assert torch.equal(plan.up.weight, real.up.weight)
+    save_model(tmp_path / "m", real)
+    source.inv_freq = torch.arange(4, dtype=torch.float64)
+    loaded = load_model(tmp_path / "m", source, backend="reference")
+    assert torch.equal(loaded(IDS), real(IDS))
+
+
+def test_a_plan_in_place():
+    with torch.device("meta"):
+        source = Block()
+    assert quantised(source, inplace=True) is source
+    assert source.up.device.type == "meta"
+    assert source.up.backend_name == "reference"
+
+
+def test_sharded_weights_are_refused():
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    try:
+        model = pair()
+        mesh = init_device_mesh("cpu", (1,))
+        weight = distribute_tensor(model[1].weight.data, mesh, [Replicate()])
+        model[1].weight = nn.Parameter(weight)
+        with pytest.raises(ValueError, match="layer 1: its weight is a DTensor: quantise the mod"):
+            quantised(model)
+    finally:
+        distributed.destroy_process_group()

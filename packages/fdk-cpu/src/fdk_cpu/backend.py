@@ -13,7 +13,14 @@ from fdk_cpu.linear import (
 from fdk_cpu.memory import weight_memory
 from fdk_cpu.native_args import FLOAT_NAMES, bytes_of
 from fdk_cpu.runtime import num_threads
-from fdk_formats.backends import Layout, Problem, check_activations, register
+from fdk_formats.backends import (
+    Layout,
+    Problem,
+    all_reasons,
+    check_activations,
+    register,
+    wrong_dtype,
+)
 from fdk_formats.int8 import int8_table
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import is_plain_call
@@ -177,11 +184,11 @@ class CpuBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
-        if problem.device.type != "cpu":
-            return f"needs tensors on the CPU, got {problem.device}"
-        if problem.dtype not in FLOAT_NAMES:
-            return f"needs activations of {', '.join(map(str, FLOAT_NAMES))}, got {problem.dtype}"
-        return None
+        is_cpu = problem.device.type == "cpu"
+        return all_reasons(
+            None if is_cpu else f"needs tensors on the CPU, got {problem.device}",
+            wrong_dtype(problem.dtype, FLOAT_NAMES),
+        )
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""

@@ -140,8 +140,14 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
             ``[..., k]`` in ``dtype``.
 
         Raises:
+            TypeError: if ``input`` is not a tensor of int32 or int64.
             IndexError: if an id is not in the table (on a CPU).
         """
+        if not isinstance(input, Tensor) or input.dtype not in (torch.int32, torch.int64):
+            got = input.dtype if isinstance(input, Tensor) else type(input).__name__
+            raise TypeError(
+                f"QuantisedEmbedding: ids must be a tensor of int32 or int64, got {got}"
+            )
         tensors = self._canonical()
         rows: Tensor = dequantised_rows(
             input, *tensors, str(self.format), self.embedding_dim, self.dtype

@@ -1,6 +1,7 @@
 """Quantising the layers of whole models."""
 
 import copy
+import dis
 import functools
 import logging
 import re
@@ -28,13 +29,14 @@ from fdk_formats.report import left_weights, model_report, summary_of
 from fdk_formats.scales import GroupedWeight, check_codebook
 from fdk_formats.stored_weight import zero_weight
 from fdk_formats.tensor import QuantisedTensor, relative_error
+from fdk_formats.torch_internals import bind_load_hooks
 
 # The output head has few of the weights and much of the loss; other quantisers skip it too.
 DEFAULT_SKIP = r"(^|\.)lm_head$"
 # A share of the weights that may be left without a warning.
 UNREMARKABLE = 0.05
 
-# torch's dicts of hooks, which a quantised layer inherits.
+# torch's attributes of hooks, which a quantised layer inherits.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -43,7 +45,14 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
+    "_is_full_backward_hook",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
+# torch's dicts of what is replaced or copied in any case.
+CONTENTS = ("_modules", "_parameters", "_buffers")
 # Attributes of Conv1D that a quantised layer has under other names.
 CLASS_ATTRIBUTES = ("nf", "nx")
 
@@ -115,10 +124,10 @@ def quantise_model(
     Raises:
         ValueError: if a layer does not fit its format, its weight is computed (pruned, or normed by
             ``torch.nn.utils``), sharded or not finite; if a layer's ``forward`` is patched or it
-            holds more than ``nn.Linear`` does; without ``inplace``, if a patched ``forward`` would
-            call the source's modules; if a codebook is missing, not wanted, of another size or not
-            ascending; if a name or an override matches no layer; if ``fuse`` is malformed. The
-            message names the layer.
+            holds more than ``nn.Linear`` does; if a patched ``forward`` would go on to call modules
+            that are replaced, or copied without ``inplace``; if a codebook is missing, not wanted,
+            of another size or not ascending; if a name or an override matches no layer; if ``fuse``
+            is malformed. The message names the layer.
         TypeError: if ``model`` is not a module, or a codebook not a floating tensor.
         NoBackendError: if no backend supports a layer.
 
@@ -154,9 +163,8 @@ def quantise_model(
     for name, owner in _tied_elsewhere(model, formats).items():
         logger.info("left %s: tied to %s", name, owner)
         del formats[name]
-    _warn_of_left(model, formats, sources, skipped)
-    if not inplace:
-        _check_patches(model)
+    _warn_of_left(model, formats, sources, skipped, skips)
+    _check_patches(model, {id(sources[name]): name for name in formats} if inplace else None)
     codebooks = _codebooks(sources, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
@@ -179,6 +187,7 @@ def quantise_model(
     owners: dict[int, QuantisedModule] = {}
     # By id of a module of the source, its copy: deepcopy uses it instead of copying.
     memo: dict[int, Any] = {}
+    places = _places(model) if inplace else {}
     for name, q in work:
         source = sources[name]
         weight, key = matrix_of(source), id(source.weight)
@@ -197,14 +206,26 @@ def quantise_model(
             layer = owners[key] = _layer(name, q, source, weight.dtype, settings)
             if weight.device.type != "meta":
                 layer.relative_error = relative_error(weight.detach(), q)
-        _carry_over(source, layer, memo, inplace)
+        layer.train(source.training)
+        bias = getattr(source, "bias", None)
+        if bias is not None:  # keep a shared bias shared
+            layer.bias = bias if inplace else memo.setdefault(id(bias), layer.bias)
         if inplace:
-            model = _replace(model, source, layer)
+            _carry_over(_carried(source, layer), layer)
+            for parent, attribute in places.get(id(source), ()):
+                parent._modules[attribute] = layer
+            model = layer if model is source else model
             sources[name] = layer
         else:
             memo[id(source)] = layer
         del source, weight
-    result: nn.Module = model if inplace else copy.deepcopy(model, memo)
+    result = model
+    if not inplace:
+        # Now that every layer is in memo: a hook may be a method of another module of the copy.
+        for name in formats:
+            layer = memo[id(sources[name])]
+            _carry_over(copy.deepcopy(_carried(sources[name], layer), memo), layer)
+        result = copy.deepcopy(model, memo)
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
     return result
@@ -237,70 +258,129 @@ def _layer(
         return quantised_like(source, q, getattr(source, "bias", None), dtype, settings)
 
 
-def _carry_over(source: Any, layer: QuantisedModule, memo: dict[int, Any], inplace: bool) -> None:
-    """Gives a quantised layer the mode, hooks, shared bias and own attributes of its source."""
-    layer.train(source.training)
-    bias = getattr(source, "bias", None)
-    if bias is not None:
-        # keep a shared bias shared
-        layer.bias = bias if inplace else memo.setdefault(id(bias), layer.bias)
-    for hooks in HOOKS:
-        setattr(layer, hooks, copy.copy(getattr(source, hooks)))
-    for name, value in vars(source).items():
-        if name not in vars(layer) and name not in CLASS_ATTRIBUTES:
-            vars(layer)[name] = value
+def _carried(source: nn.Module, layer: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a layer that its quantised counterpart gets: hooks and its own."""
+    return {
+        name: value
+        for name, value in _attributes(source).items()
+        if name in HOOKS or (name not in vars(layer) and name not in CLASS_ATTRIBUTES)
+    }
 
 
-def _replace(model: nn.Module, source: nn.Module, layer: nn.Module) -> nn.Module:
-    """Puts a layer in every place of a module; returns the model, the layer if it is the model."""
+def _carry_over(attributes: Mapping[str, Any], layer: nn.Module) -> None:
+    vars(layer).update(attributes)
+    bind_load_hooks(layer)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's attributes without those of torch.compile, which a copy makes again."""
+    compiled = ("_compiled_call_impl", *(["forward"] if "_orig_mod" in module._modules else []))
+    return {name: value for name, value in vars(module).items() if name not in compiled}
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Returns, by id of a module, its parents and its name in each."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
-            if child is source:
-                parent._modules[name] = layer
-    return layer if model is source else model
+            places.setdefault(id(child), []).append((parent, name))
+    return places
 
 
-def _check_patches(model: nn.Module) -> None:
-    """Raises ValueError where a copy of a model would go on to call modules of the source."""
-    own = {id(module): name for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        patch = vars(module).get("forward")
-        if patch is not None and (called := _reached(patch, own, set())) is not None:
-            raise ValueError(
-                f"quantise_model: module {name!r}: its forward is patched with a function that "
-                f"calls {called!r} of the source, which a copy would go on to call unquantised: "
-                f"pass inplace=True, or patch the result"
-            )
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if (called := _reached(hook, own, set())) is not None:
-                logger.warning(
-                    "quantise_model: a hook of %r holds the module %r of the source, and will do "
-                    "so in the copy; inplace=True keeps one model",
-                    name,
-                    called,
-                )
+def _check_patches(model: nn.Module, replaced: Mapping[int, str] | None) -> None:
+    """Raises ValueError where a patched forward would go on to call modules of the source.
 
+    Other attributes and hooks that hold such modules are warned of.
 
-def _reached(value: object, own: Mapping[int, str], seen: set[int]) -> str | None:
-    """Returns the name of a module that a plain function holds on to when it is copied.
-
-    ``copy.deepcopy`` copies bound methods and partial functions, but not functions.
+    Args:
+        model: the model.
+        replaced: names of the layers that are replaced, by id, for a model changed in place. None
+            for a copy, in which every module is another one.
     """
-    if id(value) in seen:
+    if replaced is None:
+        own = {id(module): name for name, module in model.named_modules()}
+        remedy = "pass inplace=True, or patch the result"
+    else:
+        own, remedy = dict(replaced), "remove it, and set it on the result"
+    for name, module in model.named_modules():
+        for attribute, value in _attributes(module).items():
+            if attribute in CONTENTS:
+                continue
+            called = _reached(value, own, replaced is None, set())
+            if called is None:
+                continue
+            if attribute == "forward":
+                raise ValueError(
+                    f"quantise_model: {_said(name)}: its forward is patched with a function that "
+                    f"calls {_said(called)} of the source, and would go on to call it unquantised: "
+                    f"{remedy}"
+                )
+            logger.warning(
+                "quantise_model: %s of %s holds %s of the source, and will go on to use it "
+                "unquantised: %s",
+                "a hook" if attribute in HOOKS else attribute,
+                _said(name),
+                _said(called),
+                remedy,
+            )
+
+
+def _said(name: str) -> str:
+    """Names a module in a message."""
+    return f"module {name!r}" if name else "the whole model"
+
+
+def _reached(
+    value: object, own: Mapping[int, str], is_copied: bool, seen: set[tuple[int, bool]]
+) -> str | None:
+    """Returns the name of a module that a value refers to and will refer to afterwards.
+
+    Args:
+        value: an attribute of a module. Functions, methods and containers are searched.
+        own: names of modules by id.
+        is_copied: whether ``copy.deepcopy`` copies the value. It copies containers, bound methods
+            and partial functions with all that they hold, but not functions.
+        seen: ids of the values that were searched.
+    """
+    if id(value) in own:
+        return None if is_copied else own[id(value)]
+    if (id(value), is_copied) in seen:
         return None
-    seen.add(id(value))
+    seen.add((id(value), is_copied))
     if isinstance(value, functools.partial):
-        held: Iterable[object] = (value.func,)
+        held: Iterable[object] = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        held = (value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
-        cells = (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
-        held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        for each in held:
-            owner = getattr(each, "__self__", each)
-            if id(owner) in own:
-                return own[id(owner)]
+        held, is_copied = _held_by(value), False
+    elif isinstance(value, dict):
+        held = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        held = list(value)
     else:
         return None
-    return next((name for each in held if (name := _reached(each, own, seen)) is not None), None)
+    found = (_reached(each, own, is_copied, seen) for each in held)
+    return next((name for name in found if name is not None), None)
+
+
+def _held_by(function: types.FunctionType) -> list[object]:
+    """Returns the values that a function refers to: in its closure, defaults and globals."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    held = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    known = function.__globals__
+    used = [known[name] for name in _globals_of(function.__code__) if name in known]
+    # Functions of other files are not followed, nor the libraries that they call.
+    held += [v for v in used if getattr(v, "__globals__", known) is known]
+    return held
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """Returns the names of globals that code reads, functions within it included."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _globals_of(constant)
+    return names
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -324,6 +404,7 @@ def _warn_of_left(
     formats: Mapping[str, Format],
     sources: Mapping[str, Any],
     skipped: set[str],
+    skips: Sequence[re.Pattern[str]],
 ) -> None:
     """Logs the weights that are not quantised; warns where they are many and nobody asked."""
     chosen = {id(sources[name].weight) for name in formats}
@@ -337,7 +418,11 @@ def _warn_of_left(
     for weight in left:
         if weight.name.removesuffix(".weight") not in sources:  # their reasons are logged already
             logger.info("left %s: %s", weight.name, weight.kind)
-    unasked = [weight for weight in left if weight.name not in skipped]
+    unasked = [
+        weight
+        for weight in left
+        if weight.name not in skipped and not any(skip.search(weight.name) for skip in skips)
+    ]
     share = sum(weight.weights for weight in unasked) / max(1, total)
     if not formats:
         warnings.warn(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_formats.backends import Layout, Problem, register
+from fdk_formats.backends import Layout, Problem, register, wrong_dtype
 from fdk_formats.format import Format
 from fdk_formats.int8 import int8_linear
 from fdk_formats.ops import define_linear_op
@@ -120,9 +120,7 @@ class ReferenceBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
-        if problem.dtype not in DTYPES:
-            return f"needs activations of {', '.join(map(str, DTYPES))}, got {problem.dtype}"
-        return None
+        return wrong_dtype(problem.dtype, DTYPES)
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""

@@ -25,6 +25,7 @@ Elsewhere:
 - ``torch.autograd.forward_ad._current_level``: at least 0 in forward mode.
 - ``Tensor._make_wrapper_subclass``: a tensor subclass whose values are held elsewhere.
 - ``Tensor._version``: number of in-place changes of a tensor.
+- ``with_module`` and ``module`` of a hook before ``load_state_dict``: the module it is called with.
 - ``torch._inductor.config``: options of torch.compile for a measurement.
 
 Layouts and layers also use what ``nn.Module`` offers its subclasses under a leading underscore.
@@ -33,6 +34,7 @@ add to these but not replace them. They read ``_buffers``, ``_modules``, ``_para
 dictionaries of hooks, because finding a buffer as an attribute takes 0.5 us.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -56,6 +58,14 @@ def _private(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     except AttributeError:
         return otherwise
     return found
+
+
+def bind_load_hooks(module: nn.Module) -> None:
+    """Lets hooks before ``load_state_dict`` that came from another module be called with this."""
+    hook: Any
+    for hook in module._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(module)
 
 
 def _stream_handle(device: int) -> int:

@@ -164,7 +164,7 @@ def _calibrated(
     subject: Subject, format: str, importance: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Quantise block after block with errors compensated, on what the blocks before give."""
-    from fdk_formats.calibration import (  # type: ignore[import-not-found,unused-ignore]
+    from fdk_formats.calibration import (
         calibrate,
         replace_layers,
     )

@@ -217,8 +217,8 @@ int fdk_make_int8_table(const float* codebook, int bits, fdk_int8_table* table) 
     if (bits < 1 || bits > fdk::kMaxBits) refuse("bits", "1 to 8, got " + std::to_string(bits));
     for (int i = 0; i < 1 << bits; i++) {
       if (std::isfinite(codebook[i])) continue;
-      refuse("codebook", "finite values, got " + std::to_string(codebook[i]) + " at " +
-                             std::to_string(i));
+      refuse("codebook",
+             "finite values, got " + std::to_string(codebook[i]) + " at " + std::to_string(i));
     }
     const fdk::Int8Table made = fdk::int8_table_of(codebook, bits);
     std::copy_n(made.levels, fdk::kMaxLevels, table->levels);

@@ -94,7 +94,8 @@ typedef struct fdk_int8_table {
 } fdk_int8_table;
 
 /* Finds the best table for a codebook :: [2^bits], ascending, among those with 128 to 255 steps.
- * NaN and infinity in the codebook are errors. The table is a copy: it needs the codebook no more. */
+ * NaN and infinity in the codebook are errors. The table is a copy: it needs the codebook no more.
+ */
 FDK_API int fdk_make_int8_table(const float* codebook, int bits, fdk_int8_table* table);
 
 /* Computes fdk_linear with x rounded to 8 bits: faster, with a relative error of about 0.6 % for
@@ -128,8 +129,8 @@ FDK_API int fdk_set_isa(const char* name);
 
 /* Returns the message of the last call that failed on this thread, or an empty text, of at most 511
  * characters; never NULL. Each thread has its own. The next call that fails on this thread writes
- * over it, and it is gone when the thread ends: copy what must last longer. Calls that succeed leave
- * it. Do not write to it or free it. */
+ * over it, and it is gone when the thread ends: copy what must last longer. Calls that succeed
+ * leave it. Do not write to it or free it. */
 FDK_API const char* fdk_error(void);
 
 #ifdef __cplusplus

@@ -36,8 +36,8 @@ void linear(const PackedWeight& weight, Activation activation, const void* x, st
   if (!batch_invariant) {
     return linear_with_thresholds(nullptr, weight, activation, x, m, bias, y, threads);
   }
-  DispatchThresholds thresholds = thresholds_of(
-      linear_kernels_for(current_isa(), activation), weight_of(weight, activation));
+  DispatchThresholds thresholds =
+      thresholds_of(linear_kernels_for(current_isa(), activation), weight_of(weight, activation));
   thresholds.max_gemv_m = thresholds.max_stripes_m = 0;
   thresholds.batch_invariant = true;
   linear_with_thresholds(&thresholds, weight, activation, x, m, bias, y, threads);

@@ -136,11 +136,13 @@ void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<uns
       scale = std::max(scale, magnitude);
     }
   }
-  check_invariant(c, [&](const std::uint8_t* from, std::size_t m, std::uint8_t* to,
-                            std::size_t threads) {
-    fdk::linear_int8(w, c.affine ? nullptr : &table, c.activation, from, m, bias.data(), to,
-                     threads, true);
-  }, x);
+  check_invariant(
+      c,
+      [&](const std::uint8_t* from, std::size_t m, std::uint8_t* to, std::size_t threads) {
+        fdk::linear_int8(w, c.affine ? nullptr : &table, c.activation, from, m, bias.data(), to,
+                         threads, true);
+      },
+      x);
   for (const char* name : tested_isas()) {
     fdk::set_isa(name);
     Bytes out(y.size() * fdk::bytes_of(c.activation), 0xFF);
@@ -257,10 +259,12 @@ void check(const Case& c, Random& random) {
     fdk::linear_grad_x(w, c.activation, grad.data(), c.m, dx_out.data(), c.threads);
     expect_near(c, name, "dx", dx_out, dx, dx_scale);
   }
-  check_invariant(c, [&](const std::uint8_t* from, std::size_t m, std::uint8_t* to,
-                         std::size_t threads) {
-    fdk::linear(w, c.activation, from, m, bias.data(), to, threads, true);
-  }, x);
+  check_invariant(
+      c,
+      [&](const std::uint8_t* from, std::size_t m, std::uint8_t* to, std::size_t threads) {
+        fdk::linear(w, c.activation, from, m, bias.data(), to, threads, true);
+      },
+      x);
   check_int8(c, w, codes, weight, x, bias);
 }
 

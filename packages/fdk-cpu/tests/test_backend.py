@@ -395,10 +395,11 @@ def test_padding_is_finite() -> None:
     layer = QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float16)
     assert layer(torch.ones(1, 128).half()).isfinite().all()
     q = quantise(weight[:, :64], "custom3-g16", codebook=codebook)
+    layer = QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float16)
     with pytest.raises(
         ValueError, match=r"entry that torch.float16 holds, .*, got -100000 and k=64"
     ):
-        QuantisedLinear.from_quantised(q, backend="cpu", dtype=torch.float16)
+        layer(torch.ones(1, 64).half())
 
 
 @pytest.mark.parametrize("k", [128, 100])

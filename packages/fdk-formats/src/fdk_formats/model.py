@@ -85,7 +85,7 @@ def quantise_model(
     weights. ``model_report`` reports on the result.
 
     A model on the meta device gives a plan: layers of the right formats and sizes without values,
-    for ``model_report`` or for loading a file.
+    for ``model_report`` or for ``load_state_dict(assign=True)``.
 
     Args:
         model: any module, a single ``nn.Linear`` included. It is left untouched unless ``inplace``.

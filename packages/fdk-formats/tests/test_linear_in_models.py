@@ -1,5 +1,7 @@
 """Quantised layers in models whose code asks for nn.Linear's attributes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -113,3 +115,75 @@ def test_counts_and_footprints():
     assert model.get_memory_footprint() == stored
     # Stored elements are counted: two 4-bit codes in each.
     assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("rows", [140, 100])
+@pytest.mark.parametrize("mean_resizing", [False, True])
+def test_resized_token_embeddings(rows, mean_resizing):
+    """transformers makes the head an nn.Linear with the dequantised rows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+        tie_word_embeddings=False,
+    )
+    model = quantise_model(
+        LlamaForCausalLM(config),
+        "int8-g32",
+        default_skip=False,
+        backend="reference",
+        progress=False,
+    )
+    assert type(model.lm_head) is QuantisedLinear
+    ids = torch.arange(5)[None]
+    wanted, weight = model(input_ids=ids).logits, model.lm_head.dequantise()
+    model.resize_token_embeddings(rows, mean_resizing=mean_resizing)
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight.shape == (rows, 64)
+    kept = min(rows, 128)
+    assert torch.equal(model.lm_head.weight[:kept], weight[:kept])
+    logits = model(input_ids=ids).logits
+    assert logits.shape == (1, 5, rows)
+    torch.testing.assert_close(logits[..., :kept], wanted[..., :kept])
+    again = quantise_model(
+        model, "int8-g32", default_skip=False, backend="reference", progress=False
+    )
+    assert again.lm_head.weight_shape == (rows, 64)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["attention", "encoder"])
+def test_out_proj_of_attention(kind, mode, is_training):
+    """nn.MultiheadAttention does not call its out_proj: it multiplies with the weight."""
+    torch.manual_seed(0)
+    if kind == "encoder":
+        plain = nn.TransformerEncoderLayer(64, 4, 128, dropout=0, batch_first=True)
+    else:
+        plain = nn.MultiheadAttention(64, 4, batch_first=True)
+    quantised = copy.deepcopy(plain)
+    own, other = (m.self_attn if kind == "encoder" else m for m in (quantised, plain))
+    own.out_proj = QuantisedLinear.from_linear(own.out_proj, "int8-g32", backend="reference")
+    other.out_proj.weight = nn.Parameter(own.out_proj.dequantise(), requires_grad=False)
+    for module in (quantised, plain):
+        module.train(is_training)
+    with mode():
+        # The fast path of evaluation takes plain tensors only; it rounds in another order.
+        given = [torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)) for _ in "12"]
+        if mode is torch.enable_grad:
+            given = [x.requires_grad_() for x in given]
+        outputs = [
+            module(x) if kind == "encoder" else module(x, x, x)[0]
+            for module, x in zip((quantised, plain), given, strict=True)
+        ]
+    torch.testing.assert_close(*outputs)
+    if mode is torch.enable_grad:
+        for y in outputs:
+            y.square().sum().backward()
+        torch.testing.assert_close(given[0].grad, given[1].grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own.out_proj.bias.grad, other.out_proj.bias.grad)

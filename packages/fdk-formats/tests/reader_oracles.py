@@ -100,6 +100,6 @@ def awq_dequantise(tensors):
     return packing.dequantize_gemm(*parts, bits=4, group_size=size).T
 
 
-def hqq_quantizer():
+def hqq_oracle():
     """Returns HQQ's Quantizer, which packs and dequantises."""
     return import_alone("hqq.core.quantize").Quantizer

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reader_oracles import hqq_quantizer
+from reader_oracles import hqq_oracle
 from safetensors.torch import save_file
 
 from fdk_formats.format import Format
@@ -241,7 +241,7 @@ def test_words_of_an_odd_width_under_a_float_dtype():
 
 def quantise(nbits, *, axis=1, group_size=64, shape=(40, 128), dtype=torch.float16, **options):
     """Quantises a random weight with HQQ; returns W_q and meta on the CPU, in a compute dtype."""
-    quantizer = hqq_quantizer()
+    quantizer = hqq_oracle()
     torch.manual_seed(0)
     weight = torch.randn(shape)
     W_q, meta = quantizer.quantize(
@@ -260,7 +260,7 @@ def quantise(nbits, *, axis=1, group_size=64, shape=(40, 128), dtype=torch.float
 
 def quantise_scales(meta, dtype, offload=False):
     """Quantises scales and zeros of a meta as HQQLinear does."""
-    quantizer = hqq_quantizer()
+    quantizer = hqq_oracle()
     options = {
         "scale": {"channel_wise": True, "group_size": 128},
         "zero": {"channel_wise": offload, "group_size": 128 if offload else None},
@@ -279,7 +279,7 @@ def quantise_scales(meta, dtype, offload=False):
 
 def restored(meta):
     """Returns meta as HQQLinear.dequantize makes it, with plain scale and zero."""
-    quantizer = hqq_quantizer()
+    quantizer = hqq_oracle()
     plain = dict(meta)
     if "zero_scale" in plain:
         plain["zero_q"], plain["scale_q"] = plain["zero_scale"]
@@ -296,7 +296,7 @@ def test_equals_hqq(nbits, view_as_float, dtype):
     weight = read_hqq(W_q, meta)
     in_float32 = meta | {"compute_dtype": torch.float32}
     in_float32 |= {name: meta[name].float() for name in ("scale", "zero")}
-    assert torch.equal(weight.dequantise(), hqq_quantizer().dequantize(W_q, in_float32))
+    assert torch.equal(weight.dequantise(), hqq_oracle().dequantize(W_q, in_float32))
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -324,7 +324,7 @@ def test_one_scale_for_the_whole_weight():
     assert meta["scale"].ndim == 0
     found = read_hqq(W_q, meta)
     assert found.format == Format.parse("affine8-row-fp32")
-    assert torch.equal(found.dequantise(), hqq_quantizer().dequantize(W_q, meta))
+    assert torch.equal(found.dequantise(), hqq_oracle().dequantize(W_q, meta))
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_one_scale_for_the_whole_weight():
 )
 def test_weights_that_no_format_holds(tmp_path, nbits, axis, group_size):
     W_q, meta = quantise(nbits, axis=axis, group_size=group_size)
-    wanted = hqq_quantizer().dequantize(W_q, meta)
+    wanted = hqq_oracle().dequantize(W_q, meta)
     state = {f"q.{key}": encode(v) for key, v in meta.items() if v is not None}
     state["q.compute_dtype"] = encode("torch.float16")
     del state["q.unpack_view_dtype"]

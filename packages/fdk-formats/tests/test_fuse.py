@@ -223,7 +223,9 @@ def test_a_move_that_cannot_pack_moves_the_whole_model(x, monkeypatch):
     def refuses_float64(*given, dtype, **more):
         if dtype == torch.float64:
             raise ValueError("needs less, got float64")
-        return pack(*given, dtype=dtype, **more)
+        layout = pack(*given, dtype=dtype, **more)
+        layout.dtypes = (dtype,)
+        return layout
 
     monkeypatch.setattr(ReferenceBackend, "pack", refuses_float64)
     model = quantised(Model(), fuse=True)

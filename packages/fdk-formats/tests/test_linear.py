@@ -196,6 +196,11 @@ class Float32Only(ReferenceBackend):
         fits = problem.dtype == torch.float32
         return None if fits else f"needs torch.float32, got {problem.dtype}"
 
+    def pack(self, q, *, dtype, **more):
+        layout = super().pack(q, dtype=dtype, **more)
+        layout.dtypes = (dtype,)
+        return layout
+
 
 def test_an_unsupported_move_moves_the_whole_model(monkeypatch):
     monkeypatch.setattr(backends, "_registry", dict(backends.all_backends()))

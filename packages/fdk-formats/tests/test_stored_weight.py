@@ -27,7 +27,7 @@ def bytes_alive():
         # Tracers leave fake tensors, which have no memory.
         if type(found) not in (Tensor, nn.Parameter) or torch._is_functional_tensor(found):
             continue
-        if found.device.type == "cpu":
+        if found.device.type == "cpu" and found.layout is torch.strided:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -246,7 +246,7 @@ def _calibrated(
     for layers in calibrate(model, linear, inputs, progress=progress):
         for layer in layers:
             yield layer.name, layer.quantised
-    for name in formats.keys() - linear.keys():
+    for name in [name for name in formats if name not in linear]:
         logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
         yield name, None
 

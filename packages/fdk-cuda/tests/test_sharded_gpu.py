@@ -77,8 +77,8 @@ CHECKS = {
         check_rows,
         check_blocks,
         check_memory,
-        check_fsdp,
-        check_memory_of_fsdp,
+        # FSDP2 of torch 2.11 gives every shard a gradient at first, which integers cannot have.
+        *([check_fsdp, check_memory_of_fsdp] if shared.has_integer_fsdp() else []),
     )
     for case in CASES
 }

@@ -18,6 +18,11 @@ from fdk_formats import QuantisedLinear, quantise_model
 K, HIDDEN = 64, 256
 
 
+def has_integer_fsdp():
+    """Returns whether FSDP2 shards parameters of integers: torch 2.13 does, 2.11 does not."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 class MLP(nn.Module):
     """The MLP of a llama, with biases."""
 

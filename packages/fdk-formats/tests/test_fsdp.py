@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from distributed_checks import results
+from tensor_parallel_checks import has_integer_fsdp
 from torch import distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -250,6 +251,11 @@ def assert_same_step_ddp(made, plain):
 
 
 CHECKS = {name: value for name, value in globals().items() if name.startswith("check_")}
+
+
+pytestmark = pytest.mark.skipif(
+    not has_integer_fsdp(), reason=f"FSDP2 of torch {torch.__version__} shards no integers"
+)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} processes".format)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
+from fdk_formats import QuantisedLinear
+
 MakeLinear = Callable[[str, int, int], nn.Module]
 NORM_EPS = 1e-5
 ROTARY_BASE = 500_000.0
@@ -314,7 +316,7 @@ class Llama(nn.Module):
     def compile_blocks(self) -> None:
         """Switch to the Triton kernels where they run; else compile one block for all."""
         if has_kernels(self.device):
-            ops = TritonOps(crowded=isinstance(self.blocks[0].o, nn.Linear))
+            ops = TritonOps(crowded=not isinstance(self.blocks[0].o, QuantisedLinear))
             for module in (self, *self.blocks):
                 module.ops = ops
             self._prepare_ops()

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 shared = pytest.importorskip(
     "tensor_parallel_checks", reason="needs the tests of fdk-formats, beside these in a checkout"
 )
-from distributed_checks import results
-from tensor_parallel_checks import Case
+processes = pytest.importorskip("distributed_checks", reason="as above")
+Case = shared.Case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,7 +89,7 @@ CHECKS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return results(__file__, CHECKS, 2, tmp_path_factory.mktemp("processes"), "cuda")
+    return processes.results(__file__, CHECKS, 2, tmp_path_factory.mktemp("processes"), "cuda")
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -45,8 +45,8 @@ ARM_TESTS = "packages/fdk-cpu/tests/test_arm.py"
 RESULTS = Path("out/bench")
 FUZZ_SECONDS = os.environ.get("FDK_FUZZ_SECONDS", "10")
 READERS = ("file", "gguf", "gptq", "awq", "hqq", "bitsandbytes", "one_bit_wonder")
-# What the tests of readers compare with. Only their modules in plain torch are imported, from a
-# folder apart: see reader_oracles.py.
+# Projects whose dequantisation the tests of readers compare with. The tests import only modules
+# in plain torch, from a separate folder: see reader_oracles.py.
 ORACLES = (
     "auto-gptq==0.7.1 ; python_version < '3.12' and platform_machine == 'x86_64'",
     "autoawq==0.2.9",

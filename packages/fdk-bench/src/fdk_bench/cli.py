@@ -702,7 +702,7 @@ def _run_accuracy(
 
 @dataclass(frozen=True)
 class LanguageRequest:
-    """What ``accuracy --text`` was asked for; the fields are its options."""
+    """Options of ``accuracy --text``, by their names."""
 
     model: str
     skip: str

@@ -79,7 +79,7 @@ BackendOption = Annotated[
     Texts,
     list_option(
         "Backends: auto, cpu, triton, marlin, marlin-lut, or reference, which dequantises and "
-        "multiplies in torch (for torch.compile and other peers: fdk-bench compare)",
+        "multiplies in torch; fdk-bench compare has torch.compile and other peers",
         "auto",
     ),
 ]

@@ -18,6 +18,7 @@ from fdk_bench.peers.quantisers import QuantisedWeights, Quantiser
 from fdk_bench.perplexity import Estimate, Reference
 from fdk_bench.rows import Row
 from fdk_bench.text_models import TextModel
+from fdk_formats import calibrate, replace_layers
 
 TOKENS = 16384
 WINDOW = 512
@@ -164,11 +165,6 @@ def _calibrated(
     subject: Subject, format: str, importance: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Quantise block after block with errors compensated, on what the blocks before give."""
-    from fdk_formats.calibration import (
-        calibrate,
-        replace_layers,
-    )
-
     assert subject.calibration is not None, "the command asks for one"
     module = _copy_with_own_weights(subject)
     formats = dict.fromkeys(subject.layers, format)

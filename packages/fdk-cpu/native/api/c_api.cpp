@@ -122,7 +122,7 @@ struct Block {
   fdk::ZeroType zero_type;
   std::size_t scales, zeros, bytes;
 
-  // Of a block in memory: scales and zero points are values of up to 4 bytes.
+  // Alignment of a block in memory: scales and zero points have up to 4 bytes each.
   static constexpr std::size_t kAlignment = 4;
 
   explicit Block(const fdk_format* format) : layout{} {

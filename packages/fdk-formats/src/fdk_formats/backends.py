@@ -60,7 +60,7 @@ class Problem:
 def all_reasons(*reasons: str | None) -> str | None:
     """Returns the reasons that are not None in one text, or None.
 
-    For ``Backend.unsupported``: a caller who is told one reason at a time fixes them one by one.
+    For ``Backend.unsupported``, so that a caller sees everything to change at once.
     """
     return "; ".join(reason for reason in reasons if reason is not None) or None
 

@@ -419,7 +419,7 @@ def _record(
 
 
 class _Recording:
-    """What the blocks of a chain are called with, and where in the chain the model is."""
+    """Arguments of the calls of a chain's blocks, and the position in the chain."""
 
     def __init__(self, depth: int) -> None:
         self.states: list[Tensor] = []

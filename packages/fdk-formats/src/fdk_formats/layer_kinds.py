@@ -11,7 +11,7 @@ from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantised_module import QuantisedModule
 from fdk_formats.tensor import QuantisedTensor
 
-# What ``include`` of ``quantise_model`` may name, besides linear layers.
+# Kinds of layers that ``include`` of ``quantise_model`` adds to linear layers.
 OPTIONAL_KINDS = ("embedding", "conv1d")
 
 

@@ -81,8 +81,8 @@ def like(sharded: Any, shard: Tensor) -> nn.Parameter:
 def gathered(layer: "QuantisedModule") -> QuantisedTensor:
     """Gathers the weight of a sharded layer from all processes."""
     tensors: dict[str, Any] = {}
-    for name in layer.format.tensor_names:
-        parameter: Any = layer._parameters["weight_" + name]
+    parameters: Any = layer.weight_parameters
+    for name, parameter in zip(layer.format.tensor_names, parameters, strict=True):
         tensors[name] = parameter.full_tensor() if is_dtensor(parameter) else parameter
     return QuantisedTensor(layer.format, layer.weight_shape, **tensors)
 
@@ -107,11 +107,11 @@ def shard_weight(layer: "QuantisedModule", weight: Any) -> None:
             )
         _check_cut(layer, mesh.size())
     q = layer.stored.quantised()
-    for name, tensor in q.tensors().items():
+    for own, (name, tensor) in zip(layer.weight_names, q.tensors().items(), strict=True):
         is_replicated = name == "codebook" or (by_k and name != "packed" and tensor.shape[1] == 1)
         placement = Replicate() if is_replicated or not (by_k or by_n) else Shard(1 if by_k else 0)
         cut = distribute_tensor(tensor, mesh, [placement])
-        layer._parameters["weight_" + name] = nn.Parameter(cut, requires_grad=False)
+        layer._parameters[own] = nn.Parameter(cut, requires_grad=False)
 
 
 def replicated(tensor: Any) -> Any:

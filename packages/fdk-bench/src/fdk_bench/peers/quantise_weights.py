@@ -39,7 +39,7 @@ GGML_BLOCK = 256
 
 
 def grouped_bytes(W: Tensor, bits: int, group_size: int, extra_bits: float) -> float:
-    """Return the bytes of codes and of what each group stores besides, such as scales."""
+    """Return the bytes of codes, and of scales and zero points per group."""
     n, k = W.shape
     return (n * k * bits + n * math.ceil(k / group_size) * extra_bits) / 8
 

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from mutations import mutate_file
 from safetensors.torch import save
-from test_mutated_files import originals, plain, strict_reading
 
 try:
     import atheris
@@ -32,6 +31,8 @@ except ImportError:
 
 instrumented = ["fdk_formats.readers", "fdk_formats.untrusted", "fdk_formats.files"]
 with atheris.instrument_imports(include=instrumented) if atheris else contextlib.nullcontext():
+    from test_mutated_files import originals, plain, strict_reading
+
     import fdk_formats
     import fdk_formats.files
     import fdk_formats.readers
@@ -226,7 +227,7 @@ def strict_hqq(found, tensors, config):
     for name in [name for name in found if name.endswith(".weight") and is_quantised(found[name])]:
         x = name.removesuffix("weight")
         bits = sizes[bytes(tensors[x + "packing"].tolist()).decode()]
-        n, k = tensors[x + "shape"].tolist()
+        n, k = tensors[x + "shape"].flatten().tolist()  # the reader takes [1, 2] too
         word = torch.int32 if bits == 3 else torch.uint8
         words = tensors[x + "W_q"].view(word).numpy().astype(np.int64)
         per_word = 10 if bits == 3 else 8 // bits

@@ -172,6 +172,10 @@ NAMES = (
 def test_names_of_the_installed_torch() -> None:
     for owner, name in NAMES:
         assert hasattr(owner, name), name
+    assert hasattr(torch._C, "_is_any_autocast_enabled")
+    assert not torch_internals.may_autocast()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch_internals.may_autocast()
     assert not in_dispatch_mode()
     assert not in_transform()
     if torch.cuda.is_available():

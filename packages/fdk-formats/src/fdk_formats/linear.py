@@ -14,7 +14,7 @@ from fdk_formats.quantise import quantise
 from fdk_formats.quantised_module import PREFIX, QuantisedModule
 from fdk_formats.stored_weight import StoredWeight, saved_as_canonical, zero_weight
 from fdk_formats.tensor import QuantisedTensor
-from fdk_formats.torch_internals import constant_in_graphs, without_dispatch_modes
+from fdk_formats.torch_internals import constant_in_graphs, may_autocast, without_dispatch_modes
 
 
 class QuantisedLinear(QuantisedModule, nn.Linear):
@@ -265,7 +265,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
                 and parameters["weight_scale"].stored is stored
                 and parameters[self._table_name].stored is stored
                 and input.dtype in layout.dtypes
-                and not torch.is_autocast_enabled(input.device.type)
+                and not may_autocast()
                 and (bias is None or bias.dtype == input.dtype)
                 and self._buffers["input_permutation"] is None
             )

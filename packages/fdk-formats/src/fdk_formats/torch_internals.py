@@ -12,6 +12,8 @@ In ``torch._C``:
 - ``_autograd._profiler_enabled``: whether a profiler records every op.
 - ``_cuda_getCurrentRawStream``: the handle of a stream, without making a Stream of it.
 
+- ``_is_any_autocast_enabled``: whether autocast is on for some device, in a fifth of the time of
+  asking for a tensor's device.
 - ``DisableTorchFunctionSubclass``: calls a function of torch on a tensor subclass itself.
 - ``DisableTorchFunction``: the same without modes that see functions, as torch.export has.
 
@@ -76,6 +78,8 @@ def _stream_handle(device: int) -> int:
 # Where torch cannot be asked about a mode, a transform or a profiler, one may be active.
 _dispatch_modes = _private("_len_torch_dispatch_stack", lambda: 1)
 _innermost_transform = _private("_functorch.peek_interpreter_stack", lambda: "unknown")
+# Whether autocast may be on; where the name is missing, the slower check always follows.
+may_autocast = _private("_is_any_autocast_enabled", lambda: True)
 _is_profiling = _private("_autograd._profiler_enabled", lambda: True)
 _is_jit_tracing: Callable[[], bool] = getattr(torch.jit, "is_tracing", lambda: True)
 # The level is a variable of the module, so each call reads it there.

@@ -81,7 +81,7 @@ def run(model, inputs, format="int3-g16", names=None, replace=True, **options):
     formats = dict.fromkeys(names or linear_names(model), format)
     for layers in calibrate(model, formats, inputs, progress=False, **options):
         if replace:
-            replace_layers(model, {each.name: each.quantised for each in layers})
+            replace_layers(model, {each.name: each.quantised for each in layers}, "reference")
         found |= {each.name: each for each in layers}
     return found
 
@@ -121,7 +121,7 @@ def test_each_block_sees_what_the_quantised_blocks_before_give(as_tuple):
             moments = moments_of(staged, name, tokens().split(4))
             assert same(q, quantise(weight, "int3-g16", hessian=moments)), name
             assert found[name].output_error == output_error(weight, q.dequantise(), moments)
-        replace_layers(staged, {name: found[name].quantised for name in own})
+        replace_layers(staged, {name: found[name].quantised for name in own}, "reference")
 
 
 def test_calibration_lowers_the_error_of_the_model():
@@ -132,7 +132,8 @@ def test_calibration_lowers_the_error_of_the_model():
     run(calibrated, tokens(), "kmeans2-g16")
     names = linear_names(plain)
     weights = {name: plain.get_submodule(name).weight for name in names}
-    replace_layers(plain, {n: quantise(w, "kmeans2-g16-search") for n, w in weights.items()})
+    plain_weights = {n: quantise(w, "kmeans2-g16-search") for n, w in weights.items()}
+    replace_layers(plain, plain_weights, "reference")
     held_out = tokens(seed=9)
     with torch.no_grad():
         wanted = source(held_out)
@@ -211,7 +212,7 @@ def test_resumed_after_a_kill_bit_for_bit(tmp_path, stop):
     formats = dict.fromkeys(linear_names(model), "kmeans3-g16")
     steps = calibrate(model, formats, tokens(), folder=tmp_path, progress=False)
     for _ in range(stop):
-        replace_layers(model, {each.name: each.quantised for each in next(steps)})
+        replace_layers(model, {each.name: each.quantised for each in next(steps)}, "reference")
     steps.close()
     assert len(list(tmp_path.glob("quantised-*"))) == stop
     found = run(build(), tokens(), "kmeans3-g16", folder=tmp_path)
@@ -314,13 +315,14 @@ def test_quantise_model_calibrates(inplace):
         reference, dict.fromkeys(["1", "3"], "kmeans3-g32"), ids, progress=False
     ):
         expected |= {each.name: each.quantised for each in layers}
-        replace_layers(reference, {each.name: each.quantised for each in layers})
+        replace_layers(reference, {each.name: each.quantised for each in layers}, "reference")
     result = quantise_model(
         model,
         "kmeans3-g32",
         calibration=ids,
         include=["embedding"],
         inplace=inplace,
+        backend="reference",
         progress=False,
     )
     assert (result is model) == inplace

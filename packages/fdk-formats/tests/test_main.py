@@ -66,7 +66,7 @@ def test_a_folder_to_a_folder(folder, tmp_path, capsys):
     assert {"config.json", "tokenizer.json", "model.safetensors"} < {f.name for f in out.iterdir()}
     assert not (out / "calibration").exists()
     source = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    loaded = load_model(out / "model.safetensors", source)
+    loaded = load_model(out / "model.safetensors", source, "reference")
     ids = torch.arange(20)[None] % 12
     found = divergence(source, loaded, ids)
     assert 0 < found["kl"] < 0.1

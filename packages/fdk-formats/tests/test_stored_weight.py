@@ -37,7 +37,6 @@ def bytes_alive():
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("format", ["nf4-g32", "affine4-g64", "int8-g64", "affine2-row"])
 @torch.no_grad()
 def test_one_copy_of_the_weight(format, backend):
@@ -262,7 +261,8 @@ def test_files_are_unchanged(tmp_path):
             "0.weight.packed",
             "0.weight.scale",
         ]
-    loaded = load_model(tmp_path / "m.safetensors", nn.Sequential(nn.Linear(64, 24)))
+    source = nn.Sequential(nn.Linear(64, 24))
+    loaded = load_model(tmp_path / "m.safetensors", source, "reference")
     x = torch.randn(3, 64)
     torch.testing.assert_close(loaded(x), model(x))
 

@@ -18,7 +18,7 @@ from fdk_bench.peers.quantisers import QuantisedWeights, Quantiser
 from fdk_bench.perplexity import Estimate, Reference
 from fdk_bench.rows import Row
 from fdk_bench.text_models import TextModel
-from fdk_formats import calibrate, replace_layers
+from fdk_formats import calibrate
 
 TOKENS = 16384
 WINDOW = 512
@@ -169,9 +169,10 @@ def _calibrated(
     module = _copy_with_own_weights(subject)
     formats = dict.fromkeys(subject.layers, format)
     for layers in calibrate(module, formats, subject.calibration.windows, progress=False):
-        replace_layers(module, {layer.name: layer.quantised for layer in layers})
         for layer in layers:
-            yield layer.name, layer.quantised.dequantise(), layer.quantised.nbytes
+            W_hat = layer.quantised.dequantise()
+            module.get_submodule(layer.name).weight.data.copy_(W_hat)
+            yield layer.name, W_hat, layer.quantised.nbytes
 
 
 # How a format is fitted, by what follows it in a method's name. Each gets the importance of the

@@ -61,7 +61,8 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
             weight.data.copy_(layer.quantised.dequantise())
         layers += block
     seconds = time.monotonic() - start
-    replace_layers(model, {layer.name: layer.quantised for layer in layers})
+    # Only to be saved: files are the same from every backend, and there may be no other.
+    replace_layers(model, {layer.name: layer.quantised for layer in layers}, "reference")
     save_model(out / "model.safetensors", model)
     for pattern in KEPT:
         for file in sorted(Path(options.model).glob(pattern)):

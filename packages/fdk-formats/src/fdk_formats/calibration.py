@@ -111,12 +111,18 @@ def calibrate(
             bar.advance(len(layers))
 
 
-def replace_layers(model: nn.Module, layers: Mapping[str, QuantisedTensor]) -> None:
+def replace_layers(
+    model: nn.Module, layers: Mapping[str, QuantisedTensor], backend: str = "auto"
+) -> None:
     """Replaces linear layers of a model, in place, by quantised ones.
 
     Args:
         model: the model.
         layers: quantised weights by the dotted name of their layer.
+        backend: ``auto`` or a backend's name, see ``select``.
+
+    Raises:
+        NoBackendError: if no backend supports a layer.
     """
     from fdk_formats.linear import QuantisedLinear
 
@@ -124,7 +130,9 @@ def replace_layers(model: nn.Module, layers: Mapping[str, QuantisedTensor]) -> N
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         parent, _, attribute = name.rpartition(".")
-        layer = QuantisedLinear.from_quantised(q, linear.bias, dtype=linear.weight.dtype)
+        layer = QuantisedLinear.from_quantised(
+            q, linear.bias, backend=backend, dtype=linear.weight.dtype
+        )
         setattr(model.get_submodule(parent), attribute, layer.train(linear.training))
 
 

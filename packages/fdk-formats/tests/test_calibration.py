@@ -12,10 +12,12 @@ from fdk_formats import (
     QuantisedEmbedding,
     QuantisedLinear,
     calibration,
+    choose_formats,
     quantise,
     quantise_model,
+    replace_layers,
 )
-from fdk_formats.calibration import calibrate, replace_layers, token_windows
+from fdk_formats.calibration import calibrate, token_windows
 from fdk_formats.compensate import output_error
 
 K = 32
@@ -278,6 +280,51 @@ def test_hooks_and_forwards_are_removed():
     assert [layer.name for layers in steps for layer in layers] == ["blocks.1.q"]
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_formats_are_those_of_quantise_model():
+    model = build()
+    model.blocks[1].k.weight = model.blocks[1].q.weight  # tied, in the same format
+    model.lm_head = nn.Linear(K, 50)
+    model.other_name = model.blocks[2].down
+    overrides = {r"1\.[qk]": "int4-g16", "other_name": "int8-g16", r"0\.q": None}
+    found = choose_formats(model, "int3-g16", "head", overrides)
+    small = quantise_model(model, "int3-g16", "head", overrides)
+    expected = {n: m.format for n, m in small.named_modules() if isinstance(m, QuantisedLinear)}
+    assert found == expected
+    assert len(found) == 8
+    assert str(found["blocks.2.down"]) == "int8-g16"  # an override by another name of the layer
+    with pytest.raises(ValueError, match=r"layer blocks.0.q: int3-g64: .* skip or override"):
+        choose_formats(model, "int3-g64")
+
+
+def test_replaced_layers_keep_hooks_names_ties_and_attributes():
+    model = build()
+    block = model.blocks[0]
+    block.k.weight = block.q.weight
+    model.other_name = block.down
+    seen = []
+    block.q.register_forward_hook(lambda *_: seen.append("hook"))
+    block.q.note = "kept"
+    weights = {n: quantise(model.get_submodule(n).weight, "int4-g16") for n in linear_names(model)}
+    bias = block.down.bias
+    replace_layers(model, weights)
+    assert all(isinstance(model.get_submodule(name), QuantisedLinear) for name in weights)
+    assert model.other_name is block.down
+    assert block.down.bias is bias
+    assert block.q.note == "kept"
+    assert block.q.weight_packed is block.k.weight_packed
+    model(tokens(1))
+    assert seen == ["hook"]
+    with pytest.raises(ValueError, match="'blocks', which is a ModuleList"):
+        replace_layers(model, {"blocks": weights["head"]})
+    linear = nn.Linear(K, 4)
+    with pytest.raises(ValueError, match="the model itself"):
+        replace_layers(linear, {"": quantise(linear.weight, "int4-g16")})
+    patched = nn.Sequential(nn.Linear(K, 4))
+    patched[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="its forward is patched"):
+        replace_layers(patched, {"0": quantise(patched[0].weight, "int4-g16")})
 
 
 def test_token_windows():

@@ -22,7 +22,7 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
-from fdk_formats.calibration import CalibratedLayer, calibrate, replace_layers, token_windows
+from fdk_formats.calibration import CalibratedLayer, calibrate, token_windows
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.embedding import QuantisedEmbedding
@@ -30,7 +30,7 @@ from fdk_formats.files import load, load_model, parameters_on_meta, save, save_m
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.model import quantise_model
+from fdk_formats.model import choose_formats, quantise_model, replace_layers
 from fdk_formats.packing import pack, unpack
 from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import fit_codebook, quantise
@@ -56,6 +56,7 @@ __all__ = [
     "QuantisedTensor",
     "all_backends",
     "calibrate",
+    "choose_formats",
     "dequantise_4bit",
     "dequantise_blockwise",
     "fake_quantise",

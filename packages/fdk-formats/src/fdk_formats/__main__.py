@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 import math
-import re
 import shutil
 import sys
 import time
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdk_formats.calibration import CalibratedLayer, calibrate, replace_layers, token_windows
+from fdk_formats.calibration import CalibratedLayer, calibrate, token_windows
 from fdk_formats.files import save_model
-from fdk_formats.format import Format
+from fdk_formats.model import choose_formats, replace_layers
 
 # Files of a model folder that the weights are not in.
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -50,6 +49,8 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
         [token_windows(text, tokenizer, options.length, options.windows) for text in texts]
     )
     formats = choose_formats(model, options.format, options.skip, _overrides(options.override))
+    if not formats:
+        raise ValueError("the model has no linear layer to quantise")
     out.mkdir(parents=True, exist_ok=True)
     work = out / "calibration"
     layers: list[CalibratedLayer] = []
@@ -89,45 +90,6 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
     (out / "report.json").write_text(json.dumps(report, indent=1))
     shutil.rmtree(work)
     return report
-
-
-def choose_formats(
-    model: nn.Module, format: str, skip: str, overrides: Sequence[tuple[str, str]]
-) -> dict[str, Format]:
-    """Returns the format of every linear layer to quantise, by name.
-
-    Args:
-        model: the model.
-        format: of layers that no override matches.
-        skip: a regular expression; layers that it matches are left, unless overridden.
-        overrides: pairs of a regular expression and a format, or ``none`` to leave a layer.
-
-    Raises:
-        ValueError: if a format does not fit a layer, an override matches none, or none is left.
-    """
-    formats = {}
-    unused = {pattern for pattern, _ in overrides}
-    for name, module in model.named_modules():
-        if type(module) is not nn.Linear:
-            continue
-        chosen: str | None = None if re.search(skip, name) else format
-        for pattern, wanted in overrides:
-            if re.search(pattern, name):
-                unused.discard(pattern)
-                chosen = None if wanted == "none" else wanted
-                break
-        if chosen is None:
-            continue
-        formats[name] = Format.parse(chosen)
-        try:
-            formats[name].group_size_for(module.in_features)
-        except ValueError as error:
-            raise ValueError(f"layer {name}: {error}; skip or override it") from None
-    if unused:
-        raise ValueError(f"override {sorted(unused)[0]!r} matches no linear layer")
-    if not formats:
-        raise ValueError("the model has no linear layer to quantise")
-    return formats
 
 
 @torch.inference_mode()
@@ -178,14 +140,14 @@ def _load(folder: str) -> tuple[nn.Module, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def _overrides(texts: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = []
+def _overrides(texts: Sequence[str]) -> dict[str, str | None]:
+    overrides: dict[str, str | None] = {}
     for text in texts:
         pattern, equals, format = text.rpartition("=")
         if not equals:
             raise ValueError(f"--override takes REGEX=FORMAT, got {text!r}")
-        pairs.append((pattern, format))
-    return pairs
+        overrides.setdefault(pattern, None if format == "none" else format)
+    return overrides
 
 
 def _bits(layers: Sequence[CalibratedLayer]) -> float:
@@ -205,7 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
     parser.add_argument("--windows", type=int, help="windows per text (default: all)")
     parser.add_argument("--batch", type=int, default=4, help="windows per call")
-    parser.add_argument("--skip", default=r"(^|\.)lm_head$", help="regex of layers to leave")
+    parser.add_argument(
+        "--skip", action="append", default=[], help="regex of layers to leave beside the head"
+    )
     parser.add_argument(
         "--override", action="append", default=[], metavar="REGEX=FORMAT",
         help="another format for some layers, or none to leave them; the first match counts",

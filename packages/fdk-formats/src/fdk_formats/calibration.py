@@ -111,23 +111,6 @@ def calibrate(
             bar.advance(len(layers))
 
 
-def replace_layers(model: nn.Module, layers: Mapping[str, QuantisedTensor]) -> None:
-    """Replaces linear layers of a model, in place, by quantised ones.
-
-    Args:
-        model: the model.
-        layers: quantised weights by the dotted name of their layer.
-    """
-    from fdk_formats.linear import QuantisedLinear
-
-    for name, q in layers.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        parent, _, attribute = name.rpartition(".")
-        layer = QuantisedLinear.from_quantised(q, linear.bias, dtype=linear.weight.dtype)
-        setattr(model.get_submodule(parent), attribute, layer.train(linear.training))
-
-
 def advise_calibration(formats: Iterable[Format]) -> None:
     """Logs, once, that calibration would help if any of the formats has 3 bits or fewer.
 

@@ -142,28 +142,7 @@ def quantise_model(
         raise ValueError("quantise_model: wanted calibration, or importance and codebook, got both")
     groups = checked_groups(fuse)
     default = Format.parse(format)
-    chosen = {
-        _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
-        for pattern, wanted in (overrides or {}).items()
-    }
-    given = [skip] if isinstance(skip, str) else skip or ()
-    skips = [_pattern("skip", text) for text in given]
-    check_include(include)
-    kinds = {"linear", *include}
-    sources = {name: module for name, module in model.named_modules() if kind_of(module) in kinds}
-    names = _names(model, sources)
-    _check_overrides(names, chosen)
-    _warn_of_unmatched(names, skips)
-    if default_skip and skip is not None:
-        skips.append(re.compile(DEFAULT_SKIP))
-    formats = _choose_formats(names, default, skips, chosen)
-    skipped = {f"{alias}.weight" for name in names.keys() - formats.keys() for alias in names[name]}
-    for name in formats:
-        _check_source(name, sources[name])
-    for name, owner in _tied_elsewhere(model, formats).items():
-        logger.info("left %s: tied to %s", name, owner)
-        del formats[name]
-    _warn_of_left(model, formats, sources, skipped, skips)
+    sources, formats = _chosen_layers(model, default, skip, overrides, default_skip, include)
     _check_patches(model, {id(sources[name]): name for name in formats} if inplace else None)
     codebooks = _codebooks(sources, formats, default, codebook)
     for name, wanted in formats.items():
@@ -191,11 +170,7 @@ def quantise_model(
     for name, q in work:
         source = sources[name]
         weight, key = matrix_of(source), id(source.weight)
-        if key in owners:
-            layer = _layer(name, owners[key].quantised, source, weight.dtype, settings)
-            if type(layer) is type(owners[key]):  # an embedding and a head have each their own
-                layer.tie_weight(owners[key])
-        else:
+        if key not in owners:
             if name in together and name not in quantised:
                 quantised |= _quantise_group(together[name], sources, formats[name], importances)
             q = q or quantised.pop(name, None)
@@ -203,20 +178,15 @@ def quantise_model(
                 q = _quantise_layer(
                     name, weight, formats[name], importances.get(key), codebooks.get(key)
                 )
-            layer = owners[key] = _layer(name, q, source, weight.dtype, settings)
-            if weight.device.type != "meta":
-                layer.relative_error = relative_error(weight.detach(), q)
-        layer.train(source.training)
-        bias = getattr(source, "bias", None)
-        if bias is not None:  # keep a shared bias shared
-            layer.bias = bias if inplace else memo.setdefault(id(bias), layer.bias)
+        layer = _counterpart(name, q, source, owners, settings)
         if inplace:
-            _carry_over(_carried(source, layer), layer)
-            for parent, attribute in places.get(id(source), ()):
-                parent._modules[attribute] = layer
+            _replace(source, layer, places)
             model = layer if model is source else model
             sources[name] = layer
         else:
+            bias = getattr(source, "bias", None)
+            if bias is not None:  # keep a shared bias shared
+                layer.bias = memo.setdefault(id(bias), layer.bias)
             memo[id(source)] = layer
         del source, weight
     result = model
@@ -229,6 +199,64 @@ def quantise_model(
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
     return result
+
+
+def choose_formats(
+    model: nn.Module,
+    format: Format | str,
+    skip: str | Sequence[str] | None = (),
+    overrides: Mapping[str, Format | str | None] | None = None,
+) -> dict[str, Format]:
+    """Returns the format of every linear layer that ``quantise_model`` would quantise, by name.
+
+    Args:
+        model: see ``quantise_model``, as for the other arguments.
+        format: of layers that no override matches.
+        skip: regular expressions of layers to leave, in addition to the output head.
+        overrides: from regular expression to format, or to None to leave a layer.
+
+    Raises:
+        ValueError: if a layer does not fit its format or cannot be quantised, an override matches
+            none, or an argument is wrong.
+    """
+    sources, formats = _chosen_layers(model, Format.parse(format), skip, overrides, True, ())
+    for name, wanted in formats.items():
+        _check_layer(name, sources[name], wanted, "auto", "float")
+    return formats
+
+
+def _chosen_layers(
+    model: nn.Module,
+    default: Format,
+    skip: str | Sequence[str] | None,
+    overrides: Mapping[str, Format | str | None] | None,
+    default_skip: bool,
+    include: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Format]]:
+    """Returns all layers of the kinds wanted by name, and the formats of those to quantise."""
+    chosen = {
+        _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
+        for pattern, wanted in (overrides or {}).items()
+    }
+    given = [skip] if isinstance(skip, str) else skip or ()
+    skips = [_pattern("skip", text) for text in given]
+    check_include(include)
+    kinds = {"linear", *include}
+    sources = {name: module for name, module in model.named_modules() if kind_of(module) in kinds}
+    names = _names(model, sources)
+    _check_overrides(names, chosen)
+    _warn_of_unmatched(names, skips)
+    if default_skip and skip is not None:
+        skips.append(re.compile(DEFAULT_SKIP))
+    formats = _choose_formats(names, default, skips, chosen)
+    skipped = {f"{alias}.weight" for name in names.keys() - formats.keys() for alias in names[name]}
+    for name in formats:
+        _check_source(name, sources[name])
+    for name, owner in _tied_elsewhere(model, formats).items():
+        logger.info("left %s: tied to %s", name, owner)
+        del formats[name]
+    _warn_of_left(model, formats, sources, skipped, skips)
+    return sources, formats
 
 
 def _calibrated(
@@ -251,11 +279,79 @@ def _calibrated(
         yield name, None
 
 
-def _layer(
-    name: str, q: QuantisedTensor, source: Any, dtype: torch.dtype, settings: Mapping[str, Any]
+def replace_layers(
+    model: nn.Module,
+    layers: Mapping[str, QuantisedTensor],
+    *,
+    backend: str = "auto",
+    activations: str = "float",
+) -> None:
+    """Replaces layers of a model, in place, by quantised ones, as ``quantise_model`` does.
+
+    Layers that share a weight share the first one's quantised weight; hooks, attributes and every
+    name of a layer stay.
+
+    Args:
+        model: the model; not itself one of the layers.
+        layers: quantised weights by the dotted name of their layer.
+        backend: see ``quantise_model``.
+        activations: see ``quantise_model``.
+
+    Raises:
+        ValueError: if a layer cannot be replaced, see ``quantise_model``.
+    """
+    places, owners = _places(model), dict[int, QuantisedModule]()
+    settings: dict[str, Any] = {"backend": backend, "activations": activations}
+    for name, q in layers.items():
+        source = model.get_submodule(name)
+        if source is model or kind_of(source) is None:
+            raise ValueError(
+                f"replace_layers: wanted names of layers within the model, got {name!r}, which is "
+                f"{'the model itself' if source is model else f'a {type(source).__name__}'}"
+            )
+        _check_source(name, source)
+        _replace(source, _counterpart(name, q, source, owners, settings), places)
+
+
+def _counterpart(
+    name: str,
+    q: QuantisedTensor | None,
+    source: Any,
+    owners: dict[int, QuantisedModule],
+    settings: Mapping[str, Any],
 ) -> QuantisedModule:
+    """Makes the quantised counterpart of a layer.
+
+    Args:
+        name: of the layer.
+        q: its weight; not needed where another layer with the same weight came before.
+        source: the layer.
+        owners: by id of a weight, the first layer made of it; extended.
+        settings: arguments ``backend`` and ``activations`` of ``QuantisedLinear``.
+    """
+    owner, weight = owners.get(id(source.weight)), matrix_of(source).detach()
+    q = owner.quantised if owner else q
+    assert q is not None
     with _naming(name):
-        return quantised_like(source, q, getattr(source, "bias", None), dtype, settings)
+        layer = quantised_like(source, q, getattr(source, "bias", None), weight.dtype, settings)
+    if owner is None:
+        owners[id(source.weight)] = layer
+        if weight.device.type != "meta":
+            layer.relative_error = relative_error(weight, q)
+    elif type(layer) is type(owner):  # an embedding and a head have each their own
+        layer.tie_weight(owner)
+    return layer.train(source.training)
+
+
+def _replace(
+    source: Any, layer: QuantisedModule, places: Mapping[int, Sequence[tuple[nn.Module, str]]]
+) -> None:
+    """Puts a layer in the place of its source, wherever that is registered."""
+    if getattr(source, "bias", None) is not None:
+        layer.bias = source.bias  # a shared bias stays shared
+    _carry_over(_carried(source, layer), layer)
+    for parent, attribute in places.get(id(source), ()):
+        parent._modules[attribute] = layer
 
 
 def _carried(source: nn.Module, layer: nn.Module) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_resumed_after_a_kill(folder, tmp_path, monkeypatch):
         yield next(steps)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fdk_formats.__main__.calibrate", killed)
+    monkeypatch.setattr("fdk_formats.calibration.calibrate", killed)
     with pytest.raises(KeyboardInterrupt):
         command(folder, tmp_path / "cut")
     monkeypatch.undo()

@@ -22,7 +22,12 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
-from fdk_formats.calibration import CalibratedLayer, calibrate, token_windows
+from fdk_formats.calibration import (
+    CalibratedLayer,
+    calibrate,
+    calibrate_weights,
+    token_windows,
+)
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.embedding import QuantisedEmbedding
@@ -56,6 +61,7 @@ __all__ = [
     "QuantisedTensor",
     "all_backends",
     "calibrate",
+    "calibrate_weights",
     "choose_formats",
     "dequantise_4bit",
     "dequantise_blockwise",

@@ -7,14 +7,14 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fdk_formats.calibration import CalibratedLayer, calibrate, token_windows
+from fdk_formats.calibration import EPOCHS, CalibratedLayer, calibrate_weights, token_windows
 from fdk_formats.files import save_model
 from fdk_formats.model import choose_formats, replace_layers
 
@@ -53,16 +53,12 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("the model has no linear layer to quantise")
     out.mkdir(parents=True, exist_ok=True)
     work = out / "calibration"
-    layers: list[CalibratedLayer] = []
-    batches = inputs.split(options.batch)
-    for block in calibrate(model, formats, batches, device=options.device, folder=work):
-        for layer in block:  # plain weights until the end: blocks then run at the speed of torch
-            weight = model.get_submodule(layer.name).weight
-            assert isinstance(weight, Tensor)
-            weight.data.copy_(layer.quantised.dequantise())
-        layers += block
+    layers = calibrate_weights(
+        model, formats, inputs.split(options.batch),
+        epochs=options.epochs, device=options.device, folder=work,
+    )  # fmt: skip
     seconds = time.monotonic() - start
-    replace_layers(model, {layer.name: layer.quantised for layer in layers})
+    replace_layers(model, {name: layer.quantised for name, layer in layers.items()})
     save_model(out / "model.safetensors", model)
     for pattern in KEPT:
         for file in sorted(Path(options.model).glob(pattern)):
@@ -70,7 +66,7 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
                 shutil.copy(file, out / file.name)
     report: dict[str, Any] = {
         "format": str(options.format),
-        "bits_per_weight": _bits(layers),
+        "bits_per_weight": _bits(layers.values()),
         "calibration_tokens": inputs.numel(),
         "seconds": round(seconds, 1),
     }
@@ -85,7 +81,7 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
             "relative_error": layer.relative_error,
             "output_error": layer.output_error,
         }
-        for layer in layers
+        for layer in layers.values()
     ]
     (out / "report.json").write_text(json.dumps(report, indent=1))
     shutil.rmtree(work)
@@ -150,7 +146,7 @@ def _overrides(texts: Sequence[str]) -> dict[str, str | None]:
     return overrides
 
 
-def _bits(layers: Sequence[CalibratedLayer]) -> float:
+def _bits(layers: Collection[CalibratedLayer]) -> float:
     sizes = [layer.quantised.shape[0] * layer.quantised.shape[1] for layer in layers]
     bits = (layer.quantised.bits_per_weight for layer in layers)
     return sum(size * each for size, each in zip(sizes, bits, strict=True)) / sum(sizes)
@@ -166,7 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
     parser.add_argument("--windows", type=int, help="windows per text (default: all)")
-    parser.add_argument("--batch", type=int, default=4, help="windows per call")
+    parser.add_argument("--batch", type=int, default=2, help="windows per call")
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS,
+        help=f"how often scales are trained on each window (default: {EPOCHS})",
+    )  # fmt: skip
     parser.add_argument(
         "--skip", action="append", default=[], help="regex of layers to leave beside the head"
     )

@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fdk_formats.compensate import Hessian, output_error
+from fdk_formats.distil import Teacher, distil, output_head
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedTensor, relative_error
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 # Up to this many bits a model without calibration is broken or nearly so.
 ADVISED_BITS = 3
+
+# How often ``calibrate_weights`` distils from each input.
+EPOCHS = 2
 
 RESULTS = "quantised-{:05}.safetensors"
 
@@ -99,7 +103,7 @@ def calibrate(
             raise ValueError(f"calibrate: {name!r} is not a linear layer of the model")
     calls = _calls(inputs)
     store = _Store(Path(folder), wanted, linears, calls) if folder is not None else None
-    bar = _Progress(len(wanted)) if progress else None
+    bar, done = _Progress("quantise", "layers") if progress else None, 0
     for step, block in enumerate(_blocks(model, linears, wanted, calls, device)):
         layers = store.load(step, block.names) if store else None
         if layers is None:
@@ -107,8 +111,72 @@ def calibrate(
             if store:
                 store.save(step, layers)
         yield layers
+        done += len(layers)
         if bar:
-            bar.advance(len(layers))
+            bar.show(done, len(wanted))
+
+
+def calibrate_weights(
+    model: nn.Module,
+    formats: Mapping[str, Format | str],
+    inputs: Iterable[Any],
+    *,
+    epochs: int = EPOCHS,
+    device: torch.device | str | None = None,
+    folder: Path | str | None = None,
+    progress: bool = True,
+) -> dict[str, CalibratedLayer]:
+    """Quantises linear layers by ``calibrate``, then trains their scales end to end.
+
+    The weights in ``model`` become the values of the quantised ones. Of layers that share a weight
+    the first counts.
+
+    Args:
+        model: see ``calibrate``, as for the other arguments.
+        formats: see ``calibrate``.
+        inputs: see ``calibrate``.
+        epochs: how often ``distil`` uses each input; 0 for calibration alone, as for models
+            without an output head. It runs the whole model where ``device`` says.
+        device: see ``calibrate``.
+        folder: see ``calibrate``; distillation does not resume, but starts again.
+        progress: see ``calibrate``.
+
+    Returns:
+        The layers by name, in the order of the model.
+    """
+    calls = _calls(inputs)
+    owners = {id(model.get_submodule(name).weight): name for name in reversed(list(formats))}
+    formats = {name: format for name, format in formats.items() if name in owners.values()}
+    home = _device_of(model)
+    place = torch.device(device) if device is not None else home
+
+    def run(call: _Call) -> Any:
+        moved = call.to(place)
+        return model(*moved.args, **moved.kwargs)
+
+    runs = [partial(run, call) for call in calls]
+    teacher = None
+    if epochs and output_head(model) is not None:
+        teacher = Teacher(model.to(place), runs)
+        model.to(home)
+    layers = {}
+    for block in calibrate(model, formats, calls, device=device, folder=folder, progress=progress):
+        for layer in block:
+            weight = model.get_submodule(layer.name).get_parameter("weight")
+            with torch.no_grad():
+                weight.copy_(layer.quantised.dequantise())
+            layers[layer.name] = layer
+    if teacher is not None:
+        bar = _Progress("distil", "steps") if progress else None
+        weights = {name: layer.quantised for name, layer in layers.items()}
+        model.to(place)
+        found = distil(
+            model, weights, teacher, runs, epochs=epochs, on_step=bar.show if bar else None
+        )
+        model.to(home)
+        for name, q in found.items():
+            layers[name] = replace(layers[name], quantised=q.to(home))
+    return layers
 
 
 def advise_calibration(formats: Iterable[Format]) -> None:
@@ -199,7 +267,9 @@ def _calls(inputs: Iterable[Any]) -> list[_Call]:
         )
     calls = []
     for each in inputs:
-        if isinstance(each, Mapping):
+        if isinstance(each, _Call):
+            calls.append(each)
+        elif isinstance(each, Mapping):
             calls.append(_Call((), dict(each)))
         else:
             calls.append(_Call(each if isinstance(each, tuple) else (each,), {}))
@@ -538,16 +608,15 @@ def _fingerprint(*values: Any) -> str:
 class _Progress:
     """A line on the terminal with the remaining time."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.monotonic()
+    def __init__(self, what: str, units: str) -> None:
+        self.what, self.units, self.start = what, units, time.monotonic()
 
-    def advance(self, count: int) -> None:
-        """Counts layers that are done."""
-        self.done += count
+    def show(self, done: int, total: int) -> None:
+        """Shows how many of all units are done."""
         passed = time.monotonic() - self.start
-        rest = passed / self.done * (self.total - self.done)
-        line = f"quantise {self.done}/{self.total} layers, {passed:.0f} s, about {rest:.0f} s to go"
+        rest = passed / done * (total - done)
+        line = f"{self.what} {done}/{total} {self.units}, {passed:.0f} s, about {rest:.0f} s to go"
         if sys.stderr.isatty():
-            print(f"\r{line}", end="\n" if self.done == self.total else "", file=sys.stderr)
+            print(f"\r{line}", end="\n" if done == total else "", file=sys.stderr)
         else:
             logger.info("%s", line)

@@ -224,7 +224,7 @@ def _refit_scales(weight: Tensor, found: Compensated, hessian: Hessian) -> Compe
     damping = DAMPING * torch.eye(k, device=matrix.device)
     for rows in torch.arange(n).split(max(1, SYSTEM_SIZE // max(groups * groups, k))):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
-        unit = _unit_values(grid, found.codes, part)
+        unit = unit_values(grid, found.codes, part)
         target = (unit * (weight[part] @ (matrix + damping))).view(-1, groups, size).sum(-1)
         system = unit.new_empty((len(unit), groups, groups))
         for group in range(groups):
@@ -280,8 +280,8 @@ def _refit_codebook(weight: Tensor, found: Compensated, hessian: Hessian) -> Com
     return _evaluated(weight, replace(grid, codebook=table), refitted, hessian)
 
 
-def _unit_values(grid: Grid, codes: Tensor, rows: slice) -> Tensor:
-    """Returns the values of the codes for scales of 1, ``[rows, k, float32]``."""
+def unit_values(grid: Grid, codes: Tensor, rows: slice = slice(None)) -> Tensor:
+    """Returns the values of some rows of ``codes :: [n, k]`` for scales of 1, float32."""
     codes = codes[rows]
     if grid.codebook is not None:
         return grid.codebook[codes.to(torch.int32)]
@@ -293,5 +293,5 @@ def _unit_values(grid: Grid, codes: Tensor, rows: slice) -> Tensor:
 def _evaluated(weight: Tensor, grid: Grid, codes: Tensor, hessian: Hessian) -> Compensated:
     scale = decode_scale(grid.scale)
     scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
-    value = _unit_values(grid, codes, slice(None)) * scale
+    value = unit_values(grid, codes) * scale
     return Compensated(grid, codes, hessian.row_errors(weight - value))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
-from fdk_formats.calibration import advise_calibration, calibrate
+from fdk_formats.calibration import EPOCHS, advise_calibration, calibrate_weights
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
 from fdk_formats.layer_kinds import check_include, kind_of, matrix_of, quantised_like
@@ -70,6 +70,7 @@ def quantise_model(
     include: Sequence[str] = (),
     activations: str = "float",
     calibration: Iterable[Any] | None = None,
+    epochs: int = EPOCHS,
     importance: Mapping[str, Tensor] | None = None,
     codebook: Tensor | Mapping[str, Tensor] | None = None,
     fuse: bool | Sequence[Sequence[str]] = False,
@@ -101,9 +102,12 @@ def quantise_model(
             (the linear layer of GPT-2, which becomes a ``QuantisedLinear``).
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         calibration: inputs of the model, such as token ids ``[windows, tokens]``, to quantise
-            linear layers for, block after block; see ``calibrate``. It lowers the error of a
-            language model several times at 3 bits and fewer. Other layers are quantised without.
-            Not with ``importance`` or ``codebook``.
+            linear layers for, block after block; see ``calibrate_weights``. It lowers the error of
+            a language model several times at 3 bits and fewer. Other layers are quantised without.
+            Not with ``importance`` or ``codebook``. Each layer's ``relative_error`` is that before
+            scales were trained.
+        epochs: how often scales are trained on each input of ``calibration``, for language models;
+            0 for calibration without training.
         importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
         codebook: by layer name, such as the codebooks that ``fake_quantise`` trained with;
             ``kmeans`` is fitted to layers without one. Or one ``[2^bits]`` table for every layer
@@ -155,30 +159,36 @@ def quantise_model(
 
     settings: dict[str, Any] = {"backend": backend, "activations": activations}
     if calibration is not None:
-        if not inplace:  # calibration replaces layers as it goes
+        if not inplace:  # calibration changes the weights
             model, inplace = copy.deepcopy(model), True
             sources = {name: model.get_submodule(name) for name in sources}
-        work, together = _calibrated(model, sources, formats, calibration, progress), {}
+        linear = {n: f for n, f in formats.items() if kind_of(sources[n]) == "linear"}
+        calibrated = calibrate_weights(model, linear, calibration, epochs=epochs, progress=progress)
+        for name in [name for name in formats if name not in linear]:
+            logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
+        # A layer of a shared weight after the one that was calibrated.
+        names = sorted(formats, key=lambda name: name not in calibrated)
+        quantised, together = {n: layer.quantised for n, layer in calibrated.items()}, {}
     else:
         advise_calibration(formats.values())
-        names_in_order = _progress(formats) if progress else iter(formats)
-        work = ((name, None) for name in names_in_order)
+        calibrated, names = {}, list(formats)
     owners: dict[int, QuantisedModule] = {}
     # By id of a module of the source, its copy: deepcopy uses it instead of copying.
     memo: dict[int, Any] = {}
     places = _places(model) if inplace else {}
-    for name, q in work:
+    for name in _progress(names) if progress and not calibrated else names:
         source = sources[name]
         weight, key = matrix_of(source), id(source.weight)
         if key not in owners:
             if name in together and name not in quantised:
                 quantised |= _quantise_group(together[name], sources, formats[name], importances)
-            q = q or quantised.pop(name, None)
-            if q is None:
-                q = _quantise_layer(
+            if name not in quantised:
+                quantised[name] = _quantise_layer(
                     name, weight, formats[name], importances.get(key), codebooks.get(key)
                 )
-        layer = _counterpart(name, q, source, owners, settings)
+        layer = _counterpart(name, quantised.pop(name, None), source, owners, settings)
+        if name in calibrated:  # the weight has changed since
+            layer.relative_error = calibrated[name].relative_error
         if inplace:
             _replace(source, layer, places)
             model = layer if model is source else model
@@ -257,26 +267,6 @@ def _chosen_layers(
         del formats[name]
     _warn_of_left(model, formats, sources, skipped, skips)
     return sources, formats
-
-
-def _calibrated(
-    model: nn.Module,
-    sources: Mapping[str, nn.Module],
-    formats: Mapping[str, Format],
-    inputs: Iterable[Any],
-    progress: bool,
-) -> Iterator[tuple[str, QuantisedTensor | None]]:
-    """Yields calibrated weights of linear layers, and the names of other layers, without a weight.
-
-    The caller replaces each layer before it asks for the next.
-    """
-    linear = {name: format for name, format in formats.items() if type(sources[name]) is nn.Linear}
-    for layers in calibrate(model, linear, inputs, progress=progress):
-        for layer in layers:
-            yield layer.name, layer.quantised
-    for name in [name for name in formats if name not in linear]:
-        logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
-        yield name, None
 
 
 def replace_layers(

@@ -284,7 +284,8 @@ def unit_values(grid: Grid, codes: Tensor, rows: slice = slice(None)) -> Tensor:
     """Returns the values of some rows of ``codes :: [n, k]`` for scales of 1, float32."""
     codes = codes[rows]
     if grid.codebook is not None:
-        return grid.codebook[codes.to(torch.int32)]
+        index = codes.reshape(-1).to(torch.int32)
+        return grid.codebook.index_select(0, index).view(codes.shape)
     assert grid.zero_point is not None
     zero = grid.zero_point[rows].to(torch.float32)
     return codes - zero.repeat_interleave(codes.shape[1] // zero.shape[1], 1)

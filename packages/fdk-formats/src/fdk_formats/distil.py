@@ -31,7 +31,7 @@ WARM_UP = 4
 BETAS = (0.9, 0.99)
 # Inputs are put together for a step until they have this many tokens.
 STEP_TOKENS = 1024
-# Codebooks of more bits hardly matter, and their gradients cost a pass per entry.
+# Codebooks of more bits hardly matter.
 CODEBOOK_BITS = 4
 # Positions whose predictions are held at once: 262,144 words of float32 take 134 MB.
 POSITIONS = 128
@@ -262,12 +262,8 @@ class _Trained:
             assert self.shift.grad is not None
             assert self.q.codebook is not None
             scaled = grad.mul_(scale[..., None]).view(self.q.shape)
-            # One pass per entry: its order of summing is fixed, on a GPU too.
-            sums = [
-                scaled.mul(self.codes == code).sum(dtype=torch.float64)
-                for code in range(len(self.shift))
-            ]
-            self.shift.grad += torch.stack(sums).float() * self.q.codebook.abs().mean()
+            sums = torch.bincount(self.codes.view(-1), scaled.view(-1), len(self.shift))
+            self.shift.grad += sums.float() * self.q.codebook.abs().mean()
 
     def quantised(self) -> QuantisedTensor:
         """Returns the trained weight."""

@@ -99,11 +99,9 @@ def test_importance_is_that_of_the_calibration_text(subject):
 
 def test_calibrated(subject):
     model = load_text_model(subject.model.name).module
-    expected = {}
     formats = dict.fromkeys(subject.layers, "kmeans2-g32")
-    for layers in fdk_formats.calibrate(model, formats, subject.calibration.windows):
-        expected |= {layer.name: layer.quantised for layer in layers}
-        fdk_formats.replace_layers(model, {layer.name: layer.quantised for layer in layers})
+    found = fdk_formats.calibrate_weights(model, formats, subject.calibration.windows)
+    expected = {name: layer.quantised for name, layer in found.items()}
     (method,) = methods_named(["kmeans2-g32+calibrated"])
     assert method.calibrated
     before = [layer.weight.clone() for layer in subject.layers.values()]

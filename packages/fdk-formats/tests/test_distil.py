@@ -26,6 +26,9 @@ class Language(nn.Module):
     def get_output_embeddings(self):
         return self.lm_head
 
+    def get_input_embeddings(self):
+        return self.embed
+
     def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:

@@ -35,6 +35,7 @@ from fdk_formats.files import load, load_model, parameters_on_meta, save, save_m
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
 from fdk_formats.linear import QuantisedLinear
+from fdk_formats.mixed import mix_formats
 from fdk_formats.model import choose_formats, quantise_model, replace_layers
 from fdk_formats.packing import pack, unpack
 from fdk_formats.qat import fake_quantise
@@ -70,6 +71,7 @@ __all__ = [
     "fuse_layers",
     "load",
     "load_model",
+    "mix_formats",
     "model_report",
     "output_error",
     "pack",

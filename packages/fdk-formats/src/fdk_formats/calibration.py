@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.distil import Teacher, distil, output_head
 from fdk_formats.format import Format
+from fdk_formats.model_inputs import Call, calls_of, device_of
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedTensor, relative_error
 
@@ -101,7 +102,7 @@ def calibrate(
     for name in wanted:
         if name not in linears:
             raise ValueError(f"calibrate: {name!r} is not a linear layer of the model")
-    calls = _calls(inputs)
+    calls = calls_of(inputs)
     store = _Store(Path(folder), wanted, linears, calls) if folder is not None else None
     bar, done = _Progress("quantise", "layers") if progress else None, 0
     for step, block in enumerate(_blocks(model, linears, wanted, calls, device)):
@@ -144,17 +145,12 @@ def calibrate_weights(
     Returns:
         The layers by name, in the order of the model.
     """
-    calls = _calls(inputs)
+    calls = calls_of(inputs)
     owners = {id(model.get_submodule(name).weight): name for name in reversed(list(formats))}
     formats = {name: format for name, format in formats.items() if name in owners.values()}
-    home = _device_of(model)
+    home = device_of(model)
     place = torch.device(device) if device is not None else home
-
-    def run(call: _Call) -> Any:
-        moved = call.to(place)
-        return model(*moved.args, **moved.kwargs)
-
-    runs = [partial(run, call) for call in calls]
+    runs = [partial(call.run, model) for call in calls]
     teacher = None
     if epochs and output_head(model) is not None:
         teacher = Teacher(model.to(place), runs)
@@ -242,53 +238,6 @@ def _quantise_block(block: "_Block", formats: Mapping[str, Format]) -> list[Cali
     return layers
 
 
-# Inputs
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Arguments of one call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def to(self, device: torch.device) -> "_Call":
-        return _Call(_moved(self.args, device), _moved(self.kwargs, device))
-
-
-def _calls(inputs: Iterable[Any]) -> list[_Call]:
-    """Returns the inputs as calls of the model."""
-    if isinstance(inputs, Tensor):
-        inputs = inputs.split(1)
-    elif isinstance(inputs, (str, bytes, Mapping)):
-        raise ValueError(
-            f"calibrate: inputs must be an iterable of model inputs, got "
-            f"{type(inputs).__name__}; for a text see token_windows"
-        )
-    calls = []
-    for each in inputs:
-        if isinstance(each, _Call):
-            calls.append(each)
-        elif isinstance(each, Mapping):
-            calls.append(_Call((), dict(each)))
-        else:
-            calls.append(_Call(each if isinstance(each, tuple) else (each,), {}))
-    if not calls:
-        raise ValueError("calibrate: no calibration inputs")
-    return calls
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Moves the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_moved(each, device) for each in value)
-    return value
-
-
 # Blocks
 
 
@@ -361,7 +310,7 @@ def _blocks(
     model: nn.Module,
     linears: Mapping[str, nn.Linear],
     wanted: Iterable[str],
-    calls: Sequence[_Call],
+    calls: Sequence[Call],
     device: torch.device | str | None,
 ) -> Iterator[_Block]:
     """Yields groups of layers in the order of the model; each must be replaced before the next."""
@@ -384,8 +333,7 @@ def _blocks(
 
             def run() -> None:
                 for call in calls:
-                    moved = call.to(_device_of(model))
-                    model(*moved.args, **moved.kwargs)
+                    call.run(model)
 
             yield _Block(list(left), run, linears)
 
@@ -395,11 +343,11 @@ def _run_block(
     names: Sequence[str],
     linears: Mapping[str, nn.Linear],
     states: list[Tensor],
-    calls: Sequence[_Call],
+    calls: Sequence[Call],
     device: torch.device | str | None,
 ) -> Iterator[_Block]:
     """Yields one block of a chain, then replaces the states by what it gives."""
-    home = _device_of(block)
+    home = device_of(block)
     place = torch.device(device) if device is not None else home
 
     def outputs() -> Iterator[Tensor]:
@@ -442,8 +390,8 @@ class _NoChainError(Exception):
 
 
 def _record(
-    model: nn.Module, blocks: Sequence[nn.Module], calls: Sequence[_Call]
-) -> tuple[list[Tensor], list[list[_Call]]] | None:
+    model: nn.Module, blocks: Sequence[nn.Module], calls: Sequence[Call]
+) -> tuple[list[Tensor], list[list[Call]]] | None:
     """Records what each block is called with, without running any block but the first.
 
     The other blocks pass on what they receive. Masks and positions, which blocks share, are thus
@@ -459,10 +407,9 @@ def _record(
             block.forward = recording.stub(index, block.forward)
             stubs.callback(block.__dict__.pop, "forward")
         for call in calls:
-            moved = call.to(_device_of(model))
             recording.position = 0
             try:
-                model(*moved.args, **moved.kwargs)
+                call.run(model)
             except _RecordedError:
                 continue
             except _NoChainError:
@@ -476,7 +423,7 @@ class _Recording:
 
     def __init__(self, depth: int) -> None:
         self.states: list[Tensor] = []
-        self.arguments: list[list[_Call]] = [[] for _ in range(depth)]
+        self.arguments: list[list[Call]] = [[] for _ in range(depth)]
         self.position = 0
         self.passed: Tensor | None = None  # what the block before gave
         self.rest: tuple[Any, ...] | None = None  # what blocks return after the hidden state
@@ -499,7 +446,7 @@ class _Recording:
                     output = forward(*args, **kwargs)
                     self.rest = output[1:] if isinstance(output, tuple) else None
                 self.states.append(state)
-            self.arguments[index].append(_Call((None, *args[1:]), kwargs))
+            self.arguments[index].append(Call((None, *args[1:]), kwargs))
             self.position += 1
             if self.position == len(self.arguments):
                 raise _RecordedError
@@ -516,11 +463,6 @@ def _first(output: Any) -> Tensor:
     return state
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    tensors = (*module.parameters(), *module.buffers())
-    return next((t.device for t in tensors), torch.device("cpu"))
-
-
 # Results on disk
 
 
@@ -532,7 +474,7 @@ class _Store:
         folder: Path,
         formats: Mapping[str, Format],
         linears: Mapping[str, nn.Linear],
-        calls: Sequence[_Call],
+        calls: Sequence[Call],
     ) -> None:
         self.folder, self.formats, self.linears = folder, formats, linears
         folder.mkdir(parents=True, exist_ok=True)

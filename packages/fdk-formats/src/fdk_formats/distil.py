@@ -105,6 +105,24 @@ class Teacher:
             total += loss.item()
         return total, gradient
 
+    def likelihood_gradient(self, state: Tensor, generator: torch.Generator) -> Tensor:
+        """Computes the gradient of the log likelihood of tokens drawn from the predictions.
+
+        Args:
+            state: inputs of the head, ``[tokens, hidden]``.
+            generator: draws one token for each prediction.
+        """
+        gradient = torch.empty_like(state)
+        for start in range(0, len(state), POSITIONS):
+            rows = slice(start, start + POSITIONS)
+            part = state[rows].detach().requires_grad_(True)
+            found = self.head(part).float().log_softmax(-1)
+            # Drawn on the CPU: the same on every device.
+            drawn = found.detach().exp().cpu().multinomial(1, generator=generator)
+            likelihood = found.gather(1, drawn.to(found.device)).sum()
+            (gradient[rows],) = torch.autograd.grad(likelihood, part)
+        return gradient
+
 
 class _HeadReachedError(Exception):
     """Ends a run of a model before its output head."""
@@ -142,7 +160,7 @@ def distil(
     """
     steps = [step for epoch in range(epochs) for step in _steps(teacher.states, epoch)]
     with ExitStack() as stack:
-        stack.enter_context(_frozen(model))
+        stack.enter_context(frozen(model))
         stack.enter_context(torch.enable_grad())
         trained = {name: _Trained(model.get_submodule(name), q) for name, q in layers.items()}
         for each in trained.values():
@@ -167,7 +185,7 @@ def distil(
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Turns off the gradients of all parameters, and on again those that had them."""
     before = [(p, p.requires_grad) for p in model.parameters()]
     model.requires_grad_(False)

@@ -40,10 +40,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def command(folder, out, *more):
+def command(folder, out, *more, format="kmeans3-g32"):
     text = str(folder / "text.txt")
     length = ["--length", "32", "--windows", "12"]
-    main([str(folder), "kmeans3-g32", "--out", str(out), "--calibration", text, *length, *more])
+    main([str(folder), format, "--out", str(out), "--calibration", text, *length, *more])
 
 
 def test_a_folder_to_a_folder(folder, tmp_path, capsys):
@@ -69,6 +69,20 @@ def test_a_folder_to_a_folder(folder, tmp_path, capsys):
     ids = torch.arange(20)[None] % 12
     found = divergence(source, loaded, ids)
     assert 0 < found["kl"] < 0.1
+
+
+def test_formats_mixed_for_bits_on_average(folder, tmp_path, capsys):
+    fixed = ("--override", "0.*down_proj=int4-g32", "--skip", "v_proj", "--epochs", "0")
+    command(folder, tmp_path / "o", *fixed, format="kmeans2-g32:kmeans4-g32@3.5")
+    layers = json.loads((tmp_path / "o" / "report.json").read_text())["layers"]
+    formats = {layer["name"]: layer["format"] for layer in layers}
+    assert len(formats) == 12
+    assert formats.pop("model.layers.0.mlp.down_proj") == "int4-g32"
+    assert set(formats.values()) == {"kmeans2-g32", "kmeans4-g32"}
+    load_model(
+        tmp_path / "o" / "model.safetensors",
+        transformers.AutoModelForCausalLM.from_pretrained(folder),
+    )
 
 
 def test_resumed_after_a_kill(folder, tmp_path, monkeypatch):
@@ -113,3 +127,17 @@ def test_errors_end_with_a_message(folder, tmp_path, more, message):
 def test_no_hugging_face_folder(tmp_path):
     with pytest.raises(SystemExit, match="it has no config"):
         main([str(tmp_path), "int4-g32", "--out", str(tmp_path / "o"), "--calibration", "x"])
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ("kmeans2-g32:kmeans3-g32", "several with their bits on average"),
+        ("kmeans2-g32@3", "several with their bits on average"),
+        ("kmeans2-g32:kmeans3-g32@three", "several with their bits on average"),
+        ("kmeans2-g32:kmeans3-g32@4", "wanted 2.5 to 3.5 bits per weight"),
+    ],
+)
+def test_mixes_that_cannot_be(folder, tmp_path, format, message):
+    with pytest.raises(SystemExit, match=message):
+        command(folder, tmp_path / "out", format=format)

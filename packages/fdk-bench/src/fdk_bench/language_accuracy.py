@@ -18,11 +18,15 @@ from fdk_bench.peers.quantisers import QuantisedWeights, Quantiser
 from fdk_bench.perplexity import Estimate, Reference
 from fdk_bench.rows import Row
 from fdk_bench.text_models import TextModel
-from fdk_formats import calibrate_weights
+from fdk_formats import calibrate_weights, mix_formats
+from fdk_formats.mixed import parse_mix
 
 TOKENS = 16384
 WINDOW = 512
 ORIGINAL = "original"
+# Calibration windows in a call of the model, and the tokens, about, that formats are mixed by.
+BATCH = 2
+MIX_TOKENS = 4096
 # 16 bits; k-means, integers and NF4 at 4; k-means below, where a method decides.
 DEFAULT_METHODS = (
     ORIGINAL,
@@ -170,8 +174,13 @@ def _calibrated(
     # In the dtype of the files, as users calibrate: on a CPU with bf16 units several times faster.
     if subject.model.dtype == "fp32" and (dtype := _narrowest(subject.layers)) is not None:
         module = module.to(dtype)
-    formats = dict.fromkeys(subject.layers, format)
-    found = calibrate_weights(module, formats, subject.calibration.windows, progress=False)
+    windows = subject.calibration.windows
+    ladder, bits = parse_mix(format)
+    formats = dict.fromkeys(subject.layers, ladder[0])
+    if bits is not None:
+        some = windows[:: max(1, windows.numel() // MIX_TOKENS)]
+        formats = mix_formats(module, list(formats), ladder, bits, some)
+    found = calibrate_weights(module, formats, windows.split(BATCH), progress=False)
     for name, layer in found.items():
         yield name, layer.quantised.dequantise(), layer.quantised.nbytes
 
@@ -217,7 +226,10 @@ def methods_named(texts: Sequence[str], group_size: str = "64") -> list[Method]:
         if text == ORIGINAL:
             found[text] = Method(ORIGINAL, "fdk", False, None)
             continue
-        format = canonical(format, group_size)
+        names, at, bits = format.partition("@")
+        format = ":".join(canonical(name, group_size) for name in names.split(":")) + at + bits
+        if parse_mix(format)[1] is not None and fit != "calibrated":
+            raise ValueError(f"{text!r}: formats are mixed with +calibrated only")
         name = f"{format}+{fit}" if fit else format
         found[name] = Method(name, "fdk", FITS[fit][1], partial(_fitted, format, fit))
     return list(found.values())

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 
 from fdk_formats.calibration import EPOCHS, CalibratedLayer, calibrate_weights, token_windows
 from fdk_formats.files import save_model
+from fdk_formats.format import Format
+from fdk_formats.mixed import mix_formats, parse_mix
 from fdk_formats.model import choose_formats, replace_layers
 
 # Files of a model folder that the weights are not in.
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
+# Tokens, about, that formats are mixed by.
+MIX_TOKENS = 4096
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,9 +52,7 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
     inputs = torch.cat(
         [token_windows(text, tokenizer, options.length, options.windows) for text in texts]
     )
-    formats = choose_formats(model, options.format, options.skip, _overrides(options.override))
-    if not formats:
-        raise ValueError("the model has no linear layer to quantise")
+    formats = _formats(model, inputs, options)
     out.mkdir(parents=True, exist_ok=True)
     work = out / "calibration"
     layers = calibrate_weights(
@@ -136,6 +138,23 @@ def _load(folder: str) -> tuple[nn.Module, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+def _formats(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> dict[str, Format]:
+    """Returns the format of each layer to quantise."""
+    ladder, bits = parse_mix(options.format)
+    overrides = _overrides(options.override)
+    formats, *others = (choose_formats(model, f, options.skip, overrides) for f in ladder)
+    if not formats:
+        raise ValueError("the model has no linear layer to quantise")
+    if bits is None:
+        return formats
+    mixed = [name for name in formats if formats[name] != others[0][name]]  # not overridden
+    some = inputs[:: max(1, len(inputs) * options.length // MIX_TOKENS)]
+    model.to(options.device)
+    formats |= mix_formats(model, mixed, ladder, bits, some.split(options.batch))
+    model.to("cpu")
+    return formats
+
+
 def _overrides(texts: Sequence[str]) -> dict[str, str | None]:
     overrides: dict[str, str | None] = {}
     for text in texts:
@@ -155,7 +174,9 @@ def _bits(layers: Collection[CalibratedLayer]) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m fdk_formats", description=__doc__)
     parser.add_argument("model", help="folder of a causal language model")
-    parser.add_argument("format", help="for example kmeans3-g64")
+    parser.add_argument(
+        "format", help="such as kmeans3-g64, or kmeans2-g64:kmeans3-g64@2.6: 2.6 bits on average"
+    )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument(
         "--calibration", required=True, nargs="+", help="text files; broad text works best"
@@ -174,7 +195,9 @@ def _parser() -> argparse.ArgumentParser:
         "--override", action="append", default=[], metavar="REGEX=FORMAT",
         help="another format for some layers, or none to leave them; the first match counts",
     )  # fmt: skip
-    parser.add_argument("--device", help="where blocks run, such as cuda (default: cpu)")
+    parser.add_argument(
+        "--device", default="cpu", help="where blocks run, such as cuda (default: cpu)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with a folder cut short")
     parser.add_argument("--held-out", help="text file: report perplexity and KL on it")
     return parser

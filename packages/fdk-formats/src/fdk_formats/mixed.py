@@ -88,6 +88,32 @@ def mix_formats(
     return chosen
 
 
+def parse_mix(text: str) -> tuple[list[Format], float | None]:
+    """Parses ``FORMAT`` or ``FORMAT:FORMAT...@BITS``.
+
+    Returns:
+        The formats, and the bits per weight on average; None for one format.
+
+    Raises:
+        ValueError: if the text is malformed.
+
+    Example:
+        >>> parse_mix("kmeans2-g64:kmeans3-g64@2.6")
+    """
+    names, at, bits = text.partition("@")
+    formats = [Format.parse(name) for name in names.split(":")]
+    try:
+        average = float(bits) if at else None
+    except ValueError:
+        average = None
+    if (len(formats) > 1) != (average is not None):
+        raise ValueError(
+            f"wanted a format, or several with their bits on average such as "
+            f"kmeans2-g64:kmeans3-g64@2.6, got {text!r}"
+        )
+    return formats, average
+
+
 def _squared_error(format: Format) -> float:
     """Returns the relative squared error of a format on Gaussian weights."""
     weight = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))

@@ -85,6 +85,15 @@ def test_formats_mixed_for_bits_on_average(folder, tmp_path, capsys):
     )
 
 
+def test_windows_by_default(folder, tmp_path, capsys):
+    text = str(folder / "text.txt")
+    for length, tokens in ((32, 32 * 32), (100, 2000)):
+        out = tmp_path / str(length)
+        options = ["--length", str(length), "--epochs", "0", "--override", "mlp|[qkv]_proj=none"]
+        main([str(folder), "int4-g32", "--out", str(out), "--calibration", text, *options])
+        assert json.loads((out / "report.json").read_text())["calibration_tokens"] == tokens
+
+
 def test_resumed_after_a_kill(folder, tmp_path, monkeypatch):
     command(folder, tmp_path / "whole")
 

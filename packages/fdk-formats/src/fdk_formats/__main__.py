@@ -22,6 +22,8 @@ from fdk_formats.model import choose_formats, replace_layers
 
 # Files of a model folder that the weights are not in.
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
+# Windows of a text: 16,384 tokens in windows of 512.
+WINDOWS = 32
 # Tokens, about, that formats are mixed by.
 MIX_TOKENS = 4096
 
@@ -49,9 +51,7 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{out} is not empty; give another --out, or --resume to go on with it")
     model, tokenizer = _load(options.model)
     texts = [Path(file).read_text(encoding="utf-8") for file in options.calibration]
-    inputs = torch.cat(
-        [token_windows(text, tokenizer, options.length, options.windows) for text in texts]
-    )
+    inputs = torch.cat([_windows(text, tokenizer, options) for text in texts])
     formats = _formats(model, inputs, options)
     out.mkdir(parents=True, exist_ok=True)
     work = out / "calibration"
@@ -74,7 +74,7 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.held_out:
         text = Path(options.held_out).read_text(encoding="utf-8")
-        windows = token_windows(text, tokenizer, options.length, options.windows)
+        windows = _windows(text, tokenizer, options)
         report |= divergence(_load(options.model)[0], model, windows)
     report["layers"] = [
         {
@@ -138,6 +138,15 @@ def _load(folder: str) -> tuple[nn.Module, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+def _windows(text: str, tokenizer: Any, options: argparse.Namespace) -> Tensor:
+    """Returns as many windows of a text as asked for, or up to WINDOWS."""
+    if options.windows is not None:
+        return token_windows(text, tokenizer, options.length, options.windows)
+    windows = token_windows(text, tokenizer, options.length)
+    count = min(WINDOWS, len(windows))
+    return windows[torch.arange(count) * len(windows) // count]
+
+
 def _formats(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> dict[str, Format]:
     """Returns the format of each layer to quantise."""
     ladder, bits = parse_mix(options.format)
@@ -182,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         "--calibration", required=True, nargs="+", help="text files; broad text works best"
     )
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--windows", type=int, help="windows per text (default: all)")
+    parser.add_argument("--windows", type=int, help=f"windows per text (default: up to {WINDOWS})")
     parser.add_argument("--batch", type=int, default=2, help="windows per call")
     parser.add_argument(
         "--epochs", type=int, default=EPOCHS,

@@ -97,15 +97,18 @@ def test_importance_is_that_of_the_calibration_text(subject):
     assert any(not torch.equal(plain.weights[n], W_hat) for n, W_hat in expected.items())
 
 
-def test_calibrated(subject):
-    model = load_text_model(subject.model.name).module
-    expected = {}
+@pytest.mark.parametrize("format", ["kmeans2-g32", "kmeans2-g32:kmeans3-g32@3"])
+def test_calibrated(subject, format):
+    model, windows = load_text_model(subject.model.name).module, subject.calibration.windows
     formats = dict.fromkeys(subject.layers, "kmeans2-g32")
-    for layers in fdk_formats.calibrate(model, formats, subject.calibration.windows):
-        expected |= {layer.name: layer.quantised for layer in layers}
-        for layer in layers:
-            model.get_submodule(layer.name).weight.data.copy_(layer.quantised.dequantise())
-    (method,) = methods_named(["kmeans2-g32+calibrated"])
+    if "@" in format:
+        formats = fdk_formats.mix_formats(
+            model, list(formats), ["kmeans2-g32", "kmeans3-g32"], 3, windows
+        )
+        assert len(set(formats.values())) == 2
+    found = fdk_formats.calibrate_weights(model, formats, windows.split(2))
+    expected = {name: layer.quantised for name, layer in found.items()}
+    (method,) = methods_named([f"{format}+calibrated"])
     assert method.calibrated
     before = [layer.weight.clone() for layer in subject.layers.values()]
     done = method.quantise(subject, {})

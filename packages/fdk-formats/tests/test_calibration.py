@@ -12,10 +12,12 @@ from fdk_formats import (
     QuantisedEmbedding,
     QuantisedLinear,
     calibration,
+    choose_formats,
     quantise,
     quantise_model,
+    replace_layers,
 )
-from fdk_formats.calibration import calibrate, replace_layers, token_windows
+from fdk_formats.calibration import calibrate, token_windows
 from fdk_formats.compensate import output_error
 
 K = 32
@@ -81,7 +83,9 @@ def run(model, inputs, format="int3-g16", names=None, replace=True, **options):
     formats = dict.fromkeys(names or linear_names(model), format)
     for layers in calibrate(model, formats, inputs, progress=False, **options):
         if replace:
-            replace_layers(model, {each.name: each.quantised for each in layers}, "reference")
+            replace_layers(
+                model, {each.name: each.quantised for each in layers}, backend="reference"
+            )
         found |= {each.name: each for each in layers}
     return found
 
@@ -121,7 +125,7 @@ def test_each_block_sees_what_the_quantised_blocks_before_give(as_tuple):
             moments = moments_of(staged, name, tokens().split(4))
             assert same(q, quantise(weight, "int3-g16", hessian=moments)), name
             assert found[name].output_error == output_error(weight, q.dequantise(), moments)
-        replace_layers(staged, {name: found[name].quantised for name in own}, "reference")
+        replace_layers(staged, {name: found[name].quantised for name in own}, backend="reference")
 
 
 def test_calibration_lowers_the_error_of_the_model():
@@ -133,7 +137,7 @@ def test_calibration_lowers_the_error_of_the_model():
     names = linear_names(plain)
     weights = {name: plain.get_submodule(name).weight for name in names}
     plain_weights = {n: quantise(w, "kmeans2-g16-search") for n, w in weights.items()}
-    replace_layers(plain, plain_weights, "reference")
+    replace_layers(plain, plain_weights, backend="reference")
     held_out = tokens(seed=9)
     with torch.no_grad():
         wanted = source(held_out)
@@ -212,7 +216,9 @@ def test_resumed_after_a_kill_bit_for_bit(tmp_path, stop):
     formats = dict.fromkeys(linear_names(model), "kmeans3-g16")
     steps = calibrate(model, formats, tokens(), folder=tmp_path, progress=False)
     for _ in range(stop):
-        replace_layers(model, {each.name: each.quantised for each in next(steps)}, "reference")
+        replace_layers(
+            model, {each.name: each.quantised for each in next(steps)}, backend="reference"
+        )
     steps.close()
     assert len(list(tmp_path.glob("quantised-*"))) == stop
     found = run(build(), tokens(), "kmeans3-g16", folder=tmp_path)
@@ -281,6 +287,51 @@ def test_hooks_and_forwards_are_removed():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_formats_are_those_of_quantise_model():
+    model = build()
+    model.blocks[1].k.weight = model.blocks[1].q.weight  # tied, in the same format
+    model.lm_head = nn.Linear(K, 50)
+    model.other_name = model.blocks[2].down
+    overrides = {r"1\.[qk]": "int4-g16", "other_name": "int8-g16", r"0\.q": None}
+    found = choose_formats(model, "int3-g16", "head", overrides)
+    small = quantise_model(model, "int3-g16", "head", overrides)
+    expected = {n: m.format for n, m in small.named_modules() if isinstance(m, QuantisedLinear)}
+    assert found == expected
+    assert len(found) == 8
+    assert str(found["blocks.2.down"]) == "int8-g16"  # an override by another name of the layer
+    with pytest.raises(ValueError, match=r"layer blocks.0.q: int3-g64: .* skip or override"):
+        choose_formats(model, "int3-g64")
+
+
+def test_replaced_layers_keep_hooks_names_ties_and_attributes():
+    model = build()
+    block = model.blocks[0]
+    block.k.weight = block.q.weight
+    model.other_name = block.down
+    seen = []
+    block.q.register_forward_hook(lambda *_: seen.append("hook"))
+    block.q.note = "kept"
+    weights = {n: quantise(model.get_submodule(n).weight, "int4-g16") for n in linear_names(model)}
+    bias = block.down.bias
+    replace_layers(model, weights, backend="reference")
+    assert all(isinstance(model.get_submodule(name), QuantisedLinear) for name in weights)
+    assert model.other_name is block.down
+    assert block.down.bias is bias
+    assert block.q.note == "kept"
+    assert block.q.weight_packed is block.k.weight_packed
+    model(tokens(1))
+    assert seen == ["hook"]
+    with pytest.raises(ValueError, match="'blocks', which is a ModuleList"):
+        replace_layers(model, {"blocks": weights["head"]})
+    linear = nn.Linear(K, 4)
+    with pytest.raises(ValueError, match="the model itself"):
+        replace_layers(linear, {"": quantise(linear.weight, "int4-g16")})
+    patched = nn.Sequential(nn.Linear(K, 4))
+    patched[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="its forward is patched"):
+        replace_layers(patched, {"0": quantise(patched[0].weight, "int4-g16")})
+
+
 def test_token_windows():
     def tokenizer(text, add_special_tokens):
         assert add_special_tokens is False
@@ -315,7 +366,9 @@ def test_quantise_model_calibrates(inplace):
         reference, dict.fromkeys(["1", "3"], "kmeans3-g32"), ids, progress=False
     ):
         expected |= {each.name: each.quantised for each in layers}
-        replace_layers(reference, {each.name: each.quantised for each in layers}, "reference")
+        replace_layers(
+            reference, {each.name: each.quantised for each in layers}, backend="reference"
+        )
     result = quantise_model(
         model,
         "kmeans3-g32",

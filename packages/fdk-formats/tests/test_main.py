@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from fdk_formats import load_model
-from fdk_formats.__main__ import choose_formats, divergence, main
+from fdk_formats.__main__ import divergence, main
 from fdk_formats.calibration import calibrate
 
 transformers = pytest.importorskip("transformers")
@@ -41,10 +40,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def command(folder, out, *more):
+def command(folder, out, *more, format="kmeans3-g32"):
     text = str(folder / "text.txt")
     length = ["--length", "32", "--windows", "12"]
-    main([str(folder), "kmeans3-g32", "--out", str(out), "--calibration", text, *length, *more])
+    main([str(folder), format, "--out", str(out), "--calibration", text, *length, *more])
 
 
 def test_a_folder_to_a_folder(folder, tmp_path, capsys):
@@ -72,6 +71,29 @@ def test_a_folder_to_a_folder(folder, tmp_path, capsys):
     assert 0 < found["kl"] < 0.1
 
 
+def test_formats_mixed_for_bits_on_average(folder, tmp_path, capsys):
+    fixed = ("--override", "0.*down_proj=int4-g32", "--skip", "v_proj", "--epochs", "0")
+    command(folder, tmp_path / "o", *fixed, format="kmeans2-g32:kmeans4-g32@3.5")
+    layers = json.loads((tmp_path / "o" / "report.json").read_text())["layers"]
+    formats = {layer["name"]: layer["format"] for layer in layers}
+    assert len(formats) == 12
+    assert formats.pop("model.layers.0.mlp.down_proj") == "int4-g32"
+    assert set(formats.values()) == {"kmeans2-g32", "kmeans4-g32"}
+    load_model(
+        tmp_path / "o" / "model.safetensors",
+        transformers.AutoModelForCausalLM.from_pretrained(folder),
+    )
+
+
+def test_windows_by_default(folder, tmp_path, capsys):
+    text = str(folder / "text.txt")
+    for length, tokens in ((32, 32 * 32), (100, 2000)):
+        out = tmp_path / str(length)
+        options = ["--length", str(length), "--epochs", "0", "--override", "mlp|[qkv]_proj=none"]
+        main([str(folder), "int4-g32", "--out", str(out), "--calibration", text, *options])
+        assert json.loads((out / "report.json").read_text())["calibration_tokens"] == tokens
+
+
 def test_resumed_after_a_kill(folder, tmp_path, monkeypatch):
     command(folder, tmp_path / "whole")
 
@@ -80,7 +102,7 @@ def test_resumed_after_a_kill(folder, tmp_path, monkeypatch):
         yield next(steps)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fdk_formats.__main__.calibrate", killed)
+    monkeypatch.setattr("fdk_formats.calibration.calibrate", killed)
     with pytest.raises(KeyboardInterrupt):
         command(folder, tmp_path / "cut")
     monkeypatch.undo()
@@ -91,11 +113,12 @@ def test_resumed_after_a_kill(folder, tmp_path, monkeypatch):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:quantise_model. nothing to quantise")
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--override", "down_proj"], "takes REGEX=FORMAT"),
-        (["--override", "nothing=int4-g32"], "'nothing' matches no linear layer"),
+        (["--override", "nothing=int4-g32"], r"override 'nothing' fits no linear layer"),
         (
             ["--override", "down_proj=int4-g64"],
             "down_proj: int4-g64: k must be .* skip or override",
@@ -115,8 +138,15 @@ def test_no_hugging_face_folder(tmp_path):
         main([str(tmp_path), "int4-g32", "--out", str(tmp_path / "o"), "--calibration", "x"])
 
 
-def test_choose_formats():
-    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.ReLU()})
-    found = choose_formats(model, "int4-g32", "b", [])
-    assert {name: str(format) for name, format in found.items()} == {"a": "int4-g32"}
-    assert list(choose_formats(model, "int4-g32", "b", [("b", "int8-g32"), ("a", "none")])) == ["b"]
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ("kmeans2-g32:kmeans3-g32", "several with their bits on average"),
+        ("kmeans2-g32@3", "several with their bits on average"),
+        ("kmeans2-g32:kmeans3-g32@three", "several with their bits on average"),
+        ("kmeans2-g32:kmeans3-g32@4", "wanted 2.5 to 3.5 bits per weight"),
+    ],
+)
+def test_mixes_that_cannot_be(folder, tmp_path, format, message):
+    with pytest.raises(SystemExit, match=message):
+        command(folder, tmp_path / "out", format=format)

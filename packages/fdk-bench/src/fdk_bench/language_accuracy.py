@@ -18,11 +18,15 @@ from fdk_bench.peers.quantisers import QuantisedWeights, Quantiser
 from fdk_bench.perplexity import Estimate, Reference
 from fdk_bench.rows import Row
 from fdk_bench.text_models import TextModel
-from fdk_formats import calibrate
+from fdk_formats import calibrate_weights, mix_formats
+from fdk_formats.mixed import parse_mix
 
 TOKENS = 16384
 WINDOW = 512
 ORIGINAL = "original"
+# Calibration windows in a call of the model, and the tokens, about, that formats are mixed by.
+BATCH = 2
+MIX_TOKENS = 4096
 # 16 bits; k-means, integers and NF4 at 4; k-means below, where a method decides.
 DEFAULT_METHODS = (
     ORIGINAL,
@@ -166,13 +170,19 @@ def _calibrated(
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Quantise block after block with errors compensated, on what the blocks before give."""
     assert subject.calibration is not None, "the command asks for one"
-    module = _copy_with_own_weights(subject)
-    formats = dict.fromkeys(subject.layers, format)
-    for layers in calibrate(module, formats, subject.calibration.windows, progress=False):
-        for layer in layers:
-            W_hat = layer.quantised.dequantise()
-            module.get_submodule(layer.name).weight.data.copy_(W_hat)
-            yield layer.name, W_hat, layer.quantised.nbytes
+    module = copy.deepcopy(subject.model.module)
+    # In the dtype of the files, as users calibrate: on a CPU with bf16 units several times faster.
+    if subject.model.dtype == "fp32" and (dtype := _narrowest(subject.layers)) is not None:
+        module = module.to(dtype)
+    windows = subject.calibration.windows
+    ladder, bits = parse_mix(format)
+    formats = dict.fromkeys(subject.layers, ladder[0])
+    if bits is not None:
+        some = windows[:: max(1, windows.numel() // MIX_TOKENS)]
+        formats = mix_formats(module, list(formats), ladder, bits, some)
+    found = calibrate_weights(module, formats, windows.split(BATCH), progress=False)
+    for name, layer in found.items():
+        yield name, layer.quantised.dequantise(), layer.quantised.nbytes
 
 
 # How a format is fitted, by what follows it in a method's name. Each gets the importance of the
@@ -216,7 +226,10 @@ def methods_named(texts: Sequence[str], group_size: str = "64") -> list[Method]:
         if text == ORIGINAL:
             found[text] = Method(ORIGINAL, "fdk", False, None)
             continue
-        format = canonical(format, group_size)
+        names, at, bits = format.partition("@")
+        format = ":".join(canonical(name, group_size) for name in names.split(":")) + at + bits
+        if parse_mix(format)[1] is not None and fit != "calibrated":
+            raise ValueError(f"{text!r}: formats are mixed with +calibrated only")
         name = f"{format}+{fit}" if fit else format
         found[name] = Method(name, "fdk", FITS[fit][1], partial(_fitted, format, fit))
     return list(found.values())
@@ -373,11 +386,20 @@ def _flat(name: str, found: Estimate) -> dict[str, Any]:
 
 def _original(subject: Subject) -> QuantisedWeights:
     weights = {name: layer.weight.detach() for name, layer in subject.layers.items()}
-    # Read in another dtype, perhaps: what the files hold is the narrowest that holds the values.
-    narrow = (DTYPES["bf16"], DTYPES["fp16"])
-    exact = any(all(torch.equal(W.to(d).to(W.dtype), W) for W in weights.values()) for d in narrow)
-    size = 2 if exact else 4
+    size = 4 if _narrowest(subject.layers) is None else 2
     return QuantisedWeights(weights, {name: size * W.numel() for name, W in weights.items()})
+
+
+def _narrowest(layers: Mapping[str, nn.Linear]) -> torch.dtype | None:
+    """Return the 16-bit dtype that holds the weights exactly; None if there is none.
+
+    They may have been read in another dtype than that of the files.
+    """
+    weights = [layer.weight.detach() for layer in layers.values()]
+    for dtype in (DTYPES["bf16"], DTYPES["fp16"]):
+        if all(torch.equal(W.to(dtype).to(W.dtype), W) for W in weights):
+            return dtype
+    return None
 
 
 def task_scores(

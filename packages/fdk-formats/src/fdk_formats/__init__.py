@@ -22,7 +22,12 @@ from fdk_formats.blockwise import (
     quantise_4bit,
     quantise_blockwise,
 )
-from fdk_formats.calibration import CalibratedLayer, calibrate, replace_layers, token_windows
+from fdk_formats.calibration import (
+    CalibratedLayer,
+    calibrate,
+    calibrate_weights,
+    token_windows,
+)
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.embedding import QuantisedEmbedding
@@ -30,7 +35,8 @@ from fdk_formats.files import load, load_model, parameters_on_meta, save, save_m
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.model import quantise_model
+from fdk_formats.mixed import mix_formats
+from fdk_formats.model import choose_formats, quantise_model, replace_layers
 from fdk_formats.packing import pack, unpack
 from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import fit_codebook, quantise
@@ -56,6 +62,8 @@ __all__ = [
     "QuantisedTensor",
     "all_backends",
     "calibrate",
+    "calibrate_weights",
+    "choose_formats",
     "dequantise_4bit",
     "dequantise_blockwise",
     "fake_quantise",
@@ -63,6 +71,7 @@ __all__ = [
     "fuse_layers",
     "load",
     "load_model",
+    "mix_formats",
     "model_report",
     "output_error",
     "pack",

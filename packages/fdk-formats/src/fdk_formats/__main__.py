@@ -4,23 +4,28 @@ import argparse
 import json
 import logging
 import math
-import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fdk_formats.calibration import CalibratedLayer, calibrate, replace_layers, token_windows
+from fdk_formats.calibration import EPOCHS, CalibratedLayer, calibrate_weights, token_windows
 from fdk_formats.files import save_model
 from fdk_formats.format import Format
+from fdk_formats.mixed import mix_formats, parse_mix
+from fdk_formats.model import choose_formats, replace_layers
 
 # Files of a model folder that the weights are not in.
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
+# Windows of a text: 16,384 tokens in windows of 512.
+WINDOWS = 32
+# Tokens, about, that formats are mixed by.
+MIX_TOKENS = 4096
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,23 +51,18 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{out} is not empty; give another --out, or --resume to go on with it")
     model, tokenizer = _load(options.model)
     texts = [Path(file).read_text(encoding="utf-8") for file in options.calibration]
-    inputs = torch.cat(
-        [token_windows(text, tokenizer, options.length, options.windows) for text in texts]
-    )
-    formats = choose_formats(model, options.format, options.skip, _overrides(options.override))
+    inputs = torch.cat([_windows(text, tokenizer, options) for text in texts])
+    formats = _formats(model, inputs, options)
     out.mkdir(parents=True, exist_ok=True)
     work = out / "calibration"
-    layers: list[CalibratedLayer] = []
-    batches = inputs.split(options.batch)
-    for block in calibrate(model, formats, batches, device=options.device, folder=work):
-        for layer in block:  # plain weights until the end: blocks then run at the speed of torch
-            weight = model.get_submodule(layer.name).weight
-            assert isinstance(weight, Tensor)
-            weight.data.copy_(layer.quantised.dequantise())
-        layers += block
+    layers = calibrate_weights(
+        model, formats, inputs.split(options.batch),
+        epochs=options.epochs, device=options.device, folder=work,
+    )  # fmt: skip
     seconds = time.monotonic() - start
     # Only to be saved: files are the same from every backend, and there may be no other.
-    replace_layers(model, {layer.name: layer.quantised for layer in layers}, "reference")
+    found = {name: layer.quantised for name, layer in layers.items()}
+    replace_layers(model, found, backend="reference")
     save_model(out / "model.safetensors", model)
     for pattern in KEPT:
         for file in sorted(Path(options.model).glob(pattern)):
@@ -70,13 +70,13 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
                 shutil.copy(file, out / file.name)
     report: dict[str, Any] = {
         "format": str(options.format),
-        "bits_per_weight": _bits(layers),
+        "bits_per_weight": _bits(layers.values()),
         "calibration_tokens": inputs.numel(),
         "seconds": round(seconds, 1),
     }
     if options.held_out:
         text = Path(options.held_out).read_text(encoding="utf-8")
-        windows = token_windows(text, tokenizer, options.length, options.windows)
+        windows = _windows(text, tokenizer, options)
         report |= divergence(_load(options.model)[0], model, windows)
     report["layers"] = [
         {
@@ -85,50 +85,11 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
             "relative_error": layer.relative_error,
             "output_error": layer.output_error,
         }
-        for layer in layers
+        for layer in layers.values()
     ]
     (out / "report.json").write_text(json.dumps(report, indent=1))
     shutil.rmtree(work)
     return report
-
-
-def choose_formats(
-    model: nn.Module, format: str, skip: str, overrides: Sequence[tuple[str, str]]
-) -> dict[str, Format]:
-    """Returns the format of every linear layer to quantise, by name.
-
-    Args:
-        model: the model.
-        format: of layers that no override matches.
-        skip: a regular expression; layers that it matches are left, unless overridden.
-        overrides: pairs of a regular expression and a format, or ``none`` to leave a layer.
-
-    Raises:
-        ValueError: if a format does not fit a layer, an override matches none, or none is left.
-    """
-    formats = {}
-    unused = {pattern for pattern, _ in overrides}
-    for name, module in model.named_modules():
-        if type(module) is not nn.Linear:
-            continue
-        chosen: str | None = None if re.search(skip, name) else format
-        for pattern, wanted in overrides:
-            if re.search(pattern, name):
-                unused.discard(pattern)
-                chosen = None if wanted == "none" else wanted
-                break
-        if chosen is None:
-            continue
-        formats[name] = Format.parse(chosen)
-        try:
-            formats[name].group_size_for(module.in_features)
-        except ValueError as error:
-            raise ValueError(f"layer {name}: {error}; skip or override it") from None
-    if unused:
-        raise ValueError(f"override {sorted(unused)[0]!r} matches no linear layer")
-    if not formats:
-        raise ValueError("the model has no linear layer to quantise")
-    return formats
 
 
 @torch.inference_mode()
@@ -179,17 +140,43 @@ def _load(folder: str) -> tuple[nn.Module, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def _overrides(texts: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = []
+def _windows(text: str, tokenizer: Any, options: argparse.Namespace) -> Tensor:
+    """Returns as many windows of a text as asked for, or up to WINDOWS."""
+    if options.windows is not None:
+        return token_windows(text, tokenizer, options.length, options.windows)
+    windows = token_windows(text, tokenizer, options.length)
+    count = min(WINDOWS, len(windows))
+    return windows[torch.arange(count) * len(windows) // count]
+
+
+def _formats(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> dict[str, Format]:
+    """Returns the format of each layer to quantise."""
+    ladder, bits = parse_mix(options.format)
+    overrides = _overrides(options.override)
+    formats, *others = (choose_formats(model, f, options.skip, overrides) for f in ladder)
+    if not formats:
+        raise ValueError("the model has no linear layer to quantise")
+    if bits is None:
+        return formats
+    mixed = [name for name in formats if formats[name] != others[0][name]]  # not overridden
+    some = inputs[:: max(1, len(inputs) * options.length // MIX_TOKENS)]
+    model.to(options.device)
+    formats |= mix_formats(model, mixed, ladder, bits, some.split(options.batch))
+    model.to("cpu")
+    return formats
+
+
+def _overrides(texts: Sequence[str]) -> dict[str, str | None]:
+    overrides: dict[str, str | None] = {}
     for text in texts:
         pattern, equals, format = text.rpartition("=")
         if not equals:
             raise ValueError(f"--override takes REGEX=FORMAT, got {text!r}")
-        pairs.append((pattern, format))
-    return pairs
+        overrides.setdefault(pattern, None if format == "none" else format)
+    return overrides
 
 
-def _bits(layers: Sequence[CalibratedLayer]) -> float:
+def _bits(layers: Collection[CalibratedLayer]) -> float:
     sizes = [layer.quantised.shape[0] * layer.quantised.shape[1] for layer in layers]
     bits = (layer.quantised.bits_per_weight for layer in layers)
     return sum(size * each for size, each in zip(sizes, bits, strict=True)) / sum(sizes)
@@ -198,20 +185,30 @@ def _bits(layers: Sequence[CalibratedLayer]) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m fdk_formats", description=__doc__)
     parser.add_argument("model", help="folder of a causal language model")
-    parser.add_argument("format", help="for example kmeans3-g64")
+    parser.add_argument(
+        "format", help="such as kmeans3-g64, or kmeans2-g64:kmeans3-g64@2.6: 2.6 bits on average"
+    )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument(
         "--calibration", required=True, nargs="+", help="text files; broad text works best"
     )
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--windows", type=int, help="windows per text (default: all)")
-    parser.add_argument("--batch", type=int, default=4, help="windows per call")
-    parser.add_argument("--skip", default=r"(^|\.)lm_head$", help="regex of layers to leave")
+    parser.add_argument("--windows", type=int, help=f"windows per text (default: up to {WINDOWS})")
+    parser.add_argument("--batch", type=int, default=2, help="windows per call")
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS,
+        help=f"how often scales are trained on each window (default: {EPOCHS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", action="append", default=[], help="regex of layers to leave beside the head"
+    )
     parser.add_argument(
         "--override", action="append", default=[], metavar="REGEX=FORMAT",
         help="another format for some layers, or none to leave them; the first match counts",
     )  # fmt: skip
-    parser.add_argument("--device", help="where blocks run, such as cuda (default: cpu)")
+    parser.add_argument(
+        "--device", default="cpu", help="where blocks run, such as cuda (default: cpu)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with a folder cut short")
     parser.add_argument("--held-out", help="text file: report perplexity and KL on it")
     return parser

@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fdk_formats.compensate import Hessian, output_error
+from fdk_formats.distil import Teacher, distil, output_head
 from fdk_formats.format import Format
+from fdk_formats.model_inputs import Call, calls_of, device_of
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedTensor, relative_error
 
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 # Up to this many bits a model without calibration is broken or nearly so.
 ADVISED_BITS = 3
+
+# How often ``calibrate_weights`` distils from each input.
+EPOCHS = 2
 
 RESULTS = "quantised-{:05}.safetensors"
 
@@ -97,9 +102,9 @@ def calibrate(
     for name in wanted:
         if name not in linears:
             raise ValueError(f"calibrate: {name!r} is not a linear layer of the model")
-    calls = _calls(inputs)
+    calls = calls_of(inputs)
     store = _Store(Path(folder), wanted, linears, calls) if folder is not None else None
-    bar = _Progress(len(wanted)) if progress else None
+    bar, done = _Progress("quantise", "layers") if progress else None, 0
     for step, block in enumerate(_blocks(model, linears, wanted, calls, device)):
         layers = store.load(step, block.names) if store else None
         if layers is None:
@@ -107,33 +112,67 @@ def calibrate(
             if store:
                 store.save(step, layers)
         yield layers
+        done += len(layers)
         if bar:
-            bar.advance(len(layers))
+            bar.show(done, len(wanted))
 
 
-def replace_layers(
-    model: nn.Module, layers: Mapping[str, QuantisedTensor], backend: str = "auto"
-) -> None:
-    """Replaces linear layers of a model, in place, by quantised ones.
+def calibrate_weights(
+    model: nn.Module,
+    formats: Mapping[str, Format | str],
+    inputs: Iterable[Any],
+    *,
+    epochs: int = EPOCHS,
+    device: torch.device | str | None = None,
+    folder: Path | str | None = None,
+    progress: bool = True,
+) -> dict[str, CalibratedLayer]:
+    """Quantises linear layers by ``calibrate``, then trains their scales end to end.
+
+    The weights in ``model`` become the values of the quantised ones. Of layers that share a weight
+    the first counts.
 
     Args:
-        model: the model.
-        layers: quantised weights by the dotted name of their layer.
-        backend: ``auto`` or a backend's name, see ``select``.
+        model: see ``calibrate``, as for the other arguments.
+        formats: see ``calibrate``.
+        inputs: see ``calibrate``.
+        epochs: how often ``distil`` uses each input; 0 for calibration alone, as for models
+            without an output head. It runs the whole model where ``device`` says.
+        device: see ``calibrate``.
+        folder: see ``calibrate``; distillation does not resume, but starts again.
+        progress: see ``calibrate``.
 
-    Raises:
-        NoBackendError: if no backend supports a layer.
+    Returns:
+        The layers by name, in the order of the model.
     """
-    from fdk_formats.linear import QuantisedLinear
-
-    for name, q in layers.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        parent, _, attribute = name.rpartition(".")
-        layer = QuantisedLinear.from_quantised(
-            q, linear.bias, backend=backend, dtype=linear.weight.dtype
+    calls = calls_of(inputs)
+    owners = {id(model.get_submodule(name).weight): name for name in reversed(list(formats))}
+    formats = {name: format for name, format in formats.items() if name in owners.values()}
+    home = device_of(model)
+    place = torch.device(device) if device is not None else home
+    runs = [partial(call.run, model) for call in calls]
+    teacher = None
+    if epochs and output_head(model) is not None:
+        teacher = Teacher(model.to(place), runs)
+        model.to(home)
+    layers = {}
+    for block in calibrate(model, formats, calls, device=device, folder=folder, progress=progress):
+        for layer in block:
+            weight = model.get_submodule(layer.name).get_parameter("weight")
+            with torch.no_grad():
+                weight.copy_(layer.quantised.dequantise())
+            layers[layer.name] = layer
+    if teacher is not None:
+        bar = _Progress("distil", "steps") if progress else None
+        weights = {name: layer.quantised for name, layer in layers.items()}
+        model.to(place)
+        found = distil(
+            model, weights, teacher, runs, epochs=epochs, on_step=bar.show if bar else None
         )
-        setattr(model.get_submodule(parent), attribute, layer.train(linear.training))
+        model.to(home)
+        for name, q in found.items():
+            layers[name] = replace(layers[name], quantised=q.to(home))
+    return layers
 
 
 def advise_calibration(formats: Iterable[Format]) -> None:
@@ -197,51 +236,6 @@ def _quantise_block(block: "_Block", formats: Mapping[str, Format]) -> list[Cali
         loss = output_error(on, q.dequantise(), hessian) if hessian else None
         layers.append(CalibratedLayer(name, q.to(weight.device), relative_error(on, q), loss))
     return layers
-
-
-# Inputs
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Arguments of one call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def to(self, device: torch.device) -> "_Call":
-        return _Call(_moved(self.args, device), _moved(self.kwargs, device))
-
-
-def _calls(inputs: Iterable[Any]) -> list[_Call]:
-    """Returns the inputs as calls of the model."""
-    if isinstance(inputs, Tensor):
-        inputs = inputs.split(1)
-    elif isinstance(inputs, (str, bytes, Mapping)):
-        raise ValueError(
-            f"calibrate: inputs must be an iterable of model inputs, got "
-            f"{type(inputs).__name__}; for a text see token_windows"
-        )
-    calls = []
-    for each in inputs:
-        if isinstance(each, Mapping):
-            calls.append(_Call((), dict(each)))
-        else:
-            calls.append(_Call(each if isinstance(each, tuple) else (each,), {}))
-    if not calls:
-        raise ValueError("calibrate: no calibration inputs")
-    return calls
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Moves the tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_moved(each, device) for each in value)
-    return value
 
 
 # Blocks
@@ -316,7 +310,7 @@ def _blocks(
     model: nn.Module,
     linears: Mapping[str, nn.Linear],
     wanted: Iterable[str],
-    calls: Sequence[_Call],
+    calls: Sequence[Call],
     device: torch.device | str | None,
 ) -> Iterator[_Block]:
     """Yields groups of layers in the order of the model; each must be replaced before the next."""
@@ -339,8 +333,7 @@ def _blocks(
 
             def run() -> None:
                 for call in calls:
-                    moved = call.to(_device_of(model))
-                    model(*moved.args, **moved.kwargs)
+                    call.run(model)
 
             yield _Block(list(left), run, linears)
 
@@ -350,11 +343,11 @@ def _run_block(
     names: Sequence[str],
     linears: Mapping[str, nn.Linear],
     states: list[Tensor],
-    calls: Sequence[_Call],
+    calls: Sequence[Call],
     device: torch.device | str | None,
 ) -> Iterator[_Block]:
     """Yields one block of a chain, then replaces the states by what it gives."""
-    home = _device_of(block)
+    home = device_of(block)
     place = torch.device(device) if device is not None else home
 
     def outputs() -> Iterator[Tensor]:
@@ -397,8 +390,8 @@ class _NoChainError(Exception):
 
 
 def _record(
-    model: nn.Module, blocks: Sequence[nn.Module], calls: Sequence[_Call]
-) -> tuple[list[Tensor], list[list[_Call]]] | None:
+    model: nn.Module, blocks: Sequence[nn.Module], calls: Sequence[Call]
+) -> tuple[list[Tensor], list[list[Call]]] | None:
     """Records what each block is called with, without running any block but the first.
 
     The other blocks pass on what they receive. Masks and positions, which blocks share, are thus
@@ -414,10 +407,9 @@ def _record(
             block.forward = recording.stub(index, block.forward)
             stubs.callback(block.__dict__.pop, "forward")
         for call in calls:
-            moved = call.to(_device_of(model))
             recording.position = 0
             try:
-                model(*moved.args, **moved.kwargs)
+                call.run(model)
             except _RecordedError:
                 continue
             except _NoChainError:
@@ -431,7 +423,7 @@ class _Recording:
 
     def __init__(self, depth: int) -> None:
         self.states: list[Tensor] = []
-        self.arguments: list[list[_Call]] = [[] for _ in range(depth)]
+        self.arguments: list[list[Call]] = [[] for _ in range(depth)]
         self.position = 0
         self.passed: Tensor | None = None  # what the block before gave
         self.rest: tuple[Any, ...] | None = None  # what blocks return after the hidden state
@@ -454,7 +446,7 @@ class _Recording:
                     output = forward(*args, **kwargs)
                     self.rest = output[1:] if isinstance(output, tuple) else None
                 self.states.append(state)
-            self.arguments[index].append(_Call((None, *args[1:]), kwargs))
+            self.arguments[index].append(Call((None, *args[1:]), kwargs))
             self.position += 1
             if self.position == len(self.arguments):
                 raise _RecordedError
@@ -471,11 +463,6 @@ def _first(output: Any) -> Tensor:
     return state
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    tensors = (*module.parameters(), *module.buffers())
-    return next((t.device for t in tensors), torch.device("cpu"))
-
-
 # Results on disk
 
 
@@ -487,7 +474,7 @@ class _Store:
         folder: Path,
         formats: Mapping[str, Format],
         linears: Mapping[str, nn.Linear],
-        calls: Sequence[_Call],
+        calls: Sequence[Call],
     ) -> None:
         self.folder, self.formats, self.linears = folder, formats, linears
         folder.mkdir(parents=True, exist_ok=True)
@@ -563,16 +550,15 @@ def _fingerprint(*values: Any) -> str:
 class _Progress:
     """A line on the terminal with the remaining time."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.monotonic()
+    def __init__(self, what: str, units: str) -> None:
+        self.what, self.units, self.start = what, units, time.monotonic()
 
-    def advance(self, count: int) -> None:
-        """Counts layers that are done."""
-        self.done += count
+    def show(self, done: int, total: int) -> None:
+        """Shows how many of all units are done."""
         passed = time.monotonic() - self.start
-        rest = passed / self.done * (self.total - self.done)
-        line = f"quantise {self.done}/{self.total} layers, {passed:.0f} s, about {rest:.0f} s to go"
+        rest = passed / done * (total - done)
+        line = f"{self.what} {done}/{total} {self.units}, {passed:.0f} s, about {rest:.0f} s to go"
         if sys.stderr.isatty():
-            print(f"\r{line}", end="\n" if self.done == self.total else "", file=sys.stderr)
+            print(f"\r{line}", end="\n" if done == total else "", file=sys.stderr)
         else:
             logger.info("%s", line)

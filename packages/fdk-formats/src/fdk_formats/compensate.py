@@ -27,10 +27,8 @@ BLOCK = 128
 DAMPING = 0.01
 # Rows of a least-squares system for scales that are held at once, in float32 numbers.
 SYSTEM_SIZE = 1 << 26
-# Rounds of refitting scales and codebook, each followed by a pass, for up to 2 bits; above, one.
+# Rounds of refitting scales, each followed by a pass, for up to 2 bits; above, one.
 REFIT_ROUNDS = 2
-REFIT_CODEBOOK_BITS = 4
-CONJUGATE_STEPS = 12
 
 
 class Hessian:
@@ -130,11 +128,10 @@ class Compensated:
 
 
 def compensate(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
-    """Chooses codes for the least error of the outputs, and refits the grid to them.
+    """Chooses codes for the least error of the outputs, and refits the scales to them.
 
     After a pass over the columns, the scales of each row are refitted together by least squares,
-    then a fitted codebook, each followed by another pass. Every row keeps the best that was found
-    for it by ``tr(D H D^T)``.
+    followed by another pass. Every row keeps the best that was found for it by ``tr(D H D^T)``.
 
     Args:
         weight: ``[n, k, float32]``.
@@ -146,10 +143,6 @@ def compensate(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
         refitted = _refit_scales(weight, found, hessian)
         found = _better_rows(found, refitted)
         found = _better_rows(found, _pass(weight, refitted.grid, hessian))
-        if grid.format.is_fitted and grid.format.bits <= REFIT_CODEBOOK_BITS:
-            refitted = _refit_codebook(weight, found, hessian)
-            if refitted.errors.sum() < found.errors.sum():
-                found = _better_rows(refitted, _pass(weight, refitted.grid, hessian))
     return found
 
 
@@ -224,7 +217,7 @@ def _refit_scales(weight: Tensor, found: Compensated, hessian: Hessian) -> Compe
     damping = DAMPING * torch.eye(k, device=matrix.device)
     for rows in torch.arange(n).split(max(1, SYSTEM_SIZE // max(groups * groups, k))):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
-        unit = _unit_values(grid, found.codes, part)
+        unit = unit_values(grid, found.codes, part)
         target = (unit * (weight[part] @ (matrix + damping))).view(-1, groups, size).sum(-1)
         system = unit.new_empty((len(unit), groups, groups))
         for group in range(groups):
@@ -243,48 +236,12 @@ def _refit_scales(weight: Tensor, found: Compensated, hessian: Hessian) -> Compe
     return _evaluated(weight, replace(grid, scale=scale), found.codes, hessian)
 
 
-def _refit_codebook(weight: Tensor, found: Compensated, hessian: Hessian) -> Compensated:
-    """Refits the codebook of a tensor by least squares, codes and scales fixed.
-
-    The normal equations are solved by conjugate gradients, a product with H per step.
-    """
-    grid = found.grid
-    assert grid.codebook is not None
-    codes = [found.codes == code for code in range(len(grid.codebook))]
-    scale = decode_scale(grid.scale).repeat_interleave(weight.shape[1] // grid.scale.shape[1], 1)
-
-    def gathered(value: Tensor) -> Tensor:  # sums in float64 and in order, on a GPU too
-        value = (value @ hessian.matrix).mul_(scale)
-        return torch.stack([value.mul(c).sum(dtype=torch.float64) for c in codes])
-
-    def spread(table: Tensor) -> Tensor:
-        return table.to(torch.float32)[found.codes.to(torch.int32)] * scale
-
-    change = torch.zeros(len(codes), dtype=torch.float64, device=weight.device)
-    residual = gathered(weight - spread(grid.codebook))
-    direction, square = residual, residual.square().sum()
-    for _ in range(min(CONJUGATE_STEPS, len(codes))):
-        if square == 0:
-            break
-        product = gathered(spread(direction))
-        curvature = (direction * product).sum()
-        if curvature <= 0:
-            break
-        step = square / curvature
-        change, residual = change + step * direction, residual - step * product
-        before, square = square, residual.square().sum()
-        direction = residual + square / before * direction
-    table, order = (grid.codebook.double() + change).to(torch.float32).sort()
-    codes_of = order.argsort().to(torch.uint8)
-    refitted = codes_of[found.codes.to(torch.int32)]
-    return _evaluated(weight, replace(grid, codebook=table), refitted, hessian)
-
-
-def _unit_values(grid: Grid, codes: Tensor, rows: slice) -> Tensor:
-    """Returns the values of the codes for scales of 1, ``[rows, k, float32]``."""
+def unit_values(grid: Grid, codes: Tensor, rows: slice = slice(None)) -> Tensor:
+    """Returns the values of some rows of ``codes :: [n, k]`` for scales of 1, float32."""
     codes = codes[rows]
     if grid.codebook is not None:
-        return grid.codebook[codes.to(torch.int32)]
+        index = codes.reshape(-1).to(torch.int32)
+        return grid.codebook.index_select(0, index).view(codes.shape)
     assert grid.zero_point is not None
     zero = grid.zero_point[rows].to(torch.float32)
     return codes - zero.repeat_interleave(codes.shape[1] // zero.shape[1], 1)
@@ -293,5 +250,5 @@ def _unit_values(grid: Grid, codes: Tensor, rows: slice) -> Tensor:
 def _evaluated(weight: Tensor, grid: Grid, codes: Tensor, hessian: Hessian) -> Compensated:
     scale = decode_scale(grid.scale)
     scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
-    value = _unit_values(grid, codes, slice(None)) * scale
+    value = unit_values(grid, codes) * scale
     return Compensated(grid, codes, hessian.row_errors(weight - value))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, Problem, check_activations, select
-from fdk_formats.calibration import advise_calibration, calibrate
+from fdk_formats.calibration import EPOCHS, advise_calibration, calibrate_weights
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
 from fdk_formats.layer_kinds import check_include, kind_of, matrix_of, quantised_like
@@ -70,6 +70,7 @@ def quantise_model(
     include: Sequence[str] = (),
     activations: str = "float",
     calibration: Iterable[Any] | None = None,
+    epochs: int = EPOCHS,
     importance: Mapping[str, Tensor] | None = None,
     codebook: Tensor | Mapping[str, Tensor] | None = None,
     fuse: bool | Sequence[Sequence[str]] = False,
@@ -101,9 +102,12 @@ def quantise_model(
             (the linear layer of GPT-2, which becomes a ``QuantisedLinear``).
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         calibration: inputs of the model, such as token ids ``[windows, tokens]``, to quantise
-            linear layers for, block after block; see ``calibrate``. It lowers the error of a
-            language model several times at 3 bits and fewer. Other layers are quantised without.
-            Not with ``importance`` or ``codebook``.
+            linear layers for, block after block; see ``calibrate_weights``. It lowers the error of
+            a language model several times at 3 bits and fewer. Other layers are quantised without.
+            Not with ``importance`` or ``codebook``. Each layer's ``relative_error`` is that before
+            scales were trained.
+        epochs: how often scales are trained on each input of ``calibration``, for language models;
+            0 for calibration without training.
         importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
         codebook: by layer name, such as the codebooks that ``fake_quantise`` trained with;
             ``kmeans`` is fitted to layers without one. Or one ``[2^bits]`` table for every layer
@@ -142,6 +146,104 @@ def quantise_model(
         raise ValueError("quantise_model: wanted calibration, or importance and codebook, got both")
     groups = checked_groups(fuse)
     default = Format.parse(format)
+    sources, formats = _chosen_layers(model, default, skip, overrides, default_skip, include)
+    _check_patches(model, {id(sources[name]): name for name in formats} if inplace else None)
+    codebooks = _codebooks(sources, formats, default, codebook)
+    for name, wanted in formats.items():
+        with _naming(name):
+            check_codebook(codebooks.get(id(sources[name].weight)), wanted)
+        _check_layer(name, sources[name], wanted, backend, activations)
+    importances = _importances(sources, formats, importance or {})
+    together = _sharing_codebook(sources, formats, codebooks, groups)
+    quantised: dict[str, QuantisedTensor] = {}
+
+    settings: dict[str, Any] = {"backend": backend, "activations": activations}
+    if calibration is not None:
+        if not inplace:  # calibration changes the weights
+            model, inplace = copy.deepcopy(model), True
+            sources = {name: model.get_submodule(name) for name in sources}
+        linear = {n: f for n, f in formats.items() if kind_of(sources[n]) == "linear"}
+        calibrated = calibrate_weights(model, linear, calibration, epochs=epochs, progress=progress)
+        for name in [name for name in formats if name not in linear]:
+            logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
+        # A layer of a shared weight after the one that was calibrated.
+        names = sorted(formats, key=lambda name: name not in calibrated)
+        quantised, together = {n: layer.quantised for n, layer in calibrated.items()}, {}
+    else:
+        advise_calibration(formats.values())
+        calibrated, names = {}, list(formats)
+    owners: dict[int, QuantisedModule] = {}
+    # By id of a module of the source, its copy: deepcopy uses it instead of copying.
+    memo: dict[int, Any] = {}
+    places = _places(model) if inplace else {}
+    for name in _progress(names) if progress and not calibrated else names:
+        source = sources[name]
+        weight, key = matrix_of(source), id(source.weight)
+        if key not in owners:
+            if name in together and name not in quantised:
+                quantised |= _quantise_group(together[name], sources, formats[name], importances)
+            if name not in quantised:
+                quantised[name] = _quantise_layer(
+                    name, weight, formats[name], importances.get(key), codebooks.get(key)
+                )
+        layer = _counterpart(name, quantised.pop(name, None), source, owners, settings)
+        if name in calibrated:  # the weight has changed since
+            layer.relative_error = calibrated[name].relative_error
+        if inplace:
+            _replace(source, layer, places)
+            model = layer if model is source else model
+            sources[name] = layer
+        else:
+            bias = getattr(source, "bias", None)
+            if bias is not None:  # keep a shared bias shared
+                layer.bias = memo.setdefault(id(bias), layer.bias)
+            memo[id(source)] = layer
+        del source, weight
+    result = model
+    if not inplace:
+        # Now that every layer is in memo: a hook may be a method of another module of the copy.
+        for name in formats:
+            layer = memo[id(sources[name])]
+            _carry_over(copy.deepcopy(_carried(sources[name], layer), memo), layer)
+        result = copy.deepcopy(model, memo)
+    fuse_layers(result, groups)
+    logger.info("%s", model_report(result))
+    return result
+
+
+def choose_formats(
+    model: nn.Module,
+    format: Format | str,
+    skip: str | Sequence[str] | None = (),
+    overrides: Mapping[str, Format | str | None] | None = None,
+) -> dict[str, Format]:
+    """Returns the format of every linear layer that ``quantise_model`` would quantise, by name.
+
+    Args:
+        model: see ``quantise_model``, as for the other arguments.
+        format: of layers that no override matches.
+        skip: regular expressions of layers to leave, in addition to the output head.
+        overrides: from regular expression to format, or to None to leave a layer.
+
+    Raises:
+        ValueError: if a layer does not fit its format or cannot be quantised, an override matches
+            none, or an argument is wrong.
+    """
+    sources, formats = _chosen_layers(model, Format.parse(format), skip, overrides, True, ())
+    for name, wanted in formats.items():
+        _check_layer(name, sources[name], wanted, "auto", "float")
+    return formats
+
+
+def _chosen_layers(
+    model: nn.Module,
+    default: Format,
+    skip: str | Sequence[str] | None,
+    overrides: Mapping[str, Format | str | None] | None,
+    default_skip: bool,
+    include: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Format]]:
+    """Returns all layers of the kinds wanted by name, and the formats of those to quantise."""
     chosen = {
         _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
         for pattern, wanted in (overrides or {}).items()
@@ -164,98 +266,82 @@ def quantise_model(
         logger.info("left %s: tied to %s", name, owner)
         del formats[name]
     _warn_of_left(model, formats, sources, skipped, skips)
-    _check_patches(model, {id(sources[name]): name for name in formats} if inplace else None)
-    codebooks = _codebooks(sources, formats, default, codebook)
-    for name, wanted in formats.items():
-        with _naming(name):
-            check_codebook(codebooks.get(id(sources[name].weight)), wanted)
-        _check_layer(name, sources[name], wanted, backend, activations)
-    importances = _importances(sources, formats, importance or {})
-    together = _sharing_codebook(sources, formats, codebooks, groups)
-    quantised: dict[str, QuantisedTensor] = {}
-
-    settings: dict[str, Any] = {"backend": backend, "activations": activations}
-    if calibration is not None:
-        if not inplace:  # calibration replaces layers as it goes
-            model, inplace = copy.deepcopy(model), True
-            sources = {name: model.get_submodule(name) for name in sources}
-        work, together = _calibrated(model, sources, formats, calibration, progress), {}
-    else:
-        advise_calibration(formats.values())
-        names_in_order = _progress(formats) if progress else iter(formats)
-        work = ((name, None) for name in names_in_order)
-    owners: dict[int, QuantisedModule] = {}
-    # By id of a module of the source, its copy: deepcopy uses it instead of copying.
-    memo: dict[int, Any] = {}
-    places = _places(model) if inplace else {}
-    for name, q in work:
-        source = sources[name]
-        weight, key = matrix_of(source), id(source.weight)
-        if key in owners:
-            layer = _layer(name, owners[key].quantised, source, weight.dtype, settings)
-            if type(layer) is type(owners[key]):  # an embedding and a head have each their own
-                layer.tie_weight(owners[key])
-        else:
-            if name in together and name not in quantised:
-                quantised |= _quantise_group(together[name], sources, formats[name], importances)
-            q = q or quantised.pop(name, None)
-            if q is None:
-                q = _quantise_layer(
-                    name, weight, formats[name], importances.get(key), codebooks.get(key)
-                )
-            layer = owners[key] = _layer(name, q, source, weight.dtype, settings)
-            if weight.device.type != "meta":
-                layer.relative_error = relative_error(weight.detach(), q)
-        layer.train(source.training)
-        bias = getattr(source, "bias", None)
-        if bias is not None:  # keep a shared bias shared
-            layer.bias = bias if inplace else memo.setdefault(id(bias), layer.bias)
-        if inplace:
-            _carry_over(_carried(source, layer), layer)
-            for parent, attribute in places.get(id(source), ()):
-                parent._modules[attribute] = layer
-            model = layer if model is source else model
-            sources[name] = layer
-        else:
-            memo[id(source)] = layer
-        del source, weight
-    result = model
-    if not inplace:
-        # Now that every layer is in memo: a hook may be a method of another module of the copy.
-        for name in formats:
-            layer = memo[id(sources[name])]
-            _carry_over(copy.deepcopy(_carried(sources[name], layer), memo), layer)
-        result = copy.deepcopy(model, memo)
-    fuse_layers(result, groups)
-    logger.info("%s", model_report(result))
-    return result
+    return sources, formats
 
 
-def _calibrated(
+def replace_layers(
     model: nn.Module,
-    sources: Mapping[str, nn.Module],
-    formats: Mapping[str, Format],
-    inputs: Iterable[Any],
-    progress: bool,
-) -> Iterator[tuple[str, QuantisedTensor | None]]:
-    """Yields calibrated weights of linear layers, and the names of other layers, without a weight.
+    layers: Mapping[str, QuantisedTensor],
+    *,
+    backend: str = "auto",
+    activations: str = "float",
+) -> None:
+    """Replaces layers of a model, in place, by quantised ones, as ``quantise_model`` does.
 
-    The caller replaces each layer before it asks for the next.
+    Layers that share a weight share the first one's quantised weight; hooks, attributes and every
+    name of a layer stay.
+
+    Args:
+        model: the model; not itself one of the layers.
+        layers: quantised weights by the dotted name of their layer.
+        backend: see ``quantise_model``.
+        activations: see ``quantise_model``.
+
+    Raises:
+        ValueError: if a layer cannot be replaced, see ``quantise_model``.
     """
-    linear = {name: format for name, format in formats.items() if type(sources[name]) is nn.Linear}
-    for layers in calibrate(model, linear, inputs, progress=progress):
-        for layer in layers:
-            yield layer.name, layer.quantised
-    for name in [name for name in formats if name not in linear]:
-        logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
-        yield name, None
+    places, owners = _places(model), dict[int, QuantisedModule]()
+    settings: dict[str, Any] = {"backend": backend, "activations": activations}
+    for name, q in layers.items():
+        source = model.get_submodule(name)
+        if source is model or kind_of(source) is None:
+            raise ValueError(
+                f"replace_layers: wanted names of layers within the model, got {name!r}, which is "
+                f"{'the model itself' if source is model else f'a {type(source).__name__}'}"
+            )
+        _check_source(name, source)
+        _replace(source, _counterpart(name, q, source, owners, settings), places)
 
 
-def _layer(
-    name: str, q: QuantisedTensor, source: Any, dtype: torch.dtype, settings: Mapping[str, Any]
+def _counterpart(
+    name: str,
+    q: QuantisedTensor | None,
+    source: Any,
+    owners: dict[int, QuantisedModule],
+    settings: Mapping[str, Any],
 ) -> QuantisedModule:
+    """Makes the quantised counterpart of a layer.
+
+    Args:
+        name: of the layer.
+        q: its weight; not needed where another layer with the same weight came before.
+        source: the layer.
+        owners: by id of a weight, the first layer made of it; extended.
+        settings: arguments ``backend`` and ``activations`` of ``QuantisedLinear``.
+    """
+    owner, weight = owners.get(id(source.weight)), matrix_of(source).detach()
+    q = owner.quantised if owner else q
+    assert q is not None
     with _naming(name):
-        return quantised_like(source, q, getattr(source, "bias", None), dtype, settings)
+        layer = quantised_like(source, q, getattr(source, "bias", None), weight.dtype, settings)
+    if owner is None:
+        owners[id(source.weight)] = layer
+        if weight.device.type != "meta":
+            layer.relative_error = relative_error(weight, q)
+    elif type(layer) is type(owner):  # an embedding and a head have each their own
+        layer.tie_weight(owner)
+    return layer.train(source.training)
+
+
+def _replace(
+    source: Any, layer: QuantisedModule, places: Mapping[int, Sequence[tuple[nn.Module, str]]]
+) -> None:
+    """Puts a layer in the place of its source, wherever that is registered."""
+    if getattr(source, "bias", None) is not None:
+        layer.bias = source.bias  # a shared bias stays shared
+    _carry_over(_carried(source, layer), layer)
+    for parent, attribute in places.get(id(source), ()):
+        parent._modules[attribute] = layer
 
 
 def _carried(source: nn.Module, layer: nn.Module) -> dict[str, Any]:

@@ -293,14 +293,14 @@ def test_formats_are_those_of_quantise_model():
     model.lm_head = nn.Linear(K, 50)
     model.other_name = model.blocks[2].down
     overrides = {r"1\.[qk]": "int4-g16", "other_name": "int8-g16", r"0\.q": None}
-    found = choose_formats(model, "int3-g16", "head", overrides)
-    small = quantise_model(model, "int3-g16", "head", overrides)
+    found = choose_formats(model, "int3-g16", "head", overrides, backend="reference")
+    small = quantise_model(model, "int3-g16", "head", overrides, backend="reference")
     expected = {n: m.format for n, m in small.named_modules() if isinstance(m, QuantisedLinear)}
     assert found == expected
     assert len(found) == 8
     assert str(found["blocks.2.down"]) == "int8-g16"  # an override by another name of the layer
     with pytest.raises(ValueError, match=r"layer blocks.0.q: int3-g64: .* skip or override"):
-        choose_formats(model, "int3-g64")
+        choose_formats(model, "int3-g64", backend="reference")
 
 
 def test_replaced_layers_keep_hooks_names_ties_and_attributes():

@@ -69,7 +69,7 @@ def divergence(source, model, ids):
 
 
 def quantised(model, format):
-    formats = choose_formats(model, format)
+    formats = choose_formats(model, format, backend="reference")
     return {name: quantise(model.get_submodule(name).weight, f) for name, f in formats.items()}
 
 
@@ -186,8 +186,12 @@ def test_errors_leave_the_model_as_others_use_it():
 
 def test_calibrated_language_models_are_distilled():
     source, inputs, held_out = build(), windows(48, 1), windows(8, 2)
-    plain = quantise_model(source, "kmeans2-g32", calibration=inputs, epochs=0, progress=False)
-    small = quantise_model(source, "kmeans2-g32", calibration=inputs, epochs=6, progress=False)
+    plain = quantise_model(
+        source, "kmeans2-g32", backend="reference", calibration=inputs, epochs=0, progress=False
+    )
+    small = quantise_model(
+        source, "kmeans2-g32", backend="reference", calibration=inputs, epochs=6, progress=False
+    )
     assert divergence(source, small, held_out) < 0.9 * divergence(source, plain, held_out)
     assert torch.equal(source.blocks[0].up.weight, build().blocks[0].up.weight)
     # The errors of the layers are those before: of weights that have not been trained.
@@ -199,10 +203,15 @@ def test_weights_are_calibrated_once_where_layers_share_them():
     model = build()
     model.blocks[2].up.weight = model.blocks[0].up.weight
     found = calibrate_weights(
-        copy.deepcopy(model), choose_formats(model, "kmeans2-g32"), windows(48, 1), progress=False
+        copy.deepcopy(model),
+        choose_formats(model, "kmeans2-g32", backend="reference"),
+        windows(48, 1),
+        progress=False,
     )
     assert "blocks.0.up" in found
     assert "blocks.2.up" not in found
-    small = quantise_model(model, "kmeans2-g32", calibration=windows(48, 1), progress=False)
+    small = quantise_model(
+        model, "kmeans2-g32", backend="reference", calibration=windows(48, 1), progress=False
+    )
     assert small.blocks[2].up.weight_packed is small.blocks[0].up.weight_packed
     assert torch.equal(small.blocks[2].up.weight, found["blocks.0.up"].quantised.dequantise())

@@ -79,10 +79,8 @@ def test_formats_mixed_for_bits_on_average(folder, tmp_path, capsys):
     assert len(formats) == 12
     assert formats.pop("model.layers.0.mlp.down_proj") == "int4-g32"
     assert set(formats.values()) == {"kmeans2-g32", "kmeans4-g32"}
-    load_model(
-        tmp_path / "o" / "model.safetensors",
-        transformers.AutoModelForCausalLM.from_pretrained(folder),
-    )
+    source = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    load_model(tmp_path / "o" / "model.safetensors", source, "reference")
 
 
 def test_windows_by_default(folder, tmp_path, capsys):

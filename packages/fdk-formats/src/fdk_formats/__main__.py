@@ -153,7 +153,8 @@ def _formats(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> d
     """Returns the format of each layer to quantise."""
     ladder, bits = parse_mix(options.format)
     overrides = _overrides(options.override)
-    formats, *others = (choose_formats(model, f, options.skip, overrides) for f in ladder)
+    settings = {"skip": options.skip, "overrides": overrides, "backend": "reference"}
+    formats, *others = (choose_formats(model, f, **settings) for f in ladder)
     if not formats:
         raise ValueError("the model has no linear layer to quantise")
     if bits is None:

@@ -216,6 +216,8 @@ def choose_formats(
     format: Format | str,
     skip: str | Sequence[str] | None = (),
     overrides: Mapping[str, Format | str | None] | None = None,
+    *,
+    backend: str = "auto",
 ) -> dict[str, Format]:
     """Returns the format of every linear layer that ``quantise_model`` would quantise, by name.
 
@@ -224,14 +226,16 @@ def choose_formats(
         format: of layers that no override matches.
         skip: regular expressions of layers to leave, in addition to the output head.
         overrides: from regular expression to format, or to None to leave a layer.
+        backend: see ``quantise_model``.
 
     Raises:
+        NoBackendError: if no backend supports a layer.
         ValueError: if a layer does not fit its format or cannot be quantised, an override matches
             none, or an argument is wrong.
     """
     sources, formats = _chosen_layers(model, Format.parse(format), skip, overrides, True, ())
     for name, wanted in formats.items():
-        _check_layer(name, sources[name], wanted, "auto", "float")
+        _check_layer(name, sources[name], wanted, backend, "float")
     return formats
 
 

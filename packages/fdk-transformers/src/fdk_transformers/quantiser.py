@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from fdk_formats import quantise_model
-from fdk_formats.backends import Problem, select
+from fdk_formats.backends import Problem, all_backends, select
 from fdk_formats.embedding import QuantisedEmbedding
 from fdk_formats.files import stored_weights, weights_metadata
 from fdk_formats.format import Format
@@ -46,15 +46,21 @@ class FdkQuantiser(HfQuantizer):
         self.formats: dict[str, Format] = {}
         # The names of layers that share a weight, by each of them.
         self.tied: dict[str, list[str]] = {}
+        # Layers whose own weight was read.
+        self.loaded: set[str] = set()
         self.importances: dict[str, Tensor] = {}
         self.conv1d: set[str] = set()
         # Parameters whose conversion by transformers makes several, of which some are quantised.
         self.first_targets: list[str] = []
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError where a model that is not quantised yet has no format."""
+        """Raises ValueError for a format that is missing, or a backend that does not exist."""
         if not self.pre_quantized and self.quantization_config.format is None:
             raise ValueError('FdkConfig: wanted a format, such as FdkConfig("kmeans4-g64")')
+        known = ["auto", *all_backends()]
+        if self.quantization_config.backend not in known:
+            got = self.quantization_config.backend
+            raise ValueError(f"FdkConfig: backend must be one of {', '.join(known)}, got {got!r}")
 
     @property
     def quantises_whole_model(self) -> bool:
@@ -237,7 +243,11 @@ class FdkQuantiser(HfQuantizer):
         q = quantise(matrix, format, self.importances.get(layer))
         made = self._swap(model, layer, value.dtype, missing)
         made.relative_error = relative_error(matrix, q)
-        return {f"{layer}.{PREFIX}{field}": tensor for field, tensor in q.tensors().items()}
+        # Others that share the weight get it too, unless the checkpoint has one for them.
+        self.loaded.add(layer)
+        layers = [layer, *(name for name in self.tied[layer] if name not in self.loaded)]
+        tensors = q.tensors().items()
+        return {f"{name}.{PREFIX}{field}": tensor for name in layers for field, tensor in tensors}
 
     def _swap(self, model: Any, layer: str, dtype: torch.dtype, missing: set[str]) -> Any:
         """Replaces a layer, and those that share its weight, and renames the parameters."""

@@ -282,9 +282,8 @@ class FdkQuantiser(HfQuantizer):
                 sizes = layer.format, *layer.weight_shape, layer.dtype, layer.device
                 layer.backend_name = select(Problem(*sizes, layer.activations), layer.backend).name
         for name, names in self.tied.items():
-            owner, layer = layers.get(names[0]), layers.get(name)
-            if owner and layer and owner is not layer and type(owner) is type(layer):
-                layer.tie_weight(owner)
+            if f"{name}.{PREFIX}packed" in model.all_tied_weights_keys:  # not where two differ
+                _share_weight(layers.get(name), layers.get(names[0]))
         # save_pretrained applies these in reverse: files have the names that fdk_formats uses.
         model._weight_conversions = renamings_of_files(FIELDS)
         self.quantization_config = model.config.quantization_config = (
@@ -375,6 +374,20 @@ def quantised_layers(model: nn.Module) -> dict[str, Any]:
 def is_offloaded(layer: QuantisedModule) -> bool:
     """Returns whether accelerate keeps the weight elsewhere between calls."""
     return any(parameter.device.type == "meta" for parameter in layer.weight_parameters)
+
+
+def _share_weight(layer: Any, owner: Any) -> None:
+    """Gives a layer the weight of another. An embedding and a head have each a layout of their own.
+
+    transformers has tied the parameters, which is right for layers of one kind only.
+    """
+    if layer is None or owner is None or layer is owner or is_offloaded(layer):
+        return
+    if type(layer) is type(owner):
+        layer.tie_weight(owner)
+        return
+    for field, tensor in owner.stored.quantised().tensors().items():
+        setattr(layer, PREFIX + field, nn.Parameter(tensor, requires_grad=False))
 
 
 def _aliases(model: Any, layers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

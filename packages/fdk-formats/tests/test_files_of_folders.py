@@ -124,3 +124,28 @@ def test_transformers_leaves_quantised_weights_as_they_are():
     before = layer.dequantise()
     initialization.normal_(layer.weight)
     assert torch.equal(layer.dequantise(), before)
+
+
+def test_save_model_for_a_folder(tmp_path):
+    from safetensors import safe_open
+
+    for for_folder in (False, True):
+        save_model(tmp_path / "model.safetensors", model(), for_folder=for_folder)
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            assert ("0.weight" in file.keys()) == for_folder  # noqa: SIM118
+        empty = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+        loaded = load_model(tmp_path, empty)
+        assert torch.equal(loaded[0].dequantise(), model()[0].dequantise())
+
+
+def test_model_hooks(tmp_path, monkeypatch):
+    from fdk_formats.quantised_module import MODEL_HOOKS
+
+    seen = []
+    monkeypatch.setattr("fdk_formats.model.MODEL_HOOKS", [*MODEL_HOOKS, seen.append])
+    monkeypatch.setattr("fdk_formats.files.MODEL_HOOKS", [*MODEL_HOOKS, seen.append])
+    made = model()
+    save_model(tmp_path / "model.safetensors", made)
+    empty = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+    loaded = load_model(tmp_path / "model.safetensors", empty)
+    assert seen == [made, loaded]

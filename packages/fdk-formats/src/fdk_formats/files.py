@@ -22,7 +22,7 @@ from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
 from fdk_formats.layer_kinds import kind_of, matrix_of, quantised_like
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.quantised_module import QuantisedModule
+from fdk_formats.quantised_module import MODEL_HOOKS, QuantisedModule
 from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.safetensors_file import open_safetensors, open_shards, read_tensor
 from fdk_formats.tensor import QuantisedTensor
@@ -92,9 +92,18 @@ def save(
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"save: wanted a mapping of names to tensors, got {type(tensors).__name__}")
+    _save(path, tensors, metadata, {})
+
+
+def _save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, QuantisedTensor | Tensor],
+    metadata: Mapping[str, str] | None,
+    more: Mapping[str, Tensor],
+) -> None:
     target = Path(os.path.realpath(path))
     stored, aliases = _split_aliases(tensors)
-    entries = _flatten(stored)
+    entries = _flatten(stored) | dict(more)
     for name in aliases:
         _check_free(name, entries)
     weights = {
@@ -207,7 +216,7 @@ def load(
         for name in sorted(names):
             tensor = read_tensor(path, file, name, mmap=mmap)
             if name in tensors:
-                if tensor.numel() == 0:  # stops loaders that do not know the format
+                if tensor.numel() == 0:  # see ``stopper``
                     continue
                 raise ValueError(f"{path}: {name} is both a weight and a plain tensor")
             if tensor.dtype not in SAFETENSORS_DTYPES:
@@ -464,7 +473,11 @@ def _check_dtypes(where: str, model: nn.Module, plain: Mapping[str, Tensor]) -> 
 
 
 def save_model(
-    path: str | os.PathLike[str], model: nn.Module, *, metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    for_folder: bool = False,
 ) -> None:
     """Writes a model: quantised weights, other parameters, all buffers and extra state.
 
@@ -475,6 +488,7 @@ def save_model(
         path: the file to write or replace.
         model: result of ``quantise_model`` or ``load_model``.
         metadata: strings of the caller.
+        for_folder: True for a file of a Hugging Face folder, see ``stopper``.
 
     Raises:
         TypeError: if ``model`` is not a module.
@@ -501,7 +515,20 @@ def save_model(
     for name, module in modules.items():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             tensors[f"{name}._extra_state".removeprefix(".")] = module.get_extra_state()
-    save(path, tensors, metadata=metadata)
+    weights = [name for name, value in tensors.items() if isinstance(value, QuantisedTensor)]
+    _save(path, tensors, metadata, stopper(weights) if for_folder else {})
+
+
+def stopper(weights: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensor that stops loaders which do not know the format.
+
+    transformers without fdk-transformers would warn that weights are missing, and make them up. It
+    refuses a file in which a weight has another size than in the model: this one is empty.
+
+    Args:
+        weights: names of the quantised weights of a file.
+    """
+    return {name: torch.empty(0, dtype=torch.uint8) for name in weights[:1]}
 
 
 @contextlib.contextmanager
@@ -626,6 +653,8 @@ def load_model(
             setattr(result.get_submodule(parent), attribute, parameter)
     result = result.to(device)
     fuse_layers(result, groups)
+    for hook in MODEL_HOOKS:
+        hook(result)
     return result
 
 

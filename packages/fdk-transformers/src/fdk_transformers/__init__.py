@@ -11,12 +11,13 @@ from fdk_transformers.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from fdk_transformers.config import FdkConfig
+    from fdk_transformers.hub import model_card
     from fdk_transformers.quantiser import FdkQuantiser
 
 __version__ = "0.1.0"
-__all__ = ["FdkConfig", "FdkQuantiser"]
+__all__ = ["FdkConfig", "FdkQuantiser", "model_card"]
 
-_MODULES = {"FdkConfig": "config", "FdkQuantiser": "quantiser"}
+_MODULES = {"FdkConfig": "config", "FdkQuantiser": "quantiser", "model_card": "hub"}
 
 register_with_transformers()
 
@@ -26,7 +27,7 @@ def autoload() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public class at its first use: transformers takes seconds to import."""
+    """Imports a public name at its first use: transformers takes seconds to import."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -98,6 +98,10 @@ class FdkConfig(QuantizationConfigMixin):
         own = vars(self).items()
         return {name: copy.copy(value) for name, value in own if name not in NOT_SAVED}
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a setting: transformers asks a configuration of another model for its method."""
+        return self.to_dict().get(name, default)
+
     def __iter__(self) -> Any:
         """Yields the items of ``to_dict``, for ``dict(config)``."""
         yield from self.to_dict().items()

@@ -12,7 +12,7 @@ from transformers.quantizers.base import HfQuantizer
 from fdk_formats import quantise_model
 from fdk_formats.backends import Problem, all_backends, select
 from fdk_formats.embedding import QuantisedEmbedding
-from fdk_formats.files import stored_weights, weights_metadata
+from fdk_formats.files import stopper, stored_weights, weights_metadata
 from fdk_formats.format import Format
 from fdk_formats.layer_kinds import kind_of, matrix_of
 from fdk_formats.linear import QuantisedLinear
@@ -303,11 +303,7 @@ class FdkQuantiser(HfQuantizer):
         settings = ("activations", "backend", "calibration", "fuse")
         arguments = config.rules() | {name: getattr(config, name) for name in settings}
         quantise_model(model, **arguments, inplace=True)
-        for name, layer in quantised_layers(model).items():
-            self.formats[name] = layer.format
-            target = model.all_tied_weights_keys.get(f"{name}.weight", "")
-            if target:
-                _tie_keys(model, name, target.removesuffix(".weight"), layer.format)
+        _tie_quantised(model, quantised_layers(model))
 
     # Saving
 
@@ -337,33 +333,50 @@ class FdkQuantiser(HfQuantizer):
         weights = {
             f"{name}.weight": (layer.format, layer.weight_shape) for name, layer in stored.items()
         }
-        if weights:
-            # transformers without this package would make up weights: an empty tensor of the first
-            # weight's name has not the size that it wants, and it refuses the file.
-            state[next(iter(weights))] = torch.empty(0, dtype=torch.uint8)
+        state |= stopper(list(weights))
         names = {f"{alias}.weight": f"{target}.weight" for alias, target in aliases.items()}
         return state, weights_metadata(weights, names)
 
     # Dequantising
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        made: dict[int, nn.Parameter] = {}
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # after a save
+        with torch.device("meta"):  # tells which layers were of which kind
+            empty = type(model)._from_config(copy.deepcopy(model.config))
         for name, layer in quantised_layers(model).items():
             if is_offloaded(layer):
                 raise ValueError(
                     f"dequantize: {name} is offloaded: load the model with another device_map"
                 )
-            key = id(layer.stored) if isinstance(layer, QuantisedLinear) else id(layer)
-            weight = made.get(key)
-            if weight is None:
-                dense = layer.dequantise(dtype)
-                dense = dense.t().contiguous() if name in self.conv1d else dense
-                weight = made[key] = nn.Parameter(dense, requires_grad=False)
-            _set_everywhere(model, layer, _dense_like(layer, weight, name in self.conv1d))
+            _set_everywhere(model, layer, _dense_like(layer, empty.get_submodule(name), dtype))
         model._weight_conversions = None
-        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
         model.tie_weights()
+        model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
         return model
+
+
+def attach(model: Any) -> None:
+    """Makes a model that ``quantise_model`` or ``load_model`` made one that transformers can save.
+
+    Args:
+        model: any module; those that are not of transformers are left as they are.
+    """
+    from transformers import PreTrainedModel
+
+    layers = quantised_layers(model)
+    if not isinstance(model, PreTrainedModel) or not layers:
+        return
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    first = next(iter(layers.values()))
+    activations = {getattr(layer, "activations", "float") for layer in layers.values()}
+    rounded = "int8" if "int8" in activations else "float"
+    quantiser: Any = FdkQuantiser(FdkConfig(first.format, activations=rounded))
+    _tie_quantised(model, layers)
+    model.hf_quantizer = quantiser
+    setattr(model, "is_quantized", True)  # noqa: B010 (to mypy it is a module)
+    model.quantization_method = quantiser.quantization_config.quant_method
+    quantiser._process_model_after_weight_loading(model)
 
 
 def quantised_layers(model: nn.Module) -> dict[str, Any]:
@@ -440,6 +453,14 @@ def _tie_keys(model: Any, name: str, target: str, format: Format) -> None:
         model.all_tied_weights_keys[key] = f"{target}.{PREFIX}{field}"
 
 
+def _tie_quantised(model: Any, layers: Mapping[str, Any]) -> None:
+    """Ties the tensors of all quantised layers whose weights the model ties."""
+    for key, target in list(model.all_tied_weights_keys.items()):
+        name, owner = key.removesuffix(".weight"), target.removesuffix(".weight")
+        if name in layers and owner in layers:
+            _tie_keys(model, name, owner, layers[name].format)
+
+
 def _set_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replaces a module under each of its names."""
     for parent in list(model.modules()):
@@ -448,22 +469,15 @@ def _set_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[attribute] = new
 
 
-def _dense_like(layer: Any, weight: nn.Parameter, is_conv1d: bool) -> nn.Module:
-    """Makes the layer in 16 bits of a quantised one."""
-    made: Any
-    if isinstance(layer, QuantisedEmbedding):
-        n, k = layer.weight_shape
-        made = nn.Embedding(n, k, layer.padding_idx, device="meta")
-    elif is_conv1d:
-        from transformers.pytorch_utils import Conv1D
-
-        made = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
+def _dense_like(layer: Any, like: Any, dtype: torch.dtype | None) -> nn.Module:
+    """Makes the layer in 16 bits of a quantised one; ``like`` is one of its kind on meta."""
+    weight = layer.dequantise(dtype)
+    made = copy.deepcopy(like)
+    if kind_of(like) == "conv1d":
+        weight = weight.t().contiguous()
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if isinstance(layer, QuantisedLinear):
         made.bias = layer.bias
-    else:
-        sizes = layer.in_features, layer.out_features
-        made = nn.Linear(*sizes, bias=False, device="meta")
-        made.bias = layer.bias
-    made.weight = weight
     if hasattr(layer, "_hf_hook"):
         from accelerate.hooks import (  # type: ignore[import-untyped]
             add_hook_to_module,

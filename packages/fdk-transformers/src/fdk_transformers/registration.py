@@ -31,9 +31,11 @@ def register() -> None:
     from transformers.quantizers import auto
 
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        from fdk_formats.quantised_module import MODEL_HOOKS
         from fdk_transformers.config import FdkConfig
-        from fdk_transformers.quantiser import FdkQuantiser
+        from fdk_transformers.quantiser import FdkQuantiser, attach
 
+        MODEL_HOOKS.append(attach)
         auto.register_quantization_config(METHOD)(FdkConfig)
         auto.register_quantizer(METHOD)(FdkQuantiser)
 

@@ -12,12 +12,18 @@ from fdk_transformers.registration import register_with_transformers
 if TYPE_CHECKING:
     from fdk_transformers.config import FdkConfig
     from fdk_transformers.hub import model_card
+    from fdk_transformers.lora import merge_adapters
     from fdk_transformers.quantiser import FdkQuantiser
 
 __version__ = "0.1.0"
-__all__ = ["FdkConfig", "FdkQuantiser", "model_card"]
+__all__ = ["FdkConfig", "FdkQuantiser", "merge_adapters", "model_card"]
 
-_MODULES = {"FdkConfig": "config", "FdkQuantiser": "quantiser", "model_card": "hub"}
+_MODULES = {
+    "FdkConfig": "config",
+    "FdkQuantiser": "quantiser",
+    "merge_adapters": "lora",
+    "model_card": "hub",
+}
 
 register_with_transformers()
 

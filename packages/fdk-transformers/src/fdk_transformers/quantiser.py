@@ -286,9 +286,10 @@ class FdkQuantiser(HfQuantizer):
                 _share_weight(layers.get(name), layers.get(names[0]))
         # save_pretrained applies these in reverse: files have the names that fdk_formats uses.
         model._weight_conversions = renamings_of_files(FIELDS)
-        self.quantization_config = model.config.quantization_config = (
-            self.quantization_config.saved()
-        )
+        # By this PEFT, TRL and Trainer know a model whose frozen weights are quantised.
+        model.is_loaded_in_8bit = True
+        saved = self.quantization_config.saved()
+        self.quantization_config = model.config.quantization_config = saved
         self.importances = {}
         return model
 
@@ -348,8 +349,9 @@ class FdkQuantiser(HfQuantizer):
                 raise ValueError(
                     f"dequantize: {name} is offloaded: load the model with another device_map"
                 )
-            _set_everywhere(model, layer, _dense_like(layer, empty.get_submodule(name), dtype))
-        model._weight_conversions = None
+            like = empty.get_submodule(name.removesuffix(".base_layer"))  # PEFT's wrapper
+            _set_everywhere(model, layer, _dense_like(layer, like, dtype))
+        model._weight_conversions, model.is_loaded_in_8bit = None, False
         model.tie_weights()
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
         return model

@@ -303,6 +303,8 @@ def replace_layers(
             )
         _check_source(name, source)
         _replace(source, _counterpart(name, q, source, owners, settings), places)
+    for hook in MODEL_HOOKS:
+        hook(model)
 
 
 def _counterpart(

@@ -19,7 +19,7 @@ from fdk_formats.tensor import QuantisedTensor
 PREFIX = "weight_"
 
 
-# Called with each model that ``quantise_model`` and ``load_model`` return.
+# Called with each model that ``quantise_model``, ``load_model`` and ``replace_layers`` made.
 MODEL_HOOKS: list[Callable[[nn.Module], None]] = []
 
 

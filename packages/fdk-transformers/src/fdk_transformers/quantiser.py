@@ -368,13 +368,13 @@ def attach(model: Any) -> None:
     layers = quantised_layers(model)
     if not isinstance(model, PreTrainedModel) or not layers:
         return
+    _tie_quantised(model, layers)
     if getattr(model, "hf_quantizer", None) is not None:
         return
     first = next(iter(layers.values()))
     activations = {getattr(layer, "activations", "float") for layer in layers.values()}
     rounded = "int8" if "int8" in activations else "float"
     quantiser: Any = FdkQuantiser(FdkConfig(first.format, activations=rounded))
-    _tie_quantised(model, layers)
     model.hf_quantizer = quantiser
     setattr(model, "is_quantized", True)  # noqa: B010 (to mypy it is a module)
     model.quantization_method = quantiser.quantization_config.quant_method

@@ -130,6 +130,15 @@ def test_a_file_of_another_model(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "small", config=config)
 
 
+def test_a_layer_that_the_model_does_not_have(tmp_path):
+    """transformers would report its tensors as unexpected, and make up those of the model."""
+    quantised(tmp_path).save_pretrained(tmp_path / "small")
+    path = tmp_path / "small" / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"mlp.up_proj.weight", b"mlp.pu_proj.weight"))
+    with pytest.raises(ValueError, match=r"has no layer 'model\.layers\.0\.mlp\.pu_proj'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+
+
 def test_a_state_dict_is_refused(tmp_path):
     model = quantised(tmp_path)
     with pytest.raises(ValueError, match=r"use fdk_formats\.load_model"):

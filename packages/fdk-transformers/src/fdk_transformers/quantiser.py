@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -115,20 +115,21 @@ class FdkQuantiser(HfQuantizer):
                 "model with from_config, and use fdk_formats.load_model"
             )
         weights, aliases, names = stored_weights(files)
-        prefix, dtype = f"{model.base_model_prefix}.", model.dtype
+        aliases = {alias: target for alias, target in aliases.items() if target in weights}
+        dtype = model.dtype
+        places = _places(model, [*weights, *aliases])
         tied: dict[str, str] = {}
         for stored_name, (format, shape) in weights.items():
             layer = stored_name.removesuffix(".weight")
-            name = _name_in(model, layer, prefix)
+            name = places[stored_name]
             if name is None:  # the head of another model class
                 continue
             _check_shape(model, name, stored_name, shape)
             wanted = _planned_dtype(model, name, dtype)
             self._replace(model, name, format, wanted, f"{layer}.input_permutation" in names)
         for alias, target in aliases.items():
-            alias_name = _name_in(model, alias.removesuffix(".weight"), prefix)
-            target_name = _name_in(model, target.removesuffix(".weight"), prefix)
-            if target in weights and alias_name and target_name:
+            alias_name, target_name = places[alias], places[target]
+            if alias_name and target_name:
                 owner = model.get_submodule(target_name)
                 if model.get_submodule(alias_name) is not owner:
                     wanted = _planned_dtype(model, alias_name, dtype)
@@ -419,13 +420,29 @@ def _aliases(model: Any, layers: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             yield name, owner
 
 
-def _name_in(model: nn.Module, name: str, prefix: str) -> str | None:
-    """Returns a layer's name in a model, which may be the base model of the saved one."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        if candidate in modules:
-            return candidate
-    return None
+def _places(model: Any, names: Iterable[str]) -> dict[str, str | None]:
+    """Returns, for each stored weight, the name of its layer in a model.
+
+    The model may be the base model of the saved one, or have it. None are heads that the model does
+    not have.
+
+    Raises:
+        ValueError: if a layer is missing that is no head: its weights would be made up.
+    """
+    prefix = f"{model.base_model_prefix}."
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    layers = {name: name.rpartition(".")[0] for name in names}
+    has_base_model = any(layer.startswith(prefix) for layer in layers.values())
+    places: dict[str, str | None] = {}
+    for name, layer in layers.items():
+        candidates = layer, layer.removeprefix(prefix), prefix + layer
+        places[name] = next((each for each in candidates if each in modules), None)
+        if places[name] is None and (layer.startswith(prefix) or not has_base_model):
+            raise ValueError(
+                f"{name}: {type(model).__name__} has no layer {layer!r}: load the folder with the "
+                f"class, and the version of transformers, that it was saved with"
+            )
+    return places
 
 
 def _check_shape(model: nn.Module, name: str, stored_name: str, shape: tuple[int, int]) -> None:

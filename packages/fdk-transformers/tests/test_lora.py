@@ -15,9 +15,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from fdk_formats import QuantisedLinear
 from fdk_transformers import FdkConfig, merge_adapters
 
-# PEFT 0.21 and TRL 1.16 use names that transformers 5.23 is about to drop.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
-
 X = {**tiny_models.inputs("llama")}
 KINDS = {
     "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"]},

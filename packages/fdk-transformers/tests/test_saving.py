@@ -1,5 +1,6 @@
 """Saving, dequantising, pushing to a hub, and folders that others wrote."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -225,4 +226,6 @@ def test_models_of_quantise_model(tmp_path):
         model.save_pretrained(tmp_path / name)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert torch.equal(logits(again), logits(small))
+        copied = copy.deepcopy(model).float()  # which transformers refuses for its own
+        assert copied.lm_head.weight.dtype == torch.float32
         assert torch.equal(logits(again.dequantize()), logits(model.dequantize()))

@@ -376,8 +376,8 @@ def attach(model: Any) -> None:
     activations = {getattr(layer, "activations", "float") for layer in layers.values()}
     rounded = "int8" if "int8" in activations else "float"
     quantiser: Any = FdkQuantiser(FdkConfig(first.format, activations=rounded))
+    # Not is_quantized, with which transformers would refuse half() and float().
     model.hf_quantizer = quantiser
-    setattr(model, "is_quantized", True)  # noqa: B010 (to mypy it is a module)
     model.quantization_method = quantiser.quantization_config.quant_method
     quantiser._process_model_after_weight_loading(model)
 

@@ -26,6 +26,7 @@ nox.options.sessions = [
     "fuzz-readers",
     "test-cuda",
     "test-bench",
+    "test-transformers",
     "wheels",
 ]
 
@@ -160,6 +161,12 @@ def every_kernel(session: nox.Session) -> None:
 def test_bench(session: nox.Session) -> None:
     """Run the tests of fdk-bench."""
     run_tests(session, "fdk-bench")
+
+
+@nox.session(name="test-transformers")
+def test_transformers(session: nox.Session) -> None:
+    """Run the tests of fdk-transformers, with the 135M model of the README's example."""
+    run_tests(session, "fdk-transformers", FDK_EXAMPLE_MODEL=fetch_example_model(session))
 
 
 @nox.session

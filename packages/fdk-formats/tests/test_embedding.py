@@ -214,3 +214,20 @@ def test_round_trip_through_a_file(tied, head, on_meta, tmp_path):
     assert type(loaded.embed) is type(result.embed)
     if head and tied:
         assert torch.equal(loaded.embed.weight, loaded.lm_head.weight)
+
+
+def test_a_head_takes_the_weight_of_the_table_as_it_is(recwarn):
+    """`head.weight = embedding.weight` ties layers in PyTorch; quantising again loses precision."""
+    embedding = QuantisedEmbedding.from_embedding(nn.Embedding(24, 64), "kmeans3-g32")
+    head = QuantisedLinear(64, 24, bias=False, format="kmeans3-g32", backend="reference")
+    head.weight = embedding.weight
+    assert torch.equal(head.dequantise(), embedding.dequantise())
+    assert head.stored is not embedding.stored
+    other = QuantisedLinear(64, 24, bias=False, format="kmeans3-g32", backend="reference")
+    other.weight = head.weight
+    assert other.stored is head.stored
+    head.weight = head.weight
+    assert not recwarn
+    wider = QuantisedLinear(64, 24, bias=False, format="int8-g32", backend="reference")
+    with pytest.warns(UserWarning, match="quantised again"):
+        wider.weight = head.weight

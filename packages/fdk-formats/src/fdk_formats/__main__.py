@@ -63,11 +63,15 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
     # Only to be saved: files are the same from every backend, and there may be no other.
     found = {name: layer.quantised for name, layer in layers.items()}
     replace_layers(model, found, backend="reference")
-    save_model(out / "model.safetensors", model)
+    save_model(out / "model.safetensors", model, for_folder=True)
     for pattern in KEPT:
         for file in sorted(Path(options.model).glob(pattern)):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, out / file.name)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    # fdk-transformers loads the folder; the formats of layers are in the metadata of the file.
+    config["quantization_config"] = {"quant_method": "fdk"}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     report: dict[str, Any] = {
         "format": str(options.format),
         "bits_per_weight": _bits(layers.values()),

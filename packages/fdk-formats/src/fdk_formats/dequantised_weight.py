@@ -32,6 +32,8 @@ class DequantisedWeight(Tensor):
     layer: "QuantisedModule"
     # nn.Parameter's instance check, as for the weight of nn.Linear.
     _is_param = True
+    # transformers draws random values into weights without this mark after it has loaded a model.
+    _is_hf_initialized = True
 
     @classmethod
     def of(cls, layer: "QuantisedModule") -> "DequantisedWeight":

@@ -22,8 +22,9 @@ from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
 from fdk_formats.layer_kinds import kind_of, matrix_of, quantised_like
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.quantised_module import QuantisedModule
-from fdk_formats.safetensors_file import open_safetensors, read_tensor
+from fdk_formats.quantised_module import MODEL_HOOKS, QuantisedModule
+from fdk_formats.readers.checkpoint import Checkpoint
+from fdk_formats.safetensors_file import open_safetensors, open_shards, read_tensor
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.untrusted import check_shape, parse_json_object
 
@@ -91,24 +92,86 @@ def save(
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"save: wanted a mapping of names to tensors, got {type(tensors).__name__}")
+    _save(path, tensors, metadata, {})
+
+
+def _save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, QuantisedTensor | Tensor],
+    metadata: Mapping[str, str] | None,
+    more: Mapping[str, Tensor],
+) -> None:
     target = Path(os.path.realpath(path))
     stored, aliases = _split_aliases(tensors)
-    entries = _flatten(stored)
+    entries = _flatten(stored) | dict(more)
     for name in aliases:
         _check_free(name, entries)
     weights = {
-        name: {"format": str(value.format), "shape": list(value.shape)}
+        name: (value.format, value.shape)
         for name, value in stored.items()
         if isinstance(value, QuantisedTensor)
     }
-    ours = {
-        VERSION_KEY: VERSION,
-        WEIGHTS_KEY: json.dumps(weights),
-        ALIASES_KEY: json.dumps(aliases),
-    }
-    all_metadata = _check_metadata(metadata or {}) | ours
+    all_metadata = _check_metadata(metadata or {}) | weights_metadata(weights, aliases)
     with atomic_write(target) as file:
         _write(file, path, entries, all_metadata)
+
+
+def weights_metadata(
+    weights: Mapping[str, tuple[Format, tuple[int, int]]], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """Makes the metadata that explain a file's tensors, for writers of their own.
+
+    Args:
+        weights: format and shape of each quantised weight by name. Shards of one model have the
+            same metadata: all weights.
+        aliases: for each further name of a weight or a tensor, the name under which it is stored.
+    """
+    entries = {
+        name: {"format": str(format), "shape": list(shape)}
+        for name, (format, shape) in weights.items()
+    }
+    return {
+        VERSION_KEY: VERSION,
+        WEIGHTS_KEY: json.dumps(entries),
+        ALIASES_KEY: json.dumps(dict(aliases)),
+    }
+
+
+def stored_weights(
+    paths: Sequence[str | os.PathLike[str]],
+) -> tuple[dict[str, tuple[Format, tuple[int, int]]], dict[str, str], set[str]]:
+    """Reads which weights the shards of a model hold, without their tensors.
+
+    Args:
+        paths: the files of one model.
+
+    Returns:
+        Format and shape of each weight by name, the aliases, and the names of all tensors.
+
+    Raises:
+        ValueError: see ``load``.
+    """
+    with open_shards(paths) as file:
+        metadata = _our_metadata(file.path, file)
+        entries = _read_json(file.path, metadata, WEIGHTS_KEY)
+        aliases = _read_json(file.path, metadata, ALIASES_KEY)
+        names = set(file.keys())
+        weights = {}
+        for name, entry in entries.items():
+            format, shape = _parse_entry(file.path, name, entry)
+            for field in format.tensor_names:
+                if f"{name}.{field}" not in names:
+                    raise ValueError(
+                        f"{file.path}: {name} ({format}) needs the tensor {name}.{field}: missing"
+                    )
+            weights[name] = format, shape
+    for name, target in aliases.items():
+        if not isinstance(target, str) or (target not in weights and target not in names):
+            raise ValueError(
+                f"{paths[0]}: damaged metadata: {name} must be a further name of a tensor in the "
+                f"file, got {target!r}"
+            )
+    return weights, aliases, names
 
 
 def load(
@@ -122,7 +185,8 @@ def load(
     Nothing in the file is executed. Every tensor is checked against its format and shape.
 
     Args:
-        path: the file.
+        path: the file; or the folder of a model that transformers saved with fdk-transformers, or
+            ``python -m fdk_formats``, in one file or in shards with an index.
         device: where to put the tensors.
         mmap: True maps the file, as safetensors does: tensors on the CPU are read from it when
             they are used. If it is written into meanwhile they change; if it is truncated the
@@ -137,9 +201,9 @@ def load(
             or no regular file; or if a tensor is missing or has the wrong size, dtype or impossible
             values. The message names the file, the tensor, what was expected and what was found.
         FileNotFoundError: if the file does not exist.
-        IsADirectoryError: if the path is a folder.
+        IsADirectoryError: if the path is a folder without a model.
     """
-    with open_safetensors(path) as file:
+    with open_shards(_files_of(path)) as file:
         metadata = _our_metadata(path, file)
         weights = _read_json(path, metadata, WEIGHTS_KEY)
         aliases = _read_json(path, metadata, ALIASES_KEY)
@@ -150,13 +214,22 @@ def load(
             tensors[name] = weight.to(device)
             names -= used
         for name in sorted(names):
-            if name in tensors:
-                raise ValueError(f"{path}: {name} is both a weight and a plain tensor")
             tensor = read_tensor(path, file, name, mmap=mmap)
+            if name in tensors:
+                if tensor.numel() == 0:  # see ``stopper``
+                    continue
+                raise ValueError(f"{path}: {name} is both a weight and a plain tensor")
             if tensor.dtype not in SAFETENSORS_DTYPES:
                 raise ValueError(f"{path}: {name}: {tensor.dtype} is not a dtype that save writes")
             tensors[name] = tensor.to(device)
     return tensors | _resolve_aliases(path, aliases, tensors)
+
+
+def _files_of(path: str | os.PathLike[str]) -> Sequence[str | os.PathLike[str]]:
+    """Returns the files of a model: one, or those of a folder."""
+    folder = Path(path)
+    is_model = folder.is_dir() and any(folder.glob("*.safetensors"))
+    return Checkpoint(folder).files if is_model else [path]
 
 
 def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -400,7 +473,11 @@ def _check_dtypes(where: str, model: nn.Module, plain: Mapping[str, Tensor]) -> 
 
 
 def save_model(
-    path: str | os.PathLike[str], model: nn.Module, *, metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    for_folder: bool = False,
 ) -> None:
     """Writes a model: quantised weights, other parameters, all buffers and extra state.
 
@@ -411,6 +488,7 @@ def save_model(
         path: the file to write or replace.
         model: result of ``quantise_model`` or ``load_model``.
         metadata: strings of the caller.
+        for_folder: True for a file of a Hugging Face folder, see ``stopper``.
 
     Raises:
         TypeError: if ``model`` is not a module.
@@ -437,7 +515,20 @@ def save_model(
     for name, module in modules.items():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             tensors[f"{name}._extra_state".removeprefix(".")] = module.get_extra_state()
-    save(path, tensors, metadata=metadata)
+    weights = [name for name, value in tensors.items() if isinstance(value, QuantisedTensor)]
+    _save(path, tensors, metadata, stopper(weights) if for_folder else {})
+
+
+def stopper(weights: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensor that stops loaders which do not know the format.
+
+    transformers without fdk-transformers would warn that weights are missing, and make them up. It
+    refuses a file in which a weight has another size than in the model: this one is empty.
+
+    Args:
+        weights: names of the quantised weights of a file.
+    """
+    return {name: torch.empty(0, dtype=torch.uint8) for name in weights[:1]}
 
 
 @contextlib.contextmanager
@@ -562,6 +653,8 @@ def load_model(
             setattr(result.get_submodule(parent), attribute, parameter)
     result = result.to(device)
     fuse_layers(result, groups)
+    for hook in MODEL_HOOKS:
+        hook(result)
     return result
 
 

@@ -19,6 +19,10 @@ from fdk_formats.tensor import QuantisedTensor
 PREFIX = "weight_"
 
 
+# Called with each model that ``quantise_model``, ``load_model`` and ``replace_layers`` made.
+MODEL_HOOKS: list[Callable[[nn.Module], None]] = []
+
+
 class QuantisedModule(nn.Module):
     """A module whose weight ``[n, k]`` is stored in 1 to 8 bits.
 
@@ -81,7 +85,8 @@ class QuantisedModule(nn.Module):
     def weight(self) -> Tensor:
         """The dequantised weight ``[n, k]``, see ``DequantisedWeight``.
 
-        Assigning a weight ``[n, k]``, of other sizes too, quantises it in the layer's format.
+        Assigning a weight ``[n, k]``, of other sizes too, quantises it in the layer's format; that
+        of a quantised layer of the same format and shape is shared as it is.
         """
         if torch.compiler.is_compiling():
             return self._dequantised_in_graph()
@@ -156,6 +161,8 @@ class QuantisedModule(nn.Module):
         if tensor_parallel.is_dtensor(value):
             tensor_parallel.shard_weight(self, value)
             return
+        if isinstance(value, DequantisedWeight) and self._take(value.layer):
+            return
         warnings.warn(
             f"{type(self).__name__}: an assigned weight is quantised again to {self.format}, which "
             f"loses precision; layer.dequantise() has the weight to compute with",
@@ -165,6 +172,17 @@ class QuantisedModule(nn.Module):
         self._set_shape(*q.shape)
         self.relative_error = None
         self._set_stored(StoredWeight(q))
+
+    def _take(self, other: "QuantisedModule") -> bool:
+        """Takes the weight of another module as it is, if it has the same format and shape."""
+        if (self.format, self.weight_shape) != (other.format, other.weight_shape):
+            return False
+        if type(self) is type(other):
+            self.tie_weight(other)
+        elif other is not self:  # an embedding and a head: each has a layout of its own
+            self._set_stored(StoredWeight(other.stored.quantised()))
+            self.relative_error = other.relative_error
+        return True
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers a parameter as nn.Module does; ``weight`` is assigned to."""

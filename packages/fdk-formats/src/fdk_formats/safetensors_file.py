@@ -3,7 +3,8 @@
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,58 @@ def open_safetensors(path: str | os.PathLike[str]) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path}: truncated or no safetensors file: {error}") from error
+
+
+class Shards:
+    """The tensors of several open safetensors files, read as from one.
+
+    Args:
+        files: the open files by path. Their metadata are the same.
+
+    Raises:
+        ValueError: if two files have a tensor of one name, or other metadata.
+    """
+
+    def __init__(self, files: dict[Path, Any]) -> None:
+        self.path = next(iter(files))
+        self._metadata = next(iter(files.values())).metadata()
+        self._owners: dict[str, Any] = {}
+        for path, file in files.items():
+            if file.metadata() != self._metadata:
+                raise ValueError(f"{path}: other metadata than {self.path}, of the same model")
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                if name in self._owners:
+                    raise ValueError(f"{path}: {name} is in another file of the model too")
+                self._owners[name] = file
+
+    def metadata(self) -> Any:
+        """Returns the metadata of each file."""
+        return self._metadata
+
+    def keys(self) -> list[str]:
+        """Returns the names of all tensors."""
+        return list(self._owners)
+
+    def get_slice(self, name: str) -> Any:
+        """Returns what describes a tensor."""
+        return self._owners[name].get_slice(name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Reads a tensor."""
+        tensor: Tensor = self._owners[name].get_tensor(name)
+        return tensor
+
+
+@contextlib.contextmanager
+def open_shards(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Shards]:
+    """Opens the files of one model.
+
+    Raises:
+        ValueError: see ``open_safetensors`` and ``Shards``.
+    """
+    with contextlib.ExitStack() as stack:
+        files = {Path(path): stack.enter_context(open_safetensors(path)) for path in paths}
+        yield Shards(files)
 
 
 def read_tensor(path: str | os.PathLike[str], file: Any, name: str, *, mmap: bool) -> Tensor:

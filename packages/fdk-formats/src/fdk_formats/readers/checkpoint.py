@@ -57,6 +57,11 @@ class Checkpoint(Mapping[str, Tensor]):
                     raise ValueError(f"{name} is both in {self._paths[name]} and in {path}")
                 self._paths[name] = path
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted(set(self._paths.values()))
+
     def _indexed(self) -> dict[str, Path]:
         """Returns the file of each tensor that the index names, after looking into the files."""
         index = self.folder / INDEX

@@ -101,14 +101,19 @@ class LayerWeights:
     _arrived: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def add_parameters(self, layer: nn.Module) -> None:
-        """Adds an empty parameter for each tensor of the checkpoint, with this loader."""
+        """Adds a parameter for each tensor of the checkpoint, with this loader.
+
+        A parameter has one element for each source, which marks its tensor as arrived: vLLM's
+        reload of weights counts the elements that loaders write, to know when a layer is complete.
+        """
         for tensor_name, dtype in self._tensors().items():
             path, _, last = parameter_name(tensor_name).rpartition(".")
             if path and path not in layer._modules:
                 layer.add_module(path, TensorsBelow())
             owner = layer.get_submodule(path) if path else layer
             parameter = nn.Parameter(
-                torch.empty(0, dtype=dtype, device=self.device), requires_grad=False
+                torch.zeros(len(self.plan.sources), dtype=dtype, device=self.device),
+                requires_grad=False,
             )
             parameter.weight_loader = self._loader(tensor_name)  # type: ignore[attr-defined]
             owner.register_parameter(last, parameter)
@@ -123,11 +128,12 @@ class LayerWeights:
     def _loader(self, tensor_name: str) -> Callable[..., None]:
         # vLLM's reload wraps loaders and looks for an argument `param`.
         def load(param: nn.Parameter, loaded_weight: Tensor, shard_id: Any = None) -> None:
-            self.add(tensor_name, loaded_weight, shard_id)
+            index = self.add(tensor_name, loaded_weight, shard_id)
+            param.data.narrow(0, index, 1).copy_(torch.ones(1))
 
         return load
 
-    def add(self, tensor_name: str, tensor: Tensor, shard_id: Any = None) -> None:
+    def add(self, tensor_name: str, tensor: Tensor, shard_id: Any = None) -> int:
         """Takes a tensor of the checkpoint; packs the layer if it was the last one.
 
         Args:
@@ -135,12 +141,16 @@ class LayerWeights:
             tensor: the whole tensor.
             shard_id: which of the merged weights it belongs to: ``q``, ``k``, ``v``, an index, or
                 None where the checkpoint stores them merged.
+
+        Returns:
+            The index of the source.
         """
         index = {"q": 0, "k": 1, "v": 2}.get(shard_id, shard_id)
         index = index if isinstance(index, int) and len(self.plan.sources) > 1 else 0
         self._arrived.setdefault(index, {})[tensor_name] = tensor
         if not self._missing():
             self._finish()
+        return index
 
     def _missing(self) -> list[str]:
         return [

@@ -262,7 +262,6 @@ def test_guesses_of_a_speculator_are_checked(tmp_path):
 def test_batch_invariant_kernels(monkeypatch):
     # vLLM's own batch-invariant kernels are for GPUs: no engine starts with them on a CPU.
     import fdk_cpu
-
     from fdk_formats import quantise
     from fdk_vllm import register
     from fdk_vllm.product import Product, Weight

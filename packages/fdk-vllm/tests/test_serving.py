@@ -196,6 +196,23 @@ def test_dummy_weights_have_the_formats_asked_for(tmp_path):
 # What users do with a server
 
 
+@pytest.mark.slow
+def test_compiled_graphs_hold_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    first, second = serving.tiny_model(), serving.tiny_model()
+    for parameter in second.parameters():
+        parameter.data = parameter.data.roll(1, 0)
+    for model in (first, second):  # the second finds what was compiled for the first
+        model = quantised(model, FORMAT)
+        with engine(packed_folder(tmp_path / "model", model, FORMAT), enforce_eager=False) as llm:
+            assert_same_tokens(model, llm, PROMPTS)
+    packed = model.model.layers[0].mlp.down_proj.quantised.scale
+    needle = packed.view(torch.uint8).numpy().tobytes()[:64]
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert files
+    assert not any(needle in path.read_bytes() for path in files)
+
+
 def test_reload_of_weights(tmp_path):
     first, second = serving.tiny_model(), serving.tiny_model()
     for parameter in second.parameters():

@@ -54,11 +54,13 @@ def requested(format, **settings):
         ("Llama", {}, "kmeans3-g64", {"overrides": {"v_proj": "int8-g64", "down": None}}, 3),
         ("Llama", {}, "int4-g64", {"activations": "int8"}, 1),
         ("Qwen2", {}, "int4-g64", {}, 1),  # has biases
+        ("Llama", {}, None, {"format": "int4-g64"}, 1),  # config.json names no format
         ("Phi3", {}, FORMAT, {}, 1),  # stores q, k and v as one weight
     ],
 )
 def test_packed(kind, changes, format, options, products, tmp_path):
-    model = quantised(serving.tiny_model(kind, **changes), format, **options)
+    options = {"format": format} | options
+    model = quantised(serving.tiny_model(kind, **changes), **options)
     activations = {k: v for k, v in options.items() if k == "activations"}
     folder = packed_folder(tmp_path, model, format, **activations)
     with engine(folder) as llm:
@@ -315,7 +317,7 @@ def refused(folder, message, **options):
         ({"format": "int4-g96"}, "model.layers.0.self_attn.qkv_proj: int4-g96: k must be a pos"),
         (
             {"format": "int4-g64", "overrides": {"v_proj": None}},
-            "vLLM computes 3 layers as one, and only model.layers.0.self_attn.q_proj, model.layers",
+            "the engine computes 3 layers as one, and only model.layers.0.self_attn.q_proj, ",
         ),
         ({"format": "int4-g64", "backend": "marlinn"}, "wanted auto or one of .* got 'marlinn'"),
     ],

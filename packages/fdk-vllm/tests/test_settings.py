@@ -55,6 +55,13 @@ def test_refusals_name_the_key(config, message):
         parsed(**config)
 
 
+def test_packed_checkpoints_need_no_format():
+    settings = parsed(format=None)
+    assert settings.format_of("lm_head") is None
+    with pytest.raises(ValueError, match="up_proj is stored in 16 bits: needs a format, as in"):
+        settings.format_of("up_proj")
+
+
 def test_format_of_the_environment(monkeypatch):
     monkeypatch.delenv("FDK_VLLM_FORMAT", raising=False)
     with pytest.raises(ValueError, match="set FDK_VLLM_FORMAT=kmeans4-g64"):

@@ -34,7 +34,7 @@ class Settings:
     """Formats of layers by name, and how they are computed.
 
     Attributes:
-        format: format of each layer that no pattern matches.
+        format: format of each layer that no pattern matches. A packed checkpoint needs none.
         overrides: pairs of a pattern and a format, or None to leave the layer; the first that is
             found in the name wins, also over ``skip``.
         skip: patterns of layers to leave.
@@ -45,7 +45,7 @@ class Settings:
             while loading, so that they are one product.
     """
 
-    format: Format
+    format: Format | None
     overrides: tuple[tuple[re.Pattern[str], Format | None], ...] = ()
     skip: tuple[re.Pattern[str], ...] = (re.compile(DEFAULT_SKIP),)
     include: frozenset[str] = frozenset()
@@ -61,15 +61,13 @@ class Settings:
             config: the object, with the arguments of ``fdk_formats.quantise_model`` as keys.
 
         Raises:
-            ValueError: for a key that is unknown, missing or of the wrong type, and for a format,
+            ValueError: for a key that is unknown or of the wrong type, and for a format,
                 pattern or kind of layer that is not understood. The message names the key.
         """
         if unknown := sorted(set(config) - {*KEYS, *IGNORED_KEYS}):
             raise ValueError(
                 f"quantization_config: unknown key {unknown[0]!r}; there are {', '.join(KEYS)}"
             )
-        if "format" not in config:
-            raise ValueError(f"quantization_config: needs a format, as in {EXAMPLE}")
         overrides = _typed(config, "overrides", dict, {})
         skips = [] if config.get("skip") is None else _strings(config, "skip")
         exact = config.get("modules_to_not_convert") or []
@@ -79,7 +77,7 @@ class Settings:
         skips_head = _typed(config, "default_skip", bool, True)
         if "skip" in config and config["skip"] is None:  # as in quantise_model: skip nothing
             skips_head = False
-        include = _strings(config, "include")
+        include, format = _strings(config, "include"), config.get("format")
         activations = _typed(config, "activations", str, "float")
         try:
             check_include(include)
@@ -87,7 +85,7 @@ class Settings:
         except ValueError as error:
             raise ValueError(f"quantization_config: {error}") from None
         return cls(
-            format=_format("format", config["format"]),
+            format=None if format is None else _format("format", format),
             overrides=tuple(
                 (
                     _pattern("overrides", pattern),
@@ -108,13 +106,22 @@ class Settings:
         Args:
             name: dotted name of the layer.
             kind: ``linear`` or ``embedding``.
+
+        Raises:
+            ValueError: if nothing names its format.
         """
         if kind != "linear" and kind not in self.include:
             return None
         for pattern, wanted in self.overrides:
             if pattern.search(name):
                 return wanted
-        return None if any(pattern.search(name) for pattern in self.skip) else self.format
+        if any(pattern.search(name) for pattern in self.skip):
+            return None
+        if self.format is None:
+            raise ValueError(
+                f"quantization_config: {name} is stored in 16 bits: needs a format, as in {EXAMPLE}"
+            )
+        return self.format
 
 
 def format_from_environment() -> dict[str, Any]:

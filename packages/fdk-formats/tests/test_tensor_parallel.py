@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fdk_formats import fuse_layers
+from fdk_formats import Format, fuse_layers
+from fdk_formats.tensor_parallel import check_cut
 
 FORMATS = ("kmeans4-g32", "affine3-g32", "int4-row", "int1-g64")
 
@@ -279,3 +280,18 @@ def found(request, tmp_path_factory):
 @pytest.mark.parametrize("check", CHECKS)
 def test_tensor_parallel(check, found):
     assert not found[check], found[check]
+
+
+@pytest.mark.parametrize(
+    ("format", "k", "remedy"),
+    [
+        ("kmeans4-g128", 2 * 192, "kmeans4-g64 fits"),
+        ("int4-g64", 2 * 96, "int4-g32 fits"),
+        ("kmeans3-g64", 3 * 64, "kmeans3-g32 fits"),
+        ("int1-g16", 3 * 16, "no group size fits"),
+    ],
+)
+def test_refused_cuts_name_the_format_that_fits(format, k, remedy):
+    format = Format.parse(format)
+    with pytest.raises(ValueError, match=rf"divides k/2: {remedy}$|positive multiple"):
+        check_cut(format, k, 2, "cut it along n")

@@ -7,11 +7,13 @@ replicated. The codebook is replicated.
 """
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fdk_formats.format import Format
 from fdk_formats.stored_weight import StoredTensor
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import local_tensor
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
     from fdk_formats.linear import QuantisedLinear
     from fdk_formats.quantised_module import QuantisedModule
+
+# What to do about a cut along k that does not fit.
+COLUMN_WISE = "cut it along n (ColwiseParallel)"
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -105,7 +110,7 @@ def shard_weight(layer: "QuantisedModule", weight: Any) -> None:
                 "QuantisedLinear: a weight with permuted inputs cannot be cut along k, whose order "
                 "is not that of x: cut it along n (ColwiseParallel)"
             )
-        _check_cut(layer, mesh.size())
+        check_cut(layer.format, layer.weight_shape[1], mesh.size(), COLUMN_WISE)
     q = layer.stored.quantised()
     for own, (name, tensor) in zip(layer.weight_names, q.tensors().items(), strict=True):
         is_replicated = name == "codebook" or (by_k and name != "packed" and tensor.shape[1] == 1)
@@ -201,15 +206,27 @@ def _ranks_along_k(layer: "QuantisedModule") -> int:
     return ranks
 
 
-def _check_cut(layer: "QuantisedModule", ranks: int) -> None:
-    """Raises ValueError if shards along k would cut a group or a byte of codes."""
-    (_, k), bits = layer.weight_shape, layer.format.bits
-    group_size = layer.format.group_size_for(k)
+def check_cut(format: Format, k: int, ranks: int, remedy: str) -> None:
+    """Checks that a weight can be cut along k, at whole groups and whole bytes of codes.
+
+    Args:
+        format: format of the weight.
+        k: inputs of the whole weight.
+        ranks: number of parts.
+        remedy: what the caller can do other than to change the group size.
+
+    Raises:
+        ValueError: if it cannot, with the format that can.
+    """
+    group_size = format.group_size_for(k)
     group = 1 if group_size == k else group_size
-    if k % (ranks * group) or (k // ranks * bits) % 8:
-        raise ValueError(
-            f"QuantisedLinear: {layer.format} of k={k} cannot be cut into {ranks} along k: each "
-            f"part needs whole groups of {group} and whole bytes of {bits}-bit codes, and k/"
-            f"{ranks} is {k / ranks:g}; cut it along n (ColwiseParallel), or use groups of a size "
-            f"that divides k/{ranks}"
-        )
+    if k % (ranks * group) == 0 and (k // ranks * format.bits) % 8 == 0:
+        return
+    usual = [size for size in (256, 128, 64, 32, 16) if k % (ranks * size) == 0]
+    fitting = [size for size in usual if size < group_size]
+    fits = f"{replace(format, group_size=fitting[0])} fits" if fitting else "no group size fits"
+    raise ValueError(
+        f"QuantisedLinear: {format} of k={k} cannot be cut into {ranks} along k: each part needs "
+        f"whole groups of {group} and whole bytes of {format.bits}-bit codes, and k/{ranks} is "
+        f"{k / ranks:g}; {remedy}, or use groups of a size that divides k/{ranks}: {fits}"
+    )

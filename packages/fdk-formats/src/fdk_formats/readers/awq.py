@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fdk_formats.readers.checkpoint import Checkpoint
+from fdk_formats.readers.checkpoint import Checkpoint, Reader
 from fdk_formats.readers.conversion import (
     affine_weight,
     check_float,
@@ -83,23 +84,39 @@ def load_awq(folder: str | os.PathLike[str]) -> dict[str, QuantisedTensor | Tens
     checkpoint = Checkpoint(folder)
     config = checkpoint.config("config.json", "quantization_config")
     config = config or checkpoint.config("quant_config.json")
+    try:
+        read = weight_reader(config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder}: {error}") from error
+    return checkpoint.read_weights(".qweight", read)
+
+
+def weight_reader(config: Mapping[str, Any]) -> Reader:
+    """Makes the function that converts the tensors of one weight, see ``Checkpoint.read_weights``.
+
+    Args:
+        config: ``quantization_config`` of ``config.json``, or ``quant_config.json``.
+
+    Raises:
+        ValueError: if it is another configuration than ``load_awq`` wants.
+    """
     bits = config.get("bits", config.get("w_bit", BITS))
     version = str(config.get("version", "gemm")).lower()
     method = config.get("quant_method", "awq")
     if bits != BITS or version not in VERSIONS or method != "awq":
         raise ValueError(
-            f"{checkpoint.folder}: AWQ must be quant_method awq, {BITS} bits and version "
+            f"AWQ must be quant_method awq, {BITS} bits and version "
             f"{', '.join(VERSIONS)}, got {method!r}, {bits!r} bits and version {version}"
         )
     if config.get("zero_point") is False:
-        raise ValueError(f"{checkpoint.folder}: AWQ must have zero_point true, got false")
+        raise ValueError("AWQ must have zero_point true, got false")
     group_size = config.get("group_size", config.get("q_group_size"))
 
     def read(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor]:
         parts = (tensors["qweight"], tensors["qzeros"], tensors["scales"])
         return {"weight": read_awq(*parts, version=version, group_size=group_size)}
 
-    return checkpoint.read_weights(".qweight", read)
+    return read
 
 
 def _read_gemm(

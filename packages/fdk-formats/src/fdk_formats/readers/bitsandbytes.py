@@ -83,13 +83,14 @@ def load_bitsandbytes(folder: str | os.PathLike[str]) -> dict[str, QuantisedTens
         FileNotFoundError: if a file is missing.
         ValueError: if a tensor is missing or malformed, see ``read_bitsandbytes``.
     """
+    return Checkpoint(folder).read_weights(".weight.quant_map", read_entries)
 
-    def read(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor]:
-        names = [name for name in tensors if name.startswith("weight.")]
-        state = {name.removeprefix("weight."): tensors[name] for name in names}
-        return {"weight": read_bitsandbytes(tensors["weight"], state)}
 
-    return Checkpoint(folder).read_weights(".weight.quant_map", read)
+def read_entries(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor]:
+    """Converts the tensors of one weight by the names of files, see ``Checkpoint.read_weights``."""
+    names = [name for name in tensors if name.startswith("weight.")]
+    state = {name.removeprefix("weight."): tensors[name] for name in names}
+    return {"weight": read_bitsandbytes(tensors["weight"], state)}
 
 
 def _entries_of(state: object) -> dict[str, Any]:

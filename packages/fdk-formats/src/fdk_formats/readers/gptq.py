@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdk_formats.readers.checkpoint import Checkpoint
+from fdk_formats.readers.checkpoint import Checkpoint, Reader
 from fdk_formats.readers.conversion import (
     affine_weight,
     check_float,
@@ -189,9 +189,23 @@ def load_gptq(
     config = checkpoint.config("config.json", "quantization_config")
     config = config or checkpoint.config("quantize_config.json")
     try:
-        settings = _settings(config)
+        read = weight_reader(config, wrap_zeros=wrap_zeros)
     except ValueError as error:
         raise ValueError(f"{checkpoint.folder}: {error}") from error
+    return checkpoint.read_weights(".qweight", read)
+
+
+def weight_reader(config: Mapping[str, Any], *, wrap_zeros: bool | None = None) -> Reader:
+    """Makes the function that converts the tensors of one weight, see ``Checkpoint.read_weights``.
+
+    Args:
+        config: ``quantization_config`` of ``config.json``, or ``quantize_config.json``.
+        wrap_zeros: see ``read_gptq``.
+
+    Raises:
+        ValueError: if the configuration is not of GPTQ, or of the layout of a kernel.
+    """
+    settings = _settings(config)
 
     def read(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor | Tensor]:
         names = ("qweight", "qzeros", "scales")
@@ -211,7 +225,7 @@ def load_gptq(
         found: dict[str, QuantisedTensor | Tensor] = {"weight": weight}
         return found if permutation is None else found | {INPUT_PERMUTATION: permutation}
 
-    return checkpoint.read_weights(".qweight", read)
+    return read
 
 
 def _settings(config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.format import MIN_GROUP_SIZE
-from fdk_formats.readers.checkpoint import Checkpoint
+from fdk_formats.readers.checkpoint import Checkpoint, Reader
 from fdk_formats.readers.conversion import FLOAT_NAMES, affine_weight, check_float, check_tensor
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.untrusted import check_shape
@@ -110,6 +110,16 @@ def load_hqq(
     if dequantise is not None and not dequantise.is_floating_point:
         raise TypeError(f"HQQ: dequantise must be a floating dtype or None, got {dequantise}")
 
+    return Checkpoint(folder).read_weights(".W_q", weight_reader(dequantise))
+
+
+def weight_reader(dequantise: torch.dtype | None = None) -> Reader:
+    """Makes the function that converts the tensors of one weight, see ``Checkpoint.read_weights``.
+
+    Args:
+        dequantise: see ``load_hqq``.
+    """
+
     def read(tensors: Mapping[str, Tensor]) -> dict[str, QuantisedTensor | Tensor]:
         meta = _decoded(tensors)
         if dequantise is not None and _not_held(meta):
@@ -117,7 +127,7 @@ def load_hqq(
             return {"weight": values.to(dequantise)}
         return {"weight": read_hqq(meta["W_q"], meta)}
 
-    return Checkpoint(folder).read_weights(".W_q", read)
+    return read
 
 
 def _decoded(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -1,0 +1,284 @@
+"""Times decoding and prefill of a llama of random weights in vLLM: fdk beside its own kernels.
+
+    python packages/fdk-vllm/benchmarks/serving.py --out out/vllm.jsonl
+    python packages/fdk-vllm/benchmarks/serving.py bf16 fdk:int1-g64 marlin:64 --shape 70b --tp 2
+
+Each contender runs in a process of its own, in turns on one machine, and writes one line of JSON.
+Contenders: `bf16`; `fdk:FORMAT`, or `fdk:FORMAT+FORMAT` with a format for the head; of 4 bits
+`machete:GROUP`, `marlin:GROUP` and `humming:GROUP` over GPTQ's layout, and `bitsandbytes`. A row
+names the kernel that ran: vLLM may choose another than was asked for. One that fails gives a row
+with its error.
+
+Decoding: (time of 272 tokens - time of 16) / 256, the best of two, for each number of sequences.
+Prefill: 16 prompts of 2048 tokens. Weights are random: their values do not change the time.
+
+Needs vLLM. `--quick` runs a tiny model, on a CPU too; without vLLM it does nothing.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONTENDERS = (
+    "bf16",
+    "fdk:kmeans4-g64",
+    "fdk:int4-g64",
+    "fdk:kmeans3-g64",
+    "fdk:kmeans2-g64",
+    "fdk:int1-g64",
+    "fdk:kmeans4-g64+int8-g64",
+    "machete:128",
+    "marlin:64",
+    "humming:128",
+    "bitsandbytes",
+)
+QUICK_CONTENDERS = ("bf16", "fdk:kmeans4-g64", "fdk:int4-g64+int8-g64")
+# Kernels that vLLM would choose over Marlin for GPTQ of 4 bits.
+OVER_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel,AllSparkLinearKernel"
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TIMEOUT = 900
+COLUMNS = ("tok_s_1", "tok_s_16", "tok_s_64", "prefill_tok_s", "ms_step_1", "start_s", "kernel")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a llama."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+SHAPES = {
+    "8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "70b": Shape(8192, 28672, 80, 64, 8, 128256),
+    "tiny": Shape(256, 512, 2, 4, 2, 2048),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is timed: numbers of sequences, tokens, and the prefill."""
+
+    sequences: tuple[int, ...] = (1, 16, 64)
+    prompt: int = 128
+    short: int = 16
+    long: int = 272
+    prefill: tuple[int, int] = (16, 2048)
+    repeats: int = 2
+
+
+QUICK_LOAD = Load((1, 4), 16, 2, 6, (2, 64), 1)
+
+
+def config_of(shape: Shape, contender: str) -> dict[str, Any]:
+    """Returns config.json of the model for a contender."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    kind, _, argument = contender.partition(":")
+    if kind == "fdk":
+        format, _, head = argument.partition("+")
+        config["quantization_config"] = {"quant_method": "fdk", "format": format}
+        if head:
+            config["quantization_config"]["overrides"] = {r"lm_head$": head}
+    elif kind in ("machete", "marlin", "humming"):
+        config["quantization_config"] = {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": int(argument),
+            "desc_act": False,
+            "sym": True,
+            "lm_head": False,
+            # Without it, vLLM looks for a checkpoint, finds none and quantises nothing.
+            "modules_in_block_to_quantize": [
+                f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in LAYERS
+            ],
+        }
+    elif kind not in ("bf16", "bitsandbytes"):
+        raise SystemExit(f"serving: no contender {contender}; there are {', '.join(CONTENDERS)}")
+    return config
+
+
+def kernel_of(llm: Any) -> str:
+    """Returns the kernel of the first layer of queries, keys and values."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    layer = worker.model_runner.model.model.layers[0].self_attn.qkv_proj
+    method = layer.quant_method
+    product = getattr(getattr(method, "weights", None), "product", None)
+    if product is not None:
+        return "+".join(product.backends)
+    kernel = getattr(method, "kernel", None)
+    return type(method if kernel is None else kernel).__name__
+
+
+def measure(contender: str, shape: str, load: Load, tensor_parallel: int) -> dict[str, Any]:
+    """Starts vLLM and times it; returns a row."""
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if tensor_parallel == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    kind = contender.partition(":")[0]
+    if kind == "marlin":
+        os.environ["VLLM_DISABLED_KERNELS"] = OVER_MARLIN
+    began = time.perf_counter()
+    import torch
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    on_gpu = torch.cuda.is_available()
+    options: dict[str, Any] = {"tensor_parallel_size": tensor_parallel}
+    if kind in ("humming", "bitsandbytes"):
+        options["quantization"] = kind
+    if on_gpu:
+        sizes = [1, 2, 4, 8, 16, 32, 64]
+        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        options["gpu_memory_utilization"] = 0.85
+    else:
+        options["enforce_eager"] = True
+    batch, length = load.prefill
+    with tempfile.TemporaryDirectory() as folder:
+        config = json.dumps(config_of(SHAPES[shape], contender))
+        (Path(folder) / "config.json").write_text(config)
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=max(length, load.prompt + load.long) + 16,
+            max_num_seqs=max(load.sequences),
+            enable_prefix_caching=False,
+            **options,
+        )
+    row: dict[str, Any] = {
+        "contender": contender,
+        "shape": shape,
+        "tp": tensor_parallel,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "start_s": round(time.perf_counter() - began, 1),
+        "kernel": kernel_of(llm) if tensor_parallel == 1 else "",
+    }
+    numbers = random.Random(0)
+
+    def run(sequences: int, new: int, prompt: int) -> float:
+        prompts = [
+            {"prompt_token_ids": [numbers.randrange(10, 2000) for _ in range(prompt)]}
+            for _ in range(sequences)
+        ]
+        greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        llm.generate(prompts, greedy, use_tqdm=False)
+        return time.perf_counter() - start
+
+    for sequences in load.sequences:
+        run(sequences, load.short, load.prompt)
+        steps = load.long - load.short
+        seconds = min(
+            run(sequences, load.long, load.prompt) - run(sequences, load.short, load.prompt)
+            for _ in range(load.repeats)
+        )
+        row[f"ms_step_{sequences}"] = round(seconds / steps * 1e3, 3)
+        row[f"tok_s_{sequences}"] = round(sequences * steps / seconds, 1)
+    run(batch, 1, length)
+    seconds = min(run(batch, 1, length) for _ in range(load.repeats))
+    row["prefill_tok_s"] = round(batch * length / seconds)
+    return row
+
+
+def run_apart(contender: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures a contender in a process of its own, which leaves no memory behind."""
+    command = [sys.executable, __file__, "--one", contender, "--shape", arguments.shape]
+    command += ["--tp", str(arguments.tp), *(["--quick"] if arguments.quick else [])]
+    failed = {"contender": contender, "shape": arguments.shape, "tp": arguments.tp}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return failed | {"error": f"no result in {TIMEOUT} s"}
+    rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line[:4] == "ROW "]
+    if rows:
+        row: dict[str, Any] = json.loads(rows[-1])
+        return row
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return failed | {"error": lines[-1][-300:] if lines else f"exit {done.returncode}"}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns rows as a Markdown table."""
+    columns = [column for column in COLUMNS if any(column in row for row in rows)]
+    lines = [f"| contender | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        cells = [str(row.get(column, "")) for column in columns]
+        if "error" in row:
+            cells[-1] = row["error"]
+        lines.append(f"| {row['contender']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures the contenders named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("contenders", nargs="*")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
+    parser.add_argument("--out", type=Path, help="file that rows are added to")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, a few tokens")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        print("serving: vLLM is not installed here: nothing was measured")
+        return
+    load = QUICK_LOAD if arguments.quick else Load()
+    if arguments.quick:
+        arguments.shape = "tiny"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if arguments.one:
+        try:
+            print(f"ROW {json.dumps(measure(arguments.one, arguments.shape, load, arguments.tp))}")
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)  # vLLM's threads would keep the process
+    rows = []
+    for contender in arguments.contenders or (QUICK_CONTENDERS if arguments.quick else CONTENDERS):
+        rows.append(run_apart(contender, arguments))
+        print(json.dumps(rows[-1]), flush=True)
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

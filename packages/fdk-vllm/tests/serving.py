@@ -1,0 +1,171 @@
+"""Models for the tests, engines of vLLM in this process, and the comparison with transformers."""
+
+import contextlib
+import gc
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from fdk_formats import QuantisedTensor, load_model, quantise_model, save_model
+
+# One process where one is enough: the tests read the model that vLLM built.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+# Groups of 64 fit every k, also in halves and quarters.
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_model(kind="Llama", **changes):
+    """Makes a model of random weights, in float32: two tokens seldom tie."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**TINY | changes)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def quantised(model, format, **options):
+    """Quantises a model as a user of fdk-formats does."""
+    return quantise_model(model, format, progress=False, **options)
+
+
+def write_config(folder, model, quantization_config=None):
+    """Writes config.json of a model."""
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    config.pop("quantization_config", None)
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def packed_folder(folder, model, format, **settings):
+    """Writes a packed checkpoint; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    save_model(folder / "model.safetensors", model)
+    write_config(folder, model, {"quant_method": "fdk", "format": format} | settings)
+    return folder
+
+
+def plain_folder(folder, model):
+    """Writes a 16-bit checkpoint as transformers does; returns its folder."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def prompts(count, vocabulary, shortest=4, longest=24):
+    """Returns lists of token ids."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@contextlib.contextmanager
+def engine(folder, **options):
+    """Starts vLLM in this process, and frees it."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 16,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    llm = LLM(model=str(folder), **defaults | options)
+    try:
+        yield llm
+    finally:
+        # The caller keeps the object; what it holds would be freed under the next engine.
+        llm.llm_engine.engine_core.shutdown()
+        vars(llm).clear()
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def model_of(llm):
+    """Returns the model that vLLM built in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def generate(llm, token_ids, count=16, **options):
+    """Returns the tokens that vLLM chooses greedily, for each prompt."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    inputs = [{"prompt_token_ids": ids} for ids in token_ids]
+    found = llm.generate(inputs, greedy, use_tqdm=False, **options)
+    return [list(output.outputs[0].token_ids) for output in found]
+
+
+@torch.no_grad()
+def disagreements(model, token_ids, chosen):
+    """Returns where greedy decoding of a model differs from tokens that were chosen.
+
+    The model is asked for the next token after every prefix of prompt and chosen tokens. If it
+    agrees everywhere, its own greedy decoding gives the same tokens.
+
+    Returns:
+        For each difference: prompt, position, the token of the model, the one chosen, and by how
+        much the logit of the former is higher.
+    """
+    found = []
+    for index, (prompt, tokens) in enumerate(zip(token_ids, chosen, strict=True)):
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
+        for position, (row, token) in enumerate(zip(logits, tokens, strict=True)):
+            best = int(row.argmax())
+            if best != token:
+                found.append((index, position, best, token, float(row[best] - row[token])))
+    return found
+
+
+def assert_same_tokens(model, llm, token_ids, count=16, **options):
+    """Checks that vLLM's greedy tokens are those of a model; returns them."""
+    tokens = generate(llm, token_ids, count, **options)
+    assert disagreements(model, token_ids, tokens) == []
+    return tokens
+
+
+def example_folder():
+    """Returns SmolLM2-135M-Instruct as transformers reads it; the session writes it."""
+    return Path(os.environ["FDK_EXAMPLE_MODEL"]) / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+
+
+def copy_tokenizer(source, folder):
+    """Copies all but weights and config.json."""
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and path.name not in ("config.json",):
+            shutil.copy(path, folder / path.name)
+
+
+def loaded(model, tensors):
+    """Returns a copy of a model with quantised weights by name."""
+    assert any(isinstance(value, QuantisedTensor) for value in tensors.values())
+    return load_model(tensors, model)

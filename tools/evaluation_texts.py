@@ -16,7 +16,6 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def unpacked(package: str, folder: Path) -> Path:
     if not path.is_file():
         version = package.split("_")[1].replace("%3a", ":")
         subprocess.run(["apt-get", "download", "-q", f"{name}={version}"], cwd=folder, check=True)
-    target = Path(tempfile.gettempdir(), f"evaluation-texts-{name}")
+    target = folder / name
     subprocess.run(["dpkg-deb", "-x", str(path), str(target)], check=True)
     return target
 

@@ -76,7 +76,7 @@ def test_saved_again(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "smollm", "gpt2", "mixtral"])
 @pytest.mark.parametrize("reload", [False, True])
-def test_dequantize(tmp_path, name, reload):
+def test_dequantise(tmp_path, name, reload):
     settings = tiny_models.MODELS[name][2]
     rules = settings | ({"skip": None, "include": ["embedding"]} if name == "smollm" else {})
     model, kind, x = quantised(tmp_path, name, **rules), tiny_models.model_class(name), X
@@ -101,7 +101,7 @@ def test_dequantize(tmp_path, name, reload):
     assert torch.equal(logits(again, x), found)
 
 
-def test_dequantize_to_a_dtype(tmp_path):
+def test_dequantise_to_a_dtype(tmp_path):
     model = quantised(tmp_path).dequantize(torch.float32)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
 

@@ -521,7 +521,7 @@ def _warn_of_left(
     if not formats:
         warnings.warn(
             f"quantise_model: nothing to quantise: {len(sources)} linear layers, all left",
-            stacklevel=3,
+            stacklevel=4,  # the caller of quantise_model or choose_formats
         )
     elif share > UNREMARKABLE:
         logger.warning(

@@ -18,6 +18,7 @@ from fdk_formats import (
     NoBackendError,
     QuantisedEmbedding,
     QuantisedLinear,
+    choose_formats,
     load_model,
     model_report,
     quantise,
@@ -204,8 +205,11 @@ def test_errors_name_the_layer():
 
 
 def test_a_model_with_nothing_to_quantise_warns():
-    with pytest.warns(UserWarning, match="nothing to quantise: 3 linear layers, all left"):
-        quantised(Block(), skip=".*")
+    message = "nothing to quantise: 3 linear layers, all left"
+    for call in (quantise_model, choose_formats):
+        with pytest.warns(UserWarning, match=message) as caught:
+            call(Block(), "nf4-g32", skip=".*")
+        assert caught[0].filename == __file__
 
 
 def test_hooks_of_a_layer_go_with_it_and_shared_biases_stay_shared():

@@ -103,6 +103,7 @@ def test_blocks_that_cross_rows():
     ("change", "message"),
     [
         ({"quant_type": "int4"}, "quant_type must be nf4 or fp4, got 'int4'"),
+        ({"quant_type": ["nf4"]}, r"quant_type must be nf4 or fp4, got \['nf4'\]"),
         ({"shape": [N * K]}, r"shape must be 2 integers of 1 or more, got \[1536\]"),
         ({"shape": None}, "shape must be 2 integers of 1 or more, got None"),
         ({"shape": [N, 2 * K]}, r"absmax must be \[48\], got \[24\]"),

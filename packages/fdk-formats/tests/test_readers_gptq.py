@@ -303,6 +303,7 @@ def test_bad_folder(tmp_path, config, message):
         ({"qweight": torch.zeros(0, 32).int()}, "qweight of 0 rows is k=0"),
         ({"g_idx": torch.zeros(9).int()}, r"g_idx must be \[96\], got \[9\]"),
         ({"scales": torch.ones(3, 0)}, "scales must have 1 output or more, got 0"),
+        ({"scales": torch.ones(3, 32).to_sparse()}, "scales must be a dense tensor, got"),
     ],
 )
 def test_bad_tensors(change, message):

@@ -168,6 +168,7 @@ def test_load_folder_with_a_malformed_number(tmp_path, name):
         ({"axis": 0}, r"axis must be 1, got 0: .* a group runs along n.*load_hqq\(folder, deq"),
         ({"axis": 2}, "axis must be 0 or 1, got 2"),
         ({"axis": None}, "axis must be 0 or 1, got None"),
+        ({"axis": torch.tensor([1, 1])}, r"axis must be 0 or 1, got tensor\(\[1, 1\]\)"),
         ({"quant_zero": True}, "meta must have meta_zero, got nbits"),
         ({"quant_scale": True, "meta_scale": 3}, "meta_scale must be a mapping, got int"),
         ({"zero_scale": torch.ones(3, 16, 1)}, r"zero_scale must be \[2, ...\], got \[3, 16, 1\]"),

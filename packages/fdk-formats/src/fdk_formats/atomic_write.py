@@ -11,7 +11,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import IO
 
-from fdk_formats.untrusted import kind_of
+from fdk_formats.untrusted import file_kind
 
 try:
     import fcntl
@@ -72,7 +72,7 @@ def _status_of(target: Path) -> os.stat_result | None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(f"{target}: wanted a file to write, got a folder")
     if not stat.S_ISREG(status.st_mode):
-        got = kind_of(status.st_mode)
+        got = file_kind(status.st_mode)
         raise ValueError(f"{target}: wanted a regular file to replace or a new name, got {got}")
     return status
 

@@ -51,7 +51,7 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-# torch's dicts of what is replaced or copied in any case.
+# torch's dicts of children and tensors, which are replaced or copied in any case.
 CONTENTS = ("_modules", "_parameters", "_buffers")
 # Attributes of Conv1D that a quantised layer has under other names.
 CLASS_ATTRIBUTES = ("nf", "nx")
@@ -92,8 +92,8 @@ def quantise_model(
         model: any module, a single ``nn.Linear`` included. It is left untouched unless ``inplace``.
         format: format of every layer that no override matches, for example ``"nf4-g64"``.
         skip: regular expressions, searched in the dotted name of a layer. A match is not quantised.
-            They add to the default, the output head ``lm_head``. None skips nothing, the head
-            neither.
+            They add to the default, the output head ``lm_head``. None skips nothing, not even
+            the head.
         overrides: from regular expression to format, or to None to skip. The first match wins, also
             over ``skip``.
         backend: ``auto`` or a backend's name, see ``select``.
@@ -103,9 +103,9 @@ def quantise_model(
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         calibration: inputs of the model, such as token ids ``[windows, tokens]``, to quantise
             linear layers for, block after block; see ``calibrate_weights``. It lowers the error of
-            a language model several times at 3 bits and fewer. Other layers are quantised without.
-            Not with ``importance`` or ``codebook``. Each layer's ``relative_error`` is that before
-            scales were trained.
+            a language model several times at 3 bits and fewer. Layers of other kinds are not
+            calibrated. Not with ``importance`` or ``codebook``. Each layer's ``relative_error`` is
+            that before scales were trained.
         epochs: how often scales are trained on each input of ``calibration``, for language models;
             0 for calibration without training.
         importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
@@ -521,7 +521,7 @@ def _warn_of_left(
     if not formats:
         warnings.warn(
             f"quantise_model: nothing to quantise: {len(sources)} linear layers, all left",
-            stacklevel=3,
+            stacklevel=4,  # the caller of quantise_model or choose_formats
         )
     elif share > UNREMARKABLE:
         logger.warning(

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fdk_formats.untrusted import check_shape, kind_of
+from fdk_formats.untrusted import check_shape, file_kind
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> Iterator[Any]:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{path}: wanted a file, got a folder")
     if not stat.S_ISREG(mode):  # safe_open would wait for a FIFO
-        raise ValueError(f"{path}: wanted a regular file, got {kind_of(mode)}")
+        raise ValueError(f"{path}: wanted a regular file, got {file_kind(mode)}")
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             yield file

@@ -210,14 +210,14 @@ def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> 
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise ValueError(f"{path}: wanted a regular file, got {kind_of(mode)}")
+            raise ValueError(f"{path}: wanted a regular file, got {file_kind(mode)}")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def kind_of(mode: int) -> str:
+def file_kind(mode: int) -> str:
     """Returns what a file is, by its ``st_mode``: "a folder", "a FIFO", ..."""
     kinds = {
         stat.S_ISREG: "a regular file",

@@ -44,7 +44,7 @@ def read_bitsandbytes(weight: Tensor, state: object) -> QuantisedTensor:
     entries = dict(state) if isinstance(state, Mapping) else _entries_of(state)
     info = _info(entries)
     kind, block_size = info.get("quant_type"), info.get("blocksize")
-    if kind not in CODEBOOKS:
+    if not isinstance(kind, str) or kind not in CODEBOOKS:
         raise ValueError(f"bitsandbytes: quant_type must be nf4 or fp4, got {kind!r}")
     n, k = check_shape("bitsandbytes: shape", info.get("shape"), ndim=2)
     if type(block_size) is not int or block_size < 1 or k % block_size:

@@ -25,7 +25,7 @@ def check_tensor(
 
     Raises:
         TypeError: if it is not a tensor of one of the dtypes.
-        ValueError: if it has another shape.
+        ValueError: if it has another shape, or is not dense.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{where} must be a tensor, got {type(tensor).__name__}")
@@ -37,6 +37,8 @@ def check_tensor(
     )
     if not fits:
         raise ValueError(f"{where} must be {_shape(shape)}, got {list(tensor.shape)}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{where} must be a dense tensor, got {tensor.layout}")
     return tensor.detach()
 
 

@@ -175,7 +175,7 @@ def _not_held(meta: Mapping[str, Any]) -> str | None:
     """Says why no format holds a weight; None if one does."""
     _, k = _shape(meta)
     axis, group_size = _entry(meta, "axis"), _group_size(meta)
-    if axis not in (0, 1):
+    if not isinstance(axis, int) or axis not in (0, 1):
         raise ValueError(f"HQQ: axis must be 0 or 1, got {axis!r}")
     if axis == 0:
         return (

@@ -72,6 +72,32 @@ def test_packed(kind, changes, format, options, products, tmp_path):
         assert len(found) == expected * TINY["num_hidden_layers"]
 
 
+def test_folder_of_fdk_transformers(tmp_path):
+    # In shards with an index, each with the metadata of all, and an empty tensor that stops others.
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    model = quantised(serving.tiny_model(), FORMAT)
+    folder = packed_folder(tmp_path, model, FORMAT, skip=[], overrides={}, default_skip=True)
+    path = folder / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    path.unlink()
+    stopper = "model.layers.0.self_attn.q_proj.weight"
+    tensors[stopper] = torch.empty(0, dtype=torch.uint8)
+    names = sorted(tensors)
+    places = {}
+    for number, shard in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in shard}, folder / file, metadata)
+        places |= dict.fromkeys(shard, file)
+    index = json.dumps({"weight_map": places})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with engine(folder) as llm:
+        assert_same_tokens(model, llm, PROMPTS)
+
+
 def test_embedding_and_head(tmp_path):
     model = serving.tiny_model(vocab_size=500)  # vLLM pads the vocabulary to 512
     model = quantised(model, "int8-g64", skip=None, include=["embedding"])
@@ -285,7 +311,8 @@ def test_batch_invariant_kernels(monkeypatch):
     from fdk_vllm import register
     from fdk_vllm.product import Product, Weight
 
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    # vLLM caches its environment: a variable set here would hold for the engines after.
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
     register()
     try:
         weights = [Weight(quantise(torch.randn(n, 512), FORMAT)) for n in (256, 64)]

@@ -1,6 +1,7 @@
 """FdkConfig: vLLM's configuration of the quantisation method ``fdk``."""
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -77,10 +78,12 @@ class FdkConfig(QuantizationConfig):
         method = (hf_quant_cfg or {}).get("quant_method")
         return "fdk" if user_quant == "fdk" and method in IMPORTERS else None
 
-    @staticmethod
-    def get_cache_scale_mapper() -> Any:
+    def get_cache_scale_mapper(self) -> Any:
         """Renames tensors that no module could hold (see ``RENAMES``), and drops ``BUFFERS``."""
-        return QuantizationConfig.get_cache_scale_mapper() | renaming_mapper(RENAMES, BUFFERS)
+        ends = [rf"{re.escape(name)}$" for name in BUFFERS]
+        names = [rf"^{re.escape(name)}$" for name in self.planner.stoppers]
+        renames = RENAMES | dict.fromkeys([*ends, *names])
+        return QuantizationConfig.get_cache_scale_mapper() | renaming_mapper(renames)
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> Any:

@@ -32,7 +32,7 @@ IMPORTERS = {
 
 # bitsandbytes stores both a tensor ``weight`` and tensors below it, such as ``weight.absmax``; no
 # module has both. These regular expressions rename the latter, in the checkpoint too.
-RENAMES = {
+RENAMES: dict[str, str] = {
     r"\.weight\.quant_state\.(\w+)$": r".weight_quant_state_\1",
     r"\.weight\.((?:nested_)?(?:absmax|quant_map))$": r".weight_\1",
 }

@@ -27,6 +27,8 @@ class Planner:
 
     Attributes:
         layers: layers of the checkpoint by name, or None without files.
+        stoppers: names of tensors that hold nothing. fdk-transformers writes one beside a packed
+            weight, so that transformers without it refuses the checkpoint.
         is_tied: whether head and embedding are one weight.
 
     Raises:
@@ -40,6 +42,7 @@ class Planner:
             self.importer.reader(self.config)
         self.settings = None if self.importer is not None else Settings.parse(self.config)
         self.layers: dict[str, StoredLayer] | None = None
+        self.stoppers: tuple[str, ...] = ()
         self.is_packed = self.is_tied = False
 
     @property
@@ -63,7 +66,11 @@ class Planner:
         if not layers:
             return
         self.layers = layers
-        self.is_packed = any(layer.format is not None for layer in layers.values())
+        packed = {name: each for name, each in layers.items() if each.format is not None}
+        self.is_packed = bool(packed)
+        self.stoppers = tuple(
+            f"{name}.weight" for name in packed if "weight" in packed[name].tensors
+        )
         if self.is_packed and self.importer is not None:
             raise ValueError(
                 f"{model}: config.json says {self.config['quant_method']}, and its files hold "

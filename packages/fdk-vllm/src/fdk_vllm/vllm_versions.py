@@ -15,7 +15,7 @@ What is the same in both: entry point, ``register_quantization_config``, the arg
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 OLDEST, NEWEST = (0, 25), (0, 32)
@@ -28,19 +28,15 @@ def empty_mapper() -> Any:
     return WeightsMapper()
 
 
-def renaming_mapper(renames: Mapping[str, str], dropped: Sequence[str]) -> Any:
+def renaming_mapper(renames: Mapping[str, str | None]) -> Any:
     """Returns a ``WeightsMapper``.
 
     Args:
-        renames: what replaces regular expressions in names of tensors.
-        dropped: ends of names of tensors that are not loaded.
+        renames: by regular expression, what replaces it in names of tensors; None drops the tensor.
     """
     from vllm.model_executor.models.utils import WeightsMapper
 
-    return WeightsMapper(
-        orig_to_new_regex={re.compile(pattern): new for pattern, new in renames.items()},
-        orig_to_new_suffix=dict.fromkeys(dropped),
-    )
+    return WeightsMapper(orig_to_new_regex={re.compile(p): new for p, new in renames.items()})
 
 
 def is_dummy_load() -> bool:

@@ -134,7 +134,7 @@ def test_save_model_for_a_folder(tmp_path):
         with safe_open(tmp_path / "model.safetensors", "pt") as file:
             assert ("0.weight" in file.keys()) == for_folder  # noqa: SIM118
         empty = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
-        loaded = load_model(tmp_path, empty)
+        loaded = load_model(tmp_path, empty, "reference")
         assert torch.equal(loaded[0].dequantise(), model()[0].dequantise())
 
 
@@ -147,5 +147,5 @@ def test_model_hooks(tmp_path, monkeypatch):
     made = model()
     save_model(tmp_path / "model.safetensors", made)
     empty = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
-    loaded = load_model(tmp_path / "model.safetensors", empty)
+    loaded = load_model(tmp_path / "model.safetensors", empty, "reference")
     assert seen == [made, loaded]

@@ -270,10 +270,12 @@ def test_conversions_of_transformers(tmp_path):
     assert same(plain(tmp_path / "small"), wanted)
 
 
-def test_calibration(folder):
+@pytest.mark.parametrize("settings", [{}, {"epochs": 0}])
+def test_calibration(folder, settings):
     ids = torch.randint(6, 128, (4, 16), generator=torch.Generator().manual_seed(3))
-    model = load(folder, "int3-g32", rules={"calibration": ids})
-    wanted = quantise_model(plain(folder), "int3-g32", calibration=ids, progress=False)
+    settings = {"calibration": ids, **settings}
+    model = load(folder, "int3-g32", rules=settings)
+    wanted = quantise_model(plain(folder), "int3-g32", progress=False, **settings)
     assert same(model, wanted)
     assert model.config.quantization_config.calibration is None
 

@@ -44,7 +44,8 @@ def test_saved_and_loaded(small):
 
 def test_qlora(small):
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(small)
+    # In bf16 the sum of weight and adapter is rounded: logits change by a tenth of their size.
+    base = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear"))
     tokenizer = AutoTokenizer.from_pretrained(NAME)
     text = tokenizer("A codebook of sixteen values, a scale for each group.", return_tensors="pt")
@@ -60,4 +61,4 @@ def test_qlora(small):
     with torch.no_grad():
         wanted = model(**text).logits
         merged = merge_adapters(model)(**text).logits
-    assert (merged - wanted).float().norm() / wanted.float().norm() < 0.05
+    assert (merged - wanted).norm() / wanted.norm() < 1e-3

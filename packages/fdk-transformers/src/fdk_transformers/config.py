@@ -14,7 +14,7 @@ from fdk_formats.layer_kinds import check_include
 from fdk_transformers.registration import METHOD
 
 # Arguments that a saved model needs no more.
-NOT_SAVED = ("backend", "calibration", "importance", "fuse")
+NOT_SAVED = ("backend", "calibration", "epochs", "importance", "fuse")
 
 
 class FdkConfig(QuantizationConfigMixin):
@@ -34,6 +34,7 @@ class FdkConfig(QuantizationConfigMixin):
         importance: by layer name, ``[k]`` or ``[n, k]``: the weight of each squared error.
         calibration: token ids ``[windows, tokens]`` to quantise for, see ``fdk_formats.calibrate``.
             The model is then loaded in 16 bits first, and must be on one device.
+        epochs: how often scales are trained on each input of ``calibration``; None for the default.
         fuse: compute layers of one input as one product, see ``fdk_formats.fuse_layers``. With it
             the model is loaded in 16 bits first. Not saved.
 
@@ -57,6 +58,7 @@ class FdkConfig(QuantizationConfigMixin):
         activations: str = "float",
         importance: Mapping[str, Tensor] | None = None,
         calibration: Iterable[Any] | None = None,
+        epochs: int | None = None,
         fuse: bool | Sequence[Sequence[str]] = False,
         quant_method: str = METHOD,
     ) -> None:
@@ -81,7 +83,8 @@ class FdkConfig(QuantizationConfigMixin):
                 ) from None
         self.default_skip, self.include = default_skip, list(include)
         self.backend, self.activations = backend, activations
-        self.importance, self.calibration, self.fuse = importance, calibration, fuse
+        self.importance, self.calibration, self.epochs = importance, calibration, epochs
+        self.fuse = fuse
 
     def rules(self) -> dict[str, Any]:
         """Returns the arguments of ``quantise_model`` that choose layers and formats."""

@@ -302,7 +302,8 @@ class FdkQuantiser(HfQuantizer):
                 f"{model.hf_device_map}: pass device_map='cpu' or a GPU, or quantise with "
                 "`python -m fdk_formats`, whose folder from_pretrained opens on any devices"
             )
-        settings = ("activations", "backend", "calibration", "fuse")
+        settings = ["activations", "backend", "calibration", "fuse"]
+        settings += [] if config.epochs is None else ["epochs"]
         arguments = config.rules() | {name: getattr(config, name) for name in settings}
         quantise_model(model, **arguments, inplace=True)
         _tie_quantised(model, quantised_layers(model))

@@ -351,7 +351,7 @@ class GroupedWeight:
         rule = "absmax" if self.format.scale_rule == "search" else str(self.format.scale_rule)
         stored = self.format.stored_scale_dtype
         scale = torch.empty(self.shape, dtype=stored, device=self.weight.device)
-        for chunk in self.chunks():
+        for chunk in self.cached_chunks():
             value = statistic(chunk.groups, rule)
             chunk.check_finite(value)
             value = value / unit

@@ -166,7 +166,9 @@ def measure(format: str | None, width: int, comparison: str, settings: Settings)
     start = time.perf_counter()
     train(model, data[:cut], settings, settings.rate * (settings.width / width) ** 0.5)
     seconds = time.perf_counter() - start
-    model = model.bfloat16() if format is None else convert(model, inplace=True)
+    model = (
+        model.bfloat16() if format is None else convert(model, backend="reference", inplace=True)
+    )
     loss = bits_per_byte(model, data[cut:], settings)
     size = megabytes(width, settings.layers, format)
     return Row(format or "bf16", width, comparison, size, loss, seconds)

@@ -68,7 +68,7 @@ class CodebookEncoder:
         """Returns indices, uint8, into the codebook without its repeated entries."""
         if 0 < len(self.midpoints) <= FEW_MIDPOINTS:
             first, *others = self.midpoints.unbind()
-            result = (value > first).view(torch.uint8)
+            result: Tensor = (value > first).view(torch.uint8)
             for midpoint in others:
                 result += (value > midpoint).view(torch.uint8)
             return result

@@ -47,6 +47,63 @@ def test_gradient_to_the_codebook_is_that_of_indexing():
     torch.testing.assert_close(codebook.grad, table.grad)
 
 
+SCALED = ["kmeans3-g16", "int2-g16-absmean", "nf4-row-signmax", "affine3-g16", "affine2-g16-zint"]
+
+
+@pytest.mark.parametrize("format", SCALED)
+def test_gradient_to_the_scales_is_that_of_a_dense_reference(format):
+    """Straight through rounding between the ends of the grid, and clipped beyond them."""
+    torch.manual_seed(0)
+    weight, grad = torch.randn(8, 64, dtype=torch.float64).float(), torch.randn(8, 64)
+    size = 64 if "row" in format else 16
+    start = 0.5 * torch.randn(8, 64 // size)
+    table = fit_codebook(weight, format) if "kmeans" in format else None
+    found = [w.requires_grad_() for w in (weight.clone(), start.clone())]
+    fake_quantise(found[0], format, table, scale_log2=found[1]).backward(grad)
+
+    q = quantise(weight, format, codebook=table, scale_log2=start)
+    wanted = [w.requires_grad_() for w in (weight.clone(), start.clone())]
+    fixed = q.scale.double() / start.double().exp2()  # the scale of the rule
+    scale = (fixed * wanted[1].double().exp2()).repeat_interleave(size, dim=1)
+    if q.codebook is not None:
+        level = q.codebook.double()[q.codes().long()]
+        low, high = q.codebook.double()[[0, -1]]
+    else:
+        zero = q.zero_point.double().repeat_interleave(size, dim=1)
+        level, low, high = q.codes() - zero, -zero, 2**q.format.bits - 1 - zero
+    position = wanted[0].detach().double() / scale
+    is_inside = (position >= low) & (position <= high)
+    rounded = torch.where(is_inside, position + (level - position).detach(), level)
+    through = wanted[0] - wanted[0].detach()
+    (rounded * scale + through).backward(grad.double())
+    assert torch.equal(found[0].grad, wanted[0].grad)
+    torch.testing.assert_close(found[1].grad, wanted[1].grad)
+    assert is_inside.any()
+    assert not is_inside.all()
+
+
+@pytest.mark.parametrize("format", SCALED)
+def test_forward_with_scales_and_a_dtype(format):
+    torch.manual_seed(0)
+    weight = torch.randn(8, 64)
+    scale_log2 = torch.randn(8, 1 if "row" in format else 4)
+    table = fit_codebook(weight, format) if "kmeans" in format else None
+    q = quantise(weight, format, codebook=table, scale_log2=scale_log2)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = fake_quantise(weight, format, table, scale_log2=scale_log2, dtype=dtype)
+        assert torch.equal(found, q.dequantise(dtype))
+    unchanged = quantise(weight, format, codebook=table, scale_log2=torch.zeros_like(scale_log2))
+    plain = quantise(weight, format, codebook=table)
+    assert torch.equal(unchanged.dequantise(), plain.dequantise())
+
+
+def test_scales_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"scale_log2 must be \[4, 2\] on cpu, got \[4\] on cpu"):
+        fake_quantise(torch.ones(4, 32), "nf4-g16", scale_log2=torch.zeros(4))
+    with pytest.raises(TypeError, match="fake_quantise: scale_log2 must be a tensor, got float"):
+        fake_quantise(torch.ones(4, 32), "nf4-g16", scale_log2=1.0)
+
+
 def test_gradient_of_a_transposed_use():
     weight, codebook = torch.randn(4, 32), torch.linspace(-1, 1, 4, requires_grad=True)
     factor = torch.randn(32, 4)
@@ -176,7 +233,8 @@ def test_export():
 def test_opcheck(format):
     torch.manual_seed(0)
     weight = torch.randn(5, 48, requires_grad=True)
-    torch.library.opcheck(torch.ops.fdk_formats.fake_quantise.default, (weight, None, None, format))
+    op = torch.ops.fdk_formats.fake_quantise.default
+    torch.library.opcheck(op, (weight, None, None, None, format, torch.float32))
 
 
 def test_opcheck_with_a_codebook():
@@ -184,10 +242,25 @@ def test_opcheck_with_a_codebook():
     weight = torch.randn(5, 48, dtype=torch.bfloat16, requires_grad=True)
     table, importance = torch.linspace(-1, 1, 8, requires_grad=True), torch.rand(48)
     op = torch.ops.fdk_formats.fake_quantise.default
-    torch.library.opcheck(op, (weight, table, importance, "custom3-g16"))
-    grad, packed, scale = op(weight.detach(), table.detach(), None, "custom3-g16")
+    dtype = torch.bfloat16
+    torch.library.opcheck(op, (weight, table, None, importance, "custom3-g16", dtype))
+    outputs = op(weight.detach(), table.detach(), None, None, "custom3-g16", dtype)
+    grad, codes, scale, _ = outputs
     op = torch.ops.fdk_formats.fake_quantise_grad_codebook.default
-    torch.library.opcheck(op, (grad, packed, scale, "custom3-g16"))
+    torch.library.opcheck(op, (grad, codes, scale, "custom3-g16"))
+
+
+@pytest.mark.parametrize("format", ["custom3-g16", "affine2-g16-zint"])
+def test_opcheck_with_learned_scales(format):
+    torch.manual_seed(0)
+    weight, scale_log2 = torch.randn(5, 48, requires_grad=True), torch.zeros(5, 3)
+    table = None if "affine" in format else torch.linspace(-1, 1, 8, requires_grad=True)
+    op = torch.ops.fdk_formats.fake_quantise.default
+    arguments = weight, table, scale_log2.requires_grad_(), None, format, torch.bfloat16
+    torch.library.opcheck(op, arguments)
+    outputs = op(*(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+    op = torch.ops.fdk_formats.fake_quantise_grad_scale.default
+    torch.library.opcheck(op, (*outputs, weight.detach(), format))
 
 
 def test_a_weight_on_meta():

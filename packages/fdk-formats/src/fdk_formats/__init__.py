@@ -42,6 +42,7 @@ from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import fit_codebook, quantise
 from fdk_formats.report import LayerReport, LeftWeight, ModelReport, model_report
 from fdk_formats.tensor import QuantisedTensor, relative_error
+from fdk_formats.training import QATLinear, convert, prepare_qat, refit
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "ModelReport",
     "NoBackendError",
     "Problem",
+    "QATLinear",
     "QuantisedBlocks",
     "QuantisedEmbedding",
     "QuantisedLinear",
@@ -64,6 +66,7 @@ __all__ = [
     "calibrate",
     "calibrate_weights",
     "choose_formats",
+    "convert",
     "dequantise_4bit",
     "dequantise_blockwise",
     "fake_quantise",
@@ -76,10 +79,12 @@ __all__ = [
     "output_error",
     "pack",
     "parameters_on_meta",
+    "prepare_qat",
     "quantise",
     "quantise_4bit",
     "quantise_blockwise",
     "quantise_model",
+    "refit",
     "register",
     "relative_error",
     "replace_layers",

@@ -59,6 +59,27 @@ def fit_centroids(samples: Samples, guess: Sequence[float]) -> Tensor:
     return torch.from_numpy(centroids.astype(np.float32))
 
 
+def refit_centroids(samples: Samples, start: Tensor) -> Tensor:
+    """Refits a codebook to values that have changed a little, by Lloyd's iterations alone.
+
+    Args:
+        samples: the values and their masses, in chunks.
+        start: ascending centroids, ``[count, float32]``. One without values stays.
+
+    Returns:
+        Ascending centroids, float32, on the CPU; see ``fit_centroids`` for two of them.
+    """
+    peak = max((value.abs().max().item() for value, _ in samples()), default=0.0)
+    points = weighted_points(samples, peak)
+    centroids = start.cpu().numpy().astype(np.float64)
+    if len(points.position) > len(centroids):
+        line = _Line(points)
+        centroids = line.refine(centroids - line.origin) + line.origin
+    if len(centroids) == 2:
+        centroids = symmetric_pair(points, centroids)
+    return torch.from_numpy(centroids.astype(np.float32))
+
+
 # Histogram
 
 

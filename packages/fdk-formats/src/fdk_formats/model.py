@@ -146,9 +146,9 @@ def quantise_model(
         raise ValueError("quantise_model: wanted calibration, or importance and codebook, got both")
     groups = checked_groups(fuse)
     default = Format.parse(format)
-    sources, formats = _chosen_layers(model, default, skip, overrides, default_skip, include)
+    sources, formats = chosen_layers(model, default, skip, overrides, default_skip, include)
     _check_patches(model, {id(sources[name]): name for name in formats} if inplace else None)
-    codebooks = _codebooks(sources, formats, default, codebook)
+    codebooks = codebooks_of(sources, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
             check_codebook(codebooks.get(id(sources[name].weight)), wanted)
@@ -235,13 +235,13 @@ def choose_formats(
         ValueError: if a layer does not fit its format or cannot be quantised, an override matches
             none, or an argument is wrong.
     """
-    sources, formats = _chosen_layers(model, Format.parse(format), skip, overrides, True, ())
+    sources, formats = chosen_layers(model, Format.parse(format), skip, overrides, True, ())
     for name, wanted in formats.items():
         _check_layer(name, sources[name], wanted, backend, "float")
     return formats
 
 
-def _chosen_layers(
+def chosen_layers(
     model: nn.Module,
     default: Format,
     skip: str | Sequence[str] | None,
@@ -703,7 +703,7 @@ def _importances(
     return importances
 
 
-def _codebooks(
+def codebooks_of(
     linears: Mapping[str, Any],
     formats: Mapping[str, Format],
     default: Format,

@@ -1,5 +1,6 @@
 """Quantisation-aware training: ``fake_quantise``, differentiable."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,10 +9,9 @@ from torch.library import Library
 
 from fdk_formats.format import Format
 from fdk_formats.ops import define_op
-from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
-from fdk_formats.quantise import quantise
-from fdk_formats.scales import check_codebook, check_weight, decode_scale
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.packing import CODES_PER_CHUNK
+from fdk_formats.quantise import checked_codebook
+from fdk_formats.scales import Grid, GroupedWeight, check_codebook, check_weight, decode_scale
 
 
 def fake_quantise(
@@ -20,13 +20,20 @@ def fake_quantise(
     codebook: Tensor | None = None,
     *,
     importance: Tensor | None = None,
+    scale_log2: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Quantises and dequantises a weight, with a straight-through gradient.
 
-    The value is ``quantise(weight, format).dequantise(weight.dtype)``. The gradient passes to the
-    weight unchanged (Bengio et al. 2013) and, if the codebook requires one, to the codebook: an
-    entry receives the sum of ``grad * scale`` over its weights. It is one torch op, so that
-    ``torch.compile`` and ``torch.export`` do not trace into it. A weight on meta gives one on meta.
+    The value is that of ``quantise`` with the same arguments, dequantised. The gradient passes to
+    the weight unchanged (Bengio et al. 2013). If they require one, it also passes to
+
+    - the codebook: an entry receives the sum of ``grad * scale`` over its weights;
+    - ``scale_log2``: a scale receives the sum of ``grad * (W_hat - w) / scale`` over its weights,
+      without the ``- w`` of weights beyond the ends of the codebook (LSQ, Esser et al. 2020).
+
+    It is one torch op, so that ``torch.compile`` and ``torch.export`` do not trace into it. A
+    weight on meta gives one on meta. ``prepare_qat`` makes layers of it.
 
     Args:
         weight: ``[n, k]``, floating.
@@ -34,9 +41,11 @@ def fake_quantise(
         codebook: ``[2^bits]`` for ``kmeans`` and ``custom`` formats, in any order. Without one,
             ``kmeans`` fits one at each call.
         importance: see ``quantise``.
+        scale_log2: see ``quantise``.
+        dtype: dtype of the result; that of the weight by default.
 
     Returns:
-        ``W_hat :: [n, k]`` in the dtype of the weight.
+        ``W_hat :: [n, k, dtype]``.
 
     Raises:
         TypeError: if an argument is not a tensor.
@@ -45,119 +54,200 @@ def fake_quantise(
     Example:
         >>> y = x @ fake_quantise(layer.weight, "int4-g64").T
     """
+    given = {"codebook": codebook, "importance": importance, "scale_log2": scale_log2}
     if not isinstance(weight, Tensor):
         raise TypeError(f"fake_quantise: weight must be a tensor, got {type(weight).__name__}")
-    if codebook is not None and not isinstance(codebook, Tensor):
-        raise TypeError(f"fake_quantise: codebook must be a tensor, got {type(codebook).__name__}")
-    if importance is not None and not isinstance(importance, Tensor):
-        got = type(importance).__name__
-        raise TypeError(f"fake_quantise: importance must be a tensor, got {got}")
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            got = type(value).__name__
+            raise TypeError(f"fake_quantise: {name} must be a tensor, got {got}")
     table = None if codebook is None else codebook.sort().values
-    result: Tensor = _op(weight, table, importance, str(Format.parse(format)))[0]
+    wanted = weight.dtype if dtype is None else dtype
+    result: Tensor = _op(weight, table, scale_log2, importance, str(Format.parse(format)), wanted)[
+        0
+    ]
     return result
 
 
-# W_hat :: [n, k, dtype of weight]; packed and scale of a QuantisedTensor, for the gradient of the
-# codebook.
-Outputs = tuple[Tensor, Tensor, Tensor]
+# W_hat :: [n, k, dtype], and what the gradients of codebook and scales need:
+# codes :: [n, k, uint8], scale as stored, and the codebook or zero points of the ``Grid``.
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _run(
     weight: Tensor,  # [n, k, floating]
     codebook: Tensor | None,  # [2^bits], ascending
+    scale_log2: Tensor | None,  # [n, k/G]
     importance: Tensor | None,
     format: str,
+    dtype: torch.dtype,
 ) -> Outputs:
+    wanted = Format.parse(format)
     table = None if codebook is None else codebook.to(torch.float32)
-    q = quantise(weight, format, importance, codebook=table)
-    return q.dequantise(weight.dtype), q.packed, q.scale
+    grouped = GroupedWeight.of(weight, wanted, importance)
+    grid = grouped.fit(checked_codebook(table, wanted, weight), scale_log2=scale_log2)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    W_hat = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for chunk in grouped.cached_chunks():
+        codes[chunk.rows] = found = grid.encode(chunk)
+        W_hat[chunk.rows] = grid.decode(found, chunk.rows, dtype)
+    points = grid.zero_point if grid.codebook is None else grid.codebook
+    assert points is not None
+    # An op may not return its argument, which a given codebook may be.
+    return W_hat, codes, grid.scale, points if codebook is None else points.clone()
 
 
 def _fake(
-    weight: Tensor, codebook: Tensor | None, importance: Tensor | None, format: str
+    weight: Tensor,
+    codebook: Tensor | None,
+    scale_log2: Tensor | None,
+    importance: Tensor | None,
+    format: str,
+    dtype: torch.dtype,
 ) -> Outputs:
     wanted = Format.parse(format)
     check_weight(weight)
     check_codebook(None if codebook is None else codebook.to(torch.float32), wanted)
     n, k = weight.shape
-    groups = k // wanted.group_size_for(k)
-    return (
-        weight.new_empty((n, k)),
-        weight.new_empty((n, packed_width(wanted.bits, k)), dtype=torch.uint8),
-        weight.new_empty((n, groups), dtype=wanted.stored_scale_dtype),
+    scale = weight.new_empty((n, k // wanted.group_size_for(k)), dtype=wanted.stored_scale_dtype)
+    points = (
+        torch.empty_like(scale, dtype=wanted.stored_zero_point_dtype)
+        if wanted.is_affine
+        else weight.new_empty(1 << wanted.bits, dtype=torch.float32)
     )
+    codes = weight.new_empty((n, k), dtype=torch.uint8)
+    return weight.new_empty((n, k), dtype=dtype), codes, scale, points
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    _, codebook, _, ctx.format = inputs
-    _, packed, scale = output
-    ctx.mark_non_differentiable(packed, scale)
-    if ctx.needs_input_grad[1]:
-        ctx.save_for_backward(packed, scale)
-        ctx.codebook_dtype, ctx.codebook_device = codebook.dtype, codebook.device
+    weight, codebook, scale_log2, _, ctx.format, _ = inputs
+    _, codes, scale, points = output
+    ctx.mark_non_differentiable(codes, scale, points)
+    ctx.dtypes = [None if t is None else t.dtype for t in (weight, codebook, scale_log2)]
+    ctx.codebook_device = None if codebook is None else codebook.device
+    _, needs_codebook, needs_scale, *_ = ctx.needs_input_grad
+    if needs_scale:
+        ctx.save_for_backward(codes, scale, points, weight)
+    elif needs_codebook:
+        ctx.save_for_backward(codes, scale)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    grad_codebook = None
-    if ctx.needs_input_grad[1]:
-        sums = _grad_op(grad, *ctx.saved_tensors, ctx.format)
-        grad_codebook = sums.to(ctx.codebook_device, ctx.codebook_dtype)
-    return grad, grad_codebook, None, None
+    needs_weight, needs_codebook, needs_scale, *_rest = ctx.needs_input_grad
+    weight_dtype, codebook_dtype, scale_dtype = ctx.dtypes
+    grad_codebook = grad_scale = None
+    if needs_codebook:
+        codes, scale = ctx.saved_tensors[:2]
+        sums = _grad_codebook_op(grad, codes, scale, ctx.format)
+        grad_codebook = sums.to(ctx.codebook_device, codebook_dtype)
+    if needs_scale:
+        grad_scale = _grad_scale_op(grad, *ctx.saved_tensors, ctx.format).to(scale_dtype)
+    grad_weight = grad.to(weight_dtype) if needs_weight else None
+    return grad_weight, grad_codebook, grad_scale, None, None, None
 
 
-def _run_grad(
+def _run_grad_codebook(
     grad: Tensor,  # [n, k, floating]
-    packed: Tensor,
+    codes: Tensor,  # [n, k, uint8]
     scale: Tensor,
     format: str,
 ) -> Tensor:
     """Sums ``grad * scale`` over the weights of each code: ``[2^bits, float32]``."""
-    bits = Format.parse(format).bits
-    n, k = grad.shape
-    sums = grad.new_zeros(1 << bits, dtype=torch.float32)
-    step = max(1, CODES_PER_CHUNK // k)
-    for start in range(0, n, step):
-        rows = slice(start, start + step)
-        codes = unpack(packed[rows], bits, k).view(-1).to(torch.int32)
+    sums = grad.new_zeros(1 << Format.parse(format).bits, dtype=torch.float32)
+    for rows in _row_chunks(grad):
         groups = grad[rows].reshape(*scale[rows].shape, -1)  # [rows, k/G, G]
         scaled = groups.to(torch.float32) * decode_scale(scale[rows])[..., None]
-        sums.index_add_(0, codes, scaled.reshape(-1))
+        sums.index_add_(0, codes[rows].reshape(-1).to(torch.int32), scaled.reshape(-1))
     return sums
 
 
-def _fake_grad(grad: Tensor, packed: Tensor, scale: Tensor, format: str) -> Tensor:
+def _row_chunks(matrix: Tensor) -> list[slice]:
+    n, k = matrix.shape
+    step = max(1, CODES_PER_CHUNK // k)
+    return [slice(start, start + step) for start in range(0, n, step)]
+
+
+def _fake_grad_codebook(grad: Tensor, codes: Tensor, scale: Tensor, format: str) -> Tensor:
     return grad.new_empty(1 << Format.parse(format).bits, dtype=torch.float32)
 
 
 def _setup_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, packed, scale, ctx.format = inputs
-    ctx.save_for_backward(packed, scale)
-    ctx.shape, ctx.dtype = tuple(grad.shape), grad.dtype
+    grad, codes, scale, _ = inputs
+    ctx.save_for_backward(codes, scale)
+    ctx.dtype = grad.dtype
 
 
 def _backward_grad(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
     """Gives each weight the gradient of its code's sum, times its scale."""
-    packed, scale = ctx.saved_tensors
-    format = Format.parse(ctx.format)
-    q = QuantisedTensor(format, ctx.shape, packed, scale, codebook=grad_sums)
-    return q.dequantise().to(ctx.dtype), None, None, None
+    codes, scale = ctx.saved_tensors
+    scales = decode_scale(scale)[..., None]
+    values = grad_sums.index_select(0, codes.reshape(-1).to(torch.int32))
+    scaled = values.view(*scale.shape, -1) * scales
+    return scaled.reshape(codes.shape).to(ctx.dtype), None, None, None
+
+
+def _run_grad_scale(
+    grad: Tensor,  # [n, k, floating]
+    codes: Tensor,  # [n, k, uint8]
+    scale: Tensor,  # [n, k/G]
+    points: Tensor,
+    weight: Tensor,  # [n, k]
+    format: str,
+) -> Tensor:
+    """Computes the gradient of log2 of each scale, ``[n, k/G, float32]``."""
+    wanted = Format.parse(format)
+    codebook, zero_point = (None, points) if wanted.is_affine else (points, None)
+    grid = Grid(wanted, scale, codebook, zero_point)
+    result = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
+    for rows in _row_chunks(grad):
+        shape = *scale[rows].shape, -1
+        ends = torch.stack([_end(grid, rows, code) for code in (0, (1 << wanted.bits) - 1)])
+        low, high = ends.amin(0)[..., None], ends.amax(0)[..., None]
+        value = weight[rows].to(torch.float32).view(shape)
+        change = grid.decode(codes[rows], rows, torch.float32).view(shape)
+        change = change - torch.where((value >= low) & (value <= high), value, 0)
+        result[rows] = (change * grad[rows].to(torch.float32).view(shape)).sum(-1)
+    return result.mul_(math.log(2))
+
+
+def _end(grid: Grid, rows: slice, code: int) -> Tensor:
+    """Returns the value of one code in each group, ``[rows, k/G]``."""
+    scale = decode_scale(grid.scale[rows])
+    if grid.codebook is not None:
+        return scale * grid.codebook[code]
+    assert grid.zero_point is not None
+    return scale * (code - grid.zero_point[rows].to(torch.float32))
+
+
+def _fake_grad_scale(
+    grad: Tensor, codes: Tensor, scale: Tensor, points: Tensor, weight: Tensor, format: str
+) -> Tensor:
+    return torch.empty_like(scale, dtype=torch.float32)
 
 
 _library = Library("fdk_formats", "FRAGMENT")
 _op = define_op(
     _library,
-    "fake_quantise(Tensor weight, Tensor? codebook, Tensor? importance, str format)"
-    " -> (Tensor W_hat, Tensor packed, Tensor scale)",
+    "fake_quantise(Tensor weight, Tensor? codebook, Tensor? scale_log2, Tensor? importance,"
+    " str format, ScalarType dtype)"
+    " -> (Tensor W_hat, Tensor codes, Tensor scale, Tensor points)",
     run=_run,
     fake=_fake,
     backward=_backward,
     setup_context=_setup_context,
 )
-_grad_op = define_op(
+_grad_codebook_op = define_op(
     _library,
-    "fake_quantise_grad_codebook(Tensor grad, Tensor packed, Tensor scale, str format) -> Tensor",
-    run=_run_grad,
-    fake=_fake_grad,
+    "fake_quantise_grad_codebook(Tensor grad, Tensor codes, Tensor scale, str format) -> Tensor",
+    run=_run_grad_codebook,
+    fake=_fake_grad_codebook,
     backward=_backward_grad,
     setup_context=_setup_grad_context,
+)
+_grad_scale_op = define_op(
+    _library,
+    "fake_quantise_grad_scale(Tensor grad, Tensor codes, Tensor scale, Tensor points,"
+    " Tensor weight, str format) -> Tensor",
+    run=_run_grad_scale,
+    fake=_fake_grad_scale,
 )

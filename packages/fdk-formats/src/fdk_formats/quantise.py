@@ -18,6 +18,7 @@ def quantise(
     codebook: Tensor | None = None,
     weight_by_scale: bool = True,
     hessian: Hessian | Tensor | None = None,
+    scale_log2: Tensor | None = None,
 ) -> QuantisedTensor:
     """Quantises a weight to the nearest values of a format, or for the least error of its outputs.
 
@@ -42,6 +43,8 @@ def quantise(
             several weights of one input share. Scales are then searched, and codes chosen for the
             least mean square error of ``x @ W_hat.T`` (see ``compensate``): a code need not be the
             nearest. It replaces ``importance``. Of a given codebook only the values are used.
+        scale_log2: ``[n, k/G]``, log2 of a factor on each scale of the rule, such as training
+            learned (see ``prepare_qat``). Then no scale is searched for.
 
     Returns:
         The codes, scales and codebook or zero points, on the device of the weight.
@@ -64,9 +67,10 @@ def quantise(
         importance = hessian.diagonal
     grouped = GroupedWeight.of(weight, format, importance)
     grid = grouped.fit(
-        _checked_codebook(codebook, format, weight),
+        checked_codebook(codebook, format, weight),
         weight_by_scale=weight_by_scale,
         search=hessian is not None,
+        scale_log2=scale_log2,
     )
     n, k = weight.shape
     if hessian is not None:
@@ -112,7 +116,7 @@ def fit_codebook(
     return codebook
 
 
-def _checked_codebook(codebook: Tensor | None, format: Format, weight: Tensor) -> Tensor | None:
+def checked_codebook(codebook: Tensor | None, format: Format, weight: Tensor) -> Tensor | None:
     """Returns the caller's codebook as float32 on the weight's device, checked."""
     check_codebook(codebook, format)
     if codebook is None:

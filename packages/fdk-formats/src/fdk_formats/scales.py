@@ -15,7 +15,7 @@ from torch import Tensor
 from fdk_formats.codebooks import named_codebook, uniform_values
 from fdk_formats.encode import CodebookEncoder, affine_codes, divide
 from fdk_formats.format import SCALE_DTYPES, Format
-from fdk_formats.kmeans import fit_centroids
+from fdk_formats.kmeans import Samples, fit_centroids, refit_centroids
 from fdk_formats.packing import CODES_PER_CHUNK
 
 # The mantissa bits of sqrt(2) in float32: a larger mantissa is nearer, in log, to the next power.
@@ -32,8 +32,8 @@ AFFINE_REFITS = 4
 ROUNDS = 3
 # They do so on about this many weights, rows at equal distances; then once on all of them.
 SAMPLE = 1 << 16
-# Weights that ``search`` has in work at once on a CPU: its temporaries then stay in the L2 cache.
-SEARCH_CHUNK = 1 << 16
+# Weights in work at once on a CPU: what is computed of them then stays in the L2 cache.
+CACHED_CHUNK = 1 << 16
 
 # The largest float zero point. A group far from zero, or of one value, gets a wider scale instead:
 # beyond 2^8 a bf16 zero point cannot resolve one code.
@@ -52,6 +52,34 @@ def decode_scale(scale: Tensor) -> Tensor:
     if scale.dtype == torch.uint8:
         return (scale.to(torch.int32) << 23).view(torch.float32)
     return scale.to(torch.float32)
+
+
+def decode(
+    codes: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Computes the values of codes; see ``QuantisedTensor.dequantise``.
+
+    Args:
+        codes: ``[rows, k/G, G, uint8]``.
+        scale: as stored, ``[rows, k/G]``.
+        codebook: ``[2^bits, float32]``, or None for an affine format.
+        zero_point: as stored, ``[rows, k/G]``, for an affine format.
+        dtype: of the result.
+
+    Returns:
+        ``[rows, k, dtype]``.
+    """
+    if codebook is not None:
+        table = codebook.to(dtype).to(torch.float32)
+        values = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    else:
+        assert zero_point is not None
+        values = codes.to(torch.float32).sub_(zero_point.to(torch.float32)[..., None])
+    return values.mul_(decode_scale(scale)[..., None]).flatten(1).to(dtype)
 
 
 def encode_scale(scale: Tensor, scale_dtype: str, *, round_up: bool = False) -> Tensor:
@@ -254,6 +282,7 @@ class GroupedWeight:
         *,
         weight_by_scale: bool = True,
         search: bool = False,
+        scale_log2: Tensor | None = None,
     ) -> "Grid":
         """Chooses scales and zero points or codebook, by the format's scale rule.
 
@@ -261,18 +290,20 @@ class GroupedWeight:
             codebook: ``[2^bits, float32]`` to use as it is, for ``custom`` and ``kmeans``.
             weight_by_scale: see ``quantise``.
             search: search for scales whatever the rule, from those that it gives.
+            scale_log2: see ``quantise``; the rule ``search`` is then not searched for.
 
         Raises:
             ValueError: if the weight is not finite, or a scale overflows its dtype.
         """
+        factor = self._factor(scale_log2)
+        is_searched = search or (self.format.scale_rule == "search" and factor is None)
         if self.format.is_affine:
-            return self._fit_affine(search or self.format.scale_rule == "search")
+            return self._fit_affine(is_searched, factor)
         unit = 1.0
         if codebook is None and not self.format.is_fitted:
             named = named_codebook(self.format, self.weight.shape[1])
             codebook, unit = named.tensor(self.weight.device), named.unit
-        scale = self._statistic_scales(unit)
-        is_searched = search or self.format.scale_rule == "search"
+        scale = self._statistic_scales(unit, factor)
         if codebook is None and is_searched:
             codebook, scale = self._search_codebook(scale, weight_by_scale)
         elif codebook is None:
@@ -281,21 +312,63 @@ class GroupedWeight:
             scale, _ = self._search_scales(codebook, unit, scale)
         return Grid(self.format, scale, codebook=codebook)
 
-    def _statistic_scales(self, unit: float) -> Tensor:
+    def refit(self, codebook: Tensor, scale_log2: Tensor | None = None) -> Tensor:
+        """Refits a k-means codebook from where it is, for scales by the rule.
+
+        Args:
+            codebook: ``[2^bits, float32]``, ascending.
+            scale_log2: see ``quantise``.
+
+        Returns:
+            ``[2^bits, float32]``, ascending.
+        """
+        grid = self.fit(codebook, scale_log2=scale_log2)
+        return refit_centroids(self._samples(grid.scale, True), codebook).to(codebook.device)
+
+    def searched_log2(self, codebook: Tensor | None) -> Tensor:
+        """Searches for scales; returns log2 of each over that of the rule: ``[n, k/G, float32]``.
+
+        Args:
+            codebook: see ``fit``; not fitted here.
+        """
+        rule = self.fit(codebook, scale_log2=torch.zeros(self.shape, device=self.weight.device))
+        found = decode_scale(self.fit(codebook, search=True).scale)
+        ratio = divide(found, decode_scale(rule.scale))
+        return torch.where(ratio > 0, ratio.log2(), 0.0)
+
+    def _factor(self, scale_log2: Tensor | None) -> Tensor | None:
+        if scale_log2 is None:
+            return None
+        if tuple(scale_log2.shape) != self.shape or scale_log2.device != self.weight.device:
+            raise ValueError(
+                f"quantise: scale_log2 must be {list(self.shape)} on {self.weight.device}, "
+                f"got {list(scale_log2.shape)} on {scale_log2.device}"
+            )
+        return scale_log2.detach().to(torch.float32).exp2()
+
+    def _statistic_scales(self, unit: float, factor: Tensor | None) -> Tensor:
         """Computes scales from each group's statistic; ``search`` starts from the absmax."""
         rule = "absmax" if self.format.scale_rule == "search" else str(self.format.scale_rule)
         stored = self.format.stored_scale_dtype
         scale = torch.empty(self.shape, dtype=stored, device=self.weight.device)
-        for chunk in self.chunks():
+        for chunk in self.cached_chunks():
             value = statistic(chunk.groups, rule)
             chunk.check_finite(value)
+            value = value / unit
+            if factor is not None:
+                value = value * factor[chunk.rows]
             scale[chunk.rows] = encode_scale(
-                value / unit, self.format.scale_dtype, round_up=rule == "absmax"
+                value, self.format.scale_dtype, round_up=rule == "absmax"
             )
         return scale
 
     def _kmeans(self, scale: Tensor, weight_by_scale: bool) -> Tensor:
         """Fits a codebook to weight over scale; see ``kmeans.fit_centroids``."""
+        samples = self._samples(scale, weight_by_scale)
+        return fit_centroids(samples, uniform_values(self.format.bits)).to(scale.device)
+
+    def _samples(self, scale: Tensor, weight_by_scale: bool) -> Samples:
+        """Returns what yields weight over scale, and the mass of each in a k-means."""
 
         def samples() -> Iterator[tuple[Tensor, Tensor]]:
             for chunk in self.chunks():
@@ -306,7 +379,7 @@ class GroupedWeight:
                     mass = mass * chunk.importance
                 yield divide(chunk.groups, decoded[..., None]), mass.contiguous()
 
-        return fit_centroids(samples, uniform_values(self.format.bits)).to(scale.device)
+        return samples
 
     def _search_scales(
         self, codebook: Tensor, unit: float, start: Tensor, *, only_refit: bool = False
@@ -319,15 +392,16 @@ class GroupedWeight:
         weighted by importance.
         """
         best, encoder, error = start.clone(), CodebookEncoder(codebook), 0.0
-        for chunk in self._search_chunks():
+        for chunk in self.cached_chunks():
             fit = _CodebookFit(chunk, self.format, encoder)
             best[chunk.rows], group_errors = fit.search(start[chunk.rows], unit, only_refit)
             error += fit.absolute(group_errors)
         return best, error
 
-    def _search_chunks(self) -> Iterator[Chunk]:
+    def cached_chunks(self) -> Iterator[Chunk]:
+        """Yields the rows in order, as many as fit in the cache of a CPU at a time."""
         is_cpu = self.weight.device.type == "cpu"
-        return self.chunks(min(SEARCH_CHUNK, CODES_PER_CHUNK) if is_cpu else CODES_PER_CHUNK)
+        return self.chunks(min(CACHED_CHUNK, CODES_PER_CHUNK) if is_cpu else CODES_PER_CHUNK)
 
     def _search_codebook(self, start: Tensor, weight_by_scale: bool) -> tuple[Tensor, Tensor]:
         """Fits codebook and scales to each other; returns the pair of least error.
@@ -368,7 +442,7 @@ class GroupedWeight:
             codebook, scale, error = refitted, better, refitted_error
         return codebook, scale
 
-    def _fit_affine(self, search: bool) -> "Grid":
+    def _fit_affine(self, search: bool, factor: Tensor | None) -> "Grid":
         """Chooses scale and zero point of each group from its range.
 
         ``minmax``: scale = (hi - lo) / (2^b - 1), rounded to its dtype; zero point = -lo / scale,
@@ -381,6 +455,8 @@ class GroupedWeight:
         zero = torch.empty(self.shape, dtype=self.format.stored_zero_point_dtype, device=device)
         for chunk in self.chunks():
             fit = _AffineFit(chunk, self.format)
+            if factor is not None:
+                fit.narrow(factor[chunk.rows])
             grid = fit.search() if search else fit.minmax()
             scale[chunk.rows], zero[chunk.rows] = grid
         return Grid(self.format, scale, zero_point=zero)
@@ -409,6 +485,12 @@ class Grid:
             zero = self.zero_point[chunk.rows].to(torch.float32)
             codes = affine_codes(chunk.groups, scale, zero, self.format.bits)
         return codes.flatten(1)
+
+    def decode(self, codes: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Returns the values of the codes of some rows, ``[rows, k, dtype]``."""
+        zero = None if self.zero_point is None else self.zero_point[rows]
+        grouped = codes.view(*self.scale[rows].shape, -1)
+        return decode(grouped, self.scale[rows], self.codebook, zero, dtype)
 
     @cached_property
     def _encoder(self) -> CodebookEncoder:
@@ -542,6 +624,10 @@ class _AffineFit:
         self.lo, self.hi = chunk.groups.amin(-1), chunk.groups.amax(-1)
         self.peak = torch.maximum(-self.lo, self.hi)
         chunk.check_finite(self.peak)
+
+    def narrow(self, factor: Tensor) -> None:
+        """Multiplies each range by a factor."""
+        self.lo, self.hi = self.lo * factor, self.hi * factor
 
     def minmax(self) -> _AffineGrid:
         """Returns the grid over the whole range."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fdk_formats.format import Format
 from fdk_formats.packing import CODES_PER_CHUNK, packed_width, unpack
-from fdk_formats.scales import decode_scale
+from fdk_formats.scales import decode, decode_scale
 
 # The largest finite float16, to which dequantise and kernels round a codebook.
 MAX_CODEBOOK = 65504.0
@@ -141,14 +141,8 @@ class QuantisedTensor:
         rows = slice(start, stop)
         codes = unpack(self.packed[rows], self.format.bits, self.shape[1])
         codes = codes.view(len(codes), -1, self.group_size)  # [rows, k/G, G]
-        scale = decode_scale(self.scale[rows])[..., None]  # [rows, k/G, 1]
-        if self.codebook is not None:
-            table = self.codebook.to(dtype).to(torch.float32)
-            values = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
-        else:
-            assert self.zero_point is not None
-            values = codes.to(torch.float32) - self.zero_point[rows].to(torch.float32)[..., None]
-        return (values * scale).view(len(codes), -1).to(dtype)
+        zero = None if self.zero_point is None else self.zero_point[rows]
+        return decode(codes, self.scale[rows], self.codebook, zero, dtype)
 
     def check_values(self, where: str) -> None:
         """Checks what backends rely on: the order of the codebook and the range of all values.

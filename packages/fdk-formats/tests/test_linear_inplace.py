@@ -125,3 +125,22 @@ def test_the_example_of_relu(backend):
     source = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True))
     model = quantise_model(source, "int4-g64", backend=backend, progress=False)
     assert (model(torch.randn(2, 3, 64)) >= 0).all()
+
+
+def test_fused_layers_can_be_changed_in_place_one_after_another(backend):
+    class Projections(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(64, 64), nn.Linear(64, 32)
+
+        def forward(self, x):
+            return self.gate_proj(x).relu_(), self.up_proj(x).mul_(2)  # relu_ saves its result
+
+    torch.manual_seed(0)
+    source, x = Projections(), torch.randn(2, 3, 64, requires_grad=True)
+    gradients = []
+    for fuse in (False, True):
+        model = quantise_model(source, "int4-g64", backend=backend, fuse=fuse, progress=False)
+        model(x.detach())
+        gradients.append(torch.autograd.grad(sum(y.sum() for y in model(x)), x)[0])
+    torch.testing.assert_close(*gradients)

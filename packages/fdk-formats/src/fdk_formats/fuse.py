@@ -210,8 +210,8 @@ class LastProduct:
     """The last product, and the layers that have not fetched their rows. Copies are empty."""
 
     def __init__(self) -> None:
-        # x, its version, whether gradients were recorded, y, indices of the remaining layers
-        self.value: tuple[Tensor, object, bool, Tensor, tuple[int, ...]] | None = None
+        # x, its version, whether gradients were recorded, y by layer, indices of the remaining ones
+        self.value: tuple[Tensor, object, bool, Sequence[Tensor], tuple[int, ...]] | None = None
 
     def __reduce__(self) -> tuple[type["LastProduct"], tuple[()]]:
         return LastProduct, ()
@@ -246,12 +246,16 @@ class Product(nn.Module):
             and last[2] == grad
             and index in last[4]
         ):
-            y, remaining = last[3], last[4]
+            ys, remaining = last[3], last[4]
         else:
             y, remaining = self._of_all(x, self._bias()), tuple(range(len(self.spans)))
+            # Views would share a version: work in place on one would spoil what autograd saved of
+            # another.
+            sizes = [end - begin for begin, end in self.spans]
+            ys = torch.unsafe_split_with_sizes(y, sizes, -1)
         remaining = tuple(other for other in remaining if other != index)
-        self._last.value = (x, version, grad, y, remaining) if remaining else None
-        return y[..., start:stop]
+        self._last.value = (x, version, grad, ys, remaining) if remaining else None
+        return ys[index]
 
     def _of_all(self, x: Tensor, bias: Tensor | None) -> Tensor:
         dtype = compute_dtype(x)

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fdk_formats import Format, fuse_layers
-from fdk_formats.tensor_parallel import check_cut
+from fdk_formats import Format, fuse_layers, tensor_parallel
 
 FORMATS = ("kmeans4-g32", "affine3-g32", "int4-row", "int1-g64")
 
@@ -294,4 +293,4 @@ def test_tensor_parallel(check, found):
 def test_refused_cuts_name_the_format_that_fits(format, k, remedy):
     format = Format.parse(format)
     with pytest.raises(ValueError, match=rf"divides k/2: {remedy}$|positive multiple"):
-        check_cut(format, k, 2, "cut it along n")
+        tensor_parallel.check_cut(format, k, 2, "cut it along n")

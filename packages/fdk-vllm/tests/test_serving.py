@@ -295,15 +295,6 @@ def test_prefixes_are_cached(tmp_path):
         assert_same_tokens(model, llm, asked)
 
 
-def test_guesses_of_a_speculator_are_checked(tmp_path):
-    model = quantised(serving.tiny_model(), "int4-g64")
-    folder = packed_folder(tmp_path, model, "int4-g64")
-    speculator = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    repeated = [prompt * 3 for prompt in PROMPTS]
-    with engine(folder, speculative_config=speculator) as llm:
-        assert_same_tokens(model, llm, repeated)
-
-
 def test_batch_invariant_kernels(monkeypatch):
     # vLLM's own batch-invariant kernels are for GPUs: no engine starts with them on a CPU.
     import fdk_cpu
@@ -390,3 +381,13 @@ def test_the_session_has_the_plug_in():
     (found,) = entry_points(group="vllm.general_plugins", name="fdk")
     assert found.load().__module__ == "fdk_vllm"
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+# Last: it imports numba, among whose objects vLLM 0.32 then trips when another engine starts.
+def test_guesses_of_a_speculator_are_checked(tmp_path):
+    model = quantised(serving.tiny_model(), "int4-g64")
+    folder = packed_folder(tmp_path, model, "int4-g64")
+    speculator = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    repeated = [prompt * 3 for prompt in PROMPTS]
+    with engine(folder, speculative_config=speculator) as llm:
+        assert_same_tokens(model, llm, repeated)

@@ -163,7 +163,7 @@ def gptqmodel(request: Request) -> Answer:
 
 def llm_compressor(request: Request) -> Answer:
     """Quantise the model by llm-compressor: GPTQ, symmetric integers, a bf16 scale per group."""
-    from datasets import Dataset  # type: ignore[import-not-found,unused-ignore]
+    from datasets import Dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from llmcompressor import oneshot  # type: ignore[import-not-found,unused-ignore]
     from llmcompressor.modifiers.quantization import (  # type: ignore[import-not-found,unused-ignore]
         GPTQModifier,

@@ -230,11 +230,12 @@ class Product(nn.Module):
         self.layout, self._group, self._last = layout, group, LastProduct()
         ends = accumulate((layer.out_features for layer in group.layers), initial=0)
         self.spans = tuple(pairwise(ends))
+        self.sizes = [stop - start for start, stop in self.spans]
 
     def rows(self, x: Tensor, index: int, bias: Tensor | None) -> Tensor:
         """Returns the output of layer ``index`` for ``x :: [..., k]``, bias included."""
-        start, stop = self.spans[index]
         if bias is not self._group.layers[index].bias:  # another module calls the weight
+            start, stop = self.spans[index]
             padded = None if bias is None else pad(bias, (start, self.spans[-1][1] - stop))
             return self._of_all(x, padded)[..., start:stop]
         version, grad = in_place_version(x), torch.is_grad_enabled()
@@ -251,8 +252,7 @@ class Product(nn.Module):
             y, remaining = self._of_all(x, self._bias()), tuple(range(len(self.spans)))
             # Views would share a version: work in place on one would spoil what autograd saved of
             # another.
-            sizes = [end - begin for begin, end in self.spans]
-            ys = torch.unsafe_split_with_sizes(y, sizes, -1)
+            ys = torch.unsafe_split_with_sizes(y, self.sizes, -1)
         remaining = tuple(other for other in remaining if other != index)
         self._last.value = (x, version, grad, ys, remaining) if remaining else None
         return ys[index]
@@ -271,8 +271,7 @@ class Product(nn.Module):
         given = [bias for bias in biases if bias is not None]
         if not given:
             return None
-        sizes = [stop - start for start, stop in self.spans]
-        pairs = zip(biases, sizes, strict=True)
+        pairs = zip(biases, self.sizes, strict=True)
         return torch.cat([given[0].new_zeros(n) if bias is None else bias for bias, n in pairs])
 
     def extra_repr(self) -> str:

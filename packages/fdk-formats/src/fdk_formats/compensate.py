@@ -248,7 +248,5 @@ def unit_values(grid: Grid, codes: Tensor, rows: slice = slice(None)) -> Tensor:
 
 
 def _evaluated(weight: Tensor, grid: Grid, codes: Tensor, hessian: Hessian) -> Compensated:
-    scale = decode_scale(grid.scale)
-    scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
-    value = unit_values(grid, codes) * scale
+    value = grid.decode(codes, slice(None), torch.float32)
     return Compensated(grid, codes, hessian.row_errors(weight - value))

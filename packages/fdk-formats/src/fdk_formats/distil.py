@@ -93,17 +93,14 @@ class Teacher:
             state: inputs of the head in the quantised model, ``[tokens, hidden]``.
             expected: those in the source.
         """
-        gradient, total = torch.empty_like(state), 0.0
-        for start in range(0, len(state), POSITIONS):
-            rows = slice(start, start + POSITIONS)
-            part = state[rows].detach().requires_grad_(True)
-            found = self.head(part).float().log_softmax(-1)
+
+        def divergence(found: Tensor, rows: slice) -> Tensor:
             with torch.no_grad():
-                wanted = self.head(expected[rows].to(part.device)).float().log_softmax(-1)
-            loss = (wanted.exp() * (wanted - found)).sum() / len(state)
-            (gradient[rows],) = torch.autograd.grad(loss, part)
-            total += loss.item()
-        return total, gradient
+                wanted = self.head(expected[rows].to(found.device)).float().log_softmax(-1)
+            part: Tensor = (wanted.exp() * (wanted - found)).sum() / len(state)
+            return part
+
+        return self._differentiate(state, divergence)
 
     def likelihood_gradient(self, state: Tensor, generator: torch.Generator) -> Tensor:
         """Computes the gradient of the log likelihood of tokens drawn from the predictions.
@@ -112,16 +109,36 @@ class Teacher:
             state: inputs of the head, ``[tokens, hidden]``.
             generator: draws one token for each prediction.
         """
-        gradient = torch.empty_like(state)
+
+        def likelihood(found: Tensor, _: slice) -> Tensor:
+            # Drawn on the CPU: the same on every device.
+            drawn = found.detach().exp().cpu().multinomial(1, generator=generator)
+            total: Tensor = found.gather(1, drawn.to(found.device)).sum()
+            return total
+
+        return self._differentiate(state, likelihood)[1]
+
+    def _differentiate(
+        self, state: Tensor, value: Callable[[Tensor, slice], Tensor]
+    ) -> tuple[float, Tensor]:
+        """Sums a function of the predictions, POSITIONS at a time.
+
+        Args:
+            state: inputs of the head, ``[tokens, hidden]``.
+            value: computes a number from the log probabilities of some tokens, ``[rows, words]``,
+                and which tokens they are.
+
+        Returns:
+            The sum, and its gradient for ``state``.
+        """
+        gradient, total = torch.empty_like(state), 0.0
         for start in range(0, len(state), POSITIONS):
             rows = slice(start, start + POSITIONS)
             part = state[rows].detach().requires_grad_(True)
-            found = self.head(part).float().log_softmax(-1)
-            # Drawn on the CPU: the same on every device.
-            drawn = found.detach().exp().cpu().multinomial(1, generator=generator)
-            likelihood = found.gather(1, drawn.to(found.device)).sum()
-            (gradient[rows],) = torch.autograd.grad(likelihood, part)
-        return gradient
+            result = value(self.head(part).float().log_softmax(-1), rows)
+            (gradient[rows],) = torch.autograd.grad(result, part)
+            total += result.item()
+        return total, gradient
 
 
 class _HeadReachedError(Exception):
@@ -238,7 +255,7 @@ class _Trained:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
+        """The trained parameters."""
         return [self.change] if self.shift is None else [self.change, self.shift]
 
     def zero_gradients(self) -> None:
@@ -261,9 +278,7 @@ class _Trained:
     @torch.no_grad()
     def write(self) -> None:
         """Writes the values to the weight, and zeroes the gradients."""
-        grid = self.grid()
-        unit = unit_values(grid, self.codes).view(*self.start.shape, -1)
-        self.weight.copy_(unit.mul_(decode_scale(grid.scale)[..., None]).view(self.q.shape))
+        self.weight.copy_(self.grid().decode(self.codes, slice(None), torch.float32))
         self.zero_gradients()
 
     @torch.no_grad()

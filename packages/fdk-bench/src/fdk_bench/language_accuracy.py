@@ -19,14 +19,13 @@ from fdk_bench.perplexity import Estimate, Reference
 from fdk_bench.rows import Row
 from fdk_bench.text_models import TextModel
 from fdk_formats import calibrate_weights, mix_formats
-from fdk_formats.mixed import parse_mix
+from fdk_formats.mixed import parse_mix, some_windows
 
 TOKENS = 16384
 WINDOW = 512
 ORIGINAL = "original"
-# Calibration windows in a call of the model, and the tokens, about, that formats are mixed by.
+# Calibration windows in a call of the model.
 BATCH = 2
-MIX_TOKENS = 4096
 # 16 bits; k-means, integers and NF4 at 4; k-means below, where a method decides.
 DEFAULT_METHODS = (
     ORIGINAL,
@@ -178,8 +177,7 @@ def _calibrated(
     ladder, bits = parse_mix(format)
     formats = dict.fromkeys(subject.layers, ladder[0])
     if bits is not None:
-        some = windows[:: max(1, windows.numel() // MIX_TOKENS)]
-        formats = mix_formats(module, list(formats), ladder, bits, some)
+        formats = mix_formats(module, list(formats), ladder, bits, some_windows(windows))
     found = calibrate_weights(module, formats, windows.split(BATCH), progress=False)
     for name, layer in found.items():
         yield name, layer.quantised.dequantise(), layer.quantised.nbytes

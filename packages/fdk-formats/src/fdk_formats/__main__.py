@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from fdk_formats.calibration import EPOCHS, CalibratedLayer, calibrate_weights, token_windows
 from fdk_formats.files import save_model
 from fdk_formats.format import Format
-from fdk_formats.mixed import mix_formats, parse_mix
+from fdk_formats.mixed import mix_formats, parse_mix, some_windows
 from fdk_formats.model import choose_formats, replace_layers
 
 # Files of a model folder that the weights are not in.
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
 # Windows of a text: 16,384 tokens in windows of 512.
 WINDOWS = 32
-# Tokens, about, that formats are mixed by.
-MIX_TOKENS = 4096
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -164,9 +162,9 @@ def _formats(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> d
     if bits is None:
         return formats
     mixed = [name for name in formats if formats[name] != others[0][name]]  # not overridden
-    some = inputs[:: max(1, len(inputs) * options.length // MIX_TOKENS)]
     model.to(options.device)
-    formats |= mix_formats(model, mixed, ladder, bits, some.split(options.batch))
+    some = some_windows(inputs).split(options.batch)
+    formats |= mix_formats(model, mixed, ladder, bits, some)
     model.to("cpu")
     return formats
 

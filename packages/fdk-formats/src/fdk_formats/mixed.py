@@ -22,6 +22,8 @@ from fdk_formats.model_inputs import Call, calls_of
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import relative_error
 
+# Tokens, about, that formats are mixed by.
+TOKENS = 4096
 # Weights on which the error of a format is measured.
 SAMPLE = (64, 3072)
 
@@ -86,6 +88,11 @@ def mix_formats(
         if cost <= left and ladder.index(format) == ladder.index(chosen[name]) + 1:
             chosen[name], left = format, left - cost
     return chosen
+
+
+def some_windows(windows: Tensor) -> Tensor:
+    """Returns enough of the token windows ``[windows, tokens]`` for ``mix_formats``, spread out."""
+    return windows[:: max(1, windows.numel() // TOKENS)]
 
 
 def parse_mix(text: str) -> tuple[list[Format], float | None]:

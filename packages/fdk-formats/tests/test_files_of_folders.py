@@ -142,8 +142,8 @@ def test_model_hooks(tmp_path, monkeypatch):
     from fdk_formats.quantised_module import MODEL_HOOKS
 
     seen = []
-    monkeypatch.setattr("fdk_formats.model.MODEL_HOOKS", [*MODEL_HOOKS, seen.append])
-    monkeypatch.setattr("fdk_formats.files.MODEL_HOOKS", [*MODEL_HOOKS, seen.append])
+    hooks = [*MODEL_HOOKS, seen.append]
+    monkeypatch.setattr("fdk_formats.quantised_module.MODEL_HOOKS", hooks)
     made = model()
     save_model(tmp_path / "model.safetensors", made)
     empty = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))

@@ -22,7 +22,7 @@ from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
 from fdk_formats.layer_kinds import kind_of, matrix_of, quantised_like
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.quantised_module import MODEL_HOOKS, QuantisedModule
+from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
 from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.safetensors_file import open_safetensors, open_shards, read_tensor
 from fdk_formats.tensor import QuantisedTensor
@@ -653,8 +653,7 @@ def load_model(
             setattr(result.get_submodule(parent), attribute, parameter)
     result = result.to(device)
     fuse_layers(result, groups)
-    for hook in MODEL_HOOKS:
-        hook(result)
+    call_model_hooks(result)
     return result
 
 

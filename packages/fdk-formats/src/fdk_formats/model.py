@@ -24,7 +24,7 @@ from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
 from fdk_formats.layer_kinds import check_include, kind_of, matrix_of, quantised_like
 from fdk_formats.quantise import quantise
-from fdk_formats.quantised_module import MODEL_HOOKS, QuantisedModule
+from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
 from fdk_formats.report import left_weights, model_report, summary_of
 from fdk_formats.scales import GroupedWeight, check_codebook
 from fdk_formats.stored_weight import zero_weight
@@ -208,8 +208,7 @@ def quantise_model(
         result = copy.deepcopy(model, memo)
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
-    for hook in MODEL_HOOKS:
-        hook(result)
+    call_model_hooks(result)
     return result
 
 
@@ -307,8 +306,7 @@ def replace_layers(
             )
         _check_source(name, source)
         _replace(source, _counterpart(name, q, source, owners, settings), places)
-    for hook in MODEL_HOOKS:
-        hook(model)
+    call_model_hooks(model)
 
 
 def _counterpart(

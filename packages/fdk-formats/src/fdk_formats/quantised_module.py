@@ -23,6 +23,12 @@ PREFIX = "weight_"
 MODEL_HOOKS: list[Callable[[nn.Module], None]] = []
 
 
+def call_model_hooks(model: nn.Module) -> None:
+    """Calls ``MODEL_HOOKS`` with a model whose layers are all in place."""
+    for hook in MODEL_HOOKS:
+        hook(model)
+
+
 class QuantisedModule(nn.Module):
     """A module whose weight ``[n, k]`` is stored in 1 to 8 bits.
 

@@ -9,10 +9,31 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed, multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 Check = Callable[[DeviceMesh, Path], None]
+
+
+class MLP(nn.Module):
+    """Two layers, run again in the backward pass if ``recomputes``."""
+
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.recomputes:
+            return self.compute(x)
+        y: torch.Tensor = checkpoint(self.compute, x, use_reentrant=False)
+        return y
 
 
 def _run(rank: int, ranks: int, port: int, module: str, folder: Path, device: str) -> None:

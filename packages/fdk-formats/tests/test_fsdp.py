@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from distributed_checks import results
+from distributed_checks import MLP, results
 from tensor_parallel_checks import has_integer_fsdp
 from torch import distributed, nn
 from torch.distributed import checkpoint
@@ -15,27 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint as recompute
 
 from fdk_formats import quantise_model
 
 FORMATS = ("kmeans4-g32", "affine3-g32", "int4-row")
-
-
-class MLP(nn.Module):
-    recomputes = False
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def compute(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-    def forward(self, x):
-        return (
-            recompute(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
-        )
 
 
 def model(format="kmeans4-g32", seed=0):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from distributed_checks import results
+from distributed_checks import MLP, results
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -12,28 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint as recompute
 
 from fdk_formats import convert, prepare_qat
 
 FORMATS = ("kmeans2-g32", "affine3-g32", "kmeans2-g32-search")
 LEARN = ((), ("scale",))
-
-
-class MLP(nn.Module):
-    recomputes = False
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def compute(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-    def forward(self, x):
-        return (
-            recompute(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
-        )
 
 
 def model(format="kmeans2-g32", seed=0, **settings):

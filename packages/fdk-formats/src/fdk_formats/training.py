@@ -20,6 +20,7 @@ from fdk_formats.backends import check_activations
 from fdk_formats.codebooks import uniform_values
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
+from fdk_formats.linear import compute_dtype
 from fdk_formats.model import chosen_layers, codebooks_of, replace_layers
 from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import quantise
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class QATState:
-    """What a ``QATLinear`` has beside tensors.
+    """The settings of a ``QATLinear``, and its count of steps.
 
     Attributes:
         format: format that its weight is trained for.
@@ -68,9 +69,7 @@ class QATLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes ``x @ W_hat.T + bias``, under autocast in its dtype."""
-        dtype, device = self.weight.dtype, x.device.type
-        if dtype != torch.float64 and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = compute_dtype(self.weight)
         weight = fake_quantise(
             self.weight, self.qat.format, self.codebook, scale_log2=self.scale_log2, dtype=dtype
         )

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from serving import TINY, assert_same_tokens, engine, prompts
 
 from fdk_formats import load_model, quantise
+from fdk_formats.codebooks import NF4
 from fdk_formats.readers import load_awq, load_bitsandbytes, load_gptq, load_hqq
 
 pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
@@ -17,14 +18,6 @@ pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
 PROMPTS = prompts(8, TINY["vocab_size"])
 GROUP = 64
 BNB_NF4 = "weight.quant_state.bitsandbytes__nf4"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in serving.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
 
 
 def affine(weight):
@@ -108,24 +101,6 @@ def hqq(weight):
     }
 
 
-NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
 PROJECTS = {
     "gptq": (gptq, load_gptq, {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
     "gptq act-order": (

@@ -13,14 +13,6 @@ pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
 PROMPTS = prompts(8, TINY["vocab_size"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in serving.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
-
-
 def processes(count):
     return {"tensor_parallel_size": count, "distributed_executor_backend": "mp"}
 

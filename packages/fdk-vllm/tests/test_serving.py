@@ -14,14 +14,6 @@ PROMPTS = prompts(8, TINY["vocab_size"])
 FORMAT = "kmeans4-g64"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in serving.ENVIRONMENT.items():
-            patch.setenv(name, value)
-        yield
-
-
 def methods(llm):
     """Returns the names of the backends of each quantised layer of vLLM's model."""
     layers = model_of(llm).named_modules()

@@ -35,7 +35,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of a safetensors file says.
+    """Metadata and dtypes in the header of a safetensors file.
 
     Attributes:
         where: the file, for messages.

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Self
 
-import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
@@ -17,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from fdk_vllm.engine_config import EngineConfig
 from fdk_vllm.importers import IMPORTERS, RENAMES
 from fdk_vllm.linear import FdkEmbeddingMethod, FdkLinearMethod
 from fdk_vllm.planner import EMBEDDING, Planner
@@ -29,7 +29,7 @@ BUFFERS = (".original_inv_freq", ".embed_scale", "._extra_state")
 logger = logging.getLogger(__name__)
 
 
-class FdkConfig(QuantizationConfig):
+class FdkConfig(EngineConfig, QuantizationConfig):
     """Chooses the method of each layer of a model, see ``Planner``.
 
     With ``--quantization fdk``, it takes checkpoints of ``IMPORTERS`` too.
@@ -46,24 +46,6 @@ class FdkConfig(QuantizationConfig):
         self.planner = Planner(config)
 
     # The interface of vLLM
-
-    def get_name(self) -> Any:
-        """Returns ``fdk``."""
-        return "fdk"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Returns the dtypes of activations that backends have kernels for."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Returns the oldest GPU that the kernels run on: Ampere."""
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """Returns no file: settings are in config.json."""
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:

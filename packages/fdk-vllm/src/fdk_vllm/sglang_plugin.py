@@ -16,9 +16,9 @@ against stand-ins of the classes that it uses. Linear layers only; heads and emb
 import types
 from typing import Any
 
-import torch
 from torch import nn
 
+from fdk_vllm.engine_config import EngineConfig
 from fdk_vllm.methods import LinearMethod
 from fdk_vllm.planner import Planner
 
@@ -48,7 +48,7 @@ def register() -> None:
     engine = types.SimpleNamespace(ranks_of=ranks_of, is_dummy_load=is_dummy_load)
     method = type("FdkLinearMethod", (LinearMethod, LinearMethodBase), {"engine": engine})
 
-    class FdkConfig(QuantizationConfig):
+    class FdkConfig(EngineConfig, QuantizationConfig):
         """SGLang's configuration of the method ``fdk``."""
 
         def __init__(self, config: dict[str, Any]) -> None:
@@ -59,24 +59,6 @@ def register() -> None:
             hf_config = config.get("hf_config")
             if folder := getattr(hf_config, "name_or_path", ""):
                 self.planner.read_checkpoint(folder)
-
-        def get_name(self) -> str:
-            """Returns ``fdk``."""
-            return "fdk"
-
-        def get_supported_act_dtypes(self) -> list[torch.dtype]:
-            """Returns the dtypes of activations that backends have kernels for."""
-            return [torch.bfloat16, torch.float16, torch.float32]
-
-        @classmethod
-        def get_min_capability(cls) -> int:
-            """Returns the oldest GPU that the kernels run on: Ampere."""
-            return 80
-
-        @staticmethod
-        def get_config_filenames() -> list[str]:
-            """Returns no file: settings are in config.json."""
-            return []
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> "FdkConfig":

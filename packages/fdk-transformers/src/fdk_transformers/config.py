@@ -24,7 +24,7 @@ class FdkConfig(QuantizationConfigMixin):
         format: format of every layer that no override matches, for example ``"kmeans4-g64"``. None
             only in a saved folder, whose files have the formats.
         skip: regular expressions, searched in the dotted name of a layer; a match is not quantised.
-            They add to the default, ``lm_head``. None skips nothing, the head neither.
+            They add to the default, ``lm_head``. None skips nothing, not even the head.
         overrides: from regular expression to format, or to None to skip. The first match wins, also
             over ``skip``.
         default_skip: False to let ``skip`` replace the default.

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from fdk_formats import quantise_model
-from fdk_transformers.quantiser import quantised_layers
+from fdk_transformers.quantiser import activations_of, quantised_layers
 
 
 def merge_adapters(model: Any, *, requantise: bool = False) -> Any:
@@ -36,7 +36,7 @@ def merge_adapters(model: Any, *, requantise: bool = False) -> Any:
     if not layers:
         raise ValueError("merge_adapters: no layer is quantised; use model.merge_and_unload()")
     formats = {name.removesuffix(".base_layer"): layer.format for name, layer in layers.items()}
-    activations = {getattr(layer, "activations", "float") for layer in layers.values()}
+    activations = activations_of(layers.values())
     base.dequantize()
     merged = model.merge_and_unload()
     if not requantise:
@@ -47,7 +47,7 @@ def merge_adapters(model: Any, *, requantise: bool = False) -> Any:
         skip=".",
         overrides={f"^{re.escape(name)}$": format for name, format in formats.items()},
         include=["embedding", "conv1d"],
-        activations="int8" if "int8" in activations else "float",
+        activations=activations,
         inplace=True,
         progress=False,
     )

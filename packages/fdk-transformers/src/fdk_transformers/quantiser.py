@@ -64,7 +64,7 @@ class FdkQuantiser(HfQuantizer):
 
     @property
     def quantises_whole_model(self) -> bool:
-        """Whether the model is loaded first and quantised then."""
+        """True if the model has to be loaded in 16 bits before it is quantised."""
         config = self.quantization_config
         return not self.pre_quantized and (config.calibration is not None or bool(config.fuse))
 
@@ -374,9 +374,8 @@ def attach(model: Any) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
         return
     first = next(iter(layers.values()))
-    activations = {getattr(layer, "activations", "float") for layer in layers.values()}
-    rounded = "int8" if "int8" in activations else "float"
-    quantiser: Any = FdkQuantiser(FdkConfig(first.format, activations=rounded))
+    config = FdkConfig(first.format, activations=activations_of(layers.values()))
+    quantiser: Any = FdkQuantiser(config)
     # Not is_quantized, with which transformers would refuse half() and float().
     model.hf_quantizer = quantiser
     model.quantization_method = quantiser.quantization_config.quant_method
@@ -386,6 +385,12 @@ def attach(model: Any) -> None:
 def quantised_layers(model: nn.Module) -> dict[str, Any]:
     """Returns the quantised layers of a model by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantisedModule)}
+
+
+def activations_of(layers: Iterable[Any]) -> str:
+    """Returns ``int8`` if a layer rounds its input to 8 bits, else ``float``."""
+    rounds = any(getattr(layer, "activations", "float") == "int8" for layer in layers)
+    return "int8" if rounds else "float"
 
 
 def is_offloaded(layer: QuantisedModule) -> bool:

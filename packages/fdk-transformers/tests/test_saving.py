@@ -170,7 +170,7 @@ def test_a_folder_of_the_command_line(tmp_path):
 
 
 def test_push_to_hub(tmp_path, monkeypatch):
-    """What is uploaded is a folder that from_pretrained opens."""
+    """An uploaded folder can be opened by from_pretrained."""
     import transformers.utils.hub as hub
 
     model = quantised(tmp_path)

@@ -71,7 +71,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Load:
-    """What is timed: numbers of sequences, tokens, and the prefill."""
+    """The timed work: numbers of sequences, tokens, and the prefill."""
 
     sequences: tuple[int, ...] = (1, 16, 64)
     prompt: int = 128

@@ -32,7 +32,7 @@ FORMATS = (None, *(f"{kind}{bits}-g32" for kind in ("kmeans", "int") for bits in
 
 @dataclass(frozen=True)
 class Settings:
-    """What all models of a run have in common.
+    """Settings that all models of a run share.
 
     Attributes:
         width: of the models of one size; a multiple of ``HEAD``.

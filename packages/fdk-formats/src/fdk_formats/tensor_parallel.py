@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fdk_formats.linear import QuantisedLinear
     from fdk_formats.quantised_module import QuantisedModule
 
-# What to do about a cut along k that does not fit.
+# The remedy where a cut along k does not fit.
 COLUMN_WISE = "cut it along n (ColwiseParallel)"
 
 

@@ -263,14 +263,24 @@ def tokenizer(path):
     return PreTrainedTokenizerFast(tokenizer_object=base, **special)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_two_processes(folder, how):
+def test_two_processes(folder, tmp_path):
     """Two processes with half of the batch each train as one does with all of it."""
     script = Path(__file__).with_name("two_processes.py")
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), how, str(folder)]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=170, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal") == 2
+    command = [sys.executable, str(script)]
+    outputs = [tmp_path / f"rank{rank}.txt" for rank in (0, 1)]
+    processes = []
+    for rank, output in enumerate(outputs):
+        with output.open("w") as file:
+            arguments = [str(rank), str(folder), str(tmp_path / "rendezvous")]
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            processes.append(
+                subprocess.Popen(command + arguments, env=env, stdout=file, stderr=file)
+            )
+    try:
+        codes = [process.wait(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    printed = "".join(output.read_text() for output in outputs)
+    assert codes == [0, 0], printed
+    assert printed.count("ddp equal") == printed.count("fsdp2 equal") == 2

@@ -1,9 +1,8 @@
 """Trains LoRA on a quantised model in two processes, and compares with one.
 
-python two_processes.py ddp|fsdp2 FOLDER
+python two_processes.py RANK FOLDER RENDEZVOUS_FILE
 """
 
-import socket
 import sys
 
 import torch
@@ -37,30 +36,28 @@ def train(model, ids):
     return torch.stack(losses)
 
 
-def work(rank, how, folder, port):
+def shard(model):
+    """Shards a model by FSDP2, layer by layer."""
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def work(rank, folder, rendezvous):
     """Runs in each process."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     ids = torch.arange(4 * 8).view(4, 8) % 100 + 6
     wanted = train(make(folder), ids)
-    model = make(folder)
-    if how == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    losses = train(model, ids[2 * rank : 2 * rank + 2])
-    dist.all_reduce(losses)
-    torch.testing.assert_close(losses / 2, wanted, rtol=1e-4, atol=1e-4)
-    assert losses[-1] < losses[0]
-    print("equal", flush=True)
+    for name, parallel in {"ddp": DistributedDataParallel, "fsdp2": shard}.items():
+        losses = train(parallel(make(folder)), ids[2 * rank : 2 * rank + 2])
+        dist.all_reduce(losses)
+        torch.testing.assert_close(losses / 2, wanted, rtol=1e-4, atol=1e-4)
+        assert losses[-1] < losses[0]
+        print(name, "equal", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (*sys.argv[1:3], port), nprocs=2)
+    work(int(sys.argv[1]), *sys.argv[2:])

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import mmap
 import pickle
 
 import pytest
@@ -64,6 +65,36 @@ def test_one_copy_of_the_weight(format, backend):
     quantised.weight_packed.data_ptr()  # needs memory of its own: back to canonical tensors
     assert bytes_alive() - before == canonical
     assert torch.equal(quantised(x), y)
+
+
+@pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "weight_codebook"])
+@pytest.mark.parametrize("was_called", [False, True])
+@torch.no_grad()
+def test_nothing_gets_the_address_of_a_packed_parameter(name, was_called, backend):
+    quantised, x = layer("kmeans4-g32", 2048, 2048, backend=backend), torch.randn(1, 2048)
+    wanted = quantised(x) if was_called else None
+    parameter = quantised.get_parameter(name)
+    address = parameter.data_ptr()
+    values = torch.empty(0).set_(parameter.untyped_storage())
+    assert values.data_ptr() == address
+    del values
+    packed = quantised(x)
+    assert wanted is None or torch.equal(packed, wanted)
+    others = [torch.empty_like(parameter) for _ in range(64)]
+    assert address not in [other.data_ptr() for other in others]
+    if address not in [buffer.data_ptr() for buffer in quantised.layout.buffers()]:
+        assert pages_in_memory(address, parameter.nbytes) == 0
+    assert parameter.data_ptr() == address
+    assert torch.equal(quantised(x), packed)
+
+
+def pages_in_memory(address, nbytes):
+    """Returns how many pages of a range that begins a page are in memory, asked of Linux."""
+    pages = -(-nbytes // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // mmap.PAGESIZE * 8)
+        entries = memoryview(file.read(pages * 8)).cast("Q")
+    return sum(entry >> 63 for entry in entries)
 
 
 def test_parameters_are_frozen_and_named():

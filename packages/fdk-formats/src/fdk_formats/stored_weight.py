@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fdk_formats import reserved_memory
 from fdk_formats.backends import Layout, Problem, select
 from fdk_formats.format import Format
 from fdk_formats.packing import packed_width
+from fdk_formats.reserved_memory import ReservedMemory
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import (
     map_tensors,
@@ -52,6 +54,7 @@ class StoredWeight:
         self.backend_name = "none"
         self.moved_to: StoredWeight | None = None
         self._tensors: dict[str, Tensor] | None = q.tensors()
+        self._reserved: dict[str, ReservedMemory] = {}
         self._parameters: weakref.WeakValueDictionary[str, StoredTensor] = (
             weakref.WeakValueDictionary()
         )
@@ -93,6 +96,24 @@ class StoredWeight:
                 self._tensors = self.quantised().tensors()
                 self.layout, self.backend_name = None, "none"
             return self._tensors
+
+    def address(self, name: str) -> int:
+        """Returns the address of a canonical tensor, and drops the layout.
+
+        On a CPU nothing else gets the address while the weight lives, though packing frees its
+        memory. A tensor that processes share keeps the address that it has.
+        """
+        with self._lock:
+            tensors = self.canonical_tensors()
+            tensor = tensors[name]
+            can_reserve = tensor.device.type == "cpu" and reserved_memory.IS_AVAILABLE
+            if can_reserve and tensor.nbytes and not tensor.is_shared():
+                memory = self._reserved.get(name)
+                if memory is None or not memory.holds(tensor):
+                    if memory is None or memory.is_in_use:
+                        memory = self._reserved[name] = ReservedMemory(tensor.nbytes)
+                    tensors[name] = memory.copy_of(tensor)
+            return tensors[name].data_ptr()
 
     def parameters(self) -> dict[str, "StoredTensor"]:
         """Returns a parameter for each tensor, the same ones on each call."""
@@ -194,6 +215,10 @@ class StoredTensor(Tensor):
                 # Casting a whole model casts scales too; they keep the format's dtype.
                 plain[own.field] = value.to(own.dtype)
                 return None
+            if func is Tensor.data_ptr:
+                return own.stored.address(own.field)
+            if func is Tensor.data_ptr:
+                return own.stored.address(own.field)
             if func in _READ_MEMORY:
                 plain = own.stored.canonical_tensors()
                 return func(plain[own.field], *args[1:], **(kwargs or {}))
@@ -233,7 +258,6 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _GRADIENT_FLAGS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _READ_MEMORY = (
-    Tensor.data_ptr,
     Tensor.untyped_storage,
     Tensor.numpy,
     Tensor.tolist,

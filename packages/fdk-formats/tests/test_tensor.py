@@ -3,7 +3,16 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
-from fdk_formats import Format, QuantisedTensor, model_report, pack, quantise, relative_error
+from fdk_formats import (
+    Format,
+    QuantisedEmbedding,
+    QuantisedLinear,
+    QuantisedTensor,
+    model_report,
+    pack,
+    quantise,
+    relative_error,
+)
 from fdk_formats.packing import CODES_PER_CHUNK
 from fdk_formats.scales import decode_scale
 from fdk_formats.testing import random_quantised
@@ -198,3 +207,6 @@ def test_a_table_that_overflows_before_its_scale_is_refused():
         ValueError, match=r"w: codebook must be within \+-65504, got 1e\+30; divide"
     ):
         q.check_values("w")
+    for layer in (QuantisedLinear, QuantisedEmbedding):
+        with pytest.raises(ValueError, match=f"{layer.__name__}: codebook must be within"):
+            layer.from_quantised(q)

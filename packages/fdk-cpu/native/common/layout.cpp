@@ -1,5 +1,7 @@
 #include "common/layout.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -21,58 +23,68 @@ std::size_t padded(std::size_t group) {
   return ceil_div(group, kTileK) * kTileK;
 }
 
-// A code of a canonical row: `bits` bits from bit `index * bits` on, most significant first.
-unsigned read_code(const std::uint8_t* row, std::size_t row_bytes, std::size_t index, int bits) {
-  const std::size_t bit = index * std::size_t(bits), byte = bit / 8;
-  const unsigned next = byte + 1 < row_bytes ? row[byte + 1] : 0;
-  const unsigned word = unsigned(row[byte]) << 8 | next;
-  return word >> (16 - bits - int(bit % 8)) & ((1u << bits) - 1);
+// Reads a canonical row, whose codes of `bits` bits lie most significant bit first. Writes whole
+// blocks of 8 codes, which take `bits` bytes.
+void read_codes(const std::uint8_t* row, std::size_t k, int bits, std::uint8_t* codes) {
+  const unsigned mask = (1u << bits) - 1;
+  const std::size_t row_bytes = ceil_div(k * std::size_t(bits), 8);
+  for (std::size_t at = 0; at < row_bytes; at += std::size_t(bits), codes += 8) {
+    const std::size_t count = std::min(std::size_t(bits), row_bytes - at);
+    std::uint64_t word = 0;
+    for (std::size_t b = 0; b < count; b++) word |= std::uint64_t(row[at + b]) << (56 - 8 * b);
+    for (int c = 0; c < 8; c++) codes[c] = std::uint8_t(word >> (64 - bits * (c + 1)) & mask);
+  }
 }
 
-void write_code(std::uint8_t* row, std::size_t row_bytes, std::size_t index, int bits,
-                unsigned code) {
-  const std::size_t bit = index * std::size_t(bits), byte = bit / 8;
-  const unsigned word = code << (16 - bits - int(bit % 8));
-  row[byte] |= std::uint8_t(word >> 8);
-  if (byte + 1 < row_bytes) row[byte + 1] |= std::uint8_t(word);
+// The inverse of read_codes.
+void write_codes(const std::uint8_t* codes, std::size_t k, int bits, std::uint8_t* row) {
+  const std::size_t row_bytes = ceil_div(k * std::size_t(bits), 8);
+  for (std::size_t at = 0; at < row_bytes; at += std::size_t(bits), codes += 8) {
+    const std::size_t count = std::min(std::size_t(bits), row_bytes - at);
+    std::uint64_t word = 0;
+    for (int c = 0; c < 8; c++) word |= std::uint64_t(codes[c]) << (64 - bits * (c + 1));
+    for (std::size_t b = 0; b < count; b++) row[at + b] = std::uint8_t(word >> (56 - 8 * b));
+  }
 }
 
-// The place of a field of one plane in a tile: its byte in row 0 and the shift within it.
-struct Place {
-  std::size_t byte;
-  int shift;
-};
+static_assert(std::endian::native == std::endian::little, "the lanes of a plane are copied");
 
-Place place_of(const Plane& plane, std::size_t position) {
-  const std::size_t lane = position % plane.lanes();
-  const int shift = int(position / plane.lanes()) * plane.width;
-  return {plane.offset + 2 * lane + std::size_t(shift / 8), shift % 8};
+// Writes one plane of a row of a tile.
+void write_plane(const Plane& plane, const std::uint8_t* codes, std::uint8_t* out) {
+  const unsigned mask = (1u << plane.width) - 1;
+  std::uint16_t lanes[kTileK / 2] = {};
+  for (int shift = 0; shift < 16; shift += plane.width, codes += plane.lanes()) {
+    for (std::size_t j = 0; j < plane.lanes(); j++) {
+      lanes[j] |= std::uint16_t((unsigned(codes[j]) >> plane.low & mask) << shift);
+    }
+  }
+  std::memcpy(out, lanes, plane.row_bytes());
 }
 
-// Calls f(row of the stripe, code index, byte of the tile, position in the tile) for each code.
-template <class F>
-void for_codes_of_stripe(const Layout& layout, std::size_t stripe, F f) {
-  const std::size_t first = stripe * kTileRows;
-  const std::size_t rows = layout.n - first < kTileRows ? layout.n - first : kTileRows;
-  for (std::size_t r = 0; r < rows; r++) {
-    for (std::size_t g = 0, index = 0; g < layout.groups; g++) {
-      for (std::size_t i = 0; i < layout.group; i++, index++) {
-        const std::size_t position = g * layout.padded_group + i;
-        f(r, index, (stripe * layout.tiles + position / kTileK) * tile_bytes(layout.bits),
-          position % kTileK);
-      }
+// Adds one plane of a row of a tile to its codes.
+void read_plane(const Plane& plane, const std::uint8_t* in, std::uint8_t* codes) {
+  const unsigned mask = (1u << plane.width) - 1;
+  std::uint16_t lanes[kTileK / 2];
+  std::memcpy(lanes, in, plane.row_bytes());
+  for (int shift = 0; shift < 16; shift += plane.width, codes += plane.lanes()) {
+    for (std::size_t j = 0; j < plane.lanes(); j++) {
+      codes[j] |= std::uint8_t((unsigned(lanes[j]) >> shift & mask) << plane.low);
     }
   }
 }
 
-// The places of all positions of a tile, per plane.
-std::vector<Place> places_of(const Planes& planes) {
-  std::vector<Place> places;
-  for (int p = 0; p < planes.count; p++) {
-    for (std::size_t i = 0; i < kTileK; i++) places.push_back(place_of(planes.plane[p], i));
-  }
-  return places;
+// Rows of a stripe that the weight has.
+std::size_t rows_of(const Layout& layout, std::size_t stripe) {
+  return std::min(kTileRows, layout.n - stripe * kTileRows);
 }
+
+// The codes of a row, padded to whole blocks of 8, and the same at their positions in the tiles.
+struct RowBuffers {
+  std::vector<std::uint8_t> codes, positions;
+
+  explicit RowBuffers(const Layout& layout)
+      : codes(ceil_div(layout.k, 8) * 8), positions(layout.tiles * kTileK) {}
+};
 
 }  // namespace
 
@@ -99,25 +111,28 @@ Layout layout_of(std::size_t n, std::size_t k, std::size_t group, int bits) {
 void pack_codes(const Layout& layout, const std::uint8_t* packed, std::uint8_t* codes,
                 std::size_t threads) {
   const std::size_t row_bytes = ceil_div(layout.k * std::size_t(layout.bits), 8);
-  const std::size_t stripe_bytes = layout.tiles * tile_bytes(layout.bits);
+  const std::size_t tile = tile_bytes(layout.bits), stripe_bytes = layout.tiles * tile;
   const Planes planes = planes_of(layout.bits);
-  const std::vector<Place> places = places_of(planes);
-  parallel_for(layout.stripes, 1, threads, [&](std::size_t begin, std::size_t end) {
+  parallel_for(layout.stripes, 8, threads, [&](std::size_t begin, std::size_t end) {
+    RowBuffers row(layout);
     for (std::size_t stripe = begin; stripe < end; stripe++) {
       std::memset(codes + stripe * stripe_bytes, 0, stripe_bytes);
-      const std::uint8_t* rows = packed + stripe * kTileRows * row_bytes;
-      for_codes_of_stripe(
-          layout, stripe,
-          [&](std::size_t r, std::size_t index, std::size_t tile, std::size_t position) {
-            const unsigned code = read_code(rows + r * row_bytes, row_bytes, index, layout.bits);
-            for (int p = 0; p < planes.count; p++) {
-              const Plane& plane = planes.plane[p];
-              const Place place = places[std::size_t(p) * kTileK + position];
-              const unsigned field = code >> plane.low & ((1u << plane.width) - 1);
-              codes[tile + place.byte + r * plane.row_bytes()] |=
-                  std::uint8_t(field << place.shift);
-            }
-          });
+      for (std::size_t r = 0; r < rows_of(layout, stripe); r++) {
+        const std::uint8_t* from = packed + (stripe * kTileRows + r) * row_bytes;
+        read_codes(from, layout.k, layout.bits, row.codes.data());
+        for (std::size_t g = 0; g < layout.groups; g++) {
+          std::memcpy(&row.positions[g * layout.padded_group], &row.codes[g * layout.group],
+                      layout.group);
+        }
+        for (std::size_t t = 0; t < layout.tiles; t++) {
+          std::uint8_t* to = codes + stripe * stripe_bytes + t * tile;
+          for (int p = 0; p < planes.count; p++) {
+            const Plane& plane = planes.plane[p];
+            write_plane(plane, &row.positions[t * kTileK],
+                        to + plane.offset + r * plane.row_bytes());
+          }
+        }
+      }
     }
   });
 }
@@ -125,24 +140,28 @@ void pack_codes(const Layout& layout, const std::uint8_t* packed, std::uint8_t* 
 void unpack_codes(const Layout& layout, const std::uint8_t* codes, std::uint8_t* packed,
                   std::size_t threads) {
   const std::size_t row_bytes = ceil_div(layout.k * std::size_t(layout.bits), 8);
+  const std::size_t tile = tile_bytes(layout.bits), stripe_bytes = layout.tiles * tile;
   const Planes planes = planes_of(layout.bits);
-  const std::vector<Place> places = places_of(planes);
-  std::memset(packed, 0, layout.n * row_bytes);
-  parallel_for(layout.stripes, 1, threads, [&](std::size_t begin, std::size_t end) {
+  parallel_for(layout.stripes, 8, threads, [&](std::size_t begin, std::size_t end) {
+    RowBuffers row(layout);
     for (std::size_t stripe = begin; stripe < end; stripe++) {
-      std::uint8_t* rows = packed + stripe * kTileRows * row_bytes;
-      for_codes_of_stripe(
-          layout, stripe,
-          [&](std::size_t r, std::size_t index, std::size_t tile, std::size_t position) {
-            unsigned code = 0;
-            for (int p = 0; p < planes.count; p++) {
-              const Plane& plane = planes.plane[p];
-              const Place place = places[std::size_t(p) * kTileK + position];
-              const unsigned byte = codes[tile + place.byte + r * plane.row_bytes()];
-              code |= (byte >> place.shift & ((1u << plane.width) - 1)) << plane.low;
-            }
-            write_code(rows + r * row_bytes, row_bytes, index, layout.bits, code);
-          });
+      for (std::size_t r = 0; r < rows_of(layout, stripe); r++) {
+        std::fill(row.positions.begin(), row.positions.end(), std::uint8_t(0));
+        for (std::size_t t = 0; t < layout.tiles; t++) {
+          const std::uint8_t* from = codes + stripe * stripe_bytes + t * tile;
+          for (int p = 0; p < planes.count; p++) {
+            const Plane& plane = planes.plane[p];
+            read_plane(plane, from + plane.offset + r * plane.row_bytes(),
+                       &row.positions[t * kTileK]);
+          }
+        }
+        for (std::size_t g = 0; g < layout.groups; g++) {
+          std::memcpy(&row.codes[g * layout.group], &row.positions[g * layout.padded_group],
+                      layout.group);
+        }
+        std::uint8_t* to = packed + (stripe * kTileRows + r) * row_bytes;
+        write_codes(row.codes.data(), layout.k, layout.bits, to);
+      }
     }
   });
 }

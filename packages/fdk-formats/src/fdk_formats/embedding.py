@@ -117,7 +117,12 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
         *,
         dtype: torch.dtype = torch.bfloat16,
     ) -> "QuantisedEmbedding":
-        """Makes an embedding from a quantised table, whose tensors it holds themselves."""
+        """Makes an embedding from a quantised table, whose tensors it holds themselves.
+
+        Raises:
+            ValueError: if a value is out of range, see ``QuantisedTensor.check_values``.
+        """
+        q.check_values(cls.__name__)
         made = cls(*q.shape, padding_idx, "meta", dtype, format=q.format)
         made._set_stored(StoredWeight(q))
         return made

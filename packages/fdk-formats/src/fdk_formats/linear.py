@@ -145,8 +145,10 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
 
         Raises:
             NoBackendError: if no backend supports it.
-            ValueError: if the bias has another shape.
+            ValueError: if the bias has another shape, or a value of the weight is out of range,
+                see ``QuantisedTensor.check_values``.
         """
+        q.check_values(cls.__name__)
         n, k = q.shape
         if bias is not None and bias.shape != (n,):
             raise ValueError(f"QuantisedLinear: bias must be [{n}], got {list(bias.shape)}")

@@ -7,6 +7,8 @@ come with ``fdk_cpu`` and ``fdk_cuda``, which are found when they are installed.
 import fdk_formats.reference  # noqa: F401  registers the backend
 from fdk_formats.backends import (
     Backend,
+    ExpertBackend,
+    ExpertLayout,
     Layout,
     NoBackendError,
     Problem,
@@ -39,9 +41,9 @@ from fdk_formats.mixed import mix_formats
 from fdk_formats.model import choose_formats, quantise_model, replace_layers
 from fdk_formats.packing import pack, unpack
 from fdk_formats.qat import fake_quantise
-from fdk_formats.quantise import fit_codebook, quantise
+from fdk_formats.quantise import fit_codebook, quantise, quantise_stack
 from fdk_formats.report import LayerReport, LeftWeight, ModelReport, model_report
-from fdk_formats.tensor import QuantisedTensor, relative_error
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor, relative_error
 from fdk_formats.training import QATLinear, convert, prepare_qat, refit
 
 __version__ = "0.1.0"
@@ -49,6 +51,8 @@ __all__ = [
     "Backend",
     "CalibratedLayer",
     "DequantisedWeight",
+    "ExpertBackend",
+    "ExpertLayout",
     "Format",
     "Hessian",
     "LayerReport",
@@ -61,6 +65,7 @@ __all__ = [
     "QuantisedBlocks",
     "QuantisedEmbedding",
     "QuantisedLinear",
+    "QuantisedStack",
     "QuantisedTensor",
     "all_backends",
     "calibrate",
@@ -84,6 +89,7 @@ __all__ = [
     "quantise_4bit",
     "quantise_blockwise",
     "quantise_model",
+    "quantise_stack",
     "refit",
     "register",
     "relative_error",

@@ -33,6 +33,7 @@ from fdk_formats.calibration import (
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.embedding import QuantisedEmbedding
+from fdk_formats.experts import QuantisedExpertLinear, QuantisedExperts
 from fdk_formats.files import load, load_model, parameters_on_meta, save, save_model
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
@@ -64,6 +65,8 @@ __all__ = [
     "QATLinear",
     "QuantisedBlocks",
     "QuantisedEmbedding",
+    "QuantisedExpertLinear",
+    "QuantisedExperts",
     "QuantisedLinear",
     "QuantisedStack",
     "QuantisedTensor",

@@ -288,8 +288,11 @@ class QuantisedStack(CanonicalWeight):
             name: torch.stack([q.tensors()[name] for q in experts]) for name in experts[0].tensors()
         }
         codebook = tensors.get("codebook")
-        is_known = codebook is not None and codebook.device.type != "meta"
-        if is_known and bool((codebook == codebook[0]).all()):
+        if (
+            codebook is not None
+            and codebook.device.type != "meta"
+            and torch.equal(codebook, codebook[:1].expand_as(codebook))
+        ):
             tensors["codebook"] = codebook[:1].clone()
         return cls(experts[0].format, (len(experts), *experts[0].shape), **tensors)
 

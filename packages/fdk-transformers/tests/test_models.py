@@ -5,7 +5,7 @@ import tiny_models
 import torch
 from tiny_models import MODELS
 
-from fdk_formats import QuantisedLinear, load_model, model_report, quantise_model, save_model
+from fdk_formats import QuantisedExperts, load_model, model_report, quantise_model, save_model
 from fdk_transformers import FdkConfig
 
 FORMAT = "int4-g32"
@@ -72,14 +72,43 @@ def test_files_are_those_of_fdk_formats(name, tmp_path):
     assert torch.equal(again(**x).logits, logits)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_are_left_with_a_warning(name, tmp_path, caplog):
-    tiny_models.make(name).save_pretrained(tmp_path)
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.no_grad()
+def test_experts_are_those_of_the_dequantised_model(name, tmp_path, caplog):
+    """Biases, transposed and interleaved weights included; nothing is left with a warning."""
+    source = tiny_models.make(name, torch.float32)
+    source.save_pretrained(tmp_path)
+    kind, x = tiny_models.model_class(name), tiny_models.inputs(name)
     with caplog.at_level("WARNING", "fdk_formats"):
-        model = tiny_models.model_class(name).from_pretrained(
-            tmp_path, quantization_config=FdkConfig(FORMAT)
-        )
-    assert "3-D parameter" in caplog.text
-    experts = model.model.layers[0].mlp.experts
-    assert experts.gate_up_proj.dtype == torch.bfloat16
-    assert isinstance(model.model.layers[0].self_attn.q_proj, QuantisedLinear)
+        model = kind.from_pretrained(tmp_path, quantization_config=FdkConfig(FORMAT))
+    assert "3-D parameter" not in caplog.text
+    rows = {row.name: row for row in model_report(model).layers}
+    stack = rows["model.layers.1.mlp.experts.gate_up_proj"]
+    assert stack.shape[::2] == (4, 64)
+    assert stack.relative_error is not None
+    assert isinstance(model.model.layers[1].mlp.experts, QuantisedExperts)
+    logits = model(**x).logits
+    dense = model.dequantize()
+    assert type(dense.model.layers[1].mlp.experts) is type(source.model.layers[1].mlp.experts)
+    torch.testing.assert_close(dense(**x).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@torch.no_grad()
+def test_one_projection_of_experts_is_skipped(name, tmp_path):
+    tiny_models.make(name).save_pretrained(tmp_path / "source")
+    kind, x = tiny_models.model_class(name), tiny_models.inputs(name)
+    config = FdkConfig(FORMAT, skip=[r"experts\.down_proj$"])
+    model = kind.from_pretrained(tmp_path / "source", quantization_config=config)
+    names = {layer.name for layer in model_report(model).layers}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert "model.layers.0.mlp.experts.down_proj" not in names
+    logits = model(**x).logits
+    model.save_pretrained(tmp_path / "small")
+    again, info = kind.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(again(**x).logits, logits)

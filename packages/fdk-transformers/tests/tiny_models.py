@@ -47,6 +47,26 @@ MODELS = {
         },
         {},
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {name: DECODER[name] for name in DECODER if name != "num_key_value_heads"}
+        | {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "topk_method": "greedy",
+        },
+        {},
+    ),
+    "gpt_oss": ("GptOss", DECODER | EXPERTS | {"head_dim": 16, "sliding_window": 16}, {}),
     "gpt2": (
         "GPT2",
         {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},

@@ -9,6 +9,7 @@
 #include "blockwise/blockwise.h"
 #include "common/linear_int8.h"
 #include "common/dispatch.h"
+#include "common/expert_linear.h"
 #include "common/kernels.h"
 #include "common/layout.h"
 #include "common/linear.h"
@@ -138,6 +139,81 @@ class PyWeight {
 
  private:
   fdk::PackedWeight weight_;
+};
+
+// Packed weights of experts, one after another.
+class PyExpertStack {
+ public:
+  PyExpertStack(std::size_t experts, std::size_t n, std::size_t k, std::size_t group, int bits,
+                const py::tuple& codes, const py::tuple& scales, const std::string& scale_name,
+                const py::tuple& zeros, const std::string& zero_name, const py::tuple& codebooks)
+      : stack_{} {
+    PackedWeight& weight = stack_.first;
+    weight.layout = fdk::layout_of(n, k, group, bits);
+    weight.scale_type = scale_type(scale_name);
+    weight.zero_type = zero_type(zero_name);
+    stack_.experts = experts;
+    const std::size_t groups = experts * weight.layout.scales(), table = std::size_t(1) << bits;
+    const Bytes c = bytes_of(codes), s = bytes_of(scales), z = bytes_of(zeros),
+                b = bytes_of(codebooks);
+    const bool affine = weight.zero_type != fdk::ZeroType::none;
+    const bool is_shared = b.size == sizeof(float) * table;
+    expect("codes", c, experts * weight.layout.code_bytes());
+    expect("scales", s, groups * fdk::bytes_of(weight.scale_type));
+    expect("zero points", z, groups * fdk::bytes_of(weight.zero_type));
+    expect("codebooks", b, affine ? 0 : (is_shared ? 1 : experts) * sizeof(float) * table);
+    weight.codes = c.as<const std::uint8_t>();
+    weight.scales = s.as<const void>();
+    weight.zeros = affine ? z.as<const void>() : nullptr;
+    weight.codebook = affine ? nullptr : b.as<const float>();
+    stack_.codebook_stride = is_shared ? 0 : table;
+  }
+
+  // x :: [tokens, k] or [tokens, top_k, k]; ids :: [tokens, top_k, int64]; bias :: [experts, n] and
+  // routing_weights :: [tokens, top_k, fp32] may be empty; y :: [tokens, top_k, n], or [tokens, n]
+  // with routing weights.
+  void linear(const std::string& activation, const py::tuple& x, const py::tuple& ids,
+              std::size_t tokens, std::size_t top_k, const py::tuple& bias,
+              const py::tuple& routing_weights, const py::tuple& y, std::size_t threads,
+              bool batch_invariant) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type), n = stack_.first.layout.n;
+    const std::size_t k = stack_.first.layout.k, pairs = tokens * top_k;
+    const Bytes in = bytes_of(x), own = bytes_of(ids), add = bytes_of(bias), out = bytes_of(y),
+                weights = bytes_of(routing_weights);
+    const bool has_places = in.size != tokens * k * item;
+    const bool is_summed = weights.size != 0;
+    expect("x", in, (has_places ? pairs : tokens) * k * item);
+    expect("expert ids", own, pairs * sizeof(std::int64_t));
+    if (add.size != 0) expect("bias", add, stack_.experts * n * item);
+    if (is_summed) expect("routing weights", weights, pairs * sizeof(float));
+    expect("y", out, (is_summed ? tokens : pairs) * n * item);
+    const fdk::Routing routing{own.as<const std::int64_t>(), tokens, top_k};
+    const void* added = add.size == 0 ? nullptr : add.as<const void>();
+    const float* weighted = is_summed ? weights.as<const float>() : nullptr;
+    const py::gil_scoped_release release;
+    fdk::expert_linear(stack_, type, routing, in.as<const void>(), has_places, added, weighted,
+                       out.as<void>(), threads, batch_invariant);
+  }
+
+  // grad_y :: [tokens, top_k, n], grad_x :: [tokens, top_k, k]
+  void grad_x(const std::string& activation, const py::tuple& grad_y, const py::tuple& ids,
+              std::size_t tokens, std::size_t top_k, const py::tuple& grad_x,
+              std::size_t threads) const {
+    const fdk::Activation type = activation_type(activation);
+    const std::size_t item = fdk::bytes_of(type), pairs = tokens * top_k;
+    const Bytes in = bytes_of(grad_y), own = bytes_of(ids), out = bytes_of(grad_x);
+    expect("grad_y", in, pairs * stack_.first.layout.n * item);
+    expect("expert ids", own, pairs * sizeof(std::int64_t));
+    expect("grad_x", out, pairs * stack_.first.layout.k * item);
+    const fdk::Routing routing{own.as<const std::int64_t>(), tokens, top_k};
+    const py::gil_scoped_release release;
+    fdk::expert_linear_grad_x(stack_, type, routing, in.as<const void>(), out.as<void>(), threads);
+  }
+
+ private:
+  using PackedWeight = fdk::PackedWeight;
+  fdk::ExpertStack stack_;
 };
 
 // x :: [m, k], w :: [n, k], y :: [m, n]; `gemv` for m = 1.
@@ -334,4 +410,10 @@ PYBIND11_MODULE(_native, module) {
       .def("linear", &PyWeight::linear)
       .def("linear_int8", &PyWeight::linear_int8)
       .def("grad_x", &PyWeight::grad_x);
+  py::class_<PyExpertStack>(module, "ExpertStack")
+      .def(py::init<std::size_t, std::size_t, std::size_t, std::size_t, int, const py::tuple&,
+                    const py::tuple&, const std::string&, const py::tuple&, const std::string&,
+                    const py::tuple&>())
+      .def("linear", &PyExpertStack::linear)
+      .def("grad_x", &PyExpertStack::grad_x);
 }

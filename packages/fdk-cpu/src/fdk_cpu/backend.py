@@ -4,25 +4,27 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
+from fdk_cpu.expert_linear import CpuExpertLayout
 from fdk_cpu.linear import (
     NativeWeightCache,
     lut_linear_int8_op,
     lut_linear_op,
     supports_direct_call,
 )
-from fdk_cpu.memory import weight_memory
-from fdk_cpu.native_args import FLOAT_NAMES, bytes_of
-from fdk_cpu.runtime import num_threads
+from fdk_cpu.native_args import FLOAT_NAMES
+from fdk_cpu.tiles import Tiles, supported_dtypes
 from fdk_formats.backends import (
+    ExpertLayout,
     Layout,
     Problem,
     all_reasons,
     check_activations,
+    no_activations,
     register,
     wrong_dtype,
 )
 from fdk_formats.int8 import int8_table
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 from fdk_formats.torch_internals import is_plain_call
 
 
@@ -54,10 +56,11 @@ class CpuLayout(Layout):
         super().__init__()
         self.batch_invariant, self.dtypes = batch_invariant, supported_dtypes(q)
         self.format, self.shape, self.group_size = q.format, q.shape, q.group_size
-        self.register_buffer("codes", self._pack_codes(q.packed.contiguous()), persistent=False)
+        tiles = Tiles(q.shape, q.group_size, q.format.bits)
+        self.register_buffer("codes", tiles.pack_codes(q.packed), persistent=False)
         for name in ("scale", "zero_point"):
             tensor = getattr(q, name)
-            packed = None if tensor is None else self._pack_groups(tensor.contiguous())
+            packed = None if tensor is None else tiles.pack_groups(tensor)
             self.register_buffer(name, packed, persistent=False)
         codebook = None if q.codebook is None else q.codebook.contiguous()
         self.register_buffer("codebook", codebook, persistent=False)
@@ -78,56 +81,16 @@ class CpuLayout(Layout):
 
     def unpack(self) -> QuantisedTensor:
         """See ``Layout``."""
-        zero_point = None if self.zero_point is None else self._unpack_groups(self.zero_point)
+        tiles = Tiles(self.shape, self.group_size, self.format.bits)
+        zero_point = None if self.zero_point is None else tiles.unpack_groups(self.zero_point)
         return QuantisedTensor(
             self.format,
             self.shape,
-            self._unpack_codes(self.codes),
-            self._unpack_groups(self.scale),
+            tiles.unpack_codes(self.codes),
+            tiles.unpack_groups(self.scale),
             self.codebook,
             zero_point,
         )
-
-    def _sizes(self) -> tuple[int, int]:
-        """Return the bytes of codes and the number of scales; zeros for a layer without outputs."""
-        if self.shape[0] == 0:
-            return 0, 0
-        sizes: tuple[int, int] = _native.layout_sizes(
-            *self.shape, self.group_size, self.format.bits
-        )
-        return sizes
-
-    def _pack_codes(self, packed: Tensor) -> Tensor:
-        code_bytes, _ = self._sizes()
-        codes = weight_memory(code_bytes, torch.uint8)
-        if self.shape[0] != 0:
-            sizes = (*self.shape, self.group_size, self.format.bits)
-            _native.pack_codes(*sizes, bytes_of(packed), bytes_of(codes), num_threads())
-        return codes
-
-    def _unpack_codes(self, codes: Tensor) -> Tensor:
-        n, k = self.shape
-        packed = torch.empty((n, (k * self.format.bits + 7) // 8), dtype=torch.uint8, device="cpu")
-        if n != 0:
-            sizes = (n, k, self.group_size, self.format.bits)
-            _native.unpack_codes(*sizes, bytes_of(codes), bytes_of(packed), num_threads())
-        return packed
-
-    def _pack_groups(self, groups: Tensor) -> Tensor:
-        _, count = self._sizes()
-        packed = weight_memory(count, groups.dtype)
-        if self.shape[0] != 0:
-            sizes = (*self.shape, self.group_size, groups.element_size())
-            _native.pack_groups(*sizes, bytes_of(groups), bytes_of(packed))
-        return packed
-
-    def _unpack_groups(self, packed: Tensor) -> Tensor:
-        n, k = self.shape
-        groups = torch.empty((n, k // self.group_size), dtype=packed.dtype, device="cpu")
-        if n != 0:
-            sizes = (n, k, self.group_size, groups.element_size())
-            _native.unpack_groups(*sizes, bytes_of(packed), bytes_of(groups))
-        return groups
 
 
 class CpuInt8Layout(CpuLayout):
@@ -159,17 +122,6 @@ class CpuInt8Layout(CpuLayout):
         return lut_linear_int8_op(x, *tensors, *options, bias, n, k)
 
 
-def supported_dtypes(q: QuantisedTensor) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of x that a packed weight supports.
-
-    Rows are padded with code 0 up to a multiple of ``_native.TILE_K``. Its value must be finite in
-    the dtype, because it is multiplied with zeros.
-    """
-    first = 0.0 if q.codebook is None else abs(q.codebook[0].item())
-    padded = q.shape[1] % _native.TILE_K != 0
-    return tuple(dtype for dtype in FLOAT_NAMES if not (padded and first > torch.finfo(dtype).max))
-
-
 class CpuBackend:
     """The backend for tensors on the CPU; it supports every format.
 
@@ -188,6 +140,7 @@ class CpuBackend:
         return all_reasons(
             None if is_cpu else f"needs tensors on the CPU, got {problem.device}",
             wrong_dtype(problem.dtype, FLOAT_NAMES),
+            None if problem.experts is None else no_activations(problem),
         )
 
     def priority(self, problem: Problem) -> int:
@@ -203,18 +156,28 @@ class CpuBackend:
                 ``dtype``, and for ``activations`` that no ``Problem`` has.
         """
         check_activations(activations)
-        if dtype not in FLOAT_NAMES:
-            wanted = ", ".join(map(str, FLOAT_NAMES))
-            raise TypeError(f"fdk_cpu: needs activations of {wanted}, got {dtype}")
+        _check_dtype(q, dtype)
         kind = CpuLayout if activations == "float" else CpuInt8Layout
-        layout = kind(q, batch_invariant=self.batch_invariant)
-        if dtype not in layout.dtypes:
-            assert q.codebook is not None
-            raise ValueError(
-                f"fdk_cpu: needs a first codebook entry that {dtype} holds, or k a multiple of "
-                f"{_native.TILE_K}, got {q.codebook[0]:g} and k={q.shape[1]}"
-            )
-        return layout
+        return kind(q, batch_invariant=self.batch_invariant)
+
+    def pack_stack(
+        self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
+    ) -> ExpertLayout:
+        """See ``ExpertBackend``; raises as ``pack``."""
+        _check_dtype(stack, dtype)
+        return CpuExpertLayout(stack, batch_invariant=self.batch_invariant)
+
+
+def _check_dtype(q: QuantisedTensor | QuantisedStack, dtype: torch.dtype) -> None:
+    if dtype not in FLOAT_NAMES:
+        wanted = ", ".join(map(str, FLOAT_NAMES))
+        raise TypeError(f"fdk_cpu: needs activations of {wanted}, got {dtype}")
+    if dtype not in supported_dtypes(q):
+        assert q.codebook is not None
+        raise ValueError(
+            f"fdk_cpu: needs a first codebook entry that {dtype} holds, or k a multiple of "
+            f"{_native.TILE_K}, got {q.codebook[..., 0].abs().max():g} and k={q.shape[-1]}"
+        )
 
 
 def register_backends(*, batch_invariant: bool = False) -> None:

@@ -101,6 +101,37 @@ def _activation(name: str, x: Tensor) -> str:
     return FLOAT_NAMES[x.dtype]
 
 
+def check_weight_tensors(
+    caller: str,
+    codes: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+) -> None:
+    """Raise ValueError or TypeError for tensors that no packed weight has."""
+    for name, tensor in (
+        ("codes", codes),
+        ("scale", scale),
+        ("codebook", codebook),
+        ("zero_point", zero_point),
+    ):
+        if tensor is not None:
+            check_contiguous_cpu(caller, name, tensor)
+    if (codebook is None) == (zero_point is None):
+        got = "neither" if codebook is None else "both"
+        raise ValueError(f"{caller}: needs a codebook or zero points, got {got}")
+    for name, tensor, wanted in (
+        ("codes", codes, (torch.uint8,)),
+        ("codebook", codebook, (torch.float32,)),
+        # uint8 is e8m0 for a scale and an integer for a zero point.
+        ("scale", scale, (*FLOAT_NAMES, torch.uint8)),
+        ("zero_point", zero_point, (*FLOAT_NAMES, torch.uint8)),
+    ):
+        if tensor is not None and tensor.dtype not in wanted:
+            names = " or ".join(map(str, wanted))
+            raise TypeError(f"{caller}: {name} must be {names}, got {tensor.dtype}")
+
+
 def _weight(
     codes: Tensor,
     scale: Tensor,
@@ -112,27 +143,7 @@ def _weight(
     k: int,
 ) -> _native.Weight:
     """Check the tensors of a layout and return a native weight that points to them."""
-    for name, tensor in (
-        ("codes", codes),
-        ("scale", scale),
-        ("codebook", codebook),
-        ("zero_point", zero_point),
-    ):
-        if tensor is not None:
-            check_contiguous_cpu("lut_linear", name, tensor)
-    if (codebook is None) == (zero_point is None):
-        got = "neither" if codebook is None else "both"
-        raise ValueError(f"lut_linear: needs a codebook or zero points, got {got}")
-    for name, tensor, wanted in (
-        ("codes", codes, (torch.uint8,)),
-        ("codebook", codebook, (torch.float32,)),
-        # uint8 is e8m0 for a scale and an integer for a zero point.
-        ("scale", scale, (*FLOAT_NAMES, torch.uint8)),
-        ("zero_point", zero_point, (*FLOAT_NAMES, torch.uint8)),
-    ):
-        if tensor is not None and tensor.dtype not in wanted:
-            names = " or ".join(map(str, wanted))
-            raise TypeError(f"lut_linear: {name} must be {names}, got {tensor.dtype}")
+    check_weight_tensors("lut_linear", codes, scale, codebook, zero_point)
     zero_type = "none" if zero_point is None else FLOAT_NAMES.get(zero_point.dtype, "u8")
     return _native.Weight(
         n,

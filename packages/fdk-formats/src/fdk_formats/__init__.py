@@ -7,6 +7,8 @@ come with ``fdk_cpu`` and ``fdk_cuda``, which are found when they are installed.
 import fdk_formats.reference  # noqa: F401  registers the backend
 from fdk_formats.backends import (
     Backend,
+    ExpertBackend,
+    ExpertLayout,
     Layout,
     NoBackendError,
     Problem,
@@ -31,6 +33,7 @@ from fdk_formats.calibration import (
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.embedding import QuantisedEmbedding
+from fdk_formats.experts import QuantisedExpertLinear, QuantisedExperts
 from fdk_formats.files import load, load_model, parameters_on_meta, save, save_model
 from fdk_formats.format import Format
 from fdk_formats.fuse import fuse_layers
@@ -39,9 +42,9 @@ from fdk_formats.mixed import mix_formats
 from fdk_formats.model import choose_formats, quantise_model, replace_layers
 from fdk_formats.packing import pack, unpack
 from fdk_formats.qat import fake_quantise
-from fdk_formats.quantise import fit_codebook, quantise
+from fdk_formats.quantise import fit_codebook, quantise, quantise_stack
 from fdk_formats.report import LayerReport, LeftWeight, ModelReport, model_report
-from fdk_formats.tensor import QuantisedTensor, relative_error
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor, relative_error
 from fdk_formats.training import QATLinear, convert, prepare_qat, refit
 
 __version__ = "0.1.0"
@@ -49,6 +52,8 @@ __all__ = [
     "Backend",
     "CalibratedLayer",
     "DequantisedWeight",
+    "ExpertBackend",
+    "ExpertLayout",
     "Format",
     "Hessian",
     "LayerReport",
@@ -60,7 +65,10 @@ __all__ = [
     "QATLinear",
     "QuantisedBlocks",
     "QuantisedEmbedding",
+    "QuantisedExpertLinear",
+    "QuantisedExperts",
     "QuantisedLinear",
+    "QuantisedStack",
     "QuantisedTensor",
     "all_backends",
     "calibrate",
@@ -84,6 +92,7 @@ __all__ = [
     "quantise_4bit",
     "quantise_blockwise",
     "quantise_model",
+    "quantise_stack",
     "refit",
     "register",
     "relative_error",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats.format import Format
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 
 ENTRY_POINT_GROUP = "fdk_formats.backends"
 # Imported without package metadata too. Importing a package registers its backends.
@@ -24,7 +24,7 @@ ACTIVATIONS = ("float", "int8")
 
 @dataclass(frozen=True)
 class Problem:
-    """A product that a backend may support: a weight ``[n, k]`` and its activations.
+    """A product that a backend may support: a weight ``[n, k]``, or a stack, and its activations.
 
     Attributes:
         format: format of the weight.
@@ -33,6 +33,7 @@ class Problem:
         dtype: dtype of x and y.
         device: device of x, y and the weight.
         activations: ``float``, or ``int8`` for x rounded to 8 bits, see ``fdk_formats.int8``.
+        experts: number of weights in a stack ``[experts, n, k]``; None for a single weight.
 
     Raises:
         ValueError: if ``activations`` is something else.
@@ -44,6 +45,7 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     activations: str = "float"
+    experts: int | None = None
 
     def __post_init__(self) -> None:
         check_activations(self.activations)
@@ -51,8 +53,9 @@ class Problem:
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         rounded = "" if self.activations == "float" else f" rounded to {self.activations}"
+        experts = "" if self.experts is None else f"experts={self.experts}, "
         return (
-            f"{self.format} [n={self.n}, k={self.k}] with {dtype} activations{rounded} "
+            f"{self.format} [{experts}n={self.n}, k={self.k}] with {dtype} activations{rounded} "
             f"on {self.device}"
         )
 
@@ -113,6 +116,49 @@ class Layout(nn.Module, ABC):
         """Returns the weight it was packed from, byte for byte."""
 
 
+class ExpertLayout(nn.Module, ABC):
+    """A stack of experts in a backend's packed layout, with kernels for every number of tokens.
+
+    Its tensors are non-persistent buffers, as those of ``Layout``.
+
+    Attributes:
+        casts: True if ``forward`` accepts x of another dtype, as under autocast, and casts it.
+        dtypes: dtypes of x that it has kernels for; see ``Layout``.
+    """
+
+    casts = False
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        bias: Tensor | None = None,
+        routing_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Computes ``y[t, j] = x @ W_hat[e].T + bias[e]`` with ``e = expert_ids[t, j]``.
+
+        Sums are float32. An id of -1 stands for an expert of another process: its y is zero. On a
+        CPU other ids outside the stack are refused; on a device they count as -1, because finding
+        them would synchronise.
+
+        Args:
+            x: ``[t, k]``, where each token goes to all its experts, or ``[t, top_k, k]``.
+            expert_ids: ``[t, top_k]``, int32 or int64; an expert may occur twice.
+            bias: ``[experts, n]`` in the dtype of x, or None.
+            routing_weights: ``[t, top_k]``, floating, or None.
+
+        Returns:
+            ``[t, top_k, n]`` in the dtype of x; with routing weights their sum over the experts of
+            a token, ``sum_j routing_weights[t, j] * y[t, j]``, ``[t, n]``.
+        """
+
+    @abstractmethod
+    def unpack(self) -> QuantisedStack:
+        """Returns the stack it was packed from, byte for byte."""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Kernels for some formats on some devices. docs/guide/backends.md shows how to write one.
@@ -137,6 +183,19 @@ class Backend(Protocol):
 
         ``activations`` is passed only if it is not ``float``.
         """
+
+
+@runtime_checkable
+class ExpertBackend(Backend, Protocol):
+    """A backend that has kernels for stacks of experts too.
+
+    Its ``unsupported`` and ``priority`` answer for a stack where ``problem.experts`` is not None.
+    """
+
+    def pack_stack(
+        self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
+    ) -> ExpertLayout:
+        """Packs a stack on its device, for activations of ``dtype``; see ``Backend.pack``."""
 
 
 class NoBackendError(RuntimeError):
@@ -199,7 +258,7 @@ def select(problem: Problem, backend: str = "auto") -> Backend:
             raise ValueError(
                 f"backend: wanted auto or one of {', '.join(known)}, got {backend!r}{_failures()}"
             )
-        if reason := known[backend].unsupported(problem):
+        if reason := _unsupported(known[backend], problem):
             raise NoBackendError(f"backend {backend} does not support {problem}: {reason}")
         return known[backend]
     reasons = unsupported_reasons(problem)
@@ -223,9 +282,16 @@ def unsupported_reasons(problem: Problem) -> dict[str, str | None]:
     return {
         name: f'chosen by name only: backend="{name}"'
         if name in _by_name_only
-        else backend.unsupported(problem)
+        else _unsupported(backend, problem)
         for name, backend in all_backends().items()
     }
+
+
+def _unsupported(backend: Backend, problem: Problem) -> str | None:
+    """Returns why a backend does not support a problem, or None; most have no stacks."""
+    if problem.experts is not None and not isinstance(backend, ExpertBackend):
+        return "has no kernels for stacks of experts"
+    return backend.unsupported(problem)
 
 
 def _check_problem(caller: str, problem: Problem) -> None:

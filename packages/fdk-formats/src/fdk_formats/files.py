@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fdk_formats.atomic_write import atomic_write
+from fdk_formats.experts import ExpertLinear, experts_like, layers_and_projections
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
 from fdk_formats.layer_kinds import kind_of, matrix_of, quantised_like
@@ -25,7 +26,8 @@ from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
 from fdk_formats.readers.checkpoint import Checkpoint
 from fdk_formats.safetensors_file import open_safetensors, open_shards, read_tensor
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.stored_weight import weight_of
+from fdk_formats.tensor import CanonicalWeight
 from fdk_formats.untrusted import check_shape, parse_json_object
 
 VERSION = "1"
@@ -60,7 +62,7 @@ HEADER_ALIGNMENT = 8
 
 def save(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, QuantisedTensor | Tensor],
+    tensors: Mapping[str, CanonicalWeight | Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -97,7 +99,7 @@ def save(
 
 def _save(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, QuantisedTensor | Tensor],
+    tensors: Mapping[str, CanonicalWeight | Tensor],
     metadata: Mapping[str, str] | None,
     more: Mapping[str, Tensor],
 ) -> None:
@@ -109,7 +111,7 @@ def _save(
     weights = {
         name: (value.format, value.shape)
         for name, value in stored.items()
-        if isinstance(value, QuantisedTensor)
+        if isinstance(value, CanonicalWeight)
     }
     all_metadata = _check_metadata(metadata or {}) | weights_metadata(weights, aliases)
     with atomic_write(target) as file:
@@ -117,7 +119,7 @@ def _save(
 
 
 def weights_metadata(
-    weights: Mapping[str, tuple[Format, tuple[int, int]]], aliases: Mapping[str, str]
+    weights: Mapping[str, tuple[Format, tuple[int, ...]]], aliases: Mapping[str, str]
 ) -> dict[str, str]:
     """Makes the metadata that explain a file's tensors, for writers of their own.
 
@@ -139,7 +141,7 @@ def weights_metadata(
 
 def stored_weights(
     paths: Sequence[str | os.PathLike[str]],
-) -> tuple[dict[str, tuple[Format, tuple[int, int]]], dict[str, str], set[str]]:
+) -> tuple[dict[str, tuple[Format, tuple[int, ...]]], dict[str, str], set[str]]:
     """Reads which weights the shards of a model hold, without their tensors.
 
     Args:
@@ -179,7 +181,7 @@ def load(
     *,
     device: torch.device | str | int = "cpu",
     mmap: bool = True,
-) -> dict[str, QuantisedTensor | Tensor]:
+) -> dict[str, CanonicalWeight | Tensor]:
     """Reads a file that ``save`` or ``save_model`` wrote, bit for bit.
 
     Nothing in the file is executed. Every tensor is checked against its format and shape.
@@ -208,7 +210,7 @@ def load(
         weights = _read_json(path, metadata, WEIGHTS_KEY)
         aliases = _read_json(path, metadata, ALIASES_KEY)
         names = set(file.keys())
-        tensors: dict[str, QuantisedTensor | Tensor] = {}
+        tensors: dict[str, CanonicalWeight | Tensor] = {}
         for name, entry in weights.items():
             weight, used = _load_weight(path, file, name, entry, names, mmap)
             tensors[name] = weight.to(device)
@@ -244,10 +246,10 @@ def load_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _split_aliases(
-    tensors: Mapping[str, QuantisedTensor | Tensor],
-) -> tuple[dict[str, QuantisedTensor | Tensor], dict[str, str]]:
+    tensors: Mapping[str, CanonicalWeight | Tensor],
+) -> tuple[dict[str, CanonicalWeight | Tensor], dict[str, str]]:
     """Returns the values to store, and the stored name for each further name of the same memory."""
-    stored: dict[str, QuantisedTensor | Tensor] = {}
+    stored: dict[str, CanonicalWeight | Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[object, str] = {}
     for name, value in tensors.items():
@@ -263,9 +265,9 @@ def _split_aliases(
     return stored, aliases
 
 
-def _memory_key(name: str, value: QuantisedTensor | Tensor) -> object:
+def _memory_key(name: str, value: CanonicalWeight | Tensor) -> object:
     """Returns a key, equal for values that read the same memory the same way; None if empty."""
-    if isinstance(value, QuantisedTensor):
+    if isinstance(value, CanonicalWeight):
         keys = [_memory_key(f"{name}.{field}", t) for field, t in value.tensors().items()]
         return (value.format, value.shape, *keys)
     if not isinstance(value, Tensor):
@@ -285,7 +287,7 @@ def _memory_key(name: str, value: QuantisedTensor | Tensor) -> object:
     return (value.device, value.data_ptr(), *read_as)
 
 
-def _flatten(stored: Mapping[str, QuantisedTensor | Tensor]) -> dict[str, Tensor]:
+def _flatten(stored: Mapping[str, CanonicalWeight | Tensor]) -> dict[str, Tensor]:
     entries: dict[str, Tensor] = {}
     for name, value in stored.items():
         if isinstance(value, Tensor):
@@ -399,7 +401,7 @@ def _read_json(
 
 def _load_weight(
     path: str | os.PathLike[str], file: Any, name: str, entry: Any, names: set[str], mmap: bool
-) -> tuple[QuantisedTensor, set[str]]:
+) -> tuple[CanonicalWeight, set[str]]:
     """Reads a weight; returns it and the names of its tensors in the file."""
     format, shape = _parse_entry(path, name, entry)
     full_names = {field: f"{name}.{field}" for field in format.tensor_names}
@@ -411,7 +413,7 @@ def _load_weight(
         for field, full_name in full_names.items()
     }
     try:
-        weight = QuantisedTensor(format=format, shape=shape, **tensors)
+        weight = weight_of(format, shape, tensors)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name}: {error}") from error
     weight.check_values(f"{path}: {name}")
@@ -420,7 +422,7 @@ def _load_weight(
 
 def _parse_entry(
     path: str | os.PathLike[str], name: str, entry: Any
-) -> tuple[Format, tuple[int, int]]:
+) -> tuple[Format, tuple[int, ...]]:
     if not isinstance(entry, dict) or not {"format", "shape"} <= entry.keys():
         raise ValueError(
             f"{path}: damaged metadata: {name} must have a format and a shape, got {entry!r}"
@@ -430,18 +432,21 @@ def _parse_entry(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {name}: {error}") from error
     where = f"{path}: damaged metadata: the shape of {name}"
-    n, k = check_shape(where, entry["shape"], ndim=2, low=0)
-    if k == 0:
-        raise ValueError(f"{where} must have k of 1 or more, got {[n, k]}")
-    return format, (n, k)
+    given = entry["shape"]
+    # Two sizes of a weight, or three of a stack of experts.
+    ndim = 3 if isinstance(given, list) and len(given) == 3 else 2
+    shape = check_shape(where, given, ndim=ndim, low=0)
+    if shape[-1] == 0 or (ndim == 3 and shape[0] == 0):
+        raise ValueError(f"{where} must have experts and k of 1 or more, got {list(shape)}")
+    return format, shape
 
 
 def _resolve_aliases(
     path: str | os.PathLike[str],
     aliases: Mapping[str, Any],
-    tensors: Mapping[str, QuantisedTensor | Tensor],
-) -> dict[str, QuantisedTensor | Tensor]:
-    tied: dict[str, QuantisedTensor | Tensor] = {}
+    tensors: Mapping[str, CanonicalWeight | Tensor],
+) -> dict[str, CanonicalWeight | Tensor]:
+    tied: dict[str, CanonicalWeight | Tensor] = {}
     for name, target in aliases.items():
         if not isinstance(target, str) or target not in tensors or name in tensors:
             raise ValueError(
@@ -500,7 +505,7 @@ def save_model(
     layers = {name: m for name, m in modules.items() if isinstance(m, QuantisedModule)}
     stored = {layer.stored for layer in layers.values()}
     quantised = {weight: weight.quantised() for weight in stored}
-    tensors: dict[str, QuantisedTensor | Tensor] = {
+    tensors: dict[str, CanonicalWeight | Tensor] = {
         f"{name}.weight".removeprefix("."): quantised[layer.stored]
         for name, layer in layers.items()
     }
@@ -515,7 +520,7 @@ def save_model(
     for name, module in modules.items():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             tensors[f"{name}._extra_state".removeprefix(".")] = module.get_extra_state()
-    weights = [name for name, value in tensors.items() if isinstance(value, QuantisedTensor)]
+    weights = [name for name, value in tensors.items() if isinstance(value, CanonicalWeight)]
     _save(path, tensors, metadata, stopper(weights) if for_folder else {})
 
 
@@ -561,7 +566,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def load_model(
-    source: str | os.PathLike[str] | Mapping[str, QuantisedTensor | Tensor],
+    source: str | os.PathLike[str] | Mapping[str, CanonicalWeight | Tensor],
     model: nn.Module,
     backend: str = "auto",
     *,
@@ -611,10 +616,12 @@ def load_model(
     settings = {"backend": backend, "activations": activations}
     owners: dict[int, QuantisedModule] = {}
     memo: dict[int, Any] = {}
+    sources = dict(layers_and_projections(model))
+    experts: dict[int, dict[str, Any]] = {}  # projections made, by id of their module
     for name, q in tensors.items():
         if isinstance(q, Tensor):
             continue
-        linear: Any = _layer_for(where, model, name, q)
+        linear: Any = _layer_for(where, sources, name, q)
         try:
             layer = quantised_like(linear, q, None, linear.weight.dtype, settings)
         except ValueError as error:
@@ -632,6 +639,12 @@ def load_model(
         if owner is not layer and type(owner) is type(layer):
             layer.tie_weight(owner)
         memo[id(linear)] = layer.train(linear.training)
+        if isinstance(linear, ExpertLinear):
+            experts.setdefault(id(linear.owner[0]), {})[linear.name] = layer
+    mixtures = [module for module in sources.values() if id(module) in experts]
+    memo |= {id(module): experts_like(module, experts[id(module)]) for module in mixtures}
+    for module in mixtures:
+        memo[id(module)].take_over(module, memo)
     result: nn.Module = copy.deepcopy(model, memo)
     ties = _ties(result)
     plain = _fill_ties(ties, plain)
@@ -640,7 +653,7 @@ def load_model(
     quantised = {
         f"{name}_{field}"
         for name, q in tensors.items()
-        if isinstance(q, QuantisedTensor)
+        if isinstance(q, CanonicalWeight)
         for field in q.format.tensor_names
     }
     quantised |= {name for name in tensors if name.endswith("input_permutation")} - plain.keys()
@@ -658,12 +671,12 @@ def load_model(
 
 
 def _copied(
-    given: Mapping[str, QuantisedTensor | Tensor], device: torch.device | str | int
-) -> dict[str, QuantisedTensor | Tensor]:
+    given: Mapping[str, CanonicalWeight | Tensor], device: torch.device | str | int
+) -> dict[str, CanonicalWeight | Tensor]:
     """Moves tensors to a device; copies plain ones, which the model may go on to train."""
-    copies: dict[int, QuantisedTensor | Tensor] = {}  # two names of one tensor stay one tensor
+    copies: dict[int, CanonicalWeight | Tensor] = {}  # two names of one tensor stay one tensor
     for name, value in given.items():
-        if not isinstance(value, QuantisedTensor | Tensor):
+        if not isinstance(value, CanonicalWeight | Tensor):
             raise TypeError(
                 f"load_model: {name} must be a QuantisedTensor or a tensor, "
                 f"got {type(value).__name__}"
@@ -676,18 +689,20 @@ def _copied(
     return {name: copies[id(value)] for name, value in given.items()}
 
 
-def _layer_for(where: str, model: nn.Module, name: str, q: QuantisedTensor) -> nn.Module:
+def _layer_for(
+    where: str, sources: Mapping[str, nn.Module], name: str, q: CanonicalWeight
+) -> nn.Module:
     """Returns the layer of a model that a quantised weight replaces."""
     parent = name.removesuffix(".weight") if name != "weight" else ""
-    try:
-        module = model.get_submodule(parent)
-    except AttributeError:
-        raise ValueError(f"{where}: {name}: the model has no layer {parent!r}") from None
+    if parent not in sources:
+        raise ValueError(f"{where}: {name}: the model has no layer {parent!r}")
+    module = sources[parent]
     shape = None if kind_of(module) is None else tuple(matrix_of(module).shape)
     if shape != q.shape:
         raise ValueError(
-            f"{where}: {name} needs a Linear, Embedding or Conv1D of weight {list(q.shape)}, "
-            f"the model has {type(module).__name__} {'' if shape is None else list(shape)}"
+            f"{where}: {name} needs a Linear, Embedding, Conv1D or experts of weight "
+            f"{list(q.shape)}, the model has {type(module).__name__} "
+            f"{'' if shape is None else list(shape)}"
         )
     return module
 

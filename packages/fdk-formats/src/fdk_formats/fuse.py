@@ -19,7 +19,8 @@ from torch.nn.functional import pad
 
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import Layout, NoBackendError
-from fdk_formats.linear import QuantisedLinear, compute_dtype
+from fdk_formats.linear import QuantisedLinear
+from fdk_formats.packed_module import compute_dtype
 from fdk_formats.stored_weight import pack_with
 from fdk_formats.tensor import QuantisedTensor
 from fdk_formats.torch_internals import in_place_version

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats.embedding import QuantisedEmbedding
+from fdk_formats.experts import ExpertLinear, QuantisedExpertLinear
 from fdk_formats.linear import QuantisedLinear
 from fdk_formats.quantised_module import QuantisedModule
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import CanonicalWeight, QuantisedStack, QuantisedTensor
 
 # Kinds of layers that ``include`` of ``quantise_model`` adds to linear layers.
 OPTIONAL_KINDS = ("embedding", "conv1d")
@@ -19,15 +20,22 @@ def kind_of(module: nn.Module) -> str | None:
     """Returns the kind of a layer that has a quantised counterpart, else None.
 
     Subclasses have none: their owners may do more than call them. ``conv1d`` is the linear layer
-    of GPT-2 in transformers, whose weight is ``[k, n]``.
+    of GPT-2 in transformers, whose weight is ``[k, n]``; ``experts`` a projection of experts.
     """
     kind = type(module)
     if kind is nn.Linear:
         return "linear"
     if kind is nn.Embedding:
         return "embedding"
+    if kind is ExpertLinear:
+        return "experts"
     is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     return "conv1d" if is_conv1d else None
+
+
+def parameter_name(name: str, source: nn.Module) -> str:
+    """Returns the name of a layer's weight: that of a projection of experts is the layer's."""
+    return name if isinstance(source, ExpertLinear) else f"{name}.weight"
 
 
 def check_include(include: Collection[str]) -> None:
@@ -40,14 +48,16 @@ def check_include(include: Collection[str]) -> None:
 
 
 def matrix_of(source: Any) -> Tensor:
-    """Returns the weight of a layer as ``[n, k]``."""
+    """Returns the weight of a layer as ``[n, k]``, that of experts as ``[experts, n, k]``."""
+    if isinstance(source, ExpertLinear):
+        return source.stack()
     weight: Tensor = source.weight
     return weight.t() if kind_of(source) == "conv1d" else weight
 
 
 def quantised_like(
     source: Any,
-    q: QuantisedTensor,
+    q: CanonicalWeight,
     bias: Tensor | None,
     dtype: torch.dtype,
     settings: Mapping[str, Any],
@@ -57,10 +67,14 @@ def quantised_like(
     Args:
         source: the layer.
         q: the weight.
-        bias: ``[n]`` or None.
+        bias: ``[n]``, ``[experts, n]`` or None.
         dtype: dtype of the activations.
         settings: arguments ``backend`` and ``activations`` of ``QuantisedLinear``.
     """
     if kind_of(source) == "embedding":
         return QuantisedEmbedding.from_quantised(q, source.padding_idx, dtype=dtype)
+    if isinstance(q, QuantisedStack):
+        backend = settings["backend"]
+        return QuantisedExpertLinear.from_quantised(q, bias, dtype=dtype, backend=backend)
+    assert isinstance(q, QuantisedTensor)
     return QuantisedLinear.from_quantised(q, bias, dtype=dtype, **settings)

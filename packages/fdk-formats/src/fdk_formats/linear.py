@@ -1,23 +1,22 @@
 """QuantisedLinear: a linear layer whose weight is stored in 1 to 8 bits."""
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fdk_formats import tensor_parallel
-from fdk_formats.backends import Layout, NoBackendError, Problem, check_activations, select
+from fdk_formats.backends import Layout
 from fdk_formats.format import Format
+from fdk_formats.packed_module import EAGER, PackedModule, copied_parameter, make_eager_calls
 from fdk_formats.quantise import quantise
-from fdk_formats.quantised_module import PREFIX, QuantisedModule
-from fdk_formats.stored_weight import StoredWeight, saved_as_canonical, zero_weight
+from fdk_formats.quantised_module import PREFIX
+from fdk_formats.stored_weight import StoredWeight, zero_weight
 from fdk_formats.tensor import QuantisedTensor
-from fdk_formats.torch_internals import constant_in_graphs, may_autocast, without_dispatch_modes
+from fdk_formats.torch_internals import constant_in_graphs, may_autocast
 
 
-class QuantisedLinear(QuantisedModule, nn.Linear):
+class QuantisedLinear(PackedModule, nn.Linear):
     """A linear layer ``y = x @ W_hat.T + bias`` whose weight is stored in 1 to 8 bits.
 
     It works in place of ``nn.Linear``. Its parameters are the canonical tensors of
@@ -77,13 +76,10 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         activations: str = "float",
     ) -> None:
         nn.Module.__init__(self)
-        check_activations(activations)
+        self._init_backend(backend, activations)
         self.in_features, self.out_features = in_features, out_features
-        self.backend, self.activations, self.backend_name = backend, activations, "none"
         self.group: Any = None
         self.register_buffer("input_permutation", None)
-        # Whether the parameters were replaced since the layer was made, and again since.
-        self._was_replaced = self._is_replaced_often = False
         zero = zero_weight(Format.parse(format), (out_features, in_features), device)
         self._init_weight(StoredWeight(zero), torch.get_default_dtype() if dtype is None else dtype)
         self._table_name = PREFIX + self.format.tensor_names[-1]
@@ -156,7 +152,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         layer = cls(k, n, bias is not None, "meta", dtype, **settings)
         layer._set_stored(StoredWeight(q))
         if bias is not None:
-            layer.bias = _parameter(bias, q.device, dtype)
+            layer.bias = copied_parameter(bias, q.device, dtype)
         layer.backend_name = layer._select()
         return layer
 
@@ -195,46 +191,9 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         permutation = tensor_parallel.local(self.input_permutation).long()
         return torch.empty_like(stored).index_copy_(1, permutation, stored)
 
-    @property
-    def layout(self) -> Layout:
-        """The weight in the layout of its backend, packed if it was not.
-
-        Raises:
-            NoBackendError: if no backend supports the layer.
-        """
-        return self._pack(self.dtype)
-
-    # Backends
-
-    def _select(self) -> str:
-        """Returns the name of the backend to use; raises NoBackendError without one."""
-        device = self.device
-        backend = "reference" if device.type == "meta" else self.backend
-        problem = Problem(self.format, *self.weight_shape, self.dtype, device, self.activations)
-        return select(problem, backend).name
-
-    def _weight_changed(self) -> None:
-        """Selects a backend after a move or a load; raising would leave a model half moved."""
-        try:
-            self.backend_name = self._select()
-        except NoBackendError as error:
-            self.backend_name = "none"
-            warnings.warn(
-                f"{self.format} of {list(self.weight_shape)} cannot be used in {self.dtype} on "
-                f"{self.device} until it is moved on: {error}",
-                stacklevel=3,
-            )
-
-    def _pack(self, dtype: torch.dtype) -> Layout:
-        """Returns the layout for x of a dtype, packed if need be."""
-        stored = self.stored
-        layout = stored.layout
-        if layout is None or dtype not in layout.dtypes:
-            if self.group is not None:
-                self.group.join(dtype)
-            layout = stored.pack(self.backend, dtype, self.activations)
-        self.backend_name, self._layout_device = stored.backend_name, stored.device
-        return layout
+    def _before_packing(self, dtype: torch.dtype) -> None:
+        if self.group is not None:
+            self.group.join(dtype)
 
     # Calls
 
@@ -278,21 +237,7 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         y: Tensor = layout.forward(input, bias)
         return y
 
-    def _prepare_and_call(self, x: Tensor) -> Tensor:
-        """Calls a layer that may have to be packed, or an x or a bias that have to be cast."""
-        dtype = compute_dtype(x)
-        if tensor_parallel.is_dtensor(x) or tensor_parallel.is_sharded(self):
-            return tensor_parallel.call(self, x, dtype)
-        known, stored = self._stored(), self.stored
-        if stored is known:
-            return self._call(x, self._pack(dtype), dtype)
-        self._is_replaced_often, self._was_replaced = self._was_replaced, True
-        q = stored.quantised()
-        layout = self._pack(dtype)
-        with saved_as_canonical(q, layout, self.backend, dtype, self.activations):
-            return self._call(x, layout, dtype)
-
-    def _call(self, x: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    def _call(self, layout: Layout, dtype: torch.dtype, x: Tensor, *_: Any) -> Tensor:
         bias: Tensor | None = self.bias
         if self.input_permutation is not None:
             x = x.index_select(-1, self.input_permutation)
@@ -302,22 +247,8 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         y: Tensor = layout.forward(x, bias)
         return y
 
-    def _call_in_graph(self, x: Tensor) -> Tensor:
-        if self._is_replaced_often:  # a layout in the graph would be compiled again at each call
-            make_eager_calls()
-            y: Tensor = EAGER["forward"](self, x)
-            return y
-        dtype = compute_dtype(x)
-        self._pack_for_graph(dtype)
-        layout = self._layout_in_graph()  # read after packing: the trace keeps what it has read
-        return self._call(x, layout, dtype)
-
-    @constant_in_graphs
-    def _pack_for_graph(self, dtype: torch.dtype) -> bool:
-        """Packs the layer while torch.compile or torch.export traces it."""
-        with without_dispatch_modes():
-            self._pack(dtype)
-        return True
+    def _call_sharded(self, x: Tensor, *_: Any, dtype: torch.dtype) -> Tensor:
+        return tensor_parallel.call(self, x, dtype)
 
     def _dequantised_in_graph(self) -> Tensor:
         if self.activations != "float":  # x would be rounded
@@ -338,40 +269,3 @@ class QuantisedLinear(QuantisedModule, nn.Linear):
         """Shows the sizes as nn.Linear does, format, backend and activations."""
         rounded = "" if self.activations == "float" else f", activations={self.activations}"
         return f"{super().extra_repr()}, {self.format}, backend={self.backend_name}{rounded}"
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of a product of x: that of x, or the one to which autocast casts x.
-
-    Raises:
-        TypeError: if x is not a floating tensor.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"QuantisedLinear: x must be a tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"QuantisedLinear: x must be floating, got {x.dtype}")
-    device = x.device.type
-    # torch.is_autocast_enabled("meta") raises; autocast leaves float64 as it is.
-    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
-
-
-# Methods that a graph of torch.compile calls as they are, by name; see ``make_eager_calls``.
-EAGER: dict[str, Callable[..., Any]] = {}
-
-
-@constant_in_graphs
-def make_eager_calls() -> bool:
-    """Fills ``EAGER`` while a graph is traced: the compiler takes seconds to import."""
-    for name in ("forward", "dequantise"):
-        EAGER.setdefault(name, torch.compiler.disable(getattr(QuantisedLinear, name)))
-    return True
-
-
-def _parameter(bias: Tensor, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """Copies a bias as a parameter; a frozen one stays frozen."""
-    frozen = isinstance(bias, nn.Parameter) and not bias.requires_grad
-    with torch.inference_mode(False):  # autograd cannot save tensors made in inference mode
-        copy = bias.detach().to(device, dtype, copy=True)
-    return nn.Parameter(copy, requires_grad=not frozen)

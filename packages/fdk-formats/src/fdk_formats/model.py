@@ -18,17 +18,29 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats import tensor_parallel
-from fdk_formats.backends import NoBackendError, Problem, check_activations, select
+from fdk_formats.backends import NoBackendError, check_activations, select
 from fdk_formats.calibration import EPOCHS, advise_calibration, calibrate_weights
+from fdk_formats.experts import (
+    PROJECTIONS,
+    ExpertLinear,
+    experts_like,
+    layers_and_projections,
+)
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers, rows_of, siblings
-from fdk_formats.layer_kinds import check_include, kind_of, matrix_of, quantised_like
-from fdk_formats.quantise import quantise
+from fdk_formats.layer_kinds import (
+    check_include,
+    kind_of,
+    matrix_of,
+    parameter_name,
+    quantised_like,
+)
+from fdk_formats.quantise import quantise, quantise_stack
 from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
 from fdk_formats.report import left_weights, model_report, summary_of
 from fdk_formats.scales import GroupedWeight, check_codebook
-from fdk_formats.stored_weight import zero_weight
-from fdk_formats.tensor import QuantisedTensor, relative_error
+from fdk_formats.stored_weight import problem_of, zero_weight
+from fdk_formats.tensor import CanonicalWeight, QuantisedTensor, relative_error
 from fdk_formats.torch_internals import bind_load_hooks
 
 # The output head has few of the weights and much of the loss; other quantisers skip it too.
@@ -77,7 +89,10 @@ def quantise_model(
     inplace: bool = False,
     progress: bool = True,
 ) -> nn.Module:
-    """Quantises the ``nn.Linear`` layers of a model.
+    """Quantises the ``nn.Linear`` layers of a model, and the experts of its mixtures.
+
+    Experts that transformers holds as 3-D parameters become ``QuantisedExperts``; each of their
+    projections has a name, as ``layers.0.mlp.experts.gate_up_proj``, for the patterns below.
 
     Tied weights stay tied: layers that share a weight share the quantised one. A layer whose weight
     something else uses too, such as an embedding, is not quantised; nor are subclasses of
@@ -108,7 +123,8 @@ def quantise_model(
             that before scales were trained.
         epochs: how often scales are trained on each input of ``calibration``, for language models;
             0 for calibration without training.
-        importance: by layer name, see ``quantise``. Those of layers that share a weight are added.
+        importance: by layer name, see ``quantise``, and ``quantise_stack`` for experts. Those of
+            layers that share a weight are added.
         codebook: by layer name, such as the codebooks that ``fake_quantise`` trained with;
             ``kmeans`` is fitted to layers without one. Or one ``[2^bits]`` table for every layer
             with the codebook and bits of ``format`` (``custom4`` or ``kmeans4``), whatever its
@@ -146,22 +162,25 @@ def quantise_model(
         raise ValueError("quantise_model: wanted calibration, or importance and codebook, got both")
     groups = checked_groups(fuse)
     default = Format.parse(format)
-    sources, formats = chosen_layers(model, default, skip, overrides, default_skip, include)
+    check_include(include)
+    kinds = ("linear", "experts", *include)
+    sources, formats = chosen_layers(model, default, skip, overrides, default_skip, kinds)
     _check_patches(model, {id(sources[name]): name for name in formats} if inplace else None)
     codebooks = codebooks_of(sources, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
-            check_codebook(codebooks.get(id(sources[name].weight)), wanted)
+            _check_codebook(codebooks.get(id(sources[name].weight)), wanted, sources[name])
         _check_layer(name, sources[name], wanted, backend, activations)
     importances = _importances(sources, formats, importance or {})
     together = _sharing_codebook(sources, formats, codebooks, groups)
-    quantised: dict[str, QuantisedTensor] = {}
+    quantised: dict[str, CanonicalWeight] = {}
 
     settings: dict[str, Any] = {"backend": backend, "activations": activations}
     if calibration is not None:
         if not inplace:  # calibration changes the weights
             model, inplace = copy.deepcopy(model), True
-            sources = {name: model.get_submodule(name) for name in sources}
+            known = dict(layers_and_projections(model))
+            sources = {name: known[name] for name in sources}
         linear = {n: f for n, f in formats.items() if kind_of(sources[n]) == "linear"}
         calibrated = calibrate_weights(model, linear, calibration, epochs=epochs, progress=progress)
         for name in [name for name in formats if name not in linear]:
@@ -175,7 +194,13 @@ def quantise_model(
     owners: dict[int, QuantisedModule] = {}
     # By id of a module of the source, its copy: deepcopy uses it instead of copying.
     memo: dict[int, Any] = {}
+    copied: list[tuple[Any, Any]] = []
     places = _places(model) if inplace else {}
+    # By id of a module of experts: its projections to quantise, and those that were.
+    wanted_of: dict[int, int] = Counter(
+        id(sources[name].owner[0]) for name in formats if isinstance(sources[name], ExpertLinear)
+    )
+    mixtures: dict[int, dict[str, Any]] = {}
     for name in _progress(names) if progress and not calibrated else names:
         source = sources[name]
         weight, key = matrix_of(source), id(source.weight)
@@ -198,13 +223,28 @@ def quantise_model(
             if bias is not None:  # keep a shared bias shared
                 layer.bias = memo.setdefault(id(bias), layer.bias)
             memo[id(source)] = layer
+        if isinstance(source, ExpertLinear):
+            owner = source.owner[0]
+            done = mixtures.setdefault(id(owner), {})
+            done[source.name] = layer
+            if len(done) == wanted_of[id(owner)]:
+                mixture = experts_like(owner, done)
+                if inplace:
+                    mixture.take_over(owner)
+                    _replace(owner, mixture, places)
+                    model = mixture if model is owner else model
+                else:
+                    memo[id(owner)] = mixture
+                    copied.append((owner, mixture))
         del source, weight
     result = model
     if not inplace:
         # Now that every layer is in memo: a hook may be a method of another module of the copy.
-        for name in formats:
-            layer = memo[id(sources[name])]
-            _carry_over(copy.deepcopy(_carried(sources[name], layer), memo), layer)
+        for owner, mixture in copied:
+            mixture.take_over(owner, memo)
+        copied += [(sources[name], memo[id(sources[name])]) for name in formats]
+        for source, layer in copied:
+            _carry_over(copy.deepcopy(_carried(source, layer), memo), layer)
         result = copy.deepcopy(model, memo)
     fuse_layers(result, groups)
     logger.info("%s", model_report(result))
@@ -234,7 +274,9 @@ def choose_formats(
         ValueError: if a layer does not fit its format or cannot be quantised, an override matches
             none, or an argument is wrong.
     """
-    sources, formats = chosen_layers(model, Format.parse(format), skip, overrides, True, ())
+    sources, formats = chosen_layers(
+        model, Format.parse(format), skip, overrides, True, ("linear",)
+    )
     for name, wanted in formats.items():
         _check_layer(name, sources[name], wanted, backend, "float")
     return formats
@@ -246,28 +288,31 @@ def chosen_layers(
     skip: str | Sequence[str] | None,
     overrides: Mapping[str, Format | str | None] | None,
     default_skip: bool,
-    include: Sequence[str],
+    kinds: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Format]]:
-    """Returns all layers of the kinds wanted by name, and the formats of those to quantise."""
+    """Returns all layers of some kinds (see ``kind_of``), and the formats of those to quantise."""
     chosen = {
         _pattern("overrides", pattern): None if wanted is None else Format.parse(wanted)
         for pattern, wanted in (overrides or {}).items()
     }
     given = [skip] if isinstance(skip, str) else skip or ()
     skips = [_pattern("skip", text) for text in given]
-    check_include(include)
-    kinds = {"linear", *include}
-    sources = {name: module for name, module in model.named_modules() if kind_of(module) in kinds}
+    modules = layers_and_projections(model)
+    sources = {name: module for name, module in modules if kind_of(module) in kinds}
     names = _names(model, sources)
     _check_overrides(names, chosen)
     _warn_of_unmatched(names, skips)
     if default_skip and skip is not None:
         skips.append(re.compile(DEFAULT_SKIP))
     formats = _choose_formats(names, default, skips, chosen)
-    skipped = {f"{alias}.weight" for name in names.keys() - formats.keys() for alias in names[name]}
+    skipped = {
+        parameter_name(alias, sources[name])
+        for name in names.keys() - formats.keys()
+        for alias in names[name]
+    }
     for name in formats:
         _check_source(name, sources[name])
-    for name, owner in _tied_elsewhere(model, formats).items():
+    for name, owner in _tied_elsewhere(model, sources, formats).items():
         logger.info("left %s: tied to %s", name, owner)
         del formats[name]
     _warn_of_left(model, formats, sources, skipped, skips)
@@ -311,7 +356,7 @@ def replace_layers(
 
 def _counterpart(
     name: str,
-    q: QuantisedTensor | None,
+    q: CanonicalWeight | None,
     source: Any,
     owners: dict[int, QuantisedModule],
     settings: Mapping[str, Any],
@@ -595,10 +640,12 @@ def _quantise_layer(
     format: Format,
     importance: Tensor | None,
     codebook: Tensor | None = None,
-) -> QuantisedTensor:
+) -> Any:
     if weight.device.type == "meta":
-        return zero_weight(format, (weight.shape[0], weight.shape[1]), weight.device)
+        return zero_weight(format, tuple(weight.shape), weight.device)
     with _naming(name):
+        if weight.ndim == 3:
+            return quantise_stack(weight.detach(), format, importance=importance, codebook=codebook)
         return quantise(weight.detach(), format, importance=importance, codebook=codebook)
 
 
@@ -620,7 +667,7 @@ def _check_source(name: str, linear: Any) -> None:
                 f"quantise_model: layer {name}: its {attribute} must be a parameter, and is "
                 f"computed from others (pruned or normed): make that permanent, or skip it"
             )
-    if "forward" in vars(linear):
+    if "forward" in vars(linear.owner[0] if isinstance(linear, ExpertLinear) else linear):
         raise ValueError(
             f"quantise_model: layer {name}: its forward is patched (by an attribute of the layer), "
             f"and a quantised layer would not call it: remove the patch, or skip the layer"
@@ -648,9 +695,18 @@ def _names(model: nn.Module, linears: Mapping[str, nn.Module]) -> dict[str, list
     """Returns all names of each layer by its first: a module may be registered several times."""
     firsts = {id(module): name for name, module in linears.items()}
     names: dict[str, list[str]] = {name: [] for name in linears}
+    experts = {
+        (id(module.owner[0]), module.name): name
+        for name, module in linears.items()
+        if isinstance(module, ExpertLinear)
+    }
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) in firsts:
             names[firsts[id(module)]].append(name)
+        for projection in PROJECTIONS:
+            if (id(module), projection) in experts:
+                alias = f"{name}.{projection}".removeprefix(".")
+                names[experts[id(module), projection]].append(alias)
     return names
 
 
@@ -719,7 +775,7 @@ def codebooks_of(
     codebooks: dict[int, Tensor] = {}
     for name, codebook in given.items():
         with _naming(name):
-            check_codebook(codebook, formats[name])
+            _check_codebook(codebook, formats[name], linears[name])
         other = codebooks.setdefault(id(linears[name].weight), codebook)
         if other is not codebook and not torch.equal(other, codebook):
             raise ValueError(
@@ -728,6 +784,14 @@ def codebooks_of(
                 f"got {codebook.tolist()[:8]}..."
             )
     return codebooks
+
+
+def _check_codebook(codebook: Tensor | None, format: Format, source: nn.Module) -> None:
+    """Checks a caller's codebook; experts may have one each, ``[experts, 2^bits]``."""
+    is_stack = isinstance(source, ExpertLinear) and isinstance(codebook, Tensor)
+    if is_stack and codebook is not None and codebook.ndim == 2:
+        codebook = codebook[0]
+    check_codebook(codebook, format)
 
 
 def _check_names(argument: str, given: Mapping[str, Tensor], formats: Mapping[str, Format]) -> None:
@@ -740,18 +804,22 @@ def _check_names(argument: str, given: Mapping[str, Tensor], formats: Mapping[st
 
 def _check_layer(name: str, linear: Any, format: Format, backend: str, activations: str) -> None:
     weight = matrix_of(linear)
-    n, k = weight.shape
+    shape = tuple(weight.shape)
+    activations = "float" if len(shape) == 3 else activations
     try:
-        format.group_size_for(k)
+        format.group_size_for(shape[-1])
         if weight.device.type != "meta" and kind_of(linear) != "embedding":
-            select(Problem(format, n, k, weight.dtype, weight.device, activations), backend)
+            sizes = shape, weight.dtype, weight.device, activations
+            select(problem_of(format, *sizes), backend)
     except ValueError as error:
         raise ValueError(f"quantise_model: layer {name}: {error}; skip or override it") from None
     except NoBackendError as error:
         raise NoBackendError(f"quantise_model: layer {name}: {error}") from None
 
 
-def _tied_elsewhere(model: nn.Module, formats: Mapping[str, Format]) -> dict[str, str]:
+def _tied_elsewhere(
+    model: nn.Module, sources: Mapping[str, Any], formats: Mapping[str, Format]
+) -> dict[str, str]:
     """Returns layers whose weight belongs to something not quantised to the same format too."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -761,9 +829,14 @@ def _tied_elsewhere(model: nn.Module, formats: Mapping[str, Format]) -> dict[str
     modules = dict(model.named_modules(remove_duplicate=False))
     tied = {}
     for name in formats:
-        for owner in owners[id(modules[name].weight)]:
+        for owner in owners[id(sources[name].weight)]:
             parent, _, attribute = owner.rpartition(".")
             first_name = names[id(modules[parent])]
+            if isinstance(sources[name], ExpertLinear):
+                if f"{first_name}.{attribute}".removeprefix(".") == name:
+                    continue
+                tied[name] = owner
+                break
             if attribute != "weight" or formats.get(first_name) != formats[name]:
                 tied[name] = owner
                 break

@@ -190,7 +190,7 @@ def define_linear_op(
         rows = _rows(x).contiguous()
         if rows.shape[0] == 0 or n == 0:
             return x.new_empty((*x.shape[:-1], n))
-        with _no_autocast(x.device.type):
+        with no_autocast(x.device.type):
             return forward(rows, *args).resize_(*x.shape[:-1], n)
 
     def fake(x: Tensor, *args: Any) -> Tensor:
@@ -200,13 +200,14 @@ def define_linear_op(
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, *args, bias, n, k = inputs
-        _save_layout(ctx, args[:saved_args], n, k)
+        save_arguments(ctx, args[:saved_args])
+        ctx.n, ctx.k = n, k
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         dx = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = grad_op(grad_y, *_saved_layout(ctx), ctx.n, ctx.k)
+            dx = grad_op(grad_y, *saved_arguments(ctx), ctx.n, ctx.k)
         if ctx.needs_input_grad[-3]:
             wide = torch.promote_types(grad_y.dtype, torch.float32)
             dbias = _rows(grad_y).sum(0, dtype=wide).to(ctx.bias_dtype)
@@ -248,7 +249,7 @@ def _define_grad_op(
         rows = _rows(grad_y).contiguous()
         if rows.shape[0] == 0 or n == 0:
             return grad_y.new_zeros((*grad_y.shape[:-1], k))
-        with _no_autocast(grad_y.device.type):
+        with no_autocast(grad_y.device.type):
             return grad_x(rows, *args).resize_(*grad_y.shape[:-1], k)
 
     def fake(grad_y: Tensor, *args: Any) -> Tensor:
@@ -256,10 +257,11 @@ def _define_grad_op(
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, *args, n, k = inputs
-        _save_layout(ctx, args, n, k)
+        save_arguments(ctx, args)
+        ctx.n, ctx.k = n, k
 
     def backward(ctx: Any, grad_dx: Tensor) -> tuple[Tensor | None, ...]:
-        dgrad_y = op(grad_dx, *_saved_layout(ctx), None, ctx.n, ctx.k)
+        dgrad_y = op(grad_dx, *saved_arguments(ctx), None, ctx.n, ctx.k)
         return dgrad_y, *[None] * layout_args, None, None
 
     return define_op(
@@ -344,22 +346,21 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
-def _no_autocast(device: str) -> AbstractContextManager[object]:
+def no_autocast(device: str) -> AbstractContextManager[object]:
     """Keeps autocast from casting again within a kernel, whose x has been cast already."""
     return (
         torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _UNCHANGED
     )
 
 
-def _save_layout(ctx: Any, layout_args: Sequence[Any], n: int, k: int) -> None:
-    """Saves the layout's arguments for backward, tensors as autograd wants them."""
-    ctx.save_for_backward(*(arg for arg in layout_args if isinstance(arg, Tensor)))
+def save_arguments(ctx: Any, args: Sequence[Any]) -> None:
+    """Saves arguments of an op for backward, tensors as autograd wants them."""
+    ctx.save_for_backward(*(arg for arg in args if isinstance(arg, Tensor)))
     # None marks the place of a saved tensor; an argument that is not a tensor is in a tuple.
-    ctx.layout_args = [None if isinstance(arg, Tensor) else (arg,) for arg in layout_args]
-    ctx.n, ctx.k = n, k
+    ctx.saved_args = [None if isinstance(arg, Tensor) else (arg,) for arg in args]
 
 
-def _saved_layout(ctx: Any) -> list[Any]:
-    """Returns the arguments that ``_save_layout`` saved."""
+def saved_arguments(ctx: Any) -> list[Any]:
+    """Returns the arguments that ``save_arguments`` saved."""
     saved = iter(ctx.saved_tensors)
-    return [next(saved) if arg is None else arg[0] for arg in ctx.layout_args]
+    return [next(saved) if arg is None else arg[0] for arg in ctx.saved_args]

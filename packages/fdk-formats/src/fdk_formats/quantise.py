@@ -1,5 +1,7 @@
 """Quantising one weight: fit scales and codebook, encode, pack."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from fdk_formats.compensate import Hessian, compensate
 from fdk_formats.format import Format
 from fdk_formats.packing import pack, packed_width
 from fdk_formats.scales import GroupedWeight, check_codebook, check_weight
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 
 
 def quantise(
@@ -81,6 +83,88 @@ def quantise(
         for chunk in grouped.chunks():
             packed[chunk.rows] = pack(grid.encode(chunk), format.bits)
     return QuantisedTensor(format, (n, k), packed, grid.scale, grid.codebook, grid.zero_point)
+
+
+def quantise_stack(
+    weight: Tensor,
+    format: Format | str,
+    importance: Tensor | None = None,
+    *,
+    codebook: Tensor | None = None,
+    shared_codebook: bool = False,
+    hessians: Sequence[Hessian | Tensor | None] | None = None,
+    weight_by_scale: bool = True,
+) -> QuantisedStack:
+    """Quantises the experts of a mixture, each as ``quantise`` does.
+
+    Args:
+        weight: ``[experts, n, k]``, floating, on any device.
+        format: what to store, for example ``"kmeans4-g64"``.
+        importance: ``[k]`` for all experts, ``[experts, k]`` or ``[experts, n, k]``; see
+            ``quantise``.
+        codebook: ``[2^bits]`` for all experts, or ``[experts, 2^bits]``; see ``quantise``.
+        shared_codebook: True to fit one codebook to all experts; by default each gets its own.
+        hessians: one for each expert, None for an expert whose inputs were not seen; see
+            ``quantise``. They replace ``importance``.
+        weight_by_scale: see ``quantise``.
+
+    Raises:
+        ValueError: see ``quantise``; or if an argument does not fit the number of experts.
+        TypeError: see ``quantise``.
+
+    Example:
+        >>> stack = quantise_stack(torch.randn(8, 16, 128), "nf4-g64")
+        >>> stack.codebook.shape
+        torch.Size([1, 16])
+    """
+    format = Format.parse(format)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"quantise_stack: weight must be a tensor, got {type(weight).__name__}")
+    if weight.ndim != 3 or len(weight) == 0:
+        raise ValueError(
+            f"quantise_stack: weight must be [experts, n, k], got {list(weight.shape)}"
+        )
+    experts, n, k = weight.shape
+    if hessians is not None and (len(hessians) != experts or importance is not None):
+        raise ValueError(
+            f"quantise_stack: wanted {experts} hessians and no importance, got {len(hessians)}"
+            f"{'' if importance is None else ' and importance'}"
+        )
+    wanted = (k,), (experts, k), (experts, n, k)
+    if importance is not None and importance.shape not in wanted:
+        raise ValueError(
+            f"quantise_stack: importance must be [{k}], [{experts}, {k}] or "
+            f"[{experts}, {n}, {k}], got {list(importance.shape)}"
+        )
+    if codebook is not None and codebook.ndim == 2 and len(codebook) != experts:
+        raise ValueError(
+            f"quantise_stack: codebook must be [{1 << format.bits}] or "
+            f"[{experts}, {1 << format.bits}], got {list(codebook.shape)}"
+        )
+    if codebook is None and shared_codebook and format.is_fitted:
+        rows = None
+        if importance is not None:
+            own = importance[:, None] if importance.ndim == 2 else importance
+            rows = own.expand(experts, n, k).reshape(-1, k)
+        flat = weight.reshape(-1, k)
+        codebook = fit_codebook(flat, format, rows, weight_by_scale=weight_by_scale)
+
+    def of(tensor: Tensor | None, expert: int) -> Tensor | None:
+        return tensor if tensor is None or tensor.ndim == 1 else tensor[expert]
+
+    return QuantisedStack.of(
+        [
+            quantise(
+                weight[expert],
+                format,
+                of(importance, expert),
+                codebook=of(codebook, expert),
+                weight_by_scale=weight_by_scale,
+                hessian=None if hessians is None else hessians[expert],
+            )
+            for expert in range(experts)
+        ]
+    )
 
 
 def fit_codebook(

@@ -13,8 +13,8 @@ from fdk_formats import tensor_parallel
 from fdk_formats.dequantised_weight import DequantisedWeight
 from fdk_formats.format import Format
 from fdk_formats.quantise import quantise
-from fdk_formats.stored_weight import StoredWeight
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.stored_weight import StoredWeight, weight_of
+from fdk_formats.tensor import CanonicalWeight
 
 PREFIX = "weight_"
 
@@ -30,7 +30,7 @@ def call_model_hooks(model: nn.Module) -> None:
 
 
 class QuantisedModule(nn.Module):
-    """A module whose weight ``[n, k]`` is stored in 1 to 8 bits.
+    """A module whose weight ``[n, k]``, or stack ``[experts, n, k]``, is stored in 1 to 8 bits.
 
     Its parameters are the canonical tensors of ``QuantisedTensor``, frozen: ``weight_packed``,
     ``weight_scale`` and ``weight_codebook`` or ``weight_zero_point``. A ``StoredWeight`` holds
@@ -56,12 +56,16 @@ class QuantisedModule(nn.Module):
         self._set_stored(stored)
 
     @property
-    def weight_shape(self) -> tuple[int, int]:
-        """``(n, k)``, of the whole weight if it is sharded."""
+    def weight_shape(self) -> tuple[int, ...]:
+        """``(n, k)`` or ``(experts, n, k)``, of the whole weight if it is sharded."""
         raise NotImplementedError
 
-    def _set_shape(self, n: int, k: int) -> None:
+    def _set_shape(self, *shape: int) -> None:
         raise NotImplementedError
+
+    def _quantise(self, weight: Tensor) -> CanonicalWeight:
+        """Quantises an assigned weight in the format of the module."""
+        return quantise(weight, self.format)
 
     def _dequantised_in_graph(self) -> Tensor:
         """Computes the weight in a graph of torch.compile."""
@@ -89,10 +93,10 @@ class QuantisedModule(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised weight ``[n, k]``, see ``DequantisedWeight``.
+        """The dequantised weight ``[n, k]`` or ``[experts, n, k]``, see ``DequantisedWeight``.
 
-        Assigning a weight ``[n, k]``, of other sizes too, quantises it in the layer's format; that
-        of a quantised layer of the same format and shape is shared as it is.
+        Assigning a weight, of other sizes too, quantises it in the layer's format; that of a
+        quantised layer of the same format and shape is shared as it is.
         """
         if torch.compiler.is_compiling():
             return self._dequantised_in_graph()
@@ -103,15 +107,19 @@ class QuantisedModule(nn.Module):
         self._assign(value)
 
     @property
-    def quantised(self) -> QuantisedTensor:
-        """The weight in canonical form; gathered from all processes if it is sharded."""
+    def quantised(self) -> Any:
+        """The weight in canonical form; gathered from all processes if it is sharded.
+
+        A ``QuantisedTensor``, or a ``QuantisedStack`` for experts.
+        """
         if tensor_parallel.is_sharded(self):
             return tensor_parallel.gathered(self)
         return self.stored.quantised()
 
     def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Computes the weight ``[n, k]`` in a dtype, that of the layer by default."""
-        return self.quantised.dequantise(self.dtype if dtype is None else dtype)
+        """Computes the weight in a dtype, that of the layer by default."""
+        weight: Tensor = self.quantised.dequantise(self.dtype if dtype is None else dtype)
+        return weight
 
     @property
     def weight_names(self) -> tuple[str, ...]:
@@ -161,9 +169,10 @@ class QuantisedModule(nn.Module):
         return stored.layout
 
     def _assign(self, value: Tensor) -> None:
-        if not isinstance(value, Tensor) or value.ndim != 2:
+        if not isinstance(value, Tensor) or value.ndim != len(self.weight_shape):
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{type(self).__name__}: weight must be a tensor [n, k], got {got}")
+            wanted = "[n, k]" if len(self.weight_shape) == 2 else "[experts, n, k]"
+            raise TypeError(f"{type(self).__name__}: weight must be a tensor {wanted}, got {got}")
         if tensor_parallel.is_dtensor(value):
             tensor_parallel.shard_weight(self, value)
             return
@@ -174,7 +183,7 @@ class QuantisedModule(nn.Module):
             f"loses precision; layer.dequantise() has the weight to compute with",
             stacklevel=3,
         )
-        q = quantise(value.detach().to(self.device), self.format)
+        q = self._quantise(value.detach().to(self.device))
         self._set_shape(*q.shape)
         self.relative_error = None
         self._set_stored(StoredWeight(q))
@@ -272,7 +281,7 @@ class QuantisedModule(nn.Module):
         try:
             # Copy, as nn.Module does: the caller may go on to change its tensors.
             copied = {name: tensor.detach().clone() for name, tensor in found.items()}
-            q = QuantisedTensor(self.format, self.weight_shape, **copied)
+            q = weight_of(self.format, self.weight_shape, copied)
             q.check_values(where)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{where}: {error}")

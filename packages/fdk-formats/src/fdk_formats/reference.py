@@ -4,11 +4,20 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_formats.backends import Layout, Problem, register, wrong_dtype
+from fdk_formats.backends import (
+    ExpertLayout,
+    Layout,
+    Problem,
+    all_reasons,
+    no_activations,
+    register,
+    wrong_dtype,
+)
+from fdk_formats.expert_ops import define_expert_op, tokens_of_experts
 from fdk_formats.format import Format
 from fdk_formats.int8 import int8_linear
 from fdk_formats.ops import define_linear_op
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -60,6 +69,62 @@ def reference_grad_x(
     return grad_y @ q.dequantise(grad_y.dtype)
 
 
+def reference_expert_linear(
+    x: Tensor,  # [t, k, dtype] or [t, top_k, k]
+    expert_ids: Tensor,  # [t, top_k, int32 or int64]
+    packed: Tensor,  # the tensors of QuantisedStack
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    format: str,
+    bias: Tensor | None,  # [experts, n, dtype]
+    routing_weights: Tensor | None,  # [t, top_k]
+    experts: int,
+    n: int,
+    k: int,
+) -> Tensor:
+    """Computes ``x @ W_hat[expert_ids].T + bias``, see ``ExpertLayout``: ``[t, top_k, n]``."""
+    stack = QuantisedStack(
+        Format.parse(format), (experts, n, k), packed, scale, codebook, zero_point
+    )
+    tokens, top_k = expert_ids.shape
+    rows = x[:, None].expand(tokens, top_k, k).reshape(-1, k) if x.ndim == 2 else x.view(-1, k)
+    y = x.new_zeros(tokens * top_k, n)
+    for expert, own in tokens_of_experts(expert_ids, experts):
+        W_hat = stack[expert].dequantise(x.dtype)
+        y[own] = torch.nn.functional.linear(
+            rows[own], W_hat, None if bias is None else bias[expert]
+        )
+    y = y.view(tokens, top_k, n)
+    if routing_weights is None:
+        return y
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (y.to(wide) * routing_weights[..., None].to(wide)).sum(1).to(x.dtype)
+
+
+def reference_expert_grad_x(
+    grad_y: Tensor,  # [t, top_k, n, dtype]
+    expert_ids: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    codebook: Tensor | None,
+    zero_point: Tensor | None,
+    format: str,
+    experts: int,
+    n: int,
+    k: int,
+) -> Tensor:
+    """Computes ``grad_y @ W_hat[expert_ids]``, ``[t, top_k, k, dtype]``."""
+    stack = QuantisedStack(
+        Format.parse(format), (experts, n, k), packed, scale, codebook, zero_point
+    )
+    rows = grad_y.view(-1, n)
+    dx = grad_y.new_zeros(len(rows), k)
+    for expert, own in tokens_of_experts(expert_ids, experts):
+        dx[own] = rows[own] @ stack[expert].dequantise(grad_y.dtype)
+    return dx.view(*expert_ids.shape, k)
+
+
 _library = Library("fdk_formats", "FRAGMENT")
 _SCHEMA = "Tensor packed, Tensor scale, Tensor? codebook, Tensor? zero_point, str format"
 _op = define_linear_op(
@@ -76,6 +141,15 @@ _int8_op = define_linear_op(
     layout=_SCHEMA,
     forward=reference_linear_int8,
     grad_x=_op,
+    dispatch_keys=("CompositeExplicitAutograd",),
+)
+
+_expert_op = define_expert_op(
+    _library,
+    "reference_expert_linear",
+    layout=_SCHEMA,
+    forward=reference_expert_linear,
+    grad_x=reference_expert_grad_x,
     dispatch_keys=("CompositeExplicitAutograd",),
 )
 
@@ -113,6 +187,45 @@ class ReferenceLayout(Layout):
         return QuantisedTensor(self.format, self.shape, *tensors)
 
 
+class ReferenceExpertLayout(ExpertLayout):
+    """The canonical tensors of a stack, unchanged.
+
+    Attributes:
+        dtypes: the dtypes of x that ``forward`` supports.
+    """
+
+    dtypes = DTYPES
+    packed: Tensor
+    scale: Tensor
+    codebook: Tensor | None
+    zero_point: Tensor | None
+
+    def __init__(self, stack: QuantisedStack) -> None:
+        super().__init__()
+        self.format, self.shape = stack.format, stack.shape
+        for name in ("packed", "scale", "codebook", "zero_point"):
+            self.register_buffer(name, getattr(stack, name), persistent=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        bias: Tensor | None = None,
+        routing_weights: Tensor | None = None,
+    ) -> Tensor:
+        """See ``ExpertLayout``."""
+        tensors = self.packed, self.scale, self.codebook, self.zero_point
+        y: Tensor = _expert_op(
+            x, expert_ids, *tensors, str(self.format), bias, routing_weights, *self.shape
+        )
+        return y
+
+    def unpack(self) -> QuantisedStack:
+        """See ``ExpertLayout``."""
+        tensors = (self.packed, self.scale, self.codebook, self.zero_point)
+        return QuantisedStack(self.format, self.shape, *tensors)
+
+
 class ReferenceBackend:
     """Supports every format on every device, slowly."""
 
@@ -120,7 +233,10 @@ class ReferenceBackend:
 
     def unsupported(self, problem: Problem) -> str | None:
         """See ``Backend``."""
-        return wrong_dtype(problem.dtype, DTYPES)
+        return all_reasons(
+            wrong_dtype(problem.dtype, DTYPES),
+            None if problem.experts is None else no_activations(problem),
+        )
 
     def priority(self, problem: Problem) -> int:
         """See ``Backend``."""
@@ -129,6 +245,12 @@ class ReferenceBackend:
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
         return ReferenceLayout(q, activations)
+
+    def pack_stack(
+        self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
+    ) -> ExpertLayout:
+        """See ``ExpertBackend``."""
+        return ReferenceExpertLayout(stack)
 
 
 register(ReferenceBackend(), by_name_only=True)

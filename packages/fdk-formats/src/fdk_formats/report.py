@@ -1,5 +1,6 @@
 """Reports on the quantised layers of a model, and on the weights that are left."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class LayerReport:
     Attributes:
         name: dotted name in the model; the first of a tied weight.
         format: format of the weight.
-        shape: ``(n, k)``.
+        shape: ``(n, k)``, or ``(experts, n, k)``.
         bits_per_weight: bits of a code plus its share of scale and zero point.
         bytes_before: bytes of the weight in the layer's dtype.
         bytes_after: bytes of its canonical tensors.
@@ -27,7 +28,7 @@ class LayerReport:
 
     name: str
     format: Format
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     bits_per_weight: float
     bytes_before: int
     bytes_after: int
@@ -79,12 +80,12 @@ class ModelReport:
     @property
     def weights(self) -> int:
         """Number of quantised weights."""
-        return sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
+        return sum(math.prod(layer.shape) for layer in self.layers)
 
     @property
     def bits_per_weight(self) -> float:
         """Mean bits per weight over the quantised weights, without codebooks."""
-        sizes = [layer.shape[0] * layer.shape[1] for layer in self.layers]
+        sizes = [math.prod(layer.shape) for layer in self.layers]
         bits = sum(s * layer.bits_per_weight for s, layer in zip(sizes, self.layers, strict=True))
         return bits / sum(sizes) if sizes else 0.0
 
@@ -126,14 +127,14 @@ def model_report(model: nn.Module) -> ModelReport:
         if id(parameters[0]) in seen:
             continue
         seen.add(id(parameters[0]))
-        n, k = module.weight_shape
+        shape = module.weight_shape
         layers.append(
             LayerReport(
                 name=name,
                 format=module.format,
-                shape=(n, k),
-                bits_per_weight=module.format.bits_per_weight(k),
-                bytes_before=n * k * module.dtype.itemsize,
+                shape=shape,
+                bits_per_weight=module.format.bits_per_weight(shape[-1]),
+                bytes_before=math.prod(shape) * module.dtype.itemsize,
                 bytes_after=sum(parameter.nbytes for parameter in parameters),
                 backend=module.backend_name,
                 relative_error=module.relative_error,

@@ -8,7 +8,7 @@ that reads its values from it: reading from a layout unpacks it for the read.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats import reserved_memory
-from fdk_formats.backends import Layout, Problem, select
+from fdk_formats.backends import ExpertLayout, Layout, Problem, select
 from fdk_formats.format import Format
 from fdk_formats.packing import packed_width
 from fdk_formats.reserved_memory import ReservedMemory
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import CanonicalWeight, QuantisedStack, QuantisedTensor
 from fdk_formats.torch_internals import (
     map_tensors,
     tensor_without_memory,
@@ -35,11 +35,11 @@ class StoredWeight:
     Layers that share a weight share one of these.
 
     Args:
-        q: the weight.
+        q: the weight, or a stack of experts.
 
     Attributes:
         format: format of the weight.
-        shape: ``(n, k)``.
+        shape: ``(n, k)``, or ``(experts, n, k)``.
         device: device of the weight.
         layout: the packed weight, or None while it is held as canonical tensors.
         backend_name: name of the layout's backend.
@@ -47,10 +47,10 @@ class StoredWeight:
             follow when they are moved.
     """
 
-    def __init__(self, q: QuantisedTensor) -> None:
+    def __init__(self, q: CanonicalWeight) -> None:
         self.format, self.shape = q.format, q.shape
         self.device = q.device
-        self.layout: Layout | None = None
+        self.layout: Layout | ExpertLayout | None = None
         self.backend_name = "none"
         self.moved_to: StoredWeight | None = None
         self._tensors: dict[str, Tensor] | None = q.tensors()
@@ -60,15 +60,15 @@ class StoredWeight:
         )
         self._lock = threading.RLock()
 
-    def quantised(self) -> QuantisedTensor:
-        """Returns the weight in canonical form."""
+    def quantised(self) -> Any:
+        """Returns the weight in canonical form, a QuantisedTensor or a QuantisedStack."""
         with self._lock:
             if self.layout is not None:
                 return _with_own_codebook(self.layout.unpack())
             assert self._tensors is not None
-            return QuantisedTensor(self.format, self.shape, **self._tensors)
+            return weight_of(self.format, self.shape, self._tensors)
 
-    def pack(self, backend: str, dtype: torch.dtype, activations: str) -> Layout:
+    def pack(self, backend: str, dtype: torch.dtype, activations: str) -> Layout | ExpertLayout:
         """Packs the weight for activations of ``dtype``, unless its layout is for them already.
 
         Raises:
@@ -81,7 +81,7 @@ class StoredWeight:
             assert self.layout is not None
             return self.layout
 
-    def hold_in(self, layout: Layout, backend_name: str) -> None:
+    def hold_in(self, layout: Layout | ExpertLayout, backend_name: str) -> None:
         """Keeps the weight in a layout and drops the canonical tensors."""
         with self._lock:
             self.layout, self.backend_name, self._tensors = layout, backend_name, None
@@ -125,7 +125,7 @@ class StoredWeight:
                 self._parameters.update(parameters)
             return {name: parameters[name] for name in self.format.tensor_names}
 
-    def replace(self, q: QuantisedTensor) -> None:
+    def replace(self, q: CanonicalWeight) -> None:
         """Replaces the values by those of a weight of the same format, shape and device."""
         with self._lock:
             self._tensors, self.layout, self.backend_name = q.tensors(), None, "none"
@@ -273,53 +273,86 @@ def _parameter_of(stored: StoredWeight, name: str) -> StoredTensor:
     return stored.parameters()[name]
 
 
+def weight_of(
+    format: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor]
+) -> QuantisedTensor | QuantisedStack:
+    """Makes a weight ``[n, k]`` or a stack ``[experts, n, k]`` of its tensors by name."""
+    if len(shape) == 3:
+        return QuantisedStack(format, (shape[0], shape[1], shape[2]), **tensors)
+    return QuantisedTensor(format, (shape[0], shape[1]), **tensors)
+
+
+def problem_of(
+    format: Format,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    activations: str = "float",
+) -> Problem:
+    """Returns the problem of a weight ``[n, k]`` or a stack ``[experts, n, k]``."""
+    *experts, n, k = shape
+    return Problem(format, n, k, dtype, device, activations, experts[0] if experts else None)
+
+
 def pack_with(
-    backend: str, q: QuantisedTensor, dtype: torch.dtype, activations: str
-) -> tuple[Layout, str]:
+    backend: str, q: CanonicalWeight, dtype: torch.dtype, activations: str
+) -> tuple[Layout | ExpertLayout, str]:
     """Packs a weight with the backend that ``select`` chooses; returns its layout and name.
 
     On the meta device, where no backend has kernels, that is ``reference``.
     """
     if q.device.type == "meta":
         backend = "reference"
-    chosen = select(Problem(q.format, *q.shape, dtype, q.device, activations), backend)
+    chosen: Any = select(problem_of(q.format, q.shape, dtype, q.device, activations), backend)
     rounded = {} if activations == "float" else {"activations": activations}
     # Autograd cannot save tensors made in inference mode, and a gradient needs the layout's.
     with torch.inference_mode(False), torch.no_grad():
         tensors = {name: t.clone() if t.is_inference() else t for name, t in q.tensors().items()}
-        q = _with_own_codebook(QuantisedTensor(q.format, q.shape, **tensors))
-        layout = chosen.pack(q, dtype=dtype, **rounded)
+        q = _with_own_codebook(weight_of(q.format, q.shape, tensors))
+        pack = chosen.pack_stack if isinstance(q, QuantisedStack) else chosen.pack
+        layout = pack(q, dtype=dtype, **rounded)
     if not layout.dtypes:
         layout.dtypes = (dtype,)
     return layout, chosen.name
 
 
-def _with_own_codebook(q: QuantisedTensor) -> QuantisedTensor:
+def _with_own_codebook(q: CanonicalWeight) -> CanonicalWeight:
     """Copies the codebook, which layouts keep as it is and the caller may go on to change."""
     return q if q.codebook is None else replace(q, codebook=q.codebook.clone())
 
 
 def zero_weight(
-    format: Format, shape: tuple[int, int], device: torch.device | str | int | None
-) -> QuantisedTensor:
-    """Makes a weight of zeros ``[n, k]``."""
-    n, k = shape
-    groups = n, k // format.group_size_for(k)
+    format: Format, shape: tuple[int, ...], device: torch.device | str | int | None
+) -> Any:
+    """Makes a weight of zeros ``[n, k]``, or a stack ``[experts, n, k]``.
+
+    The experts of a stack have a codebook each where ``quantise_stack`` would fit or be given them.
+    """
+    *rows, k = shape
+    groups = *rows, k // format.group_size_for(k)
     tensors: dict[str, Tensor] = {
-        "packed": torch.zeros((n, packed_width(format.bits, k)), dtype=torch.uint8, device=device),
+        "packed": torch.zeros(
+            (*rows, packed_width(format.bits, k)), dtype=torch.uint8, device=device
+        ),
         "scale": torch.zeros(groups, dtype=format.stored_scale_dtype, device=device),
     }
     if format.is_affine:
         dtype = format.stored_zero_point_dtype
         tensors["zero_point"] = torch.zeros(groups, dtype=dtype, device=device)
     else:
-        tensors["codebook"] = torch.zeros(1 << format.bits, device=device, dtype=torch.float32)
-    return QuantisedTensor(format, shape, **tensors)
+        tables = [rows[0] if format.accepts_codebook else 1] if len(rows) == 2 else []
+        entries = 1 << format.bits
+        tensors["codebook"] = torch.zeros(*tables, entries, device=device, dtype=torch.float32)
+    return weight_of(format, shape, tensors)
 
 
 @contextmanager
 def saved_as_canonical(
-    q: QuantisedTensor, layout: Layout, backend: str, dtype: torch.dtype, activations: str
+    q: CanonicalWeight,
+    layout: Layout | ExpertLayout,
+    backend: str,
+    dtype: torch.dtype,
+    activations: str,
 ) -> Iterator[None]:
     """Saves the canonical tensors for backward, in the place of a layout made from them.
 
@@ -328,7 +361,7 @@ def saved_as_canonical(
     """
     # Autograd keeps the hooks, so they may not refer to the layout.
     names = {(b.data_ptr(), b.shape): name for name, b in layout.named_buffers()}
-    again: list[Layout] = []
+    again: list[nn.Module] = []
 
     def pack(tensor: Tensor) -> Tensor | str:
         return names.get((tensor.data_ptr(), tensor.shape), tensor)

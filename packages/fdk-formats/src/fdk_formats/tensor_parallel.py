@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fdk_formats.format import Format
-from fdk_formats.stored_weight import StoredTensor
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.stored_weight import StoredTensor, weight_of
+from fdk_formats.tensor import CanonicalWeight
 from fdk_formats.torch_internals import local_tensor
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ def local(tensor: Any) -> Tensor:
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
-def local_weight(layer: "QuantisedModule", tensors: "Mapping[str, Tensor]") -> QuantisedTensor:
+def local_weight(layer: "QuantisedModule", tensors: "Mapping[str, Tensor]") -> CanonicalWeight:
     """Makes the weight of this process from the tensors that a layer's parameters hold.
 
     Mixed precision of FSDP2 casts scales and codebooks; they get back the dtypes of the format.
     """
-    format, (n, k) = layer.format, layer.weight_shape
+    format, (first, *others, k) = layer.format, layer.weight_shape
     if is_sharded(layer):
-        n = len(tensors["packed"])
+        first = len(tensors["packed"])
         k //= _ranks_along_k(layer)
     dtypes = {
         "packed": torch.uint8,
@@ -65,7 +65,7 @@ def local_weight(layer: "QuantisedModule", tensors: "Mapping[str, Tensor]") -> Q
         for name, tensor in tensors.items()
     }
     own = {name: tensor.detach().to(dtypes[name]) for name, tensor in plain.items()}
-    return QuantisedTensor(format, (n, k), **own)
+    return weight_of(format, (first, *others, k), own)
 
 
 def like(sharded: Any, shard: Tensor) -> nn.Parameter:
@@ -83,13 +83,13 @@ def like(sharded: Any, shard: Tensor) -> nn.Parameter:
     return nn.Parameter(placed, requires_grad=False)
 
 
-def gathered(layer: "QuantisedModule") -> QuantisedTensor:
+def gathered(layer: "QuantisedModule") -> CanonicalWeight:
     """Gathers the weight of a sharded layer from all processes."""
     tensors: dict[str, Any] = {}
     parameters: Any = layer.weight_parameters
     for name, parameter in zip(layer.format.tensor_names, parameters, strict=True):
         tensors[name] = parameter.full_tensor() if is_dtensor(parameter) else parameter
-    return QuantisedTensor(layer.format, layer.weight_shape, **tensors)
+    return weight_of(layer.format, layer.weight_shape, tensors)
 
 
 def shard_weight(layer: "QuantisedModule", weight: Any) -> None:
@@ -110,7 +110,7 @@ def shard_weight(layer: "QuantisedModule", weight: Any) -> None:
                 "QuantisedLinear: a weight with permuted inputs cannot be cut along k, whose order "
                 "is not that of x: cut it along n (ColwiseParallel)"
             )
-        check_cut(layer.format, layer.weight_shape[1], mesh.size(), COLUMN_WISE)
+        check_cut(layer.format, layer.weight_shape[-1], mesh.size(), COLUMN_WISE)
     q = layer.stored.quantised()
     for own, (name, tensor) in zip(layer.weight_names, q.tensors().items(), strict=True):
         is_replicated = name == "codebook" or (by_k and name != "packed" and tensor.shape[1] == 1)

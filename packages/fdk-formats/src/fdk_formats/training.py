@@ -20,8 +20,8 @@ from fdk_formats.backends import check_activations
 from fdk_formats.codebooks import uniform_values
 from fdk_formats.format import Format
 from fdk_formats.fuse import checked_groups, fuse_layers
-from fdk_formats.linear import compute_dtype
 from fdk_formats.model import chosen_layers, codebooks_of, replace_layers
+from fdk_formats.packed_module import compute_dtype
 from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import quantise
 from fdk_formats.report import model_report
@@ -174,7 +174,7 @@ def prepare_qat(
     default = Format.parse(format)
     with _spoken_by("prepare_qat"):
         _check_subclasses(model, skip)
-        sources, formats = chosen_layers(model, default, skip, overrides, default_skip, ())
+        sources, formats = chosen_layers(model, default, skip, overrides, default_skip, ("linear",))
         given = codebooks_of(sources, formats, default, codebook)
     if "codebook" in learn and not any(f.accepts_codebook for f in formats.values()):
         raise ValueError(f"prepare_qat: {default} has no codebook to learn; kmeans and custom have")

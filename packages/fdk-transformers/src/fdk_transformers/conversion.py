@@ -33,7 +33,9 @@ class QuantiseOnLoad(ConversionOps):
         missing = set() if missing_keys is None else missing_keys
         for name, value in input_dict.items():
             tensor: Tensor = value[0] if isinstance(value, list) else value
-            if self.quantiser.formats.get(name.removesuffix(".weight")) is None:
+            if name.rpartition(".")[0] in self.quantiser.mixtures:
+                result |= self.quantiser.quantise_experts(model, name, tensor, missing)
+            elif self.quantiser.formats.get(name.removesuffix(".weight")) is None:
                 result[name] = value
             else:
                 result |= self.quantiser.quantise_parameter(model, name, tensor, missing)

@@ -10,14 +10,24 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from fdk_formats import quantise_model
-from fdk_formats.backends import Problem, all_backends, select
+from fdk_formats.backends import all_backends, select
 from fdk_formats.embedding import QuantisedEmbedding
+from fdk_formats.experts import (
+    ExpertLinear,
+    QuantisedExpertLinear,
+    QuantisedExperts,
+    experts_like,
+    is_experts,
+    layers_and_projections,
+)
 from fdk_formats.files import stopper, stored_weights, weights_metadata
 from fdk_formats.format import Format
 from fdk_formats.layer_kinds import kind_of, matrix_of
 from fdk_formats.linear import QuantisedLinear
-from fdk_formats.quantise import quantise
+from fdk_formats.packed_module import PackedModule
+from fdk_formats.quantise import quantise, quantise_stack
 from fdk_formats.quantised_module import PREFIX, QuantisedModule
+from fdk_formats.stored_weight import problem_of
 from fdk_formats.tensor import relative_error
 from fdk_transformers.config import FdkConfig
 
@@ -50,6 +60,8 @@ class FdkQuantiser(HfQuantizer):
         self.loaded: set[str] = set()
         self.importances: dict[str, Tensor] = {}
         self.conv1d: set[str] = set()
+        # Names of the modules of experts with projections to quantise.
+        self.mixtures: set[str] = set()
         # Parameters whose conversion by transformers makes several, of which some are quantised.
         self.first_targets: list[str] = []
 
@@ -73,8 +85,7 @@ class FdkQuantiser(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        unquantised = {name: m for name, m in model.named_modules() if kind_of(m) is not None}
-        self.conv1d = {name for name, m in unquantised.items() if kind_of(m) == "conv1d"}
+        self.conv1d = {name for name, m in model.named_modules() if kind_of(m) == "conv1d"}
         if self.pre_quantized:
             self._replace_stored_layers(model, checkpoint_files or [])
         elif not self.quantises_whole_model:
@@ -87,14 +98,18 @@ class FdkQuantiser(HfQuantizer):
             parent, _, attribute = target.rpartition(".")
             setattr(plan.get_submodule(parent), attribute, plan.get_parameter_or_buffer(owner))
         sharing: dict[int, list[str]] = {}
-        for name, module in plan.named_modules():
+        for name, module in layers_and_projections(plan):
             if kind_of(module) is not None:
                 sharing.setdefault(id(module.weight), []).append(name)
         rules = self.quantization_config.rules()
         importance = rules.pop("importance") or {}
         plan = quantise_model(plan, **rules, inplace=True, progress=False, importance=None)
+        planned_modules = dict(plan.named_modules())
         self.formats = {
-            name: m.format for name, m in plan.named_modules() if isinstance(m, QuantisedModule)
+            name: m.format for name, m in planned_modules.items() if isinstance(m, QuantisedModule)
+        }
+        self.mixtures = {
+            name for name, m in planned_modules.items() if isinstance(m, QuantisedExperts)
         }
         for names in sharing.values():
             planned = [name for name in names if name in self.formats]
@@ -119,14 +134,21 @@ class FdkQuantiser(HfQuantizer):
         dtype = model.dtype
         places = _places(model, [*weights, *aliases])
         tied: dict[str, str] = {}
+        stacks: dict[str, dict[str, Format]] = {}  # of each module of experts
         for stored_name, (format, shape) in weights.items():
             layer = stored_name.removesuffix(".weight")
             name = places[stored_name]
             if name is None:  # the head of another model class
                 continue
+            if len(shape) == 3:
+                stacks.setdefault(name.rpartition(".")[0], {})[name] = format
             _check_shape(model, name, stored_name, shape)
             wanted = _planned_dtype(model, name, dtype)
+            if len(shape) == 3:
+                continue
             self._replace(model, name, format, wanted, f"{layer}.input_permutation" in names)
+        for mixture, formats in stacks.items():
+            self._replace_experts(model, mixture, formats, _planned_dtype(model, mixture, dtype))
         for alias, target in aliases.items():
             alias_name, target_name = places[alias], places[target]
             if alias_name and target_name:
@@ -176,6 +198,31 @@ class FdkQuantiser(HfQuantizer):
         _set_everywhere(model, source, made)
         return made
 
+    def _replace_experts(
+        self, model: Any, name: str, formats: Mapping[str, Format], dtype: torch.dtype
+    ) -> None:
+        """Replaces a module of experts by its quantised counterpart on the meta device.
+
+        Args:
+            model: the model.
+            name: of the module.
+            formats: of its projections to quantise, by their full names.
+            dtype: dtype of the activations.
+        """
+        source, made = model.get_submodule(name), {}
+        for full_name, format in formats.items():
+            projection = ExpertLinear(source, full_name.removeprefix(f"{name}."))
+            experts, n, k = projection.stack().shape
+            backend = self.quantization_config.backend
+            layer = QuantisedExpertLinear(
+                experts, k, n, False, "meta", dtype, format=format, backend=backend
+            )
+            layer.bias = projection.bias
+            made[projection.name] = layer.train(source.training)
+        mixture = experts_like(source, made)
+        mixture.take_over(source)
+        _set_everywhere(model, source, mixture)
+
     # While the weights are loaded
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -183,13 +230,16 @@ class FdkQuantiser(HfQuantizer):
         if self.pre_quantized:
             return False
         layer, _, field = param_name.rpartition(".")
-        if field == "weight" and layer in self.formats:
+        if (field == "weight" and layer in self.formats) or layer in self.mixtures:
             return True
         return any(target in param_name for target in self.first_targets)
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Returns the bytes of an element, with which device maps are made."""
         layer, _, field = param_name.rpartition(".")
+        if param_name in self.formats and layer in self.mixtures:
+            k = ExpertLinear(model.get_submodule(layer), field).stack().shape[-1]
+            return self.formats[param_name].bits_per_weight(k) / 8
         if field == "weight" and layer in self.formats:
             k = matrix_of(model.get_submodule(layer)).shape[1]
             return self.formats[layer].bits_per_weight(k) / 8
@@ -250,6 +300,52 @@ class FdkQuantiser(HfQuantizer):
         tensors = q.tensors().items()
         return {f"{name}.{PREFIX}{field}": tensor for name in layers for field, tensor in tensors}
 
+    def quantise_experts(
+        self, model: Any, name: str, value: Any, missing: set[str]
+    ) -> dict[str, Any]:
+        """Quantises a parameter of experts that was read, or renames one that is left as it is.
+
+        The module of experts is replaced when its first parameter is read.
+
+        Args:
+            model: the model.
+            name: dotted name of the parameter.
+            value: the parameter.
+            missing: names that are still missing.
+
+        Returns:
+            The tensors by name.
+        """
+        owner, _, own = name.rpartition(".")
+        source = model.get_submodule(owner)
+        if not isinstance(source, QuantisedExperts):
+            projections = [p.name for _, p in layers_and_projections(source) if kind_of(p)]
+            formats = {
+                f"{owner}.{each}": self.formats[f"{owner}.{each}"]
+                for each in projections
+                if f"{owner}.{each}" in self.formats
+            }
+            before = {f"{owner}.{each}" for each, _ in source.named_parameters(recurse=False)}
+            wanted = _planned_dtype(model, owner, value.dtype)
+            self._replace_experts(model, owner, formats, wanted)
+            source = model.get_submodule(owner)
+            missing -= before
+            missing |= {f"{owner}.{each}" for each, _ in source.named_parameters()}
+        if own.endswith("_bias"):
+            return {f"{owner}.{own.removesuffix('_bias')}.bias": value}
+        if name not in self.formats:
+            return {f"{name}.weight": value}
+        stack = value.transpose(1, 2) if source.is_transposed else value
+        layer = source.get_submodule(own)
+        if stack.shape != layer.weight_shape:
+            raise ValueError(
+                f"{name}: wanted {list(layer.weight_shape)}, got {list(stack.shape)}: a model is "
+                f"quantised before it is sharded; save it, and shard what load_model returns"
+            )
+        q = quantise_stack(stack, self.formats[name], self.importances.get(name))
+        layer.relative_error = relative_error(stack, q)
+        return {f"{name}.{PREFIX}{field}": tensor for field, tensor in q.tensors().items()}
+
     def _swap(self, model: Any, layer: str, dtype: torch.dtype, missing: set[str]) -> Any:
         """Replaces a layer, and those that share its weight, and renames the parameters."""
         format = self.formats[layer]
@@ -279,9 +375,10 @@ class FdkQuantiser(HfQuantizer):
                 continue
             if self.pre_quantized:
                 layer.stored.quantised().check_values(name)
-            if isinstance(layer, QuantisedLinear):
-                sizes = layer.format, *layer.weight_shape, layer.dtype, layer.device
-                layer.backend_name = select(Problem(*sizes, layer.activations), layer.backend).name
+            if isinstance(layer, PackedModule):
+                sizes = layer.format, layer.weight_shape, layer.dtype, layer.device
+                problem = problem_of(*sizes, layer.activations)
+                layer.backend_name = select(problem, layer.backend).name
         for name, names in self.tied.items():
             if f"{name}.{PREFIX}packed" in model.all_tied_weights_keys:  # not where two differ
                 _share_weight(layers.get(name), layers.get(names[0]))
@@ -351,8 +448,14 @@ class FdkQuantiser(HfQuantizer):
                 raise ValueError(
                     f"dequantize: {name} is offloaded: load the model with another device_map"
                 )
+            if isinstance(layer, QuantisedExpertLinear):
+                continue
             like = empty.get_submodule(name.removesuffix(".base_layer"))  # PEFT's wrapper
             _set_everywhere(model, layer, _dense_like(layer, like, dtype))
+        for name, mixture in list(model.named_modules()):
+            if isinstance(mixture, QuantisedExperts):
+                dense = _dense_experts(mixture, empty.get_submodule(name), dtype)
+                _set_everywhere(model, mixture, dense)
         model._weight_conversions, model.is_loaded_in_8bit = None, False
         model.tie_weights()
         model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
@@ -436,7 +539,7 @@ def _places(model: Any, names: Iterable[str]) -> dict[str, str | None]:
         ValueError: if a layer is missing that is no head: its weights would be made up.
     """
     prefix = f"{model.base_model_prefix}."
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    modules = {name for name, _ in layers_and_projections(model, remove_duplicate=False)}
     layers = {name: name.rpartition(".")[0] for name in names}
     has_base_model = any(layer.startswith(prefix) for layer in layers.values())
     places: dict[str, str | None] = {}
@@ -451,13 +554,16 @@ def _places(model: Any, names: Iterable[str]) -> dict[str, str | None]:
     return places
 
 
-def _check_shape(model: nn.Module, name: str, stored_name: str, shape: tuple[int, int]) -> None:
-    module: Any = model.get_submodule(name)
+def _check_shape(model: nn.Module, name: str, stored_name: str, shape: tuple[int, ...]) -> None:
+    parent, _, own = name.rpartition(".")
+    owner: Any = model.get_submodule(parent)
+    is_stack = is_experts(owner) and own in owner._parameters
+    module: Any = ExpertLinear(owner, own) if is_stack else model.get_submodule(name)
     found = None if kind_of(module) is None else tuple(matrix_of(module).shape)
     if found != shape:
         raise ValueError(
-            f"{stored_name} needs a Linear, Embedding or Conv1D of weight {list(shape)}, the model "
-            f"has {type(module).__name__} {'' if found is None else list(found)}"
+            f"{stored_name} needs a Linear, Embedding, Conv1D or experts of weight {list(shape)}, "
+            f"the model has {type(module).__name__} {'' if found is None else list(found)}"
         )
 
 
@@ -466,7 +572,9 @@ def _planned_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     for pattern, wanted in model._get_dtype_plan(dtype).items():
         if re.search(pattern.replace("*", ".*"), f"{name}.weight"):
             return wanted  # type: ignore[no-any-return]
-    own: torch.dtype = model.get_submodule(name).weight.dtype
+    owner: Any = model.get_submodule(name.rpartition(".")[0])
+    module = owner if name.rpartition(".")[2] in owner._parameters else model.get_submodule(name)
+    own: torch.dtype = next(module.parameters()).dtype
     return own
 
 
@@ -492,6 +600,24 @@ def _set_everywhere(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for attribute, child in parent._modules.items():
             if child is old:
                 parent._modules[attribute] = new
+
+
+def _dense_experts(mixture: Any, like: Any, dtype: torch.dtype | None) -> nn.Module:
+    """Makes the module of transformers of quantised experts; ``like`` is one on meta."""
+    made = copy.deepcopy(like)
+    for name, projection in mixture.named_children():
+        if isinstance(projection, QuantisedExpertLinear):
+            weight = projection.dequantise(dtype)
+            weight = weight.transpose(1, 2).contiguous() if mixture.is_transposed else weight
+            made._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        elif isinstance(projection, ExpertLinear):
+            made._parameters[name] = projection.weight
+        else:
+            continue
+        if projection.bias is not None:
+            made._parameters[f"{name}_bias"] = projection.bias
+    made.train(mixture.training)
+    return made  # type: ignore[no-any-return]
 
 
 def _dense_like(layer: Any, like: Any, dtype: torch.dtype | None) -> nn.Module:

@@ -83,7 +83,7 @@ def check_numerics(backend: Backend, case: Case) -> None:
         with poisoned():
             y = function(*leaves)
         out += [y.detach(), *torch.autograd.grad(y, leaves, grad_y)]
-    W_exact = _exact_weight(q, case.dtype)
+    W_exact = exact_weight(q, case.dtype)
     oracles = (
         linear(x.double(), W_exact, bias.double()),
         grad_y.double() @ W_exact,
@@ -172,7 +172,7 @@ def check_in_place(backend: Backend, case: Case, activations: str = "float") -> 
                 assert torch.equal(result, wanted), f"{name} of {case}: in-place work is lost"
 
 
-def _exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
+def exact_weight(q: QuantisedTensor, dtype: torch.dtype) -> Tensor:
     """Computes ``q.dequantise(dtype)`` in float64, without its last rounding."""
     codes = q.codes().view(q.shape[0], -1, q.group_size)
     if q.codebook is not None:
@@ -201,12 +201,12 @@ def check_bad_input(backend: Backend, case: Case) -> None:
     layout = backend.pack(q, dtype=case.dtype)
     x, bias = case.random(case.m, case.k), case.random(case.n)
     with poisoned():
-        _expect_error(case, "k + 1 columns", lambda: layout(case.random(case.m, case.k + 1)))
-        _expect_error(case, "a scalar", lambda: layout(x[0, 0]))
-        _expect_error(case, "integers", lambda: layout(x.to(torch.int64)))
-        _expect_error(case, "another device", lambda: layout(x.to("meta")))
-        _expect_error(case, "a long bias", lambda: layout(x, case.random(case.n + 1)))
-        _expect_error(case, "a bias of another dtype", lambda: layout(x, bias.to(torch.int32)))
+        expect_error(case, "k + 1 columns", lambda: layout(case.random(case.m, case.k + 1)))
+        expect_error(case, "a scalar", lambda: layout(x[0, 0]))
+        expect_error(case, "integers", lambda: layout(x.to(torch.int64)))
+        expect_error(case, "another device", lambda: layout(x.to("meta")))
+        expect_error(case, "a long bias", lambda: layout(x, case.random(case.n + 1)))
+        expect_error(case, "a bias of another dtype", lambda: layout(x, bias.to(torch.int32)))
         y = layout(x)
         assert layout(x[:0]).shape == (0, case.n), f"{case}: an empty batch"
         assert torch.equal(layout(x[0]), layout(x[:1])[0]), f"{case}: a single row without batch"
@@ -272,7 +272,8 @@ def poisoned() -> Iterator[None]:
             torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def _expect_error(case: Case, what: str, call: Callable[[], Tensor]) -> None:
+def expect_error(case: object, what: str, call: Callable[[], Tensor]) -> None:
+    """Checks that a call raises TypeError or ValueError with a message."""
     message = None
     try:
         call()

@@ -1,0 +1,345 @@
+"""QuantisedExperts: the experts of a mixture, with weights of 1 to 8 bits.
+
+transformers 5 holds the experts of a layer as 3-D parameters ``gate_up_proj`` (or ``up_proj``) and
+``down_proj`` of one module, whose class ``use_experts_implementation`` describes: gated or not,
+with biases or not, transposed or not. ``QuantisedExperts`` takes the place of such a module; its
+projections are modules of their own.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fdk_formats.backends import ExpertLayout
+from fdk_formats.expert_ops import tokens_of_experts
+from fdk_formats.format import Format
+from fdk_formats.packed_module import PackedModule, compute_dtype, copied_parameter
+from fdk_formats.quantise import quantise_stack
+from fdk_formats.stored_weight import StoredWeight, zero_weight
+from fdk_formats.tensor import CanonicalWeight, QuantisedStack
+
+# Attributes that ``use_experts_implementation`` sets.
+DESCRIPTION = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Returns whether a module holds experts as ``use_experts_implementation`` describes them."""
+    described = all(hasattr(module, name) for name in (*DESCRIPTION, "_apply_gate"))
+    return described and len(projections_of(module)) == 2
+
+
+def projections_of(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module's 3-D parameters that are projections of experts."""
+    return tuple(
+        name
+        for name in PROJECTIONS
+        if isinstance(own := module._parameters.get(name), nn.Parameter) and own.ndim == 3
+    )
+
+
+class ExpertLinear(nn.Module):
+    """A projection of experts that is not quantised.
+
+    It shares the parameters of the module of transformers that it is made from.
+
+    Args:
+        owner: the module.
+        name: name of its projection.
+
+    Attributes:
+        weight: ``[experts, n, k]``, or ``[experts, k, n]`` if ``is_transposed``.
+        bias: ``[experts, n]`` or None.
+        is_transposed: see ``weight``.
+        owner: the module, in a tuple, so that it is not registered; empty in a copy of a model.
+        name: name of the projection.
+    """
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.weight = owner._parameters[name]
+        self.bias = owner._parameters.get(f"{name}_bias")
+        self.is_transposed = bool(owner.is_transposed)
+        self.owner, self.name = (owner,), name
+        self.train(owner.training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertLinear":
+        made = ExpertLinear.__new__(ExpertLinear)
+        memo[id(self)] = made
+        state = {**vars(self), "owner": ()}  # the source's module is not copied with it
+        vars(made).update(copy.deepcopy(state, memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "owner": ()}
+
+    def stack(self) -> Tensor:
+        """Returns the weight as ``[experts, n, k]``."""
+        weight: Any = self.weight
+        return weight.transpose(1, 2) if self.is_transposed else weight  # type: ignore[no-any-return]
+
+    def forward(
+        self, input: Tensor, expert_ids: Tensor, routing_weights: Tensor | None = None
+    ) -> Tensor:
+        """See ``QuantisedExpertLinear.forward``."""
+        weight, bias, dtype = self.stack(), self.bias, compute_dtype(input)
+        (tokens, top_k), k = expert_ids.shape, weight.shape[2]
+        rows = input[:, None].expand(tokens, top_k, k) if input.ndim == 2 else input
+        rows = rows.reshape(-1, k).to(dtype)
+        y = rows.new_zeros(tokens * top_k, weight.shape[1])
+        for expert, own in tokens_of_experts(expert_ids, len(weight)):
+            added = None if bias is None else bias[expert].to(dtype)
+            product = nn.functional.linear(rows[own], weight[expert].to(dtype), added)
+            y = y.index_put((own,), product)
+        y = y.view(tokens, top_k, -1)
+        if routing_weights is None:
+            return y
+        return (y.float() * routing_weights[..., None].float()).sum(1).to(dtype)
+
+
+class QuantisedExpertLinear(PackedModule):
+    """A projection of experts, ``y = x @ W_hat[e].T + bias[e]``, whose stack is quantised.
+
+    Its parameters are the canonical tensors of ``QuantisedStack``, frozen, as those of
+    ``QuantisedLinear`` are; and ``bias``.
+
+    Args:
+        experts: number of experts.
+        in_features: k.
+        out_features: n.
+        bias: whether each expert has a bias.
+        device: device of the weight, which is zero until it is loaded.
+        dtype: dtype of ``weight`` and the bias; torch's default if None.
+        format: format of the stack, for example ``"kmeans4-g64"``.
+        backend: ``auto`` or a backend's name, see ``select``.
+
+    Raises:
+        ValueError: if k does not fit the format.
+
+    Example:
+        >>> stack = quantise_stack(torch.randn(8, 32, 64), "int4-g32")
+        >>> layer = QuantisedExpertLinear.from_quantised(stack, dtype=torch.float32)
+        >>> layer(torch.randn(3, 64), torch.tensor([[0, 7], [1, 2], [7, 1]])).shape
+        torch.Size([3, 2, 32])
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        format: Format | str,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self._init_backend(backend, "float")
+        self.num_experts = experts
+        self.in_features, self.out_features = in_features, out_features
+        zero = zero_weight(Format.parse(format), (experts, out_features, in_features), device)
+        self._init_weight(StoredWeight(zero), torch.get_default_dtype() if dtype is None else dtype)
+        zeros = torch.zeros(experts, out_features, dtype=self.dtype, device=device)
+        self.register_parameter("bias", nn.Parameter(zeros) if bias else None)
+
+    @classmethod
+    def from_quantised(
+        cls,
+        stack: QuantisedStack,
+        bias: Tensor | None = None,
+        *,
+        backend: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "QuantisedExpertLinear":
+        """Makes a projection from a quantised stack, whose tensors it holds themselves.
+
+        Args:
+            stack: the stack.
+            bias: ``[experts, n]`` or None; copied to the stack's device and ``dtype``.
+            backend: ``auto`` or a backend's name, see ``select``.
+            dtype: dtype of the activations.
+
+        Raises:
+            NoBackendError: if no backend supports it.
+            ValueError: if the bias has another shape.
+        """
+        experts, n, k = stack.shape
+        if bias is not None and bias.shape != (experts, n):
+            raise ValueError(
+                f"QuantisedExpertLinear: bias must be [{experts}, {n}], got {list(bias.shape)}"
+            )
+        settings: Any = {"format": stack.format, "backend": backend}
+        layer = cls(experts, k, n, bias is not None, "meta", dtype, **settings)
+        layer._set_stored(StoredWeight(stack))
+        if bias is not None:
+            layer.bias = copied_parameter(bias, stack.device, dtype)
+        layer.backend_name = layer._select()
+        return layer
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """``(experts, n, k)``."""
+        return self.num_experts, self.out_features, self.in_features
+
+    def _set_shape(self, *shape: int) -> None:
+        self.num_experts, self.out_features, self.in_features = shape
+
+    def _quantise(self, weight: Tensor) -> CanonicalWeight:
+        return quantise_stack(weight, self.format)
+
+    def forward(
+        self, input: Tensor, expert_ids: Tensor, routing_weights: Tensor | None = None
+    ) -> Tensor:
+        """Computes the products of tokens and their experts, see ``ExpertLayout.forward``.
+
+        Args:
+            input: ``[t, k]``, or ``[t, top_k, k]``.
+            expert_ids: ``[t, top_k]``, integers; -1 for no expert.
+            routing_weights: ``[t, top_k]`` or None.
+
+        Returns:
+            ``[t, top_k, n]``, or with routing weights the weighted sums ``[t, n]``; in the dtype of
+            x, or in autocast's.
+
+        Raises:
+            TypeError: if x is not a floating tensor, or of a dtype without kernels.
+            ValueError: if the shapes or devices do not fit, or (on a CPU) an id is out of range.
+            NoBackendError: if no backend supports the stack.
+        """
+        if torch.compiler.is_compiling():
+            return self._call_in_graph(input, expert_ids, routing_weights)
+        return self._prepare_and_call(input, expert_ids, routing_weights)
+
+    def _call(self, layout: ExpertLayout, dtype: torch.dtype, x: Tensor, *args: Any) -> Tensor:
+        bias: Tensor | None = self.bias
+        x = x if x.dtype == dtype else x.to(dtype)
+        bias = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
+        expert_ids, routing_weights = args
+        y: Tensor = layout.forward(x, expert_ids, bias, routing_weights)
+        return y
+
+    def _call_sharded(self, x: Tensor, *args: Any, dtype: torch.dtype) -> Tensor:
+        raise TypeError(
+            "QuantisedExpertLinear: its parameters are sharded: call the module that fully_shard "
+            "returned, whose hooks gather them"
+        )
+
+    def _dequantised_in_graph(self) -> Tensor:
+        self._pack_for_graph(self.dtype)
+        layout = self._layout_in_graph()
+        # Products with unit vectors are exact, and are dropped where only the dtype is used.
+        eye = torch.eye(self.in_features, dtype=self.dtype, device=self._layout_device)
+        ids = torch.arange(self.num_experts, device=self._layout_device)
+        weight: Tensor = layout.forward(eye, ids.expand(self.in_features, -1))
+        return weight.permute(1, 2, 0)
+
+    def extra_repr(self) -> str:
+        """Shows the sizes, format and backend."""
+        sizes = f"experts={self.num_experts}, in_features={self.in_features}"
+        return (
+            f"{sizes}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{self.format}, backend={self.backend_name}"
+        )
+
+
+class QuantisedExperts(nn.Module):
+    """The experts of a mixture, in the place of a module of transformers.
+
+    Its projections are ``gate_up_proj`` (or ``up_proj``, for experts without a gate) and
+    ``down_proj``: each a ``QuantisedExpertLinear``, or an ``ExpertLinear`` if it was skipped. Gate,
+    activation and norm are those of the source's class; other attributes and modules of the source
+    are its own.
+
+    Args:
+        source: the module, described by ``use_experts_implementation``.
+        projections: both projections by name.
+
+    Attributes:
+        experts_class: class of the source.
+    """
+
+    def __init__(self, source: nn.Module, projections: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.experts_class: Any = type(source)
+        for name, projection in projections.items():
+            self.add_module(name, projection)
+        self.train(source.training)
+
+    def take_over(self, source: nn.Module, memo: dict[int, Any] | None = None) -> None:
+        """Takes the attributes and other modules of the source, such as its activation.
+
+        Args:
+            source: the module.
+            memo: of ``copy.deepcopy``, for copies; None to share them.
+        """
+        own = vars(self)
+        others = {name: value for name, value in vars(source).items() if name not in own}
+        modules = dict(source.named_children())
+        if memo is not None:
+            others, modules = copy.deepcopy((others, modules), memo)
+            for name, projection in self.named_children():
+                if isinstance(projection, ExpertLinear):  # one that was skipped
+                    modules[name] = copy.deepcopy(projection, memo)
+        own.update(others)
+        for name, module in modules.items():
+            self._modules[name] = module
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Computes the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: ``[t, k]``.
+            top_k_index: experts of each token, ``[t, top_k]``; those from the number of experts on
+                are on another process.
+            top_k_weights: their weights, ``[t, top_k]``.
+
+        Returns:
+            ``[t, k]``.
+        """
+        own: Any = self
+        first = own.gate_up_proj if own.has_gate else own.up_proj
+        if own._is_expert_parallel:
+            top_k_index = top_k_index.where(top_k_index < own.num_experts, -1)
+        hidden = first(hidden_states, top_k_index)  # [t, top_k, 2 n or n]
+        hidden = own.experts_class._apply_gate(self, hidden) if own.has_gate else own.act_fn(hidden)
+        if not own.has_post_expert_norm:
+            y: Tensor = own.down_proj(hidden, top_k_index, top_k_weights)
+            return y.to(hidden_states.dtype)
+        y = own.post_expert_norm(own.down_proj(hidden, top_k_index))
+        return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def experts_like(
+    source: nn.Module, quantised: Mapping[str, QuantisedExpertLinear]
+) -> QuantisedExperts:
+    """Makes the quantised counterpart of experts; ``take_over`` completes it.
+
+    Args:
+        source: the module of transformers.
+        quantised: quantised projections by name; others stay as they are.
+    """
+    projections = {name: ExpertLinear(source, name) for name in projections_of(source)}
+    return QuantisedExperts(source, projections | dict(quantised))
+
+
+def layers_and_projections(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a model by name, and the projections of experts as modules.
+
+    A projection is an ``ExpertLinear``, the same one for each name of its module.
+    """
+    made: dict[int, list[ExpertLinear]] = {}
+    for name, module in model.named_modules(remove_duplicate=remove_duplicate):
+        yield name, module
+        if is_experts(module):
+            own = made.setdefault(
+                id(module), [ExpertLinear(module, each) for each in projections_of(module)]
+            )
+            for projection in own:
+                yield f"{name}.{projection.name}".removeprefix("."), projection

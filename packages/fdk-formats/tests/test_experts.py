@@ -1,0 +1,266 @@
+"""Quantised experts as a module: quantising, files, copies, moves, training and errors."""
+
+import copy
+import io
+import logging
+from collections import OrderedDict
+
+import pytest
+import torch
+from mixtures import Experts, Mixture, dequantised
+from torch import nn
+
+from fdk_formats import (
+    QuantisedExpertLinear,
+    QuantisedExperts,
+    QuantisedStack,
+    load,
+    load_model,
+    model_report,
+    quantise,
+    quantise_model,
+    quantise_stack,
+    relative_error,
+    save,
+    save_model,
+)
+from fdk_formats.experts import ExpertLinear
+
+FORMAT = "kmeans4-g16"
+
+
+@pytest.fixture(params=[False, True], ids=["mixtral", "gpt-oss"])
+def mixture(request):
+    return Mixture(transposed=request.param).eval()
+
+
+def test_a_quantised_model_computes_with_its_dequantised_weights(mixture, backend):
+    small = quantise_model(mixture, FORMAT, backend=backend)
+    assert isinstance(small.experts, QuantisedExperts)
+    x = torch.randn(7, 32)
+    torch.testing.assert_close(small(x), dequantised(mixture, small)(x), rtol=1e-5, atol=1e-5)
+    assert isinstance(mixture.experts, Experts)  # untouched
+
+
+def test_in_place_and_as_a_copy_give_the_same(mixture):
+    x = torch.randn(7, 32)
+    wanted = quantise_model(mixture, FORMAT, backend="reference")(x)
+    own = copy.deepcopy(mixture)
+    changed = quantise_model(own, FORMAT, backend="reference", inplace=True)
+    assert changed is own
+    assert torch.equal(own(x), wanted)
+
+
+def test_experts_alone(mixture):
+    experts = mixture.experts
+    ids, weights = torch.tensor([[0, 3], [1, 0]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    small = quantise_model(experts, FORMAT, backend="reference")
+    assert isinstance(small, QuantisedExperts)
+    wanted = dequantised(nn.ModuleDict({"e": experts}), nn.ModuleDict({"e": small}))["e"]
+    x = torch.randn(2, 32)
+    torch.testing.assert_close(small(x, ids, weights), wanted(x, ids, weights))
+
+
+def test_each_expert_is_quantised_as_quantise_does(mixture):
+    small = quantise_model(mixture, FORMAT, backend="reference")
+    weight = mixture.experts.gate_up_proj.detach()
+    weight = weight.mT if mixture.experts.is_transposed else weight
+    stack = small.experts.gate_up_proj.quantised
+    for own, q in zip(weight, stack.matrices(), strict=True):
+        for name, tensor in quantise(own, FORMAT).tensors().items():
+            assert torch.equal(q.tensors()[name], tensor), name
+
+
+def test_report_overrides_and_skip(mixture):
+    overrides = {r"experts\.down_proj$": "int8-g16"}
+    small = quantise_model(mixture, FORMAT, overrides=overrides, backend="reference")
+    rows = {row.name: row for row in model_report(small).layers}
+    assert list(rows) == ["experts.gate_up_proj", "experts.down_proj", "out_proj"]
+    assert rows["experts.gate_up_proj"].shape == (4, 96, 32)
+    assert str(rows["experts.down_proj"].format) == "int8-g16"
+    stack = small.experts.down_proj.quantised
+    weight = mixture.experts.down_proj
+    weight = weight.mT if mixture.experts.is_transposed else weight
+    assert rows["experts.down_proj"].relative_error == relative_error(weight.detach(), stack)
+    both = quantise_model(mixture, FORMAT, skip="experts", backend="reference")
+    assert isinstance(both.experts, Experts)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_one_projection_may_be_skipped(mixture, inplace, tmp_path):
+    x = torch.randn(5, 32)
+    source = copy.deepcopy(mixture)
+    one = quantise_model(source, FORMAT, skip="gate_up", backend="reference", inplace=inplace)
+    assert isinstance(one.experts.gate_up_proj, ExpertLinear)
+    assert [left.name for left in model_report(one).left][:1] == ["router"]
+    torch.testing.assert_close(one(x), dequantised(mixture, one)(x), rtol=1e-5, atol=1e-5)
+    save_model(tmp_path / "one.safetensors", one)
+    loaded = load_model(tmp_path / "one.safetensors", mixture, "reference")
+    assert torch.equal(loaded(x), one(x))
+    copied = copy.deepcopy(one)
+    source.experts.__dict__["gone"] = True  # the copy does not hold the source
+    assert torch.equal(copied(x), one(x))
+
+
+def test_no_warning_of_experts_any_more(mixture, caplog):
+    with caplog.at_level(logging.WARNING):
+        quantise_model(mixture, FORMAT, backend="reference")
+    assert not caplog.records
+
+
+def test_files_and_state_dict_bit_for_bit(mixture, tmp_path, backend):
+    x = torch.randn(5, 32)
+    small = quantise_model(mixture, FORMAT, backend=backend)
+    wanted = small(x)  # packed by now
+    save_model(tmp_path / "m.safetensors", small)
+    stack = load(tmp_path / "m.safetensors")["experts.gate_up_proj.weight"]
+    assert isinstance(stack, QuantisedStack)
+    for name, tensor in small.experts.gate_up_proj.quantised.tensors().items():
+        assert torch.equal(stack.tensors()[name], tensor), name
+    loaded = load_model(tmp_path / "m.safetensors", mixture, backend)
+    assert torch.equal(loaded(x), wanted)
+    state = small.state_dict()
+    assert "experts.gate_up_proj.weight_codebook" in state
+    is_transposed = mixture.experts.is_transposed
+    other = quantise_model(Mixture(transposed=is_transposed), FORMAT, backend=backend)
+    other.load_state_dict(state)
+    assert torch.equal(other(x), wanted)
+    with torch.device("meta"):
+        empty = Mixture(transposed=is_transposed)
+    plan = quantise_model(empty, FORMAT, backend=backend)
+    plan.load_state_dict(state, assign=True)
+    assert torch.equal(plan(x), wanted)
+
+
+def test_files_refuse_what_does_not_fit(mixture, tmp_path):
+    small = quantise_model(mixture, FORMAT, backend="reference")
+    save_model(tmp_path / "m.safetensors", small)
+    other = Mixture(transposed=mixture.experts.is_transposed, experts=3)
+    with pytest.raises(ValueError, match=r"experts of weight \[4, 96, 32\], the model has"):
+        load_model(tmp_path / "m.safetensors", other)
+    stack = quantise_stack(torch.randn(3, 4, 32), FORMAT)
+    stack.scale[1, 0, 0] = torch.inf
+    with pytest.raises(ValueError, match="scale must be finite"):
+        save(tmp_path / "s.safetensors", {"stack": stack})
+
+
+def test_copies_pickles_and_casts(mixture, backend):
+    x = torch.randn(5, 32)
+    small = quantise_model(mixture, FORMAT, backend=backend)
+    wanted = small(x)
+    assert torch.equal(copy.deepcopy(small)(x), wanted)
+    stream = io.BytesIO()
+    torch.save(small, stream)
+    stream.seek(0)
+    assert torch.equal(torch.load(stream, weights_only=False)(x), wanted)
+    half = copy.deepcopy(small).to(torch.bfloat16)
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    assert half.experts.gate_up_proj.weight_codebook.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert small.experts.gate_up_proj(x, torch.zeros(5, 1, dtype=int)).dtype == torch.bfloat16
+
+
+def test_hooks_and_attributes_stay(mixture):
+    seen = []
+    mixture.experts.note = "mine"
+    mixture.experts.register_forward_hook(lambda *args: seen.append(1))
+    small = quantise_model(mixture, FORMAT, backend="reference")
+    small(torch.randn(2, 32))
+    assert seen == [1]
+    assert small.experts.note == "mine"
+    assert small.experts.act_fn is not mixture.experts.act_fn
+
+
+def test_gradients_reach_inputs_router_and_biases(mixture):
+    small = quantise_model(mixture, FORMAT, backend="reference")
+    plain = dequantised(mixture, small)
+    x = torch.randn(6, 32)
+    for model in (small, plain):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(small.router.grad, plain.router.grad, rtol=1e-4, atol=1e-4)
+    if mixture.experts.has_bias:
+        own, wanted = small.experts.gate_up_proj.bias, plain.experts.gate_up_proj_bias
+        torch.testing.assert_close(own.grad, wanted.grad, rtol=1e-4, atol=1e-4)
+    assert not small.experts.gate_up_proj.weight_packed.requires_grad
+
+
+def test_compiled_in_one_graph(mixture, backend):
+    small = quantise_model(mixture, FORMAT, backend=backend)
+    x = torch.randn(6, 32)
+    compiled = torch.compile(small, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), small(x))
+
+
+def test_assigned_weights_are_quantised():
+    layer = QuantisedExpertLinear(
+        3, 32, 8, format="int4-g16", dtype=torch.float32, backend="reference"
+    )
+    weight = torch.randn(3, 8, 32)
+    with pytest.warns(UserWarning, match="quantised again to int4-g16"):
+        layer.weight = weight
+    assert torch.equal(layer.dequantise(), quantise_stack(weight, "int4-g16").dequantise())
+    with pytest.raises(TypeError, match=r"wanted a tensor|must be a tensor \[experts, n, k\]"):
+        layer.weight = weight[0]
+
+
+def test_importance_and_codebooks_by_expert(mixture):
+    weight = mixture.experts.down_proj.detach()
+    weight = weight.mT if mixture.experts.is_transposed else weight
+    importance = torch.rand(4, weight.shape[2]) ** 4
+    given = {"experts.down_proj": importance}
+    small = quantise_model(mixture, FORMAT, importance=given, backend="reference")
+    wanted = quantise_stack(weight, FORMAT, importance)
+    assert torch.equal(small.experts.down_proj.weight_packed, wanted.packed)
+    tables = {"experts.down_proj": torch.randn(4, 16).sort().values}
+    small = quantise_model(mixture, FORMAT, codebook=tables, backend="reference")
+    assert torch.equal(small.experts.down_proj.weight_codebook, tables["experts.down_proj"])
+
+
+def test_codebooks_of_a_stack():
+    weight = torch.randn(3, 8, 32)
+    assert quantise_stack(weight, "nf4-g16").codebook.shape == (1, 16)
+    assert quantise_stack(weight, FORMAT).codebook.shape == (3, 16)
+    shared = quantise_stack(weight, FORMAT, shared_codebook=True)
+    assert shared.codebook.shape == (1, 16)
+    whole = quantise(weight.view(24, 32), FORMAT)
+    assert torch.equal(shared.codebook[0], whole.codebook)
+    assert torch.equal(shared.packed.view(24, -1), whole.packed)
+    assert quantise_stack(weight, "affine4-g16-zint").zero_point.shape == (3, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.randn(8, 32), FORMAT), r"weight must be \[experts, n, k\], got \[8, 32\]"),
+        ((torch.randn(3, 8, 32), FORMAT, torch.rand(8, 32)), r"importance must be \[32\], \[3, 32"),
+    ],
+)
+def test_quantise_stack_checks_its_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        quantise_stack(*arguments)
+
+
+def test_stacks_of_tensors():
+    made = [quantise(torch.randn(4, 32), "int4-g16") for _ in range(2)]
+    stack = QuantisedStack.of(made)
+    assert len(stack) == 2
+    assert torch.equal(stack[-1].packed, made[1].packed)
+    assert stack[0].packed.data_ptr() == stack.packed.data_ptr()
+    with pytest.raises(IndexError, match="wanted an expert of 2, got 2"):
+        stack[2]
+    with pytest.raises(ValueError, match="one format, shape and device, got int4-g16"):
+        QuantisedStack.of([made[0], quantise(torch.randn(5, 32), "int4-g16")])
+    with pytest.raises(ValueError, match=r"codebook of a .* must be \[1, 16\] or \[2, 16\]"):
+        QuantisedStack(stack.format, stack.shape, stack.packed, stack.scale, torch.zeros(16))
+
+
+def test_overrides_name_the_projections(mixture):
+    with pytest.raises(ValueError, match=r"fits no .*experts\.gate_up_proj"):
+        quantise_model(mixture, FORMAT, overrides={"nothing": None})
+
+
+def test_experts_in_a_sequence_keep_their_names():
+    model = nn.Sequential(OrderedDict(a=Experts(), b=Experts()))
+    small = quantise_model(model, FORMAT, backend="reference")
+    names = [row.name for row in model_report(small).layers]
+    assert names == [f"{e}.{p}" for e in "ab" for p in ("gate_up_proj", "down_proj")]

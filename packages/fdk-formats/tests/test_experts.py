@@ -24,6 +24,7 @@ from fdk_formats import (
     save,
     save_model,
 )
+from fdk_formats.expert_importance import expert_importance
 from fdk_formats.experts import ExpertLinear
 
 FORMAT = "kmeans4-g16"
@@ -254,6 +255,28 @@ def test_stacks_of_tensors():
         QuantisedStack(stack.format, stack.shape, stack.packed, stack.scale, torch.zeros(16))
 
 
+@pytest.mark.parametrize("format", ["nf4-g16", FORMAT, "affine4-g16"])
+def test_parts_of_a_stack_compute_parts_of_the_sum(format):
+    """Expert parallelism: ids of experts elsewhere are -1, and the sums of all parts add up."""
+    stack = quantise_stack(torch.randn(6, 8, 32), format)
+    x, weights = torch.randn(5, 32), torch.rand(5, 2)
+    ids = torch.rand(5, 6).topk(2).indices
+
+    def product(part, own_ids):
+        settings = {"backend": "reference", "dtype": torch.float32}
+        return QuantisedExpertLinear.from_quantised(part, **settings)(x, own_ids, weights)
+
+    total = 0
+    for start, stop in ((0, 2), (2, 5), (5, 6)):
+        part = stack.experts(start, stop)
+        assert part.packed.data_ptr() == stack.packed[start].data_ptr()
+        here = (ids >= start) & (ids < stop)
+        total = total + product(part, (ids - start).where(here, -1))
+    torch.testing.assert_close(total, product(stack, ids))
+    with pytest.raises(IndexError, match="experts of 6, got 5 to 7"):
+        stack.experts(5, 7)
+
+
 def test_overrides_name_the_projections(mixture):
     with pytest.raises(ValueError, match=r"fits no .*experts\.gate_up_proj"):
         quantise_model(mixture, FORMAT, overrides={"nothing": None})
@@ -264,3 +287,40 @@ def test_experts_in_a_sequence_keep_their_names():
     small = quantise_model(model, FORMAT, backend="reference")
     names = [row.name for row in model_report(small).layers]
     assert names == [f"{e}.{p}" for e in "ab" for p in ("gate_up_proj", "down_proj")]
+
+
+def test_importance_of_what_experts_receive(mixture):
+    """By hand: the mean square of x over the tokens of each expert, and of what down_proj gets."""
+    model, x = mixture, torch.randn(20, 32)
+    ids = (x @ model.router.T).softmax(-1).topk(2).indices
+    owner = model.experts
+    first, second = (ExpertLinear(owner, name) for name in ("gate_up_proj", "down_proj"))
+    got = expert_importance(model, [first, second], [(x,)])
+    middle = owner._apply_gate(first(x, ids))
+    for expert in range(4):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        wanted = x[tokens].square().mean(0), middle[tokens, places].square().mean(0)
+        for have, want in zip(got, wanted, strict=True):
+            torch.testing.assert_close(have[expert], want, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_without_tokens_get_the_mean_of_the_others():
+    experts = Experts()
+    (found,) = expert_importance(
+        experts,
+        [ExpertLinear(experts, "gate_up_proj")],
+        [(torch.ones(2, 32) * 3, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2))],
+    )
+    assert torch.equal(found, torch.full((4, 32), 9.0))
+
+
+def test_calibration_gives_experts_their_importance(mixture):
+    x = torch.randn(40, 32) * torch.linspace(0.1, 3, 32)
+    calibrated = quantise_model(
+        mixture, "kmeans2-g16", calibration=[(x,)], epochs=0, progress=False, backend="reference"
+    )
+    plain = quantise_model(mixture, "kmeans2-g16", backend="reference")
+    wanted = mixture(x)
+    errors = [float((model(x) - wanted).norm()) for model in (calibrated, plain)]
+    assert errors[0] < 0.9 * errors[1]
+    assert calibrated.experts.gate_up_proj.relative_error is not None

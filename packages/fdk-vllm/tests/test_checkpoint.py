@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fdk_formats import Format, quantise, save
+from fdk_formats import Format, quantise, quantise_stack, save
 from fdk_vllm.checkpoint import fetch_headers, read_headers, split_name, stored_layers
 
 
@@ -41,6 +41,13 @@ def test_packed_and_plain_layers(tmp_path):
     assert layers["tied"] == layers["up"]
     assert layers["norm"].tensors == {"weight": torch.float16}
     assert layers["norm"].format is None
+
+
+def test_packed_experts_are_refused(tmp_path):
+    stack = quantise_stack(torch.randn(2, 8, 64), "int4-g64")
+    save(tmp_path / "model.safetensors", {"mlp.experts.down_proj.weight": stack})
+    with pytest.raises(ValueError, match=r"down_proj\.weight holds packed experts.*skip="):
+        stored_layers(read_headers(tmp_path))
 
 
 def test_shards_that_the_index_names(tmp_path):

@@ -50,6 +50,48 @@ class Weight:
         self, activation: str, grad_y: Bytes, m: int, grad_x: Bytes, threads: int, /
     ) -> None: ...
 
+class ExpertStack:
+    def __init__(
+        self,
+        experts: int,
+        n: int,
+        k: int,
+        group_size: int,
+        bits: int,
+        codes: Bytes,
+        scales: Bytes,
+        scale_type: str,
+        zeros: Bytes,
+        zero_type: str,
+        codebooks: Bytes,
+        /,
+    ) -> None: ...
+    def linear(
+        self,
+        activation: str,
+        x: Bytes,
+        ids: Bytes,
+        tokens: int,
+        top_k: int,
+        bias: Bytes,
+        routing_weights: Bytes,
+        y: Bytes,
+        threads: int,
+        batch_invariant: bool,
+        /,
+    ) -> None: ...
+    def grad_x(
+        self,
+        activation: str,
+        grad_y: Bytes,
+        ids: Bytes,
+        tokens: int,
+        top_k: int,
+        grad_x: Bytes,
+        threads: int,
+        /,
+    ) -> None: ...
+
 def dense_linear(
     gemv: bool,
     dtype: str,

@@ -132,8 +132,8 @@ class QuantisedEmbedding(QuantisedModule, nn.Embedding):
         """``(n, k)``."""
         return self.num_embeddings, self.embedding_dim
 
-    def _set_shape(self, n: int, k: int) -> None:
-        self.num_embeddings, self.embedding_dim = n, k
+    def _set_shape(self, *shape: int) -> None:
+        self.num_embeddings, self.embedding_dim = shape
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the rows of the table.

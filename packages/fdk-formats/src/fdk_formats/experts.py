@@ -216,7 +216,7 @@ class QuantisedExpertLinear(PackedModule):
         return self._prepare_and_call(input, expert_ids, routing_weights)
 
     def _call(self, layout: ExpertLayout, dtype: torch.dtype, x: Tensor, *args: Any) -> Tensor:
-        bias: Tensor | None = self.bias
+        bias: Any = self.bias
         x = x if x.dtype == dtype else x.to(dtype)
         bias = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
         expert_ids, routing_weights = args

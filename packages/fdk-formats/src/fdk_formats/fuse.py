@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,7 @@ class Group:
         except (NoBackendError, ValueError) as error:
             logger.info("left layers of one input apart: %s", error)
             return
-        product = Product(layout, self)
+        product = Product(cast("Layout", layout), self)
         for index, weight in enumerate(stored):
             weight.hold_in(FusedRows(product, index), name)
         self.separate = ()

@@ -71,10 +71,10 @@ def quantised_like(
         dtype: dtype of the activations.
         settings: arguments ``backend`` and ``activations`` of ``QuantisedLinear``.
     """
-    if kind_of(source) == "embedding":
-        return QuantisedEmbedding.from_quantised(q, source.padding_idx, dtype=dtype)
     if isinstance(q, QuantisedStack):
         backend = settings["backend"]
         return QuantisedExpertLinear.from_quantised(q, bias, dtype=dtype, backend=backend)
     assert isinstance(q, QuantisedTensor)
+    if kind_of(source) == "embedding":
+        return QuantisedEmbedding.from_quantised(q, source.padding_idx, dtype=dtype)
     return QuantisedLinear.from_quantised(q, bias, dtype=dtype, **settings)

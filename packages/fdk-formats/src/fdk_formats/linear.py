@@ -161,8 +161,8 @@ class QuantisedLinear(PackedModule, nn.Linear):
         """``(n, k)``."""
         return self.out_features, self.in_features
 
-    def _set_shape(self, n: int, k: int) -> None:
-        self.out_features, self.in_features = n, k
+    def _set_shape(self, *shape: int) -> None:
+        self.out_features, self.in_features = shape
         self.input_permutation = None
 
     def permute_inputs(self, permutation: Tensor | None) -> None:

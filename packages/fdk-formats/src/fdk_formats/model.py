@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, check_activations, select
 from fdk_formats.calibration import EPOCHS, advise_calibration, calibrate_weights
+from fdk_formats.expert_importance import expert_importance
 from fdk_formats.experts import (
     PROJECTIONS,
     ExpertLinear,
@@ -35,6 +36,7 @@ from fdk_formats.layer_kinds import (
     parameter_name,
     quantised_like,
 )
+from fdk_formats.model_inputs import calls_of
 from fdk_formats.quantise import quantise, quantise_stack
 from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
 from fdk_formats.report import left_weights, model_report, summary_of
@@ -118,9 +120,10 @@ def quantise_model(
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         calibration: inputs of the model, such as token ids ``[windows, tokens]``, to quantise
             linear layers for, block after block; see ``calibrate_weights``. It lowers the error of
-            a language model several times at 3 bits and fewer. Layers of other kinds are not
-            calibrated. Not with ``importance`` or ``codebook``. Each layer's ``relative_error`` is
-            that before scales were trained.
+            a language model several times at 3 bits and fewer. Experts get the importance of
+            their inputs (see ``expert_importance``), without error compensation; layers of other
+            kinds are not calibrated. Not with ``importance`` or ``codebook``. Each layer's
+            ``relative_error`` is that before scales were trained.
         epochs: how often scales are trained on each input of ``calibration``, for language models;
             0 for calibration without training.
         importance: by layer name, see ``quantise``, and ``quantise_stack`` for experts. Those of
@@ -181,9 +184,13 @@ def quantise_model(
             model, inplace = copy.deepcopy(model), True
             known = dict(layers_and_projections(model))
             sources = {name: known[name] for name in sources}
+        calls = calls_of(calibration)
         linear = {n: f for n, f in formats.items() if kind_of(sources[n]) == "linear"}
-        calibrated = calibrate_weights(model, linear, calibration, epochs=epochs, progress=progress)
-        for name in [name for name in formats if name not in linear]:
+        calibrated = calibrate_weights(model, linear, calls, epochs=epochs, progress=progress)
+        stacks = [name for name in formats if kind_of(sources[name]) == "experts"]
+        found = expert_importance(model, [sources[name] for name in stacks], calls)
+        importances |= {id(sources[n].weight): i for n, i in zip(stacks, found, strict=True)}
+        for name in [name for name in formats if name not in linear and name not in stacks]:
             logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
         # A layer of a shared weight after the one that was calibrated.
         names = sorted(formats, key=lambda name: name not in calibrated)
@@ -385,7 +392,7 @@ def _counterpart(
 
 
 def _replace(
-    source: Any, layer: QuantisedModule, places: Mapping[int, Sequence[tuple[nn.Module, str]]]
+    source: Any, layer: Any, places: Mapping[int, Sequence[tuple[nn.Module, str]]]
 ) -> None:
     """Puts a layer in the place of its source, wherever that is registered."""
     if getattr(source, "bias", None) is not None:

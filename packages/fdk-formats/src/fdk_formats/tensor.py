@@ -248,7 +248,8 @@ class QuantisedTensor(CanonicalWeight):
 class QuantisedStack(CanonicalWeight):
     """Weights ``[experts, n, k]`` of a mixture of experts in canonical form.
 
-    ``stack[e]`` is the weight of expert e; its tensors are views.
+    ``stack[e]`` is the weight of expert e, and ``stack.experts(a, b)`` a stack of some of them, as
+    for expert parallelism; their tensors are views.
 
     Attributes:
         format: explains the tensors.
@@ -321,6 +322,22 @@ class QuantisedStack(CanonicalWeight):
             for name, tensor in self.tensors().items()
         }
         return QuantisedTensor(self.format, (n, k), **tensors)
+
+    def experts(self, start: int, stop: int) -> "QuantisedStack":
+        """Returns the stack of experts ``start`` to ``stop``, as views.
+
+        Raises:
+            IndexError: if there are none.
+        """
+        if not 0 <= start < stop <= len(self):
+            raise IndexError(
+                f"QuantisedStack: wanted experts of {len(self)}, got {start} to {stop}"
+            )
+        tensors = {
+            name: tensor if name == "codebook" and len(tensor) == 1 else tensor[start:stop]
+            for name, tensor in self.tensors().items()
+        }
+        return QuantisedStack(self.format, (stop - start, *self.shape[1:]), **tensors)
 
     def matrices(self) -> "Iterator[QuantisedTensor]":
         """Yields the weight of every expert, as views."""

@@ -214,7 +214,7 @@ class FdkQuantiser(HfQuantizer):
             projection = ExpertLinear(source, full_name.removeprefix(f"{name}."))
             experts, n, k = projection.stack().shape
             backend = self.quantization_config.backend
-            layer = QuantisedExpertLinear(
+            layer: Any = QuantisedExpertLinear(
                 experts, k, n, False, "meta", dtype, format=format, backend=backend
             )
             layer.bias = projection.bias

@@ -12,6 +12,7 @@ from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.expert_launch import expert_linear, expert_reduce, route
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
 from fdk_formats import Format
+from fdk_formats.experts import QuantisedExpertLinear
 from fdk_formats.testing import (
     ExpertCase,
     check_expert_backend,
@@ -186,3 +187,14 @@ def test_batch_invariant() -> None:
     whole = layout(x, ids)
     for m in (1, 4):
         assert torch.equal(layout(x[:m], ids[:m]), whole[:m])
+
+
+def test_layer() -> None:
+    """A projection packs for this backend, and gives back its tensors."""
+    case = case_of("custom4-g32", 2, 2, 24, 64, "elsewhere")
+    stack, bias = case.stack(), case.random(5, 24)
+    layer = QuantisedExpertLinear.from_quantised(stack, bias, backend="triton", dtype=case.dtype)
+    x, ids = case.random(2, 64), case.expert_ids()
+    y = layer(x, ids)
+    assert torch.equal(y, TritonExpertLayout(stack)(x, ids, bias))
+    assert torch.equal(layer.state_dict()["weight_packed"], stack.packed)

@@ -9,7 +9,9 @@ from triton_cases import DTYPES
 from triton_compile import (
     MAX_STACK,
     TARGETS,
+    check_not_serialised,
     check_stack,
+    check_warp_reduction,
     compile_expert_gemm,
     compile_expert_gemv,
     compile_kernel,
@@ -27,8 +29,10 @@ from fdk_cuda.triton.configs.experts import (
     max_gemv_tokens,
 )
 from fdk_cuda.triton.configs.gpus import STATIC_SMEM_BYTES
+from fdk_cuda.triton.expert_layout import TritonExpertLayout
+from fdk_cuda.triton.expert_ops import triton_expert_linear_op
 from fdk_cuda.triton.kernels.expert_sort import sort_kernel
-from fdk_formats import Format
+from fdk_formats import Format, Problem, unsupported_reasons
 from fdk_formats.testing import (
     ExpertCase,
     check_expert_backend,
@@ -74,12 +78,18 @@ def compile_config(
     ],
 )
 def test_spills_nothing(bits: int, affine: bool, target: int, tokens: int, swiglu: bool) -> None:
-    """Also that a table of the GEMV fits with what Triton allocates."""
+    """Nor do the kernels of one weight lose what they rely on, in the registers and in the products."""
     made, config = compile_config(bits, tokens, target, affine=affine, swiglu=swiglu)
     check_stack(made)
     used = made.metadata.shared + static_bytes(made)
-    is_gemv = isinstance(config.kernel, GemvConfig)
-    assert used <= (STATIC_SMEM_BYTES if is_gemv else TARGETS[target])
+    if isinstance(config.kernel, GemvConfig):
+        check_warp_reduction(made)
+        assert used <= STATIC_SMEM_BYTES
+    else:
+        assert used <= TARGETS[target]
+        if target == 90:
+            assert "wgmma.mma_async" in made.asm["ptx"]
+            check_not_serialised(made)
 
 
 @pytest.mark.parametrize("one_block", [True, False])
@@ -134,6 +144,16 @@ def test_fits_swiglu(bits: int, n: int, fits: bool) -> None:
     assert fits_swiglu(layout_of(bits, n, 64)) == fits
 
 
+def test_stacks_are_for_triton() -> None:
+    """Marlin has no kernels for stacks; Triton's reasons are those for one weight."""
+    device = torch.device("cuda")
+    problem = Problem(Format.parse("int4-g64"), 64, 64, torch.float64, device, "int8", experts=8)
+    reasons = unsupported_reasons(problem)
+    for name in ("marlin", "marlin-lut"):
+        assert reasons[name] == "has no kernels for stacks of experts"
+    assert str(reasons["triton"]).startswith("has no int8 activations; needs activations of torch.")
+
+
 GPU_CASES = list(expert_cases(dtypes=DTYPES, device="cuda"))
 
 
@@ -141,6 +161,17 @@ GPU_CASES = list(expert_cases(dtypes=DTYPES, device="cuda"))
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_conformance(case: ExpertCase) -> None:
     check_expert_backend(TritonBackend(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_batch_invariant(tokens: int) -> None:
+    case = mlp_case("custom4-g64", 64, 192, 256)
+    layout = TritonBackend(batch_invariant=True).pack_stack(case.stack(), dtype=case.dtype)
+    x, ids = case.random(64, 256), case.expert_ids()
+    whole = layout(x, ids)
+    assert torch.equal(layout(x[:tokens], ids[:tokens]), whole[:tokens])
+    assert torch.equal(layout(x[-tokens:], ids[-tokens:]), whole[-tokens:])
 
 
 @pytest.mark.gpu
@@ -184,6 +215,35 @@ def test_mlp(format: str, tokens: int) -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(replayed, up.mlp(down, x, ids, weights))
+
+
+@pytest.mark.gpu
+def test_opcheck() -> None:
+    case = mlp_case("custom4-g64", 5, 64, 128)
+    layout = TritonBackend().pack_stack(case.stack(), dtype=case.dtype)
+    assert isinstance(layout, TritonExpertLayout)
+    x, ids = case.random(5, 128).requires_grad_(), case.expert_ids()
+    weights = case.random(*ids.shape).requires_grad_()
+    w = layout._weight()
+    tensors = w.words, w.scale, w.zero_point, w.values, w.lanes
+    arguments = (x, ids, *tensors, 4, 64, False, None, weights, 32, 64, 128)
+    torch.library.opcheck(triton_expert_linear_op.op, arguments)
+
+
+# torch 2.11 raises a deprecation warning when Inductor is first imported.
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
+def test_compiles_whole() -> None:
+    first, second = mlp_case("custom4-g64", 5, 512, 384), mlp_case("custom4-g64", 5, 384, 256)
+    up = TritonBackend().pack_stack(first.stack(), dtype=first.dtype)
+    down = TritonBackend().pack_stack(second.stack(), dtype=first.dtype)
+    x, ids = first.random(5, 384), first.expert_ids()
+    weights = first.random(*ids.shape, dtype=torch.float32).softmax(1)
+    with torch.no_grad():
+        compiled = torch.compile(up.mlp, fullgraph=True, dynamic=True)
+        for tokens in (5, 2, 3):
+            given = x[:tokens], ids[:tokens], weights[:tokens]
+            assert torch.equal(compiled(down, *given), up.mlp(down, *given))
 
 
 @pytest.mark.gpu

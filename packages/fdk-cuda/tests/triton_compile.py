@@ -67,14 +67,29 @@ def check_stack(compiled: Any) -> None:
     assert stack <= MAX_STACK
 
 
+def check_warp_reduction(compiled: object) -> None:
+    """``add_warps`` sums over the first dimension, of which each warp holds one element."""
+    text = compiled.asm["ttgir"]
+    name = re.search(r"st\.shared\.v4\.f32.*: tensor<[0-9x]+xf32, (#\w+)>", text)[1]
+    layout = re.search(rf"^{name} = (.*)", text, re.MULTILINE)[1]
+    first, warps = re.fullmatch(r".*register = (.*), warp = (.*), block.*", layout).groups()
+    assert set(re.findall(r"\[(\d+), ", first)) == {"0"}, layout
+    assert "0" not in re.findall(r"\[(\d+), ", warps), layout
+
+
+def check_not_serialised(compiled: Any) -> None:
+    """Asserts that ptxas keeps wgmmas in flight; C7510 to C7515 say that it waits for each."""
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", "-o", "/dev/null", "/dev/stdin"]
+    done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "serialized" not in done.stderr, done.stderr
+
+
 def check_hopper(compiled: Any) -> None:
     """Asserts that a Gluon kernel spills nothing and keeps wgmmas in flight, A in registers."""
     check_stack(compiled)
+    check_not_serialised(compiled)
     ptx = compiled.asm["ptx"]
-    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", "-o", "/dev/null", "/dev/stdin"]
-    done = subprocess.run(command, input=ptx, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "serialized" not in done.stderr, done.stderr  # C7510 to C7515: it waits for each wgmma
     # Operand A is four registers; a descriptor of shared memory would be one.
     products = operands_of(ptx)
     assert products

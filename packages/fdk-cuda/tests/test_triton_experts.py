@@ -78,7 +78,7 @@ def compile_config(
     ],
 )
 def test_spills_nothing(bits: int, affine: bool, target: int, tokens: int, swiglu: bool) -> None:
-    """Nor do the kernels of one weight lose what they rely on, in the registers and in the products."""
+    """Sums of warps stay in registers, and wgmmas in flight, as in the kernels of one weight."""
     made, config = compile_config(bits, tokens, target, affine=affine, swiglu=swiglu)
     check_stack(made)
     used = made.metadata.shared + static_bytes(made)

@@ -32,6 +32,8 @@ from triton_compile import (
     TARGETS,
     compile_dequantise,
     compile_dgrad,
+    compile_expert_gemm,
+    compile_expert_gemv,
     compile_gemm,
     compile_gemv,
     layout_of,
@@ -42,8 +44,9 @@ from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST
 from fdk_cuda.marlin.heuristics_hopper import hopper_shapes
 from fdk_cuda.marlin.heuristics_small_m import MAX_M, plan_small
 from fdk_cuda.marlin.instantiations import Variant, dequantise_program, small_m_program
-from fdk_cuda.triton.configs import GPUS
+from fdk_cuda.triton.configs import GPUS, GemvConfig
 from fdk_cuda.triton.configs.dgrad import dgrad_config
+from fdk_cuda.triton.configs.experts import expert_config, fits_swiglu
 from fdk_cuda.triton.configs.gemm import gemm_config
 from fdk_cuda.triton.configs.gemv import gemv_config
 from fdk_formats.format import BITS
@@ -88,11 +91,23 @@ def dequantise_kernels(bits: int, affine: bool, target: int) -> Iterator[Compile
     yield compile_dequantise(layout_of(bits, 4096, 4096), affine, target), None
 
 
+def expert_kernels(bits: int, affine: bool, target: int) -> Iterator[Compiled]:
+    layout, gpu = layout_of(bits, 1536, 2048), GPUS[divmod(target, 10)]
+    for tokens, swiglu in itertools.product((32, 128, 1024), (False, True)):
+        if swiglu and not fits_swiglu(layout):
+            continue
+        config = expert_config(layout, tokens, 8, 128, gpu, affine=affine, swiglu=swiglu)
+        is_gemv = isinstance(config.kernel, GemvConfig)
+        compile_one = compile_expert_gemv if is_gemv else compile_expert_gemm
+        made = compile_one(layout, config, target, affine=affine, swiglu=swiglu)
+        yield made, (tokens, swiglu, config)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("bits", "affine"), KINDS)
 @pytest.mark.parametrize(
     "kernels",
-    [gemv_kernels, gemm_kernels, dgrad_kernels, dequantise_kernels],
+    [gemv_kernels, gemm_kernels, dgrad_kernels, dequantise_kernels, expert_kernels],
     ids=lambda f: f.__name__,
 )
 def test_triton_spills_nothing(kernels: object, bits: int, affine: bool, target: int) -> None:

@@ -13,7 +13,9 @@ import pytest
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_autotune.py"])
+@pytest.mark.parametrize(
+    "name", ["interpreted_kernels.py", "interpreted_autotune.py", "interpreted_experts.py"]
+)
 def test_interpreter(name, pytestconfig):
     if INTERPRETED:
         pytest.skip("already in the interpreter")

@@ -16,12 +16,15 @@ from triton.compiler import ASTSource
 from fdk_cuda.triton.compiled_launch import OPTIONS
 from fdk_cuda.triton.configs import GPUS, DgradWgmmaConfig, GemmConfig, GemmWgmmaConfig
 from fdk_cuda.triton.configs.dgrad import dgrad_config
+from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, dequantise_config, takes_table
 from fdk_cuda.triton.configs.gemv import gemv_config
 from fdk_cuda.triton.configs.gpus import WGMMA_TILE_N, WGMMA_WARPS
 from fdk_cuda.triton.kernels.dequantise import dequantise_kernel
 from fdk_cuda.triton.kernels.dgrad import dgrad_kernel
 from fdk_cuda.triton.kernels.dgrad_wgmma import dgrad_wgmma_kernel
+from fdk_cuda.triton.kernels.expert_gemm import expert_gemm_kernel
+from fdk_cuda.triton.kernels.expert_gemv import expert_gemv_kernel
 from fdk_cuda.triton.kernels.gemm import gemm_kernel
 from fdk_cuda.triton.kernels.gemm_wgmma import gemm_wgmma_kernel
 from fdk_cuda.triton.kernels.gemv import gemv_kernel
@@ -40,6 +43,9 @@ TENSORS = {
     **dict.fromkeys(("scale_ptr", "zero_ptr"), "*bf16"),
     **dict.fromkeys(("words_ptr", "lanes_ptr"), "*i32"),
     "values_ptr": "*i16",
+    **dict.fromkeys(("order_ptr", "tiles_ptr", "counts_ptr"), "*i32"),
+    "ids_ptr": "*i64",
+    "routing_ptr": "*fp32",
 }
 
 
@@ -61,14 +67,29 @@ def check_stack(compiled: Any) -> None:
     assert stack <= MAX_STACK
 
 
+def check_warp_reduction(compiled: object) -> None:
+    """``add_warps`` sums over the first dimension, of which each warp holds one element."""
+    text = compiled.asm["ttgir"]
+    name = re.search(r"st\.shared\.v4\.f32.*: tensor<[0-9x]+xf32, (#\w+)>", text)[1]
+    layout = re.search(rf"^{name} = (.*)", text, re.MULTILINE)[1]
+    first, warps = re.fullmatch(r".*register = (.*), warp = (.*), block.*", layout).groups()
+    assert set(re.findall(r"\[(\d+), ", first)) == {"0"}, layout
+    assert "0" not in re.findall(r"\[(\d+), ", warps), layout
+
+
+def check_not_serialised(compiled: Any) -> None:
+    """Asserts that ptxas keeps wgmmas in flight; C7510 to C7515 say that it waits for each."""
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", "-o", "/dev/null", "/dev/stdin"]
+    done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "serialized" not in done.stderr, done.stderr
+
+
 def check_hopper(compiled: Any) -> None:
     """Asserts that a Gluon kernel spills nothing and keeps wgmmas in flight, A in registers."""
     check_stack(compiled)
+    check_not_serialised(compiled)
     ptx = compiled.asm["ptx"]
-    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", "-o", "/dev/null", "/dev/stdin"]
-    done = subprocess.run(command, input=ptx, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "serialized" not in done.stderr, done.stderr  # C7510 to C7515: it waits for each wgmma
     # Operand A is four registers; a descriptor of shared memory would be one.
     products = operands_of(ptx)
     assert products
@@ -158,6 +179,50 @@ def compile_gemm(config: GemmConfig, bits: int, affine: bool, target: int) -> An
         arguments["AFFINE"] = 2
     layout = layout_of(bits, 4096, 4096)
     return compile_kernel(gemm_kernel, target, layout, affine, arguments, stages=config.stages)
+
+
+def compile_expert_gemv(
+    layout: PackedLayout, config: ExpertConfig, target: int, *, affine: bool, swiglu: bool = False
+) -> Any:
+    """Compiles one configuration with tables for each expert."""
+    gemv = config.kernel
+    arguments = {
+        "HAS_ROUTING": not swiglu,
+        "OWN_TABLES": True,
+        "SORTED": config.is_sorted,
+        "SWIGLU": swiglu,
+        "N_TILES": gemv.n_tiles,
+        "M_TILES": config.rows // 8,
+        "WARPS": gemv.warps,
+        "AHEAD": gemv.ahead,
+        "FETCH": gemv.fetch if target >= 90 else 0,
+        "OVERLAP": target >= 90 and gemv.overlap,
+        "MINUS": affine and gemv.minus,
+    }
+    return compile_kernel(
+        expert_gemv_kernel, target, layout, affine, arguments, registers=gemv.registers
+    )
+
+
+def compile_expert_gemm(
+    layout: PackedLayout, config: ExpertConfig, target: int, *, affine: bool, swiglu: bool = False
+) -> Any:
+    """Compiles one configuration with tables for each expert."""
+    gemm = config.kernel
+    arguments = {
+        "HAS_ROUTING": not swiglu,
+        "OWN_TABLES": True,
+        "SWIGLU": swiglu,
+        "N_TILES": gemm.n_tiles,
+        "WARPS": gemm.warps,
+        "BLOCK_M": gemm.block_m,
+        "GROUP_M": 4,
+        "STAGES": gemm.stages,
+        "TABLE": takes_table(gemm, layout.bits, layout.padded_group, TARGETS[target]),
+    }
+    if affine and layout.bits in GEMM_FUSED_BITS and GPUS[divmod(target, 10)].is_measured:
+        arguments["AFFINE"] = 2
+    return compile_kernel(expert_gemm_kernel, target, layout, affine, arguments, stages=gemm.stages)
 
 
 def compile_dequantise(layout: PackedLayout, affine: bool, target: int) -> Any:

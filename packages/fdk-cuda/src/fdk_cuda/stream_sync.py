@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fdk_formats.backends import Layout
 
 
-class SyncedLayout(Layout):
+class SyncedBuffers(nn.Module):
     """A layout for kernels launched with PDL.
 
     Such a kernel reads the weight before the previous kernel of the stream has ended, which may be
@@ -32,3 +32,7 @@ class SyncedLayout(Layout):
         """Synchronises after ``copy.deepcopy`` and unpickling, which end with this."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.synchronise()
+
+
+class SyncedLayout(SyncedBuffers, Layout):
+    """A layout of one weight for kernels launched with PDL."""

@@ -154,6 +154,37 @@ class ExpertLayout(nn.Module, ABC):
             a token, ``sum_j routing_weights[t, j] * y[t, j]``, ``[t, n]``.
         """
 
+    def mlp(
+        self,
+        down: "ExpertLayout",
+        x: Tensor,
+        expert_ids: Tensor,
+        routing_weights: Tensor,
+        bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Computes ``down(silu(gate) * up)``, weighted and summed over the experts of a token.
+
+        The outputs of this stack are the gates, then as many values ``up``. A backend may override
+        this with kernels that fuse some of it, and round less often.
+
+        Args:
+            down: the second stack, ``[experts, n, inner]``, where this one has ``2 * inner``
+                outputs.
+            x: ``[t, k]``.
+            expert_ids: ``[t, top_k]``, see ``forward``.
+            routing_weights: ``[t, top_k]``, floating.
+            bias: ``[experts, 2 * inner]`` or None.
+            down_bias: ``[experts, n]`` or None.
+
+        Returns:
+            ``[t, n]`` in the dtype of x.
+        """
+        gate, up = self(x, expert_ids, bias).chunk(2, dim=-1)
+        inner = nn.functional.silu(gate) * up
+        y: Tensor = down(inner, expert_ids, down_bias, routing_weights)
+        return y
+
     @abstractmethod
     def unpack(self) -> QuantisedStack:
         """Returns the stack it was packed from, byte for byte."""

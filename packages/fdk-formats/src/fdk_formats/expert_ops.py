@@ -91,7 +91,7 @@ def define_expert_op(
 
     def run(x: Tensor, expert_ids: Tensor, *args: Any) -> Tensor:
         *own, bias, routing_weights, experts, n, k = args
-        _check(name, x, expert_ids, own[0], bias, routing_weights, experts, n, k)
+        check_arguments(name, x, expert_ids, own[0], bias, routing_weights, experts, n, k)
         _check_range(name, expert_ids, experts)
         if expert_ids.numel() == 0 or n == 0:
             return x.new_zeros(_result_shape(expert_ids, routing_weights, n))
@@ -103,7 +103,7 @@ def define_expert_op(
 
     def fake(x: Tensor, expert_ids: Tensor, *args: Any) -> Tensor:
         *own, bias, routing_weights, experts, n, k = args
-        _check(name, x, expert_ids, own[0], bias, routing_weights, experts, n, k)
+        check_arguments(name, x, expert_ids, own[0], bias, routing_weights, experts, n, k)
         return x.new_empty(_result_shape(expert_ids, routing_weights, n))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -187,7 +187,7 @@ def _result_shape(expert_ids: Tensor, routing_weights: Tensor | None, n: int) ->
     return (tokens, top_k, n) if routing_weights is None else (tokens, n)
 
 
-def _check(
+def check_arguments(
     name: str,
     x: Tensor,
     expert_ids: Tensor,

@@ -12,6 +12,7 @@ from fdk_cuda.stream_sync import SyncedLayout
 from fdk_cuda.triton import autotune
 from fdk_cuda.triton.compiled_launch import INTERPRETED
 from fdk_cuda.triton.configs import GemvConfig
+from fdk_cuda.triton.expert_layout import TritonExpertLayout
 from fdk_cuda.triton.kernels.decode import DTYPES, lookup_tables
 from fdk_cuda.triton.launch import gpu_at, launched_gemv
 from fdk_cuda.triton.layout import (
@@ -24,9 +25,16 @@ from fdk_cuda.triton.layout import (
 from fdk_cuda.triton.ops import triton_linear_op
 from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_cuda.triton.toolchain import why_no_launcher
-from fdk_formats.backends import Layout, Problem, all_reasons, no_activations, wrong_dtype
+from fdk_formats.backends import (
+    ExpertLayout,
+    Layout,
+    Problem,
+    all_reasons,
+    no_activations,
+    wrong_dtype,
+)
 from fdk_formats.packing import pack
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 from fdk_formats.torch_internals import is_plain_call
 
 
@@ -166,3 +174,9 @@ class TritonBackend:
     def pack(self, q: QuantisedTensor, *, dtype: torch.dtype, activations: str = "float") -> Layout:
         """See ``Backend``."""
         return TritonLayout(q, batch_invariant=self.batch_invariant)
+
+    def pack_stack(
+        self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
+    ) -> ExpertLayout:
+        """See ``ExpertBackend``."""
+        return TritonExpertLayout(stack, batch_invariant=self.batch_invariant)

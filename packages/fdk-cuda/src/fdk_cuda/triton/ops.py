@@ -8,7 +8,7 @@ from torch.library import Library
 
 from fdk_cuda.triton import autotune, launch
 from fdk_cuda.triton.configs import grad_config
-from fdk_cuda.triton.configs.gemv import gemv_config
+from fdk_cuda.triton.configs.gemv import MAX_OFFSET, gemv_config
 from fdk_cuda.triton.kernels.decode import DTYPES
 from fdk_cuda.triton.layout import PackedLayout
 from fdk_cuda.triton.packed_weight import PackedWeight
@@ -16,7 +16,6 @@ from fdk_formats.ops import define_linear_op
 
 # Batch-invariant calls use the configuration of this many rows, whatever m is.
 INVARIANT_M = 16
-MAX_OFFSET = (1 << 31) - 1  # within x and y of ``gemv_kernel``
 MAX_ROWS = 8 * 65535  # limit of ``gemv_kernel``: 65535 programs along m, of 8 or 16 rows
 
 

@@ -14,7 +14,10 @@ TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class PackedWeight(NamedTuple):
-    """A weight as every kernel reads it.
+    """A weight, or a stack of experts, as every kernel reads it.
+
+    The tensors of a stack have a first dimension for the experts, which tables may share: then it
+    is 1. ``layout`` has the sizes of one expert.
 
     Attributes:
         words: packed codes, ``layout.words_shape``, int32.
@@ -59,6 +62,17 @@ class PackedWeight(NamedTuple):
             scale=self.scale[tiles],
             zero_point=None if self.zero_point is None else self.zero_point[tiles],
             layout=replace(a, n=len(rows)),
+        )
+
+    def expert(self, index: int) -> "PackedWeight":
+        """Returns the weight of one expert of a stack, as views."""
+        table = index if len(self.values) > 1 else 0
+        return self._replace(
+            words=self.words[index],
+            scale=self.scale[index],
+            zero_point=None if self.zero_point is None else self.zero_point[index],
+            values=self.values[table],
+            lanes=self.lanes[table],
         )
 
     def fused(self, bits: tuple[int, ...]) -> dict[str, int]:

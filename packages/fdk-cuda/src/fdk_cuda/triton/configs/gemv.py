@@ -37,6 +37,7 @@ class GemvConfig:
     minus: bool = False
 
 
+MAX_OFFSET = (1 << 31) - 1  # within x and y of ``gemv_kernel``
 GEMV_TABLE = Table("gemv", GemvConfig)
 
 

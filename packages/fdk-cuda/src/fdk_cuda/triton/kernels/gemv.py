@@ -103,28 +103,31 @@ def load_scales(
     return scales, zeros
 
 
-# x      :: [m, k, dtype]
-# words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
-# scale  :: [n_tiles, n_groups, 8, 2, dtype]
-# zero   :: like scale; without zero points, scale
-# values :: [dtype 2, 2^bits, int16]
-# lanes  :: [dtype 2, 2, 32, int32]
-# bias   :: [n, dtype]
-# out    :: [m, n, dtype]
-# k_tiles is not specialised: where it is known to be 1, Triton 3.6 removes the loop and emits
-# ``add_warps`` twice, each with its own shared memory.
-@triton.jit(do_not_specialize=["m", "k_tiles"])
-def gemv_kernel(
+@triton.jit
+def rows_of(rows, index, ROWS: tl.constexpr):
+    """Returns the rows of x that have an index among those of a product.
+
+    ``rows``: pointer to an order, the first and the end of the indices, and how many pairs share a
+    row of x. ``ROWS``: 0 index is the row of x; 1 it is a pair; 2 ``order[index]`` is a pair.
+    """
+    order_ptr, _, end, sharing = rows
+    if ROWS == 2:
+        index = tl.load(order_ptr + index, mask=index < end, other=0)
+    return index if ROWS == 0 else index // sharing
+
+
+@triton.jit
+def gemv_sums(
     x_ptr,
     words_ptr,
     scale_ptr,
     zero_ptr,
     values_ptr,
     lanes_ptr,
-    bias_ptr,
-    out_ptr,
-    m,
-    n,
+    rows,
+    tile_n,
+    tile_step,
+    n_tiles,
     k,
     k_tiles,
     groups,
@@ -138,7 +141,6 @@ def gemv_kernel(
     EXACT: tl.constexpr,
     PAIRED: tl.constexpr,
     AFFINE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     X_DTYPE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -149,8 +151,17 @@ def gemv_kernel(
     FETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
     MINUS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """Computes y = x @ W_hat.T + bias: 16 * N_TILES outputs of 8 * M_TILES rows a program."""
+    """Computes the sums of N_TILES tiles of outputs and 8 * M_TILES rows of x.
+
+    The tiles are ``tile_n + i * tile_step``. ``rows``: see ``rows_of``. Pointers to x, words and
+    scales are those of one weight.
+
+    Returns:
+        ``[WARPS, BLOCK_N, BLOCK_M, float32]``, of which the first warp has the whole sums; in the
+        interpreter ``[1, BLOCK_N, BLOCK_M]``.
+    """
     TILE_K: tl.constexpr = 16 * POSITIONS
     BLOCK_N: tl.constexpr = 16 * N_TILES
     BLOCK_M: tl.constexpr = 8 * M_TILES
@@ -165,19 +176,21 @@ def gemv_kernel(
     # 8 bytes on sm_100.
     SCALES_AHEAD: tl.constexpr = N_TILES * max(1, WIDTH // SEGMENT) <= 4 and BITS != 2
     tl.static_assert(TILE_K % SEGMENT == 0)
-    tile_n = tl.program_id(0) * N_TILES
-    first_m = tl.program_id(1) * BLOCK_M
-    n_tiles = tl.cdiv(n, 16)
+    first_m = rows[1]
+    end_m = rows[2]
 
     if OVERLAP:
         # The next kernel may start and load weights, which no kernel writes.
         tl.extra.cuda.gdc_launch_dependents()
     if FETCH:
         for j in tl.static_range(N_TILES):
-            inside = tile_n + j < n_tiles
-            fetch(scale_ptr + (tile_n + j) * groups * 16, tl.where(inside, groups * 16 * ITEM, 0))
+            inside = tile_n + j * tile_step < n_tiles
+            fetch(
+                scale_ptr + (tile_n + j * tile_step) * groups * 16,
+                tl.where(inside, groups * 16 * ITEM, 0),
+            )
             size = min(FETCH * WARPS, k_tiles) * (TILE * 4)
-            fetch(words_ptr + (tile_n + j) * k_tiles * TILE, tl.where(inside, size, 0))
+            fetch(words_ptr + (tile_n + j * tile_step) * k_tiles * TILE, tl.where(inside, size, 0))
 
     # Loads are two-dimensional, the last dimension across neighbouring lanes: Triton then gives
     # each lane the elements that the product needs from it. With more dimensions Triton 3.6 orders
@@ -185,10 +198,10 @@ def gemv_kernel(
     # words [N_TILES * half, (warp, lane, 4)]
     half = tl.arange(0, 2 * N_TILES)
     i = tl.arange(0, WARPS * 128)
-    word_at = ((tile_n + half // 2) * k_tiles * TILE + half % 2 * 128)[:, None]
+    word_at = ((tile_n + half // 2 * tile_step) * k_tiles * TILE + half % 2 * 128)[:, None]
     word_at += (i // 128 * TILE + i % 128)[None, :]
     word_at = words_ptr + word_at
-    has_rows = (tile_n + half // 2 < n_tiles)[:, None]
+    has_rows = (tile_n + half // 2 * tile_step < n_tiles)[:, None]
     warp_w = (i // 128)[None, :]
     ring = ()
     for j in tl.static_range(AHEAD):
@@ -199,13 +212,14 @@ def gemv_kernel(
     EACH: tl.constexpr = 8 if PAIRED else 4
     STEP: tl.constexpr = 2 if PAIRED else 1
     i = tl.arange(0, WARPS * 32 * EACH)
-    x_row = (first_m + tl.arange(0, M_TILES) * 8)[:, None] + (i // (4 * EACH) % 8)[None, :]
+    m_row = (first_m + tl.arange(0, M_TILES) * 8)[:, None] + (i // (4 * EACH) % 8)[None, :]
+    x_row = rows_of(rows, m_row, ROWS)
     unit = (i % (4 * EACH))[None, :]
     warp_x = (i // (32 * EACH))[None, :]
     x_at = x_ptr + tl.max_contiguous(x_row * k + (warp_x * TILE_K + unit), [1, EACH])
 
     # scale [N_TILES, (warp, g, t, half)]: the same for every t
-    tile = tile_n + tl.arange(0, N_TILES)
+    tile = tile_n + tl.arange(0, N_TILES) * tile_step
     i = tl.arange(0, WARPS * 64)
     warp_s = (i // 64)[None, :]
     scale_at = (tile * groups * 16)[:, None] + (i // 8 % 8 * 2 + i % 2)[None, :]
@@ -234,10 +248,13 @@ def gemv_kernel(
         if FETCH:
             for j in tl.static_range(N_TILES):
                 tiles = min(k_tiles - (first + FETCH * WARPS), WARPS)
-                later = ((tile_n + j) * k_tiles + first + FETCH * WARPS) * TILE
-                fetch(words_ptr + later, tl.where(tile_n + j < n_tiles, tiles * (TILE * 4), 0))
+                later = ((tile_n + j * tile_step) * k_tiles + first + FETCH * WARPS) * TILE
+                fetch(
+                    words_ptr + later,
+                    tl.where(tile_n + j * tile_step < n_tiles, tiles * (TILE * 4), 0),
+                )
         x_tile = x_at + first * TILE_K
-        has_x = (x_row < m) & (first + warp_x < k_tiles)
+        has_x = (m_row < end_m) & (first + warp_x < k_tiles)
         for part in tl.static_range(PARTS):
             scale_tile = first + warp_s
             if part + SCALES_AHEAD == PARTS:
@@ -271,7 +288,7 @@ def gemv_kernel(
                     column = (first + warp_x) * TILE_K + ((part * COUNT + q) * 16 + unit)
                     column, live = stored_columns(column, k, groups, GROUP, PADDED_GROUP)
                     at = tl.max_contiguous(x_row * k + column, [1, EACH])
-                    x = tl.load(x_ptr + at, mask=live & (x_row < m), other=0.0)
+                    x = tl.load(x_ptr + at, mask=live & (m_row < end_m), other=0.0)
                 if X_DTYPE != DOT_DTYPE:
                     x = x.to(tl.float32)
                 # [M_TILES, warp, row of x, t, odd, upper, pair] -> [warp, unit, row of x, odd]
@@ -324,10 +341,99 @@ def gemv_kernel(
         )
     else:
         y = tl.sum(y, 0)[None]
-    row = (tile_n * 16 + tl.arange(0, BLOCK_N))[None, :, None]
+    return y
+
+
+# x      :: [m, k, dtype]
+# words  :: [n_tiles, k_tiles, WORDS, 2, 32, 4, int32]
+# scale  :: [n_tiles, n_groups, 8, 2, dtype]
+# zero   :: like scale; without zero points, scale
+# values :: [dtype 2, 2^bits, int16]
+# lanes  :: [dtype 2, 2, 32, int32]
+# bias   :: [n, dtype]
+# out    :: [m, n, dtype]
+# k_tiles is not specialised: where it is known to be 1, Triton 3.6 removes the loop and emits
+# ``add_warps`` twice, each with its own shared memory.
+@triton.jit(do_not_specialize=["m", "k_tiles"])
+def gemv_kernel(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    values_ptr,
+    lanes_ptr,
+    bias_ptr,
+    out_ptr,
+    m,
+    n,
+    k,
+    k_tiles,
+    groups,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    EXACT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    AFFINE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    X_DTYPE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    N_TILES: tl.constexpr,
+    M_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    MINUS: tl.constexpr,
+):
+    """Computes y = x @ W_hat.T + bias: 16 * N_TILES outputs of 8 * M_TILES rows a program."""
+    tile_n = tl.program_id(0) * N_TILES
+    first_m = tl.program_id(1) * 8 * M_TILES
+    y = gemv_sums(
+        x_ptr,
+        words_ptr,
+        scale_ptr,
+        zero_ptr,
+        values_ptr,
+        lanes_ptr,
+        (x_ptr, first_m, m, 1),
+        tile_n,
+        1,
+        tl.cdiv(n, 16),
+        k,
+        k_tiles,
+        groups,
+        BITS,
+        WORDS,
+        POSITIONS,
+        GROUP,
+        PADDED_GROUP,
+        SEGMENT,
+        ONE_GROUP,
+        EXACT,
+        PAIRED,
+        AFFINE,
+        ASSEMBLY,
+        X_DTYPE,
+        DOT_DTYPE,
+        N_TILES,
+        M_TILES,
+        WARPS,
+        AHEAD,
+        FETCH,
+        OVERLAP,
+        MINUS,
+        ROWS=0,
+    )
+    row = (tile_n * 16 + tl.arange(0, 16 * N_TILES))[None, :, None]
     if HAS_BIAS:
         y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)
-    m_row = (first_m + tl.arange(0, BLOCK_M))[None, None, :]
+    m_row = (first_m + tl.arange(0, 8 * M_TILES))[None, None, :]
     # Only the first warp stores.
     warp = tl.arange(0, WARPS if ASSEMBLY else 1)[:, None, None]
     at = out_ptr + (m_row * n + row + warp * 0)

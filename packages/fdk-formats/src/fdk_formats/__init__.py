@@ -26,6 +26,7 @@ from fdk_formats.calibration import (
     CalibratedLayer,
     calibrate,
     calibrate_weights,
+    random_windows,
     token_windows,
 )
 from fdk_formats.compensate import Hessian, output_error
@@ -84,6 +85,7 @@ __all__ = [
     "quantise_4bit",
     "quantise_blockwise",
     "quantise_model",
+    "random_windows",
     "refit",
     "register",
     "relative_error",

@@ -119,6 +119,19 @@ def test_calibrated(subject, format):
         assert done.nbytes[name] == quantised.nbytes
 
 
+def test_random_tokens(subject, monkeypatch):
+    monkeypatch.setattr(language, "TOKENS", 64)
+    (method,) = methods_named(["kmeans2-g32+random"])
+    assert not method.calibrated
+    done = method.quantise(subject, {})
+    model, window = load_text_model(subject.model.name).module, subject.held_out.windows.shape[1]
+    windows = fdk_formats.random_windows(subject.model.tokenizer, window, 64 // window)
+    formats = dict.fromkeys(subject.layers, "kmeans2-g32")
+    found = fdk_formats.calibrate_weights(model, formats, windows.split(2))
+    for name, layer in found.items():
+        assert torch.equal(done.weights[name], layer.quantised.dequantise())
+
+
 def test_mean_squares(subject):
     seen = []
     name, layer = next(iter(subject.layers.items()))
@@ -160,7 +173,7 @@ def test_broken_predictions_are_a_failure(subject):
     ("text", "said"),
     [
         ("int9", "int9"),
-        ("kmeans3+luck", r"wanted a format, alone or with one of \+importance, \+calibrated"),
+        ("kmeans3+luck", r"alone or with one of \+importance, \+calibrated, \+random"),
         ("original+importance", "original"),
     ],
 )

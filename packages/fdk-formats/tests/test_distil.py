@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fdk_formats.distil as distillation
 from fdk_formats import calibrate_weights, choose_formats, quantise, quantise_model, replace_layers
 from fdk_formats.compensate import unit_values
 from fdk_formats.distil import Teacher, _Trained, distil
@@ -168,6 +169,73 @@ def test_same_bits_again_and_nothing_is_left_on_the_model():
         assert not model.lm_head._forward_pre_hooks
     for name, q in results[0].items():
         assert all(map(torch.equal, q.tensors().values(), results[1][name].tensors().values()))
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.fixture
+def many_steps(monkeypatch):
+    """Steps of 96 tokens, each saved."""
+    monkeypatch.setattr(distillation, "STEP_TOKENS", 96)
+    monkeypatch.setattr(distillation, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(distillation, "SAVE_SHARE", 0)
+
+
+def run_until(last, file, epochs=2):
+    """Distils up to a step, or whole; returns the weights and the numbers of the steps."""
+    model, teacher, runs, layers = start("kmeans2-g32")
+    seen = []
+
+    def on_step(step, _):
+        seen.append(step)
+        if step == last:
+            raise KilledError
+
+    try:
+        found = distil(model, layers, teacher, runs, epochs=epochs, on_step=on_step, file=file)
+    except KilledError:
+        return None, seen
+    return found, seen
+
+
+def test_training_goes_on_after_a_kill_with_the_same_result(many_steps, tmp_path):
+    wanted, steps = run_until(None, None)
+    file = tmp_path / "state.safetensors"
+    assert run_until(7, file) == (None, steps[:7])
+    assert run_until(11, file) == (None, steps[7:11])
+    found, seen = run_until(None, file)
+    assert seen == steps[11:]
+    for name, q in found.items():
+        assert all(map(torch.equal, q.tensors().values(), wanted[name].tensors().values()))
+    assert run_until(None, file)[1] == []  # all done
+    assert run_until(None, file, epochs=1)[1] == steps[: len(steps) // 2]  # another training
+
+
+def test_calibration_goes_on_within_training(many_steps, tmp_path, monkeypatch):
+    def calibrated(folder):
+        model = build()
+        formats = choose_formats(model, "kmeans2-g32", backend="reference")
+        return calibrate_weights(model, formats, windows(48, 1), folder=folder, progress=False)
+
+    wanted = calibrated(None)
+    save, steps = distillation._StateFile.save, []
+
+    def killed(self, step):
+        save(self, step)
+        steps.append(step)
+        if len(steps) == 5:
+            raise KilledError
+
+    monkeypatch.setattr(distillation._StateFile, "save", killed)
+    with pytest.raises(KilledError):
+        calibrated(tmp_path)
+    found = calibrated(tmp_path)
+    assert steps == list(range(1, len(steps) + 1))
+    for name, layer in found.items():
+        tensors = layer.quantised.tensors().values(), wanted[name].quantised.tensors().values()
+        assert all(map(torch.equal, *tensors))
 
 
 def test_errors_leave_the_model_as_others_use_it():

@@ -7,7 +7,7 @@ import torch
 
 from fdk_formats import load_model
 from fdk_formats.__main__ import divergence, main
-from fdk_formats.calibration import calibrate
+from fdk_formats.calibration import calibrate, random_windows
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,6 +81,22 @@ def test_formats_mixed_for_bits_on_average(folder, tmp_path, capsys):
     assert set(formats.values()) == {"kmeans2-g32", "kmeans4-g32"}
     source = transformers.AutoModelForCausalLM.from_pretrained(folder)
     load_model(tmp_path / "o" / "model.safetensors", source, "reference")
+
+
+def test_random_tokens_in_the_place_of_a_text(folder, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    windows = random_windows(tokenizer, 32, 12)
+    assert windows.shape == (12, 32)
+    assert set(windows.unique().tolist()) == set(range(len(tokenizer)))
+    assert torch.equal(windows, random_windows(tokenizer, 32, 12))
+    tokenizer.add_special_tokens({"bos_token": "<unk>"})
+    assert (random_windows(tokenizer, 32, 12) != tokenizer.bos_token_id).all()
+    out = tmp_path / "out"
+    length = ["--length", "32", "--windows", "12"]
+    main([str(folder), "kmeans3-g32", "--out", str(out), "--calibration", "random", *length])
+    report = json.loads((out / "report.json").read_text())
+    assert report["calibration_tokens"] == 384
+    assert all(0 < layer["output_error"] < 0.3 for layer in report["layers"])
 
 
 def test_windows_by_default(folder, tmp_path, capsys):

@@ -18,8 +18,9 @@ from fdk_bench.peers.quantisers import QuantisedWeights, Quantiser
 from fdk_bench.perplexity import Estimate, Reference
 from fdk_bench.rows import Row
 from fdk_bench.text_models import TextModel
-from fdk_formats import calibrate_weights, mix_formats
+from fdk_formats import calibrate_weights, mix_formats, random_windows
 from fdk_formats.mixed import parse_mix, some_windows
+from fdk_formats.model_inputs import has_bfloat16_units
 
 TOKENS = 16384
 WINDOW = 512
@@ -169,11 +170,26 @@ def _calibrated(
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Quantise block after block with errors compensated, on what the blocks before give."""
     assert subject.calibration is not None, "the command asks for one"
+    return _calibrated_on(subject, format, subject.calibration.windows)
+
+
+def _random(
+    subject: Subject, format: str, importance: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, float]]:
+    """Calibrate on random tokens, as many as ``TOKENS``."""
+    window = subject.held_out.windows.shape[1]
+    windows = random_windows(subject.model.tokenizer, window, max(1, TOKENS // window))
+    return _calibrated_on(subject, format, windows.to(subject.model.device))
+
+
+def _calibrated_on(
+    subject: Subject, format: str, windows: Tensor
+) -> Iterator[tuple[str, Tensor, float]]:
     module = copy.deepcopy(subject.model.module)
-    # In the dtype of the files, as users calibrate: on a CPU with bf16 units several times faster.
-    if subject.model.dtype == "fp32" and (dtype := _narrowest(subject.layers)) is not None:
+    # In the dtype of the files, as users calibrate, where that is faster.
+    dtype = _narrowest(subject.layers) if has_bfloat16_units(subject.model.device) else None
+    if subject.model.dtype == "fp32" and dtype is not None:
         module = module.to(dtype)
-    windows = subject.calibration.windows
     ladder, bits = parse_mix(format)
     formats = dict.fromkeys(subject.layers, ladder[0])
     if bits is not None:
@@ -189,7 +205,9 @@ FITS: dict[str, tuple[Fit, bool]] = {
     "": (_plain, False),
     "importance": (_plain, True),
     "calibrated": (_calibrated, True),
+    "random": (_random, False),
 }
+MIXING_FITS = ("calibrated", "random")
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +244,9 @@ def methods_named(texts: Sequence[str], group_size: str = "64") -> list[Method]:
             continue
         names, at, bits = format.partition("@")
         format = ":".join(canonical(name, group_size) for name in names.split(":")) + at + bits
-        if parse_mix(format)[1] is not None and fit != "calibrated":
-            raise ValueError(f"{text!r}: formats are mixed with +calibrated only")
+        if parse_mix(format)[1] is not None and fit not in MIXING_FITS:
+            wanted = " and ".join(f"+{name}" for name in MIXING_FITS)
+            raise ValueError(f"{text!r}: formats are mixed with {wanted} only")
         name = f"{format}+{fit}" if fit else format
         found[name] = Method(name, "fdk", FITS[fit][1], partial(_fitted, format, fit))
     return list(found.values())

@@ -15,6 +15,7 @@
 #include "common/linear.h"
 #include "common/memory.h"
 #include "common/thread_pool.h"
+#include "rounding/rounding.h"
 
 namespace py = pybind11;
 
@@ -291,6 +292,68 @@ void dequantise_blocks(int bits, const py::tuple& code, const std::string& dtype
                          largest.as<const float>(), n, block, out.as<void>(), threads);
 }
 
+// The table and the groups of a rounding; `importance` may be empty.
+struct RoundingArguments {
+  fdk::RoundingTable table;
+  fdk::Groups groups;
+
+  RoundingArguments(const py::tuple& midpoints, const py::tuple& entries, const py::tuple& values,
+                    const py::tuple& scale, const py::tuple& importance) {
+    const Bytes middle = bytes_of(midpoints), entry = bytes_of(entries), in = bytes_of(values),
+                scales = bytes_of(scale), weights = bytes_of(importance);
+    const std::size_t count = entry.size / sizeof(float), n = scales.size / sizeof(float);
+    if (count == 0 || count > fdk::kMaxRoundingEntries) {
+      throw std::invalid_argument("fdk_cpu: a rounding has 1 to 16 entries");
+    }
+    expect("midpoints", middle, (count - 1) * sizeof(float));
+    const std::size_t size = n == 0 ? 0 : in.size / sizeof(float) / n;
+    expect("values", in, n * size * sizeof(float));
+    const std::size_t repeat = size == 0 ? 0 : weights.size / sizeof(float) / size;
+    expect("importance", weights, repeat * size * sizeof(float));
+    table = fdk::rounding_table_of(middle.as<const float>(), entry.as<const float>(), count);
+    groups = {in.as<const float>(),
+              scales.as<const float>(),
+              repeat == 0 ? nullptr : weights.as<const float>(),
+              n,
+              size,
+              repeat};
+  }
+};
+
+void round_groups(const py::tuple& midpoints, const py::tuple& entries, const py::tuple& values,
+                  const py::tuple& scale, const py::tuple& codes, const py::tuple& rounded,
+                  std::size_t threads) {
+  const RoundingArguments given(midpoints, entries, values, scale, py::make_tuple(0, 0));
+  const Bytes code = bytes_of(codes), out = bytes_of(rounded);
+  const std::size_t count = given.groups.groups * given.groups.size;
+  expect("codes", code, count);
+  expect("rounded", out, count * sizeof(float));
+  const py::gil_scoped_release release;
+  fdk::round_groups(given.table, given.groups, code.as<std::uint8_t>(), out.as<float>(), threads);
+}
+
+void group_errors(const py::tuple& midpoints, const py::tuple& entries, const py::tuple& values,
+                  const py::tuple& scale, const py::tuple& importance, const py::tuple& errors,
+                  std::size_t threads) {
+  const RoundingArguments given(midpoints, entries, values, scale, importance);
+  const Bytes out = bytes_of(errors);
+  expect("errors", out, given.groups.groups * sizeof(float));
+  const py::gil_scoped_release release;
+  fdk::group_errors(given.table, given.groups, out.as<float>(), threads);
+}
+
+void group_products(const py::tuple& midpoints, const py::tuple& entries, const py::tuple& values,
+                    const py::tuple& scale, const py::tuple& importance, const py::tuple& product,
+                    const py::tuple& square, std::size_t threads) {
+  const RoundingArguments given(midpoints, entries, values, scale, importance);
+  const Bytes products = bytes_of(product), squares = bytes_of(square);
+  expect("product", products, given.groups.groups * sizeof(float));
+  expect("square", squares, given.groups.groups * sizeof(float));
+  const py::gil_scoped_release release;
+  fdk::group_products(given.table, given.groups, products.as<float>(), squares.as<float>(),
+                      threads);
+}
+
 // Canonical and packed codes of a weight.
 struct CodeTensors {
   fdk::Layout layout;
@@ -392,6 +455,9 @@ PYBIND11_MODULE(_native, module) {
   py::class_<PyNearestCode>(module, "NearestCode")
       .def(py::init<const py::tuple&, const std::string&>())
       .def("quantise", &PyNearestCode::quantise);
+  module.def("round_groups", round_groups);
+  module.def("group_errors", group_errors);
+  module.def("group_products", group_products);
   module.def("read_sum", read_sum);
   module.def("copy_memory", copy_memory);
   module.attr("HUGE_PAGE") = fdk::WeightMemory::kHugePage;

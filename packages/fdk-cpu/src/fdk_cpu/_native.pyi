@@ -129,6 +129,37 @@ def dequantise_blocks(
     threads: int,
     /,
 ) -> None: ...
+def round_groups(
+    midpoints: Bytes,
+    entries: Bytes,
+    values: Bytes,
+    scale: Bytes,
+    codes: Bytes,
+    rounded: Bytes,
+    threads: int,
+    /,
+) -> None: ...
+def group_errors(
+    midpoints: Bytes,
+    entries: Bytes,
+    values: Bytes,
+    scale: Bytes,
+    importance: Bytes,
+    errors: Bytes,
+    threads: int,
+    /,
+) -> None: ...
+def group_products(
+    midpoints: Bytes,
+    entries: Bytes,
+    values: Bytes,
+    scale: Bytes,
+    importance: Bytes,
+    product: Bytes,
+    square: Bytes,
+    threads: int,
+    /,
+) -> None: ...
 def layout_sizes(n: int, k: int, group_size: int, bits: int, /) -> tuple[int, int]: ...
 def pack_codes(
     n: int, k: int, group_size: int, bits: int, packed: Bytes, codes: Bytes, threads: int, /

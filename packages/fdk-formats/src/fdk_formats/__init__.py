@@ -28,6 +28,7 @@ from fdk_formats.calibration import (
     CalibratedLayer,
     calibrate,
     calibrate_weights,
+    random_windows,
     token_windows,
 )
 from fdk_formats.compensate import Hessian, output_error
@@ -93,6 +94,7 @@ __all__ = [
     "quantise_blockwise",
     "quantise_model",
     "quantise_stack",
+    "random_windows",
     "refit",
     "register",
     "relative_error",

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdk_formats.calibration import EPOCHS, CalibratedLayer, calibrate_weights, token_windows
+from fdk_formats.calibration import (
+    EPOCHS,
+    CalibratedLayer,
+    calibrate_weights,
+    random_windows,
+    token_windows,
+)
 from fdk_formats.files import save_model
 from fdk_formats.format import Format
 from fdk_formats.mixed import mix_formats, parse_mix, some_windows
@@ -24,6 +30,8 @@ from fdk_formats.model import choose_formats, replace_layers
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
 # Windows of a text: 16,384 tokens in windows of 512.
 WINDOWS = 32
+# In the place of the texts: random tokens.
+RANDOM = "random"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,8 +56,11 @@ def quantise_folder(options: argparse.Namespace) -> dict[str, Any]:
     if out.exists() and any(out.iterdir()) and not options.resume:
         raise ValueError(f"{out} is not empty; give another --out, or --resume to go on with it")
     model, tokenizer = _load(options.model)
-    texts = [Path(file).read_text(encoding="utf-8") for file in options.calibration]
-    inputs = torch.cat([_windows(text, tokenizer, options) for text in texts])
+    if options.calibration == [RANDOM]:
+        inputs = random_windows(tokenizer, options.length, options.windows or WINDOWS)
+    else:
+        texts = [Path(file).read_text(encoding="utf-8") for file in options.calibration]
+        inputs = torch.cat([_windows(text, tokenizer, options) for text in texts])
     formats = _formats(model, inputs, options)
     out.mkdir(parents=True, exist_ok=True)
     work = out / "calibration"
@@ -193,8 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument(
-        "--calibration", required=True, nargs="+", help="text files; broad text works best"
-    )
+        "--calibration", required=True, nargs="+",
+        help=f"text files; broad text works best; {RANDOM} for random tokens, where there is none",
+    )  # fmt: skip
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
     parser.add_argument("--windows", type=int, help=f"windows per text (default: up to {WINDOWS})")
     parser.add_argument("--batch", type=int, default=2, help="windows per call")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.distil import Teacher, distil, output_head
 from fdk_formats.format import Format
-from fdk_formats.model_inputs import Call, calls_of, device_of
+from fdk_formats.model_inputs import Call, calls_of, device_of, in_fast_dtype
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedTensor, relative_error
 
@@ -39,6 +39,7 @@ ADVISED_BITS = 3
 EPOCHS = 2
 
 RESULTS = "quantised-{:05}.safetensors"
+DISTILLED = "distilled.safetensors"
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def calibrate_weights(
         epochs: how often ``distil`` uses each input; 0 for calibration alone, as for models
             without an output head. It runs the whole model where ``device`` says.
         device: see ``calibrate``.
-        folder: see ``calibrate``; distillation does not resume, but starts again.
+        folder: see ``calibrate``; distillation goes on where it stopped, too.
         progress: see ``calibrate``.
 
     Returns:
@@ -150,28 +151,38 @@ def calibrate_weights(
     formats = {name: format for name, format in formats.items() if name in owners.values()}
     home = device_of(model)
     place = torch.device(device) if device is not None else home
-    runs = [partial(call.run, model) for call in calls]
-    teacher = None
-    if epochs and output_head(model) is not None:
-        teacher = Teacher(model.to(place), runs)
-        model.to(home)
-    layers = {}
-    for block in calibrate(model, formats, calls, device=device, folder=folder, progress=progress):
-        for layer in block:
-            weight = model.get_submodule(layer.name).get_parameter("weight")
-            with torch.no_grad():
-                weight.copy_(layer.quantised.dequantise())
-            layers[layer.name] = layer
-    if teacher is not None:
-        bar = _Progress("distil", "steps") if progress else None
-        weights = {name: layer.quantised for name, layer in layers.items()}
-        model.to(place)
-        found = distil(
-            model, weights, teacher, runs, epochs=epochs, on_step=bar.show if bar else None
+    with in_fast_dtype(model, calls, place):
+        runs = [partial(call.run, model) for call in calls]
+        teacher = None
+        if epochs and output_head(model) is not None:
+            teacher = Teacher(model.to(place), runs)
+            model.to(home)
+        layers = {}
+        found_blocks = calibrate(
+            model, formats, calls, device=device, folder=folder, progress=progress
         )
-        model.to(home)
-        for name, q in found.items():
-            layers[name] = replace(layers[name], quantised=q.to(home))
+        for block in found_blocks:
+            for layer in block:
+                weight = model.get_submodule(layer.name).get_parameter("weight")
+                with torch.no_grad():
+                    weight.copy_(layer.quantised.dequantise())
+                layers[layer.name] = layer
+        if teacher is not None:
+            bar = _Progress("distil", "steps") if progress else None
+            weights = {name: layer.quantised for name, layer in layers.items()}
+            model.to(place)
+            found = distil(
+                model,
+                weights,
+                teacher,
+                runs,
+                epochs=epochs,
+                on_step=bar.show if bar else None,
+                file=None if folder is None else Path(folder) / DISTILLED,
+            )
+            model.to(home)
+            for name, q in found.items():
+                layers[name] = replace(layers[name], quantised=q.to(home))
     return layers
 
 
@@ -218,6 +229,26 @@ def token_windows(text: str, tokenizer: Any, length: int = 512, count: int | Non
     if count is None:
         return windows
     return windows[torch.arange(count) * whole // count]
+
+
+def random_windows(tokenizer: Any, length: int = 512, count: int = 32) -> Tensor:
+    """Draws windows of random tokens, for calibration without a text.
+
+    Each token but the special ones is equally likely, the same ones at every call. Any text is
+    better; at 3 bits random tokens are far better than nothing.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        length: tokens in a window.
+        count: how many windows.
+
+    Returns:
+        ``[count, length, int64]``.
+    """
+    special = set(tokenizer.all_special_ids)
+    tokens = torch.tensor([each for each in range(len(tokenizer)) if each not in special])
+    generator = torch.Generator().manual_seed(0)
+    return tokens[torch.randint(len(tokens), (count, length), generator=generator)]
 
 
 def _quantise_block(block: "_Block", formats: Mapping[str, Format]) -> list[CalibratedLayer]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.format import Format
+from fdk_formats.torch_internals import is_traced
 
 # Trained weights resemble Student-t with 5 degrees of freedom (Dotzel et al. 2024, SF4).
 STUDENT_DOF = 5
@@ -35,9 +36,19 @@ class Codebook:
 
     def tensor(self, device: torch.device | None = None) -> Tensor:
         """Returns the table, ``[2^b, float32]``."""
-        return torch.tensor(self.values, dtype=torch.float32, device=device)
+        if device is None or device.type == "cpu" or is_traced():
+            return torch.tensor(self.values, dtype=torch.float32, device=device)
+        return _table_on(device, self.values).clone()
 
 
+@cache
+def _table_on(device: torch.device, values: tuple[float, ...]) -> Tensor:
+    """Copies a table to a device once, because the host waits for a copy."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+@cache
 def named_codebook(format: Format, k: int) -> Codebook:
     """Returns the table of a format whose codebook is fixed.
 

@@ -11,12 +11,16 @@ backward pass of the model takes there are the codes, a byte each.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fdk_formats.compensate import unit_values
@@ -35,6 +39,10 @@ STEP_TOKENS = 1024
 CODEBOOK_BITS = 4
 # Positions whose predictions are held at once: 262,144 words of float32 take 134 MB.
 POSITIONS = 128
+# The state is kept at most this often, and no more than a twentieth of the time is spent on it.
+SAVE_SECONDS = 30.0
+SAVE_SHARE = 20
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Run = Callable[[], Any]
 
@@ -157,6 +165,7 @@ def distil(
     *,
     epochs: int,
     on_step: Callable[[int, int], None] | None = None,
+    file: Path | None = None,
 ) -> dict[str, QuantisedTensor]:
     """Trains scales and codebooks of the quantised layers of a language model.
 
@@ -168,6 +177,8 @@ def distil(
         runs: functions that run the model, one per input.
         epochs: how often each input is used.
         on_step: called with the number of the step and of all steps.
+        file: keeps the state of training. Called again with the same arguments after a kill, it
+            goes on from there and gives the same result.
 
     Returns:
         The weights with new scales and codebooks.
@@ -184,7 +195,14 @@ def distil(
             stack.callback(each.handle.remove)
         parameters = [p for each in trained.values() for p in each.parameters]
         adam = torch.optim.Adam(parameters, lr=RATE, betas=BETAS, eps=1e-15)
+        state_file = _StateFile(file, adam, parameters, len(steps)) if file is not None else None
+        done = state_file.load() if state_file else 0
+        if done:
+            for each in trained.values():
+                each.write()
         for number, step in enumerate(steps):
+            if number < done:
+                continue
             adam.param_groups[0]["lr"] = RATE * _schedule(number, len(steps))
             tokens = sum(len(teacher.states[index]) for index in step)
             for index in step:
@@ -196,9 +214,55 @@ def distil(
             adam.step()
             for each in trained.values():
                 each.write()
+            if state_file:
+                state_file.save(number + 1)
             if on_step:
                 on_step(number + 1, len(steps))
     return {name: each.quantised() for name, each in trained.items()}
+
+
+class _StateFile:
+    """Trained parameters and Adam's moments after some step, in a file."""
+
+    def __init__(
+        self, file: Path, adam: torch.optim.Adam, parameters: Sequence[nn.Parameter], steps: int
+    ) -> None:
+        self.file, self.adam, self.parameters, self.steps = file, adam, parameters, steps
+        self.wait, self.saved = SAVE_SECONDS, time.monotonic()
+
+    def save(self, step: int) -> None:
+        """Writes the state if the last time is long ago, or if training is over."""
+        start = time.monotonic()
+        if step < self.steps and start - self.saved < self.wait:
+            return
+        tensors = {}
+        for index, parameter in enumerate(self.parameters):
+            tensors[f"{index}.value"] = parameter.detach()
+            for key in MOMENTS:
+                tensors[f"{index}.{key}"] = self.adam.state[parameter][key]
+        part = self.file.with_suffix(".part")
+        save_file(tensors, part, metadata={"step": str(step), "steps": str(self.steps)})
+        part.replace(self.file)
+        self.saved = time.monotonic()
+        self.wait = max(SAVE_SECONDS, SAVE_SHARE * (self.saved - start))
+
+    def load(self) -> int:
+        """Reads the state; returns after how many steps it was, 0 if there is none."""
+        if not self.file.exists():
+            return 0
+        with safe_open(self.file, "pt") as tensors:
+            found = tensors.metadata()
+            if int(found["steps"]) != self.steps:
+                return 0
+            for index, parameter in enumerate(self.parameters):
+                parameter.data.copy_(tensors.get_tensor(f"{index}.value"))
+                moments = {
+                    key: tensors.get_tensor(f"{index}.{key}").to(parameter.device)
+                    for key in MOMENTS
+                }
+                step = torch.tensor(float(found["step"]))
+                self.adam.state[parameter] = {"step": step, **moments}
+        return int(found["step"])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fdk_formats.distil import Teacher, frozen
 from fdk_formats.format import Format
-from fdk_formats.model_inputs import Call, calls_of
+from fdk_formats.model_inputs import Call, calls_of, device_of, in_fast_dtype
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import relative_error
 
@@ -148,6 +148,7 @@ def _sensitivities(
         output.register_hook(add)
 
     with ExitStack() as stack:
+        stack.enter_context(in_fast_dtype(model, calls, device_of(model)))
         stack.enter_context(frozen(model))
         stack.enter_context(torch.enable_grad())
         for name in layers:

@@ -1,11 +1,14 @@
-"""Inputs of whole models: how calibration calls a model."""
+"""Inputs of whole models: how calibration calls a model, and in which dtype it runs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fdk_formats.torch_internals import map_tensors
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,35 @@ def device_of(module: nn.Module) -> torch.device:
     """Returns the device of a module's tensors."""
     tensors = (*module.parameters(), *module.buffers())
     return next((t.device for t in tensors), torch.device("cpu"))
+
+
+def has_bfloat16_units(device: torch.device) -> bool:
+    """Returns whether bf16 products are fast: on x86 without units they take 8 times as long.
+
+    True where torch does not say.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    units = ("avx512_bf16", "amx_bf16")
+    return capabilities.get("architecture") != "x86_64" or any(map(capabilities.get, units))
+
+
+@contextmanager
+def in_fast_dtype(model: nn.Module, calls: Iterable[Call], device: torch.device) -> Iterator[None]:
+    """Turns a bf16 model into float32, and back, where bf16 products are slow.
+
+    Not a model that is called with floating inputs, which would have to change as well.
+    """
+    floating: list[bool] = []
+    map_tensors(Tensor, lambda t: floating.append(t.is_floating_point()), [vars(c) for c in calls])
+    if any(floating) or has_bfloat16_units(device):
+        yield
+        return
+    tensors = [*model.parameters(), *model.buffers()]
+    narrow = [tensor for tensor in tensors if tensor.dtype == torch.bfloat16]
+    for tensor in narrow:
+        tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor in narrow:
+            tensor.data = tensor.data.bfloat16()

@@ -11,7 +11,14 @@ from fdk_formats.format import Format
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK
 from fdk_formats.quantise import checked_codebook
-from fdk_formats.scales import Grid, GroupedWeight, check_codebook, check_weight, decode_scale
+from fdk_formats.scales import (
+    CACHED_CHUNK,
+    Grid,
+    GroupedWeight,
+    check_codebook,
+    check_weight,
+    decode_scale,
+)
 
 
 def fake_quantise(
@@ -35,6 +42,9 @@ def fake_quantise(
     It is one torch op, so that ``torch.compile`` and ``torch.export`` do not trace into it. A
     weight on meta gives one on meta. ``prepare_qat`` makes layers of it.
 
+    On a GPU no value is read on the way, so that the host runs ahead of the device: a weight that
+    is not finite gives values that are not. That needs a codebook, for ``kmeans``.
+
     Args:
         weight: ``[n, k]``, floating.
         format: see ``quantise``. Scales are chosen anew at each call.
@@ -49,7 +59,7 @@ def fake_quantise(
 
     Raises:
         TypeError: if an argument is not a tensor.
-        ValueError: see ``quantise``.
+        ValueError: see ``quantise``; for values that are not finite on a CPU only.
 
     Example:
         >>> y = x @ fake_quantise(layer.weight, "int4-g64").T
@@ -83,14 +93,19 @@ def _run(
     dtype: torch.dtype,
 ) -> Outputs:
     wanted = Format.parse(format)
-    table = None if codebook is None else codebook.to(torch.float32)
-    grouped = GroupedWeight.of(weight, wanted, importance)
-    grid = grouped.fit(checked_codebook(table, wanted, weight), scale_log2=scale_log2)
+    # Reading values would make the host wait for a device at every layer of every step.
+    reads_values = weight.device.type == "cpu"
+    grouped = GroupedWeight.of(weight, wanted, importance, is_checked=reads_values)
+    table = checked_codebook(codebook, wanted, weight, reads_values=reads_values)
+    grid = grouped.fit(table, scale_log2=scale_log2)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     W_hat = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for chunk in grouped.cached_chunks():
-        codes[chunk.rows] = found = grid.encode(chunk)
-        W_hat[chunk.rows] = grid.decode(found, chunk.rows, dtype)
+        found, values = grid.round(chunk, dtype)
+        if len(found) == len(weight):  # the only chunk: not copied
+            codes, W_hat = found, values
+        else:
+            codes[chunk.rows], W_hat[chunk.rows] = found, values
     points = grid.zero_point if grid.codebook is None else grid.codebook
     assert points is not None
     # An op may not return its argument, which a given codebook may be.
@@ -136,12 +151,12 @@ def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     needs_weight, needs_codebook, needs_scale, *_rest = ctx.needs_input_grad
     weight_dtype, codebook_dtype, scale_dtype = ctx.dtypes
     grad_codebook = grad_scale = None
+    saved = ctx.saved_tensors  # once: activation checkpointing computes them at each access
     if needs_codebook:
-        codes, scale = ctx.saved_tensors[:2]
-        sums = _grad_codebook_op(grad, codes, scale, ctx.format)
+        sums = _grad_codebook_op(grad, *saved[:2], ctx.format)
         grad_codebook = sums.to(ctx.codebook_device, codebook_dtype)
     if needs_scale:
-        grad_scale = _grad_scale_op(grad, *ctx.saved_tensors, ctx.format).to(scale_dtype)
+        grad_scale = _grad_scale_op(grad, *saved, ctx.format).to(scale_dtype)
     grad_weight = grad.to(weight_dtype) if needs_weight else None
     return grad_weight, grad_codebook, grad_scale, None, None, None
 
@@ -153,7 +168,13 @@ def _run_grad_codebook(
     format: str,
 ) -> Tensor:
     """Sums ``grad * scale`` over the weights of each code: ``[2^bits, float32]``."""
-    sums = grad.new_zeros(1 << Format.parse(format).bits, dtype=torch.float32)
+    count = 1 << Format.parse(format).bits
+    if grad.device.type != "cpu":
+        # Row by row first: all weights at once would queue for 2^bits addresses.
+        scaled = grad.reshape(*scale.shape, -1).to(torch.float32) * decode_scale(scale)[..., None]
+        by_row = scaled.new_zeros((len(grad), count))
+        return by_row.scatter_add_(1, codes.to(torch.int64), scaled.view(grad.shape)).sum(0)
+    sums = grad.new_zeros(count, dtype=torch.float32)
     for rows in _row_chunks(grad):
         groups = grad[rows].reshape(*scale[rows].shape, -1)  # [rows, k/G, G]
         scaled = groups.to(torch.float32) * decode_scale(scale[rows])[..., None]
@@ -163,7 +184,8 @@ def _run_grad_codebook(
 
 def _row_chunks(matrix: Tensor) -> list[slice]:
     n, k = matrix.shape
-    step = max(1, CODES_PER_CHUNK // k)
+    size = CACHED_CHUNK if matrix.device.type == "cpu" else CODES_PER_CHUNK
+    step = max(1, size // k)
     return [slice(start, start + step) for start in range(0, n, step)]
 
 
@@ -203,10 +225,10 @@ def _run_grad_scale(
         shape = *scale[rows].shape, -1
         ends = torch.stack([_end(grid, rows, code) for code in (0, (1 << wanted.bits) - 1)])
         low, high = ends.amin(0)[..., None], ends.amax(0)[..., None]
-        value = weight[rows].to(torch.float32).view(shape)
+        value = weight[rows].to(torch.float32, copy=True).view(shape)
         change = grid.decode(codes[rows], rows, torch.float32).view(shape)
-        change = change - torch.where((value >= low) & (value <= high), value, 0)
-        result[rows] = (change * grad[rows].to(torch.float32).view(shape)).sum(-1)
+        change -= value.mul_((value >= low).logical_and_(value <= high))
+        result[rows] = change.mul_(grad[rows].to(torch.float32).view(shape)).sum(-1)
     return result.mul_(math.log(2))
 
 

@@ -200,12 +200,16 @@ def fit_codebook(
     return codebook
 
 
-def checked_codebook(codebook: Tensor | None, format: Format, weight: Tensor) -> Tensor | None:
+def checked_codebook(
+    codebook: Tensor | None, format: Format, weight: Tensor, *, reads_values: bool = True
+) -> Tensor | None:
     """Returns the caller's codebook as float32 on the weight's device, checked."""
     check_codebook(codebook, format)
     if codebook is None:
         return None
     codebook = codebook.detach().to(weight.device, torch.float32)
+    if not reads_values:
+        return codebook
     if not torch.isfinite(codebook).all() or (codebook.diff() < 0).any():
         raise ValueError(
             f"quantise: codebook must be finite and ascending, got {codebook.tolist()[:8]}..."

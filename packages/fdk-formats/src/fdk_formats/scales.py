@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fdk_formats.codebooks import named_codebook, uniform_values
-from fdk_formats.encode import CodebookEncoder, affine_codes, divide
+from fdk_formats.encode import CodebookEncoder, affine_codes, divide, weighted_sum
 from fdk_formats.format import SCALE_DTYPES, Format
 from fdk_formats.kmeans import Samples, fit_centroids, refit_centroids
 from fdk_formats.packing import CODES_PER_CHUNK
+from fdk_formats.rounding import rounding_kernels_for
 
 # The mantissa bits of sqrt(2) in float32: a larger mantissa is nearer, in log, to the next power.
 SQRT2_MANTISSA = 0x3504F3
@@ -82,7 +83,9 @@ def decode(
     return values.mul_(decode_scale(scale)[..., None]).flatten(1).to(dtype)
 
 
-def encode_scale(scale: Tensor, scale_dtype: str, *, round_up: bool = False) -> Tensor:
+def encode_scale(
+    scale: Tensor, scale_dtype: str, *, round_up: bool = False, is_checked: bool = True
+) -> Tensor:
     """Encodes float32 scales as ``scale_dtype``; ``decode_scale`` gives the rounded values.
 
     Args:
@@ -91,6 +94,7 @@ def encode_scale(scale: Tensor, scale_dtype: str, *, round_up: bool = False) -> 
             rounds to the power of two that is nearest in log; nonzero scales below 2^-126 become
             2^-126.
         round_up: with ``e8m0``, round to the next power of two, so that no weight is clipped.
+        is_checked: False to store one that is not finite where a scale is NaN or too large.
 
     Returns:
         The stored scales in ``SCALE_DTYPES[scale_dtype]``.
@@ -99,11 +103,13 @@ def encode_scale(scale: Tensor, scale_dtype: str, *, round_up: bool = False) -> 
         ValueError: if a scale is too large for its dtype, or negative for e8m0.
     """
     assert scale.dtype == torch.float32
-    if scale_dtype == "e8m0":
-        stored, overflows = _encode_e8m0(scale, round_up)
-    else:
-        stored = scale.to(SCALE_DTYPES[scale_dtype])
-        overflows = ~torch.isfinite(stored)
+    is_e8m0 = scale_dtype == "e8m0"
+    if is_e8m0 and is_checked and (scale < 0).any():
+        raise ValueError(f"scale: e8m0 holds no sign, got {scale.min().item():g}")
+    stored = _encode_e8m0(scale, round_up) if is_e8m0 else scale.to(SCALE_DTYPES[scale_dtype])
+    if not is_checked:
+        return stored
+    overflows = stored == 255 if is_e8m0 else ~torch.isfinite(stored)
     if overflows.any():
         raise ValueError(
             f"scale: {scale_dtype} holds up to {largest_scale(scale_dtype):g}, "
@@ -112,14 +118,12 @@ def encode_scale(scale: Tensor, scale_dtype: str, *, round_up: bool = False) -> 
     return stored
 
 
-def _encode_e8m0(scale: Tensor, round_up: bool) -> tuple[Tensor, Tensor]:
-    if (scale < 0).any():
-        raise ValueError(f"scale: e8m0 holds no sign, got {scale.min().item():g}")
+def _encode_e8m0(scale: Tensor, round_up: bool) -> Tensor:
+    """Returns exponents, uint8; 255 for NaN and for a scale that is too large."""
     word = scale.view(torch.int32)
     exponent, mantissa = word >> 23, word & 0x7FFFFF
     exponent = exponent + (mantissa > (0 if round_up else SQRT2_MANTISSA))
-    exponent = torch.where(scale > 0, exponent.clamp(min=1), 0)
-    return exponent.to(torch.uint8), exponent > 254
+    return torch.where(scale == 0, 0, exponent.clamp(1, 255)).to(torch.uint8)
 
 
 def largest_scale(scale_dtype: str) -> float:
@@ -146,7 +150,10 @@ def statistic(groups: Tensor, rule: str) -> Tensor:
         ``[..., float32]``.
     """
     if rule == "absmax":
-        return groups.abs().amax(-1)
+        if groups.device.type != "cpu":
+            return groups.abs().amax(-1)
+        # Without a copy of the magnitudes; abs of the result, because -0 is not 0.
+        return torch.maximum(-groups.amin(-1), groups.amax(-1)).abs()
     if rule == "signmax":
         lo, hi = groups.amin(-1), groups.amax(-1)
         return torch.where(hi >= -lo, hi, lo)
@@ -155,17 +162,6 @@ def statistic(groups: Tensor, rule: str) -> Tensor:
         return (groups.abs().sum(-1, dtype=torch.float64) / size).to(torch.float32)
     assert rule == "rms"
     return (groups.to(torch.float64).square().sum(-1) / size).sqrt().to(torch.float32)
-
-
-def weighted_sum(values: Tensor, importance: Tensor | None) -> Tensor:
-    """Sums float32 ``values :: [..., G]`` over each group, times their importance: ``[...]``.
-
-    torch splits a sum among its threads only where the result is a single number. One group alone
-    is therefore summed in float64, so that the number of threads does not show in the result.
-    """
-    weighted = values if importance is None else values * importance
-    is_single = weighted.shape[:-1].numel() == 1
-    return weighted.sum(-1, dtype=torch.float64 if is_single else None).to(torch.float32)
 
 
 def _clip_candidates(groups: Tensor, bits: int) -> list[Tensor]:
@@ -190,11 +186,13 @@ class Chunk:
         rows: their place in the weight.
         groups: ``[rows, k/G, G, float32]``.
         importance: ``[1 or rows, k/G, G, float64]``, or None for all ones.
+        is_checked: whether ``check_finite`` reads values.
     """
 
     rows: slice
     groups: Tensor
     importance: Tensor | None
+    is_checked: bool = True
 
     def check_finite(self, per_group: Tensor) -> None:
         """Raises ValueError naming the first NaN or infinity, if a statistic of a group shows one.
@@ -202,7 +200,7 @@ class Chunk:
         Args:
             per_group: a statistic that any NaN or infinity in the group reaches, ``[rows, k/G]``.
         """
-        if torch.isfinite(per_group).all():
+        if not self.is_checked or torch.isfinite(per_group).all():
             return
         flat = self.groups.flatten(1)  # [rows, k]
         row, column = (~torch.isfinite(flat)).nonzero()[0].tolist()
@@ -226,12 +224,25 @@ class GroupedWeight:
     importance: Tensor | None = None
     # Chunks divide by it: squared gradients would underflow float32.
     importance_peak: float = 1.0
+    is_checked: bool = True
 
     @classmethod
     def of(
-        cls, weight: Tensor, format: Format, importance: Tensor | None = None
+        cls,
+        weight: Tensor,
+        format: Format,
+        importance: Tensor | None = None,
+        *,
+        is_checked: bool = True,
     ) -> "GroupedWeight":
         """Checks a weight and its importance against a format.
+
+        Args:
+            weight: ``[n, k]``.
+            format: its format.
+            importance: see ``quantise``.
+            is_checked: False to let ``fit`` go on with a weight or scales that are not finite,
+                which give values that are not finite. Checks wait for the device of the weight.
 
         Raises:
             ValueError: if the weight is not ``[n, k]``, k does not fit the group size or the
@@ -245,13 +256,13 @@ class GroupedWeight:
         weight = weight.detach()
         group_size = format.group_size_for(weight.shape[1])
         if importance is None:
-            return cls(weight, format, group_size)
+            return cls(weight, format, group_size, is_checked=is_checked)
         if not isinstance(importance, Tensor):
             got = type(importance).__name__
             raise TypeError(f"quantise: importance must be a tensor, got {got}")
         importance = importance.detach()
         peak = _importance_peak(importance, weight)
-        return cls(weight, format, group_size, importance, peak)
+        return cls(weight, format, group_size, importance, peak, is_checked)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -265,7 +276,8 @@ class GroupedWeight:
         step = max(1, (size or CODES_PER_CHUNK) // k)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
-            yield Chunk(rows, self._grouped(self.weight[rows]), self._importance_of(rows))
+            groups, importance = self._grouped(self.weight[rows]), self._importance_of(rows)
+            yield Chunk(rows, groups, importance, self.is_checked)
 
     def _importance_of(self, rows: slice) -> Tensor | None:
         if self.importance is None:
@@ -323,7 +335,7 @@ class GroupedWeight:
             ``[2^bits, float32]``, ascending.
         """
         grid = self.fit(codebook, scale_log2=scale_log2)
-        return refit_centroids(self._samples(grid.scale, True), codebook).to(codebook.device)
+        return self._refit(codebook, grid.scale, True)
 
     def searched_log2(self, codebook: Tensor | None) -> Tensor:
         """Searches for scales; returns log2 of each over that of the rule: ``[n, k/G, float32]``.
@@ -358,7 +370,10 @@ class GroupedWeight:
             if factor is not None:
                 value = value * factor[chunk.rows]
             scale[chunk.rows] = encode_scale(
-                value, self.format.scale_dtype, round_up=rule == "absmax"
+                value,
+                self.format.scale_dtype,
+                round_up=rule == "absmax",
+                is_checked=self.is_checked,
             )
         return scale
 
@@ -366,6 +381,11 @@ class GroupedWeight:
         """Fits a codebook to weight over scale; see ``kmeans.fit_centroids``."""
         samples = self._samples(scale, weight_by_scale)
         return fit_centroids(samples, uniform_values(self.format.bits)).to(scale.device)
+
+    def _refit(self, codebook: Tensor, scale: Tensor, weight_by_scale: bool) -> Tensor:
+        """Refits a codebook from where it is; see ``kmeans.refit_centroids``."""
+        samples = self._samples(scale, weight_by_scale)
+        return refit_centroids(samples, codebook).to(codebook.device)
 
     def _samples(self, scale: Tensor, weight_by_scale: bool) -> Samples:
         """Returns what yields weight over scale, and the mass of each in a k-means."""
@@ -400,8 +420,12 @@ class GroupedWeight:
 
     def cached_chunks(self) -> Iterator[Chunk]:
         """Yields the rows in order, as many as fit in the cache of a CPU at a time."""
-        is_cpu = self.weight.device.type == "cpu"
-        return self.chunks(min(CACHED_CHUNK, CODES_PER_CHUNK) if is_cpu else CODES_PER_CHUNK)
+        device = self.weight.device
+        # Kernels make no temporaries.
+        is_cached = device.type == "cpu" and (
+            self.format.is_affine or rounding_kernels_for(device, 1 << self.format.bits) is None
+        )
+        return self.chunks(min(CACHED_CHUNK, CODES_PER_CHUNK) if is_cached else CODES_PER_CHUNK)
 
     def _search_codebook(self, start: Tensor, weight_by_scale: bool) -> tuple[Tensor, Tensor]:
         """Fits codebook and scales to each other; returns the pair of least error.
@@ -415,7 +439,7 @@ class GroupedWeight:
         if stride == 1:
             return codebook, scale
         scale, error = self._search_scales(codebook, 1.0, start)
-        refitted = self._kmeans(scale, weight_by_scale)
+        refitted = self._refit(codebook, scale, weight_by_scale)
         better, refitted_error = self._search_scales(refitted, 1.0, scale, only_refit=True)
         return (refitted, better) if refitted_error < error else (codebook, scale)
 
@@ -435,7 +459,7 @@ class GroupedWeight:
         if other_error < error:
             codebook, scale, error = uniform, other, other_error
         for _ in range(ROUNDS):
-            refitted = self._kmeans(scale, weight_by_scale)
+            refitted = self._refit(codebook, scale, weight_by_scale)
             better, refitted_error = self._search_scales(refitted, 1.0, scale, only_refit=True)
             if refitted_error >= error:
                 break
@@ -485,6 +509,16 @@ class Grid:
             zero = self.zero_point[chunk.rows].to(torch.float32)
             codes = affine_codes(chunk.groups, scale, zero, self.format.bits)
         return codes.flatten(1)
+
+    def round(self, chunk: Chunk, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Encodes and decodes some rows: codes ``[rows, k, uint8]`` and values, in ``dtype``."""
+        if self.codebook is None:
+            codes = self.encode(chunk)
+            return codes, self.decode(codes, chunk.rows, dtype)
+        codes, values = self._encoder.round(
+            chunk.groups, decode_scale(self.scale[chunk.rows]), dtype
+        )
+        return codes.flatten(1), values.flatten(1).to(dtype)
 
     def decode(self, codes: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
         """Returns the values of the codes of some rows, ``[rows, k, dtype]``."""
@@ -594,22 +628,16 @@ class _CodebookFit:
         return torch.where(is_better, stored, best), torch.where(is_better, found, error)
 
     def _error(self, stored: Tensor) -> Tensor:
-        ratio, decoded = self._decoded(stored)
-        return self._sum(decoded.mul_(ratio).sub_(self.value).square_())
+        return self.encoder.squared_errors(self.value, self._ratio(stored), self.importance)
 
     def _least_squares(self, stored: Tensor) -> Tensor:
         """Returns the scale of least error for the codes that ``stored`` gives."""
-        _, decoded = self._decoded(stored)
-        product, square = self._sum(self.value * decoded), self._sum(decoded.square_())
-        return divide(product, square) * self.peak
+        ratio = self.encoder.least_squares(self.value, self._ratio(stored), self.importance)
+        return ratio * self.peak
 
-    def _decoded(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns scales relative to the peak and the codebook values of the codes."""
-        ratio = divide(decode_scale(stored), self.peak)[..., None]
-        return ratio, self.encoder.values(divide(self.value, ratio))
-
-    def _sum(self, values: Tensor) -> Tensor:
-        return weighted_sum(values, self.importance)
+    def _ratio(self, stored: Tensor) -> Tensor:
+        """Returns scales relative to the peak."""
+        return divide(decode_scale(stored), self.peak)
 
 
 _AffineGrid = tuple[Tensor, Tensor]  # stored scale and zero point, each [rows, k/G]
@@ -620,6 +648,7 @@ class _AffineFit:
 
     def __init__(self, chunk: Chunk, format: Format) -> None:
         self.groups, self.importance, self.format = chunk.groups, chunk.importance, format
+        self.is_checked = chunk.is_checked
         self.top = (1 << format.bits) - 1
         self.lo, self.hi = chunk.groups.amin(-1), chunk.groups.amax(-1)
         self.peak = torch.maximum(-self.lo, self.hi)
@@ -657,7 +686,12 @@ class _AffineFit:
             scale = torch.maximum(scale, torch.maximum(-lo, hi) / limit)
         if clipping:
             scale = scale.clamp(max=largest_scale(self.format.scale_dtype))
-        stored = encode_scale(scale, self.format.scale_dtype, round_up=not clipping)
+        stored = encode_scale(
+            scale,
+            self.format.scale_dtype,
+            round_up=not clipping,
+            is_checked=self.is_checked,
+        )
         zero = divide(-lo, decode_scale(stored))
         if self.format.has_integer_zero_point:
             zero = zero.round().clamp(0, self.top)

@@ -100,6 +100,11 @@ def in_transform() -> bool:
     return _innermost_transform() is not None
 
 
+def is_traced() -> bool:
+    """Returns whether torch.compile, a dispatch mode or a torch.func transform traces ops."""
+    return torch.compiler.is_compiling() or in_dispatch_mode() or in_transform()
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Returns whether ``torch.func.vmap`` maps over a tensor, at any level of transforms."""
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.backends import all_backends
-from fdk_formats.torch_internals import in_dispatch_mode, in_transform
+from fdk_formats.torch_internals import is_traced
 
 # (flat, code, block_size) -> (packed, absmax)
 Quantise8bit = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -75,8 +75,3 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type not in _REGISTERED:
         all_backends()  # imports installed packages, which register their kernels
     return _REGISTERED.get(device.type, TORCH_KERNELS)
-
-
-def is_traced() -> bool:
-    """Returns whether torch.compile, a dispatch mode or a torch.func transform traces ops."""
-    return torch.compiler.is_compiling() or in_dispatch_mode() or in_transform()

@@ -13,9 +13,9 @@ from fdk_formats.blockwise.blocks import (
     check_dtype,
 )
 from fdk_formats.blockwise.codebooks import CODES_8BIT, KINDS_4BIT, dynamic_map, four_bit_code
-from fdk_formats.blockwise.kernels import is_traced, kernels_for
+from fdk_formats.blockwise.kernels import kernels_for
 from fdk_formats.ops import define_op
-from fdk_formats.torch_internals import is_batched
+from fdk_formats.torch_internals import is_batched, is_traced
 
 # bitsandbytes nests the absmax of 4-bit tensors in blocks of this size.
 NESTED_BLOCK_SIZE_4BIT = 256

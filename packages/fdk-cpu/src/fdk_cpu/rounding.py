@@ -1,0 +1,46 @@
+"""Rounding to a codebook in C++, for searches for scales and for training steps.
+
+Importing this module registers the kernels for CPU tensors.
+"""
+
+import torch
+from torch import Tensor
+
+from fdk_cpu import _native
+from fdk_cpu.native_args import bytes_of
+from fdk_cpu.runtime import num_threads
+from fdk_formats.rounding import RoundingKernels, register_rounding_kernels
+
+
+def round_groups(
+    midpoints: Tensor, entries: Tensor, groups: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``RoundingKernels.round``."""
+    codes, rounded = torch.empty_like(groups, dtype=torch.uint8), torch.empty_like(groups)
+    given = map(bytes_of, (midpoints, entries, groups, scale, codes, rounded))
+    _native.round_groups(*given, num_threads())
+    return codes, rounded
+
+
+def squared_errors(
+    midpoints: Tensor, entries: Tensor, groups: Tensor, scale: Tensor, importance: Tensor | None
+) -> Tensor:
+    """See ``RoundingKernels.squared_errors``."""
+    errors = torch.empty_like(scale)
+    given = map(bytes_of, (midpoints, entries, groups, scale, importance, errors))
+    _native.group_errors(*given, num_threads())
+    return errors
+
+
+def products(
+    midpoints: Tensor, entries: Tensor, groups: Tensor, scale: Tensor, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See ``RoundingKernels.products``."""
+    product, square = torch.empty_like(scale), torch.empty_like(scale)
+    given = map(bytes_of, (midpoints, entries, groups, scale, importance, product, square))
+    _native.group_products(*given, num_threads())
+    return product, square
+
+
+KERNELS = RoundingKernels(round=round_groups, squared_errors=squared_errors, products=products)
+register_rounding_kernels("cpu", KERNELS)

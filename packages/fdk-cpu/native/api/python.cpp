@@ -2,11 +2,13 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <deque>
 #include <stdexcept>
 #include <string>
 
 #include "common/dense.h"
 #include "blockwise/blockwise.h"
+#include "common/decode_step.h"
 #include "common/linear_int8.h"
 #include "common/dispatch.h"
 #include "common/expert_linear.h"
@@ -138,6 +140,8 @@ class PyWeight {
     fdk::linear_grad_x(weight_, type, in.as<const void>(), m, out.as<void>(), threads);
   }
 
+  const fdk::PackedWeight& packed() const { return weight_; }
+
  private:
   fdk::PackedWeight weight_;
 };
@@ -215,6 +219,121 @@ class PyExpertStack {
  private:
   using PackedWeight = fdk::PackedWeight;
   fdk::ExpertStack stack_;
+};
+
+// The decode step of a llama. Python keeps the tensors alive, whose addresses it has.
+class PyDecodeStep {
+ public:
+  PyDecodeStep(std::size_t hidden, std::size_t heads, std::size_t kv_heads, std::size_t head_dim,
+               std::size_t ffn, std::size_t vocabulary, float eps, float scale,
+               const std::string& dtype)
+      : step_({hidden, heads, kv_heads, head_dim, ffn, vocabulary, eps, scale,
+               activation_type(dtype)}) {
+    if (kv_heads == 0 || heads % kv_heads != 0 || head_dim == 0 || head_dim % 2 != 0) {
+      throw std::invalid_argument("fdk_cpu: heads of an even size, a multiple of the kv heads");
+    }
+  }
+
+  // A product: a list of (weight, rows), as `rows_of` takes them.
+  void add_block(const py::tuple& norms, const py::list& qkv, const py::list& o,
+                 const py::list& gate_up, const py::list& down) {
+    const fdk::LlamaShape& s = step_.shape();
+    const auto norm = [&](std::size_t i, std::size_t n, bool optional) {
+      const Bytes bytes = bytes_of(norms[i].cast<py::tuple>());
+      if (optional && bytes.size == 0) return static_cast<const void*>(nullptr);
+      expect("a norm", bytes, n * fdk::bytes_of(s.type));
+      return bytes.as<const void>();
+    };
+    step_.add_block({norm(0, s.hidden, false), norm(1, s.hidden, false), norm(2, s.head_dim, true),
+                     norm(3, s.head_dim, true), rows_of(qkv), rows_of(o), rows_of(gate_up),
+                     rows_of(down)});
+  }
+
+  void set_head(const py::tuple& norm, const py::list& head) {
+    const Bytes bytes = bytes_of(norm);
+    expect("a norm", bytes, step_.shape().hidden * fdk::bytes_of(step_.shape().type));
+    step_.set_head(bytes.as<const void>(), rows_of(head));
+    has_head_ = true;
+  }
+
+  void run(std::size_t batch, std::size_t length, std::size_t slot, const py::tuple& x,
+           const py::tuple& cos, const py::tuple& sin, const py::tuple& starts,
+           const py::tuple& cache, const py::tuple& logits, std::size_t threads) {
+    const fdk::LlamaShape& s = step_.shape();
+    const std::size_t item = fdk::bytes_of(s.type), turns = length * s.head_dim * item;
+    const Bytes in = bytes_of(x), c = bytes_of(cos), t = bytes_of(sin), first = bytes_of(starts),
+                kept = bytes_of(cache), out = bytes_of(logits);
+    expect("x", in, batch * s.hidden * item);
+    expect("cos", c, turns);
+    expect("sin", t, turns);
+    expect("starts", first, batch * sizeof(std::int64_t));
+    expect("the cache", kept, step_.blocks() * 2 * batch * s.kv_heads * turns);
+    expect("logits", out, batch * s.vocabulary * item);
+    if (!has_head_) throw std::invalid_argument("fdk_cpu: a decode step needs set_head");
+    if (slot >= length) throw std::invalid_argument("fdk_cpu: the cache is full");
+    const auto* begin = first.as<const std::int64_t>();
+    if (std::any_of(begin, begin + batch,
+                    [&](std::int64_t at) { return at < 0 || std::size_t(at) > slot; })) {
+      throw std::invalid_argument("fdk_cpu: a sequence starts after the slot");
+    }
+    const py::gil_scoped_release release;
+    step_.run({batch, length, slot, in.as<void>(), c.as<const void>(), t.as<const void>(), begin,
+               kept.as<void>(), out.as<void>()},
+              threads);
+  }
+
+ private:
+  // Each is (plain, n, k, bias) with plain :: [n, k] in the dtype of the model, or (weight, first,
+  // n, bias, None or (levels, step, offset) to round x to 8 bits).
+  std::vector<fdk::RowsOfWeight> rows_of(const py::list& product) {
+    const std::size_t item = fdk::bytes_of(step_.shape().type);
+    std::vector<fdk::RowsOfWeight> rows;
+    for (const py::handle& entry : product) {
+      const auto given = entry.cast<py::tuple>();
+      fdk::RowsOfWeight of{};
+      Bytes bias;
+      if (given.size() == 4) {
+        of.n = given[1].cast<std::size_t>();
+        of.k = given[2].cast<std::size_t>();
+        const Bytes plain = bytes_of(given[0].cast<py::tuple>());
+        expect("a plain weight", plain, of.n * of.k * item);
+        of.plain = plain.as<const void>();
+        bias = bytes_of(given[3].cast<py::tuple>());
+      } else {
+        const PyWeight& weight = given[0].cast<const PyWeight&>();
+        kept_.append(given[0]);
+        of.packed = &weight.packed();
+        of.k = of.packed->layout.k;
+        of.first = given[1].cast<std::size_t>();
+        of.n = given[2].cast<std::size_t>();
+        bias = bytes_of(given[3].cast<py::tuple>());
+        if (!given[4].is_none()) {
+          of.int8 = true;
+          of.table = add_table(weight, given[4].cast<py::tuple>());
+        }
+      }
+      if (bias.size != 0) {
+        expect("bias", bias, of.n * item);
+        of.bias = bias.as<const void>();
+      }
+      rows.push_back(of);
+    }
+    return rows;
+  }
+
+  const fdk::Int8Table* add_table(const PyWeight& weight, const py::tuple& given) {
+    const Bytes levels = bytes_of(given[0].cast<py::tuple>());
+    if (weight.packed().codebook == nullptr) return nullptr;
+    expect("levels", levels, std::size_t(1) << weight.packed().layout.bits);
+    tables_.push_back({{}, given[1].cast<float>(), given[2].cast<float>()});
+    std::copy_n(levels.as<const std::int8_t>(), levels.size, tables_.back().levels);
+    return &tables_.back();
+  }
+
+  fdk::DecodeStep step_;
+  std::deque<fdk::Int8Table> tables_;
+  py::list kept_;  // the weights
+  bool has_head_ = false;
 };
 
 // x :: [m, k], w :: [n, k], y :: [m, n]; `gemv` for m = 1.
@@ -482,4 +601,10 @@ PYBIND11_MODULE(_native, module) {
                     const py::tuple&>())
       .def("linear", &PyExpertStack::linear)
       .def("grad_x", &PyExpertStack::grad_x);
+  py::class_<PyDecodeStep>(module, "DecodeStep")
+      .def(py::init<std::size_t, std::size_t, std::size_t, std::size_t, std::size_t, std::size_t,
+                    float, float, const std::string&>())
+      .def("add_block", &PyDecodeStep::add_block)
+      .def("set_head", &PyDecodeStep::set_head)
+      .def("run", &PyDecodeStep::run);
 }

@@ -11,7 +11,6 @@
 #include "common/buffers.h"
 
 namespace fdk {
-namespace {
 
 Weight weight_of(const PackedWeight& packed, Activation activation) {
   const Layout& layout = packed.layout;
@@ -24,6 +23,8 @@ Weight weight_of(const PackedWeight& packed, Activation activation) {
   }
   return w;
 }
+
+namespace {
 
 DispatchThresholds thresholds_of(const LinearKernels& kernels, const Weight& w) {
   return kernels.thresholds == nullptr ? DispatchThresholds() : kernels.thresholds(w);

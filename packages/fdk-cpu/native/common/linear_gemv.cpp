@@ -66,10 +66,6 @@ void sum_pairs(const std::uint16_t* x, std::size_t count, std::size_t run, float
   }
 }
 
-bool is_finite(const float* values, std::size_t count) {
-  return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
-}
-
 // Computes the outputs whose products are not finite again, from the dequantised weight. The gemv
 // kernels scale sums of codebook values times x: with a large codebook and small scales such a sum
 // may overflow where no weight and no output does.
@@ -93,6 +89,15 @@ void repair(const PackedWeight& packed, const Weight& w, const LinearKernels& ke
 }
 
 }  // namespace
+
+bool is_finite(const float* values, std::size_t count) {
+  return std::all_of(values, values + count, [](float value) { return std::isfinite(value); });
+}
+
+void sum_x_pairs(const Weight& w, const std::uint16_t* x, std::size_t m, float* sums) {
+  const std::size_t steps = kTileK / kStep / w.groups_per_tile;
+  sum_pairs(x, m * w.tiles * kTileK, m == 1 && steps > 1 ? steps : 1, sums);
+}
 
 void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
                  Activation type, const void* x, std::size_t m, const void* bias, void* y,
@@ -122,9 +127,7 @@ void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernel
   const bool needs_sums = kernels.x_is_bf16 && w.zeros != nullptr;
   const Buffer<float> sums(needs_sums ? m * positions / 2 : 0);
   if (needs_sums) {
-    const std::size_t steps = kTileK / kStep / w.groups_per_tile;
-    sum_pairs(reinterpret_cast<const std::uint16_t*>(from), m * positions,
-              m == 1 && steps > 1 ? steps : 1, sums.get());
+    sum_x_pairs(w, reinterpret_cast<const std::uint16_t*>(from), m, sums.get());
   }
   const std::size_t y_stride = layout.stripes * kTileRows;
   const Buffer<float> products(m * y_stride);

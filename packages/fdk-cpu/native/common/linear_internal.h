@@ -2,11 +2,15 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "common/kernels.h"
 #include "common/linear.h"
 
 namespace fdk {
+
+// The weight as kernels see it, with its table rounded to the dtype of the activations.
+Weight weight_of(const PackedWeight& packed, Activation activation);
 
 // They take up to kMaxRows (buffers.h) rows of x or grad_y; the tensors are those of linear.h.
 
@@ -20,6 +24,10 @@ void linear_with_thresholds(const DispatchThresholds* own, const PackedWeight& w
 bool linear_two_pass(const PackedWeight& packed, const Weight& w, const TwoPassGemv* kernels,
                      Activation type, const void* x, const void* bias, void* y,
                      std::size_t threads);
+// Sums of bf16 x for GemvTask::x_sums: x :: [m][positions] in the kernel's order, sums ::
+// [m * positions / 2].
+void sum_x_pairs(const Weight& w, const std::uint16_t* x, std::size_t m, float* sums);
+bool is_finite(const float* values, std::size_t count);
 // Small m: kernels.gemv, or kernels.two_pass for one row.
 void linear_gemv(const PackedWeight& packed, const Weight& w, const LinearKernels& kernels,
                  Activation type, const void* x, std::size_t m, const void* bias, void* y,

@@ -1,5 +1,6 @@
 #include "common/thread_pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -16,20 +17,11 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+
+#include "common/barrier.h"
 
 namespace fdk {
 namespace {
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Undoes OpenMP's binding in a worker. A thread inherits the cores of the one that starts it; with
 // OMP_PROC_BIND that is a single core, which all workers would share. The cores before the binding
@@ -77,6 +69,35 @@ class Pool {
     std::unique_lock<std::mutex> busy(running_, std::try_to_lock);
     if (!busy) return false;
     start(loop.workers);
+    run_started(loop);
+    return true;
+  }
+
+  // The same with a piece for each thread: the caller and each of the workers that have started
+  // take exactly one, since none ends before all have begun.
+  bool try_run_team(std::size_t threads, TeamBody body, void* context) {
+    std::unique_lock<std::mutex> busy(running_, std::try_to_lock);
+    if (!busy) return false;
+    start(threads - 1);
+    Team team{body, context, std::min(threads, started_ + 1)};
+    Loop loop{Team::run, &team, team.members, 1, team.members - 1};
+    run_started(loop);
+    return true;
+  }
+
+ private:
+  struct Team {
+    TeamBody body;
+    void* context;
+    std::size_t members;
+
+    static void run(void* team, std::size_t member, std::size_t) {
+      const Team& of = *static_cast<const Team*>(team);
+      of.body(of.context, member, of.members);
+    }
+  };
+
+  void run_started(Loop& loop) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       loop_ = &loop;
@@ -96,10 +117,8 @@ class Pool {
         std::this_thread::yield();
       }
     }
-    return true;
   }
 
- private:
   void start(std::size_t workers) {
     try {
       for (; started_ < workers; started_++) std::thread([this] { serve(); }).detach();
@@ -182,6 +201,17 @@ void run_loop(std::size_t total, std::size_t chunk, std::size_t threads, LoopBod
     if (ran) return;
   }
   body(context, 0, total);
+}
+
+void run_team(std::size_t threads, TeamBody body, void* context) {
+  threads = usable_threads(threads);
+  if (threads > 1 && !Pool::inside_) {
+    Pool::inside_ = true;
+    const bool ran = pool().try_run_team(threads, body, context);
+    Pool::inside_ = false;
+    if (ran) return;
+  }
+  body(context, 0, 1);
 }
 
 }  // namespace fdk

@@ -34,4 +34,12 @@ void parallel_for(std::size_t total, std::size_t chunk, std::size_t threads, F b
       &body);
 }
 
+using TeamBody = void (*)(void* context, std::size_t member, std::size_t members);
+
+// Runs body(member, members) for members 0 to members - 1, each on a thread of its own and all at
+// the same time, so that they may wait for each other. `members` is `threads`, or less if so many
+// threads do not start; it is 1 in a loop and while another thread's loop runs. The body must not
+// throw.
+void run_team(std::size_t threads, TeamBody body, void* context);
+
 }  // namespace fdk

@@ -183,3 +183,45 @@ def copy_memory(from_: Bytes, to: Bytes, threads: int, /) -> None: ...
 def instruction_sets() -> list[str]: ...
 def instruction_set() -> str: ...
 def set_instruction_set(name: str, /) -> None: ...
+
+# (plain, n, k, bias), or (weight, first row, n, bias, None or (levels, step, offset)).
+Rows = tuple[object, ...]
+
+class DecodeStep:
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        ffn: int,
+        vocabulary: int,
+        eps: float,
+        scale: float,
+        dtype: str,
+        /,
+    ) -> None: ...
+    def add_block(
+        self,
+        norms: tuple[Bytes, ...],
+        qkv: list[Rows],
+        o: list[Rows],
+        gate_up: list[Rows],
+        down: list[Rows],
+        /,
+    ) -> None: ...
+    def set_head(self, norm: Bytes, head: list[Rows], /) -> None: ...
+    def run(
+        self,
+        batch: int,
+        length: int,
+        slot: int,
+        x: Bytes,
+        cos: Bytes,
+        sin: Bytes,
+        starts: Bytes,
+        cache: Bytes,
+        logits: Bytes,
+        threads: int,
+        /,
+    ) -> None: ...

@@ -30,7 +30,7 @@ def lut_linear(
     k: int,
 ) -> Tensor:
     """Compute ``x @ W_hat.T + bias``, ``[m, n]``."""
-    weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+    weight = native_weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
     added, out = bytes_of(bias), bytes_of(y)
@@ -55,7 +55,7 @@ def lut_linear_int8(
     k: int,
 ) -> Tensor:
     """Compute ``fdk_formats.int8.int8_linear``, with x rounded to 8 bits, ``[m, n]``."""
-    weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+    weight = native_weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     _check_levels(levels)
     activation = _activation("x", x)
     y = x.new_empty((len(x), n))
@@ -87,7 +87,7 @@ def lut_linear_grad_x(
     k: int,
 ) -> Tensor:
     """Compute ``grad_y @ W_hat``, ``[m, k]``."""
-    weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+    weight = native_weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
     grad_x = grad_y.new_empty((len(grad_y), k))
     activation = _activation("grad_y", grad_y)
     weight.grad_x(activation, bytes_of(grad_y), len(grad_y), bytes_of(grad_x), num_threads())
@@ -132,7 +132,7 @@ def check_weight_tensors(
             raise TypeError(f"{caller}: {name} must be {names}, got {tensor.dtype}")
 
 
-def _weight(
+def native_weight(
     codes: Tensor,
     scale: Tensor,
     codebook: Tensor | None,
@@ -230,7 +230,7 @@ class NativeWeightCache:
             codebook, zero_point = tensors["codebook"], tensors["zero_point"]
             assert codes is not None
             assert scale is not None
-            weight = _weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
+            weight = native_weight(codes, scale, codebook, zero_point, group_size, bits, n, k)
             _check_levels(tensors.get("levels"))
             present = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
             origins = [(name, ref(t), t.data_ptr(), t.nbytes, t.dtype) for name, t in present]

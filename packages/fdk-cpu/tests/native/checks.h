@@ -12,6 +12,7 @@
 #include "common/float_convert.h"
 #include "common/dispatch.h"
 #include "common/kernels.h"
+#include "common/linear_int8.h"
 
 using fdk::Activation;
 using fdk::ScaleType;
@@ -133,3 +134,9 @@ void check_pool_errors();
 void check_dense_gemm(Random& random);
 void check_sizes_are_refused();
 void check_conversions();
+// Teams, the decode step and its products (check_decode.cpp).
+void check_teams();
+void check_decode(Random& random);
+void check_shared_gemv(const Case& c, const char* isa, const fdk::PackedWeight& w,
+                       const fdk::Int8Table* table, bool int8, const Bytes& x, const Bytes& bias,
+                       const std::vector<double>& y, double scale);

@@ -17,7 +17,8 @@
 
 namespace {
 
-constexpr std::size_t kAll = 1024;  // the most rows of x that a product is given
+constexpr std::size_t kAll = 1024;   // the most rows of x that a product is given
+constexpr std::size_t kShared = 12;  // and that a shared product is given
 
 // Several of the largest blocks of W_hat of any set, for panels beyond the cache and for dgrad, and
 // a last one that is not full. One thread, because more threads use smaller blocks.
@@ -150,6 +151,8 @@ void check_int8(const Case& c, const fdk::PackedWeight& w, const std::vector<uns
                      out.data(), c.threads);
     // Unsigned levels and zero points cancel: their sums are up to 3 times those of the products.
     expect_near(c, name, "int8 y", out, y, 4 * scale);
+    if (c.m > kShared) continue;
+    check_shared_gemv(c, name, w, c.affine ? nullptr : &table, true, x, bias, y, 4 * scale);
   }
 }
 
@@ -241,6 +244,7 @@ void check(const Case& c, Random& random) {
     Bytes out(y.size() * item, 0xFF), dx_out(dx.size() * item, 0xFF);
     fdk::linear(w, c.activation, x.data(), c.m, bias.data(), out.data(), c.threads);
     expect_near(c, name, "y", out, y, y_scale);
+    if (c.m <= kShared) check_shared_gemv(c, name, w, nullptr, false, x, bias, y, y_scale);
     // Each kernel multiplies all rows, whatever the thresholds of this machine, and panels with and
     // without prefetching the next one.
     const fdk::LinearKernels& kernels = fdk::linear_kernels_for(fdk::current_isa(), c.activation);
@@ -276,6 +280,8 @@ int main(int argc, char** argv) {
   check_conversions();
   check_sizes_are_refused();
   check_pool_errors();
+  check_teams();
+  check_decode(random);
   check_tiles(random);
   check_thread_counts(random);
   check_outliers(random);

@@ -1,7 +1,6 @@
 """Models of transformers: steps, bytes, perplexity, and compiled by the command."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,9 +10,7 @@ from typer.testing import CliRunner
 
 from fdk_bench import models
 from fdk_bench.cli import app
-from fdk_bench.decode.step import Step, first_tokens
 from fdk_bench.models import (
-    HfDecoder,
     ModelCase,
     build_hf,
     continued_from,
@@ -22,61 +19,13 @@ from fdk_bench.models import (
 )
 from fdk_bench.peers import WrongAnswerError
 from fdk_formats import load_model, quantise_model, save_model
+from fdk_transformers.transformers_step import TransformersStep
 
 
 def case_of(folder, format):
     return ModelCase(
         str(folder), 1, format, "reference", "fp32", "cpu", "lm_head", 6, 3, compiled=False
     )
-
-
-@torch.inference_mode()
-def test_hf_steps_continue_a_prompt(hf_model):
-    model = hf_model
-    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
-    whole = model(tokens).logits[:, -1]
-    decoder = HfDecoder(model)
-    decoder.prepare(2, 64)
-    decoder(tokens[:, :8], torch.arange(8))
-    for i in range(8, 12):
-        last = decoder(tokens[:, i : i + 1], torch.tensor([i]))
-    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
-    # 2 layers, keys and values, 2 sequences of 2 heads, 64 places of 16 channels, 4 bytes.
-    assert decoder.cache_bytes == 2 * 2 * 2 * 2 * 64 * 16 * 4
-
-
-@pytest.fixture
-def mistral(hf_sizes):
-    """Two layers that see the last five tokens."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    config = MistralConfig(**hf_sizes, sliding_window=5)
-    return MistralForCausalLM(config).eval().requires_grad_(False)
-
-
-@pytest.mark.parametrize("model", ["hf_model", "mistral"])
-@torch.inference_mode()
-def test_prompts_and_steps_go_back(model, request):
-    """Steps, the prompt many times, then steps again, in the order of a measurement."""
-    model = request.getfixturevalue(model)
-    prompt = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(1))
-    decoder = HfDecoder(model)
-    decoder.prepare(2, 64)
-    first = decoder(prompt, torch.arange(8))
-    torch.testing.assert_close(first, model(prompt).logits[:, -1], rtol=1e-4, atol=1e-4)
-    step = Step(decoder, first.argmax(-1, keepdim=True), 8)
-    step.warm_up()
-    for _ in range(20):  # three times as many tokens as there is room for
-        again = first_tokens(decoder, prompt)
-        assert torch.equal(again, first.argmax(-1, keepdim=True))
-    found = [prompt, step.tokens.clone()]
-    for _ in range(6):
-        step()
-        found.append(step.tokens.clone())
-    tokens = torch.cat(found, dim=1)
-    wanted = model(tokens).logits.argmax(-1)
-    assert torch.equal(tokens[:, 8:], wanted[:, 7:-1])
 
 
 def test_the_command_as_it_is_by_default(hf_folder, tmp_path):
@@ -158,11 +107,10 @@ def test_fused_logits(model, request, tmp_path):
     assert mlp.gate_proj.layout.product is mlp.up_proj.layout.product
     expected = apart(tokens).logits
     torch.testing.assert_close(fused(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    decoder = HfDecoder(fused)
-    decoder.prepare(2, 64)
-    decoder(tokens[:, :8], torch.arange(8))
+    step = TransformersStep(fused, 2, 64)
+    step.prefill(tokens[:, :8], None)
     for i in range(8, 12):
-        last = decoder(tokens[:, i : i + 1], torch.tensor([i]))
+        last = step.decode(tokens[:, i])
     torch.testing.assert_close(last, expected[:, -1], rtol=1e-4, atol=1e-4)
     for made in (apart, fused):
         save_model(tmp_path / "file", made)
@@ -209,31 +157,28 @@ def test_stored_bytes_counts_tied_weights_once(hf_model):
     assert left == 36864 + 2 * 36864 // 32 * 2 + 14 * 64 + 4 * (5 * 64 + 40 * 64)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
-)
-# torch's compiler calls what torch itself deprecates.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_folder_compiled(hf_folder, tmp_path, monkeypatch):
-    """``fdk-bench models FOLDER --compile``: whole models, for one sequence and several."""
+def test_folder(hf_folder, tmp_path, monkeypatch):
+    """``fdk-bench models FOLDER``: whole models, by two engines, for one sequence and several."""
     monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
     out = tmp_path / "out"
-    arguments = ["--model", hf_folder, "--compile", "-b", "16,4", "--format", "int"]
+    arguments = ["--model", hf_folder, "--engine", "fdk,transformers", "-b", "16,4"]
     few = ["--batch-size", "1,3", "--context", "5", "--reps", "2", "--dtype", "fp32"]
-    few += ["--backend", "reference", "-g", "32"]
+    few += ["--backend", "reference", "-g", "32", "--format", "int"]
     command = ["models", "--device", "cpu", *arguments, *few, "--out", out]
     done = CliRunner().invoke(app, list(map(str, command)))
-    torch.compiler.reset()
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (out / "models.jsonl").read_text().splitlines()]
-    assert [(r["case"]["format"], r["case"]["batch"], r["case"]["compiled"]) for r in rows] == [
-        (format, batch, True) for format in ("fp32", "int4-g32") for batch in (1, 3)
+    assert [(r["case"]["format"], r["case"]["batch"], r["case"]["engine"]) for r in rows] == [
+        (format, batch, engine)
+        for format in ("fp32", "int4-g32")
+        for batch in (1, 3)
+        for engine in ("fdk", "transformers")
     ]
     for r in rows:
         assert r["values"]["tokens_per_second"] > 0
-        # 2 layers, keys and values, 2 heads, 64 places of 16 channels, 4 bytes.
-        assert r["values"]["cache_bytes"] == r["case"]["batch"] * 2 * 2 * 2 * 64 * 16 * 4
+        if r["case"]["engine"] == "fdk":
+            # 2 layers, keys and values, 2 heads, 256 places of 16 channels, 4 bytes.
+            assert r["values"]["cache_bytes"] == r["case"]["batch"] * 2 * 2 * 2 * 256 * 16 * 4
         # Frequencies of rotary positions more; codebooks of layers that are one product, once.
-        held = r["values"]["memory"] - r["values"]["cache_bytes"] - r["values"]["stored_bytes"]
-        assert abs(held) < 1000
+        cache = r["values"]["cache_bytes"] or 0
+        assert abs(r["values"]["memory"] - cache - r["values"]["stored_bytes"]) < 1000

@@ -1,61 +1,44 @@
-"""Whole models: the llama against transformers', bytes by hand, measurement, command."""
+"""Whole models: bytes by hand, measurement by each engine, command."""
 
-import importlib
+import importlib.util
 import json
-import shutil
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from fdk_bench import models
+from fdk_bench import engines, models
 from fdk_bench.cases import random_weight
 from fdk_bench.cli import app
-from fdk_bench.decode import step as step_module
-from fdk_bench.decode.llama import SIZES, Llama, LlamaSize
-from fdk_bench.decode.random_llama import build_llama
-from fdk_bench.decode.step import Step, first_tokens
+from fdk_bench.engines import FdkEngine, engine_of
 from fdk_bench.models import (
+    BITSANDBYTES,
     CONTINUED_TOKENS,
+    ROUNDS,
     ModelCase,
     ModelRun,
     ModelValues,
-    build_hf,
-    check_dense,
     check_layer,
     measure,
     measure_case,
+    token_seconds,
 )
 from fdk_bench.peers import WrongAnswerError
+from fdk_bench.random_llama import SIZES, build_llama
 from fdk_formats import Format, QuantisedLinear
 from fdk_formats.model import DEFAULT_SKIP
-
-SMALL = LlamaSize(dim=64, layers=2, heads=4, kv_heads=2, ffn=128, vocabulary=40)
+from fdk_transformers.decode.llama_step import LlamaStep
 
 
 def case_of(format="custom4-g64", **changes):
     case = ModelCase("tiny", 1, format, "reference", "bf16", "cpu", "lm_head", 6, 3, False)
     return replace(case, **changes)
-
-
-def plain_linear(name, n, k):
-    layer = nn.Linear(k, n, bias=False)
-    layer.weight.data.normal_(std=k**-0.5)
-    return layer.requires_grad_(False)
-
-
-def small_llama(fused=True):
-    torch.manual_seed(0)
-    llama = Llama(SMALL, plain_linear, device="cpu", dtype=torch.float32, fused=fused)
-    llama.prepare(2, 64)
-    return llama
 
 
 # The llama
@@ -70,60 +53,15 @@ def test_sizes_are_those_of_the_paper(size, linear, parameters):
     assert SIZES[size].parameters == pytest.approx(parameters, rel=2e-4)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@torch.no_grad()
-def test_logits_are_those_of_transformers(fused, hf_model):
-    hf, ours = hf_model, small_llama(fused)
-    ours.embedding.data = hf.model.embed_tokens.weight
-    ours.norm.data, ours.lm_head.weight.data = hf.model.norm.weight, hf.lm_head.weight
-    for block, layer in zip(ours.blocks, hf.model.layers, strict=True):
-        block.o.weight.data, block.down.weight.data = (
-            layer.self_attn.o_proj.weight,
-            layer.mlp.down_proj.weight,
-        )
-        qkv = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
-        gate_up = [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]
-        for module, weights in ((block.qkv, qkv), (block.gate_up, gate_up)):
-            if fused:
-                module.weight.data = torch.cat(weights)
-            else:
-                for part, weight in zip(module.layers, weights, strict=True):
-                    part.weight.data = weight
-    tokens = torch.randint(40, (2, 9), generator=torch.Generator().manual_seed(1))
-    expected = hf(tokens).logits[:, -1]
-    torch.testing.assert_close(ours(tokens, torch.arange(9)), expected, rtol=1e-4, atol=1e-4)
-    assert expected.std() > 0.1
-
-
-@torch.inference_mode()
-def test_steps_continue_a_prompt():
-    llama = small_llama()
-    tokens = torch.randint(40, (2, 12), generator=torch.Generator().manual_seed(1))
-    whole = llama(tokens, torch.arange(12))
-    llama.prepare(2, 64)
-    llama(tokens[:, :8], torch.arange(8))
-    for i in range(8, 12):
-        last = llama(tokens[:, i : i + 1], torch.tensor([i]))
-    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
-
-
-@torch.inference_mode()
-def test_step_moves_on_and_warming_up_does_not():
-    llama = small_llama()
-    prompt = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(2))
-    expected = prompt
-    for _ in range(4):  # greedy, without a cache
-        following = llama(expected, torch.arange(expected.shape[1])).argmax(-1, keepdim=True)
-        expected = torch.cat((expected, following), dim=1)
-    llama.prepare(2, 64)
-    step = Step(llama, first_tokens(llama, prompt), 5)
-    step.warm_up()
-    found = [step.tokens.clone()]
-    for _ in range(3):
-        step()
-        found.append(step.tokens.clone())
-    assert torch.equal(torch.cat(found, dim=1), expected[:, 5:])
-    assert step.position.item() == 8
+@pytest.mark.parametrize("format", ["bf16", "custom4-g64"])
+def test_llamas_are_those_of_the_step(format):
+    """Every layer is on the device, and the step of llamas computes the model."""
+    model = build_llama(case_of(format), [1]).model
+    assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert LlamaStep.reason_unlike(model, 1 << 17) is None
+    logits = model(torch.randint(512, (2, 9))).logits.float()
+    assert logits.isfinite().all()
+    assert logits.std() > 0.1
 
 
 # Measuring
@@ -172,16 +110,31 @@ class GigabyteAPerSecond:
 def test_measure_case():
     floor = GigabyteAPerSecond()
     values = measure_case(case_of(batch=2), build_llama(case_of(), [2]), floor, 5.0)
-    assert floor.seen == ["begin", *["probe"] * 3]  # once for each step
-    # 2 layers, keys and values, 2 sequences of 2 heads, 64 places of 32 channels, 2 bytes.
-    assert values.cache_bytes == 2 * 2 * 2 * 2 * 64 * 32 * 2
+    assert floor.seen == ["begin", *["probe"] * ROUNDS]
+    # 2 layers, keys and values, 2 sequences of 2 heads, 256 places of 32 channels, 2 bytes.
+    assert values.cache_bytes == 2 * 2 * 2 * 2 * 256 * 32 * 2
     assert values.floor == pytest.approx(values.weight_bytes / 1e9)
     assert values.floor_share == pytest.approx(values.floor / values.step_time)
     assert values.tokens_per_second == pytest.approx(2 / values.step_time)
     assert 0 < values.step_time_min <= values.step_time
     assert values.first_token_time > 0
     assert (values.graph, values.build_seconds) == (False, 5.0)
-    assert values.first_token_graph is False
+
+
+def test_seconds_of_tokens(monkeypatch):
+    """The first token is not part of the others' time."""
+
+    class Clock:
+        now = 0.0
+
+        def generate(self, prompt, count):
+            self.now += 3.0 + 0.5 * (count - 1)
+
+    clock = Clock()
+    monkeypatch.setattr(models.time, "perf_counter", lambda: clock.now)
+    firsts, steps = token_seconds(clock, torch.zeros(1, 4), 8)
+    assert firsts == [3.0] * ROUNDS
+    assert steps == [0.5] * ROUNDS
 
 
 @pytest.mark.parametrize("format", ["bf16", "int4-g64"])
@@ -189,42 +142,62 @@ def test_memory_of_a_cpu(format):
     """Memory is all stored tensors, each once and as in files, and the cache."""
     case = case_of(format=format)
     built = build_llama(case, [1])
+    rotary = sum(buffer.nbytes for buffer in built.model.buffers())
     values = measure_case(case, built, GigabyteAPerSecond(), 0.0)
-    assert values.memory == built.stored_bytes + values.cache_bytes
-    # A weight that two layers share is counted once.
-    built.decoder.lm_head.weight = built.decoder.embedding
-    tied = measure_case(case, built, GigabyteAPerSecond(), 0.0)
-    assert tied.memory == values.memory - built.decoder.embedding.nbytes
+    # Each layer of a product has its own 16 levels of 4 bytes; the product is counted with one.
+    levels = 0 if format == "bf16" else 2 * (2 + 1) * 64
+    assert values.memory == built.stored_bytes + values.cache_bytes + rotary + levels
 
 
-@pytest.mark.parametrize("works", [True, False])
-@torch.inference_mode()
-def test_a_prompt_tells_whether_it_is_a_graph(works, monkeypatch):
-    def captured(call):
-        if not works:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return call
+def test_engines_decode_the_same_tokens(monkeypatch):
+    """The engine of transformers runs its own loop, ours ours."""
+    model = build_llama(case_of(dtype="fp32"), [1]).model
+    prompt, found = torch.randint(512, (2, 5)), []
+    generate = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda *of, **how: found.append((generate(*of, **how), how))
+    )
+    for name in ("fdk", "transformers"):
+        with engine_of(name, model, compiled=True, length=32) as engine:
+            engine.generate(prompt, 9)
+            assert (engine.cache_bytes is None) == (name == "transformers")
+            assert isinstance(engine, FdkEngine) == (name == "fdk")
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][0].shape == (2, 14)
+    assert ["custom_generate" in how for _, how in found] == [True, False]
 
-    monkeypatch.setattr(step_module, "captured", captured)
-    monkeypatch.setattr(Llama, "captures_prompts", True)
-    expected = nullcontext() if works else pytest.warns(UserWarning, match="timed without a graph")
-    with expected:
-        prompt = step_module.captured_prompt(small_llama(), torch.zeros(2, 3, dtype=torch.int64))
-    assert prompt.is_graph is works
-    assert prompt.call().shape == (2, 1)
+
+def test_vllm_is_needed_for_its_engine(monkeypatch):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    with (
+        pytest.raises(ModuleNotFoundError, match="vLLM is not installed"),
+        engine_of("vllm", nn.Identity(), compiled=True, length=8),
+    ):
+        pass
 
 
-def test_dependent_launches_end_with_the_measurement(monkeypatch):
-    """Code is compiled with PDL inside the context, and without it afterwards."""
-    config = importlib.import_module("torch._inductor.config").triton
-    if not hasattr(config, "enable_pdl"):
-        pytest.skip("needs a torch whose compiler has enable_pdl")
-    seen = []
-    monkeypatch.setattr(Llama, "compile_blocks", lambda self: seen.append(config.enable_pdl))
-    before = config.enable_pdl
-    case = case_of(compiled=True)
-    measure_case(case, build_llama(case, [1]), GigabyteAPerSecond(), 0.0)
-    assert (seen, config.enable_pdl) == ([True], before)
+def test_rows_of_engines(monkeypatch):
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
+    run = run_of(batches=[1], engines=["fdk", "transformers"])
+    rows = list(measure(run, build_llama))
+    assert [row.error for row in rows] == [None] * 4
+    assert [(row.case.format, row.case.engine) for row in rows] == [
+        (format, engine) for format in ("bf16", "int4-g64") for engine in ("fdk", "transformers")
+    ]
+    for dense, quantised in zip(rows[:2], rows[2:], strict=True):
+        ratio = quantised.values.tokens_per_second / dense.values.tokens_per_second
+        assert quantised.values.speedup_16 == pytest.approx(ratio)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
+def test_layers_of_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
+    (row,) = measure(run_of(formats=[BITSANDBYTES], batches=[1]), build_llama)
+    assert row.error is None
+    assert (row.case.backend, row.values.backends) == ("bitsandbytes", "bitsandbytes")
+    # Half a byte for a weight; scales are not parameters.
+    dense = build_llama(case_of("bf16"), [1]).weight_bytes
+    assert dense - row.values.weight_bytes == 2 * 147456 * 3 // 2
 
 
 def test_wrong_layer_is_refused():
@@ -233,17 +206,6 @@ def test_wrong_layer_is_refused():
     layer = QuantisedLinear.from_quantised(other, backend="reference")
     with pytest.raises(WrongAnswerError, match="not timed"):
         check_layer(layer, q, case_of(), [1, 4])
-
-
-def test_wrong_dense_layer_is_refused():
-    class Off(torch.nn.Linear):
-        def forward(self, x):
-            return 1.1 * super().forward(x)
-
-    torch.manual_seed(0)
-    check_dense(torch.nn.Linear(64, 32, bias=False), case_of(dtype="fp32"), [1, 4])
-    with pytest.raises(WrongAnswerError, match="not timed"):
-        check_dense(Off(64, 32, bias=False), case_of(dtype="fp32"), [1, 4])
 
 
 def run_of(**changes):
@@ -296,56 +258,6 @@ def test_failing_model_is_rows(monkeypatch):
     rows = list(measure(run_of(formats=["int4-g48", "int4-g64"]), build_llama))
     assert [r.values is None for r in rows] == [True, True, False, False]
     assert "k must be a positive multiple of 48, got k=128" in rows[0].error
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
-)
-# torch's compiler calls what torch itself deprecates.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@torch.inference_mode()
-def test_compiled_model_gives_the_same_tokens():
-    llama = small_llama()
-    prompt = torch.randint(40, (2, 5), generator=torch.Generator().manual_seed(2))
-    plain = llama(prompt, torch.arange(5))
-    llama.prepare(2, 64)
-    llama.compile_blocks()
-    torch.testing.assert_close(llama(prompt, torch.arange(5)), plain, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """What torch.compile was given, run as it is: no compiler is needed."""
-    found, compile = [], torch.compile
-
-    def backend(module, inputs):
-        found.append(module)
-        return module.forward
-
-    monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
-    yield found
-    torch.compiler.reset()
-
-
-# torch's compiler calls what torch itself deprecates.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_many_batch_sizes_are_compiled(graphs, monkeypatch):
-    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
-    run = run_of(formats=["bf16"], batches=[1, 2, 3, 4, 5], compiled=True)
-    assert [row.error for row in measure(run, build_llama)] == [None] * 5
-    assert len(graphs) == 10  # prompt and step of each; the blocks share them
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_hf_is_compiled_as_a_whole(graphs, hf_folder, monkeypatch):
-    monkeypatch.setattr(models, "RATE_BYTES", 1 << 20)
-    batches = [1, 2, 3, 4, 5]
-    changes = {"models": [str(hf_folder)], "dtype": "fp32", "batches": batches, "reps": 12}
-    run = run_of(formats=["int4-g32"], compiled=True, **changes)
-    assert [row.error for row in measure(run, build_hf)] == [None] * 5
-    assert len(graphs) == 10
 
 
 # Command line
@@ -414,7 +326,7 @@ def test_failed_row(quick, tmp_path):
     empty.mkdir()
     done = run(*quick, "--size", empty, "-b", "4", "--out", tmp_path)
     assert done.exit_code == 1
-    assert f"{empty}-b1-kmeans4-g64-reference-cpu failed: " in done.stdout
+    assert f"{empty}-b1-kmeans4-g64-reference-cpu-fdk failed: " in done.stdout
     assert json.loads((tmp_path / "models.jsonl").read_text())["values"] is None
 
 
@@ -492,8 +404,9 @@ def test_second_interrupt_ends_at_once():
         (["--model", "a/b", "--text", "no-such-file"], "--text: wanted a UTF-8 text file: "),
         (["--model", "a/b", "--text", "/dev/null"], "--text: wanted text, /dev/null has none"),
         (["--model", "a/b", "--layers", "1"], "--layers: wanted only random llamas, and a/b has"),
+        (["--engine", "fdk,llama.cpp"], "--engine: wanted some of fdk, transformers, vllm"),
         (["--device", "cuda:x"], "wanted cpu or cuda"),
-        (["--size", "7b"], "wanted some of tiny, 1b, 4b, 12b, 31b"),
+        (["--size", "7b"], "wanted some of tiny, 1b, 4b, 8b, 12b, 31b"),
         (["--model", "no/such/folder"], "got 'no/such/folder'"),
     ],
 )

@@ -259,8 +259,8 @@ def models(
     size: Annotated[
         common.Texts,
         list_option(
-            "tiny, 1b, 4b, 12b, 31b: llamas with random weights, made on the device; or a Hugging "
-            "Face folder or id",
+            "tiny, 1b, 4b, 8b, 12b, 31b: llamas with random weights, made on the device; or a "
+            "Hugging Face folder or id",
             "4b on a GPU, tiny on a CPU",
             *("--size", "--model"),
         ),
@@ -272,12 +272,22 @@ def models(
     backend: common.BackendOption = None,
     skip: Annotated[str | None, option(f"{SKIP} lm_head, as in quantise_model.")] = None,
     context: Annotated[int, option("Tokens of the prompt.", min=1)] = 128,
-    reps: Annotated[int, option("Decoding steps to time.", panel=TIMING, min=1)] = 100,
+    engine: Annotated[
+        common.Texts,
+        list_option(
+            "Paths by which a model decodes: fdk for fdk_transformers.generate, transformers for "
+            "its own generate (static cache and compiled on a GPU), vllm",
+            "fdk",
+        ),
+    ] = None,
+    reps: Annotated[
+        int, option("Tokens after the first of a call that is timed.", panel=TIMING, min=1)
+    ] = 100,
     compile_model: Annotated[
         bool,
         option(
-            "Compile the rest of the model, also in 16 bits; a random llama on a GPU runs Triton "
-            "kernels instead. Quantised layers run their backend either way.",
+            "Let torch compile what has no kernels of ours, on a GPU. Quantised layers run their "
+            "backend either way.",
             "--compile/--no-compile",
         ),
     ] = True,
@@ -306,10 +316,10 @@ def models(
 ) -> None:
     """Decode with whole models: tokens/s, first token, memory, share of the roofline.
 
-    The cache is static; on a GPU a step is one CUDA graph. The roofline is the time to read every
-    weight of a step once at the read rate measured in the same run. The 16-bit model has the same
-    between its layers, and is captured too. Quantised layers are checked before anything is timed.
-    Memory: on a GPU what the model allocates, on a CPU its packed weights and its cache.
+    Whole calls of generate are timed, so tokens/s are those of a user. The roofline is the time to
+    read every weight of a step once at the read rate measured in the same run. Quantised layers
+    are checked before anything is timed. --format bitsandbytes-nf4 measures those layers.
+    Memory: on a GPU the most that is allocated, on a CPU packed weights and the cache.
     Default: 16, 4 and 1 bits. Writes models.jsonl and models.md.
 
     Exit code: 0 all measured, 1 a model failed, 2 bad usage, 130 interrupted (Ctrl-C keeps what
@@ -317,8 +327,9 @@ def models(
     """
     prepare_environment()
     from fdk_bench.cases import DEFAULT_CODEBOOK, formats_of
-    from fdk_bench.decode.llama import SIZES
-    from fdk_bench.models import ModelCase, ModelRun
+    from fdk_bench.engines import ENGINES
+    from fdk_bench.models import BITSANDBYTES, ModelCase, ModelRun
+    from fdk_bench.random_llama import SIZES
     from fdk_formats.model import DEFAULT_SKIP
 
     check_results(out, "models.jsonl", resume, overwrite)
@@ -340,6 +351,13 @@ def models(
     read = None if text is None else given_text("--text", text)
     # Real weights lose everything in an arbitrary codebook: k-means is fitted to them.
     asked = split(formats, "--format") or ["kmeans" if real else DEFAULT_CODEBOOK]
+    others = [BITSANDBYTES] if BITSANDBYTES in asked else []
+    asked = [name for name in asked if name != BITSANDBYTES] or [DEFAULT_CODEBOOK]
+    engines = split(engine, "--engine") or ["fdk"]
+    if unknown := [name for name in engines if name not in ENGINES]:
+        raise typer.BadParameter(
+            f"--engine: wanted some of {', '.join(ENGINES)}, got {', '.join(unknown)}"
+        )
     case = ModelCase(
         model="",
         batch=0,
@@ -356,16 +374,17 @@ def models(
     )
     run = ModelRun(
         models=names,
-        formats=checked(lambda: formats_of(widths, asked, group_size, dtype)),
+        formats=[*checked(lambda: formats_of(widths, asked, group_size, dtype)), *others],
         batches=numbers("--batch-size", batch_size, (1,)),
         backends=checked_backends(split(backend, "--backend") or ["auto"]),
         case=case,
+        engines=list(dict.fromkeys(engines)),
     )
     _run_models(run, _builder(read), output_folder(out, "models"), json_lines, resume)
 
 
 def _model_names(names: list[str]) -> list[str]:
-    from fdk_bench.decode.llama import SIZES
+    from fdk_bench.random_llama import SIZES
     from fdk_bench.text_models import HUB_ID
 
     names = [name.lower() if name.lower() in SIZES else name for name in names]
@@ -380,9 +399,8 @@ def _model_names(names: list[str]) -> list[str]:
 
 
 def _builder(text: str | None) -> "Build":
-    from fdk_bench.decode.llama import SIZES
-    from fdk_bench.decode.random_llama import build_llama
     from fdk_bench.models import Built, ModelCase, build_hf
+    from fdk_bench.random_llama import SIZES, build_llama
 
     def build(case: ModelCase, batches: Sequence[int]) -> Built:
         if case.model in SIZES:
@@ -390,17 +408,6 @@ def _builder(text: str | None) -> "Build":
         return build_hf(case, batches, text)
 
     return build
-
-
-def _rest_of_model(run: "ModelRun") -> str:
-    """Name the implementation of the operations between linear layers."""
-    from fdk_bench.decode.llama import SIZES, has_kernels
-
-    if not run.case.compiled:
-        return "not compiled"
-    ours = has_kernels(run.case.device)
-    names = ("Triton kernels" if ours and m in SIZES else "compiled" for m in run.models)
-    return " or ".join(dict.fromkeys(names))
 
 
 def _run_models(
@@ -413,8 +420,9 @@ def _run_models(
     case = run.case
     gathered = facts("models", case.device)
     caption = (
-        f"{_where(gathered, case.device)}, {case.dtype}, {_rest_of_model(run)}, prompt of "
-        f"{case.context} tokens; share: of the time to read every weight of a step once"
+        f"{_where(gathered, case.device)}, {case.dtype}"
+        f"{'' if case.compiled else ', not compiled'}, "
+        f"prompt of {case.context} tokens; share: of the time to read every weight of a step once"
     )
     path = folder / "models.jsonl"
     log = open_log(path, gathered, ModelCase, ModelValues, resume=resume)

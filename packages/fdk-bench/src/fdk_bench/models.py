@@ -1,10 +1,11 @@
 """Whole models: a decoding step, the first token, memory, and the share of the roofline."""
 
 import gc
+import importlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,18 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fdk_bench.cases import DTYPES, exact_weight
-from fdk_bench.decode.step import (
-    WARM_STEPS,
-    Decoder,
-    Step,
-    call_seconds,
-    captured_prompt,
-    dependent_launches,
-    first_tokens,
-    held_bytes,
-    step_seconds,
-    synchronise,
-)
+from fdk_bench.engines import Engine, engine_of
 from fdk_bench.peers.base import Prepared, check
 from fdk_bench.peers.dense import codebook_bytes
 from fdk_bench.roofline import Floor, read_floor
@@ -33,8 +23,9 @@ from fdk_bench.timing import summarise
 from fdk_formats import QuantisedLinear, QuantisedTensor, model_report, quantise_model
 
 RATE_BYTES = 1 << 30  # the read rate of a model is that of one large read
-FIRST_TOKEN_REPS = 3
-CACHE_STEP = 64  # cache lengths are multiples of it, for attention kernels that want aligned masks
+ROUNDS = 5  # calls timed with many tokens, and with one
+BITSANDBYTES = "bitsandbytes-nf4"  # in the place of a format
+NF4_BITS = 4.5  # a float32 scale for 64 weights
 PERPLEXITY_TOKENS = 2048  # tokens of a window, each scored on its own
 BEGIN_TOKENS, CONTINUED_TOKENS = 32, 24
 
@@ -46,17 +37,19 @@ class ModelCase:
     Attributes:
         model: a size of ``SIZES``, or a Hugging Face folder or id.
         batch: sequences decoded together.
-        format: a format's short form, or a name of ``DTYPES`` for no quantisation.
+        format: a format's short form, a name of ``DTYPES`` for no quantisation, or
+            ``BITSANDBYTES``.
         backend: backend of the quantised layers.
         dtype: dtype of activations, a name of ``DTYPES``.
         device: ``cpu`` or ``cuda``.
         skip: regular expression of layers that are not quantised.
         context: tokens of the prompt.
-        reps: decoding steps timed.
-        compiled: whether the rest of the model is compiled (a llama on a GPU: Triton kernels).
+        reps: tokens decoded by a call that is timed.
+        compiled: whether torch may compile what has no kernels of ours.
         fused: whether q, k and v are one product, and gate and up another. A real model that is
             not quantised keeps the layers of its files.
         layers: blocks of a random llama; None for those of its size.
+        engine: see ``ENGINES``.
     """
 
     model: str
@@ -71,10 +64,12 @@ class ModelCase:
     compiled: bool
     fused: bool = True
     layers: int | None = None
+    engine: str = "fdk"
 
     def __str__(self) -> str:
         blocks = "" if self.layers is None else f"-l{self.layers}"
-        return f"{self.model}{blocks}-b{self.batch}-{self.format}-{self.backend}-{self.device}"
+        name = f"{self.model}{blocks}-b{self.batch}-{self.format}-{self.backend}-{self.device}"
+        return f"{name}-{self.engine}"
 
 
 @dataclass(frozen=True)
@@ -82,27 +77,25 @@ class ModelValues:
     """Measurements of a model; times are seconds.
 
     Attributes:
-        backends: those of the quantised layers; without any, ``torch``, with ``gemv`` where
-            one row runs through it.
+        backends: those of the quantised layers; without any, ``torch`` or ``bitsandbytes``.
         parameters: all of them.
         bits_per_weight: bits per weight of the quantised layers; 16 without any.
         weight_bytes: read in one step: all layers and norms, nothing of the embedding.
         stored_bytes: bytes of the whole model, embedding included.
-        cache_bytes: keys and values of ``batch`` sequences, see ``_measure_case`` for their length.
-        memory: on a GPU what the model has allocated while decoding; on a CPU its parameters,
-            buffers and cache.
-        step_time, step_time_min, spread: of decoding steps, see ``Timing`` and ``step_seconds``.
+        cache_bytes: keys and values of ``batch`` sequences, or None where the engine does not say.
+        memory: on a GPU the most that was allocated while decoding; on a CPU parameters, buffers
+            and cache; None for vLLM.
+        step_time, step_time_min, spread: of a token after the first, see ``token_seconds``.
         tokens_per_second: ``batch`` over ``step_time``.
-        first_token_time: from prompts on the device to their first tokens, the best of three.
+        first_token_time: of a call for one token, prompt included, the best of its rounds.
         floor: time to read ``weight_bytes`` at the read rate measured in the run: on a CPU between
-            the steps, on a GPU before the first model.
+            the rounds, on a GPU before the first model.
         floor_share: floor over step_time, the share of the roofline.
-        graph: whether a step was one CUDA graph.
+        graph: whether a step was one CUDA graph, or None where the engine does not say.
         build_seconds: time to make or load the model and quantise it.
-        compile_seconds: time of the first prompt and the first steps.
+        compile_seconds: time of the first call, which compiles and captures.
         perplexity: on the text that was given, or None.
         speedup_16: tokens per second over those of the model that is not quantised, or None.
-        first_token_graph: whether the first token was one CUDA graph.
         continuation: continuation of the first tokens of the text that was given, greedy; or None.
     """
 
@@ -111,7 +104,7 @@ class ModelValues:
     bits_per_weight: float
     weight_bytes: int
     stored_bytes: int
-    cache_bytes: int
+    cache_bytes: int | None
     memory: int | None
     step_time: float
     step_time_min: float
@@ -120,12 +113,11 @@ class ModelValues:
     first_token_time: float
     floor: float
     floor_share: float
-    graph: bool
+    graph: bool | None
     build_seconds: float
     compile_seconds: float
     perplexity: float | None = None
     speedup_16: float | None = None
-    first_token_graph: bool | None = None
     continuation: str | None = None
 
 
@@ -138,6 +130,7 @@ class ModelRun:
 
     Attributes:
         models, formats, batches, backends: combined with each other; 16 bits run once, by torch.
+        engines: by which each model decodes.
         case: everything else, shared by all cases.
     """
 
@@ -146,6 +139,7 @@ class ModelRun:
     batches: Sequence[int]
     backends: Sequence[str]
     case: ModelCase
+    engines: Sequence[str] = ("fdk",)
 
     def builds(self) -> list[ModelCase]:
         """Return a case for each model to build, with the first batch size."""
@@ -153,12 +147,26 @@ class ModelRun:
             replace(self.case, model=model, format=format, backend=backend, batch=self.batches[0])
             for model in self.models
             for format in self.formats
-            for backend in (("torch",) if format in DTYPES else self.backends)
+            for backend in self.backends_of(format)
         ]
+
+    def backends_of(self, format: str) -> Sequence[str]:
+        """Return the backends of a format; other projects' layers are their own."""
+        if format in DTYPES:
+            return ("torch",)
+        return ("bitsandbytes",) if format == BITSANDBYTES else self.backends
 
     def cases(self) -> list[ModelCase]:
         """Return the case of each row."""
-        return [replace(first, batch=batch) for first in self.builds() for batch in self.batches]
+        return [case for first in self.builds() for case in self.cases_of(first)]
+
+    def cases_of(self, first: ModelCase) -> list[ModelCase]:
+        """Return the cases of a model to build."""
+        return [
+            replace(first, batch=batch, engine=engine)
+            for batch in self.batches
+            for engine in self.engines
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,12 +174,12 @@ class Built:
     """A model ready to decode.
 
     Attributes:
-        decoder: the model.
+        model: a model of transformers.
         weight_bytes, stored_bytes, parameters, bits_per_weight, backends, perplexity, continuation:
             see ``ModelValues``.
     """
 
-    decoder: Decoder
+    model: Any
     weight_bytes: int
     stored_bytes: int
     parameters: int
@@ -205,13 +213,12 @@ def measure(
     floor = read_floor(device)
     floor.seconds(RATE_BYTES)  # allocates its memory before that of a model is counted
     baseline = {
-        (case.model, case.batch): values.tokens_per_second
+        (case.model, case.batch, case.engine): values.tokens_per_second
         for case, values in measured.items()
         if case.format in DTYPES
     }
     for first in run.builds():
-        cases = [replace(first, batch=batch) for batch in run.batches]
-        cases = [case for case in cases if case not in measured]
+        cases = [case for case in run.cases_of(first) if case not in measured]
         if not cases:
             continue
         on_step(f"building {first.model} {first.format} {first.backend}")
@@ -230,7 +237,7 @@ def measure(
             except Exception as error:
                 yield Row(case, error=f"{type(error).__name__}: {error}")
                 continue
-            key = case.model, case.batch
+            key = case.model, case.batch, case.engine
             if case.format in DTYPES:
                 baseline[key] = values.tokens_per_second
             elif dense := baseline.get(key):
@@ -251,7 +258,7 @@ def release() -> None:
 def measure_case(
     case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int = 0
 ) -> ModelValues:
-    """Decode ``reps`` tokens after a prompt and time each step.
+    """Decode with a model as a user does, and time the first token and the others.
 
     Args:
         case: case of the model that was built.
@@ -260,34 +267,26 @@ def measure_case(
         build_seconds: time to build the model, stored in the row.
         before: bytes that were allocated on the device before the model was built.
     """
-    with torch.inference_mode(), dependent_launches() if case.compiled else nullcontext():
-        return _measure_case(case, built, floor, build_seconds, before)
-
-
-def _measure_case(
-    case: ModelCase, built: Built, floor: Floor, build_seconds: float, before: int
-) -> ModelValues:
-    decoder, device = built.decoder, torch.device(case.device)
-    length = -(-(case.context + case.reps + WARM_STEPS) // CACHE_STEP) * CACHE_STEP
-    decoder.prepare(case.batch, length)
+    device = torch.device(case.device)
     generator = torch.Generator(device).manual_seed(0)
-    shape = (case.batch, case.context)
-    prompt = torch.randint(decoder.vocabulary, shape, device=device, generator=generator)
-    if case.compiled:
-        # Shapes are static: two variants for each batch size, and torch stops at 8 of a function.
-        torch.compiler.reset()
-        decoder.compile_blocks()
-    start = time.perf_counter()
-    step = Step(decoder, first_tokens(decoder, prompt), case.context)
-    step.warm_up()
-    synchronise(device)
-    compile_seconds = time.perf_counter() - start
-    begin = captured_prompt(decoder, prompt)
-    first = min(call_seconds(device, begin.call) for _ in range(FIRST_TOKEN_REPS))
-    first_is_graph = begin.is_graph
-    del begin
-    floor.begin()
-    timing = summarise(step_seconds(step, device, case.reps, floor.probe), "steps")
+    vocabulary = int(built.model.config.get_text_config().vocab_size)
+    shape, length = (case.batch, case.context), case.context + 1 + case.reps
+    prompt = torch.randint(vocabulary, shape, device=device, generator=generator)
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with engine_of(case.engine, built.model, compiled=case.compiled, length=length) as engine:
+        start = time.perf_counter()
+        engine.generate(prompt, 1 + case.reps)
+        compile_seconds = time.perf_counter() - start
+        floor.begin()
+        firsts, steps = token_seconds(engine, prompt, case.reps, floor.probe)
+        timing = summarise(steps, "calls")
+        cache_bytes, is_graph = engine.cache_bytes, engine.is_graph
+    memory: int | None = None
+    if case.engine != "vllm":
+        peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
+        memory = peak or held_bytes(built.model) + (cache_bytes or 0)
     least = built.weight_bytes * floor.seconds(RATE_BYTES) / RATE_BYTES
     return ModelValues(
         backends=built.backends,
@@ -295,22 +294,56 @@ def _measure_case(
         bits_per_weight=built.bits_per_weight,
         weight_bytes=built.weight_bytes,
         stored_bytes=built.stored_bytes,
-        cache_bytes=decoder.cache_bytes,
-        memory=_allocated(case.device) - before if device.type == "cuda" else held_bytes(decoder),
+        cache_bytes=cache_bytes,
+        memory=memory,
         step_time=timing.median,
         step_time_min=timing.minimum,
         spread=timing.spread,
         tokens_per_second=case.batch / timing.median,
-        first_token_time=first,
+        first_token_time=min(firsts),
         floor=least,
         floor_share=least / timing.median,
-        graph=step.is_graph,
-        first_token_graph=first_is_graph,
+        graph=is_graph,
         build_seconds=build_seconds,
         compile_seconds=compile_seconds,
         perplexity=built.perplexity,
         continuation=built.continuation,
     )
+
+
+def token_seconds(
+    engine: Engine, prompt: Tensor, count: int, probe: Callable[[], None] = lambda: None
+) -> tuple[list[float], list[float]]:
+    """Time calls for one token, and the tokens after it.
+
+    A round is a call for one token and one for ``1 + count``; a token takes the difference over
+    ``count``. Calls begin and end with an idle device, so all that the host does is counted.
+
+    Returns:
+        Seconds of the calls for one token, and of a token after it, one each of ``ROUNDS``.
+    """
+    firsts, steps = [], []
+    for _ in range(ROUNDS):
+        probe()
+        times = []
+        for tokens in (1, 1 + count):
+            start = time.perf_counter()
+            engine.generate(prompt, tokens)
+            times.append(time.perf_counter() - start)
+        firsts.append(times[0])
+        steps.append((times[1] - times[0]) / count)
+    return firsts, steps
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers; shared bytes count once."""
+    held = end = 0
+    # Fused layers, tied weights and a mapped file share bytes.
+    tensors = (*model.parameters(), *model.buffers())
+    for start, nbytes in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
+        held += max(0, start + nbytes - max(start, end))
+        end = max(end, start + nbytes)
+    return held
 
 
 def _allocated(device: str) -> int:
@@ -330,12 +363,6 @@ def check_layer(
     _check(prepared, q.shape[1], case, batches)
 
 
-def check_dense(layer: nn.Linear, case: ModelCase, batches: Sequence[int]) -> None:
-    """Check a layer that is not quantised, see ``check_layer``."""
-    W = layer.weight
-    _check(Prepared([layer], W.to, W.nbytes, "gemv"), W.shape[1], case, batches)
-
-
 def _check(prepared: Prepared, k: int, case: ModelCase, batches: Sequence[int]) -> None:
     generator = torch.Generator(case.device).manual_seed(0)
     inputs = [torch.randn(m, k, device=case.device, generator=generator) for m in batches]
@@ -343,76 +370,19 @@ def _check(prepared: Prepared, k: int, case: ModelCase, batches: Sequence[int]) 
         check(prepared, [x.to(DTYPES[case.dtype]) for x in inputs])
 
 
-class HfDecoder:
-    """A ``Decoder`` around a causal language model of transformers and its static cache."""
+def nf4_layer(source: nn.Linear) -> Any:
+    """Return a layer of bitsandbytes with the weight of another, on its device.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model
-        self._forward = self.model.forward
-        self._cache: Any = None
-
-    def prepare(self, batch: int, length: int) -> None:
-        """See ``Decoder``.
-
-        Raises:
-            ValueError: for a layer whose cache is not keys and values.
-        """
-        from transformers import StaticCache
-        from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
-
-        self._forward = self.model.forward
-        self._cache = StaticCache(config=self.model.config, max_cache_len=length)
-        layers = self._cache.layers
-        for i, layer in enumerate(layers):
-            if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-                raise ValueError(f"wanted attention in every layer, got {type(layer).__name__}")
-            # The cache of a window forgets, so it cannot go back; masks cut off what is beyond it.
-            layers[i] = layer if type(layer) is StaticLayer else StaticLayer(length)
-        # Its tensors are made at the first use, which must not be during the capture of a graph.
-        with torch.inference_mode():
-            ids = torch.zeros(batch, 1, dtype=torch.int64, device=self.model.device)
-            self(ids, torch.zeros(1, dtype=torch.int64, device=self.model.device))
-
-    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """See ``Decoder``."""
-        # The cache keeps its own position on the device; steps may go back.
-        for layer in self._cache.layers:
-            layer.cumulative_length.copy_(positions[0])
-        output = self._forward(
-            input_ids=tokens,
-            position_ids=positions[None].expand(tokens.shape[0], -1),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    def compile_blocks(self) -> None:
-        """Compile the model as a whole."""
-        self._forward = torch.compile(self.model.forward, fullgraph=True, dynamic=False)
-
-    @property
-    def captures_prompts(self) -> bool:
-        """See ``Decoder``; masks of other projects may read values from the device."""
-        return False
-
-    @property
-    def module(self) -> nn.Module:
-        """See ``Decoder``."""
-        module: nn.Module = self.model
-        return module
-
-    @property
-    def cache_bytes(self) -> int:
-        """See ``Decoder``."""
-        layers = self._cache.layers
-        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
-
-    @property
-    def vocabulary(self) -> int:
-        """See ``Decoder``."""
-        return int(self.model.config.get_text_config().vocab_size)
+    Raises:
+        ModuleNotFoundError: without bitsandbytes.
+    """
+    modules: Any = importlib.import_module("bitsandbytes.nn")
+    n, k, W = source.out_features, source.in_features, source.weight
+    options = {"quant_type": "nf4", "compress_statistics": False}
+    layer = modules.Linear4bit(k, n, bias=source.bias is not None, compute_dtype=W.dtype, **options)
+    layer.weight = modules.Params4bit(W.cpu(), requires_grad=False, **options)
+    layer.bias = source.bias
+    return layer.to(W.device)
 
 
 def build_hf(case: ModelCase, batches: Sequence[int], text: str | None = None) -> Built:
@@ -430,8 +400,14 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: str | None = None) -
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=DTYPES[case.dtype])
     model = model.to(case.device).eval().requires_grad_(False)
+    model.generation_config.eos_token_id = None
     bits, backends, quantised = 8.0 * DTYPES[case.dtype].itemsize, "torch", model
-    if case.format not in DTYPES:
+    if case.format == BITSANDBYTES:
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Linear and not re.search(case.skip or "$^", name):
+                model.set_submodule(name, nf4_layer(module))
+        bits, backends = NF4_BITS, "bitsandbytes"
+    elif case.format not in DTYPES:
         skip = case.skip or None
         quantised = quantise_model(
             model,
@@ -453,7 +429,7 @@ def build_hf(case: ModelCase, batches: Sequence[int], text: str | None = None) -
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     return Built(
-        decoder=HfDecoder(quantised),
+        model=quantised,
         weight_bytes=stored - (0 if tied else embedding.nbytes),
         stored_bytes=stored,
         parameters=sum(p.numel() for p in model.parameters()),

@@ -154,6 +154,7 @@ def _model_cells(row: Row[Any, Any]) -> Cells:
         "head": case.dtype if kept else case.format,
         "fused": "" if case.fused else "no",
         "batch": str(case.batch),
+        "engine": case.engine,
     }
     if values is None:
         return cells | {"by": case.backend, "step": "failed"}
@@ -174,10 +175,21 @@ def _model_cells(row: Row[Any, Any]) -> Cells:
 MODELS = Layout(
     _model_cells,
     headings=(
-        *("model", "format", "head", "by", "fused", "batch", "tokens/s", "step", "spread"),
+        *(
+            "model",
+            "format",
+            "head",
+            "by",
+            "fused",
+            "engine",
+            "batch",
+            "tokens/s",
+            "step",
+            "spread",
+        ),
         *("first token", "read GB", "share", "memory GB", "x 16 bit", "perplexity"),
     ),
-    left=("model", "format", "head", "by", "fused"),
+    left=("model", "format", "head", "by", "fused", "engine"),
     spare=(
         *("spread", "head", "read GB", "fused", "memory GB", "share", "x 16 bit"),
         *("first token", "perplexity"),

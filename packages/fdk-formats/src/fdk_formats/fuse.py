@@ -187,6 +187,22 @@ def _kind(layer: QuantisedLinear) -> tuple[object, ...]:
     )
 
 
+def product_of(layers: Sequence[nn.Module]) -> "Product | None":
+    """Returns the product of all rows of layers that are fused in this order, or None.
+
+    Calling it is calling the layers without their hooks.
+    """
+    layouts = [layer.layout for layer in layers if type(layer) is QuantisedLinear]
+    fused = [layout for layout in layouts if isinstance(layout, FusedRows)]
+    if not fused or len(fused) < len(layers):
+        return None
+    product = fused[0].product
+    if any(layout.product is not product for layout in fused):
+        return None
+    in_order = [layout.index for layout in fused] == list(range(len(product.spans)))
+    return product if in_order else None
+
+
 def concatenated(weights: Sequence[QuantisedTensor]) -> QuantisedTensor:
     """Concatenates the rows of weights that have one format and codebook."""
     first = weights[0]
@@ -232,6 +248,10 @@ class Product(nn.Module):
         ends = accumulate((layer.out_features for layer in group.layers), initial=0)
         self.spans = tuple(pairwise(ends))
         self.sizes = [stop - start for start, stop in self.spans]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the outputs of all layers for ``x :: [..., k]``, concatenated, with biases."""
+        return self._of_all(x, self._bias())
 
     def rows(self, x: Tensor, index: int, bias: Tensor | None) -> Tensor:
         """Returns the output of layer ``index`` for ``x :: [..., k]``, bias included."""

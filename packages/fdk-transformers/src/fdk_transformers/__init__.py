@@ -11,18 +11,29 @@ from fdk_transformers.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from fdk_transformers.config import FdkConfig
+    from fdk_transformers.generation import generate
     from fdk_transformers.hub import model_card
     from fdk_transformers.lora import merge_adapters
     from fdk_transformers.quantiser import FdkQuantiser
+    from fdk_transformers.step_cache import release_step
 
 __version__ = "0.1.0"
-__all__ = ["FdkConfig", "FdkQuantiser", "merge_adapters", "model_card"]
+__all__ = [
+    "FdkConfig",
+    "FdkQuantiser",
+    "generate",
+    "merge_adapters",
+    "model_card",
+    "release_step",
+]
 
 _MODULES = {
     "FdkConfig": "config",
     "FdkQuantiser": "quantiser",
+    "generate": "generation",
     "merge_adapters": "lora",
     "model_card": "hub",
+    "release_step": "step_cache",
 }
 
 register_with_transformers()

@@ -1,4 +1,4 @@
-"""Triton kernels for attention of one token: rotary positions, cache entry and softmax in one.
+"""Triton kernels for attention of one token: norms of heads, rotary positions, cache and softmax.
 
 ``attend_kernel`` cuts a cache into parts, one program each, and the last program of a key head
 adds the parts up. ``attend_short_kernel`` has one program for each key head and all of a short
@@ -13,7 +13,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_bench.decode.pdl import launch_options
+from fdk_transformers.decode.llama_ops import HeadNorm
+from fdk_transformers.decode.pdl import launch_options
 
 ROWS = 16  # fewest rows of q for a tensor core; a group has fewer heads
 FEWEST_CHANNELS = 16  # minimum for tl.dot
@@ -50,13 +51,13 @@ def rotary_at(cos_sin, place, length, HEAD_DIM: tl.constexpr):  # type: ignore[n
     return cosine, tl.where(channels < HEAD_DIM // 2, -sine, sine)
 
 
-# position :: [1, int64]
-# cache    :: [2, b, KV_HEADS, length, HEAD_DIM, dtype]
-# returns  :: position, cosine and sine [HEAD_DIM, float32], pointers to keys and values of a head
+# positions :: [b, int64]
+# cache     :: [2, b, KV_HEADS, length, HEAD_DIM, dtype]
+# returns   :: position, cosine and sine [HEAD_DIM, float32], pointers to keys and values of a head
 @triton.jit  # type: ignore[untyped-decorator]
 def step_inputs(  # type: ignore[no-untyped-def] # noqa: D103
     cos_sin,
-    position,
+    positions,
     cache,
     length,
     values_stride,
@@ -65,7 +66,7 @@ def step_inputs(  # type: ignore[no-untyped-def] # noqa: D103
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    place = tl.load(position).to(tl.int32)
+    place = tl.load(positions + b).to(tl.int32)
     cosine, sine = rotary_at(cos_sin, place, length, HEAD_DIM)
     keys = cache + (b * KV_HEADS + head) * length * HEAD_DIM
     return place, cosine, sine, keys, keys + values_stride
@@ -80,12 +81,39 @@ def load_entries(keys, values, entry, end, HEAD_DIM: tl.constexpr):  # type: ign
     return K, tl.load(values + places, mask=entry[:, None] < end, other=0.0)
 
 
-# qkv  :: [(GROUP + 2) * KV_HEADS * HEAD_DIM, dtype]    of one sequence
-# q    :: [ROWS, HEAD_DIM, dtype]                       rotated, zeros from GROUP on
-# k, v :: [HEAD_DIM, dtype]                             k rotated
+# weight :: [HEAD_DIM, dtype]          factors of a norm
+# x      :: [rows, HEAD_DIM, float32]  heads; partner are the channels that each is turned with
+@triton.jit  # type: ignore[untyped-decorator]
+def turned(  # type: ignore[no-untyped-def] # noqa: D103
+    x,
+    swapped,
+    weight,
+    eps,
+    channels,
+    partner,
+    cosine,
+    sine,
+    dtype: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / x.shape[1] + eps)[:, None]
+        x = (x * scale * tl.load(weight + channels).to(tl.float32)[None, :]).to(dtype)
+        swapped = (swapped * scale * tl.load(weight + partner).to(tl.float32)[None, :]).to(dtype)
+    turned_x = x.to(tl.float32) * cosine[None, :] + swapped.to(tl.float32) * sine[None, :]
+    return turned_x.to(dtype)
+
+
+# qkv              :: [(GROUP + 2) * KV_HEADS * HEAD_DIM, dtype]    of one sequence
+# q_weight, k_weight :: [HEAD_DIM, dtype]                           factors of the norms of heads
+# q                :: [ROWS, HEAD_DIM, dtype]                       rotated, zeros from GROUP on
+# k, v             :: [HEAD_DIM, dtype]                             k rotated
 @triton.jit  # type: ignore[untyped-decorator]
 def rotated_rows(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
+    q_weight,
+    k_weight,
+    eps,
     head,
     cosine,
     sine,
@@ -93,6 +121,7 @@ def rotated_rows(  # type: ignore[no-untyped-def] # noqa: D103
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     channels, rows = tl.arange(0, HEAD_DIM), tl.arange(0, ROWS)
     partner = (channels + HEAD_DIM // 2) % HEAD_DIM
@@ -101,10 +130,12 @@ def rotated_rows(  # type: ignore[no-untyped-def] # noqa: D103
     inside = rows[:, None] < GROUP
     q = tl.load(q_rows + channels[None, :], mask=inside, other=0.0).to(tl.float32)
     swapped = tl.load(q_rows + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-    q = (q * cosine[None, :] + swapped * sine[None, :]).to(dtype)
+    q = turned(q, swapped, q_weight, eps, channels, partner, cosine, sine, dtype, NORM)
     k_row = qkv + (GROUP * KV_HEADS + head) * HEAD_DIM
-    k = tl.load(k_row + channels).to(tl.float32) * cosine
-    k = (k + tl.load(k_row + partner).to(tl.float32) * sine).to(dtype)
+    k = tl.load(k_row + channels).to(tl.float32)[None, :]
+    swapped = tl.load(k_row + partner).to(tl.float32)[None, :]
+    k = turned(k, swapped, k_weight, eps, channels, partner, cosine, sine, dtype, NORM)
+    k = tl.reshape(k, [HEAD_DIM])
     v = tl.load(qkv + ((GROUP + 1) * KV_HEADS + head) * HEAD_DIM + channels)
     return q, k, v
 
@@ -163,8 +194,9 @@ def join_parts(  # type: ignore[no-untyped-def] # noqa: D103
 
 
 # qkv      :: [b, 1, (heads + 2 kv_heads) * head_dim, dtype]
+# q_weight :: [head_dim, dtype]                                     k_weight too; used if NORM
 # cos_sin  :: [2, length, head_dim, dtype]
-# position :: [1, int64]
+# positions :: [b, int64]
 # cache    :: [2, b, kv_heads, length, head_dim, dtype]             keys, then values
 # out      :: [b, 1, heads * head_dim, dtype]
 # parts    :: [b, kv_heads, PARTS, GROUP, head_dim + 2, float32]    acc, row_max, row_sum
@@ -172,8 +204,11 @@ def join_parts(  # type: ignore[no-untyped-def] # noqa: D103
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
+    q_weight,
+    k_weight,
+    eps,
     cos_sin,
-    position,
+    positions,
     cache,
     out,
     parts,
@@ -189,6 +224,7 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     PARTS: tl.constexpr,
     FEW: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -200,7 +236,7 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     dtype = cache.dtype.element_ty
     # Written by earlier steps, so read before the previous kernel has ended.
     last, cosine, sine, keys, values = step_inputs(
-        cos_sin, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
+        cos_sin, positions, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
     )
     share = tl.cdiv(tl.cdiv(last, BLOCK), PARTS) * BLOCK
     begin, end = part * share, tl.minimum(last, (part + 1) * share)
@@ -211,7 +247,9 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
         tl.extra.cuda.gdc_wait()
     qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
     inside = rows[:, None] < GROUP
-    q, k, v = rotated_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
+    q, k, v = rotated_rows(
+        qkv, q_weight, k_weight, eps, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS, NORM
+    )
 
     # The first part adds the new entry from registers: no thread reads here what is stored here.
     first = part == 0
@@ -252,8 +290,11 @@ def attend_kernel(  # type: ignore[no-untyped-def] # noqa: D103
 @triton.jit  # type: ignore[untyped-decorator]
 def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     qkv,
+    q_weight,
+    k_weight,
+    eps,
     cos_sin,
-    position,
+    positions,
     cache,
     out,
     length,
@@ -265,6 +306,7 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -274,7 +316,7 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     dtype = cache.dtype.element_ty
     # Written by earlier steps, so read before the previous kernel has ended.
     last, cosine, sine, keys, values = step_inputs(
-        cos_sin, position, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
+        cos_sin, positions, cache, length, values_stride, head, b, KV_HEADS, HEAD_DIM
     )
     K, V = (), ()
     for i in tl.static_range(BLOCKS):
@@ -285,7 +327,9 @@ def attend_short_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     if PDL:
         tl.extra.cuda.gdc_wait()
     qkv += b * (GROUP + 2) * KV_HEADS * HEAD_DIM
-    q, k, v = rotated_rows(qkv, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS)
+    q, k, v = rotated_rows(
+        qkv, q_weight, k_weight, eps, head, cosine, sine, KV_HEADS, GROUP, HEAD_DIM, ROWS, NORM
+    )
     tl.store(keys + last * HEAD_DIM + channels, k)
     tl.store(values + last * HEAD_DIM + channels, v)
 
@@ -340,8 +384,9 @@ def parts_of(programs: int, length: int, block: int) -> int:
 
 def attend(
     qkv: Tensor,
+    norm: HeadNorm | None,
     cos_sin: Tensor,
-    position: Tensor,
+    positions: Tensor,
     cache: Tensor,
     *,
     counters: Tensor | None = None,
@@ -355,8 +400,9 @@ def attend(
 
     Args:
         qkv: ``[b, 1, (heads + 2 kv_heads) * head_dim]``.
+        norm: norms of q and k, or None.
         cos_sin: ``[2, length, head_dim]``, cosines and sines of every position.
-        position: ``[1, int64]``, of the token.
+        positions: ``[b, int64]``, of the tokens; each sequence attends to those before.
         cache: ``[2, b, kv_heads, length, head_dim]``, keys and values; written in place.
         counters: from ``new_counters``, for one stream at a time: calls that may run at once,
             graphs included, need separate counters. None makes some for this call.
@@ -381,8 +427,9 @@ def attend(
         arrived = new_counters(b, kv_heads, qkv.device) if counters is None else counters
     attend_kernel[kv_heads, b, parts](
         qkv,
+        *norm_arguments(norm, qkv),
         cos_sin,
-        position,
+        positions,
         cache,
         out,
         partial,
@@ -398,6 +445,7 @@ def attend(
         PARTS=parts,
         FEW=triton.next_power_of_2(group),
         AT_ONCE=min(parts, PARTS_AT_ONCE),
+        NORM=norm is not None,
         num_warps=config.warps,
         num_stages=config.stages,
         **launch_options(qkv),
@@ -405,7 +453,12 @@ def attend(
     return out
 
 
-def new_counters(batch: int, kv_heads: int, device: str | torch.device) -> Tensor:
+def norm_arguments(norm: HeadNorm | None, unused: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return the factors and eps of the norms of q and k as kernels take them."""
+    return (unused, unused, 0.0) if norm is None else norm
+
+
+def new_counters(batch: int, kv_heads: int, device: torch.device) -> Tensor:
     """Return the counters of ``attend``: zeros, which the kernel leaves as zeros."""
     return torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
 
@@ -418,7 +471,9 @@ def is_short(cache: Tensor) -> bool:
     return fits and b * kv_heads <= MOST_SHORT_PROGRAMS
 
 
-def attend_short(qkv: Tensor, cos_sin: Tensor, position: Tensor, cache: Tensor) -> Tensor:
+def attend_short(
+    qkv: Tensor, norm: HeadNorm | None, cos_sin: Tensor, positions: Tensor, cache: Tensor
+) -> Tensor:
     """Compute ``attend`` for a cache that ``is_short``.
 
     Raises:
@@ -429,8 +484,9 @@ def attend_short(qkv: Tensor, cos_sin: Tensor, position: Tensor, cache: Tensor) 
     out = qkv.new_empty(b, 1, kv_heads * group * head_dim)
     attend_short_kernel[kv_heads, b](
         qkv,
+        *norm_arguments(norm, qkv),
         cos_sin,
-        position,
+        positions,
         cache,
         out,
         length,
@@ -442,6 +498,7 @@ def attend_short(qkv: Tensor, cos_sin: Tensor, position: Tensor, cache: Tensor) 
         ROWS=ROWS,
         BLOCK=SHORT_BLOCK,
         BLOCKS=triton.cdiv(length, SHORT_BLOCK),
+        NORM=norm is not None,
         num_warps=SHORT_WARPS,
         **launch_options(qkv),
     )

@@ -1,11 +1,12 @@
-"""Triton kernels for the argmax of each row of logits, the next tokens."""
+"""Triton kernels of ``next_token.choose``."""
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fdk_bench.decode.pdl import launch_options
+from fdk_transformers.decode.next_token import Sequences
+from fdk_transformers.decode.pdl import launch_options
 
 PART = 2048  # logits per program
 
@@ -29,36 +30,50 @@ def largest_of_parts_kernel(  # type: ignore[no-untyped-def] # noqa: D103
     tl.store(places + mine, part * PART + place)
 
 
-# values, places :: see above
-# tokens         :: [b, 1, int64]
-# position       :: [1, int64]    incremented
+# values, places                           :: see above
+# tokens, ids, positions, columns, unfinished, ends, pad :: see Sequences
 @triton.jit  # type: ignore[untyped-decorator]
-def largest_part_kernel(  # type: ignore[no-untyped-def] # noqa: D103
-    values, places, tokens, position, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def append_kernel(  # type: ignore[no-untyped-def] # noqa: D103
+    values,
+    places,
+    tokens,
+    positions,
+    ids,
+    columns,
+    unfinished,
+    ends,
+    pad,
+    length,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, parts = tl.program_id(0), tl.arange(0, BLOCK)
+    row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(values + row * PARTS + parts, mask=parts < PARTS, other=float("-inf"))
     best = tl.argmax(x, axis=0)
-    tl.store(tokens + row, tl.load(places + row * PARTS + best).to(tl.int64))
-    if row == 0:
-        tl.store(position, tl.load(position) + 1)
+    going_on = tl.load(unfinished + row)
+    best_token = tl.load(places + row * PARTS + best).to(tl.int64)
+    token = tl.where(going_on == 1, best_token, tl.load(pad))
+    is_end = tl.max((tl.load(ends + tl.arange(0, ENDS)) == token).to(tl.int32), axis=0)
+    column = tl.load(columns + row)
+    tl.store(tokens + row, token)
+    tl.store(ids + row * length + column, token)
+    tl.store(columns + row, column + 1)
+    tl.store(positions + row, tl.load(positions + row) + 1)
+    tl.store(unfinished + row, tl.where(is_end == 1, 0, going_on))
 
 
-def argmax_step(logits: Tensor, tokens: Tensor, position: Tensor) -> None:
-    """Write the first argmax of each row to ``tokens``; increment ``position``.
+def choose_by_kernel(logits: Tensor, to: Sequences) -> None:
+    """Compute ``next_token.choose``.
 
     torch's argmax has one thread block per row and took 35 us on an H200.
-
-    Args:
-        logits: ``[b, vocabulary]``; copied where it is not contiguous.
-        tokens: ``[b, 1, int64]``, written.
-        position: ``[1, int64]``, written.
     """
     b, vocabulary = logits.shape
-    logits = logits.contiguous()  # Hugging Face models may return a slice
+    logits = logits.contiguous()  # models may return a slice
     parts = triton.cdiv(vocabulary, PART)
     values = logits.new_empty(b, parts, dtype=torch.float32)
     places = logits.new_empty(b, parts, dtype=torch.int32)
@@ -66,13 +81,20 @@ def argmax_step(logits: Tensor, tokens: Tensor, position: Tensor) -> None:
     largest_of_parts_kernel[parts, b](
         logits, values, places, vocabulary, PART=PART, num_warps=4, **options
     )
-    largest_part_kernel[(b,)](
+    append_kernel[(b,)](
         values,
         places,
-        tokens,
-        position,
+        to.tokens,
+        to.positions,
+        to.ids,
+        to.columns,
+        to.unfinished,
+        to.ends,
+        to.pad,
+        to.ids.shape[1],
         PARTS=parts,
         BLOCK=triton.next_power_of_2(parts),
+        ENDS=to.ends.numel(),
         num_warps=1,
         **options,
     )

@@ -1,16 +1,13 @@
 """A Triton GEMV for 16-bit weights: a program has all of its weights in flight at once.
 
-It starts before the previous kernel has ended (see ``pdl``), which the baseline of the peers,
-``fdk_bench.peers.bf16_baseline``, does not.
+It starts before the previous kernel has ended (see ``pdl``).
 """
 
-import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from torch.nn.functional import linear
 
-from fdk_bench.decode.pdl import launch_options
+from fdk_transformers.decode.pdl import launch_options
 
 LOADED = 8  # values per load: 16 bytes
 WARPS, WARPS_LONG = 4, 8
@@ -62,7 +59,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     return is_row and 0 < k <= LONGEST_ROW and k % LOADED == 0 and weight.is_contiguous()
 
 
-def gemv(x: Tensor, weight: Tensor) -> Tensor:
+def gemv(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``x @ W.T`` for one row of x.
 
     The kernel reads W before the previous one has ended, so W must have been written before that.
@@ -71,6 +68,7 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
     Args:
         x: ``[..., k]``, one row, contiguous.
         weight: ``[n, k]``.
+        out: ``[..., n]``, contiguous, to write to; None for a new tensor.
 
     Returns:
         ``[..., n]``.
@@ -80,7 +78,8 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
     warps = WARPS_LONG if is_long else WARPS
     fitting = 1 if is_long else PROGRAM_VALUES // k
     rows = min(MOST_ROWS, 1 << fitting.bit_length() - 1)
-    out = x.new_empty(*x.shape[:-1], n)
+    if out is None:
+        out = x.new_empty(*x.shape[:-1], n)
     gemv_kernel[(triton.cdiv(n, rows),)](
         x,
         weight,
@@ -93,13 +92,3 @@ def gemv(x: Tensor, weight: Tensor) -> Tensor:
         **launch_options(x),
     )
     return out
-
-
-class RowLinear(torch.nn.Linear):
-    """A linear layer that runs ``gemv`` for one row without a bias, and torch for the rest."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ W.T + bias`` for ``x :: [..., k]``."""
-        if self.bias is None and takes(x, self.weight):
-            return gemv(x.contiguous(), self.weight)
-        return linear(x, self.weight, self.bias)

@@ -1,0 +1,1 @@
+"""A decoding step of llamas: Triton kernels between the linear layers, and their definition."""

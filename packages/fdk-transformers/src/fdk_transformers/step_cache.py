@@ -1,0 +1,121 @@
+"""The step that a model keeps between calls of ``generate``.
+
+A step is used by one call at a time: a call takes it off the model, and others that run meanwhile
+make their own. It is used again if it fits and nothing that a graph has captured has changed.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fdk_formats.quantised_module import QuantisedModule
+from fdk_transformers.decode.llama_step import LlamaStep
+from fdk_transformers.graph_step import Step
+from fdk_transformers.transformers_internals import attention_implementation
+from fdk_transformers.transformers_step import TransformersStep
+
+STEPS: Sequence[type[Step]] = (LlamaStep, TransformersStep)
+LENGTHS = 256  # maximal lengths are multiples, so that calls of similar lengths share a step
+HOLDER = "_fdk_step"
+_lock = threading.Lock()
+
+
+class Holder:
+    """A step, and the state of the model that it was made for. Copies are empty."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.state: list[Any] = []
+
+    def __reduce__(self) -> tuple[type["Holder"], tuple[()]]:
+        return Holder, ()
+
+
+def step_class(model: Any, max_length: int) -> type[Step]:
+    """Return the fastest step that supports a model.
+
+    Raises:
+        ValueError: with the reason of each step, if none does.
+    """
+    reasons = []
+    for step in STEPS:
+        reason = step.supports(model, max_length)
+        if reason is None:
+            return step
+        reasons.append(f"{step.__name__}: {reason}")
+    raise ValueError("; ".join(reasons))
+
+
+@contextmanager
+def step_of(model: Any, batch: int, max_length: int) -> Iterator[Step]:
+    """Lend a step: the one that the model keeps, where it fits, or a new one.
+
+    Args:
+        model: the model.
+        batch: number of sequences.
+        max_length: tokens of each, prompt included.
+
+    Raises:
+        ValueError: if no step supports the model.
+    """
+    kind, length = step_class(model, max_length), -(-max_length // LENGTHS) * LENGTHS
+    if kind.supports(model, length) is not None:  # a window between the two lengths
+        length = max_length
+    step = _kept(model)
+    fits = type(step) is kind and step is not None and step.batch == batch
+    if step is None or not fits or not length <= step.max_length <= 2 * length:
+        step = None  # before the new one needs memory
+        with torch.inference_mode():
+            step = kind(model, batch, length)
+    yield step
+    holder = Holder()
+    holder.step, holder.state = step, state_of(model)
+    with _lock:
+        model.__dict__[HOLDER] = holder
+
+
+def release_step(model: Any) -> None:
+    """Free the cache and the CUDA graphs that ``generate`` keeps for a model's next call.
+
+    Args:
+        model: a model of transformers, or one of PEFT around it.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with _lock:
+        base.__dict__.pop(HOLDER, None)
+
+
+def kept_step(model: Any) -> Step | None:
+    """Return the step that a model keeps, for reports about it."""
+    holder = model.__dict__.get(HOLDER)
+    return None if holder is None else holder.step
+
+
+def _kept(model: Any) -> Step | None:
+    """Take the step off a model, if the model is as it was."""
+    with _lock:
+        holder = model.__dict__.pop(HOLDER, None)
+    return holder.step if holder is not None and holder.state == state_of(model) else None
+
+
+def state_of(model: Any) -> list[Any]:
+    """Return what a graph captures of a model: addresses of weights, and settings of adapters.
+
+    Weights that change in place are no change. References to layouts are weak.
+    """
+    state: list[Any] = [attention_implementation(model.config)]
+    for module in model.modules():
+        tensors = {**module._parameters, **module._buffers}
+        if isinstance(module, QuantisedModule):
+            layout = module.stored.layout
+            state.append(None if layout is None else weakref.ref(layout))
+            tensors = {name: t for name, t in tensors.items() if name not in module.weight_names}
+        state += [(t.data_ptr(), t.dtype) for t in tensors.values() if t is not None]
+        if hasattr(module, "merged_adapters"):  # a layer of PEFT
+            state.append((list(module.active_adapters), module.disable_adapters, module.merged))
+            state.append(dict(getattr(module, "scaling", {})))
+    return state

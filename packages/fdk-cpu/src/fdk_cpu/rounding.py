@@ -17,8 +17,15 @@ def round_groups(
 ) -> tuple[Tensor, Tensor]:
     """See ``RoundingKernels.round``."""
     codes, rounded = torch.empty_like(groups, dtype=torch.uint8), torch.empty_like(groups)
-    given = map(bytes_of, (midpoints, entries, groups, scale, codes, rounded))
-    _native.round_groups(*given, num_threads())
+    _native.round_groups(
+        bytes_of(midpoints),
+        bytes_of(entries),
+        bytes_of(groups),
+        bytes_of(scale),
+        bytes_of(codes),
+        bytes_of(rounded),
+        num_threads(),
+    )
     return codes, rounded
 
 
@@ -27,8 +34,15 @@ def squared_errors(
 ) -> Tensor:
     """See ``RoundingKernels.squared_errors``."""
     errors = torch.empty_like(scale)
-    given = map(bytes_of, (midpoints, entries, groups, scale, importance, errors))
-    _native.group_errors(*given, num_threads())
+    _native.group_errors(
+        bytes_of(midpoints),
+        bytes_of(entries),
+        bytes_of(groups),
+        bytes_of(scale),
+        bytes_of(importance),
+        bytes_of(errors),
+        num_threads(),
+    )
     return errors
 
 
@@ -37,8 +51,16 @@ def products(
 ) -> tuple[Tensor, Tensor]:
     """See ``RoundingKernels.products``."""
     product, square = torch.empty_like(scale), torch.empty_like(scale)
-    given = map(bytes_of, (midpoints, entries, groups, scale, importance, product, square))
-    _native.group_products(*given, num_threads())
+    _native.group_products(
+        bytes_of(midpoints),
+        bytes_of(entries),
+        bytes_of(groups),
+        bytes_of(scale),
+        bytes_of(importance),
+        bytes_of(product),
+        bytes_of(square),
+        num_threads(),
+    )
     return product, square
 
 

@@ -72,7 +72,8 @@ def has_bfloat16_units(device: torch.device) -> bool:
 
     True where torch does not say.
     """
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+    ask: Any = getattr(torch.cpu, "get_capabilities", dict)
+    capabilities: dict[str, Any] = ask() if device.type == "cpu" else {}
     units = ("avx512_bf16", "amx_bf16")
     return capabilities.get("architecture") != "x86_64" or any(map(capabilities.get, units))
 

@@ -129,7 +129,8 @@ class CpuStep:
             use_cache=True,
             logits_to_keep=1,
         )
-        for kept, layer in zip(self._cache, cache.layers, strict=True):
+        layers: list[Any] = cache.layers
+        for kept, layer in zip(self._cache, layers, strict=True):
             kept[0, :, :, :t].copy_(layer.keys)
             kept[1, :, :, :t].copy_(layer.values)
         self._starts, self.length = t - mask.sum(-1), t

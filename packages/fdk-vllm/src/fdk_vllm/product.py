@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fdk_formats.backends import Layout
 from fdk_formats.fuse import concatenated
 from fdk_formats.stored_weight import pack_with
 from fdk_formats.tensor import QuantisedTensor
@@ -61,7 +61,7 @@ class Product:
                 groups[-1].append(weight)
             else:
                 groups.append([weight])
-        self.layouts: list[Layout] = []
+        self.layouts: list[Any] = []
         self.backends: list[str] = []
         self.permutations = [group[0].permutation for group in groups]
         ends = accumulate((sum(w.q.shape[0] for w in group) for group in groups), initial=0)

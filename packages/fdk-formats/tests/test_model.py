@@ -645,23 +645,37 @@ def warnings_of(caplog):
     return [r.message for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_experts_are_left_with_a_warning(caplog):
-    result = quantised(mixtral(), "nf4-g64")
+class Bank(nn.Module):
+    """Experts of a class that describes nothing of how it computes with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(8, 128, 64))
+        self.down_proj = nn.Parameter(torch.randn(8, 64, 64))
+
+
+def test_experts_of_unknown_classes_are_left_with_a_warning(caplog):
+    model = nn.ModuleDict(
+        {"up": nn.Linear(64, 64), "experts": Bank(), "embed": nn.Embedding(9, 64)}
+    )
+    result = quantised(model, "nf4-g64")
     (message,) = warnings_of(caplog)
-    experts = 8 * 3 * 64 * 128
     report = model_report(result)
     left = {weight.name: weight for weight in report.left}
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    assert left[name] == LeftWeight(
-        name, "3-D parameter of MixtralExperts", experts * 2 // 3, experts * 2 // 3 * 4
-    )
-    # The head is skipped by default, and not counted among what nobody asked for.
-    total = report.weights + sum(weight.weights for weight in report.left)
-    unasked = sum(w.weights for w in report.left if w.name != "lm_head.weight")
-    assert unasked >= experts
+    name, size = "experts.gate_up_proj", 8 * 128 * 64
+    assert left[name] == LeftWeight(name, "3-D parameter of Bank", size, size * 4)
+    unasked = sum(weight.weights for weight in report.left)
+    total = report.weights + unasked
     assert f"{100 * unasked / total:.0f} % of the weights are left as they are: 3-D" in message
-    assert f"3-D parameter of MixtralExperts ({name} and 1 more, " in message
-    assert "Embedding (model.embed_tokens.weight, " in message
+    assert f"3-D parameter of Bank ({name} and 1 more, " in message
+    assert "Embedding (embed.weight, " in message
+
+
+def test_experts_of_transformers_are_quantised():
+    report = model_report(quantised(mixtral(), "nf4-g64"))
+    shapes = {layer.name.rpartition(".")[2]: layer.shape for layer in report.layers}
+    assert shapes["gate_up_proj"] == (8, 256, 64)
+    assert shapes["down_proj"] == (8, 64, 128)
 
 
 def test_weights_that_a_skip_names_are_no_surprise(caplog):

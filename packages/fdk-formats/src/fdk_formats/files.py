@@ -436,8 +436,9 @@ def _parse_entry(
     # Two sizes of a weight, or three of a stack of experts.
     ndim = 3 if isinstance(given, list) and len(given) == 3 else 2
     shape = check_shape(where, given, ndim=ndim, low=0)
-    if shape[-1] == 0 or (ndim == 3 and shape[0] == 0):
-        raise ValueError(f"{where} must have experts and k of 1 or more, got {list(shape)}")
+    for what, size in (("k", shape[-1]), *([("experts", shape[0])] if ndim == 3 else [])):
+        if size == 0:
+            raise ValueError(f"{where} must have {what} of 1 or more, got {list(shape)}")
     return format, shape
 
 

@@ -11,6 +11,7 @@ from fdk_cuda.triton.configs import GemmConfig, GemvConfig
 from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.expert_launch import expert_linear, expert_reduce, route
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
+from fdk_cuda.triton.expert_ops import triton_expert_mlp_op
 from fdk_formats import Format
 from fdk_formats.experts import QuantisedExpertLinear
 from fdk_formats.testing import (
@@ -198,3 +199,18 @@ def test_layer() -> None:
     y = layer(x, ids)
     assert torch.equal(y, TritonExpertLayout(stack)(x, ids, bias))
     assert torch.equal(layer.state_dict()["weight_packed"], stack.packed)
+
+
+def test_compiles_whole() -> None:
+    """The MLP is one op of a graph, whose fake kernel has the right shape."""
+    first = case_of("custom4-g32", 2, 1, 64, 32, "random")
+    second = case_of("custom4-g32", 2, 1, 16, 32, "random")
+    up, down = TritonExpertLayout(first.stack()), TritonExpertLayout(second.stack())
+    given = first.random(2, 32), first.expert_ids(), torch.ones(2, 1)
+    with torch.no_grad():
+        compiled = torch.compile(up.mlp, fullgraph=True, dynamic=True, backend="aot_eager")
+        assert torch.equal(compiled(down, *given), up.mlp(down, *given))
+    layouts = up._tensors(), None, 4, 32, down._tensors(), None, 4, 32
+    arguments = (*given, *layouts, 32, 16)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(triton_expert_mlp_op.op, arguments, test_utils=checks)

@@ -28,6 +28,15 @@ def wide(monkeypatch):
 
 
 @pytest.fixture
+def own_code(monkeypatch):
+    """Models decode by their own code, whichever packages are installed."""
+    from fdk_transformers import step_cache
+    from fdk_transformers.transformers_step import TransformersStep
+
+    monkeypatch.setattr(step_cache, "STEPS", (TransformersStep,))
+
+
+@pytest.fixture
 def interruptible():
     """Ctrl-C raises, as in a terminal: below nohup, cron and some CI it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,6 +21,8 @@ from fdk_bench.peers import WrongAnswerError
 from fdk_formats import load_model, quantise_model, save_model
 from fdk_transformers.transformers_step import TransformersStep
 
+pytestmark = pytest.mark.usefixtures("own_code")
+
 
 def case_of(folder, format):
     return ModelCase(

@@ -35,6 +35,8 @@ from fdk_formats import Format, QuantisedLinear
 from fdk_formats.model import DEFAULT_SKIP
 from fdk_transformers.decode.llama_step import LlamaStep
 
+pytestmark = pytest.mark.usefixtures("own_code")
+
 
 def case_of(format="custom4-g64", **changes):
     case = ModelCase("tiny", 1, format, "reference", "bf16", "cpu", "lm_head", 6, 3, False)

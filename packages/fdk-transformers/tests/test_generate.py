@@ -497,8 +497,9 @@ def test_other_searches_are_refused(settings, said):
         lively("llama").generate(**prompts(), **settings)
 
 
-def test_reasons_of_steps():
+def test_reasons_of_steps(monkeypatch):
     """The step of llamas says what it cannot do, and another does it."""
+    monkeypatch.setattr(step_cache, "STEPS", (LlamaStep, TransformersStep))
     assert "longer than the window of 16" in LlamaOnCpu.supports(lively("mistral"), 17)
     assert LlamaOnCpu.supports(lively("mistral"), 16) is None
     assert "Gemma3ForCausalLM is none of" in LlamaOnCpu.supports(lively("gemma3"), 8)

@@ -101,6 +101,7 @@ def generate(
     length = limit_of(stopping_criteria, generation_config, input_ids)
     with step_of(model, input_ids.shape[0], length) as step:
         configure(step, generation_config)
+        step.reset()
         with torch.inference_mode():
             logits = step.prefill(input_ids, model_kwargs.get("attention_mask"))
         end = EndCheck(input_ids.shape[0], input_ids.device, streamer)

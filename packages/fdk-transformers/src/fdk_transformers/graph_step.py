@@ -33,12 +33,15 @@ class Step(Protocol):
     def supports(cls, model: Any, max_length: int) -> str | None:
         """Return the reason why the step cannot decode sequences of a model, or None."""
 
+    def reset(self) -> None:
+        """Forget all tokens; called before prompts."""
+
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Begin new sequences with prompts.
+        """Begin sequences with prompts.
 
         Args:
             input_ids: ``[b, t, int64]``.
-            attention_mask: ``[b, t]``, 0 for padding, which no prompt ends with; None for none.
+            attention_mask: ``[b, t]``, 0 for padding, which comes first; None for none.
 
         Returns:
             Logits of the next tokens, ``[b, vocabulary]``.
@@ -57,6 +60,8 @@ class Step(Protocol):
 
 class GraphStep(ABC):
     """A ``Step`` whose forward pass is captured, alone or with the choice of the next tokens.
+
+    It reads the model's weights where they are, so those that change in place need no new step.
 
     Args:
         device: device of the model.
@@ -80,6 +85,11 @@ class GraphStep(ABC):
     @abstractmethod
     def forward(self) -> Tensor:
         """Return logits ``[b, vocabulary]`` after ``tokens``, which enter the cache."""
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """See ``Step``; ``prefill`` overwrites the cache."""
+        self.positions.zero_()
 
     @abstractmethod
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

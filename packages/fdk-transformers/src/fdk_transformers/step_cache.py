@@ -8,20 +8,32 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module, util
 from typing import Any
 
 import torch
 
 from fdk_formats.quantised_module import QuantisedModule
+from fdk_formats.torch_internals import in_place_version
 from fdk_transformers.decode.llama_step import LlamaStep
-from fdk_transformers.graph_step import Step
+from fdk_transformers.graph_step import GraphStep, Step
 from fdk_transformers.transformers_internals import attention_implementation
 from fdk_transformers.transformers_step import TransformersStep
 
-STEPS: Sequence[type[Step]] = (LlamaStep, TransformersStep)
 LENGTHS = 256  # maximal lengths are multiples, so that calls of similar lengths share a step
 HOLDER = "_fdk_step"
 _lock = threading.Lock()
+
+
+def available_steps() -> Sequence[type[Step]]:
+    """Return the steps that the installed packages have, the fastest first."""
+    found: list[type[Step]] = [LlamaStep, TransformersStep]
+    if util.find_spec("fdk_cpu") and util.find_spec("fdk_transformers.cpu_step"):
+        found.insert(0, import_module("fdk_transformers.cpu_step").CpuStep)
+    return tuple(found)
+
+
+STEPS = available_steps()
 
 
 class Holder:
@@ -73,7 +85,7 @@ def step_of(model: Any, batch: int, max_length: int) -> Iterator[Step]:
             step = kind(model, batch, length)
     yield step
     holder = Holder()
-    holder.step, holder.state = step, state_of(model)
+    holder.step, holder.state = step, state_of(model, step)
     with _lock:
         model.__dict__[HOLDER] = holder
 
@@ -99,14 +111,18 @@ def _kept(model: Any) -> Step | None:
     """Take the step off a model, if the model is as it was."""
     with _lock:
         holder = model.__dict__.pop(HOLDER, None)
-    return holder.step if holder is not None and holder.state == state_of(model) else None
+    if holder is None or holder.step is None:
+        return None
+    return holder.step if holder.state == state_of(model, holder.step) else None
 
 
-def state_of(model: Any) -> list[Any]:
-    """Return what a graph captures of a model: addresses of weights, and settings of adapters.
+def state_of(model: Any, step: Step) -> list[Any]:
+    """Return what a step captures of a model: addresses of weights, and settings of adapters.
 
-    Weights that change in place are no change. References to layouts are weak.
+    For steps that have copies of weights, also the number of their changes in place. References to
+    layouts are weak.
     """
+    copies = not isinstance(step, GraphStep)
     state: list[Any] = [attention_implementation(model.config)]
     for module in model.modules():
         tensors = {**module._parameters, **module._buffers}
@@ -114,7 +130,10 @@ def state_of(model: Any) -> list[Any]:
             layout = module.stored.layout
             state.append(None if layout is None else weakref.ref(layout))
             tensors = {name: t for name, t in tensors.items() if name not in module.weight_names}
-        state += [(t.data_ptr(), t.dtype) for t in tensors.values() if t is not None]
+        for tensor in tensors.values():
+            if tensor is not None:
+                state.append((tensor.data_ptr(), tensor.dtype))
+                state.append(in_place_version(tensor) if copies else None)
         if hasattr(module, "merged_adapters"):  # a layer of PEFT
             state.append((list(module.active_adapters), module.disable_adapters, module.merged))
             state.append(dict(getattr(module, "scaling", {})))

@@ -316,11 +316,14 @@ def test_experts_without_tokens_get_the_mean_of_the_others():
 
 def test_calibration_gives_experts_their_importance(mixture):
     x = torch.randn(40, 32) * torch.linspace(0.1, 3, 32)
-    calibrated = quantise_model(
-        mixture, "kmeans2-g16", calibration=[(x,)], epochs=0, progress=False, backend="reference"
-    )
-    plain = quantise_model(mixture, "kmeans2-g16", backend="reference")
-    wanted = mixture(x)
-    errors = [float((model(x) - wanted).norm()) for model in (calibrated, plain)]
-    assert errors[0] < 0.9 * errors[1]
-    assert calibrated.experts.gate_up_proj.relative_error is not None
+    calls, settings = [(x,)], {"epochs": 0, "progress": False, "backend": "reference"}
+    calibrated = quantise_model(mixture, "kmeans2-g16", calibration=calls, **settings)
+    own = ExpertLinear(mixture.experts, "gate_up_proj")  # its inputs are x, whatever is quantised
+    (importance,) = expert_importance(mixture, [own], calls)
+    weight = own.stack().detach()
+    wanted = quantise_stack(weight, "kmeans2-g16", importance)
+    layer = calibrated.experts.gate_up_proj
+    assert torch.equal(layer.weight_packed, wanted.packed)
+    assert torch.equal(layer.weight_codebook, wanted.codebook)
+    assert layer.relative_error == relative_error(weight, wanted)
+    assert not torch.equal(quantise_stack(weight, "kmeans2-g16").codebook, wanted.codebook)

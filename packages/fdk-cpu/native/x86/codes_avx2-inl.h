@@ -23,6 +23,13 @@ FDK_INLINE float sum_of(__m256 v) {
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
+// The last code of a grid, or the one before if both have one value: int8-g64 has -127 to 127, and
+// 127 again.
+[[maybe_unused]] unsigned top_of(const Weight& w) {
+  const unsigned last = (1u << w.bits) - 1;
+  return w.table[last] == w.table[last - 1] ? last - 1 : last;
+}
+
 // A block is 16 positions of a tile. Index register t of a row has block t in the low 8 bytes of
 // both halves and block t + 4 in the high ones.
 constexpr int kIndexRegisters = 4;

@@ -156,7 +156,7 @@ class Lookup {
   ByteTables<kBits> tables_;
 };
 
-// 8 bits of a uniform grid: first + code * step.
+// 8 bits of a uniform grid: first + code * step, up to the code `top`.
 class Grid {
  public:
   struct Row {
@@ -167,16 +167,18 @@ class Grid {
   // Returns nothing if the values are not such a grid.
   static std::optional<Grid> of(const Weight& w) {
     const float first = w.table[0], step = w.table[1] - first;
-    for (int c = 0; c < 1 << w.bits; c++) {
+    const unsigned top = top_of(w);
+    for (unsigned c = 0; c <= top; c++) {
       if (__builtin_fmaf(float(c), step, first) != w.table[c]) return std::nullopt;
     }
-    return Grid(first, step);
+    return Grid(first, step, top);
   }
 
   // A 32-bit lane has an even position of block t and one of t + 4, then their odd neighbours.
   template <int t>
   FDK_INLINE void at(const Row& row, Block& first, Block& second) const {
-    const __m256i codes = _mm256_loadu_si256(row.codes + t), byte = _mm256_set1_epi32(255);
+    const __m256i codes = _mm256_min_epu8(_mm256_loadu_si256(row.codes + t), top_);
+    const __m256i byte = _mm256_set1_epi32(255);
     first[0] = value(_mm256_and_si256(codes, byte));
     second[0] = value(_mm256_and_si256(_mm256_srli_epi32(codes, 8), byte));
     first[1] = value(_mm256_and_si256(_mm256_srli_epi32(codes, 16), byte));
@@ -184,12 +186,16 @@ class Grid {
   }
 
  private:
-  Grid(float first, float step) : first_(_mm256_set1_ps(first)), step_(_mm256_set1_ps(step)) {}
+  Grid(float first, float step, unsigned top)
+      : first_(_mm256_set1_ps(first)),
+        step_(_mm256_set1_ps(step)),
+        top_(_mm256_set1_epi8(char(top))) {}
   FDK_INLINE __m256 value(__m256i codes) const {
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), step_, first_);
   }
 
   __m256 first_, step_;
+  __m256i top_;
 };
 
 // Sums of x over the blocks of each group, lane by lane: [groups][8].

@@ -51,7 +51,8 @@ struct alignas(64) Tile {
 // fewer, zero is 0.
 struct Levels {
   float unit, zero;
-  int x_bits;  // most bits of x with these levels
+  int x_bits;    // most bits of x with these levels
+  unsigned top;  // larger codes have the value of this one
 };
 
 // Finds a unit that all values are integer multiples of, and returns the bits of these integers; 0
@@ -79,7 +80,8 @@ bool levels_of(const Weight& w, Levels& out) {
   out.zero = 0;
   if (w.bits > kLookupBits) {  // values must be equidistant, with that unit as their distance
     out.zero = -w.table[0] / out.unit;
-    for (int c = 0; c < 1 << w.bits; c++) {
+    out.top = top_of(w);
+    for (unsigned c = 0; c <= out.top; c++) {
       if ((float(c) - out.zero) * out.unit != w.table[c]) return false;
     }
     bits = w.bits;
@@ -155,9 +157,12 @@ class LevelLookup {
 template <int kBits>
 struct LevelCodes {
   using Row = RowIndices<kBits>;
+  __m256i top;
+  FDK_INLINE explicit LevelCodes(unsigned top) : top(_mm256_set1_epi8(char(top))) {}
   template <int t>
   FDK_INLINE void at(const Row& row, __m256i& first, __m256i& second) const {
-    const __m256i codes = row.template codes<t>(), zero = _mm256_setzero_si256();
+    const __m256i codes = _mm256_min_epu8(row.template codes<t>(), top);
+    const __m256i zero = _mm256_setzero_si256();
     first = _mm256_unpacklo_epi8(codes, zero);
     second = _mm256_unpackhi_epi8(codes, zero);
   }
@@ -170,9 +175,11 @@ struct LevelCodes<8> {
     FDK_INLINE Row(const std::uint8_t* tile, std::size_t r)
         : codes(reinterpret_cast<const __m256i*>(tile + r * kTileK)) {}
   };
+  __m256i top;
+  FDK_INLINE explicit LevelCodes(unsigned top) : top(_mm256_set1_epi8(char(top))) {}
   template <int t>
   FDK_INLINE void at(const Row& row, __m256i& first, __m256i& second) const {
-    const __m256i lanes = _mm256_loadu_si256(row.codes + t);
+    const __m256i lanes = _mm256_min_epu8(_mm256_loadu_si256(row.codes + t), top);
     first = _mm256_and_si256(lanes, _mm256_set1_epi16(255));
     second = _mm256_srli_epi16(lanes, 8);
   }
@@ -284,14 +291,15 @@ void gemv(const TwoPassTask& task) {
     constexpr int b = bits.value;
     if constexpr (b == kLookupBits) {
       if (w.zeros != nullptr) {
-        return gemv_of<LevelCodes<b>, b>(w, LevelCodes<b>(), levels.zero, tiles, y, begin, end);
+        const LevelCodes<b> values((1 << b) - 1);
+        return gemv_of<LevelCodes<b>, b>(w, values, levels.zero, tiles, y, begin, end);
       }
     }
     if constexpr (b <= kLookupBits) {
       const LevelLookup<b> values(w, levels.unit);
       gemv_of<LevelLookup<b>, b>(w, values, levels.zero, tiles, y, begin, end);
     } else {
-      gemv_of<LevelCodes<b>, b>(w, LevelCodes<b>(), levels.zero, tiles, y, begin, end);
+      gemv_of<LevelCodes<b>, b>(w, LevelCodes<b>(levels.top), levels.zero, tiles, y, begin, end);
     }
   });
 }

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module, util
+from importlib import util
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ _lock = threading.Lock()
 def available_steps() -> Sequence[type[Step]]:
     """Return the steps that the installed packages have, the fastest first."""
     found: list[type[Step]] = [LlamaStep, TransformersStep]
-    if util.find_spec("fdk_cpu") and util.find_spec("fdk_transformers.cpu_step"):
-        found.insert(0, import_module("fdk_transformers.cpu_step").CpuStep)
+    if util.find_spec("fdk_cpu"):
+        from fdk_transformers.cpu_step import CpuStep
+
+        found.insert(0, CpuStep)
     return tuple(found)
 
 
@@ -56,6 +58,8 @@ def step_class(model: Any, max_length: int) -> type[Step]:
     reasons = []
     for step in STEPS:
         reason = step.supports(model, max_length)
+        if not issubclass(step, GraphStep) and any(map(is_adapter, model.modules())):
+            reason = "it has copies of weights, and the model has adapters"
         if reason is None:
             return step
         reasons.append(f"{step.__name__}: {reason}")
@@ -134,7 +138,12 @@ def state_of(model: Any, step: Step) -> list[Any]:
             if tensor is not None:
                 state.append((tensor.data_ptr(), tensor.dtype))
                 state.append(in_place_version(tensor) if copies else None)
-        if hasattr(module, "merged_adapters"):  # a layer of PEFT
+        if is_adapter(module):
             state.append((list(module.active_adapters), module.disable_adapters, module.merged))
             state.append(dict(getattr(module, "scaling", {})))
     return state
+
+
+def is_adapter(module: Any) -> bool:
+    """Return whether a module is a layer of PEFT."""
+    return hasattr(module, "merged_adapters")

@@ -49,7 +49,7 @@ def trained(steps: int) -> MixtralForCausalLM:
 def test_a_trained_mixture_keeps_its_perplexity(tmp_path):
     model, ids = trained(steps=60), windows(TEXT * 4)
     before = perplexity(model, ids)
-    assert before < 12  # 128 for a model that knows nothing
+    assert before < 2  # 128 for a model that knows nothing
     model.save_pretrained(tmp_path)
     found = {}
     for format in ("kmeans4-g32", "int3-g32"):
@@ -64,8 +64,8 @@ def test_a_trained_mixture_keeps_its_perplexity(tmp_path):
     assert found["kmeans4-g32"] < found["int3-g32"]
 
 
-def test_adapters_train_through_frozen_experts():
-    """Gradients pass the quantised experts: an adapter before them lowers the loss."""
+def test_norms_train_through_frozen_experts():
+    """Gradients pass the quantised experts: training the norms before them lowers the loss."""
     model = quantise_model(trained(steps=20), "int4-g32", backend="reference")
     ids = windows(TEXT)
     for parameter in model.parameters():
@@ -80,5 +80,6 @@ def test_adapters_train_through_frozen_experts():
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimiser.step()
-        losses.append(float(loss))
-    assert losses[-1] < 0.97 * losses[0]
+        losses.append(float(loss.detach()))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]

@@ -45,10 +45,10 @@ def twice(scale: Tensor) -> Tensor:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list with an item for each native weight that is built."""
     calls: list[None] = []
-    make = linear_module._weight
+    make = linear_module.native_weight
     monkeypatch.setattr(
         linear_module,
-        "_weight",
+        "native_weight",
         lambda *args, **kwargs: calls.append(None) or make(*args, **kwargs),
     )
     return calls

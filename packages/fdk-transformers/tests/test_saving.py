@@ -222,10 +222,11 @@ def test_models_of_quantise_model(tmp_path):
     small = quantise_model(tiny_models.make("llama"), "int4-g32", progress=False)
     save_model(tmp_path / "model.safetensors", small)
     loaded = load_model(tmp_path / "model.safetensors", tiny_models.make("llama"))
+    wanted = logits(small)  # the loop dequantises the model
     for name, model in {"made": small, "loaded": loaded}.items():
         model.save_pretrained(tmp_path / name)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert torch.equal(logits(again), logits(small))
+        assert torch.equal(logits(again), wanted)
         copied = copy.deepcopy(model).float()  # which transformers refuses for its own
         assert copied.lm_head.weight.dtype == torch.float32
         assert torch.equal(logits(again.dequantize()), logits(model.dequantize()))

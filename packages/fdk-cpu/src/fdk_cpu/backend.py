@@ -174,9 +174,10 @@ def _check_dtype(q: QuantisedTensor | QuantisedStack, dtype: torch.dtype) -> Non
         raise TypeError(f"fdk_cpu: needs activations of {wanted}, got {dtype}")
     if dtype not in supported_dtypes(q):
         assert q.codebook is not None
+        first = q.codebook[..., 0].flatten()
         raise ValueError(
             f"fdk_cpu: needs a first codebook entry that {dtype} holds, or k a multiple of "
-            f"{_native.TILE_K}, got {q.codebook[..., 0].abs().max():g} and k={q.shape[-1]}"
+            f"{_native.TILE_K}, got {first[first.abs().argmax()]:g} and k={q.shape[-1]}"
         )
 
 

@@ -166,8 +166,10 @@ class QuantisedExpertLinear(PackedModule):
 
         Raises:
             NoBackendError: if no backend supports it.
-            ValueError: if the bias has another shape.
+            ValueError: if the bias has another shape, or a value of the stack is out of range,
+                see ``QuantisedStack.check_values``.
         """
+        stack.check_values(cls.__name__)
         experts, n, k = stack.shape
         if bias is not None and bias.shape != (experts, n):
             raise ValueError(

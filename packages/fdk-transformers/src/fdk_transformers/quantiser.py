@@ -443,11 +443,13 @@ class FdkQuantiser(HfQuantizer):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # after a save
         with torch.device("meta"):  # tells which layers were of which kind
             empty = type(model)._from_config(copy.deepcopy(model.config))
-        for name, layer in quantised_layers(model).items():
+        layers = quantised_layers(model)
+        for name, layer in layers.items():  # before any layer is replaced
             if is_offloaded(layer):
                 raise ValueError(
                     f"dequantize: {name} is offloaded: load the model with another device_map"
                 )
+        for name, layer in layers.items():
             if isinstance(layer, QuantisedExpertLinear):
                 continue
             like = empty.get_submodule(name.removesuffix(".base_layer"))  # PEFT's wrapper

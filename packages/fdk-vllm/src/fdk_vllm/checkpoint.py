@@ -139,7 +139,8 @@ def _packed_weights(header: Header) -> dict[str, tuple[Format, tuple[int, int]]]
     weights: dict[str, Any] = parse_json_object(text, where)
     found = {}
     for name, entry in weights.items():
-        if isinstance(entry, dict) and len(entry.get("shape", ())) == 3:
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if isinstance(shape, list) and len(shape) == 3:
             raise ValueError(
                 f"{header.where}: {name} holds packed experts, which fdk-vllm cannot serve: "
                 f"quantise the model with skip=['experts'], so that vLLM computes them in 16 bits"

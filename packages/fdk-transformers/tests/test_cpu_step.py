@@ -15,7 +15,7 @@ from fdk_transformers.cpu_step import CpuStep
 FOLDER = os.environ.get("FDK_EXAMPLE_MODEL", "")
 NAMES = ("llama", "smollm", "mistral", "qwen2", "qwen3")
 PROMPT, TOTAL, LENGTH = 6, 12, 16
-# Of logits. bf16 sums of attention are rounded at other places.
+# Relative errors of logits. The step rounds bf16 sums of attention at other places.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LLAMA3 = {
     "rope_type": "llama3",

@@ -421,7 +421,7 @@ def test_inference_mode_and_back(step):
     assert not ours.is_inference()
 
 
-# What is left to transformers, and refused
+# Calls that are left to transformers, and those that are refused
 
 OTHERS = {
     "encoder": ("t5", {}, "has an encoder"),

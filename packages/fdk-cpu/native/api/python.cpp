@@ -230,7 +230,10 @@ class PyDecodeStep {
       : step_({hidden, heads, kv_heads, head_dim, ffn, vocabulary, eps, scale,
                activation_type(dtype)}) {
     if (kv_heads == 0 || heads % kv_heads != 0 || head_dim == 0 || head_dim % 2 != 0) {
-      throw std::invalid_argument("fdk_cpu: heads of an even size, a multiple of the kv heads");
+      throw std::invalid_argument(
+          "fdk_cpu: a decode step needs heads of an even size, and a multiple of kv_heads, got " +
+          std::to_string(heads) + " of " + std::to_string(head_dim) + " and kv_heads " +
+          std::to_string(kv_heads));
     }
   }
 

@@ -31,7 +31,7 @@ const DecodeOps& ops_for([[maybe_unused]] Isa isa) {
 
 }  // namespace
 
-// What the members exchange, in the dtype of the model: [batch][...].
+// Buffers that all members read and write, in the dtype of the model: [batch][...].
 struct DecodeStep::Shared {
   Buffer<std::uint8_t> qkv, attended, gate_up, rows;
 

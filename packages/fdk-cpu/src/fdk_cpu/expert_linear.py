@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_cpu import _native
-from fdk_cpu.linear import check_weight_tensors
+from fdk_cpu.linear import native_tensors
 from fdk_cpu.memory import weight_memory
 from fdk_cpu.native_args import FLOAT_NAMES, bytes_of
 from fdk_cpu.runtime import num_threads
@@ -89,21 +89,8 @@ def _stack(
     k: int,
 ) -> _native.ExpertStack:
     """Check the tensors of a layout and return a native stack that points to them."""
-    check_weight_tensors("expert_linear", codes, scale, codebook, zero_point)
-    zero_type = "none" if zero_point is None else FLOAT_NAMES.get(zero_point.dtype, "u8")
-    return _native.ExpertStack(
-        experts,
-        n,
-        k,
-        group_size,
-        bits,
-        bytes_of(codes),
-        bytes_of(scale),
-        FLOAT_NAMES.get(scale.dtype, "e8m0"),
-        bytes_of(zero_point),
-        zero_type,
-        bytes_of(codebook),
-    )
+    tensors = native_tensors("expert_linear", codes, scale, codebook, zero_point)
+    return _native.ExpertStack(experts, n, k, group_size, bits, *tensors)
 
 
 _library = Library("fdk_cpu", "FRAGMENT")

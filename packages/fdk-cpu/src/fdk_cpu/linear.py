@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.library import Library
 
 from fdk_cpu import _native
-from fdk_cpu.native_args import FLOAT_NAMES, bytes_of, check_contiguous_cpu
+from fdk_cpu.native_args import FLOAT_NAMES, Bytes, bytes_of, check_contiguous_cpu
 from fdk_cpu.runtime import num_threads
 from fdk_formats.ops import define_linear_op
 
@@ -132,6 +132,17 @@ def check_weight_tensors(
             raise TypeError(f"{caller}: {name} must be {names}, got {tensor.dtype}")
 
 
+def native_tensors(
+    caller: str, codes: Tensor, scale: Tensor, codebook: Tensor | None, zero_point: Tensor | None
+) -> tuple[Bytes, Bytes, str, Bytes, str, Bytes]:
+    """Check the tensors of a layout and return their addresses, sizes and types for C++."""
+    check_weight_tensors(caller, codes, scale, codebook, zero_point)
+    scale_type = FLOAT_NAMES.get(scale.dtype, "e8m0")
+    zero_type = "none" if zero_point is None else FLOAT_NAMES.get(zero_point.dtype, "u8")
+    scales, zeros = bytes_of(scale), bytes_of(zero_point)
+    return bytes_of(codes), scales, scale_type, zeros, zero_type, bytes_of(codebook)
+
+
 def native_weight(
     codes: Tensor,
     scale: Tensor,
@@ -143,20 +154,8 @@ def native_weight(
     k: int,
 ) -> _native.Weight:
     """Check the tensors of a layout and return a native weight that points to them."""
-    check_weight_tensors("lut_linear", codes, scale, codebook, zero_point)
-    zero_type = "none" if zero_point is None else FLOAT_NAMES.get(zero_point.dtype, "u8")
-    return _native.Weight(
-        n,
-        k,
-        group_size,
-        bits,
-        bytes_of(codes),
-        bytes_of(scale),
-        FLOAT_NAMES.get(scale.dtype, "e8m0"),
-        bytes_of(zero_point),
-        zero_type,
-        bytes_of(codebook),
-    )
+    tensors = native_tensors("lut_linear", codes, scale, codebook, zero_point)
+    return _native.Weight(n, k, group_size, bits, *tensors)
 
 
 def _check_levels(levels: Tensor | None) -> None:

@@ -5,8 +5,10 @@ from torch import Tensor
 
 FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
+Bytes = tuple[int, int]  # address and size
 
-def bytes_of(tensor: Tensor | None) -> tuple[int, int]:
+
+def bytes_of(tensor: Tensor | None) -> Bytes:
     """Return the address and size in bytes of a contiguous CPU tensor, or (0, 0) for None."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)
 

@@ -29,7 +29,7 @@ class ReservedMemory:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a tensor in it is alive."""
+        """True while a tensor in it is alive."""
         return self._view is not None and self._view() is not None
 
     def holds(self, tensor: Tensor) -> bool:

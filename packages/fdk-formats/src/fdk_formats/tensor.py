@@ -19,7 +19,7 @@ MAX_ZERO_POINT = float(1 << 24)
 
 @dataclass(frozen=True, eq=False)
 class CanonicalWeight:
-    """What ``QuantisedTensor`` and ``QuantisedStack`` share: the tensors of a weight, checked.
+    """The checked tensors of a weight: the base of ``QuantisedTensor`` and ``QuantisedStack``.
 
     Raises:
         ValueError: if a tensor has the wrong shape or device, or is present where the format has

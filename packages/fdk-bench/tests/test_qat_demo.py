@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -27,3 +28,11 @@ def test_bytes_are_those_of_the_model():
     model = qat_demo.build(64, Settings())
     counted = sum(2 * p.numel() for p in model.parameters() if p.ndim == 2)
     assert megabytes(64, 2, None) == counted / 1e6
+
+
+def test_processes_give_the_same_rows(monkeypatch):
+    monkeypatch.setattr(qat_demo, "FORMATS", (None, "int1-g32"))
+    one, two = (list(qat_demo.rows(TINY, processes)) for processes in (1, 2))
+    assert [row.format for row in one] == ["bf16", "int1-g32", "int1-g32"]
+    for row, other in zip(one, two, strict=True):
+        assert replace(row, seconds=0) == replace(other, seconds=0)

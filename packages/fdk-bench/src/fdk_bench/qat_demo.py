@@ -1,7 +1,7 @@
 """Language models trained with few bits: a small llama on text that comes with Python.
 
     python -m fdk_bench.qat_demo --output qat                     # miniature, minutes on a CPU
-    python -m fdk_bench.qat_demo --device cuda --width 256 --layers 6 --steps 3000 --output qat
+    python -m fdk_bench.qat_demo --device cuda --width 256 --layers 6 --steps 3000 --processes 13 --output qat
 
 Each model is trained from scratch on the help texts of Python (bytes, no tokenizer), in 16 bits or
 with ``prepare_qat``, converted, and measured on the last tenth. After models of one size come wider
@@ -13,8 +13,11 @@ import json
 import math
 import pydoc_data.topics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -174,14 +177,24 @@ def measure(format: str | None, width: int, comparison: str, settings: Settings)
     return Row(format or "bf16", width, comparison, size, loss, seconds)
 
 
-def rows(settings: Settings) -> Iterator[Row]:
-    """Yields the models of one size, then those of one memory."""
+def cases(settings: Settings) -> Iterator[tuple[str | None, int, str]]:
+    """Yields format, width and comparison of the models of one size, then those of one memory."""
     for format in FORMATS:
-        yield measure(format, settings.width, "size", settings)
+        yield format, settings.width, "size"
     for format in FORMATS:
         if format is not None:
-            width = width_of_equal_memory(format, settings)
-            yield measure(format, width, "memory", settings)
+            yield format, width_of_equal_memory(format, settings), "memory"
+
+
+def rows(settings: Settings, processes: int = 1) -> Iterator[Row]:
+    """Yields a row per model, in order; trains as many at once as there are processes."""
+    columns: Iterable[tuple[str | int | None, ...]] = zip(*cases(settings), strict=True)
+    if processes == 1:
+        yield from map(measure, *columns, repeat(settings))
+        return
+    # A forked process cannot use CUDA.
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        yield from pool.map(measure, *columns, repeat(settings))
 
 
 def table(found: list[Row]) -> str:
@@ -228,12 +241,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, value in asdict(Settings()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--processes", type=int, default=1, help="models trained at once")
     parser.add_argument("--output", type=Path, default=None)
     arguments = vars(parser.parse_args())
-    output = arguments.pop("output")
+    output, processes = arguments.pop("output"), arguments.pop("processes")
     settings = Settings(**arguments)
     found: list[Row] = []
-    for row in rows(settings):
+    for row in rows(settings, processes):
         found.append(row)
         print(json.dumps(asdict(row)), flush=True)
     print(table(found))

@@ -146,10 +146,16 @@ def disagreements(model, token_ids, chosen):
     return found
 
 
-def assert_same_tokens(model, llm, token_ids, count=16, **options):
-    """Checks that vLLM's greedy tokens are those of a model; returns them."""
+def assert_same_tokens(model, llm, token_ids, count=16, gap=0.0, **options):
+    """Checks that vLLM's greedy tokens are those of a model, or within ``gap``; returns them.
+
+    With 8-bit activations a sum that another kernel of attention rounds otherwise can move an
+    activation to the next integer: transformers' own decoding, one token at a time, then differs
+    from its product over the whole prompt as well. Such tokens must be nearly as likely.
+    """
     tokens = generate(llm, token_ids, count, **options)
-    assert disagreements(model, token_ids, tokens) == []
+    wrong = [found for found in disagreements(model, token_ids, tokens) if found[-1] > gap]
+    assert wrong == []
     return tokens
 
 

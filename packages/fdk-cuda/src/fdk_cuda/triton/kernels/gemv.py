@@ -23,6 +23,10 @@ from fdk_cuda.triton.kernels.decode import (
 from fdk_cuda.triton.kernels.ptx_smem import add_constraints, add_warps, table_bytes
 
 _BLOCK_POSITIONS = tl.constexpr(BLOCK_POSITIONS)
+# Whether the pair of a row is loaded once, or for every element of x. Triton 3.6 gives the many
+# loads a layout of their own and exchanges 32 KiB of pointers through shared memory, more than a
+# program has; Triton 3.7 runs out of registers with the few.
+_FEW_LOADS = tl.constexpr(triton.__version__.startswith("3.6."))
 
 
 @triton.jit
@@ -213,7 +217,13 @@ def gemv_sums(
     STEP: tl.constexpr = 2 if PAIRED else 1
     i = tl.arange(0, WARPS * 32 * EACH)
     m_row = (first_m + tl.arange(0, M_TILES) * 8)[:, None] + (i // (4 * EACH) % 8)[None, :]
-    x_row = rows_of(rows, m_row, ROWS)
+    if ROWS == 2 and _FEW_LOADS:
+        x_row = rows_of(rows, first_m + tl.arange(0, BLOCK_M), ROWS)
+        x_row = tl.reshape(x_row, [M_TILES, 1, 8, 1])
+        x_row = tl.broadcast_to(x_row, [M_TILES, WARPS, 8, 4 * EACH])
+        x_row = tl.reshape(x_row, [M_TILES, WARPS * 32 * EACH])
+    else:
+        x_row = rows_of(rows, m_row, ROWS)
     unit = (i % (4 * EACH))[None, :]
     warp_x = (i // (32 * EACH))[None, :]
     x_at = x_ptr + tl.max_contiguous(x_row * k + (warp_x * TILE_K + unit), [1, EACH])

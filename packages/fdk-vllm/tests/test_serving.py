@@ -206,12 +206,16 @@ def test_head_of_a_tied_16_bit_embedding(tmp_path):
 
 def test_dummy_weights_have_the_formats_asked_for(tmp_path):
     serving.write_config(tmp_path, serving.tiny_model())
-    settings = requested("int4-g64", overrides={"v_proj": "int8-g64"})
+    settings = requested(FORMAT, overrides={"[qk]_proj": "int4-g64", "v_proj": "int8-g64"})
     with engine(tmp_path, load_format="dummy", **settings) as llm:
         assert len(serving.generate(llm, PROMPTS)) == len(PROMPTS)
-        weights = model_of(llm).model.layers[0].self_attn.qkv_proj.quant_method.weights
-        formats = [str(layout.format) for layout in weights.product.layouts]
-        assert formats == ["int4-g64", "int8-g64"]
+        block = model_of(llm).model.layers[0]
+        for layer, formats in (
+            (block.self_attn.qkv_proj, ["int4-g64", "int8-g64"]),
+            (block.mlp.gate_up_proj, [FORMAT]),  # one codebook, as of weights that are quantised
+        ):
+            layouts = layer.quant_method.weights.product.layouts
+            assert [str(layout.format) for layout in layouts] == formats
 
 
 # What users do with a server

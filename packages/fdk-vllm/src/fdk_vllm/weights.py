@@ -5,7 +5,7 @@ needs more memory than the packed model and one layer, whatever its own size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -184,12 +184,17 @@ class LayerWeights:
         """Quantises whole weights on this process's device: every process gets the same."""
         formats: list[Any] = [source.format for source in self.plan.sources]
         on_device = [weight.to(self.device) for weight in weights]
-        if self.plan.fuse and len(set(formats)) == 1 and formats[0].is_fitted:
+        if self._shares_codebook():
             joint = quantise(torch.cat(on_device), formats[0])
             spans = pairwise(accumulate((len(weight) for weight in weights), initial=0))
             return [Weight(rows(joint, *span)) for span in spans]
         pairs = zip(on_device, formats, strict=True)
         return [Weight(quantise(weight, format)) for weight, format in pairs]
+
+    def _shares_codebook(self) -> bool:
+        formats = {source.format for source in self.plan.sources}
+        fitted = [format for format in formats if format is not None and format.is_fitted]
+        return self.plan.fuse and len(formats) == len(fitted) == 1
 
     def _cut(self, weight: Weight, part: Part) -> Weight:
         permutation = weight.permutation
@@ -239,7 +244,10 @@ class LayerWeights:
             return
         if not is_dummy:
             raise ValueError(f"{self.name}: the checkpoint has no {', '.join(self._missing())}")
-        self.hold([self._made_up(i, part) for i, part in enumerate(self.parts)])
+        made = [self._made_up(i, part) for i, part in enumerate(self.parts)]
+        if self._shares_codebook():  # as many products as of weights that were quantised
+            made = [Weight(replace(each.q, codebook=made[0].q.codebook)) for each in made]
+        self.hold(made)
 
     def _made_up(self, index: int, part: Part) -> Weight:
         source = self.plan.sources[index if len(self.plan.sources) > 1 else 0]

@@ -14,11 +14,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fdk_bench import engines, models
-from fdk_bench.cases import random_weight
+from fdk_bench.cases import BITSANDBYTES, random_weight
 from fdk_bench.cli import app
 from fdk_bench.engines import FdkEngine, engine_of
 from fdk_bench.models import (
-    BITSANDBYTES,
     CONTINUED_TOKENS,
     ROUNDS,
     ModelCase,

@@ -185,6 +185,14 @@ def test_last_row_of_a_case_counts(kernel, model):
     assert list(model_frame([kernel(), model(), model()])["tokens_per_second"]) == [50.0]
 
 
+def test_engines_and_bitsandbytes(model):
+    rows = [model("bitsandbytes-nf4"), model("bitsandbytes-nf4")]
+    rows[1]["case"]["engine"] = "transformers"
+    frame = model_frame(rows)
+    assert list(frame["by"]) == ["cpu", "cpu, transformers"]
+    assert list(frame["bits"]) == [4, 4]
+
+
 def test_threads_belong_to_a_case_on_a_cpu(kernel, model):
     more = {"threads": 8}
     assert list(kernel_frame([kernel(), kernel() | more])["threads"]) == [2, 8]

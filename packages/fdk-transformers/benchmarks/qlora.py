@@ -23,9 +23,9 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
 
-from fdk_bench.cases import DTYPES
+from fdk_bench.cases import BITSANDBYTES, DTYPES
 from fdk_bench.machine import default_device
-from fdk_bench.models import BITSANDBYTES, ModelCase
+from fdk_bench.models import ModelCase
 from fdk_bench.random_llama import SIZES, build_llama
 
 CONTENDERS = ("kmeans4-g64", BITSANDBYTES, "int4-g64", "bf16")

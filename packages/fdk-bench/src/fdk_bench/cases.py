@@ -10,6 +10,7 @@ import torch
 from fdk_formats import Format, QuantisedTensor, quantise
 from fdk_formats.scales import decode_scale
 
+BITSANDBYTES = "bitsandbytes-nf4"  # in the place of a format: its layers of NF4, 4 bits
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # (n, k) of the linear layers of a block, fused as servers fuse them.
 MODEL_SHAPES = {

@@ -326,9 +326,9 @@ def models(
     was measured).
     """
     prepare_environment()
-    from fdk_bench.cases import DEFAULT_CODEBOOK, formats_of
+    from fdk_bench.cases import BITSANDBYTES, DEFAULT_CODEBOOK, formats_of
     from fdk_bench.engines import ENGINES
-    from fdk_bench.models import BITSANDBYTES, ModelCase, ModelRun
+    from fdk_bench.models import ModelCase, ModelRun
     from fdk_bench.random_llama import SIZES
     from fdk_formats.model import DEFAULT_SKIP
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fdk_bench.cases import DTYPES, exact_weight
+from fdk_bench.cases import BITSANDBYTES, DTYPES, exact_weight
 from fdk_bench.engines import Engine, engine_of
 from fdk_bench.peers.base import Prepared, check
 from fdk_bench.peers.dense import codebook_bytes
@@ -24,7 +24,6 @@ from fdk_formats import QuantisedLinear, QuantisedTensor, model_report, quantise
 
 RATE_BYTES = 1 << 30  # the read rate of a model is that of one large read
 ROUNDS = 5  # calls timed with many tokens, and with one
-BITSANDBYTES = "bitsandbytes-nf4"  # in the place of a format
 NF4_BITS = 4.5  # a float32 scale for 64 weights
 PERPLEXITY_TOKENS = 2048  # tokens of a window, each scored on its own
 BEGIN_TOKENS, CONTINUED_TOKENS = 32, 24

@@ -1,7 +1,7 @@
 """Language models trained with few bits: a small llama on text that comes with Python.
 
-    python -m fdk_bench.qat_demo --output qat                     # miniature, minutes on a CPU
-    python -m fdk_bench.qat_demo --device cuda --width 256 --layers 6 --steps 3000 --processes 13 --output qat
+    python -m fdk_bench.qat_demo --output qat                # miniature, minutes on a CPU
+    python -m fdk_bench.qat_demo --device cuda --width 256 --layers 6 --steps 3000 --processes 13
 
 Each model is trained from scratch on the help texts of Python (bytes, no tokenizer), in 16 bits or
 with ``prepare_qat``, converted, and measured on the last tenth. After models of one size come wider

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fdk_bench.cases import DTYPES, random_weight
-from fdk_bench.models import BITSANDBYTES, NF4_BITS, Built, ModelCase, check_layer, nf4_layer
+from fdk_bench.cases import BITSANDBYTES, DTYPES, random_weight
+from fdk_bench.models import NF4_BITS, Built, ModelCase, check_layer, nf4_layer
 from fdk_formats import Format, QuantisedLinear
 from fdk_formats.fuse import fuse_layers, rows_of
 

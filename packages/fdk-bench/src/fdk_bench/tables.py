@@ -10,7 +10,7 @@ import pandas as pd  # type: ignore[import-untyped]
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fdk_bench.cases import DTYPES
+from fdk_bench.cases import BITSANDBYTES, DTYPES
 from fdk_bench.rows import CALIBRATED, Row
 from fdk_formats import Format
 
@@ -351,7 +351,12 @@ def model_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
             **record["values"],
             **_machine(record),
             "by": record["values"]["backends"]
-            + ("" if record["case"].get("fused", True) else ", not fused"),
+            + ("" if record["case"].get("fused", True) else ", not fused")
+            + (
+                ""
+                if record["case"].get("engine", "fdk") == "fdk"
+                else f", {record['case']['engine']}"
+            ),
             "share": record["values"]["floor"] / record["values"]["step_time"],
         }
         for record in records
@@ -388,7 +393,9 @@ def _machine(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def code_bits(format: str) -> int:
     """Return the bits of a code, or of an element of a weight that is not quantised."""
-    return DTYPES[format].itemsize * 8 if format in DTYPES else Format.parse(format).bits
+    if format in DTYPES:
+        return DTYPES[format].itemsize * 8
+    return 4 if format == BITSANDBYTES else Format.parse(format).bits
 
 
 def _last_of(rows: Sequence[Mapping[str, Any]], keys: list[str]) -> pd.DataFrame:

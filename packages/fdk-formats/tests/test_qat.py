@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from fdk_formats import fake_quantise, fit_codebook, quantise
+from fdk_formats import fake_quantise, fit_codebook, quantise, quantise_stack
 
 
 @pytest.mark.parametrize("format", ["kmeans3-g16", "int4-g32", "affine4-g64", "nf4-row"])
@@ -297,3 +297,51 @@ def test_arguments_must_be_tensors():
 def test_fixed_codebooks_take_no_other():
     with pytest.raises(ValueError, match="codebook"):
         fake_quantise(torch.randn(4, 64), "nf4-g64", torch.linspace(-1, 1, 16))
+
+
+def stack_and_importance():
+    torch.manual_seed(0)
+    return torch.randn(4, 6, 64), torch.rand(4, 64)
+
+
+@pytest.mark.parametrize("format", ["kmeans3-g16", "int4-g32", "affine4-g64", "nf4-row"])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_stack_is_its_dequantised_weight(format, weighed):
+    weight, importance = stack_and_importance()
+    importance = importance if weighed else None
+    expected = quantise_stack(weight, format, importance).dequantise(torch.bfloat16)
+    found = fake_quantise(weight, format, importance=importance, dtype=torch.bfloat16)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_gradients_of_a_stack_are_those_of_its_experts(own):
+    weight, _ = stack_and_importance()
+    codebook = torch.randn(4, 8) if own else torch.randn(8)
+    scale_log2, grad = 0.1 * torch.randn(4, 6, 4), torch.randn(4, 6, 64)
+    given = [t.clone().requires_grad_() for t in (weight, codebook, scale_log2)]
+    fake_quantise(given[0], "custom3-g16", given[1], scale_log2=given[2]).backward(grad)
+    apart = [t.clone().requires_grad_() for t in (weight, codebook, scale_log2)]
+    for e in range(4):
+        table = apart[1][e] if own else apart[1]
+        W_hat = fake_quantise(apart[0][e], "custom3-g16", table, scale_log2=apart[2][e])
+        W_hat.backward(grad[e])
+    for one, other in zip(given, apart, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_stack_compiles_and_refuses_other_shapes():
+    weight, importance = stack_and_importance()
+    codebook = torch.randn(4, 8)
+    compiled = torch.compile(fake_quantise, fullgraph=True, backend="aot_eager")
+    expected = fake_quantise(weight, "custom3-g16", codebook)
+    assert torch.equal(compiled(weight, "custom3-g16", codebook), expected)
+    assert fake_quantise(weight.to("meta"), "int4-g16").shape == weight.shape
+    with pytest.raises(ValueError, match=r"codebook must be \[8\] or \[4, 8\], got \[3, 8\]"):
+        fake_quantise(weight, "custom3-g16", codebook[:3])
+    with pytest.raises(ValueError, match=r"importance must be \[64\], \[4, 64\] or \[4, 6, 64\]"):
+        fake_quantise(weight, "int4-g16", importance=importance[:3])
+    with pytest.raises(ValueError, match=r"scale_log2 must be \[4, 6, 4\], got \[4, 6, 2\]"):
+        fake_quantise(weight, "int4-g16", scale_log2=torch.zeros(4, 6, 2))
+    with pytest.raises(ValueError, match="weight"):
+        fake_quantise(weight[None], "int4-g16")

@@ -10,7 +10,7 @@ from torch.library import Library
 from fdk_formats.format import Format
 from fdk_formats.ops import define_op
 from fdk_formats.packing import CODES_PER_CHUNK
-from fdk_formats.quantise import checked_codebook
+from fdk_formats.quantise import check_stack_arguments, checked_codebook, of_expert
 from fdk_formats.scales import (
     CACHED_CHUNK,
     Grid,
@@ -46,16 +46,16 @@ def fake_quantise(
     is not finite gives values that are not. That needs a codebook, for ``kmeans``.
 
     Args:
-        weight: ``[n, k]``, floating.
+        weight: ``[n, k]``, or a stack of experts ``[experts, n, k]``; floating.
         format: see ``quantise``. Scales are chosen anew at each call.
-        codebook: ``[2^bits]`` for ``kmeans`` and ``custom`` formats, in any order. Without one,
-            ``kmeans`` fits one at each call.
-        importance: see ``quantise``.
-        scale_log2: see ``quantise``.
+        codebook: ``[2^bits]`` for ``kmeans`` and ``custom`` formats, in any order; of a stack also
+            ``[experts, 2^bits]``. Without one, ``kmeans`` fits one at each call, for each expert.
+        importance: see ``quantise``, of a stack ``quantise_stack``.
+        scale_log2: see ``quantise``; of a stack ``[experts, n, k/G]``.
         dtype: dtype of the result; that of the weight by default.
 
     Returns:
-        ``W_hat :: [n, k, dtype]``.
+        ``W_hat``, of the weight's shape.
 
     Raises:
         TypeError: if an argument is not a tensor.
@@ -73,10 +73,58 @@ def fake_quantise(
             raise TypeError(f"fake_quantise: {name} must be a tensor, got {got}")
     table = None if codebook is None else codebook.sort().values
     wanted = weight.dtype if dtype is None else dtype
-    result: Tensor = _op(weight, table, scale_log2, importance, str(Format.parse(format)), wanted)[
-        0
-    ]
+    compute = _of_stack if weight.ndim == 3 else _of_matrix
+    return compute(weight, table, scale_log2, importance, Format.parse(format), wanted)
+
+
+def _of_matrix(
+    weight: Tensor,
+    codebook: Tensor | None,
+    scale_log2: Tensor | None,
+    importance: Tensor | None,
+    format: Format,
+    dtype: torch.dtype,
+) -> Tensor:
+    result: Tensor = _op(weight, codebook, scale_log2, importance, str(format), dtype)[0]
     return result
+
+
+def _of_stack(
+    weight: Tensor,
+    codebook: Tensor | None,
+    scale_log2: Tensor | None,
+    importance: Tensor | None,
+    format: Format,
+    dtype: torch.dtype,
+) -> Tensor:
+    experts, n, k = weight.shape
+    check_stack_arguments("fake_quantise", weight.shape, format, codebook, importance)
+    groups = experts, n, k // format.group_size_for(k)
+    if scale_log2 is not None and scale_log2.shape != groups:
+        got = list(scale_log2.shape)
+        raise ValueError(f"fake_quantise: scale_log2 must be {list(groups)}, got {got}")
+    if importance is not None and importance.ndim == 2:
+        importance = importance[:, None].expand(experts, n, k)
+    if (codebook is None and format.is_fitted) or (codebook is not None and codebook.ndim == 2):
+        made = [
+            _of_matrix(
+                weight[expert],
+                of_expert(codebook, expert),
+                of_expert(scale_log2, expert),
+                of_expert(importance, expert),
+                format,
+                dtype,
+            )
+            for expert in range(experts)
+        ]
+        return torch.stack(made)
+    # One codebook or none: the rows of all experts are those of one weight.
+    if scale_log2 is not None:
+        scale_log2 = scale_log2.flatten(0, 1)
+    if importance is not None and importance.ndim == 3:
+        importance = importance.flatten(0, 1)
+    W_hat = _of_matrix(weight.flatten(0, 1), codebook, scale_log2, importance, format, dtype)
+    return W_hat.view(experts, n, k)
 
 
 # W_hat :: [n, k, dtype], and what the gradients of codebook and scales need:

@@ -85,6 +85,33 @@ def quantise(
     return QuantisedTensor(format, (n, k), packed, grid.scale, grid.codebook, grid.zero_point)
 
 
+def check_stack_arguments(
+    caller: str,
+    shape: Sequence[int],
+    format: Format,
+    codebook: Tensor | None,
+    importance: Tensor | None,
+) -> None:
+    """Raises ValueError, which names the caller, if codebook or importance fit no stack."""
+    experts, n, k = shape
+    wanted = (k,), (experts, k), (experts, n, k)
+    if importance is not None and importance.shape not in wanted:
+        raise ValueError(
+            f"{caller}: importance must be [{k}], [{experts}, {k}] or [{experts}, {n}, {k}], "
+            f"got {list(importance.shape)}"
+        )
+    if codebook is not None and codebook.ndim == 2 and len(codebook) != experts:
+        raise ValueError(
+            f"{caller}: codebook must be [{1 << format.bits}] or [{experts}, {1 << format.bits}], "
+            f"got {list(codebook.shape)}"
+        )
+
+
+def of_expert(tensor: Tensor | None, expert: int) -> Tensor | None:
+    """Returns an expert's own part of a tensor; all of one that experts share."""
+    return tensor if tensor is None or tensor.ndim == 1 else tensor[expert]
+
+
 def quantise_stack(
     weight: Tensor,
     format: Format | str,
@@ -130,17 +157,7 @@ def quantise_stack(
             f"quantise_stack: wanted {experts} hessians and no importance, got {len(hessians)}"
             f"{'' if importance is None else ' and importance'}"
         )
-    wanted = (k,), (experts, k), (experts, n, k)
-    if importance is not None and importance.shape not in wanted:
-        raise ValueError(
-            f"quantise_stack: importance must be [{k}], [{experts}, {k}] or "
-            f"[{experts}, {n}, {k}], got {list(importance.shape)}"
-        )
-    if codebook is not None and codebook.ndim == 2 and len(codebook) != experts:
-        raise ValueError(
-            f"quantise_stack: codebook must be [{1 << format.bits}] or "
-            f"[{experts}, {1 << format.bits}], got {list(codebook.shape)}"
-        )
+    check_stack_arguments("quantise_stack", weight.shape, format, codebook, importance)
     if codebook is None and shared_codebook and format.is_fitted:
         rows = None
         if importance is not None:
@@ -149,16 +166,13 @@ def quantise_stack(
         flat = weight.reshape(-1, k)
         codebook = fit_codebook(flat, format, rows, weight_by_scale=weight_by_scale)
 
-    def of(tensor: Tensor | None, expert: int) -> Tensor | None:
-        return tensor if tensor is None or tensor.ndim == 1 else tensor[expert]
-
     return QuantisedStack.of(
         [
             quantise(
                 weight[expert],
                 format,
-                of(importance, expert),
-                codebook=of(codebook, expert),
+                of_expert(importance, expert),
+                codebook=of_expert(codebook, expert),
                 weight_by_scale=weight_by_scale,
                 hessian=None if hessians is None else hessians[expert],
             )

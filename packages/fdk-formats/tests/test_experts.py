@@ -14,6 +14,7 @@ from fdk_formats import (
     QuantisedExpertLinear,
     QuantisedExperts,
     QuantisedStack,
+    calibrate_weights,
     load,
     load_model,
     model_report,
@@ -21,10 +22,12 @@ from fdk_formats import (
     quantise_model,
     quantise_stack,
     relative_error,
+    replace_layers,
     save,
     save_model,
 )
-from fdk_formats.expert_importance import expert_importance
+from fdk_formats.compensate import Hessian
+from fdk_formats.expert_moments import ExpertMoments, expert_moments
 from fdk_formats.experts import ExpertLinear
 
 FORMAT = "kmeans4-g16"
@@ -289,41 +292,76 @@ def test_experts_in_a_sequence_keep_their_names():
     assert names == [f"{e}.{p}" for e in "ab" for p in ("gate_up_proj", "down_proj")]
 
 
-def test_importance_of_what_experts_receive(mixture):
-    """By hand: the mean square of x over the tokens of each expert, and of what down_proj gets."""
+def test_moments_of_what_experts_receive(mixture):
+    """By hand: the mean of x x^T over the tokens of each expert, and of what down_proj gets."""
     model, x = mixture, torch.randn(20, 32)
     ids = (x @ model.router.T).softmax(-1).topk(2).indices
     owner = model.experts
     first, second = (ExpertLinear(owner, name) for name in ("gate_up_proj", "down_proj"))
-    got = expert_importance(model, [first, second], [(x,)])
+    with expert_moments([first, second]) as moments, torch.no_grad():
+        model(x)
     middle = owner._apply_gate(first(x, ids))
     for expert in range(4):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        wanted = x[tokens].square().mean(0), middle[tokens, places].square().mean(0)
-        for have, want in zip(got, wanted, strict=True):
-            torch.testing.assert_close(have[expert], want, rtol=1e-4, atol=1e-5)
+        for own, rows in zip(moments, (x[tokens], middle[tokens, places]), strict=True):
+            wanted = rows.T @ rows
+            torch.testing.assert_close(own.total[expert], wanted, rtol=1e-4, atol=1e-4)
+            assert own.count[expert] == len(tokens)
 
 
-def test_experts_without_tokens_get_the_mean_of_the_others():
-    experts = Experts()
-    (found,) = expert_importance(
-        experts,
-        [ExpertLinear(experts, "gate_up_proj")],
-        [(torch.ones(2, 32) * 3, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2))],
+def test_experts_without_tokens_get_the_moments_of_all():
+    moments = ExpertMoments(ExpertLinear(Experts(), "gate_up_proj"))
+    assert moments.hessians() is None
+    x = torch.randn(2, 2, 32)
+    moments.add(x, torch.tensor([[0, 1], [1, 0]]))
+    rows = x.view(-1, 32)
+    found, pooled = moments.hessians(), Hessian(rows.T @ rows / 4)
+    torch.testing.assert_close(found[2].matrix, pooled.matrix)
+    torch.testing.assert_close(found[0].matrix, Hessian(rows[[0, 3]].T @ rows[[0, 3]] / 2).matrix)
+
+
+def test_calibration_compensates_errors_of_experts(mixture):
+    """Each expert is what quantise gives with its own moments, and outputs change less."""
+    x = torch.randn(200, 32) @ torch.randn(32, 32)  # inputs that depend on each other
+    settings = {"epochs": 0, "progress": False, "backend": "reference"}
+    calibrated = quantise_model(mixture, "kmeans2-g16", calibration=[(x,)], **settings)
+    source = ExpertLinear(mixture.experts, "gate_up_proj")
+    with expert_moments([source]) as (moments,), torch.no_grad():
+        mixture(x)
+    stack, hessians = calibrated.experts.gate_up_proj.quantised, moments.hessians()
+    for own, weight, hessian in zip(stack.matrices(), source.stack(), hessians, strict=True):
+        wanted = quantise(weight, "kmeans2-g16", hessian=hessian)
+        assert torch.equal(own.packed, wanted.packed)
+        assert torch.equal(own.scale, wanted.scale)
+    plain = quantise_stack(source.stack(), "kmeans2-g16")
+    weight = source.stack().detach()
+    assert moments.output_error(weight, stack) < 0.7 * moments.output_error(weight, plain)
+    error = relative_error(weight, stack)
+    assert calibrated.experts.gate_up_proj.relative_error == error
+
+
+def test_output_error_of_a_stack(mixture):
+    """By hand, from the outputs of all pairs of tokens and experts."""
+    x, source = torch.randn(50, 32), ExpertLinear(mixture.experts, "gate_up_proj")
+    q = quantise_stack(source.stack().detach(), "int2-g16")
+    ids = torch.rand(50, 4).topk(2).indices
+    moments = ExpertMoments(source)
+    moments.add(x[:, None].expand(-1, 2, -1), ids)
+    W, W_hat = source.stack().detach()[ids], q.dequantise()[ids]  # [t, top_k, n, k]
+    y, y_hat = (torch.einsum("tjnk,tk->tjn", each, x) for each in (W, W_hat))
+    wanted = (y - y_hat).square().sum().sqrt() / y.square().sum().sqrt()
+    assert moments.output_error(source.stack().detach(), q) == pytest.approx(
+        float(wanted), rel=1e-4
     )
-    assert torch.equal(found, torch.full((4, 32), 9.0))
 
 
-def test_calibration_gives_experts_their_importance(mixture):
-    x = torch.randn(40, 32) * torch.linspace(0.1, 3, 32)
-    calls, settings = [(x,)], {"epochs": 0, "progress": False, "backend": "reference"}
-    calibrated = quantise_model(mixture, "kmeans2-g16", calibration=calls, **settings)
-    own = ExpertLinear(mixture.experts, "gate_up_proj")  # its inputs are x, whatever is quantised
-    (importance,) = expert_importance(mixture, [own], calls)
-    weight = own.stack().detach()
-    wanted = quantise_stack(weight, "kmeans2-g16", importance)
-    layer = calibrated.experts.gate_up_proj
-    assert torch.equal(layer.weight_packed, wanted.packed)
-    assert torch.equal(layer.weight_codebook, wanted.codebook)
-    assert layer.relative_error == relative_error(weight, wanted)
-    assert not torch.equal(quantise_stack(weight, "kmeans2-g16").codebook, wanted.codebook)
+def test_calibrated_experts_replace_those_of_a_model(mixture):
+    names = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    model, x = copy.deepcopy(mixture), torch.randn(40, 32)
+    found = calibrate_weights(model, dict.fromkeys(names, "int3-g16"), [(x,)], progress=False)
+    expected = model(x)  # its weights are the values of the quantised ones
+    replace_layers(model, {n: each.quantised for n, each in found.items()}, backend="reference")
+    assert type(model.experts).__name__ == "QuantisedExperts"
+    torch.testing.assert_close(model(x), expected)
+    with pytest.raises(AttributeError, match=r"no layer 'experts\.other'"):
+        replace_layers(model, {"experts.other": found[names[0]].quantised})

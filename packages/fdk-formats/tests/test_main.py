@@ -1,6 +1,7 @@
 """`python -m fdk_formats`: a Hugging Face folder to a quantised one."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -25,19 +26,24 @@ def folder(tmp_path_factory):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    config = transformers.LlamaConfig(
+    save_model_of(path, "Llama", vocab_size=len(vocabulary))
+    (path / "text.txt").write_text(TEXT)
+    return path
+
+
+def save_model_of(path, kind, **sizes):
+    """Saves a small model of random weights."""
+    config = getattr(transformers, f"{kind}Config")(
         hidden_size=64,
         intermediate_size=96,
-        vocab_size=len(vocabulary),
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=True,
+        **sizes,
     )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    (path / "text.txt").write_text(TEXT)
-    return path
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
 
 
 def command(folder, out, *more, format="kmeans3-g32"):
@@ -69,6 +75,27 @@ def test_a_folder_to_a_folder(folder, tmp_path, capsys):
     ids = torch.arange(20)[None] % 12
     found = divergence(source, loaded, ids)
     assert 0 < found["kl"] < 0.1
+
+
+def test_a_mixture_of_experts(folder, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(folder, source)
+    (source / "model.safetensors").unlink()
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    save_model_of(source, "Mixtral", vocab_size=vocabulary, num_local_experts=4)
+    command(source, out, "--held-out", str(folder / "text.txt"))
+    report = json.loads((out / "report.json").read_text())
+    layers = {layer["name"]: layer for layer in report["layers"]}
+    assert len(layers) == 2 * (4 + 2)
+    down = layers["model.layers.1.mlp.experts.down_proj"]
+    assert down["format"] == "kmeans3-g32"
+    assert 0 < down["output_error"] < 0.3
+    assert 0 < report["kl"] < 0.1
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    loaded = load_model(out / "model.safetensors", model, "reference")
+    assert type(loaded.model.layers[0].mlp.experts).__name__ == "QuantisedExperts"
+    with pytest.raises(SystemExit, match=r"give model\.layers\.0.* experts a format of their own"):
+        command(source, tmp_path / "mixed", format="kmeans2-g32:kmeans4-g32@3.5")
 
 
 def test_formats_mixed_for_bits_on_average(folder, tmp_path, capsys):

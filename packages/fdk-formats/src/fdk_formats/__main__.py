@@ -173,6 +173,12 @@ def _formats(model: nn.Module, inputs: Tensor, options: argparse.Namespace) -> d
     if bits is None:
         return formats
     mixed = [name for name in formats if formats[name] != others[0][name]]  # not overridden
+    linear = {name for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    if experts := [name for name in mixed if name not in linear]:
+        raise ValueError(
+            f"bits are mixed over linear layers only: give {experts[0]} and other experts a format "
+            f"of their own, for example --override 'experts={ladder[0]}'"
+        )
     model.to(options.device)
     some = some_windows(inputs).split(options.batch)
     formats |= mix_formats(model, mixed, ladder, bits, some)
@@ -191,7 +197,7 @@ def _overrides(texts: Sequence[str]) -> dict[str, str | None]:
 
 
 def _bits(layers: Collection[CalibratedLayer]) -> float:
-    sizes = [layer.quantised.shape[0] * layer.quantised.shape[1] for layer in layers]
+    sizes = [math.prod(layer.quantised.shape) for layer in layers]
     bits = (layer.quantised.bits_per_weight for layer in layers)
     return sum(size * each for size, each in zip(sizes, bits, strict=True)) / sum(sizes)
 

@@ -4,7 +4,8 @@ Most models are chains of equal blocks. A block is run on what the quantised blo
 the second moments of what its linear layers receive are summed up, its layers are quantised and
 replaced, and it is run again for the inputs of the next block. At any time the hidden states of the
 calibration inputs and the Hessians of one block are held, whatever the size of the model. Layers
-outside such chains are calibrated at the end, by runs of the whole model.
+outside such chains are calibrated at the end, by runs of the whole model. The experts of a mixture
+have Hessians of their own.
 """
 
 import json
@@ -25,10 +26,13 @@ from torch import Tensor, nn
 
 from fdk_formats.compensate import Hessian, output_error
 from fdk_formats.distil import Teacher, distil, output_head
+from fdk_formats.expert_moments import ExpertMoments, expert_moments
+from fdk_formats.experts import ExpertLinear, layers_and_projections
 from fdk_formats.format import Format
+from fdk_formats.layer_kinds import matrix_of
 from fdk_formats.model_inputs import Call, calls_of, device_of, in_fast_dtype
-from fdk_formats.quantise import quantise
-from fdk_formats.tensor import QuantisedTensor, relative_error
+from fdk_formats.quantise import quantise, quantise_stack
+from fdk_formats.tensor import QuantisedStack, QuantisedTensor, relative_error
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +52,14 @@ class CalibratedLayer:
 
     Attributes:
         name: dotted name in the model.
-        quantised: the weight.
+        quantised: the weight, or the stack of a projection of experts.
         relative_error: RMS error of the weight, see ``relative_error``.
         output_error: RMS error of the outputs, see ``output_error``; None if the layer was never
             called with the calibration inputs, and so quantised without them.
     """
 
     name: str
-    quantised: QuantisedTensor
+    quantised: QuantisedTensor | QuantisedStack
     relative_error: float
     output_error: float | None
 
@@ -76,7 +80,8 @@ def calibrate(
 
     Args:
         model: any module, in evaluation mode. Its layers are only read.
-        formats: the format of each layer to quantise, by dotted name; ``nn.Linear`` layers.
+        formats: the format of each layer to quantise, by dotted name: ``nn.Linear`` layers, and
+            projections of experts, as ``layers.0.mlp.experts.down_proj``.
         inputs: what the model is called with, one call each: a tensor such as token ids
             ``[batch, tokens]``, a mapping of keyword arguments, or a tuple of arguments. One tensor
             ``[windows, tokens]`` is called window by window. Every row of a batch counts, padding
@@ -91,7 +96,7 @@ def calibrate(
         The layers of one block at a time, in the order of the model.
 
     Raises:
-        ValueError: if a name is no linear layer, if there are no inputs, if a block gives numbers
+        ValueError: if a name is neither, if there are no inputs, if a block gives numbers
             that are not finite, or if ``folder`` holds the results of other arguments.
 
     Example:
@@ -99,14 +104,18 @@ def calibrate(
         ...     replace_layers(model, {each.name: each.quantised for each in layers})
     """
     wanted = {name: Format.parse(format) for name, format in formats.items()}
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    sources = {
+        name: module
+        for name, module in layers_and_projections(model)
+        if isinstance(module, nn.Linear | ExpertLinear)
+    }
     for name in wanted:
-        if name not in linears:
-            raise ValueError(f"calibrate: {name!r} is not a linear layer of the model")
+        if name not in sources:
+            raise ValueError(f"calibrate: {name!r} is no linear layer of the model, nor experts")
     calls = calls_of(inputs)
-    store = _Store(Path(folder), wanted, linears, calls) if folder is not None else None
+    store = _Store(Path(folder), wanted, sources, calls) if folder is not None else None
     bar, done = _Progress("quantise", "layers") if progress else None, 0
-    for step, block in enumerate(_blocks(model, linears, wanted, calls, device)):
+    for step, block in enumerate(_blocks(model, sources, wanted, calls, device)):
         layers = store.load(step, block.names) if store else None
         if layers is None:
             layers = _quantise_block(block, wanted)
@@ -128,7 +137,7 @@ def calibrate_weights(
     folder: Path | str | None = None,
     progress: bool = True,
 ) -> dict[str, CalibratedLayer]:
-    """Quantises linear layers by ``calibrate``, then trains their scales end to end.
+    """Quantises layers by ``calibrate``, then trains scales of linear layers end to end.
 
     The weights in ``model`` become the values of the quantised ones. Of layers that share a weight
     the first counts.
@@ -147,7 +156,8 @@ def calibrate_weights(
         The layers by name, in the order of the model.
     """
     calls = calls_of(inputs)
-    owners = {id(model.get_submodule(name).weight): name for name in reversed(list(formats))}
+    sources: dict[str, Any] = dict(layers_and_projections(model))
+    owners = {id(sources[name].weight): name for name in reversed(list(formats))}
     formats = {name: format for name, format in formats.items() if name in owners.values()}
     home = device_of(model)
     place = torch.device(device) if device is not None else home
@@ -163,13 +173,14 @@ def calibrate_weights(
         )
         for block in found_blocks:
             for layer in block:
-                weight = model.get_submodule(layer.name).get_parameter("weight")
                 with torch.no_grad():
-                    weight.copy_(layer.quantised.dequantise())
+                    matrix_of(sources[layer.name]).copy_(layer.quantised.dequantise())
                 layers[layer.name] = layer
         if teacher is not None:
             bar = _Progress("distil", "steps") if progress else None
-            weights = {name: layer.quantised for name, layer in layers.items()}
+            # Scales of experts stay: a text reaches each of them with few tokens.
+            quantised = {name: layer.quantised for name, layer in layers.items()}
+            weights = {n: q for n, q in quantised.items() if isinstance(q, QuantisedTensor)}
             model.to(place)
             found = distil(
                 model,
@@ -252,21 +263,45 @@ def random_windows(tokenizer: Any, length: int = 512, count: int = 32) -> Tensor
 
 
 def _quantise_block(block: "_Block", formats: Mapping[str, Format]) -> list[CalibratedLayer]:
-    hessians = block.hessians()
+    hessians, of_experts = block.moments()
     layers = []
     for name in block.names:
-        weight = block.linears[name].weight.detach()
-        hessian = hessians.get(name)
-        if hessian is None:
-            logger.warning("%s: never called with the calibration inputs", name)
-        on = weight.to(hessian.matrix.device) if hessian else weight
+        weight = matrix_of(block.sources[name]).detach()
         try:
-            q = quantise(on, formats[name], hessian=hessian)
+            if isinstance(block.sources[name], ExpertLinear):
+                q, loss = _quantised_stack(weight, formats[name], of_experts[name])
+            else:
+                q, loss = _quantised(weight, formats[name], hessians.get(name))
         except ValueError as error:
             raise ValueError(f"calibrate: layer {name}: {error}") from None
-        loss = output_error(on, q.dequantise(), hessian) if hessian else None
-        layers.append(CalibratedLayer(name, q.to(weight.device), relative_error(on, q), loss))
+        if loss is None:
+            logger.warning("%s: never called with the calibration inputs", name)
+        q = q.to(weight.device)
+        layers.append(CalibratedLayer(name, q, relative_error(weight, q), loss))
     return layers
+
+
+def _quantised(
+    weight: Tensor, format: Format, hessian: Hessian | None
+) -> tuple[QuantisedTensor | QuantisedStack, float | None]:
+    """Quantises a weight; returns the error of its outputs too, if they are known."""
+    if hessian is None:
+        return quantise(weight, format), None
+    weight = weight.to(hessian.matrix.device)
+    q = quantise(weight, format, hessian=hessian)
+    return q, output_error(weight, q.dequantise(), hessian)
+
+
+def _quantised_stack(
+    weight: Tensor, format: Format, moments: ExpertMoments
+) -> tuple[QuantisedTensor | QuantisedStack, float | None]:
+    """Quantises a stack of experts, as ``_quantised``."""
+    hessians = moments.hessians()
+    if hessians is None:
+        return quantise_stack(weight, format), None
+    weight = weight.to(hessians[0].matrix.device)
+    q = quantise_stack(weight, format, hessians=hessians)
+    return q, moments.output_error(weight, q)
 
 
 # Blocks
@@ -279,22 +314,28 @@ class _Block:
     Attributes:
         names: the layers to quantise.
         run: runs the block, or the model, with all its inputs.
-        linears: the linear layers of the model by name.
+        sources: the layers of the model by name.
     """
 
     names: Sequence[str]
     run: Callable[[], None]
-    linears: Mapping[str, nn.Linear]
+    sources: Mapping[str, nn.Module]
 
-    def hessians(self) -> dict[str, Hessian]:
-        """Runs the block; returns second moments by layer, one object per distinct input."""
+    def moments(self) -> tuple[dict[str, Hessian], dict[str, ExpertMoments]]:
+        """Runs the block; returns moments of linear layers and of projections of experts, by name.
+
+        Layers of one input share one object.
+        """
+        own = {name: self.sources[name] for name in self.names}
+        experts = {name: layer for name, layer in own.items() if isinstance(layer, ExpertLinear)}
         sums = _Moments()
         with ExitStack() as hooks:
-            for name in self.names:
-                handle = self.linears[name].register_forward_pre_hook(sums.hook(name))
+            for name in own.keys() - experts.keys():
+                handle = own[name].register_forward_pre_hook(sums.hook(name))
                 hooks.callback(handle.remove)
+            of_experts = hooks.enter_context(expert_moments(experts.values()))
             self.run()
-        return sums.hessians()
+        return sums.hessians(), dict(zip(experts, of_experts, strict=True))
 
 
 class _Moments:
@@ -339,7 +380,7 @@ class _Moments:
 
 def _blocks(
     model: nn.Module,
-    linears: Mapping[str, nn.Linear],
+    sources: Mapping[str, nn.Module],
     wanted: Iterable[str],
     calls: Sequence[Call],
     device: torch.device | str | None,
@@ -357,7 +398,7 @@ def _blocks(
                 continue
             states, arguments = recorded
             for block, own, call in zip(chain, names, arguments, strict=True):
-                yield from _run_block(block, own, linears, states, call, device)
+                yield from _run_block(block, own, sources, states, call, device)
                 for name in own:
                     del left[name]
         if left:
@@ -366,13 +407,13 @@ def _blocks(
                 for call in calls:
                     call.run(model)
 
-            yield _Block(list(left), run, linears)
+            yield _Block(list(left), run, sources)
 
 
 def _run_block(
     block: nn.Module,
     names: Sequence[str],
-    linears: Mapping[str, nn.Linear],
+    sources: Mapping[str, nn.Module],
     states: list[Tensor],
     calls: Sequence[Call],
     device: torch.device | str | None,
@@ -393,7 +434,7 @@ def _run_block(
 
     block.to(place)
     if names:
-        yield _Block(names, run, linears)
+        yield _Block(names, run, sources)
         block.to(place)  # the replaced layers
     for index, state in enumerate(outputs()):
         states[index] = state
@@ -504,15 +545,15 @@ class _Store:
         self,
         folder: Path,
         formats: Mapping[str, Format],
-        linears: Mapping[str, nn.Linear],
+        sources: Mapping[str, Any],
         calls: Sequence[Call],
     ) -> None:
-        self.folder, self.formats, self.linears = folder, formats, linears
+        self.folder, self.formats, self.sources = folder, formats, sources
         folder.mkdir(parents=True, exist_ok=True)
         plan = {
             "formats": {name: str(format) for name, format in formats.items()},
             "inputs": _fingerprint([call.args for call in calls], [call.kwargs for call in calls]),
-            "weights": _fingerprint([linears[name].weight for name in formats]),
+            "weights": _fingerprint([sources[name].weight for name in formats]),
         }
         file = folder / "plan.json"
         if not file.exists():
@@ -544,11 +585,11 @@ class _Store:
         with safe_open(file, "pt") as tensors:
             errors = json.loads(tensors.metadata()["errors"])
             for name in names:
-                weight = self.linears[name].weight
+                weight = matrix_of(self.sources[name])
                 format = self.formats[name]
                 found = {key: tensors.get_tensor(f"{name}|{key}") for key in format.tensor_names}
-                shape = (weight.shape[0], weight.shape[1])
-                q = QuantisedTensor(format, shape, **found).to(weight.device)
+                kind: Any = QuantisedStack if weight.ndim == 3 else QuantisedTensor
+                q = kind(format, tuple(weight.shape), **found).to(weight.device)
                 layers.append(CalibratedLayer(name, q, *errors[name]))
         return layers
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import NoBackendError, check_activations, select
 from fdk_formats.calibration import EPOCHS, advise_calibration, calibrate_weights
-from fdk_formats.expert_importance import expert_importance
 from fdk_formats.experts import (
     PROJECTIONS,
     ExpertLinear,
@@ -119,10 +118,9 @@ def quantise_model(
             (the linear layer of GPT-2, which becomes a ``QuantisedLinear``).
         activations: ``int8`` rounds the input of every layer to 8 bits, see ``fdk_formats.int8``.
         calibration: inputs of the model, such as token ids ``[windows, tokens]``, to quantise
-            linear layers for, block after block; see ``calibrate_weights``. It lowers the error of
-            a language model several times at 3 bits and fewer. Experts get the importance of
-            their inputs (see ``expert_importance``), without error compensation; layers of other
-            kinds are not calibrated. Not with ``importance`` or ``codebook``. Each layer's
+            linear layers and experts for, block after block; see ``calibrate_weights``. It lowers
+            the error of a language model several times at 3 bits and fewer. Layers of other kinds
+            are not calibrated. Not with ``importance`` or ``codebook``. Each layer's
             ``relative_error`` is that before scales were trained.
         epochs: how often scales are trained on each input of ``calibration``, for language models;
             0 for calibration without training.
@@ -185,13 +183,11 @@ def quantise_model(
             known = dict(layers_and_projections(model))
             sources = {name: known[name] for name in sources}
         calls = calls_of(calibration)
-        linear = {n: f for n, f in formats.items() if kind_of(sources[n]) == "linear"}
-        calibrated = calibrate_weights(model, linear, calls, epochs=epochs, progress=progress)
-        stacks = [name for name in formats if kind_of(sources[name]) == "experts"]
-        found = expert_importance(model, [sources[name] for name in stacks], calls)
-        importances |= {id(sources[n].weight): i for n, i in zip(stacks, found, strict=True)}
-        for name in [name for name in formats if name not in linear and name not in stacks]:
-            logger.info("%s: quantised without calibration, as it is no nn.Linear", name)
+        kinds_of = {name: kind_of(sources[name]) for name in formats}
+        chosen = {n: f for n, f in formats.items() if kinds_of[n] in ("linear", "experts")}
+        calibrated = calibrate_weights(model, chosen, calls, epochs=epochs, progress=progress)
+        for name in formats.keys() - chosen.keys():
+            logger.info("%s: quantised without calibration: it is a %s", name, kinds_of[name])
         # A layer of a shared weight after the one that was calibrated.
         names = sorted(formats, key=lambda name: name not in calibrated)
         quantised, together = {n: layer.quantised for n, layer in calibrated.items()}, {}
@@ -267,7 +263,7 @@ def choose_formats(
     *,
     backend: str = "auto",
 ) -> dict[str, Format]:
-    """Returns the format of every linear layer that ``quantise_model`` would quantise, by name.
+    """Returns the format of each linear layer and projection of experts to quantise, by name.
 
     Args:
         model: see ``quantise_model``, as for the other arguments.
@@ -282,7 +278,7 @@ def choose_formats(
             none, or an argument is wrong.
     """
     sources, formats = chosen_layers(
-        model, Format.parse(format), skip, overrides, True, ("linear",)
+        model, Format.parse(format), skip, overrides, True, ("linear", "experts")
     )
     for name, wanted in formats.items():
         _check_layer(name, sources[name], wanted, backend, "float")
@@ -328,7 +324,7 @@ def chosen_layers(
 
 def replace_layers(
     model: nn.Module,
-    layers: Mapping[str, QuantisedTensor],
+    layers: Mapping[str, CanonicalWeight],
     *,
     backend: str = "auto",
     activations: str = "float",
@@ -340,7 +336,8 @@ def replace_layers(
 
     Args:
         model: the model; not itself one of the layers.
-        layers: quantised weights by the dotted name of their layer.
+        layers: quantised weights by the dotted name of their layer, or of a projection of experts,
+            whose module becomes ``QuantisedExperts``.
         backend: see ``quantise_model``.
         activations: see ``quantise_model``.
 
@@ -349,15 +346,28 @@ def replace_layers(
     """
     places, owners = _places(model), dict[int, QuantisedModule]()
     settings: dict[str, Any] = {"backend": backend, "activations": activations}
+    sources = dict(layers_and_projections(model, remove_duplicate=False))
+    # By id of a module of experts, the module and its quantised projections.
+    mixtures: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
     for name, q in layers.items():
-        source = model.get_submodule(name)
+        source = sources.get(name)
+        if source is None:
+            raise AttributeError(f"replace_layers: the model has no layer {name!r}")
         if source is model or kind_of(source) is None:
             raise ValueError(
                 f"replace_layers: wanted names of layers within the model, got {name!r}, which is "
                 f"{'the model itself' if source is model else f'a {type(source).__name__}'}"
             )
         _check_source(name, source)
-        _replace(source, _counterpart(name, q, source, owners, settings), places)
+        layer = _counterpart(name, q, source, owners, settings)
+        _replace(source, layer, places)
+        if isinstance(source, ExpertLinear):
+            owner = source.owner[0]
+            mixtures.setdefault(id(owner), (owner, {}))[1][source.name] = layer
+    for owner, done in mixtures.values():
+        mixture = experts_like(owner, done)
+        mixture.take_over(owner)
+        _replace(owner, mixture, places)
     call_model_hooks(model)
 
 

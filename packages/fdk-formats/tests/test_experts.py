@@ -242,6 +242,16 @@ def test_other_gates_are_computed_by_their_class(make, monkeypatch):
     assert not planned.is_swiglu
 
 
+def test_experts_of_transformers_before_norms_after_experts():
+    experts = Experts()
+    del experts.has_post_expert_norm  # transformers 5.17 to 5.19
+    small = quantise_model(experts, FORMAT, backend="reference")
+    assert isinstance(small, QuantisedExperts)
+    arguments = torch.randn(2, 32), torch.tensor([[0], [3]]), torch.ones(2, 1)
+    wanted = dequantised(nn.ModuleDict({"e": experts}), nn.ModuleDict({"e": small}))["e"]
+    torch.testing.assert_close(small(*arguments), wanted(*arguments), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_on_meta_has_swiglu_too():
     with torch.device("meta"):
         assert quantise_model(Experts(), FORMAT, backend="reference").is_swiglu

@@ -23,7 +23,7 @@ from fdk_formats.tensor import CanonicalWeight, QuantisedStack
 from fdk_formats.torch_internals import without_dispatch_modes
 
 # Attributes that ``use_experts_implementation`` sets.
-DESCRIPTION = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+DESCRIPTION = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -321,7 +321,7 @@ class QuantisedExperts(nn.Module):
             for name, projection in self.named_children():
                 if isinstance(projection, ExpertLinear):  # one that was skipped
                     modules[name] = copy.deepcopy(projection, memo)
-        own.update(others)
+        own.update({"has_post_expert_norm": False} | others)  # not in transformers before 5.20
         for name, module in modules.items():
             self._modules[name] = module
         self.is_swiglu = self._has_swiglu()

@@ -73,8 +73,8 @@ class ExpertPart:
         experts: the experts, in the order in which the process numbers them.
         rank: index of the process along the inner size.
         ranks: number of parts of the inner size.
-        gates: ``first`` where the rows of the first projection are the gates, then what they
-            multiply; ``interleaved`` where they take turns; ``none`` without gates.
+        gates: ``first`` where the first projection has the rows of gates, then those of what they
+            multiply; ``interleaved`` where these take turns; ``none`` without gates.
     """
 
     experts: tuple[int, ...]

@@ -82,6 +82,11 @@ class FdkExpertMethod(FusedMoEMethodBase):
                 "experts with interleaved gates are not quantised while loading: quantise the "
                 "model with fdk-transformers first"
             )
+        if vllm_versions.adapters_reach_experts():
+            raise ValueError(
+                "adapters of quantised experts are not supported: name the layers that adapters "
+                "may change, --lora-target-modules q_proj k_proj v_proj o_proj"
+            )
         if layer.apply_router_weight_on_input and layer.top_k != 1:
             raise ValueError(
                 f"routing weights are applied to inputs of one expert for each token, "

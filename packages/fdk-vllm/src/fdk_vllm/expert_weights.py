@@ -16,7 +16,7 @@ from fdk_formats.format import Format
 from fdk_formats.fuse import concatenated
 from fdk_formats.quantise import quantise
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
-from fdk_vllm.cut import ExpertPart
+from fdk_vllm.cut import ExpertPart, rows
 from fdk_vllm.gates import Gate
 from fdk_vllm.product import ExpertProduct, Weight
 from fdk_vllm.weights import DUMMY_DEVIATION, DUMMY_ROWS
@@ -198,31 +198,33 @@ class ExpertWeights:
             (wanted,) = {source.format for source in sources.values()}
             # Gates and what they multiply are one weight, as those of transformers are.
             whole = [quantise(torch.cat(weights), wanted)]
-        elif self.plan.is_stacked:
-            whole = [
-                self.part.chosen(_read(QuantisedStack, sources[projection], arrived[projection]))
-            ]
         else:
+            kind: Any = QuantisedStack if self.plan.is_stacked else QuantisedTensor
             whole = [
-                _read(QuantisedTensor, source, arrived[shard]) for shard, source in sources.items()
+                kind(source.format, source.shape, **arrived[shard])
+                for shard, source in sources.items()
             ]
-        cut = []
-        halves = 1 if self.gate.order == "none" or len(whole) == 2 else 2
+            if self.plan.is_stacked:
+                whole = [self.part.chosen(stack) for stack in whole]
+            for q in whole:
+                q.check_values("experts")
         full = self.inner * self.part.ranks
-        wanted_shape = (self.hidden, full) if projection == "w2" else (halves * full, self.hidden)
+        is_merged = len(whole) == 1 and self.gate.order != "none"
+        outputs = 2 * full if is_merged else full
+        wanted_shape = (self.hidden, full) if projection == "w2" else (outputs, self.hidden)
         for q in whole:
             if q.shape[-2:] != wanted_shape:
                 raise ValueError(
                     f"{projection}: wanted experts {list(wanted_shape)}, got {list(q.shape[-2:])}"
                 )
-            if projection == "w2":
-                part = self.part.of_down(q)
-            elif halves == 1:
-                part = ExpertPart((), self.part.rank, self.part.ranks, "none").of_first(q)
-            else:
-                part = self.part.of_first(q)
-            cut.append(part.to(self.device))
-        return cut
+        if projection == "w2":
+            cut = [self.part.of_down(q) for q in whole]
+        elif is_merged:
+            cut = [self.part.of_first(q) for q in whole]
+        else:
+            start = self.part.rank * self.inner
+            cut = [rows(q, start, start + self.inner) for q in whole]
+        return [q.to(self.device) for q in cut]
 
     def _finish(self) -> None:
         made, self._made = self._made, {}
@@ -283,10 +285,3 @@ class ExpertWeights:
             else:
                 tensors[name] = tensor[order].repeat(experts, 1, 1)
         return QuantisedStack(q.format, (experts, n, k), **tensors)
-
-
-def _read(kind: Any, source: ExpertSource, arrived: Mapping[str, Tensor]) -> Any:
-    """Makes a stack or a weight of the tensors of a checkpoint, and checks their values."""
-    q = kind(source.format, source.shape, **arrived)
-    q.check_values("experts")
-    return q

@@ -76,6 +76,15 @@ def test_what_stays_in_16_bits(tmp_path):
     assert planner(tmp_path).plan("layers.0.mlp.gate_proj", {}) is not None
 
 
+def test_merged_layers_that_the_model_does_not_name(tmp_path):
+    names = [f"layers.0.mlp.{name}" for name in ("gate_proj", "up_proj")]
+    made = planner(
+        tmp_path, {f"{n}.weight": quantise(torch.randn(32, 32), "int4-g32") for n in names}
+    )
+    plan = made.plan("layers.0.mlp.gate_up_proj", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+    assert [source.name for source in plan.sources] == names
+
+
 @pytest.mark.parametrize(
     ("tensors", "settings", "message"),
     [

@@ -31,6 +31,8 @@ KINDS = {
         "first_k_dense_replace": 1,
         "num_key_value_heads": 8,
         "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
         "topk_method": "greedy",
         # Sizes that vLLM's attention on a CPU takes.
         "kv_lora_rank": 512,
@@ -83,15 +85,6 @@ def test_quantised_while_loading(kind, tmp_path):
         assert all(product.backends == ["cpu", "cpu"] for product in experts_of(llm))
 
 
-def test_two_processes_with_an_expert_each(tmp_path):
-    """Attention is cut, experts are whole: four of eight on each process."""
-    model = quantised(mixture("Qwen3Moe"), FORMAT)
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    folder = packed_folder(tmp_path, model, FORMAT)
-    with engine(folder, enable_expert_parallel=True, **options) as llm:
-        assert_same_tokens(model, llm, PROMPTS)
-
-
 # A minute each on two busy cores: `nox -s test-vllm -- -m slow`.
 
 
@@ -131,8 +124,8 @@ def test_adapter_beside_quantised_experts(tmp_path):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     adapted.save_pretrained(tmp_path / "adapter")
-    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     folder = packed_folder(tmp_path / "base", base, FORMAT)
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     options = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
     with engine(folder, **options) as llm:
         request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))

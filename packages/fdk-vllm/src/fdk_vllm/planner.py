@@ -25,6 +25,8 @@ from fdk_vllm.weights import Plan, Source, imported_source, packed_source, unqua
 EMBEDDING = "model.embed_tokens"
 # What decides which experts a token gets. ``quantise_model`` leaves it too.
 ROUTER = re.compile(r"\.(gate|router)$")
+# What engines merge, for models that do not say so in time: Qwen3-MoE with dense layers in vLLM.
+MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
 class Planner:
@@ -227,7 +229,7 @@ class Planner:
         if self.layers is not None and prefix in self.layers:
             return [prefix]
         parent, dot, last = prefix.rpartition(".")
-        return [f"{parent}{dot}{name}" for name in merged.get(last, [last])]
+        return [f"{parent}{dot}{name}" for name in merged.get(last, MERGED.get(last, [last]))]
 
     def _source(self, name: str, kind: str) -> Source | None:
         stored = None if self.layers is None else self.layers.get(name)

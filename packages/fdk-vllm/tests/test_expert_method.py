@@ -14,7 +14,7 @@ EXPERTS, HIDDEN, INNER = 4, 64, 64
 
 
 class Experts(nn.Module):
-    """What the method reads of ``RoutedExperts``."""
+    """Attributes of ``RoutedExperts`` that the method reads."""
 
     def __init__(self, activation="silu", **changes):
         super().__init__()

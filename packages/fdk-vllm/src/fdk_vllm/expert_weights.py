@@ -54,12 +54,12 @@ class ExpertPlan:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the checkpoint holds stacks."""
+        """True if the checkpoint holds stacks."""
         return "w13" in self.sources
 
     @property
     def is_quantised_here(self) -> bool:
-        """Whether the checkpoint holds 16 bits."""
+        """True if the checkpoint holds 16 bits."""
         return self.sources["w2"].shape is None
 
     def of(self, projection: str) -> dict[str, ExpertSource]:

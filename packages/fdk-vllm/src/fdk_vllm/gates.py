@@ -1,4 +1,4 @@
-"""What experts compute between their projections: SwiGLU and others, by vLLM's names for them."""
+"""Gates of experts, between their projections: SwiGLU and others, by vLLM's names for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

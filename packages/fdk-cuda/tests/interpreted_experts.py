@@ -13,7 +13,7 @@ from fdk_cuda.triton.expert_launch import expert_linear, expert_reduce, route
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
 from fdk_cuda.triton.expert_ops import triton_expert_mlp_op
 from fdk_formats import Format
-from fdk_formats.experts import QuantisedExpertLinear
+from fdk_formats.experts import QuantisedExpertLinear, QuantisedExperts
 from fdk_formats.testing import (
     ExpertCase,
     check_expert_backend,
@@ -199,6 +199,44 @@ def test_layer() -> None:
     y = layer(x, ids)
     assert torch.equal(y, TritonExpertLayout(stack)(x, ids, bias))
     assert torch.equal(layer.state_dict()["weight_packed"], stack.packed)
+
+
+class Experts(torch.nn.Module):
+    """Experts with SwiGLU, described as transformers does; their weights are assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_gate, self.has_bias, self.has_post_expert_norm = True, False, False
+        self._is_expert_parallel = False
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def test_experts_of_a_model_are_one_fused_call() -> None:
+    first, second = (case_of("custom4-g32", 2, 2, n, k, "random") for n, k in ((64, 64), (24, 32)))
+    x, ids, weights = first.random(2, 64), first.expert_ids(), torch.full((2, 2), 0.5)
+    settings = {"backend": "triton", "dtype": first.dtype}
+    projections = {
+        name: QuantisedExpertLinear.from_quantised(case.stack(), **settings)
+        for name, case in (("gate_up_proj", first), ("down_proj", second))
+    }
+    source = Experts()
+    experts = QuantisedExperts(source, projections)
+    experts.take_over(source)
+    up, down = (TritonExpertLayout(case.stack()) for case in (first, second))
+    with torch.no_grad():
+        y = experts(x, ids, weights)
+        assert torch.equal(y, up.mlp(down, x, ids, weights))
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, ids, weights), y)
+    x.requires_grad_()
+    y = experts(x, ids, weights)
+    assert torch.equal(y, up.mlp(down, x, ids, weights))  # product by product
+    (dx,) = torch.autograd.grad(y.float().square().sum(), x)
+    assert dx.isfinite().all()
+    assert dx.any()
 
 
 def test_compiles_whole() -> None:

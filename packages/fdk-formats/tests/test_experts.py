@@ -26,6 +26,7 @@ from fdk_formats import (
     save,
     save_model,
 )
+from fdk_formats.backends import ExpertLayout
 from fdk_formats.compensate import Hessian
 from fdk_formats.expert_moments import ExpertMoments, expert_moments
 from fdk_formats.experts import ExpertLinear
@@ -193,6 +194,84 @@ def test_compiled_in_one_graph(mixture, backend):
     x = torch.randn(6, 32)
     compiled = torch.compile(small, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), small(x))
+
+
+class Clamped(Experts):
+    """A gate that differs from SwiGLU for large values alone."""
+
+    def _apply_gate(self, gate_up):
+        return Experts._apply_gate(self, gate_up.clamp(max=100))
+
+
+class Normed(Experts):
+    """A gate with a weight, which may be on meta."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(96)
+
+    def _apply_gate(self, gate_up):
+        return Experts._apply_gate(self, self.norm(gate_up))
+
+
+def mlp_calls(monkeypatch):
+    """Records the calls of ``ExpertLayout.mlp``."""
+    calls, mlp = [], ExpertLayout.mlp
+    monkeypatch.setattr(ExpertLayout, "mlp", lambda *args: calls.append(args) or mlp(*args))
+    return calls
+
+
+def test_swiglu_is_a_call_of_the_layouts(backend, monkeypatch):
+    mixture, x = Mixture().eval(), torch.randn(5, 32)
+    small, calls = quantise_model(mixture, FORMAT, backend=backend), mlp_calls(monkeypatch)
+    fused = small(x)
+    assert len(calls) == 1
+    small.experts.is_swiglu = False
+    assert torch.equal(small(x), fused)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: Experts(transposed=True), Clamped, Normed])
+def test_other_gates_are_computed_by_their_class(make, monkeypatch):
+    experts = make()
+    small, calls = quantise_model(experts, FORMAT, backend="reference"), mlp_calls(monkeypatch)
+    arguments = torch.randn(2, 32) * 100, torch.tensor([[0], [3]]), torch.ones(2, 1)
+    wanted = dequantised(nn.ModuleDict({"e": experts}), nn.ModuleDict({"e": small}))["e"]
+    torch.testing.assert_close(small(*arguments), wanted(*arguments), rtol=1e-4, atol=1e-3)
+    with torch.device("meta"):
+        planned = quantise_model(make(), FORMAT, backend="reference")
+    assert not calls
+    assert not small.is_swiglu
+    assert not planned.is_swiglu
+
+
+def test_experts_of_transformers_before_norms_after_experts():
+    experts = Experts()
+    del experts.has_post_expert_norm  # transformers 5.17 to 5.19
+    small = quantise_model(experts, FORMAT, backend="reference")
+    assert isinstance(small, QuantisedExperts)
+    arguments = torch.randn(2, 32), torch.tensor([[0], [3]]), torch.ones(2, 1)
+    wanted = dequantised(nn.ModuleDict({"e": experts}), nn.ModuleDict({"e": small}))["e"]
+    torch.testing.assert_close(small(*arguments), wanted(*arguments), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_on_meta_has_swiglu_too():
+    with torch.device("meta"):
+        assert quantise_model(Experts(), FORMAT, backend="reference").is_swiglu
+
+
+def test_projections_with_hooks_or_replaced_weights_are_called(monkeypatch):
+    mixture, x, seen = Mixture().eval(), torch.randn(5, 32), []
+    small, calls = quantise_model(mixture, FORMAT, backend="reference"), mlp_calls(monkeypatch)
+    wanted, down = small(x), small.experts.down_proj
+    hook = down.register_forward_pre_hook(lambda *args: seen.append(1))
+    assert torch.equal(small(x), wanted)
+    hook.remove()
+    down.weight_scale = nn.Parameter(down.weight_scale * 2, requires_grad=False)
+    assert not torch.equal(small(x), wanted)
+    assert (len(seen), len(calls)) == (1, 1)
+    small(x)  # the new weight is packed by now
+    assert len(calls) == 2
 
 
 def test_assigned_weights_are_quantised():

@@ -1,18 +1,20 @@
-"""Times decoding and prefill of a llama of random weights in vLLM: fdk beside its own kernels.
+"""Times decoding and prefill of a model of random weights in vLLM: fdk beside its own kernels.
 
     python packages/fdk-vllm/benchmarks/serving.py --out out/vllm.jsonl
     python packages/fdk-vllm/benchmarks/serving.py bf16 fdk:int1-g64 marlin:64 --shape 70b --tp 2
+    python packages/fdk-vllm/benchmarks/serving.py --shape qwen3-30b-a3b
 
 Each contender runs in a process of its own, in turns on one machine, and writes one line of JSON.
 Contenders: `bf16`; `fdk:FORMAT`, or `fdk:FORMAT+FORMAT` with a format for the head; of 4 bits
 `machete:GROUP`, `marlin:GROUP` and `humming:GROUP` over GPTQ's layout, and `bitsandbytes`. A row
 names the kernel that ran: vLLM may choose another than was asked for. One that fails gives a row
-with its error.
+with its error. Shapes are llamas, and a mixture of experts, whose router and head stay in 16 bits.
 
 Decoding: (time of 272 tokens - time of 16) / 256, the best of two, for each number of sequences.
 Prefill: 16 prompts of 2048 tokens. Weights are random: their values do not change the time.
 
-Needs vLLM. `--quick` runs a tiny model, on a CPU too; without vLLM it does nothing.
+Needs vLLM. `--quick` runs a tiny llama and a tiny mixture, on a CPU too; without vLLM it does
+nothing.
 """
 
 import argparse
@@ -42,17 +44,26 @@ CONTENDERS = (
     "humming:128",
     "bitsandbytes",
 )
+MIXTURE_CONTENDERS = (
+    "bf16",
+    "fdk:kmeans4-g64",
+    "fdk:int4-g64",
+    "fdk:kmeans3-g64",
+    "marlin:64",
+    "marlin:128",
+)
 QUICK_CONTENDERS = ("bf16", "fdk:kmeans4-g64", "fdk:int4-g64+int8-g64")
 # Kernels that vLLM would choose over Marlin for GPTQ of 4 bits.
 OVER_MARLIN = "MacheteLinearKernel,CutlassW4A8LinearKernel,AllSparkLinearKernel"
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TIMEOUT = 900
-COLUMNS = ("tok_s_1", "tok_s_16", "tok_s_64", "prefill_tok_s", "ms_step_1", "start_s", "kernel")
+TOKENS = ("tok_s_1", "tok_s_16", "tok_s_64", "prefill_tok_s")
+COLUMNS = ("shape", *TOKENS, "ms_step_1", "start_s", "kernel", "experts")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a llama."""
+    """Sizes of a llama, or of a Qwen3-MoE, whose experts have ``intermediate`` inputs."""
 
     hidden: int
     intermediate: int
@@ -60,13 +71,19 @@ class Shape:
     heads: int
     kv_heads: int
     vocabulary: int
+    head: int | None = None
+    experts: int = 0
+    top_k: int = 0
 
 
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8, 128256),
     "70b": Shape(8192, 28672, 80, 64, 8, 128256),
+    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 151936, head=128, experts=128, top_k=8),
     "tiny": Shape(256, 512, 2, 4, 2, 2048),
+    "tiny-moe": Shape(256, 128, 2, 4, 2, 2048, head=64, experts=8, top_k=2),
 }
+QUICK_SHAPES = ("tiny", "tiny-moe")
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,18 @@ def config_of(shape: Shape, contender: str) -> dict[str, Any]:
         "eos_token_id": 2,
         "tie_word_embeddings": False,
     }
+    if shape.experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": shape.head,
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     kind, _, argument = contender.partition(":")
     if kind == "fdk":
         format, _, head = argument.partition("+")
@@ -128,15 +157,24 @@ def config_of(shape: Shape, contender: str) -> dict[str, Any]:
     return config
 
 
-def kernel_of(llm: Any) -> str:
-    """Returns the kernel of the first layer of queries, keys and values."""
+def kernels_of(llm: Any) -> dict[str, str]:
+    """Returns the kernels of the first queries, keys and values, and of the first experts."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    layer = worker.model_runner.model.model.layers[0].self_attn.qkv_proj
-    method = layer.quant_method
+    layer = worker.model_runner.model.model.layers[0]
+    found = {"kernel": kernel_of(layer.self_attn.qkv_proj.quant_method)}
+    for module in layer.modules():
+        if type(module).__name__ == "RoutedExperts":
+            found["experts"] = kernel_of(module.quant_method)
+    return found
+
+
+def kernel_of(method: Any) -> str:
+    """Returns the name of the kernel of a method of vLLM."""
     product = getattr(getattr(method, "weights", None), "product", None)
     if product is not None:
         return "+".join(product.backends)
-    kernel = getattr(method, "kernel", None)
+    moe = getattr(method, "moe_kernel", None)
+    kernel = getattr(method, "kernel", None) if moe is None else moe.fused_experts
     return type(method if kernel is None else kernel).__name__
 
 
@@ -185,8 +223,7 @@ def measure(contender: str, shape: str, load: Load, tensor_parallel: int) -> dic
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "start_s": round(time.perf_counter() - began, 1),
-        "kernel": kernel_of(llm) if tensor_parallel == 1 else "",
-    }
+    } | (kernels_of(llm) if tensor_parallel == 1 else {})
     numbers = random.Random(0)
 
     def run(sequences: int, new: int, prompt: int) -> float:
@@ -214,11 +251,11 @@ def measure(contender: str, shape: str, load: Load, tensor_parallel: int) -> dic
     return row
 
 
-def run_apart(contender: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_apart(contender: str, shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures a contender in a process of its own, which leaves no memory behind."""
-    command = [sys.executable, __file__, "--one", contender, "--shape", arguments.shape]
+    command = [sys.executable, __file__, "--one", contender, "--shape", shape]
     command += ["--tp", str(arguments.tp), *(["--quick"] if arguments.quick else [])]
-    failed = {"contender": contender, "shape": arguments.shape, "tp": arguments.tp}
+    failed = {"contender": contender, "shape": shape, "tp": arguments.tp}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
@@ -250,7 +287,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--out", type=Path, help="file that rows are added to")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, a few tokens")
+    parser.add_argument("--quick", action="store_true", help="tiny models, a few tokens")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
@@ -258,7 +295,6 @@ def main() -> None:
         return
     load = QUICK_LOAD if arguments.quick else Load()
     if arguments.quick:
-        arguments.shape = "tiny"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if arguments.one:
@@ -270,13 +306,15 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # vLLM's threads would keep the process
     rows = []
-    for contender in arguments.contenders or (QUICK_CONTENDERS if arguments.quick else CONTENDERS):
-        rows.append(run_apart(contender, arguments))
-        print(json.dumps(rows[-1]), flush=True)
-        if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+    for shape in QUICK_SHAPES if arguments.quick else (arguments.shape,):
+        usual = MIXTURE_CONTENDERS if SHAPES[shape].experts else CONTENDERS
+        for contender in arguments.contenders or (QUICK_CONTENDERS if arguments.quick else usual):
+            rows.append(run_apart(contender, shape, arguments))
+            print(json.dumps(rows[-1]), flush=True)
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     print(table(rows))
 
 

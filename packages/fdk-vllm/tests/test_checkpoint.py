@@ -8,7 +8,15 @@ import torch
 from safetensors.torch import save_file
 
 from fdk_formats import Format, quantise, quantise_stack, save
-from fdk_vllm.checkpoint import fetch_headers, read_headers, split_name, stored_layers
+from fdk_vllm.checkpoint import (
+    EXPERT_RENAMES,
+    MODEL_RENAMES,
+    fetch_headers,
+    read_headers,
+    renamed_layer,
+    split_name,
+    stored_layers,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +51,31 @@ def test_packed_and_plain_layers(tmp_path):
     assert layers["norm"].format is None
 
 
-def test_packed_experts_are_refused(tmp_path):
+def test_stacks_of_experts(tmp_path):
     stack = quantise_stack(torch.randn(2, 8, 64), "int4-g64")
     save(tmp_path / "model.safetensors", {"mlp.experts.down_proj.weight": stack})
-    with pytest.raises(ValueError, match=r"down_proj\.weight holds packed experts.*skip="):
-        stored_layers(read_headers(tmp_path))
+    (layer,) = stored_layers(read_headers(tmp_path)).values()
+    assert (layer.format, layer.shape) == (stack.format, (2, 8, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        (
+            "layers.3.mlp.experts.gate_up_proj",
+            "layers.3.block_sparse_moe.experts.routed_experts.w13",
+        ),
+        ("layers.3.mlp.experts.down_proj", "layers.3.block_sparse_moe.experts.routed_experts.w2"),
+        ("layers.3.block_sparse_moe.experts.7.w1", "layers.3.block_sparse_moe.experts.7.w1"),
+        ("layers.3.mlp.gate", "layers.3.block_sparse_moe.gate"),
+        ("layers.3.mlp.down_proj", "layers.3.mlp.down_proj"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_names_of_experts(name, wanted):
+    renames = MODEL_RENAMES["mixtral"] | EXPERT_RENAMES
+    assert renamed_layer(name, renames) == wanted
+    assert renamed_layer(wanted, renames) == wanted
 
 
 def test_shards_that_the_index_names(tmp_path):
@@ -68,6 +96,7 @@ def test_a_folder_without_safetensors_has_no_layers(tmp_path):
         ({"fdk.weights": "["}, "damaged metadata: fdk.weights"),
         ({"fdk.weights": '{"up.weight": {"format": "int4-g64"}}'}, "fdk.weights: up.weight"),
         ({"fdk.weights": '{"up.weight": {"format": "x", "shape": [1, 2]}}'}, "does not start"),
+        ({"fdk.weights": '{"up.weight": {"format": "x", "shape": [1]}}'}, r"must be \[n, k\] or"),
         ({"fdk.aliases": "1"}, "damaged metadata: fdk.aliases"),
     ],
 )

@@ -18,10 +18,16 @@ def processes(count):
 
 
 def test_two_processes(tmp_path):
-    # q, k, v, gate and up are cut by rows, o and down along k, head and embedding by vocabulary.
+    """Cuts by rows, along k and by vocabulary in a dense layer, half of the experts in the other.
+
+    q, k, v, gate and up are cut by rows, o and down along k, head and embedding by vocabulary.
+    """
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+    model = serving.tiny_model("Qwen3Moe", vocab_size=500, mlp_only_layers=[0], **experts)
     options = {"overrides": {"embed|lm_head": "int8-g64"}, "include": ["embedding"]}
-    model = quantised(serving.tiny_model(vocab_size=500), "kmeans4-g64", **options)
-    with engine(packed_folder(tmp_path, model, "kmeans4-g64"), **processes(2)) as llm:
+    model = quantised(model, "kmeans4-g64", **options)
+    folder = packed_folder(tmp_path, model, "kmeans4-g64")
+    with engine(folder, enable_expert_parallel=True, **processes(2)) as llm:
         assert_same_tokens(model, llm, prompts(8, 500))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fdk_formats import quantise, save
+from fdk_formats import quantise, quantise_stack, save
 from fdk_vllm import sglang_plugin
 
 SIZES = {"q": 64, "k": 32, "v": 32}
@@ -116,6 +116,15 @@ def test_layers_of_a_packed_checkpoint(sglang, tmp_path):
     x = torch.randn(3, 128)
     wanted = torch.cat([x @ q.dequantise().T for q in weights.values()], -1)
     torch.testing.assert_close(method.apply(layer, x), wanted)
+
+
+def test_packed_experts_are_refused(sglang, tmp_path):
+    stack = quantise_stack(torch.randn(2, 8, 64), "int4-g64")
+    save(tmp_path / "model.safetensors", {"mlp.experts.down_proj.weight": stack})
+    sglang_plugin.register()
+    config = {"hf_config": types.SimpleNamespace(name_or_path=str(tmp_path)), "format": "int4-g64"}
+    with pytest.raises(ValueError, match=r"experts, which fdk does not compute in SGLang.*skip="):
+        sglang.methods["fdk"].from_config(config)
 
 
 def test_entry_point():

@@ -20,9 +20,10 @@ from fdk_formats.packed_module import PackedModule, compute_dtype, copied_parame
 from fdk_formats.quantise import quantise_stack
 from fdk_formats.stored_weight import StoredWeight, zero_weight
 from fdk_formats.tensor import CanonicalWeight, QuantisedStack
+from fdk_formats.torch_internals import without_dispatch_modes
 
 # Attributes that ``use_experts_implementation`` sets.
-DESCRIPTION = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+DESCRIPTION = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -218,12 +219,42 @@ class QuantisedExpertLinear(PackedModule):
         return self._prepare_and_call(input, expert_ids, routing_weights)
 
     def _call(self, layout: ExpertLayout, dtype: torch.dtype, x: Tensor, *args: Any) -> Tensor:
-        bias: Any = self.bias
         x = x if x.dtype == dtype else x.to(dtype)
-        bias = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
         expert_ids, routing_weights = args
-        y: Tensor = layout.forward(x, expert_ids, bias, routing_weights)
+        y: Tensor = layout.forward(x, expert_ids, self._cast_bias(dtype), routing_weights)
         return y
+
+    def mlp(
+        self,
+        down: "QuantisedExpertLinear",
+        input: Tensor,
+        expert_ids: Tensor,
+        routing_weights: Tensor,
+    ) -> Tensor:
+        """Computes ``down(silu(gate) * up)`` by the layouts alone, see ``ExpertLayout.mlp``.
+
+        Args:
+            down: the second projection.
+            input: ``[t, k]``.
+            expert_ids: ``[t, top_k]``, integers; -1 for no expert.
+            routing_weights: ``[t, top_k]``.
+
+        Returns:
+            ``[t, n]`` in the dtype of x, or in autocast's.
+
+        Raises:
+            NoBackendError: if no backend supports a stack.
+        """
+        dtype = compute_dtype(input)
+        x = input if input.dtype == dtype else input.to(dtype)
+        first, second = self._layout_for(dtype), down._layout_for(dtype)
+        biases = self._cast_bias(dtype), down._cast_bias(dtype)
+        y: Tensor = first.mlp(second, x, expert_ids, routing_weights, *biases)
+        return y
+
+    def _cast_bias(self, dtype: torch.dtype) -> Tensor | None:
+        bias: Any = self.bias
+        return bias if bias is None or bias.dtype == dtype else bias.to(dtype)  # type: ignore[no-any-return]
 
     def _call_sharded(self, x: Tensor, *args: Any, dtype: torch.dtype) -> Tensor:
         raise TypeError(
@@ -255,7 +286,8 @@ class QuantisedExperts(nn.Module):
     Its projections are ``gate_up_proj`` (or ``up_proj``, for experts without a gate) and
     ``down_proj``: each a ``QuantisedExpertLinear``, or an ``ExpertLinear`` if it was skipped. Gate,
     activation and norm are those of the source's class; other attributes and modules of the source
-    are its own.
+    are its own. Where the gate is SwiGLU (``silu(gate) * up``, no clamps, not interleaved), both
+    projections are one call of their layouts, which a backend may fuse.
 
     Args:
         source: the module, described by ``use_experts_implementation``.
@@ -263,11 +295,13 @@ class QuantisedExperts(nn.Module):
 
     Attributes:
         experts_class: class of the source.
+        is_swiglu: whether the layouts may compute the gate too.
     """
 
     def __init__(self, source: nn.Module, projections: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.experts_class: Any = type(source)
+        self.is_swiglu = False
         for name, projection in projections.items():
             self.add_module(name, projection)
         self.train(source.training)
@@ -287,9 +321,30 @@ class QuantisedExperts(nn.Module):
             for name, projection in self.named_children():
                 if isinstance(projection, ExpertLinear):  # one that was skipped
                     modules[name] = copy.deepcopy(projection, memo)
-        own.update(others)
+        own.update({"has_post_expert_norm": False} | others)  # not in transformers before 5.20
         for name, module in modules.items():
             self._modules[name] = module
+        self.is_swiglu = self._has_swiglu()
+
+    def _has_swiglu(self) -> bool:
+        """Computes the gate of some values: classes of transformers do not say what theirs is."""
+        own: Any = self
+        projections = [own._modules.get(name) for name in ("gate_up_proj", "down_proj")]
+        if own.has_post_expert_norm or not all(
+            isinstance(projection, QuantisedExpertLinear) for projection in projections
+        ):
+            return False
+        scales = torch.logspace(-2, 4, 8, device="cpu")[:, None]
+        generator = torch.Generator().manual_seed(0)
+        sizes = len(scales), projections[0].out_features
+        with torch.no_grad(), without_dispatch_modes():
+            values = torch.randn(sizes, generator=generator, device="cpu") * scales
+            gate, up = values.chunk(2, dim=-1)
+            try:
+                gated = own.experts_class._apply_gate(self, values)
+            except RuntimeError:  # it has weights, which may be on another device
+                return False
+            return torch.equal(gated, nn.functional.silu(gate) * up)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Computes the weighted sum of each token's experts.
@@ -307,12 +362,16 @@ class QuantisedExperts(nn.Module):
         first = own.gate_up_proj if own.has_gate else own.up_proj
         if own._is_expert_parallel:
             top_k_index = top_k_index.where(top_k_index < own.num_experts, -1)
+        down = own.down_proj
+        if own.is_swiglu and first._only_calls_layout() and down._only_calls_layout():
+            y: Tensor = first.mlp(down, hidden_states, top_k_index, top_k_weights)
+            return y.to(hidden_states.dtype)
         hidden = first(hidden_states, top_k_index)  # [t, top_k, 2 n or n]
         hidden = own.experts_class._apply_gate(self, hidden) if own.has_gate else own.act_fn(hidden)
         if not own.has_post_expert_norm:
-            y: Tensor = own.down_proj(hidden, top_k_index, top_k_weights)
+            y = down(hidden, top_k_index, top_k_weights)
             return y.to(hidden_states.dtype)
-        y = own.post_expert_norm(own.down_proj(hidden, top_k_index))
+        y = own.post_expert_norm(down(hidden, top_k_index))
         return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 

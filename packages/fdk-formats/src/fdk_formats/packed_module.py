@@ -103,9 +103,28 @@ class PackedModule(QuantisedModule):
             y: Tensor = EAGER["forward"](self, x, *args)
             return y
         dtype = compute_dtype(x)
+        return self._call(self._layout_for(dtype), dtype, x, *args)
+
+    def _layout_for(self, dtype: torch.dtype) -> Any:
+        """Returns the layout for x of a dtype, eagerly or in a graph of torch.compile."""
+        if not torch.compiler.is_compiling():
+            return self._pack(dtype)
         self._pack_for_graph(dtype)
-        layout = self._layout_in_graph()  # read after packing: the trace keeps what it has read
-        return self._call(layout, dtype, x, *args)
+        return self._layout_in_graph()  # read after packing: the trace keeps what it has read
+
+    def _only_calls_layout(self) -> bool:
+        """Returns whether a call does no more than to cast arguments and to call the layout.
+
+        False with hooks, with another ``forward`` (accelerate's), and for parameters that are
+        sharded or were replaced.
+        """
+        if self._forward_hooks or self._forward_pre_hooks or "forward" in self.__dict__:
+            return False
+        if torch.compiler.is_compiling():
+            return not self._is_replaced_often
+        known = self._stored()
+        owners = [getattr(self._parameters[name], "stored", None) for name in self.weight_names]
+        return known is not None and all(owner is known for owner in owners)
 
     @constant_in_graphs
     def _pack_for_graph(self, dtype: torch.dtype) -> bool:

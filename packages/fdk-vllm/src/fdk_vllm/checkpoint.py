@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,24 @@ from fdk_formats.untrusted import parse_json_object
 
 DTYPES = {text: dtype for dtype, text in SAFETENSORS_DTYPES.items()}
 
+# Names that transformers gives experts, and those that vLLM gives them, as regular expressions.
+# The module of vLLM that holds them is below ``experts``, and calls its parameters w13 and w2.
+EXPERTS_PREFIX = "routed_experts."
+FIELDS = "(packed|scale|zero_point|codebook)"
+EXPERT_RENAMES = {
+    rf"\.experts\.(?:gate_up_proj|up_proj)\.weight\.{FIELDS}$": rf".experts.{EXPERTS_PREFIX}w13_\1",
+    rf"\.experts\.down_proj\.weight\.{FIELDS}$": rf".experts.{EXPERTS_PREFIX}w2_\1",
+    rf"\.experts\.(\d+)\.(\w+)\.weight\.{FIELDS}$": r".experts.\1.\2.\3",
+}
+# By model type, where vLLM has names of before transformers 5.
+MODEL_RENAMES = {
+    "mixtral": {
+        r"\.mlp\.(experts|gate)\.": r".block_sparse_moe.\1.",
+        r"\.experts\.gate_up_proj$": ".experts.w13",
+        r"\.experts\.down_proj$": ".experts.w2",
+    }
+}
+
 
 @dataclass(frozen=True)
 class StoredLayer:
@@ -25,12 +44,12 @@ class StoredLayer:
     Attributes:
         tensors: dtypes by name below the layer: ``weight``, or ``weight.packed`` and so on.
         format: format of a packed weight; None for other tensors.
-        shape: ``(n, k)`` of a packed weight.
+        shape: ``(n, k)`` of a packed weight, ``(experts, n, k)`` of a stack.
     """
 
     tensors: Mapping[str, torch.dtype]
     format: Format | None = None
-    shape: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,7 @@ def stored_layers(headers: Iterable[Header]) -> dict[str, StoredLayer]:
         ValueError: if the metadata of a file are damaged.
     """
     tensors: dict[str, dict[str, torch.dtype]] = {}
-    packed: dict[str, tuple[Format, tuple[int, int]]] = {}
+    packed: dict[str, tuple[Format, tuple[int, ...]]] = {}
     aliases: dict[str, str] = {}
     for header in headers:
         packed |= _packed_weights(header)
@@ -120,6 +139,14 @@ def stored_layers(headers: Iterable[Header]) -> dict[str, StoredLayer]:
     return layers
 
 
+def renamed_layer(name: str, renames: Mapping[str, str]) -> str:
+    """Returns the name of a layer whose tensors are renamed, see ``EXPERT_RENAMES``."""
+    tensor = f"{name}.weight.packed"
+    for pattern, new in renames.items():
+        tensor = re.sub(pattern, new, tensor)
+    return re.sub(r"(\.weight)?[._]packed$", "", tensor)
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Splits the name of a tensor into its layer and the rest: ``a.b`` and ``weight.scale``."""
     if name.endswith(".weight"):
@@ -131,7 +158,7 @@ def split_name(name: str) -> tuple[str, str]:
     return layer, below
 
 
-def _packed_weights(header: Header) -> dict[str, tuple[Format, tuple[int, int]]]:
+def _packed_weights(header: Header) -> dict[str, tuple[Format, tuple[int, ...]]]:
     text = header.metadata.get(WEIGHTS_KEY)
     if text is None:
         return {}
@@ -139,15 +166,11 @@ def _packed_weights(header: Header) -> dict[str, tuple[Format, tuple[int, int]]]
     weights: dict[str, Any] = parse_json_object(text, where)
     found = {}
     for name, entry in weights.items():
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        if isinstance(shape, list) and len(shape) == 3:
-            raise ValueError(
-                f"{header.where}: {name} holds packed experts, which fdk-vllm cannot serve: "
-                f"quantise the model with skip=['experts'], so that vLLM computes them in 16 bits"
-            )
         try:
-            n, k = entry["shape"]
-            found[name] = Format.parse(entry["format"]), (int(n), int(k))
+            shape = tuple(int(size) for size in entry["shape"])
+            if len(shape) not in (2, 3):
+                raise ValueError(f"shape must be [n, k] or [experts, n, k], got {list(shape)}")
+            found[name] = Format.parse(entry["format"]), shape
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where}: {name}: {error} in {json.dumps(entry)}") from None
     return found

@@ -1,11 +1,11 @@
 """FdkConfig: vLLM's configuration of the quantisation method ``fdk``."""
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any, Self
 
 from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from fdk_vllm.engine_config import EngineConfig
+from fdk_vllm.expert_method import FdkExpertMethod
 from fdk_vllm.importers import IMPORTERS, RENAMES
 from fdk_vllm.linear import FdkEmbeddingMethod, FdkLinearMethod
 from fdk_vllm.planner import EMBEDDING, Planner
@@ -25,8 +26,6 @@ from fdk_vllm.vllm_versions import empty_mapper, renaming_mapper
 # Buffers of transformers that ``save_model`` writes, as no model on meta can make them again.
 # vLLM drops ``rotary_emb.inv_freq`` itself.
 BUFFERS = (".original_inv_freq", ".embed_scale", "._extra_state")
-
-logger = logging.getLogger(__name__)
 
 
 class FdkConfig(EngineConfig, QuantizationConfig):
@@ -64,7 +63,7 @@ class FdkConfig(EngineConfig, QuantizationConfig):
         """Renames tensors that no module could hold (see ``RENAMES``), and drops ``BUFFERS``."""
         ends = [rf"{re.escape(name)}$" for name in BUFFERS]
         names = [rf"^{re.escape(name)}$" for name in self.planner.stoppers]
-        renames = RENAMES | dict.fromkeys([*ends, *names])
+        renames = RENAMES | self.planner.renames | dict.fromkeys([*ends, *names])
         return QuantizationConfig.get_cache_scale_mapper() | renaming_mapper(renames)
 
     @staticmethod
@@ -83,6 +82,7 @@ class FdkConfig(EngineConfig, QuantizationConfig):
         if hf_config is not None:
             text_config = hf_config.get_text_config()
             self.planner.is_tied = bool(getattr(text_config, "tie_word_embeddings", False))
+            self.planner.model_type = str(getattr(text_config, "model_type", ""))
             # vLLM keys compiled graphs by the configuration of the model.
             hf_config.quantization_config = self.planner.config
         self.planner.read_checkpoint(model_name, revision)
@@ -105,6 +105,8 @@ class FdkConfig(EngineConfig, QuantizationConfig):
             plan = self.planner.embedding_plan(prefix, is_head)
             name = prefix or EMBEDDING
             return None if plan is None else FdkEmbeddingMethod(plan, name, is_head)
-        if type(layer).__name__ in ("FusedMoE", "RoutedExperts"):
-            logger.warning("fdk: %s: experts are left in 16 bits: vLLM computes them", prefix)
+        if isinstance(layer, RoutedExperts):
+            names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+            experts = self.planner.expert_plan(prefix, names)
+            return None if experts is None else FdkExpertMethod(experts, prefix, layer.moe_config)
         return None

@@ -1,15 +1,19 @@
-"""The part of a quantised weight that one process of tensor parallelism holds."""
+"""The part of a quantised weight that one process of tensor or expert parallelism holds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import CanonicalWeight, QuantisedStack, QuantisedTensor
 from fdk_formats.tensor_parallel import check_cut
 
 REMEDY = "serve with fewer GPUs (--tensor-parallel-size)"
+
+# A weight, or a stack of experts.
+W = TypeVar("W", bound=CanonicalWeight)
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,55 @@ def part_of(
     )
 
 
-def rows(q: QuantisedTensor, start: int, stop: int) -> QuantisedTensor:
-    """Copies rows ``start`` to ``stop`` of a weight."""
-    return _of_rows(q, stop - start, lambda tensor: tensor[start:stop].clone())
+@dataclass(frozen=True)
+class ExpertPart:
+    """The part of a layer's experts that a process holds: some experts, some of their inner size.
+
+    Attributes:
+        experts: the experts, in the order in which the process numbers them.
+        rank: index of the process along the inner size.
+        ranks: number of parts of the inner size.
+        gates: ``first`` where the first projection has the rows of gates, then those of what they
+            multiply; ``interleaved`` where these take turns; ``none`` without gates.
+    """
+
+    experts: tuple[int, ...]
+    rank: int = 0
+    ranks: int = 1
+    gates: str = "first"
+
+    def of_first(self, q: W) -> W:
+        """Cuts the rows of gates and of what they multiply, each into ``ranks``."""
+        if self.ranks == 1:
+            return q
+        n = q.shape[-2]
+        halves = 2 if self.gates == "first" else 1
+        chosen = torch.arange(n, device=q.device).view(halves, self.ranks, -1)[:, self.rank]
+        chosen = chosen.flatten()
+        return _of_rows(q, len(chosen), lambda tensor: tensor.index_select(-2, chosen))
+
+    def of_down(self, q: W) -> W:
+        """Cuts the columns of the second projection."""
+        return columns(q, self.rank, self.ranks)
+
+    def chosen(self, stack: QuantisedStack) -> QuantisedStack:
+        """Returns the experts of this process."""
+        if self.experts == tuple(range(len(stack))):
+            return stack
+        chosen = torch.tensor(self.experts, device=stack.device)
+        tensors: dict[str, Any] = {
+            name: tensor if name == "codebook" and len(tensor) == 1 else tensor[chosen]
+            for name, tensor in stack.tensors().items()
+        }
+        return QuantisedStack(stack.format, (len(chosen), *stack.shape[1:]), **tensors)
 
 
-def columns(q: QuantisedTensor, rank: int, ranks: int) -> QuantisedTensor:
+def rows(q: W, start: int, stop: int) -> W:
+    """Copies rows ``start`` to ``stop`` of a weight, or of each expert of a stack."""
+    return _of_rows(q, stop - start, lambda tensor: tensor[..., start:stop, :].clone())
+
+
+def columns(q: W, rank: int, ranks: int) -> W:
     """Copies one of ``ranks`` parts along k of a weight; scales of whole rows stay whole.
 
     Raises:
@@ -74,19 +121,19 @@ def columns(q: QuantisedTensor, rank: int, ranks: int) -> QuantisedTensor:
     """
     if ranks == 1:
         return q
-    n, k = q.shape
+    *others, k = q.shape
     check_cut(q.format, k, ranks, REMEDY)
     is_whole_row = q.group_size == k
     tensors: dict[str, Any] = {
         name: tensor
         if name == "codebook" or (is_whole_row and name != "packed")
-        else tensor.chunk(ranks, 1)[rank].contiguous()
+        else tensor.chunk(ranks, -1)[rank].contiguous()
         for name, tensor in q.tensors().items()
     }
     part = k // ranks
     # A group of the whole row is one of the part's whole row.
     format = replace(q.format, group_size=None) if is_whole_row else q.format
-    return QuantisedTensor(format, (n, part), **tensors)
+    return type(q)(format, (*others, part), **tensors)
 
 
 def padded(q: QuantisedTensor, n: int) -> QuantisedTensor:
@@ -97,9 +144,9 @@ def padded(q: QuantisedTensor, n: int) -> QuantisedTensor:
     return _of_rows(q, n, lambda tensor: torch.nn.functional.pad(tensor, (0, 0, 0, more)))
 
 
-def _of_rows(q: QuantisedTensor, n: int, change: Any) -> QuantisedTensor:
-    tensors: dict[str, Tensor] = {
+def _of_rows(q: W, n: int, change: Callable[[Tensor], Tensor]) -> W:
+    tensors: dict[str, Any] = {
         name: tensor if name == "codebook" else change(tensor)
         for name, tensor in q.tensors().items()
     }
-    return QuantisedTensor(q.format, (n, q.shape[1]), **tensors)
+    return type(q)(q.format, (*q.shape[:-2], n, q.shape[-1]), **tensors)

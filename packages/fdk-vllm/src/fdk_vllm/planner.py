@@ -7,12 +7,26 @@ from typing import Any
 
 import torch
 
-from fdk_vllm.checkpoint import StoredLayer, fetch_headers, read_headers, stored_layers
+from fdk_vllm.checkpoint import (
+    EXPERT_RENAMES,
+    EXPERTS_PREFIX,
+    MODEL_RENAMES,
+    StoredLayer,
+    fetch_headers,
+    read_headers,
+    renamed_layer,
+    stored_layers,
+)
+from fdk_vllm.expert_weights import ExpertPlan, ExpertSource
 from fdk_vllm.importers import IMPORTERS, Importer
 from fdk_vllm.settings import Settings, format_from_environment
 from fdk_vllm.weights import Plan, Source, imported_source, packed_source, unquantised_source
 
 EMBEDDING = "model.embed_tokens"
+# What decides which experts a token gets. ``quantise_model`` leaves it too.
+ROUTER = re.compile(r"\.(gate|router)$")
+# What engines merge, for models that do not say so in time: Qwen3-MoE with dense layers in vLLM.
+MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
 class Planner:
@@ -30,6 +44,7 @@ class Planner:
         stoppers: names of tensors that hold nothing. fdk-transformers writes one beside a packed
             weight, so that transformers without it refuses the checkpoint.
         is_tied: whether head and embedding are one weight.
+        model_type: that of config.json.
 
     Raises:
         ValueError: see ``Settings.parse``.
@@ -44,11 +59,17 @@ class Planner:
         self.layers: dict[str, StoredLayer] | None = None
         self.stoppers: tuple[str, ...] = ()
         self.is_packed = self.is_tied = False
+        self.model_type = ""
 
     @property
     def importer(self) -> Importer | None:
         """The reader of another project's weights that the configuration names, or None."""
         return IMPORTERS.get(str(self.config.get("quant_method")))
+
+    @property
+    def renames(self) -> dict[str, str]:
+        """Regular expressions of names of tensors, and what replaces them."""
+        return MODEL_RENAMES.get(self.model_type, {}) | EXPERT_RENAMES
 
     def read_checkpoint(self, model: str, revision: str | None = None) -> None:
         """Reads the headers of a checkpoint's files.
@@ -65,7 +86,8 @@ class Planner:
         layers = stored_layers(headers)
         if not layers:
             return
-        self.layers = layers
+        renames = self.renames
+        self.layers = {renamed_layer(name, renames): layer for name, layer in layers.items()}
         packed = {name: each for name, each in layers.items() if each.format is not None}
         self.is_packed = bool(packed)
         self.stoppers = tuple(
@@ -115,6 +137,72 @@ class Planner:
                 return tied
         return self._plan(prefix, "linear", {})
 
+    def stacks(self) -> list[str]:
+        """Returns the names of packed stacks of experts."""
+        layers = (self.layers or {}).items()
+        return [name for name, layer in layers if layer.shape is not None and len(layer.shape) == 3]
+
+    def expert_plan(self, prefix: str, names: tuple[str, str | None, str]) -> ExpertPlan | None:
+        """Returns the plan of the experts of a layer, or None for 16 bits.
+
+        Args:
+            prefix: name of their module in the engine's model.
+            names: what the checkpoint calls the gate, up and down of one expert; up is None where
+                experts have no gate.
+
+        Raises:
+            ValueError: if only some of their weights would be quantised, or packed ones differ in
+                format or shape; or for experts of another project.
+        """
+        shards = {
+            shard: name for shard, name in zip(("w1", "w3", "w2"), names, strict=True) if name
+        }
+        if self.importer is not None:
+            if any(self._is_imported(each) for each in self._experts_of(prefix, names[0])):
+                raise ValueError(
+                    f"{prefix}: fdk does not compute experts of {self.config['quant_method']} "
+                    "checkpoints: serve it without --quantization fdk"
+                )
+            return None
+        assert self.settings is not None
+        found: dict[str, ExpertSource | None] = {}
+        for stack in ("w13", "w2"):
+            stored = (self.layers or {}).get(f"{prefix}.{EXPERTS_PREFIX}{stack}")
+            found[stack] = None if stored is None else _packed_experts(prefix, stack, [stored])
+        if not any(found.values()):
+            stored_by_shard = {
+                shard: self._experts_of(prefix, name) for shard, name in shards.items()
+            }
+            found = {
+                shard: _packed_experts(prefix, shards[shard], stored)
+                for shard, stored in stored_by_shard.items()
+            }
+            if not any(found.values()) and not self.is_packed:
+                dtypes = {
+                    layer.tensors.get("weight", torch.bfloat16)
+                    for stored in stored_by_shard.values()
+                    for layer in stored
+                }
+                tensors = {"weight": dtypes.pop() if len(dtypes) == 1 else torch.bfloat16}
+                first = "gate_up_proj" if names[1] else "up_proj"
+                for shard in shards:
+                    own = "down_proj" if shard == "w2" else first
+                    wanted = self.settings.format_of(f"{prefix}.{own}")
+                    found[shard] = None if wanted is None else ExpertSource(wanted, tensors)
+        sources = {shard: source for shard, source in found.items() if source is not None}
+        if sources and len(sources) < len(found):
+            raise ValueError(
+                f"{prefix}: the engine computes the projections of experts as one, and only "
+                f"{', '.join(sources)} of {', '.join(found)} would be quantised: quantise all of "
+                "them or none (overrides, skip)"
+            )
+        return ExpertPlan(sources, self.settings.backend) if sources else None
+
+    def _experts_of(self, prefix: str, name: str) -> list[StoredLayer]:
+        """Returns what is stored of a projection of experts that are stored one by one."""
+        pattern = re.compile(rf"{re.escape(prefix)}\.\d+\.{re.escape(name)}")
+        return [layer for key, layer in (self.layers or {}).items() if pattern.fullmatch(key)]
+
     def _embedding_name(self) -> str:
         """Returns the name of the embedding, to which some models give no prefix."""
         names = [name for name in self.layers or () if re.search(r"(^|\.)embed_tokens$", name)]
@@ -141,18 +229,20 @@ class Planner:
         if self.layers is not None and prefix in self.layers:
             return [prefix]
         parent, dot, last = prefix.rpartition(".")
-        return [f"{parent}{dot}{name}" for name in merged.get(last, [last])]
+        return [f"{parent}{dot}{name}" for name in merged.get(last, MERGED.get(last, [last]))]
 
     def _source(self, name: str, kind: str) -> Source | None:
         stored = None if self.layers is None else self.layers.get(name)
         if stored is not None and stored.format is not None and stored.shape is not None:
-            return packed_source(name, stored.tensors, stored.format, stored.shape)
+            n, k = stored.shape
+            return packed_source(name, stored.tensors, stored.format, (n, k))
         if self.importer is not None:
             if stored is None or not self._is_imported(stored):
                 return None
             return imported_source(name, stored.tensors, self.importer.reader(self.config))
         assert self.settings is not None
-        wanted = None if self.is_packed else self.settings.format_of(name, kind)
+        is_left = self.is_packed or ROUTER.search(name) is not None
+        wanted = None if is_left else self.settings.format_of(name, kind)
         if wanted is None:
             return None
         dtype = torch.bfloat16 if stored is None else stored.tensors.get("weight", torch.bfloat16)
@@ -160,3 +250,23 @@ class Planner:
 
     def _is_imported(self, layer: StoredLayer) -> bool:
         return self.importer is not None and self.importer.marker in layer.tensors
+
+
+def _packed_experts(prefix: str, name: str, stored: list[StoredLayer]) -> ExpertSource | None:
+    """Returns the source of a stack, or of experts that are packed one by one; None in 16 bits."""
+    kinds = {(layer.format, layer.shape) for layer in stored}
+    if len(kinds) > 1:
+        formats = sorted(f"{format or '16 bits'} {list(shape or ())}" for format, shape in kinds)
+        raise ValueError(
+            f"{prefix}: {name} of all experts must have one format and shape, "
+            f"got {', '.join(formats)}"
+        )
+    format, shape = kinds.pop() if kinds else (None, None)
+    if format is None or shape is None:
+        return None
+    found = stored[0].tensors
+    if missing := [each for each in format.tensor_names if f"weight.{each}" not in found]:
+        raise ValueError(f"{prefix}: the checkpoint has no {', '.join(missing)} of {name}")
+    return ExpertSource(
+        format, {each: found[f"weight.{each}"] for each in format.tensor_names}, shape
+    )

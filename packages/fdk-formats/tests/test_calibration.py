@@ -241,7 +241,7 @@ def test_a_folder_of_other_arguments_is_refused(tmp_path):
 def test_errors_name_the_cause():
     with pytest.raises(ValueError, match="no calibration inputs"):
         run(build(), [])
-    with pytest.raises(ValueError, match="'embed' is not a linear layer"):
+    with pytest.raises(ValueError, match="'embed' is no linear layer of the model, nor experts"):
         run(build(), tokens(), names=["embed"])
     with pytest.raises(ValueError, match="iterable of model inputs, got str"):
         run(build(), "a text")

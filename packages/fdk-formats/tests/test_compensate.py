@@ -95,8 +95,13 @@ def gptq(weight, grid, hessian, order):
     return codes[:, order.argsort()]
 
 
-def test_one_pass_is_gptq(monkeypatch):
+@pytest.fixture
+def one_pass(monkeypatch):
     monkeypatch.setattr("fdk_formats.compensate.REFIT_ROUNDS", 0)
+    monkeypatch.setattr("fdk_formats.compensate.SWEEPS", 0)
+
+
+def test_one_pass_is_gptq(one_pass):
     k = 288  # more than two blocks, the last one short
     weight, hessian = random(32, k), Hessian(moments(k))
     grid = GroupedWeight.of(weight, Format.parse("nf4-g32-fp32")).fit()
@@ -106,8 +111,7 @@ def test_one_pass_is_gptq(monkeypatch):
     assert (found.codes == gptq(weight, grid, hessian, hessian.order)).double().mean() > 0.99
 
 
-def test_no_correlation_gives_the_nearest_codes(monkeypatch):
-    monkeypatch.setattr("fdk_formats.compensate.REFIT_ROUNDS", 0)
+def test_no_correlation_gives_the_nearest_codes(one_pass):
     weight = random(16, 64)
     for name in ("int4-g16", "kmeans3-g16", "affine4-g16-zint", "nf3-g16-e8m0"):
         grid = GroupedWeight.of(weight, Format.parse(name)).fit()
@@ -116,8 +120,7 @@ def test_no_correlation_gives_the_nearest_codes(monkeypatch):
         assert torch.equal(found.codes, grid.encode(chunk))
 
 
-def test_ties_go_to_the_lower_code(monkeypatch):
-    monkeypatch.setattr("fdk_formats.compensate.REFIT_ROUNDS", 0)
+def test_ties_go_to_the_lower_code(one_pass):
     weight = torch.tensor([[6, -6, 0, 1, 1.01, 3, 3.01, 5, -1, -0.99, -3, -2.99, -5, -4.99, 2, 4]])
     format = Format.parse("int3-g16-fp32")
     grid = GroupedWeight.of(weight, format).fit()
@@ -128,11 +131,37 @@ def test_ties_go_to_the_lower_code(monkeypatch):
 @pytest.mark.parametrize(("bits", "most"), [(1, 0.97), (2, 0.97), (3, 0.985)])
 def test_refits_lower_the_error(bits, most, monkeypatch):
     """Up to 2 bits there are two rounds, above one, which gains less."""
+    monkeypatch.setattr("fdk_formats.compensate.SWEEPS", 0)
     weight, hessian = random(64, 128), moments(128, rank=16)
     refitted = quantise(weight, f"kmeans{bits}-g32", hessian=hessian)
     monkeypatch.setattr("fdk_formats.compensate.REFIT_ROUNDS", 0)
     once = quantise(weight, f"kmeans{bits}-g32", hessian=hessian)
     assert squared(weight, refitted, hessian) < most * squared(weight, once, hessian)
+
+
+@pytest.mark.parametrize("format", ["kmeans2-g32", "kmeans4-g32", "int3-g32", "affine3-g32"])
+def test_sweeps_lower_the_error(format, monkeypatch):
+    weight, hessian = random(64, 128), moments(128, rank=16)
+    swept = quantise(weight, format, hessian=hessian)
+    monkeypatch.setattr("fdk_formats.compensate.SWEEPS", 0)
+    before = quantise(weight, format, hessian=hessian)
+    assert squared(weight, swept, hessian) < 0.97 * squared(weight, before, hessian)
+
+
+@pytest.mark.parametrize("format", ["kmeans2-g16", "affine2-g16"])
+def test_after_enough_sweeps_no_other_code_is_better(format, monkeypatch):
+    monkeypatch.setattr("fdk_formats.compensate.SWEEPS", 30)
+    monkeypatch.setattr("fdk_formats.compensate.BLOCK", 7)
+    monkeypatch.setattr("fdk_formats.compensate._refit_scales", lambda _, found, hessian: found)
+    weight, hessian = random(6, 32), Hessian(moments(32))
+    grid = GroupedWeight.of(weight, Format.parse(format)).fit()
+    found = compensate(weight, grid, hessian)
+    for column in range(32):
+        for code in range(4):
+            codes = found.codes.clone()
+            codes[:, column] = code
+            value = grid.decode(codes, slice(None), torch.float32)
+            assert (hessian.row_errors(weight - value) >= found.errors * (1 - 1e-5)).all()
 
 
 def test_dead_inputs_do_no_harm():

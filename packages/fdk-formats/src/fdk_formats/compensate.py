@@ -29,6 +29,8 @@ DAMPING = 0.01
 SYSTEM_SIZE = 1 << 26
 # Rounds of refitting scales, each followed by a pass, for up to 2 bits; above, one.
 REFIT_ROUNDS = 2
+# Sweeps of coordinate descent at the end, with a refit between.
+SWEEPS = 2
 
 
 class Hessian:
@@ -131,7 +133,8 @@ def compensate(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
     """Chooses codes for the least error of the outputs, and refits the scales to them.
 
     After a pass over the columns, the scales of each row are refitted together by least squares,
-    followed by another pass. Every row keeps the best that was found for it by ``tr(D H D^T)``.
+    followed by another pass, then by sweeps of coordinate descent with another refit between.
+    Every row keeps the best that was found for it by ``tr(D H D^T)``.
 
     Args:
         weight: ``[n, k, float32]``.
@@ -143,6 +146,10 @@ def compensate(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
         refitted = _refit_scales(weight, found, hessian)
         found = _better_rows(found, refitted)
         found = _better_rows(found, _pass(weight, refitted.grid, hessian))
+    for number in range(SWEEPS):
+        if number:
+            found = _better_rows(found, _refit_scales(weight, found, hessian))
+        found = _better_rows(found, _sweep(weight, found, hessian))
     return found
 
 
@@ -163,6 +170,33 @@ def _pass(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
     original = order.argsort()
     errors = hessian.row_errors(error[original].T)
     return Compensated(grid, codes[original].T.contiguous(), errors)
+
+
+def _sweep(weight: Tensor, found: Compensated, hessian: Hessian) -> Compensated:
+    """Chooses each column's codes again, given all the others: coordinate descent.
+
+    A pass gives a column the errors of those before it alone. The best value of column i, given all
+    others, is the one nearest to ``w_hat_i + (D H)_i / H_ii``.
+    """
+    order, matrix = hessian.order, hessian.matrix
+    rounding = _Rounding(found.grid)
+    value = found.grid.decode(found.codes, slice(None), torch.float32).T.contiguous()  # [k, n]
+    codes = found.codes.T.contiguous()
+    gradient = matrix @ (weight.T - value)
+    inverse = torch.where(hessian.diagonal > 0, 1 / hessian.diagonal, 0).tolist()
+    size = len(order) // found.grid.scale.shape[1]
+    for columns in order.split(BLOCK):
+        block, change = gradient[columns], torch.empty_like(value[: len(columns)])
+        within = matrix[columns][:, columns]
+        for i, column in enumerate(columns.tolist()):
+            slope = torch.addmv(block[i], change[:i].T, within[i, :i], alpha=-1)
+            wanted = torch.add(value[column], slope, alpha=inverse[column])
+            rounded = rounding(wanted, column // size, codes[column])
+            torch.sub(rounded, value[column], out=change[i])
+            value[column] = rounded
+        gradient -= matrix[:, columns] @ change
+    errors = hessian.row_errors(weight - value.T)
+    return Compensated(found.grid, codes.T.contiguous(), errors)
 
 
 class _Rounding:

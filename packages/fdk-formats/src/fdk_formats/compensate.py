@@ -81,6 +81,11 @@ class Hessian:
         return self.diagonal.argsort(descending=True, stable=True)
 
     @cached_property
+    def ordered(self) -> Tensor:
+        """The moments with rows and columns in ``order``, ``[k, k]``."""
+        return self.matrix[self.order][:, self.order]
+
+    @cached_property
     def feedback(self) -> Tensor:
         """``M^T``, unit lower triangular in ``order``: row i has what column i adds to itself."""
         flipped = self.order.flip(0)
@@ -178,25 +183,29 @@ def _sweep(weight: Tensor, found: Compensated, hessian: Hessian) -> Compensated:
     A pass gives a column the errors of those before it alone. The best value of column i, given all
     others, is the one nearest to ``w_hat_i + (D H)_i / H_ii``.
     """
-    order, matrix = hessian.order, hessian.matrix
+    order, matrix = hessian.order, hessian.ordered
     rounding = _Rounding(found.grid)
-    value = found.grid.decode(found.codes, slice(None), torch.float32).T.contiguous()  # [k, n]
-    codes = found.codes.T.contiguous()
-    gradient = matrix @ (weight.T - value)
-    inverse = torch.where(hessian.diagonal > 0, 1 / hessian.diagonal, 0).tolist()
-    size = len(order) // found.grid.scale.shape[1]
-    for columns in order.split(BLOCK):
-        block, change = gradient[columns], torch.empty_like(value[: len(columns)])
-        within = matrix[columns][:, columns]
-        for i, column in enumerate(columns.tolist()):
-            slope = torch.addmv(block[i], change[:i].T, within[i, :i], alpha=-1)
-            wanted = torch.add(value[column], slope, alpha=inverse[column])
-            rounded = rounding(wanted, column // size, codes[column])
-            torch.sub(rounded, value[column], out=change[i])
-            value[column] = rounded
-        gradient -= matrix[:, columns] @ change
-    errors = hessian.row_errors(weight - value.T)
-    return Compensated(found.grid, codes.T.contiguous(), errors)
+    value = found.grid.decode(found.codes, slice(None), torch.float32)
+    value = value.T[order].contiguous()  # [k, n]
+    codes = found.codes.T[order].contiguous()
+    error = weight.T[order] - value
+    inverse = torch.where(matrix.diagonal() > 0, 1 / matrix.diagonal(), 0).tolist()
+    group = (order // (len(order) // found.grid.scale.shape[1])).tolist()
+    for start in range(0, len(value), BLOCK):
+        stop = min(start + BLOCK, len(value))
+        block = matrix[start:stop] @ error
+        change = torch.empty_like(block)
+        for i in range(start, stop):
+            slope = torch.addmv(
+                block[i - start], change[: i - start].T, matrix[i, start:i], alpha=-1
+            )
+            wanted = torch.add(value[i], slope, alpha=inverse[i])
+            rounded = rounding(wanted, group[i], codes[i])
+            torch.sub(rounded, value[i], out=change[i - start])
+            value[i] = rounded
+        error[start:stop] -= change
+    errors = ((matrix @ error) * error).sum(0)
+    return Compensated(found.grid, codes[order.argsort()].T.contiguous(), errors)
 
 
 class _Rounding:

@@ -11,6 +11,7 @@ imports nothing of fdk: ``python -P quantise_weights.py REQUEST``. The request i
 import ctypes
 import importlib.metadata
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +145,10 @@ def llama_cpp(request: Request) -> Answer:
 
 def gptqmodel(request: Request) -> Answer:
     """Quantise the model by GPTQModel: GPTQ, symmetric integers, a float16 scale per group."""
+    if (
+        os.cpu_count() or 1
+    ) <= 2:  # 7.7.0 starts one thread, and fails because its loader wants two
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel import GPTQModel, QuantizeConfig  # type: ignore[import-not-found,unused-ignore]
 
     bits, group_size = request["bits"], request["group_size"]

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import fdk_formats.distil as distillation
@@ -131,6 +132,18 @@ def test_predictions_come_nearer_to_the_source(format):
             assert torch.equal(q.packed, layers[name].packed)
     rest = {n: p for n, p in model.named_parameters() if n.removesuffix(".weight") not in found}
     assert all(torch.equal(p, source.get_parameter(n)) for n, p in rest.items())
+
+
+@pytest.mark.parametrize(
+    ("format", "share"), [("kmeans2-g32", 1), ("kmeans3-g32", 1), ("kmeans4-g32", 1 / 2)]
+)
+def test_rates_halve_with_each_bit_above_three(format, share, tmp_path):
+    model, teacher, runs, layers = start(format)
+    file = tmp_path / "state.safetensors"
+    distil(model, layers, teacher, runs, epochs=1, file=file)
+    # Two steps of a quarter of the highest rate, by which Adam moves what has a gradient.
+    moved = [p.abs().max() for name, p in load_file(file).items() if name.endswith(".value")]
+    assert 0.45 * share < max(moved) / distillation.RATE < 0.55 * share
 
 
 def test_models_in_bfloat16_and_stored_values():

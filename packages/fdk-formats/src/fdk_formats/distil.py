@@ -29,8 +29,10 @@ from fdk_formats.scales import Grid, decode_scale, encode_scale, largest_scale
 from fdk_formats.tensor import QuantisedTensor
 
 # Adam's steps: the change of a scale's logarithm, and that of a codebook's entry in units of their
-# mean magnitude. They rise for WARM_UP steps, and fall to zero by a cosine.
+# mean magnitude, for up to RATE_BITS bits; above, they halve with each bit, as errors do. They rise
+# for WARM_UP steps, and fall to zero by a cosine.
 RATE = 5e-3
+RATE_BITS = 3
 WARM_UP = 4
 BETAS = (0.9, 0.99)
 # Inputs are put together for a step until they have this many tokens.
@@ -194,7 +196,8 @@ def distil(
         for each in trained.values():
             stack.callback(each.handle.remove)
         parameters = [p for each in trained.values() for p in each.parameters]
-        adam = torch.optim.Adam(parameters, lr=RATE, betas=BETAS, eps=1e-15)
+        groups = [{"params": each.parameters, "rate": each.rate} for each in trained.values()]
+        adam = torch.optim.Adam(groups, lr=RATE, betas=BETAS, eps=1e-15)
         state_file = _StateFile(file, adam, parameters, len(steps)) if file is not None else None
         done = state_file.load() if state_file else 0
         if done:
@@ -203,7 +206,8 @@ def distil(
         for number, step in enumerate(steps):
             if number < done:
                 continue
-            adam.param_groups[0]["lr"] = RATE * _schedule(number, len(steps))
+            for group in adam.param_groups:
+                group["lr"] = group["rate"] * _schedule(number, len(steps))
             tokens = sum(len(teacher.states[index]) for index in step)
             for index in step:
                 state = teacher.state_of(runs[index])
@@ -321,6 +325,11 @@ class _Trained:
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters."""
         return [self.change] if self.shift is None else [self.change, self.shift]
+
+    @property
+    def rate(self) -> float:
+        """Adam's highest rate for the format."""
+        return RATE * 2.0 ** min(0, RATE_BITS - self.q.format.bits)
 
     def zero_gradients(self) -> None:
         """Sets all gradients to zero."""

@@ -153,7 +153,7 @@ def gptqmodel(request: Request) -> Answer:
 
     bits, group_size = request["bits"], request["group_size"]
     config = QuantizeConfig(bits=bits, group_size=group_size, sym=True, device="cpu")
-    model = GPTQModel.load(request["model"], config, device="cpu", dtype=torch.float32)
+    model = GPTQModel.load(request["model"], config, dtype=torch.float32)
     ids = [
         {"input_ids": row.tolist(), "attention_mask": [1] * len(row)}
         for row in request["calibration"]

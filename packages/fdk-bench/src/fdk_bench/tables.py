@@ -350,13 +350,7 @@ def model_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
             **record["case"],
             **record["values"],
             **_machine(record),
-            "by": record["values"]["backends"]
-            + ("" if record["case"].get("fused", True) else ", not fused")
-            + (
-                ""
-                if record["case"].get("engine", "fdk") == "fdk"
-                else f", {record['case']['engine']}"
-            ),
+            "by": _model_by(record),
             "share": record["values"]["floor"] / record["values"]["step_time"],
         }
         for record in records
@@ -364,6 +358,16 @@ def model_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     ]
     keys = ["model", "batch", "format", "by", "dtype", "context", "machine", "threads"]
     return _last_of(rows, keys)
+
+
+def _model_by(record: Mapping[str, Any]) -> str:
+    case = record["case"]
+    parts = [str(record["values"]["backends"])]
+    if not case.get("fused", True):
+        parts.append("not fused")
+    if (engine := case.get("engine", "fdk")) != "fdk":
+        parts.append(engine)
+    return ", ".join(parts)
 
 
 def accuracy_frame(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -330,9 +330,10 @@ class _Block:
         experts = {name: layer for name, layer in own.items() if isinstance(layer, ExpertLinear)}
         sums = _Moments()
         with ExitStack() as hooks:
-            for name in own.keys() - experts.keys():
-                handle = own[name].register_forward_pre_hook(sums.hook(name))
-                hooks.callback(handle.remove)
+            for name, layer in own.items():
+                if name not in experts:
+                    handle = layer.register_forward_pre_hook(sums.hook(name))
+                    hooks.callback(handle.remove)
             of_experts = hooks.enter_context(expert_moments(experts.values()))
             self.run()
         return sums.hessians(), dict(zip(experts, of_experts, strict=True))

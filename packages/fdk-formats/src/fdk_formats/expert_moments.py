@@ -61,17 +61,14 @@ class ExpertMoments:
 
     def output_error(self, weight: Tensor, quantised: QuantisedStack) -> float | None:
         """Computes the relative RMS error of the outputs of all experts, see ``output_error``."""
-        hessians = self.hessians()
-        if hessians is None or self.total is None:
+        if self.total is None or not any(self.count):
             return None
         error = total = torch.zeros((), device=weight.device)
-        sizes = self.total.diagonal(dim1=1, dim2=2).mean(1)  # the unit of each Hessian, by inputs
-        for size, hessian, own, q in zip(
-            sizes, hessians, weight, quantised.matrices(), strict=True
-        ):
+        for sums, own, q in zip(self.total, weight, quantised.matrices(), strict=True):
             exact = own.to(torch.float32)
-            error = error + size * hessian.row_errors(exact - q.dequantise()).sum()
-            total = total + size * hessian.row_errors(exact).sum()
+            change = exact - q.dequantise()
+            error = error + ((change @ sums) * change).sum()
+            total = total + ((exact @ sums) * exact).sum()
         return float((error / total).clamp(min=0).sqrt()) if total > 0 else 0.0
 
 

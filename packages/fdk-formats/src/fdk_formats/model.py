@@ -186,8 +186,8 @@ def quantise_model(
         kinds_of = {name: kind_of(sources[name]) for name in formats}
         chosen = {n: f for n, f in formats.items() if kinds_of[n] in ("linear", "experts")}
         calibrated = calibrate_weights(model, chosen, calls, epochs=epochs, progress=progress)
-        for name in formats.keys() - chosen.keys():
-            logger.info("%s: quantised without calibration: it is a %s", name, kinds_of[name])
+        for name in [name for name in formats if name not in chosen]:
+            logger.info("%s (%s): quantised without calibration", name, kinds_of[name])
         # A layer of a shared weight after the one that was calibrated.
         names = sorted(formats, key=lambda name: name not in calibrated)
         quantised, together = {n: layer.quantised for n, layer in calibrated.items()}, {}

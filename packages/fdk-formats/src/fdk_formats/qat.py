@@ -71,30 +71,20 @@ def fake_quantise(
         if value is not None and not isinstance(value, Tensor):
             got = type(value).__name__
             raise TypeError(f"fake_quantise: {name} must be a tensor, got {got}")
+    wanted, parsed = weight.dtype if dtype is None else dtype, Format.parse(format)
+    if weight.ndim == 3:
+        return _of_stack(weight, parsed, codebook, importance, scale_log2, wanted)
     table = None if codebook is None else codebook.sort().values
-    wanted = weight.dtype if dtype is None else dtype
-    compute = _of_stack if weight.ndim == 3 else _of_matrix
-    return compute(weight, table, scale_log2, importance, Format.parse(format), wanted)
-
-
-def _of_matrix(
-    weight: Tensor,
-    codebook: Tensor | None,
-    scale_log2: Tensor | None,
-    importance: Tensor | None,
-    format: Format,
-    dtype: torch.dtype,
-) -> Tensor:
-    result: Tensor = _op(weight, codebook, scale_log2, importance, str(format), dtype)[0]
+    result: Tensor = _op(weight, table, scale_log2, importance, str(parsed), wanted)[0]
     return result
 
 
 def _of_stack(
     weight: Tensor,
-    codebook: Tensor | None,
-    scale_log2: Tensor | None,
-    importance: Tensor | None,
     format: Format,
+    codebook: Tensor | None,
+    importance: Tensor | None,
+    scale_log2: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     experts, n, k = weight.shape
@@ -107,13 +97,13 @@ def _of_stack(
         importance = importance[:, None].expand(experts, n, k)
     if (codebook is None and format.is_fitted) or (codebook is not None and codebook.ndim == 2):
         made = [
-            _of_matrix(
+            fake_quantise(
                 weight[expert],
-                of_expert(codebook, expert),
-                of_expert(scale_log2, expert),
-                of_expert(importance, expert),
                 format,
-                dtype,
+                of_expert(codebook, expert),
+                importance=of_expert(importance, expert),
+                scale_log2=of_expert(scale_log2, expert),
+                dtype=dtype,
             )
             for expert in range(experts)
         ]
@@ -123,7 +113,14 @@ def _of_stack(
         scale_log2 = scale_log2.flatten(0, 1)
     if importance is not None and importance.ndim == 3:
         importance = importance.flatten(0, 1)
-    W_hat = _of_matrix(weight.flatten(0, 1), codebook, scale_log2, importance, format, dtype)
+    W_hat = fake_quantise(
+        weight.flatten(0, 1),
+        format,
+        codebook,
+        importance=importance,
+        scale_log2=scale_log2,
+        dtype=dtype,
+    )
     return W_hat.view(experts, n, k)
 
 

@@ -95,7 +95,7 @@ class ExpertWeights:
     product: ExpertProduct | None = None
     # Tensors by shard and expert, None for stacks.
     _arrived: dict[tuple[str, int | None], dict[str, Tensor]] = field(default_factory=dict)
-    # What was made of them, by projection and expert.
+    # Weights made from these tensors, by projection and expert.
     _made: dict[str, dict[int | None, Any]] = field(default_factory=dict)
 
     def add_parameters(self, layer: nn.Module) -> None:

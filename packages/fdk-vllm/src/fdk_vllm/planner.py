@@ -23,9 +23,9 @@ from fdk_vllm.settings import Settings, format_from_environment
 from fdk_vllm.weights import Plan, Source, imported_source, packed_source, unquantised_source
 
 EMBEDDING = "model.embed_tokens"
-# What decides which experts a token gets. ``quantise_model`` leaves it too.
+# Routers, which choose the experts of a token, stay in 16 bits, as in ``quantise_model``.
 ROUTER = re.compile(r"\.(gate|router)$")
-# What engines merge, for models that do not say so in time: Qwen3-MoE with dense layers in vLLM.
+# Layers that engines merge. vLLM names those of a Qwen3-MoE with dense layers too late.
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 

@@ -145,9 +145,8 @@ def llama_cpp(request: Request) -> Answer:
 
 def gptqmodel(request: Request) -> Answer:
     """Quantise the model by GPTQModel: GPTQ, symmetric integers, a float16 scale per group."""
-    if (
-        os.cpu_count() or 1
-    ) <= 2:  # 7.7.0 starts one thread, and fails because its loader wants two
+    # 7.7.0 starts half as many threads as there are cores, and its loader wants two.
+    if (os.cpu_count() or 1) <= 2:
         os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel import GPTQModel, QuantizeConfig  # type: ignore[import-not-found,unused-ignore]
 

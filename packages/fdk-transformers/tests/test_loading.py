@@ -364,17 +364,17 @@ print(size, peak - start)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_peak_memory_is_one_layer_above_the_result(folder, tmp_path):
     config = transformers.LlamaConfig(
-        vocab_size=1024, hidden_size=1024, intermediate_size=4096, num_hidden_layers=18,
+        vocab_size=1024, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
         num_attention_heads=8, num_key_value_heads=8,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     weights = model.num_parameters()
-    assert weights > 300e6
+    assert weights > 100e6
     model.save_pretrained(tmp_path)
     command = [sys.executable, "-c", MEMORY, folder, tmp_path]
     # malloc returns large blocks to the system, in place of keeping them among small ones.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=170)
     size, peak = map(int, done.stdout.split())
     assert size < weights * 0.6
     # Quantising one layer of 8 MiB takes it in float32 and its codes, a few times its size.

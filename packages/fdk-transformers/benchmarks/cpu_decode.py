@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--format", nargs="+", default=["int4-g32"])
+    parser.add_argument("--head", help="format of lm_head, and of an embedding tied to it")
     parser.add_argument("--activations", choices=("float", "int8"), default="float")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32, help="tokens per engine and round")
@@ -49,7 +50,7 @@ def main() -> None:
     engines: dict[str, Callable[[], float]] = {}
     weights: dict[str, int] = {}
     for format in options.format:
-        model = make_model(options.model, format, options.activations)
+        model = make_model(options.model, format, options.head, options.activations)
         name = f"step {format}"
         engines[name] = time_step(model, options.batch, options.tokens)
         weights[name] = weight_bytes(model)
@@ -79,11 +80,14 @@ def main() -> None:
         print(json.dumps(row), flush=True)
 
 
-def make_model(folder: Path, format: str, activations: str) -> torch.nn.Module:
+def make_model(folder: Path, format: str, head: str | None, activations: str) -> torch.nn.Module:
     """Loads a model and quantises it; `none` leaves it as it is."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     if format != "none":
-        model = quantise_model(model, format, progress=False, fuse=True)
+        rules = (
+            {"overrides": {"lm_head|embed_tokens": head}, "include": ["embedding"]} if head else {}
+        )
+        model = quantise_model(model, format, progress=False, fuse=True, **rules)  # type: ignore[arg-type]
     for module in model.modules():
         if isinstance(module, QuantisedLinear):
             module.activations = activations

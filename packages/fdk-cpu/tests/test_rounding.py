@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fdk_cpu.rounding import KERNELS
-from fdk_formats import fake_quantise, quantise, rounding
+from fdk_cpu.rounding import KERNELS, round_columns
+from fdk_formats import compensate, fake_quantise, quantise, rounding
 from fdk_formats.encode import CodebookEncoder
 
 SIZES = (1, 5, 16, 64, 100)
@@ -114,7 +114,58 @@ def test_threads_do_not_show(threads: int) -> None:
         set_num_threads(None)
 
 
+@pytest.mark.parametrize("has_zero", [False, True])
+@pytest.mark.parametrize("columns,rows", [(1, 1), (7, 5), (128, 64), (20, 203)])
+@pytest.mark.parametrize("entries", [2, 3, 8, 16])
+def test_columns_equal_torchs(
+    isa: str, entries: int, columns: int, rows: int, has_zero: bool
+) -> None:
+    """In multiples of 1/8 all sums are exact, whatever their order."""
+
+    def eighths(*shape: int, seed: int) -> torch.Tensor:
+        return (normal(*shape, seed=seed) * 8).round() / 8
+
+    table = torch.arange(entries) - entries / 2
+    scale = 2.0 ** eighths(columns, rows, seed=1).round().clamp(-1, 1)
+    scale[0, 0] = 0
+    given = (
+        (table[1:] + table[:-1]) / 2,
+        table,
+        eighths(columns, rows, seed=2),
+        eighths(columns, rows, seed=3),
+        eighths(columns, columns, seed=4).sign().tril(-1) / 2,
+        scale,
+        eighths(columns, rows, seed=5) if has_zero else None,
+    )
+    codes, left = round_columns(*given)
+    wanted_codes, wanted = compensate.round_columns(*given)
+    assert torch.equal(codes, wanted_codes)
+    assert torch.equal(left, wanted)
+
+
+@pytest.mark.parametrize("format", ["kmeans2-g32", "affine4-g32", "kmeans4-row"])
+def test_compensation_equals_torchs(isa: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(400, 200) @ (torch.eye(200) + 0.1 * normal(200, 200, seed=1))
+    hessian = compensate.Hessian(x.T @ x / len(x))
+    weight = normal(70, 192, seed=2) if "g32" in format else normal(70, 200, seed=2)
+    if "g32" in format:
+        hessian = compensate.Hessian(hessian.matrix[:192, :192])
+
+    def error() -> float:
+        found = quantise(weight, format, hessian=hessian)
+        return float(hessian.row_errors(weight - found.dequantise()).sum())
+
+    found = error()
+    monkeypatch.delitem(rounding._COLUMNS, "cpu")
+    assert found == pytest.approx(error(), rel=1e-3)
+
+
 def test_wrong_sizes_are_refused() -> None:
+    square = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="feedback must be"):
+        round_columns(torch.ones(1), torch.ones(2), square, square, torch.ones(3), square, None)
+    with pytest.raises(ValueError, match="scale must be"):
+        round_columns(torch.ones(1), torch.ones(2), square, square, square, torch.ones(2, 1), None)
     encoder, groups, scale = case(8, 64)
     with pytest.raises(ValueError, match="values must be"):
         KERNELS.round(encoder.midpoints, encoder.entries, groups.view(-1)[:-1], scale)

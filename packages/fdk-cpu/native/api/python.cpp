@@ -476,6 +476,36 @@ void group_products(const py::tuple& midpoints, const py::tuple& entries, const 
                       threads);
 }
 
+void round_columns(const py::tuple& midpoints, const py::tuple& entries, const py::tuple& wanted,
+                   const py::tuple& reference, const py::tuple& feedback, const py::tuple& scale,
+                   const py::tuple& zero, const py::tuple& codes, const py::tuple& left,
+                   std::size_t threads) {
+  const RoundingArguments given(midpoints, entries, wanted, scale, py::make_tuple(0, 0));
+  const Bytes values = bytes_of(wanted), from = bytes_of(reference), matrix = bytes_of(feedback),
+              scales = bytes_of(scale), zeros = bytes_of(zero), code = bytes_of(codes),
+              out = bytes_of(left);
+  std::size_t columns = 0;
+  while (columns * columns * sizeof(float) < matrix.size) columns++;
+  expect("feedback", matrix, columns * columns * sizeof(float));
+  const std::size_t count = values.size / sizeof(float);
+  const std::size_t rows = columns == 0 ? 0 : count / columns;
+  expect("wanted", values, columns * rows * sizeof(float));
+  expect("reference", from, values.size);
+  expect("scale", scales, values.size);
+  if (zeros.size != 0) expect("zero", zeros, values.size);
+  expect("codes", code, count);
+  expect("left", out, values.size);
+  const fdk::Columns problem{values.as<const float>(),
+                             from.as<const float>(),
+                             matrix.as<const float>(),
+                             scales.as<const float>(),
+                             zeros.size == 0 ? nullptr : zeros.as<const float>(),
+                             columns,
+                             rows};
+  const py::gil_scoped_release release;
+  fdk::round_columns(given.table, problem, code.as<std::uint8_t>(), out.as<float>(), threads);
+}
+
 // Canonical and packed codes of a weight.
 struct CodeTensors {
   fdk::Layout layout;
@@ -580,6 +610,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("round_groups", round_groups);
   module.def("group_errors", group_errors);
   module.def("group_products", group_products);
+  module.def("round_columns", round_columns);
   module.def("read_sum", read_sum);
   module.def("copy_memory", copy_memory);
   module.attr("HUGE_PAGE") = fdk::WeightMemory::kHugePage;

@@ -2,8 +2,10 @@
 // instruction set. Comparisons give -1 or 0 in each lane.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "common/simd-inl.h"
 #include "rounding/rounding.h"
@@ -147,6 +149,61 @@ void products_of(const RoundingTable& constants, const Groups& groups, std::size
   }
 }
 
+// Vectors of rows that a tile has: sums that do not wait for each other.
+constexpr std::size_t kTile = 4;
+
+// Rounds kTile vectors of rows, from row `first`; of a tile that is not whole only `count` rows are
+// read and written.
+template <int kEntries, bool kWhole>
+FDK_INLINE void round_tile(const Table<kEntries>& table, const Columns& given, std::size_t first,
+                           std::size_t count, Float* left_of_tile, std::uint8_t* codes,
+                           float* left) {
+  const auto lanes_of = [&](std::size_t vector) FDK_LAMBDA {
+    if (kWhole) return kLanes;
+    return count <= vector * kLanes ? 0 : std::min(kLanes, count - vector * kLanes);
+  };
+  for (std::size_t i = 0; i < given.columns; i++) {
+    const std::size_t at = i * given.rows + first;
+    Float wanted[kTile];
+    FDK_UNROLL
+    for (std::size_t v = 0; v < kTile; v++)
+      wanted[v] = load_some(given.wanted + at + v * kLanes, lanes_of(v));
+    const float* feedback = given.feedback + i * given.columns;
+    for (std::size_t j = 0; j < i; j++) {
+      const Float factor = broadcast(feedback[j]);
+      FDK_UNROLL
+      for (std::size_t v = 0; v < kTile; v++) wanted[v] += factor * left_of_tile[j * kTile + v];
+    }
+    FDK_UNROLL
+    for (std::size_t v = 0; v < kTile; v++) {
+      const std::size_t lanes = lanes_of(v), place = at + v * kLanes;
+      const Float scale = load_some(given.scale + place, lanes);
+      const Float divisor = scale == 0 ? broadcast(std::numeric_limits<float>::infinity()) : scale;
+      Float zero{};
+      if (given.zero != nullptr) zero = load_some(given.zero + place, lanes);
+      const Float u = wanted[v] / divisor + zero;
+      const Float rounded = (table.nearest(u) - zero) * scale;
+      const Float rest = load_some(given.reference + place, lanes) - rounded;
+      const Codes code = table.codes(u);
+      left_of_tile[i * kTile + v] = rest;
+      std::memcpy(left + place, &rest, lanes * sizeof(float));
+      std::memcpy(codes + place, &code, lanes);
+    }
+  }
+}
+
+template <int kEntries>
+void columns_of(const RoundingTable& constants, const Columns& given, std::size_t begin,
+                std::size_t end, std::uint8_t* codes, float* left) {
+  const Table<kEntries> table(constants);
+  std::vector<Float> left_of_tile(given.columns * kTile);
+  std::size_t first = begin;
+  for (; first + kTile * kLanes <= end; first += kTile * kLanes)
+    round_tile<kEntries, true>(table, given, first, 0, left_of_tile.data(), codes, left);
+  if (first < end)
+    round_tile<kEntries, false>(table, given, first, end - first, left_of_tile.data(), codes, left);
+}
+
 // Calls f with the number of entries, rounded up, as a constant.
 template <class F>
 FDK_INLINE void with_entries(std::size_t entries, F f) {
@@ -177,7 +234,14 @@ void products_range(const RoundingTable& table, const Groups& groups, std::size_
   });
 }
 
-constexpr RoundingKernels kKernels{round_range, errors_range, products_range};
+void columns_range(const RoundingTable& table, const Columns& columns, std::size_t begin,
+                   std::size_t end, std::uint8_t* codes, float* left) {
+  with_entries(table.entries, [&](auto entries) {
+    columns_of<decltype(entries)::value>(table, columns, begin, end, codes, left);
+  });
+}
+
+constexpr RoundingKernels kKernels{round_range, errors_range, products_range, columns_range};
 
 }  // namespace
 }  // namespace fdk

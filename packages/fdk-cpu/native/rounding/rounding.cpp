@@ -11,6 +11,8 @@ namespace {
 
 // Weights in a piece of a thread's work.
 constexpr std::size_t kPieceWeights = std::size_t(1) << 14;
+// Rows in a piece, where columns are rounded: two of the widest tiles.
+constexpr std::size_t kPieceRows = 128;
 
 const RoundingKernels& kernels() {
 #if defined(__x86_64__)
@@ -59,6 +61,13 @@ void group_products(const RoundingTable& table, const Groups& groups, float* pro
                     std::size_t threads) {
   for_pieces(groups, threads, [&](std::size_t begin, std::size_t end) {
     kernels().products(table, groups, begin, end, product, square);
+  });
+}
+
+void round_columns(const RoundingTable& table, const Columns& columns, std::uint8_t* codes,
+                   float* left, std::size_t threads) {
+  parallel_for(columns.rows, kPieceRows, threads, [&](std::size_t begin, std::size_t end) {
+    kernels().columns(table, columns, begin, end, codes, left);
   });
 }
 

@@ -1,6 +1,6 @@
-// Rounding of groups of weights to a codebook of up to 16 entries, and what a search for scales and
-// a training step need of it. Bit for bit the values of fdk_formats' CodebookEncoder; sums over a
-// group differ in their order.
+// Rounding of weights to a codebook of up to 16 entries, and what a search for scales, a training
+// step and error compensation need of it. Bit for bit the values of fdk_formats' CodebookEncoder;
+// sums differ in their order.
 //
 //   values     :: [groups, size]               float32
 //   scale      :: [groups]                     float32; zero rounds every value as zero
@@ -28,6 +28,20 @@ struct Groups {
   std::size_t groups, size, importance_groups;
 };
 
+// Columns of a weight that are rounded one after the other. Column i wants
+//
+//   u = wanted_i + sum over j < i of feedback_ij left_j
+//
+// and gets the code of u / scale_i + zero_i; left_i is reference_i - (entry - zero_i) scale_i.
+//
+//   wanted, reference, scale :: [columns, rows]
+//   zero                     :: [columns, rows], or null for zeros
+//   feedback                 :: [columns, columns], below the diagonal
+struct Columns {
+  const float *wanted, *reference, *feedback, *scale, *zero;
+  std::size_t columns, rows;
+};
+
 // midpoints :: [entries - 1], entries :: [entries]
 RoundingTable rounding_table_of(const float* midpoints, const float* entries, std::size_t count);
 
@@ -43,7 +57,11 @@ void group_errors(const RoundingTable& table, const Groups& groups, float* error
 void group_products(const RoundingTable& table, const Groups& groups, float* product, float* square,
                     std::size_t threads);
 
-// The kernels of an instruction set, for groups [begin, end).
+// Writes codes and left, [columns, rows] each.
+void round_columns(const RoundingTable& table, const Columns& columns, std::uint8_t* codes,
+                   float* left, std::size_t threads);
+
+// The kernels of an instruction set, for groups or rows [begin, end).
 struct RoundingKernels {
   void (*round)(const RoundingTable&, const Groups&, std::size_t begin, std::size_t end,
                 std::uint8_t* codes, float* rounded);
@@ -51,6 +69,8 @@ struct RoundingKernels {
                  float* errors);
   void (*products)(const RoundingTable&, const Groups&, std::size_t begin, std::size_t end,
                    float* product, float* square);
+  void (*columns)(const RoundingTable&, const Columns&, std::size_t begin, std::size_t end,
+                  std::uint8_t* codes, float* left);
 };
 
 extern const RoundingKernels kRoundingBaseline;

@@ -160,6 +160,19 @@ def group_products(
     threads: int,
     /,
 ) -> None: ...
+def round_columns(
+    midpoints: Bytes,
+    entries: Bytes,
+    wanted: Bytes,
+    reference: Bytes,
+    feedback: Bytes,
+    scale: Bytes,
+    zero: Bytes,
+    codes: Bytes,
+    left: Bytes,
+    threads: int,
+    /,
+) -> None: ...
 def layout_sizes(n: int, k: int, group_size: int, bits: int, /) -> tuple[int, int]: ...
 def pack_codes(
     n: int, k: int, group_size: int, bits: int, packed: Bytes, codes: Bytes, threads: int, /

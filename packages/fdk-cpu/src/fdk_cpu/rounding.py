@@ -1,4 +1,4 @@
-"""Rounding to a codebook in C++, for searches for scales and for training steps.
+"""Rounding to a codebook in C++, for searches for scales, training steps and error compensation.
 
 Importing this module registers the kernels for CPU tensors.
 """
@@ -9,7 +9,11 @@ from torch import Tensor
 from fdk_cpu import _native
 from fdk_cpu.native_args import bytes_of
 from fdk_cpu.runtime import num_threads
-from fdk_formats.rounding import RoundingKernels, register_rounding_kernels
+from fdk_formats.rounding import (
+    RoundingKernels,
+    register_round_columns,
+    register_rounding_kernels,
+)
 
 
 def round_groups(
@@ -64,5 +68,32 @@ def products(
     return product, square
 
 
+def round_columns(
+    midpoints: Tensor,
+    entries: Tensor,
+    wanted: Tensor,
+    reference: Tensor,
+    feedback: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See ``register_round_columns``."""
+    codes, left = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
+    _native.round_columns(
+        bytes_of(midpoints),
+        bytes_of(entries),
+        bytes_of(wanted),
+        bytes_of(reference),
+        bytes_of(feedback),
+        bytes_of(scale),
+        bytes_of(zero),
+        bytes_of(codes),
+        bytes_of(left),
+        num_threads(),
+    )
+    return codes, left
+
+
 KERNELS = RoundingKernels(round=round_groups, squared_errors=squared_errors, products=products)
 register_rounding_kernels("cpu", KERNELS)
+register_round_columns("cpu", round_columns)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fdk_formats.encode import CodebookEncoder
+from fdk_formats.rounding import round_columns_for
 from fdk_formats.scales import Grid, decode_scale, encode_scale, largest_scale
 
 # Columns per block: inside it a column is a matrix-vector product, between blocks all are GEMMs.
@@ -161,17 +162,13 @@ def compensate(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
 def _pass(weight: Tensor, grid: Grid, hessian: Hessian) -> Compensated:
     """Chooses codes column by column, each making up for the error of those before it."""
     order, feedback = hessian.order, hessian.feedback
-    rounding = _Rounding(grid)
+    rounding = _ColumnRounding(grid, order)
     columns = weight.T[order].contiguous()  # [k, n]
     error, codes = torch.empty_like(columns), torch.empty_like(columns, dtype=torch.uint8)
-    group = (order // (len(order) // grid.scale.shape[1])).tolist()
     for start in range(0, len(columns), BLOCK):
-        stop = min(start + BLOCK, len(columns))
-        block = torch.addmm(columns[start:stop], feedback[start:stop, :start], error[:start])
-        for i in range(start, stop):
-            wanted = torch.addmv(block[i - start], error[start:i].T, feedback[i, start:i])
-            value = rounding(wanted, group[i], codes[i])
-            torch.sub(columns[i], value, out=error[i])
+        block = slice(start, start + BLOCK)
+        wanted = torch.addmm(columns[block], feedback[block, :start], error[:start])
+        codes[block], error[block] = rounding(block, wanted, columns[block], feedback[block, block])
     original = order.argsort()
     errors = hessian.row_errors(error[original].T)
     return Compensated(grid, codes[original].T.contiguous(), errors)
@@ -184,59 +181,99 @@ def _sweep(weight: Tensor, found: Compensated, hessian: Hessian) -> Compensated:
     others, is the one nearest to ``w_hat_i + (D H)_i / H_ii``.
     """
     order, matrix = hessian.order, hessian.ordered
-    rounding = _Rounding(found.grid)
+    rounding = _ColumnRounding(found.grid, order)
     value = found.grid.decode(found.codes, slice(None), torch.float32)
     value = value.T[order].contiguous()  # [k, n]
-    codes = found.codes.T[order].contiguous()
+    codes = torch.empty_like(value, dtype=torch.uint8)
     error = weight.T[order] - value
-    inverse = torch.where(matrix.diagonal() > 0, 1 / matrix.diagonal(), 0).tolist()
-    group = (order // (len(order) // found.grid.scale.shape[1])).tolist()
+    diagonal = matrix.diagonal()
+    inverse = torch.where(diagonal > 0, 1 / diagonal, 0)[:, None]
     for start in range(0, len(value), BLOCK):
-        stop = min(start + BLOCK, len(value))
-        block = matrix[start:stop] @ error
-        change = torch.empty_like(block)
-        for i in range(start, stop):
-            slope = torch.addmv(
-                block[i - start], change[: i - start].T, matrix[i, start:i], alpha=-1
-            )
-            wanted = torch.add(value[i], slope, alpha=inverse[i])
-            rounded = rounding(wanted, group[i], codes[i])
-            torch.sub(rounded, value[i], out=change[i - start])
-            value[i] = rounded
-        error[start:stop] -= change
+        block = slice(start, start + BLOCK)
+        wanted = torch.addcmul(value[block], inverse[block], matrix[block] @ error)
+        codes[block], left = rounding(
+            block, wanted, value[block], matrix[block, block] * inverse[block]
+        )
+        error[block] += left
     errors = ((matrix @ error) * error).sum(0)
     return Compensated(found.grid, codes[order.argsort()].T.contiguous(), errors)
 
 
-class _Rounding:
-    """Rounds one column to the grid, as ``Grid.encode`` does."""
+class _ColumnRounding:
+    """Rounds columns to a grid, in the order of a Hessian, each making up for those before it.
 
-    def __init__(self, grid: Grid) -> None:
-        self.top = (1 << grid.format.bits) - 1
+    Args:
+        grid: scales, and codebook or zero points.
+        order: the columns, ``[k, int64]``.
+    """
+
+    def __init__(self, grid: Grid, order: Tensor) -> None:
+        self.group = order // (len(order) // grid.scale.shape[1])
         self.scale = decode_scale(grid.scale).T.contiguous()  # [k/G, n]
-        self.divisor = torch.where(self.scale == 0, torch.inf, self.scale)
-        self.zero = self.table = self.first = None
+        self.zero = self.first = None
         if grid.codebook is None:
             assert grid.zero_point is not None
             self.zero = grid.zero_point.to(torch.float32).T.contiguous()
-            return
-        encoder = CodebookEncoder(grid.codebook)
-        self.midpoints, self.first = encoder.midpoints, encoder.first
-        self.table = grid.codebook.unique_consecutive()
+            self.entries = torch.arange(1 << grid.format.bits, device=order.device).float()
+            self.midpoints = self.entries[:-1] + 0.5
+        else:
+            encoder = CodebookEncoder(grid.codebook)
+            self.midpoints, self.first = encoder.midpoints, encoder.first
+            self.entries = encoder.entries
+        self.kernel = round_columns_for(order.device, len(self.entries)) or round_columns
 
-    def __call__(self, wanted: Tensor, group: int, codes: Tensor) -> Tensor:
-        """Writes the codes of a column ``wanted :: [n]``; returns their values, ``[n]``."""
-        value = wanted / self.divisor[group]
-        if self.table is None:
-            assert self.zero is not None
-            zero = self.zero[group]
-            code = value.add_(zero).sub_(0.5).ceil_().clamp_(0, self.top)
-            codes.copy_(code)
-            return code.sub_(zero).mul_(self.scale[group])
-        entry = torch.bucketize(value, self.midpoints, out_int32=True)
-        codes.copy_(entry if self.first is None else self.first.index_select(0, entry))
-        values: Tensor = self.table.index_select(0, entry)
-        return values.mul_(self.scale[group])
+    def __call__(
+        self, block: slice, wanted: Tensor, reference: Tensor, feedback: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rounds some columns; see ``register_round_columns``.
+
+        Args:
+            block: which ones.
+            wanted: ``[b, n]``.
+            reference: ``[b, n]``.
+            feedback: ``[b, b]``.
+
+        Returns:
+            Codes, and what is left of ``reference``.
+        """
+        group = self.group[block]
+        codes, left = self.kernel(
+            self.midpoints,
+            self.entries,
+            wanted,
+            reference,
+            feedback.contiguous(),
+            self.scale[group],
+            None if self.zero is None else self.zero[group],
+        )
+        if self.first is not None:
+            codes = self.first.index_select(0, codes.view(-1).to(torch.int32)).view(codes.shape)
+        return codes, left
+
+
+def round_columns(
+    midpoints: Tensor,
+    entries: Tensor,
+    wanted: Tensor,
+    reference: Tensor,
+    feedback: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Rounds columns in torch; see ``register_round_columns``."""
+    codes, left = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
+    divisor = torch.where(scale == 0, torch.inf, scale)
+    for i in range(len(wanted)):
+        value = torch.addmv(wanted[i], left[:i].T, feedback[i, :i]).div_(divisor[i])
+        if zero is not None:
+            value += zero[i]
+        code = torch.bucketize(value, midpoints, out_int32=True)
+        codes[i] = code
+        rounded = entries.index_select(0, code)
+        if zero is not None:
+            rounded -= zero[i]
+        torch.sub(reference[i], rounded.mul_(scale[i]), out=left[i])
+    return codes, left
 
 
 def _better_rows(a: Compensated, b: Compensated) -> Compensated:
@@ -257,16 +294,18 @@ def _refit_scales(weight: Tensor, found: Compensated, hessian: Hessian) -> Compe
     groups = grid.scale.shape[1]
     size = k // groups
     scale = grid.scale.clone()
-    damping = DAMPING * torch.eye(k, device=matrix.device)
+    damped = matrix + DAMPING * torch.eye(k, device=matrix.device)
     for rows in torch.arange(n).split(max(1, SYSTEM_SIZE // max(groups * groups, k))):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
         unit = unit_values(grid, found.codes, part)
-        target = (unit * (weight[part] @ (matrix + damping))).view(-1, groups, size).sum(-1)
+        target = (unit * (weight[part] @ damped)).view(-1, groups, size).sum(-1)
         system = unit.new_empty((len(unit), groups, groups))
         for group in range(groups):
-            columns = slice(group * size, (group + 1) * size)
-            product = unit[:, columns] @ (matrix + damping)[columns]
-            system[:, group] = product.mul_(unit).view(-1, groups, size).sum(-1)
+            first = group * size
+            product = unit[:, first : first + size] @ damped[first : first + size, first:]
+            product.mul_(unit[:, first:])
+            sums = product.view(len(unit), groups - group, size).sum(-1)
+            system[:, group, group:] = system[:, group:, group] = sums
         diagonal = system.diagonal(dim1=-2, dim2=-1)
         diagonal += 1e-6 * diagonal.mean(-1, keepdim=True) + (diagonal == 0)
         solved, info = torch.linalg.solve_ex(system, target)

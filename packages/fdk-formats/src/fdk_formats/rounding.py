@@ -1,11 +1,12 @@
-"""Kernels that round groups of weights to a small codebook, and their registry.
+"""Kernels that round weights to a small codebook, and their registry.
 
-``CodebookEncoder`` calls those of the device, or does the same in torch. They are what a search for
-scales and a training step spend their time on.
+``CodebookEncoder`` and ``compensate`` call those of the device, or do the same in torch. They are
+what a search for scales, a training step and error compensation spend their time on.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ Round = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 SquaredErrors = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # (midpoints, entries, groups, scale, importance) -> (product, square)
 Products = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+# (midpoints, entries, wanted, reference, feedback, scale, zero) -> (codes, left)
+RoundColumns = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+]
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,10 @@ class RoundingKernels:
     products: Products
 
 
+K = TypeVar("K")
+
 _REGISTERED: dict[str, RoundingKernels] = {}
+_COLUMNS: dict[str, RoundColumns] = {}
 
 
 def register_rounding_kernels(device_type: str, kernels: RoundingKernels) -> None:
@@ -68,8 +76,44 @@ def rounding_kernels_for(device: torch.device, entries: int) -> RoundingKernels 
     """
     if not 1 < entries <= MAX_ENTRIES or is_traced():
         return None
-    if device.type not in _REGISTERED:
+    return _find(_REGISTERED, device)
+
+
+def register_round_columns(device_type: str, kernel: RoundColumns) -> None:
+    """Registers, for a device type, a kernel that rounds columns one after the other.
+
+    It takes contiguous float32 tensors of one device and returns the codes, ``[b, n, uint8]``, and
+    what rounding leaves of the reference, ``[b, n, float32]``:
+
+        midpoints :: [entries - 1]  ascending
+        entries   :: [entries]      2 to MAX_ENTRIES
+        wanted    :: [b, n]
+        reference :: [b, n]
+        feedback  :: [b, b]         below the diagonal; the rest is not used
+        scale     :: [b, n]
+        zero      :: [b, n], or None for zeros
+
+    For column i, with ``u = wanted_i + sum_{j < i} feedback_ij left_j``, the code is the number of
+    midpoints below ``u / scale_i + zero_i``, where a scale of zero makes the quotient zero, and
+    ``left_i = reference_i - (entry - zero_i) scale_i``.
+
+    Args:
+        device_type: ``cpu``, ``cuda`` or another.
+        kernel: the function. The order of the sum is its own.
+    """
+    _COLUMNS[torch.device(device_type).type] = kernel
+
+
+def round_columns_for(device: torch.device, entries: int) -> RoundColumns | None:
+    """Returns the kernel for a device and a number of distinct entries, or None."""
+    if not 1 < entries <= MAX_ENTRIES:
+        return None
+    return _find(_COLUMNS, device)
+
+
+def _find(registry: dict[str, K], device: torch.device) -> K | None:
+    if device.type not in registry:
         from fdk_formats.backends import all_backends
 
         all_backends()  # imports installed packages, which register their kernels
-    return _REGISTERED.get(device.type)
+    return registry.get(device.type)

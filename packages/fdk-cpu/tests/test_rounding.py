@@ -6,6 +6,7 @@ import torch
 from fdk_cpu.rounding import KERNELS, round_columns
 from fdk_formats import compensate, fake_quantise, quantise, rounding
 from fdk_formats.encode import CodebookEncoder
+from fdk_formats.testing.rounding import check_round_columns
 
 SIZES = (1, 5, 16, 64, 100)
 
@@ -115,32 +116,12 @@ def test_threads_do_not_show(threads: int) -> None:
 
 
 @pytest.mark.parametrize("has_zero", [False, True])
-@pytest.mark.parametrize("columns,rows", [(1, 1), (7, 5), (128, 64), (20, 203)])
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1), (7, 5), (128, 64), (20, 203)])
 @pytest.mark.parametrize("entries", [2, 3, 8, 16])
 def test_columns_equal_torchs(
     isa: str, entries: int, columns: int, rows: int, has_zero: bool
 ) -> None:
-    """In multiples of 1/8 all sums are exact, whatever their order."""
-
-    def eighths(*shape: int, seed: int) -> torch.Tensor:
-        return (normal(*shape, seed=seed) * 8).round() / 8
-
-    table = torch.arange(entries) - entries / 2
-    scale = 2.0 ** eighths(columns, rows, seed=1).round().clamp(-1, 1)
-    scale[0, 0] = 0
-    given = (
-        (table[1:] + table[:-1]) / 2,
-        table,
-        eighths(columns, rows, seed=2),
-        eighths(columns, rows, seed=3),
-        eighths(columns, columns, seed=4).sign().tril(-1) / 2,
-        scale,
-        eighths(columns, rows, seed=5) if has_zero else None,
-    )
-    codes, left = round_columns(*given)
-    wanted_codes, wanted = compensate.round_columns(*given)
-    assert torch.equal(codes, wanted_codes)
-    assert torch.equal(left, wanted)
+    check_round_columns(round_columns, entries, columns, rows, has_zero=has_zero)
 
 
 @pytest.mark.parametrize("format", ["kmeans2-g32", "affine4-g32", "kmeans4-row"])

@@ -18,8 +18,10 @@ from fdk_cuda.triton.configs import (
 from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, GEMM_WGMMA_FUSED_BITS, DequantiseConfig
 from fdk_cuda.triton.kernels.decode import two_values
 from fdk_cuda.triton.layout import PackedLayout
+from fdk_cuda.triton.round_columns import round_columns
 from fdk_formats import Format
 from fdk_formats.testing import Case, cases, check_golden, check_in_place, check_numerics, nrmse
+from fdk_formats.testing.rounding import check_round_columns
 
 assert launch.INTERPRETED
 fix_scalar_masks()
@@ -32,6 +34,13 @@ SOME = list(cases(dtypes=DTYPES, bits=(4, 8), group_sizes=(16,), ms=(3,)))
 def affine_case(bits: int, scales: str, zeros: str, dtype: torch.dtype) -> Case:
     format = Format("affine", bits, 16, scale_dtype=scales, zero_point=zeros)
     return Case(format, 64, 137, 64, dtype)
+
+
+@pytest.mark.parametrize("has_zero", [False, True])
+@pytest.mark.parametrize(("columns", "rows"), [(1, 1), (20, 37)])
+@pytest.mark.parametrize("entries", [2, 3, 16, 256])
+def test_round_columns(entries: int, columns: int, rows: int, has_zero: bool) -> None:
+    check_round_columns(round_columns, entries, columns, rows, has_zero=has_zero)
 
 
 @pytest.mark.parametrize("case", SOME[::3], ids=str)

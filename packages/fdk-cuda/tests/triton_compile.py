@@ -45,7 +45,10 @@ TENSORS = {
     "values_ptr": "*i16",
     **dict.fromkeys(("order_ptr", "tiles_ptr", "counts_ptr"), "*i32"),
     "ids_ptr": "*i64",
-    "routing_ptr": "*fp32",
+    **dict.fromkeys(("routing_ptr", "midpoints_ptr", "table_ptr", "wanted_ptr"), "*fp32"),
+    **dict.fromkeys(("reference_ptr", "feedback_ptr", "scales_ptr", "zeros_ptr"), "*fp32"),
+    "left_ptr": "*fp32",
+    "codes_ptr": "*u8",
 }
 
 

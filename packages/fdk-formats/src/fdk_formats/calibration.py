@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fdk_formats.compensate import Hessian, output_error
+from fdk_formats.compensate import Hessian, add_moments, output_error
 from fdk_formats.distil import Teacher, distil, output_head
 from fdk_formats.expert_moments import ExpertMoments, expert_moments
 from fdk_formats.experts import ExpertLinear, layers_and_projections
@@ -361,11 +361,12 @@ class _Moments:
                 return
             self.leader[name] = name
             self.latest[name] = x
-            rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
+            rows = x.detach().reshape(-1, x.shape[-1])
             if name not in self.total:
-                self.total[name] = rows.new_zeros((rows.shape[1],) * 2)
+                shape = (rows.shape[1],) * 2
+                self.total[name] = torch.zeros(shape, dtype=torch.float32, device=x.device)
                 self.count[name] = 0
-            self.total[name].addmm_(rows.T, rows)
+            add_moments(self.total[name], rows)
             self.count[name] += len(rows)
 
         return add

@@ -107,6 +107,22 @@ class Hessian:
         return ((error @ self.matrix) * error).sum(-1)
 
 
+def add_moments(total: Tensor, x: Tensor) -> None:
+    """Adds ``x^T x`` to ``total :: [k, k, float32]``.
+
+    On a GPU tensor cores multiply inputs of 16 bits, exactly, and sum in float32.
+
+    Args:
+        total: the sum.
+        x: ``[rows, k]``, floating.
+    """
+    if x.is_cuda and x.element_size() == 2:
+        total += torch.mm(x.T, x, out_dtype=torch.float32)
+    else:
+        x = x.to(torch.float32)
+        total.addmm_(x.T, x)
+
+
 def output_error(weight: Tensor, quantised: Tensor, hessian: Hessian | Tensor) -> float:
     """Computes the relative RMS error of a layer's outputs, ``sqrt(tr(D H D^T) / tr(W H W^T))``.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fdk_formats.compensate import Hessian
+from fdk_formats.compensate import Hessian, add_moments
 from fdk_formats.expert_ops import tokens_of_experts
 from fdk_formats.experts import ExpertLinear
 from fdk_formats.tensor import QuantisedStack
@@ -42,9 +42,8 @@ class ExpertMoments:
             shape = experts, rows.shape[1], rows.shape[1]
             self.total = torch.zeros(shape, device=x.device)
         for expert, own in tokens_of_experts(expert_ids, experts):
-            chosen = rows[own].to(torch.float32)
-            self.total[expert].addmm_(chosen.T, chosen)
-            self.count[expert] += len(chosen)
+            add_moments(self.total[expert], rows[own])
+            self.count[expert] += len(own)
 
     def hessians(self) -> list[Hessian] | None:
         """Returns the moments of each expert; those of all for one that no token went to.

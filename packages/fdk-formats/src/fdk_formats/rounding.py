@@ -56,7 +56,7 @@ class RoundingKernels:
 K = TypeVar("K")
 
 _REGISTERED: dict[str, RoundingKernels] = {}
-_COLUMNS: dict[str, RoundColumns] = {}
+_COLUMNS: dict[str, tuple[RoundColumns, int]] = {}  # with the most entries
 
 
 def register_rounding_kernels(device_type: str, kernels: RoundingKernels) -> None:
@@ -79,14 +79,16 @@ def rounding_kernels_for(device: torch.device, entries: int) -> RoundingKernels 
     return _find(_REGISTERED, device)
 
 
-def register_round_columns(device_type: str, kernel: RoundColumns) -> None:
+def register_round_columns(
+    device_type: str, kernel: RoundColumns, max_entries: int = MAX_ENTRIES
+) -> None:
     """Registers, for a device type, a kernel that rounds columns one after the other.
 
     It takes contiguous float32 tensors of one device and returns the codes, ``[b, n, uint8]``, and
     what rounding leaves of the reference, ``[b, n, float32]``:
 
         midpoints :: [entries - 1]  ascending
-        entries   :: [entries]      2 to MAX_ENTRIES
+        entries   :: [entries]      2 to max_entries
         wanted    :: [b, n]
         reference :: [b, n]
         feedback  :: [b, b]         below the diagonal; the rest is not used
@@ -100,15 +102,15 @@ def register_round_columns(device_type: str, kernel: RoundColumns) -> None:
     Args:
         device_type: ``cpu``, ``cuda`` or another.
         kernel: the function. The order of the sum is its own.
+        max_entries: codebooks with more distinct entries are left to torch.
     """
-    _COLUMNS[torch.device(device_type).type] = kernel
+    _COLUMNS[torch.device(device_type).type] = kernel, max_entries
 
 
 def round_columns_for(device: torch.device, entries: int) -> RoundColumns | None:
     """Returns the kernel for a device and a number of distinct entries, or None."""
-    if not 1 < entries <= MAX_ENTRIES:
-        return None
-    return _find(_COLUMNS, device)
+    kernel, max_entries = _find(_COLUMNS, device) or (None, 0)
+    return kernel if 1 < entries <= max_entries else None
 
 
 def _find(registry: dict[str, K], device: torch.device) -> K | None:

@@ -289,7 +289,8 @@ def make_vllm_environment(session: nox.Session) -> str:
     overrides.write_text(VLLM_OVERRIDES)
     # Without its configuration, uv does not apply the workspace's pins.
     install = (UV, "pip", "install", "--no-config", "--quiet", "--python", str(python))
-    ours = ("-e", "packages/fdk-vllm", "-e", "packages/fdk-formats", "packages/fdk-cpu")
+    editable = [f"packages/fdk-{name}" for name in ("vllm", "formats", "transformers")]
+    ours = (*(part for folder in editable for part in ("-e", folder)), "packages/fdk-cpu")
     for packages in (("--override", str(overrides), *VLLM), ("--no-deps", *ours)):
         session.run(*install, *packages, env=ENV, external=True)
     return str(python)

@@ -21,6 +21,7 @@ from accelerate.utils import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from mixtures import Mixture
 from safetensors.torch import save_file
 from torch import nn
 
@@ -302,3 +303,37 @@ def test_fused_layers_can_be_offloaded(tmp_path):
     for _ in range(2):
         torch.testing.assert_close(placed(x()), wanted)
     assert placed.gate_proj.weight_packed.is_meta
+
+
+def mixture(source=None):
+    torch.manual_seed(0)
+    source = Mixture() if source is None else source
+    return quantise_model(source, "kmeans4-g16", backend="reference", progress=False)
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk"])
+def test_offloaded_experts_compute_the_same(way, tmp_path):
+    made, given = mixture(), torch.randn(6, 32)
+    with torch.no_grad():
+        wanted = made(given)
+        if way == "cpu":
+            cpu_offload(made, execution_device=torch.device("cpu"))
+        else:
+            disk_offload(made, str(tmp_path), execution_device=torch.device("cpu"))
+        projections = made.experts.gate_up_proj, made.experts.down_proj
+        for _ in range(2):
+            assert all(each.weight_packed.is_meta for each in projections)
+            assert torch.equal(made(given), wanted)
+
+
+def test_experts_made_empty_are_loaded():
+    source = mixture()
+    with init_empty_weights():
+        made = Mixture()
+    made = mixture(made)
+    assert made.experts.gate_up_proj.weight_packed.is_meta
+    for name, tensor in source.state_dict().items():
+        set_module_tensor_to_device(made, name, "cpu", value=tensor)
+    given = torch.randn(6, 32)
+    with torch.no_grad():
+        assert torch.equal(made(given), source(given))

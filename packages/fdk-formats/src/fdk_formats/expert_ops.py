@@ -5,7 +5,7 @@ gradient of x. ``define_expert_op`` makes both from two functions that launch ke
 ``define_linear_op`` does for one weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def define_expert_op(
     def run(x: Tensor, expert_ids: Tensor, *args: Any) -> Tensor:
         *own, bias, routing_weights, experts, n, k = args
         check_arguments(name, x, expert_ids, own[0], bias, routing_weights, experts, n, k)
-        _check_range(name, expert_ids, experts)
+        check_range(name, expert_ids, experts)
         if expert_ids.numel() == 0 or n == 0:
             return x.new_zeros(_result_shape(expert_ids, routing_weights, n))
         x, expert_ids = x.contiguous(), expert_ids.contiguous()
@@ -127,10 +127,7 @@ def define_expert_op(
             dx = grad_op(grad_pairs.to(ctx.dtype), expert_ids, *own, *ctx.sizes)
             dx = dx.sum(1) if ctx.is_shared else dx
         if ctx.needs_input_grad[bias_at]:
-            # A product, because adding at indices has no fixed order on a GPU.
-            rows = torch.arange(experts, device=expert_ids.device)[:, None]
-            hits = (expert_ids.reshape(1, -1) == rows).to(wide)
-            dbias = (hits @ grad_pairs.to(wide).flatten(0, 1)).to(ctx.bias_dtype)
+            dbias = grad_bias(grad_pairs, expert_ids, experts).to(ctx.bias_dtype)
         if ctx.needs_input_grad[routing_at]:
             y = op(x, expert_ids, *own, bias, None, *ctx.sizes)
             d_routing = (grad_y[:, None].to(wide) * y.to(wide)).sum(-1).to(routing_weights.dtype)
@@ -232,7 +229,7 @@ def check_arguments(
         )
 
 
-def _check_range(name: str, expert_ids: Tensor, experts: int) -> None:
+def check_range(name: str, expert_ids: Tensor, experts: int) -> None:
     """Raises ValueError for ids outside the stack, on a CPU, where finding them is cheap."""
     if expert_ids.device.type != "cpu" or expert_ids.numel() == 0:
         return
@@ -255,3 +252,49 @@ def tokens_of_experts(expert_ids: Tensor, experts: int) -> list[tuple[int, Tenso
     sizes = torch.bincount(flat.clamp(-1, experts) + 1, minlength=experts + 2).tolist()
     parts = order.split(sizes)[1:-1]
     return [(expert, indices) for expert, indices in enumerate(parts) if len(indices)]
+
+
+def rows_of_pairs(x: Tensor, expert_ids: Tensor) -> Tensor:
+    """Returns x of each pair of a token and an expert, ``[t * top_k, k]``."""
+    rows = x[:, None].expand(*expert_ids.shape, x.shape[1]) if x.ndim == 2 else x
+    return rows.reshape(-1, x.shape[-1])
+
+
+def expert_products(
+    x: Tensor,
+    expert_ids: Tensor,
+    weight_of: Callable[[int], Tensor],
+    bias: Tensor | None,
+    shape: Sequence[int],
+) -> Tensor:
+    """Computes ``x @ weight_of(e).T + bias[e]`` expert by expert, ``[t, top_k, n]``.
+
+    Args:
+        x: ``[t, k]`` or ``[t, top_k, k]``.
+        expert_ids: ``[t, top_k]``; zeros for -1.
+        weight_of: returns the weight of an expert, ``[n, k]``.
+        bias: ``[experts, n]`` or None.
+        shape: ``(experts, n, k)``.
+    """
+    experts, n, _ = shape
+    rows = rows_of_pairs(x, expert_ids)
+    y = x.new_zeros(len(rows), n)
+    for expert, own in tokens_of_experts(expert_ids, experts):
+        added = None if bias is None else bias[expert]
+        y[own] = torch.nn.functional.linear(rows[own], weight_of(expert), added)
+    return y.view(*expert_ids.shape, n)
+
+
+def routed_sum(y: Tensor, routing_weights: Tensor) -> Tensor:
+    """Sums the outputs of a token's experts ``[t, top_k, n]``, weighted, in float32 or wider."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return (y.to(wide) * routing_weights[..., None].to(wide)).sum(1).to(y.dtype)
+
+
+def grad_bias(grad_y: Tensor, expert_ids: Tensor, experts: int) -> Tensor:
+    """Sums the gradients ``[t, top_k, n]`` of each expert's outputs, in float32 or wider."""
+    # A product, because adding at indices has no fixed order on a GPU.
+    wide = torch.promote_types(grad_y.dtype, torch.float32)
+    rows = torch.arange(experts, device=expert_ids.device)[:, None]
+    hits = (expert_ids.reshape(1, -1) == rows).to(wide)
+    return hits @ grad_y.to(wide).flatten(0, 1)

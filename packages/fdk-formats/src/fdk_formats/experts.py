@@ -7,14 +7,15 @@ projections are modules of their own.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fdk_formats.backends import ExpertLayout
-from fdk_formats.expert_ops import tokens_of_experts
+from fdk_formats.expert_linear import expert_linear
+from fdk_formats.expert_ops import routed_sum
 from fdk_formats.format import Format
 from fdk_formats.packed_module import PackedModule, compute_dtype, copied_parameter
 from fdk_formats.quantise import quantise_stack
@@ -29,8 +30,13 @@ PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
 def is_experts(module: nn.Module) -> bool:
     """Returns whether a module holds experts as ``use_experts_implementation`` describes them."""
-    described = all(hasattr(module, name) for name in (*DESCRIPTION, "_apply_gate"))
-    return described and len(projections_of(module)) == 2
+    is_whole = is_described(module) and hasattr(module, "_apply_gate")
+    return is_whole and len(projections_of(module)) == 2
+
+
+def is_described(module: nn.Module) -> bool:
+    """Returns whether ``use_experts_implementation`` describes a module."""
+    return all(hasattr(module, name) for name in DESCRIPTION)
 
 
 def projections_of(module: nn.Module) -> tuple[str, ...]:
@@ -86,19 +92,29 @@ class ExpertLinear(nn.Module):
         self, input: Tensor, expert_ids: Tensor, routing_weights: Tensor | None = None
     ) -> Tensor:
         """See ``QuantisedExpertLinear.forward``."""
-        weight, bias, dtype = self.stack(), self.bias, compute_dtype(input)
-        (tokens, top_k), k = expert_ids.shape, weight.shape[2]
-        rows = input[:, None].expand(tokens, top_k, k) if input.ndim == 2 else input
-        rows = rows.reshape(-1, k).to(dtype)
-        y = rows.new_zeros(tokens * top_k, weight.shape[1])
-        for expert, own in tokens_of_experts(expert_ids, len(weight)):
-            added = None if bias is None else bias[expert].to(dtype)
-            product = nn.functional.linear(rows[own], weight[expert].to(dtype), added)
-            y = y.index_put((own,), product)
-        y = y.view(tokens, top_k, -1)
-        if routing_weights is None:
-            return y
-        return (y.float() * routing_weights[..., None].float()).sum(1).to(dtype)
+        weight = self.stack().to(compute_dtype(input))
+        return dense_projection(input, expert_ids, weight, self.bias, routing_weights)
+
+
+def dense_projection(
+    input: Tensor,
+    expert_ids: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing_weights: Tensor | None = None,
+) -> Tensor:
+    """Computes ``QuantisedExpertLinear.forward`` with a weight that is not packed.
+
+    Args:
+        input: see there, as for the ids and routing weights.
+        expert_ids: see there.
+        weight: ``[experts, n, k]`` in the dtype of the products.
+        bias: ``[experts, n]`` or None.
+        routing_weights: see there.
+    """
+    dtype = weight.dtype
+    y = expert_linear(input.to(dtype), expert_ids, weight, None if bias is None else bias.to(dtype))
+    return y if routing_weights is None else routed_sum(y, routing_weights)
 
 
 class QuantisedExpertLinear(PackedModule):
@@ -360,19 +376,51 @@ class QuantisedExperts(nn.Module):
         """
         own: Any = self
         first = own.gate_up_proj if own.has_gate else own.up_proj
-        if own._is_expert_parallel:
-            top_k_index = top_k_index.where(top_k_index < own.num_experts, -1)
-        down = own.down_proj
+        top_k_index, down = local_experts(own, top_k_index), own.down_proj
         if own.is_swiglu and first._only_calls_layout() and down._only_calls_layout():
             y: Tensor = first.mlp(down, hidden_states, top_k_index, top_k_weights)
             return y.to(hidden_states.dtype)
-        hidden = first(hidden_states, top_k_index)  # [t, top_k, 2 n or n]
-        hidden = own.experts_class._apply_gate(self, hidden) if own.has_gate else own.act_fn(hidden)
-        if not own.has_post_expert_norm:
-            y = down(hidden, top_k_index, top_k_weights)
-            return y.to(hidden_states.dtype)
-        y = own.post_expert_norm(down(hidden, top_k_index))
-        return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+        return routed_experts(own, first, down, hidden_states, top_k_index, top_k_weights)
+
+
+def local_experts(own: Any, expert_ids: Tensor) -> Tensor:
+    """Replaces the ids of experts of other processes by -1."""
+    if not own._is_expert_parallel:
+        return expert_ids
+    return expert_ids.where(expert_ids < own.num_experts, -1)
+
+
+def routed_experts(
+    own: Any,
+    first: Callable[..., Tensor],
+    down: Callable[..., Tensor],
+    hidden_states: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
+) -> Tensor:
+    """Computes the weighted sum of each token's experts from products with both projections.
+
+    Args:
+        own: a module with the attributes of one of transformers, and its class as
+            ``experts_class``.
+        first: computes products with ``gate_up_proj`` or ``up_proj``, as
+            ``QuantisedExpertLinear.forward`` does.
+        down: the same with ``down_proj``.
+        hidden_states: ``[t, k]``.
+        expert_ids: ``[t, top_k]``; -1 for no expert.
+        routing_weights: ``[t, top_k]``.
+
+    Returns:
+        ``[t, k]``.
+    """
+    hidden = first(hidden_states, expert_ids)  # [t, top_k, 2 n or n]
+    hidden = own.experts_class._apply_gate(own, hidden) if own.has_gate else own.act_fn(hidden)
+    if not own.has_post_expert_norm:
+        y = down(hidden, expert_ids, routing_weights)
+    else:
+        y = own.post_expert_norm(down(hidden, expert_ids))
+        y = (y * routing_weights[..., None]).sum(1)
+    return y.to(hidden_states.dtype)
 
 
 def experts_like(

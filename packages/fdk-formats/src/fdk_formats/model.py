@@ -36,7 +36,7 @@ from fdk_formats.layer_kinds import (
     quantised_like,
 )
 from fdk_formats.model_inputs import calls_of
-from fdk_formats.quantise import quantise, quantise_stack
+from fdk_formats.quantise import check_stack_arguments, quantise, quantise_stack
 from fdk_formats.quantised_module import QuantisedModule, call_model_hooks
 from fdk_formats.report import left_weights, model_report, summary_of
 from fdk_formats.scales import GroupedWeight, check_codebook
@@ -170,7 +170,7 @@ def quantise_model(
     codebooks = codebooks_of(sources, formats, default, codebook)
     for name, wanted in formats.items():
         with _naming(name):
-            _check_codebook(codebooks.get(id(sources[name].weight)), wanted, sources[name])
+            check_layer_codebook(codebooks.get(id(sources[name].weight)), wanted, sources[name])
         _check_layer(name, sources[name], wanted, backend, activations)
     importances = _importances(sources, formats, importance or {})
     together = _sharing_codebook(sources, formats, codebooks, groups)
@@ -792,7 +792,7 @@ def codebooks_of(
     codebooks: dict[int, Tensor] = {}
     for name, codebook in given.items():
         with _naming(name):
-            _check_codebook(codebook, formats[name], linears[name])
+            check_layer_codebook(codebook, formats[name], linears[name])
         other = codebooks.setdefault(id(linears[name].weight), codebook)
         if other is not codebook and not torch.equal(other, codebook):
             raise ValueError(
@@ -803,10 +803,11 @@ def codebooks_of(
     return codebooks
 
 
-def _check_codebook(codebook: Tensor | None, format: Format, source: nn.Module) -> None:
+def check_layer_codebook(codebook: Tensor | None, format: Format, source: nn.Module) -> None:
     """Checks a caller's codebook; experts may have one each, ``[experts, 2^bits]``."""
     is_stack = isinstance(source, ExpertLinear) and isinstance(codebook, Tensor)
     if is_stack and codebook is not None and codebook.ndim == 2:
+        check_stack_arguments("quantise", matrix_of(source).shape, format, codebook, None)
         codebook = codebook[0]
     check_codebook(codebook, format)
 

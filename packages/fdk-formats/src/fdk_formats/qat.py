@@ -88,11 +88,8 @@ def _of_stack(
     dtype: torch.dtype,
 ) -> Tensor:
     experts, n, k = weight.shape
-    check_stack_arguments("fake_quantise", weight.shape, format, codebook, importance)
-    groups = experts, n, k // format.group_size_for(k)
-    if scale_log2 is not None and scale_log2.shape != groups:
-        got = list(scale_log2.shape)
-        raise ValueError(f"fake_quantise: scale_log2 must be {list(groups)}, got {got}")
+    given = codebook, importance, scale_log2
+    check_stack_arguments("fake_quantise", weight.shape, format, *given)
     if importance is not None and importance.ndim == 2:
         importance = importance[:, None].expand(experts, n, k)
     if (codebook is None and format.is_fitted) or (codebook is not None and codebook.ndim == 2):

@@ -91,9 +91,15 @@ def check_stack_arguments(
     format: Format,
     codebook: Tensor | None,
     importance: Tensor | None,
+    scale_log2: Tensor | None = None,
 ) -> None:
-    """Raises ValueError, which names the caller, if codebook or importance fit no stack."""
+    """Raises ValueError, which names the caller, if an argument does not fit the stack."""
     experts, n, k = shape
+    if scale_log2 is not None:
+        groups = [experts, n, k // format.group_size_for(k)]
+        if list(scale_log2.shape) != groups:
+            got = list(scale_log2.shape)
+            raise ValueError(f"{caller}: scale_log2 must be {groups}, got {got}")
     wanted = (k,), (experts, k), (experts, n, k)
     if importance is not None and importance.shape not in wanted:
         raise ValueError(
@@ -121,6 +127,7 @@ def quantise_stack(
     shared_codebook: bool = False,
     hessians: Sequence[Hessian | Tensor | None] | None = None,
     weight_by_scale: bool = True,
+    scale_log2: Tensor | None = None,
 ) -> QuantisedStack:
     """Quantises the experts of a mixture, each as ``quantise`` does.
 
@@ -134,6 +141,7 @@ def quantise_stack(
         hessians: one for each expert, None for an expert whose inputs were not seen; see
             ``quantise``. They replace ``importance``.
         weight_by_scale: see ``quantise``.
+        scale_log2: ``[experts, n, k/G]``, see ``quantise``.
 
     Raises:
         ValueError: see ``quantise``; or if an argument does not fit the number of experts.
@@ -157,7 +165,8 @@ def quantise_stack(
             f"quantise_stack: wanted {experts} hessians and no importance, got {len(hessians)}"
             f"{'' if importance is None else ' and importance'}"
         )
-    check_stack_arguments("quantise_stack", weight.shape, format, codebook, importance)
+    given = codebook, importance, scale_log2
+    check_stack_arguments("quantise_stack", weight.shape, format, *given)
     if codebook is None and shared_codebook and format.is_fitted:
         rows = None
         if importance is not None:
@@ -175,6 +184,7 @@ def quantise_stack(
                 codebook=of_expert(codebook, expert),
                 weight_by_scale=weight_by_scale,
                 hessian=None if hessians is None else hessians[expert],
+                scale_log2=of_expert(scale_log2, expert),
             )
             for expert in range(experts)
         ]

@@ -13,7 +13,12 @@ from fdk_formats.backends import (
     register,
     wrong_dtype,
 )
-from fdk_formats.expert_ops import define_expert_op, tokens_of_experts
+from fdk_formats.expert_ops import (
+    define_expert_op,
+    expert_products,
+    routed_sum,
+    tokens_of_experts,
+)
 from fdk_formats.format import Format
 from fdk_formats.int8 import int8_linear
 from fdk_formats.ops import define_linear_op
@@ -87,19 +92,12 @@ def reference_expert_linear(
     stack = QuantisedStack(
         Format.parse(format), (experts, n, k), packed, scale, codebook, zero_point
     )
-    tokens, top_k = expert_ids.shape
-    rows = x[:, None].expand(tokens, top_k, k).reshape(-1, k) if x.ndim == 2 else x.view(-1, k)
-    y = x.new_zeros(tokens * top_k, n)
-    for expert, own in tokens_of_experts(expert_ids, experts):
-        W_hat = stack[expert].dequantise(x.dtype)
-        y[own] = torch.nn.functional.linear(
-            rows[own], W_hat, None if bias is None else bias[expert]
-        )
-    y = y.view(tokens, top_k, n)
-    if routing_weights is None:
-        return y
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (y.to(wide) * routing_weights[..., None].to(wide)).sum(1).to(x.dtype)
+
+    def weight_of(expert: int) -> Tensor:
+        return stack[expert].dequantise(x.dtype)
+
+    y = expert_products(x, expert_ids, weight_of, bias, stack.shape)
+    return y if routing_weights is None else routed_sum(y, routing_weights)
 
 
 def reference_expert_grad_x(

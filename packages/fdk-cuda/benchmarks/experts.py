@@ -1,19 +1,21 @@
-"""Time the MLP of mixture-of-experts layers on the Triton backend, against bf16.
+"""Time the MLP of mixture-of-experts layers on packed bytes, against bf16.
 
     python packages/fdk-cuda/benchmarks/experts.py --bits 4 --tokens 1,16,64 [--out rows.jsonl]
     python packages/fdk-cuda/benchmarks/experts.py --models qwen3-30b-a3b --affine
 
-Microseconds per call of gate and up, SwiGLU, down and the weighted sum; router not included. Median
-of graph replays in turns with the same MLP in bf16: torch's grouped product, fdk's own grouped
-Triton kernel with a plain configuration, and vLLM's fused_experts where it is installed. Every call
-has other random experts, and stacks are copied until they exceed the L2. `floor` is the larger of
-reading the experts hit once and of the arithmetic at the rate of cuBLAS (H200). Each case is first
-checked against float64, on some of its tokens.
+Microseconds per call of gate and up, SwiGLU, down and the weighted sum; router not included. `fdk`
+is what a layer runs, `packed_triton` and, on Hopper from 16 rows of an expert, `packed_wgmma` are
+its two ways to run it. Median of graph replays in turns with the same MLP in bf16: torch's grouped
+product, fdk's own grouped Triton kernel with a plain configuration, and vLLM's fused_experts where
+it is installed. Every call has other random experts, and stacks are copied until they exceed the
+L2. `floor` is the larger of reading the experts hit once and of the arithmetic at the rate of
+cuBLAS (H200). Each case is first checked against float64, on some of its tokens.
 """
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import mean
 
@@ -33,6 +35,7 @@ from _timing import (
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
+from fdk_cuda.triton import expert_wgmma
 from fdk_cuda.triton.configs import GemmConfig
 from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.expert_launch import (
@@ -46,6 +49,7 @@ from fdk_formats import Format, QuantisedStack
 
 GROUP_SIZE = 64
 LIMIT = 1e-2
+LEAST_WGMMA_ROWS = 16  # of an expert
 CHECKED_TOKENS = 8
 CALLS = 20  # of a graph
 Run = Callable[[int], Tensor]
@@ -196,6 +200,33 @@ def peers() -> dict[str, Callable[[Layer, Inputs], Tensor]]:
     return found | {"vllm": vllm_experts}
 
 
+@contextmanager
+def least_rows(rows: int) -> Iterator[None]:
+    """Set the rows of an expert from which calls run the GEMM by wgmma."""
+    before, expert_wgmma.MIN_ROWS = expert_wgmma.MIN_ROWS, rows
+    try:
+        yield
+    finally:
+        expert_wgmma.MIN_ROWS = before
+
+
+def packed_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
+    """List the ways to run the MLP on packed bytes."""
+
+    def way(rows: int) -> Run:
+        def run(i: int) -> Tensor:
+            with least_rows(rows):
+                return ours(i)
+
+        return run
+
+    ways = {"fdk": ours, "packed_triton": way(1 << 30)}
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    if is_hopper and tokens * model.top_k >= LEAST_WGMMA_ROWS * model.experts:
+        ways["packed_wgmma"] = way(0)
+    return ways
+
+
 def time_case(model: Model, layer: Layer, tokens: int) -> Iterator[Row]:
     """Yield the row of one number of tokens."""
     inputs = [Inputs.random(model, tokens, seed) for seed in range(CALLS)]
@@ -205,7 +236,7 @@ def time_case(model: Model, layer: Layer, tokens: int) -> Iterator[Row]:
         given = inputs[i]
         return gate_up.mlp(down, given.x, given.ids, given.weights)
 
-    runs: dict[str, Run] = {"fdk": ours}
+    runs = packed_ways(ours, model, tokens)
     for name, peer in peers().items():
         runs[name] = lambda i, peer=peer: peer(layer, inputs[i])
     oracle = exact(layer, inputs[0])
@@ -226,7 +257,8 @@ def line_of(row: Row) -> str:
     case = f"{row['name']:16} {row['format']:14} t{row['tokens']:<5} hit {row['hit']:5.1f}"
     names = [name for name in ("torch", "triton", "vllm") if name in row]
     others = ", ".join(f"{name} {row[name]:.1f} ({us / row[name]:.2f})" for name in names)
-    return f"{case} {us:8.1f} us, floor {floor:.1f} ({us / floor:.2f}), bf16: {others}"
+    ways = ", ".join(f"{name} {row[name]:.1f}" for name in row if name.startswith("packed_"))
+    return f"{case} {us:8.1f} us, floor {floor:.1f} ({us / floor:.2f}), {ways}, bf16: {others}"
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.expert_launch import expert_linear, expert_reduce, route
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
 from fdk_cuda.triton.expert_ops import triton_expert_mlp_op
+from fdk_cuda.triton.expert_wgmma import gather
 from fdk_formats import Format
 from fdk_formats.experts import QuantisedExpertLinear, QuantisedExperts
 from fdk_formats.testing import (
@@ -138,10 +139,39 @@ def test_route(experts: int, tokens: int, zeros: bool) -> None:
         if zeros or expert < experts:
             wanted += [[expert, at, min(at + rows, end)] for at in range(first, end, rows)]
         first = end
-    tiles = routing.tiles.T.tolist()
-    assert len(wanted) <= len(tiles)
+    *listed, count = routing.tiles.tolist()
+    tiles = torch.tensor(listed).view(3, -1).T.tolist()
+    assert count == len(wanted) <= len(tiles)
     assert tiles[: len(wanted)] == wanted
     assert all(expert == -1 for expert, *_ in tiles[len(wanted) :])
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("k", [40, 37])
+def test_gather(k: int, top_k: int) -> None:
+    """Rows of tokens or of pairs, in the order of experts, padded to whole 16 bytes."""
+    ids = torch.randint(-1, 4, (9, top_k))
+    routing = route(ids, 4, ExpertConfig(GEMV, 8), zeros=False)
+    order = routing.order.long()
+    for rows in (9, 9 * top_k):
+        x = torch.randn(rows, k).bfloat16()
+        got = gather(x, routing)
+        assert got.shape == (9 * top_k, 40)
+        assert torch.equal(got[:, :k], x[order // (9 * top_k // rows)])
+        assert not got[:, k:].any()
+
+
+def test_reduce_weights() -> None:
+    """Results that are not weighted yet; rows of no expert are not read."""
+    ids = torch.tensor([[0, -1, 2], [3, 1, 7]])
+    routing = route(ids, 4, ExpertConfig(GEMV, 8), zeros=False)
+    weights, y = torch.rand(2, 3), torch.randn(2, 3, 40).half()
+    live = (ids >= 0) & (ids < 4)
+    wanted = (y.double() * weights[..., None] * live[..., None]).sum(1)
+    y[~live] = torch.nan
+    got = expert_reduce(y.view(6, 40), routing, torch.float16, weights)
+    assert got.dtype == torch.float16
+    assert nrmse(got, wanted) <= 1.1 * nrmse(wanted.half(), wanted)
 
 
 @pytest.mark.parametrize(

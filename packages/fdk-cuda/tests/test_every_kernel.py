@@ -22,6 +22,7 @@ from marlin_compile import (
     check_dgrad,
     check_hopper,
     check_spills,
+    check_wgmma,
     compile_log,
     geometry_of,
     variant_id,
@@ -41,9 +42,14 @@ from triton_compile import (
 )
 
 from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST
-from fdk_cuda.marlin.heuristics_hopper import hopper_shapes
+from fdk_cuda.marlin.heuristics_hopper import grouped_plans, hopper_shapes
 from fdk_cuda.marlin.heuristics_small_m import MAX_M, plan_small
-from fdk_cuda.marlin.instantiations import Variant, dequantise_program, small_m_program
+from fdk_cuda.marlin.instantiations import (
+    Variant,
+    dequantise_program,
+    hopper_program,
+    small_m_program,
+)
 from fdk_cuda.triton.configs import GPUS, GemvConfig
 from fdk_cuda.triton.configs.dgrad import dgrad_config
 from fdk_cuda.triton.configs.experts import expert_config, fits_swiglu
@@ -152,3 +158,9 @@ def test_hopper_spills_nothing(bits: int, dtype: object) -> None:
             check_hopper(variant, shape)
         if not variant.has_signs:
             check_dgrad(variant, [tile_m for tile_m, *_ in DGRAD_STEP_COST])
+        if variant.has_signs or variant.grid_zero_point is not None:
+            continue  # stacks look these up
+        for plan, swiglu in itertools.product(
+            grouped_plans(geometry_of(variant), HOPPER), (False, True)
+        ):
+            check_wgmma(hopper_program(variant, plan.shape, experts=True, swiglu=swiglu))

@@ -10,10 +10,12 @@ from fdk_cuda.marlin.heuristics_hopper import (
     MAX_INVARIANT_M,
     MIN_STEPS,
     HopperPlan,
+    grouped_plans,
     has_table,
     hopper_cost,
     hopper_plans,
     hopper_shapes,
+    plan_grouped,
     plan_hopper,
     plan_hopper_invariant,
 )
@@ -24,6 +26,27 @@ from fdk_cuda.marlin.tuned_overrides import hopper_overrides
 from fdk_formats.format import BITS
 
 FEW = replace(HOPPER, sm_count=6)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_grouped_plans(bits):
+    """Tiles cover the outputs of an expert, fit, and are wider where experts have more rows."""
+    for affine, (n, k) in itertools.product((False, True), ((64, 64), (1000, 1088), (28672, 4096))):
+        geometry = Geometry(bits, n, k, 64, BF16, affine)
+        for plan in grouped_plans(geometry, HOPPER):
+            shape = plan.shape
+            assert (shape.cluster, shape.k_groups) == (1, 1)
+            assert (plan.n_tiles - 1) * shape.tile_n < geometry.padded_n
+            assert geometry.padded_n <= plan.n_tiles * shape.tile_n
+            assert plan.shared_bytes <= HOPPER.shared_bytes
+            assert geometry.padded_k % (64 * shape.k_blocks) == 0
+        rows = [16, 64, 128, 1024]
+        plans = [plan_grouped(geometry, 8 * each, 8, HOPPER) for each in rows]
+        assert set(plans) <= set(grouped_plans(geometry, HOPPER))
+        if n == 28672:
+            tile_ms = [plan.shape.tile_m for plan in plans]
+            assert tile_ms == sorted(tile_ms)
+            assert tile_ms[0] <= 64 < 128 <= tile_ms[-1]
 
 
 @pytest.mark.parametrize("bits", BITS)

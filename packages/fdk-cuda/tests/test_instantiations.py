@@ -3,6 +3,7 @@
 test_every_kernel.py compiles every configuration; here is a sample for each width and GPU.
 """
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -22,13 +23,14 @@ from marlin_compile import (
     check_dgrad,
     check_hopper,
     check_spills,
+    check_wgmma,
     geometry_of,
     variant_id,
     widest_shapes,
 )
 
 from fdk_cuda.marlin.dgrad import DGRAD_FIELDS
-from fdk_cuda.marlin.heuristics_hopper import hopper_shapes, plan_hopper
+from fdk_cuda.marlin.heuristics_hopper import hopper_shapes, plan_grouped, plan_hopper
 from fdk_cuda.marlin.heuristics_small_m import BITPLANE_WARPS, MAX_M, plan_small, small_shapes
 from fdk_cuda.marlin.instantiations import (
     KERNEL_DIRECTORY,
@@ -41,8 +43,14 @@ from fdk_cuda.marlin.instantiations import (
     split_k_reduce_program,
     wgmma_header,
 )
-from fdk_cuda.marlin.repack import REPACK_FIELDS
-from fdk_cuda.marlin.runtime import DEQUANTISE_FIELDS, HOPPER_FIELDS, SMALL_FIELDS, SUM_FIELDS
+from fdk_cuda.marlin.repack import REPACK_FIELDS, REPACK_STACK_FIELDS
+from fdk_cuda.marlin.runtime import (
+    DEQUANTISE_FIELDS,
+    GROUPED_FIELDS,
+    HOPPER_FIELDS,
+    SMALL_FIELDS,
+    SUM_FIELDS,
+)
 from fdk_formats.format import BITS
 
 
@@ -143,6 +151,24 @@ def test_hopper(variant):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(
+    "variant",
+    [v for v in HOPPER_VARIANTS if not v.has_signs and v.grid_zero_point is None],
+    ids=variant_id,
+)
+def test_hopper_of_experts(variant, swiglu):
+    """Plans of experts with few and with many rows; stacks look codes of grids up."""
+    shapes = set()
+    for (n, k), rows in itertools.product(((1536, 2048), (28672, 4096)), (64, 128, 1024)):
+        shapes.add(plan_grouped(geometry_of(variant, n, k), 8 * rows, 8, HOPPER).shape)
+    assert len({shape.tile_m for shape in shapes}) > 1
+    for shape in shapes:
+        assert (shape.cluster, shape.k_groups) == (1, 1)
+        check_wgmma(hopper_program(variant, shape, experts=True, swiglu=swiglu))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_dgrad(bits):
     """The plain variant and the one that needs the most registers, narrow and wide tiles."""
@@ -179,6 +205,8 @@ def test_wgmma_header_names_every_register():
         ("dequantise.cu", DEQUANTISE_FIELDS),
         ("repack.cu", REPACK_FIELDS),
         ("hopper_gemm.cu", HOPPER_FIELDS),
+        ("hopper_gemm.cu", GROUPED_FIELDS),
+        ("repack_stack.cu", REPACK_STACK_FIELDS),
         ("hopper_dgrad.cu", DGRAD_FIELDS),
         ("split_k_reduce.cu", SUM_FIELDS),
     ],
@@ -187,10 +215,15 @@ def test_launched_fields_are_those_of_params(name, fields):
     """Counts the members of Params against the launcher's format."""
     source = (KERNEL_DIRECTORY / name).read_text()
     body = source.split("struct Params {")[1].split("};")[0]
+    if fields == HOPPER_FIELDS:
+        body = body.split("#if EXPERTS")[0]
+    elif fields == GROUPED_FIELDS:  # the members of stacks come last
+        body = body.split("#if EXPERTS")[1]
+        fields = fields.removeprefix(HOPPER_FIELDS)
     counts = {"s": 0, "P": 0, "i": 0, "I": 0}
     for line in body.splitlines():
         declaration = line.split("//")[0].strip().rstrip(";")
-        if not declaration:
+        if not declaration or declaration.startswith("#"):
             continue
         if declaration.startswith("TensorMap"):
             counts["s"] += 128

@@ -126,6 +126,7 @@ def test_tiles_are_bounded(pairs: int, experts: int, rows: int) -> None:
 def test_kernels_by_tokens() -> None:
     """A tile per pair, then sorted tiles of 8 and 16 rows, then the GEMM."""
     configs = [config_of(4, tokens, 90, affine=False) for tokens in TOKENS]
+    assert not any(config.is_wgmma for config in configs)
     assert [config.is_sorted for config in configs] == [False, True, True, True]
     assert [config.rows for config in configs[:3]] == [8, 8, 16]
     assert [isinstance(config.kernel, GemmConfig) for config in configs] == [False] * 3 + [True]

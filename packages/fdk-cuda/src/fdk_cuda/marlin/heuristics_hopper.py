@@ -1,6 +1,7 @@
 """Plans for many rows of x on Hopper: tile, stages, cluster and split-K, chosen by a cost model."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,9 @@ BARRIER_BYTES = 16
 # Fewest steps of 64 inputs in a split: shorter ones cost more than they gain.
 MIN_STEPS = 4
 MAX_SPLITS = 8
+# Above this tile_m, or with more than two consumers, stacks of 5 to 7 bits may spill: a tile of a
+# stack takes a few registers more (5 bits, 192 rows: 24 bytes).
+MAX_SPLIT_TILE_M = 160
 # Tiles along m that are computed one after another, so that their weights come from the L2.
 GROUP_M_TILES = 4
 # At every m a batch-invariant product uses the plan that is best for INVARIANT_M rows. It processes
@@ -111,6 +115,58 @@ def hopper_plans(geometry: Geometry, m: int, device: Device) -> Iterator[HopperP
                 yield plan
 
 
+@dataclass(frozen=True)
+class GroupedPlan:
+    """A way to run hopper_gemm.cu for a stack of experts.
+
+    Attributes:
+        shape: shape of the instantiation.
+        n_tiles: tiles along the outputs of an expert.
+        shared_bytes: shared memory of a thread block.
+    """
+
+    shape: HopperShape
+    n_tiles: int
+    shared_bytes: int
+
+
+def plan_grouped(geometry: Geometry, pairs: int, experts: int, device: Device) -> GroupedPlan:
+    """Returns the plan for rows of x that are spread evenly over the experts of a stack.
+
+    Args:
+        geometry: of the weight of an expert.
+        pairs: rows of x.
+        experts: experts of the stack.
+        device: the GPU.
+    """
+    hit = min(pairs, experts)
+    steps = geometry.padded_k // BLOCK_K
+
+    def cost(plan: GroupedPlan) -> float:
+        shape = plan.shape
+        # The last tile of an expert is half full on average.
+        m_tiles = max(hit, pairs / shape.tile_m + hit / 2)
+        rounds = math.ceil(plan.n_tiles * m_tiles / device.sm_count)
+        tile = HopperTile(shape.tile_m, shape.consumers, shape.k_groups)
+        return rounds * steps * STEP_COST[tile][geometry.bits]
+
+    return min(grouped_plans(geometry, device), key=cost)
+
+
+def grouped_plans(geometry: Geometry, device: Device) -> Iterator[GroupedPlan]:
+    """Yields every plan for a stack: no clusters, K groups or splits."""
+    is_split = geometry.bits in (5, 6, 7)
+    for shape in hopper_shapes(geometry, device):
+        if is_split and (shape.tile_m > MAX_SPLIT_TILE_M or shape.consumers > 2):
+            continue
+        if (shape.cluster, shape.k_groups) == (1, 1):
+            yield GroupedPlan(shape, _n_tiles(geometry, shape), _shared_bytes(geometry, shape))
+
+
+def _n_tiles(geometry: Geometry, shape: HopperShape) -> int:
+    return -(-geometry.padded_n // shape.tile_n)
+
+
 def has_table(geometry: Geometry, tile_m: int) -> bool:
     """Returns whether hopper_gemm.cu looks codes up: affine codes and grids of 8 bits are computed.
 
@@ -180,7 +236,7 @@ def plan_of(
     With one split, all tiles are whole. With more, those tiles are split that would be the last for
     some thread blocks while others have none.
     """
-    n_tiles, m_tiles = -(-geometry.padded_n // shape.tile_n), -(-m // shape.tile_m)
+    n_tiles, m_tiles = _n_tiles(geometry, shape), -(-m // shape.tile_m)
     clusters = int(device.sm_count * FITTING_SHARE[shape.cluster]) // shape.cluster
     tiles, steps = n_tiles * m_tiles, geometry.padded_k // BLOCK_K
     whole = tiles if splits == 1 else tiles // clusters * clusters

@@ -214,22 +214,41 @@ def dequantise_program(variant: Variant) -> Program:
 
 def repack_program(geometry: Geometry) -> Program:
     """Returns repack.cu, both directions. Dtypes of the same size share a program."""
+    return _program("repack.cu", _repack_options(geometry))
+
+
+def repack_stack_program(geometry: Geometry) -> Program:
+    """Returns repack_stack.cu for the weight of an expert."""
+    return _program("repack_stack.cu", _repack_options(geometry))
+
+
+def _repack_options(geometry: Geometry) -> tuple[str, ...]:
     scale = torch.float32 if geometry.scale_dtype.itemsize == 4 else torch.bfloat16
     sizes = geometry.bits, torch.bfloat16, scale, geometry.per_row, geometry.has_zero_point
-    return _program("repack.cu", Variant(*sizes).options())
+    return Variant(*sizes).options()
 
 
-def hopper_program(variant: Variant, shape: HopperShape) -> Program:
-    """Returns hopper_gemm.cu for a variant and a tile."""
+def hopper_program(
+    variant: Variant, shape: HopperShape, *, experts: bool = False, swiglu: bool = False
+) -> Program:
+    """Returns hopper_gemm.cu for a variant and a tile.
+
+    Args:
+        variant: properties of the weight; for experts without signs.
+        shape: the tile; for experts without clusters and K groups.
+        experts: whether the weight is a stack of experts, which rows of x have in order.
+        swiglu: whether rows of the weight are gates and what they multiply, see repack_stack.cu.
+    """
     extra = {"CONSUMERS": shape.consumers, "K_GROUPS": shape.k_groups, "K_BLOCKS": shape.k_blocks}
-    extra["SIGNS"] = int(variant.has_signs)
+    extra |= {"SIGNS": variant.has_signs, "EXPERTS": experts, "SWIGLU": swiglu}
     return _hopper_program("hopper_gemm.cu", variant, shape, extra)
 
 
 def hopper_dgrad_program(variant: Variant, shape: HopperShape) -> Program:
     """Returns hopper_dgrad.cu for a variant and a tile of two consumers, ``k_blocks`` 1."""
     assert (shape.consumers, shape.k_blocks) == (2, 1), shape
-    return _hopper_program("hopper_dgrad.cu", variant, shape, {"SIGNS": 0})
+    extra = {"SIGNS": 0, "EXPERTS": 0, "SWIGLU": 0}
+    return _hopper_program("hopper_dgrad.cu", variant, shape, extra)
 
 
 def _hopper_program(
@@ -237,7 +256,7 @@ def _hopper_program(
 ) -> Program:
     options = variant.options(
         TILE_M=shape.tile_m,
-        **extra,
+        **{name: int(value) for name, value in extra.items()},
         STAGES=shape.stages,
         CLUSTER=shape.cluster,
         HAS_TABLE=int(shape.has_table),

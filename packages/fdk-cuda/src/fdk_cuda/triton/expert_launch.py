@@ -33,7 +33,7 @@ class Routing(NamedTuple):
     Attributes:
         ids: ``[tokens, top_k]``, int32 or int64.
         order: ``[pairs, int32]``, or the ids where pairs are not sorted.
-        tiles: ``[3, max_tiles, int32]``, or the ids where pairs are not sorted.
+        tiles: ``[3 * max_tiles + 1, int32]``, or the ids where pairs are not sorted.
         max_tiles: upper bound on the tiles.
         experts: experts of the stack.
     """
@@ -52,7 +52,8 @@ def route(ids: Tensor, experts: int, config: ExpertConfig, *, zeros: bool) -> Ro
         ids: ``[tokens, top_k]``, int32 or int64; others than 0 to ``experts - 1`` mean no expert.
         experts: experts of the stack.
         config: has the rows of a tile.
-        zeros: whether pairs of no expert have tiles, whose results are zeros.
+        zeros: whether pairs of no expert have tiles, whose results are zeros. For the GEMM by wgmma
+            they never have.
     """
     pairs = ids.numel()
     max_tiles = config.max_tiles(pairs, experts)
@@ -60,14 +61,14 @@ def route(ids: Tensor, experts: int, config: ExpertConfig, *, zeros: bool) -> Ro
         return Routing(ids, ids, ids, max_tiles, experts)
     blocks = triton.cdiv(pairs, SORT_BLOCK)
     order = ids.new_empty(pairs, dtype=torch.int32)
-    tiles = ids.new_empty((3, max_tiles), dtype=torch.int32)
+    tiles = ids.new_empty(3 * max_tiles + 1, dtype=torch.int32)
     overlap = can_overlap(ids.get_device())
     constants = {
         "BINS": triton.next_power_of_2(experts + 1),
         "BLOCK": SORT_BLOCK,
         "ROWS": config.rows,
         "ONE_BLOCK": blocks == 1,
-        "ZEROS": zeros,
+        "ZEROS": zeros and not config.is_wgmma,
         "OVERLAP": overlap,
     }
     options = {"num_warps": SORT_BLOCK // 32, **pdl(overlap)}
@@ -80,7 +81,7 @@ def route(ids: Tensor, experts: int, config: ExpertConfig, *, zeros: bool) -> Ro
                 own, count_kernel, (blocks,), (ids, counts), (pairs, experts), constants, **options
             )
     tensors = (ids, counts, order, tiles)
-    key = ("sort", pairs, experts, ids.dtype, config.rows, zeros)
+    key = ("sort", pairs, experts, ids.dtype, config.rows, constants["ZEROS"])
     if not launch_compiled(key, tensors):
         sizes = (pairs, experts, blocks, max_tiles)
         compile_and_launch(key, sort_kernel, (blocks,), tensors, sizes, constants, **options)
@@ -97,7 +98,7 @@ def expert_linear(
     weights: Tensor | None = None,
     swiglu: bool = False,
 ) -> Tensor:
-    """Computes ``x @ W_hat[expert].T + bias[expert]`` for every pair.
+    """Computes ``x @ W_hat[expert].T + bias[expert]`` for every pair, by a Triton kernel.
 
     Args:
         x: ``[tokens, k]``, or a row of each pair, ``[tokens, top_k, k]``.
@@ -122,6 +123,7 @@ def expert_linear(
     if isinstance(config.kernel, GemvConfig):
         _gemv(*arguments, config.kernel, config, swiglu=swiglu)
     else:
+        assert isinstance(config.kernel, GemmConfig)
         _gemm(*arguments, config.kernel, swiglu=swiglu)
     return out
 
@@ -227,13 +229,17 @@ def _key(
     return (x.dtype, bias is None, weights_dtype, routing.ids.dtype, *sizes, *w.key)
 
 
-def expert_reduce(partial: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+def expert_reduce(
+    partial: Tensor, routing: Routing, dtype: torch.dtype, weights: Tensor | None = None
+) -> Tensor:
     """Adds the weighted results of each token's experts.
 
     Args:
-        partial: ``[pairs, n, float32]``.
+        partial: ``[pairs, n]``, float32 or ``dtype``.
         routing: the experts of the pairs.
         dtype: dtype of the result.
+        weights: ``[tokens, top_k]``, floating, to multiply ``partial`` with; None where it is
+            weighted.
 
     Returns:
         ``[tokens, n, dtype]``.
@@ -241,11 +247,13 @@ def expert_reduce(partial: Tensor, routing: Routing, dtype: torch.dtype) -> Tens
     ids, n = routing.ids, partial.shape[1]
     tokens, top_k = ids.shape
     out = partial.new_empty((tokens, n), dtype=torch.float32 if INTERPRETED else dtype)
-    tensors = (partial, ids, out)
-    key = ("expert_reduce", tokens, top_k, n, dtype, ids.dtype, routing.experts)
+    tensors = (partial, ids, ids if weights is None else weights, out)
+    dtypes = partial.dtype, ids.dtype, None if weights is None else weights.dtype, dtype
+    key = ("expert_reduce", tokens, top_k, n, dtypes, routing.experts)
     if not launch_compiled(key, tensors):
         overlap = can_overlap(out.get_device())
         constants = {"TOP_K": top_k, "BLOCK": REDUCE_BLOCK, "OVERLAP": overlap}
+        constants["HAS_ROUTING"] = weights is not None
         grid = (tokens, triton.cdiv(n, REDUCE_BLOCK))
         sizes = (n, routing.experts)
         compile_and_launch(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from fdk_cuda.marlin.heuristics_hopper import GroupedPlan
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.configs.experts import (
     ExpertConfig,
@@ -13,7 +14,14 @@ from fdk_cuda.triton.configs.experts import (
     invariant_config,
     max_gemv_tokens,
 )
-from fdk_cuda.triton.expert_launch import expert_dgrad, expert_linear, expert_reduce, route
+from fdk_cuda.triton.expert_launch import (
+    Routing,
+    expert_dgrad,
+    expert_linear,
+    expert_reduce,
+    route,
+)
+from fdk_cuda.triton.expert_wgmma import expert_wgmma, wgmma_config
 from fdk_cuda.triton.layout import PackedLayout
 from fdk_cuda.triton.ops import check_dtype, layout_of
 from fdk_cuda.triton.packed_weight import PackedWeight
@@ -54,16 +62,58 @@ def triton_expert_linear(
         return torch.cat(parts)
     w = PackedWeight(words, scale, zero_point, values, lanes, a)
     with launch.on_device_of(x):
-        gpu, affine = launch.gpu_at(x.get_device()), zero_point is not None
         if batch_invariant:
-            config = invariant_config(a, gpu, affine=affine)
+            gpu = launch.gpu_at(x.get_device())
+            config = invariant_config(a, gpu, affine=zero_point is not None)
         else:
-            config = expert_config(a, tokens, top_k, experts, gpu, affine=affine)
+            config = config_for(w, tokens, top_k, x.get_device())
         routing = route(expert_ids, experts, config, zeros=routing_weights is None)
-        y = expert_linear(x, w, routing, config, bias=bias, weights=routing_weights)
         if routing_weights is not None:
-            return expert_reduce(y, routing, x.dtype)
+            return _summed(x, w, routing, config, bias, routing_weights)
+        if isinstance(config.kernel, GroupedPlan):
+            rows = x.view(-1, k)
+            y = expert_wgmma(rows, w, routing, config.kernel, bias=bias, zeros=True)
+        else:
+            y = expert_linear(x, w, routing, config, bias=bias)
     return y.to(x.dtype).view(tokens, top_k, n)
+
+
+def config_for(
+    w: PackedWeight, tokens: int, top_k: int, index: int, *, swiglu: bool = False
+) -> ExpertConfig:
+    """Returns the configuration of a product that need not be batch-invariant.
+
+    Args:
+        w: a stack of experts.
+        tokens: tokens of a call.
+        top_k: experts of a token.
+        index: index of the GPU, -1 for the CPU.
+        swiglu: whether outputs are the gates, then as many values that they multiply.
+    """
+    wide = wgmma_config(w, tokens * top_k, index)
+    if wide is not None:
+        return wide
+    sizes = w.layout, tokens, top_k, len(w.words), launch.gpu_at(index)
+    return expert_config(*sizes, affine=w.zero_point is not None, swiglu=swiglu)
+
+
+def _summed(
+    x: Tensor,
+    w: PackedWeight,
+    routing: Routing,
+    config: ExpertConfig,
+    bias: Tensor | None,
+    weights: Tensor,
+    *,
+    sorted_x: bool = False,
+) -> Tensor:
+    """Returns the weighted sum over the experts of each token, ``[tokens, n]``."""
+    if isinstance(config.kernel, GroupedPlan):
+        rows = x.view(-1, x.shape[-1])
+        y = expert_wgmma(rows, w, routing, config.kernel, bias=bias, sorted_x=sorted_x)
+        return expert_reduce(y, routing, x.dtype, weights)
+    y = expert_linear(x, w, routing, config, bias=bias, weights=weights)
+    return expert_reduce(y, routing, x.dtype)
 
 
 def triton_expert_grad_x(
@@ -114,23 +164,26 @@ def triton_expert_mlp(
     second = _stack_of(down, layout_of(n, inner, down_bits, down_group_size))
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     with launch.on_device_of(x):
-        gpu = launch.gpu_at(x.get_device())
-
-        def config_of(w: PackedWeight, *, swiglu: bool) -> ExpertConfig:
-            sizes = w.layout, tokens, top_k, experts, gpu
-            return expert_config(*sizes, affine=w.zero_point is not None, swiglu=swiglu)
-
-        config = config_of(first, swiglu=True)
+        before = config_for(first, tokens, top_k, x.get_device(), swiglu=True)
+        config = config_for(second, tokens, top_k, x.get_device())
+        # The order of pairs by expert does not depend on the tiles.
+        is_sorted = before.is_wgmma and config.is_wgmma
         # The second product has no use for rows of no expert: nothing adds them.
-        routing = route(expert_ids, experts, config, zeros=False)
-        y = expert_linear(x, first, routing, config, bias=bias, swiglu=True)
-        before, config = config, config_of(second, swiglu=False)
+        routing = route(expert_ids, experts, before, zeros=False)
+        if isinstance(before.kernel, GroupedPlan):
+            y = expert_wgmma(
+                *(x, first, routing, before.kernel),
+                bias=bias,
+                swiglu=True,
+                sorted_y=is_sorted,
+            )
+        else:
+            y = expert_linear(x, first, routing, before, bias=bias, swiglu=True)
         if (config.rows, config.is_sorted) != (before.rows, before.is_sorted):
             routing = route(expert_ids, experts, config, zeros=False)
-        inner_rows = y.to(dtype).view(tokens, top_k, inner)
+        rows = y.to(dtype).view(tokens, top_k, inner)
         weights = routing_weights.contiguous()
-        y = expert_linear(inner_rows, second, routing, config, bias=down_bias, weights=weights)
-        return expert_reduce(y, routing, dtype)
+        return _summed(rows, second, routing, config, down_bias, weights, sorted_x=is_sorted)
 
 
 def _stack_of(tensors: list[Tensor], layout: PackedLayout) -> PackedWeight:

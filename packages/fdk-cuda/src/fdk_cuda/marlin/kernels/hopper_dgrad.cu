@@ -40,6 +40,7 @@ struct Params {
 };
 __forceinline__ uint16* out_of(const Params& p) { return p.dx; }
 __forceinline__ int width_of(const Params& p) { return p.k; }
+__forceinline__ int row_of(const Params&, int row, int) { return row; }
 
 #include "common/hopper_mainloop.cuh"
 
@@ -74,7 +75,7 @@ __forceinline__ void produce(const Params& p, uint32 dy_stages, uint32 w_stages,
                 policy);
   };
   auto copy_dy = [&](const WorkCursor& at, int stage) {
-    copy_box(dy_stages + stage * B_BYTES, p.dy, at.step * STEP_ROWS, at.unit.tile.m * p.box_rows,
+    copy_box(dy_stages + stage * B_BYTES, p.dy, at.step * STEP_ROWS, at.unit.rows.first(p),
              barriers + 16 * stage);
   };
   fill_pipeline(p, barriers, copy_weights, copy_dy);
@@ -217,7 +218,7 @@ __forceinline__ void consume(const Params& p, uint8* table, uint32 dy_stages, co
     touch(d);
     release();
     held = -1;
-    const OutputPlace at(p, unit.tile, group, warp, lane, thread % GROUP_THREADS);
+    const OutputPlace at(p, unit, group, warp, lane, thread % GROUP_THREADS);
     if (CLUSTER > 1) cluster_reduce(d, dy_stages, barriers, thread);
     if (CLUSTER == 1 && unit.split_index >= 0)
       store_partial(p.sums + static_cast<uint64>(unit.split_index) * TILE_M * TILE_N, d, group,

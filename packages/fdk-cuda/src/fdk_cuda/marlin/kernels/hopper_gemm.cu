@@ -21,6 +21,13 @@
 //   K_BLOCKS   blocks of 64 inputs in a stage: with 2, copies are twice as long
 //   STAGES     of the pipeline
 //   CLUSTER    thread blocks of a cluster: 1 or 2
+//   EXPERTS    1 for a stack of weights, with rows of x in the order of their experts; see below
+//   SWIGLU     1 where rows g of a fragment are gates and rows g + 8 what they multiply, as
+//              repack_stack.cu orders them: y is silu(gate) * up
+//
+// With EXPERTS, packed, codebook and bias have a first dimension for the experts, which may share
+// the codebook. A tile has rows of one expert; its box may go on into those of the next one, whose
+// sums are not stored. The table is filled again where the codebook changes.
 #include "common/hopper.cuh"
 #include "common/hopper_decode.cuh"
 #include "common/wgmma.cuh"
@@ -40,13 +47,27 @@ struct Params {
   int splits;         // splits of k, in all tiles but the first whole_tiles
   int whole_tiles;
   int box_rows;  // rows of x in a tile, up to TILE_M
+#if EXPERTS
+  const int* tiles;  // see tile_scheduler.cuh
+  const int* order;  // rows of y for rows of x, or null where they are the same
+  int max_tiles;
+  int codebook_step;  // values to the codebook of the next expert, or 0 where they share one
+#endif
 };
 __forceinline__ uint16* out_of(const Params& p) { return p.y; }
-__forceinline__ int width_of(const Params& p) { return p.n; }
+__forceinline__ int width_of(const Params& p) { return SWIGLU ? p.n / 2 : p.n; }
+__forceinline__ int row_of(const Params& p, int row, int end) {
+#if EXPERTS
+  if (p.order != nullptr) return row < end ? p.order[row] : 0;
+#endif
+  return row;
+}
 
 #include "common/hopper_mainloop.cuh"
 
 static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
+static_assert(!EXPERTS || (CLUSTER == 1 && K_GROUPS == 1 && !SIGNS));
+static_assert(!SWIGLU || EXPERTS);
 
 // Looks codes up while the tensor cores multiply the previous block. That needs one more stage, and
 // registers that four consumers do not have (H200, 8192 x 8192, 64 rows, 1 bit: 20.1 us -> 18.9).
@@ -72,7 +93,8 @@ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages, 
 #pragma unroll
     for (int block = 0; block < TILE_N_BLOCKS; block++) {
       // Past the last row a tile repeats the last block: those sums are not stored.
-      const int n_block = min(at.unit.tile.n * TILE_N_BLOCKS + block, p.n_blocks - 1);
+      int n_block = min(at.unit.tile.n * TILE_N_BLOCKS + block, p.n_blocks - 1);
+      if (EXPERTS) n_block += at.unit.rows.expert * p.n_blocks;
       copy_bulk(target + block * W_PART_BYTES, source + n_block * row_bytes, W_PART_BYTES, full,
                 policy);
     }
@@ -81,7 +103,7 @@ __forceinline__ void produce(const Params& p, uint32 x_stages, uint32 w_stages, 
 #pragma unroll
     for (int block = 0; block < K_BLOCKS; block++)
       copy_box(x_stages + stage * B_BYTES + block * B_BLOCK_BYTES, p.x,
-               (at.step * K_BLOCKS + block) * BLOCK_K, at.unit.tile.m * p.box_rows,
+               (at.step * K_BLOCKS + block) * BLOCK_K, at.unit.rows.first(p),
                barriers + 16 * stage);
   };
   fill_pipeline(p, barriers, copy_weights, copy_x);
@@ -97,14 +119,20 @@ __forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS], 
     sums[(8 * (i / 4) + (i & 1)) * TILE_N + (i & 2 ? 8 * NEXT_OCTET : 0)] = d[i];
 }
 
-// Stores y through shared memory, so that rows are written in runs of 128 bytes.
-__forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS], const OutputPlace& at,
-                           uint8* piece, int barrier) {
-  const int row = at.first_n + 8 * warp_octet(at.warp) + at.lane / 4;
+__forceinline__ float swiglu(float gate, float up) {
+  return __fdividef(gate, 1.f + __expf(-gate)) * up;
+}
+
+// Stores y through shared memory, so that rows are written in runs of 128 bytes, with SWIGLU 64.
+__forceinline__ void store(const Params& p, int first_bias, const float (&d)[ACCUMULATORS],
+                           const OutputPlace& at, uint8* piece, int barrier) {
+  // The outputs of rows g and g + 8.
+  const int row = at.first_n + 8 * (SWIGLU ? at.warp : warp_octet(at.warp)) + at.lane / 4;
+  const int to_other = SWIGLU ? p.n / 2 : 8 * NEXT_OCTET;
   float bias[2] = {0.f, 0.f};
   if (p.bias != nullptr) {
-    if (row < p.n) bias[0] = to_float(p.bias[row]);
-    if (row + 8 * NEXT_OCTET < p.n) bias[1] = to_float(p.bias[row + 8 * NEXT_OCTET]);
+    if (row < width_of(p)) bias[0] = to_float(p.bias[first_bias + row]);
+    if (row + to_other < p.n) bias[1] = to_float(p.bias[first_bias + row + to_other]);
   }
   const uint32 target = shared_address(piece);
   const bool whole = width_of(p) % 8 == 0;
@@ -112,6 +140,21 @@ __forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS], cons
   for (int first = 0; first < OWN_M; first += PIECE_M) {
 #pragma unroll
     for (int c = 0; c < PIECE_M; c += 16) {
+#if SWIGLU
+      uint32 v[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int sum = (first + c) / 2 + 4 * i;
+        v[i] = from_floats(swiglu(d[sum] + bias[0], d[sum + 2] + bias[1]),
+                           swiglu(d[sum + 1] + bias[0], d[sum + 3] + bias[1]));
+      }
+      // Matrix `lane / 8 % 2` of two: the first or second eight rows of x.
+      const int r = at.lane % 8, column = c + 8 * (at.lane / 8 % 2) + r;
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                       target + column * PIECE_STRIDE + ((at.warp ^ r) << 4)),
+                   "r"(v[0]), "r"(v[1])
+                   : "memory");
+#else
       uint32 v[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -127,6 +170,7 @@ __forceinline__ void store(const Params& p, const float (&d)[ACCUMULATORS], cons
                        target + column * PIECE_STRIDE + ((chunk ^ r) << 4)),
                    "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                    : "memory");
+#endif
     }
     store_tile_piece(p, piece, at, first, barrier, whole);
   }
@@ -137,15 +181,18 @@ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages, con
   const int thread = threadIdx.x, lane = thread % LANES;
   const int group = __shfl_sync(~0u, thread / GROUP_THREADS, 0);
   const int warp = __shfl_sync(~0u, thread / LANES % 4, 0);
-  const Codebook codebook(p.codebook, lane);
-  if (HAS_TABLE && SCALES_LAST) {
-    if constexpr (LOOKS_UP_HALVES)
-      build_half_table<CONSUMER_THREADS>(table, codebook, thread);
-    else
-      build_table<CONSUMER_THREADS, COPIES / 2, BITS == 1>(table, codebook, thread);
-    sync_named(TABLE_BARRIER, CONSUMER_THREADS);
-  }
-  const HopperDecoder decoder(table, codebook, warp, lane);
+  Codebook codebook(p.codebook, lane);
+  auto fill_table = [&] {
+    if (HAS_TABLE && SCALES_LAST) {
+      if constexpr (LOOKS_UP_HALVES)
+        build_half_table<CONSUMER_THREADS>(table, codebook, thread);
+      else
+        build_table<CONSUMER_THREADS, COPIES / 2, BITS == 1>(table, codebook, thread);
+      sync_named(TABLE_BARRIER, CONSUMER_THREADS);
+    }
+  };
+  fill_table();
+  HopperDecoder decoder(table, codebook, warp, lane);
   const int n_group = group % N_GROUPS, k_group = group / N_GROUPS;
   w_stages += (2 * n_group + warp / FRAGMENTS) * W_PART_BYTES + k_group * BLOCK_BYTES;
   const uint64 x_operand = operand_b(x_stages + k_group * B_BLOCK_BYTES);
@@ -198,6 +245,9 @@ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages, con
     if (has_next) decoder.finish(next, values, codes);
     if (has_later) codes = later_codes;
   };
+#if EXPERTS
+  int first_value = 0;  // of the codebook that the table is filled from
+#endif
   // The same with stages of one block: loads codes of the next before this one is finished.
   HopperValues values;
   auto step_short = [&](uint32(&a)[STEPS][REGISTERS], bool has_next) {
@@ -216,6 +266,18 @@ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages, con
   };
   for (int index = first_work_unit(); index < work_unit_count(p); index += gridDim.x / CLUSTER) {
     const WorkUnit unit(p, index);
+#if EXPERTS
+    if (p.order != nullptr && unit.rows.first_row + thread < unit.rows.end_row)
+      prefetch_l1(p.order + unit.rows.first_row + thread);
+    if (const int first = unit.rows.expert * p.codebook_step; first != first_value) {
+      first_value = first;
+      codebook = Codebook(p.codebook + first, lane);
+      // All consumers have looked up the last codes of the previous tile.
+      if (HAS_TABLE && SCALES_LAST) sync_named(TABLE_BARRIER, CONSUMER_THREADS);
+      fill_table();
+      decoder.set_codebook(codebook);
+    }
+#endif
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; i++) d[i] = 0.f;
     // wgmmas in flight read one set of registers while the other is decoded to.
@@ -261,7 +323,7 @@ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages, con
     touch(d);
     release();
     held = -1;
-    const OutputPlace at(p, unit.tile, n_group, warp, lane, thread % GROUP_THREADS);
+    const OutputPlace at(p, unit, n_group, warp, lane, thread % GROUP_THREADS);
     if (K_GROUPS == 2) {
       const uint32 dsmem_buffer = shared_address(pieces + 2 * n_group * PIECE_BYTES);
       reduce_k_groups(d, dsmem_buffer, at.thread, PAIR_BARRIER + n_group, k_group == 0);
@@ -276,7 +338,8 @@ __forceinline__ void consume(const Params& p, uint8* table, uint32 x_stages, con
       store_partial(p.sums + static_cast<uint64>(unit.split_index) * TILE_M * TILE_N, d, n_group,
                     warp, lane);
     else
-      store(p, d, at, pieces + n_group * K_GROUPS * PIECE_BYTES, GROUP_BARRIER + group);
+      store(p, unit.rows.expert * p.n, d, at, pieces + n_group * K_GROUPS * PIECE_BYTES,
+            GROUP_BARRIER + group);
     if (CLUSTER > 1) return;  // a cluster takes one tile
   }
 }

@@ -6,6 +6,7 @@ kernel runs, and its rows per tile, follow from the mean number of rows of an ex
 
 from dataclasses import dataclass, replace
 
+from fdk_cuda.marlin.heuristics_hopper import GroupedPlan
 from fdk_cuda.triton.configs.gemm import WORDY_BITS, GemmConfig, fit, gemm_config
 from fdk_cuda.triton.configs.gemv import MAX_OFFSET, GemvConfig, as_run, gemv_config
 from fdk_cuda.triton.configs.gpus import Gpu
@@ -27,14 +28,20 @@ class ExpertConfig:
     """Configuration of a product with a stack of experts.
 
     Attributes:
-        kernel: configuration of ``expert_gemv_kernel`` or ``expert_gemm_kernel``.
-        rows: pairs of a tile at most: 8 or 16, or the ``block_m`` of the GEMM.
+        kernel: configuration of ``expert_gemv_kernel`` or ``expert_gemm_kernel``, or the plan of
+            the grouped GEMM by wgmma, see ``expert_wgmma``.
+        rows: pairs of a tile at most: 8 or 16, or the rows of a tile of the GEMM.
         is_sorted: whether pairs are sorted by expert; otherwise each is a tile.
     """
 
-    kernel: GemvConfig | GemmConfig
+    kernel: GemvConfig | GemmConfig | GroupedPlan
     rows: int
     is_sorted: bool = True
+
+    @property
+    def is_wgmma(self) -> bool:
+        """True for the grouped GEMM by wgmma."""
+        return isinstance(self.kernel, GroupedPlan)
 
     def max_tiles(self, pairs: int, experts: int) -> int:
         """Returns an upper bound on the tiles, whatever the experts of the pairs are."""

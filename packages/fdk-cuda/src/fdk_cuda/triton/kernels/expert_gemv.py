@@ -46,7 +46,7 @@ def swiglu(gate, up):
 # bias    :: [experts, n, dtype]
 # ids     :: [pairs, int32 | int64]
 # order   :: [pairs, int32]
-# tiles   :: [3, max_tiles, int32]
+# tiles   :: [3 * max_tiles + 1, int32]
 # routing :: [pairs, floating]
 # out     :: [pairs, n, dtype]; with SWIGLU [pairs, n / 2, dtype]; with routing float32
 # k_tiles is not specialised: see ``gemv_kernel``.

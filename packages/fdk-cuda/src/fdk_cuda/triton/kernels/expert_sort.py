@@ -49,7 +49,7 @@ def count_kernel(
 # ids    :: [pairs, int32 | int64]
 # counts :: [blocks, BINS, int32], unused with one block
 # order  :: [pairs, int32]
-# tiles  :: [3, max_tiles, int32]
+# tiles  :: [3 * max_tiles + 1, int32]
 @triton.jit(do_not_specialize=["max_tiles"])
 def sort_kernel(
     ids_ptr,
@@ -69,7 +69,8 @@ def sort_kernel(
 ):
     """Writes the pairs in the order of their experts, and tiles of up to ROWS pairs of an expert.
 
-    A tile is expert, first index in the order, and end. The expert of tiles past the last is -1.
+    A tile is expert, first index in the order, and end: each ``[max_tiles]``, then the number of
+    tiles. The expert of tiles past the last is -1.
     With ZEROS, pairs of no expert have tiles of the expert ``experts``.
     """
     if OVERLAP:
@@ -115,6 +116,7 @@ def sort_kernel(
             end = tl.minimum(index + ROWS, start + total)
             tl.store(tiles_ptr + 2 * max_tiles + tile, end, mask=live)
         last = tl.sum(count, 0)
+        tl.store(tiles_ptr + 3 * max_tiles, last)
         for first in tl.range(0, max_tiles, BINS):
             spare = first + bin
             tl.store(tiles_ptr + spare, bin * 0 - 1, mask=(spare >= last) & (spare < max_tiles))

@@ -11,7 +11,7 @@ from fdk_cuda.triton.kernels.expert_gemv import pair_at, tile_of
 # a     :: [pairs / sharing, k, dtype]
 # b     :: [count, k, n, dtype] by strides: the matrices of ``count`` experts from ``first_expert``
 # order :: [pairs, int32]
-# tiles :: [3, max_tiles, int32]
+# tiles :: [3 * max_tiles + 1, int32]
 # out   :: [pairs, n, dtype]
 @triton.jit(do_not_specialize=["max_tiles", "first_expert"])
 def grouped_matmul_kernel(

@@ -92,8 +92,7 @@ struct HopperDecoder {
   __forceinline__ HopperDecoder(const uint8* table_, const Codebook& book, int warp, int lane)
       : table(table_) {
     const int g = lane / 4, t = lane % 4, f = warp % FRAGMENTS;
-    codebook[0] = book.words[0];
-    codebook[1] = book.words[1];
+    set_codebook(book);
     // 1 bit: each fragment has half of the copies of an entry.
     const int one_bit_part = (LOOKS_UP_HALVES ? 8 * (lane % 16) : 16 * (lane % 8)) + 128 * f;
     lane_part = keep(BITS == 1 ? one_bit_part : table_lane_part(lane % COPIES), lane);
@@ -142,6 +141,11 @@ struct HopperDecoder {
         turns[2 + i] = keep(3 + (t >> 1) + 8 * (t & 1) + 4 * f + 2 * i - 15, lane);
       }
     }
+  }
+
+  __forceinline__ void set_codebook(const Codebook& book) {
+    codebook[0] = book.words[0];
+    codebook[1] = book.words[1];
   }
 
   // Loads scales of rows g (0) and g + 8 (1) in half h; BY_SIGNS: of both fragments.

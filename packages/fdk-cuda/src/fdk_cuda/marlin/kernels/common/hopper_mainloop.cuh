@@ -1,11 +1,13 @@
 // Main loop on Hopper, shared by hopper_gemm.cu and hopper_dgrad.cu: a producer fills a pipeline,
 // the consumers decode and multiply, and write their rows of y.
 //
-// Included after the kernel's Params, and after out_of and width_of: the output (y or dx) of a
-// launch and the length of its rows.
+// Included after the kernel's Params, and after out_of, width_of and row_of: the output (y or dx)
+// of a launch, the length of its rows, and the row of it that has the results of a row of x.
 #pragma once
 #include "common/cluster_reduce.cuh"
 #include "common/tile_scheduler.cuh"
+
+// Macros: EXPERTS, see tile_scheduler.cuh; SWIGLU, 1 where two outputs of the weight become one.
 
 // The current stage and the parity of its barriers.
 struct PipelineState {
@@ -52,15 +54,17 @@ struct OutputPlace {
   int first_n, first_m;
   int end_m;  // past the last row of the tile that is used
 
-  __forceinline__ OutputPlace(const Params& p, const Tile& tile, int n_group, int warp_, int lane_,
-                              int thread_)
+  __forceinline__ OutputPlace(const Params& p, const WorkUnit& unit, int n_group, int warp_,
+                              int lane_, int thread_)
       : warp(warp_),
         lane(lane_),
         thread(thread_),
-        first_n(tile.n * TILE_N + n_group * GROUP_N),
-        first_m(tile.m * p.box_rows + static_cast<int>(blockIdx.x) % CLUSTER * OWN_M),
-        end_m(min(p.m, (tile.m + 1) * p.box_rows)) {}
+        first_n((unit.tile.n * TILE_N + n_group * GROUP_N) / (SWIGLU ? 2 : 1)),
+        first_m(unit.rows.first(p) + static_cast<int>(blockIdx.x) % CLUSTER * OWN_M),
+        end_m(unit.rows.end(p)) {}
 };
+// Chunks of eight outputs of y that a consumer has.
+constexpr int CHUNKS = GROUP_N / 8 / (SWIGLU ? 2 : 1);
 
 // Writes rows `first` and on of a tile, which the consumer has put into a piece, in swizzled chunks
 // of eight outputs. `whole` says that 8 divides the width; computed here instead of once per tile,
@@ -77,7 +81,9 @@ __forceinline__ void store_tile_piece(const Params& p, const uint8* piece, const
     const uint4 v = *reinterpret_cast<const uint4*>(piece + column * PIECE_STRIDE +
                                                     ((chunk ^ column % 8) << 4));
     const int out_row = at.first_m + first + column, out_column = at.first_n + 8 * chunk;
-    uint16* target = out_of(p) + static_cast<uint64>(out_row) * width_of(p) + out_column;
+    if (CHUNKS < 8 && chunk >= CHUNKS) continue;
+    uint16* target =
+        out_of(p) + static_cast<uint64>(row_of(p, out_row, at.end_m)) * width_of(p) + out_column;
     if (out_row < at.end_m && whole && out_column < width_of(p)) {
       *reinterpret_cast<uint4*>(target) = v;
     } else if (out_row < at.end_m) {
@@ -95,6 +101,8 @@ __forceinline__ void store_tile_piece(const Params& p, const uint8* piece, const
 template <typename CopyWeights, typename CopyB>
 __forceinline__ void fill_pipeline(const Params& p, uint32 barriers,
                                    const CopyWeights& copy_weights, const CopyB& copy_b) {
+  // A list of tiles may be shorter than the grid.
+  if (EXPERTS && first_work_unit() >= work_unit_count(p)) return;
   WorkCursor ahead(p), cursor(p);
   int filled = 0;
   for (; filled < STAGES && ahead.any(); filled++, ahead.advance()) copy_weights(ahead, filled);

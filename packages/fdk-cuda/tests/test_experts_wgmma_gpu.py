@@ -26,7 +26,7 @@ from fdk_formats.testing import (
     poisoned,
 )
 
-pytestmark = ON_HOPPER
+pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("always")]
 
 FORMATS = ["custom1-g64", "custom2-g32", "custom3-g64", "custom4-g64", "custom8-g128"]
 FORMATS += ["affine4-g128-zint", "affine8-g64-zint", "affine3-g64-fp16-zint"]
@@ -43,7 +43,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     list(expert_cases(dtypes=DTYPES, group_sizes=(32, 64, 128, None), device="cuda")),
     ids=str,
 )
-@pytest.mark.usefixtures("always")
 def test_conformance(case: ExpertCase) -> None:
     check_expert_backend(TritonBackend(), case)
 
@@ -138,7 +137,8 @@ def test_many_tokens(format: str, top_k: int, tokens: int) -> None:
         check_expert_numerics(TritonBackend(), case)
 
 
-def test_config_by_rows_of_an_expert() -> None:
+def test_config_by_rows_of_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_wgmma, "MIN_ROWS", 64)
     layout = TritonExpertLayout(case_of("custom4-g64", 1, 320, 384).stack())
     w = layout._weight()
     least = 8 * expert_wgmma.MIN_ROWS // 2

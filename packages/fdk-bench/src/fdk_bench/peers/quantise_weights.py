@@ -217,7 +217,7 @@ def auto_round(request: Request) -> Answer:
         sym=True,
         nsamples=len(ids),
         seqlen=ids.shape[1],
-        dataset=[{"input_ids": row} for row in ids],
+        dataset=[{"input_ids": row[None]} for row in ids],
         device_map="cpu",
         amp=False,
     )

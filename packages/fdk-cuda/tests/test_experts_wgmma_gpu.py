@@ -180,7 +180,7 @@ def test_mlp(format: str, tokens: int) -> None:
 
 
 def test_one_stack_in_memory() -> None:
-    """What a call repacks is free again after it."""
+    """The memory of a call is free again after it."""
     case = case_of("custom4-g64", 512, 1024, 1024)
     layout = TritonExpertLayout(case.stack())
     x, ids = case.random(512, 1024), case.expert_ids()

@@ -10,7 +10,7 @@ from triton_compile import MAX_STACK, compile_kernel, layout_of, registers_and_s
 from fdk_cuda.triton.kernels.round_columns import round_columns_kernel
 from fdk_cuda.triton.round_columns import ROWS, WARPS, round_columns
 from fdk_formats import quantise, rounding
-from fdk_formats.compensate import BLOCK, Hessian
+from fdk_formats.compensate import BLOCK, Hessian, add_moments
 from fdk_formats.testing.rounding import check_round_columns
 
 
@@ -50,3 +50,14 @@ def test_compensation_equals_torchs(format: str, monkeypatch: pytest.MonkeyPatch
     assert rounding.round_columns_for(weight.device, 16) is round_columns
     monkeypatch.delitem(rounding._COLUMNS, "cuda")
     assert found == pytest.approx(error(), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_moments(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 320, device="cuda").to(dtype)
+    total = torch.ones(320, 320, device="cuda")
+    add_moments(total, x)
+    exact = 1 + x.double().T @ x.double()
+    torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-3)

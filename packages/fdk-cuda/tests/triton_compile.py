@@ -47,7 +47,7 @@ TENSORS = {
     "ids_ptr": "*i64",
     **dict.fromkeys(("routing_ptr", "midpoints_ptr", "table_ptr", "wanted_ptr"), "*fp32"),
     **dict.fromkeys(("reference_ptr", "feedback_ptr", "scales_ptr", "zeros_ptr"), "*fp32"),
-    "left_ptr": "*fp32",
+    "residual_ptr": "*fp32",
     "codes_ptr": "*u8",
 }
 

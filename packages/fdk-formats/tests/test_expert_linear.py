@@ -57,10 +57,24 @@ def test_no_tokens():
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
+def test_experts_are_cast_where_they_are_used():
+    x, ids, weight, bias = case(torch.bfloat16)
+    weight.requires_grad_()
+    wide = weight.detach().float().requires_grad_()
+    y, narrow = expert_linear(x, ids, wide, bias), expert_linear(x, ids, weight, bias)
+    assert torch.equal(y, narrow)
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), wide)
+    (expected,) = torch.autograd.grad(narrow.float().square().sum(), weight)
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, expected.float())
+
+
 def test_arguments_that_do_not_fit():
     x, ids, weight, bias = case(torch.float32)
-    with pytest.raises(TypeError, match=r"weight must be torch\.float32, as x is, got torch\.bf"):
-        expert_linear(x, ids, weight.bfloat16(), bias)
+    with pytest.raises(TypeError, match=r"weight must be floating, got torch\.int64"):
+        expert_linear(x, ids, weight.long(), bias)
+    with pytest.raises(ValueError, match=r"weight must be \[experts, n, k\], got \["):
+        expert_linear(x, ids, weight[0], bias)
     with pytest.raises(ValueError, match="expert_ids must be 0 to 3, or -1 for none, got -1 to 4"):
         expert_linear(x, ids.where(ids < 3, 4), weight, bias)
     with pytest.raises(ValueError, match=r"bias must be torch\.float32 \[4, 6\], got .* \[6\]"):

@@ -414,25 +414,30 @@ void dequantise_blocks(int bits, const py::tuple& code, const std::string& dtype
                          largest.as<const float>(), n, block, out.as<void>(), threads);
 }
 
+fdk::RoundingTable rounding_table_of(const py::tuple& midpoints, const py::tuple& entries) {
+  const Bytes middle = bytes_of(midpoints), entry = bytes_of(entries);
+  const std::size_t count = entry.size / sizeof(float);
+  if (count == 0 || count > fdk::kMaxRoundingEntries) {
+    throw std::invalid_argument("fdk_cpu: a rounding has 1 to 16 entries");
+  }
+  expect("midpoints", middle, (count - 1) * sizeof(float));
+  return fdk::rounding_table_of(middle.as<const float>(), entry.as<const float>(), count);
+}
+
 // The table and the groups of a rounding; `importance` may be empty.
 struct RoundingArguments {
   fdk::RoundingTable table;
   fdk::Groups groups;
 
   RoundingArguments(const py::tuple& midpoints, const py::tuple& entries, const py::tuple& values,
-                    const py::tuple& scale, const py::tuple& importance) {
-    const Bytes middle = bytes_of(midpoints), entry = bytes_of(entries), in = bytes_of(values),
-                scales = bytes_of(scale), weights = bytes_of(importance);
-    const std::size_t count = entry.size / sizeof(float), n = scales.size / sizeof(float);
-    if (count == 0 || count > fdk::kMaxRoundingEntries) {
-      throw std::invalid_argument("fdk_cpu: a rounding has 1 to 16 entries");
-    }
-    expect("midpoints", middle, (count - 1) * sizeof(float));
+                    const py::tuple& scale, const py::tuple& importance)
+      : table(rounding_table_of(midpoints, entries)) {
+    const Bytes in = bytes_of(values), scales = bytes_of(scale), weights = bytes_of(importance);
+    const std::size_t n = scales.size / sizeof(float);
     const std::size_t size = n == 0 ? 0 : in.size / sizeof(float) / n;
     expect("values", in, n * size * sizeof(float));
     const std::size_t repeat = size == 0 ? 0 : weights.size / sizeof(float) / size;
     expect("importance", weights, repeat * size * sizeof(float));
-    table = fdk::rounding_table_of(middle.as<const float>(), entry.as<const float>(), count);
     groups = {in.as<const float>(),
               scales.as<const float>(),
               repeat == 0 ? nullptr : weights.as<const float>(),
@@ -478,12 +483,12 @@ void group_products(const py::tuple& midpoints, const py::tuple& entries, const 
 
 void round_columns(const py::tuple& midpoints, const py::tuple& entries, const py::tuple& wanted,
                    const py::tuple& reference, const py::tuple& feedback, const py::tuple& scale,
-                   const py::tuple& zero, const py::tuple& codes, const py::tuple& left,
+                   const py::tuple& zero, const py::tuple& codes, const py::tuple& residual,
                    std::size_t threads) {
-  const RoundingArguments given(midpoints, entries, wanted, scale, py::make_tuple(0, 0));
+  const fdk::RoundingTable table = rounding_table_of(midpoints, entries);
   const Bytes values = bytes_of(wanted), from = bytes_of(reference), matrix = bytes_of(feedback),
               scales = bytes_of(scale), zeros = bytes_of(zero), code = bytes_of(codes),
-              out = bytes_of(left);
+              out = bytes_of(residual);
   std::size_t columns = 0;
   while (columns * columns * sizeof(float) < matrix.size) columns++;
   expect("feedback", matrix, columns * columns * sizeof(float));
@@ -494,7 +499,7 @@ void round_columns(const py::tuple& midpoints, const py::tuple& entries, const p
   expect("scale", scales, values.size);
   if (zeros.size != 0) expect("zero", zeros, values.size);
   expect("codes", code, count);
-  expect("left", out, values.size);
+  expect("residual", out, values.size);
   const fdk::Columns problem{values.as<const float>(),
                              from.as<const float>(),
                              matrix.as<const float>(),
@@ -503,7 +508,7 @@ void round_columns(const py::tuple& midpoints, const py::tuple& entries, const p
                              columns,
                              rows};
   const py::gil_scoped_release release;
-  fdk::round_columns(given.table, problem, code.as<std::uint8_t>(), out.as<float>(), threads);
+  fdk::round_columns(table, problem, code.as<std::uint8_t>(), out.as<float>(), threads);
 }
 
 // Canonical and packed codes of a weight.

@@ -156,8 +156,8 @@ constexpr std::size_t kTile = 4;
 // read and written.
 template <int kEntries, bool kWhole>
 FDK_INLINE void round_tile(const Table<kEntries>& table, const Columns& given, std::size_t first,
-                           std::size_t count, Float* left_of_tile, std::uint8_t* codes,
-                           float* left) {
+                           std::size_t count, Float* residual_of_tile, std::uint8_t* codes,
+                           float* residual) {
   const auto lanes_of = [&](std::size_t vector) FDK_LAMBDA {
     if (kWhole) return kLanes;
     return count <= vector * kLanes ? 0 : std::min(kLanes, count - vector * kLanes);
@@ -172,7 +172,7 @@ FDK_INLINE void round_tile(const Table<kEntries>& table, const Columns& given, s
     for (std::size_t j = 0; j < i; j++) {
       const Float factor = broadcast(feedback[j]);
       FDK_UNROLL
-      for (std::size_t v = 0; v < kTile; v++) wanted[v] += factor * left_of_tile[j * kTile + v];
+      for (std::size_t v = 0; v < kTile; v++) wanted[v] += factor * residual_of_tile[j * kTile + v];
     }
     FDK_UNROLL
     for (std::size_t v = 0; v < kTile; v++) {
@@ -185,8 +185,8 @@ FDK_INLINE void round_tile(const Table<kEntries>& table, const Columns& given, s
       const Float rounded = (table.nearest(u) - zero) * scale;
       const Float rest = load_some(given.reference + place, lanes) - rounded;
       const Codes code = table.codes(u);
-      left_of_tile[i * kTile + v] = rest;
-      std::memcpy(left + place, &rest, lanes * sizeof(float));
+      residual_of_tile[i * kTile + v] = rest;
+      std::memcpy(residual + place, &rest, lanes * sizeof(float));
       std::memcpy(codes + place, &code, lanes);
     }
   }
@@ -194,14 +194,15 @@ FDK_INLINE void round_tile(const Table<kEntries>& table, const Columns& given, s
 
 template <int kEntries>
 void columns_of(const RoundingTable& constants, const Columns& given, std::size_t begin,
-                std::size_t end, std::uint8_t* codes, float* left) {
+                std::size_t end, std::uint8_t* codes, float* residual) {
   const Table<kEntries> table(constants);
-  std::vector<Float> left_of_tile(given.columns * kTile);
+  std::vector<Float> residual_of_tile(given.columns * kTile);
   std::size_t first = begin;
   for (; first + kTile * kLanes <= end; first += kTile * kLanes)
-    round_tile<kEntries, true>(table, given, first, 0, left_of_tile.data(), codes, left);
+    round_tile<kEntries, true>(table, given, first, 0, residual_of_tile.data(), codes, residual);
   if (first < end)
-    round_tile<kEntries, false>(table, given, first, end - first, left_of_tile.data(), codes, left);
+    round_tile<kEntries, false>(table, given, first, end - first, residual_of_tile.data(), codes,
+                                residual);
 }
 
 // Calls f with the number of entries, rounded up, as a constant.
@@ -235,9 +236,9 @@ void products_range(const RoundingTable& table, const Groups& groups, std::size_
 }
 
 void columns_range(const RoundingTable& table, const Columns& columns, std::size_t begin,
-                   std::size_t end, std::uint8_t* codes, float* left) {
+                   std::size_t end, std::uint8_t* codes, float* residual) {
   with_entries(table.entries, [&](auto entries) {
-    columns_of<decltype(entries)::value>(table, columns, begin, end, codes, left);
+    columns_of<decltype(entries)::value>(table, columns, begin, end, codes, residual);
   });
 }
 

@@ -65,9 +65,9 @@ void group_products(const RoundingTable& table, const Groups& groups, float* pro
 }
 
 void round_columns(const RoundingTable& table, const Columns& columns, std::uint8_t* codes,
-                   float* left, std::size_t threads) {
+                   float* residual, std::size_t threads) {
   parallel_for(columns.rows, kPieceRows, threads, [&](std::size_t begin, std::size_t end) {
-    kernels().columns(table, columns, begin, end, codes, left);
+    kernels().columns(table, columns, begin, end, codes, residual);
   });
 }
 

@@ -1,6 +1,6 @@
 // Rounding of weights to a codebook of up to 16 entries, and what a search for scales, a training
 // step and error compensation need of it. Bit for bit the values of fdk_formats' CodebookEncoder;
-// sums differ in their order.
+// sums, and residuals of columns, differ in order and fusion of their operations.
 //
 //   values     :: [groups, size]               float32
 //   scale      :: [groups]                     float32; zero rounds every value as zero
@@ -30,9 +30,9 @@ struct Groups {
 
 // Columns of a weight that are rounded one after the other. Column i wants
 //
-//   u = wanted_i + sum over j < i of feedback_ij left_j
+//   u = wanted_i + sum over j < i of feedback_ij residual_j
 //
-// and gets the code of u / scale_i + zero_i; left_i is reference_i - (entry - zero_i) scale_i.
+// and gets the code of u / scale_i + zero_i; residual_i is reference_i - (entry - zero_i) scale_i.
 //
 //   wanted, reference, scale :: [columns, rows]
 //   zero                     :: [columns, rows], or null for zeros
@@ -57,9 +57,9 @@ void group_errors(const RoundingTable& table, const Groups& groups, float* error
 void group_products(const RoundingTable& table, const Groups& groups, float* product, float* square,
                     std::size_t threads);
 
-// Writes codes and left, [columns, rows] each.
+// Writes codes and residual, [columns, rows] each.
 void round_columns(const RoundingTable& table, const Columns& columns, std::uint8_t* codes,
-                   float* left, std::size_t threads);
+                   float* residual, std::size_t threads);
 
 // The kernels of an instruction set, for groups or rows [begin, end).
 struct RoundingKernels {
@@ -70,7 +70,7 @@ struct RoundingKernels {
   void (*products)(const RoundingTable&, const Groups&, std::size_t begin, std::size_t end,
                    float* product, float* square);
   void (*columns)(const RoundingTable&, const Columns&, std::size_t begin, std::size_t end,
-                  std::uint8_t* codes, float* left);
+                  std::uint8_t* codes, float* residual);
 };
 
 extern const RoundingKernels kRoundingBaseline;

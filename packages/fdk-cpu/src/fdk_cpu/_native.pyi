@@ -169,7 +169,7 @@ def round_columns(
     scale: Bytes,
     zero: Bytes,
     codes: Bytes,
-    left: Bytes,
+    residual: Bytes,
     threads: int,
     /,
 ) -> None: ...

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fdk_cpu import _native
-from fdk_cpu.native_args import bytes_of
+from fdk_cpu.native_args import bytes_of, check_contiguous_cpu
 from fdk_cpu.runtime import num_threads
 from fdk_formats.rounding import (
     RoundingKernels,
@@ -78,7 +78,9 @@ def round_columns(
     zero: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``register_round_columns``."""
-    codes, left = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
+    for name, tensor in (("wanted", wanted), ("reference", reference), ("feedback", feedback)):
+        check_contiguous_cpu("round_columns", name, tensor)
+    codes, residual = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
     _native.round_columns(
         bytes_of(midpoints),
         bytes_of(entries),
@@ -88,10 +90,10 @@ def round_columns(
         bytes_of(scale),
         bytes_of(zero),
         bytes_of(codes),
-        bytes_of(left),
+        bytes_of(residual),
         num_threads(),
     )
-    return codes, left
+    return codes, residual
 
 
 KERNELS = RoundingKernels(round=round_groups, squared_errors=squared_errors, products=products)

@@ -110,13 +110,13 @@ class Hessian:
 def add_moments(total: Tensor, x: Tensor) -> None:
     """Adds ``x^T x`` to ``total :: [k, k, float32]``.
 
-    On a GPU tensor cores multiply inputs of 16 bits, exactly, and sum in float32.
+    On an NVIDIA GPU tensor cores multiply inputs of 16 bits, exactly, and sum in float32.
 
     Args:
         total: the sum.
         x: ``[rows, k]``, floating.
     """
-    if x.is_cuda and x.element_size() == 2:
+    if x.is_cuda and x.element_size() == 2 and torch.version.hip is None:
         total += torch.mm(x.T, x, out_dtype=torch.float32)
     else:
         x = x.to(torch.float32)
@@ -207,10 +207,10 @@ def _sweep(weight: Tensor, found: Compensated, hessian: Hessian) -> Compensated:
     for start in range(0, len(value), BLOCK):
         block = slice(start, start + BLOCK)
         wanted = torch.addcmul(value[block], inverse[block], matrix[block] @ error)
-        codes[block], left = rounding(
+        codes[block], residual = rounding(
             block, wanted, value[block], matrix[block, block] * inverse[block]
         )
-        error[block] += left
+        error[block] += residual
     errors = ((matrix @ error) * error).sum(0)
     return Compensated(found.grid, codes[order.argsort()].T.contiguous(), errors)
 
@@ -250,10 +250,10 @@ class _ColumnRounding:
             feedback: ``[b, b]``.
 
         Returns:
-            Codes, and what is left of ``reference``.
+            Codes, and what they leave of ``reference``.
         """
         group = self.group[block]
-        codes, left = self.kernel(
+        codes, residual = self.kernel(
             self.midpoints,
             self.entries,
             wanted,
@@ -264,7 +264,7 @@ class _ColumnRounding:
         )
         if self.first is not None:
             codes = self.first.index_select(0, codes.view(-1).to(torch.int32)).view(codes.shape)
-        return codes, left
+        return codes, residual
 
 
 def round_columns(
@@ -277,10 +277,10 @@ def round_columns(
     zero: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Rounds columns in torch; see ``register_round_columns``."""
-    codes, left = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
+    codes, residual = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
     divisor = torch.where(scale == 0, torch.inf, scale)
     for i in range(len(wanted)):
-        value = torch.addmv(wanted[i], left[:i].T, feedback[i, :i]).div_(divisor[i])
+        value = torch.addmv(wanted[i], residual[:i].T, feedback[i, :i]).div_(divisor[i])
         if zero is not None:
             value += zero[i]
         code = torch.bucketize(value, midpoints, out_int32=True)
@@ -288,8 +288,8 @@ def round_columns(
         rounded = entries.index_select(0, code)
         if zero is not None:
             rounded -= zero[i]
-        torch.sub(reference[i], rounded.mul_(scale[i]), out=left[i])
-    return codes, left
+        torch.sub(reference[i], rounded.mul_(scale[i]), out=residual[i])
+    return codes, residual
 
 
 def _better_rows(a: Compensated, b: Compensated) -> Compensated:

@@ -32,14 +32,14 @@ def expert_linear(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | 
     Args:
         x: ``[t, k]``, where each token goes to all its experts, or ``[t, top_k, k]``.
         expert_ids: ``[t, top_k]``, int32 or int64; -1 for no expert, whose y is zero.
-        weight: ``[experts, n, k]`` in the dtype of x.
+        weight: ``[experts, n, k]``, floating; of another dtype than x, an expert at a time is cast.
         bias: ``[experts, n]`` in the dtype of x, or None.
 
     Returns:
         ``[t, top_k, n]`` in the dtype of x.
 
     Raises:
-        TypeError: if x is not floating, the ids are not integers, or the dtypes differ.
+        TypeError: if x or weight is not floating, the ids are not integers, or the dtypes differ.
         ValueError: if the shapes or devices do not fit, or (on a CPU) an id is out of range.
     """
     y: Tensor = _op(x, expert_ids, weight, bias)
@@ -47,16 +47,20 @@ def expert_linear(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _check(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if not weight.is_floating_point():
+        raise TypeError(f"{NAME}: weight must be floating, got {weight.dtype}")
+    if weight.ndim != 3:
+        raise ValueError(f"{NAME}: weight must be [experts, n, k], got {list(weight.shape)}")
     check_arguments(NAME, x, expert_ids, weight, bias, None, *weight.shape)
-    if weight.dtype != x.dtype:
-        raise TypeError(f"{NAME}: weight must be {x.dtype}, as x is, got {weight.dtype}")
 
 
 def _run(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _check(x, expert_ids, weight, bias)
     check_range(NAME, expert_ids, len(weight))
     with no_autocast(x.device.type):
-        return expert_products(x, expert_ids, weight.__getitem__, bias, weight.shape)
+        return expert_products(
+            x, expert_ids, lambda expert: weight[expert].to(x.dtype), bias, weight.shape
+        )
 
 
 def _fake(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,7 +71,7 @@ def _fake(x: Tensor, expert_ids: Tensor, weight: Tensor, bias: Tensor | None) ->
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, expert_ids, weight, bias = inputs
     needs_x, _, needs_weight, *_ = ctx.needs_input_grad
-    ctx.is_shared, ctx.experts = x.ndim == 2, len(weight)
+    ctx.is_shared, ctx.experts, ctx.weight_dtype = x.ndim == 2, len(weight), weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(expert_ids, x if needs_weight else None, weight if needs_x else None)
 
@@ -79,7 +83,7 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         dx = _op(grad_y, expert_ids, weight.transpose(1, 2), None)
         dx = dx.sum(1) if ctx.is_shared else dx
     if ctx.needs_input_grad[2]:
-        d_weight = _grad_weight_op(grad_y, x, expert_ids, ctx.experts)
+        d_weight = _grad_weight_op(grad_y, x, expert_ids, ctx.experts).to(ctx.weight_dtype)
     if ctx.needs_input_grad[3]:
         d_bias = grad_bias(grad_y, expert_ids, ctx.experts).to(ctx.bias_dtype)
     return dx, None, d_weight, d_bias

@@ -92,8 +92,7 @@ class ExpertLinear(nn.Module):
         self, input: Tensor, expert_ids: Tensor, routing_weights: Tensor | None = None
     ) -> Tensor:
         """See ``QuantisedExpertLinear.forward``."""
-        weight = self.stack().to(compute_dtype(input))
-        return dense_projection(input, expert_ids, weight, self.bias, routing_weights)
+        return dense_projection(input, expert_ids, self.stack(), self.bias, routing_weights)
 
 
 def dense_projection(
@@ -108,11 +107,11 @@ def dense_projection(
     Args:
         input: see there, as for the ids and routing weights.
         expert_ids: see there.
-        weight: ``[experts, n, k]`` in the dtype of the products.
+        weight: ``[experts, n, k]``, floating.
         bias: ``[experts, n]`` or None.
         routing_weights: see there.
     """
-    dtype = weight.dtype
+    dtype = compute_dtype(input)
     y = expert_linear(input.to(dtype), expert_ids, weight, None if bias is None else bias.to(dtype))
     return y if routing_weights is None else routed_sum(y, routing_weights)
 

@@ -22,7 +22,7 @@ Round = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 SquaredErrors = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # (midpoints, entries, groups, scale, importance) -> (product, square)
 Products = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-# (midpoints, entries, wanted, reference, feedback, scale, zero) -> (codes, left)
+# (midpoints, entries, wanted, reference, feedback, scale, zero) -> (codes, residual)
 RoundColumns = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
 ]
@@ -85,7 +85,7 @@ def register_round_columns(
     """Registers, for a device type, a kernel that rounds columns one after the other.
 
     It takes contiguous float32 tensors of one device and returns the codes, ``[b, n, uint8]``, and
-    what rounding leaves of the reference, ``[b, n, float32]``:
+    the residual, what rounding leaves of the reference, ``[b, n, float32]``:
 
         midpoints :: [entries - 1]  ascending
         entries   :: [entries]      2 to max_entries
@@ -95,9 +95,9 @@ def register_round_columns(
         scale     :: [b, n]
         zero      :: [b, n], or None for zeros
 
-    For column i, with ``u = wanted_i + sum_{j < i} feedback_ij left_j``, the code is the number of
-    midpoints below ``u / scale_i + zero_i``, where a scale of zero makes the quotient zero, and
-    ``left_i = reference_i - (entry - zero_i) scale_i``.
+    For column i, with ``u = wanted_i + sum_{j < i} feedback_ij residual_j``, the code is the number
+    of midpoints below ``u / scale_i + zero_i``, where a scale of zero makes the quotient zero, and
+    ``residual_i = reference_i - (entry - zero_i) scale_i``.
 
     Args:
         device_type: ``cpu``, ``cuda`` or another.

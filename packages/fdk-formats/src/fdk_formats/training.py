@@ -222,12 +222,11 @@ class QATExperts(QATModule):
 
     def _projection(self, name: str) -> Callable[..., Tensor]:
         def products(input: Tensor, *routing: Tensor) -> Tensor:
-            dtype, bias = compute_dtype(input), self._parameters.get(f"{name}_bias")
-            is_trained = name in self.qat
-            weight = (
-                self.fake_quantised(name, dtype) if is_trained else self.matrices(name).to(dtype)
-            )
-            expert_ids, *weights = routing
+            if name in self.qat:
+                weight = self.fake_quantised(name, compute_dtype(input))
+            else:
+                weight = self.matrices(name)
+            bias, (expert_ids, *weights) = self._parameters.get(f"{name}_bias"), routing
             return dense_projection(input, expert_ids, weight, bias, *weights)
 
         return products

@@ -164,26 +164,29 @@ def triton_expert_mlp(
     second = _stack_of(down, layout_of(n, inner, down_bits, down_group_size))
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     with launch.on_device_of(x):
-        before = config_for(first, tokens, top_k, x.get_device(), swiglu=True)
-        config = config_for(second, tokens, top_k, x.get_device())
+        first_config = config_for(first, tokens, top_k, x.get_device(), swiglu=True)
+        second_config = config_for(second, tokens, top_k, x.get_device())
         # The order of pairs by expert does not depend on the tiles.
-        is_sorted = before.is_wgmma and config.is_wgmma
+        is_sorted = first_config.is_wgmma and second_config.is_wgmma
         # The second product has no use for rows of no expert: nothing adds them.
-        routing = route(expert_ids, experts, before, zeros=False)
-        if isinstance(before.kernel, GroupedPlan):
+        routing = route(expert_ids, experts, first_config, zeros=False)
+        if isinstance(first_config.kernel, GroupedPlan):
             y = expert_wgmma(
-                *(x, first, routing, before.kernel),
+                *(x, first, routing, first_config.kernel),
                 bias=bias,
                 swiglu=True,
                 sorted_y=is_sorted,
             )
         else:
-            y = expert_linear(x, first, routing, before, bias=bias, swiglu=True)
-        if (config.rows, config.is_sorted) != (before.rows, before.is_sorted):
-            routing = route(expert_ids, experts, config, zeros=False)
+            y = expert_linear(x, first, routing, first_config, bias=bias, swiglu=True)
+        if (second_config.rows, second_config.is_sorted) != (
+            first_config.rows,
+            first_config.is_sorted,
+        ):
+            routing = route(expert_ids, experts, second_config, zeros=False)
         rows = y.to(dtype).view(tokens, top_k, inner)
         weights = routing_weights.contiguous()
-        return _summed(rows, second, routing, config, down_bias, weights, sorted_x=is_sorted)
+        return _summed(rows, second, routing, second_config, down_bias, weights, sorted_x=is_sorted)
 
 
 def _stack_of(tensors: list[Tensor], layout: PackedLayout) -> PackedWeight:

@@ -5,10 +5,13 @@ model: 39,000 columns in a block of an 8B llama, in each of four passes and swee
 Importing this module registers the kernel for CUDA tensors.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from fdk_cuda.triton.compiled_launch import on_device_of
+from fdk_cuda.gpu import unsupported_gpu
+from fdk_cuda.triton.compiled_launch import INTERPRETED, on_device_of
 from fdk_cuda.triton.kernels.round_columns import round_columns_kernel
 from fdk_cuda.triton.toolchain import why_no_launcher
 from fdk_formats import compensate
@@ -30,12 +33,12 @@ def round_columns(
     zero: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See ``register_round_columns``."""
-    if wanted.is_cuda and why_no_launcher():
+    if not _runs_on(wanted.device):
         return compensate.round_columns(
             midpoints, entries, wanted, reference, feedback, scale, zero
         )
     columns, rows = wanted.shape
-    codes, left = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
+    codes, residual = torch.empty_like(wanted, dtype=torch.uint8), torch.empty_like(wanted)
     with on_device_of(wanted):
         round_columns_kernel[(-(-rows // ROWS),)](
             midpoints,
@@ -46,7 +49,7 @@ def round_columns(
             scale,
             scale if zero is None else zero,
             codes,
-            left,
+            residual,
             len(entries),
             columns,
             rows,
@@ -56,7 +59,12 @@ def round_columns(
             ROWS=ROWS,
             num_warps=WARPS,
         )
-    return codes, left
+    return codes, residual
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    return INTERPRETED or not (unsupported_gpu(device) or why_no_launcher())
 
 
 register_round_columns("cuda", round_columns, MAX_ENTRIES)

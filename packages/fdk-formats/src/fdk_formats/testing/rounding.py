@@ -49,8 +49,8 @@ def check_round_columns(
     feedback = (eighths(columns, columns).sign() / 8).tril(-1).triu(-3)
     given = midpoints, table, wanted, eighths(columns, rows), feedback, scale
     zero = eighths(columns, rows) if has_zero else None
-    wanted_codes, wanted_left = compensate.round_columns(*given, zero)
+    wanted_codes, wanted_residual = compensate.round_columns(*given, zero)
     moved: list[Any] = [None if each is None else each.to(device) for each in (*given, zero)]
-    codes, left = kernel(*moved)
+    codes, residual = kernel(*moved)
     torch.testing.assert_close(codes.cpu(), wanted_codes, rtol=0, atol=0)
-    torch.testing.assert_close(left.cpu(), wanted_left, rtol=0, atol=0)
+    torch.testing.assert_close(residual.cpu(), wanted_residual, rtol=0, atol=0)

@@ -10,7 +10,7 @@ import triton.language as tl
 # wanted, reference, scale, zero :: [columns, rows, float32]
 # feedback  :: [columns, columns, float32]
 # codes     :: [columns, rows, uint8]
-# left      :: [columns, rows, float32]
+# residual      :: [columns, rows, float32]
 @triton.jit
 def round_columns_kernel(
     midpoints_ptr,
@@ -21,7 +21,7 @@ def round_columns_kernel(
     scales_ptr,
     zeros_ptr,
     codes_ptr,
-    left_ptr,
+    residual_ptr,
     entries,
     columns,
     rows,
@@ -56,9 +56,9 @@ def round_columns_kernel(
             midpoint = tl.load(midpoints_ptr + probe - 1, mask=probe < entries, other=float("inf"))
             code = tl.where(quotient > midpoint, probe, code)
         rounded = (tl.load(table_ptr + code) - zero) * scale
-        left = tl.load(reference_ptr + at, mask=live, other=0.0) - rounded
+        residual = tl.load(reference_ptr + at, mask=live, other=0.0) - rounded
         tl.store(codes_ptr + at, code.to(tl.uint8), mask=live)
-        tl.store(left_ptr + at, left, mask=live)
+        tl.store(residual_ptr + at, residual, mask=live)
         is_later = (column > i) & (column < columns)
         factor = tl.load(feedback_ptr + column * columns + i, mask=is_later, other=0.0)
-        wanted += factor[:, None] * left[None, :]
+        wanted += factor[:, None] * residual[None, :]

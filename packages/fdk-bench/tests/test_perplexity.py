@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 
 from fdk_bench import perplexity
-from fdk_bench.perplexity import Comparison, Estimate, Reference, estimate, windows_of
+from fdk_bench.perplexity import Comparison, Estimate, Reference, estimate
 
 
 @pytest.fixture
@@ -115,42 +115,3 @@ def test_no_room_for_logits(hf_model, windows, monkeypatch):
 def test_perplexity_of_a_broken_model_is_a_number():
     broken = Comparison(Estimate(5000.0, 1.0), Estimate(0, 0), Estimate(0, 0), 0.0)
     assert math.isfinite(broken.perplexity.mean)
-
-
-# Windows
-
-
-class Words:
-    """A tokenizer of numbers, with a token before each text where it has one."""
-
-    def __init__(self, bos=None):
-        self.bos_token_id = bos
-
-    def __call__(self, text, add_special_tokens=True):
-        ids = [int(word) if word.isdigit() else 0 for word in text.split()]
-        begin = [self.bos_token_id] * (add_special_tokens and self.bos_token_id is not None)
-        return SimpleNamespace(input_ids=begin + ids)
-
-
-def test_windows_are_spread_over_the_text():
-    text = " ".join(map(str, range(100)))
-    found = windows_of(Words(), text, tokens=17, window=4)  # four whole windows of 25
-    assert found.tolist() == [[s, s + 1, s + 2, s + 3] for s in (0, 24, 48, 72)]
-    assert windows_of(Words(), text, 100, 4).flatten().tolist() == list(range(100))
-
-
-def test_windows_begin_as_the_tokenizer_begins_texts():
-    found = windows_of(Words(bos=777), " ".join(map(str, range(100))), tokens=8, window=4)
-    assert found.tolist() == [[777, 0, 1, 2], [777, 48, 49, 50]]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "window", "said"),
-    [
-        (40, 4, "wanted 10 windows of 4 tokens, the text has 5; a longer text, or fewer tokens"),
-        (3, 4, "wanted at least one window of 4 tokens, got 3"),
-    ],
-)
-def test_text_that_is_too_short(tokens, window, said):
-    with pytest.raises(ValueError, match=said):
-        windows_of(Words(), " ".join(map(str, range(20))), tokens, window)

@@ -332,19 +332,45 @@ def test_replaced_layers_keep_hooks_names_ties_and_attributes():
         replace_layers(patched, {"0": quantise(patched[0].weight, "int4-g16")})
 
 
-def test_token_windows():
-    def tokenizer(text, add_special_tokens):
-        assert add_special_tokens is False
-        return {"input_ids": list(range(len(text)))}
+class Letters:
+    """A tokenizer of letters, with a token before each text where it has one."""
 
-    assert token_windows("x" * 11, tokenizer, length=3).tolist() == [
+    def __init__(self, bos: int | None = None) -> None:
+        self.bos_token_id = bos
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        has_bos = add_special_tokens and self.bos_token_id is not None
+        return {"input_ids": [self.bos_token_id] * has_bos + list(range(len(text)))}
+
+
+def test_token_windows():
+    assert token_windows("x" * 11, Letters(), length=3).tolist() == [
         [0, 1, 2],
         [3, 4, 5],
         [6, 7, 8],
     ]
-    assert token_windows("x" * 40, tokenizer, 4, count=3)[:, 0].tolist() == [0, 12, 24]
-    with pytest.raises(ValueError, match="wanted 3 windows of 8 tokens, got 20 tokens"):
-        token_windows("x" * 20, tokenizer, 8, count=3)
+    assert token_windows("x" * 40, Letters(), 4, count=3)[:, 0].tolist() == [0, 12, 24]
+
+
+def test_token_windows_begin_as_the_tokenizer_begins_texts():
+    found = token_windows("x" * 100, Letters(bos=777), length=4, count=2)
+    assert found.tolist() == [[777, 0, 1, 2], [777, 48, 49, 50]]
+    assert token_windows("x" * 7, Letters(bos=777), length=4).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "said"),
+    [
+        (8, 3, "wanted 3 windows of 8 tokens, the text has 2; use a longer text, or fewer"),
+        (8, 0, "wanted 0 windows of 8 tokens, the text has 2"),
+        (21, None, "wanted 1 windows of 21 tokens, the text has 0"),
+    ],
+)
+def test_texts_too_short_for_windows(length, count, said):
+    with pytest.raises(ValueError, match=said):
+        token_windows("x" * 20, Letters(), length, count)
+    with pytest.raises(ValueError, match="wanted 1 windows of 1 tokens, the text has 0"):
+        token_windows("x" * 20, Letters(bos=777), length=1)
 
 
 def test_calibration_is_advised_once(caplog):

@@ -51,7 +51,6 @@ MIXTURE_CONTENDERS = (
     "fdk:kmeans3-g64",
     "marlin:64",
     "marlin:128",
-    "humming:128",
 )
 QUICK_CONTENDERS = ("bf16", "fdk:kmeans4-g64", "fdk:int4-g64+int8-g64")
 # Kernels that vLLM would choose over Marlin for GPTQ of 4 bits.

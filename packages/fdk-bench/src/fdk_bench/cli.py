@@ -752,7 +752,7 @@ def _run_language(
     from fdk_bench import tables
     from fdk_bench.machine import facts
     from fdk_bench.peers.quantisers import quantisers_named
-    from fdk_bench.perplexity import windows_of
+    from fdk_formats import token_windows
 
     asked_methods = request.methods or language.DEFAULT_METHODS
     methods = checked(
@@ -785,7 +785,8 @@ def _run_language(
         )
 
     def windows(option: str, name: str, text: str, tokens: int) -> "language.Text":
-        cut = checked(lambda: windows_of(loaded.tokenizer, text, tokens, request.window), option)
+        window, count = request.window, tokens // request.window
+        cut = checked(lambda: token_windows(text, loaded.tokenizer, window, count), option)
         return language.Text(name, cut.to(loaded.device))
 
     held_out = windows("--text", request.name, request.text, request.tokens)

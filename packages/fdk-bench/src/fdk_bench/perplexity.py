@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,43 +57,6 @@ def estimate(values: Tensor) -> Estimate:
     means = values.double().mean(1)
     error = means.std().item() / math.sqrt(len(means)) if len(means) > 1 else None
     return Estimate(means.mean().item(), error)
-
-
-def windows_of(tokenizer: Any, text: str, tokens: int, window: int) -> Tensor:
-    """Cut a text into windows of tokens, spread evenly over it.
-
-    Args:
-        tokenizer: of transformers. Where it begins a text with a token of its own, every window
-            begins with that.
-        text: the text.
-        tokens: tokens of all windows together, rounded down to whole windows.
-        window: tokens of a window.
-
-    Returns:
-        ``[tokens // window, window, int64]``.
-
-    Raises:
-        ValueError: where the text is shorter.
-    """
-    begin = _begin_of(tokenizer)
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
-    count, own = tokens // window, window - len(begin)
-    if not count:
-        raise ValueError(f"wanted at least one window of {window} tokens, got {tokens}")
-    available = len(ids) // own if own > 0 else 0
-    if available < count:
-        raise ValueError(
-            f"wanted {count} windows of {window} tokens, the text has {available}; a longer text, "
-            "or fewer tokens and a larger standard error"
-        )
-    chosen = torch.arange(count) * available // count * own
-    cut = torch.stack([ids[start : start + own] for start in chosen.tolist()])
-    return torch.cat([torch.tensor([begin]).expand(count, -1).to(cut), cut], 1)
-
-
-def _begin_of(tokenizer: Any) -> list[int]:
-    first: list[int] = tokenizer("a").input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
 
 
 class Reference:

@@ -215,12 +215,13 @@ def _advise() -> None:
 
 
 def token_windows(text: str, tokenizer: Any, length: int = 512, count: int | None = None) -> Tensor:
-    """Cuts a text into windows of tokens for calibration.
+    """Cuts a text into windows of tokens, for calibration or to measure on.
 
     Args:
-        text: the text. It has to be broad: what it lacks is quantised worse.
+        text: the text. For calibration it has to be broad: what it lacks is quantised worse.
         tokenizer: a Hugging Face tokenizer, or any callable from a text to a mapping with
-            ``input_ids``.
+            ``input_ids``. Where it begins a text with a token of its own, every window begins with
+            that: without it, Gemma predicts little.
         length: tokens in a window.
         count: how many windows, spread evenly over the text; None for all.
 
@@ -228,18 +229,31 @@ def token_windows(text: str, tokenizer: Any, length: int = 512, count: int | Non
         ``[windows, length, int64]``.
 
     Raises:
-        ValueError: if the text is too short for one window.
+        ValueError: if the text is too short.
     """
+    begin = _first_tokens(tokenizer)
     ids = torch.as_tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    whole = len(ids) // length
-    if whole < (count or 1):
+    own = length - len(begin)
+    whole = len(ids) // own if own > 0 else 0
+    wanted = 1 if count is None else count
+    if not 1 <= wanted <= whole:
         raise ValueError(
-            f"token_windows: wanted {count or 1} windows of {length} tokens, got {len(ids)} tokens"
+            f"wanted {wanted} windows of {length} tokens, the text has {whole}; use "
+            "a longer text, or fewer or shorter windows"
         )
-    windows = ids[: whole * length].view(whole, length)
-    if count is None:
-        return windows
-    return windows[torch.arange(count) * whole // count]
+    windows = ids[: whole * own].view(whole, own)
+    if count is not None:
+        windows = windows[torch.arange(count) * whole // count]
+    return torch.cat([torch.tensor([begin]).expand(len(windows), -1).to(windows), windows], 1)
+
+
+def _first_tokens(tokenizer: Any) -> list[int]:
+    """Returns the token that the tokenizer begins texts with, if it does."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        return []
+    first = list(tokenizer("a")["input_ids"][:1])
+    return first if first == [bos] else []
 
 
 def random_windows(tokenizer: Any, length: int = 512, count: int = 32) -> Tensor:

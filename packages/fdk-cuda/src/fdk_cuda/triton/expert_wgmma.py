@@ -5,7 +5,6 @@ to the Marlin layout, in memory that is free again after the product. That moves
 twice, which is little beside the arithmetic of many rows.
 """
 
-import sys
 from functools import lru_cache
 
 import torch
@@ -32,10 +31,10 @@ from fdk_cuda.triton.launch import can_overlap, pdl
 from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_formats.scales import decode_scale
 
-# Mean rows of an expert from which stacks are repacked: never, until it has run on a GPU. By count
-# 64 would do: repacking both stacks of Mixtral 8x7B at 4 bits moves 1.5 GB, 0.35 ms on an H200.
-# With 64 rows of an expert the Triton kernels take more than twice that, with 16 0.52 ms.
-MIN_ROWS = sys.maxsize
+# Mean rows of an expert from which stacks are repacked (H200, 4 bits, MLP in microseconds, Triton
+# and this): 48 rows, DeepSeek-V2-Lite 347, 368; 128, Mixtral 1403, 1208; 256, Qwen3-30B-A3B
+# 1365, 1012.
+MIN_ROWS = 64
 REPACK_WARPS = 4  # of a thread block of repack_stack.cu
 # Rows of an octet, and columns of 16 bytes of x.
 OCTET, COLUMN_MULTIPLE = 8, 8

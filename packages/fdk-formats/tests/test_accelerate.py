@@ -326,11 +326,15 @@ def test_offloaded_experts_compute_the_same(way, tmp_path):
             assert torch.equal(made(given), wanted)
 
 
-def test_experts_made_empty_are_loaded():
+@pytest.mark.parametrize("inside", [False, True])
+def test_experts_made_empty_are_loaded(inside):
     source = mixture()
     with init_empty_weights():
         made = Mixture()
-    made = mixture(made)
+        if inside:
+            made = mixture(made)
+    if not inside:
+        made = mixture(made)
     assert made.experts.gate_up_proj.weight_packed.is_meta
     for name, tensor in source.state_dict().items():
         set_module_tensor_to_device(made, name, "cpu", value=tensor)

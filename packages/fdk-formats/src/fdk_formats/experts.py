@@ -65,10 +65,13 @@ class ExpertLinear(nn.Module):
         name: name of the projection.
     """
 
+    bias: Tensor | None
+
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
-        self.weight = owner._parameters[name]
-        self.bias = owner._parameters.get(f"{name}_bias")
+        # Shared, not registered: accelerate's `init_empty_weights` would register a copy.
+        self._parameters["weight"] = owner._parameters[name]
+        self._parameters["bias"] = owner._parameters.get(f"{name}_bias")
         self.is_transposed = bool(owner.is_transposed)
         self.owner, self.name = (owner,), name
         self.train(owner.training)

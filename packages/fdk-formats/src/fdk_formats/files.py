@@ -155,18 +155,15 @@ def stored_weights(
     """
     with open_shards(paths) as file:
         metadata = _our_metadata(file.path, file)
-        entries = _read_json(file.path, metadata, WEIGHTS_KEY)
+        weights = parse_weights(file.path, metadata)
         aliases = _read_json(file.path, metadata, ALIASES_KEY)
         names = set(file.keys())
-        weights = {}
-        for name, entry in entries.items():
-            format, shape = _parse_entry(file.path, name, entry)
+        for name, (format, _) in weights.items():
             for field in format.tensor_names:
                 if f"{name}.{field}" not in names:
                     raise ValueError(
                         f"{file.path}: {name} ({format}) needs the tensor {name}.{field}: missing"
                     )
-            weights[name] = format, shape
     for name, target in aliases.items():
         if not isinstance(target, str) or (target not in weights and target not in names):
             raise ValueError(
@@ -207,12 +204,12 @@ def load(
     """
     with open_shards(_files_of(path)) as file:
         metadata = _our_metadata(path, file)
-        weights = _read_json(path, metadata, WEIGHTS_KEY)
+        weights = parse_weights(path, metadata)
         aliases = _read_json(path, metadata, ALIASES_KEY)
         names = set(file.keys())
         tensors: dict[str, CanonicalWeight | Tensor] = {}
-        for name, entry in weights.items():
-            weight, used = _load_weight(path, file, name, entry, names, mmap)
+        for name, (format, shape) in weights.items():
+            weight, used = _load_weight(path, file, name, format, shape, names, mmap)
             tensors[name] = weight.to(device)
             names -= used
         for name in sorted(names):
@@ -361,7 +358,7 @@ def _read_back(
     try:
         with open_safetensors(written) as file:
             metadata = _our_metadata(where, file)
-            _read_json(where, metadata, WEIGHTS_KEY)
+            parse_weights(where, metadata)
             _read_json(where, metadata, ALIASES_KEY)
             found: dict[str, dict[str, Any]] = {"__metadata__": metadata}
             for name in file.keys():  # noqa: SIM118 (no mapping)
@@ -400,10 +397,15 @@ def _read_json(
 
 
 def _load_weight(
-    path: str | os.PathLike[str], file: Any, name: str, entry: Any, names: set[str], mmap: bool
+    path: str | os.PathLike[str],
+    file: Any,
+    name: str,
+    format: Format,
+    shape: tuple[int, ...],
+    names: set[str],
+    mmap: bool,
 ) -> tuple[CanonicalWeight, set[str]]:
     """Reads a weight; returns it and the names of its tensors in the file."""
-    format, shape = _parse_entry(path, name, entry)
     full_names = {field: f"{name}.{field}" for field in format.tensor_names}
     for full_name in full_names.values():
         if full_name not in names:
@@ -418,6 +420,22 @@ def _load_weight(
         raise ValueError(f"{path}: {name}: {error}") from error
     weight.check_values(f"{path}: {name}")
     return weight, set(full_names.values())
+
+
+def parse_weights(
+    path: str | os.PathLike[str], metadata: Mapping[str, str]
+) -> dict[str, tuple[Format, tuple[int, ...]]]:
+    """Returns format and shape of each weight by name, from the metadata of a file.
+
+    Args:
+        path: the file, for messages.
+        metadata: strings by key.
+
+    Raises:
+        ValueError: if the entry is missing or damaged.
+    """
+    entries = _read_json(path, metadata, WEIGHTS_KEY)
+    return {name: _parse_entry(path, name, entry) for name, entry in entries.items()}
 
 
 def _parse_entry(

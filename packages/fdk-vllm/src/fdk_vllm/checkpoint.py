@@ -1,16 +1,14 @@
 """The layers that the safetensors files of a checkpoint hold, from their headers."""
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fdk_formats.files import ALIASES_KEY, SAFETENSORS_DTYPES, WEIGHTS_KEY
+from fdk_formats.files import ALIASES_KEY, SAFETENSORS_DTYPES, WEIGHTS_KEY, parse_weights
 from fdk_formats.format import Format
 from fdk_formats.readers.checkpoint import INDEX
 from fdk_formats.safetensors_file import open_safetensors
@@ -122,7 +120,8 @@ def stored_layers(headers: Iterable[Header]) -> dict[str, StoredLayer]:
     packed: dict[str, tuple[Format, tuple[int, ...]]] = {}
     aliases: dict[str, str] = {}
     for header in headers:
-        packed |= _packed_weights(header)
+        if WEIGHTS_KEY in header.metadata:
+            packed |= parse_weights(header.where, header.metadata)
         text = header.metadata.get(ALIASES_KEY, "{}")
         aliases |= parse_json_object(text, f"{header.where}: damaged metadata: {ALIASES_KEY}")
         for name, dtype in header.tensors.items():
@@ -156,21 +155,3 @@ def split_name(name: str) -> tuple[str, str]:
         return layer, f"weight.{rest}"
     layer, _, below = name.rpartition(".")
     return layer, below
-
-
-def _packed_weights(header: Header) -> dict[str, tuple[Format, tuple[int, ...]]]:
-    text = header.metadata.get(WEIGHTS_KEY)
-    if text is None:
-        return {}
-    where = f"{header.where}: damaged metadata: {WEIGHTS_KEY}"
-    weights: dict[str, Any] = parse_json_object(text, where)
-    found = {}
-    for name, entry in weights.items():
-        try:
-            shape = tuple(int(size) for size in entry["shape"])
-            if len(shape) not in (2, 3):
-                raise ValueError(f"shape must be [n, k] or [experts, n, k], got {list(shape)}")
-            found[name] = Format.parse(entry["format"]), shape
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {name}: {error} in {json.dumps(entry)}") from None
-    return found

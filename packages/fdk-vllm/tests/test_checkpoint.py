@@ -97,7 +97,7 @@ def test_a_folder_without_safetensors_has_no_layers(tmp_path):
         ({"fdk.weights": '{"up.weight": {"format": "int4-g64"}}'}, "up.weight must have a format"),
         ({"fdk.weights": '{"up.weight": {"format": "x", "shape": [1, 2]}}'}, "does not start"),
         (
-            {"fdk.weights": '{"up.weight": {"format": "int4", "shape": [1]}}'},
+            {"fdk.weights": '{"up.weight": {"format": "int4-g64", "shape": [1]}}'},
             "the shape of up.weight must be 2 integers",
         ),
         ({"fdk.aliases": "1"}, "damaged metadata: fdk.aliases"),

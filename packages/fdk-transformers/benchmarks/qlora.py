@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -126,12 +127,16 @@ def measure(contenders: Sequence[str], run: Run) -> Iterator[dict[str, Any]]:
         for name in contenders:
             if name in errors:
                 continue
+            start = time.perf_counter()
             try:
                 times, peaks[name] = turn(name, run)
             except Exception as error:  # the others go on
                 errors[name] = f"{type(error).__name__}: {error}"
                 continue
             medians[name].append(statistics.median(times))
+            whole = time.perf_counter() - start
+            said = f"{name}: {medians[name][-1]:.3f} s a step, {whole:.0f} s with the model"
+            print(said, file=sys.stderr, flush=True)
     for name in contenders:
         row: dict[str, Any] = {"contender": name, **asdict(run), "error": errors.get(name)}
         if name not in errors:

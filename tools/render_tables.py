@@ -5,7 +5,8 @@ A document holds a table between two marks; paths start at the root of the repos
     <!-- rows docs/results/h200.jsonl --where "n == 8192" --lines m --across series -->
     <!-- end -->
 
-``--where`` is an expression of pandas over the columns of ``frame``. ``--columns`` lists columns,
+``--where`` is an expression of pandas over the columns of ``frame``; ``--sort`` a column, largest
+values first; without it rows come as they are in the files. ``--columns`` lists columns,
 a line a row. ``--lines`` and ``--across`` make a table of one cell per value of ``across``; of
 several rows in a cell the fastest is shown, and ``--columns`` then names the headings in order.
 """
@@ -110,6 +111,7 @@ def render(arguments: str, root: Path) -> str:
     parser = argparse.ArgumentParser(prog="<!-- rows", exit_on_error=False, add_help=False)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--where", default="")
+    parser.add_argument("--sort", default="")
     parser.add_argument("--lines", default="")
     parser.add_argument("--across", default="")
     parser.add_argument("--cell", default="result")
@@ -122,6 +124,10 @@ def render(arguments: str, root: Path) -> str:
         raise ValueError(f"unknown option {' '.join(unknown)}")
     rows = frame([root / file for file in mark.files])
     rows = rows.query(mark.where) if mark.where else rows
+    if mark.sort:
+        if mark.sort not in rows:
+            raise ValueError(f"no column {mark.sort}; there are {', '.join(rows)}")
+        rows = rows.sort_values(mark.sort, ascending=False, kind="stable", ignore_index=True)
     columns = [name.strip() for name in mark.columns.split(",") if name.strip()]
     lines = [name.strip() for name in mark.lines.split(",") if name.strip()]
     wanted = [*lines, mark.across, mark.cell] if lines else columns

@@ -214,6 +214,7 @@ def table(found: list[Row]) -> str:
 def plot(found: list[Row], path: Path) -> None:
     """Draws the loss over the bytes of the weights."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -232,6 +233,10 @@ def plot(found: list[Row], path: Path) -> None:
     axes.set_xlabel("MB of weights")
     axes.set_ylabel("bits per held-out byte")
     axes.set_xscale("log")
+    axes.margins(x=0.2)  # room for names
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)
 

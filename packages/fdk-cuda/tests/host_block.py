@@ -8,7 +8,6 @@ order of barriers are those of the kernel's own source.
 # Before the kernel. Functions with inline assembly are renamed where they are defined, then
 # replaced.
 BLOCK = r"""
-#include <cmath>
 #include <ucontext.h>
 #define __shared__
 #define __align__(n) __attribute__((aligned(n)))
@@ -49,8 +48,6 @@ static T __shfl_sync(unsigned, T value, int lane) {
   __syncwarp();
   return out;
 }
-#define __expf std::exp  // glibc has another function of this name
-static float __fdividef(float x, float y) { return x / y; }
 
 #define byte_permute device_byte_permute
 #define from_floats device_from_floats

@@ -15,6 +15,7 @@ from fdk_cuda.marlin.instantiations import KERNEL_DIRECTORY
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 HOST = """
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -33,6 +34,8 @@ struct uint4 { unsigned x, y, z, w; };
 struct { unsigned x; } threadIdx, blockIdx, gridDim;
 inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
 inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+#define __expf std::exp  // glibc has another function of this name
+inline float __fdividef(float a, float b) { return a / b; }
 inline float half_to_float(unsigned bits) {
   _Float16 half;
   memcpy(&half, &bits, 2);

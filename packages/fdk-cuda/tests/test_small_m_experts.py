@@ -216,14 +216,13 @@ def test_routing(tmp_path, cut):
     one = ((3,),) * 19
     nobody = ((-1, 7),) * 3
     every = tuple(map(tuple, torch.randint(-1, 6, (6, 8), generator=generator).tolist()))
-    for turn, ids in enumerate((((2, 0, 4, 4),), one, nobody, every, ((4, 3, 2, 1, 0),) * 2)):
-        split = (1, 2)[turn % 2]
-        for grid in (1, 4, 40):  # also more thread blocks than units
-            own = replace(case, ids=ids, split=split, buffers=split, grid=grid)
-            check(program, replace(own, zeros=grid != 4, own_rows=grid == 4, bias=grid != 1))
-            if grid == 4:
-                check(program, replace(own, shared_codebook=True, wide=False, bias=False))
-                check(program, replace(own, swiglu=True, n=64))
+    routings = ((2, 0, 4, 4),), one, nobody, every, ((4, 3, 2, 1, 0),) * 2
+    for turn, ids in enumerate(routings):
+        split, grid = 1 + turn % 2, (4, 1, 40)[turn % 3]  # also more thread blocks than units
+        own = replace(case, ids=ids, split=split, buffers=split, grid=grid)
+        check(program, replace(own, zeros=turn % 2 == 0, own_rows=turn % 2 == 1))
+        check(program, replace(own, shared_codebook=True, wide=False, bias=False, grid=3))
+        check(program, replace(own, swiglu=True, n=64, grid=2))
 
 
 def test_interleaving():

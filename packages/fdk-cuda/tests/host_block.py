@@ -49,6 +49,12 @@ static T __shfl_sync(unsigned, T value, int lane) {
   return out;
 }
 
+extern unsigned char shared[];
+#undef __cvta_generic_to_shared
+#define __cvta_generic_to_shared(p) ((uint64_t)((const unsigned char*)(p) - shared) + 1024)
+#define __cvta_shared_to_generic(address) ((void*)(shared + (address) - 1024))
+#define __trap abort
+
 #define byte_permute device_byte_permute
 #define from_floats device_from_floats
 #define multiply device_multiply

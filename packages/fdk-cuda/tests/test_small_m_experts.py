@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 from fdk_cuda.marlin.expert_ops import ExpertStack, few_rows_fields, is_interleaved
-from fdk_cuda.marlin.heuristics_experts import ExpertPlan
+from fdk_cuda.marlin.heuristics_experts import ExpertPlan, shared_bytes
 from fdk_cuda.marlin.instantiations import TileShape, Variant, small_m_experts_program
 from fdk_formats import Format, QuantisedStack
 from fdk_formats.format import BITS
@@ -36,16 +36,19 @@ static T* pointer(std::vector<uint8>& bytes) {
   return bytes.empty() ? nullptr : reinterpret_cast<T*>(bytes.data());
 }
 int main(int, char** text) {
-  long given[9];
-  for (int i = 0; i < 9; i++) given[i] = atol(text[1 + i]);
+  long given[10];
+  for (int i = 0; i < 10; i++) given[i] = atol(text[1 + i]);
   std::vector<uint8> bytes[7];
   for (int i = 0; i < 7; i++) bytes[i] = read_bytes(given[i]);
   std::vector<uint8> y(given[7], 0xFF);
   p = Params{pointer<uint8>(bytes[0]), pointer<uint16>(bytes[1]), pointer<uint16>(bytes[2]),
              pointer<uint16>(bytes[3]), y.data(), pointer<int>(bytes[4]), pointer<int>(bytes[5]),
              pointer<int>(bytes[6])};
-  for (int i = 0; i < 20; i++) (&p.n)[i] = (int)atol(text[10 + i]);
-  run_blocks(given[8], THREADS, [] { small_m_experts(p); }, shared, sizeof shared);
+  for (int i = 0; i < 20; i++) (&p.n)[i] = (int)atol(text[11 + i]);
+  const SharedMemory memory(shared);
+  const auto* end = memory.sums + p.buffers * WARPS * p.rows * SUM_STRIDE;
+  if (reinterpret_cast<const uint8*>(end) > shared + given[9]) throw "too little shared memory";
+  run_blocks(given[8], THREADS, [] { small_m_experts(p); }, shared, given[9]);
   fwrite(y.data(), 1, y.size(), stdout);
 }
 """
@@ -121,7 +124,8 @@ def plan_of(case: Case, geometry) -> ExpertPlan:
     fragments, k_blocks, rows = case.cut
     shape = TileShape(fragments, k_blocks, 1, 2 if rows > 8 else 1, WARPS, is_spread=rows <= 4)
     n_units = geometry.padded_n // shape.tile_n
-    return ExpertPlan(shape, rows, case.split, case.buffers, n_units, 0)
+    shared = shared_bytes(geometry, shape, rows, case.buffers)
+    return ExpertPlan(shape, rows, case.split, case.buffers, n_units, shared)
 
 
 def program_of(case: Case, folder):
@@ -160,7 +164,9 @@ def check(program, case: Case) -> None:
     data = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
     options = {"long_ids": long_ids, "swiglu": case.swiglu, "wide": case.wide, "early": False}
     fields = few_rows_fields(w, plan, case.dtype, max_tiles, pairs // rows, **options)
-    out = run(program, b"".join(data), *map(len, data), y.nbytes, case.grid, *fields)
+    out = run(
+        program, b"".join(data), *map(len, data), y.nbytes, case.grid, plan.shared_bytes, *fields
+    )
     got = torch.frombuffer(bytearray(out), dtype=y.dtype).view(y.shape)
 
     weights = stack.dequantise(torch.float32).double()

@@ -359,7 +359,9 @@ def _config(
     if rows is None and device.is_hopper:
         grouped = plan_grouped(geometry, pairs, experts, device)
         return ExpertConfig(grouped, grouped.shape.tile_m)
-    rows = rows or 16  # other GPUs have no kernel for many rows
+    if not device.is_hopper:  # no kernel for many rows, nor registers for 16
+        rows = min(rows or 8, 8)
+    assert rows is not None
     plan = plan_experts(geometry, dtype, pairs, experts, rows, device)
     return ExpertConfig(plan, rows, is_sorted=rows > 1)
 

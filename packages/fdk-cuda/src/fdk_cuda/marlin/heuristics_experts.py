@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fdk_cuda.marlin import cost_model
-from fdk_cuda.marlin.heuristics_small_m import BARRIER_BYTES, STAGES, WARP_COUNTS, Device
+from fdk_cuda.marlin.heuristics_small_m import BARRIER_BYTES, STAGES, Device
 from fdk_cuda.marlin.instantiations import TABLE_BYTES, TileShape, Variant
 from fdk_cuda.marlin.layout import BLOCK_K, Geometry
 
@@ -22,8 +22,11 @@ MAX_MEAN_ROWS = {4: 1, 8: 6, 16: 8}
 SPARSE = 4
 # Fragments of 16 outputs of a unit, and blocks of 64 inputs of a stage.
 TILES = ((2, 2), (4, 1))
+WARPS = (16, 12, 8)
 # Tiles that a thread block has room for (expert_units.cuh), less two that it may have in part.
 MAX_WHOLE_TILES = 62
+# Address of the tables in shared memory, of which the driver keeps some.
+TABLE_ADDRESS, RESERVED_BYTES = 0x10000, 1024
 # Not yet measured, us: the least for a block of 32 x 64 weights of one warp, however few warps
 # there are; a unit's store; and its sum over warps.
 BLOCK_LATENCY, STORE_COST, SUM_COST = 0.25, 0.1, 0.3
@@ -91,7 +94,7 @@ def expert_plans(
 ) -> Iterator[ExpertPlan]:
     """Yields every plan that fits."""
     m_tiles, is_spread = (2, False) if rows > 8 else (1, rows <= 4)
-    for tile, warps in itertools.product(TILES, WARP_COUNTS):
+    for tile, warps in itertools.product(TILES, WARPS):
         shape = TileShape(*tile, 1, m_tiles, warps, is_spread=is_spread)
         if warps > most_warps(variant, shape, device):
             continue
@@ -100,11 +103,11 @@ def expert_plans(
             if warps % split:
                 continue
             for buffers in (2, 1) if split > 1 else (1,):
-                shared = _shared_bytes(geometry, shape, rows, buffers)
-                if shared <= device.shared_bytes:
+                needed = shared_bytes(geometry, shape, rows, buffers)
+                if needed <= device.shared_bytes:
                     n_units = geometry.padded_n // shape.tile_n
                     # More than half of an SM's, see plan_of_shape.
-                    shared = max(shared, device.shared_bytes // 2 + 1024)
+                    shared = max(needed, device.shared_bytes // 2 + 1024)
                     yield ExpertPlan(shape, rows, split, buffers, n_units, shared)
                     break
 
@@ -114,12 +117,15 @@ def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
     bits = variant.bits
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
     if shape.m_tiles == 2:
-        fits = device.is_hopper and bits in (2, 3, 4) and not heavy and not variant.affine
-        return 12 if fits else 8
+        if not device.is_hopper:
+            return 0
+        return 12 if bits in (2, 3, 4) and not heavy and not variant.affine else 8
     if heavy:
-        is_tight = bits in (5, 7, 8) and shape.fragments == 2
+        is_tight = bits == 8 or (bits in (5, 7) and shape.fragments == 2)
         return 8 if is_tight or not device.is_hopper else 12
-    tight = (bits == 5 and shape.is_spread) or (bits > 6 and not shape.is_spread)
+    if bits == 8 and shape.fragments == 4 and not shape.is_spread:
+        return 8
+    tight = bits == 8 or bits == (5 if shape.is_spread else 7)
     return 12 if tight or not device.is_hopper else 16
 
 
@@ -143,11 +149,14 @@ def _block_cost(bits: int, shape: TileShape) -> float:
     return narrow[cost_model.WarpTile(shape.fragments, shape.k_blocks)][bits]
 
 
-def _shared_bytes(geometry: Geometry, shape: TileShape, rows: int, buffers: int) -> int:
-    # Two tables: in each other's gaps, or one after the other (small_m_experts.cu).
-    tables = TABLE_BYTES * (2 if geometry.bits in (1, 2, 5) else 1)
-    pipeline = shape.warps * STAGES * (shape.stage_blocks * geometry.shape[2] + BARRIER_BYTES)
+def shared_bytes(geometry: Geometry, shape: TileShape, rows: int, buffers: int) -> int:
+    """Returns the shared memory of a thread block, see SharedMemory in small_m_experts.cu."""
+    pipeline = STAGES * shape.stage_blocks * geometry.shape[2]
     slots = 4 if shape.is_spread else 8 * shape.m_tiles
-    tile_list = 4 * (4 + (MAX_WHOLE_TILES + 2) * (1 + slots))
+    tiles = 4 * (4 + (MAX_WHOLE_TILES + 2) * (1 + slots))
+    front = -(-(shape.warps * STAGES * BARRIER_BYTES + tiles) // 128) * 128
     sums = buffers * shape.warps * rows * (16 * shape.fragments + 4) * 4
-    return tables + pipeline + tile_list + sums
+    if geometry.bits in (1, 2, 5):  # two tables one after the other
+        return front + 2 * TABLE_BYTES + shape.warps * pipeline + sums
+    front_warps = min(shape.warps, (TABLE_ADDRESS - RESERVED_BYTES - front) // pipeline)
+    return TABLE_ADDRESS + TABLE_BYTES + (shape.warps - front_warps) * pipeline + sums

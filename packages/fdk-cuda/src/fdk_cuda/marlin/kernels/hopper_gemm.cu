@@ -34,6 +34,7 @@
 // sums are not stored. The table is filled again where the codebook changes.
 #include "common/hopper.cuh"
 #include "common/hopper_decode.cuh"
+#include "common/swiglu.cuh"
 #include "common/wgmma.cuh"
 
 struct Params {

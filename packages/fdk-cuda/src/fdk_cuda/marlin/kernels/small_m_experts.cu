@@ -15,7 +15,9 @@
 // thread block waits for all its warps only where a third one begins.
 //
 // Macros: those of small_m_products.cuh, without SCALES_WEIGHTS.
+#define ABSOLUTE_TABLE (BITS > 2 && BITS != 5)
 #include "common/small_m_products.cuh"
+#include "common/swiglu.cuh"
 
 struct Params {
   const uint8* packed;
@@ -49,25 +51,44 @@ struct Params {
 static_assert(!SCALES_WEIGHTS);
 
 // Bytes between the two tables. Entries of 3 or more bits, except 5, fill half of their 256 bytes;
-// the other halves are the second table.
-constexpr bool TABLES_INTERLEAVE = BITS > 2 && BITS != 5;
+// the other halves are the second table. These tables begin at TABLE_ADDRESS in shared memory, so
+// that a byte permutation gives the whole address (decode.cuh). With the address of a table in a
+// register, which the branches here need, a lookup would take one instruction more.
+constexpr bool TABLES_INTERLEAVE = ABSOLUTE_TABLE;
 constexpr int TABLE_STEP = TABLES_INTERLEAVE ? 128 : TABLE_BYTES;
 constexpr int ALL_TABLE_BYTES = TABLES_INTERLEAVE ? TABLE_BYTES : 2 * TABLE_BYTES;
+constexpr uint32 TABLE_ADDRESS = 0x10000;
+// Shared memory that the driver keeps for itself, before a thread block's own.
+constexpr uint32 RESERVED_BYTES = 1024;
 
-// Shared memory of a thread block.
+// Shared memory of a thread block: barriers, tiles and some pipelines, tables, other pipelines, and
+// partial sums.
 struct SharedMemory {
-  uint8* const tables;
-  uint8* const pipelines;
   uint8* const barriers;
   TileList& list;
+  uint8* const tables;
   float* const sums;  // [buffers, WARPS, rows, SUM_STRIDE]
 
+  static constexpr int LIST_BYTES =
+      (WARPS * WarpPipeline::BARRIER_BYTES + sizeof(TileList) + 127) / 128 * 128;
+  // Warps whose pipelines fit before the tables.
+  static constexpr int ROOM =
+      (static_cast<int>(TABLE_ADDRESS - RESERVED_BYTES) - LIST_BYTES) / WarpPipeline::BYTES;
+  static constexpr int FRONT_WARPS = !TABLES_INTERLEAVE ? 0 : ROOM < WARPS ? ROOM : WARPS;
+
   __forceinline__ explicit SharedMemory(uint8* start)
-      : tables(start),
-        pipelines(tables + ALL_TABLE_BYTES),
-        barriers(pipelines + WARPS * WarpPipeline::BYTES),
+      : barriers(start),
         list(*reinterpret_cast<TileList*>(barriers + WARPS * WarpPipeline::BARRIER_BYTES)),
-        sums(reinterpret_cast<float*>(&list + 1)) {}
+        tables(start + (TABLES_INTERLEAVE ? TABLE_ADDRESS - shared_address(start) : LIST_BYTES)),
+        sums(reinterpret_cast<float*>(pipeline(WARPS))) {
+    if (shared_address(start) > RESERVED_BYTES) __trap();
+  }
+
+  __forceinline__ uint8* pipeline(int warp) const {
+    return warp < FRONT_WARPS
+               ? barriers + LIST_BYTES + warp * WarpPipeline::BYTES
+               : tables + ALL_TABLE_BYTES + (warp - FRONT_WARPS) * WarpPipeline::BYTES;
+  }
 };
 
 // How warps share the units of a thread block.
@@ -101,8 +122,7 @@ struct WeightPipeline {
       : p(params),
         share(share_),
         list(memory.list),
-        pipeline(memory.pipelines + warp * WarpPipeline::BYTES,
-                 memory.barriers + warp * WarpPipeline::BARRIER_BYTES) {}
+        pipeline(memory.pipeline(warp), memory.barriers + warp * WarpPipeline::BARRIER_BYTES) {}
 
   __forceinline__ uint32 row_bytes() const { return p.padded_k / BLOCK_K * BLOCK_BYTES; }
 
@@ -240,11 +260,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const UnitRange own(p);
   const bool has_started = weights.start(own);
   list.fill(p, own, thread);
-  if (p.is_early) wait_previous_kernel();
   __syncthreads();
 
   Activations x;
-  const uint16* x_rows[M_TILES];
+  uint32 x_rows[M_TILES];  // indices into x; calls with many pairs run in parts
   bool live[M_TILES];
   auto choose_rows = [&](int unit) {
     const int* const pairs = list.pair + list.tile_of(p, unit) * ROW_SLOTS;
@@ -254,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // With X_AHEAD registers are not cleared: missing rows read the first one.
       live[tile] = X_AHEAD || (pair >= 0 && !(SPREAD && g % 2));
       const int row = (pair < 0 ? pairs[0] : pair) / p.sharing;
-      x_rows[tile] = p.x + static_cast<uint64>(row) * p.padded_k + 8 * t + share.part * STAGE_K;
+      x_rows[tile] = static_cast<uint32>(row) * p.padded_k + 8 * t + share.part * STAGE_K;
     }
   };
   auto load_x = [&](Activations& x, int block, uint32 column) {
@@ -263,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int tile = 0; tile < M_TILES; tile++)
         if (live[tile])
-          x.v[block][half][tile] =
-              *reinterpret_cast<const uint4*>(x_rows[tile] + column + BLOCK_K * block + 32 * half);
+          x.v[block][half][tile] = *reinterpret_cast<const uint4*>(
+              p.x + (x_rows[tile] + column + BLOCK_K * block + 32 * half));
   };
   auto load_first_x = [&] {
 #pragma unroll
@@ -278,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int unit = own.first + share.group;
   if (unit < own.last) {
     choose_rows(unit);
-    load_first_x();
+    if (!p.is_early) load_first_x();
   }
   weights.start_others(has_started);
 
@@ -286,22 +305,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   constants.nibbles = p.nibbles;
 #pragma unroll
   for (int s = 0; s < STEPS; s++) constants.base[s] = p.base[s];
-  int turn = 0;  // of the buffers of partial sums
-  for (int begin = 0; begin < list.range.tiles;) {
+  int turn = 0;   // of the buffers of partial sums
+  int begin = 0;  // the first tile of the tables
+  do {
     const TableRange tables(p, list, begin);
-    if (p.codebook_step != 0) {
+    if (p.codebook_step != 0 && list.range.tiles > 0) {
       if (begin > 0) __syncthreads();  // all warps have used the tables before
       fill_table(0, list.expert[begin]);
       if (tables.second < list.range.tiles) fill_table(1, list.expert[tables.second]);
     }
+    if (p.is_early && begin == 0) {
+      wait_previous_kernel();  // it wrote x
+      if (unit < list.range.last) load_first_x();
+    }
     __syncthreads();
-    const int end_unit = min(list.range.last, (list.range.first_tile + tables.end) * p.n_units);
+    const int end_unit = min(list.range.last, list.first_unit_of(p, tables.end));
     for (; unit < end_unit; unit += share.groups) {
       const int tile = list.tile_of(p, unit), expert = list.expert[tile];
       const bool is_second = tile >= tables.second;
-      const uint8* const table = memory.tables + (!TABLES_INTERLEAVE && is_second ? TABLE_STEP : 0);
-      constants.lane_part =
-          table_lane_part(lane) + (TABLES_INTERLEAVE && is_second ? TABLE_STEP : 0);
+      const uint8* const table = memory.tables + (is_second ? TABLE_STEP : 0);
+      constants.lane_part = table_lane_part(lane);
+      if (TABLES_INTERLEAVE)
+        constants.lane_part += (TABLE_ADDRESS >> 8) + (is_second ? TABLE_STEP : 0);
       if (BITS <= 2) {
         constants.values[0] = is_second ? values[1][0] : values[0][0];
         constants.values[1] = is_second ? values[1][1] : values[0][1];
@@ -367,5 +392,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         turn ^= 1;
     }
     begin = tables.end;
-  }
+  } while (begin < list.range.tiles);
 }

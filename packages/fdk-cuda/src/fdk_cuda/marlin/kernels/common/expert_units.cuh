@@ -77,6 +77,11 @@ struct TileList {
     return unit / p.n_units - range.first_tile;
   }
 
+  // Returns the first unit of a tile, were it all of this thread block.
+  __forceinline__ int first_unit_of(const Params& p, int tile) const {
+    return (range.first_tile + tile) * p.n_units;
+  }
+
   // Returns the tile after `begin` with which another expert begins, or their number.
   __forceinline__ int run_end(int begin) const {
     int end = begin;
@@ -87,10 +92,10 @@ struct TileList {
 
 // Tiles whose codebooks are in the two tables: the first from `begin`, the second from `second` on.
 struct TableRange {
-  int begin, second, end;
+  int second, end;
 
-  __forceinline__ TableRange(const Params& p, const TileList& list, int begin_)
-      : begin(begin_), second(list.range.tiles), end(list.range.tiles) {
+  __forceinline__ TableRange(const Params& p, const TileList& list, int begin)
+      : second(list.range.tiles), end(list.range.tiles) {
     if (p.codebook_step == 0) return;  // one for all
     second = list.run_end(begin);
     end = list.run_end(second);

@@ -165,10 +165,6 @@ struct Scales {
   }
 };
 
-__forceinline__ float swiglu(float gate, float up) {
-  return __fdividef(gate, 1.f + __expf(-gate)) * up;
-}
-
 // Programmatic dependent launch: lets the next kernel of the stream start, and waits for the end of
 // the previous one.
 __forceinline__ void start_next_kernel() {

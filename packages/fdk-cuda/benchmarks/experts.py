@@ -5,11 +5,13 @@
 
 Microseconds per call of gate and up, SwiGLU, down and the weighted sum; router not included. `fdk`
 is what a layer runs, `packed_triton` and, on Hopper from 16 rows of an expert, `packed_wgmma` are
-its two ways to run it. Median of graph replays in turns with the same MLP in bf16: torch's grouped
-product, fdk's own grouped Triton kernel with a plain configuration, and, where vLLM is installed,
-its fused_experts in bf16 and its Marlin kernel at 4 bits (random codes, whose answers are not
-checked). Every call has other random experts, and stacks are copied until they exceed the L2.
-`floor` is the larger of reading the experts hit once and of the arithmetic at the rate of
+its two ways to run it. On Hopper `marlin_layout` is the same from stacks in the Marlin layout, and
+`marlin_tiles_8`, `marlin_tiles_16` and `marlin_many` force one of its kernels, where the mean rows
+of an expert make it worth timing. Median of graph replays in turns with the same MLP in bf16:
+torch's grouped product, fdk's own grouped Triton kernel with a plain configuration, and, where vLLM
+is installed, its fused_experts in bf16 and its Marlin kernel at 4 bits (random codes, whose answers
+are not checked). Every call has other random experts, and stacks are copied until they exceed the
+L2. `floor` is the larger of reading the experts hit once and of the arithmetic at the rate of
 cuBLAS (H200). Each case is first checked against float64, on some of its tokens.
 """
 
@@ -37,6 +39,8 @@ from _timing import (
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
+from fdk_cuda.marlin import expert_ops
+from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 from fdk_cuda.triton import expert_wgmma
 from fdk_cuda.triton.configs import GemmConfig
 from fdk_cuda.triton.configs.experts import ExpertConfig
@@ -47,11 +51,14 @@ from fdk_cuda.triton.expert_launch import (
     route,
 )
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
-from fdk_formats import Format, QuantisedStack
+from fdk_formats import ExpertLayout, Format, QuantisedStack
 
 GROUP_SIZE = 64
 LIMIT = 1e-2
 LEAST_WGMMA_ROWS = 16  # of an expert
+# Mean rows of an expert for which a kernel of the Marlin layout is timed: tiles of 8 and 16 rows,
+# and many rows (0).
+MARLIN_ROWS = {8: (0.5, 16), 16: (3, 24), 0: (1.5, 1 << 30)}
 CHECKED_TOKENS = 8
 CALLS = 20  # of a graph
 Run = Callable[[int], Tensor]
@@ -108,6 +115,7 @@ class Layer:
 
     Attributes:
         copies: packed gate-up and down stacks that together exceed the L2.
+        marlin: the same in the Marlin layout, on Hopper.
         nbytes: bytes of an expert, as stored in a file.
         dense: both stacks in bf16, ``[experts, n, k]``.
     """
@@ -122,6 +130,10 @@ class Layer:
         packed = [TritonExpertLayout(stack) for stack in stacks]
         self.copies = [packed]
         self.copies += [copy.deepcopy(packed) for _ in range(int(COLD_BYTES // total))]
+        self.marlin = []
+        if torch.cuda.get_device_capability()[0] == 9:
+            packed = [MarlinExpertLayout(stack, torch.bfloat16) for stack in stacks]
+            self.marlin = [packed, *(copy.deepcopy(packed) for _ in self.copies[1:])]
         self.dense = [stack.dequantise(torch.bfloat16) for stack in stacks]
 
 
@@ -265,6 +277,37 @@ def packed_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
     return ways
 
 
+@contextmanager
+def tile_rows_of(rows: int) -> Iterator[None]:
+    """Set the rows of a tile of the Marlin layout's kernel; 0 for the kernel for many rows."""
+    before = expert_ops.tile_rows
+    expert_ops.tile_rows = lambda tokens, top_k, experts: rows or None
+    expert_ops._config.cache_clear()
+    try:
+        yield
+    finally:
+        expert_ops.tile_rows = before
+        expert_ops._config.cache_clear()
+
+
+def marlin_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
+    """List the ways to run the MLP from stacks in the Marlin layout."""
+
+    def way(rows: int) -> Run:
+        def run(i: int) -> Tensor:
+            with tile_rows_of(rows):
+                return ours(i)
+
+        return run
+
+    ways = {"marlin_layout": ours}
+    mean_rows = tokens * model.top_k / model.experts
+    for rows, (least, most) in MARLIN_ROWS.items():
+        if tokens > 1 and least <= mean_rows <= most:
+            ways[f"marlin_tiles_{rows}" if rows else "marlin_many"] = way(rows)
+    return ways
+
+
 def time_case(
     model: Model,
     layer: Layer,
@@ -274,12 +317,17 @@ def time_case(
     """Yield the row of one number of tokens."""
     inputs = [Inputs.random(model, tokens, seed) for seed in range(CALLS)]
 
-    def ours(i: int) -> Tensor:
-        gate_up, down = layer.copies[i % len(layer.copies)]
-        given = inputs[i]
-        return gate_up.mlp(down, given.x, given.ids, given.weights)
+    def mlp_of(copies: list[list[ExpertLayout]]) -> Run:
+        def run(i: int) -> Tensor:
+            gate_up, down = copies[i % len(copies)]
+            given = inputs[i]
+            return gate_up.mlp(down, given.x, given.ids, given.weights)
 
-    runs = packed_ways(ours, model, tokens)
+        return run
+
+    runs = packed_ways(mlp_of(layer.copies), model, tokens)
+    if layer.marlin:
+        runs |= marlin_ways(mlp_of(layer.marlin), model, tokens)
     for name, peer in peers().items():
         runs[name] = lambda i, peer=peer: peer(layer, inputs[i])
     oracle = exact(layer, inputs[0])
@@ -302,7 +350,8 @@ def line_of(row: Row) -> str:
     case = f"{row['name']:16} {row['format']:14} t{row['tokens']:<5} hit {row['hit']:5.1f}"
     names = [name for name in ("torch", "triton", "vllm", "marlin") if name in row]
     others = ", ".join(f"{name} {row[name]:.1f} ({us / row[name]:.2f})" for name in names)
-    ways = ", ".join(f"{name} {row[name]:.1f}" for name in row if name.startswith("packed_"))
+    own = (name for name in row if name.startswith(("packed_", "marlin_")))
+    ways = ", ".join(f"{name} {row[name]:.1f}" for name in own)
     return f"{case} {us:8.1f} us, floor {floor:.1f} ({us / floor:.2f}), {ways}, peers: {others}"
 
 

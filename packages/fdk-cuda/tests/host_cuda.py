@@ -15,6 +15,7 @@ from fdk_cuda.marlin.instantiations import KERNEL_DIRECTORY
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 HOST = """
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -33,6 +34,13 @@ struct uint4 { unsigned x, y, z, w; };
 struct { unsigned x; } threadIdx, blockIdx, gridDim;
 inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
 inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
+#define __expf std::exp  // glibc has another function of this name
+inline float __fdividef(float a, float b) { return a / b; }
+inline float half_to_float(unsigned bits) {
+  _Float16 half;
+  memcpy(&half, &bits, 2);
+  return half;
+}
 inline float __uint_as_float(unsigned x) { float v; memcpy(&v, &x, 4); return v; }
 inline unsigned __funnelshift_l(unsigned a, unsigned b, int n) {
   return (((uint64_t)b << 32 | a) << n % 32) >> 32;
@@ -41,6 +49,15 @@ inline unsigned __funnelshift_r(unsigned a, unsigned b, int n) {
   return ((uint64_t)b << 32 | a) >> n % 32;
 }
 """
+# Inline assembly of functions that headers use themselves, and its meaning.
+ASSEMBLY = {
+    'asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(static_cast<uint16>(bits)))': (
+        "out = half_to_float(bits)"
+    ),
+    'asm("mad.lo.u32 %0, %1, 65536, %2;" : "=r"(out) : "r"(high), "r"(low))': (
+        "out = high * 65536 + low"
+    ),
+}
 
 
 def build(folder: Path, main: str, options: tuple[str, ...]) -> Path:
@@ -57,7 +74,10 @@ def build(folder: Path, main: str, options: tuple[str, ...]) -> Path:
     for path in [*KERNEL_DIRECTORY.glob("*.cu"), *KERNEL_DIRECTORY.glob("common/*.cuh")]:
         copy = folder / path.relative_to(KERNEL_DIRECTORY)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(path.read_text("utf-8").replace("asm volatile(", "asm("), "utf-8")
+        text = path.read_text("utf-8").replace("asm volatile(", "asm(")
+        for assembly, meaning in ASSEMBLY.items():
+            text = text.replace(assembly, meaning)
+        copy.write_text(text, "utf-8")
     (folder / "host.h").write_text(HOST)
     (folder / "main.cpp").write_text(main)
     command = ["g++", "-std=c++17", "-O1", "-w", "-fsanitize=undefined", "-I.", "-include"]

@@ -42,12 +42,14 @@ from triton_compile import (
 )
 
 from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST
+from fdk_cuda.marlin.heuristics_experts import MAX_MEAN_ROWS, expert_plans
 from fdk_cuda.marlin.heuristics_hopper import grouped_plans, hopper_shapes
 from fdk_cuda.marlin.heuristics_small_m import MAX_M, plan_small
 from fdk_cuda.marlin.instantiations import (
     Variant,
     dequantise_program,
     hopper_program,
+    small_m_experts_program,
     small_m_program,
 )
 from fdk_cuda.triton.configs import GPUS, GemvConfig
@@ -160,7 +162,23 @@ def test_hopper_spills_nothing(bits: int, dtype: object) -> None:
             check_dgrad(variant, [tile_m for tile_m, *_ in DGRAD_STEP_COST])
         if variant.has_signs or variant.grid_zero_point is not None:
             continue  # stacks look these up
-        for plan, swiglu in itertools.product(
-            grouped_plans(geometry_of(variant), HOPPER), (False, True)
+        for plan, epilogue in itertools.product(
+            grouped_plans(geometry_of(variant), HOPPER),
+            ({}, {"swiglu": True}, {"interleaved": True}),
         ):
-            check_wgmma(hopper_program(variant, plan.shape, experts=True, swiglu=swiglu))
+            check_wgmma(hopper_program(variant, plan.shape, experts=True, **epilogue))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("arch", DEVICES)
+def test_small_m_of_experts_spills_nothing(arch: str, bits: int, dtype: object) -> None:
+    for variant in every_variant(bits, dtype, hopper=False):
+        if variant.has_signs:
+            continue  # stacks look these up
+        shapes = set()
+        for rows in (1, *MAX_MEAN_ROWS):
+            plans = expert_plans(geometry_of(variant), variant, rows, DEVICES[arch])
+            shapes |= {plan.shape for plan in plans}
+        for shape in shapes:
+            check_spills(small_m_experts_program(variant, shape), arch)

@@ -48,6 +48,7 @@ from fdk_cuda.marlin.runtime import (
     DEQUANTISE_FIELDS,
     GROUPED_FIELDS,
     HOPPER_FIELDS,
+    SMALL_EXPERTS_FIELDS,
     SMALL_FIELDS,
     SUM_FIELDS,
 )
@@ -151,13 +152,13 @@ def test_hopper(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("epilogue", [{}, {"swiglu": True}, {"interleaved": True}], ids=str)
 @pytest.mark.parametrize(
     "variant",
     [v for v in HOPPER_VARIANTS if not v.has_signs and v.grid_zero_point is None],
     ids=variant_id,
 )
-def test_hopper_of_experts(variant, swiglu):
+def test_hopper_of_experts(variant, epilogue):
     """Plans of experts with few and with many rows; stacks look codes of grids up."""
     shapes = set()
     for (n, k), rows in itertools.product(((1536, 2048), (28672, 4096)), (64, 128, 1024)):
@@ -165,7 +166,7 @@ def test_hopper_of_experts(variant, swiglu):
     assert len({shape.tile_m for shape in shapes}) > 1
     for shape in shapes:
         assert (shape.cluster, shape.k_groups) == (1, 1)
-        check_wgmma(hopper_program(variant, shape, experts=True, swiglu=swiglu))
+        check_wgmma(hopper_program(variant, shape, experts=True, **epilogue))
 
 
 @pytest.mark.slow
@@ -202,6 +203,7 @@ def test_wgmma_header_names_every_register():
     ("name", "fields"),
     [
         ("common/small_m_mainloop.cuh", SMALL_FIELDS),
+        ("small_m_experts.cu", SMALL_EXPERTS_FIELDS),
         ("dequantise.cu", DEQUANTISE_FIELDS),
         ("repack.cu", REPACK_FIELDS),
         ("hopper_gemm.cu", HOPPER_FIELDS),

@@ -202,6 +202,20 @@ def small_m_program(variant: Variant, shape: TileShape) -> Program:
     return _program("small_m.cu", options)
 
 
+def small_m_experts_program(variant: Variant, shape: TileShape) -> Program:
+    """Returns small_m_experts.cu, the kernel for few rows of each expert of a stack."""
+    macros = {
+        "TILE_FRAGMENTS": shape.fragments,
+        "K_BLOCKS": shape.k_blocks,
+        "WARPS": shape.warps,
+        "M_TILES": shape.m_tiles,
+        "SPREAD": int(shape.is_spread),
+        "SCALES_WEIGHTS": 0,
+        "SIGNS": 0,
+    }
+    return _program("small_m_experts.cu", variant.options(**macros))
+
+
 def dequantise_warps(variant: Variant) -> int:
     """Returns the warps in a thread block of dequantise.cu."""
     return 4 if variant.bits == 1 else 16
@@ -229,7 +243,12 @@ def _repack_options(geometry: Geometry) -> tuple[str, ...]:
 
 
 def hopper_program(
-    variant: Variant, shape: HopperShape, *, experts: bool = False, swiglu: bool = False
+    variant: Variant,
+    shape: HopperShape,
+    *,
+    experts: bool = False,
+    swiglu: bool = False,
+    interleaved: bool = False,
 ) -> Program:
     """Returns hopper_gemm.cu for a variant and a tile.
 
@@ -237,17 +256,20 @@ def hopper_program(
         variant: properties of the weight; for experts without signs.
         shape: the tile; for experts without clusters and K groups.
         experts: whether the weight is a stack of experts, which rows of x have in order.
-        swiglu: whether rows of the weight are gates and what they multiply, see repack_stack.cu.
+        swiglu: whether the first half of the outputs are gates of the second; rows of the weight
+            are interleaved then.
+        interleaved: whether octets of rows are of the first and of the second half in turns.
     """
     extra = {"CONSUMERS": shape.consumers, "K_GROUPS": shape.k_groups, "K_BLOCKS": shape.k_blocks}
     extra |= {"SIGNS": variant.has_signs, "EXPERTS": experts, "SWIGLU": swiglu}
+    extra["INTERLEAVED"] = interleaved and not swiglu
     return _hopper_program("hopper_gemm.cu", variant, shape, extra)
 
 
 def hopper_dgrad_program(variant: Variant, shape: HopperShape) -> Program:
     """Returns hopper_dgrad.cu for a variant and a tile of two consumers, ``k_blocks`` 1."""
     assert (shape.consumers, shape.k_blocks) == (2, 1), shape
-    extra = {"SIGNS": 0, "EXPERTS": 0, "SWIGLU": 0}
+    extra = {"SIGNS": 0, "EXPERTS": 0, "SWIGLU": 0, "INTERLEAVED": 0}
     return _hopper_program("hopper_dgrad.cu", variant, shape, extra)
 
 

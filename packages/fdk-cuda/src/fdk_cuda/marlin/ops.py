@@ -125,7 +125,7 @@ def small_linear(
     """Computes ``marlin_linear`` by small_m.cu, 16 rows of x at a time."""
     device, m = x.device.index, x.shape[0]
     y = x.new_empty((m, n))
-    x = _padded(x, packed.shape[1] * BLOCK_K)
+    x = padded(x, packed.shape[1] * BLOCK_K)
     bias_pointer = 0 if bias is None else bias.data_ptr()
     weight = packed.data_ptr(), codebook.data_ptr()
     x_pointer, y_pointer = x.data_ptr(), y.data_ptr()
@@ -150,7 +150,7 @@ def hopper_linear(
 ) -> Tensor:
     """Computes ``marlin_linear`` by hopper_gemm.cu."""
     # Tensor copies need rows of a multiple of 16 bytes.
-    x = _padded(x, k if k % 8 == 0 else packed.shape[1] * BLOCK_K)
+    x = padded(x, k if k % 8 == 0 else packed.shape[1] * BLOCK_K)
     runner_for = partial(hopper_runner_for, format, x.dtype, n, k, x.device.index, batch_invariant)
     m = x.shape[0]
     if not batch_invariant or m <= MAX_INVARIANT_M:
@@ -190,7 +190,7 @@ def hopper_grad_x(
 ) -> Tensor:
     """Computes ``marlin_grad_x`` by hopper_dgrad.cu."""
     # Tensor copies need rows of a multiple of 16 bytes.
-    dy = _padded(grad_y, n if n % 8 == 0 else packed.shape[0] * BLOCK_N)
+    dy = padded(grad_y, n if n % 8 == 0 else packed.shape[0] * BLOCK_N)
     runner = dgrad_runner_for(format, dy.dtype, n, k, dy.device.index, dy.shape[0])
     return run_dgrad(runner, dy, packed, codebook, k)
 
@@ -210,7 +210,7 @@ def _check_dtype(op: str, name: str, tensor: Tensor, codebook: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be {codebook.dtype}, got {tensor.dtype}")
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def padded(x: Tensor, width: int) -> Tensor:
     """Returns x padded to a width, and aligned for 16-byte loads."""
     if x.shape[1] != width:
         return torch.nn.functional.pad(x, (0, width - x.shape[1]))

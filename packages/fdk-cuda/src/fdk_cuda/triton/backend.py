@@ -8,6 +8,8 @@ from torch import Tensor
 
 from fdk_cuda.gpu import unsupported_gpu
 from fdk_cuda.launch_cache import LaunchCache
+from fdk_cuda.marlin.layout import unsupported_reason
+from fdk_cuda.nvrtc import unavailable_reason
 from fdk_cuda.stream_sync import SyncedLayout
 from fdk_cuda.triton import autotune
 from fdk_cuda.triton.compiled_launch import INTERPRETED
@@ -36,6 +38,10 @@ from fdk_formats.backends import (
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 from fdk_formats.torch_internals import is_plain_call
+
+# Whether stacks of experts are packed in the Marlin layout where it fits. Not yet: its kernel for
+# few rows has not run on a GPU.
+MARLIN_STACKS = False
 
 
 class TritonLayout(SyncedLayout):
@@ -179,4 +185,18 @@ class TritonBackend:
         self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
     ) -> ExpertLayout:
         """See ``ExpertBackend``."""
+        if MARLIN_STACKS and not self.batch_invariant and _fits_marlin(stack):
+            # Imports this package.
+            from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
+
+            return MarlinExpertLayout(stack, dtype)
         return TritonExpertLayout(stack, batch_invariant=self.batch_invariant)
+
+
+def _fits_marlin(stack: QuantisedStack) -> bool:
+    """Returns whether the Marlin kernels serve a stack: on Hopper, by its groups."""
+    is_hopper = (
+        stack.device.type == "cuda" and torch.cuda.get_device_capability(stack.device)[0] == 9
+    )
+    reason = unsupported_reason(stack.format, stack.shape[2])
+    return is_hopper and reason is None and unavailable_reason() is None

@@ -1,5 +1,6 @@
 """Launches of the Triton kernels over a packed stack of experts."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -303,14 +304,35 @@ def expert_dgrad(grad_y: Tensor, w: PackedWeight, ids: Tensor) -> Tensor:
     Returns:
         ``[pairs, k]``; float32 in the interpreter.
     """
-    a, experts = w.layout, len(w.words)
+
+    def weight_of(expert: int) -> Tensor:
+        return dequantise(w.expert(expert), grad_y.dtype)
+
+    return grouped_dgrad(grad_y, ids, weight_of, len(w.words), w.layout.k)
+
+
+def grouped_dgrad(
+    grad_y: Tensor, ids: Tensor, weight_of: Callable[[int], Tensor], experts: int, k: int
+) -> Tensor:
+    """Computes ``dy @ weight_of(expert)`` for every pair, some experts at a time.
+
+    Args:
+        grad_y: ``[pairs, n]``.
+        ids: ``[tokens, top_k]``.
+        weight_of: returns the weight of an expert, ``[n, k, dtype of grad_y]``.
+        experts: experts of the stack.
+        k: inputs of an expert.
+
+    Returns:
+        ``[pairs, k]``; float32 in the interpreter.
+    """
     config = ExpertConfig(GemmConfig(1, 4, MATMUL_ROWS), MATMUL_ROWS)
     routing = route(ids, experts, config, zeros=True)
     dtype = torch.float32 if INTERPRETED else grad_y.dtype
-    out = grad_y.new_empty((len(grad_y), a.k), dtype=dtype)
-    at_once = max(1, DEQUANTISED_AT_ONCE // (a.n * a.k))
+    out = grad_y.new_empty((len(grad_y), k), dtype=dtype)
+    at_once = max(1, DEQUANTISED_AT_ONCE // (grad_y.shape[1] * k))
     for first in range(0, experts, at_once):
         some = range(first, min(first + at_once, experts))
-        weights = torch.stack([dequantise(w.expert(i), grad_y.dtype) for i in some])
+        weights = torch.stack([weight_of(i) for i in some])
         grouped_matmul(grad_y, weights, routing, out, first_expert=first)
     return out

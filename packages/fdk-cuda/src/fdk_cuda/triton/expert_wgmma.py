@@ -106,20 +106,54 @@ def expert_wgmma(
     """
     geometry = stack_geometry(w)
     assert geometry is not None
-    pairs, experts, index = routing.ids.numel(), routing.experts, x.get_device()
     if not sorted_x:
         x = gather(x, routing)
     packed = repack_stack(w, geometry, gates=swiglu)
+    values = w.values[:, DTYPES.index(x.dtype)]
+    return grouped_product(
+        *(x, packed, values, geometry, routing, plan),
+        bias=bias,
+        swiglu=swiglu,
+        zeros=zeros,
+        sorted_y=sorted_y,
+    )
+
+
+def grouped_product(
+    x: Tensor,
+    packed: Tensor,
+    codebook: Tensor,
+    geometry: Geometry,
+    routing: Routing,
+    plan: GroupedPlan,
+    *,
+    bias: Tensor | None,
+    swiglu: bool,
+    zeros: bool,
+    sorted_y: bool,
+    interleaved: bool = False,
+) -> Tensor:
+    """Computes ``expert_wgmma`` from a stack in the Marlin layout.
+
+    Args:
+        x: ``[pairs, k]``, in the order of the experts.
+        packed: ``[experts, *geometry.shape, uint8]``.
+        codebook: ``[experts or 1, 2^bits, dtype of x]``, contiguous in the second dimension.
+        geometry: of the weight of an expert.
+        routing, plan, bias, swiglu, zeros, sorted_y: see ``expert_wgmma``.
+        interleaved: whether octets of rows are of the first and of the second half of the outputs
+            in turns. With ``swiglu`` they always are.
+    """
+    pairs, index = routing.ids.numel(), x.get_device()
     width = geometry.n // 2 if swiglu else geometry.n
     out = x.new_zeros((pairs, width)) if zeros else x.new_empty((pairs, width))
     most = plan.n_tiles * routing.max_tiles
     grid = min(most, device_limits(index).sm_count)
     box_rows = min(plan.shape.tile_m, pairs)
-    values = w.values[0, DTYPES.index(x.dtype)]
-    _product(geometry, x.dtype, plan, swiglu, grid, index)(
+    _product(geometry, x.dtype, plan, swiglu, interleaved, grid, index)(
         swizzled_map(x.data_ptr(), pairs, x.shape[1], box_rows, x.dtype, index),
         packed.data_ptr(),
-        values.data_ptr(),
+        codebook.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         0,  # no partial sums
@@ -133,17 +167,25 @@ def expert_wgmma(
         routing.tiles.data_ptr(),
         0 if sorted_y else routing.order.data_ptr(),
         routing.max_tiles,
-        w.values.stride(0) if len(w.values) == experts > 1 else 0,
+        codebook.stride(0) if len(codebook) > 1 else 0,
     )
     return out
 
 
 @lru_cache(maxsize=1024)
 def _product(
-    geometry: Geometry, dtype: torch.dtype, plan: GroupedPlan, swiglu: bool, grid: int, index: int
+    geometry: Geometry,
+    dtype: torch.dtype,
+    plan: GroupedPlan,
+    swiglu: bool,
+    interleaved: bool,
+    grid: int,
+    index: int,
 ) -> Launch:
     """Loads hopper_gemm.cu for stacks, compiling it if needed."""
-    program = hopper_program(Variant.of(geometry, dtype), plan.shape, experts=True, swiglu=swiglu)
+    variant = Variant.of(geometry, dtype)
+    options = {"swiglu": swiglu, "interleaved": interleaved}
+    program = hopper_program(variant, plan.shape, experts=True, **options)
     # Without PDL: all that it reads was written just before.
     return Launch(
         shared_kernel(program),

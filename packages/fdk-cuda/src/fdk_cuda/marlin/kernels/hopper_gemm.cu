@@ -22,14 +22,19 @@
 //   STAGES     of the pipeline
 //   CLUSTER    thread blocks of a cluster: 1 or 2
 //   EXPERTS    1 for a stack of weights, with rows of x in the order of their experts; see below
-//   SWIGLU     1 where rows g of a fragment are gates and rows g + 8 what they multiply, as
-//              repack_stack.cu orders them: y is silu(gate) * up
+//   INTERLEAVED  1 where rows g of a fragment are of the first half of the outputs and rows g + 8
+//   of
+//              the second (of a stack)
+//   SWIGLU     1 where the first half are gates, and the second what they multiply, in that order
+//   of
+//              rows: y is silu(gate) * up
 //
 // With EXPERTS, packed, codebook and bias have a first dimension for the experts, which may share
 // the codebook. A tile has rows of one expert; its box may go on into those of the next one, whose
 // sums are not stored. The table is filled again where the codebook changes.
 #include "common/hopper.cuh"
 #include "common/hopper_decode.cuh"
+#include "common/swiglu.cuh"
 #include "common/wgmma.cuh"
 
 struct Params {
@@ -67,7 +72,8 @@ __forceinline__ int row_of(const Params& p, int row, int end) {
 
 static_assert(HAS_TABLE || BITS <= 2 || COMPUTES_CODES);
 static_assert(!EXPERTS || (CLUSTER == 1 && K_GROUPS == 1 && !SIGNS));
-static_assert(!SWIGLU || EXPERTS);
+static_assert((!SWIGLU && !INTERLEAVED) || EXPERTS);
+static_assert(!SWIGLU || !INTERLEAVED, "y of SWIGLU is in order");
 
 // Looks codes up while the tensor cores multiply the previous block. That needs one more stage, and
 // registers that four consumers do not have (H200, 8192 x 8192, 64 rows, 1 bit: 20.1 us -> 18.9).
@@ -119,19 +125,17 @@ __forceinline__ void store_partial(float* sums, const float (&d)[ACCUMULATORS], 
     sums[(8 * (i / 4) + (i & 1)) * TILE_N + (i & 2 ? 8 * NEXT_OCTET : 0)] = d[i];
 }
 
-__forceinline__ float swiglu(float gate, float up) {
-  return __fdividef(gate, 1.f + __expf(-gate)) * up;
-}
-
 // Stores y through shared memory, so that rows are written in runs of 128 bytes, with SWIGLU 64.
 __forceinline__ void store(const Params& p, int first_bias, const float (&d)[ACCUMULATORS],
                            const OutputPlace& at, uint8* piece, int barrier) {
   // The outputs of rows g and g + 8.
-  const int row = at.first_n + 8 * (SWIGLU ? at.warp : warp_octet(at.warp)) + at.lane / 4;
-  const int to_other = SWIGLU ? p.n / 2 : 8 * NEXT_OCTET;
+  const int row = INTERLEAVED
+                      ? at.first_n / 2 + 8 * at.warp + at.lane / 4
+                      : at.first_n + 8 * (SWIGLU ? at.warp : warp_octet(at.warp)) + at.lane / 4;
+  const int to_other = SWIGLU || INTERLEAVED ? p.n / 2 : 8 * NEXT_OCTET;
   float bias[2] = {0.f, 0.f};
   if (p.bias != nullptr) {
-    if (row < width_of(p)) bias[0] = to_float(p.bias[first_bias + row]);
+    if (row < (INTERLEAVED ? p.n / 2 : width_of(p))) bias[0] = to_float(p.bias[first_bias + row]);
     if (row + to_other < p.n) bias[1] = to_float(p.bias[first_bias + row + to_other]);
   }
   const uint32 target = shared_address(piece);

@@ -6,6 +6,7 @@ kernel runs, and its rows per tile, follow from the mean number of rows of an ex
 
 from dataclasses import dataclass, replace
 
+from fdk_cuda.marlin.heuristics_experts import ExpertPlan
 from fdk_cuda.marlin.heuristics_hopper import GroupedPlan
 from fdk_cuda.triton.configs.gemm import WORDY_BITS, GemmConfig, fit, gemm_config
 from fdk_cuda.triton.configs.gemv import MAX_OFFSET, GemvConfig, as_run, gemv_config
@@ -28,13 +29,13 @@ class ExpertConfig:
     """Configuration of a product with a stack of experts.
 
     Attributes:
-        kernel: configuration of ``expert_gemv_kernel`` or ``expert_gemm_kernel``, or the plan of
-            the grouped GEMM by wgmma, see ``expert_wgmma``.
+        kernel: configuration of ``expert_gemv_kernel`` or ``expert_gemm_kernel``, the plan of
+            the grouped GEMM by wgmma, see ``expert_wgmma``, or that of ``small_m_experts.cu``.
         rows: pairs of a tile at most: 8 or 16, or the rows of a tile of the GEMM.
         is_sorted: whether pairs are sorted by expert; otherwise each is a tile.
     """
 
-    kernel: GemvConfig | GemmConfig | GroupedPlan
+    kernel: GemvConfig | GemmConfig | GroupedPlan | ExpertPlan
     rows: int
     is_sorted: bool = True
 

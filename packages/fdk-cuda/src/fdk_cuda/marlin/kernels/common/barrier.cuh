@@ -26,3 +26,8 @@ __forceinline__ void wait_barrier(uint32 barrier, uint32 parity) {
       "r"(parity)
       : "memory");
 }
+
+// Synchronises `threads` threads; barrier 0 is that of __syncthreads.
+__forceinline__ void sync_named(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}

@@ -136,6 +136,12 @@ __forceinline__ uint32 table_lane_part(int lane) {
 
 __forceinline__ const uint8* table_entry(const uint8* table, uint32 word, int byte,
                                          uint32 lane_part) {
+#if ABSOLUTE_TABLE
+  // Bytes of the address in shared memory: the lane part, the byte of the word, then the second and
+  // third byte of the lane part, which has those of the table's address: its lower two are zero.
+  return static_cast<const uint8*>(
+      __cvta_shared_to_generic(byte_permute(word, lane_part, 0x6504 | byte << 4)));
+#endif
   // Bytes of the offset, lowest first: the lane part, the byte of the word, two zeros.
   return table + byte_permute(word, lane_part, 0x5504 | byte << 4);
 }

@@ -89,11 +89,6 @@ __forceinline__ float4 load_shared(uint32 address) {
   return v;
 }
 
-// Synchronises `threads` threads; barrier 0 is that of __syncthreads.
-__forceinline__ void sync_named(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // Orders writes of operand registers before the wgmmas that read them.
 __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -7,7 +7,9 @@
 #include "common/cluster_reduce.cuh"
 #include "common/tile_scheduler.cuh"
 
-// Macros: EXPERTS, see tile_scheduler.cuh; SWIGLU, 1 where two outputs of the weight become one.
+// Macros: EXPERTS, see tile_scheduler.cuh; SWIGLU, 1 where two outputs of the weight become one;
+// INTERLEAVED, 1 where octets of rows of the weight are outputs of the first and of the second half
+// in turns, each half of whole octets.
 
 // The current stage and the parity of its barriers.
 struct PipelineState {
@@ -63,6 +65,10 @@ struct OutputPlace {
         first_m(unit.rows.first(p) + static_cast<int>(blockIdx.x) % CLUSTER * OWN_M),
         end_m(unit.rows.end(p)) {}
 };
+// Returns the output that begins an octet of rows of the weight.
+__forceinline__ int output_of(const Params& p, int row) {
+  return INTERLEAVED ? row / 16 * 8 + row / 8 % 2 * (width_of(p) / 2) : row;
+}
 // Chunks of eight outputs of y that a consumer has.
 constexpr int CHUNKS = GROUP_N / 8 / (SWIGLU ? 2 : 1);
 
@@ -82,8 +88,8 @@ __forceinline__ void store_tile_piece(const Params& p, const uint8* piece, const
                                                     ((chunk ^ column % 8) << 4));
     const int out_row = at.first_m + first + column, out_column = at.first_n + 8 * chunk;
     if (CHUNKS < 8 && chunk >= CHUNKS) continue;
-    uint16* target =
-        out_of(p) + static_cast<uint64>(row_of(p, out_row, at.end_m)) * width_of(p) + out_column;
+    uint16* target = out_of(p) + static_cast<uint64>(row_of(p, out_row, at.end_m)) * width_of(p) +
+                     output_of(p, out_column);
     if (out_row < at.end_m && whole && out_column < width_of(p)) {
       *reinterpret_cast<uint4*>(target) = v;
     } else if (out_row < at.end_m) {

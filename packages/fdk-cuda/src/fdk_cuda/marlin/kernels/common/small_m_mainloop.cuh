@@ -6,32 +6,18 @@
 // every sum is fixed, so results do not depend on timing. Tiles of the last pass may be shorter, so
 // that every SM has work.
 //
-// Macros, in addition to those of fragments.cuh:
-//   TILE_FRAGMENTS  2, 4 or 8: fragments of 16 outputs per warp
-//   SHORT_BLOCKS    blocks of 32 outputs per warp in a short tile; all of them: no tile is short
-//   K_BLOCKS        blocks of 64 inputs in a stage
-//   N_GROUPS        groups of warps along n: with 2, neighbouring warps load the same x, the second
-//                   from the L1
-//   WARPS           in a thread block
+// Macros, in addition to those of small_m_tile.cuh:
+//   SHORT_BLOCKS  blocks of 32 outputs per warp in a short tile; all of them: no tile is short
+//   N_GROUPS      groups of warps along n: with 2, neighbouring warps load the same x, the second
+//                 from the L1
 #pragma once
-#include "common/fragments.cuh"
-#include "common/pipeline.cuh"
+#include "common/small_m_tile.cuh"
 
-constexpr int STAGES = 2;  // 3 are slower: 8192 x 8192, m = 1: 11.3 us, 10.5 with 2
-constexpr int GROUP_N = 16 * TILE_FRAGMENTS;  // outputs of a warp
 constexpr int TILE_N = GROUP_N * N_GROUPS;
 constexpr int GROUP_WARPS = WARPS / N_GROUPS;  // share k of the same outputs
-constexpr int TILE_BLOCKS = TILE_FRAGMENTS / FRAGMENTS;
 constexpr bool HAS_SHORT = SHORT_BLOCKS < TILE_BLOCKS;
 static_assert(0 < SHORT_BLOCKS && SHORT_BLOCKS <= TILE_BLOCKS);
-constexpr int STAGE_BLOCKS = TILE_BLOCKS * K_BLOCKS;
-constexpr int STAGE_K = K_BLOCKS * BLOCK_K;
-constexpr int STAGE_BYTES = STAGE_BLOCKS * BLOCK_BYTES;
-constexpr int THREADS = WARPS * LANES;
 constexpr int DSMEM_BARRIER_BYTES = 16;
-// Floats between rows of x in partial sums: avoids bank conflicts.
-constexpr int SUM_STRIDE = GROUP_N + 4;
-static_assert(TILE_FRAGMENTS == 2 || TILE_FRAGMENTS == 4 || TILE_FRAGMENTS == 8);
 static_assert(WARPS % N_GROUPS == 0);
 
 struct Params {
@@ -51,8 +37,6 @@ struct Params {
   uint32 base[STEPS];
   uint32 nibbles;
 };
-
-using WarpPipeline = Pipeline<STAGES, STAGE_BYTES>;
 
 __forceinline__ uint32 cluster_size() {
   uint32 size = 1;
@@ -130,11 +114,6 @@ __forceinline__ void expect_dsmem(uint32 barrier, uint32 bytes) {
                : "memory");
 #endif
 }
-
-template <int VALUE>
-struct Constant {
-  static constexpr int value = VALUE;
-};
 
 // A tile: its first block of 32 outputs, and the blocks of a group of warps.
 struct Tile {

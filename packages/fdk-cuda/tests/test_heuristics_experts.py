@@ -1,0 +1,118 @@
+"""Plans for few rows of each expert of a stack."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from marlin_compile import BF16, DEVICES, FP16, FP32, HOPPER, check_spills, geometry_of, variant_id
+
+from fdk_cuda.marlin.heuristics_experts import (
+    MAX_MEAN_ROWS,
+    expected_tiles,
+    expert_plans,
+    plan_experts,
+    tile_rows,
+)
+from fdk_cuda.marlin.instantiations import Variant, small_m_experts_program
+from fdk_cuda.marlin.layout import BLOCK_K
+from fdk_formats.format import BITS
+
+ROWS = (1, *MAX_MEAN_ROWS)
+# The plain variant, and those that need the most registers.
+VARIANTS = [
+    Variant(bits, *kind)
+    for bits in BITS
+    for kind in (
+        (BF16, BF16, 1, False),
+        (BF16, BF16, 1, True),
+        (FP16, FP32, 2, True),
+        (BF16, FP16, 2, False),
+    )
+]
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_plans_fit(variant, arch):
+    """Every kind of weight has plans for all rows, and units that cover its outputs."""
+    device = DEVICES[arch]
+    for n, k in ((64, 128), (1536, 2048), (2048, 1408), (28672, 4096)):
+        geometry = geometry_of(variant, n, k)
+        for rows in ROWS:
+            plans = list(expert_plans(geometry, variant, rows, device))
+            for plan in plans:
+                shape = plan.shape
+                assert plan.n_units * shape.tile_n == geometry.padded_n
+                assert plan.shared_bytes <= device.shared_bytes
+                assert shape.warps % plan.split == 0
+                # Every warp has a stage, which the pipeline counts on.
+                assert plan.split <= geometry.padded_k // (BLOCK_K * shape.k_blocks)
+                assert plan.rows <= (4 if shape.is_spread else 8 * shape.m_tiles)
+            if device.is_hopper:  # others may lack shared memory, and keep the Triton layout
+                assert plans, (n, k, rows)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "rows"),
+    [
+        (1, 2, 8, 1),
+        (4, 2, 8, 4),
+        (16, 2, 8, 8),
+        (64, 2, 8, None),
+        (4, 8, 128, 1),
+        (16, 8, 128, 4),
+        (64, 8, 128, 8),
+        (512, 8, 128, None),
+        (64, 6, 64, 8),
+        (85, 6, 64, 16),
+        (512, 6, 64, None),
+    ],
+)
+def test_rows_of_a_tile(tokens, top_k, experts, rows):
+    assert tile_rows(tokens, top_k, experts) == rows
+
+
+def test_expected_tiles():
+    assert expected_tiles(8, 128, 1) == 8
+    assert expected_tiles(1, 8, 8) == pytest.approx(1)
+    # Nearly all experts are hit, and a tile has all rows of most.
+    assert 120 < expected_tiles(512, 128, 8) < 132
+    assert expected_tiles(512, 8, 8) == pytest.approx(68, abs=1)
+
+
+def test_few_units_share_inputs():
+    """One token splits the inputs over warps; many experts leave each warp its own outputs."""
+    variant = Variant(4, BF16, BF16, 1, False)
+    for n, k in ((1536, 2048), (2048, 768)):
+        geometry = geometry_of(variant, n, k)
+        one = plan_experts(geometry, BF16, 8, 128, 1, HOPPER)
+        many = plan_experts(geometry, BF16, 512, 128, 8, HOPPER)
+        assert one.split > 1
+        assert many.split == 1
+
+
+# test_every_kernel.py compiles every shape of every variant.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "arch"),
+    [
+        *(
+            (variant, "sm_90a")
+            for variant in VARIANTS
+            if variant.dtype == FP16 or variant.bits == 4
+        ),
+        *((variant, arch) for variant in VARIANTS[3:12:8] for arch in ("sm_80", "sm_120")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else variant_id(value),
+)
+def test_spills_nothing(variant, arch):
+    """Every shape with the most warps, hence the fewest registers, that plans give it."""
+    geometry, widest = geometry_of(variant), {}
+    for rows in ROWS:
+        for plan in expert_plans(geometry, variant, rows, DEVICES[arch]):
+            shape = plan.shape
+            key = shape.fragments, shape.m_tiles, shape.is_spread
+            if key not in widest or shape.warps > widest[key].warps:
+                widest[key] = shape
+    for shape in widest.values():
+        check_spills(small_m_experts_program(variant, shape), arch)

@@ -17,7 +17,7 @@ from fdk_formats import (
     quantise_model,
     replace_layers,
 )
-from fdk_formats.calibration import calibrate, token_windows
+from fdk_formats.calibration import calibrate, random_windows, token_windows
 from fdk_formats.compensate import output_error
 
 K = 32
@@ -352,6 +352,21 @@ def test_token_windows():
     assert token_windows("x" * 40, Letters(), 4, count=3)[:, 0].tolist() == [0, 12, 24]
 
 
+def test_random_windows_begin_as_the_tokenizer_begins_texts():
+    class Words(Letters):
+        all_special_ids = (3, 7)
+
+        def __len__(self):
+            return 10
+
+    found = random_windows(Words(bos=7), length=5, count=40)
+    assert found.shape == (40, 5)
+    assert found[:, 0].eq(7).all()
+    assert set(found[:, 1:].flatten().tolist()) == set(range(10)) - {3, 7}
+    with pytest.raises(ValueError, match="wanted windows of 2 tokens or more, got 1"):
+        random_windows(Words(bos=7), length=1)
+
+
 def test_token_windows_begin_as_the_tokenizer_begins_texts():
     found = token_windows("x" * 100, Letters(bos=777), length=4, count=2)
     assert found.tolist() == [[777, 0, 1, 2], [777, 48, 49, 50]]
@@ -362,7 +377,7 @@ def test_token_windows_begin_as_the_tokenizer_begins_texts():
     ("length", "count", "said"),
     [
         (8, 3, "wanted 3 windows of 8 tokens, the text has 2; use a longer text, or fewer"),
-        (8, 0, "wanted 0 windows of 8 tokens, the text has 2"),
+        (8, 0, "wanted at least one window of 8 tokens, got 0"),
         (21, None, "wanted 1 windows of 21 tokens, the text has 0"),
     ],
 )

@@ -236,7 +236,9 @@ def token_windows(text: str, tokenizer: Any, length: int = 512, count: int | Non
     own = length - len(begin)
     whole = len(ids) // own if own > 0 else 0
     wanted = 1 if count is None else count
-    if not 1 <= wanted <= whole:
+    if wanted < 1:
+        raise ValueError(f"wanted at least one window of {length} tokens, got {wanted}")
+    if wanted > whole:
         raise ValueError(
             f"wanted {wanted} windows of {length} tokens, the text has {whole}; use "
             "a longer text, or fewer or shorter windows"
@@ -252,15 +254,16 @@ def _first_tokens(tokenizer: Any) -> list[int]:
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         return []
-    first = list(tokenizer("a")["input_ids"][:1])
+    first = list(tokenizer("")["input_ids"][:1])
     return first if first == [bos] else []
 
 
 def random_windows(tokenizer: Any, length: int = 512, count: int = 32) -> Tensor:
     """Draws windows of random tokens, for calibration without a text.
 
-    Each token but the special ones is equally likely, the same ones at every call. Any text is
-    better; at 3 bits random tokens are far better than nothing.
+    Each token but the special ones is equally likely, the same ones at every call. Windows begin as
+    those of ``token_windows``. Any text is better; at 3 bits random tokens are far better than
+    nothing.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -269,11 +272,19 @@ def random_windows(tokenizer: Any, length: int = 512, count: int = 32) -> Tensor
 
     Returns:
         ``[count, length, int64]``.
+
+    Raises:
+        ValueError: if a window has no room for a token.
     """
+    begin = torch.tensor(_first_tokens(tokenizer), dtype=torch.int64)
+    own = length - len(begin)
+    if own < 1:
+        raise ValueError(f"wanted windows of {len(begin) + 1} tokens or more, got {length}")
     special = set(tokenizer.all_special_ids)
     tokens = torch.tensor([each for each in range(len(tokenizer)) if each not in special])
     generator = torch.Generator().manual_seed(0)
-    return tokens[torch.randint(len(tokens), (count, length), generator=generator)]
+    drawn = tokens[torch.randint(len(tokens), (count, own), generator=generator)]
+    return torch.cat([begin.expand(count, -1), drawn], 1)
 
 
 def _quantise_block(block: "_Block", formats: Mapping[str, Format]) -> list[CalibratedLayer]:

@@ -69,7 +69,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
-        # Shared, not registered: accelerate's `init_empty_weights` would register a copy.
+        # Not by assignment: accelerate's `init_empty_weights` would make copies of it.
         self._parameters["weight"] = owner._parameters[name]
         self._parameters["bias"] = owner._parameters.get(f"{name}_bias")
         self.is_transposed = bool(owner.is_transposed)

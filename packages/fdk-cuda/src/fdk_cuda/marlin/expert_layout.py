@@ -98,12 +98,16 @@ class MarlinExpertLayout(SyncedBuffers, ExpertLayout):
             tensor is not None and tensor.requires_grad for tensor in given
         )
         experts, both, k = self.shape
-        is_fused = is_interleaved(both) and not needs_grad
+        is_fused = is_interleaved(both) and not needs_grad and x.ndim == 2
         if not isinstance(down, MarlinExpertLayout) or not is_fused:
             return super().mlp(down, x, expert_ids, routing_weights, bias, down_bias)
         inner, n = both // 2, down.shape[1]
         if down.shape != (experts, n, inner):
             raise ValueError(f"mlp: down must be {[experts, n, inner]}, got {list(down.shape)}")
+        if down.codebook.dtype != self.codebook.dtype:
+            raise TypeError(
+                f"mlp: down must be packed for {self.codebook.dtype}, got {down.codebook.dtype}"
+            )
         check_arguments("mlp", x, expert_ids, self.packed, bias, routing_weights, experts, both, k)
         if down_bias is not None and (
             down_bias.shape != (experts, n) or down_bias.dtype != x.dtype

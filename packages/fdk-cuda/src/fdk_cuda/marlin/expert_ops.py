@@ -180,6 +180,7 @@ def marlin_expert_mlp(
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     bias = None if bias is None else bias.contiguous()
     down_bias = None if down_bias is None else down_bias.contiguous()
+    routing_weights = routing_weights.contiguous()
     with on_device_of(x):
         both_many = all(config.is_wgmma for config in configs)
         # The second product has no use for rows of no expert: nothing adds them.
@@ -190,7 +191,7 @@ def marlin_expert_mlp(
             routing = route(expert_ids, first.experts, configs[1], zeros=False)
         both_few = not any(config.is_wgmma for config in configs)
         return _summed(
-            *(y, second, routing, configs[1], down_bias, routing_weights.contiguous()),
+            *(y, second, routing, configs[1], down_bias, routing_weights),
             sorted_x=both_many,
             early=both_few and shares,
         )

@@ -39,8 +39,8 @@ from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 from fdk_formats.torch_internals import is_plain_call
 
-# Whether stacks of experts are packed in the Marlin layout where it fits. Not yet: its kernel for
-# few rows has not run on a GPU.
+# Packs stacks of experts in the Marlin layout where it fits. Off until its kernel for few rows has
+# run on a GPU.
 MARLIN_STACKS = False
 
 
@@ -186,7 +186,7 @@ class TritonBackend:
     ) -> ExpertLayout:
         """See ``ExpertBackend``."""
         if MARLIN_STACKS and not self.batch_invariant and _fits_marlin(stack):
-            # Imports this package.
+            # Here, because it imports fdk_cuda.triton.
             from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 
             return MarlinExpertLayout(stack, dtype)

@@ -32,8 +32,8 @@ from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_formats.scales import decode_scale
 
 # Mean rows of an expert from which stacks are repacked (H200, 4 bits, MLP in microseconds, Triton
-# and this): 48 rows, DeepSeek-V2-Lite 347, 368; 128, Mixtral 1403, 1208; 256, Qwen3-30B-A3B
-# 1365, 1012.
+# and this): 48 rows, DeepSeek-V2-Lite 346, 368; 128, Mixtral 1363, 1214; 256, Qwen3-30B-A3B
+# 1378, 1015.
 MIN_ROWS = 64
 REPACK_WARPS = 4  # of a thread block of repack_stack.cu
 # Rows of an octet, and columns of 16 bytes of x.

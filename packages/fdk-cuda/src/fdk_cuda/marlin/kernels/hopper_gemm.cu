@@ -22,12 +22,9 @@
 //   STAGES     of the pipeline
 //   CLUSTER    thread blocks of a cluster: 1 or 2
 //   EXPERTS    1 for a stack of weights, with rows of x in the order of their experts; see below
-//   INTERLEAVED  1 where rows g of a fragment are of the first half of the outputs and rows g + 8
-//   of
-//              the second (of a stack)
-//   SWIGLU     1 where the first half are gates, and the second what they multiply, in that order
-//   of
-//              rows: y is silu(gate) * up
+//   INTERLEAVED  1 where rows g of a fragment are of the first half of the outputs, and rows
+//                g + 8 of the second; for stacks
+//   SWIGLU     1 where also the first half are gates of the second: y is silu(gate) * up
 //
 // With EXPERTS, packed, codebook and bias have a first dimension for the experts, which may share
 // the codebook. A tile has rows of one expert; its box may go on into those of the next one, whose

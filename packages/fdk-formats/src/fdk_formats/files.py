@@ -448,7 +448,7 @@ def _parse_entry(
     try:
         format = Format.parse(entry["format"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {name}: {error}") from error
+        raise ValueError(f"{path}: damaged metadata: {name}: {error}") from error
     where = f"{path}: damaged metadata: the shape of {name}"
     given = entry["shape"]
     # Two sizes of a weight, or three of a stack of experts.

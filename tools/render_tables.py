@@ -124,17 +124,16 @@ def render(arguments: str, root: Path) -> str:
         raise ValueError(f"unknown option {' '.join(unknown)}")
     rows = frame([root / file for file in mark.files])
     rows = rows.query(mark.where) if mark.where else rows
-    if mark.sort:
-        if mark.sort not in rows:
-            raise ValueError(f"no column {mark.sort}; there are {', '.join(rows)}")
-        rows = rows.sort_values(mark.sort, ascending=False, kind="stable", ignore_index=True)
     columns = [name.strip() for name in mark.columns.split(",") if name.strip()]
     lines = [name.strip() for name in mark.lines.split(",") if name.strip()]
     wanted = [*lines, mark.across, mark.cell] if lines else columns
+    wanted = [*wanted, mark.sort] if mark.sort else wanted
     if unknown := [name for name in wanted if name not in rows]:
         raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(rows)}")
     if rows.empty:
         raise ValueError(f"no row matches {mark.where!r}")
+    if mark.sort:
+        rows = rows.sort_values(mark.sort, ascending=False, kind="stable", ignore_index=True)
     if not lines:
         table = make_markdown(columns, LEFT, _texts(rows, columns))
     else:

@@ -229,6 +229,29 @@ def check_arguments(
         )
 
 
+def check_mlp_arguments(
+    shape: tuple[int, ...],
+    down_shape: tuple[int, ...],
+    x: Tensor,
+    expert_ids: Tensor,
+    first: Tensor,
+    routing_weights: Tensor,
+    bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> None:
+    """Raises an error if arguments of ``ExpertLayout.mlp`` do not fit each other or the stacks."""
+    experts, both, k = shape
+    wanted = experts, down_shape[1], both // 2
+    if tuple(down_shape) != wanted:
+        raise ValueError(f"mlp: down must be {list(wanted)}, got {list(down_shape)}")
+    check_arguments("mlp", x, expert_ids, first, bias, routing_weights, experts, both, k)
+    if down_bias is not None and (down_bias.shape != wanted[:2] or down_bias.dtype != x.dtype):
+        raise ValueError(
+            f"mlp: down_bias must be {x.dtype} {list(wanted[:2])}, "
+            f"got {down_bias.dtype} {list(down_bias.shape)}"
+        )
+
+
 def check_range(name: str, expert_ids: Tensor, experts: int) -> None:
     """Raises ValueError for ids outside the stack, on a CPU, where finding them is cheap."""
     if expert_ids.device.type != "cpu" or expert_ids.numel() == 0:

@@ -5,15 +5,15 @@ from torch import Tensor
 
 from fdk_cuda.marlin import repack
 from fdk_cuda.marlin.expert_ops import (
-    OCTET,
     is_interleaved,
     marlin_expert_linear_op,
     marlin_expert_mlp_op,
     stack_geometry,
 )
 from fdk_cuda.stream_sync import SyncedBuffers
+from fdk_cuda.triton.expert_wgmma import OCTET
 from fdk_formats.backends import ExpertLayout
-from fdk_formats.expert_ops import check_arguments
+from fdk_formats.expert_ops import check_mlp_arguments
 from fdk_formats.scales import decode_scale
 from fdk_formats.tensor import QuantisedStack
 
@@ -97,28 +97,21 @@ class MarlinExpertLayout(SyncedBuffers, ExpertLayout):
         needs_grad = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in given
         )
-        experts, both, k = self.shape
+        both = self.shape[1]
         is_fused = is_interleaved(both) and not needs_grad and x.ndim == 2
         if not isinstance(down, MarlinExpertLayout) or not is_fused:
             return super().mlp(down, x, expert_ids, routing_weights, bias, down_bias)
-        inner, n = both // 2, down.shape[1]
-        if down.shape != (experts, n, inner):
-            raise ValueError(f"mlp: down must be {[experts, n, inner]}, got {list(down.shape)}")
+        tensors = x, expert_ids, self.packed, routing_weights, bias, down_bias
+        check_mlp_arguments(self.shape, down.shape, *tensors)
         if down.codebook.dtype != self.codebook.dtype:
             raise TypeError(
                 f"mlp: down must be packed for {self.codebook.dtype}, got {down.codebook.dtype}"
             )
-        check_arguments("mlp", x, expert_ids, self.packed, bias, routing_weights, experts, both, k)
-        if down_bias is not None and (
-            down_bias.shape != (experts, n) or down_bias.dtype != x.dtype
-        ):
-            raise ValueError(
-                f"mlp: down_bias must be {x.dtype} {[experts, n]}, "
-                f"got {down_bias.dtype} {list(down_bias.shape)}"
-            )
         first = self.packed, self.codebook, self._format, bias
         second = down.packed, down.codebook, down._format, down_bias
-        y: Tensor = marlin_expert_mlp_op(x, expert_ids, routing_weights, *first, *second, inner, n)
+        y: Tensor = marlin_expert_mlp_op(
+            x, expert_ids, routing_weights, *first, *second, both // 2, down.shape[1]
+        )
         return y
 
     def unpack(self) -> QuantisedStack:

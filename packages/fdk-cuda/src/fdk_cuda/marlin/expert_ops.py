@@ -25,13 +25,11 @@ from fdk_cuda.marlin.runtime import SMALL_EXPERTS_FIELDS, device_limits
 from fdk_cuda.nvrtc import Launch
 from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.expert_launch import Routing, expert_reduce, grouped_dgrad, route
-from fdk_cuda.triton.expert_wgmma import gather, grouped_product
+from fdk_cuda.triton.expert_wgmma import OCTET, gather, grouped_product
 from fdk_cuda.triton.launch import on_device_of
 from fdk_formats.expert_ops import define_expert_op
 from fdk_formats.format import Format
 from fdk_formats.ops import define_op
-
-OCTET = 8
 
 
 def is_interleaved(n: int) -> bool:

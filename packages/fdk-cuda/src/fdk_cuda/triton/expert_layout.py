@@ -18,7 +18,7 @@ from fdk_cuda.triton.layout import (
 )
 from fdk_cuda.triton.packed_weight import PackedWeight
 from fdk_formats.backends import ExpertLayout
-from fdk_formats.expert_ops import check_arguments
+from fdk_formats.expert_ops import check_mlp_arguments
 from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedStack
 
@@ -98,23 +98,12 @@ class TritonExpertLayout(SyncedBuffers, ExpertLayout):
         if not isinstance(down, TritonExpertLayout) or not is_fused:
             return super().mlp(down, x, expert_ids, routing_weights, bias, down_bias)
         a, b = self.packed_layout, down.packed_layout
-        inner = a.n // 2
-        if (down.shape[0], b.k) != (self.shape[0], inner):
-            wanted = [self.shape[0], b.n, inner]
-            raise ValueError(f"mlp: down must be {wanted}, got {list(down.shape)}")
-        sizes = self.shape[0], a.n, a.k
-        check_arguments("mlp", x, expert_ids, self.words, bias, routing_weights, *sizes)
-        if down_bias is not None and (
-            down_bias.shape != (self.shape[0], b.n) or down_bias.dtype != x.dtype
-        ):
-            raise ValueError(
-                f"mlp: down_bias must be {x.dtype} {[self.shape[0], b.n]}, "
-                f"got {down_bias.dtype} {list(down_bias.shape)}"
-            )
+        tensors = x, expert_ids, self.words, routing_weights, bias, down_bias
+        check_mlp_arguments(self.shape, down.shape, *tensors)
         first = self._tensors(), bias, a.bits, a.group_size
         second = down._tensors(), down_bias, b.bits, b.group_size
         y: Tensor = triton_expert_mlp_op(
-            x, expert_ids, routing_weights, *first, *second, inner, b.n
+            x, expert_ids, routing_weights, *first, *second, a.n // 2, b.n
         )
         return y
 

@@ -41,7 +41,7 @@ from fdk_formats.torch_internals import is_plain_call
 
 # Packs stacks of experts in the Marlin layout where it fits. Off until its kernel for few rows has
 # run on a GPU.
-MARLIN_STACKS = False
+MARLIN_STACKS = True
 
 
 class TritonLayout(SyncedLayout):

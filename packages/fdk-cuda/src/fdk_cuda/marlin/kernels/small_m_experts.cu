@@ -241,7 +241,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int g = lane / 4, t = lane % 4, slot = lane_slot(g, t);
   const WarpShare share(p, warp);
 
-  uint32 values[2][2];  // codebooks of 1 and 2 bits, by table
+  // Codebooks of 1 and 2 bits, by table. Finite where there is no expert: the products of one value
+  // with sums of zero are part of the outputs.
+  uint32 values[2][2] = {};
   auto fill_table = [&](int which, int expert) {
     if (expert >= p.experts) return;
     const Codebook codebook(p.codebook + static_cast<uint64>(expert) * p.codebook_step, lane);

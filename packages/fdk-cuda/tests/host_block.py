@@ -49,6 +49,13 @@ static T __shfl_sync(unsigned, T value, int lane) {
   return out;
 }
 
+static unsigned __match_any_sync(unsigned, int value) {
+  unsigned same = 0;
+  for (int lane = 0; lane < 32; lane++) same |= (__shfl_sync(~0u, value, lane) == value) << lane;
+  return same;
+}
+#define __popc __builtin_popcount
+
 extern unsigned char shared[];
 #undef __cvta_generic_to_shared
 #define __cvta_generic_to_shared(p) ((uint64_t)((const unsigned char*)(p) - shared) + 1024)

@@ -7,9 +7,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from marlin_compile import BF16, DEVICES, FP16, FP32, HOPPER, check_spills, geometry_of, variant_id
 
 from fdk_cuda.marlin.heuristics_experts import (
+    MAX_EXPERTS,
     MAX_MEAN_ROWS,
     expected_tiles,
     expert_plans,
+    most_pairs,
     plan_experts,
     tile_rows,
 )
@@ -56,11 +58,11 @@ def test_plans_fit(variant, arch):
     ("tokens", "top_k", "experts", "rows"),
     [
         (1, 2, 8, 1),
-        (4, 2, 8, 4),
+        (4, 2, 8, 8),
         (16, 2, 8, 8),
         (64, 2, 8, None),
         (4, 8, 128, 1),
-        (16, 8, 128, 4),
+        (16, 8, 128, 8),
         (64, 8, 128, 8),
         (512, 8, 128, None),
         (64, 6, 64, 8),
@@ -78,6 +80,13 @@ def test_expected_tiles():
     # Nearly all experts are hit, and a tile has all rows of most.
     assert 120 < expected_tiles(512, 128, 8) < 132
     assert expected_tiles(512, 8, 8) == pytest.approx(68, abs=1)
+
+
+def test_pairs_that_a_thread_block_sorts():
+    assert most_pairs(8) > 8000
+    # Few rows need no parts.
+    for experts in (128, 256, 384, MAX_EXPERTS):
+        assert most_pairs(experts) > 7 * experts
 
 
 def test_few_units_share_inputs():

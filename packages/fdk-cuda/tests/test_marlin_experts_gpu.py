@@ -111,17 +111,16 @@ def test_every_plan_of_few_rows(format: str, dtype: torch.dtype) -> None:
             ways.append((True, torch.nn.functional.silu(gate) * up))
         for tile_rows in (1, *MAX_MEAN_ROWS):
             for plan in expert_plans(w.geometry, variant, tile_rows, limits):
-                known = routing_of(ids, case.experts, tile_rows, plan)
                 for swiglu, wanted in ways:
                     for wide in (False, True):
                         options = {"bias": bias, "swiglu": swiglu, "wide": wide}
                         with poisoned():
-                            y = few_rows(x, w, known, plan, **options)
+                            y = few_rows(x, w, ids, plan, **options)
                         error = nrmse(y, wanted)
                         allowed = 1.2 * nrmse(wanted.to(y.dtype), wanted) + 2e-5
                         assert error <= allowed, (plan, routing, swiglu, wide)
                         with poisoned():
-                            assert torch.equal(few_rows(rows, w, known, plan, **options), y)
+                            assert torch.equal(few_rows(rows, w, ids, plan, **options), y)
 
 
 @pytest.mark.parametrize("format", ["custom1-g64", "custom4-g64", "affine8-g64-zint"])
@@ -180,13 +179,20 @@ def test_kernel_by_rows_of_an_expert() -> None:
     most = max(MAX_MEAN_ROWS.values())
     assert not config_for(w, most * 4, 2, x).is_wgmma
     assert config_for(w, most * 4 + 1, 2, x).is_wgmma
-    assert not config_for(w, 1, 2, x).is_sorted
+
+
+@pytest.mark.parametrize("experts", [100, 512])
+def test_many_experts(experts: int) -> None:
+    """More pairs than threads, and than one thread block can sort."""
+    for routing in ("random", "elsewhere"):
+        case = case_of("custom3-g64", 500, 32, 64, experts=experts, top_k=8, routing=routing)
+        check_expert_numerics(TritonBackend(), case)
 
 
 def test_parts_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than thread blocks have room for are computed in parts."""
     monkeypatch.setattr(expert_ops, "MAX_WHOLE_TILES", 1)
-    monkeypatch.setattr(expert_ops, "tile_rows", lambda *sizes: 4)
+    monkeypatch.setattr(expert_ops, "tile_rows", lambda *sizes: 8)
     expert_ops._config.cache_clear()
     up, down = case_of("custom4-g64", 300, 128, 256), case_of("custom4-g64", 300, 256, 64)
     check_expert_numerics(TritonBackend(), up)

@@ -1,7 +1,6 @@
 """small_m_experts.cu on the host, thread by thread, against plain products: exact."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from host_block import BLOCK
 from host_cuda import build, needs_gxx, run
-from torch import Tensor
 
 from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 from fdk_cuda.marlin.expert_ops import ExpertStack, few_rows_fields, is_interleaved
@@ -36,19 +34,18 @@ static T* pointer(std::vector<uint8>& bytes) {
   return bytes.empty() ? nullptr : reinterpret_cast<T*>(bytes.data());
 }
 int main(int, char** text) {
-  long given[10];
-  for (int i = 0; i < 10; i++) given[i] = atol(text[1 + i]);
-  std::vector<uint8> bytes[7];
-  for (int i = 0; i < 7; i++) bytes[i] = read_bytes(given[i]);
-  std::vector<uint8> y(given[7], 0xFF);
+  long given[8];
+  for (int i = 0; i < 8; i++) given[i] = atol(text[1 + i]);
+  std::vector<uint8> bytes[5];
+  for (int i = 0; i < 5; i++) bytes[i] = read_bytes(given[i]);
+  std::vector<uint8> y(given[5], 0xFF);
   p = Params{pointer<uint8>(bytes[0]), pointer<uint16>(bytes[1]), pointer<uint16>(bytes[2]),
-             pointer<uint16>(bytes[3]), y.data(), pointer<int>(bytes[4]), pointer<int>(bytes[5]),
-             pointer<int>(bytes[6])};
-  for (int i = 0; i < 20; i++) (&p.n)[i] = (int)atol(text[11 + i]);
+             pointer<uint16>(bytes[3]), y.data(), pointer<int>(bytes[4])};
+  for (int i = 0; i < 21; i++) (&p.n)[i] = (int)atol(text[9 + i]);
   const SharedMemory memory(shared);
   const auto* end = memory.sums + p.buffers * WARPS * p.rows * SUM_STRIDE;
-  if (reinterpret_cast<const uint8*>(end) > shared + given[9]) throw "too little shared memory";
-  run_blocks(given[8], THREADS, [] { small_m_experts(p); }, shared, given[9]);
+  if (reinterpret_cast<const uint8*>(end) > shared + given[7]) throw "too little shared memory";
+  run_blocks(given[6], THREADS, [] { small_m_experts(p); }, shared, given[7]);
   fwrite(y.data(), 1, y.size(), stdout);
 }
 """
@@ -95,29 +92,10 @@ def whole_stack(case: Case) -> QuantisedStack:
         if q.codebook is not None:
             levels = len(q.codebook)
             values = torch.arange(levels).float() - levels // 2
-            seed = 0 if case.shared_codebook else expert
+            seed = 0 if case.shared_codebook else expert % 100  # exact in bfloat16
             q = replace(q, codebook=values.roll(seed) + (seed if levels < 128 else 0))
         made.append(q)
     return QuantisedStack.of(made)
-
-
-def tiles_of(ids: Tensor, experts: int, rows: int, *, zeros: bool) -> tuple[Tensor, Tensor, int]:
-    """Returns order, tiles and their upper bound, as expert_sort.py writes them."""
-    flat = ids.flatten()
-    bins = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    order = bins.argsort(stable=True)
-    counts = torch.bincount(bins, minlength=experts + 1).tolist()
-    starts = [0, *accumulate(counts)]
-    tiles = [
-        (expert, first, min(first + rows, end))
-        for expert, (start, end) in enumerate(pairwise(starts))
-        for first in range(start, end, rows)
-        if expert < experts or zeros
-    ]
-    max_tiles = len(tiles) + 3
-    spare = [(-1, -7, -9)] * 3  # never used
-    listed = torch.tensor([*tiles, *spare], dtype=torch.int32).T.flatten()
-    return order.int(), torch.cat([listed, torch.tensor([len(tiles)]).int()]), max_tiles
 
 
 def plan_of(case: Case, geometry) -> ExpertPlan:
@@ -150,20 +128,16 @@ def check(program, case: Case) -> None:
     bias = torch.randint(-9, 9, (case.experts, case.n), generator=generator).to(case.dtype)
     is_sorted = plan.rows > 1
     long_ids = bool(case.split % 2)
-    order, tiles, max_tiles = tiles_of(ids, case.experts, plan.rows, zeros=case.zeros)
-    if not is_sorted:
-        order = tiles = order[:0]
-        max_tiles = pairs
     listed = ids.to(torch.int64 if long_ids else torch.int32)
     padded_x = torch.nn.functional.pad(x, (0, layout.geometry.padded_k - case.k))
     w = ExpertStack(layout.packed, layout.codebook, layout._format, case.n, case.k)
     width = case.n // 2 if case.swiglu else case.n
     y = torch.empty(pairs, width, dtype=torch.float32 if case.wide else case.dtype)
-    tensors = [w.packed, w.codebook, padded_x, bias if case.bias else bias[:0]]
-    tensors += [listed[:0] if is_sorted else listed, order, tiles]
+    tensors = [w.packed, w.codebook, padded_x, bias if case.bias else bias[:0], listed]
     data = [t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
-    options = {"long_ids": long_ids, "swiglu": case.swiglu, "wide": case.wide, "early": False}
-    fields = few_rows_fields(w, plan, case.dtype, max_tiles, pairs // rows, **options)
+    options = {"long_ids": long_ids, "swiglu": case.swiglu, "wide": case.wide}
+    options |= {"zeros": case.zeros, "early": bool(case.split % 2)}
+    fields = few_rows_fields(w, plan, case.dtype, pairs, pairs // rows, **options)
     out = run(
         program, b"".join(data), *map(len, data), y.nbytes, case.grid, plan.shared_bytes, *fields
     )
@@ -222,13 +196,26 @@ def test_routing(tmp_path, cut):
     one = ((3,),) * 19
     nobody = ((-1, 7),) * 3
     every = tuple(map(tuple, torch.randint(-1, 6, (6, 8), generator=generator).tolist()))
-    routings = ((2, 0, 4, 4),), one, nobody, every, ((4, 3, 2, 1, 0),) * 2
+    # More pairs than threads, most of no expert.
+    many = tuple(map(tuple, torch.randint(-9, 9, (29, 8), generator=generator).tolist()))
+    routings = ((2, 0, 4, 4),), one, nobody, every, ((4, 3, 2, 1, 0),) * 2, many
     for turn, ids in enumerate(routings):
         split, grid = 1 + turn % 2, (4, 1, 40)[turn % 3]  # also more thread blocks than units
         own = replace(case, ids=ids, split=split, buffers=split, grid=grid)
         check(program, replace(own, zeros=turn % 2 == 0, own_rows=turn % 2 == 1))
-        check(program, replace(own, shared_codebook=True, wide=False, bias=False, grid=3))
-        check(program, replace(own, swiglu=True, n=64, grid=2))
+        check(program, replace(own, shared_codebook=True, wide=False, bias=False, grid=5))
+        check(program, replace(own, swiglu=True, n=64, grid=4))
+
+
+@needs_gxx
+def test_many_experts(tmp_path):
+    """Bins of several warps, in fewer and in more steps than there are warps."""
+    case = Case("custom2-row", 16, 64, IDS, cut=(2, 1, 8), grid=3)
+    program = program_of(case, tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    for experts in (31, 32, 127, 300):
+        ids = torch.randint(-1, experts + 2, (40, 4), generator=generator)
+        check(program, replace(case, experts=experts, ids=tuple(map(tuple, ids.tolist()))))
 
 
 def test_interleaving():

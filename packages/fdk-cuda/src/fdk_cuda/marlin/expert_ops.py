@@ -14,6 +14,7 @@ from torch.library import Library
 from fdk_cuda.marlin.heuristics_experts import (
     MAX_WHOLE_TILES,
     ExpertPlan,
+    most_pairs,
     plan_experts,
     tile_rows,
 )
@@ -98,7 +99,7 @@ def marlin_expert_linear(
     tokens, top_k = expert_ids.shape
     w = ExpertStack(packed, codebook, format, n, k)
     config = config_for(w, tokens, top_k, x)
-    at_once = _most_tokens(config, top_k, x)
+    at_once = _most_tokens(config, w, top_k, x)
     if tokens > at_once:
         parts = []
         for first in range(0, tokens, at_once):
@@ -164,7 +165,8 @@ def marlin_expert_mlp(
     first = ExpertStack(packed, codebook, format, 2 * inner, x.shape[1])
     second = ExpertStack(down_packed, down_codebook, down_format, n, inner)
     configs = [config_for(w, tokens, top_k, x) for w in (first, second)]
-    at_once = min(_most_tokens(config, top_k, x) for config in configs)
+    stacks = first, second
+    at_once = min(_most_tokens(*pair, top_k, x) for pair in zip(configs, stacks, strict=True))
     if tokens > at_once:
         gate_up = packed, codebook, format, bias
         down = down_packed, down_codebook, down_format, down_bias
@@ -184,14 +186,12 @@ def marlin_expert_mlp(
         # The second product has no use for rows of no expert: nothing adds them.
         routing = route(expert_ids, first.experts, configs[0], zeros=False)
         y = _product(x, first, routing, configs[0], bias=bias, swiglu=True, sorted_y=both_many)
-        shares = _tiles_of(configs[0]) == _tiles_of(configs[1])
-        if not shares:
+        if _tiles_of(configs[0]) != _tiles_of(configs[1]):
             routing = route(expert_ids, first.experts, configs[1], zeros=False)
-        both_few = not any(config.is_wgmma for config in configs)
         return _summed(
             *(y, second, routing, configs[1], down_bias, routing_weights),
             sorted_x=both_many,
-            early=both_few and shares,
+            early=not any(config.is_wgmma for config in configs),
         )
 
 
@@ -246,7 +246,8 @@ def _product(
         zeros: whether rows of pairs of no expert are zeros; otherwise they may stay unwritten.
         wide: whether few rows are float32.
         sorted_x, sorted_y: with many rows, whether rows are in the order of experts.
-        early: with few rows, whether the kernel launched last is the first product of these pairs.
+        early: with few rows, whether the kernel launched last is the first product of these pairs,
+            likewise with few rows.
     """
     if isinstance(config.kernel, GroupedPlan):
         return grouped_product(
@@ -259,43 +260,46 @@ def _product(
             interleaved=is_interleaved(w.n),
         )
     assert isinstance(config.kernel, ExpertPlan)
-    options = {"swiglu": swiglu, "wide": wide, "early": early}
-    return few_rows(x, w, routing, config.kernel, bias=bias, **options)
+    options = {"swiglu": swiglu, "zeros": zeros, "wide": wide, "early": early}
+    return few_rows(x, w, routing.ids, config.kernel, bias=bias, **options)
 
 
 def few_rows(
     x: Tensor,
     w: ExpertStack,
-    routing: Routing,
+    ids: Tensor,
     plan: ExpertPlan,
     *,
     bias: Tensor | None = None,
     swiglu: bool = False,
+    zeros: bool = True,
     wide: bool = False,
     early: bool = False,
 ) -> Tensor:
     """Computes a product by small_m_experts.cu; see ``_product``.
 
-    Rows of pairs of no expert are zeros where they have tiles.
+    Args:
+        x: ``[rows, k]``.
+        w: the stack.
+        ids: experts of the pairs, int32 or int64, contiguous.
+        plan: how the product is cut.
+        bias, swiglu, zeros, wide, early: see ``_product``.
     """
-    geometry, pairs, index = w.geometry, routing.ids.numel(), x.get_device()
+    geometry, pairs, index = w.geometry, ids.numel(), x.get_device()
     sharing = pairs // len(x)
     padded_x = padded(x, geometry.padded_k)
     width = w.n // 2 if swiglu else w.n
     out = x.new_empty((pairs, width), dtype=torch.float32 if wide else x.dtype)
-    grid = min(device_limits(index).sm_count, routing.max_tiles * plan.n_units)
+    grid = min(device_limits(index).sm_count, pairs * plan.n_units)
     launch = _few_rows_launch(geometry, x.dtype, plan, grid, index)
-    ids = routing.ids
-    is_sorted = plan.rows > 1
     launch(
         *(w.packed.data_ptr(), w.codebook.data_ptr(), padded_x.data_ptr()),
         0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        0 if is_sorted else ids.data_ptr(),
-        *(routing.order.data_ptr(), routing.tiles.data_ptr()),
+        *(out.data_ptr(), ids.data_ptr()),
         *few_rows_fields(
-            *(w, plan, x.dtype, routing.max_tiles, sharing),
+            *(w, plan, x.dtype, pairs, sharing),
             long_ids=ids.dtype == torch.int64,
+            zeros=zeros,
             swiglu=swiglu,
             wide=wide,
             # A copy of x comes between the products.
@@ -309,10 +313,11 @@ def few_rows_fields(
     w: ExpertStack,
     plan: ExpertPlan,
     dtype: torch.dtype,
-    max_tiles: int,
+    pairs: int,
     sharing: int,
     *,
     long_ids: bool,
+    zeros: bool,
     swiglu: bool,
     wide: bool,
     early: bool,
@@ -321,9 +326,9 @@ def few_rows_fields(
     g = w.geometry
     codebook_step = w.codebook.stride(0) if len(w.codebook) > 1 else 0
     return (
-        *(g.n, g.padded_k, w.experts, max_tiles, plan.n_units),
+        *(g.n, g.padded_k, w.experts, pairs, plan.n_units),
         *(plan.rows, sharing, plan.split, plan.buffers, codebook_step),
-        *map(int, (long_ids, is_interleaved(g.n), swiglu, wide, early)),
+        *map(int, (long_ids, zeros, is_interleaved(g.n), swiglu, wide, early)),
         *Variant.of(g, dtype).constants,
     )
 
@@ -362,14 +367,15 @@ def _config(
         rows = min(rows or 8, 8)
     assert rows is not None
     plan = plan_experts(geometry, dtype, pairs, experts, rows, device)
-    return ExpertConfig(plan, rows, is_sorted=rows > 1)
+    return ExpertConfig(plan, rows, is_sorted=False)  # the kernel itself sorts
 
 
-def _most_tokens(config: ExpertConfig, top_k: int, x: Tensor) -> int:
+def _most_tokens(config: ExpertConfig, w: ExpertStack, top_k: int, x: Tensor) -> int:
     """Returns how many tokens a call may have."""
     if config.is_wgmma:
         return sys.maxsize
-    return max(1, MAX_WHOLE_TILES * device_limits(x.get_device()).sm_count // top_k)
+    tiles = MAX_WHOLE_TILES * device_limits(x.get_device()).sm_count
+    return max(1, min(tiles, most_pairs(w.experts)) // top_k)
 
 
 def _check_dtype(name: str, tensor: Tensor, codebook: Tensor) -> None:

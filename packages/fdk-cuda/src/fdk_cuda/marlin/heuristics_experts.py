@@ -14,9 +14,10 @@ from fdk_cuda.marlin.layout import BLOCK_K, Geometry
 
 # Rows of a tile, and the mean rows of an expert up to which tiles have so many. Tokens spread
 # unevenly: tiles are larger than the mean, so that most experts need one, which reads their weights
-# once. Above the last, hopper_gemm.cu runs on Hopper: by the cost model a block of weights costs
-# 0.030 us with 8 rows, 0.049 with 16, and 0.048 in hopper_gemm.cu with 32. Not yet tuned.
-MAX_MEAN_ROWS = {4: 1, 8: 6, 16: 8}
+# once. Above the last, hopper_gemm.cu runs (H200, 4 bits, MLP in microseconds with tiles of 8, of
+# 16, and hopper_gemm.cu: mean 4, Mixtral 220, 285, 264, Qwen3-30B-A3B 117, 141, 155; mean 6,
+# DeepSeek-V2-Lite 126, 130, 145; mean 16, Mixtral 559, 462, 278).
+MAX_MEAN_ROWS = {8: 6, 16: 8}
 # Pairs are not sorted with one token, or where at most one in this many experts is hit: few share
 # an expert then. The threshold is that of the Triton kernels.
 SPARSE = 4
@@ -27,9 +28,13 @@ WARPS = (16, 12, 8)
 MAX_WHOLE_TILES = 62
 # Address of the tables in shared memory, of which the driver keeps some.
 TABLE_ADDRESS, RESERVED_BYTES = 0x10000, 1024
-# Not yet measured, us: the least for a block of 32 x 64 weights of one warp, however few warps
-# there are; a unit's store; and its sum over warps.
-BLOCK_LATENCY, STORE_COST, SUM_COST = 0.25, 0.1, 0.3
+# Microseconds of the cost model: the least for a block of 32 x 64 weights of one warp, however few
+# warps there are; a unit's store; and its sum over warps. Fitted to 192 timed plans at 4 bits: the
+# chosen one takes 1.2 % more than the fastest on average, 5 % at most.
+BLOCK_LATENCY, STORE_COST, SUM_COST = 0.35, 0.6, 1.5
+# Bytes of memory in which a thread block sorts pairs, which tables fill later.
+SORT_BYTES = TABLE_BYTES
+MAX_EXPERTS = 512  # so many leave room for 3800 pairs
 
 
 @dataclass(frozen=True)
@@ -133,12 +138,21 @@ def expert_cost(geometry: Geometry, plan: ExpertPlan, tiles: float, device: Devi
     """Returns the cost model's microseconds for a plan, beyond what every plan takes."""
     shape = plan.shape
     units = math.ceil(tiles * plan.n_units / device.sm_count)  # of the busiest thread block
-    rounds = math.ceil(units / (shape.warps // plan.split))
+    rounds, last = divmod(units, shape.warps // plan.split)
     stages = -(-geometry.padded_k // (BLOCK_K * shape.k_blocks * plan.split))
-    unit_blocks = geometry.padded_k // BLOCK_K * shape.fragments // 2
-    bandwidth = units * unit_blocks * _block_cost(geometry.bits, shape)
-    latency = rounds * stages * shape.stage_blocks * BLOCK_LATENCY
-    return max(bandwidth, latency) + rounds * (SUM_COST if plan.split > 1 else STORE_COST)
+    cost, blocks = _block_cost(geometry.bits, shape), stages * shape.stage_blocks
+
+    def round_cost(warps: int) -> float:
+        return blocks * max(BLOCK_LATENCY, warps * cost) + (SUM_COST if plan.split > 1 else STORE_COST)
+
+    return rounds * round_cost(shape.warps) + (round_cost(last * plan.split) if last else 0)
+
+
+def most_pairs(experts: int) -> int:
+    """Returns how many pairs a thread block can sort, see PairSort in expert_units.cuh."""
+    bins = experts + 1
+    words = SORT_BYTES // 4 - (max(WARPS) + 1) * bins - bins // 32 - 2
+    return words // 2
 
 
 def _block_cost(bits: int, shape: TileShape) -> float:

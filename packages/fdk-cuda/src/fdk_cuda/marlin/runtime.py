@@ -32,7 +32,7 @@ SMALL_FIELDS, DEQUANTISE_FIELDS = "5P10i5I", "3P4i5I"
 HOPPER_FIELDS, SUM_FIELDS = "128s5P10i", "3P8i"
 # hopper_gemm.cu with EXPERTS has more.
 GROUPED_FIELDS = HOPPER_FIELDS + "2P2i"
-SMALL_EXPERTS_FIELDS = "8P15i5I"
+SMALL_EXPERTS_FIELDS = "6P16i5I"
 SUM_THREADS, SUM_VALUES = 256, 4
 # dequantise.cu: two thread blocks per SM up to this many blocks of 32 x 64 weights per SM, else one
 # (H200, 4 bits, one and two: 4096 x 4096 11.4 and 11.1 us, 8192 x 8192 46.9 and 49.0).

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fdk_cuda.gpu import unsupported_gpu
 from fdk_cuda.launch_cache import LaunchCache
+from fdk_cuda.marlin.heuristics_experts import MAX_EXPERTS
 from fdk_cuda.marlin.layout import unsupported_reason
 from fdk_cuda.nvrtc import unavailable_reason
 from fdk_cuda.stream_sync import SyncedLayout
@@ -194,9 +195,9 @@ class TritonBackend:
 
 
 def _fits_marlin(stack: QuantisedStack) -> bool:
-    """Returns whether the Marlin kernels serve a stack: on Hopper, by its groups."""
+    """Returns whether the Marlin kernels serve a stack: on Hopper, by its groups and size."""
     is_hopper = (
         stack.device.type == "cuda" and torch.cuda.get_device_capability(stack.device)[0] == 9
     )
-    reason = unsupported_reason(stack.format, stack.shape[2])
-    return is_hopper and reason is None and unavailable_reason() is None
+    fits = stack.shape[0] <= MAX_EXPERTS and not unsupported_reason(stack.format, stack.shape[2])
+    return is_hopper and fits and unavailable_reason() is None

@@ -26,22 +26,21 @@ struct Params {
   const uint16* bias;
   void* y;
   const void* ids;
-  const int* order;
-  const int* tiles;
   int n, padded_k, experts;
-  int max_tiles;
+  int pairs;
   int n_units;         // units of a tile
-  int rows;            // of a tile, up to ROW_SLOTS
+  int rows;            // of a tile, up to ROW_SLOTS; pairs are sorted if there are more than 1
   int sharing;         // pairs that share a row of x
   int split;           // warps that share a unit
   int buffers;         // of partial sums, 1 or 2
   int codebook_step;   // values to the codebook of the next expert, or 0 where they share one
   int has_long_ids;    // ids are int64
+  int has_zeros;       // sorted pairs of no expert have tiles
   int is_interleaved;  // rows g of a fragment are of the first half of the outputs, rows g + 8 of
                        // the second
   int is_swiglu;       // y is silu(first half) * second half
   int is_wide;         // y is float32
-  int is_early;        // the kernel before the previous one wrote ids, order and tiles
+  int is_early;        // a kernel before the previous one wrote ids
   uint32 base[STEPS];
   uint32 nibbles;
 };
@@ -62,7 +61,7 @@ constexpr uint32 TABLE_ADDRESS = 0x10000;
 constexpr uint32 RESERVED_BYTES = 1024;
 
 // Shared memory of a thread block: barriers, tiles and some pipelines, tables, other pipelines, and
-// partial sums.
+// partial sums. Pairs are sorted where tables will be.
 struct SharedMemory {
   uint8* const barriers;
   TileList& list;
@@ -113,15 +112,16 @@ struct WeightPipeline {
   const Params& p;
   const WarpShare& share;
   const TileList& list;
-  WarpPipeline pipeline;
   int unit, left = 0;  // stages of the unit to copy
+  WarpPipeline pipeline;
   const uint8* source = nullptr;
 
   __forceinline__ WeightPipeline(const Params& params, const WarpShare& share_,
-                                 const SharedMemory& memory, int warp)
+                                 const SharedMemory& memory, int warp, int first_unit)
       : p(params),
         share(share_),
         list(memory.list),
+        unit(first_unit),
         pipeline(memory.pipeline(warp), memory.barriers + warp * WarpPipeline::BARRIER_BYTES) {}
 
   __forceinline__ uint32 row_bytes() const { return p.padded_k / BLOCK_K * BLOCK_BYTES; }
@@ -133,10 +133,9 @@ struct WeightPipeline {
     left = share.stages_of(p, expert);
   }
 
-  // Starts the first copy. The list of tiles need not be there yet.
-  __forceinline__ bool start(const UnitRange& range) {
-    unit = range.first + share.group;
-    if (unit < range.last) go_to(ExpertTile(p, unit / p.n_units).expert);
+  // Starts the first copy, of a unit of an expert. The list of tiles need not be there yet.
+  __forceinline__ bool start(int expert) {
+    go_to(expert);
     if (left == 0) return false;
     copy(0);
     return true;
@@ -253,15 +252,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       values[which][1] = codebook.words[1];
     }
   };
-  // Weights and codebooks are constant.
-  if (p.codebook_step == 0) fill_table(0, 0);
   if (!p.is_early) wait_previous_kernel();
-  // After this wait: the next kernel may then read ids, order and tiles at once.
+  // After this wait: the next kernel may then read ids at once.
   start_next_kernel();
-  WeightPipeline weights(p, share, memory, warp);
-  const UnitRange own(p);
-  const bool has_started = weights.start(own);
-  list.fill(p, own, thread);
+  const bool is_sorted = p.rows > 1;
+  const PairSort sorted(p, memory.tables);  // tables come later
+  if (is_sorted) sorted.sort(thread);
+  const UnitRange own(p, is_sorted ? sorted.tiles() : p.pairs);
+  int unit = own.first + share.group;
+  WeightPipeline weights(p, share, memory, warp, unit);
+  bool has_started = false;
+  if (unit < own.last) {
+    const int tile = unit / p.n_units;
+    has_started = weights.start(is_sorted ? sorted.bin_of(tile) : expert_of(p, tile));
+  }
+  if (is_sorted) {
+    __syncthreads();
+    list.fill(p, own, thread, sorted);
+  } else {
+    list.fill(p, own, thread);
+  }
   __syncthreads();
 
   Activations x;
@@ -296,7 +306,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int block = 0; block < K_BLOCKS; block++)
       x.v[block][0][tile] = x.v[block][1][tile] = make_uint4(0, 0, 0, 0);
-  int unit = own.first + share.group;
   if (unit < own.last) {
     choose_rows(unit);
     if (!p.is_early) load_first_x();
@@ -311,9 +320,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int begin = 0;  // the first tile of the tables
   do {
     const TableRange tables(p, list, begin);
-    if (p.codebook_step != 0 && list.range.tiles > 0) {
+    if (list.range.tiles > 0) {
       if (begin > 0) __syncthreads();  // all warps have used the tables before
-      fill_table(0, list.expert[begin]);
+      fill_table(0, p.codebook_step == 0 ? 0 : list.expert[begin]);
       if (tables.second < list.range.tiles) fill_table(1, list.expert[tables.second]);
     }
     if (p.is_early && begin == 0) {

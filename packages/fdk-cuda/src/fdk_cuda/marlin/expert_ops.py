@@ -340,7 +340,7 @@ def _few_rows_launch(
         grid=grid,
         threads=32 * plan.shape.warps,
         shared_bytes=plan.shared_bytes,
-        overlap=device_limits(index).has_clusters,
+        overlap=True,
     )
 
 
@@ -355,12 +355,9 @@ def _config(
 ) -> ExpertConfig:
     device, pairs = device_limits(index), tokens * top_k
     rows = tile_rows(tokens, top_k, experts)
-    if rows is None and device.is_hopper:
+    if rows is None:
         grouped = plan_grouped(geometry, pairs, experts, device)
         return ExpertConfig(grouped, grouped.shape.tile_m)
-    if not device.is_hopper:  # no kernel for many rows, nor registers for 16
-        rows = min(rows or 8, 8)
-    assert rows is not None
     plan = plan_experts(geometry, dtype, pairs, experts, rows, device)
     return ExpertConfig(plan, rows, is_sorted=rows > 1)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from fdk_cuda.marlin.grouped_product import grouped_product
 from fdk_cuda.marlin.heuristics_experts import (
     MAX_WHOLE_TILES,
     ExpertPlan,
@@ -24,12 +25,13 @@ from fdk_cuda.marlin.ops import dequantise, padded
 from fdk_cuda.marlin.runtime import SMALL_EXPERTS_FIELDS, device_limits
 from fdk_cuda.nvrtc import Launch
 from fdk_cuda.triton.configs.experts import ExpertConfig
-from fdk_cuda.triton.expert_launch import Routing, expert_reduce, grouped_dgrad, route
-from fdk_cuda.triton.expert_wgmma import OCTET, gather, grouped_product
+from fdk_cuda.triton.expert_launch import Routing, expert_reduce, gather, grouped_dgrad, route
 from fdk_cuda.triton.launch import on_device_of
 from fdk_formats.expert_ops import define_expert_op
 from fdk_formats.format import Format
 from fdk_formats.ops import define_op
+
+OCTET = 8  # rows of a half of the outputs in turns
 
 
 def is_interleaved(n: int) -> bool:

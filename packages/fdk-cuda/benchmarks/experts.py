@@ -4,10 +4,9 @@
     python packages/fdk-cuda/benchmarks/experts.py --models qwen3-30b-a3b --affine
 
 Microseconds per call of gate and up, SwiGLU, down and the weighted sum; router not included. `fdk`
-is what a layer runs, `packed_triton` and, on Hopper from 16 rows of an expert, `packed_wgmma` are
-its two ways to run it. On Hopper `marlin_layout` is the same from stacks in the Marlin layout, and
-`marlin_tiles_8`, `marlin_tiles_16` and `marlin_many` force one of its kernels, where the mean rows
-of an expert make it worth timing. Median of graph replays in turns with the same MLP in bf16:
+is what a layer runs. On Hopper that is the Marlin layout: `triton_layout` is the same from stacks
+in the Triton layout, and `tiles_8`, `tiles_16` and `many` force one of its kernels, where the mean
+rows of an expert make it worth timing. Median of graph replays in turns with the same MLP in bf16:
 torch's grouped product, fdk's own grouped Triton kernel with a plain configuration, and, where vLLM
 is installed, its fused_experts in bf16 and its Marlin kernel at 4 bits (random codes, whose answers
 are not checked). Every call has other random experts, and stacks are copied until they exceed the
@@ -40,8 +39,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
 from fdk_cuda.marlin import expert_ops
-from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
-from fdk_cuda.triton import expert_wgmma
+from fdk_cuda.triton import TritonBackend
 from fdk_cuda.triton.configs import GemmConfig
 from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.expert_launch import (
@@ -55,10 +53,9 @@ from fdk_formats import ExpertLayout, Format, QuantisedStack
 
 GROUP_SIZE = 64
 LIMIT = 1e-2
-LEAST_WGMMA_ROWS = 16  # of an expert
 # Mean rows of an expert for which a kernel of the Marlin layout is timed: tiles of 8 and 16 rows,
 # and many rows (0).
-MARLIN_ROWS = {8: (0.5, 16), 16: (3, 24), 0: (1.5, 1 << 30)}
+FORCED_ROWS = {8: (0.5, 16), 16: (3, 24), 0: (1.5, 1 << 30)}
 CHECKED_TOKENS = 8
 CALLS = 20  # of a graph
 Run = Callable[[int], Tensor]
@@ -115,7 +112,7 @@ class Layer:
 
     Attributes:
         copies: packed gate-up and down stacks that together exceed the L2.
-        marlin: the same in the Marlin layout, on Hopper.
+        triton: the same in the Triton layout where ``copies`` are in the Marlin layout, else empty.
         nbytes: bytes of an expert, as stored in a file.
         dense: both stacks in bf16, ``[experts, n, k]``.
     """
@@ -127,13 +124,16 @@ class Layer:
         ]
         total = sum(tensor.nbytes for stack in stacks for tensor in stack.tensors().values())
         self.nbytes = total / model.experts
-        packed = [TritonExpertLayout(stack) for stack in stacks]
-        self.copies = [packed]
-        self.copies += [copy.deepcopy(packed) for _ in range(int(COLD_BYTES // total))]
-        self.marlin = []
-        if torch.cuda.get_device_capability()[0] == 9:
-            packed = [MarlinExpertLayout(stack, torch.bfloat16) for stack in stacks]
-            self.marlin = [packed, *(copy.deepcopy(packed) for _ in self.copies[1:])]
+
+        def copies_of(packed: list[ExpertLayout]) -> list[list[ExpertLayout]]:
+            more = int(COLD_BYTES // total)
+            return [packed, *(copy.deepcopy(packed) for _ in range(more))]
+
+        backend = TritonBackend()
+        packed = [backend.pack_stack(stack, dtype=torch.bfloat16) for stack in stacks]
+        self.copies, self.triton = copies_of(packed), []
+        if not isinstance(packed[0], TritonExpertLayout):
+            self.triton = copies_of([TritonExpertLayout(stack) for stack in stacks])
         self.dense = [stack.dequantise(torch.bfloat16) for stack in stacks]
 
 
@@ -251,33 +251,6 @@ def peers() -> dict[str, Callable[[Layer, Inputs], Tensor]]:
 
 
 @contextmanager
-def least_rows(rows: int) -> Iterator[None]:
-    """Set the rows of an expert from which calls run the GEMM by wgmma."""
-    before, expert_wgmma.MIN_ROWS = expert_wgmma.MIN_ROWS, rows
-    try:
-        yield
-    finally:
-        expert_wgmma.MIN_ROWS = before
-
-
-def packed_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
-    """List the ways to run the MLP on packed bytes."""
-
-    def way(rows: int) -> Run:
-        def run(i: int) -> Tensor:
-            with least_rows(rows):
-                return ours(i)
-
-        return run
-
-    ways = {"fdk": ours, "packed_triton": way(1 << 30)}
-    is_hopper = torch.cuda.get_device_capability()[0] == 9
-    if is_hopper and tokens * model.top_k >= LEAST_WGMMA_ROWS * model.experts:
-        ways["packed_wgmma"] = way(0)
-    return ways
-
-
-@contextmanager
 def tile_rows_of(rows: int) -> Iterator[None]:
     """Set the rows of a tile of the Marlin layout's kernel; 0 for the kernel for many rows."""
     before = expert_ops.tile_rows
@@ -290,8 +263,8 @@ def tile_rows_of(rows: int) -> Iterator[None]:
         expert_ops._config.cache_clear()
 
 
-def marlin_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
-    """List the ways to run the MLP from stacks in the Marlin layout."""
+def forced_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
+    """List the kernels of the Marlin layout worth timing, each forced."""
 
     def way(rows: int) -> Run:
         def run(i: int) -> Tensor:
@@ -300,12 +273,12 @@ def marlin_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
 
         return run
 
-    ways = {"marlin_layout": ours}
     mean_rows = tokens * model.top_k / model.experts
-    for rows, (least, most) in MARLIN_ROWS.items():
-        if tokens > 1 and least <= mean_rows <= most:
-            ways[f"marlin_tiles_{rows}" if rows else "marlin_many"] = way(rows)
-    return ways
+    return {
+        f"tiles_{rows}" if rows else "many": way(rows)
+        for rows, (least, most) in FORCED_ROWS.items()
+        if tokens > 1 and least <= mean_rows <= most
+    }
 
 
 def time_case(
@@ -325,9 +298,10 @@ def time_case(
 
         return run
 
-    runs = packed_ways(mlp_of(layer.copies), model, tokens)
-    if layer.marlin:
-        runs |= marlin_ways(mlp_of(layer.marlin), model, tokens)
+    ours = mlp_of(layer.copies)
+    runs = {"fdk": ours}
+    if layer.triton:
+        runs |= {"triton_layout": mlp_of(layer.triton), **forced_ways(ours, model, tokens)}
     for name, peer in peers().items():
         runs[name] = lambda i, peer=peer: peer(layer, inputs[i])
     oracle = exact(layer, inputs[0])
@@ -350,7 +324,7 @@ def line_of(row: Row) -> str:
     case = f"{row['name']:16} {row['format']:14} t{row['tokens']:<5} hit {row['hit']:5.1f}"
     names = [name for name in ("torch", "triton", "vllm", "marlin") if name in row]
     others = ", ".join(f"{name} {row[name]:.1f} ({us / row[name]:.2f})" for name in names)
-    own = (name for name in row if name.startswith(("packed_", "marlin_")))
+    own = (name for name in row if name in ("triton_layout", "many") or name.startswith("tiles_"))
     ways = ", ".join(f"{name} {row[name]:.1f}" for name in own)
     return f"{case} {us:8.1f} us, floor {floor:.1f} ({us / floor:.2f}), {ways}, peers: {others}"
 

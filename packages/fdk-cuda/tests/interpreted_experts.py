@@ -9,10 +9,9 @@ from triton_interpreter import fix_scalar_masks
 from fdk_cuda.triton import TritonBackend, launch
 from fdk_cuda.triton.configs import GemmConfig, GemvConfig
 from fdk_cuda.triton.configs.experts import ExpertConfig
-from fdk_cuda.triton.expert_launch import expert_linear, expert_reduce, route
+from fdk_cuda.triton.expert_launch import expert_linear, expert_reduce, gather, route
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
 from fdk_cuda.triton.expert_ops import triton_expert_mlp_op
-from fdk_cuda.triton.expert_wgmma import gather
 from fdk_formats import Format
 from fdk_formats.experts import QuantisedExpertLinear, QuantisedExperts
 from fdk_formats.testing import (

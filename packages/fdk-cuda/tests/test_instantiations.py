@@ -43,7 +43,7 @@ from fdk_cuda.marlin.instantiations import (
     split_k_reduce_program,
     wgmma_header,
 )
-from fdk_cuda.marlin.repack import REPACK_FIELDS, REPACK_STACK_FIELDS
+from fdk_cuda.marlin.repack import REPACK_FIELDS
 from fdk_cuda.marlin.runtime import (
     DEQUANTISE_FIELDS,
     GROUPED_FIELDS,
@@ -208,7 +208,6 @@ def test_wgmma_header_names_every_register():
         ("repack.cu", REPACK_FIELDS),
         ("hopper_gemm.cu", HOPPER_FIELDS),
         ("hopper_gemm.cu", GROUPED_FIELDS),
-        ("repack_stack.cu", REPACK_STACK_FIELDS),
         ("hopper_dgrad.cu", DGRAD_FIELDS),
         ("split_k_reduce.cu", SUM_FIELDS),
     ],

@@ -13,7 +13,7 @@ from marlin_compile import BF16
 from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 from fdk_cuda.marlin.instantiations import HopperShape, Variant, hopper_program
 from fdk_cuda.marlin.layout import pack_layout
-from fdk_cuda.triton import backend
+from fdk_cuda.triton import TritonBackend
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
 from fdk_formats import Format, QuantisedStack
 from fdk_formats.format import BITS
@@ -79,9 +79,8 @@ def test_grids_and_signs_are_looked_up():
         assert not geometry.has_signs
 
 
-def test_not_chosen_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(backend, "MARLIN_STACKS", True)
-    layout = backend.TritonBackend().pack_stack(stack_of("custom4-g64", 32, 128), dtype=BF16)
+def test_not_chosen_without_a_gpu():
+    layout = TritonBackend().pack_stack(stack_of("custom4-g64", 32, 128), dtype=BF16)
     assert isinstance(layout, TritonExpertLayout)
 
 

@@ -1,6 +1,7 @@
 """Stacks of experts in the Marlin layout, few and many rows, on a Hopper GPU."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,14 +15,14 @@ from torch import Tensor
 from fdk_cuda.marlin import expert_ops
 from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 from fdk_cuda.marlin.expert_ops import ExpertStack, config_for, few_rows, marlin_expert_linear_op
+from fdk_cuda.marlin.grouped_product import grouped_product
 from fdk_cuda.marlin.heuristics_experts import MAX_MEAN_ROWS, expert_plans
 from fdk_cuda.marlin.heuristics_hopper import grouped_plans
 from fdk_cuda.marlin.instantiations import Variant
 from fdk_cuda.marlin.runtime import device_limits
-from fdk_cuda.triton import TritonBackend, backend
+from fdk_cuda.triton import TritonBackend
 from fdk_cuda.triton.configs.experts import ExpertConfig
-from fdk_cuda.triton.expert_launch import Routing, route
-from fdk_cuda.triton.expert_wgmma import gather, grouped_product
+from fdk_cuda.triton.expert_launch import Routing, gather, route
 from fdk_formats import Format
 from fdk_formats.testing import (
     ExpertCase,
@@ -32,16 +33,24 @@ from fdk_formats.testing import (
     poisoned,
 )
 
-pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("marlin_stacks")]
+pytestmark = ON_HOPPER
 
 FORMATS = [f"custom{bits}-g64" for bits in range(1, 9)]
 FORMATS += ["custom2-g32", "affine1-g64-zint", "affine4-g128-zint", "affine5-g64", "affine8-row"]
+FORMATS_OF_MANY_ROWS = [f"custom{bits}-g64" for bits in (1, 3, 4)]
+FORMATS_OF_MANY_ROWS += ["custom2-g32", "custom8-g128", "affine4-g128-zint", "affine8-g64-zint"]
+FORMATS_OF_MANY_ROWS += ["affine3-g64-fp16-zint"]
+
+CASES = list(expert_cases(dtypes=DTYPES, group_sizes=(32, 64, 128, None), device="cuda"))
 
 
 @pytest.fixture
-def marlin_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs stacks in the Marlin layout."""
-    monkeypatch.setattr(backend, "MARLIN_STACKS", True)
+def many_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uses the kernel for many rows for any number of rows."""
+    monkeypatch.setattr(expert_ops, "tile_rows", lambda *sizes: None)
+    expert_ops._config.cache_clear()
+    yield
+    expert_ops._config.cache_clear()
 
 
 def case_of(
@@ -123,12 +132,13 @@ def test_every_plan_of_few_rows(format: str, dtype: torch.dtype) -> None:
                             assert torch.equal(few_rows(rows, w, ids, plan, **options), y)
 
 
-@pytest.mark.parametrize("format", ["custom1-g64", "custom4-g64", "affine8-g64-zint"])
-def test_every_plan_of_many_rows(format: str) -> None:
-    """Interleaved outputs of hopper_gemm.cu, with and without gates, in both orders."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS_OF_MANY_ROWS)
+def test_every_plan_of_many_rows(format: str, dtype: torch.dtype) -> None:
+    """Every tile gives the same answer, with and without gates, in both orders."""
     limits = device_limits(torch.cuda.current_device())
     for routing, n in (("random", 352), ("elsewhere", 176), ("one", 37)):
-        case = case_of(format, 150, n, 640, routing=routing)
+        case = case_of(format, 150, n, 640, dtype=dtype, routing=routing)
         _, w = pack(case)
         x, bias = case.random(case.tokens, case.k) / 8, case.random(case.experts, case.n)
         ids = case.expert_ids()
@@ -153,12 +163,14 @@ def test_every_plan_of_many_rows(format: str) -> None:
                 assert torch.equal(sorted_y[live], y[order][live]), (plan, routing)
 
 
-@pytest.mark.parametrize(
-    "case",
-    list(expert_cases(dtypes=DTYPES, group_sizes=(32, 64, 128, None), device="cuda")),
-    ids=str,
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_conformance(case: ExpertCase) -> None:
+    check_expert_backend(TritonBackend(), case)
+
+
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_conformance_of_many_rows(case: ExpertCase) -> None:
     check_expert_backend(TritonBackend(), case)
 
 
@@ -170,6 +182,15 @@ def test_every_number_of_tokens(format: str, top_k: int, tokens: int) -> None:
         for experts in (8, 64):
             case = case_of(format, tokens, 320, 384, experts=experts, top_k=top_k, routing=routing)
             check_expert_numerics(TritonBackend(), case)
+
+
+@pytest.mark.parametrize("tokens", [512, 4096])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+@pytest.mark.parametrize("format", ["custom4-g64", "affine4-g128"])
+def test_many_tokens(format: str, top_k: int, tokens: int) -> None:
+    for routing in ("random", "one", "rest", "elsewhere"):
+        case = case_of(format, tokens, 320, 384, top_k=top_k, routing=routing)
+        check_expert_numerics(TritonBackend(), case)
 
 
 def test_kernel_by_rows_of_an_expert() -> None:
@@ -203,7 +224,6 @@ def test_parts_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         parts = first.mlp(second, x, ids, weights)
         monkeypatch.undo()
         expert_ops._config.cache_clear()
-        monkeypatch.setattr(backend, "MARLIN_STACKS", True)
         assert nrmse(parts, first.mlp(second, x, ids, weights).double()) < 1e-2
 
 
@@ -217,7 +237,7 @@ def mlp_layouts(
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (64, 6)])
-@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300, 2048])
 @pytest.mark.parametrize("format", ["custom4-g64", "custom1-g64", "custom6-g64", "affine8-g64"])
 def test_mlp(format: str, tokens: int, experts: int, top_k: int) -> None:
     """Deterministic, near the exact result, and captured graphs run with other experts."""

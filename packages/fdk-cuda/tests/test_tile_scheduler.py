@@ -28,7 +28,7 @@ int main(int, char** text) {
   for (int i = 0; i < 5; i++) sizes[i] = atoi(text[1 + i]);
   std::vector<int> tiles(3 * sizes[0] + 1);
   if (fread(tiles.data(), 4, tiles.size(), stdin) != tiles.size()) throw "short input";
-  // Splits of all tiles there may be, as expert_wgmma.py launches it.
+  // Splits of all tiles there may be, as grouped_product.py launches it.
   const Params p{tiles.data(), sizes[0], sizes[1], sizes[2], 1, sizes[0] * sizes[1], sizes[3]};
   gridDim.x = sizes[4];
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {

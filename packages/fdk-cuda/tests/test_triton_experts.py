@@ -32,7 +32,7 @@ from fdk_cuda.triton.configs.gpus import STATIC_SMEM_BYTES
 from fdk_cuda.triton.expert_layout import TritonExpertLayout
 from fdk_cuda.triton.expert_ops import triton_expert_linear_op
 from fdk_cuda.triton.kernels.expert_sort import sort_kernel
-from fdk_formats import Format, Problem, unsupported_reasons
+from fdk_formats import Format, Problem, QuantisedStack, unsupported_reasons
 from fdk_formats.testing import (
     ExpertCase,
     check_expert_backend,
@@ -126,7 +126,6 @@ def test_tiles_are_bounded(pairs: int, experts: int, rows: int) -> None:
 def test_kernels_by_tokens() -> None:
     """A tile per pair, then sorted tiles of 8 and 16 rows, then the GEMM."""
     configs = [config_of(4, tokens, 90, affine=False) for tokens in TOKENS]
-    assert not any(config.is_wgmma for config in configs)
     assert [config.is_sorted for config in configs] == [False, True, True, True]
     assert [config.rows for config in configs[:3]] == [8, 8, 16]
     assert [isinstance(config.kernel, GemmConfig) for config in configs] == [False] * 3 + [True]
@@ -146,7 +145,7 @@ def test_fits_swiglu(bits: int, n: int, fits: bool) -> None:
 
 
 def test_stacks_are_for_triton() -> None:
-    """Marlin has no kernels for stacks; Triton's reasons are those for one weight."""
+    """The Marlin backends refuse stacks; Triton's reasons are those for one weight."""
     device = torch.device("cuda")
     problem = Problem(Format.parse("int4-g64"), 64, 64, torch.float64, device, "int8", experts=8)
     reasons = unsupported_reasons(problem)
@@ -155,13 +154,22 @@ def test_stacks_are_for_triton() -> None:
     assert str(reasons["triton"]).startswith("has no int8 activations; needs activations of torch.")
 
 
+class TritonStacks(TritonBackend):
+    """Packs stacks in the Triton layout on Hopper too."""
+
+    def pack_stack(
+        self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
+    ) -> TritonExpertLayout:
+        return TritonExpertLayout(stack)
+
+
 GPU_CASES = list(expert_cases(dtypes=DTYPES, device="cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_conformance(case: ExpertCase) -> None:
-    check_expert_backend(TritonBackend(), case)
+    check_expert_backend(TritonStacks(), case)
 
 
 @pytest.mark.gpu
@@ -184,7 +192,7 @@ def test_every_number_of_tokens(format: str, top_k: int, tokens: int) -> None:
     sizes = 16, tokens, top_k, 320, 384, torch.bfloat16
     for routing in ("random", "one", "elsewhere"):
         case = ExpertCase(Format.parse(format), *sizes, routing, device="cuda")
-        check_expert_numerics(TritonBackend(), case)
+        check_expert_numerics(TritonStacks(), case)
 
 
 def mlp_case(format: str, tokens: int, n: int, k: int) -> ExpertCase:
@@ -197,8 +205,8 @@ def mlp_case(format: str, tokens: int, n: int, k: int) -> ExpertCase:
 def test_mlp(format: str, tokens: int) -> None:
     """Close to the two products, the same bits twice, in a graph, and without synchronising."""
     first, second = mlp_case(format, tokens, 512, 384), mlp_case(format, tokens, 384, 256)
-    up = TritonBackend().pack_stack(first.stack(), dtype=first.dtype)
-    down = TritonBackend().pack_stack(second.stack(), dtype=first.dtype)
+    up = TritonExpertLayout(first.stack())
+    down = TritonExpertLayout(second.stack())
     x, ids = first.random(tokens, 384), first.expert_ids()
     weights = first.random(*ids.shape, dtype=torch.float32).softmax(1)
     composed = up.mlp(down, x.clone().requires_grad_(), ids, weights).detach()
@@ -221,8 +229,7 @@ def test_mlp(format: str, tokens: int) -> None:
 @pytest.mark.gpu
 def test_opcheck() -> None:
     case = mlp_case("custom4-g64", 5, 64, 128)
-    layout = TritonBackend().pack_stack(case.stack(), dtype=case.dtype)
-    assert isinstance(layout, TritonExpertLayout)
+    layout = TritonExpertLayout(case.stack())
     x, ids = case.random(5, 128).requires_grad_(), case.expert_ids()
     weights = case.random(*ids.shape).requires_grad_()
     w = layout._weight()
@@ -236,8 +243,8 @@ def test_opcheck() -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 def test_compiles_whole() -> None:
     first, second = mlp_case("custom4-g64", 5, 512, 384), mlp_case("custom4-g64", 5, 384, 256)
-    up = TritonBackend().pack_stack(first.stack(), dtype=first.dtype)
-    down = TritonBackend().pack_stack(second.stack(), dtype=first.dtype)
+    up = TritonExpertLayout(first.stack())
+    down = TritonExpertLayout(second.stack())
     x, ids = first.random(5, 384), first.expert_ids()
     weights = first.random(*ids.shape, dtype=torch.float32).softmax(1)
     with torch.no_grad():
@@ -257,8 +264,8 @@ def test_dependent_launches_overlap(tokens: int) -> None:
         mlp_case("custom4-g64", tokens, 768, 512),
         mlp_case("custom4-g64", tokens, 512, 384),
     )
-    up = TritonBackend().pack_stack(first.stack(), dtype=first.dtype)
-    down = TritonBackend().pack_stack(second.stack(), dtype=first.dtype)
+    up = TritonExpertLayout(first.stack())
+    down = TritonExpertLayout(second.stack())
     x, ids = first.random(tokens, 512) / 8, first.expert_ids()
     weights = first.random(*ids.shape, dtype=torch.float32).softmax(1)
     with torch.no_grad():

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from fdk_cuda.marlin import repack
 from fdk_cuda.marlin.expert_ops import (
+    OCTET,
     is_interleaved,
     marlin_expert_linear_op,
     marlin_expert_mlp_op,
     stack_geometry,
 )
 from fdk_cuda.stream_sync import SyncedBuffers
-from fdk_cuda.triton.expert_wgmma import OCTET
 from fdk_formats.backends import ExpertLayout
 from fdk_formats.expert_ops import check_mlp_arguments
 from fdk_formats.scales import decode_scale

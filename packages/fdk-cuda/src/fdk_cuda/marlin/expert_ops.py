@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from fdk_cuda.marlin.grouped_product import grouped_product
 from fdk_cuda.marlin.heuristics_experts import (
     MAX_WHOLE_TILES,
     ExpertPlan,
@@ -25,12 +26,13 @@ from fdk_cuda.marlin.ops import dequantise, padded
 from fdk_cuda.marlin.runtime import SMALL_EXPERTS_FIELDS, device_limits
 from fdk_cuda.nvrtc import Launch
 from fdk_cuda.triton.configs.experts import ExpertConfig
-from fdk_cuda.triton.expert_launch import Routing, expert_reduce, grouped_dgrad, route
-from fdk_cuda.triton.expert_wgmma import OCTET, gather, grouped_product
+from fdk_cuda.triton.expert_launch import Routing, expert_reduce, gather, grouped_dgrad, route
 from fdk_cuda.triton.launch import on_device_of
 from fdk_formats.expert_ops import define_expert_op
 from fdk_formats.format import Format
 from fdk_formats.ops import define_op
+
+OCTET = 8  # rows of a half of the outputs in turns
 
 
 def is_interleaved(n: int) -> bool:
@@ -345,7 +347,7 @@ def _few_rows_launch(
         grid=grid,
         threads=32 * plan.shape.warps,
         shared_bytes=plan.shared_bytes,
-        overlap=device_limits(index).has_clusters,
+        overlap=True,
     )
 
 
@@ -360,12 +362,9 @@ def _config(
 ) -> ExpertConfig:
     device, pairs = device_limits(index), tokens * top_k
     rows = tile_rows(tokens, top_k, experts)
-    if rows is None and device.is_hopper:
+    if rows is None:
         grouped = plan_grouped(geometry, pairs, experts, device)
         return ExpertConfig(grouped, grouped.shape.tile_m)
-    if not device.is_hopper:  # no kernel for many rows, nor registers for 16
-        rows = min(rows or 8, 8)
-    assert rows is not None
     plan = plan_experts(geometry, dtype, pairs, experts, rows, device)
     return ExpertConfig(plan, rows, is_sorted=False)  # the kernel itself sorts
 

@@ -101,7 +101,7 @@ def expert_plans(
     m_tiles, is_spread = (2, False) if rows > 8 else (1, rows <= 4)
     for tile, warps in itertools.product(TILES, WARPS):
         shape = TileShape(*tile, 1, m_tiles, warps, is_spread=is_spread)
-        if warps > most_warps(variant, shape, device):
+        if warps > most_warps(variant, shape):
             continue
         stages = geometry.padded_k // (BLOCK_K * shape.k_blocks)
         for split in range(1, min(warps, stages) + 1):
@@ -117,21 +117,19 @@ def expert_plans(
                     break
 
 
-def most_warps(variant: Variant, shape: TileShape, device: Device) -> int:
+def most_warps(variant: Variant, shape: TileShape) -> int:
     """Returns how many warps get enough registers, see ``heuristics_small_m.most_warps``."""
     bits = variant.bits
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
     if shape.m_tiles == 2:
-        if not device.is_hopper:
-            return 0
         return 12 if bits in (2, 3, 4) and not heavy and not variant.affine else 8
     if heavy:
         is_tight = bits == 8 or (bits in (5, 7) and shape.fragments == 2)
-        return 8 if is_tight or not device.is_hopper else 12
+        return 8 if is_tight else 12
     if bits == 8 and shape.fragments == 4 and not shape.is_spread:
         return 8
     tight = bits == 8 or bits == (5 if shape.is_spread else 7)
-    return 12 if tight or not device.is_hopper else 16
+    return 12 if tight else 16
 
 
 def expert_cost(geometry: Geometry, plan: ExpertPlan, tiles: float, device: Device) -> float:

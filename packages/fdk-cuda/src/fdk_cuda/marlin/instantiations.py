@@ -228,18 +228,9 @@ def dequantise_program(variant: Variant) -> Program:
 
 def repack_program(geometry: Geometry) -> Program:
     """Returns repack.cu, both directions. Dtypes of the same size share a program."""
-    return _program("repack.cu", _repack_options(geometry))
-
-
-def repack_stack_program(geometry: Geometry) -> Program:
-    """Returns repack_stack.cu for the weight of an expert."""
-    return _program("repack_stack.cu", _repack_options(geometry))
-
-
-def _repack_options(geometry: Geometry) -> tuple[str, ...]:
     scale = torch.float32 if geometry.scale_dtype.itemsize == 4 else torch.bfloat16
     sizes = geometry.bits, torch.bfloat16, scale, geometry.per_row, geometry.has_zero_point
-    return Variant(*sizes).options()
+    return _program("repack.cu", Variant(*sizes).options())
 
 
 def hopper_program(

@@ -8,8 +8,8 @@ from fdk_cuda.marlin.layout import BLOCK_K, BLOCK_N, Geometry, pack_layout, unpa
 from fdk_cuda.nvrtc import Launch, unavailable_reason
 from fdk_formats.packing import packed_width
 
-# Fields of the Params of repack.cu and repack_stack.cu, in the notation of ``struct``.
-REPACK_FIELDS, REPACK_STACK_FIELDS = "4P7i", "4P8i"
+# Fields of repack.cu's Params, in the notation of ``struct``.
+REPACK_FIELDS = "4P7i"
 # Blocks of 32 x 64 weights along k in a thread block, a warp each. Canonical bytes are moved 8 at a
 # time where rows hold whole units.
 WARPS, UNIT_BYTES = 8, 8

@@ -40,10 +40,6 @@ from fdk_formats.packing import pack
 from fdk_formats.tensor import QuantisedStack, QuantisedTensor
 from fdk_formats.torch_internals import is_plain_call
 
-# Packs stacks of experts in the Marlin layout where it fits. Off until its kernel for few rows has
-# run on a GPU.
-MARLIN_STACKS = True
-
 
 class TritonLayout(SyncedLayout):
     """A weight with codes in fragment order, scales by tiles of 16 rows, and lookup tables.
@@ -186,7 +182,7 @@ class TritonBackend:
         self, stack: QuantisedStack, *, dtype: torch.dtype, activations: str = "float"
     ) -> ExpertLayout:
         """See ``ExpertBackend``."""
-        if MARLIN_STACKS and not self.batch_invariant and _fits_marlin(stack):
+        if not self.batch_invariant and _fits_marlin(stack):
             # Here, because it imports fdk_cuda.triton.
             from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 

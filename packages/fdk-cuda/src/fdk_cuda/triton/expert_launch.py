@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels over a packed stack of experts."""
+"""Launches of the Triton kernels for stacks of experts."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from fdk_cuda.triton.compiled_launch import INTERPRETED, compile_and_launch, lau
 from fdk_cuda.triton.configs.experts import ExpertConfig
 from fdk_cuda.triton.configs.gemm import GEMM_FUSED_BITS, GemmConfig, takes_table
 from fdk_cuda.triton.configs.gemv import GemvConfig
+from fdk_cuda.triton.kernels.expert_gather import expert_gather_kernel
 from fdk_cuda.triton.kernels.expert_gemm import expert_gemm_kernel
 from fdk_cuda.triton.kernels.expert_gemv import expert_gemv_kernel
 from fdk_cuda.triton.kernels.expert_reduce import expert_reduce_kernel
@@ -20,7 +21,8 @@ from fdk_cuda.triton.launch import can_overlap, dequantise, gpu_at, limit, pdl, 
 from fdk_cuda.triton.packed_weight import TL_DTYPES, PackedWeight
 
 SORT_BLOCK = 256  # pairs of a program
-REDUCE_BLOCK = 1024
+GATHER_BLOCK = REDUCE_BLOCK = 1024
+COLUMN_MULTIPLE = 8  # columns of 16 bytes of x
 # Weights of experts that are dequantised at once: 512 MiB in 16 bits.
 DEQUANTISED_AT_ONCE = 1 << 28
 # Tiles of the product with dequantised experts.
@@ -228,6 +230,30 @@ def _key(
     weights_dtype = None if weights is None else weights.dtype
     sizes = routing.experts, len(w.values), sharing
     return (x.dtype, bias is None, weights_dtype, routing.ids.dtype, *sizes, *w.key)
+
+
+def gather(x: Tensor, routing: Routing) -> Tensor:
+    """Returns the rows of x of all pairs, sorted by expert, padded to whole 16 bytes.
+
+    Args:
+        x: ``[rows, k]``, a row for one pair or for the neighbouring pairs of a token.
+        routing: the experts of the pairs.
+    """
+    pairs, k = routing.ids.numel(), x.shape[1]
+    width = -(-k // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    out = x.new_empty((pairs, width))
+    sharing = pairs // len(x)
+    tensors = (x, routing.order, out)
+    key = ("expert_gather", pairs, sharing, k, x.dtype)
+    if not launch_compiled(key, tensors):
+        overlap = can_overlap(x.get_device())
+        constants = {"BLOCK": GATHER_BLOCK, "OVERLAP": overlap}
+        grid = (pairs, triton.cdiv(width, GATHER_BLOCK))
+        sizes = (k, width, sharing)
+        compile_and_launch(
+            key, expert_gather_kernel, grid, tensors, sizes, constants, **pdl(overlap)
+        )
+    return out
 
 
 def expert_reduce(

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fdk_cuda.marlin.heuristics_hopper import GroupedPlan
 from fdk_cuda.triton import launch
 from fdk_cuda.triton.configs.experts import (
     ExpertConfig,
@@ -21,7 +20,6 @@ from fdk_cuda.triton.expert_launch import (
     expert_reduce,
     route,
 )
-from fdk_cuda.triton.expert_wgmma import expert_wgmma, wgmma_config
 from fdk_cuda.triton.layout import PackedLayout
 from fdk_cuda.triton.ops import check_dtype, layout_of
 from fdk_cuda.triton.packed_weight import PackedWeight
@@ -70,11 +68,7 @@ def triton_expert_linear(
         routing = route(expert_ids, experts, config, zeros=routing_weights is None)
         if routing_weights is not None:
             return _summed(x, w, routing, config, bias, routing_weights)
-        if isinstance(config.kernel, GroupedPlan):
-            rows = x.view(-1, k)
-            y = expert_wgmma(rows, w, routing, config.kernel, bias=bias, zeros=True)
-        else:
-            y = expert_linear(x, w, routing, config, bias=bias)
+        y = expert_linear(x, w, routing, config, bias=bias)
     return y.to(x.dtype).view(tokens, top_k, n)
 
 
@@ -90,9 +84,6 @@ def config_for(
         index: index of the GPU, -1 for the CPU.
         swiglu: whether outputs are the gates, then as many values that they multiply.
     """
-    wide = wgmma_config(w, tokens * top_k, index)
-    if wide is not None:
-        return wide
     sizes = w.layout, tokens, top_k, len(w.words), launch.gpu_at(index)
     return expert_config(*sizes, affine=w.zero_point is not None, swiglu=swiglu)
 
@@ -104,14 +95,8 @@ def _summed(
     config: ExpertConfig,
     bias: Tensor | None,
     weights: Tensor,
-    *,
-    sorted_x: bool = False,
 ) -> Tensor:
     """Returns the weighted sum over the experts of each token, ``[tokens, n]``."""
-    if isinstance(config.kernel, GroupedPlan):
-        rows = x.view(-1, x.shape[-1])
-        y = expert_wgmma(rows, w, routing, config.kernel, bias=bias, sorted_x=sorted_x)
-        return expert_reduce(y, routing, x.dtype, weights)
     y = expert_linear(x, w, routing, config, bias=bias, weights=weights)
     return expert_reduce(y, routing, x.dtype)
 
@@ -166,19 +151,9 @@ def triton_expert_mlp(
     with launch.on_device_of(x):
         first_config = config_for(first, tokens, top_k, x.get_device(), swiglu=True)
         second_config = config_for(second, tokens, top_k, x.get_device())
-        # The order of pairs by expert does not depend on the tiles.
-        is_sorted = first_config.is_wgmma and second_config.is_wgmma
         # The second product has no use for rows of no expert: nothing adds them.
         routing = route(expert_ids, experts, first_config, zeros=False)
-        if isinstance(first_config.kernel, GroupedPlan):
-            y = expert_wgmma(
-                *(x, first, routing, first_config.kernel),
-                bias=bias,
-                swiglu=True,
-                sorted_y=is_sorted,
-            )
-        else:
-            y = expert_linear(x, first, routing, first_config, bias=bias, swiglu=True)
+        y = expert_linear(x, first, routing, first_config, bias=bias, swiglu=True)
         if (second_config.rows, second_config.is_sorted) != (
             first_config.rows,
             first_config.is_sorted,
@@ -186,7 +161,7 @@ def triton_expert_mlp(
             routing = route(expert_ids, experts, second_config, zeros=False)
         rows = y.to(dtype).view(tokens, top_k, inner)
         weights = routing_weights.contiguous()
-        return _summed(rows, second, routing, second_config, down_bias, weights, sorted_x=is_sorted)
+        return _summed(rows, second, routing, second_config, down_bias, weights)
 
 
 def _stack_of(tensors: list[Tensor], layout: PackedLayout) -> PackedWeight:

@@ -29,8 +29,8 @@ class ExpertConfig:
     """Configuration of a product with a stack of experts.
 
     Attributes:
-        kernel: configuration of ``expert_gemv_kernel`` or ``expert_gemm_kernel``, the plan of
-            the grouped GEMM by wgmma, see ``expert_wgmma``, or that of ``small_m_experts.cu``.
+        kernel: configuration of ``expert_gemv_kernel`` or ``expert_gemm_kernel``; in the Marlin
+            layout the plan of ``hopper_gemm.cu`` or of ``small_m_experts.cu``.
         rows: pairs of a tile at most: 8 or 16, or the rows of a tile of the GEMM.
         is_sorted: whether pairs are sorted by expert; otherwise each is a tile.
     """
@@ -41,7 +41,7 @@ class ExpertConfig:
 
     @property
     def is_wgmma(self) -> bool:
-        """True for the grouped GEMM by wgmma."""
+        """True for many rows in the Marlin layout, see ``grouped_product``."""
         return isinstance(self.kernel, GroupedPlan)
 
     def max_tiles(self, pairs: int, experts: int) -> int:

@@ -5,8 +5,8 @@
 
 Microseconds per call of gate and up, SwiGLU, down and the weighted sum; router not included. `fdk`
 is what a layer runs. On Hopper that is the Marlin layout: `triton_layout` is the same from stacks
-in the Triton layout, and `tiles_8`, `tiles_16` and `many` force one of its kernels, where the mean
-rows of an expert make it worth timing. Median of graph replays in turns with the same MLP in bf16:
+in the Triton layout, and `few` and `many` force one of its kernels, where the mean rows of an
+expert make it worth timing. Median of graph replays in turns with the same MLP in bf16:
 torch's grouped product, fdk's own grouped Triton kernel with a plain configuration, and, where vLLM
 is installed, its fused_experts in bf16 and its Marlin kernel at 4 bits (random codes, whose answers
 are not checked). Every call has other random experts, and stacks are copied until they exceed the
@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
 from fdk_cuda.marlin import expert_ops
+from fdk_cuda.marlin.heuristics_experts import TILE_ROWS
 from fdk_cuda.triton import TritonBackend
 from fdk_cuda.triton.configs import GemmConfig
 from fdk_cuda.triton.configs.experts import ExpertConfig
@@ -53,9 +54,8 @@ from fdk_formats import ExpertLayout, Format, QuantisedStack
 
 GROUP_SIZE = 64
 LIMIT = 1e-2
-# Mean rows of an expert for which a kernel of the Marlin layout is timed: tiles of 8 and 16 rows,
-# and many rows (0).
-FORCED_ROWS = {8: (0.5, 16), 16: (3, 24), 0: (1.5, 1 << 30)}
+# Mean rows of an expert for which a kernel of the Marlin layout is timed.
+FORCED = {"few": (0.2, 16), "many": (1.5, 1 << 30)}
 CHECKED_TOKENS = 8
 CALLS = 20  # of a graph
 Run = Callable[[int], Tensor]
@@ -251,10 +251,10 @@ def peers() -> dict[str, Callable[[Layer, Inputs], Tensor]]:
 
 
 @contextmanager
-def tile_rows_of(rows: int) -> Iterator[None]:
+def tile_rows_of(rows: int | None) -> Iterator[None]:
     """Set the rows of a tile of the Marlin layout's kernel; 0 for the kernel for many rows."""
     before = expert_ops.tile_rows
-    expert_ops.tile_rows = lambda tokens, top_k, experts: rows or None
+    expert_ops.tile_rows = lambda tokens, top_k, experts: rows
     expert_ops._config.cache_clear()
     try:
         yield
@@ -266,17 +266,17 @@ def tile_rows_of(rows: int) -> Iterator[None]:
 def forced_ways(ours: Run, model: Model, tokens: int) -> dict[str, Run]:
     """List the kernels of the Marlin layout worth timing, each forced."""
 
-    def way(rows: int) -> Run:
+    def way(name: str) -> Run:
         def run(i: int) -> Tensor:
-            with tile_rows_of(rows):
+            with tile_rows_of(TILE_ROWS if name == "few" else None):
                 return ours(i)
 
         return run
 
     mean_rows = tokens * model.top_k / model.experts
     return {
-        f"tiles_{rows}" if rows else "many": way(rows)
-        for rows, (least, most) in FORCED_ROWS.items()
+        name: way(name)
+        for name, (least, most) in FORCED.items()
         if tokens > 1 and least <= mean_rows <= most
     }
 
@@ -324,7 +324,7 @@ def line_of(row: Row) -> str:
     case = f"{row['name']:16} {row['format']:14} t{row['tokens']:<5} hit {row['hit']:5.1f}"
     names = [name for name in ("torch", "triton", "vllm", "marlin") if name in row]
     others = ", ".join(f"{name} {row[name]:.1f} ({us / row[name]:.2f})" for name in names)
-    own = (name for name in row if name in ("triton_layout", "many") or name.startswith("tiles_"))
+    own = (name for name in ("triton_layout", *FORCED) if name in row)
     ways = ", ".join(f"{name} {row[name]:.1f}" for name in own)
     return f"{case} {us:8.1f} us, floor {floor:.1f} ({us / floor:.2f}), {ways}, peers: {others}"
 

@@ -42,7 +42,7 @@ from triton_compile import (
 )
 
 from fdk_cuda.marlin.cost_model import DGRAD_STEP_COST
-from fdk_cuda.marlin.heuristics_experts import MAX_MEAN_ROWS, expert_plans
+from fdk_cuda.marlin.heuristics_experts import TILE_ROWS, expert_plans
 from fdk_cuda.marlin.heuristics_hopper import grouped_plans, hopper_shapes
 from fdk_cuda.marlin.heuristics_small_m import MAX_M, plan_small
 from fdk_cuda.marlin.instantiations import (
@@ -176,7 +176,7 @@ def test_small_m_of_experts_spills_nothing(bits: int, dtype: object) -> None:
         if variant.has_signs:
             continue  # stacks look these up
         shapes = set()
-        for rows in (1, *MAX_MEAN_ROWS):
+        for rows in (1, TILE_ROWS):
             plans = expert_plans(geometry_of(variant), variant, rows, HOPPER)
             shapes |= {plan.shape for plan in plans}
         for shape in shapes:

@@ -8,7 +8,7 @@ from marlin_compile import BF16, FP16, FP32, HOPPER, check_spills, geometry_of, 
 
 from fdk_cuda.marlin.heuristics_experts import (
     MAX_EXPERTS,
-    MAX_MEAN_ROWS,
+    TILE_ROWS,
     expected_tiles,
     expert_plans,
     most_pairs,
@@ -19,7 +19,7 @@ from fdk_cuda.marlin.instantiations import Variant, small_m_experts_program
 from fdk_cuda.marlin.layout import BLOCK_K
 from fdk_formats.format import BITS
 
-ROWS = (1, *MAX_MEAN_ROWS)
+ROWS = (1, TILE_ROWS)
 # The plain variant, and those that need the most registers.
 VARIANTS = [
     Variant(bits, *kind)
@@ -48,7 +48,7 @@ def test_plans_fit(variant):
                 assert shape.warps % plan.split == 0
                 # Every warp has a stage, which the pipeline counts on.
                 assert plan.split <= geometry.padded_k // (BLOCK_K * shape.k_blocks)
-                assert plan.rows <= (4 if shape.is_spread else 8 * shape.m_tiles)
+                assert plan.rows <= (1 if shape.is_spread else TILE_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,8 @@ def test_plans_fit(variant):
         (64, 8, 128, 8),
         (512, 8, 128, None),
         (64, 6, 64, 8),
-        (85, 6, 64, 16),
+        (85, 6, 64, 8),
+        (86, 6, 64, None),
         (512, 6, 64, None),
     ],
 )
@@ -108,7 +109,7 @@ def test_spills_nothing(variant):
     for rows in ROWS:
         for plan in expert_plans(geometry, variant, rows, HOPPER):
             shape = plan.shape
-            key = shape.fragments, shape.m_tiles, shape.is_spread
+            key = shape.fragments, shape.is_spread
             if key not in widest or shape.warps > widest[key].warps:
                 widest[key] = shape
     for shape in widest.values():

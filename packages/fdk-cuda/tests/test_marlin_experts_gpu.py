@@ -16,7 +16,7 @@ from fdk_cuda.marlin import expert_ops
 from fdk_cuda.marlin.expert_layout import MarlinExpertLayout
 from fdk_cuda.marlin.expert_ops import ExpertStack, config_for, few_rows, marlin_expert_linear_op
 from fdk_cuda.marlin.grouped_product import grouped_product
-from fdk_cuda.marlin.heuristics_experts import MAX_MEAN_ROWS, expert_plans
+from fdk_cuda.marlin.heuristics_experts import MAX_MEAN_ROWS, TILE_ROWS, expert_plans
 from fdk_cuda.marlin.heuristics_hopper import grouped_plans
 from fdk_cuda.marlin.instantiations import Variant
 from fdk_cuda.marlin.runtime import device_limits
@@ -118,7 +118,7 @@ def test_every_plan_of_few_rows(format: str, dtype: torch.dtype) -> None:
         if n % 16 == 0:
             gate, up = exact.chunk(2, -1)
             ways.append((True, torch.nn.functional.silu(gate) * up))
-        for tile_rows in (1, *MAX_MEAN_ROWS):
+        for tile_rows in (1, TILE_ROWS):
             for plan in expert_plans(w.geometry, variant, tile_rows, limits):
                 for swiglu, wanted in ways:
                     for wide in (False, True):
@@ -197,7 +197,7 @@ def test_kernel_by_rows_of_an_expert() -> None:
     case = case_of("custom4-g64", 1, 320, 384)
     _, w = pack(case)
     x = case.random(1, 384)
-    most = max(MAX_MEAN_ROWS.values())
+    most = MAX_MEAN_ROWS
     assert not config_for(w, most * 4, 2, x).is_wgmma
     assert config_for(w, most * 4 + 1, 2, x).is_wgmma
 

@@ -52,7 +52,7 @@ int main(int, char** text) {
 )
 WARPS = 4
 # Fragments, blocks of a stage, rows of a tile.
-CUTS = [(2, 2, 1), (4, 1, 4), (2, 2, 8), (4, 1, 16)]
+CUTS = [(2, 2, 1), (4, 1, 1), (2, 2, 8), (4, 1, 8)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def whole_stack(case: Case) -> QuantisedStack:
 
 def plan_of(case: Case, geometry) -> ExpertPlan:
     fragments, k_blocks, rows = case.cut
-    shape = TileShape(fragments, k_blocks, 1, 2 if rows > 8 else 1, WARPS, is_spread=rows <= 4)
+    shape = TileShape(fragments, k_blocks, 1, 1, WARPS, is_spread=rows == 1)
     n_units = geometry.padded_n // shape.tile_n
     shared = shared_bytes(geometry, shape, rows, case.buffers)
     return ExpertPlan(shape, rows, case.split, case.buffers, n_units, shared)

@@ -12,12 +12,13 @@ from fdk_cuda.marlin.heuristics_small_m import BARRIER_BYTES, STAGES, Device
 from fdk_cuda.marlin.instantiations import TABLE_BYTES, TileShape, Variant
 from fdk_cuda.marlin.layout import BLOCK_K, Geometry
 
-# Rows of a tile, and the mean rows of an expert up to which tiles have so many. Tokens spread
-# unevenly: tiles are larger than the mean, so that most experts need one, which reads their weights
-# once. Above the last, hopper_gemm.cu runs (H200, 4 bits, MLP in microseconds with tiles of 8, of
-# 16, and hopper_gemm.cu: mean 4, Mixtral 220, 285, 264, Qwen3-30B-A3B 117, 141, 155; mean 6,
-# DeepSeek-V2-Lite 126, 130, 145; mean 16, Mixtral 559, 462, 278).
-MAX_MEAN_ROWS = {8: 6, 16: 8}
+# Rows of a tile, and the mean rows of an expert up to which this kernel runs. Tokens spread
+# unevenly: tiles have more rows than the mean, so that most experts need one, which reads their
+# weights once. Above, hopper_gemm.cu runs (H200, 4 bits, MLP in microseconds with this kernel, with
+# tiles of 16 rows, and with hopper_gemm.cu: mean 4, Mixtral 220, 285, 264, Qwen3-30B-A3B 117, 141,
+# 155; mean 6, DeepSeek-V2-Lite 126, 130, 145; mean 16, Mixtral 559, 462, 278).
+TILE_ROWS = 8
+MAX_MEAN_ROWS = 8
 # Pairs are not sorted with one token, or where at most one in this many experts is hit: few share
 # an expert then. The threshold is that of the Triton kernels.
 SPARSE = 4
@@ -64,7 +65,7 @@ def tile_rows(tokens: int, top_k: int, experts: int) -> int | None:
     if tokens == 1 or pairs * SPARSE <= experts:
         return 1
     mean = -(-pairs // experts)
-    return next((rows for rows, most in MAX_MEAN_ROWS.items() if mean <= most), None)
+    return TILE_ROWS if mean <= MAX_MEAN_ROWS else None
 
 
 def plan_experts(
@@ -98,9 +99,8 @@ def expert_plans(
     geometry: Geometry, variant: Variant, rows: int, device: Device
 ) -> Iterator[ExpertPlan]:
     """Yields every plan that fits."""
-    m_tiles, is_spread = (2, False) if rows > 8 else (1, rows <= 4)
     for tile, warps in itertools.product(TILES, WARPS):
-        shape = TileShape(*tile, 1, m_tiles, warps, is_spread=is_spread)
+        shape = TileShape(*tile, 1, 1, warps, is_spread=rows == 1)
         if warps > most_warps(variant, shape):
             continue
         stages = geometry.padded_k // (BLOCK_K * shape.k_blocks)
@@ -121,15 +121,14 @@ def most_warps(variant: Variant, shape: TileShape) -> int:
     """Returns how many warps get enough registers, see ``heuristics_small_m.most_warps``."""
     bits = variant.bits
     heavy = variant.per_row == 2 or variant.scale_dtype == torch.float32
-    if shape.m_tiles == 2:
-        return 12 if bits in (2, 3, 4) and not heavy and not variant.affine else 8
     if heavy:
         is_tight = bits == 8 or (bits in (5, 7) and shape.fragments == 2)
         return 8 if is_tight else 12
     if bits == 8 and shape.fragments == 4 and not shape.is_spread:
         return 8
-    tight = bits == 8 or bits == (5 if shape.is_spread else 7)
-    return 12 if tight else 16
+    is_tight = bits == 8 or bits == (5 if shape.is_spread else 7)
+    is_tight |= variant.affine and shape.fragments == 2 and not shape.is_spread
+    return 12 if is_tight else 16
 
 
 def expert_cost(geometry: Geometry, plan: ExpertPlan, tiles: float, device: Device) -> float:
@@ -155,8 +154,6 @@ def most_pairs(experts: int) -> int:
 
 def _block_cost(bits: int, shape: TileShape) -> float:
     """Returns the cost of a block of 32 x 64 weights, as in small_m.cu."""
-    if shape.m_tiles == 2:
-        return cost_model.WIDE_COST[cost_model.WideTile(4, 1, 1)][bits]
     narrow = cost_model.SPREAD_COST if shape.is_spread else cost_model.NARROW_COST
     return narrow[cost_model.WarpTile(shape.fragments, shape.k_blocks)][bits]
 
@@ -164,7 +161,7 @@ def _block_cost(bits: int, shape: TileShape) -> float:
 def shared_bytes(geometry: Geometry, shape: TileShape, rows: int, buffers: int) -> int:
     """Returns the shared memory of a thread block, see SharedMemory in small_m_experts.cu."""
     pipeline = STAGES * shape.stage_blocks * geometry.shape[2]
-    slots = 4 if shape.is_spread else 8 * shape.m_tiles
+    slots = 4 if shape.is_spread else TILE_ROWS
     tiles = 4 * (4 + (MAX_WHOLE_TILES + 2) * (1 + slots))
     front = -(-(shape.warps * STAGES * BARRIER_BYTES + tiles) // 128) * 128
     sums = buffers * shape.warps * rows * (16 * shape.fragments + 4) * 4

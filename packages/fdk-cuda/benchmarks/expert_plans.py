@@ -3,8 +3,8 @@
     python packages/fdk-cuda/benchmarks/expert_plans.py --models qwen3-30b-a3b --tokens 1,4,16,64
     python packages/fdk-cuda/benchmarks/expert_plans.py --rows 8,16 --bits 4 --first 12
 
-One product of a layer, gate and up or down, without the sum over experts. Microseconds per call, cold
-L2, other random experts in each call; median of graph replays in turns. Each plan's answer is
+One product of a layer, gate and up or down, without the sum over experts. Microseconds per call,
+cold L2, other random experts in each call; median of graph replays in turns. Each plan's answer is
 compared with that of the first.
 """
 

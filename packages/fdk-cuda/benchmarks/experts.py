@@ -252,7 +252,7 @@ def peers() -> dict[str, Callable[[Layer, Inputs], Tensor]]:
 
 @contextmanager
 def tile_rows_of(rows: int | None) -> Iterator[None]:
-    """Set the rows of a tile of the Marlin layout's kernel; 0 for the kernel for many rows."""
+    """Set the rows of a tile of the Marlin layout's kernel; None for the kernel for many rows."""
     before = expert_ops.tile_rows
     expert_ops.tile_rows = lambda tokens, top_k, experts: rows
     expert_ops._config.cache_clear()

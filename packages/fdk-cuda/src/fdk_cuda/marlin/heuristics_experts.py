@@ -140,7 +140,9 @@ def expert_cost(geometry: Geometry, plan: ExpertPlan, tiles: float, device: Devi
     cost, blocks = _block_cost(geometry.bits, shape), stages * shape.stage_blocks
 
     def round_cost(warps: int) -> float:
-        return blocks * max(BLOCK_LATENCY, warps * cost) + (SUM_COST if plan.split > 1 else STORE_COST)
+        return blocks * max(BLOCK_LATENCY, warps * cost) + (
+            SUM_COST if plan.split > 1 else STORE_COST
+        )
 
     return rounds * round_cost(shape.warps) + (round_cost(last * plan.split) if last else 0)
 

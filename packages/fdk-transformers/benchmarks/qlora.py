@@ -63,10 +63,13 @@ def model_of(contender: str, run: Run) -> Any:
     if contender in DTYPES or contender == BITSANDBYTES:
         case = ModelCase(**asdict(case) | {"backend": "torch"})
     base = build_llama(case, [1]).model
-    base.is_loaded_in_4bit = contender == BITSANDBYTES
+    # What a loaded model says of itself. PEFT turns checkpointing on for no other model.
+    base.is_loaded_in_4bit = True
     base = prepare_model_for_kbit_training(
         base, gradient_checkpointing_kwargs={"use_reentrant": False}
     )
+    if not base.is_gradient_checkpointing:
+        raise RuntimeError(f"{contender}: PEFT left gradient checkpointing off")
     settings = LoraConfig(r=run.rank, lora_alpha=2 * run.rank, target_modules="all-linear")
     return get_peft_model(base, settings).train()
 

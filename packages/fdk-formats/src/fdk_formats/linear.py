@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from fdk_formats import tensor_parallel
 from fdk_formats.backends import Layout
 from fdk_formats.format import Format
-from fdk_formats.packed_module import EAGER, PackedModule, copied_parameter, make_eager_calls
+from fdk_formats.packed_module import (
+    EAGER,
+    PackedModule,
+    compute_dtype,
+    copied_parameter,
+    make_eager_calls,
+)
 from fdk_formats.quantise import quantise
 from fdk_formats.quantised_module import PREFIX
 from fdk_formats.stored_weight import StoredWeight, zero_weight
@@ -221,21 +227,28 @@ class QuantisedLinear(PackedModule, nn.Linear):
         try:
             stored = parameters["weight_packed"].stored
             layout = stored.layout
-            is_ready = (
+            is_packed = (
                 layout is not None
                 and parameters["weight_scale"].stored is stored
                 and parameters[self._table_name].stored is stored
+            )
+            is_ready = (
+                is_packed
                 and input.dtype in layout.dtypes
                 and not may_autocast()
                 and (bias is None or bias.dtype == input.dtype)
                 and self._buffers["input_permutation"] is None
             )
         except (AttributeError, RuntimeError):  # no tensors of a StoredWeight, or x on meta
-            is_ready = False
-        if not is_ready:
-            return self._prepare_and_call(input)
-        y: Tensor = layout.forward(input, bias)
-        return y
+            is_packed = is_ready = False
+        if is_ready:
+            y: Tensor = layout.forward(input, bias)
+            return y
+        if is_packed and type(input) is Tensor:
+            dtype = compute_dtype(input)
+            if dtype in layout.dtypes:
+                return self._call(layout, dtype, input)
+        return self._prepare_and_call(input)
 
     def _call(self, layout: Layout, dtype: torch.dtype, x: Tensor, *_: Any) -> Tensor:
         bias: Tensor | None = self.bias

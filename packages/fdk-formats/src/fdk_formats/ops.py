@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import Library
 
-from fdk_formats.torch_internals import in_transform, is_plain_call
+from fdk_formats.torch_internals import in_transform, is_direct_call, is_plain_call, is_recorded
 
 Kernel = Callable[..., Tensor]
 # Used for device types without autocast, and where autocast is off already.
@@ -54,10 +54,11 @@ class Op:
 
 
 class LinearOp(Op):
-    """A linear op whose plain calls run its kernels without torch's dispatcher.
+    """A linear op whose direct calls run its kernels without torch's dispatcher.
 
-    The dispatcher enters Python twice for an op with a gradient, 20 us a call. Only calls that
-    torch records, traces, profiles or transforms need it; see ``is_plain_call``.
+    The dispatcher enters Python twice for an op with a gradient, 20 us a call, and some 100 us a
+    call with its gradient. Only calls that torch traces, profiles or transforms need it; see
+    ``is_direct_call``.
 
     Attributes:
         op: ``torch.ops.<namespace>.<name>.default``, for ``opcheck`` and for graphs.
@@ -66,11 +67,17 @@ class LinearOp(Op):
     """
 
     def __init__(
-        self, op: Op, grad_op: Kernel, layout_args: int, run: Kernel, devices: frozenset[str]
+        self,
+        op: Op,
+        grad_op: Op,
+        layout_args: int,
+        run: Kernel,
+        recorded: type[torch.autograd.Function],
+        devices: frozenset[str],
     ) -> None:
         super().__init__(op.op, op.function)
         self.grad_op, self.layout_args = grad_op, layout_args
-        self._run, self._devices = run, devices
+        self._run, self._recorded, self._devices = run, recorded, devices
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         """Returns ``op(x, *layout, bias, n, k)``.
@@ -78,10 +85,31 @@ class LinearOp(Op):
         Raises:
             NotImplementedError: in forward mode, for x or a bias with a tangent.
         """
-        if is_plain_call(x, args[-3]) and x.device.type in self._devices:
-            return self._run(x, *args)
+        bias = args[-3]
+        if is_direct_call(x, bias) and x.device.type in self._devices:
+            run: Any = self._recorded.apply if is_recorded(x, bias) else self._run
+            direct: Tensor = run(x, *args)
+            return direct
         y: Tensor = super().__call__(x, *args)
         return y
+
+
+class GradOp(Op):
+    """The gradient of a linear op, whose plain calls run its kernels as those of ``LinearOp`` do.
+
+    In a backward pass nearly all are plain: autograd records it only for second derivatives.
+    """
+
+    def __init__(self, op: Op, run: Kernel, devices: frozenset[str]) -> None:
+        super().__init__(op.op, op.function)
+        self._run, self._devices = run, devices
+
+    def __call__(self, grad_y: Tensor, *args: Any) -> Tensor:
+        """Returns ``op(grad_y, *layout, n, k)``."""
+        if is_plain_call(grad_y, None) and grad_y.device.type in self._devices:
+            return self._run(grad_y, *args)
+        dx: Tensor = super().__call__(grad_y, *args)
+        return dx
 
 
 def define_op(
@@ -227,8 +255,8 @@ def define_linear_op(
         grad_op = grad_x.grad_op
     else:
         grad_op = _define_grad_op(library, name, layout, op, grad_x, dispatch_keys)
-    devices = frozenset(key.lower() for key in dispatch_keys)
-    return LinearOp(op, grad_op, layout_args, run, devices)
+    recorded = _recorded_function(run, backward, setup_context)
+    return LinearOp(op, grad_op, layout_args, run, recorded, _devices(dispatch_keys))
 
 
 def _define_grad_op(
@@ -238,7 +266,7 @@ def _define_grad_op(
     op: Kernel,
     grad_x: Kernel,
     dispatch_keys: Sequence[str],
-) -> Op:
+) -> GradOp:
     """Defines ``<name>_grad_x``, whose own gradient is ``op``."""
     layout_args = layout.count(",") + 1
 
@@ -264,7 +292,7 @@ def _define_grad_op(
         dgrad_y = op(grad_dx, *saved_arguments(ctx), None, ctx.n, ctx.k)
         return dgrad_y, *[None] * layout_args, None, None
 
-    return define_op(
+    grad_op = define_op(
         library,
         f"{name}_grad_x(Tensor grad_y, {layout}, int n, int k) -> Tensor",
         run=run,
@@ -274,6 +302,26 @@ def _define_grad_op(
         batches_rows=True,
         dispatch_keys=dispatch_keys,
     )
+    return GradOp(grad_op, run, _devices(dispatch_keys))
+
+
+def _devices(dispatch_keys: Sequence[str]) -> frozenset[str]:
+    """Returns the device types of dispatch keys."""
+    return frozenset(key.lower() for key in dispatch_keys)
+
+
+def _recorded_function(
+    run: Kernel, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> type[torch.autograd.Function]:
+    """Makes the autograd.Function of direct calls, which runs the kernel itself."""
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        y = run(*args)
+        setup_context(ctx, args, y)
+        return y
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Recorded", (torch.autograd.Function,), members)
 
 
 def _function(
